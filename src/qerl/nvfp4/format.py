@@ -1,0 +1,336 @@
+"""Four-bit block formats: what the bytes mean, and how a matrix becomes them.
+
+A weight is cut into blocks of consecutive inputs (along K, the dimension a matrix product sums over). Every element
+of a block is one of sixteen E2M1 values,
+
+    code   0   1    2   3    4   5   6   7        bit 3 is the sign
+    value  0  0.5   1  1.5   2   3   4   6
+
+times a scale that the block shares. The two formats differ in that scale:
+
+* NVFP4: blocks of 16, scale in E4M3 (three mantissa bits, so a block's maximum lands close to 6), and because
+  E4M3 ends at 448, one FP32 number for the whole matrix on top ("two-level scaling"):
+  ``w = code * (scale / global_scale)``, ``global_scale = 448 * 6 / amax``.
+* MXFP4: blocks of 32, scale a power of two in E8M0 (an exponent byte), no second level:
+  ``w = code * 2^(scale - 127)``.
+
+This module is the specification. It is plain torch on any device; kernels elsewhere are tested against it, and it
+is tested bit for bit against compressed-tensors 0.20, whose on-disk layout it shares: ``codes`` hold two elements
+a byte, the even column in the low nibble; ``global_scale`` is a divisor.
+
+All arithmetic is FP32, whatever the dtype of the weight. compressed-tensors computes in the weight's dtype; given
+the same values in FP32 it agrees with this module on every byte. Following it into 16 bits was given up: BF16
+rounds each scale once more, and in FP16 the global scale overflows for every matrix with amax below 0.041.
+
+Sources: OCP Microscaling Formats (MX) 1.0, sections 5.1-5.4 (E2M1, E8M0, blocks); NVIDIA, "Pretraining Large
+Language Models with NVFP4" (arXiv 2509.25149), appendix B (two levels); QeRL (arXiv 2510.11696), section 3.1.
+
+Shapes: N outputs, K inputs, G = K / block size blocks a row.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+import torch
+
+from qerl.errors import QeRLError
+
+Method = Literal["rtn", "mse"]
+
+E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+E2M1_MAX = 6.0
+E4M3_MAX = 448.0
+
+# A block whose scale rounds to zero still needs a divisor. Any would do, its codes are all zero; this one is what
+# compressed-tensors stores.
+_ZERO_BLOCK_SCALE = 0.125
+
+# Rows are quantised a few at a time so that the FP32 temporaries stay near 100 MB for a matrix of any size.
+_CHUNK_ELEMENTS = 2**22
+
+
+@dataclass(frozen=True)
+class BlockFormat:
+    """What distinguishes one four-bit format from another.
+
+    Attributes:
+        name: As written in recipes and on the command line.
+        block_size: Elements along K that share a scale.
+        scale_dtype: ``float8_e4m3fn``, or ``uint8`` for an E8M0 exponent with bias 127.
+        has_global_scale: Whether one FP32 number a matrix scales the block scales.
+    """
+
+    name: str
+    block_size: int
+    scale_dtype: torch.dtype
+    has_global_scale: bool
+
+
+NVFP4 = BlockFormat("nvfp4", block_size=16, scale_dtype=torch.float8_e4m3fn, has_global_scale=True)
+MXFP4 = BlockFormat("mxfp4", block_size=32, scale_dtype=torch.uint8, has_global_scale=False)
+FORMATS = {format.name: format for format in (NVFP4, MXFP4)}
+
+
+@dataclass(frozen=True)
+class PackedWeight:
+    """A quantised matrix [N, K].
+
+    Attributes:
+        codes: uint8 [N, K/2], two E2M1 codes a byte, even column in the low nibble.
+        scales: [N, G] in the format's scale dtype.
+        global_scale: fp32 [1], the divisor of the scales; None where the format has none.
+        format: Which format it is.
+
+    Raises:
+        QeRLError: The parts do not fit together.
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    global_scale: torch.Tensor | None
+    format: BlockFormat
+
+    def __post_init__(self) -> None:
+        if self.codes.ndim != 2 or self.codes.dtype != torch.uint8:
+            raise QeRLError(
+                f"Packed codes are {self.codes.dtype} {list(self.codes.shape)}; they must be a uint8 matrix."
+            )
+        n, k = self.shape
+        expected = [n, k // self.format.block_size]
+        if list(self.scales.shape) != expected or k % self.format.block_size:
+            raise QeRLError(
+                f"Block scales have shape {list(self.scales.shape)}; a {self.format.name} weight of {n} x {k} "
+                f"needs {expected}."
+            )
+        if self.scales.dtype != self.format.scale_dtype:
+            raise QeRLError(
+                f"Block scales are {self.scales.dtype}; {self.format.name} needs {self.format.scale_dtype}."
+            )
+        if self.format.has_global_scale != (self.global_scale is not None):
+            raise QeRLError(
+                f"A {self.format.name} weight {'needs a' if self.format.has_global_scale else 'has no'} global scale."
+            )
+        if self.global_scale is not None and (
+            self.global_scale.dtype != torch.float32 or list(self.global_scale.shape) != [1]
+        ):
+            raise QeRLError(
+                f"The global scale is {self.global_scale.dtype} {list(self.global_scale.shape)}; "
+                "it must be float32 [1]."
+            )
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(N, K) of the matrix that this stands for."""
+        return self.codes.shape[0], 2 * self.codes.shape[1]
+
+
+@torch.no_grad()
+def quantize(
+    weight_NK: torch.Tensor,
+    format: BlockFormat,
+    method: Method = "rtn",
+    amax: float | torch.Tensor | None = None,
+) -> PackedWeight:
+    """Round a matrix to a four-bit format.
+
+    Args:
+        weight_NK: [N, K], floating point, finite; K a multiple of the format's block size.
+        format: ``NVFP4`` or ``MXFP4``.
+        method: ``rtn`` maps each block's maximum to 6 and rounds to nearest, ties to the even code. ``mse``
+            starts there and keeps, per block, the scale with the smallest squared error
+            (:func:`_search_scales`); it takes about ten times as long.
+        amax: Largest magnitude of all matrices that must share this one's global scale, which engines that fuse
+            q/k/v or gate/up require; by default the matrix's own. MXFP4 has no global scale and ignores it.
+
+    Raises:
+        QeRLError: Not a floating-point matrix, NaN or Inf in it, a width that the block size does not divide, or
+            an ``amax`` below the matrix's own.
+    """
+    own_amax = _checked_amax(weight_NK, format)
+    if amax is not None and float(amax) < float(own_amax):
+        raise QeRLError(
+            f"amax is {float(amax):g} but the weight reaches {float(own_amax):g}; pass the largest magnitude of the group."
+        )
+    global_scale = None
+    if format.has_global_scale:
+        shared = (
+            own_amax if amax is None else torch.as_tensor(amax, dtype=torch.float32, device=weight_NK.device)
+        )
+        global_scale = _global_scale(shared)
+
+    n, k = weight_NK.shape
+    codes = torch.empty(n, k // 2, dtype=torch.uint8, device=weight_NK.device)
+    scales = torch.empty(n, k // format.block_size, dtype=format.scale_dtype, device=weight_NK.device)
+    for rows in _row_chunks(n, k):
+        blocks = weight_NK[rows].float().unflatten(1, (-1, format.block_size))
+        chosen = _rtn_scales(blocks, global_scale, format)
+        if method == "mse":
+            chosen = _search_scales(blocks, chosen, global_scale, format)
+        scales[rows] = chosen
+        codes[rows] = _pack(_encode(blocks, _block_steps(chosen, global_scale)).flatten(1))
+    return PackedWeight(codes, scales, global_scale, format)
+
+
+@torch.no_grad()
+def dequantize(packed: PackedWeight, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """The matrix [N, K] that the codes stand for.
+
+    FP32 throughout, one cast at the end: ``code * (scale / global_scale)``, the division first, which is the order
+    of compressed-tensors and decides the last bit.
+    """
+    # One gather turns a byte into both its elements: a table row is two FP32 numbers, moved as one int64.
+    table = _byte_table(packed.codes.device)
+    elements = table.index_select(0, packed.codes.flatten().int()).view(torch.float32)
+    blocks = elements.view(packed.shape[0], -1, packed.format.block_size)
+    return blocks.mul_(_block_steps(packed.scales, packed.global_scale)).view(packed.shape).to(dtype)
+
+
+@torch.no_grad()
+def squared_error(weight_NK: torch.Tensor, packed: PackedWeight) -> float:
+    """Sum of squared differences between a matrix and its quantised form, in fp64."""
+    total = torch.zeros((), dtype=torch.float64, device=weight_NK.device)
+    for rows in _row_chunks(*packed.shape):
+        part = PackedWeight(packed.codes[rows], packed.scales[rows], packed.global_scale, packed.format)
+        total += (weight_NK[rows].double() - dequantize(part).double()).square().sum()
+    return float(total)
+
+
+def relative_error(weight_NK: torch.Tensor, packed: PackedWeight) -> float:
+    """``||w - w_hat|| / ||w||`` (Frobenius) in fp64; 0 for a matrix of zeros."""
+    norm = float(torch.linalg.vector_norm(weight_NK, dtype=torch.float64))
+    return squared_error(weight_NK, packed) ** 0.5 / norm if norm else 0.0
+
+
+def _checked_amax(weight_NK: torch.Tensor, format: BlockFormat) -> torch.Tensor:
+    """Largest magnitude, fp32 scalar tensor, of a weight that can be quantised."""
+    if weight_NK.ndim != 2 or not weight_NK.is_floating_point() or weight_NK.numel() == 0:
+        raise QeRLError(
+            f"A weight of shape {list(weight_NK.shape)} and type {weight_NK.dtype} cannot be quantised; "
+            "it must be a floating-point matrix."
+        )
+    k = weight_NK.shape[1]
+    if k % format.block_size:
+        raise QeRLError(
+            f"The weight's input width {k} is not a multiple of {format.block_size}, the block size of {format.name}."
+        )
+    amax = torch.linalg.vector_norm(weight_NK, ord=float("inf"), dtype=torch.float32)
+    if not torch.isfinite(amax):
+        raise QeRLError(
+            "The weight has NaN or Inf among its values; the checkpoint it comes from is damaged."
+        )
+    return amax
+
+
+def _global_scale(amax: torch.Tensor) -> torch.Tensor:
+    """fp32 [1]: maps the largest block scale to the end of E4M3. 1 where amax is so small that it overflows."""
+    scale = E4M3_MAX * E2M1_MAX / amax.clamp(min=torch.finfo(torch.float32).tiny)
+    return torch.where(torch.isinf(scale), torch.ones_like(scale), scale).reshape(1)
+
+
+def _rtn_scales(blocks: torch.Tensor, global_scale: torch.Tensor | None, format: BlockFormat) -> torch.Tensor:
+    """Scales [n, G] that map the maximum of each block [n, G, block] to (about) 6."""
+    block_amax = blocks.abs().amax(-1)
+    if global_scale is None:
+        return _e8m0_scales(block_amax)
+    scales = (global_scale * (block_amax / E2M1_MAX)).clamp(max=E4M3_MAX).to(format.scale_dtype)
+    # Zero is tested after rounding: a block 2^-20 times smaller than the matrix's maximum is rounded away too.
+    return torch.where(scales.float() == 0, _ZERO_BLOCK_SCALE, scales.float()).to(format.scale_dtype)
+
+
+def _e8m0_scales(block_amax: torch.Tensor) -> torch.Tensor:
+    """Exponent bytes: 2^(floor(log2 amax) - 2), one more from 1.75 * 2^e on, where 6 clips less than 4 wastes.
+
+    The exponent of E2M1's maximum is 2 (OCP MX 1.0, section 6.3, "emax_elem"); the rounding up, which the standard
+    leaves open, is that of compressed-tensors.
+    """
+    mantissa, exponent = torch.frexp(block_amax)  # amax = mantissa * 2^exponent, mantissa in [0.5, 1)
+    floor_log2 = exponent - 1 + (mantissa >= 0.875)
+    byte = torch.where(block_amax == 0, 0, floor_log2 - 2 + 127)
+    return byte.clamp(0, 254).to(torch.uint8)
+
+
+# Scales around the rtn one that mse tries, counted in representable scales. In E4M3 the block maximum falls on 6 at
+# 0 and on 4 ("four over six", arXiv 2512.02010) at +4 or +5; negative steps clip the maximum for the others' sake.
+_SEARCH_STEPS = {"nvfp4": (-2, -1, 1, 2, 3, 4, 5, 6), "mxfp4": (-1, 1)}
+_SCALE_BYTE_RANGE = {"nvfp4": (1, 126), "mxfp4": (0, 254)}
+
+
+def _search_scales(
+    blocks: torch.Tensor, scales: torch.Tensor, global_scale: torch.Tensor | None, format: BlockFormat
+) -> torch.Tensor:
+    """Scales [n, G] with the smallest squared error of each block among the neighbours of the rtn ``scales``.
+
+    Positive E4M3 numbers and E8M0 exponents are both ordered like their bytes, so a neighbour is the byte plus or
+    minus one. The rtn scale wins ties, so the result is never worse than rtn.
+    """
+
+    def block_error(candidate: torch.Tensor) -> torch.Tensor:
+        steps = _block_steps(candidate, global_scale)
+        return (blocks - _decode(_encode(blocks, steps)) * steps).square_().sum(-1)
+
+    lowest, highest = _SCALE_BYTE_RANGE[format.name]
+    rtn_bytes = scales.view(torch.uint8)
+    best_bytes, best_error = rtn_bytes, block_error(scales)
+    for step in _SEARCH_STEPS[format.name]:
+        candidate = (rtn_bytes.int() + step).clamp(lowest, highest).to(torch.uint8)
+        error = block_error(candidate.view(format.scale_dtype))
+        better = error < best_error
+        best_bytes = torch.where(better, candidate, best_bytes)
+        best_error = torch.where(better, error, best_error)
+    return best_bytes.view(format.scale_dtype)
+
+
+def _block_steps(scales: torch.Tensor, global_scale: torch.Tensor | None) -> torch.Tensor:
+    """fp32 [n, G, 1]: what the E2M1 value 1 stands for in each block."""
+    if global_scale is None:
+        return scales.view(torch.float8_e8m0fnu).float().unsqueeze(-1)
+    return (scales.float() / global_scale).unsqueeze(-1)
+
+
+def _encode(blocks: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
+    """E2M1 codes, uint8 of the blocks' shape: nearest value, ties to the even code, zero never negative.
+
+    A negative number that rounds to zero keeps its sign bit (code 8), as in compressed-tensors.
+    """
+    scaled = blocks / steps
+    magnitude = scaled.abs()
+    # The code is the number of midpoints passed. Above odd codes a tie moves up, to the even one.
+    codes = (scaled < 0).to(torch.uint8) << 3
+    for lower, (low, high) in enumerate(zip(E2M1_VALUES, E2M1_VALUES[1:], strict=False)):
+        midpoint = (low + high) / 2
+        codes += magnitude >= midpoint if lower % 2 else magnitude > midpoint
+    return codes
+
+
+def _decode(codes: torch.Tensor) -> torch.Tensor:
+    """fp32 E2M1 values of unpacked codes, any shape."""
+    return _code_table(codes.device).index_select(0, codes.flatten().int()).view(codes.shape)
+
+
+def _pack(codes_NK: torch.Tensor) -> torch.Tensor:
+    """Two codes a byte, even column in the low nibble: [N, K] -> [N, K/2]."""
+    return codes_NK[:, 0::2] | codes_NK[:, 1::2] << 4
+
+
+@lru_cache
+def _code_table(device: torch.device) -> torch.Tensor:
+    """fp32 [16]: value of each code."""
+    with torch.inference_mode(False):  # the table outlives the caller's mode
+        magnitudes = torch.tensor(E2M1_VALUES, device=device)
+        return torch.cat([magnitudes, -magnitudes])
+
+
+@lru_cache
+def _byte_table(device: torch.device) -> torch.Tensor:
+    """int64 [256]: bit patterns of the two fp32 values that a byte of codes stands for, low nibble first."""
+    values = _code_table(device)
+    with torch.inference_mode(False):
+        byte = torch.arange(256, device=device)
+        return torch.stack([values[byte & 15], values[byte >> 4]], dim=1).view(torch.int64).flatten()
+
+
+def _row_chunks(n: int, k: int) -> Iterator[slice]:
+    rows = max(1, _CHUNK_ELEMENTS // k)
+    return (slice(start, start + rows) for start in range(0, n, rows))
