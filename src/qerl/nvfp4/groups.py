@@ -1,24 +1,24 @@
 """Which weights are quantised, and which of them share a global scale.
 
-Both questions are answered from the name a weight has in the checkpoint, so that a file can be quantised without
-building the model. Quantised are the projections inside decoder layers. The LM head, embeddings and norms stay as
-they are: together they are small, and a language model's output is most sensitive there. So do the routers of
-mixture-of-experts layers (``mlp.gate``), which is why the rule asks for a name in ``_proj``.
+Both questions are answered from the name a layer has in the checkpoint, so that a file can be quantised without
+building the model. Quantised are the projections inside decoder layers. The LM head, embeddings and norms stay
+as they are: together they are small, and a language model's output is most sensitive there. So do the routers
+of mixture-of-experts layers (``mlp.gate``), which is why the rule asks for a name that ends in ``_proj``.
 
-Inference engines run q/k/v, and gate/up, as one matrix with one global scale (vLLM takes the largest of the three
-and only warns), so the members of such a group are quantised with a common one.
+Inference engines run q/k/v, and gate/up, as one matrix with one global scale (vLLM takes the largest of the
+three and only warns), so the members of such a group are quantised with a common one.
 """
 
 import re
 
 FUSED_GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
-# "layers" at the start or right after "model": the text decoder, under whatever wrapper, and no vision encoder.
+# "layers" at the start or right after "model": the text decoder, in any wrapper, and no vision encoder.
 _PROJECTION = re.compile(r"(?:^|.*\bmodel\.)layers\.\d+\.(?:.+\.)?\w+_proj")
 
 
 def is_quantized(module: str) -> bool:
-    """Whether the linear layer of this qualified name (``model.layers.0.mlp.up_proj``) is stored in four bits."""
+    """Whether the layer of this qualified name (``model.layers.0.mlp.up_proj``) is stored in four bits."""
     return _PROJECTION.fullmatch(module) is not None
 
 
