@@ -15,12 +15,13 @@ times a scale that the block shares. The two formats differ in that scale:
   ``w = code * 2^(scale - 127)``.
 
 This module is the specification: plain torch on any device, against which kernels are tested. It is itself
-tested bit for bit against compressed-tensors 0.20, whose on-disk layout it shares: ``codes`` hold two elements
-a byte, the even column in the low nibble; ``global_scale`` is a divisor.
+tested bit for bit against compressed-tensors 0.20, whose on-disk layout it shares: ``codes`` hold two
+elements a byte, the even column in the low nibble; ``global_scale`` is a divisor.
 
 All arithmetic is FP32, whatever the dtype of the weight. compressed-tensors computes in the weight's dtype;
-given the same values in FP32 it agrees with this module on every byte. Following it into 16 bits was given up:
-BF16 rounds each scale once more, and in FP16 the global scale overflows for every matrix with amax below 0.041.
+given the same values in FP32 it agrees with this module on every byte. Following it into 16 bits was given
+up: BF16 rounds each scale once more, and in FP16 the global scale overflows for every matrix with amax
+below 0.041.
 
 Sources: OCP Microscaling Formats (MX) 1.0, sections 5 and 6 (E2M1, E8M0, blocks); NVIDIA, "Pretraining Large
 Language Models with NVFP4" (arXiv 2509.25149), appendix B (two levels); QeRL (arXiv 2510.11696), section 3.
@@ -44,8 +45,8 @@ E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E2M1_MAX = 6.0
 E4M3_MAX = 448.0
 
-# A block whose scale rounds to zero still needs a divisor. Any would do, since its codes are all zero; this one
-# is what compressed-tensors stores.
+# A block whose scale rounds to zero still needs a divisor. Any would do, since its codes are all zero; this
+# one is what compressed-tensors stores.
 _ZERO_BLOCK_SCALE = 0.125
 
 # Rows are quantised a few at a time so that the FP32 temporaries stay near 100 MB for a matrix of any size.
@@ -151,7 +152,7 @@ def quantize(
     own_amax = _checked_amax(weight_NK, format)
     if amax is not None and float(amax) < float(own_amax):
         raise QeRLError(
-            f"amax is {float(amax):g} but the weight reaches {float(own_amax):g}; pass the largest magnitude of "
+            f"amax is {float(amax):g} but the weight reaches {float(own_amax):g}; pass the largest of "
             "the group."
         )
     global_scale = None
@@ -226,7 +227,7 @@ def _checked_amax(weight_NK: torch.Tensor, format: BlockFormat) -> torch.Tensor:
 
 
 def _global_scale(amax: torch.Tensor) -> torch.Tensor:
-    """fp32 [1]: maps the largest block scale to the end of E4M3; 1 if amax is so small that it would overflow."""
+    """fp32 [1]: maps the largest block scale to the end of E4M3; 1 where amax is too small for it."""
     scale = E4M3_MAX * E2M1_MAX / amax.clamp(min=torch.finfo(torch.float32).tiny)
     return torch.where(torch.isinf(scale), torch.ones_like(scale), scale).reshape(1)
 
@@ -244,8 +245,8 @@ def _rtn_scales(blocks: torch.Tensor, global_scale: torch.Tensor | None, format:
 def _e8m0_scales(block_amax: torch.Tensor) -> torch.Tensor:
     """E8M0 bytes [n, G] of 2^(floor(log2 amax) - 2), doubled where amax >= 1.75 * 2^floor(log2 amax).
 
-    2 is the exponent of 6, E2M1's maximum (OCP MX 1.0, section 6.3). Doubling for blocks that would reach 7 and
-    more, and so be clipped, departs from the standard's example and is what compressed-tensors does.
+    2 is the exponent of 6, E2M1's maximum (OCP MX 1.0, section 6.3). Doubling for blocks that would reach 7
+    and more, and so be clipped, departs from the standard's example and is what compressed-tensors does.
     """
     mantissa, exponent = torch.frexp(block_amax)  # amax = mantissa * 2^exponent, mantissa in [0.5, 1)
     floor_log2 = exponent - 1 + (mantissa >= 0.875)
@@ -253,11 +254,11 @@ def _e8m0_scales(block_amax: torch.Tensor) -> torch.Tensor:
     return byte.clamp(0, 254).to(torch.uint8)
 
 
-# Scales around the rtn one that mse tries, counted in representable scales. In E4M3 the block maximum falls on 6
-# at 0 and on 4 ("four over six", arXiv 2512.02010) at +4 or +5; negative steps clip it for the others' sake.
-# Relative error of a normal 1024 x 1024 matrix: rtn .0952, four over six alone .0852, these steps .0813, twice as
-# many .0813; a global scale that leaves the largest block room for 4 (256 * 6 / amax) changes less than .0001.
-# A power of two has one neighbour worth trying, the smaller: .1121 becomes .1115.
+# Scales around the rtn one that mse tries, counted in representable scales. In E4M3 the block maximum falls
+# on 6 at 0 and on 4 ("four over six", arXiv 2512.02010) at +4 or +5; negative steps clip it for the others'
+# sake. Relative error of a normal 1024 x 1024 matrix: rtn .0952, four over six alone .0852, these steps
+# .0813, twice as many .0813; a global scale that leaves the largest block room for 4 (256 * 6 / amax)
+# changes less than .0002. A power of two has one neighbour worth trying, the smaller: .1121 becomes .1115.
 _SEARCH_STEPS = {"nvfp4": (-2, -1, 1, 2, 3, 4, 5, 6), "mxfp4": (-1,)}
 _SCALE_BYTE_RANGE = {"nvfp4": (1, 126), "mxfp4": (0, 254)}
 
@@ -267,8 +268,8 @@ def _search_scales(
 ) -> torch.Tensor:
     """Scales [n, G] with the smallest squared error of each block among the neighbours of the rtn ``scales``.
 
-    Positive E4M3 numbers and E8M0 exponents are both ordered like their bytes, so a neighbour is the byte plus
-    or minus one. The rtn scale wins ties, so no block is worse than with rtn.
+    Positive E4M3 numbers and E8M0 exponents are both ordered like their bytes, so a neighbour is the byte
+    plus or minus one. The rtn scale wins ties, so no block is worse than with rtn.
     """
 
     def block_error(candidate: torch.Tensor) -> torch.Tensor:

@@ -1,9 +1,10 @@
 """Which weights are quantised, and which of them share a global scale.
 
-Both questions are answered from the name a layer has in the checkpoint, so that a file can be quantised without
-building the model. Quantised are the projections inside decoder layers. The LM head, embeddings and norms stay
-as they are: together they are small, and a language model's output is most sensitive there. So do the routers
-of mixture-of-experts layers (``mlp.gate``), which is why the rule asks for a name that ends in ``_proj``.
+Both questions are answered from the name a layer has in the checkpoint, so that a file can be quantised
+without building the model. Quantised are the projections inside decoder layers. The LM head, embeddings and
+norms stay as they are: together they are small, and a language model's output is most sensitive there. So
+do the routers of mixture-of-experts layers (``mlp.gate``), which is why the rule asks for a name that ends
+in ``_proj``.
 
 Inference engines run q/k/v, and gate/up, as one matrix with one global scale (vLLM takes the largest of the
 three and only warns), so the members of such a group are quantised with a common one.
