@@ -1,0 +1,478 @@
+"""GRPO and DAPO on TRL's `GRPOTrainer`, with this project's engine, noise and update. Tied to trl 1.16.
+
+This is the only file that touches TRL's internals. What it replaces, and why:
+
+- **Rollout.** The engine takes the place of TRL's vLLM client: TRL then takes the log-probabilities of the sampler
+  and corrects the loss by pi_trainer / pi_sampler. That correction is what makes noisy rollouts legitimate: samples
+  come from the noisy policy, gradients are those of the clean one. Nothing is synced, since engine and trainer run
+  the same modules.
+- **Old log-probabilities.** When every rollout is used for one optimizer step, the policy has not moved since it
+  sampled, and the loss forward's own detached values are the old ones. TRL's second forward is left out; the ratio
+  is computed inside the loss.
+- **The loss forward** runs the prompt of a group once (`packing`), and leaves out samples without advantage: their
+  gradient is zero. Loss formulas, normalisers and options stay TRL's.
+- **Dynamic sampling** is added, and everything a bit-exact resume needs: sampling seeds keyed by step, data order
+  keyed by epoch, and rollouts that are half used saved with the checkpoint.
+"""
+
+import contextlib
+import shutil
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import gather_object
+from datasets import Dataset
+from peft import PeftModel
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
+from trl import GRPOTrainer
+from trl.trainer.utils import RepeatSampler, split_tensor_dict
+
+from qerl.config import QeRLConfig
+from qerl.errors import QeRLError
+from qerl.noise import AdaptiveNoise, NoiseSchedule
+from qerl.rollout.engine import RolloutEngine, RolloutResult, SamplingParams
+from qerl.seeding import derive_seed
+from qerl.trainer.correction import importance_ratio, rows_with_gradient, sampler_trainer_kl
+from qerl.trainer.dynamic_sampling import fresh_rows, groups_without_signal, replace_groups
+from qerl.trainer.packing import pack
+
+Batch = dict[str, torch.Tensor]
+
+
+class QeRLTrainer(GRPOTrainer):
+    """`GRPOTrainer` whose rollouts run on the training modules and may be noisy.
+
+    Args:
+        model: Policy; a `PeftModel` for LoRA, a plain model for full tuning.
+        reward_funcs: Functions with TRL's signature, `f(prompts, completions, **columns) -> list[float]`.
+        args: Settings.
+        train_dataset: Column `prompt` and what the rewards need.
+        engine: Samples completions from `model`.
+        eval_dataset, processing_class, callbacks: As in TRL.
+    """
+
+    _tag_names = ["qerl", "trl", "grpo"]  # noqa: RUF012 - TRL reads it from the class
+
+    def __init__(
+        self,
+        model: PreTrainedModel | PeftModel,
+        reward_funcs: list[Callable[..., list[float | None]]],
+        args: QeRLConfig,
+        train_dataset: Dataset,
+        engine: RolloutEngine,
+        eval_dataset: Dataset | None = None,
+        processing_class: PreTrainedTokenizerBase | None = None,
+        callbacks: list[TrainerCallback] | None = None,
+    ) -> None:
+        super().__init__(
+            model=model,
+            reward_funcs=reward_funcs,
+            args=args,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=processing_class,
+            callbacks=callbacks,
+        )
+        if self.aux_loss_enabled:
+            raise QeRLError("Mixture-of-experts models with a router loss are not supported; set router_aux_loss_coef: 0.")
+        self.engine = engine
+        self.noise: AdaptiveNoise | None = None
+        self._seconds: dict[str, float] = defaultdict(float)
+        self._calls = 0
+        self._call_key: tuple[int, str] | None = None
+        self._rollout_tokens = 0
+        self._policy_forward: tuple[torch.Tensor, torch.Tensor] | None = None
+        # TRL's seam for an external sampler: these four attributes route generation and turn the correction on.
+        self.use_vllm = True
+        self.vllm_mode = "server"
+        self.vllm_generation = _EngineClient(self)
+        self._last_loaded_step = -1
+
+    def _send_telemetry(self) -> None:
+        """Nothing is sent anywhere."""
+
+    # Rollout
+
+    def sample(self, prompts: list[list[int]], samples: int) -> RolloutResult:
+        """Completions of the policy as it is now; with this step's noise while training."""
+        mode = "train" if self.model.training else "eval"
+        step = self.state.global_step
+        if self._call_key != (step, mode):
+            self._call_key, self._calls = (step, mode), 0
+        seed = derive_seed("rollout", self.args.seed, mode, step, self._calls, self.accelerator.process_index)
+        self._calls += 1
+        params = SamplingParams(
+            max_tokens=self.max_completion_length,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p or 0.0,
+            stop_token_ids=tuple(self.eos_token_ids),
+            seed=seed,
+        )
+        result = self.engine.generate(prompts, samples, params, self._noise_offsets(mode, step))
+        self._log_rollout(mode, result)
+        return result
+
+    def _noise_offsets(self, mode: str, step: int) -> dict[str, torch.Tensor] | None:
+        if mode == "eval" or not self.args.noise:
+            return None
+        if self.noise is None:
+            schedule = NoiseSchedule(
+                sigma_start=self.args.noise_sigma_start,
+                sigma_end=self.args.noise_sigma_end,
+                stages=self.args.noise_stages,
+                total_steps=self.state.max_steps,
+                kind=self.args.noise_schedule,
+            )
+            self.noise = AdaptiveNoise(self.accelerator.unwrap_model(self.model), schedule, self.args.seed)
+        offsets = self.noise.offsets(step)
+        self._metrics[mode]["noise/sigma"].append(self.noise.schedule.sigma(step))
+        self._metrics[mode]["noise/norms"].append(float(len(offsets)))
+        return offsets
+
+    def _log_rollout(self, mode: str, result: RolloutResult) -> None:
+        self._seconds["rollout"] += result.seconds
+        self._rollout_tokens += result.generated_tokens
+        entropies = [value for c in result.completions for value in c.entropies]
+        errors = sum(c.finish_reason == "error" for c in result.completions)
+        self._metrics[mode]["rollout/entropy"].append(sum(entropies) / max(len(entropies), 1))
+        self._metrics[mode]["rollout/errors"].append(float(errors))
+        if mode == "train" and result.seconds > 0:
+            rate = result.generated_tokens / result.seconds
+            self._metrics[mode]["rollout/tokens_per_second"].append(rate)
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> Batch:
+        if not self.model.training:
+            with self._correction_off():
+                return super()._generate_and_score_completions(inputs)
+        batch = self._sample_batch(inputs)
+        for extra in range(self.args.dynamic_sampling_rounds):
+            dead = groups_without_signal(batch["advantages"], self.num_generations)
+            most = self._most_over_ranks(len(dead))
+            if extra == 0:
+                share = len(dead) * self.num_generations / len(inputs)
+                self._metrics["train"]["dynamic_sampling/groups_without_signal"].append(share)
+            if most == 0:
+                break
+            batch = self._replace_dead_groups(batch, inputs, dead, most, extra)
+        return batch
+
+    def _sample_batch(self, inputs: list[dict[str, Any]]) -> Batch:
+        """TRL's batch; without its second forward when the loss forward can serve instead."""
+        with self._correction_off() if self._used_once else contextlib.nullcontext():
+            return super()._generate_and_score_completions(inputs)
+
+    @property
+    def _used_once(self) -> bool:
+        """Whether the policy that computes the loss is still the one that sampled."""
+        generate_every = self.args.steps_per_generation * self.num_iterations
+        return self.args.gradient_accumulation_steps % generate_every == 0
+
+    @contextlib.contextmanager
+    def _correction_off(self) -> Iterator[None]:
+        wanted = self.vllm_importance_sampling_correction
+        self.vllm_importance_sampling_correction = False
+        try:
+            yield
+        finally:
+            self.vllm_importance_sampling_correction = wanted
+
+    def _replace_dead_groups(
+        self, batch: Batch, inputs: list[dict[str, Any]], dead: list[int], most: int, extra: int
+    ) -> Batch:
+        """One extra rollout; every rank samples `most` groups, because TRL gathers rewards over ranks."""
+        world, rank = self.accelerator.num_processes, self.accelerator.process_index
+        used = [row["prompt"] for row in gather_object(inputs[:: self.num_generations])]
+        key = (self.args.seed, self.state.global_step, extra)
+        rows = fresh_rows(self.train_dataset, used, most * world, *key)[rank * most : (rank + 1) * most]
+        repeated = [row for row in rows for _ in range(self.num_generations)]
+        logged, self._metrics["train"] = self._metrics["train"], defaultdict(list)
+        try:
+            fresh = self._sample_batch(repeated)
+        finally:
+            # Reward and length metrics stay those of the first rollout, an unbiased sample of the data.
+            self._metrics["train"] = logged
+        alive = sorted(set(range(most)) - set(groups_without_signal(fresh["advantages"], self.num_generations)))
+        pairs = list(zip(dead, alive, strict=False))
+        self._metrics["train"]["dynamic_sampling/replaced_groups"].append(float(len(pairs)))
+        if pairs:
+            targets, sources = (list(side) for side in zip(*pairs, strict=True))
+            batch = replace_groups(batch, targets, fresh, sources, self.num_generations, self._tokenizer.pad_token_id)
+        tokens = batch["completion_mask"].sum()
+        batch["num_items_in_batch"] = self.accelerator.gather(tokens).sum()
+        return batch
+
+    def _most_over_ranks(self, count: int) -> int:
+        counts = self.accelerator.gather(torch.tensor([count], device=self.accelerator.device))
+        return int(counts.max())
+
+    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        with self._timed("reward"):
+            return super()._calculate_rewards(*args, **kwargs)
+
+    # Update
+
+    def _prepare_inputs(self, generation_batch: Any) -> Batch:
+        """TRL's buffering of a rollout, with groups kept together instead of shuffled over microbatches."""
+        if not self.model.training:
+            return self._generate_and_score_completions(generation_batch)
+        slices = self.args.steps_per_generation
+        if self._step % (slices * self.num_iterations) == 0 or self._buffered_inputs is None:
+            batch = self._generate_and_score_completions(generation_batch)
+            self._buffered_inputs = split_tensor_dict(batch, slices)
+        return self._buffered_inputs[self._step % slices]
+
+    def _compute_loss(self, model: torch.nn.Module, inputs: Batch) -> torch.Tensor:
+        mask_BC = inputs["completion_mask"]
+        rows = self._rows_to_compute(inputs)
+        input_ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
+        attention_mask = torch.cat([inputs["prompt_mask"], mask_BC], dim=1)
+        logps_BC, entropy_BC = self._forward(model, input_ids, attention_mask, mask_BC.size(1), rows)
+        computed_BC = torch.zeros_like(mask_BC)
+        computed_BC[rows] = mask_BC[rows]
+        if self.vllm_importance_sampling_correction:
+            inputs = self._correct(inputs, logps_BC.detach(), computed_BC)
+        self._policy_forward = (logps_BC, entropy_BC)
+        loss = super()._compute_loss(model, inputs)
+        self._mend_entropy_metric(entropy_BC, computed_BC)
+        return loss
+
+    def _rows_to_compute(self, inputs: Batch) -> list[int]:
+        """Rows of the microbatch that the loss forward must run."""
+        advantages, mask_BC = inputs["advantages"], inputs["completion_mask"]
+        if self.beta != 0.0 or self._entropy_bonus_enabled or self.top_entropy_quantile < 1.0:
+            advantages = torch.ones_like(advantages)  # these terms have a gradient without an advantage
+        rows = rows_with_gradient(advantages, mask_BC)
+        if not rows and self.accelerator.num_processes > 1:
+            # Every rank must run a backward pass for gradients to be averaged; this row's own is zero.
+            rows = [int(mask_BC.sum(dim=1).argmax())]
+        return rows
+
+    def _correct(self, inputs: Batch, logps_BC: torch.Tensor, computed_BC: torch.Tensor) -> Batch:
+        """Add the importance ratio where TRL left it to the loss, and log the mismatch it corrects."""
+        sampler_BC = inputs["sampling_per_token_logps"]
+        trainer_BC = inputs.get("old_per_token_logps", logps_BC)
+        if "importance_sampling_ratio" not in inputs:
+            ratio = importance_ratio(
+                trainer_BC,
+                sampler_BC,
+                computed_BC,
+                self.vllm_importance_sampling_mode,
+                self.vllm_importance_sampling_clip_min,
+                self.vllm_importance_sampling_clip_max,
+            )
+            inputs = {**inputs, "importance_sampling_ratio": ratio}
+            if computed_BC.any() and ratio.size(1) > 1:
+                seen = ratio[computed_BC.bool()]
+                self._metrics["train"]["sampling/importance_sampling_ratio/mean"].append(seen.mean().item())
+                self._metrics["train"]["sampling/importance_sampling_ratio/max"].append(seen.max().item())
+        if computed_BC.any():
+            kl = sampler_trainer_kl(trainer_BC, sampler_BC, computed_BC)
+            self._metrics["train"]["sampling/kl"].append(self.accelerator.reduce(kl, "mean").item())
+        return inputs
+
+    def _mend_entropy_metric(self, entropy_BC: torch.Tensor, computed_BC: torch.Tensor) -> None:
+        """TRL averages over all rows; here over those that were computed."""
+        totals = torch.stack([(entropy_BC * computed_BC).sum(), computed_BC.sum().float()]).detach()
+        total, count = self.accelerator.reduce(totals, "sum").tolist()
+        self._metrics["train"]["entropy"][-1] = total / count if count else float("nan")
+
+    def _get_per_token_logps_and_entropies(
+        self,
+        model: torch.nn.Module,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        logits_to_keep: int,
+        batch_size: int | None = None,
+        compute_entropy: bool = False,
+        **unsupported: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, None]:
+        """TRL's forward for log-probabilities, with shared prompts. Shapes [B, C]."""
+        if any(value is not None and value is not False for value in unsupported.values()):
+            names = ", ".join(name for name, value in unsupported.items() if value)
+            raise QeRLError(f"Only text models are supported; the batch carries {names}.")
+        if self._policy_forward is not None:
+            (logps, entropy), self._policy_forward = self._policy_forward, None
+            return logps, entropy, None
+        with self._timed("logprob"):
+            has_tokens = attention_mask[:, -logits_to_keep:].sum(dim=1) > 0
+            rows = has_tokens.nonzero().flatten().tolist()
+            size = batch_size or len(rows)
+            logps, entropy = self._zeros(input_ids, logits_to_keep)
+            for start in range(0, len(rows), size):
+                part = rows[start : start + size]
+                a, b = self._forward(model, input_ids, attention_mask, logits_to_keep, part)
+                logps, entropy = logps + a, entropy + b
+        return logps, entropy if compute_entropy else None, None
+
+    def _forward(
+        self,
+        model: torch.nn.Module,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        columns: int,
+        rows: list[int],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probabilities and entropies [B, C] of the rows given, zero elsewhere."""
+        batch = input_ids.size(0)
+        if not rows:
+            logps, entropy = self._zeros(input_ids, columns)
+            # A zero that is connected to the weights: the optimizer then sees zero gradients, as it would in TRL.
+            anchor = sum((p.sum() * 0.0 for p in model.parameters() if p.requires_grad), torch.zeros(()))
+            return logps + anchor.to(logps), entropy
+        completion_mask = attention_mask[:, -columns:].clone()
+        completion_mask[:, 0] = 1  # a row without tokens is only run to keep ranks in step
+        packed = pack(
+            input_ids[:, :-columns],
+            attention_mask[:, :-columns],
+            input_ids[:, -columns:],
+            completion_mask,
+            rows,
+        )
+        out = model(
+            input_ids=packed.input_ids_1L,
+            position_ids=packed.position_ids_1L,
+            attention_mask=packed.attention_mask_11LL,
+            shift_labels=packed.labels_1L,
+            fused_lm_head=True,
+        )
+        return packed.scatter(out.log_probs, batch, columns), packed.scatter(out.entropy, batch, columns)
+
+    @staticmethod
+    def _zeros(like: torch.Tensor, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+        shape = (like.size(0), columns)
+        return torch.zeros(shape, device=like.device), torch.zeros(shape, device=like.device)
+
+    def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> tuple:
+        """Evaluation samples and scores; there is no loss to report."""
+        self._prepare_inputs(inputs)
+        return None, None, None
+
+    # Time
+
+    @contextlib.contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds[name] += time.perf_counter() - start
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        with self._timed("total"):
+            loss = super().training_step(model, inputs, num_items_in_batch)
+        if self._step % self.current_gradient_accumulation_steps == 0:
+            self._log_times()
+        return loss
+
+    def _log_times(self) -> None:
+        parts = {name: self._seconds.pop(name, 0.0) for name in ("rollout", "reward", "logprob")}
+        parts["update"] = self._seconds.pop("total", 0.0) - sum(parts.values())
+        for name, seconds in parts.items():
+            self._metrics["train"][f"time/{name}"].append(seconds)
+        self._metrics["train"]["memory/peak_gb"].append(_peak_memory_gb(self.accelerator.device))
+
+    # Resume
+
+    def _get_train_sampler(self, dataset: Dataset | None = None) -> RepeatSampler:
+        return _EpochRepeatSampler(
+            data_source=self.train_dataset if dataset is None else dataset,
+            mini_repeat_count=self.num_generations,
+            batch_size=self.args.generation_batch_size // self.num_generations,
+            repeat_count=self.num_iterations * self.args.steps_per_generation,
+            shuffle=self.shuffle_dataset,
+            seed=self.args.seed,
+        )
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
+        try:
+            self._save_rollouts(folder)
+            super()._save_checkpoint(model, trial)
+        except (OSError, SafetensorError) as error:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise QeRLError(
+                f"The checkpoint {folder} could not be saved ({error}); earlier checkpoints are untouched."
+            ) from error
+
+    def _save_rollouts(self, folder: Path) -> None:
+        """Keep a rollout that later steps still use; the next one would be sampled from another policy."""
+        generate_every = self.args.steps_per_generation * self.num_iterations
+        if self._step % generate_every == 0 or self._buffered_inputs is None:
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        tensors = {
+            f"{i}.{name}": value.contiguous()
+            for i, part in enumerate(self._buffered_inputs)
+            for name, value in part.items()
+        }
+        save_file(tensors, self._rollout_file(folder))
+
+    def _rollout_file(self, checkpoint: Path) -> Path:
+        return checkpoint / f"rollouts_{self.accelerator.process_index}.safetensors"
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is None:
+            return
+        self._step = self.state.global_step * self.args.gradient_accumulation_steps
+        file = self._rollout_file(Path(checkpoint))
+        if file.exists():
+            parts: list[Batch] = [{} for _ in range(self.args.steps_per_generation)]
+            for key, value in load_file(file, device=str(self.accelerator.device)).items():
+                index, _, name = key.partition(".")
+                parts[int(index)][name] = value
+            self._buffered_inputs = parts
+
+
+class _EngineClient:
+    """What TRL expects of a vLLM client, answered by the engine."""
+
+    def __init__(self, trainer: QeRLTrainer) -> None:
+        self.trainer = trainer
+
+    def sync_weights(self) -> None:
+        """Nothing to do: the engine runs the trainer's modules."""
+
+    def generate(
+        self, prompts: list[list[int]], images: Any, num_generations: int, profiler: contextlib.AbstractContextManager
+    ) -> tuple[list[list[int]], list[list[int]], list[list[list[float]]], None]:
+        """TRL repeats each prompt `num_generations` times; the engine takes it once."""
+        if images is not None:
+            raise QeRLError("Only text prompts are supported; the data set has images.")
+        with profiler:
+            result = self.trainer.sample(prompts[::num_generations], num_generations)
+        ids = [c.token_ids for c in result.completions]
+        logprobs = [[[value] for value in c.logprobs] for c in result.completions]
+        return prompts, ids, logprobs, None
+
+
+class _EpochRepeatSampler(RepeatSampler):
+    """TRL's sampler with an order that depends on (seed, epoch) alone, so that a resume meets the same data."""
+
+    def __iter__(self) -> Iterator[int]:
+        self.set_epoch(self.epoch)
+        return super().__iter__()
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+        if self.shuffle:
+            self.generator.manual_seed(derive_seed("order", self.seed, epoch))
+
+
+def _peak_memory_gb(device: torch.device) -> float:
+    """Peak of the allocator on a GPU, of the process on the CPU, in 10^9 bytes."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 1e9
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9

@@ -1,0 +1,132 @@
+"""Samples of a batch packed into one row, the prompt of a group once.
+
+A padded GRPO batch runs every prompt once per sample. Here the samples that share a prompt share its forward and
+backward: the row holds the prompt without its last token, then for each sample a branch that starts with that last
+token and continues with the completion,
+
+    prompt[:-1] | prompt[-1] c1 .. c(n-1) | prompt[-1] c1' .. c(m-1)' | next prompt[:-1] | ...
+
+so that every position of a branch predicts exactly one completion token and nothing is computed for padding. A
+branch attends to its prompt and to itself; positions count from the start of the sample, so rotary embeddings see
+what they would see in a row of its own. Gradients through the shared prompt add up over its branches, which is what
+the padded batch computes in pieces.
+
+Given up: the mask is a dense [L, L] matrix, whose attention costs L^2 whatever it masks. That is right for the
+portable path (any transformers model with SDPA attention, gradient checkpointing included).
+
+Legend: B samples, P padded prompt length, C padded completion length, L packed length.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+IGNORE = -100
+"""Label of positions that predict nothing, as in transformers."""
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    """One row holding many samples.
+
+    Attributes:
+        input_ids_1L: Tokens.
+        position_ids_1L: Position of each token in its own sample.
+        attention_mask_11LL: True where the query (third axis) may see the key (fourth axis).
+        labels_1L: Completion token predicted at each position, `IGNORE` on prompts.
+        sample_L: Row of the padded batch that each position belongs to, -1 on prompts.
+        column_L: Completion column that each position predicts.
+    """
+
+    input_ids_1L: torch.Tensor
+    position_ids_1L: torch.Tensor
+    attention_mask_11LL: torch.Tensor
+    labels_1L: torch.Tensor
+    sample_L: torch.Tensor
+    column_L: torch.Tensor
+
+    def scatter(self, values_1L: torch.Tensor, batch: int, columns: int) -> torch.Tensor:
+        """Per-position values laid out as the padded batch [B, C], zero where nothing was computed."""
+        predicts = self.sample_L >= 0
+        index = (self.sample_L * columns + self.column_L)[predicts]
+        flat = values_1L.new_zeros(batch * columns)
+        return flat.index_put((index,), values_1L[0][predicts]).view(batch, columns)
+
+
+def pack(
+    prompt_ids_BP: torch.Tensor,
+    prompt_mask_BP: torch.Tensor,
+    completion_ids_BC: torch.Tensor,
+    completion_mask_BC: torch.Tensor,
+    rows: list[int],
+) -> PackedBatch:
+    """Pack the given rows of a padded batch.
+
+    Args:
+        prompt_ids_BP, prompt_mask_BP: Left-padded prompts; each has at least one token.
+        completion_ids_BC, completion_mask_BC: Right-padded completions.
+        rows: Samples to include, each with at least one completion token. Neighbours with the same prompt share it.
+    """
+    builder = _Row()
+    prompts = [prompt_ids_BP[row][prompt_mask_BP[row].bool()].tolist() for row in rows]
+    for row, prompt in zip(rows, prompts, strict=True):
+        completion = completion_ids_BC[row][completion_mask_BC[row].bool()].tolist()
+        builder.add(row, prompt, completion)
+    return builder.finish(prompt_ids_BP.device)
+
+
+class _Row:
+    """Grows the packed row sample by sample."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.positions: list[int] = []
+        self.labels: list[int] = []
+        self.samples: list[int] = []
+        self.columns: list[int] = []
+        self.group: list[int] = []  # which prompt a position belongs to
+        self.branch: list[int] = []  # which branch of it, 0 for the prompt itself
+        self._prompt: list[int] | None = None
+
+    def add(self, row: int, prompt: list[int], completion: list[int]) -> None:
+        shared = prompt[:-1]
+        if prompt != self._prompt:
+            self._prompt = prompt
+            group = self.group[-1] + 1 if self.group else 0
+            self._extend(shared, range(len(shared)), [IGNORE] * len(shared), -1, group, branch=0)
+        else:
+            group = self.group[-1]
+        # A prompt of one token leaves no shared part: its branches are told apart all the same.
+        branch = self.branch[-1] + 1 if self.branch and self.group[-1] == group else 1
+        inputs = [prompt[-1], *completion[:-1]]
+        start = len(shared)
+        self._extend(inputs, range(start, start + len(inputs)), completion, row, group, branch)
+
+    def _extend(
+        self, tokens: list[int], positions: range, labels: list[int], row: int, group: int, branch: int
+    ) -> None:
+        n = len(tokens)
+        self.tokens += tokens
+        self.positions += positions
+        self.labels += labels
+        self.samples += [row] * n
+        self.columns += range(n)
+        self.group += [group] * n
+        self.branch += [branch] * n
+
+    def finish(self, device: torch.device) -> PackedBatch:
+        tensor = lambda values: torch.tensor(values, dtype=torch.long, device=device)  # noqa: E731
+        group_L, branch_L, position_L = tensor(self.group), tensor(self.branch), tensor(self.positions)
+        same_prompt = group_L[:, None] == group_L[None, :]
+        own_branch = branch_L[:, None] == branch_L[None, :]
+        key_is_prompt = (branch_L == 0)[None, :]
+        causal = position_L[:, None] >= position_L[None, :]
+        mask_LL = same_prompt & (own_branch | key_is_prompt) & causal
+        return PackedBatch(
+            input_ids_1L=tensor(self.tokens)[None],
+            position_ids_1L=position_L[None],
+            attention_mask_11LL=mask_LL[None, None],
+            labels_1L=tensor(self.labels)[None],
+            sample_L=tensor(self.samples),
+            column_L=tensor(self.columns),
+        )

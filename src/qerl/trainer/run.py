@@ -1,0 +1,193 @@
+"""A training run from its settings: load, wire, train, save.
+
+A run folder holds config.yaml (the resolved settings), metrics.jsonl, checkpoint-N/ folders, and at the end the
+adapter (or, for full tuning, the model) beside the tokenizer, as TRL's `save_model` writes them.
+"""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from datasets import Dataset
+from rich.console import Console
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.trainer_callback import PrinterCallback
+from trl.rewards import get_soft_overlong_punishment
+
+from qerl.config import QeRLConfig, dump
+from qerl.errors import QeRLError
+from qerl.lora import LORA_TARGETS, add_lora
+from qerl.model import load_model, load_tokenizer
+from qerl.rollout.engine import RolloutEngine
+from qerl.rollout.portable import PortableEngine
+from qerl.tasks import get_task
+from qerl.tasks.base import RewardFunction, Task
+from qerl.tasks.custom import load_reward
+from qerl.tasks.guard import guarded
+from qerl.trainer.callbacks import METRICS_FILE, InterruptGuard, MetricsFile, ProgressBar
+from qerl.trainer.grpo import QeRLTrainer
+
+CONFIG_FILE = "config.yaml"
+STATE_FILE = "trainer_state.json"  # the last file of a checkpoint that is written
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """How a run ended.
+
+    Attributes:
+        folder: The run folder.
+        interrupted: Whether Ctrl-C ended it before its last step.
+        step: Optimizer steps done.
+    """
+
+    folder: Path
+    interrupted: bool
+    step: int
+
+
+def train(config: QeRLConfig, console: Console) -> RunResult:
+    """Run training to its end, or to the step in which Ctrl-C came.
+
+    Raises:
+        QeRLError: Anything the user can mend: settings, model, data, output folder.
+    """
+    folder = Path(str(config.output_dir))
+    resume = _prepare_folder(folder, config.resume_from_checkpoint)
+    trainer, guard = build(config, console)
+    if trainer.is_world_process_zero():
+        (folder / CONFIG_FILE).write_text(dump(config), encoding="utf-8")
+    try:
+        trainer.train(resume_from_checkpoint=resume)
+        if not guard.interrupted:
+            trainer.save_model(str(folder))
+    except OSError as error:
+        raise QeRLError(f"Saving to {folder} failed: {error.strerror or error}.") from error
+    step = trainer.state.global_step
+    interrupted = guard.interrupted and step < trainer.state.max_steps
+    if interrupted:
+        console.print(f"Saved {folder}/checkpoint-{step}. Go on with: --resume_from_checkpoint true")
+    return RunResult(folder, interrupted, step)
+
+
+def build(config: QeRLConfig, console: Console) -> tuple[QeRLTrainer, InterruptGuard]:
+    """Everything a run consists of, wired together and not yet started."""
+    assert config.model is not None and config.task is not None
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    tokenizer = load_tokenizer(config.model)
+    task = get_task(config.task, **config.task_options)
+    train_set, eval_set = _datasets(config, task, tokenizer, console)
+    policy = load_policy(config)
+    folder = Path(str(config.output_dir))
+    guard = InterruptGuard(console)
+    trainer = QeRLTrainer(
+        model=policy,
+        reward_funcs=_rewards(config, task),
+        args=config,
+        train_dataset=train_set,
+        eval_dataset=eval_set,
+        engine=make_engine(policy, tokenizer, config.max_sequences),
+        processing_class=tokenizer,
+        callbacks=[MetricsFile(folder), ProgressBar(console), guard],
+    )
+    trainer.remove_callback(PrinterCallback)
+    return trainer, guard
+
+
+def load_policy(config: QeRLConfig) -> PreTrainedModel:
+    """Base model in the format of the settings, with fresh adapters for LoRA."""
+    assert config.model is not None
+    device = config.device
+    model = load_model(
+        config.model,
+        weights=config.weights,
+        dtype=compute_dtype(config, device),
+        device=device,
+        method=config.rounding,
+        trust_remote_code=config.trust_remote_code,
+    )
+    if config.tuning == "full":
+        return model
+    return add_lora(
+        model,
+        rank=config.lora_r,
+        alpha=config.lora_alpha,
+        dropout=config.lora_dropout,
+        target_modules=config.lora_target_modules or LORA_TARGETS,
+        seed=config.seed,
+    )
+
+
+def compute_dtype(config: QeRLConfig, device: torch.device) -> torch.dtype:
+    """The dtype that `dtype: auto` stands for on a device."""
+    if config.dtype == "auto":
+        return torch.float32 if device.type == "cpu" or config.tuning == "full" else torch.bfloat16
+    return getattr(torch, config.dtype)
+
+
+def make_engine(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, max_sequences: int) -> RolloutEngine:
+    """The engine that samples from a model."""
+    return PortableEngine(model, pad_token_id=tokenizer.pad_token_id, max_sequences=max_sequences)
+
+
+def _prepare_folder(folder: Path, resume: str | bool | None) -> str | None:
+    """Refuse a folder that holds another run, and a resume without a checkpoint; the checkpoint to resume from."""
+    if str(resume).lower() in ("none", "false"):
+        if (folder / METRICS_FILE).exists() or last_checkpoint(folder):
+            raise QeRLError(
+                f"{folder} already holds a run; resume it with --resume_from_checkpoint true "
+                "or choose another --output_dir."
+            )
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise QeRLError(f"The output folder {folder} cannot be made: {error.strerror}.") from error
+        return None
+    checkpoint = last_checkpoint(folder) if str(resume).lower() == "true" else Path(str(resume))
+    if checkpoint is None:
+        raise QeRLError(f"{folder} has no checkpoint to resume from; start without --resume_from_checkpoint.")
+    if not (checkpoint / STATE_FILE).is_file():
+        raise QeRLError(f"{checkpoint} is not a complete checkpoint: {STATE_FILE} is missing.")
+    return str(checkpoint)
+
+
+def last_checkpoint(folder: Path) -> Path | None:
+    """The newest complete checkpoint of a run; one that was cut off while it was written does not count."""
+    complete = [path for path in folder.glob("checkpoint-*") if (path / STATE_FILE).is_file()]
+    return max(complete, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
+
+
+def _datasets(
+    config: QeRLConfig, task: Task, tokenizer: PreTrainedTokenizerBase, console: Console
+) -> tuple[Dataset, Dataset | None]:
+    train_set = task.train()
+    if config.max_prompt_length is not None:
+        short = train_set.filter(lambda row: _prompt_length(tokenizer, row) <= config.max_prompt_length)
+        if len(short) < len(train_set):
+            console.print(f"{len(train_set) - len(short)} of {len(train_set)} prompts are longer than "
+                          f"{config.max_prompt_length} tokens and are left out.")  # fmt: skip
+        train_set = short
+    if len(train_set) == 0:
+        raise QeRLError(f"The task {config.task} has no training prompts left; raise max_prompt_length.")
+    prompts = (config.generation_batch_size or 0) // (config.num_generations or 1)
+    if len(train_set) < prompts:
+        raise QeRLError(f"A step needs {prompts} prompts but the task {config.task} has {len(train_set)}.")
+    if config.eval_strategy == "no":
+        return train_set, None
+    held_out = task.test()
+    return train_set, held_out.select(range(min(config.eval_samples, len(held_out))))
+
+
+def _prompt_length(tokenizer: PreTrainedTokenizerBase, row: dict) -> int:
+    return len(tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, return_dict=True)["input_ids"])
+
+
+def _rewards(config: QeRLConfig, task: Task) -> list[RewardFunction]:
+    """The task's rewards, the user's, and the length penalty; none of them can end the run."""
+    functions = [*task.rewards, *(load_reward(spec) for spec in config.reward_files)]
+    rewards = [guarded(function, config.reward_timeout) for function in functions]
+    buffer = round((config.overlong_buffer or 0.0) * (config.max_completion_length or 0))
+    if buffer:
+        rewards.append(get_soft_overlong_punishment(config.max_completion_length, buffer))
+    return rewards

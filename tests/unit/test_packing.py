@@ -1,0 +1,88 @@
+"""The packed row computes what the padded batch computes."""
+
+import pytest
+import torch
+
+from qerl.trainer.packing import IGNORE, pack
+
+
+def padded_batch(prompts: list[list[int]], completions: list[list[int]]) -> tuple[torch.Tensor, ...]:
+    """Left-padded prompts and right-padded completions with their masks, pad token 0."""
+    P, C = max(map(len, prompts)), max(map(len, completions))
+    prompt_ids = torch.tensor([[0] * (P - len(p)) + p for p in prompts])
+    prompt_mask = torch.tensor([[0] * (P - len(p)) + [1] * len(p) for p in prompts])
+    completion_ids = torch.tensor([c + [0] * (C - len(c)) for c in completions])
+    completion_mask = torch.tensor([[1] * len(c) + [0] * (C - len(c)) for c in completions])
+    return prompt_ids, prompt_mask, completion_ids, completion_mask
+
+
+def test_layout_of_two_samples_of_one_prompt():
+    batch = padded_batch([[5, 6, 7], [5, 6, 7]], [[8, 9], [10]])
+    packed = pack(*batch, rows=[0, 1])
+    assert packed.input_ids_1L.tolist() == [[5, 6, 7, 8, 7]]
+    assert packed.position_ids_1L.tolist() == [[0, 1, 2, 3, 2]]
+    assert packed.labels_1L.tolist() == [[IGNORE, IGNORE, 8, 9, 10]]
+    assert packed.attention_mask_11LL[0, 0].int().tolist() == [
+        [1, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0],
+        [1, 1, 1, 0, 0],
+        [1, 1, 1, 1, 0],
+        [1, 1, 0, 0, 1],
+    ]
+
+
+def test_scatter_puts_values_where_their_tokens_are():
+    batch = padded_batch([[5, 6], [5, 6], [4]], [[8, 9], [1], [10, 11, 12]])
+    packed = pack(*batch, rows=[0, 2])
+    values = packed.labels_1L.float()
+    assert packed.scatter(values, 3, 3).tolist() == [[8, 9, 0], [0, 0, 0], [10, 11, 12]]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_log_probs_and_gradients_equal_the_padded_batch(tiny_model, family, checkpointing):
+    torch.manual_seed(0)
+    model = tiny_model(family).double().train()
+    if checkpointing:
+        model.gradient_checkpointing_enable()
+    vocabulary = model.config.vocab_size
+    draw = lambda n: torch.randint(1, vocabulary, (n,)).tolist()  # noqa: E731
+    first, second = draw(7), draw(1)
+    batch = padded_batch([first, first, second, second], [draw(5), draw(2), draw(4), draw(1)])
+    weight = torch.randn(batch[2].shape, dtype=torch.double) * batch[3]
+
+    padded = padded_logps(model, batch)
+    expected = gradients(model, (padded * weight).sum())
+    packed = pack(*batch, rows=[0, 1, 2, 3])
+    logits = model(
+        input_ids=packed.input_ids_1L,
+        position_ids=packed.position_ids_1L,
+        attention_mask=packed.attention_mask_11LL,
+        use_cache=False,
+    ).logits
+    labels = packed.labels_1L.clamp(min=0)
+    values = logits.log_softmax(-1).gather(-1, labels[..., None])[..., 0]
+    shared = packed.scatter(values, 4, batch[2].size(1))
+    torch.testing.assert_close(shared, padded * batch[3], rtol=0, atol=1e-11)
+    actual = gradients(model, (shared * weight).sum())
+    for name, grad in expected.items():
+        # RMSNorm computes in float32 whatever the model is, so gradients differ by its rounding.
+        error = (actual[name] - grad).norm() / grad.norm()
+        assert error < 1e-5, f"{name}: {error:.1e}"
+
+
+def padded_logps(model: torch.nn.Module, batch: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """Log-probabilities [B, C] from the ordinary padded forward."""
+    prompt_ids, prompt_mask, completion_ids, completion_mask = batch
+    ids = torch.cat([prompt_ids, completion_ids], dim=1)
+    mask = torch.cat([prompt_mask, completion_mask], dim=1)
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    logits = model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False).logits
+    C = completion_ids.size(1)
+    return logits[:, -C - 1 : -1].log_softmax(-1).gather(-1, completion_ids[..., None])[..., 0]
+
+
+def gradients(model: torch.nn.Module, loss: torch.Tensor) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    loss.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
