@@ -1,0 +1,6 @@
+"""Tasks: problems, the prompts around them, and the rewards for completions. See :mod:`qerl.tasks.base`."""
+
+from qerl.tasks.base import Task
+from qerl.tasks.registry import get_task
+
+__all__ = ["Task", "get_task"]

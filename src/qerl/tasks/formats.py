@@ -1,0 +1,94 @@
+r"""Answer formats: what the prompt asks for and what the format reward checks, in one place.
+
+The two belong together. A reward that expects tags which the prompt never mentions pays for luck, and a model
+trained without the prompt it is evaluated with is measured on something else.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from qerl.errors import QeRLError
+from qerl.tasks import answers
+
+
+@dataclass(frozen=True)
+class AnswerFormat:
+    """One way to state an answer.
+
+    Attributes:
+        name: As options name it.
+        instruction: System prompt that asks for the format.
+        extract: Completion -> final answer, or None if the completion gives none.
+        followed: Completion -> whether it has exactly the form asked for.
+    """
+
+    name: str
+    instruction: str
+    extract: Callable[[str], str | None]
+    followed: Callable[[str], bool]
+
+
+_TAGS = re.compile(r"\s*<think>(.+?)</think>\s*<answer>(.+?)</answer>\s*", re.DOTALL)
+
+
+def _tags_followed(text: str) -> bool:
+    marks = ("<think>", "</think>", "<answer>", "</answer>")
+    return _TAGS.fullmatch(text) is not None and all(text.count(mark) == 1 for mark in marks)
+
+
+def _hashes_followed(text: str) -> bool:
+    lines = text.strip().split("\n")
+    return (
+        text.count("####") == 1
+        and lines[-1].startswith("####")
+        and answers.after_hashes(lines[-1]) is not None
+    )
+
+
+def _boxed_followed(text: str) -> bool:
+    return len(re.findall(r"\\f?boxed\b", text)) == 1 and answers.boxed(text) is not None
+
+
+FORMATS = {
+    fmt.name: fmt
+    for fmt in (
+        AnswerFormat(
+            "tags",
+            "Think about the problem first, then answer. Put your reasoning between <think> and </think> and "
+            "the final answer alone between <answer> and </answer>, like this: "
+            "<think> reasoning </think> <answer> final answer </answer>",
+            answers.final_answer,
+            _tags_followed,
+        ),
+        AnswerFormat(
+            "boxed",
+            r"Please reason step by step, and put your final answer within \boxed{}.",
+            answers.final_answer,
+            _boxed_followed,
+        ),
+        AnswerFormat(
+            "hashes",
+            "Solve the problem step by step. End with a line that holds #### and the answer.",
+            answers.final_answer,
+            _hashes_followed,
+        ),
+        AnswerFormat(
+            "number",
+            "Solve the problem step by step and end with the answer as a number.",
+            lambda text: answers.final_answer(text) or answers.last_number(text),
+            lambda text: answers.last_number(text) is not None,
+        ),
+    )
+}
+
+
+def get_format(name: str) -> AnswerFormat:
+    """The format of that name.
+
+    Raises:
+        QeRLError: No format has the name.
+    """
+    if name not in FORMATS:
+        raise QeRLError(f"Answer format {name!r} is unknown; use one of: {', '.join(FORMATS)}.")
+    return FORMATS[name]

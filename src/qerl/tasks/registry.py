@@ -1,0 +1,45 @@
+"""Tasks by name, as recipes and the command line give them."""
+
+import difflib
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from qerl.errors import QeRLError
+from qerl.tasks.arithmetic import Arithmetic
+from qerl.tasks.base import Task
+
+TASKS: dict[str, Callable[..., Task]] = {"arithmetic": Arithmetic}
+"""What makes each task; keyword arguments are the task's options."""
+
+
+def get_task(spec: str, **options: Any) -> Task:
+    """The task that a specification names.
+
+    Args:
+        spec: A name from :data:`TASKS`, or ``jsonl:PATH`` for a file of one's own.
+        options: The task's options, as its class documents them.
+
+    Raises:
+        QeRLError: The task or an option is unknown (the nearest name is given), or an option's value is
+        wrong.
+    """
+    name = spec
+    if name not in TASKS:
+        raise QeRLError(
+            f"Task {name!r} is unknown{_nearest(name, [*TASKS])}; the tasks are: {', '.join(TASKS)}."
+        )
+    make = TASKS[name]
+    known = list(inspect.signature(make).parameters)
+    for option in options:
+        if option not in known:
+            raise QeRLError(
+                f"Task {name} has no option {option!r}{_nearest(option, known)}; its options are: "
+                f"{', '.join(known) or 'none'}."
+            )
+    return make(**options)
+
+
+def _nearest(name: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=2)
+    return f" (did you mean {' or '.join(map(repr, near))}?)" if near else ""
