@@ -24,7 +24,7 @@ READ = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py"]
 SKIP = ["*/*", "consolidated*"]
 
 
-def model_folder(name: str | Path) -> Path:
+def local_checkpoint(name: str | Path) -> Path:
     """Local folder of the model's safetensors, config and tokenizer.
 
     Args:
