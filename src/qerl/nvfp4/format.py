@@ -30,10 +30,11 @@ Shapes: N outputs, K inputs, G = K / block size blocks a row, n rows of one chun
 """
 
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 
@@ -149,6 +150,8 @@ def quantize(
         QeRLError: Not a floating-point matrix, NaN or Inf in it, a width that the block size does not divide,
             or an ``amax`` below the matrix's own.
     """
+    if method not in get_args(Method):
+        raise QeRLError(f"There is no rounding method {method}; choose rtn or mse.")
     own_amax = _checked_amax(weight_NK, format)
     if amax is not None and float(amax) < float(own_amax):
         raise QeRLError(
@@ -190,19 +193,26 @@ def dequantize(packed: PackedWeight, dtype: torch.dtype = torch.float32) -> torc
 
 
 @torch.no_grad()
-def squared_error(weight_NK: torch.Tensor, packed: PackedWeight) -> float:
-    """Sum of squared differences between a matrix and its quantised form, in fp64."""
-    total = torch.zeros((), dtype=torch.float64, device=weight_NK.device)
+def error_sums(weight_NK: torch.Tensor, packed: PackedWeight) -> torch.Tensor:
+    """fp64 [2]: ``||w - w_hat||^2`` and ``||w||^2`` (Frobenius), which add up over matrices."""
+    sums = torch.zeros(2, dtype=torch.float64, device=weight_NK.device)
     for rows in _row_chunks(*packed.shape):
         part = PackedWeight(packed.codes[rows], packed.scales[rows], packed.global_scale, packed.format)
-        total += (weight_NK[rows].double() - dequantize(part).double()).square().sum()
-    return float(total)
+        exact = weight_NK[rows].double()
+        sums += torch.stack([(exact - dequantize(part)).square().sum(), exact.square().sum()])
+    return sums
 
 
 def relative_error(weight_NK: torch.Tensor, packed: PackedWeight) -> float:
     """``||w - w_hat|| / ||w||`` (Frobenius) in fp64; 0 for a matrix of zeros."""
-    norm = float(torch.linalg.vector_norm(weight_NK, dtype=torch.float64))
-    return squared_error(weight_NK, packed) ** 0.5 / norm if norm else 0.0
+    error, norm = error_sums(weight_NK, packed).tolist()
+    return math.sqrt(error / norm) if norm else 0.0
+
+
+def largest_magnitude(tensor: torch.Tensor) -> torch.Tensor:
+    """fp32 scalar tensor; NaN or Inf if the tensor, which must not be empty, has any."""
+    low, high = tensor.aminmax()
+    return torch.maximum(-low, high).float()
 
 
 def _checked_amax(weight_NK: torch.Tensor, format: BlockFormat) -> torch.Tensor:
@@ -218,7 +228,7 @@ def _checked_amax(weight_NK: torch.Tensor, format: BlockFormat) -> torch.Tensor:
             f"The weight's input width {k} is not a multiple of {format.block_size}, the block size of "
             f"{format.name}."
         )
-    amax = torch.linalg.vector_norm(weight_NK, ord=float("inf"), dtype=torch.float32)
+    amax = largest_magnitude(weight_NK)
     if not torch.isfinite(amax):
         raise QeRLError(
             "The weight has NaN or Inf among its values; the checkpoint it comes from is damaged."
