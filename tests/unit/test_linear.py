@@ -1,0 +1,168 @@
+"""Packed linear layers: gradients, what autograd keeps, casts and moves, the `unpacked` block."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from qerl.nvfp4.format import FORMATS, dequantize, quantize
+from qerl.nvfp4.linear import LINEAR_CLASSES, NVFP4Linear, PackedLinear, unpacked
+
+FORMAT_NAMES = sorted(FORMATS)
+
+
+def packed_layer(name: str, n: int = 48, k: int = 96, bias: bool = True) -> PackedLinear:
+    packed = quantize(torch.randn(n, k), FORMATS[name])
+    return LINEAR_CLASSES[name].from_packed(packed, nn.Parameter(torch.randn(n)) if bias else None)
+
+
+@pytest.mark.parametrize("name", FORMAT_NAMES)
+@pytest.mark.parametrize("bias", [False, True])
+def test_forward_and_gradients_against_fp64(name: str, bias: bool) -> None:
+    layer = packed_layer(name, bias=bias)
+    x = torch.randn(3, 5, 96, requires_grad=True)
+    dy = torch.randn(3, 5, 48)
+    y = layer(x)
+    y.backward(dy)
+    weight = dequantize(layer.packed).double()
+    exact_y = x.detach().double() @ weight.T
+    if layer.bias is not None:
+        exact_y = exact_y + layer.bias.detach().double()
+        assert layer.bias.grad is not None
+        torch.testing.assert_close(layer.bias.grad.double(), dy.double().sum((0, 1)), rtol=1e-6, atol=1e-5)
+    assert x.grad is not None
+    # A dense fp32 product of this size is off by about 1e-6 of the largest output.
+    for value, exact in ((y.detach(), exact_y), (x.grad, dy.double() @ weight)):
+        assert (value.double() - exact).abs().max() < 2e-6 * exact.abs().max()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bit_identical_to_a_dense_layer_of_the_dequantised_weight(dtype: torch.dtype) -> None:
+    layer = packed_layer("nvfp4")
+    weight = dequantize(layer.packed, dtype)
+    x, dense_x = (torch.randn(7, 96).to(dtype).requires_grad_() for _ in range(2))
+    dense_x.data.copy_(x.data)
+    y, dense_y = layer(x), F.linear(dense_x, weight, layer.bias.detach().to(dtype))
+    dy = torch.randn_like(y)
+    y.backward(dy)
+    dense_y.backward(dy)
+    assert y.dtype == dtype and torch.equal(y, dense_y)
+    assert torch.equal(x.grad, dense_x.grad)
+    with torch.no_grad():
+        assert torch.equal(layer(x), dense_y)
+
+
+def test_autograd_saves_packed_tensors_only() -> None:
+    layer = packed_layer("nvfp4", n=256, k=512)
+    saved: list[torch.Tensor] = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        saved.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        layer(torch.randn(2, 512, requires_grad=True))
+    assert {(t.data_ptr(), t.dtype) for t in saved} == {
+        (buffer.data_ptr(), buffer.dtype) for buffer in layer.buffers()
+    }
+    assert sum(t.numel() * t.element_size() for t in saved) < 0.6 * 256 * 512
+
+
+def test_frozen_weight_is_no_parameter() -> None:
+    layer = packed_layer("nvfp4", bias=False)
+    assert list(layer.parameters()) == []
+    assert not hasattr(layer, "weight")
+    assert layer.qweight is layer.weight_packed
+
+
+@pytest.mark.parametrize("name", FORMAT_NAMES)
+@pytest.mark.parametrize(
+    "cast", [lambda m: m.to(torch.bfloat16), lambda m: m.half(), lambda m: m.bfloat16(), lambda m: m.double()]
+)
+def test_casts_change_the_bias_and_no_byte_of_the_weight(name: str, cast) -> None:
+    model = nn.Sequential(packed_layer(name))
+    before = copy.deepcopy(model.state_dict())
+    after = cast(model).state_dict()
+    assert after["0.bias"].dtype != torch.float32
+    for key, value in before.items():
+        if not key.endswith("bias"):
+            assert after[key].dtype == value.dtype
+            assert torch.equal(after[key].view(torch.uint8), value.view(torch.uint8))
+
+
+def test_moves_follow_the_device() -> None:
+    layer = packed_layer("nvfp4").to("meta", torch.bfloat16)
+    assert {tensor.device.type for tensor in layer.state_dict().values()} == {"meta"}
+    assert layer.weight_scale.dtype == torch.float8_e4m3fn
+    assert layer.weight_global_scale.shape == (1,)
+    assert layer.to_empty(device="cpu").weight_scale.dtype == torch.float8_e4m3fn
+
+
+def test_empty_layer_has_the_buffers_of_a_packed_one() -> None:
+    for name in FORMAT_NAMES:
+        full, empty = packed_layer(name), LINEAR_CLASSES[name](96, 48, bias=True, dtype=torch.float32)
+        assert {k: (v.shape, v.dtype) for k, v in full.state_dict().items()} == {
+            k: (v.shape, v.dtype) for k, v in empty.state_dict().items()
+        }
+
+
+def test_autocast_computes_in_its_dtype() -> None:
+    layer = packed_layer("nvfp4")
+    x = torch.randn(4, 96, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = layer(x)
+    assert y.dtype == torch.bfloat16
+    assert torch.equal(y, layer(x.bfloat16()))
+    y.sum().backward()
+    assert x.grad is not None and x.grad.dtype == torch.float32
+
+
+def test_unpacked_keeps_dense_weights_within_the_block_only() -> None:
+    model = nn.Sequential(packed_layer("nvfp4", 64, 96), packed_layer("mxfp4", 48, 64))
+    x = torch.randn(5, 96)
+    with torch.no_grad():
+        reference = model(x)
+        with unpacked(model):
+            assert torch.equal(model(x), reference)
+            kept = [layer.dequantized_weight() for layer in model]
+            with unpacked(model):
+                assert torch.equal(model(x), reference)
+            assert all(layer.dequantized_weight() is dense for layer, dense in zip(model, kept, strict=True))
+            assert model(x.bfloat16()).dtype == torch.bfloat16
+    assert all(layer._dense_NK is None for layer in model)
+    assert all(layer.dequantized_weight() is not layer.dequantized_weight() for layer in model)
+
+
+def test_unpacked_ends_with_an_exception() -> None:
+    layer = packed_layer("nvfp4")
+    with pytest.raises(KeyError), unpacked(layer):
+        layer(torch.randn(1, 96))
+        assert layer._dense_NK is not None
+        raise KeyError
+    assert layer._dense_NK is None and layer._unpacked_depth == 0
+
+
+def test_unpacked_weight_of_a_rollout_serves_a_training_step() -> None:
+    layer = packed_layer("nvfp4")
+    x = torch.randn(4, 96, requires_grad=True)
+    layer(x).square().sum().backward()
+    expected, x.grad = x.grad, None
+    with unpacked(layer):
+        with torch.inference_mode():
+            layer(torch.randn(1, 96))
+        layer(x).square().sum().backward()
+    assert torch.equal(x.grad, expected)
+
+
+def test_move_within_an_unpacked_block_does_not_leave_the_old_device_behind() -> None:
+    layer = packed_layer("nvfp4")
+    with unpacked(layer):
+        layer(torch.randn(1, 96))
+        layer.to("meta")
+        assert layer.dequantized_weight().device.type == "meta"
+
+
+def test_repr_names_the_format() -> None:
+    assert repr(NVFP4Linear(32, 16)) == "NVFP4Linear(in_features=32, out_features=16, bias=False)"
