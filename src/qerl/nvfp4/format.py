@@ -238,7 +238,9 @@ def _checked_amax(weight_NK: torch.Tensor, format: BlockFormat) -> torch.Tensor:
 
 def _global_scale(amax: torch.Tensor) -> torch.Tensor:
     """fp32 [1]: maps the largest block scale to the end of E4M3; 1 where amax is too small for it."""
-    scale = E4M3_MAX * E2M1_MAX / amax.clamp(min=torch.finfo(torch.float32).tiny)
+    # Times the reciprocal, not divided: it is what torch makes of ``number / tensor``, and so what
+    # compressed-tensors stores; the two differ in the last bit.
+    scale = E4M3_MAX * E2M1_MAX * amax.clamp(min=torch.finfo(torch.float32).tiny).reciprocal()
     return torch.where(torch.isinf(scale), torch.ones_like(scale), scale).reshape(1)
 
 
