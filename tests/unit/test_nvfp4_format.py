@@ -80,7 +80,9 @@ def test_bytes_equal_compressed_tensors_for_any_magnitude(format, magnitude):
 def test_matrix_of_zeros(format, zero):
     weight = torch.full((3, 64), zero)
     assert_equals_oracle(weight, format)
-    assert not quantize(weight, format, "mse").codes.any()
+    rtn, mse = quantize(weight, format), quantize(weight, format, "mse")
+    assert not mse.codes.any()
+    assert torch.equal(mse.scales.view(torch.uint8), rtn.scales.view(torch.uint8))
     assert relative_error(weight, quantize(weight, format)) == 0
 
 
@@ -92,6 +94,25 @@ def test_bytes_equal_compressed_tensors_on_ties(format):
     weight = torch.stack([grid, grid / 4])
     weight[0, 0] = 448 * 6 if format.has_global_scale else 6.0  # global scale 1
     assert_equals_oracle(weight, format)
+
+
+def test_bytes_equal_compressed_tensors_on_ties_of_the_scale():
+    # With global scale 1, six times the middle of two E4M3 numbers makes a tie of its block's scale.
+    e4m3 = torch.arange(1, 127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    weight = torch.randn(125, 16).clamp(-1, 1) * 2**-10
+    weight[:, 5] = 6 * (e4m3[:-1] + e4m3[1:]) / 2
+    assert_equals_oracle(weight, NVFP4, amax=6 * 448.0)
+
+
+@pytest.mark.parametrize(
+    ("amax", "block_amax"),
+    [(0x1.2dedc8p0, 0x1.f006a2p-2), (0x1.69c9cp0, 0x1.b7506ap-1), (0x1.630978p-1, 0x1.565b6ap-2)],
+)
+def test_order_of_operations_of_the_scale(amax, block_amax):
+    # Found by search: (global * max) / 6 and global * (max * (1/6)) round to another E4M3 number here.
+    weight = torch.zeros(1, 32)
+    weight[0, 0], weight[0, 16] = amax, block_amax
+    assert_equals_oracle(weight, NVFP4)
 
 
 def test_rounding_is_to_nearest_ties_to_even_code():
