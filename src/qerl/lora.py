@@ -1,0 +1,140 @@
+"""LoRA on packed layers, through PEFT.
+
+PEFT knows how to wrap its own list of layer types; a custom one is announced to each `LoraConfig` by a hook
+that is not saved with the adapter. So adapters are made by `add_lora` and read by `load_adapter`, which set
+the hook, and what is saved is a plain PEFT adapter: it loads with `PeftModel.from_pretrained` on the 16-bit
+model that the packed one came from.
+
+An adapter's matrices are FP32 over a base of any dtype. Merging is refused: the sum rounded to four bits
+again would lose most of what was learned, since a typical update is smaller than the rounding step.
+"""
+
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from peft.tuners.lora.layer import Linear as LoraLinear
+from peft.utils import SAFETENSORS_WEIGHTS_NAME
+from safetensors import SafetensorError, safe_open
+from torch.nn.parallel import DistributedDataParallel
+from transformers import PreTrainedModel
+
+from qerl.errors import QeRLError
+from qerl.nvfp4.linear import PackedLinear
+from qerl.seeding import derive_seed
+
+LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+"""All linear layers of a decoder layer (paper, Table 4)."""
+
+
+class PackedLoraLinear(LoraLinear):
+    """``base(x) + B A x * alpha / r`` around a `PackedLinear`."""
+
+    def merge(self, *args: Any, **kwargs: Any) -> None:  # noqa: ARG002
+        raise QeRLError(
+            "An adapter cannot be merged into four-bit weights, whose rounding would swallow it; load it on "
+            "the 16-bit model with PEFT and merge there."
+        )
+
+
+def add_lora(
+    model: PreTrainedModel,
+    rank: int,
+    alpha: int,
+    dropout: float,
+    target_modules: Sequence[str] = LORA_TARGETS,
+    seed: int = 0,
+) -> PeftModel:
+    """Freeze a model and put fresh adapters on its linear layers; ``B = 0``, so it computes what it did.
+
+    Args:
+        model: Any causal LM, packed or dense; changed in place.
+        rank: r, at least 1.
+        alpha: The update is scaled by ``alpha / rank``.
+        dropout: Probability with which an adapter's input is dropped in training.
+        target_modules: Last parts of the names of the layers to adapt.
+        seed: Decides A; the same for every process of a run.
+
+    Raises:
+        QeRLError: The rank or dropout is out of range, or the model has no such layers.
+    """
+    config = LoraConfig(
+        r=rank,
+        lora_alpha=alpha,
+        lora_dropout=dropout,
+        target_modules=list(target_modules),
+        task_type="CAUSAL_LM",
+    )
+    devices = [model.device] if model.device.type == "cuda" else []
+    with torch.random.fork_rng(devices):
+        torch.manual_seed(derive_seed("lora", seed))
+        try:
+            adapted = get_peft_model(model, _with_packed_layers(config))
+        except ValueError as error:
+            raise QeRLError(f"LoRA cannot be added: {error}") from error
+    return _skip_packed_buffers_in_ddp(adapted)
+
+
+def load_adapter(model: PreTrainedModel, folder: str | Path) -> PeftModel:
+    """Put a saved LoRA adapter on a model, frozen, for evaluation.
+
+    Args:
+        model: The model that the adapter was trained on, packed or dense; changed in place.
+        folder: What `PeftModel.save_pretrained` wrote, here or elsewhere.
+
+    Raises:
+        QeRLError: Files are missing or damaged, it is no LoRA adapter, or it belongs to another model.
+    """
+    folder = Path(folder)
+    file = folder / SAFETENSORS_WEIGHTS_NAME
+    for path in (folder / "adapter_config.json", file):
+        if not path.is_file():
+            raise QeRLError(f"There is no {path}; give the folder of an adapter saved as safetensors.")
+    try:
+        config = PeftConfig.from_pretrained(str(folder))
+        if not isinstance(config, LoraConfig):
+            raise QeRLError(f"{folder} is a {config.peft_type} adapter; only LoRA adapters are read.")
+        with safe_open(file, framework="pt") as weights:
+            stored = set(weights.keys())
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Found missing adapter keys")  # an error below
+            adapted = PeftModel.from_pretrained(model, str(folder), config=_with_packed_layers(config))
+    except (SafetensorError, OSError) as error:
+        raise QeRLError(f"The adapter {folder} is damaged or incomplete ({error}); copy it again.") from error
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise QeRLError(f"The adapter {folder} does not fit this model: {_first_line(error)}") from error
+    unmatched = sorted(stored ^ set(get_peft_model_state_dict(adapted)))
+    if unmatched:
+        raise QeRLError(
+            f"The adapter {folder} does not fit this model: {unmatched[0]} is in only one of the two; give "
+            "the model that it was trained on."
+        )
+    return _skip_packed_buffers_in_ddp(adapted)
+
+
+def _with_packed_layers(config: LoraConfig) -> LoraConfig:
+    config._register_custom_module({PackedLinear: PackedLoraLinear})
+    return config
+
+
+def _skip_packed_buffers_in_ddp(model: PeftModel) -> PeftModel:
+    """Keep DistributedDataParallel from broadcasting the base weights at start and on every forward pass.
+
+    Every process has read the same bytes from the same file, they never change, and Gloo cannot send FP8.
+    """
+    names = [
+        f"{module_name}.{name}"
+        for module_name, module in model.named_modules()
+        if isinstance(module, PackedLinear)
+        for name, _ in module.named_buffers()
+    ]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
+    return model
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return next((line for line in lines if "size mismatch" in line), lines[0] if lines else repr(error))
