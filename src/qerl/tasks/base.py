@@ -15,7 +15,7 @@ from datasets import Dataset
 from qerl.errors import QeRLError
 from qerl.tasks.answers import equal
 from qerl.tasks.formats import AnswerFormat, get_format
-from qerl.tasks.guard import RewardFunction, guard
+from qerl.tasks.guard import RewardFunction
 
 Message = dict[str, str]
 Completion = str | list[Message]
@@ -58,7 +58,10 @@ class Task(ABC):
 
     @cached_property
     def rewards(self) -> list[RewardFunction]:
-        """Reward functions with TRL's signature, guarded: ``accuracy`` (0 or 1) and ``format`` (0 or 0.1)."""
+        """Reward functions with TRL's signature: ``accuracy`` (0 or 1) and ``format`` (0 or 0.1).
+
+        Whoever calls them wraps them first with :func:`qerl.tasks.guard.guarded`, which sets the time limit.
+        """
 
         def accuracy(
             prompts: list,  # noqa: ARG001
@@ -79,7 +82,7 @@ class Task(ABC):
         ) -> list[float | None]:
             return [FORMAT_REWARD * self.format.followed(completion_text(c)) for c in completions]
 
-        return [guard(accuracy), guard(format)]
+        return [accuracy, format]
 
     def prompt(self, question: str, worked: Iterable[tuple[str, str]] = ()) -> list[Message]:
         """Chat messages for a question: the format's instruction, worked examples as turns, the question.

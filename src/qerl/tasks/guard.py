@@ -87,7 +87,7 @@ def can_interrupt() -> bool:
     return hasattr(signal, "setitimer") and threading.current_thread() is threading.main_thread()
 
 
-def guard(func: RewardFunction, timeout_s: float = 10.0) -> RewardFunction:
+def guarded(func: RewardFunction, timeout_s: float = 10.0) -> RewardFunction:
     """Wrap a reward function so that its failures cost samples and not the run.
 
     Args:
@@ -103,15 +103,15 @@ def guard(func: RewardFunction, timeout_s: float = 10.0) -> RewardFunction:
     warned = False
 
     @functools.wraps(func)
-    def guarded(prompts: list, completions: list, **columns: Any) -> list[float | None]:
+    def call(prompts: list, completions: list, **columns: Any) -> list[float | None]:
         nonlocal warned
         if not can_interrupt() and not warned:
             warned = True
             logger.warning("Reward function %r runs without time limit: this is not the main thread.", name)
         failures: list[Exception] = []
         try:
-            call = functools.partial(func, prompts=prompts, completions=completions, **columns)
-            rewards = _checked(call_within(timeout_s, call), len(completions))
+            batch = functools.partial(func, prompts=prompts, completions=completions, **columns)
+            rewards = _checked(call_within(timeout_s, batch), len(completions))
         except Exception:
             rewards = _sample_by_sample(func, timeout_s, prompts, completions, columns, failures)
         if failures and not warned:
@@ -125,7 +125,7 @@ def guard(func: RewardFunction, timeout_s: float = 10.0) -> RewardFunction:
             columns["log_metric"](f"rewards/{name}/failed", float(len(failures)))
         return rewards
 
-    return guarded
+    return call
 
 
 def _sample_by_sample(
@@ -143,9 +143,9 @@ def _sample_by_sample(
         shared["log_extra"] = lambda *_: None
     for i in range(len(completions)):
         own = {key: [values[i]] for key, values in columns.items() if key not in _NOT_COLUMNS}
-        call = functools.partial(func, prompts=[prompts[i]], completions=[completions[i]], **own, **shared)
+        sample = functools.partial(func, prompts=[prompts[i]], completions=[completions[i]], **own, **shared)
         try:
-            rewards += _checked(call_within(timeout_s, call), 1)
+            rewards += _checked(call_within(timeout_s, sample), 1)
         except Exception as error:
             failures.append(error)
             rewards.append(0.0)
