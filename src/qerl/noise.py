@@ -1,0 +1,299 @@
+"""Adaptive quantization noise (AQN): exploration by perturbing the RMSNorm weights of the rollout policy.
+
+The paper (QeRL, arXiv 2510.11696) draws one vector Z ~ N(0, sigma^2 I) for each norm and merges it
+into the norm's weight, w_noise = w + Z. With x_hat the normalised input of a layer,
+
+    x_hat * (w + Z)  =  (x_hat * w) * (Z / w + 1),
+
+which is the same as scaling input channel i of the next weight by Z_i / w_i + 1: multiplicative noise on the
+rows of W^T that costs one vector per norm. One Z serves q/k/v (the norm before attention), one gate/up (the
+norm before the MLP); o and down get none. sigma falls in K stages over the run, stage 0 is without noise.
+
+Four decisions, each against a way in which this went wrong elsewhere:
+
+- Norms are found by data flow, not by class: a norm is perturbed if what it returns enters a linear layer. A
+  list of class names goes stale with each new family and then silently perturbs nothing; finding nothing is
+  an error here.
+- Noisy norms are FP32, weight and product. In bf16 the spacing just above 1 is 2^-7: w + Z is w for Z of
+  5e-4, and x_hat * (w + Z) is x_hat * w if x_hat was rounded to bf16 before.
+- Clean weights are never written. The norm gets another Parameter for the length of a rollout; nothing can
+  accumulate, and the clean tensor is the same object with the same bits afterwards.
+- Z depends on (seed, step, index of the norm) alone. Every rank draws the same, and so does a run resumed at
+  a step.
+
+What is given up: a router or fused expert tensor that is no linear module (mixture-of-experts models) is not
+seen, so there only the norms before attention are perturbed.
+"""
+
+import math
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from qerl.errors import QeRLError
+from qerl.modules import base_model, eval_mode
+from qerl.seeding import generator
+
+SCHEDULES = ("exponential", "linear", "cosine", "logarithmic", "constant")
+
+
+@dataclass(frozen=True)
+class NoiseSchedule:
+    """sigma by training step.
+
+    The run of M steps is cut into K stages of floor(M / K) steps; steps left over belong to the last stage.
+    Stage 0 has no noise. Noisy stage k = 1..K-1 has, with t = (k - 1) / (K - 2) running from 0 to 1,
+
+        exponential   sigma_start * (sigma_end / sigma_start)^t
+        linear        sigma_start + (sigma_end - sigma_start) * t
+        cosine        sigma_end + (sigma_start - sigma_end) * (1 + cos(pi t)) / 2
+        logarithmic   sigma_start + (sigma_end - sigma_start) * ln(k) / ln(K - 1)
+        constant      sigma_start
+
+    so sigma_start is used at the first noisy stage and sigma_end at the last. With K = 2 there is one noisy
+    stage and it has sigma_start.
+
+    Paper and released code differ. The paper's exponent is (k - 1) / (K - 1), which never reaches sigma_end
+    (with K = 10 and 1e-2 -> 1e-4 the last stage has 1.7e-4); the released code's is (k - 1) / (K - 2), as
+    here. The paper gives a formula for the exponential shape alone; the other shapes are ours between the
+    same two ends.
+
+    Attributes:
+        sigma_start: Standard deviation at stage 1, in the units of the norm weights; above 0.
+        sigma_end: Standard deviation at stage K-1; above 0. Unused by ``constant``.
+        stages: K, at least 2.
+        total_steps: M, optimizer steps of the whole run; at least K.
+        kind: Shape of the decay, one of ``SCHEDULES``.
+
+    Raises:
+        QeRLError: A value outside these ranges.
+    """
+
+    sigma_start: float
+    sigma_end: float
+    stages: int
+    total_steps: int
+    kind: str = "exponential"
+
+    def __post_init__(self) -> None:
+        if self.kind not in SCHEDULES:
+            raise QeRLError(f"Noise schedule {self.kind!r} is unknown; choose one of {', '.join(SCHEDULES)}.")
+        for name, sigma in (("sigma_start", self.sigma_start), ("sigma_end", self.sigma_end)):
+            if not (math.isfinite(sigma) and sigma > 0):
+                raise QeRLError(
+                    f"Noise {name} is {sigma}; it must be a positive number (turn noise off instead)."
+                )
+        if self.stages < 2:
+            raise QeRLError(
+                f"The noise schedule has {self.stages} stages; it needs at least 2, as stage 0 has no noise."
+            )
+        if self.total_steps < self.stages:
+            raise QeRLError(
+                f"The noise schedule has {self.stages} stages but the run only {self.total_steps} steps; "
+                f"train for at least {self.stages} steps or use fewer stages."
+            )
+        if self.sigma_end > self.sigma_start and self.kind != "constant":
+            warnings.warn(
+                f"Noise grows during training: sigma_end {self.sigma_end} > sigma_start {self.sigma_start}.",
+                stacklevel=3,
+            )
+
+    def stage(self, step: int) -> int:
+        """Stage 0..K-1 of a 0-based optimizer step."""
+        return min(step // (self.total_steps // self.stages), self.stages - 1)
+
+    def sigma(self, step: int) -> float:
+        """Standard deviation of Z at a 0-based optimizer step; 0 in stage 0."""
+        stage = self.stage(step)
+        if stage == 0:
+            return 0.0
+        if self.kind == "constant" or self.stages == 2:
+            return self.sigma_start
+        t = (stage - 1) / (self.stages - 2)
+        if self.kind == "exponential":
+            return self.sigma_start * (self.sigma_end / self.sigma_start) ** t
+        if self.kind == "cosine":
+            t = (1 - math.cos(math.pi * t)) / 2
+        elif self.kind == "logarithmic":
+            t = math.log(stage) / math.log(self.stages - 1)
+        return self.sigma_start + (self.sigma_end - self.sigma_start) * t
+
+
+class AdaptiveNoise:
+    """Draws the noise vectors of each step for the norms of one model.
+
+    Args:
+        model: A transformers causal LM, PEFT-wrapped or not. It is run once on two tokens and not kept.
+        schedule: sigma by step.
+        seed: With the step and the index of the norm the only thing that the noise depends on.
+
+    Attributes:
+        norm_names: Perturbed norms in module order, named as inside the base model.
+
+    Raises:
+        QeRLError: No norm before a linear layer was found.
+    """
+
+    def __init__(self, model: nn.Module, schedule: NoiseSchedule, seed: int) -> None:
+        self.schedule = schedule
+        self.seed = seed
+        self.norm_names = find_noise_norms(model)
+        base = base_model(model)
+        self._widths = [_weight(base.get_submodule(name)).numel() for name in self.norm_names]
+
+    def offsets(self, step: int) -> dict[str, torch.Tensor]:
+        """Z of one optimizer step.
+
+        Args:
+            step: 0-based global step; the same step gives the same noise in every process.
+
+        Returns:
+            Z ~ N(0, sigma^2 I) by norm name, each fp32 on the CPU, of the norm's width. Empty where sigma is
+            0.
+        """
+        sigma = self.schedule.sigma(step)
+        if sigma == 0:
+            return {}
+        return {
+            name: torch.randn(width, generator=generator("noise", self.seed, step, index)) * sigma
+            for index, (name, width) in enumerate(zip(self.norm_names, self._widths, strict=True))
+        }
+
+
+def find_noise_norms(model: nn.Module) -> list[str]:
+    """Names of the norms whose output feeds a linear layer, found by running two tokens through the model.
+
+    A norm is a module without children whose only parameter is a 1-D ``weight``. It counts when memory that
+    it returned is the input of a module with ``in_features`` and ``out_features`` (nn.Linear, packed linears
+    and LoRA wrappers have both) outside the output embedding. That leaves out q_norm/k_norm, whose output
+    goes to the rotary embedding, norms after a block, whose output goes into a sum, and the final norm.
+
+    Modes, RNG state and parameters of the model are as before afterwards.
+
+    Returns:
+        Qualified names inside the base model (see ``qerl.modules.base_model``), in module order.
+
+    Raises:
+        QeRLError: There is no such norm, so noise would do nothing.
+    """
+    base = base_model(model)
+    head = base.get_output_embeddings()
+    head_modules = set(head.modules()) if head is not None else set()
+    norms = {name: module for name, module in base.named_modules() if _is_norm(module)}
+    linears = [m for m in base.modules() if hasattr(m, "in_features") and hasattr(m, "out_features")]
+    found = _norms_feeding(base, norms, [linear for linear in linears if linear not in head_modules])
+    if not found:
+        raise QeRLError(
+            f"No RMSNorm in front of a linear layer was found in {type(base).__name__}, so noise cannot be "
+            "added; turn noise off for this model."
+        )
+    return [name for name in norms if name in found]
+
+
+def _is_norm(module: nn.Module) -> bool:
+    parameters = dict(module.named_parameters(recurse=False))
+    return (
+        parameters.keys() == {"weight"}
+        and parameters["weight"].ndim == 1
+        and next(module.children(), None) is None
+    )
+
+
+def _norms_feeding(
+    base: PreTrainedModel, norms: Mapping[str, nn.Module], linears: list[nn.Module]
+) -> set[str]:
+    """Those of the named norms whose output, or a view of it, enters one of the linears."""
+    producer: dict[int, str] = {}
+    found: set[str] = set()
+    alive = []  # freed memory would go to the next tensor, which would then pass for the norm's output
+
+    def record(name: str, _norm: nn.Module, _args: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+        alive.append(output)
+        producer[output.untyped_storage().data_ptr()] = name
+
+    def look_up(_linear: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+        name = producer.get(args[0].untyped_storage().data_ptr())
+        if name is not None:
+            found.add(name)
+
+    with ExitStack() as stack:
+        for name, norm in norms.items():
+            stack.callback(norm.register_forward_hook(partial(record, name)).remove)
+        for linear in linears:
+            stack.callback(linear.register_forward_pre_hook(look_up).remove)
+        stack.enter_context(eval_mode(base))
+        stack.enter_context(torch.no_grad())
+        base(input_ids=torch.zeros(1, 2, dtype=torch.long, device=base.device), use_cache=False)
+    return found
+
+
+def _weight(norm: nn.Module) -> nn.Parameter:
+    return norm.get_parameter("weight")
+
+
+@contextmanager
+def merged(model: nn.Module, offsets: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """Runs the body with w + Z in place of w in the named norms.
+
+    Each norm holds an FP32 Parameter w + Z meanwhile, computes in FP32 and returns the dtype of its input.
+    The clean Parameter objects return when the body ends, also when it raises; they are never written.
+
+    Args:
+        model: The model, PEFT-wrapped or not.
+        offsets: Z by norm name, as ``AdaptiveNoise.offsets`` returns it; empty leaves the model as it is.
+
+    Raises:
+        QeRLError: A name that the model does not have, or a Z of another width than the norm's weight.
+    """
+    base = base_model(model)
+    modules = dict(base.named_modules())
+    with ExitStack() as stack:
+        for name, offset in offsets.items():
+            norm = modules.get(name)
+            if norm is None or _weight(norm).shape != offset.shape:
+                raise QeRLError(
+                    f"{type(base).__name__} has no norm {name!r} of width {offset.numel()} to add noise to; "
+                    "draw the noise with an AdaptiveNoise built for this model."
+                )
+            stack.enter_context(_noisy(norm, offset))
+        yield
+
+
+@contextmanager
+def _noisy(norm: nn.Module, offset: torch.Tensor) -> Iterator[None]:
+    clean = _weight(norm)
+    noisy = nn.Parameter(clean.detach().float() + offset.to(clean.device), requires_grad=False)
+    precision = _InFloat32()
+    handles = [
+        norm.register_forward_pre_hook(precision.widen),
+        norm.register_forward_hook(precision.narrow),
+    ]
+    norm.weight = noisy
+    try:
+        yield
+    finally:
+        norm.weight = clean
+        for handle in handles:
+            handle.remove()
+
+
+class _InFloat32:
+    """Hooks that let a norm compute in FP32 and round once, to the dtype that came in, at the end.
+
+    A norm fed with bf16 rounds x_hat to bf16 before it multiplies (as transformers' do), and a bf16 number
+    times 1 + 5e-4 rounds back to itself, whatever the precision of the weight. Rounded once, the product
+    keeps Z on average: about one entry in ten moves by a whole spacing.
+    """
+
+    def widen(self, _norm: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        self._dtype = args[0].dtype
+        return args[0].to(torch.promote_types(self._dtype, torch.float32)), *args[1:]
+
+    def narrow(self, _norm: nn.Module, _args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
+        return output.to(self._dtype)
