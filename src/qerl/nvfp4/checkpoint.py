@@ -23,7 +23,7 @@ import json
 import shutil
 import signal
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -123,27 +123,8 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     return Checkpoint(folder, config, layout, format, shards)
 
 
-def packed_weight(tensors: Mapping[str, torch.Tensor], module: str, format: BlockFormat) -> PackedWeight:
-    """The packed weight of one layer out of tensors under the names of compressed-tensors.
-
-    Raises:
-        QeRLError: One of its tensors is missing, or they do not fit together.
-    """
-    try:
-        return PackedWeight(
-            tensors[f"{module}.weight_packed"],
-            tensors[f"{module}.weight_scale"],
-            tensors[f"{module}.weight_global_scale"].reshape(-1) if format.has_global_scale else None,
-            format,
-        )
-    except KeyError as error:
-        raise QeRLError(f"The checkpoint has no tensor {error.args[0]}; fetch it again.") from error
-    except QeRLError as error:
-        raise QeRLError(f"{module}: {error}") from error
-
-
 def packed_tensors(module: str, packed: PackedWeight) -> dict[str, torch.Tensor]:
-    """Inverse of :func:`packed_weight`: what one layer adds to a checkpoint."""
+    """What one quantised layer adds to a checkpoint, by name."""
     tensors = {f"{module}.weight_packed": packed.codes, f"{module}.weight_scale": packed.scales}
     if packed.global_scale is not None:
         tensors[f"{module}.weight_global_scale"] = packed.global_scale
