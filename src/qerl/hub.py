@@ -38,9 +38,7 @@ def local_checkpoint(name: str | Path) -> Path:
     if path.suffix == ".gguf":
         return gguf_to_folder(path)
     if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise QeRLError(f"The folder {path} has no config.json, so it is not a model; check the path.")
-        return path
+        return _checked_folder(path)
     try:
         folder = Path(
             snapshot_download(str(name), allow_patterns=READ, ignore_patterns=SKIP, etag_timeout=HUB_TIMEOUT)
@@ -60,6 +58,16 @@ def local_checkpoint(name: str | Path) -> Path:
     if not any(folder.glob("*.safetensors")):  # offline, the cache may have the config alone
         return _without_hub(str(name), None)
     return folder
+
+
+def _checked_folder(path: Path) -> Path:
+    if (path / "config.json").is_file():
+        return path
+    if (path / "adapter_config.json").is_file():
+        raise QeRLError(
+            f"{path} is a LoRA adapter; name the model it belongs to, and give this as the adapter."
+        )
+    raise QeRLError(f"The folder {path} has no config.json, so it is not a model; check the path.")
 
 
 def _without_hub(name: str, error: Exception | None) -> Path:

@@ -10,7 +10,8 @@ again would lose most of what was learned, since a typical update is smaller tha
 """
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,7 @@ def add_lora(
         task_type="CAUSAL_LM",
     )
     devices = [model.device] if model.device.type == "cuda" else []
-    with torch.random.fork_rng(devices):
+    with torch.random.fork_rng(devices), _quiet():
         torch.manual_seed(derive_seed("lora", seed))
         try:
             adapted = get_peft_model(model, _with_packed_layers(config))
@@ -99,8 +100,7 @@ def load_adapter(model: PreTrainedModel, folder: str | Path) -> PeftModel:
             raise QeRLError(f"{folder} is a {config.peft_type} adapter; only LoRA adapters are read.")
         with safe_open(file, framework="pt") as weights:
             stored = set(weights.keys())
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Found missing adapter keys")  # an error below
+        with _quiet():
             adapted = PeftModel.from_pretrained(model, str(folder), config=_with_packed_layers(config))
     except (SafetensorError, OSError) as error:
         raise QeRLError(f"The adapter {folder} is damaged or incomplete ({error}); copy it again.") from error
@@ -118,6 +118,15 @@ def load_adapter(model: PreTrainedModel, folder: str | Path) -> PeftModel:
 def _with_packed_layers(config: LoraConfig) -> LoraConfig:
     config._register_custom_module({PackedLinear: PackedLoraLinear})
     return config
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without PEFT's warnings of a custom layer type, and of missing keys, which are an error here."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Unsupported layer type")
+        warnings.filterwarnings("ignore", "Found missing adapter keys")
+        yield
 
 
 def _skip_packed_buffers_in_ddp(model: PeftModel) -> PeftModel:

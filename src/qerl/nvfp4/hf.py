@@ -144,11 +144,11 @@ class QeRLQuantizer(HfQuantizer):
                     f"{name} has shape {list(tensor.shape)} in the checkpoint but the config asks for "
                     f"{list(expected)}; the two do not belong together."
                 )
-        for name, module in model.named_modules():
-            if isinstance(module, nn.Linear):
-                if not self.pre_quantized and is_quantized(name):
-                    raise QeRLError(f"The checkpoint has no tensor {name}.weight; fetch it again.")
-                self.quantization_config.ignore.append(name)
+        dense = list(_linears(model))
+        missing = [name for name in dense if is_quantized(name) and not self.pre_quantized]
+        if missing:
+            raise QeRLError(f"The checkpoint has no tensor {missing[0]}.weight; fetch it again.")
+        self.quantization_config.ignore = dense
         return model
 
     def _insert_empty_layers(self, model: PreTrainedModel) -> None:
