@@ -1,0 +1,1 @@
+"""The rollout engine for CUDA: paged KV cache, continuous batching, one CUDA graph a decode step."""

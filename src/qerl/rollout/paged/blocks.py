@@ -1,0 +1,64 @@
+"""Which blocks of the KV cache are free, and who holds the others: plain Python, no tensors.
+
+A block holds the keys and values of 64 tokens. A prompt's blocks are held once by each sample that reads them, so the
+group shares them and the last to finish frees them. A sample's own tokens start in a fresh block even where the
+prompt's last block has room: nothing is ever copied or written to while shared, at the price of less than one block a
+prompt.
+"""
+
+from collections import Counter
+
+from qerl.errors import QeRLError
+
+
+class BlockManager:
+    """Reference-counted blocks.
+
+    Args:
+        count: Blocks in the cache.
+        block_tokens: Tokens a block holds.
+    """
+
+    def __init__(self, count: int, block_tokens: int) -> None:
+        self.count = count
+        self.block_tokens = block_tokens
+        self._free = list(range(count - 1, -1, -1))
+        self._holders: Counter[int] = Counter()
+
+    @property
+    def free(self) -> int:
+        """Blocks nobody holds."""
+        return len(self._free)
+
+    def blocks_for(self, tokens: int) -> int:
+        """Blocks that ``tokens`` tokens fill."""
+        return -(-tokens // self.block_tokens)
+
+    def take(self, blocks: int) -> list[int]:
+        """Takes that many free blocks, each with one holder.
+
+        Raises:
+            QeRLError: Not so many are free; ask :attr:`free` first.
+        """
+        if blocks > len(self._free):
+            raise QeRLError(f"{blocks} cache blocks were asked for and {len(self._free)} are free.")
+        taken = [self._free.pop() for _ in range(blocks)]
+        self._holders.update(taken)
+        return taken
+
+    def share(self, blocks: list[int]) -> None:
+        """Adds a holder to blocks that have one."""
+        for block in blocks:
+            if not self._holders[block]:
+                raise QeRLError(f"Cache block {block} is free and cannot be shared.")
+        self._holders.update(blocks)
+
+    def release(self, blocks: list[int]) -> None:
+        """Takes one holder from each block; a block without holders is free again."""
+        for block in blocks:
+            if not self._holders[block]:
+                raise QeRLError(f"Cache block {block} was released more often than taken.")
+            self._holders[block] -= 1
+            if not self._holders[block]:
+                del self._holders[block]
+                self._free.append(block)
