@@ -88,6 +88,7 @@ def test_quantized_folder_holds_what_quantize_makes_of_each_layer(tmp_path, form
     assert sorted(file.name for file in target.glob("*.safetensors")) == sorted(
         file.name for file in source.glob("*.safetensors")
     )
+    assert (target / INDEX_FILE).exists() == (shards > 1)
     checkpoint = open_checkpoint(target)
     assert (checkpoint.layout, checkpoint.format) == ("compressed-tensors", format)
     tensors = checkpoint.state_dict()

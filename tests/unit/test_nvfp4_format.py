@@ -227,6 +227,19 @@ def test_result_does_not_depend_on_chunks(format, method, monkeypatch):
     torch.testing.assert_close(error_sums(weight, chunked), whole_sums, rtol=1e-12, atol=0)
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="compares the GPU's bytes with the CPU's")
+@FORMATS
+@pytest.mark.parametrize("method", ["rtn", "mse"])
+def test_gpu_makes_the_same_bytes(format, method):
+    torch.manual_seed(6)
+    weight = torch.randn(515, 2080) * torch.logspace(-6, 2, 515).unsqueeze(1)
+    weight[7], weight[8, :32], weight[9] = 0.0, -0.0, 1e-40
+    cpu, gpu = quantize(weight, format, method), quantize(weight.cuda(), format, method)
+    assert torch.equal(gpu.codes.cpu(), cpu.codes)
+    assert torch.equal(gpu.scales.cpu().view(torch.uint8), cpu.scales.view(torch.uint8))
+    assert torch.equal(dequantize(gpu).cpu(), dequantize(cpu))
+
+
 def test_relative_error_by_hand():
     weight = torch.tensor([[5.5, 6.0] + [0.0] * 14])  # 5.5 becomes 6
     packed = quantize(weight, NVFP4, amax=6 * 448)
