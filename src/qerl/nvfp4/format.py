@@ -142,7 +142,7 @@ def quantize(
         format: ``NVFP4`` or ``MXFP4``.
         method: ``rtn`` maps each block's maximum to 6 and rounds to nearest, ties to the even code. ``mse``
             starts there and keeps, per block, the scale with the smallest squared error
-            (:func:`_search_scales`); it takes about ten times as long.
+            (:func:`_search_scales`); it takes about eight times as long.
         amax: Largest magnitude of all matrices that share this one's global scale (``groups.py`` says which
             do); by default the matrix's own. MXFP4 has no global scale and takes nothing from it.
 
