@@ -1,8 +1,8 @@
 """Random numbers that depend on where they are used, not on what was drawn before.
 
-Every draw in this project (noise, sampling, replacement prompts) is keyed by its coordinates: (seed, step, layer)
-or (seed, step, prompt, sample). No stream is consumed, so evaluation, another number of processes, or a resume
-from a checkpoint cannot shift what follows.
+Every draw in this project (noise, sampling, replacement prompts) is keyed by its coordinates: (seed, step,
+layer) or (seed, step, prompt, sample). No stream is consumed, so evaluation, another number of processes, or
+a resume from a checkpoint cannot shift what follows.
 """
 
 import hashlib

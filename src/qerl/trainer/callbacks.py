@@ -1,4 +1,5 @@
-"""What a run shows and keeps while it trains: metrics.jsonl, a progress bar, and an orderly stop on Ctrl-C."""
+"""What a run shows and keeps while it trains: metrics.jsonl, a progress bar, and an orderly stop on
+Ctrl-C."""
 
 import json
 import signal
@@ -7,7 +8,14 @@ from types import FrameType
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 METRICS_FILE = "metrics.jsonl"
@@ -52,7 +60,8 @@ class MetricsFile(TrainerCallback):
 
 
 class ProgressBar(TrainerCallback):
-    """Step, reward, accuracy, entropy, sigma and time left; one plain line per log where there is no terminal."""
+    """Step, reward, accuracy, entropy, sigma and time left; one plain line per log where there is no
+    terminal."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
@@ -73,7 +82,9 @@ class ProgressBar(TrainerCallback):
             TimeRemainingColumn(),
             console=self.console,
         )
-        self.task = self.progress.add_task("first rollout", total=state.max_steps, completed=state.global_step)
+        self.task = self.progress.add_task(
+            "first rollout", total=state.max_steps, completed=state.global_step
+        )
         self.progress.start()
 
     def on_step_end(
@@ -92,13 +103,17 @@ class ProgressBar(TrainerCallback):
     ) -> None:
         if not state.is_world_process_zero or not logs:
             return
-        shown = [f"{label} {form.format(logs[key])}" for label, key, form in _SHOWN if logs.get(key) is not None]
+        shown = [
+            f"{label} {form.format(logs[key])}" for label, key, form in _SHOWN if logs.get(key) is not None
+        ]
         if not shown:
             return
         if self.progress:
             self.progress.update(self.task, description="  ".join(shown))
         else:
-            self.console.print(f"step {state.global_step}/{state.max_steps}  " + "  ".join(shown), highlight=False)
+            self.console.print(
+                f"step {state.global_step}/{state.max_steps}  " + "  ".join(shown), highlight=False
+            )
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

@@ -18,8 +18,8 @@ def importance_ratio(
 ) -> torch.Tensor:
     """Weight pi_trainer / pi_sampler that corrects a loss on samples of the (noisy, quantised) sampler.
 
-    Truncated importance sampling (token_truncate, sequence_truncate) bounds the weight; the mask modes drop what
-    lies outside the bounds. The modes and bounds are TRL's `vllm_importance_sampling_*` options.
+    Truncated importance sampling (token_truncate, sequence_truncate) bounds the weight; the mask modes drop
+    what lies outside the bounds. The modes and bounds are TRL's `vllm_importance_sampling_*` options.
 
     Args:
         trainer_logps_BC: Log-probabilities of the sampled tokens under the clean policy, without gradient.

@@ -1,8 +1,8 @@
 """Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2): no group without a gradient.
 
-A group whose rewards are all equal has zero advantages and teaches nothing. It is replaced by a group of a fresh
-prompt, for a bounded number of extra rollouts; what still has no signal then stays as it is. Which prompts are fresh
-depends on (seed, step, round) alone, so a resumed run draws the same.
+A group whose rewards are all equal has zero advantages and teaches nothing. It is replaced by a group of a
+fresh prompt, for a bounded number of extra rollouts; what still has no signal then stays as it is. Which
+prompts are fresh depends on (seed, step, round) alone, so a resumed run draws the same.
 
 Batches are TRL's: dictionaries of tensors whose first axis is the sample, groups adjacent. Legend: B samples,
 G samples in a group, P prompt columns, C completion columns.
@@ -36,7 +36,9 @@ def groups_without_signal(advantages_B: torch.Tensor, group_size: int) -> list[i
     return (advantages_B.view(-1, group_size) == 0).all(dim=1).nonzero().flatten().tolist()
 
 
-def fresh_rows(dataset: Dataset, used_prompts: list[Any], count: int, *coordinates: int) -> list[dict[str, Any]]:
+def fresh_rows(
+    dataset: Dataset, used_prompts: list[Any], count: int, *coordinates: int
+) -> list[dict[str, Any]]:
     """Rows of the data set whose prompts are not in use, as long as there are any.
 
     Args:
@@ -57,7 +59,9 @@ def fresh_rows(dataset: Dataset, used_prompts: list[Any], count: int, *coordinat
     return [pool[i % len(pool)] for i in range(count)]
 
 
-def replace_groups(batch: Batch, targets: list[int], fresh: Batch, sources: list[int], group_size: int, pad: int) -> Batch:
+def replace_groups(
+    batch: Batch, targets: list[int], fresh: Batch, sources: list[int], group_size: int, pad: int
+) -> Batch:
     """`batch` with the groups `targets` replaced by the groups `sources` of `fresh`.
 
     Args:
@@ -67,7 +71,8 @@ def replace_groups(batch: Batch, targets: list[int], fresh: Batch, sources: list
         pad: Pad token of the ids.
 
     Returns:
-        A new batch of the first one's size; scalars (TRL's token count) are the first one's and must be recomputed.
+        A new batch of the first one's size; scalars (TRL's token count) are the first one's and must be
+        recomputed.
     """
     to = _samples(targets, group_size)
     source = _samples(sources, group_size)

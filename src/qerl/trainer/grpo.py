@@ -2,17 +2,17 @@
 
 This is the only file that touches TRL's internals. What it replaces, and why:
 
-- **Rollout.** The engine takes the place of TRL's vLLM client: TRL then takes the log-probabilities of the sampler
-  and corrects the loss by pi_trainer / pi_sampler. That correction is what makes noisy rollouts legitimate: samples
-  come from the noisy policy, gradients are those of the clean one. Nothing is synced, since engine and trainer run
-  the same modules.
-- **Old log-probabilities.** When every rollout is used for one optimizer step, the policy has not moved since it
-  sampled, and the loss forward's own detached values are the old ones. TRL's second forward is left out; the ratio
-  is computed inside the loss.
-- **The loss forward** runs the prompt of a group once (`packing`), and leaves out samples without advantage: their
-  gradient is zero. Loss formulas, normalisers and options stay TRL's.
-- **Dynamic sampling** is added, and everything a bit-exact resume needs: sampling seeds keyed by step, data order
-  keyed by epoch, and rollouts that are half used saved with the checkpoint.
+- **Rollout.** The engine takes the place of TRL's vLLM client: TRL then takes the log-probabilities of the
+  sampler and corrects the loss by pi_trainer / pi_sampler. That correction is what makes noisy rollouts
+  legitimate: samples come from the noisy policy, gradients are those of the clean one. Nothing is synced,
+  since engine and trainer run the same modules.
+- **Old log-probabilities.** When every rollout is used for one optimizer step, the policy has not moved since
+  it sampled, and the loss forward's own detached values are the old ones. TRL's second forward is left out;
+  the ratio is computed inside the loss.
+- **The loss forward** runs the prompt of a group once (`packing`), and leaves out samples without advantage:
+  their gradient is zero. Loss formulas, normalisers and options stay TRL's.
+- **Dynamic sampling** is added, and everything a bit-exact resume needs: sampling seeds keyed by step, data
+  order keyed by epoch, and rollouts that are half used saved with the checkpoint.
 """
 
 import contextlib
@@ -57,6 +57,9 @@ class QeRLTrainer(GRPOTrainer):
         eval_dataset, processing_class, callbacks: As in TRL.
     """
 
+    vllm_importance_sampling_correction: bool
+    _buffered_inputs: list[Batch] | None
+
     _tag_names = ["qerl", "trl", "grpo"]  # noqa: RUF012 - TRL reads it from the class
 
     def __init__(
@@ -80,7 +83,9 @@ class QeRLTrainer(GRPOTrainer):
             callbacks=callbacks,
         )
         if self.aux_loss_enabled:
-            raise QeRLError("Mixture-of-experts models with a router loss are not supported; set router_aux_loss_coef: 0.")
+            raise QeRLError(
+                "Mixture-of-experts models with a router loss are not supported; set router_aux_loss_coef: 0."
+            )
         self.engine = engine
         self.noise: AdaptiveNoise | None = None
         self._seconds: dict[str, float] = defaultdict(float)
@@ -88,7 +93,8 @@ class QeRLTrainer(GRPOTrainer):
         self._call_key: tuple[int, str] | None = None
         self._rollout_tokens = 0
         self._policy_forward: tuple[torch.Tensor, torch.Tensor] | None = None
-        # TRL's seam for an external sampler: these four attributes route generation and turn the correction on.
+        # TRL's seam for an external sampler: these four attributes route generation and turn the correction
+        # on.
         self.use_vllm = True
         self.vllm_mode = "server"
         self.vllm_generation = _EngineClient(self)
@@ -199,12 +205,16 @@ class QeRLTrainer(GRPOTrainer):
         finally:
             # Reward and length metrics stay those of the first rollout, an unbiased sample of the data.
             self._metrics["train"] = logged
-        alive = sorted(set(range(most)) - set(groups_without_signal(fresh["advantages"], self.num_generations)))
+        alive = sorted(
+            set(range(most)) - set(groups_without_signal(fresh["advantages"], self.num_generations))
+        )
         pairs = list(zip(dead, alive, strict=False))
         self._metrics["train"]["dynamic_sampling/replaced_groups"].append(float(len(pairs)))
         if pairs:
             targets, sources = (list(side) for side in zip(*pairs, strict=True))
-            batch = replace_groups(batch, targets, fresh, sources, self.num_generations, self._tokenizer.pad_token_id)
+            batch = replace_groups(
+                batch, targets, fresh, sources, self.num_generations, self._tokenizer.pad_token_id
+            )
         tokens = batch["completion_mask"].sum()
         batch["num_items_in_batch"] = self.accelerator.gather(tokens).sum()
         return batch
@@ -324,7 +334,8 @@ class QeRLTrainer(GRPOTrainer):
         batch = input_ids.size(0)
         if not rows:
             logps, entropy = self._zeros(input_ids, columns)
-            # A zero that is connected to the weights: the optimizer then sees zero gradients, as it would in TRL.
+            # A zero that is connected to the weights: the optimizer then sees zero gradients, as it would in
+            #     TRL.
             anchor = sum((p.sum() * 0.0 for p in model.parameters() if p.requires_grad), torch.zeros(()))
             return logps + anchor.to(logps), entropy
         completion_mask = attention_mask[:, -columns:].clone()
@@ -350,7 +361,9 @@ class QeRLTrainer(GRPOTrainer):
         shape = (like.size(0), columns)
         return torch.zeros(shape, device=like.device), torch.zeros(shape, device=like.device)
 
-    def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> tuple:
+    def prediction_step(
+        self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None
+    ) -> tuple:
         """Evaluation samples and scores; there is no loss to report."""
         self._prepare_inputs(inputs)
         return None, None, None
@@ -409,7 +422,7 @@ class QeRLTrainer(GRPOTrainer):
             return
         folder.mkdir(parents=True, exist_ok=True)
         tensors = {
-            f"{i}.{name}": value.contiguous()
+            f"{i}.{name}": value.clone(memory_format=torch.contiguous_format)
             for i, part in enumerate(self._buffered_inputs)
             for name, value in part.items()
         }
@@ -442,7 +455,11 @@ class _EngineClient:
         """Nothing to do: the engine runs the trainer's modules."""
 
     def generate(
-        self, prompts: list[list[int]], images: Any, num_generations: int, profiler: contextlib.AbstractContextManager
+        self,
+        prompts: list[list[int]],
+        images: Any,
+        num_generations: int,
+        profiler: contextlib.AbstractContextManager,
     ) -> tuple[list[list[int]], list[list[int]], list[list[list[float]]], None]:
         """TRL repeats each prompt `num_generations` times; the engine takes it once."""
         if images is not None:
@@ -455,7 +472,8 @@ class _EngineClient:
 
 
 class _EpochRepeatSampler(RepeatSampler):
-    """TRL's sampler with an order that depends on (seed, epoch) alone, so that a resume meets the same data."""
+    """TRL's sampler with an order that depends on (seed, epoch) alone, so that a resume meets the same
+    data."""
 
     def __iter__(self) -> Iterator[int]:
         self.set_epoch(self.epoch)

@@ -1,17 +1,18 @@
 """Samples of a batch packed into one row, the prompt of a group once.
 
-A padded GRPO batch runs every prompt once per sample. Here the samples that share a prompt share its forward and
-backward: the row holds the prompt without its last token, then for each sample a branch that starts with that last
-token and continues with the completion,
+A padded GRPO batch runs every prompt once per sample. Here the samples that share a prompt share its forward
+and backward: the row holds the prompt without its last token, then for each sample a branch that starts with
+that last token and continues with the completion,
 
     prompt[:-1] | prompt[-1] c1 .. c(n-1) | prompt[-1] c1' .. c(m-1)' | next prompt[:-1] | ...
 
-so that every position of a branch predicts exactly one completion token and nothing is computed for padding. A
-branch attends to its prompt and to itself; positions count from the start of the sample, so rotary embeddings see
-what they would see in a row of its own. Gradients through the shared prompt add up over its branches, which is what
-the padded batch computes in pieces.
+so that every position of a branch predicts exactly one completion token and nothing is computed for padding.
+A branch attends to its prompt and to itself; positions count from the start of the sample, so rotary
+embeddings see what they would see in a row of its own. Gradients through the shared prompt add up over its
+branches, which is what the padded batch computes in pieces.
 
-Given up: the mask is a dense [L, L] matrix, whose attention costs L^2 whatever it masks. That is right for the
+Given up: the mask is a dense [L, L] matrix, whose attention costs L^2 whatever it masks. That is right for
+    the
 portable path (any transformers model with SDPA attention, gradient checkpointing included).
 
 Legend: B samples, P padded prompt length, C padded completion length, L packed length.
@@ -65,7 +66,8 @@ def pack(
     Args:
         prompt_ids_BP, prompt_mask_BP: Left-padded prompts; each has at least one token.
         completion_ids_BC, completion_mask_BC: Right-padded completions.
-        rows: Samples to include, each with at least one completion token. Neighbours with the same prompt share it.
+        rows: Samples to include, each with at least one completion token. Neighbours with the same prompt
+            share it.
     """
     builder = _Row()
     prompts = [prompt_ids_BP[row][prompt_mask_BP[row].bool()].tolist() for row in rows]

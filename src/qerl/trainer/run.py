@@ -1,7 +1,7 @@
 """A training run from its settings: load, wire, train, save.
 
-A run folder holds config.yaml (the resolved settings), metrics.jsonl, checkpoint-N/ folders, and at the end the
-adapter (or, for full tuning, the model) beside the tokenizer, as TRL's `save_model` writes them.
+A run folder holds config.yaml (the resolved settings), metrics.jsonl, checkpoint-N/ folders, and at the end
+the adapter (or, for full tuning, the model) beside the tokenizer, as TRL's `save_model` writes them.
 """
 
 import os
@@ -126,13 +126,15 @@ def compute_dtype(config: QeRLConfig, device: torch.device) -> torch.dtype:
     return getattr(torch, config.dtype)
 
 
-def make_engine(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, max_sequences: int) -> RolloutEngine:
+def make_engine(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, max_sequences: int
+) -> RolloutEngine:
     """The engine that samples from a model."""
     return PortableEngine(model, pad_token_id=tokenizer.pad_token_id, max_sequences=max_sequences)
 
 
 def _prepare_folder(folder: Path, resume: str | bool | None) -> str | None:
-    """Refuse a folder that holds another run, and a resume without a checkpoint; the checkpoint to resume from."""
+    """The checkpoint to resume from, or None and a new folder; a folder with another run is refused."""
     if str(resume).lower() in ("none", "false"):
         if (folder / METRICS_FILE).exists() or last_checkpoint(folder):
             raise QeRLError(
@@ -180,7 +182,11 @@ def _datasets(
 
 
 def _prompt_length(tokenizer: PreTrainedTokenizerBase, row: dict) -> int:
-    return len(tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, return_dict=True)["input_ids"])
+    return len(
+        tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, return_dict=True)[
+            "input_ids"
+        ]
+    )
 
 
 def _rewards(config: QeRLConfig, task: Task) -> list[RewardFunction]:

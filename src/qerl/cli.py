@@ -1,0 +1,217 @@
+"""The `qerl` command.
+
+Heavy imports happen inside the commands, so that `qerl --help` and mistakes on the command line answer at
+once.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from qerl import __version__
+from qerl.errors import QeRLError
+
+if TYPE_CHECKING:
+    from qerl.config import QeRLConfig
+
+console = Console(stderr=False)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point; returns the exit status (0 done, 2 a mistake the user can mend, 130 interrupted)."""
+    parser = _parser()
+    args, rest = parser.parse_known_args(argv)
+    if rest and not args.takes_fields:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    args.fields = rest
+    try:
+        return args.run(args) or 0
+    except QeRLError as error:
+        Console(stderr=True).print(
+            f"[red]error:[/red] {_escape(str(error))}", highlight=False, soft_wrap=True
+        )
+        return 2
+    except KeyboardInterrupt:
+        Console(stderr=True).print("interrupted")
+        return 130
+
+
+def _escape(text: str) -> str:
+    return text.replace("[", r"\[")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="qerl", description="RL of language models on few GPUs, on NVFP4 weights."
+    )
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def command(name: str, run: Any, text: str, takes_fields: bool = False) -> argparse.ArgumentParser:
+        sub = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
+        sub.set_defaults(run=run, takes_fields=takes_fields)
+        return sub
+
+    sub = command("train", _train, "Train as recipes say; any field can follow as --field value.", True)
+    sub.add_argument("recipes", nargs="+", type=Path, metavar="RECIPE.yaml", help="merged from left to right")
+    sub.add_argument("--dry_run", action="store_true", help="check the settings, print them and stop")
+
+    sub = command("demo", _demo, "Train a small real model here and score it before and after.", True)
+    sub.add_argument("recipe", nargs="?", type=Path, default=Path("recipes/demo.yaml"), metavar="RECIPE.yaml")
+
+    sub = command("quantize", _quantize, "Quantise a checkpoint, shard by shard.")
+    sub.add_argument("model", metavar="MODEL", help="Hub id or local folder")
+    sub.add_argument("out", type=Path, metavar="OUT", help="folder to write; must not exist")
+    sub.add_argument("--format", choices=("nvfp4", "mxfp4"), default="nvfp4")
+    sub.add_argument(
+        "--method", choices=("rtn", "mse"), default="rtn", help="rounding: nearest, or least error"
+    )
+
+    sub = command("eval", _eval, "Score a model, with or without an adapter.")
+    _add_model(sub)
+    sub.add_argument("--task", required=True, help="gsm8k, math500, arithmetic, jsonl:PATH, ...")
+    sub.add_argument("--task_options", default="{}", help="YAML mapping, for example '{level: wp1}'")
+    sub.add_argument("--samples", type=int, default=1, help="samples per problem; 1 decodes greedily")
+    sub.add_argument("--temperature", type=float, help="default: 0 for one sample, else 0.6")
+    sub.add_argument("--top_p", type=float, default=0.95)
+    sub.add_argument("--max_tokens", type=int, default=4096)
+    sub.add_argument("--limit", type=int, help="problems to score; default all")
+    sub.add_argument("--seed", type=int, default=0)
+    sub.add_argument("--out", type=Path, help="folder for the result and the completions")
+
+    sub = command("generate", _generate, "Answer one prompt.")
+    _add_model(sub)
+    sub.add_argument("prompt", help="the user's message")
+    sub.add_argument("--max_tokens", type=int, default=256)
+    sub.add_argument("--temperature", type=float, default=0.0)
+    sub.add_argument("--seed", type=int, default=0)
+
+    command("doctor", _doctor, "What this machine can run, and how to get what is missing.")
+
+    sub = command("report", _report, "One HTML page with the curves of several runs.")
+    sub.add_argument("runs", nargs="+", type=Path, metavar="RUN")
+    sub.add_argument("--out", type=Path, default=Path("report.html"))
+    return parser
+
+
+def _add_model(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("model", metavar="MODEL", help="Hub id, local folder or .gguf file")
+    sub.add_argument("--adapter", type=Path, help="folder of a PEFT adapter")
+    sub.add_argument("--weights", choices=("nvfp4", "mxfp4", "nf4", "bf16"), default="nvfp4")
+    sub.add_argument("--rounding", choices=("rtn", "mse"), default="mse", help="for unquantised checkpoints")
+
+
+def _overrides(words: list[str]) -> dict[str, Any]:
+    """`--field value` and `--field=value` pairs."""
+    from qerl.config import parse_value
+
+    values: dict[str, Any] = {}
+    words = list(words)
+    while words:
+        word = words.pop(0)
+        if not word.startswith("--"):
+            raise QeRLError(
+                f"The command line has the stray word {word!r}; fields are given as --field value."
+            )
+        name, sign, text = word[2:].partition("=")
+        if not sign:
+            if not words:
+                raise QeRLError(f"--{name} needs a value.")
+            text = words.pop(0)
+        values[name] = parse_value(text)
+    return values
+
+
+def _load_config(recipes: list[Path], fields: list[str]) -> "QeRLConfig":
+    from qerl.config import load_config
+
+    return load_config(recipes, _overrides(fields))
+
+
+def _train(args: argparse.Namespace) -> int:
+    config = _load_config(args.recipes, args.fields)
+    if args.dry_run:
+        from qerl.config import dump
+
+        print(dump(config), end="")
+        return 0
+    from qerl.trainer.run import train
+
+    result = train(config, console)
+    if result.interrupted:
+        return 130
+    score = f"qerl eval {config.model} --adapter {result.folder} --task {config.task}"
+    console.print(f"Saved to {result.folder}. Score it with: {score}", soft_wrap=True)
+    return 0
+
+
+def _demo(args: argparse.Namespace) -> int:
+    config = _load_config([args.recipe], args.fields)
+    from qerl.demo import run_demo
+
+    return run_demo(config, console)
+
+
+def _quantize(args: argparse.Namespace) -> None:
+    from qerl.hub import local_checkpoint
+    from qerl.nvfp4.quantize import quantize_checkpoint
+
+    quantize_checkpoint(local_checkpoint(args.model), args.out, args.format, args.method)
+
+
+def _eval(args: argparse.Namespace) -> None:
+    from qerl.config import parse_value
+    from qerl.eval.run import evaluate_model
+
+    evaluate_model(
+        model=args.model,
+        adapter=args.adapter,
+        weights=args.weights,
+        rounding=args.rounding,
+        task=args.task,
+        task_options=parse_value(args.task_options),
+        samples=args.samples,
+        temperature=args.temperature,
+        top_p=args.top_p,
+        max_tokens=args.max_tokens,
+        limit=args.limit,
+        seed=args.seed,
+        out=args.out,
+        console=console,
+    )
+
+
+def _generate(args: argparse.Namespace) -> None:
+    from qerl.eval.run import answer
+
+    text = answer(
+        model=args.model,
+        adapter=args.adapter,
+        weights=args.weights,
+        rounding=args.rounding,
+        prompt=args.prompt,
+        max_tokens=args.max_tokens,
+        temperature=args.temperature,
+        seed=args.seed,
+    )
+    print(text)
+
+
+def _doctor(_: argparse.Namespace) -> None:
+    from qerl.doctor import print_doctor
+
+    print_doctor()
+
+
+def _report(args: argparse.Namespace) -> None:
+    from qerl.report import write_report
+
+    write_report(args.runs, args.out)
+    console.print(f"Wrote {args.out}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

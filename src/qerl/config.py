@@ -1,0 +1,273 @@
+"""Settings of a run: one flat dataclass, read from recipes.
+
+`QeRLConfig` is TRL's `GRPOConfig` with the fields this project adds: which weights, which adapter, which
+task, which noise. A recipe is a YAML file whose keys are these fields. Several recipes are merged from left
+to right, so that a task, a model size and a tuning method each live in one small file; fields given on the
+command line come last. Unknown keys are errors that name the nearest valid key.
+"""
+
+import dataclasses
+import difflib
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import yaml
+from trl import GRPOConfig
+
+from qerl.errors import QeRLError
+from qerl.model import Weights
+from qerl.noise import SCHEDULES
+from qerl.nvfp4.format import Method
+
+# What an algorithm sets where the recipe says nothing.
+# grpo: arXiv 2402.03300. dapo: arXiv 2503.14476, sections 3.1 (clip-higher) to 3.4 (soft overlong punishment,
+# whose interval there is a fifth of the longest response).
+ALGORITHMS: dict[str, dict[str, Any]] = {
+    "grpo": {
+        "loss_type": "grpo",
+        "epsilon_high": 0.2,
+        "mask_truncated_completions": False,
+        "dynamic_sampling_rounds": 0,
+        "overlong_buffer": 0.0,
+    },
+    "dapo": {
+        "loss_type": "dapo",
+        "epsilon_high": 0.28,
+        "mask_truncated_completions": True,
+        "dynamic_sampling_rounds": 2,
+        "overlong_buffer": 0.2,
+    },
+}
+
+
+def _help(text: str, default: Any = dataclasses.MISSING, factory: Any = dataclasses.MISSING) -> Any:
+    return field(default=default, default_factory=factory, metadata={"help": text})
+
+
+@dataclass
+class QeRLConfig(GRPOConfig):
+    """Everything a run needs to know; the fields of `trl.GRPOConfig` and of `TrainingArguments` are valid
+    too."""
+
+    model: str | None = _help("Hub id, local folder or .gguf file of the base model; required.", None)
+    weights: Weights = _help(
+        "Format of the frozen linears: nvfp4, mxfp4, nf4 or bf16 (unquantised).", "nvfp4"
+    )
+    rounding: Method = _help("How an unquantised checkpoint is rounded while loading.", "mse")
+    dtype: Literal["auto", "float32", "bfloat16"] = _help(
+        "Of activations, embeddings, norms and head. "
+        "auto: float32 on the CPU and for full tuning, bfloat16 otherwise.",
+        "auto",
+    )
+    tuning: Literal["lora", "full"] = _help(
+        "Train LoRA adapters or all weights (full: bf16 weights only).", "lora"
+    )
+    lora_r: int = _help("Rank of the adapters.", 32)
+    lora_alpha: int = _help("Numerator of LoRA's scale alpha / r.", 64)
+    lora_dropout: float = _help("Dropout on the adapters' input.", 0.0)
+    lora_target_modules: list[str] | None = _help("Names of adapted linears; null adapts all seven.", None)
+
+    task: str | None = _help(
+        "Task to train on (gsm8k, bigmath, arithmetic, jsonl:PATH, ...); required.", None
+    )
+    task_options: dict[str, Any] = _help(
+        "Keyword arguments of the task, for example {level: wp1}.", factory=dict
+    )
+    reward_files: list[str] = _help("Reward functions of your own, each PATH.py:function.", factory=list)
+    reward_timeout: float = _help("Seconds a reward function may take for one sample.", 10.0)
+    max_prompt_length: int | None = _help(
+        "Longest prompt in tokens; longer ones are left out and counted.", None
+    )
+    eval_samples: int = _help("Held-out problems for evaluation while training.", 64)
+
+    algorithm: Literal["grpo", "dapo"] = _help("Preset for the fields below that are left unset.", "grpo")
+    loss_type: str | None = _help("As in TRL; unset, the algorithm decides.", None)
+    epsilon_high: float | None = _help("Upper clip distance; unset, the algorithm decides.", None)
+    mask_truncated_completions: bool | None = _help("Leave truncated samples out of the loss.", None)
+    dynamic_sampling_rounds: int | None = _help(
+        "Extra rollouts at most per step, each replacing groups whose rewards are all equal.", None
+    )
+    overlong_buffer: float | None = _help(
+        "Share of max_completion_length over which the length penalty grows from 0 to -1; 0 turns it off.",
+        None,
+    )
+
+    noise: bool = _help("Adaptive quantization noise in the RMSNorm weights of rollouts.", True)
+    noise_sigma_start: float = _help("Standard deviation in the first noisy stage.", 1e-2)
+    noise_sigma_end: float = _help("Standard deviation in the last stage.", 5e-4)
+    noise_stages: int = _help("Stages of the schedule, the first without noise.", 10)
+    noise_schedule: str = _help(f"Decay over the stages: {', '.join(SCHEDULES)}.", "exponential")
+
+    max_sequences: int = _help("Sequences decoded at the same time.", 64)
+
+    # Fields of the parents whose defaults differ here.
+    bf16: bool | None = _help(
+        "Autocast is not used: `dtype` sets the precision of sampler and trainer alike.", False
+    )
+    logging_steps: float = _help("Optimizer steps between two log lines.", 1)
+    vllm_importance_sampling_mode: str = _help(
+        "Correction of the ratio trainer / sampler. Token-level truncation suits noisy rollouts.",
+        "token_truncate",
+    )
+    disable_tqdm: bool | None = _help("The run shows its own progress bar.", True)
+
+    def __post_init__(self) -> None:
+        self._check()
+        for name, value in ALGORITHMS[self.algorithm].items():
+            if getattr(self, name) is None:
+                setattr(self, name, value)
+        self.use_vllm = False  # the trainer plugs its own engine into TRL's vLLM seam
+        try:
+            super().__post_init__()
+        except ValueError as error:
+            raise QeRLError(f"The settings contradict each other: {error}") from error
+        self._check_groups()
+
+    def _check(self) -> None:
+        """Contradictions between fields, before anything is loaded."""
+        _one_of("algorithm", self.algorithm, tuple(ALGORITHMS))
+        _one_of("weights", self.weights, get_args(Weights))
+        _one_of("tuning", self.tuning, ("lora", "full"))
+        _one_of("rounding", self.rounding, get_args(Method))
+        _one_of("dtype", self.dtype, ("auto", "float32", "bfloat16"))
+        _one_of("noise_schedule", self.noise_schedule, tuple(SCHEDULES))
+        if self.tuning == "full" and self.weights != "bf16":
+            raise QeRLError(
+                f"tuning: full cannot train packed {self.weights} weights; set weights: bf16 or tuning: lora."
+            )
+        if self.lora_r < 1:
+            raise QeRLError(f"lora_r is {self.lora_r}; a LoRA rank is at least 1.")
+        if self.noise and self.noise_stages < 2:
+            raise QeRLError(
+                f"noise_stages is {self.noise_stages}; the first stage has no noise, so at least 2 are "
+                "needed (or set noise: false)."
+            )
+        if self.bf16 or self.fp16:
+            raise QeRLError(
+                "bf16/fp16 autocast would make the trainer's policy differ from the sampler's; "
+                "set dtype instead."
+            )
+        if self.use_vllm:
+            raise QeRLError("use_vllm cannot be combined with the built-in rollout engine; remove it.")
+        if self.repetition_penalty != 1.0 or self.generation_kwargs:
+            raise QeRLError(
+                "repetition_penalty and generation_kwargs are not supported by the rollout engine; "
+                "remove them."
+            )
+        if self.overlong_buffer is not None and not 0 <= self.overlong_buffer < 1:
+            raise QeRLError(
+                f"overlong_buffer is {self.overlong_buffer}; it is a share of the length, from 0 to 1."
+            )
+
+    def _check_groups(self) -> None:
+        """Every process samples whole groups, so that a group's prompt is computed once."""
+        local = self.per_device_train_batch_size * (self.steps_per_generation or 1)
+        if local % (self.num_generations or 1):
+            raise QeRLError(
+                f"A process samples {local} completions at a time (per_device_train_batch_size x "
+                f"steps_per_generation), which num_generations = {self.num_generations} does not divide; "
+                "change one of them."
+            )
+
+
+def _one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise QeRLError(f"{name} is {value!r}; it must be one of {', '.join(choices)}.")
+
+
+FIELDS = {f.name: f for f in dataclasses.fields(QeRLConfig) if f.init}
+
+# YAML 1.1 reads 1e-5 as a string because the point is missing.
+_FLOAT = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+")
+
+
+def parse_value(text: str) -> Any:
+    """Value of a command-line field, by YAML's rules and with 1e-5 as a number."""
+    return _numbers(yaml.safe_load(text))
+
+
+def _numbers(value: Any) -> Any:
+    if isinstance(value, str) and _FLOAT.fullmatch(value):
+        return float(value)
+    if isinstance(value, dict):
+        return {key: _numbers(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_numbers(item) for item in value]
+    return value
+
+
+def check_key(key: str, where: str) -> None:
+    """Raise for a key that is no field, naming the nearest one."""
+    if key in FIELDS:
+        return
+    near = difflib.get_close_matches(str(key), FIELDS, n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]!r}?" if near else "see `qerl train --help` for the fields."
+    raise QeRLError(f"{where} has the unknown key {key!r}; {hint}")
+
+
+def read_recipe(path: Path) -> dict[str, Any]:
+    """Fields that one recipe file sets.
+
+    Raises:
+        QeRLError: The file is missing, is not a YAML mapping, or has an unknown key.
+    """
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise QeRLError(f"The recipe {path} cannot be read: {error.strerror}.") from error
+    except yaml.YAMLError as error:
+        raise QeRLError(f"The recipe {path} is not valid YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(values, dict):
+        raise QeRLError(f"The recipe {path} must be a mapping of field names to values.")
+    for key in values:
+        check_key(key, f"The recipe {path}")
+    return _numbers(values)
+
+
+def load_config(recipes: Sequence[Path], overrides: dict[str, Any]) -> QeRLConfig:
+    """Settings from recipes, later ones over earlier ones, and command-line fields over all.
+
+    Raises:
+        QeRLError: An unknown key, a contradiction, or a required field that is not set.
+    """
+    values: dict[str, Any] = {}
+    for path in recipes:
+        values |= read_recipe(path)
+    for key in overrides:
+        check_key(key, "The command line")
+    values |= overrides
+    for required in ("model", "task", "output_dir"):
+        if not values.get(required):
+            raise QeRLError(f"{required} is not set; add it to the recipe or pass --{required}.")
+    try:
+        return QeRLConfig(**values)
+    except (TypeError, ValueError) as error:
+        raise QeRLError(f"The settings are not valid: {error}") from error
+
+
+def resolved(config: QeRLConfig) -> dict[str, Any]:
+    """Fields that differ from their defaults or belong to this project, as plain YAML values."""
+    own = QeRLConfig.__annotations__
+    out = {}
+    for name, spec in FIELDS.items():
+        value = getattr(config, name)
+        default = spec.default if spec.default_factory is dataclasses.MISSING else spec.default_factory()
+        if name in own or value != default:
+            out[name] = getattr(value, "value", value)
+    return {name: value for name, value in out.items() if _is_plain(value)}
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(_is_plain(item) for item in value.values())
+    if isinstance(value, list):
+        return all(_is_plain(item) for item in value)
+    return value is None or isinstance(value, str | int | float | bool)
+
+
+def dump(config: QeRLConfig) -> str:
+    """The resolved settings as a recipe that gives the same run."""
+    return yaml.safe_dump(resolved(config), sort_keys=False)

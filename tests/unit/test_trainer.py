@@ -1,0 +1,229 @@
+"""The trainer's loss is TRL's loss; rollouts are noisy, corrected, and seeded by step."""
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig, get_peft_model
+from trl import GRPOConfig, GRPOTrainer
+
+from qerl.config import QeRLConfig
+from qerl.errors import QeRLError
+from qerl.rollout.engine import Completion, RolloutEngine, RolloutResult
+from qerl.trainer.grpo import QeRLTrainer
+
+GROUP = 4
+DATA = Dataset.from_dict({"prompt": ["one two", "three", "four five six", "seven eight"]})
+
+
+class ScriptedEngine(RolloutEngine):
+    """Random completions that depend on the seed; the sampler's log-probs are off by a known amount."""
+
+    def __init__(self, stop: int, vocabulary: int) -> None:
+        self.stop, self.vocabulary, self.calls = stop, vocabulary, []
+
+    def generate(self, prompts, samples_per_prompt, params, norm_offsets=None):
+        self.calls.append((prompts, params, norm_offsets))
+        draw = torch.Generator().manual_seed(params.seed)
+        completions = []
+        for _ in range(len(prompts) * samples_per_prompt):
+            length = int(torch.randint(1, params.max_tokens + 1, (), generator=draw))
+            ids = torch.randint(5, self.vocabulary, (length,), generator=draw).tolist()
+            if length < params.max_tokens:
+                ids[-1] = self.stop
+            logprobs = (-4.8 - torch.rand(length, generator=draw)).tolist()
+            completions.append(Completion(ids, logprobs, [4.0] * length, "stop"))
+        return RolloutResult(completions, 1, sum(len(c.token_ids) for c in completions), 0.5)
+
+
+def length_reward(completion_ids, **kwargs):
+    """One group of every two gets equal rewards, so it has no advantage."""
+    return [0.0 if (i // GROUP) % 2 else float(len(ids)) for i, ids in enumerate(completion_ids)]
+
+
+def settings(tmp_path: Path, **changes):
+    values = {
+        "output_dir": str(tmp_path),
+        "model": "unused",
+        "task": "unused",
+        "num_generations": GROUP,
+        "per_device_train_batch_size": 16,
+        "max_completion_length": 6,
+        "gradient_checkpointing": False,
+        "use_cpu": True,
+        "max_steps": 4,
+        "noise": False,
+        "report_to": "none",
+        "save_strategy": "no",
+    }
+    return values | changes
+
+
+@pytest.fixture
+def make_trainer(tiny_model, tiny_tokenizer, tmp_path):
+    def make(reward=length_reward, **changes):
+        model = lora(tiny_model("llama"))
+        engine = ScriptedEngine(tiny_tokenizer.eos_token_id, model.config.vocab_size)
+        args = QeRLConfig(**settings(tmp_path, **changes))
+        return QeRLTrainer(model, [reward], args, DATA, engine, processing_class=tiny_tokenizer)
+
+    return make
+
+
+def lora(model):
+    """LoRA whose B is not zero, so that A has a gradient too."""
+    model = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"]))
+    torch.manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    return model
+
+
+def batch_rows():
+    return [row for row in DATA for _ in range(GROUP)]
+
+
+def gradients(model):
+    return {n.replace("default.", ""): p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("correction", ["token_truncate", "sequence_mask"])
+@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo"])
+def test_loss_and_gradients_equal_trl(make_trainer, tiny_tokenizer, tmp_path, loss_type, correction):
+    ours = make_trainer(loss_type=loss_type, vllm_importance_sampling_mode=correction)
+    reference = trl_reference(ours, tiny_tokenizer, tmp_path, loss_type, correction)
+    losses = []
+    for trainer in (reference, ours):
+        trainer.model.train()
+        trainer.current_gradient_accumulation_steps = 1
+        ours._call_key = None  # both train on the first rollout of the step
+        inputs = trainer._generate_and_score_completions(batch_rows())
+        loss = trainer.compute_loss(trainer.model, inputs)
+        loss.backward()
+        losses.append(loss.item())
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5, abs=1e-7)
+    expected, actual = gradients(reference.model), gradients(ours.model)
+    assert expected.keys() == actual.keys()
+    for name, grad in expected.items():
+        error = (actual[name] - grad).norm() / grad.norm()
+        assert error < 1e-5, f"{name}: relative error {error:.1e}"
+
+
+def trl_reference(ours, tokenizer, tmp_path, loss_type, correction):
+    """TRL's own trainer on a copy of the model, fed by the same engine."""
+    values = settings(tmp_path, loss_type=loss_type, vllm_importance_sampling_mode=correction)
+    for name in ("model", "task", "noise"):
+        values.pop(name)
+    args = GRPOConfig(**values, bf16=False, epsilon_high=ours.args.epsilon_high)
+    model = copy.deepcopy(ours.model)
+    model.base_model.model.__dict__.pop("forward", None)  # the fused head is added anew to the copy
+    trainer = GRPOTrainer(model, [length_reward], args, DATA, processing_class=tokenizer)
+    trainer.use_vllm, trainer.vllm_mode, trainer._last_loaded_step = True, "server", -1
+    trainer.vllm_generation = copy.copy(ours.vllm_generation)
+    return trainer
+
+
+def test_samples_without_advantage_are_not_computed(make_trainer, monkeypatch):
+    trainer = make_trainer()
+    trainer.model.train()
+    inputs = trainer._generate_and_score_completions(batch_rows())
+    seen = []
+    inner = trainer.model.forward
+
+    def spy(*args, **kwargs):
+        seen.append(kwargs["input_ids"])
+        return inner(*args, **kwargs)
+
+    monkeypatch.setattr(trainer.model, "forward", spy)
+    trainer.current_gradient_accumulation_steps = 1
+    trainer.compute_loss(trainer.model, inputs)
+    assert len(seen) == 1, "one forward for the loss, none for old log-probabilities"
+    live = inputs["advantages"] != 0
+    tokens = int(inputs["completion_mask"][live].sum())
+    prompts = inputs["prompt_mask"][live][::GROUP].sum() - 2  # each of the two prompts without its last token
+    assert seen[0].numel() == tokens + prompts
+
+
+def test_a_batch_without_any_advantage_has_zero_gradient(make_trainer):
+    trainer = make_trainer(reward=lambda completion_ids, **kwargs: [1.0] * len(completion_ids))
+    trainer.model.train()
+    trainer.current_gradient_accumulation_steps = 1
+    loss = trainer.compute_loss(trainer.model, trainer._generate_and_score_completions(batch_rows()))
+    loss.backward()
+    assert loss.item() == 0
+    assert all((grad == 0).all() for grad in gradients(trainer.model).values())
+    assert gradients(trainer.model)
+
+
+def test_importance_correction_reaches_the_gradient(make_trainer):
+    """Without the correction the same batch gives another gradient, by the ratio's factor."""
+    norms = {}
+    for correct in (True, False):
+        trainer = make_trainer(vllm_importance_sampling_correction=correct)
+        trainer.model.train()
+        trainer.current_gradient_accumulation_steps = 1
+        inputs = trainer._generate_and_score_completions(batch_rows())
+        inputs["sampling_per_token_logps"] = inputs["sampling_per_token_logps"] * 0 - 100.0
+        inputs["sampling_per_token_logps"] += 100.0 - 1.0  # sampler said log 1/e everywhere
+        trainer.compute_loss(trainer.model, inputs).backward()
+        norms[correct] = sum(g.norm() for g in gradients(trainer.model).values()).item()
+    assert norms[True] < 0.1 * norms[False]  # ratio is about (1/vocabulary) * e
+
+
+def test_rollout_seed_depends_on_the_step_not_on_the_past(make_trainer):
+    trainer = make_trainer()
+    trainer.model.train()
+    trainer.state.global_step = 3
+    first = trainer.sample([[5, 6]], 2)
+    trainer.model.eval()
+    trainer.sample([[5, 6]], 2)
+    fresh = make_trainer()
+    fresh.model.train()
+    fresh.state.global_step = 3
+    assert fresh.sample([[5, 6]], 2).completions == first.completions
+    assert fresh.sample([[5, 6]], 2).completions != first.completions, "a second call of a step draws anew"
+
+
+def test_noise_is_on_in_training_and_off_in_evaluation(make_trainer):
+    trainer = make_trainer(noise=True, noise_stages=2)
+    trainer.state.max_steps, trainer.state.global_step = 4, 2
+    trainer.model.train()
+    trainer.sample([[5, 6]], 1)
+    trainer.model.eval()
+    trainer.sample([[5, 6]], 1)
+    (_, _, noisy), (_, _, clean) = trainer.engine.calls
+    assert len(noisy) == 4, "two norms in each of two layers"
+    assert clean is None
+    assert trainer._metrics["train"]["noise/norms"] == [4.0]
+    assert trainer._metrics["train"]["noise/sigma"] == [trainer.args.noise_sigma_start]
+
+
+def test_dynamic_sampling_fills_the_batch_with_live_groups(make_trainer):
+    def every_third_group(completion_ids, **kwargs):
+        return [float(i % 2) if (i // GROUP) % 3 == 0 else 0.0 for i in range(len(completion_ids))]
+
+    trainer = make_trainer(reward=every_third_group, dynamic_sampling_rounds=3)
+    trainer.model.train()
+    batch = trainer._generate_and_score_completions(batch_rows())
+    live = (batch["advantages"].view(-1, GROUP) != 0).any(dim=1)
+    # Groups 0 and 3 of the first rollout live; each extra rollout of n groups has group 0 alive.
+    assert live.all()
+    assert len(trainer.engine.calls) == 3
+    assert batch["num_items_in_batch"] == batch["completion_mask"].sum()
+
+
+def test_dynamic_sampling_is_bounded(make_trainer):
+    constant = lambda completion_ids, **kwargs: [1.0] * len(completion_ids)  # noqa: E731
+    trainer = make_trainer(reward=constant, dynamic_sampling_rounds=2)
+    trainer.model.train()
+    batch = trainer._generate_and_score_completions(batch_rows())
+    assert len(trainer.engine.calls) == 3
+    assert (batch["advantages"] == 0).all()
+
+
+def test_samples_of_a_group_must_fit_a_process(tmp_path):
+    with pytest.raises(QeRLError, match="divisible by num_generations"):
+        QeRLConfig(**settings(tmp_path, per_device_train_batch_size=6))
