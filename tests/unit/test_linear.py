@@ -115,6 +115,9 @@ def test_autocast_computes_in_its_dtype() -> None:
         y = layer(x)
     assert y.dtype == torch.bfloat16
     assert torch.equal(y, layer(x.bfloat16()))
+    with torch.autocast("cpu", torch.bfloat16), unpacked(layer):
+        layer(x)
+        assert layer._dense_NK is not None and layer._dense_NK.dtype == torch.bfloat16
     y.sum().backward()
     assert x.grad is not None and x.grad.dtype == torch.float32
 

