@@ -1,8 +1,8 @@
 """What a rollout engine is: prompts in, sampled tokens with their log-probabilities out.
 
 An engine runs on the very modules that train. It never copies, syncs or merges weights: LoRA parameters are
-read where the optimizer writes them, and parameter noise is handed to each call as offsets of RMSNorm weights.
-The engine knows nothing of trainers, tasks or rewards.
+read where the optimizer writes them, and parameter noise is handed to each call as offsets of RMSNorm
+weights. The engine knows nothing of trainers, tasks or rewards.
 """
 
 from abc import ABC, abstractmethod
@@ -43,7 +43,9 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
-            raise QeRLError(f"max_tokens is {self.max_tokens}; a completion needs room for at least one token.")
+            raise QeRLError(
+                f"max_tokens is {self.max_tokens}; a completion needs room for at least one token."
+            )
         if self.temperature < 0:
             raise QeRLError(f"temperature is {self.temperature}; it must be 0 (greedy) or positive.")
         if not 0 < self.top_p <= 1:
@@ -61,9 +63,12 @@ class Completion:
     Attributes:
         token_ids: Sampled tokens, the stop token included when there is one; never empty.
         logprobs: Natural log-probability of each token under the distribution it was drawn from: noise,
-            temperature and top-p/top-k/min-p renormalisation included. Greedy: under the softmax at temperature 1.
+            temperature and top-p/top-k/min-p renormalisation included. Greedy: under the softmax at
+            temperature 1.
         entropies: Entropy in nats of the distribution at temperature (1 when greedy), before truncation.
-        finish_reason: ``stop`` (a stop token), ``length`` (max_tokens reached) or ``error`` (logits not finite).
+        finish_reason: ``stop`` (a stop token), ``length`` (max_tokens reached) or ``error`` (logits not
+            finite; the tokens before stay, and where there are none one pad token of log-probability 0 stands
+            in).
     """
 
     token_ids: list[int]
@@ -78,7 +83,7 @@ class RolloutResult:
 
     Attributes:
         completions: ``len(prompts) * samples_per_prompt`` of them.
-        prompt_tokens: Prompt tokens computed; a prompt counts once for all its samples.
+        prompt_tokens: Prompt tokens computed; a prompt counts once for all its samples that run together.
         generated_tokens: Tokens sampled.
         seconds: Wall-clock time of the call.
     """

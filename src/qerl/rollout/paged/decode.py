@@ -1,0 +1,115 @@
+"""A decode step of a fixed number of rows, captured as a CUDA graph.
+
+A row is a place for one sequence. Everything a step needs (token, position, where its key goes, how far it sees)
+is on the GPU and is advanced there by the sampling kernel, so replaying the graph n times decodes n tokens without
+the host. The host looks at ``done`` now and then.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from qerl.kernels import sample
+from qerl.rollout.paged.step import Cache, Inputs, Step
+from qerl.rollout.paged.weights import Decoder
+
+_SLOTS = 132  # multiprocessors of an H100: twice as many pieces cost more in the merge than they gave
+
+
+def attention_splits(rows: int, kv_heads: int) -> int:
+    """Pieces an attention item is cut into, so that few rows still fill the GPU; a power of two up to 8."""
+    wanted = max(1, _SLOTS // (rows * kv_heads))
+    return min(8, 1 << (wanted.bit_length() - 1))
+
+
+class DecodeStep:
+    """The captured step.
+
+    Args:
+        decoder: The weights.
+        cache: Keys and values.
+        rows: Sequences that run side by side.
+        most: Tokens a sequence may generate.
+        table_width: Cache blocks a sequence may own, and a prompt too.
+        temperature: Of the sampling; 0 is greedy.
+        stop_token_ids: Tokens that end a sequence.
+        lora: Whether the adapter is applied.
+
+    Attributes:
+        state: Tensors by name, see :func:`qerl.kernels.sample.sample`.
+        tables: int32 [2 * rows, table_width], prompts of groups first, then each row's own blocks.
+        items, order: Attention items, see :func:`qerl.kernels.attention.attend`.
+        uniform: fp32 [rows, most].
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        cache: Cache,
+        rows: int,
+        most: int,
+        table_width: int,
+        temperature: float,
+        stop_token_ids: Sequence[int],
+        lora: bool = True,
+    ) -> None:
+        device = decoder.embedding_VD.device
+        self.decoder, self.cache, self.rows, self.temperature = decoder, cache, rows, temperature
+        self.step = Step(decoder, rows, attention_splits(rows, decoder.kv_heads), lora)
+
+        def integers(*shape: int) -> torch.Tensor:
+            return torch.zeros(shape, dtype=torch.int32, device=device)
+
+        self.tables = integers(2 * rows, table_width)
+        self.items = integers(2 * rows, 4)
+        self.order = integers(2 * rows)
+        self.uniform = torch.zeros(rows, most, device=device)
+        self.stop = torch.tensor(list(stop_token_ids), dtype=torch.int32, device=device)
+        self.state = {
+            name: integers(rows) for name in ("token", "position", "slot", "generated", "max_new", "done")
+        }
+        self.state["done"].fill_(1)
+        self.state["slot"].fill_(-1)
+        self.state["limit"] = integers(2, rows)
+        self.state["own_table"] = self.tables[rows:]
+        self.state["out_token"] = integers(rows, most)
+        self.state["out_stats"] = torch.zeros(2, rows, most, device=device)
+        vocabulary = decoder.head_VD.shape[0]
+        self.stats = torch.empty(3, rows, -(-vocabulary // sample.BLOCK_V), device=device)
+        self.inputs = Inputs(
+            self.state["token"], self.state["position"], self.state["slot"], self.state["limit"], self.tables,
+            self.items, self.order,
+        )  # fmt: skip
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    def _run(self) -> None:
+        u_TD = self.step(self.cache, self.inputs)
+        logits_TV = torch.mm(u_TD, self.decoder.head_VD.T, out_dtype=torch.float32)
+        sample.sample(
+            logits_TV, self.step.squares_PT, self.stats, self.uniform, self.stop, self.state,
+            width=self.decoder.hidden, eps=self.decoder.eps, temperature=self.temperature,
+        )  # fmt: skip
+
+    def replay(self) -> None:
+        """Decodes one token of every row that has not ended."""
+        if self._graph is None:
+            self._capture()
+        assert self._graph is not None
+        self._graph.replay()
+
+    def _capture(self) -> None:
+        # Warming up must compile every kernel but change nothing: with all rows ended it does not.
+        done = self.state["done"].clone()
+        slot = self.state["slot"].clone()
+        self.state["done"].fill_(1)
+        self.state["slot"].fill_(-1)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            self._run()
+        torch.cuda.current_stream().wait_stream(stream)
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph):
+            self._run()
+        self.state["done"].copy_(done)
+        self.state["slot"].copy_(slot)

@@ -1,0 +1,86 @@
+"""The decoder's weights as the decode step reads them.
+
+Built once over a loaded model. Packed weights are moved, not copied: afterwards the layers that train read the same
+tensors. LoRA matrices are copied into stacked bf16 buffers before each rollout (megabytes), RMSNorm weights into fp32
+buffers that may carry noise; both are written in place, so captured graphs stay valid.
+
+Shapes: D hidden, N out-features, K in-features, I intermediate, R rank padded to 16, E head size, V vocabulary.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from qerl.kernels.blob import Blob
+
+
+@dataclass
+class Matrix:
+    """The weight of one GEMM, several linear layers on top of each other.
+
+    Attributes:
+        weight: NVFP4 in fragment order, or bf16 [N, K].
+        scale_P: fp32 factor of each part's output; 1 / global scale for NVFP4, 1 for bf16.
+        raised_P: The same times 2^8, for the kernel whose output is 2^-8 too small.
+    """
+
+    weight: Blob | torch.Tensor
+    scale_P: torch.Tensor
+    raised_P: torch.Tensor
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(N, K), N padded to 128 for NVFP4."""
+        return (self.weight.shape[0], self.weight.shape[1])
+
+
+@dataclass
+class Lora:
+    """LoRA of one GEMM, bf16: A of all parts stacked, B on top of each other and scaled by alpha / r."""
+
+    a_RK: torch.Tensor
+    b_NR: torch.Tensor
+
+
+@dataclass
+class Layer:
+    """One decoder layer; ``lora_*`` is None without an adapter."""
+
+    input_norm_D: torch.Tensor
+    qkv: Matrix
+    bias_N: torch.Tensor | None
+    qk_norm_2E: torch.Tensor | None
+    o: Matrix
+    post_norm_D: torch.Tensor
+    gate_up: Matrix
+    down: Matrix
+    lora_qkv: Lora | None = None
+    lora_o: Lora | None = None
+    lora_gate_up: Lora | None = None
+    lora_down: Lora | None = None
+
+
+@dataclass
+class Decoder:
+    """A whole model.
+
+    Attributes:
+        embedding_VD, head_VD: bf16, the same tensor when tied.
+        cos_ME, sin_ME: fp32 [positions, E / 2].
+    """
+
+    embedding_VD: torch.Tensor
+    layers: list[Layer]
+    final_norm_D: torch.Tensor
+    head_VD: torch.Tensor
+    cos_ME: torch.Tensor
+    sin_ME: torch.Tensor
+    heads: int
+    kv_heads: int
+    head_size: int
+    intermediate: int
+    eps: float
+
+    @property
+    def hidden(self) -> int:
+        return self.embedding_VD.shape[1]

@@ -1,0 +1,133 @@
+"""From logits to one token for each sequence, with the log-probability it was drawn with.
+
+Tokens are drawn by inverting the cumulative distribution at one uniform number. Each sequence has its own
+stream of uniforms, keyed by (seed, prompt, sample), and uses exactly one number a token, so what a sequence
+draws does not depend on which others share its batch, when they finish, or how the work was cut into waves.
+``torch.multinomial`` could not promise that: it takes numbers from one stream for the whole batch.
+
+Order of the filters: temperature, then top-k, then top-p over what top-k left, then min-p.
+
+Shapes: B sequences, V vocabulary, C candidates (the most probable tokens, descending).
+"""
+
+import math
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+
+from qerl.rollout.engine import SamplingParams
+from qerl.seeding import generator
+
+# top-p needs the most probable tokens in order, but rarely many of them. 64 x 49,152 logits on 2 cores: 15 ms
+# for these candidates, 116 ms for a full sort.
+_CANDIDATES = 1024
+
+
+class Sampled(NamedTuple):
+    """One token for each sequence.
+
+    Attributes:
+        tokens_B: int64 token ids; without meaning where ``finite_B`` is false.
+        logprobs_B: fp32 log-probability in nats, under the distribution the token was drawn from.
+        entropies_B: fp32 entropy in nats of the distribution at temperature, before truncation.
+        finite_B: False where a logit was NaN or infinite.
+    """
+
+    tokens_B: torch.Tensor
+    logprobs_B: torch.Tensor
+    entropies_B: torch.Tensor
+    finite_B: torch.Tensor
+
+
+def uniform_streams(seed: int, sequences: Iterable[tuple[int, int]], length: int) -> torch.Tensor:
+    """The uniforms of each sequence.
+
+    Args:
+        seed: Seed of the rollout.
+        sequences: (prompt index, sample index) of each.
+        length: Numbers wanted; a longer stream begins with the shorter one.
+
+    Returns:
+        fp64 [sequences, length] in [0, 1) on the CPU.
+    """
+    rows = [
+        torch.rand(length, dtype=torch.float64, generator=generator("sample", seed, prompt, sample))
+        for prompt, sample in sequences
+    ]
+    return torch.stack(rows)
+
+
+def sample(logits_BV: torch.Tensor, uniforms_B: torch.Tensor, params: SamplingParams) -> Sampled:
+    """Draws the next token of each sequence.
+
+    Args:
+        logits_BV: Logits of the last position, any floating dtype; computed in fp32.
+        uniforms_B: fp64 in [0, 1), one for each sequence; unused when greedy.
+        params: Temperature and filters. Greedy (temperature 0) ignores the filters.
+    """
+    temperature = params.temperature or 1.0
+    full_BV = torch.log_softmax(logits_BV.float() / temperature, dim=-1)
+    probs_BV = full_BV.exp()
+    entropies_B = -torch.linalg.vecdot(probs_BV, full_BV)
+    if params.temperature == 0:
+        drawn_from_BV = full_BV
+        tokens_B = full_BV.argmax(dim=-1)
+    else:
+        drawn_from_BV = truncate(full_BV, params)
+        if drawn_from_BV is not full_BV:
+            probs_BV = drawn_from_BV.exp()
+        tokens_B = _invert_cdf(probs_BV, uniforms_B)
+    logprobs_B = drawn_from_BV.gather(-1, tokens_B[:, None])[:, 0]
+    # A single NaN or infinite logit makes the entropy NaN (0 * -inf included), which saves a pass over V.
+    return Sampled(tokens_B, logprobs_B, entropies_B, entropies_B.isfinite())
+
+
+def truncate(logprobs_BV: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+    """Applies top-k, top-p and min-p and renormalises.
+
+    The most probable token always stays. With top-p a token stays when the tokens before it have less mass
+    than ``top_p``, so the kept set is the smallest that reaches it.
+
+    Args:
+        logprobs_BV: fp32 log-probabilities at temperature.
+        params: The filters; when all of them are off the input itself is returned.
+
+    Returns:
+        fp32 [B, V] log-probabilities of the tokens that stay, -inf for the others.
+    """
+    if params.top_k == 0 and params.top_p == 1 and params.min_p == 0:
+        return logprobs_BV
+    candidates_BC, tokens_BC = _candidates(logprobs_BV, params)
+    kept_BC = torch.ones_like(candidates_BC, dtype=torch.bool)
+    if params.top_p < 1:
+        probs_BC = candidates_BC.double().exp()
+        kept_BC &= probs_BC.cumsum(dim=-1) - probs_BC < params.top_p
+    if params.min_p > 0:
+        kept_BC &= candidates_BC >= candidates_BC[:, :1] + math.log(params.min_p)
+    kept_BC[:, 0] = True
+    candidates_BC = candidates_BC.masked_fill(~kept_BC, -torch.inf).log_softmax(dim=-1)
+    return torch.full_like(logprobs_BV, -torch.inf).scatter(-1, tokens_BC, candidates_BC)
+
+
+def _candidates(logprobs_BV: torch.Tensor, params: SamplingParams) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities (normalised within top-k) and ids of all tokens the filters can keep, descending."""
+    vocabulary = logprobs_BV.shape[-1]
+    if 0 < params.top_k < vocabulary:
+        values_BC, tokens_BC = logprobs_BV.topk(params.top_k, dim=-1)
+        return values_BC.log_softmax(dim=-1), tokens_BC
+    values_BC, tokens_BC = logprobs_BV.topk(min(_CANDIDATES, vocabulary), dim=-1)
+    mass_B = values_BC.double().exp().sum(dim=-1)
+    if params.top_p < 1 and bool((mass_B >= params.top_p).all()):
+        return values_BC, tokens_BC
+    return torch.sort(logprobs_BV, dim=-1, descending=True)
+
+
+def _invert_cdf(probs_BV: torch.Tensor, uniforms_B: torch.Tensor) -> torch.Tensor:
+    """First token whose cumulative probability exceeds the uniform; never one of probability zero."""
+    cdf_BV = probs_BV.double().cumsum(dim=-1)
+    # fp32 probabilities sum to 1 only within 1e-6, so the uniform is scaled to the sum that there is.
+    target_B1 = uniforms_B[:, None] * cdf_BV[:, -1:]
+    tokens_B1 = torch.searchsorted(cdf_BV, target_B1, right=True)
+    # NaN rows land behind the end; a valid id lets the rest of the batch go on.
+    return tokens_B1[:, 0].clamp_(max=probs_BV.shape[-1] - 1)
