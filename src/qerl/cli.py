@@ -5,6 +5,7 @@ once.
 """
 
 import argparse
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,8 @@ from qerl.errors import QeRLError
 if TYPE_CHECKING:
     from qerl.config import QeRLConfig
 
-console = Console(stderr=False)
+# Of several processes only the first one speaks.
+console = Console(quiet=os.environ.get("RANK", "0") != "0")
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -46,13 +46,13 @@ def importance_ratio(
 def sampler_trainer_kl(
     trainer_logps_BC: torch.Tensor, sampler_logps_BC: torch.Tensor, mask_BC: torch.Tensor
 ) -> torch.Tensor:
-    """KL(sampler || trainer) in nats per token, estimated on the sampler's own tokens.
+    """Estimates [B, C] of KL(sampler || trainer) in nats, one for each of the sampler's own tokens.
 
     The estimator exp(d) - 1 - d with d = log pi_trainer - log pi_sampler is unbiased and never negative
     (Schulman, "Approximating KL divergence", estimator k3).
     """
     d_BC = torch.nan_to_num((trainer_logps_BC - sampler_logps_BC) * mask_BC, nan=0.0)
-    return ((torch.expm1(d_BC) - d_BC) * mask_BC).sum() / mask_BC.sum().clamp(min=1)
+    return (torch.expm1(d_BC) - d_BC) * mask_BC
 
 
 def rows_with_gradient(advantages_B: torch.Tensor, mask_BC: torch.Tensor) -> list[int]:

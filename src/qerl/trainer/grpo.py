@@ -251,7 +251,8 @@ class QeRLTrainer(GRPOTrainer):
             inputs = self._correct(inputs, logps_BC.detach(), computed_BC)
         self._policy_forward = (logps_BC, entropy_BC)
         loss = super()._compute_loss(model, inputs)
-        self._mend_entropy_metric(entropy_BC, computed_BC)
+        # TRL averages the entropy over all rows; only these were computed.
+        self._metrics["train"]["entropy"][-1] = self._mean_over_ranks(entropy_BC, computed_BC)
         return loss
 
     def _rows_to_compute(self, inputs: Batch) -> list[int]:
@@ -279,20 +280,18 @@ class QeRLTrainer(GRPOTrainer):
                 self.vllm_importance_sampling_clip_max,
             )
             inputs = {**inputs, "importance_sampling_ratio": ratio}
-            if computed_BC.any() and ratio.size(1) > 1:
-                seen = ratio[computed_BC.bool()]
-                self._metrics["train"]["sampling/importance_sampling_ratio/mean"].append(seen.mean().item())
-                self._metrics["train"]["sampling/importance_sampling_ratio/max"].append(seen.max().item())
-        if computed_BC.any():
-            kl = sampler_trainer_kl(trainer_BC, sampler_BC, computed_BC)
-            self._metrics["train"]["sampling/kl"].append(self.accelerator.reduce(kl, "mean").item())
+            self._metrics["train"]["sampling/importance_sampling_ratio/mean"].append(
+                self._mean_over_ranks(ratio.expand_as(computed_BC), computed_BC)
+            )
+        kl_BC = sampler_trainer_kl(trainer_BC, sampler_BC, computed_BC)
+        self._metrics["train"]["sampling/kl"].append(self._mean_over_ranks(kl_BC, computed_BC))
         return inputs
 
-    def _mend_entropy_metric(self, entropy_BC: torch.Tensor, computed_BC: torch.Tensor) -> None:
-        """TRL averages over all rows; here over those that were computed."""
-        totals = torch.stack([(entropy_BC * computed_BC).sum(), computed_BC.sum().float()]).detach()
+    def _mean_over_ranks(self, values_BC: torch.Tensor, mask_BC: torch.Tensor) -> float:
+        """Mean over the masked tokens of all ranks, NaN (which the log leaves out) where there are none."""
+        totals = torch.stack([(values_BC * mask_BC).sum().float(), mask_BC.sum().float()]).detach()
         total, count = self.accelerator.reduce(totals, "sum").tolist()
-        self._metrics["train"]["entropy"][-1] = total / count if count else float("nan")
+        return total / count if count else float("nan")
 
     def _get_per_token_logps_and_entropies(
         self,
