@@ -15,7 +15,7 @@ def digits(completions, **kwargs):
 
 
 def test_two_processes(tiny_model, tiny_tokenizer, tmp_path):
-    """DAPO with truncation masked: ranks differ in samples, live groups and even in having any loss at all."""
+    """DAPO with truncation masked: ranks differ in samples, live groups, even in having a loss at all."""
     model, run, recipe = tmp_path / "model", tmp_path / "run", tmp_path / "recipe.yaml"
     tiny_model("llama").save_pretrained(model)
     tiny_tokenizer.save_pretrained(model)
