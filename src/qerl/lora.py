@@ -34,7 +34,7 @@ LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", 
 class PackedLoraLinear(LoraLinear):
     """``base(x) + B A x * alpha / r`` around a `PackedLinear`."""
 
-    def merge(self, *args: Any, **kwargs: Any) -> None:  # noqa: ARG002
+    def merge(self, *args: Any, **kwargs: Any) -> None:
         raise QeRLError(
             "An adapter cannot be merged into four-bit weights, whose rounding would swallow it; load it on "
             "the 16-bit model with PEFT and merge there."

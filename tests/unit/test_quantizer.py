@@ -211,6 +211,17 @@ def test_missing_tensor(saved, weights: str, name: str) -> None:
         load(folder, weights)
 
 
+def test_tensors_that_come_from_no_file_cannot_be_quantised(tiny_model) -> None:
+    model = tiny_model()
+    with pytest.raises(QeRLError, match="_proj: no tensor of its own in a safetensors file"):
+        type(model).from_pretrained(
+            None,
+            config=model.config,
+            state_dict=model.state_dict(),
+            quantization_config=QeRLQuantizationConfig(),
+        )
+
+
 def test_missing_tensor_without_load_model(saved) -> None:
     folder = saved()
     edit(folder, NAME, lambda weight: None)

@@ -67,7 +67,7 @@ class QeRLQuantizationConfig(QuantizationConfigMixin):
             raise QeRLError(f"There is no four-bit format {format}; choose one of {', '.join(FORMATS)}.")
         if method not in get_args(Method):
             raise QeRLError(f"There is no rounding {method}; choose one of {', '.join(get_args(Method))}.")
-        self.quant_method = quant_method  # type: ignore[assignment]  # an enum of transformers' own methods
+        self.quant_method = quant_method
         self.format = format
         self.method: Method = method
         self.packed = list(packed)
@@ -221,7 +221,7 @@ class _QuantizeOnArrival(ConversionOps):
     def __init__(self, quantizer: QeRLQuantizer) -> None:
         self.quantizer = quantizer
 
-    def convert(  # type: ignore[override]
+    def convert(
         self,
         input_dict: dict[str, list[torch.Tensor]],
         source_patterns: list[str],
