@@ -249,7 +249,7 @@ def _rtn_scales(blocks: torch.Tensor, global_scale: torch.Tensor | None, format:
     block_amax = blocks.abs().amax(-1)
     if global_scale is None:
         return _e8m0_scales(block_amax)
-    # A tensor, because CUDA divides by a Python number as a product with its reciprocal, one bit off at times.
+    # A tensor, because CUDA divides by a Python number as a product with its reciprocal: one bit off.
     most = block_amax.new_tensor(E2M1_MAX)
     # No block exceeds amax, so this is at most 448 and a rounding error, which E4M3 rounds to 448.
     scales = (global_scale * (block_amax / most)).to(format.scale_dtype)
