@@ -17,6 +17,7 @@ from qerl.errors import QeRLError
 
 if TYPE_CHECKING:
     from qerl.config import QeRLConfig
+    from qerl.eval.run import Source
 
 # Of several processes only the first one speaks.
 console = Console(quiet=os.environ.get("RANK", "0") != "0")
@@ -102,8 +103,11 @@ def _parser() -> argparse.ArgumentParser:
 def _add_model(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("model", metavar="MODEL", help="Hub id, local folder or .gguf file")
     sub.add_argument("--adapter", type=Path, help="folder of a PEFT adapter")
-    sub.add_argument("--weights", choices=("nvfp4", "mxfp4", "nf4", "bf16"), default="nvfp4")
-    sub.add_argument("--rounding", choices=("rtn", "mse"), default="mse", help="for unquantised checkpoints")
+    formats = ("nvfp4", "mxfp4", "nf4", "bf16")
+    sub.add_argument(
+        "--weights", choices=formats, help="default: what the adapter was trained on, else nvfp4"
+    )
+    sub.add_argument("--rounding", choices=("rtn", "mse"), help="default: the adapter's, else mse")
 
 
 def _overrides(words: list[str]) -> dict[str, Any]:
@@ -167,39 +171,28 @@ def _quantize(args: argparse.Namespace) -> None:
 def _eval(args: argparse.Namespace) -> None:
     from qerl.config import parse_value
     from qerl.eval.run import evaluate_model
+    from qerl.rollout.engine import SamplingParams
 
-    evaluate_model(
-        model=args.model,
-        adapter=args.adapter,
-        weights=args.weights,
-        rounding=args.rounding,
-        task=args.task,
-        task_options=parse_value(args.task_options),
-        samples=args.samples,
-        temperature=args.temperature,
-        top_p=args.top_p,
-        max_tokens=args.max_tokens,
-        limit=args.limit,
-        seed=args.seed,
-        out=args.out,
-        console=console,
-    )
+    temperature = args.temperature
+    if temperature is None:
+        temperature = 0.0 if args.samples == 1 else 0.6
+    params = SamplingParams(args.max_tokens, temperature, args.top_p, seed=args.seed)
+    options = parse_value(args.task_options)
+    evaluate_model(_source(args), args.task, options, params, args.samples, args.limit, args.out, console)
 
 
 def _generate(args: argparse.Namespace) -> None:
     from qerl.eval.run import answer
+    from qerl.rollout.engine import SamplingParams
 
-    text = answer(
-        model=args.model,
-        adapter=args.adapter,
-        weights=args.weights,
-        rounding=args.rounding,
-        prompt=args.prompt,
-        max_tokens=args.max_tokens,
-        temperature=args.temperature,
-        seed=args.seed,
-    )
-    print(text)
+    params = SamplingParams(args.max_tokens, args.temperature, seed=args.seed)
+    print(answer(_source(args), args.prompt, params, console))
+
+
+def _source(args: argparse.Namespace) -> "Source":
+    from qerl.eval.run import Source
+
+    return Source(args.model, args.adapter, args.weights, args.rounding)
 
 
 def _doctor(_: argparse.Namespace) -> None:

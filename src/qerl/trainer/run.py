@@ -19,8 +19,7 @@ from qerl.config import QeRLConfig, dump
 from qerl.errors import QeRLError
 from qerl.lora import LORA_TARGETS, add_lora
 from qerl.model import load_model, load_tokenizer
-from qerl.rollout.engine import RolloutEngine
-from qerl.rollout.portable import PortableEngine
+from qerl.rollout.select import make_engine
 from qerl.tasks import get_task
 from qerl.tasks.base import RewardFunction, Task
 from qerl.tasks.custom import load_reward
@@ -87,7 +86,7 @@ def build(config: QeRLConfig, console: Console) -> tuple[QeRLTrainer, InterruptG
         args=config,
         train_dataset=train_set,
         eval_dataset=eval_set,
-        engine=make_engine(policy, tokenizer, config.max_sequences),
+        engine=make_engine(policy, tokenizer.pad_token_id, config.max_sequences),
         processing_class=tokenizer,
         callbacks=[MetricsFile(folder), ProgressBar(console), guard],
     )
@@ -124,13 +123,6 @@ def compute_dtype(config: QeRLConfig, device: torch.device) -> torch.dtype:
     if config.dtype == "auto":
         return torch.float32 if device.type == "cpu" or config.tuning == "full" else torch.bfloat16
     return getattr(torch, config.dtype)
-
-
-def make_engine(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, max_sequences: int
-) -> RolloutEngine:
-    """The engine that samples from a model."""
-    return PortableEngine(model, pad_token_id=tokenizer.pad_token_id, max_sequences=max_sequences)
 
 
 def _prepare_folder(folder: Path, resume: str | bool | None) -> str | None:
