@@ -9,7 +9,7 @@ from qerl.errors import QeRLError
 from qerl.noise import AdaptiveNoise, NoiseSchedule, merged
 from qerl.nvfp4.format import NVFP4, dequantize, quantize
 from qerl.nvfp4.linear import NVFP4Linear
-from qerl.rollout import PortableEngine, SamplingParams
+from qerl.rollout import PortableEngine, SamplingParams, attention
 from qerl.rollout.cache import PreallocatedCache
 from qerl.rollout.sampling import truncate
 from qerl.rollout.scheduler import SequenceId, Wave, plan_waves
@@ -155,6 +155,34 @@ class TestCache:
         assert len(addresses) == 1
 
 
+class TestAttention:
+    @pytest.mark.parametrize("masked", [True, False])
+    @pytest.mark.parametrize(("heads", "kv_heads"), [(6, 2), (4, 4), (5, 1)])
+    def test_equals_attention_with_repeated_heads(self, masked, heads, kv_heads):
+        generator = torch.Generator().manual_seed(1)
+        query, key, value = (
+            torch.randn(3, n, tokens, 8, generator=generator, dtype=torch.float64)
+            for n, tokens in ((heads, 1), (kv_heads, 7), (kv_heads, 7))
+        )
+        mask = (torch.rand(3, 1, 1, 7, generator=generator) < 0.7) if masked else None
+        got, _ = attention._grouped_decode_attention(torch.nn.Module(), query, key, value, mask, scaling=0.9)
+        key, value = (states.repeat_interleave(heads // kv_heads, dim=1) for states in (key, value))
+        scores = query @ key.mT * 0.9
+        if masked:
+            scores = scores.masked_fill(~mask, -torch.inf)
+        expected = (scores.softmax(-1) @ value).transpose(1, 2)
+        assert got.shape == expected.shape
+        assert (got - expected).abs().max() < 1e-12
+
+    @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+    def test_replaces_sdpa_for_the_call_and_nothing_else(self, tiny_model, implementation):
+        model, seen = tiny_model("llama", attn_implementation=implementation), set()
+        model.register_forward_pre_hook(lambda *_: seen.add(model.config._attn_implementation))
+        PortableEngine(model, PAD).generate(PROMPTS, 1, sampled())
+        assert seen == {attention._NAME if implementation == "sdpa" else "eager"}
+        assert model.config._attn_implementation == implementation
+
+
 class TestAgainstTheModel:
     @pytest.mark.parametrize(
         ("family", "config"),
@@ -193,7 +221,7 @@ class TestAgainstTheModel:
         assert 0 < error <= bound
 
     def test_bf16_is_as_close_to_the_truth_as_a_forward_pass(self, tiny_model):
-        """Larger logits round more coarsely in bf16, in a forward pass as well as here: compare both with fp64."""
+        """Larger logits round more coarsely in bf16, in a forward pass as well: both against fp64."""
         model, truth = tiny_model("llama").bfloat16(), tiny_model("llama").bfloat16().double()
         params = sampled(max_tokens=24)
         result = PortableEngine(model, PAD).generate(PROMPTS, 8, params)
@@ -367,6 +395,14 @@ class TestOnTheTrainingModel:
         PortableEngine(model, PAD).generate(PROMPTS, 2, sampled())
         assert all(torch.equal(a, b) for a, b in zip(before, gradients(), strict=True))
         assert before[0].abs().sum() > 0
+
+    def test_what_a_module_keeps_from_a_rollout_is_good_for_backward(self, tiny_model):
+        model, kept = tiny_model("llama"), []
+        model.model.layers[0].mlp.register_forward_hook(lambda _m, _a, output: kept.append(output))
+        PortableEngine(model, PAD).generate(PROMPTS, 2, sampled())
+        weight = torch.ones(64, requires_grad=True)
+        (kept[0] * weight).sum().backward()
+        assert torch.allclose(weight.grad, kept[0].sum(dim=(0, 1)))
 
     def test_lora_is_read_where_the_optimizer_writes(self, tiny_model):
         model = with_lora(tiny_model("llama")).eval()

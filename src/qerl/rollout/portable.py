@@ -3,9 +3,8 @@
 A prompt is computed once and its samples share the result; finished sequences leave the batch. See
 ``scheduler``, ``sampling``, ``cache`` and ``runner`` for the parts; this file only lets them take turns.
 
-The calls run under ``no_grad``, not ``inference_mode``: modules that cache tensors during a forward (rotary
-embeddings with dynamic scaling do) would keep inference tensors, and the next training forward could not save
-them for backward.
+The calls run under ``no_grad``, not ``inference_mode``: whatever a module of the training model keeps from a
+forward pass (a rotary table, a cached weight) must serve backward later; inference tensors cannot.
 """
 
 import time
