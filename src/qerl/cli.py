@@ -7,6 +7,7 @@ once.
 import argparse
 import os
 import sys
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,7 @@ def main(argv: list[str] | None = None) -> int:
     if rest and not args.takes_fields:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     args.fields = rest
+    _quiet_libraries()
     try:
         return args.run(args) or 0
     except QeRLError as error:
@@ -40,6 +42,15 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         Console(stderr=True).print("interrupted")
         return 130
+
+
+def _quiet_libraries() -> None:
+    """Leave out what libraries say that nobody can act on."""
+    if not console.is_terminal:
+        os.environ.setdefault("TQDM_DISABLE", "1")
+    # PEFT asks the Hub for the base model's vocabulary size and warns when it gets no answer.
+    warnings.filterwarnings("ignore", message="Unable to fetch remote file")
+    warnings.filterwarnings("ignore", message="Could not find a config file")
 
 
 def _escape(text: str) -> str:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+import torch
 import yaml
 from trl import GRPOConfig
 
@@ -119,7 +120,8 @@ class QeRLConfig(GRPOConfig):
         for name, value in ALGORITHMS[self.algorithm].items():
             if getattr(self, name) is None:
                 setattr(self, name, value)
-        self.use_vllm = False  # the trainer plugs its own engine into TRL's vLLM seam
+        if not torch.cuda.is_available():
+            self.dataloader_pin_memory = False  # there is nothing to pin for
         try:
             super().__post_init__()
         except ValueError as error:
@@ -203,7 +205,8 @@ def check_key(key: str, where: str) -> None:
     """Raise for a key that is no field, naming the nearest one."""
     if key in FIELDS:
         return
-    near = difflib.get_close_matches(str(key), FIELDS, n=1, cutoff=0.5)
+    own = difflib.get_close_matches(str(key), QeRLConfig.__annotations__, n=1, cutoff=0.7)
+    near = own or difflib.get_close_matches(str(key), FIELDS, n=1, cutoff=0.5)
     hint = f"did you mean {near[0]!r}?" if near else "see `qerl train --help` for the fields."
     raise QeRLError(f"{where} has the unknown key {key!r}; {hint}")
 
@@ -249,15 +252,18 @@ def load_config(recipes: Sequence[Path], overrides: dict[str, Any]) -> QeRLConfi
 
 
 def resolved(config: QeRLConfig) -> dict[str, Any]:
-    """Fields that differ from their defaults or belong to this project, as plain YAML values."""
+    """Fields that belong to this project or differ from their defaults, as plain YAML values."""
+    plain = QeRLConfig(output_dir=config.output_dir, model=config.model, task=config.task)
     own = QeRLConfig.__annotations__
     out = {}
-    for name, spec in FIELDS.items():
+    for name in FIELDS:
         value = getattr(config, name)
-        default = spec.default if spec.default_factory is dataclasses.MISSING else spec.default_factory()
-        if name in own or value != default:
+        # generation_batch_size follows from steps_per_generation, and TRL refuses to be given both.
+        if name != "generation_batch_size" and (name in own or value != getattr(plain, name)):
             out[name] = getattr(value, "value", value)
-    return {name: value for name, value in out.items() if _is_plain(value)}
+    return {"output_dir": config.output_dir} | {
+        name: value for name, value in out.items() if _is_plain(value)
+    }
 
 
 def _is_plain(value: Any) -> bool:

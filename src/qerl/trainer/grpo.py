@@ -36,6 +36,7 @@ from trl.trainer.utils import RepeatSampler, split_tensor_dict
 from qerl.config import QeRLConfig
 from qerl.errors import QeRLError
 from qerl.noise import AdaptiveNoise, NoiseSchedule
+from qerl.nvfp4.linear import unpacked
 from qerl.rollout.engine import RolloutEngine, RolloutResult, SamplingParams
 from qerl.seeding import derive_seed
 from qerl.trainer.correction import importance_ratio, rows_with_gradient, sampler_trainer_kl
@@ -378,11 +379,16 @@ class QeRLTrainer(GRPOTrainer):
             self._seconds[name] += time.perf_counter() - start
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
-        with self._timed("total"):
+        with self._timed("total"), self._weights_at_hand():
             loss = super().training_step(model, inputs, num_items_in_batch)
         if self._step % self.current_gradient_accumulation_steps == 0:
             self._log_times()
         return loss
+
+    def _weights_at_hand(self) -> contextlib.AbstractContextManager[None]:
+        """Decoded weights on a CPU, which has no four-bit product: once a microbatch, not twice a layer."""
+        on_cpu = self.accelerator.device.type == "cpu"
+        return unpacked(self.model) if on_cpu else contextlib.nullcontext()
 
     def _log_times(self) -> None:
         parts = {name: self._seconds.pop(name, 0.0) for name in ("rollout", "reward", "logprob")}

@@ -1,0 +1,113 @@
+"""Recipes: every combination is valid, and mistakes get one clear sentence."""
+
+from itertools import product
+from pathlib import Path
+
+import pytest
+import yaml
+
+from qerl.config import QeRLConfig, dump, load_config, parse_value, read_recipe
+from qerl.errors import QeRLError
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+PAPER = [
+    *product(["gsm8k"], ["qwen2.5-3b", "qwen2.5-7b"]),
+    *product(["bigmath"], ["qwen2.5-7b", "qwen2.5-14b", "qwen2.5-32b"]),
+]
+VARIANTS = ["bf16-lora", "nf4-lora", "nvfp4-lora", "nvfp4-aqn", "mxfp4-lora", "bf16-full"]
+MINIMAL = {"model": "m", "task": "gsm8k", "output_dir": "o"}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(("task", "model"), PAPER)
+def test_every_run_of_the_paper_parses(task, model, variant):
+    files = [RECIPES / f"{task}.yaml", RECIPES / f"models/{model}.yaml", RECIPES / f"variants/{variant}.yaml"]
+    config = load_config(files, {"output_dir": "o"})
+    groups = config.generation_batch_size / config.num_generations
+    assert groups == 128, "prompts a rollout (paper, Table 4)"
+    assert (config.tuning == "full") == (variant == "bf16-full")
+    assert config.noise == (variant == "nvfp4-aqn")
+
+
+def test_no_recipe_is_forgotten():
+    used = {f"{t}.yaml" for t, _ in PAPER} | {f"models/{m}.yaml" for _, m in PAPER}
+    used |= {f"variants/{v}.yaml" for v in VARIANTS} | {"demo.yaml"}
+    assert {str(path.relative_to(RECIPES)) for path in RECIPES.rglob("*.yaml")} == used
+    load_config([RECIPES / "demo.yaml"], {})
+
+
+def test_the_dump_of_a_run_is_a_recipe_that_gives_the_same_run(tmp_path):
+    config = load_config([RECIPES / "demo.yaml"], {"algorithm": "dapo", "steps_per_generation": 8})
+    (tmp_path / "config.yaml").write_text(dump(config))
+    again = load_config([tmp_path / "config.yaml"], {})
+    assert dump(again) == dump(config)
+    assert again.generation_batch_size == config.generation_batch_size
+
+
+def test_algorithm_fills_only_what_is_unset():
+    config = load_config([], MINIMAL | {"algorithm": "dapo"})
+    assert (config.loss_type, config.epsilon_high, config.mask_truncated_completions) == ("dapo", 0.28, True)
+    assert config.dynamic_sampling_rounds == 2
+    config = load_config(
+        [], MINIMAL | {"algorithm": "dapo", "epsilon_high": 0.4, "dynamic_sampling_rounds": 0}
+    )
+    assert (config.epsilon_high, config.dynamic_sampling_rounds, config.loss_type) == (0.4, 0, "dapo")
+
+
+def test_later_recipes_win_and_the_command_line_wins_over_all(tmp_path):
+    (tmp_path / "a.yaml").write_text(yaml.safe_dump(MINIMAL | {"lora_r": 4, "seed": 1}))
+    (tmp_path / "b.yaml").write_text("lora_r: 8\nlearning_rate: 1e-5\n")
+    config = load_config([tmp_path / "a.yaml", tmp_path / "b.yaml"], {"seed": 3})
+    assert (config.lora_r, config.seed, config.learning_rate) == (8, 3, 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1e-5", 1e-5),
+        ("true", True),
+        ("null", None),
+        ("[a, 1e3]", ["a", 1000.0]),
+        ("{level: wp1}", {"level": "wp1"}),
+    ],
+)
+def test_command_line_values_are_yaml(text, value):
+    assert parse_value(text) == value
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"lora_rank": 8}, "did you mean 'lora_r'"),
+        ({"learning_rat": 8}, "did you mean 'learning_rate'"),
+        ({"weights": "int4"}, "weights is 'int4'; it must be one of nvfp4"),
+        ({"tuning": "full"}, "cannot train packed nvfp4 weights"),
+        ({"noise_stages": 1}, "at least 2 are needed"),
+        ({"noise_schedule": "step"}, "noise_schedule is 'step'"),
+        ({"bf16": True}, "set dtype instead"),
+        ({"num_generations": 1}, "at least 2 generations"),
+        ({"model": None}, "model is not set"),
+        ({"use_vllm": True}, "use_vllm"),
+    ],
+)
+def test_mistakes(fields, message):
+    with pytest.raises(QeRLError, match=message):
+        load_config([], MINIMAL | fields)
+
+
+def test_files_that_are_no_recipes(tmp_path):
+    with pytest.raises(QeRLError, match="cannot be read"):
+        read_recipe(tmp_path / "missing.yaml")
+    (tmp_path / "list.yaml").write_text("- a\n")
+    with pytest.raises(QeRLError, match="must be a mapping"):
+        read_recipe(tmp_path / "list.yaml")
+    (tmp_path / "bad.yaml").write_text("a: [1\n")
+    with pytest.raises(QeRLError, match="not valid YAML"):
+        read_recipe(tmp_path / "bad.yaml")
+    (tmp_path / "key.yaml").write_text("maxsteps: 3\n")
+    with pytest.raises(QeRLError, match=r"key.yaml has the unknown key 'maxsteps'; did you mean 'max_steps'"):
+        read_recipe(tmp_path / "key.yaml")
+
+
+def test_settings_can_be_made_in_code():
+    assert QeRLConfig(**MINIMAL).noise_sigma_start == 1e-2
