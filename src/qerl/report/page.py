@@ -1,0 +1,192 @@
+"""The report: one HTML file that shows several runs side by side.
+
+The file holds everything it needs (style sheet, drawings, numbers), so it opens from disk, survives being
+mailed, and asks no server for anything. There is no script in it: a page that only shows finished curves
+needs none, and what was given up is zooming.
+"""
+
+from collections.abc import Sequence
+from html import escape
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from qerl import __version__
+from qerl.errors import QeRLError
+from qerl.report.metrics import METRICS, Metric, number
+from qerl.report.runs import CONFIG_FILE, METRICS_FILE, Run, Series, read_runs, series
+from qerl.report.svg import chart, style_class
+
+UNCOMPARED = ("output_dir", "run_name", "logging_dir")
+"""Settings that say where a run is kept and not what it does."""
+
+Curves = dict[Metric, list[tuple[int, str, Series]]]
+"""For each metric that occurs: index, label and values of the runs that have it."""
+
+
+def write_report(runs: list[Path], out: Path) -> None:
+    """Write one HTML page with the curves, final numbers and differing settings of runs.
+
+    Args:
+        runs: Run folders, each given once; their order is that of the legend.
+        out: File to write; its folder is made, an older report is replaced.
+
+    Raises:
+        QeRLError: A folder is no run, no run has logged a training step yet, or the file cannot be written.
+    """
+    read = read_runs(runs)
+    curves = _curves(read)
+    if not curves:
+        folders = ", ".join(str(run) for run in runs)
+        raise QeRLError(f"No step is logged in the {METRICS_FILE} of {folders} yet; wait for the first step.")
+    page = render(read, curves)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise QeRLError(
+            f"The report cannot be written to {out}: {error.strerror}; choose another --out."
+        ) from error
+
+
+def _curves(runs: Sequence[Run]) -> Curves:
+    curves: Curves = {}
+    for metric in METRICS:
+        found = [(i, run.label, series(run.rows, metric.key)) for i, run in enumerate(runs)]
+        present = [(i, label, data) for i, label, data in found if data is not None]
+        if present:
+            curves[metric] = present
+    return curves
+
+
+def render(runs: Sequence[Run], curves: Curves) -> str:
+    """The page as text."""
+    title = f"QeRL run {runs[0].label}" if len(runs) == 1 else f"QeRL: {len(runs)} runs side by side"
+    steps = [step for found in curves.values() for _, _, data in found for step in data.steps]
+    figures = "\n".join(_figure(*item, (min(steps), max(steps))) for item in curves.items())
+    style = files("qerl.report").joinpath("page.css").read_text(encoding="utf-8")
+    return f"""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{escape(title)}</title>
+<style>
+{style}</style>
+</head>
+<body>
+<header>
+<h1>{escape(title)}</h1>
+<p>Light lines are the logged values, strong lines their mean over a window of about a tenth of the run.
+Point at a curve to read its value.</p>
+</header>
+{_legend(runs)}
+<main>
+<div class="charts">
+{figures}
+</div>
+<h2>Numbers</h2>
+{_numbers(curves)}
+{_settings(runs)}
+</main>
+<footer>qerl {escape(__version__)}</footer>
+</body>
+</html>
+"""
+
+
+def _swatch(index: int) -> str:
+    return (
+        f'<svg class="swatch {style_class(index)}" viewBox="0 0 26 10" aria-hidden="true">'
+        '<path class="smooth" d="M2 5L24 5"/></svg>'
+    )
+
+
+def _legend(runs: Sequence[Run]) -> str:
+    items = []
+    for i, run in enumerate(runs):
+        last = max((row["step"] for row in run.rows), default=0)
+        items.append(
+            f'<li title="{escape(str(run.folder))}">{_swatch(i)}{escape(run.label)} '
+            f'<span class="dim">{number(last)} steps</span></li>'
+        )
+    return f'<div class="legend"><ul>{"".join(items)}</ul></div>'
+
+
+def _figure(metric: Metric, curves: list[tuple[int, str, Series]], steps: tuple[int, int]) -> str:
+    left_out = sum(data.left_out for _, _, data in curves)
+    note = f' <span class="dim">values left out, not finite: {left_out}</span>' if left_out else ""
+    drawing = chart(metric, curves, steps)
+    return f"<figure><figcaption>{escape(metric.title)}{note}</figcaption>{drawing}</figure>"
+
+
+def _numbers(curves: Curves) -> str:
+    """Last, best and final mean of each metric, the runs below each other."""
+    head = (
+        "<thead><tr><th>metric</th><th>run</th><th class='num'>last</th><th class='num'>best</th>"
+        "<th class='num'>at step</th><th class='num'>mean of last 10 %</th></tr></thead>"
+    )
+    bodies = []
+    for metric, found in curves.items():
+        name = escape(metric.title) + (
+            f' <span class="dim">{escape(metric.unit)}</span>' if metric.unit else ""
+        )
+        rows = [_number_row(metric, *curve) for curve in found]
+        first = f'<tr><th scope="rowgroup" rowspan="{len(found)}">{name}</th>{rows[0]}</tr>'
+        bodies.append(f"<tbody>{first}{''.join(f'<tr>{row}</tr>' for row in rows[1:])}</tbody>")
+    return f'<div class="scroll"><table>{head}{"".join(bodies)}</table></div>'
+
+
+def _number_row(metric: Metric, index: int, label: str, data: Series) -> str:
+    best, step = "", ""
+    if metric.better is not None:
+        value = max(data.values) if metric.better == "high" else min(data.values)
+        best, step = number(value * metric.scale), number(data.steps[data.values.index(value)])
+    last, tail = number(data.values[-1] * metric.scale), number(data.tail_mean * metric.scale)
+    cells = "".join(f'<td class="num">{text}</td>' for text in (last, best, step, tail))
+    return f"<td>{_swatch(index)}{escape(label)}</td>{cells}"
+
+
+def _settings(runs: Sequence[Run]) -> str:
+    """What the runs were told differently; nothing for a single run."""
+    if len(runs) < 2:
+        return ""
+    known = [(i, run) for i, run in enumerate(runs) if run.settings is not None]
+    missing = [run.label for run in runs if run.settings is None]
+    parts = ["<h2>Settings that differ</h2>"]
+    if missing:
+        parts.append(f"<p>Without {CONFIG_FILE}: {escape(', '.join(missing))}.</p>")
+    rows = differing([run.settings for _, run in known if run.settings is not None])
+    if not rows:
+        parts.append("<p>None.</p>")
+        return "\n".join(parts)
+    head = "".join(f"<th>{_swatch(i)}{escape(run.label)}</th>" for i, run in known)
+    body = "".join(
+        f"<tr><th>{escape(key)}</th>{''.join(f'<td>{escape(value)}</td>' for value in values)}</tr>"
+        for key, values in rows.items()
+    )
+    parts.append(
+        f'<div class="scroll"><table class="settings"><thead><tr><th>setting</th>{head}</tr></thead>'
+        f"<tbody>{body}</tbody></table></div>"
+    )
+    return "\n".join(parts)
+
+
+def differing(settings: Sequence[dict[str, Any]]) -> dict[str, list[str]]:
+    """Settings whose values are not the same in all runs, each with the value of every run.
+
+    A key that a config.yaml lacks stands at its default, as `qerl.config.resolved` writes them.
+    """
+    keys = list(dict.fromkeys(key for one in settings for key in one if key not in UNCOMPARED))
+    rows = {}
+    for key in keys:
+        values = [_value(one[key]) if key in one else "default" for one in settings]
+        if len(set(values)) > 1:
+            rows[key] = values
+    return rows
+
+
+def _value(value: Any) -> str:
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)

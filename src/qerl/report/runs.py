@@ -1,0 +1,188 @@
+"""Run folders as the report sees them: metrics by step, settings, and the curves made of them.
+
+A run that is still going, or that was killed, is read as far as it got: the last line of its metrics may be
+cut off, which is said. Anything else that is not a metric line is an error, because a curve with silent holes
+would be believed.
+
+Smoothing is a centred mean over a window of about a tenth of the run. Unlike an exponential average it does
+not lag, so curves of different runs can be compared step by step; what was given up is that the last points
+still move a little while the run goes on.
+"""
+
+import json
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from qerl.errors import QeRLError
+
+logger = logging.getLogger(__name__)
+
+# As `qerl.trainer` names them; importing it would load torch and TRL to draw a picture.
+METRICS_FILE = "metrics.jsonl"
+CONFIG_FILE = "config.yaml"
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run folder.
+
+    Attributes:
+        label: What the run is called on the page; no two runs share it.
+        folder: The run folder.
+        rows: Its metrics, see `read_metrics`.
+        settings: Its config.yaml with nested keys joined by dots, None where there is no such file.
+    """
+
+    label: str
+    folder: Path
+    rows: list[dict[str, Any]]
+    settings: dict[str, Any] | None
+
+
+@dataclass(frozen=True)
+class Series:
+    """One metric of one run.
+
+    Attributes:
+        steps: Optimizer steps at which it was logged.
+        values: Its values, all finite.
+        left_out: Logged values that were not finite.
+    """
+
+    steps: list[int]
+    values: list[float]
+    left_out: int = 0
+
+    @property
+    def smoothed(self) -> list[float]:
+        return smooth(self.values, window(len(self.values)))
+
+    @property
+    def tail_mean(self) -> float:
+        """Mean of the last tenth of the values, of at least one."""
+        tail = self.values[-max(1, len(self.values) // 10) :]
+        return sum(tail) / len(tail)
+
+
+def read_metrics(run: Path) -> list[dict[str, Any]]:
+    """Metrics of a run, in the order in which they were logged.
+
+    Args:
+        run: Run folder.
+
+    Returns:
+        One dict per log call with "step" and the keys that were logged; empty before the first one.
+
+    Raises:
+        QeRLError: There is no metrics file, or a line before its last is not a JSON object with a step.
+    """
+    path = run / METRICS_FILE
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError as error:
+        raise QeRLError(f"{run} has no {METRICS_FILE}; name the output_dir of a run.") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise QeRLError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}.") from error
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        row = _parse(line)
+        if row is not None:
+            rows.append(row)
+        elif number == len(lines):
+            logger.warning("The last line of %s is cut off; it is left out.", path)
+        else:
+            raise QeRLError(
+                f"Line {number} of {path} is not a JSON object with a step; the file is damaged there, "
+                "delete that line to go on."
+            )
+    return rows
+
+
+def _parse(line: str) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError:
+        return None
+    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
+
+
+def read_runs(folders: Sequence[Path]) -> list[Run]:
+    """Run folders with labels that tell them apart.
+
+    Raises:
+        QeRLError: A folder is given twice or is not a run.
+    """
+    resolved = [folder.resolve() for folder in folders]
+    for folder, path in zip(folders, resolved, strict=True):
+        if resolved.count(path) > 1:
+            raise QeRLError(f"The run {folder} is given more than once; name each run once.")
+    labels = _labels(resolved)
+    return [
+        Run(label, folder, read_metrics(folder), _read_settings(folder))
+        for label, folder in zip(labels, folders, strict=True)
+    ]
+
+
+def _labels(folders: Sequence[Path]) -> list[str]:
+    """The shortest ends of the paths that differ."""
+    for depth in range(1, max(len(folder.parts) for folder in folders) + 1):
+        labels = ["/".join(folder.parts[-depth:]) for folder in folders]
+        if len(set(labels)) == len(labels):
+            return labels
+    raise AssertionError("different paths have different parts")
+
+
+def _read_settings(folder: Path) -> dict[str, Any] | None:
+    path = folder / CONFIG_FILE
+    if not path.is_file():
+        return None
+    try:
+        settings = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise QeRLError(f"{path} cannot be read: {' '.join(str(error).split())}.") from error
+    if not isinstance(settings, dict):
+        raise QeRLError(f"{path} is not a mapping of settings; restore it or delete it.")
+    return _flatten(settings)
+
+
+def _flatten(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in settings.items():
+        if isinstance(value, dict) and value:
+            flat |= _flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def series(rows: Sequence[dict[str, Any]], key: str) -> Series | None:
+    """A metric by step, None where it was never logged as a finite number."""
+    logged = [(row["step"], row[key]) for row in rows if isinstance(row.get(key), int | float)]
+    finite = [(step, float(value)) for step, value in logged if math.isfinite(value)]
+    if not finite:
+        return None
+    steps, values = zip(*finite, strict=True)
+    return Series(list(steps), list(values), len(logged) - len(finite))
+
+
+def window(count: int) -> int:
+    """Odd number of neighbouring points that a smoothed point is the mean of: about a tenth of all."""
+    return 2 * (count // 20) + 1
+
+
+def smooth(values: Sequence[float], width: int) -> list[float]:
+    """Centred moving mean; at the ends, the mean over that part of the window which exists.
+
+    Args:
+        values: Finite numbers.
+        width: Odd width of the window in points.
+    """
+    half = width // 2
+    parts = [values[max(0, i - half) : i + half + 1] for i in range(len(values))]
+    return [sum(part) / len(part) for part in parts]

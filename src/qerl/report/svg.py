@@ -1,0 +1,148 @@
+"""One chart as inline SVG: raw points light, smoothed curve strong, a tooltip at the points.
+
+Colours are classes (``s0`` to ``s7``, resolved by the page's CSS variables), so that one drawing serves the
+light and the dark scheme. Tooltips are SVG ``<title>`` elements, which browsers show without a script; to
+keep a page of long runs small, at most `TOOLTIPS` points of a curve carry one.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+
+from qerl.report.metrics import Metric, number
+from qerl.report.runs import Series
+
+COLOURS = 8
+TOOLTIPS = 120
+WIDTH, HEIGHT = 520, 280
+LEFT, RIGHT, TOP, BOTTOM = 58, 14, 12, 40
+DASHES = 3
+"""Kinds of dashes in the style sheet: runs beyond the eighth repeat the colours, dashed."""
+
+
+@dataclass(frozen=True)
+class Frame:
+    """Where values lie in the drawing.
+
+    Attributes:
+        x_range: First and last step.
+        y_range: Values at the lower and upper edge.
+    """
+
+    x_range: tuple[float, float]
+    y_range: tuple[float, float]
+
+    def x(self, step: float) -> float:
+        low, high = self.x_range
+        return LEFT + (step - low) / (high - low) * (WIDTH - LEFT - RIGHT)
+
+    def y(self, value: float) -> float:
+        low, high = self.y_range
+        return HEIGHT - BOTTOM - (value - low) / (high - low) * (HEIGHT - TOP - BOTTOM)
+
+
+def style_class(index: int) -> str:
+    """CSS classes of a run: colour and, beyond `COLOURS` runs, dashes."""
+    return f"s{index % COLOURS} d{index // COLOURS % DASHES}"
+
+
+def chart(metric: Metric, curves: Sequence[tuple[int, str, Series]], steps: tuple[int, int]) -> str:
+    """SVG element with a curve for each run.
+
+    Args:
+        metric: What is drawn.
+        curves: Index (for the colour), label and values of each run that has the metric.
+        steps: First and last step of the axis, the same for all charts of a page.
+    """
+    first, last = steps
+    values = [value * metric.scale for _, _, data in curves for value in data.values]
+    y_ticks = ticks(min(0.0, *values), max(0.0, *values), 5)
+    frame = Frame((first, max(last, first + 1)), (y_ticks[0], y_ticks[-1]))
+    body = [_axes(metric, frame, y_ticks)]
+    body += [_curve(metric, frame, *curve) for curve in curves]
+    return (
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(metric.title)} by step">'
+        + "".join(body)
+        + "</svg>"
+    )
+
+
+def ticks(low: float, high: float, about: int) -> list[float]:
+    """Round numbers at equal distances, the first at or below ``low`` and the last at or above ``high``.
+
+    Args:
+        low: Least value.
+        high: Greatest value; a range of zero is widened to one.
+        about: How many intervals are wanted.
+    """
+    if high <= low:
+        high = low + 1.0
+    rough = (high - low) / about
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(m * power for m in (1, 2, 2.5, 5, 10) if m * power >= rough * (1 - 1e-9))
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    return [i * step for i in range(first, last + 1)]
+
+
+def _axes(metric: Metric, frame: Frame, y_ticks: Sequence[float]) -> str:
+    right, bottom = WIDTH - RIGHT, HEIGHT - BOTTOM
+    out = []
+    for value in y_ticks:
+        y = frame.y(value)
+        out.append(f'<line class="grid" x1="{LEFT}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        out.append(
+            f'<text class="tick" x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{_tick(value)}</text>'
+        )
+    for value in ticks(*frame.x_range, 6):
+        if frame.x_range[0] <= value <= frame.x_range[1] and value == int(value):
+            x = frame.x(value)
+            out.append(f'<line class="axis" x1="{x:.1f}" x2="{x:.1f}" y1="{bottom}" y2="{bottom + 4}"/>')
+            out.append(
+                f'<text class="tick" x="{x:.1f}" y="{bottom + 17}" text-anchor="middle">{_tick(value)}</text>'
+            )
+    zero = frame.y(0.0)
+    out.append(f'<line class="axis" x1="{LEFT}" x2="{right}" y1="{zero:.1f}" y2="{zero:.1f}"/>')
+    out.append(f'<text class="name" x="{right}" y="{HEIGHT - 5}" text-anchor="end">step</text>')
+    if metric.unit:
+        middle = (TOP + bottom) / 2
+        out.append(
+            f'<text class="name" transform="translate(12 {middle}) rotate(-90)" text-anchor="middle">'
+            f"{escape(metric.unit)}</text>"
+        )
+    return "".join(out)
+
+
+def _tick(value: float) -> str:
+    return number(round(value, 12) + 0.0)  # neither -0 nor the tail of 3 * 0.1
+
+
+def _curve(metric: Metric, frame: Frame, index: int, label: str, data: Series) -> str:
+    raw = [value * metric.scale for value in data.values]
+    strong = [value * metric.scale for value in data.smoothed] if metric.smooth else raw
+    marks = f'data-metric="{escape(metric.key)}" data-run="{escape(label)}"'
+    out = [f'<g class="{style_class(index)}">']
+    if metric.smooth:
+        out.append(f'<path class="raw" d="{_path(frame, data.steps, raw)}"/>')
+    corners = not metric.smooth
+    out.append(f'<path class="smooth" {marks} d="{_path(frame, data.steps, strong, corners)}"/>')
+    stride = -(-len(raw) // TOOLTIPS)
+    for i in sorted({*range(0, len(raw), stride), len(raw) - 1}):
+        text = f"{label}, step {data.steps[i]}: {number(raw[i])} {metric.unit}".rstrip()
+        if metric.smooth and strong[i] != raw[i]:
+            text += f" (smoothed {number(strong[i])})"
+        x, y = frame.x(data.steps[i]), frame.y(strong[i])
+        out.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5"><title>{escape(text)}</title></circle>')
+    return "".join([*out, "</g>"])
+
+
+def _path(frame: Frame, steps: Sequence[int], values: Sequence[float], corners: bool = False) -> str:
+    """Path through the points: straight lines, or level to the next step and then up or down."""
+    points = [
+        (f"{frame.x(step):.1f}", f"{frame.y(value):.1f}") for step, value in zip(steps, values, strict=True)
+    ]
+    if len(points) == 1:  # a line of no length shows as a dot, thanks to round caps
+        points *= 2
+    (x, y), *rest = points
+    moves = [f"H{x}V{y}" if corners else f"L{x} {y}" for x, y in rest]
+    return f"M{x} {y}" + "".join(moves)
