@@ -12,6 +12,7 @@ from qerl.errors import QeRLError
 from qerl.report.metrics import number
 from qerl.report.runs import METRICS_FILE, read_metrics, series
 
+BAR, TICK = "\N{BOX DRAWINGS LIGHT VERTICAL}", "\N{BOX DRAWINGS LIGHT VERTICAL AND LEFT}"
 BRAILLE = 0x2800
 # Bit of each dot of a Braille character, by row and column (Unicode chart U+2800).
 DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
@@ -97,9 +98,9 @@ def terminal_curve(values: list[float], width: int = 60, height: int = 8) -> str
     centre = high - (4 * middle + 1.5) / (4 * height - 1) * (high - low)
     labels = {middle: number(centre), height - 1: number(low), 0: number(high)}
     margin = max(len(label) for label in labels.values())
-    axis = dict.fromkeys(labels, "\N{BOX DRAWINGS LIGHT VERTICAL AND LEFT}")
+    axis = dict.fromkeys(labels, TICK)
     lines = [
-        f"{labels.get(line, ''):>{margin}} {axis.get(line, '\N{BOX DRAWINGS LIGHT VERTICAL}')}"
+        f"{labels.get(line, ''):>{margin}} {axis.get(line, BAR)}"
         + "".join(chr(BRAILLE + cell) for cell in row)
         for line, row in enumerate(cells)
     ]
