@@ -3,14 +3,23 @@
 import difflib
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from qerl.errors import QeRLError
 from qerl.tasks.arithmetic import Arithmetic
 from qerl.tasks.base import Task
+from qerl.tasks.hub import SOURCES, HubTask, bigmath
+from qerl.tasks.jsonl import Jsonl
 
-TASKS: dict[str, Callable[..., Task]] = {"arithmetic": Arithmetic}
+TASKS: dict[str, Callable[..., Task]] = {
+    "arithmetic": Arithmetic,
+    **{name: partial(HubTask, name, source) for name, source in SOURCES.items()},
+    "bigmath": bigmath,
+}
 """What makes each task; keyword arguments are the task's options."""
+
+JSONL = "jsonl:"
 
 
 def get_task(spec: str, **options: Any) -> Task:
@@ -24,20 +33,26 @@ def get_task(spec: str, **options: Any) -> Task:
         QeRLError: The task or an option is unknown (the nearest name is given), or an option's value is
         wrong.
     """
-    name = spec
-    if name not in TASKS:
-        raise QeRLError(
-            f"Task {name!r} is unknown{_nearest(name, [*TASKS])}; the tasks are: {', '.join(TASKS)}."
-        )
-    make = TASKS[name]
+    make = _maker(spec)
     known = list(inspect.signature(make).parameters)
     for option in options:
         if option not in known:
             raise QeRLError(
-                f"Task {name} has no option {option!r}{_nearest(option, known)}; its options are: "
+                f"Task {spec} has no option {option!r}{_nearest(option, known)}; its options are: "
                 f"{', '.join(known) or 'none'}."
             )
     return make(**options)
+
+
+def _maker(spec: str) -> Callable[..., Task]:
+    if spec.startswith(JSONL) and spec != JSONL:
+        return partial(Jsonl, spec.removeprefix(JSONL))
+    if spec not in TASKS:
+        raise QeRLError(
+            f"Task {spec!r} is unknown{_nearest(spec, [*TASKS])}; the tasks are: {', '.join(TASKS)}, and "
+            f"{JSONL}PATH for a file of your own."
+        )
+    return TASKS[spec]
 
 
 def _nearest(name: str, known: list[str]) -> str:

@@ -1,0 +1,173 @@
+r"""Mathematics data sets of the Hub: what lies where, and one class that reads them all.
+
+:data:`SOURCES` is the table of the data sets that the QeRL paper trains on and evaluates with (arXiv
+2510.11696, section 4.1). The prompt asks for ``\boxed{}``, as the models it uses were trained to answer; for
+GSM8K it asks for ``####``, as GSM8K's own solutions do.
+
+Where a data set has a test split, that is the held-out set. Big-Math and DAPO-Math have none, and one problem
+in 32 is set aside (:mod:`qerl.tasks.holdout`); the choice depends on the problem alone, so a model trained on
+some levels of Big-Math is never tested on a problem that it saw at another choice of levels. The remaining
+data sets are benchmarks without training problems.
+
+Files are fetched with ``snapshot_download`` and read from its folder, which lies in the Hub's own cache, and
+not by name with ``load_dataset``: without network the first fails at once, the second after retrying for 23 s
+(datasets 5.2, no name resolution). Without network a copy in the cache is used.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import httpx
+from datasets import Dataset, load_dataset
+from datasets.exceptions import DatasetsError
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError
+
+from qerl.errors import QeRLError
+from qerl.hub import HUB_TIMEOUT
+from qerl.tasks.answers import after_hashes
+from qerl.tasks.base import Task, as_dataset
+from qerl.tasks.holdout import position
+
+HELD_OUT_SHARE = 1 / 32
+"""Of a data set without test split: about 440 problems of DAPO-Math and 1,300 of each level of Big-Math."""
+
+BIGMATH_LEVELS = range(1, 6)
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where the problems of a task lie on the Hub.
+
+    Attributes:
+        dataset: Hub id.
+        train: Split to train on; None for a benchmark.
+        test: Held-out split; None sets a share of the training split aside.
+        question: Column of the problem.
+        answer: Column that holds the answer.
+        answer_format: How an answer is to be stated; a name from :data:`qerl.tasks.formats.FORMATS`.
+        configs: Parts of the data set, read one after the other; None for a data set without parts.
+        read_answer: Text of the answer column -> the answer, or None if it holds none.
+    """
+
+    dataset: str
+    train: str | None
+    test: str | None
+    question: str
+    answer: str
+    answer_format: str = "boxed"
+    configs: tuple[str | None, ...] = (None,)
+    read_answer: Callable[[str], str | None] = str.strip
+
+
+SOURCES = {
+    "gsm8k": Source("openai/gsm8k", "train", "test", "question", "answer", "hashes", ("main",), after_hashes),
+    # Its parts are the levels; see bigmath().
+    "bigmath": Source("open-r1/Big-Math-RL-Verified-Processed", "train", None, "prompt", "solution"),
+    # "en" leaves out the 3,282 Chinese problems, as the paper's released code does.
+    "dapo-math": Source(
+        "open-r1/DAPO-Math-17k-Processed", "train", None, "prompt", "solution", configs=("en",)
+    ),
+    "math500": Source("HuggingFaceH4/MATH-500", None, "test", "problem", "answer"),
+    "aime24": Source("HuggingFaceH4/aime_2024", None, "train", "problem", "answer"),
+    "aime25": Source("math-ai/aime25", None, "test", "problem", "answer"),
+    "amc23": Source("math-ai/amc23", None, "test", "question", "answer"),
+}
+"""The data sets by task name."""
+
+
+class HubTask(Task):
+    """Problems of a data set of the Hub.
+
+    Args:
+        name: As recipes name the task.
+        source: Where its problems lie.
+    """
+
+    def __init__(self, name: str, source: Source) -> None:
+        super().__init__(name, source.answer_format)
+        self.source = source
+
+    def train(self) -> Dataset:
+        """All training problems, less those that are held out; see :meth:`Task.train`."""
+        if self.source.train is None:
+            raise QeRLError(
+                f"Task {self.name} is a benchmark without training problems; train on another task and use "
+                f"{self.name} with `qerl eval`."
+            )
+        problems = self._problems(self.source.train)
+        if self.source.test is None:
+            problems = ((q, a) for q, a in problems if position(q) >= HELD_OUT_SHARE)
+        return self._rows(problems, "training")
+
+    def test(self) -> Dataset:
+        """The test split in its own order, or the held-out problems in an order that mixes the parts."""
+        if self.source.test is not None:
+            return self._rows(self._problems(self.source.test), "test")
+        assert self.source.train is not None  # a source has one of the two
+        held_out = {q: a for q, a in self._problems(self.source.train) if position(q) < HELD_OUT_SHARE}
+        return self._rows(sorted(held_out.items(), key=lambda problem: position(problem[0])), "held-out")
+
+    def _rows(self, problems: Iterator[tuple[str, str]] | Sequence[tuple[str, str]], what: str) -> Dataset:
+        rows = ({"prompt": self.prompt(question), "answer": answer} for question, answer in problems)
+        return as_dataset(rows, f"Task {self.name}, {what} set,")
+
+    def _problems(self, split: str) -> Iterator[tuple[str, str]]:
+        """Questions and answers of a split."""
+        source = self.source
+        for config in source.configs:
+            where = f"{source.dataset}{f' ({config})' if config else ''}, split {split}"
+            data = _load(source.dataset, config, split, where)
+            for column in (source.question, source.answer):
+                if column not in data.column_names:
+                    raise QeRLError(
+                        f"The data set {where}, has no column {column!r} but {', '.join(data.column_names)}; "
+                        "if it has changed on the Hub, train on a copy of your own with jsonl:PATH."
+                    )
+            for number, row in enumerate(data.select_columns([source.question, source.answer])):
+                question, stated = row[source.question], row[source.answer]
+                answer = None if stated is None else source.read_answer(str(stated))
+                if not question or not answer:
+                    raise QeRLError(
+                        f"The data set {where}, states no {'answer' if question else 'question'} in row "
+                        f"{number}; use a copy without that row with jsonl:PATH."
+                    )
+                yield question, answer
+
+
+def bigmath(levels: Sequence[int] = (3, 4, 5)) -> HubTask:
+    """Big-Math by difficulty.
+
+    Args:
+        levels: Levels from 1 (easy) to 5; the paper trains on 3 to 5.
+
+    Raises:
+        QeRLError: There are no levels, or others than these.
+    """
+    if isinstance(levels, str | int) or not levels or not set(levels) <= set(BIGMATH_LEVELS):
+        raise QeRLError(f"The levels of bigmath are {levels!r}; give a list of numbers from 1 to 5.")
+    configs = tuple(f"level_{level}" for level in sorted(set(levels)))
+    return HubTask("bigmath", replace(SOURCES["bigmath"], configs=configs))
+
+
+def _load(dataset: str, config: str | None, split: str, where: str) -> Dataset:
+    # A part lies in a folder of its own; the README says which files make up which split.
+    files = [f"{config}/*.parquet"] if config else ["*.parquet", "*.jsonl"]
+    try:
+        folder = snapshot_download(
+            dataset, repo_type="dataset", allow_patterns=["README.md", *files], etag_timeout=HUB_TIMEOUT
+        )
+    except (OSError, httpx.HTTPError, HfHubHTTPError) as error:
+        cause = str(error).strip().partition("\n")[0]
+        raise QeRLError(
+            f"The data set {dataset} is neither on the Hub as seen from here nor in its cache ({cause}); "
+            "connect to the network, or use the task arithmetic or a file of your own with jsonl:PATH."
+        ) from error
+    try:
+        return load_dataset(folder, config, split=split)
+    except (OSError, ValueError, DatasetsError) as error:
+        cause = str(error).strip().partition("\n")[0]
+        raise QeRLError(
+            f"The data set {where}, cannot be read from {folder} ({cause}); if the download was cut off, "
+            "delete that folder and try again with network."
+        ) from error

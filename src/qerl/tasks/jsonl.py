@@ -1,0 +1,162 @@
+"""Problems of the user's own, from a file with one JSON object a line (``jsonl:PATH``).
+
+A line states the problem in exactly one of three columns, and what is right in ``answer``::
+
+    {"question": "What is 7 x 6?", "answer": 42}
+    {"messages": [{"role": "user", "content": "What is 7 x 6?"}], "answer": "42"}
+
+``question`` and ``prompt`` are text, or chat messages as in ``messages``. The answer format's instruction is
+put in front, unless the messages bring a system message of their own, which then has to ask for that format.
+Other columns reach the reward functions by name, as None on lines that do not have them.
+
+A bad line stops the run before it starts: dropping it would train on something else than the file.
+"""
+
+import json
+import math
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+from datasets import Dataset
+
+from qerl.errors import QeRLError
+from qerl.tasks.base import Message, Task, as_dataset
+from qerl.tasks.holdout import position
+
+_PROBLEM_COLUMNS = ("prompt", "question", "messages")
+_ROLES = ("system", "user", "assistant")
+
+
+class Jsonl(Task):
+    """Problems from a file.
+
+    Args:
+        path: The file.
+        answer_format: How an answer is to be stated; a name from :data:`qerl.tasks.formats.FORMATS`.
+        test_size: Problems of the file to hold out. The choice depends on the problems alone, so give
+            training and evaluation the same number.
+        test_path: A second file with the held-out problems, instead of ``test_size``.
+    """
+
+    def __init__(
+        self, path: str, answer_format: str = "boxed", test_size: int = 0, test_path: str | None = None
+    ) -> None:
+        super().__init__(f"jsonl:{path}", answer_format)
+        if not isinstance(test_size, int) or test_size < 0:
+            raise QeRLError(f"test_size is {test_size!r}; it must be a number of problems, 0 or more.")
+        if test_size and test_path is not None:
+            raise QeRLError("test_size and test_path both say what is held out; give one of them.")
+        self.path = Path(path).expanduser()
+        self.test_size = test_size
+        self.test_path = None if test_path is None else Path(test_path).expanduser()
+
+    def train(self) -> Dataset:
+        """The problems of the file, less those that are held out; see :meth:`Task.train`."""
+        rows = self._read(self.path)
+        held_out = self._held_out(rows)
+        return _dataset([row for row in rows if _key(row) not in held_out], self.path)
+
+    def test(self) -> Dataset:
+        """The problems of the second file, or those that ``test_size`` holds out; see :meth:`Task.test`."""
+        if self.test_path is not None:
+            return _dataset(self._read(self.test_path), self.test_path)
+        if not self.test_size:
+            raise QeRLError(
+                f"Task {self.name} has no held-out problems; set test_size, or name a second file with "
+                "test_path."
+            )
+        rows = self._read(self.path)
+        held_out = self._held_out(rows)
+        return _dataset([row for row in rows if _key(row) in held_out], self.path)
+
+    def _held_out(self, rows: list[dict[str, Any]]) -> set[str]:
+        problems = {_key(row) for row in rows}
+        if problems and self.test_size >= len(problems):
+            raise QeRLError(
+                f"test_size {self.test_size} leaves no training problem of the {len(problems)} different "
+                f"ones in {self.path}; make it smaller."
+            )
+        return set(sorted(problems, key=position)[: self.test_size])
+
+    def _read(self, path: Path) -> list[dict[str, Any]]:
+        try:
+            lines = path.read_bytes().splitlines()
+        except OSError as error:
+            raise QeRLError(f"The data file {path} cannot be read: {error.strerror}.") from error
+        rows = []
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                try:
+                    rows.append(self._row(line))
+                except ValueError as error:
+                    raise QeRLError(f"{path}, line {number}: {error}.") from error
+        return rows
+
+    def _row(self, line: bytes) -> dict[str, Any]:
+        """A row from a line.
+
+        Raises:
+            ValueError: What is wrong with the line.
+        """
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"this is not JSON ({error})") from error
+        if not isinstance(row, dict):
+            raise ValueError("a line must be a JSON object with the columns question and answer")
+        given = [column for column in _PROBLEM_COLUMNS if row.get(column) is not None]
+        if len(given) != 1:
+            raise ValueError(
+                f"a problem needs exactly one of the columns {', '.join(_PROBLEM_COLUMNS)}; this has "
+                f"{' and '.join(given) or ', '.join(row) or 'no columns'}"
+            )
+        others = {k: v for k, v in row.items() if k not in (*_PROBLEM_COLUMNS, "answer")}
+        return {"prompt": self._messages(row[given[0]]), "answer": _answer(row.get("answer")), **others}
+
+    def _messages(self, problem: Any) -> list[Message]:
+        if isinstance(problem, str):
+            if not problem.strip():
+                raise ValueError("the problem is empty")
+            return self.prompt(problem)
+        if not isinstance(problem, list) or not all(map(_is_message, problem)):
+            raise ValueError(
+                f"the problem must be text, or a list of messages with content and one of the roles "
+                f"{', '.join(_ROLES)}"
+            )
+        if not problem or problem[-1]["role"] != "user":
+            raise ValueError("the last message must be the user's")
+        chat = [{"role": message["role"], "content": message["content"]} for message in problem]
+        own_instruction = chat[0]["role"] == "system"
+        return chat if own_instruction else [{"role": "system", "content": self.format.instruction}, *chat]
+
+
+def _is_message(message: Any) -> bool:
+    return (
+        isinstance(message, dict)
+        and message.get("role") in _ROLES
+        and isinstance(message.get("content"), str)
+    )
+
+
+def _answer(value: Any) -> str:
+    if isinstance(value, str) and value.strip():
+        return value.strip()
+    if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+        return format(Decimal(str(value)), "f")  # 1e-07 is no plain number to qerl.tasks.answers
+    raise ValueError(f"the column answer must be text or a number; it is {json.dumps(value)}")
+
+
+def _key(row: dict[str, Any]) -> str:
+    return json.dumps(row["prompt"])
+
+
+def _dataset(rows: list[dict[str, Any]], path: Path) -> Dataset:
+    columns = dict.fromkeys(column for row in rows for column in row)
+    try:
+        return as_dataset(({**columns, **row} for row in rows), f"The data file {path}")
+    except pyarrow.ArrowException as error:
+        raise QeRLError(
+            f"A column of {path} has values of different types ({error}); use one type for each column."
+        ) from error
