@@ -69,9 +69,8 @@ def call_within(seconds: float, call: Callable[[], Any]) -> Any:
         try:
             return call()
         finally:
-            running = (
-                False  # an alarm between the call's return and the disarming below finds nothing to stop
-            )
+            # An alarm between the call's return and the disarming below then finds nothing to stop.
+            running = False
     except _TimeUpError:
         raise TimeoutError(f"no result within {seconds:g} s") from None
     finally:
@@ -100,13 +99,12 @@ def guarded(func: RewardFunction, timeout_s: float = 10.0) -> RewardFunction:
     if inspect.iscoroutinefunction(func):
         raise QeRLError(f"Reward function {func.__name__!r} is async; write it as a plain function.")
     name = func.__name__
-    warned = False
+    said: set[str] = set()
 
     @functools.wraps(func)
     def call(prompts: list, completions: list, **columns: Any) -> list[float | None]:
-        nonlocal warned
-        if not can_interrupt() and not warned:
-            warned = True
+        if not can_interrupt() and "no limit" not in said:
+            said.add("no limit")
             logger.warning("Reward function %r runs without time limit: this is not the main thread.", name)
         failures: list[Exception] = []
         try:
@@ -114,8 +112,8 @@ def guarded(func: RewardFunction, timeout_s: float = 10.0) -> RewardFunction:
             rewards = _checked(call_within(timeout_s, batch), len(completions))
         except Exception:
             rewards = _sample_by_sample(func, timeout_s, prompts, completions, columns, failures)
-        if failures and not warned:
-            warned = True
+        if failures and "failed" not in said:
+            said.add("failed")
             logger.warning(
                 "Reward function %r failed on %d of %d samples, which score 0 (first failure: %s: %s). Later "
                 "failures are counted in rewards/%s/failed.",
