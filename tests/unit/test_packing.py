@@ -34,7 +34,7 @@ def test_layout_of_two_samples_of_one_prompt():
 def test_scatter_puts_values_where_their_tokens_are():
     batch = padded_batch([[5, 6], [5, 6], [4]], [[8, 9], [1], [10, 11, 12]])
     packed = pack(*batch, rows=[0, 2])
-    values = packed.labels_1L.float()
+    values = packed.labels_1L[:, packed.sample_L >= 0].float()
     assert packed.scatter(values, 3, 3).tolist() == [[8, 9, 0], [0, 0, 0], [10, 11, 12]]
 
 
@@ -62,7 +62,7 @@ def test_log_probs_and_gradients_equal_the_padded_batch(tiny_model, family, chec
     ).logits
     labels = packed.labels_1L.clamp(min=0)
     values = logits.log_softmax(-1).gather(-1, labels[..., None])[..., 0]
-    shared = packed.scatter(values, 4, batch[2].size(1))
+    shared = packed.scatter(values[:, packed.sample_L >= 0], 4, batch[2].size(1))
     torch.testing.assert_close(shared, padded * batch[3], rtol=0, atol=1e-11)
     actual = gradients(model, (shared * weight).sum())
     for name, grad in expected.items():

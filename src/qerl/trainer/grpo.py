@@ -35,6 +35,7 @@ from trl.trainer.utils import RepeatSampler, split_tensor_dict
 
 from qerl.config import QeRLConfig
 from qerl.errors import QeRLError
+from qerl.modules import base_model
 from qerl.noise import AdaptiveNoise, NoiseSchedule
 from qerl.nvfp4.linear import unpacked
 from qerl.rollout.engine import RolloutEngine, RolloutResult, SamplingParams
@@ -347,13 +348,15 @@ class QeRLTrainer(GRPOTrainer):
             completion_mask,
             rows,
         )
-        out = model(
-            input_ids=packed.input_ids_1L,
-            position_ids=packed.position_ids_1L,
-            attention_mask=packed.attention_mask_11LL,
-            shift_labels=packed.labels_1L,
-            fused_lm_head=True,
-        )
+        scored_L = packed.sample_L >= 0
+        with _scored_only(self.accelerator.unwrap_model(model), scored_L):
+            out = model(
+                input_ids=packed.input_ids_1L,
+                position_ids=packed.position_ids_1L,
+                attention_mask=packed.attention_mask_11LL,
+                shift_labels=packed.labels_1L[:, scored_L],
+                fused_lm_head=True,
+            )
         return packed.scatter(out.log_probs, batch, columns), packed.scatter(out.entropy, batch, columns)
 
     @staticmethod
@@ -448,6 +451,21 @@ class QeRLTrainer(GRPOTrainer):
                 index, _, name = key.partition(".")
                 parts[int(index)][name] = value
             self._buffered_inputs = parts
+
+
+@contextlib.contextmanager
+def _scored_only(model: torch.nn.Module, scored_L: torch.Tensor) -> Iterator[None]:
+    """Hand the output head only the positions that predict something: shared prompts do not."""
+
+    def select(_module: torch.nn.Module, _args: Any, output: Any) -> Any:
+        output.last_hidden_state = output.last_hidden_state[:, scored_L]
+        return output
+
+    handle = base_model(model).base_model.register_forward_hook(select)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 class _EngineClient:

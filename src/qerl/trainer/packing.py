@@ -15,7 +15,8 @@ Given up: the mask is a dense [L, L] matrix, whose attention costs L^2 whatever 
     the
 portable path (any transformers model with SDPA attention, gradient checkpointing included).
 
-Legend: B samples, P padded prompt length, C padded completion length, L packed length.
+Legend: B samples, P padded prompt length, C padded completion length, L packed length,
+S positions of L that predict something.
 """
 
 from dataclasses import dataclass
@@ -46,12 +47,12 @@ class PackedBatch:
     sample_L: torch.Tensor
     column_L: torch.Tensor
 
-    def scatter(self, values_1L: torch.Tensor, batch: int, columns: int) -> torch.Tensor:
-        """Per-position values laid out as the padded batch [B, C], zero where nothing was computed."""
-        predicts = self.sample_L >= 0
-        index = (self.sample_L * columns + self.column_L)[predicts]
-        flat = values_1L.new_zeros(batch * columns)
-        return flat.index_put((index,), values_1L[0][predicts]).view(batch, columns)
+    def scatter(self, values_1S: torch.Tensor, batch: int, columns: int) -> torch.Tensor:
+        """Values of the S positions that predict something, as the padded batch [B, C]; zero elsewhere."""
+        scored_L = self.sample_L >= 0
+        index_S = (self.sample_L * columns + self.column_L)[scored_L]
+        flat = values_1S.new_zeros(batch * columns)
+        return flat.index_put((index_S,), values_1S[0]).view(batch, columns)
 
 
 def pack(
