@@ -182,6 +182,9 @@ def _one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
 
 FIELDS = {f.name: f for f in dataclasses.fields(QeRLConfig) if f.init}
 
+# Set from other fields when settings are made; TRL refuses to be given the first beside steps_per_generation.
+_DERIVED = {"generation_batch_size", "debug", "pad_to_multiple_of"}
+
 # YAML 1.1 reads 1e-5 as a string because the point is missing.
 _FLOAT = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+")
 
@@ -253,17 +256,14 @@ def load_config(recipes: Sequence[Path], overrides: dict[str, Any]) -> QeRLConfi
 
 def resolved(config: QeRLConfig) -> dict[str, Any]:
     """Fields that belong to this project or differ from their defaults, as plain YAML values."""
-    plain = QeRLConfig(output_dir=config.output_dir, model=config.model, task=config.task)
     own = QeRLConfig.__annotations__
     out = {}
-    for name in FIELDS:
+    for name, spec in FIELDS.items():
         value = getattr(config, name)
-        # generation_batch_size follows from steps_per_generation, and TRL refuses to be given both.
-        if name != "generation_batch_size" and (name in own or value != getattr(plain, name)):
+        default = spec.default if spec.default_factory is dataclasses.MISSING else spec.default_factory()
+        if name not in _DERIVED and (name in own or value != default):
             out[name] = getattr(value, "value", value)
-    return {"output_dir": config.output_dir} | {
-        name: value for name, value in out.items() if _is_plain(value)
-    }
+    return {name: value for name, value in out.items() if _is_plain(value)}
 
 
 def _is_plain(value: Any) -> bool:
