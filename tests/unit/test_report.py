@@ -170,12 +170,13 @@ def test_page_stands_on_its_own_with_a_curve_for_each_run_and_metric(tmp_path):
     assert "seed" not in page.text
 
 
-def test_curve_goes_through_its_points(tmp_path):
-    """Three steps, so that smoothing is off: y falls from the bottom by a third of the height for each."""
-    run = make_run(tmp_path / "a", steps=3, reward=lambda step: float(step))
+@pytest.mark.parametrize(("key", "scale"), [("reward", 1.0), ("rewards/accuracy/mean", 0.01)])
+def test_curve_goes_through_its_points(tmp_path, key, scale):
+    """Three steps, so that smoothing is off: the axis ends at 3 (or 3 %), each step is a third of it."""
+    run = make_run(tmp_path / "a", steps=3, **{key: lambda step: step * scale})
     write_report([run], tmp_path / "r.html")
     curve = next(
-        e for _, e in Page((tmp_path / "r.html").read_text()).elements if e.get("data-metric") == "reward"
+        e for _, e in Page((tmp_path / "r.html").read_text()).elements if e.get("data-metric") == key
     )
     points = [tuple(map(float, p.split())) for p in re.split("[ML]", curve["d"])[1:]]
     assert [x for x, _ in points] == [58, 282, 506]  # 58 + 448 * (0, 1/2, 1)
@@ -272,7 +273,7 @@ def test_terminal_curve_labels_and_size():
 
 def test_terminal_curve_of_few_flat_and_missing_values():
     assert terminal_curve([0.5]).splitlines()[4].count("\u2809") == 60
-    gap = terminal_curve([1.0, 1.0, math.nan, 1.0, 1.0], width=9, height=1).splitlines()[0]
-    assert "\u2800" in gap
+    gap = terminal_curve([2.0, 2.0, math.nan, 1.0, 1.0], width=5, height=1)
+    assert gap.splitlines()[0] == "2 \u2524\u2809\u2801\u2800\u2880\u28c0"
     with pytest.raises(QeRLError, match="no finite value"):
         terminal_curve([math.nan])
