@@ -47,7 +47,6 @@ def reward_curve_png(run: Path, out: Path) -> None:
             axes.plot(data.steps, data.values, color=colour, alpha=0.3, linewidth=1)
             lines += axes.plot(data.steps, data.smoothed, color=colour, linewidth=2.2, label=label)
     axes.set(xlabel="step", ylabel="reward, share of right answers", title=run.resolve().name)
-    axes.margins(x=0.01)
     if axes.dataLim.ymin >= 0:  # then both axes start at zero
         axes.set_ylim(bottom=0)
     axes.grid(color="#e6e8ec")
