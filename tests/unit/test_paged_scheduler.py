@@ -99,7 +99,7 @@ def test_the_last_admitted_is_preempted_and_comes_back_with_its_tokens():
     scheduler.plan()
     scheduler.advance({0: 14, 1: 14}, [])
     plan = scheduler.plan()
-    assert plan.preempted == [second]
+    assert plan.preempted == [(second, 1)]
     assert second.generated == 14
     assert first.row == 0
     scheduler.advance({0: 21}, [0])

@@ -94,11 +94,15 @@ class PackedLinear(nn.Module):
     def dequantized_weight(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """W [N, K], exact in FP32 and then cast once. A new tensor, unless an `unpacked` block keeps it."""
         if not self._unpacked_depth:
-            return dequantize(self.packed, dtype)
+            return self._dense(dtype)
         if self._dense_NK is None or self._dense_NK.dtype != dtype:
             with torch.inference_mode(False):  # it may serve a training step later in the same block
-                self._dense_NK = dequantize(self.packed, dtype)
+                self._dense_NK = self._dense(dtype)
         return self._dense_NK
+
+    def _dense(self, dtype: torch.dtype) -> torch.Tensor:
+        buffers = self.weight_packed, self.weight_scale, self.weight_global_scale
+        return _dense(*buffers, self.format, self.out_features, dtype)
 
     def forward(self, x_BTK: torch.Tensor) -> torch.Tensor:
         """[..., K] -> [..., N] in the dtype of ``x``, or of autocast where it is on."""
@@ -109,7 +113,7 @@ class PackedLinear(nn.Module):
         if self._unpacked_depth or not torch.is_grad_enabled():
             return F.linear(x_BTK, self.dequantized_weight(x_BTK.dtype), bias)
         buffers = self.weight_packed, self.weight_scale, self.weight_global_scale
-        return _PackedProduct.apply(x_BTK, bias, self.format, *buffers)
+        return _PackedProduct.apply(x_BTK, bias, self.format, self.out_features, *buffers)
 
     def extra_repr(self) -> str:
         bias = self.bias is not None
@@ -154,13 +158,14 @@ class _PackedProduct(torch.autograd.Function):
         x_BTK: torch.Tensor,
         bias_N: torch.Tensor | None,
         format: BlockFormat,
+        rows: int,
         codes: torch.Tensor,
         scales: torch.Tensor,
         global_scale: torch.Tensor | None,
     ) -> torch.Tensor:
-        ctx.format = format
+        ctx.format, ctx.rows = format, rows
         ctx.save_for_backward(codes, scales, global_scale)
-        weight_NK = dequantize(PackedWeight(codes, scales, global_scale, format), x_BTK.dtype)
+        weight_NK = _dense(codes, scales, global_scale, format, rows, x_BTK.dtype)
         return F.linear(x_BTK, weight_NK, bias_N)
 
     @staticmethod
@@ -169,11 +174,27 @@ class _PackedProduct(torch.autograd.Function):
         dx_BTK = dbias_N = None
         if ctx.needs_input_grad[0]:
             codes, scales, global_scale = ctx.saved_tensors
-            packed = PackedWeight(codes, scales, global_scale, ctx.format)
-            dx_BTK = dy_BTN @ dequantize(packed, dy_BTN.dtype)
+            dx_BTK = dy_BTN @ _dense(codes, scales, global_scale, ctx.format, ctx.rows, dy_BTN.dtype)
         if ctx.needs_input_grad[1]:
             dbias_N = dy_BTN.flatten(0, -2).sum(0)
-        return dx_BTK, dbias_N, None, None, None, None
+        return dx_BTK, dbias_N, None, None, None, None, None
+
+
+def _dense(
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    global_scale: torch.Tensor | None,
+    format: BlockFormat,
+    rows: int,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """W [N, K]. The paged engine reorders a weight into tiles of 64 x 64 for its kernels, its only copy."""
+    if codes.ndim == 4:
+        from qerl.kernels.dequantize import dequantize_fragments  # needs Triton
+
+        assert global_scale is not None
+        return dequantize_fragments(codes, scales, global_scale, rows, dtype)
+    return dequantize(PackedWeight(codes, scales, global_scale, format), dtype)
 
 
 @contextmanager

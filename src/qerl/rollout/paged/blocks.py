@@ -1,9 +1,9 @@
 """Which blocks of the KV cache are free, and who holds the others: plain Python, no tensors.
 
-A block holds the keys and values of 64 tokens. A prompt's blocks are held once by each sample that reads them, so the
-group shares them and the last to finish frees them. A sample's own tokens start in a fresh block even where the
-prompt's last block has room: nothing is ever copied or written to while shared, at the price of less than one block a
-prompt.
+A block holds the keys and values of 64 tokens. A prompt's blocks are held once by each sample that reads
+them, so the group shares them and the last to finish frees them. A sample's own tokens start in a fresh block
+even where the prompt's last block has room: nothing is ever copied or written to while shared, at the price
+of less than one block a prompt.
 """
 
 from collections import Counter

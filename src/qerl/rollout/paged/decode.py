@@ -1,8 +1,8 @@
 """A decode step of a fixed number of rows, captured as a CUDA graph.
 
-A row is a place for one sequence. Everything a step needs (token, position, where its key goes, how far it sees)
-is on the GPU and is advanced there by the sampling kernel, so replaying the graph n times decodes n tokens without
-the host. The host looks at ``done`` now and then.
+A row is a place for one sequence. Everything a step needs (token, position, where its key goes, how far it
+sees) is on the GPU and is advanced there by the sampling kernel, so replaying the graph n times decodes n
+tokens without the host. The host looks at ``done`` now and then.
 """
 
 from collections.abc import Sequence
@@ -51,7 +51,7 @@ class DecodeStep:
         table_width: int,
         temperature: float,
         stop_token_ids: Sequence[int],
-        lora: bool = True,
+        lora: bool,
     ) -> None:
         device = decoder.embedding_VD.device
         self.decoder, self.cache, self.rows, self.temperature = decoder, cache, rows, temperature

@@ -1,12 +1,12 @@
 """Which sequences run in which rows, and which blocks they own: plain Python, no tensors, no model.
 
-Time is cut into rounds of a few decode steps. Before a round the scheduler is asked to plan: it admits waiting
-sequences into free rows, gives every running sequence the blocks that the round can need, and, when there are not
-enough, preempts the sequence admitted last: its blocks are freed, its tokens are kept, and it waits in front of all
-others to be prefilled again. After a round it is told what each row generated.
+Time is cut into rounds of a few decode steps. Before a round the scheduler is asked to plan: it admits
+waiting sequences into free rows, gives every running sequence the blocks that the round can need, and, when
+there are not enough, preempts the sequence admitted last: its blocks are freed, its tokens are kept, and it
+waits in front of all others to be prefilled again. After a round it is told what each row generated.
 
-A prompt is prefilled without its last token; each sample decodes that token itself, into its own first block. So
-prefill needs no sampling, and a prompt of one token needs no prefill.
+A prompt is prefilled without its last token; each sample decodes that token itself, into its own first block.
+So prefill needs no sampling, and a prompt of one token needs no prefill.
 """
 
 from collections import deque
@@ -63,13 +63,13 @@ class Plan:
 
     Attributes:
         prefill_prompts: Prompts whose blocks were just given out and must be computed.
-        admitted: Sequences that enter a row; those with generated tokens have own tokens to be computed again.
-        preempted: Sequences that lost their row and blocks.
+        admitted: Sequences that enter a row; those with generated tokens have own tokens to be computed
+        again. preempted: Sequences that lost their blocks, with the row that each was in.
     """
 
     prefill_prompts: list[Prompt]
     admitted: list[Sample]
-    preempted: list[Sample]
+    preempted: list[tuple[Sample, int]]
 
 
 class Scheduler:
@@ -98,9 +98,9 @@ class Scheduler:
             needed = self.blocks.blocks_for(prompt.cached_tokens) + self.blocks.blocks_for(max_tokens)
             if needed > self.blocks.count:
                 raise QeRLError(
-                    f"Prompt {number} has {len(token_ids)} tokens and with {max_tokens} new ones needs {needed} "
-                    f"cache blocks of {self.blocks.block_tokens} tokens; the cache has {self.blocks.count}: raise "
-                    "its share of GPU memory, or lower max_tokens."
+                    f"Prompt {number} has {len(token_ids)} tokens and with {max_tokens} new ones needs "
+                    f"{needed} cache blocks of {self.blocks.block_tokens} tokens; the cache has "
+                    f"{self.blocks.count}: raise its share of GPU memory, or lower max_tokens."
                 )
             added += [Sample(number * samples + i, prompt, max_tokens) for i in range(samples)]
         self.waiting.extend(added)
@@ -139,10 +139,10 @@ class Scheduler:
                 if missing <= self.blocks.free:
                     sequence.blocks += self.blocks.take(missing)
                     break
-                victim = max(self.running.values(), key=lambda s: s.index)
+                row, victim = max(self.running.items(), key=lambda item: item[1].index)
                 self._leave(victim)
                 self.waiting.appendleft(victim)
-                plan.preempted.append(victim)
+                plan.preempted.append((victim, row))
 
     def _admit(self, plan: Plan) -> None:
         free_rows = [row for row in range(self.rows) if row not in self.running]

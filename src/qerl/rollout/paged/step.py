@@ -1,10 +1,11 @@
 """One forward pass of the decoder over T tokens, for decoding (inside a CUDA graph) and for prefill alike.
 
-Launches a layer: GEMM, rope_kv, attend, merge, GEMM, residual_norm, GEMM, silu_mul, GEMM, residual_norm; with LoRA as
-without. See qerl.kernels.common for how LoRA and normalisation ride along.
+Launches a layer: GEMM, rope_kv, attend, merge, GEMM, residual_norm, GEMM, silu_mul, GEMM, residual_norm; with
+LoRA as without. See qerl.kernels.common for how LoRA and normalisation ride along.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -50,11 +51,11 @@ class Step:
         lora: Whether an adapter's buffers are read.
     """
 
-    def __init__(self, decoder: Decoder, tokens: int, splits: int, lora: bool = True) -> None:
+    def __init__(self, decoder: Decoder, tokens: int, splits: int, lora: bool) -> None:
         device = decoder.embedding_VD.device
         hidden, heads, size = decoder.hidden, decoder.heads, decoder.head_size
         self.decoder, self.tokens, self.splits = decoder, tokens, splits
-        self.lora = lora and decoder.layers[0].lora_qkv is not None
+        self.lora = lora
 
         def new(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
             return torch.empty(shape, dtype=dtype, device=device)
@@ -75,17 +76,15 @@ class Step:
         self.lse_ZTH = new(2 * splits, tokens, heads).fill_(-torch.inf)
         self.h_TI = new(tokens, decoder.intermediate, dtype=torch.bfloat16)
         if self.lora:
-            rank = {
-                name: self._rank(getattr(layer, f"lora_{name}")) for name in ("qkv", "o", "gate_up", "down")
+            stacks = {
+                "qkv": layer.lora_qkv, "o": layer.lora_o, "gate_up": layer.lora_gate_up,
+                "down": layer.lora_down,
+            }  # fmt: skip
+            self.low = {
+                name: torch.zeros(tokens, stack.a_RK.shape[0], dtype=torch.int64, device=device)
+                for name, stack in stacks.items()
+                if stack is not None
             }
-            self.low_qkv = new(columns, tokens, rank["qkv"])
-            self.low_gate_up = new(columns, tokens, rank["gate_up"])
-            self.low_o = new(heads, tokens, rank["o"])
-            self.low_down = new(partial_count(decoder.intermediate, silu_mul.COLUMNS), tokens, rank["down"])
-
-    @staticmethod
-    def _rank(lora: Lora) -> int:
-        return lora.a_RK.shape[0]
 
     def _multiply(self, x_TK: torch.Tensor, matrix: Matrix) -> tuple[torch.Tensor, torch.Tensor]:
         out_STN, small = gemm.multiply(x_TK, matrix.weight, self.scratch)
@@ -103,7 +102,7 @@ class Step:
         residual_norm.residual_norm(
             self.residual_TD, first.input_norm_D, self.u_TD, self.squares_PT,
             embedding=(decoder.embedding_VD, inputs.token_T),
-            **self._next(first.lora_qkv, "low_qkv"),
+            **self._after(first.lora_qkv, "a_RD", "qkv"),
         )  # fmt: skip
         for i, layer in enumerate(layers):
             out, scale = self._multiply(self.u_TD, layer.qkv)
@@ -111,7 +110,7 @@ class Step:
             rope_kv.rope_kv(
                 out, scale, self.squares_PT, decoder.cos_ME, decoder.sin_ME, inputs.position_T, inputs.slot_T,
                 self.q_THE, k, v, width=width, eps=eps, bias_N=layer.bias_N, qk_norm_2E=layer.qk_norm_2E,
-                **({"low_PTR": self.low_qkv, "b_NR": layer.lora_qkv.b_NR} if self.lora else {}),
+                **self._lora(layer.lora_qkv, "qkv", "down"),
             )  # fmt: skip
             attention.attend(
                 self.q_THE, k, v, inputs.tables_GB, inputs.item_4, inputs.order, inputs.limit_2T,
@@ -119,32 +118,38 @@ class Step:
             )  # fmt: skip
             attention.merge(
                 self.out_ZTHE, self.lse_ZTH, self.attended_TC,
-                **({"a_RC": layer.lora_o.a_RK, "next_PTR": self.low_o} if self.lora else {}),
+                **self._after(layer.lora_o, "a_RC", "o"),
+                spent_TR=self.low["qkv"] if self.lora else None,
             )  # fmt: skip
             out, scale = self._multiply(self.attended_TC, layer.o)
             self._residual_norm(
-                out, scale, layer.lora_o, "low_o", layer.post_norm_D, layer.lora_gate_up, "low_gate_up"
+                out, scale, layer.lora_o, "o", layer.post_norm_D, layer.lora_gate_up, "gate_up"
             )
             out, scale = self._multiply(self.u_TD, layer.gate_up)
-            lora = {}
-            if self.lora:
-                lora = {
-                    "low_PTR": self.low_gate_up, "b_NR": layer.lora_gate_up.b_NR,
-                    "a_RI": layer.lora_down.a_RK, "next_PTR": self.low_down,
-                }  # fmt: skip
-            silu_mul.silu_mul(out, scale, self.squares_PT, self.h_TI, width=width, eps=eps, **lora)
+            silu_mul.silu_mul(
+                out, scale, self.squares_PT, self.h_TI, width=width, eps=eps,
+                **self._lora(layer.lora_gate_up, "gate_up", "o"), **self._after(layer.lora_down, "a_RI",
+                "down"),
+            )  # fmt: skip
             out, scale = self._multiply(self.h_TI, layer.down)
             if i + 1 < len(layers):
                 following, norm = layers[i + 1].lora_qkv, layers[i + 1].input_norm_D
             else:
                 following, norm = None, decoder.final_norm_D
-            self._residual_norm(out, scale, layer.lora_down, "low_down", norm, following, "low_qkv")
+            self._residual_norm(out, scale, layer.lora_down, "down", norm, following, "qkv", "gate_up")
         return self.u_TD
 
-    def _next(self, lora: Lora | None, low: str) -> dict[str, torch.Tensor]:
+    def _after(self, lora: Lora | None, name: str, low: str) -> dict[str, Any]:
+        """Arguments by which a kernel leaves x A^T for the GEMM after it."""
         if not self.lora or lora is None:
             return {}
-        return {"a_RD": lora.a_RK, "next_PTR": getattr(self, low)}
+        return {name: lora.a_RK, "next_TR": self.low[low]}
+
+    def _lora(self, lora: Lora | None, low: str, spent: str) -> dict[str, Any]:
+        """Arguments by which a kernel applies B, and clears a sum that was read before."""
+        if not self.lora or lora is None:
+            return {}
+        return {"low_TR": self.low[low], "b_NR": lora.b_NR, "spent_TR": self.low[spent]}
 
     def _residual_norm(
         self,
@@ -155,9 +160,13 @@ class Step:
         norm_D: torch.Tensor,
         next_lora: Lora | None,
         next_low: str,
+        spent: str | None = None,
     ) -> None:
-        own = {"low_PTR": getattr(self, low), "b_DR": lora.b_NR} if self.lora and lora is not None else {}
+        own: dict[str, Any] = {}
+        if self.lora and lora is not None:
+            own = {"low_TR": self.low[low], "b_DR": lora.b_NR}
         residual_norm.residual_norm(
             self.residual_TD, norm_D, self.u_TD, self.squares_PT, gemm_STN=out, scale_1=scale,
-            **own, **self._next(next_lora, next_low),
+            spent_TR=self.low[spent] if self.lora and spent is not None else None,
+            **own, **self._after(next_lora, "a_RD", next_low),
         )  # fmt: skip

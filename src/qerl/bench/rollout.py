@@ -1,0 +1,212 @@
+"""Decode speed of a model shape with random weights.
+
+    python -m qerl.bench.rollout --shape 7b --weights nvfp4 --rank 32 --batch 1 8 64 128
+
+Prompts are given as cached random keys and values; the timed part is decoding, from the first token on, with
+the attention's work growing as it does in a rollout. A group shares its prompt.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from qerl.bench.shapes import Shape, random_decoder, shape
+from qerl.kernels.common import PAGE
+from qerl.rollout.paged.decode import DecodeStep
+from qerl.rollout.paged.step import Cache
+from qerl.rollout.paged.weights import Decoder
+
+
+def fill_prompts(step: DecodeStep, prompt_tokens: int, group: int, decode_tokens: int) -> None:
+    """Puts every row at the end of a prompt of ``prompt_tokens`` that is already cached, ``group`` rows a
+    prompt."""
+    rows = step.rows
+    group = min(group, rows)
+    prompt_blocks, own_blocks = -(-(prompt_tokens - 1) // PAGE), -(-(decode_tokens + 1) // PAGE)
+    groups = -(-rows // group)
+    tables = torch.zeros(2 * rows, step.tables.shape[1], dtype=torch.int32)
+    block = iter(range(groups * prompt_blocks + rows * own_blocks))
+    for g in range(groups):
+        tables[g, :prompt_blocks] = torch.tensor([next(block) for _ in range(prompt_blocks)])
+    for row in range(rows):
+        tables[rows + row, :own_blocks] = torch.tensor([next(block) for _ in range(own_blocks)])
+    tile = 64 // (step.decoder.heads // step.decoder.kv_heads)
+    items = []
+    for g in range(groups):
+        for start in range(g * group, min(rows, (g + 1) * group), tile):
+            items.append([start, min(tile, rows - start, (g + 1) * group - start), g, 0])
+    items += [[0, 0, 0, 0]] * (rows - len(items))
+    items += [[row, 1, rows + row, 1] for row in range(rows)]
+    step.tables.copy_(tables)
+    step.items.copy_(torch.tensor(items, dtype=torch.int32))
+    step.order.copy_(torch.arange(2 * rows, dtype=torch.int32) % rows)
+    state = step.state
+    state["position"].fill_(prompt_tokens - 1)
+    state["slot"].copy_(tables[rows:, 0] * PAGE)
+    state["limit"][0].fill_(prompt_tokens - 1)
+    state["limit"][1].fill_(1)
+    state["generated"].zero_()
+    state["max_new"].fill_(decode_tokens)
+    state["done"].zero_()
+    state["token"].copy_(torch.randint(0, 1000, (rows,)))
+    step.uniform.uniform_()
+
+
+def measure(
+    decoder: Decoder,
+    rows: int,
+    prompt_tokens: int,
+    decode_tokens: int,
+    group: int,
+    lora: bool,
+    repeats: int = 3,
+) -> dict[str, Any]:
+    """Times ``decode_tokens`` decode steps of ``rows`` sequences.
+
+    Returns:
+        decode_tok_s, step_ms (medians over the repeats) and spread, (largest - smallest) / median.
+    """
+    width = -(-max(prompt_tokens, decode_tokens + 1) // PAGE)
+    blocks = 2 * rows * width + 1
+    cache = Cache.empty(decoder, blocks, decoder.embedding_VD.device)
+    cache.k.normal_()
+    cache.v.normal_()
+    step = DecodeStep(decoder, cache, rows, decode_tokens, width, 1.0, (), lora)
+    times = []
+    for _ in range(repeats):
+        fill_prompts(step, prompt_tokens, group, decode_tokens)
+        if step._graph is None:
+            step._capture()
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(decode_tokens):
+            step.replay()
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    assert int(step.state["generated"].min()) == decode_tokens
+    assert torch.isfinite(step.state["out_stats"]).all()
+    middle = statistics.median(times)
+    return {
+        "decode_tok_s": rows * decode_tokens / middle,
+        "step_ms": middle / decode_tokens * 1e3,
+        "spread": (max(times) - min(times)) / middle,
+    }
+
+
+def step_bytes(
+    sizes: Shape, weights: str, rank: int, rows: int, prompt: int, decoded: int, group: int
+) -> float:
+    """Bytes one decode step must read: weights, head, LoRA and, at half of the completion, keys and
+    values."""
+    s = sizes
+    q, kv = s.heads * s.head_size, s.kv_heads * s.head_size
+    shapes = [
+        (q + 2 * kv, s.hidden, 3),
+        (s.hidden, q, 1),
+        (2 * s.intermediate, s.hidden, 2),
+        (s.hidden, s.intermediate, 1),
+    ]
+    per_weight = {"nvfp4": 0.5625, "bf16": 2.0}[weights]
+    layer = sum(n * k * per_weight + (n + k * parts) * rank * 2 for n, k, parts in shapes)
+    groups = -(-rows // group)
+    cache = (groups * prompt + rows * decoded / 2) * 2 * kv * 2
+    return s.layers * (layer + cache) + s.vocabulary * s.hidden * 2
+
+
+def profile(
+    decoder: Decoder, rows: int, prompt_tokens: int, group: int, lora: bool
+) -> list[tuple[str, int, float]]:
+    """(kernel, calls, microseconds) of one decode step, largest first.
+
+    Taken outside the graph: inside, kernels overlap and each would be charged for waiting for the one before.
+    """
+    cache = Cache.empty(decoder, 2 * rows * 8 + 1, decoder.embedding_VD.device)
+    cache.k.normal_()
+    cache.v.normal_()
+    step = DecodeStep(decoder, cache, rows, 64, 8, 1.0, (), lora)
+    fill_prompts(step, prompt_tokens, group, 64)
+    step._run()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:
+        for _ in range(4):
+            step._run()
+        torch.cuda.synchronize()
+    found = [(e.key, e.count // 4, e.self_device_time_total / 4) for e in trace.key_averages()]
+    return sorted(found, key=lambda row: -row[2])
+
+
+def head(command: list[str]) -> dict[str, str]:
+    """What produced a result: GPU, versions, commit, date, command."""
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True
+    ).stdout.strip()
+    return {
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "cuda": str(torch.version.cuda),
+        "commit": commit or "unknown",
+        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "command": " ".join(command),
+    }
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Runs the benchmark from the command line."""
+    parser = argparse.ArgumentParser(prog="python -m qerl.bench.rollout", description=__doc__.split("\n")[0])
+    parser.add_argument("--shape", default="7b")
+    parser.add_argument("--weights", nargs="+", default=["nvfp4"], choices=["nvfp4", "bf16"])
+    parser.add_argument("--rank", type=int, default=32, help="LoRA rank; 0 for none")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 64, 128])
+    parser.add_argument("--prompt", type=int, default=256, help="tokens")
+    parser.add_argument("--decode", type=int, default=256, help="tokens")
+    parser.add_argument("--group", type=int, default=8, help="samples a prompt")
+    parser.add_argument("--no-adapter", action="store_true", help="measure without the adapter as well")
+    parser.add_argument("--profile", action="store_true", help="print the kernels of one step")
+    parser.add_argument("--repeats", type=int, default=3, help="timed runs, of which the median is shown")
+    parser.add_argument("--out", type=Path, help="JSON file")
+    args = parser.parse_args(arguments)
+    sizes = shape(args.shape)
+    rows: list[dict[str, Any]] = []
+    for weights in args.weights:
+        decoder = random_decoder(sizes, weights, args.rank, args.prompt + args.decode + PAGE)
+        for batch in args.batch:
+            for lora in [True, False] if args.no_adapter else [args.rank > 0]:
+                result = measure(decoder, batch, args.prompt, args.decode, args.group, lora, args.repeats)
+                rank = args.rank if lora else 0
+                moved = step_bytes(sizes, weights, rank, batch, args.prompt, args.decode, args.group)
+                speed = moved / result["step_ms"] / 1e6
+                row = {
+                    "engine": "qerl", "shape": args.shape, "weights": weights, "lora_rank": rank,
+                    "batch": batch,
+                    "prompt_tokens": args.prompt, "decode_tokens": args.decode, "group": args.group, **result,
+                    "gb_s": speed,
+                }  # fmt: skip
+                rows.append(row)
+                print(
+                    f"{args.shape} {weights} r{rank} batch {batch}: {result['decode_tok_s']:.0f} tok/s, "
+                    f"{result['step_ms']:.3f} ms a step, {speed:.0f} GB/s, spread {result['spread']:.1%}"
+                )
+                if args.profile:
+                    for name, calls, micros in profile(decoder, batch, args.prompt, args.group, lora)[:12]:
+                        print(f"    {micros:9.1f} us {calls:5d} x {name[:90]}")
+        del decoder
+    if args.out:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(
+            json.dumps(
+                {**head(["python -m qerl.bench.rollout", *(arguments or sys.argv[1:])]), "rows": rows},
+                indent=1,
+            )
+        )
+
+
+if __name__ == "__main__":
+    main()

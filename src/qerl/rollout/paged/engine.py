@@ -1,0 +1,334 @@
+"""The rollout engine for CUDA, on the very modules that train.
+
+A call runs in rounds: plan (who enters, who is preempted), prefill what entered, replay the decode graph a
+few times, look who has finished. Between rounds nothing waits for the host. Weights are bound once (see
+binding); a new training step costs a copy of LoRA and norm weights, never a recapture.
+
+Rows of the batch are fixed places, and a call uses the smallest captured size that holds its sequences. A
+finished sequence's row is refilled at the next plan.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from qerl.errors import QeRLError
+from qerl.kernels import attention
+from qerl.kernels.common import PAGE
+from qerl.modules import base_model
+from qerl.rollout.engine import (
+    Completion,
+    FinishReason,
+    NormOffsets,
+    RolloutEngine,
+    RolloutResult,
+    SamplingParams,
+)
+from qerl.rollout.paged.binding import Binding, refusal
+from qerl.rollout.paged.blocks import BlockManager
+from qerl.rollout.paged.decode import DecodeStep
+from qerl.rollout.paged.prefill import Job, Prefill
+from qerl.rollout.paged.scheduler import Plan, Sample, Scheduler
+from qerl.rollout.paged.step import Cache
+from qerl.rollout.sampling import uniform_streams
+
+_ROUND_STEPS = 16
+_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+_REASONS: dict[int, FinishReason] = {1: "stop", 2: "length", 3: "error"}
+_STATE = ("token", "position", "slot", "generated", "max_new", "done")
+
+
+@dataclass
+class _Output:
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    entropies: list[float] = field(default_factory=list)
+    finish_reason: FinishReason = "length"
+
+
+class PagedEngine(RolloutEngine):
+    """Samples from a Llama, Mistral, Qwen2 or Qwen3 model in bf16 or NVFP4 with or without LoRA.
+
+    Args:
+        model: The model that trains. Its packed weights are reordered in place, for good.
+        pad_token_id: The only token of a completion whose first logits were not finite.
+        max_sequences: Most sequences that run side by side, up to 512.
+        cache_share: Most of the GPU memory free at the first call that keys and values may take.
+
+    Raises:
+        QeRLError: The engine cannot run this model; the message says why.
+    """
+
+    def __init__(
+        self, model: nn.Module, pad_token_id: int, max_sequences: int = 256, cache_share: float = 0.6
+    ) -> None:
+        reason = refusal(model)
+        if reason is not None:
+            raise QeRLError(f"The paged engine cannot run this model: {reason}. Use the portable engine.")
+        if not 1 <= max_sequences <= _BATCHES[-1]:
+            raise QeRLError(f"max_sequences is {max_sequences}; it must be between 1 and {_BATCHES[-1]}.")
+        self._model, self._pad_token_id = model, pad_token_id
+        self._max_sequences, self._cache_share = max_sequences, cache_share
+        config = base_model(model).config.get_text_config(decoder=True)
+        self._positions = config.max_position_embeddings
+        self._binding = Binding(model, self._positions)
+        self._prefill = Prefill(self._binding.decoder, self._binding.has_lora)
+        self._cache: Cache | None = None
+        self._steps: dict[tuple[int, float, tuple[int, ...]], DecodeStep] = {}
+        self._most = self._table_width = 0
+
+    def release(self) -> None:
+        """Gives the memory of keys, values and graphs back; the next call takes it again."""
+        self._cache = None
+        self._steps.clear()
+        self._prefill = Prefill(self._binding.decoder, self._binding.has_lora)
+        torch.cuda.empty_cache()
+
+    @torch.no_grad()
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        samples_per_prompt: int,
+        params: SamplingParams,
+        norm_offsets: NormOffsets | None = None,
+    ) -> RolloutResult:
+        """See ``RolloutEngine.generate``. Top-p, top-k and min-p are left to the portable engine."""
+        self._check(prompts, samples_per_prompt, params)
+        start = time.perf_counter()
+        self._binding.refresh(norm_offsets or {})
+        total = len(prompts) * samples_per_prompt
+        rows = min(self._max_sequences, total)
+        cache = self._reserve(prompts, samples_per_prompt, rows, params)
+        scheduler = Scheduler(BlockManager(cache.k.shape[1], PAGE), rows, _ROUND_STEPS)
+        call = _Call(self, cache, scheduler, params, samples_per_prompt)
+        outputs = call.run(prompts)
+        completions = [Completion(o.token_ids, o.logprobs, o.entropies, o.finish_reason) for o in outputs]
+        return RolloutResult(
+            completions=completions,
+            prompt_tokens=sum(len(prompt) for prompt in prompts),
+            generated_tokens=sum(len(c.token_ids) for c in completions),
+            seconds=time.perf_counter() - start,
+        )
+
+    def _check(self, prompts: Sequence[Sequence[int]], samples: int, params: SamplingParams) -> None:
+        if not prompts:
+            raise QeRLError("There is no prompt to sample from; pass at least one.")
+        if samples < 1:
+            raise QeRLError(f"samples_per_prompt is {samples}; it must be at least 1.")
+        for index, prompt in enumerate(prompts):
+            if not len(prompt):
+                raise QeRLError(f"Prompt {index} is empty; a prompt needs at least one token.")
+        longest = max(len(prompt) for prompt in prompts)
+        if longest + params.max_tokens > self._positions:
+            raise QeRLError(
+                f"A prompt of {longest} tokens and a completion of up to {params.max_tokens} exceed the "
+                f"{self._positions} positions of the model; shorten the prompt or lower max_tokens."
+            )
+        if params.temperature > 0 and (params.top_p < 1 or params.top_k > 0 or params.min_p > 0):
+            raise QeRLError(
+                "The paged engine samples from the full distribution: set top_p 1, top_k 0 and min_p 0, or "
+                "use the portable engine."
+            )
+
+    def _reserve(
+        self, prompts: Sequence[Sequence[int]], samples: int, rows: int, params: SamplingParams
+    ) -> Cache:
+        """The cache, made or enlarged for this call; graphs that knew a smaller one are dropped."""
+        decoder = self._binding.decoder
+        prompt_blocks = max(-(-(len(prompt) - 1) // PAGE) for prompt in prompts)
+        own_blocks = -(-params.max_tokens // PAGE)
+        wanted = rows * own_blocks + (-(-rows // samples) + 1) * prompt_blocks
+        width = max(prompt_blocks, own_blocks, 1)
+        fits = width <= self._table_width and params.max_tokens <= self._most
+        if self._cache is not None and self._cache.k.shape[1] >= wanted and fits:
+            return self._cache
+        self.release()
+        self._most = max(self._most, params.max_tokens)
+        self._table_width = max(self._table_width, width)
+        per_block = 4 * len(decoder.layers) * decoder.kv_heads * PAGE * decoder.head_size
+        free = torch.cuda.mem_get_info()[0]
+        affordable = int(free * self._cache_share / per_block)
+        if affordable < prompt_blocks + own_blocks:
+            raise QeRLError(
+                f"{free / 1e9:.1f} GB of GPU memory are free and one sequence needs "
+                f"{(prompt_blocks + own_blocks) * per_block / 1e9:.1f} GB of keys and values: lower "
+                "max_tokens or free memory."
+            )
+        self._cache = Cache.empty(decoder, min(wanted, affordable), decoder.embedding_VD.device)
+        return self._cache
+
+    def _step(self, rows: int, params: SamplingParams) -> DecodeStep:
+        """The captured step for at least so many rows."""
+        size = next(size for size in _BATCHES if size >= rows)
+        key = (size, params.temperature, params.stop_token_ids)
+        if key not in self._steps:
+            assert self._cache is not None
+            self._steps[key] = DecodeStep(
+                self._binding.decoder, self._cache, size, self._most, self._table_width, params.temperature,
+                params.stop_token_ids, self._binding.has_lora,
+            )  # fmt: skip
+        return self._steps[key]
+
+
+class _Call:
+    """One call of ``generate``."""
+
+    def __init__(
+        self, engine: PagedEngine, cache: Cache, scheduler: Scheduler, params: SamplingParams, samples: int
+    ) -> None:
+        self._engine, self._cache, self._scheduler, self._params = engine, cache, scheduler, params
+        self._samples = samples
+        self._step = engine._step(scheduler.rows, params)
+        self._step.state["done"].fill_(1)
+        self._step.state["slot"].fill_(-1)
+        self._outputs: dict[int, _Output] = {}
+        self._streams = torch.empty(0)
+
+    def run(self, prompts: Sequence[Sequence[int]]) -> list[_Output]:
+        """All completions in order."""
+        scheduler, params = self._scheduler, self._params
+        scheduler.add(prompts, self._samples, params.max_tokens)
+        ids = [(prompt, sample) for prompt in range(len(prompts)) for sample in range(self._samples)]
+        self._streams = uniform_streams(params.seed, ids, params.max_tokens).float()
+        self._outputs = {index: _Output() for index in range(len(ids))}
+        while scheduler.busy:
+            plan = scheduler.plan()
+            self._enter(plan)
+            for _ in range(min(_ROUND_STEPS, params.max_tokens)):
+                self._step.replay()
+            self._collect()
+        return [self._outputs[index] for index in range(len(ids))]
+
+    def _enter(self, plan: Plan) -> None:
+        for sample, row in plan.preempted:
+            self._fetch({row: sample})
+            self._step.state["done"][row] = 1
+            self._step.state["slot"][row] = -1
+        jobs = [
+            Job(prompt.token_ids[:-1], 0, prompt.blocks or [], [], 0)
+            for prompt in plan.prefill_prompts
+            if prompt.cached_tokens
+        ]
+        for sample in plan.admitted:
+            if sample.generated:
+                known = self._outputs[sample.index].token_ids
+                jobs.append(
+                    Job(
+                        [sample.prompt.token_ids[-1], *known[:-1]],
+                        sample.prompt.cached_tokens,
+                        sample.blocks,
+                        sample.prompt.blocks or [],
+                        sample.prompt.cached_tokens,
+                    )
+                )
+        if jobs:
+            self._engine._prefill.run(jobs, self._cache)
+        if plan.admitted:
+            self._write_rows(plan.admitted)
+        self._write_tables()
+
+    def _write_rows(self, admitted: list[Sample]) -> None:
+        """State of the sequences that enter."""
+        step, device = self._step, self._step.uniform.device
+        rows, columns = [], []
+        for sample in admitted:
+            known = self._outputs[sample.index].token_ids
+            prompt, own = sample.prompt, sample.generated
+            slot = sample.blocks[own // PAGE] * PAGE + own % PAGE
+            token = known[-1] if known else prompt.token_ids[-1]
+            rows.append(sample.row)
+            columns.append(
+                [
+                    token,
+                    prompt.cached_tokens + own,
+                    slot,
+                    own,
+                    sample.max_tokens,
+                    0,
+                    prompt.cached_tokens,
+                    own + 1,
+                ]
+            )
+        at = torch.tensor(rows, device=device)
+        values = torch.tensor(columns, dtype=torch.int32, device=device)
+        for column, name in enumerate(_STATE):
+            step.state[name].index_copy_(0, at, values[:, column])
+        step.state["limit"].index_copy_(1, at, values[:, 6:].T.contiguous())
+        streams = self._streams[[sample.index for sample in admitted]].to(device)
+        step.uniform[:, : streams.shape[1]].index_copy_(0, at, streams)
+        for sample in admitted:
+            known_output = self._outputs[sample.index]
+            if known_output.token_ids:
+                n = len(known_output.token_ids)
+                step.state["out_token"][sample.row, :n] = torch.tensor(known_output.token_ids, device=device)
+                stats = torch.tensor([known_output.logprobs, known_output.entropies], device=device)
+                step.state["out_stats"][:, sample.row, :n] = stats
+
+    def _write_tables(self) -> None:
+        """Block tables and attention items of everything that runs."""
+        step = self._step
+        decoder = step.decoder
+        tile = attention.ROWS // (decoder.heads // decoder.kv_heads)
+        width, rows = step.tables.shape[1], step.rows
+        tables = [[0] * width for _ in range(2 * rows)]
+        groups: dict[int, list[Sample]] = {}
+        for sample in self._scheduler.running.values():
+            assert sample.row is not None
+            tables[rows + sample.row][: len(sample.blocks)] = sample.blocks
+            groups.setdefault(id(sample.prompt), []).append(sample)
+        shared: list[list[int]] = []
+        order: list[int] = []
+        for number, members in enumerate(groups.values()):
+            prompt = members[0].prompt
+            blocks = prompt.blocks or []
+            tables[number][: len(blocks)] = blocks
+            if not prompt.cached_tokens:
+                continue
+            for first in range(0, len(members), tile):
+                piece = members[first : first + tile]
+                shared.append([len(order), len(piece), number, 0])
+                order += [sample.row or 0 for sample in piece]
+        shared += [[0, 0, 0, 0]] * (rows - len(shared))
+        order += [0] * (rows - len(order)) + list(range(rows))
+        own = [[rows + row, 1 if row in self._scheduler.running else 0, rows + row, 1] for row in range(rows)]
+        step.tables.copy_(torch.tensor(tables, dtype=torch.int32))
+        step.items.copy_(torch.tensor(shared + own, dtype=torch.int32))
+        step.order.copy_(torch.tensor(order, dtype=torch.int32))
+        step.step.lse_ZTH.fill_(-torch.inf)
+
+    def _collect(self) -> None:
+        """Looks who has finished and takes their tokens."""
+        state = self._step.state
+        done, generated = torch.stack([state["done"], state["generated"]]).tolist()
+        running = self._scheduler.running
+        finished = {row: sample for row, sample in running.items() if done[row]}
+        counts = {row: generated[row] for row in running}
+        if finished:
+            for row, sample in finished.items():
+                self._outputs[sample.index].finish_reason = _REASONS[done[row]]
+            self._fetch(finished)
+        self._scheduler.advance(counts, finished)
+
+    def _fetch(self, rows: dict[int, Sample]) -> None:
+        state = self._step.state
+        at = torch.tensor(list(rows), device=state["done"].device)
+        tokens = state["out_token"][at].tolist()
+        logprobs, entropies = state["out_stats"][:, at].tolist()
+        counts = state["generated"][at].tolist()
+        for i, sample in enumerate(rows.values()):
+            n = counts[i]
+            output = self._outputs[sample.index]
+            output.token_ids, output.logprobs, output.entropies = (
+                tokens[i][:n],
+                logprobs[i][:n],
+                entropies[i][:n],
+            )
+            if not n and output.finish_reason == "error":
+                output.token_ids, output.logprobs, output.entropies = (
+                    [self._engine._pad_token_id],
+                    [0.0],
+                    [0.0],
+                )

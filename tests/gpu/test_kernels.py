@@ -1,0 +1,259 @@
+"""Triton kernels of the decode step against float64, on a GPU or, small, in Triton's interpreter
+(TRITON_INTERPRET=1).
+
+Every case draws fresh random inputs and poisons its outputs.
+"""
+
+import math
+import os
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed")
+if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("needs a CUDA GPU, or TRITON_INTERPRET=1", allow_module_level=True)
+
+from qerl.kernels import attention, common, residual_norm, rope_kv, sample, silu_mul
+
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
+# The interpreter multiplies bf16 wrongly, so there the kernels run in fp32.
+HALF = torch.bfloat16 if GPU else torch.float32
+EPS = 1e-6
+
+
+def half(*shape, scale=1.0):
+    return (torch.randn(*shape, device=DEVICE) * scale).to(HALF)
+
+
+def poison(*shape, dtype=torch.float32):
+    return torch.full(shape, float("nan"), device=DEVICE, dtype=dtype)
+
+
+def error(found, truth):
+    truth = truth.double()
+    assert truth.abs().max() > 0
+    return float((found.double() - truth).norm() / truth.norm())
+
+
+def fixed(value_TR):
+    return (value_TR.double() * 2**28).long()
+
+
+def fresh(*shape):
+    return torch.zeros(shape, dtype=torch.int64, device=DEVICE)
+
+
+def low_of(value_TR):
+    return value_TR.double() / 2**28
+
+
+@pytest.mark.parametrize("tokens,splits,rank", [(3, 2, 16), (17, 1, 0), (40, 3, 32)])
+def test_residual_norm(tokens, splits, rank):
+    width, stacked = 256, 3 * rank
+    gemm = torch.randn(splits, tokens, width, device=DEVICE)
+    scale = torch.rand(1, device=DEVICE) + 0.5
+    residual = half(tokens, width)
+    w = torch.rand(width, device=DEVICE) + 0.5
+    low, b, a = (
+        torch.randn(tokens, max(rank, 1), device=DEVICE),
+        half(width, max(rank, 1)),
+        half(stacked, width),
+    )
+    y = residual.double() + gemm.double().sum(0) * scale.double()
+    u, squares = poison(tokens, width, dtype=HALF), poison(4, tokens)
+    lora = {}
+    if rank:
+        y = y + low.to(HALF).double() @ b.double().T
+        following, spent = fresh(tokens, stacked), fresh(tokens, 48) + 7
+        lora = {"low_TR": fixed(low), "b_DR": b, "a_RD": a, "next_TR": following, "spent_TR": spent}
+    found = residual.clone()
+    residual_norm.residual_norm(found, w, u, squares, gemm_STN=gemm, scale_1=scale, pdl=GPU, **lora)
+    assert error(found, y) < 3e-3
+    rounded = found.double()
+    assert error(squares.sum(0), rounded.square().sum(1)) < 1e-5
+    assert error(u, rounded * w.double()) < 3e-3
+    if rank:
+        assert error(low_of(following), u.double() @ a.double().T) < 1e-5
+        assert not spent.any()
+
+
+def test_residual_norm_reads_the_embedding():
+    table, tokens = half(50, 128), torch.tensor([3, 49, 3], device=DEVICE, dtype=torch.int32)
+    found, u, squares = poison(3, 128, dtype=HALF), poison(3, 128, dtype=HALF), poison(2, 3)
+    residual_norm.residual_norm(
+        found, torch.ones(128, device=DEVICE), u, squares, embedding=(table, tokens), pdl=GPU
+    )
+    assert torch.equal(found, table[tokens.long()])
+
+
+@pytest.mark.parametrize("qk_norm,bias,rank", [(False, True, 16), (True, False, 0)])
+def test_rope_kv(qk_norm, bias, rank):
+    tokens, heads, kv_heads, size, splits, width = 5, 6, 2, 64, 2, 384
+    columns = (heads + 2 * kv_heads) * size
+    gemm = torch.randn(splits, tokens, columns, device=DEVICE)
+    scale = torch.rand(3, device=DEVICE) + 0.5
+    squares = torch.rand(3, tokens, device=DEVICE) * width / 3 + 1
+    low, b = torch.randn(tokens, 3 * max(rank, 1), device=DEVICE), half(columns, max(rank, 1))
+    bias_N = half(columns) if bias else None
+    norm_2E = torch.rand(2, size, device=DEVICE) + 0.5 if qk_norm else None
+    angle = torch.rand(100, size // 2, device=DEVICE) * 6
+    position = torch.randint(0, 100, (tokens,), device=DEVICE, dtype=torch.int32)
+    slot = torch.tensor([64, 3, -1, 191, 65], device=DEVICE, dtype=torch.int32)
+    q = poison(tokens, heads, size, dtype=HALF)
+    k_cache, v_cache = (torch.zeros(3, kv_heads, 64, size, device=DEVICE).to(HALF) for _ in range(2))
+    rope_kv.rope_kv(
+        gemm, scale, squares, angle.cos(), angle.sin(), position, slot, q, k_cache, v_cache, width=width,
+        eps=EPS,
+        low_TR=fixed(low) if rank else None, b_NR=b if rank else None, bias_N=bias_N, qk_norm_2E=norm_2E,
+        pdl=GPU,
+    )  # fmt: skip
+    x = gemm.double().sum(0)
+    parts = list(x.split([heads * size, kv_heads * size, kv_heads * size], dim=1))
+    lows = low.to(HALF).double().split(max(rank, 1), dim=1)
+    bs = b.double().split([heads * size, kv_heads * size, kv_heads * size])
+    rms = 1 / (squares.double().sum(0) / width + EPS).sqrt()
+    for i in range(3):
+        parts[i] = parts[i] * scale[i].double()
+        if rank:
+            parts[i] = parts[i] + lows[i] @ bs[i].T
+    x = torch.cat(parts, 1) * rms[:, None]
+    if bias:
+        x = x + bias_N.double()
+    x = x.view(tokens, -1, size)
+    for first, last, row in ((0, heads, 0), (heads, heads + kv_heads, 1)):
+        part = x[:, first:last].clone()
+        if qk_norm:
+            part = part / (part.square().mean(-1, keepdim=True) + EPS).sqrt() * norm_2E[row].double()
+        cos, sin = (f(angle.double())[position.long()][:, None] for f in (torch.cos, torch.sin))
+        x1, x2 = part.chunk(2, -1)
+        x[:, first:last] = torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin], -1)
+    assert error(q, x[:, :heads]) < 3e-3
+    for t, s in enumerate(slot.tolist()):
+        if s >= 0:
+            assert error(k_cache[s // 64, :, s % 64], x[t, heads : heads + kv_heads]) < 4e-3
+            assert error(v_cache[s // 64, :, s % 64], x[t, heads + kv_heads :]) < 4e-3
+    assert int((k_cache != 0).any(-1).sum()) == 4 * kv_heads
+
+
+@pytest.mark.parametrize("tokens,rank", [(3, 16), (20, 0)])
+def test_silu_mul(tokens, rank):
+    intermediate, width, splits = 576, 100, 2
+    gemm = torch.randn(splits, tokens, 2 * intermediate + 64, device=DEVICE)
+    scale = torch.rand(2, device=DEVICE) + 0.5
+    squares = torch.rand(2, tokens, device=DEVICE) * width + 1
+    low, b = (
+        torch.randn(tokens, 2 * max(rank, 1), device=DEVICE),
+        half(2 * intermediate, max(rank, 1), scale=0.3),
+    )
+    a = half(max(rank, 1), intermediate)
+    h, following = poison(tokens, intermediate, dtype=HALF), fresh(tokens, max(rank, 1))
+    lora = {"low_TR": fixed(low), "b_NR": b, "a_RI": a, "next_TR": following} if rank else {}
+    silu_mul.silu_mul(gemm, scale, squares, h, width=width, eps=EPS, pdl=GPU, **lora)
+    rms = 1 / (squares.double().sum(0) / width + EPS).sqrt()
+    gate, up = gemm.double().sum(0)[:, : 2 * intermediate].chunk(2, 1)
+    gate, up = gate * scale[0].double(), up * scale[1].double()
+    if rank:
+        gate = gate + low[:, :rank].to(HALF).double() @ b[:intermediate].double().T
+        up = up + low[:, rank:].to(HALF).double() @ b[intermediate:].double().T
+    gate, up = gate * rms[:, None], up * rms[:, None]
+    assert error(h, torch.nn.functional.silu(gate) * up) < 3e-3
+    if rank:
+        assert error(low_of(following), h.double() @ a.double().T) < 1e-5
+
+
+def test_attention_shares_prompts():
+    """Two groups at their prompts and each sample at its own tokens, merged, against dense attention."""
+    heads, kv_heads, size, splits, rank = 4, 2, 64, 2, 16
+    group, members = heads // kv_heads, [[0, 3, 1], [2]]
+    prompts, owns = [70, 130], [5, 64, 1, 0]
+    tokens = 4
+    k_cache, v_cache = (half(12, kv_heads, 64, size) for _ in range(2))
+    pages = torch.randperm(12, device=DEVICE, dtype=torch.int32)
+    tables = torch.zeros(6, 3, device=DEVICE, dtype=torch.int32)
+    used = 0
+    for row, length in enumerate([*prompts, *owns]):
+        count = -(-length // 64)
+        tables[row, :count] = pages[used : used + count]
+        used += count
+    items = [[0, 3, 0, 0], [3, 1, 1, 0], [0, 0, 0, 0]]
+    order = [t for m in members for t in m]
+    for t in range(tokens):
+        items.append([len(order), 1, 2 + t, 1])
+        order.append(t)
+    of = {t: g for g, m in enumerate(members) for t in m}
+    limit = torch.tensor([[prompts[of[t]] for t in range(tokens)], owns], device=DEVICE, dtype=torch.int32)
+    q = half(tokens, heads, size)
+    out, lse = poison(2 * splits, tokens, heads, size), poison(2 * splits, tokens, heads)
+    as_int = {"device": DEVICE, "dtype": torch.int32}
+    attention.attend(
+        q, k_cache, v_cache, tables, torch.tensor(items, **as_int), torch.tensor(order, **as_int), limit,
+        out, lse,
+        splits=splits, pdl=GPU,
+    )  # fmt: skip
+    y, a = poison(tokens, heads * size, dtype=HALF), half(rank, heads * size)
+    following = fresh(tokens, rank)
+    attention.merge(out, lse, y, a_RC=a, next_TR=following, pdl=GPU)
+    truth = torch.zeros(tokens, heads, size, dtype=torch.float64, device=DEVICE)
+    for t in range(tokens):
+        for h in range(heads):
+            keys, values = [], []
+            for row, length in ((of[t], prompts[of[t]]), (2 + t, owns[t])):
+                for j in range(length):
+                    page = int(tables[row, j // 64])
+                    keys.append(k_cache[page, h // group, j % 64].double())
+                    values.append(v_cache[page, h // group, j % 64].double())
+            weights = (torch.stack(keys) @ q[t, h].double() / math.sqrt(size)).softmax(0)
+            truth[t, h] = weights @ torch.stack(values)
+    assert error(y.view(tokens, heads, size), truth) < 5e-3
+    assert error(low_of(following), y.double() @ a.double().T) < 1e-5
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_sample(temperature):
+    tokens, vocabulary, most, width = 6, 9000, 4, 64
+    logits = torch.randn(tokens, vocabulary, device=DEVICE) * 3
+    logits[5, 77] = float("nan")
+    squares = torch.full((1, tokens), float(width), device=DEVICE)
+    uniform = torch.rand(tokens, most, device=DEVICE)
+    as_int = {"device": DEVICE, "dtype": torch.int32}
+    state = {
+        "token": torch.zeros(tokens, **as_int), "position": torch.full((tokens,), 9, **as_int),
+        "slot": torch.zeros(tokens, **as_int), "limit": torch.full((2, tokens), 64, **as_int),
+        "own_table": torch.arange(2 * tokens, **as_int).view(tokens, 2),
+        "generated": torch.tensor([0, 1, 3, 0, 2, 0], **as_int),
+        "max_new": torch.full((tokens,), most, **as_int),
+        "done": torch.tensor([0, 0, 0, 1, 0, 0], **as_int),
+        "out_token": torch.full((tokens, most), -7, **as_int), "out_stats": poison(2, tokens, most),
+    }  # fmt: skip
+    log_probs = (logits.double() / (temperature or 1.0)).log_softmax(-1)
+    expected = []
+    for t in range(tokens):
+        u = float(uniform[t, min(int(state["generated"][t]), most - 1)])
+        cumulative = log_probs[t].exp().cumsum(0)
+        expected.append(int(log_probs[t].argmax()) if temperature == 0 else int((cumulative <= u).sum()))
+    stop = torch.tensor([expected[1]], **as_int)
+    before = {k: v.clone() for k, v in state.items()}
+    sample.sample(
+        logits, squares, torch.empty(3, tokens, 3, device=DEVICE), uniform, stop, state, width=width, eps=0.0,
+        temperature=temperature, pdl=GPU,
+    )  # fmt: skip
+    assert state["done"].tolist() == [0, 1, 2, 1, 0, 3]
+    for t in (0, 1, 2, 4):
+        n = int(before["generated"][t])
+        token = int(state["out_token"][t, n])
+        assert abs(token - expected[t]) <= (0 if temperature == 0 else 1)
+        assert abs(float(state["out_stats"][0, t, n]) - float(log_probs[t, token])) < 1e-4
+        entropy = -(log_probs[t].exp() * log_probs[t]).sum()
+        assert abs(float(state["out_stats"][1, t, n]) - float(entropy)) < 1e-3
+        assert int(state["generated"][t]) == n + 1
+    assert (state["out_token"][3] == -7).all()
+    assert (state["out_token"][5] == -7).all()
+    assert state["slot"].tolist() == [64, -1, -1, 0, 64 * 9, -1]
+    assert state["limit"][1].tolist() == [65, 64, 64, 64, 65, 64]
+    assert state["position"].tolist()[:2] == [10, 9]
+
+
+def test_partial_count():
+    assert common.partial_count(129, 128) == 2

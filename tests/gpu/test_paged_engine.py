@@ -1,0 +1,189 @@
+"""The paged engine on a GPU: same policy as the trainer, samples independent of the batch, preemption
+invisible."""
+
+import copy
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed")
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA GPU", allow_module_level=True)
+
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from qerl.errors import QeRLError
+from qerl.kernels.gemm import has_quack
+from qerl.lora import add_lora
+from qerl.nvfp4.format import NVFP4, quantize
+from qerl.nvfp4.linear import NVFP4Linear
+from qerl.rollout.engine import SamplingParams
+from qerl.rollout.paged.engine import PagedEngine
+from qerl.rollout.paged.step import Cache
+
+FAMILIES = {
+    "llama": (LlamaConfig, LlamaForCausalLM),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+}
+PROMPTS = [list(range(5, 75)), [7], list(range(100, 229))]
+
+
+def model_of(family, packed, lora=True):
+    config_class, model_class = FAMILIES[family]
+    config = config_class(
+        vocab_size=1000, hidden_size=192, intermediate_size=448, num_hidden_layers=3, num_attention_heads=6,
+        num_key_value_heads=2, head_dim=64, max_position_embeddings=1024, tie_word_embeddings=False,
+    )  # fmt: skip
+    if family == "qwen2":
+        config.hidden_size, config.num_attention_heads = 384, 6
+    torch.manual_seed(0)
+    model = model_class(config).to(torch.bfloat16).cuda().eval()
+    for parameter in model.parameters():
+        parameter.data += torch.randn_like(parameter) * (0.05 if parameter.ndim == 2 else 0.2)
+    if packed:
+        for module in list(model.modules()):
+            for name, child in list(module.named_children()):
+                if name.endswith("_proj"):
+                    layer = NVFP4Linear.from_packed(quantize(child.weight.data.float(), NVFP4), child.bias)
+                    setattr(module, name, layer)
+    if lora:
+        model = add_lora(model, rank=8, alpha=16, dropout=0.0)
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.data.normal_(std=0.05)
+    return model.eval()
+
+
+def score(model, prompt, token_ids):
+    ids = torch.tensor([prompt + token_ids], device="cuda")
+    logits = model(input_ids=ids).logits[0, len(prompt) - 1 : -1].float()
+    return logits.log_softmax(-1).gather(-1, ids[0, len(prompt) :, None])[:, 0]
+
+
+@torch.no_grad()
+def gaps(model, prompts, samples, result):
+    """Mean |difference| of engine and trainer, of engine and fp32 truth, of trainer and fp32 truth."""
+    exact = copy.deepcopy(model).float()
+    found = [torch.tensor(c.logprobs, device="cuda") for c in result.completions]
+    pairs = [(prompts[i // samples], c.token_ids) for i, c in enumerate(result.completions)]
+    trainer = torch.cat([score(model, *pair) for pair in pairs])
+    truth = torch.cat([score(exact, *pair) for pair in pairs])
+    engine = torch.cat(found)
+    return tuple(
+        float((a - b).abs().mean()) for a, b in ((engine, trainer), (engine, truth), (trainer, truth))
+    )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("samples", [2, 20])
+def test_sampler_is_the_trainer(family, packed, samples):
+    if packed and not has_quack():
+        pytest.skip("quack-kernels is not installed")
+    model = model_of(family, packed)
+    engine = PagedEngine(model, pad_token_id=0)
+    result = engine.generate(PROMPTS, samples, SamplingParams(max_tokens=70, seed=3))
+    to_trainer, engine_error, trainer_error = gaps(model, PROMPTS, samples, result)
+    print(
+        f"{family} packed={packed} samples={samples}: mean |difference| {to_trainer:.1e}, from fp32: engine "
+        f"{engine_error:.1e}, trainer {trainer_error:.1e}"
+    )
+    assert engine_error < 1.2 * trainer_error
+    assert to_trainer < 2 * trainer_error
+    assert all(len(c.token_ids) == 70 and c.finish_reason == "length" for c in result.completions)
+
+
+def test_samples_do_not_depend_on_who_shares_the_batch():
+    engine = PagedEngine(model_of("qwen2", False), pad_token_id=0)
+    params = SamplingParams(max_tokens=40, seed=3)
+    first = engine.generate([PROMPTS[0], PROMPTS[1]], 2, params).completions[:2]
+    second = engine.generate([PROMPTS[0], PROMPTS[2]], 2, params).completions[:2]
+    assert first == second
+
+
+def test_preemption_is_invisible_and_rows_are_refilled(monkeypatch):
+    engine = PagedEngine(model_of("qwen2", False), pad_token_id=0, max_sequences=4)
+    params = SamplingParams(max_tokens=100, seed=5)
+    plenty = engine.generate(PROMPTS, 3, params).completions
+    small = Cache.empty(engine._binding.decoder, 9, "cuda")
+    engine.release()
+    engine._cache = small
+    monkeypatch.setattr(engine, "_reserve", lambda *_: small)
+    scarce = engine.generate(PROMPTS, 3, params).completions
+    same = sum(a.token_ids == b.token_ids for a, b in zip(plenty, scarce, strict=True))
+    # Recomputed keys differ in the last bit, so a draw may fall on the other side of a boundary.
+    assert same >= 7
+    assert all(len(c.token_ids) == 100 for c in scarce)
+
+
+def test_noise_and_a_changed_adapter_are_seen_without_a_new_engine():
+    model = model_of("qwen2", False)
+    engine = PagedEngine(model, pad_token_id=0)
+    params = SamplingParams(max_tokens=8, seed=1)
+    clean = engine.generate(PROMPTS[:1], 1, params)
+    name = "model.layers.1.input_layernorm"
+    noisy = engine.generate(PROMPTS[:1], 1, params, {name: torch.full((384,), 0.5)})
+    assert clean.completions != noisy.completions
+    assert engine.generate(PROMPTS[:1], 1, params).completions == clean.completions
+    for key, parameter in model.named_parameters():
+        if "lora_B" in key:
+            parameter.data *= -3
+    changed = engine.generate(PROMPTS[:1], 1, params)
+    assert changed.completions != clean.completions
+    to_trainer, _, trainer_error = gaps(model, PROMPTS[:1], 1, changed)
+    assert to_trainer < 3 * trainer_error
+
+
+def test_stop_tokens_end_a_completion():
+    engine = PagedEngine(model_of("qwen2", False), pad_token_id=0)
+    free = engine.generate(PROMPTS, 2, SamplingParams(max_tokens=30, seed=2)).completions
+    stop = free[0].token_ids[11]
+    result = engine.generate(PROMPTS, 2, SamplingParams(max_tokens=30, seed=2, stop_token_ids=(stop,)))
+    cut = result.completions[0]
+    assert cut.token_ids == free[0].token_ids[: free[0].token_ids.index(stop) + 1]
+    assert cut.finish_reason == "stop"
+
+
+def test_nan_weights_end_a_sequence_with_a_reason():
+    model = model_of("qwen2", False)
+    model.get_base_model().model.embed_tokens.weight.data[7] = float("nan")
+    engine = PagedEngine(model, pad_token_id=3)
+    result = engine.generate([PROMPTS[0], [7]], 1, SamplingParams(max_tokens=5, seed=2))
+    assert [c.finish_reason for c in result.completions] == ["length", "error"]
+    assert result.completions[1].token_ids == [3]
+
+
+def test_sampling_frequencies_match_the_probabilities():
+    model = model_of("qwen2", False)
+    engine = PagedEngine(model, pad_token_id=0, max_sequences=512)
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([PROMPTS[0]], device="cuda")).logits[0, -1].float()
+    probabilities = (logits / 0.7).softmax(-1).double().cpu()
+    draws = torch.zeros(1000, dtype=torch.float64)
+    for seed in range(4):
+        result = engine.generate([PROMPTS[0]], 4096, SamplingParams(max_tokens=1, temperature=0.7, seed=seed))
+        for completion in result.completions:
+            draws[completion.token_ids[0]] += 1
+    expected = probabilities * draws.sum()
+    used = expected > 8
+    observed = torch.cat([draws[used], draws[~used].sum()[None]])
+    wanted = torch.cat([expected[used], expected[~used].sum()[None]])
+    chi_square = float(((observed - wanted) ** 2 / wanted).sum())
+    freedom = len(wanted) - 1
+    assert chi_square < freedom + 5 * (2 * freedom) ** 0.5
+
+
+def test_what_it_cannot_run_is_refused():
+    with pytest.raises(QeRLError, match="float32"):
+        PagedEngine(model_of("qwen2", False, lora=False).float(), pad_token_id=0)
+    engine = PagedEngine(model_of("qwen2", False), pad_token_id=0)
+    with pytest.raises(QeRLError, match="full distribution"):
+        engine.generate(PROMPTS, 1, SamplingParams(max_tokens=4, top_p=0.9))
