@@ -64,6 +64,30 @@ def test_sampled_accuracy_treats_the_problem_as_the_unit(tiny_tokenizer, task):
     assert result.interval == (0.0, 1.0), "two problems that disagree say nothing, however many samples"
 
 
+def test_answer_that_cannot_be_judged_is_wrong_and_counted(tiny_tokenizer, task, monkeypatch):
+    def equal(found, want):
+        if want == task.test()["answer"][1]:
+            raise RecursionError
+        return found == want
+
+    monkeypatch.setattr("qerl.tasks.base.equal", equal)
+    params = SamplingParams(max_tokens=32, temperature=0)
+    engine = oracle(tiny_tokenizer, task, [1, 1])
+    result = evaluate(engine, tiny_tokenizer, task, samples=1, params=params, console=QUIET, limit=2)
+    assert (result.accuracy, result.failed) == (0.5, 1)
+    assert "1 of them could not be judged" in result.summary()
+
+
+def test_share_of_completions_that_state_an_answer(tiny_tokenizer, task, monkeypatch):
+    monkeypatch.setattr(task, "extract", lambda text: None if text.endswith("1") else text.split()[-1])
+    params = SamplingParams(max_tokens=32)
+    engine = oracle(tiny_tokenizer, task, [3, 3])
+    result = evaluate(engine, tiny_tokenizer, task, samples=4, params=params, console=QUIET, limit=2)
+    expected = [3 * (not answer.endswith("1")) for answer in task.test()["answer"][:2]]
+    assert result.answered == sum(expected) / 8
+    assert result.failed == 0
+
+
 def test_pass_at_k_is_the_share_of_subsets_with_a_right_one():
     for right in range(5):
         for k in range(1, 5):

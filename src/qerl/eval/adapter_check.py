@@ -1,8 +1,7 @@
 """Proof that an adapter is in use.
 
 An evaluation that loads an adapter and then scores the base model looks like any other: the released QeRL
-    code did
-that. So logits are computed with and without the adapter, and no difference is an error.
+code did that. So logits are computed with and without the adapter, and no difference is an error.
 """
 
 import torch

@@ -6,7 +6,12 @@ unit, since the samples of one problem are not independent of each other: mean +
 problems. pass@k for k <= K is the unbiased estimator 1 - C(K - c, k) / C(K, k) with c right samples (arXiv
 2107.03374).
 
-The same function scores the base model and the trained one, from the same prompts that training uses.
+The same function scores the base model and the trained one, from the prompts and with the accuracy reward
+that training uses. A completion without a final answer counts as wrong; the share that has one is reported,
+since a model can gain accuracy by answering better or merely by answering in the form asked for.
+
+What was given up: where all problems have the same share, avg@K's interval has no width, which says more
+about the estimate than about the model.
 """
 
 import json
@@ -27,8 +32,8 @@ from transformers import PreTrainedTokenizerBase
 from qerl.errors import QeRLError
 from qerl.rollout.engine import Completion, RolloutEngine, SamplingParams
 from qerl.seeding import derive_seed
-from qerl.tasks.answers import equal
 from qerl.tasks.base import Task
+from qerl.tasks.guard import guarded
 
 Z95 = 1.959964
 PROBLEMS_AT_A_TIME = 64
@@ -45,6 +50,8 @@ class EvalResult:
         accuracy: Share of right completions, averaged over problems (avg@K).
         interval: 95 % interval of the accuracy.
         pass_at: pass@k by k, for powers of two up to K.
+        answered: Share of completions that state a final answer.
+        failed: Completions whose answer could not be judged, by error or time limit; they count as wrong.
         truncated: Share of completions that reached max_tokens.
         mean_tokens: Mean length of a completion.
         settings: How completions were sampled.
@@ -59,6 +66,8 @@ class EvalResult:
     accuracy: float
     interval: tuple[float, float]
     pass_at: dict[int, float]
+    answered: float
+    failed: int
     truncated: float
     mean_tokens: float
     settings: dict[str, Any]
@@ -74,6 +83,9 @@ class EvalResult:
         line += f"{self.problems} problems)"
         if self.samples > 1:
             line += ", " + ", ".join(f"pass@{k} {100 * value:.1f} %" for k, value in self.pass_at.items())
+        line += f"; {100 * self.answered:.1f} % of the completions state an answer"
+        if self.failed:
+            line += f", {self.failed} of them could not be judged and count as wrong"
         return line
 
 
@@ -114,8 +126,7 @@ def evaluate(
     completions = _sample(engine, tokenizer, problems, samples, params, console)
     texts = tokenizer.batch_decode([c.token_ids for c in completions], skip_special_tokens=True)
     answers = [task.extract(text) for text in texts]
-    expected = [row["answer"] for row in problems for _ in range(samples)]
-    right = [found is not None and equal(found, want) for found, want in zip(answers, expected, strict=True)]
+    right, failed = _judge(task, _repeat(problems, samples), texts)
     counts = [sum(right[i : i + samples]) for i in range(0, len(right), samples)]
     result = EvalResult(
         task=task.name,
@@ -124,6 +135,8 @@ def evaluate(
         accuracy=fmean(counts) / samples,
         interval=wilson(sum(counts), len(counts)) if samples == 1 else _clustered(counts, samples),
         pass_at={k: fmean(pass_at(samples, c, k) for c in counts) for k in _powers_of_two(samples)},
+        answered=fmean(answer is not None for answer in answers),
+        failed=failed,
         truncated=fmean(c.finish_reason == "length" for c in completions),
         mean_tokens=fmean(len(c.token_ids) for c in completions),
         settings=asdict(params),
@@ -163,6 +176,18 @@ def _sample(
             completions += engine.generate(part, samples, seeded).completions
             progress.advance(bar, len(part))
     return completions
+
+
+def _judge(task: Task, rows: list[dict[str, Any]], texts: list[str]) -> tuple[list[bool], int]:
+    """Whether each completion is right, within a time limit for each, and how many could not be judged."""
+    accuracy = guarded(task.rewards[0])
+    failures: list[float] = []
+    right = []
+    for row, text in zip(rows, texts, strict=True):
+        columns = {name: [value] for name, value in row.items() if name != "prompt"}
+        scores = accuracy([row["prompt"]], [text], log_metric=lambda _, n: failures.append(n), **columns)
+        right.append(scores == [1.0])
+    return right, round(sum(failures))
 
 
 def wilson(successes: int, trials: int) -> tuple[float, float]:

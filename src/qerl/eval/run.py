@@ -1,8 +1,7 @@
 """Evaluation and single answers, from names to numbers: what `qerl eval` and `qerl generate` do.
 
 An adapter in a run folder is scored on the weights it was trained on: where a setting is not given,
-    config.yaml of
-the run says which format and rounding those were.
+config.yaml of the run says which format and rounding those were.
 """
 
 from dataclasses import dataclass, replace
