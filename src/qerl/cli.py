@@ -20,19 +20,24 @@ if TYPE_CHECKING:
     from qerl.config import QeRLConfig
     from qerl.eval.run import Source
 
+# Commands in which `--field value` sets a field of QeRLConfig, and the flags there that do not.
+TAKE_FIELDS = ("train", "demo")
+OWN_FLAGS = ("--help", "--dry_run")
+
 # Of several processes only the first one speaks.
 console = Console(quiet=os.environ.get("RANK", "0") != "0")
 
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point; returns the exit status (0 done, 2 a mistake the user can mend, 130 interrupted)."""
-    parser = _parser()
-    args, rest = parser.parse_known_args(argv)
-    if rest and not args.takes_fields:
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    args.fields = rest
+    words = sys.argv[1:] if argv is None else argv
     _quiet_libraries()
     try:
+        fields: dict[str, str] = {}
+        if words and words[0] in TAKE_FIELDS:
+            words, fields = _split_fields(words)
+        args = _parser().parse_args(words)
+        args.fields = fields
         return args.run(args) or 0
     except QeRLError as error:
         Console(stderr=True).print(
@@ -64,16 +69,16 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    def command(name: str, run: Any, text: str, takes_fields: bool = False) -> argparse.ArgumentParser:
+    def command(name: str, run: Any, text: str) -> argparse.ArgumentParser:
         sub = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
-        sub.set_defaults(run=run, takes_fields=takes_fields)
+        sub.set_defaults(run=run)
         return sub
 
-    sub = command("train", _train, "Train as recipes say; any field can follow as --field value.", True)
+    sub = command("train", _train, "Train as recipes say; any field can be given as --field value.")
     sub.add_argument("recipes", nargs="+", type=Path, metavar="RECIPE.yaml", help="merged from left to right")
     sub.add_argument("--dry_run", action="store_true", help="check the settings, print them and stop")
 
-    sub = command("demo", _demo, "Train a small real model here and score it before and after.", True)
+    sub = command("demo", _demo, "Train a small real model here and score it before and after.")
     sub.add_argument("recipe", nargs="?", type=Path, default=Path("recipes/demo.yaml"), metavar="RECIPE.yaml")
 
     sub = command("quantize", _quantize, "Quantise a checkpoint, shard by shard.")
@@ -121,31 +126,27 @@ def _add_model(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--rounding", choices=("rtn", "mse"), help="default: the adapter's, else mse")
 
 
-def _overrides(words: list[str]) -> dict[str, Any]:
-    """`--field value` and `--field=value` pairs."""
-    from qerl.config import parse_value
-
-    values: dict[str, Any] = {}
-    words = list(words)
-    while words:
-        word = words.pop(0)
-        if not word.startswith("--"):
-            raise QeRLError(
-                f"The command line has the stray word {word!r}; fields are given as --field value."
-            )
+def _split_fields(words: list[str]) -> tuple[list[str], dict[str, str]]:
+    """Take `--field value` and `--field=value` out of the command line; flags of the command stay."""
+    kept: list[str] = []
+    fields: dict[str, str] = {}
+    remaining = iter(words)
+    for word in remaining:
+        if not word.startswith("--") or word in OWN_FLAGS:
+            kept.append(word)
+            continue
         name, sign, text = word[2:].partition("=")
-        if not sign:
-            if not words:
-                raise QeRLError(f"--{name} needs a value.")
-            text = words.pop(0)
-        values[name] = parse_value(text)
-    return values
+        value = text if sign else next(remaining, None)
+        if value is None:
+            raise QeRLError(f"--{name} needs a value.")
+        fields[name] = value
+    return kept, fields
 
 
-def _load_config(recipes: list[Path], fields: list[str]) -> "QeRLConfig":
-    from qerl.config import load_config
+def _load_config(recipes: list[Path], fields: dict[str, str]) -> "QeRLConfig":
+    from qerl.config import load_config, parse_value
 
-    return load_config(recipes, _overrides(fields))
+    return load_config(recipes, {name: parse_value(text) for name, text in fields.items()})
 
 
 def _train(args: argparse.Namespace) -> int:

@@ -8,53 +8,10 @@ from rich.console import Console
 from safetensors.torch import load_file
 
 from qerl.config import QeRLConfig
-from qerl.trainer.run import train
+from qerl.errors import QeRLError
+from qerl.trainer.run import last_checkpoint, train
 
-REWARD = """
-def digits(completions, **kwargs):
-    texts = [c[0]["content"] for c in completions]
-    return [sum(ch.isdigit() for ch in text) / 8 for text in texts]
-"""
-
-
-@pytest.fixture
-def settings(tiny_model, tiny_tokenizer, tmp_path):
-    """Everything that has state is on: noise, evaluation, dropout, weight decay, a decaying learning rate."""
-    folder = tmp_path / "model"
-    tiny_model("llama").save_pretrained(folder)
-    tiny_tokenizer.save_pretrained(folder)
-    reward = tmp_path / "reward.py"
-    reward.write_text(REWARD)
-
-    def make(output: Path, **changes) -> QeRLConfig:
-        values = {
-            "model": str(folder),
-            "task": "arithmetic",
-            "task_options": {"level": "wp1", "examples": 0, "train_size": 6, "test_size": 4},
-            "reward_files": [f"{reward}:digits"],
-            "output_dir": str(output),
-            "lora_r": 4,
-            "lora_dropout": 0.1,
-            "learning_rate": 1e-2,
-            "weight_decay": 0.1,
-            "num_generations": 2,
-            "per_device_train_batch_size": 4,
-            "per_device_eval_batch_size": 2,
-            "max_completion_length": 8,
-            "max_steps": 6,
-            "save_steps": 3,
-            "eval_strategy": "steps",
-            "eval_steps": 1,
-            "eval_samples": 2,
-            "noise_sigma_start": 0.2,
-            "noise_sigma_end": 0.1,
-            "noise_stages": 3,
-            "report_to": "none",
-            "use_cpu": True,
-        }
-        return QeRLConfig(**(values | changes))
-
-    return make
+QUIET = Console(quiet=True)
 
 
 @pytest.mark.parametrize(
@@ -67,17 +24,56 @@ def settings(tiny_model, tiny_tokenizer, tmp_path):
         pytest.param({"dynamic_sampling_rounds": 1, "algorithm": "dapo"}, id="dynamic sampling"),
     ],
 )
-def test_resume_is_bit_exact(settings, tmp_path, changes):
+def test_resume_is_bit_exact(tiny_run, tmp_path, changes):
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
-    console = Console(quiet=True)
-    train(settings(whole, **changes), console)
+    train(QeRLConfig(**tiny_run(whole, **changes)), QUIET)
     resumed.mkdir()
     shutil.copytree(whole / "checkpoint-3", resumed / "checkpoint-3")
-    train(settings(resumed, resume_from_checkpoint="true", **changes), console)
-    expected = load_file(whole / "adapter_model.safetensors")
-    actual = load_file(resumed / "adapter_model.safetensors")
-    at_stop = load_file(whole / "checkpoint-3" / "adapter_model.safetensors")
+    train(QeRLConfig(**tiny_run(resumed, resume_from_checkpoint="true", **changes)), QUIET)
+    expected, actual, at_stop = (
+        load_file(folder / "adapter_model.safetensors") for folder in (whole, resumed, whole / "checkpoint-3")
+    )
     assert expected.keys() == actual.keys()
     for name, tensor in expected.items():
         assert tensor.equal(actual[name]), name
     assert any(not tensor.equal(at_stop[name]) for name, tensor in expected.items()), "training went on"
+
+
+def test_a_checkpoint_cut_off_while_it_was_written_is_not_resumed_from(tmp_path):
+    for step, complete in ((3, True), (10, True), (12, False)):
+        folder = tmp_path / f"checkpoint-{step}"
+        folder.mkdir()
+        if complete:
+            (folder / "trainer_state.json").write_text("{}")
+    assert last_checkpoint(tmp_path) == tmp_path / "checkpoint-10"
+
+
+def test_a_folder_with_a_run_is_refused(tiny_run, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").write_text("")
+    with pytest.raises(QeRLError, match="already holds a run"):
+        train(QeRLConfig(**tiny_run(tmp_path / "run")), QUIET)
+
+
+def test_resume_without_a_checkpoint_is_an_error(tiny_run, tmp_path):
+    with pytest.raises(QeRLError, match="no checkpoint to resume from"):
+        train(QeRLConfig(**tiny_run(tmp_path / "none", resume_from_checkpoint="true")), QUIET)
+
+
+def test_a_checkpoint_that_cannot_be_written_costs_only_itself(tiny_run, tmp_path, monkeypatch):
+    """The disk fills while step 4 is saved: one sentence, and the checkpoint of step 2 is whole."""
+    from transformers import Trainer
+
+    run = tmp_path / "run"
+    save = Trainer._save_optimizer_and_scheduler
+
+    def full_disk(self, output_dir):
+        if Path(output_dir).name == "checkpoint-4":
+            raise OSError(28, "No space left on device")
+        save(self, output_dir)
+
+    monkeypatch.setattr(Trainer, "_save_optimizer_and_scheduler", full_disk)
+    with pytest.raises(QeRLError, match=r"checkpoint-4 could not be saved \(.*No space left"):
+        train(QeRLConfig(**tiny_run(run, save_steps=2)), QUIET)
+    assert last_checkpoint(run) == run / "checkpoint-2"
+    assert not (run / "checkpoint-4").exists()

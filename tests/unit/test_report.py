@@ -16,8 +16,6 @@ from qerl.report.metrics import METRICS, number
 from qerl.report.page import differing
 from qerl.report.runs import CONFIG_FILE, METRICS_FILE, Series, series, smooth, window
 from qerl.report.svg import TOOLTIPS, ticks
-from qerl.trainer import callbacks
-from qerl.trainer import run as trainer_run
 
 VOID = {"meta", "link", "br", "img", "hr", "input"}
 
@@ -64,11 +62,6 @@ def make_run(folder: Path, steps: int = 12, settings: dict | None = None, **chan
     if settings is not None:
         (folder / CONFIG_FILE).write_text(yaml.safe_dump(settings))
     return folder
-
-
-def test_file_names_are_those_the_trainer_writes():
-    assert METRICS_FILE == callbacks.METRICS_FILE
-    assert CONFIG_FILE == trainer_run.CONFIG_FILE
 
 
 def test_metrics_as_logged(tmp_path):

@@ -19,11 +19,10 @@ from qerl.eval.evaluate import EvalResult, evaluate
 from qerl.lora import load_adapter
 from qerl.model import Weights, load_model, load_tokenizer
 from qerl.nvfp4.format import Method
+from qerl.report.runs import CONFIG_FILE
 from qerl.rollout.engine import RolloutEngine, SamplingParams
 from qerl.rollout.select import make_engine
 from qerl.tasks import get_task
-
-RUN_CONFIG = "config.yaml"
 
 
 @dataclass(frozen=True)
@@ -45,11 +44,10 @@ class Source:
     def settings(self) -> tuple[Weights, Method]:
         """Format and rounding, with what is not given filled in."""
         trained: dict[str, Any] = {}
-        if self.adapter is not None and (self.adapter / RUN_CONFIG).is_file():
-            trained = yaml.safe_load((self.adapter / RUN_CONFIG).read_text(encoding="utf-8"))
-        return self.weights or trained.get("weights", "nvfp4"), self.rounding or trained.get(
-            "rounding", "mse"
-        )
+        if self.adapter is not None and (self.adapter / CONFIG_FILE).is_file():
+            trained = yaml.safe_load((self.adapter / CONFIG_FILE).read_text(encoding="utf-8"))
+        weights = self.weights or trained.get("weights", "nvfp4")
+        return weights, self.rounding or trained.get("rounding", "mse")
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from qerl.errors import QeRLError
 
 logger = logging.getLogger(__name__)
 
-# As `qerl.trainer` names them; importing it would load torch and TRL to draw a picture.
+# Of a run folder; named here because this file loads neither torch nor TRL.
 METRICS_FILE = "metrics.jsonl"
 CONFIG_FILE = "config.yaml"
 

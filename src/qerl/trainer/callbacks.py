@@ -18,7 +18,7 @@ from rich.progress import (
 )
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-METRICS_FILE = "metrics.jsonl"
+from qerl.report.runs import METRICS_FILE, read_metrics
 
 # (label, metric, format) of the progress line.
 _SHOWN = (
@@ -40,11 +40,9 @@ class MetricsFile(TrainerCallback):
     ) -> None:
         if not state.is_world_process_zero:
             return
-        kept = []
-        if self.path.exists():
-            lines = self.path.read_text(encoding="utf-8").splitlines()
-            kept = [line for line in lines if json.loads(line)["step"] <= state.global_step]
-        self.path.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+        kept = read_metrics(self.path.parent) if self.path.exists() else []
+        lines = [json.dumps(row) + "\n" for row in kept if row["step"] <= state.global_step]
+        self.path.write_text("".join(lines), encoding="utf-8")
 
     def on_log(
         self,

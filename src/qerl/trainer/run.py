@@ -19,15 +19,15 @@ from qerl.config import QeRLConfig, dump
 from qerl.errors import QeRLError
 from qerl.lora import LORA_TARGETS, add_lora
 from qerl.model import load_model, load_tokenizer
+from qerl.report.runs import CONFIG_FILE, METRICS_FILE
 from qerl.rollout.select import make_engine
 from qerl.tasks import get_task
 from qerl.tasks.base import RewardFunction, Task
 from qerl.tasks.custom import load_reward
 from qerl.tasks.guard import guarded
-from qerl.trainer.callbacks import METRICS_FILE, InterruptGuard, MetricsFile, ProgressBar
+from qerl.trainer.callbacks import InterruptGuard, MetricsFile, ProgressBar
 from qerl.trainer.grpo import QeRLTrainer
 
-CONFIG_FILE = "config.yaml"
 STATE_FILE = "trainer_state.json"  # the last file of a checkpoint that is written
 
 

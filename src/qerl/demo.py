@@ -1,0 +1,94 @@
+"""The demo: score a small real model, train it on this machine, score the adapter that was saved.
+
+The scores come from the same harness as `qerl eval`, on held-out problems, decoded greedily. The trained
+model is loaded afresh from the run folder, so the second score is that of the adapter on disk.
+"""
+
+import time
+from itertools import count
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from qerl.config import QeRLConfig
+from qerl.eval.evaluate import EvalResult
+from qerl.eval.run import Source, evaluate_model
+from qerl.hub import local_checkpoint
+from qerl.model_gguf import cache_folder
+from qerl.nvfp4.format import FORMATS
+from qerl.nvfp4.quantize import quantize_checkpoint
+from qerl.report import read_metrics, reward_curve_png, terminal_curve
+from qerl.rollout.engine import SamplingParams
+from qerl.trainer.run import train
+
+HELD_OUT = 128
+"""Held-out problems scored before and after."""
+
+
+def run_demo(config: QeRLConfig, console: Console) -> int:
+    """Train as the settings say and print accuracy before and after; returns the exit status."""
+    start = time.perf_counter()
+    config.model = _packed(config, console)
+    config.output_dir = str(_free(Path(str(config.output_dir))))
+    console.print(f"Scoring {HELD_OUT} held-out problems before training.")
+    before = _score(config, None, console)
+    run = train(config, console)
+    if run.interrupted:
+        return 130
+    console.print("Scoring the saved adapter on the same problems.")
+    after = _score(config, run.folder, console)
+    _show(run.folder, before, after, console)
+    console.print(f"time: {(time.perf_counter() - start) / 60:.1f} minutes, seed {config.seed}")
+    return 0
+
+
+def _packed(config: QeRLConfig, console: Console) -> str:
+    """The model in the settings' format; a four-bit one is quantised once and kept."""
+    assert config.model is not None
+    if config.weights not in FORMATS:
+        return config.model
+    name = f"{Path(config.model).name}-{config.weights}-{config.rounding}"
+    target = cache_folder() / name
+    if not target.exists():
+        console.print(f"Quantising {config.model} to {target}, once.")
+        quantize_checkpoint(local_checkpoint(config.model), target, config.weights, config.rounding)
+    return str(target)
+
+
+def _free(folder: Path) -> Path:
+    """The folder, or the next numbered one: a second demo does not touch the first."""
+    numbered = (folder.with_name(f"{folder.name}-{i}") for i in count(2))
+    return folder if not folder.exists() else next(path for path in numbered if not path.exists())
+
+
+def _score(config: QeRLConfig, adapter: Path | None, console: Console) -> EvalResult:
+    assert config.model is not None and config.task is not None
+    return evaluate_model(
+        Source(config.model, adapter, config.weights, config.rounding),
+        config.task,
+        config.task_options,
+        SamplingParams(max_tokens=config.max_completion_length or 32, temperature=0.0),
+        samples=1,
+        limit=HELD_OUT,
+        out=adapter / "eval" if adapter else None,
+        console=console,
+    )
+
+
+def _show(folder: Path, before: EvalResult, after: EvalResult, console: Console) -> None:
+    rewards = [row["reward"] for row in read_metrics(folder) if "reward" in row]
+    console.print("\nreward by step")
+    console.print(terminal_curve(rewards), highlight=False)
+    table = Table(title=f"greedy accuracy on {before.problems} held-out problems")
+    table.add_column("")
+    table.add_column("accuracy", justify="right")
+    table.add_column("95 % interval", justify="right")
+    for name, result in (("before", before), ("after", after)):
+        low, high = result.interval
+        table.add_row(name, f"{100 * result.accuracy:.1f} %", f"{100 * low:.1f} to {100 * high:.1f} %")
+    console.print(table)
+    console.print(f"gain: {100 * (after.accuracy - before.accuracy):+.1f} points")
+    curve = folder / "reward.png"
+    reward_curve_png(folder, curve)
+    console.print(f"adapter, metrics and {curve.name} are in {folder}")

@@ -1,0 +1,52 @@
+"""Runs on a tiny model: everything that has state is on, and a reward that random text can earn."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+REWARD = """
+def digits(completions, **kwargs):
+    return [sum(ch.isdigit() for ch in c[0]["content"]) / 8 for c in completions]
+"""
+
+
+@pytest.fixture
+def tiny_run(tiny_model, tiny_tokenizer, tmp_path) -> Callable[..., dict[str, Any]]:
+    """``tiny_run(output, **changes)``: fields of a run; noise, evaluation, dropout, weight decay are on."""
+    model = tmp_path / "model"
+    tiny_model("llama").save_pretrained(model)
+    tiny_tokenizer.save_pretrained(model)
+    reward = tmp_path / "reward.py"
+    reward.write_text(REWARD)
+
+    def fields(output: Path, **changes: Any) -> dict[str, Any]:
+        values = {
+            "model": str(model),
+            "task": "arithmetic",
+            "task_options": {"level": "wp1", "examples": 0, "train_size": 6, "test_size": 4},
+            "reward_files": [f"{reward}:digits"],
+            "output_dir": str(output),
+            "lora_r": 4,
+            "lora_dropout": 0.1,
+            "learning_rate": 1e-2,
+            "weight_decay": 0.1,
+            "num_generations": 2,
+            "per_device_train_batch_size": 4,
+            "per_device_eval_batch_size": 2,
+            "max_completion_length": 8,
+            "max_steps": 6,
+            "save_steps": 3,
+            "eval_strategy": "steps",
+            "eval_steps": 1,
+            "eval_samples": 2,
+            "noise_sigma_start": 0.2,
+            "noise_sigma_end": 0.1,
+            "noise_stages": 3,
+            "report_to": "none",
+            "use_cpu": True,
+        }
+        return values | changes
+
+    return fields

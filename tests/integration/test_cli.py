@@ -1,0 +1,88 @@
+"""The commands as a user types them, on a tiny model."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import yaml
+
+from qerl.cli import main
+
+
+@pytest.fixture
+def recipe(tiny_run, tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(tiny_run(tmp_path / "run", eval_strategy="no")))
+    return path
+
+
+def test_train_eval_report(recipe, tmp_path, capsys):
+    run, model = tmp_path / "run", tmp_path / "model"
+    assert main(["train", str(recipe), "--max_steps", "3", "--noise_stages=2"]) == 0
+    assert {"config.yaml", "metrics.jsonl", "adapter_model.safetensors", "adapter_config.json"} <= {
+        path.name for path in run.iterdir()
+    }
+    options = "{examples: 0, test_size: 4}"
+    score = ["eval", str(model), "--adapter", str(run), "--task", "arithmetic", "--task_options", options]
+    assert main([*score, "--max_tokens", "8", "--out", str(tmp_path / "scores")]) == 0
+    assert "The adapter is in use" in capsys.readouterr().out
+    result = json.loads((tmp_path / "scores" / "result.json").read_text())
+    assert result["problems"] == 4
+    assert (result["source"]["weights"], result["source"]["rounding"]) == ("nvfp4", "mse")
+    assert main(["report", str(run), "--out", str(tmp_path / "report.html")]) == 0
+    assert "<svg" in (tmp_path / "report.html").read_text()
+
+
+def test_quantize_then_generate(recipe, tmp_path, capsys):
+    packed = tmp_path / "packed"
+    assert main(["quantize", str(tmp_path / "model"), str(packed)]) == 0
+    assert main(["quantize", str(tmp_path / "model"), str(packed)]) == 2, "never overwrites"
+    assert main(["generate", str(packed), "hello", "--max_tokens", "4"]) == 0
+
+
+def test_dry_run_prints_a_recipe_and_does_nothing(recipe, tmp_path, capsys):
+    assert main(["train", "--learning_rate", "1e-4", str(recipe), "--dry_run"]) == 0
+    printed = yaml.safe_load(capsys.readouterr().out)
+    assert printed["learning_rate"] == 1e-4
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--lora_rank", "8"], "did you mean 'lora_r'"),
+        (["--task", "gsm9k"], "gsm8k"),
+        (["--model", "/nowhere/at/all"], "/nowhere/at/all"),
+        (["--weights", "nf4"], "need a CUDA device"),
+        (["--max_prompt_length", "1"], "no training prompts left"),
+        (["--seed"], "--seed needs a value"),
+    ],
+)
+def test_mistakes_get_one_sentence_and_status_2(recipe, words, message, capsys):
+    assert main(["train", str(recipe), *words]) == 2
+    printed = capsys.readouterr().err.strip()
+    assert message in printed
+    assert "Traceback" not in printed
+
+
+def test_ctrl_c_saves_a_checkpoint_that_can_be_resumed(recipe, tmp_path):
+    run = tmp_path / "run"
+    command = [sys.executable, "-m", "qerl.cli", "train", str(recipe)]
+    process = subprocess.Popen(
+        [*command, "--max_steps", "2000"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    metrics = run / "metrics.jsonl"
+    deadline = time.monotonic() + 100
+    while time.monotonic() < deadline and not (metrics.exists() and metrics.read_text().count("\n") >= 2):
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 130, output
+    assert "--resume_from_checkpoint true" in output
+    step = max(int(path.name.partition("-")[2]) for path in run.glob("checkpoint-*"))
+    words = [str(recipe), "--max_steps", str(step + 1), "--resume_from_checkpoint", "true"]
+    assert main(["train", *words]) == 0
+    assert json.loads(metrics.read_text().splitlines()[-1])["step"] == step + 1

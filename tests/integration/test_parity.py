@@ -1,0 +1,45 @@
+"""The sampler's log-probabilities are the trainer's, on packed weights with an adapter, without noise."""
+
+import pytest
+import torch
+from rich.console import Console
+
+from qerl.config import QeRLConfig
+from qerl.trainer.run import build
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [("float32", 1e-5), ("bfloat16", 2e-3)])
+@pytest.mark.parametrize("weights", ["nvfp4", "mxfp4", "bf16"])
+def test_decode_equals_the_loss_forward(tiny_run, tmp_path, weights, dtype, bound, capsys):
+    changes = {
+        "weights": weights,
+        "dtype": dtype,
+        "noise": False,
+        "max_completion_length": 64,
+        "save_strategy": "no",
+    }
+    trainer, _ = build(QeRLConfig(**tiny_run(tmp_path / "run", **changes)), Console(quiet=True))
+    soften(trainer.model)
+    trainer.model.train()
+    rows = [row for row in trainer.train_dataset.select(range(4)) for _ in range(2)]
+    batch = trainer._generate_and_score_completions(rows)
+    trainer.model.eval()  # the adapters' dropout is for the loss, not for this comparison
+    ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
+    mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
+    columns = batch["completion_ids"].size(1)
+    logps, _ = trainer._forward(trainer.model, ids, mask, columns, list(range(len(rows))))
+    difference = (logps - batch["sampling_per_token_logps"])[batch["completion_mask"].bool()].abs()
+    mean, most = difference.mean(), difference.max()
+    with capsys.disabled():
+        print(f"\n{weights} {dtype}: mean {mean:.1e}, max {most:.1e}, bound {bound:.0e}")
+    assert difference.numel() > 100
+    assert mean <= bound
+
+
+def soften(model: torch.nn.Module) -> None:
+    """Adapters that are not zero, and logits no wider than a language model's."""
+    torch.manual_seed(0)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.02)
+    model.get_output_embeddings().weight.data.mul_(0.1)
