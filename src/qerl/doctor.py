@@ -12,7 +12,6 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
@@ -22,11 +21,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from qerl.kernels import needs
+
 State = Literal["ok", "slow", "missing", "n/a"]
 """Works; works, but slower than other hardware would; is wanted and not there; is of no use here."""
-
-GPU_KERNELS_SINCE = (9, 0)
-"""Compute capability that the GPU kernels need: programmatic dependent launch and WGMMA came with Hopper."""
 
 _COLOURS: dict[State, str] = {"ok": "green", "slow": "yellow", "missing": "red", "n/a": "dim"}
 
@@ -69,11 +67,11 @@ class Package:
 
 OPTIONAL = (
     Package("bitsandbytes", "bitsandbytes", "nf4 weights", "pip install 'qerl[nf4]'"),
-    Package("triton", "triton", "GPU kernels of a decode step", "pip install triton"),
+    Package("triton", "triton", "GPU kernels of a decode step", needs.INSTALL),
     Package(
-        "cuda-bindings", "cuda.bindings", "GPU kernels compiled at run time", "pip install cuda-bindings"
+        "cuda-bindings", "cuda.bindings", "GPU kernels compiled at run time", needs.INSTALL
     ),
-    Package("quack-kernels", "quack", "NVFP4 products of many tokens", "pip install quack-kernels"),
+    Package("quack-kernels", "quack", "NVFP4 products of many tokens", needs.INSTALL),
     Package("humming-kernels", "humming", "a peer in benchmarks", "pip install humming-kernels"),
 )
 
@@ -190,17 +188,10 @@ def _version(name: str) -> str | None:
         return None
 
 
-def _has(module: str) -> bool:
-    try:
-        return find_spec(module) is not None
-    except ModuleNotFoundError:  # the parent of a dotted name is not there
-        return False
-
-
 def _optional() -> Iterator[Row]:
     """Packages that only some paths need, and that only a GPU can use."""
     for package in OPTIONAL:
-        if _has(package.module):
+        if needs.has_module(package.module):
             version = _version(package.name) or "version unknown"
             yield Row("optional packages", package.name, "ok", f"{version}, for {package.purpose}")
         elif torch.cuda.is_available():
@@ -220,7 +211,7 @@ def _weights() -> Iterator[Row]:
     yield Row(section, "bf16", "ok" if cuda else "slow", f"unquantised, {precision}; full tuning is possible")
     if not cuda:
         yield Row(section, "nf4", "n/a", "needs a CUDA device; use nvfp4, which runs anywhere")
-    elif not _has("bitsandbytes"):
+    elif not needs.has_module("bitsandbytes"):
         yield Row(section, "nf4", "missing", "needs bitsandbytes", "pip install 'qerl[nf4]'")
     else:
         yield Row(section, "nf4", "ok", "runs on the GPU through bitsandbytes")
@@ -233,29 +224,16 @@ def _rollout() -> Iterator[Row]:
         section, "portable engine", "slow", f"any causal language model of transformers, on the {device}"
     )
     if not torch.cuda.is_available():
-        yield Row(section, "GPU kernels", "n/a", "they need a CUDA device")
+        yield Row(section, "paged engine", "n/a", "it needs a CUDA device")
         return
-    obstacles, commands = gpu_kernel_obstacles()
+    obstacles = needs.obstacles()
     if obstacles:
-        remedy = "; ".join(commands)
-        yield Row(section, "GPU kernels", "missing", f"cannot run here: {'; '.join(obstacles)}", remedy)
+        finding = f"cannot run here: {'; '.join(obstacle.reason for obstacle in obstacles)}"
+        remedy = "; ".join(sorted({obstacle.remedy for obstacle in obstacles if obstacle.remedy}))
+        yield Row(section, "paged engine", "missing", finding, remedy)
     else:
-        finding = "all that they need is here; Llama, Mistral, Qwen2 and Qwen3 with nvfp4 or bf16 weights"
-        yield Row(section, "GPU kernels", "ok", finding)
-
-
-def gpu_kernel_obstacles() -> tuple[list[str], list[str]]:
-    """Why the GPU kernels do not run on the present device, and commands that help; empty if they do."""
-    obstacles, commands = [], []
-    capability = torch.cuda.get_device_capability()
-    if capability < GPU_KERNELS_SINCE:
-        have, need = (".".join(map(str, pair)) for pair in (capability, GPU_KERNELS_SINCE))
-        obstacles.append(f"compute capability {have}, and {need} is needed")
-    for package in OPTIONAL:
-        if package.name in ("triton", "cuda-bindings", "quack-kernels") and not _has(package.module):
-            obstacles.append(f"{package.name} is not installed")
-            commands.append(package.command)
-    return obstacles, commands
+        finding = "Llama, Mistral, Qwen2 and Qwen3 in bfloat16 with nvfp4 or 16-bit weights, others portable"
+        yield Row(section, "paged engine", "ok", finding)
 
 
 def _demo_model() -> Row:

@@ -8,6 +8,7 @@ import torch
 
 from qerl import doctor
 from qerl.doctor import OPTIONAL, Row, diagnose, print_doctor
+from qerl.kernels import needs
 
 GPU = SimpleNamespace(name="Test GPU", total_memory=80 * 2**30, major=9, minor=0, multi_processor_count=132)
 
@@ -22,7 +23,7 @@ def installed(monkeypatch) -> set[str]:
     """Optional packages that appear installed; a test changes the set."""
     names = {package.name for package in OPTIONAL}
     modules = {package.module: package.name for package in OPTIONAL}
-    monkeypatch.setattr(doctor, "_has", lambda module: modules[module] in names)
+    monkeypatch.setattr(needs, "has_module", lambda module: modules[module] in names)
     return names
 
 
@@ -54,7 +55,7 @@ def test_cpu_machine(cpu, installed):
     assert row("weight formats", "nvfp4").state == "slow"
     assert row("weight formats", "nf4").state == "n/a"
     assert row("rollout", "portable engine").finding.endswith("on the CPU")
-    assert row("rollout", "GPU kernels").state == "n/a"
+    assert row("rollout", "paged engine").state == "n/a"
     assert row("optional packages", "triton") == Row(
         "optional packages", "triton", "n/a", "for GPU kernels of a decode step, on CUDA only"
     )
@@ -63,17 +64,17 @@ def test_cpu_machine(cpu, installed):
 def test_gpu_machine_with_everything(cuda, installed):
     finding = row("GPU", "cuda:0").finding
     assert finding == "Test GPU, 80.0 GiB, compute capability 9.0, 132 multiprocessors"
-    assert row("rollout", "GPU kernels").state == "ok"
+    assert row("rollout", "paged engine").state == "ok"
     assert row("weight formats", "nf4").state == "ok"
     assert all(r.state == "ok" for r in diagnose() if r.section == "optional packages")
 
 
 def test_gpu_machine_without_packages(cuda, installed):
     installed -= {"quack-kernels", "bitsandbytes"}
-    kernels = row("rollout", "GPU kernels")
+    kernels = row("rollout", "paged engine")
     assert kernels.state == "missing"
     assert kernels.finding == "cannot run here: quack-kernels is not installed"
-    assert kernels.remedy == "pip install quack-kernels"
+    assert kernels.remedy == "pip install 'qerl[gpu]'"
     assert row("weight formats", "nf4").remedy == "pip install 'qerl[nf4]'"
     assert row("optional packages", "quack-kernels").state == "missing"
     assert row("optional packages", "triton").state == "ok"
@@ -81,8 +82,8 @@ def test_gpu_machine_without_packages(cuda, installed):
 
 def test_gpu_that_is_too_old(cuda, installed):
     cuda.major, cuda.minor = 8, 0
-    kernels = row("rollout", "GPU kernels")
-    assert kernels.finding == "cannot run here: compute capability 8.0, and 9.0 is needed"
+    kernels = row("rollout", "paged engine")
+    assert kernels.finding == "cannot run here: the GPU has compute capability 8.0, and 9.0 is needed"
     assert kernels.remedy == ""
 
 
@@ -110,8 +111,8 @@ def test_versions_asked_for_and_installed(monkeypatch):
 
 def test_package_that_is_not_installed():
     assert doctor._version("no-such-package-of-qerl") is None
-    assert not doctor._has("no_such_module_of_qerl.inner")
-    assert doctor._has("torch.nn")
+    assert not needs.has_module("no_such_module_of_qerl.inner")
+    assert needs.has_module("torch.nn")
 
 
 def test_qerl_that_is_not_installed(monkeypatch):
@@ -163,4 +164,4 @@ def test_print(cpu, installed, capsys):
         "demo",
     ):
         assert heading in text.split("\n") or f"\n{heading} " in text
-    assert "[" not in text.replace("qerl[nf4]", "")
+    assert "[" not in text.replace("qerl[nf4]", "").replace("qerl[gpu]", "")

@@ -1,17 +1,49 @@
-"""Which engine samples from a model on this machine."""
+"""Which engine samples from a model on this machine.
 
+The paged engine runs wherever it can: a CUDA GPU, the packages of the extra `gpu`, a family it knows, 16-bit or
+NVFP4 weights. Everything else runs on the portable engine; on a GPU that is said, because there it is slow.
+"""
+
+import warnings
+
+import torch
 from torch import nn
 
+from qerl.kernels import needs
+from qerl.modules import base_model
 from qerl.rollout.engine import RolloutEngine
 from qerl.rollout.portable import PortableEngine
 
 
 def make_engine(model: nn.Module, pad_token_id: int, max_sequences: int) -> RolloutEngine:
-    """The engine for a model where it is now.
+    """The fastest engine for a model where it is now.
+
+    The paged engine puts packed weights into another order, in place; training reads them there.
 
     Args:
         model: A transformers causal LM, PEFT-wrapped or not.
         pad_token_id: Any id of the vocabulary; it fills masked positions.
         max_sequences: Most sequences decoded at the same time.
     """
-    return PortableEngine(model, pad_token_id=pad_token_id, max_sequences=max_sequences)
+    if base_model(model).device.type != "cuda":
+        return PortableEngine(model, pad_token_id=pad_token_id, max_sequences=max_sequences)
+    reasons = _obstacles(model)
+    if reasons:
+        warnings.warn(f"Rollouts take the portable engine, which is slow on a GPU: {reasons}.", stacklevel=2)
+        return PortableEngine(model, pad_token_id=pad_token_id, max_sequences=max_sequences)
+    from qerl.rollout.paged.engine import PagedEngine
+
+    return PagedEngine(model, pad_token_id=pad_token_id, max_sequences=max_sequences)
+
+
+def _obstacles(model: nn.Module) -> str:
+    """Why the paged engine cannot run this model here, empty if it can."""
+    with torch.cuda.device(base_model(model).device):
+        missing = needs.obstacles()
+    if missing:
+        remedies = " and ".join(sorted({obstacle.remedy for obstacle in missing if obstacle.remedy}))
+        text = ", ".join(obstacle.reason for obstacle in missing)
+        return f"{text} ({remedies})" if remedies else text
+    from qerl.rollout.paged.binding import refusal  # needs Triton
+
+    return refusal(model) or ""
