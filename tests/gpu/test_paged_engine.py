@@ -27,6 +27,7 @@ from qerl.nvfp4.linear import NVFP4Linear
 from qerl.rollout.engine import SamplingParams
 from qerl.rollout.paged.engine import PagedEngine
 from qerl.rollout.paged.step import Cache
+from qerl.rollout.sampling import truncate
 
 FAMILIES = {
     "llama": (LlamaConfig, LlamaForCausalLM),
@@ -185,5 +186,24 @@ def test_what_it_cannot_run_is_refused():
     with pytest.raises(QeRLError, match="float32"):
         PagedEngine(model_of("qwen2", False, lora=False).float(), pad_token_id=0)
     engine = PagedEngine(model_of("qwen2", False), pad_token_id=0)
-    with pytest.raises(QeRLError, match="full distribution"):
-        engine.generate(PROMPTS, 1, SamplingParams(max_tokens=4, top_p=0.9))
+    with pytest.raises(QeRLError, match="positions"):
+        engine.generate(PROMPTS, 1, SamplingParams(max_tokens=2000))
+
+
+@pytest.mark.parametrize("filters", [{"top_k": 5}, {"top_p": 0.6}, {"min_p": 0.2}])
+def test_filters_draw_from_what_they_leave(filters):
+    model = model_of("qwen2", False)
+    engine = PagedEngine(model, pad_token_id=0, max_sequences=512)
+    params = SamplingParams(max_tokens=2, temperature=0.7, **filters)
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([PROMPTS[0]], device="cuda")).logits[0, -1].double()
+    full = (logits / 0.7).log_softmax(-1)
+    wanted = truncate(full[None], params)[0]
+    result = engine.generate([PROMPTS[0]], 2048, params)
+    drawn = torch.tensor([c.token_ids[0] for c in result.completions])
+    assert set(drawn.tolist()) <= set((wanted > -torch.inf).nonzero().flatten().tolist())
+    entropy = float(-(full.exp() * full).sum())
+    assert all(abs(c.entropies[0] - entropy) < 0.02 for c in result.completions)
+    assert all(abs(c.logprobs[0] - float(wanted[c.token_ids[0]])) < 0.05 for c in result.completions)
+    share = torch.bincount(drawn, minlength=1000).double() / len(drawn)
+    assert (share - wanted.exp().cpu()).abs().max() < 0.05

@@ -20,6 +20,7 @@ import torch
 
 from qerl.bench.shapes import Shape, random_decoder, shape
 from qerl.kernels.common import PAGE
+from qerl.rollout.engine import SamplingParams
 from qerl.rollout.paged.decode import DecodeStep
 from qerl.rollout.paged.step import Cache
 from qerl.rollout.paged.weights import Decoder
@@ -79,7 +80,7 @@ def measure(
     cache = Cache.empty(decoder, blocks, decoder.embedding_VD.device)
     cache.k.normal_()
     cache.v.normal_()
-    step = DecodeStep(decoder, cache, rows, decode_tokens, width, 1.0, (), lora)
+    step = DecodeStep(decoder, cache, rows, decode_tokens, width, SamplingParams(decode_tokens), lora)
     times = []
     for _ in range(repeats):
         fill_prompts(step, prompt_tokens, group, decode_tokens)
@@ -131,7 +132,7 @@ def profile(
     cache = Cache.empty(decoder, 2 * rows * 8 + 1, decoder.embedding_VD.device)
     cache.k.normal_()
     cache.v.normal_()
-    step = DecodeStep(decoder, cache, rows, 64, 8, 1.0, (), lora)
+    step = DecodeStep(decoder, cache, rows, 64, 8, SamplingParams(64), lora)
     fill_prompts(step, prompt_tokens, group, 64)
     step._run()
     torch.cuda.synchronize()

@@ -55,6 +55,11 @@ class SamplingParams:
         if not 0 <= self.min_p <= 1:
             raise QeRLError(f"min_p is {self.min_p}; it must be between 0 and 1.")
 
+    @property
+    def filtered(self) -> bool:
+        """Whether tokens are left out before one is drawn; greedy decoding leaves none out."""
+        return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
+
 
 @dataclass(frozen=True)
 class Completion:

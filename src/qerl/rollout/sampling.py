@@ -96,7 +96,7 @@ def truncate(logprobs_BV: torch.Tensor, params: SamplingParams) -> torch.Tensor:
     Returns:
         fp32 [B, V] log-probabilities of the tokens that stay, -inf for the others.
     """
-    if params.top_k == 0 and params.top_p == 1 and params.min_p == 0:
+    if not params.filtered:
         return logprobs_BV
     candidates_BC, tokens_BC = _candidates(logprobs_BV, params)
     kept_BC = torch.ones_like(candidates_BC, dtype=torch.bool)
@@ -116,10 +116,12 @@ def _candidates(logprobs_BV: torch.Tensor, params: SamplingParams) -> tuple[torc
     if 0 < params.top_k < vocabulary:
         values_BC, tokens_BC = logprobs_BV.topk(params.top_k, dim=-1)
         return values_BC.log_softmax(dim=-1), tokens_BC
-    values_BC, tokens_BC = logprobs_BV.topk(min(_CANDIDATES, vocabulary), dim=-1)
-    mass_B = values_BC.double().exp().sum(dim=-1)
-    if params.top_p < 1 and bool((mass_B >= params.top_p).all()):
-        return values_BC, tokens_BC
+    # On a GPU, asking whether the candidates suffice would make the host wait, which a captured decode step
+    # cannot.
+    if params.top_p < 1 and not logprobs_BV.is_cuda:
+        values_BC, tokens_BC = logprobs_BV.topk(min(_CANDIDATES, vocabulary), dim=-1)
+        if bool((values_BC.double().exp().sum(dim=-1) >= params.top_p).all()):
+            return values_BC, tokens_BC
     return torch.sort(logprobs_BV, dim=-1, descending=True)
 
 

@@ -5,14 +5,15 @@ sees) is on the GPU and is advanced there by the sampling kernel, so replaying t
 tokens without the host. The host looks at ``done`` now and then.
 """
 
-from collections.abc import Sequence
-
 import torch
 
 from qerl.kernels import sample
+from qerl.rollout.engine import SamplingParams
 from qerl.rollout.paged.step import Cache, Inputs, Step
 from qerl.rollout.paged.weights import Decoder
+from qerl.rollout.sampling import truncate
 
+_NEVER = -1e30  # log-probability of what a filter left out
 _SLOTS = 132  # multiprocessors of an H100: twice as many pieces cost more in the merge than they gave
 
 
@@ -31,8 +32,7 @@ class DecodeStep:
         rows: Sequences that run side by side.
         most: Tokens a sequence may generate.
         table_width: Cache blocks a sequence may own, and a prompt too.
-        temperature: Of the sampling; 0 is greedy.
-        stop_token_ids: Tokens that end a sequence.
+        params: Temperature, filters and stop tokens; seed and max_tokens play no part.
         lora: Whether the adapter is applied.
 
     Attributes:
@@ -49,12 +49,11 @@ class DecodeStep:
         rows: int,
         most: int,
         table_width: int,
-        temperature: float,
-        stop_token_ids: Sequence[int],
+        params: SamplingParams,
         lora: bool,
     ) -> None:
         device = decoder.embedding_VD.device
-        self.decoder, self.cache, self.rows, self.temperature = decoder, cache, rows, temperature
+        self.decoder, self.cache, self.rows, self._params = decoder, cache, rows, params
         self.step = Step(decoder, rows, attention_splits(rows, decoder.kv_heads), lora)
 
         def integers(*shape: int) -> torch.Tensor:
@@ -64,7 +63,7 @@ class DecodeStep:
         self.items = integers(2 * rows, 4)
         self.order = integers(2 * rows)
         self.uniform = torch.zeros(rows, most, device=device)
-        self.stop = torch.tensor(list(stop_token_ids), dtype=torch.int32, device=device)
+        self.stop = torch.tensor(list(params.stop_token_ids), dtype=torch.int32, device=device)
         self.state = {
             name: integers(rows) for name in ("token", "position", "slot", "generated", "max_new", "done")
         }
@@ -85,10 +84,33 @@ class DecodeStep:
     def _run(self) -> None:
         u_TD = self.step(self.cache, self.inputs)
         logits_TV = torch.mm(u_TD, self.decoder.head_VD.T, out_dtype=torch.float32)
+        if self._params.filtered:
+            self._draw_filtered(logits_TV)
+            return
         sample.sample(
             logits_TV, self.step.squares_PT, self.stats, self.uniform, self.stop, self.state,
-            width=self.decoder.hidden, eps=self.decoder.eps, temperature=self.temperature,
+            width=self.decoder.hidden, eps=self.decoder.eps, temperature=self._params.temperature,
         )  # fmt: skip
+
+    def _draw_filtered(self, logits_TV: torch.Tensor) -> None:
+        """Top-k, top-p and min-p: torch sorts the vocabulary, the kernel draws from what is left."""
+        mean_square_T = self.step.squares_PT.sum(0) / self.decoder.hidden
+        rms_T1 = torch.rsqrt(mean_square_T + self.decoder.eps)[:, None]
+        full_TV = torch.log_softmax(logits_TV * rms_T1 / self._params.temperature, dim=-1)
+        left_TV = truncate(full_TV, self._params)
+        # Not -inf, which times a probability of zero would be NaN; NaN stays, and ends its sequence.
+        left_TV = torch.where(left_TV == -torch.inf, _NEVER, left_TV)
+        running_T = self.state["done"] == 0
+        column_T1 = self.state["generated"].long().clamp(max=self.uniform.shape[1] - 1)[:, None]
+        one = torch.ones_like(mean_square_T)[None]
+        sample.sample(
+            left_TV, one, self.stats, self.uniform, self.stop, self.state, width=1, eps=0.0, temperature=1.0,
+        )  # fmt: skip
+        # The contract's entropy is that of the distribution before the filters.
+        entropy_TM = self.state["out_stats"][1]
+        entropy_T1 = -torch.linalg.vecdot(full_TV.exp(), full_TV)[:, None]
+        kept_T1 = entropy_TM.gather(1, column_T1)
+        entropy_TM.scatter_(1, column_T1, torch.where(running_T[:, None], entropy_T1, kept_T1))
 
     def replay(self) -> None:
         """Decodes one token of every row that has not ended."""

@@ -10,7 +10,7 @@ finished sequence's row is refilled at the next plan.
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
@@ -77,7 +77,7 @@ class PagedEngine(RolloutEngine):
         self._binding = Binding(model, self._positions)
         self._prefill = Prefill(self._binding.decoder, self._binding.has_lora)
         self._cache: Cache | None = None
-        self._steps: dict[tuple[int, float, tuple[int, ...]], DecodeStep] = {}
+        self._steps: dict[tuple[int, SamplingParams], DecodeStep] = {}
         self._most = self._table_width = 0
 
     def release(self) -> None:
@@ -95,7 +95,7 @@ class PagedEngine(RolloutEngine):
         params: SamplingParams,
         norm_offsets: NormOffsets | None = None,
     ) -> RolloutResult:
-        """See ``RolloutEngine.generate``. Top-p, top-k and min-p are left to the portable engine."""
+        """See ``RolloutEngine.generate``."""
         self._check(prompts, samples_per_prompt, params)
         start = time.perf_counter()
         self._binding.refresh(norm_offsets or {})
@@ -126,11 +126,6 @@ class PagedEngine(RolloutEngine):
             raise QeRLError(
                 f"A prompt of {longest} tokens and a completion of up to {params.max_tokens} exceed the "
                 f"{self._positions} positions of the model; shorten the prompt or lower max_tokens."
-            )
-        if params.temperature > 0 and (params.top_p < 1 or params.top_k > 0 or params.min_p > 0):
-            raise QeRLError(
-                "The paged engine samples from the full distribution: set top_p 1, top_k 0 and min_p 0, or "
-                "use the portable engine."
             )
 
     def _reserve(
@@ -163,12 +158,12 @@ class PagedEngine(RolloutEngine):
     def _step(self, rows: int, params: SamplingParams) -> DecodeStep:
         """The captured step for at least so many rows."""
         size = next(size for size in _BATCHES if size >= rows)
-        key = (size, params.temperature, params.stop_token_ids)
+        key = (size, replace(params, seed=0, max_tokens=1))
         if key not in self._steps:
             assert self._cache is not None
             self._steps[key] = DecodeStep(
-                self._binding.decoder, self._cache, size, self._most, self._table_width, params.temperature,
-                params.stop_token_ids, self._binding.has_lora,
+                self._binding.decoder, self._cache, size, self._most, self._table_width, params,
+                self._binding.has_lora,
             )  # fmt: skip
         return self._steps[key]
 
