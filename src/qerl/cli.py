@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 TAKE_FIELDS = ("train", "demo")
 OWN_FLAGS = ("--help", "--dry_run")
 
+BENCHMARKS = ("rollout", "kernels", "parity", "step")
+
 # Of several processes only the first one speaks.
 console = Console(quiet=os.environ.get("RANK", "0") != "0")
 
@@ -107,6 +109,10 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--max_tokens", type=int, default=256)
     sub.add_argument("--temperature", type=float, default=0.0)
     sub.add_argument("--seed", type=int, default=0)
+
+    sub = command("bench", _bench, "Measure speed on this GPU; `qerl bench NAME --help` says what can be set.")
+    sub.add_argument("name", choices=BENCHMARKS, help="what is measured")
+    sub.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="of the benchmark")
 
     command("doctor", _doctor, "What this machine can run, and how to get what is missing.")
 
@@ -205,6 +211,16 @@ def _source(args: argparse.Namespace) -> "Source":
     from qerl.eval.run import Source
 
     return Source(args.model, args.adapter, args.weights, args.rounding)
+
+
+def _bench(args: argparse.Namespace) -> None:
+    from importlib import import_module
+
+    import torch
+
+    if not torch.cuda.is_available():
+        raise QeRLError("The benchmarks measure a CUDA GPU and this machine shows none; see `qerl doctor`.")
+    import_module(f"qerl.bench.{args.name}").main(args.arguments)
 
 
 def _doctor(_: argparse.Namespace) -> None:

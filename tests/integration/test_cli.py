@@ -86,3 +86,9 @@ def test_ctrl_c_saves_a_checkpoint_that_can_be_resumed(recipe, tmp_path):
     words = [str(recipe), "--max_steps", str(step + 1), "--resume_from_checkpoint", "true"]
     assert main(["train", *words]) == 0
     assert json.loads(metrics.read_text().splitlines()[-1])["step"] == step + 1
+
+
+def test_benchmarks_say_what_they_need(capsys, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert main(["bench", "rollout", "--shape", "7b"]) == 2
+    assert "CUDA GPU" in capsys.readouterr().err
