@@ -11,6 +11,7 @@ This is the only file that touches TRL's internals. What it replaces, and why:
   the ratio is computed inside the loss.
 - **The loss forward** runs the prompt of a group once (`packing`), and leaves out samples without advantage:
   their gradient is zero. Loss formulas, normalisers and options stay TRL's.
+- **Out of memory** in an update: the step is redone in smaller pieces (`oom`).
 - **Dynamic sampling** is added, and everything a bit-exact resume needs: sampling seeds keyed by step, data
   order keyed by epoch, and rollouts that are half used saved with the checkpoint.
 """
@@ -20,6 +21,7 @@ import shutil
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +44,13 @@ from qerl.rollout.engine import RolloutEngine, RolloutResult, SamplingParams
 from qerl.seeding import derive_seed
 from qerl.trainer.correction import importance_ratio, rows_with_gradient, sampler_trainer_kl
 from qerl.trainer.dynamic_sampling import fresh_rows, groups_without_signal, replace_groups
+from qerl.trainer.oom import StepRedo, sum_of_parts
 from qerl.trainer.packing import pack
 
 Batch = dict[str, torch.Tensor]
+
+# What TRL counts and controls over the microbatches of an optimizer step.
+_STEP_STATE = ("_step", "entropy_coef", "_entropy_window_stats", "_last_world_entropy")
 
 
 class QeRLTrainer(GRPOTrainer):
@@ -95,6 +101,8 @@ class QeRLTrainer(GRPOTrainer):
         self._call_key: tuple[int, str] | None = None
         self._rollout_tokens = 0
         self._policy_forward: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._redo = StepRedo(self.accelerator.num_processes)
+        self._at_step_start: dict[str, Any] = {}
         # TRL's seam for an external sampler: these four attributes route generation and turn the correction
         # on.
         self.use_vllm = True
@@ -201,12 +209,8 @@ class QeRLTrainer(GRPOTrainer):
         key = (self.args.seed, self.state.global_step, extra)
         rows = fresh_rows(self.train_dataset, used, most * world, *key)[rank * most : (rank + 1) * most]
         repeated = [row for row in rows for _ in range(self.num_generations)]
-        logged, self._metrics["train"] = self._metrics["train"], defaultdict(list)
-        try:
+        with self._metrics_apart():  # they stay those of the first rollout, an unbiased sample of the data
             fresh = self._sample_batch(repeated)
-        finally:
-            # Reward and length metrics stay those of the first rollout, an unbiased sample of the data.
-            self._metrics["train"] = logged
         alive = sorted(
             set(range(most)) - set(groups_without_signal(fresh["advantages"], self.num_generations))
         )
@@ -220,6 +224,16 @@ class QeRLTrainer(GRPOTrainer):
         tokens = batch["completion_mask"].sum()
         batch["num_items_in_batch"] = self.accelerator.gather(tokens).sum()
         return batch
+
+    @contextlib.contextmanager
+    def _metrics_apart(self) -> Iterator[dict[str, list[float]]]:
+        """What is logged in this block goes into the mapping it gives, and nowhere else."""
+        logged, apart = self._metrics["train"], defaultdict[str, list[float]](list)
+        self._metrics["train"] = apart
+        try:
+            yield apart
+        finally:
+            self._metrics["train"] = logged
 
     def _most_over_ranks(self, count: int) -> int:
         counts = self.accelerator.gather(torch.tensor([count], device=self.accelerator.device))
@@ -235,6 +249,8 @@ class QeRLTrainer(GRPOTrainer):
         """TRL's buffering of a rollout, with groups kept together instead of shuffled over microbatches."""
         if not self.model.training:
             return self._generate_and_score_completions(generation_batch)
+        if isinstance(generation_batch, dict):  # `training_step` has prepared it
+            return generation_batch
         slices = self.args.steps_per_generation
         if self._step % (slices * self.num_iterations) == 0 or self._buffered_inputs is None:
             batch = self._generate_and_score_completions(generation_batch)
@@ -246,7 +262,8 @@ class QeRLTrainer(GRPOTrainer):
         rows = self._rows_to_compute(inputs)
         input_ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
         attention_mask = torch.cat([inputs["prompt_mask"], mask_BC], dim=1)
-        logps_BC, entropy_BC = self._forward(model, input_ids, attention_mask, mask_BC.size(1), rows)
+        forward = partial(self._forward, model, input_ids, attention_mask, mask_BC.size(1))
+        logps_BC, entropy_BC = sum_of_parts(forward, self._redo.split(rows))
         computed_BC = torch.zeros_like(mask_BC)
         computed_BC[rows] = mask_BC[rows]
         if self.vllm_importance_sampling_correction:
@@ -382,11 +399,37 @@ class QeRLTrainer(GRPOTrainer):
             self._seconds[name] += time.perf_counter() - start
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        model.train()
         with self._timed("total"), self._weights_at_hand():
-            loss = super().training_step(model, inputs, num_items_in_batch)
+            batch = self._prepare_inputs(inputs)
+            if self._redo.begins(self.state.global_step):
+                self._at_step_start = {name: getattr(self, name) for name in _STEP_STATE}
+            microbatch = partial(self._microbatch, model, num_items_in_batch)
+            loss = self._redo.run(batch, microbatch, self._forget_step)
         if self._step % self.current_gradient_accumulation_steps == 0:
             self._log_times()
         return loss
+
+    def _microbatch(self, model: Any, num_items_in_batch: Any, batch: Batch, newest: bool) -> torch.Tensor:
+        """TRL's forward and backward; one that is done again is neither logged again nor ends the step."""
+        ends_step = self.accelerator.sync_gradients
+        self.accelerator.gradient_state._set_sync_gradients(ends_step and newest)
+        try:
+            with self._metrics_apart() as metrics:
+                loss = super().training_step(model, batch, num_items_in_batch)
+        finally:
+            self.accelerator.gradient_state._set_sync_gradients(ends_step)
+        if newest:
+            for name, values in metrics.items():
+                self._metrics["train"][name] += values
+        return loss
+
+    def _forget_step(self) -> None:
+        """As if no microbatch of this optimizer step had run; rollouts stay."""
+        self._policy_forward = None
+        self.model.zero_grad()
+        for name, value in self._at_step_start.items():
+            setattr(self, name, value)
 
     def _weights_at_hand(self) -> contextlib.AbstractContextManager[None]:
         """Decoded weights on a CPU, which has no four-bit product: once a microbatch, not twice a layer."""
@@ -416,6 +459,7 @@ class QeRLTrainer(GRPOTrainer):
         folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
         try:
             self._save_rollouts(folder)
+            self._redo.save(folder)
             super()._save_checkpoint(model, trial)
         except (OSError, SafetensorError) as error:
             shutil.rmtree(folder, ignore_errors=True)
@@ -443,6 +487,7 @@ class QeRLTrainer(GRPOTrainer):
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is None:
             return
+        self._redo.load(Path(checkpoint))
         self._step = self.state.global_step * self.args.gradient_accumulation_steps
         file = self._rollout_file(Path(checkpoint))
         if file.exists():

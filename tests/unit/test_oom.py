@@ -1,0 +1,234 @@
+"""A step that runs out of memory is redone with the gradients, the loss and the log it would have had."""
+
+import weakref
+from collections import defaultdict
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig, get_peft_model
+from transformers import TrainerCallback
+
+from qerl.config import QeRLConfig
+from qerl.errors import QeRLError
+from qerl.rollout.engine import Completion, RolloutEngine, RolloutResult
+from qerl.trainer.grpo import QeRLTrainer
+from qerl.trainer.oom import StepRedo, sum_of_parts
+
+GROUP = 4
+DATA = Dataset.from_dict({"prompt": ["one two", "three", "four five six", "seven eight"]})
+
+
+class RandomEngine(RolloutEngine):
+    """Completions of random length that depend on the seed alone."""
+
+    calls = 0
+
+    def generate(self, prompts, samples_per_prompt, params, norm_offsets=None):
+        self.calls += 1
+        draw = torch.Generator().manual_seed(params.seed)
+        completions = []
+        for _ in range(len(prompts) * samples_per_prompt):
+            length = int(torch.randint(2, params.max_tokens + 1, (), generator=draw))
+            ids = torch.randint(5, 128, (length,), generator=draw).tolist()
+            logprobs = (-4.8 - torch.rand(length, generator=draw)).tolist()
+            completions.append(Completion(ids, logprobs, [4.0] * length, "stop"))
+        return RolloutResult(completions, 1, sum(len(c.token_ids) for c in completions), 0.5)
+
+
+class SmallMemory:
+    """Raises CUDA's error where a forward pass holds too many samples.
+
+    Args:
+        trainer: Its forward passes are watched.
+        rows: Samples that fit.
+        phase: ``forward``, or ``backward``: then the gradients of the last layer have been added already.
+        spare: Forward passes that fit whatever they hold.
+    """
+
+    def __init__(self, trainer, rows, phase, spare=0):
+        self.rows, self.phase, self.spare = rows, phase, spare
+        self.held, self.errors, self.sizes = 0, 0, []
+        self._forward = trainer._forward
+        trainer._forward = self.forward
+        trainer.model.get_input_embeddings().register_forward_hook(self.watch)
+
+    def forward(self, model, ids, mask, columns, rows):
+        self.held = len(rows)
+        self.sizes.append(self.held)
+        if self.phase == "forward":
+            self.fill()
+        return self._forward(model, ids, mask, columns, rows)
+
+    def watch(self, module, args, output):
+        if self.phase == "backward" and output.requires_grad:
+            output.register_hook(lambda grad: self.fill())
+
+    def fill(self):
+        if self.held <= self.rows:
+            return
+        if self.spare:
+            self.spare -= 1
+            return
+        self.errors += 1
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+
+class Gradients(TrainerCallback):
+    def __init__(self):
+        self.steps = []
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        self.steps.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
+
+
+def lora(model):
+    """LoRA whose B is not zero, so that A has a gradient too."""
+    torch.manual_seed(1)
+    model = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"]))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    return model
+
+
+@pytest.fixture
+def train(tiny_model, tiny_tokenizer, tmp_path):
+    def run(memory=None, resume=None, **changes):
+        values = {
+            "output_dir": str(tmp_path),
+            "model": "unused",
+            "task": "unused",
+            "num_generations": GROUP,
+            "per_device_train_batch_size": 2 * GROUP,
+            "gradient_accumulation_steps": 2,
+            "max_completion_length": 6,
+            "gradient_checkpointing": True,
+            "use_cpu": True,
+            "max_steps": 2,
+            "noise": False,
+            "report_to": "none",
+            "save_strategy": "no",
+        }
+        args = QeRLConfig(**(values | changes))
+        reward = lambda completion_ids, **_: [float(sum(ids) % 7) for ids in completion_ids]  # noqa: E731
+        gradients = Gradients()
+        trainer = QeRLTrainer(
+            lora(tiny_model("llama")), [reward], args, DATA, RandomEngine(),
+            processing_class=tiny_tokenizer, callbacks=[gradients],
+        )  # fmt: skip
+        trainer.memory = SmallMemory(trainer, *memory) if memory else None
+        trainer.train(resume_from_checkpoint=resume)
+        return trainer, gradients.steps
+
+    return run
+
+
+def logged(trainer):
+    """What was logged of training, without times and memory."""
+    rows = [row for row in trainer.state.log_history if "loss" in row]
+    return [{k: v for k, v in row.items() if "time" not in k and "memory" not in k} for row in rows]
+
+
+@pytest.mark.parametrize(
+    "memory",
+    [
+        (4, "forward"),
+        (4, "forward", 1),
+        (4, "backward"),
+        (4, "backward", 1),
+        (1, "backward", 2),
+        (3, "forward"),
+    ],
+)
+@pytest.mark.parametrize("loss_type", ["bnpo", "dapo"])
+def test_gradients_are_those_without_the_error(train, memory, loss_type):
+    reference, expected = train(loss_type=loss_type)
+    trainer, actual = train(memory, loss_type=loss_type)
+    assert trainer.memory.errors >= 1
+    assert trainer.engine.calls == reference.engine.calls, "nothing is sampled again"
+    assert trainer._step == reference._step
+    assert len(actual) == len(expected) == 2
+    for step in range(2):
+        assert actual[step].keys() == expected[step].keys()
+        for name, grad in expected[step].items():
+            error = (actual[step][name] - grad).norm() / grad.norm()
+            assert error < 1e-4, f"step {step}, {name}: relative error {error:.1e}"
+    for row, other in zip(logged(trainer), logged(reference), strict=True):
+        assert row.keys() == other.keys()
+        for name, value in row.items():
+            assert value == pytest.approx(other[name], rel=1e-4, abs=1e-6, nan_ok=True), name
+
+
+def test_the_limit_stays(train):
+    trainer, _ = train((4, "forward"))
+    assert trainer.memory.errors == 1
+    assert trainer.memory.sizes[0] > 4
+    assert max(trainer.memory.sizes[1:]) == 4
+
+
+def test_a_resumed_run_has_the_limit(train, tmp_path):
+    train((4, "forward"), save_strategy="steps", save_steps=1, max_steps=1)
+    trainer, _ = train((4, "forward"), resume=str(tmp_path / "checkpoint-1"))
+    assert trainer.memory.errors == 0
+    assert trainer.memory.sizes
+
+
+def test_adaptive_entropy_is_counted_once(train):
+    settings = {"entropy_coef": 0.1, "use_adaptive_entropy": True, "entropy_target": 10.0}
+    reference, _ = train(**settings)
+    trainer, _ = train((4, "backward", 1), **settings)
+    assert trainer.memory.errors == 1
+    assert trainer.entropy_coef == reference.entropy_coef != 0.1
+
+
+def test_what_was_logged_says_so(train, caplog):
+    train((4, "forward", 3))
+    (record,) = [record for record in caplog.records if record.name == "qerl.trainer.oom"]
+    assert record.getMessage().startswith(
+        "Out of GPU memory in step 2: it is redone from its start, from now on with at most 4 of a "
+        "microbatch's 8 samples in one forward pass"
+    )
+
+
+def test_one_sample_that_does_not_fit_is_an_error(train):
+    with pytest.raises(QeRLError, match="with a single sample in it; lower max_completion_length"):
+        train((0, "forward"))
+
+
+def test_several_processes_are_not_left_waiting():
+    def microbatch(batch, newest):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    redo = StepRedo(processes=2)
+    redo.begins(0)
+    with pytest.raises(QeRLError, match="with several processes it is not redone"):
+        redo.run("batch", microbatch, lambda: None)
+
+
+def test_a_part_at_a_time_is_in_memory():
+    """Activations that are alive at the same time, with 8 rows in one part and in four."""
+    peaks = {}
+    for size in (8, 2):
+        alive, peak = defaultdict(int), 0
+        x = torch.ones(3, requires_grad=True)
+
+        def forward(rows, alive=alive, x=x):
+            nonlocal peak
+            total = torch.zeros(())
+            for row in rows:
+                activation = x * row
+                alive["now"] += 1
+                weakref.finalize(activation, lambda: alive.__setitem__("now", alive["now"] - 1))
+                peak = max(peak, alive["now"])
+                total = total + (activation * activation).sum()  # its backward needs the activation
+            return (total,)
+
+        parts = [list(range(start, start + size)) for start in range(0, 8, size)]
+        (total,) = sum_of_parts(forward, parts)
+        del forward
+        total.backward()
+        peaks[size] = (peak, x.grad)
+    assert peaks[8][0] == 8
+    assert peaks[2][0] <= 3
+    torch.testing.assert_close(peaks[2][1], peaks[8][1])
