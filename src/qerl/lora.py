@@ -20,10 +20,12 @@ from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, get_peft_mod
 from peft.tuners.lora.layer import Linear as LoraLinear
 from peft.utils import SAFETENSORS_WEIGHTS_NAME
 from safetensors import SafetensorError, safe_open
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
 from qerl.errors import QeRLError
+from qerl.lora_product import fused_forward
 from qerl.nvfp4.linear import PackedLinear
 from qerl.seeding import derive_seed
 
@@ -31,8 +33,16 @@ LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", 
 """All linear layers of a decoder layer (paper, Table 4)."""
 
 
-class PackedLoraLinear(LoraLinear):
-    """``base(x) + B A x * alpha / r`` around a `PackedLinear`."""
+class DenseLoraLinear(LoraLinear):
+    """``base(x) + B A x * alpha / r`` around a 16-bit or FP32 linear; one product on a GPU."""
+
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        fused = None if args or kwargs else fused_forward(self, x)
+        return super().forward(x, *args, **kwargs) if fused is None else fused
+
+
+class PackedLoraLinear(DenseLoraLinear):
+    """The same around a `PackedLinear`."""
 
     def merge(self, *args: Any, **kwargs: Any) -> None:
         raise QeRLError(
@@ -73,7 +83,7 @@ def add_lora(
     with torch.random.fork_rng(devices), _quiet():
         torch.manual_seed(derive_seed("lora", seed))
         try:
-            adapted = get_peft_model(model, _with_packed_layers(config))
+            adapted = get_peft_model(model, _with_own_layers(config, model))
         except ValueError as error:
             raise QeRLError(f"LoRA cannot be added: {error}") from error
     return _skip_packed_buffers_in_ddp(adapted)
@@ -101,7 +111,7 @@ def load_adapter(model: PreTrainedModel, folder: str | Path) -> PeftModel:
         with safe_open(file, framework="pt") as weights:
             stored = set(weights.keys())
         with _quiet():
-            adapted = PeftModel.from_pretrained(model, str(folder), config=_with_packed_layers(config))
+            adapted = PeftModel.from_pretrained(model, str(folder), config=_with_own_layers(config, model))
     except (SafetensorError, OSError) as error:
         raise QeRLError(f"The adapter {folder} is damaged or incomplete ({error}); copy it again.") from error
     except (ValueError, TypeError, RuntimeError) as error:
@@ -115,8 +125,12 @@ def load_adapter(model: PreTrainedModel, folder: str | Path) -> PeftModel:
     return _skip_packed_buffers_in_ddp(adapted)
 
 
-def _with_packed_layers(config: LoraConfig) -> LoraConfig:
-    config._register_custom_module({PackedLinear: PackedLoraLinear})
+def _with_own_layers(config: LoraConfig, model: nn.Module) -> LoraConfig:
+    """The config, told which adapter goes around which layer; bitsandbytes' linears are left to PEFT."""
+    layers: dict[type[nn.Module], type[LoraLinear]] = {PackedLinear: PackedLoraLinear}
+    if all(type(module) is nn.Linear for module in model.modules() if isinstance(module, nn.Linear)):
+        layers[nn.Linear] = DenseLoraLinear
+    config._register_custom_module(layers)
     return config
 
 

@@ -1,67 +1,49 @@
 """A weight in fragment order -> a dense matrix, for training's large products.
 
-The forward and backward passes of training multiply with a dense bf16 matrix that exists for one product. It
-is made from the resident bytes, whose order only the GPU's decode kernels like; see packed_gemm.cu for it.
+The forward and backward passes of training multiply with a dense 16-bit matrix that exists for one product.
+It is made from the resident bytes, whose order only the GPU's decode kernels like; see dequantize.cu.
 """
 
+from pathlib import Path
+
 import torch
-import triton
-import triton.language as tl
 
 from qerl.errors import QeRLError
+from qerl.kernels.nvrtc import kernel
+
+_SOURCE = Path(__file__).with_name("dequantize.cu")
+_TILES = 4
+_STAGED_BYTES = 4 * 16 * 9 * 16  # warps, rows, 16-byte pieces of a row and one of padding
+_OUT = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 
 
-@triton.jit
-def _dequantize(codes, scales, scale_1, out_NK, N, K, TILE: tl.constexpr):
-    group, tile = tl.program_id(0), tl.program_id(1)
-    row = tl.arange(0, TILE)
-    pair = tl.arange(0, TILE // 2)
-    base = group.to(tl.int64) * (K // TILE) + tile
-    warp, upper, lane_row = row // 16, (row % 16) // 8, row % 8
-    block, high_k, lane_column = pair // 8, (pair % 8) // 4, pair % 4
-    thread = (32 * warp + 4 * lane_row)[:, None] + lane_column[None, :]
-    byte = upper[:, None] + (4 * block + 2 * high_k)[None, :]
-    code = tl.load(codes + base * 2048 + thread * 16 + byte).to(tl.int32)
-    slot = (8 * warp + lane_row)[:, None] * 8 + (2 * block)[None, :] + upper[:, None]
-    scale = tl.load(scales + base * 256 + slot).to(tl.float8e4nv, bitcast=True).to(tl.float32)
-    scale = scale * tl.load(scale_1)
-    low, high = code & 15, code >> 4
-    even = _e2m1(low) * scale
-    odd = _e2m1(high) * scale
-    values = tl.interleave(even, odd).to(out_NK.dtype.element_ty)
-    n = group * TILE + row
-    k = tile * TILE + tl.arange(0, TILE)
-    tl.store(out_NK + n[:, None].to(tl.int64) * K + k[None, :], values, mask=(n < N)[:, None])
-
-
-@triton.jit
-def _e2m1(code):
-    magnitude = code & 7
-    # Shifted to bf16's last exponent bits and first mantissa bit, a code is its value times 2^-126.
-    bits = (magnitude << 22).to(tl.float32, bitcast=True)
-    value = tl.where(magnitude < 2, magnitude * 0.5, bits * 8.507059173023462e37)
-    return tl.where(code > 7, -value, value)
-
-
-def dequantize_fragments(
-    codes: torch.Tensor, scales: torch.Tensor, global_scale: torch.Tensor, rows: int, dtype: torch.dtype
-) -> torch.Tensor:
-    """W [rows, K], the same values as :func:`qerl.nvfp4.format.dequantize` gives.
+def dequantize_into(
+    codes: torch.Tensor, scales: torch.Tensor, global_scale: torch.Tensor, out_NK: torch.Tensor
+) -> None:
+    """Writes W [N, K], the very values that :func:`qerl.nvfp4.format.dequantize` gives.
 
     Args:
-        codes: uint8 [N/64, K/64, 128, 16].
-        scales: E4M3 or uint8 [N/64, K/64, 32, 4, 2].
+        codes: uint8 [groups, K/64, 128, 16] with groups * 64 >= N; the rows beyond N are padding.
+        scales: E4M3 or uint8 [groups, K/64, 32, 4, 2].
         global_scale: fp32 [1], a divisor.
-        rows: Rows wanted, at most N: the rest is padding.
-        dtype: Of the result.
+        out_NK: bf16, fp16 or fp32; its rows may be apart, by a multiple of 16 bytes.
+
+    Raises:
+        QeRLError: The weight is no longer on the GPU.
     """
     groups, tiles = codes.shape[:2]
     if not codes.is_cuda:
         raise QeRLError(
             "A weight that was laid out for the GPU has left it: load the model again to use the CPU."
         )
-    out_NK = torch.empty(rows, tiles * 64, dtype=dtype, device=codes.device)
-    _dequantize[(groups, tiles)](
-        codes, scales.view(torch.uint8), 1.0 / global_scale, out_NK, rows, tiles * 64, TILE=64, num_warps=4
-    )
-    return out_NK
+    rows, stride = out_NK.shape[0], out_NK.stride(0)
+    aligned = not (stride * out_NK.element_size() | out_NK.data_ptr()) % 16
+    if out_NK.dtype not in _OUT or out_NK.shape[1] != tiles * 64 or out_NK.stride(1) != 1 or not aligned:
+        raise QeRLError(
+            f"A weight of width {tiles * 64} cannot be written to {out_NK.dtype} {tuple(out_NK.shape)} with "
+            f"strides {out_NK.stride()}."
+        )
+    defines = (("TILES", _TILES), ("OUT", _OUT[out_NK.dtype]))
+    compiled = kernel(_SOURCE, "dequantize", defines, codes.device.index or 0)
+    grid = (min(groups, -(-rows // 64)), -(-tiles // _TILES))
+    compiled(grid, 128, _STAGED_BYTES, (codes, scales, global_scale, out_NK), (rows, tiles, stride))

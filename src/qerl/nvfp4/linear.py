@@ -17,6 +17,7 @@ Shapes: B batch, T tokens, N outputs, K inputs, G = K / block size.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -25,6 +26,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from qerl.nvfp4.format import MXFP4, NVFP4, BlockFormat, PackedWeight, dequantize
+from qerl.workspace import workspace
 
 
 class PackedLinear(nn.Module):
@@ -110,10 +112,25 @@ class PackedLinear(nn.Module):
         if torch.is_autocast_enabled(device_type):
             x_BTK = x_BTK.to(torch.get_autocast_dtype(device_type))
         bias = None if self.bias is None else self.bias.to(x_BTK.dtype)
-        if self._unpacked_depth or not torch.is_grad_enabled():
+        if self._unpacked_depth:
             return F.linear(x_BTK, self.dequantized_weight(x_BTK.dtype), bias)
         buffers = self.weight_packed, self.weight_scale, self.weight_global_scale
         return _PackedProduct.apply(x_BTK, bias, self.format, self.out_features, *buffers)
+
+    def transient_weight(self, like: torch.Tensor) -> torch.Tensor:
+        """W [N, K] in the dtype of ``like`` for one product: the next one may overwrite it."""
+        buffers = self.weight_packed, self.weight_scale, self.weight_global_scale
+        return _transient(*buffers, self.format, self.out_features, like)
+
+    def write_dense(self, out_NK: torch.Tensor) -> None:
+        """Writes W into ``out``, whose rows need not be next to each other."""
+        if self.weight_packed.ndim == 4:
+            from qerl.kernels.dequantize import dequantize_into  # needs Triton
+
+            assert self.weight_global_scale is not None
+            dequantize_into(self.weight_packed, self.weight_scale, self.weight_global_scale, out_NK)
+        else:
+            out_NK.copy_(dequantize(self.packed, out_NK.dtype))
 
     def extra_repr(self) -> str:
         bias = self.bias is not None
@@ -165,7 +182,7 @@ class _PackedProduct(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.format, ctx.rows = format, rows
         ctx.save_for_backward(codes, scales, global_scale)
-        weight_NK = _dense(codes, scales, global_scale, format, rows, x_BTK.dtype)
+        weight_NK = _transient(codes, scales, global_scale, format, rows, x_BTK)
         return F.linear(x_BTK, weight_NK, bias_N)
 
     @staticmethod
@@ -174,7 +191,7 @@ class _PackedProduct(torch.autograd.Function):
         dx_BTK = dbias_N = None
         if ctx.needs_input_grad[0]:
             codes, scales, global_scale = ctx.saved_tensors
-            dx_BTK = dy_BTN @ _dense(codes, scales, global_scale, ctx.format, ctx.rows, dy_BTN.dtype)
+            dx_BTK = dy_BTN @ _transient(codes, scales, global_scale, ctx.format, ctx.rows, dy_BTN)
         if ctx.needs_input_grad[1]:
             dbias_N = dy_BTN.flatten(0, -2).sum(0)
         return dx_BTK, dbias_N, None, None, None, None, None
@@ -187,14 +204,34 @@ def _dense(
     format: BlockFormat,
     rows: int,
     dtype: torch.dtype,
+    place: Callable[[tuple[int, int]], torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """W [N, K]. The paged engine reorders a weight into tiles of 64 x 64 for its kernels, its only copy."""
+    """W [N, K]. The paged engine reorders a weight into tiles of 64 x 64 for its kernels, its only copy.
+
+    ``place`` makes the tensor that a reordered weight is written to, by default a new one.
+    """
     if codes.ndim == 4:
-        from qerl.kernels.dequantize import dequantize_fragments  # needs Triton
+        from qerl.kernels.dequantize import dequantize_into  # needs Triton
 
         assert global_scale is not None
-        return dequantize_fragments(codes, scales, global_scale, rows, dtype)
+        shape = rows, codes.shape[1] * 64
+        out_NK = place(shape) if place else torch.empty(shape, dtype=dtype, device=codes.device)
+        dequantize_into(codes, scales, global_scale, out_NK)
+        return out_NK
     return dequantize(PackedWeight(codes, scales, global_scale, format), dtype)
+
+
+def _transient(
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    global_scale: torch.Tensor | None,
+    format: BlockFormat,
+    rows: int,
+    like: torch.Tensor,
+) -> torch.Tensor:
+    """W [N, K] for one product; on the GPU in the shared workspace."""
+    place = partial(workspace, like=like)
+    return _dense(codes, scales, global_scale, format, rows, like.dtype, place)
 
 
 @contextmanager

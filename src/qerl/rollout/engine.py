@@ -123,3 +123,6 @@ class RolloutEngine(ABC):
             QeRLError: An empty prompt list, an empty prompt, or a prompt that with its completion exceeds the
                 positions the model has.
         """
+
+    def release(self) -> None:  # noqa: B027 - most engines hold nothing
+        """Gives the memory up that only `generate` needs, until its next call."""

@@ -42,6 +42,7 @@ from qerl.noise import AdaptiveNoise, NoiseSchedule
 from qerl.nvfp4.linear import unpacked
 from qerl.rollout.engine import RolloutEngine, RolloutResult, SamplingParams
 from qerl.seeding import derive_seed
+from qerl.trainer.attention import seen_by, use_branch_attention
 from qerl.trainer.correction import importance_ratio, rows_with_gradient, sampler_trainer_kl
 from qerl.trainer.dynamic_sampling import fresh_rows, groups_without_signal, replace_groups
 from qerl.trainer.oom import StepRedo, sum_of_parts
@@ -95,6 +96,12 @@ class QeRLTrainer(GRPOTrainer):
                 "Mixture-of-experts models with a router loss are not supported; set router_aux_loss_coef: 0."
             )
         self.engine = engine
+        base = base_model(self.accelerator.unwrap_model(self.model))
+        self._branch_attention = use_branch_attention(base)
+        if base.device.type == "cuda":
+            from qerl.trainer.fused import fuse  # needs Triton
+
+            fuse(base)
         self.noise: AdaptiveNoise | None = None
         self._seconds: dict[str, float] = defaultdict(float)
         self._calls = 0
@@ -133,6 +140,7 @@ class QeRLTrainer(GRPOTrainer):
             seed=seed,
         )
         result = self.engine.generate(prompts, samples, params, self._noise_offsets(mode, step))
+        self.engine.release()
         self._log_rollout(mode, result)
         return result
 
@@ -366,11 +374,16 @@ class QeRLTrainer(GRPOTrainer):
             rows,
         )
         scored_L = packed.sample_L >= 0
+        seen = (
+            seen_by(packed.branches)
+            if self._branch_attention
+            else {"attention_mask": packed.attention_mask_11LL}
+        )
         with _scored_only(self.accelerator.unwrap_model(model), scored_L):
             out = model(
                 input_ids=packed.input_ids_1L,
                 position_ids=packed.position_ids_1L,
-                attention_mask=packed.attention_mask_11LL,
+                **seen,
                 shift_labels=packed.labels_1L[:, scored_L],
                 fused_lm_head=True,
             )

@@ -11,20 +11,48 @@ A branch attends to its prompt and to itself; positions count from the start of 
 embeddings see what they would see in a row of its own. Gradients through the shared prompt add up over its
 branches, which is what the padded batch computes in pieces.
 
-Given up: the mask is a dense [L, L] matrix, whose attention costs L^2 whatever it masks. That is right for
-    the
-portable path (any transformers model with SDPA attention, gradient checkpointing included).
+The row says who sees whom in two forms. `Branches` lists the stretches of the row for a kernel that computes
+only what is seen (qerl.trainer.attention); the dense mask [L, L] serves any transformers model with SDPA
+attention, at a cost of L^2 whatever it masks.
 
 Legend: B samples, P padded prompt length, C padded completion length, L packed length,
 S positions of L that predict something.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
 
 import torch
 
 IGNORE = -100
 """Label of positions that predict nothing, as in transformers."""
+
+
+@dataclass(frozen=True)
+class Branches:
+    """The row as stretches of queries, each with the stretch of keys it sees: causal, aligned at their ends.
+
+    A shared prompt sees itself, a branch sees its prompt and then itself. `keys_M` writes that out: the keys
+    of all stretches one after the other, a prompt's once for itself and once more for each of its branches.
+
+    Attributes:
+        first_query_S: int32, first query of each stretch, and L.
+        first_key_S: int32, first of its keys in `keys_M`, and M.
+        longest_query, longest_key: Tokens of the longest stretch.
+        keys_M: Position in the row of each key.
+        own_L: Where in `keys_M` the stretch that a position belongs to has it.
+        copies: For each shared prompt, its position in the row and the index [branches, tokens] into `keys_M`
+            of the copies that its branches read.
+    """
+
+    first_query_S: torch.Tensor
+    first_key_S: torch.Tensor
+    longest_query: int
+    longest_key: int
+    keys_M: torch.Tensor
+    own_L: torch.Tensor
+    copies: list[tuple[slice, torch.Tensor]]
 
 
 @dataclass(frozen=True)
@@ -34,18 +62,68 @@ class PackedBatch:
     Attributes:
         input_ids_1L: Tokens.
         position_ids_1L: Position of each token in its own sample.
-        attention_mask_11LL: True where the query (third axis) may see the key (fourth axis).
         labels_1L: Completion token predicted at each position, `IGNORE` on prompts.
         sample_L: Row of the padded batch that each position belongs to, -1 on prompts.
         column_L: Completion column that each position predicts.
+        group_L: Which prompt a position belongs to.
+        branch_L: Which branch of it, 0 for the prompt itself.
+        stretches: (group, branch, tokens) of the row's parts in order.
     """
 
     input_ids_1L: torch.Tensor
     position_ids_1L: torch.Tensor
-    attention_mask_11LL: torch.Tensor
     labels_1L: torch.Tensor
     sample_L: torch.Tensor
     column_L: torch.Tensor
+    group_L: torch.Tensor
+    branch_L: torch.Tensor
+    stretches: list[tuple[int, int, int]]
+
+    @cached_property
+    def attention_mask_11LL(self) -> torch.Tensor:
+        """True where the query (third axis) may see the key (fourth axis)."""
+        same_prompt = self.group_L[:, None] == self.group_L[None, :]
+        own_branch = self.branch_L[:, None] == self.branch_L[None, :]
+        key_is_prompt = (self.branch_L == 0)[None, :]
+        causal = self.position_ids_1L[0, :, None] >= self.position_ids_1L[0, None, :]
+        return (same_prompt & (own_branch | key_is_prompt) & causal)[None, None]
+
+    @cached_property
+    def branches(self) -> Branches:
+        """Who sees whom, as stretches."""
+        queries, keys = [0], [0]
+        gathered: list[torch.Tensor] = []
+        own: list[torch.Tensor] = []
+        prompts: dict[int, slice] = {}
+        copies: dict[int, list[int]] = {}
+        for group, branch, tokens in self.stretches:
+            start = queries[-1]
+            at = keys[-1]
+            if branch == 0:
+                prompts[group] = slice(start, start + tokens)
+            elif group in prompts:
+                shared = prompts[group]
+                gathered.append(torch.arange(shared.start, shared.stop))
+                copies.setdefault(group, []).append(at)
+                at += shared.stop - shared.start
+            gathered.append(torch.arange(start, start + tokens))
+            own.append(torch.arange(at, at + tokens))
+            queries.append(start + tokens)
+            keys.append(at + tokens)
+        device = self.group_L.device
+        width = {group: torch.arange(part.stop - part.start) for group, part in prompts.items()}
+        return Branches(
+            first_query_S=torch.tensor(queries, dtype=torch.int32, device=device),
+            first_key_S=torch.tensor(keys, dtype=torch.int32, device=device),
+            longest_query=max(b - a for a, b in pairwise(queries)),
+            longest_key=max(b - a for a, b in pairwise(keys)),
+            keys_M=torch.cat(gathered).to(device),
+            own_L=torch.cat(own).to(device),
+            copies=[
+                (prompts[group], (torch.tensor(starts)[:, None] + width[group]).to(device))
+                for group, starts in copies.items()
+            ],
+        )
 
     def scatter(self, values_1S: torch.Tensor, batch: int, columns: int) -> torch.Tensor:
         """Values of the S positions that predict something, as the padded batch [B, C]; zero elsewhere."""
@@ -89,6 +167,7 @@ class _Row:
         self.columns: list[int] = []
         self.group: list[int] = []  # which prompt a position belongs to
         self.branch: list[int] = []  # which branch of it, 0 for the prompt itself
+        self.stretches: list[tuple[int, int, int]] = []
         self._prompt: list[int] | None = None
 
     def add(self, row: int, prompt: list[int], completion: list[int]) -> None:
@@ -109,6 +188,8 @@ class _Row:
         self, tokens: list[int], positions: range, labels: list[int], row: int, group: int, branch: int
     ) -> None:
         n = len(tokens)
+        if n:
+            self.stretches.append((group, branch, n))
         self.tokens += tokens
         self.positions += positions
         self.labels += labels
@@ -119,17 +200,13 @@ class _Row:
 
     def finish(self, device: torch.device) -> PackedBatch:
         tensor = lambda values: torch.tensor(values, dtype=torch.long, device=device)  # noqa: E731
-        group_L, branch_L, position_L = tensor(self.group), tensor(self.branch), tensor(self.positions)
-        same_prompt = group_L[:, None] == group_L[None, :]
-        own_branch = branch_L[:, None] == branch_L[None, :]
-        key_is_prompt = (branch_L == 0)[None, :]
-        causal = position_L[:, None] >= position_L[None, :]
-        mask_LL = same_prompt & (own_branch | key_is_prompt) & causal
         return PackedBatch(
             input_ids_1L=tensor(self.tokens)[None],
-            position_ids_1L=position_L[None],
-            attention_mask_11LL=mask_LL[None, None],
+            position_ids_1L=tensor(self.positions)[None],
             labels_1L=tensor(self.labels)[None],
             sample_L=tensor(self.samples),
             column_L=tensor(self.columns),
+            group_L=tensor(self.group),
+            branch_L=tensor(self.branch),
+            stretches=self.stretches,
         )

@@ -30,6 +30,7 @@ from qerl.rollout.engine import (
 from qerl.rollout.paged.binding import Binding, refusal
 from qerl.rollout.paged.blocks import BlockManager
 from qerl.rollout.paged.decode import DecodeStep
+from qerl.rollout.paged.memory import SwitchedMemory
 from qerl.rollout.paged.prefill import Job, Prefill
 from qerl.rollout.paged.scheduler import Plan, Sample, Scheduler
 from qerl.rollout.paged.step import Cache
@@ -77,14 +78,27 @@ class PagedEngine(RolloutEngine):
         self._binding = Binding(model, self._positions)
         self._prefill = Prefill(self._binding.decoder, self._binding.has_lora)
         self._cache: Cache | None = None
+        self._memory: SwitchedMemory | None = None
         self._steps: dict[tuple[int, SamplingParams], DecodeStep] = {}
         self._most = self._table_width = 0
 
     def release(self) -> None:
-        """Gives the memory of keys, values and graphs back; the next call takes it again."""
+        """Gives the memory of keys and values up; the next call takes it back at the same addresses.
+
+        Captured graphs stay, with the few megabytes they work in.
+        """
+        self._prefill = Prefill(self._binding.decoder, self._binding.has_lora)
+        if self._memory is not None:
+            self._memory.give_up()
+
+    def _drop(self) -> None:
+        """Gives keys, values and graphs up for good."""
         self._cache = None
         self._steps.clear()
         self._prefill = Prefill(self._binding.decoder, self._binding.has_lora)
+        if self._memory is not None:
+            self._memory.close()
+            self._memory = None
         torch.cuda.empty_cache()
 
     @torch.no_grad()
@@ -139,8 +153,12 @@ class PagedEngine(RolloutEngine):
         width = max(prompt_blocks, own_blocks, 1)
         fits = width <= self._table_width and params.max_tokens <= self._most
         if self._cache is not None and self._cache.k.shape[1] >= wanted and fits:
+            assert self._memory is not None
+            if self._memory.given_up:
+                self._memory.take_back()
+                self._clear_cache()
             return self._cache
-        self.release()
+        self._drop()
         self._most = max(self._most, params.max_tokens)
         self._table_width = max(self._table_width, width)
         per_block = 4 * len(decoder.layers) * decoder.kv_heads * PAGE * decoder.head_size
@@ -152,8 +170,19 @@ class PagedEngine(RolloutEngine):
                 f"{(prompt_blocks + own_blocks) * per_block / 1e9:.1f} GB of keys and values: lower "
                 "max_tokens or free memory."
             )
-        self._cache = Cache.empty(decoder, min(wanted, affordable), decoder.embedding_VD.device)
+        shape = len(decoder.layers), min(wanted, affordable), decoder.kv_heads, PAGE, decoder.head_size
+        half = shape[1] * per_block // 2
+        self._memory = SwitchedMemory(2 * half)
+        k, v = (self._memory.tensor(shape, torch.bfloat16, offset) for offset in (0, half))
+        self._cache = Cache(k, v)
+        self._clear_cache()
         return self._cache
+
+    def _clear_cache(self) -> None:
+        """Fresh memory may hold NaN, which a masked key would carry into a product with zero."""
+        assert self._cache is not None
+        self._cache.k.zero_()
+        self._cache.v.zero_()
 
     def _step(self, rows: int, params: SamplingParams) -> DecodeStep:
         """The captured step for at least so many rows."""

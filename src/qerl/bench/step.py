@@ -1,0 +1,326 @@
+"""Seconds and memory of a whole GRPO step, rollout to optimizer, on a model shape with random weights.
+
+    python -m qerl.bench.step --shape 7b --weights nvfp4 bf16 --samples 8 --tokens 2048
+
+Runs the trainer itself. Weights are random and made on the GPU layer by layer, so a shape of 72B needs no
+more memory than training it. Nothing ends a completion before its last token and rewards are random, so every
+sample of every row does the same work. A row begins with a step that is not counted: its rollout, spoilt by a
+NaN, ends at once, but captures the graphs, and its update compiles.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from peft import PeftModel
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import nn
+from transformers import (
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    TrainerCallback,
+)
+
+from qerl.bench.rollout import head
+from qerl.bench.shapes import Shape, shape
+from qerl.config import QeRLConfig
+from qerl.lora import add_lora
+from qerl.nvfp4.linear import LINEAR_CLASSES
+from qerl.rollout.engine import NormOffsets, RolloutEngine, RolloutResult, SamplingParams
+from qerl.rollout.paged.engine import PagedEngine
+from qerl.rollout.select import make_engine
+from qerl.trainer.grpo import QeRLTrainer
+
+WEIGHTS = ("nvfp4", "bf16", "nf4", "mxfp4")
+_WORDS = 1000
+
+
+def random_policy(sizes: Shape, weights: str, rank: int, positions: int) -> PeftModel:
+    """A Qwen2 model of a shape with random frozen linears in a format and fresh LoRA, made on the GPU.
+
+    Args:
+        sizes: The shape.
+        weights: One of `WEIGHTS`.
+        rank: LoRA rank on all linears.
+        positions: Positions the model has.
+    """
+    config = Qwen2Config(
+        vocab_size=sizes.vocabulary, hidden_size=sizes.hidden, intermediate_size=sizes.intermediate,
+        num_hidden_layers=sizes.layers, num_attention_heads=sizes.heads,
+        num_key_value_heads=sizes.kv_heads, max_position_embeddings=positions, tie_word_embeddings=False,
+        rms_norm_eps=1e-6,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = Qwen2ForCausalLM(config).to(torch.bfloat16)
+    model.model.rotary_emb = type(model.model.rotary_emb)(config, device="cuda")
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if name.endswith("_proj") and weights != "bf16":
+                setattr(module, name, _random_linear(child, weights))
+    for module in model.modules():
+        for name, parameter in list(module._parameters.items()):
+            if parameter is not None and parameter.is_meta:
+                made = torch.empty(parameter.shape, dtype=torch.bfloat16, device="cuda")
+                if made.ndim == 2:
+                    made.normal_(std=made.shape[-1] ** -0.5)
+                else:
+                    made.fill_(0.0 if name == "bias" else 1.0)
+                setattr(module, name, nn.Parameter(made, requires_grad=False))
+    return add_lora(model, rank=rank, alpha=2 * rank, dropout=0.0)
+
+
+def _random_linear(linear: nn.Module, weights: str) -> nn.Module:
+    """A layer of random content in the format, biases zero; weights have mean square 1 / K or so."""
+    k, n, bias = linear.in_features, linear.out_features, linear.bias is not None
+    if weights == "nf4":
+        import bitsandbytes as bnb
+
+        layer = bnb.nn.Linear4bit(
+            k, n, bias=False, compute_dtype=torch.bfloat16, quant_type="nf4", device="meta"
+        )
+        dense = torch.empty(n, k, dtype=torch.bfloat16, device="cuda").normal_(std=k**-0.5)
+        layer.weight = bnb.nn.Params4bit(dense, requires_grad=False, quant_type="nf4").to("cuda")
+    else:
+        layer = LINEAR_CLASSES[weights](k, n, bias=False, device="cuda")
+        layer.weight_packed.random_(0, 256)
+        # E4M3 scales of 1 to 1.875, or powers of two of 1 to 2: with the codes' 7.2, a mean square of 16.
+        low = 56 if weights == "nvfp4" else 127
+        layer.weight_scale.view(torch.uint8).random_(low, low + (8 if weights == "nvfp4" else 2))
+        if layer.weight_global_scale is not None:
+            layer.weight_global_scale.fill_((16 * k) ** 0.5)
+    if bias:
+        layer.bias = nn.Parameter(torch.zeros(n, dtype=torch.bfloat16, device="cuda"), requires_grad=False)
+    return layer
+
+
+def word_tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
+    """Words w0, w1, ... are tokens 0, 1, ...; the end of text lies outside the model's vocabulary."""
+    words = {f"w{i}": i for i in range(_WORDS)} | {"<end>": vocabulary}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", pad_token="w0")
+
+
+def random_reward(completions: list[str], **_: Any) -> list[float]:
+    """A reward without meaning, different for all samples of a group."""
+    return torch.rand(len(completions)).tolist()
+
+
+class Watch(RolloutEngine):
+    """An engine whose time and memory are read at the end of each call.
+
+    Args:
+        engine: The engine.
+        profile_call: Number of the call after which kernels are recorded, until `trace` is stopped.
+    """
+
+    def __init__(self, engine: RolloutEngine, profile_call: int | None = None) -> None:
+        self.engine, self._profile_call = engine, profile_call
+        self.rollout_gb = self.seconds = self.release_seconds = 0.0
+        self.calls = self.tokens = 0
+        self.trace: torch.profiler.profile | None = None
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        samples_per_prompt: int,
+        params: SamplingParams,
+        norm_offsets: NormOffsets | None = None,
+    ) -> RolloutResult:
+        start = time.perf_counter()
+        if self.calls == 0 and isinstance(self.engine, PagedEngine):
+            width = self.engine._binding.decoder.hidden
+            norm_offsets = {"model.norm": torch.full((width,), float("nan"))}
+        self.calls += 1
+        result = self.engine.generate(prompts, samples_per_prompt, params, norm_offsets)
+        torch.cuda.synchronize()
+        self.seconds, self.tokens = time.perf_counter() - start, result.generated_tokens
+        self.rollout_gb = used_gb()
+        return result
+
+    def release(self) -> None:
+        start = time.perf_counter()
+        self.engine.release()
+        torch.cuda.synchronize()
+        self.release_seconds = time.perf_counter() - start
+        torch.cuda.reset_peak_memory_stats()
+        if self.calls - 1 == self._profile_call:
+            self.trace = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+            self.trace.start()
+
+
+def used_gb() -> float:
+    """Memory in use on the device, by whatever, in 10^9 bytes."""
+    free, total = torch.cuda.mem_get_info()
+    return (total - free) / 1e9
+
+
+class Clock(TrainerCallback):
+    """Wall-clock time and memory of each step."""
+
+    def __init__(self, watch: Watch) -> None:
+        self.watch = watch
+        self.rows: list[dict[str, float]] = []
+
+    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+        torch.cuda.synchronize()
+        self.start = time.perf_counter()
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        torch.cuda.synchronize()
+        total, watch = time.perf_counter() - self.start, self.watch
+        if watch.trace is not None:
+            watch.trace.stop()
+        cached = torch.cuda.max_memory_reserved() - torch.cuda.memory_reserved()
+        self.rows.append(
+            {
+                "rollout_s": watch.seconds,
+                "update_s": total - watch.seconds,
+                "total_s": total,
+                "release_s": watch.release_seconds,
+                "tokens": watch.tokens,
+                "tokens_per_s": watch.tokens / total,
+                "rollout_gb": watch.rollout_gb,
+                "update_gb": used_gb() + cached / 1e9,
+                "update_allocated_gb": torch.cuda.max_memory_allocated() / 1e9,
+            }
+        )
+
+    def on_log(
+        self, args: Any, state: Any, control: Any, logs: Mapping[str, float] | None = None, **_: Any
+    ) -> None:
+        if self.rows and logs and "loss" in logs:
+            for key in ("loss", "grad_norm", "time/logprob", "sampling/kl"):
+                self.rows[-1][key] = float(logs.get(key, float("nan")))
+
+
+def measure(
+    policy: PeftModel,
+    sizes: Shape,
+    *,
+    samples: int,
+    prompts: int,
+    microbatch: int,
+    prompt_tokens: int,
+    tokens: int,
+    steps: int,
+    profile: bool = False,
+) -> list[dict[str, float]]:
+    """Runs GRPO steps and returns what `Clock` saw of each.
+
+    Args:
+        policy: Of :func:`random_policy`; trained in place.
+        sizes: Its shape.
+        samples: Completions a prompt.
+        prompts: Prompts a step.
+        microbatch: Completions a forward pass of the update takes.
+        prompt_tokens, tokens: Lengths.
+        steps: Optimizer steps after the first.
+        profile: Print the kernels of the last update.
+    """
+    tokenizer = word_tokenizer(sizes.vocabulary)
+    draw = torch.Generator().manual_seed(0)
+    texts = [
+        " ".join(f"w{i}" for i in torch.randint(1, _WORDS, (prompt_tokens,), generator=draw).tolist())
+        for _ in range(prompts * (steps + 1))
+    ]
+    watch = Watch(make_engine(policy, 0, samples * prompts), steps if profile else None)
+    clock = Clock(watch)
+    with tempfile.TemporaryDirectory() as folder:
+        args = QeRLConfig(
+            output_dir=folder, model="random", task="random", num_generations=samples,
+            per_device_train_batch_size=microbatch,
+            gradient_accumulation_steps=samples * prompts // microbatch,
+            max_completion_length=tokens, max_steps=steps + 1, learning_rate=1e-5, noise=False,
+            gradient_checkpointing=True, report_to="none", save_strategy="no", optim="adamw_torch_fused",
+        )  # fmt: skip
+        trainer = QeRLTrainer(
+            policy, [random_reward], args, Dataset.from_dict({"prompt": texts}), watch,
+            processing_class=tokenizer, callbacks=[clock],
+        )  # fmt: skip
+        trainer.train()
+    if watch.trace is not None:
+        print(
+            watch.trace.key_averages().table(
+                sort_by="self_cuda_time_total", row_limit=30, max_name_column_width=60
+            )
+        )
+    return clock.rows
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Runs the benchmark from the command line."""
+    parser = argparse.ArgumentParser(prog="python -m qerl.bench.step", description=__doc__.split("\n")[0])
+    parser.add_argument("--shape", default="7b")
+    parser.add_argument("--weights", nargs="+", default=["nvfp4"], choices=WEIGHTS)
+    parser.add_argument("--rank", type=int, nargs="+", default=[32], help="LoRA rank")
+    parser.add_argument("--prompts", type=int, nargs="+", default=[1], help="prompts a step")
+    parser.add_argument("--samples", type=int, default=8, help="samples a prompt")
+    parser.add_argument("--microbatch", type=int, help="samples a forward pass of the update takes; a group")
+    parser.add_argument("--prompt", type=int, default=256, help="tokens")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[2048], help="of each completion")
+    parser.add_argument("--steps", type=int, default=2, help="steps counted, of which the median is shown")
+    parser.add_argument("--profile", action="store_true", help="print the kernels of the update")
+    parser.add_argument("--out", type=Path, help="JSON file")
+    args = parser.parse_args(arguments)
+    sizes = shape(args.shape)
+    rows: list[dict[str, Any]] = []
+    for weights in args.weights:
+        for rank in args.rank:
+            policy = random_policy(sizes, weights, rank, args.prompt + max(args.tokens) + 64)
+            resident = torch.cuda.memory_allocated() / 1e9
+            for prompts in args.prompts:
+                for tokens in args.tokens:
+                    seen = measure(
+                        policy, sizes, samples=args.samples, prompts=prompts,
+                        microbatch=args.microbatch or args.samples, prompt_tokens=args.prompt, tokens=tokens,
+                        steps=args.steps, profile=args.profile,
+                    )  # fmt: skip
+                    settings = {
+                        "shape": args.shape, "weights": weights, "lora_rank": rank, "prompts": prompts,
+                        "samples": args.samples, "prompt_tokens": args.prompt, "completion_tokens": tokens,
+                        "microbatch": args.microbatch or args.samples, "resident_gb": resident,
+                    }  # fmt: skip
+                    rows.append({**settings, **_middle(seen), "steps": seen})
+                    print(_line(rows[-1]))
+                    _write(args.out, arguments, rows)
+            del policy
+            torch.cuda.empty_cache()
+
+
+def _middle(seen: list[dict[str, float]]) -> dict[str, float]:
+    """Medians over the steps after the first."""
+    return {key: statistics.median(step[key] for step in seen[1:]) for key in seen[1]}
+
+
+def _line(row: dict[str, Any]) -> str:
+    nan = float("nan")
+    return (
+        f"{row['shape']} {row['weights']} r{row['lora_rank']} {row['prompts']} x {row['samples']} x "
+        f"{row['completion_tokens']}: rollout {row['rollout_s']:.2f} s, update {row['update_s']:.2f} s, step "
+        f"{row['total_s']:.2f} s, {row['tokens_per_s']:.0f} tokens/s; GB: rollout {row['rollout_gb']:.1f}, "
+        f"update {row['update_gb']:.1f}; loss {row.get('loss', nan):.4f}, "
+        f"KL {row.get('sampling/kl', nan):.1e}"
+    )
+
+
+def _write(path: Path | None, arguments: list[str] | None, rows: list[dict[str, Any]]) -> None:
+    """The file as it stands after each row, so that a run cut short keeps what it measured."""
+    if path is None:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    found = head(["python -m qerl.bench.step", *(arguments or sys.argv[1:])])
+    path.write_text(json.dumps({**found, "rows": rows}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

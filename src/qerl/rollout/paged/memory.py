@@ -1,0 +1,117 @@
+"""GPU memory that can be given up and taken back at the same addresses.
+
+Rollout and training want the same gigabytes at different times: keys and values here, activations there. A
+captured CUDA graph holds addresses, so memory that comes back elsewhere would cost a recapture at every step.
+The driver's virtual memory management separates the two: a range of addresses is reserved once, and physical
+memory is put under it and taken away again (CUDA driver API, "Virtual Memory Management").
+
+torch's allocator keeps what training freed; when the driver has too little left, it is asked to let go.
+"""
+
+import math
+import weakref
+from typing import Any
+
+import torch
+
+from qerl.errors import QeRLError
+
+
+class SwitchedMemory:
+    """A range of addresses on the current GPU, with memory under it from the start.
+
+    Args:
+        size: Bytes wanted.
+
+    Raises:
+        QeRLError: The GPU has not that much memory left.
+    """
+
+    def __init__(self, size: int) -> None:
+        from cuda.bindings import driver
+
+        self._driver: Any = driver
+        torch.cuda.current_stream()  # makes torch's context current
+        self._device = torch.cuda.current_device()
+        self._location = driver.CUmemAllocationProp()
+        self._location.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+        self._location.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        self._location.location.id = self._device
+        unit = driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED
+        step = self._call("cuMemGetAllocationGranularity", self._location, unit)
+        self.size = -(-size // step) * step
+        self._address = self._call("cuMemAddressReserve", self.size, 0, 0, 0)
+        self._handle: list[Any] = []  # of the memory under the range, empty when it is given up
+        self._close = weakref.finalize(self, _free, driver, self._address, self.size, self._handle)
+        self.take_back()
+
+    @property
+    def given_up(self) -> bool:
+        """Whether there is no memory under the addresses; reading or writing there is then an error."""
+        return not self._handle
+
+    def tensor(self, shape: tuple[int, ...], dtype: torch.dtype, offset: int = 0) -> torch.Tensor:
+        """A view of the range from byte ``offset`` on; it does not keep the range alive."""
+        size = math.prod(shape) * dtype.itemsize
+        if offset + size > self.size:
+            raise QeRLError(f"A tensor of {size} bytes at {offset} exceeds a range of {self.size}.")
+        whole = torch.as_tensor(_Range(int(self._address), self.size), device=f"cuda:{self._device}")
+        return whole[offset : offset + size].view(dtype).view(shape)
+
+    def give_up(self) -> None:
+        """Takes the memory from under the addresses; what it held is lost."""
+        if self._handle:
+            torch.cuda.synchronize(self._device)
+            self._call("cuMemUnmap", self._address, self.size)
+            self._call("cuMemRelease", self._handle.pop())
+
+    def take_back(self) -> None:
+        """Puts memory of undefined content under the addresses again.
+
+        Raises:
+            QeRLError: The GPU has not that much memory left.
+        """
+        if self._handle:
+            return
+        if torch.cuda.mem_get_info(self._device)[0] < self.size:
+            torch.cuda.empty_cache()
+        free = torch.cuda.mem_get_info(self._device)[0]
+        if free < self.size:
+            raise QeRLError(
+                f"Keys and values need {self.size / 1e9:.1f} GB of GPU memory and {free / 1e9:.1f} GB are "
+                "free: lower max_sequences or max_completion_length."
+            )
+        handle = self._call("cuMemCreate", self.size, self._location, 0)
+        self._call("cuMemMap", self._address, self.size, 0, handle, 0)
+        access = self._driver.CUmemAccessDesc()
+        access.location = self._location.location
+        access.flags = self._driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+        self._call("cuMemSetAccess", self._address, self.size, [access], 1)
+        self._handle.append(handle)
+
+    def close(self) -> None:
+        """Gives memory and addresses up for good."""
+        self._close()
+
+    def _call(self, name: str, *arguments: Any) -> Any:
+        status, *values = getattr(self._driver, name)(*arguments)
+        if int(status) != 0:
+            raise QeRLError(f"{name} failed with {status.name}.")
+        return values[0] if values else None
+
+
+class _Range:
+    """Bytes at an address, in the form in which torch takes memory that is not its own."""
+
+    def __init__(self, address: int, size: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (size,), "typestr": "|u1", "data": (address, False), "version": 3,
+        }  # fmt: skip
+
+
+def _free(driver: Any, address: Any, size: int, handle: list[Any]) -> None:
+    if handle:
+        driver.cuCtxSynchronize()
+        driver.cuMemUnmap(address, size)
+        driver.cuMemRelease(handle.pop())
+    driver.cuMemAddressFree(address, size)

@@ -1,0 +1,247 @@
+"""The training path on a GPU: dequantisation, LoRA products, attention of packed rows, and a whole loss."""
+
+import copy
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed")
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA GPU", allow_module_level=True)
+
+from peft import LoraConfig, get_peft_model
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from qerl.errors import QeRLError
+from qerl.kernels.blob import to_blob
+from qerl.kernels.dequantize import dequantize_into
+from qerl.lora import _with_own_layers, add_lora
+from qerl.nvfp4.format import NVFP4, dequantize, quantize
+from qerl.nvfp4.linear import NVFP4Linear
+from qerl.rollout.paged.memory import SwitchedMemory
+from qerl.trainer.attention import seen_by, use_branch_attention
+from qerl.trainer.fused import fuse
+from qerl.trainer.packing import PackedBatch, pack
+
+
+def error(found: torch.Tensor, truth: torch.Tensor) -> float:
+    truth = truth.double().to(found.device)
+    assert truth.norm() > 0
+    return float((found.double() - truth).norm() / truth.norm())
+
+
+def packed_layer(n: int, k: int, blob: bool = True) -> NVFP4Linear:
+    layer = NVFP4Linear.from_packed(quantize(torch.randn(n, k, device="cuda"), NVFP4))
+    if blob:
+        moved = to_blob(layer.weight_packed, layer.weight_scale)
+        layer.weight_packed, layer.weight_scale = moved.codes, moved.scales.view(torch.float8_e4m3fn)
+    return layer
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("n,k", [(128, 64), (192, 448), (320, 1344)])
+@pytest.mark.parametrize("extra", [0, 32])
+def test_dequantised_weight_is_bit_identical(n: int, k: int, extra: int, dtype: torch.dtype) -> None:
+    packed = quantize(torch.randn(n, k, device="cuda") * 3e-2, NVFP4)
+    packed.scales.view(torch.uint8)[:, ::3].random_(0, 0x7F)  # every scale, subnormal and zero included
+    blob = to_blob(packed.codes, packed.scales)
+    out = torch.full((n + 1, k + extra), float("nan"), dtype=dtype, device="cuda")
+    assert packed.global_scale is not None
+    dequantize_into(blob.codes, blob.scales, packed.global_scale, out[:n, :k])
+    torch.testing.assert_close(out[:n, :k], dequantize(packed, dtype), rtol=0, atol=0)
+    assert out[n].isnan().all() and out[:, k:].isnan().all()
+
+
+@pytest.mark.parametrize("kind", ["blob", "packed", "dense"])
+@pytest.mark.parametrize("n,k", [(256, 128), (128, 256), (128, 128)])
+@pytest.mark.parametrize("rank", [16, 4])
+def test_lora_product_against_fp64(kind: str, n: int, k: int, rank: int) -> None:
+    layer = torch.nn.Linear(k, n, bias=True, device="cuda", dtype=torch.bfloat16)
+    weight = layer.weight.detach().double()
+    if kind != "dense":
+        packed = packed_layer(n, k, kind == "blob")
+        packed.bias = layer.bias
+        weight = packed.dequantized_weight(torch.float32).double()
+        layer = packed
+    lora = adapted(layer, rank)
+    x = torch.randn(2, 37, k, device="cuda").bfloat16().requires_grad_()
+    dy = torch.randn(2, 37, n, device="cuda").bfloat16()
+    y = lora(x)
+    y.backward(dy)
+    a, b = lora.lora_A["default"].weight, lora.lora_B["default"].weight
+    a64, b64 = a.detach().double().requires_grad_(), b.detach().double().requires_grad_()
+    x64 = x.detach().double().requires_grad_()
+    truth = x64 @ weight.T + layer.bias.detach().double() + x64 @ a64.T @ b64.T * lora.scaling["default"]
+    truth.backward(dy.double())
+    assert y.dtype == torch.bfloat16 and a.grad.dtype == torch.float32
+    for found, exact in ((y, truth), (x.grad, x64.grad), (a.grad, a64.grad), (b.grad, b64.grad)):
+        assert error(found.detach(), exact.detach()) < 6e-3
+
+
+def adapted(layer: torch.nn.Module, rank: int) -> torch.nn.Module:
+    holder = torch.nn.ModuleDict({"q_proj": layer})
+    config = _with_own_layers(LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=["q_proj"]), holder)
+    lora = get_peft_model(holder, config).base_model.model["q_proj"]
+    torch.nn.init.normal_(lora.lora_B["default"].weight, std=0.1)
+    return lora
+
+
+def padded(prompts: list[list[int]], completions: list[list[int]]) -> tuple[torch.Tensor, ...]:
+    p, c = max(map(len, prompts)), max(map(len, completions))
+    columns = (
+        [[0] * (p - len(x)) + x for x in prompts],
+        [[0] * (p - len(x)) + [1] * len(x) for x in prompts],
+        [x + [0] * (c - len(x)) for x in completions],
+        [[1] * len(x) + [0] * (c - len(x)) for x in completions],
+    )
+    return tuple(torch.tensor(column, device="cuda") for column in columns)
+
+
+def row(lengths: list[tuple[int, list[int]]]) -> PackedBatch:
+    """A packed row of groups: (prompt length, completion lengths)."""
+    prompts, completions = [], []
+    for prompt, group in lengths:
+        tokens = torch.randint(1, 500, (prompt,)).tolist()
+        prompts += [tokens] * len(group)
+        completions += [torch.randint(1, 500, (n,)).tolist() for n in group]
+    return pack(*padded(prompts, completions), rows=list(range(len(prompts))))
+
+
+GROUPS = [(65, [130, 7, 64, 1]), (1, [40, 3]), (2, [90]), (200, [33, 128])]
+
+
+def test_attention_of_branches_against_fp64() -> None:
+    from qerl.trainer.attention import branch_attention
+
+    packed = row(GROUPS)
+    length = packed.input_ids_1L.shape[1]
+    q, k, v = (torch.randn(1, h, length, 64, device="cuda").bfloat16().requires_grad_() for h in (6, 2, 2))
+    dout = torch.randn(1, length, 6, 64, device="cuda").bfloat16()
+    out, _ = branch_attention(torch.nn.Module(), q, k, v, None, branches=packed.branches, scaling=0.1)
+    out.backward(dout)
+    exact = [t.detach().double().requires_grad_() for t in (q, k, v)]
+    wide = [exact[0], *(t.repeat_interleave(3, dim=1) for t in exact[1:])]
+    scores = (wide[0] @ wide[1].transpose(-1, -2) * 0.1).masked_fill(~packed.attention_mask_11LL, -torch.inf)
+    truth = (scores.softmax(-1) @ wide[2]).transpose(1, 2)
+    truth.backward(dout.double())
+    assert error(out.detach(), truth.detach()) < 5e-3
+    for found, wanted in zip((q, k, v), exact, strict=True):
+        assert error(found.grad, wanted.grad) < 1e-2
+    again = [t.detach().clone().requires_grad_() for t in (q, k, v)]
+    branch_attention(torch.nn.Module(), *again, None, branches=packed.branches, scaling=0.1)[0].backward(dout)
+    assert all(torch.equal(one.grad, two.grad) for one, two in zip(again, (q, k, v), strict=True))
+
+
+def policy(blob: bool) -> torch.nn.Module:
+    config = LlamaConfig(
+        vocab_size=500, hidden_size=256, intermediate_size=448, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=64, max_position_embeddings=1024, tie_word_embeddings=False,
+        initializer_range=0.05,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config).to(torch.bfloat16).cuda()
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if name.endswith("_proj"):
+                layer = NVFP4Linear.from_packed(quantize(child.weight.data.float(), NVFP4), child.bias)
+                setattr(module, name, layer)
+    model = add_lora(model, rank=16, alpha=32, dropout=0.0)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.data.normal_(std=0.02)
+    if blob:
+        for module in model.modules():
+            if isinstance(module, NVFP4Linear):
+                moved = to_blob(module.weight_packed, module.weight_scale)
+                module.weight_packed = moved.codes
+                module.weight_scale = moved.scales.view(torch.float8_e4m3fn)
+    return model.train()
+
+
+def loss_and_gradients(model: torch.nn.Module, packed: PackedBatch, weight: torch.Tensor, **seen) -> tuple:
+    logits = model(
+        input_ids=packed.input_ids_1L, position_ids=packed.position_ids_1L, use_cache=False, **seen
+    ).logits
+    scored = packed.sample_L >= 0
+    labels = packed.labels_1L[0, scored]
+    logps = logits[0, scored].float().log_softmax(-1).gather(-1, labels[:, None])[:, 0]
+    loss = (logps.double() * weight).mean()
+    model.zero_grad()
+    loss.backward()
+    return loss.item(), {n: p.grad.double() for n, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_loss_and_gradients_equal_the_portable_path(checkpointing: bool) -> None:
+    """The GPU path in bf16 is as near to FP32 on the dense mask as bf16 itself is."""
+    torch.manual_seed(0)
+    packed = row(GROUPS)
+    weight = torch.randn(int((packed.sample_L >= 0).sum()), device="cuda", dtype=torch.double)
+    exact_model = copy.deepcopy(policy(blob=False)).float()
+    mask = {"attention_mask": packed.attention_mask_11LL}
+    loss, truth = loss_and_gradients(exact_model, packed, weight, **mask)
+    model = policy(blob=True)
+    assert use_branch_attention(model.get_base_model())
+    fuse(model)
+    if checkpointing:
+        model.gradient_checkpointing_enable()
+        model.enable_input_require_grads()
+    found_loss, found = loss_and_gradients(model, packed, weight, **seen_by(packed.branches))
+    gaps = {name: error(found[name], truth[name]) for name in truth}
+    worst = max(gaps, key=gaps.get)
+    print(f"loss {found_loss:.6f} against {loss:.6f}; gradients off by {gaps[worst]:.1e} at most ({worst})")
+    assert abs(found_loss - loss) < 2e-2 * abs(loss) + 2e-3
+    assert gaps[worst] < 5e-2
+    again_loss, again = loss_and_gradients(model, packed, weight, **seen_by(packed.branches))
+    assert again_loss == found_loss and all(torch.equal(again[name], found[name]) for name in found)
+
+
+@pytest.mark.parametrize("width", [256, 3584])
+def test_fused_norm_and_swiglu_against_fp64(width: int) -> None:
+    holder = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=8, hidden_size=width, intermediate_size=640, num_hidden_layers=1,
+            num_attention_heads=4, num_key_value_heads=4, head_dim=16,
+        )
+    ).to("cuda", torch.bfloat16)  # fmt: skip
+    holder.requires_grad_(False)
+    norm, mlp = holder.model.norm, holder.model.layers[0].mlp
+    norm.weight.data.uniform_(0.5, 1.5)
+    exact = copy.deepcopy(torch.nn.ModuleList([norm, mlp])).double()
+    fuse(holder)
+    for module, truth_module in zip((norm, mlp), exact, strict=True):
+        x = torch.randn(2, 37, width, device="cuda").bfloat16().requires_grad_()
+        dy = torch.randn(2, 37, width, device="cuda").bfloat16()
+        y = module(x)
+        y.backward(dy)
+        x64 = x.detach().double().requires_grad_()
+        truth = truth_module(x64)
+        truth.backward(dy.double())
+        assert y.dtype == torch.bfloat16
+        assert error(y.detach(), truth.detach()) < 6e-3 and error(x.grad, x64.grad) < 8e-3
+
+
+def test_memory_comes_back_at_the_same_addresses() -> None:
+    memory = SwitchedMemory(3 * 2**20)
+    tensor = memory.tensor((2**18,), torch.float32, offset=2**20)
+    graph = torch.cuda.CUDAGraph()
+    tensor.fill_(1)
+    with torch.cuda.graph(graph):
+        tensor.add_(1)
+    before = torch.cuda.mem_get_info()[0]
+    memory.give_up()
+    assert memory.given_up and torch.cuda.mem_get_info()[0] - before >= 3 * 2**20
+    memory.take_back()
+    tensor.fill_(5)
+    graph.replay()
+    assert (tensor == 6).all()
+    with pytest.raises(QeRLError, match="exceeds"):
+        memory.tensor((2**30,), torch.float32)
+    free = torch.cuda.mem_get_info()[0]
+    memory.close()
+    assert torch.cuda.mem_get_info()[0] > free
+
+
+def test_memory_that_is_not_there_is_said_so() -> None:
+    with pytest.raises(QeRLError, match="lower max_sequences"):
+        SwitchedMemory(2 * torch.cuda.mem_get_info()[1])
