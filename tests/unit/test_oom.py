@@ -131,18 +131,17 @@ def logged(trainer):
 
 
 @pytest.mark.parametrize(
-    "memory",
+    "loss_type, memory",
     [
-        (4, "forward"),
-        (4, "forward", 1),
-        (4, "backward"),
-        (4, "backward", 1),
-        (1, "backward", 2),
-        (3, "forward"),
+        ("bnpo", (4, "forward")),
+        ("dapo", (4, "forward", 1)),
+        ("bnpo", (4, "backward", 1)),
+        ("dapo", (4, "backward")),
+        ("grpo", (1, "backward", 2)),
+        ("dapo", (3, "forward")),
     ],
 )
-@pytest.mark.parametrize("loss_type", ["bnpo", "dapo"])
-def test_gradients_are_those_without_the_error(train, memory, loss_type):
+def test_gradients_are_those_without_the_error(train, loss_type, memory):
     reference, expected = train(loss_type=loss_type)
     trainer, actual = train(memory, loss_type=loss_type)
     assert trainer.memory.errors >= 1
