@@ -16,7 +16,7 @@ kept for backward, which writes it again. Kept are x and x A^T.
 Shapes: B batch, T tokens, N outputs, K inputs, R rank.
 """
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from peft.tuners.lora.layer import Linear as LoraLinear
@@ -34,7 +34,7 @@ def fused_forward(module: LoraLinear, x_BTK: torch.Tensor) -> torch.Tensor | Non
     That is: not 16-bit on CUDA, no adapter or several, a variant of LoRA, or dropout.
     """
     names = [name for name in module.active_adapters if name in module.lora_A]
-    base = module.get_base_layer()
+    base = cast(nn.Module, module.get_base_layer())
     if (
         not x_BTK.is_cuda
         or x_BTK.dtype not in (torch.bfloat16, torch.float16)
@@ -59,7 +59,7 @@ class _LoraProduct(torch.autograd.Function):
         a_RK: torch.Tensor,
         b_NR: torch.Tensor,
         scaling: float,
-        base: nn.Module,
+        base: PackedLinear | nn.Linear,
     ) -> torch.Tensor:
         x_TK = x_BTK.reshape(-1, x_BTK.shape[-1])
         a16_RK, b16_NR = a_RK.to(x_TK.dtype), (b_NR * scaling).to(x_TK.dtype)
@@ -107,14 +107,14 @@ class _LoraProduct(torch.autograd.Function):
         return dx_BTK, da_RK.to(a_RK.dtype), db_NR.to(b_NR.dtype), None, None
 
 
-def _dense(base: nn.Module, like: torch.Tensor) -> torch.Tensor:
+def _dense(base: PackedLinear | nn.Linear, like: torch.Tensor) -> torch.Tensor:
     """W [N, K] for one product."""
     if isinstance(base, PackedLinear):
         return base.transient_weight(like)
     return base.weight.to(like.dtype)
 
 
-def _write_dense(base: nn.Module, out_NK: torch.Tensor) -> None:
+def _write_dense(base: PackedLinear | nn.Linear, out_NK: torch.Tensor) -> None:
     """Writes W into part of the workspace."""
     if isinstance(base, PackedLinear):
         base.write_dense(out_NK)

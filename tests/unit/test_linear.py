@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from qerl.nvfp4.format import FORMATS, dequantize, quantize
 from qerl.nvfp4.linear import LINEAR_CLASSES, NVFP4Linear, PackedLinear, unpacked
+from qerl.workspace import workspace
 
 FORMAT_NAMES = sorted(FORMATS)
 
@@ -165,6 +166,25 @@ def test_move_within_an_unpacked_block_does_not_leave_the_old_device_behind() ->
         layer(torch.randn(1, 96))
         layer.to("meta")
         assert layer.dequantized_weight().device.type == "meta"
+
+
+def test_dense_weight_is_written_where_it_is_wanted() -> None:
+    layer = packed_layer("nvfp4")
+    place = workspace((48, 96 + 8), torch.empty(0))
+    place.fill_(7.0)
+    layer.write_dense(place[:, :96])
+    assert torch.equal(place[:, :96], layer.dequantized_weight())
+    assert (place[:, 96:] == 7.0).all()
+    assert torch.equal(layer.transient_weight(torch.empty(0)), layer.dequantized_weight())
+
+
+def test_workspace_is_one_place_that_grows() -> None:
+    like = torch.empty(0, dtype=torch.float64)
+    small, other = workspace((2, 3), like), workspace((3, 2), like)
+    assert small.data_ptr() == other.data_ptr() and small.dtype == torch.float64
+    large = workspace((100, 3), like)
+    assert large.shape == (100, 3) and workspace((1, 1), like).data_ptr() == large.data_ptr()
+    assert workspace((2, 3), like.float()).data_ptr() != large.data_ptr()
 
 
 def test_repr_names_the_format() -> None:

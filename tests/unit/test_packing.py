@@ -1,5 +1,7 @@
 """The packed row computes what the padded batch computes."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 
@@ -36,6 +38,41 @@ def test_scatter_puts_values_where_their_tokens_are():
     packed = pack(*batch, rows=[0, 2])
     values = packed.labels_1L[:, packed.sample_L >= 0].float()
     assert packed.scatter(values, 3, 3).tolist() == [[8, 9, 0], [0, 0, 0], [10, 11, 12]]
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        [(3, [2, 1])],
+        [(1, [4, 2])],
+        [(7, [5, 2, 1]), (1, [3]), (2, [1, 1]), (4, [6])],
+    ],
+)
+def test_stretches_say_what_the_mask_says(lengths):
+    prompts, completions = [], []
+    for prompt, group in lengths:
+        tokens = torch.randint(1, 99, (prompt,)).tolist()
+        prompts += [tokens] * len(group)
+        completions += [torch.randint(1, 99, (n,)).tolist() for n in group]
+    packed = pack(*padded_batch(prompts, completions), rows=list(range(len(prompts))))
+    branches, length = packed.branches, packed.input_ids_1L.size(1)
+    seen = torch.zeros(length, length, dtype=torch.bool)
+    own = torch.full((length,), -1)
+    queries, keys = branches.first_query_S.tolist(), branches.first_key_S.tolist()
+    assert queries[-1] == length and keys[-1] == branches.keys_M.numel()
+    for (q0, q1), (k0, k1) in zip(pairwise(queries), pairwise(keys), strict=True):
+        assert q1 - q0 <= branches.longest_query and k1 - k0 <= branches.longest_key
+        for q in range(q0, q1):
+            visible = k1 - (q1 - 1 - q)  # causal, aligned at the ends
+            seen[q, branches.keys_M[k0:visible]] = True
+            own[q] = k1 - (q1 - q)
+    assert torch.equal(seen, packed.attention_mask_11LL[0, 0])
+    assert torch.equal(branches.own_L, own)
+    copied = torch.zeros(length, dtype=torch.long)
+    for prompt, index_BP in branches.copies:
+        assert (branches.keys_M[index_BP] == torch.arange(prompt.start, prompt.stop)).all()
+        copied[prompt] += index_BP.size(0)
+    assert torch.equal(copied + 1, torch.bincount(branches.keys_M, minlength=length))
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])

@@ -227,3 +227,27 @@ def test_dynamic_sampling_is_bounded(make_trainer):
 def test_samples_of_a_group_must_fit_a_process(tmp_path):
     with pytest.raises(QeRLError, match="divisible by num_generations"):
         QeRLConfig(**settings(tmp_path, per_device_train_batch_size=6))
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
+@pytest.mark.parametrize("microbatch", [4, 1])
+def test_cut_of_a_batch_into_microbatches_changes_nothing(make_trainer, loss_type, microbatch):
+    """16 samples at once, a group at a time, and one at a time (nothing shared) train alike."""
+    runs = []
+    for size in (16, microbatch):
+        torch.manual_seed(0)  # of the adapter's A
+        trainer = make_trainer(
+            per_device_train_batch_size=size,
+            gradient_accumulation_steps=16 // size,
+            loss_type=loss_type,
+            learning_rate=1e-2,
+            max_steps=3,
+        )
+        trainer.train()
+        losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
+        runs.append((losses, [p.detach().clone() for p in trainer.model.parameters() if p.requires_grad]))
+    (losses, weights), (cut_losses, cut_weights) = runs
+    assert len(losses) == 3 and losses == pytest.approx(cut_losses, rel=1e-4, abs=1e-6)
+    assert any(loss != 0 for loss in losses)
+    for weight, cut in zip(weights, cut_weights, strict=True):
+        torch.testing.assert_close(cut, weight, rtol=0, atol=2e-5)

@@ -10,6 +10,7 @@ NaN, ends at once, but captures the graphs, and its update compiles.
 
 import argparse
 import json
+import math
 import statistics
 import sys
 import tempfile
@@ -78,7 +79,7 @@ def random_policy(sizes: Shape, weights: str, rank: int, positions: int) -> Peft
     return add_lora(model, rank=rank, alpha=2 * rank, dropout=0.0)
 
 
-def _random_linear(linear: nn.Module, weights: str) -> nn.Module:
+def _random_linear(linear: nn.Linear, weights: str) -> nn.Module:
     """A layer of random content in the format, biases zero; weights have mean square 1 / K or so."""
     k, n, bias = linear.in_features, linear.out_features, linear.bias is not None
     if weights == "nf4":
@@ -90,13 +91,16 @@ def _random_linear(linear: nn.Module, weights: str) -> nn.Module:
         dense = torch.empty(n, k, dtype=torch.bfloat16, device="cuda").normal_(std=k**-0.5)
         layer.weight = bnb.nn.Params4bit(dense, requires_grad=False, quant_type="nf4").to("cuda")
     else:
-        layer = LINEAR_CLASSES[weights](k, n, bias=False, device="cuda")
-        layer.weight_packed.random_(0, 256)
-        # E4M3 scales of 1 to 1.875, or powers of two of 1 to 2: with the codes' 7.2, a mean square of 16.
-        low = 56 if weights == "nvfp4" else 127
-        layer.weight_scale.view(torch.uint8).random_(low, low + (8 if weights == "nvfp4" else 2))
-        if layer.weight_global_scale is not None:
-            layer.weight_global_scale.fill_((16 * k) ** 0.5)
+        packed = LINEAR_CLASSES[weights](k, n, bias=False, device="cuda")
+        packed.weight_packed.random_(0, 256)
+        # Codes have a mean square of 7.2, E4M3 scales of 1 to 1.875 one of 2.2; together 16.
+        scales = packed.weight_scale.view(torch.uint8)
+        if packed.weight_global_scale is not None:
+            scales.random_(56, 64)
+            packed.weight_global_scale.fill_((16 * k) ** 0.5)
+        else:
+            scales.fill_(127 - round(math.log2((7.2 * k) ** 0.5)))
+        layer = packed
     if bias:
         layer.bias = nn.Parameter(torch.zeros(n, dtype=torch.bfloat16, device="cuda"), requires_grad=False)
     return layer
@@ -110,7 +114,7 @@ def word_tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", pad_token="w0")
 
 
-def random_reward(completions: list[str], **_: Any) -> list[float]:
+def random_reward(completions: list[str], **_: Any) -> list[float | None]:
     """A reward without meaning, different for all samples of a group."""
     return torch.rand(len(completions)).tolist()
 

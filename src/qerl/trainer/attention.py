@@ -122,14 +122,15 @@ def _add_copies(gradient_MGE: torch.Tensor, branches: Branches) -> torch.Tensor:
 def _deterministic() -> Iterator[None]:
     before = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    fill = torch.utils.deterministic.fill_uninitialized_memory
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    settings: Any = torch.utils.deterministic
+    fill = settings.fill_uninitialized_memory
+    settings.fill_uninitialized_memory = False  # costs a pass over every new tensor
     torch.use_deterministic_algorithms(True)
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(before, warn_only=warn_only)
-        torch.utils.deterministic.fill_uninitialized_memory = fill
+        settings.fill_uninitialized_memory = fill
 
 
 AttentionInterface.register(NAME, branch_attention)
