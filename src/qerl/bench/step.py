@@ -209,6 +209,7 @@ class Clock(TrainerCallback):
 
 def measure(
     policy: PeftModel,
+    engine: RolloutEngine,
     sizes: Shape,
     *,
     samples: int,
@@ -223,6 +224,7 @@ def measure(
 
     Args:
         policy: Of :func:`random_policy`; trained in place.
+        engine: Samples from it; one for all rows, because it lays the policy's weights out anew.
         sizes: Its shape.
         samples: Completions a prompt.
         prompts: Prompts a step.
@@ -237,7 +239,7 @@ def measure(
         " ".join(f"w{i}" for i in torch.randint(1, _WORDS, (prompt_tokens,), generator=draw).tolist())
         for _ in range(prompts * (steps + 1))
     ]
-    watch = Watch(make_engine(policy, 0, samples * prompts), steps if profile else None)
+    watch = Watch(engine, steps if profile else None)
     clock = Clock(watch)
     with tempfile.TemporaryDirectory() as folder:
         args = QeRLConfig(
@@ -281,11 +283,12 @@ def main(arguments: list[str] | None = None) -> None:
     for weights in args.weights:
         for rank in args.rank:
             policy = random_policy(sizes, weights, rank, args.prompt + max(args.tokens) + 64)
+            engine = make_engine(policy, 0, args.samples * max(args.prompts))
             resident = torch.cuda.memory_allocated() / 1e9
             for prompts in args.prompts:
                 for tokens in args.tokens:
                     seen = measure(
-                        policy, sizes, samples=args.samples, prompts=prompts,
+                        policy, engine, sizes, samples=args.samples, prompts=prompts,
                         microbatch=args.microbatch or args.samples, prompt_tokens=args.prompt, tokens=tokens,
                         steps=args.steps, profile=args.profile,
                     )  # fmt: skip
@@ -297,7 +300,7 @@ def main(arguments: list[str] | None = None) -> None:
                     rows.append({**settings, **_middle(seen), "steps": seen})
                     print(_line(rows[-1]))
                     _write(args.out, arguments, rows)
-            del policy
+            del policy, engine
             torch.cuda.empty_cache()
 
 
