@@ -1,0 +1,71 @@
+"""A checkpoint streams into the packed layout: beside the result memory holds about one shard.
+
+What is measured, in a process of its own, is anonymous memory (RssAnon). Pages of the mapped checkpoint are
+not counted: the kernel takes them back when it needs them.
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from qerl.nvfp4.checkpoint import open_checkpoint
+from qerl.nvfp4.quantize import quantize_checkpoint
+
+SHARD = 16_000_000
+
+LOAD = """
+import sys, threading, time, torch
+import transformers.models.llama.modeling_llama
+from qerl.model import load_model
+from qerl.nvfp4 import format
+
+peak, done = 0, threading.Event()
+
+def anonymous():
+    lines = open("/proc/self/status").read().splitlines()
+    return 1024 * int(next(line for line in lines if line.startswith("RssAnon")).split()[1])
+
+def watch():
+    global peak
+    while not done.wait(0.001):
+        peak = max(peak, anonymous())
+
+format._CHUNK_ELEMENTS = 2**17  # its temporaries are of a fixed size, which is large beside a small model
+folder, warm = sys.argv[1:]
+load_model(warm, "nvfp4", torch.bfloat16, "cpu")  # imports, lookup tables
+before = anonymous()
+thread = threading.Thread(target=watch)
+thread.start()
+model = load_model(folder, "nvfp4", torch.bfloat16, "cpu")
+done.set()
+thread.join()
+print(sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()]), peak - before)
+"""
+
+
+@pytest.fixture(scope="module")
+def folders(tiny_model, tmp_path_factory) -> dict[str, Path]:
+    """A plain checkpoint of 200 MB in 13 shards or more, the same packed, and a tiny one."""
+    folder = tmp_path_factory.mktemp("loading")
+    sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 6, "vocab_size": 4096}
+    model = tiny_model("llama", num_attention_heads=8, head_dim=128, **sizes).bfloat16()
+    model.save_pretrained(folder / "plain", max_shard_size=SHARD)
+    tiny_model("llama").save_pretrained(folder / "tiny")
+    quantize_checkpoint(folder / "plain", folder / "packed")
+    return {name: folder / name for name in ("plain", "packed", "tiny")}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("name", ["plain", "packed"])
+def test_one_shard_beside_the_result(folders, name):
+    assert len(open_checkpoint(folders[name]).shards) > 10
+    command = [sys.executable, "-c", LOAD, folders[name], folders["tiny"]]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    result, peak = map(int, done.stdout.split())
+    assert result < 0.4 * open_checkpoint(folders["plain"]).size()
+    if name == "plain":  # a packed checkpoint is not even copied: on the CPU the file is the buffer
+        assert peak > result / 2, "nothing was measured"
+    assert peak < result + SHARD
