@@ -9,6 +9,7 @@ NaN, ends at once, but captures the graphs, and its update compiles.
 """
 
 import argparse
+import gc
 import json
 import math
 import statistics
@@ -301,6 +302,7 @@ def main(arguments: list[str] | None = None) -> None:
                     print(_line(rows[-1]))
                     _write(args.out, arguments, rows)
             del policy, engine
+            gc.collect()  # the trainer and its model refer to each other
             torch.cuda.empty_cache()
 
 

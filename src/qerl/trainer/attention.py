@@ -1,6 +1,6 @@
 """Attention of a packed row that computes only what is seen.
 
-The dense mask of a group of 8 x 2048 tokens has 2.7e8 entries of which 7 % are seen. Here every stretch of
+The dense mask of a group of 8 x 2048 tokens has 2.8e8 entries of which 8 % are seen. Here every stretch of
 the row (`packing.Branches`) is a sequence of FlashAttention's variable-length kernel: its queries, and the
 keys it sees. Keys and values of a shared prompt are gathered once for each branch, a few megabytes; the
 kernel's causal mask is aligned at the ends of queries and keys, which is exactly what a branch after its
