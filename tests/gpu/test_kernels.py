@@ -14,7 +14,9 @@ pytest.importorskip("triton", reason="Triton is not installed")
 if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs a CUDA GPU, or TRITON_INTERPRET=1", allow_module_level=True)
 
-from qerl.kernels import attention, common, residual_norm, rope_kv, sample, silu_mul
+from qerl.bench.kernels import random_blob, small_error
+from qerl.kernels import attention, common, gemm, residual_norm, rope_kv, sample, silu_mul
+from qerl.kernels.blob import Cut, from_blob, padded_tokens, to_blob, to_operand
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -38,21 +40,48 @@ def error(found, truth):
 
 
 def fixed(value_TR):
-    return (value_TR.double() * 2**28).long()
+    """Two copies that add up to the value."""
+    exact = (value_TR.double() * 2**28).long()
+    part = torch.randint_like(exact, -(2**20), 2**20)
+    return torch.stack([part, exact - part])
 
 
-def fresh(*shape):
-    return torch.zeros(shape, dtype=torch.int64, device=DEVICE)
+def fresh(*shape, copies=3):
+    return torch.zeros(copies, *shape, dtype=torch.int64, device=DEVICE)
 
 
-def low_of(value_TR):
-    return value_TR.double() / 2**28
+def low_of(value_CTR):
+    return value_CTR.sum(0).double() / 2**28
 
 
-@pytest.mark.parametrize("tokens,splits,rank", [(3, 2, 16), (17, 1, 0), (40, 3, 32)])
-def test_residual_norm(tokens, splits, rank):
+def partial_sums(splits, tokens, columns):
+    """A GEMM's output in which 64 columns have 1 to ``splits`` parts and the others are poisoned."""
+    counts = torch.randint(1, splits + 1, (-(-columns // 64),), device=DEVICE, dtype=torch.int32)
+    counts[-1] = splits
+    used = torch.arange(splits, device=DEVICE)[:, None] < counts.repeat_interleave(64)[None, :columns]
+    gemm = torch.randn(splits, tokens, columns, device=DEVICE)
+    poisoned = torch.where(used[:, None], gemm, float("nan"))
+    return poisoned, torch.where(used[:, None], gemm, 0.0).double().sum(0), counts
+
+
+def as_rows(flat, tokens, width, padded):
+    """[T, width] of an operand: as it is, or from the order of the small GEMM."""
+    if not padded:
+        return flat
+    x = (
+        flat.view(width // 64, padded // 8, 4, 2, 8, 8)
+        .permute(1, 4, 0, 2, 3, 5)
+        .reshape(padded, width // 16, 16)
+    )
+    slots = torch.tensor([0, 8, 2, 10, 4, 12, 6, 14, 1, 9, 3, 11, 5, 13, 7, 15], device=DEVICE)
+    assert not x[tokens:].any()
+    return x[:, :, slots].reshape(padded, width)[:tokens]
+
+
+@pytest.mark.parametrize("tokens,splits,rank,padded", [(3, 2, 16, 8), (17, 1, 0, 0), (40, 3, 32, 64)])
+def test_residual_norm(tokens, splits, rank, padded):
     width, stacked = 256, 3 * rank
-    gemm = torch.randn(splits, tokens, width, device=DEVICE)
+    product, summed, counts = partial_sums(splits, tokens, width)
     scale = torch.rand(1, device=DEVICE) + 0.5
     residual = half(tokens, width)
     w = torch.rand(width, device=DEVICE) + 0.5
@@ -61,15 +90,23 @@ def test_residual_norm(tokens, splits, rank):
         half(width, max(rank, 1)),
         half(stacked, width),
     )
-    y = residual.double() + gemm.double().sum(0) * scale.double()
-    u, squares = poison(tokens, width, dtype=HALF), poison(4, tokens)
+    y = residual.double() + summed * scale.double()
+    u = (
+        torch.zeros(padded * width, device=DEVICE, dtype=HALF)
+        if padded
+        else poison(tokens, width, dtype=HALF)
+    )
+    squares = poison(4, tokens)
     lora = {}
     if rank:
         y = y + low.to(HALF).double() @ b.double().T
         following, spent = fresh(tokens, stacked), fresh(tokens, 48) + 7
-        lora = {"low_TR": fixed(low), "b_DR": b, "a_RD": a, "next_TR": following, "spent_TR": spent}
+        lora = {"low_CTR": fixed(low), "b_DR": b, "a_RD": a, "next_CTR": following, "spent_CTR": spent}
     found = residual.clone()
-    residual_norm.residual_norm(found, w, u, squares, gemm_STN=gemm, scale_1=scale, pdl=GPU, **lora)
+    residual_norm.residual_norm(
+        found, w, u, squares, padded=padded, gemm_STN=product, parts_G=counts, scale_1=scale, pdl=GPU, **lora
+    )
+    u = as_rows(u, tokens, width, padded)
     assert error(found, y) < 3e-3
     rounded = found.double()
     assert error(squares.sum(0), rounded.square().sum(1)) < 1e-5
@@ -92,7 +129,7 @@ def test_residual_norm_reads_the_embedding():
 def test_rope_kv(qk_norm, bias, rank):
     tokens, heads, kv_heads, size, splits, width = 5, 6, 2, 64, 2, 384
     columns = (heads + 2 * kv_heads) * size
-    gemm = torch.randn(splits, tokens, columns, device=DEVICE)
+    product, summed, counts = partial_sums(splits, tokens, columns)
     scale = torch.rand(3, device=DEVICE) + 0.5
     squares = torch.rand(3, tokens, device=DEVICE) * width / 3 + 1
     low, b = torch.randn(tokens, 3 * max(rank, 1), device=DEVICE), half(columns, max(rank, 1))
@@ -104,12 +141,12 @@ def test_rope_kv(qk_norm, bias, rank):
     q = poison(tokens, heads, size, dtype=HALF)
     k_cache, v_cache = (torch.zeros(3, kv_heads, 64, size, device=DEVICE).to(HALF) for _ in range(2))
     rope_kv.rope_kv(
-        gemm, scale, squares, angle.cos(), angle.sin(), position, slot, q, k_cache, v_cache, width=width,
-        eps=EPS,
-        low_TR=fixed(low) if rank else None, b_NR=b if rank else None, bias_N=bias_N, qk_norm_2E=norm_2E,
+        product, scale, squares, angle.cos(), angle.sin(), position, slot, q, k_cache, v_cache, width=width,
+        eps=EPS, parts_G=counts,
+        low_CTR=fixed(low) if rank else None, b_NR=b if rank else None, bias_N=bias_N, qk_norm_2E=norm_2E,
         pdl=GPU,
     )  # fmt: skip
-    x = gemm.double().sum(0)
+    x = summed
     parts = list(x.split([heads * size, kv_heads * size, kv_heads * size], dim=1))
     lows = low.to(HALF).double().split(max(rank, 1), dim=1)
     bs = b.double().split([heads * size, kv_heads * size, kv_heads * size])
@@ -137,10 +174,10 @@ def test_rope_kv(qk_norm, bias, rank):
     assert int((k_cache != 0).any(-1).sum()) == 4 * kv_heads
 
 
-@pytest.mark.parametrize("tokens,rank", [(3, 16), (20, 0)])
-def test_silu_mul(tokens, rank):
+@pytest.mark.parametrize("tokens,rank,padded", [(3, 16, 8), (20, 0, 0), (20, 16, 32)])
+def test_silu_mul(tokens, rank, padded):
     intermediate, width, splits = 576, 100, 2
-    gemm = torch.randn(splits, tokens, 2 * intermediate + 64, device=DEVICE)
+    product, summed, counts = partial_sums(splits, tokens, 2 * intermediate + 64)
     scale = torch.rand(2, device=DEVICE) + 0.5
     squares = torch.rand(2, tokens, device=DEVICE) * width + 1
     low, b = (
@@ -148,11 +185,18 @@ def test_silu_mul(tokens, rank):
         half(2 * intermediate, max(rank, 1), scale=0.3),
     )
     a = half(max(rank, 1), intermediate)
-    h, following = poison(tokens, intermediate, dtype=HALF), fresh(tokens, max(rank, 1))
-    lora = {"low_TR": fixed(low), "b_NR": b, "a_RI": a, "next_TR": following} if rank else {}
-    silu_mul.silu_mul(gemm, scale, squares, h, width=width, eps=EPS, pdl=GPU, **lora)
+    h = poison(tokens, intermediate, dtype=HALF)
+    if padded:
+        h = torch.zeros(padded * intermediate, device=DEVICE, dtype=HALF)
+    following = fresh(tokens, max(rank, 1))
+    lora = {"low_CTR": fixed(low), "b_NR": b, "a_RI": a, "next_CTR": following} if rank else {}
+    silu_mul.silu_mul(
+        product, scale, squares, h, intermediate=intermediate, width=width, eps=EPS, padded=padded,
+        parts_G=counts, pdl=GPU, **lora,
+    )  # fmt: skip
+    h = as_rows(h, tokens, intermediate, padded)
     rms = 1 / (squares.double().sum(0) / width + EPS).sqrt()
-    gate, up = gemm.double().sum(0)[:, : 2 * intermediate].chunk(2, 1)
+    gate, up = summed[:, : 2 * intermediate].chunk(2, 1)
     gate, up = gate * scale[0].double(), up * scale[1].double()
     if rank:
         gate = gate + low[:, :rank].to(HALF).double() @ b[:intermediate].double().T
@@ -163,7 +207,8 @@ def test_silu_mul(tokens, rank):
         assert error(low_of(following), h.double() @ a.double().T) < 1e-5
 
 
-def test_attention_shares_prompts():
+@pytest.mark.parametrize("padded", [0, 8])
+def test_attention_shares_prompts(padded):
     """Two groups at their prompts and each sample at its own tokens, merged, against dense attention."""
     heads, kv_heads, size, splits, rank = 4, 2, 64, 2, 16
     group, members = heads // kv_heads, [[0, 3, 1], [2]]
@@ -193,8 +238,11 @@ def test_attention_shares_prompts():
         splits=splits, pdl=GPU,
     )  # fmt: skip
     y, a = poison(tokens, heads * size, dtype=HALF), half(rank, heads * size)
+    if padded:
+        y = torch.zeros(padded * heads * size, device=DEVICE, dtype=HALF)
     following = fresh(tokens, rank)
-    attention.merge(out, lse, y, a_RC=a, next_TR=following, pdl=GPU)
+    attention.merge(out, lse, y, padded=padded, a_RC=a, next_CTR=following, pdl=GPU)
+    y = as_rows(y, tokens, heads * size, padded)
     truth = torch.zeros(tokens, heads, size, dtype=torch.float64, device=DEVICE)
     for t in range(tokens):
         for h in range(heads):
@@ -257,3 +305,27 @@ def test_sample(temperature):
 
 def test_partial_count():
     assert common.partial_count(129, 128) == 2
+
+
+@pytest.mark.parametrize("tokens", [1, 8, 13, 32, 50, 64, 100])
+@pytest.mark.parametrize("rows,width", [(128, 64), (384, 192), (640, 2368), (2176, 512)])
+def test_small_gemm(tokens, rows, width):
+    """Shapes with fewer tiles than multiprocessors, odd ones, and row tiles that reach beyond the weight."""
+    if not GPU or torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("needs a Hopper GPU")
+    blob, x = random_blob(rows, width), torch.randn(tokens, width, device=DEVICE).bfloat16()
+    assert torch.equal(as_rows(to_operand(x), tokens, width, padded_tokens(tokens)), x)
+    for cut in {gemm.small_cut(tokens, rows, width), Cut(4, 1, 4), Cut(2, 2, 2)}:
+        if tokens <= 64 or cut.warpgroups == 2:
+            assert small_error(x, blob, cut) < 1e-5, cut
+
+
+def test_blob_is_exact():
+    codes = torch.randint(0, 256, (192, 96), dtype=torch.uint8)
+    scales = torch.randint(0, 127, (192, 12), dtype=torch.uint8)
+    blob = to_blob(codes, scales)
+    assert blob.shape == (256, 192)
+    found = from_blob(blob)
+    assert torch.equal(found[0][:192], codes)
+    assert torch.equal(found[1][:192], scales)
+    assert not found[0][192:].any()

@@ -3,22 +3,25 @@
     python -m qerl.bench.kernels --shape 7b 32b --tokens 1 8 16 32 64
 
 Each time is the median of CUDA-graph replays that walk over copies of the weight larger together than the L2
-cache.
+cache. The error is against float64, relative, in the Frobenius norm.
 """
 
 import argparse
 import itertools
 import json
 import statistics
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from qerl.bench.rollout import head
-from qerl.bench.shapes import shape
+from qerl.bench.shapes import Shape, shape
+from qerl.errors import QeRLError
 from qerl.kernels import gemm
-from qerl.kernels.blob import Blob, Tiling, from_blob, small_gemm
+from qerl.kernels.blob import MOST_TOKENS, Blob, Cut, from_blob, parts, small_gemm, to_operand
 
 _CACHE_BYTES = 150e6  # three times an H100's L2
 
@@ -39,7 +42,7 @@ def dequantised(blob: Blob) -> torch.Tensor:
     return values * scales.view(torch.float8_e4m3fn).double().repeat_interleave(16, 1)
 
 
-def graph_time(calls: list[Any]) -> float:
+def graph_time(calls: Sequence[Callable[[], Any]]) -> float:
     """Microseconds a call: median over replays of a graph with all calls in it."""
     for call in calls[:2]:
         call()
@@ -60,57 +63,119 @@ def graph_time(calls: list[Any]) -> float:
     return statistics.median(times)
 
 
-def candidates(tokens: int, rows: int, width: int) -> list[Tiling]:
-    """Tilings worth trying."""
+def small_cuts(tokens: int) -> list[Cut]:
+    """Cuts worth trying: stages of 18 to 55 KB of weight, at least three of them, registers for the sums."""
+    most = 6 if tokens <= 16 else 4 if tokens <= 64 else 2
     found = []
-    k_tiles = width // 64
-    for (block_rows, warps_n, warps_k), depth, blocks in itertools.product(
-        [(1, 8, 1), (1, 4, 1), (1, 4, 2), (1, 4, 4), (2, 4, 1), (1, 2, 4)], [4], [2, 3]
-    ):
-        if block_rows == 2 and tokens <= 8:
+    for warpgroups, row_groups, rounds in itertools.product((2, 4, 6), (1, 2, 3, 4, 6), (1, 2, 4)):
+        if warpgroups > most or warpgroups % row_groups:
             continue
-        across = -(-rows // (16 * block_rows * warps_n))
-        threads = 32 * warps_n * warps_k
-        if threads * blocks > 1024:
-            continue
-        seen = set()
-        for waves in (1, 2, 4, 8):
-            per_wave = 132 * blocks * (2 if threads <= 128 else 1)
-            splits = max(1, round(per_wave * waves / across))
-            if splits in seen or k_tiles / splits < 2 * warps_k or splits > 16:
-                continue
-            seen.add(splits)
-            cut = Tiling(block_rows, warps_n, warps_k, depth, splits, blocks)
-            if cut.shared_bytes(tokens, width) * blocks < 200_000:
-                found.append(cut)
+        cut = Cut(warpgroups, row_groups, warpgroups // row_groups * rounds)
+        if (4 if tokens >= 64 else 8) <= cut.tiles * row_groups <= 24 and cut.stages(tokens) >= 3:
+            found.append(cut)
     return found
 
 
-def _tune_quack(name: str, label: str, x: torch.Tensor, blobs: list[Blob]) -> None:
-    tokens, rows = x.shape[0], blobs[0].shape[0]
-    out = torch.empty(tokens, rows, dtype=torch.bfloat16, device="cuda")
-    timed = []
-    tiles: list[Any] = [None]
-    for tile_n in (16, 32, 64, 128, 256):
-        if tokens <= tile_n < 2 * tokens or (tile_n == 128 and tokens == 256):
-            tiles += [(tile_m, tile_n, split) for tile_m in (64, 128) for split in (1, 2, 3, 4, 6)]
-    for tile in tiles:
-        if tile and tile[2] > 1 and rows // tile[0] * tile[2] > 700:
-            continue
-        try:
-            timed.append((graph_time([lambda b=b, t=tile: gemm._quack(x, b, out, t) for b in blobs]), tile))
-        except Exception as error:
-            print(tile, repr(error)[:100])
-    default = timed[0][0]
-    timed.sort(key=lambda pair: pair[0])
-    truth = x.double() @ dequantised(blobs[0]).T
-    gemm._quack(x, blobs[0], out, timed[0][1])
-    wrong = float((out.double() - truth).norm() / truth.norm())
-    print(
-        f"{name} {label} M={tokens}: quack {default:.1f} error {wrong:.1e} best "
-        + " ".join(f"{t:.1f}:{c}" for t, c in timed[:5]),
-        flush=True,
-    )
+def quack_tiles(tokens: int, rows: int) -> list[tuple[int, int, int]]:
+    """(tile_m, tile_n, split_k) worth trying."""
+    widths = {max(16, min(256, 1 << (tokens - 1).bit_length()))} | ({128} if tokens == 256 else set())
+    tiles = itertools.product((64, 128), sorted(widths), (1, 2, 3, 4, 6))
+    return [tile for tile in tiles if tile[2] == 1 or rows // tile[0] * tile[2] <= 700]
+
+
+def time_small(x_TK: torch.Tensor, blobs: list[Blob], cut: Cut) -> float:
+    """Microseconds of one cut."""
+    most, _ = parts(cut, blobs[0].shape, x_TK.device)
+    out = torch.empty(most, x_TK.shape[0], blobs[0].shape[0], device="cuda")
+    x = to_operand(x_TK)
+    return graph_time([lambda b=b: small_gemm(x, b, out, cut) for b in blobs])  # type: ignore[misc]
+
+
+def time_quack(x_TK: torch.Tensor, blobs: list[Blob], tile: tuple[int, int, int]) -> float:
+    """Microseconds of one tile."""
+    out = torch.empty(x_TK.shape[0], blobs[0].shape[0], dtype=torch.bfloat16, device="cuda")
+    return graph_time([lambda b=b: gemm.quack(x_TK, b, out, tile) for b in blobs])  # type: ignore[misc]
+
+
+def time_cublas(x_TK: torch.Tensor, rows: int) -> float:
+    """Microseconds of cuBLAS on a BF16 weight."""
+    width = x_TK.shape[1]
+    weights = [
+        torch.randn(rows, width, device="cuda").bfloat16()
+        for _ in range(max(2, int(_CACHE_BYTES / (rows * width * 2)) + 1))
+    ]
+    out = torch.empty(x_TK.shape[0], rows, dtype=torch.bfloat16, device="cuda")
+    return graph_time([lambda w=w: torch.mm(x_TK, w.T, out=out) for w in weights])  # type: ignore[misc]
+
+
+def small_error(x_TK: torch.Tensor, blob: Blob, cut: Cut) -> float:
+    """Relative error of this package's kernel; parts that a row does not have are poisoned."""
+    most, counts = parts(cut, blob.shape, x_TK.device)
+    out = torch.full((most, x_TK.shape[0], blob.shape[0]), float("nan"), device="cuda")
+    small_gemm(to_operand(x_TK), blob, out, cut)
+    used = torch.arange(most, device="cuda")[:, None] < counts.repeat_interleave(64)[None]
+    found = torch.where(used[:, None], out.double(), 0.0).sum(0) * 256
+    return _relative(found, x_TK.double() @ dequantised(blob).T)
+
+
+def quack_error(x_TK: torch.Tensor, blob: Blob, tile: tuple[int, int, int]) -> float:
+    """Relative error of quack."""
+    out = torch.empty(x_TK.shape[0], blob.shape[0], dtype=torch.bfloat16, device="cuda")
+    gemm.quack(x_TK, blob, out, tile)
+    return _relative(out, x_TK.double() @ dequantised(blob).T)
+
+
+def _relative(found: torch.Tensor, truth: torch.Tensor) -> float:
+    return float((found.double() - truth).norm() / truth.norm())
+
+
+def measure(
+    name: str, product: tuple[str, int, int], tokens: int, engines: Sequence[str], tune: Sequence[str]
+) -> list[dict[str, Any]]:
+    """Rows of the table for one product, best first within an engine.
+
+    Engines that are not in ``tune`` are timed only with the cut that the rollout takes.
+    """
+    label, rows, width = product
+    size = rows * width * 0.5625
+    blobs = [random_blob(rows, width) for _ in range(max(2, int(_CACHE_BYTES / size) + 1))]
+    x_TK = torch.randn(tokens, width, device="cuda").bfloat16()
+    common = {"shape": name, "matrix": label, "rows": rows, "width": width, "tokens": tokens}
+    found: list[dict[str, Any]] = []
+
+    def add(engine: str, moved: float, timed: list[tuple[float, Any]], error: float | None) -> None:
+        for micros, choice in sorted(timed, key=lambda pair: pair[0]):
+            found.append(
+                {**common, "engine": engine, "us": round(micros, 2), "gb_s": round(moved / micros / 1e3),
+                 "choice": choice, "error": error}
+            )  # fmt: skip
+
+    if "qerl" in engines and tokens <= MOST_TOKENS:
+        chosen = gemm.small_cut(tokens, rows, width)
+        cuts = small_cuts(tokens) if "qerl" in tune else [chosen]
+        timed = [(time_small(x_TK, blobs, cut), list(vars(cut).values())) for cut in cuts]
+        add("qerl", size, timed, small_error(x_TK, blobs[0], chosen))
+    if "quack" in engines and gemm.has_quack():
+        chosen_tile = gemm.quack_tile(tokens, rows, width)
+        tiles = quack_tiles(tokens, rows) if "quack" in tune else [chosen_tile]
+        timed_tiles = [(time_quack(x_TK, blobs, tile), list(tile)) for tile in tiles]
+        add("quack", size, timed_tiles, quack_error(x_TK, blobs[0], chosen_tile))
+    del blobs
+    if "cublas" in engines:
+        add("cublas", rows * width * 2.0, [(time_cublas(x_TK, rows), None)], None)
+    return found
+
+
+def products(sizes: Shape) -> list[tuple[str, int, int]]:
+    """(name, N, K) of the four products of a layer."""
+    s = sizes
+    q, kv = s.heads * s.head_size, s.kv_heads * s.head_size
+    return [
+        ("qkv", q + 2 * kv, s.hidden),
+        ("o", s.hidden, q),
+        ("gate_up", 2 * s.intermediate, s.hidden),
+        ("down", s.hidden, s.intermediate),
+    ]
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -118,56 +183,42 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m qerl.bench.kernels", description=__doc__.split("\n")[0])
     parser.add_argument("--shape", nargs="+", default=["7b"])
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 32])
-    parser.add_argument("--tune", action="store_true", help="try many tilings and print the best")
+    parser.add_argument("--engine", nargs="+", default=["qerl", "quack", "cublas"], help="what is timed")
+    parser.add_argument(
+        "--tune",
+        nargs="+",
+        default=[],
+        choices=["qerl", "quack"],
+        help="engines of which many cuts are tried",
+    )
     parser.add_argument("--out", type=Path, help="JSON file")
     args = parser.parse_args(arguments)
+    if not torch.cuda.is_available():
+        raise QeRLError("Kernels are timed on a CUDA GPU, and this machine has none.")
     result: list[dict[str, Any]] = []
     for name in args.shape:
-        s = shape(name)
-        q, kv = s.heads * s.head_size, s.kv_heads * s.head_size
-        for label, rows, width in (
-            ("qkv", q + 2 * kv, s.hidden), ("o", s.hidden, q),
-            ("gate_up", 2 * s.intermediate, s.hidden), ("down", s.hidden, s.intermediate),
-        ):  # fmt: skip
-            size = rows * width * 0.5625
-            copies = max(2, int(_CACHE_BYTES / size) + 1)
-            blobs = [random_blob(rows, width) for _ in range(copies)]
+        for product in products(shape(name)):
+            label, rows, width = product
             for tokens in args.tokens:
-                x = torch.randn(tokens, width, device="cuda").bfloat16()
-                if tokens > 16:
-                    _tune_quack(name, label, x, blobs)
-                    continue
-                cuts = candidates(tokens, rows, width) if args.tune else [gemm.tiling(tokens, rows, width)]
-                timed = []
-                for cut in cuts:
-                    out = torch.empty(cut.splits, tokens, rows, device="cuda")
-                    calls = [lambda x=x, b=b, o=out, c=cut: small_gemm(x, b, o, c) for b in blobs]
-                    timed.append((graph_time(calls), cut))
-                timed.sort(key=lambda pair: pair[0])
-                truth = x.double() @ dequantised(blobs[0]).T
-                best, cut = timed[0]
-                out = torch.full((cut.splits, tokens, rows), float("nan"), device="cuda")
-                small_gemm(x, blobs[0], out, cut)
-                wrong = float((out.double().sum(0) * 256 - truth).norm() / truth.norm())
-                row = {
-                    "shape": name, "matrix": label, "tokens": tokens, "us": best, "gb_s": size / best / 1e3,
-                    "tiling": vars(cut), "error": wrong,
-                    "others": [(t, list(vars(c).values())) for t, c in timed[:6]],
-                }  # fmt: skip
-                if gemm.has_quack():
-                    outs = torch.empty(tokens, rows, dtype=torch.bfloat16, device="cuda")
-                    row["quack_us"] = graph_time(
-                        [lambda x=x, b=b, o=outs: gemm._quack(x, b, o) for b in blobs]
+                found = measure(name, product, tokens, args.engine, args.tune)
+                result += found
+                for engine in dict.fromkeys(row["engine"] for row in found):
+                    best = [row for row in found if row["engine"] == engine][:4]
+                    error = best[0]["error"]
+                    print(
+                        f"{name} {label} {rows}x{width} {tokens} tokens, {engine}: {best[0]['us']:.1f} us, "
+                        f"{best[0]['gb_s']} GB/s"
+                        + (f", error {error:.1e}" if error is not None else "")
+                        + "".join(f" | {row['us']:.1f} {row['choice']}" for row in best if row["choice"]),
+                        flush=True,
                     )
-                result.append(row)
-                print(
-                    f"{name} {label} M={tokens}: {best:.1f} us {row['gb_s']:.0f} GB/s error {wrong:.1e} "
-                    f"{list(vars(cut).values())} default? quack {row.get('quack_us', 0):.1f} | "
-                    + " ".join(f"{t:.1f}:{list(vars(c).values())}" for t, c in timed[1:4])
-                )
-            del blobs
     if args.out:
-        args.out.write_text(json.dumps({**head(["python -m qerl.bench.kernels"]), "rows": result}, indent=1))
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(
+            json.dumps(
+                {**head(["qerl bench kernels", *(arguments or sys.argv[1:])]), "rows": result}, indent=1
+            )
+        )
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ the attention's work growing as it does in a rollout. A group shares its prompt.
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 
 from qerl.bench.shapes import Shape, random_decoder, shape
+from qerl.errors import QeRLError
 from qerl.kernels.common import PAGE
 from qerl.rollout.engine import SamplingParams
 from qerl.rollout.paged.decode import DecodeStep
@@ -76,7 +78,7 @@ def measure(
         decode_tok_s, step_ms (medians over the repeats) and spread, (largest - smallest) / median.
     """
     width = -(-max(prompt_tokens, decode_tokens + 1) // PAGE)
-    blocks = 2 * rows * width + 1
+    blocks = -(-rows // min(group, rows)) * -(-prompt_tokens // PAGE) + rows * -(-(decode_tokens + 1) // PAGE)
     cache = Cache.empty(decoder, blocks, decoder.embedding_VD.device)
     cache.k.normal_()
     cache.v.normal_()
@@ -123,7 +125,7 @@ def step_bytes(
 
 
 def profile(
-    decoder: Decoder, rows: int, prompt_tokens: int, group: int, lora: bool
+    decoder: Decoder, rows: int, prompt_tokens: int, group: int, lora: bool, steps: int = 4
 ) -> list[tuple[str, int, float]]:
     """(kernel, calls, microseconds) of one decode step, largest first.
 
@@ -137,23 +139,38 @@ def profile(
     step._run()
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:
-        for _ in range(4):
+        for _ in range(steps):
             step._run()
         torch.cuda.synchronize()
-    found = [(e.key, e.count // 4, e.self_device_time_total / 4) for e in trace.key_averages()]
+    found = [(e.key, e.count // steps, e.self_device_time_total / steps) for e in trace.key_averages()]
     return sorted(found, key=lambda row: -row[2])
 
 
+def read_bandwidth() -> float:
+    """GB/s at which this GPU reads memory, the limit of a decode step: the best of a few sums over 8 GB."""
+    data = torch.ones(1 << 31, dtype=torch.float32, device="cuda")
+    speeds = []
+    for _ in range(5):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        data.sum()
+        end.record()
+        end.synchronize()
+        speeds.append(data.numel() * 4 / start.elapsed_time(end) / 1e6)
+    return max(speeds)
+
+
 def head(command: list[str]) -> dict[str, str]:
-    """What produced a result: GPU, versions, commit, date, command."""
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True
-    ).stdout.strip()
+    """What produced a result: GPU, versions, commit, date, command.
+
+    A copy of the tree without git takes the commit from the environment variable QERL_COMMIT.
+    """
+    found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
     return {
         "gpu": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "cuda": str(torch.version.cuda),
-        "commit": commit or "unknown",
+        "commit": os.environ.get("QERL_COMMIT") or found.stdout.strip() or "unknown",
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "command": " ".join(command),
     }
@@ -169,44 +186,58 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--prompt", type=int, default=256, help="tokens")
     parser.add_argument("--decode", type=int, default=256, help="tokens")
     parser.add_argument("--group", type=int, default=8, help="samples a prompt")
+    parser.add_argument("--layers", type=int, help="fewer layers than the shape has, to try things out")
     parser.add_argument("--no-adapter", action="store_true", help="measure without the adapter as well")
-    parser.add_argument("--profile", action="store_true", help="print the kernels of one step")
+    parser.add_argument("--profile", action="store_true", help="add the kernels of one step")
     parser.add_argument("--repeats", type=int, default=3, help="timed runs, of which the median is shown")
     parser.add_argument("--out", type=Path, help="JSON file")
     args = parser.parse_args(arguments)
+    if not torch.cuda.is_available():
+        raise QeRLError("Rollouts are timed on a CUDA GPU, and this machine has none.")
     sizes = shape(args.shape)
+    limit = read_bandwidth()
+    print(f"{torch.cuda.get_device_name()}, reads {limit:.0f} GB/s")
     rows: list[dict[str, Any]] = []
     for weights in args.weights:
-        decoder = random_decoder(sizes, weights, args.rank, args.prompt + args.decode + PAGE)
+        decoder = random_decoder(
+            sizes, weights, args.rank, args.prompt + args.decode + PAGE, layers=args.layers
+        )
         for batch in args.batch:
             for lora in [True, False] if args.no_adapter else [args.rank > 0]:
                 result = measure(decoder, batch, args.prompt, args.decode, args.group, lora, args.repeats)
                 rank = args.rank if lora else 0
                 moved = step_bytes(sizes, weights, rank, batch, args.prompt, args.decode, args.group)
                 speed = moved / result["step_ms"] / 1e6
-                row = {
-                    "engine": "qerl", "shape": args.shape, "weights": weights, "lora_rank": rank,
-                    "batch": batch,
-                    "prompt_tokens": args.prompt, "decode_tokens": args.decode, "group": args.group, **result,
-                    "gb_s": speed,
-                }  # fmt: skip
-                rows.append(row)
+                rows.append(
+                    {
+                        "engine": "qerl", "shape": args.shape, "weights": weights, "lora_rank": rank,
+                        "batch": batch, "prompt_tokens": args.prompt, "decode_tokens": args.decode,
+                        "group": args.group, **result, "gb_s": speed, "limit_fraction": speed / limit,
+                    }
+                )  # fmt: skip
                 print(
                     f"{args.shape} {weights} r{rank} batch {batch}: {result['decode_tok_s']:.0f} tok/s, "
-                    f"{result['step_ms']:.3f} ms a step, {speed:.0f} GB/s, spread {result['spread']:.1%}"
+                    f"{result['step_ms']:.3f} ms a step, {speed:.0f} GB/s, {speed / limit:.0%} of the limit, "
+                    f"spread {result['spread']:.1%}",
+                    flush=True,
                 )
                 if args.profile:
-                    for name, calls, micros in profile(decoder, batch, args.prompt, args.group, lora)[:12]:
+                    kernels = profile(decoder, batch, args.prompt, args.group, lora)[:10]
+                    rows[-1]["kernels"] = [
+                        {"us": round(micros, 1), "calls": calls, "name": name}
+                        for name, calls, micros in kernels
+                    ]
+                    for name, calls, micros in kernels:
                         print(f"    {micros:9.1f} us {calls:5d} x {name[:90]}")
         del decoder
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(
-            json.dumps(
-                {**head(["python -m qerl.bench.rollout", *(arguments or sys.argv[1:])]), "rows": rows},
-                indent=1,
-            )
-        )
+        found = {
+            **head(["qerl bench rollout", *(arguments or sys.argv[1:])]),
+            "read_gb_s": limit,
+            "rows": rows,
+        }
+        args.out.write_text(json.dumps(found, indent=1))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from qerl.kernels.common import PAGE, add_low, begin, clear, ranks
+from qerl.kernels.common import PAGE, add_low, begin, clear, copies, operand_at, ranks
 
 ROWS = 64
 
@@ -78,9 +78,10 @@ def _attend(
 
 @triton.jit
 def _merge(
-    out_ZTHE, lse_ZTH, a_RC, y_TC, next_TR, spent_TR, T,
+    out_ZTHE, lse_ZTH, a_RC, y_TC, next_CTR, spent_CTR, T,
     HQ: tl.constexpr, E: tl.constexpr, Z: tl.constexpr, R: tl.constexpr,
-    R_SPENT: tl.constexpr, R_SPENT_PADDED: tl.constexpr, BLOCK_T: tl.constexpr, PDL: tl.constexpr,
+    R_SPENT: tl.constexpr, R_SPENT_PADDED: tl.constexpr, PADDED: tl.constexpr, BLOCK_T: tl.constexpr,
+    NEXT_COPIES: tl.constexpr, SPENT_COPIES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0)
     t = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -91,7 +92,7 @@ def _merge(
         r = tl.arange(0, R)
         a = tl.load(a_RC + r[:, None] * (HQ * E) + c[None, :])
     begin(PDL)
-    clear(spent_TR, head, t, in_t, R_SPENT, R_SPENT_PADDED)
+    clear(spent_CTR, head, t, in_t, T, R_SPENT, R_SPENT_PADDED, SPENT_COPIES)
     best = tl.full((BLOCK_T,), -float("inf"), tl.float32)
     for z in tl.static_range(Z):
         best = tl.maximum(best, tl.load(lse_ZTH + (z * T + t) * HQ + head, mask=in_t, other=0.0))
@@ -105,7 +106,7 @@ def _merge(
         part = tl.load(out_ZTHE + at[:, None].to(tl.int64) * E + e[None, :], mask=used[:, None], other=0.0)
         y += part * weight[:, None]
     y = (y / total[:, None]).to(y_TC.dtype.element_ty)
-    at = y_TC + t[:, None] * (HQ * E) + c[None, :]
+    at = y_TC + operand_at(t, c, HQ * E, PADDED)
     tl.store(at, y, mask=in_t[:, None])
     if R > 0:
         # Read back rather than kept: Triton would convert every part above to the product's layout (7 us
@@ -113,7 +114,7 @@ def _merge(
         tl.debug_barrier()
         y = tl.load(at, mask=in_t[:, None], other=0.0)
         partial = tl.dot(y, tl.trans(a), out_dtype=tl.float32)
-        add_low(next_TR, partial, t, in_t, r, r < R, R)
+        add_low(next_CTR, head, partial, t, in_t, r, r < R, T, R, NEXT_COPIES)
 
 
 def attend(
@@ -162,19 +163,21 @@ def merge(
     lse_ZTH: torch.Tensor,
     y_TC: torch.Tensor,
     *,
+    padded: int = 0,
     a_RC: torch.Tensor | None = None,
-    next_TR: torch.Tensor | None = None,
-    spent_TR: torch.Tensor | None = None,
+    next_CTR: torch.Tensor | None = None,
+    spent_CTR: torch.Tensor | None = None,
     pdl: bool = True,
 ) -> None:
     """Merges the pieces into y, bf16 [T, heads * head size], and leaves x A^T for the output projection.
 
     Args:
         out_ZTHE, lse_ZTH: As :func:`attend` left them.
-        y_TC: Written.
+        y_TC: Written, [T, C] or in a small GEMM's order.
+        padded: Tokens that ``y_TC`` has room for in a small GEMM's order; 0 for [T, C].
         a_RC: A of the output projection; None without LoRA.
-        next_TR: int64 [T, R], zero before, the sum y A^T after.
-        spent_TR: A sum that is not needed any more, set to zero.
+        next_CTR: int64 [C, T, R], zero before, the sum y A^T after.
+        spent_CTR: A sum that is not needed any more, set to zero.
     """
     pieces, tokens, heads, size = out_ZTHE.shape
     block_t = 16
@@ -182,11 +185,12 @@ def merge(
         out_ZTHE, lse_ZTH,
         y_TC if a_RC is None else a_RC,
         y_TC,
-        y_TC if next_TR is None else next_TR,
-        y_TC if spent_TR is None else spent_TR,
+        y_TC if next_CTR is None else next_CTR,
+        y_TC if spent_CTR is None else spent_CTR,
         tokens,
         HQ=heads, E=size, Z=pieces, R=0 if a_RC is None else a_RC.shape[0],
-        R_SPENT=ranks(spent_TR), R_SPENT_PADDED=triton.next_power_of_2(ranks(spent_TR)), BLOCK_T=block_t,
-        PDL=pdl, num_warps=4,
+        R_SPENT=ranks(spent_CTR), R_SPENT_PADDED=triton.next_power_of_2(ranks(spent_CTR)), PADDED=padded,
+        BLOCK_T=block_t,
+        NEXT_COPIES=copies(next_CTR), SPENT_COPIES=copies(spent_CTR), PDL=pdl, num_warps=4,
         **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip

@@ -6,7 +6,6 @@ faster: this package's own for few tokens, where a product is as fast as the wei
 then on.
 """
 
-import dataclasses
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -17,7 +16,11 @@ from qerl.errors import QeRLError
 from qerl.kernels.nvrtc import Kernel, kernel
 
 _SOURCE = Path(__file__).with_name("packed_gemm.cu")
-_MAX_TOKENS = 64
+_TOKENS = (8, 16, 32, 64, 128)
+MOST_TOKENS = _TOKENS[-1]
+_TILE_BYTES = 2048
+_CHUNK_TILES = 4  # 8 KB, what a thread of qerl.kernels.common.prefetch asks for
+_AHEAD = 16 << 20  # bytes; an H100's L2 cache has 50 MB for this, the weights in between, keys and values
 
 
 @dataclass(frozen=True)
@@ -71,72 +74,134 @@ def from_blob(blob: Blob) -> tuple[torch.Tensor, torch.Tensor]:
     return codes.reshape(rows, width // 2), scales.reshape(rows, width // 16)
 
 
+def padded_tokens(tokens: int) -> int:
+    """Tokens that an operand for ``tokens`` tokens has room for."""
+    return next(size for size in _TOKENS if size >= tokens)
+
+
+def to_operand(x_TK: torch.Tensor) -> torch.Tensor:
+    """Activations, at most 128 tokens, in the order :func:`small_gemm` reads, flat.
+
+    The kernels of a decode step write this order themselves, see :func:`qerl.kernels.common.operand_at`.
+    """
+    tokens, width = x_TK.shape
+    padded = padded_tokens(tokens)
+    slots = torch.arange(16)
+    low, odd = slots < 8, slots % 2 == 1
+    source = torch.where(low & odd, slots + 7, torch.where(~low & ~odd, slots - 7, slots))
+    x_TK = torch.nn.functional.pad(x_TK, (0, 0, 0, padded - tokens))
+    x = x_TK.view(padded, width // 16, 16)[:, :, source.to(x_TK.device)]
+    return x.view(padded // 8, 8, width // 64, 8, 8).permute(2, 0, 3, 1, 4).reshape(-1)
+
+
 @dataclass(frozen=True)
-class Tiling:
+class Cut:
     """How packed_gemm.cu cuts a product.
 
     Attributes:
-        rows: 16-row blocks a warp keeps.
-        warps_n: Warps of a block along N.
-        warps_k: Warps of a block along K, added in shared memory.
-        depth: 16-byte loads a lane keeps in flight for each row block.
-        splits: Cuts of K between blocks; partial sums are left to the reader.
-        min_blocks: Blocks that must fit a multiprocessor, a limit on registers.
+        warpgroups: Warpgroups that multiply, 2 or 4.
+        row_groups: 64-row groups of a row tile, one warpgroup each; warpgroups that are left share K.
+        tiles: 64-wide tiles of K in a stage.
+        shared_bytes: Most shared memory for the stages. What is left is room for the kernels before and after
+            this one to sit on the same multiprocessor.
     """
 
-    rows: int
-    warps_n: int
-    warps_k: int
-    depth: int
-    splits: int
-    min_blocks: int
+    warpgroups: int
+    row_groups: int
+    tiles: int
+    shared_bytes: int = 176_000
 
-    def shared_bytes(self, tokens: int, width: int) -> int:
-        tiles = -(-tokens // 8)
-        k_tiles = -(-(width // 64) // self.splits)
-        activations = tiles * 8 * (k_tiles * 8 + 4) * 16
-        sums = (self.warps_k - 1) * self.warps_n * self.rows * tiles * 4 * 32 * 4
-        return max(activations, sums)
+    def sums_bytes(self, tokens: int) -> int:
+        """Shared memory in which warpgroups that share K add up."""
+        return 2 * (self.warpgroups // self.row_groups - 1) * self.row_groups * padded_tokens(tokens) * 256
+
+    def stage_bytes(self, tokens: int) -> int:
+        """Shared memory of one stage: codes, scales and activations."""
+        return self.tiles * (self.row_groups * 2304 + padded_tokens(tokens) * 128)
+
+    def stages(self, tokens: int) -> int:
+        """Stages that fit, at most 16."""
+        return min(16, (self.shared_bytes - self.sums_bytes(tokens)) // self.stage_bytes(tokens))
 
 
-def small_gemm(x_TK: torch.Tensor, blob: Blob, out_STN: torch.Tensor, tiling: Tiling) -> None:
-    """out[s] = the part of x w^T that split s computes, times 2^-8 and without the global scale.
+@cache
+def parts(cut: Cut, shape: tuple[int, int], device: torch.device) -> tuple[int, torch.Tensor]:
+    """Partial sums that a product leaves: the most of any row, and those of each 64 rows, int32 [N/64]."""
+    groups, k_tiles = shape[0] // 64, shape[1] // 64
+    total = -(-groups // cut.row_groups) * k_tiles
+    blocks = min(_multiprocessors(device), total)
+    counts = []
+    for group in range(groups):
+        first = group // cut.row_groups * k_tiles
+        ends = [((at + 1) * blocks - 1) // total for at in (first, first + k_tiles - 1)]
+        counts.append(ends[1] - ends[0] + 1)
+    return max(counts), torch.tensor(counts, dtype=torch.int32, device=device)
+
+
+@cache
+def ahead_offsets(cut: Cut, tokens: int, shape: tuple[int, int], device: torch.device) -> torch.Tensor:
+    """Which codes a kernel may bring into the L2 cache for a later product: those that come right after what
+    each block asks for before it waits for its activations.
+
+    Returns:
+        int64 offsets of chunks of 8 KB, a multiple of 128 of them, about 16 MB in all.
+    """
+    groups, k_tiles = shape[0] // 64, shape[1] // 64
+    total = -(-groups // cut.row_groups) * k_tiles
+    blocks = min(_multiprocessors(device), total)
+    each = _AHEAD // (blocks * cut.row_groups * _TILE_BYTES)
+    chunks = []
+    for block in range(blocks):
+        first = block * total // blocks + cut.stages(tokens) * cut.tiles
+        last = min(first + each, (block + 1) * total // blocks)
+        for at in range(first, last, _CHUNK_TILES):
+            row_tile, k_tile = divmod(at, k_tiles)
+            for group in range(row_tile * cut.row_groups, min((row_tile + 1) * cut.row_groups, groups)):
+                chunks.append((group * k_tiles + k_tile) * _TILE_BYTES)
+    chunks = [min(chunk, groups * k_tiles * _TILE_BYTES - _CHUNK_TILES * _TILE_BYTES) for chunk in chunks]
+    chunks = chunks[: len(chunks) // 128 * 128]
+    return torch.tensor(chunks, dtype=torch.int64, device=device)
+
+
+@cache
+def _multiprocessors(device: torch.device) -> int:
+    count: int = torch.cuda.get_device_properties(device).multi_processor_count
+    return count
+
+
+def small_gemm(x: torch.Tensor, blob: Blob, out_STN: torch.Tensor, cut: Cut) -> None:
+    """out[s] = part s of x w^T, times 2^-8 and without the global scale; see :func:`parts`.
 
     Args:
-        x_TK: bf16, contiguous, at most 64 tokens.
+        x: bf16, as :func:`to_operand` gives it for T tokens.
         blob: The weight.
-        out_STN: fp32 [tiling.splits, T, N], contiguous.
-        tiling: The cut.
+        out_STN: fp32, contiguous. Parts that a row does not have are left as they are.
+        cut: The cut.
     """
-    (rows, width), tokens = blob.shape, x_TK.shape[0]
-    if x_TK.shape[1] != width or not x_TK.is_contiguous() or tokens > _MAX_TOKENS:
-        raise QeRLError(
-            f"small_gemm takes contiguous [T <= {_MAX_TOKENS}, {width}], not {tuple(x_TK.shape)}."
-        )
-    if out_STN.shape != (tiling.splits, tokens, rows) or out_STN.dtype != torch.float32:
-        raise QeRLError(
-            f"small_gemm writes fp32 {(tiling.splits, tokens, rows)}, not {tuple(out_STN.shape)}."
-        )
-    shared = tiling.shared_bytes(tokens, width)
-    compiled = _compiled(dataclasses.replace(tiling, splits=1), -(-tokens // 8), x_TK.device.index or 0)
-    grid = (-(-rows // (16 * tiling.rows * tiling.warps_n)), tiling.splits)
-    compiled(
-        grid,
-        32 * tiling.warps_n * tiling.warps_k,
-        shared,
-        (x_TK, blob.codes, blob.scales, out_STN),
+    (rows, width), tokens = blob.shape, out_STN.shape[1]
+    padded = padded_tokens(tokens)
+    most, _ = parts(cut, blob.shape, x.device)
+    if x.numel() != padded * width or not x.is_contiguous():
+        raise QeRLError(f"small_gemm takes {padded} x {width} activations, not {tuple(x.shape)}.")
+    if out_STN.shape != (most, tokens, rows) or out_STN.dtype != torch.float32:
+        raise QeRLError(f"small_gemm writes fp32 {(most, tokens, rows)}, not {tuple(out_STN.shape)}.")
+    stages = cut.stages(tokens)
+    _compiled(cut, padded, stages, x.device.index or 0)(
+        (min(_multiprocessors(x.device), -(-rows // (64 * cut.row_groups)) * (width // 64)), 1),
+        cut.warpgroups * 128 + 32,
+        stages * cut.stage_bytes(tokens) + cut.sums_bytes(tokens),
+        (x, blob.codes, blob.scales, out_STN),
         (tokens, rows, width),
     )
 
 
 @cache
-def _compiled(tiling: Tiling, tiles: int, device: int) -> Kernel:
+def _compiled(cut: Cut, tokens: int, stages: int, device: int) -> Kernel:
     defines = {
-        "TILES": tiles,
-        "ROWS": tiling.rows,
-        "WARPS_N": tiling.warps_n,
-        "WARPS_K": tiling.warps_k,
-        "DEPTH": tiling.depth,
-        "MIN_BLOCKS": tiling.min_blocks,
+        "TOKENS": tokens,
+        "WARPGROUPS": cut.warpgroups,
+        "ROW_GROUPS": cut.row_groups,
+        "TILES": cut.tiles,
+        "STAGES": stages,
     }
     return kernel(_SOURCE, "packed_gemm", tuple(defines.items()), device)

@@ -6,17 +6,18 @@ The step is laid out so that LoRA and normalisation cost no launch of their own:
 leaves partial
   sums of squares; every reader of the GEMM's output multiplies by 1/rms, which is one number a token and
   commutes with the product.
-* x A^T is computed by the kernel that makes x, while x is in registers. Its programs hold different
-columns of x, so
-  they add their parts up in memory, as 64-bit fixed-point numbers: integer addition does not care about
-  order, so the sum is the same every time, which floating-point atomics could not promise. The kernel that
-  reads the GEMM's output applies B, and a kernel after it sets the sum back to zero.
-* A GEMM may leave K-split partial sums; its reader adds them in order.
+* x A^T is computed by the kernel that makes x, while x is in registers. Its programs hold different columns
+  of x, so they add their parts up in memory, as 64-bit fixed-point numbers: integer addition does not care
+  about order, so the sum is the same every time, which floating-point atomics could not promise. Programs
+  that add to the same few cache lines wait for each other, so a sum has a few copies, which its reader adds.
+  The kernel that reads the GEMM's output applies B, and a kernel after it sets the sum back to zero.
+* A GEMM may leave partial sums over K; its reader adds them in order.
 
 Results therefore do not depend on timing or on who else is in the batch.
 
-Shapes: T tokens, D hidden, N out-features of a GEMM, I intermediate, H heads, R ranks stacked, S splits of a
-GEMM, P partial sums of squares. R is a multiple of 16 (padded with zeros).
+Shapes: T tokens, D hidden, N out-features of a GEMM, I intermediate, H heads, R ranks stacked (a multiple of
+16, zeros at the end), C copies of a sum, S partial sums of a GEMM, G 64-row groups of its weight, P partial
+sums of squares.
 """
 
 import torch
@@ -42,6 +43,17 @@ def begin(PDL: tl.constexpr):
 
 
 @triton.jit
+def prefetch(start, offset_L, program, L: tl.constexpr):
+    """Asks the L2 cache for chunks of 8 KB; a program for 128 of the L, one a thread of its four warps."""
+    if program * 128 < L:
+        at = tl.load(offset_L + program * 128 + tl.arange(0, 128)) + start.to(tl.int64)
+        tl.inline_asm_elementwise(
+            "{.reg .b32 n; mov.b32 n, 8192; cp.async.bulk.prefetch.L2.global [$1], n; mov.b32 $0, 0;}",
+            "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
 def inverse_rms(squares_PT, t, in_t, T, D, eps, P: tl.constexpr, P_PADDED: tl.constexpr):
     """1 / rms of each token from its partial sums of squares."""
     p = tl.arange(0, P_PADDED)
@@ -52,39 +64,69 @@ def inverse_rms(squares_PT, t, in_t, T, D, eps, P: tl.constexpr, P_PADDED: tl.co
 
 
 @triton.jit
-def add_low(low_TR, partial, t, in_t, r, in_r, R_TOTAL: tl.constexpr):
-    """Adds a program's part of x A^T."""
-    at = low_TR + t[:, None] * R_TOTAL + r[None, :]
+def add_low(low_CTR, program, partial, t, in_t, r, in_r, T, R_TOTAL: tl.constexpr, COPIES: tl.constexpr):
+    """Adds a program's part of x A^T to one of the copies of the sum."""
+    at = low_CTR + ((program % COPIES) * T + t[:, None]) * R_TOTAL + r[None, :]
     fixed = (partial * FIXED_POINT).to(tl.int64)
     tl.atomic_add(at, fixed, mask=in_t[:, None] & in_r[None, :], sem="relaxed")
 
 
 @triton.jit
-def load_low(low_TR, first, t, in_t, R_TOTAL: tl.constexpr, R: tl.constexpr):
+def load_low(low_CTR, first, t, in_t, T, R_TOTAL: tl.constexpr, R: tl.constexpr, COPIES: tl.constexpr):
     """Columns first..first+R of x A^T, fp32 [BLOCK_T, R]."""
-    at = low_TR + t[:, None] * R_TOTAL + first + tl.arange(0, R)[None, :]
-    return tl.load(at, mask=in_t[:, None], other=0).to(tl.float32) / FIXED_POINT
+    at = low_CTR + t[:, None] * R_TOTAL + first + tl.arange(0, R)[None, :]
+    total = tl.load(at, mask=in_t[:, None], other=0)
+    for copy in tl.static_range(1, COPIES):
+        total += tl.load(at + copy * T * R_TOTAL, mask=in_t[:, None], other=0)
+    return total.to(tl.float32) * (1.0 / FIXED_POINT)
 
 
 @triton.jit
-def clear(spent_TR, program, t, in_t, R: tl.constexpr, R_PADDED: tl.constexpr):
-    """Sets a sum that has been read by the kernel before back to zero; program 0 does it."""
-    if R > 0 and program == 0:
+def clear(spent_CTR, program, t, in_t, T, R: tl.constexpr, R_PADDED: tl.constexpr, COPIES: tl.constexpr):
+    """Sets a sum that has been read by the kernel before back to zero; the programs share the copies."""
+    if R > 0:
         r = tl.arange(0, R_PADDED)
-        zero = tl.zeros((t.shape[0], R_PADDED), tl.int64)
-        tl.store(spent_TR + t[:, None] * R + r[None, :], zero, mask=in_t[:, None] & (r < R)[None, :])
+        for copy in range(program, COPIES, tl.num_programs(0)):
+            at = spent_CTR + (copy * T + t[:, None]) * R + r[None, :]
+            zero = tl.zeros((t.shape[0], R_PADDED), tl.int64)
+            tl.store(at, zero, mask=in_t[:, None] & (r < R)[None, :])
 
 
 @triton.jit
-def sum_splits(gemm_STN, t, in_t, n, in_n, T, N, S: tl.constexpr):
-    """Tile of a GEMM's output with its splits added, fp32."""
+def part_counts(parts_G, n, in_n, S: tl.constexpr):
+    """How many partial sums each column of a GEMM's output has."""
+    if S > 1:
+        return tl.load(parts_G + n // 64, mask=in_n, other=1)
+    else:  # noqa: RET505 (Triton needs both branches)
+        return tl.full(n.shape, 1, tl.int32)
+
+
+@triton.jit
+def sum_parts(gemm_STN, counts, t, in_t, n, in_n, T, N, S: tl.constexpr):
+    """Tile of a GEMM's output with its parts added, fp32."""
     inside = in_t[:, None] & in_n[None, :]
     at = gemm_STN + t[:, None].to(tl.int64) * N + n[None, :]
     total = tl.load(at, mask=inside, other=0.0).to(tl.float32)
     for s in tl.static_range(1, S):
         at = gemm_STN + (s * T + t[:, None]).to(tl.int64) * N + n[None, :]
-        total += tl.load(at, mask=inside, other=0.0).to(tl.float32)
+        total += tl.load(at, mask=inside & (s < counts)[None, :], other=0.0).to(tl.float32)
     return total
+
+
+@triton.jit
+def operand_at(t, n, WIDTH, PADDED: tl.constexpr):
+    """Where the next GEMM reads x[t, n]: row by row, or, with room for PADDED tokens, in packed_gemm.cu's
+    order.
+
+    That is [n / 64, t / 8, 8 chunks, 8 tokens, 8 n], where 2c + 1 and 2c + 8 of every 16 have changed places.
+    """
+    if PADDED == 0:
+        return t[:, None].to(tl.int64) * WIDTH + n[None, :]
+    else:  # noqa: RET505
+        i = n % 16
+        slot = tl.where((i < 8) & (i % 2 == 1), n + 7, tl.where((i >= 8) & (i % 2 == 0), n - 7, n))
+        column = slot // 64 * (64 * PADDED) + slot % 64 // 8 * 64 + slot % 8
+        return (t // 8 * 512 + t % 8 * 8)[:, None] + column[None, :]
 
 
 def partial_count(columns: int, block: int) -> int:
@@ -92,6 +134,11 @@ def partial_count(columns: int, block: int) -> int:
     return -(-columns // block)
 
 
-def ranks(low_TR: torch.Tensor | None) -> int:
+def ranks(low_CTR: torch.Tensor | None) -> int:
     """Stacked ranks of a sum, 0 without LoRA."""
-    return 0 if low_TR is None else low_TR.shape[1]
+    return 0 if low_CTR is None else low_CTR.shape[2]
+
+
+def copies(low_CTR: torch.Tensor | None) -> int:
+    """Copies of a sum."""
+    return 1 if low_CTR is None else low_CTR.shape[0]

@@ -1,20 +1,34 @@
 """Which kernel computes a product, and its output as the reader wants it.
 
 bf16 weights go to cuBLAS. NVFP4 weights go to this package's kernel for few tokens and to quack-kernels from
-then on; both read the same bytes. The limit and the tilings were measured on an H100, see
-docs/performance.md.
+then on; both read the same bytes. The limit and the cuts were measured on an H100, see docs/performance.md.
 """
 
 import importlib.util
-import math
+from dataclasses import dataclass
 from functools import cache
 
 import torch
 
 from qerl.errors import QeRLError
-from qerl.kernels.blob import Blob, Tiling, small_gemm
+from qerl.kernels.blob import Blob, Cut, ahead_offsets, padded_tokens, parts, small_gemm
 
-_SMALL_TOKENS = 16
+SMALL_TOKENS = 64
+
+
+@dataclass(frozen=True)
+class Product:
+    """A GEMM's output as it lies in the scratch.
+
+    Attributes:
+        out_STN: fp32 or bf16 [S, T, N], whose parts are to be added.
+        parts_G: int32 [N/64], how many of the S each 64 columns have; None if S is 1.
+        small: Whether it is 2^-8 too small.
+    """
+
+    out_STN: torch.Tensor
+    parts_G: torch.Tensor | None
+    small: bool
 
 
 @cache
@@ -22,60 +36,73 @@ def has_quack() -> bool:
     return importlib.util.find_spec("quack") is not None
 
 
+# (warpgroups, row groups, tiles of a stage) by padded tokens, for weights of less than 64 million values (qkv
+# and o up to 32B) and for larger ones.
+_CUTS = {
+    8: ((4, 4, 4), (4, 4, 4)),
+    16: ((4, 4, 4), (4, 4, 4)),
+    32: ((2, 1, 8), (4, 4, 4)),
+    64: ((2, 1, 4), (2, 2, 4)),
+    128: ((2, 2, 2), (2, 2, 2)),
+}
+_LARGE = 64_000_000
+
+
 @cache
-def tiling(tokens: int, rows: int, width: int) -> Tiling:
-    """The cut of a product for few tokens.
+def small_cut(tokens: int, rows: int, width: int) -> Cut:
+    """The cut of a product for few tokens, from the table above.
 
-    H100, Qwen2.5-7B shapes: up to 8 tokens two warps along K in each block are best, above that none. K is
-    split so that the last wave of blocks is nearly full, each split costing its partial sums.
+    A table by tokens and size, because the best cuts of one cell lie within 3 % of each other.
     """
-    warps_n, warps_k = (4, 2) if tokens <= 8 else (8, 1)
-    across = -(-rows // (16 * warps_n))
-    slots = 132 * 3
-
-    def merit(splits: int) -> float:
-        waves = across * splits / slots
-        return waves / math.ceil(waves) - 0.012 * splits
-
-    most = max(1, width // 64 // (2 * warps_k))
-    return Tiling(
-        1, warps_n, warps_k, depth=4, splits=max(range(1, min(14, most) + 1), key=merit), min_blocks=3
-    )
+    return Cut(*_CUTS[padded_tokens(tokens)][rows * width >= _LARGE])
 
 
-def scratch_bytes(tokens: int, rows: int, width: int, packed: bool) -> int:
+def room(weight: Blob | torch.Tensor, tokens: int) -> int:
+    """Tokens an operand of this weight must have room for, in the order of :func:`small_gemm`; 0 if the
+    product wants it as [T, K]."""
+    return padded_tokens(tokens) if isinstance(weight, Blob) and tokens <= SMALL_TOKENS else 0
+
+
+def ahead(weight: Blob | torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """(codes, offsets) that are worth bringing into the L2 cache long before the product, or None."""
+    if not isinstance(weight, Blob) or not room(weight, tokens):
+        return None
+    cut = small_cut(tokens, *weight.shape)
+    return weight.codes, ahead_offsets(cut, padded_tokens(tokens), weight.shape, weight.codes.device)
+
+
+def scratch_bytes(weight: Blob | torch.Tensor, tokens: int) -> int:
     """Bytes of scratch that :func:`multiply` needs."""
-    if packed and tokens <= _SMALL_TOKENS:
-        return tiling(tokens, rows, width).splits * tokens * rows * 4
+    rows, width = weight.shape
+    if isinstance(weight, Blob) and room(weight, tokens):
+        return parts(small_cut(tokens, rows, width), weight.shape, weight.codes.device)[0] * tokens * rows * 4
     return tokens * rows * 2
 
 
-def multiply(
-    x_TK: torch.Tensor, weight: Blob | torch.Tensor, scratch: torch.Tensor
-) -> tuple[torch.Tensor, bool]:
+def multiply(x: torch.Tensor, weight: Blob | torch.Tensor, tokens: int, scratch: torch.Tensor) -> Product:
     """x w^T into ``scratch``.
 
     Args:
-        x_TK: bf16, contiguous.
+        x: bf16, contiguous: in the order of :func:`small_gemm` where :func:`room` asks for it, else [T, K];
+            either may be flat.
         weight: The weight.
+        tokens: T.
         scratch: uint8, at least :func:`scratch_bytes` long.
-
-    Returns:
-        The product [S, T, N], whose S parts are to be added, and whether it is 2^-8 too small.
     """
-    tokens = x_TK.shape[0]
     rows, width = weight.shape
-    if isinstance(weight, Blob) and tokens <= _SMALL_TOKENS:
-        cut = tiling(tokens, rows, width)
-        out = scratch[: cut.splits * tokens * rows * 4].view(torch.float32).view(cut.splits, tokens, rows)
-        small_gemm(x_TK, weight, out, cut)
-        return out, True
+    if isinstance(weight, Blob) and room(weight, tokens):
+        cut = small_cut(tokens, rows, width)
+        most, counts = parts(cut, weight.shape, x.device)
+        out = scratch[: most * tokens * rows * 4].view(torch.float32).view(most, tokens, rows)
+        small_gemm(x, weight, out, cut)
+        return Product(out, counts, True)
     out = scratch[: tokens * rows * 2].view(torch.bfloat16).view(1, tokens, rows)
+    x_TK = x.view(-1)[: tokens * width].view(tokens, width)
     if isinstance(weight, Blob):
-        _quack(x_TK, weight, out[0])
+        quack(x_TK, weight, out[0])
     else:
         torch.mm(x_TK, weight.T, out=out[0])
-    return out, False
+    return Product(out, None, False)
 
 
 @cache
@@ -99,15 +126,20 @@ def quack_tile(tokens: int, rows: int, width: int) -> tuple[int, int, int]:
     return 128, tile_n, max(1, min(4, 132 * 128 // rows))
 
 
-def _quack(
+def quack(
     x_TK: torch.Tensor, weight: Blob, out_TN: torch.Tensor, tile: tuple[int, int, int] | None = None
 ) -> None:
+    """x w^T without the global scale, bf16 [T, N], by quack-kernels.
+
+    Raises:
+        QeRLError: quack-kernels is not installed.
+    """
     try:
         from quack.gemm_w4 import gemm_w4a16
     except ImportError as error:
         raise QeRLError(
-            "Products of NVFP4 weights with more than 16 tokens need the package quack-kernels: install it, "
-            "or use the portable engine."
+            f"Products of NVFP4 weights with more than {SMALL_TOKENS} tokens need the package quack-kernels: "
+            "install it, or use the portable engine."
         ) from error
     tile_m, tile_n, split_k = tile or quack_tile(x_TK.shape[0], *weight.shape)
     gemm_w4a16(

@@ -47,7 +47,9 @@ class Kernel:
         driver, nvrtc = _bindings()
         torch.cuda.current_stream()  # makes torch's context current
         major, minor = torch.cuda.get_device_capability()
-        options = [f"--gpu-architecture=sm_{major}{minor}".encode(), b"--std=c++17"]
+        # The letter gives access to a generation's own instructions, such as wgmma.
+        target = f"sm_{major}{minor}{'a' if major >= 9 else ''}"
+        options = [f"--gpu-architecture={target}".encode(), b"--std=c++17"]
         options += [f"-D{key}={value}".encode() for key, value in defines.items()]
         source = path.read_text().encode()
         program = _check(nvrtc.nvrtcCreateProgram(source, path.name.encode(), 0, [], []), "NVRTC")
@@ -56,9 +58,7 @@ class Kernel:
             size = _check(nvrtc.nvrtcGetProgramLogSize(program), "NVRTC")
             log = b" " * size
             nvrtc.nvrtcGetProgramLog(program, log)
-            raise QeRLError(
-                f"{path.name} does not compile for sm_{major}{minor}: {log.decode(errors='replace')}"
-            )
+            raise QeRLError(f"{path.name} does not compile for {target}: {log.decode(errors='replace')}")
         size = _check(nvrtc.nvrtcGetCUBINSize(program), "NVRTC")
         cubin = b" " * size
         _check(nvrtc.nvrtcGetCUBIN(program, cubin), "NVRTC")
@@ -68,8 +68,11 @@ class Kernel:
         )
         properties: Any = torch.cuda.get_device_properties()
         most = properties.shared_memory_per_block_optin
-        attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        _check(driver.cuFuncSetAttribute(self._function, attribute, most), f"{name}: shared memory")
+        attributes = driver.CUfunction_attribute
+        static = attributes.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES
+        most -= _check(driver.cuFuncGetAttribute(static, self._function), f"{name}: shared memory")
+        dynamic = attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        _check(driver.cuFuncSetAttribute(self._function, dynamic, most), f"{name}: shared memory")
         self._driver = driver
         self._name = name
 

@@ -1,32 +1,71 @@
-// y[s, m, n] = sum over the k of split s of x[m, k] * w[n, k], w in NVFP4, for few tokens (M <= 64).
+// y[s, m, n] = part s of the sum over k of x[m, k] * w[n, k], w in NVFP4, for few tokens (M <= 128).
 //
-// At these sizes a product is as fast as its weight is read, so the kernel is a stream: every warp reads codes
-// straight from global memory into registers, 16 bytes a lane, and keeps DEPTH such loads in flight ahead of the
-// ones it multiplies. Nothing of the weight passes through shared memory, because no byte of it is used twice.
-// The activations (a few KB) are in shared memory, in the order in which mma.sync wants them.
+// At these sizes a product is as fast as its weight is read, so the kernel is a stream. One block sits on each
+// multiprocessor for the whole product. One of its warps does nothing but ask the copy engine for the next
+// pieces of weight and activations, up to STAGES of them ahead, into shared memory; warpgroups decode and
+// multiply. The weight does not depend on the kernel before this one, so the first STAGES pieces of it are asked
+// for before that kernel has ended: its time is not lost for the memory.
 //
 // Weight layout, the one quack-kernels uses ("blob"), so that both libraries run on one resident copy:
 //   codes  [N/64, K/64, 128 threads, 16 bytes]: thread t = 32 w + l of a 64 x 64 tile holds, for each of four
-//          k16 blocks, one 32-bit word = the A fragment of mma.m16n8k16 for rows 16 w + l/4 (+8):
+//          k16 blocks, one 32-bit word = the A fragment of wgmma.m64nNk16 for rows 16 w + l/4 (+8):
 //          byte 0: (row, k 2c, 2c+1)  byte 1: (row+8, same k)  byte 2: (row, k+8)  byte 3: (row+8, k+8), c = l%4
 //   scales [N/64, K/64, 32 rows r with r%16 < 8, 4 k16 blocks, (row, row+8)] E4M3
+//
+// Activations [K/64, TOKENS/8, 8 chunks, 8 tokens, 8 k]: the core matrices of wgmma's second operand without
+// swizzle. They are written in this order by the kernel that makes them (qerl.kernels.common.operand_at).
 //
 // Decoding. A code s e e m becomes the bf16 bits s 0000000 ee m 000000, which is w * 2^-126, exactly, subnormal
 // included; a scale byte shifted left by 4 is sf * 2^-120. The scale is raised by 2^238 in two multiplications,
 // so that the product of both is w * sf * 2^-8: exact in bf16 (at most 6 significant bits). The caller multiplies
 // by 2^8 / global scale. A register takes the codes of one bit position in both halves of the word, that is
 // k = 2c and 2c+8 (or 2c+1 and 2c+9) instead of neighbours; the activations are stored in the same order, and a
-// sum does not care.
+// sum does not care. A multiplication by 2^12 + 2^6 moves sign and magnitude to their places at once, on the
+// pipe that the logic instructions leave idle.
 //
-// Splits: the grid's y dimension cuts K; each split writes its own fp32 partial sums, and whoever reads the
-// output adds them in order. That costs no extra launch here, because every reader is a kernel of ours, and it
-// keeps results independent of timing.
+// Work. The product is a line of (rows / ROWS) x (K / 64) tiles, rows outermost, cut into one piece of equal
+// length for each block. A block that starts or ends inside a row tile leaves a partial sum of it: contributor s
+// of a row tile writes part s, and whoever reads the output adds the parts in order. That costs no launch here,
+// because every reader is a kernel of ours, and it keeps results independent of timing.
 //
-// Compile-time: TILES token tiles of 8, ROWS 16-row blocks a warp, WARPS_N x WARPS_K warps a block, DEPTH.
+// Compile-time: TOKENS (8, 16, 32, 64 or 128), WARPGROUPS that multiply, ROW_GROUPS 64-row groups of a row tile
+// (WARPGROUPS / ROW_GROUPS warpgroups share K), TILES 64-wide k tiles a stage, STAGES.
 
 typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef unsigned char u8;
 
-#define THREADS (32 * WARPS_N * WARPS_K)
+#define K_GROUPS (WARPGROUPS / ROW_GROUPS)
+#define CONSUMERS (WARPGROUPS * 128)
+#define THREADS (CONSUMERS + 32)
+#define CODE_BYTES 2048
+#define SCALE_BYTES 256
+#define X_BYTES (TOKENS * 128)
+#define STAGE_BYTES (TILES * (ROW_GROUPS * (CODE_BYTES + SCALE_BYTES) + X_BYTES))
+#define VALUES (TOKENS / 2)  // accumulators a thread
+
+__device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+
+__device__ __forceinline__ void barrier_init(u32 barrier, u32 count) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count));
+}
+__device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void barrier_arrive(u32 barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+__device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
+  asm volatile(
+      "{.reg .pred done;\n"
+      "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra again;}" ::"r"(barrier), "r"(parity) : "memory");
+}
+__device__ __forceinline__ void copy(u32 to, const void* from, u32 bytes, u32 barrier, u64 policy) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
+      ::"r"(to), "l"(from), "r"(bytes), "r"(barrier), "l"(policy) : "memory");
+}
 
 __device__ __forceinline__ u32 mul2(u32 a, u32 b) {
   u32 d;
@@ -45,157 +84,223 @@ __device__ __forceinline__ u32 mul2_high(u32 a, u32 b) {
       : "=r"(d) : "r"(a), "r"(b));
   return d;
 }
-__device__ __forceinline__ uint4 stream16(const uint4* p) {
-  uint4 v;
-  asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0,%1,%2,%3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
-  return v;
-}
-__device__ __forceinline__ uint2 stream8(const uint2* p) {
-  uint2 v;
-  asm volatile("ld.global.nc.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p));
-  return v;
-}
-__device__ __forceinline__ void mma(float* d, const u32* a, u32 b0, u32 b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
 
 // One word of codes and its pair of scale bytes -> the four registers of an A fragment.
 __device__ __forceinline__ void decode(u32 codes, u32 scale_word, int odd, u32* a) {
-  const u32 sign = 0x80008000u, magnitude = 0x01C001C0u;
+  const u32 sign = 0x80008000u, magnitude = 0x01C001C0u, both = sign | magnitude;
   u32 bytes = __byte_perm(scale_word, 0, odd ? 0x4342 : 0x4140) << 4;
-  u32 scale = mul2(mul2(bytes, 0x7F007F00u), 0x77007700u);  // 2^127, then 2^111
-  u32 low = codes << 8;
-  u32 r_hi = ((low) & sign) | ((low >> 6) & magnitude);           // bits 4-7: row, odd k
-  u32 r_lo = ((low << 4) & sign) | ((low >> 2) & magnitude);      // bits 0-3: row, even k
-  u32 s_hi = ((codes) & sign) | ((codes >> 6) & magnitude);       // bits 12-15: row+8, odd k
-  u32 s_lo = ((codes << 4) & sign) | ((codes >> 2) & magnitude);  // bits 8-11: row+8, even k
+  u32 scale = mul2(mul2(bytes, 0x7F007F00u), 0x77007700u);       // 2^127, then 2^111
+  u32 r_lo = ((codes & 0x000F000Fu) * 4160u) & both;             // bits 0-3: row, even k
+  u32 r_hi = ((codes & 0x00F000F0u) * 260u) & both;              // bits 4-7: row, odd k
+  u32 s_lo = (((codes >> 8) & 0x000F000Fu) * 4160u) & both;      // bits 8-11: row+8, even k
+  u32 s_hi = (codes & sign) | ((codes >> 6) & magnitude);        // bits 12-15: row+8, odd k
   a[0] = mul2_low(r_lo, scale);
   a[1] = mul2_high(s_lo, scale);
   a[2] = mul2_low(r_hi, scale);
   a[3] = mul2_high(s_hi, scale);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-packed_gemm(const uint4* __restrict__ x, const uint4* __restrict__ codes, const uint2* __restrict__ scales,
-            float* __restrict__ y, int M, int N, int K) {
-  extern __shared__ uint4 shared[];
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int warp_n = warp % WARPS_N, warp_k = warp / WARPS_N;
-  const int k_tiles = K / 64;
-  const int first = (int)((long long)blockIdx.y * k_tiles / gridDim.y);
-  const int count = (int)((long long)(blockIdx.y + 1) * k_tiles / gridDim.y) - first;
-  const int row_block = (blockIdx.x * WARPS_N + warp_n) * ROWS;  // in 16 rows
-  const int row_blocks = N / 16;
+#define R8_0 "%0,%1,%2,%3,%4,%5,%6,%7"
+#define R8_1 "%8,%9,%10,%11,%12,%13,%14,%15"
+#define R8_2 "%16,%17,%18,%19,%20,%21,%22,%23"
+#define R8_3 "%24,%25,%26,%27,%28,%29,%30,%31"
+#define R8_4 "%32,%33,%34,%35,%36,%37,%38,%39"
+#define R8_5 "%40,%41,%42,%43,%44,%45,%46,%47"
+#define R8_6 "%48,%49,%50,%51,%52,%53,%54,%55"
+#define R8_7 "%56,%57,%58,%59,%60,%61,%62,%63"
+#define R32_0 R8_0 "," R8_1 "," R8_2 "," R8_3
+#define R32_1 R8_4 "," R8_5 "," R8_6 "," R8_7
+#define D4(i) "+f"(d[i]), "+f"(d[(i) + 1]), "+f"(d[(i) + 2]), "+f"(d[(i) + 3])
+#define D16(i) D4(i), D4((i) + 4), D4((i) + 8), D4((i) + 12)
+// The operand's description: address and 128 bytes to the next 8 k (low word), 1024 to the next 8 tokens (high).
+#define WGMMA(shape, registers, a_fragment, b_low, b_high, ...)                                              \
+  asm volatile("{.reg .pred p; .reg .b64 b; setp.eq.u32 p, 0, 0; mov.b64 b, {" b_low ", " b_high "};\n"      \
+               "wgmma.mma_async.sync.aligned." shape ".f32.bf16.bf16 {" registers "}, {" a_fragment           \
+               "}, b, p, 1, 1, 0;}"                                                                          \
+               : __VA_ARGS__ : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(x), "r"(1024 >> 4))
 
-  const uint4* code_at[ROWS];
-  const uint2* scale_at[ROWS];
-#pragma unroll
-  for (int r = 0; r < ROWS; r++) {
-    int b = min(row_block + r, row_blocks - 1);
-    long long tile = (long long)(b / 4) * k_tiles + first;
-    code_at[r] = codes + tile * 128 + (b % 4) * 32 + lane;
-    scale_at[r] = scales + tile * 32 + (b % 4) * 8 + lane / 4;
-  }
-
-  uint4 code[DEPTH][ROWS];
-  uint2 scale[DEPTH][ROWS];
-  auto fetch = [&](int d, int kt) {
-#pragma unroll
-    for (int r = 0; r < ROWS; r++) {
-      if (kt < count) {
-        code[d][r] = stream16(code_at[r] + (long long)kt * 128);
-        scale[d][r] = stream8(scale_at[r] + (long long)kt * 32);
-      }
-    }
-  };
-#pragma unroll
-  for (int d = 0; d < DEPTH; d++) fetch(d, warp_k + d * WARPS_K);
-
-  // The weight does not depend on the kernel before this one: its reads are under way before this wait.
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-
-  // Activations: for token m and k16 block b, lane group c finds (x[2c], x[2c+8]) and (x[2c+1], x[2c+9]) side by
-  // side. 64 bytes of padding put neighbouring tokens into different banks.
-  const int stride = count * 8 + 4;  // in 16 bytes
-  for (int i = threadIdx.x; i < TILES * 8 * count * 4; i += THREADS) {
-    int m = i / (count * 4), block = i % (count * 4);
-    uint4 lo = make_uint4(0, 0, 0, 0), hi = lo;
-    if (m < M) {
-      const uint4* from = x + ((long long)m * K + (long long)first * 64) / 8 + block * 2;
-      lo = from[0];
-      hi = from[1];
-    }
-    uint2* to = (uint2*)(shared + m * stride + (block / 4) * 8 + (block % 4) / 2 * 4) + block % 2;
-    to[0] = make_uint2(__byte_perm(lo.x, hi.x, 0x5410), __byte_perm(lo.x, hi.x, 0x7632));
-    to[2] = make_uint2(__byte_perm(lo.y, hi.y, 0x5410), __byte_perm(lo.y, hi.y, 0x7632));
-    to[4] = make_uint2(__byte_perm(lo.z, hi.z, 0x5410), __byte_perm(lo.z, hi.z, 0x7632));
-    to[6] = make_uint2(__byte_perm(lo.w, hi.w, 0x5410), __byte_perm(lo.w, hi.w, 0x7632));
-  }
-  __syncthreads();
-  asm volatile("griddepcontrol.launch_dependents;");
-
-  float acc[ROWS][TILES][4] = {};
-  const uint4* activations = shared + (lane / 4) * stride + lane % 4;
-  for (int base = warp_k; base < count; base += DEPTH * WARPS_K) {
-#pragma unroll
-    for (int d = 0; d < DEPTH; d++) {
-      int kt = base + d * WARPS_K;
-      if (kt < count) {
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-          u32 a[2][ROWS][4];
-#pragma unroll
-          for (int r = 0; r < ROWS; r++) {
-            u32 sf = half ? scale[d][r].y : scale[d][r].x;
-            decode(half ? code[d][r].z : code[d][r].x, sf, 0, a[0][r]);
-            decode(half ? code[d][r].w : code[d][r].y, sf, 1, a[1][r]);
-          }
-#pragma unroll
-          for (int t = 0; t < TILES; t++) {
-            uint4 b = activations[t * 8 * stride + kt * 8 + half * 4];
-#pragma unroll
-            for (int r = 0; r < ROWS; r++) {
-              mma(acc[r][t], a[0][r], b.x, b.y);
-              mma(acc[r][t], a[1][r], b.z, b.w);
-            }
-          }
-        }
-        fetch(d, kt + DEPTH * WARPS_K);
-      }
-    }
-  }
-
-  // Warps that shared rows and cut K between them are added in order.
-#if WARPS_K > 1
-  float* partial = (float*)shared;
-  const int values = ROWS * TILES * 4;
-  __syncthreads();
-  if (warp_k > 0) {
-#pragma unroll
-    for (int i = 0; i < values; i++)
-      partial[(((warp_k - 1) * WARPS_N + warp_n) * values + i) * 32 + lane] = ((float*)acc)[i];
-  }
-  __syncthreads();
-  if (warp_k > 0) return;
-#pragma unroll
-  for (int k = 0; k < WARPS_K - 1; k++)
-#pragma unroll
-    for (int i = 0; i < values; i++) ((float*)acc)[i] += partial[((k * WARPS_N + warp_n) * values + i) * 32 + lane];
+// d += A * B for a k16 block, asynchronously.
+__device__ __forceinline__ void multiply(float* d, const u32* a, u32 x) {
+#if TOKENS == 8
+  WGMMA("m64n8k16", "%0,%1,%2,%3", "%4,%5,%6,%7", "%8", "%9", D4(0));
+#elif TOKENS == 16
+  WGMMA("m64n16k16", R8_0, "%8,%9,%10,%11", "%12", "%13", D4(0), D4(4));
+#elif TOKENS == 32
+  WGMMA("m64n32k16", R8_0 "," R8_1, "%16,%17,%18,%19", "%20", "%21", D16(0));
+#elif TOKENS == 64
+  WGMMA("m64n64k16", R32_0, "%32,%33,%34,%35", "%36", "%37", D16(0), D16(16));
+#elif TOKENS == 128
+  WGMMA("m64n128k16", R32_0 "," R32_1, "%64,%65,%66,%67", "%68", "%69", D16(0), D16(16), D16(32), D16(48));
 #endif
+}
+__device__ __forceinline__ void fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void finish() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
 
+// A stretch of one row tile that fits a stage.
+struct Piece {
+  int row_tile, first, count;  // count k tiles from the first on
+  __device__ __forceinline__ Piece(int at, int end, int k_tiles) {
+    row_tile = at / k_tiles;
+    first = at - row_tile * k_tiles;
+    count = min(min(TILES, k_tiles - first), end - at);
+  }
+};
+
+__device__ __forceinline__ void load_weight(const Piece& p, u32 stage, u32 full, const u8* codes, const u8* scales,
+                                            int k_tiles, int groups, u64 policy) {
 #pragma unroll
-  for (int r = 0; r < ROWS; r++) {
-    if (row_block + r >= row_blocks) break;
-    int n = (row_block + r) * 16 + lane / 4;
-#pragma unroll
-    for (int t = 0; t < TILES; t++) {
-      int m = t * 8 + lane % 4 * 2;
-      float* to = y + ((long long)blockIdx.y * M + m) * N + n;
-      if (m < M) { to[0] = acc[r][t][0]; to[8] = acc[r][t][2]; }
-      if (m + 1 < M) { to[N] = acc[r][t][1]; to[N + 8] = acc[r][t][3]; }
+  for (int g = 0; g < ROW_GROUPS; g++) {
+    // The last row tile may reach beyond the weight; nobody writes those rows.
+    int group = min(p.row_tile * ROW_GROUPS + g, groups - 1);
+    long long tile = (long long)group * k_tiles + p.first;
+    copy(stage + g * TILES * CODE_BYTES, codes + tile * CODE_BYTES, p.count * CODE_BYTES, full, policy);
+    copy(stage + TILES * (ROW_GROUPS * CODE_BYTES + g * SCALE_BYTES), scales + tile * SCALE_BYTES,
+         p.count * SCALE_BYTES, full, policy);
+  }
+}
+
+__device__ __forceinline__ void load_x(const Piece& p, u32 stage, u32 full, const u8* x, u64 policy) {
+  copy(stage + TILES * ROW_GROUPS * (CODE_BYTES + SCALE_BYTES), x + (long long)p.first * X_BYTES,
+       p.count * X_BYTES, full, policy);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+packed_gemm(const u8* __restrict__ x, const u8* __restrict__ codes, const u8* __restrict__ scales,
+            float* __restrict__ y, int M, int N, int K) {
+  extern __shared__ __align__(128) u8 stages[];
+  __shared__ u64 barriers[2 * STAGES];
+  // Broadcast, so that the compiler knows it to be the same for the whole warp.
+  const int lane = threadIdx.x % 32, warp = __shfl_sync(0xFFFFFFFFu, threadIdx.x / 32, 0);
+  const int k_tiles = K / 64, groups = N / 64;
+  const int total = (groups + ROW_GROUPS - 1) / ROW_GROUPS * k_tiles;
+  const int begin = (int)((long long)blockIdx.x * total / gridDim.x);
+  const int end = (int)((long long)(blockIdx.x + 1) * total / gridDim.x);
+  const u32 base = shared_address(stages), full = shared_address(barriers), empty = full + STAGES * 8;
+  if (threadIdx.x == 0) {
+    for (int s = 0; s < STAGES; s++) {
+      barrier_init(full + s * 8, 1);
+      barrier_init(empty + s * 8, CONSUMERS / 32);
     }
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+  }
+  __syncthreads();
+
+  if (warp == CONSUMERS / 32) {
+    if (lane == 0) {
+      u64 once, often;
+      asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(once));
+      asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(often));
+      int at = begin, pieces = 0;
+      for (; at < end && pieces < STAGES; pieces++) {
+        Piece p(at, end, k_tiles);
+        barrier_expect(full + pieces * 8, p.count * (STAGE_BYTES / TILES));
+        load_weight(p, base + pieces * STAGE_BYTES, full + pieces * 8, codes, scales, k_tiles, groups, once);
+        at += p.count;
+      }
+      asm volatile("griddepcontrol.wait;" ::: "memory");
+      asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+      int again = begin;
+      for (int s = 0; s < pieces; s++) {
+        Piece p(again, end, k_tiles);
+        load_x(p, base + s * STAGE_BYTES, full + s * 8, x, often);
+        again += p.count;
+      }
+      for (; at < end; pieces++) {
+        Piece p(at, end, k_tiles);
+        int s = pieces % STAGES;
+        barrier_wait(empty + s * 8, (pieces / STAGES + 1) & 1);
+        barrier_expect(full + s * 8, p.count * (STAGE_BYTES / TILES));
+        load_weight(p, base + s * STAGE_BYTES, full + s * 8, codes, scales, k_tiles, groups, once);
+        load_x(p, base + s * STAGE_BYTES, full + s * 8, x, often);
+        at += p.count;
+      }
+    }
+    return;
+  }
+
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  const int row_group = warp / 4 % ROW_GROUPS, k_group = warp / 4 / ROW_GROUPS;
+  const u8* code_at = stages + row_group * TILES * CODE_BYTES + threadIdx.x % 128 * 16;
+  const u8* scale_at =
+      stages + TILES * (ROW_GROUPS * CODE_BYTES + row_group * SCALE_BYTES) + (warp % 4 * 8 + lane / 4) * 8;
+  const u32 x_at = ((base + TILES * ROW_GROUPS * (CODE_BYTES + SCALE_BYTES)) >> 4) | ((128 >> 4) << 16);
+
+  float acc[VALUES];
+#pragma unroll
+  for (int i = 0; i < VALUES; i++) acc[i] = 0.0f;
+  int stage = 0, parity = 0, unit = 0;
+  // Two k16 blocks are decoded while the two before them are multiplied.
+  auto tile = [&](int t) {
+    uint4 code = *(const uint4*)(code_at + stage * STAGE_BYTES + t * CODE_BYTES);
+    uint2 scale = *(const uint2*)(scale_at + stage * STAGE_BYTES + t * SCALE_BYTES);
+    u32 b = x_at + stage * (STAGE_BYTES >> 4) + t * (X_BYTES >> 4);
+    u32 early[2][4], late[2][4];
+    decode(code.x, scale.x, 0, early[0]);
+    decode(code.y, scale.x, 1, early[1]);
+    fence();
+    multiply(acc, early[0], b);
+    multiply(acc, early[1], b + (256 >> 4));
+    commit();
+    decode(code.z, scale.y, 0, late[0]);
+    decode(code.w, scale.y, 1, late[1]);
+    fence();
+    multiply(acc, late[0], b + (512 >> 4));
+    multiply(acc, late[1], b + (768 >> 4));
+    commit();
+  };
+  for (int at = begin; at < end;) {
+    Piece p(at, end, k_tiles);
+    barrier_wait(full + stage * 8, parity);
+    int t = k_group;
+    for (; t + K_GROUPS < p.count; t += 2 * K_GROUPS) {
+      tile(t);
+      tile(t + K_GROUPS);
+      finish();
+    }
+    if (t < p.count) {
+      tile(t);
+      finish();
+    }
+    __syncwarp();
+    if (lane == 0) barrier_arrive(empty + stage * 8);
+    if (++stage == STAGES) stage = 0, parity ^= 1;
+    at += p.count;
+    if (p.first + p.count < k_tiles && at < end) continue;
+
+    // The row tile, or this block's part of it, is complete. Warpgroups that shared K are added in order, in one
+    // of two buffers in turn, so that one barrier is enough.
+#if K_GROUPS > 1
+    float* sums = (float*)(stages + STAGES * STAGE_BYTES) + unit % 2 * ((K_GROUPS - 1) * ROW_GROUPS * VALUES * 128);
+    float* mine = sums + row_group * VALUES * 128 + threadIdx.x % 128;
+    if (k_group > 0) {
+#pragma unroll
+      for (int i = 0; i < VALUES; i++) mine[((k_group - 1) * ROW_GROUPS * VALUES + i) * 128] = acc[i];
+    }
+    asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS) : "memory");
+    if (k_group == 0) {
+#pragma unroll
+      for (int k = 0; k < K_GROUPS - 1; k++)
+#pragma unroll
+        for (int i = 0; i < VALUES; i++) acc[i] += mine[(k * ROW_GROUPS * VALUES + i) * 128];
+    }
+#endif
+    unit++;
+    int group = p.row_tile * ROW_GROUPS + row_group;
+    if (k_group == 0 && group < groups) {
+      // The block that holds the row tile's first k tile writes part 0.
+      long long first = (long long)p.row_tile * k_tiles;
+      int part = blockIdx.x - (int)(((first + 1) * gridDim.x - 1) / total);
+      float* to = y + (long long)part * M * N + group * 64 + warp % 4 * 16 + lane / 4;
+#pragma unroll
+      for (int i = 0; i < TOKENS / 8; i++) {
+        int m = i * 8 + lane % 4 * 2;
+        float* row = to + (long long)m * N;
+        if (m < M) { row[0] = acc[i * 4]; row[8] = acc[i * 4 + 2]; }
+        if (m + 1 < M) { row[N] = acc[i * 4 + 1]; row[N + 8] = acc[i * 4 + 3]; }
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < VALUES; i++) acc[i] = 0.0f;
   }
 }

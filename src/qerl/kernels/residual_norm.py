@@ -11,19 +11,31 @@ import torch
 import triton
 import triton.language as tl
 
-from qerl.kernels.common import add_low, begin, clear, load_low, ranks, sum_splits
+from qerl.kernels.common import (
+    add_low,
+    begin,
+    clear,
+    copies,
+    load_low,
+    operand_at,
+    part_counts,
+    ranks,
+    sum_parts,
+)
 
 BLOCK_D = 64
 
 
 @triton.jit
 def _residual_norm(
-    gemm_STN, scale_1, low_TR, b_DR, table_VD, tokens_T,
-    residual_TD, w_D, a_RD, u_TD, squares_PT, next_TR, spent_TR,
+    gemm_STN, parts_G, scale_1, low_CTR, b_DR, table_VD, tokens_T,
+    residual_TD, w_D, a_RD, u_TD, squares_PT, next_CTR, spent_CTR,
     T, D, N,
     S: tl.constexpr, R_SPENT: tl.constexpr, R_SPENT_PADDED: tl.constexpr, R_OUT: tl.constexpr,
-    R_IN: tl.constexpr, R_IN_PADDED: tl.constexpr,
-    EMBED: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
+    R_IN: tl.constexpr, R_IN_PADDED: tl.constexpr, COPIES: tl.constexpr, NEXT_COPIES: tl.constexpr,
+    SPENT_COPIES: tl.constexpr,
+    EMBED: tl.constexpr, PADDED: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0)
     d = block * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -42,25 +54,26 @@ def _residual_norm(
     if not EMBED:
         y = tl.load(residual_TD + at, mask=inside, other=0.0).to(tl.float32)
         scale = tl.load(scale_1)
+        counts = part_counts(parts_G, d, in_d, S)
     begin(PDL)
-    clear(spent_TR, block, t, in_t, R_SPENT, R_SPENT_PADDED)
+    clear(spent_CTR, block, t, in_t, T, R_SPENT, R_SPENT_PADDED, SPENT_COPIES)
     if EMBED:
         token = tl.load(tokens_T + t, mask=in_t, other=0).to(tl.int64)
         y = tl.load(table_VD + token[:, None] * D + d[None, :], mask=inside, other=0.0).to(tl.float32)
     else:
-        y += sum_splits(gemm_STN, t, in_t, d, in_d, T, N, S) * scale
+        y += sum_parts(gemm_STN, counts, t, in_t, d, in_d, T, N, S) * scale
         if R_OUT > 0:
-            low = load_low(low_TR, 0, t, in_t, R_OUT, R_OUT)
+            low = load_low(low_CTR, 0, t, in_t, T, R_OUT, R_OUT, COPIES)
             y += tl.dot(low.to(b.dtype), tl.trans(b), out_dtype=tl.float32)
     y = y.to(residual_TD.dtype.element_ty)
     tl.store(residual_TD + at, y, mask=inside)
     y = y.to(tl.float32)
     tl.store(squares_PT + block * T + t, tl.sum(y * y, axis=1), mask=in_t)
     u = (y * w[None, :]).to(u_TD.dtype.element_ty)
-    tl.store(u_TD + at, u, mask=inside)
+    tl.store(u_TD + operand_at(t, d, D, PADDED), u, mask=inside)
     if R_IN > 0:
         partial = tl.dot(u, tl.trans(a), out_dtype=tl.float32)
-        add_low(next_TR, partial, t, in_t, r_in, in_r, R_IN)
+        add_low(next_CTR, block, partial, t, in_t, r_in, in_r, T, R_IN, NEXT_COPIES)
 
 
 def residual_norm(
@@ -69,14 +82,16 @@ def residual_norm(
     u_TD: torch.Tensor,
     squares_PT: torch.Tensor,
     *,
+    padded: int = 0,
     gemm_STN: torch.Tensor | None = None,
+    parts_G: torch.Tensor | None = None,
     scale_1: torch.Tensor | None = None,
-    low_TR: torch.Tensor | None = None,
+    low_CTR: torch.Tensor | None = None,
     b_DR: torch.Tensor | None = None,
     embedding: tuple[torch.Tensor, torch.Tensor] | None = None,
     a_RD: torch.Tensor | None = None,
-    next_TR: torch.Tensor | None = None,
-    spent_TR: torch.Tensor | None = None,
+    next_CTR: torch.Tensor | None = None,
+    spent_CTR: torch.Tensor | None = None,
     pdl: bool = True,
 ) -> None:
     """Launches the kernel; see the module's text.
@@ -84,16 +99,18 @@ def residual_norm(
     Args:
         residual_TD: Residual stream, bf16, updated in place.
         w_D: RMSNorm weight, fp32.
-        u_TD: bf16, written.
+        u_TD: bf16, written, [T, D] or in a small GEMM's order.
         squares_PT: fp32 [ceil(D / 64), T], written.
+        padded: Tokens that ``u_TD`` has room for in a small GEMM's order; 0 for [T, D].
         gemm_STN: The sublayer's GEMM output, fp32 or bf16 [S, T, N >= D]; None with ``embedding``.
+        parts_G: int32, how many of the S each 64 columns have; None if S is 1.
         scale_1: fp32 [1], multiplies the GEMM's output.
-        low_TR: int64 sum of the sublayer's x A^T; None without LoRA.
+        low_CTR: int64 [C, T, R] sum of the sublayer's x A^T; None without LoRA.
         b_DR: Its B, bf16, scaled by alpha / r.
         embedding: (table [V, D], token ids [T]), instead of a GEMM.
         a_RD: Stacked A of the next GEMM; None without LoRA.
-        next_TR: int64 [T, R], zero before, the sum u A^T after.
-        spent_TR: A sum that is not needed any more, set to zero.
+        next_CTR: int64 [C, T, R], zero before, the sum u A^T after.
+        spent_CTR: A sum that is not needed any more, set to zero.
     """
     tokens, width = residual_TD.shape
     block_t = 16
@@ -102,20 +119,22 @@ def residual_norm(
     table, ids = embedding if embedding is not None else (dummy, dummy)
     _residual_norm[(triton.cdiv(width, BLOCK_D), triton.cdiv(tokens, block_t))](
         dummy if gemm_STN is None else gemm_STN,
+        dummy if parts_G is None else parts_G,
         dummy if scale_1 is None else scale_1,
-        dummy if low_TR is None else low_TR,
+        dummy if low_CTR is None else low_CTR,
         dummy if b_DR is None else b_DR,
         table, ids, residual_TD, w_D,
         dummy if a_RD is None else a_RD,
         u_TD, squares_PT,
-        dummy if next_TR is None else next_TR,
-        dummy if spent_TR is None else spent_TR,
+        dummy if next_CTR is None else next_CTR,
+        dummy if spent_CTR is None else spent_CTR,
         tokens, width, width if gemm_STN is None else gemm_STN.shape[2],
         S=1 if gemm_STN is None else gemm_STN.shape[0],
-        R_SPENT=ranks(spent_TR), R_SPENT_PADDED=triton.next_power_of_2(ranks(spent_TR)),
+        R_SPENT=ranks(spent_CTR), R_SPENT_PADDED=triton.next_power_of_2(ranks(spent_CTR)),
         R_OUT=0 if b_DR is None else b_DR.shape[1],
         R_IN=stacked, R_IN_PADDED=triton.next_power_of_2(stacked),
-        EMBED=embedding is not None,
+        COPIES=copies(low_CTR), NEXT_COPIES=copies(next_CTR), SPENT_COPIES=copies(spent_CTR),
+        EMBED=embedding is not None, PADDED=padded,
         BLOCK_T=block_t, BLOCK_D=BLOCK_D, PDL=pdl, num_warps=4 if stacked <= 128 else 8,
         **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip

@@ -11,18 +11,30 @@ import torch
 import triton
 import triton.language as tl
 
-from qerl.kernels.common import PAGE, begin, clear, inverse_rms, load_low, ranks, sum_splits
+from qerl.kernels.common import (
+    PAGE,
+    begin,
+    clear,
+    copies,
+    inverse_rms,
+    load_low,
+    part_counts,
+    prefetch,
+    ranks,
+    sum_parts,
+)
 
 
 @triton.jit
 def _rope_kv(
-    gemm_STN, scale_3, squares_PT, low_TR, spent_TR, b_NR, bias_N, qk_norm_2E, cos_ME, sin_ME, position_T,
-    slot_T,
-    q_THE, k_cache, v_cache,
+    gemm_STN, parts_G, scale_3, squares_PT, low_CTR, spent_CTR, b_NR, bias_N, qk_norm_2E, cos_ME, sin_ME,
+    position_T, slot_T,
+    q_THE, k_cache, v_cache, ahead, ahead_L,
     T, N, D, eps,
     S: tl.constexpr, SQ_P: tl.constexpr, SQ_PADDED: tl.constexpr, R: tl.constexpr,
     R_SPENT: tl.constexpr, R_SPENT_PADDED: tl.constexpr,
     HQ: tl.constexpr, HKV: tl.constexpr, E: tl.constexpr, PAGE: tl.constexpr,
+    COPIES: tl.constexpr, SPENT_COPIES: tl.constexpr, AHEAD: tl.constexpr,
     HAS_BIAS: tl.constexpr, QK_NORM: tl.constexpr, BLOCK_T: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0)
@@ -35,6 +47,7 @@ def _rope_kv(
     part = tl.where(head < HQ, 0, tl.where(head < HQ + HKV, 1, 2))
     every = e < HALF
     scale = tl.load(scale_3 + part)
+    counts1, counts2 = part_counts(parts_G, n1, every, S), part_counts(parts_G, n2, every, S)
     if R > 0:
         r = tl.arange(0, R)
         b1 = tl.load(b_NR + n1[:, None] * R + r[None, :])
@@ -46,12 +59,14 @@ def _rope_kv(
     angle = tl.load(position_T + t, mask=in_t, other=0)[:, None] * HALF + e[None, :]
     cos, sin = tl.load(cos_ME + angle), tl.load(sin_ME + angle)
     begin(PDL)
-    clear(spent_TR, head, t, in_t, R_SPENT, R_SPENT_PADDED)
+    if AHEAD > 0 and tl.program_id(1) == 0:
+        prefetch(ahead, ahead_L, head, AHEAD)
+    clear(spent_CTR, head, t, in_t, T, R_SPENT, R_SPENT_PADDED, SPENT_COPIES)
     rms = inverse_rms(squares_PT, t, in_t, T, D, eps, SQ_P, SQ_PADDED)
-    x1 = sum_splits(gemm_STN, t, in_t, n1, every, T, N, S) * scale
-    x2 = sum_splits(gemm_STN, t, in_t, n2, every, T, N, S) * scale
+    x1 = sum_parts(gemm_STN, counts1, t, in_t, n1, every, T, N, S) * scale
+    x2 = sum_parts(gemm_STN, counts2, t, in_t, n2, every, T, N, S) * scale
     if R > 0:
-        low = load_low(low_TR, part * R, t, in_t, 3 * R, R)
+        low = load_low(low_CTR, part * R, t, in_t, T, 3 * R, R, COPIES)
         low = low.to(b1.dtype)
         x1 += tl.dot(low, tl.trans(b1), out_dtype=tl.float32)
         x2 += tl.dot(low, tl.trans(b2), out_dtype=tl.float32)
@@ -99,11 +114,13 @@ def rope_kv(
     *,
     width: int,
     eps: float,
-    low_TR: torch.Tensor | None = None,
-    spent_TR: torch.Tensor | None = None,
+    parts_G: torch.Tensor | None = None,
+    low_CTR: torch.Tensor | None = None,
+    spent_CTR: torch.Tensor | None = None,
     b_NR: torch.Tensor | None = None,
     bias_N: torch.Tensor | None = None,
     qk_norm_2E: torch.Tensor | None = None,
+    ahead: tuple[torch.Tensor, torch.Tensor] | None = None,
     pdl: bool = True,
 ) -> None:
     """Launches the kernel; see the module's text.
@@ -119,11 +136,14 @@ def rope_kv(
         k_cache, v_cache: [blocks, kv heads, 64, head size], written at the slots.
         width: Hidden size, over which the mean square is taken.
         eps: Of the RMSNorm.
-        low_TR: int64 sum of x A^T for q, k, v, [T, 3 R].
-        spent_TR: A sum that is not needed any more, set to zero.
+        parts_G: int32, how many of the S each 64 columns have; None if S is 1.
+        low_CTR: int64 sum of x A^T for q, k, v, [C, T, 3 R].
+        spent_CTR: A sum that is not needed any more, set to zero.
         b_NR: The three B on top of each other, bf16, scaled.
         bias_N: Bias of q, k, v, any floating dtype.
         qk_norm_2E: fp32 weights of the query and key norm.
+        ahead: (codes, offsets) of a weight to bring into the L2 cache, see
+            :func:`qerl.kernels.blob.ahead_offsets`: attention leaves the memory idle.
     """
     splits, tokens, columns = gemm_STN.shape
     heads, size = q_THE.shape[1:]
@@ -132,18 +152,20 @@ def rope_kv(
     partials = squares_PT.shape[0]
     dummy = gemm_STN
     _rope_kv[(heads + 2 * kv_heads, triton.cdiv(tokens, block_t))](
-        gemm_STN, scale_3, squares_PT,
-        dummy if low_TR is None else low_TR,
-        dummy if spent_TR is None else spent_TR,
+        gemm_STN, dummy if parts_G is None else parts_G, scale_3, squares_PT,
+        dummy if low_CTR is None else low_CTR,
+        dummy if spent_CTR is None else spent_CTR,
         dummy if b_NR is None else b_NR,
         dummy if bias_N is None else bias_N,
         dummy if qk_norm_2E is None else qk_norm_2E,
         cos_ME, sin_ME, position_T, slot_T, q_THE, k_cache, v_cache,
+        *((dummy, dummy) if ahead is None else ahead),
         tokens, columns, width, eps,
         S=splits, SQ_P=partials, SQ_PADDED=triton.next_power_of_2(partials),
         R=0 if b_NR is None else b_NR.shape[1],
-        R_SPENT=ranks(spent_TR), R_SPENT_PADDED=triton.next_power_of_2(ranks(spent_TR)), HQ=heads,
-        HKV=kv_heads, E=size, PAGE=PAGE,
+        R_SPENT=ranks(spent_CTR), R_SPENT_PADDED=triton.next_power_of_2(ranks(spent_CTR)), HQ=heads,
+        HKV=kv_heads, E=size, PAGE=PAGE, COPIES=copies(low_CTR), SPENT_COPIES=copies(spent_CTR),
+        AHEAD=0 if ahead is None else ahead[1].numel(),
         HAS_BIAS=bias_N is not None, QK_NORM=qk_norm_2E is not None,
         BLOCK_T=block_t, PDL=pdl, num_warps=4, **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip

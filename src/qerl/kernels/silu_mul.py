@@ -8,22 +8,35 @@ import torch
 import triton
 import triton.language as tl
 
-from qerl.kernels.common import add_low, begin, clear, inverse_rms, load_low, ranks, sum_splits
+from qerl.kernels.common import (
+    add_low,
+    begin,
+    clear,
+    copies,
+    inverse_rms,
+    load_low,
+    operand_at,
+    part_counts,
+    ranks,
+    sum_parts,
+)
 
 
 @triton.jit
 def _silu_mul(
-    gemm_STN, scale_2, squares_PT, low_TR, b_NR, a_RI, h_TI, next_TR, spent_TR,
+    gemm_STN, parts_G, scale_2, squares_PT, low_CTR, b_NR, a_RI, h_TI, next_CTR, spent_CTR,
     T, N, INNER, D, eps,
     S: tl.constexpr, SQ_P: tl.constexpr, SQ_PADDED: tl.constexpr, R: tl.constexpr, R_NEXT: tl.constexpr,
-    R_SPENT: tl.constexpr, R_SPENT_PADDED: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_T: tl.constexpr,
-    PDL: tl.constexpr,
+    R_SPENT: tl.constexpr, R_SPENT_PADDED: tl.constexpr, PADDED: tl.constexpr, COLUMNS: tl.constexpr,
+    COPIES: tl.constexpr, NEXT_COPIES: tl.constexpr, SPENT_COPIES: tl.constexpr,
+    BLOCK_T: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0)
     t = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
     in_t = t < T
     n = block * COLUMNS + tl.arange(0, COLUMNS)
     in_n = n < INNER
+    gate_counts, up_counts = part_counts(parts_G, n, in_n, S), part_counts(parts_G, INNER + n, in_n, S)
     gate_scale, up_scale = tl.load(scale_2), tl.load(scale_2 + 1)
     if R > 0:
         r, r_next = tl.arange(0, R), tl.arange(0, R_NEXT)
@@ -31,22 +44,22 @@ def _silu_mul(
         up_b = tl.load(b_NR + (INNER + n)[:, None] * R + r[None, :], mask=in_n[:, None], other=0.0)
         a = tl.load(a_RI + r_next[:, None] * INNER + n[None, :], mask=in_n[None, :], other=0.0)
     begin(PDL)
-    clear(spent_TR, block, t, in_t, R_SPENT, R_SPENT_PADDED)
+    clear(spent_CTR, block, t, in_t, T, R_SPENT, R_SPENT_PADDED, SPENT_COPIES)
     rms = inverse_rms(squares_PT, t, in_t, T, D, eps, SQ_P, SQ_PADDED)
-    gate = sum_splits(gemm_STN, t, in_t, n, in_n, T, N, S) * gate_scale
-    up = sum_splits(gemm_STN, t, in_t, INNER + n, in_n, T, N, S) * up_scale
+    gate = sum_parts(gemm_STN, gate_counts, t, in_t, n, in_n, T, N, S) * gate_scale
+    up = sum_parts(gemm_STN, up_counts, t, in_t, INNER + n, in_n, T, N, S) * up_scale
     if R > 0:
-        gate_low = load_low(low_TR, 0, t, in_t, 2 * R, R).to(gate_b.dtype)
-        up_low = load_low(low_TR, R, t, in_t, 2 * R, R).to(gate_b.dtype)
+        gate_low = load_low(low_CTR, 0, t, in_t, T, 2 * R, R, COPIES).to(gate_b.dtype)
+        up_low = load_low(low_CTR, R, t, in_t, T, 2 * R, R, COPIES).to(gate_b.dtype)
         gate += tl.dot(gate_low, tl.trans(gate_b), out_dtype=tl.float32)
         up += tl.dot(up_low, tl.trans(up_b), out_dtype=tl.float32)
     gate *= rms[:, None]
     up *= rms[:, None]
     h = (gate * tl.sigmoid(gate) * up).to(h_TI.dtype.element_ty)
-    tl.store(h_TI + t[:, None].to(tl.int64) * INNER + n[None, :], h, mask=in_t[:, None] & in_n[None, :])
+    tl.store(h_TI + operand_at(t, n, INNER, PADDED), h, mask=in_t[:, None] & in_n[None, :])
     if R > 0:
         partial = tl.dot(h, tl.trans(a), out_dtype=tl.float32)
-        add_low(next_TR, partial, t, in_t, r_next, r_next < R_NEXT, R_NEXT)
+        add_low(next_CTR, block, partial, t, in_t, r_next, r_next < R_NEXT, T, R_NEXT, NEXT_COPIES)
 
 
 def silu_mul(
@@ -55,13 +68,16 @@ def silu_mul(
     squares_PT: torch.Tensor,
     h_TI: torch.Tensor,
     *,
+    intermediate: int,
     width: int,
     eps: float,
-    low_TR: torch.Tensor | None = None,
+    padded: int = 0,
+    parts_G: torch.Tensor | None = None,
+    low_CTR: torch.Tensor | None = None,
     b_NR: torch.Tensor | None = None,
     a_RI: torch.Tensor | None = None,
-    next_TR: torch.Tensor | None = None,
-    spent_TR: torch.Tensor | None = None,
+    next_CTR: torch.Tensor | None = None,
+    spent_CTR: torch.Tensor | None = None,
     pdl: bool = True,
 ) -> None:
     """Launches the kernel; see the module's text.
@@ -70,32 +86,35 @@ def silu_mul(
         gemm_STN: fp32 or bf16 [S, T, N], columns 0..I gate and I..2I up.
         scale_2: fp32 factors of gate and up.
         squares_PT: Partial sums of squares from :func:`residual_norm`.
-        h_TI: bf16, written.
+        h_TI: bf16, written, [T, I] or in a small GEMM's order.
+        intermediate: I.
         width: Hidden size, over which the mean square is taken.
         eps: Of the RMSNorm.
-        low_TR: int64 sum of x A^T for gate and up, [T, 2 R]; None without LoRA, like the following.
+        padded: Tokens that ``h_TI`` has room for in a small GEMM's order; 0 for [T, I].
+        parts_G: int32, how many of the S each 64 columns have; None if S is 1.
+        low_CTR: int64 sum of x A^T for gate and up, [C, T, 2 R]; None without LoRA, like the following.
         b_NR: B of gate on top of B of up, bf16, scaled.
         a_RI: A of down.
-        next_TR: int64 [T, R], zero before, the sum h A^T after.
-        spent_TR: A sum that is not needed any more, set to zero.
+        next_CTR: int64 [C, T, R], zero before, the sum h A^T after.
+        spent_CTR: A sum that is not needed any more, set to zero.
     """
     splits, tokens, columns = gemm_STN.shape
-    intermediate = h_TI.shape[1]
     partials = squares_PT.shape[0]
     block_t, block_n = 16, 128 if tokens <= 16 else 256  # 32 tokens a program spill registers
     dummy = h_TI
     _silu_mul[(triton.cdiv(intermediate, block_n), triton.cdiv(tokens, block_t))](
-        gemm_STN, scale_2, squares_PT,
-        dummy if low_TR is None else low_TR,
+        gemm_STN, dummy if parts_G is None else parts_G, scale_2, squares_PT,
+        dummy if low_CTR is None else low_CTR,
         dummy if b_NR is None else b_NR,
         dummy if a_RI is None else a_RI,
         h_TI,
-        dummy if next_TR is None else next_TR,
-        dummy if spent_TR is None else spent_TR,
+        dummy if next_CTR is None else next_CTR,
+        dummy if spent_CTR is None else spent_CTR,
         tokens, columns, intermediate, width, eps,
         S=splits, SQ_P=partials, SQ_PADDED=triton.next_power_of_2(partials),
-        R_SPENT=ranks(spent_TR), R_SPENT_PADDED=triton.next_power_of_2(ranks(spent_TR)),
+        R_SPENT=ranks(spent_CTR), R_SPENT_PADDED=triton.next_power_of_2(ranks(spent_CTR)),
         R=0 if b_NR is None else b_NR.shape[1], R_NEXT=0 if a_RI is None else a_RI.shape[0],
-        COLUMNS=block_n, BLOCK_T=block_t, PDL=pdl, num_warps=block_n // 32,
+        COPIES=copies(low_CTR), NEXT_COPIES=copies(next_CTR), SPENT_COPIES=copies(spent_CTR),
+        PADDED=padded, COLUMNS=block_n, BLOCK_T=block_t, PDL=pdl, num_warps=block_n // 32,
         **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip

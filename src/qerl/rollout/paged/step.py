@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from qerl.kernels import attention, gemm, residual_norm, rope_kv, silu_mul
-from qerl.kernels.blob import Blob
 from qerl.kernels.common import PAGE, partial_count
 from qerl.rollout.paged.weights import Decoder, Lora, Matrix
 
@@ -41,6 +40,10 @@ class Inputs:
     order: torch.Tensor
 
 
+_COPIES = {"qkv": 4, "o": 1, "gate_up": 2, "down": 8}
+"""Copies of each sum x A^T, by how many programs add to it and how many read it."""
+
+
 class Step:
     """Buffers for T tokens and the pass over them.
 
@@ -61,34 +64,41 @@ class Step:
             return torch.empty(shape, dtype=dtype, device=device)
 
         layer = decoder.layers[0]
-        matrices = (layer.qkv, layer.o, layer.gate_up, layer.down)
-        self.scratch = new(
-            max(gemm.scratch_bytes(tokens, *m.shape, isinstance(m.weight, Blob)) for m in matrices),
-            dtype=torch.uint8,
-        )
+        matrices = [m for each in decoder.layers for m in (each.qkv, each.o, each.gate_up, each.down)]
+        self.scratch = new(max(gemm.scratch_bytes(m.weight, tokens) for m in matrices), dtype=torch.uint8)
         self.residual_TD = new(tokens, hidden, dtype=torch.bfloat16)
-        self.u_TD = new(tokens, hidden, dtype=torch.bfloat16)
+
+        def operand(width: int) -> torch.Tensor:
+            # Flat, because each GEMM says in which order it reads; what it has room for beyond T stays zero.
+            room = max(tokens, *(gemm.room(m.weight, tokens) for m in matrices))
+            return torch.zeros(room * width, dtype=torch.bfloat16, device=device)
+
+        self.u, self.attended, self.h = operand(hidden), operand(heads * size), operand(decoder.intermediate)
+        self.u_TD = self.u[: tokens * hidden].view(tokens, hidden)
         columns = partial_count(hidden, residual_norm.BLOCK_D)
         self.squares_PT = new(columns, tokens)
         self.q_THE = new(tokens, heads, size, dtype=torch.bfloat16)
-        self.attended_TC = new(tokens, heads * size, dtype=torch.bfloat16)
         self.out_ZTHE = new(2 * splits, tokens, heads, size)
         self.lse_ZTH = new(2 * splits, tokens, heads).fill_(-torch.inf)
-        self.h_TI = new(tokens, decoder.intermediate, dtype=torch.bfloat16)
         if self.lora:
             stacks = {
                 "qkv": layer.lora_qkv, "o": layer.lora_o, "gate_up": layer.lora_gate_up,
                 "down": layer.lora_down,
             }  # fmt: skip
             self.low = {
-                name: torch.zeros(tokens, stack.a_RK.shape[0], dtype=torch.int64, device=device)
+                name: torch.zeros(
+                    _COPIES[name], tokens, stack.a_RK.shape[0], dtype=torch.int64, device=device
+                )
                 for name, stack in stacks.items()
                 if stack is not None
             }
 
-    def _multiply(self, x_TK: torch.Tensor, matrix: Matrix) -> tuple[torch.Tensor, torch.Tensor]:
-        out_STN, small = gemm.multiply(x_TK, matrix.weight, self.scratch)
-        return out_STN, matrix.raised_P if small else matrix.scale_P
+    def _multiply(self, x: torch.Tensor, matrix: Matrix) -> tuple[gemm.Product, torch.Tensor]:
+        product = gemm.multiply(x, matrix.weight, self.tokens, self.scratch)
+        return product, matrix.raised_P if product.small else matrix.scale_P
+
+    def _room(self, matrix: Matrix) -> int:
+        return gemm.room(matrix.weight, self.tokens)
 
     def __call__(self, cache: Cache, inputs: Inputs) -> torch.Tensor:
         """Writes the tokens' keys and values and returns the final norm's output [T, D] without its 1/rms.
@@ -100,16 +110,17 @@ class Step:
         width, eps = decoder.hidden, decoder.eps
         first = layers[0]
         residual_norm.residual_norm(
-            self.residual_TD, first.input_norm_D, self.u_TD, self.squares_PT,
+            self.residual_TD, first.input_norm_D, self.u, self.squares_PT, padded=self._room(first.qkv),
             embedding=(decoder.embedding_VD, inputs.token_T),
             **self._after(first.lora_qkv, "a_RD", "qkv"),
         )  # fmt: skip
         for i, layer in enumerate(layers):
-            out, scale = self._multiply(self.u_TD, layer.qkv)
+            product, scale = self._multiply(self.u, layer.qkv)
             k, v = cache.k[i], cache.v[i]
             rope_kv.rope_kv(
-                out, scale, self.squares_PT, decoder.cos_ME, decoder.sin_ME, inputs.position_T, inputs.slot_T,
-                self.q_THE, k, v, width=width, eps=eps, bias_N=layer.bias_N, qk_norm_2E=layer.qk_norm_2E,
+                product.out_STN, scale, self.squares_PT, decoder.cos_ME, decoder.sin_ME, inputs.position_T,
+                inputs.slot_T, self.q_THE, k, v, width=width, eps=eps, parts_G=product.parts_G,
+                bias_N=layer.bias_N, qk_norm_2E=layer.qk_norm_2E,
                 **self._lora(layer.lora_qkv, "qkv", "down"),
             )  # fmt: skip
             attention.attend(
@@ -117,56 +128,69 @@ class Step:
                 self.out_ZTHE, self.lse_ZTH, splits=self.splits,
             )  # fmt: skip
             attention.merge(
-                self.out_ZTHE, self.lse_ZTH, self.attended_TC,
+                self.out_ZTHE, self.lse_ZTH, self.attended, padded=self._room(layer.o),
                 **self._after(layer.lora_o, "a_RC", "o"),
-                spent_TR=self.low["qkv"] if self.lora else None,
+                spent_CTR=self.low["qkv"] if self.lora else None,
             )  # fmt: skip
-            out, scale = self._multiply(self.attended_TC, layer.o)
             self._residual_norm(
-                out, scale, layer.lora_o, "o", layer.post_norm_D, layer.lora_gate_up, "gate_up"
-            )
-            out, scale = self._multiply(self.u_TD, layer.gate_up)
+                *self._multiply(self.attended, layer.o), layer.lora_o, "o",
+                layer.post_norm_D, self._room(layer.gate_up), layer.lora_gate_up, "gate_up",
+            )  # fmt: skip
+            product, scale = self._multiply(self.u, layer.gate_up)
             silu_mul.silu_mul(
-                out, scale, self.squares_PT, self.h_TI, width=width, eps=eps,
+                product.out_STN, scale, self.squares_PT, self.h,
+                intermediate=decoder.intermediate, width=width, eps=eps, padded=self._room(layer.down),
+                parts_G=product.parts_G,
                 **self._lora(layer.lora_gate_up, "gate_up", "o"), **self._after(layer.lora_down, "a_RI",
                 "down"),
             )  # fmt: skip
-            out, scale = self._multiply(self.h_TI, layer.down)
             if i + 1 < len(layers):
-                following, norm = layers[i + 1].lora_qkv, layers[i + 1].input_norm_D
+                following = layers[i + 1]
+                norm, room, lora = following.input_norm_D, self._room(following.qkv), following.lora_qkv
             else:
-                following, norm = None, decoder.final_norm_D
-            self._residual_norm(out, scale, layer.lora_down, "down", norm, following, "qkv", "gate_up")
+                norm, room, lora = decoder.final_norm_D, 0, None
+            self._residual_norm(
+                *self._multiply(self.h, layer.down),
+                layer.lora_down,
+                "down",
+                norm,
+                room,
+                lora,
+                "qkv",
+                "gate_up",
+            )
         return self.u_TD
 
     def _after(self, lora: Lora | None, name: str, low: str) -> dict[str, Any]:
         """Arguments by which a kernel leaves x A^T for the GEMM after it."""
         if not self.lora or lora is None:
             return {}
-        return {name: lora.a_RK, "next_TR": self.low[low]}
+        return {name: lora.a_RK, "next_CTR": self.low[low]}
 
     def _lora(self, lora: Lora | None, low: str, spent: str) -> dict[str, Any]:
         """Arguments by which a kernel applies B, and clears a sum that was read before."""
         if not self.lora or lora is None:
             return {}
-        return {"low_TR": self.low[low], "b_NR": lora.b_NR, "spent_TR": self.low[spent]}
+        return {"low_CTR": self.low[low], "b_NR": lora.b_NR, "spent_CTR": self.low[spent]}
 
     def _residual_norm(
         self,
-        out: torch.Tensor,
+        product: gemm.Product,
         scale: torch.Tensor,
         lora: Lora | None,
         low: str,
         norm_D: torch.Tensor,
+        padded: int,
         next_lora: Lora | None,
         next_low: str,
         spent: str | None = None,
     ) -> None:
         own: dict[str, Any] = {}
         if self.lora and lora is not None:
-            own = {"low_TR": self.low[low], "b_DR": lora.b_NR}
+            own = {"low_CTR": self.low[low], "b_DR": lora.b_NR}
         residual_norm.residual_norm(
-            self.residual_TD, norm_D, self.u_TD, self.squares_PT, gemm_STN=out, scale_1=scale,
-            spent_TR=self.low[spent] if self.lora and spent is not None else None,
+            self.residual_TD, norm_D, self.u, self.squares_PT, padded=padded, gemm_STN=product.out_STN,
+            parts_G=product.parts_G, scale_1=scale,
+            spent_CTR=self.low[spent] if self.lora and spent is not None else None,
             **own, **self._after(next_lora, "a_RD", next_low),
         )  # fmt: skip
