@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from qerl.eval.run import Source
 
 # Commands in which `--field value` sets a field of QeRLConfig, and the flags there that do not.
-TAKE_FIELDS = ("train", "demo")
+TAKE_FIELDS = ("train", "demo", "plan")
 OWN_FLAGS = ("--help", "--dry_run")
 
 BENCHMARKS = ("rollout", "kernels", "parity", "step")
@@ -31,7 +31,8 @@ console = Console(quiet=os.environ.get("RANK", "0") != "0")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Entry point; returns the exit status (0 done, 2 a mistake the user can mend, 130 interrupted)."""
+    """Entry point; returns the exit status: 0 done, 1 what was planned does not fit, 2 a mistake the user can
+    mend, 130 interrupted."""
     words = sys.argv[1:] if argv is None else argv
     _quiet_libraries()
     try:
@@ -80,6 +81,11 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("recipes", nargs="+", type=Path, metavar="RECIPE.yaml", help="merged from left to right")
     sub.add_argument("--dry_run", action="store_true", help="check the settings, print them and stop")
 
+    text = "Say what fits on a GPU of --gpu GB (default 80); any field can be given as --field value."
+    sub = command("plan", _plan, text)
+    sub.add_argument("model", metavar="MODEL", help="Hub id, local folder, or a shape such as 32b")
+    sub.add_argument("recipes", nargs="*", type=Path, metavar="RECIPE.yaml", help="as for train")
+
     sub = command("demo", _demo, "Train a small real model here and score it before and after.")
     sub.add_argument("recipe", nargs="?", type=Path, default=Path("recipes/demo.yaml"), metavar="RECIPE.yaml")
 
@@ -110,7 +116,9 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--temperature", type=float, default=0.0)
     sub.add_argument("--seed", type=int, default=0)
 
-    sub = command("bench", _bench, "Measure speed on this GPU; `qerl bench NAME --help` says what can be set.")
+    sub = command(
+        "bench", _bench, "Measure speed on this GPU; `qerl bench NAME --help` says what can be set."
+    )
     sub.add_argument("name", choices=BENCHMARKS, help="what is measured")
     sub.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="of the benchmark")
 
@@ -170,6 +178,16 @@ def _train(args: argparse.Namespace) -> int:
     score = f"qerl eval {config.model} --adapter {result.folder} --task {config.task}"
     console.print(f"Saved to {result.folder}. Score it with: {score}", soft_wrap=True)
     return 0
+
+
+def _plan(args: argparse.Namespace) -> int:
+    from qerl.config import parse_value
+    from qerl.plan.command import plan_command
+    from qerl.plan.propose import fits
+
+    fields = {name: parse_value(text) for name, text in args.fields.items()}
+    gpu = fields.pop("gpu", 80)
+    return 0 if fits(plan_command(args.model, args.recipes, fields, gpu, console)) else 1
 
 
 def _demo(args: argparse.Namespace) -> int:

@@ -105,8 +105,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
         QeRLError: No such folder or no config, no safetensors, a missing or truncated shard, a tensor that
             its shard lacks, or a quantisation that is not read here.
     """
-    config = _read_json(folder / "config.json")
-    layout, format = _packing(folder, config)
+    config, layout, format = read_config(folder)
     shards = {}
     for shard, names in _shard_names(folder).items():
         with _open_shard(folder / shard) as file:
@@ -121,6 +120,16 @@ def open_checkpoint(folder: Path) -> Checkpoint:
                 name: Header(tuple(part.get_shape()), part.get_dtype()) for name, part in slices.items()
             }
     return Checkpoint(folder, config, layout, format, shards)
+
+
+def read_config(folder: Path) -> tuple[dict[str, Any], Layout, BlockFormat | None]:
+    """A model's ``config.json``, and the layout and format of its weights; no shard needs to be there.
+
+    Raises:
+        QeRLError: No config, or a quantisation that is not read here.
+    """
+    config = _read_json(folder / "config.json")
+    return config, *_packing(folder, config)
 
 
 def packed_tensors(module: str, packed: PackedWeight) -> dict[str, torch.Tensor]:

@@ -1,0 +1,82 @@
+"""`qerl plan`: from a model's name and settings to what is printed."""
+
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from qerl.config import QeRLConfig, load_config
+from qerl.errors import QeRLError
+from qerl.hub import local_config
+from qerl.lora import LORA_TARGETS
+from qerl.nvfp4.checkpoint import read_config
+from qerl.plan.propose import MOST_SEQUENCES, propose
+from qerl.plan.render import render
+from qerl.plan.sizes import FULL, Model, Plan, Work, make_plan
+
+DEFAULT_PROMPT = 512  # tokens, where max_prompt_length sets no limit
+USABLE = 0.985  # of a GPU's GiB; the rest is the driver's and ECC's (H100 80GB: 84.9 of 85.9 GB)
+
+
+def plan_command(name: str, recipes: list[Path], fields: dict[str, Any], gpu: Any, console: Console) -> Plan:
+    """Print what fits, and return the plan of the settings as they are.
+
+    Args:
+        name: Local folder, Hub id, or a shape of `qerl.bench.shapes` such as ``32b``.
+        recipes: As for training; none are needed.
+        fields: Settings over those of the recipes.
+        gpu: Memory of the GPU as its vendor counts, 80 for an H100 80GB.
+
+    Raises:
+        QeRLError: No such model, a family that is not planned, wrong settings, full tuning.
+    """
+    if not isinstance(gpu, int | float) or gpu <= 0:
+        raise QeRLError(f"--gpu is {gpu}; it must be the GPU's memory in GB, such as 80.")
+    needed = {"task": "none", "output_dir": "none"}  # asked of every run, without a meaning here
+    config = load_config(recipes, {**needed, **fields, "model": name})
+    model, work = _model(name, config), _work(config)
+    if work.prompt_tokens + work.completion_tokens > model.positions:
+        raise QeRLError(
+            f"A prompt of {work.prompt_tokens} and a completion of {work.completion_tokens} tokens exceed "
+            f"the model's {model.positions} positions; lower max_prompt_length or max_completion_length."
+        )
+    capacity = round(gpu * 2**30 * USABLE)
+    samples = config.per_device_train_batch_size * (config.steps_per_generation or 1)
+    plan = make_plan(model, work, capacity)
+    console.print(render(plan, propose(model, work, capacity, samples), name, samples))
+    return plan
+
+
+def _model(name: str, config: QeRLConfig) -> Model:
+    if not Path(name).is_dir():
+        from qerl.bench.shapes import SHAPES
+
+        if name in SHAPES:
+            return Model.from_shape(SHAPES[name])
+    content, _, format = read_config(local_config(name))
+    if format is not None and format.name != config.weights:
+        raise QeRLError(
+            f"{name} holds {format.name} weights, which cannot become {config.weights}; set weights to "
+            f"{format.name} or name the 16-bit model."
+        )
+    return Model.from_config(content)
+
+
+def _work(config: QeRLConfig) -> Work:
+    if config.tuning == "full":
+        raise QeRLError("Memory is planned for LoRA; with tuning: full all weights train, in fp32.")
+    samples = config.per_device_train_batch_size * (config.steps_per_generation or 1)
+    assert config.num_generations is not None and config.max_completion_length is not None
+    return Work(
+        weights=config.weights,
+        rank=config.lora_r,
+        targets=tuple(config.lora_target_modules or LORA_TARGETS),
+        prompt_tokens=config.max_prompt_length or DEFAULT_PROMPT,
+        completion_tokens=config.max_completion_length,
+        group=config.num_generations,
+        sequences=min(config.max_sequences, samples, MOST_SEQUENCES),
+        microbatch=config.per_device_train_batch_size,
+        microbatches=config.gradient_accumulation_steps,
+        checkpointing=config.gradient_checkpointing,
+        optimizer_bytes=2 if "8bit" in str(config.optim) else 2 * FULL,
+    )

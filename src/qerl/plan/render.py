@@ -1,0 +1,126 @@
+"""A plan on the terminal: a table of parts, a bar for each phase, a verdict, and settings that fit."""
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from qerl.plan.propose import MARGIN, fits
+from qerl.plan.sizes import Plan
+
+_WIDTH = 60  # characters of a bar
+_COLORS = {
+    "weights": "blue",
+    "LoRA": "cyan",
+    "LoRA for sampling": "cyan",
+    "optimizer": "magenta",
+    "keys and values": "yellow",
+    "gradients": "magenta",
+    "activations kept": "green",
+    "one layer or the head": "green",
+    "dequantised weight": "blue",
+    "context and slack": "bright_black",
+}
+
+
+def render(plan: Plan, proposal: Plan | None, name: str, samples: int) -> Group:
+    """Everything `qerl plan` shows.
+
+    Args:
+        plan: Of the settings as they are.
+        proposal: Of settings that fit, if there are any.
+        name: The model's name, for the title.
+        samples: Samples of one rollout.
+    """
+    bars = [_bar(plan, phase) for phase in ("rollout", "update")]
+    texts = _title(plan, name), verdict(plan), advice(plan, proposal, samples)
+    title, said, advised = (Text(text) for text in texts)
+    return Group(title, _table(plan), *bars, said, advised)
+
+
+def verdict(plan: Plan) -> str:
+    """Whether it fits, in a sentence or two."""
+    peak, capacity = _gb(plan.peak), _gb(plan.capacity)
+    phase = "update" if plan.update >= plan.rollout else "rollout"
+    if fits(plan):
+        left = _gb(plan.capacity - plan.peak)
+        said = f"It fits: {peak} of {capacity} GB at the peak, in the {phase}; {left} GB are left."
+    elif plan.peak > plan.capacity:
+        said = f"It does not fit: the {phase} takes {peak} GB, and the GPU has {capacity}."
+    elif plan.sequences == 0:
+        said = "It does not fit: beside the weights there is no room for the keys and values of one sequence."
+    else:
+        said = (
+            f"It is tight: {peak} of {capacity} GB in the {phase}, and a plan may be off by {MARGIN - 1:.0%}."
+        )
+    if 0 < plan.sequences < plan.work.sequences:
+        said += (
+            f" {plan.sequences} of {plan.work.sequences} sequences decode side by side at full length; the "
+            "others wait."
+        )
+    return said
+
+
+def advice(plan: Plan, proposal: Plan | None, samples: int) -> str:
+    """The settings proposed, as fields of the command line."""
+    if proposal is None:
+        return (
+            "No settings fit: take a smaller model, max_completion_length or lora_r, or weights: nvfp4 "
+            "instead of bf16."
+        )
+    if proposal.work == plan.work:
+        return "No other settings are proposed."
+    work = proposal.work
+    fields = {
+        "per_device_train_batch_size": work.microbatch,
+        "gradient_accumulation_steps": work.microbatches,
+        "gradient_checkpointing": str(work.checkpointing).lower(),
+        "max_sequences": work.sequences,
+    }
+    if samples != work.microbatch * work.microbatches:
+        fields["steps_per_generation"] = samples // work.microbatch
+    flags = " ".join(f"--{name} {value}" for name, value in fields.items())
+    return f"Proposed, with a peak of {_gb(proposal.peak)} GB: {flags}"
+
+
+def _title(plan: Plan, name: str) -> str:
+    work = plan.work
+    return (
+        f"{name}, {work.weights} weights, LoRA rank {work.rank}; samples of {work.prompt_tokens} + "
+        f"{work.completion_tokens} tokens, {work.sequences} side by side in the rollout, {work.microbatch} "
+        f"in a microbatch of the update, gradient checkpointing {'on' if work.checkpointing else 'off'}"
+    )
+
+
+def _table(plan: Plan) -> Table:
+    table = Table()
+    table.add_column("GB")
+    table.add_column("rollout", justify="right")
+    table.add_column("update", justify="right")
+    for part in plan.parts:
+        table.add_row(Text(part.name, style=_COLORS[part.name]), _cell(part.rollout), _cell(part.update))
+    table.add_section()
+    table.add_row("together", _gb(plan.rollout), _gb(plan.update), style="bold")
+    return table
+
+
+def _bar(plan: Plan, phase: str) -> Text:
+    """Parts side by side, to the scale of the GPU; what exceeds it ends in a red mark."""
+    bar, total, drawn = Text(f"{phase:>8} "), 0, 0
+    for part in plan.parts:
+        total += getattr(part, phase)
+        until = min(_WIDTH, round(_WIDTH * total / plan.capacity))
+        bar.append("█" * (until - drawn), style=_COLORS[part.name])
+        drawn = until
+    bar.append("░" * (_WIDTH - drawn), style="bright_black")
+    if total > plan.capacity:
+        bar.append("▶", style="red")
+    bar.append(f" {_gb(total)} of {_gb(plan.capacity)} GB")
+    return bar
+
+
+def _cell(size: int) -> str:
+    return _gb(size) if size else "-"
+
+
+def _gb(size: int) -> str:
+    return f"{size / 1e9:.1f}"

@@ -1,0 +1,433 @@
+"""Bytes on the GPU in a GRPO step with LoRA, as arithmetic on the sizes of a decoder.
+
+A step has two phases that want the same memory at different times: the rollout, with keys and values, and the
+update, with activations. Weights, adapter and optimizer are there in both. Each class below is one part and
+says by which formula; counts of parameters and bytes of weights, adapter and optimizer are exact, activations
+are those of this project's update on CUDA (`qerl.lora_product`, `qerl.trainer.attention`,
+`qerl.kernels.elementwise`) at the moment at which most of them are alive. What no formula gives is in
+:class:`Reserve`: constants taken from measured runs.
+
+Bytes everywhere. T tokens in the packed row of a microbatch, S of them predict something, D hidden size, I
+intermediate size, Q and G all query and all key heads together, R LoRA rank, V vocabulary.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from qerl.errors import QeRLError
+
+if TYPE_CHECKING:
+    from qerl.bench.shapes import Shape
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+"""Model types whose layers are described here; the paged engine runs the same ones."""
+
+HALF, FULL = 2, 4  # bytes of bf16 and fp32
+
+# Bytes that an element of a linear layer's weight takes. NVFP4: half a byte, an E4M3 scale for 16. MXFP4: the
+# same for 32. NF4 with double quantisation: an 8-bit scale for 64, an fp32 one for 256 of those.
+ELEMENT = {
+    "nvfp4": 1 / 2 + 1 / 16,
+    "mxfp4": 1 / 2 + 1 / 32,
+    "nf4": 1 / 2 + 1 / 64 + 4 / (64 * 256),
+    "bf16": 2.0,
+}
+
+PAGE = 64  # tokens of a block of keys and values
+CACHE_SHARE = 0.6  # of free memory that the engine takes for them
+HEAD_TILE = 4096 * 32768  # logits that TRL's chunked head holds at a time
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A linear layer [outputs, inputs] of a decoder layer."""
+
+    name: str
+    outputs: int
+    inputs: int
+    bias: bool
+
+    @property
+    def elements(self) -> int:
+        return self.outputs * self.inputs
+
+
+@dataclass(frozen=True)
+class Model:
+    """Sizes of a decoder.
+
+    Attributes:
+        qkv_bias, o_bias, mlp_bias: Which projections have a bias.
+        qk_norm: Whether heads of queries and keys are normalised.
+        tied: Whether the output head is the embedding.
+        positions: Longest sequence.
+    """
+
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    vocabulary: int
+    positions: int
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    tied: bool = False
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> "Model":
+        """From the content of a config.json; what it leaves out has the family's default.
+
+        Raises:
+            QeRLError: The family is not one of `FAMILIES`, or a field has no sense.
+        """
+        from transformers import AutoConfig
+
+        family = config.get("model_type")
+        if family not in FAMILIES:
+            raise QeRLError(
+                f"Memory is planned for the model families {', '.join(FAMILIES)}, not for {family}."
+            )
+        try:
+            full = AutoConfig.for_model(**config)
+        except (TypeError, ValueError) as error:
+            raise QeRLError(f"The config of this {family} model is not valid: {error}") from error
+        attention_bias = bool(getattr(full, "attention_bias", False))
+        return cls(
+            hidden=full.hidden_size,
+            intermediate=full.intermediate_size,
+            layers=full.num_hidden_layers,
+            heads=full.num_attention_heads,
+            kv_heads=full.num_key_value_heads,
+            head_size=getattr(full, "head_dim", None) or full.hidden_size // full.num_attention_heads,
+            vocabulary=full.vocab_size,
+            positions=full.max_position_embeddings,
+            qkv_bias=attention_bias or family == "qwen2",
+            o_bias=attention_bias,
+            mlp_bias=bool(getattr(full, "mlp_bias", False)),
+            qk_norm=family == "qwen3",
+            tied=full.tie_word_embeddings,
+        )
+
+    @classmethod
+    def from_shape(cls, shape: "Shape") -> "Model":
+        """One of `qerl.bench.shapes`, whose embeddings are not tied; 32768 positions."""
+        sizes = dataclasses.asdict(shape)
+        return cls(positions=32768, qkv_bias=sizes.pop("bias"), **sizes)
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        """The seven projections of one decoder layer."""
+        d, i, q, g = self.hidden, self.intermediate, self.queries, self.keys
+        return (
+            Linear("q_proj", q, d, self.qkv_bias),
+            Linear("k_proj", g, d, self.qkv_bias),
+            Linear("v_proj", g, d, self.qkv_bias),
+            Linear("o_proj", d, q, self.o_bias),
+            Linear("gate_proj", i, d, self.mlp_bias),
+            Linear("up_proj", i, d, self.mlp_bias),
+            Linear("down_proj", d, i, self.mlp_bias),
+        )
+
+    @property
+    def queries(self) -> int:
+        """Q, the width of all query heads."""
+        return self.heads * self.head_size
+
+    @property
+    def keys(self) -> int:
+        """G, the width of all key heads."""
+        return self.kv_heads * self.head_size
+
+    @property
+    def parameters(self) -> int:
+        """All of them, tied ones once."""
+        return self.layers * sum(linear.elements for linear in self.linears) + self.dense_parameters
+
+    @property
+    def dense_parameters(self) -> int:
+        """Those that stay in 16 bits: embedding, head, norms, biases."""
+        biases = sum(linear.outputs for linear in self.linears if linear.bias)
+        norms = 2 * self.hidden + (2 * self.head_size if self.qk_norm else 0)
+        tables = self.vocabulary * self.hidden * (1 if self.tied else 2)
+        return tables + self.layers * (biases + norms) + self.hidden
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a step does, at its longest: every sample reaches the limit.
+
+    Attributes:
+        weights: Format of the linears.
+        rank: R.
+        targets: Names of the adapted linears.
+        prompt_tokens, completion_tokens: Longest prompt and completion.
+        group: Samples of a prompt.
+        sequences: Samples that decode side by side.
+        microbatch: Samples in one forward and backward pass.
+        microbatches: Passes before the optimizer steps.
+        checkpointing: Whether layers are computed again for backward instead of kept.
+        optimizer_bytes: Of an adapter's parameter: 8 for AdamW in fp32, 2 in 8 bits.
+    """
+
+    weights: str
+    rank: int
+    targets: tuple[str, ...]
+    prompt_tokens: int
+    completion_tokens: int
+    group: int
+    sequences: int
+    microbatch: int
+    microbatches: int = 1
+    checkpointing: bool = True
+    optimizer_bytes: int = 2 * FULL
+
+    @property
+    def scored_tokens(self) -> int:
+        """S: every completion token."""
+        return self.microbatch * self.completion_tokens
+
+    @property
+    def tokens(self) -> int:
+        """T: a group's prompt once, without its last token, and then S."""
+        prompts = -(-self.microbatch // self.group)
+        return prompts * (self.prompt_tokens - 1) + self.scored_tokens
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The frozen model: ``4-bit or 16-bit linears + 2 (V D [twice unless tied] + norms + biases)``."""
+
+    model: Model
+    format: str
+
+    @property
+    def linears(self) -> int:
+        """Of all decoder layers; NVFP4 has an fp32 scale for each matrix besides."""
+        matrices = self.model.linears
+        scales = FULL * len(matrices) if self.format == "nvfp4" else 0
+        elements = sum(linear.elements for linear in matrices)
+        return self.model.layers * (round(elements * ELEMENT[self.format]) + scales)
+
+    @property
+    def dense(self) -> int:
+        """Embedding, head, norms and biases."""
+        return HALF * self.model.dense_parameters
+
+    @property
+    def bytes(self) -> int:
+        return self.linears + self.dense
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """LoRA on every layer: ``R (inputs + outputs)`` parameters for each adapted linear, in fp32."""
+
+    model: Model
+    rank: int
+    targets: tuple[str, ...]
+
+    @property
+    def parameters(self) -> int:
+        widths = sum(x.inputs + x.outputs for x in self.model.linears if x.name in self.targets)
+        return self.model.layers * self.rank * widths
+
+    @property
+    def bytes(self) -> int:
+        return FULL * self.parameters
+
+    @property
+    def gradients(self) -> int:
+        return FULL * self.parameters
+
+    @property
+    def copies(self) -> int:
+        """What the engine reads: bf16, all seven linears, R padded to 16; norms and rotary table in fp32."""
+        model, padded = self.model, -(-self.rank // 16) * 16
+        widths = sum(linear.inputs + linear.outputs for linear in model.linears)
+        norms = model.layers * (2 * model.hidden + 2 * model.head_size * model.qk_norm) + model.hidden
+        return HALF * model.layers * padded * widths + FULL * (norms + model.positions * model.head_size)
+
+
+@dataclass(frozen=True)
+class Cache:
+    """Keys and values, bf16: ``4 layers G`` a token, in blocks of 64, prompts once for a group."""
+
+    model: Model
+    work: Work
+
+    @property
+    def block(self) -> int:
+        """Bytes of a block: all layers, keys and values."""
+        return 2 * HALF * self.model.layers * self.model.keys * PAGE
+
+    @property
+    def prompt_blocks(self) -> int:
+        return -(-(self.work.prompt_tokens - 1) // PAGE)
+
+    @property
+    def own_blocks(self) -> int:
+        return -(-self.work.completion_tokens // PAGE)
+
+    def blocks(self, sequences: int) -> int:
+        """Blocks with which so many sequences never wait for one another."""
+        prompts = -(-sequences // self.work.group) + 1
+        return sequences * self.own_blocks + prompts * self.prompt_blocks
+
+    @property
+    def bytes(self) -> int:
+        """What all sequences of the work at their full length would take."""
+        return self.block * self.blocks(self.work.sequences)
+
+    def sequences(self, budget: float) -> int:
+        """Sequences of full length that so many bytes hold, up to those of the work."""
+        fits = range(self.work.sequences, 0, -1)
+        return next((n for n in fits if self.block * self.blocks(n) <= budget), 0)
+
+
+@dataclass(frozen=True)
+class Activations:
+    """What the update keeps and computes, bf16 unless said otherwise."""
+
+    model: Model
+    work: Work
+
+    @property
+    def kept(self) -> int:
+        """``2 layers T D``: the input of every layer; all of a layer without checkpointing."""
+        each = HALF * self.work.tokens * self.model.hidden
+        if not self.work.checkpointing:
+            each += self.layer
+        return self.model.layers * each
+
+    @property
+    def layer(self) -> int:
+        """``2 T (3 D + 2 Q + 2 G + 3 I + 7 R)``: inputs of q/k/v and gate/up, the residual between, queries,
+        keys, values and their result, gate, up and their product, and the adapters' low rows; fp32 for each
+        row of both norms and each head of attention."""
+        m, t = self.model, self.work.tokens
+        wide = 3 * m.hidden + 2 * m.queries + 2 * m.keys + 3 * m.intermediate
+        return HALF * t * (wide + 7 * self.work.rank) + FULL * t * (2 + m.heads)
+
+    @property
+    def backward(self) -> int:
+        """``2 T (2 I + D)`` on top of a layer: gradients of gate and up, that of their product in the place
+        of the product itself, and the one that came in."""
+        return HALF * self.work.tokens * (2 * self.model.intermediate + self.model.hidden)
+
+    @property
+    def head(self) -> int:
+        """``2 T D + 10 S D`` and a tile of logits: hidden states, those that predict something (selected
+        twice), their gradient in fp32 and in bf16."""
+        d = self.model.hidden
+        tile = HALF * HEAD_TILE * min(1.0, self.work.scored_tokens / 4096)
+        return HALF * self.work.tokens * d + 10 * self.work.scored_tokens * d + round(tile)
+
+    @property
+    def working(self) -> int:
+        """The larger of the head, and a layer's recomputation and backward with the last hidden states."""
+        last = HALF * self.work.tokens * self.model.hidden
+        layer = self.backward + last + (self.layer if self.work.checkpointing else 0)
+        return max(self.head, layer)
+
+    @property
+    def workspace(self) -> int:
+        """The largest weight in bf16 with R more rows or columns, shared by all layers."""
+        rank = self.work.rank
+        return HALF * max(x.elements + rank * max(x.outputs, x.inputs) for x in self.model.linears)
+
+
+@dataclass(frozen=True)
+class Reserve:
+    """What no formula gives, from measured steps (bench/results/step-*.json, H100, torch 2.11).
+
+    Attributes:
+        context: CUDA context, loaded kernels, cuBLAS workspaces, captured graphs and the engine's buffers.
+        slack: Memory that torch's allocator holds without a use, as a share of an update's activations:
+            freed blocks of one size do not serve the next.
+    """
+
+    context: int = 1_200_000_000
+    slack: float = 0.12
+
+
+@dataclass(frozen=True)
+class Part:
+    """A line of the plan: bytes in each phase."""
+
+    name: str
+    rollout: int
+    update: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a step takes on a GPU.
+
+    Attributes:
+        model, work: What was planned.
+        capacity: Bytes the GPU has.
+        parts: In the order of the table.
+        sequences: Sequences of full length that decode side by side.
+    """
+
+    model: Model
+    work: Work
+    capacity: int
+    parts: tuple[Part, ...]
+    sequences: int
+
+    @property
+    def rollout(self) -> int:
+        return sum(part.rollout for part in self.parts)
+
+    @property
+    def update(self) -> int:
+        return sum(part.update for part in self.parts)
+
+    @property
+    def peak(self) -> int:
+        return max(self.rollout, self.update)
+
+
+def make_plan(model: Model, work: Work, capacity: int) -> Plan:
+    """Both phases of a step, part by part.
+
+    Args:
+        model: Sizes.
+        work: What the step does.
+        capacity: Bytes of the GPU; keys and values take at most their share of what is free, and sequences
+            that do not fit wait their turn.
+    """
+    reserve, adapter, cache, update = (
+        Reserve(),
+        Adapter(model, work.rank, work.targets),
+        Cache(model, work),
+        Activations(model, work),
+    )
+    resident = {
+        "weights": Weights(model, work.weights).bytes,
+        "LoRA": adapter.bytes,
+        "LoRA for sampling": adapter.copies,
+        "optimizer": work.optimizer_bytes * adapter.parameters,
+    }
+    budget = CACHE_SHARE * (capacity - sum(resident.values()) - reserve.context)
+    sequences = cache.sequences(budget)
+    # Within one microbatch, gradients grow while what was kept for them goes.
+    gradients = adapter.gradients if work.microbatches > 1 else max(0, adapter.gradients - update.kept)
+    slack = round(reserve.slack * (update.kept + update.working))
+    parts = (
+        *(Part(name, size, size) for name, size in resident.items()),
+        Part("keys and values", min(cache.bytes, max(0, round(budget))), 0),
+        Part("gradients", 0, gradients),
+        Part("activations kept", 0, update.kept),
+        Part("one layer or the head", 0, update.working),
+        Part("dequantised weight", 0, update.workspace),
+        Part("context and slack", reserve.context, reserve.context + slack),
+    )
+    return Plan(model, work, capacity, parts, sequences)

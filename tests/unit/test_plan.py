@@ -1,0 +1,265 @@
+"""`qerl plan` counts what a real model has, predicts what steps took, and proposes what fits."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from qerl import hub
+from qerl.bench.shapes import SHAPES
+from qerl.cli import main
+from qerl.errors import QeRLError
+from qerl.lora import LORA_TARGETS, add_lora
+from qerl.model import load_model
+from qerl.nvfp4.linear import PackedLinear
+from qerl.plan.propose import MARGIN, fits, propose
+from qerl.plan.render import verdict
+from qerl.plan.sizes import Adapter, Cache, Model, Weights, Work, make_plan
+
+RESULTS = Path(__file__).parents[2] / "bench" / "results"
+GB80 = 84_600_000_000
+
+# Parameters as published with the models.
+PUBLISHED = {
+    "7b": 7_615_616_512,
+    "14b": 14_770_033_664,
+    "32b": 32_763_876_352,
+    "72b": 72_706_203_648,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-32b": 32_762_123_264,
+    "llama3-8b": 8_030_261_248,
+    "llama3-70b": 70_553_706_496,
+}
+
+
+def work(**changes) -> Work:
+    values = {
+        "weights": "nvfp4", "rank": 32, "targets": LORA_TARGETS, "prompt_tokens": 256,
+        "completion_tokens": 2048, "group": 8, "sequences": 8, "microbatch": 8,
+    }  # fmt: skip
+    return Work(**(values | changes))
+
+
+# Exact counts
+
+
+@pytest.mark.parametrize(
+    "family, changes",
+    [
+        ("llama", {"tie_word_embeddings": True}),
+        ("llama", {"attention_bias": True, "mlp_bias": True}),
+        ("mistral", {"sliding_window": None}),
+        ("qwen2", {"tie_word_embeddings": True}),
+        ("qwen2", {}),
+        ("qwen3", {"tie_word_embeddings": True}),
+        ("qwen3", {}),
+    ],
+)
+@pytest.mark.parametrize("weights", ["nvfp4", "mxfp4", "bf16"])
+def test_bytes_of_weights_and_adapter(tiny_model, tmp_path, family, changes, weights):
+    tiny_model(family, **changes).save_pretrained(tmp_path)
+    model = load_model(tmp_path, weights, torch.bfloat16, "cpu")
+    sizes = Model.from_config(json.loads((tmp_path / "config.json").read_text()))
+    tensors = list(model.parameters())
+    tensors += [b for m in model.modules() if isinstance(m, PackedLinear) for b in m.buffers(recurse=False)]
+    assert Weights(sizes, weights).bytes == sum(tensor.nbytes for tensor in tensors)
+    if weights == "bf16":
+        assert sizes.parameters == sum(tensor.numel() for tensor in tensors)
+    targets = ("q_proj", "v_proj", "down_proj") if family == "qwen3" else LORA_TARGETS
+    adapted = add_lora(model, rank=6, alpha=6, dropout=0.0, target_modules=targets)
+    trained = [p for p in adapted.parameters() if p.requires_grad]
+    adapter = Adapter(sizes, 6, targets)
+    assert adapter.parameters == sum(p.numel() for p in trained)
+    assert adapter.bytes == sum(p.nbytes for p in trained)
+
+
+def test_bytes_of_gradients_and_optimizer(tiny_model):
+    model = tiny_model("qwen2")
+    sizes = Model.from_config(model.config.to_dict())
+    adapted = add_lora(model, rank=4, alpha=4, dropout=0.0)
+    trained = [p for p in adapted.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained)
+    adapted(input_ids=torch.tensor([[5, 6, 7]])).logits.sum().backward()
+    optimizer.step()
+    moments = [v for state in optimizer.state.values() for name, v in state.items() if name != "step"]
+    adapter = Adapter(sizes, 4, LORA_TARGETS)
+    assert adapter.gradients == sum(p.grad.nbytes for p in trained)
+    assert work().optimizer_bytes * adapter.parameters == sum(moment.nbytes for moment in moments)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameters_of_known_models(name):
+    assert Model.from_shape(SHAPES[name]).parameters == PUBLISHED[name]
+
+
+def test_keys_and_values():
+    """7B: 28 layers, 4 heads of 128, keys and values, 2 bytes: 57344 bytes a token."""
+    cache = Cache(Model.from_shape(SHAPES["7b"]), work(sequences=16))
+    assert cache.block == 57344 * 64
+    assert cache.bytes == cache.block * (16 * 32 + 3 * 4), "own blocks, prompts of two groups and of a third"
+
+
+# Measured peaks
+
+
+def recorded():
+    """Rows of the step benchmark whose update is this project's own."""
+    rows = []
+    for file in sorted(RESULTS.glob("step-*.json")):
+        for row in json.loads(file.read_text())["rows"]:
+            if row.get("weights") in ("nvfp4", "mxfp4", "bf16") and "update_gb" in row:
+                name = (
+                    f"{row['shape']}-{row['weights']}-r{row['lora_rank']}-{row['prompts']}x{row['samples']}"
+                )
+                rows.append(pytest.param(row, id=f"{name}x{row['completion_tokens']}-{file.stem}"))
+    skip = pytest.mark.skip(reason="bench/results has no step-*.json")
+    return rows or [pytest.param(None, marks=skip)]
+
+
+@pytest.mark.parametrize("row", recorded())
+def test_prediction_of_recorded_peaks(row):
+    samples = row["prompts"] * row["samples"]
+    plan = make_plan(
+        dataclasses.replace(
+            Model.from_shape(SHAPES[row["shape"]]),
+            qkv_bias=True,  # the benchmark builds Qwen2 models of any shape
+            qk_norm=False,
+            positions=row["prompt_tokens"] + row["completion_tokens"] + 64,
+        ),
+        work(
+            weights=row["weights"],
+            rank=row["lora_rank"],
+            prompt_tokens=row["prompt_tokens"],
+            completion_tokens=row["completion_tokens"],
+            group=row["samples"],
+            sequences=samples,
+            microbatch=row["microbatch"],
+            microbatches=samples // row["microbatch"],
+        ),
+        GB80,
+    )
+    weights, lora = plan.parts[:2]
+    assert (weights.update + lora.update) / 1e9 == pytest.approx(row["resident_gb"], rel=0.01)
+    assert plan.update / 1e9 == pytest.approx(row["update_gb"], rel=0.05)
+    assert plan.peak / 1e9 == pytest.approx(max(row["update_gb"], row["rollout_gb"]), rel=0.05)
+
+
+# What a plan says
+
+
+def test_phases_and_sharing():
+    sizes = Model.from_shape(SHAPES["7b"])
+    base = make_plan(sizes, work(), GB80)
+    assert base.peak == base.update == sum(part.update for part in base.parts)
+    twice = make_plan(sizes, work(microbatches=2), GB80)
+    adapter = Adapter(sizes, 32, LORA_TARGETS)
+    assert twice.update - base.update == adapter.gradients, "a first microbatch leaves its gradients"
+    kept = make_plan(sizes, work(checkpointing=False), GB80)
+    assert kept.update > 2 * base.update
+    assert kept.rollout == base.rollout
+
+
+def test_sequences_that_do_not_fit_wait():
+    sizes = Model.from_shape(SHAPES["72b"])
+    plan = make_plan(sizes, work(sequences=128, completion_tokens=8192, microbatch=1), GB80)
+    assert 0 < plan.sequences < 128
+    assert f"{plan.sequences} of 128 sequences decode side by side" in verdict(plan)
+    cache = next(part.rollout for part in plan.parts if part.name == "keys and values")
+    one_more = Cache(sizes, plan.work)
+    assert one_more.block * one_more.blocks(plan.sequences) <= cache
+    assert one_more.block * one_more.blocks(plan.sequences + 1) > cache
+
+
+@pytest.mark.parametrize("name", ["1.5b", "7b", "32b", "72b"])
+@pytest.mark.parametrize("tokens", [512, 4096])
+def test_proposals_fit_and_keep_the_samples(name, tokens):
+    sizes = Model.from_shape(SHAPES[name])
+    wanted = work(completion_tokens=tokens, group=16, microbatch=16, microbatches=8)
+    plan = propose(sizes, wanted, GB80, samples=256)
+    assert plan is not None and fits(plan)
+    assert plan.peak * MARGIN <= GB80
+    assert plan.work.microbatch * plan.work.microbatches == 128
+    assert plan.work.microbatch % 16 == 0 or 16 % plan.work.microbatch == 0
+    assert plan.sequences == plan.work.sequences
+    larger = dataclasses.replace(plan.work, microbatch=plan.work.microbatch * 2)
+    assert larger.microbatch > 128 or larger.tokens > 32768 or not fits(make_plan(sizes, larger, GB80))
+
+
+def test_nothing_fits():
+    sizes = Model.from_shape(SHAPES["72b"])
+    assert propose(sizes, work(weights="bf16"), GB80, samples=8) is None
+    assert verdict(make_plan(sizes, work(weights="bf16"), GB80)).startswith("It does not fit: the update")
+
+
+def test_verdicts():
+    sizes = Model.from_shape(SHAPES["7b"])
+    peak = make_plan(sizes, work(), GB80).peak
+    assert verdict(make_plan(sizes, work(), GB80)).startswith("It fits: ")
+    tight = make_plan(sizes, work(), round(peak * 1.02))
+    assert verdict(tight).startswith("It is tight: ")
+    assert not fits(tight)
+
+
+# The command
+
+
+def test_command_on_a_shape(capsys):
+    lengths = ["--max_completion_length", "2048", "--max_prompt_length=256"]
+    assert main(["plan", "7b", *lengths]) == 0
+    printed = capsys.readouterr().out
+    assert "It fits" in printed
+    assert "keys and values" in printed
+    assert main(["plan", "7b", "--gpu", "12", *lengths]) == 1
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "It does not fit: the update takes" in printed
+    assert "--per_device_train_batch_size 2 --gradient_accumulation_steps 4" in printed
+
+
+def test_command_reads_a_folder_and_recipes(tiny_model, tmp_path, capsys):
+    tiny_model("qwen3").config.save_pretrained(tmp_path)
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("lora_r: 8\nmax_prompt_length: 64\nmax_completion_length: 128\n")
+    assert main(["plan", str(tmp_path), "--gpu", "80", str(recipe)]) == 0
+    assert "LoRA rank 8; samples of 64 + 128 tokens" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["--gpu", "big"], "--gpu is big; it must be the GPU's memory in GB"),
+        (["--tuning", "full", "--weights", "bf16"], "Memory is planned for LoRA"),
+        (["--max_completion_length", "40000"], "exceed the model's 32768 positions"),
+        (["--lora_rank", "8"], "unknown key 'lora_rank'"),
+    ],
+)
+def test_mistakes(words, message, capsys):
+    assert main(["plan", "7b", *words]) == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_other_families_and_formats(tmp_path, capsys):
+    with pytest.raises(QeRLError, match="families llama, mistral, qwen2, qwen3, not for gpt2"):
+        Model.from_config({"model_type": "gpt2"})
+    quantised = {"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized"}
+    config = {"model_type": "llama", "quantization_config": quantised}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert main(["plan", str(tmp_path)]) == 2
+    assert "holds mxfp4 weights, which cannot become nvfp4" in " ".join(capsys.readouterr().err.split())
+    assert main(["plan", "model.gguf"]) == 2
+    assert "has no config.json" in capsys.readouterr().err
+
+
+def test_only_the_config_is_downloaded(tiny_model, tmp_path, monkeypatch):
+    asked = []
+
+    def download(name, allow_patterns, **kwargs):
+        asked.append((name, allow_patterns))
+        tiny_model("llama").config.save_pretrained(tmp_path)
+        return str(tmp_path)
+
+    monkeypatch.setattr(hub, "snapshot_download", download)
+    lengths = ["--max_prompt_length", "32", "--max_completion_length", "64"]
+    assert main(["plan", "owner/model", *lengths]) == 0
+    assert asked == [("owner/model", ["config.json", "hf_quant_config.json"])]
