@@ -309,10 +309,12 @@ class Activations:
     def layer(self) -> int:
         """``2 T (3 D + 2 Q + 2 G + 3 I + 7 R)``: inputs of q/k/v and gate/up, the residual between, queries,
         keys, values and their result, gate, up and their product, and the adapters' low rows; fp32 for each
-        row of both norms and each head of attention."""
+        row of both norms and each head of attention. NF4 layers run through PEFT, which keeps the input of
+        each of the seven in fp32 besides: ``4 T (5 D + Q + I)``."""
         m, t = self.model, self.work.tokens
         wide = 3 * m.hidden + 2 * m.queries + 2 * m.keys + 3 * m.intermediate
-        return HALF * t * (wide + 7 * self.work.rank) + FULL * t * (2 + m.heads)
+        peft = 5 * m.hidden + m.queries + m.intermediate if self.work.weights == "nf4" else 0
+        return HALF * t * (wide + 7 * self.work.rank) + FULL * t * (2 + m.heads + peft)
 
     @property
     def backward(self) -> int:
@@ -337,9 +339,11 @@ class Activations:
 
     @property
     def workspace(self) -> int:
-        """The largest weight in bf16 with R more rows or columns, shared by all layers."""
-        rank = self.work.rank
-        return HALF * max(x.elements + rank * max(x.outputs, x.inputs) for x in self.model.linears)
+        """The largest weight in bf16 with R more rows or columns, shared by all layers. MXFP4 has no kernel
+        that decodes into it: six bytes an element pass through fp32 on the way."""
+        rank, linears = self.work.rank, self.model.linears
+        place = HALF * max(x.elements + rank * max(x.outputs, x.inputs) for x in linears)
+        return place + (6 * max(x.elements for x in linears) if self.work.weights == "mxfp4" else 0)
 
 
 @dataclass(frozen=True)

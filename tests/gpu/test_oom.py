@@ -1,0 +1,63 @@
+"""A step for which the GPU's memory does not suffice is redone in halves, and these do fit."""
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA GPU", allow_module_level=True)
+
+from qerl.trainer.oom import StepRedo, sum_of_parts
+
+ROWS, DEPTH, SIZE = 8, 16, 2**22  # a row keeps DEPTH x SIZE fp32: 268 MB
+
+
+@pytest.fixture
+def limit():
+    """``limit(bytes)`` more than now may be allocated."""
+    total = torch.cuda.get_device_properties(0).total_memory
+
+    def set_limit(size: int) -> None:
+        torch.cuda.empty_cache()
+        torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + size) / total)
+
+    yield set_limit
+    torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+@pytest.mark.parametrize("fits, rows", [(5, 4), (3, 2)])
+def test_a_step_that_does_not_fit(limit, fits: int, rows: int) -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(SIZE, device="cuda", requires_grad=True)
+    expected = torch.zeros_like(weight)
+
+    def forward(part: list[int]) -> tuple[torch.Tensor]:
+        total = torch.zeros(ROWS, device="cuda")
+        for row in part:
+            x = weight * (row + 1)
+            for _ in range(DEPTH):
+                x = (x * weight).sin()
+            total = total.index_put((torch.tensor([row], device="cuda"),), x.sum())
+        return (total,)
+
+    for row in range(ROWS):
+        (total,) = forward([row])
+        expected += torch.autograd.grad(total.sum(), weight)[0]
+    del total
+
+    redo = StepRedo()
+    redo.begins(0)
+
+    def microbatch(batch: list[int], newest: bool) -> torch.Tensor:
+        (total,) = sum_of_parts(forward, redo.split(batch))
+        total.sum().backward()
+        return total.detach()
+
+    def forget() -> None:
+        weight.grad = None
+
+    kept_by_a_row = 2 * DEPTH * SIZE * 4  # the product and its sine, of which the next product keeps the sine
+    limit(fits * kept_by_a_row)
+    redo.run(list(range(ROWS)), microbatch, forget)
+    assert redo.rows == rows
+    error = (weight.grad - expected).norm() / expected.norm()
+    assert error < 1e-5
