@@ -18,9 +18,6 @@ from qerl.kernels.nvrtc import Kernel, kernel
 _SOURCE = Path(__file__).with_name("packed_gemm.cu")
 _TOKENS = (8, 16, 32, 64, 128)
 MOST_TOKENS = _TOKENS[-1]
-_TILE_BYTES = 2048
-_CHUNK_TILES = 4  # 8 KB, what a thread of qerl.kernels.common.prefetch asks for
-_AHEAD = 16 << 20  # bytes; an H100's L2 cache has 50 MB for this, the weights in between, keys and values
 
 
 @dataclass(frozen=True)
@@ -136,31 +133,6 @@ def parts(cut: Cut, shape: tuple[int, int], device: torch.device) -> tuple[int, 
         ends = [((at + 1) * blocks - 1) // total for at in (first, first + k_tiles - 1)]
         counts.append(ends[1] - ends[0] + 1)
     return max(counts), torch.tensor(counts, dtype=torch.int32, device=device)
-
-
-@cache
-def ahead_offsets(cut: Cut, tokens: int, shape: tuple[int, int], device: torch.device) -> torch.Tensor:
-    """Which codes a kernel may bring into the L2 cache for a later product: those that come right after what
-    each block asks for before it waits for its activations.
-
-    Returns:
-        int64 offsets of chunks of 8 KB, a multiple of 128 of them, about 16 MB in all.
-    """
-    groups, k_tiles = shape[0] // 64, shape[1] // 64
-    total = -(-groups // cut.row_groups) * k_tiles
-    blocks = min(_multiprocessors(device), total)
-    each = _AHEAD // (blocks * cut.row_groups * _TILE_BYTES)
-    chunks = []
-    for block in range(blocks):
-        first = block * total // blocks + cut.stages(tokens) * cut.tiles
-        last = min(first + each, (block + 1) * total // blocks)
-        for at in range(first, last, _CHUNK_TILES):
-            row_tile, k_tile = divmod(at, k_tiles)
-            for group in range(row_tile * cut.row_groups, min((row_tile + 1) * cut.row_groups, groups)):
-                chunks.append((group * k_tiles + k_tile) * _TILE_BYTES)
-    chunks = [min(chunk, groups * k_tiles * _TILE_BYTES - _CHUNK_TILES * _TILE_BYTES) for chunk in chunks]
-    chunks = chunks[: len(chunks) // 128 * 128]
-    return torch.tensor(chunks, dtype=torch.int64, device=device)
 
 
 @cache

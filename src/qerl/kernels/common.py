@@ -43,17 +43,6 @@ def begin(PDL: tl.constexpr):
 
 
 @triton.jit
-def prefetch(start, offset_L, program, L: tl.constexpr):
-    """Asks the L2 cache for chunks of 8 KB; a program for 128 of the L, one a thread of its four warps."""
-    if program * 128 < L:
-        at = tl.load(offset_L + program * 128 + tl.arange(0, 128)) + start.to(tl.int64)
-        tl.inline_asm_elementwise(
-            "{.reg .b32 n; mov.b32 n, 8192; cp.async.bulk.prefetch.L2.global [$1], n; mov.b32 $0, 0;}",
-            "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
-
-
-@triton.jit
 def inverse_rms(squares_PT, t, in_t, T, D, eps, P: tl.constexpr, P_PADDED: tl.constexpr):
     """1 / rms of each token from its partial sums of squares."""
     p = tl.arange(0, P_PADDED)

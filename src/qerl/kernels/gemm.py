@@ -11,9 +11,14 @@ from functools import cache
 import torch
 
 from qerl.errors import QeRLError
-from qerl.kernels.blob import Blob, Cut, ahead_offsets, padded_tokens, parts, small_gemm
+from qerl.kernels.blob import Blob, Cut, padded_tokens, parts, small_gemm
 
 SMALL_TOKENS = 64
+"""Up to here this package's kernel computes the product; the kernel itself could take 128 tokens.
+
+H100, gate_up of 32B, microseconds of this package's kernel and of quack's with its own tile: 63 and 84 at 8
+tokens, 95 and 104 at 64, 147 and 132 at 128.
+"""
 
 
 @dataclass(frozen=True)
@@ -36,25 +41,21 @@ def has_quack() -> bool:
     return importlib.util.find_spec("quack") is not None
 
 
-# (warpgroups, row groups, tiles of a stage) by padded tokens, for weights of less than 64 million values (qkv
-# and o up to 32B) and for larger ones.
+# By padded tokens. H100, microseconds of gate_up and down of 32B, beside what other cuts took. Of the 40
+# products of 7B and 32B in docs/performance.md 3 have a cut that is more than 10 % faster: 2 warpgroups, 1
+# row group and stages of 8 tiles, for qkv and o at 32 tokens.
 _CUTS = {
-    8: ((4, 4, 4), (4, 4, 4)),
-    16: ((4, 4, 4), (4, 4, 4)),
-    32: ((2, 1, 8), (4, 4, 4)),
-    64: ((2, 1, 4), (2, 2, 4)),
-    128: ((2, 2, 2), (2, 2, 2)),
+    8: Cut(4, 4, 4),  # 62.8 and 34.3; four warpgroups on 128 rows 63 to 66, two warpgroups 68
+    16: Cut(4, 4, 4),  # 64.2 and 36.4; stages half as long 75.2 and 40.9
+    32: Cut(4, 4, 4),  # 70.0 and 39.5; stages half as long 81.9 and 44.4
+    64: Cut(2, 2, 4),  # 94.6 and 50.8; four warpgroups on 256 rows 97.7 and 52.3
+    128: Cut(2, 2, 2),  # 147 and 82: quack is faster, see SMALL_TOKENS
 }
-_LARGE = 64_000_000
 
 
-@cache
-def small_cut(tokens: int, rows: int, width: int) -> Cut:
-    """The cut of a product for few tokens, from the table above.
-
-    A table by tokens and size, because the best cuts of one cell lie within 3 % of each other.
-    """
-    return Cut(*_CUTS[padded_tokens(tokens)][rows * width >= _LARGE])
+def small_cut(tokens: int) -> Cut:
+    """The cut of a product for so few tokens, from the table above."""
+    return _CUTS[padded_tokens(tokens)]
 
 
 def room(weight: Blob | torch.Tensor, tokens: int) -> int:
@@ -63,19 +64,11 @@ def room(weight: Blob | torch.Tensor, tokens: int) -> int:
     return padded_tokens(tokens) if isinstance(weight, Blob) and tokens <= SMALL_TOKENS else 0
 
 
-def ahead(weight: Blob | torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """(codes, offsets) that are worth bringing into the L2 cache long before the product, or None."""
-    if not isinstance(weight, Blob) or not room(weight, tokens):
-        return None
-    cut = small_cut(tokens, *weight.shape)
-    return weight.codes, ahead_offsets(cut, padded_tokens(tokens), weight.shape, weight.codes.device)
-
-
 def scratch_bytes(weight: Blob | torch.Tensor, tokens: int) -> int:
     """Bytes of scratch that :func:`multiply` needs."""
-    rows, width = weight.shape
+    rows = weight.shape[0]
     if isinstance(weight, Blob) and room(weight, tokens):
-        return parts(small_cut(tokens, rows, width), weight.shape, weight.codes.device)[0] * tokens * rows * 4
+        return parts(small_cut(tokens), weight.shape, weight.codes.device)[0] * tokens * rows * 4
     return tokens * rows * 2
 
 
@@ -91,7 +84,7 @@ def multiply(x: torch.Tensor, weight: Blob | torch.Tensor, tokens: int, scratch:
     """
     rows, width = weight.shape
     if isinstance(weight, Blob) and room(weight, tokens):
-        cut = small_cut(tokens, rows, width)
+        cut = small_cut(tokens)
         most, counts = parts(cut, weight.shape, x.device)
         out = scratch[: most * tokens * rows * 4].view(torch.float32).view(most, tokens, rows)
         small_gemm(x, weight, out, cut)

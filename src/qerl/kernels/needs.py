@@ -6,7 +6,7 @@ from importlib.util import find_spec
 import torch
 
 CAPABILITY = (9, 0)
-"""Compute capability: programmatic dependent launch and WGMMA came with Hopper."""
+"""Compute capability: WGMMA came with Hopper and left with it."""
 
 INSTALL = "pip install 'qerl[gpu]'"
 PACKAGES = {"triton": "triton", "cuda-bindings": "cuda.bindings", "quack-kernels": "quack"}
@@ -30,7 +30,7 @@ def obstacles() -> list[Obstacle]:
     """What keeps the kernels from running on the present CUDA device; empty if nothing does."""
     found = []
     capability = torch.cuda.get_device_capability()
-    if capability < CAPABILITY:
+    if capability != CAPABILITY:
         have, need = (".".join(map(str, pair)) for pair in (capability, CAPABILITY))
         found.append(Obstacle(f"the GPU has compute capability {have}, and {need} is needed"))
     found += [

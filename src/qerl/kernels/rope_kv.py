@@ -19,7 +19,6 @@ from qerl.kernels.common import (
     inverse_rms,
     load_low,
     part_counts,
-    prefetch,
     ranks,
     sum_parts,
 )
@@ -29,12 +28,12 @@ from qerl.kernels.common import (
 def _rope_kv(
     gemm_STN, parts_G, scale_3, squares_PT, low_CTR, spent_CTR, b_NR, bias_N, qk_norm_2E, cos_ME, sin_ME,
     position_T, slot_T,
-    q_THE, k_cache, v_cache, ahead, ahead_L,
+    q_THE, k_cache, v_cache,
     T, N, D, eps,
     S: tl.constexpr, SQ_P: tl.constexpr, SQ_PADDED: tl.constexpr, R: tl.constexpr,
     R_SPENT: tl.constexpr, R_SPENT_PADDED: tl.constexpr,
     HQ: tl.constexpr, HKV: tl.constexpr, E: tl.constexpr, PAGE: tl.constexpr,
-    COPIES: tl.constexpr, SPENT_COPIES: tl.constexpr, AHEAD: tl.constexpr,
+    COPIES: tl.constexpr, SPENT_COPIES: tl.constexpr,
     HAS_BIAS: tl.constexpr, QK_NORM: tl.constexpr, BLOCK_T: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0)
@@ -59,8 +58,6 @@ def _rope_kv(
     angle = tl.load(position_T + t, mask=in_t, other=0)[:, None] * HALF + e[None, :]
     cos, sin = tl.load(cos_ME + angle), tl.load(sin_ME + angle)
     begin(PDL)
-    if AHEAD > 0 and tl.program_id(1) == 0:
-        prefetch(ahead, ahead_L, head, AHEAD)
     clear(spent_CTR, head, t, in_t, T, R_SPENT, R_SPENT_PADDED, SPENT_COPIES)
     rms = inverse_rms(squares_PT, t, in_t, T, D, eps, SQ_P, SQ_PADDED)
     x1 = sum_parts(gemm_STN, counts1, t, in_t, n1, every, T, N, S) * scale
@@ -120,7 +117,6 @@ def rope_kv(
     b_NR: torch.Tensor | None = None,
     bias_N: torch.Tensor | None = None,
     qk_norm_2E: torch.Tensor | None = None,
-    ahead: tuple[torch.Tensor, torch.Tensor] | None = None,
     pdl: bool = True,
 ) -> None:
     """Launches the kernel; see the module's text.
@@ -142,8 +138,6 @@ def rope_kv(
         b_NR: The three B on top of each other, bf16, scaled.
         bias_N: Bias of q, k, v, any floating dtype.
         qk_norm_2E: fp32 weights of the query and key norm.
-        ahead: (codes, offsets) of a weight to bring into the L2 cache, see
-            :func:`qerl.kernels.blob.ahead_offsets`: attention leaves the memory idle.
     """
     splits, tokens, columns = gemm_STN.shape
     heads, size = q_THE.shape[1:]
@@ -159,13 +153,11 @@ def rope_kv(
         dummy if bias_N is None else bias_N,
         dummy if qk_norm_2E is None else qk_norm_2E,
         cos_ME, sin_ME, position_T, slot_T, q_THE, k_cache, v_cache,
-        *((dummy, dummy) if ahead is None else ahead),
         tokens, columns, width, eps,
         S=splits, SQ_P=partials, SQ_PADDED=triton.next_power_of_2(partials),
         R=0 if b_NR is None else b_NR.shape[1],
         R_SPENT=ranks(spent_CTR), R_SPENT_PADDED=triton.next_power_of_2(ranks(spent_CTR)), HQ=heads,
         HKV=kv_heads, E=size, PAGE=PAGE, COPIES=copies(low_CTR), SPENT_COPIES=copies(spent_CTR),
-        AHEAD=0 if ahead is None else ahead[1].numel(),
         HAS_BIAS=bias_N is not None, QK_NORM=qk_norm_2E is not None,
         BLOCK_T=block_t, PDL=pdl, num_warps=4, **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip

@@ -1,0 +1,72 @@
+"""A pass over the decoder on NVFP4 weights against the same pass on the same weights in bf16.
+
+The values of a packed weight without its global scale are exact in bf16, so both passes multiply with the
+same numbers; what differs is the kernel, its layouts and who adds partial sums.
+"""
+
+import dataclasses
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed")
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA GPU", allow_module_level=True)
+
+from qerl.bench.kernels import dequantised
+from qerl.bench.rollout import fill_prompts
+from qerl.bench.shapes import Shape, random_decoder
+from qerl.kernels import gemm
+from qerl.rollout.engine import SamplingParams
+from qerl.rollout.paged.decode import DecodeStep
+from qerl.rollout.paged.step import Cache
+from qerl.rollout.paged.weights import Matrix
+
+SIZES = Shape(384, 448, 3, 6, 2, 64, 1000, bias=True)
+
+
+def dense(matrix):
+    return Matrix(dequantised(matrix.weight).bfloat16(), matrix.scale_P, matrix.scale_P)
+
+
+def as_dense(layer, names=("qkv", "o", "gate_up", "down")):
+    return dataclasses.replace(layer, **{name: dense(getattr(layer, name)) for name in names})
+
+
+def output(decoder, rows, lora, passes=1):
+    """The last pass's output; every pass computes the same token."""
+    torch.manual_seed(1)
+    cache = Cache.empty(decoder, 4 * rows, decoder.embedding_VD.device)
+    cache.k.normal_()
+    cache.v.normal_()
+    step = DecodeStep(decoder, cache, rows, 4, 2, SamplingParams(4), lora)
+    fill_prompts(step, 70, 4, 4)
+    for _ in range(passes):
+        found = step.step(cache, step.inputs).clone()
+    return found.double()
+
+
+@pytest.mark.parametrize("rows", [1, 8, 20, 64, 100])
+@pytest.mark.parametrize("rank", [0, 16])
+def test_packed_pass_is_the_dense_pass(rows, rank):
+    if rows > gemm.SMALL_TOKENS and not gemm.has_quack():
+        pytest.skip("quack-kernels is not installed")
+    torch.manual_seed(0)
+    packed = random_decoder(SIZES, "nvfp4", rank, 128)
+    plain = dataclasses.replace(packed, layers=[as_dense(layer) for layer in packed.layers])
+    truth = output(plain, rows, rank > 0)
+    assert torch.isfinite(truth).all()
+    found = output(packed, rows, rank > 0)
+    assert float((found - truth).norm() / truth.norm()) < 2e-2
+    # A second pass finds every sum cleared and every buffer fit for use, whatever order it was left in.
+    assert torch.equal(output(packed, rows, rank > 0, passes=2), found)
+
+
+def test_layers_may_be_packed_and_dense():
+    torch.manual_seed(0)
+    packed = random_decoder(SIZES, "nvfp4", 16, 128)
+    truth = output(dataclasses.replace(packed, layers=[as_dense(each) for each in packed.layers]), 8, True)
+    first, second, third = packed.layers
+    mixed = [as_dense(first), as_dense(second, ("o", "gate_up")), third]
+    found = output(dataclasses.replace(packed, layers=mixed), 8, True)
+    assert float((found - truth).norm() / truth.norm()) < 2e-2
