@@ -8,7 +8,7 @@ if not torch.cuda.is_available():
 
 from qerl.trainer.oom import StepRedo, sum_of_parts
 
-ROWS, DEPTH, SIZE = 8, 16, 2**22  # a row keeps DEPTH x SIZE fp32: 268 MB
+ROWS, DEPTH, SIZE = 8, 16, 2**22
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def test_a_step_that_does_not_fit(limit, fits: int, rows: int) -> None:
     def forget() -> None:
         weight.grad = None
 
-    kept_by_a_row = 2 * DEPTH * SIZE * 4  # the product and its sine, of which the next product keeps the sine
+    kept_by_a_row = 2 * DEPTH * SIZE * 4  # 537 MB: every product and its sine, which the next product needs
     limit(fits * kept_by_a_row)
     redo.run(list(range(ROWS)), microbatch, forget)
     assert redo.rows == rows

@@ -14,9 +14,10 @@ from qerl.errors import QeRLError
 from qerl.lora import LORA_TARGETS, add_lora
 from qerl.model import load_model
 from qerl.nvfp4.linear import PackedLinear
+from qerl.plan.phases import make_plan
 from qerl.plan.propose import MARGIN, fits, propose
 from qerl.plan.render import verdict
-from qerl.plan.sizes import Adapter, Cache, Model, Weights, Work, make_plan
+from qerl.plan.sizes import Adapter, Cache, Model, Weights, Work
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
 GB80 = 84_600_000_000

@@ -10,9 +10,10 @@ from qerl.errors import QeRLError
 from qerl.hub import local_config
 from qerl.lora import LORA_TARGETS
 from qerl.nvfp4.checkpoint import read_config
+from qerl.plan.phases import Plan, make_plan
 from qerl.plan.propose import MOST_SEQUENCES, propose
 from qerl.plan.render import render
-from qerl.plan.sizes import FULL, Model, Plan, Work, make_plan
+from qerl.plan.sizes import FULL, Model, Work
 
 DEFAULT_PROMPT = 512  # tokens, where max_prompt_length sets no limit
 USABLE = 0.985  # of a GPU's GiB; the rest is the driver's and ECC's (H100 80GB: 84.9 of 85.9 GB)

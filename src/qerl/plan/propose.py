@@ -3,7 +3,8 @@
 import dataclasses
 from collections.abc import Iterator
 
-from qerl.plan.sizes import Model, Plan, Work, make_plan
+from qerl.plan.phases import Plan, make_plan
+from qerl.plan.sizes import Model, Work
 
 MARGIN = 1.05
 """A plan is meant to be within 5 % of what a step then takes."""

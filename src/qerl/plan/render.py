@@ -4,8 +4,8 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from qerl.plan.phases import Plan
 from qerl.plan.propose import MARGIN, fits
-from qerl.plan.sizes import Plan
 
 _WIDTH = 60  # characters of a bar
 _COLORS = {

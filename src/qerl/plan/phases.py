@@ -1,0 +1,98 @@
+"""The two phases of a step on one GPU: which part is there when, and what is left for keys and values."""
+
+from dataclasses import dataclass
+
+from qerl.plan.sizes import Activations, Adapter, Cache, Model, Weights, Work
+
+CACHE_SHARE = 0.6  # of free memory that the engine takes for keys and values
+
+
+@dataclass(frozen=True)
+class Reserve:
+    """What no formula gives, from measured steps (bench/results/step-*.json, H100, torch 2.11).
+
+    Attributes:
+        context: CUDA context, loaded kernels, cuBLAS workspaces, captured graphs and the engine's buffers.
+        slack: Memory that torch's allocator holds without a use, as a share of an update's activations:
+            freed blocks of one size do not serve the next.
+    """
+
+    context: int = 1_200_000_000
+    slack: float = 0.12
+
+
+@dataclass(frozen=True)
+class Part:
+    """A line of the plan: bytes in each phase."""
+
+    name: str
+    rollout: int
+    update: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a step takes on a GPU.
+
+    Attributes:
+        model, work: What was planned.
+        capacity: Bytes the GPU has.
+        parts: In the order of the table.
+        sequences: Sequences of full length that decode side by side.
+    """
+
+    model: Model
+    work: Work
+    capacity: int
+    parts: tuple[Part, ...]
+    sequences: int
+
+    @property
+    def rollout(self) -> int:
+        return sum(part.rollout for part in self.parts)
+
+    @property
+    def update(self) -> int:
+        return sum(part.update for part in self.parts)
+
+    @property
+    def peak(self) -> int:
+        return max(self.rollout, self.update)
+
+
+def make_plan(model: Model, work: Work, capacity: int) -> Plan:
+    """Both phases of a step, part by part.
+
+    Args:
+        model: Sizes.
+        work: What the step does.
+        capacity: Bytes of the GPU; keys and values take at most their share of what is free, and sequences
+            that do not fit wait their turn.
+    """
+    reserve, adapter, cache, update = (
+        Reserve(),
+        Adapter(model, work.rank, work.targets),
+        Cache(model, work),
+        Activations(model, work),
+    )
+    resident = {
+        "weights": Weights(model, work.weights).bytes,
+        "LoRA": adapter.bytes,
+        "LoRA for sampling": adapter.copies,
+        "optimizer": work.optimizer_bytes * adapter.parameters,
+    }
+    budget = CACHE_SHARE * (capacity - sum(resident.values()) - reserve.context)
+    sequences = cache.sequences(budget)
+    # Within one microbatch, gradients grow while what was kept for them goes.
+    gradients = adapter.gradients if work.microbatches > 1 else max(0, adapter.gradients - update.kept)
+    slack = round(reserve.slack * (update.kept + update.working))
+    parts = (
+        *(Part(name, size, size) for name, size in resident.items()),
+        Part("keys and values", min(cache.bytes, max(0, round(budget))), 0),
+        Part("gradients", 0, gradients),
+        Part("activations kept", 0, update.kept),
+        Part("one layer or the head", 0, update.working),
+        Part("dequantised weight", 0, update.workspace),
+        Part("context and slack", reserve.context, reserve.context + slack),
+    )
+    return Plan(model, work, capacity, parts, sequences)
