@@ -30,7 +30,6 @@ from accelerate.utils import gather_object
 from datasets import Dataset
 from peft import PeftModel
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 from trl import GRPOTrainer
 from trl.trainer.utils import RepeatSampler, split_tensor_dict
@@ -42,11 +41,14 @@ from qerl.noise import AdaptiveNoise, NoiseSchedule
 from qerl.nvfp4.linear import unpacked
 from qerl.rollout.engine import RolloutEngine, RolloutResult, SamplingParams
 from qerl.seeding import derive_seed
-from qerl.trainer.attention import seen_by, use_branch_attention
+from qerl.trainer.attention import use_branch_attention
 from qerl.trainer.correction import importance_ratio, rows_with_gradient, sampler_trainer_kl
 from qerl.trainer.dynamic_sampling import fresh_rows, groups_without_signal, replace_groups
+from qerl.trainer.forward import score
+from qerl.trainer.memory import PeakMemory
 from qerl.trainer.oom import StepRedo, sum_of_parts
 from qerl.trainer.packing import pack
+from qerl.trainer.rollout_file import load_rollouts, save_rollouts
 
 Batch = dict[str, torch.Tensor]
 
@@ -103,6 +105,7 @@ class QeRLTrainer(GRPOTrainer):
 
             fuse(base)
         self.noise: AdaptiveNoise | None = None
+        self._memory = PeakMemory(self.accelerator.device)
         self._seconds: dict[str, float] = defaultdict(float)
         self._calls = 0
         self._call_key: tuple[int, str] | None = None
@@ -140,6 +143,7 @@ class QeRLTrainer(GRPOTrainer):
             seed=seed,
         )
         result = self.engine.generate(prompts, samples, params, self._noise_offsets(mode, step))
+        self._memory.read()
         self.engine.release()
         self._log_rollout(mode, result)
         return result
@@ -373,21 +377,9 @@ class QeRLTrainer(GRPOTrainer):
             completion_mask,
             rows,
         )
-        scored_L = packed.sample_L >= 0
-        seen = (
-            seen_by(packed.branches)
-            if self._branch_attention
-            else {"attention_mask": packed.attention_mask_11LL}
-        )
-        with _scored_only(self.accelerator.unwrap_model(model), scored_L):
-            out = model(
-                input_ids=packed.input_ids_1L,
-                position_ids=packed.position_ids_1L,
-                **seen,
-                shift_labels=packed.labels_1L[:, scored_L],
-                fused_lm_head=True,
-            )
-        return packed.scatter(out.log_probs, batch, columns), packed.scatter(out.entropy, batch, columns)
+        decoder = base_model(self.accelerator.unwrap_model(model)).base_model
+        logps_1S, entropy_1S = score(model, decoder, packed, self._branch_attention)
+        return packed.scatter(logps_1S, batch, columns), packed.scatter(entropy_1S, batch, columns)
 
     @staticmethod
     def _zeros(like: torch.Tensor, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -454,7 +446,7 @@ class QeRLTrainer(GRPOTrainer):
         parts["update"] = self._seconds.pop("total", 0.0) - sum(parts.values())
         for name, seconds in parts.items():
             self._metrics["train"][f"time/{name}"].append(seconds)
-        self._metrics["train"]["memory/peak_gb"].append(_peak_memory_gb(self.accelerator.device))
+        self._metrics["train"]["memory/peak_gb"].append(self._memory.report_gb())
 
     # Resume
 
@@ -485,13 +477,7 @@ class QeRLTrainer(GRPOTrainer):
         generate_every = self.args.steps_per_generation * self.num_iterations
         if self._step % generate_every == 0 or self._buffered_inputs is None:
             return
-        folder.mkdir(parents=True, exist_ok=True)
-        tensors = {
-            f"{i}.{name}": value.clone(memory_format=torch.contiguous_format)
-            for i, part in enumerate(self._buffered_inputs)
-            for name, value in part.items()
-        }
-        save_file(tensors, self._rollout_file(folder))
+        save_rollouts(self._buffered_inputs, self._rollout_file(folder))
 
     def _rollout_file(self, checkpoint: Path) -> Path:
         return checkpoint / f"rollouts_{self.accelerator.process_index}.safetensors"
@@ -504,26 +490,8 @@ class QeRLTrainer(GRPOTrainer):
         self._step = self.state.global_step * self.args.gradient_accumulation_steps
         file = self._rollout_file(Path(checkpoint))
         if file.exists():
-            parts: list[Batch] = [{} for _ in range(self.args.steps_per_generation)]
-            for key, value in load_file(file, device=str(self.accelerator.device)).items():
-                index, _, name = key.partition(".")
-                parts[int(index)][name] = value
-            self._buffered_inputs = parts
-
-
-@contextlib.contextmanager
-def _scored_only(model: torch.nn.Module, scored_L: torch.Tensor) -> Iterator[None]:
-    """Hand the output head only the positions that predict something: shared prompts do not."""
-
-    def select(_module: torch.nn.Module, _args: Any, output: Any) -> Any:
-        output.last_hidden_state = output.last_hidden_state[:, scored_L]
-        return output
-
-    handle = base_model(model).base_model.register_forward_hook(select)
-    try:
-        yield
-    finally:
-        handle.remove()
+            slices = self.args.steps_per_generation
+            self._buffered_inputs = load_rollouts(file, slices, self.accelerator.device)
 
 
 class _EngineClient:
@@ -566,12 +534,3 @@ class _EpochRepeatSampler(RepeatSampler):
         self.epoch = epoch
         if self.shuffle:
             self.generator.manual_seed(derive_seed("order", self.seed, epoch))
-
-
-def _peak_memory_gb(device: torch.device) -> float:
-    """Peak of the allocator on a GPU, of the process on the CPU, in 10^9 bytes."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 1e9
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9

@@ -1,0 +1,35 @@
+"""The most memory a step had in use.
+
+On a GPU that is what the device says, CUDA's context included: keys and values of the paged engine do not
+pass through torch's allocator, so its own statistics would leave out the larger half of a rollout.
+"""
+
+import resource
+
+import torch
+
+
+class PeakMemory:
+    """The largest of the readings taken since the last report.
+
+    Args:
+        device: Where the model is.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._peak = 0
+
+    def read(self) -> None:
+        """Take a reading; torch keeps what it has freed, so one at the end of an update shows its peak."""
+        if self._device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(self._device)
+            self._peak = max(self._peak, total - free)
+        else:
+            self._peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+    def report_gb(self) -> float:
+        """The peak in 10^9 bytes; starts anew."""
+        self.read()
+        peak, self._peak = self._peak, 0
+        return peak / 1e9
