@@ -151,7 +151,7 @@ def measure(
             )  # fmt: skip
 
     if "qerl" in engines and tokens <= MOST_TOKENS:
-        chosen = gemm.small_cut(tokens, rows, width)
+        chosen = gemm.small_cut(tokens)
         cuts = small_cuts(tokens) if "qerl" in tune else [chosen]
         timed = [(time_small(x_TK, blobs, cut), list(vars(cut).values())) for cut in cuts]
         add("qerl", size, timed, small_error(x_TK, blobs[0], chosen))
