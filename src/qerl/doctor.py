@@ -68,9 +68,7 @@ class Package:
 OPTIONAL = (
     Package("bitsandbytes", "bitsandbytes", "nf4 weights", "pip install 'qerl[nf4]'"),
     Package("triton", "triton", "GPU kernels of a decode step", needs.INSTALL),
-    Package(
-        "cuda-bindings", "cuda.bindings", "GPU kernels compiled at run time", needs.INSTALL
-    ),
+    Package("cuda-bindings", "cuda.bindings", "GPU kernels compiled at run time", needs.INSTALL),
     Package("quack-kernels", "quack", "NVFP4 products of many tokens", needs.INSTALL),
     Package("humming-kernels", "humming", "a peer in benchmarks", "pip install humming-kernels"),
 )

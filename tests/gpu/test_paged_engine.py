@@ -22,8 +22,8 @@ from transformers import (
 from qerl.errors import QeRLError
 from qerl.kernels.gemm import has_quack
 from qerl.lora import add_lora
-from qerl.nvfp4.format import NVFP4, quantize
-from qerl.nvfp4.linear import NVFP4Linear
+from qerl.nvfp4.format import FORMATS, quantize
+from qerl.nvfp4.linear import LINEAR_CLASSES
 from qerl.rollout.engine import SamplingParams
 from qerl.rollout.paged.engine import PagedEngine
 from qerl.rollout.paged.step import Cache
@@ -53,7 +53,8 @@ def model_of(family, packed, lora=True):
         for module in list(model.modules()):
             for name, child in list(module.named_children()):
                 if name.endswith("_proj"):
-                    layer = NVFP4Linear.from_packed(quantize(child.weight.data.float(), NVFP4), child.bias)
+                    weight = quantize(child.weight.data.float(), FORMATS[packed])
+                    layer = LINEAR_CLASSES[packed].from_packed(weight, child.bias)
                     setattr(module, name, layer)
     if lora:
         model = add_lora(model, rank=8, alpha=16, dropout=0.0)
@@ -84,7 +85,7 @@ def gaps(model, prompts, samples, result):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("packed", ["", "nvfp4", "mxfp4"])
 @pytest.mark.parametrize("samples", [2, 20])
 def test_sampler_is_the_trainer(family, packed, samples):
     if packed and not has_quack():
@@ -94,7 +95,7 @@ def test_sampler_is_the_trainer(family, packed, samples):
     result = engine.generate(PROMPTS, samples, SamplingParams(max_tokens=70, seed=3))
     to_trainer, engine_error, trainer_error = gaps(model, PROMPTS, samples, result)
     print(
-        f"{family} packed={packed} samples={samples}: mean |difference| {to_trainer:.1e}, from fp32: engine "
+        f"{family} {packed} samples={samples}: mean |difference| {to_trainer:.1e}, from fp32: engine "
         f"{engine_error:.1e}, trainer {trainer_error:.1e}"
     )
     assert engine_error < 1.2 * trainer_error
@@ -103,7 +104,7 @@ def test_sampler_is_the_trainer(family, packed, samples):
 
 
 def test_samples_do_not_depend_on_who_shares_the_batch():
-    engine = PagedEngine(model_of("qwen2", False), pad_token_id=0)
+    engine = PagedEngine(model_of("qwen2", ""), pad_token_id=0)
     params = SamplingParams(max_tokens=40, seed=3)
     first = engine.generate([PROMPTS[0], PROMPTS[1]], 2, params).completions[:2]
     second = engine.generate([PROMPTS[0], PROMPTS[2]], 2, params).completions[:2]
@@ -111,7 +112,7 @@ def test_samples_do_not_depend_on_who_shares_the_batch():
 
 
 def test_preemption_is_invisible_and_rows_are_refilled(monkeypatch):
-    engine = PagedEngine(model_of("qwen2", False), pad_token_id=0, max_sequences=4)
+    engine = PagedEngine(model_of("qwen2", ""), pad_token_id=0, max_sequences=4)
     params = SamplingParams(max_tokens=100, seed=5)
     plenty = engine.generate(PROMPTS, 3, params).completions
     small = Cache.empty(engine._binding.decoder, 9, "cuda")
@@ -126,7 +127,7 @@ def test_preemption_is_invisible_and_rows_are_refilled(monkeypatch):
 
 
 def test_noise_and_a_changed_adapter_are_seen_without_a_new_engine():
-    model = model_of("qwen2", False)
+    model = model_of("qwen2", "")
     engine = PagedEngine(model, pad_token_id=0)
     params = SamplingParams(max_tokens=8, seed=1)
     clean = engine.generate(PROMPTS[:1], 1, params)
@@ -144,7 +145,7 @@ def test_noise_and_a_changed_adapter_are_seen_without_a_new_engine():
 
 
 def test_stop_tokens_end_a_completion():
-    engine = PagedEngine(model_of("qwen2", False), pad_token_id=0)
+    engine = PagedEngine(model_of("qwen2", ""), pad_token_id=0)
     free = engine.generate(PROMPTS, 2, SamplingParams(max_tokens=30, seed=2)).completions
     stop = free[0].token_ids[11]
     result = engine.generate(PROMPTS, 2, SamplingParams(max_tokens=30, seed=2, stop_token_ids=(stop,)))
@@ -154,7 +155,7 @@ def test_stop_tokens_end_a_completion():
 
 
 def test_nan_weights_end_a_sequence_with_a_reason():
-    model = model_of("qwen2", False)
+    model = model_of("qwen2", "")
     model.get_base_model().model.embed_tokens.weight.data[7] = float("nan")
     engine = PagedEngine(model, pad_token_id=3)
     result = engine.generate([PROMPTS[0], [7]], 1, SamplingParams(max_tokens=5, seed=2))
@@ -163,7 +164,7 @@ def test_nan_weights_end_a_sequence_with_a_reason():
 
 
 def test_sampling_frequencies_match_the_probabilities():
-    model = model_of("qwen2", False)
+    model = model_of("qwen2", "")
     engine = PagedEngine(model, pad_token_id=0, max_sequences=512)
     with torch.no_grad():
         logits = model(input_ids=torch.tensor([PROMPTS[0]], device="cuda")).logits[0, -1].float()
@@ -184,15 +185,15 @@ def test_sampling_frequencies_match_the_probabilities():
 
 def test_what_it_cannot_run_is_refused():
     with pytest.raises(QeRLError, match="float32"):
-        PagedEngine(model_of("qwen2", False, lora=False).float(), pad_token_id=0)
-    engine = PagedEngine(model_of("qwen2", False), pad_token_id=0)
+        PagedEngine(model_of("qwen2", "", lora=False).float(), pad_token_id=0)
+    engine = PagedEngine(model_of("qwen2", ""), pad_token_id=0)
     with pytest.raises(QeRLError, match="positions"):
         engine.generate(PROMPTS, 1, SamplingParams(max_tokens=2000))
 
 
 @pytest.mark.parametrize("filters", [{"top_k": 5}, {"top_p": 0.6}, {"min_p": 0.2}])
 def test_filters_draw_from_what_they_leave(filters):
-    model = model_of("qwen2", False)
+    model = model_of("qwen2", "")
     engine = PagedEngine(model, pad_token_id=0, max_sequences=512)
     params = SamplingParams(max_tokens=2, temperature=0.7, **filters)
     with torch.no_grad():

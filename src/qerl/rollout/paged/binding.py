@@ -1,9 +1,9 @@
 """From the model that trains to the decode step's weights, without a second copy.
 
 Packed weights of q/k/v and of gate/up are put on top of each other in the order tensor cores read; the
-layers' own buffers become views of that memory, and training dequantises from there. 16-bit weights are
-stacked likewise and the layers' parameters become views. LoRA matrices and RMSNorm weights are small and are
-copied before each rollout.
+layers' own buffers become views of that memory, and training dequantises from there. MXFP4 is written as
+NVFP4 first, which changes no number. 16-bit weights are stacked likewise and the layers' parameters become
+views. LoRA matrices and RMSNorm weights are small and are copied before each rollout.
 """
 
 from collections.abc import Iterator, Mapping
@@ -15,7 +15,8 @@ from torch import nn
 from qerl.errors import QeRLError
 from qerl.kernels.blob import to_blob
 from qerl.modules import base_model
-from qerl.nvfp4.linear import NVFP4Linear
+from qerl.nvfp4.convert import as_nvfp4, fits_nvfp4
+from qerl.nvfp4.linear import MXFP4Linear, PackedLinear
 from qerl.rollout.paged.weights import Decoder, Layer, Lora, Matrix
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -39,11 +40,13 @@ def refusal(model: nn.Module) -> str | None:
     for name, layer in _linears(base):
         if getattr(layer, "bias", None) is not None and name.split(".")[-1][0] not in "qkv":
             return f"{name} has a bias"
-        packed = layer if isinstance(layer, NVFP4Linear) else None
-        if not packed and not (isinstance(layer, nn.Linear) and layer.weight.dtype == torch.bfloat16):
-            return f"{name} is a {type(layer).__name__}, neither NVFP4 nor bfloat16"
+        packed = layer if isinstance(layer, PackedLinear) else None
+        if not packed and not (type(layer) is nn.Linear and layer.weight.dtype == torch.bfloat16):
+            return f"{name} is a {type(layer).__name__}, neither NVFP4, MXFP4 nor bfloat16"
         if packed and (packed.in_features % 64 or packed.out_features % 64):
             return f"{name} is {packed.out_features} x {packed.in_features}, which 64 does not divide"
+        if isinstance(packed, MXFP4Linear) and not fits_nvfp4(packed.packed):
+            return f"the block scales of {name} are further apart than 2^17"
     return None
 
 
@@ -195,7 +198,7 @@ def _copy_lora(lora: Lora, sources: list[tuple[nn.Module, int, int]], padded: in
 def _matrix(parts: list[nn.Module]) -> Matrix:
     layers = [cast(Any, _inner(part)) for part in parts]
     device = layers[0].bias.device if layers[0].bias is not None else _device(layers[0])
-    if not isinstance(layers[0], NVFP4Linear):
+    if not isinstance(layers[0], PackedLinear):
         stacked = layers[0].weight.data
         if len(layers) > 1:
             stacked = torch.cat([layer.weight.data for layer in layers])
@@ -205,9 +208,13 @@ def _matrix(parts: list[nn.Module]) -> Matrix:
                 row += layer.out_features
         ones = torch.ones(len(layers), device=device)
         return Matrix(stacked, ones, ones)
-    scale_P = torch.stack([1.0 / layer.weight_global_scale[0] for layer in layers])
     if layers[0].weight_packed.ndim == 4:
         raise QeRLError("This model already belongs to a paged engine; use that one.")
+    for layer in layers:
+        if isinstance(layer, MXFP4Linear):
+            written = as_nvfp4(layer.packed)
+            layer.weight_scale, layer.weight_global_scale = written.scales, written.global_scale
+    scale_P = torch.stack([1.0 / layer.weight_global_scale[0] for layer in layers])
     blob = to_blob(
         torch.cat([layer.weight_packed for layer in layers]),
         torch.cat([layer.weight_scale.view(torch.uint8) for layer in layers]),
@@ -222,5 +229,5 @@ def _matrix(parts: list[nn.Module]) -> Matrix:
 
 
 def _device(layer: Any) -> torch.device:
-    tensor = layer.weight_packed if isinstance(layer, NVFP4Linear) else layer.weight
+    tensor = layer.weight_packed if isinstance(layer, PackedLinear) else layer.weight
     return cast(torch.Tensor, tensor).device

@@ -1,0 +1,37 @@
+"""MXFP4 written as NVFP4 is the same matrix."""
+
+import pytest
+import torch
+
+from qerl.errors import QeRLError
+from qerl.nvfp4.convert import as_nvfp4, fits_nvfp4
+from qerl.nvfp4.format import MXFP4, NVFP4, dequantize, quantize
+
+
+@pytest.mark.parametrize("size", [1e-37, 1e-3, 1.0, 1e30])
+def test_every_element_is_equal(size):
+    weight = torch.randn(48, 128) * size * torch.exp2(torch.randint(-8, 8, (48, 1)).float())
+    weight[3] = 0.0
+    weight[5, 32:64] = 0.0
+    packed = quantize(weight, MXFP4)
+    written = as_nvfp4(packed)
+    assert written.format is NVFP4
+    assert written.codes.data_ptr() == packed.codes.data_ptr()
+    assert torch.equal(dequantize(written), dequantize(packed))
+    assert dequantize(packed).abs().max() > 0
+
+
+def test_a_matrix_of_zeros():
+    packed = quantize(torch.zeros(16, 64), MXFP4)
+    assert torch.equal(dequantize(as_nvfp4(packed)), torch.zeros(16, 64))
+
+
+def test_scales_too_far_apart_are_refused():
+    weight = torch.ones(2, 32)
+    weight[1] *= 2.0**-17
+    assert fits_nvfp4(quantize(weight, MXFP4))
+    weight[1] *= 0.5
+    packed = quantize(weight, MXFP4)
+    assert not fits_nvfp4(packed)
+    with pytest.raises(QeRLError, match="further apart"):
+        as_nvfp4(packed)
