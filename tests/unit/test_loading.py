@@ -49,7 +49,7 @@ print(sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()]), 
 
 @pytest.fixture(scope="module")
 def folders(tiny_model, tmp_path_factory) -> dict[str, Path]:
-    """A plain checkpoint of 190 MB in more than ten shards, the same packed, and a tiny one."""
+    """A plain checkpoint of 190 MB in ten shards, the same packed, and a tiny one."""
     folder = tmp_path_factory.mktemp("loading")
     sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 24, "vocab_size": 4096}
     model = tiny_model("llama", head_dim=128, **sizes).bfloat16()
@@ -62,7 +62,7 @@ def folders(tiny_model, tmp_path_factory) -> dict[str, Path]:
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("name", ["plain", "packed"])
 def test_one_shard_beside_the_result(folders, name):
-    assert len(open_checkpoint(folders[name]).shards) > 10
+    assert len(open_checkpoint(folders[name]).shards) >= 10
     command = [sys.executable, "-c", LOAD, folders[name], folders["tiny"]]
     keep_nothing = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=keep_nothing)
