@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from qerl.errors import QeRLError
-from qerl.nvfp4.convert import as_nvfp4, fits_nvfp4
+from qerl.nvfp4.convert import as_nvfp4, fits_nvfp4, from_nvfp4
 from qerl.nvfp4.format import MXFP4, NVFP4, dequantize, quantize
 
 
@@ -19,6 +19,14 @@ def test_every_element_is_equal(size):
     assert written.codes.data_ptr() == packed.codes.data_ptr()
     assert torch.equal(dequantize(written), dequantize(packed))
     assert dequantize(packed).abs().max() > 0
+
+
+def test_and_back():
+    weight = torch.randn(48, 128) * torch.exp2(torch.randint(-8, 8, (48, 1)).float())
+    packed = quantize(weight, MXFP4)
+    back = from_nvfp4(as_nvfp4(packed))
+    assert torch.equal(back.scales, packed.scales)
+    assert back.format is MXFP4
 
 
 def test_a_matrix_of_zeros():

@@ -10,7 +10,7 @@ Given up: matrices whose blocks differ by more than 2^17 in scale, which no trai
 import torch
 
 from qerl.errors import QeRLError
-from qerl.nvfp4.format import NVFP4, PackedWeight
+from qerl.nvfp4.format import MXFP4, NVFP4, PackedWeight
 
 _LARGEST, _SPAN = 8, 17  # E4M3 holds the powers of two from 2^-9 to 2^8
 _BIAS = 127
@@ -38,6 +38,14 @@ def as_nvfp4(packed: PackedWeight) -> PackedWeight:
     scales_NG = powers_NG.repeat_interleave(2, dim=1).to(torch.float8_e4m3fn)
     global_scale = torch.full((1,), 2.0 ** (shift + _BIAS), device=packed.codes.device)
     return PackedWeight(packed.codes, scales_NG, global_scale, NVFP4)
+
+
+def from_nvfp4(packed: PackedWeight) -> PackedWeight:
+    """The MXFP4 matrix that :func:`as_nvfp4` wrote; only the exponents of blocks of zeros may differ."""
+    assert packed.global_scale is not None
+    scales_NG = packed.scales[:, ::2].float() / packed.global_scale
+    exponents_NG = torch.log2(scales_NG).round().int() + _BIAS
+    return PackedWeight(packed.codes, exponents_NG.clamp(min=0).to(torch.uint8), None, MXFP4)
 
 
 def _used_blocks(packed: PackedWeight) -> torch.Tensor:

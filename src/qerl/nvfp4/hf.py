@@ -104,6 +104,24 @@ class QeRLQuantizer(HfQuantizer):
     def is_serializable(self) -> bool:
         return True
 
+    def get_state_dict_and_metadata(
+        self, model: PreTrainedModel
+    ) -> tuple[dict[str, torch.Tensor] | None, dict[str, str]]:
+        """What `save_pretrained` writes; weights that the paged engine reordered go back to disk order."""
+        reordered = {
+            name: module.packed
+            for name, module in model.named_modules()
+            if isinstance(module, PackedLinear) and module.weight_packed.ndim == 4
+        }
+        if not reordered:
+            return None, {}
+        state = dict(model.state_dict())
+        for name, packed in reordered.items():
+            state[f"{name}.weight_packed"], state[f"{name}.weight_scale"] = packed.codes, packed.scales
+            if packed.global_scale is None:
+                state.pop(f"{name}.weight_global_scale", None)
+        return state, {}
+
     @property
     def is_trainable(self) -> bool:
         """With LoRA on top."""

@@ -25,6 +25,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from qerl.nvfp4.convert import from_nvfp4
 from qerl.nvfp4.format import MXFP4, NVFP4, BlockFormat, PackedWeight, dequantize
 from qerl.workspace import workspace
 
@@ -81,12 +82,20 @@ class PackedLinear(nn.Module):
 
     @property
     def packed(self) -> PackedWeight:
-        """The weight as the format module knows it.
+        """The weight as the format module knows it; a copy where the paged engine has reordered it.
 
         Raises:
             QeRLError: Shapes or dtypes of the buffers do not fit together.
         """
-        return PackedWeight(self.weight_packed, self.weight_scale, self.weight_global_scale, self.format)
+        if self.weight_packed.ndim == 2:
+            return PackedWeight(self.weight_packed, self.weight_scale, self.weight_global_scale, self.format)
+        from qerl.kernels.blob import Blob, from_blob
+
+        groups, tiles = self.weight_packed.shape[:2]
+        blob = Blob(self.weight_packed, self.weight_scale.view(torch.uint8), (groups * 64, tiles * 64))
+        codes, scales = (part[: self.out_features] for part in from_blob(blob))
+        packed = PackedWeight(codes, scales.view(torch.float8_e4m3fn), self.weight_global_scale, NVFP4)
+        return packed if self.format is NVFP4 else from_nvfp4(packed)
 
     @property
     def qweight(self) -> torch.Tensor:

@@ -1,0 +1,70 @@
+"""What the paged engine does to a model's weights, looked at on the CPU, where none of its kernels run."""
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from qerl.lora import add_lora
+from qerl.model import load_model
+from qerl.nvfp4.linear import PackedLinear
+from qerl.rollout.paged.binding import Binding
+
+
+@pytest.fixture
+def plain(tmp_path):
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=128, intermediate_size=192, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=64,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "plain")
+    return tmp_path / "plain"
+
+
+def dense(model):
+    return {
+        name: module.dequantized_weight()
+        for name, module in model.named_modules()
+        if isinstance(module, PackedLinear)
+    }
+
+
+@pytest.mark.parametrize("weights", ["nvfp4", "mxfp4"])
+def test_a_bound_model_is_saved_as_it_was(plain, tmp_path, weights):
+    model = load_model(plain, weights, torch.float32, "cpu")
+    before = dense(model)
+    Binding(model, positions=64)
+    assert all(m.weight_packed.ndim == 4 for m in model.modules() if isinstance(m, PackedLinear))
+    model.save_pretrained(tmp_path / "saved")
+    after = dense(load_model(tmp_path / "saved", weights, torch.float32, "cpu"))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_one_copy_of_the_weights(plain):
+    """q, k and v are views of the matrix that the engine reads, as are gate and up."""
+    model = load_model(plain, "nvfp4", torch.float32, "cpu")
+    layer = Binding(model, positions=64).decoder.layers[0]
+    for stacked, module in ((layer.qkv, model.model.layers[0].self_attn.k_proj),
+                            (layer.gate_up, model.model.layers[0].mlp.up_proj)):  # fmt: skip
+        storage = stacked.weight.codes.untyped_storage()
+        assert module.weight_packed.untyped_storage().data_ptr() == storage.data_ptr()
+
+
+def test_noise_and_adapter_are_copied_not_merged(plain):
+    model = add_lora(load_model(plain, "nvfp4", torch.float32, "cpu"), rank=4, alpha=8, dropout=0.0)
+    binding = Binding(model, positions=64)
+    base = model.get_base_model()
+    norm = base.model.layers[1].input_layernorm
+    clean = norm.weight.detach().clone()
+    with torch.no_grad():
+        base.model.layers[1].mlp.down_proj.lora_B["default"].weight.normal_()
+    binding.refresh({"model.layers.1.input_layernorm": torch.full((128,), 0.25)})
+    layer = binding.decoder.layers[1]
+    assert torch.equal(layer.input_norm_D, clean + 0.25)
+    assert torch.equal(norm.weight, clean)
+    down = base.model.layers[1].mlp.down_proj
+    assert layer.lora_down is not None
+    assert torch.equal(layer.lora_down.b_NR[:, :4], (2 * down.lora_B["default"].weight).bfloat16())
+    binding.refresh({})
+    assert torch.equal(layer.input_norm_D, clean)
