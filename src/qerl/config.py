@@ -102,7 +102,10 @@ class QeRLConfig(GRPOConfig):
     noise_stages: int = _help("Stages of the schedule, the first without noise.", 10)
     noise_schedule: str = _help(f"Decay over the stages: {', '.join(SCHEDULES)}.", "exponential")
 
-    max_sequences: int = _help("Sequences decoded at the same time.", 64)
+    max_sequences: int | None = _help(
+        "Sequences decoded at the same time; unset, at most 64 (portable engine) or 512 (paged engine).",
+        None,
+    )
 
     # Fields of the parents whose defaults differ here.
     bf16: bool | None = _help(

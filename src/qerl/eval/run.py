@@ -60,7 +60,7 @@ class Policy:
     stop_token_ids: tuple[int, ...]
 
 
-def load(source: Source, console: Console, max_sequences: int = 64) -> Policy:
+def load(source: Source, console: Console) -> Policy:
     """Model, adapter, tokenizer and engine.
 
     Raises:
@@ -78,7 +78,7 @@ def load(source: Source, console: Console, max_sequences: int = 64) -> Policy:
         console.print(f"The adapter is in use: it moves logits by up to {difference:.3g}.")
     stops = model.generation_config.eos_token_id
     stop_ids = {tokenizer.eos_token_id, *([stops] if isinstance(stops, int) else stops or [])}
-    engine = make_engine(model, tokenizer.pad_token_id, max_sequences)
+    engine = make_engine(model, tokenizer.pad_token_id)
     return Policy(model, tokenizer, engine, tuple(sorted(stop_ids)))
 
 

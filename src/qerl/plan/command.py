@@ -75,7 +75,7 @@ def _work(config: QeRLConfig) -> Work:
         prompt_tokens=config.max_prompt_length or DEFAULT_PROMPT,
         completion_tokens=config.max_completion_length,
         group=config.num_generations,
-        sequences=min(config.max_sequences, samples, MOST_SEQUENCES),
+        sequences=min(config.max_sequences or MOST_SEQUENCES, samples, MOST_SEQUENCES),
         microbatch=config.per_device_train_batch_size,
         microbatches=config.gradient_accumulation_steps,
         checkpointing=config.gradient_checkpointing,

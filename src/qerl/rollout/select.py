@@ -16,7 +16,7 @@ from qerl.rollout.engine import RolloutEngine
 from qerl.rollout.portable import PortableEngine
 
 
-def make_engine(model: nn.Module, pad_token_id: int, max_sequences: int) -> RolloutEngine:
+def make_engine(model: nn.Module, pad_token_id: int, max_sequences: int | None = None) -> RolloutEngine:
     """The fastest engine for a model where it is now.
 
     The paged engine puts packed weights into another order, in place; training reads them there.
@@ -24,17 +24,18 @@ def make_engine(model: nn.Module, pad_token_id: int, max_sequences: int) -> Roll
     Args:
         model: A transformers causal LM, PEFT-wrapped or not.
         pad_token_id: Any id of the vocabulary; it fills masked positions.
-        max_sequences: Most sequences decoded at the same time.
+        max_sequences: Most sequences decoded at the same time; None leaves it to the engine.
     """
+    limit = {} if max_sequences is None else {"max_sequences": max_sequences}
     if base_model(model).device.type != "cuda":
-        return PortableEngine(model, pad_token_id=pad_token_id, max_sequences=max_sequences)
+        return PortableEngine(model, pad_token_id, **limit)
     reasons = _obstacles(model)
     if reasons:
         warnings.warn(f"Rollouts take the portable engine, which is slow on a GPU: {reasons}.", stacklevel=2)
-        return PortableEngine(model, pad_token_id=pad_token_id, max_sequences=max_sequences)
+        return PortableEngine(model, pad_token_id, **limit)
     from qerl.rollout.paged.engine import PagedEngine
 
-    return PagedEngine(model, pad_token_id=pad_token_id, max_sequences=max_sequences)
+    return PagedEngine(model, pad_token_id, **limit)
 
 
 def _obstacles(model: nn.Module) -> str:

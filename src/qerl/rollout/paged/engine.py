@@ -56,7 +56,7 @@ class PagedEngine(RolloutEngine):
     Args:
         model: The model that trains. Its packed weights are reordered in place, for good.
         pad_token_id: The only token of a completion whose first logits were not finite.
-        max_sequences: Most sequences that run side by side, up to 512.
+        max_sequences: Most sequences that run side by side, up to 512; fewer run where memory is short.
         cache_share: Most of the GPU memory free at the first call that keys and values may take.
 
     Raises:
@@ -64,7 +64,7 @@ class PagedEngine(RolloutEngine):
     """
 
     def __init__(
-        self, model: nn.Module, pad_token_id: int, max_sequences: int = 256, cache_share: float = 0.6
+        self, model: nn.Module, pad_token_id: int, max_sequences: int = 512, cache_share: float = 0.6
     ) -> None:
         reason = refusal(model)
         if reason is not None:
