@@ -41,9 +41,11 @@ from qerl.rollout.engine import NormOffsets, RolloutEngine, RolloutResult, Sampl
 from qerl.rollout.paged.engine import PagedEngine
 from qerl.rollout.select import make_engine
 from qerl.trainer.grpo import QeRLTrainer
+from qerl.trainer.memory import used_bytes
 
 WEIGHTS = ("nvfp4", "bf16", "nf4", "mxfp4")
 _WORDS = 1000
+_DEVICE = torch.device("cuda")
 
 
 def random_policy(sizes: Shape, weights: str, rank: int, positions: int) -> PeftModel:
@@ -149,7 +151,7 @@ class Watch(RolloutEngine):
         result = self.engine.generate(prompts, samples_per_prompt, params, norm_offsets)
         torch.cuda.synchronize()
         self.seconds, self.tokens = time.perf_counter() - start, result.generated_tokens
-        self.rollout_gb = used_gb()
+        self.rollout_gb = used_bytes(_DEVICE) / 1e9
         return result
 
     def release(self) -> None:
@@ -161,12 +163,6 @@ class Watch(RolloutEngine):
         if self.calls - 1 == self._profile_call:
             self.trace = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
             self.trace.start()
-
-
-def used_gb() -> float:
-    """Memory in use on the device, by whatever, in 10^9 bytes."""
-    free, total = torch.cuda.mem_get_info()
-    return (total - free) / 1e9
 
 
 class Clock(TrainerCallback):
@@ -195,7 +191,7 @@ class Clock(TrainerCallback):
                 "tokens": watch.tokens,
                 "tokens_per_s": watch.tokens / total,
                 "rollout_gb": watch.rollout_gb,
-                "update_gb": used_gb() + cached / 1e9,
+                "update_gb": used_bytes(_DEVICE) / 1e9 + cached / 1e9,
                 "update_allocated_gb": torch.cuda.max_memory_allocated() / 1e9,
             }
         )

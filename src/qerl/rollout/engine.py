@@ -126,3 +126,30 @@ class RolloutEngine(ABC):
 
     def release(self) -> None:  # noqa: B027 - most engines hold nothing
         """Gives the memory up that only `generate` needs, until its next call."""
+
+
+def check_request(
+    prompts: Sequence[Sequence[int]], samples_per_prompt: int, params: SamplingParams, positions: int | None
+) -> None:
+    """Refuses what no engine can sample.
+
+    Args:
+        prompts, samples_per_prompt, params: As in `RolloutEngine.generate`.
+        positions: Positions the model has, None where it sets no limit.
+
+    Raises:
+        QeRLError: An empty prompt list, an empty prompt, or a prompt that with its completion exceeds them.
+    """
+    if not prompts:
+        raise QeRLError("There is no prompt to sample from; pass at least one.")
+    if samples_per_prompt < 1:
+        raise QeRLError(f"samples_per_prompt is {samples_per_prompt}; it must be at least 1.")
+    for index, prompt in enumerate(prompts):
+        if not len(prompt):
+            raise QeRLError(f"Prompt {index} is empty; a prompt needs at least one token.")
+    longest = max(len(prompt) for prompt in prompts)
+    if positions is not None and longest + params.max_tokens > positions:
+        raise QeRLError(
+            f"A prompt of {longest} tokens and a completion of up to {params.max_tokens} exceed the "
+            f"{positions} positions of the model; shorten the prompt or lower max_tokens."
+        )

@@ -19,7 +19,14 @@ from qerl.modules import base_model, eval_mode
 from qerl.noise import merged
 from qerl.nvfp4.linear import unpacked
 from qerl.rollout.attention import grouped_decode
-from qerl.rollout.engine import Completion, NormOffsets, RolloutEngine, RolloutResult, SamplingParams
+from qerl.rollout.engine import (
+    Completion,
+    NormOffsets,
+    RolloutEngine,
+    RolloutResult,
+    SamplingParams,
+    check_request,
+)
 from qerl.rollout.runner import Runner
 from qerl.rollout.sampling import sample, uniform_streams
 from qerl.rollout.scheduler import SequenceId, Wave, plan_waves
@@ -52,7 +59,9 @@ class PortableEngine(RolloutEngine):
         norm_offsets: NormOffsets | None = None,
     ) -> RolloutResult:
         """See ``RolloutEngine.generate``."""
-        self._check(prompts, samples_per_prompt, params)
+        config = base_model(self._model).config.get_text_config(decoder=True)
+        positions = getattr(config, "max_position_embeddings", None)
+        check_request(prompts, samples_per_prompt, params, positions)
         start = time.perf_counter()
         completions: list[Completion] = []
         prompt_tokens = 0
@@ -66,25 +75,6 @@ class PortableEngine(RolloutEngine):
             generated_tokens=sum(len(completion.token_ids) for completion in completions),
             seconds=time.perf_counter() - start,
         )
-
-    def _check(
-        self, prompts: Sequence[Sequence[int]], samples_per_prompt: int, params: SamplingParams
-    ) -> None:
-        if not prompts:
-            raise QeRLError("There is no prompt to sample from; pass at least one.")
-        if samples_per_prompt < 1:
-            raise QeRLError(f"samples_per_prompt is {samples_per_prompt}; it must be at least 1.")
-        for index, prompt in enumerate(prompts):
-            if not len(prompt):
-                raise QeRLError(f"Prompt {index} is empty; a prompt needs at least one token.")
-        config = base_model(self._model).config.get_text_config(decoder=True)
-        positions = getattr(config, "max_position_embeddings", None)
-        longest = max(len(prompt) for prompt in prompts)
-        if positions is not None and longest + params.max_tokens > positions:
-            raise QeRLError(
-                f"A prompt of {longest} tokens and a completion of up to {params.max_tokens} exceed the "
-                f"{positions} positions of the model; shorten the prompt or lower max_tokens."
-            )
 
     @contextmanager
     def _ready(self, norm_offsets: NormOffsets) -> Iterator[None]:

@@ -9,6 +9,14 @@ import resource
 import torch
 
 
+def used_bytes(device: torch.device) -> int:
+    """Memory in use on a GPU, by whatever; on the CPU the most that this process has had."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return total - free
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
 class PeakMemory:
     """The largest of the readings taken since the last report.
 
@@ -22,11 +30,7 @@ class PeakMemory:
 
     def read(self) -> None:
         """Take a reading; torch keeps what it has freed, so one at the end of an update shows its peak."""
-        if self._device.type == "cuda":
-            free, total = torch.cuda.mem_get_info(self._device)
-            self._peak = max(self._peak, total - free)
-        else:
-            self._peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        self._peak = max(self._peak, used_bytes(self._device))
 
     def report_gb(self) -> float:
         """The peak in 10^9 bytes; starts anew."""

@@ -26,6 +26,7 @@ from qerl.rollout.engine import (
     RolloutEngine,
     RolloutResult,
     SamplingParams,
+    check_request,
 )
 from qerl.rollout.paged.binding import Binding, refusal
 from qerl.rollout.paged.blocks import BlockManager
@@ -110,7 +111,7 @@ class PagedEngine(RolloutEngine):
         norm_offsets: NormOffsets | None = None,
     ) -> RolloutResult:
         """See ``RolloutEngine.generate``."""
-        self._check(prompts, samples_per_prompt, params)
+        check_request(prompts, samples_per_prompt, params, self._positions)
         start = time.perf_counter()
         self._binding.refresh(norm_offsets or {})
         total = len(prompts) * samples_per_prompt
@@ -126,21 +127,6 @@ class PagedEngine(RolloutEngine):
             generated_tokens=sum(len(c.token_ids) for c in completions),
             seconds=time.perf_counter() - start,
         )
-
-    def _check(self, prompts: Sequence[Sequence[int]], samples: int, params: SamplingParams) -> None:
-        if not prompts:
-            raise QeRLError("There is no prompt to sample from; pass at least one.")
-        if samples < 1:
-            raise QeRLError(f"samples_per_prompt is {samples}; it must be at least 1.")
-        for index, prompt in enumerate(prompts):
-            if not len(prompt):
-                raise QeRLError(f"Prompt {index} is empty; a prompt needs at least one token.")
-        longest = max(len(prompt) for prompt in prompts)
-        if longest + params.max_tokens > self._positions:
-            raise QeRLError(
-                f"A prompt of {longest} tokens and a completion of up to {params.max_tokens} exceed the "
-                f"{self._positions} positions of the model; shorten the prompt or lower max_tokens."
-            )
 
     def _reserve(
         self, prompts: Sequence[Sequence[int]], samples: int, rows: int, params: SamplingParams
