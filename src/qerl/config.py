@@ -236,7 +236,7 @@ def read_recipe(path: Path) -> dict[str, Any]:
     return _numbers(values)
 
 
-def load_config(recipes: Sequence[Path], overrides: dict[str, Any]) -> QeRLConfig:
+def load_config(recipes: Sequence[str | Path], overrides: dict[str, Any]) -> QeRLConfig:
     """Settings from recipes, later ones over earlier ones, and command-line fields over all.
 
     Raises:
@@ -244,7 +244,7 @@ def load_config(recipes: Sequence[Path], overrides: dict[str, Any]) -> QeRLConfi
     """
     values: dict[str, Any] = {}
     for path in recipes:
-        values |= read_recipe(path)
+        values |= read_recipe(Path(path))
     for key in overrides:
         check_key(key, "The command line")
     values |= overrides

@@ -7,7 +7,7 @@ from rich.text import Text
 from qerl.plan.phases import Plan
 from qerl.plan.propose import MARGIN, fits
 
-_WIDTH = 60  # characters of a bar
+_WIDTH = 48  # characters of a bar, so that the line fits a terminal of 80
 _COLORS = {
     "weights": "blue",
     "LoRA": "cyan",
