@@ -61,17 +61,6 @@ def test_no_block_leaks_after_100_000_random_requests():
     assert preempted > 1_000
 
 
-def test_abandon_frees_everything():
-    blocks = BlockManager(40, 8)
-    scheduler = Scheduler(blocks, rows=4, round_steps=4)
-    scheduler.add([[0] * 20, [0] * 9], 4, 30)
-    scheduler.plan()
-    assert blocks.free < 40
-    scheduler.abandon()
-    assert blocks.free == 40
-    assert not scheduler.busy
-
-
 def test_a_group_prefills_its_prompt_once_and_shares_its_blocks():
     blocks = BlockManager(100, 8)
     scheduler = Scheduler(blocks, rows=8, round_steps=4)

@@ -4,6 +4,8 @@ A call runs in rounds: plan (who enters, who is preempted), prefill what entered
 few times, look who has finished. Between rounds nothing waits for the host. Weights are bound once (see
 binding); a new training step costs a copy of LoRA and norm weights, never a recapture.
 
+Scheduler and blocks belong to the call: one that is cut off, by Ctrl-C or an error, leaves nothing taken.
+
 Rows of the batch are fixed places, and a call uses the smallest captured size that holds its sequences. A
 finished sequence's row is refilled at the next plan.
 """

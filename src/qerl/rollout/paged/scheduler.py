@@ -126,12 +126,6 @@ class Scheduler:
         for row in list(finished):
             self._leave(self.running[row])
 
-    def abandon(self) -> None:
-        """Frees everything, as after Ctrl-C."""
-        for sequence in list(self.running.values()):
-            self._leave(sequence)
-        self.waiting.clear()
-
     def _grow_running(self, plan: Plan) -> None:
         for sequence in sorted(self.running.values(), key=lambda s: s.index):
             while sequence.row is not None:
