@@ -100,7 +100,7 @@ def test_residual_norm(tokens, splits, rank, padded):
         lora = {"low_CTR": fixed(low), "b_DR": b, "a_RD": a, "next_CTR": following, "spent_CTR": spent}
     found = residual.clone()
     residual_norm.residual_norm(
-        found, w, u, squares, padded=padded, gemm_STN=product, parts_G=counts, scale_1=scale, pdl=GPU, **lora
+        found, w, u, squares, padded=padded, gemm_STN=product, parts_G=counts, scale_1=scale, **lora
     )
     u = as_rows(u, tokens, width, padded)
     assert error(found, y) < 3e-3
@@ -115,9 +115,7 @@ def test_residual_norm(tokens, splits, rank, padded):
 def test_residual_norm_reads_the_embedding():
     table, tokens = half(50, 128), torch.tensor([3, 49, 3], device=DEVICE, dtype=torch.int32)
     found, u, squares = poison(3, 128, dtype=HALF), poison(3, 128, dtype=HALF), poison(2, 3)
-    residual_norm.residual_norm(
-        found, torch.ones(128, device=DEVICE), u, squares, embedding=(table, tokens), pdl=GPU
-    )
+    residual_norm.residual_norm(found, torch.ones(128, device=DEVICE), u, squares, embedding=(table, tokens))
     assert torch.equal(found, table[tokens.long()])
 
 
@@ -140,7 +138,6 @@ def test_rope_kv(qk_norm, bias, rank):
         product, scale, squares, angle.cos(), angle.sin(), position, slot, q, k_cache, v_cache, width=width,
         eps=EPS, parts_G=counts,
         low_CTR=fixed(low) if rank else None, b_NR=b if rank else None, bias_N=bias_N, qk_norm_2E=norm_2E,
-        pdl=GPU,
     )  # fmt: skip
     x = summed
     parts = list(x.split([heads * size, kv_heads * size, kv_heads * size], dim=1))
@@ -188,7 +185,7 @@ def test_silu_mul(tokens, rank, padded):
     lora = {"low_CTR": fixed(low), "b_NR": b, "a_RI": a, "next_CTR": following} if rank else {}
     silu_mul.silu_mul(
         product, scale, squares, h, intermediate=intermediate, width=width, eps=EPS, padded=padded,
-        parts_G=counts, pdl=GPU, **lora,
+        parts_G=counts, **lora,
     )  # fmt: skip
     h = as_rows(h, tokens, intermediate, padded)
     rms = 1 / (squares.double().sum(0) / width + EPS).sqrt()
@@ -231,13 +228,13 @@ def test_attention_shares_prompts(padded):
     attention.attend(
         q, k_cache, v_cache, tables, torch.tensor(items, **as_int), torch.tensor(order, **as_int), limit,
         out, lse,
-        splits=splits, pdl=GPU,
+        splits=splits,
     )  # fmt: skip
     y, a = poison(tokens, heads * size, dtype=HALF), half(rank, heads * size)
     if padded:
         y = torch.zeros(padded * heads * size, device=DEVICE, dtype=HALF)
     following = fresh(tokens, rank)
-    attention.merge(out, lse, y, padded=padded, a_RC=a, next_CTR=following, pdl=GPU)
+    attention.merge(out, lse, y, padded=padded, a_RC=a, next_CTR=following)
     y = as_rows(y, tokens, heads * size, padded)
     truth = torch.zeros(tokens, heads, size, dtype=torch.float64, device=DEVICE)
     for t in range(tokens):
@@ -283,7 +280,7 @@ def test_sample(temperature):
     before = {k: v.clone() for k, v in state.items()}
     sample.sample(
         logits, squares, torch.empty(3, tokens, 3, device=DEVICE), uniform, stop, state, width=width, eps=0.0,
-        temperature=temperature, pdl=GPU,
+        temperature=temperature,
     )  # fmt: skip
     assert state["done"].tolist() == [0, 1, 2, 1, 0, 3]
     for t in (0, 1, 2, 4):

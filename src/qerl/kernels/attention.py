@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from qerl.kernels.common import PAGE, add_low, begin, clear, copies, operand_at, ranks
+from qerl.kernels.common import PAGE, add_low, begin, clear, copies, dependent, operand_at, ranks
 
 ROWS = 64
 
@@ -129,7 +129,6 @@ def attend(
     lse_ZTH: torch.Tensor,
     *,
     splits: int,
-    pdl: bool = True,
 ) -> None:
     """Partial attention of every item.
 
@@ -152,9 +151,9 @@ def attend(
     _attend[(item_4.shape[0], kv_heads, splits)](
         q_THE, k_cache, v_cache, tables_GB, item_4, order, limit_2T, out_ZTHE, lse_ZTH,
         tokens, tables_GB.shape[1], size**-0.5,
-        HQ=heads, HKV=kv_heads, E=size, PAGE=PAGE, ROWS=ROWS, SPLITS=splits, PDL=pdl, num_warps=4,
+        HQ=heads, HKV=kv_heads, E=size, PAGE=PAGE, ROWS=ROWS, SPLITS=splits, num_warps=4,
         num_stages=3,
-        **({"launch_pdl": True} if pdl else {}),
+        **dependent(q_THE),
     )  # fmt: skip
 
 
@@ -167,7 +166,6 @@ def merge(
     a_RC: torch.Tensor | None = None,
     next_CTR: torch.Tensor | None = None,
     spent_CTR: torch.Tensor | None = None,
-    pdl: bool = True,
 ) -> None:
     """Merges the pieces into y, bf16 [T, heads * head size], and leaves x A^T for the output projection.
 
@@ -191,6 +189,6 @@ def merge(
         HQ=heads, E=size, Z=pieces, R=0 if a_RC is None else a_RC.shape[0],
         R_SPENT=ranks(spent_CTR), R_SPENT_PADDED=triton.next_power_of_2(ranks(spent_CTR)), PADDED=padded,
         BLOCK_T=block_t,
-        NEXT_COPIES=copies(next_CTR), SPENT_COPIES=copies(spent_CTR), PDL=pdl, num_warps=4,
-        **({"launch_pdl": True} if pdl else {}),
+        NEXT_COPIES=copies(next_CTR), SPENT_COPIES=copies(spent_CTR), num_warps=4,
+        **dependent(out_ZTHE),
     )  # fmt: skip

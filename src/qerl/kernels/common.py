@@ -131,3 +131,8 @@ def ranks(low_CTR: torch.Tensor | None) -> int:
 def copies(low_CTR: torch.Tensor | None) -> int:
     """Copies of a sum."""
     return 1 if low_CTR is None else low_CTR.shape[0]
+
+
+def dependent(tensor: torch.Tensor) -> dict[str, bool]:
+    """Launch options: programmatic dependent launch, which Triton's interpreter on the CPU lacks."""
+    return {"PDL": True, "launch_pdl": True} if tensor.is_cuda else {"PDL": False}

@@ -69,7 +69,7 @@ def scratch_bytes(weight: Blob | torch.Tensor, tokens: int) -> int:
     rows = weight.shape[0]
     if isinstance(weight, Blob) and room(weight, tokens):
         return parts(small_cut(tokens), weight.shape, weight.codes.device)[0] * tokens * rows * 4
-    return tokens * rows * 2
+    return tokens * rows * (2 if isinstance(weight, Blob) else weight.element_size())
 
 
 def multiply(x: torch.Tensor, weight: Blob | torch.Tensor, tokens: int, scratch: torch.Tensor) -> Product:
@@ -89,7 +89,7 @@ def multiply(x: torch.Tensor, weight: Blob | torch.Tensor, tokens: int, scratch:
         out = scratch[: most * tokens * rows * 4].view(torch.float32).view(most, tokens, rows)
         small_gemm(x, weight, out, cut)
         return Product(out, counts, True)
-    out = scratch[: tokens * rows * 2].view(torch.bfloat16).view(1, tokens, rows)
+    out = scratch[: tokens * rows * x.element_size()].view(x.dtype).view(1, tokens, rows)
     x_TK = x.view(-1)[: tokens * width].view(tokens, width)
     if isinstance(weight, Blob):
         quack(x_TK, weight, out[0])

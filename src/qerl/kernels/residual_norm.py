@@ -16,6 +16,7 @@ from qerl.kernels.common import (
     begin,
     clear,
     copies,
+    dependent,
     load_low,
     operand_at,
     part_counts,
@@ -92,7 +93,6 @@ def residual_norm(
     a_RD: torch.Tensor | None = None,
     next_CTR: torch.Tensor | None = None,
     spent_CTR: torch.Tensor | None = None,
-    pdl: bool = True,
 ) -> None:
     """Launches the kernel; see the module's text.
 
@@ -135,6 +135,6 @@ def residual_norm(
         R_IN=stacked, R_IN_PADDED=triton.next_power_of_2(stacked),
         COPIES=copies(low_CTR), NEXT_COPIES=copies(next_CTR), SPENT_COPIES=copies(spent_CTR),
         EMBED=embedding is not None, PADDED=padded,
-        BLOCK_T=block_t, BLOCK_D=BLOCK_D, PDL=pdl, num_warps=4 if stacked <= 128 else 8,
-        **({"launch_pdl": True} if pdl else {}),
+        BLOCK_T=block_t, BLOCK_D=BLOCK_D, num_warps=4 if stacked <= 128 else 8,
+        **dependent(residual_TD),
     )  # fmt: skip

@@ -16,6 +16,7 @@ from qerl.kernels.common import (
     begin,
     clear,
     copies,
+    dependent,
     inverse_rms,
     load_low,
     part_counts,
@@ -117,7 +118,6 @@ def rope_kv(
     b_NR: torch.Tensor | None = None,
     bias_N: torch.Tensor | None = None,
     qk_norm_2E: torch.Tensor | None = None,
-    pdl: bool = True,
 ) -> None:
     """Launches the kernel; see the module's text.
 
@@ -159,5 +159,5 @@ def rope_kv(
         R_SPENT=ranks(spent_CTR), R_SPENT_PADDED=triton.next_power_of_2(ranks(spent_CTR)), HQ=heads,
         HKV=kv_heads, E=size, PAGE=PAGE, COPIES=copies(low_CTR), SPENT_COPIES=copies(spent_CTR),
         HAS_BIAS=bias_N is not None, QK_NORM=qk_norm_2E is not None,
-        BLOCK_T=block_t, PDL=pdl, num_warps=4, **({"launch_pdl": True} if pdl else {}),
+        BLOCK_T=block_t, num_warps=4, **dependent(gemm_STN),
     )  # fmt: skip

@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from qerl.kernels.common import PAGE, begin
+from qerl.kernels.common import PAGE, begin, dependent
 
 BLOCK_V = 4096
 
@@ -130,7 +130,6 @@ def sample(
     width: int,
     eps: float,
     temperature: float,
-    pdl: bool = True,
 ) -> None:
     """Draws a token for each sequence that has not ended and prepares its next step.
 
@@ -152,11 +151,10 @@ def sample(
     blocks = stats_3TB.shape[2]
     partials = squares_PT.shape[0]
     inverse = 1.0 / (temperature or 1.0)
-    extra = {"launch_pdl": True} if pdl else {}
     padded = triton.next_power_of_2(partials)
     _partial_softmax[(tokens, blocks)](
         logits_TV, squares_PT, stats_3TB, tokens, vocabulary, width, eps, inverse, blocks,
-        SQ_P=partials, SQ_PADDED=padded, BLOCK_V=BLOCK_V, PDL=pdl, num_warps=8, **extra,
+        SQ_P=partials, SQ_PADDED=padded, BLOCK_V=BLOCK_V, num_warps=8, **dependent(logits_TV),
     )  # fmt: skip
     _choose[(tokens,)](
         logits_TV, squares_PT, stats_3TB, uniform_TM, stop_K,
@@ -166,5 +164,5 @@ def sample(
         GREEDY=temperature == 0, STOPS=stop_K.numel(),
         STOPS_PADDED=triton.next_power_of_2(max(stop_K.numel(), 1)),
         BLOCKS_PADDED=triton.next_power_of_2(blocks), SQ_P=partials, SQ_PADDED=padded,
-        BLOCK_V=BLOCK_V, PAGE=PAGE, PDL=pdl, num_warps=8, **extra,
+        BLOCK_V=BLOCK_V, PAGE=PAGE, num_warps=8, **dependent(logits_TV),
     )  # fmt: skip

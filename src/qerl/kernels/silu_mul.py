@@ -13,6 +13,7 @@ from qerl.kernels.common import (
     begin,
     clear,
     copies,
+    dependent,
     inverse_rms,
     load_low,
     operand_at,
@@ -78,7 +79,6 @@ def silu_mul(
     a_RI: torch.Tensor | None = None,
     next_CTR: torch.Tensor | None = None,
     spent_CTR: torch.Tensor | None = None,
-    pdl: bool = True,
 ) -> None:
     """Launches the kernel; see the module's text.
 
@@ -115,6 +115,6 @@ def silu_mul(
         R_SPENT=ranks(spent_CTR), R_SPENT_PADDED=triton.next_power_of_2(ranks(spent_CTR)),
         R=0 if b_NR is None else b_NR.shape[1], R_NEXT=0 if a_RI is None else a_RI.shape[0],
         COPIES=copies(low_CTR), NEXT_COPIES=copies(next_CTR), SPENT_COPIES=copies(spent_CTR),
-        PADDED=padded, COLUMNS=block_n, BLOCK_T=block_t, PDL=pdl, num_warps=block_n // 32,
-        **({"launch_pdl": True} if pdl else {}),
+        PADDED=padded, COLUMNS=block_n, BLOCK_T=block_t, num_warps=block_n // 32,
+        **dependent(gemm_STN),
     )  # fmt: skip

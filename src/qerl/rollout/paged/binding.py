@@ -161,8 +161,8 @@ class Binding:
         rows = sum(layer.out_features for layer in inner)
         device, rank = self._base.device, self._padded_rank
         lora = Lora(
-            torch.zeros(rank * len(parts), inner[0].in_features, dtype=torch.bfloat16, device=device),
-            torch.zeros(rows, rank, dtype=torch.bfloat16, device=device),
+            torch.zeros(rank * len(parts), inner[0].in_features, dtype=self._base.dtype, device=device),
+            torch.zeros(rows, rank, dtype=self._base.dtype, device=device),
         )
         sources, row = [], 0
         for index, (part, layer) in enumerate(zip(parts, inner, strict=True)):

@@ -24,7 +24,7 @@ class Cache:
     @classmethod
     def empty(cls, decoder: Decoder, blocks: int, device: torch.device | str) -> "Cache":
         shape = (len(decoder.layers), blocks, decoder.kv_heads, PAGE, decoder.head_size)
-        return cls(*(torch.zeros(shape, dtype=torch.bfloat16, device=device) for _ in range(2)))
+        return cls(*(torch.zeros(shape, dtype=decoder.dtype, device=device) for _ in range(2)))
 
 
 @dataclass
@@ -66,18 +66,18 @@ class Step:
         layer = decoder.layers[0]
         matrices = [m for each in decoder.layers for m in (each.qkv, each.o, each.gate_up, each.down)]
         self.scratch = new(max(gemm.scratch_bytes(m.weight, tokens) for m in matrices), dtype=torch.uint8)
-        self.residual_TD = new(tokens, hidden, dtype=torch.bfloat16)
+        self.residual_TD = new(tokens, hidden, dtype=decoder.dtype)
 
         def operand(width: int) -> torch.Tensor:
             # Flat, because each GEMM says in which order it reads; what it has room for beyond T stays zero.
             room = max(tokens, *(gemm.room(m.weight, tokens) for m in matrices))
-            return torch.zeros(room * width, dtype=torch.bfloat16, device=device)
+            return torch.zeros(room * width, dtype=decoder.dtype, device=device)
 
         self.u, self.attended, self.h = operand(hidden), operand(heads * size), operand(decoder.intermediate)
         self.u_TD = self.u[: tokens * hidden].view(tokens, hidden)
         columns = partial_count(hidden, residual_norm.BLOCK_D)
         self.squares_PT = new(columns, tokens)
-        self.q_THE = new(tokens, heads, size, dtype=torch.bfloat16)
+        self.q_THE = new(tokens, heads, size, dtype=decoder.dtype)
         self.out_ZTHE = new(2 * splits, tokens, heads, size)
         self.lse_ZTH = new(2 * splits, tokens, heads).fill_(-torch.inf)
         if self.lora:

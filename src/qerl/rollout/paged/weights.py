@@ -85,3 +85,8 @@ class Decoder:
     @property
     def hidden(self) -> int:
         return self.embedding_VD.shape[1]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of activations, keys and values: bf16 on a GPU, fp32 in Triton's interpreter."""
+        return self.embedding_VD.dtype

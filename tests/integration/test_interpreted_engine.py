@@ -1,0 +1,110 @@
+"""The paged engine in Triton's interpreter: the same completions as the portable engine, without a GPU.
+
+What cannot run here is left out: CUDA graphs (a step is run instead of replayed), memory that is mapped and
+unmapped, and the NVFP4 kernel, so weights are dense and everything is FP32.
+"""
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed")
+if torch.cuda.is_available():
+    pytest.skip("tests/gpu runs the engine itself", allow_module_level=True)
+
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from qerl.lora import add_lora
+from qerl.rollout import PortableEngine, SamplingParams
+from qerl.rollout.paged import engine as paged
+from qerl.rollout.paged import prefill
+from qerl.rollout.paged.decode import DecodeStep
+from qerl.rollout.paged.engine import PagedEngine
+from qerl.rollout.paged.step import Cache
+
+FAMILIES = {
+    "llama": (LlamaConfig, LlamaForCausalLM),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+}
+PROMPTS = [list(range(3, 8)), [9]]
+BLOCKS = 12
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu(monkeypatch):
+    monkeypatch.setattr(paged, "refusal", lambda model: None)
+    monkeypatch.setattr(paged, "_ROUND_STEPS", 2)
+    monkeypatch.setattr(prefill, "_SIZES", (8, 80))
+    monkeypatch.setattr(DecodeStep, "replay", DecodeStep._run)
+
+    def reserve(engine, prompts, samples, rows, params):
+        engine._most, engine._table_width = params.max_tokens, 2
+        engine._cache = Cache.empty(engine._binding.decoder, BLOCKS, "cpu")
+        engine._steps.clear()
+        return engine._cache
+
+    monkeypatch.setattr(PagedEngine, "_reserve", reserve)
+    mm = torch.mm
+    monkeypatch.setattr(torch, "mm", lambda a, b, out_dtype=None, **kwargs: mm(a, b, **kwargs))
+
+
+def adapted_model(family):
+    config_class, model_class = FAMILIES[family]
+    config = config_class(
+        vocab_size=61, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, max_position_embeddings=256, tie_word_embeddings=False,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = add_lora(model_class(config).eval(), rank=4, alpha=8, dropout=0.0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name or parameter.ndim == 1:
+                parameter += torch.randn_like(parameter) * 0.2
+    return model.eval()
+
+
+def close(found, wanted):
+    for a, b in zip(found.completions, wanted.completions, strict=True):
+        assert a.token_ids == b.token_ids
+        assert a.finish_reason == b.finish_reason
+        assert a.logprobs == pytest.approx(b.logprobs, abs=1e-5)
+        assert a.entropies == pytest.approx(b.entropies, abs=1e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_both_engines_sample_the_same(family):
+    model = adapted_model(family)
+    noise = {
+        f"model.layers.{i}.{name}": torch.randn(64) * 0.1
+        for i in range(2)
+        for name in ("input_layernorm", "post_attention_layernorm")
+    }
+    params = SamplingParams(max_tokens=4, seed=1)
+    wanted = PortableEngine(model, 0).generate(PROMPTS, 2, params, noise)
+    close(PagedEngine(model, 0).generate(PROMPTS, 2, params, noise), wanted)
+
+
+def test_rows_are_refilled_and_a_changed_adapter_is_seen():
+    """Six sequences in two rows, a prompt longer than a page, top-p, stop tokens; then again after a step."""
+    model = adapted_model("qwen3")
+    engine, reference = PagedEngine(model, 0, max_sequences=2), PortableEngine(model, 0)
+    prompts = [[5, *range(60), 7, 11, 13, 17, 19, 23], [9, 4, 7], [2]]
+    stops = tuple(range(0, 61, 4))
+    params = SamplingParams(max_tokens=4, seed=3, temperature=0.8, top_p=0.7, stop_token_ids=stops)
+    first = engine.generate(prompts, 2, params)
+    close(first, reference.generate(prompts, 2, params))
+    assert {c.finish_reason for c in first.completions} == {"stop", "length"}
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter *= -2
+    second = engine.generate(prompts, 2, params)
+    assert second.completions != first.completions
+    close(second, reference.generate(prompts, 2, params))
