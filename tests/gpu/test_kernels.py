@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from qerl.bench.kernels import random_blob, small_error
-from qerl.kernels import attention, common, gemm, residual_norm, rope_kv, sample, silu_mul
+from qerl.kernels import attention, common, elementwise, gemm, residual_norm, rope_kv, sample, silu_mul
 from qerl.kernels.blob import Cut, from_blob, padded_tokens, to_blob, to_operand
 
 GPU = torch.cuda.is_available()
@@ -324,3 +324,30 @@ def test_blob_is_exact():
     assert torch.equal(found[0][:192], codes)
     assert torch.equal(found[1][:192], scales)
     assert not found[0][192:].any()
+
+
+def with_gradient(*shape):
+    return half(*shape).requires_grad_()
+
+
+def test_rms_norm_and_its_gradient():
+    x, w, dy = with_gradient(2, 5, 100), torch.rand(100, device=DEVICE).to(HALF) + 0.5, half(2, 5, 100)
+    y = elementwise.rms_norm(x, w, EPS)
+    y.backward(dy)
+    x64 = x.detach().double().requires_grad_()
+    truth = x64 / (x64.square().mean(-1, keepdim=True) + EPS).sqrt() * w.double()
+    truth.backward(dy.double())
+    assert error(y.detach(), truth.detach()) < 6e-3
+    assert error(x.grad, x64.grad) < 8e-3
+
+
+def test_swiglu_and_its_gradients():
+    gate, up, dout = with_gradient(3, 700), with_gradient(3, 700), half(3, 700)
+    out = elementwise.swiglu(gate, up)
+    out.backward(dout)
+    gate64, up64 = (t.detach().double().requires_grad_() for t in (gate, up))
+    truth = torch.nn.functional.silu(gate64) * up64
+    truth.backward(dout.double())
+    assert error(out.detach(), truth.detach()) < 6e-3
+    assert error(gate.grad, gate64.grad) < 8e-3
+    assert error(up.grad, up64.grad) < 8e-3
