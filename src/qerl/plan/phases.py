@@ -75,8 +75,10 @@ def make_plan(model: Model, work: Work, capacity: int) -> Plan:
         Cache(model, work),
         Activations(model, work),
     )
+    # The paged engine writes MXFP4 as NVFP4.
+    weights = "nvfp4" if work.weights == "mxfp4" else work.weights
     resident = {
-        "weights": Weights(model, work.weights).bytes,
+        "weights": Weights(model, weights).bytes,
         "LoRA": adapter.bytes,
         "LoRA for sampling": adapter.copies,
         "optimizer": work.optimizer_bytes * adapter.parameters,

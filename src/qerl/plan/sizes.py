@@ -337,8 +337,6 @@ class Activations:
 
     @property
     def workspace(self) -> int:
-        """The largest weight in bf16 with R more rows or columns, shared by all layers. MXFP4 has no kernel
-        that decodes into it: six bytes an element pass through fp32 on the way."""
+        """The largest weight in bf16 with R more rows or columns, shared by all layers."""
         rank, linears = self.work.rank, self.model.linears
-        place = HALF * max(x.elements + rank * max(x.outputs, x.inputs) for x in linears)
-        return place + (6 * max(x.elements for x in linears) if self.work.weights == "mxfp4" else 0)
+        return HALF * max(x.elements + rank * max(x.outputs, x.inputs) for x in linears)
