@@ -6,14 +6,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 
 from qerl import hub
 from qerl.bench.shapes import SHAPES
 from qerl.cli import main
+from qerl.config import load_config
 from qerl.errors import QeRLError
 from qerl.lora import LORA_TARGETS, add_lora
 from qerl.model import load_model
 from qerl.nvfp4.linear import PackedLinear
+from qerl.plan.command import announce
 from qerl.plan.phases import make_plan
 from qerl.plan.propose import MARGIN, fits, propose
 from qerl.plan.render import verdict
@@ -265,3 +268,16 @@ def test_only_the_config_is_downloaded(tiny_model, tmp_path, monkeypatch):
     lengths = ["--max_prompt_length", "32", "--max_completion_length", "64"]
     assert main(["plan", "owner/model", *lengths]) == 0
     assert asked == [("owner/model", ["config.json", "hf_quant_config.json"])]
+
+
+def test_a_run_says_first_what_fits(capsys):
+    settings = {"model": "7b", "task": "none", "output_dir": "none", "max_completion_length": 2048}
+    config = load_config([], settings)
+    announce(config, GB80, Console())
+    assert "It fits" in capsys.readouterr().out
+    announce(config, 12 * 2**30, Console())
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "It does not fit" in printed
+    assert "--per_device_train_batch_size" in printed
+    announce(load_config([], {**settings, "weights": "bf16", "tuning": "full"}), GB80, Console())
+    assert "Memory was not planned. Memory is planned for LoRA" in " ".join(capsys.readouterr().out.split())

@@ -1,4 +1,4 @@
-"""`qerl plan`: from a model's name and settings to what is printed."""
+"""From a model's name and settings to what is said of them: all of it by `qerl plan`, a line before a run."""
 
 from pathlib import Path
 from typing import Any
@@ -11,8 +11,8 @@ from qerl.hub import local_config
 from qerl.lora import LORA_TARGETS
 from qerl.nvfp4.checkpoint import read_config
 from qerl.plan.phases import Plan, make_plan
-from qerl.plan.propose import MOST_SEQUENCES, propose
-from qerl.plan.render import render
+from qerl.plan.propose import MOST_SEQUENCES, fits, propose
+from qerl.plan.render import advice, render, verdict
 from qerl.plan.sizes import FULL, Model, Work
 
 DEFAULT_PROMPT = 512  # tokens, where max_prompt_length sets no limit
@@ -35,17 +35,43 @@ def plan_command(name: str, recipes: list[Path], fields: dict[str, Any], gpu: An
         raise QeRLError(f"--gpu is {gpu}; it must be the GPU's memory in GB, such as 80.")
     needed = {"task": "none", "output_dir": "none"}  # asked of every run, without a meaning here
     config = load_config(recipes, {**needed, **fields, "model": name})
-    model, work = _model(name, config), _work(config)
+    plan, proposal = _plan(config, round(gpu * 2**30 * USABLE))
+    console.print(render(plan, proposal, name, _samples(config)))
+    return plan
+
+
+def announce(config: QeRLConfig, capacity: int, console: Console) -> None:
+    """Say before a run loads anything whether it will fit, and with which settings it would.
+
+    Args:
+        config: Settings of the run.
+        capacity: Bytes of the GPU.
+        console: Where it is said.
+    """
+    try:
+        plan, proposal = _plan(config, capacity)
+    except QeRLError as error:
+        console.print(f"Memory was not planned. {error}", highlight=False)
+        return
+    console.print(verdict(plan), highlight=False)
+    if not fits(plan):
+        console.print(advice(plan, proposal, _samples(config)), highlight=False)
+
+
+def _plan(config: QeRLConfig, capacity: int) -> tuple[Plan, Plan | None]:
+    """The settings as they are, and settings that fit if there are any."""
+    model, work = _model(str(config.model), config), _work(config)
     if work.prompt_tokens + work.completion_tokens > model.positions:
         raise QeRLError(
             f"A prompt of {work.prompt_tokens} and a completion of {work.completion_tokens} tokens exceed "
             f"the model's {model.positions} positions; lower max_prompt_length or max_completion_length."
         )
-    capacity = round(gpu * 2**30 * USABLE)
-    samples = config.per_device_train_batch_size * (config.steps_per_generation or 1)
-    plan = make_plan(model, work, capacity)
-    console.print(render(plan, propose(model, work, capacity, samples), name, samples))
-    return plan
+    return make_plan(model, work, capacity), propose(model, work, capacity, _samples(config))
+
+
+def _samples(config: QeRLConfig) -> int:
+    """Samples of one rollout."""
+    return config.per_device_train_batch_size * (config.steps_per_generation or 1)
 
 
 def _model(name: str, config: QeRLConfig) -> Model:
@@ -66,7 +92,6 @@ def _model(name: str, config: QeRLConfig) -> Model:
 def _work(config: QeRLConfig) -> Work:
     if config.tuning == "full":
         raise QeRLError("Memory is planned for LoRA; with tuning: full all weights train, in fp32.")
-    samples = config.per_device_train_batch_size * (config.steps_per_generation or 1)
     assert config.num_generations is not None and config.max_completion_length is not None
     return Work(
         weights=config.weights,
@@ -75,7 +100,7 @@ def _work(config: QeRLConfig) -> Work:
         prompt_tokens=config.max_prompt_length or DEFAULT_PROMPT,
         completion_tokens=config.max_completion_length,
         group=config.num_generations,
-        sequences=min(config.max_sequences or MOST_SEQUENCES, samples, MOST_SEQUENCES),
+        sequences=min(config.max_sequences or MOST_SEQUENCES, _samples(config), MOST_SEQUENCES),
         microbatch=config.per_device_train_batch_size,
         microbatches=config.gradient_accumulation_steps,
         checkpointing=config.gradient_checkpointing,

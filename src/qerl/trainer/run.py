@@ -19,6 +19,7 @@ from qerl.config import QeRLConfig, dump
 from qerl.errors import QeRLError
 from qerl.lora import LORA_TARGETS, add_lora
 from qerl.model import load_model, load_tokenizer
+from qerl.plan.command import announce
 from qerl.report.runs import CONFIG_FILE, METRICS_FILE
 from qerl.rollout.select import make_engine
 from qerl.tasks import get_task
@@ -77,6 +78,8 @@ def build(config: QeRLConfig, console: Console) -> tuple[QeRLTrainer, InterruptG
     tokenizer = load_tokenizer(config.model)
     task = get_task(config.task, **config.task_options)
     train_set, eval_set = _datasets(config, task, tokenizer, console)
+    if config.device.type == "cuda" and config.tuning == "lora":
+        announce(config, torch.cuda.get_device_properties(config.device).total_memory, console)
     policy = load_policy(config)
     folder = Path(str(config.output_dir))
     guard = InterruptGuard(console)
