@@ -2,10 +2,9 @@
 
 The step is laid out so that LoRA and normalisation cost no launch of their own:
 
-* RMSNorm is applied late. A norm kernel multiplies by the norm's weight, hands that to the GEMM, and
-leaves partial
-  sums of squares; every reader of the GEMM's output multiplies by 1/rms, which is one number a token and
-  commutes with the product.
+* RMSNorm is applied late. A norm kernel multiplies by the norm's weight, hands that to the GEMM, and leaves
+  partial sums of squares; every reader of the GEMM's output multiplies by 1/rms, which is one number a token
+  and commutes with the product.
 * x A^T is computed by the kernel that makes x, while x is in registers. Its programs hold different columns
   of x, so they add their parts up in memory, as 64-bit fixed-point numbers: integer addition does not care
   about order, so the sum is the same every time, which floating-point atomics could not promise. Programs

@@ -113,8 +113,7 @@ class QeRLTrainer(GRPOTrainer):
         self._policy_forward: tuple[torch.Tensor, torch.Tensor] | None = None
         self._redo = StepRedo(self.accelerator.num_processes)
         self._at_step_start: dict[str, Any] = {}
-        # TRL's seam for an external sampler: these four attributes route generation and turn the correction
-        # on.
+        # TRL's seam for an external sampler: these attributes route generation and turn the correction on.
         self.use_vllm = True
         self.vllm_mode = "server"
         self.vllm_generation = _EngineClient(self)
@@ -364,8 +363,7 @@ class QeRLTrainer(GRPOTrainer):
         batch = input_ids.size(0)
         if not rows:
             logps, entropy = self._zeros(input_ids, columns)
-            # A zero that is connected to the weights: the optimizer then sees zero gradients, as it would in
-            #     TRL.
+            # A zero that is connected to the weights: the optimizer sees zero gradients, as it would in TRL.
             anchor = sum((p.sum() * 0.0 for p in model.parameters() if p.requires_grad), torch.zeros(()))
             return logps + anchor.to(logps), entropy
         completion_mask = attention_mask[:, -columns:].clone()
