@@ -137,9 +137,8 @@ def attend(
         k_cache, v_cache: [blocks, kv heads, 64, head size].
         tables_GB: int32 block tables.
         item_4: int32 [items, 4]: first index into ``order``, tokens (0: nothing to do; at most 64 / heads a
-        kv
-            head), row of ``tables_GB``, and which of the two limits and halves of the output the item uses (0
-            for a shared prompt, 1 for a sequence's own tokens).
+            kv head), row of ``tables_GB``, and which of the two limits and halves of the output the item uses
+            (0 for a shared prompt, 1 for a sequence's own tokens).
         order: int32, the tokens of the items.
         limit_2T: int32 [2, T]: how many cached tokens of the item's table a token sees.
         out_ZTHE: fp32 [2 * splits, T, heads, head size], written where an item covers the token.

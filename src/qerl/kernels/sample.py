@@ -140,9 +140,8 @@ def sample(
         uniform_TM: fp32 in [0, 1), one for each token that will be generated.
         stop_K: int32 stop tokens, possibly none.
         state: int32 tensors ``token position slot generated max_new done`` [T], ``limit`` [2, T] and
-        ``own_table``
-            [T, B]; outputs ``out_token`` int32 [T, M] and ``out_stats`` fp32 [2, T, M], log-probability and
-            entropy. ``done``: 0 running, 1 stop token, 2 length, 3 logits not finite.
+            ``own_table`` [T, B]; outputs ``out_token`` int32 [T, M] and ``out_stats`` fp32 [2, T, M],
+            log-probability and entropy. ``done``: 0 running, 1 stop token, 2 length, 3 logits not finite.
         width: Hidden size of the final norm.
         eps: Of the final norm.
         temperature: Divides the logits; 0 is greedy.
