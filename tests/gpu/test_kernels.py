@@ -10,7 +10,8 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from qerl.bench.kernels import random_blob, small_error
+from qerl.bench.decoder import random_blob
+from qerl.bench.kernels import small_error
 from qerl.kernels import attention, common, elementwise, gemm, residual_norm, rope_kv, sample, silu_mul
 from qerl.kernels.blob import Cut, from_blob, padded_tokens, to_blob, to_operand
 

@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from qerl.errors import QeRLError
-from qerl.kernels.gemm import has_quack
+from qerl.kernels.needs import has_module
 from qerl.lora import add_lora
 from qerl.nvfp4.format import FORMATS, quantize
 from qerl.nvfp4.linear import LINEAR_CLASSES
@@ -88,7 +88,7 @@ def gaps(model, prompts, samples, result):
 @pytest.mark.parametrize("packed", ["", "nvfp4", "mxfp4"])
 @pytest.mark.parametrize("samples", [2, 20])
 def test_sampler_is_the_trainer(family, packed, samples):
-    if packed and not has_quack():
+    if packed and not has_module("quack"):
         pytest.skip("quack-kernels is not installed")
     model = model_of(family, packed)
     engine = PagedEngine(model, pad_token_id=0)

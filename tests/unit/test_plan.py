@@ -1,6 +1,8 @@
 """`qerl plan` counts what a real model has, predicts what steps took, and proposes what fits."""
 
 import dataclasses
+import importlib
+import inspect
 import json
 from pathlib import Path
 
@@ -9,7 +11,6 @@ import torch
 from rich.console import Console
 
 from qerl import hub
-from qerl.bench.shapes import SHAPES
 from qerl.cli import main
 from qerl.config import load_config
 from qerl.errors import QeRLError
@@ -17,9 +18,10 @@ from qerl.lora import LORA_TARGETS, add_lora
 from qerl.model import load_model
 from qerl.nvfp4.linear import PackedLinear
 from qerl.plan.command import announce
-from qerl.plan.phases import make_plan
-from qerl.plan.propose import MARGIN, fits, propose
+from qerl.plan.phases import CACHE_SHARE, make_plan
+from qerl.plan.propose import MARGIN, MOST_SEQUENCES, fits, propose
 from qerl.plan.render import verdict
+from qerl.plan.shapes import SHAPES
 from qerl.plan.sizes import Adapter, Cache, Model, Weights, Work
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
@@ -196,6 +198,13 @@ def test_nothing_fits():
     sizes = Model.from_shape(SHAPES["72b"])
     assert propose(sizes, work(weights="bf16"), GB80, samples=8) is None
     assert verdict(make_plan(sizes, work(weights="bf16"), GB80)).startswith("It does not fit: the update")
+
+
+def test_the_plan_knows_the_engine():
+    pytest.importorskip("triton", reason="Triton is not installed")
+    engine = importlib.import_module("qerl.rollout.paged.engine")
+    share = inspect.signature(engine.PagedEngine).parameters["cache_share"].default
+    assert (engine._BATCHES[-1], share) == (MOST_SEQUENCES, CACHE_SHARE)
 
 
 def test_verdicts():

@@ -1,6 +1,6 @@
 """The NVFP4 products of a model's shapes: this package's kernel, quack and cuBLAS on BF16, side by side.
 
-    python -m qerl.bench.kernels --shape 7b 32b --tokens 1 8 16 32 64
+    qerl bench kernels --shape 7b 32b --tokens 1 8 16 32 64
 
 Each time is the median of CUDA-graph replays that walk over copies of the weight larger together than the L2
 cache. The error is against float64, relative, in the Frobenius norm.
@@ -10,36 +10,28 @@ import argparse
 import itertools
 import json
 import statistics
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from qerl.bench.decoder import random_blob
 from qerl.bench.rollout import head
-from qerl.bench.shapes import Shape, shape
-from qerl.errors import QeRLError
 from qerl.kernels import gemm
 from qerl.kernels.blob import MOST_TOKENS, Blob, Cut, from_blob, parts, small_gemm, to_operand
+from qerl.kernels.needs import has_module
+from qerl.nvfp4.format import NVFP4, PackedWeight, dequantize
+from qerl.plan.shapes import shape
 
 _CACHE_BYTES = 150e6  # three times an H100's L2
 
 
-def random_blob(rows: int, width: int) -> Blob:
-    """Random codes and scales between 1 and 1.875."""
-    codes = torch.randint(0, 256, (rows // 64, width // 64, 128, 16), dtype=torch.uint8, device="cuda")
-    scales = torch.randint(56, 64, (rows // 64, width // 64, 32, 4, 2), dtype=torch.uint8, device="cuda")
-    return Blob(codes, scales, (rows, width))
-
-
 def dequantised(blob: Blob) -> torch.Tensor:
-    """fp64 [N, K] of a blob, global scale 1."""
+    """[N, K] of a blob, global scale 1, exact in fp64."""
     codes, scales = from_blob(blob)
-    table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64, device=codes.device)
-    table = torch.cat([table, -table])
-    values = table[torch.stack([codes & 15, codes >> 4], -1).flatten(1).long()]
-    return values * scales.view(torch.float8_e4m3fn).double().repeat_interleave(16, 1)
+    one = torch.ones(1, device=codes.device)
+    return dequantize(PackedWeight(codes, scales.view(torch.float8_e4m3fn), one, NVFP4)).double()
 
 
 def graph_time(calls: Sequence[Callable[[], Any]]) -> float:
@@ -155,7 +147,7 @@ def measure(
         cuts = small_cuts(tokens) if "qerl" in tune else [chosen]
         timed = [(time_small(x_TK, blobs, cut), list(vars(cut).values())) for cut in cuts]
         add("qerl", size, timed, small_error(x_TK, blobs[0], chosen))
-    if "quack" in engines and gemm.has_quack():
+    if "quack" in engines and has_module("quack"):
         chosen_tile = gemm.quack_tile(tokens, rows, width)
         tiles = quack_tiles(tokens, rows) if "quack" in tune else [chosen_tile]
         timed_tiles = [(time_quack(x_TK, blobs, tile), list(tile)) for tile in tiles]
@@ -166,21 +158,9 @@ def measure(
     return found
 
 
-def products(sizes: Shape) -> list[tuple[str, int, int]]:
-    """(name, N, K) of the four products of a layer."""
-    s = sizes
-    q, kv = s.heads * s.head_size, s.kv_heads * s.head_size
-    return [
-        ("qkv", q + 2 * kv, s.hidden),
-        ("o", s.hidden, q),
-        ("gate_up", 2 * s.intermediate, s.hidden),
-        ("down", s.hidden, s.intermediate),
-    ]
-
-
-def main(arguments: list[str] | None = None) -> None:
-    """Runs the benchmark from the command line."""
-    parser = argparse.ArgumentParser(prog="python -m qerl.bench.kernels", description=__doc__.split("\n")[0])
+def main(arguments: list[str]) -> None:
+    """Runs `qerl bench kernels` with these arguments."""
+    parser = argparse.ArgumentParser(prog="qerl bench kernels", description=__doc__.split("\n")[0])
     parser.add_argument("--shape", nargs="+", default=["7b"])
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--engine", nargs="+", default=["qerl", "quack", "cublas"], help="what is timed")
@@ -193,14 +173,11 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--out", type=Path, help="JSON file")
     args = parser.parse_args(arguments)
-    if not torch.cuda.is_available():
-        raise QeRLError("Kernels are timed on a CUDA GPU, and this machine has none.")
     result: list[dict[str, Any]] = []
     for name in args.shape:
-        for product in products(shape(name)):
-            label, rows, width = product
+        for label, rows, width, _ in shape(name).products:
             for tokens in args.tokens:
-                found = measure(name, product, tokens, args.engine, args.tune)
+                found = measure(name, (label, rows, width), tokens, args.engine, args.tune)
                 result += found
                 for engine in dict.fromkeys(row["engine"] for row in found):
                     best = [row for row in found if row["engine"] == engine][:4]
@@ -215,11 +192,5 @@ def main(arguments: list[str] | None = None) -> None:
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(
-            json.dumps(
-                {**head(["qerl bench kernels", *(arguments or sys.argv[1:])]), "rows": result}, indent=1
-            )
+            json.dumps({**head(["qerl bench kernels", *arguments]), "rows": result}, indent=1)
         )
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """Decode speed of a model shape with random weights.
 
-    python -m qerl.bench.rollout --shape 7b --weights nvfp4 --rank 32 --batch 1 8 64 128
+    qerl bench rollout --shape 7b --weights nvfp4 --rank 32 --batch 1 8 64 128
 
 Prompts are given as cached random keys and values; the timed part is decoding, from the first token on, with
 the attention's work growing as it does in a rollout. A group shares its prompt.
@@ -11,7 +11,6 @@ import json
 import os
 import statistics
 import subprocess
-import sys
 import time
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,9 +18,9 @@ from typing import Any
 
 import torch
 
-from qerl.bench.shapes import Shape, random_decoder, shape
-from qerl.errors import QeRLError
+from qerl.bench.decoder import random_decoder
 from qerl.kernels.common import PAGE
+from qerl.plan.shapes import Shape, shape
 from qerl.rollout.engine import SamplingParams
 from qerl.rollout.paged.decode import DecodeStep
 from qerl.rollout.paged.step import Cache
@@ -109,19 +108,11 @@ def step_bytes(
 ) -> float:
     """Bytes one decode step must read: weights, head, LoRA and, at half of the completion, keys and
     values."""
-    s = sizes
-    q, kv = s.heads * s.head_size, s.kv_heads * s.head_size
-    shapes = [
-        (q + 2 * kv, s.hidden, 3),
-        (s.hidden, q, 1),
-        (2 * s.intermediate, s.hidden, 2),
-        (s.hidden, s.intermediate, 1),
-    ]
     per_weight = {"nvfp4": 0.5625, "bf16": 2.0}[weights]
-    layer = sum(n * k * per_weight + (n + k * parts) * rank * 2 for n, k, parts in shapes)
+    layer = sum(n * k * per_weight + (n + k * parts) * rank * 2 for _, n, k, parts in sizes.products)
     groups = -(-rows // group)
-    cache = (groups * prompt + rows * decoded / 2) * 2 * kv * 2
-    return s.layers * (layer + cache) + s.vocabulary * s.hidden * 2
+    cache = (groups * prompt + rows * decoded / 2) * 2 * sizes.kv_heads * sizes.head_size * 2
+    return sizes.layers * (layer + cache) + sizes.vocabulary * sizes.hidden * 2
 
 
 def profile(
@@ -176,9 +167,9 @@ def head(command: list[str]) -> dict[str, str]:
     }
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Runs the benchmark from the command line."""
-    parser = argparse.ArgumentParser(prog="python -m qerl.bench.rollout", description=__doc__.split("\n")[0])
+def main(arguments: list[str]) -> None:
+    """Runs `qerl bench rollout` with these arguments."""
+    parser = argparse.ArgumentParser(prog="qerl bench rollout", description=__doc__.split("\n")[0])
     parser.add_argument("--shape", default="7b")
     parser.add_argument("--weights", nargs="+", default=["nvfp4"], choices=["nvfp4", "bf16"])
     parser.add_argument("--rank", type=int, default=32, help="LoRA rank; 0 for none")
@@ -192,8 +183,6 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--repeats", type=int, default=3, help="timed runs, of which the median is shown")
     parser.add_argument("--out", type=Path, help="JSON file")
     args = parser.parse_args(arguments)
-    if not torch.cuda.is_available():
-        raise QeRLError("Rollouts are timed on a CUDA GPU, and this machine has none.")
     sizes = shape(args.shape)
     limit = read_bandwidth()
     print(f"{torch.cuda.get_device_name()}, reads {limit:.0f} GB/s")
@@ -233,12 +222,8 @@ def main(arguments: list[str] | None = None) -> None:
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         found = {
-            **head(["qerl bench rollout", *(arguments or sys.argv[1:])]),
+            **head(["qerl bench rollout", *arguments]),
             "read_gb_s": limit,
             "rows": rows,
         }
         args.out.write_text(json.dumps(found, indent=1))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """Seconds and memory of a whole GRPO step, rollout to optimizer, on a model shape with random weights.
 
-    python -m qerl.bench.step --shape 7b --weights nvfp4 bf16 --samples 8 --tokens 2048
+    qerl bench step --shape 7b --weights nvfp4 bf16 --samples 8 --tokens 2048
 
 Runs the trainer itself. Weights are random and made on the GPU layer by layer, so a shape of 72B needs no
 more memory than training it. Nothing ends a completion before its last token and rewards are random, so every
@@ -13,7 +13,6 @@ import gc
 import json
 import math
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -33,10 +32,10 @@ from transformers import (
 )
 
 from qerl.bench.rollout import head
-from qerl.bench.shapes import Shape, shape
 from qerl.config import QeRLConfig
 from qerl.lora import add_lora
 from qerl.nvfp4.linear import LINEAR_CLASSES
+from qerl.plan.shapes import Shape, shape
 from qerl.rollout.engine import NormOffsets, RolloutEngine, RolloutResult, SamplingParams
 from qerl.rollout.paged.engine import PagedEngine
 from qerl.rollout.select import make_engine
@@ -260,9 +259,9 @@ def measure(
     return clock.rows
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Runs the benchmark from the command line."""
-    parser = argparse.ArgumentParser(prog="python -m qerl.bench.step", description=__doc__.split("\n")[0])
+def main(arguments: list[str]) -> None:
+    """Runs `qerl bench step` with these arguments."""
+    parser = argparse.ArgumentParser(prog="qerl bench step", description=__doc__.split("\n")[0])
     parser.add_argument("--shape", default="7b")
     parser.add_argument("--weights", nargs="+", default=["nvfp4"], choices=WEIGHTS)
     parser.add_argument("--rank", type=int, nargs="+", default=[32], help="LoRA rank")
@@ -318,14 +317,10 @@ def _line(row: dict[str, Any]) -> str:
     )
 
 
-def _write(path: Path | None, arguments: list[str] | None, rows: list[dict[str, Any]]) -> None:
+def _write(path: Path | None, arguments: list[str], rows: list[dict[str, Any]]) -> None:
     """The file as it stands after each row, so that a run cut short keeps what it measured."""
     if path is None:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    found = head(["python -m qerl.bench.step", *(arguments or sys.argv[1:])])
+    found = head(["qerl bench step", *arguments])
     path.write_text(json.dumps({**found, "rows": rows}, indent=1))
-
-
-if __name__ == "__main__":
-    main()

@@ -4,7 +4,6 @@ bf16 weights go to cuBLAS. NVFP4 weights go to this package's kernel for few tok
 then on; both read the same bytes. The limit and the cuts were measured on an H100, see docs/performance.md.
 """
 
-import importlib.util
 from dataclasses import dataclass
 from functools import cache
 
@@ -34,11 +33,6 @@ class Product:
     out_STN: torch.Tensor
     parts_G: torch.Tensor | None
     small: bool
-
-
-@cache
-def has_quack() -> bool:
-    return importlib.util.find_spec("quack") is not None
 
 
 # By padded tokens. H100, microseconds of gate_up and down of 32B, beside what other cuts took. Of the 40

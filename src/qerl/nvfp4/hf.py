@@ -10,7 +10,7 @@
   hands over one tensor at a time; the others of its group are therefore looked at in the checkpoint's files,
   once, at the moment the first of them arrives. The bytes are those that ``qerl quantize`` writes.
 
-``save_pretrained`` writes what compressed-tensors and vLLM read: packed tensors, and in ``config.json`` a
+``save_pretrained`` writes what compressed-tensors reads: packed tensors, and in ``config.json`` a
 ``quantization_config`` of compressed-tensors rather than this quantizer's own. A folder says nothing about
 who loads it; `qerl.model.load_model` is what brings it back packed.
 

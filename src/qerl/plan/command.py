@@ -13,6 +13,7 @@ from qerl.nvfp4.checkpoint import read_config
 from qerl.plan.phases import Plan, make_plan
 from qerl.plan.propose import MOST_SEQUENCES, fits, propose
 from qerl.plan.render import advice, render, verdict
+from qerl.plan.shapes import SHAPES
 from qerl.plan.sizes import FULL, Model, Work
 
 DEFAULT_PROMPT = 512  # tokens, where max_prompt_length sets no limit
@@ -23,7 +24,7 @@ def plan_command(name: str, recipes: list[Path], fields: dict[str, Any], gpu: An
     """Print what fits, and return the plan of the settings as they are.
 
     Args:
-        name: Local folder, Hub id, or a shape of `qerl.bench.shapes` such as ``32b``.
+        name: Local folder, Hub id, or a shape of `qerl.plan.shapes` such as ``32b``.
         recipes: As for training; none are needed.
         fields: Settings over those of the recipes.
         gpu: Memory of the GPU as its vendor counts, 80 for an H100 80GB.
@@ -75,11 +76,8 @@ def _samples(config: QeRLConfig) -> int:
 
 
 def _model(name: str, config: QeRLConfig) -> Model:
-    if not Path(name).is_dir():
-        from qerl.bench.shapes import SHAPES
-
-        if name in SHAPES:
-            return Model.from_shape(SHAPES[name])
+    if name in SHAPES and not Path(name).is_dir():
+        return Model.from_shape(SHAPES[name])
     content, _, format = read_config(local_config(name))
     if format is not None and format.name != config.weights:
         raise QeRLError(

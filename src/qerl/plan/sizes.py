@@ -13,12 +13,10 @@ intermediate size, Q and G all query and all key heads together, R LoRA rank, V 
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from qerl.errors import QeRLError
-
-if TYPE_CHECKING:
-    from qerl.bench.shapes import Shape
+from qerl.plan.shapes import Shape
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 """Model types whose layers are described here; the paged engine runs the same ones."""
@@ -113,8 +111,8 @@ class Model:
         )
 
     @classmethod
-    def from_shape(cls, shape: "Shape") -> "Model":
-        """One of `qerl.bench.shapes`, whose embeddings are not tied; 32768 positions."""
+    def from_shape(cls, shape: Shape) -> "Model":
+        """One of `qerl.plan.shapes`, whose embeddings are not tied; 32768 positions."""
         sizes = dataclasses.asdict(shape)
         return cls(positions=32768, qkv_bias=sizes.pop("bias"), **sizes)
 

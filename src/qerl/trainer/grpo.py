@@ -48,9 +48,7 @@ from qerl.trainer.forward import score
 from qerl.trainer.memory import PeakMemory
 from qerl.trainer.oom import StepRedo, sum_of_parts
 from qerl.trainer.packing import pack
-from qerl.trainer.rollout_file import load_rollouts, save_rollouts
-
-Batch = dict[str, torch.Tensor]
+from qerl.trainer.rollout_file import Batch, load_rollouts, save_rollouts
 
 # What TRL counts and controls over the microbatches of an optimizer step.
 _STEP_STATE = ("_step", "entropy_coef", "_entropy_window_stats", "_last_world_entropy")
