@@ -4,6 +4,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from rich.console import Console
 from safetensors.torch import load_file
 
@@ -25,6 +26,21 @@ QUIET = Console(quiet=True)
     ],
 )
 def test_resume_is_bit_exact(tiny_run, tmp_path, changes):
+    stop_and_resume(tiny_run, tmp_path, changes)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_resume_is_bit_exact_on_a_gpu(tiny_run, tmp_path, tiny_model, tiny_tokenizer):
+    """The paged engine, NVFP4 weights, fused kernels; large enough for all of them."""
+    model = tmp_path / "larger"
+    tiny_model(
+        "llama", hidden_size=256, intermediate_size=448, head_dim=64, initializer_range=0.05
+    ).save_pretrained(model)
+    tiny_tokenizer.save_pretrained(model)
+    stop_and_resume(tiny_run, tmp_path, {"model": str(model), "use_cpu": False, "num_iterations": 2})
+
+
+def stop_and_resume(tiny_run, tmp_path, changes):
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     train(QeRLConfig(**tiny_run(whole, **changes)), QUIET)
     resumed.mkdir()

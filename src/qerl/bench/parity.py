@@ -4,7 +4,11 @@
 
 A random model of the shape, with an adapter whose B is not zero, samples with the paged engine; the trainer's
 forward then scores the completions. Printed are the mean and the largest absolute difference of the
-log-probabilities, for few samples of one prompt and for many of several prompts.
+log-probabilities, for few samples of one prompt and for many of several prompts. Then a greedy completion is
+cut at every 4th token, and the engine prefills prompt and beginning anew for one token more: the same
+log-probability as when it decoded.
+
+With `--model`, a real model's first step instead, see `qerl.bench.first_step`.
 """
 
 import argparse
@@ -13,6 +17,7 @@ import dataclasses
 import torch
 from torch import nn
 
+from qerl.bench import first_step
 from qerl.bench.step import random_policy
 from qerl.plan.shapes import Shape, shape
 from qerl.rollout.engine import SamplingParams
@@ -60,13 +65,36 @@ def compare(
     )
 
 
+def compare_prefill(engine: PagedEngine, prompt: list[int], tokens: int) -> str:
+    """One line: log-probabilities of greedy decoding against those after a prefill of all tokens before."""
+    greedy = SamplingParams(max_tokens=tokens, temperature=0.0)
+    decoded = engine.generate([prompt], 1, greedy).completions[0]
+    cuts = range(1, tokens, 4)
+    again = engine.generate(
+        [prompt + decoded.token_ids[:cut] for cut in cuts], 1, dataclasses.replace(greedy, max_tokens=1)
+    )
+    gaps = [
+        abs(one.logprobs[0] - decoded.logprobs[cut])
+        for cut, one in zip(cuts, again.completions, strict=True)
+        if one.token_ids[0] == decoded.token_ids[cut]
+    ]
+    return (
+        f"{len(gaps)} of {len(cuts)} tokens the same: mean |difference| {sum(gaps) / len(gaps):.2e}, "
+        f"largest {max(gaps):.2e}"
+    )
+
+
 def main(arguments: list[str]) -> None:
     """Runs `qerl bench parity` with these arguments."""
     parser = argparse.ArgumentParser(prog="qerl bench parity", description=__doc__.split("\n")[0])
     parser.add_argument("--shape", default="7b")
     parser.add_argument("--layers", type=int, help="fewer layers than the shape has")
     parser.add_argument("--tokens", type=int, default=1024, help="tokens compared")
+    parser.add_argument("--model", help="Hub id or folder: compare the first step of a real model")
     args = parser.parse_args(arguments)
+    if args.model:
+        print(first_step.compare(args.model))
+        return
     sizes = shape(args.shape)
     model = random_model(dataclasses.replace(sizes, layers=args.layers or sizes.layers)).eval()
     prompt = torch.randint(0, sizes.vocabulary, (100,)).tolist()
@@ -76,3 +104,4 @@ def main(arguments: list[str]) -> None:
     print(f"trainer before and after the weights were laid out anew: {(reference - moved).abs().max():.1e}")
     print(f"4 samples: {compare(model, engine, [prompt], 4, args.tokens // 4)}")
     print(f"32 samples: {compare(model, engine, [prompt, prompt[:37], prompt[:1], prompt[:65]], 8, 64)}")
+    print(f"decode and prefill: {compare_prefill(engine, prompt, args.tokens // 4)}")

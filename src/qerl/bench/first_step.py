@@ -1,0 +1,118 @@
+"""The first GRPO step of a real model on the GPU path against the portable path: loss and gradients.
+
+    qerl bench parity --model HuggingFaceTB/SmolLM2-135M-Instruct
+
+The GPU path samples and trains as a run does: paged engine, 16-bit activations, attention along branches,
+fused kernels. The portable path is given the same completions and computes the same step on the CPU in FP32,
+with a dense mask and transformers' own layers. LoRA's B is random instead of zero, because otherwise every
+gradient of A would be zero.
+"""
+
+import logging
+import tempfile
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import TrainerCallback
+from transformers.trainer_callback import PrinterCallback
+
+from qerl.config import QeRLConfig
+from qerl.model import load_tokenizer
+from qerl.rollout.engine import NormOffsets, RolloutEngine, RolloutResult, SamplingParams
+from qerl.rollout.select import make_engine
+from qerl.tasks import get_task
+from qerl.trainer.grpo import QeRLTrainer
+from qerl.trainer.run import load_policy
+
+
+class Recorded(RolloutEngine):
+    """Gives out, call by call, what another engine sampled.
+
+    Args:
+        engine: Samples, and is remembered; None once there is nothing left to sample.
+        results: What was sampled before.
+    """
+
+    def __init__(self, engine: RolloutEngine | None, results: list[RolloutResult]) -> None:
+        self._engine, self.results = engine, results
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        samples_per_prompt: int,
+        params: SamplingParams,
+        norm_offsets: NormOffsets | None = None,
+    ) -> RolloutResult:
+        if self._engine is None:
+            return self.results.pop(0)
+        self.results.append(self._engine.generate(prompts, samples_per_prompt, params, norm_offsets))
+        return self.results[-1]
+
+    def release(self) -> None:
+        if self._engine is not None:
+            self._engine.release()
+
+
+class Seen(TrainerCallback):
+    """The loss and the gradients of a step, fp64 on the CPU by parameter name."""
+
+    def __init__(self) -> None:
+        self.loss = float("nan")
+        self.gradients: dict[str, torch.Tensor] = {}
+
+    def on_pre_optimizer_step(self, *args: Any, model: torch.nn.Module, **kwargs: Any) -> None:
+        for name, parameter in model.named_parameters():
+            if parameter.grad is not None:
+                self.gradients[name] = parameter.grad.double().cpu()
+
+    def on_log(self, *args: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
+        if logs and "loss" in logs:
+            self.loss = float(logs["loss"])
+
+
+def step(model: str, on_cpu: bool, results: list[RolloutResult]) -> Seen:
+    """One step of the arithmetic task, 4 prompts x 8 samples; samples on the GPU, replays on the CPU."""
+    with tempfile.TemporaryDirectory() as folder:
+        args = QeRLConfig(
+            model=model, task="arithmetic", task_options={"level": "wp1", "examples": 1, "train_size": 64},
+            output_dir=folder, num_generations=8, per_device_train_batch_size=8,
+            gradient_accumulation_steps=4, max_completion_length=24, max_steps=1, max_grad_norm=0.0, loss_type="dapo",
+            gradient_checkpointing=False, noise=False, report_to="none", save_strategy="no", use_cpu=on_cpu,
+        )  # fmt: skip
+        policy = load_policy(args)
+        draw = torch.Generator().manual_seed(0)
+        for name, parameter in policy.named_parameters():
+            if "lora_B" in name:
+                parameter.data.copy_(0.02 * torch.randn(parameter.shape, generator=draw))
+        tokenizer = load_tokenizer(model)
+        engine = Recorded(None if on_cpu else make_engine(policy, tokenizer.pad_token_id), results)
+        task = get_task(args.task or "", **args.task_options)
+        seen = Seen()
+        trainer = QeRLTrainer(
+            policy, list(task.rewards), args, task.train(), engine, processing_class=tokenizer,
+            callbacks=[seen],
+        )  # fmt: skip
+        trainer.remove_callback(PrinterCallback)
+        trainer.train()
+    return seen
+
+
+def compare(model: str) -> str:
+    """One line: the loss on both paths, and how far the gradients are apart."""
+    logging.getLogger("qerl").setLevel(logging.ERROR)
+    results: list[RolloutResult] = []
+    found = step(model, False, results)
+    truth = step(model, True, results)
+    gaps = {
+        name: float((found.gradients[name] - exact).norm() / exact.norm())
+        for name, exact in truth.gradients.items()
+        if exact.norm() > 0
+    }
+    worst = max(gaps, key=lambda name: gaps[name])
+    joined, exact = (torch.cat([side.gradients[name].flatten() for name in gaps]) for side in (found, truth))
+    return (
+        f"loss {found.loss:.6f} on the GPU, {truth.loss:.6f} on the portable path; {len(gaps)} gradients, "
+        f"together off by {float((joined - exact).norm() / exact.norm()):.1e}, at most {gaps[worst]:.1e} "
+        f"({worst})"
+    )
