@@ -3,16 +3,30 @@
 import torch
 
 from qerl.kernels.blob import Blob
+from qerl.kernels.gemm import Weight
+from qerl.kernels.nf4 import BLOCK, NF4
 from qerl.plan.shapes import Shape
 from qerl.rollout.paged.weights import Decoder, Layer, Lora, Matrix
 
+WEIGHTS = ("nvfp4", "bf16", "nf4", "mxfp4")
+"""Formats of the linear layers that benchmarks take."""
 
-def random_blob(rows: int, width: int, device: str = "cuda") -> Blob:
-    """Random codes and scales between 1 and 1.875; N must be a multiple of 128."""
+
+def random_blob(rows: int, width: int, device: str = "cuda", most: float = 1.875) -> Blob:
+    """Random codes and scales between 1 and ``most``, below 2; N must be a multiple of 128."""
     groups, tiles = rows // 64, width // 64
     codes = torch.randint(0, 256, (groups, tiles, 128, 16), dtype=torch.uint8, device=device)
-    scales = torch.randint(56, 64, (groups, tiles, 32, 4, 2), dtype=torch.uint8, device=device)
+    one = 56  # in E4M3, whose three bits after it are eighths
+    end = one + 1 + int(8 * (most - 1))
+    scales = torch.randint(one, end, (groups, tiles, 32, 4, 2), dtype=torch.uint8, device=device)
     return Blob(codes, scales, (rows, width))
+
+
+def random_nf4(rows: int, width: int, device: str = "cuda") -> NF4:
+    """Random codes, whose mean square is 0.268, and absmax such that a weight's mean square is 1 / K."""
+    codes = torch.randint(0, 256, (rows * width // 2, 1), dtype=torch.uint8, device=device)
+    absmax = torch.full((rows * width // BLOCK,), (0.268 * width) ** -0.5, device=device)
+    return NF4(codes, absmax, (rows, width))
 
 
 def random_decoder(
@@ -22,7 +36,7 @@ def random_decoder(
 
     Args:
         sizes: The shape.
-        weights: ``nvfp4`` or ``bf16``.
+        weights: One of `WEIGHTS`.
         rank: LoRA rank on all linears; 0 for none.
         positions: Positions the rotary table covers.
         layers: Fewer layers than the shape has, for tests.
@@ -63,11 +77,16 @@ def _layer(sizes: Shape, weights: str, rank: int, device: str) -> Layer:
 
 
 def _matrix(parts: int, rows: int, width: int, weights: str, device: str) -> Matrix:
+    scale = 1.0
     if weights == "bf16":
-        weight: Blob | torch.Tensor = torch.empty(rows, width, dtype=torch.bfloat16, device=device).normal_(
-            std=width**-0.5
-        )
-        scale = 1.0
+        dense = torch.empty(rows, width, dtype=torch.bfloat16, device=device)
+        weight: Weight = dense.normal_(std=width**-0.5)
+    elif weights == "nf4":
+        weight = random_nf4(rows, width, device)
+    elif weights == "mxfp4":
+        # The engine holds MXFP4 as NVFP4 whose block scales are powers of two, here all one.
+        weight = random_blob(-(-rows // 128) * 128, width, device, most=1.0)
+        scale = (7.2 * width) ** -0.5  # codes have a mean square of 7.2
     else:
         weight = random_blob(-(-rows // 128) * 128, width, device)
         scale = (16.6 * width) ** -0.5  # code times block scale has a mean square of 16.6 or so

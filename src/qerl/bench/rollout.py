@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from qerl.bench.decoder import random_decoder
+from qerl.bench.decoder import WEIGHTS, random_decoder
 from qerl.kernels.common import PAGE
 from qerl.plan.shapes import Shape, shape
 from qerl.rollout.engine import SamplingParams
@@ -108,7 +108,7 @@ def step_bytes(
 ) -> float:
     """Bytes one decode step must read: weights, head, LoRA and, at half of the completion, keys and
     values."""
-    per_weight = {"nvfp4": 0.5625, "bf16": 2.0}[weights]
+    per_weight = 2.0 if weights == "bf16" else 0.5625  # the four-bit formats as they lie in the GPU's memory
     layer = sum(n * k * per_weight + (n + k * parts) * rank * 2 for _, n, k, parts in sizes.products)
     groups = -(-rows // group)
     cache = (groups * prompt + rows * decoded / 2) * 2 * sizes.kv_heads * sizes.head_size * 2
@@ -171,7 +171,7 @@ def main(arguments: list[str]) -> None:
     """Runs `qerl bench rollout` with these arguments."""
     parser = argparse.ArgumentParser(prog="qerl bench rollout", description=__doc__.split("\n")[0])
     parser.add_argument("--shape", default="7b")
-    parser.add_argument("--weights", nargs="+", default=["nvfp4"], choices=["nvfp4", "bf16"])
+    parser.add_argument("--weights", nargs="+", default=["nvfp4"], choices=WEIGHTS)
     parser.add_argument("--rank", type=int, default=32, help="LoRA rank; 0 for none")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 64, 128])
     parser.add_argument("--prompt", type=int, default=256, help="tokens")

@@ -31,6 +31,7 @@ from transformers import (
     TrainerCallback,
 )
 
+from qerl.bench.decoder import WEIGHTS
 from qerl.bench.rollout import head
 from qerl.config import QeRLConfig
 from qerl.lora import add_lora
@@ -42,7 +43,6 @@ from qerl.rollout.select import make_engine
 from qerl.trainer.grpo import QeRLTrainer
 from qerl.trainer.memory import used_bytes
 
-WEIGHTS = ("nvfp4", "bf16", "nf4", "mxfp4")
 _WORDS = 1000
 _DEVICE = torch.device("cuda")
 
@@ -52,7 +52,7 @@ def random_policy(sizes: Shape, weights: str, rank: int, positions: int) -> Peft
 
     Args:
         sizes: The shape.
-        weights: One of `WEIGHTS`.
+        weights: One of `qerl.bench.decoder.WEIGHTS`.
         rank: LoRA rank on all linears.
         positions: Positions the model has.
     """
@@ -78,6 +78,8 @@ def random_policy(sizes: Shape, weights: str, rank: int, positions: int) -> Peft
                 else:
                     made.fill_(0.0 if name == "bias" else 1.0)
                 setattr(module, name, nn.Parameter(made, requires_grad=False))
+    # transformers' mark of such a model, by which PEFT takes its layer for NF4 and TRL a bf16 adapter.
+    model.is_loaded_in_4bit = weights == "nf4"
     return add_lora(model, rank=rank, alpha=2 * rank, dropout=0.0)
 
 

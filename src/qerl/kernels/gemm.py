@@ -1,7 +1,8 @@
 """Which kernel computes a product, and its output as the reader wants it.
 
-bf16 weights go to cuBLAS. NVFP4 weights go to this package's kernel for few tokens and to quack-kernels from
-then on; both read the same bytes. The limit and the cuts were measured on an H100, see docs/performance.md.
+bf16 weights go to cuBLAS, NF4 weights to bitsandbytes. NVFP4 weights go to this package's kernel for few
+tokens and to quack-kernels from then on; both read the same bytes. The limit and the cuts were measured on an
+H100, see docs/performance.md.
 """
 
 from dataclasses import dataclass
@@ -10,7 +11,12 @@ from functools import cache
 import torch
 
 from qerl.errors import QeRLError
+from qerl.kernels import nf4
 from qerl.kernels.blob import Blob, Cut, padded_tokens, parts, small_gemm
+from qerl.kernels.nf4 import NF4
+
+Weight = Blob | NF4 | torch.Tensor
+"""NVFP4, NF4, or bf16 [N, K]."""
 
 SMALL_TOKENS = 64
 """Up to here this package's kernel computes the product; the kernel itself could take 128 tokens.
@@ -22,7 +28,7 @@ tokens, 95 and 104 at 64, 147 and 132 at 128.
 
 @dataclass(frozen=True)
 class Product:
-    """A GEMM's output as it lies in the scratch.
+    """A GEMM's output, in the scratch; of NF4 weights where bitsandbytes put it.
 
     Attributes:
         out_STN: fp32 or bf16 [S, T, N], whose parts are to be added.
@@ -52,22 +58,24 @@ def small_cut(tokens: int) -> Cut:
     return _CUTS[padded_tokens(tokens)]
 
 
-def room(weight: Blob | torch.Tensor, tokens: int) -> int:
+def room(weight: Weight, tokens: int) -> int:
     """Tokens an operand of this weight must have room for, in the order of :func:`small_gemm`; 0 if the
     product wants it as [T, K]."""
     return padded_tokens(tokens) if isinstance(weight, Blob) and tokens <= SMALL_TOKENS else 0
 
 
-def scratch_bytes(weight: Blob | torch.Tensor, tokens: int) -> int:
+def scratch_bytes(weight: Weight, tokens: int) -> int:
     """Bytes of scratch that :func:`multiply` needs."""
     rows = weight.shape[0]
+    if isinstance(weight, NF4):
+        return 0
     if isinstance(weight, Blob) and room(weight, tokens):
         return parts(small_cut(tokens), weight.shape, weight.codes.device)[0] * tokens * rows * 4
     return tokens * rows * (2 if isinstance(weight, Blob) else weight.element_size())
 
 
-def multiply(x: torch.Tensor, weight: Blob | torch.Tensor, tokens: int, scratch: torch.Tensor) -> Product:
-    """x w^T into ``scratch``.
+def multiply(x: torch.Tensor, weight: Weight, tokens: int, scratch: torch.Tensor) -> Product:
+    """x w^T, into ``scratch`` where the kernel takes a place for its output.
 
     Args:
         x: bf16, contiguous: in the order of :func:`small_gemm` where :func:`room` asks for it, else [T, K];
@@ -83,8 +91,10 @@ def multiply(x: torch.Tensor, weight: Blob | torch.Tensor, tokens: int, scratch:
         out = scratch[: most * tokens * rows * 4].view(torch.float32).view(most, tokens, rows)
         small_gemm(x, weight, out, cut)
         return Product(out, counts, True)
-    out = scratch[: tokens * rows * x.element_size()].view(x.dtype).view(1, tokens, rows)
     x_TK = x.view(-1)[: tokens * width].view(tokens, width)
+    if isinstance(weight, NF4):
+        return Product(nf4.product(x_TK, weight)[None], None, False)
+    out = scratch[: tokens * rows * x.element_size()].view(x.dtype).view(1, tokens, rows)
     if isinstance(weight, Blob):
         quack(x_TK, weight, out[0])
     else:

@@ -24,11 +24,11 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 HALF, FULL = 2, 4  # bytes of bf16 and fp32
 
 # Bytes that an element of a linear layer's weight takes. NVFP4: half a byte, an E4M3 scale for 16. MXFP4: the
-# same for 32. NF4 with double quantisation: an 8-bit scale for 64, an fp32 one for 256 of those.
+# same for 32. NF4: an fp32 scale for 64, because the paged engine undoes the double quantisation.
 ELEMENT = {
     "nvfp4": 1 / 2 + 1 / 16,
     "mxfp4": 1 / 2 + 1 / 32,
-    "nf4": 1 / 2 + 1 / 64 + 4 / (64 * 256),
+    "nf4": 1 / 2 + 4 / 64,
     "bf16": 2.0,
 }
 

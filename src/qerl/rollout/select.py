@@ -1,8 +1,8 @@
 """Which engine samples from a model on this machine.
 
 The paged engine runs wherever it can: a CUDA GPU, the packages of the extra `gpu`, a family that it knows,
-16-bit or NVFP4 weights. Everything else runs on the portable engine; on a GPU that is said, because there
-it is slow.
+16-bit, NVFP4, MXFP4 or NF4 weights. Everything else runs on the portable engine; on a GPU that is said,
+because there it is slow.
 """
 
 import warnings

@@ -2,8 +2,9 @@
 
 Packed weights of q/k/v and of gate/up are put on top of each other in the order tensor cores read; the
 layers' own buffers become views of that memory, and training dequantises from there. MXFP4 is written as
-NVFP4 first, which changes no number. 16-bit weights are stacked likewise and the layers' parameters become
-views. LoRA matrices and RMSNorm weights are small and are copied before each rollout.
+NVFP4 first, which changes no number. NF4 and 16-bit weights are stacked likewise and the layers' parameters
+become views; NF4's double quantisation is undone (`qerl.kernels.nf4`). LoRA matrices and RMSNorm weights are
+small and are copied before each rollout.
 """
 
 from collections.abc import Iterator, Mapping
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 
 from qerl.errors import QeRLError
+from qerl.kernels import nf4
 from qerl.kernels.blob import to_blob
 from qerl.modules import base_model
 from qerl.nvfp4.convert import as_nvfp4, fits_nvfp4
@@ -40,9 +42,13 @@ def refusal(model: nn.Module) -> str | None:
     for name, layer in _linears(base):
         if getattr(layer, "bias", None) is not None and name.split(".")[-1][0] not in "qkv":
             return f"{name} has a bias"
+        if nf4.quant_state(layer) is not None:
+            if reason := nf4.refusal(layer):
+                return f"{name} {reason}"
+            continue
         packed = layer if isinstance(layer, PackedLinear) else None
         if not packed and not (type(layer) is nn.Linear and layer.weight.dtype == torch.bfloat16):
-            return f"{name} is a {type(layer).__name__}, neither NVFP4, MXFP4 nor bfloat16"
+            return f"{name} is a {type(layer).__name__}, neither NVFP4, MXFP4, NF4 nor bfloat16"
         if packed and (packed.in_features % 64 or packed.out_features % 64):
             return f"{name} is {packed.out_features} x {packed.in_features}, which 64 does not divide"
         if isinstance(packed, MXFP4Linear) and not fits_nvfp4(packed.packed):
@@ -199,13 +205,7 @@ def _matrix(parts: list[nn.Module]) -> Matrix:
     layers = [cast(Any, _inner(part)) for part in parts]
     device = layers[0].bias.device if layers[0].bias is not None else _device(layers[0])
     if not isinstance(layers[0], PackedLinear):
-        stacked = layers[0].weight.data
-        if len(layers) > 1:
-            stacked = torch.cat([layer.weight.data for layer in layers])
-            row = 0
-            for layer in layers:
-                layer.weight.data = stacked[row : row + layer.out_features]
-                row += layer.out_features
+        stacked = nf4.stack(layers) if nf4.quant_state(layers[0]) is not None else _stack_dense(layers)
         ones = torch.ones(len(layers), device=device)
         return Matrix(stacked, ones, ones)
     if layers[0].weight_packed.ndim == 4:
@@ -226,6 +226,17 @@ def _matrix(parts: list[nn.Module]) -> Matrix:
         layer.weight_scale = blob.scales[group:until].view(torch.float8_e4m3fn)
         group = until
     return Matrix(blob, scale_P, scale_P * 256)
+
+
+def _stack_dense(layers: list[Any]) -> torch.Tensor:
+    """Weights on top of each other, of which the layers' own become views."""
+    if len(layers) == 1:
+        return layers[0].weight.data
+    stacked, row = torch.cat([layer.weight.data for layer in layers]), 0
+    for layer in layers:
+        layer.weight.data = stacked[row : row + layer.out_features]
+        row += layer.out_features
+    return stacked
 
 
 def _device(layer: Any) -> torch.device:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from qerl.kernels.blob import Blob
+from qerl.kernels.gemm import Weight
 
 
 @dataclass
@@ -20,12 +20,12 @@ class Matrix:
     """The weight of one GEMM, several linear layers on top of each other.
 
     Attributes:
-        weight: NVFP4 in fragment order, or bf16 [N, K].
-        scale_P: fp32 factor of each part's output; 1 / global scale for NVFP4, 1 for bf16.
+        weight: NVFP4 in fragment order, NF4, or bf16 [N, K].
+        scale_P: fp32 factor of each part's output; 1 / global scale for NVFP4, else 1.
         raised_P: The same times 2^8, for the kernel whose output is 2^-8 too small.
     """
 
-    weight: Blob | torch.Tensor
+    weight: Weight
     scale_P: torch.Tensor
     raised_P: torch.Tensor
 

@@ -1,0 +1,110 @@
+"""NF4, the format of QLoRA: products of its weights, all computed by bitsandbytes.
+
+A code of four bits names one of 16 quantiles of the normal distribution, to be multiplied by the largest
+magnitude (absmax) of its block of 64 consecutive weights. bitsandbytes stores absmax in eight bits, in groups
+of 256 blocks and around one mean a layer ("double quantisation"). Groups and means of several layers cannot
+be put on top of each other, so absmax is kept as the fp32 number that it stands for: 0.047 bytes more a
+weight, no number changed, and q/k/v are one product as in the other formats.
+
+bitsandbytes decides by shape and GPU whether its fused kernel computes a product, decoding as it goes, or its
+dequantisation and cuBLAS. In 0.50.2, on an H100, the fused kernel has gate/up of 7B up to 64 tokens, q/k/v up
+to 16, o and down up to 5. Both allocate their output, and the latter a dense weight: where a graph is
+captured, in the graph's own memory pool.
+
+The fused kernel of few tokens (up to 3, on small shapes 8) rounds more often than cuBLAS: code, absmax, their
+product and its product with x are each rounded to bf16, and added in fp32. So an NF4 policy differs more
+between sampling and training than one in another format.
+
+Shapes: T tokens, N out-features, K in-features, a multiple of 64.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from qerl.errors import QeRLError
+
+BLOCK = 64
+"""Consecutive weights that share an absmax."""
+
+
+@dataclass(frozen=True)
+class NF4:
+    """A weight [N, K], or several on top of each other.
+
+    Attributes:
+        codes: uint8 [N K / 2, 1], the weight with the lower column in the high half of the byte.
+        absmax: fp32 [N K / 64].
+        shape: (N, K).
+    """
+
+    codes: torch.Tensor
+    absmax: torch.Tensor
+    shape: tuple[int, int]
+
+
+def quant_state(layer: nn.Module) -> Any | None:
+    """What bitsandbytes knows of a four-bit layer's weight besides its codes; None for any other layer."""
+    return getattr(getattr(layer, "weight", None), "quant_state", None)
+
+
+def refusal(layer: Any) -> str | None:
+    """Why the weight of this four-bit layer of bitsandbytes cannot become :class:`NF4`; None where it can."""
+    state = layer.weight.quant_state
+    if state.quant_type != "nf4" or state.blocksize != BLOCK:
+        return f"is {state.quant_type} in blocks of {state.blocksize}, not nf4 in blocks of {BLOCK}"
+    if layer.in_features % BLOCK:
+        return f"has {layer.in_features} columns, which {BLOCK} does not divide"
+    if layer.weight.dtype != torch.uint8:
+        return f"stores its codes as {layer.weight.dtype}, not as torch.uint8"
+    if layer.compute_dtype not in (None, torch.bfloat16):
+        return f"computes in {layer.compute_dtype}, not in torch.bfloat16"
+    return None
+
+
+@torch.no_grad()
+def stack(layers: Sequence[Any]) -> NF4:
+    """Puts the weights of layers on top of each other; the layers' own become views of the result.
+
+    Args:
+        layers: ``bitsandbytes.nn.Linear4bit`` with the same K for which :func:`refusal` finds nothing.
+    """
+    states = [layer.weight.quant_state for layer in layers]
+    codes = torch.cat([layer.weight.data for layer in layers])
+    absmax = torch.cat([_flat_absmax(state) for state in states])
+    row, width = 0, layers[0].in_features
+    for layer, state in zip(layers, states, strict=True):
+        until = row + layer.out_features
+        layer.weight.data = codes[row * width // 2 : until * width // 2]
+        layer.weight.compress_statistics = False
+        state.absmax = absmax[row * width // BLOCK : until * width // BLOCK]
+        state.offset, state.state2, state.nested = None, None, False
+        row = until
+    return NF4(codes, absmax, (row, width))
+
+
+def _flat_absmax(state: Any) -> torch.Tensor:
+    """fp32 [blocks], by the steps of ``bitsandbytes.functional.dequantize_4bit``."""
+    if not state.nested:
+        return state.absmax
+    from bitsandbytes.functional import dequantize_blockwise
+
+    return dequantize_blockwise(state.absmax, state.state2) + state.offset
+
+
+def product(x_TK: torch.Tensor, weight: NF4) -> torch.Tensor:
+    """x w^T, [T, N] in the dtype of x, by the kernel that bitsandbytes chooses.
+
+    Raises:
+        QeRLError: bitsandbytes is not installed.
+    """
+    try:
+        import bitsandbytes  # noqa: F401  its import registers the operator
+    except ImportError as error:
+        raise QeRLError(
+            "Products of NF4 weights need the package bitsandbytes; run `pip install 'qerl[nf4]'`."
+        ) from error
+    return torch.ops.bitsandbytes.gemm_4bit(x_TK, weight.codes, weight.shape, weight.absmax, BLOCK, "nf4")
