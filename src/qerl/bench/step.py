@@ -15,23 +15,19 @@ import math
 import statistics
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from datasets import Dataset
 from peft import PeftModel
-from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
-from transformers import (
-    PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    TrainerCallback,
-)
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from qerl.bench.clock import Clock
 from qerl.bench.decoder import WEIGHTS
+from qerl.bench.random_task import random_prompts, random_reward, word_tokenizer
 from qerl.bench.rollout import head
 from qerl.config import QeRLConfig
 from qerl.lora import add_lora
@@ -43,7 +39,6 @@ from qerl.rollout.select import make_engine
 from qerl.trainer.grpo import QeRLTrainer
 from qerl.trainer.memory import used_bytes
 
-_WORDS = 1000
 _DEVICE = torch.device("cuda")
 
 
@@ -110,19 +105,6 @@ def _random_linear(linear: nn.Linear, weights: str) -> nn.Module:
     return layer
 
 
-def word_tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
-    """Words w0, w1, ... are tokens 0, 1, ...; the end of text lies outside the model's vocabulary."""
-    words = {f"w{i}": i for i in range(_WORDS)} | {"<end>": vocabulary}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", pad_token="w0")
-
-
-def random_reward(completions: list[str], **_: Any) -> list[float | None]:
-    """A reward without meaning, different for all samples of a group."""
-    return torch.rand(len(completions)).tolist()
-
-
 class Watch(RolloutEngine):
     """An engine whose time and memory are read at the end of each call.
 
@@ -166,45 +148,6 @@ class Watch(RolloutEngine):
             self.trace.start()
 
 
-class Clock(TrainerCallback):
-    """Wall-clock time and memory of each step."""
-
-    def __init__(self, watch: Watch) -> None:
-        self.watch = watch
-        self.rows: list[dict[str, float]] = []
-
-    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
-        torch.cuda.synchronize()
-        self.start = time.perf_counter()
-
-    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        torch.cuda.synchronize()
-        total, watch = time.perf_counter() - self.start, self.watch
-        if watch.trace is not None:
-            watch.trace.stop()
-        cached = torch.cuda.max_memory_reserved() - torch.cuda.memory_reserved()
-        self.rows.append(
-            {
-                "rollout_s": watch.seconds,
-                "update_s": total - watch.seconds,
-                "total_s": total,
-                "release_s": watch.release_seconds,
-                "tokens": watch.tokens,
-                "tokens_per_s": watch.tokens / total,
-                "rollout_gb": watch.rollout_gb,
-                "update_gb": used_bytes(_DEVICE) / 1e9 + cached / 1e9,
-                "update_allocated_gb": torch.cuda.max_memory_allocated() / 1e9,
-            }
-        )
-
-    def on_log(
-        self, args: Any, state: Any, control: Any, logs: Mapping[str, float] | None = None, **_: Any
-    ) -> None:
-        if self.rows and logs and "loss" in logs:
-            for key in ("loss", "grad_norm", "time/logprob", "sampling/kl"):
-                self.rows[-1][key] = float(logs.get(key, float("nan")))
-
-
 def measure(
     policy: PeftModel,
     engine: RolloutEngine,
@@ -232,11 +175,7 @@ def measure(
         profile: Print the kernels of the last update.
     """
     tokenizer = word_tokenizer(sizes.vocabulary)
-    draw = torch.Generator().manual_seed(0)
-    texts = [
-        " ".join(f"w{i}" for i in torch.randint(1, _WORDS, (prompt_tokens,), generator=draw).tolist())
-        for _ in range(prompts * (steps + 1))
-    ]
+    texts = random_prompts(prompts * (steps + 1), prompt_tokens)
     watch = Watch(engine, steps if profile else None)
     clock = Clock(watch)
     with tempfile.TemporaryDirectory() as folder:

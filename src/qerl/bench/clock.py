@@ -1,0 +1,70 @@
+"""Seconds and memory of each training step, read in the same way whoever trains."""
+
+import time
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+from transformers import TrainerCallback
+
+from qerl.trainer.memory import used_bytes
+
+_LOGGED = ("loss", "grad_norm", "time/logprob", "sampling/kl")
+
+
+class Rollout(Protocol):
+    """What the last rollout of a step took."""
+
+    seconds: float
+    tokens: int
+    """Sampled, all completions together."""
+    rollout_gb: float
+    """In use on the device at its end, in 10^9 bytes."""
+    release_seconds: float
+    """Taken to make room for the update."""
+    trace: torch.profiler.profile | None
+    """Records the update's kernels, if it does; stopped at the step's end."""
+
+
+class Clock(TrainerCallback):
+    """Wall-clock time and memory of each step; ``rows`` has one dictionary a step.
+
+    The peak of the update is read from torch's allocator, whose statistics the rollout resets at its end.
+
+    Args:
+        rollout: Read at the end of each step.
+    """
+
+    def __init__(self, rollout: Rollout) -> None:
+        self.rollout = rollout
+        self.rows: list[dict[str, float]] = []
+
+    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+        torch.cuda.synchronize()
+        self.start = time.perf_counter()
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        torch.cuda.synchronize()
+        total, rollout = time.perf_counter() - self.start, self.rollout
+        if rollout.trace is not None:
+            rollout.trace.stop()
+        cached = torch.cuda.max_memory_reserved() - torch.cuda.memory_reserved()
+        self.rows.append(
+            {
+                "rollout_s": rollout.seconds,
+                "update_s": total - rollout.seconds,
+                "total_s": total,
+                "release_s": rollout.release_seconds,
+                "tokens": rollout.tokens,
+                "tokens_per_s": rollout.tokens / total,
+                "rollout_gb": rollout.rollout_gb,
+                "update_gb": used_bytes(torch.device("cuda")) / 1e9 + cached / 1e9,
+                "update_allocated_gb": torch.cuda.max_memory_allocated() / 1e9,
+            }
+        )
+
+    def on_log(
+        self, args: Any, state: Any, control: Any, logs: Mapping[str, float] | None = None, **_: Any
+    ) -> None:
+        if self.rows and logs and "loss" in logs:
+            self.rows[-1] |= {key: float(logs[key]) for key in _LOGGED if key in logs}

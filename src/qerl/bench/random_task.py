@@ -1,0 +1,31 @@
+"""Prompts, rewards and a tokenizer without meaning, so that the time of a step depends on its sizes alone."""
+
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+_WORDS = 1000
+
+
+def word_tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
+    """Words w0, w1, ... are tokens 0, 1, ...; the end of text lies outside the model's vocabulary."""
+    words = {f"w{i}": i for i in range(_WORDS)} | {"<end>": vocabulary}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", pad_token="w0")
+
+
+def random_prompts(count: int, tokens: int) -> list[str]:
+    """Different prompts of so many tokens each, the same in every run."""
+    draw = torch.Generator().manual_seed(0)
+    return [
+        " ".join(f"w{i}" for i in torch.randint(1, _WORDS, (tokens,), generator=draw).tolist())
+        for _ in range(count)
+    ]
+
+
+def random_reward(completions: list[str], **_: Any) -> list[float | None]:
+    """A reward without meaning, different for all samples of a group."""
+    return torch.rand(len(completions)).tolist()
