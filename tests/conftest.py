@@ -73,6 +73,32 @@ def tiny_model() -> Callable[..., PreTrainedModel]:
 
 
 @pytest.fixture(scope="session")
+def to_nf4() -> Callable[[PreTrainedModel], PreTrainedModel]:
+    """``to_nf4(model)``: the same model, its projections replaced by bitsandbytes' NF4 layers."""
+    bnb = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+
+    def convert(model: PreTrainedModel) -> PreTrainedModel:
+        for module in list(model.modules()):
+            for name, linear in list(module.named_children()):
+                if not name.endswith("_proj"):
+                    continue
+                weight = linear.weight.data
+                layer = bnb.nn.Linear4bit(
+                    linear.in_features, linear.out_features, bias=False, compute_dtype=weight.dtype,
+                    quant_type="nf4", device="meta",
+                )  # fmt: skip
+                layer.weight = bnb.nn.Params4bit(weight, quant_type="nf4").to(weight.device)
+                layer.bias = linear.bias
+                # Otherwise some CPUs write a layer's codes in an order of their own when it first runs.
+                layer.support_avx512bf16_for_cpu = False
+                setattr(module, name, layer)
+        model.is_loaded_in_4bit = True  # as transformers marks a model that it quantised; PEFT looks at it
+        return model
+
+    return convert
+
+
+@pytest.fixture(scope="session")
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
     """One token for each printable ASCII character and newline, with a ChatML template; 100 tokens.
 

@@ -1,7 +1,7 @@
 """The paged engine in Triton's interpreter: the same completions as the portable engine, without a GPU.
 
 What cannot run here is left out: CUDA graphs (a step is run instead of replayed), memory that is mapped and
-unmapped, and the NVFP4 kernel, so weights are dense and everything is FP32.
+unmapped, and the NVFP4 kernel, so weights are dense, or NF4 by bitsandbytes' CPU build, and the rest is FP32.
 """
 
 import pytest
@@ -11,6 +11,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 if torch.cuda.is_available():
     pytest.skip("tests/gpu runs the engine itself", allow_module_level=True)
 
+from qerl.kernels.nf4 import NF4
 from qerl.lora import add_lora
 from qerl.rollout import PortableEngine, SamplingParams
 from qerl.rollout.paged import engine as paged
@@ -43,11 +44,11 @@ def on_the_cpu(monkeypatch):
 
 @pytest.fixture
 def adapted(tiny_model):
-    """A tiny model with an adapter whose B is not zero."""
+    """A tiny model with an adapter whose B is not zero, ``prepared`` before."""
 
-    def build(family):
+    def build(family, prepared=lambda model: model):
         torch.manual_seed(0)
-        model = add_lora(tiny_model(family, vocab_size=61), rank=4, alpha=8, dropout=0.0)
+        model = add_lora(prepared(tiny_model(family, vocab_size=61)), rank=4, alpha=8, dropout=0.0)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if "lora_B" in name:
@@ -76,6 +77,16 @@ def test_both_engines_sample_the_same(adapted, family):
     params = SamplingParams(max_tokens=4, seed=1)
     wanted = PortableEngine(model, 0).generate(PROMPTS, 2, params, noise)
     close(PagedEngine(model, 0).generate(PROMPTS, 2, params, noise), wanted)
+
+
+def test_nf4_weights(adapted, to_nf4):
+    model = adapted("qwen2", to_nf4)
+    params = SamplingParams(max_tokens=4, seed=1)
+    wanted = PortableEngine(model, 0).generate(PROMPTS, 2, params)
+    engine = PagedEngine(model, 0)
+    assert isinstance(engine._binding.decoder.layers[0].gate_up.weight, NF4)
+    close(engine.generate(PROMPTS, 2, params), wanted)
+    close(PortableEngine(model, 0).generate(PROMPTS, 2, params), wanted)
 
 
 def test_rows_are_refilled_and_a_changed_adapter_is_seen(adapted):

@@ -8,7 +8,7 @@ weight, no number changed, and q/k/v are one product as in the other formats.
 
 bitsandbytes decides by shape and GPU whether its fused kernel computes a product, decoding as it goes, or its
 dequantisation and cuBLAS. In 0.50.2, on an H100, the fused kernel has gate/up of 7B up to 64 tokens, q/k/v up
-to 16, o and down up to 5. Both allocate their output, and the latter a dense weight: where a graph is
+to 16, o up to 7 and down up to 5. Both allocate their output, and the latter a dense weight: where a graph is
 captured, in the graph's own memory pool.
 
 The fused kernel of few tokens (up to 3, on small shapes 8) rounds more often than cuBLAS: code, absmax, their
