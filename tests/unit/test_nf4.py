@@ -1,4 +1,4 @@
-"""NF4 weights on top of each other, by bitsandbytes' CPU build; tests/gpu/test_nf4.py has its GPU kernels."""
+"""NF4 weights on top of each other, by bitsandbytes' CPU build; its GPU kernels are in tests/gpu."""
 
 import pytest
 import torch
@@ -40,14 +40,19 @@ def decoded(weight, levels_16):
 @pytest.mark.parametrize("nested", [True, False])
 def test_layers_and_stack_are_the_same_weights(nested):
     layers = [layer_of(rows, compress_statistics=nested) for rows in ROWS]
-    x = torch.randn(5, WIDTH)
-    before, outputs = [dense(layer) for layer in layers], [layer(x) for layer in layers]
+    x = torch.randn(5, WIDTH, requires_grad=True)
+
+    def run(layer):
+        y = layer(x)
+        return torch.cat([y.flatten(), torch.autograd.grad(y.square().sum(), x)[0].flatten()])
+
+    before, outputs = [dense(layer) for layer in layers], [run(layer) for layer in layers]
     weight = stack(layers)
     assert weight.shape == (sum(ROWS), WIDTH)
     assert weight.absmax.dtype == torch.float32
     for layer, wanted, output in zip(layers, before, outputs, strict=True):
         assert torch.equal(dense(layer), wanted)
-        assert torch.equal(layer(x), output)
+        assert torch.equal(run(layer), output)
         assert layer.weight.untyped_storage().data_ptr() == weight.codes.untyped_storage().data_ptr()
         state = layer.weight.quant_state
         assert state.absmax.untyped_storage().data_ptr() == weight.absmax.untyped_storage().data_ptr()
