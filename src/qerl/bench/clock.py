@@ -1,5 +1,6 @@
 """Seconds and memory of each training step, read in the same way whoever trains."""
 
+import statistics
 import time
 from collections.abc import Mapping
 from typing import Any, Protocol
@@ -68,3 +69,8 @@ class Clock(TrainerCallback):
     ) -> None:
         if self.rows and logs and "loss" in logs:
             self.rows[-1] |= {key: float(logs[key]) for key in _LOGGED if key in logs}
+
+
+def medians(rows: list[dict[str, float]]) -> dict[str, float]:
+    """Of what `Clock` saw, over the steps after the first."""
+    return {key: statistics.median(row[key] for row in rows[1:]) for key in rows[1]}

@@ -3,15 +3,19 @@
     qerl bench rollout --shape 7b --weights nvfp4 --rank 32 --batch 1 8 64 128
 
 Prompts are given as cached random keys and values; the timed part is decoding, from the first token on, with
-the attention's work growing as it does in a rollout. A group shares its prompt.
+the attention's work growing as it does in a rollout. A group shares its prompt. With `--peers`, vLLM does the
+same work in the same run (`qerl.bench.peers`).
 """
 
 import argparse
+import itertools
 import json
 import os
 import statistics
 import subprocess
 import time
+from collections.abc import Iterator
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -19,6 +23,9 @@ from typing import Any
 import torch
 
 from qerl.bench.decoder import WEIGHTS, random_decoder
+from qerl.bench.peers import vllm_decode
+from qerl.bench.peers.process import peer_rows
+from qerl.bench.peers.vllm_decode import PEERS
 from qerl.kernels.common import PAGE
 from qerl.plan.shapes import Shape, shape
 from qerl.rollout.engine import SamplingParams
@@ -167,11 +174,11 @@ def head(command: list[str]) -> dict[str, str]:
     }
 
 
-def main(arguments: list[str]) -> None:
-    """Runs `qerl bench rollout` with these arguments."""
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="qerl bench rollout", description=__doc__.split("\n")[0])
     parser.add_argument("--shape", default="7b")
-    parser.add_argument("--weights", nargs="+", default=["nvfp4"], choices=WEIGHTS)
+    parser.add_argument("--weights", nargs="*", default=["nvfp4"], choices=WEIGHTS, help="none: peers alone")
+    parser.add_argument("--peers", nargs="+", default=[], choices=PEERS, help="measure these as well")
     parser.add_argument("--rank", type=int, default=32, help="LoRA rank; 0 for none")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 64, 128])
     parser.add_argument("--prompt", type=int, default=256, help="tokens")
@@ -182,48 +189,70 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--profile", action="store_true", help="add the kernels of one step")
     parser.add_argument("--repeats", type=int, default=3, help="timed runs, of which the median is shown")
     parser.add_argument("--out", type=Path, help="JSON file")
-    args = parser.parse_args(arguments)
-    sizes = shape(args.shape)
-    limit = read_bandwidth()
-    print(f"{torch.cuda.get_device_name()}, reads {limit:.0f} GB/s")
-    rows: list[dict[str, Any]] = []
+    return parser
+
+
+def _own_rows(args: argparse.Namespace, sizes: Shape) -> Iterator[dict[str, Any]]:
+    """What :func:`measure` gives for each format, batch and, if asked for, without the adapter."""
     for weights in args.weights:
-        decoder = random_decoder(
-            sizes, weights, args.rank, args.prompt + args.decode + PAGE, layers=args.layers
-        )
+        decoder = random_decoder(sizes, weights, args.rank, args.prompt + args.decode + PAGE)
         for batch in args.batch:
             for lora in [True, False] if args.no_adapter else [args.rank > 0]:
-                result = measure(decoder, batch, args.prompt, args.decode, args.group, lora, args.repeats)
+                seen = measure(decoder, batch, args.prompt, args.decode, args.group, lora, args.repeats)
                 rank = args.rank if lora else 0
-                moved = step_bytes(sizes, weights, rank, batch, args.prompt, args.decode, args.group)
-                speed = moved / result["step_ms"] / 1e6
-                rows.append(
-                    {
-                        "engine": "qerl", "shape": args.shape, "weights": weights, "lora_rank": rank,
-                        "batch": batch, "prompt_tokens": args.prompt, "decode_tokens": args.decode,
-                        "group": args.group, **result, "gb_s": speed, "limit_fraction": speed / limit,
-                    }
-                )  # fmt: skip
-                print(
-                    f"{args.shape} {weights} r{rank} batch {batch}: {result['decode_tok_s']:.0f} tok/s, "
-                    f"{result['step_ms']:.3f} ms a step, {speed:.0f} GB/s, {speed / limit:.0%} of the limit, "
-                    f"spread {result['spread']:.1%}",
-                    flush=True,
-                )
+                row = {"engine": "qerl", "weights": weights, "lora_rank": rank, "batch": batch, **seen}
                 if args.profile:
-                    kernels = profile(decoder, batch, args.prompt, args.group, lora)[:10]
-                    rows[-1]["kernels"] = [
+                    row["kernels"] = [
                         {"us": round(micros, 1), "calls": calls, "name": name}
-                        for name, calls, micros in kernels
+                        for name, calls, micros in profile(decoder, batch, args.prompt, args.group, lora)[:10]
                     ]
-                    for name, calls, micros in kernels:
-                        print(f"    {micros:9.1f} us {calls:5d} x {name[:90]}")
+                yield row
         del decoder
-    if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        found = {
-            **head(["qerl bench rollout", *arguments]),
-            "read_gb_s": limit,
-            "rows": rows,
-        }
-        args.out.write_text(json.dumps(found, indent=1))
+
+
+def _peer_rows(args: argparse.Namespace, sizes: Shape) -> Iterator[dict[str, Any]]:
+    """The same of other engines, each in a process of its own."""
+    spec = {
+        "sizes": asdict(sizes), "rank": args.rank, "batches": args.batch, "prompt_tokens": args.prompt,
+        "decode_tokens": args.decode, "group": args.group, "repeats": args.repeats,
+    }  # fmt: skip
+    for peer in args.peers:
+        weights, quantization = PEERS[peer]
+        settings = {"engine": peer, "weights": weights, "lora_rank": args.rank}
+        wanted = {**spec, "weights": weights, "quantization": quantization}
+        for row in peer_rows(peer, vllm_decode.__name__, wanted):
+            yield {**settings, **row}
+
+
+def _print(row: dict[str, Any]) -> None:
+    print(
+        f"{row['engine']} {row['shape']} {row['weights']} r{row['lora_rank']} batch {row['batch']}: "
+        f"{row['decode_tok_s']:.0f} tok/s, {row['step_ms']:.3f} ms a step, {row['gb_s']:.0f} GB/s, "
+        f"{row['limit_fraction']:.0%} of the limit, spread {row['spread']:.1%}",
+        flush=True,
+    )
+    for kernel in row.get("kernels", []):
+        print(f"    {kernel['us']:9.1f} us {kernel['calls']:5d} x {kernel['name'][:90]}")
+
+
+def main(arguments: list[str]) -> None:
+    """Runs `qerl bench rollout` with these arguments."""
+    args = _parser().parse_args(arguments)
+    sizes = shape(args.shape)
+    sizes = replace(sizes, layers=args.layers or sizes.layers)
+    limit = read_bandwidth()
+    print(f"{torch.cuda.get_device_name()}, reads {limit:.0f} GB/s")
+    lengths = {"prompt_tokens": args.prompt, "decode_tokens": args.decode, "group": args.group}
+    rows: list[dict[str, Any]] = []
+    for row in itertools.chain(_own_rows(args, sizes), _peer_rows(args, sizes)):
+        moved = step_bytes(
+            sizes, row["weights"], row["lora_rank"], row["batch"], args.prompt, args.decode, args.group
+        )
+        speed = moved / row["step_ms"] / 1e6
+        row |= {"shape": args.shape, **lengths, "gb_s": speed, "limit_fraction": speed / limit}
+        rows.append(row)
+        _print(row)
+        if args.out:
+            args.out.parent.mkdir(parents=True, exist_ok=True)
+            found = {**head(["qerl bench rollout", *arguments]), "read_gb_s": limit, "rows": rows}
+            args.out.write_text(json.dumps(found, indent=1))

@@ -5,17 +5,19 @@
 Runs the trainer itself. Weights are random and made on the GPU layer by layer, so a shape of 72B needs no
 more memory than training it. Nothing ends a completion before its last token and rewards are random, so every
 sample of every row does the same work. A row begins with a step that is not counted: its rollout, spoilt by a
-NaN, ends at once, but captures the graphs, and its update compiles.
+NaN, ends at once, but captures the graphs, and its update compiles. With `--peers`, TRL with vLLM does the
+same work in the same run (`qerl.bench.peers`).
 """
 
 import argparse
 import gc
+import itertools
 import json
 import math
-import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +27,9 @@ from peft import PeftModel
 from torch import nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from qerl.bench.clock import Clock
+from qerl.bench.clock import Clock, medians
 from qerl.bench.decoder import WEIGHTS
+from qerl.bench.peers.process import peer_rows
 from qerl.bench.random_task import random_prompts, random_reward, word_tokenizer
 from qerl.bench.rollout import head
 from qerl.config import QeRLConfig
@@ -38,6 +41,9 @@ from qerl.rollout.paged.engine import PagedEngine
 from qerl.rollout.select import make_engine
 from qerl.trainer.grpo import QeRLTrainer
 from qerl.trainer.memory import used_bytes
+
+PEERS = {"trl-vllm": "qerl.bench.peers.trl_step"}
+"""The module that runs in each peer's process."""
 
 _DEVICE = torch.device("cuda")
 
@@ -200,11 +206,11 @@ def measure(
     return clock.rows
 
 
-def main(arguments: list[str]) -> None:
-    """Runs `qerl bench step` with these arguments."""
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="qerl bench step", description=__doc__.split("\n")[0])
     parser.add_argument("--shape", default="7b")
-    parser.add_argument("--weights", nargs="+", default=["nvfp4"], choices=WEIGHTS)
+    parser.add_argument("--weights", nargs="*", default=["nvfp4"], choices=WEIGHTS, help="none: peers alone")
+    parser.add_argument("--peers", nargs="+", default=[], choices=PEERS, help="measure these as well")
     parser.add_argument("--rank", type=int, nargs="+", default=[32], help="LoRA rank")
     parser.add_argument("--prompts", type=int, nargs="+", default=[1], help="prompts a step")
     parser.add_argument("--samples", type=int, default=8, help="samples a prompt")
@@ -214,46 +220,66 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--steps", type=int, default=2, help="steps counted, of which the median is shown")
     parser.add_argument("--profile", action="store_true", help="print the kernels of the update")
     parser.add_argument("--out", type=Path, help="JSON file")
-    args = parser.parse_args(arguments)
+    return parser
+
+
+def _own_rows(args: argparse.Namespace, sizes: Shape) -> Iterator[dict[str, Any]]:
+    """What :func:`measure` gives for each format, rank, number of prompts and length."""
+    for weights, rank in itertools.product(args.weights, args.rank):
+        policy = random_policy(sizes, weights, rank, args.prompt + max(args.tokens) + 64)
+        engine = make_engine(policy, 0, args.samples * max(args.prompts))
+        resident = torch.cuda.memory_allocated() / 1e9
+        for prompts, tokens in itertools.product(args.prompts, args.tokens):
+            seen = measure(
+                policy, engine, sizes, samples=args.samples, prompts=prompts,
+                microbatch=args.microbatch or args.samples, prompt_tokens=args.prompt, tokens=tokens,
+                steps=args.steps, profile=args.profile,
+            )  # fmt: skip
+            yield {
+                "engine": "qerl", "weights": weights, "lora_rank": rank, "prompts": prompts,
+                "completion_tokens": tokens, "resident_gb": resident, **medians(seen), "steps": seen,
+            }  # fmt: skip
+        del policy, engine
+        gc.collect()  # the trainer and its model refer to each other
+        torch.cuda.empty_cache()
+
+
+def _peer_rows(args: argparse.Namespace, sizes: Shape) -> Iterator[dict[str, Any]]:
+    """The same of other trainers, each row in a process of its own."""
+    for peer, rank, prompts, tokens in itertools.product(args.peers, args.rank, args.prompts, args.tokens):
+        spec = {
+            "sizes": asdict(sizes), "rank": rank, "prompts": prompts, "samples": args.samples,
+            "microbatch": args.microbatch or args.samples, "prompt_tokens": args.prompt, "tokens": tokens,
+            "steps": args.steps,
+        }  # fmt: skip
+        for row in peer_rows(peer, PEERS[peer], spec):
+            yield {
+                "weights": "bf16", "lora_rank": rank, "prompts": prompts, "completion_tokens": tokens, **row,
+            }  # fmt: skip
+
+
+def main(arguments: list[str]) -> None:
+    """Runs `qerl bench step` with these arguments."""
+    args = _parser().parse_args(arguments)
     sizes = shape(args.shape)
+    common = {
+        "shape": args.shape, "samples": args.samples, "prompt_tokens": args.prompt,
+        "microbatch": args.microbatch or args.samples,
+    }  # fmt: skip
     rows: list[dict[str, Any]] = []
-    for weights in args.weights:
-        for rank in args.rank:
-            policy = random_policy(sizes, weights, rank, args.prompt + max(args.tokens) + 64)
-            engine = make_engine(policy, 0, args.samples * max(args.prompts))
-            resident = torch.cuda.memory_allocated() / 1e9
-            for prompts in args.prompts:
-                for tokens in args.tokens:
-                    seen = measure(
-                        policy, engine, sizes, samples=args.samples, prompts=prompts,
-                        microbatch=args.microbatch or args.samples, prompt_tokens=args.prompt, tokens=tokens,
-                        steps=args.steps, profile=args.profile,
-                    )  # fmt: skip
-                    settings = {
-                        "shape": args.shape, "weights": weights, "lora_rank": rank, "prompts": prompts,
-                        "samples": args.samples, "prompt_tokens": args.prompt, "completion_tokens": tokens,
-                        "microbatch": args.microbatch or args.samples, "resident_gb": resident,
-                    }  # fmt: skip
-                    rows.append({**settings, **_middle(seen), "steps": seen})
-                    print(_line(rows[-1]))
-                    _write(args.out, arguments, rows)
-            del policy, engine
-            gc.collect()  # the trainer and its model refer to each other
-            torch.cuda.empty_cache()
-
-
-def _middle(seen: list[dict[str, float]]) -> dict[str, float]:
-    """Medians over the steps after the first."""
-    return {key: statistics.median(step[key] for step in seen[1:]) for key in seen[1]}
+    for row in itertools.chain(_own_rows(args, sizes), _peer_rows(args, sizes)):
+        rows.append(common | row)
+        print(_line(rows[-1]), flush=True)
+        _write(args.out, arguments, rows)
 
 
 def _line(row: dict[str, Any]) -> str:
     nan = float("nan")
     return (
-        f"{row['shape']} {row['weights']} r{row['lora_rank']} {row['prompts']} x {row['samples']} x "
-        f"{row['completion_tokens']}: rollout {row['rollout_s']:.2f} s, update {row['update_s']:.2f} s, step "
-        f"{row['total_s']:.2f} s, {row['tokens_per_s']:.0f} tokens/s; GB: rollout {row['rollout_gb']:.1f}, "
-        f"update {row['update_gb']:.1f}; loss {row.get('loss', nan):.4f}, "
+        f"{row['engine']} {row['shape']} {row['weights']} r{row['lora_rank']} {row['prompts']} x "
+        f"{row['samples']} x {row['completion_tokens']}: rollout {row['rollout_s']:.2f} s, update "
+        f"{row['update_s']:.2f} s, step {row['total_s']:.2f} s, {row['tokens_per_s']:.0f} tokens/s; GB: "
+        f"rollout {row['rollout_gb']:.1f}, update {row['update_gb']:.1f}; loss {row.get('loss', nan):.4f}, "
         f"KL {row.get('sampling/kl', nan):.1e}"
     )
 

@@ -1,0 +1,96 @@
+"""Folders from which a peer loads a model of a shape and an adapter, without weights that anybody trained.
+
+Legend: N out, K in, R rank of LoRA.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from transformers import LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
+
+from qerl.nvfp4.checkpoint import quantization_config
+from qerl.nvfp4.format import NVFP4
+from qerl.plan.shapes import Shape
+
+
+def model_config(sizes: Shape, weights: str, positions: int) -> PreTrainedConfig:
+    """What `config.json` of a shape says.
+
+    Args:
+        sizes: The shape. Biases on q, k and v make it a Qwen2, norms of q and k a Qwen3, neither a Llama.
+        weights: ``bf16`` or ``nvfp4``, the latter as compressed-tensors declares it.
+        positions: Positions the model has.
+    """
+    kind = Qwen2Config if sizes.bias else Qwen3Config if sizes.qk_norm else LlamaConfig
+    quantised = {} if weights == "bf16" else {"quantization_config": quantization_config(NVFP4, ["lm_head"])}
+    return kind(
+        vocab_size=sizes.vocabulary, hidden_size=sizes.hidden, intermediate_size=sizes.intermediate,
+        num_hidden_layers=sizes.layers, num_attention_heads=sizes.heads,
+        num_key_value_heads=sizes.kv_heads, head_dim=sizes.head_size, max_position_embeddings=positions,
+        tie_word_embeddings=False, rms_norm_eps=1e-6, dtype="bfloat16", eos_token_id=None,
+        architectures=[kind.__name__.replace("Config", "ForCausalLM")], **quantised,
+    )  # fmt: skip
+
+
+def write_zeros(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """A checkpoint with the names and shapes of some tensors and zeros as content, in BF16.
+
+    The file is a header with a hole behind it, so a model of 7B takes no disk and no time to write. It serves
+    a peer that insists on a checkpoint but gets its weights otherwise.
+
+    Args:
+        folder: Exists; gets `model.safetensors`.
+        tensors: By name; only their shapes are read, so they may be on the meta device.
+    """
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, tensor in tensors.items():
+        start, end = end, end + 2 * tensor.numel()
+        header[name] = {"dtype": "BF16", "shape": list(tensor.shape), "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # content begins at a multiple of 8
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little"))
+        file.write(text)
+        file.truncate(8 + len(text) + end)
+
+
+def write_adapter(folder: Path, sizes: Shape, rank: int) -> None:
+    """A LoRA adapter of random matrices on all seven linears of each layer, as PEFT saves it, in BF16.
+
+    Args:
+        folder: Made here.
+        sizes: The shape.
+        rank: R; alpha is 2 R.
+    """
+    folder.mkdir()
+    tensors: dict[str, torch.Tensor] = {}
+    for layer in range(sizes.layers):
+        for name, (rows, width) in _linears(sizes).items():
+            prefix = f"base_model.model.model.layers.{layer}.{name}"
+            a_RK = torch.randn(rank, width, dtype=torch.bfloat16) * width**-0.5
+            b_NR = torch.randn(rows, rank, dtype=torch.bfloat16) * 0.01
+            tensors |= {f"{prefix}.lora_A.weight": a_RK, f"{prefix}.lora_B.weight": b_NR}
+    save_file(tensors, folder / "adapter_model.safetensors")
+    config = {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": rank, "lora_alpha": 2 * rank, "bias": "none",
+        "target_modules": [name.rpartition(".")[2] for name in _linears(sizes)],
+    }  # fmt: skip
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+
+
+def _linears(sizes: Shape) -> dict[str, tuple[int, int]]:
+    """(N, K) of a layer's linears, by their place in the layer."""
+    q, kv = sizes.heads * sizes.head_size, sizes.kv_heads * sizes.head_size
+    return {
+        "self_attn.q_proj": (q, sizes.hidden),
+        "self_attn.k_proj": (kv, sizes.hidden),
+        "self_attn.v_proj": (kv, sizes.hidden),
+        "self_attn.o_proj": (sizes.hidden, q),
+        "mlp.gate_proj": (sizes.intermediate, sizes.hidden),
+        "mlp.up_proj": (sizes.intermediate, sizes.hidden),
+        "mlp.down_proj": (sizes.hidden, sizes.intermediate),
+    }

@@ -1,0 +1,153 @@
+"""A GRPO step of plain TRL with vLLM in the same process, for `qerl bench step --peers`.
+
+TRL's `GRPOTrainer` as it comes, with `use_vllm=True` and `vllm_mode="colocate"`: BF16 weights twice, once in
+the trainer and once in vLLM, to which TRL sends the weights with LoRA merged into them at the start of every
+step. Prompts, rewards, lengths, microbatch, optimizer and gradient checkpointing are those of our own rows.
+TRL's importance-sampling correction stays on, as it is by default and as it is in our rows; TRL spends a
+forward pass on it.
+
+vLLM gets memory for the keys and values of all samples of a step at once, so that none waits. It does not
+sleep during the update: giving weights up and sending them again would only cost time where both fit. It
+loads zeros, because the first thing that TRL does is to send it the trainer's random weights.
+"""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import trl
+from datasets import Dataset
+from peft import LoraConfig
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from trl import GRPOConfig, GRPOTrainer
+
+from qerl.bench.clock import Clock, medians
+from qerl.bench.peers.checkpoint import model_config, write_zeros
+from qerl.bench.peers.process import serve
+from qerl.bench.random_task import random_prompts, random_reward, word_tokenizer
+from qerl.lora import LORA_TARGETS
+from qerl.plan.shapes import Shape
+from qerl.trainer.memory import used_bytes
+
+# What vLLM takes beside weights and keys and values: a prefill of 4096 tokens, graphs, workspaces.
+_VLLM_BYTES = 8e9
+
+
+class Colocated:
+    """TRL's vLLM with a clock around it; what `Clock` reads of a rollout, sending weights included.
+
+    Args:
+        generation: The trainer's `vllm_generation`, whose two methods are wrapped.
+    """
+
+    release_seconds = 0.0  # nothing is given back between rollout and update
+    trace: torch.profiler.profile | None = None
+
+    def __init__(self, generation: Any) -> None:
+        self.seconds = self.sync_seconds = self.rollout_gb = 0.0
+        self.tokens = 0
+        self._device = generation.accelerator.device
+        self._sync, self._generate = generation.sync_weights, generation.generate
+        generation.sync_weights, generation.generate = self.sync_weights, self.generate
+
+    def sync_weights(self) -> None:
+        start = time.perf_counter()
+        self._sync()
+        torch.cuda.synchronize()
+        self.sync_seconds = time.perf_counter() - start
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        start = time.perf_counter()
+        result = self._generate(*args, **kwargs)
+        torch.cuda.synchronize()
+        self.seconds = self.sync_seconds + time.perf_counter() - start
+        self.tokens = sum(map(len, result[1]))
+        self.rollout_gb = used_bytes(self._device) / 1e9
+        torch.cuda.reset_peak_memory_stats()
+        return result
+
+
+class SyncClock(Clock):
+    """`Clock` with the seconds that sending the weights took."""
+
+    def __init__(self, rollout: Colocated) -> None:
+        super().__init__(rollout)
+        self._colocated = rollout
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        super().on_step_end(*args, **kwargs)
+        self.rows[-1]["sync_s"] = self._colocated.sync_seconds
+
+
+def run(spec: dict[str, Any], folder: Path) -> Iterator[dict[str, Any]]:
+    """One row, in the peer's process.
+
+    Args:
+        spec: ``sizes`` (fields of a `Shape`), ``rank``, ``prompts``, ``samples``, ``microbatch``,
+            ``prompt_tokens``, ``tokens`` and ``steps``, as `qerl.bench.step.measure` has them.
+        folder: Gets the model's folder and TRL's.
+
+    Returns:
+        Medians of what `SyncClock` saw of the steps after the first, version, and ``steps``, all of them.
+    """
+    import vllm
+
+    sizes = Shape(**spec["sizes"])
+    model = _model(sizes, spec["prompt_tokens"] + spec["tokens"], folder / "model")
+    count = spec["prompts"] * (spec["steps"] + 1)
+    trainer = GRPOTrainer(
+        model, [random_reward], _settings(sizes, spec, folder),
+        Dataset.from_dict({"prompt": random_prompts(count, spec["prompt_tokens"])}),
+        processing_class=word_tokenizer(sizes.vocabulary),
+        peft_config=LoraConfig(
+            r=spec["rank"], lora_alpha=2 * spec["rank"], lora_dropout=0.0, target_modules=list(LORA_TARGETS),
+            task_type="CAUSAL_LM",
+        ),
+    )  # fmt: skip
+    clock = SyncClock(Colocated(trainer.vllm_generation))
+    trainer.add_callback(clock)
+    trainer.train()
+    assert clock.rows[-1]["tokens"] == spec["prompts"] * spec["samples"] * spec["tokens"]
+    version = f"trl {trl.__version__}, vllm {vllm.__version__}"
+    yield {"engine": "trl+vllm", "version": version, **medians(clock.rows), "steps": clock.rows}
+
+
+def _model(sizes: Shape, positions: int, folder: Path) -> PreTrainedModel:
+    """A random BF16 model on the GPU whose `name_or_path` is a folder from which vLLM loads zeros."""
+    config = model_config(sizes, "bf16", positions)
+    config.name_or_path = str(folder)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    config.save_pretrained(folder)
+    word_tokenizer(sizes.vocabulary).save_pretrained(folder)
+    write_zeros(folder, model.state_dict())
+    return model
+
+
+def _settings(sizes: Shape, spec: dict[str, Any], folder: Path) -> GRPOConfig:
+    """TRL's defaults but for what makes the work that of our own rows."""
+    samples = spec["prompts"] * spec["samples"]
+    return GRPOConfig(
+        output_dir=str(folder / "run"), num_generations=spec["samples"],
+        per_device_train_batch_size=spec["microbatch"],
+        gradient_accumulation_steps=samples // spec["microbatch"], max_completion_length=spec["tokens"],
+        max_steps=spec["steps"] + 1, learning_rate=1e-5, gradient_checkpointing=True, logging_steps=1,
+        report_to="none", save_strategy="no", optim="adamw_torch_fused", use_vllm=True,
+        vllm_mode="colocate", vllm_max_model_length=spec["prompt_tokens"] + spec["tokens"],
+        vllm_gpu_memory_utilization=_vllm_share(sizes, samples, spec["prompt_tokens"] + spec["tokens"]),
+        generation_kwargs={"ignore_eos": True, "detokenize": False}, use_cpu=not torch.cuda.is_available(),
+    )  # fmt: skip
+
+
+def _vllm_share(sizes: Shape, samples: int, positions: int) -> float:
+    """Part of the GPU's memory with which vLLM holds its weights and all samples of a step at once."""
+    weights = sum(n * k for _, n, k, _ in sizes.products) * sizes.layers + 2 * sizes.vocabulary * sizes.hidden
+    cache = samples * positions * sizes.layers * 2 * sizes.kv_heads * sizes.head_size
+    total = torch.cuda.mem_get_info()[1]
+    return (2 * (weights + cache) + _VLLM_BYTES) / total
+
+
+if __name__ == "__main__":
+    serve(run)

@@ -1,0 +1,99 @@
+"""Decode speed of vLLM, for `qerl bench rollout --peers`.
+
+Three peers: BF16 weights, NVFP4 weights as vLLM takes them by itself (Marlin on Hopper), and NVFP4 with its
+`quantization="humming"`. Prefix caching is on and CUDA graphs are captured for exactly the measured batches,
+so that no step is padded. Weights are vLLM's own dummies, the adapter is random.
+
+A batch is timed twice, to its first token and to `decode_tokens` more, with its prompts in the prefix cache;
+the difference is the decoding alone. What vLLM's scheduler costs is in it, as far as the GPU waits for it.
+"""
+
+import statistics
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from qerl.bench.peers.checkpoint import model_config, write_adapter
+from qerl.bench.peers.process import serve
+from qerl.plan.shapes import Shape
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+PEERS = {"vllm-bf16": ("bf16", None), "vllm-nvfp4": ("nvfp4", None), "vllm-humming": ("nvfp4", "humming")}
+"""Format of the weights, and vLLM's `quantization`, of each peer."""
+
+_LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM's max_lora_rank may be
+# Of the GPU's memory; what is left is for CUDA graphs and the contexts of both processes.
+_SHARE = 0.94
+
+
+def run(spec: dict[str, Any], folder: Path) -> Iterator[dict[str, Any]]:
+    """A row for each batch, in the peer's process.
+
+    Args:
+        spec: ``sizes`` (fields of a `Shape`), ``weights`` and ``quantization`` (of `PEERS`), ``rank`` (0 for
+            no adapter), ``batches``, ``prompt_tokens``, ``decode_tokens``, ``group`` (samples a prompt) and
+            ``repeats``.
+        folder: Gets config and adapter.
+
+    Returns:
+        Rows with version, batch, and decode_tok_s, step_ms, spread as `qerl.bench.rollout.measure` has them.
+    """
+    import vllm
+
+    sizes = Shape(**spec["sizes"])
+    positions = spec["prompt_tokens"] + spec["decode_tokens"] + 16
+    model_config(sizes, spec["weights"], positions).save_pretrained(folder / "model")
+    adapter = None
+    if spec["rank"]:
+        from vllm.lora.request import LoRARequest
+
+        write_adapter(folder / "adapter", sizes, spec["rank"])
+        adapter = LoRARequest("random", 1, str(folder / "adapter"))
+    llm = vllm.LLM(
+        model=str(folder / "model"), load_format="dummy", skip_tokenizer_init=True, max_model_len=positions,
+        quantization=spec["quantization"], gpu_memory_utilization=_SHARE, enable_prefix_caching=True,
+        max_num_seqs=max(spec["batches"]), max_num_batched_tokens=8192, enable_lora=adapter is not None,
+        max_lora_rank=next(rank for rank in _LORA_RANKS if rank >= spec["rank"]),
+        compilation_config={"cudagraph_capture_sizes": sorted(spec["batches"])},
+    )  # fmt: skip
+    for batch in spec["batches"]:
+        yield {"version": f"vllm {vllm.__version__}", "batch": batch, **_measure(llm, adapter, batch, spec)}
+
+
+def _measure(llm: "LLM", adapter: Any, batch: int, spec: dict[str, Any]) -> dict[str, float]:
+    """Medians over the repeats of one batch, and spread, (largest - smallest) / median."""
+    decoded = spec["decode_tokens"]
+    group = min(spec["group"], batch)
+    first = range(1, 1 + spec["prompt_tokens"])
+    prompts = [{"prompt_token_ids": [token + 1000 * (i // group) for token in first]} for i in range(batch)]
+    for tokens in (1, 8):  # fills the prefix cache; compiles what is not captured
+        _seconds(llm, adapter, prompts, tokens)
+    times = [
+        _seconds(llm, adapter, prompts, decoded + 1) - _seconds(llm, adapter, prompts, 1)
+        for _ in range(spec["repeats"])
+    ]
+    middle = statistics.median(times)
+    return {
+        "decode_tok_s": batch * decoded / middle,
+        "step_ms": middle / decoded * 1e3,
+        "spread": (max(times) - min(times)) / middle,
+    }
+
+
+def _seconds(llm: "LLM", adapter: Any, prompts: list[dict[str, list[int]]], tokens: int) -> float:
+    """Time until each prompt has exactly so many tokens."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(max_tokens=tokens, temperature=1.0, ignore_eos=True, detokenize=False)
+    start = time.perf_counter()
+    outputs = llm.generate(prompts, params, use_tqdm=False, lora_request=adapter)
+    seconds = time.perf_counter() - start
+    assert all(len(output.outputs[0].token_ids) == tokens for output in outputs)
+    return seconds
+
+
+if __name__ == "__main__":
+    serve(run)

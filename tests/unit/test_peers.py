@@ -1,0 +1,281 @@
+"""Peers of the benchmarks: the process, the folders they load, and both of them with a stand-in for vLLM."""
+
+import json
+import os
+import sys
+import textwrap
+import time
+from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors import safe_open
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from qerl.bench.peers import process
+from qerl.bench.peers.checkpoint import model_config, write_adapter, write_zeros
+from qerl.bench.peers.process import peer_rows
+from qerl.nvfp4.checkpoint import read_config
+from qerl.nvfp4.format import NVFP4
+from qerl.plan.shapes import Shape
+
+TINY = Shape(
+    hidden=64, intermediate=96, layers=2, heads=4, kv_heads=2, head_size=16, vocabulary=1003, bias=True
+)
+LLAMA = Shape(hidden=64, intermediate=96, layers=2, heads=4, kv_heads=2, head_size=32, vocabulary=1003)
+QWEN3 = Shape(
+    hidden=64, intermediate=96, layers=2, heads=4, kv_heads=2, head_size=32, vocabulary=1003, qk_norm=True
+)
+
+
+@pytest.fixture
+def peer(tmp_path, monkeypatch):
+    """``peer(source)``: rows of a module `fake_peer` with that source; logs go to the test's folder."""
+    monkeypatch.setattr(process.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setenv("QERL_PEER_PATH", str(tmp_path / "site"))
+    (tmp_path / "site").mkdir()
+
+    def start(source, spec=None):
+        head = "import sys, time, subprocess\nfrom qerl.bench.peers.process import serve\n"
+        (tmp_path / "site/fake_peer.py").write_text(head + textwrap.dedent(source) + "\nserve(run)\n")
+        return peer_rows("fake", "fake_peer", spec or {})
+
+    return start
+
+
+def alive(pid):
+    """Whether a process runs; one that has ended but was not waited for does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_rows_arrive_as_they_are_measured(peer, capsys):
+    rows = peer(
+        """
+        def run(spec, folder):
+            print("noise of a library")
+            yield {"double": 2 * spec["value"]}
+            while not (folder / "go").exists():
+                time.sleep(0.05)
+            yield {"folder": str(folder)}
+        """,
+        {"value": 21},
+    )
+    assert next(rows) == {"double": 42}
+    folder = next(Path(process.tempfile.gettempdir()).glob("qerl-peer-*"))
+    (folder / "go").touch()
+    assert next(rows) == {"folder": str(folder)}
+    assert list(rows) == []
+    assert not folder.exists()
+    assert capsys.readouterr().out == ""
+
+
+def test_missing_peer_is_said_and_left_out(peer, capsys):
+    assert list(peer("import no_such_engine\ndef run(spec, folder): yield {}")) == []
+    said = capsys.readouterr().out
+    assert said.startswith("fake is left out: No module named 'no_such_engine'; install it")
+    assert "QERL_PEER_PATH" in said
+    assert said.count("\n") == 1
+
+
+def test_failing_peer_keeps_its_rows_and_its_log(peer, capsys, tmp_path):
+    rows = peer(
+        """
+        def run(spec, folder):
+            yield {"batch": 1}
+            raise ValueError("no memory for batch 2")
+        """
+    )
+    assert list(rows) == [{"batch": 1}]
+    said = capsys.readouterr().out
+    assert "status 1 (ValueError: no memory for batch 2)" in said
+    assert "Traceback" in (tmp_path / "qerl-fake.log").read_text()
+
+
+@pytest.mark.parametrize("crash", [False, True])
+def test_nothing_of_the_peer_lives_on(peer, crash):
+    rows = peer(
+        f"""
+        def run(spec, folder):
+            child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+            yield {{"pid": child.pid}}
+            if not {crash}:
+                time.sleep(600)
+        """
+    )
+    pid = next(rows)["pid"]
+    assert alive(pid)
+    if crash:
+        list(rows)  # the leader ends, its child does not
+    else:
+        rows.close()  # the caller is interrupted
+    deadline = time.monotonic() + 10
+    while alive(pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not alive(pid)
+
+
+@pytest.mark.parametrize(
+    "sizes, kind", [(TINY, "Qwen2ForCausalLM"), (LLAMA, "LlamaForCausalLM"), (QWEN3, "Qwen3ForCausalLM")]
+)
+def test_folders_are_what_transformers_and_peft_load(sizes, kind, tmp_path):
+    model_config(sizes, "bf16", 128).save_pretrained(tmp_path)
+    config = AutoConfig.from_pretrained(tmp_path)
+    assert config.architectures == [kind]
+    assert config.dtype == torch.bfloat16
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    assert type(model).__name__ == kind
+    write_zeros(tmp_path, model.state_dict())
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert {n: t.shape for n, t in loaded.state_dict().items()} == {
+        n: t.shape for n, t in model.state_dict().items()
+    }
+    assert all(not tensor.any() for tensor in loaded.state_dict().values())
+
+    write_adapter(tmp_path / "adapter", sizes, 8)
+    adapted = PeftModel.from_pretrained(loaded, str(tmp_path / "adapter"))
+    lora = {n: p for n, p in adapted.named_parameters() if "lora_" in n}
+    assert len(lora) == sizes.layers * 7 * 2
+    assert all(parameter.any() for parameter in lora.values())
+
+
+def test_zeros_take_no_disk(tmp_path):
+    write_zeros(tmp_path, {"weight": torch.empty(1 << 15, 1 << 14, device="meta")})
+    file = tmp_path / "model.safetensors"
+    assert file.stat().st_size > 1 << 30
+    assert file.stat().st_blocks * 512 < 1 << 16
+    with safe_open(file, framework="pt") as weights:
+        assert weights.get_slice("weight").get_shape() == [1 << 15, 1 << 14]
+
+
+def test_nvfp4_config_is_what_this_package_reads(tmp_path):
+    model_config(TINY, "nvfp4", 128).save_pretrained(tmp_path)
+    config, layout, format = read_config(tmp_path)
+    assert (layout, format) == ("compressed-tensors", NVFP4)
+    assert config["quantization_config"]["ignore"] == ["lm_head"]
+
+
+FAKE_VLLM = """
+import json, os, time
+from types import SimpleNamespace
+__version__ = "0.0"
+class SamplingParams:
+    def __init__(self, **settings): self.__dict__ = settings
+class LLM:
+    def __init__(self, model, **settings):
+        config = json.load(open(model + "/config.json"))
+        json.dump([config, settings], open(os.environ["SEEN"], "w"), default=str)
+    def generate(self, prompts, params, use_tqdm, lora_request):
+        assert params.ignore_eos and os.path.exists(lora_request.path + "/adapter_model.safetensors")
+        time.sleep(0.05 + 0.001 * params.max_tokens)
+        output = SimpleNamespace(outputs=[SimpleNamespace(token_ids=[0] * params.max_tokens)])
+        return [output for _ in prompts]
+"""
+
+
+def test_vllm_decodes_what_is_asked(tmp_path, monkeypatch):
+    monkeypatch.setattr(process.tempfile, "gettempdir", lambda: str(tmp_path))
+    site = tmp_path / "site/vllm"
+    (site / "lora").mkdir(parents=True)
+    (site / "__init__.py").write_text(FAKE_VLLM)
+    (site / "lora/__init__.py").touch()
+    (site / "lora/request.py").write_text(
+        "class LoRARequest:\n    def __init__(self, name, number, path): self.path = path\n"
+    )
+    monkeypatch.setenv("QERL_PEER_PATH", str(tmp_path / "site"))
+    monkeypatch.setenv("SEEN", str(tmp_path / "seen.json"))
+    spec = {
+        "sizes": asdict(TINY), "weights": "nvfp4", "quantization": "humming", "rank": 24, "batches": [8, 1],
+        "prompt_tokens": 16, "decode_tokens": 100, "group": 4, "repeats": 2,
+    }  # fmt: skip
+    rows = list(peer_rows("vllm-humming", "qerl.bench.peers.vllm_decode", spec))
+    assert [row["batch"] for row in rows] == [8, 1]
+    assert rows[0]["version"] == "vllm 0.0"
+    # 1 ms a token; what a call costs before its first token is not in it.
+    assert rows[0]["step_ms"] == pytest.approx(1.0, rel=0.1)
+    assert rows[0]["decode_tok_s"] == pytest.approx(8000, rel=0.1)
+    config, settings = json.loads((tmp_path / "seen.json").read_text())
+    assert config["quantization_config"]["format"] == "nvfp4-pack-quantized"
+    assert settings["quantization"] == "humming"
+    assert settings["max_lora_rank"] == 32
+    assert settings["compilation_config"] == {"cudagraph_capture_sizes": [1, 8]}
+
+
+class FakeLLM:
+    """What TRL uses of vLLM: answers with random tokens and keeps the weights that it is sent."""
+
+    def __init__(self, model, **settings):
+        self.settings, self.weights, self.calls = settings, {}, []
+        with safe_open(Path(model) / "model.safetensors", framework="pt") as weights:
+            self.names = set(weights.keys())
+        runner = SimpleNamespace(model=SimpleNamespace(load_weights=self.load_weights))
+        worker = SimpleNamespace(model_runner=runner)
+        self.llm_engine = SimpleNamespace(
+            model_executor=SimpleNamespace(driver_worker=worker),
+            model_config=SimpleNamespace(max_model_len=settings["max_model_len"]),
+        )
+        FakeLLM.last = self
+
+    def load_weights(self, weights):
+        self.weights |= {name: tensor.clone() for name, tensor in weights}
+
+    def reset_prefix_cache(self):
+        pass
+
+    def generate(self, prompts, sampling_params, use_tqdm):
+        assert set(self.weights) == self.names  # sent before the first token
+        assert any(tensor.any() for tensor in self.weights.values())
+        self.calls.append((len(prompts), sampling_params.ignore_eos))
+        return [
+            SimpleNamespace(
+                prompt_token_ids=prompt["prompt_token_ids"],
+                outputs=[
+                    SimpleNamespace(
+                        token_ids=[7] * sampling_params.max_tokens,
+                        logprobs=[{7: SimpleNamespace(rank=1, logprob=-1.0)}] * sampling_params.max_tokens,
+                    )
+                ],
+            )
+            for prompt in prompts
+        ]
+
+
+def test_trl_takes_the_steps_that_are_asked(tmp_path, monkeypatch):
+    from trl.generation import vllm_generation
+
+    from qerl.bench.peers import trl_step
+
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__="0.0"))
+    monkeypatch.setattr(vllm_generation, "is_vllm_available", lambda: True)
+    monkeypatch.setattr(vllm_generation, "LLM", FakeLLM, raising=False)
+    monkeypatch.setattr(vllm_generation, "SamplingParams", lambda **kw: SimpleNamespace(**kw), raising=False)
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, os.environ.get(name, "0"))  # TRL sets them; so they are put back
+        monkeypatch.delenv(name)
+    for name in ("synchronize", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
+    for name in ("memory_reserved", "max_memory_reserved", "max_memory_allocated"):
+        monkeypatch.setattr(torch.cuda, name, lambda: 0)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (0, int(80e9)))
+    spec = {
+        "sizes": asdict(TINY), "rank": 8, "prompts": 2, "samples": 4, "microbatch": 4, "prompt_tokens": 6,
+        "tokens": 5, "steps": 2,
+    }  # fmt: skip
+    (row,) = trl_step.run(spec, tmp_path)
+    llm = FakeLLM.last
+    assert llm.calls == [(8, True)] * 3
+    assert llm.settings["max_num_seqs"] == 8
+    assert llm.settings["max_model_len"] == 11
+    assert 0.1 < llm.settings["gpu_memory_utilization"] < 0.11  # 8 GB beside a model of nothing
+    assert row["engine"] == "trl+vllm"
+    assert len(row["steps"]) == 3
+    assert row["tokens"] == 2 * 4 * 5
+    assert row["total_s"] == pytest.approx(row["rollout_s"] + row["update_s"], rel=0.5)
+    assert 0 < row["sync_s"] < row["rollout_s"]
+    assert all(step["grad_norm"] > 0 for step in row["steps"])
