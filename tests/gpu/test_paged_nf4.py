@@ -34,8 +34,8 @@ def decoded(weight):
 
 @pytest.mark.parametrize("shape", [(4608, 3584), (37888, 512), (512, 18944), (448, 192)])
 def test_product_in_a_graph(shape):
-    """Within 1.8 times the error of a product with the weight rounded to bf16; the kernel of few tokens should
-    have 1.42, by the roundings that it makes."""
+    """Within 1.8 times the error of a product with the weight rounded to bf16. By the roundings that it makes
+    the kernel of few tokens should have 1.42."""
     torch.manual_seed(0)
     weight = random_nf4(*shape)
     weight = dataclasses.replace(weight, absmax=weight.absmax * (0.5 + torch.rand_like(weight.absmax)))
