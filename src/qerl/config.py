@@ -107,6 +107,12 @@ class QeRLConfig(GRPOConfig):
         None,
     )
 
+    tokens_per_forward: int | None = _help(
+        "Most tokens in one forward pass of the update; a microbatch with more is computed in pieces, with "
+        "the same gradients. Unset: on a GPU what `qerl plan` finds to fit, on the CPU no limit.",
+        None,
+    )
+
     # Fields of the parents whose defaults differ here.
     bf16: bool | None = _help(
         "Autocast is not used: `dtype` sets the precision of sampler and trainer alike.", False
@@ -145,6 +151,10 @@ class QeRLConfig(GRPOConfig):
             )
         if self.lora_r < 1:
             raise QeRLError(f"lora_r is {self.lora_r}; a LoRA rank is at least 1.")
+        if self.tokens_per_forward is not None and self.tokens_per_forward < 1:
+            raise QeRLError(
+                f"tokens_per_forward is {self.tokens_per_forward}; it is a number of tokens, at least 1."
+            )
         if self.noise and self.noise_stages < 2:
             raise QeRLError(
                 f"noise_stages is {self.noise_stages}; the first stage has no noise, so at least 2 are "

@@ -1,4 +1,6 @@
-"""A step for which the GPU's memory does not suffice is redone in halves, and these do fit."""
+"""A step for which the GPU's memory does not suffice is redone in smaller pieces, and these do fit."""
+
+import contextlib
 
 import pytest
 import torch
@@ -6,9 +8,11 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
-from qerl.trainer.oom import StepRedo, sum_of_parts
+from qerl.trainer.oom import StepRedo
+from qerl.trainer.pieces import Lengths, loss_in_pieces
 
 ROWS, DEPTH, SIZE = 8, 16, 2**22
+LENGTHS = Lengths(own_B=[100] * ROWS, shared_B=[0] * ROWS, group_B=[0] * ROWS)
 
 
 @pytest.fixture
@@ -24,15 +28,15 @@ def limit():
     torch.cuda.set_per_process_memory_fraction(1.0)
 
 
-@pytest.mark.parametrize("fits, rows", [(5, 4), (3, 2)])
-def test_a_step_that_does_not_fit(limit, fits: int, rows: int) -> None:
+@pytest.mark.parametrize("fits, tokens", [(5, 400), (3, 200)])
+def test_a_step_that_does_not_fit(limit, fits: int, tokens: int) -> None:
     torch.manual_seed(0)
     weight = torch.randn(SIZE, device="cuda", requires_grad=True)
     expected = torch.zeros_like(weight)
 
-    def forward(part: list[int]) -> tuple[torch.Tensor]:
-        total = torch.zeros(ROWS, device="cuda")
-        for row in part:
+    def forward(rows: list[int]) -> tuple[torch.Tensor]:
+        total = torch.zeros(ROWS, 1, device="cuda")
+        for row in rows:
             x = weight * (row + 1)
             for _ in range(DEPTH):
                 x = (x * weight).sin()
@@ -48,9 +52,16 @@ def test_a_step_that_does_not_fit(limit, fits: int, rows: int) -> None:
     redo.begins(0)
 
     def microbatch(batch: list[int], newest: bool) -> torch.Tensor:
-        (total,) = sum_of_parts(forward, redo.split(batch))
-        total.sum().backward()
-        return total.detach()
+        loss = loss_in_pieces(
+            forward,
+            redo.cut(batch, LENGTHS),
+            lambda outputs, rows: outputs[0].sum(),
+            torch.Tensor.backward,
+            contextlib.nullcontext,
+            look_ahead=False,
+        )
+        loss.backward()
+        return loss.detach()
 
     def forget() -> None:
         weight.grad = None
@@ -58,6 +69,6 @@ def test_a_step_that_does_not_fit(limit, fits: int, rows: int) -> None:
     kept_by_a_row = 2 * DEPTH * SIZE * 4  # 537 MB: every product and its sine, which the next product needs
     limit(fits * kept_by_a_row)
     redo.run(list(range(ROWS)), microbatch, forget)
-    assert redo.rows == rows
+    assert redo.tokens == tokens
     error = (weight.grad - expected).norm() / expected.norm()
     assert error < 1e-5

@@ -1,8 +1,5 @@
 """A step that runs out of memory is redone with the gradients, the loss and the log it would have had."""
 
-import weakref
-from collections import defaultdict
-
 import pytest
 import torch
 from datasets import Dataset
@@ -13,7 +10,8 @@ from qerl.config import QeRLConfig
 from qerl.errors import QeRLError
 from qerl.rollout.engine import Completion, RolloutEngine, RolloutResult
 from qerl.trainer.grpo import QeRLTrainer
-from qerl.trainer.oom import StepRedo, sum_of_parts
+from qerl.trainer.oom import StepRedo
+from qerl.trainer.pieces import Lengths
 
 GROUP = 4
 DATA = Dataset.from_dict({"prompt": ["one two", "three", "four five six", "seven eight"]})
@@ -37,35 +35,35 @@ class RandomEngine(RolloutEngine):
 
 
 class SmallMemory:
-    """Raises CUDA's error where a forward pass holds too many samples.
+    """Raises CUDA's error where a forward pass holds too many tokens.
 
     Args:
         trainer: Its forward passes are watched.
-        rows: Samples that fit.
+        tokens: How many fit.
         phase: ``forward``, or ``backward``: then the gradients of the last layer have been added already.
         spare: Forward passes that fit whatever they hold.
     """
 
-    def __init__(self, trainer, rows, phase, spare=0):
-        self.rows, self.phase, self.spare = rows, phase, spare
+    def __init__(self, trainer, tokens, phase, spare=0):
+        self.tokens, self.phase, self.spare = tokens, phase, spare
         self.held, self.errors, self.sizes = 0, 0, []
         self._forward = trainer._forward
         trainer._forward = self.forward
         trainer.model.get_input_embeddings().register_forward_hook(self.watch)
 
-    def forward(self, model, ids, mask, columns, rows):
-        self.held = len(rows)
+    def forward(self, model, padded, rows):
+        self.held = padded.lengths().tokens(rows)
         self.sizes.append(self.held)
         if self.phase == "forward":
             self.fill()
-        return self._forward(model, ids, mask, columns, rows)
+        return self._forward(model, padded, rows)
 
     def watch(self, module, args, output):
         if self.phase == "backward" and output.requires_grad:
             output.register_hook(lambda grad: self.fill())
 
     def fill(self):
-        if self.held <= self.rows:
+        if self.held <= self.tokens:
             return
         if self.spare:
             self.spare -= 1
@@ -133,12 +131,12 @@ def logged(trainer):
 @pytest.mark.parametrize(
     "loss_type, memory",
     [
-        ("bnpo", (4, "forward")),
-        ("dapo", (4, "forward", 1)),
-        ("bnpo", (4, "backward", 1)),
-        ("dapo", (4, "backward")),
-        ("grpo", (1, "backward", 2)),
-        ("dapo", (3, "forward")),
+        ("bnpo", (24, "forward")),
+        ("dapo", (24, "forward", 1)),
+        ("bnpo", (24, "backward", 1)),
+        ("dapo", (24, "backward")),
+        ("grpo", (18, "backward", 2)),
+        ("dapo", (18, "forward")),
     ],
 )
 def test_gradients_are_those_without_the_error(train, loss_type, memory):
@@ -160,33 +158,38 @@ def test_gradients_are_those_without_the_error(train, loss_type, memory):
 
 
 def test_the_limit_stays(train):
-    trainer, _ = train((4, "forward"))
+    trainer, _ = train((24, "forward"))
     assert trainer.memory.errors == 1
-    assert trainer.memory.sizes[0] > 4
-    assert max(trainer.memory.sizes[1:]) == 4
+    assert trainer.memory.sizes[0] == 48
+    assert trainer._redo.tokens == 24
+    assert 12 < max(trainer.memory.sizes[1:]) <= 24
 
 
 def test_a_resumed_run_has_the_limit(train, tmp_path):
-    train((4, "forward"), save_strategy="steps", save_steps=1, max_steps=1)
-    trainer, _ = train((4, "forward"), resume=str(tmp_path / "checkpoint-1"))
+    train((24, "forward"), save_strategy="steps", save_steps=1, max_steps=1)
+    checkpoint = str(tmp_path / "checkpoint-1")
+    trainer, _ = train((24, "forward"), resume=checkpoint)
     assert trainer.memory.errors == 0
     assert trainer.memory.sizes
+    for given, limit in ((100, 24), (20, 20)):
+        trainer, _ = train(resume=checkpoint, tokens_per_forward=given)
+        assert trainer._redo.tokens == limit
 
 
 def test_adaptive_entropy_is_counted_once(train):
     settings = {"entropy_coef": 0.1, "use_adaptive_entropy": True, "entropy_target": 10.0}
     reference, _ = train(**settings)
-    trainer, _ = train((4, "backward", 1), **settings)
+    trainer, _ = train((24, "backward", 1), **settings)
     assert trainer.memory.errors == 1
     assert trainer.entropy_coef == reference.entropy_coef != 0.1
 
 
 def test_what_was_logged_says_so(train, caplog):
-    train((4, "forward", 3))
+    train((24, "forward", 3))
     (record,) = [record for record in caplog.records if record.name == "qerl.trainer.oom"]
-    assert record.getMessage().startswith(
-        "Out of GPU memory in step 2: it is redone from its start, from now on with at most 4 of a "
-        "microbatch's 8 samples in one forward pass"
+    assert record.getMessage() == (
+        "Out of GPU memory in step 2: it is redone from its start, from now on with at most 22 instead of 44 "
+        "tokens in one forward pass; tokens_per_forward: 22 sets that from the start."
     )
 
 
@@ -197,37 +200,10 @@ def test_one_sample_that_does_not_fit_is_an_error(train):
 
 def test_several_processes_are_not_left_waiting():
     def microbatch(batch, newest):
+        redo.cut(batch, Lengths(own_B=[7, 8], shared_B=[4, 4], group_B=[0, 0]))
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
     redo = StepRedo(processes=2)
     redo.begins(0)
-    with pytest.raises(QeRLError, match="with several processes it is not redone"):
-        redo.run("batch", microbatch, lambda: None)
-
-
-def test_a_part_at_a_time_is_in_memory():
-    """Activations that are alive at the same time, with 8 rows in one part and in four."""
-    peaks = {}
-    for size in (8, 2):
-        alive, peak = defaultdict(int), 0
-        x = torch.ones(3, requires_grad=True)
-
-        def forward(rows, alive=alive, x=x):
-            nonlocal peak
-            total = torch.zeros(())
-            for row in rows:
-                activation = x * row
-                alive["now"] += 1
-                weakref.finalize(activation, lambda: alive.__setitem__("now", alive["now"] - 1))
-                peak = max(peak, alive["now"])
-                total = total + (activation * activation).sum()  # its backward needs the activation
-            return (total,)
-
-        parts = [list(range(start, start + size)) for start in range(0, 8, size)]
-        (total,) = sum_of_parts(forward, parts)
-        del forward
-        total.backward()
-        peaks[size] = (peak, x.grad)
-    assert peaks[8][0] == 8
-    assert peaks[2][0] <= 3
-    torch.testing.assert_close(peaks[2][1], peaks[8][1])
+    with pytest.raises(QeRLError, match="it is not redone: set tokens_per_forward: 10"):
+        redo.run([0, 1], microbatch, lambda: None)

@@ -229,25 +229,97 @@ def test_samples_of_a_group_must_fit_a_process(tmp_path):
         QeRLConfig(**settings(tmp_path, per_device_train_batch_size=6))
 
 
-@pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
-@pytest.mark.parametrize("microbatch", [4, 1])
-def test_cut_of_a_batch_into_microbatches_changes_nothing(make_trainer, loss_type, microbatch):
-    """16 samples at once, a group at a time, and one at a time (nothing shared) train alike."""
-    runs = []
-    for size in (16, microbatch):
-        torch.manual_seed(0)  # of the adapter's A
-        trainer = make_trainer(
-            per_device_train_batch_size=size,
-            gradient_accumulation_steps=16 // size,
-            loss_type=loss_type,
-            learning_rate=1e-2,
-            max_steps=3,
+# Settings that are the same on paper
+
+OPTIONS = {
+    "grpo": {"loss_type": "grpo"},
+    "bnpo": {"loss_type": "bnpo", "vllm_importance_sampling_mode": "sequence_mask"},
+    "dapo": {"loss_type": "dapo"},
+    "vespo": {"loss_type": "vespo"},
+    "sequence ratio": {"loss_type": "luspo", "importance_sampling_level": "sequence"},
+    "KL": {"loss_type": "dr_grpo", "beta": 0.1},
+    "two updates a rollout": {"loss_type": "dapo", "num_iterations": 2},
+    "adaptive entropy": {"use_adaptive_entropy": True, "entropy_coef": 0.1, "entropy_target": 3.0},
+    "entropy quantile": {"top_entropy_quantile": 0.3},
+    "off-policy mask": {"off_policy_mask_threshold": 0.5},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("tokens", [25, 1])
+def test_pieces_change_nothing(train, options, tokens):
+    """Samples in one forward pass, in a few, and each by itself train alike and log the same."""
+    reference, expected = train(reward=sum_reward, **options)
+    trainer, weights = train(reward=sum_reward, tokens_per_forward=tokens, **options)
+    same(expected, weights)
+    rows, others = logged(trainer), logged(reference)
+    assert len(rows) == 3 and any(row["loss"] != 0 for row in rows)
+    for row, other in zip(rows, others, strict=True):
+        assert row.keys() == other.keys()
+        for name, value in row.items():
+            assert value == pytest.approx(other[name], rel=1e-4, abs=1e-6, nan_ok=True), name
+
+
+def test_pieces_are_pieces(make_trainer):
+    """What the tests beside this one compare is computed in so many forward passes."""
+    passes = {}
+    for tokens in (None, 25, 1):
+        trainer = make_trainer(reward=sum_reward, tokens_per_forward=tokens)
+        trainer.model.train()
+        trainer.current_gradient_accumulation_steps = 1
+        inputs = trainer._generate_and_score_completions(batch_rows())
+        seen = []
+        trainer.model.get_input_embeddings().register_forward_hook(
+            lambda module, args, output, seen=seen: seen.append(args[0].numel())
         )
-        trainer.train()
-        losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
-        runs.append((losses, [p.detach().clone() for p in trainer.model.parameters() if p.requires_grad]))
-    (losses, weights), (cut_losses, cut_weights) = runs
-    assert len(losses) == 3 and losses == pytest.approx(cut_losses, rel=1e-4, abs=1e-6)
+        trainer.compute_loss(trainer.model, inputs)
+        passes[tokens] = seen
+    assert len(passes[None]) == 1
+    assert len(passes[1]) == (inputs["advantages"] != 0).sum() > 8
+    assert max(passes[25]) <= 25
+    assert -(-passes[None][0] // 25) <= len(passes[25]) < 8
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
+@pytest.mark.parametrize("microbatch, tokens", [(4, None), (1, None), (8, 25)])
+def test_cut_of_a_batch_into_microbatches_changes_nothing(train, loss_type, microbatch, tokens):
+    """16 samples at once; a group at a time; one at a time (nothing shared); two groups, each in pieces."""
+    reference, expected = train(loss_type=loss_type)
+    trainer, weights = train(
+        loss_type=loss_type,
+        per_device_train_batch_size=microbatch,
+        gradient_accumulation_steps=16 // microbatch,
+        tokens_per_forward=tokens,
+    )
+    same(expected, weights)
+    losses, cut = ([row["loss"] for row in logged(one)] for one in (reference, trainer))
+    assert len(losses) == 3 and losses == pytest.approx(cut, rel=1e-4, abs=1e-6)
     assert any(loss != 0 for loss in losses)
-    for weight, cut in zip(weights, cut_weights, strict=True):
-        torch.testing.assert_close(cut, weight, rtol=0, atol=2e-5)
+
+
+def sum_reward(completion_ids, **kwargs):
+    return [float(sum(ids) % 7) for ids in completion_ids]
+
+
+@pytest.fixture
+def train(make_trainer):
+    """Trainer and trained weights after three steps from the same start."""
+
+    def run(**changes):
+        torch.manual_seed(0)  # of the adapter's A
+        trainer = make_trainer(**{"learning_rate": 1e-2, "max_steps": 3} | changes)
+        trainer.train()
+        return trainer, [p.detach().clone() for p in trainer.model.parameters() if p.requires_grad]
+
+    return run
+
+
+def same(expected, weights):
+    for weight, other in zip(expected, weights, strict=True):
+        torch.testing.assert_close(other, weight, rtol=0, atol=2e-5)
+
+
+def logged(trainer):
+    """What was logged of training, without times and memory."""
+    rows = [row for row in trainer.state.log_history if "loss" in row]
+    return [{k: v for k, v in row.items() if "time" not in k and "memory" not in k} for row in rows]

@@ -10,8 +10,9 @@ This is the only file that touches TRL's internals. What it replaces, and why:
   it sampled, and the loss forward's own detached values are the old ones. TRL's second forward is left out;
   the ratio is computed inside the loss.
 - **The loss forward** runs the prompt of a group once (`packing`), and leaves out samples without advantage:
-  their gradient is zero. Loss formulas, normalisers and options stay TRL's.
-- **Out of memory** in an update: the step is redone in smaller pieces (`oom`).
+  their gradient is zero. A microbatch of more than `tokens_per_forward` tokens is computed in pieces
+  (`pieces`), and in smaller ones where memory runs out (`oom`). Loss formulas, normalisers and options stay
+  TRL's.
 - **Dynamic sampling** is added, and everything a bit-exact resume needs: sampling seeds keyed by step, data
   order keyed by epoch, and rollouts that are half used saved with the checkpoint.
 """
@@ -44,10 +45,10 @@ from qerl.seeding import derive_seed
 from qerl.trainer.attention import use_branch_attention
 from qerl.trainer.correction import importance_ratio, rows_with_gradient, sampler_trainer_kl
 from qerl.trainer.dynamic_sampling import fresh_rows, groups_without_signal, replace_groups
-from qerl.trainer.forward import score
+from qerl.trainer.forward import Padded, score_rows
 from qerl.trainer.memory import PeakMemory
-from qerl.trainer.oom import StepRedo, sum_of_parts
-from qerl.trainer.packing import pack
+from qerl.trainer.oom import StepRedo
+from qerl.trainer.pieces import Outputs, loss_in_pieces, without_graph
 from qerl.trainer.rollout_file import Batch, load_rollouts, save_rollouts
 
 # What TRL counts and controls over the microbatches of an optimizer step.
@@ -109,7 +110,7 @@ class QeRLTrainer(GRPOTrainer):
         self._call_key: tuple[int, str] | None = None
         self._rollout_tokens = 0
         self._policy_forward: tuple[torch.Tensor, torch.Tensor] | None = None
-        self._redo = StepRedo(self.accelerator.num_processes)
+        self._redo = StepRedo(args.tokens_per_forward, self.accelerator.num_processes)
         self._at_step_start: dict[str, Any] = {}
         # TRL's seam for an external sampler: these attributes route generation and turn the correction on.
         self.use_vllm = True
@@ -267,12 +268,27 @@ class QeRLTrainer(GRPOTrainer):
         return self._buffered_inputs[self._step % slices]
 
     def _compute_loss(self, model: torch.nn.Module, inputs: Batch) -> torch.Tensor:
-        mask_BC = inputs["completion_mask"]
-        rows = self._rows_to_compute(inputs)
         input_ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
-        attention_mask = torch.cat([inputs["prompt_mask"], mask_BC], dim=1)
-        forward = partial(self._forward, model, input_ids, attention_mask, mask_BC.size(1))
-        logps_BC, entropy_BC = sum_of_parts(forward, self._redo.split(rows))
+        attention_mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
+        padded = Padded(input_ids, attention_mask, inputs["completion_ids"].size(1))
+        pieces = self._redo.cut(self._rows_to_compute(inputs), padded.lengths())
+        if self.accelerator.num_processes > 1:  # the loss gathers: every rank computes it as many times
+            pieces = [[] for _ in range(self._most_over_ranks(len(pieces)) - len(pieces))] + pieces
+        return loss_in_pieces(
+            partial(self._forward, model, padded),
+            pieces,
+            partial(self._whole_loss, model, inputs),
+            self.accelerator.backward,
+            partial(self._apart, model),
+            look_ahead=self.top_entropy_quantile < 1.0,
+        )
+
+    def _whole_loss(
+        self, model: torch.nn.Module, inputs: Batch, outputs: Outputs, rows: list[int]
+    ) -> torch.Tensor:
+        """TRL's loss of a microbatch, given the forward pass's outputs for these rows."""
+        logps_BC, entropy_BC = outputs
+        mask_BC = inputs["completion_mask"]
         computed_BC = torch.zeros_like(mask_BC)
         computed_BC[rows] = mask_BC[rows]
         if self.vllm_importance_sampling_correction:
@@ -282,6 +298,25 @@ class QeRLTrainer(GRPOTrainer):
         # TRL averages the entropy over all rows; only these were computed.
         self._metrics["train"]["entropy"][-1] = self._mean_over_ranks(entropy_BC, computed_BC)
         return loss
+
+    @contextlib.contextmanager
+    def _apart(self, model: torch.nn.Module) -> Iterator[None]:
+        """A loss in this block adds to this rank's gradients; nothing is logged and no state of TRL moves."""
+        state = {name: getattr(self, name) for name in _STEP_STATE}
+        with self.accelerator.no_sync(model), self._step_ends(False), self._metrics_apart():
+            yield
+        for name, value in state.items():
+            setattr(self, name, value)
+
+    @contextlib.contextmanager
+    def _step_ends(self, whether: bool) -> Iterator[None]:
+        """What TRL reads of accelerate to know that a microbatch is the last of its optimizer step."""
+        state, before = self.accelerator.gradient_state, self.accelerator.sync_gradients
+        state._set_sync_gradients(whether)
+        try:
+            yield
+        finally:
+            state._set_sync_gradients(before)
 
     def _rows_to_compute(self, inputs: Batch) -> list[int]:
         """Rows of the microbatch that the loss forward must run."""
@@ -339,48 +374,18 @@ class QeRLTrainer(GRPOTrainer):
             (logps, entropy), self._policy_forward = self._policy_forward, None
             return logps, entropy, None
         with self._timed("logprob"):
+            padded = Padded(input_ids, attention_mask, logits_to_keep)
             has_tokens = attention_mask[:, -logits_to_keep:].sum(dim=1) > 0
-            rows = has_tokens.nonzero().flatten().tolist()
-            size = batch_size or len(rows)
-            logps, entropy = self._zeros(input_ids, logits_to_keep)
-            for start in range(0, len(rows), size):
-                part = rows[start : start + size]
-                a, b = self._forward(model, input_ids, attention_mask, logits_to_keep, part)
-                logps, entropy = logps + a, entropy + b
+            rows, lengths = has_tokens.nonzero().flatten().tolist(), padded.lengths()
+            size = batch_size or len(input_ids)
+            microbatches = [rows[start : start + size] for start in range(0, max(len(rows), 1), size)]
+            pieces = [piece for microbatch in microbatches for piece in self._redo.cut(microbatch, lengths)]
+            logps, entropy = without_graph(partial(self._forward, model, padded), pieces)
         return logps, entropy if compute_entropy else None, None
 
-    def _forward(
-        self,
-        model: torch.nn.Module,
-        input_ids: torch.Tensor,
-        attention_mask: torch.Tensor,
-        columns: int,
-        rows: list[int],
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probabilities and entropies [B, C] of the rows given, zero elsewhere."""
-        batch = input_ids.size(0)
-        if not rows:
-            logps, entropy = self._zeros(input_ids, columns)
-            # A zero that is connected to the weights: the optimizer sees zero gradients, as it would in TRL.
-            anchor = sum((p.sum() * 0.0 for p in model.parameters() if p.requires_grad), torch.zeros(()))
-            return logps + anchor.to(logps), entropy
-        completion_mask = attention_mask[:, -columns:].clone()
-        completion_mask[:, 0] = 1  # a row without tokens is only run to keep ranks in step
-        packed = pack(
-            input_ids[:, :-columns],
-            attention_mask[:, :-columns],
-            input_ids[:, -columns:],
-            completion_mask,
-            rows,
-        )
+    def _forward(self, model: torch.nn.Module, padded: Padded, rows: list[int]) -> Outputs:
         decoder = base_model(self.accelerator.unwrap_model(model)).base_model
-        logps_1S, entropy_1S = score(model, decoder, packed, self._branch_attention)
-        return packed.scatter(logps_1S, batch, columns), packed.scatter(entropy_1S, batch, columns)
-
-    @staticmethod
-    def _zeros(like: torch.Tensor, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
-        shape = (like.size(0), columns)
-        return torch.zeros(shape, device=like.device), torch.zeros(shape, device=like.device)
+        return score_rows(model, decoder, padded, rows, self._branch_attention)
 
     def prediction_step(
         self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None
@@ -413,13 +418,8 @@ class QeRLTrainer(GRPOTrainer):
 
     def _microbatch(self, model: Any, num_items_in_batch: Any, batch: Batch, newest: bool) -> torch.Tensor:
         """TRL's forward and backward; one that is done again is neither logged again nor ends the step."""
-        ends_step = self.accelerator.sync_gradients
-        self.accelerator.gradient_state._set_sync_gradients(ends_step and newest)
-        try:
-            with self._metrics_apart() as metrics:
-                loss = super().training_step(model, batch, num_items_in_batch)
-        finally:
-            self.accelerator.gradient_state._set_sync_gradients(ends_step)
+        with self._step_ends(newest and self.accelerator.sync_gradients), self._metrics_apart() as metrics:
+            loss = super().training_step(model, batch, num_items_in_batch)
         if newest:
             for name, values in metrics.items():
                 self._metrics["train"][name] += values

@@ -3,14 +3,9 @@
 How much memory a step takes depends on how long its samples turned out, so a run may do well for hours and
 then meet one batch that does not fit. What is sampled is kept; what is redone is the update: the gradients of
 the step so far are dropped, since a backward pass that was cut off has left a part of its own in them, and
-every microbatch of the step runs again with half as many samples a forward pass. The limit stays for the rest
-of the run and goes into its checkpoints, so that a resumed run computes what this one would have.
-
-The loss still sees a microbatch as a whole, so normalisers, importance weights and the logged means are those
-of the undivided one: only the forward pass is cut. Each part is a checkpoint in autograd's sense (Chen et
-al., arXiv 1604.06174): it keeps nothing but its log-probabilities and is computed again when the backward
-pass reaches it, so that one part at a time is in memory, as in GradCache (Gao et al., arXiv 2101.06983). The
-price is one forward pass more than with the right batch size from the start.
+every microbatch of the step runs again with half as many tokens a forward pass (`qerl.trainer.pieces`), which
+changes no gradient. The limit stays for the rest of the run and goes into its checkpoints, so that a resumed
+run computes what this one would have.
 
 Given up: several processes. One that redoes its step would leave the others waiting in their all-reduce, so
 there the error says what to change and ends the run. A redo draws new masks where LoRA has dropout.
@@ -23,14 +18,14 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
-from torch.utils.checkpoint import checkpoint
 
 from qerl.errors import QeRLError
+from qerl.trainer.pieces import Lengths, cut
 
 T = TypeVar("T")
 B = TypeVar("B")
 
-ROWS_FILE = "rows_per_forward"
+LIMIT_FILE = "tokens_per_forward"
 
 logger = logging.getLogger(__name__)
 
@@ -39,16 +34,18 @@ class StepRedo:
     """Runs microbatches, and all of an optimizer step's again where memory ran out.
 
     Args:
+        tokens: Tokens a forward pass may hold, None for no limit.
         processes: Processes of the run; with more than one nothing is redone.
 
     Attributes:
-        rows: Samples a forward pass may hold; None until memory has run out for the first time.
+        tokens: The limit as it is now; lower once memory has run out.
     """
 
-    def __init__(self, processes: int = 1) -> None:
-        self.rows: int | None = None
+    def __init__(self, tokens: int | None = None, processes: int = 1) -> None:
+        self.tokens = tokens
         self._processes = processes
-        self._largest = 0  # rows in the largest forward pass since the last start of a microbatch
+        self._lowered = False
+        self._largest = (0, 0)  # tokens and samples of the largest piece since the last start of a microbatch
         self._step = -1
         self._batches: list = []
 
@@ -59,12 +56,11 @@ class StepRedo:
         self._step, self._batches = step, []
         return True
 
-    def split(self, rows: list[int]) -> list[list[int]]:
-        """The rows of a microbatch as parts that one forward pass each may hold, in order."""
-        size = self.rows or max(len(rows), 1)
-        parts = [rows[start : start + size] for start in range(0, len(rows), size)] or [rows]
-        self._largest = max(self._largest, *map(len, parts))
-        return parts
+    def cut(self, rows: list[int], lengths: Lengths) -> list[list[int]]:
+        """The rows of a microbatch as pieces that one forward pass each may hold."""
+        pieces = cut(rows, lengths, self.tokens)
+        self._largest = max(self._largest, *((lengths.tokens(piece), len(piece)) for piece in pieces))
+        return pieces
 
     def run(self, batch: B, microbatch: Callable[[B, bool], T], forget: Callable[[], None]) -> T:
         """Forward and backward of one more microbatch.
@@ -72,7 +68,7 @@ class StepRedo:
         Args:
             batch: Its tensors.
             microbatch: Runs a batch; the flag tells the newest from those that are done again. Its forward
-                passes are cut by :meth:`split`.
+                passes are cut by :meth:`cut`.
             forget: Undoes what the microbatches of this step have done to gradients and counters.
 
         Returns:
@@ -84,7 +80,7 @@ class StepRedo:
         self._batches.append(batch)
         pending = [batch]
         while True:
-            self._largest = 0
+            self._largest = (0, 0)
             try:
                 results = [microbatch(one, one is batch) for one in pending]
                 return results[-1]
@@ -98,49 +94,37 @@ class StepRedo:
             pending = self._batches
 
     def save(self, folder: Path) -> None:
-        """Leaves the limit in a checkpoint, if there is one."""
-        if self.rows is not None:
+        """Leaves a limit in a checkpoint that is lower than the one given."""
+        if self._lowered:
             folder.mkdir(parents=True, exist_ok=True)
-            (folder / ROWS_FILE).write_text(f"{self.rows}\n", encoding="utf-8")
+            (folder / LIMIT_FILE).write_text(f"{self.tokens}\n", encoding="utf-8")
 
     def load(self, folder: Path) -> None:
-        """Takes the limit of a checkpoint."""
-        file = folder / ROWS_FILE
-        self.rows = int(file.read_text(encoding="utf-8")) if file.is_file() else None
+        """Takes the limit of a checkpoint, unless the one given is lower still."""
+        file = folder / LIMIT_FILE
+        if file.is_file():
+            found = int(file.read_text(encoding="utf-8"))
+            self.tokens, self._lowered = min(found, self.tokens or found), True
 
     def _halve(self, error: torch.OutOfMemoryError) -> None:
-        if self._processes > 1:
-            raise QeRLError(
-                "A training step ran out of GPU memory; with several processes it is not redone: lower "
-                "per_device_train_batch_size or max_completion_length."
-            ) from error
-        if self._largest <= 1:
+        tokens, samples = self._largest
+        half = -(-tokens // 2)
+        if samples <= 1:
             raise QeRLError(
                 "A training step ran out of GPU memory with a single sample in it; lower "
                 "max_completion_length, set gradient_checkpointing: true or take a smaller lora_r."
             ) from error
-        self.rows = (self._largest + 1) // 2
+        if self._processes > 1:
+            raise QeRLError(
+                "A training step ran out of GPU memory; with several processes it is not redone: set "
+                f"tokens_per_forward: {half}."
+            ) from error
+        self.tokens, self._lowered = half, True
         logger.warning(
-            "Out of GPU memory in step %d: it is redone from its start, from now on with at most %d of a "
-            "microbatch's %d samples in one forward pass; per_device_train_batch_size: %d would avoid the "
-            "extra forward pass this costs.",
+            "Out of GPU memory in step %d: it is redone from its start, from now on with at most %d instead "
+            "of %d tokens in one forward pass; tokens_per_forward: %d sets that from the start.",
             self._step + 1,
-            self.rows,
-            self._largest,
-            self.rows,
+            half,
+            tokens,
+            half,
         )
-
-
-def sum_of_parts(
-    forward: Callable[[list[int]], tuple[torch.Tensor, ...]], parts: list[list[int]]
-) -> tuple[torch.Tensor, ...]:
-    """Sums ``forward`` over parts of which at most one at a time keeps activations.
-
-    Args:
-        forward: Tensors of the same shapes for every part, zero outside of the part's rows.
-        parts: At least one; a single one is run as it is.
-    """
-    if len(parts) == 1:
-        return forward(parts[0])
-    outputs = [checkpoint(forward, part, use_reentrant=False) for part in parts]
-    return tuple(torch.stack(tensors).sum(dim=0) for tensors in zip(*outputs, strict=True))
