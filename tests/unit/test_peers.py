@@ -204,6 +204,7 @@ def test_vllm_decodes_what_is_asked(tmp_path, monkeypatch):
     assert config["quantization_config"]["format"] == "nvfp4-pack-quantized"
     assert settings["quantization"] == "humming"
     assert settings["max_lora_rank"] == 32
+    assert len(settings["lora_target_modules"]) == 7
     assert settings["compilation_config"] == {"cudagraph_capture_sizes": [1, 8]}
 
 
@@ -279,3 +280,71 @@ def test_trl_takes_the_steps_that_are_asked(tmp_path, monkeypatch):
     assert row["total_s"] == pytest.approx(row["rollout_s"] + row["update_s"], rel=0.5)
     assert 0 < row["sync_s"] < row["rollout_s"]
     assert all(step["grad_norm"] > 0 for step in row["steps"])
+
+
+@pytest.fixture
+def no_gpu_needed(monkeypatch):
+    """The benchmarks' own readings of a GPU replaced; ``asked`` collects what peers are asked for."""
+    from qerl.bench import rollout, step
+
+    asked = []
+
+    def rows(name, module, spec):
+        asked.append((name, module, spec))
+        row = {"batch": 8, "decode_tok_s": 800.0, "step_ms": 10.0, "spread": 0.0, "version": "vllm 0"}
+        times = {"rollout_s": 1.0, "update_s": 2.0, "total_s": 3.0, "tokens_per_s": 4.0}
+        memory = {"rollout_gb": 5.0, "update_gb": 6.0}
+        yield {"engine": "trl+vllm", **times, **memory} if name == "trl-vllm" else row
+
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    monkeypatch.setattr(rollout, "read_bandwidth", lambda: 3000.0)
+    for module in (rollout, step):
+        monkeypatch.setattr(module, "peer_rows", rows)
+    return asked
+
+
+def test_rollout_benchmark_adds_peers_to_its_rows(no_gpu_needed, tmp_path, capsys):
+    from qerl.bench import rollout
+    from qerl.bench.peers import vllm_decode
+
+    out = tmp_path / "results/rollout.json"
+    names = ["vllm-bf16", "vllm-nvfp4", "vllm-humming"]
+    flags = ["--shape", "7b", "--layers", "2", "--batch", "8", "--decode", "16", "--weights", "--peers"]
+    rollout.main([*flags, *names, "--out", str(out)])
+    rows = json.loads(out.read_text())["rows"]
+    assert [(row["engine"], row["weights"], row["lora_rank"]) for row in rows] == [
+        ("vllm-bf16", "bf16", 32), ("vllm-nvfp4", "nvfp4", 32), ("vllm-humming", "nvfp4", 32),
+    ]  # fmt: skip
+    # Two layers and the head: what is read is counted for the layers that are there.
+    head = 152064 * 3584 * 2
+    linears = 2 * (4608 * 3584 + 3584 * 3584 + 37888 * 3584 + 3584 * 18944)
+    assert rows[0]["gb_s"] * 10e6 == pytest.approx(head + linears * 2, rel=0.03)
+    assert rows[0]["limit_fraction"] == rows[0]["gb_s"] / 3000
+    assert {spec["quantization"] for *_, spec in no_gpu_needed} == {None, "humming"}
+    assert all(spec["sizes"]["layers"] == 2 for *_, spec in no_gpu_needed)
+    assert {module for _, module, _ in no_gpu_needed} == {vllm_decode.__name__}
+    assert capsys.readouterr().out.count("vllm-") == 3
+
+
+def test_step_benchmark_adds_peers_to_its_rows(no_gpu_needed, tmp_path):
+    from qerl.bench import step
+
+    out = tmp_path / "step.json"
+    flags = [
+        "--weights",
+        "--prompts",
+        "16",
+        "--tokens",
+        "1024",
+        "--steps",
+        "1",
+        "--peers",
+        "trl-vllm",
+        "--out",
+    ]
+    step.main([*flags, "--out", str(out)])
+    (row,) = json.loads(out.read_text())["rows"]
+    assert (row["engine"], row["weights"], row["prompts"], row["samples"]) == ("trl+vllm", "bf16", 16, 8)
+    assert row["completion_tokens"] == 1024
+    ((name, module, spec),) = no_gpu_needed
+    assert (name, module, spec["microbatch"]) == ("trl-vllm", "qerl.bench.peers.trl_step", 8)

@@ -58,13 +58,16 @@ def write_zeros(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
         file.truncate(8 + len(text) + end)
 
 
-def write_adapter(folder: Path, sizes: Shape, rank: int) -> None:
+def write_adapter(folder: Path, sizes: Shape, rank: int) -> list[str]:
     """A LoRA adapter of random matrices on all seven linears of each layer, as PEFT saves it, in BF16.
 
     Args:
         folder: Made here.
         sizes: The shape.
         rank: R; alpha is 2 R.
+
+    Returns:
+        The last parts of the linears' names, as in PEFT's `target_modules`.
     """
     folder.mkdir()
     tensors: dict[str, torch.Tensor] = {}
@@ -75,11 +78,13 @@ def write_adapter(folder: Path, sizes: Shape, rank: int) -> None:
             b_NR = torch.randn(rows, rank, dtype=torch.bfloat16) * 0.01
             tensors |= {f"{prefix}.lora_A.weight": a_RK, f"{prefix}.lora_B.weight": b_NR}
     save_file(tensors, folder / "adapter_model.safetensors")
+    targets = [name.rpartition(".")[2] for name in _linears(sizes)]
     config = {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": rank, "lora_alpha": 2 * rank, "bias": "none",
-        "target_modules": [name.rpartition(".")[2] for name in _linears(sizes)],
+        "target_modules": targets,
     }  # fmt: skip
     (folder / "adapter_config.json").write_text(json.dumps(config))
+    return targets
 
 
 def _linears(sizes: Shape) -> dict[str, tuple[int, int]]:

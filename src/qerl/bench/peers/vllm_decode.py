@@ -46,18 +46,22 @@ def run(spec: dict[str, Any], folder: Path) -> Iterator[dict[str, Any]]:
     sizes = Shape(**spec["sizes"])
     positions = spec["prompt_tokens"] + spec["decode_tokens"] + 16
     model_config(sizes, spec["weights"], positions).save_pretrained(folder / "model")
-    adapter = None
+    adapter, lora = None, {}
     if spec["rank"]:
         from vllm.lora.request import LoRARequest
 
-        write_adapter(folder / "adapter", sizes, spec["rank"])
+        lora = {
+            "enable_lora": True,
+            "max_lora_rank": next(rank for rank in _LORA_RANKS if rank >= spec["rank"]),
+            # vLLM would make place for LoRA on the head of some models, and pay for it at each step.
+            "lora_target_modules": write_adapter(folder / "adapter", sizes, spec["rank"]),
+        }
         adapter = LoRARequest("random", 1, str(folder / "adapter"))
     llm = vllm.LLM(
         model=str(folder / "model"), load_format="dummy", skip_tokenizer_init=True, max_model_len=positions,
         quantization=spec["quantization"], gpu_memory_utilization=_SHARE, enable_prefix_caching=True,
-        max_num_seqs=max(spec["batches"]), max_num_batched_tokens=8192, enable_lora=adapter is not None,
-        max_lora_rank=next(rank for rank in _LORA_RANKS if rank >= spec["rank"]),
-        compilation_config={"cudagraph_capture_sizes": sorted(spec["batches"])},
+        max_num_seqs=max(spec["batches"]), max_num_batched_tokens=8192,
+        compilation_config={"cudagraph_capture_sizes": sorted(spec["batches"])}, **lora,
     )  # fmt: skip
     for batch in spec["batches"]:
         yield {"version": f"vllm {vllm.__version__}", "batch": batch, **_measure(llm, adapter, batch, spec)}
