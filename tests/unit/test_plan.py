@@ -4,6 +4,7 @@ import dataclasses
 import importlib
 import inspect
 import json
+import types
 from pathlib import Path
 
 import pytest
@@ -12,17 +13,18 @@ from rich.console import Console
 
 from qerl import hub
 from qerl.cli import main
-from qerl.config import load_config
+from qerl.config import QeRLConfig, load_config
 from qerl.errors import QeRLError
 from qerl.lora import LORA_TARGETS, add_lora
 from qerl.model import load_model
 from qerl.nvfp4.linear import PackedLinear
-from qerl.plan.command import announce
+from qerl.plan.command import announce, plan_command
 from qerl.plan.phases import CACHE_SHARE, make_plan
-from qerl.plan.propose import MARGIN, MOST_SEQUENCES, fits, propose
+from qerl.plan.propose import ENOUGH_TOKENS, MARGIN, MOST_SEQUENCES, fits, propose, tokens_that_fit
 from qerl.plan.render import verdict
 from qerl.plan.shapes import SHAPES
 from qerl.plan.sizes import Adapter, Cache, Model, Weights, Work
+from qerl.trainer import run
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
 GB80 = 84_600_000_000
@@ -187,11 +189,39 @@ def test_proposals_fit_and_keep_the_samples(name, tokens):
     plan = propose(sizes, wanted, GB80, samples=256)
     assert plan is not None and fits(plan)
     assert plan.peak * MARGIN <= GB80
-    assert plan.work.microbatch * plan.work.microbatches == 128
-    assert plan.work.microbatch % 16 == 0 or 16 % plan.work.microbatch == 0
+    assert (plan.work.microbatch, plan.work.microbatches) == (16, 8)
     assert plan.sequences == plan.work.sequences
-    larger = dataclasses.replace(plan.work, microbatch=plan.work.microbatch * 2)
-    assert larger.microbatch > 128 or larger.tokens > 32768 or not fits(make_plan(sizes, larger, GB80))
+    limit = plan.work.tokens_per_forward
+    more = dataclasses.replace(plan.work, tokens_per_forward=limit + 256)
+    assert limit in (16 * tokens + 255, ENOUGH_TOKENS) or not fits(make_plan(sizes, more, GB80))
+
+
+def test_pieces():
+    """8 samples of 256 + 2048 tokens: 16639 at once, or at most so many; a piece holds at least a sample."""
+    assert work().tokens == work(tokens_per_forward=16639).tokens == 16639
+    assert work(tokens_per_forward=16638).tokens == 16638
+    assert work(tokens_per_forward=100).tokens == 2303
+    assert (work().scored_tokens, work(tokens_per_forward=2303).scored_tokens) == (16384, 2048)
+    assert [work(tokens_per_forward=n, microbatches=2).passes for n in (None, 16638, 100)] == [2, 4, 16]
+    sizes = Model.from_shape(SHAPES["7b"])
+    small, large = (make_plan(sizes, work(tokens_per_forward=n), GB80) for n in (2303, 8192))
+    adapter = Adapter(sizes, 32, LORA_TARGETS)
+    (gradients,) = [part.update for part in small.parts if part.name == "gradients"]
+    assert gradients == adapter.gradients, "an earlier piece leaves its gradients"
+    assert small.update < large.update < make_plan(sizes, work(microbatches=2), GB80).update
+
+
+@pytest.mark.parametrize("capacity", [9e9, 10e9, 11e9, 12.5e9, 16e9, 40e9])
+@pytest.mark.parametrize("microbatch", [1, 8, 64])
+def test_tokens_that_fit(capacity, microbatch):
+    sizes, wanted = Model.from_shape(SHAPES["7b"]), work(microbatch=microbatch)
+    whole = wanted.tokens_of(microbatch)
+    fitting = [
+        limit
+        for limit in (2303, *range(2560, min(whole, ENOUGH_TOKENS), 256), min(whole, ENOUGH_TOKENS))
+        if fits(make_plan(sizes, dataclasses.replace(wanted, tokens_per_forward=limit), int(capacity)))
+    ]
+    assert tokens_that_fit(sizes, wanted, int(capacity)) == max(fitting, default=None)
 
 
 def test_nothing_fits():
@@ -225,10 +255,15 @@ def test_command_on_a_shape(capsys):
     printed = capsys.readouterr().out
     assert "It fits" in printed
     assert "keys and values" in printed
-    assert main(["plan", "7b", "--gpu", "12", *lengths]) == 1
+    assert main(["plan", "7b", "--gpu", "12", *lengths]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "A microbatch of 8 samples is computed in pieces of at most 6656 tokens." in printed
+    assert main(["plan", "7b", "--gpu", "12", *lengths, "--tokens_per_forward", "16639"]) == 1
     printed = " ".join(capsys.readouterr().out.split())
     assert "It does not fit: the update takes" in printed
-    assert "--per_device_train_batch_size 2 --gradient_accumulation_steps 4" in printed
+    assert "--tokens_per_forward 6656 --gradient_checkpointing true --max_sequences 8" in printed
+    assert main(["plan", "7b", "--gpu", "8", *lengths]) == 1
+    assert "No settings fit" in capsys.readouterr().out
 
 
 def test_command_reads_a_folder_and_recipes(tiny_model, tmp_path, capsys):
@@ -284,9 +319,37 @@ def test_a_run_says_first_what_fits(capsys):
     config = load_config([], settings)
     announce(config, GB80, Console())
     assert "It fits" in capsys.readouterr().out
-    announce(config, 12 * 2**30, Console())
+    assert (
+        announce(load_config([], {**settings, "tokens_per_forward": 16000}), 12 * 2**30, Console()) == 16000
+    )
     printed = " ".join(capsys.readouterr().out.split())
     assert "It does not fit" in printed
-    assert "--per_device_train_batch_size" in printed
-    announce(load_config([], {**settings, "weights": "bf16", "tuning": "full"}), GB80, Console())
+    assert "Proposed, with a peak of" in printed
+    full = load_config([], {**settings, "weights": "bf16", "tuning": "full"})
+    assert announce(full, GB80, Console()) is None
     assert "Memory was not planned. Memory is planned for LoRA" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize("given", [None, 5000])
+def test_a_run_on_a_gpu_takes_the_limit_of_the_plan(monkeypatch, tiny_tokenizer, given):
+    """`qerl plan` and training agree on the default; what is set stays."""
+    fields = {"max_prompt_length": 256, "max_completion_length": 2048, "tokens_per_forward": given}
+    plan = plan_command("7b", [], fields, 12, Console(quiet=True))
+    assert plan.work.tokens_per_forward == (given or 6656)
+
+    class Loading(Exception):
+        pass
+
+    def load(config):
+        assert config.tokens_per_forward == plan.work.tokens_per_forward
+        raise Loading
+
+    config = load_config([], {**fields, "model": "7b", "task": "arithmetic", "output_dir": "none"})
+    monkeypatch.setattr(run, "load_tokenizer", lambda name: tiny_tokenizer)
+    monkeypatch.setattr(run, "_datasets", lambda *args: (None, None))
+    monkeypatch.setattr(run, "load_policy", load)
+    monkeypatch.setattr(QeRLConfig, "device", torch.device("cuda"))
+    gpu = types.SimpleNamespace(total_memory=plan.capacity)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    with pytest.raises(Loading):
+        run.build(config, Console(quiet=True))

@@ -1,5 +1,6 @@
 """From a model's name and settings to what is said of them: all of it by `qerl plan`, a line before a run."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from qerl.hub import local_config
 from qerl.lora import LORA_TARGETS
 from qerl.nvfp4.checkpoint import read_config
 from qerl.plan.phases import Plan, make_plan
-from qerl.plan.propose import MOST_SEQUENCES, fits, propose
+from qerl.plan.propose import MOST_SEQUENCES, fits, propose, tokens_that_fit
 from qerl.plan.render import advice, render, verdict
 from qerl.plan.shapes import SHAPES
 from qerl.plan.sizes import FULL, Model, Work
@@ -37,36 +38,43 @@ def plan_command(name: str, recipes: list[Path], fields: dict[str, Any], gpu: An
     needed = {"task": "none", "output_dir": "none"}  # asked of every run, without a meaning here
     config = load_config(recipes, {**needed, **fields, "model": name})
     plan, proposal = _plan(config, round(gpu * 2**30 * USABLE))
-    console.print(render(plan, proposal, name, _samples(config)))
+    console.print(render(plan, proposal, name))
     return plan
 
 
-def announce(config: QeRLConfig, capacity: int, console: Console) -> None:
+def announce(config: QeRLConfig, capacity: int, console: Console) -> int | None:
     """Say before a run loads anything whether it will fit, and with which settings it would.
 
     Args:
         config: Settings of the run.
         capacity: Bytes of the GPU.
         console: Where it is said.
+
+    Returns:
+        What `tokens_per_forward` should be: as set, else as planned; None where nothing could be planned.
     """
     try:
         plan, proposal = _plan(config, capacity)
     except QeRLError as error:
         console.print(f"Memory was not planned. {error}", highlight=False)
-        return
+        return config.tokens_per_forward
     console.print(verdict(plan), highlight=False)
     if not fits(plan):
-        console.print(advice(plan, proposal, _samples(config)), highlight=False)
+        console.print(advice(plan, proposal), highlight=False)
+    return plan.work.tokens_per_forward
 
 
 def _plan(config: QeRLConfig, capacity: int) -> tuple[Plan, Plan | None]:
-    """The settings as they are, and settings that fit if there are any."""
+    """The settings as they are, with the default of what is left to the plan, and settings that fit."""
     model, work = _model(str(config.model), config), _work(config)
     if work.prompt_tokens + work.completion_tokens > model.positions:
         raise QeRLError(
             f"A prompt of {work.prompt_tokens} and a completion of {work.completion_tokens} tokens exceed "
             f"the model's {model.positions} positions; lower max_prompt_length or max_completion_length."
         )
+    if work.tokens_per_forward is None:
+        tokens = tokens_that_fit(model, work, capacity) or work.tokens_of(1)
+        work = dataclasses.replace(work, tokens_per_forward=tokens)
     return make_plan(model, work, capacity), propose(model, work, capacity, _samples(config))
 
 
@@ -101,6 +109,7 @@ def _work(config: QeRLConfig) -> Work:
         sequences=min(config.max_sequences or MOST_SEQUENCES, _samples(config), MOST_SEQUENCES),
         microbatch=config.per_device_train_batch_size,
         microbatches=config.gradient_accumulation_steps,
+        tokens_per_forward=config.tokens_per_forward,
         checkpointing=config.gradient_checkpointing,
         optimizer_bytes=2 if "8bit" in str(config.optim) else 2 * FULL,
     )

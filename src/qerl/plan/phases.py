@@ -85,8 +85,8 @@ def make_plan(model: Model, work: Work, capacity: int) -> Plan:
     }
     budget = CACHE_SHARE * (capacity - sum(resident.values()) - reserve.context)
     sequences = cache.sequences(budget)
-    # Within one microbatch, gradients grow while what was kept for them goes.
-    gradients = adapter.gradients if work.microbatches > 1 else max(0, adapter.gradients - update.kept)
+    # Within one backward pass, gradients grow while what was kept for them goes.
+    gradients = adapter.gradients if work.passes > 1 else max(0, adapter.gradients - update.kept)
     slack = round(reserve.slack * (update.kept + update.working))
     parts = (
         *(Part(name, size, size) for name, size in resident.items()),

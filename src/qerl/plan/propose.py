@@ -1,7 +1,11 @@
-"""Settings with which a step fits, found by trying them in order of speed."""
+"""Settings with which a step fits: tokens in a forward pass of the update, and whether its activations stay.
+
+How many samples a step has is the user's choice and stays as it is. How many of them are computed at once
+changes memory and speed, but nothing that is learned (`qerl.trainer.pieces`), so it follows from the plan.
+"""
 
 import dataclasses
-from collections.abc import Iterator
+from bisect import bisect_right
 
 from qerl.plan.phases import Plan, make_plan
 from qerl.plan.sizes import Model, Work
@@ -11,6 +15,7 @@ MARGIN = 1.05
 
 MOST_SEQUENCES = 512  # that the paged engine runs side by side
 ENOUGH_TOKENS = 32768  # in a forward pass; more do not make it faster
+STEP = 256  # tokens between the limits that are tried
 
 
 def fits(plan: Plan) -> bool:
@@ -18,11 +23,31 @@ def fits(plan: Plan) -> bool:
     return plan.sequences > 0 and plan.peak * MARGIN <= plan.capacity
 
 
-def propose(model: Model, work: Work, capacity: int, samples: int) -> Plan | None:
-    """The fastest settings that fit; the samples of an update and of a rollout stay as they are.
+def tokens_that_fit(model: Model, work: Work, capacity: int) -> int | None:
+    """Tokens of a forward pass: as many as fit and make it faster, None if one sample is too much.
 
-    Layers are computed again only if a group does not fit without that. Then the microbatch is made as large
-    as it can be, in whole groups if possible, because a group's prompt is computed once for each microbatch.
+    Args:
+        model: Sizes.
+        work: What is wanted; its own limit is not looked at.
+        capacity: Bytes of the GPU.
+    """
+    sample, whole = work.tokens_of(1), work.tokens_of(work.microbatch)
+    most = min(whole, max(ENOUGH_TOKENS, sample))
+    limits = [sample, *range(sample - sample % STEP + STEP, most, STEP)]
+
+    def exceeds(limit: int) -> bool:
+        return not fits(make_plan(model, dataclasses.replace(work, tokens_per_forward=limit), capacity))
+
+    if not exceeds(most):  # an undivided update fits sooner than one a little shorter: see `Work.passes`
+        return most
+    fitting = bisect_right(limits, False, key=exceeds)
+    return limits[fitting - 1] if fitting else None
+
+
+def propose(model: Model, work: Work, capacity: int, samples: int) -> Plan | None:
+    """The fastest settings that fit, for the samples of an update and of a rollout as they are.
+
+    Layers are computed again for backward only if a group does not fit without that.
 
     Args:
         model: Sizes.
@@ -33,32 +58,13 @@ def propose(model: Model, work: Work, capacity: int, samples: int) -> Plan | Non
     Returns:
         The plan of these settings, None where nothing fits.
     """
-    sequences = min(samples, MOST_SEQUENCES)
-    for microbatch, checkpointing in _settings(work):
-        tried = dataclasses.replace(
-            work,
-            sequences=sequences,
-            microbatch=microbatch,
-            microbatches=work.microbatch * work.microbatches // microbatch,
-            checkpointing=checkpointing,
-        )
-        plan = make_plan(model, tried, capacity)
-        if fits(plan):
-            fewer = dataclasses.replace(tried, sequences=plan.sequences)
-            return make_plan(model, fewer, capacity)
+    group = work.tokens_of(min(work.group, work.microbatch))
+    for checkpointing, least in ((False, group), (True, 0)):
+        sequences = min(samples, MOST_SEQUENCES)
+        tried = dataclasses.replace(work, sequences=sequences, checkpointing=checkpointing)
+        tokens = tokens_that_fit(model, tried, capacity)
+        if tokens is not None and tokens >= min(least, ENOUGH_TOKENS):
+            tried = dataclasses.replace(tried, tokens_per_forward=tokens)
+            side_by_side = make_plan(model, tried, capacity).sequences
+            return make_plan(model, dataclasses.replace(tried, sequences=side_by_side), capacity)
     return None
-
-
-def _settings(work: Work) -> Iterator[tuple[int, bool]]:
-    """Microbatches and whether to checkpoint, fastest first."""
-    update = work.microbatch * work.microbatches
-    sizes = [n for n in range(update, 0, -1) if update % n == 0]
-    groups = [n for n in sizes if n % work.group == 0 and _tokens(work, n) <= ENOUGH_TOKENS]
-    whole = groups or [n for n in sizes if n == work.group]
-    parts = [n for n in sizes if n < work.group and work.group % n == 0]
-    yield from ((n, False) for n in whole)
-    yield from ((n, True) for n in (*whole, *parts))
-
-
-def _tokens(work: Work, microbatch: int) -> int:
-    return dataclasses.replace(work, microbatch=microbatch).tokens

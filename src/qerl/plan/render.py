@@ -22,17 +22,16 @@ _COLORS = {
 }
 
 
-def render(plan: Plan, proposal: Plan | None, name: str, samples: int) -> Group:
+def render(plan: Plan, proposal: Plan | None, name: str) -> Group:
     """Everything `qerl plan` shows.
 
     Args:
         plan: Of the settings as they are.
         proposal: Of settings that fit, if there are any.
         name: The model's name, for the title.
-        samples: Samples of one rollout.
     """
     bars = [_bar(plan, phase) for phase in ("rollout", "update")]
-    texts = _title(plan, name), verdict(plan), advice(plan, proposal, samples)
+    texts = _title(plan, name), verdict(plan), advice(plan, proposal)
     title, said, advised = (Text(text) for text in texts)
     return Group(title, _table(plan), *bars, said, advised)
 
@@ -57,10 +56,13 @@ def verdict(plan: Plan) -> str:
             f" {plan.sequences} of {plan.work.sequences} sequences decode side by side at full length; the "
             "others wait."
         )
+    samples, tokens = plan.work.microbatch, plan.work.tokens
+    if tokens < plan.work.tokens_of(samples):
+        said += f" A microbatch of {samples} samples is computed in pieces of at most {tokens} tokens."
     return said
 
 
-def advice(plan: Plan, proposal: Plan | None, samples: int) -> str:
+def advice(plan: Plan, proposal: Plan | None) -> str:
     """The settings proposed, as fields of the command line."""
     if proposal is None:
         return (
@@ -71,13 +73,10 @@ def advice(plan: Plan, proposal: Plan | None, samples: int) -> str:
         return "No other settings are proposed."
     work = proposal.work
     fields = {
-        "per_device_train_batch_size": work.microbatch,
-        "gradient_accumulation_steps": work.microbatches,
+        "tokens_per_forward": work.tokens_per_forward,
         "gradient_checkpointing": str(work.checkpointing).lower(),
         "max_sequences": work.sequences,
     }
-    if samples != work.microbatch * work.microbatches:
-        fields["steps_per_generation"] = samples // work.microbatch
     flags = " ".join(f"--{name} {value}" for name, value in fields.items())
     return f"Proposed, with a peak of {_gb(proposal.peak)} GB: {flags}"
 

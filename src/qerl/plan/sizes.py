@@ -6,7 +6,7 @@ says by which formula; counts of parameters and bytes of weights, adapter and op
 are those of this project's update on CUDA (`qerl.lora_product`, `qerl.trainer.attention`,
 `qerl.kernels.elementwise`) at the moment at which most of them are alive.
 
-Bytes everywhere. T tokens in the packed row of a microbatch, S of them predict something, D hidden size, I
+Bytes everywhere. T tokens in the packed row of a forward pass, S of them predict something, D hidden size, I
 intermediate size, Q and G all query and all key heads together, R LoRA rank, V vocabulary.
 """
 
@@ -165,8 +165,10 @@ class Work:
         prompt_tokens, completion_tokens: Longest prompt and completion.
         group: Samples of a prompt.
         sequences: Samples that decode side by side.
-        microbatch: Samples in one forward and backward pass.
-        microbatches: Passes before the optimizer steps.
+        microbatch: Samples of a loss.
+        microbatches: Losses before the optimizer steps.
+        tokens_per_forward: Tokens of a forward and backward pass; a microbatch with more is computed in
+            pieces. None for no limit.
         checkpointing: Whether layers are computed again for backward instead of kept.
         optimizer_bytes: Of an adapter's parameter: 8 for AdamW in fp32, 2 in 8 bits.
     """
@@ -180,19 +182,30 @@ class Work:
     sequences: int
     microbatch: int
     microbatches: int = 1
+    tokens_per_forward: int | None = None
     checkpointing: bool = True
     optimizer_bytes: int = 2 * FULL
 
-    @property
-    def scored_tokens(self) -> int:
-        """S: every completion token."""
-        return self.microbatch * self.completion_tokens
+    def tokens_of(self, samples: int) -> int:
+        """Of a packed row: a group's prompt once, without its last token, and every completion token."""
+        prompts = -(-samples // self.group)
+        return prompts * (self.prompt_tokens - 1) + samples * self.completion_tokens
 
     @property
     def tokens(self) -> int:
-        """T: a group's prompt once, without its last token, and then S."""
-        prompts = -(-self.microbatch // self.group)
-        return prompts * (self.prompt_tokens - 1) + self.scored_tokens
+        """T: those of a microbatch, or of its largest piece, which holds a sample whatever the limit is."""
+        limit = self.tokens_per_forward or self.tokens_of(self.microbatch)
+        return min(self.tokens_of(self.microbatch), max(limit, self.tokens_of(1)))
+
+    @property
+    def scored_tokens(self) -> int:
+        """S: at most all but one prompt."""
+        return min(self.microbatch * self.completion_tokens, self.tokens - (self.prompt_tokens - 1))
+
+    @property
+    def passes(self) -> int:
+        """Backward passes before the optimizer steps, or more."""
+        return self.microbatches * -(-self.tokens_of(self.microbatch) // self.tokens)
 
 
 @dataclass(frozen=True)

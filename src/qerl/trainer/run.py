@@ -79,7 +79,8 @@ def build(config: QeRLConfig, console: Console) -> tuple[QeRLTrainer, InterruptG
     task = get_task(config.task, **config.task_options)
     train_set, eval_set = _datasets(config, task, tokenizer, console)
     if config.device.type == "cuda" and config.tuning == "lora":
-        announce(config, torch.cuda.get_device_properties(config.device).total_memory, console)
+        capacity = torch.cuda.get_device_properties(config.device).total_memory
+        config.tokens_per_forward = announce(config, capacity, console)
     policy = load_policy(config)
     folder = Path(str(config.output_dir))
     guard = InterruptGuard(console)
