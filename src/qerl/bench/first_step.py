@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformers import TrainerCallback
+from transformers import PreTrainedModel, TrainerCallback
 from transformers.trainer_callback import PrinterCallback
 
 from qerl.config import QeRLConfig
@@ -71,21 +71,44 @@ class Seen(TrainerCallback):
             self.loss = float(logs["loss"])
 
 
-def step(model: str, on_cpu: bool, results: list[RolloutResult]) -> Seen:
-    """One step of the arithmetic task, 4 prompts x 8 samples; samples on the GPU, replays on the CPU."""
+def settings(model: str, on_cpu: bool, folder: str) -> QeRLConfig:
+    """One step of the arithmetic task, 4 prompts x 8 samples."""
+    return QeRLConfig(
+        model=model, task="arithmetic", task_options={"level": "wp1", "examples": 1, "train_size": 64},
+        output_dir=folder, num_generations=8, per_device_train_batch_size=8, gradient_accumulation_steps=4,
+        max_completion_length=24, max_steps=1, max_grad_norm=0.0, loss_type="dapo", noise=False,
+        gradient_checkpointing=False, report_to="none", save_strategy="no", use_cpu=on_cpu,
+    )  # fmt: skip
+
+
+def adapted_policy(args: QeRLConfig) -> PreTrainedModel:
+    """The policy, with the same random B on every device."""
+    policy = load_policy(args)
+    draw = torch.Generator().manual_seed(0)
+    for name, parameter in policy.named_parameters():
+        if "lora_B" in name:
+            parameter.data.copy_(0.02 * torch.randn(parameter.shape, generator=draw))
+    return policy
+
+
+def sampler(model: str) -> tuple[PreTrainedModel, RolloutEngine, list[list[int]]]:
+    """The policy on the GPU, its engine, and four prompts of the task."""
     with tempfile.TemporaryDirectory() as folder:
-        args = QeRLConfig(
-            model=model, task="arithmetic", task_options={"level": "wp1", "examples": 1, "train_size": 64},
-            output_dir=folder, num_generations=8, per_device_train_batch_size=8,
-            gradient_accumulation_steps=4, max_completion_length=24, max_steps=1, max_grad_norm=0.0, loss_type="dapo",
-            gradient_checkpointing=False, noise=False, report_to="none", save_strategy="no", use_cpu=on_cpu,
-        )  # fmt: skip
-        policy = load_policy(args)
-        draw = torch.Generator().manual_seed(0)
-        for name, parameter in policy.named_parameters():
-            if "lora_B" in name:
-                parameter.data.copy_(0.02 * torch.randn(parameter.shape, generator=draw))
-        tokenizer = load_tokenizer(model)
+        args = settings(model, False, folder)
+    policy, tokenizer = adapted_policy(args), load_tokenizer(model)
+    rows = get_task(args.task or "", **args.task_options).train()["prompt"][:4]
+    prompts = [
+        tokenizer.apply_chat_template(row, add_generation_prompt=True, return_dict=True)["input_ids"]
+        for row in rows
+    ]
+    return policy, make_engine(policy, tokenizer.pad_token_id), prompts
+
+
+def step(model: str, on_cpu: bool, results: list[RolloutResult]) -> Seen:
+    """The step; samples on the GPU, replays on the CPU."""
+    with tempfile.TemporaryDirectory() as folder:
+        args = settings(model, on_cpu, folder)
+        policy, tokenizer = adapted_policy(args), load_tokenizer(model)
         engine = Recorded(None if on_cpu else make_engine(policy, tokenizer.pad_token_id), results)
         task = get_task(args.task or "", **args.task_options)
         seen = Seen()

@@ -4,14 +4,16 @@
 
 A random model of the shape, with an adapter whose B is not zero, samples with the paged engine; the trainer's
 forward then scores the completions. Printed are the mean and the largest absolute difference of the
-log-probabilities, for few samples of one prompt and for many of several prompts. Then a greedy completion is
+log-probabilities, and how far either is from FP32 on the same weights, for few samples of one prompt and for
+many of several prompts. Then a greedy completion is
 cut at every 4th token, and the engine prefills prompt and beginning anew for one token more: the same
 log-probability as when it decoded.
 
-With `--model`, a real model's first step instead, see `qerl.bench.first_step`.
+With `--model`, a real model: its policy, and its first step, see `qerl.bench.first_step`.
 """
 
 import argparse
+import copy
 import dataclasses
 
 import torch
@@ -20,7 +22,7 @@ from torch import nn
 from qerl.bench import first_step
 from qerl.bench.step import random_policy
 from qerl.plan.shapes import Shape, shape
-from qerl.rollout.engine import SamplingParams
+from qerl.rollout.engine import RolloutEngine, SamplingParams
 from qerl.rollout.paged.engine import PagedEngine
 
 
@@ -47,21 +49,21 @@ def trainer_logprobs(model: nn.Module, prompt: list[int], completion: list[int])
 
 
 def compare(
-    model: nn.Module, engine: PagedEngine, prompts: list[list[int]], samples: int, tokens: int
+    model: nn.Module, engine: RolloutEngine, prompts: list[list[int]], samples: int, tokens: int
 ) -> str:
-    """One line: differences between the engine's log-probabilities and the trainer's."""
+    """One line: the engine's log-probabilities against the trainer's, and both against FP32."""
     result = engine.generate(prompts, samples, SamplingParams(max_tokens=tokens, seed=1))
-    differences, kls = [], []
-    for index, completion in enumerate(result.completions):
-        truth = trainer_logprobs(model, prompts[index // samples], completion.token_ids)
-        found = torch.tensor(completion.logprobs, device="cuda")
-        differences.append((found - truth).abs())
-        kls.append(found - truth)
-    gap = torch.cat(differences)
+    exact = copy.deepcopy(model).float()
+    pairs = [(prompts[i // samples], c.token_ids) for i, c in enumerate(result.completions)]
+    trainer = torch.cat([trainer_logprobs(model, *pair) for pair in pairs])
+    truth = torch.cat([trainer_logprobs(exact, *pair) for pair in pairs])
+    found = torch.cat([torch.tensor(c.logprobs, device="cuda") for c in result.completions])
+    gap = (found - trainer).abs()
     return (
-        f"{gap.numel()} tokens: mean |difference| {gap.mean():.2e}, largest {gap.max():.2e}, "
-        f"KL(sampler, trainer) {torch.cat(kls).mean():.1e}, mean log-probability "
-        f"{sum(sum(c.logprobs) for c in result.completions) / gap.numel():.3f}"
+        f"{gap.numel()} tokens: mean |sampler - trainer| {gap.mean():.2e}, largest {gap.max():.2e}; mean "
+        f"|sampler - FP32| {(found - truth).abs().mean():.2e}, |trainer - FP32| "
+        f"{(trainer - truth).abs().mean():.2e}; KL(sampler, trainer) {(found - trainer).mean():.1e}, mean "
+        f"log-probability {found.mean():.3f}"
     )
 
 
@@ -93,7 +95,9 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--model", help="Hub id or folder: compare the first step of a real model")
     args = parser.parse_args(arguments)
     if args.model:
-        print(first_step.compare(args.model))
+        policy, engine, prompts = first_step.sampler(args.model)
+        print(f"4 prompts, 8 samples: {compare(policy.eval(), engine, prompts, 8, 32)}")
+        print(f"first step: {first_step.compare(args.model)}")
         return
     sizes = shape(args.shape)
     model = random_model(dataclasses.replace(sizes, layers=args.layers or sizes.layers)).eval()

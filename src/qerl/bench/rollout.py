@@ -47,7 +47,7 @@ def fill_prompts(step: DecodeStep, prompt_tokens: int, group: int, decode_tokens
         tables[g, :prompt_blocks] = torch.tensor([next(block) for _ in range(prompt_blocks)])
     for row in range(rows):
         tables[rows + row, :own_blocks] = torch.tensor([next(block) for _ in range(own_blocks)])
-    tile = 64 // (step.decoder.heads // step.decoder.kv_heads)
+    tile = step.tile_tokens
     items = []
     for g in range(groups):
         for start in range(g * group, min(rows, (g + 1) * group), tile):

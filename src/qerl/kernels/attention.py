@@ -16,7 +16,13 @@ import triton.language as tl
 
 from qerl.kernels.common import PAGE, add_low, begin, clear, copies, dependent, operand_at, ranks
 
-ROWS = 64
+PREFILL_ROWS = 64
+"""Rows of a tile, (token, query head) pairs that share a kv head, where items are pieces of a prompt."""
+
+
+def decode_rows(heads_a_group: int) -> int:
+    """Rows of a tile while decoding, where most items are one token."""
+    return max(32, triton.next_power_of_2(heads_a_group))
 
 
 @triton.jit
@@ -81,23 +87,24 @@ def _merge(
     out_ZTHE, lse_ZTH, a_RC, y_TC, next_CTR, spent_CTR, T,
     HQ: tl.constexpr, E: tl.constexpr, Z: tl.constexpr, R: tl.constexpr,
     R_SPENT: tl.constexpr, R_SPENT_PADDED: tl.constexpr, PADDED: tl.constexpr, BLOCK_T: tl.constexpr,
-    NEXT_COPIES: tl.constexpr, SPENT_COPIES: tl.constexpr, PDL: tl.constexpr,
+    NEXT_COPIES: tl.constexpr, SPENT_COPIES: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    head = tl.program_id(0)
+    program = tl.program_id(0)
+    head = program // (E // COLUMNS)
     t = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
     in_t = t < T
-    e = tl.arange(0, E)
+    e = program % (E // COLUMNS) * COLUMNS + tl.arange(0, COLUMNS)
     c = head * E + e
     if R > 0:
         r = tl.arange(0, R)
         a = tl.load(a_RC + r[:, None] * (HQ * E) + c[None, :])
     begin(PDL)
-    clear(spent_CTR, head, t, in_t, T, R_SPENT, R_SPENT_PADDED, SPENT_COPIES)
+    clear(spent_CTR, program, t, in_t, T, R_SPENT, R_SPENT_PADDED, SPENT_COPIES)
     best = tl.full((BLOCK_T,), -float("inf"), tl.float32)
     for z in tl.static_range(Z):
         best = tl.maximum(best, tl.load(lse_ZTH + (z * T + t) * HQ + head, mask=in_t, other=0.0))
     total = tl.zeros((BLOCK_T,), tl.float32)
-    y = tl.zeros((BLOCK_T, E), tl.float32)
+    y = tl.zeros((BLOCK_T, COLUMNS), tl.float32)
     for z in tl.static_range(Z):
         at = (z * T + t) * HQ + head
         weight = tl.exp(tl.load(lse_ZTH + at, mask=in_t, other=-float("inf")) - best)
@@ -114,7 +121,7 @@ def _merge(
         tl.debug_barrier()
         y = tl.load(at, mask=in_t[:, None], other=0.0)
         partial = tl.dot(y, tl.trans(a), out_dtype=tl.float32)
-        add_low(next_CTR, head, partial, t, in_t, r, r < R, T, R, NEXT_COPIES)
+        add_low(next_CTR, program, partial, t, in_t, r, r < R, T, R, NEXT_COPIES)
 
 
 def attend(
@@ -129,6 +136,7 @@ def attend(
     lse_ZTH: torch.Tensor,
     *,
     splits: int,
+    rows: int,
 ) -> None:
     """Partial attention of every item.
 
@@ -136,24 +144,30 @@ def attend(
         q_THE: Queries, bf16 [T, query heads, head size].
         k_cache, v_cache: [blocks, kv heads, 64, head size].
         tables_GB: int32 block tables.
-        item_4: int32 [items, 4]: first index into ``order``, tokens (0: nothing to do; at most 64 / heads a
-            kv head), row of ``tables_GB``, and which of the two limits and halves of the output the item uses
-            (0 for a shared prompt, 1 for a sequence's own tokens).
+        item_4: int32 [items, 4]: first index into ``order``, tokens (0: nothing to do; at most ``rows`` /
+            heads a kv head), row of ``tables_GB``, and which of the two limits and halves of the output the
+            item uses (0 for a shared prompt, 1 for a sequence's own tokens).
         order: int32, the tokens of the items.
         limit_2T: int32 [2, T]: how many cached tokens of the item's table a token sees.
         out_ZTHE: fp32 [2 * splits, T, heads, head size], written where an item covers the token.
         lse_ZTH: fp32 [2 * splits, T, heads], likewise; the caller fills uncovered halves with -inf.
         splits: Parallel pieces of an item.
+        rows: Of a tile, a power of two from 16 on and at least the query heads of a kv head.
     """
     tokens, heads, size = q_THE.shape
     kv_heads = k_cache.shape[1]
     _attend[(item_4.shape[0], kv_heads, splits)](
         q_THE, k_cache, v_cache, tables_GB, item_4, order, limit_2T, out_ZTHE, lse_ZTH,
         tokens, tables_GB.shape[1], size**-0.5,
-        HQ=heads, HKV=kv_heads, E=size, PAGE=PAGE, ROWS=ROWS, SPLITS=splits, num_warps=4,
+        HQ=heads, HKV=kv_heads, E=size, PAGE=PAGE, ROWS=rows, SPLITS=splits, num_warps=4,
         num_stages=3,
         **dependent(q_THE),
     )  # fmt: skip
+
+
+def merge_columns(tokens: int, size: int) -> int:
+    """Columns of a head that a program of the merge owns; half of them where few programs would run."""
+    return size if tokens > 16 else max(16, size // 2)
 
 
 def merge(
@@ -178,7 +192,8 @@ def merge(
     """
     pieces, tokens, heads, size = out_ZTHE.shape
     block_t = 16
-    _merge[(heads, triton.cdiv(tokens, block_t))](
+    columns = merge_columns(tokens, size)
+    _merge[(heads * size // columns, triton.cdiv(tokens, block_t))](
         out_ZTHE, lse_ZTH,
         y_TC if a_RC is None else a_RC,
         y_TC,
@@ -187,7 +202,7 @@ def merge(
         tokens,
         HQ=heads, E=size, Z=pieces, R=0 if a_RC is None else a_RC.shape[0],
         R_SPENT=ranks(spent_CTR), R_SPENT_PADDED=triton.next_power_of_2(ranks(spent_CTR)), PADDED=padded,
-        BLOCK_T=block_t,
+        BLOCK_T=block_t, COLUMNS=columns,
         NEXT_COPIES=copies(next_CTR), SPENT_COPIES=copies(spent_CTR), num_warps=4,
         **dependent(out_ZTHE),
     )  # fmt: skip

@@ -4,7 +4,8 @@
     u = y * w, the next GEMM's input; 1/rms(y) is applied by the reader of that GEMM
     partial sums of y^2 and of u A_in^T per block of columns
 
-w is fp32 and may carry noise.
+w is fp32 and may carry noise. The residual stream is fp32: rounding it to bf16 after every sublayer is most
+of what a bf16 forward pass is off by, and here the bytes hardly count.
 """
 
 import torch
@@ -24,7 +25,11 @@ from qerl.kernels.common import (
     sum_parts,
 )
 
-BLOCK_D = 64
+
+def block_d(tokens: int) -> int:
+    """Columns a program owns: few when there are few tokens, so that all multiprocessors take part; more when
+    there are many, because every program adds its part of x A^T for each token."""
+    return 64 if tokens <= 32 else 128
 
 
 @triton.jit
@@ -53,7 +58,7 @@ def _residual_norm(
         in_r = r_in < R_IN
         a = tl.load(a_RD + r_in[:, None] * D + d[None, :], mask=in_r[:, None] & in_d[None, :], other=0.0)
     if not EMBED:
-        y = tl.load(residual_TD + at, mask=inside, other=0.0).to(tl.float32)
+        y = tl.load(residual_TD + at, mask=inside, other=0.0)
         scale = tl.load(scale_1)
         counts = part_counts(parts_G, d, in_d, S)
     begin(PDL)
@@ -66,9 +71,7 @@ def _residual_norm(
         if R_OUT > 0:
             low = load_low(low_CTR, 0, t, in_t, T, R_OUT, R_OUT, COPIES)
             y += tl.dot(low.to(b.dtype), tl.trans(b), out_dtype=tl.float32)
-    y = y.to(residual_TD.dtype.element_ty)
     tl.store(residual_TD + at, y, mask=inside)
-    y = y.to(tl.float32)
     tl.store(squares_PT + block * T + t, tl.sum(y * y, axis=1), mask=in_t)
     u = (y * w[None, :]).to(u_TD.dtype.element_ty)
     tl.store(u_TD + operand_at(t, d, D, PADDED), u, mask=inside)
@@ -97,10 +100,10 @@ def residual_norm(
     """Launches the kernel; see the module's text.
 
     Args:
-        residual_TD: Residual stream, bf16, updated in place.
+        residual_TD: Residual stream, fp32, updated in place.
         w_D: RMSNorm weight, fp32.
         u_TD: bf16, written, [T, D] or in a small GEMM's order.
-        squares_PT: fp32 [ceil(D / 64), T], written.
+        squares_PT: fp32 [ceil(D / block_d(T)), T], written.
         padded: Tokens that ``u_TD`` has room for in a small GEMM's order; 0 for [T, D].
         gemm_STN: The sublayer's GEMM output, fp32 or bf16 [S, T, N >= D]; None with ``embedding``.
         parts_G: int32, how many of the S each 64 columns have; None if S is 1.
@@ -113,11 +116,11 @@ def residual_norm(
         spent_CTR: A sum that is not needed any more, set to zero.
     """
     tokens, width = residual_TD.shape
-    block_t = 16
+    block_t, columns = 16, block_d(tokens)
     stacked = 0 if a_RD is None else a_RD.shape[0]
     dummy = residual_TD
     table, ids = embedding if embedding is not None else (dummy, dummy)
-    _residual_norm[(triton.cdiv(width, BLOCK_D), triton.cdiv(tokens, block_t))](
+    _residual_norm[(triton.cdiv(width, columns), triton.cdiv(tokens, block_t))](
         dummy if gemm_STN is None else gemm_STN,
         dummy if parts_G is None else parts_G,
         dummy if scale_1 is None else scale_1,
@@ -135,6 +138,6 @@ def residual_norm(
         R_IN=stacked, R_IN_PADDED=triton.next_power_of_2(stacked),
         COPIES=copies(low_CTR), NEXT_COPIES=copies(next_CTR), SPENT_COPIES=copies(spent_CTR),
         EMBED=embedding is not None, PADDED=padded,
-        BLOCK_T=block_t, BLOCK_D=BLOCK_D, num_warps=4 if stacked <= 128 else 8,
+        BLOCK_T=block_t, BLOCK_D=columns, num_warps=4 if stacked <= 128 else 8,
         **dependent(residual_TD),
     )  # fmt: skip

@@ -1,7 +1,8 @@
 """silu(gate) * up with LoRA on both, and down's x A^T, in one launch.
 
 A program owns some columns of the intermediate size, few when there are few tokens, so that all
-multiprocessors take part.
+multiprocessors take part. With many tokens it takes several blocks of them in turn, so that A and B of its
+columns are read once for all of them.
 """
 
 import torch
@@ -30,11 +31,9 @@ def _silu_mul(
     S: tl.constexpr, SQ_P: tl.constexpr, SQ_PADDED: tl.constexpr, R: tl.constexpr, R_NEXT: tl.constexpr,
     R_SPENT: tl.constexpr, R_SPENT_PADDED: tl.constexpr, PADDED: tl.constexpr, COLUMNS: tl.constexpr,
     COPIES: tl.constexpr, NEXT_COPIES: tl.constexpr, SPENT_COPIES: tl.constexpr,
-    BLOCK_T: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_T: tl.constexpr, ROUNDS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0)
-    t = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
-    in_t = t < T
     n = block * COLUMNS + tl.arange(0, COLUMNS)
     in_n = n < INNER
     gate_counts, up_counts = part_counts(parts_G, n, in_n, S), part_counts(parts_G, INNER + n, in_n, S)
@@ -45,22 +44,30 @@ def _silu_mul(
         up_b = tl.load(b_NR + (INNER + n)[:, None] * R + r[None, :], mask=in_n[:, None], other=0.0)
         a = tl.load(a_RI + r_next[:, None] * INNER + n[None, :], mask=in_n[None, :], other=0.0)
     begin(PDL)
-    clear(spent_CTR, block, t, in_t, T, R_SPENT, R_SPENT_PADDED, SPENT_COPIES)
-    rms = inverse_rms(squares_PT, t, in_t, T, D, eps, SQ_P, SQ_PADDED)
-    gate = sum_parts(gemm_STN, gate_counts, t, in_t, n, in_n, T, N, S) * gate_scale
-    up = sum_parts(gemm_STN, up_counts, t, in_t, INNER + n, in_n, T, N, S) * up_scale
-    if R > 0:
-        gate_low = load_low(low_CTR, 0, t, in_t, T, 2 * R, R, COPIES).to(gate_b.dtype)
-        up_low = load_low(low_CTR, R, t, in_t, T, 2 * R, R, COPIES).to(gate_b.dtype)
-        gate += tl.dot(gate_low, tl.trans(gate_b), out_dtype=tl.float32)
-        up += tl.dot(up_low, tl.trans(up_b), out_dtype=tl.float32)
-    gate *= rms[:, None]
-    up *= rms[:, None]
-    h = (gate * tl.sigmoid(gate) * up).to(h_TI.dtype.element_ty)
-    tl.store(h_TI + operand_at(t, n, INNER, PADDED), h, mask=in_t[:, None] & in_n[None, :])
-    if R > 0:
-        partial = tl.dot(h, tl.trans(a), out_dtype=tl.float32)
-        add_low(next_CTR, block, partial, t, in_t, r_next, r_next < R_NEXT, T, R_NEXT, NEXT_COPIES)
+    for i in range(ROUNDS):
+        t = (tl.program_id(1) * ROUNDS + i) * BLOCK_T + tl.arange(0, BLOCK_T)
+        in_t = t < T
+        clear(spent_CTR, block, t, in_t, T, R_SPENT, R_SPENT_PADDED, SPENT_COPIES)
+        rms = inverse_rms(squares_PT, t, in_t, T, D, eps, SQ_P, SQ_PADDED)
+        gate = sum_parts(gemm_STN, gate_counts, t, in_t, n, in_n, T, N, S) * gate_scale
+        up = sum_parts(gemm_STN, up_counts, t, in_t, INNER + n, in_n, T, N, S) * up_scale
+        if R > 0:
+            gate_low = load_low(low_CTR, 0, t, in_t, T, 2 * R, R, COPIES).to(gate_b.dtype)
+            up_low = load_low(low_CTR, R, t, in_t, T, 2 * R, R, COPIES).to(gate_b.dtype)
+            gate += tl.dot(gate_low, tl.trans(gate_b), out_dtype=tl.float32)
+            up += tl.dot(up_low, tl.trans(up_b), out_dtype=tl.float32)
+        gate *= rms[:, None]
+        up *= rms[:, None]
+        h = (gate * tl.sigmoid(gate) * up).to(h_TI.dtype.element_ty)
+        tl.store(h_TI + operand_at(t, n, INNER, PADDED), h, mask=in_t[:, None] & in_n[None, :])
+        if R > 0:
+            partial = tl.dot(h, tl.trans(a), out_dtype=tl.float32)
+            add_low(next_CTR, block, partial, t, in_t, r_next, r_next < R_NEXT, T, R_NEXT, NEXT_COPIES)
+
+
+def cut(tokens: int) -> tuple[int, int]:
+    """(columns a program owns, blocks of 16 tokens it takes in turn)."""
+    return (128, 1) if tokens <= 16 else (128, min(4, -(-tokens // 32)))
 
 
 def silu_mul(
@@ -100,9 +107,10 @@ def silu_mul(
     """
     splits, tokens, columns = gemm_STN.shape
     partials = squares_PT.shape[0]
-    block_t, block_n = 16, 128 if tokens <= 16 else 256  # 32 tokens a program spill registers
+    block_t = 16  # 32 tokens at once spill registers
+    columns_each, rounds = cut(tokens)
     dummy = h_TI
-    _silu_mul[(triton.cdiv(intermediate, block_n), triton.cdiv(tokens, block_t))](
+    _silu_mul[(triton.cdiv(intermediate, columns_each), triton.cdiv(tokens, block_t * rounds))](
         gemm_STN, dummy if parts_G is None else parts_G, scale_2, squares_PT,
         dummy if low_CTR is None else low_CTR,
         dummy if b_NR is None else b_NR,
@@ -115,6 +123,6 @@ def silu_mul(
         R_SPENT=ranks(spent_CTR), R_SPENT_PADDED=triton.next_power_of_2(ranks(spent_CTR)),
         R=0 if b_NR is None else b_NR.shape[1], R_NEXT=0 if a_RI is None else a_RI.shape[0],
         COPIES=copies(low_CTR), NEXT_COPIES=copies(next_CTR), SPENT_COPIES=copies(spent_CTR),
-        PADDED=padded, COLUMNS=block_n, BLOCK_T=block_t, num_warps=block_n // 32,
+        PADDED=padded, COLUMNS=columns_each, BLOCK_T=block_t, ROUNDS=rounds, num_warps=columns_each // 32,
         **dependent(gemm_STN),
     )  # fmt: skip

@@ -7,7 +7,7 @@ tokens without the host. The host looks at ``done`` now and then.
 
 import torch
 
-from qerl.kernels import sample
+from qerl.kernels import attention, sample
 from qerl.rollout.engine import SamplingParams
 from qerl.rollout.paged.step import Cache, Inputs, Step
 from qerl.rollout.paged.weights import Decoder
@@ -40,6 +40,7 @@ class DecodeStep:
         tables: int32 [2 * rows, table_width], prompts of groups first, then each row's own blocks.
         items, order: Attention items, see :func:`qerl.kernels.attention.attend`.
         uniform: fp32 [rows, most].
+        tile_tokens: Most tokens of an attention item.
     """
 
     def __init__(
@@ -54,7 +55,10 @@ class DecodeStep:
     ) -> None:
         device = decoder.embedding_VD.device
         self.decoder, self.cache, self.rows, self._params = decoder, cache, rows, params
-        self.step = Step(decoder, rows, attention_splits(rows, decoder.kv_heads), lora)
+        splits = attention_splits(rows, decoder.kv_heads)
+        group = decoder.heads // decoder.kv_heads
+        self.step = Step(decoder, rows, splits, attention.decode_rows(group), lora)
+        self.tile_tokens = self.step.tile // group
 
         def integers(*shape: int) -> torch.Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)

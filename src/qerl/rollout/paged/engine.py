@@ -18,7 +18,6 @@ import torch
 from torch import nn
 
 from qerl.errors import QeRLError
-from qerl.kernels import attention
 from qerl.kernels.common import PAGE
 from qerl.modules import base_model
 from qerl.rollout.engine import (
@@ -282,8 +281,7 @@ class _Call:
     def _write_tables(self) -> None:
         """Block tables and attention items of everything that runs."""
         step = self._step
-        decoder = step.decoder
-        tile = attention.ROWS // (decoder.heads // decoder.kv_heads)
+        tile = step.tile_tokens
         width, rows = step.tables.shape[1], step.rows
         tables = [[0] * width for _ in range(2 * rows)]
         groups: dict[int, list[Sample]] = {}

@@ -59,7 +59,9 @@ class Prefill:
     def _pass(self, pieces: list[tuple[Job, int]], cache: Cache) -> None:
         size = next(s for s in _SIZES if s >= len(pieces))
         if size not in self._steps:
-            self._steps[size] = Step(self._decoder, size, splits=1, lora=self._lora)
+            self._steps[size] = Step(
+                self._decoder, size, splits=1, tile=attention.PREFILL_ROWS, lora=self._lora
+            )
         step = self._steps[size]
         pad = size - len(pieces)
         columns: list[list[int]] = [[], [], [], [], []]
@@ -86,7 +88,7 @@ class Prefill:
 
     def _items(self, owners: list[Job]) -> tuple[list[list[int]], list[list[int]]]:
         """Attention items of a pass, at its own keys for every job and at the prompt where there is one."""
-        tile = attention.ROWS // (self._decoder.heads // self._decoder.kv_heads)
+        tile = attention.PREFILL_ROWS // (self._decoder.heads // self._decoder.kv_heads)
         width = max(max(len(job.blocks), len(job.prompt_blocks)) for job in owners)
         items: list[list[int]] = []
         tables: list[list[int]] = []

@@ -40,8 +40,14 @@ class Inputs:
     order: torch.Tensor
 
 
-_COPIES = {"qkv": 4, "o": 1, "gate_up": 2, "down": 8}
-"""Copies of each sum x A^T, by how many programs add to it and how many read it."""
+def low_copies(tokens: int) -> dict[str, int]:
+    """Copies of each sum x A^T, by how many programs add to it and how many read it.
+
+    With many tokens the programs meet less often and reading the copies costs more.
+    """
+    if tokens > 32:
+        return {"qkv": 1, "o": 1, "gate_up": 1, "down": 1}
+    return {"qkv": 4, "o": 1, "gate_up": 2, "down": 8}
 
 
 class Step:
@@ -51,14 +57,15 @@ class Step:
         decoder: The weights.
         tokens: T.
         splits: Parallel pieces of each attention item.
+        tile: Rows of an attention tile, see :func:`qerl.kernels.attention.attend`.
         lora: Whether an adapter's buffers are read.
     """
 
-    def __init__(self, decoder: Decoder, tokens: int, splits: int, lora: bool) -> None:
+    def __init__(self, decoder: Decoder, tokens: int, splits: int, tile: int, lora: bool) -> None:
         device = decoder.embedding_VD.device
         hidden, heads, size = decoder.hidden, decoder.heads, decoder.head_size
         self.decoder, self.tokens, self.splits = decoder, tokens, splits
-        self.lora = lora
+        self.tile, self.lora = tile, lora
 
         def new(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
             return torch.empty(shape, dtype=dtype, device=device)
@@ -66,7 +73,7 @@ class Step:
         layer = decoder.layers[0]
         matrices = [m for each in decoder.layers for m in (each.qkv, each.o, each.gate_up, each.down)]
         self.scratch = new(max(gemm.scratch_bytes(m.weight, tokens) for m in matrices), dtype=torch.uint8)
-        self.residual_TD = new(tokens, hidden, dtype=decoder.dtype)
+        self.residual_TD = new(tokens, hidden)
 
         def operand(width: int) -> torch.Tensor:
             # Flat, because each GEMM says in which order it reads; what it has room for beyond T stays zero.
@@ -75,7 +82,7 @@ class Step:
 
         self.u, self.attended, self.h = operand(hidden), operand(heads * size), operand(decoder.intermediate)
         self.u_TD = self.u[: tokens * hidden].view(tokens, hidden)
-        columns = partial_count(hidden, residual_norm.BLOCK_D)
+        columns = partial_count(hidden, residual_norm.block_d(tokens))
         self.squares_PT = new(columns, tokens)
         self.q_THE = new(tokens, heads, size, dtype=decoder.dtype)
         self.out_ZTHE = new(2 * splits, tokens, heads, size)
@@ -85,10 +92,9 @@ class Step:
                 "qkv": layer.lora_qkv, "o": layer.lora_o, "gate_up": layer.lora_gate_up,
                 "down": layer.lora_down,
             }  # fmt: skip
+            copies = low_copies(tokens)
             self.low = {
-                name: torch.zeros(
-                    _COPIES[name], tokens, stack.a_RK.shape[0], dtype=torch.int64, device=device
-                )
+                name: torch.zeros(copies[name], tokens, stack.a_RK.shape[0], dtype=torch.int64, device=device)
                 for name, stack in stacks.items()
                 if stack is not None
             }
@@ -125,7 +131,7 @@ class Step:
             )  # fmt: skip
             attention.attend(
                 self.q_THE, k, v, inputs.tables_GB, inputs.item_4, inputs.order, inputs.limit_2T,
-                self.out_ZTHE, self.lse_ZTH, splits=self.splits,
+                self.out_ZTHE, self.lse_ZTH, splits=self.splits, rows=self.tile,
             )  # fmt: skip
             attention.merge(
                 self.out_ZTHE, self.lse_ZTH, self.attended, padded=self._room(layer.o),
