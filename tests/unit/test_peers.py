@@ -330,19 +330,8 @@ def test_step_benchmark_adds_peers_to_its_rows(no_gpu_needed, tmp_path):
     from qerl.bench import step
 
     out = tmp_path / "step.json"
-    flags = [
-        "--weights",
-        "--prompts",
-        "16",
-        "--tokens",
-        "1024",
-        "--steps",
-        "1",
-        "--peers",
-        "trl-vllm",
-        "--out",
-    ]
-    step.main([*flags, "--out", str(out)])
+    flags = "--weights --prompts 16 --tokens 1024 --steps 1 --peers trl-vllm"
+    step.main([*flags.split(), "--out", str(out)])
     (row,) = json.loads(out.read_text())["rows"]
     assert (row["engine"], row["weights"], row["prompts"], row["samples"]) == ("trl+vllm", "bf16", 16, 8)
     assert row["completion_tokens"] == 1024
