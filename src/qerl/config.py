@@ -122,6 +122,10 @@ class QeRLConfig(GRPOConfig):
         "Correction of the ratio trainer / sampler. Token-level truncation suits noisy rollouts.",
         "token_truncate",
     )
+    ddp_broadcast_buffers: bool | None = _help(
+        "Stays off: the packed weights are buffers, which never change, and ranks differ in forward passes.",
+        False,
+    )
     disable_tqdm: bool | None = _help("The run shows its own progress bar.", True)
 
     def __post_init__(self) -> None:
@@ -164,6 +168,10 @@ class QeRLConfig(GRPOConfig):
             raise QeRLError(
                 "bf16/fp16 autocast would make the trainer's policy differ from the sampler's; "
                 "set dtype instead."
+            )
+        if self.ddp_broadcast_buffers:
+            raise QeRLError(
+                "ddp_broadcast_buffers would send the packed weights before every forward pass; remove it."
             )
         if self.use_vllm:
             raise QeRLError("use_vllm cannot be combined with the built-in rollout engine; remove it.")

@@ -5,6 +5,7 @@ import torch
 from rich.console import Console
 
 from qerl.config import QeRLConfig
+from qerl.trainer.forward import Padded
 from qerl.trainer.run import build
 
 
@@ -27,7 +28,7 @@ def test_decode_equals_the_loss_forward(tiny_run, tmp_path, weights, dtype, boun
     ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
     mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
     columns = batch["completion_ids"].size(1)
-    logps, _ = trainer._forward(trainer.model, ids, mask, columns, list(range(len(rows))))
+    logps, _ = trainer._forward(trainer.model, Padded(ids, mask, columns), list(range(len(rows))))
     difference = (logps - batch["sampling_per_token_logps"])[batch["completion_mask"].bool()].abs()
     mean, most = difference.mean(), difference.max()
     with capsys.disabled():

@@ -88,6 +88,8 @@ def test_command_line_values_are_yaml(text, value):
         ({"num_generations": 1}, "at least 2 generations"),
         ({"model": None}, "model is not set"),
         ({"use_vllm": True}, "use_vllm"),
+        ({"ddp_broadcast_buffers": True}, "ddp_broadcast_buffers would send the packed weights"),
+        ({"tokens_per_forward": 0}, "tokens_per_forward is 0; it is a number of tokens, at least 1"),
     ],
 )
 def test_mistakes(fields, message):
