@@ -145,6 +145,7 @@ def test_prediction_of_recorded_peaks(row):
             sequences=samples,
             microbatch=row["microbatch"],
             microbatches=samples // row["microbatch"],
+            tokens_per_forward=row.get("tokens_per_forward"),
         ),
         GB80,
     )

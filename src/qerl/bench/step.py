@@ -162,6 +162,7 @@ def measure(
     samples: int,
     prompts: int,
     microbatch: int,
+    tokens_per_forward: int | None,
     prompt_tokens: int,
     tokens: int,
     steps: int,
@@ -175,7 +176,8 @@ def measure(
         sizes: Its shape.
         samples: Completions a prompt.
         prompts: Prompts a step.
-        microbatch: Completions a forward pass of the update takes.
+        microbatch: Completions a loss of the update takes.
+        tokens_per_forward: As in `QeRLConfig`; None for all of a microbatch.
         prompt_tokens, tokens: Lengths.
         steps: Optimizer steps after the first.
         profile: Print the kernels of the last update.
@@ -189,6 +191,7 @@ def measure(
             output_dir=folder, model="random", task="random", num_generations=samples,
             per_device_train_batch_size=microbatch,
             gradient_accumulation_steps=samples * prompts // microbatch,
+            tokens_per_forward=tokens_per_forward,
             max_completion_length=tokens, max_steps=steps + 1, learning_rate=1e-5, noise=False,
             gradient_checkpointing=True, report_to="none", save_strategy="no", optim="adamw_torch_fused",
         )  # fmt: skip
@@ -214,7 +217,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rank", type=int, nargs="+", default=[32], help="LoRA rank")
     parser.add_argument("--prompts", type=int, nargs="+", default=[1], help="prompts a step")
     parser.add_argument("--samples", type=int, default=8, help="samples a prompt")
-    parser.add_argument("--microbatch", type=int, help="samples a forward pass of the update takes; a group")
+    parser.add_argument("--microbatch", type=int, help="samples a loss of the update takes; a group")
+    parser.add_argument("--tokens-per-forward", type=int, help="a longer microbatch is computed in pieces")
     parser.add_argument("--prompt", type=int, default=256, help="tokens")
     parser.add_argument("--tokens", type=int, nargs="+", default=[2048], help="of each completion")
     parser.add_argument("--steps", type=int, default=2, help="steps counted, of which the median is shown")
@@ -232,8 +236,8 @@ def _own_rows(args: argparse.Namespace, sizes: Shape) -> Iterator[dict[str, Any]
         for prompts, tokens in itertools.product(args.prompts, args.tokens):
             seen = measure(
                 policy, engine, sizes, samples=args.samples, prompts=prompts,
-                microbatch=args.microbatch or args.samples, prompt_tokens=args.prompt, tokens=tokens,
-                steps=args.steps, profile=args.profile,
+                microbatch=args.microbatch or args.samples, tokens_per_forward=args.tokens_per_forward,
+                prompt_tokens=args.prompt, tokens=tokens, steps=args.steps, profile=args.profile,
             )  # fmt: skip
             yield {
                 "engine": "qerl", "weights": weights, "lora_rank": rank, "prompts": prompts,
@@ -264,7 +268,7 @@ def main(arguments: list[str]) -> None:
     sizes = shape(args.shape)
     common = {
         "shape": args.shape, "samples": args.samples, "prompt_tokens": args.prompt,
-        "microbatch": args.microbatch or args.samples,
+        "microbatch": args.microbatch or args.samples, "tokens_per_forward": args.tokens_per_forward,
     }  # fmt: skip
     rows: list[dict[str, Any]] = []
     for row in itertools.chain(_own_rows(args, sizes), _peer_rows(args, sizes)):
