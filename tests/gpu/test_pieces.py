@@ -1,0 +1,102 @@
+"""An update in pieces on the GPU path: the gradients of the undivided one, and the memory of a piece."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed")
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA GPU", allow_module_level=True)
+
+from datasets import Dataset
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from qerl.config import QeRLConfig
+from qerl.kernels.blob import to_blob
+from qerl.lora import add_lora
+from qerl.nvfp4.format import NVFP4, quantize
+from qerl.nvfp4.linear import NVFP4Linear
+from qerl.rollout.engine import Completion, RolloutEngine, RolloutResult
+from qerl.trainer.grpo import QeRLTrainer
+
+GROUP, PROMPTS, LONGEST = 8, 4, 384
+DATA = Dataset.from_dict({"prompt": ["one two three four " * n for n in (20, 5, 1, 10)]})
+
+
+class RandomEngine(RolloutEngine):
+    """Random completions, from a few tokens to the longest."""
+
+    def generate(self, prompts, samples_per_prompt, params, norm_offsets=None):
+        draw = torch.Generator().manual_seed(params.seed)
+        completions = []
+        for _ in range(len(prompts) * samples_per_prompt):
+            length = int(torch.randint(8, params.max_tokens + 1, (), generator=draw))
+            ids = torch.randint(5, 90, (length,), generator=draw).tolist()
+            completions.append(Completion(ids, [-4.5] * length, [4.0] * length, "stop"))
+        return RolloutResult(completions, 1, sum(len(c.token_ids) for c in completions), 0.5)
+
+
+def policy() -> torch.nn.Module:
+    """NVFP4 weights in the layout of the kernels, adapters whose B is not zero."""
+    config = LlamaConfig(
+        vocab_size=512, hidden_size=512, intermediate_size=1344, num_hidden_layers=4, num_attention_heads=8,
+        num_key_value_heads=2, head_dim=64, max_position_embeddings=1024, tie_word_embeddings=False,
+        initializer_range=0.05,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config).to(torch.bfloat16).cuda()
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if name.endswith("_proj"):
+                layer = NVFP4Linear.from_packed(quantize(child.weight.data.float(), NVFP4), child.bias)
+                moved = to_blob(layer.weight_packed, layer.weight_scale)
+                layer.weight_packed = moved.codes
+                layer.weight_scale = moved.scales.view(torch.float8_e4m3fn)
+                setattr(module, name, layer)
+    model = add_lora(model, rank=16, alpha=32, dropout=0.0)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.data.normal_(std=0.02)
+    return model
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_gradients_and_memory(tiny_tokenizer, tmp_path, checkpointing: bool) -> None:
+    args = QeRLConfig(
+        output_dir=str(tmp_path), model="unused", task="unused", num_generations=GROUP,
+        per_device_train_batch_size=GROUP * PROMPTS, max_completion_length=LONGEST, noise=False,
+        gradient_checkpointing=False, report_to="none",
+    )  # fmt: skip
+    reward = lambda completion_ids, **_: [float(sum(ids) % 7) for ids in completion_ids]  # noqa: E731
+    trainer = QeRLTrainer(policy(), [reward], args, DATA, RandomEngine(), processing_class=tiny_tokenizer)
+    if checkpointing:
+        trainer.model.gradient_checkpointing_enable()
+        trainer.model.enable_input_require_grads()
+    trainer.model.train()
+    trainer.current_gradient_accumulation_steps = 1
+    inputs = trainer._generate_and_score_completions([row for row in DATA for _ in range(GROUP)])
+    tokens = int(inputs["completion_mask"].sum())
+    found = {}
+    for budget in (None, None, tokens // 4, 1):  # the first run is for workspaces and compilation
+        trainer._redo.tokens = budget
+        trainer.model.zero_grad()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        loss = trainer.compute_loss(trainer.model, inputs)
+        loss.backward()
+        memory = torch.cuda.max_memory_allocated() - before
+        gradients = {n: p.grad.double() for n, p in trainer.model.named_parameters() if p.grad is not None}
+        found[budget] = (loss.item(), memory, gradients)
+    loss, memory, truth = found[None]
+    assert all(gradient.norm() > 0 for gradient in truth.values())
+    for budget in (tokens // 4, 1):
+        cut_loss, cut_memory, cut = found[budget]
+        gap = max(float((cut[name] - truth[name]).norm() / truth[name].norm()) for name in truth)
+        print(
+            f"{tokens} tokens in pieces of {budget}: loss {cut_loss:.6f} against {loss:.6f}, gradients off by "
+            f"{gap:.1e} at most, {cut_memory / 1e6:.1f} MB against {memory / 1e6:.1f}"
+        )
+        assert cut_loss == pytest.approx(loss, abs=2e-3)
+        assert gap < 5e-2  # the bound of test_training for 16-bit activations
+    assert found[tokens // 4][1] < 0.5 * memory
+    assert found[1][1] < 0.25 * memory
