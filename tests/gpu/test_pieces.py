@@ -93,8 +93,8 @@ def test_gradients_and_memory(tiny_tokenizer, tmp_path, checkpointing: bool) -> 
         cut_loss, cut_memory, cut = found[budget]
         gap = max(float((cut[name] - truth[name]).norm() / truth[name].norm()) for name in truth)
         print(
-            f"{tokens} tokens in pieces of {budget}: loss {cut_loss:.6f} against {loss:.6f}, gradients off by "
-            f"{gap:.1e} at most, {cut_memory / 1e6:.1f} MB against {memory / 1e6:.1f}"
+            f"{tokens} tokens in pieces of {budget}: loss {cut_loss:.6f} against {loss:.6f}, gradients off "
+            f"by {gap:.1e} at most, {cut_memory / 1e6:.1f} MB against {memory / 1e6:.1f}"
         )
         assert cut_loss == pytest.approx(loss, abs=2e-3)
         assert gap < 5e-2  # the bound of test_training for 16-bit activations
