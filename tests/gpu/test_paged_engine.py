@@ -116,7 +116,7 @@ def test_preemption_is_invisible_and_rows_are_refilled(monkeypatch):
     params = SamplingParams(max_tokens=100, seed=5)
     plenty = engine.generate(PROMPTS, 3, params).completions
     small = Cache.empty(engine._binding.decoder, 9, "cuda")
-    engine.release()
+    engine._drop()  # the graphs, which know the old cache, with it
     engine._cache = small
     monkeypatch.setattr(engine, "_reserve", lambda *_: small)
     scarce = engine.generate(PROMPTS, 3, params).completions

@@ -150,7 +150,8 @@ def test_prediction_of_recorded_peaks(row):
         GB80,
     )
     weights, lora = plan.parts[:2]
-    assert (weights.update + lora.update) / 1e9 == pytest.approx(row["resident_gb"], rel=0.01)
+    # Read before the engine's copies of LoRA were made, or after: they are 1 to 3 %.
+    assert (weights.update + lora.update) / 1e9 == pytest.approx(row["resident_gb"], rel=0.035)
     assert plan.update / 1e9 == pytest.approx(row["update_gb"], rel=0.05)
     # What torch's allocator still holds of the update before is in the measured figure, but can be had back.
     assert plan.rollout / 1e9 < 1.05 * row["rollout_gb"]
