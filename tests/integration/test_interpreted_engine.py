@@ -89,6 +89,36 @@ def test_nf4_weights(adapted, to_nf4):
     close(PortableEngine(model, 0).generate(PROMPTS, 2, params), wanted)
 
 
+LONG = list(range(60)) + list(range(1, 7))  # two blocks
+
+
+@pytest.mark.parametrize(
+    "prompts, samples, blocks, stops, expected",
+    [
+        pytest.param([[9]], 9, 12, range(0, 61, 5), [16, 4, 1], id="fewer and fewer are left"),
+        pytest.param(
+            [LONG, [9], [2]], 3, 6, (11, 12, 13), [4, 8, 2], id="more fit when the long prompt is gone"
+        ),
+    ],
+)
+def test_the_step_changes_its_size(adapted, monkeypatch, prompts, samples, blocks, stops, expected):
+    sizes = []
+    fit = paged._Call._fit_step
+
+    def spy(call, admitted):
+        fit(call, admitted)
+        sizes.append(call._step.rows)
+
+    monkeypatch.setattr(paged._Call, "_fit_step", spy)
+    monkeypatch.setattr(paged, "_SMALL", 1)
+    monkeypatch.setitem(globals(), "BLOCKS", blocks)
+    model = adapted("llama")
+    params = SamplingParams(max_tokens=10, seed=5, stop_token_ids=tuple(stops))
+    wanted = PortableEngine(model, 0).generate(prompts, samples, params)
+    close(PagedEngine(model, 0).generate(prompts, samples, params), wanted)
+    assert list(dict.fromkeys(sizes)) == expected, sizes
+
+
 def test_rows_are_refilled_and_a_changed_adapter_is_seen(adapted):
     """Six sequences in two rows, a prompt longer than a page, top-p, stop tokens; then again after a step."""
     model = adapted("qwen3")

@@ -104,6 +104,16 @@ def test_a_finished_row_is_refilled_at_once():
     assert added[2].row == 0
 
 
+def test_running_sequences_are_moved_into_the_first_rows():
+    scheduler = Scheduler(BlockManager(100, 4), rows=6, round_steps=2)
+    samples = scheduler.add([[1, 2, 3]], 6, 8)
+    scheduler.plan()
+    scheduler.advance(dict.fromkeys(range(6), 2), finished=[0, 2, 4])
+    assert scheduler.compact(3) == {1: 1, 3: 0, 5: 2}
+    assert {row: sample.index for row, sample in scheduler.running.items()} == {1: 1, 0: 3, 2: 5}
+    assert [samples[i].row for i in (1, 3, 5)] == [1, 0, 2]
+
+
 def test_a_prompt_that_never_fits_is_refused():
     scheduler = Scheduler(BlockManager(4, 8), rows=2, round_steps=4)
     with pytest.raises(QeRLError, match="Prompt 1 has 30 tokens"):

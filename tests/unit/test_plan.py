@@ -20,10 +20,20 @@ from qerl.model import load_model
 from qerl.nvfp4.linear import PackedLinear
 from qerl.plan.command import announce, plan_command
 from qerl.plan.phases import CACHE_SHARE, make_plan
-from qerl.plan.propose import ENOUGH_TOKENS, MARGIN, MOST_SEQUENCES, fits, propose, tokens_that_fit
+from qerl.plan.propose import (
+    ENOUGH_TOKENS,
+    FEW_TOKENS,
+    MARGIN,
+    MOST_SEQUENCES,
+    cost,
+    fastest,
+    fits,
+    propose,
+    tokens_that_fit,
+)
 from qerl.plan.render import verdict
 from qerl.plan.shapes import SHAPES
-from qerl.plan.sizes import Adapter, Cache, Model, Weights, Work
+from qerl.plan.sizes import Activations, Adapter, Cache, Model, Weights, Work
 from qerl.trainer import run
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
@@ -146,6 +156,7 @@ def test_prediction_of_recorded_peaks(row):
             microbatch=row["microbatch"],
             microbatches=samples // row["microbatch"],
             tokens_per_forward=row.get("tokens_per_forward"),
+            every_n_layers=row.get("every_n_layers", 1),
         ),
         GB80,
     )
@@ -167,9 +178,12 @@ def test_phases_and_sharing():
     twice = make_plan(sizes, work(microbatches=2), GB80)
     adapter = Adapter(sizes, 32, LORA_TARGETS)
     assert twice.update - base.update == adapter.gradients, "a first microbatch leaves its gradients"
-    kept = make_plan(sizes, work(checkpointing=False), GB80)
+    kept, half = (make_plan(sizes, work(every_n_layers=n), GB80) for n in (0, 2))
     assert kept.update > 2 * base.update
-    assert kept.rollout == base.rollout
+    assert base.update < half.update < kept.update
+    assert kept.rollout == half.rollout == base.rollout
+    counts = [Activations(sizes, work(every_n_layers=n)).recomputed for n in (1, 2, 3, 28, 0)]
+    assert counts == [28, 14, 10, 1, 0]
 
 
 def test_sequences_that_do_not_fit_wait():
@@ -193,9 +207,6 @@ def test_proposals_fit_and_keep_the_samples(name, tokens):
     assert plan.peak * MARGIN <= GB80
     assert (plan.work.microbatch, plan.work.microbatches) == (16, 8)
     assert plan.sequences == plan.work.sequences
-    limit = plan.work.tokens_per_forward
-    more = dataclasses.replace(plan.work, tokens_per_forward=limit + 256)
-    assert limit in (16 * tokens + 255, ENOUGH_TOKENS) or not fits(make_plan(sizes, more, GB80))
 
 
 def test_pieces():
@@ -224,6 +235,40 @@ def test_tokens_that_fit(capacity, microbatch):
         if fits(make_plan(sizes, dataclasses.replace(wanted, tokens_per_forward=limit), int(capacity)))
     ]
     assert tokens_that_fit(sizes, wanted, int(capacity)) == max(fitting, default=None)
+
+
+@pytest.mark.parametrize(
+    "name, gigabytes", [("7b", 8), ("7b", 10), ("7b", 16), ("7b", 80), ("32b", 80), ("72b", 80)]
+)
+def test_fastest(name, gigabytes):
+    """Of all settings that fit, whole samples in a forward pass, none is faster."""
+    sizes, capacity = Model.from_shape(SHAPES[name]), gigabytes * 10**9
+    wanted = work(rank=16, completion_tokens=1024)
+    tried = [
+        dataclasses.replace(wanted, tokens_per_forward=limit, every_n_layers=n)
+        for limit in map(wanted.tokens_of, (2, 3, 4, 8))
+        for n in (1, 2, 3, 4, 8, 16, 24, 64)
+        if n <= sizes.layers
+    ]
+    fitting = [cost(sizes, one) for one in tried if fits(make_plan(sizes, one, capacity))]
+    found = fastest(sizes, wanted, capacity)
+    if gigabytes == 8:
+        assert found is None and not fitting
+        return
+    assert found is not None and fits(make_plan(sizes, found, capacity))
+    assert not fitting or cost(sizes, found) <= min(fitting)
+
+
+def test_settings_that_are_given_are_kept():
+    sizes, wanted = Model.from_shape(SHAPES["7b"]), work()
+    free = fastest(sizes, wanted, GB80)
+    assert free is not None and free.tokens_per_forward is not None
+    assert free.every_n_layers > 1 and FEW_TOKENS <= free.tokens_per_forward <= ENOUGH_TOKENS
+    every = fastest(sizes, wanted, GB80, every=[1])
+    assert every is not None and (every.every_n_layers, every.tokens_per_forward) == (1, 16639)
+    limit = fastest(sizes, wanted, GB80, limits=[5000])
+    assert limit is not None and limit.tokens_per_forward == 5000
+    assert fastest(sizes, wanted, GB80, limits=[16639], every=[28]) is None
 
 
 def test_nothing_fits():
@@ -259,11 +304,12 @@ def test_command_on_a_shape(capsys):
     assert "keys and values" in printed
     assert main(["plan", "7b", "--gpu", "12", *lengths]) == 0
     printed = " ".join(capsys.readouterr().out.split())
-    assert "A microbatch of 8 samples is computed in pieces of at most 6656 tokens." in printed
+    assert "A microbatch of 8 samples is computed in pieces of at most 6399 tokens." in printed
     assert main(["plan", "7b", "--gpu", "12", *lengths, "--tokens_per_forward", "16639"]) == 1
     printed = " ".join(capsys.readouterr().out.split())
     assert "It does not fit: the update takes" in printed
-    assert "--tokens_per_forward 6656 --gradient_checkpointing true --max_sequences 8" in printed
+    flags = "--tokens_per_forward 6399 --gradient_checkpointing_kwargs '{\"every_n_layers\": 1}'"
+    assert f"{flags} --max_sequences 8" in printed
     assert main(["plan", "7b", "--gpu", "8", *lengths]) == 1
     assert "No settings fit" in capsys.readouterr().out
 
@@ -321,9 +367,8 @@ def test_a_run_says_first_what_fits(capsys):
     config = load_config([], settings)
     announce(config, GB80, Console())
     assert "It fits" in capsys.readouterr().out
-    assert (
-        announce(load_config([], {**settings, "tokens_per_forward": 16000}), 12 * 2**30, Console()) == 16000
-    )
+    given = announce(load_config([], {**settings, "tokens_per_forward": 16000}), 12 * 2**30, Console())
+    assert given is not None and given.tokens_per_forward == 16000
     printed = " ".join(capsys.readouterr().out.split())
     assert "It does not fit" in printed
     assert "Proposed, with a peak of" in printed
@@ -336,14 +381,15 @@ def test_a_run_says_first_what_fits(capsys):
 def test_a_run_on_a_gpu_takes_the_limit_of_the_plan(monkeypatch, tiny_tokenizer, given):
     """`qerl plan` and training agree on the default; what is set stays."""
     fields = {"max_prompt_length": 256, "max_completion_length": 2048, "tokens_per_forward": given}
-    plan = plan_command("7b", [], fields, 12, Console(quiet=True))
-    assert plan.work.tokens_per_forward == (given or 6656)
+    plan = plan_command("7b", [], fields, 24, Console(quiet=True))
+    assert (plan.work.tokens_per_forward, plan.work.every_n_layers) == ((5000, 2) if given else (2303, 16))
 
     class Loading(Exception):
         pass
 
     def load(config):
         assert config.tokens_per_forward == plan.work.tokens_per_forward
+        assert config.gradient_checkpointing_kwargs == {"every_n_layers": plan.work.every_n_layers}
         raise Loading
 
     config = load_config([], {**fields, "model": "7b", "task": "arithmetic", "output_dir": "none"})

@@ -297,6 +297,17 @@ def test_cut_of_a_batch_into_microbatches_changes_nothing(train, loss_type, micr
     assert any(loss != 0 for loss in losses)
 
 
+@pytest.mark.parametrize("every", [1, 2])
+def test_recomputed_layers_change_nothing(train, every):
+    """Activations kept, computed again in every layer, or in every second one."""
+    _, expected = train()
+    kwargs = {"every_n_layers": every}
+    trainer, weights = train(gradient_checkpointing=True, gradient_checkpointing_kwargs=kwargs)
+    layers = trainer.model.get_base_model().model.layers
+    assert [layer.gradient_checkpointing for layer in layers] == [True, every == 1]
+    same(expected, weights)
+
+
 def sum_reward(completion_ids, **kwargs):
     return [float(sum(ids) % 7) for ids in completion_ids]
 

@@ -33,9 +33,12 @@ from qerl.bench.peers.process import peer_rows
 from qerl.bench.random_task import random_prompts, random_reward, word_tokenizer
 from qerl.bench.rollout import head
 from qerl.config import QeRLConfig
-from qerl.lora import add_lora
+from qerl.errors import QeRLError
+from qerl.lora import LORA_TARGETS, add_lora
 from qerl.nvfp4.linear import LINEAR_CLASSES
+from qerl.plan.propose import MOST_SEQUENCES, fastest
 from qerl.plan.shapes import Shape, shape
+from qerl.plan.sizes import Model, Work
 from qerl.rollout.engine import NormOffsets, RolloutEngine, RolloutResult, SamplingParams
 from qerl.rollout.paged.engine import PagedEngine
 from qerl.rollout.select import make_engine
@@ -163,6 +166,7 @@ def measure(
     prompts: int,
     microbatch: int,
     tokens_per_forward: int | None,
+    every_n_layers: int,
     prompt_tokens: int,
     tokens: int,
     steps: int,
@@ -178,6 +182,7 @@ def measure(
         prompts: Prompts a step.
         microbatch: Completions a loss of the update takes.
         tokens_per_forward: As in `QeRLConfig`; None for all of a microbatch.
+        every_n_layers: Every n-th layer is computed again for backward.
         prompt_tokens, tokens: Lengths.
         steps: Optimizer steps after the first.
         profile: Print the kernels of the last update.
@@ -193,7 +198,8 @@ def measure(
             gradient_accumulation_steps=samples * prompts // microbatch,
             tokens_per_forward=tokens_per_forward,
             max_completion_length=tokens, max_steps=steps + 1, learning_rate=1e-5, noise=False,
-            gradient_checkpointing=True, report_to="none", save_strategy="no", optim="adamw_torch_fused",
+            gradient_checkpointing=True, gradient_checkpointing_kwargs={"every_n_layers": every_n_layers},
+            report_to="none", save_strategy="no", optim="adamw_torch_fused",
         )  # fmt: skip
         trainer = QeRLTrainer(
             policy, [random_reward], args, Dataset.from_dict({"prompt": texts}), watch,
@@ -218,7 +224,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--prompts", type=int, nargs="+", default=[1], help="prompts a step")
     parser.add_argument("--samples", type=int, default=8, help="samples a prompt")
     parser.add_argument("--microbatch", type=int, help="samples a loss of the update takes; a group")
-    parser.add_argument("--tokens-per-forward", type=int, help="a longer microbatch is computed in pieces")
+    parser.add_argument("--tokens-per-forward", type=int, help="of the update; what `qerl plan` finds")
+    parser.add_argument("--every-n-layers", type=int, help="n-th layer is recomputed; what `qerl plan` finds")
     parser.add_argument("--prompt", type=int, default=256, help="tokens")
     parser.add_argument("--tokens", type=int, nargs="+", default=[2048], help="of each completion")
     parser.add_argument("--steps", type=int, default=2, help="steps counted, of which the median is shown")
@@ -234,18 +241,42 @@ def _own_rows(args: argparse.Namespace, sizes: Shape) -> Iterator[dict[str, Any]
         engine = make_engine(policy, 0, args.samples * max(args.prompts))
         resident = torch.cuda.memory_allocated() / 1e9
         for prompts, tokens in itertools.product(args.prompts, args.tokens):
+            chosen = _settings(args, sizes, weights, rank, prompts, tokens)
             seen = measure(
                 policy, engine, sizes, samples=args.samples, prompts=prompts,
-                microbatch=args.microbatch or args.samples, tokens_per_forward=args.tokens_per_forward,
-                prompt_tokens=args.prompt, tokens=tokens, steps=args.steps, profile=args.profile,
+                microbatch=args.microbatch or args.samples, prompt_tokens=args.prompt, tokens=tokens,
+                steps=args.steps, profile=args.profile, **chosen,
             )  # fmt: skip
             yield {
                 "engine": "qerl", "weights": weights, "lora_rank": rank, "prompts": prompts,
-                "completion_tokens": tokens, "resident_gb": resident, **medians(seen), "steps": seen,
+                "completion_tokens": tokens, "resident_gb": resident, **chosen, **medians(seen),
+                "steps": seen,
             }  # fmt: skip
         del policy, engine
         gc.collect()  # the trainer and its model refer to each other
         torch.cuda.empty_cache()
+
+
+def _settings(
+    args: argparse.Namespace, sizes: Shape, weights: str, rank: int, prompts: int, tokens: int
+) -> dict[str, Any]:
+    """How the update is computed: as asked for, else as a run would on this GPU."""
+    tokens_per_forward, every = args.tokens_per_forward, args.every_n_layers
+    if tokens_per_forward and every:
+        return {"tokens_per_forward": tokens_per_forward, "every_n_layers": every}
+    samples, microbatch = prompts * args.samples, args.microbatch or args.samples
+    work = Work(
+        weights=weights, rank=rank, targets=LORA_TARGETS, prompt_tokens=args.prompt, completion_tokens=tokens,
+        group=args.samples, sequences=min(samples, MOST_SEQUENCES), microbatch=microbatch,
+        microbatches=samples // microbatch,
+    )  # fmt: skip
+    found = fastest(
+        Model.from_shape(sizes), work, torch.cuda.get_device_properties(_DEVICE).total_memory,
+        [tokens_per_forward] if tokens_per_forward else None, [every] if every else None,
+    )  # fmt: skip
+    if found is None:
+        raise QeRLError(f"A step of {args.shape} does not fit this GPU; `qerl plan {args.shape}` says why.")
+    return {"tokens_per_forward": found.tokens_per_forward, "every_n_layers": found.every_n_layers}
 
 
 def _peer_rows(args: argparse.Namespace, sizes: Shape) -> Iterator[dict[str, Any]]:
@@ -268,7 +299,7 @@ def main(arguments: list[str]) -> None:
     sizes = shape(args.shape)
     common = {
         "shape": args.shape, "samples": args.samples, "prompt_tokens": args.prompt,
-        "microbatch": args.microbatch or args.samples, "tokens_per_forward": args.tokens_per_forward,
+        "microbatch": args.microbatch or args.samples,
     }  # fmt: skip
     rows: list[dict[str, Any]] = []
     for row in itertools.chain(_own_rows(args, sizes), _peer_rows(args, sizes)):

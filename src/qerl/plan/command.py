@@ -12,7 +12,7 @@ from qerl.hub import local_config
 from qerl.lora import LORA_TARGETS
 from qerl.nvfp4.checkpoint import read_config
 from qerl.plan.phases import Plan, make_plan
-from qerl.plan.propose import MOST_SEQUENCES, fits, propose, tokens_that_fit
+from qerl.plan.propose import MOST_SEQUENCES, fastest, fits, propose
 from qerl.plan.render import advice, render, verdict
 from qerl.plan.shapes import SHAPES
 from qerl.plan.sizes import FULL, Model, Work
@@ -42,7 +42,7 @@ def plan_command(name: str, recipes: list[Path], fields: dict[str, Any], gpu: An
     return plan
 
 
-def announce(config: QeRLConfig, capacity: int, console: Console) -> int | None:
+def announce(config: QeRLConfig, capacity: int, console: Console) -> Work | None:
     """Say before a run loads anything whether it will fit, and with which settings it would.
 
     Args:
@@ -51,17 +51,18 @@ def announce(config: QeRLConfig, capacity: int, console: Console) -> int | None:
         console: Where it is said.
 
     Returns:
-        What `tokens_per_forward` should be: as set, else as planned; None where nothing could be planned.
+        The work with `tokens_per_forward` and `every_n_layers` as set, else as planned; None where nothing
+        could be planned.
     """
     try:
         plan, proposal = _plan(config, capacity)
     except QeRLError as error:
         console.print(f"Memory was not planned. {error}", highlight=False)
-        return config.tokens_per_forward
+        return None
     console.print(verdict(plan), highlight=False)
     if not fits(plan):
         console.print(advice(plan, proposal), highlight=False)
-    return plan.work.tokens_per_forward
+    return plan.work
 
 
 def _plan(config: QeRLConfig, capacity: int) -> tuple[Plan, Plan | None]:
@@ -72,10 +73,18 @@ def _plan(config: QeRLConfig, capacity: int) -> tuple[Plan, Plan | None]:
             f"A prompt of {work.prompt_tokens} and a completion of {work.completion_tokens} tokens exceed "
             f"the model's {model.positions} positions; lower max_prompt_length or max_completion_length."
         )
-    if work.tokens_per_forward is None:
-        tokens = tokens_that_fit(model, work, capacity) or work.tokens_of(1)
-        work = dataclasses.replace(work, tokens_per_forward=tokens)
+    tokens = config.tokens_per_forward
+    left_open = config.gradient_checkpointing and every_n_layers(config) is None
+    every = None if left_open else [work.every_n_layers]
+    chosen = fastest(model, work, capacity, [tokens] if tokens else None, every)
+    work = chosen or dataclasses.replace(work, tokens_per_forward=tokens or work.tokens_of(1))
     return make_plan(model, work, capacity), propose(model, work, capacity, _samples(config))
+
+
+def every_n_layers(config: QeRLConfig) -> int | None:
+    """What the settings say of gradient checkpointing, as transformers names it; None if they do not."""
+    kwargs = config.gradient_checkpointing_kwargs
+    return kwargs.get("every_n_layers") if isinstance(kwargs, dict) else None
 
 
 def _samples(config: QeRLConfig) -> int:
@@ -110,6 +119,6 @@ def _work(config: QeRLConfig) -> Work:
         microbatch=config.per_device_train_batch_size,
         microbatches=config.gradient_accumulation_steps,
         tokens_per_forward=config.tokens_per_forward,
-        checkpointing=config.gradient_checkpointing,
+        every_n_layers=(every_n_layers(config) or 1) if config.gradient_checkpointing else 0,
         optimizer_bytes=2 if "8bit" in str(config.optim) else 2 * FULL,
     )

@@ -1,26 +1,88 @@
-"""Settings with which a step fits: tokens in a forward pass of the update, and whether its activations stay.
+"""The fastest settings with which a step fits: tokens in a forward pass of the update, and layers that keep
+their activations.
 
-How many samples a step has is the user's choice and stays as it is. How many of them are computed at once
-changes memory and speed, but nothing that is learned (`qerl.trainer.pieces`), so it follows from the plan.
+How many samples a step has is the user's choice and stays as it is. How they are computed changes memory and
+speed, but nothing that is learned (`qerl.trainer.pieces`), so it follows from the plan. The two settings
+compete for the same memory. A layer that keeps its activations saves its second forward pass, a third of its
+products. Fewer tokens at once make room for more such layers; but every forward pass writes every weight
+densely anew, and a group that is divided has its prompt computed in each piece.
 """
 
 import dataclasses
 from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 
 from qerl.plan.phases import Plan, make_plan
-from qerl.plan.sizes import Model, Work
+from qerl.plan.sizes import Activations, Model, Work
 
 MARGIN = 1.05
 """A plan is meant to be within 5 % of what a step then takes."""
 
 MOST_SEQUENCES = 512  # that the paged engine runs side by side
 ENOUGH_TOKENS = 32768  # in a forward pass; more do not make it faster
-STEP = 256  # tokens between the limits that are tried
+FEW_TOKENS = 2048  # in a forward pass; only memory asks for fewer
+STEP = 256  # tokens between the limits that are tried then
+
+DENSE_TOKENS = 360
+"""Tokens whose product with a weight takes as long as writing the weight densely: 2.56 bytes an element at
+2.5 TB/s against 2 operations an element and token at 700 TFLOP/s (H100, docs/step.md)."""
+
+_EVERY = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96)
 
 
 def fits(plan: Plan) -> bool:
     """Whether both phases fit with the margin, and at least one sequence of full length can be decoded."""
     return plan.sequences > 0 and plan.peak * MARGIN <= plan.capacity
+
+
+def cost(model: Model, work: Work) -> float:
+    """Time of an update in forward passes over its tokens, as far as the settings chosen here change it."""
+    passes = 2 + Activations(model, work).recomputed / model.layers  # forward, again, gradients of the inputs
+    whole = work.tokens_of(work.microbatch)
+    pieces = -(-whole // work.tokens)
+    prompts_again = (pieces - 1) * (work.prompt_tokens - 1)
+    return passes * (1 + DENSE_TOKENS / work.tokens) * (1 + prompts_again / whole)
+
+
+def fastest(
+    model: Model,
+    work: Work,
+    capacity: int,
+    limits: Sequence[int] | None = None,
+    every: Sequence[int] | None = None,
+) -> Work | None:
+    """The work with the fastest settings that fit, None if no settings do.
+
+    Args:
+        model: Sizes.
+        work: What is wanted; its own settings are not looked at.
+        capacity: Bytes of the GPU.
+        limits: Values of `tokens_per_forward` to choose from.
+        every: Values of `every_n_layers` to choose from.
+    """
+    every = every or [n for n in _EVERY if n <= model.layers]
+
+    def settings(limits: Sequence[int]) -> Iterator[Work]:
+        for limit in limits:
+            for n in every:
+                tried = dataclasses.replace(work, tokens_per_forward=limit, every_n_layers=n)
+                if fits(make_plan(model, tried, capacity)):
+                    yield tried
+
+    found = list(settings(limits or _limits(work)))
+    if not found and limits is None:
+        least = dataclasses.replace(work, every_n_layers=every[0])
+        tokens = tokens_that_fit(model, least, capacity)
+        found = [] if tokens is None else [dataclasses.replace(least, tokens_per_forward=tokens)]
+    return min(found, key=lambda tried: cost(model, tried), default=None)
+
+
+def _limits(work: Work) -> list[int]:
+    """Tokens of all samples of a microbatch, of half of them, of a third and so on, down to few tokens."""
+    samples = {-(-work.microbatch // pieces) for pieces in range(1, work.microbatch + 1)}
+    limits = sorted({work.tokens_of(n) for n in samples}, reverse=True)
+    enough = [limit for limit in limits if FEW_TOKENS <= limit <= ENOUGH_TOKENS]
+    return enough or [limits[0] if limits[0] < FEW_TOKENS else limits[-1]]
 
 
 def tokens_that_fit(model: Model, work: Work, capacity: int) -> int | None:
@@ -47,8 +109,6 @@ def tokens_that_fit(model: Model, work: Work, capacity: int) -> int | None:
 def propose(model: Model, work: Work, capacity: int, samples: int) -> Plan | None:
     """The fastest settings that fit, for the samples of an update and of a rollout as they are.
 
-    Layers are computed again for backward only if a group does not fit without that.
-
     Args:
         model: Sizes.
         work: What is wanted.
@@ -58,13 +118,9 @@ def propose(model: Model, work: Work, capacity: int, samples: int) -> Plan | Non
     Returns:
         The plan of these settings, None where nothing fits.
     """
-    group = work.tokens_of(min(work.group, work.microbatch))
-    for checkpointing, least in ((False, group), (True, 0)):
-        sequences = min(samples, MOST_SEQUENCES)
-        tried = dataclasses.replace(work, sequences=sequences, checkpointing=checkpointing)
-        tokens = tokens_that_fit(model, tried, capacity)
-        if tokens is not None and tokens >= min(least, ENOUGH_TOKENS):
-            tried = dataclasses.replace(tried, tokens_per_forward=tokens)
-            side_by_side = make_plan(model, tried, capacity).sequences
-            return make_plan(model, dataclasses.replace(tried, sequences=side_by_side), capacity)
-    return None
+    wanted = dataclasses.replace(work, sequences=min(samples, MOST_SEQUENCES))
+    found = fastest(model, wanted, capacity)
+    if found is None:
+        return None
+    side_by_side = make_plan(model, found, capacity).sequences
+    return make_plan(model, dataclasses.replace(found, sequences=side_by_side), capacity)

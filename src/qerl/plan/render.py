@@ -6,6 +6,7 @@ from rich.text import Text
 
 from qerl.plan.phases import Plan
 from qerl.plan.propose import MARGIN, fits
+from qerl.plan.sizes import Activations
 
 _WIDTH = 48  # characters of a bar, so that the line fits a terminal of 80
 _COLORS = {
@@ -74,7 +75,7 @@ def advice(plan: Plan, proposal: Plan | None) -> str:
     work = proposal.work
     fields = {
         "tokens_per_forward": work.tokens_per_forward,
-        "gradient_checkpointing": str(work.checkpointing).lower(),
+        "gradient_checkpointing_kwargs": f"'{{\"every_n_layers\": {work.every_n_layers}}}'",
         "max_sequences": work.sequences,
     }
     flags = " ".join(f"--{name} {value}" for name, value in fields.items())
@@ -86,8 +87,15 @@ def _title(plan: Plan, name: str) -> str:
     return (
         f"{name}, {work.weights} weights, LoRA rank {work.rank}; samples of {work.prompt_tokens} + "
         f"{work.completion_tokens} tokens, {work.sequences} side by side in the rollout, {work.microbatch} "
-        f"in a microbatch of the update, gradient checkpointing {'on' if work.checkpointing else 'off'}"
+        f"in a microbatch of the update, {_checkpointing(plan)}"
     )
+
+
+def _checkpointing(plan: Plan) -> str:
+    recomputed, layers = Activations(plan.model, plan.work).recomputed, plan.model.layers
+    if not recomputed:
+        return "no gradient checkpointing"
+    return f"gradient checkpointing of {'all' if recomputed == layers else recomputed} of {layers} layers"
 
 
 def _table(plan: Plan) -> Table:

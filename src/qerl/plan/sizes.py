@@ -169,7 +169,8 @@ class Work:
         microbatches: Losses before the optimizer steps.
         tokens_per_forward: Tokens of a forward and backward pass; a microbatch with more is computed in
             pieces. None for no limit.
-        checkpointing: Whether layers are computed again for backward instead of kept.
+        every_n_layers: Every n-th layer is computed again for backward, the others keep their activations;
+            0: all keep them.
         optimizer_bytes: Of an adapter's parameter: 8 for AdamW in fp32, 2 in 8 bits.
     """
 
@@ -183,7 +184,7 @@ class Work:
     microbatch: int
     microbatches: int = 1
     tokens_per_forward: int | None = None
-    checkpointing: bool = True
+    every_n_layers: int = 1
     optimizer_bytes: int = 2 * FULL
 
     def tokens_of(self, samples: int) -> int:
@@ -307,12 +308,15 @@ class Activations:
     work: Work
 
     @property
+    def recomputed(self) -> int:
+        """Layers computed again for backward."""
+        return -(-self.model.layers // self.work.every_n_layers) if self.work.every_n_layers else 0
+
+    @property
     def kept(self) -> int:
-        """``2 layers T D``: the input of every layer; all of a layer without checkpointing."""
-        each = HALF * self.work.tokens * self.model.hidden
-        if not self.work.checkpointing:
-            each += self.layer
-        return self.model.layers * each
+        """``2 layers T D``: the input of every layer; all of a layer that is not computed again."""
+        inputs = self.model.layers * HALF * self.work.tokens * self.model.hidden
+        return inputs + (self.model.layers - self.recomputed) * self.layer
 
     @property
     def layer(self) -> int:
@@ -343,7 +347,7 @@ class Activations:
     def working(self) -> int:
         """The larger of the head, and a layer's recomputation and backward with the last hidden states."""
         last = HALF * self.work.tokens * self.model.hidden
-        layer = self.backward + last + (self.layer if self.work.checkpointing else 0)
+        layer = self.backward + last + (self.layer if self.recomputed else 0)
         return max(self.head, layer)
 
     @property

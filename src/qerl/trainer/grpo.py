@@ -49,6 +49,7 @@ from qerl.trainer.forward import Padded, score_rows
 from qerl.trainer.memory import PeakMemory
 from qerl.trainer.oom import StepRedo
 from qerl.trainer.pieces import Outputs, loss_in_pieces, without_graph
+from qerl.trainer.recompute import understand_every_n_layers
 from qerl.trainer.rollout_file import Batch, load_rollouts, save_rollouts
 
 # What TRL counts and controls over the microbatches of an optimizer step.
@@ -97,6 +98,7 @@ class QeRLTrainer(GRPOTrainer):
                 "Mixture-of-experts models with a router loss are not supported; set router_aux_loss_coef: 0."
             )
         self.engine = engine
+        understand_every_n_layers(self.model)
         base = base_model(self.accelerator.unwrap_model(self.model))
         self._branch_attention = use_branch_attention(base)
         if base.device.type == "cuda":

@@ -7,6 +7,7 @@ the adapter (or, for full tuning, the model) beside the tokenizer, as TRL's `sav
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 from datasets import Dataset
@@ -20,6 +21,7 @@ from qerl.errors import QeRLError
 from qerl.lora import LORA_TARGETS, add_lora
 from qerl.model import load_model, load_tokenizer
 from qerl.plan.command import announce
+from qerl.plan.sizes import Work
 from qerl.report.runs import CONFIG_FILE, METRICS_FILE
 from qerl.rollout.select import make_engine
 from qerl.tasks import get_task
@@ -80,7 +82,9 @@ def build(config: QeRLConfig, console: Console) -> tuple[QeRLTrainer, InterruptG
     train_set, eval_set = _datasets(config, task, tokenizer, console)
     if config.device.type == "cuda" and config.tuning == "lora":
         capacity = torch.cuda.get_device_properties(config.device).total_memory
-        config.tokens_per_forward = announce(config, capacity, console)
+        planned = announce(config, capacity, console)
+        if planned is not None:
+            take_plan(config, planned)
     policy = load_policy(config)
     folder = Path(str(config.output_dir))
     guard = InterruptGuard(console)
@@ -96,6 +100,14 @@ def build(config: QeRLConfig, console: Console) -> tuple[QeRLTrainer, InterruptG
     )
     trainer.remove_callback(PrinterCallback)
     return trainer, guard
+
+
+def take_plan(config: QeRLConfig, planned: Work) -> None:
+    """Writes what the plan chose into the settings, in transformers' terms where it has them."""
+    config.tokens_per_forward = planned.tokens_per_forward
+    if config.gradient_checkpointing:
+        kwargs = cast(dict[str, Any], config.gradient_checkpointing_kwargs or {})
+        config.gradient_checkpointing_kwargs = kwargs | {"every_n_layers": planned.every_n_layers}
 
 
 def load_policy(config: QeRLConfig) -> PreTrainedModel:

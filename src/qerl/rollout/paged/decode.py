@@ -5,6 +5,8 @@ sees) is on the GPU and is advanced there by the sampling kernel, so replaying t
 tokens without the host. The host looks at ``done`` now and then.
 """
 
+from typing import Any
+
 import torch
 
 from qerl.kernels import attention, sample
@@ -34,6 +36,7 @@ class DecodeStep:
         table_width: Cache blocks a sequence may own, and a prompt too.
         params: Temperature, filters and stop tokens; seed and max_tokens play no part.
         lora: Whether the adapter is applied.
+        pool: Graph memory to share with other steps, none of which runs at the same time.
 
     Attributes:
         state: Tensors by name, see :func:`qerl.kernels.sample.sample`.
@@ -52,9 +55,10 @@ class DecodeStep:
         table_width: int,
         params: SamplingParams,
         lora: bool,
+        pool: Any = None,
     ) -> None:
         device = decoder.embedding_VD.device
-        self.decoder, self.cache, self.rows, self._params = decoder, cache, rows, params
+        self.decoder, self.cache, self.rows, self._params, self._pool = decoder, cache, rows, params, pool
         splits = attention_splits(rows, decoder.kv_heads)
         group = decoder.heads // decoder.kv_heads
         self.step = Step(decoder, rows, splits, attention.decode_rows(group), lora)
@@ -71,8 +75,7 @@ class DecodeStep:
         self.state = {
             name: integers(rows) for name in ("token", "position", "slot", "generated", "max_new", "done")
         }
-        self.state["done"].fill_(1)
-        self.state["slot"].fill_(-1)
+        self.clear()
         self.state["limit"] = integers(2, rows)
         self.state["own_table"] = self.tables[rows:]
         self.state["out_token"] = integers(rows, most)
@@ -84,6 +87,26 @@ class DecodeStep:
             self.items, self.order,
         )  # fmt: skip
         self._graph: torch.cuda.CUDAGraph | None = None
+
+    def clear(self) -> None:
+        """Ends every row."""
+        self.state["done"].fill_(1)
+        self.state["slot"].fill_(-1)
+
+    def take_over(self, other: "DecodeStep", rows: dict[int, int]) -> None:
+        """Continues sequences of another step of the same model.
+
+        Args:
+            other: Where they ran.
+            rows: Their rows there, and here.
+        """
+        device = self.uniform.device
+        there, here = (torch.tensor(list(side), device=device) for side in (rows.keys(), rows.values()))
+        of_rows = [name for name in self.state if name not in ("own_table", "limit", "out_stats")]
+        pairs = [(self.state[name], other.state[name], 0) for name in of_rows]
+        pairs += [(self.state[name], other.state[name], 1) for name in ("limit", "out_stats")]
+        for mine, theirs, dim in [*pairs, (self.uniform, other.uniform, 0)]:
+            mine.index_copy_(dim, here, theirs.index_select(dim, there))
 
     def _run(self) -> None:
         u_TD = self.step(self.cache, self.inputs)
@@ -127,15 +150,14 @@ class DecodeStep:
         # Warming up must compile every kernel but change nothing: with all rows ended it does not.
         done = self.state["done"].clone()
         slot = self.state["slot"].clone()
-        self.state["done"].fill_(1)
-        self.state["slot"].fill_(-1)
+        self.clear()
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             self._run()
         torch.cuda.current_stream().wait_stream(stream)
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
+        with torch.cuda.graph(self._graph, pool=self._pool):
             self._run()
         self.state["done"].copy_(done)
         self.state["slot"].copy_(slot)

@@ -6,13 +6,15 @@ binding); a new training step costs a copy of LoRA and norm weights, never a rec
 
 Scheduler and blocks belong to the call: one that is cut off, by Ctrl-C or an error, leaves nothing taken.
 
-Rows of the batch are fixed places, and a call uses the smallest captured size that holds its sequences. A
-finished sequence's row is refilled at the next plan.
+Rows of the batch are places. A finished sequence's row is refilled at the next plan. Steps are captured for a
+few numbers of rows; a call takes the smallest that holds what runs, and moves to a smaller one when the last
+long samples are alone.
 """
 
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -40,6 +42,7 @@ from qerl.rollout.sampling import uniform_streams
 
 _ROUND_STEPS = 16
 _BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+_SMALL = 8  # rows that hardly take longer than one
 _REASONS: dict[int, FinishReason] = {1: "stop", 2: "length", 3: "error"}
 _STATE = ("token", "position", "slot", "generated", "max_new", "done")
 
@@ -82,7 +85,9 @@ class PagedEngine(RolloutEngine):
         self._cache: Cache | None = None
         self._memory: SwitchedMemory | None = None
         self._steps: dict[tuple[int, SamplingParams], DecodeStep] = {}
+        self._pool: Any = None
         self._most = self._table_width = 0
+        self._scarce = False
 
     def release(self) -> None:
         """Gives the memory of keys and values up; the next call takes it back at the same addresses.
@@ -97,6 +102,7 @@ class PagedEngine(RolloutEngine):
         """Gives keys, values and graphs up for good."""
         self._cache = None
         self._steps.clear()
+        self._pool = None
         self._prefill = Prefill(self._binding.decoder, self._binding.has_lora)
         if self._memory is not None:
             self._memory.close()
@@ -132,12 +138,17 @@ class PagedEngine(RolloutEngine):
     def _reserve(
         self, prompts: Sequence[Sequence[int]], samples: int, rows: int, params: SamplingParams
     ) -> Cache:
-        """The cache, made or enlarged for this call; graphs that knew a smaller one are dropped."""
+        """The cache, made or enlarged for this call; graphs that knew a smaller one are dropped.
+
+        One that took all it may take is not made anew for a call that wants more: sequences wait instead.
+        """
         decoder = self._binding.decoder
         prompt_blocks = max(-(-(len(prompt) - 1) // PAGE) for prompt in prompts)
         own_blocks = -(-params.max_tokens // PAGE)
         wanted = rows * own_blocks + (-(-rows // samples) + 1) * prompt_blocks
         width = max(prompt_blocks, own_blocks, 1)
+        if self._scarce:
+            wanted = prompt_blocks + own_blocks
         fits = width <= self._table_width and params.max_tokens <= self._most
         if self._cache is not None and self._cache.k.shape[1] >= wanted and fits:
             assert self._memory is not None
@@ -146,6 +157,7 @@ class PagedEngine(RolloutEngine):
                 self._clear_cache()
             return self._cache
         self._drop()
+        wanted = rows * own_blocks + (-(-rows // samples) + 1) * prompt_blocks
         self._most = max(self._most, params.max_tokens)
         self._table_width = max(self._table_width, width)
         per_block = 4 * len(decoder.layers) * decoder.kv_heads * PAGE * decoder.head_size
@@ -157,6 +169,7 @@ class PagedEngine(RolloutEngine):
                 f"{(prompt_blocks + own_blocks) * per_block / 1e9:.1f} GB of keys and values: lower "
                 "max_tokens or free memory."
             )
+        self._scarce = affordable < wanted
         shape = len(decoder.layers), min(wanted, affordable), decoder.kv_heads, PAGE, decoder.head_size
         half = shape[1] * per_block // 2
         self._memory = SwitchedMemory(2 * half)
@@ -177,9 +190,12 @@ class PagedEngine(RolloutEngine):
         key = (size, replace(params, seed=0, max_tokens=1))
         if key not in self._steps:
             assert self._cache is not None
+            decoder = self._binding.decoder
+            if self._pool is None and decoder.head_VD.is_cuda:
+                self._pool = torch.cuda.graph_pool_handle()
             self._steps[key] = DecodeStep(
-                self._binding.decoder, self._cache, size, self._most, self._table_width, params,
-                self._binding.has_lora,
+                decoder, self._cache, size, self._most, self._table_width, params, self._binding.has_lora,
+                self._pool,
             )  # fmt: skip
         return self._steps[key]
 
@@ -192,11 +208,14 @@ class _Call:
     ) -> None:
         self._engine, self._cache, self._scheduler, self._params = engine, cache, scheduler, params
         self._samples = samples
-        self._step = engine._step(scheduler.rows, params)
-        self._step.state["done"].fill_(1)
-        self._step.state["slot"].fill_(-1)
+        self._running_step: DecodeStep | None = None
         self._outputs: dict[int, _Output] = {}
         self._streams = torch.empty(0)
+
+    @property
+    def _step(self) -> DecodeStep:
+        assert self._running_step is not None
+        return self._running_step
 
     def run(self, prompts: Sequence[Sequence[int]]) -> list[_Output]:
         """All completions in order."""
@@ -218,6 +237,7 @@ class _Call:
             self._fetch({row: sample})
             self._step.state["done"][row] = 1
             self._step.state["slot"][row] = -1
+        self._fit_step(plan.admitted)
         jobs = [
             Job(prompt.token_ids[:-1], 0, prompt.blocks or [], [], 0)
             for prompt in plan.prefill_prompts
@@ -240,6 +260,25 @@ class _Call:
         if plan.admitted:
             self._write_rows(plan.admitted)
         self._write_tables()
+
+    def _fit_step(self, admitted: list[Sample]) -> None:
+        """Goes on with a larger step when rows are wanting, and with a smaller one when a quarter is enough.
+
+        Near the end of a rollout few long samples are left, and a step takes as long as its rows say.
+        """
+        running, before = self._scheduler.running, self._running_step
+        if before is not None:
+            enough = before.rows // 4 if before.rows > _SMALL else 0
+            if enough < len(running) <= before.rows:
+                return
+        step = self._engine._step(len(running), self._params)
+        entering = {sample.index for sample in admitted}
+        staying = [row for row, sample in running.items() if sample.index not in entering]
+        moved = self._scheduler.compact(step.rows)
+        step.clear()
+        if before is not None and staying:
+            step.take_over(before, {row: moved[row] for row in staying})
+        self._running_step = step
 
     def _write_rows(self, admitted: list[Sample]) -> None:
         """State of the sequences that enter."""

@@ -126,6 +126,19 @@ class Scheduler:
         for row in list(finished):
             self._leave(self.running[row])
 
+    def compact(self, rows: int) -> dict[int, int]:
+        """Moves every running sequence into the first ``rows`` rows, which must be enough for them.
+
+        Returns:
+            The new row of each row that had a sequence.
+        """
+        free = iter([row for row in range(rows) if row not in self.running])
+        moved = {row: row if row < rows else next(free) for row in sorted(self.running)}
+        self.running = {moved[row]: sequence for row, sequence in self.running.items()}
+        for row, sequence in self.running.items():
+            sequence.row = row
+        return moved
+
     def _grow_running(self, plan: Plan) -> None:
         for sequence in sorted(self.running.values(), key=lambda s: s.index):
             while sequence.row is not None:

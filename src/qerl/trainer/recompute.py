@@ -1,0 +1,26 @@
+"""Gradient checkpointing of every n-th layer through all of TRL.
+
+transformers takes `every_n_layers` and `offload` out of `gradient_checkpointing_kwargs` when training begins.
+TRL 1.16 turns checkpointing off and on again around each rollout and hands the same mapping on whole, which
+torch refuses. Here the model itself understands it, whoever turns checkpointing on.
+"""
+
+import functools
+from typing import Any, cast
+
+from torch import nn
+
+_OF_TRANSFORMERS = ("every_n_layers", "offload")
+
+
+def understand_every_n_layers(model: nn.Module) -> None:
+    """Let the model's `gradient_checkpointing_enable` find `every_n_layers` among the other settings."""
+    enable = cast(Any, model).gradient_checkpointing_enable
+
+    @functools.wraps(enable)
+    def wrapped(gradient_checkpointing_kwargs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        of_torch = dict(gradient_checkpointing_kwargs or {})
+        kwargs |= {name: of_torch.pop(name) for name in _OF_TRANSFORMERS if name in of_torch}
+        enable(gradient_checkpointing_kwargs=of_torch or None, **kwargs)
+
+    cast(Any, model).gradient_checkpointing_enable = wrapped
