@@ -25,6 +25,7 @@ from qerl.lora import add_lora
 from qerl.nvfp4.format import FORMATS, quantize
 from qerl.nvfp4.linear import LINEAR_CLASSES
 from qerl.rollout.engine import SamplingParams
+from qerl.rollout.paged import engine as paged
 from qerl.rollout.paged.engine import PagedEngine
 from qerl.rollout.paged.step import Cache
 from qerl.rollout.sampling import truncate
@@ -124,6 +125,41 @@ def test_preemption_is_invisible_and_rows_are_refilled(monkeypatch):
     # Recomputed keys differ in the last bit, so a draw may fall on the other side of a boundary.
     assert same >= 7
     assert all(len(c.token_ids) == 100 for c in scarce)
+
+
+def test_a_smaller_step_goes_on_with_the_same_samples(monkeypatch):
+    engine = PagedEngine(model_of("qwen2", ""), pad_token_id=0)
+    params = SamplingParams(max_tokens=200, seed=5, stop_token_ids=tuple(range(0, 1000, 40)))
+    sizes = []
+    fit = paged._Call._fit_step
+
+    def spy(call, admitted):
+        fit(call, admitted)
+        sizes.append(call._step.rows)
+
+    monkeypatch.setattr(paged._Call, "_fit_step", spy)
+    shrinking = engine.generate(PROMPTS, 20, params).completions
+    assert sizes[0] == 64 and sizes[-1] < 16
+    monkeypatch.setattr(paged, "_SMALL", 64)
+    fixed = engine.generate(PROMPTS, 20, params).completions
+    assert set(sizes[-8:]) == {64}
+    same = sum(a.token_ids == b.token_ids for a, b in zip(shrinking, fixed, strict=True))
+    assert same >= 50  # products of other sizes differ in the last bit
+    again = engine.generate(PROMPTS, 20, params).completions
+    assert again == fixed
+
+
+def test_a_cache_that_took_all_it_may_is_kept(monkeypatch):
+    """Where not all sequences fit, the next call finds cache and graphs as they were."""
+    engine = PagedEngine(model_of("qwen2", ""), pad_token_id=0, cache_share=1e-4)
+    params = SamplingParams(max_tokens=100, seed=5)
+    first = engine.generate(PROMPTS, 100, params)
+    cache, steps = engine._cache, dict(engine._steps)
+    assert engine._scarce
+    engine.release()
+    second = engine.generate(PROMPTS, 100, params)
+    assert engine._cache is cache and engine._steps == steps
+    assert first.generated_tokens == second.generated_tokens == 30000
 
 
 def test_noise_and_a_changed_adapter_are_seen_without_a_new_engine():
