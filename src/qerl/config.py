@@ -22,6 +22,7 @@ from qerl.errors import QeRLError
 from qerl.model import Weights
 from qerl.noise import SCHEDULES
 from qerl.nvfp4.format import Method
+from qerl.rollout.engine import KvCacheDtype
 
 # What an algorithm sets where the recipe says nothing.
 # grpo: arXiv 2402.03300. dapo: arXiv 2503.14476, sections 3.1 (clip-higher) to 3.4 (soft overlong punishment,
@@ -107,6 +108,11 @@ class QeRLConfig(GRPOConfig):
         None,
     )
 
+    kv_cache_dtype: KvCacheDtype = _help(
+        "Keys and values of rollouts: auto (bfloat16) or fp8 (E4M3: half the memory; paged engine only).",
+        "auto",
+    )
+
     tokens_per_forward: int | None = _help(
         "Most tokens in one forward pass of the update; a microbatch with more is computed in pieces, with "
         "the same gradients. Unset: on a GPU what `qerl plan` finds to fit, on the CPU no limit.",
@@ -147,6 +153,7 @@ class QeRLConfig(GRPOConfig):
         _one_of("weights", self.weights, get_args(Weights))
         _one_of("tuning", self.tuning, ("lora", "full"))
         _one_of("rounding", self.rounding, get_args(Method))
+        _one_of("kv_cache_dtype", self.kv_cache_dtype, get_args(KvCacheDtype))
         _one_of("dtype", self.dtype, ("auto", "float32", "bfloat16"))
         _one_of("noise_schedule", self.noise_schedule, tuple(SCHEDULES))
         if self.tuning == "full" and self.weights != "bf16":

@@ -115,7 +115,7 @@ def test_parameters_of_known_models(name):
 def test_keys_and_values():
     """7B: 28 layers, 4 heads of 128, keys and values, 2 bytes: 57344 bytes a token."""
     cache = Cache(Model.from_shape(SHAPES["7b"]), work(sequences=16))
-    assert cache.block == 57344 * 64
+    assert cache.block == 57344 * 64 == 2 * Cache(cache.model, work(cache_bytes=1)).block
     assert cache.bytes == cache.block * (16 * 32 + 3 * 4), "own blocks, prompts of two groups and of a third"
 
 

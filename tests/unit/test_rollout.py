@@ -13,6 +13,7 @@ from qerl.rollout import PortableEngine, SamplingParams, attention
 from qerl.rollout.cache import PreallocatedCache
 from qerl.rollout.sampling import truncate
 from qerl.rollout.scheduler import SequenceId, Wave, plan_waves
+from qerl.rollout.select import make_engine
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
 PAD = 0
@@ -448,3 +449,10 @@ class TestOnTheTrainingModel:
         for name, parameter in model.named_parameters():
             assert parameter is before[name][0]
             assert torch.equal(parameter, before[name][1])
+
+
+def test_the_portable_engine_has_no_fp8_cache(tiny_model):
+    with pytest.raises(
+        QeRLError, match="kv_cache_dtype: fp8 needs the paged engine, .* not on a CUDA device"
+    ):
+        make_engine(tiny_model(), PAD, kv_cache_dtype="fp8")

@@ -15,6 +15,7 @@ With `--model`, a real model: its policy, and its first step, see `qerl.bench.fi
 import argparse
 import copy
 import dataclasses
+from typing import get_args
 
 import torch
 from torch import nn
@@ -22,7 +23,7 @@ from torch import nn
 from qerl.bench import first_step
 from qerl.bench.step import random_policy
 from qerl.plan.shapes import Shape, shape
-from qerl.rollout.engine import RolloutEngine, SamplingParams
+from qerl.rollout.engine import KvCacheDtype, RolloutEngine, SamplingParams
 from qerl.rollout.paged.engine import PagedEngine
 
 
@@ -92,6 +93,9 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--shape", default="7b")
     parser.add_argument("--layers", type=int, help="fewer layers than the shape has")
     parser.add_argument("--tokens", type=int, default=1024, help="tokens compared")
+    parser.add_argument(
+        "--kv-cache-dtype", default="auto", choices=get_args(KvCacheDtype), help="random only"
+    )
     parser.add_argument("--model", help="Hub id or folder: compare the first step of a real model")
     args = parser.parse_args(arguments)
     if args.model:
@@ -103,7 +107,7 @@ def main(arguments: list[str]) -> None:
     model = random_model(dataclasses.replace(sizes, layers=args.layers or sizes.layers)).eval()
     prompt = torch.randint(0, sizes.vocabulary, (100,)).tolist()
     reference = trainer_logprobs(model, prompt[:50], prompt[50:])
-    engine = PagedEngine(model, pad_token_id=0)
+    engine = PagedEngine(model, pad_token_id=0, kv_cache_dtype=args.kv_cache_dtype)
     moved = trainer_logprobs(model, prompt[:50], prompt[50:])
     print(f"trainer before and after the weights were laid out anew: {(reference - moved).abs().max():.1e}")
     print(f"4 samples: {compare(model, engine, [prompt], 4, args.tokens // 4)}")

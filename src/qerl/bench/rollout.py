@@ -33,6 +33,17 @@ from qerl.rollout.paged.decode import DecodeStep
 from qerl.rollout.paged.step import Cache
 from qerl.rollout.paged.weights import Decoder
 
+_KV = {"auto": torch.bfloat16, "fp8": torch.float8_e4m3fn}
+
+
+def random_cache(decoder: Decoder, blocks: int, dtype: torch.dtype) -> Cache:
+    """Normal random keys and values, made layer by layer."""
+    cache = Cache.empty(decoder, blocks, decoder.embedding_VD.device, dtype)
+    for half in (cache.k, cache.v):
+        for layer in half:
+            layer.copy_(torch.randn(layer.shape, dtype=torch.bfloat16, device=layer.device))
+    return cache
+
 
 def fill_prompts(step: DecodeStep, prompt_tokens: int, group: int, decode_tokens: int) -> None:
     """Puts every row at the end of a prompt of ``prompt_tokens`` that is already cached, ``group`` rows a
@@ -77,6 +88,7 @@ def measure(
     group: int,
     lora: bool,
     repeats: int = 3,
+    kv_dtype: torch.dtype = torch.bfloat16,
 ) -> dict[str, Any]:
     """Times ``decode_tokens`` decode steps of ``rows`` sequences.
 
@@ -85,9 +97,7 @@ def measure(
     """
     width = -(-max(prompt_tokens, decode_tokens + 1) // PAGE)
     blocks = -(-rows // min(group, rows)) * -(-prompt_tokens // PAGE) + rows * -(-(decode_tokens + 1) // PAGE)
-    cache = Cache.empty(decoder, blocks, decoder.embedding_VD.device)
-    cache.k.normal_()
-    cache.v.normal_()
+    cache = random_cache(decoder, blocks, kv_dtype)
     step = DecodeStep(decoder, cache, rows, decode_tokens, width, SamplingParams(decode_tokens), lora)
     times = []
     for _ in range(repeats):
@@ -111,27 +121,32 @@ def measure(
 
 
 def step_bytes(
-    sizes: Shape, weights: str, rank: int, rows: int, prompt: int, decoded: int, group: int
+    sizes: Shape, weights: str, rank: int, rows: int, prompt: int, decoded: int, group: int, kv_bytes: int
 ) -> float:
     """Bytes one decode step must read: weights, head, LoRA and, at half of the completion, keys and
     values."""
     per_weight = 2.0 if weights == "bf16" else 0.5625  # the four-bit formats as they lie in the GPU's memory
     layer = sum(n * k * per_weight + (n + k * parts) * rank * 2 for _, n, k, parts in sizes.products)
     groups = -(-rows // group)
-    cache = (groups * prompt + rows * decoded / 2) * 2 * sizes.kv_heads * sizes.head_size * 2
+    cache = (groups * prompt + rows * decoded / 2) * 2 * sizes.kv_heads * sizes.head_size
+    cache *= kv_bytes
     return sizes.layers * (layer + cache) + sizes.vocabulary * sizes.hidden * 2
 
 
 def profile(
-    decoder: Decoder, rows: int, prompt_tokens: int, group: int, lora: bool, steps: int = 4
+    decoder: Decoder,
+    rows: int,
+    prompt_tokens: int,
+    group: int,
+    lora: bool,
+    kv_dtype: torch.dtype,
+    steps: int = 4,
 ) -> list[tuple[str, int, float]]:
     """(kernel, calls, microseconds) of one decode step, largest first.
 
     Taken outside the graph: inside, kernels overlap and each would be charged for waiting for the one before.
     """
-    cache = Cache.empty(decoder, 2 * rows * 8 + 1, decoder.embedding_VD.device)
-    cache.k.normal_()
-    cache.v.normal_()
+    cache = random_cache(decoder, 2 * rows * 8 + 1, kv_dtype)
     step = DecodeStep(decoder, cache, rows, 64, 8, SamplingParams(64), lora)
     fill_prompts(step, prompt_tokens, group, 64)
     step._run()
@@ -184,6 +199,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--prompt", type=int, default=256, help="tokens")
     parser.add_argument("--decode", type=int, default=256, help="tokens")
     parser.add_argument("--group", type=int, default=8, help="samples a prompt")
+    parser.add_argument("--kv-cache-dtype", default="auto", choices=_KV, help="of our own rows")
     parser.add_argument("--layers", type=int, help="fewer layers than the shape has, to try things out")
     parser.add_argument("--no-adapter", action="store_true", help="measure without the adapter as well")
     parser.add_argument("--profile", action="store_true", help="add the kernels of one step")
@@ -194,17 +210,22 @@ def _parser() -> argparse.ArgumentParser:
 
 def _own_rows(args: argparse.Namespace, sizes: Shape) -> Iterator[dict[str, Any]]:
     """What :func:`measure` gives for each format, batch and, if asked for, without the adapter."""
+    kv_dtype = _KV[args.kv_cache_dtype]
     for weights in args.weights:
         decoder = random_decoder(sizes, weights, args.rank, args.prompt + args.decode + PAGE)
         for batch in args.batch:
             for lora in [True, False] if args.no_adapter else [args.rank > 0]:
-                seen = measure(decoder, batch, args.prompt, args.decode, args.group, lora, args.repeats)
+                shape_of_work = (decoder, batch, args.prompt)
+                seen = measure(*shape_of_work, args.decode, args.group, lora, args.repeats, kv_dtype)
                 rank = args.rank if lora else 0
-                row = {"engine": "qerl", "weights": weights, "lora_rank": rank, "batch": batch, **seen}
+                row = {
+                    "engine": "qerl", "weights": weights, "lora_rank": rank, "batch": batch,
+                    "kv_cache_dtype": args.kv_cache_dtype, **seen,
+                }  # fmt: skip
                 if args.profile:
                     row["kernels"] = [
                         {"us": round(micros, 1), "calls": calls, "name": name}
-                        for name, calls, micros in profile(decoder, batch, args.prompt, args.group, lora)[:10]
+                        for name, calls, micros in profile(*shape_of_work, args.group, lora, kv_dtype)[:10]
                     ]
                 yield row
         del decoder
@@ -218,7 +239,9 @@ def _peer_rows(args: argparse.Namespace, sizes: Shape) -> Iterator[dict[str, Any
     }  # fmt: skip
     for peer in args.peers:
         weights, quantization = PEERS[peer]
-        settings = {"engine": peer, "weights": weights, "lora_rank": args.rank}
+        settings = {
+            "engine": peer, "weights": weights, "lora_rank": args.rank, "kv_cache_dtype": "auto",
+        }  # fmt: skip
         wanted = {**spec, "weights": weights, "quantization": quantization}
         for row in peer_rows(peer, vllm_decode.__name__, wanted):
             yield {**settings, **row}
@@ -246,8 +269,9 @@ def main(arguments: list[str]) -> None:
     rows: list[dict[str, Any]] = []
     for row in itertools.chain(_own_rows(args, sizes), _peer_rows(args, sizes)):
         moved = step_bytes(
-            sizes, row["weights"], row["lora_rank"], row["batch"], args.prompt, args.decode, args.group
-        )
+            sizes, row["weights"], row["lora_rank"], row["batch"], args.prompt, args.decode, args.group,
+            _KV[row["kv_cache_dtype"]].itemsize,
+        )  # fmt: skip
         speed = moved / row["step_ms"] / 1e6
         row |= {"shape": args.shape, **lengths, "gb_s": speed, "limit_fraction": speed / limit}
         rows.append(row)

@@ -4,7 +4,8 @@ For each head of each token: 1/rms, global scale, LoRA B, bias, q/k norm (Qwen3)
 to a buffer, keys and values to their slot of the cache.
 
 KV cache: [blocks, kv heads, 64 tokens, head size] for keys and the same for values, so that one program of
-the attention kernel reads a block's keys of one head as one contiguous piece.
+the attention kernel reads a block's keys of one head as one contiguous piece. It is bf16, or E4M3 without a
+scale, which holds up to 448; what is larger is cut off there.
 """
 
 import torch
@@ -90,6 +91,8 @@ def _rope_kv(
         page = (slot // PAGE).to(tl.int64)
         cached = ((page * HKV + kv_head) * PAGE + slot % PAGE)[:, None] * E + e[None, :]
         written = (slot >= 0)[:, None]
+        if k_cache.dtype.element_ty == tl.float8e4nv:
+            x1, x2 = tl.clamp(x1, -448.0, 448.0), tl.clamp(x2, -448.0, 448.0)
         if part == 1:
             tl.store(k_cache + cached, x1.to(k_cache.dtype.element_ty), mask=written)
             tl.store(k_cache + cached + HALF, x2.to(k_cache.dtype.element_ty), mask=written)

@@ -172,6 +172,7 @@ class Work:
         every_n_layers: Every n-th layer is computed again for backward, the others keep their activations;
             0: all keep them.
         optimizer_bytes: Of an adapter's parameter: 8 for AdamW in fp32, 2 in 8 bits.
+        cache_bytes: Of a number in keys and values: 2 for bf16, 1 for fp8.
     """
 
     weights: str
@@ -186,6 +187,7 @@ class Work:
     tokens_per_forward: int | None = None
     every_n_layers: int = 1
     optimizer_bytes: int = 2 * FULL
+    cache_bytes: int = HALF
 
     def tokens_of(self, samples: int) -> int:
         """Of a packed row: a group's prompt once, without its last token, and every completion token."""
@@ -266,7 +268,7 @@ class Adapter:
 
 @dataclass(frozen=True)
 class Cache:
-    """Keys and values, bf16: ``4 layers G`` a token, in blocks of 64, prompts once for a group."""
+    """Keys and values: ``2 layers G`` numbers a token, in blocks of 64, prompts once for a group."""
 
     model: Model
     work: Work
@@ -274,7 +276,7 @@ class Cache:
     @property
     def block(self) -> int:
         """Bytes of a block: all layers, keys and values."""
-        return 2 * HALF * self.model.layers * self.model.keys * PAGE
+        return 2 * self.work.cache_bytes * self.model.layers * self.model.keys * PAGE
 
     @property
     def prompt_blocks(self) -> int:

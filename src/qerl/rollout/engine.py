@@ -15,6 +15,7 @@ import torch
 from qerl.errors import QeRLError
 
 FinishReason = Literal["stop", "length", "error"]
+KvCacheDtype = Literal["auto", "fp8"]
 NormOffsets = Mapping[str, torch.Tensor]
 """Noise Z by the qualified name of the RMSNorm module it belongs to, each fp32 of the norm's width."""
 

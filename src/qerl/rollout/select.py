@@ -10,13 +10,19 @@ import warnings
 import torch
 from torch import nn
 
+from qerl.errors import QeRLError
 from qerl.kernels import needs
 from qerl.modules import base_model
-from qerl.rollout.engine import RolloutEngine
+from qerl.rollout.engine import KvCacheDtype, RolloutEngine
 from qerl.rollout.portable import PortableEngine
 
 
-def make_engine(model: nn.Module, pad_token_id: int, max_sequences: int | None = None) -> RolloutEngine:
+def make_engine(
+    model: nn.Module,
+    pad_token_id: int,
+    max_sequences: int | None = None,
+    kv_cache_dtype: KvCacheDtype = "auto",
+) -> RolloutEngine:
     """The fastest engine for a model where it is now.
 
     The paged engine puts packed weights into another order, in place; training reads them there.
@@ -25,17 +31,26 @@ def make_engine(model: nn.Module, pad_token_id: int, max_sequences: int | None =
         model: A transformers causal LM, PEFT-wrapped or not.
         pad_token_id: Any id of the vocabulary; it fills masked positions.
         max_sequences: Most sequences decoded at the same time; None leaves it to the engine.
+        kv_cache_dtype: Of the paged engine.
+
+    Raises:
+        QeRLError: fp8 is asked for where the paged engine cannot run.
     """
     limit = {} if max_sequences is None else {"max_sequences": max_sequences}
-    if base_model(model).device.type != "cuda":
+    on_gpu = base_model(model).device.type == "cuda"
+    reasons = _obstacles(model) if on_gpu else "the model is not on a CUDA device"
+    if reasons and kv_cache_dtype != "auto":
+        raise QeRLError(
+            f"kv_cache_dtype: {kv_cache_dtype} needs the paged engine, which cannot run: {reasons}."
+        )
+    if not on_gpu:
         return PortableEngine(model, pad_token_id, **limit)
-    reasons = _obstacles(model)
     if reasons:
         warnings.warn(f"Rollouts take the portable engine, which is slow on a GPU: {reasons}.", stacklevel=2)
         return PortableEngine(model, pad_token_id, **limit)
     from qerl.rollout.paged.engine import PagedEngine
 
-    return PagedEngine(model, pad_token_id, **limit)
+    return PagedEngine(model, pad_token_id, kv_cache_dtype=kv_cache_dtype, **limit)
 
 
 def _obstacles(model: nn.Module) -> str:

@@ -94,7 +94,7 @@ def build(config: QeRLConfig, console: Console) -> tuple[QeRLTrainer, InterruptG
         args=config,
         train_dataset=train_set,
         eval_dataset=eval_set,
-        engine=make_engine(policy, tokenizer.pad_token_id, config.max_sequences),
+        engine=make_engine(policy, tokenizer.pad_token_id, config.max_sequences, config.kv_cache_dtype),
         processing_class=tokenizer,
         callbacks=[MetricsFile(folder), ProgressBar(console), guard],
     )

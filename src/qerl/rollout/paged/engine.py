@@ -25,6 +25,7 @@ from qerl.modules import base_model
 from qerl.rollout.engine import (
     Completion,
     FinishReason,
+    KvCacheDtype,
     NormOffsets,
     RolloutEngine,
     RolloutResult,
@@ -63,13 +64,20 @@ class PagedEngine(RolloutEngine):
         pad_token_id: The only token of a completion whose first logits were not finite.
         max_sequences: Most sequences that run side by side, up to 512; fewer run where memory is short.
         cache_share: Most of the GPU memory free at the first call that keys and values may take.
+        kv_cache_dtype: ``auto``: keys and values are bf16; ``fp8``: E4M3 without a scale, half the memory.
+            The trainer's are not rounded so, which the importance ratio has to correct.
 
     Raises:
         QeRLError: The engine cannot run this model; the message says why.
     """
 
     def __init__(
-        self, model: nn.Module, pad_token_id: int, max_sequences: int = 512, cache_share: float = 0.6
+        self,
+        model: nn.Module,
+        pad_token_id: int,
+        max_sequences: int = 512,
+        cache_share: float = 0.6,
+        kv_cache_dtype: KvCacheDtype = "auto",
     ) -> None:
         reason = refusal(model)
         if reason is not None:
@@ -78,6 +86,7 @@ class PagedEngine(RolloutEngine):
             raise QeRLError(f"max_sequences is {max_sequences}; it must be between 1 and {_BATCHES[-1]}.")
         self._model, self._pad_token_id = model, pad_token_id
         self._max_sequences, self._cache_share = max_sequences, cache_share
+        self._kv_dtype = torch.float8_e4m3fn if kv_cache_dtype == "fp8" else torch.bfloat16
         config = base_model(model).config.get_text_config(decoder=True)
         self._positions = config.max_position_embeddings
         self._binding = Binding(model, self._positions)
@@ -160,20 +169,21 @@ class PagedEngine(RolloutEngine):
         wanted = rows * own_blocks + (-(-rows // samples) + 1) * prompt_blocks
         self._most = max(self._most, params.max_tokens)
         self._table_width = max(self._table_width, width)
-        per_block = 4 * len(decoder.layers) * decoder.kv_heads * PAGE * decoder.head_size
+        per_block = 2 * len(decoder.layers) * decoder.kv_heads * PAGE * decoder.head_size
+        per_block *= self._kv_dtype.itemsize
         free = torch.cuda.mem_get_info()[0]
         affordable = int(free * self._cache_share / per_block)
         if affordable < prompt_blocks + own_blocks:
             raise QeRLError(
                 f"{free / 1e9:.1f} GB of GPU memory are free and one sequence needs "
                 f"{(prompt_blocks + own_blocks) * per_block / 1e9:.1f} GB of keys and values: lower "
-                "max_tokens or free memory."
+                "max_tokens, set kv_cache_dtype: fp8, or free memory."
             )
         self._scarce = affordable < wanted
         shape = len(decoder.layers), min(wanted, affordable), decoder.kv_heads, PAGE, decoder.head_size
         half = shape[1] * per_block // 2
         self._memory = SwitchedMemory(2 * half)
-        k, v = (self._memory.tensor(shape, torch.bfloat16, offset) for offset in (0, half))
+        k, v = (self._memory.tensor(shape, self._kv_dtype, offset) for offset in (0, half))
         self._cache = Cache(k, v)
         self._clear_cache()
         return self._cache

@@ -16,15 +16,18 @@ from qerl.rollout.paged.weights import Decoder, Lora, Matrix
 
 @dataclass
 class Cache:
-    """Keys and values of all layers, each [layers, blocks, kv heads, 64, head size]."""
+    """Keys and values of all layers, each [layers, blocks, kv heads, 64, head size], bf16 or E4M3."""
 
     k: torch.Tensor
     v: torch.Tensor
 
     @classmethod
-    def empty(cls, decoder: Decoder, blocks: int, device: torch.device | str) -> "Cache":
+    def empty(
+        cls, decoder: Decoder, blocks: int, device: torch.device | str, dtype: torch.dtype | None = None
+    ) -> "Cache":
+        """All zeros; of the activations' dtype if none is given."""
         shape = (len(decoder.layers), blocks, decoder.kv_heads, PAGE, decoder.head_size)
-        return cls(*(torch.zeros(shape, dtype=decoder.dtype, device=device) for _ in range(2)))
+        return cls(*(torch.zeros(shape, dtype=dtype or decoder.dtype, device=device) for _ in range(2)))
 
 
 @dataclass
