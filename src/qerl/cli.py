@@ -6,6 +6,7 @@ once.
 
 import argparse
 import os
+import signal
 import sys
 import warnings
 from pathlib import Path
@@ -236,8 +237,9 @@ def _bench(args: argparse.Namespace) -> None:
 
     import torch
 
-    if not torch.cuda.is_available():
+    if not torch.cuda.is_available() and not {"-h", "--help"} & set(args.arguments):
         raise QeRLError("The benchmarks measure a CUDA GPU and this machine shows none; see `qerl doctor`.")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # a peer's process must not outlive this one
     import_module(f"qerl.bench.{args.name}").main(args.arguments)
 
 

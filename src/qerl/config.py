@@ -109,7 +109,8 @@ class QeRLConfig(GRPOConfig):
     )
 
     kv_cache_dtype: KvCacheDtype = _help(
-        "Keys and values of rollouts: auto (bfloat16) or fp8 (E4M3: half the memory; paged engine only).",
+        "Keys and values of rollouts: auto (bfloat16) or fp8 (E4M3 without scales: half the memory, paged "
+        "engine only). Experimental: see `qerl bench parity --kv-cache-dtype fp8` for your model.",
         "auto",
     )
 
@@ -165,6 +166,13 @@ class QeRLConfig(GRPOConfig):
         if self.tokens_per_forward is not None and self.tokens_per_forward < 1:
             raise QeRLError(
                 f"tokens_per_forward is {self.tokens_per_forward}; it is a number of tokens, at least 1."
+            )
+        kwargs = self.gradient_checkpointing_kwargs
+        every = kwargs.get("every_n_layers", 1) if isinstance(kwargs, dict) else 1
+        if not isinstance(every, int) or every < 1:
+            raise QeRLError(
+                f"every_n_layers in gradient_checkpointing_kwargs is {every}; it is a number of layers, at "
+                "least 1. To recompute none, set gradient_checkpointing: false."
             )
         if self.noise and self.noise_stages < 2:
             raise QeRLError(

@@ -66,7 +66,7 @@ class Package:
 
 
 OPTIONAL = (
-    Package("bitsandbytes", "bitsandbytes", "nf4 weights", "pip install 'qerl[nf4]'"),
+    Package("bitsandbytes", "bitsandbytes", "nf4 weights", "pip install -e '.[nf4]'"),
     Package("triton", "triton", "GPU kernels of a decode step", needs.INSTALL),
     Package("cuda-bindings", "cuda.bindings", "GPU kernels compiled at run time", needs.INSTALL),
     Package("quack-kernels", "quack", "NVFP4 products of many tokens", needs.INSTALL),
@@ -210,7 +210,7 @@ def _weights() -> Iterator[Row]:
     if not cuda:
         yield Row(section, "nf4", "n/a", "needs a CUDA device; use nvfp4, which runs anywhere")
     elif not needs.has_module("bitsandbytes"):
-        yield Row(section, "nf4", "missing", "needs bitsandbytes", "pip install 'qerl[nf4]'")
+        yield Row(section, "nf4", "missing", "needs bitsandbytes", "pip install -e '.[nf4]'")
     else:
         yield Row(section, "nf4", "ok", "runs on the GPU through bitsandbytes")
 

@@ -169,7 +169,7 @@ def _quantization_config(weights: Weights, method: Method, dtype: torch.dtype, d
     if device.type != "cuda":
         raise QeRLError(f"nf4 weights need a CUDA device, not {device}; use nvfp4, which runs anywhere.")
     if find_spec("bitsandbytes") is None:
-        raise QeRLError("nf4 weights need bitsandbytes; run `pip install 'qerl[nf4]'`.")
+        raise QeRLError("nf4 weights need bitsandbytes; run `pip install -e '.[nf4]'`.")
     return BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",

@@ -180,6 +180,23 @@ def test_rope_kv(qk_norm, bias, rank, cached):
     assert int((k_cache != 0).any(-1).sum()) == 4 * kv_heads
 
 
+@pytest.mark.skipif(not GPU, reason="the interpreter's cast to E4M3 knows no NaN")
+def test_nan_stays_nan_in_an_fp8_cache():
+    tokens, size = 2, 64
+    product = torch.randn(1, tokens, 3 * size, device=DEVICE)
+    product[0, 1, size + 3], product[0, 1, 2 * size + 5] = float("nan"), float("nan")
+    caches = [torch.zeros(1, 1, 64, size, device=DEVICE).to(FP8) for _ in range(2)]
+    as_int = {"device": DEVICE, "dtype": torch.int32}
+    rope_kv.rope_kv(
+        product, torch.ones(3, device=DEVICE), torch.ones(1, tokens, device=DEVICE),
+        torch.ones(4, size // 2, device=DEVICE), torch.zeros(4, size // 2, device=DEVICE),
+        torch.tensor([0, 1], **as_int), torch.tensor([0, 1], **as_int),
+        poison(tokens, 1, size, dtype=HALF), *caches, width=1, eps=0.0,
+    )  # fmt: skip
+    for cache in caches:
+        assert not cache[0, 0, 0].float().isnan().any() and cache[0, 0, 1].float().isnan().any()
+
+
 @pytest.mark.parametrize("tokens,rank,padded", [(3, 16, 8), (20, 0, 0), (20, 16, 32), (70, 16, 0)])
 def test_silu_mul(tokens, rank, padded):
     intermediate, width, splits = 576, 100, 2

@@ -89,6 +89,10 @@ def test_command_line_values_are_yaml(text, value):
         ({"model": None}, "model is not set"),
         ({"use_vllm": True}, "use_vllm"),
         ({"ddp_broadcast_buffers": True}, "ddp_broadcast_buffers would send the packed weights"),
+        (
+            {"gradient_checkpointing_kwargs": {"every_n_layers": 0}},
+            "every_n_layers in .* is 0; it is a number",
+        ),
         ({"tokens_per_forward": 0}, "tokens_per_forward is 0; it is a number of tokens, at least 1"),
     ],
 )

@@ -75,8 +75,8 @@ def test_gpu_machine_without_packages(cuda, installed):
     kernels = row("rollout", "paged engine")
     assert kernels.state == "missing"
     assert kernels.finding == "cannot run here: quack-kernels is not installed"
-    assert kernels.remedy == "pip install 'qerl[gpu]'"
-    assert row("weight formats", "nf4").remedy == "pip install 'qerl[nf4]'"
+    assert kernels.remedy == "pip install -e '.[gpu]'"
+    assert row("weight formats", "nf4").remedy == "pip install -e '.[nf4]'"
     assert row("optional packages", "quack-kernels").state == "missing"
     assert row("optional packages", "triton").state == "ok"
 
@@ -165,4 +165,4 @@ def test_print(cpu, installed, capsys):
         "demo",
     ):
         assert heading in text.split("\n") or f"\n{heading} " in text
-    assert "[" not in text.replace("qerl[nf4]", "").replace("qerl[gpu]", "")
+    assert "[" not in text.replace(".[nf4]", "").replace(".[gpu]", "")

@@ -52,11 +52,12 @@ class SmallMemory:
         trainer.model.get_input_embeddings().register_forward_hook(self.watch)
 
     def forward(self, model, padded, rows):
-        self.held = padded.lengths().tokens(rows)
+        self.held = padded.lengths.tokens(rows)
         self.sizes.append(self.held)
+        outputs = self._forward(model, padded, rows)
         if self.phase == "forward":
             self.fill()
-        return self._forward(model, padded, rows)
+        return outputs
 
     def watch(self, module, args, output):
         if self.phase == "backward" and output.requires_grad:
@@ -193,6 +194,25 @@ def test_what_was_logged_says_so(train, caplog):
     )
 
 
+def test_layers_are_recomputed_before_pieces_get_smaller(train, tmp_path, caplog):
+    kwargs = {"gradient_checkpointing_kwargs": {"every_n_layers": 2}}
+    _, expected = train()
+    settings = {**kwargs, "save_strategy": "steps", "save_steps": 1}
+    trainer, actual = train((24, "backward"), **settings)
+    assert trainer.memory.errors == 2 and trainer._redo.tokens == 24
+    assert "every layer recomputed" in caplog.text and "at most 24 instead of" in caplog.text
+    assert [layer.gradient_checkpointing for layer in trainer.model.get_base_model().model.layers] == [
+        True
+    ] * 2
+    for name, grad in expected[1].items():
+        torch.testing.assert_close(actual[1][name], grad, rtol=1e-4, atol=1e-6)
+    resumed, _ = train((24, "backward"), resume=str(tmp_path / "checkpoint-1"), **kwargs)
+    assert resumed.memory.errors == 0
+    assert [layer.gradient_checkpointing for layer in resumed.model.get_base_model().model.layers] == [
+        True
+    ] * 2
+
+
 def test_one_sample_that_does_not_fit_is_an_error(train):
     with pytest.raises(QeRLError, match="with a single sample in it; lower max_completion_length"):
         train((0, "forward"))
@@ -200,7 +220,7 @@ def test_one_sample_that_does_not_fit_is_an_error(train):
 
 def test_several_processes_are_not_left_waiting():
     def microbatch(batch, newest):
-        redo.cut(batch, Lengths(own_B=[7, 8], shared_B=[4, 4], group_B=[0, 0]))
+        redo.forward_of(batch, Lengths(own_B=[7, 8], shared_B=[4, 4], group_B=[0, 0]))
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
     redo = StepRedo(processes=2)

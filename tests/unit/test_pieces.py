@@ -43,7 +43,7 @@ def test_lengths_are_those_of_the_packed_row():
     )
     padded = Padded(ids, mask, C)
     for rows in ([0], [1, 2], [0, 2, 3, 7, 8], list(range(15))):
-        assert padded.lengths().tokens(rows) == padded.pack(rows).input_ids_1L.size(1)
+        assert padded.lengths.tokens(rows) == padded.pack(rows).input_ids_1L.size(1)
 
 
 def test_no_limit_or_enough_is_one_piece():

@@ -308,6 +308,14 @@ def test_recomputed_layers_change_nothing(train, every):
     same(expected, weights)
 
 
+def test_adapters_of_nf4_weights_stay_fp32(tiny_model, tiny_tokenizer, tmp_path, to_nf4):
+    model = lora(to_nf4(tiny_model("llama")))
+    engine = ScriptedEngine(tiny_tokenizer.eos_token_id, model.config.vocab_size)
+    args = QeRLConfig(**settings(tmp_path))
+    trainer = QeRLTrainer(model, [length_reward], args, DATA, engine, processing_class=tiny_tokenizer)
+    assert {p.dtype for p in trainer.model.parameters() if p.requires_grad} == {torch.float32}
+
+
 def sum_reward(completion_ids, **kwargs):
     return [float(sum(ids) % 7) for ids in completion_ids]
 

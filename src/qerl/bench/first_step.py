@@ -19,7 +19,7 @@ from transformers.trainer_callback import PrinterCallback
 
 from qerl.config import QeRLConfig
 from qerl.model import load_tokenizer
-from qerl.rollout.engine import NormOffsets, RolloutEngine, RolloutResult, SamplingParams
+from qerl.rollout.engine import KvCacheDtype, NormOffsets, RolloutEngine, RolloutResult, SamplingParams
 from qerl.rollout.select import make_engine
 from qerl.tasks import get_task
 from qerl.trainer.grpo import QeRLTrainer
@@ -91,7 +91,9 @@ def adapted_policy(args: QeRLConfig) -> PreTrainedModel:
     return policy
 
 
-def sampler(model: str) -> tuple[PreTrainedModel, RolloutEngine, list[list[int]]]:
+def sampler(
+    model: str, kv_cache_dtype: KvCacheDtype = "auto"
+) -> tuple[PreTrainedModel, RolloutEngine, list[list[int]]]:
     """The policy on the GPU, its engine, and four prompts of the task."""
     with tempfile.TemporaryDirectory() as folder:
         args = settings(model, False, folder)
@@ -101,7 +103,7 @@ def sampler(model: str) -> tuple[PreTrainedModel, RolloutEngine, list[list[int]]
         tokenizer.apply_chat_template(row, add_generation_prompt=True, return_dict=True)["input_ids"]
         for row in rows
     ]
-    return policy, make_engine(policy, tokenizer.pad_token_id), prompts
+    return policy, make_engine(policy, tokenizer.pad_token_id, None, kv_cache_dtype), prompts
 
 
 def step(model: str, on_cpu: bool, results: list[RolloutResult]) -> Seen:

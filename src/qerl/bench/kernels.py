@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from qerl.bench.decoder import random_blob
-from qerl.bench.rollout import head
+from qerl.bench.result import head
 from qerl.kernels import gemm
 from qerl.kernels.blob import MOST_TOKENS, Blob, Cut, from_blob, parts, small_gemm, to_operand
 from qerl.kernels.needs import has_module

@@ -15,15 +15,14 @@ With `--model`, a real model: its policy, and its first step, see `qerl.bench.fi
 import argparse
 import copy
 import dataclasses
-from typing import get_args
 
 import torch
 from torch import nn
 
 from qerl.bench import first_step
-from qerl.bench.step import random_policy
+from qerl.bench.random_model import random_policy
 from qerl.plan.shapes import Shape, shape
-from qerl.rollout.engine import KvCacheDtype, RolloutEngine, SamplingParams
+from qerl.rollout.engine import KV_DTYPES, RolloutEngine, SamplingParams
 from qerl.rollout.paged.engine import PagedEngine
 
 
@@ -81,6 +80,8 @@ def compare_prefill(engine: PagedEngine, prompt: list[int], tokens: int) -> str:
         for cut, one in zip(cuts, again.completions, strict=True)
         if one.token_ids[0] == decoded.token_ids[cut]
     ]
+    if not gaps:
+        return f"none of {len(cuts)} tokens the same"
     return (
         f"{len(gaps)} of {len(cuts)} tokens the same: mean |difference| {sum(gaps) / len(gaps):.2e}, "
         f"largest {max(gaps):.2e}"
@@ -93,14 +94,14 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--shape", default="7b")
     parser.add_argument("--layers", type=int, help="fewer layers than the shape has")
     parser.add_argument("--tokens", type=int, default=1024, help="tokens compared")
-    parser.add_argument(
-        "--kv-cache-dtype", default="auto", choices=get_args(KvCacheDtype), help="random only"
-    )
+    parser.add_argument("--kv-cache-dtype", default="auto", choices=KV_DTYPES, help="of the engine")
     parser.add_argument("--model", help="Hub id or folder: compare the first step of a real model")
     args = parser.parse_args(arguments)
     if args.model:
-        policy, engine, prompts = first_step.sampler(args.model)
+        policy, engine, prompts = first_step.sampler(args.model, args.kv_cache_dtype)
         print(f"4 prompts, 8 samples: {compare(policy.eval(), engine, prompts, 8, 32)}")
+        del policy, engine
+        torch.cuda.empty_cache()
         print(f"first step: {first_step.compare(args.model)}")
         return
     sizes = shape(args.shape)

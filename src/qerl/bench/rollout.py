@@ -10,13 +10,10 @@ same work in the same run (`qerl.bench.peers`).
 import argparse
 import itertools
 import json
-import os
 import statistics
-import subprocess
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +23,13 @@ from qerl.bench.decoder import WEIGHTS, random_decoder
 from qerl.bench.peers import vllm_decode
 from qerl.bench.peers.process import peer_rows
 from qerl.bench.peers.vllm_decode import PEERS
+from qerl.bench.result import head
 from qerl.kernels.common import PAGE
 from qerl.plan.shapes import Shape, shape
-from qerl.rollout.engine import SamplingParams
+from qerl.rollout.engine import KV_DTYPES, SamplingParams
 from qerl.rollout.paged.decode import DecodeStep
 from qerl.rollout.paged.step import Cache
 from qerl.rollout.paged.weights import Decoder
-
-_KV = {"auto": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 
 
 def random_cache(decoder: Decoder, blocks: int, dtype: torch.dtype) -> Cache:
@@ -173,22 +169,6 @@ def read_bandwidth() -> float:
     return max(speeds)
 
 
-def head(command: list[str]) -> dict[str, str]:
-    """What produced a result: GPU, versions, commit, date, command.
-
-    A copy of the tree without git takes the commit from the environment variable QERL_COMMIT.
-    """
-    found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
-    return {
-        "gpu": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "cuda": str(torch.version.cuda),
-        "commit": os.environ.get("QERL_COMMIT") or found.stdout.strip() or "unknown",
-        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "command": " ".join(command),
-    }
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="qerl bench rollout", description=__doc__.split("\n")[0])
     parser.add_argument("--shape", default="7b")
@@ -199,7 +179,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--prompt", type=int, default=256, help="tokens")
     parser.add_argument("--decode", type=int, default=256, help="tokens")
     parser.add_argument("--group", type=int, default=8, help="samples a prompt")
-    parser.add_argument("--kv-cache-dtype", default="auto", choices=_KV, help="of our own rows")
+    parser.add_argument("--kv-cache-dtype", default="auto", choices=KV_DTYPES, help="of our own rows")
     parser.add_argument("--layers", type=int, help="fewer layers than the shape has, to try things out")
     parser.add_argument("--no-adapter", action="store_true", help="measure without the adapter as well")
     parser.add_argument("--profile", action="store_true", help="add the kernels of one step")
@@ -210,13 +190,13 @@ def _parser() -> argparse.ArgumentParser:
 
 def _own_rows(args: argparse.Namespace, sizes: Shape) -> Iterator[dict[str, Any]]:
     """What :func:`measure` gives for each format, batch and, if asked for, without the adapter."""
-    kv_dtype = _KV[args.kv_cache_dtype]
+    kv_dtype = KV_DTYPES[args.kv_cache_dtype]
     for weights in args.weights:
         decoder = random_decoder(sizes, weights, args.rank, args.prompt + args.decode + PAGE)
         for batch in args.batch:
             for lora in [True, False] if args.no_adapter else [args.rank > 0]:
-                shape_of_work = (decoder, batch, args.prompt)
-                seen = measure(*shape_of_work, args.decode, args.group, lora, args.repeats, kv_dtype)
+                fixed = (decoder, batch, args.prompt)
+                seen = measure(*fixed, args.decode, args.group, lora, args.repeats, kv_dtype)
                 rank = args.rank if lora else 0
                 row = {
                     "engine": "qerl", "weights": weights, "lora_rank": rank, "batch": batch,
@@ -225,7 +205,7 @@ def _own_rows(args: argparse.Namespace, sizes: Shape) -> Iterator[dict[str, Any]
                 if args.profile:
                     row["kernels"] = [
                         {"us": round(micros, 1), "calls": calls, "name": name}
-                        for name, calls, micros in profile(*shape_of_work, args.group, lora, kv_dtype)[:10]
+                        for name, calls, micros in profile(*fixed, args.group, lora, kv_dtype)[:10]
                     ]
                 yield row
         del decoder
@@ -270,7 +250,7 @@ def main(arguments: list[str]) -> None:
     for row in itertools.chain(_own_rows(args, sizes), _peer_rows(args, sizes)):
         moved = step_bytes(
             sizes, row["weights"], row["lora_rank"], row["batch"], args.prompt, args.decode, args.group,
-            _KV[row["kv_cache_dtype"]].itemsize,
+            KV_DTYPES[row["kv_cache_dtype"]].itemsize,
         )  # fmt: skip
         speed = moved / row["step_ms"] / 1e6
         row |= {"shape": args.shape, **lengths, "gb_s": speed, "limit_fraction": speed / limit}

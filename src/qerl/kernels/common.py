@@ -12,7 +12,8 @@ The step is laid out so that LoRA and normalisation cost no launch of their own:
   The kernel that reads the GEMM's output applies B, and a kernel after it sets the sum back to zero.
 * A GEMM may leave partial sums over K; its reader adds them in order.
 
-Results therefore do not depend on timing or on who else is in the batch.
+Results therefore do not depend on timing, nor, in a step of a given number of rows, on who else is in the
+batch. Steps of other sizes cut products differently, and their last bits differ.
 
 Shapes: T tokens, D hidden, N out-features of a GEMM, I intermediate, H heads, R ranks stacked (a multiple of
 16, zeros at the end), C copies of a sum, S partial sums of a GEMM, G 64-row groups of its weight, P partial

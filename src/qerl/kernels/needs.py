@@ -8,7 +8,7 @@ import torch
 CAPABILITY = (9, 0)
 """Compute capability: WGMMA came with Hopper and left with it."""
 
-INSTALL = "pip install 'qerl[gpu]'"
+INSTALL = "pip install -e '.[gpu]'"
 PACKAGES = {"triton": "triton", "cuda-bindings": "cuda.bindings", "quack-kernels": "quack"}
 """Packages by the name of the module that is imported."""
 

@@ -105,6 +105,6 @@ def product(x_TK: torch.Tensor, weight: NF4) -> torch.Tensor:
         import bitsandbytes  # noqa: F401  its import registers the operator
     except ImportError as error:
         raise QeRLError(
-            "Products of NF4 weights need the package bitsandbytes; run `pip install 'qerl[nf4]'`."
+            "Products of NF4 weights need the package bitsandbytes; run `pip install -e '.[nf4]'`."
         ) from error
     return torch.ops.bitsandbytes.gemm_4bit(x_TK, weight.codes, weight.shape, weight.absmax, BLOCK, "nf4")

@@ -92,7 +92,9 @@ def _rope_kv(
         cached = ((page * HKV + kv_head) * PAGE + slot % PAGE)[:, None] * E + e[None, :]
         written = (slot >= 0)[:, None]
         if k_cache.dtype.element_ty == tl.float8e4nv:
-            x1, x2 = tl.clamp(x1, -448.0, 448.0), tl.clamp(x2, -448.0, 448.0)
+            # A NaN must stay one: the sequence that sees it ends with a reason.
+            x1 = tl.clamp(x1, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
+            x2 = tl.clamp(x2, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
         if part == 1:
             tl.store(k_cache + cached, x1.to(k_cache.dtype.element_ty), mask=written)
             tl.store(k_cache + cached + HALF, x2.to(k_cache.dtype.element_ty), mask=written)

@@ -15,7 +15,8 @@ from qerl.plan.phases import Plan, make_plan
 from qerl.plan.propose import MOST_SEQUENCES, fastest, fits, propose
 from qerl.plan.render import advice, render, verdict
 from qerl.plan.shapes import SHAPES
-from qerl.plan.sizes import FULL, HALF, Model, Work
+from qerl.plan.sizes import FULL, Model, Work
+from qerl.rollout.engine import KV_DTYPES
 
 DEFAULT_PROMPT = 512  # tokens, where max_prompt_length sets no limit
 USABLE = 0.985  # of a GPU's GiB; the rest is the driver's and ECC's (H100 80GB: 84.9 of 85.9 GB)
@@ -120,6 +121,6 @@ def _work(config: QeRLConfig) -> Work:
         microbatches=config.gradient_accumulation_steps,
         tokens_per_forward=config.tokens_per_forward,
         every_n_layers=(every_n_layers(config) or 1) if config.gradient_checkpointing else 0,
-        cache_bytes=1 if config.kv_cache_dtype == "fp8" else HALF,
+        cache_bytes=KV_DTYPES[config.kv_cache_dtype].itemsize,
         optimizer_bytes=2 if "8bit" in str(config.optim) else 2 * FULL,
     )

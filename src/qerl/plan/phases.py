@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from qerl.plan.sizes import Activations, Adapter, Cache, Model, Weights, Work
 
-CACHE_SHARE = 0.6  # of free memory that the engine takes for keys and values
+CACHE_SHARE = 0.6  # of the memory beside model and training state that keys and values may take
 
 
 @dataclass(frozen=True)

@@ -75,6 +75,7 @@ def advice(plan: Plan, proposal: Plan | None) -> str:
     work = proposal.work
     fields = {
         "tokens_per_forward": work.tokens_per_forward,
+        "gradient_checkpointing": "true",
         "gradient_checkpointing_kwargs": f"'{{\"every_n_layers\": {work.every_n_layers}}}'",
         "max_sequences": work.sequences,
     }

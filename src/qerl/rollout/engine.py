@@ -16,6 +16,7 @@ from qerl.errors import QeRLError
 
 FinishReason = Literal["stop", "length", "error"]
 KvCacheDtype = Literal["auto", "fp8"]
+KV_DTYPES: dict[str, torch.dtype] = {"auto": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 NormOffsets = Mapping[str, torch.Tensor]
 """Noise Z by the qualified name of the RMSNorm module it belongs to, each fp32 of the norm's width."""
 

@@ -6,6 +6,7 @@ Legend: B samples, T padded tokens, C completion columns, S positions of a packe
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ class Padded:
         mask_BC[:, 0] = 1  # a sample whose tokens the loss leaves out is only run to keep ranks in step
         return self.input_ids_BT[:, -self.columns :], mask_BC
 
+    @cached_property
     def lengths(self) -> Lengths:
         """Tokens of each sample in a packed row."""
         return Lengths.of(*self._prompts, self._completions[1])

@@ -49,7 +49,7 @@ from qerl.trainer.forward import Padded, score_rows
 from qerl.trainer.memory import PeakMemory
 from qerl.trainer.oom import StepRedo
 from qerl.trainer.pieces import Outputs, loss_in_pieces, without_graph
-from qerl.trainer.recompute import understand_every_n_layers
+from qerl.trainer.recompute import recompute_every_layer, understand_every_n_layers
 from qerl.trainer.rollout_file import Batch, load_rollouts, save_rollouts
 
 # What TRL counts and controls over the microbatches of an optimizer step.
@@ -84,6 +84,7 @@ class QeRLTrainer(GRPOTrainer):
         processing_class: PreTrainedTokenizerBase | None = None,
         callbacks: list[TrainerCallback] | None = None,
     ) -> None:
+        dtypes = {parameter: parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
         super().__init__(
             model=model,
             reward_funcs=reward_funcs,
@@ -97,6 +98,9 @@ class QeRLTrainer(GRPOTrainer):
             raise QeRLError(
                 "Mixture-of-experts models with a router loss are not supported; set router_aux_loss_coef: 0."
             )
+        for parameter, dtype in dtypes.items():
+            # TRL rounds adapters of four-bit models to bf16, in which an update of 5e-6 is mostly lost.
+            parameter.data = parameter.data.to(dtype)
         self.engine = engine
         understand_every_n_layers(self.model)
         base = base_model(self.accelerator.unwrap_model(self.model))
@@ -112,7 +116,11 @@ class QeRLTrainer(GRPOTrainer):
         self._call_key: tuple[int, str] | None = None
         self._rollout_tokens = 0
         self._policy_forward: tuple[torch.Tensor, torch.Tensor] | None = None
-        self._redo = StepRedo(args.tokens_per_forward, self.accelerator.num_processes)
+        self._redo = StepRedo(
+            args.tokens_per_forward,
+            self.accelerator.num_processes,
+            partial(recompute_every_layer, self.model, args),
+        )
         self._at_step_start: dict[str, Any] = {}
         # TRL's seam for an external sampler: these attributes route generation and turn the correction on.
         self.use_vllm = True
@@ -273,7 +281,7 @@ class QeRLTrainer(GRPOTrainer):
         input_ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
         attention_mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
         padded = Padded(input_ids, attention_mask, inputs["completion_ids"].size(1))
-        pieces = self._redo.cut(self._rows_to_compute(inputs), padded.lengths())
+        pieces = self._redo.cut(self._rows_to_compute(inputs), padded.lengths)
         if self.accelerator.num_processes > 1:  # the loss gathers: every rank computes it as many times
             pieces = [[] for _ in range(self._most_over_ranks(len(pieces)) - len(pieces))] + pieces
         return loss_in_pieces(
@@ -378,7 +386,7 @@ class QeRLTrainer(GRPOTrainer):
         with self._timed("logprob"):
             padded = Padded(input_ids, attention_mask, logits_to_keep)
             has_tokens = attention_mask[:, -logits_to_keep:].sum(dim=1) > 0
-            rows, lengths = has_tokens.nonzero().flatten().tolist(), padded.lengths()
+            rows, lengths = has_tokens.nonzero().flatten().tolist(), padded.lengths
             size = batch_size or len(input_ids)
             microbatches = [rows[start : start + size] for start in range(0, max(len(rows), 1), size)]
             pieces = [piece for microbatch in microbatches for piece in self._redo.cut(microbatch, lengths)]
@@ -386,6 +394,7 @@ class QeRLTrainer(GRPOTrainer):
         return logps, entropy if compute_entropy else None, None
 
     def _forward(self, model: torch.nn.Module, padded: Padded, rows: list[int]) -> Outputs:
+        self._redo.forward_of(rows, padded.lengths)
         decoder = base_model(self.accelerator.unwrap_model(model)).base_model
         return score_rows(model, decoder, padded, rows, self._branch_attention)
 

@@ -9,6 +9,7 @@ import functools
 from typing import Any, cast
 
 from torch import nn
+from transformers import TrainingArguments
 
 _OF_TRANSFORMERS = ("every_n_layers", "offload")
 
@@ -24,3 +25,13 @@ def understand_every_n_layers(model: nn.Module) -> None:
         enable(gradient_checkpointing_kwargs=of_torch or None, **kwargs)
 
     cast(Any, model).gradient_checkpointing_enable = wrapped
+
+
+def recompute_every_layer(model: nn.Module, args: TrainingArguments) -> bool:
+    """Lets no layer keep its activations any more, and says whether some did until now."""
+    kwargs = cast(dict[str, Any], args.gradient_checkpointing_kwargs or {})
+    if not args.gradient_checkpointing or kwargs.get("every_n_layers", 1) == 1:
+        return False
+    args.gradient_checkpointing_kwargs = kwargs | {"every_n_layers": 1}
+    cast(Any, model).gradient_checkpointing_enable(args.gradient_checkpointing_kwargs)
+    return True

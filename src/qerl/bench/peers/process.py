@@ -47,12 +47,12 @@ def peer_rows(name: str, module: str, spec: Mapping[str, Any]) -> Iterator[dict[
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    log = Path(tempfile.gettempdir()) / f"qerl-{name}.log"
+    log = Path(tempfile.gettempdir()) / f"qerl-{name}-{os.getpid()}.log"
     with tempfile.TemporaryDirectory(prefix="qerl-peer-", ignore_cleanup_errors=True) as folder:
         (Path(folder) / "spec.json").write_text(json.dumps(spec))
         rows = Path(folder) / "rows.jsonl"
         rows.touch()
-        with log.open("w") as output, rows.open() as reader:
+        with log.open("a") as output, rows.open() as reader:
             process = subprocess.Popen(
                 [sys.executable, "-m", module, folder], env=_environment(), stdin=subprocess.DEVNULL,
                 stdout=output, stderr=subprocess.STDOUT, start_new_session=True,

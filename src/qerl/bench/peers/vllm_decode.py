@@ -72,7 +72,11 @@ def _measure(llm: "LLM", adapter: Any, batch: int, spec: dict[str, Any]) -> dict
     decoded = spec["decode_tokens"]
     group = min(spec["group"], batch)
     first = range(1, 1 + spec["prompt_tokens"])
-    prompts = [{"prompt_token_ids": [token + 1000 * (i // group) for token in first]} for i in range(batch)]
+    vocabulary = spec["sizes"]["vocabulary"]
+    prompts = [
+        {"prompt_token_ids": [(token + 1000 * (i // group)) % vocabulary for token in first]}
+        for i in range(batch)
+    ]
     for tokens in (1, 8):  # fills the prefix cache; compiles what is not captured
         _seconds(llm, adapter, prompts, tokens)
     times = [

@@ -151,13 +151,16 @@ class DecodeStep:
         done = self.state["done"].clone()
         slot = self.state["slot"].clone()
         self.clear()
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            self._run()
-        torch.cuda.current_stream().wait_stream(stream)
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, pool=self._pool):
-            self._run()
-        self.state["done"].copy_(done)
-        self.state["slot"].copy_(slot)
+        try:
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                self._run()
+            torch.cuda.current_stream().wait_stream(stream)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self._pool):
+                self._run()
+            self._graph = graph
+        finally:
+            self.state["done"].copy_(done)
+            self.state["slot"].copy_(slot)

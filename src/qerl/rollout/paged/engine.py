@@ -23,6 +23,7 @@ from qerl.errors import QeRLError
 from qerl.kernels.common import PAGE
 from qerl.modules import base_model
 from qerl.rollout.engine import (
+    KV_DTYPES,
     Completion,
     FinishReason,
     KvCacheDtype,
@@ -44,6 +45,8 @@ from qerl.rollout.sampling import uniform_streams
 _ROUND_STEPS = 16
 _BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 _SMALL = 8  # rows that hardly take longer than one
+_CONTEXT = 1.2e9  # bytes: CUDA context, kernels, graphs
+_MOST_OF_FREE = 0.95
 _REASONS: dict[int, FinishReason] = {1: "stop", 2: "length", 3: "error"}
 _STATE = ("token", "position", "slot", "generated", "max_new", "done")
 
@@ -63,7 +66,8 @@ class PagedEngine(RolloutEngine):
         model: The model that trains. Its packed weights are reordered in place, for good.
         pad_token_id: The only token of a completion whose first logits were not finite.
         max_sequences: Most sequences that run side by side, up to 512; fewer run where memory is short.
-        cache_share: Most of the GPU memory free at the first call that keys and values may take.
+        cache_share: Most of the GPU memory beside the model and its training state that keys and values may
+            take.
         kv_cache_dtype: ``auto``: keys and values are bf16; ``fp8``: E4M3 without a scale, half the memory.
             The trainer's are not rounded so, which the importance ratio has to correct.
 
@@ -86,7 +90,7 @@ class PagedEngine(RolloutEngine):
             raise QeRLError(f"max_sequences is {max_sequences}; it must be between 1 and {_BATCHES[-1]}.")
         self._model, self._pad_token_id = model, pad_token_id
         self._max_sequences, self._cache_share = max_sequences, cache_share
-        self._kv_dtype = torch.float8_e4m3fn if kv_cache_dtype == "fp8" else torch.bfloat16
+        self._kv_dtype = KV_DTYPES[kv_cache_dtype]
         config = base_model(model).config.get_text_config(decoder=True)
         self._positions = config.max_position_embeddings
         self._binding = Binding(model, self._positions)
@@ -101,7 +105,8 @@ class PagedEngine(RolloutEngine):
     def release(self) -> None:
         """Gives the memory of keys and values up; the next call takes it back at the same addresses.
 
-        Captured graphs stay, with the few megabytes they work in.
+        Captured graphs stay, with the memory they work in: the logits of the largest step, some tens of
+        megabytes for each size of a step.
         """
         self._prefill = Prefill(self._binding.decoder, self._binding.has_lora)
         if self._memory is not None:
@@ -154,31 +159,29 @@ class PagedEngine(RolloutEngine):
         decoder = self._binding.decoder
         prompt_blocks = max(-(-(len(prompt) - 1) // PAGE) for prompt in prompts)
         own_blocks = -(-params.max_tokens // PAGE)
+        one = prompt_blocks + own_blocks
         wanted = rows * own_blocks + (-(-rows // samples) + 1) * prompt_blocks
         width = max(prompt_blocks, own_blocks, 1)
-        if self._scarce:
-            wanted = prompt_blocks + own_blocks
         fits = width <= self._table_width and params.max_tokens <= self._most
-        if self._cache is not None and self._cache.k.shape[1] >= wanted and fits:
+        if fits and self._cache is not None and self._cache.k.shape[1] >= (one if self._scarce else wanted):
             assert self._memory is not None
             if self._memory.given_up:
                 self._memory.take_back()
                 self._clear_cache()
             return self._cache
         self._drop()
-        wanted = rows * own_blocks + (-(-rows // samples) + 1) * prompt_blocks
-        self._most = max(self._most, params.max_tokens)
-        self._table_width = max(self._table_width, width)
         per_block = 2 * len(decoder.layers) * decoder.kv_heads * PAGE * decoder.head_size
         per_block *= self._kv_dtype.itemsize
-        free = torch.cuda.mem_get_info()[0]
-        affordable = int(free * self._cache_share / per_block)
-        if affordable < prompt_blocks + own_blocks:
+        affordable = int(self._budget() / per_block)
+        if affordable < one:
+            free = torch.cuda.mem_get_info()[0]
             raise QeRLError(
-                f"{free / 1e9:.1f} GB of GPU memory are free and one sequence needs "
-                f"{(prompt_blocks + own_blocks) * per_block / 1e9:.1f} GB of keys and values: lower "
-                "max_tokens, set kv_cache_dtype: fp8, or free memory."
+                f"{free / 1e9:.1f} GB of GPU memory are free, keys and values may have "
+                f"{max(0, affordable) * per_block / 1e9:.1f}, and one sequence needs "
+                f"{one * per_block / 1e9:.1f}: lower max_tokens, set kv_cache_dtype: fp8, or free memory."
             )
+        self._most = max(self._most, params.max_tokens)
+        self._table_width = max(self._table_width, width)
         self._scarce = affordable < wanted
         shape = len(decoder.layers), min(wanted, affordable), decoder.kv_heads, PAGE, decoder.head_size
         half = shape[1] * per_block // 2
@@ -187,6 +190,19 @@ class PagedEngine(RolloutEngine):
         self._cache = Cache(k, v)
         self._clear_cache()
         return self._cache
+
+    def _budget(self) -> float:
+        """Bytes for keys and values: a share of what a run leaves, or of what is free now if that is less.
+
+        A run holds the model, and of what it trains gradients, AdamW's moments and the engine's copy. That is
+        counted whether it is there yet or not: a resumed run must get the cache, and so the order in which
+        sequences run, of one that was not stopped.
+        """
+        free, total = torch.cuda.mem_get_info()
+        model = self._model
+        held = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+        held += sum(14 * parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+        return min(self._cache_share * (total - held - _CONTEXT), _MOST_OF_FREE * free)
 
     def _clear_cache(self) -> None:
         """Fresh memory may hold NaN, which a masked key would carry into a product with zero."""
