@@ -5,6 +5,7 @@ once.
 """
 
 import argparse
+import logging
 import os
 import signal
 import sys
@@ -58,6 +59,8 @@ def _quiet_libraries() -> None:
     if not console.is_terminal:
         os.environ.setdefault("TQDM_DISABLE", "1")
     # PEFT asks the Hub for the base model's vocabulary size and warns when it gets no answer.
+    # Of a kernel for NF4 on the CPU; here NF4 needs a GPU.
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", message="Unable to fetch remote file")
     warnings.filterwarnings("ignore", message="Could not find a config file")
 
