@@ -11,7 +11,7 @@ import torch
 
 from qerl.kernels import attention, gemm, residual_norm, rope_kv, silu_mul
 from qerl.kernels.common import PAGE, partial_count
-from qerl.rollout.paged.weights import Decoder, Lora, Matrix
+from qerl.rollout.paged.weights import Decoder, Layer, Lora, Matrix
 
 
 @dataclass
@@ -115,60 +115,58 @@ class Step:
         The partial sums of squares that 1/rms comes from are in ``squares_PT``.
         """
         decoder = self.decoder
-        layers = decoder.layers
-        width, eps = decoder.hidden, decoder.eps
-        first = layers[0]
+        first = decoder.layers[0]
         residual_norm.residual_norm(
             self.residual_TD, first.input_norm_D, self.u, self.squares_PT, padded=self._room(first.qkv),
             embedding=(decoder.embedding_VD, inputs.token_T),
             **self._after(first.lora_qkv, "a_RD", "qkv"),
         )  # fmt: skip
-        for i, layer in enumerate(layers):
-            product, scale = self._multiply(self.u, layer.qkv)
-            k, v = cache.k[i], cache.v[i]
-            rope_kv.rope_kv(
-                product.out_STN, scale, self.squares_PT, decoder.cos_ME, decoder.sin_ME, inputs.position_T,
-                inputs.slot_T, self.q_THE, k, v, width=width, eps=eps, parts_G=product.parts_G,
-                bias_N=layer.bias_N, qk_norm_2E=layer.qk_norm_2E,
-                **self._lora(layer.lora_qkv, "qkv", "down"),
-            )  # fmt: skip
-            attention.attend(
-                self.q_THE, k, v, inputs.tables_GB, inputs.item_4, inputs.order, inputs.limit_2T,
-                self.out_ZTHE, self.lse_ZTH, splits=self.splits, rows=self.tile,
-            )  # fmt: skip
-            attention.merge(
-                self.out_ZTHE, self.lse_ZTH, self.attended, padded=self._room(layer.o),
-                **self._after(layer.lora_o, "a_RC", "o"),
-                spent_CTR=self.low["qkv"] if self.lora else None,
-            )  # fmt: skip
-            self._residual_norm(
-                *self._multiply(self.attended, layer.o), layer.lora_o, "o",
-                layer.post_norm_D, self._room(layer.gate_up), layer.lora_gate_up, "gate_up",
-            )  # fmt: skip
-            product, scale = self._multiply(self.u, layer.gate_up)
-            silu_mul.silu_mul(
-                product.out_STN, scale, self.squares_PT, self.h,
-                intermediate=decoder.intermediate, width=width, eps=eps, padded=self._room(layer.down),
-                parts_G=product.parts_G,
-                **self._lora(layer.lora_gate_up, "gate_up", "o"), **self._after(layer.lora_down, "a_RI",
-                "down"),
-            )  # fmt: skip
-            if i + 1 < len(layers):
-                following = layers[i + 1]
-                norm, room, lora = following.input_norm_D, self._room(following.qkv), following.lora_qkv
-            else:
-                norm, room, lora = decoder.final_norm_D, 0, None
-            self._residual_norm(
-                *self._multiply(self.h, layer.down),
-                layer.lora_down,
-                "down",
-                norm,
-                room,
-                lora,
-                "qkv",
-                "gate_up",
-            )
+        for i, layer in enumerate(decoder.layers):
+            self._attention(layer, cache.k[i], cache.v[i], inputs)
+            self._mlp(layer, decoder.layers[i + 1] if i + 1 < len(decoder.layers) else None)
         return self.u_TD
+
+    def _attention(self, layer: Layer, k: torch.Tensor, v: torch.Tensor, inputs: Inputs) -> None:
+        """From the first norm's output to the second's."""
+        decoder = self.decoder
+        product, scale = self._multiply(self.u, layer.qkv)
+        rope_kv.rope_kv(
+            product.out_STN, scale, self.squares_PT, decoder.cos_ME, decoder.sin_ME, inputs.position_T,
+            inputs.slot_T, self.q_THE, k, v, width=decoder.hidden, eps=decoder.eps, parts_G=product.parts_G,
+            bias_N=layer.bias_N, qk_norm_2E=layer.qk_norm_2E,
+            **self._lora(layer.lora_qkv, "qkv", "down"),
+        )  # fmt: skip
+        attention.attend(
+            self.q_THE, k, v, inputs.tables_GB, inputs.item_4, inputs.order, inputs.limit_2T,
+            self.out_ZTHE, self.lse_ZTH, splits=self.splits, rows=self.tile,
+        )  # fmt: skip
+        attention.merge(
+            self.out_ZTHE, self.lse_ZTH, self.attended, padded=self._room(layer.o),
+            **self._after(layer.lora_o, "a_RC", "o"),
+            spent_CTR=self.low["qkv"] if self.lora else None,
+        )  # fmt: skip
+        self._residual_norm(
+            *self._multiply(self.attended, layer.o), layer.lora_o, "o",
+            layer.post_norm_D, self._room(layer.gate_up), layer.lora_gate_up, "gate_up",
+        )  # fmt: skip
+
+    def _mlp(self, layer: Layer, following: Layer | None) -> None:
+        """From the second norm's output to the following layer's first, or to the final norm's."""
+        decoder = self.decoder
+        product, scale = self._multiply(self.u, layer.gate_up)
+        silu_mul.silu_mul(
+            product.out_STN, scale, self.squares_PT, self.h,
+            intermediate=decoder.intermediate, width=decoder.hidden, eps=decoder.eps,
+            padded=self._room(layer.down), parts_G=product.parts_G,
+            **self._lora(layer.lora_gate_up, "gate_up", "o"), **self._after(layer.lora_down, "a_RI", "down"),
+        )  # fmt: skip
+        if following is not None:
+            norm, room, lora = following.input_norm_D, self._room(following.qkv), following.lora_qkv
+        else:
+            norm, room, lora = decoder.final_norm_D, 0, None
+        self._residual_norm(
+            *self._multiply(self.h, layer.down), layer.lora_down, "down", norm, room, lora, "qkv", "gate_up"
+        )
 
     def _after(self, lora: Lora | None, name: str, low: str) -> dict[str, Any]:
         """Arguments by which a kernel leaves x A^T for the GEMM after it."""
