@@ -1,7 +1,7 @@
 """Every Triton kernel of a decode step compiles for a Hopper GPU, on a machine without one.
 
-Triton's interpreter, in which the other tests run the kernels, takes what the compiler refuses. Here a step is
-run whose launches are compiled for sm_90 instead, in a process of its own, because a kernel is either
+Triton's interpreter, in which the other tests run the kernels, takes what the compiler refuses. Here a step
+is run whose launches are compiled for sm_90 instead, in a process of its own, because a kernel is either
 interpreted or compiled from its definition on.
 """
 
