@@ -1,6 +1,6 @@
 """GRPO and DAPO on TRL's `GRPOTrainer`, with this project's engine, noise and update. Tied to trl 1.16.
 
-This is the only file that touches TRL's internals. What it replaces, and why:
+With `stand_ins` and `recompute` this is all that touches TRL's internals. What it replaces, and why:
 
 - **Rollout.** The engine takes the place of TRL's vLLM client: TRL then takes the log-probabilities of the
   sampler and corrects the loss by pi_trainer / pi_sampler. That correction is what makes noisy rollouts
@@ -33,7 +33,7 @@ from peft import PeftModel
 from safetensors import SafetensorError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 from trl import GRPOTrainer
-from trl.trainer.utils import RepeatSampler, split_tensor_dict
+from trl.trainer.utils import split_tensor_dict
 
 from qerl.config import QeRLConfig
 from qerl.errors import QeRLError
@@ -51,6 +51,7 @@ from qerl.trainer.oom import StepRedo
 from qerl.trainer.pieces import Outputs, loss_in_pieces, without_graph
 from qerl.trainer.recompute import recompute_every_layer, understand_every_n_layers
 from qerl.trainer.rollout_file import Batch, load_rollouts, save_rollouts
+from qerl.trainer.stand_ins import EngineClient, EpochRepeatSampler
 
 # What TRL counts and controls over the microbatches of an optimizer step.
 _STEP_STATE = ("_step", "entropy_coef", "_entropy_window_stats", "_last_world_entropy")
@@ -125,7 +126,7 @@ class QeRLTrainer(GRPOTrainer):
         # TRL's seam for an external sampler: these attributes route generation and turn the correction on.
         self.use_vllm = True
         self.vllm_mode = "server"
-        self.vllm_generation = _EngineClient(self)
+        self.vllm_generation = EngineClient(self.sample)
         self._last_loaded_step = -1
 
     def _send_telemetry(self) -> None:
@@ -457,8 +458,8 @@ class QeRLTrainer(GRPOTrainer):
 
     # Resume
 
-    def _get_train_sampler(self, dataset: Dataset | None = None) -> RepeatSampler:
-        return _EpochRepeatSampler(
+    def _get_train_sampler(self, dataset: Dataset | None = None) -> EpochRepeatSampler:
+        return EpochRepeatSampler(
             data_source=self.train_dataset if dataset is None else dataset,
             mini_repeat_count=self.num_generations,
             batch_size=self.args.generation_batch_size // self.num_generations,
@@ -499,45 +500,3 @@ class QeRLTrainer(GRPOTrainer):
         if file.exists():
             slices = self.args.steps_per_generation
             self._buffered_inputs = load_rollouts(file, slices, self.accelerator.device)
-
-
-class _EngineClient:
-    """What TRL expects of a vLLM client, answered by the engine."""
-
-    def __init__(self, trainer: QeRLTrainer) -> None:
-        self.trainer = trainer
-
-    def sync_weights(self) -> None:
-        """Nothing to do: the engine runs the trainer's modules."""
-
-    def generate(
-        self,
-        prompts: list[list[int]],
-        images: Any,
-        num_generations: int,
-        profiler: contextlib.AbstractContextManager,
-    ) -> tuple[list[list[int]], list[list[int]], list[list[list[float]]], None]:
-        """TRL repeats each prompt `num_generations` times; the engine takes it once."""
-        if images is not None:
-            raise QeRLError("Only text prompts are supported; the data set has images.")
-        with profiler:
-            result = self.trainer.sample(prompts[::num_generations], num_generations)
-        ids = [c.token_ids for c in result.completions]
-        logprobs = [[[value] for value in c.logprobs] for c in result.completions]
-        return prompts, ids, logprobs, None
-
-
-class _EpochRepeatSampler(RepeatSampler):
-    """TRL's sampler with an order that depends on (seed, epoch) alone, so that a resume meets the same
-    data."""
-
-    def __iter__(self) -> Iterator[int]:
-        self.set_epoch(self.epoch)
-        return super().__iter__()
-
-    epoch = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-        if self.shuffle:
-            self.generator.manual_seed(derive_seed("order", self.seed, epoch))
