@@ -98,6 +98,22 @@ def to_nf4() -> Callable[[PreTrainedModel], PreTrainedModel]:
     return convert
 
 
+@pytest.fixture
+def step_sizes(monkeypatch) -> list[int]:
+    """Rows of the step that the paged engine takes, one number for each round."""
+    from qerl.rollout.paged import engine
+
+    sizes: list[int] = []
+    fit = engine._Call._fit_step
+
+    def spy(call, admitted):
+        fit(call, admitted)
+        sizes.append(call._step.rows)
+
+    monkeypatch.setattr(engine._Call, "_fit_step", spy)
+    return sizes
+
+
 @pytest.fixture(scope="session")
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
     """One token for each printable ASCII character and newline, with a ChatML template; 100 tokens.

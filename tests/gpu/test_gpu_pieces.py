@@ -8,13 +8,8 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
 from datasets import Dataset
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from qerl.config import QeRLConfig
-from qerl.kernels.blob import to_blob
-from qerl.lora import add_lora
-from qerl.nvfp4.format import NVFP4, quantize
-from qerl.nvfp4.linear import NVFP4Linear
 from qerl.rollout.engine import Completion, RolloutEngine, RolloutResult
 from qerl.trainer.grpo import QeRLTrainer
 
@@ -35,39 +30,19 @@ class RandomEngine(RolloutEngine):
         return RolloutResult(completions, 1, sum(len(c.token_ids) for c in completions), 0.5)
 
 
-def policy() -> torch.nn.Module:
-    """NVFP4 weights in the layout of the kernels, adapters whose B is not zero."""
-    config = LlamaConfig(
-        vocab_size=512, hidden_size=512, intermediate_size=1344, num_hidden_layers=4, num_attention_heads=8,
-        num_key_value_heads=2, head_dim=64, max_position_embeddings=1024, tie_word_embeddings=False,
-        initializer_range=0.05,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(config).to(torch.bfloat16).cuda()
-    for module in list(model.modules()):
-        for name, child in list(module.named_children()):
-            if name.endswith("_proj"):
-                layer = NVFP4Linear.from_packed(quantize(child.weight.data.float(), NVFP4), child.bias)
-                moved = to_blob(layer.weight_packed, layer.weight_scale)
-                layer.weight_packed = moved.codes
-                layer.weight_scale = moved.scales.view(torch.float8_e4m3fn)
-                setattr(module, name, layer)
-    model = add_lora(model, rank=16, alpha=32, dropout=0.0)
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            parameter.data.normal_(std=0.02)
-    return model
+SIZES = {"vocab_size": 512, "hidden_size": 512, "intermediate_size": 1344, "num_hidden_layers": 4}
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_gradients_and_memory(tiny_tokenizer, tmp_path, checkpointing: bool) -> None:
+def test_gradients_and_memory(nvfp4_llama, tiny_tokenizer, tmp_path, checkpointing: bool) -> None:
     args = QeRLConfig(
         output_dir=str(tmp_path), model="unused", task="unused", num_generations=GROUP,
         per_device_train_batch_size=GROUP * PROMPTS, max_completion_length=LONGEST, noise=False,
         gradient_checkpointing=False, report_to="none",
     )  # fmt: skip
     reward = lambda completion_ids, **_: [float(sum(ids) % 7) for ids in completion_ids]  # noqa: E731
-    trainer = QeRLTrainer(policy(), [reward], args, DATA, RandomEngine(), processing_class=tiny_tokenizer)
+    policy = nvfp4_llama(num_attention_heads=8, **SIZES)
+    trainer = QeRLTrainer(policy, [reward], args, DATA, RandomEngine(), processing_class=tiny_tokenizer)
     if checkpointing:
         trainer.model.gradient_checkpointing_enable()
         trainer.model.enable_input_require_grads()

@@ -127,23 +127,15 @@ def test_preemption_is_invisible_and_rows_are_refilled(monkeypatch):
     assert all(len(c.token_ids) == 100 for c in scarce)
 
 
-def test_a_smaller_step_goes_on_with_the_same_samples(monkeypatch):
+def test_a_smaller_step_goes_on_with_the_same_samples(monkeypatch, step_sizes):
     engine = PagedEngine(model_of("qwen2", ""), pad_token_id=0)
     params = SamplingParams(max_tokens=200, seed=5, stop_token_ids=tuple(range(0, 1000, 40)))
-    sizes = []
-    fit = paged._Call._fit_step
-
-    def spy(call, admitted):
-        fit(call, admitted)
-        sizes.append(call._step.rows)
-
-    monkeypatch.setattr(paged._Call, "_fit_step", spy)
     shrinking = engine.generate(PROMPTS, 20, params).completions
-    assert sizes[0] == 64 and sizes[-1] < 16
+    assert step_sizes[0] == 64 and step_sizes[-1] < 16
     monkeypatch.setattr(paged, "_SMALL", 64)
-    sizes.clear()
+    step_sizes.clear()
     fixed = engine.generate(PROMPTS, 20, params).completions
-    assert set(sizes) == {64}
+    assert set(step_sizes) == {64}
     same = sum(a.token_ids == b.token_ids for a, b in zip(shrinking, fixed, strict=True))
     assert same >= 50  # products of other sizes differ in the last bit
     again = engine.generate(PROMPTS, 20, params).completions

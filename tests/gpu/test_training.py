@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from qerl.errors import QeRLError
 from qerl.kernels.blob import to_blob
 from qerl.kernels.dequantize import dequantize_into
-from qerl.lora import _with_own_layers, add_lora
+from qerl.lora import _with_own_layers
 from qerl.nvfp4.format import NVFP4, dequantize, quantize
 from qerl.nvfp4.linear import NVFP4Linear
 from qerl.rollout.paged.memory import SwitchedMemory
@@ -132,30 +132,7 @@ def test_attention_of_branches_against_fp64() -> None:
     assert all(torch.equal(one.grad, two.grad) for one, two in zip(again, (q, k, v), strict=True))
 
 
-def policy(blob: bool) -> torch.nn.Module:
-    config = LlamaConfig(
-        vocab_size=500, hidden_size=256, intermediate_size=448, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=64, max_position_embeddings=1024, tie_word_embeddings=False,
-        initializer_range=0.05,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(config).to(torch.bfloat16).cuda()
-    for module in list(model.modules()):
-        for name, child in list(module.named_children()):
-            if name.endswith("_proj"):
-                layer = NVFP4Linear.from_packed(quantize(child.weight.data.float(), NVFP4), child.bias)
-                setattr(module, name, layer)
-    model = add_lora(model, rank=16, alpha=32, dropout=0.0)
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            parameter.data.normal_(std=0.02)
-    if blob:
-        for module in model.modules():
-            if isinstance(module, NVFP4Linear):
-                moved = to_blob(module.weight_packed, module.weight_scale)
-                module.weight_packed = moved.codes
-                module.weight_scale = moved.scales.view(torch.float8_e4m3fn)
-    return model.train()
+SIZES = {"vocab_size": 500, "hidden_size": 256, "intermediate_size": 448, "num_hidden_layers": 3}
 
 
 def loss_and_gradients(model: torch.nn.Module, packed: PackedBatch, weight: torch.Tensor, **seen) -> tuple:
@@ -172,15 +149,15 @@ def loss_and_gradients(model: torch.nn.Module, packed: PackedBatch, weight: torc
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_loss_and_gradients_equal_the_portable_path(checkpointing: bool) -> None:
+def test_loss_and_gradients_equal_the_portable_path(nvfp4_llama, checkpointing: bool) -> None:
     """The GPU path in bf16 is as near to FP32 on the dense mask as bf16 itself is."""
     torch.manual_seed(0)
     packed = row(GROUPS)
     weight = torch.randn(int((packed.sample_L >= 0).sum()), device="cuda", dtype=torch.double)
-    exact_model = copy.deepcopy(policy(blob=False)).float()
+    exact_model = nvfp4_llama(blob=False, num_attention_heads=4, **SIZES).float()
     mask = {"attention_mask": packed.attention_mask_11LL}
     loss, truth = loss_and_gradients(exact_model, packed, weight, **mask)
-    model = policy(blob=True)
+    model = nvfp4_llama(num_attention_heads=4, **SIZES)
     assert use_branch_attention(model.get_base_model())
     fuse(model)
     if checkpointing:

@@ -101,22 +101,16 @@ LONG = list(range(60)) + list(range(1, 7))  # two blocks
         ),
     ],
 )
-def test_the_step_changes_its_size(adapted, monkeypatch, prompts, samples, blocks, stops, expected):
-    sizes = []
-    fit = paged._Call._fit_step
-
-    def spy(call, admitted):
-        fit(call, admitted)
-        sizes.append(call._step.rows)
-
-    monkeypatch.setattr(paged._Call, "_fit_step", spy)
+def test_the_step_changes_its_size(
+    adapted, monkeypatch, step_sizes, prompts, samples, blocks, stops, expected
+):
     monkeypatch.setattr(paged, "_SMALL", 1)
     monkeypatch.setitem(globals(), "BLOCKS", blocks)
     model = adapted("llama")
     params = SamplingParams(max_tokens=10, seed=5, stop_token_ids=tuple(stops))
     wanted = PortableEngine(model, 0).generate(prompts, samples, params)
     close(PagedEngine(model, 0).generate(prompts, samples, params), wanted)
-    assert list(dict.fromkeys(sizes)) == expected, sizes
+    assert list(dict.fromkeys(step_sizes)) == expected, step_sizes
 
 
 def test_rows_are_refilled_and_a_changed_adapter_is_seen(adapted):

@@ -19,7 +19,7 @@ from qerl.lora import LORA_TARGETS, add_lora
 from qerl.model import load_model
 from qerl.nvfp4.linear import PackedLinear
 from qerl.plan.command import announce, plan_command
-from qerl.plan.phases import CACHE_SHARE, make_plan
+from qerl.plan.phases import CACHE_SHARE, Reserve, make_plan
 from qerl.plan.propose import (
     ENOUGH_TOKENS,
     FEW_TOKENS,
@@ -122,11 +122,15 @@ def test_keys_and_values():
 # Measured peaks
 
 
+BEFORE_THE_ENGINE = {"step-7b-h100"}  # there `resident_gb` was read without the engine's copy of LoRA
+
+
 def recorded():
     """Rows of the step benchmark whose update is this project's own."""
     rows = []
     for file in sorted(RESULTS.glob("step-*.json")):
         for row in json.loads(file.read_text())["rows"]:
+            row["file"] = file.stem
             if row.get("weights") in ("nvfp4", "mxfp4", "bf16") and "update_gb" in row:
                 name = (
                     f"{row['shape']}-{row['weights']}-r{row['lora_rank']}-{row['prompts']}x{row['samples']}"
@@ -160,9 +164,8 @@ def test_prediction_of_recorded_peaks(row):
         ),
         GB80,
     )
-    weights, lora = plan.parts[:2]
-    # Read before the engine's copies of LoRA were made, or after: they are 1 to 3 %.
-    assert (weights.update + lora.update) / 1e9 == pytest.approx(row["resident_gb"], rel=0.035)
+    resident = plan.parts[: 2 if row["file"] in BEFORE_THE_ENGINE else 3]
+    assert sum(part.update for part in resident) / 1e9 == pytest.approx(row["resident_gb"], rel=0.01)
     assert plan.update / 1e9 == pytest.approx(row["update_gb"], rel=0.05)
     # What torch's allocator still holds of the update before is in the measured figure, but can be had back.
     assert plan.rollout / 1e9 < 1.05 * row["rollout_gb"]
@@ -282,6 +285,7 @@ def test_the_plan_knows_the_engine():
     engine = importlib.import_module("qerl.rollout.paged.engine")
     share = inspect.signature(engine.PagedEngine).parameters["cache_share"].default
     assert (engine._BATCHES[-1], share) == (MOST_SEQUENCES, CACHE_SHARE)
+    assert Reserve().context == engine._CONTEXT
 
 
 def test_verdicts():

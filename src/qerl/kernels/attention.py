@@ -92,24 +92,23 @@ def _merge(
     out_ZTHE, lse_ZTH, a_RC, y_TC, next_CTR, spent_CTR, T,
     HQ: tl.constexpr, E: tl.constexpr, Z: tl.constexpr, R: tl.constexpr,
     R_SPENT: tl.constexpr, R_SPENT_PADDED: tl.constexpr, PADDED: tl.constexpr, BLOCK_T: tl.constexpr,
-    NEXT_COPIES: tl.constexpr, SPENT_COPIES: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
+    NEXT_COPIES: tl.constexpr, SPENT_COPIES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    program = tl.program_id(0)
-    head = program // (E // COLUMNS)
+    head = tl.program_id(0)
     t = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
     in_t = t < T
-    e = program % (E // COLUMNS) * COLUMNS + tl.arange(0, COLUMNS)
+    e = tl.arange(0, E)
     c = head * E + e
     if R > 0:
         r = tl.arange(0, R)
         a = tl.load(a_RC + r[:, None] * (HQ * E) + c[None, :])
     begin(PDL)
-    clear(spent_CTR, program, t, in_t, T, R_SPENT, R_SPENT_PADDED, SPENT_COPIES)
+    clear(spent_CTR, head, t, in_t, T, R_SPENT, R_SPENT_PADDED, SPENT_COPIES)
     best = tl.full((BLOCK_T,), -float("inf"), tl.float32)
     for z in tl.static_range(Z):
         best = tl.maximum(best, tl.load(lse_ZTH + (z * T + t) * HQ + head, mask=in_t, other=0.0))
     total = tl.zeros((BLOCK_T,), tl.float32)
-    y = tl.zeros((BLOCK_T, COLUMNS), tl.float32)
+    y = tl.zeros((BLOCK_T, E), tl.float32)
     for z in tl.static_range(Z):
         at = (z * T + t) * HQ + head
         weight = tl.exp(tl.load(lse_ZTH + at, mask=in_t, other=-float("inf")) - best)
@@ -126,7 +125,7 @@ def _merge(
         tl.debug_barrier()
         y = tl.load(at, mask=in_t[:, None], other=0.0)
         partial = tl.dot(y, tl.trans(a), out_dtype=tl.float32)
-        add_low(next_CTR, program, partial, t, in_t, r, r < R, T, R, NEXT_COPIES)
+        add_low(next_CTR, head, partial, t, in_t, r, r < R, T, R, NEXT_COPIES)
 
 
 def attend(
@@ -170,11 +169,6 @@ def attend(
     )  # fmt: skip
 
 
-def merge_columns(tokens: int, size: int) -> int:
-    """Columns of a head that a program of the merge owns; half of them where few programs would run."""
-    return size if tokens > 16 else max(16, size // 2)
-
-
 def merge(
     out_ZTHE: torch.Tensor,
     lse_ZTH: torch.Tensor,
@@ -197,8 +191,7 @@ def merge(
     """
     pieces, tokens, heads, size = out_ZTHE.shape
     block_t = 16
-    columns = merge_columns(tokens, size)
-    _merge[(heads * size // columns, triton.cdiv(tokens, block_t))](
+    _merge[(heads, triton.cdiv(tokens, block_t))](
         out_ZTHE, lse_ZTH,
         y_TC if a_RC is None else a_RC,
         y_TC,
@@ -207,7 +200,7 @@ def merge(
         tokens,
         HQ=heads, E=size, Z=pieces, R=0 if a_RC is None else a_RC.shape[0],
         R_SPENT=ranks(spent_CTR), R_SPENT_PADDED=triton.next_power_of_2(ranks(spent_CTR)), PADDED=padded,
-        BLOCK_T=block_t, COLUMNS=columns,
+        BLOCK_T=block_t,
         NEXT_COPIES=copies(next_CTR), SPENT_COPIES=copies(spent_CTR), num_warps=4,
         **dependent(out_ZTHE),
     )  # fmt: skip

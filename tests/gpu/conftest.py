@@ -1,0 +1,43 @@
+"""What several GPU tests are made of."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from qerl.lora import add_lora
+from qerl.nvfp4.format import NVFP4, quantize
+from qerl.nvfp4.linear import NVFP4Linear
+
+
+@pytest.fixture
+def nvfp4_llama() -> Callable[..., torch.nn.Module]:
+    """``nvfp4_llama(blob=True, **config)``: bf16 Llama on the GPU with NVFP4 weights, in the kernels' layout
+    (``blob``) or as on disk, and an adapter whose B is not zero; always the same numbers."""
+    from qerl.kernels.blob import to_blob
+
+    def build(blob: bool = True, device: str = "cuda", **sizes: Any) -> torch.nn.Module:
+        config = LlamaConfig(
+            num_key_value_heads=2, head_dim=64, max_position_embeddings=1024, tie_word_embeddings=False,
+            initializer_range=0.05, **sizes,
+        )  # fmt: skip
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(config).to(device, torch.bfloat16)
+        for module in list(model.modules()):
+            for name, child in list(module.named_children()):
+                if name.endswith("_proj"):
+                    layer = NVFP4Linear.from_packed(quantize(child.weight.data.float(), NVFP4), child.bias)
+                    if blob:
+                        moved = to_blob(layer.weight_packed, layer.weight_scale)
+                        layer.weight_packed = moved.codes
+                        layer.weight_scale = moved.scales.view(torch.float8_e4m3fn)
+                    setattr(module, name, layer)
+        model = add_lora(model, rank=16, alpha=32, dropout=0.0)
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.data.normal_(std=0.02)
+        return model.train()
+
+    return build
