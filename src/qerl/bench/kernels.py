@@ -56,16 +56,19 @@ def graph_time(calls: Sequence[Callable[[], Any]]) -> float:
 
 
 def small_cuts(tokens: int) -> list[Cut]:
-    """Cuts worth trying: stages of 18 to 55 KB of weight, at least three of them, registers for the sums."""
-    most = 6 if tokens <= 16 else 4 if tokens <= 64 else 2
-    found = []
-    for warpgroups, row_groups, rounds in itertools.product((2, 4, 6), (1, 2, 3, 4, 6), (1, 2, 4)):
-        if warpgroups > most or warpgroups % row_groups:
+    """Cuts worth trying: stages of 9 to 74 KB of weight, at least two of them, as many tiles before a wait as
+    the registers of the warpgroups allow."""
+    found: dict[tuple[int, ...], Cut] = {}
+    sizes = itertools.product((2, 3, 4), (1, 2, 3, 4), (2, 4, 8), (140_000, 176_000, 215_000))
+    for warpgroups, row_groups, rounds, shared in sizes:
+        if warpgroups % row_groups or (tokens > 64 and warpgroups > 3):
             continue
-        cut = Cut(warpgroups, row_groups, warpgroups // row_groups * rounds)
-        if (4 if tokens >= 64 else 8) <= cut.tiles * row_groups <= 24 and cut.stages(tokens) >= 3:
-            found.append(cut)
-    return found
+        together = min(rounds, 4 if warpgroups < 4 or tokens <= 16 else 2)
+        cut = Cut(warpgroups, row_groups, warpgroups // row_groups * rounds, together, shared)
+        stages = cut.stages(tokens)
+        if 4 <= cut.tiles * row_groups <= 32 and stages >= 2:
+            found.setdefault((warpgroups, row_groups, rounds, stages), cut)
+    return list(found.values())
 
 
 def quack_tiles(tokens: int, rows: int) -> list[tuple[int, int, int]]:

@@ -96,9 +96,10 @@ class Cut:
     """How packed_gemm.cu cuts a product.
 
     Attributes:
-        warpgroups: Warpgroups that multiply, 2 or 4.
+        warpgroups: Warpgroups that multiply, 2 to 4.
         row_groups: 64-row groups of a row tile, one warpgroup each; warpgroups that are left share K.
         tiles: 64-wide tiles of K in a stage.
+        together: Of these, how many a warpgroup multiplies before it waits: more overlap, more registers.
         shared_bytes: Most shared memory for the stages. What is left is room for the kernels before and after
             this one to sit on the same multiprocessor.
     """
@@ -106,6 +107,7 @@ class Cut:
     warpgroups: int
     row_groups: int
     tiles: int
+    together: int = 2
     shared_bytes: int = 176_000
 
     def sums_bytes(self, tokens: int) -> int:
@@ -174,6 +176,7 @@ def _compiled(cut: Cut, tokens: int, stages: int, device: int) -> Kernel:
         "WARPGROUPS": cut.warpgroups,
         "ROW_GROUPS": cut.row_groups,
         "TILES": cut.tiles,
+        "TOGETHER": cut.together,
         "STAGES": stages,
     }
     return kernel(_SOURCE, "packed_gemm", tuple(defines.items()), device)

@@ -32,14 +32,15 @@ FIXED_POINT = tl.constexpr(2.0**28)  # sums up to 3e10 in steps of 4e-9
 
 @triton.jit
 def begin(PDL: tl.constexpr):
-    """Waits for the kernel before, then lets the next one be scheduled.
+    """Lets the next kernel be scheduled, then waits for the kernel before.
 
-    What a kernel loads ahead of this overlaps with the kernel before: weights, and whatever was written at
-    least two launches ago, since a kernel only starts after all before its predecessor have ended.
+    What a kernel loads ahead of this overlaps with those before it: weights, and whatever was written before
+    the last product, since a product lets its successor start only after its own wait, when all before it has
+    ended. The other kernels promise nothing of the kind.
     """
     if PDL:
-        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
 
 
 @triton.jit

@@ -18,11 +18,11 @@ from qerl.kernels.nf4 import NF4
 Weight = Blob | NF4 | torch.Tensor
 """NVFP4, NF4, or bf16 [N, K]."""
 
-SMALL_TOKENS = 64
-"""Up to here this package's kernel computes the product; the kernel itself could take 128 tokens.
+SMALL_TOKENS = 128
+"""Up to here this package's kernel computes the product, as far as it can.
 
-H100, gate_up of 32B, microseconds of this package's kernel and of quack's with its own tile: 63 and 84 at 8
-tokens, 95 and 104 at 64, 147 and 132 at 128.
+H100, gate_up of 32B, microseconds of this package's kernel and of quack's with its own tile: 57 and 84 at 8
+tokens, 77 and 104 at 64, 119 and 132 at 128.
 """
 
 
@@ -41,15 +41,13 @@ class Product:
     small: bool
 
 
-# By padded tokens. H100, microseconds of gate_up and down of 32B, beside what other cuts took. Of the 40
-# products of 7B and 32B in docs/performance.md 3 have a cut that is more than 10 % faster: 2 warpgroups, 1
-# row group and stages of 8 tiles, for qkv and o at 32 tokens.
+# By padded tokens. H100, microseconds of gate_up and down of 32B, beside what other cuts took.
 _CUTS = {
-    8: Cut(4, 4, 4),  # 62.8 and 34.3; four warpgroups on 128 rows 63 to 66, two warpgroups 68
-    16: Cut(4, 4, 4),  # 64.2 and 36.4; stages half as long 75.2 and 40.9
-    32: Cut(4, 4, 4),  # 70.0 and 39.5; stages half as long 81.9 and 44.4
-    64: Cut(2, 2, 4),  # 94.6 and 50.8; four warpgroups on 256 rows 97.7 and 52.3
-    128: Cut(2, 2, 2),  # 147 and 82: quack is faster, see SMALL_TOKENS
+    8: Cut(2, 2, 8, 4),  # 57.1 and 30.5; four warpgroups on 256 rows 57.9 and 31.2
+    16: Cut(2, 2, 8, 4),  # 57.8 and 32.3; four warpgroups on 256 rows 58.3 and 32.5
+    32: Cut(3, 3, 4, 4),  # 62.0 and 34.0; four warpgroups on 256 rows 61.8 and 34.6
+    64: Cut(3, 3, 4, 4, 200_000),  # 77.1 and 40.9; two warpgroups on 128 rows 83.2 and 43.8
+    128: Cut(2, 2, 4, 4, 215_000),  # 119.2 and 61.4; stages half as long 130.6 and 65.8
 }
 
 

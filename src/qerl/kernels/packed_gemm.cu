@@ -15,6 +15,11 @@
 // Activations [K/64, TOKENS/8, 8 chunks, 8 tokens, 8 k]: the core matrices of wgmma's second operand without
 // swizzle. They are written in this order by the kernel that makes them (qerl.kernels.common.operand_at).
 //
+// Multiplying. Up to 16 tokens each warp multiplies its own 16 rows (mma.sync): it waits for nobody, and the
+// compiler decodes the next block while the last is multiplied. wgmma needs four warps in step and a wait; at 8 tokens
+// that took 135 instructions a tile and warp instead of 95. From 32 tokens on its second operand straight from
+// shared memory is worth that: mma.sync would read it once for every 16 rows.
+//
 // Decoding. A code s e e m becomes the bf16 bits s 0000000 ee m 000000, which is w * 2^-126, exactly, subnormal
 // included; a scale byte shifted left by 4 is sf * 2^-120. The scale is raised by 2^238 in two multiplications,
 // so that the product of both is w * sf * 2^-8: exact in bf16 (at most 6 significant bits). The caller multiplies
@@ -29,7 +34,8 @@
 // because every reader is a kernel of ours, and it keeps results independent of timing.
 //
 // Compile-time: TOKENS (8, 16, 32, 64 or 128), WARPGROUPS that multiply, ROW_GROUPS 64-row groups of a row tile
-// (WARPGROUPS / ROW_GROUPS warpgroups share K), TILES 64-wide k tiles a stage, STAGES.
+// (WARPGROUPS / ROW_GROUPS warpgroups share K), TILES 64-wide k tiles a stage, TOGETHER tiles a warpgroup multiplies
+// before it waits, STAGES.
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -41,7 +47,8 @@ typedef unsigned char u8;
 #define CODE_BYTES 2048
 #define SCALE_BYTES 256
 #define X_BYTES (TOKENS * 128)
-#define STAGE_BYTES (TILES * (ROW_GROUPS * (CODE_BYTES + SCALE_BYTES) + X_BYTES))
+#define WEIGHT_BYTES (ROW_GROUPS * (CODE_BYTES + SCALE_BYTES))  // of a k tile
+#define STAGE_BYTES (TILES * (WEIGHT_BYTES + X_BYTES))
 #define VALUES (TOKENS / 2)  // accumulators a thread
 
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
@@ -133,27 +140,44 @@ __device__ __forceinline__ void multiply(float* d, const u32* a, u32 x) {
   WGMMA("m64n128k16", R32_0 "," R32_1, "%64,%65,%66,%67", "%68", "%69", D16(0), D16(16), D16(32), D16(48));
 #endif
 }
+// d += A * B for a k16 block of one warp's 16 rows and 8 tokens.
+__device__ __forceinline__ void multiply_warp(float* d, const u32* a, u32 b0, u32 b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : D4(0) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+// The second operand of two k16 blocks and 8 tokens.
+__device__ __forceinline__ void load_matrices(u32* b, u32 from) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(b[0]), "=r"(b[1]), "=r"(b[2]), "=r"(b[3]) : "r"(from) : "memory");
+}
 __device__ __forceinline__ void fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void finish() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
 
-// A stretch of one row tile that fits a stage.
+// A block's tiles, as stretches of one row tile that fit a stage.
 struct Piece {
-  int row_tile, first, count;  // count k tiles from the first on
-  __device__ __forceinline__ Piece(int at, int end, int k_tiles) {
-    row_tile = at / k_tiles;
-    first = at - row_tile * k_tiles;
-    count = min(min(TILES, k_tiles - first), end - at);
+  int at, end, k_tiles, row_tile, first, count;  // count k tiles from the first on
+  __device__ __forceinline__ Piece(int begin, int end, int k_tiles)
+      : at(begin), end(end), k_tiles(k_tiles), row_tile(begin / k_tiles), first(begin - row_tile * k_tiles) {
+    measure();
+  }
+  __device__ __forceinline__ void measure() { count = min(min(TILES, k_tiles - first), end - at); }
+  __device__ __forceinline__ bool ends_row_tile() const { return first + count == k_tiles || at + count == end; }
+  __device__ __forceinline__ void advance() {
+    at += count;
+    first += count;
+    if (first == k_tiles) first = 0, row_tile++;
+    measure();
   }
 };
 
 __device__ __forceinline__ void load_weight(const Piece& p, u32 stage, u32 full, const u8* codes, const u8* scales,
-                                            int k_tiles, int groups, u64 policy) {
+                                            int groups, u64 policy) {
 #pragma unroll
   for (int g = 0; g < ROW_GROUPS; g++) {
     // The last row tile may reach beyond the weight; nobody writes those rows.
     int group = min(p.row_tile * ROW_GROUPS + g, groups - 1);
-    long long tile = (long long)group * k_tiles + p.first;
+    long long tile = (long long)group * p.k_tiles + p.first;
     copy(stage + g * TILES * CODE_BYTES, codes + tile * CODE_BYTES, p.count * CODE_BYTES, full, policy);
     copy(stage + TILES * (ROW_GROUPS * CODE_BYTES + g * SCALE_BYTES), scales + tile * SCALE_BYTES,
          p.count * SCALE_BYTES, full, policy);
@@ -161,8 +185,7 @@ __device__ __forceinline__ void load_weight(const Piece& p, u32 stage, u32 full,
 }
 
 __device__ __forceinline__ void load_x(const Piece& p, u32 stage, u32 full, const u8* x, u64 policy) {
-  copy(stage + TILES * ROW_GROUPS * (CODE_BYTES + SCALE_BYTES), x + (long long)p.first * X_BYTES,
-       p.count * X_BYTES, full, policy);
+  copy(stage + TILES * WEIGHT_BYTES, x + (long long)p.first * X_BYTES, p.count * X_BYTES, full, policy);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
@@ -191,29 +214,23 @@ packed_gemm(const u8* __restrict__ x, const u8* __restrict__ codes, const u8* __
       u64 once, often;
       asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(once));
       asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(often));
-      int at = begin, pieces = 0;
-      for (; at < end && pieces < STAGES; pieces++) {
-        Piece p(at, end, k_tiles);
+      int pieces = 0;
+      Piece p(begin, end, k_tiles);
+      for (; p.at < end && pieces < STAGES; pieces++, p.advance()) {
         barrier_expect(full + pieces * 8, p.count * (STAGE_BYTES / TILES));
-        load_weight(p, base + pieces * STAGE_BYTES, full + pieces * 8, codes, scales, k_tiles, groups, once);
-        at += p.count;
+        load_weight(p, base + pieces * STAGE_BYTES, full + pieces * 8, codes, scales, groups, once);
       }
       asm volatile("griddepcontrol.wait;" ::: "memory");
       asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-      int again = begin;
-      for (int s = 0; s < pieces; s++) {
-        Piece p(again, end, k_tiles);
-        load_x(p, base + s * STAGE_BYTES, full + s * 8, x, often);
-        again += p.count;
-      }
-      for (; at < end; pieces++) {
-        Piece p(at, end, k_tiles);
-        int s = pieces % STAGES;
-        barrier_wait(empty + s * 8, (pieces / STAGES + 1) & 1);
+      Piece again(begin, end, k_tiles);
+      for (int s = 0; s < pieces; s++, again.advance())
+        load_x(again, base + s * STAGE_BYTES, full + s * 8, x, often);
+      for (int s = 0, round = 0; p.at < end; p.advance()) {
+        barrier_wait(empty + s * 8, round);
         barrier_expect(full + s * 8, p.count * (STAGE_BYTES / TILES));
-        load_weight(p, base + s * STAGE_BYTES, full + s * 8, codes, scales, k_tiles, groups, once);
+        load_weight(p, base + s * STAGE_BYTES, full + s * 8, codes, scales, groups, once);
         load_x(p, base + s * STAGE_BYTES, full + s * 8, x, often);
-        at += p.count;
+        if (++s == STAGES) s = 0, round ^= 1;
       }
     }
     return;
@@ -224,12 +241,34 @@ packed_gemm(const u8* __restrict__ x, const u8* __restrict__ codes, const u8* __
   const u8* code_at = stages + row_group * TILES * CODE_BYTES + threadIdx.x % 128 * 16;
   const u8* scale_at =
       stages + TILES * (ROW_GROUPS * CODE_BYTES + row_group * SCALE_BYTES) + (warp % 4 * 8 + lane / 4) * 8;
-  const u32 x_at = ((base + TILES * ROW_GROUPS * (CODE_BYTES + SCALE_BYTES)) >> 4) | ((128 >> 4) << 16);
 
   float acc[VALUES];
 #pragma unroll
   for (int i = 0; i < VALUES; i++) acc[i] = 0.0f;
   int stage = 0, parity = 0, unit = 0;
+#if TOKENS <= 16
+  const u32 matrices_at = base + TILES * WEIGHT_BYTES + lane * 16;
+  auto tile = [&](int t) {
+    uint4 code = *(const uint4*)(code_at + stage * STAGE_BYTES + t * CODE_BYTES);
+    uint2 scale = *(const uint2*)(scale_at + stage * STAGE_BYTES + t * SCALE_BYTES);
+    u32 b[TOKENS / 8][8], a[4];
+#pragma unroll
+    for (int g = 0; g < TOKENS / 8; g++) {
+      u32 from = matrices_at + stage * STAGE_BYTES + t * X_BYTES + g * 1024;
+      load_matrices(b[g], from);
+      load_matrices(b[g] + 4, from + 512);
+    }
+    const u32 words[4] = {code.x, code.y, code.z, code.w};
+#pragma unroll
+    for (int k = 0; k < 4; k++) {
+      decode(words[k], k < 2 ? scale.x : scale.y, k & 1, a);
+#pragma unroll
+      for (int g = 0; g < TOKENS / 8; g++) multiply_warp(acc + g * 4, a, b[g][2 * k], b[g][2 * k + 1]);
+    }
+  };
+  auto finished = [] {};
+#else
+  const u32 x_at = ((base + TILES * WEIGHT_BYTES) >> 4) | ((128 >> 4) << 16);
   // Two k16 blocks are decoded while the two before them are multiplied.
   auto tile = [&](int t) {
     uint4 code = *(const uint4*)(code_at + stage * STAGE_BYTES + t * CODE_BYTES);
@@ -249,24 +288,24 @@ packed_gemm(const u8* __restrict__ x, const u8* __restrict__ codes, const u8* __
     multiply(acc, late[1], b + (768 >> 4));
     commit();
   };
-  for (int at = begin; at < end;) {
-    Piece p(at, end, k_tiles);
+  auto finished = [] { finish(); };
+#endif
+  for (Piece p(begin, end, k_tiles); p.at < end; p.advance()) {
     barrier_wait(full + stage * 8, parity);
     int t = k_group;
-    for (; t + K_GROUPS < p.count; t += 2 * K_GROUPS) {
-      tile(t);
-      tile(t + K_GROUPS);
-      finish();
+    for (; t + (TOGETHER - 1) * K_GROUPS < p.count; t += TOGETHER * K_GROUPS) {
+#pragma unroll
+      for (int i = 0; i < TOGETHER; i++) tile(t + i * K_GROUPS);
+      finished();
     }
-    if (t < p.count) {
+    for (; t < p.count; t += K_GROUPS) {
       tile(t);
-      finish();
+      finished();
     }
     __syncwarp();
     if (lane == 0) barrier_arrive(empty + stage * 8);
     if (++stage == STAGES) stage = 0, parity ^= 1;
-    at += p.count;
-    if (p.first + p.count < k_tiles && at < end) continue;
+    if (!p.ends_row_tile()) continue;
 
     // The row tile, or this block's part of it, is complete. Warpgroups that shared K are added in order, in one
     // of two buffers in turn, so that one barrier is enough.
