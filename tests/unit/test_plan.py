@@ -122,16 +122,16 @@ def test_keys_and_values():
 # Measured peaks
 
 
-BEFORE_THE_ENGINE = {"step-7b-h100"}  # there `resident_gb` was read without the engine's copy of LoRA
+LEFT_BEHIND = 0.35  # GB that a process still holds of the run before: 0.34 on 7B and on 14B
 
 
 def recorded():
     """Rows of the step benchmark whose update is this project's own."""
     rows = []
     for file in sorted(RESULTS.glob("step-*.json")):
-        for row in json.loads(file.read_text())["rows"]:
-            row["file"] = file.stem
-            if row.get("weights") in ("nvfp4", "mxfp4", "bf16") and "update_gb" in row:
+        for number, row in enumerate(json.loads(file.read_text())["rows"]):
+            row["first"] = number == 0
+            if "update_gb" in row and row.get("engine", "qerl") == "qerl":
                 name = (
                     f"{row['shape']}-{row['weights']}-r{row['lora_rank']}-{row['prompts']}x{row['samples']}"
                 )
@@ -164,8 +164,9 @@ def test_prediction_of_recorded_peaks(row):
         ),
         GB80,
     )
-    resident = plan.parts[: 2 if row["file"] in BEFORE_THE_ENGINE else 3]
-    assert sum(part.update for part in resident) / 1e9 == pytest.approx(row["resident_gb"], rel=0.01)
+    resident = sum(part.update for part in plan.parts[:3]) / 1e9
+    left = 0 if row["first"] else LEFT_BEHIND
+    assert 0.99 * row["resident_gb"] - left < resident < 1.01 * row["resident_gb"]
     assert plan.update / 1e9 == pytest.approx(row["update_gb"], rel=0.05)
     # What torch's allocator still holds of the update before is in the measured figure, but can be had back.
     assert plan.rollout / 1e9 < 1.05 * row["rollout_gb"]

@@ -13,12 +13,15 @@ class Reserve:
 
     Attributes:
         context: CUDA context, loaded kernels, cuBLAS workspaces, captured graphs and the engine's buffers.
-        slack: Memory that torch's allocator holds without a use, as a share of an update's activations:
-            freed blocks of one size do not serve the next.
+        slack: Memory that torch's allocator holds without a use, as a share of the inputs of layers and of
+            what one layer or the head takes: freed blocks of one size do not serve the next.
+        kept_slack: The same as a share of layers that keep their activations; few of these blocks are freed
+            before the backward pass.
     """
 
     context: int = 1_200_000_000
     slack: float = 0.12
+    kept_slack: float = 0.02
 
 
 @dataclass(frozen=True)
@@ -87,7 +90,7 @@ def make_plan(model: Model, work: Work, capacity: int) -> Plan:
     sequences = cache.sequences(budget)
     # Within one backward pass, gradients grow while what was kept for them goes.
     gradients = adapter.gradients if work.passes > 1 else max(0, adapter.gradients - update.kept)
-    slack = round(reserve.slack * (update.kept + update.working))
+    slack = round(reserve.slack * (update.inputs + update.working) + reserve.kept_slack * update.whole_layers)
     parts = (
         *(Part(name, size, size) for name, size in resident.items()),
         Part("keys and values", min(cache.bytes, max(0, round(budget))), 0),

@@ -18,9 +18,6 @@ from qerl.plan.sizes import Activations, Model, Work
 MARGIN = 1.05
 """A plan is meant to be within 5 % of what a step then takes."""
 
-KEPT_MARGIN = 1.1
-"""The same where layers keep their activations, of which no peak has been recorded yet."""
-
 MOST_SEQUENCES = 512  # that the paged engine runs side by side
 ENOUGH_TOKENS = 32768  # in a forward pass; more do not make it faster
 FEW_TOKENS = 2048  # in a forward pass; only memory asks for fewer
@@ -35,12 +32,7 @@ _EVERY = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96)
 
 def fits(plan: Plan) -> bool:
     """Whether both phases fit with the margin, and at least one sequence of full length can be decoded."""
-    return plan.sequences > 0 and plan.peak * margin(plan) <= plan.capacity
-
-
-def margin(plan: Plan) -> float:
-    """How much larger than planned a step may turn out."""
-    return MARGIN if plan.work.every_n_layers == 1 else KEPT_MARGIN
+    return plan.sequences > 0 and plan.peak * MARGIN <= plan.capacity
 
 
 def cost(model: Model, work: Work) -> float:

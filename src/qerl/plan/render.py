@@ -5,7 +5,7 @@ from rich.table import Table
 from rich.text import Text
 
 from qerl.plan.phases import Plan
-from qerl.plan.propose import fits, margin
+from qerl.plan.propose import MARGIN, fits
 from qerl.plan.sizes import Activations
 
 _WIDTH = 48  # characters of a bar, so that the line fits a terminal of 80
@@ -49,7 +49,7 @@ def verdict(plan: Plan) -> str:
     elif plan.sequences == 0:
         said = "It does not fit: beside the weights there is no room for the keys and values of one sequence."
     else:
-        off = f"{margin(plan) - 1:.0%}"
+        off = f"{MARGIN - 1:.0%}"
         said = f"It is tight: {peak} of {capacity} GB in the {phase}, and a plan may be off by {off}."
     if 0 < plan.sequences < plan.work.sequences:
         said += (

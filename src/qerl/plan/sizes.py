@@ -315,21 +315,34 @@ class Activations:
         return -(-self.model.layers // self.work.every_n_layers) if self.work.every_n_layers else 0
 
     @property
+    def inputs(self) -> int:
+        """``2 layers T D``: the input of every layer."""
+        return self.model.layers * HALF * self.work.tokens * self.model.hidden
+
+    @property
+    def whole_layers(self) -> int:
+        """All of a layer that is not computed again."""
+        return (self.model.layers - self.recomputed) * self.layer
+
+    @property
     def kept(self) -> int:
-        """``2 layers T D``: the input of every layer; all of a layer that is not computed again."""
-        inputs = self.model.layers * HALF * self.work.tokens * self.model.hidden
-        return inputs + (self.model.layers - self.recomputed) * self.layer
+        """From the forward to the backward pass."""
+        return self.inputs + self.whole_layers
 
     @property
     def layer(self) -> int:
         """``2 T (3 D + 2 Q + 2 G + 3 I + 7 R)``: inputs of q/k/v and gate/up, the residual between, queries,
         keys, values and their result, gate, up and their product, and the adapters' low rows; fp32 for each
         row of both norms and each head of attention. NF4 layers run through PEFT, which keeps the input of
-        each of the seven in fp32 besides: ``4 T (5 D + Q + I)``."""
+        each of the seven in fp32, ``4 T (5 D + Q + I)``, and bitsandbytes, so that those of q/k/v, of gate/up
+        and of down are not needed in bf16."""
         m, t = self.model, self.work.tokens
         wide = 3 * m.hidden + 2 * m.queries + 2 * m.keys + 3 * m.intermediate
-        peft = 5 * m.hidden + m.queries + m.intermediate if self.work.weights == "nf4" else 0
-        return HALF * t * (wide + 7 * self.work.rank) + FULL * t * (2 + m.heads + peft)
+        single = 2 + m.heads
+        if self.work.weights == "nf4":
+            wide -= 2 * m.hidden + m.intermediate
+            single += 5 * m.hidden + m.queries + m.intermediate
+        return HALF * t * (wide + 7 * self.work.rank) + FULL * t * single
 
     @property
     def backward(self) -> int:
