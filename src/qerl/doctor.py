@@ -232,10 +232,10 @@ def _rollout() -> Iterator[Row]:
     else:
         finding = "Llama, Mistral, Qwen2 and Qwen3 in bfloat16 with nvfp4, mxfp4 or 16-bit weights"
         yield Row(section, "paged engine", "ok", finding)
-        from qerl.kernels.gemm import SMALL_TOKENS
+        from qerl.kernels.blob import MOST_TOKENS
 
         finding = (
-            f"four-bit weights: this package's kernel up to {SMALL_TOKENS} tokens, quack-kernels from there, "
+            f"four-bit weights: this package's kernel up to {MOST_TOKENS} tokens, quack-kernels from there, "
             "each where it was faster on an H100; 16-bit weights: cuBLAS"
         )
         yield Row(section, "products", "ok", finding)

@@ -16,7 +16,7 @@ if not torch.cuda.is_available():
 from qerl.bench.decoder import random_decoder
 from qerl.bench.kernels import dequantised
 from qerl.bench.rollout import fill_prompts
-from qerl.kernels import gemm
+from qerl.kernels.blob import MOST_TOKENS
 from qerl.kernels.needs import has_module
 from qerl.plan.shapes import Shape
 from qerl.rollout.engine import SamplingParams
@@ -51,7 +51,7 @@ def output(decoder, rows, lora, passes=1):
 @pytest.mark.parametrize("rows", [1, 8, 20, 64, 100])
 @pytest.mark.parametrize("rank", [0, 16])
 def test_packed_pass_is_the_dense_pass(rows, rank):
-    if rows > gemm.SMALL_TOKENS and not has_module("quack"):
+    if rows > MOST_TOKENS and not has_module("quack"):
         pytest.skip("quack-kernels is not installed")
     torch.manual_seed(0)
     packed = random_decoder(SIZES, "nvfp4", rank, 128)

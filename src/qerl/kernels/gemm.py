@@ -1,8 +1,9 @@
 """Which kernel computes a product, and its output as the reader wants it.
 
-bf16 weights go to cuBLAS, NF4 weights to bitsandbytes. NVFP4 weights go to this package's kernel for few
-tokens and to quack-kernels from then on; both read the same bytes. The limit and the cuts were measured on an
-H100, see docs/performance.md.
+bf16 weights go to cuBLAS, NF4 weights to bitsandbytes. NVFP4 weights go to this package's kernel up to as
+many tokens as it takes, where it is the faster one (gate_up of 32B on an H100: 57 us, and 84 with
+quack-kernels, at 8 tokens, 77 and 104 at 64, 119 and 132 at 128), and to quack-kernels from then on; both read
+the same bytes.
 """
 
 from dataclasses import dataclass
@@ -12,18 +13,11 @@ import torch
 
 from qerl.errors import QeRLError
 from qerl.kernels import nf4
-from qerl.kernels.blob import Blob, Cut, padded_tokens, parts, small_gemm
+from qerl.kernels.blob import MOST_TOKENS, Blob, Cut, padded_tokens, parts, small_gemm
 from qerl.kernels.nf4 import NF4
 
 Weight = Blob | NF4 | torch.Tensor
 """NVFP4, NF4, or bf16 [N, K]."""
-
-SMALL_TOKENS = 128
-"""Up to here this package's kernel computes the product, as far as it can.
-
-H100, gate_up of 32B, microseconds of this package's kernel and of quack's with its own tile: 57 and 84 at 8
-tokens, 77 and 104 at 64, 119 and 132 at 128.
-"""
 
 
 @dataclass(frozen=True)
@@ -59,7 +53,7 @@ def small_cut(tokens: int) -> Cut:
 def room(weight: Weight, tokens: int) -> int:
     """Tokens an operand of this weight must have room for, in the order of :func:`small_gemm`; 0 if the
     product wants it as [T, K]."""
-    return padded_tokens(tokens) if isinstance(weight, Blob) and tokens <= SMALL_TOKENS else 0
+    return padded_tokens(tokens) if isinstance(weight, Blob) and tokens <= MOST_TOKENS else 0
 
 
 def scratch_bytes(weight: Weight, tokens: int) -> int:
@@ -133,7 +127,7 @@ def quack(
         from quack.gemm_w4 import gemm_w4a16
     except ImportError as error:
         raise QeRLError(
-            f"Products of NVFP4 weights with more than {SMALL_TOKENS} tokens need the package quack-kernels: "
+            f"Products of NVFP4 weights with more than {MOST_TOKENS} tokens need the package quack-kernels: "
             "install it, or use the portable engine."
         ) from error
     tile_m, tile_n, split_k = tile or quack_tile(x_TK.shape[0], *weight.shape)

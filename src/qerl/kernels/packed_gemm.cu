@@ -140,11 +140,13 @@ __device__ __forceinline__ void multiply(float* d, const u32* a, u32 x) {
   WGMMA("m64n128k16", R32_0 "," R32_1, "%64,%65,%66,%67", "%68", "%69", D16(0), D16(16), D16(32), D16(48));
 #endif
 }
+
 // d += A * B for a k16 block of one warp's 16 rows and 8 tokens.
 __device__ __forceinline__ void multiply_warp(float* d, const u32* a, u32 b0, u32 b1) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
       : D4(0) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
+
 // The second operand of two k16 blocks and 8 tokens.
 __device__ __forceinline__ void load_matrices(u32* b, u32 from) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
@@ -266,7 +268,7 @@ packed_gemm(const u8* __restrict__ x, const u8* __restrict__ codes, const u8* __
       for (int g = 0; g < TOKENS / 8; g++) multiply_warp(acc + g * 4, a, b[g][2 * k], b[g][2 * k + 1]);
     }
   };
-  auto finished = [] {};
+  auto await_products = [] {};
 #else
   const u32 x_at = ((base + TILES * WEIGHT_BYTES) >> 4) | ((128 >> 4) << 16);
   // Two k16 blocks are decoded while the two before them are multiplied.
@@ -288,7 +290,7 @@ packed_gemm(const u8* __restrict__ x, const u8* __restrict__ codes, const u8* __
     multiply(acc, late[1], b + (768 >> 4));
     commit();
   };
-  auto finished = [] { finish(); };
+  auto await_products = [] { finish(); };
 #endif
   for (Piece p(begin, end, k_tiles); p.at < end; p.advance()) {
     barrier_wait(full + stage * 8, parity);
@@ -296,11 +298,11 @@ packed_gemm(const u8* __restrict__ x, const u8* __restrict__ codes, const u8* __
     for (; t + (TOGETHER - 1) * K_GROUPS < p.count; t += TOGETHER * K_GROUPS) {
 #pragma unroll
       for (int i = 0; i < TOGETHER; i++) tile(t + i * K_GROUPS);
-      finished();
+      await_products();
     }
     for (; t < p.count; t += K_GROUPS) {
       tile(t);
-      finished();
+      await_products();
     }
     __syncwarp();
     if (lane == 0) barrier_arrive(empty + stage * 8);
