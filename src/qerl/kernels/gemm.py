@@ -2,8 +2,8 @@
 
 bf16 weights go to cuBLAS, NF4 weights to bitsandbytes. NVFP4 weights go to this package's kernel up to as
 many tokens as it takes, where it is the faster one (gate_up of 32B on an H100: 57 us, and 84 with
-quack-kernels, at 8 tokens, 77 and 104 at 64, 119 and 132 at 128), and to quack-kernels from then on; both read
-the same bytes.
+quack-kernels, at 8 tokens, 77 and 104 at 64, 119 and 132 at 128), and to quack-kernels from then on; both
+read the same bytes.
 """
 
 from dataclasses import dataclass
