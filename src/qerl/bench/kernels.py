@@ -1,4 +1,5 @@
-"""The NVFP4 products of a model's shapes: this package's kernel, quack and cuBLAS on BF16, side by side.
+"""The four-bit products of a model's shapes, side by side: this package's kernel and quack on one copy of an
+NVFP4 weight, humming on its own, bitsandbytes on NF4, cuBLAS on BF16; those that are installed.
 
     qerl bench kernels --shape 7b 32b --tokens 1 8 16 32 64
 
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 
 from qerl.bench.decoder import random_blob
+from qerl.bench.products import PRODUCTS, Product, bitsandbytes
 from qerl.bench.result import head
 from qerl.kernels import gemm
 from qerl.kernels.blob import MOST_TOKENS, Blob, Cut, from_blob, parts, small_gemm, to_operand
@@ -92,6 +94,12 @@ def time_quack(x_TK: torch.Tensor, blobs: list[Blob], tile: tuple[int, int, int]
     return graph_time([lambda b=b: gemm.quack(x_TK, b, out, tile) for b in blobs])  # type: ignore[misc]
 
 
+def time_product(x_TK: torch.Tensor, blobs: list[Blob], build: Callable[[Blob], Product]) -> float:
+    """Microseconds of another package's product."""
+    products = [build(blob) for blob in blobs]
+    return graph_time([lambda p=p: p(x_TK) for p in products])  # type: ignore[misc]
+
+
 def time_cublas(x_TK: torch.Tensor, rows: int) -> float:
     """Microseconds of cuBLAS on a BF16 weight."""
     width = x_TK.shape[1]
@@ -118,6 +126,13 @@ def quack_error(x_TK: torch.Tensor, blob: Blob, tile: tuple[int, int, int]) -> f
     out = torch.empty(x_TK.shape[0], blob.shape[0], dtype=torch.bfloat16, device="cuda")
     gemm.quack(x_TK, blob, out, tile)
     return _relative(out, x_TK.double() @ dequantised(blob).T)
+
+
+def product_error(x_TK: torch.Tensor, blob: Blob, build: Callable[[Blob], Product]) -> float | None:
+    """Relative error of another package's product, where it is one of this weight."""
+    if build is bitsandbytes:
+        return None
+    return _relative(build(blob)(x_TK), x_TK.double() @ dequantised(blob).T)
 
 
 def _relative(found: torch.Tensor, truth: torch.Tensor) -> float:
@@ -155,6 +170,11 @@ def measure(
         tiles = quack_tiles(tokens, rows) if "quack" in tune else [chosen_tile]
         timed_tiles = [(time_quack(x_TK, blobs, tile), list(tile)) for tile in tiles]
         add("quack", size, timed_tiles, quack_error(x_TK, blobs[0], chosen_tile))
+    for engine, build in PRODUCTS.items():
+        if engine in engines and has_module(engine):
+            add(
+                engine, size, [(time_product(x_TK, blobs, build), None)], product_error(x_TK, blobs[0], build)
+            )
     del blobs
     if "cublas" in engines:
         add("cublas", rows * width * 2.0, [(time_cublas(x_TK, rows), None)], None)
@@ -166,7 +186,9 @@ def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="qerl bench kernels", description=__doc__.split("\n")[0])
     parser.add_argument("--shape", nargs="+", default=["7b"])
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 32])
-    parser.add_argument("--engine", nargs="+", default=["qerl", "quack", "cublas"], help="what is timed")
+    parser.add_argument(
+        "--engine", nargs="+", default=["qerl", "quack", *PRODUCTS, "cublas"], help="what is timed"
+    )
     parser.add_argument(
         "--tune",
         nargs="+",
