@@ -13,7 +13,7 @@ Product = Callable[[torch.Tensor], torch.Tensor]
 
 
 def humming(blob: Blob) -> Product:
-    """The same NVFP4 weight, global scale 1, in humming-kernels' layout; a kernel is compiled for its shape."""
+    """The same NVFP4 weight, global scale 1, in humming's layout; a kernel is compiled for its shape."""
     from humming.layer import HummingLayer
 
     rows, width = blob.shape
