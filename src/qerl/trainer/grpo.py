@@ -105,6 +105,7 @@ class QeRLTrainer(GRPOTrainer):
         self.engine = engine
         understand_every_n_layers(self.model)
         base = base_model(self.accelerator.unwrap_model(self.model))
+        self._decoder = base.base_model
         self._branch_attention = use_branch_attention(base)
         if base.device.type == "cuda":
             from qerl.trainer.fused import fuse  # needs Triton
@@ -396,8 +397,7 @@ class QeRLTrainer(GRPOTrainer):
 
     def _forward(self, model: torch.nn.Module, padded: Padded, rows: list[int]) -> Outputs:
         self._redo.forward_of(rows, padded.lengths)
-        decoder = base_model(self.accelerator.unwrap_model(model)).base_model
-        return score_rows(model, decoder, padded, rows, self._branch_attention)
+        return score_rows(model, self._decoder, padded, rows, self._branch_attention)
 
     def prediction_step(
         self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None
@@ -417,7 +417,8 @@ class QeRLTrainer(GRPOTrainer):
             self._seconds[name] += time.perf_counter() - start
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
-        model.train()
+        if not model.training:  # to ask is cheaper than to tell every module again
+            model.train()
         with self._timed("total"), self._weights_at_hand():
             batch = self._prepare_inputs(inputs)
             if self._redo.begins(self.state.global_step):
