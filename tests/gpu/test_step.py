@@ -14,7 +14,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
 from qerl.bench.decoder import random_decoder
-from qerl.bench.kernels import dequantised
+from qerl.bench.products import dequantised
 from qerl.bench.rollout import fill_prompts
 from qerl.kernels.blob import MOST_TOKENS
 from qerl.kernels.needs import has_module

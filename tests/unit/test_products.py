@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from qerl.bench.decoder import random_blob
-from qerl.bench.kernels import dequantised
-from qerl.bench.products import humming
+from qerl.bench.products import bitsandbytes, dequantised, humming
+from qerl.kernels import nf4
 from qerl.nvfp4.format import NVFP4, PackedWeight, dequantize
 
 
@@ -37,4 +37,21 @@ def test_humming_is_given_the_same_weight(monkeypatch: pytest.MonkeyPatch) -> No
     torch.manual_seed(0)
     blob = random_blob(128, 192, device="cpu")
     x_TK = torch.randn(3, 192, dtype=torch.float64)
-    torch.testing.assert_close(humming(blob)(x_TK), x_TK @ dequantised(blob).T)
+    torch.testing.assert_close(humming(blob).multiply(x_TK), x_TK @ dequantised(blob).T)
+
+
+def test_bitsandbytes_is_compared_with_its_own_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    functional = pytest.importorskip("bitsandbytes.functional", reason="bitsandbytes is not installed")
+    table = functional.get_4bit_type("nf4", device="cpu").double()
+
+    def product(x_TK, weight):
+        codes = torch.cat([weight.codes >> 4, weight.codes & 15], dim=1)  # the lower column in the high half
+        dense = table[codes.long()].view(-1, nf4.BLOCK) * weight.absmax[:, None]
+        return x_TK @ dense.view(weight.shape).T
+
+    monkeypatch.setattr(nf4, "product", product)
+    torch.manual_seed(0)
+    contestant = bitsandbytes(random_blob(128, 192, device="cpu"))
+    x_TK = torch.randn(3, 192, dtype=torch.float64)
+    expected = x_TK @ contestant.dense_NK().T
+    torch.testing.assert_close(contestant.multiply(x_TK), expected, rtol=1e-6, atol=1e-6)

@@ -18,22 +18,14 @@ from typing import Any
 import torch
 
 from qerl.bench.decoder import random_blob
-from qerl.bench.products import PRODUCTS, Product, bitsandbytes
+from qerl.bench.products import CONTESTANTS, Contestant, dequantised
 from qerl.bench.result import head
 from qerl.kernels import gemm
-from qerl.kernels.blob import MOST_TOKENS, Blob, Cut, from_blob, parts, small_gemm, to_operand
+from qerl.kernels.blob import MOST_TOKENS, Blob, Cut, parts, small_gemm, to_operand
 from qerl.kernels.needs import has_module
-from qerl.nvfp4.format import NVFP4, PackedWeight, dequantize
 from qerl.plan.shapes import shape
 
 _CACHE_BYTES = 150e6  # three times an H100's L2
-
-
-def dequantised(blob: Blob) -> torch.Tensor:
-    """[N, K] of a blob, global scale 1, exact in fp64."""
-    codes, scales = from_blob(blob)
-    one = torch.ones(1, device=codes.device)
-    return dequantize(PackedWeight(codes, scales.view(torch.float8_e4m3fn), one, NVFP4)).double()
 
 
 def graph_time(calls: Sequence[Callable[[], Any]]) -> float:
@@ -94,10 +86,9 @@ def time_quack(x_TK: torch.Tensor, blobs: list[Blob], tile: tuple[int, int, int]
     return graph_time([lambda b=b: gemm.quack(x_TK, b, out, tile) for b in blobs])  # type: ignore[misc]
 
 
-def time_product(x_TK: torch.Tensor, blobs: list[Blob], build: Callable[[Blob], Product]) -> float:
+def time_others(x_TK: torch.Tensor, others: list[Contestant]) -> float:
     """Microseconds of another package's product."""
-    products = [build(blob) for blob in blobs]
-    return graph_time([lambda p=p: p(x_TK) for p in products])  # type: ignore[misc]
+    return graph_time([lambda o=o: o.multiply(x_TK) for o in others])  # type: ignore[misc]
 
 
 def time_cublas(x_TK: torch.Tensor, rows: int) -> float:
@@ -128,11 +119,9 @@ def quack_error(x_TK: torch.Tensor, blob: Blob, tile: tuple[int, int, int]) -> f
     return _relative(out, x_TK.double() @ dequantised(blob).T)
 
 
-def product_error(x_TK: torch.Tensor, blob: Blob, build: Callable[[Blob], Product]) -> float | None:
-    """Relative error of another package's product, where it is one of this weight."""
-    if build is bitsandbytes:
-        return None
-    return _relative(build(blob)(x_TK), x_TK.double() @ dequantised(blob).T)
+def others_error(x_TK: torch.Tensor, other: Contestant) -> float:
+    """Relative error of another package's product."""
+    return _relative(other.multiply(x_TK), x_TK.double() @ other.dense_NK().T)
 
 
 def _relative(found: torch.Tensor, truth: torch.Tensor) -> float:
@@ -170,11 +159,10 @@ def measure(
         tiles = quack_tiles(tokens, rows) if "quack" in tune else [chosen_tile]
         timed_tiles = [(time_quack(x_TK, blobs, tile), list(tile)) for tile in tiles]
         add("quack", size, timed_tiles, quack_error(x_TK, blobs[0], chosen_tile))
-    for engine, build in PRODUCTS.items():
+    for engine, build in CONTESTANTS.items():
         if engine in engines and has_module(engine):
-            add(
-                engine, size, [(time_product(x_TK, blobs, build), None)], product_error(x_TK, blobs[0], build)
-            )
+            others = [build(blob) for blob in blobs]
+            add(engine, size, [(time_others(x_TK, others), None)], others_error(x_TK, others[0]))
     del blobs
     if "cublas" in engines:
         add("cublas", rows * width * 2.0, [(time_cublas(x_TK, rows), None)], None)
@@ -187,7 +175,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--shape", nargs="+", default=["7b"])
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument(
-        "--engine", nargs="+", default=["qerl", "quack", *PRODUCTS, "cublas"], help="what is timed"
+        "--engine", nargs="+", default=["qerl", "quack", *CONTESTANTS, "cublas"], help="what is timed"
     )
     parser.add_argument(
         "--tune",

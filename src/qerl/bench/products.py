@@ -1,18 +1,37 @@
 """Four-bit products of other packages, to be timed beside this package's own (`qerl bench kernels`)."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
 from qerl.bench.decoder import random_nf4
 from qerl.kernels import nf4
 from qerl.kernels.blob import Blob, from_blob
-
-Product = Callable[[torch.Tensor], torch.Tensor]
-"""x [T, K] in bf16 to x w^T [T, N]."""
+from qerl.nvfp4.format import NVFP4, PackedWeight, dequantize
 
 
-def humming(blob: Blob) -> Product:
+@dataclass(frozen=True)
+class Contestant:
+    """A weight as a package holds it.
+
+    Attributes:
+        multiply: x [T, K] in bf16 to x w^T [T, N].
+        dense_NK: Makes the weight that this should multiply with, fp64.
+    """
+
+    multiply: Callable[[torch.Tensor], torch.Tensor]
+    dense_NK: Callable[[], torch.Tensor]
+
+
+def dequantised(blob: Blob) -> torch.Tensor:
+    """[N, K] of a blob, global scale 1, exact in fp64."""
+    codes, scales = from_blob(blob)
+    one = torch.ones(1, device=codes.device)
+    return dequantize(PackedWeight(codes, scales.view(torch.float8_e4m3fn), one, NVFP4)).double()
+
+
+def humming(blob: Blob) -> Contestant:
     """The same NVFP4 weight, global scale 1, in humming's layout; a kernel is compiled for its shape."""
     from humming.layer import HummingLayer
 
@@ -32,14 +51,24 @@ def humming(blob: Blob) -> Product:
         }
     )
     layer.transform()
-    return layer
+    return Contestant(layer, lambda: dequantised(blob))
 
 
-def bitsandbytes(blob: Blob) -> Product:
+def bitsandbytes(blob: Blob) -> Contestant:
     """A random NF4 weight of the same shape; the kernel is bitsandbytes' choice."""
-    weight = random_nf4(*blob.shape, device=str(blob.codes.device))
-    return lambda x_TK: nf4.product(x_TK, weight)
+    from bitsandbytes.functional import QuantState, dequantize_4bit, get_4bit_type
+
+    device = blob.codes.device
+    weight = random_nf4(*blob.shape, device=str(device))
+    state = QuantState(
+        weight.absmax, torch.Size(weight.shape), get_4bit_type("nf4", device), nf4.BLOCK, "nf4", torch.float32
+    )
+
+    def dense_NK() -> torch.Tensor:
+        return dequantize_4bit(weight.codes, state).double()
+
+    return Contestant(lambda x_TK: nf4.product(x_TK, weight), dense_NK)
 
 
-PRODUCTS: dict[str, Callable[[Blob], Product]] = {"humming": humming, "bitsandbytes": bitsandbytes}
+CONTESTANTS: dict[str, Callable[[Blob], Contestant]] = {"humming": humming, "bitsandbytes": bitsandbytes}
 """By the name of the package's module."""

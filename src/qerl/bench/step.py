@@ -171,9 +171,10 @@ def _parser() -> argparse.ArgumentParser:
 def _own_rows(args: argparse.Namespace, sizes: Shape) -> Iterator[dict[str, Any]]:
     """What :func:`measure` gives for each format, rank, number of prompts and length."""
     for weights, rank in itertools.product(args.weights, args.rank):
+        before = torch.cuda.memory_allocated()  # workspaces of the row before
         policy = random_policy(sizes, weights, rank, args.prompt + max(args.tokens) + 64)
         engine = make_engine(policy, 0, args.samples * max(args.prompts))
-        resident = torch.cuda.memory_allocated() / 1e9
+        resident = (torch.cuda.memory_allocated() - before) / 1e9
         for prompts, tokens in itertools.product(args.prompts, args.tokens):
             chosen = _settings(args, sizes, weights, rank, prompts, tokens)
             seen = measure(
