@@ -49,8 +49,8 @@ def run_demo(config: QeRLConfig, console: Console) -> int:
 def one_microbatch(config: QeRLConfig) -> None:
     """All samples of a step in one loss, which means the same on paper.
 
-    The recipe has a group in each loss, which suits the dense attention of a CPU. A GPU attends within groups only,
-    and with a model this small its time goes into launches, once for each loss.
+    The recipe has a group in each loss, which suits the dense attention of a CPU. A GPU attends within groups
+    only, and with a model this small its time goes into launches, once for each loss.
     """
     config.per_device_train_batch_size *= config.gradient_accumulation_steps
     config.gradient_accumulation_steps = config.steps_per_generation = 1
