@@ -1,5 +1,7 @@
-"""The four-bit products of a model's shapes, side by side: this package's kernel and quack on one copy of an
-NVFP4 weight, humming on its own, bitsandbytes on NF4, cuBLAS on BF16; those that are installed.
+"""The four-bit products of a model's shapes, by this package and by others that are installed, side by side.
+
+This package's kernel and quack share one copy of an NVFP4 weight; humming has its own, bitsandbytes multiplies
+with NF4, cuBLAS with BF16.
 
     qerl bench kernels --shape 7b 32b --tokens 1 8 16 32 64
 
