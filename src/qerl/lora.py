@@ -37,7 +37,7 @@ class DenseLoraLinear(LoraLinear):
     """``base(x) + B A x * alpha / r`` around a 16-bit or FP32 linear; one product on a GPU."""
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        fused = None if args or kwargs else fused_forward(self, x)
+        fused = None if args or kwargs else fused_forward(x, self)
         return super().forward(x, *args, **kwargs) if fused is None else fused
 
 

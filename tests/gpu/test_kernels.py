@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -371,9 +372,10 @@ def test_rms_norm_and_its_gradient():
     assert error(x.grad, x64.grad) < 8e-3
 
 
-def test_swiglu_and_its_gradients():
-    gate, up, dout = with_gradient(3, 700), with_gradient(3, 700), half(3, 700)
-    out = elementwise.swiglu(gate, up)
+@pytest.mark.parametrize("joint", [False, True])
+def test_swiglu_and_its_gradients(joint):
+    gate, up, dout = with_gradient(3, 5, 1100), with_gradient(3, 5, 1100), half(3, 5, 1100)
+    out = elementwise.swiglu(torch.cat([gate, up], -1)) if joint else elementwise.swiglu(gate, up)
     out.backward(dout)
     gate64, up64 = (t.detach().double().requires_grad_() for t in (gate, up))
     truth = torch.nn.functional.silu(gate64) * up64
@@ -381,3 +383,26 @@ def test_swiglu_and_its_gradients():
     assert error(out.detach(), truth.detach()) < 6e-3
     assert error(gate.grad, gate64.grad) < 8e-3
     assert error(up.grad, up64.grad) < 8e-3
+
+
+@pytest.mark.parametrize("heads,kv_heads,size,tables", [(6, 2, 64, 1), (28, 4, 128, 1), (3, 3, 24, 2)])
+def test_rotary_embedding_and_its_gradients(heads, kv_heads, size, tables):
+    """Against transformers' in double precision; its tables, and values, which are only moved."""
+    counts = heads, kv_heads, kv_heads
+    qkv = with_gradient(2, 7, sum(counts) * size)
+    angles = torch.randn(tables, 7, size, device=DEVICE)  # halves differ: each element has its own
+    cos, sin = angles.cos().to(HALF), angles.sin().to(HALF)
+    found = elementwise.rotated_heads(qkv, cos, sin, heads, kv_heads)
+    gradients = [half(*out.shape) for out in found]
+    torch.autograd.backward(found, gradients)
+    qkv64 = qkv.detach().double().requires_grad_()
+    q, k, v = (
+        part.view(2, 7, -1, size).transpose(1, 2)
+        for part in qkv64.split([count * size for count in counts], -1)
+    )
+    truth = [*apply_rotary_pos_emb(q, k, cos.double(), sin.double()), v]
+    torch.autograd.backward(truth, [dout.double().transpose(1, 2) for dout in gradients])
+    for out, wanted in zip(found, truth, strict=True):
+        assert error(out.detach(), wanted.detach().transpose(1, 2)) < 4e-3
+    assert error(qkv.grad, qkv64.grad) < 4e-3
+    assert torch.equal(found[2].detach().flatten(-2), qkv.detach()[..., -kv_heads * size :])

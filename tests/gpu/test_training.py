@@ -16,6 +16,7 @@ from qerl.errors import QeRLError
 from qerl.kernels.blob import to_blob
 from qerl.kernels.dequantize import dequantize_into
 from qerl.lora import _with_own_layers
+from qerl.lora_product import fused_forward
 from qerl.nvfp4.format import NVFP4, dequantize, quantize
 from qerl.nvfp4.linear import NVFP4Linear
 from qerl.rollout.paged.memory import SwitchedMemory
@@ -78,8 +79,40 @@ def test_lora_product_against_fp64(kind: str, n: int, k: int, rank: int) -> None
         assert error(found.detach(), exact.detach()) < 6e-3
 
 
+@pytest.mark.parametrize("kind", ["blob", "packed", "dense"])
+@pytest.mark.parametrize("rows", [(256, 64, 64), (64, 64)])
+@pytest.mark.parametrize("rank", [16, 4])
+def test_joined_layers_equal_single_ones(kind: str, rows: tuple[int, ...], rank: int) -> None:
+    """Side by side: outputs, the sum of the inputs' gradients, and each layer's own; biases on some."""
+    single = []
+    for i, n in enumerate(rows):
+        layer = torch.nn.Linear(192, n, bias=i != 1, device="cuda", dtype=torch.bfloat16)
+        if kind != "dense":
+            packed = packed_layer(n, 192, kind == "blob")
+            packed.bias = layer.bias
+            layer = packed
+        single.append(adapted(layer, rank))
+        single[-1].scaling["default"] = 0.5 * (i + 1)
+    x = torch.randn(2, 37, 192, device="cuda").bfloat16().requires_grad_()
+    dy = torch.randn(2, 37, sum(rows), device="cuda").bfloat16()
+    matrices = [m["default"].weight for layer in single for m in (layer.lora_A, layer.lora_B)]
+    found = []
+    for joined in (True, False):
+        y = fused_forward(x, *single) if joined else torch.cat([layer(x) for layer in single], -1)
+        found.append([y.detach(), *torch.autograd.grad(y, [x, *matrices], dy)])
+    for one, other in zip(*found, strict=True):
+        assert one.dtype == other.dtype and error(one, other) < 6e-3
+
+
+def test_layers_without_an_adapter_are_not_joined() -> None:
+    layers = [adapted(packed_layer(128, 64), 16), packed_layer(128, 64)]
+    x = torch.randn(3, 64, device="cuda").bfloat16()
+    assert fused_forward(x, *layers) is None
+    assert fused_forward(x, layers[0]) is not None
+
+
 def adapted(layer: torch.nn.Module, rank: int) -> torch.nn.Module:
-    holder = torch.nn.ModuleDict({"q_proj": layer})
+    holder = torch.nn.ModuleDict({"q_proj": layer, "other": torch.nn.Linear(1, 1)})  # PEFT wants a parameter
     config = _with_own_layers(LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=["q_proj"]), holder)
     lora = get_peft_model(holder, config).base_model.model["q_proj"]
     torch.nn.init.normal_(lora.lora_B["default"].weight, std=0.1)

@@ -27,7 +27,7 @@ def test_a_decode_step_compiles_for_hopper():
     found = dict(line.split() for line in done.stdout.splitlines() if line.startswith("_"))
     assert set(found) == {
         "_residual_norm", "_rope_kv", "_attend", "_merge", "_silu_mul", "_partial_softmax", "_choose",
-        "_norm", "_norm_backward", "_swiglu", "_swiglu_backward",
+        "_norm", "_norm_backward", "_swiglu", "_swiglu_backward", "_rotate",
     }  # fmt: skip
     assert int(found["_attend"]) >= 4, "16 and 64 rows, bf16 and fp8"
 
@@ -95,6 +95,8 @@ def main() -> None:
     x = torch.randn(4, 3584, dtype=torch.bfloat16, requires_grad=True)
     elementwise.rms_norm(x, torch.ones(3584, dtype=torch.bfloat16), 1e-6).sum().backward()
     elementwise.swiglu(x, x).sum().backward()
+    table = torch.ones(1, x.shape[0], 128, dtype=torch.bfloat16)
+    elementwise.rotated_heads(x[None], table, table, 20, 4)[0].sum().backward()
     names = [key[0] for key in compiled]
     for name in sorted(set(names)):
         print(name, names.count(name))

@@ -175,7 +175,6 @@ def test_dense_weight_is_written_where_it_is_wanted() -> None:
     layer.write_dense(place[:, :96])
     assert torch.equal(place[:, :96], layer.dequantized_weight())
     assert (place[:, 96:] == 7.0).all()
-    assert torch.equal(layer.transient_weight(torch.empty(0)), layer.dequantized_weight())
 
 
 def test_workspace_is_one_place_that_grows() -> None:

@@ -67,7 +67,9 @@ def _silu_mul(
 
 def cut(tokens: int) -> tuple[int, int]:
     """(columns a program owns, blocks of 16 tokens it takes in turn)."""
-    return (128, 1) if tokens <= 16 else (128, min(4, -(-tokens // 32)))
+    if tokens <= 16:
+        return 128, 1
+    return 128, -(-tokens // 32) if tokens <= 64 else min(4, -(-tokens // 64))
 
 
 def silu_mul(
@@ -110,6 +112,8 @@ def silu_mul(
     block_t = 16  # 32 tokens at once spill registers
     columns_each, rounds = cut(tokens)
     dummy = h_TI
+    # Half the registers that the compiler wants let four programs share a multiprocessor instead of two.
+    capped = {"maxnreg": 128} if tokens > 64 else {}
     _silu_mul[(triton.cdiv(intermediate, columns_each), triton.cdiv(tokens, block_t * rounds))](
         gemm_STN, dummy if parts_G is None else parts_G, scale_2, squares_PT,
         dummy if low_CTR is None else low_CTR,
@@ -124,5 +128,5 @@ def silu_mul(
         R=0 if b_NR is None else b_NR.shape[1], R_NEXT=0 if a_RI is None else a_RI.shape[0],
         COPIES=copies(low_CTR), NEXT_COPIES=copies(next_CTR), SPENT_COPIES=copies(spent_CTR),
         PADDED=padded, COLUMNS=columns_each, BLOCK_T=block_t, ROUNDS=rounds, num_warps=columns_each // 32,
-        **dependent(gemm_STN),
+        **capped, **dependent(gemm_STN),
     )  # fmt: skip

@@ -126,11 +126,6 @@ class PackedLinear(nn.Module):
         buffers = self.weight_packed, self.weight_scale, self.weight_global_scale
         return _PackedProduct.apply(x_BTK, bias, self.format, self.out_features, *buffers)
 
-    def transient_weight(self, like: torch.Tensor) -> torch.Tensor:
-        """W [N, K] in the dtype of ``like`` for one product: the next one may overwrite it."""
-        buffers = self.weight_packed, self.weight_scale, self.weight_global_scale
-        return _transient(*buffers, self.format, self.out_features, like)
-
     def write_dense(self, out_NK: torch.Tensor) -> None:
         """Writes W into ``out``, whose rows need not be next to each other."""
         if self.weight_packed.ndim == 4:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from qerl.errors import QeRLError
+from qerl.nvfp4.groups import FUSED_GROUPS
 from qerl.plan.shapes import Shape
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -367,6 +368,22 @@ class Activations:
 
     @property
     def workspace(self) -> int:
-        """The largest weight in bf16 with R more rows or columns, shared by all layers."""
-        rank, linears = self.work.rank, self.model.linears
-        return HALF * max(x.elements + rank * max(x.outputs, x.inputs) for x in linears)
+        """The largest weight in bf16 with R more rows or columns, shared by all layers: that of gate and up
+        together where both are adapted (NF4 layers run one by one)."""
+        return HALF * max(self._written_at_once(group) for group in self._groups)
+
+    @property
+    def _groups(self) -> list[list[Linear]]:
+        """Linears whose products the update computes as one."""
+        by_name = {linear.name: linear for linear in self.model.linears}
+        joined = [
+            [by_name.pop(name) for name in names]
+            for names in FUSED_GROUPS
+            if self.work.weights != "nf4" and set(names) <= set(self.work.targets)
+        ]
+        return joined + [[linear] for linear in by_name.values()]
+
+    def _written_at_once(self, group: list[Linear]) -> int:
+        rows = sum(linear.outputs for linear in group)
+        rank = self.work.rank * len(group)
+        return rows * group[0].inputs + rank * max(rows, group[0].inputs)

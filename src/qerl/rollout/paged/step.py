@@ -50,7 +50,7 @@ def low_copies(tokens: int) -> dict[str, int]:
     """
     if tokens > 32:
         return {"qkv": 1, "o": 1, "gate_up": 1, "down": 1}
-    return {"qkv": 4, "o": 1, "gate_up": 2, "down": 8}
+    return {"qkv": 2, "o": 1, "gate_up": 1, "down": 2}
 
 
 class Step:
