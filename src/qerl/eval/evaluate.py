@@ -19,16 +19,19 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
+import peft
+import torch
+import transformers
 from datasets import Dataset
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from transformers import PreTrainedTokenizerBase
 
+import qerl
 from qerl.errors import QeRLError
 from qerl.rollout.engine import Completion, RolloutEngine, SamplingParams
 from qerl.seeding import derive_seed
@@ -141,7 +144,7 @@ def evaluate(
         mean_tokens=fmean(len(c.token_ids) for c in completions),
         settings=asdict(params),
         source=source or {},
-        versions={name: version(name) for name in ("qerl", "torch", "transformers", "peft")},
+        versions={package.__name__: str(package.__version__) for package in (qerl, torch, transformers, peft)},
         date=datetime.now(UTC).isoformat(timespec="seconds"),
     )
     if out is not None:
