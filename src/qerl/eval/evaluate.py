@@ -144,7 +144,7 @@ def evaluate(
         mean_tokens=fmean(len(c.token_ids) for c in completions),
         settings=asdict(params),
         source=source or {},
-        versions={package.__name__: str(package.__version__) for package in (qerl, torch, transformers, peft)},
+        versions={p.__name__: str(p.__version__) for p in (qerl, torch, transformers, peft)},
         date=datetime.now(UTC).isoformat(timespec="seconds"),
     )
     if out is not None:
