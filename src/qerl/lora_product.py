@@ -21,7 +21,7 @@ kept for backward, which writes it again. Kept are x and x A^T.
 Shapes: B batch, T tokens, N outputs, K inputs, R rank; N and R of a whole group where layers are joined.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -129,22 +129,31 @@ def _adapter(
     matrices: Sequence[torch.Tensor], scalings: Sequence[float], dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """A [R, K] and s B [N, R] of a group, from all A and then all B of its layers."""
-    count = len(scalings)
-    scaled = [b_NR * scaling for b_NR, scaling in zip(matrices[count:], scalings, strict=True)]
-    return torch.cat(tuple(matrices[:count])).to(dtype), torch.block_diag(*scaled).to(dtype)
+    all_a, all_b = matrices[: len(scalings)], matrices[len(scalings) :]
+    a_RK = torch.cat(tuple(all_a)).to(dtype)
+    b_NR = a_RK.new_zeros(sum(len(b) for b in all_b), len(a_RK))
+    for block, b, scaling in zip(_blocks(b_NR, all_b), all_b, scalings, strict=True):
+        torch.mul(b, scaling, out=block)
+    return a_RK, b_NR
 
 
 def _apart(
     da_RK: torch.Tensor, db_NR: torch.Tensor, matrices: Sequence[torch.Tensor], scalings: Sequence[float]
 ) -> list[torch.Tensor]:
     """Gradients of all A and then all B of a group's layers; those between the blocks are dropped."""
-    all_da, all_db, row, column = [], [], 0, 0
-    for b_NR, scaling in zip(matrices[len(scalings) :], scalings, strict=True):
-        n, r = b_NR.shape
-        all_da.append(da_RK[column : column + r].to(b_NR.dtype))
-        all_db.append((db_NR[row : row + n, column : column + r] * scaling).to(b_NR.dtype))
+    all_b = matrices[len(scalings) :]
+    all_da = da_RK.split([b.shape[1] for b in all_b])
+    all_db = [block * scaling for block, scaling in zip(_blocks(db_NR, all_b), scalings, strict=True)]
+    return [d.to(like.dtype) for d, like in zip((*all_da, *all_db), matrices, strict=True)]
+
+
+def _blocks(whole_NR: torch.Tensor, all_b: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """The part of a group's matrix that has each layer's outputs and ranks."""
+    row = column = 0
+    for b in all_b:
+        n, r = b.shape
+        yield whole_NR[row : row + n, column : column + r]
         row, column = row + n, column + r
-    return all_da + all_db
 
 
 def _bias(bases: Sequence[Base], like: torch.Tensor) -> torch.Tensor | None:

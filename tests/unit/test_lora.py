@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from qerl.errors import QeRLError
 from qerl.lora import LORA_TARGETS, PackedLoraLinear, add_lora, load_adapter
+from qerl.lora_product import _adapter, _apart
 from qerl.model import load_model
 from qerl.nvfp4.format import dequantize
 from qerl.nvfp4.linear import PackedLinear
@@ -175,3 +176,21 @@ def test_ddp_leaves_packed_weights_alone(plain, tmp_path) -> None:
     finally:
         dist.destroy_process_group()
     assert any(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_adapters_of_joined_layers_are_one_adapter():
+    """A below A, s B as blocks on a diagonal: products and gradients are those of the layers alone."""
+    shapes, scalings = [(5, 2), (3, 4), (4, 1)], [2.0, 0.5, 1.0]
+    x_TK = torch.randn(7, 6, dtype=torch.float64)
+    all_a = [torch.randn(r, 6, dtype=torch.float64, requires_grad=True) for _, r in shapes]
+    all_b = [torch.randn(n, r, dtype=torch.float64, requires_grad=True) for n, r in shapes]
+    y_TN = torch.cat([x_TK @ a.T @ b.T * s for a, b, s in zip(all_a, all_b, scalings, strict=True)], dim=1)
+    dy_TN = torch.randn_like(y_TN)
+    truth = torch.autograd.grad(y_TN, [*all_a, *all_b], dy_TN)
+    with torch.no_grad():
+        a_RK, b_NR = _adapter([*all_a, *all_b], scalings, torch.float64)
+        torch.testing.assert_close(x_TK @ a_RK.T @ b_NR.T, y_TN)
+        da_RK, db_NR = (dy_TN @ b_NR).T @ x_TK, dy_TN.T @ (x_TK @ a_RK.T)
+        found = _apart(da_RK, db_NR, [*all_a, *all_b], scalings)
+    for one, other in zip(found, truth, strict=True):
+        torch.testing.assert_close(one, other)

@@ -148,65 +148,42 @@ def pack(
         rows: Samples to include, each with at least one completion token. Neighbours with the same prompt
             share it.
     """
-    builder = _Row()
-    prompts = [prompt_ids_BP[row][prompt_mask_BP[row].bool()].tolist() for row in rows]
-    for row, prompt in zip(rows, prompts, strict=True):
-        completion = completion_ids_BC[row][completion_mask_BC[row].bool()].tolist()
-        builder.add(row, prompt, completion)
-    return builder.finish(prompt_ids_BP.device)
+    packed, device = _Row(), prompt_ids_BP.device
+    prompts, completions = prompt_ids_BP.cpu(), completion_ids_BC.cpu()
+    in_prompts, in_completions = prompt_mask_BP.cpu().bool(), completion_mask_BC.cpu().bool()
+    for row in rows:
+        packed.add(row, prompts[row][in_prompts[row]], completions[row][in_completions[row]])
+    return packed.finish(device)
 
 
 class _Row:
-    """Grows the packed row sample by sample."""
+    """Grows the packed row sample by sample, on the CPU: on a GPU each sample would be waited for."""
 
     def __init__(self) -> None:
-        self.tokens: list[int] = []
-        self.positions: list[int] = []
-        self.labels: list[int] = []
-        self.samples: list[int] = []
-        self.columns: list[int] = []
-        self.group: list[int] = []  # which prompt a position belongs to
-        self.branch: list[int] = []  # which branch of it, 0 for the prompt itself
+        self.parts: list[torch.Tensor] = []  # [7, tokens], in the order of PackedBatch's fields
         self.stretches: list[tuple[int, int, int]] = []
-        self._prompt: list[int] | None = None
+        self.prompt: torch.Tensor | None = None
+        self.group, self.branch = -1, 0
 
-    def add(self, row: int, prompt: list[int], completion: list[int]) -> None:
+    def add(self, row: int, prompt: torch.Tensor, completion: torch.Tensor) -> None:
         shared = prompt[:-1]
-        if prompt != self._prompt:
-            self._prompt = prompt
-            group = self.group[-1] + 1 if self.group else 0
-            self._extend(shared, range(len(shared)), [IGNORE] * len(shared), -1, group, branch=0)
-        else:
-            group = self.group[-1]
+        if self.prompt is None or not torch.equal(prompt, self.prompt):
+            self.prompt, self.group, self.branch = prompt, self.group + 1, 0
+            self._extend(shared, 0, torch.full_like(shared, IGNORE), -1)
         # A prompt of one token leaves no shared part: its branches are told apart all the same.
-        branch = self.branch[-1] + 1 if self.branch and self.group[-1] == group else 1
-        inputs = [prompt[-1], *completion[:-1]]
-        start = len(shared)
-        self._extend(inputs, range(start, start + len(inputs)), completion, row, group, branch)
+        self.branch += 1
+        self._extend(torch.cat([prompt[-1:], completion[:-1]]), len(shared), completion, row)
 
-    def _extend(
-        self, tokens: list[int], positions: range, labels: list[int], row: int, group: int, branch: int
-    ) -> None:
-        n = len(tokens)
-        if n:
-            self.stretches.append((group, branch, n))
-        self.tokens += tokens
-        self.positions += positions
-        self.labels += labels
-        self.samples += [row] * n
-        self.columns += range(n)
-        self.group += [group] * n
-        self.branch += [branch] * n
+    def _extend(self, tokens: torch.Tensor, position: int, labels: torch.Tensor, row: int) -> None:
+        if n := len(tokens):
+            self.stretches.append((self.group, self.branch, n))
+            column = torch.arange(n)
+            sample, group, branch = (torch.full((n,), x) for x in (row, self.group, self.branch))
+            self.parts.append(torch.stack([tokens, position + column, labels, sample, column, group, branch]))
 
     def finish(self, device: torch.device) -> PackedBatch:
-        tensor = lambda values: torch.tensor(values, dtype=torch.long, device=device)  # noqa: E731
+        tokens, positions, labels, *where = torch.cat(self.parts, dim=1).to(device)
+        sample, column, group, branch = where
         return PackedBatch(
-            input_ids_1L=tensor(self.tokens)[None],
-            position_ids_1L=tensor(self.positions)[None],
-            labels_1L=tensor(self.labels)[None],
-            sample_L=tensor(self.samples),
-            column_L=tensor(self.columns),
-            group_L=tensor(self.group),
-            branch_L=tensor(self.branch),
-            stretches=self.stretches,
+            tokens[None], positions[None], labels[None], sample, column, group, branch, self.stretches
         )
