@@ -34,12 +34,19 @@ from qerl.nvfp4.linear import PackedLinear
 from qerl.workspace import workspace
 
 
-def fused_forward(x_BTK: torch.Tensor, *modules: nn.Module) -> torch.Tensor | None:
-    """The layers' outputs side by side [B, T, N], or None where PEFT must compute one of them.
+def takes(x: torch.Tensor) -> bool:
+    """Whether the update's own kernels compute with this tensor: 16-bit on CUDA."""
+    return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16)
 
-    That is: not 16-bit on CUDA, no adapter or several, a variant of LoRA, or dropout.
+
+def fused_forward(x_BTK: torch.Tensor, *modules: nn.Module) -> torch.Tensor | None:
+    """The layers' outputs side by side [B, T, N], or None where each must be called by itself.
+
+    That is: not 16-bit on CUDA, no adapter or several, a variant of LoRA, dropout, a trained bias, and among
+    several layers one with a hook, which a joint product would pass by (`qerl.noise` finds its norms by such
+    hooks).
     """
-    if not x_BTK.is_cuda or x_BTK.dtype not in (torch.bfloat16, torch.float16):
+    if not takes(x_BTK) or (len(modules) > 1 and any(_has_hooks(module) for module in modules)):
         return None
     adapters = [_only_adapter(module) for module in modules]
     if None in adapters:
@@ -51,6 +58,15 @@ def fused_forward(x_BTK: torch.Tensor, *modules: nn.Module) -> torch.Tensor | No
         [layer.scaling[name] for layer, name in layers],
         *(layer.lora_A[name].weight for layer, name in layers),
         *(layer.lora_B[name].weight for layer, name in layers),
+    )
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return bool(
+        module._forward_pre_hooks
+        or module._forward_hooks
+        or module._backward_pre_hooks
+        or module._backward_hooks
     )
 
 
@@ -66,6 +82,7 @@ def _only_adapter(module: nn.Module) -> str | None:
         or module.lora_bias[names[0]]
         or (module.training and getattr(module.lora_dropout[names[0]], "p", 0.0) > 0)
         or not (isinstance(base, PackedLinear) or type(base) is nn.Linear)
+        or any(parameter.requires_grad for parameter in base.parameters())
     ):
         return None
     return cast(str, names[0])

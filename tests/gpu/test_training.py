@@ -20,8 +20,8 @@ from qerl.lora_product import fused_forward
 from qerl.nvfp4.format import NVFP4, dequantize, quantize
 from qerl.nvfp4.linear import NVFP4Linear
 from qerl.rollout.paged.memory import SwitchedMemory
+from qerl.trainer import fused
 from qerl.trainer.attention import seen_by, use_branch_attention
-from qerl.trainer.fused import fuse
 from qerl.trainer.packing import PackedBatch, pack
 
 
@@ -182,8 +182,10 @@ def loss_and_gradients(model: torch.nn.Module, packed: PackedBatch, weight: torc
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_loss_and_gradients_equal_the_portable_path(nvfp4_llama, checkpointing: bool) -> None:
+def test_loss_and_gradients_equal_the_portable_path(nvfp4_llama, monkeypatch, checkpointing: bool) -> None:
     """The GPU path in bf16 is as near to FP32 on the dense mask as bf16 itself is."""
+    joined, product = [], fused.fused_forward
+    monkeypatch.setattr(fused, "fused_forward", lambda *args: joined.append(product(*args)) or joined[-1])
     torch.manual_seed(0)
     packed = row(GROUPS)
     weight = torch.randn(int((packed.sample_L >= 0).sum()), device="cuda", dtype=torch.double)
@@ -192,11 +194,12 @@ def test_loss_and_gradients_equal_the_portable_path(nvfp4_llama, checkpointing: 
     loss, truth = loss_and_gradients(exact_model, packed, weight, **mask)
     model = nvfp4_llama(num_attention_heads=4, **SIZES)
     assert use_branch_attention(model.get_base_model())
-    fuse(model)
+    fused.fuse(model)
     if checkpointing:
         model.gradient_checkpointing_enable()
         model.enable_input_require_grads()
     found_loss, found = loss_and_gradients(model, packed, weight, **seen_by(packed.branches))
+    assert len(joined) >= 6 and all(y is not None for y in joined), "attention and MLP of three layers"
     gaps = {name: error(found[name], truth[name]) for name in truth}
     worst = max(gaps, key=gaps.get)
     print(f"loss {found_loss:.6f} against {loss:.6f}; gradients off by {gaps[worst]:.1e} at most ({worst})")
@@ -218,7 +221,7 @@ def test_fused_norm_and_swiglu_against_fp64(width: int) -> None:
     norm, mlp = holder.model.norm, holder.model.layers[0].mlp
     norm.weight.data.uniform_(0.5, 1.5)
     exact = copy.deepcopy(torch.nn.ModuleList([norm, mlp])).double()
-    fuse(holder)
+    fused.fuse(holder)
     for module, truth_module in zip((norm, mlp), exact, strict=True):
         x = torch.randn(2, 37, width, device="cuda").bfloat16().requires_grad_()
         dy = torch.randn(2, 37, width, device="cuda").bfloat16()

@@ -368,18 +368,21 @@ class Activations:
 
     @property
     def workspace(self) -> int:
-        """The largest weight in bf16 with R more rows or columns, shared by all layers: that of gate and up
-        together where both are adapted (NF4 layers run one by one)."""
+        """The largest weight in bf16 with R more rows or columns, shared by all layers: mostly that of gate
+        and up together."""
         return HALF * max(self._written_at_once(group) for group in self._groups)
 
     @property
     def _groups(self) -> list[list[Linear]]:
-        """Linears whose products the update computes as one."""
+        """Linears whose products the update computes as one (`qerl.trainer.fused`): where all are adapted,
+        not in NF4, and q, k and v not where heads are normalised."""
         by_name = {linear.name: linear for linear in self.model.linears}
         joined = [
             [by_name.pop(name) for name in names]
             for names in FUSED_GROUPS
-            if self.work.weights != "nf4" and set(names) <= set(self.work.targets)
+            if self.work.weights != "nf4"
+            and set(names) <= set(self.work.targets)
+            and not ("q_proj" in names and self.model.qk_norm)
         ]
         return joined + [[linear] for linear in by_name.values()]
 

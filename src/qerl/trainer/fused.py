@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from qerl.kernels.elementwise import rms_norm, rotated_heads, swiglu
-from qerl.lora_product import fused_forward
+from qerl.lora_product import fused_forward, takes
 from qerl.trainer.attention import branch_attention
 
 _TURNS_HEADS = ("LlamaAttention", "MistralAttention", "Qwen2Attention")
@@ -39,7 +39,7 @@ def fuse(model: nn.Module) -> None:
 
 
 def _norm_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-    if self.weight.requires_grad or not _takes(x):
+    if self.weight.requires_grad or not takes(x):
         return cast(torch.Tensor, type(self).forward(self, x))
     return rms_norm(x, self.weight, self.variance_epsilon)
 
@@ -52,7 +52,8 @@ def _attention_forward(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     qkv = None
-    if kwargs.get("branches") is not None and kwargs.get("past_key_values") is None:
+    whole_heads = position_embeddings[0].shape[-1] == self.head_dim
+    if whole_heads and kwargs.get("branches") is not None and kwargs.get("past_key_values") is None:
         qkv = fused_forward(hidden_states, self.q_proj, self.k_proj, self.v_proj)
     if qkv is None:
         own = type(self).forward(self, hidden_states, position_embeddings, attention_mask, **kwargs)
@@ -64,12 +65,8 @@ def _attention_forward(
 
 
 def _mlp_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-    if not _takes(x):
+    if not takes(x):
         return cast(torch.Tensor, type(self).forward(self, x))
     both = fused_forward(x, self.gate_proj, self.up_proj)
     product = swiglu(self.gate_proj(x), self.up_proj(x)) if both is None else swiglu(both)
     return self.down_proj(product)
-
-
-def _takes(x: torch.Tensor) -> bool:
-    return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16)
