@@ -82,7 +82,7 @@ def _only_adapter(module: nn.Module) -> str | None:
         or module.lora_bias[names[0]]
         or (module.training and getattr(module.lora_dropout[names[0]], "p", 0.0) > 0)
         or not (isinstance(base, PackedLinear) or type(base) is nn.Linear)
-        or any(parameter.requires_grad for parameter in base.parameters())
+        or any(own is not None and own.requires_grad for own in base._parameters.values())
     ):
         return None
     return cast(str, names[0])

@@ -27,10 +27,10 @@ _TURNS_HEADS = ("LlamaAttention", "MistralAttention", "Qwen2Attention")
 def fuse(model: nn.Module) -> None:
     """Let the model's norms, attention and SwiGLU blocks use the kernels for 16-bit tensors on a GPU."""
     for module in model.modules():
-        name = type(module).__name__
-        if name.endswith("RMSNorm") and hasattr(module, "variance_epsilon"):
+        kind = type(module).__name__
+        if kind.endswith("RMSNorm") and hasattr(module, "variance_epsilon"):
             module.forward = types.MethodType(_norm_forward, module)
-        elif name in _TURNS_HEADS:
+        elif kind in _TURNS_HEADS:
             module.forward = types.MethodType(_attention_forward, module)
         elif type(getattr(module, "act_fn", None)).__name__ in ("SiLU", "SiLUActivation") and all(
             hasattr(module, name) for name in ("gate_proj", "up_proj", "down_proj")
