@@ -85,7 +85,10 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("recipes", nargs="+", type=Path, metavar="RECIPE.yaml", help="merged from left to right")
     sub.add_argument("--dry_run", action="store_true", help="check the settings, print them and stop")
 
-    text = "Say what fits on a GPU of --gpu GB (default 80); any field can be given as --field value."
+    text = (
+        "Say what fits on a GPU of --gpu GB (default 80), or on each of --processes N of them; any field can be "
+        "given as --field value."
+    )
     sub = command("plan", _plan, text)
     sub.add_argument("model", metavar="MODEL", help="Hub id, local folder, or a shape such as 32b")
     sub.add_argument("recipes", nargs="*", type=Path, metavar="RECIPE.yaml", help="as for train")
@@ -190,8 +193,8 @@ def _plan(args: argparse.Namespace) -> int:
     from qerl.plan.propose import fits
 
     fields = {name: parse_value(text) for name, text in args.fields.items()}
-    gpu = fields.pop("gpu", 80)
-    return 0 if fits(plan_command(args.model, args.recipes, fields, gpu, console)) else 1
+    gpu, processes = fields.pop("gpu", 80), fields.pop("processes", 1)
+    return 0 if fits(plan_command(args.model, args.recipes, fields, gpu, console, processes)) else 1
 
 
 def _demo(args: argparse.Namespace) -> int:

@@ -65,11 +65,14 @@ class Package:
     command: str
 
 
+_PURPOSES = {
+    "triton": "GPU kernels of a decode step",
+    "cuda-bindings": "GPU kernels compiled at run time",
+    "quack-kernels": "NVFP4 products of many tokens",
+}
 OPTIONAL = (
     Package("bitsandbytes", "bitsandbytes", "nf4 weights", "pip install -e '.[nf4]'"),
-    Package("triton", "triton", "GPU kernels of a decode step", needs.INSTALL),
-    Package("cuda-bindings", "cuda.bindings", "GPU kernels compiled at run time", needs.INSTALL),
-    Package("quack-kernels", "quack", "NVFP4 products of many tokens", needs.INSTALL),
+    *(Package(name, module, _PURPOSES[name], needs.INSTALL) for name, module in needs.PACKAGES.items()),
     Package("humming-kernels", "humming", "a peer in benchmarks", "pip install humming-kernels"),
 )
 
@@ -202,9 +205,14 @@ def _weights() -> Iterator[Row]:
     """Formats of the base weights; what trains is LoRA in 16 or 32 bits with each of them."""
     section = "weight formats"
     cuda = torch.cuda.is_available()
+    four_bit = (
+        "on the GPU; the paged engine multiplies four-bit weights as they are, the update and the portable "
+        "engine dequantise one matrix at a time"
+        if cuda
+        else "on the CPU, dequantised once per microbatch"
+    )
     for name in ("nvfp4", "mxfp4"):
-        device = "on GPU and CPU" if cuda else "on the CPU"
-        yield Row(section, name, "ok" if cuda else "slow", f"runs {device}; dequantised for each product")
+        yield Row(section, name, "ok" if cuda else "slow", f"runs {four_bit}")
     precision = "bfloat16 by default" if cuda else "as float32"
     yield Row(section, "bf16", "ok" if cuda else "slow", f"unquantised, {precision}; full tuning is possible")
     if not cuda:
@@ -230,7 +238,7 @@ def _rollout() -> Iterator[Row]:
         remedy = "; ".join(sorted({obstacle.remedy for obstacle in obstacles if obstacle.remedy}))
         yield Row(section, "paged engine", "missing", finding, remedy)
     else:
-        finding = "Llama, Mistral, Qwen2 and Qwen3 in bfloat16 with nvfp4, mxfp4 or 16-bit weights"
+        finding = "Llama, Mistral, Qwen2 and Qwen3 in bfloat16 with nvfp4, mxfp4, nf4 or 16-bit weights"
         yield Row(section, "paged engine", "ok", finding)
         from qerl.kernels.blob import MOST_TOKENS
 

@@ -18,7 +18,7 @@ from qerl.errors import QeRLError
 from qerl.lora import LORA_TARGETS, add_lora
 from qerl.model import load_model
 from qerl.nvfp4.linear import PackedLinear
-from qerl.plan.command import announce, plan_command
+from qerl.plan.command import announce, plan_command, refuse_full_tuning_that_cannot_fit
 from qerl.plan.phases import CACHE_SHARE, Reserve, make_plan
 from qerl.plan.propose import (
     ENOUGH_TOKENS,
@@ -330,7 +330,15 @@ def test_command_reads_a_folder_and_recipes(tiny_model, tmp_path, capsys):
     "words, message",
     [
         (["--gpu", "big"], "--gpu is big; it must be the GPU's memory in GB"),
-        (["--tuning", "full", "--weights", "bf16"], "Memory is planned for LoRA"),
+        (
+            ["--tuning", "full", "--weights", "bf16"],
+            "Full tuning takes at least 121.8 GB on each GPU for weights, gradients and Adam's moments of "
+            "7.62 billion parameters, more than the 84.6 GB there are",
+        ),
+        (["--tuning", "full", "--weights", "bf16", "--dtype", "bfloat16"], "at least 60.9 GB on each GPU"),
+        (["--gpu", "nan"], "--gpu is nan"),
+        (["--gpu", "true"], "--gpu is True"),
+        (["--processes", "0"], "--processes is 0; it must be a number of GPUs"),
         (["--max_completion_length", "40000"], "exceed the model's 32768 positions"),
         (["--lora_rank", "8"], "unknown key 'lora_rank'"),
     ],
@@ -378,7 +386,49 @@ def test_a_run_says_first_what_fits(capsys):
     assert "Proposed, with a peak of" in printed
     full = load_config([], {**settings, "weights": "bf16", "tuning": "full"})
     assert announce(full, GB80, Console()) is None
-    assert "Memory was not planned. Memory is planned for LoRA" in " ".join(capsys.readouterr().out.split())
+    assert "Memory was not planned. Full tuning takes" in " ".join(capsys.readouterr().out.split())
+
+
+def test_full_tuning_that_cannot_fit_is_refused_before_it_is_loaded(
+    tiny_model, tmp_path, monkeypatch, tiny_tokenizer
+):
+    fields = {"model": "7b", "task": "arithmetic", "output_dir": "none", "weights": "bf16", "tuning": "full"}
+    config = load_config([], fields)
+    monkeypatch.setattr(run, "load_tokenizer", lambda name: tiny_tokenizer)
+    monkeypatch.setattr(run, "_datasets", lambda *args: (None, None))
+    monkeypatch.setattr(run, "load_policy", lambda config: pytest.fail("the model was loaded"))
+    monkeypatch.setattr(QeRLConfig, "device", torch.device("cuda"))
+    gpu = types.SimpleNamespace(total_memory=GB80)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    with pytest.raises(QeRLError, match="Full tuning takes at least 121"):
+        run.build(config, Console(quiet=True))
+    refuse_full_tuning_that_cannot_fit(config, 2 * GB80)
+
+
+def test_several_processes_hold_buckets_of_gradients(capsys):
+    one, two = (
+        plan_command("7b", [], {"max_completion_length": 2048}, 80, Console(quiet=True), n) for n in (1, 2)
+    )
+    adapter = Adapter(two.model, two.work.rank, two.work.targets)
+    assert {p.name: p.update for p in two.parts}["buckets of gradients"] == 4 * adapter.parameters
+    assert "buckets of gradients" not in {part.name for part in one.parts}
+    assert main(["plan", "7b", "--processes", "2"]) == 0
+    assert "buckets of gradients" in capsys.readouterr().out
+
+
+def test_advice_names_what_could_change(capsys):
+    words = ["plan", "72b", "--gpu", "16"]
+    assert main(words) == 1
+    assert "max_completion_length or lora_r." in " ".join(capsys.readouterr().out.split())
+    assert main([*words, "--weights", "bf16"]) == 1
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "or weights: nvfp4 instead of bf16." in printed
+    assert "GB are 10^9 bytes; of the GPU's memory 16.9 of them are usable." in printed
+
+
+def test_an_unknown_size_lists_those_that_are_known(capsys):
+    assert main(["plan", "33b"]) == 2
+    assert "Sizes that are known by name: 1.5b, 3b, 7b" in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.parametrize("given", [None, 5000])

@@ -1,6 +1,7 @@
 """From a model's name and settings to what is said of them: all of it by `qerl plan`, a line before a run."""
 
 import dataclasses
+import math
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,16 @@ from qerl.plan.phases import Plan, make_plan
 from qerl.plan.propose import MOST_SEQUENCES, fastest, fits, propose
 from qerl.plan.render import advice, render, verdict
 from qerl.plan.shapes import SHAPES
-from qerl.plan.sizes import FULL, Model, Work
+from qerl.plan.sizes import FULL, HALF, Model, Work
 from qerl.rollout.engine import KV_DTYPES
 
 DEFAULT_PROMPT = 512  # tokens, where max_prompt_length sets no limit
 USABLE = 0.985  # of a GPU's GiB; the rest is the driver's and ECC's (H100 80GB: 84.9 of 85.9 GB)
 
 
-def plan_command(name: str, recipes: list[Path], fields: dict[str, Any], gpu: Any, console: Console) -> Plan:
+def plan_command(
+    name: str, recipes: list[Path], fields: dict[str, Any], gpu: Any, console: Console, processes: Any = 1
+) -> Plan:
     """Print what fits, and return the plan of the settings as they are.
 
     Args:
@@ -30,15 +33,18 @@ def plan_command(name: str, recipes: list[Path], fields: dict[str, Any], gpu: An
         recipes: As for training; none are needed.
         fields: Settings over those of the recipes.
         gpu: Memory of the GPU as its vendor counts, 80 for an H100 80GB.
+        processes: GPUs of a data-parallel run, each with a whole model.
 
     Raises:
         QeRLError: No such model, a family that is not planned, wrong settings, full tuning.
     """
-    if not isinstance(gpu, int | float) or gpu <= 0:
+    if isinstance(gpu, bool) or not isinstance(gpu, int | float) or not 0 < gpu < math.inf:
         raise QeRLError(f"--gpu is {gpu}; it must be the GPU's memory in GB, such as 80.")
+    if isinstance(processes, bool) or not isinstance(processes, int) or processes < 1:
+        raise QeRLError(f"--processes is {processes}; it must be a number of GPUs, at least 1.")
     needed = {"task": "none", "output_dir": "none"}  # asked of every run, without a meaning here
     config = load_config(recipes, {**needed, **fields, "model": name})
-    plan, proposal = _plan(config, round(gpu * 2**30 * USABLE))
+    plan, proposal = _plan(config, round(gpu * 2**30 * USABLE), processes)
     console.print(render(plan, proposal, name))
     return plan
 
@@ -56,7 +62,7 @@ def announce(config: QeRLConfig, capacity: int, console: Console) -> Work | None
         could be planned.
     """
     try:
-        plan, proposal = _plan(config, capacity)
+        plan, proposal = _plan(config, capacity, config.world_size)
     except QeRLError as error:
         console.print(f"Memory was not planned. {error}", highlight=False)
         return None
@@ -66,9 +72,48 @@ def announce(config: QeRLConfig, capacity: int, console: Console) -> Work | None
     return plan.work
 
 
-def _plan(config: QeRLConfig, capacity: int) -> tuple[Plan, Plan | None]:
+def refuse_full_tuning_that_cannot_fit(config: QeRLConfig, capacity: int) -> None:
+    """Refuse full tuning whose weights, gradients and optimizer alone exceed the GPU.
+
+    Args:
+        config: Settings of the run, with ``tuning: full``.
+        capacity: Bytes of the GPU.
+
+    Raises:
+        QeRLError: They exceed it.
+    """
+    try:
+        model = _model(str(config.model), config)
+    except QeRLError:
+        return  # a family or a name that the plan does not know may still be loaded
+    if _full_tuning_bytes(model, config) > capacity:
+        raise QeRLError(_full_tuning(model, config, capacity))
+
+
+def _full_tuning_bytes(model: Model, config: QeRLConfig) -> int:
+    """Bytes of weights, gradients and Adam's moments, all in the weights' dtype or the moments in 8 bits."""
+    size = HALF if config.dtype == "bfloat16" else FULL
+    moments = 2 if "8bit" in str(config.optim) else 2 * size
+    return model.parameters * (2 * size + moments)
+
+
+def _full_tuning(model: Model, config: QeRLConfig, capacity: int) -> str:
+    needed = _full_tuning_bytes(model, config)
+    fits = "more than" if needed > capacity else "of"
+    return (
+        f"Full tuning takes at least {needed / 1e9:.1f} GB on each GPU for weights, gradients and Adam's "
+        f"moments of {model.parameters / 1e9:.2f} billion parameters, {fits} the {capacity / 1e9:.1f} GB there "
+        "are, and activations, keys and values on top, which are planned for LoRA only; set tuning: lora, or "
+        "take a smaller model."
+    )
+
+
+def _plan(config: QeRLConfig, capacity: int, processes: int) -> tuple[Plan, Plan | None]:
     """The settings as they are, with the default of what is left to the plan, and settings that fit."""
-    model, work = _model(str(config.model), config), _work(config)
+    model = _model(str(config.model), config)
+    if config.tuning == "full":
+        raise QeRLError(_full_tuning(model, config, capacity))
+    work = _work(config, processes)
     if work.prompt_tokens + work.completion_tokens > model.positions:
         raise QeRLError(
             f"A prompt of {work.prompt_tokens} and a completion of {work.completion_tokens} tokens exceed "
@@ -96,7 +141,13 @@ def _samples(config: QeRLConfig) -> int:
 def _model(name: str, config: QeRLConfig) -> Model:
     if name in SHAPES and not Path(name).is_dir():
         return Model.from_shape(SHAPES[name])
-    content, _, format = read_config(local_config(name))
+    try:
+        folder = local_config(name)
+    except QeRLError as error:
+        if "/" in name:
+            raise
+        raise QeRLError(f"{error} Sizes that are known by name: {', '.join(SHAPES)}.") from error
+    content, _, format = read_config(folder)
     if format is not None and format.name != config.weights:
         raise QeRLError(
             f"{name} holds {format.name} weights, which cannot become {config.weights}; set weights to "
@@ -105,9 +156,7 @@ def _model(name: str, config: QeRLConfig) -> Model:
     return Model.from_config(content)
 
 
-def _work(config: QeRLConfig) -> Work:
-    if config.tuning == "full":
-        raise QeRLError("Memory is planned for LoRA; with tuning: full all weights train, in fp32.")
+def _work(config: QeRLConfig, processes: int) -> Work:
     assert config.num_generations is not None and config.max_completion_length is not None
     return Work(
         weights=config.weights,
@@ -123,4 +172,5 @@ def _work(config: QeRLConfig) -> Work:
         every_n_layers=(every_n_layers(config) or 1) if config.gradient_checkpointing else 0,
         cache_bytes=KV_DTYPES[config.kv_cache_dtype].itemsize,
         optimizer_bytes=2 if "8bit" in str(config.optim) else 2 * FULL,
+        processes=processes,
     )

@@ -86,6 +86,8 @@ def make_plan(model: Model, work: Work, capacity: int) -> Plan:
         "LoRA for sampling": adapter.copies,
         "optimizer": work.optimizer_bytes * adapter.parameters,
     }
+    if work.processes > 1:  # DistributedDataParallel reduces copies of the gradients, which it keeps
+        resident["buckets of gradients"] = adapter.gradients
     budget = CACHE_SHARE * (capacity - sum(resident.values()) - reserve.context)
     sequences = cache.sequences(budget)
     # Within one backward pass, gradients grow while what was kept for them goes.

@@ -14,6 +14,7 @@ _COLORS = {
     "LoRA": "cyan",
     "LoRA for sampling": "cyan",
     "optimizer": "magenta",
+    "buckets of gradients": "magenta",
     "keys and values": "yellow",
     "gradients": "magenta",
     "activations kept": "green",
@@ -65,10 +66,13 @@ def verdict(plan: Plan) -> str:
 def advice(plan: Plan, proposal: Plan | None) -> str:
     """The settings proposed, as fields of the command line."""
     if proposal is None:
-        return (
-            "No settings fit: take a smaller model, max_completion_length or lora_r, or weights: nvfp4 "
-            "instead of bf16."
+        smaller = "a smaller model, max_completion_length or lora_r"
+        four_bits = (
+            ""
+            if plan.work.weights in ("nvfp4", "mxfp4")
+            else f", or weights: nvfp4 instead of {plan.work.weights}"
         )
+        return f"No settings fit: take {smaller}{four_bits}."
     if proposal.work == plan.work:
         return "No other settings are proposed."
     work = proposal.work
@@ -87,7 +91,8 @@ def _title(plan: Plan, name: str) -> str:
     return (
         f"{name}, {work.weights} weights, LoRA rank {work.rank}; samples of {work.prompt_tokens} + "
         f"{work.completion_tokens} tokens, {work.sequences} side by side in the rollout, {work.microbatch} "
-        f"in a microbatch of the update, {_checkpointing(plan)}"
+        f"in a microbatch of the update, {_checkpointing(plan)}. GB are 10^9 bytes; of the GPU's memory "
+        f"{_gb(plan.capacity)} of them are usable."
     )
 
 

@@ -174,6 +174,7 @@ class Work:
             0: all keep them.
         optimizer_bytes: Of an adapter's parameter: 8 for AdamW in fp32, 2 in 8 bits.
         cache_bytes: Of a number in keys and values: 2 for bf16, 1 for fp8.
+        processes: GPUs that train together, each with a whole model.
     """
 
     weights: str
@@ -189,6 +190,7 @@ class Work:
     every_n_layers: int = 1
     optimizer_bytes: int = 2 * FULL
     cache_bytes: int = HALF
+    processes: int = 1
 
     def tokens_of(self, samples: int) -> int:
         """Of a packed row: a group's prompt once, without its last token, and every completion token."""

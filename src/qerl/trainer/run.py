@@ -20,7 +20,7 @@ from qerl.config import QeRLConfig, dump
 from qerl.errors import QeRLError
 from qerl.lora import LORA_TARGETS, add_lora
 from qerl.model import load_model, load_tokenizer
-from qerl.plan.command import announce
+from qerl.plan.command import announce, refuse_full_tuning_that_cannot_fit
 from qerl.plan.sizes import Work
 from qerl.report.runs import CONFIG_FILE, METRICS_FILE
 from qerl.rollout.select import make_engine
@@ -80,8 +80,10 @@ def build(config: QeRLConfig, console: Console) -> tuple[QeRLTrainer, InterruptG
     tokenizer = load_tokenizer(config.model)
     task = get_task(config.task, **config.task_options)
     train_set, eval_set = _datasets(config, task, tokenizer, console)
-    if config.device.type == "cuda" and config.tuning == "lora":
+    if config.device.type == "cuda":
         capacity = torch.cuda.get_device_properties(config.device).total_memory
+        if config.tuning == "full":
+            refuse_full_tuning_that_cannot_fit(config, capacity)
         planned = announce(config, capacity, console)
         if planned is not None:
             take_plan(config, planned)
