@@ -86,8 +86,8 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--dry_run", action="store_true", help="check the settings, print them and stop")
 
     text = (
-        "Say what fits on a GPU of --gpu GB (default 80), or on each of --processes N of them; any field can be "
-        "given as --field value."
+        "Say what fits on a GPU of --gpu GB (default 80), or on each of --processes N of them; any field can "
+        "be given as --field value."
     )
     sub = command("plan", _plan, text)
     sub.add_argument("model", metavar="MODEL", help="Hub id, local folder, or a shape such as 32b")

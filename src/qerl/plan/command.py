@@ -102,9 +102,9 @@ def _full_tuning(model: Model, config: QeRLConfig, capacity: int) -> str:
     fits = "more than" if needed > capacity else "of"
     return (
         f"Full tuning takes at least {needed / 1e9:.1f} GB on each GPU for weights, gradients and Adam's "
-        f"moments of {model.parameters / 1e9:.2f} billion parameters, {fits} the {capacity / 1e9:.1f} GB there "
-        "are, and activations, keys and values on top, which are planned for LoRA only; set tuning: lora, or "
-        "take a smaller model."
+        f"moments of {model.parameters / 1e9:.2f} billion parameters, {fits} the {capacity / 1e9:.1f} GB "
+        "there are, and activations, keys and values on top, which are planned for LoRA only; set "
+        "tuning: lora, or take a smaller model."
     )
 
 
