@@ -58,9 +58,9 @@ def _quiet_libraries() -> None:
     """Leave out what libraries say that nobody can act on."""
     if not console.is_terminal:
         os.environ.setdefault("TQDM_DISABLE", "1")
-    # PEFT asks the Hub for the base model's vocabulary size and warns when it gets no answer.
-    # Of a kernel for NF4 on the CPU; here NF4 needs a GPU.
+    # A warning about a CPU kernel for NF4, which needs a GPU here.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+    # PEFT asks the Hub for the base model's vocabulary size and warns when it gets no answer.
     warnings.filterwarnings("ignore", message="Unable to fetch remote file")
     warnings.filterwarnings("ignore", message="Could not find a config file")
 

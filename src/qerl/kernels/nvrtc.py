@@ -105,7 +105,7 @@ class Kernel:
 
 @cache
 def kernel(path: Path, name: str, defines: tuple[tuple[str, int], ...], device: int) -> Kernel:
-    """The kernel with these compile-time parameters,
-    compiled on first use for ``device`` (the current one)."""
+    """The kernel with these compile-time parameters, compiled for ``device`` (the current one) on first
+    use."""
     del device  # part of the key only: a module belongs to the context it was loaded in
     return Kernel(path, name, dict(defines))

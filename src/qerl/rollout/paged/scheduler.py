@@ -63,8 +63,8 @@ class Plan:
 
     Attributes:
         prefill_prompts: Prompts whose blocks were just given out and must be computed.
-        admitted: Sequences that enter a row; those with generated tokens have own tokens to be computed
-        again. preempted: Sequences that lost their blocks, with the row that each was in.
+        admitted: Sequences that enter a row; those that have generated tokens need these computed again.
+        preempted: Sequences that lost their blocks, with the row that each was in.
     """
 
     prefill_prompts: list[Prompt]
