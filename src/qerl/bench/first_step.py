@@ -17,6 +17,7 @@ import torch
 from transformers import PreTrainedModel, TrainerCallback
 from transformers.trainer_callback import PrinterCallback
 
+from qerl.chat import Chat
 from qerl.config import QeRLConfig
 from qerl.model import load_tokenizer
 from qerl.rollout.engine import KvCacheDtype, NormOffsets, RolloutEngine, RolloutResult, SamplingParams
@@ -99,10 +100,8 @@ def sampler(
         args = settings(model, False, folder)
     policy, tokenizer = adapted_policy(args), load_tokenizer(model)
     rows = get_task(args.task or "", **args.task_options).train()["prompt"][:4]
-    prompts = [
-        tokenizer.apply_chat_template(row, add_generation_prompt=True, return_dict=True)["input_ids"]
-        for row in rows
-    ]
+    chat = Chat(tokenizer, args.chat_template_kwargs)
+    prompts = [chat.ids(row) for row in rows]
     return policy, make_engine(policy, tokenizer.pad_token_id, None, kv_cache_dtype), prompts
 
 

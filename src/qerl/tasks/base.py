@@ -30,7 +30,13 @@ class Task(ABC):
     Attributes:
         name: As recipes name it.
         format: How an answer is to be stated.
+        opening: What the chat template has already written of the assistant's turn, from
+            :attr:`qerl.chat.Chat.opening`. It is judged with the completion: a completion that is cut off
+            within a thinking that the template began has no answer, and one that ends it has the form asked
+            for.
     """
+
+    opening: str = ""
 
     def __init__(self, name: str, answer_format: str) -> None:
         self.name = name
@@ -54,7 +60,7 @@ class Task(ABC):
 
     def extract(self, completion: Completion) -> str | None:
         """Final answer of a completion (a string or chat messages), or None if it gives none."""
-        return self.format.extract(completion_text(completion))
+        return self.format.extract(self._turn(completion))
 
     @cached_property
     def rewards(self) -> list[RewardFunction]:
@@ -80,9 +86,13 @@ class Task(ABC):
             completions: list[Completion],
             **_: Any,
         ) -> list[float | None]:
-            return [FORMAT_REWARD * self.format.followed(completion_text(c)) for c in completions]
+            return [FORMAT_REWARD * self.format.followed(self._turn(c)) for c in completions]
 
         return [accuracy, format]
+
+    def _turn(self, completion: Completion) -> str:
+        text = completion_text(completion)
+        return text if text.startswith(self.opening) else self.opening + text
 
     def prompt(self, question: str, worked: Iterable[tuple[str, str]] = ()) -> list[Message]:
         """Chat messages for a question: the format's instruction, worked examples as turns, the question.
@@ -98,10 +108,16 @@ class Task(ABC):
 
 
 def completion_text(completion: Completion) -> str:
-    """Text of a completion: itself, or the content of its chat messages."""
-    if isinstance(completion, str):
-        return completion
-    return "".join(message["content"] for message in completion)
+    """Text of a completion: itself, or what its chat messages say, with thinking between its tags again.
+
+    TRL takes the thinking out of the text where a tokenizer brings a template for parsing responses.
+    """
+    return completion if isinstance(completion, str) else "".join(map(_message_text, completion))
+
+
+def _message_text(message: Message) -> str:
+    thinking = message.get("reasoning_content") or message.get("thinking")
+    return (f"<think>{thinking}</think>" if thinking else "") + (message.get("content") or "")
 
 
 def as_dataset(rows: Iterable[Mapping[str, Any]], what: str) -> Dataset:

@@ -12,10 +12,11 @@ from typing import Any, cast
 import torch
 from datasets import Dataset
 from rich.console import Console
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 from transformers.trainer_callback import PrinterCallback
 from trl.rewards import get_soft_overlong_punishment
 
+from qerl.chat import Chat
 from qerl.config import QeRLConfig, dump
 from qerl.errors import QeRLError
 from qerl.lora import LORA_TARGETS, add_lora
@@ -79,7 +80,9 @@ def build(config: QeRLConfig, console: Console) -> tuple[QeRLTrainer, InterruptG
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     tokenizer = load_tokenizer(config.model)
     task = get_task(config.task, **config.task_options)
-    train_set, eval_set = _datasets(config, task, tokenizer, console)
+    chat = Chat(tokenizer, config.chat_template_kwargs)
+    task.opening = chat.opening
+    train_set, eval_set = _datasets(config, task, chat, console)
     if config.device.type == "cuda":
         capacity = torch.cuda.get_device_properties(config.device).total_memory
         if config.tuning == "full":
@@ -170,12 +173,10 @@ def last_checkpoint(folder: Path) -> Path | None:
     return max(complete, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
 
 
-def _datasets(
-    config: QeRLConfig, task: Task, tokenizer: PreTrainedTokenizerBase, console: Console
-) -> tuple[Dataset, Dataset | None]:
-    train_set = task.train()
+def _datasets(config: QeRLConfig, task: Task, chat: Chat, console: Console) -> tuple[Dataset, Dataset | None]:
+    train_set = chat.dataset(task.train())
     if config.max_prompt_length is not None:
-        short = train_set.filter(lambda row: _prompt_length(tokenizer, row) <= config.max_prompt_length)
+        short = train_set.filter(lambda row: len(chat.ids(row["prompt"])) <= config.max_prompt_length)
         if len(short) < len(train_set):
             console.print(f"{len(train_set) - len(short)} of {len(train_set)} prompts are longer than "
                           f"{config.max_prompt_length} tokens and are left out.")  # fmt: skip
@@ -187,16 +188,8 @@ def _datasets(
         raise QeRLError(f"A step needs {prompts} prompts but the task {config.task} has {len(train_set)}.")
     if config.eval_strategy == "no":
         return train_set, None
-    held_out = task.test()
+    held_out = chat.dataset(task.test())
     return train_set, held_out.select(range(min(config.eval_samples, len(held_out))))
-
-
-def _prompt_length(tokenizer: PreTrainedTokenizerBase, row: dict) -> int:
-    return len(
-        tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, return_dict=True)[
-            "input_ids"
-        ]
-    )
 
 
 def _rewards(config: QeRLConfig, task: Task) -> list[RewardFunction]:

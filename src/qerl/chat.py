@@ -1,0 +1,169 @@
+"""Prompts as a model's chat template renders them: one place for training, evaluation and single answers.
+
+A task states what it asks for in a system message, and templates differ in what they do with one. Most write
+it, Gemma's first templates and Mistral's older ones raise an error, and some drop it without a word, so that
+the model is rewarded for a form that nobody asked it for. Here the template is tried with a mark in every
+message. A system message that does not come out is folded: it is put in front of the next user message, which
+is what templates that know no system role do themselves. Any other message that does not come out, and a
+template that cannot be rendered, is an error before the run starts.
+
+Folding happens in the data set, because TRL renders the prompts of a training run itself: from messages that
+the template takes as they are, both get the same tokens.
+
+Templates of reasoning models write ``<think>`` at the end of the prompt, so a completion begins within the
+thinking. :attr:`Chat.opening` says so; a task that knows it judges the whole turn of the assistant.
+
+What was given up: the template is tried once for each sequence of roles. One that looks at the content of the
+system message, and drops some of them, is not found out.
+"""
+
+import inspect
+import logging
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+from datasets import Dataset
+from transformers import PreTrainedTokenizerBase
+
+from qerl.errors import QeRLError
+
+logger = logging.getLogger(__name__)
+
+Message = dict[str, str]
+
+THINK = "<think>"
+_MARK = "message{}mark"
+
+# What transformers' function takes itself; a template's own arguments have other names.
+_TAKEN = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) - {
+    "documents",
+    "kwargs",
+}
+
+
+def fold_system(messages: Sequence[Message]) -> list[Message]:
+    """The messages without system messages: the text of each begins the user message that follows it."""
+    folded: list[Message] = []
+    pending: list[str] = []
+    for message in messages:
+        if message["role"] == "system":
+            pending.append(message["content"])
+        elif message["role"] == "user" and pending:
+            folded.append({"role": "user", "content": "\n\n".join([*pending, message["content"]])})
+            pending = []
+        else:
+            folded.append(message)
+    return folded
+
+
+class Chat:
+    """The chat template of a tokenizer, with the arguments that every prompt of a run gets.
+
+    Args:
+        tokenizer: With a chat template.
+        template_kwargs: The template's own arguments, such as ``enable_thinking``; TRL's field
+            ``chat_template_kwargs``.
+
+    Raises:
+        QeRLError: An argument is one that transformers takes itself.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any] | None = None
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._kwargs = dict(template_kwargs or {})
+        self._folds: dict[tuple[str, ...], bool] = {}
+        taken = sorted(_TAKEN & self._kwargs.keys())
+        if taken:
+            raise QeRLError(
+                f"chat_template_kwargs sets {', '.join(taken)}, which is not the chat template's to decide; "
+                "give arguments of the template alone, such as enable_thinking."
+            )
+
+    @cached_property
+    def opening(self) -> str:
+        """What a prompt's end holds of the assistant's turn: ``<think>`` where it opens one, else nothing."""
+        mark = _MARK.format(0)
+        turn = self._render([{"role": "user", "content": mark}]).rpartition(mark)[2]
+        return THINK if turn.rfind(THINK) > turn.rfind("</think>") else ""
+
+    def messages(self, prompt: Sequence[Message]) -> list[Message]:
+        """The messages as the template takes them: themselves, or with the system message folded.
+
+        Raises:
+            QeRLError: The template cannot be rendered, or leaves out a message.
+        """
+        roles = tuple(message["role"] for message in prompt)
+        if roles not in self._folds:
+            self._folds[roles] = self._must_fold(roles)
+        return fold_system(prompt) if self._folds[roles] else list(prompt)
+
+    def ids(self, prompt: Sequence[Message]) -> list[int]:
+        """Token ids of a prompt, the assistant's turn opened.
+
+        Raises:
+            QeRLError: As for :meth:`messages`.
+        """
+        return self._apply(self.messages(prompt), return_dict=True)["input_ids"]
+
+    def dataset(self, rows: Dataset) -> Dataset:
+        """The rows with the column ``prompt`` as :meth:`messages` gives it.
+
+        Raises:
+            QeRLError: As for :meth:`messages`, for any of the rows.
+        """
+        before = list(rows["prompt"])
+        after = [self.messages(prompt) for prompt in before]
+        if after == before:
+            return rows
+        return rows.remove_columns("prompt").add_column("prompt", after)
+
+    def _must_fold(self, roles: tuple[str, ...]) -> bool:
+        marked = [{"role": role, "content": _MARK.format(i)} for i, role in enumerate(roles)]
+        folds = "system" in roles and not self._writes_all(marked)
+        lost = self._lost(marked, fold_system(marked) if folds else marked)
+        if lost:
+            raise QeRLError(
+                f"The chat template of {self._name} leaves out message {lost[0] + 1} of a prompt with the "
+                f"messages {', '.join(roles)}, so the model would be asked for something else; mend the "
+                "template (chat_template.jinja beside the model), or use another model."
+            )
+        if folds and not any(self._folds.values()):
+            logger.warning(
+                "The chat template of %s takes no system message: the instruction is put in front of the "
+                "user message that follows it.",
+                self._name,
+            )
+        return folds
+
+    def _writes_all(self, marked: list[Message]) -> bool:
+        try:
+            return not self._lost(marked, marked)
+        except QeRLError:  # why, shows when the folded messages are rendered
+            return False
+
+    def _lost(self, marked: list[Message], sent: list[Message]) -> list[int]:
+        """Numbers of the marked messages that are not in what the template writes of those sent."""
+        rendered = self._render(sent)
+        return [i for i, message in enumerate(marked) if message["content"] not in rendered]
+
+    def _render(self, messages: list[Message]) -> str:
+        return self._apply(messages, tokenize=False)
+
+    def _apply(self, messages: list[Message], **options: Any) -> Any:
+        try:
+            return self._tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, **options, **self._kwargs
+            )
+        except Exception as error:  # a template is a program of the model's author
+            cause = str(error).strip().partition("\n")[0]
+            raise QeRLError(
+                f"The chat template of {self._name} cannot render a prompt ({type(error).__name__}: "
+                f"{cause}); mend the template (chat_template.jinja beside the model), or use another model."
+            ) from error
+
+    @property
+    def _name(self) -> str:
+        return self._tokenizer.name_or_path or "the tokenizer"

@@ -1,0 +1,181 @@
+"""What a chat template does with a task's messages, and that TRL renders the same tokens."""
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import trl
+from datasets import Dataset
+from transformers import PreTrainedTokenizerFast
+
+from qerl.chat import Chat, fold_system
+from qerl.errors import QeRLError
+from qerl.tasks import get_task
+
+TEMPLATES = Path(trl.__file__).parent / "chat_templates"
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+MISTRAL = (
+    "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}"
+    "{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]{% else %}{{ m.content }}</s>{% endif %}"
+    "{% endfor %}"
+)
+DROPS_SYSTEM = (
+    "{% for m in messages if m.role != 'system' %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
+)
+LAST_ALONE = "user: {{ messages[-1].content }}\nassistant:"
+OPENS_THINKING = CHATML.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
+
+SYSTEM = {"role": "system", "content": "Use the form."}
+ONE_SHOT = [
+    SYSTEM,
+    {"role": "user", "content": "1 + 1?"},
+    {"role": "assistant", "content": "2"},
+    {"role": "user", "content": "2 + 2?"},
+]
+FOLDED = [{"role": "user", "content": "Use the form.\n\n1 + 1?"}, *ONE_SHOT[2:]]
+
+
+@pytest.fixture
+def with_template(tiny_tokenizer) -> Callable[[str], PreTrainedTokenizerFast]:
+    """``with_template(text)``: a copy of the tokenizer with that template; or the name of one of TRL's."""
+
+    def make(template: str) -> PreTrainedTokenizerFast:
+        tokenizer = copy.deepcopy(tiny_tokenizer)
+        tokenizer.name_or_path = "some/model"
+        path = TEMPLATES / f"{template}.jinja"
+        tokenizer.chat_template = path.read_text() if len(template) < 40 and path.is_file() else template
+        return tokenizer
+
+    return make
+
+
+@pytest.mark.parametrize("template", ["gemma", MISTRAL, DROPS_SYSTEM])
+def test_a_system_message_that_the_template_cannot_write_begins_the_next_user_message(
+    template: str, with_template, caplog
+) -> None:
+    chat = Chat(with_template(template))
+    assert [chat.messages(ONE_SHOT) for _ in range(2)] == [FOLDED] * 2
+    assert chat.messages(ONE_SHOT[1:]) == ONE_SHOT[1:]
+    assert chat.messages([SYSTEM, ONE_SHOT[1]]) == FOLDED[:1]
+    assert caplog.text.count("some/model takes no system message") == 1
+
+
+@pytest.mark.parametrize(
+    "template", [CHATML, "qwen2_5", "qwen3", "llama3_2", "deepseek_r1_distill", "gemma3", "phi3", "lfm2"]
+)
+def test_a_template_that_writes_the_system_message_gets_it(template: str, with_template, caplog) -> None:
+    chat = Chat(with_template(template))
+    assert chat.messages(ONE_SHOT) == ONE_SHOT
+    assert caplog.records == []
+
+
+def test_several_system_messages_go_to_the_user_messages_that_follow_them() -> None:
+    other = {"role": "system", "content": "Be brief."}
+    assert fold_system([SYSTEM, other, *ONE_SHOT[1:3], other, ONE_SHOT[3]]) == [
+        {"role": "user", "content": "Use the form.\n\nBe brief.\n\n1 + 1?"},
+        ONE_SHOT[2],
+        {"role": "user", "content": "Be brief.\n\n2 + 2?"},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        (
+            "{% for m in messages %}",
+            r"some/model cannot render a prompt \(TemplateSyntaxError: Unexpected end",
+        ),
+        ("{{ messages[9].role.upper() }}", r"some/model cannot render a prompt \(UndefinedError"),
+        ("{{ raise_exception('never') }}", r"cannot render a prompt \(TemplateError: never\)"),
+        (LAST_ALONE, "leaves out message 1 of a prompt with the messages system, user, assistant, user"),
+    ],
+)
+def test_a_template_that_does_not_work_is_one_sentence(template: str, said: str, with_template) -> None:
+    with pytest.raises(QeRLError, match=said):
+        Chat(with_template(template)).messages(ONE_SHOT)
+
+
+def test_roles_that_the_template_refuses_are_found_in_the_data_set(with_template) -> None:
+    user = ONE_SHOT[1]
+    rows = Dataset.from_list([{"prompt": [user]}, {"prompt": [user, user]}])
+    with pytest.raises(QeRLError, match="Conversation roles must alternate"):
+        Chat(with_template("gemma")).dataset(rows)
+
+
+def test_a_tokenizer_without_template_is_one_sentence(with_template) -> None:
+    tokenizer = with_template(CHATML)
+    tokenizer.chat_template = None
+    with pytest.raises(QeRLError, match=r"some/model cannot render a prompt .*chat_template is not set"):
+        Chat(tokenizer).ids(ONE_SHOT)
+
+
+@pytest.mark.parametrize("template", ["gemma", DROPS_SYSTEM, CHATML, "qwen3"])
+@pytest.mark.parametrize("kwargs", [{}, {"enable_thinking": False}])
+def test_the_data_set_renders_in_trl_as_it_does_here(template: str, kwargs: dict, with_template) -> None:
+    tokenizer = with_template(template)
+    chat = Chat(tokenizer, kwargs)
+    rows = get_task("arithmetic", train_size=3, test_size=1, examples=2).train()
+    folded = chat.dataset(rows)
+    assert folded["answer"] == rows["answer"]
+    trainer = object.__new__(trl.GRPOTrainer)
+    trainer.processing_class, trainer.chat_template_kwargs = tokenizer, kwargs
+    trainer.tools = trainer.environment_factories = trainer.chat_template = None
+    trainer._is_vlm = False
+    rendered, *_ = trainer._tokenize_prompts(list(folded["prompt"]))
+    assert rendered == [chat.ids(prompt) for prompt in rows["prompt"]]
+    instruction = rows[0]["prompt"][0]["content"]
+    assert all(instruction in tokenizer.decode(ids) for ids in rendered)
+
+
+def test_arguments_of_the_template_reach_it(with_template) -> None:
+    tokenizer = with_template("qwen3")
+    thinking, not_thinking = (
+        tokenizer.decode(Chat(tokenizer, {"enable_thinking": on}).ids(ONE_SHOT)) for on in (True, False)
+    )
+    assert not thinking.rstrip().endswith("</think>")
+    assert not_thinking.rstrip().endswith("</think>")
+    with pytest.raises(QeRLError, match="chat_template_kwargs sets add_generation_prompt, tokenize, which"):
+        Chat(tokenizer, {"tokenize": False, "add_generation_prompt": False, "enable_thinking": True})
+
+
+@pytest.mark.parametrize(
+    ("template", "kwargs", "opening"),
+    [
+        (CHATML, {}, ""),
+        (OPENS_THINKING, {}, "<think>"),
+        ("deepseek_r1_distill", {}, "<think>"),
+        ("qwen3_5_think", {}, "<think>"),
+        ("qwen3_5_think", {"enable_thinking": False}, ""),
+        ("qwen3", {"enable_thinking": False}, ""),  # an empty thinking that is closed again
+        ("gemma", {}, ""),
+    ],
+)
+def test_a_prompt_that_opens_the_thinking_is_found(
+    template: str, kwargs: dict, opening: str, with_template
+) -> None:
+    assert Chat(with_template(template), kwargs).opening == opening
+
+
+def test_a_completion_is_judged_with_the_thinking_that_the_template_opened(with_template, tmp_path) -> None:
+    (tmp_path / "data.jsonl").write_text('{"question": "3 + 4?", "answer": 7}\n')
+    task = get_task(f"jsonl:{tmp_path / 'data.jsonl'}", answer_format="tags")
+    task.opening = Chat(with_template(OPENS_THINKING)).opening
+    accuracy, form = task.rewards
+    texts = [
+        "3 + 4 = 7\n</think>\n<answer>7</answer>",
+        "I guess <answer>7</answer>",  # cut off while it thinks
+        "<think>3 + 4</think><answer>7</answer>",
+        "</think><answer>7</answer>",  # no thinking at all
+        "<think>again</think> and </think><answer>7</answer>",
+    ]
+    chats = [[{"role": "assistant", "content": text}] for text in texts]
+    # As TRL parses a response where the tokenizer says how.
+    chats.append([{"role": "assistant", "reasoning_content": "3 + 4", "content": "<answer>7</answer>"}])
+    columns = {"prompts": [ONE_SHOT] * 6, "completions": chats, "answer": ["7"] * 6}
+    assert accuracy(**columns) == [1.0, 0.0, 1.0, 1.0, 1.0, 1.0]
+    assert form(**columns) == [0.1, 0.0, 0.1, 0.0, 0.0, 0.1]
