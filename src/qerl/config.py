@@ -190,6 +190,7 @@ class QeRLConfig(GRPOConfig):
             )
         if self.use_vllm:
             raise QeRLError("use_vllm cannot be combined with the built-in rollout engine; remove it.")
+        self._check_reference()
         if self.repetition_penalty != 1.0 or self.generation_kwargs:
             raise QeRLError(
                 "repetition_penalty and generation_kwargs are not supported by the rollout engine; "
@@ -198,6 +199,17 @@ class QeRLConfig(GRPOConfig):
         if self.overlong_buffer is not None and not 0 <= self.overlong_buffer < 1:
             raise QeRLError(
                 f"overlong_buffer is {self.overlong_buffer}; it is a share of the length, from 0 to 1."
+            )
+
+    def _check_reference(self) -> None:
+        if self.sync_ref_model and self.beta == 0.0:
+            raise QeRLError(
+                "sync_ref_model has no reference to move: beta is 0; set beta, or remove sync_ref_model."
+            )
+        if self.sync_ref_model and self.tuning != "full":
+            raise QeRLError(
+                "sync_ref_model needs tuning: full; with LoRA the reference is the base model, which never "
+                "moves. Remove sync_ref_model, or train all weights."
             )
 
     def _check_groups(self) -> None:

@@ -50,6 +50,7 @@ from qerl.trainer.memory import PeakMemory
 from qerl.trainer.oom import StepRedo
 from qerl.trainer.pieces import Outputs, loss_in_pieces, without_graph
 from qerl.trainer.recompute import recompute_every_layer, understand_every_n_layers
+from qerl.trainer.reference import add_reference, load_reference, none_by_trl, save_reference
 from qerl.trainer.rollout_file import Batch, load_rollouts, save_rollouts
 from qerl.trainer.stand_ins import EngineClient, EpochRepeatSampler
 
@@ -86,15 +87,16 @@ class QeRLTrainer(GRPOTrainer):
         callbacks: list[TrainerCallback] | None = None,
     ) -> None:
         dtypes = {parameter: parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
-        super().__init__(
-            model=model,
-            reward_funcs=reward_funcs,
-            args=args,
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            processing_class=processing_class,
-            callbacks=callbacks,
-        )
+        with none_by_trl(args):
+            super().__init__(
+                model=model,
+                reward_funcs=reward_funcs,
+                args=args,
+                train_dataset=train_dataset,
+                eval_dataset=eval_dataset,
+                processing_class=processing_class,
+                callbacks=callbacks,
+            )
         if self.aux_loss_enabled:
             raise QeRLError(
                 "Mixture-of-experts models with a router loss are not supported; set router_aux_loss_coef: 0."
@@ -105,12 +107,12 @@ class QeRLTrainer(GRPOTrainer):
         self.engine = engine
         understand_every_n_layers(self.model)
         base = base_model(self.accelerator.unwrap_model(self.model))
-        self._decoder = base.base_model
         self._branch_attention = use_branch_attention(base)
         if base.device.type == "cuda":
             from qerl.trainer.fused import fuse  # needs Triton
 
             fuse(base)
+        add_reference(self)
         self.noise: AdaptiveNoise | None = None
         self._memory = PeakMemory(self.accelerator.device)
         self._seconds: dict[str, float] = defaultdict(float)
@@ -397,7 +399,8 @@ class QeRLTrainer(GRPOTrainer):
 
     def _forward(self, model: torch.nn.Module, padded: Padded, rows: list[int]) -> Outputs:
         self._redo.forward_of(rows, padded.lengths)
-        return score_rows(model, self._decoder, padded, rows, self._branch_attention)
+        decoder = base_model(self.accelerator.unwrap_model(model)).base_model
+        return score_rows(model, decoder, padded, rows, self._branch_attention)
 
     def prediction_step(
         self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None
@@ -474,6 +477,7 @@ class QeRLTrainer(GRPOTrainer):
         try:
             self._save_rollouts(folder)
             self._redo.save(folder)
+            save_reference(self, folder)
             super()._save_checkpoint(model, trial)
         except (OSError, SafetensorError) as error:
             shutil.rmtree(folder, ignore_errors=True)
@@ -490,6 +494,10 @@ class QeRLTrainer(GRPOTrainer):
 
     def _rollout_file(self, checkpoint: Path) -> Path:
         return checkpoint / f"rollouts_{self.accelerator.process_index}.safetensors"
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        if not load_reference(self, Path(resume_from_checkpoint)):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
