@@ -140,6 +140,7 @@ class QeRLConfig(GRPOConfig):
         for name, value in ALGORITHMS[self.algorithm].items():
             if getattr(self, name) is None:
                 setattr(self, name, value)
+        self._choose_metric()
         if not torch.cuda.is_available():
             self.dataloader_pin_memory = False  # there is nothing to pin for
         try:
@@ -211,6 +212,17 @@ class QeRLConfig(GRPOConfig):
                 "sync_ref_model needs tuning: full; with LoRA the reference is the base model, which never "
                 "moves. Remove sync_ref_model, or train all weights."
             )
+
+    def _choose_metric(self) -> None:
+        """An evaluation has rewards and no loss, so the best checkpoint is the one with the highest."""
+        if self.metric_for_best_model in ("loss", "eval_loss"):
+            raise QeRLError(
+                "metric_for_best_model is eval_loss, which an evaluation does not compute; leave it out for "
+                "eval_reward, or name another metric of the evaluation."
+            )
+        by_metric = self.load_best_model_at_end or self.lr_scheduler_type == "reduce_lr_on_plateau"
+        if by_metric and self.metric_for_best_model is None:
+            self.metric_for_best_model = "eval_reward"
 
     def _check_groups(self) -> None:
         """Every process samples whole groups, so that a group's prompt is computed once."""

@@ -45,6 +45,7 @@ from qerl.seeding import derive_seed
 from qerl.trainer.attention import use_branch_attention
 from qerl.trainer.correction import importance_ratio, rows_with_gradient, sampler_trainer_kl
 from qerl.trainer.dynamic_sampling import fresh_rows, groups_without_signal, replace_groups
+from qerl.trainer.evaluation import check_metric, name_metrics
 from qerl.trainer.forward import Padded, score_rows
 from qerl.trainer.memory import PeakMemory
 from qerl.trainer.oom import StepRedo
@@ -87,6 +88,7 @@ class QeRLTrainer(GRPOTrainer):
         callbacks: list[TrainerCallback] | None = None,
     ) -> None:
         dtypes = {parameter: parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
+        check_metric(args.metric_for_best_model, eval_dataset)
         with none_by_trl(args):
             super().__init__(
                 model=model,
@@ -408,6 +410,11 @@ class QeRLTrainer(GRPOTrainer):
         """Evaluation samples and scores; there is no loss to report."""
         self._prepare_inputs(inputs)
         return None, None, None
+
+    def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
+        output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
+        name_metrics(self._metrics["eval"], metric_key_prefix)
+        return output
 
     # Time
 

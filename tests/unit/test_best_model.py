@@ -1,0 +1,98 @@
+"""The best checkpoint is chosen by the reward of evaluations, and is what the trainer ends with."""
+
+import pytest
+import torch
+from datasets import Dataset
+from safetensors.torch import load_file
+from transformers import EarlyStoppingCallback
+
+from qerl.config import QeRLConfig
+from qerl.errors import QeRLError
+from qerl.lora import add_lora
+from qerl.model import load_model
+from qerl.trainer.grpo import QeRLTrainer
+from tests.unit.test_trainer import DATA, ScriptedEngine, settings
+
+BY_STEP = [0.2, 0.9, 0.5, 0.4]
+SAVING = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
+
+
+@pytest.fixture
+def trainer(tiny_model, tiny_tokenizer, tmp_path):
+    """``trainer(eval_set, callbacks, **changes)``: packed weights, and evaluations whose rewards are `BY_STEP`."""
+    folder = tmp_path / "model"
+    tiny_model("llama").save_pretrained(folder)
+
+    def make(eval_set=DATA, callbacks=None, **changes):
+        model = add_lora(load_model(folder, "nvfp4", torch.float32, "cpu"), rank=4, alpha=8, dropout=0.0)
+        args = QeRLConfig(
+            **settings(
+                tmp_path / "run", learning_rate=1e-2, per_device_eval_batch_size=16, **SAVING | changes
+            )
+        )
+
+        # The reward of training depends on the sample, that of an evaluation on the step alone.
+        def reward(completion_ids, trainer_state, **kwargs):
+            if this.model.training:
+                return [float(sum(ids) % 7) for ids in completion_ids]
+            return [BY_STEP[trainer_state.global_step - 1]] * len(completion_ids)
+
+        engine = ScriptedEngine(tiny_tokenizer.eos_token_id, model.config.vocab_size)
+        this = QeRLTrainer(
+            model,
+            [reward],
+            args,
+            DATA,
+            engine,
+            eval_set,
+            processing_class=tiny_tokenizer,
+            callbacks=callbacks,
+        )
+        return this
+
+    return make
+
+
+def test_the_best_adapter_is_the_one_at_the_end(trainer, tmp_path):
+    one = trainer(load_best_model_at_end=True)
+    assert one.args.metric_for_best_model == "eval_reward" and one.args.greater_is_better
+    one.train()
+    assert one.state.best_metric == pytest.approx(0.9)
+    best, last = (
+        load_file(tmp_path / "run" / f"checkpoint-{step}" / "adapter_model.safetensors") for step in (2, 4)
+    )
+    assert any(not best[name].equal(last[name]) for name in best)
+    for name, parameter in one.model.named_parameters():
+        if parameter.requires_grad:
+            assert parameter.equal(best[name.replace(".default", "")]), name
+
+
+def test_training_stops_early_by_the_reward(trainer):
+    one = trainer(callbacks=[EarlyStoppingCallback(1)], load_best_model_at_end=True)
+    one.train()
+    assert one.state.global_step == 3
+
+
+def test_several_evaluation_sets_have_metrics_of_their_own(trainer):
+    sets = {"easy": DATA, "hard": Dataset.from_dict({"prompt": ["nine", "ten", "one", "two"]})}
+    with pytest.raises(QeRLError, match="eval_easy_reward, eval_hard_reward"):
+        trainer(sets, load_best_model_at_end=True)
+    one = trainer(sets, load_best_model_at_end=True, metric_for_best_model="eval_hard_reward")
+    one.train()
+    assert one.state.best_metric == pytest.approx(0.9)
+    rows = [row for row in one.state.log_history if "eval_easy_reward" in row]
+    assert [row["eval_easy_reward"] for row in rows] == pytest.approx(BY_STEP)
+    assert not any("eval_reward" in row for row in one.state.log_history)
+
+
+@pytest.mark.parametrize("name", ["loss", "eval_loss"])
+def test_a_loss_is_refused_as_the_metric(tmp_path, name):
+    with pytest.raises(QeRLError, match="eval_loss, which an evaluation does not compute"):
+        QeRLConfig(**settings(tmp_path, metric_for_best_model=name))
+
+
+def test_a_learning_rate_on_a_plateau_goes_by_the_reward(tmp_path):
+    config = QeRLConfig(
+        **settings(tmp_path, lr_scheduler_type="reduce_lr_on_plateau", eval_strategy="steps", eval_steps=1)
+    )
+    assert config.metric_for_best_model == "eval_reward" and config.greater_is_better
