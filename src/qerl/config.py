@@ -124,6 +124,9 @@ class QeRLConfig(GRPOConfig):
     bf16: bool | None = _help(
         "Autocast is not used: `dtype` sets the precision of sampler and trainer alike.", False
     )
+    metric_for_best_model: str | None = _help(
+        "What load_best_model_at_end goes by; unset, eval_reward. Evaluations compute no loss.", None
+    )
     logging_steps: float = _help("Optimizer steps between two log lines.", 1)
     vllm_importance_sampling_mode: str = _help(
         "Correction of the ratio trainer / sampler. Token-level truncation suits noisy rollouts.",

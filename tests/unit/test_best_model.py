@@ -19,7 +19,7 @@ SAVING = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "
 
 @pytest.fixture
 def trainer(tiny_model, tiny_tokenizer, tmp_path):
-    """``trainer(eval_set, callbacks, **changes)``: packed weights, and evaluations whose rewards are `BY_STEP`."""
+    """``trainer(eval_set, callbacks, **changes)``: packed weights; evaluations' rewards are `BY_STEP`."""
     folder = tmp_path / "model"
     tiny_model("llama").save_pretrained(folder)
 
