@@ -26,7 +26,8 @@ from qerl.rollout.engine import KvCacheDtype
 
 # What an algorithm sets where the recipe says nothing.
 # grpo: arXiv 2402.03300. dapo: arXiv 2503.14476, sections 3.1 (clip-higher) to 3.4 (soft overlong punishment,
-# whose interval there is a fifth of the longest response).
+# whose interval there is a fifth of the longest response). DAPO's authors punish truncated samples instead of
+# masking them; both at once would leave short wrong answers with an advantage and nothing against it.
 ALGORITHMS: dict[str, dict[str, Any]] = {
     "grpo": {
         "loss_type": "grpo",
@@ -34,13 +35,15 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
         "mask_truncated_completions": False,
         "dynamic_sampling_rounds": 0,
         "overlong_buffer": 0.0,
+        "signal": "reward",
     },
     "dapo": {
         "loss_type": "dapo",
         "epsilon_high": 0.28,
-        "mask_truncated_completions": True,
+        "mask_truncated_completions": False,
         "dynamic_sampling_rounds": 2,
         "overlong_buffer": 0.2,
+        "signal": "accuracy",
     },
 }
 
@@ -90,7 +93,13 @@ class QeRLConfig(GRPOConfig):
     epsilon_high: float | None = _help("Upper clip distance; unset, the algorithm decides.", None)
     mask_truncated_completions: bool | None = _help("Leave truncated samples out of the loss.", None)
     dynamic_sampling_rounds: int | None = _help(
-        "Extra rollouts at most per step, each replacing groups whose rewards are all equal.", None
+        "Extra rollouts at most per step, each replacing groups without signal.", None
+    )
+    signal: Literal["accuracy", "reward"] | None = _help(
+        "Which groups teach. accuracy: those with right and wrong samples, by the reward function `accuracy` "
+        "or the only one (right is above 0). reward: those whose rewards differ. Unset, the algorithm "
+        "decides.",
+        None,
     )
     overlong_buffer: float | None = _help(
         "Share of max_completion_length over which the length penalty grows from 0 to -1; 0 turns it off.",
@@ -140,6 +149,8 @@ class QeRLConfig(GRPOConfig):
 
     def __post_init__(self) -> None:
         self._check()
+        if self.mask_truncated_completions and self.overlong_buffer is None:
+            self.overlong_buffer = 0.0  # masked samples are not punished as well
         for name, value in ALGORITHMS[self.algorithm].items():
             if getattr(self, name) is None:
                 setattr(self, name, value)
@@ -160,6 +171,8 @@ class QeRLConfig(GRPOConfig):
         _one_of("rounding", self.rounding, get_args(Method))
         _one_of("kv_cache_dtype", self.kv_cache_dtype, get_args(KvCacheDtype))
         _one_of("dtype", self.dtype, ("auto", "float32", "bfloat16"))
+        if self.signal is not None:
+            _one_of("signal", self.signal, ("accuracy", "reward"))
         _one_of("noise_schedule", self.noise_schedule, tuple(SCHEDULES))
         if self.tuning == "full" and self.weights != "bf16":
             raise QeRLError(
@@ -199,6 +212,11 @@ class QeRLConfig(GRPOConfig):
             raise QeRLError(
                 "repetition_penalty and generation_kwargs are not supported by the rollout engine; "
                 "remove them."
+            )
+        if self.mask_truncated_completions and self.overlong_buffer:
+            raise QeRLError(
+                "mask_truncated_completions leaves out the samples that overlong_buffer punishes; set one of "
+                "the two."
             )
         if self.overlong_buffer is not None and not 0 <= self.overlong_buffer < 1:
             raise QeRLError(

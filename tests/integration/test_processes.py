@@ -30,6 +30,8 @@ def run_on_two(tiny_run, run, **changes):
     """The rows logged and the adapter."""
     settings = {
         "algorithm": "dapo",
+        "signal": "reward",  # random text is never right
+        "mask_truncated_completions": True,
         "task_options": {"examples": 0, "train_size": 16, "test_size": 4},
         "lora_dropout": 0.0,
         "max_steps": 4,

@@ -22,7 +22,9 @@ QUIET = Console(quiet=True)
         pytest.param(
             {"steps_per_generation": 2, "num_iterations": 2}, id="stopped while a rollout is half used"
         ),
-        pytest.param({"dynamic_sampling_rounds": 1, "algorithm": "dapo"}, id="dynamic sampling"),
+        pytest.param(
+            {"dynamic_sampling_rounds": 1, "algorithm": "dapo", "signal": "reward"}, id="dynamic sampling"
+        ),
     ],
 )
 def test_resume_is_bit_exact(tiny_run, tmp_path, changes):

@@ -46,8 +46,10 @@ def test_the_dump_of_a_run_is_a_recipe_that_gives_the_same_run(tmp_path):
 
 def test_algorithm_fills_only_what_is_unset():
     config = load_config([], MINIMAL | {"algorithm": "dapo"})
-    assert (config.loss_type, config.epsilon_high, config.mask_truncated_completions) == ("dapo", 0.28, True)
-    assert config.dynamic_sampling_rounds == 2
+    assert (config.loss_type, config.epsilon_high, config.mask_truncated_completions) == ("dapo", 0.28, False)
+    assert (config.dynamic_sampling_rounds, config.overlong_buffer, config.signal) == (2, 0.2, "accuracy")
+    config = load_config([], MINIMAL | {"algorithm": "dapo", "mask_truncated_completions": True})
+    assert config.overlong_buffer == 0, "truncated samples are masked or punished, not both"
     config = load_config(
         [], MINIMAL | {"algorithm": "dapo", "epsilon_high": 0.4, "dynamic_sampling_rounds": 0}
     )
@@ -92,6 +94,11 @@ def test_command_line_values_are_yaml(text, value):
         (
             {"gradient_checkpointing_kwargs": {"every_n_layers": 0}},
             "every_n_layers in .* is 0; it is a number",
+        ),
+        ({"signal": "loud"}, "signal is 'loud'; it must be one of accuracy, reward"),
+        (
+            {"mask_truncated_completions": True, "overlong_buffer": 0.2},
+            "leaves out the samples that overlong_buffer punishes",
         ),
         ({"tokens_per_forward": 0}, "tokens_per_forward is 0; it is a number of tokens, at least 1"),
     ],

@@ -1,16 +1,11 @@
-"""Groups without signal are found and replaced by groups of fresh prompts."""
+"""Groups without signal are replaced by groups of fresh prompts."""
 
 import torch
 from datasets import Dataset
 
-from qerl.trainer.dynamic_sampling import fresh_rows, groups_without_signal, replace_groups
+from qerl.trainer.dynamic_sampling import FreshPrompts, fresh_rows, replace_groups
 
 DATA = Dataset.from_dict({"prompt": [f"p{i}" for i in range(10)]})
-
-
-def test_groups_without_signal():
-    advantages = torch.tensor([0.0, 0.0, 1.0, -1.0, 0.0, 0.0])
-    assert groups_without_signal(advantages, 2) == [0, 2]
 
 
 def test_fresh_prompts_are_not_those_in_use_and_depend_on_the_key_alone():
@@ -25,6 +20,18 @@ def test_fresh_prompts_are_not_those_in_use_and_depend_on_the_key_alone():
 def test_a_small_data_set_repeats_rows():
     assert len(fresh_rows(DATA, DATA["prompt"][:9], 3, 0)) == 3
     assert len(fresh_rows(DATA, list(DATA["prompt"]), 3, 0)) == 3
+
+
+def test_a_step_draws_no_prompt_twice_while_there_are_others():
+    fresh = FreshPrompts(DATA, seed=7)
+    fresh.note(3, ["p0", "p1"])
+    drawn = [row["prompt"] for count in (3, 4, 1) for row in fresh.draw(count)]
+    assert sorted([*drawn, "p0", "p1"]) == sorted(DATA["prompt"])
+    fresh.note(4, ["p0", "p1"])
+    other = [row["prompt"] for count in (3, 4, 1) for row in fresh.draw(count)]
+    assert sorted(other) == sorted(drawn) and other != drawn, "another step draws in another order"
+    fresh.note(3, ["p0", "p1"])
+    assert drawn == [row["prompt"] for count in (3, 4, 1) for row in fresh.draw(count)]
 
 
 def test_replaced_group_is_padded_on_the_right_sides():

@@ -1,13 +1,15 @@
 """Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2): no group without a gradient.
 
-A group whose rewards are all equal has zero advantages and teaches nothing. It is replaced by a group of a
-fresh prompt, for a bounded number of extra rollouts; what still has no signal then stays as it is. Which
-prompts are fresh depends on (seed, step, round) alone, so a resumed run draws the same.
+A group without signal (`qerl.trainer.advantages`) teaches nothing. It is replaced by a group of a fresh
+prompt, for a bounded number of extra rollouts; what still has no signal then has advantages of 0. Which
+prompts are fresh depends on (seed, step, draws of the step before) alone, so a resumed run draws the same.
 
 Batches are TRL's: dictionaries of tensors whose first axis is the sample, groups adjacent. Legend: B samples,
 G samples in a group, P prompt columns, C completion columns.
 """
 
+from collections import defaultdict, deque
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -26,14 +28,35 @@ _PADDED = {
     "sampling_per_token_logps": "right",
     "old_per_token_logps": "right",
     "ref_per_token_logps": "right",
-    "importance_sampling_ratio": "right",
     "tool_mask": "right",
 }
 
 
-def groups_without_signal(advantages_B: torch.Tensor, group_size: int) -> list[int]:
-    """Indices of the groups whose advantages are all zero."""
-    return (advantages_B.view(-1, group_size) == 0).all(dim=1).nonzero().flatten().tolist()
+class FreshPrompts:
+    """Rows of a data set that an optimizer step has not used yet, as far as there are any.
+
+    Args:
+        dataset: Rows with a column `prompt`.
+        seed: Of the run.
+    """
+
+    def __init__(self, dataset: Dataset, seed: int) -> None:
+        self._dataset, self._seed = dataset, seed
+        self._step, self._draws = -1, 0
+        self._used: list[Any] = []
+
+    def note(self, step: int, prompts: Iterable[Any]) -> None:
+        """These prompts are sampled in optimizer step ``step``, on whichever process."""
+        if step != self._step:
+            self._step, self._draws, self._used = step, 0, []
+        self._used += prompts
+
+    def draw(self, count: int) -> list[dict[str, Any]]:
+        """Rows for the step noted last; the same on every process."""
+        rows = fresh_rows(self._dataset, self._used, count, self._seed, self._step, self._draws)
+        self._draws += 1
+        self.note(self._step, [row["prompt"] for row in rows])
+        return rows
 
 
 def fresh_rows(
@@ -43,9 +66,9 @@ def fresh_rows(
 
     Args:
         dataset: Rows with a column `prompt`.
-        used_prompts: Prompts of the present batch.
+        used_prompts: Prompts that are not wanted again.
         count: How many to draw; a small data set may repeat rows.
-        coordinates: (seed, step, round), the key of the draw.
+        coordinates: (seed, step, draw), the key of the draw.
     """
     order = torch.randperm(len(dataset), generator=generator("fresh", *coordinates)).tolist()
     rows: list[dict[str, Any]] = []
@@ -74,8 +97,8 @@ def replace_groups(
         A new batch of the first one's size; scalars (TRL's token count) are the first one's and must be
         recomputed.
     """
-    to = _samples(targets, group_size)
-    source = _samples(sources, group_size)
+    to = samples_of(targets, group_size)
+    source = samples_of(sources, group_size)
     out = {}
     for key, old in batch.items():
         if old.ndim == 0:
@@ -90,7 +113,36 @@ def replace_groups(
     return out
 
 
-def _samples(groups: list[int], group_size: int) -> torch.Tensor:
+def replace_log_rows(logs: dict[str, Any], fresh: dict[str, Any], rows: list[tuple[int, int]]) -> None:
+    """Rows of TRL's table of completions become those of another rollout.
+
+    Args:
+        logs, fresh: TRL's `_logs`, columns in the order of the samples of all processes. A column that the
+            other rollout does not have is filled with None.
+        rows: (target, source) indices.
+    """
+    for name, column in logs.items():
+        other = fresh.get(name, ())
+        if isinstance(column, dict):
+            replace_log_rows(column, other or {}, rows)
+            continue
+        for target, source in rows:
+            if target < len(column):
+                column[target] = other[source] if source < len(other) else None
+
+
+def empty_log(logs: dict[str, Any]) -> dict[str, Any]:
+    """A table like this one, without rows."""
+    return {
+        name: defaultdict[str, Any](column.default_factory)
+        if isinstance(column, defaultdict)
+        else deque[Any](maxlen=column.maxlen)
+        for name, column in logs.items()
+    }
+
+
+def samples_of(groups: list[int], group_size: int) -> torch.Tensor:
+    """Indices of the samples of these groups."""
     return (torch.tensor(groups)[:, None] * group_size + torch.arange(group_size)).flatten()
 
 

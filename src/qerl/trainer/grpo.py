@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 from accelerate.utils import gather_object
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 from peft import PeftModel
 from safetensors import SafetensorError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
@@ -42,9 +42,16 @@ from qerl.noise import AdaptiveNoise, NoiseSchedule
 from qerl.nvfp4.linear import unpacked
 from qerl.rollout.engine import RolloutEngine, RolloutResult, SamplingParams
 from qerl.seeding import derive_seed
+from qerl.trainer.advantages import Signal, judge_of
 from qerl.trainer.attention import use_branch_attention
 from qerl.trainer.correction import importance_ratio, rows_with_gradient, sampler_trainer_kl
-from qerl.trainer.dynamic_sampling import fresh_rows, groups_without_signal, replace_groups
+from qerl.trainer.dynamic_sampling import (
+    FreshPrompts,
+    empty_log,
+    replace_groups,
+    replace_log_rows,
+    samples_of,
+)
 from qerl.trainer.evaluation import check_metric, name_metrics
 from qerl.trainer.forward import Padded, score_rows
 from qerl.trainer.memory import PeakMemory
@@ -73,6 +80,7 @@ class QeRLTrainer(GRPOTrainer):
 
     vllm_importance_sampling_correction: bool
     _buffered_inputs: list[Batch] | None
+    _logs: dict[str, Any]
 
     _tag_names = ["qerl", "trl", "grpo"]  # noqa: RUF012 - TRL reads it from the class
 
@@ -87,6 +95,11 @@ class QeRLTrainer(GRPOTrainer):
         processing_class: PreTrainedTokenizerBase | None = None,
         callbacks: list[TrainerCallback] | None = None,
     ) -> None:
+        if args.dynamic_sampling_rounds and isinstance(train_dataset, IterableDataset):
+            raise QeRLError(
+                "dynamic_sampling_rounds draws other prompts of the data set, which an IterableDataset "
+                "cannot give; load it as a Dataset or set dynamic_sampling_rounds: 0."
+            )
         dtypes = {parameter: parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
         check_metric(args.metric_for_best_model, eval_dataset)
         with none_by_trl(args):
@@ -107,6 +120,14 @@ class QeRLTrainer(GRPOTrainer):
             # TRL rounds adapters of four-bit models to bf16, in which an update of 5e-6 is mostly lost.
             parameter.data = parameter.data.to(dtype)
         self.engine = engine
+        self._signal = Signal(
+            group_size=self.num_generations,
+            weights_F=self.reward_weights.to(self.accelerator.device),
+            scale=self.scale_rewards,
+            aggregation=self.multi_objective_aggregation,
+            judge=judge_of(self.reward_func_names) if args.signal == "accuracy" else None,
+        )
+        self._fresh = FreshPrompts(train_dataset, args.seed) if args.dynamic_sampling_rounds else None
         understand_every_n_layers(self.model)
         base = base_model(self.accelerator.unwrap_model(self.model))
         self._branch_attention = use_branch_attention(base)
@@ -196,20 +217,42 @@ class QeRLTrainer(GRPOTrainer):
                 return super()._generate_and_score_completions(inputs)
         batch = self._sample_batch(inputs)
         for extra in range(self.args.dynamic_sampling_rounds):
-            dead = groups_without_signal(batch["advantages"], self.num_generations)
-            most = self._most_over_ranks(len(dead))
+            dead = self._dead_groups(batch)
+            counts = self._counts_of_ranks(len(dead))
             if extra == 0:
-                share = len(dead) * self.num_generations / len(inputs)
+                share = sum(counts) / len(counts) * self.num_generations / len(inputs)
                 self._metrics["train"]["dynamic_sampling/groups_without_signal"].append(share)
-            if most == 0:
+            if not any(counts):
                 break
-            batch = self._replace_dead_groups(batch, inputs, dead, most, extra)
-        return batch
+            batch = self._replace_dead_groups(batch, dead, max(counts))
+        return self._with_advantages(batch)
 
     def _sample_batch(self, inputs: list[dict[str, Any]]) -> Batch:
-        """TRL's batch; without its second forward when the loss forward can serve instead."""
+        """TRL's batch and its rewards [B, F]; without its second forward when the loss forward can serve."""
+        if self._fresh is not None:
+            prompts = [row["prompt"] for row in inputs[:: self.num_generations]]
+            self._fresh.note(self.state.global_step, gather_object(prompts))
         with self._correction_off() if self._used_once else contextlib.nullcontext():
-            return super()._generate_and_score_completions(inputs)
+            batch = super()._generate_and_score_completions(inputs)
+        rewards_BF = self._own_rows(self._rewards_BF, len(inputs))
+        unseen_B1 = batch["completion_mask"].sum(dim=1, keepdim=True) == 0  # cut off, and masked for that
+        batch["rewards_per_func"] = rewards_BF.masked_fill(unseen_B1, torch.nan)
+        return batch
+
+    def _own_rows(self, gathered: Any, count: int) -> Any:
+        """This process's part of the samples of all processes."""
+        start = self.accelerator.process_index * count
+        return gathered[start : start + count]
+
+    def _dead_groups(self, batch: Batch) -> list[int]:
+        return self._signal.dead(batch["rewards_per_func"]).nonzero().flatten().tolist()
+
+    def _with_advantages(self, batch: Batch) -> Batch:
+        """The batch that trains, once it is whole."""
+        rewards_BF = batch.pop("rewards_per_func")
+        advantages_B = self._signal.advantages(self.accelerator.gather(rewards_BF))
+        self._logs["advantages"].extend(advantages_B.tolist())
+        return batch | {"advantages": self._own_rows(advantages_B, len(rewards_BF))}
 
     @property
     def _used_once(self) -> bool:
@@ -226,30 +269,39 @@ class QeRLTrainer(GRPOTrainer):
         finally:
             self.vllm_importance_sampling_correction = wanted
 
-    def _replace_dead_groups(
-        self, batch: Batch, inputs: list[dict[str, Any]], dead: list[int], most: int, extra: int
-    ) -> Batch:
+    def _replace_dead_groups(self, batch: Batch, dead: list[int], most: int) -> Batch:
         """One extra rollout; every rank samples `most` groups, because TRL gathers rewards over ranks."""
-        world, rank = self.accelerator.num_processes, self.accelerator.process_index
-        used = [row["prompt"] for row in gather_object(inputs[:: self.num_generations])]
-        key = (self.args.seed, self.state.global_step, extra)
-        rows = fresh_rows(self.train_dataset, used, most * world, *key)[rank * most : (rank + 1) * most]
-        repeated = [row for row in rows for _ in range(self.num_generations)]
-        with self._metrics_apart():  # they stay those of the first rollout, an unbiased sample of the data
-            fresh = self._sample_batch(repeated)
-        alive = sorted(
-            set(range(most)) - set(groups_without_signal(fresh["advantages"], self.num_generations))
+        assert self._fresh is not None
+        size, rank = self.num_generations, self.accelerator.process_index
+        drawn = self._fresh.draw(most * self.accelerator.num_processes)
+        rows = [row for row in self._own_rows(drawn, most) for _ in range(size)]
+        fresh, fresh_log = self._sample_apart(rows)
+        without = set(self._dead_groups(fresh))
+        pairs = list(zip(dead, (group for group in range(most) if group not in without), strict=False))
+        replaced = sum(self._counts_of_ranks(len(pairs)))
+        self._metrics["train"]["dynamic_sampling/replaced_groups"].append(float(replaced))
+        targets, sources = ([pair[side] for pair in pairs] for side in (0, 1))
+        in_log = zip(
+            (samples_of(targets, size) + rank * len(batch["completion_mask"])).tolist(),
+            (samples_of(sources, size) + rank * most * size).tolist(),
+            strict=True,
         )
-        pairs = list(zip(dead, alive, strict=False))
-        self._metrics["train"]["dynamic_sampling/replaced_groups"].append(float(len(pairs)))
+        replace_log_rows(self._logs, fresh_log, gather_object(list(in_log)))
         if pairs:
-            targets, sources = (list(side) for side in zip(*pairs, strict=True))
-            batch = replace_groups(
-                batch, targets, fresh, sources, self.num_generations, self._tokenizer.pad_token_id
-            )
+            batch = replace_groups(batch, targets, fresh, sources, size, self._tokenizer.pad_token_id)
         tokens = batch["completion_mask"].sum()
         batch["num_items_in_batch"] = self.accelerator.gather(tokens).sum()
         return batch
+
+    def _sample_apart(self, rows: list[dict[str, Any]]) -> tuple[Batch, dict[str, Any]]:
+        """A rollout and its table of completions; what is logged stays that of the first rollout of the step,
+        an unbiased sample of the data."""
+        log, self._logs = self._logs, empty_log(self._logs)
+        try:
+            with self._metrics_apart():
+                return self._sample_batch(rows), self._logs
+        finally:
+            self._logs = log
 
     @contextlib.contextmanager
     def _metrics_apart(self) -> Iterator[dict[str, list[float]]]:
@@ -261,13 +313,13 @@ class QeRLTrainer(GRPOTrainer):
         finally:
             self._metrics["train"] = logged
 
-    def _most_over_ranks(self, count: int) -> int:
-        counts = self.accelerator.gather(torch.tensor([count], device=self.accelerator.device))
-        return int(counts.max())
+    def _counts_of_ranks(self, count: int) -> list[int]:
+        return self.accelerator.gather(torch.tensor([count], device=self.accelerator.device)).tolist()
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        with self._timed("reward"):
-            return super()._calculate_rewards(*args, **kwargs)
+        with self._timed("reward"):  # and keep what TRL gathered: [B, F] of all processes
+            self._rewards_BF = super()._calculate_rewards(*args, **kwargs)
+        return self._rewards_BF
 
     # Update
 
@@ -289,7 +341,7 @@ class QeRLTrainer(GRPOTrainer):
         padded = Padded(input_ids, attention_mask, inputs["completion_ids"].size(1))
         pieces = self._redo.cut(self._rows_to_compute(inputs), padded.lengths)
         if self.accelerator.num_processes > 1:  # the loss gathers: every rank computes it as many times
-            pieces = [[] for _ in range(self._most_over_ranks(len(pieces)) - len(pieces))] + pieces
+            pieces = [[] for _ in range(max(self._counts_of_ranks(len(pieces))) - len(pieces))] + pieces
         return loss_in_pieces(
             partial(self._forward, model, padded),
             pieces,

@@ -1,0 +1,124 @@
+"""Advantages from rewards, and which groups teach.
+
+A group teaches if its samples were rewarded differently. That is a property of rewards, not of advantages:
+eight times 0.1 minus their mean is not 0 in FP32, and divided by a standard deviation of the same rounding
+error it is large enough to be taken for a signal. So a group without signal is found by its rewards, which
+are compared as they are, and its advantages are exactly 0, by which the update knows that it need not compute
+it.
+
+There are two answers to which difference counts. `reward`: any difference of the total. `accuracy`: only that
+between right and wrong samples, DAPO's condition 0 < right < G (arXiv 2503.14476, equation 11): a group that
+is wrong throughout and differs in form or length alone is no part of DAPO's batch, and scaled by its own
+standard deviation it would be as loud as a right answer.
+
+The formulas are TRL's (`scale_rewards`, `multi_objective_aggregation`), in FP64. TRL has them in the middle
+of its rollout, where samples cannot be taken out of a group nor groups out of the batch. Here they can: a
+sample whose rewards are all NaN (no reward function applied to it, or the loss leaves it out because it was
+cut off) is in no mean and no standard deviation, and has no advantage. In each group the advantages that the
+loss sees therefore add up to 0, also where truncated samples are masked; in TRL they do not, and what is left
+over moves the policy towards or away from all samples that ended.
+
+Legend: B samples of all processes, groups adjacent; N groups, G samples of a group; F reward functions.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from qerl.errors import QeRLError
+
+JUDGE = "accuracy"
+
+
+def judge_of(names: Sequence[str]) -> int:
+    """Index of the reward function that says whether a sample is right: `accuracy`, or the only one.
+
+    Raises:
+        QeRLError: There are several and none has that name.
+    """
+    if JUDGE in names:
+        return names.index(JUDGE)
+    if len(names) == 1:
+        return 0
+    raise QeRLError(
+        f"signal: accuracy needs to know which samples are right, and none of the reward functions "
+        f"({', '.join(names)}) is called {JUDGE!r}; name one so, or set signal: reward."
+    )
+
+
+@dataclass(frozen=True)
+class Signal:
+    """How rewards become advantages.
+
+    Attributes:
+        group_size: G.
+        weights_F: Of the reward functions in the total.
+        scale: TRL's `scale_rewards`: group, batch or none.
+        aggregation: TRL's `multi_objective_aggregation`: sum_then_normalize or normalize_then_sum.
+        judge: Reward function by which a sample is right (above 0) or wrong (0 and below); None where any
+            difference of rewards is a signal.
+    """
+
+    group_size: int
+    weights_F: torch.Tensor
+    scale: str
+    aggregation: str
+    judge: int | None = None
+
+    def dead(self, rewards_BF: torch.Tensor) -> torch.Tensor:
+        """Which groups teach nothing, [N] bool. NaN is a reward that was not given."""
+        if self.aggregation == "sum_then_normalize":
+            # Rounded to the FP32 of the rewards: what FP64 tells apart beyond that is the order of a sum.
+            values_BF = self._total(rewards_BF).float()[:, None]
+        else:
+            values_BF = rewards_BF * (self.weights_F != 0)
+        values_NGF = values_BF.unflatten(0, (-1, self.group_size))
+        unknown_NGF = values_NGF.isnan()
+        lowest_NF = values_NGF.masked_fill(unknown_NGF, torch.inf).amin(dim=1)
+        highest_NF = values_NGF.masked_fill(unknown_NGF, -torch.inf).amax(dim=1)
+        alive_N = (highest_NF > lowest_NF).any(dim=1)
+        if self.judge is not None:
+            verdict_NG = rewards_BF[:, self.judge].unflatten(0, (-1, self.group_size))
+            alive_N &= (verdict_NG > 0).any(dim=1) & (verdict_NG <= 0).any(dim=1)
+        return ~alive_N
+
+    def advantages(self, rewards_BF: torch.Tensor) -> torch.Tensor:
+        """[B] fp32; exactly 0 in groups that teach nothing and where no reward was given.
+
+        Args:
+            rewards_BF: Of whole groups; with `scale: batch` or `normalize_then_sum` of all processes.
+        """
+        dead_B = self.dead(rewards_BF).repeat_interleave(self.group_size)
+        if self.judge is not None:  # such a group is no part of the batch whose scale is taken
+            rewards_BF = rewards_BF.masked_fill(dead_B[:, None], torch.nan)
+        rewards_BF = rewards_BF.double()
+        if self.aggregation == "sum_then_normalize":
+            advantages_B = self._centred(self._total(rewards_BF), self.scale)
+        else:
+            each = [self._centred(rewards_B, "group") for rewards_B in rewards_BF.unbind(1)]
+            total_B = self._total(torch.stack(each, dim=1))
+            advantages_B = (total_B - total_B.nanmean()) / (_std(total_B, 0) + 1e-4)
+        return advantages_B.nan_to_num(nan=0.0).masked_fill(dead_B, 0.0).float()
+
+    def _total(self, rewards_BF: torch.Tensor) -> torch.Tensor:
+        """Weighted sum of what is given, NaN where nothing is."""
+        total_B = (rewards_BF.double() * self.weights_F).nansum(dim=1)
+        return total_B.masked_fill(rewards_BF.isnan().all(dim=1), torch.nan)
+
+    def _centred(self, rewards_B: torch.Tensor, scale: str) -> torch.Tensor:
+        """Distance from the mean of the group, in standard deviations of group or batch, or as it is."""
+        rewards_NG = rewards_B.unflatten(0, (-1, self.group_size))
+        centred_NG = rewards_NG - rewards_NG.nanmean(dim=1, keepdim=True)
+        if scale == "group":
+            centred_NG = centred_NG / (_std(rewards_NG, 1) + 1e-4)
+        elif scale == "batch":
+            centred_NG = centred_NG / (_std(rewards_B, 0) + 1e-4)
+        return centred_NG.flatten()
+
+
+def _std(values: torch.Tensor, dim: int) -> torch.Tensor:
+    """Standard deviation with n - 1 over what is not NaN; NaN of fewer than two."""
+    deviation = values - values.nanmean(dim=dim, keepdim=True)
+    known = (~values.isnan()).sum(dim=dim, keepdim=True)
+    return (deviation.square().nansum(dim=dim, keepdim=True) / (known - 1).clamp(min=0)).sqrt()

@@ -1,0 +1,280 @@
+"""Advantages are TRL's where groups teach, zero where they do not, and add up to zero in each group."""
+
+import math
+from pathlib import Path
+
+import pandas
+import pytest
+import torch
+from datasets import Dataset, IterableDataset
+from trl import GRPOTrainer
+
+from qerl.config import QeRLConfig
+from qerl.errors import QeRLError
+from qerl.rollout.engine import Completion, RolloutEngine, RolloutResult
+from qerl.trainer.advantages import Signal, judge_of
+from qerl.trainer.grpo import QeRLTrainer
+
+NAN = math.nan
+DATA = Dataset.from_dict({"prompt": [f"prompt {i}" for i in range(12)]})
+SCALES = [("sum_then_normalize", scale) for scale in ("group", "batch", "none")]
+SCALES += [("normalize_then_sum", "group")]
+
+
+def signal(size, weights=(1.0,), scale="group", aggregation="sum_then_normalize", judge=None):
+    return Signal(size, torch.tensor(weights), scale, aggregation, judge)
+
+
+@pytest.mark.parametrize(("aggregation", "scale"), SCALES)
+@pytest.mark.parametrize("size", [4, 6, 7, 8, 12, 16])
+@pytest.mark.parametrize("reward", [0.1, 1.1, 0.3, -0.7])
+def test_equal_rewards_are_no_signal_whatever_their_rounding(size, reward, aggregation, scale):
+    alive = [0.0, 1.0] * (size // 2) + [1.0] * (size % 2)
+    rewards = torch.tensor([reward] * size + alive + [reward] * size)[:, None]
+    rule = signal(size, scale=scale, aggregation=aggregation)
+    assert rule.dead(rewards).tolist() == [True, False, True]
+    advantages = rule.advantages(rewards).view(3, size)
+    assert not advantages[[0, 2]].any()
+    assert advantages[1].all() and abs(advantages[1].sum()) < 1e-5
+
+
+@pytest.mark.parametrize(("aggregation", "scale"), SCALES)
+def test_several_rewards_with_weights(aggregation, scale):
+    constant = [[1.0, 0.1, 0.3]] * 8
+    third_differs = [[1.0, 0.1, 0.3]] * 7 + [[1.0, 0.1, 0.0]]
+    weightless_differs = [[1.0, 0.1, 0.3]] * 7 + [[1.0, 0.0, 0.3]]
+    rule = signal(8, weights=(1.0, 0.0, 0.7), scale=scale, aggregation=aggregation)
+    rewards = torch.tensor(constant + third_differs + weightless_differs)
+    assert rule.dead(rewards).tolist() == [True, False, True]
+    assert not rule.advantages(rewards).view(3, 8)[[0, 2]].any()
+
+
+def test_rewards_that_make_up_for_each_other_are_no_signal():
+    """In FP32 the totals .1 + .2 and .3 + 0 differ by the rounding of their terms."""
+    rewards = torch.tensor([[0.1, 0.2], [0.3, 0.0]] * 4)
+    assert signal(8, weights=(1.0, 1.0)).dead(rewards).tolist() == [True]
+
+
+@pytest.mark.parametrize(("aggregation", "scale"), SCALES)
+def test_samples_without_reward_are_in_no_mean(aggregation, scale):
+    rule = signal(4, weights=(1.0, 1.0), scale=scale, aggregation=aggregation)
+    given = [[1.0, 0.1], [0.0, 0.1], [0.0, NAN]]
+    rewards = torch.tensor([*given, [NAN, NAN], *[[0.3, NAN]] * 3, [NAN, NAN], *given, given[0]])
+    assert rule.dead(rewards).tolist() == [False, True, False]
+    advantages = rule.advantages(rewards).view(3, 4)
+    assert advantages[0, 3] == 0 and not advantages[1].any()
+    assert advantages[0, :3].all()
+    assert advantages.sum(dim=1).abs().max() < 1e-5
+
+
+def test_accuracy_is_between_right_and_wrong():
+    right, wrong, penalty = [1.0, 0.1], [0.0, 0.1], [0.0, 0.0]
+    rule = signal(4, weights=(1.0, 1.0), judge=0)
+    groups = [[right, *[wrong] * 3], [wrong, wrong, wrong, penalty], [right, right, right, [1.0, 0.0]]]
+    groups += [[right] * 4, [right, [NAN, 0.1], right, right]]
+    rewards = torch.tensor(groups).flatten(0, 1)
+    assert rule.dead(rewards).tolist() == [False, True, True, True, True]
+    assert not rule.advantages(rewards)[4:].any()
+    assert signal(4, weights=(1.0, 1.0)).dead(rewards).tolist() == [False, False, False, True, False]
+
+
+def test_groups_outside_of_daposs_batch_are_not_in_its_scale():
+    teaches, form_only = [[1.0], [0.0], [0.0], [0.0]], [[-0.5], [0.0], [-1.0], [0.0]]
+    rule = signal(4, scale="batch", judge=0)
+    both = rule.advantages(torch.tensor(teaches + form_only))
+    assert torch.equal(both[:4], rule.advantages(torch.tensor(teaches)))
+
+
+def test_the_judge_is_called_accuracy_or_alone():
+    assert judge_of(["format", "accuracy"]) == 1
+    assert judge_of(["my_reward"]) == 0
+    with pytest.raises(QeRLError, match=r"\(form, length\) is called 'accuracy'; .* set signal: reward"):
+        judge_of(["form", "length"])
+
+
+# In the trainer
+
+
+class Engine(RolloutEngine):
+    """Completions of one to six tokens; the last has no stop token where `cut_off` says so."""
+
+    def __init__(self, stop: int, cut_off=lambda sample: False) -> None:
+        self.stop, self.cut_off, self.prompts = stop, cut_off, []
+
+    def generate(self, prompts, samples_per_prompt, params, norm_offsets=None):
+        self.prompts.append([tuple(prompt) for prompt in prompts])
+        draw = torch.Generator().manual_seed(params.seed)
+        completions = []
+        for sample in range(len(prompts) * samples_per_prompt):
+            ids = torch.randint(5, 90, (1 + sample % 6,), generator=draw).tolist()
+            if not self.cut_off(sample):
+                ids[-1] = self.stop
+            completions.append(Completion(ids, [-4.5] * len(ids), [4.5] * len(ids), "stop"))
+        return RolloutResult(completions, 1, sum(len(c.token_ids) for c in completions), 0.5)
+
+
+@pytest.fixture
+def make(tiny_model, tiny_tokenizer, tmp_path: Path):
+    def build(*rewards, cut_off=lambda sample: False, data=DATA, **changes):
+        values = {
+            "output_dir": str(tmp_path), "model": "unused", "task": "unused", "num_generations": 4,
+            "per_device_train_batch_size": 16, "max_completion_length": 6, "gradient_checkpointing": False,
+            "use_cpu": True, "max_steps": 2, "noise": False, "report_to": "none", "save_strategy": "no",
+        }  # fmt: skip
+        trainer = QeRLTrainer(
+            tiny_model("llama"), list(rewards), QeRLConfig(**(values | changes)), data,
+            Engine(tiny_tokenizer.eos_token_id, cut_off), processing_class=tiny_tokenizer,
+        )  # fmt: skip
+        trainer.model.train()
+        trainer.current_gradient_accumulation_steps = trainer.args.gradient_accumulation_steps
+        return trainer
+
+    return build
+
+
+def rollout(trainer, prompts: int | None = None):
+    size = trainer.num_generations
+    count = prompts or trainer.args.generation_batch_size // size
+    rows = [trainer.train_dataset[i] for i in range(count) for _ in range(size)]
+    return trainer._generate_and_score_completions(rows)
+
+
+def form_alone(completions, **_):
+    """Wrong throughout, right form: the group of a hard problem."""
+    return [0.1] * len(completions)
+
+
+@pytest.mark.parametrize("size", [4, 8, 16])
+@pytest.mark.parametrize("rounds", [0, 1])
+def test_no_sample_of_a_group_without_signal_is_computed(make, size, rounds):
+    trainer = make(
+        form_alone, num_generations=size, per_device_train_batch_size=16, dynamic_sampling_rounds=rounds
+    )
+    batch = rollout(trainer)
+    assert not batch["advantages"].any()
+    assert trainer._rows_to_compute(batch) == []
+    assert len(trainer.engine.prompts) == 1 + rounds, "all groups were asked for again"
+
+
+def verdict(completion_ids, **_):
+    return [float(len(ids) % 3 == 0) for ids in completion_ids]
+
+
+def form(completion_ids, **_):
+    return [None if len(ids) == 5 else 0.1 * (len(ids) % 2) for ids in completion_ids]
+
+
+@pytest.mark.parametrize(("aggregation", "scale"), SCALES)
+def test_advantages_equal_trls(make, aggregation, scale, monkeypatch):
+    options = {
+        "scale_rewards": scale,
+        "multi_objective_aggregation": aggregation,
+        "reward_weights": [1.0, 0.7],
+    }
+    trainer = make(verdict, form, **options)
+    seen = {}
+    inner = GRPOTrainer._generate_and_score_completions
+
+    def spy(self, inputs):
+        seen.update(inner(self, inputs))
+        return dict(seen)
+
+    monkeypatch.setattr(GRPOTrainer, "_generate_and_score_completions", spy)
+    batch = rollout(trainer)
+    assert batch["advantages"].any()
+    torch.testing.assert_close(batch["advantages"], seen["advantages"], rtol=1e-5, atol=1e-5)
+
+
+PRESETS = {
+    "grpo": {"algorithm": "grpo"},
+    "grpo, masked": {"algorithm": "grpo", "mask_truncated_completions": True},
+    "dapo": {"algorithm": "dapo"},
+    "dapo, masked": {"algorithm": "dapo", "mask_truncated_completions": True},
+    "dapo, batch": {"algorithm": "dapo", "scale_rewards": "batch"},
+    "dapo, each": {"algorithm": "dapo", "multi_objective_aggregation": "normalize_then_sum"},
+}
+
+
+@pytest.mark.parametrize("preset", PRESETS.values(), ids=PRESETS)
+def test_the_advantages_that_the_loss_sees_add_up_to_zero(make, preset):
+    """Half of each group is cut off and punished for it."""
+
+    def accuracy(completion_ids, **_):
+        return [float(i % 4 == 0 and i // 4 % 3 > 0) for i in range(len(completion_ids))]
+
+    def too_long(completion_ids, **_):
+        return [-float(i % 2) for i in range(len(completion_ids))]
+
+    trainer = make(accuracy, too_long, cut_off=lambda sample: sample % 2 == 1, **preset)
+    batch = rollout(trainer)
+    seen = batch["completion_mask"].any(dim=1)
+    assert seen.all() == (not trainer.args.mask_truncated_completions)
+    sums = (batch["advantages"] * seen).view(-1, 4).sum(dim=1)
+    assert batch["advantages"].any() and sums.abs().max() < 1e-5
+    wrong_and_masked = ~batch["advantages"].view(-1, 4).any(dim=1)
+    if trainer.args.mask_truncated_completions and trainer.args.dynamic_sampling_rounds == 0:
+        assert wrong_and_masked.tolist() == [True, False, False, True], (
+            "short wrong answers are not trained up"
+        )
+
+
+@pytest.mark.parametrize(("aggregation", "scale"), SCALES)
+def test_replaced_groups_are_on_the_scale_of_the_batch_they_join(make, aggregation, scale):
+    calls = []
+
+    def grows(completion_ids, **_):
+        """Every second group of the first rollout is alive; in the next all are, ten times as far apart."""
+        calls.append(len(completion_ids))
+        if len(calls) > 1:
+            return [10.0 * (i % 4) for i in range(len(completion_ids))]
+        return [float(i % 4) * (i // 4 % 2 == 0) for i in range(len(completion_ids))]
+
+    options = {"scale_rewards": scale, "multi_objective_aggregation": aggregation}
+    batch = rollout(make(grows, dynamic_sampling_rounds=1, **options))
+    steps = torch.arange(4.0)
+    rewards = torch.cat([steps, 10 * steps] * 2)[:, None]
+    expected = signal(4, scale=scale, aggregation=aggregation).advantages(rewards)
+    torch.testing.assert_close(batch["advantages"], expected)
+
+
+def test_rounds_of_a_step_sample_no_prompt_twice(make):
+    trainer = make(form_alone, dynamic_sampling_rounds=2, per_device_train_batch_size=16)
+    rollout(trainer)
+    sampled = [prompt for prompts in trainer.engine.prompts for prompt in prompts]
+    assert len(sampled) == len(set(sampled)) == 12
+
+
+def test_the_table_of_completions_is_of_the_batch_that_trains(make, tmp_path):
+    first = []
+
+    def alive_later(prompts, completion_ids, log_extra, **_):
+        later = bool(first)
+        first.append(1)
+        log_extra("rollout", [f"{'later' if later else 'first'} {i}" for i in range(len(prompts))])
+        return [float(i % 4 == 0) * (later or i >= 8) for i in range(len(prompts))]
+
+    trainer = make(alive_later, dynamic_sampling_rounds=1, log_completions=True)
+    batch = rollout(trainer)
+    trainer.log({})
+    table = pandas.read_parquet(next((tmp_path / "completions").glob("*.parquet")))
+    texts = trainer.processing_class.batch_decode(batch["completion_ids"], skip_special_tokens=True)
+    assert table["completion"].tolist() == texts
+    assert table["advantage"].tolist() == batch["advantages"].tolist()
+    assert table["rollout"].tolist() == [f"later {i}" for i in range(8)] + [
+        f"first {i}" for i in range(8, 16)
+    ]
+    assert table["alive_later"].tolist() == [1.0, 0.0, 0.0, 0.0] * 4
+    prompts = trainer.processing_class.batch_decode(batch["prompt_ids"], skip_special_tokens=True)
+    assert table["prompt"].tolist() == prompts
+
+
+def test_dapo_without_a_judge_is_refused(make):
+    with pytest.raises(QeRLError, match="set signal: reward"):
+        make(form, form_alone, algorithm="dapo")
+    make(form, form_alone, algorithm="dapo", signal="reward")
+
+
+def test_dynamic_sampling_of_a_stream_is_refused(make):
+    stream = IterableDataset.from_generator(lambda: iter(DATA))
+    with pytest.raises(QeRLError, match="set dynamic_sampling_rounds: 0"):
+        make(form_alone, algorithm="dapo", data=stream)
