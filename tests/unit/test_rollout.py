@@ -11,7 +11,6 @@ from qerl.nvfp4.format import NVFP4, dequantize, quantize
 from qerl.nvfp4.linear import NVFP4Linear
 from qerl.rollout import PortableEngine, SamplingParams, attention
 from qerl.rollout.cache import PreallocatedCache
-from qerl.rollout.sampling import truncate
 from qerl.rollout.scheduler import SequenceId, Wave, plan_waves
 from qerl.rollout.select import make_engine
 
@@ -40,7 +39,7 @@ def recomputed_logprobs(model, prompt, completion, params):
     tokens = torch.tensor([[*prompt, *completion.token_ids]])
     with torch.no_grad():
         logits_TV = model(input_ids=tokens, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
-    logprobs_TV = truncate(torch.log_softmax(logits_TV / (params.temperature or 1), dim=-1), params)
+    logprobs_TV = torch.log_softmax(logits_TV / (params.temperature or 1), dim=-1)
     return logprobs_TV.gather(-1, tokens[0, len(prompt) :, None])[:, 0]
 
 
@@ -239,7 +238,7 @@ class TestAgainstTheModel:
         "settings",
         [{"temperature": 0.7}, {"top_p": 0.8}, {"top_k": 9}, {"min_p": 0.1}, {"temperature": 0}],
     )
-    def test_logprobs_are_those_of_the_processed_distribution(self, tiny_model, settings):
+    def test_logprobs_are_those_at_temperature_before_the_filters(self, tiny_model, settings):
         model, params = tiny_model("llama"), sampled(**settings)
         result = PortableEngine(model, PAD).generate(PROMPTS, 3, params)
         assert logprob_error(model, PROMPTS, 3, result, params) < 1e-5

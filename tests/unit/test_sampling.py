@@ -52,10 +52,13 @@ class TestTruncate:
     def test_equals_the_plain_reference(self, settings, scale):
         settings = params(**settings)
         logits_BV = scale * torch.randn(8, 50, generator=torch.Generator().manual_seed(1))
-        got_BV = truncate(torch.log_softmax(logits_BV / settings.temperature, -1), settings).double().exp()
+        full_BV = torch.log_softmax(logits_BV / settings.temperature, -1)
+        got_BV = truncate(full_BV, settings)
+        kept_BV = got_BV.isfinite()
         expected_BV = torch.stack([reference_distribution(row, settings) for row in logits_BV])
-        assert torch.equal(got_BV > 0, expected_BV > 0)
-        assert (got_BV - expected_BV).abs().max() < 1e-6
+        assert torch.equal(kept_BV, expected_BV > 0)
+        assert torch.equal(got_BV[kept_BV], full_BV[kept_BV]), "what stays is not renormalised"
+        assert (got_BV.double().softmax(-1) - expected_BV).abs().max() < 1e-6
 
     @pytest.mark.parametrize("scale", [0.01, 3.0], ids=["flat: full sort", "peaked: candidates"])
     def test_candidates_find_the_nucleus_of_a_large_vocabulary(self, scale):
@@ -99,10 +102,9 @@ class TestSample:
         logits_BV = 2 * torch.randn(64, 40, generator=generator)
         uniforms_B = torch.rand(64, generator=generator, dtype=torch.float64)
         sampled = sample(logits_BV, uniforms_B, settings)
-        expected_BV = torch.stack([reference_distribution(row, settings) for row in logits_BV])
-        expected_B = expected_BV.gather(-1, sampled.tokens_B[:, None])[:, 0].log()
-        assert (sampled.logprobs_B - expected_B).abs().max() < 1e-5
         full_BV = torch.softmax(logits_BV.double() / settings.temperature, -1)
+        expected_B = full_BV.gather(-1, sampled.tokens_B[:, None])[:, 0].log()
+        assert (sampled.logprobs_B - expected_B).abs().max() < 1e-5
         assert (sampled.entropies_B + (full_BV * full_BV.log()).sum(-1)).abs().max() < 1e-5
 
     def test_uniform_picks_the_first_token_whose_cumulative_probability_exceeds_it(self):
@@ -117,6 +119,23 @@ class TestSample:
         logits_BV = torch.tensor([-5.0, 1.0, -5.0, 1.0, -5.0]).expand(3, -1)
         uniforms_B = torch.tensor([0.0, 0.5, 1 - 2**-53], dtype=torch.float64)
         assert sample(logits_BV, uniforms_B, params(min_p=0.5)).tokens_B.tolist() == [1, 3, 3]
+
+    @pytest.mark.parametrize("uniform", [0.0, 1.0])
+    def test_nor_where_the_target_is_rounded_to_the_end(self, uniform):
+        """A uniform that FP32 rounded up to one asks for the whole sum."""
+        logits_BV = torch.tensor([-5.0, 1.0, -5.0, 1.0, -5.0, -5.0]).expand(2, -1)
+        uniforms_B = torch.tensor([uniform, 0.4], dtype=torch.float64)
+        drawn = sample(logits_BV, uniforms_B, params(min_p=0.5)).tokens_B.tolist()
+        assert drawn == [3 if uniform else 1, 1]
+
+    def test_nor_where_a_parallel_sum_grows_at_a_token_without_weight(self, monkeypatch):
+        """As a scan on a GPU may, which adds each token's predecessors in an order of its own."""
+        cumsum = torch.Tensor.cumsum
+        jitter = torch.tensor([0, 0, 1e-16, 1e-16, 0, 0], dtype=torch.float64)
+        monkeypatch.setattr(torch.Tensor, "cumsum", lambda x, dim: cumsum(x, dim) + jitter)
+        logits_BV = torch.tensor([-99.0, 1.0, -99.0, -99.0, 1.0, -99.0])[None]
+        target = torch.tensor([0.5], dtype=torch.float64)
+        assert sample(logits_BV, target, params(min_p=0.5)).tokens_B.tolist() == [4]
 
     def test_greedy_takes_the_largest_and_scores_it_at_temperature_one(self):
         logits_BV = torch.randn(4, 30, generator=torch.Generator().manual_seed(6))

@@ -4,7 +4,9 @@ host.
 The token is found by inverting the cumulative distribution at one uniform number, as qerl.rollout.sampling
 does, so a sequence's draw depends on its own stream alone. First every block of the vocabulary leaves its
 largest logit, its sum of exponentials and its part of the entropy; then one program for each sequence finds
-the block in which the cumulative sum passes the uniform, and the token within that block.
+the block in which the cumulative sum passes the uniform, and the token within that block. What is left of the
+target there may be off in its last bit, because a scan and a sum add in different orders; so blocks and
+tokens that weigh nothing are passed over, never counted.
 
 Sequence state on the GPU, all [T]: token, position, slot, how many tokens it may see (shared prompt, own),
 uniforms, how many tokens were generated, and whether it has ended. A finished sequence keeps its row, stops
@@ -42,11 +44,11 @@ def _partial_softmax(
 
 @triton.jit
 def _choose(
-    logits_TV, squares_PT, stats_3TB, uniform_TM, stop_K,
+    logits_TV, squares_PT, entropy_T, stats_3TB, uniform_TM, stop_K,
     token_T, position_T, slot_T, limit_2T, own_table_TB, generated_T, max_new_T, done_T, out_token_TM,
     out_stats_2TM,
     T, V, D, eps, inverse_temperature, blocks, most, table_width,
-    GREEDY: tl.constexpr, STOPS: tl.constexpr, STOPS_PADDED: tl.constexpr,
+    GREEDY: tl.constexpr, FILTERED: tl.constexpr, STOPS: tl.constexpr, STOPS_PADDED: tl.constexpr,
     BLOCKS_PADDED: tl.constexpr, SQ_P: tl.constexpr, SQ_PADDED: tl.constexpr,
     BLOCK_V: tl.constexpr, PAGE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -66,9 +68,12 @@ def _choose(
     sums = tl.load(at + T * blocks, mask=in_b, other=0.0) * fade
     total = tl.sum(sums, axis=0)
     # sum of weight * (x - best of all), from the sums that were taken around each block's own best
-    around = tl.load(at + 2 * T * blocks, mask=in_b, other=0.0) * fade
-    around += tl.where(in_b & (sums > 0), sums * (bests - best), 0.0)
-    entropy = tl.log(total) - tl.sum(around, axis=0) / total
+    if FILTERED:
+        entropy = tl.load(entropy_T + t)
+    else:
+        around = tl.load(at + 2 * T * blocks, mask=in_b, other=0.0) * fade
+        around += tl.where(in_b & (sums > 0), sums * (bests - best), 0.0)
+        entropy = tl.log(total) - tl.sum(around, axis=0) / total
     finite = (entropy == entropy) & (tl.abs(entropy) < float("inf"))
 
     n = tl.load(generated_T + t)
@@ -77,11 +82,11 @@ def _choose(
         block = tl.argmax(bests, axis=0)
     else:
         target = tl.load(uniform_TM + t * most + n).to(tl.float32) * total
-        cumulative = tl.cumsum(sums, axis=0)
         # The first block whose cumulative sum exceeds the target; rounding may leave none, then the last.
         last = tl.max(tl.where(sums > 0, b, 0), axis=0)
-        block = tl.minimum(tl.sum((cumulative <= target).to(tl.int32), axis=0), last)
-        target -= tl.sum(tl.where(b < block, sums, 0.0), axis=0)
+        passed = (tl.cumsum(sums, axis=0) > target) & (sums > 0)
+        block = tl.min(tl.where(passed, b, last), axis=0)
+        target = tl.maximum(target - tl.sum(tl.where(b < block, sums, 0.0), axis=0), 0.0)
     v = block * BLOCK_V + offset
     x = tl.load(logits_TV + t.to(tl.int64) * V + v, mask=v < V, other=-float("inf")).to(tl.float32)
     x = x * (rms * inverse_temperature)
@@ -90,10 +95,11 @@ def _choose(
     else:
         weight = tl.exp(x - best)
         last = tl.max(tl.where(weight > 0, offset, 0), axis=0)
-        inner = tl.minimum(tl.sum((tl.cumsum(weight, axis=0) <= target).to(tl.int32), axis=0), last)
+        passed = (tl.cumsum(weight, axis=0) > target) & (weight > 0)
+        inner = tl.min(tl.where(passed, offset, last), axis=0)
     chosen = tl.max(tl.where(offset == inner, x, -float("inf")), axis=0)
     token = (block * BLOCK_V + inner).to(tl.int32)
-    logprob = chosen - best - tl.log(total)
+    logprob = chosen if FILTERED else chosen - best - tl.log(total)
 
     if finite:
         tl.store(out_token_TM + t * most + n, token)
@@ -130,6 +136,7 @@ def sample(
     width: int,
     eps: float,
     temperature: float,
+    entropy_T: torch.Tensor | None = None,
 ) -> None:
     """Draws a token for each sequence that has not ended and prepares its next step.
 
@@ -145,6 +152,8 @@ def sample(
         width: Hidden size of the final norm.
         eps: Of the final norm.
         temperature: Divides the logits; 0 is greedy.
+        entropy_T: fp32, given where the logits are log-probabilities of which a filter left some (-1e30 for
+            the others): the token's log-probability and entropy are then those before the filter.
     """
     tokens, vocabulary = logits_TV.shape
     blocks = stats_3TB.shape[2]
@@ -156,11 +165,11 @@ def sample(
         SQ_P=partials, SQ_PADDED=padded, BLOCK_V=BLOCK_V, num_warps=8, **dependent(logits_TV),
     )  # fmt: skip
     _choose[(tokens,)](
-        logits_TV, squares_PT, stats_3TB, uniform_TM, stop_K,
+        logits_TV, squares_PT, stats_3TB if entropy_T is None else entropy_T, stats_3TB, uniform_TM, stop_K,
         state["token"], state["position"], state["slot"], state["limit"], state["own_table"],
         state["generated"], state["max_new"], state["done"], state["out_token"], state["out_stats"],
         tokens, vocabulary, width, eps, inverse, blocks, uniform_TM.shape[1], state["own_table"].shape[1],
-        GREEDY=temperature == 0, STOPS=stop_K.numel(),
+        GREEDY=temperature == 0, FILTERED=entropy_T is not None, STOPS=stop_K.numel(),
         STOPS_PADDED=triton.next_power_of_2(max(stop_K.numel(), 1)),
         BLOCKS_PADDED=triton.next_power_of_2(blocks), SQ_P=partials, SQ_PADDED=padded,
         BLOCK_V=BLOCK_V, PAGE=PAGE, num_warps=8, **dependent(logits_TV),

@@ -69,10 +69,12 @@ class Completion:
 
     Attributes:
         token_ids: Sampled tokens, the stop token included when there is one; never empty.
-        logprobs: Natural log-probability of each token under the distribution it was drawn from: noise,
-            temperature and top-p/top-k/min-p renormalisation included. Greedy: under the softmax at
-            temperature 1.
-        entropies: Entropy in nats of the distribution at temperature (1 when greedy), before truncation.
+        logprobs: Natural log-probability of each token under softmax(logits / temperature), noise included,
+            before top-k, top-p and min-p; greedy: at temperature 1. A policy restricted to the tokens that a
+            filter left has a probability larger by 1 / (their mass), a factor that is the same for all of
+            them and that the trainer's restricted policy has as well, nearly. Both leave it out: with it on
+            one side alone every importance weight would be too small by that factor.
+        entropies: Entropy in nats of the same distribution.
         finish_reason: ``stop`` (a stop token), ``length`` (max_tokens reached) or ``error`` (logits not
             finite; the tokens before stay, and where there are none one pad token of log-probability 0 stands
             in).

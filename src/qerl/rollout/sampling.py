@@ -5,7 +5,8 @@ stream of uniforms, keyed by (seed, prompt, sample), and uses exactly one number
 draws does not depend on which others share its batch, when they finish, or how the work was cut into waves.
 ``torch.multinomial`` could not promise that: it takes numbers from one stream for the whole batch.
 
-Order of the filters: temperature, then top-k, then top-p over what top-k left, then min-p.
+Order of the filters: temperature, then top-k, then top-p over what top-k left, then min-p. They decide which
+tokens can be drawn; log-probabilities are those before them (`qerl.rollout.engine.Completion` says why).
 
 Shapes: B sequences, V vocabulary, C candidates (the most probable tokens, descending).
 """
@@ -29,7 +30,7 @@ class Sampled(NamedTuple):
 
     Attributes:
         tokens_B: int64 token ids; without meaning where ``finite_B`` is false.
-        logprobs_B: fp32 log-probability in nats, under the distribution the token was drawn from.
+        logprobs_B: fp32 log-probability in nats, under the distribution at temperature, before truncation.
         entropies_B: fp32 entropy in nats of the distribution at temperature, before truncation.
         finite_B: False where a logit was NaN or infinite.
     """
@@ -71,20 +72,17 @@ def sample(logits_BV: torch.Tensor, uniforms_B: torch.Tensor, params: SamplingPa
     probs_BV = full_BV.exp()
     entropies_B = -torch.linalg.vecdot(probs_BV, full_BV)
     if params.temperature == 0:
-        drawn_from_BV = full_BV
         tokens_B = full_BV.argmax(dim=-1)
     else:
-        drawn_from_BV = truncate(full_BV, params)
-        if drawn_from_BV is not full_BV:
-            probs_BV = drawn_from_BV.exp()
-        tokens_B = _invert_cdf(probs_BV, uniforms_B)
-    logprobs_B = drawn_from_BV.gather(-1, tokens_B[:, None])[:, 0]
+        left_BV = truncate(full_BV, params)
+        tokens_B = _invert_cdf(probs_BV if left_BV is full_BV else left_BV.exp(), uniforms_B)
+    logprobs_B = full_BV.gather(-1, tokens_B[:, None])[:, 0]
     # A single NaN or infinite logit makes the entropy NaN (0 * -inf included), which saves a pass over V.
     return Sampled(tokens_B, logprobs_B, entropies_B, entropies_B.isfinite())
 
 
 def truncate(logprobs_BV: torch.Tensor, params: SamplingParams) -> torch.Tensor:
-    """Applies top-k, top-p and min-p and renormalises.
+    """Leaves out what top-k, top-p and min-p leave out.
 
     The most probable token always stays. With top-p a token stays when the tokens before it have less mass
     than ``top_p``, so the kept set is the smallest that reaches it.
@@ -94,7 +92,7 @@ def truncate(logprobs_BV: torch.Tensor, params: SamplingParams) -> torch.Tensor:
         params: The filters; when all of them are off the input itself is returned.
 
     Returns:
-        fp32 [B, V] log-probabilities of the tokens that stay, -inf for the others.
+        fp32 [B, V]: unchanged where a token stays, so they no longer sum to one; -inf for the others.
     """
     if not params.filtered:
         return logprobs_BV
@@ -102,20 +100,21 @@ def truncate(logprobs_BV: torch.Tensor, params: SamplingParams) -> torch.Tensor:
     kept_BC = torch.ones_like(candidates_BC, dtype=torch.bool)
     if params.top_p < 1:
         probs_BC = candidates_BC.double().exp()
+        if params.top_k > 0:
+            probs_BC /= probs_BC.sum(dim=-1, keepdim=True)
         kept_BC &= probs_BC.cumsum(dim=-1) - probs_BC < params.top_p
     if params.min_p > 0:
         kept_BC &= candidates_BC >= candidates_BC[:, :1] + math.log(params.min_p)
     kept_BC[:, 0] = True
-    candidates_BC = candidates_BC.masked_fill(~kept_BC, -torch.inf).log_softmax(dim=-1)
+    candidates_BC = candidates_BC.masked_fill(~kept_BC, -torch.inf)
     return torch.full_like(logprobs_BV, -torch.inf).scatter(-1, tokens_BC, candidates_BC)
 
 
 def _candidates(logprobs_BV: torch.Tensor, params: SamplingParams) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probabilities (normalised within top-k) and ids of all tokens the filters can keep, descending."""
+    """Log-probabilities and ids of all tokens the filters can keep, descending."""
     vocabulary = logprobs_BV.shape[-1]
     if 0 < params.top_k < vocabulary:
-        values_BC, tokens_BC = logprobs_BV.topk(params.top_k, dim=-1)
-        return values_BC.log_softmax(dim=-1), tokens_BC
+        return logprobs_BV.topk(params.top_k, dim=-1)
     # On a GPU, asking whether the candidates suffice would make the host wait, which a captured decode step
     # cannot.
     if params.top_p < 1 and not logprobs_BV.is_cuda:
@@ -132,4 +131,11 @@ def _invert_cdf(probs_BV: torch.Tensor, uniforms_B: torch.Tensor) -> torch.Tenso
     target_B1 = uniforms_B[:, None] * cdf_BV[:, -1:]
     tokens_B1 = torch.searchsorted(cdf_BV, target_B1, right=True)
     # NaN rows land behind the end; a valid id lets the rest of the batch go on.
-    return tokens_B1[:, 0].clamp_(max=probs_BV.shape[-1] - 1)
+    tokens_B1.clamp_(max=probs_BV.shape[-1] - 1)
+    if not bool((probs_BV.gather(-1, tokens_B1) == 0).any()):
+        return tokens_B1[:, 0]
+    # A product that rounds up to the whole sum, or a parallel sum that is not monotonic in its last bit.
+    possible_BV = probs_BV > 0
+    after_BV = possible_BV & (cdf_BV > target_B1)
+    last_B = probs_BV.shape[-1] - 1 - possible_BV.byte().flip(-1).argmax(dim=-1)
+    return torch.where(after_BV.any(dim=-1), after_BV.byte().argmax(dim=-1), last_B)

@@ -16,6 +16,7 @@ from qerl.rollout.paged.weights import Decoder
 from qerl.rollout.sampling import truncate
 
 _NEVER = -1e30  # log-probability of what a filter left out
+_SORTED_AT_ONCE = 1 << 22  # logits; sorting one takes some 80 bytes besides
 _SLOTS = 132  # multiprocessors of an H100: twice as many pieces cost more in the merge than they gave
 
 
@@ -120,24 +121,25 @@ class DecodeStep:
         )  # fmt: skip
 
     def _draw_filtered(self, logits_TV: torch.Tensor) -> None:
-        """Top-k, top-p and min-p: torch sorts the vocabulary, the kernel draws from what is left."""
+        """Top-k, top-p and min-p: torch sorts the vocabulary, the kernel draws from what is left.
+
+        A few rows at a time, in place: the whole of 512 x 152,064 logits would want 3 GB besides.
+        """
         mean_square_T = self.step.squares_PT.sum(0) / self.decoder.hidden
-        rms_T1 = torch.rsqrt(mean_square_T + self.decoder.eps)[:, None]
-        full_TV = torch.log_softmax(logits_TV * rms_T1 / self._params.temperature, dim=-1)
-        left_TV = truncate(full_TV, self._params)
-        # Not -inf, which times a probability of zero would be NaN; NaN stays, and ends its sequence.
-        left_TV = torch.where(left_TV == -torch.inf, _NEVER, left_TV)
-        running_T = self.state["done"] == 0
-        column_T1 = self.state["generated"].long().clamp(max=self.uniform.shape[1] - 1)[:, None]
-        one = torch.ones_like(mean_square_T)[None]
+        scale_T1 = (torch.rsqrt(mean_square_T + self.decoder.eps) / self._params.temperature)[:, None]
+        entropy_T = torch.empty_like(mean_square_T)
+        rows = max(1, _SORTED_AT_ONCE // logits_TV.shape[1])
+        for first in range(0, len(logits_TV), rows):
+            part = slice(first, first + rows)
+            full_TV = torch.log_softmax(logits_TV[part] * scale_T1[part], dim=-1)
+            entropy_T[part] = -torch.linalg.vecdot(full_TV.exp(), full_TV)
+            # Not -inf, which times a probability of zero would be NaN; NaN stays, and ends its sequence.
+            left_TV = truncate(full_TV, self._params)
+            logits_TV[part] = torch.where(left_TV == -torch.inf, _NEVER, left_TV)
         sample.sample(
-            left_TV, one, self.stats, self.uniform, self.stop, self.state, width=1, eps=0.0, temperature=1.0,
+            logits_TV, torch.ones_like(mean_square_T)[None], self.stats, self.uniform, self.stop, self.state,
+            width=1, eps=0.0, temperature=1.0, entropy_T=entropy_T,
         )  # fmt: skip
-        # The contract's entropy is that of the distribution before the filters.
-        entropy_TM = self.state["out_stats"][1]
-        entropy_T1 = -torch.linalg.vecdot(full_TV.exp(), full_TV)[:, None]
-        kept_T1 = entropy_TM.gather(1, column_T1)
-        entropy_TM.scatter_(1, column_T1, torch.where(running_T[:, None], entropy_T1, kept_T1))
 
     def replay(self) -> None:
         """Decodes one token of every row that has not ended."""

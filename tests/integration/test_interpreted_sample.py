@@ -1,0 +1,101 @@
+"""The kernel that draws, in Triton's interpreter: adversarial weights and targets, and filters in pieces.
+
+Shapes: T rows, V vocabulary, M tokens a row may generate.
+"""
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed")
+if torch.cuda.is_available():
+    pytest.skip("the interpreter is for machines without a GPU", allow_module_level=True)
+
+from qerl.kernels import sample
+from qerl.rollout.engine import SamplingParams
+from qerl.rollout.paged import decode
+from qerl.rollout.sampling import truncate
+
+BLOCK = 16
+
+
+def state_of(rows, most=1):
+    state = {
+        name: torch.zeros(rows, dtype=torch.int32)
+        for name in ("token", "position", "slot", "generated", "done")
+    }
+    return state | {
+        "max_new": torch.full((rows,), most, dtype=torch.int32),
+        "limit": torch.zeros(2, rows, dtype=torch.int32),
+        "own_table": torch.zeros(rows, 1, dtype=torch.int32),
+        "out_token": torch.full((rows, most), -1, dtype=torch.int32),
+        "out_stats": torch.zeros(2, rows, most),
+    }
+
+
+def draw(logits_TV, uniform_T, **filtered):
+    rows, vocabulary = logits_TV.shape
+    state = state_of(rows)
+    sample.sample(
+        logits_TV, torch.ones(1, rows), torch.empty(3, rows, -(-vocabulary // sample.BLOCK_V)),
+        uniform_T[:, None].contiguous(), torch.empty(0, dtype=torch.int32), state, width=1, eps=0.0,
+        temperature=1.0, **filtered,
+    )  # fmt: skip
+    return state["out_token"][:, 0].long(), state["out_stats"][:, :, 0]
+
+
+def test_a_token_of_probability_zero_is_never_drawn(monkeypatch):
+    """Targets between the two orders of summation: a scan says one block, a sum goes below zero in it."""
+    monkeypatch.setattr(sample, "BLOCK_V", BLOCK)
+    blocks = 32
+    logits_BC = torch.full((blocks, BLOCK), decode._NEVER)
+    logits_BC[:, 5] = torch.randn(blocks, generator=torch.Generator().manual_seed(0))
+    logits_BC[::7] = decode._NEVER
+    weights = np.exp((logits_BC[:, 5] - logits_BC.max()).numpy())
+    scan, total = np.cumsum(weights), np.sum(weights)
+    sums = np.stack([np.sum(np.where(np.arange(blocks) <= block, weights, 0)) for block in range(blocks)])
+    near = scan / total
+    candidates = np.concatenate([near, np.nextafter(near, 0), np.nextafter(near, 2), [0.0, 1.0]])
+    candidates = candidates.astype(np.float32)
+    targets = candidates * total
+    negative = ((scan <= targets[:, None]) & (sums > targets[:, None])).any(1) & (candidates < 1)
+    assert negative.any()
+    uniform_T = torch.tensor([*candidates[negative][:2], 1.0])
+    drawn_T, stats_2T = draw(logits_BC.flatten().repeat(len(uniform_T), 1), uniform_T)
+    assert (logits_BC.flatten()[drawn_T] > decode._NEVER).all()
+    assert (stats_2T[0] > -100).all()
+    ends = torch.from_numpy(near)[drawn_T // BLOCK]
+    assert (
+        (ends + 1e-6 >= uniform_T)
+        & (ends - torch.from_numpy(weights / total)[drawn_T // BLOCK] - 1e-6 <= uniform_T)
+    ).all()
+
+
+@pytest.mark.parametrize(
+    "filters", [{"top_k": 5}, {"top_p": 0.7}, {"min_p": 0.2}, {"top_k": 9, "top_p": 0.5}]
+)
+def test_filters_in_pieces_of_rows(monkeypatch, filters):
+    """Log-probability and entropy are those before the filters; a row of NaN ends with a reason."""
+    monkeypatch.setattr(decode, "_SORTED_AT_ONCE", 130)  # two rows, and one at the end
+    generator = torch.Generator().manual_seed(1)
+    rows, vocabulary = 5, 61
+    logits_TV = 2 * torch.randn(rows, vocabulary, generator=generator)
+    logits_TV[3, 7] = float("nan")
+    params = SamplingParams(max_tokens=1, temperature=0.8, **filters)
+    step = object.__new__(decode.DecodeStep)
+    step.step = type("", (), {"squares_PT": torch.full((1, rows), 64.0)})
+    step.decoder = type("", (), {"hidden": 64, "eps": 0.0})
+    step._params, step.state = params, state_of(rows)
+    step.uniform, step.stop = torch.rand(rows, 1, generator=generator), torch.empty(0, dtype=torch.int32)
+    step.stats = torch.empty(3, rows, 1)
+    full_TV = (logits_TV.double() / 0.8).log_softmax(-1)
+    left_TV = truncate(full_TV, params)
+    step._draw_filtered(logits_TV.clone())
+    assert step.state["done"].tolist() == [2, 2, 2, 3, 2]
+    good = torch.tensor([0, 1, 2, 4])
+    drawn = step.state["out_token"][good].long()
+    assert left_TV[good].gather(1, drawn).isfinite().all()
+    logprob, entropy = step.state["out_stats"][:, good, 0]
+    torch.testing.assert_close(logprob.double(), full_TV[good].gather(1, drawn)[:, 0], atol=1e-5, rtol=0)
+    truth = -torch.linalg.vecdot(full_TV.exp(), full_TV)[good]
+    torch.testing.assert_close(entropy.double(), truth, atol=1e-5, rtol=0)
