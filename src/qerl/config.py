@@ -145,6 +145,10 @@ class QeRLConfig(GRPOConfig):
         "Stays off: the packed weights are buffers, which never change, and ranks differ in forward passes.",
         False,
     )
+    ddp_find_unused_parameters: bool | None = _help(
+        "Stays off: every process computes a sample in each backward pass, so all adapters have a gradient.",
+        False,
+    )
     disable_tqdm: bool | None = _help("The run shows its own progress bar.", True)
 
     def __post_init__(self) -> None:
@@ -253,6 +257,12 @@ class QeRLConfig(GRPOConfig):
                 f"A process samples {local} completions at a time (per_device_train_batch_size x "
                 f"steps_per_generation), which num_generations = {self.num_generations} does not divide; "
                 "change one of them."
+            )
+        groups = self.num_generations_eval or self.num_generations or 1
+        if self.eval_strategy != "no" and self.per_device_eval_batch_size % groups:
+            raise QeRLError(
+                f"per_device_eval_batch_size is {self.per_device_eval_batch_size}, which groups of {groups} "
+                "(num_generations_eval, else num_generations) do not divide; change one of them."
             )
 
 

@@ -1,5 +1,8 @@
 """A run that is stopped and resumed ends with the same bits as one that was not."""
 
+import io
+import json
+import resource
 import shutil
 from pathlib import Path
 
@@ -10,9 +13,14 @@ from safetensors.torch import load_file
 
 from qerl.config import QeRLConfig
 from qerl.errors import QeRLError
-from qerl.trainer.run import last_checkpoint, train
+from qerl.trainer.checkpoint import MANIFEST, UNFINISHED, checkpoints, last_checkpoint
+from qerl.trainer.grpo import QeRLTrainer
+from qerl.trainer.run import train
 
 QUIET = Console(quiet=True)
+SHORT = {"max_steps": 2, "save_steps": 1, "noise_stages": 2, "eval_strategy": "no"}
+# Two rollouts of four microbatches an epoch: steps of 3, 3 and 2.
+LONGER = {"level": "wp1", "examples": 0, "train_size": 16, "test_size": 4}
 
 
 @pytest.mark.parametrize(
@@ -24,6 +32,15 @@ QUIET = Console(quiet=True)
         ),
         pytest.param(
             {"dynamic_sampling_rounds": 1, "algorithm": "dapo", "signal": "reward"}, id="dynamic sampling"
+        ),
+        pytest.param(
+            {
+                "steps_per_generation": 4,
+                "gradient_accumulation_steps": 3,
+                "task_options": LONGER,
+                "max_steps": 5,
+            },
+            id="an epoch that steps do not divide",
         ),
     ],
 )
@@ -62,7 +79,7 @@ def test_a_checkpoint_cut_off_while_it_was_written_is_not_resumed_from(tmp_path)
         folder = tmp_path / f"checkpoint-{step}"
         folder.mkdir()
         if complete:
-            (folder / "trainer_state.json").write_text("{}")
+            (folder / MANIFEST).write_text("{}")
     assert last_checkpoint(tmp_path) == tmp_path / "checkpoint-10"
 
 
@@ -94,4 +111,102 @@ def test_a_checkpoint_that_cannot_be_written_costs_only_itself(tiny_run, tmp_pat
     with pytest.raises(QeRLError, match=r"checkpoint-4 could not be saved \(.*No space left"):
         train(QeRLConfig(**tiny_run(run, save_steps=2)), QUIET)
     assert last_checkpoint(run) == run / "checkpoint-2"
-    assert not (run / "checkpoint-4").exists()
+    assert not (run / "checkpoint-4").exists() and not (run / UNFINISHED).exists()
+
+
+def test_a_disk_that_is_full_at_the_end_costs_no_checkpoint(tiny_run, tmp_path):
+    """Files may not grow beyond 100 bytes when the final adapter is written."""
+    run = tmp_path / "run"
+    config = QeRLConfig(**tiny_run(run, **SHORT))
+    save = QeRLTrainer.save_final
+
+    def with_a_full_disk(self, folder):
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+        try:
+            save(self, folder)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(QeRLTrainer, "save_final", with_a_full_disk)
+        with pytest.raises(QeRLError, match=r"could not be saved .*go on from .*checkpoint-2, which is unt"):
+            train(config, QUIET)
+    assert not (run / "adapter_model.safetensors").exists()
+    assert [path.name for path in checkpoints(run)] == ["checkpoint-1", "checkpoint-2"]
+    train(QeRLConfig(**tiny_run(run, resume_from_checkpoint="true", **SHORT)), QUIET)
+    assert (run / "adapter_model.safetensors").exists() and not (run / UNFINISHED).exists()
+
+
+@pytest.fixture
+def saved(tiny_run, tmp_path):
+    """A run with checkpoints of steps 1 and 2, and its settings for a resume."""
+    run = tmp_path / "run"
+    train(QeRLConfig(**tiny_run(run, **SHORT)), QUIET)
+
+    def resume(**changes):
+        fields = tiny_run(run, resume_from_checkpoint="true", **SHORT)
+        console = Console(file=io.StringIO(), width=1000)
+        train(QeRLConfig(**fields | changes), console)
+        return console.file.getvalue()
+
+    return run, resume
+
+
+def test_a_damaged_checkpoint_is_refused_and_the_one_before_is_named(saved):
+    run, resume = saved
+    optimizer = run / "checkpoint-2" / "optimizer.pt"
+    with optimizer.open("r+b") as file:
+        file.truncate(100)
+    with pytest.raises(
+        QeRLError, match=r"optimizer.pt has 100 bytes instead of .*--resume_from_.*/checkpoint-1"
+    ):
+        resume()
+    optimizer.unlink()
+    with pytest.raises(QeRLError, match=r"checkpoint-2 is damaged: optimizer.pt is missing"):
+        resume()
+    resume(resume_from_checkpoint=str(run / "checkpoint-1"))
+    assert [path.name for path in checkpoints(run)] == ["checkpoint-1", "checkpoint-2"]
+    assert optimizer.exists()
+
+
+def test_what_a_checkpoint_cannot_go_on_with_is_refused(saved, tiny_model, tmp_path):
+    run, resume = saved
+    for name, value in {"lora_r": 8, "learning_rate": 1e-3, "weight_decay": 0.0, "model": "another"}.items():
+        with pytest.raises(QeRLError, match=f"cannot be resumed with another {name} "):
+            resume(**{name: value})
+    with pytest.raises(QeRLError, match=r"has a later checkpoint, checkpoint-2"):
+        resume(resume_from_checkpoint=str(run / "checkpoint-1"))
+    another = tmp_path / "moved" / "model"  # the same name, another width
+    shutil.copytree(tmp_path / "model", another)
+    tiny_model("llama", hidden_size=32).save_pretrained(another)
+    with pytest.raises(QeRLError, match=r"does not fit this run or is damaged \(size mismatch"):
+        resume(model=str(another))
+
+
+def test_other_settings_on_a_resume_are_said(saved):
+    run, resume = saved
+    said = resume(max_steps=3, noise_sigma_start=0.3, save_steps=3, warmup_steps=1)
+    assert "Other settings than checkpoint-2 was made with" in said
+    for change in ("max_steps 2 -> 3 (the schedules", "noise_sigma_start 0.2 -> 0.3", "warmup_steps 0 -> 1"):
+        assert change in said
+    assert "save_steps" not in said
+    assert last_checkpoint(run) == run / "checkpoint-3"
+    assert "Other settings" not in resume(max_steps=3, noise_sigma_start=0.3, warmup_steps=1)
+
+
+def test_a_half_used_rollout_is_not_cut_anew(tiny_run, tmp_path):
+    halves = {"steps_per_generation": 2, "max_steps": 3, "save_steps": 1, "eval_strategy": "no"}
+    train(QeRLConfig(**tiny_run(tmp_path / "run", **halves)), QUIET)
+    again = tiny_run(tmp_path / "run", **halves | {"resume_from_checkpoint": "true", "num_generations": 4})
+    with pytest.raises(QeRLError, match=r"half used, .*num_generations 2 -> 4"):
+        train(QeRLConfig(**again), QUIET)
+
+
+def test_metrics_with_a_torn_last_line_go_on(saved):
+    run, resume = saved
+    metrics = run / "metrics.jsonl"
+    metrics.write_text(metrics.read_text() + '{"step": 2, "rew')
+    resume(max_steps=3)
+    steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
+    assert sorted(set(steps)) == [1, 2, 3]

@@ -1,12 +1,17 @@
-"""What a run shows and keeps while it trains: metrics.jsonl, a progress bar, and an orderly stop on
-Ctrl-C."""
+"""What a run shows and keeps while it trains: metrics.jsonl, a progress bar, and an orderly stop on Ctrl-C or
+SIGTERM."""
 
+import contextlib
 import json
 import signal
+import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -18,7 +23,12 @@ from rich.progress import (
 )
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from qerl.errors import QeRLError
 from qerl.report.runs import METRICS_FILE, read_metrics
+
+STOPPING = (signal.SIGINT, signal.SIGTERM)
+ONE_SIGNAL = 1.0
+"""Seconds within which a second signal is taken for the first one, forwarded by a launcher."""
 
 # (label, metric, format) of the progress line.
 _SHOWN = (
@@ -42,7 +52,10 @@ class MetricsFile(TrainerCallback):
             return
         kept = read_metrics(self.path.parent) if self.path.exists() else []
         lines = [json.dumps(row) + "\n" for row in kept if row["step"] <= state.global_step]
-        self.path.write_text("".join(lines), encoding="utf-8")
+        whole = self.path.with_suffix(".tmp")
+        with self._written():
+            whole.write_text("".join(lines), encoding="utf-8")
+            whole.replace(self.path)
 
     def on_log(
         self,
@@ -53,8 +66,18 @@ class MetricsFile(TrainerCallback):
         **kwargs: Any,
     ) -> None:
         if state.is_world_process_zero and logs:
-            with self.path.open("a", encoding="utf-8") as file:
+            with self._written(), self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"step": state.global_step, **logs}) + "\n")
+
+    @contextlib.contextmanager
+    def _written(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise QeRLError(
+                f"{self.path} cannot be written ({error.strerror or error}); make room and go on with "
+                "--resume_from_checkpoint true."
+            ) from error
 
 
 class ProgressBar(TrainerCallback):
@@ -113,41 +136,84 @@ class ProgressBar(TrainerCallback):
                 f"step {state.global_step}/{state.max_steps}  " + "  ".join(shown), highlight=False
             )
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def close(self) -> None:
+        """Leaves the terminal as it was; whatever has ended the run."""
         if self.progress:
             self.progress.stop()
 
 
 class InterruptGuard(TrainerCallback):
-    """Ctrl-C ends the run after the present step, with a checkpoint; a second one ends it at once."""
+    """Ctrl-C or SIGTERM ends the run after the present step, with a checkpoint; a second one ends it at once.
+
+    A context: signals are caught inside it. Under torchrun each process gets the terminal's signal and the
+    launcher's a moment later, which count as one; and one that reaches any process stops all of them after
+    the same step. It is looked at after each step, evaluation and checkpoint.
+
+    Attributes:
+        interrupted: Whether a signal has come, to any process.
+    """
 
     def __init__(self, console: Console) -> None:
         self.console = console
         self.interrupted = False
-        self._former: Any = None
+        self._first: float | None = None
+        self._step_done = self._trained = False
+        self._former: dict[signal.Signals, Any] = {}
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        self._former = signal.signal(signal.SIGINT, self._on_signal)
+    def __enter__(self) -> "InterruptGuard":
+        if threading.current_thread() is threading.main_thread():  # no other may catch signals
+            self._former = {number: signal.signal(number, self._on_signal) for number in STOPPING}
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for number, handler in self._former.items():
+            signal.signal(number, handler)
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
-        if self.interrupted:
+        now = time.monotonic()
+        if self._first is None:
+            self._first, self.interrupted = now, True
+            doing = (
+                "Saving the model" if self._trained else "Stopping after this step and saving a checkpoint"
+            )
+            with contextlib.suppress(RuntimeError):  # it may have come in the middle of a write
+                self.console.print(f"{doing}; Ctrl-C again stops at once.")
+        elif now - self._first > ONE_SIGNAL:
             raise KeyboardInterrupt
-        self.interrupted = True
-        self.console.print("Stopping after this step and saving a checkpoint; Ctrl-C again stops at once.")
+
+    def _stops(self, args: TrainingArguments) -> bool:
+        """Whether any process was interrupted; the same answer for all."""
+        if args.world_size > 1:
+            flag = torch.tensor(float(self.interrupted), device=args.device)
+            torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX)
+            self.interrupted = bool(flag)
+        return self.interrupted
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._step_done = False
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        if self.interrupted:
-            control.should_save = True
+        self._step_done = True
+        if self._stops(args):
+            control.should_save = control.should_training_stop = True
+
+    def on_evaluate(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if self._step_done and self._stops(args):  # not in an evaluation before the first step
+            control.should_save = control.should_training_stop = True
+
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if self._stops(args):
             control.should_training_stop = True
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        if self._former is not None:
-            signal.signal(signal.SIGINT, self._former)
+        self._trained = True

@@ -1,6 +1,7 @@
 """GRPO and DAPO on TRL's `GRPOTrainer`, with this project's engine, noise and update. Tied to trl 1.16.
 
-With `stand_ins` and `recompute` this is all that touches TRL's internals. What it replaces, and why:
+With `resumable`, `stand_ins` and `recompute` this is all that touches TRL's internals. What it replaces, and
+why:
 
 - **Rollout.** The engine takes the place of TRL's vLLM client: TRL then takes the log-probabilities of the
   sampler and corrects the loss by pi_trainer / pi_sampler. That correction is what makes noisy rollouts
@@ -13,26 +14,22 @@ With `stand_ins` and `recompute` this is all that touches TRL's internals. What 
   their gradient is zero. A microbatch of more than `tokens_per_forward` tokens is computed in pieces
   (`pieces`), and in smaller ones where memory runs out (`oom`). Loss formulas, normalisers and options stay
   TRL's.
-- **Dynamic sampling** is added, and everything a bit-exact resume needs: sampling seeds keyed by step, data
-  order keyed by epoch, and rollouts that are half used saved with the checkpoint.
+- **Dynamic sampling** is added. Sampling seeds are keyed by step, so a resume draws what the run would have
+  (`resumable`).
 """
 
 import contextlib
-import shutil
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from accelerate.utils import gather_object
 from datasets import Dataset, IterableDataset
 from peft import PeftModel
-from safetensors import SafetensorError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
-from trl import GRPOTrainer
 from trl.trainer.utils import split_tensor_dict
 
 from qerl.config import QeRLConfig
@@ -58,15 +55,18 @@ from qerl.trainer.memory import PeakMemory
 from qerl.trainer.oom import StepRedo
 from qerl.trainer.pieces import Outputs, loss_in_pieces, without_graph
 from qerl.trainer.recompute import recompute_every_layer, understand_every_n_layers
-from qerl.trainer.reference import add_reference, load_reference, none_by_trl, save_reference
-from qerl.trainer.rollout_file import Batch, load_rollouts, save_rollouts
-from qerl.trainer.stand_ins import EngineClient, EpochRepeatSampler
+from qerl.trainer.reference import add_reference, none_by_trl
+from qerl.trainer.resumable import ResumableTrainer
+from qerl.trainer.rollout_file import Batch
+from qerl.trainer.stand_ins import EngineClient
+
+N = TypeVar("N", int, float)
 
 # What TRL counts and controls over the microbatches of an optimizer step.
 _STEP_STATE = ("_step", "entropy_coef", "_entropy_window_stats", "_last_world_entropy")
 
 
-class QeRLTrainer(GRPOTrainer):
+class QeRLTrainer(ResumableTrainer):
     """`GRPOTrainer` whose rollouts run on the training modules and may be noisy.
 
     Args:
@@ -218,7 +218,7 @@ class QeRLTrainer(GRPOTrainer):
         batch = self._sample_batch(inputs)
         for extra in range(self.args.dynamic_sampling_rounds):
             dead = self._dead_groups(batch)
-            counts = self._counts_of_ranks(len(dead))
+            counts = self._of_ranks(len(dead))
             if extra == 0:
                 share = sum(counts) / len(counts) * self.num_generations / len(inputs)
                 self._metrics["train"]["dynamic_sampling/groups_without_signal"].append(share)
@@ -278,7 +278,7 @@ class QeRLTrainer(GRPOTrainer):
         fresh, fresh_log = self._sample_apart(rows)
         without = set(self._dead_groups(fresh))
         pairs = list(zip(dead, (group for group in range(most) if group not in without), strict=False))
-        replaced = sum(self._counts_of_ranks(len(pairs)))
+        replaced = sum(self._of_ranks(len(pairs)))
         self._metrics["train"]["dynamic_sampling/replaced_groups"].append(float(replaced))
         targets, sources = ([pair[side] for pair in pairs] for side in (0, 1))
         in_log = zip(
@@ -313,8 +313,8 @@ class QeRLTrainer(GRPOTrainer):
         finally:
             self._metrics["train"] = logged
 
-    def _counts_of_ranks(self, count: int) -> list[int]:
-        return self.accelerator.gather(torch.tensor([count], device=self.accelerator.device)).tolist()
+    def _of_ranks(self, number: N) -> list[N]:
+        return self.accelerator.gather(torch.tensor([number], device=self.accelerator.device)).tolist()
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         with self._timed("reward"):  # and keep what TRL gathered: [B, F] of all processes
@@ -341,7 +341,7 @@ class QeRLTrainer(GRPOTrainer):
         padded = Padded(input_ids, attention_mask, inputs["completion_ids"].size(1))
         pieces = self._redo.cut(self._rows_to_compute(inputs), padded.lengths)
         if self.accelerator.num_processes > 1:  # the loss gathers: every rank computes it as many times
-            pieces = [[] for _ in range(max(self._counts_of_ranks(len(pieces))) - len(pieces))] + pieces
+            pieces = [[] for _ in range(max(self._of_ranks(len(pieces))) - len(pieces))] + pieces
         return loss_in_pieces(
             partial(self._forward, model, padded),
             pieces,
@@ -487,7 +487,7 @@ class QeRLTrainer(GRPOTrainer):
                 self._at_step_start = {name: getattr(self, name) for name in _STEP_STATE}
             microbatch = partial(self._microbatch, model, num_items_in_batch)
             loss = self._redo.run(batch, microbatch, self._forget_step)
-        if self._step % self.current_gradient_accumulation_steps == 0:
+        if self.accelerator.sync_gradients:
             self._log_times()
         return loss
 
@@ -517,54 +517,4 @@ class QeRLTrainer(GRPOTrainer):
         parts["update"] = self._seconds.pop("total", 0.0) - sum(parts.values())
         for name, seconds in parts.items():
             self._metrics["train"][f"time/{name}"].append(seconds)
-        self._metrics["train"]["memory/peak_gb"].append(self._memory.report_gb())
-
-    # Resume
-
-    def _get_train_sampler(self, dataset: Dataset | None = None) -> EpochRepeatSampler:
-        return EpochRepeatSampler(
-            data_source=self.train_dataset if dataset is None else dataset,
-            mini_repeat_count=self.num_generations,
-            batch_size=self.args.generation_batch_size // self.num_generations,
-            repeat_count=self.num_iterations * self.args.steps_per_generation,
-            shuffle=self.shuffle_dataset,
-            seed=self.args.seed,
-        )
-
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
-        try:
-            self._save_rollouts(folder)
-            self._redo.save(folder)
-            save_reference(self, folder)
-            super()._save_checkpoint(model, trial)
-        except (OSError, SafetensorError) as error:
-            shutil.rmtree(folder, ignore_errors=True)
-            raise QeRLError(
-                f"The checkpoint {folder} could not be saved ({error}); earlier checkpoints are untouched."
-            ) from error
-
-    def _save_rollouts(self, folder: Path) -> None:
-        """Keep a rollout that later steps still use; the next one would be sampled from another policy."""
-        generate_every = self.args.steps_per_generation * self.num_iterations
-        if self._step % generate_every == 0 or self._buffered_inputs is None:
-            return
-        save_rollouts(self._buffered_inputs, self._rollout_file(folder))
-
-    def _rollout_file(self, checkpoint: Path) -> Path:
-        return checkpoint / f"rollouts_{self.accelerator.process_index}.safetensors"
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        if not load_reference(self, Path(resume_from_checkpoint)):
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is None:
-            return
-        self._redo.load(Path(checkpoint))
-        self._step = self.state.global_step * self.args.gradient_accumulation_steps
-        file = self._rollout_file(Path(checkpoint))
-        if file.exists():
-            slices = self.args.steps_per_generation
-            self._buffered_inputs = load_rollouts(file, slices, self.accelerator.device)
+        self._metrics["train"]["memory/peak_gb"].append(max(self._of_ranks(self._memory.report_gb())))

@@ -4,7 +4,9 @@ A run folder holds config.yaml (the resolved settings), metrics.jsonl, checkpoin
 the adapter (or, for full tuning, the model) beside the tokenizer, as TRL's `save_model` writes them.
 """
 
+import contextlib
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -23,7 +25,7 @@ from qerl.lora import LORA_TARGETS, add_lora
 from qerl.model import load_model, load_tokenizer
 from qerl.plan.command import announce, refuse_full_tuning_that_cannot_fit
 from qerl.plan.sizes import Work
-from qerl.report.runs import CONFIG_FILE, METRICS_FILE
+from qerl.report.runs import CONFIG_FILE
 from qerl.rollout.select import make_engine
 from qerl.tasks import get_task
 from qerl.tasks.base import RewardFunction, Task
@@ -31,8 +33,8 @@ from qerl.tasks.custom import load_reward
 from qerl.tasks.guard import guarded
 from qerl.trainer.callbacks import InterruptGuard, MetricsFile, ProgressBar
 from qerl.trainer.grpo import QeRLTrainer
-
-STATE_FILE = "trainer_state.json"  # the last file of a checkpoint that is written
+from qerl.trainer.processes import ends_together
+from qerl.trainer.resume import prepare_folder
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ class RunResult:
 
     Attributes:
         folder: The run folder.
-        interrupted: Whether Ctrl-C ended it before its last step.
+        interrupted: Whether Ctrl-C or SIGTERM ended it before its last step.
         step: Optimizer steps done.
     """
 
@@ -51,27 +53,61 @@ class RunResult:
 
 
 def train(config: QeRLConfig, console: Console) -> RunResult:
-    """Run training to its end, or to the step in which Ctrl-C came.
+    """Run training to its end, or to the step in which Ctrl-C or SIGTERM came.
 
     Raises:
         QeRLError: Anything the user can mend: settings, model, data, output folder.
     """
     folder = Path(str(config.output_dir))
-    resume = _prepare_folder(folder, config.resume_from_checkpoint)
-    trainer, guard = build(config, console)
-    if trainer.is_world_process_zero():
-        (folder / CONFIG_FILE).write_text(dump(config), encoding="utf-8")
-    try:
-        trainer.train(resume_from_checkpoint=resume)
-        if not guard.interrupted:
-            trainer.save_model(str(folder))
-    except OSError as error:
-        raise QeRLError(f"Saving to {folder} failed: {error.strerror or error}.") from error
-    step = trainer.state.global_step
-    interrupted = guard.interrupted and step < trainer.state.max_steps
+    with ends_together(config):
+        resume = prepare_folder(config, console)
+        trainer, guard = build(config, console)
+        if trainer.is_world_process_zero():
+            _write_settings(config, folder)
+        with guard, _bar_closed(trainer), _memory_errors_said():
+            trainer.train(resume_from_checkpoint=resume)
+            step = trainer.state.global_step
+            interrupted = guard.interrupted and step < trainer.state.max_steps
+            if not interrupted:
+                trainer.save_final(folder)
     if interrupted:
         console.print(f"Saved {folder}/checkpoint-{step}. Go on with: --resume_from_checkpoint true")
     return RunResult(folder, interrupted, step)
+
+
+def _write_settings(config: QeRLConfig, folder: Path) -> None:
+    try:
+        (folder / CONFIG_FILE).write_text(dump(config), encoding="utf-8")
+    except OSError as error:
+        raise QeRLError(f"{folder / CONFIG_FILE} cannot be written: {error.strerror or error}.") from error
+
+
+@contextlib.contextmanager
+def _bar_closed(trainer: QeRLTrainer) -> Iterator[None]:
+    """However a run ends, its progress bar leaves the terminal as it was."""
+    try:
+        yield
+    finally:
+        for callback in trainer.callback_handler.callbacks:
+            if isinstance(callback, ProgressBar):
+                callback.close()
+
+
+@contextlib.contextmanager
+def _memory_errors_said() -> Iterator[None]:
+    """Memory that ran out where nothing can be done again in smaller pieces, in a sentence."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise QeRLError(
+            "GPU memory ran out outside of an update; lower max_sequences, max_completion_length or "
+            f"per_device_train_batch_size, see `qerl plan` ({str(error).splitlines()[0]})."
+        ) from error
+    except MemoryError as error:
+        raise QeRLError(
+            "Host memory ran out; lower per_device_train_batch_size or free some, and go on with "
+            "--resume_from_checkpoint true."
+        ) from error
 
 
 def build(config: QeRLConfig, console: Console) -> tuple[QeRLTrainer, InterruptGuard]:
@@ -144,33 +180,6 @@ def compute_dtype(config: QeRLConfig, device: torch.device) -> torch.dtype:
     if config.dtype == "auto":
         return torch.float32 if device.type == "cpu" or config.tuning == "full" else torch.bfloat16
     return getattr(torch, config.dtype)
-
-
-def _prepare_folder(folder: Path, resume: str | bool | None) -> str | None:
-    """The checkpoint to resume from, or None and a new folder; a folder with another run is refused."""
-    if str(resume).lower() in ("none", "false"):
-        if (folder / METRICS_FILE).exists() or last_checkpoint(folder):
-            raise QeRLError(
-                f"{folder} already holds a run; resume it with --resume_from_checkpoint true "
-                "or choose another --output_dir."
-            )
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise QeRLError(f"The output folder {folder} cannot be made: {error.strerror}.") from error
-        return None
-    checkpoint = last_checkpoint(folder) if str(resume).lower() == "true" else Path(str(resume))
-    if checkpoint is None:
-        raise QeRLError(f"{folder} has no checkpoint to resume from; start without --resume_from_checkpoint.")
-    if not (checkpoint / STATE_FILE).is_file():
-        raise QeRLError(f"{checkpoint} is not a complete checkpoint: {STATE_FILE} is missing.")
-    return str(checkpoint)
-
-
-def last_checkpoint(folder: Path) -> Path | None:
-    """The newest complete checkpoint of a run; one that was cut off while it was written does not count."""
-    complete = [path for path in folder.glob("checkpoint-*") if (path / STATE_FILE).is_file()]
-    return max(complete, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
 
 
 def _datasets(config: QeRLConfig, task: Task, chat: Chat, console: Console) -> tuple[Dataset, Dataset | None]:
