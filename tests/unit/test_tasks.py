@@ -176,11 +176,10 @@ def fake_hub(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[Any, list[dict[s
     """``fake_hub({(dataset, config, split): rows})`` stands in for the Hub."""
 
     def install(contents: dict[Any, list[dict[str, Any]]]) -> None:
-        def load(folder: str, config: str | None, split: str) -> Dataset:
-            return Dataset.from_list(contents[(folder, config, split)])
+        def load(dataset: str, config: str | None, split: str, where: str) -> Dataset:
+            return Dataset.from_list(contents[(dataset, config, split)])
 
-        monkeypatch.setattr(hub, "snapshot_download", lambda dataset, **_: dataset)
-        monkeypatch.setattr(hub, "load_dataset", load)
+        monkeypatch.setattr(hub, "_load", load)
 
     return install
 
@@ -291,31 +290,73 @@ def test_hub_out_of_reach_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> No
     assert "second line" not in str(caught.value)
 
 
-README = """---
-configs:
-- config_name: main
-  data_files: [{split: train, path: main/train-*}, {split: test, path: main/test-*}]
-- config_name: socratic
-  data_files: [{split: train, path: socratic/train-*}]
----
-"""
+@pytest.fixture
+def downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
+    """``downloaded(parts, present, row)``: a data set as `push_to_hub` lays it out, parts sorted by name.
 
-
-def test_hub_reads_the_downloaded_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    The README lists all parts; only the files of those that are present were downloaded.
+    """
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-    folder = tmp_path / "snapshot"  # as downloaded: one part only, of a data set that has two
-    (folder / "main").mkdir(parents=True)
-    (folder / "README.md").write_text(README)
-    for split in ("train", "test"):
-        rows = [{"question": f"{split} question", "answer": "#### 7"}]
-        Dataset.from_list(rows).to_parquet(folder / "main" / f"{split}-00000-of-00001.parquet")
+
+    def make(parts: list[str], present: dict[str, list[str]], row: dict[str, str]) -> Path:
+        folder = tmp_path / "snapshot"
+        listed = "".join(
+            f"- config_name: {part}\n  data_files:\n  - split: train\n    path: {part}/train-*\n"
+            for part in sorted(parts)
+        )
+        for part, splits in present.items():
+            (folder / part).mkdir(parents=True)
+            for split in splits:
+                rows = [{name: f"{part} {split} {i} {text}" for name, text in row.items()} for i in (0, 1)]
+                for shard in (0, 1):
+                    name = f"{split}-0000{shard}-of-00002.parquet"
+                    Dataset.from_list(rows[shard : shard + 1]).to_parquet(folder / part / name)
+        (folder / "README.md").write_text(f"---\nconfigs:\n{listed}---\n")
+        monkeypatch.setattr(hub, "snapshot_download", lambda *_, **__: str(folder))
+        return folder
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("name", "parts", "wanted"),
+    [
+        ("gsm8k", ["main", "socratic"], ["main"]),
+        ("dapo-math", ["all", "cn", "en"], ["en"]),
+        ("bigmath", ["all", *(f"level_{i}" for i in range(1, 6))], ["level_3", "level_4", "level_5"]),
+    ],
+)
+def test_hub_reads_a_folder_that_holds_the_wanted_part_alone(
+    name: str, parts: list[str], wanted: list[str], downloaded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub, "HELD_OUT_SHARE", 0.0)
+    source = hub.SOURCES[name]
+    downloaded(parts, {part: ["train"] for part in wanted}, {source.question: "?", source.answer: "#### 7"})
+    rows = get_task(name).train()
+    assert questions(rows) == [f"{part} train {i} ?" for part in wanted for i in (0, 1)]
+
+
+def test_hub_reads_a_data_set_without_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    folder = tmp_path / "snapshot"
+    folder.mkdir()
+    (folder / "test.jsonl").write_text('{"problem": "1 + 1?", "answer": "2", "level": 1}\n')
     monkeypatch.setattr(hub, "snapshot_download", lambda *_, **__: str(folder))
-    task = get_task("gsm8k")
-    assert questions(task.train()) == ["train question"]
-    assert questions(task.test()) == ["test question"]
-    (folder / "main" / "test-00000-of-00001.parquet").unlink()
-    with pytest.raises(QeRLError, match=r"openai/gsm8k \(main\), split test, cannot be read from .*snapshot"):
-        task.test()
+    assert questions(get_task("math500").test()) == ["1 + 1?"]
+
+
+def test_hub_says_what_is_missing_and_what_to_do(downloaded) -> None:
+    folder = downloaded(["main"], {"main": ["train"]}, {"question": "?", "answer": "#### 7"})
+    with pytest.raises(
+        QeRLError,
+        match=r"openai/gsm8k \(main\), split test, cannot be read from .*snapshot "
+        r"\(no file main/test-\*\.parquet\); run again with network, which downloads what is missing",
+    ):
+        get_task("gsm8k").test()
+    for file in (folder / "main").iterdir():
+        file.write_bytes(b"PAR1 cut off")
+    with pytest.raises(QeRLError, match="split train, cannot be read from"):
+        get_task("gsm8k").train()
 
 
 # Files of the user's own

@@ -12,10 +12,15 @@ data sets are benchmarks without training problems.
 Files are fetched with ``snapshot_download`` and read from its folder, which lies in the Hub's own cache, and
 not by name with ``load_dataset``: without network the first fails at once, the second after retrying for 23 s
 (datasets 5.2, no name resolution). Without network a copy in the cache is used.
+
+Of a data set with parts only the wanted part is downloaded, and its files are named to ``load_dataset`` one
+by one. Given the folder, it would look for the files of the first part that the README lists, and fail if
+that is another.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import httpx
 from datasets import Dataset, load_dataset
@@ -151,11 +156,10 @@ def bigmath(levels: Sequence[int] = (3, 4, 5)) -> HubTask:
 
 
 def _load(dataset: str, config: str | None, split: str, where: str) -> Dataset:
-    # A part lies in a folder of its own; the README says which files make up which split.
-    files = [f"{config}/*.parquet"] if config else ["*.parquet", "*.jsonl"]
+    files = [f"{config}/*.parquet"] if config else ["README.md", "*.parquet", "*.jsonl"]
     try:
         folder = snapshot_download(
-            dataset, repo_type="dataset", allow_patterns=["README.md", *files], etag_timeout=HUB_TIMEOUT
+            dataset, repo_type="dataset", allow_patterns=files, etag_timeout=HUB_TIMEOUT
         )
     except (OSError, httpx.HTTPError, HfHubHTTPError) as error:
         cause = str(error).strip().partition("\n")[0]
@@ -164,10 +168,15 @@ def _load(dataset: str, config: str | None, split: str, where: str) -> Dataset:
             "connect to the network, or use the task arithmetic or a file of your own with jsonl:PATH."
         ) from error
     try:
-        return load_dataset(folder, config, split=split)
+        if config is None:
+            return load_dataset(folder, split=split)
+        parts = sorted(map(str, (Path(folder) / config).glob(f"{split}-*.parquet")))
+        if not parts:
+            raise FileNotFoundError(f"no file {config}/{split}-*.parquet")
+        return load_dataset("parquet", data_files={split: parts}, split=split)
     except (OSError, ValueError, DatasetsError) as error:
         cause = str(error).strip().partition("\n")[0]
         raise QeRLError(
-            f"The data set {where}, cannot be read from {folder} ({cause}); if the download was cut off, "
-            "delete that folder and try again with network."
+            f"The data set {where}, cannot be read from {folder} ({cause}); run again with network, which "
+            "downloads what is missing there, or use a copy of your own with jsonl:PATH."
         ) from error
