@@ -83,6 +83,11 @@ class QeRLConfig(GRPOConfig):
     )
     reward_files: list[str] = _help("Reward functions of your own, each PATH.py:function.", factory=list)
     reward_timeout: float = _help("Seconds a reward function may take for one sample.", 10.0)
+    reward_errors: Literal["stop", "tolerate"] = _help(
+        "A reward function that fails on every sample of a step ends the run (stop) or gives zeros "
+        "(tolerate).",
+        "stop",
+    )
     max_prompt_length: int | None = _help(
         "Longest prompt in tokens; longer ones are left out and counted.", None
     )
@@ -177,6 +182,7 @@ class QeRLConfig(GRPOConfig):
         _one_of("dtype", self.dtype, ("auto", "float32", "bfloat16"))
         if self.signal is not None:
             _one_of("signal", self.signal, ("accuracy", "reward"))
+        _one_of("reward_errors", self.reward_errors, ("stop", "tolerate"))
         _one_of("noise_schedule", self.noise_schedule, tuple(SCHEDULES))
         if self.tuning == "full" and self.weights != "bf16":
             raise QeRLError(

@@ -1,18 +1,25 @@
 """A reward function that fails costs its sample a zero, and nothing else."""
 
+import asyncio
+import functools
+import inspect
 import logging
 import math
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from qerl.errors import QeRLError
 from qerl.tasks import get_task
-from qerl.tasks.guard import call_within, guarded
+from qerl.tasks.guard import guarded, judges_alone
+from qerl.tasks.time_limit import call_within
 
 LIMIT_S = 0.15
 PROMPTS = ["p0", "p1", "p2", "p3"]
@@ -53,7 +60,11 @@ def fail_sleeping() -> float:
 
 
 def fail_returning_text() -> float:
-    return "not a number"  # type: ignore[return-value]
+    return "1.0"  # type: ignore[return-value]
+
+
+def fail_sleeping_in_a_loop_of_its_own() -> float:
+    return asyncio.run(asyncio.sleep(60, 1.0))
 
 
 @pytest.fixture(autouse=True)
@@ -74,8 +85,12 @@ def leaves_no_timer() -> Iterator[None]:
         fail_looping_through_exceptions,
         fail_sleeping,
         fail_returning_text,
+        fail_sleeping_in_a_loop_of_its_own,
         lambda: math.nan,
         lambda: math.inf,
+        lambda: 1e39,  # infinite in FP32
+        lambda: 1j,  # type: ignore[return-value]
+        lambda: np.zeros(2),  # type: ignore[return-value]
     ],
 )
 def test_failure_costs_its_sample_a_counted_zero(fail: Callable[[], float], caplog) -> None:
@@ -92,7 +107,7 @@ def test_failure_costs_its_sample_a_counted_zero(fail: Callable[[], float], capl
             )
             assert rewards == [1.0, 2.0, 0.0, 4.0]
     assert time.perf_counter() - started < 4 * LIMIT_S + 1
-    assert logged == [("rewards/reward/failed", 1.0)] * 2
+    assert logged == [("rewards/reward/failed", 0.25)] * 2  # the share
     assert len(caplog.records) == 1  # said once, counted each time
     assert "'reward' failed on 1 of 4 samples" in caplog.text
     assert reward.__name__ == "reward"
@@ -106,11 +121,12 @@ def test_wrong_length_costs_the_batch_zeros(length: int) -> None:
     assert guarded(reward, LIMIT_S)(prompts=PROMPTS, completions=COMPLETIONS) == [0.0] * 4
 
 
-def test_wrong_length_for_the_batch_alone_costs_nothing() -> None:
+def test_wrong_length_for_the_batch_alone_costs_nothing_and_is_said(caplog) -> None:
     def reward(prompts: list, completions: list, **columns: Any) -> list[float | None]:
         return [float(len(completions[0]))]  # forgets the rest of a batch
 
     assert guarded(reward, LIMIT_S)(prompts=PROMPTS, completions=COMPLETIONS) == [1.0, 1.0, 3.0, 1.0]
+    assert "failed on a batch of 4 (ValueError: 1 rewards for 4 completions) and was called" in caplog.text
 
 
 def test_no_list_at_all_costs_the_batch_zeros() -> None:
@@ -118,6 +134,106 @@ def test_no_list_at_all_costs_the_batch_zeros() -> None:
         return None
 
     assert guarded(reward, LIMIT_S)(prompts=PROMPTS, completions=COMPLETIONS) == [0.0] * 4  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "rewards",
+    ["1111", b"1111", {0: 1.0, 1: 2.0, 2: 0.0, 3: 4.0}, {1.0, 2.0, 3.0, 4.0}, 1.0, ["1", "2", "3", "4"]],
+)
+def test_what_is_no_list_of_numbers_is_not_taken_for_one(rewards: Any) -> None:
+    def reward(prompts: list, completions: list, **columns: Any) -> Any:
+        return rewards if len(completions) == 4 else rewards[:1]
+
+    guard = guarded(reward, LIMIT_S)
+    assert guard(prompts=PROMPTS, completions=COMPLETIONS) == [0.0] * 4
+    assert guard.last.failed == 4
+
+
+@pytest.mark.parametrize(
+    "rewards",
+    [
+        (1, 2, None, 4),
+        np.array([1, 2, 3, 4], dtype=np.int8),
+        torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.bfloat16),
+        torch.tensor([[1.0], [2.0], [3.0], [4.0]]),
+        [True, Fraction(1, 2), np.float32(0.5), torch.tensor(2)],
+    ],
+)
+def test_numbers_of_any_kind_become_floats(rewards: Any) -> None:
+    def reward(prompts: list, completions: list, **columns: Any) -> Any:
+        return rewards
+
+    given = guarded(reward, LIMIT_S)(prompts=PROMPTS, completions=COMPLETIONS)
+    assert given == [None if value is None else float(value) for value in rewards]
+    assert {type(value) for value in given} <= {float, type(None)}
+
+
+def test_a_generator_works_within_the_limit() -> None:
+    def reward(prompts: list, completions: list, **columns: Any) -> Any:
+        for completion in completions:
+            yield float(completion) if completion != "bad" else fail_looping()
+
+    assert guarded(reward, LIMIT_S)(prompts=PROMPTS, completions=COMPLETIONS) == [1.0, 2.0, 0.0, 4.0]
+
+
+# Limits
+
+
+def test_a_batch_may_take_longer_than_a_sample_and_is_called_once() -> None:
+    calls = []
+
+    def reward(prompts: list, completions: list, **columns: Any) -> list[float | None]:
+        calls.append(len(completions))
+        time.sleep(0.0008 * len(completions))  # below a hundredth of the limit for each
+        return [1.0] * len(completions)
+
+    assert guarded(reward, 0.1)(prompts=["p"] * 400, completions=["c"] * 400) == [1.0] * 400
+    assert calls == [400]
+
+
+def test_a_slow_function_is_measured_once_and_given_its_time() -> None:
+    calls = []
+
+    def reward(prompts: list, completions: list, **columns: Any) -> list[float | None]:
+        calls.append(len(completions))
+        time.sleep(0.05 * len(completions))
+        return [1.0] * len(completions)
+
+    guard = guarded(reward, 0.2)
+    for _ in range(2):
+        assert guard(prompts=["p"] * 8, completions=["c"] * 8) == [1.0] * 8
+    assert calls == [8, *[1] * 8, 8]
+
+
+def test_a_function_that_hangs_on_everything_is_not_tried_on_every_sample() -> None:
+    def reward(prompts: list, completions: list, **columns: Any) -> list[float | None]:
+        return [fail_sleeping()]
+
+    guard = guarded(reward, 0.02)
+    started = time.perf_counter()
+    assert guard(prompts=["p"] * 500, completions=["c"] * 500) == [0.0] * 500
+    assert time.perf_counter() - started < 0.02 + 5 * 0.02 + 16 * 0.02 + 0.5
+    assert (guard.last.failed, guard.last.samples) == (500, 500)
+
+
+def test_a_function_that_judges_alone_is_never_called_twice_for_a_sample() -> None:
+    seen = []
+
+    @judges_alone
+    def reward(prompts: list, completions: list, **columns: Any) -> list[float | None]:
+        seen.extend(completions)
+        return [float(c) if c != "bad" else fail_sleeping() for c in completions]
+
+    started = time.perf_counter()
+    assert guarded(reward, LIMIT_S)(prompts=PROMPTS, completions=COMPLETIONS) == [1.0, 2.0, 0.0, 4.0]
+    assert time.perf_counter() - started < 2 * LIMIT_S
+    assert seen == COMPLETIONS
+
+
+@pytest.mark.parametrize("limit", [0, -1, math.nan, math.inf, "10", None, True])
+def test_a_limit_is_a_positive_number_of_seconds(limit: Any) -> None:
+    with pytest.raises(QeRLError, match=r"reward_timeout is .*; it is a number of seconds"):
+        guarded(per_sample(fail_raising), limit)
 
 
 def test_good_functions_are_called_once_and_pass_through(caplog) -> None:
@@ -190,12 +306,50 @@ def test_keyboard_interrupt_ends_the_run() -> None:
         guarded(reward, LIMIT_S)(prompts=PROMPTS, completions=COMPLETIONS)
 
 
-def test_async_functions_are_refused() -> None:
-    async def reward(prompts: list, completions: list) -> list[float | None]:
-        return []
+async def judge(prompts: list, completions: list, **columns: Any) -> list[float | None]:
+    if "bad" in completions:
+        await asyncio.sleep(60)
+    return [float(completion) for completion in completions]
 
-    with pytest.raises(QeRLError, match="'reward' is async; write it as a plain function"):
-        guarded(reward)  # type: ignore[arg-type]
+
+class Judge:
+    """Keeps what belongs to an event loop from one call to the next, as clients of servers do."""
+
+    def __init__(self) -> None:
+        self.lock: asyncio.Lock | None = None
+        self.loops: set[int] = set()
+
+    async def __call__(self, prompts: list, completions: list, **columns: Any) -> list[float | None]:
+        self.loops.add(id(asyncio.get_running_loop()))
+        self.lock = self.lock or asyncio.Lock()
+        async with self.lock:
+            return await judge(prompts, completions)
+
+
+@pytest.mark.parametrize("function", [judge, functools.partial(judge), Judge()])
+def test_asynchronous_functions_have_their_limit_too(function: Any) -> None:
+    guard = guarded(function, LIMIT_S)
+    assert not inspect.iscoroutinefunction(guard.__call__)
+    for _ in range(2):
+        assert guard(prompts=PROMPTS, completions=COMPLETIONS) == [1.0, 2.0, 0.0, 4.0]
+    assert "no result within 0.15 s" in str(guard.last.first)
+    assert guard.__name__ == ("Judge" if isinstance(function, Judge) else "judge")
+    if isinstance(function, Judge):
+        assert len(function.loops) == 1
+
+
+def test_an_asynchronous_function_that_never_awaits_is_interrupted() -> None:
+    async def reward(prompts: list, completions: list, **columns: Any) -> list[float | None]:
+        return [float(c) if c != "bad" else fail_looping() for c in completions]
+
+    guard = guarded(reward, LIMIT_S)  # type: ignore[arg-type]
+    for _ in range(2):
+        assert guard(prompts=PROMPTS, completions=COMPLETIONS) == [1.0, 2.0, 0.0, 4.0]
+
+
+def test_what_is_guarded_is_not_guarded_again() -> None:
+    guard = guarded(per_sample(fail_raising), LIMIT_S)
+    assert guarded(guard, 1.0) is guard
 
 
 def test_a_timer_that_ran_before_goes_on_with_the_time_passed_taken_off() -> None:

@@ -15,7 +15,7 @@ from datasets import Dataset
 from qerl.errors import QeRLError
 from qerl.tasks.answers import equal
 from qerl.tasks.formats import AnswerFormat, get_format
-from qerl.tasks.guard import RewardFunction
+from qerl.tasks.guard import RewardFunction, judges_alone
 
 Message = dict[str, str]
 Completion = str | list[Message]
@@ -66,9 +66,10 @@ class Task(ABC):
     def rewards(self) -> list[RewardFunction]:
         """Reward functions with TRL's signature: ``accuracy`` (0 or 1) and ``format`` (0 or 0.1).
 
-        Whoever calls them wraps them first with :func:`qerl.tasks.guard.guarded`, which sets the time limit.
+        Training and evaluation guard them (:func:`qerl.tasks.guard.guarded`), which sets the time limit.
         """
 
+        @judges_alone
         def accuracy(
             prompts: list,  # noqa: ARG001
             completions: list[Completion],
@@ -81,6 +82,7 @@ class Task(ABC):
                 for found, right in zip(extracted, answer, strict=True)
             ]
 
+        @judges_alone
         def format(
             prompts: list,  # noqa: ARG001
             completions: list[Completion],

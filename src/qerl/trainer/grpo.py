@@ -57,6 +57,7 @@ from qerl.trainer.pieces import Outputs, loss_in_pieces, without_graph
 from qerl.trainer.recompute import recompute_every_layer, understand_every_n_layers
 from qerl.trainer.reference import add_reference, none_by_trl
 from qerl.trainer.resumable import ResumableTrainer
+from qerl.trainer.rewards import guard_rewards, stop_if_all_failed
 from qerl.trainer.rollout_file import Batch
 from qerl.trainer.stand_ins import EngineClient
 
@@ -105,7 +106,7 @@ class QeRLTrainer(ResumableTrainer):
         with none_by_trl(args):
             super().__init__(
                 model=model,
-                reward_funcs=reward_funcs,
+                reward_funcs=guard_rewards(reward_funcs, args.reward_timeout),
                 args=args,
                 train_dataset=train_dataset,
                 eval_dataset=eval_dataset,
@@ -216,6 +217,8 @@ class QeRLTrainer(ResumableTrainer):
             with self._correction_off():
                 return super()._generate_and_score_completions(inputs)
         batch = self._sample_batch(inputs)
+        if self.args.reward_errors == "stop":
+            stop_if_all_failed(self.reward_funcs, self.accelerator)
         for extra in range(self.args.dynamic_sampling_rounds):
             dead = self._dead_groups(batch)
             counts = self._of_ranks(len(dead))

@@ -30,7 +30,6 @@ from qerl.rollout.select import make_engine
 from qerl.tasks import get_task
 from qerl.tasks.base import RewardFunction, Task
 from qerl.tasks.custom import load_reward
-from qerl.tasks.guard import guarded
 from qerl.trainer.callbacks import InterruptGuard, MetricsFile, ProgressBar
 from qerl.trainer.grpo import QeRLTrainer
 from qerl.trainer.processes import ends_together
@@ -202,9 +201,8 @@ def _datasets(config: QeRLConfig, task: Task, chat: Chat, console: Console) -> t
 
 
 def _rewards(config: QeRLConfig, task: Task) -> list[RewardFunction]:
-    """The task's rewards, the user's, and the length penalty; none of them can end the run."""
-    functions = [*task.rewards, *(load_reward(spec) for spec in config.reward_files)]
-    rewards = [guarded(function, config.reward_timeout) for function in functions]
+    """The task's rewards, the user's, and the length penalty."""
+    rewards = [*task.rewards, *(load_reward(spec) for spec in config.reward_files)]
     buffer = round((config.overlong_buffer or 0.0) * (config.max_completion_length or 0))
     if buffer:
         rewards.append(get_soft_overlong_punishment(config.max_completion_length, buffer))

@@ -1,0 +1,54 @@
+"""Reward functions of a run: guarded, and the end of the run when one of them fails on everything.
+
+A reward that fails on some samples is noise, which is counted. One that fails on every sample of a step is a
+defect (a misspelled column, a judge that cannot be reached), and a run that goes on learns from zeros. It
+ends with the function's first error, unless ``reward_errors: tolerate`` asks for the zeros.
+
+The samples are those of all processes, and what failed is gathered before anything is raised: every process
+raises the same sentence, and none waits for another in a collective. Rollouts that dynamic sampling adds and
+those of evaluation are not looked at: they may be a single problem on which a sound function fails.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+
+from qerl.errors import QeRLError
+from qerl.tasks.guard import GuardedReward, describe, guarded
+
+
+def guard_rewards(rewards: Any, timeout_s: float) -> list[Any]:
+    """The reward functions guarded; reward models, and names of such, as they are.
+
+    Args:
+        rewards: What TRL takes as ``reward_funcs``: one or a list.
+        timeout_s: Seconds for a sample, above 0.
+    """
+    every = rewards if isinstance(rewards, list) else [rewards]
+    return [
+        reward if isinstance(reward, str | torch.nn.Module) else guarded(reward, timeout_s)
+        for reward in every
+    ]
+
+
+def stop_if_all_failed(rewards: Sequence[Callable[..., Any]], accelerator: Accelerator) -> None:
+    """Raises on every process if a guarded function failed on all samples that it was last called with.
+
+    Raises:
+        QeRLError: With the function's name and its first error.
+    """
+    functions = [reward for reward in rewards if isinstance(reward, GuardedReward)]
+    if not functions:
+        return
+    counts = [[reward.last.failed, reward.last.samples] for reward in functions]
+    counts_RF2 = accelerator.gather(torch.tensor([counts], device=accelerator.device))  # R ranks, F functions
+    for reward, (failed, samples) in zip(functions, counts_RF2.sum(0).tolist(), strict=True):
+        if 0 < samples == failed:
+            (first, *_) = gather_object([describe(reward.last.first)])
+            raise QeRLError(
+                f"The reward function {reward.__name__!r} failed on all {samples} samples of a step; its "
+                f"first error is {first}. Mend it, or set reward_errors: tolerate to go on with zeros."
+            )
