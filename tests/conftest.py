@@ -1,5 +1,6 @@
 """Fixtures: tiny random models of each family and a tiny chat tokenizer, made in memory."""
 
+import gc
 import string
 from collections.abc import Callable
 
@@ -30,6 +31,13 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] }}"
     "{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
+
+
+@pytest.fixture(scope="session", autouse=True)
+def imports_are_not_garbage() -> None:
+    """Every run of a trainer collects garbage; walking what was imported takes longer than tiny steps do."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
