@@ -2,7 +2,7 @@
 
 import gc
 import string
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -34,10 +34,12 @@ CHAT_TEMPLATE = (
 
 
 @pytest.fixture(scope="session", autouse=True)
-def imports_are_not_garbage() -> None:
+def imports_are_not_garbage() -> Iterator[None]:
     """Every run of a trainer collects garbage; walking what was imported takes longer than tiny steps do."""
     gc.collect()
     gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")

@@ -46,7 +46,7 @@ CASES = {
     "sequence level": {"importance_sampling_level": "sequence"} | TWICE,
     "scale_rewards batch": {"scale_rewards": "batch"},
     "scale_rewards none": {"scale_rewards": "none"},
-    # Not 0.2 or 0.4: their threshold falls among a group's first tokens, which have one entropy but for rounding.
+    # Not 0.2 or 0.4, whose threshold falls among a group's first tokens: but for rounding, one entropy.
     "entropy quantile": {"top_entropy_quantile": 0.3},
     "entropy bonus": {"entropy_coef": 0.3},
     "adaptive entropy": {"use_adaptive_entropy": True, "entropy_target": 9.0, "entropy_coef_delta": 0.2},
