@@ -5,7 +5,13 @@ import math
 import pytest
 import torch
 
-from qerl.trainer.correction import importance_ratio, rows_with_gradient, sampler_trainer_kl
+from qerl.trainer.correction import (
+    Mismatch,
+    importance_ratio,
+    rows_with_gradient,
+    sampler_trainer_kl,
+    weights,
+)
 
 TRAINER = torch.tensor([[math.log(0.4), math.log(0.9)], [math.log(0.1), 0.0]])
 SAMPLER = torch.tensor([[math.log(0.2), math.log(0.1)], [math.log(0.2), 0.0]])
@@ -23,14 +29,14 @@ MASK = torch.tensor([[1, 1], [1, 0]])
     ],
 )
 def test_ratio(mode, low, high, expected):
-    ratio = importance_ratio(TRAINER, SAMPLER, MASK, mode, low, high)
+    ratio = weights(importance_ratio(TRAINER, SAMPLER, MASK, mode), mode, low, high)
     torch.testing.assert_close(ratio, torch.tensor(expected))
 
 
 def test_unknown_sampler_log_prob_is_no_mismatch():
     sampler = SAMPLER.clone()
     sampler[0, 1] = float("nan")
-    ratio = importance_ratio(TRAINER, sampler, MASK, "token_truncate", None, 3.0)
+    ratio = importance_ratio(TRAINER, sampler, MASK, "token_truncate")
     assert ratio[0, 1] == 1.0
 
 
@@ -48,3 +54,72 @@ def test_rows_without_advantage_or_tokens_are_left_out():
     advantages = torch.tensor([0.0, 1.0, -1.0, 2.0])
     mask = torch.tensor([[1, 1], [1, 0], [0, 0], [1, 1]])
     assert rows_with_gradient(advantages, mask) == [1, 3]
+
+
+class Alone:
+    """Accelerate on one process, or beside another one that has measured the same."""
+
+    def __init__(self, processes: int = 1) -> None:
+        self.processes = processes
+
+    def gather(self, values):
+        return torch.cat([values] * self.processes)
+
+
+def mismatch(mode, mask, sampler=SAMPLER):
+    ratio = importance_ratio(TRAINER, sampler, mask, mode)
+    entropies = torch.full((2, 2), 2.0), torch.full((2, 2), 1.5)
+    bounded = weights(ratio, mode, None, 3.0)
+    return Mismatch.of(TRAINER, sampler, *entropies, torch.tensor(1.0), mask, ratio, bounded, (None, 3.0))
+
+
+def test_mismatch_of_tokens_is_measured_before_truncation():
+    """Ratios 2, 9 and 0.5."""
+    logged = mismatch("token_truncate", MASK).metrics(Alone())
+    assert logged["sampling/ratio/mean"] == pytest.approx(11.5 / 3)
+    assert logged["sampling/ratio/max"] == pytest.approx(9.0)
+    assert logged["sampling/ratio/truncated"] == pytest.approx(1 / 3)
+    assert logged["sampling/ratio/effective_sample_size"] == pytest.approx(11.5**2 / (3 * 85.25))
+    assert logged["sampling/importance_sampling_ratio/min"] == pytest.approx(0.5)
+    assert logged["sampling/importance_sampling_ratio/mean"] == pytest.approx(5.5 / 3)
+    assert logged["sampling/importance_sampling_ratio/max"] == pytest.approx(3.0)
+    assert logged["sampling/sampling_logp_difference/max"] == pytest.approx(math.log(9))
+    assert logged["sampling/sampling_logp_difference/mean"] == pytest.approx(math.log(36) / 3)
+    total = sampler_trainer_kl(TRAINER, SAMPLER, MASK).sum().item()
+    assert logged["sampling/kl"] == pytest.approx(total / 3)
+    assert logged["sampling/kl_sequence"] == pytest.approx(total / 2)
+    assert (logged["entropy/computed"], logged["entropy"]) == (2.0, 1.5)
+
+
+def test_mismatch_of_sequences_counts_samples():
+    """Ratios 18 and 0.5."""
+    logged = mismatch("sequence_truncate", MASK).metrics(Alone())
+    assert logged["sampling/ratio/mean"] == pytest.approx(9.25)
+    assert logged["sampling/ratio/truncated"] == pytest.approx(0.5)
+    assert logged["sampling/importance_sampling_ratio/max"] == pytest.approx(3.0)
+
+
+def test_mismatch_leaves_out_what_the_sampler_does_not_know():
+    sampler = SAMPLER.clone()
+    sampler[0, 1] = math.nan
+    known = torch.tensor([[1, 0], [1, 0]])
+    expected, actual = (
+        m.metrics(Alone()) for m in (mismatch("token_mask", known), mismatch("token_mask", MASK, sampler))
+    )
+    assert actual == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("mode", ["token_truncate", "sequence_mask"])
+def test_mismatch_adds_over_microbatches_and_processes(mode):
+    first, second = torch.tensor([[1, 1], [0, 0]]), torch.tensor([[0, 0], [1, 0]])
+    whole = mismatch(mode, MASK).metrics(Alone())
+    parts = mismatch(mode, first) + mismatch(mode, second)
+    assert parts.metrics(Alone()) == pytest.approx(whole)
+    assert parts.metrics(Alone(2)) == pytest.approx(whole)
+
+
+def test_nothing_computed_is_not_zero():
+    logged = (Mismatch.none(torch.device("cpu")) + mismatch("token_mask", torch.zeros_like(MASK))).metrics(
+        Alone()
+    )
+    assert all(math.isnan(value) for value in logged.values())

@@ -1,55 +1,80 @@
-"""Small pure functions of the update: importance correction, divergence, and which samples matter.
+"""Importance correction of a loss on samples of another policy, and what is logged of the two policies.
+
+Samples come from the sampler mu (noisy, quantised, another kernel), gradients are of the trainer's policy pi.
+A token's loss is multiplied by pi / mu of that token, bounded (`weights`). What that does not correct is said
+in docs/numerics.md: the contexts in which tokens were drawn, and what came after them.
+
+`Mismatch` measures how far the two are apart, as sums and maxima over the tokens of an optimizer step that
+the update computed, whatever path they came by: old log-probabilities given or not, correction on or off.
+Sums can be added over microbatches and processes; a mean of means would weigh a short microbatch like a long
+one. All sums travel in one message, once a step.
 
 Legend: B samples, C completion columns.
 """
 
 import math
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
+from accelerate import Accelerator
+
+_SUMS = (
+    "tokens", "samples", "kl", "difference", "entropy", "entropy_excess", "ratios", "ratio", "ratio_squared",
+    "truncated", "weight", "losses", "rollout_entropy",
+)  # fmt: skip
+_MAXIMA = ("difference", "ratio", "weight", "minus_weight")
+
+
+def loss_mask(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """[B, C], 1 on the tokens that the policy wrote and the loss sees; a tool's output is in neither."""
+    mask_BC = batch["completion_mask"]
+    return mask_BC * batch["tool_mask"] if "tool_mask" in batch else mask_BC
 
 
 def importance_ratio(
-    trainer_logps_BC: torch.Tensor,
-    sampler_logps_BC: torch.Tensor,
-    mask_BC: torch.Tensor,
-    mode: str,
-    clip_min: float | None,
-    clip_max: float | None,
+    trainer_logps_BC: torch.Tensor, sampler_logps_BC: torch.Tensor, mask_BC: torch.Tensor, mode: str
 ) -> torch.Tensor:
-    """Weight pi_trainer / pi_sampler that corrects a loss on samples of the (noisy, quantised) sampler.
-
-    Truncated importance sampling (token_truncate, sequence_truncate) bounds the weight; the mask modes drop
-    what lies outside the bounds. The modes and bounds are TRL's `vllm_importance_sampling_*` options.
+    """pi / mu, unbounded: [B, C] of tokens for the token modes, [B, 1] of samples for the sequence modes.
 
     Args:
         trainer_logps_BC: Log-probabilities of the sampled tokens under the clean policy, without gradient.
         sampler_logps_BC: The same tokens under the policy that sampled them; NaN counts as no mismatch.
-        mask_BC: 1 on tokens of the completion.
-        mode: token_truncate, token_mask, sequence_truncate or sequence_mask.
-        clip_min, clip_max: Bounds of the ratio, None for none.
-
-    Returns:
-        [B, C] for the token modes, [B, 1] for the sequence modes.
+        mask_BC: 1 on tokens that count; elsewhere the ratio is 1.
+        mode: TRL's `vllm_importance_sampling_mode`: token_truncate, token_mask, sequence_truncate or
+            sequence_mask.
     """
     difference_BC = torch.nan_to_num((trainer_logps_BC - sampler_logps_BC) * mask_BC, nan=0.0)
-    level, _, action = mode.partition("_")
-    if level == "sequence":
+    if mode.startswith("sequence"):
         difference_BC = difference_BC.sum(dim=-1, keepdim=True)
-    ratio = difference_BC.exp()
-    if action == "truncate":
+    return difference_BC.exp()
+
+
+def weights(ratio: torch.Tensor, mode: str, clip_min: float | None, clip_max: float | None) -> torch.Tensor:
+    """Factors of the loss: ratios within bounds. Truncation moves others to a bound, a mask mode drops them.
+
+    Args:
+        ratio, mode: As in `importance_ratio`.
+        clip_min, clip_max: TRL's `vllm_importance_sampling_clip_*`, None for no bound.
+    """
+    if mode.endswith("truncate"):
         return ratio.clamp(min=clip_min, max=clip_max)
+    return ratio.masked_fill(_outside(ratio, clip_min, clip_max), 0.0)
+
+
+def _outside(ratio: torch.Tensor, clip_min: float | None, clip_max: float | None) -> torch.Tensor:
     low = -math.inf if clip_min is None else clip_min
     high = math.inf if clip_max is None else clip_max
-    return ratio.masked_fill((ratio < low) | (ratio > high), 0.0)
+    return (ratio < low) | (ratio > high)
 
 
 def sampler_trainer_kl(
     trainer_logps_BC: torch.Tensor, sampler_logps_BC: torch.Tensor, mask_BC: torch.Tensor
 ) -> torch.Tensor:
-    """Estimates [B, C] of KL(sampler || trainer) in nats, one for each of the sampler's own tokens.
+    """Estimates [B, C] of KL(mu || pi) in nats, one for each of the sampler's own tokens.
 
-    The estimator exp(d) - 1 - d with d = log pi_trainer - log pi_sampler is unbiased and never negative
-    (Schulman, "Approximating KL divergence", estimator k3).
+    The estimator exp(d) - 1 - d with d = log pi - log mu is unbiased over the sampler's tokens and never
+    negative (Schulman, "Approximating KL divergence", estimator k3).
     """
     d_BC = torch.nan_to_num((trainer_logps_BC - sampler_logps_BC) * mask_BC, nan=0.0)
     return (torch.expm1(d_BC) - d_BC) * mask_BC
@@ -58,3 +83,98 @@ def sampler_trainer_kl(
 def rows_with_gradient(advantages_B: torch.Tensor, mask_BC: torch.Tensor) -> list[int]:
     """Samples that can move the policy: their advantage is not zero and the loss sees at least one token."""
     return ((advantages_B != 0) & (mask_BC.sum(dim=-1) > 0)).nonzero().flatten().tolist()
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """Sums and maxima over tokens, fp64, in the order of `_SUMS` and `_MAXIMA`; two of them can be added."""
+
+    sums: torch.Tensor
+    maxima: torch.Tensor
+
+    @classmethod
+    def none(cls, device: torch.device) -> "Mismatch":
+        """Of no tokens."""
+        sums = torch.zeros(len(_SUMS), dtype=torch.double, device=device)
+        return cls(sums, torch.full((len(_MAXIMA),), -math.inf, dtype=torch.double, device=device))
+
+    @classmethod
+    def of(
+        cls,
+        trainer_logps_BC: torch.Tensor,
+        sampler_logps_BC: torch.Tensor,
+        entropy_BC: torch.Tensor,
+        sampler_entropy_BC: torch.Tensor,
+        rollout_entropy: torch.Tensor,
+        mask_BC: torch.Tensor,
+        ratio: torch.Tensor,
+        weight: torch.Tensor,
+        bounds: tuple[float | None, float | None],
+    ) -> "Mismatch":
+        """Of the tokens in the mask whose log-probability the sampler knows.
+
+        Args:
+            trainer_logps_BC, sampler_logps_BC: As in `importance_ratio`.
+            entropy_BC, sampler_entropy_BC: Entropies of both policies at each token, in nats.
+            rollout_entropy: Mean entropy of the sampler over all tokens of the rollout, computed or not; a
+                scalar.
+            mask_BC: 1 on tokens that count.
+            ratio, weight: pi / mu, and what the loss is multiplied by; [B, C], or [B, 1] for samples.
+            bounds: Of the ratio.
+        """
+        known_BC = mask_BC.bool() & ~sampler_logps_BC.isnan()
+        delta_BC = (trainer_logps_BC - sampler_logps_BC).abs()
+        kl_BC = sampler_trainer_kl(trainer_logps_BC, sampler_logps_BC, known_BC)
+        counted = known_BC if ratio.size(1) == mask_BC.size(1) else known_BC.any(dim=1, keepdim=True)
+        sums = (
+            (known_BC, known_BC),
+            (known_BC.any(dim=1), known_BC.any(dim=1)),
+            (kl_BC, known_BC),
+            (delta_BC, known_BC),
+            (entropy_BC, known_BC),
+            (entropy_BC - sampler_entropy_BC, known_BC),
+            (counted, counted),
+            (ratio, counted),
+            (ratio.double().square(), counted),
+            (_outside(ratio, *bounds), counted),
+            (weight, counted),
+            (known_BC.new_ones(()), known_BC.new_ones(())),
+            (rollout_entropy, known_BC.new_ones(())),
+        )
+        maxima = ((delta_BC, known_BC), (ratio, counted), (weight, counted), (-weight, counted))
+        return cls(
+            torch.stack([torch.where(mask, values.detach().double(), 0.0).sum() for values, mask in sums]),
+            torch.stack(
+                [torch.where(mask, values.detach().double(), -math.inf).amax() for values, mask in maxima]
+            ),
+        )
+
+    def __add__(self, other: "Mismatch") -> "Mismatch":
+        return Mismatch(self.sums + other.sums, torch.maximum(self.maxima, other.maxima))
+
+    def metrics(self, accelerator: Accelerator) -> dict[str, float]:
+        """What is logged, of all processes, each of which must call this. NaN where there is no token."""
+        gathered = accelerator.gather(torch.cat([self.sums, self.maxima])[None]).split(
+            [len(_SUMS), len(_MAXIMA)], dim=1
+        )
+        total = dict(zip(_SUMS, gathered[0].sum(dim=0).tolist(), strict=True))
+        most = dict(zip(_MAXIMA, gathered[1].amax(dim=0).tolist(), strict=True))
+        tokens, ratios = total["tokens"] or math.nan, total["ratios"] or math.nan
+        most = {name: value if tokens == tokens else math.nan for name, value in most.items()}
+        squares = total["ratio_squared"] or math.nan
+        return {
+            "entropy": total["rollout_entropy"] / (total["losses"] or math.nan)
+            + total["entropy_excess"] / tokens,
+            "entropy/computed": total["entropy"] / tokens,
+            "sampling/kl": total["kl"] / tokens,
+            "sampling/kl_sequence": total["kl"] / (total["samples"] or math.nan),
+            "sampling/sampling_logp_difference/mean": total["difference"] / tokens,
+            "sampling/sampling_logp_difference/max": most["difference"],
+            "sampling/ratio/mean": total["ratio"] / ratios,
+            "sampling/ratio/max": most["ratio"],
+            "sampling/ratio/truncated": total["truncated"] / ratios,
+            "sampling/ratio/effective_sample_size": total["ratio"] ** 2 / (ratios * squares),
+            "sampling/importance_sampling_ratio/min": -most["minus_weight"],
+            "sampling/importance_sampling_ratio/mean": total["weight"] / ratios,
+            "sampling/importance_sampling_ratio/max": most["weight"],
+        }

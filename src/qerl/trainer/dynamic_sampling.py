@@ -26,6 +26,7 @@ _PADDED = {
     "completion_ids": "right",
     "completion_mask": "right",
     "sampling_per_token_logps": "right",
+    "sampling_entropies": "right",
     "old_per_token_logps": "right",
     "ref_per_token_logps": "right",
     "tool_mask": "right",

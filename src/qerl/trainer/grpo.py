@@ -3,13 +3,15 @@
 With `resumable`, `stand_ins` and `recompute` this is all that touches TRL's internals. What it replaces, and
 why:
 
-- **Rollout.** The engine takes the place of TRL's vLLM client: TRL then takes the log-probabilities of the
-  sampler and corrects the loss by pi_trainer / pi_sampler. That correction is what makes noisy rollouts
-  legitimate: samples come from the noisy policy, gradients are those of the clean one. Nothing is synced,
-  since engine and trainer run the same modules.
+- **Rollout.** The engine takes the place of TRL's vLLM client: TRL then keeps the log-probabilities of the
+  sampler and multiplies each token's loss by pi_trainer / pi_sampler. Samples come from the noisy policy, and
+  the ratio makes each choice of a token count as often as the clean policy makes it; in which contexts it
+  stood, and how the answer went on, stays the noisy policy's (docs/numerics.md says what follows). Nothing is
+  synced, since engine and trainer run the same modules.
+- **Advantages** are computed here (`advantages`): those of groups that teach nothing are exactly zero.
 - **Old log-probabilities.** When every rollout is used for one optimizer step, the policy has not moved since
-  it sampled, and the loss forward's own detached values are the old ones. TRL's second forward is left out;
-  the ratio is computed inside the loss.
+  it sampled, and the loss forward's own detached values are the old ones: TRL's second forward is left out.
+  The importance ratio is computed inside the loss in either case, and measured there (`correction`).
 - **The loss forward** runs the prompt of a group once (`packing`), and leaves out samples without advantage:
   their gradient is zero. A microbatch of more than `tokens_per_forward` tokens is computed in pieces
   (`pieces`), and in smaller ones where memory runs out (`oom`). Loss formulas, normalisers and options stay
@@ -41,7 +43,7 @@ from qerl.rollout.engine import RolloutEngine, RolloutResult, SamplingParams
 from qerl.seeding import derive_seed
 from qerl.trainer.advantages import Signal, judge_of
 from qerl.trainer.attention import use_branch_attention
-from qerl.trainer.correction import importance_ratio, rows_with_gradient, sampler_trainer_kl
+from qerl.trainer.correction import Mismatch, importance_ratio, loss_mask, rows_with_gradient, weights
 from qerl.trainer.dynamic_sampling import (
     FreshPrompts,
     empty_log,
@@ -59,12 +61,13 @@ from qerl.trainer.reference import add_reference, none_by_trl
 from qerl.trainer.resumable import ResumableTrainer
 from qerl.trainer.rewards import guard_rewards, stop_if_all_failed
 from qerl.trainer.rollout_file import Batch
+from qerl.trainer.rollout_log import RolloutLog
 from qerl.trainer.stand_ins import EngineClient
 
 N = TypeVar("N", int, float)
 
-# What TRL counts and controls over the microbatches of an optimizer step.
-_STEP_STATE = ("_step", "entropy_coef", "_entropy_window_stats", "_last_world_entropy")
+# What is counted and controlled over the microbatches of an optimizer step.
+_STEP_STATE = ("_step", "entropy_coef", "_entropy_window_stats", "_last_world_entropy", "_mismatch")
 
 
 class QeRLTrainer(ResumableTrainer):
@@ -142,7 +145,9 @@ class QeRLTrainer(ResumableTrainer):
         self._seconds: dict[str, float] = defaultdict(float)
         self._calls = 0
         self._call_key: tuple[int, str] | None = None
-        self._rollout_tokens = 0
+        self._rollout = RolloutLog()
+        self._reads_logps = True
+        self._mismatch = Mismatch.none(self.accelerator.device)
         self._policy_forward: tuple[torch.Tensor, torch.Tensor] | None = None
         self._redo = StepRedo(
             args.tokens_per_forward,
@@ -181,7 +186,8 @@ class QeRLTrainer(ResumableTrainer):
         result = self.engine.generate(prompts, samples, params, self._noise_offsets(mode, step))
         self._memory.read()
         self.engine.release()
-        self._log_rollout(mode, result)
+        self._seconds["rollout"] += result.seconds
+        self._rollout.add(result)
         return result
 
     def _noise_offsets(self, mode: str, step: int) -> dict[str, torch.Tensor] | None:
@@ -201,21 +207,9 @@ class QeRLTrainer(ResumableTrainer):
         self._metrics[mode]["noise/norms"].append(float(len(offsets)))
         return offsets
 
-    def _log_rollout(self, mode: str, result: RolloutResult) -> None:
-        self._seconds["rollout"] += result.seconds
-        self._rollout_tokens += result.generated_tokens
-        entropies = [value for c in result.completions for value in c.entropies]
-        errors = sum(c.finish_reason == "error" for c in result.completions)
-        self._metrics[mode]["rollout/entropy"].append(sum(entropies) / max(len(entropies), 1))
-        self._metrics[mode]["rollout/errors"].append(float(errors))
-        if mode == "train" and result.seconds > 0:
-            rate = result.generated_tokens / result.seconds
-            self._metrics[mode]["rollout/tokens_per_second"].append(rate)
-
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> Batch:
         if not self.model.training:
-            with self._correction_off():
-                return super()._generate_and_score_completions(inputs)
+            return self._scored_by_trl(inputs)[0]
         batch = self._sample_batch(inputs)
         if self.args.reward_errors == "stop":
             stop_if_all_failed(self.reward_funcs, self.accelerator)
@@ -231,12 +225,12 @@ class QeRLTrainer(ResumableTrainer):
         return self._with_advantages(batch)
 
     def _sample_batch(self, inputs: list[dict[str, Any]]) -> Batch:
-        """TRL's batch and its rewards [B, F]; without its second forward when the loss forward can serve."""
+        """TRL's batch, its rewards [B, F], and the entropies of its tokens under the sampler [B, C]."""
         if self._fresh is not None:
             prompts = [row["prompt"] for row in inputs[:: self.num_generations]]
             self._fresh.note(self.state.global_step, gather_object(prompts))
-        with self._correction_off() if self._used_once else contextlib.nullcontext():
-            batch = super()._generate_and_score_completions(inputs)
+        batch, logged = self._scored_by_trl(inputs)
+        batch["rollout_entropy"] = torch.tensor(logged["rollout/entropy"], device=self.accelerator.device)
         rewards_BF = self._own_rows(self._rewards_BF, len(inputs))
         unseen_B1 = batch["completion_mask"].sum(dim=1, keepdim=True) == 0  # cut off, and masked for that
         batch["rewards_per_func"] = rewards_BF.masked_fill(unseen_B1, torch.nan)
@@ -257,20 +251,24 @@ class QeRLTrainer(ResumableTrainer):
         self._logs["advantages"].extend(advantages_B.tolist())
         return batch | {"advantages": self._own_rows(advantages_B, len(rewards_BF))}
 
-    @property
-    def _used_once(self) -> bool:
-        """Whether the policy that computes the loss is still the one that sampled."""
-        generate_every = self.args.steps_per_generation * self.num_iterations
-        return self.args.gradient_accumulation_steps % generate_every == 0
+    def _scored_by_trl(self, inputs: list[dict[str, Any]]) -> tuple[Batch, dict[str, float]]:
+        """TRL's batch, and what was logged of the rollout.
 
-    @contextlib.contextmanager
-    def _correction_off(self) -> Iterator[None]:
-        wanted = self.vllm_importance_sampling_correction
-        self.vllm_importance_sampling_correction = False
+        Without the correction, which is the loss's (`_corrected`), TRL computes old log-probabilities only
+        where the policy will have moved since the rollout. Evaluation has no loss that would read any.
+        """
+        wanted, self.vllm_importance_sampling_correction = self.vllm_importance_sampling_correction, False
+        self._reads_logps = self.model.training
         try:
-            yield
+            batch = super()._generate_and_score_completions(inputs)
         finally:
-            self.vllm_importance_sampling_correction = wanted
+            self.vllm_importance_sampling_correction, self._reads_logps = wanted, True
+        mode = "train" if self.model.training else "eval"
+        batch["sampling_entropies"] = self._rollout.entropies(batch["completion_mask"])
+        logged = self._rollout.report(self.accelerator)
+        for name, value in logged.items():
+            self._metrics[mode][name].append(value)
+        return batch, logged
 
     def _replace_dead_groups(self, batch: Batch, dead: list[int], most: int) -> Batch:
         """One extra rollout; every rank samples `most` groups, because TRL gathers rewards over ranks."""
@@ -292,7 +290,7 @@ class QeRLTrainer(ResumableTrainer):
         replace_log_rows(self._logs, fresh_log, gather_object(list(in_log)))
         if pairs:
             batch = replace_groups(batch, targets, fresh, sources, size, self._tokenizer.pad_token_id)
-        tokens = batch["completion_mask"].sum()
+        tokens = loss_mask(batch).sum()
         batch["num_items_in_batch"] = self.accelerator.gather(tokens).sum()
         return batch
 
@@ -359,16 +357,23 @@ class QeRLTrainer(ResumableTrainer):
     ) -> torch.Tensor:
         """TRL's loss of a microbatch, given the forward pass's outputs for these rows."""
         logps_BC, entropy_BC = outputs
-        mask_BC = inputs["completion_mask"]
+        mask_BC = loss_mask(inputs)
         computed_BC = torch.zeros_like(mask_BC)
         computed_BC[rows] = mask_BC[rows]
-        if self.vllm_importance_sampling_correction:
-            inputs = self._correct(inputs, logps_BC.detach(), computed_BC)
+        inputs = self._corrected(inputs, logps_BC.detach(), entropy_BC, computed_BC)
         self._policy_forward = (logps_BC, entropy_BC)
         loss = super()._compute_loss(model, inputs)
-        # TRL averages the entropy over all rows; only these were computed.
-        self._metrics["train"]["entropy"][-1] = self._mean_over_ranks(entropy_BC, computed_BC)
+        metrics = self._metrics["train" if self.model.training else "eval"]
+        metrics["entropy"].pop()  # of all rows, though only these were computed; `Mismatch` has it
+        if self.loss_type == "vespo":
+            computed_B1 = computed_BC.any(dim=1, keepdim=True)
+            metrics["vespo/phi_seq_mean"][-1] = self._mean_over_ranks(self._phi_B1, computed_B1)
         return loss
+
+    def get_gamma_weights(self, **kwargs: Any) -> torch.Tensor:
+        """TRL's weights of the VESPO loss, [B, 1]; kept, because their mean is of the computed rows alone."""
+        self._phi_B1 = super().get_gamma_weights(**kwargs)
+        return self._phi_B1
 
     @contextlib.contextmanager
     def _apart(self, model: torch.nn.Module) -> Iterator[None]:
@@ -391,7 +396,7 @@ class QeRLTrainer(ResumableTrainer):
 
     def _rows_to_compute(self, inputs: Batch) -> list[int]:
         """Rows of the microbatch that the loss forward must run."""
-        advantages, mask_BC = inputs["advantages"], inputs["completion_mask"]
+        advantages, mask_BC = inputs["advantages"], loss_mask(inputs)
         if self.beta != 0.0 or self._entropy_bonus_enabled or self.top_entropy_quantile < 1.0:
             advantages = torch.ones_like(advantages)  # these terms have a gradient without an advantage
         rows = rows_with_gradient(advantages, mask_BC)
@@ -400,29 +405,25 @@ class QeRLTrainer(ResumableTrainer):
             rows = [int(mask_BC.sum(dim=1).argmax())]
         return rows
 
-    def _correct(self, inputs: Batch, logps_BC: torch.Tensor, computed_BC: torch.Tensor) -> Batch:
-        """Add the importance ratio where TRL left it to the loss, and log the mismatch it corrects."""
-        sampler_BC = inputs["sampling_per_token_logps"]
+    def _corrected(
+        self, inputs: Batch, logps_BC: torch.Tensor, entropy_BC: torch.Tensor, computed_BC: torch.Tensor
+    ) -> Batch:
+        """The batch with the importance weights of its loss; the mismatch is measured, corrected or not."""
+        mode = self.vllm_importance_sampling_mode
+        bounds = self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max
         trainer_BC = inputs.get("old_per_token_logps", logps_BC)
-        if "importance_sampling_ratio" not in inputs:
-            ratio = importance_ratio(
-                trainer_BC,
-                sampler_BC,
-                computed_BC,
-                self.vllm_importance_sampling_mode,
-                self.vllm_importance_sampling_clip_min,
-                self.vllm_importance_sampling_clip_max,
-            )
-            inputs = {**inputs, "importance_sampling_ratio": ratio}
-            self._metrics["train"]["sampling/importance_sampling_ratio/mean"].append(
-                self._mean_over_ranks(ratio.expand_as(computed_BC), computed_BC)
-            )
-        kl_BC = sampler_trainer_kl(trainer_BC, sampler_BC, computed_BC)
-        self._metrics["train"]["sampling/kl"].append(self._mean_over_ranks(kl_BC, computed_BC))
-        return inputs
+        sampler_BC = inputs["sampling_per_token_logps"]
+        ratio = importance_ratio(trainer_BC, sampler_BC, computed_BC, mode)
+        corrects = self.vllm_importance_sampling_correction
+        weight = weights(ratio, mode, *bounds) if corrects else torch.ones_like(ratio)
+        self._mismatch += Mismatch.of(
+            *(trainer_BC, sampler_BC, entropy_BC, inputs["sampling_entropies"], inputs["rollout_entropy"]),
+            *(computed_BC, ratio, weight, bounds),
+        )
+        return inputs | {"importance_sampling_ratio": weight}
 
     def _mean_over_ranks(self, values_BC: torch.Tensor, mask_BC: torch.Tensor) -> float:
-        """Mean over the masked tokens of all ranks, NaN (which the log leaves out) where there are none."""
+        """Mean over what the mask holds on all ranks; NaN, which no log has, where that is nothing."""
         totals = torch.stack([(values_BC * mask_BC).sum().float(), mask_BC.sum().float()]).detach()
         total, count = self.accelerator.reduce(totals, "sum").tolist()
         return total / count if count else float("nan")
@@ -436,11 +437,13 @@ class QeRLTrainer(ResumableTrainer):
         batch_size: int | None = None,
         compute_entropy: bool = False,
         **unsupported: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor | None, None]:
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
         """TRL's forward for log-probabilities, with shared prompts. Shapes [B, C]."""
         if any(value is not None and value is not False for value in unsupported.values()):
             names = ", ".join(name for name, value in unsupported.items() if value)
             raise QeRLError(f"Only text models are supported; the batch carries {names}.")
+        if not self._reads_logps:
+            return None, None, None
         if self._policy_forward is not None:
             (logps, entropy), self._policy_forward = self._policy_forward, None
             return logps, entropy, None
@@ -490,9 +493,14 @@ class QeRLTrainer(ResumableTrainer):
                 self._at_step_start = {name: getattr(self, name) for name in _STEP_STATE}
             microbatch = partial(self._microbatch, model, num_items_in_batch)
             loss = self._redo.run(batch, microbatch, self._forget_step)
-        if self.accelerator.sync_gradients:
-            self._log_times()
+        self._step_ended = time.perf_counter()
         return loss
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        """Transformers' hook behind the optimizer's step, and behind an epoch."""
+        if "total" in self._seconds:
+            self._log_step()
+        super()._maybe_log_save_evaluate(*args, **kwargs)
 
     def _microbatch(self, model: Any, num_items_in_batch: Any, batch: Batch, newest: bool) -> torch.Tensor:
         """TRL's forward and backward; one that is done again is neither logged again nor ends the step."""
@@ -515,7 +523,13 @@ class QeRLTrainer(ResumableTrainer):
         on_cpu = self.accelerator.device.type == "cpu"
         return unpacked(self.model) if on_cpu else contextlib.nullcontext()
 
-    def _log_times(self) -> None:
+    def _log_step(self) -> None:
+        """What is known of an optimizer step once it is done; reading the sums waits for the device."""
+        metrics = self._mismatch.metrics(self.accelerator)
+        self._mismatch = Mismatch.none(self.accelerator.device)
+        self._seconds["total"] += time.perf_counter() - self._step_ended
+        for name, value in metrics.items():
+            self._metrics["train"][name].append(value)
         parts = {name: self._seconds.pop(name, 0.0) for name in ("rollout", "reward", "logprob")}
         parts["update"] = self._seconds.pop("total", 0.0) - sum(parts.values())
         for name, seconds in parts.items():

@@ -1,0 +1,204 @@
+"""What is logged is right, of all samples it names, and the same set whichever way the ratio came about."""
+
+import copy
+import time
+
+import pytest
+import torch
+from datasets import Dataset
+from trl import GRPOConfig, GRPOTrainer
+
+from qerl.config import QeRLConfig
+from qerl.rollout.portable import PortableEngine
+from qerl.trainer.grpo import QeRLTrainer
+
+DATA = Dataset.from_dict({"prompt": ["one two", "three", "four five six", "seven eight"]})
+SCIENCE = {
+    "entropy", "entropy/computed", "rollout/entropy", "rollout/errors", "rollout/tokens_per_second",
+    "sampling/kl", "sampling/kl_sequence", "sampling/ratio/mean", "sampling/ratio/max",
+    "sampling/ratio/truncated", "sampling/ratio/effective_sample_size",
+    "sampling/sampling_logp_difference/mean", "sampling/sampling_logp_difference/max",
+    "sampling/importance_sampling_ratio/min", "sampling/importance_sampling_ratio/mean",
+    "sampling/importance_sampling_ratio/max",
+}  # fmt: skip
+
+
+def last_token(completion_ids, **_):
+    """Differs within the groups of even index alone."""
+    return [float(ids[0] % 5) if (i // 4) % 2 == 0 else 1.0 for i, ids in enumerate(completion_ids)]
+
+
+@pytest.fixture
+def make(tiny_model, tiny_tokenizer, tmp_path):
+    def build(reward=last_token, eval_dataset=None, **changes):
+        values = {
+            "output_dir": str(tmp_path), "model": "unused", "task": "unused", "num_generations": 4,
+            "per_device_train_batch_size": 16, "max_completion_length": 6, "gradient_checkpointing": False,
+            "use_cpu": True, "max_steps": 2, "learning_rate": 1e-2, "report_to": "none",
+            "save_strategy": "no", "noise_stages": 2, "noise_sigma_start": 0.3, "noise": False,
+        }  # fmt: skip
+        model = tiny_model("llama")
+        engine = PortableEngine(model, tiny_tokenizer.pad_token_id)
+        return QeRLTrainer(
+            model, [reward], QeRLConfig(**(values | changes)), DATA, engine,
+            eval_dataset=eval_dataset, processing_class=tiny_tokenizer,
+        )  # fmt: skip
+
+    return build
+
+
+def rows(trainer):
+    return [row for row in trainer.state.log_history if "loss" in row]
+
+
+def trained(trainer):
+    trainer.train()
+    return rows(trainer)
+
+
+def rollout(trainer):
+    trainer.model.train()
+    trainer.current_gradient_accumulation_steps = 1
+    return trainer._generate_and_score_completions([row for row in DATA for _ in range(4)])
+
+
+PATHS = {
+    "used once": {},
+    "old log-probabilities given": {"num_iterations": 2},
+    "no correction": {"vllm_importance_sampling_correction": False},
+    "no correction, old given": {"vllm_importance_sampling_correction": False, "num_iterations": 2},
+}
+
+
+def test_every_path_logs_the_same(make):
+    """At the first update all of them are the same; one step is noisy, with ratios beyond the bound."""
+    logs = {name: trained(make(noise=True, max_steps=4, **path)) for name, path in PATHS.items()}
+    first = logs["used once"]
+    assert first[0].keys() >= SCIENCE
+    for name, path in logs.items():
+        assert path[0].keys() == first[0].keys(), name
+        for metric in SCIENCE - {"rollout/tokens_per_second"}:
+            assert path[0][metric] == pytest.approx(first[0][metric], rel=1e-4, abs=1e-6), (name, metric)
+    noisy, uncorrected = first[2], logs["no correction"][2]
+    assert noisy["sampling/kl"] > 1e-3 and uncorrected["sampling/kl"] > 1e-3
+    assert noisy["sampling/kl_sequence"] > noisy["sampling/kl"]
+    assert 0 < noisy["sampling/ratio/effective_sample_size"] < 1 < noisy["sampling/ratio/max"]
+    assert uncorrected["sampling/importance_sampling_ratio/max"] == 1
+
+
+@torch.no_grad()
+def clean_entropies(trainer, batch):
+    """Of each token under the clean policy, by a forward pass of our own; and the mask."""
+    ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
+    mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    logits = trainer.model(input_ids=ids, attention_mask=mask, position_ids=positions).logits
+    logps = logits[:, batch["prompt_ids"].size(1) - 1 : -1].log_softmax(-1)
+    return -(logps.exp() * logps).sum(-1), batch["completion_mask"].bool()
+
+
+@pytest.mark.parametrize("noisy", [False, True])
+def test_entropy_is_the_clean_policys_over_all_samples(make, noisy):
+    trainer = make(noise=noisy)
+    trainer.state.max_steps, trainer.state.global_step = 2, 1
+    batch = rollout(trainer)
+    entropy_BC, mask_BC = clean_entropies(trainer, batch)
+    trainer.compute_loss(trainer.model, batch)
+    logged = trainer._mismatch.metrics(trainer.accelerator)
+    computed_BC = mask_BC & (batch["advantages"] != 0)[:, None]
+    assert 0 < computed_BC.sum() < mask_BC.sum()
+    assert logged["entropy/computed"] == pytest.approx(entropy_BC[computed_BC].mean().item(), rel=1e-4)
+    sampler = batch["rollout_entropy"].item()
+    assert sampler == pytest.approx(batch["sampling_entropies"][mask_BC].mean().item(), rel=1e-5)
+    exact = entropy_BC[mask_BC].mean().item()
+    if noisy:  # what is left is how the noise's effect differs between computed samples and others
+        assert abs(logged["entropy"] - exact) < 0.5 * abs(sampler - exact)
+    else:
+        assert logged["entropy"] == pytest.approx(exact, rel=1e-4)
+        assert abs(logged["entropy/computed"] - exact) > 1e-3
+
+
+def test_evaluation_computes_no_log_probabilities(make, monkeypatch):
+    trainer = make(eval_dataset=DATA, num_iterations=2, per_device_eval_batch_size=4)
+    monkeypatch.setattr(trainer, "_forward", None)
+    metrics = trainer.evaluate()
+    assert metrics["eval_rollout/entropy"] > 0
+
+
+def test_the_time_of_an_update_includes_the_optimizers_step(make):
+    trainer = make(max_steps=1)
+    trainer.create_optimizer()
+    inner = trainer.optimizer.step
+
+    def slow(*args, **kwargs):
+        time.sleep(0.3)
+        return inner(*args, **kwargs)
+
+    trainer.optimizer.step = slow
+    assert trained(trainer)[0]["time/update"] > 0.3
+
+
+def test_vespos_weight_is_of_the_computed_samples(make, monkeypatch):
+    trainer = make(loss_type="vespo")
+    batch = rollout(trainer)
+    seen = {}
+    inner = GRPOTrainer.get_gamma_weights
+
+    def spy(**kwargs):
+        seen["phi"] = inner(**kwargs)
+        return seen["phi"]
+
+    monkeypatch.setattr(GRPOTrainer, "get_gamma_weights", staticmethod(spy))
+    trainer.compute_loss(trainer.model, batch)
+    expected = seen["phi"][batch["advantages"] != 0].mean().item()
+    assert trainer._metrics["train"]["vespo/phi_seq_mean"] == [pytest.approx(expected)]
+
+
+# Tokens that the policy did not write
+
+
+def with_tool_output(prompts, trainer):
+    """Completions in the middle of which a tool speaks; its tokens' log-probabilities are nonsense."""
+    draw = torch.Generator().manual_seed(3)
+    ids, logps, masks = [], [], []
+    for _ in prompts:
+        length = int(torch.randint(4, 7, (), generator=draw))
+        ids.append(torch.randint(5, 90, (length,), generator=draw).tolist())
+        masks.append([1] + [0] * (length - 3) + [1, 1])
+        written = (-4.2 - torch.rand(length, generator=draw)).tolist()
+        logps.append([value if own else -40.0 for value, own in zip(written, masks[-1], strict=True)])
+    prompt_ids = trainer.processing_class(prompts)["input_ids"]
+    return {"prompt_ids": prompt_ids, "completion_ids": ids, "logprobs": logps, "env_mask": masks}
+
+
+@pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo", "vespo"])
+def test_a_tools_tokens_are_in_no_ratio_and_no_mean(make, mode, loss_type, tmp_path):
+    options = {"loss_type": loss_type, "vllm_importance_sampling_mode": mode}
+    ours = make(**options)
+    same = {"num_generations": 4, "per_device_train_batch_size": 16, "max_completion_length": 6}
+    config = GRPOConfig(
+        str(tmp_path), bf16=False, use_cpu=True, gradient_checkpointing=False, report_to="none",
+        epsilon_high=ours.args.epsilon_high, **same, **options,
+    )  # fmt: skip
+    model = copy.deepcopy(ours.model)
+    model.__dict__.pop("forward", None)  # the fused head is added anew to the copy
+    reference = GRPOTrainer(model, [last_token], config, DATA, processing_class=ours.processing_class)
+    reference.use_vllm, reference.vllm_mode, reference._last_loaded_step = True, "server", -1
+    reference.vllm_generation = copy.copy(ours.vllm_generation)
+    for trainer in (ours, reference):
+        trainer.rollout_func = with_tool_output
+        batch = rollout(trainer)
+        trainer.compute_loss(trainer.model, batch).backward()
+    for (name, ours_p), other in zip(
+        ours.model.named_parameters(), reference.model.parameters(), strict=True
+    ):
+        torch.testing.assert_close(ours_p.grad, other.grad, rtol=1e-3, atol=1e-5, msg=name)
+    logged = ours._mismatch.metrics(ours.accelerator)
+    written = (batch["tool_mask"] * batch["completion_mask"] * (batch["advantages"] != 0)[:, None]).bool()
+    old = batch["old_per_token_logps"]
+    differences = (old - batch["sampling_per_token_logps"])[written].abs()
+    assert logged["sampling/sampling_logp_difference/mean"] == pytest.approx(
+        differences.mean().item(), rel=1e-4
+    )
+    assert logged["sampling/sampling_logp_difference/max"] < 10
