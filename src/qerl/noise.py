@@ -31,7 +31,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, get_args
 
 import torch
 from torch import nn
@@ -41,8 +40,7 @@ from qerl.errors import QeRLError
 from qerl.modules import base_model, eval_mode
 from qerl.seeding import generator
 
-NoiseKind = Literal["exponential", "linear", "cosine", "logarithmic", "constant"]
-SCHEDULES: tuple[str, ...] = get_args(NoiseKind)
+SCHEDULES = ("exponential", "linear", "cosine", "logarithmic", "constant")
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ if not torch.cuda.is_available():
 
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from qerl.errors import QeRLError
 from qerl.kernels.blob import to_blob
@@ -140,6 +141,18 @@ def row(lengths: list[tuple[int, list[int]]]) -> PackedBatch:
     return pack(*padded(prompts, completions), rows=list(range(len(prompts))))
 
 
+def causal_mask_11LL(packed: PackedBatch) -> torch.Tensor:
+    length = packed.input_ids_1L.size(1)
+    return sdpa_mask(
+        batch_size=1,
+        q_length=length,
+        kv_length=length,
+        mask_function=packed.mask_function(causal_mask_function),
+        allow_is_causal_skip=False,
+        device="cuda",
+    )
+
+
 GROUPS = [(65, [130, 7, 64, 1]), (1, [40, 3]), (2, [90]), (200, [33, 128])]
 
 
@@ -154,7 +167,7 @@ def test_attention_of_branches_against_fp64() -> None:
     out.backward(dout)
     exact = [t.detach().double().requires_grad_() for t in (q, k, v)]
     wide = [exact[0], *(t.repeat_interleave(3, dim=1) for t in exact[1:])]
-    scores = (wide[0] @ wide[1].transpose(-1, -2) * 0.1).masked_fill(~packed.attention_mask_11LL, -torch.inf)
+    scores = (wide[0] @ wide[1].transpose(-1, -2) * 0.1).masked_fill(~causal_mask_11LL(packed), -torch.inf)
     truth = (scores.softmax(-1) @ wide[2]).transpose(1, 2)
     truth.backward(dout.double())
     assert error(out.detach(), truth.detach()) < 5e-3
@@ -190,7 +203,7 @@ def test_loss_and_gradients_equal_the_portable_path(nvfp4_llama, monkeypatch, ch
     packed = row(GROUPS)
     weight = torch.randn(int((packed.sample_L >= 0).sum()), device="cuda", dtype=torch.double)
     exact_model = nvfp4_llama(blob=False, num_attention_heads=4, **SIZES).float()
-    mask = {"attention_mask": packed.attention_mask_11LL}
+    mask = {"attention_mask": causal_mask_11LL(packed)}
     loss, truth = loss_and_gradients(exact_model, packed, weight, **mask)
     model = nvfp4_llama(num_attention_heads=4, **SIZES)
     assert use_branch_attention(model.get_base_model())

@@ -4,8 +4,9 @@ from itertools import pairwise
 
 import pytest
 import torch
+from transformers.masking_utils import causal_mask_function, sdpa_mask
 
-from qerl.trainer.packing import IGNORE, pack
+from qerl.trainer.packing import IGNORE, PackedBatch, pack
 
 
 def padded_batch(prompts: list[list[int]], completions: list[list[int]]) -> tuple[torch.Tensor, ...]:
@@ -18,13 +19,24 @@ def padded_batch(prompts: list[list[int]], completions: list[list[int]]) -> tupl
     return prompt_ids, prompt_mask, completion_ids, completion_mask
 
 
+def causal_mask_11LL(packed: PackedBatch) -> torch.Tensor:
+    length = packed.input_ids_1L.size(1)
+    return sdpa_mask(
+        batch_size=1,
+        q_length=length,
+        kv_length=length,
+        mask_function=packed.mask_function(causal_mask_function),
+        allow_is_causal_skip=False,
+    )
+
+
 def test_layout_of_two_samples_of_one_prompt():
     batch = padded_batch([[5, 6, 7], [5, 6, 7]], [[8, 9], [10]])
     packed = pack(*batch, rows=[0, 1])
     assert packed.input_ids_1L.tolist() == [[5, 6, 7, 8, 7]]
     assert packed.position_ids_1L.tolist() == [[0, 1, 2, 3, 2]]
     assert packed.labels_1L.tolist() == [[IGNORE, IGNORE, 8, 9, 10]]
-    assert packed.attention_mask_11LL[0, 0].int().tolist() == [
+    assert causal_mask_11LL(packed)[0, 0].int().tolist() == [
         [1, 0, 0, 0, 0],
         [1, 1, 0, 0, 0],
         [1, 1, 1, 0, 0],
@@ -66,7 +78,7 @@ def test_stretches_say_what_the_mask_says(lengths):
             visible = k1 - (q1 - 1 - q)  # causal, aligned at the ends
             seen[q, branches.keys_M[k0:visible]] = True
             own[q] = k1 - (q1 - q)
-    assert torch.equal(seen, packed.attention_mask_11LL[0, 0])
+    assert torch.equal(seen, causal_mask_11LL(packed)[0, 0])
     assert torch.equal(branches.own_L, own)
     copied = torch.zeros(length, dtype=torch.long)
     for prompt, index_BP in branches.copies:
@@ -94,7 +106,7 @@ def test_log_probs_and_gradients_equal_the_padded_batch(tiny_model, family, chec
     logits = model(
         input_ids=packed.input_ids_1L,
         position_ids=packed.position_ids_1L,
-        attention_mask=packed.attention_mask_11LL,
+        attention_mask=causal_mask_11LL(packed),
         use_cache=False,
     ).logits
     labels = packed.labels_1L.clamp(min=0)

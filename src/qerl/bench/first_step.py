@@ -37,6 +37,7 @@ class Recorded(RolloutEngine):
 
     def __init__(self, engine: RolloutEngine | None, results: list[RolloutResult]) -> None:
         self._engine, self.results = engine, results
+        self.model = engine.model if engine is not None else None
 
     def generate(
         self,

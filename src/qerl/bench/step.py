@@ -58,6 +58,7 @@ class Watch(RolloutEngine):
 
     def __init__(self, engine: RolloutEngine, profile_call: int | None = None) -> None:
         self.engine, self._profile_call = engine, profile_call
+        self.model = engine.model
         self.rollout_gb = self.seconds = self.release_seconds = 0.0
         self.calls = self.tokens = 0
         self.trace: torch.profiler.profile | None = None

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from torch import nn
 
 from qerl.errors import QeRLError
 
@@ -104,7 +105,14 @@ class RolloutResult:
 
 
 class RolloutEngine(ABC):
-    """Samples completions from the policy in its present state."""
+    """Samples completions from the policy in its present state.
+
+    Attributes:
+        model: What it samples from, PEFT-wrapped or not, which a trainer compares with what it trains; None
+            for an engine without a model, whose samples are scripted.
+    """
+
+    model: nn.Module | None = None
 
     @abstractmethod
     def generate(

@@ -44,10 +44,12 @@ class PortableEngine(RolloutEngine):
             ``max_tokens`` each.
     """
 
+    model: nn.Module
+
     def __init__(self, model: nn.Module, pad_token_id: int, max_sequences: int = 64) -> None:
         if max_sequences < 1:
             raise QeRLError(f"max_sequences is {max_sequences}; at least one sequence must run at a time.")
-        self._model = model
+        self.model = model
         self._pad_token_id = pad_token_id
         self._max_sequences = max_sequences
 
@@ -59,7 +61,7 @@ class PortableEngine(RolloutEngine):
         norm_offsets: NormOffsets | None = None,
     ) -> RolloutResult:
         """See ``RolloutEngine.generate``."""
-        config = base_model(self._model).config.get_text_config(decoder=True)
+        config = base_model(self.model).config.get_text_config(decoder=True)
         positions = getattr(config, "max_position_embeddings", None)
         check_request(prompts, samples_per_prompt, params, positions)
         start = time.perf_counter()
@@ -79,14 +81,14 @@ class PortableEngine(RolloutEngine):
     @contextmanager
     def _ready(self, norm_offsets: NormOffsets) -> Iterator[None]:
         """Everything about the model that differs between a rollout and training, for one call."""
-        base = base_model(self._model)
+        base = base_model(self.model)
         with ExitStack() as stack:
             stack.enter_context(torch.no_grad())
-            stack.enter_context(eval_mode(self._model))
+            stack.enter_context(eval_mode(self.model))
             stack.enter_context(grouped_decode(base.config))
-            stack.enter_context(merged(self._model, norm_offsets))
+            stack.enter_context(merged(self.model, norm_offsets))
             if base.device.type == "cpu":
-                stack.enter_context(unpacked(self._model))
+                stack.enter_context(unpacked(self.model))
             yield
 
     def _run_wave(
@@ -96,7 +98,7 @@ class PortableEngine(RolloutEngine):
         used = sorted({sequence.prompt for sequence in sequences})
         row_of_prompt = {prompt: row for row, prompt in enumerate(used)}
         wave = Wave(len(sequences), params, self._pad_token_id)
-        runner = Runner(self._model, self._pad_token_id)
+        runner = Runner(self.model, self._pad_token_id)
         logits_BV = runner.prefill(
             [prompts[index] for index in used],
             [row_of_prompt[s.prompt] for s in sequences],

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from qerl.trainer.attention import seen_by
+from qerl.trainer.masks import masked_by_branch
 from qerl.trainer.packing import PackedBatch, pack
 from qerl.trainer.pieces import Lengths, Outputs
 
@@ -76,8 +77,9 @@ def score(
         branch_attention: Whether the model's attention reads stretches instead of a dense mask.
     """
     scored_L = packed.sample_L >= 0
-    seen = seen_by(packed.branches) if branch_attention else {"attention_mask": packed.attention_mask_11LL}
-    with _scored_only(decoder, scored_L):
+    by_stretch = contextlib.nullcontext(seen_by(packed.branches))
+    seeing = by_stretch if branch_attention else masked_by_branch(decoder.config, packed)
+    with _scored_only(decoder, scored_L), seeing as seen:
         out = model(
             input_ids=packed.input_ids_1L,
             position_ids=packed.position_ids_1L,

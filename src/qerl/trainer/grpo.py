@@ -42,7 +42,6 @@ from qerl.nvfp4.linear import unpacked
 from qerl.rollout.engine import RolloutEngine, RolloutResult, SamplingParams
 from qerl.seeding import derive_seed
 from qerl.trainer.advantages import Signal, judge_of
-from qerl.trainer.attention import use_branch_attention
 from qerl.trainer.correction import Mismatch, importance_ratio, loss_mask, rows_with_gradient, weights
 from qerl.trainer.dynamic_sampling import (
     FreshPrompts,
@@ -56,6 +55,7 @@ from qerl.trainer.forward import Padded, score_rows
 from qerl.trainer.memory import PeakMemory
 from qerl.trainer.oom import StepRedo
 from qerl.trainer.pieces import Outputs, loss_in_pieces, without_graph
+from qerl.trainer.policy import check_policy, ready_for_rows
 from qerl.trainer.recompute import recompute_every_layer, understand_every_n_layers
 from qerl.trainer.reference import add_reference, none_by_trl
 from qerl.trainer.resumable import ResumableTrainer
@@ -99,6 +99,7 @@ class QeRLTrainer(ResumableTrainer):
         processing_class: PreTrainedTokenizerBase | None = None,
         callbacks: list[TrainerCallback] | None = None,
     ) -> None:
+        check_policy(model, engine)
         if args.dynamic_sampling_rounds and isinstance(train_dataset, IterableDataset):
             raise QeRLError(
                 "dynamic_sampling_rounds draws other prompts of the data set, which an IterableDataset "
@@ -118,7 +119,7 @@ class QeRLTrainer(ResumableTrainer):
             )
         if self.aux_loss_enabled:
             raise QeRLError(
-                "Mixture-of-experts models with a router loss are not supported; set router_aux_loss_coef: 0."
+                "A mixture of experts trains without its router loss: pass router_aux_loss_coef=0."
             )
         for parameter, dtype in dtypes.items():
             # TRL rounds adapters of four-bit models to bf16, in which an update of 5e-6 is mostly lost.
@@ -133,12 +134,7 @@ class QeRLTrainer(ResumableTrainer):
         )
         self._fresh = FreshPrompts(train_dataset, args.seed) if args.dynamic_sampling_rounds else None
         understand_every_n_layers(self.model)
-        base = base_model(self.accelerator.unwrap_model(self.model))
-        self._branch_attention = use_branch_attention(base)
-        if base.device.type == "cuda":
-            from qerl.trainer.fused import fuse  # needs Triton
-
-            fuse(base)
+        self._branch_attention = ready_for_rows(self.accelerator.unwrap_model(self.model), args)
         add_reference(self)
         self.noise: AdaptiveNoise | None = None
         self._memory = PeakMemory(self.accelerator.device)

@@ -12,18 +12,23 @@ embeddings see what they would see in a row of its own. Gradients through the sh
 branches, which is what the padded batch computes in pieces.
 
 The row says who sees whom in two forms. `Branches` lists the stretches of the row for a kernel that computes
-only what is seen (qerl.trainer.attention); the dense mask [L, L] serves any transformers model with SDPA
-attention, at a cost of L^2 whatever it masks.
+only what is seen (qerl.trainer.attention); `mask_function` says it of any two tokens, from which a model's
+own dense masks are made (qerl.trainer.masks), at a cost of L^2 whatever they mask.
 
 Legend: B samples, P padded prompt length, C padded completion length, L packed length,
 S positions of L that predict something.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from typing import Any
 
 import torch
+
+MaskFunction = Callable[[Any, Any, torch.Tensor, torch.Tensor], torch.Tensor]
+"""transformers' form of a mask: by index of batch, head, query and key, whether the query sees the key."""
 
 IGNORE = -100
 """Label of positions that predict nothing, as in transformers."""
@@ -79,14 +84,25 @@ class PackedBatch:
     branch_L: torch.Tensor
     stretches: list[tuple[int, int, int]]
 
-    @cached_property
-    def attention_mask_11LL(self) -> torch.Tensor:
-        """True where the query (third axis) may see the key (fourth axis)."""
-        same_prompt = self.group_L[:, None] == self.group_L[None, :]
-        own_branch = self.branch_L[:, None] == self.branch_L[None, :]
-        key_is_prompt = (self.branch_L == 0)[None, :]
-        causal = self.position_ids_1L[0, :, None] >= self.position_ids_1L[0, None, :]
-        return (same_prompt & (own_branch | key_is_prompt) & causal)[None, None]
+    def mask_function(self, of_sample: MaskFunction) -> MaskFunction:
+        """Who sees whom in the row.
+
+        Args:
+            of_sample: Who sees whom in a sample by itself, by position: causal, within a window, in chunks.
+
+        Returns:
+            The same by index into the row: a token sees what `of_sample` lets it see of its own branch and of
+            the prompt that the branch continues.
+        """
+        position_L = self.position_ids_1L[0]
+
+        def of_row(batch: Any, head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+            same_prompt = self.group_L[query] == self.group_L[key]
+            key_branch = self.branch_L[key]
+            own_or_prompt = (self.branch_L[query] == key_branch) | (key_branch == 0)
+            return same_prompt & own_or_prompt & of_sample(batch, head, position_L[query], position_L[key])
+
+        return of_row
 
     @cached_property
     def branches(self) -> Branches:

@@ -76,6 +76,8 @@ class PagedEngine(RolloutEngine):
         QeRLError: The engine cannot run this model; the message says why.
     """
 
+    model: nn.Module
+
     def __init__(
         self,
         model: nn.Module,
@@ -89,7 +91,8 @@ class PagedEngine(RolloutEngine):
             raise QeRLError(f"The paged engine cannot run this model: {reason}. Use the portable engine.")
         if not 1 <= max_sequences <= _BATCHES[-1]:
             raise QeRLError(f"max_sequences is {max_sequences}; it must be between 1 and {_BATCHES[-1]}.")
-        self._model, self._pad_token_id = model, pad_token_id
+        self.model = model
+        self._pad_token_id = pad_token_id
         self._max_sequences, self._cache_share = max_sequences, cache_share
         self._kv_dtype = KV_DTYPES[kv_cache_dtype]
         config = base_model(model).config.get_text_config(decoder=True)
@@ -200,7 +203,7 @@ class PagedEngine(RolloutEngine):
         sequences run, of one that was not stopped.
         """
         free, total = torch.cuda.mem_get_info()
-        model = self._model
+        model = self.model
         held = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
         held += sum(14 * parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         return min(self._cache_share * (total - held - _CONTEXT), _MOST_OF_FREE * free)
