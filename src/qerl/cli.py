@@ -6,10 +6,12 @@ once.
 
 import argparse
 import logging
+import math
 import os
 import signal
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,9 +24,10 @@ if TYPE_CHECKING:
     from qerl.config import QeRLConfig
     from qerl.eval.run import Source
 
-# Commands in which `--field value` sets a field of QeRLConfig, and the flags there that do not.
+# Commands in which `--field value` sets a field of QeRLConfig; the flags and options there that are none.
 TAKE_FIELDS = ("train", "demo", "plan")
 OWN_FLAGS = ("--help", "--dry_run")
+OWN_OPTIONS = ("--gpu", "--processes")
 
 BENCHMARKS = ("rollout", "kernels", "parity", "step")
 
@@ -92,6 +95,8 @@ def _parser() -> argparse.ArgumentParser:
     sub = command("plan", _plan, text)
     sub.add_argument("model", metavar="MODEL", help="Hub id, local folder, or a shape such as 32b")
     sub.add_argument("recipes", nargs="*", type=Path, metavar="RECIPE.yaml", help="as for train")
+    sub.add_argument("--gpu", default="80", metavar="GB", help="memory of the GPU; default 80")
+    sub.add_argument("--processes", default="1", metavar="N", help="GPUs, each with its process; default 1")
 
     sub = command("demo", _demo, "Train a small real model here and score it before and after.")
     sub.add_argument("recipe", nargs="?", type=Path, default=Path("recipes/demo.yaml"), metavar="RECIPE.yaml")
@@ -108,20 +113,20 @@ def _parser() -> argparse.ArgumentParser:
     _add_model(sub)
     sub.add_argument("--task", required=True, help="gsm8k, math500, arithmetic, jsonl:PATH, ...")
     sub.add_argument("--task_options", default="{}", help="YAML mapping, for example '{level: wp1}'")
-    sub.add_argument("--samples", type=int, default=1, help="samples per problem; 1 decodes greedily")
-    sub.add_argument("--temperature", type=float, help="default: 0 for one sample, else 0.6")
-    sub.add_argument("--top_p", type=float, default=0.95)
-    sub.add_argument("--max_tokens", type=int, default=4096)
-    sub.add_argument("--limit", type=int, help="problems to score; default all")
-    sub.add_argument("--seed", type=int, default=0)
+    sub.add_argument("--samples", type=_from(1), default=1, help="samples per problem; 1 decodes greedily")
+    sub.add_argument("--temperature", type=_from(0, float), help="default: 0 for one sample, else 0.6")
+    sub.add_argument("--top_p", type=_from(1e-6, float, 1), default=0.95)
+    sub.add_argument("--max_tokens", type=_from(1), default=4096)
+    sub.add_argument("--limit", type=_from(1), help="problems to score; default all")
+    sub.add_argument("--seed", type=_from(0), default=0)
     sub.add_argument("--out", type=Path, help="folder for the result and the completions")
 
     sub = command("generate", _generate, "Answer one prompt.")
     _add_model(sub)
     sub.add_argument("prompt", help="the user's message")
-    sub.add_argument("--max_tokens", type=int, default=256)
-    sub.add_argument("--temperature", type=float, default=0.0)
-    sub.add_argument("--seed", type=int, default=0)
+    sub.add_argument("--max_tokens", type=_from(1), default=256)
+    sub.add_argument("--temperature", type=_from(0, float), default=0.0)
+    sub.add_argument("--seed", type=_from(0), default=0)
 
     sub = command(
         "bench", _bench, "Measure speed on this GPU; `qerl bench NAME --help` says what can be set."
@@ -150,30 +155,56 @@ def _add_model(sub: argparse.ArgumentParser) -> None:
 def _split_fields(words: list[str]) -> tuple[list[str], dict[str, str]]:
     """Take `--field value` and `--field=value` out of the command line; flags of the command stay."""
     kept: list[str] = []
+    options: list[str] = []
     fields: dict[str, str] = {}
     remaining = iter(words)
     for word in remaining:
         if not word.startswith("--") or word in OWN_FLAGS:
             kept.append(word)
             continue
-        name, sign, text = word[2:].partition("=")
-        value = text if sign else next(remaining, None)
-        if value is None:
-            raise QeRLError(f"--{name} needs a value.")
-        fields[name] = value
-    return kept, fields
+        flag, sign, text = word.partition("=")
+        value = text if sign else next(remaining, "")
+        if not value or (not sign and value.startswith("--")):
+            raise QeRLError(f"{flag} needs a value.")
+        if flag in OWN_OPTIONS:
+            options += [flag, value]
+        elif flag[2:] in fields:
+            raise QeRLError(f"{flag} is given twice; which one is meant?")
+        else:
+            fields[flag[2:]] = value
+    # argparse takes positional words together, so options go before all of them.
+    return [*kept[:1], *options, *kept[1:]], fields
+
+
+def _from(least: float, kind: Any = int, most: float = math.inf) -> Callable[[str], Any]:
+    """What argparse calls to read a number that is in a range."""
+
+    def number(text: str) -> Any:
+        value = kind(text)
+        if not least <= value <= most or math.isinf(value):
+            limits = f"from {least} to {most}" if math.isfinite(most) else f"at least {least}"
+            raise argparse.ArgumentTypeError(f"{text} must be {limits}")
+        return value
+
+    return number
+
+
+def _values(fields: dict[str, str]) -> dict[str, Any]:
+    from qerl.recipe import parse_field
+
+    return {name: parse_field(name, text) for name, text in fields.items()}
 
 
 def _load_config(recipes: list[Path], fields: dict[str, str]) -> "QeRLConfig":
-    from qerl.config import load_config, parse_value
+    from qerl.recipe import load_config
 
-    return load_config(recipes, {name: parse_value(text) for name, text in fields.items()})
+    return load_config(recipes, _values(fields))
 
 
 def _train(args: argparse.Namespace) -> int:
     config = _load_config(args.recipes, args.fields)
     if args.dry_run:
-        from qerl.config import dump
+        from qerl.recipe import dump
 
         print(dump(config), end="")
         return 0
@@ -188,13 +219,13 @@ def _train(args: argparse.Namespace) -> int:
 
 
 def _plan(args: argparse.Namespace) -> int:
-    from qerl.config import parse_value
     from qerl.plan.command import plan_command
     from qerl.plan.propose import fits
+    from qerl.recipe import parse_value
 
-    fields = {name: parse_value(text) for name, text in args.fields.items()}
-    gpu, processes = fields.pop("gpu", 80), fields.pop("processes", 1)
-    return 0 if fits(plan_command(args.model, args.recipes, fields, gpu, console, processes)) else 1
+    gpu, processes = parse_value(args.gpu, "--gpu"), parse_value(args.processes, "--processes")
+    plan = plan_command(args.model, args.recipes, _values(args.fields), gpu, console, processes)
+    return 0 if fits(plan) else 1
 
 
 def _demo(args: argparse.Namespace) -> int:
@@ -212,15 +243,19 @@ def _quantize(args: argparse.Namespace) -> None:
 
 
 def _eval(args: argparse.Namespace) -> None:
-    from qerl.config import parse_value
     from qerl.eval.run import evaluate_model
+    from qerl.recipe import parse_value
     from qerl.rollout.engine import SamplingParams
 
     temperature = args.temperature
     if temperature is None:
         temperature = 0.0 if args.samples == 1 else 0.6
     params = SamplingParams(args.max_tokens, temperature, args.top_p, seed=args.seed)
-    options = parse_value(args.task_options)
+    options = parse_value(args.task_options, "--task_options")
+    if not isinstance(options, dict):
+        raise QeRLError(
+            f"--task_options is {args.task_options}; it must be a mapping, such as '{{level: wp1}}'."
+        )
     evaluate_model(_source(args), args.task, options, params, args.samples, args.limit, args.out, console)
 
 

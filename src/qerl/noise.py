@@ -31,6 +31,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import Literal, get_args
 
 import torch
 from torch import nn
@@ -40,7 +41,8 @@ from qerl.errors import QeRLError
 from qerl.modules import base_model, eval_mode
 from qerl.seeding import generator
 
-SCHEDULES = ("exponential", "linear", "cosine", "logarithmic", "constant")
+NoiseKind = Literal["exponential", "linear", "cosine", "logarithmic", "constant"]
+SCHEDULES: tuple[str, ...] = get_args(NoiseKind)
 
 
 @dataclass(frozen=True)

@@ -50,6 +50,23 @@ def test_dry_run_prints_a_recipe_and_does_nothing(recipe, tmp_path, capsys):
     assert not (tmp_path / "run").exists()
 
 
+def test_text_fields_take_the_word_as_it_is(recipe, capsys):
+    words = [
+        "--output_dir",
+        "2026",
+        "--save_strategy",
+        "no",
+        "--run_name",
+        "a: #1",
+        "--kv_cache_dtype",
+        "auto",
+    ]
+    assert main(["train", str(recipe), *words, "--reward_files", "a.py:f", "--dry_run"]) == 0
+    printed = yaml.safe_load(capsys.readouterr().out)
+    assert [printed[key] for key in ("output_dir", "save_strategy", "run_name")] == ["2026", "no", "a: #1"]
+    assert printed["reward_files"] == ["a.py:f"]
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -59,6 +76,13 @@ def test_dry_run_prints_a_recipe_and_does_nothing(recipe, tmp_path, capsys):
         (["--weights", "nf4"], "need a CUDA device"),
         (["--max_prompt_length", "1"], "no training prompts left"),
         (["--seed"], "--seed needs a value"),
+        (["--seed", "--max_steps", "3"], "--seed needs a value"),
+        (["--seed="], "--seed needs a value"),
+        (["--seed", "1", "--seed=2"], "--seed is given twice"),
+        (["--seed", "[0-9]+"], "--seed has a value that is not valid YAML"),
+        (["--task_options", "{a: ["], "--task_options has a value that is not valid YAML"),
+        (["--dry-run", "x"], "unknown key 'dry-run'"),
+        (["--max_steps", "ten"], "max_steps is 'ten'"),
     ],
 )
 def test_mistakes_get_one_sentence_and_status_2(recipe, words, message, capsys):

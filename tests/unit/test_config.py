@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from qerl.config import QeRLConfig, dump, load_config, parse_value, read_recipe
+from qerl.config import QeRLConfig
 from qerl.errors import QeRLError
+from qerl.recipe import dump, load_config, parse_value, read_recipe
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 PAPER = [
@@ -74,7 +75,7 @@ def test_later_recipes_win_and_the_command_line_wins_over_all(tmp_path):
     ],
 )
 def test_command_line_values_are_yaml(text, value):
-    assert parse_value(text) == value
+    assert parse_value(text, "--x") == value
 
 
 @pytest.mark.parametrize(
@@ -82,25 +83,25 @@ def test_command_line_values_are_yaml(text, value):
     [
         ({"lora_rank": 8}, "did you mean 'lora_r'"),
         ({"learning_rat": 8}, "did you mean 'learning_rate'"),
-        ({"weights": "int4"}, "weights is 'int4'; it must be one of nvfp4"),
+        ({"weights": "int4"}, "weights is 'int4'; it must be 'nvfp4'"),
         ({"tuning": "full"}, "cannot train packed nvfp4 weights"),
-        ({"noise_stages": 1}, "at least 2 are needed"),
-        ({"noise_schedule": "step"}, "noise_schedule is 'step'"),
+        ({"noise_stages": 1}, "noise_stages is 1; it must be at least 2"),
+        ({"noise_schedule": "step"}, "noise_schedule is 'step'; it must be 'exponential'"),
         ({"bf16": True}, "set dtype instead"),
-        ({"num_generations": 1}, "at least 2 generations"),
+        ({"num_generations": 1}, "num_generations is 1; it must be at least 2"),
         ({"model": None}, "model is not set"),
         ({"use_vllm": True}, "use_vllm"),
         ({"ddp_broadcast_buffers": True}, "ddp_broadcast_buffers would send the packed weights"),
         (
             {"gradient_checkpointing_kwargs": {"every_n_layers": 0}},
-            "every_n_layers in .* is 0; it is a number",
+            r"gradient_checkpointing_kwargs\[every_n_layers\] is 0; it must be at least 1",
         ),
-        ({"signal": "loud"}, "signal is 'loud'; it must be one of accuracy, reward"),
+        ({"signal": "loud"}, "signal is 'loud'; it must be 'accuracy' or 'reward'"),
         (
             {"mask_truncated_completions": True, "overlong_buffer": 0.2},
             "leaves out the samples that overlong_buffer punishes",
         ),
-        ({"tokens_per_forward": 0}, "tokens_per_forward is 0; it is a number of tokens, at least 1"),
+        ({"tokens_per_forward": 0}, "tokens_per_forward is 0; it must be at least 1"),
     ],
 )
 def test_mistakes(fields, message):

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from qerl.config import load_config
 from qerl.demo import one_microbatch
+from qerl.recipe import load_config
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "demo.yaml"
 

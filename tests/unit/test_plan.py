@@ -13,7 +13,7 @@ from rich.console import Console
 
 from qerl import hub
 from qerl.cli import main
-from qerl.config import QeRLConfig, load_config
+from qerl.config import QeRLConfig
 from qerl.errors import QeRLError
 from qerl.lora import LORA_TARGETS, add_lora
 from qerl.model import load_model
@@ -34,6 +34,7 @@ from qerl.plan.propose import (
 from qerl.plan.render import verdict
 from qerl.plan.shapes import SHAPES
 from qerl.plan.sizes import Activations, Adapter, Cache, Model, Weights, Work
+from qerl.recipe import load_config
 from qerl.trainer import run
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results"

@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
-from qerl.config import QeRLConfig, load_config
+from qerl.config import QeRLConfig
 from qerl.errors import QeRLError
 from qerl.hub import local_config
 from qerl.lora import LORA_TARGETS
@@ -17,6 +17,7 @@ from qerl.plan.propose import MOST_SEQUENCES, fastest, fits, propose
 from qerl.plan.render import advice, render, verdict
 from qerl.plan.shapes import SHAPES
 from qerl.plan.sizes import FULL, HALF, Model, Work
+from qerl.recipe import load_config
 from qerl.rollout.engine import KV_DTYPES
 
 DEFAULT_PROMPT = 512  # tokens, where max_prompt_length sets no limit

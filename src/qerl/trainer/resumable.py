@@ -22,8 +22,8 @@ from safetensors import SafetensorError
 from transformers.trainer_utils import rotate_checkpoints
 from trl import GRPOTrainer
 
-from qerl.config import dump
 from qerl.errors import QeRLError
+from qerl.recipe import dump
 from qerl.trainer.checkpoint import UNFINISHED, clear, last_checkpoint, move_into, publish
 from qerl.trainer.oom import StepRedo
 from qerl.trainer.reference import load_reference, save_reference

@@ -6,15 +6,14 @@ overwritten by the one in the optimizer's state. What says where and how often i
 Everything else is said, in one sentence.
 """
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
-import yaml
 from rich.console import Console
 
-from qerl.config import FIELDS, QeRLConfig, dump
+from qerl.config import QeRLConfig, default_of
 from qerl.errors import QeRLError
+from qerl.recipe import FIELDS, read_mapping, resolved
 from qerl.report.runs import CONFIG_FILE, METRICS_FILE
 from qerl.trainer.checkpoint import Manifest, checkpoints, last_checkpoint, read_manifest
 
@@ -104,10 +103,9 @@ def _check_settings(checkpoint: Path, manifest: Manifest, config: QeRLConfig, co
         raise QeRLError(
             f"{checkpoint} has no state of the optimizer (save_only_model); it cannot be resumed."
         )
-    then = _settings((checkpoint / CONFIG_FILE).read_text(encoding="utf-8")) | {
-        "processes": manifest.processes
-    }
-    now = _settings(dump(config)) | {"processes": config.world_size}
+    then = _settings(read_mapping(checkpoint / CONFIG_FILE, "file of settings"))
+    then |= {"processes": manifest.processes}
+    now = _settings(resolved(config)) | {"processes": config.world_size}
     changes = [name for name in sorted(then | now) if _value(then, name) != _value(now, name)]
     shown = {name: f"{name} {_value(then, name)} -> {_value(now, name)}" for name in changes}
     half_used = any(name.startswith("rollouts_") for name in manifest.files)
@@ -136,9 +134,8 @@ def _check_settings(checkpoint: Path, manifest: Manifest, config: QeRLConfig, co
         )
 
 
-def _settings(recipe: str) -> dict[str, Any]:
+def _settings(settings: dict[str, Any]) -> dict[str, Any]:
     """Settings of a recipe; a model's folder may have moved, so its last part is what counts."""
-    settings = yaml.safe_load(recipe)
     return settings | {"model": Path(str(settings.get("model"))).name}
 
 
@@ -146,6 +143,5 @@ def _value(settings: dict[str, Any], name: str) -> Any:
     """A setting, or its default where the recipe says nothing."""
     if name in settings or name not in FIELDS:
         return settings.get(name)
-    spec = FIELDS[name]
-    default = spec.default if spec.default_factory is dataclasses.MISSING else spec.default_factory()
+    default = default_of(FIELDS[name])
     return getattr(default, "value", default)

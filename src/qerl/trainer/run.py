@@ -15,16 +15,17 @@ import torch
 from datasets import Dataset
 from rich.console import Console
 from transformers import PreTrainedModel
-from transformers.trainer_callback import PrinterCallback
+from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from trl.rewards import get_soft_overlong_punishment
 
 from qerl.chat import Chat
-from qerl.config import QeRLConfig, dump
+from qerl.config import QeRLConfig
 from qerl.errors import QeRLError
 from qerl.lora import LORA_TARGETS, add_lora
 from qerl.model import load_model, load_tokenizer
 from qerl.plan.command import announce, refuse_full_tuning_that_cannot_fit
 from qerl.plan.sizes import Work
+from qerl.recipe import dump
 from qerl.report.runs import CONFIG_FILE
 from qerl.rollout.select import make_engine
 from qerl.tasks import get_task
@@ -138,7 +139,8 @@ def build(config: QeRLConfig, console: Console) -> tuple[QeRLTrainer, InterruptG
         processing_class=tokenizer,
         callbacks=[MetricsFile(folder), ProgressBar(console), guard],
     )
-    trainer.remove_callback(PrinterCallback)
+    for callback in (PrinterCallback, ProgressCallback):  # the run shows its own bar
+        trainer.remove_callback(callback)
     return trainer, guard
 
 

@@ -1,0 +1,106 @@
+"""Type and range of every field of the settings, checked by pydantic from the fields' own annotations.
+
+A dataclass checks nothing: `temperature: hot` would end a run when its first rollout begins,
+`reward_timeout: -1` would train on zeros to the end. Each annotation is a type that pydantic knows, in
+strict mode: true is no number, 1.5 no integer, "3" neither, and NaN and infinity are no numbers either.
+Ranges are part of the annotation. What a field accepts stands in one place, at the field; the parents'
+fields, whose annotations say less than what is accepted, are in `config_parents`.
+"""
+
+import functools
+import reprlib
+from enum import Enum
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
+
+from qerl.errors import QeRLError
+
+MOST = 2**31 - 1
+"""Largest integer that a field takes; what counts tokens, steps or samples is far below."""
+
+PositiveInt = Annotated[int, Field(ge=1, le=MOST)]
+Count = Annotated[int, Field(ge=0, le=MOST)]
+Positive = Annotated[float, Field(gt=0)]
+NonNegative = Annotated[float, Field(ge=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
+ShareBelow1 = Annotated[float, Field(ge=0, lt=1)]
+PositiveShare = Annotated[float, Field(gt=0, le=1)]
+Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]
+ShareOrSteps = Annotated[float, Field(gt=0, lt=1)] | PositiveInt
+"""As transformers counts: below 1 a share of all steps, from 1 on steps."""
+
+
+def _no_control_characters(text: str) -> str:
+    if not text:
+        raise ValueError("it must not be empty")
+    if any(ord(character) < 32 for character in text):
+        raise ValueError("it holds a control character")
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        raise ValueError("it holds bytes that are not UTF-8")
+    return text
+
+
+Text = Annotated[str, AfterValidator(_no_control_characters)]
+"""A name or a path."""
+
+Names = Annotated[list[Text], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
+"""A list of names; a single name is a list of one, as PEFT reads target_modules."""
+
+_STRICT = ConfigDict(strict=True, allow_inf_nan=False, arbitrary_types_allowed=True)
+
+_WORDS = {
+    "Input should be": "it must be",
+    "Value error, ": "",
+    "greater than or equal to": "at least",
+    "less than or equal to": "at most",
+    "a valid integer": "a whole number",
+    "a valid number": "a number",
+    "a valid string": "text",
+    "a valid boolean": "true or false",
+    "a valid list": "a list",
+    "a valid dictionary": "a mapping",
+    "Extra inputs are not permitted": "there is no such option",
+    "Value should have at least 1 item after validation, not 0": "it must not be empty",
+    "List should have at least 1 item after validation, not 0": "it must not be empty",
+    "Unable to parse input string as an integer, exceeded maximum size": "it must be smaller",
+}
+
+
+def checked(name: str, value: Any, type_: Any) -> Any:
+    """The value, as the field's type holds it (1 as 1.0 for a float, one name as a list of one).
+
+    Args:
+        name: Of the field, for the message.
+        value: A member of an enumeration counts as its value.
+        type_: The field's annotation.
+
+    Raises:
+        QeRLError: The value is not of this type, or out of its range.
+    """
+    try:
+        return _adapter(type_).validate_python(value.value if isinstance(value, Enum) else value)
+    except ValidationError as error:
+        raise QeRLError(_sentence(name, value, error)) from None
+
+
+@functools.cache
+def _adapter(type_: Any) -> TypeAdapter:
+    return TypeAdapter(type_, config=_STRICT)
+
+
+def _sentence(name: str, value: Any, error: ValidationError) -> str:
+    """All that the value could have been: a union has one complaint for each of its types."""
+    faults = error.errors(include_url=False)
+    inside = [p for p in faults[0]["loc"] if isinstance(p, int) or (isinstance(value, dict) and p in value)]
+    if inside:  # of a list or mapping, the first wrong item says enough
+        name, faults = f"{name}[{inside[0]}]", faults[:1]
+    first, *others = dict.fromkeys(_in_words(fault["msg"]) for fault in faults)
+    text = " or ".join([first, *(words.removeprefix("it must be ") for words in others)])
+    return f"{name} is {reprlib.repr(faults[0]['input'])}; {text}."
+
+
+def _in_words(message: str) -> str:
+    for words, ours in _WORDS.items():
+        message = message.replace(words, ours)
+    return message

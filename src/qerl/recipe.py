@@ -1,0 +1,144 @@
+"""Recipes: settings as YAML files and as words of the command line.
+
+A recipe is a YAML file whose keys are fields of `QeRLConfig`. Several recipes are merged from left to
+right, so that a task, a model size and a tuning method each live in one small file; fields given on the
+command line come last. Unknown keys are errors that name the nearest valid key.
+"""
+
+import dataclasses
+import difflib
+import types
+from collections.abc import Sequence
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from qerl import yaml12
+from qerl.config import QeRLConfig, default_of
+from qerl.config_parents import PARENTS, Refused
+from qerl.errors import QeRLError
+
+FIELDS = {spec.name: spec for spec in dataclasses.fields(QeRLConfig) if spec.init}
+
+# Made from steps_per_generation when settings are made; TRL refuses to be given both.
+_DERIVED = {"generation_batch_size"}
+
+
+def parse_value(text: str, where: str) -> Any:
+    """A word of the command line as a YAML value.
+
+    Raises:
+        QeRLError: It is not valid YAML.
+    """
+    try:
+        return yaml12.load(text)
+    except ValueError as error:
+        raise QeRLError(f"{where} has a value that is not valid YAML: {error}.") from error
+
+
+def parse_field(name: str, text: str) -> Any:
+    """Value of `--name text`: of a text field the word as it is (null unsets it), else a YAML value.
+
+    Raises:
+        QeRLError: There is no such field, or the word is not valid YAML.
+    """
+    check_key(name, "The command line")
+    quoted = text[:1] in ("'", '"')
+    if not quoted and text not in ("null", "~") and _is_text(_type_of(name)):
+        return text
+    return parse_value(text, f"--{name}")
+
+
+def _type_of(name: str) -> Any:
+    parent = PARENTS.get(name)
+    if name in QeRLConfig.__annotations__ or parent is None or isinstance(parent, Refused):
+        return FIELDS[name].type
+    return parent.type
+
+
+def _is_text(type_: Any) -> bool:
+    """Whether a field of this type takes text, and nothing but null besides."""
+    origin, parts = get_origin(type_), get_args(type_)
+    if origin is Annotated:
+        return _is_text(parts[0])
+    if origin in (Union, types.UnionType):
+        return all(part is type(None) or _is_text(part) for part in parts)
+    return type_ is str or (origin is Literal and all(isinstance(part, str) for part in parts))
+
+
+def check_key(key: Any, where: str) -> None:
+    """Raise for a key that is no field, naming the nearest one."""
+    if key in FIELDS:
+        return
+    own = difflib.get_close_matches(str(key), QeRLConfig.__annotations__, n=1, cutoff=0.7)
+    near = own or difflib.get_close_matches(str(key), FIELDS, n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]!r}?" if near else "see `qerl train --help` for the fields."
+    raise QeRLError(f"{where} has the unknown key {key!r}; {hint}")
+
+
+def read_recipe(path: Path) -> dict[str, Any]:
+    """Fields that one recipe file sets.
+
+    Raises:
+        QeRLError: The file is missing, is not a YAML mapping, or has an unknown key.
+    """
+    values = read_mapping(path, "recipe")
+    for key in values:
+        check_key(key, f"The recipe {path}")
+    return values
+
+
+def read_mapping(path: Path, what: str) -> dict[str, Any]:
+    """The mapping in a YAML file; ``what`` it is called in an error.
+
+    Raises:
+        QeRLError: The file is missing, is no text, or is not a YAML mapping.
+    """
+    try:
+        values = yaml12.load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise QeRLError(f"The {what} {path} cannot be read: {error.strerror}.") from error
+    except UnicodeDecodeError as error:
+        raise QeRLError(f"The {what} {path} is not UTF-8 text; is it the right file?") from error
+    except ValueError as error:
+        raise QeRLError(f"The {what} {path} is not valid YAML: {error}.") from error
+    if not isinstance(values, dict):
+        raise QeRLError(f"The {what} {path} must be a mapping of field names to values.")
+    return values
+
+
+def load_config(recipes: Sequence[str | Path], overrides: dict[str, Any]) -> QeRLConfig:
+    """Settings from recipes, later ones over earlier ones, and command-line fields over all.
+
+    Raises:
+        QeRLError: An unknown key, a wrong value, a contradiction, or a required field that is not set.
+    """
+    values: dict[str, Any] = {}
+    for path in recipes:
+        values |= read_recipe(Path(path))
+    for key in overrides:
+        check_key(key, "The command line")
+    values |= overrides
+    for required in ("model", "task", "output_dir"):
+        if values.get(required) is None:
+            raise QeRLError(f"{required} is not set; add it to the recipe or pass --{required}.")
+    return QeRLConfig(**values)
+
+
+def resolved(config: QeRLConfig) -> dict[str, Any]:
+    """Fields that belong to this project or differ from their defaults, as plain YAML values."""
+    out = {}
+    for name, spec in FIELDS.items():
+        if name in _DERIVED or isinstance(PARENTS.get(name), Refused):  # those have their defaults
+            continue
+        value = getattr(config, name)
+        if name in QeRLConfig.__annotations__ or value != default_of(spec):
+            out[name] = value.value if isinstance(value, Enum) else value
+    if config.pad_to_multiple_of is None:  # what transformers makes of its default, auto
+        out.pop("pad_to_multiple_of")
+    return out
+
+
+def dump(config: QeRLConfig) -> str:
+    """The resolved settings as a recipe that gives the same run."""
+    return yaml12.dump(resolved(config))

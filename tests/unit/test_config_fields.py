@@ -1,0 +1,170 @@
+"""Every field of the settings: its type, its range, and what becomes of the parents' fields."""
+
+import dataclasses
+
+import pytest
+from transformers import TrainingArguments
+from transformers.trainer_utils import SchedulerType
+from trl import GRPOConfig
+
+from qerl.config import QeRLConfig, default_of
+from qerl.config_parents import PARENTS, ForScripts, Refused
+from qerl.errors import QeRLError
+
+OWN = QeRLConfig.__annotations__
+NAN, INF = float("nan"), float("inf")
+FIELDS = {spec.name: spec for spec in dataclasses.fields(QeRLConfig) if spec.init}
+
+
+def made(**fields) -> QeRLConfig:
+    return QeRLConfig(**({"output_dir": "o", "report_to": "none"} | fields))
+
+
+def test_each_field_of_the_parents_acts_or_is_refused():
+    """Fails when TRL or transformers adds a field, until somebody has decided what becomes of it."""
+    assert not PARENTS.keys() & OWN.keys()
+    assert PARENTS.keys() == {spec.name for spec in dataclasses.fields(GRPOConfig)} - OWN.keys()
+    assert {name for name, fate in PARENTS.items() if isinstance(fate, ForScripts)} == {
+        "do_train",
+        "do_eval",
+        "do_predict",
+    }
+
+
+def test_every_default_is_valid():
+    made()
+
+
+REFUSED = sorted(name for name, fate in PARENTS.items() if isinstance(fate, Refused))
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_field_without_effect_is_refused_with_the_reason(name):
+    default = default_of(FIELDS[name])
+    other = not default if isinstance(default, bool) else "set"
+    with pytest.raises(QeRLError, match=f"^{name} is not supported: .+ Remove it.$"):
+        made(**{name: other})
+
+
+WRONG = {
+    "max_steps": ["ten", 1.5, True, 0, -2, None, 10**20],
+    "lora_r": [8.5, True, 0, -1, "8", None, [8]],
+    "lora_alpha": [0, 1.5],
+    "lora_dropout": ["x", -0.1, 1, NAN],
+    "lora_target_modules": [[], [1], 3, {"q_proj": 1}, [""]],
+    "learning_rate": ["fast", -1, NAN, INF, True, None],
+    "temperature": ["hot", 0, -1, NAN, INF, True, None],
+    "top_k": [None, -1, 1.5],
+    "top_p": [0, 1.1, NAN],
+    "min_p": [-0.1, 2],
+    "per_device_train_batch_size": [0, -1, 1.5],
+    "gradient_accumulation_steps": [0, "x"],
+    "num_generations": [0, 1, None, 2.0],
+    "steps_per_generation": [0, 1.5],
+    "max_completion_length": [0, -5, "x", None],
+    "max_prompt_length": ["x", 0],
+    "noise": ["maybe", 1, None],
+    "noise_sigma_start": ["abc", 0, -1, NAN],
+    "noise_stages": [2.5, 1],
+    "noise_schedule": ["step", None],
+    "loss_type": ["foo", 3],
+    "report_to": ["nowhere", 3, ["nowhere"]],
+    "optim": ["foo", None],
+    "lr_scheduler_type": ["foo", 3],
+    "lr_scheduler_kwargs": ["x", [1]],
+    "save_strategy": [False, "maybe"],
+    "eval_strategy": [False, "yes"],
+    "logging_steps": [0, -1, 2.5],
+    "save_steps": [0, 1.5],
+    "warmup_steps": [-1, 1.5, NAN],
+    "task_options": [3, [1], None, "level"],
+    "reward_files": [[1], 3, None],
+    "reward_timeout": [-1, 0, "x", INF],
+    "seed": ["x", -1, 2**32, 1.5],
+    "beta": ["x", -1, NAN],
+    "epsilon": [-0.1, NAN],
+    "model": [[1], 7, "", "a\nb"],
+    "task": [7, ""],
+    "output_dir": ["", 3, "a\0b", "\udc80"],
+    "eval_samples": [0],
+    "overlong_buffer": [1, -0.1],
+    "dynamic_sampling_rounds": [-1, 1.5],
+    "tokens_per_forward": [0],
+    "scale_rewards": ["groups", 3],
+    "reward_weights": [[], ["a"], 1.0, [NAN]],
+    "gradient_checkpointing_kwargs": [{"every_n_layers": 0}, {"every": 2}, 3],
+    "log_level": ["loud"],
+    "top_entropy_quantile": [1.5],
+    "save_total_limit": [0],
+    "importance_sampling_level": ["tokens"],
+    "vllm_importance_sampling_mode": ["sequence", None],
+    "gradient_checkpointing": ["x", None],
+}
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, many in WRONG.items() for value in many])
+def test_a_wrong_value_is_named_in_one_sentence(name, value):
+    with pytest.raises(QeRLError, match=rf"^{name}(\[\w+\])? is .+; (it|there) .+\.$"):
+        made(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "held"),
+    [
+        ("reward_files", "a.py:f", ["a.py:f"]),
+        ("lora_target_modules", "q_proj", ["q_proj"]),
+        ("learning_rate", 1, 1.0),
+        ("lr_scheduler_type", SchedulerType.COSINE, SchedulerType.COSINE),
+        ("lr_scheduler_type", "cosine", SchedulerType.COSINE),
+        ("report_to", ["tensorboard"], ["tensorboard"]),
+        ("report_to", [], []),
+        ("scale_rewards", False, "none"),
+        ("max_steps", -1, -1),
+        ("warmup_steps", 0.1, 0.1),
+        ("logging_steps", 5, 5),
+        ("resume_from_checkpoint", True, True),
+        ("resume_from_checkpoint", "runs/a/checkpoint-3", "runs/a/checkpoint-3"),
+        ("chat_template_kwargs", {"enable_thinking": False}, {"enable_thinking": False}),
+    ],
+)
+def test_what_is_accepted(name, value, held):
+    config = made(**{name: value})
+    assert getattr(config, name) == held
+    assert type(getattr(config, name)) is type(held)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"noise_stages": 10, "max_steps": 9}, "10 stages but the run only 9 steps"),
+        (
+            {"loss_type": "vespo", "vllm_importance_sampling_mode": "sequence_mask"},
+            "vespo needs ratios per token",
+        ),
+        ({"use_adaptive_entropy": True, "entropy_coef_min": 2.0}, "entropy_coef_min is 2.0"),
+        ({"dataloader_persistent_workers": True}, "set dataloader_num_workers"),
+        ({"generation_batch_size": 8, "steps_per_generation": 1}, "contradict each other"),
+        ({"per_device_train_batch_size": 6, "num_generations": 4}, "contradict each other"),
+    ],
+)
+def test_fields_that_contradict_each_other(fields, message):
+    with pytest.raises(QeRLError, match=message):
+        made(**fields)
+
+
+def test_epsilon_alone_clips_as_in_trl():
+    assert made(epsilon=0.1).epsilon_high == 0.1
+    assert made(epsilon=0.1, epsilon_high=0.3).epsilon_high == 0.3
+    assert made(epsilon=0.1, algorithm="dapo").epsilon_high == 0.28
+
+
+def test_several_visible_gpus_do_not_become_data_parallel(monkeypatch):
+    found = TrainingArguments._setup_devices.func
+
+    def two(config):
+        device = found(config)
+        config._n_gpu = 2
+        return device
+
+    monkeypatch.setattr(TrainingArguments, "_setup_devices", property(two))
+    assert made().n_gpu == 1
