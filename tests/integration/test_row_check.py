@@ -15,7 +15,7 @@ from qerl.config import QeRLConfig
 from qerl.errors import QeRLError
 from qerl.rollout.engine import RolloutEngine
 from qerl.rollout.portable import PortableEngine
-from qerl.trainer import masks, row_check
+from qerl.trainer import attention, masks, row_check
 from qerl.trainer.forward import score
 from qerl.trainer.grpo import QeRLTrainer
 from qerl.trainer.packing import pack
@@ -304,3 +304,67 @@ def test_noise_without_a_norm_is_refused_before_the_first_rollout(start):
     with pytest.raises(QeRLError, match="turn noise off"):
         start(model, noise=True)
     start(model)
+
+
+# The kernel for packed rows on a GPU, which here is a dense stand-in
+
+
+@pytest.fixture
+def dense_kernel(monkeypatch):
+    class Dense:
+        @staticmethod
+        def apply(q_LHE, k_LGE, v_LGE, branches, scale):
+            assert branches.longest_key == 3
+            return torch.zeros_like(q_LHE)
+
+    monkeypatch.setattr(attention, "_BranchAttention", Dense)
+
+
+@pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3", "Phi3", "Granite", "SmolLM3", "Cohere"])
+def test_the_kernel_serves_causal_attention(dense_kernel, family):
+    model = build(family)
+    assert attention.obstacle(model) is None
+    assert model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("mistral-window", "not every layer"),
+        ("qwen2-window", "not every layer"),
+        ("gemma3-alternating", "not every layer"),
+        ("llama4-chunks", "not every layer"),
+        ("gpt-oss-sinks", "not every layer"),
+        ("odd-heads", "heads have 12"),
+        ("gpt-neo", "replace its attention"),
+    ],
+)
+def test_the_kernel_declines_what_it_would_leave_out(dense_kernel, name, reason):
+    others = {
+        "odd-heads": ("Llama", "sdpa", {"head_dim": 12}),
+        "gpt-neo": (
+            "GPTNeo",
+            "eager",
+            {"attention_types": [[["global"], 2]], "num_layers": 2, "num_heads": 4},
+        ),
+    }
+    family, before, changes = (ATTENTIONS | others)[name]
+    model = build(family, before, **changes)
+    assert reason in (attention.obstacle(model) or "")
+    assert model.config._attn_implementation == before
+
+
+@pytest.mark.parametrize(
+    "extra", [{"softcap": 5.0}, {"s_aux": torch.zeros(4)}, {"dropout": 0.1}, {"is_causal": False}]
+)
+def test_the_kernel_takes_no_argument_that_it_would_ignore(dense_kernel, extra):
+    heads = torch.zeros(1, 4, 3, 16)
+    harmless = {
+        "softcap": None,
+        "dropout": 0.0,
+        "sliding_window": None,
+        "is_causal": True,
+        "branches": object(),
+    }
+    with pytest.raises(attention._Declined, match=next(iter(extra))):
+        attention.branch_attention(torch.nn.Module(), heads, heads, heads, None, **(harmless | extra))

@@ -16,6 +16,7 @@ The implementation is registered with transformers under `NAME`. A forward pass 
 Shapes: L tokens of the row, M keys of all stretches, H query heads, G key heads, E head size.
 """
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -25,25 +26,93 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.masking_utils import (
+    ALL_MASK_ATTENTION_FUNCTIONS,
+    AttentionMaskInterface,
+    causal_mask_function,
+    sdpa_mask,
+)
 
-from qerl.trainer.packing import Branches
+from qerl.modules import eval_mode
+from qerl.trainer.packing import Branches, MaskFunction, pack
+
+logger = logging.getLogger(__name__)
 
 NAME = "qerl_branches"
+
+
+# What transformers' models hand to an attention function and plain causal attention has no use for.
+_HARMLESS = {"branches", "scaling", "sliding_window", "position_ids", "use_cache"}
+_LARGEST_HEAD = 256
+
+
+class _Declined(Exception):
+    """The kernel does not compute what this model's attention is."""
 
 
 def use_branch_attention(model: PreTrainedModel) -> bool:
     """Make the model take `branches=` in its forward pass, where its attention allows it.
 
     Returns:
-        Whether it does: 16-bit on CUDA, every layer attending to all that came before.
+        Whether it does: 16-bit on CUDA, every layer attending to all that came before and to nothing else.
+        Where it does not, the model keeps its attention and reads dense masks.
     """
-    config = model.config.get_text_config(decoder=True)
-    window = getattr(config, "use_sliding_window", True) and getattr(config, "sliding_window", None)
-    if model.device.type != "cuda" or model.dtype not in (torch.bfloat16, torch.float16) or window:
+    if model.device.type != "cuda" or model.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    if reason := obstacle(model):
+        logger.warning("Updates take dense attention masks, which is slow for long rows: %s.", reason)
         return False
     model.set_attn_implementation(NAME)
     return True
+
+
+def obstacle(model: PreTrainedModel) -> str | None:
+    """Why the kernel cannot stand for the model's attention, None where it can.
+
+    A row of a few tokens is run through the model. What its layers ask of masks and hand to attention says
+    more than a list of families would.
+    """
+    before = model.config._attn_implementation
+    prompt, completion = torch.ones(2, 2, 2, dtype=torch.long, device=model.device)
+    row = pack(prompt, torch.ones_like(prompt), completion, torch.ones_like(completion), rows=[0, 1])
+    model.set_attn_implementation(NAME)
+    if model.config.get_text_config(decoder=True)._attn_implementation != NAME:
+        return f"{type(model).__name__} lets nobody replace its attention"
+    ALL_MASK_ATTENTION_FUNCTIONS[NAME] = _causal_only
+    try:
+        with torch.no_grad(), eval_mode(model):
+            model.base_model(
+                input_ids=row.input_ids_1L,
+                position_ids=row.position_ids_1L,
+                attention_mask=torch.ones_like(row.input_ids_1L),
+                branches=row.branches,
+                use_cache=False,
+            )
+    except (_Declined, TypeError) as error:  # TypeError: it takes no `branches`
+        return str(error)
+    finally:
+        del ALL_MASK_ATTENTION_FUNCTIONS[NAME]
+        model.set_attn_implementation(before)
+    return None
+
+
+def _causal_only(*, mask_function: MaskFunction, **_: Any) -> None:
+    if mask_function is not causal_mask_function:
+        raise _Declined("not every layer attends to all that came before")
+
+
+def _check_call(query_1HLE: torch.Tensor, value_1GLE: torch.Tensor, settings: dict[str, Any]) -> None:
+    """Raise for what the kernel would leave out: soft caps, sinks, biases, other head sizes."""
+    asked = {name for name, value in settings.items() if value is not None and name not in _HARMLESS}
+    if settings.get("is_causal") is True:
+        asked.discard("is_causal")
+    if settings.get("dropout") == 0.0:
+        asked.discard("dropout")
+    if asked:
+        raise _Declined(f"attention is called with {', '.join(sorted(asked))}")
+    size = query_1HLE.size(-1)
+    if size % 8 or size > _LARGEST_HEAD or value_1GLE.size(-1) != size:
+        raise _Declined(f"heads have {size} and {value_1GLE.size(-1)} columns")
 
 
 def seen_by(branches: Branches) -> dict[str, Any]:
@@ -67,6 +136,7 @@ def branch_attention(
         return sdpa_attention_forward(
             module, query_1HLE, key_1GLE, value_1GLE, attention_mask, **kwargs
         )  # fmt: skip
+    _check_call(query_1HLE, value_1GLE, kwargs)
     rows = (tensor[0].transpose(0, 1) for tensor in (query_1HLE, key_1GLE, value_1GLE))
     out_LHE = _BranchAttention.apply(*rows, branches, kwargs.get("scaling"))
     return out_LHE[None], None
