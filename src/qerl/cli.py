@@ -205,7 +205,9 @@ def _train(args: argparse.Namespace) -> int:
     config = _load_config(args.recipes, args.fields)
     if args.dry_run:
         from qerl.recipe import dump
+        from qerl.trainer.preflight import preflight
 
+        preflight(config)
         print(dump(config), end="")
         return 0
     from qerl.trainer.run import train

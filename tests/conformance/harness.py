@@ -53,7 +53,7 @@ SHARED: dict[str, Any] = {
     "save_strategy": "no",
 }
 # What only ours has.
-OWN: dict[str, Any] = {"model": "unused", "task": "unused", "noise": False}
+OWN: dict[str, Any] = {"noise": False}
 
 
 class Script:

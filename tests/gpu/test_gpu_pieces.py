@@ -36,7 +36,7 @@ SIZES = {"vocab_size": 512, "hidden_size": 512, "intermediate_size": 1344, "num_
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_gradients_and_memory(nvfp4_llama, tiny_tokenizer, tmp_path, checkpointing: bool) -> None:
     args = QeRLConfig(
-        output_dir=str(tmp_path), model="unused", task="unused", num_generations=GROUP,
+        output_dir=str(tmp_path), num_generations=GROUP,
         per_device_train_batch_size=GROUP * PROMPTS, max_completion_length=LONGEST, noise=False,
         gradient_checkpointing=False, report_to="none",
     )  # fmt: skip

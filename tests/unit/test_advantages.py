@@ -117,7 +117,7 @@ class Engine(RolloutEngine):
 def make(tiny_model, tiny_tokenizer, tmp_path: Path):
     def build(*rewards, cut_off=lambda sample: False, data=DATA, **changes):
         values = {
-            "output_dir": str(tmp_path), "model": "unused", "task": "unused", "num_generations": 4,
+            "output_dir": str(tmp_path), "num_generations": 4,
             "per_device_train_batch_size": 16, "max_completion_length": 6, "gradient_checkpointing": False,
             "use_cpu": True, "max_steps": 2, "noise": False, "report_to": "none", "save_strategy": "no",
         }  # fmt: skip

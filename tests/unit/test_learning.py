@@ -6,8 +6,9 @@ import pytest
 import torch
 from datasets import Dataset
 
-from qerl.config import QeRLConfig, read_recipe
+from qerl.config import QeRLConfig
 from qerl.lora import add_lora
+from qerl.recipe import read_recipe
 from qerl.rollout.portable import PortableEngine
 from qerl.trainer.grpo import QeRLTrainer
 
@@ -24,7 +25,7 @@ def share(completion_ids, **_):
 def make(tiny_model, tiny_tokenizer, tmp_path):
     def build(reward=share, **changes):
         values = {
-            "output_dir": str(tmp_path), "model": "unused", "task": "unused", "num_generations": 8,
+            "output_dir": str(tmp_path), "num_generations": 8,
             "per_device_train_batch_size": 16, "max_completion_length": 4, "gradient_checkpointing": False,
             "use_cpu": True, "max_steps": 20, "learning_rate": 1e-2, "report_to": "none",
             "lr_scheduler_type": "constant", "save_strategy": "no", "noise": False,
@@ -50,13 +51,13 @@ def weights(trainer):
 def test_reward_rises(make, algorithm):
     noise = {"noise": True, "noise_stages": 2, "noise_sigma_start": 0.05}
     logged = rows(make(algorithm=algorithm, signal="reward", learning_rate=3e-2, **noise))
-    before, after = (sum(row["reward"] for row in part) / 4 for part in (logged[:4], logged[-4:]))
+    before, after = (sum(row["rewards/share/mean"] for row in part) / 4 for part in (logged[:4], logged[-4:]))
     assert before < 0.65 and after > 0.85
     assert logged[10]["noise/sigma"] == 0.05 and logged[10]["sampling/kl"] > 1e-5
 
 
 def test_noise_is_in_the_rollouts_and_not_in_the_update(make, monkeypatch):
-    """The update's log-probabilities are the clean model's; without noise in a stage the rollouts' are too."""
+    """The update's log-probabilities are the clean model's; in a stage without noise, rollouts' too."""
     trainer = make(noise=True, noise_stages=2, noise_sigma_start=0.3, max_steps=4)
     seen = []
     inner = trainer._whole_loss

@@ -96,8 +96,6 @@ def train(tiny_model, tiny_tokenizer, tmp_path):
     def run(memory=None, resume=None, **changes):
         values = {
             "output_dir": str(tmp_path),
-            "model": "unused",
-            "task": "unused",
             "num_generations": GROUP,
             "per_device_train_batch_size": 2 * GROUP,
             "gradient_accumulation_steps": 2,

@@ -46,8 +46,6 @@ def length_reward(completion_ids, **kwargs):
 def settings(tmp_path: Path, **changes):
     values = {
         "output_dir": str(tmp_path),
-        "model": "unused",
-        "task": "unused",
         "num_generations": GROUP,
         "per_device_train_batch_size": 16,
         "max_completion_length": 6,

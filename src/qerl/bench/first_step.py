@@ -23,6 +23,7 @@ from qerl.model import load_tokenizer
 from qerl.rollout.engine import KvCacheDtype, NormOffsets, RolloutEngine, RolloutResult, SamplingParams
 from qerl.rollout.select import make_engine
 from qerl.tasks import get_task
+from qerl.trainer.by_hand import RUN_FIELDS
 from qerl.trainer.grpo import QeRLTrainer
 from qerl.trainer.run import load_policy
 
@@ -116,7 +117,7 @@ def step(model: str, on_cpu: bool, results: list[RolloutResult]) -> Seen:
         seen = Seen()
         trainer = QeRLTrainer(
             policy, list(task.rewards), args, task.train(), engine, processing_class=tokenizer,
-            callbacks=[seen],
+            callbacks=[seen], acted_on=RUN_FIELDS,
         )  # fmt: skip
         trainer.remove_callback(PrinterCallback)
         trainer.train()

@@ -128,7 +128,7 @@ def measure(
     clock = Clock(watch)
     with tempfile.TemporaryDirectory() as folder:
         args = QeRLConfig(
-            output_dir=folder, model="random", task="random", num_generations=samples,
+            output_dir=folder, num_generations=samples,
             per_device_train_batch_size=microbatch,
             gradient_accumulation_steps=samples * prompts // microbatch,
             tokens_per_forward=tokens_per_forward,

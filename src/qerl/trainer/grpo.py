@@ -23,7 +23,7 @@ why:
 import contextlib
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from typing import Any, TypeVar
 
@@ -37,11 +37,12 @@ from trl.trainer.utils import split_tensor_dict
 from qerl.config import QeRLConfig
 from qerl.errors import QeRLError
 from qerl.modules import base_model
-from qerl.noise import AdaptiveNoise, NoiseSchedule
+from qerl.noise import AdaptiveNoise
 from qerl.nvfp4.linear import unpacked
 from qerl.rollout.engine import RolloutEngine, RolloutResult, SamplingParams
 from qerl.seeding import derive_seed
 from qerl.trainer.advantages import Signal, judge_of
+from qerl.trainer.by_hand import check_by_hand, short_prompts, with_length_penalty
 from qerl.trainer.correction import Mismatch, importance_ratio, loss_mask, rows_with_gradient, weights
 from qerl.trainer.dynamic_sampling import (
     FreshPrompts,
@@ -80,6 +81,7 @@ class QeRLTrainer(ResumableTrainer):
         train_dataset: Column `prompt` and what the rewards need.
         engine: Samples completions from `model`.
         eval_dataset, processing_class, callbacks: As in TRL.
+        acted_on: Fields of the settings that the caller has acted on; see `by_hand`.
     """
 
     vllm_importance_sampling_correction: bool
@@ -98,7 +100,9 @@ class QeRLTrainer(ResumableTrainer):
         eval_dataset: Dataset | None = None,
         processing_class: PreTrainedTokenizerBase | None = None,
         callbacks: list[TrainerCallback] | None = None,
+        acted_on: Collection[str] = (),
     ) -> None:
+        check_by_hand(args, acted_on, model)
         check_policy(model, engine)
         if args.dynamic_sampling_rounds and isinstance(train_dataset, IterableDataset):
             raise QeRLError(
@@ -110,9 +114,9 @@ class QeRLTrainer(ResumableTrainer):
         with none_by_trl(args):
             super().__init__(
                 model=model,
-                reward_funcs=guard_rewards(reward_funcs, args.reward_timeout),
+                reward_funcs=guard_rewards(with_length_penalty(reward_funcs, args), args.reward_timeout),
                 args=args,
-                train_dataset=train_dataset,
+                train_dataset=short_prompts(train_dataset, args, acted_on, processing_class),
                 eval_dataset=eval_dataset,
                 processing_class=processing_class,
                 callbacks=callbacks,
@@ -132,7 +136,7 @@ class QeRLTrainer(ResumableTrainer):
             aggregation=self.multi_objective_aggregation,
             judge=judge_of(self.reward_func_names) if args.signal == "accuracy" else None,
         )
-        self._fresh = FreshPrompts(train_dataset, args.seed) if args.dynamic_sampling_rounds else None
+        self._fresh = FreshPrompts(self.train_dataset, args.seed) if args.dynamic_sampling_rounds else None
         understand_every_n_layers(self.model)
         self._branch_attention = ready_for_rows(self.accelerator.unwrap_model(self.model), args)
         add_reference(self)
@@ -190,13 +194,7 @@ class QeRLTrainer(ResumableTrainer):
         if mode == "eval" or not self.args.noise:
             return None
         if self.noise is None:
-            schedule = NoiseSchedule(
-                sigma_start=self.args.noise_sigma_start,
-                sigma_end=self.args.noise_sigma_end,
-                stages=self.args.noise_stages,
-                total_steps=self.state.max_steps,
-                kind=self.args.noise_schedule,
-            )
+            schedule = self.args.noise_schedule_of(self.state.max_steps)
             self.noise = AdaptiveNoise(self.accelerator.unwrap_model(self.model), schedule, self.args.seed)
         offsets = self.noise.offsets(step)
         self._metrics[mode]["noise/sigma"].append(self.noise.schedule.sigma(step))

@@ -16,7 +16,6 @@ from datasets import Dataset
 from rich.console import Console
 from transformers import PreTrainedModel
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
-from trl.rewards import get_soft_overlong_punishment
 
 from qerl.chat import Chat
 from qerl.config import QeRLConfig
@@ -28,11 +27,11 @@ from qerl.plan.sizes import Work
 from qerl.recipe import dump
 from qerl.report.runs import CONFIG_FILE
 from qerl.rollout.select import make_engine
-from qerl.tasks import get_task
-from qerl.tasks.base import RewardFunction, Task
-from qerl.tasks.custom import load_reward
+from qerl.tasks.base import Task
+from qerl.trainer.by_hand import RUN_FIELDS
 from qerl.trainer.callbacks import InterruptGuard, MetricsFile, ProgressBar
 from qerl.trainer.grpo import QeRLTrainer
+from qerl.trainer.preflight import preflight
 from qerl.trainer.processes import ends_together
 from qerl.trainer.resume import prepare_folder
 
@@ -114,8 +113,8 @@ def build(config: QeRLConfig, console: Console) -> tuple[QeRLTrainer, InterruptG
     """Everything a run consists of, wired together and not yet started."""
     assert config.model is not None and config.task is not None
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    task, rewards = preflight(config)
     tokenizer = load_tokenizer(config.model)
-    task = get_task(config.task, **config.task_options)
     chat = Chat(tokenizer, config.chat_template_kwargs)
     task.opening = chat.opening
     train_set, eval_set = _datasets(config, task, chat, console)
@@ -131,13 +130,14 @@ def build(config: QeRLConfig, console: Console) -> tuple[QeRLTrainer, InterruptG
     guard = InterruptGuard(console)
     trainer = QeRLTrainer(
         model=policy,
-        reward_funcs=_rewards(config, task),
+        reward_funcs=rewards,
         args=config,
         train_dataset=train_set,
         eval_dataset=eval_set,
         engine=make_engine(policy, tokenizer.pad_token_id, config.max_sequences, config.kv_cache_dtype),
         processing_class=tokenizer,
         callbacks=[MetricsFile(folder), ProgressBar(console), guard],
+        acted_on=RUN_FIELDS,
     )
     for callback in (PrinterCallback, ProgressCallback):  # the run shows its own bar
         trainer.remove_callback(callback)
@@ -200,12 +200,3 @@ def _datasets(config: QeRLConfig, task: Task, chat: Chat, console: Console) -> t
         return train_set, None
     held_out = chat.dataset(task.test())
     return train_set, held_out.select(range(min(config.eval_samples, len(held_out))))
-
-
-def _rewards(config: QeRLConfig, task: Task) -> list[RewardFunction]:
-    """The task's rewards, the user's, and the length penalty."""
-    rewards = [*task.rewards, *(load_reward(spec) for spec in config.reward_files)]
-    buffer = round((config.overlong_buffer or 0.0) * (config.max_completion_length or 0))
-    if buffer:
-        rewards.append(get_soft_overlong_punishment(config.max_completion_length, buffer))
-    return rewards

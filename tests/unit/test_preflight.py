@@ -1,0 +1,43 @@
+"""What has to be tried before a run: task, reward files, reporters, optimizer and schedule."""
+
+import pytest
+
+from qerl.config import QeRLConfig
+from qerl.errors import QeRLError
+from qerl.trainer.preflight import preflight
+
+ARITHMETIC = {"model": "nowhere/at-all", "task": "arithmetic", "output_dir": "o", "report_to": "none"}
+
+
+def test_nothing_is_loaded_for_sound_settings(tmp_path, monkeypatch):
+    monkeypatch.setattr("socket.socket.connect", lambda *_: pytest.fail("the network was used"))
+    (tmp_path / "r.py").write_text("def f(completions, **_): return [0.0] * len(completions)")
+    fields = {"reward_files": f"{tmp_path}/r.py:f", "lr_scheduler_type": "cosine_with_min_lr"}
+    fields |= {"lr_scheduler_kwargs": {"min_lr": 1e-7}, "optim": "adamw_torch", "warmup_steps": 0.1}
+    task, rewards = preflight(QeRLConfig(**(ARITHMETIC | fields)))
+    assert rewards[-1].__name__ == "f"
+    assert len(rewards) == len(task.rewards) + 1
+    for name in ("gsm8k", "bigmath", "dapo-math"):
+        preflight(QeRLConfig(**(ARITHMETIC | {"task": name})))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"task": "gsm9k"}, "gsm8k"),
+        ({"task_options": {"levle": "wp1"}}, "level"),
+        ({"task_options": {"level": 3}}, "level"),
+        ({"task": "jsonl:/nowhere.jsonl"}, "nowhere.jsonl"),
+        ({"reward_files": "nowhere.py:f"}, "does not exist"),
+        ({"reward_files": "a.py"}, "not of the form PATH.py:function"),
+        ({"reward_weights": [1.0]}, "reward_weights has 1 numbers for 2 reward functions: "),
+        ({"report_to": "wandb"}, "wandb, which is not installed"),
+        ({"optim": "galore_adamw"}, "optimizer galore_adamw cannot be made"),
+        ({"optim_args": "foo"}, "cannot be made from optim and optim_args"),
+        ({"lr_scheduler_type": "cosine", "lr_scheduler_kwargs": {"x": 1}}, "schedule cosine cannot be made"),
+        ({"lr_scheduler_type": "cosine_with_min_lr"}, "schedule cosine_with_min_lr cannot be made"),
+    ],
+)
+def test_what_a_run_would_refuse_is_refused(fields, message):
+    with pytest.raises(QeRLError, match=message):
+        preflight(QeRLConfig(**(ARITHMETIC | fields)))
