@@ -1,0 +1,84 @@
+"""Whole training steps on a GPU: full tuning in bf16, NF4 with LoRA, and a reference of NVFP4 weights.
+
+The engine and the trainer compute the same policy but for rounding, also after the weights have moved: a
+stale copy anywhere in the engine makes `sampling/kl` grow with the steps.
+"""
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed")
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA GPU", allow_module_level=True)
+
+from qerl.config import QeRLConfig
+from qerl.lora import add_lora
+from qerl.model import load_model
+from qerl.rollout.select import make_engine
+from qerl.trainer.grpo import QeRLTrainer
+from tests.unit.test_trainer import DATA, settings, sum_reward
+
+STEPS = 6
+ROUNDING = 3e-4  # of bf16, in nats per token; stale biases make 6e-4 to 9e-3
+
+
+@pytest.fixture
+def run(tiny_model, tiny_tokenizer, tmp_path):
+    """``run(weights, lora, **changes)``: the trainer after its steps, and its weights before them."""
+    folder = tmp_path / "model"
+    tiny_model(
+        "qwen2", hidden_size=256, intermediate_size=448, head_dim=64, initializer_range=0.05
+    ).save_pretrained(folder)
+
+    def train(weights, lora=True, **changes):
+        model = load_model(folder, weights, torch.bfloat16, "cuda")
+        if lora:
+            model = add_lora(model, rank=16, alpha=32, dropout=0.0)
+        values = {"weights": weights, "max_steps": STEPS, "use_cpu": False, "max_completion_length": 16}
+        args = QeRLConfig(**settings(tmp_path / "run", **(values | changes)))
+        engine = make_engine(model, tiny_tokenizer.pad_token_id)
+        trainer = QeRLTrainer(model, [sum_reward], args, DATA, engine, processing_class=tiny_tokenizer)
+        start = {name: p.detach().clone() for name, p in model.named_parameters()}
+        trainer.train()
+        return trainer, start
+
+    return train
+
+
+def logged(trainer, name):
+    return [row[name] for row in trainer.state.log_history if name in row]
+
+
+def moved(trainer, start):
+    """Names of the weights that training changed; all are finite."""
+    weights = dict(trainer.model.named_parameters())
+    assert all(p.isfinite().all() for p in weights.values() if p.is_floating_point())
+    return {name for name, p in weights.items() if not torch.equal(p, start[name])}
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+def test_full_tuning_in_bf16(run, beta):
+    trainer, start = run("bf16", lora=False, tuning="full", dtype="bfloat16", learning_rate=1e-2, beta=beta)
+    changed = moved(trainer, start)
+    assert {name for name in start if "bias" in name} <= changed and len(changed) == len(start)
+    assert max(logged(trainer, "sampling/kl")) < ROUNDING
+    if beta:
+        kl = logged(trainer, "kl")
+        assert kl[0] < ROUNDING < kl[-1]
+
+
+def test_lora_on_nf4(run):
+    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+    trainer, start = run("nf4", learning_rate=1e-2)
+    changed = moved(trainer, start)
+    assert changed == {name for name in start if "lora_" in name}
+    assert all(p.dtype == torch.float32 for p in trainer.model.parameters() if p.requires_grad)
+    assert max(logged(trainer, "sampling/kl")) < ROUNDING
+
+
+def test_a_fresh_adapter_on_nvfp4_has_the_base_model_as_its_reference(run):
+    trainer, _ = run("nvfp4", learning_rate=1e-2, beta=0.1)
+    assert list(trainer.model.peft_config) == ["default"]
+    kl = logged(trainer, "kl")
+    assert kl[0] < ROUNDING < kl[-1]
+    assert max(logged(trainer, "sampling/kl")) < ROUNDING
