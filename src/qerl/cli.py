@@ -8,6 +8,7 @@ import argparse
 import logging
 import math
 import os
+import shlex
 import signal
 import sys
 import warnings
@@ -111,20 +112,30 @@ def _parser() -> argparse.ArgumentParser:
 
     sub = command("eval", _eval, "Score a model, with or without an adapter.")
     _add_model(sub)
-    sub.add_argument("--task", required=True, help="gsm8k, math500, arithmetic, jsonl:PATH, ...")
-    sub.add_argument("--task_options", default="{}", help="YAML mapping, for example '{level: wp1}'")
+    sub.add_argument("--task", help="gsm8k, math500, arithmetic, jsonl:PATH, ...; default: the run's")
+    sub.add_argument(
+        "--task_options",
+        help="YAML mapping, for example '{level: wp1}'; default: the run's, for its own task",
+    )
     sub.add_argument("--samples", type=_from(1), default=1, help="samples per problem; 1 decodes greedily")
     sub.add_argument("--temperature", type=_from(0, float), help="default: 0 for one sample, else 0.6")
     sub.add_argument("--top_p", type=_from(1e-6, float, 1), default=0.95)
-    sub.add_argument("--max_tokens", type=_from(1), default=4096)
+    sub.add_argument(
+        "--max_tokens", type=_from(1), help="default: the run's max_completion_length, else 4096"
+    )
     sub.add_argument("--limit", type=_from(1), help="problems to score; default all")
     sub.add_argument("--seed", type=_from(0), default=0)
-    sub.add_argument("--out", type=Path, help="folder for the result and the completions")
+    sub.add_argument(
+        "--out", type=Path, help="folder for the result and the completions; one that was cut off goes on"
+    )
 
     sub = command("generate", _generate, "Answer one prompt.")
     _add_model(sub)
     sub.add_argument("prompt", help="the user's message")
-    sub.add_argument("--max_tokens", type=_from(1), default=256)
+    sub.add_argument(
+        "--system", help='system message; default: the one of the run\'s task, else none; "" for none'
+    )
+    sub.add_argument("--max_tokens", type=_from(1), help="default: the run's max_completion_length, else 256")
     sub.add_argument("--temperature", type=_from(0, float), default=0.0)
     sub.add_argument("--seed", type=_from(0), default=0)
 
@@ -146,10 +157,17 @@ def _add_model(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("model", metavar="MODEL", help="Hub id, local folder or .gguf file")
     sub.add_argument("--adapter", type=Path, help="folder of a PEFT adapter")
     formats = ("nvfp4", "mxfp4", "nf4", "bf16")
+    sub.add_argument("--weights", choices=formats, help="default: what the run trained on, else nvfp4")
+    sub.add_argument("--rounding", choices=("rtn", "mse"), help="default: the run's, else mse")
     sub.add_argument(
-        "--weights", choices=formats, help="default: what the adapter was trained on, else nvfp4"
+        "--dtype",
+        choices=("auto", "float32", "bfloat16"),
+        help="of what is not quantised; default: the run's, else bfloat16 on a GPU and float32 on a CPU",
     )
-    sub.add_argument("--rounding", choices=("rtn", "mse"), help="default: the adapter's, else mse")
+    sub.add_argument(
+        "--chat_template_kwargs",
+        help="YAML mapping, for example '{enable_thinking: false}'; default: the run's",
+    )
 
 
 def _split_fields(words: list[str]) -> tuple[list[str], dict[str, str]]:
@@ -215,9 +233,17 @@ def _train(args: argparse.Namespace) -> int:
     result = train(config, console)
     if result.interrupted:
         return 130
-    score = f"qerl eval {config.model} --adapter {result.folder} --task {config.task}"
-    console.print(f"Saved to {result.folder}. Score it with: {score}", soft_wrap=True)
+    score = eval_command(str(config.model), result.folder, config.tuning)
+    console.print(
+        f"Saved to {result.folder}. Score it with: {score}", markup=False, highlight=False, soft_wrap=True
+    )
     return 0
+
+
+def eval_command(model: str, run: Path, tuning: str) -> str:
+    """The shell command that scores a finished run; the run itself says how it is to be scored."""
+    policy = [str(run)] if tuning == "full" else [model, "--adapter", str(run)]
+    return shlex.join(["qerl", "eval", *policy, "--out", str(run / "eval")])
 
 
 def _plan(args: argparse.Namespace) -> int:
@@ -245,34 +271,45 @@ def _quantize(args: argparse.Namespace) -> None:
 
 
 def _eval(args: argparse.Namespace) -> None:
-    from qerl.eval.run import evaluate_model
-    from qerl.recipe import parse_value
-    from qerl.rollout.engine import SamplingParams
+    from qerl.eval.run import Request, evaluate_model
 
-    temperature = args.temperature
-    if temperature is None:
-        temperature = 0.0 if args.samples == 1 else 0.6
-    params = SamplingParams(args.max_tokens, temperature, args.top_p, seed=args.seed)
-    options = parse_value(args.task_options, "--task_options")
-    if not isinstance(options, dict):
-        raise QeRLError(
-            f"--task_options is {args.task_options}; it must be a mapping, such as '{{level: wp1}}'."
-        )
-    evaluate_model(_source(args), args.task, options, params, args.samples, args.limit, args.out, console)
+    request = Request(
+        task=args.task,
+        task_options=_mapping(args.task_options, "--task_options"),
+        samples=args.samples,
+        temperature=args.temperature,
+        top_p=args.top_p,
+        max_tokens=args.max_tokens,
+        limit=args.limit,
+        seed=args.seed,
+    )
+    evaluate_model(_source(args), request, args.out, console)
 
 
 def _generate(args: argparse.Namespace) -> None:
-    from qerl.eval.run import answer
-    from qerl.rollout.engine import SamplingParams
+    from qerl.eval.run import Request, answer
 
-    params = SamplingParams(args.max_tokens, args.temperature, seed=args.seed)
-    print(answer(_source(args), args.prompt, params, console))
+    request = Request(temperature=args.temperature, top_p=1.0, max_tokens=args.max_tokens, seed=args.seed)
+    print(answer(_source(args), args.prompt, request, console, args.system))
 
 
 def _source(args: argparse.Namespace) -> "Source":
     from qerl.eval.run import Source
 
-    return Source(args.model, args.adapter, args.weights, args.rounding)
+    kwargs = _mapping(args.chat_template_kwargs, "--chat_template_kwargs")
+    return Source(args.model, args.adapter, args.weights, args.rounding, args.dtype, kwargs)
+
+
+def _mapping(text: str | None, flag: str) -> dict[str, Any] | None:
+    """The YAML mapping that a flag gives, None where the flag is not given."""
+    if text is None:
+        return None
+    from qerl.recipe import parse_value
+
+    value = parse_value(text, flag)
+    if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
+        raise QeRLError(f"{flag} is {text!r}; it must be a mapping, for example '{{level: wp1}}'.")
+    return value
 
 
 def _bench(args: argparse.Namespace) -> None:

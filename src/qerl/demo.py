@@ -14,13 +14,12 @@ from rich.table import Table
 
 from qerl.config import QeRLConfig
 from qerl.eval.evaluate import EvalResult
-from qerl.eval.run import Source, evaluate_model
+from qerl.eval.run import Request, Source, evaluate_model
 from qerl.hub import local_checkpoint
 from qerl.model_gguf import cache_folder
 from qerl.nvfp4.format import FORMATS
 from qerl.nvfp4.quantize import quantize_checkpoint
 from qerl.report import read_metrics, reward_curve_png, terminal_curve
-from qerl.rollout.engine import SamplingParams
 from qerl.trainer.run import train
 
 HELD_OUT = 128
@@ -78,12 +77,20 @@ def _free(folder: Path) -> Path:
 def _score(config: QeRLConfig, adapter: Path | None, console: Console) -> EvalResult:
     assert config.model is not None and config.task is not None
     return evaluate_model(
-        Source(config.model, adapter, config.weights, config.rounding),
-        config.task,
-        config.task_options,
-        SamplingParams(max_tokens=config.max_completion_length or 32, temperature=0.0),
-        samples=1,
-        limit=HELD_OUT,
+        Source(
+            config.model,
+            adapter,
+            weights=config.weights,
+            rounding=config.rounding,
+            dtype=config.dtype,
+            chat_template_kwargs=config.chat_template_kwargs,
+        ),
+        Request(
+            task=config.task,
+            task_options=config.task_options,
+            max_tokens=config.max_completion_length,
+            limit=HELD_OUT,
+        ),
         out=adapter / "eval" if adapter else None,
         console=console,
     )

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from peft.tuners.lora.layer import Linear as LoraLinear
-from peft.utils import SAFETENSORS_WEIGHTS_NAME
+from peft.utils import SAFETENSORS_WEIGHTS_NAME as ADAPTER_FILE
 from safetensors import SafetensorError, safe_open
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -100,10 +100,7 @@ def load_adapter(model: PreTrainedModel, folder: str | Path) -> PeftModel:
         QeRLError: Files are missing or damaged, it is no LoRA adapter, or it belongs to another model.
     """
     folder = Path(folder)
-    file = folder / SAFETENSORS_WEIGHTS_NAME
-    for path in (folder / "adapter_config.json", file):
-        if not path.is_file():
-            raise QeRLError(f"There is no {path}; give the folder of an adapter saved as safetensors.")
+    file = adapter_file(folder)
     try:
         config = PeftConfig.from_pretrained(str(folder))
         if not isinstance(config, LoraConfig):
@@ -123,6 +120,38 @@ def load_adapter(model: PreTrainedModel, folder: str | Path) -> PeftModel:
             "the model that it was trained on."
         )
     return _skip_packed_buffers_in_ddp(adapted)
+
+
+def adapter_file(folder: Path) -> Path:
+    """The file with an adapter's matrices.
+
+    Raises:
+        QeRLError: The folder is no adapter's.
+    """
+    file = folder / ADAPTER_FILE
+    for path in (folder / "adapter_config.json", file):
+        if not path.is_file():
+            raise QeRLError(f"There is no {path}; give the folder of an adapter saved as safetensors.")
+    return file
+
+
+def check_adapter(folder: Path) -> None:
+    """Raise for an adapter that diverged or is damaged, without loading a model.
+
+    Raises:
+        QeRLError: A matrix has NaN or Inf, or the files are missing or damaged.
+    """
+    file = adapter_file(folder)
+    try:
+        with safe_open(file, framework="pt") as weights:
+            bad = [name for name in weights.keys() if not weights.get_tensor(name).isfinite().all()]  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise QeRLError(f"The adapter {folder} is damaged or incomplete ({error}); copy it again.") from error
+    if bad:
+        raise QeRLError(
+            f"The adapter {folder} diverged: {bad[0]} and {len(bad) - 1} more matrices hold NaN or Inf; take "
+            "an earlier checkpoint."
+        )
 
 
 def _with_own_layers(config: LoraConfig, model: nn.Module) -> LoraConfig:

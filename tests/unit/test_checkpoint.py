@@ -154,6 +154,7 @@ def test_config_index_and_other_files(source, tmp_path):
             }
         },
     }
+    assert config.pop("qerl_rounding") == "rtn"
     assert config == json.loads((source / "config.json").read_text())
     index = json.loads((target / INDEX_FILE).read_text())
     stored = {name: path.name for path in target.glob("*.safetensors") for name in load_file(path)}

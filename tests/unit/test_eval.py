@@ -8,8 +8,10 @@ from rich.console import Console
 
 from qerl.errors import QeRLError
 from qerl.eval.adapter_check import prove_adapter
-from qerl.eval.evaluate import evaluate, pass_at, wilson
-from qerl.lora import add_lora
+from qerl.eval.evaluate import evaluate, held_out
+from qerl.eval.interval import pass_at
+from qerl.eval.record import Record
+from qerl.lora import add_lora, check_adapter
 from qerl.rollout.engine import Completion, RolloutEngine, RolloutResult, SamplingParams
 from qerl.tasks import get_task
 
@@ -37,6 +39,11 @@ def task():
     return get_task("arithmetic", test_size=8)
 
 
+def score(engine, tokenizer, task, problems, params, samples=1, **kwargs):
+    chosen = held_out(task, problems)
+    return evaluate(engine, tokenizer, task, chosen, samples=samples, params=params, console=QUIET, **kwargs)
+
+
 def oracle(tokenizer, task, right):
     return OracleEngine(tokenizer, task.test()["answer"][: len(right)], right)
 
@@ -44,11 +51,10 @@ def oracle(tokenizer, task, right):
 def test_greedy_accuracy_and_files(tiny_tokenizer, task, tmp_path):
     engine = oracle(tiny_tokenizer, task, [1, 1, 0, 1])
     params = SamplingParams(max_tokens=32, temperature=0)
-    result = evaluate(
-        engine, tiny_tokenizer, task, samples=1, params=params, console=QUIET, limit=4, out=tmp_path / "e"
-    )
+    record = Record(tmp_path / "e", {"seed": 0})
+    result = score(engine, tiny_tokenizer, task, 4, params, record=record)
     assert (result.accuracy, result.problems) == (0.75, 4)
-    assert result.interval == pytest.approx((0.3006, 0.9544), abs=1e-4)
+    assert result.interval == pytest.approx((0.2194, 0.9868), abs=1e-4), "prop.test(3, 4) of R"
     saved = json.loads((tmp_path / "e" / "result.json").read_text())
     assert saved["accuracy"] == 0.75
     rows = [json.loads(line) for line in (tmp_path / "e" / "completions.jsonl").read_text().splitlines()]
@@ -58,10 +64,11 @@ def test_greedy_accuracy_and_files(tiny_tokenizer, task, tmp_path):
 def test_sampled_accuracy_treats_the_problem_as_the_unit(tiny_tokenizer, task):
     engine = oracle(tiny_tokenizer, task, [4, 0])
     params = SamplingParams(max_tokens=32)
-    result = evaluate(engine, tiny_tokenizer, task, samples=4, params=params, console=QUIET, limit=2)
+    result = score(engine, tiny_tokenizer, task, 2, params, samples=4)
     assert result.accuracy == 0.5
     assert result.pass_at == {1: 0.5, 2: 0.5, 4: 0.5}
-    assert result.interval == (0.0, 1.0), "two problems that disagree say nothing, however many samples"
+    expected = pytest.approx((0.0267, 0.9733), abs=1e-4)
+    assert result.interval == expected, "two problems that disagree are two trials, however many samples"
 
 
 def test_answer_that_cannot_be_judged_is_wrong_and_counted(tiny_tokenizer, task, monkeypatch):
@@ -73,7 +80,7 @@ def test_answer_that_cannot_be_judged_is_wrong_and_counted(tiny_tokenizer, task,
     monkeypatch.setattr("qerl.tasks.base.equal", equal)
     params = SamplingParams(max_tokens=32, temperature=0)
     engine = oracle(tiny_tokenizer, task, [1, 1])
-    result = evaluate(engine, tiny_tokenizer, task, samples=1, params=params, console=QUIET, limit=2)
+    result = score(engine, tiny_tokenizer, task, 2, params, samples=1)
     assert (result.accuracy, result.failed) == (0.5, 1)
     assert "1 of them could not be judged" in result.summary()
 
@@ -82,7 +89,7 @@ def test_share_of_completions_that_state_an_answer(tiny_tokenizer, task, monkeyp
     monkeypatch.setattr(task, "extract", lambda text: None if text.endswith("1") else text.split()[-1])
     params = SamplingParams(max_tokens=32)
     engine = oracle(tiny_tokenizer, task, [3, 3])
-    result = evaluate(engine, tiny_tokenizer, task, samples=4, params=params, console=QUIET, limit=2)
+    result = score(engine, tiny_tokenizer, task, 2, params, samples=4)
     expected = [3 * (not answer.endswith("1")) for answer in task.test()["answer"][:2]]
     assert result.answered == sum(expected) / 8
     assert result.failed == 0
@@ -96,17 +103,20 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_right_one():
     assert pass_at(4, 1, 1) == 0.25
 
 
-def test_wilson_interval_against_published_values():
-    assert wilson(0, 10) == pytest.approx((0.0, 0.2775), abs=1e-4)
-    assert wilson(9, 10) == pytest.approx((0.5958, 0.9821), abs=1e-4)
+def test_completions_that_end_in_an_error_are_counted(tiny_tokenizer, task):
+    class Damaged(RolloutEngine):
+        def generate(self, prompts, samples_per_prompt, params, norm_offsets=None):
+            return RolloutResult([Completion([0], [0.0], [0.0], "error") for _ in prompts], 0, 0, 0.0)
+
+    params = SamplingParams(max_tokens=8, temperature=0)
+    result = score(Damaged(), tiny_tokenizer, task, 3, params)
+    assert result.errors == 3
+    assert "3 ended in logits that are not finite" in result.summary()
 
 
-def test_limit_zero_and_no_samples_are_errors(tiny_tokenizer, task):
-    engine, params = oracle(tiny_tokenizer, task, []), SamplingParams(max_tokens=8)
+def test_no_problems_is_an_error(task):
     with pytest.raises(QeRLError, match="no problems"):
-        evaluate(engine, tiny_tokenizer, task, samples=1, params=params, console=QUIET, limit=0)
-    with pytest.raises(QeRLError, match="at least one completion"):
-        evaluate(engine, tiny_tokenizer, task, samples=0, params=params, console=QUIET)
+        held_out(task, 0)
 
 
 def test_an_adapter_that_does_nothing_is_refused(tiny_model):
@@ -117,3 +127,14 @@ def test_an_adapter_that_does_nothing_is_refused(tiny_model):
         if "lora_B" in name:
             parameter.data.fill_(0.05)
     assert prove_adapter(model, [5, 6, 7]) > 1e-3
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_an_adapter_that_diverged_is_refused(tiny_model, tmp_path, value):
+    model = add_lora(tiny_model("llama"), rank=4, alpha=8, dropout=0.0)
+    next(p for name, p in model.named_parameters() if "down_proj.lora_B" in name).data[0, 0] = value
+    model.save_pretrained(tmp_path)
+    with pytest.raises(QeRLError, match="diverged"):
+        check_adapter(tmp_path)
+    with pytest.raises(QeRLError, match="not finite"):
+        prove_adapter(model, [5, 6, 7])

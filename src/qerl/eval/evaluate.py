@@ -1,26 +1,21 @@
 """Accuracy on a task, with an interval.
 
-One sample a problem, decoded greedily, is the usual accuracy; its 95 % interval is Wilson's. With K samples a
-problem, avg@K is the mean over problems of the share that is right. Its interval treats the problem as the
-unit, since the samples of one problem are not independent of each other: mean +- 1.96 standard errors over
-problems. pass@k for k <= K is the unbiased estimator 1 - C(K - c, k) / C(K, k) with c right samples (arXiv
-2107.03374).
+One sample per problem, decoded greedily, is the usual accuracy. With K samples per problem, avg@K is the mean
+over problems of the share that is right; `qerl.eval.interval` gives both their 95 % intervals. pass@k for
+k <= K is the unbiased estimator 1 - C(K - c, k) / C(K, k) with c right samples (arXiv 2107.03374).
 
 The same function scores the base model and the trained one, from the prompts and with the accuracy reward
 that training uses. A completion without a final answer counts as wrong; the share that has one is reported,
 since a model can gain accuracy by answering better or merely by answering in the form asked for.
 
-What was given up: where all problems have the same share, avg@K's interval has no width, which says more
-about the estimate than about the model.
+Problems are sampled a slice at a time, and each slice is judged and kept (`qerl.eval.record`) before the next
+begins. A slice is at least as many completions as the engine wants at once, so little time goes into waiting
+for the last long completion of a slice; what was given up is up to one slice of work after an interruption.
 """
 
-import json
-import math
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
-from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any
 
 import peft
@@ -32,14 +27,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from transformers import PreTrainedTokenizerBase
 
 import qerl
+from qerl.chat import Chat
 from qerl.errors import QeRLError
+from qerl.eval.interval import accuracy_interval, pass_at
+from qerl.eval.record import Record, Row
 from qerl.rollout.engine import Completion, RolloutEngine, SamplingParams
 from qerl.seeding import derive_seed
 from qerl.tasks.base import Task
-from qerl.tasks.guard import guarded
-
-Z95 = 1.959964
-PROBLEMS_AT_A_TIME = 64
+from qerl.tasks.guard import RewardFunction, guarded
 
 
 @dataclass(frozen=True)
@@ -55,6 +50,7 @@ class EvalResult:
         pass_at: pass@k by k, for powers of two up to K.
         answered: Share of completions that state a final answer.
         failed: Completions whose answer could not be judged, by error or time limit; they count as wrong.
+        errors: Completions that ended because logits were not finite; they count by what they say so far.
         truncated: Share of completions that reached max_tokens.
         mean_tokens: Mean length of a completion.
         settings: How completions were sampled.
@@ -71,6 +67,7 @@ class EvalResult:
     pass_at: dict[int, float]
     answered: float
     failed: int
+    errors: int
     truncated: float
     mean_tokens: float
     settings: dict[str, Any]
@@ -89,155 +86,142 @@ class EvalResult:
         line += f"; {100 * self.answered:.1f} % of the completions state an answer"
         if self.failed:
             line += f", {self.failed} of them could not be judged and count as wrong"
+        if self.errors:
+            line += f"; {self.errors} ended in logits that are not finite, so the model itself is damaged"
         return line
+
+
+def held_out(task: Task, limit: int | None = None) -> Dataset:
+    """The problems to score.
+
+    Args:
+        task: Gives them.
+        limit: First problems only; None for all.
+
+    Raises:
+        QeRLError: There are none.
+    """
+    problems = task.test()
+    problems = problems.select(range(min(limit if limit is not None else len(problems), len(problems))))
+    if len(problems) == 0:
+        raise QeRLError(f"The task {task.name} gives no problems to score; raise --limit.")
+    return problems
 
 
 def evaluate(
     engine: RolloutEngine,
     tokenizer: PreTrainedTokenizerBase,
     task: Task,
+    problems: Dataset,
     *,
     samples: int,
     params: SamplingParams,
     console: Console,
-    limit: int | None = None,
-    out: Path | None = None,
+    record: Record | None = None,
+    chat: Chat | None = None,
     source: dict[str, Any] | None = None,
 ) -> EvalResult:
-    """Sample completions for the held-out problems and compare their answers.
+    """Sample completions for the problems and compare their answers.
 
     Args:
         engine: Samples from the policy.
         tokenizer: With a chat template.
-        task: Gives problems and judges answers.
-        samples: Completions for each problem (K).
+        task: Judges answers.
+        problems: Of the task, see `held_out`.
+        samples: Completions for each problem (K), at least one.
         params: How they are sampled.
         console: Where progress is shown.
-        limit: First problems only; None for all.
-        out: Folder for result.json and completions.jsonl; None writes nothing.
+        record: Keeps the completions, and may hold those of an evaluation that was cut off.
+        chat: Renders prompts; None renders them without arguments of the template.
         source: What is scored, kept in the result.
 
     Raises:
-        QeRLError: There are no problems, or fewer than one sample is asked for.
+        QeRLError: A prompt cannot be rendered, the engine refuses, or the record cannot be written.
     """
     if samples < 1:
-        raise QeRLError(f"samples is {samples}; at least one completion a problem is needed.")
-    problems = task.test()
-    problems = problems.select(range(min(limit if limit is not None else len(problems), len(problems))))
-    if len(problems) == 0:
-        raise QeRLError(f"The task {task.name} gives no problems to score; raise --limit.")
-    completions = _sample(engine, tokenizer, problems, samples, params, console)
-    texts = tokenizer.batch_decode([c.token_ids for c in completions], skip_special_tokens=True)
-    answers = [task.extract(text) for text in texts]
-    right, failed = _judge(task, _repeat(problems, samples), texts)
-    counts = [sum(right[i : i + samples]) for i in range(0, len(right), samples)]
-    result = EvalResult(
-        task=task.name,
-        problems=len(problems),
-        samples=samples,
-        accuracy=fmean(counts) / samples,
-        interval=wilson(sum(counts), len(counts)) if samples == 1 else _clustered(counts, samples),
-        pass_at={k: fmean(pass_at(samples, c, k) for c in counts) for k in _powers_of_two(samples)},
-        answered=fmean(answer is not None for answer in answers),
-        failed=failed,
-        truncated=fmean(c.finish_reason == "length" for c in completions),
-        mean_tokens=fmean(len(c.token_ids) for c in completions),
-        settings=asdict(params),
-        source=source or {},
-        versions={p.__name__: str(p.__version__) for p in (qerl, torch, transformers, peft)},
-        date=datetime.now(UTC).isoformat(timespec="seconds"),
-    )
-    if out is not None:
-        rows = zip(_repeat(problems, samples), texts, answers, right, completions, strict=True)
-        _write(out, result, rows)
+        raise QeRLError(f"samples is {samples}; at least one completion per problem is needed.")
+    record = record or Record(None, {})
+    chat = chat or Chat(tokenizer)
+    task.opening = chat.opening
+    prompts = [chat.ids(row["prompt"]) for row in problems]
+    size = record.problems_at_a_time(-(-engine.rows_per_call // samples), samples)
+    columns = (TextColumn("scoring"), BarColumn(bar_width=24), MofNCompleteColumn(), TimeRemainingColumn())
+    done = len(record.rows) // samples
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        bar = progress.add_task("", total=len(prompts), completed=done)
+        for start in range(done, len(prompts), size):
+            part = slice(start, start + size)
+            # The engine numbers prompts from 0 in each call; another seed keeps slices apart.
+            seeded = replace(params, seed=derive_seed("eval", params.seed, start))
+            completions = engine.generate(prompts[part], samples, seeded).completions
+            texts = tokenizer.batch_decode([c.token_ids for c in completions], skip_special_tokens=True)
+            rows = [row for row in problems.select(range(len(problems))[part]) for _ in range(samples)]
+            record.add(_scored(task, rows, texts, completions))
+            progress.advance(bar, len(prompts[part]))
+    result = _result(task.name, record.rows, samples, params, source or {})
+    record.finish(result)
     return result
 
 
-def _sample(
-    engine: RolloutEngine,
-    tokenizer: PreTrainedTokenizerBase,
-    problems: Dataset,
-    samples: int,
-    params: SamplingParams,
-    console: Console,
-) -> list[Completion]:
-    """Completions of all problems, a slice at a time so that progress can be shown."""
-    prompts = [
-        tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, return_dict=True)[
-            "input_ids"
-        ]
-        for row in problems
-    ]
-    completions: list[Completion] = []
-    columns = (TextColumn("scoring"), BarColumn(bar_width=24), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        bar = progress.add_task("", total=len(prompts))
-        for start in range(0, len(prompts), PROBLEMS_AT_A_TIME):
-            part = prompts[start : start + PROBLEMS_AT_A_TIME]
-            # The engine numbers prompts from 0 in each call; another seed keeps slices apart.
-            seeded = replace(params, seed=derive_seed("eval", params.seed, start))
-            completions += engine.generate(part, samples, seeded).completions
-            progress.advance(bar, len(part))
-    return completions
-
-
-def _judge(task: Task, rows: list[dict[str, Any]], texts: list[str]) -> tuple[list[bool], int]:
-    """Whether each completion is right, within a time limit for each, and how many could not be judged."""
+def _scored(
+    task: Task, rows: list[dict[str, Any]], texts: list[str], completions: list[Completion]
+) -> list[Row]:
+    """One record for each completion."""
     accuracy = guarded(task.rewards[0])
+    scored = []
+    for row, text, completion in zip(rows, texts, completions, strict=True):
+        right, judged = _judge(accuracy, row, text)
+        scored.append(
+            {
+                "prompt": row["prompt"],
+                "expected": row["answer"],
+                "completion": text,
+                "answer": task.extract(text),
+                "right": right,
+                "judged": judged,
+                "finish_reason": completion.finish_reason,
+                "tokens": len(completion.token_ids),
+            }
+        )
+    return scored
+
+
+def _judge(accuracy: RewardFunction, row: dict[str, Any], text: str) -> tuple[bool, bool]:
+    """Whether a completion is right, and whether that could be judged within the time limit."""
     failures: list[float] = []
-    right = []
-    for row, text in zip(rows, texts, strict=True):
-        columns = {name: [value] for name, value in row.items() if name != "prompt"}
-        scores = accuracy([row["prompt"]], [text], log_metric=lambda _, n: failures.append(n), **columns)
-        right.append(scores == [1.0])
-    return right, round(sum(failures))
+    columns = {name: [value] for name, value in row.items() if name != "prompt"}
+    scores = accuracy([row["prompt"]], [text], log_metric=lambda _, n: failures.append(n), **columns)
+    return scores == [1.0], not any(failures)
 
 
-def wilson(successes: int, trials: int) -> tuple[float, float]:
-    """Wilson's 95 % interval of a share."""
-    share = successes / trials
-    spread = Z95**2 / trials
-    centre = (share + spread / 2) / (1 + spread)
-    half = Z95 * math.sqrt(share * (1 - share) / trials + spread / (4 * trials)) / (1 + spread)
-    return max(0.0, centre - half), min(1.0, centre + half)
+def _result(
+    name: str, rows: list[Row], samples: int, params: SamplingParams, source: dict[str, Any]
+) -> EvalResult:
+    right = [row["right"] for row in rows]
+    counts = [sum(right[i : i + samples]) for i in range(0, len(right), samples)]
+    return EvalResult(
+        task=name,
+        problems=len(counts),
+        samples=samples,
+        accuracy=fmean(counts) / samples,
+        interval=accuracy_interval(counts, samples),
+        pass_at={k: fmean(pass_at(samples, c, k) for c in counts) for k in _powers_of_two(samples)},
+        answered=fmean(row["answer"] is not None for row in rows),
+        failed=sum(not row["judged"] for row in rows),
+        errors=sum(row["finish_reason"] == "error" for row in rows),
+        truncated=fmean(row["finish_reason"] == "length" for row in rows),
+        mean_tokens=fmean(row["tokens"] for row in rows),
+        settings=asdict(params),
+        source=source,
+        versions=versions(),
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+    )
 
 
-def _clustered(counts: Sequence[int], samples: int) -> tuple[float, float]:
-    """Interval of avg@K from the spread between problems; the whole range where there is one problem."""
-    if len(counts) < 2:
-        return 0.0, 1.0
-    shares = [count / samples for count in counts]
-    half = Z95 * stdev(shares) / math.sqrt(len(shares))
-    return max(0.0, fmean(shares) - half), min(1.0, fmean(shares) + half)
-
-
-def pass_at(samples: int, right: int, k: int) -> float:
-    """Chance that at least one of k completions drawn from the K sampled ones is right."""
-    return 1 - math.comb(samples - right, k) / math.comb(samples, k)
+def versions() -> dict[str, str]:
+    """Versions of the libraries that decide what is sampled."""
+    return {p.__name__: str(p.__version__) for p in (qerl, torch, transformers, peft)}
 
 
 def _powers_of_two(most: int) -> list[int]:
     return [2**i for i in range(most.bit_length())]
-
-
-def _repeat(problems: Dataset, samples: int) -> list[dict[str, Any]]:
-    return [row for row in problems for _ in range(samples)]
-
-
-def _write(out: Path, result: EvalResult, rows: Any) -> None:
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        (out / "result.json").write_text(json.dumps(asdict(result), indent=2) + "\n", encoding="utf-8")
-        with (out / "completions.jsonl").open("w", encoding="utf-8") as file:
-            for row, text, found, is_right, completion in rows:
-                record = {
-                    "prompt": row["prompt"],
-                    "expected": row["answer"],
-                    "completion": text,
-                    "answer": found,
-                    "right": is_right,
-                    "finish_reason": completion.finish_reason,
-                }
-                file.write(json.dumps(record, ensure_ascii=False) + "\n")
-    except OSError as error:
-        raise QeRLError(f"The evaluation cannot be written to {out}: {error.strerror}.") from error

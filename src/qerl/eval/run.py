@@ -1,53 +1,127 @@
 """Evaluation and single answers, from names to numbers: what `qerl eval` and `qerl generate` do.
 
-An adapter in a run folder is scored on the weights it was trained on: where a setting is not given,
-config.yaml of the run says which format and rounding those were.
+A policy is scored as it was trained: what the user does not say is taken from config.yaml of the run
+(`qerl.eval.trained`), and one line names every value and where it came from. All that can be refused without
+the model is refused before it is loaded: settings, the task and its data, the output folder, an adapter that
+is damaged or belongs to another model.
 """
 
-from dataclasses import dataclass, replace
+import hashlib
+import json
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
-import yaml
+from datasets import Dataset
 from peft import PeftModel
 from rich.console import Console
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from qerl.chat import Chat
+from qerl.errors import QeRLError
 from qerl.eval.adapter_check import prove_adapter
-from qerl.eval.evaluate import EvalResult, evaluate
-from qerl.lora import load_adapter
+from qerl.eval.base_check import check_base, check_rounding, packing
+from qerl.eval.evaluate import EvalResult, evaluate, held_out, versions
+from qerl.eval.record import Record
+from qerl.eval.trained import Choices, read_trained
+from qerl.fingerprint import checkpoint_fingerprint
+from qerl.hub import local_checkpoint
+from qerl.lora import adapter_file, check_adapter, load_adapter
 from qerl.model import Weights, load_model, load_tokenizer
-from qerl.nvfp4.format import Method
-from qerl.report.runs import CONFIG_FILE
+from qerl.nvfp4.format import FORMATS, Method
 from qerl.rollout.engine import RolloutEngine, SamplingParams
 from qerl.rollout.select import make_engine
 from qerl.tasks import get_task
 
+ComputeDtype = Literal["auto", "float32", "bfloat16"]
+EVAL_TOKENS, ANSWER_TOKENS = 4096, 256
+"""Longest completion where neither the user nor a run says one: of a problem, of `qerl generate`."""
+
 
 @dataclass(frozen=True)
 class Source:
-    """Where a policy comes from.
+    """Where a policy comes from; None takes what the run that made it says, else the default.
 
     Attributes:
         model: Hub id, local folder or .gguf file.
         adapter: Folder of a PEFT adapter, or None.
-        weights: Format of the linears; None takes the run's, else nvfp4.
-        rounding: For checkpoints that are not packed yet; None takes the run's, else mse.
+        weights: Format of the linears; else that of a packed checkpoint, else nvfp4.
+        rounding: For checkpoints that are not packed yet; else mse.
+        dtype: Of everything that is not quantised; else auto: bfloat16 on a GPU, float32 on a CPU.
+        chat_template_kwargs: Arguments of the chat template; else none.
     """
 
     model: str
     adapter: Path | None = None
     weights: Weights | None = None
     rounding: Method | None = None
+    dtype: ComputeDtype | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
-    def settings(self) -> tuple[Weights, Method]:
-        """Format and rounding, with what is not given filled in."""
-        trained: dict[str, Any] = {}
-        if self.adapter is not None and (self.adapter / CONFIG_FILE).is_file():
-            trained = yaml.safe_load((self.adapter / CONFIG_FILE).read_text(encoding="utf-8"))
-        weights = self.weights or trained.get("weights", "nvfp4")
-        return weights, self.rounding or trained.get("rounding", "mse")
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked of a policy; None takes what the run says, else the default.
+
+    Attributes:
+        task: As in a recipe; required where no run says one.
+        task_options: As in a recipe; those of the run count for its own task alone.
+        samples: Completions for each problem.
+        temperature: Else 0 for one sample and 0.6 for several.
+        top_p: Without effect at temperature 0.
+        max_tokens: Longest completion.
+        limit: First problems only; None for all.
+        seed: Of the sampling.
+
+    Raises:
+        QeRLError: A number is out of its range.
+    """
+
+    task: str | None = None
+    task_options: dict[str, Any] | None = None
+    samples: int = 1
+    temperature: float | None = None
+    top_p: float = 0.95
+    max_tokens: int | None = None
+    limit: int | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, value in (
+            ("samples", self.samples),
+            ("limit", self.limit),
+            ("max_tokens", self.max_tokens),
+        ):
+            if value is not None and value < 1:
+                raise QeRLError(f"{name} is {value}; it must be at least 1.")
+
+
+@dataclass(frozen=True)
+class Loading:
+    """How a policy is loaded, with nothing left open; no rounding where none is done or known."""
+
+    model: str
+    adapter: Path | None
+    weights: Weights
+    rounding: Method | None
+    dtype: torch.dtype
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+
+    def as_json(self) -> dict[str, Any]:
+        """What decides the policy and its prompts, the contents of the files included."""
+        folder = local_checkpoint(self.model)
+        return {
+            "model": self.model,
+            "fingerprint": checkpoint_fingerprint(folder),
+            "adapter": str(self.adapter) if self.adapter else None,
+            "adapter_digest": _digest(adapter_file(self.adapter).read_bytes()) if self.adapter else None,
+            "weights": self.weights,
+            "rounding": self.rounding,
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "chat_template_kwargs": self.chat_template_kwargs,
+            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        }
 
 
 @dataclass(frozen=True)
@@ -60,19 +134,47 @@ class Policy:
     stop_token_ids: tuple[int, ...]
 
 
-def load(source: Source, console: Console) -> Policy:
+def decide(source: Source, choices: Choices) -> Loading:
+    """How the policy is loaded; a model and an adapter that do not belong together are refused here.
+
+    Raises:
+        QeRLError: The model is not found, the adapter is damaged, or it was trained on another rounding.
+    """
+    packed, packed_with = packing(source.model)
+    trained_with = choices.trained.settings.get("rounding")
+    if packed and source.adapter is None and source.weights is None:
+        weights = choices.note("weights", packed, source.model)
+    else:
+        weights = choices.take("weights", source.weights, packed or "nvfp4")
+    if source.adapter is not None:
+        check_adapter(source.adapter)
+        if packed and source.rounding is None and source.weights is None:
+            check_rounding(source.model, packed_with, trained_with)
+    rounding: Any = packed_with
+    if weights in FORMATS and not packed:
+        rounding = choices.take("rounding", source.rounding, "mse")
+    dtype = choices.take("dtype", source.dtype, "auto")
+    if dtype == "auto":
+        full = choices.trained.settings.get("tuning") == "full"
+        dtype = "bfloat16" if torch.cuda.is_available() and not full else "float32"
+        choices.note("dtype", dtype, "auto on this machine")
+    kwargs = choices.take("chat_template_kwargs", source.chat_template_kwargs, {})
+    return Loading(source.model, source.adapter, weights, rounding, getattr(torch, dtype), kwargs)
+
+
+def load(loading: Loading, console: Console) -> Policy:
     """Model, adapter, tokenizer and engine.
 
     Raises:
         QeRLError: Something cannot be loaded, or the adapter changes nothing.
     """
-    weights, rounding = source.settings()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    tokenizer = load_tokenizer(source.model)
-    model = load_model(source.model, weights=weights, dtype=dtype, device=device, method=rounding)
-    if source.adapter is not None:
-        model = load_adapter(model, source.adapter)
+    tokenizer = load_tokenizer(loading.model)
+    model: Any = load_model(
+        loading.model, loading.weights, dtype=loading.dtype, device=device, method=loading.rounding or "mse"
+    )
+    if loading.adapter is not None:
+        model = load_adapter(model, loading.adapter)
         prompt = tokenizer("The adapter must change what follows this.")["input_ids"]
         difference = prove_adapter(model, prompt)
         console.print(f"The adapter is in use: it moves logits by up to {difference:.3g}.")
@@ -82,56 +184,132 @@ def load(source: Source, console: Console) -> Policy:
     return Policy(model, tokenizer, engine, tuple(sorted(stop_ids)))
 
 
-def evaluate_model(
-    source: Source,
-    task: str,
-    task_options: dict[str, Any],
-    params: SamplingParams,
-    samples: int,
-    limit: int | None,
-    out: Path | None,
-    console: Console,
-) -> EvalResult:
+def evaluate_model(source: Source, request: Request, out: Path | None, console: Console) -> EvalResult:
     """Score a policy on the held-out problems of a task and print the result.
 
     Args:
         source: The policy.
-        task, task_options: As in a recipe.
-        params: How completions are sampled; the model's stop tokens are added.
-        samples: Completions for each problem.
-        limit: Problems to score, None for all.
-        out: Folder for result and completions, None for none.
+        request: The task, and how it is sampled.
+        out: Folder for result and completions, None for none; an evaluation that was cut off there goes on.
         console: Where progress and result go.
+
+    Raises:
+        QeRLError: Anything the user can mend.
     """
-    policy = load(source, console)
-    weights, rounding = source.settings()
-    result = evaluate(
-        policy.engine,
-        policy.tokenizer,
-        get_task(task, **task_options),
-        samples=samples,
-        params=replace(params, stop_token_ids=policy.stop_token_ids),
-        console=console,
-        limit=limit,
-        out=out,
-        source={
-            "model": source.model,
-            "adapter": str(source.adapter) if source.adapter else None,
-            "weights": weights,
-            "rounding": rounding,
-            "task_options": task_options,
-        },
+    choices = Choices(read_trained(source.adapter, source.model))
+    params = _sampling(request, choices)
+    name, options = _task(request, choices)
+    task = get_task(name, **options)
+    loading = decide(source, choices)
+    _say(choices, loading, console)
+    problems = held_out(task, request.limit)
+    policy_json = loading.as_json()
+    record = Record(
+        out,
+        {"task": name, "task_options": options, "samples": request.samples}
+        | {"problems": _problems_digest(problems), **asdict(params), **policy_json, "versions": versions()},
     )
-    console.print(result.summary())
+    policy = load(loading, console)
+    try:
+        result = evaluate(
+            policy.engine,
+            policy.tokenizer,
+            task,
+            problems,
+            samples=request.samples,
+            params=replace(params, stop_token_ids=policy.stop_token_ids),
+            console=console,
+            record=record,
+            chat=Chat(policy.tokenizer, loading.chat_template_kwargs),
+            source={**policy_json, "task_options": options},
+        )
+    except KeyboardInterrupt:
+        if out is not None:
+            console.print(
+                f"{len(record.rows)} of {len(problems) * request.samples} completions are kept in {out}; the "
+                "same command goes on from there.",
+                markup=False,
+                soft_wrap=True,
+            )
+        raise
+    console.print(result.summary(), markup=False, soft_wrap=True)
     return result
 
 
-def answer(source: Source, prompt: str, params: SamplingParams, console: Console) -> str:
-    """The policy's reply to one user message."""
-    policy = load(source, console)
-    chat = policy.tokenizer.apply_chat_template(
-        [{"role": "user", "content": prompt}], add_generation_prompt=True, return_dict=True
-    )
+def answer(source: Source, prompt: str, request: Request, console: Console, system: str | None = None) -> str:
+    """The policy's reply to one user message.
+
+    Args:
+        source: The policy.
+        prompt: The message.
+        request: How it is sampled; its task gives the system message that asks for the answer's form.
+        console: Where it is said what answers.
+        system: The system message; None takes that of the task, if there is one, and "" has none.
+
+    Raises:
+        QeRLError: Anything the user can mend.
+    """
+    for text in (prompt, system or ""):
+        if not _is_text(text):
+            raise QeRLError("The prompt is not valid text: it has bytes that are not UTF-8; encode it anew.")
+    choices = Choices(read_trained(source.adapter, source.model))
+    if request.max_tokens is None and "max_completion_length" not in choices.trained.settings:
+        request = replace(request, max_tokens=ANSWER_TOKENS)
+    params = _sampling(request, choices)
+    messages = [{"role": "user", "content": prompt}]
+    if system is None and (request.task or choices.trained.settings.get("task")):
+        name, options = _task(request, choices)
+        messages = get_task(name, **options).prompt(prompt)
+    elif system:
+        messages.insert(0, {"role": "system", "content": system})
+    loading = decide(source, choices)
+    _say(choices, loading, console)
+    policy = load(loading, console)
+    ids = Chat(policy.tokenizer, loading.chat_template_kwargs).ids(messages)
     seeded = replace(params, stop_token_ids=policy.stop_token_ids)
-    result = policy.engine.generate([chat["input_ids"]], 1, seeded)
+    result = policy.engine.generate([ids], 1, seeded)
     return policy.tokenizer.decode(result.completions[0].token_ids, skip_special_tokens=True)
+
+
+def _sampling(request: Request, choices: Choices) -> SamplingParams:
+    tokens = choices.take("max_tokens", request.max_tokens, EVAL_TOKENS, key="max_completion_length")
+    default = 0.0 if request.samples == 1 else 0.6
+    temperature = choices.take("temperature", request.temperature, default, key="")
+    trained_at = choices.trained.settings.get("temperature", temperature)
+    if trained_at != temperature:
+        choices.note("temperature", trained_at, "what the run sampled with")
+    return SamplingParams(tokens, temperature, request.top_p, seed=request.seed)
+
+
+def _task(request: Request, choices: Choices) -> tuple[str, dict[str, Any]]:
+    """Name and options; the run's options belong to the run's task."""
+    name = choices.take("task", request.task, None)
+    if name is None:
+        raise QeRLError("No task is given and no run says one; pass --task, for example --task gsm8k.")
+    same = name == choices.trained.settings.get("task")
+    options = choices.take("task_options", request.task_options, {}, key="task_options" if same else "")
+    return name, options
+
+
+def _say(choices: Choices, loading: Loading, console: Console) -> None:
+    """One line with the values and where they came from; a doubt about the adapter's base."""
+    console.print(f"Taken: {choices}.", markup=False, highlight=False, soft_wrap=True)
+    doubt = check_base(loading.adapter, loading.model) if loading.adapter is not None else ""
+    if doubt:
+        console.print(doubt, markup=False, highlight=False, soft_wrap=True)
+
+
+def _problems_digest(problems: Dataset) -> str:
+    return _digest(json.dumps(list(problems), sort_keys=True, default=str).encode())
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.blake2b(content, digest_size=16).hexdigest()
+
+
+def _is_text(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -123,7 +123,7 @@ def quantize_checkpoint(
         _check_room(checkpoint, layers, block_format, folder)
         amax = _group_amax(checkpoint, layers, progress)
         written = _write_shards(checkpoint, folder, amax, block_format, method, progress)
-        _write_rest(checkpoint, folder, layers, block_format, written)
+        _write_rest(checkpoint, folder, layers, block_format, method, written)
     report = QuantizeReport(
         target,
         format,
@@ -230,11 +230,20 @@ def _write_shards(
 
 
 def _write_rest(
-    checkpoint: Checkpoint, folder: Path, layers: Mapping[str, Header], format: BlockFormat, written: _Written
+    checkpoint: Checkpoint,
+    folder: Path,
+    layers: Mapping[str, Header],
+    format: BlockFormat,
+    method: Method,
+    written: _Written,
 ) -> None:
     """Everything that is not a shard: config, index, and what the source has beside its weights."""
     ignore = ["lm_head", *_other_linears(checkpoint, layers)]
-    config = {**checkpoint.config, "quantization_config": quantization_config(format, ignore)}
+    config = {
+        **checkpoint.config,
+        "quantization_config": quantization_config(format, ignore),
+        "qerl_rounding": method,
+    }
     write_json(folder / "config.json", config)
     if list(checkpoint.shards) != [SINGLE_FILE]:
         index = {"metadata": {"total_size": written.total_bytes}, "weight_map": written.weight_map}

@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from qerl import yaml12
 from qerl.errors import QeRLError
 
 logger = logging.getLogger(__name__)
@@ -124,7 +123,7 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
             raise QeRLError(f"The run {folder} is given more than once; name each run once.")
     labels = _labels(resolved)
     return [
-        Run(label, folder, read_metrics(folder), _read_settings(folder))
+        Run(label, folder, read_metrics(folder), _flat_settings(folder))
         for label, folder in zip(labels, folders, strict=True)
     ]
 
@@ -138,17 +137,27 @@ def _labels(folders: Sequence[Path]) -> list[str]:
     raise AssertionError("different paths have different parts")
 
 
-def _read_settings(folder: Path) -> dict[str, Any] | None:
+def read_settings(folder: Path) -> dict[str, Any] | None:
+    """The settings in a folder's config.yaml, None where there is no such file.
+
+    Raises:
+        QeRLError: The file cannot be read or is no mapping.
+    """
     path = folder / CONFIG_FILE
     if not path.is_file():
         return None
     try:
-        settings = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        settings = yaml12.load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
         raise QeRLError(f"{path} cannot be read: {' '.join(str(error).split())}.") from error
     if not isinstance(settings, dict):
         raise QeRLError(f"{path} is not a mapping of settings; restore it or delete it.")
-    return _flatten(settings)
+    return settings
+
+
+def _flat_settings(folder: Path) -> dict[str, Any] | None:
+    settings = read_settings(folder)
+    return None if settings is None else _flatten(settings)
 
 
 def _flatten(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -5,6 +5,7 @@ read where the optimizer writes them, and parameter noise is handed to each call
 weights. The engine knows nothing of trainers, tasks or rewards.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -49,7 +50,7 @@ class SamplingParams:
             raise QeRLError(
                 f"max_tokens is {self.max_tokens}; a completion needs room for at least one token."
             )
-        if self.temperature < 0:
+        if not 0 <= self.temperature < math.inf:
             raise QeRLError(f"temperature is {self.temperature}; it must be 0 (greedy) or positive.")
         if not 0 < self.top_p <= 1:
             raise QeRLError(f"top_p is {self.top_p}; it must be above 0 and at most 1.")
@@ -110,9 +111,12 @@ class RolloutEngine(ABC):
     Attributes:
         model: What it samples from, PEFT-wrapped or not, which a trainer compares with what it trains; None
             for an engine without a model, whose samples are scripted.
+        rows_per_call: Completions that a call should have where there are many to make: with fewer, part of
+            its time goes into waiting for the last ones.
     """
 
     model: nn.Module | None = None
+    rows_per_call: int = 64
 
     @abstractmethod
     def generate(

@@ -51,7 +51,7 @@ class PortableEngine(RolloutEngine):
             raise QeRLError(f"max_sequences is {max_sequences}; at least one sequence must run at a time.")
         self.model = model
         self._pad_token_id = pad_token_id
-        self._max_sequences = max_sequences
+        self._max_sequences = self.rows_per_call = max_sequences
 
     def generate(
         self,

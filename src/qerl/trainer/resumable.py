@@ -23,9 +23,11 @@ from transformers.trainer_utils import rotate_checkpoints
 from trl import GRPOTrainer
 
 from qerl.errors import QeRLError
+from qerl.lora import ADAPTER_FILE, check_adapter
 from qerl.recipe import dump
 from qerl.trainer.checkpoint import UNFINISHED, clear, last_checkpoint, move_into, publish
 from qerl.trainer.oom import StepRedo
+from qerl.trainer.provenance import write_provenance
 from qerl.trainer.reference import load_reference, save_reference
 from qerl.trainer.rollout_file import Batch, load_rollouts, save_rollouts
 from qerl.trainer.stand_ins import EpochRepeatSampler
@@ -142,9 +144,15 @@ class ResumableTrainer(GRPOTrainer):
     def _rollout_file(self, checkpoint: Path) -> Path:
         return checkpoint / f"rollouts_{self.accelerator.process_index}.safetensors"
 
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        super()._save(output_dir, state_dict)
+        write_provenance(self.args, self.model, Path(output_dir or str(self.args.output_dir)))
+
     # Loading
 
     def _load_from_checkpoint(self, checkpoint: str, model: Any = None) -> None:
+        if (Path(checkpoint) / ADAPTER_FILE).is_file():
+            check_adapter(Path(checkpoint))
         with _fits(checkpoint):
             if not load_reference(cast(Any, self), Path(checkpoint)):
                 super()._load_from_checkpoint(checkpoint, model)

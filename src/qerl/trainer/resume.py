@@ -13,6 +13,7 @@ from rich.console import Console
 
 from qerl.config import QeRLConfig, default_of
 from qerl.errors import QeRLError
+from qerl.lora import ADAPTER_FILE, check_adapter
 from qerl.recipe import FIELDS, read_mapping, resolved
 from qerl.report.runs import CONFIG_FILE, METRICS_FILE
 from qerl.trainer.checkpoint import Manifest, checkpoints, last_checkpoint, read_manifest
@@ -73,6 +74,8 @@ def prepare_folder(config: QeRLConfig, console: Console) -> str | None:
     else:
         _refuse_a_run(folder)
     _check_settings(checkpoint, manifest, config, console)
+    if ADAPTER_FILE in manifest.files:
+        check_adapter(checkpoint)
     return str(checkpoint)
 
 

@@ -94,6 +94,7 @@ class PagedEngine(RolloutEngine):
         self.model = model
         self._pad_token_id = pad_token_id
         self._max_sequences, self._cache_share = max_sequences, cache_share
+        self.rows_per_call = 2 * max_sequences  # rows are refilled until half of the call is left
         self._kv_dtype = KV_DTYPES[kv_cache_dtype]
         config = base_model(model).config.get_text_config(decoder=True)
         self._positions = config.max_position_embeddings

@@ -1,0 +1,146 @@
+"""An evaluation on disk: completions as they are scored, so that one that was cut off goes on.
+
+A folder holds settings.json (everything that decides the completions) and completions.jsonl, to which each
+slice of problems is added when it is scored. When all are there result.json is written and settings.json,
+whose content is in it, goes. Calling the evaluation again with the same settings goes on behind the last
+whole slice. A slice is one call of the engine with a seed of its own, so the completions are those of an
+evaluation that was never cut off, to the bit on the same machine. Other settings are refused, and so is a
+folder that holds a finished evaluation: nothing is ever overwritten.
+"""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from qerl.errors import QeRLError
+
+if TYPE_CHECKING:
+    from qerl.eval.evaluate import EvalResult
+
+RESULT_FILE = "result.json"
+SETTINGS_FILE = "settings.json"
+COMPLETIONS_FILE = "completions.jsonl"
+
+Row = dict[str, Any]
+
+
+class Record:
+    """The completions that are scored, in memory and, where there is a folder, on disk.
+
+    Args:
+        folder: Where they are kept; None keeps them in memory alone.
+        settings: Everything that decides the completions, as plain JSON values.
+
+    Attributes:
+        rows: One for each completion, problems in order, the samples of a problem next to each other.
+
+    Raises:
+        QeRLError: The folder cannot be written, holds a finished evaluation, or one with other settings.
+    """
+
+    def __init__(self, folder: Path | None, settings: dict[str, Any]) -> None:
+        self.folder = folder
+        self.rows: list[Row] = []
+        self._settings = json.loads(json.dumps(settings))
+        if folder is not None:
+            with _writing(folder):
+                self._open(folder)
+
+    def problems_at_a_time(self, wanted: int, samples: int) -> int:
+        """Problems of a slice: as many as wanted, or as the evaluation that goes on here had."""
+        size = self._settings.setdefault("problems_at_a_time", wanted)
+        whole = len(self.rows) // (size * samples) * (size * samples)
+        self.rows = self.rows[:whole]
+        if self.folder is not None:
+            with _writing(self.folder):
+                self._write_settings(self.folder)
+                _replace(self.folder / COMPLETIONS_FILE, "".join(map(_line, self.rows)))
+        return size
+
+    def add(self, rows: list[Row]) -> None:
+        """Keep the completions of one slice."""
+        self.rows += rows
+        if self.folder is not None:
+            path = self.folder / COMPLETIONS_FILE
+            with _writing(self.folder), path.open("a", encoding="utf-8") as file:
+                file.write("".join(map(_line, rows)))
+
+    def finish(self, result: "EvalResult") -> None:
+        """Keep the result."""
+        if self.folder is not None:
+            with _writing(self.folder):
+                _replace(self.folder / RESULT_FILE, json.dumps(asdict(result), indent=2) + "\n")
+                (self.folder / SETTINGS_FILE).unlink()
+
+    def _open(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        if (folder / RESULT_FILE).exists():
+            raise QeRLError(
+                f"{folder} holds a finished evaluation ({RESULT_FILE}); choose another --out, or remove it."
+            )
+        if (folder / COMPLETIONS_FILE).exists():
+            self._go_on(folder)
+        self._write_settings(folder)
+
+    def _go_on(self, folder: Path) -> None:
+        self.rows = _read_rows(folder / COMPLETIONS_FILE)
+        if not self.rows:
+            return
+        try:
+            former = json.loads((folder / SETTINGS_FILE).read_text(encoding="utf-8"))
+            size = former.pop("problems_at_a_time")
+        except (FileNotFoundError, ValueError, KeyError, AttributeError) as error:
+            raise QeRLError(
+                f"{folder / COMPLETIONS_FILE} has completions but no readable {SETTINGS_FILE} says of what; "
+                "choose another --out."
+            ) from error
+        for name in [*self._settings, *former]:
+            before, now = former.get(name), self._settings.get(name)
+            if before != now:
+                raise QeRLError(
+                    f"{folder} holds an unfinished evaluation with {name} {_short(before)}, not "
+                    f"{_short(now)}; repeat it with its own settings to go on, or choose another --out."
+                )
+        self._settings["problems_at_a_time"] = size
+
+    def _write_settings(self, folder: Path) -> None:
+        _replace(folder / SETTINGS_FILE, json.dumps(self._settings, indent=2) + "\n")
+
+
+@contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    """A block in which what the disk refuses becomes one sentence."""
+    try:
+        yield
+    except OSError as error:
+        raise QeRLError(
+            f"The evaluation cannot be written to {folder}: {error.strerror}; choose another --out."
+        ) from error
+
+
+def _read_rows(path: Path) -> list[Row]:
+    """Rows of the file; what stands behind its last newline was cut off."""
+    *lines, _ = path.read_bytes().split(b"\n")
+    try:
+        return [json.loads(line) for line in lines]
+    except ValueError as error:
+        raise QeRLError(f"{path} is damaged ({error}); remove it, or choose another --out.") from error
+
+
+def _line(row: Row) -> str:
+    return json.dumps(row, ensure_ascii=False) + "\n"
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a file that is there as a whole or not at all."""
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) < 80 else text[:77] + "..."

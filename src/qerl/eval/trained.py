@@ -1,0 +1,156 @@
+"""What a run says about the policy that it made, so that the policy is scored as it was trained.
+
+Whoever saves a policy writes config.yaml and policy.json beside it (`qerl.trainer.provenance`). From there
+evaluation takes what it is not told: the format and rounding of the weights, the dtype, the task with its
+options, the length of a completion, and the arguments of the chat template. What is told always wins, and
+where each value came from is kept, to be said once before anything is scored.
+
+The file lies beside an adapter, or beside the weights of a fully tuned model. An older checkpoint-N folder
+has none; its run's lies one folder up.
+"""
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, get_args
+
+from qerl.errors import QeRLError
+from qerl.fingerprint import POLICY_FILE
+from qerl.model import Weights
+from qerl.nvfp4.format import Method
+from qerl.recipe import FIELDS
+from qerl.report.runs import CONFIG_FILE, read_settings
+
+_CHECKPOINT = re.compile(r"checkpoint-\d+")
+
+
+def _one_of(*choices: str) -> tuple[Callable[[Any], bool], str]:
+    return lambda value: value in choices, f"one of {', '.join(choices)}"
+
+
+# Setting -> whether a value is one, and what it has to be.
+_KNOWN: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "weights": _one_of(*get_args(Weights)),
+    "rounding": _one_of(*get_args(Method)),
+    "dtype": _one_of("auto", "float32", "bfloat16"),
+    "tuning": _one_of("lora", "full"),
+    "model": (lambda value: isinstance(value, str), "text"),
+    "task": (lambda value: isinstance(value, str), "text"),
+    "task_options": (lambda value: isinstance(value, dict), "a mapping"),
+    "chat_template_kwargs": (lambda value: isinstance(value, dict), "a mapping"),
+    "max_completion_length": (lambda value: type(value) is int and value > 0, "a number of tokens"),
+    "temperature": (lambda value: type(value) in (int, float) and value > 0, "a positive number"),
+}
+
+
+# Those that config.yaml leaves out where they stand at their defaults.
+_DEFAULTS = ("max_completion_length", "temperature")
+
+
+@dataclass(frozen=True)
+class Trained:
+    """Settings of the run that made a policy.
+
+    Attributes:
+        where: The config.yaml that they stand in; None where no run is known.
+        settings: Those of them that evaluation knows.
+    """
+
+    where: Path | None = None
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+def read_trained(adapter: Path | None, model: str) -> Trained:
+    """What the run says that made an adapter, or without one the run that tuned a whole model.
+
+    Args:
+        adapter: Folder of the adapter, if there is one.
+        model: Name of the model; its folder counts where a run with ``tuning: full`` saved it.
+
+    Raises:
+        QeRLError: A config.yaml cannot be read or has a value of a wrong kind.
+    """
+    folder = Path(model).expanduser() if adapter is None else adapter
+    for place in [folder, *([folder.absolute().parent] if _CHECKPOINT.fullmatch(folder.name) else [])]:
+        settings = read_settings(place)
+        if settings is None:
+            continue
+        if adapter is None and settings.get("tuning") != "full":
+            return Trained()  # not a run's: the file is somebody else's
+        path = place / CONFIG_FILE
+        unset = {name: FIELDS[name].default for name in _DEFAULTS}
+        facts = {name: value for name, value in read_policy(folder).items() if name in _KNOWN}
+        return Trained(path, _checked(unset | settings | facts, path))
+    return Trained()
+
+
+def _checked(settings: dict[str, Any], path: Path) -> dict[str, Any]:
+    known = {key: value for key, value in settings.items() if key in _KNOWN and value is not None}
+    for key, value in known.items():
+        fits, expected = _KNOWN[key]
+        if not fits(value):
+            raise QeRLError(f"{path} sets {key} to {value!r}, which must be {expected}; restore the file.")
+    return known
+
+
+class Choices:
+    """Values, each from the first of a flag, the run and a default, with where it came from.
+
+    Args:
+        trained: What the run says.
+    """
+
+    def __init__(self, trained: Trained) -> None:
+        self.trained = trained
+        self._said: dict[str, list[str]] = {}
+
+    def take(self, name: str, given: Any, default: Any, key: str | None = None) -> Any:
+        """A value; ``given`` and what the run says count unless they are None.
+
+        Args:
+            name: The flag's name.
+            given: What the user said.
+            default: Where neither says anything.
+            key: The run's name for it, if it is another one; empty where the run has no say.
+        """
+        of_run = self.trained.settings.get(name if key is None else key)
+        if given is not None:
+            return self.note(name, given, f"--{name}")
+        if of_run is not None:
+            return self.note(name, of_run, str(self.trained.where))
+        return self.note(name, default, "default")
+
+    def note(self, name: str, value: Any, origin: str) -> Any:
+        """Keep where a value came from, and give the value."""
+        if value not in (None, {}):
+            self._said.setdefault(origin, []).append(f"{name} {value}")
+        return value
+
+    def __str__(self) -> str:
+        return "; ".join(f"{', '.join(values)} ({origin})" for origin, values in self._said.items())
+
+
+def read_policy(folder: Path) -> dict[str, Any]:
+    """What policy.json beside saved weights says, nothing where there is none.
+
+    Raises:
+        QeRLError: The file cannot be read.
+    """
+    return read_json(folder / POLICY_FILE)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file, an empty one where there is no file.
+
+    Raises:
+        QeRLError: The file cannot be read.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    except (OSError, ValueError) as error:
+        raise QeRLError(f"{path} cannot be read ({error}); copy the folder again.") from error
+    if not isinstance(content, dict):
+        raise QeRLError(f"{path} is not a JSON object; copy the folder again.")
+    return content
