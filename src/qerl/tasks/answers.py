@@ -6,19 +6,24 @@ truncated derivation ends with a number too and would be paid for being cut off.
 
 Equality is decided in three steps, the first that applies:
 
-1. both are plain numbers ("1,000", "$12.00", "-3"): exact, as fractions, however many digits;
+1. both are one number, however it is written (:mod:`qerl.tasks.quantity`): exact, however many digits;
 2. either is a word ("Tuesday"): the same letters, ignoring case, for math-verify would read a product of
    symbols and call every anagram equal;
-3. anything else is parsed and compared by math-verify, as LaTeX.
+3. anything else is parsed and compared by math-verify, as LaTeX, unless it holds what its parser passes over
+   (arrows, dashes, foreign characters), behind which another answer could hide.
 
-What was given up: units are not judged (math-verify drops them: "12 km" equals "12").
+An equation is its right-hand side, as in math-verify: "x = 12" and "x + y = 12" are 12, and
+"5x - 7y + 11z + 4 = 0" is 0 with them. One that states two different numbers, "11 = 12", is none.
+
+What was given up: units are not judged (18 km is 18), except that cents are not dollars.
 """
 
 import logging
 import re
-from fractions import Fraction
 
 from math_verify import parse, verify
+
+from qerl.tasks.quantity import plain, quantity, unknown, without_text
 
 # It warns once a process that its timeouts are off, which is deliberate: see _verified_equal.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
@@ -26,23 +31,47 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)
 MAX_ANSWER_CHARS = 1000
 """A longer "answer" is a derivation; comparing it symbolically costs seconds and is never right."""
 
-_ANSWER_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _HASHES = re.compile(r"####[ \t]*(\S[^\n]*)")
-_NUMBER_IN_TEXT = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?")
-_PLAIN_NUMBER = re.compile(r"([+-]?)(\d{1,3}(?:,\d{3})+|\d+)?(\.\d*)?")
+_NUMBER_IN_TEXT = re.compile(
+    r"(?:(?<![\w)}\]])-)?"
+    r"(?:\\[dtc]?frac\{[^{}]{1,40}\}\{[^{}]{1,40}\}"
+    r"|(?:\d+ )?\d+ ?/ ?\d+"
+    r"|(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d+(?!\w)|\^\{?-?\d+\}?)?)",
+    re.ASCII,
+)
+# "x =" before an answer.
+_SOLVED = re.compile(r"[A-Za-z\\][A-Za-z\\{}()_' ]*= *(?=[^=]*$)")
+# What an expression with a number as its value is made of. math-verify's parser stops at what it does not
+# know: "18 -> 20", with an arrow, would be 18.
+_IN_NUMBERS = re.compile(
+    r"(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d*)?|\.\d+|(?!(?:or|and|not|to)\b)[A-Za-z]+(?:_(?:\{\w+\}|\w))?'*"
+    r"|[!%()\[\]{}]|[-+*/^=](?=\s*\S)"
+    r"|\\[,;:! %${}]|\\text\{(?! *(?:or|and|not|to)\b)[^{}\d]*\}$"
+    r"|\\(?:[dtc]?frac|sqrt|cdot|times|div|left|right|pi|log|ln|exp|sin|cos|tan|[dt]?binom|circ|infty"
+    r"|[lr]floor|[lr]ceil|max|min|gcd|displaystyle|alpha|beta|gamma|theta|lambda|mu|angle)(?![A-Za-z])",
+    re.ASCII,
+)
+# What sets answers side by side, of which the parser would read one.
+_ASIDE = re.compile(
+    r"""[#@?~"`]|[^\x00-\x7f]"""
+    r"|\\(?:to|(?:[lL]ong)?[rR]ightarrow|mapsto|implies|iff|sim|approx|therefore)(?![A-Za-z])"
+)
 _WORD = re.compile(r"[^\W\d_]{2,}(?:[ -][^\W\d_]+)*")
 
 
 def answer_tag(text: str) -> str | None:
-    """Content of the last ``<answer>...</answer>``; None if there is none."""
-    found = _ANSWER_TAG.findall(text)
-    return found[-1].strip() if found else None
+    """Content of the last ``<answer>...</answer>``, the innermost of several; None if there is none."""
+    start = text.rfind("<answer>", 0, max(text.rfind("</answer>"), 0))
+    if start < 0:
+        return None
+    return text[start + len("<answer>") : text.find("</answer>", start)].strip()
 
 
 def after_hashes(text: str) -> str | None:
     """What follows the last ``####`` on its line; None if there is none."""
     found = _HASHES.findall(text)
-    return found[-1].strip() if found else None
+    last = found[-1].rstrip("# \t").rpartition("####")[2] if found else ""
+    return last.lstrip("#").strip() or None
 
 
 def boxed(text: str) -> str | None:
@@ -61,7 +90,7 @@ def boxed(text: str) -> str | None:
 
 
 def last_number(text: str) -> str | None:
-    """The last number of a text, marked as an answer or not."""
+    """The last number of a text, marked as an answer or not; a fraction or power is taken whole."""
     found = _NUMBER_IN_TEXT.findall(text)
     return found[-1] if found else None
 
@@ -86,22 +115,6 @@ def final_answer(text: str) -> str | None:
     return tagged
 
 
-def as_number(answer: str) -> Fraction | None:
-    """Exact value of a plain decimal number, or None if the text is anything else.
-
-    A currency sign in front, thousands separators where they belong and a full stop at the end are accepted;
-    exponents, fractions and units are not.
-    """
-    text = answer.strip().strip("$").strip().removeprefix(r"\$").replace(r"{,}", ",").removesuffix(".")
-    if text.startswith(("-$", r"-\$")):
-        text = "-" + text.partition("$")[2]
-    match = _PLAIN_NUMBER.fullmatch(text.strip())
-    if match is None or not any(c.isdigit() for c in text) or not text.isascii():
-        return None
-    sign, whole, decimals = match.groups()
-    return Fraction(f"{sign}{(whole or '0').replace(',', '')}{decimals or ''}")
-
-
 def equal(answer: str, reference: str) -> bool:
     """Whether two answers are the same.
 
@@ -110,28 +123,44 @@ def equal(answer: str, reference: str) -> bool:
         reference: The right answer.
 
     Returns:
-        Exact equality for plain numbers, letters for words, math-verify's verdict otherwise.
+        Exact equality for numbers, letters for words, math-verify's verdict otherwise.
     """
     if max(len(answer), len(reference)) > MAX_ANSWER_CHARS or not answer.strip():
         return False
-    value, expected = as_number(answer), as_number(reference)
-    if value is not None and expected is not None:
-        return value == expected
+    answer, reference = plain(answer), plain(reference)
+    if answer == reference:
+        return True
+    expected = quantity(reference)
+    found = quantity(_SOLVED.sub("", answer))
+    if found is not None and expected is not None:
+        if found.value == expected.value:
+            return not found.in_other_money(expected)
+        if found.exact and expected.exact:
+            return False
     words, expected_words = _as_words(answer), _as_words(reference)
     if _WORD.fullmatch(words) or _WORD.fullmatch(expected_words):
         return words == expected_words
+    if expected is not None and (_contradicts(answer) or unknown(answer, _IN_NUMBERS)):
+        return False
+    if re.findall(_ASIDE, answer) != re.findall(_ASIDE, reference):
+        return False
     return _verified_equal(answer, reference)
 
 
 def _as_words(answer: str) -> str:
-    text = re.sub(r"\\(?:text|textbf|mathrm|mbox)\{([^{}]*)\}", r"\1", answer.strip().strip("$"))
-    return " ".join(text.removesuffix(".").split()).casefold()
+    return " ".join(plain(without_text(answer)).split()).casefold()
+
+
+def _contradicts(answer: str) -> bool:
+    """Whether an equation states two different numbers, as "11 = 12" does."""
+    stated = [quantity(plain(side)) for side in answer.split("=")] if "=" in answer else []
+    return len({side.value for side in stated if side is not None}) > 1
 
 
 def _verified_equal(answer: str, reference: str) -> bool:
     # math-verify's timeouts use the process's one SIGALRM timer: they fail outside the main thread, and
     # inside it they would cancel the limit that qerl.tasks.guard has set. That limit is the only one, so
     # theirs are off.
-    gold = parse(f"${reference.strip().strip('$')}$", parsing_timeout=None)
-    candidate = parse(f"${answer.strip().strip('$')}$", parsing_timeout=None)
+    gold = parse(f"${reference.strip('$')}$", parsing_timeout=None)
+    candidate = parse(f"${answer.strip('$')}$", parsing_timeout=None)
     return verify(gold, candidate, timeout_seconds=None)
