@@ -42,44 +42,45 @@ def imports_are_not_garbage() -> Iterator[None]:
     gc.unfreeze()
 
 
-@pytest.fixture(scope="session")
-def tiny_model() -> Callable[..., PreTrainedModel]:
-    """``tiny_model(family, seed=0, **config)``: fp32, 2 layers, hidden 64, vocabulary 128, in eval mode.
+def make_tiny_model(family: str = "llama", seed: int = 0, **overrides) -> PreTrainedModel:
+    """fp32, 2 layers, hidden 64, vocabulary 128, in eval mode.
 
     Norm weights and biases are random too, so that no test passes because they are all one or zero.
     """
+    config_class, model_class = FAMILIES[family]
+    settings = {
+        "vocab_size": 128,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 512,
+        "initializer_range": 0.2,
+        "tie_word_embeddings": False,
+        "pad_token_id": 0,
+        "bos_token_id": None,
+        "eos_token_id": 1,
+    }
+    config = config_class(**(settings | overrides))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = model_class(config).float().eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.copy_(1 + 0.2 * torch.randn(parameter.shape, generator=generator))
+            elif name.endswith("bias"):
+                parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
+    return model
 
-    def build(family: str = "llama", seed: int = 0, **overrides) -> PreTrainedModel:
-        config_class, model_class = FAMILIES[family]
-        settings = {
-            "vocab_size": 128,
-            "hidden_size": 64,
-            "intermediate_size": 128,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 16,
-            "max_position_embeddings": 512,
-            "initializer_range": 0.2,
-            "tie_word_embeddings": False,
-            "pad_token_id": 0,
-            "bos_token_id": None,
-            "eos_token_id": 1,
-        }
-        config = config_class(**(settings | overrides))
-        generator = torch.Generator().manual_seed(seed)
-        with torch.random.fork_rng():
-            torch.manual_seed(seed)
-            model = model_class(config).float().eval()
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                if "norm" in name:
-                    parameter.copy_(1 + 0.2 * torch.randn(parameter.shape, generator=generator))
-                elif name.endswith("bias"):
-                    parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
-        return model
 
-    return build
+@pytest.fixture(scope="session")
+def tiny_model() -> Callable[..., PreTrainedModel]:
+    """``tiny_model(family, seed=0, **config)``, see `make_tiny_model`."""
+    return make_tiny_model
 
 
 @pytest.fixture(scope="session")
@@ -126,6 +127,11 @@ def step_sizes(monkeypatch) -> list[int]:
 
 @pytest.fixture(scope="session")
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """See `make_tiny_tokenizer`."""
+    return make_tiny_tokenizer()
+
+
+def make_tiny_tokenizer() -> PreTrainedTokenizerFast:
     """One token for each printable ASCII character and newline, with a ChatML template; 100 tokens.
 
     Saved next to a Qwen2 model it comes back as another class (AutoTokenizer goes by the config), so models

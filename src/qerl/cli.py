@@ -67,6 +67,8 @@ def _quiet_libraries() -> None:
     # PEFT asks the Hub for the base model's vocabulary size and warns when it gets no answer.
     warnings.filterwarnings("ignore", message="Unable to fetch remote file")
     warnings.filterwarnings("ignore", message="Could not find a config file")
+    # What transformers passes on to DistributedDataParallel, by its former name.
+    warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated")
 
 
 def _escape(text: str) -> str:

@@ -206,6 +206,7 @@ class QeRLConfig(GRPOConfig):
         self._choose_metric()
         if not torch.cuda.is_available():
             self.dataloader_pin_memory = False  # there is nothing to pin for
+        self._check_evaluation()
         try:
             super().__post_init__()
         except (ValueError, TypeError, ImportError) as error:
@@ -225,6 +226,12 @@ class QeRLConfig(GRPOConfig):
                     raise QeRLError(f"{spec.name} is not supported: {parent.reason}. Remove it.")
             else:
                 setattr(self, spec.name, checked(spec.name, value, parent.type if parent else spec.type))
+
+    @property
+    def device(self) -> torch.device:
+        """Of this process; accelerate's cpu:1 is one that torch loads no checkpoint to."""
+        device = super().device
+        return torch.device("cpu") if device.type == "cpu" else device
 
     def _check(self) -> None:
         """Contradictions between fields, before anything is loaded."""
@@ -299,6 +306,18 @@ class QeRLConfig(GRPOConfig):
         if by_metric and self.metric_for_best_model is None:
             self.metric_for_best_model = "eval_reward"
 
+    def _check_evaluation(self) -> None:
+        """A group that is spread over processes could not be scored against itself."""
+        groups = self.num_generations_eval or self.num_generations or 1
+        if (
+            getattr(self.eval_strategy, "value", self.eval_strategy) != "no"
+            and self.per_device_eval_batch_size % groups
+        ):
+            raise QeRLError(
+                f"per_device_eval_batch_size is {self.per_device_eval_batch_size}, which groups of {groups} "
+                "(num_generations_eval, else num_generations) do not divide; change one of them."
+            )
+
     def _check_groups(self) -> None:
         """Every process samples whole groups, so that a group's prompt is computed once."""
         local = self.per_device_train_batch_size * (self.steps_per_generation or 1)
@@ -307,12 +326,6 @@ class QeRLConfig(GRPOConfig):
                 f"A process samples {local} completions at a time (per_device_train_batch_size x "
                 f"steps_per_generation), which num_generations = {self.num_generations} does not divide; "
                 "change one of them."
-            )
-        groups = self.num_generations_eval or self.num_generations or 1
-        if self.eval_strategy != "no" and self.per_device_eval_batch_size % groups:
-            raise QeRLError(
-                f"per_device_eval_batch_size is {self.per_device_eval_batch_size}, which groups of {groups} "
-                "(num_generations_eval, else num_generations) do not divide; change one of them."
             )
 
 

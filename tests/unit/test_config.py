@@ -125,3 +125,16 @@ def test_files_that_are_no_recipes(tmp_path):
 
 def test_settings_can_be_made_in_code():
     assert QeRLConfig(**MINIMAL).noise_sigma_start == 1e-2
+
+
+def test_evaluation_batches_hold_whole_groups(tmp_path):
+    with pytest.raises(QeRLError, match=r"per_device_eval_batch_size is 2, which groups of 4 "):
+        QeRLConfig(
+            output_dir=str(tmp_path),
+            num_generations=4,
+            per_device_train_batch_size=4,
+            per_device_eval_batch_size=2,
+            eval_strategy="steps",
+            eval_steps=1,
+            use_cpu=True,
+        )

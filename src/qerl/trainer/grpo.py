@@ -479,7 +479,8 @@ class QeRLTrainer(ResumableTrainer):
             self._seconds[name] += time.perf_counter() - start
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
-        if not model.training:  # to ask is cheaper than to tell every module again
+        # To ask is cheaper than to tell every module again; evaluation turns off what DDP has wrapped.
+        if not self.model.training:
             model.train()
         with self._timed("total"), self._weights_at_hand():
             batch = self._prepare_inputs(inputs)

@@ -117,6 +117,7 @@ class _Peers:
             while not self._store.check([f"{self._prefix}/said"]) and time.monotonic() < deadline:
                 time.sleep(0.05)
             self._count("gone")
+        self._linger()
         _leave(int(failed.split()[1]))
 
     def _last(self, status: int) -> None:
@@ -128,7 +129,13 @@ class _Peers:
             self._store.set(f"{self._prefix}/said", "")
             while self._counted("gone") < self._world - 1 and time.monotonic() < deadline:
                 time.sleep(0.05)
+        self._linger()
         _leave(status)
+
+    def _linger(self) -> None:
+        """The first process may hold the store, in which others still read."""
+        if self._rank == 0:
+            time.sleep(_LOOK)
 
     def _failed(self) -> str:
         key = f"{self._prefix}/failed"

@@ -59,6 +59,9 @@ class ResumableTrainer(GRPOTrainer):
         return self._order
 
     def _run_epoch(self, **where: Any) -> None:
+        if self.state.global_step >= self.state.max_steps:  # a run that was ended before its model was saved
+            self.control.should_training_stop = True
+            return
         if self._order is not None:
             self._order.set_epoch(where["epoch"])
         super()._run_epoch(**where)
@@ -166,7 +169,7 @@ class ResumableTrainer(GRPOTrainer):
             file = self._rollout_file(Path(checkpoint))
             if file.exists():
                 slices = self.args.steps_per_generation
-                self._buffered_inputs = load_rollouts(file, slices, self.accelerator.device)
+                self._buffered_inputs = load_rollouts(file, slices, self.args.device)
 
 
 @contextlib.contextmanager
