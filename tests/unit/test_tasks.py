@@ -429,6 +429,14 @@ GOOD = {"question": "fine?", "answer": "yes"}
         ({"question": "x", "answer": True}, "it is true"),
         ('{"question": "x", "answer": NaN}', "it is NaN"),
         ({"question": "x", "answer": ["1"]}, "it is .*1"),
+        ({"question": "x", "answer": "1", "completions": 3}, "the column completions has a name that reward"),
+        ({"question": "x", "answer": "1", "log_metric": 3}, "the column log_metric has a name"),
+        ({"question": "x", "answer": "1", "images": []}, "the column images has a name"),
+        ({"question": "half \ud83d", "answer": "1"}, "half of a character .*ud83d"),
+        ({"question": "x", "answer": "1", "note": {"deep": ["\udc00"]}}, "half of a character"),
+        ('{"question": "x", "answer": 1e999}', "it is Infinity"),
+        ('{"question": "x", "answer": ' + "[" * 100_000 + "}", "this is not JSON"),
+        ('{"question": "x", "answer": ' + "9" * 5000 + "}", "this is not JSON .*4300 digits"),
     ],
 )
 def test_jsonl_errors_name_file_and_line(jsonl, line: Any, said: str) -> None:
@@ -450,6 +458,12 @@ def test_jsonl_refuses_a_column_of_several_types(jsonl) -> None:
     rows = [GOOD | {"level": 3}, GOOD | {"level": "hard"}]
     with pytest.raises(QeRLError, match=r"A column of .*data\.jsonl has values of different types"):
         get_task(jsonl(*rows)).train()
+
+
+def test_jsonl_takes_long_numbers_as_answers_and_refuses_them_in_other_columns(jsonl) -> None:
+    assert get_task(jsonl({"question": "x", "answer": 10**400})).train()[0]["answer"] == "1" + "0" * 400
+    with pytest.raises(QeRLError, match=r"too large a number .*text for numbers beyond 64 bits"):
+        get_task(jsonl(GOOD | {"seen": 10**30})).train()
 
 
 def test_jsonl_holds_out_the_same_problems_in_any_order(jsonl) -> None:

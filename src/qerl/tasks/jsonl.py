@@ -7,7 +7,8 @@ A line states the problem in exactly one of three columns, and what is right in 
 
 ``question`` and ``prompt`` are text, or chat messages as in ``messages``. The answer format's instruction is
 put in front, unless the messages bring a system message of their own, which then has to ask for that format.
-Other columns reach the reward functions by name, as None on lines that do not have them.
+Other columns reach the reward functions by name, as None on lines that do not have them; names that TRL gives
+to other arguments are refused.
 
 A bad line stops the run before it starts: dropping it would train on something else than the file.
 """
@@ -26,6 +27,11 @@ from qerl.tasks.base import Message, Task, as_dataset
 from qerl.tasks.holdout import position
 
 _PROBLEM_COLUMNS = ("prompt", "question", "messages")
+# What TRL hands to reward functions itself, leaves out, or takes for images and templates of a row.
+_TAKEN_COLUMNS = frozenset(
+    {"prompts", "completion", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"}
+    | {"environment", "environments", "image", "images", "chat_template_kwargs"}
+)
 _ROLES = ("system", "user", "assistant")
 
 
@@ -102,10 +108,19 @@ class Jsonl(Task):
         """
         try:
             row = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"this is not JSON ({error})") from error
         if not isinstance(row, dict):
             raise ValueError("a line must be a JSON object with the columns question and answer")
+        try:
+            json.dumps(row, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"a text holds half of a character ({error.object[error.start]!a})") from error
+        taken = sorted(_TAKEN_COLUMNS & row.keys())
+        if taken:
+            raise ValueError(
+                f"the column {taken[0]} has a name that reward functions get otherwise; rename it"
+            )
         given = [column for column in _PROBLEM_COLUMNS if row.get(column) is not None]
         if len(given) != 1:
             raise ValueError(
@@ -143,7 +158,9 @@ def _is_message(message: Any) -> bool:
 def _answer(value: Any) -> str:
     if isinstance(value, str) and value.strip():
         return value.strip()
-    if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+    if isinstance(value, int) and not isinstance(value, bool):
+        return str(value)
+    if isinstance(value, float) and math.isfinite(value):
         return format(Decimal(str(value)), "f")  # 1e-07 is no plain number to qerl.tasks.answers
     raise ValueError(f"the column answer must be text or a number; it is {json.dumps(value)}")
 
@@ -156,7 +173,8 @@ def _dataset(rows: list[dict[str, Any]], path: Path) -> Dataset:
     columns = dict.fromkeys(column for row in rows for column in row)
     try:
         return as_dataset(({**columns, **row} for row in rows), f"The data file {path}")
-    except pyarrow.ArrowException as error:
+    except (pyarrow.ArrowException, OverflowError) as error:
         raise QeRLError(
-            f"A column of {path} has values of different types ({error}); use one type for each column."
+            f"A column of {path} has values of different types or too large a number ({error}); use one type "
+            "for each column, and text for numbers beyond 64 bits."
         ) from error
