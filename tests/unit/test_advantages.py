@@ -88,6 +88,7 @@ def test_groups_outside_of_daposs_batch_are_not_in_its_scale():
 def test_the_judge_is_called_accuracy_or_alone():
     assert judge_of(["format", "accuracy"]) == 1
     assert judge_of(["my_reward"]) == 0
+    assert judge_of(["soft_overlong_punishment_reward", "my_reward"]) == 1
     with pytest.raises(QeRLError, match=r"\(form, length\) is called 'accuracy'; .* set signal: reward"):
         judge_of(["form", "length"])
 
@@ -266,6 +267,18 @@ def test_the_table_of_completions_is_of_the_batch_that_trains(make, tmp_path):
     assert table["alive_later"].tolist() == [1.0, 0.0, 0.0, 0.0] * 4
     prompts = trainer.processing_class.batch_decode(batch["prompt_ids"], skip_special_tokens=True)
     assert table["prompt"].tolist() == prompts
+
+
+def test_a_judge_that_is_none_is_told(make, caplog):
+    def always_above_zero(completion_ids, **_):
+        return [1.0 + i % 4 for i in range(len(completion_ids))]
+
+    for signal_, count in (("accuracy", 1), ("reward", 0)):
+        caplog.clear()
+        trainer = make(always_above_zero, signal=signal_)
+        for _ in range(2):
+            assert rollout(trainer)["advantages"].any() == (signal_ == "reward")
+        assert caplog.text.count("always_above_zero above 0") == count
 
 
 def test_dapo_without_a_judge_is_refused(make):

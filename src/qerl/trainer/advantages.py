@@ -22,25 +22,29 @@ Legend: B samples of all processes, groups adjacent; N groups, G samples of a gr
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from qerl.errors import QeRLError
 
 JUDGE = "accuracy"
+# TRL's name of the penalty on length, which says nothing of right and wrong.
+_LENGTH_PENALTY = "soft_overlong_punishment_reward"
 
 
 def judge_of(names: Sequence[str]) -> int:
-    """Index of the reward function that says whether a sample is right: `accuracy`, or the only one.
+    """Index of the reward function that says whether a sample is right: `accuracy`, or the only one besides a
+    penalty on length.
 
     Raises:
         QeRLError: There are several and none has that name.
     """
     if JUDGE in names:
         return names.index(JUDGE)
-    if len(names) == 1:
-        return 0
+    judges = [name for name in names if name != _LENGTH_PENALTY]
+    if len(judges) == 1:
+        return names.index(judges[0])
     raise QeRLError(
         f"signal: accuracy needs to know which samples are right, and none of the reward functions "
         f"({', '.join(names)}) is called {JUDGE!r}; name one so, or set signal: reward."
@@ -100,6 +104,11 @@ class Signal:
             total_B = self._total(torch.stack(each, dim=1))
             advantages_B = (total_B - total_B.nanmean()) / (_std(total_B, 0) + 1e-4)
         return advantages_B.nan_to_num(nan=0.0).masked_fill(dead_B, 0.0).float()
+
+    def overruled(self, rewards_BF: torch.Tensor) -> bool:
+        """Whether no group teaches although rewards differ: the judge finds all right or all wrong."""
+        any_difference = replace(self, judge=None)
+        return bool(self.dead(rewards_BF).all() and not any_difference.dead(rewards_BF).all())
 
     def _total(self, rewards_BF: torch.Tensor) -> torch.Tensor:
         """Weighted sum of what is given, NaN where nothing is."""

@@ -1,7 +1,7 @@
 """GRPO and DAPO on TRL's `GRPOTrainer`, with this project's engine, noise and update. Tied to trl 1.16.
 
-With `resumable`, `stand_ins` and `recompute` this is all that touches TRL's internals. What it replaces, and
-why:
+With `rollouts`, `resumable`, `stand_ins` and `recompute` this is all that touches TRL's internals. What it
+replaces, and why:
 
 - **Rollout.** The engine takes the place of TRL's vLLM client: TRL then keeps the log-probabilities of the
   sampler and multiplies each token's loss by pi_trainer / pi_sampler. Samples come from the noisy policy, and
@@ -22,14 +22,12 @@ why:
 
 import contextlib
 import time
-from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-from accelerate.utils import gather_object
-from datasets import Dataset, IterableDataset
+from datasets import Dataset
 from peft import PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 from trl.trainer.utils import split_tensor_dict
@@ -37,41 +35,26 @@ from trl.trainer.utils import split_tensor_dict
 from qerl.config import QeRLConfig
 from qerl.errors import QeRLError
 from qerl.modules import base_model
-from qerl.noise import AdaptiveNoise
 from qerl.nvfp4.linear import unpacked
-from qerl.rollout.engine import RolloutEngine, RolloutResult, SamplingParams
-from qerl.seeding import derive_seed
-from qerl.trainer.advantages import Signal, judge_of
+from qerl.rollout.engine import RolloutEngine
 from qerl.trainer.by_hand import check_by_hand, short_prompts, with_length_penalty
 from qerl.trainer.correction import Mismatch, importance_ratio, loss_mask, rows_with_gradient, weights
-from qerl.trainer.dynamic_sampling import (
-    FreshPrompts,
-    empty_log,
-    replace_groups,
-    replace_log_rows,
-    samples_of,
-)
 from qerl.trainer.evaluation import check_metric, name_metrics
 from qerl.trainer.forward import Padded, score_rows
-from qerl.trainer.memory import PeakMemory
 from qerl.trainer.oom import StepRedo
 from qerl.trainer.pieces import Outputs, loss_in_pieces, without_graph
 from qerl.trainer.policy import check_policy, ready_for_rows
 from qerl.trainer.recompute import recompute_every_layer, understand_every_n_layers
 from qerl.trainer.reference import add_reference, none_by_trl
-from qerl.trainer.resumable import ResumableTrainer
-from qerl.trainer.rewards import guard_rewards, stop_if_all_failed
+from qerl.trainer.rewards import guard_rewards
 from qerl.trainer.rollout_file import Batch
-from qerl.trainer.rollout_log import RolloutLog
-from qerl.trainer.stand_ins import EngineClient
-
-N = TypeVar("N", int, float)
+from qerl.trainer.rollouts import RolloutTrainer, check_data
 
 # What is counted and controlled over the microbatches of an optimizer step.
 _STEP_STATE = ("_step", "entropy_coef", "_entropy_window_stats", "_last_world_entropy", "_mismatch")
 
 
-class QeRLTrainer(ResumableTrainer):
+class QeRLTrainer(RolloutTrainer):
     """`GRPOTrainer` whose rollouts run on the training modules and may be noisy.
 
     Args:
@@ -83,10 +66,6 @@ class QeRLTrainer(ResumableTrainer):
         eval_dataset, processing_class, callbacks: As in TRL.
         acted_on: Fields of the settings that the caller has acted on; see `by_hand`.
     """
-
-    vllm_importance_sampling_correction: bool
-    _buffered_inputs: list[Batch] | None
-    _logs: dict[str, Any]
 
     _tag_names = ["qerl", "trl", "grpo"]  # noqa: RUF012 - TRL reads it from the class
 
@@ -104,11 +83,7 @@ class QeRLTrainer(ResumableTrainer):
     ) -> None:
         check_by_hand(args, acted_on, model)
         check_policy(model, engine)
-        if args.dynamic_sampling_rounds and isinstance(train_dataset, IterableDataset):
-            raise QeRLError(
-                "dynamic_sampling_rounds draws other prompts of the data set, which an IterableDataset "
-                "cannot give; load it as a Dataset or set dynamic_sampling_rounds: 0."
-            )
+        check_data(args, train_dataset)
         dtypes = {parameter: parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
         check_metric(args.metric_for_best_model, eval_dataset)
         with none_by_trl(args):
@@ -128,25 +103,10 @@ class QeRLTrainer(ResumableTrainer):
         for parameter, dtype in dtypes.items():
             # TRL rounds adapters of four-bit models to bf16, in which an update of 5e-6 is mostly lost.
             parameter.data = parameter.data.to(dtype)
-        self.engine = engine
-        self._signal = Signal(
-            group_size=self.num_generations,
-            weights_F=self.reward_weights.to(self.accelerator.device),
-            scale=self.scale_rewards,
-            aggregation=self.multi_objective_aggregation,
-            judge=judge_of(self.reward_func_names) if args.signal == "accuracy" else None,
-        )
-        self._fresh = FreshPrompts(self.train_dataset, args.seed) if args.dynamic_sampling_rounds else None
+        self._start_rollouts(engine)
         understand_every_n_layers(self.model)
         self._branch_attention = ready_for_rows(self.accelerator.unwrap_model(self.model), args)
         add_reference(self)
-        self.noise: AdaptiveNoise | None = None
-        self._memory = PeakMemory(self.accelerator.device)
-        self._seconds: dict[str, float] = defaultdict(float)
-        self._calls = 0
-        self._call_key: tuple[int, str] | None = None
-        self._rollout = RolloutLog()
-        self._reads_logps = True
         self._mismatch = Mismatch.none(self.accelerator.device)
         self._policy_forward: tuple[torch.Tensor, torch.Tensor] | None = None
         self._redo = StepRedo(
@@ -155,166 +115,9 @@ class QeRLTrainer(ResumableTrainer):
             partial(recompute_every_layer, self.model, args),
         )
         self._at_step_start: dict[str, Any] = {}
-        # TRL's seam for an external sampler: these attributes route generation and turn the correction on.
-        self.use_vllm = True
-        self.vllm_mode = "server"
-        self.vllm_generation = EngineClient(self.sample)
-        self._last_loaded_step = -1
 
     def _send_telemetry(self) -> None:
         """Nothing is sent anywhere."""
-
-    # Rollout
-
-    def sample(self, prompts: list[list[int]], samples: int) -> RolloutResult:
-        """Completions of the policy as it is now; with this step's noise while training."""
-        mode = "train" if self.model.training else "eval"
-        step = self.state.global_step
-        if self._call_key != (step, mode):
-            self._call_key, self._calls = (step, mode), 0
-        seed = derive_seed("rollout", self.args.seed, mode, step, self._calls, self.accelerator.process_index)
-        self._calls += 1
-        params = SamplingParams(
-            max_tokens=self.max_completion_length,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            min_p=self.min_p or 0.0,
-            stop_token_ids=tuple(self.eos_token_ids),
-            seed=seed,
-        )
-        result = self.engine.generate(prompts, samples, params, self._noise_offsets(mode, step))
-        self._memory.read()
-        self.engine.release()
-        self._seconds["rollout"] += result.seconds
-        self._rollout.add(result)
-        return result
-
-    def _noise_offsets(self, mode: str, step: int) -> dict[str, torch.Tensor] | None:
-        if mode == "eval" or not self.args.noise:
-            return None
-        if self.noise is None:
-            schedule = self.args.noise_schedule_of(self.state.max_steps)
-            self.noise = AdaptiveNoise(self.accelerator.unwrap_model(self.model), schedule, self.args.seed)
-        offsets = self.noise.offsets(step)
-        self._metrics[mode]["noise/sigma"].append(self.noise.schedule.sigma(step))
-        self._metrics[mode]["noise/norms"].append(float(len(offsets)))
-        return offsets
-
-    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> Batch:
-        if not self.model.training:
-            return self._scored_by_trl(inputs)[0]
-        batch = self._sample_batch(inputs)
-        if self.args.reward_errors == "stop":
-            stop_if_all_failed(self.reward_funcs, self.accelerator)
-        for extra in range(self.args.dynamic_sampling_rounds):
-            dead = self._dead_groups(batch)
-            counts = self._of_ranks(len(dead))
-            if extra == 0:
-                share = sum(counts) / len(counts) * self.num_generations / len(inputs)
-                self._metrics["train"]["dynamic_sampling/groups_without_signal"].append(share)
-            if not any(counts):
-                break
-            batch = self._replace_dead_groups(batch, dead, max(counts))
-        return self._with_advantages(batch)
-
-    def _sample_batch(self, inputs: list[dict[str, Any]]) -> Batch:
-        """TRL's batch, its rewards [B, F], and the entropies of its tokens under the sampler [B, C]."""
-        if self._fresh is not None:
-            prompts = [row["prompt"] for row in inputs[:: self.num_generations]]
-            self._fresh.note(self.state.global_step, gather_object(prompts))
-        batch, logged = self._scored_by_trl(inputs)
-        batch["rollout_entropy"] = torch.tensor(logged["rollout/entropy"], device=self.accelerator.device)
-        rewards_BF = self._own_rows(self._rewards_BF, len(inputs))
-        unseen_B1 = batch["completion_mask"].sum(dim=1, keepdim=True) == 0  # cut off, and masked for that
-        batch["rewards_per_func"] = rewards_BF.masked_fill(unseen_B1, torch.nan)
-        return batch
-
-    def _own_rows(self, gathered: Any, count: int) -> Any:
-        """This process's part of the samples of all processes."""
-        start = self.accelerator.process_index * count
-        return gathered[start : start + count]
-
-    def _dead_groups(self, batch: Batch) -> list[int]:
-        return self._signal.dead(batch["rewards_per_func"]).nonzero().flatten().tolist()
-
-    def _with_advantages(self, batch: Batch) -> Batch:
-        """The batch that trains, once it is whole."""
-        rewards_BF = batch.pop("rewards_per_func")
-        advantages_B = self._signal.advantages(self.accelerator.gather(rewards_BF))
-        self._logs["advantages"].extend(advantages_B.tolist())
-        return batch | {"advantages": self._own_rows(advantages_B, len(rewards_BF))}
-
-    def _scored_by_trl(self, inputs: list[dict[str, Any]]) -> tuple[Batch, dict[str, float]]:
-        """TRL's batch, and what was logged of the rollout.
-
-        Without the correction, which is the loss's (`_corrected`), TRL computes old log-probabilities only
-        where the policy will have moved since the rollout. Evaluation has no loss that would read any.
-        """
-        wanted, self.vllm_importance_sampling_correction = self.vllm_importance_sampling_correction, False
-        self._reads_logps = self.model.training
-        try:
-            batch = super()._generate_and_score_completions(inputs)
-        finally:
-            self.vllm_importance_sampling_correction, self._reads_logps = wanted, True
-        mode = "train" if self.model.training else "eval"
-        batch["sampling_entropies"] = self._rollout.entropies(batch["completion_mask"])
-        logged = self._rollout.report(self.accelerator)
-        for name, value in logged.items():
-            self._metrics[mode][name].append(value)
-        return batch, logged
-
-    def _replace_dead_groups(self, batch: Batch, dead: list[int], most: int) -> Batch:
-        """One extra rollout; every rank samples `most` groups, because TRL gathers rewards over ranks."""
-        assert self._fresh is not None
-        size, rank = self.num_generations, self.accelerator.process_index
-        drawn = self._fresh.draw(most * self.accelerator.num_processes)
-        rows = [row for row in self._own_rows(drawn, most) for _ in range(size)]
-        fresh, fresh_log = self._sample_apart(rows)
-        without = set(self._dead_groups(fresh))
-        pairs = list(zip(dead, (group for group in range(most) if group not in without), strict=False))
-        replaced = sum(self._of_ranks(len(pairs)))
-        self._metrics["train"]["dynamic_sampling/replaced_groups"].append(float(replaced))
-        targets, sources = ([pair[side] for pair in pairs] for side in (0, 1))
-        in_log = zip(
-            (samples_of(targets, size) + rank * len(batch["completion_mask"])).tolist(),
-            (samples_of(sources, size) + rank * most * size).tolist(),
-            strict=True,
-        )
-        replace_log_rows(self._logs, fresh_log, gather_object(list(in_log)))
-        if pairs:
-            batch = replace_groups(batch, targets, fresh, sources, size, self._tokenizer.pad_token_id)
-        tokens = loss_mask(batch).sum()
-        batch["num_items_in_batch"] = self.accelerator.gather(tokens).sum()
-        return batch
-
-    def _sample_apart(self, rows: list[dict[str, Any]]) -> tuple[Batch, dict[str, Any]]:
-        """A rollout and its table of completions; what is logged stays that of the first rollout of the step,
-        an unbiased sample of the data."""
-        log, self._logs = self._logs, empty_log(self._logs)
-        try:
-            with self._metrics_apart():
-                return self._sample_batch(rows), self._logs
-        finally:
-            self._logs = log
-
-    @contextlib.contextmanager
-    def _metrics_apart(self) -> Iterator[dict[str, list[float]]]:
-        """What is logged in this block goes into the mapping it gives, and nowhere else."""
-        logged, apart = self._metrics["train"], defaultdict[str, list[float]](list)
-        self._metrics["train"] = apart
-        try:
-            yield apart
-        finally:
-            self._metrics["train"] = logged
-
-    def _of_ranks(self, number: N) -> list[N]:
-        return self.accelerator.gather(torch.tensor([number], device=self.accelerator.device)).tolist()
-
-    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        with self._timed("reward"):  # and keep what TRL gathered: [B, F] of all processes
-            self._rewards_BF = super()._calculate_rewards(*args, **kwargs)
-        return self._rewards_BF
 
     # Update
 
@@ -469,14 +272,6 @@ class QeRLTrainer(ResumableTrainer):
         return output
 
     # Time
-
-    @contextlib.contextmanager
-    def _timed(self, name: str) -> Iterator[None]:
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._seconds[name] += time.perf_counter() - start
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         # To ask is cheaper than to tell every module again; evaluation turns off what DDP has wrapped.

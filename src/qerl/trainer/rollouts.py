@@ -1,0 +1,258 @@
+"""The half of the trainer that samples: prompts in, a batch of scored completions with advantages out.
+
+TRL's `_generate_and_score_completions` tokenizes, samples through the engine, which stands in the place of
+its vLLM client, and scores. Around it: noise and seeds keyed by step, advantages of our own (`advantages`),
+and dynamic sampling, which calls it again for groups without signal and puts what comes back into the batch,
+its rewards and the table of completions alike. What is logged of a step stays that of its first rollout, an
+unbiased sample of the data.
+
+Legend: B samples of this process, C completion columns, F reward functions.
+"""
+
+import contextlib
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any, TypeVar
+
+import torch
+from accelerate.utils import gather_object
+from datasets import Dataset, IterableDataset
+
+from qerl.config import QeRLConfig
+from qerl.errors import QeRLError
+from qerl.noise import AdaptiveNoise
+from qerl.rollout.engine import RolloutEngine, RolloutResult, SamplingParams
+from qerl.seeding import derive_seed
+from qerl.trainer.advantages import JUDGE, Signal, judge_of
+from qerl.trainer.correction import loss_mask
+from qerl.trainer.dynamic_sampling import (
+    FreshPrompts,
+    empty_log,
+    replace_groups,
+    replace_log_rows,
+    samples_of,
+)
+from qerl.trainer.memory import PeakMemory
+from qerl.trainer.resumable import ResumableTrainer
+from qerl.trainer.rewards import stop_if_all_failed
+from qerl.trainer.rollout_file import Batch
+from qerl.trainer.rollout_log import RolloutLog
+from qerl.trainer.stand_ins import EngineClient
+
+N = TypeVar("N", int, float)
+
+logger = logging.getLogger(__name__)
+
+
+def check_data(args: QeRLConfig, train_dataset: Dataset | IterableDataset) -> None:
+    """Refuse data that the settings cannot sample from.
+
+    Raises:
+        QeRLError: Dynamic sampling of a stream.
+    """
+    if args.dynamic_sampling_rounds and isinstance(train_dataset, IterableDataset):
+        raise QeRLError(
+            "dynamic_sampling_rounds draws other prompts of the data set, which an IterableDataset cannot "
+            "give; load it as a Dataset or set dynamic_sampling_rounds: 0."
+        )
+
+
+class RolloutTrainer(ResumableTrainer):
+    """`GRPOTrainer` whose completions come from an engine, and whose advantages are `advantages.Signal`'s."""
+
+    vllm_importance_sampling_correction: bool
+    _logs: dict[str, Any]
+
+    def _start_rollouts(self, engine: RolloutEngine) -> None:
+        """What rollouts need, once TRL's constructor is through."""
+        self.engine = engine
+        self.noise: AdaptiveNoise | None = None
+        self._signal = Signal(
+            group_size=self.num_generations,
+            weights_F=self.reward_weights.to(self.accelerator.device),
+            scale=self.scale_rewards,
+            aggregation=self.multi_objective_aggregation,
+            judge=judge_of(self.reward_func_names) if self.args.signal == "accuracy" else None,
+        )
+        rounds, seed = self.args.dynamic_sampling_rounds, self.args.seed
+        self._fresh = FreshPrompts(self.train_dataset, seed) if rounds else None
+        self._memory = PeakMemory(self.accelerator.device)
+        self._seconds: dict[str, float] = defaultdict(float)
+        self._calls = 0
+        self._call_key: tuple[int, str] | None = None
+        self._rollout = RolloutLog()
+        self._reads_logps = True
+        self._warned = False
+        # TRL's seam for an external sampler: these attributes route generation and turn the correction on.
+        self.use_vllm = True
+        self.vllm_mode = "server"
+        self.vllm_generation = EngineClient(self.sample)
+        self._last_loaded_step = -1
+
+    def sample(self, prompts: list[list[int]], samples: int) -> RolloutResult:
+        """Completions of the policy as it is now; with this step's noise while training."""
+        mode = "train" if self.model.training else "eval"
+        step = self.state.global_step
+        if self._call_key != (step, mode):
+            self._call_key, self._calls = (step, mode), 0
+        seed = derive_seed("rollout", self.args.seed, mode, step, self._calls, self.accelerator.process_index)
+        self._calls += 1
+        params = SamplingParams(
+            max_tokens=self.max_completion_length,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p or 0.0,
+            stop_token_ids=tuple(self.eos_token_ids),
+            seed=seed,
+        )
+        result = self.engine.generate(prompts, samples, params, self._noise_offsets(mode, step))
+        self._memory.read()
+        self.engine.release()
+        self._seconds["rollout"] += result.seconds
+        self._rollout.add(result)
+        return result
+
+    def _noise_offsets(self, mode: str, step: int) -> dict[str, torch.Tensor] | None:
+        if mode == "eval" or not self.args.noise:
+            return None
+        if self.noise is None:
+            schedule = self.args.noise_schedule_of(self.state.max_steps)
+            self.noise = AdaptiveNoise(self.accelerator.unwrap_model(self.model), schedule, self.args.seed)
+        offsets = self.noise.offsets(step)
+        self._metrics[mode]["noise/sigma"].append(self.noise.schedule.sigma(step))
+        self._metrics[mode]["noise/norms"].append(float(len(offsets)))
+        return offsets
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> Batch:
+        if not self.model.training:
+            return self._scored_by_trl(inputs)[0]
+        batch = self._sample_batch(inputs)
+        if self.args.reward_errors == "stop":
+            stop_if_all_failed(self.reward_funcs, self.accelerator)
+        for extra in range(self.args.dynamic_sampling_rounds):
+            dead = self._dead_groups(batch)
+            counts = self._of_ranks(len(dead))
+            if extra == 0:
+                share = sum(counts) / len(counts) * self.num_generations / len(inputs)
+                self._metrics["train"]["dynamic_sampling/groups_without_signal"].append(share)
+            if not any(counts):
+                break
+            batch = self._replace_dead_groups(batch, dead, max(counts))
+        return self._with_advantages(batch)
+
+    def _sample_batch(self, inputs: list[dict[str, Any]]) -> Batch:
+        """TRL's batch, its rewards [B, F], and the entropies of its tokens under the sampler [B, C]."""
+        if self._fresh is not None:
+            prompts = [row["prompt"] for row in inputs[:: self.num_generations]]
+            self._fresh.note(self.state.global_step, gather_object(prompts))
+        batch, logged = self._scored_by_trl(inputs)
+        batch["rollout_entropy"] = torch.tensor(logged["rollout/entropy"], device=self.accelerator.device)
+        rewards_BF = self._own_rows(self._rewards_BF, len(inputs))
+        unseen_B1 = batch["completion_mask"].sum(dim=1, keepdim=True) == 0  # cut off, and masked for that
+        batch["rewards_per_func"] = rewards_BF.masked_fill(unseen_B1, torch.nan)
+        return batch
+
+    def _own_rows(self, gathered: Any, count: int) -> Any:
+        """This process's part of the samples of all processes."""
+        start = self.accelerator.process_index * count
+        return gathered[start : start + count]
+
+    def _dead_groups(self, batch: Batch) -> list[int]:
+        return self._signal.dead(batch["rewards_per_func"]).nonzero().flatten().tolist()
+
+    def _with_advantages(self, batch: Batch) -> Batch:
+        """The batch that trains, once it is whole."""
+        own_BF = batch.pop("rewards_per_func")
+        rewards_BF = self.accelerator.gather(own_BF)
+        if not self._warned and JUDGE not in self.reward_func_names and self._signal.overruled(rewards_BF):
+            self._warned = True
+            logger.warning(
+                "Rewards differ in this step but no group has both right samples (%s above 0) and wrong "
+                "ones, so nothing is learned from it; if that reward is not a verdict, set signal: reward.",
+                self.reward_func_names[self._signal.judge or 0],
+            )
+        advantages_B = self._signal.advantages(rewards_BF)
+        self._logs["advantages"].extend(advantages_B.tolist())
+        return batch | {"advantages": self._own_rows(advantages_B, len(own_BF))}
+
+    def _scored_by_trl(self, inputs: list[dict[str, Any]]) -> tuple[Batch, dict[str, float]]:
+        """TRL's batch, and what was logged of the rollout.
+
+        Without the correction, which is the loss's (`_corrected`), TRL computes old log-probabilities only
+        where the policy will have moved since the rollout. Evaluation has no loss that would read any.
+        """
+        wanted, self.vllm_importance_sampling_correction = self.vllm_importance_sampling_correction, False
+        self._reads_logps = self.model.training
+        try:
+            batch = super()._generate_and_score_completions(inputs)
+        finally:
+            self.vllm_importance_sampling_correction, self._reads_logps = wanted, True
+        mode = "train" if self.model.training else "eval"
+        batch["sampling_entropies"] = self._rollout.entropies(batch["completion_mask"])
+        logged = self._rollout.report(self.accelerator)
+        for name, value in logged.items():
+            self._metrics[mode][name].append(value)
+        return batch, logged
+
+    def _replace_dead_groups(self, batch: Batch, dead: list[int], most: int) -> Batch:
+        """One extra rollout; every rank samples `most` groups, because TRL gathers rewards over ranks."""
+        assert self._fresh is not None
+        size, rank = self.num_generations, self.accelerator.process_index
+        drawn = self._fresh.draw(most * self.accelerator.num_processes)
+        rows = [row for row in self._own_rows(drawn, most) for _ in range(size)]
+        fresh, fresh_log = self._sample_apart(rows)
+        without = set(self._dead_groups(fresh))
+        pairs = list(zip(dead, (group for group in range(most) if group not in without), strict=False))
+        replaced = sum(self._of_ranks(len(pairs)))
+        self._metrics["train"]["dynamic_sampling/replaced_groups"].append(float(replaced))
+        targets, sources = ([pair[side] for pair in pairs] for side in (0, 1))
+        in_log = zip(
+            (samples_of(targets, size) + rank * len(batch["completion_mask"])).tolist(),
+            (samples_of(sources, size) + rank * most * size).tolist(),
+            strict=True,
+        )
+        replace_log_rows(self._logs, fresh_log, gather_object(list(in_log)))
+        if pairs:
+            batch = replace_groups(batch, targets, fresh, sources, size, self._tokenizer.pad_token_id)
+        tokens = loss_mask(batch).sum()
+        batch["num_items_in_batch"] = self.accelerator.gather(tokens).sum()
+        return batch
+
+    def _sample_apart(self, rows: list[dict[str, Any]]) -> tuple[Batch, dict[str, Any]]:
+        """A rollout and its table of completions; what is logged stays that of the first rollout of the step,
+        an unbiased sample of the data."""
+        log, self._logs = self._logs, empty_log(self._logs)
+        try:
+            with self._metrics_apart():
+                return self._sample_batch(rows), self._logs
+        finally:
+            self._logs = log
+
+    @contextlib.contextmanager
+    def _metrics_apart(self) -> Iterator[dict[str, list[float]]]:
+        """What is logged in this block goes into the mapping it gives, and nowhere else."""
+        logged, apart = self._metrics["train"], defaultdict[str, list[float]](list)
+        self._metrics["train"] = apart
+        try:
+            yield apart
+        finally:
+            self._metrics["train"] = logged
+
+    def _of_ranks(self, number: N) -> list[N]:
+        return self.accelerator.gather(torch.tensor([number], device=self.accelerator.device)).tolist()
+
+    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        with self._timed("reward"):  # and keep what TRL gathered: [B, F] of all processes
+            self._rewards_BF = super()._calculate_rewards(*args, **kwargs)
+        return self._rewards_BF
+
+    @contextlib.contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds[name] += time.perf_counter() - start
