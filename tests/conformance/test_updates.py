@@ -27,7 +27,16 @@ CASES = {
     "cispo": {"loss_type": "cispo", "epsilon_high": 1.1} | TWICE,
     "sapo": {"loss_type": "sapo"} | TWICE,
     "luspo": {"loss_type": "luspo", "importance_sampling_level": "sequence"} | TWICE,
+    "sapo, temperatures": {"loss_type": "sapo", "sapo_temperature_pos": 2.0, "sapo_temperature_neg": 3.0}
+    | TWICE,
     "vespo": {"loss_type": "vespo"},
+    "vespo, its curve": {
+        "loss_type": "vespo",
+        "vespo_k_pos": 1.5,
+        "vespo_lambda_pos": 2.0,
+        "vespo_k_neg": 2.5,
+        "vespo_lambda_neg": 1.0,
+    },
     "beta": {"beta": 0.5},
     "beta, KL as it is": {"beta": 0.5, "use_bias_correction_kl": False} | TWICE,
     "beta, KL times the ratio": {"beta": 0.5, "use_bias_correction_kl": True} | TWICE,
@@ -48,6 +57,15 @@ CASES = {
     "entropy quantile": {"top_entropy_quantile": 0.3},
     "entropy bonus": {"entropy_coef": 0.3},
     "adaptive entropy": {"use_adaptive_entropy": True, "entropy_target": 9.0, "entropy_coef_delta": 0.2},
+    "adaptive entropy, its bounds": {
+        "use_adaptive_entropy": True,
+        "entropy_target": 9.0,
+        "entropy_coef_delta": 0.2,
+        "entropy_coef_min": 0.1,
+        "entropy_coef_max": 0.25,
+        "entropy_coef": 0.15,
+    },
+    "shorter completions": {"max_completion_length": 4},
     "off-policy mask": {"off_policy_mask_threshold": 0.4} | TWICE,
     "max_grad_norm": {"max_grad_norm": 1e-3, "optim": "sgd"},
     "weight decay and schedule": {"weight_decay": 0.5, "lr_scheduler_type": "cosine", "warmup_steps": 1},
@@ -79,6 +97,9 @@ INERT = {
 FULL = ["beta", "beta, KL times the ratio", "iterations", "steps_per_generation 2", "dapo", "temperature"]
 
 
+MOVING = {"beta": 0.5, "sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.7}
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_adapters_train_as_in_trl(bench: Bench, name: str) -> None:
     trains_as_in_trl(bench, "lora", CASES[name], felt=True)
@@ -87,6 +108,12 @@ def test_adapters_train_as_in_trl(bench: Bench, name: str) -> None:
 @pytest.mark.parametrize("name", FULL)
 def test_all_weights_train_as_in_trl(bench: Bench, name: str) -> None:
     trains_as_in_trl(bench, "full", CASES[name], felt=True)
+
+
+def test_a_reference_that_follows_the_policy_does_so_as_in_trl(bench: Bench) -> None:
+    trains_as_in_trl(bench, "full", MOVING, felt=True)
+    theirs = bench.run(False, "full", **MOVING)
+    assert theirs.distance(bench.run(False, "full", beta=0.5)) > FELT
 
 
 @pytest.mark.parametrize("name", INERT)

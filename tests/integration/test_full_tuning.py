@@ -1,4 +1,4 @@
-"""Full tuning on the CPU: every weight trains, biases too, the engine follows, and a resume has the same bits."""
+"""Full tuning: every weight trains, biases too, the engine follows, and a resume has the same bits."""
 
 import json
 import shutil
@@ -14,8 +14,8 @@ from qerl.trainer.run import train
 
 QUIET = Console(quiet=True)
 FULL = {
-    "tuning": "full", "weights": "bf16", "noise": False, "eval_strategy": "no", "max_steps": 4, "save_steps": 2,
-    "beta": 0.1, "num_iterations": 2,
+    "tuning": "full", "weights": "bf16", "noise": False, "eval_strategy": "no", "max_steps": 4,
+    "save_steps": 2, "beta": 0.1, "num_iterations": 2,
 }  # fmt: skip
 
 

@@ -1,0 +1,94 @@
+"""Nothing of TRL is accepted and ignored: it is compared here, tested elsewhere or refused."""
+
+import dataclasses
+import inspect
+
+import pytest
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM, TrainingArguments
+from trl import GRPOConfig, GRPOTrainer
+
+from qerl.config import QeRLConfig
+from qerl.config_parents import PARENTS, Refused
+from qerl.errors import QeRLError
+from qerl.trainer.grpo import QeRLTrainer
+from tests.conformance.harness import OWN, SHARED, Bench
+from tests.conformance.test_rewards_and_data import REWARDS
+from tests.conformance.test_updates import CASES, INERT, MOVING
+
+COMPARED = {
+    name for options in [*CASES.values(), *INERT.values(), *REWARDS.values(), MOVING] for name in options
+}
+COMPARED |= {"chat_template_kwargs", "log_completions", "num_generations_eval", "mask_truncated_completions"}
+
+# Fields of TRL that act and are compared nowhere here.
+ELSEWHERE = {
+    "num_generations": "every test has it",
+    "shuffle_dataset": "on purpose another order, keyed by the epoch: tests/integration/test_resume.py",
+    "top_p": "the engine draws: tests/unit/test_sampling.py",
+    "top_k": "the engine draws: tests/unit/test_sampling.py",
+    "min_p": "the engine draws: tests/unit/test_sampling.py",
+    "trust_remote_code": "the loader's: tests/unit/test_model.py",
+    "router_aux_loss_coef": "must be 0 for a mixture of experts: below",
+    "num_completions_to_print": "how TRL's code prints the same table",
+    "log_unique_prompts": "how TRL's code sends the same table",
+    "log_completions_hub_repo": "where TRL's code sends the same table",
+}
+
+# Arguments of TRL's constructor that ours does not take, and why.
+CONSTRUCTOR = {
+    "quantization_config": "`weights` says how the model is quantised",
+    "peft_config": "the engine binds to the model as it is given: add_lora before",
+    "reward_processing_classes": "a reward model is loaded with its own tokenizer",
+    "optimizers": "a resume must be able to make them again from the settings",
+    "tools": "rollouts have one turn",
+    "environment_factory": "rollouts have one turn",
+    "rollout_func": "the engine samples",
+}
+
+# Settings that are each valid and together refused.
+TOGETHER = [
+    ({"sync_ref_model": True, "beta": 0.1}, "sync_ref_model needs tuning: full"),
+    ({"sync_ref_model": True}, "sync_ref_model has no reference to move"),
+    ({"metric_for_best_model": "eval_loss"}, "which an evaluation does not compute"),
+    (
+        {"loss_type": "vespo", "vllm_importance_sampling_mode": "sequence_mask"},
+        "vespo needs ratios per token",
+    ),
+    ({"tuning": "full", "weights": "nvfp4"}, "tuning: full cannot train packed"),
+    ({"per_device_train_batch_size": 6}, "num_generations"),
+]
+
+
+def test_every_field_of_trl_is_compared_or_refused() -> None:
+    fields = {f.name for f in dataclasses.fields(GRPOConfig)} - {
+        f.name for f in dataclasses.fields(TrainingArguments)
+    }
+    refused = {name for name, fate in PARENTS.items() if isinstance(fate, Refused)}
+    assert fields - COMPARED - ELSEWHERE.keys() == fields & refused
+    assert not (COMPARED | ELSEWHERE.keys()) & refused
+    assert ELSEWHERE.keys() <= fields - COMPARED
+
+
+def test_the_constructor_takes_what_trl_takes_or_says_why_not() -> None:
+    theirs, ours = (set(inspect.signature(trainer).parameters) for trainer in (GRPOTrainer, QeRLTrainer))
+    assert theirs - ours == CONSTRUCTOR.keys()
+    assert ours - theirs == {"engine", "acted_on"}
+
+
+@pytest.mark.parametrize("options, message", TOGETHER)
+def test_settings_that_contradict_each_other_are_refused(tmp_path, options, message) -> None:
+    values = OWN | SHARED | {"output_dir": str(tmp_path)} | options
+    with pytest.raises(QeRLError, match=message):
+        QeRLConfig(**values)
+
+
+def test_a_router_loss_is_refused(bench: Bench) -> None:
+    config = Qwen3MoeConfig(
+        vocab_size=128, hidden_size=32, intermediate_size=32, moe_intermediate_size=16, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=16, num_experts=4, num_experts_per_tok=2,
+        decoder_sparse_step=1, pad_token_id=0, eos_token_id=1,
+    )  # fmt: skip
+    mixture = dataclasses.replace(bench, model=Qwen3MoeForCausalLM(config))
+    with pytest.raises(QeRLError, match="router_aux_loss_coef=0"):
+        mixture.trainer(True, "full")
+    mixture.trainer(True, "full", router_aux_loss_coef=0.0)
