@@ -40,7 +40,7 @@ _NUMBER_IN_TEXT = re.compile(
     re.ASCII,
 )
 # "x =" before an answer.
-_SOLVED = re.compile(r"[A-Za-z\\][A-Za-z\\{}()_' ]*= *(?=[^=]*$)")
+_SOLVED = re.compile(r"\A[A-Za-z\\][A-Za-z\\{}()_' ]*= *(?=[^=]*$)")
 # What an expression with a number as its value is made of. math-verify's parser stops at what it does not
 # know: "18 -> 20", with an arrow, would be 18.
 _IN_NUMBERS = re.compile(
