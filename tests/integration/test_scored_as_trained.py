@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from qerl.cli import main
 from qerl.recipe import load_config
+from qerl.rollout.portable import PortableEngine
 from qerl.trainer.run import build
 
 ONE_STEP = {"max_steps": 1, "save_steps": 1, "noise_stages": 2, "noise": False, "eval_strategy": "no"}
@@ -170,3 +171,36 @@ def test_a_task_must_come_from_somewhere(capsys):
 def test_a_prompt_that_is_no_text(capsys):
     assert main(["generate", "nowhere", "caf\udce9"]) == 2
     assert "UTF-8" in capsys.readouterr().err
+
+
+def test_ctrl_c_leaves_a_folder_that_the_same_command_goes_on_with(tiny_run, tmp_path, capsys, monkeypatch):
+    tiny_run(tmp_path / "run")
+    options = "{level: wp1, examples: 0, test_size: 6}"
+    command = ["eval", str(tmp_path / "model"), "--task", "arithmetic", "--task_options", options]
+    command += ["--max_tokens", "4", "--samples", "32", "--out", str(tmp_path / "scores")]
+    generate, calls = PortableEngine.generate, []
+
+    def interrupted(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return generate(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PortableEngine, "generate", interrupted)
+        assert main(command) == 130
+    assert "64 of 192 completions are kept" in " ".join(capsys.readouterr().out.split())
+    assert main([*command, "--seed", "1"]) == 2
+    assert "with seed 0, not 1" in capsys.readouterr().err
+    assert main(command) == 0
+    assert main(command) == 2
+    assert "finished evaluation" in capsys.readouterr().err
+
+
+def test_out_is_tried_before_the_model_is_loaded(tiny_run, tmp_path, capsys, monkeypatch):
+    tiny_run(tmp_path / "run")
+    monkeypatch.setattr("qerl.eval.run.load", lambda *_: pytest.fail("loaded"))
+    (tmp_path / "file").write_text("")
+    command = ["eval", str(tmp_path / "model"), "--task", "arithmetic", "--limit", "1", "--out"]
+    assert main([*command, str(tmp_path / "file")]) == 2
+    assert "cannot be written" in capsys.readouterr().err
