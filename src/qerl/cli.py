@@ -102,7 +102,10 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--processes", default="1", metavar="N", help="GPUs, each with its process; default 1")
 
     sub = command("demo", _demo, "Train a small real model here and score it before and after.")
-    sub.add_argument("recipe", nargs="?", type=Path, default=Path("recipes/demo.yaml"), metavar="RECIPE.yaml")
+    packaged = Path(__file__).with_name("demo.yaml")
+    sub.add_argument(
+        "recipe", nargs="?", type=Path, default=packaged, metavar="RECIPE.yaml", help="default: %(default)s"
+    )
 
     sub = command("quantize", _quantize, "Quantise a checkpoint, shard by shard.")
     sub.add_argument("model", metavar="MODEL", help="Hub id or local folder")
@@ -151,6 +154,9 @@ def _parser() -> argparse.ArgumentParser:
 
     sub = command("report", _report, "One HTML page with the curves of several runs.")
     sub.add_argument("runs", nargs="+", type=Path, metavar="RUN")
+    sub.add_argument(
+        "--scores", nargs="+", type=Path, default=[], metavar="FOLDER", help="of evaluations outside the runs"
+    )
     sub.add_argument("--out", type=Path, default=Path("report.html"))
     return parser
 
@@ -334,7 +340,7 @@ def _doctor(_: argparse.Namespace) -> None:
 def _report(args: argparse.Namespace) -> None:
     from qerl.report import write_report
 
-    write_report(args.runs, args.out)
+    write_report(args.runs, args.out, args.scores)
     console.print(f"Wrote {args.out}")
 
 

@@ -116,3 +116,11 @@ def test_benchmarks_say_what_they_need(capsys, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert main(["bench", "rollout", "--shape", "7b"]) == 2
     assert "CUDA GPU" in capsys.readouterr().err
+
+
+def test_demo_finds_its_recipe_anywhere(tmp_path, monkeypatch):
+    taken = []
+    monkeypatch.setattr("qerl.demo.run_demo", lambda config, console: taken.append(config) or 0)
+    monkeypatch.chdir(tmp_path)
+    assert main(["demo", "--seed", "7"]) == 0
+    assert (taken[0].task, taken[0].seed) == ("arithmetic", 7)

@@ -11,11 +11,11 @@ import pytest
 import yaml
 
 from qerl.errors import QeRLError
-from qerl.report import read_metrics, reward_curve_png, terminal_curve, write_report
+from qerl.report import page, read_metrics, reward_curve_png, terminal_curve, write_report
 from qerl.report.metrics import METRICS, number
 from qerl.report.page import differing
 from qerl.report.runs import CONFIG_FILE, METRICS_FILE, Series, series, smooth, window
-from qerl.report.svg import TOOLTIPS, ticks
+from qerl.report.svg import TOOLTIPS, WIDTH, ticks
 
 VOID = {"meta", "link", "br", "img", "hr", "input"}
 
@@ -172,8 +172,8 @@ def test_curve_goes_through_its_points(tmp_path, key, scale):
         e for _, e in Page((tmp_path / "r.html").read_text()).elements if e.get("data-metric") == key
     )
     points = [tuple(map(float, p.split())) for p in re.split("[ML]", curve["d"])[1:]]
-    assert [x for x, _ in points] == [58, 282, 506]  # 58 + 448 * (0, 1/2, 1)
-    assert [y for _, y in points] == pytest.approx([240 - 228 / 3, 240 - 2 * 228 / 3, 12])
+    assert [x for x, _ in points] == [74, 290, 506]  # 74 + 432 * (0, 1/2, 1)
+    assert [y for _, y in points] == pytest.approx([236 - 224 / 3, 236 - 2 * 224 / 3, 12], abs=0.06)
 
 
 def test_shares_are_shown_in_per_cent_and_best_with_its_step(tmp_path):
@@ -221,6 +221,50 @@ def test_values_left_out_are_said(tmp_path):
 def test_settings_that_differ():
     settings = [{"a": 1, "b": None, "c": 0.5, "output_dir": "x"}, {"a": 1, "b": True, "output_dir": "y"}]
     assert differing(settings) == {"b": ["null", "true"], "c": ["0.5", "default"]}
+
+
+def evaluation(folder, **source):
+    folder.mkdir(parents=True)
+    result = {
+        "task": "gsm8k", "samples": 1, "problems": 200, "accuracy": 0.425, "interval": [0.356, 0.497],
+        "source": {"model": "base", "adapter": None, "weights": "nvfp4", **source},
+    }  # fmt: skip
+    (folder / "result.json").write_text(json.dumps(result))
+    return folder
+
+
+def test_held_out_scores_stand_beside_the_curves_with_intervals(tmp_path):
+    runs = [make_run(tmp_path / name, steps=2) for name in ("one", "two")]
+    evaluation(runs[1] / "eval", adapter="somewhere/else")
+    evaluation(runs[0] / "checkpoint-1" / "eval", adapter=str(runs[0] / "checkpoint-1"))
+    more = [evaluation(tmp_path / "e1", adapter=str(runs[0])), evaluation(tmp_path / "e2")]
+    write_report(runs, tmp_path / "r.html", more)
+    text = (tmp_path / "r.html").read_text()
+    part = text[text.index("Held-out scores") : text.index("<h2>Numbers")]
+    rows = [re.sub(r"<[^>]*>", " ", row).split() for row in part.split("</tr>")[1:-1]]
+    assert [row[0] for row in rows] == ["one", "one", "two", "base"]
+    assert rows[0][1] == "checkpoint-1"
+    assert rows[3] == ["base", "gsm8k", "accuracy", "42.5", "35.6", "to", "49.7", "200", "nvfp4"]
+    Page(text)
+
+
+def test_a_phone_gets_legible_labels_and_whole_names():
+    """At 390 px a drawing of 520 units is 390 - 2 x (10 + 8 + 1) = 352 px wide, and tables scroll."""
+    css = (Path(page.__file__).with_name("page.css")).read_text()
+    narrow = css[css.index("@media (max-width: 560px)") :]
+    size = int(re.search(r"\.tick, \.name { font-size: (\d+)px", narrow)[1])
+    assert size * 352 / WIDTH >= 11
+    assert "overflow-wrap: anywhere" not in re.sub(r"\.settings td {[^}]*}", "", css)
+    assert re.search(r"\.scroll { overflow-x: auto", css)
+
+
+def test_scores_that_are_none(tmp_path):
+    run = make_run(tmp_path / "a", steps=2)
+    with pytest.raises(QeRLError, match=r"has no result\.json"):
+        write_report([run], tmp_path / "r.html", [tmp_path])
+    (run / "result.json").write_text("[]")
+    with pytest.raises(QeRLError, match="not the result of an evaluation"):
+        write_report([run], tmp_path / "r.html")
 
 
 def test_report_errors(tmp_path):

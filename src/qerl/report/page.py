@@ -15,6 +15,7 @@ from qerl import __version__
 from qerl.errors import QeRLError
 from qerl.report.metrics import METRICS, Metric, number
 from qerl.report.runs import CONFIG_FILE, METRICS_FILE, Run, Series, read_runs, series
+from qerl.report.scores import Score, read_scores
 from qerl.report.svg import chart, style_class
 
 UNCOMPARED = ("output_dir", "run_name", "logging_dir")
@@ -24,12 +25,13 @@ Curves = dict[Metric, list[tuple[int, str, Series]]]
 """For each metric that occurs: index, label and values of the runs that have it."""
 
 
-def write_report(runs: list[Path], out: Path) -> None:
+def write_report(runs: list[Path], out: Path, scores: Sequence[Path] = ()) -> None:
     """Write one HTML page with the curves, final numbers and differing settings of runs.
 
     Args:
         runs: Run folders, each given once; their order is that of the legend.
         out: File to write; its folder is made, an older report is replaced.
+        scores: Folders of evaluations outside the run folders; those inside are found.
 
     Raises:
         QeRLError: A folder is no run, no run has logged a training step yet, or the file cannot be written.
@@ -39,7 +41,7 @@ def write_report(runs: list[Path], out: Path) -> None:
     if not curves:
         folders = ", ".join(str(run) for run in runs)
         raise QeRLError(f"No step is logged in the {METRICS_FILE} of {folders} yet; wait for the first step.")
-    page = render(read, curves)
+    page = render(read, curves, read_scores(read, scores))
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(page, encoding="utf-8")
@@ -59,7 +61,7 @@ def _curves(runs: Sequence[Run]) -> Curves:
     return curves
 
 
-def render(runs: Sequence[Run], curves: Curves) -> str:
+def render(runs: Sequence[Run], curves: Curves, scores: Sequence[Score] = ()) -> str:
     """The page as text."""
     title = f"QeRL run {runs[0].label}" if len(runs) == 1 else f"QeRL: {len(runs)} runs side by side"
     steps = [step for found in curves.values() for _, _, data in found for step in data.steps]
@@ -85,6 +87,7 @@ Point at a curve to read its value.</p>
 <div class="charts">
 {figures}
 </div>
+{_scores(runs, scores)}
 <h2>Numbers</h2>
 {_numbers(curves)}
 {_settings(runs)}
@@ -118,6 +121,33 @@ def _figure(metric: Metric, curves: list[tuple[int, str, Series]], steps: tuple[
     note = f' <span class="dim">values left out, not finite: {left_out}</span>' if left_out else ""
     drawing = chart(metric, curves, steps)
     return f"<figure><figcaption>{escape(metric.title)}{note}</figcaption>{drawing}</figure>"
+
+
+def _scores(runs: Sequence[Run], scores: Sequence[Score]) -> str:
+    """Held-out scores with their intervals; nothing where no evaluation is known."""
+    if not scores:
+        return ""
+    head = (
+        "<thead><tr><th>policy</th><th>task</th><th class='num'>score, %</th>"
+        "<th class='num'>95 % interval</th><th class='num'>problems</th><th>weights</th></tr></thead>"
+    )
+    rows = "".join(_score_row(runs, score) for score in scores)
+    table = f'<div class="scroll"><table>{head}<tbody>{rows}</tbody></table></div>'
+    return f"<h2>Held-out scores</h2>\n{table}"
+
+
+def _score_row(runs: Sequence[Run], score: Score) -> str:
+    what = escape(score.what)
+    if score.run is not None:
+        step = Path(score.what).name if Path(score.what).name.startswith("checkpoint-") else ""
+        what = f"{_swatch(score.run)}{escape(runs[score.run].label)} <span class='dim'>{escape(step)}</span>"
+    low, high = (100 * bound for bound in score.interval)
+    return (
+        f'<tr title="{escape(str(score.folder))}"><th scope="row">{what}</th>'
+        f"<td>{escape(score.task)} <span class='dim'>{score.measure}</span></td>"
+        f'<td class="num">{100 * score.accuracy:.1f}</td><td class="num">{low:.1f} to {high:.1f}</td>'
+        f'<td class="num">{score.problems}</td><td>{escape(score.weights)}</td></tr>'
+    )
 
 
 def _numbers(curves: Curves) -> str:

@@ -16,7 +16,7 @@ from qerl.report.runs import Series
 COLOURS = 8
 TOOLTIPS = 120
 WIDTH, HEIGHT = 520, 280
-LEFT, RIGHT, TOP, BOTTOM = 58, 14, 12, 40
+LEFT, RIGHT, TOP, BOTTOM = 74, 14, 12, 44
 DASHES = 3
 """Kinds of dashes in the style sheet: runs beyond the eighth repeat the colours, dashed."""
 
@@ -92,14 +92,15 @@ def _axes(metric: Metric, frame: Frame, y_ticks: Sequence[float]) -> str:
         y = frame.y(value)
         out.append(f'<line class="grid" x1="{LEFT}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>')
         out.append(
-            f'<text class="tick" x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{_tick(value)}</text>'
+            f'<text class="tick" x="{LEFT - 8}" y="{y:.1f}" dy=".33em" text-anchor="end">'
+            f"{_tick(value)}</text>"
         )
     for value in ticks(*frame.x_range, 6):
         if frame.x_range[0] <= value <= frame.x_range[1] and value == int(value):
             x = frame.x(value)
             out.append(f'<line class="axis" x1="{x:.1f}" x2="{x:.1f}" y1="{bottom}" y2="{bottom + 4}"/>')
             out.append(
-                f'<text class="tick" x="{x:.1f}" y="{bottom + 17}" text-anchor="middle">{_tick(value)}</text>'
+                f'<text class="tick" x="{x:.1f}" y="{bottom + 20}" text-anchor="middle">{_tick(value)}</text>'
             )
     zero = frame.y(0.0)
     out.append(f'<line class="axis" x1="{LEFT}" x2="{right}" y1="{zero:.1f}" y2="{zero:.1f}"/>')
@@ -107,7 +108,7 @@ def _axes(metric: Metric, frame: Frame, y_ticks: Sequence[float]) -> str:
     if metric.unit:
         middle = (TOP + bottom) / 2
         out.append(
-            f'<text class="name" transform="translate(12 {middle}) rotate(-90)" text-anchor="middle">'
+            f'<text class="name" transform="translate(16 {middle}) rotate(-90)" text-anchor="middle">'
             f"{escape(metric.unit)}</text>"
         )
     return "".join(out)
