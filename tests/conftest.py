@@ -112,16 +112,16 @@ def to_nf4() -> Callable[[PreTrainedModel], PreTrainedModel]:
 @pytest.fixture
 def step_sizes(monkeypatch) -> list[int]:
     """Rows of the step that the paged engine takes, one number for each round."""
-    from qerl.rollout.paged import engine
+    from qerl.rollout.paged.call import Call
 
     sizes: list[int] = []
-    fit = engine._Call._fit_step
+    fit = Call._fit_step
 
     def spy(call, admitted):
         fit(call, admitted)
         sizes.append(call._step.rows)
 
-    monkeypatch.setattr(engine._Call, "_fit_step", spy)
+    monkeypatch.setattr(Call, "_fit_step", spy)
     return sizes
 
 

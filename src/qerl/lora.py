@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from peft.tuners.lora.layer import Linear as LoraLinear
+from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import SAFETENSORS_WEIGHTS_NAME as ADAPTER_FILE
 from safetensors import SafetensorError, safe_open
 from torch import nn
@@ -86,6 +87,11 @@ def add_lora(
             adapted = get_peft_model(model, _with_own_layers(config, model))
         except ValueError as error:
             raise QeRLError(f"LoRA cannot be added: {error}") from error
+    if isinstance(adapted.get_base_model().get_output_embeddings(), BaseTunerLayer):
+        raise QeRLError(
+            "LoRA on the output head learns nothing, because the update multiplies with the head's own "
+            f"weight; leave it out of the target modules ({', '.join(target_modules)})."
+        )
     return _skip_packed_buffers_in_ddp(adapted)
 
 
@@ -105,13 +111,18 @@ def load_adapter(model: PreTrainedModel, folder: str | Path) -> PeftModel:
         config = PeftConfig.from_pretrained(str(folder))
         if not isinstance(config, LoraConfig):
             raise QeRLError(f"{folder} is a {config.peft_type} adapter; only LoRA adapters are read.")
+        if config.use_dora and any(isinstance(module, PackedLinear) for module in model.modules()):
+            raise QeRLError(
+                f"{folder} is a DoRA adapter, which needs the norms of dense weights; load it with weights: "
+                "bf16."
+            )
         with safe_open(file, framework="pt") as weights:
             stored = set(weights.keys())
         with _quiet():
             adapted = PeftModel.from_pretrained(model, str(folder), config=_with_own_layers(config, model))
     except (SafetensorError, OSError) as error:
         raise QeRLError(f"The adapter {folder} is damaged or incomplete ({error}); copy it again.") from error
-    except (ValueError, TypeError, RuntimeError) as error:
+    except (ValueError, TypeError, RuntimeError, AttributeError) as error:
         raise QeRLError(f"The adapter {folder} does not fit this model: {_first_line(error)}") from error
     unmatched = sorted(stored ^ set(get_peft_model_state_dict(adapted)))
     if unmatched:

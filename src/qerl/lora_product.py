@@ -30,6 +30,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from qerl.adapters import active_adapter, objection
 from qerl.nvfp4.linear import PackedLinear
 from qerl.workspace import workspace
 
@@ -72,20 +73,17 @@ def _has_hooks(module: nn.Module) -> bool:
 
 def _only_adapter(module: nn.Module) -> str | None:
     """The name of the layer's adapter, if that and the layer are all there is to compute."""
-    if not isinstance(module, LoraLinear) or module.disable_adapters or module.merged:
+    if not isinstance(module, LoraLinear) or objection(module):
         return None
-    names = [name for name in module.active_adapters if name in module.lora_A]
-    base = module.get_base_layer()
+    name, base = active_adapter(module), module.get_base_layer()
     if (
-        len(names) != 1
-        or names[0] in module.lora_variant
-        or module.lora_bias[names[0]]
-        or (module.training and getattr(module.lora_dropout[names[0]], "p", 0.0) > 0)
+        name is None
+        or (module.training and getattr(module.lora_dropout[name], "p", 0.0) > 0)
         or not (isinstance(base, PackedLinear) or type(base) is nn.Linear)
         or any(own is not None and own.requires_grad for own in base._parameters.values())
     ):
         return None
-    return cast(str, names[0])
+    return name
 
 
 Base = PackedLinear | nn.Linear

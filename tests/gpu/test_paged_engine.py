@@ -25,7 +25,7 @@ from qerl.lora import add_lora
 from qerl.nvfp4.format import FORMATS, quantize
 from qerl.nvfp4.linear import LINEAR_CLASSES
 from qerl.rollout.engine import SamplingParams
-from qerl.rollout.paged import engine as paged
+from qerl.rollout.paged import call, scheduler
 from qerl.rollout.paged.engine import PagedEngine
 from qerl.rollout.paged.step import Cache
 from qerl.rollout.sampling import truncate
@@ -113,6 +113,7 @@ def test_samples_do_not_depend_on_who_shares_the_batch():
 
 
 def test_preemption_is_invisible_and_rows_are_refilled(monkeypatch):
+    monkeypatch.setattr(scheduler, "_SPARE_ROUNDS", 0)
     engine = PagedEngine(model_of("qwen2", ""), pad_token_id=0, max_sequences=4)
     params = SamplingParams(max_tokens=100, seed=5)
     plenty = engine.generate(PROMPTS, 3, params).completions
@@ -132,7 +133,7 @@ def test_a_smaller_step_goes_on_with_the_same_samples(monkeypatch, step_sizes):
     params = SamplingParams(max_tokens=200, seed=5, stop_token_ids=tuple(range(0, 1000, 40)))
     shrinking = engine.generate(PROMPTS, 20, params).completions
     assert step_sizes[0] == 64 and step_sizes[-1] < 16
-    monkeypatch.setattr(paged, "_SMALL", 64)
+    monkeypatch.setattr(call, "_SMALL", 64)
     step_sizes.clear()
     fixed = engine.generate(PROMPTS, 20, params).completions
     assert set(step_sizes) == {64}

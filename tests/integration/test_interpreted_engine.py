@@ -11,11 +11,12 @@ pytest.importorskip("triton", reason="Triton is not installed")
 if torch.cuda.is_available():
     pytest.skip("tests/gpu runs the engine itself", allow_module_level=True)
 
+from qerl.kernels import attention
 from qerl.kernels.nf4 import NF4
 from qerl.lora import add_lora
 from qerl.rollout import PortableEngine, SamplingParams
+from qerl.rollout.paged import call, prefill
 from qerl.rollout.paged import engine as paged
-from qerl.rollout.paged import prefill
 from qerl.rollout.paged.decode import DecodeStep
 from qerl.rollout.paged.engine import PagedEngine
 from qerl.rollout.paged.step import Cache
@@ -27,7 +28,7 @@ BLOCKS = 12
 @pytest.fixture(autouse=True)
 def on_the_cpu(monkeypatch):
     monkeypatch.setattr(paged, "refusal", lambda model: None)
-    monkeypatch.setattr(paged, "_ROUND_STEPS", 2)
+    monkeypatch.setattr(call, "ROUND_STEPS", 2)
     monkeypatch.setattr(prefill, "_SIZES", (8, 80))
     monkeypatch.setattr(DecodeStep, "replay", DecodeStep._run)
 
@@ -46,13 +47,13 @@ def on_the_cpu(monkeypatch):
 def adapted(tiny_model):
     """A tiny model with an adapter whose B is not zero, ``prepared`` before."""
 
-    def build(family, prepared=lambda model: model):
+    def build(family, prepared=lambda model: model, rank=4):
         torch.manual_seed(0)
-        model = add_lora(prepared(tiny_model(family, vocab_size=61)), rank=4, alpha=8, dropout=0.0)
+        model = add_lora(prepared(tiny_model(family, vocab_size=61)), rank=rank, alpha=2 * rank, dropout=0.0)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if "lora_B" in name:
-                    parameter.normal_(std=0.2)
+                    parameter.normal_(std=0.4 / rank**0.5)
         return model.eval()
 
     return build
@@ -89,6 +90,40 @@ def test_nf4_weights(adapted, to_nf4):
     close(PortableEngine(model, 0).generate(PROMPTS, 2, params), wanted)
 
 
+@pytest.mark.parametrize("rank", [1, 40, 100, 256])
+def test_any_rank(adapted, rank):
+    model = adapted("llama", rank=rank)
+    params = SamplingParams(max_tokens=2, seed=1)
+    prompts = PROMPTS[:1]
+    wanted = PortableEngine(model, 0).generate(prompts, 1, params)
+    close(PagedEngine(model, 0).generate(prompts, 1, params), wanted)
+    with model.disable_adapter():
+        without = PortableEngine(model, 0).generate(prompts, 1, params)
+    assert without.completions[0].logprobs != pytest.approx(wanted.completions[0].logprobs, abs=1e-3)
+
+
+def test_a_pass_that_was_cut_off_leaves_nothing(adapted, monkeypatch):
+    model, params = adapted("llama"), SamplingParams(max_tokens=1, seed=1)
+    engine = PagedEngine(model, 0)
+    wanted = engine.generate([[9, 4]], 1, params)
+    merge, calls = attention.merge, []
+
+    def cut_off(*args, **kwargs):
+        calls.append(args)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        merge(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(attention, "merge", cut_off)
+        with pytest.raises(KeyboardInterrupt):
+            engine.generate([[9, 4]], 1, params)
+    steps = [*engine._prefill._steps.values(), *(step.step for step in engine._steps.values())]
+    assert any(step.low["qkv"].any() for step in steps), "the cut left a sum"
+    monkeypatch.setattr(PagedEngine, "_reserve", lambda self, *args: self._cache)  # steps stay
+    assert engine.generate([[9, 4]], 1, params).completions == wanted.completions
+
+
 LONG = list(range(60)) + list(range(1, 7))  # two blocks
 
 
@@ -104,7 +139,7 @@ LONG = list(range(60)) + list(range(1, 7))  # two blocks
 def test_the_step_changes_its_size(
     adapted, monkeypatch, step_sizes, prompts, samples, blocks, stops, expected
 ):
-    monkeypatch.setattr(paged, "_SMALL", 1)
+    monkeypatch.setattr(call, "_SMALL", 1)
     monkeypatch.setitem(globals(), "BLOCKS", blocks)
     model = adapted("llama")
     params = SamplingParams(max_tokens=10, seed=5, stop_token_ids=tuple(stops))

@@ -16,6 +16,10 @@ import pytest
 pytest.importorskip("triton", reason="Triton is not installed")
 
 
+SHARED = 227 * 1024
+"""Bytes of shared memory that a program may have on a Hopper GPU."""
+
+
 def test_a_decode_step_compiles_for_hopper():
     import torch
 
@@ -61,7 +65,8 @@ def compile_instead(compiled: set[tuple[Any, ...]]) -> None:
         key = (self.__name__, *signature.values(), *constants.values(), *options.values())
         if key not in compiled:
             source = ASTSource(self, signature, constants, attributes)
-            triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+            kernel = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+            assert kernel.metadata.shared <= SHARED, f"{self.__name__} of {constants} wants too much"
             compiled.add(key)
 
     triton.JITFunction.run = run
@@ -86,9 +91,10 @@ def main() -> None:
             module.dependent = lambda tensor: {"PDL": True, "launch_pdl": True}
     mm = torch.mm
     torch.mm = lambda a, b, out_dtype=None, **kwargs: mm(a, b, **kwargs)
-    for tokens, dtype, norm in ((8, torch.bfloat16, False), (128, torch.float8_e4m3fn, True)):
+    few, many = (8, torch.bfloat16, False), (128, torch.float8_e4m3fn, True)
+    for (tokens, dtype, norm), rank in ((few, 32), (many, 32), (many, 256)):
         sizes = Shape(256, 512, 1, 28, 4, 128, 5000, bias=not norm, qk_norm=norm)
-        decoder = random_decoder(sizes, "bf16", 32, 256, device="cpu")
+        decoder = random_decoder(sizes, "bf16", rank, 256, device="cpu")
         cache = Cache.empty(decoder, 4, "cpu", dtype)
         DecodeStep(decoder, cache, tokens, 8, 2, SamplingParams(8, stop_token_ids=(1, 2)), True)._run()
         Prefill(decoder, True).run([Job([1, 2, 3], 0, [0], [], 0)], cache)

@@ -5,6 +5,7 @@ import random
 import pytest
 
 from qerl.errors import QeRLError
+from qerl.rollout.paged import scheduler as module
 from qerl.rollout.paged.blocks import BlockManager
 from qerl.rollout.paged.scheduler import Scheduler
 
@@ -79,7 +80,8 @@ def test_a_prompt_of_one_token_needs_no_prompt_block():
     assert [len(s.blocks) for s in added] == [1, 1]
 
 
-def test_the_last_admitted_is_preempted_and_comes_back_with_its_tokens():
+def test_the_last_admitted_is_preempted_and_comes_back_with_its_tokens(monkeypatch):
+    monkeypatch.setattr(module, "_SPARE_ROUNDS", 0)
     blocks = BlockManager(4, 8)
     scheduler = Scheduler(blocks, rows=2, round_steps=7)
     first, second = scheduler.add([[0]], 2, 32)
@@ -102,6 +104,35 @@ def test_a_finished_row_is_refilled_at_once():
     scheduler.advance({0: 2, 1: 4}, [0])
     assert scheduler.plan().admitted == [added[2]]
     assert added[2].row == 0
+
+
+def test_room_that_is_left_free_spares_prefilling_again(monkeypatch):
+    """Tokens of preempted sequences that are computed again, with and without room at admission."""
+
+    def recomputed(spare):
+        monkeypatch.setattr(module, "_SPARE_ROUNDS", spare)
+        rng = random.Random(0)
+        scheduler = Scheduler(BlockManager(800, 64), rows=128, round_steps=16)
+        added = scheduler.add([[0] * 200] * 32, 8, 2048)
+        lengths = {sample: min(2048, 20 + int(rng.expovariate(1 / 700))) for sample in added}
+        tokens = 0
+
+        def count(scheduler):
+            nonlocal tokens
+            # Whoever has tokens and has just been given blocks computes them again.
+            entered = {id(s) for s in scheduler.running.values()} - running
+            tokens += sum(s.generated for s in scheduler.running.values() if id(s) in entered)
+            running.clear()
+            running.update(id(s) for s in scheduler.running.values())
+
+        running = set()
+        rounds, _ = run(scheduler, lengths, count)
+        return tokens, rounds
+
+    (with_room, rounds), (without, before) = recomputed(module._SPARE_ROUNDS), recomputed(0)
+    print(f"prefilled again: {without} tokens in {before} rounds, with room {with_room} in {rounds}")
+    assert with_room < without / 2
+    assert rounds < 1.1 * before
 
 
 def test_running_sequences_are_moved_into_the_first_rows():

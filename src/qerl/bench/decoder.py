@@ -5,6 +5,7 @@ import torch
 from qerl.kernels.blob import Blob
 from qerl.kernels.gemm import Weight
 from qerl.kernels.nf4 import BLOCK, NF4
+from qerl.kernels.ranks import padded_rank
 from qerl.plan.shapes import Shape
 from qerl.rollout.paged.weights import Decoder, Layer, Lora, Matrix
 
@@ -97,9 +98,8 @@ def _matrix(parts: int, rows: int, width: int, weights: str, device: str) -> Mat
 def _lora(parts: int, rows: int, width: int, rank: int, device: str) -> Lora | None:
     if rank == 0:
         return None
-    padded = -(-rank // 16) * 16
-    a = torch.randn(parts * padded, width, device=device) * width**-0.5
-    b = torch.randn(rows, padded, device=device) * 0.1
+    a = torch.randn(parts * padded_rank(rank), width, device=device) * width**-0.5
+    b = torch.randn(rows, padded_rank(rank), device=device) * 0.1
     return Lora(a.bfloat16(), b.bfloat16())
 
 

@@ -15,7 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
-from qerl.kernels.common import PAGE, add_low, begin, clear, copies, dependent, operand_at, ranks
+from qerl.kernels.common import PAGE, apply_a, begin, clear, copies, dependent, load_a, operand_at, ranks
+from qerl.kernels.ranks import rank_part
 
 PREFILL_ROWS = 64
 """Rows of a tile, (token, query head) pairs that share a kv head, where items are pieces of a prompt."""
@@ -91,8 +92,8 @@ def _attend(
 def _merge(
     out_ZTHE, lse_ZTH, a_RC, y_TC, next_CTR, spent_CTR, T,
     HQ: tl.constexpr, E: tl.constexpr, Z: tl.constexpr, R: tl.constexpr,
-    R_SPENT: tl.constexpr, R_SPENT_PADDED: tl.constexpr, PADDED: tl.constexpr, BLOCK_T: tl.constexpr,
-    NEXT_COPIES: tl.constexpr, SPENT_COPIES: tl.constexpr, PDL: tl.constexpr,
+    PART: tl.constexpr, R_SPENT: tl.constexpr, R_SPENT_PADDED: tl.constexpr, PADDED: tl.constexpr,
+    BLOCK_T: tl.constexpr, NEXT_COPIES: tl.constexpr, SPENT_COPIES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0)
     t = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -100,8 +101,7 @@ def _merge(
     e = tl.arange(0, E)
     c = head * E + e
     if R > 0:
-        r = tl.arange(0, R)
-        a = tl.load(a_RC + r[:, None] * (HQ * E) + c[None, :])
+        a = load_a(a_RC, 0, c, e < E, HQ * E, R, PART)
     begin(PDL)
     clear(spent_CTR, head, t, in_t, T, R_SPENT, R_SPENT_PADDED, SPENT_COPIES)
     best = tl.full((BLOCK_T,), -float("inf"), tl.float32)
@@ -124,8 +124,7 @@ def _merge(
         # instead of 3).
         tl.debug_barrier()
         y = tl.load(at, mask=in_t[:, None], other=0.0)
-        partial = tl.dot(y, tl.trans(a), out_dtype=tl.float32)
-        add_low(next_CTR, head, partial, t, in_t, r, r < R, T, R, NEXT_COPIES)
+        apply_a(next_CTR, head, y, a, a_RC, c, e < E, HQ * E, t, in_t, T, R, PART, NEXT_COPIES)
 
 
 def attend(
@@ -191,6 +190,7 @@ def merge(
     """
     pieces, tokens, heads, size = out_ZTHE.shape
     block_t = 16
+    own = 0 if a_RC is None else a_RC.shape[0]
     _merge[(heads, triton.cdiv(tokens, block_t))](
         out_ZTHE, lse_ZTH,
         y_TC if a_RC is None else a_RC,
@@ -198,7 +198,7 @@ def merge(
         y_TC if next_CTR is None else next_CTR,
         y_TC if spent_CTR is None else spent_CTR,
         tokens,
-        HQ=heads, E=size, Z=pieces, R=0 if a_RC is None else a_RC.shape[0],
+        HQ=heads, E=size, Z=pieces, R=own, PART=rank_part(own),
         R_SPENT=ranks(spent_CTR), R_SPENT_PADDED=triton.next_power_of_2(ranks(spent_CTR)), PADDED=padded,
         BLOCK_T=block_t,
         NEXT_COPIES=copies(next_CTR), SPENT_COPIES=copies(spent_CTR), num_warps=4,

@@ -10,14 +10,16 @@ The step is laid out so that LoRA and normalisation cost no launch of their own:
   about order, so the sum is the same every time, which floating-point atomics could not promise. Programs
   that add to the same few cache lines wait for each other, so a sum has a few copies, which its reader adds.
   The kernel that reads the GEMM's output applies B, and a kernel after it sets the sum back to zero.
+* Of an adapter of high rank a kernel takes a part of the ranks at a time. The first part it loads ahead of
+  its wait like all weights, so for ranks up to 128 there is no loop.
 * A GEMM may leave partial sums over K; its reader adds them in order.
 
 Results therefore do not depend on timing, nor, in a step of a given number of rows, on who else is in the
 batch. Steps of other sizes cut products differently, and their last bits differ.
 
-Shapes: T tokens, D hidden, N out-features of a GEMM, I intermediate, H heads, R ranks stacked (a multiple of
-16, zeros at the end), C copies of a sum, S partial sums of a GEMM, G 64-row groups of its weight, P partial
-sums of squares.
+Shapes: T tokens, D hidden, N out-features of a GEMM, I intermediate, H heads, R ranks stacked (each
+adapter's padded with zeros to a power of two), C copies of a sum, S partial sums of a GEMM, G 64-row groups
+of its weight, P partial sums of squares.
 """
 
 import torch
@@ -75,11 +77,56 @@ def load_low(low_CTR, first, t, in_t, T, R_TOTAL: tl.constexpr, R: tl.constexpr,
 def clear(spent_CTR, program, t, in_t, T, R: tl.constexpr, R_PADDED: tl.constexpr, COPIES: tl.constexpr):
     """Sets a sum that has been read by the kernel before back to zero; the programs share the copies."""
     if R > 0:
-        r = tl.arange(0, R_PADDED)
+        PART: tl.constexpr = R_PADDED if R_PADDED < 512 else 512
         for copy in range(program, COPIES, tl.num_programs(0)):
-            at = spent_CTR + (copy * T + t[:, None]) * R + r[None, :]
-            zero = tl.zeros((t.shape[0], R_PADDED), tl.int64)
-            tl.store(at, zero, mask=in_t[:, None] & (r < R)[None, :])
+            for first in tl.static_range(0, R, PART):
+                r = first + tl.arange(0, PART)
+                at = spent_CTR + (copy * T + t[:, None]) * R + r[None, :]
+                zero = tl.zeros((t.shape[0], PART), tl.int64)
+                tl.store(at, zero, mask=in_t[:, None] & (r < R)[None, :])
+
+
+@triton.jit
+def load_b(b_NR, n, in_n, first, R: tl.constexpr, PART: tl.constexpr):
+    """Columns first..first+PART of B's rows n, [BLOCK_N, PART]."""
+    r = first + tl.arange(0, PART)
+    return tl.load(b_NR + n[:, None] * R + r[None, :], mask=in_n[:, None], other=0.0)
+
+
+@triton.jit
+def load_a(a_RK, first, k, in_k, K, R: tl.constexpr, PART: tl.constexpr):
+    """Rows first..first+PART of A's columns k, zero beyond R, [PART, BLOCK_K]."""
+    r = first + tl.arange(0, PART)
+    return tl.load(a_RK + r[:, None] * K + k[None, :], mask=(r < R)[:, None] & in_k[None, :], other=0.0)
+
+
+@triton.jit
+def apply_b(
+    low_CTR, first, b, b_NR, n, in_n, t, in_t, T,
+    R_TOTAL: tl.constexpr, R: tl.constexpr, PART: tl.constexpr, COPIES: tl.constexpr,
+):  # fmt: skip
+    """(x A^T) B^T of one adapter, whose columns of x A^T begin at ``first``; ``b`` is B's first part."""
+    low = load_low(low_CTR, first, t, in_t, T, R_TOTAL, PART, COPIES)
+    y = tl.dot(low.to(b.dtype), tl.trans(b), out_dtype=tl.float32)
+    for more in tl.static_range(PART, R, PART):
+        low = load_low(low_CTR, first + more, t, in_t, T, R_TOTAL, PART, COPIES)
+        b = load_b(b_NR, n, in_n, more, R, PART)
+        y += tl.dot(low.to(b.dtype), tl.trans(b), out_dtype=tl.float32)
+    return y
+
+
+@triton.jit
+def apply_a(
+    next_CTR, program, x, a, a_RK, k, in_k, K, t, in_t, T,
+    R: tl.constexpr, PART: tl.constexpr, COPIES: tl.constexpr,
+):  # fmt: skip
+    """Adds a program's part of x A^T to its sum; ``a`` is A's first part."""
+    for first in tl.static_range(0, R, PART):
+        if first > 0:
+            a = load_a(a_RK, first, k, in_k, K, R, PART)
+        r = first + tl.arange(0, PART)
+        partial = tl.dot(x, tl.trans(a), out_dtype=tl.float32)
+        add_low(next_CTR, program, partial, t, in_t, r, r < R, T, R, COPIES)
 
 
 @triton.jit

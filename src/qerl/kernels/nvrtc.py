@@ -7,6 +7,7 @@ which lets a kernel start reading its weights while the one before it still runs
 
 import ctypes
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,13 @@ def _bindings() -> tuple[Any, Any]:
     return driver, nvrtc
 
 
+def current(device: torch.device | int) -> AbstractContextManager[Any]:
+    """Makes the device the current one, which launches, streams and questions about memory go to; a CPU is
+    none."""
+    on_cpu = isinstance(device, torch.device) and device.type != "cuda"
+    return nullcontext() if on_cpu else torch.cuda.device(device)
+
+
 def _check(result: tuple[Any, ...], what: str) -> Any:
     status, *values = result
     if int(status) != 0:
@@ -35,7 +43,7 @@ def _check(result: tuple[Any, ...], what: str) -> Any:
 
 
 class Kernel:
-    """A compiled kernel of one device.
+    """A compiled kernel of the device that is current when it is made.
 
     Args:
         path: Source file.
@@ -46,6 +54,8 @@ class Kernel:
     def __init__(self, path: Path, name: str, defines: dict[str, int]) -> None:
         driver, nvrtc = _bindings()
         torch.cuda.current_stream()  # makes torch's context current
+        self._device = torch.cuda.current_device()
+        self._context = _check(driver.cuCtxGetCurrent(), "Asking for the CUDA context")
         major, minor = torch.cuda.get_device_capability()
         # The letter gives access to a generation's own instructions, such as wgmma.
         target = f"sm_{major}{minor}{'a' if major >= 9 else ''}"
@@ -84,7 +94,23 @@ class Kernel:
         pointers: Sequence[torch.Tensor],
         integers: Sequence[int],
     ) -> None:
-        """Launches on the current stream; the kernel may begin before the one ahead of it has ended."""
+        """Launches on the device's current stream; the kernel may begin before the one ahead of it has ended.
+
+        The calling thread may be one of autograd's, which has a current device but perhaps no context yet.
+        """
+        driver = self._driver
+        with current(self._device):
+            _check(driver.cuCtxSetCurrent(self._context), "Setting the CUDA context")
+            self._launch(grid, threads, shared_bytes, pointers, integers)
+
+    def _launch(
+        self,
+        grid: tuple[int, int],
+        threads: int,
+        shared_bytes: int,
+        pointers: Sequence[torch.Tensor],
+        integers: Sequence[int],
+    ) -> None:
         driver = self._driver
         attribute = driver.CUlaunchAttribute()
         attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
@@ -105,7 +131,6 @@ class Kernel:
 
 @cache
 def kernel(path: Path, name: str, defines: tuple[tuple[str, int], ...], device: int) -> Kernel:
-    """The kernel with these compile-time parameters, compiled for ``device`` (the current one) on first
-    use."""
-    del device  # part of the key only: a module belongs to the context it was loaded in
-    return Kernel(path, name, dict(defines))
+    """The kernel with these compile-time parameters, compiled for a device on first use."""
+    with current(device):
+        return Kernel(path, name, dict(defines))

@@ -13,17 +13,20 @@ import triton
 import triton.language as tl
 
 from qerl.kernels.common import (
-    add_low,
+    apply_a,
+    apply_b,
     begin,
     clear,
     copies,
     dependent,
-    load_low,
+    load_a,
+    load_b,
     operand_at,
     part_counts,
     ranks,
     sum_parts,
 )
+from qerl.kernels.ranks import rank_part, stacked_part
 
 
 def block_d(tokens: int) -> int:
@@ -38,8 +41,8 @@ def _residual_norm(
     residual_TD, w_D, a_RD, u_TD, squares_PT, next_CTR, spent_CTR,
     T, D, N,
     S: tl.constexpr, R_SPENT: tl.constexpr, R_SPENT_PADDED: tl.constexpr, R_OUT: tl.constexpr,
-    R_IN: tl.constexpr, R_IN_PADDED: tl.constexpr, COPIES: tl.constexpr, NEXT_COPIES: tl.constexpr,
-    SPENT_COPIES: tl.constexpr,
+    OUT_PART: tl.constexpr, R_IN: tl.constexpr, IN_PART: tl.constexpr,
+    COPIES: tl.constexpr, NEXT_COPIES: tl.constexpr, SPENT_COPIES: tl.constexpr,
     EMBED: tl.constexpr, PADDED: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -51,12 +54,9 @@ def _residual_norm(
     at = t[:, None].to(tl.int64) * D + d[None, :]
     w = tl.load(w_D + d, mask=in_d, other=0.0)
     if R_OUT > 0:
-        r_out = tl.arange(0, R_OUT)
-        b = tl.load(b_DR + d[:, None] * R_OUT + r_out[None, :], mask=in_d[:, None], other=0.0)
+        b = load_b(b_DR, d, in_d, 0, R_OUT, OUT_PART)
     if R_IN > 0:
-        r_in = tl.arange(0, R_IN_PADDED)
-        in_r = r_in < R_IN
-        a = tl.load(a_RD + r_in[:, None] * D + d[None, :], mask=in_r[:, None] & in_d[None, :], other=0.0)
+        a = load_a(a_RD, 0, d, in_d, D, R_IN, IN_PART)
     if not EMBED:
         y = tl.load(residual_TD + at, mask=inside, other=0.0)
         scale = tl.load(scale_1)
@@ -69,15 +69,13 @@ def _residual_norm(
     else:
         y += sum_parts(gemm_STN, counts, t, in_t, d, in_d, T, N, S) * scale
         if R_OUT > 0:
-            low = load_low(low_CTR, 0, t, in_t, T, R_OUT, R_OUT, COPIES)
-            y += tl.dot(low.to(b.dtype), tl.trans(b), out_dtype=tl.float32)
+            y += apply_b(low_CTR, 0, b, b_DR, d, in_d, t, in_t, T, R_OUT, R_OUT, OUT_PART, COPIES)
     tl.store(residual_TD + at, y, mask=inside)
     tl.store(squares_PT + block * T + t, tl.sum(y * y, axis=1), mask=in_t)
     u = (y * w[None, :]).to(u_TD.dtype.element_ty)
     tl.store(u_TD + operand_at(t, d, D, PADDED), u, mask=inside)
     if R_IN > 0:
-        partial = tl.dot(u, tl.trans(a), out_dtype=tl.float32)
-        add_low(next_CTR, block, partial, t, in_t, r_in, in_r, T, R_IN, NEXT_COPIES)
+        apply_a(next_CTR, block, u, a, a_RD, d, in_d, D, t, in_t, T, R_IN, IN_PART, NEXT_COPIES)
 
 
 def residual_norm(
@@ -118,6 +116,7 @@ def residual_norm(
     tokens, width = residual_TD.shape
     block_t, columns = 16, block_d(tokens)
     stacked = 0 if a_RD is None else a_RD.shape[0]
+    own = 0 if b_DR is None else b_DR.shape[1]
     dummy = residual_TD
     table, ids = embedding if embedding is not None else (dummy, dummy)
     _residual_norm[(triton.cdiv(width, columns), triton.cdiv(tokens, block_t))](
@@ -134,8 +133,7 @@ def residual_norm(
         tokens, width, width if gemm_STN is None else gemm_STN.shape[2],
         S=1 if gemm_STN is None else gemm_STN.shape[0],
         R_SPENT=ranks(spent_CTR), R_SPENT_PADDED=triton.next_power_of_2(ranks(spent_CTR)),
-        R_OUT=0 if b_DR is None else b_DR.shape[1],
-        R_IN=stacked, R_IN_PADDED=triton.next_power_of_2(stacked),
+        R_OUT=own, OUT_PART=rank_part(own), R_IN=stacked, IN_PART=stacked_part(stacked),
         COPIES=copies(low_CTR), NEXT_COPIES=copies(next_CTR), SPENT_COPIES=copies(spent_CTR),
         EMBED=embedding is not None, PADDED=padded,
         BLOCK_T=block_t, BLOCK_D=columns, num_warps=4 if stacked <= 128 else 8,

@@ -14,16 +14,18 @@ import triton.language as tl
 
 from qerl.kernels.common import (
     PAGE,
+    apply_b,
     begin,
     clear,
     copies,
     dependent,
     inverse_rms,
-    load_low,
+    load_b,
     part_counts,
     ranks,
     sum_parts,
 )
+from qerl.kernels.ranks import rank_part
 
 
 @triton.jit
@@ -33,7 +35,7 @@ def _rope_kv(
     q_THE, k_cache, v_cache,
     T, N, D, eps,
     S: tl.constexpr, SQ_P: tl.constexpr, SQ_PADDED: tl.constexpr, R: tl.constexpr,
-    R_SPENT: tl.constexpr, R_SPENT_PADDED: tl.constexpr,
+    PART: tl.constexpr, R_SPENT: tl.constexpr, R_SPENT_PADDED: tl.constexpr,
     HQ: tl.constexpr, HKV: tl.constexpr, E: tl.constexpr, PAGE: tl.constexpr,
     COPIES: tl.constexpr, SPENT_COPIES: tl.constexpr,
     HAS_BIAS: tl.constexpr, QK_NORM: tl.constexpr, BLOCK_T: tl.constexpr, PDL: tl.constexpr,
@@ -50,9 +52,8 @@ def _rope_kv(
     scale = tl.load(scale_3 + part)
     counts1, counts2 = part_counts(parts_G, n1, every, S), part_counts(parts_G, n2, every, S)
     if R > 0:
-        r = tl.arange(0, R)
-        b1 = tl.load(b_NR + n1[:, None] * R + r[None, :])
-        b2 = tl.load(b_NR + n2[:, None] * R + r[None, :])
+        b1 = load_b(b_NR, n1, every, 0, R, PART)
+        b2 = load_b(b_NR, n2, every, 0, R, PART)
     if HAS_BIAS:
         bias1 = tl.load(bias_N + n1).to(tl.float32)
         bias2 = tl.load(bias_N + n2).to(tl.float32)
@@ -65,10 +66,8 @@ def _rope_kv(
     x1 = sum_parts(gemm_STN, counts1, t, in_t, n1, every, T, N, S) * scale
     x2 = sum_parts(gemm_STN, counts2, t, in_t, n2, every, T, N, S) * scale
     if R > 0:
-        low = load_low(low_CTR, part * R, t, in_t, T, 3 * R, R, COPIES)
-        low = low.to(b1.dtype)
-        x1 += tl.dot(low, tl.trans(b1), out_dtype=tl.float32)
-        x2 += tl.dot(low, tl.trans(b2), out_dtype=tl.float32)
+        x1 += apply_b(low_CTR, part * R, b1, b_NR, n1, every, t, in_t, T, 3 * R, R, PART, COPIES)
+        x2 += apply_b(low_CTR, part * R, b2, b_NR, n2, every, t, in_t, T, 3 * R, R, PART, COPIES)
     x1 *= rms[:, None]
     x2 *= rms[:, None]
     if HAS_BIAS:
@@ -150,6 +149,7 @@ def rope_kv(
     block_t = 16
     partials = squares_PT.shape[0]
     dummy = gemm_STN
+    own = 0 if b_NR is None else b_NR.shape[1]
     _rope_kv[(heads + 2 * kv_heads, triton.cdiv(tokens, block_t))](
         gemm_STN, dummy if parts_G is None else parts_G, scale_3, squares_PT,
         dummy if low_CTR is None else low_CTR,
@@ -160,7 +160,7 @@ def rope_kv(
         cos_ME, sin_ME, position_T, slot_T, q_THE, k_cache, v_cache,
         tokens, columns, width, eps,
         S=splits, SQ_P=partials, SQ_PADDED=triton.next_power_of_2(partials),
-        R=0 if b_NR is None else b_NR.shape[1],
+        R=own, PART=rank_part(own),
         R_SPENT=ranks(spent_CTR), R_SPENT_PADDED=triton.next_power_of_2(ranks(spent_CTR)), HQ=heads,
         HKV=kv_heads, E=size, PAGE=PAGE, COPIES=copies(low_CTR), SPENT_COPIES=copies(spent_CTR),
         HAS_BIAS=bias_N is not None, QK_NORM=qk_norm_2E is not None,

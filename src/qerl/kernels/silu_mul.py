@@ -10,25 +10,28 @@ import triton
 import triton.language as tl
 
 from qerl.kernels.common import (
-    add_low,
+    apply_a,
+    apply_b,
     begin,
     clear,
     copies,
     dependent,
     inverse_rms,
-    load_low,
+    load_a,
+    load_b,
     operand_at,
     part_counts,
     ranks,
     sum_parts,
 )
+from qerl.kernels.ranks import rank_part
 
 
 @triton.jit
 def _silu_mul(
     gemm_STN, parts_G, scale_2, squares_PT, low_CTR, b_NR, a_RI, h_TI, next_CTR, spent_CTR,
     T, N, INNER, D, eps,
-    S: tl.constexpr, SQ_P: tl.constexpr, SQ_PADDED: tl.constexpr, R: tl.constexpr, R_NEXT: tl.constexpr,
+    S: tl.constexpr, SQ_P: tl.constexpr, SQ_PADDED: tl.constexpr, R: tl.constexpr, PART: tl.constexpr,
     R_SPENT: tl.constexpr, R_SPENT_PADDED: tl.constexpr, PADDED: tl.constexpr, COLUMNS: tl.constexpr,
     COPIES: tl.constexpr, NEXT_COPIES: tl.constexpr, SPENT_COPIES: tl.constexpr,
     BLOCK_T: tl.constexpr, ROUNDS: tl.constexpr, PDL: tl.constexpr,
@@ -39,10 +42,9 @@ def _silu_mul(
     gate_counts, up_counts = part_counts(parts_G, n, in_n, S), part_counts(parts_G, INNER + n, in_n, S)
     gate_scale, up_scale = tl.load(scale_2), tl.load(scale_2 + 1)
     if R > 0:
-        r, r_next = tl.arange(0, R), tl.arange(0, R_NEXT)
-        gate_b = tl.load(b_NR + n[:, None] * R + r[None, :], mask=in_n[:, None], other=0.0)
-        up_b = tl.load(b_NR + (INNER + n)[:, None] * R + r[None, :], mask=in_n[:, None], other=0.0)
-        a = tl.load(a_RI + r_next[:, None] * INNER + n[None, :], mask=in_n[None, :], other=0.0)
+        gate_b = load_b(b_NR, n, in_n, 0, R, PART)
+        up_b = load_b(b_NR, INNER + n, in_n, 0, R, PART)
+        a = load_a(a_RI, 0, n, in_n, INNER, R, PART)
     begin(PDL)
     for i in range(ROUNDS):
         t = (tl.program_id(1) * ROUNDS + i) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -52,17 +54,14 @@ def _silu_mul(
         gate = sum_parts(gemm_STN, gate_counts, t, in_t, n, in_n, T, N, S) * gate_scale
         up = sum_parts(gemm_STN, up_counts, t, in_t, INNER + n, in_n, T, N, S) * up_scale
         if R > 0:
-            gate_low = load_low(low_CTR, 0, t, in_t, T, 2 * R, R, COPIES).to(gate_b.dtype)
-            up_low = load_low(low_CTR, R, t, in_t, T, 2 * R, R, COPIES).to(gate_b.dtype)
-            gate += tl.dot(gate_low, tl.trans(gate_b), out_dtype=tl.float32)
-            up += tl.dot(up_low, tl.trans(up_b), out_dtype=tl.float32)
+            gate += apply_b(low_CTR, 0, gate_b, b_NR, n, in_n, t, in_t, T, 2 * R, R, PART, COPIES)
+            up += apply_b(low_CTR, R, up_b, b_NR, INNER + n, in_n, t, in_t, T, 2 * R, R, PART, COPIES)
         gate *= rms[:, None]
         up *= rms[:, None]
         h = (gate * tl.sigmoid(gate) * up).to(h_TI.dtype.element_ty)
         tl.store(h_TI + operand_at(t, n, INNER, PADDED), h, mask=in_t[:, None] & in_n[None, :])
         if R > 0:
-            partial = tl.dot(h, tl.trans(a), out_dtype=tl.float32)
-            add_low(next_CTR, block, partial, t, in_t, r_next, r_next < R_NEXT, T, R_NEXT, NEXT_COPIES)
+            apply_a(next_CTR, block, h, a, a_RI, n, in_n, INNER, t, in_t, T, R, PART, NEXT_COPIES)
 
 
 def cut(tokens: int) -> tuple[int, int]:
@@ -112,6 +111,7 @@ def silu_mul(
     block_t = 16  # 32 tokens at once spill registers
     columns_each, rounds = cut(tokens)
     dummy = h_TI
+    own = 0 if b_NR is None else b_NR.shape[1]
     # Half the registers that the compiler wants let four programs share a multiprocessor instead of two.
     capped = {"maxnreg": 128} if tokens > 64 else {}
     _silu_mul[(triton.cdiv(intermediate, columns_each), triton.cdiv(tokens, block_t * rounds))](
@@ -125,7 +125,7 @@ def silu_mul(
         tokens, columns, intermediate, width, eps,
         S=splits, SQ_P=partials, SQ_PADDED=triton.next_power_of_2(partials),
         R_SPENT=ranks(spent_CTR), R_SPENT_PADDED=triton.next_power_of_2(ranks(spent_CTR)),
-        R=0 if b_NR is None else b_NR.shape[1], R_NEXT=0 if a_RI is None else a_RI.shape[0],
+        R=own, PART=rank_part(own),
         COPIES=copies(low_CTR), NEXT_COPIES=copies(next_CTR), SPENT_COPIES=copies(spent_CTR),
         PADDED=padded, COLUMNS=columns_each, BLOCK_T=block_t, ROUNDS=rounds, num_warps=columns_each // 32,
         **capped, **dependent(gemm_STN),

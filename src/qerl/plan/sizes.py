@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from qerl.errors import QeRLError
+from qerl.kernels.ranks import padded_rank
 from qerl.nvfp4.groups import FUSED_GROUPS
 from qerl.plan.shapes import Shape
 
@@ -262,11 +263,11 @@ class Adapter:
 
     @property
     def copies(self) -> int:
-        """What the engine reads: bf16, all seven linears, R padded to 16; norms and rotary table in fp32."""
-        model, padded = self.model, -(-self.rank // 16) * 16
+        """What the engine reads: bf16, all seven linears, R padded; norms and rotary table in fp32."""
+        model, rank = self.model, padded_rank(self.rank)
         widths = sum(linear.inputs + linear.outputs for linear in model.linears)
         norms = model.layers * (2 * model.hidden + 2 * model.head_size * model.qk_norm) + model.hidden
-        return HALF * model.layers * padded * widths + FULL * (norms + model.positions * model.head_size)
+        return HALF * model.layers * rank * widths + FULL * (norms + model.positions * model.head_size)
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from peft import PeftModel
 from torch import nn
+from transformers import PreTrainedConfig
 
 from qerl.errors import QeRLError
+from qerl.families import refusal
+from qerl.modules import base_model
 
 FinishReason = Literal["stop", "length", "error"]
 KvCacheDtype = Literal["auto", "fp8"]
@@ -142,6 +146,43 @@ class RolloutEngine(ABC):
 
     def release(self) -> None:  # noqa: B027 - most engines hold nothing
         """Gives the memory up that only `generate` needs, until its next call."""
+
+
+def check_model(model: nn.Module) -> None:
+    """Refuses what no engine samples from rightly, before anything is built around it.
+
+    Args:
+        model: A transformers causal LM, PEFT-wrapped or not.
+
+    Raises:
+        QeRLError: It is no decoder-only transformer with attention in every layer, or has a prompt-learning
+            adapter.
+    """
+    base = base_model(model)
+    if reason := refusal(base.config, type(base)):
+        raise QeRLError(
+            f"{reason}; use a decoder-only model with attention in every layer (docs/families.md)."
+        )
+    for config in model.peft_config.values() if isinstance(model, PeftModel) else ():
+        if config.is_prompt_learning:
+            raise QeRLError(
+                f"The adapter is of the type {config.peft_type.value}, whose virtual tokens the rollout "
+                "engine does not sample behind; use LoRA."
+            )
+
+
+def positions_of(config: PreTrainedConfig) -> int | None:
+    """Positions that a model has; None where its config sets no limit.
+
+    Where the rotary embedding is stretched from an original length, as YaRN's is, they are that length times
+    the factor: Qwen2.5's configs keep the original one as max_position_embeddings.
+    """
+    positions = getattr(config, "max_position_embeddings", None)
+    rope = getattr(config, "rope_parameters", None) or {}
+    original, factor = rope.get("original_max_position_embeddings"), rope.get("factor")
+    if positions is None or not original or not factor or rope.get("rope_type") != "yarn":
+        return positions
+    return max(positions, int(original * factor))
 
 
 def check_request(

@@ -25,7 +25,9 @@ from qerl.rollout.engine import (
     RolloutEngine,
     RolloutResult,
     SamplingParams,
+    check_model,
     check_request,
+    positions_of,
 )
 from qerl.rollout.runner import Runner
 from qerl.rollout.sampling import sample, uniform_streams
@@ -49,6 +51,7 @@ class PortableEngine(RolloutEngine):
     def __init__(self, model: nn.Module, pad_token_id: int, max_sequences: int = 64) -> None:
         if max_sequences < 1:
             raise QeRLError(f"max_sequences is {max_sequences}; at least one sequence must run at a time.")
+        check_model(model)
         self.model = model
         self._pad_token_id = pad_token_id
         self._max_sequences = self.rows_per_call = max_sequences
@@ -62,8 +65,7 @@ class PortableEngine(RolloutEngine):
     ) -> RolloutResult:
         """See ``RolloutEngine.generate``."""
         config = base_model(self.model).config.get_text_config(decoder=True)
-        positions = getattr(config, "max_position_embeddings", None)
-        check_request(prompts, samples_per_prompt, params, positions)
+        check_request(prompts, samples_per_prompt, params, positions_of(config))
         start = time.perf_counter()
         completions: list[Completion] = []
         prompt_tokens = 0

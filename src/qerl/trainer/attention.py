@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
+from torch.nn.attention import current_flash_attention_impl
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import (
@@ -33,6 +34,7 @@ from transformers.masking_utils import (
     sdpa_mask,
 )
 
+from qerl.errors import QeRLError
 from qerl.modules import eval_mode
 from qerl.trainer.packing import Branches, MaskFunction, pack
 
@@ -190,6 +192,16 @@ def _add_copies(gradient_MGE: torch.Tensor, branches: Branches) -> torch.Tensor:
 
 @contextmanager
 def _deterministic() -> Iterator[None]:
+    """Makes torch's own FlashAttention add gradients in a fixed order.
+
+    Raises:
+        QeRLError: Another implementation was put in its place, which does not read this setting.
+    """
+    if other := current_flash_attention_impl():
+        raise QeRLError(
+            f"torch's FlashAttention was replaced by {other}, whose gradients are not the same twice; call "
+            "torch.nn.attention.restore_flash_attention_impl() before training."
+        )
     before = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     settings: Any = torch.utils.deterministic

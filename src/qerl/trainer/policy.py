@@ -6,20 +6,16 @@ once it is in place and has its output head.
 
 from contextlib import nullcontext
 
-from peft import PeftModel
 from torch import nn
 
 from qerl.config import QeRLConfig
 from qerl.errors import QeRLError
-from qerl.families import refusal
 from qerl.modules import base_model
 from qerl.noise import find_noise_norms
 from qerl.nvfp4.linear import unpacked
-from qerl.rollout.engine import RolloutEngine
+from qerl.rollout.engine import RolloutEngine, check_model
 from qerl.trainer.attention import use_branch_attention
 from qerl.trainer.row_check import check_packed_row
-
-_ADVICE = "use a decoder-only model with attention in every layer (docs/families.md)"
 
 
 def check_policy(model: nn.Module, engine: RolloutEngine) -> None:
@@ -29,16 +25,8 @@ def check_policy(model: nn.Module, engine: RolloutEngine) -> None:
         QeRLError: The model is no decoder-only transformer, has a prompt-learning adapter, or is not the
             engine's.
     """
+    check_model(model)
     base = base_model(model)
-    if reason := refusal(base.config, type(base)):
-        raise QeRLError(f"{reason}; {_ADVICE}.")
-    if isinstance(model, PeftModel):
-        for config in model.peft_config.values():
-            if config.is_prompt_learning:
-                raise QeRLError(
-                    f"The adapter is of the type {config.peft_type.value}, whose virtual tokens the rollout "
-                    "engine does not sample behind; use LoRA."
-                )
     if engine.model is not None and base_model(engine.model) is not base:
         raise QeRLError(
             f"The engine samples from another {type(base_model(engine.model)).__name__} object than the "

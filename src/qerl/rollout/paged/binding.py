@@ -3,8 +3,11 @@
 Packed weights of q/k/v and of gate/up are put on top of each other in the order tensor cores read; the
 layers' own buffers become views of that memory, and training dequantises from there. MXFP4 is written as
 NVFP4 first, which changes no number. NF4 and 16-bit weights are stacked likewise and the layers' parameters
-become views; NF4's double quantisation is undone (`qerl.kernels.nf4`). LoRA matrices and RMSNorm weights are
-small and are copied before each rollout.
+become views; NF4's double quantisation is undone (`qerl.kernels.nf4`). LoRA (`qerl.rollout.paged.adapter`),
+RMSNorm weights and biases are small and are copied before each rollout.
+
+A view is right as long as the model still computes with that tensor. Every call therefore compares addresses:
+a weight that was replaced since (merged into a copy, moved, loaded anew) is an error, not an old policy.
 """
 
 from collections.abc import Iterator, Mapping
@@ -12,6 +15,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from qerl.errors import QeRLError
 from qerl.kernels import nf4
@@ -19,17 +23,28 @@ from qerl.kernels.blob import to_blob
 from qerl.modules import base_model
 from qerl.nvfp4.convert import as_nvfp4, fits_nvfp4
 from qerl.nvfp4.linear import MXFP4Linear, PackedLinear
-from qerl.rollout.paged.weights import Decoder, Layer, Lora, Matrix
+from qerl.rollout.paged.adapter import Adapter, adapter_refusal, check_adapter, inner, projections, tensors
+from qerl.rollout.paged.weights import Decoder, Layer, Matrix
 
+HEAD_SIZES = (16, 32, 64, 128)
+MOST_GROUPED = 64
+"""Query heads that may share a key head: the rows of an attention tile."""
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
 
 def refusal(model: nn.Module) -> str | None:
     """Why this model cannot run on the paged engine, or None where it can."""
     base = base_model(model)
-    config = base.config.get_text_config(decoder=True)
+    if not isinstance(base, PreTrainedModel):
+        return f"it is a {type(base).__name__}, neither a transformers model nor a PeftModel around one"
     if base.device.type != "cuda":
         return "the model is not on a CUDA device"
+    return _structure_refusal(base) or _linears_refusal(base) or adapter_refusal(base)
+
+
+def _structure_refusal(base: PreTrainedModel) -> str | None:
+    """Why the kernels cannot run a model of these sizes."""
+    config = base.config.get_text_config(decoder=True)
     if config.model_type not in FAMILIES:
         return f"{config.model_type} is not one of {', '.join(FAMILIES)}"
     if base.dtype != torch.bfloat16:
@@ -39,6 +54,19 @@ def refusal(model: nn.Module) -> str | None:
         return f"its rotary embedding is of the type {rope['rope_type']}, which changes with the length"
     if getattr(config, "use_sliding_window", config.model_type == "mistral") and config.sliding_window:
         return "it attends to a sliding window"
+    size = cast(Any, base).model.layers[0].self_attn.head_dim
+    if size not in HEAD_SIZES:
+        return f"its heads are {size} wide, and the kernels take {', '.join(map(str, HEAD_SIZES))}"
+    if 2 * cast(Any, base).model.rotary_emb.inv_freq.numel() != size:
+        return "its rotary embedding covers a part of each head"
+    grouped = config.num_attention_heads // config.num_key_value_heads
+    if grouped > MOST_GROUPED:
+        return f"{grouped} query heads share a key head, and the kernels take {MOST_GROUPED}"
+    return None
+
+
+def _linears_refusal(base: PreTrainedModel) -> str | None:
+    """Why the kernels cannot multiply with one of the layers."""
     for name, layer in _linears(base):
         if getattr(layer, "bias", None) is not None and name.split(".")[-1][0] not in "qkv":
             return f"{name} has a bias"
@@ -60,11 +88,7 @@ def _linears(base: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for name, module in base.named_modules():
         parts = name.split(".")
         if parts[-1].endswith("_proj"):
-            yield name, _inner(module)
-
-
-def _inner(module: nn.Module) -> nn.Module:
-    return cast(nn.Module, getattr(module, "base_layer", module))
+            yield name, inner(module)
 
 
 class Binding:
@@ -80,20 +104,21 @@ class Binding:
 
     def __init__(self, model: nn.Module, positions: int) -> None:
         self._base = base_model(model)
+        self._dtype = self._base.dtype
         config = self._base.config.get_text_config(decoder=True)
         body = cast(Any, self._base).model
-        self._lora_sources: list[tuple[Lora, list[tuple[nn.Module, int, int]]]] = []
+        self._biases: list[tuple[torch.Tensor, list[nn.Module]]] = []
         self._norms: list[tuple[torch.Tensor, str, nn.Module]] = []
+        self._copied: set[str] = set()  # of embedding and head, those that are no longer the first views
         self._names = {module: name for name, module in self._base.named_modules()}
-        self._rank = max((_rank(m) for m in self._base.modules()), default=0)
         frequency = body.rotary_emb.inv_freq.float()
         angle = torch.arange(positions, device=frequency.device)[:, None] * frequency[None, :]
         scaling = body.rotary_emb.attention_scaling
         self.decoder = Decoder(
-            embedding_VD=body.embed_tokens.weight.data,
+            embedding_VD=self._of_vocabulary(body.embed_tokens),
             layers=[self._layer(layer) for layer in body.layers],
             final_norm_D=self._norm(body.norm),
-            head_VD=self._base.get_output_embeddings().weight.data,
+            head_VD=self._of_vocabulary(self._base.get_output_embeddings()),
             cos_ME=angle.cos() * scaling,
             sin_ME=angle.sin() * scaling,
             heads=config.num_attention_heads,
@@ -102,38 +127,84 @@ class Binding:
             intermediate=config.intermediate_size,
             eps=config.rms_norm_eps,
         )
+        self._bound = [(name, _address(layer)) for name, layer in _linears(self._base)]
+        self._adapter = Adapter(self._base, list(body.layers), self._dtype)
+        self._adapter.bind(self.decoder)
 
     @property
     def has_lora(self) -> bool:
         """Whether the model carries an adapter."""
-        return self._rank > 0
+        return self._adapter.rank > 0
 
     @torch.no_grad()
-    def refresh(self, norm_offsets: Mapping[str, torch.Tensor]) -> None:
-        """Copies what training may have changed: LoRA, and RMSNorm weights plus this call's noise.
+    def refresh(self, norm_offsets: Mapping[str, torch.Tensor]) -> bool:
+        """Copies what training may have changed: LoRA, biases, and RMSNorm weights plus this call's noise.
+
+        Returns:
+            Whether buffers are new, because adapters were loaded or a head was replaced: then nothing that
+            was captured before can be replayed.
 
         Raises:
-            QeRLError: Noise for a norm that this model does not have.
+            QeRLError: Noise for a norm that this model does not have, or of another width; a weight or an
+                adapter that is not what the engine was made for.
         """
-        known = {name for _, name, _ in self._norms}
-        unknown = sorted(set(norm_offsets) - known)
-        if unknown:
-            raise QeRLError(f"There is noise for {unknown[0]}, which is no RMSNorm of this model.")
+        self._check_offsets(norm_offsets)
+        check_adapter(self._base)
+        for (name, address), (_, layer) in zip(self._bound, _linears(self._base), strict=True):
+            if _address(layer) != address:
+                raise QeRLError(
+                    f"The weight of {name} was replaced after the paged engine was made; make a new engine "
+                    "of the model as it is now."
+                )
+        changed = self._adapter.bind(self.decoder) | self._renew_vocabulary()
+        self._adapter.copy()
+        for buffer_N, layers in self._biases:
+            parts = buffer_N.split([cast(Any, layer).out_features for layer in layers])
+            for part, layer in zip(parts, layers, strict=True):
+                part.copy_(cast(torch.Tensor, layer.bias))
         for buffer, name, norm in self._norms:
             buffer.copy_(cast(torch.Tensor, norm.weight))
             if name in norm_offsets:
                 buffer.add_(norm_offsets[name].to(buffer.device))
-        for lora, sources in self._lora_sources:
-            _copy_lora(lora, sources, self._padded_rank)
+        return changed
 
-    @property
-    def _padded_rank(self) -> int:
-        return -(-self._rank // 16) * 16
+    def _check_offsets(self, norm_offsets: Mapping[str, torch.Tensor]) -> None:
+        widths = {name: buffer.numel() for buffer, name, _ in self._norms}
+        for name, offset in norm_offsets.items():
+            if name not in widths:
+                raise QeRLError(f"There is noise for {name}, which is no RMSNorm of this model.")
+            if offset.shape != (widths[name],):
+                raise QeRLError(
+                    f"The noise for {name} has the shape {list(offset.shape)} and the norm a width of "
+                    f"{widths[name]}; draw the noise with an AdaptiveNoise built for this model."
+                )
+
+    def _of_vocabulary(self, module: nn.Module) -> torch.Tensor:
+        """The weight itself; a copy where training holds it in another dtype than the rest of the model."""
+        return cast(torch.Tensor, module.weight).data.to(self._dtype)
+
+    def _renew_vocabulary(self) -> bool:
+        """Follows embedding and head where they were replaced (a head cast to FP32, an adapter's own)."""
+        changed = False
+        sources = {
+            "embedding_VD": cast(Any, self._base).model.embed_tokens,
+            "head_VD": self._base.get_output_embeddings(),
+        }
+        for name, module in sources.items():
+            weight, held = cast(torch.Tensor, module.weight), getattr(self.decoder, name)
+            if weight.data_ptr() == held.data_ptr():
+                continue
+            if weight.dtype != held.dtype and name in self._copied:
+                held.copy_(weight)
+                continue
+            self._copied.add(name)
+            setattr(self.decoder, name, self._of_vocabulary(module))
+            changed = True
+        return changed
 
     def _layer(self, layer: Any) -> Layer:
-        attention, mlp = layer.self_attn, layer.mlp
-        qkv = [attention.q_proj, attention.k_proj, attention.v_proj]
-        biases = [getattr(_inner(part), "bias", None) for part in qkv]
+        attention = layer.self_attn
+        qkv = projections(layer, "qkv")
         norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
         qk_norm_2E = None
         if norms[0] is not None:
@@ -143,67 +214,30 @@ class Binding:
         return Layer(
             input_norm_D=self._norm(layer.input_layernorm),
             qkv=_matrix(qkv),
-            bias_N=torch.cat([b.data for b in biases if b is not None]) if biases[0] is not None else None,
+            bias_N=self._bias([inner(part) for part in qkv]),
             qk_norm_2E=qk_norm_2E,
-            o=_matrix([attention.o_proj]),
+            o=_matrix(projections(layer, "o")),
             post_norm_D=self._norm(layer.post_attention_layernorm),
-            gate_up=_matrix([mlp.gate_proj, mlp.up_proj]),
-            down=_matrix([mlp.down_proj]),
-            lora_qkv=self._lora(qkv),
-            lora_o=self._lora([attention.o_proj]),
-            lora_gate_up=self._lora([mlp.gate_proj, mlp.up_proj]),
-            lora_down=self._lora([mlp.down_proj]),
+            gate_up=_matrix(projections(layer, "gate_up")),
+            down=_matrix(projections(layer, "down")),
         )
+
+    def _bias(self, linears: list[nn.Module]) -> torch.Tensor | None:
+        if getattr(linears[0], "bias", None) is None:
+            return None
+        buffer_N = torch.cat([cast(torch.Tensor, linear.bias).data for linear in linears])
+        self._biases.append((buffer_N, linears))
+        return buffer_N
 
     def _norm(self, norm: nn.Module) -> torch.Tensor:
         buffer = torch.empty(cast(torch.Tensor, norm.weight).numel(), device=self._base.device)
         self._norms.append((buffer, self._names[norm], norm))
         return buffer
 
-    def _lora(self, parts: list[nn.Module]) -> Lora | None:
-        if not self._rank:
-            return None
-        inner = [cast(Any, _inner(part)) for part in parts]
-        rows = sum(layer.out_features for layer in inner)
-        device, rank = self._base.device, self._padded_rank
-        lora = Lora(
-            torch.zeros(rank * len(parts), inner[0].in_features, dtype=self._base.dtype, device=device),
-            torch.zeros(rows, rank, dtype=self._base.dtype, device=device),
-        )
-        sources, row = [], 0
-        for index, (part, layer) in enumerate(zip(parts, inner, strict=True)):
-            if _rank(part):
-                sources.append((part, index, row))
-            row += layer.out_features
-        self._lora_sources.append((lora, sources))
-        return lora
-
-
-def _rank(module: nn.Module) -> int:
-    ranks = getattr(module, "r", None)
-    return max(ranks.values(), default=0) if isinstance(ranks, dict) and hasattr(module, "lora_A") else 0
-
-
-def _copy_lora(lora: Lora, sources: list[tuple[nn.Module, int, int]], padded: int) -> None:
-    for part, index, row in sources:
-        module = cast(Any, part)
-        names = [name for name in module.active_adapters if name in module.lora_A]
-        if len(names) > 1:
-            raise QeRLError(
-                f"Adapters {', '.join(names)} are active at once; the rollout engine applies one."
-            )
-        if not names or module.disable_adapters:
-            lora.a_RK[index * padded : (index + 1) * padded].zero_()
-            continue
-        a_RK, b_NR = module.lora_A[names[0]].weight, module.lora_B[names[0]].weight
-        rank = a_RK.shape[0]
-        lora.a_RK[index * padded : index * padded + rank].copy_(a_RK)
-        lora.b_NR[row : row + b_NR.shape[0], :rank].copy_(b_NR * module.scaling[names[0]])
-
 
 def _matrix(parts: list[nn.Module]) -> Matrix:
-    layers = [cast(Any, _inner(part)) for part in parts]
-    device = layers[0].bias.device if layers[0].bias is not None else _device(layers[0])
+    layers = [cast(Any, inner(part)) for part in parts]
+    device = next(tensors(layers[0])).device
     if not isinstance(layers[0], PackedLinear):
         stacked = nf4.stack(layers) if nf4.quant_state(layers[0]) is not None else _stack_dense(layers)
         ones = torch.ones(len(layers), device=device)
@@ -239,6 +273,7 @@ def _stack_dense(layers: list[Any]) -> torch.Tensor:
     return stacked
 
 
-def _device(layer: Any) -> torch.device:
-    tensor = layer.weight_packed if isinstance(layer, PackedLinear) else layer.weight
-    return cast(torch.Tensor, tensor).device
+def _address(layer: nn.Module) -> int:
+    """Where the numbers of a linear layer are."""
+    weight = layer.weight_packed if isinstance(layer, PackedLinear) else layer.weight
+    return cast(torch.Tensor, weight).data_ptr()

@@ -16,7 +16,10 @@ from qerl.rollout.paged.weights import Decoder
 from qerl.rollout.sampling import truncate
 
 _NEVER = -1e30  # log-probability of what a filter left out
-_SORTED_AT_ONCE = 1 << 22  # logits; sorting one takes some 80 bytes besides
+_SORTED_AT_ONCE = 1 << 22  # logits
+FILTER_BYTES = 80 * _SORTED_AT_ONCE
+"""What top-k, top-p and min-p take beside the logits: sorted values, ids, probabilities and sums in FP64."""
+
 _SLOTS = 132  # multiprocessors of an H100: twice as many pieces cost more in the merge than they gave
 
 
@@ -160,7 +163,8 @@ class DecodeStep:
                 self._run()
             torch.cuda.current_stream().wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool):
+            # Other threads may call CUDA meanwhile: NCCL's watchdog asks for events.
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 self._run()
             self._graph = graph
         finally:

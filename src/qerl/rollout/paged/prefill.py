@@ -50,6 +50,11 @@ class Prefill:
         self._decoder, self._lora = decoder, lora
         self._steps: dict[int, Step] = {}
 
+    def clear(self) -> None:
+        """See `Step.clear`."""
+        for step in self._steps.values():
+            step.clear()
+
     def run(self, jobs: Sequence[Job], cache: Cache) -> None:
         """Computes every job, in order; a job may see what jobs before it wrote."""
         pieces = [(job, i) for job in jobs for i in range(len(job.token_ids))]

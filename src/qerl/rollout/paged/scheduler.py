@@ -3,7 +3,9 @@
 Time is cut into rounds of a few decode steps. Before a round the scheduler is asked to plan: it admits
 waiting sequences into free rows, gives every running sequence the blocks that the round can need, and, when
 there are not enough, preempts the sequence admitted last: its blocks are freed, its tokens are kept, and it
-waits in front of all others to be prefilled again. After a round it is told what each row generated.
+waits in front of all others to be prefilled again. Where memory is short, whoever enters takes what those
+that run are about to need; so room for some rounds of theirs is left free at admission. After a round it is
+told what each row generated.
 
 A prompt is prefilled without its last token; each sample decodes that token itself, into its own first block.
 So prefill needs no sampling, and a prompt of one token needs no prefill.
@@ -15,6 +17,8 @@ from dataclasses import dataclass, field
 
 from qerl.errors import QeRLError
 from qerl.rollout.paged.blocks import BlockManager
+
+_SPARE_ROUNDS = 4  # whose blocks admission leaves free
 
 
 @dataclass
@@ -159,7 +163,7 @@ class Scheduler:
             sequence = self.waiting[0]
             prompt = sequence.prompt
             shared = 0 if prompt.blocks is not None else self.blocks.blocks_for(prompt.cached_tokens)
-            if shared + self._missing(sequence) > self.blocks.free:
+            if shared + self._missing(sequence) + self._spare() > self.blocks.free:
                 return
             self.waiting.popleft()
             if prompt.blocks is None:
@@ -172,6 +176,10 @@ class Scheduler:
             sequence.row = row
             self.running[row] = sequence
             plan.admitted.append(sequence)
+
+    def _spare(self) -> int:
+        """Blocks that those that run will take within some rounds."""
+        return self.blocks.blocks_for(len(self.running) * self.round_steps * _SPARE_ROUNDS)
 
     def _missing(self, sequence: Sample) -> int:
         needed = self.blocks.blocks_for(sequence.own_tokens_after(self.round_steps))

@@ -4,6 +4,7 @@ Launches a layer: GEMM, rope_kv, attend, merge, GEMM, residual_norm, GEMM, silu_
 LoRA as without. See qerl.kernels.common for how LoRA and normalisation ride along.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,11 +97,22 @@ class Step:
                 "down": layer.lora_down,
             }  # fmt: skip
             copies = low_copies(tokens)
-            self.low = {
-                name: torch.zeros(copies[name], tokens, stack.a_RK.shape[0], dtype=torch.int64, device=device)
+            shapes = {
+                name: (copies[name], tokens, stack.a_RK.shape[0])
                 for name, stack in stacks.items()
                 if stack is not None
             }
+            sizes = [math.prod(shape) for shape in shapes.values()]
+            self._sums = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
+            parts = self._sums.split(sizes)
+            self.low = {
+                name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)
+            }
+
+    def clear(self) -> None:
+        """Forgets what a pass that was cut off between two launches has left in the sums x A^T."""
+        if self.lora:
+            self._sums.zero_()
 
     def _multiply(self, x: torch.Tensor, matrix: Matrix) -> tuple[gemm.Product, torch.Tensor]:
         product = gemm.multiply(x, matrix.weight, self.tokens, self.scratch)

@@ -4,7 +4,7 @@ Built once over a loaded model. Packed weights are moved, not copied: afterwards
 the same tensors. LoRA matrices are copied into stacked bf16 buffers before each rollout (megabytes), RMSNorm
 weights into fp32 buffers that may carry noise; both are written in place, so captured graphs stay valid.
 
-Shapes: D hidden, N out-features, K in-features, I intermediate, R rank padded to 16, E head size, V
+Shapes: D hidden, N out-features, K in-features, I intermediate, R padded rank, E head size, V
 vocabulary.
 """
 

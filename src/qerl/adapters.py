@@ -1,0 +1,48 @@
+"""What a layer with an adapter computes: asked by everything that computes it in another way than PEFT.
+
+PEFT's layers can do much besides ``W x + s B A x``: other kinds of adapters, variants of LoRA, biases,
+several adapters at once. The paged engine and the update have kernels for that one formula, so they ask here
+first. Where the answer is no, the layer is left to PEFT, or the engine is refused with the reason; never is
+another formula computed silently.
+"""
+
+from typing import cast
+
+from peft.tuners.lora.layer import Linear as LoraLinear
+from peft.tuners.tuners_utils import BaseTunerLayer
+
+
+def objection(layer: BaseTunerLayer) -> str | None:
+    """Why the layer computes something else than ``W x``, or ``W x + s B A x`` of one adapter; else None.
+
+    Returns:
+        The end of a sentence that begins with the layer's name.
+    """
+    if layer.merged:
+        # PEFT takes the sum apart in its next forward pass, which another kernel would not.
+        return "has an adapter that is merged and disabled at once" if layer.disable_adapters else None
+    if layer.disable_adapters:
+        return None
+    kind = f"{type(layer).__module__}.{type(layer).__name__}"
+    if not (isinstance(layer, LoraLinear) or kind == "peft.tuners.lora.bnb.Linear4bit"):
+        return f"carries an adapter of the kind {kind.removeprefix('peft.tuners.')}"
+    names = _active(layer)
+    if len(names) > 1:
+        return f"has several active adapters ({', '.join(names)})"
+    for name in names:
+        if name in layer.lora_variant:
+            return f"uses a variant of LoRA ({type(layer.lora_variant[name]).__name__})"
+        if layer.lora_bias[name]:
+            return "has a bias inside its adapter (lora_bias)"
+    return None
+
+
+def active_adapter(layer: BaseTunerLayer) -> str | None:
+    """Name of the adapter that a layer without :func:`objection` adds; None where it is its base layer's."""
+    if layer.merged or layer.disable_adapters:
+        return None
+    return next(iter(_active(layer)), None)
+
+
+def _active(layer: BaseTunerLayer) -> list[str]:
+    return [name for name in layer.active_adapters if name in cast(LoraLinear, layer).lora_A]

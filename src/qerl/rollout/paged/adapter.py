@@ -1,0 +1,170 @@
+"""One LoRA adapter as the kernels read it: stacked bf16 buffers, and which adapters fit into them.
+
+The buffers keep their addresses while the adapter's layers and its padded rank stay what they are, so
+captured graphs see what every call copies. They are zeroed first: a smaller adapter in the place of a larger
+one must leave nothing of it behind.
+
+Kernels apply one adapter to the seven linears of a decoder layer. What else PEFT may have done to a model is
+found by walking all its modules, so that nothing is left out because nobody thought of it.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
+from torch import nn
+
+from qerl.adapters import active_adapter, objection
+from qerl.errors import QeRLError
+from qerl.kernels.ranks import MOST_RANK, padded_rank
+from qerl.rollout.paged.weights import Decoder, Lora
+
+PROJECTIONS = {
+    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "o": ("self_attn.o_proj",),
+    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+    "down": ("mlp.down_proj",),
+}
+"""Linears of a decoder layer whose weights are multiplied at once, by the name of the product."""
+
+_LINEARS = {name.split(".")[-1] for names in PROJECTIONS.values() for name in names}
+_WHOLE = (
+    "embed_tokens",
+    "lm_head",
+)  # modules that may be trained as a whole beside an adapter; norms may too
+
+
+def adapter_refusal(base: nn.Module) -> str | None:
+    """Why the engine would compute something else than this model with its adapters as they are now."""
+    for name, module in base.named_modules():
+        last = name.split(".")[-1]
+        if isinstance(module, BaseTunerLayer):
+            if reason := objection(module):
+                return f"{name} {reason}"
+            if last not in _LINEARS and active_adapter(module) is not None:
+                return f"{name} carries an adapter, and only the linears of decoder layers may"
+        elif isinstance(module, AuxiliaryTrainingWrapper):
+            whole = isinstance(module, ModulesToSaveWrapper) and (last in _WHOLE or last.endswith("norm"))
+            if not whole:
+                return f"{name} is trained beside the adapter ({type(module).__name__})"
+    if (rank := highest_rank(base)) > MOST_RANK:
+        return f"its adapter has rank {rank}, and the kernels take {MOST_RANK} at most"
+    return None
+
+
+def highest_rank(base: nn.Module) -> int:
+    """The largest rank of any LoRA that the model holds, active or not; 0 without."""
+    return max((_rank(module) for module in base.modules()), default=0)
+
+
+def inner(module: nn.Module) -> nn.Module:
+    """The linear layer below an adapter, or the layer itself."""
+    return module.base_layer if isinstance(module, BaseTunerLayer) else module
+
+
+def projections(layer: nn.Module, product: str) -> list[nn.Module]:
+    """The layers, adapted or not, that one product of a decoder layer multiplies with."""
+    return [layer.get_submodule(name) for name in PROJECTIONS[product]]
+
+
+@dataclass
+class _Place:
+    """A linear's own part of a product's buffers: which A from the top, and B's first row."""
+
+    module: nn.Module
+    index: int
+    row: int
+
+
+@dataclass
+class Adapter:
+    """Buffers for the LoRA of a whole model, and where their numbers come from.
+
+    Args:
+        base: The transformers model.
+        layers: Its decoder layers.
+        dtype: Of the buffers.
+
+    Attributes:
+        rank: Padded rank, the same everywhere; 0 without adapters.
+    """
+
+    base: nn.Module
+    layers: list[nn.Module]
+    dtype: torch.dtype
+    rank: int = 0
+    _parts: list[nn.Module] = field(default_factory=list)
+    _places: list[tuple[Lora, list[_Place]]] = field(default_factory=list)
+
+    def bind(self, decoder: Decoder) -> bool:
+        """Makes the buffers, and hands them to the decoder, unless those that there are still fit.
+
+        Returns:
+            Whether they are new, so that nothing captured before can be replayed.
+        """
+        highest = highest_rank(self.base)
+        rank = padded_rank(highest) if highest else 0
+        parts = [part for layer in self.layers for name in PROJECTIONS for part in projections(layer, name)]
+        same = len(parts) == len(self._parts) and all(a is b for a, b in zip(parts, self._parts, strict=True))
+        if same and rank == self.rank:
+            return False
+        self.rank, self._parts, self._places = rank, parts, []
+        for layer, bound in zip(self.layers, decoder.layers, strict=True):
+            for product in PROJECTIONS:
+                setattr(bound, f"lora_{product}", self._buffers(projections(layer, product)))
+        return True
+
+    def copy(self) -> None:
+        """Writes what training may have changed: A, and B scaled by alpha / r (or alpha / sqrt r)."""
+        for lora, places in self._places:
+            lora.a_RK.zero_()
+            lora.b_NR.zero_()
+            for place in places:
+                self._copy(lora, place)
+
+    def _copy(self, lora: Lora, place: _Place) -> None:
+        module = cast(Any, place.module)
+        if (name := active_adapter(module)) is None:
+            return
+        a_RK, b_NR = module.lora_A[name].weight, module.lora_B[name].weight
+        rank, top = len(a_RK), place.index * self.rank
+        lora.a_RK[top : top + rank].copy_(a_RK)
+        lora.b_NR[place.row : place.row + len(b_NR), :rank].copy_(b_NR * module.scaling[name])
+
+    def _buffers(self, parts: list[nn.Module]) -> Lora | None:
+        if not self.rank:
+            return None
+        linears = [cast(Any, inner(part)) for part in parts]
+        device = next(tensors(linears[0])).device
+        width, rows = linears[0].in_features, [linear.out_features for linear in linears]
+        lora = Lora(
+            torch.zeros(self.rank * len(parts), width, dtype=self.dtype, device=device),
+            torch.zeros(sum(rows), self.rank, dtype=self.dtype, device=device),
+        )
+        places = [_Place(p, i, sum(rows[:i])) for i, p in enumerate(parts) if isinstance(p, BaseTunerLayer)]
+        self._places.append((lora, places))
+        return lora
+
+
+def check_adapter(base: nn.Module) -> None:
+    """Raises QeRLError where `adapter_refusal` has found something since the engine was made."""
+    if reason := adapter_refusal(base):
+        raise QeRLError(
+            f"The paged engine no longer computes what the model does: {reason}. Make a new engine, which "
+            "will be the portable one."
+        )
+
+
+def tensors(module: nn.Module) -> Iterator[torch.Tensor]:
+    """Parameters and buffers of a module."""
+    yield from module.parameters()
+    yield from module.buffers()
+
+
+def _rank(module: nn.Module) -> int:
+    ranks = getattr(module, "r", None)
+    known = isinstance(module, BaseTunerLayer) and isinstance(ranks, dict) and hasattr(module, "lora_A")
+    return max(cast(dict[str, int], ranks).values(), default=0) if known else 0
