@@ -75,12 +75,24 @@ def _escape(text: str) -> str:
     return text.replace("[", r"\[")
 
 
+class _Command(argparse.ArgumentParser):
+    """Of a command that takes fields, the help ends with the list of them."""
+
+    def format_help(self) -> str:
+        text = super().format_help()
+        if self.prog.split()[-1] not in TAKE_FIELDS:
+            return text
+        from qerl.config_docs import help_text  # imports TRL, which takes seconds
+
+        return f"{text}\n{help_text()}\n"
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="qerl", description="RL of language models on few GPUs, on NVFP4 weights."
     )
     parser.add_argument("--version", action="version", version=__version__)
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=_Command)
 
     def command(name: str, run: Any, text: str) -> argparse.ArgumentParser:
         sub = commands.add_parser(name, help=text, description=text, allow_abbrev=False)

@@ -130,7 +130,7 @@ PARENTS: dict[str, Acts | Refused | ForScripts] = {
     "log_level": Acts(_one_of(trainer_log_levels)),
     "log_level_replica": Acts(_one_of(trainer_log_levels)),
     "disable_tqdm": Acts(bool | None),
-    "report_to": Acts(_REPORTERS | _list_of(_REPORTERS) | None),
+    "report_to": Acts(_REPORTERS | _list_of(_REPORTERS)),
     "run_name": Acts(Text | None),
     "project": Acts(Text),
     "trackio_space_id": Acts(Text | None),

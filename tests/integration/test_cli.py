@@ -50,7 +50,17 @@ def test_dry_run_prints_a_recipe_and_does_nothing(recipe, tmp_path, capsys):
     assert not (tmp_path / "run").exists()
 
 
-def test_text_fields_take_the_word_as_it_is(recipe, capsys):
+@pytest.mark.parametrize("command", ["train", "plan", "demo"])
+def test_help_lists_the_fields(command, capsys):
+    with pytest.raises(SystemExit) as end:
+        main([command, "--help"])
+    assert end.value.code == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "--reward_timeout [10.0] Seconds a reward function may take" in printed
+
+
+def test_text_fields_take_the_word_as_it_is(recipe, tmp_path, capsys):
+    reward = f"{tmp_path / 'reward.py'}:digits"
     words = [
         "--output_dir",
         "2026",
@@ -61,10 +71,10 @@ def test_text_fields_take_the_word_as_it_is(recipe, capsys):
         "--kv_cache_dtype",
         "auto",
     ]
-    assert main(["train", str(recipe), *words, "--reward_files", "a.py:f", "--dry_run"]) == 0
+    assert main(["train", str(recipe), *words, "--reward_files", reward, "--dry_run"]) == 0
     printed = yaml.safe_load(capsys.readouterr().out)
     assert [printed[key] for key in ("output_dir", "save_strategy", "run_name")] == ["2026", "no", "a: #1"]
-    assert printed["reward_files"] == ["a.py:f"]
+    assert printed["reward_files"] == [reward]
 
 
 @pytest.mark.parametrize(

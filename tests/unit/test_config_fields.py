@@ -68,7 +68,7 @@ WRONG = {
     "noise_stages": [2.5, 1],
     "noise_schedule": ["step", None],
     "loss_type": ["foo", 3],
-    "report_to": ["nowhere", 3, ["nowhere"]],
+    "report_to": ["nowhere", 3, None, ["nowhere"]],
     "optim": ["foo", None],
     "lr_scheduler_type": ["foo", 3],
     "lr_scheduler_kwargs": ["x", [1]],
