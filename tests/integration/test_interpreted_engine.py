@@ -15,7 +15,7 @@ from qerl.kernels import attention
 from qerl.kernels.nf4 import NF4
 from qerl.lora import add_lora
 from qerl.rollout import PortableEngine, SamplingParams
-from qerl.rollout.paged import call, prefill
+from qerl.rollout.paged import call, prefill, scheduler
 from qerl.rollout.paged import engine as paged
 from qerl.rollout.paged.decode import DecodeStep
 from qerl.rollout.paged.engine import PagedEngine
@@ -140,6 +140,7 @@ def test_the_step_changes_its_size(
     adapted, monkeypatch, step_sizes, prompts, samples, blocks, stops, expected
 ):
     monkeypatch.setattr(call, "_SMALL", 1)
+    monkeypatch.setattr(scheduler, "_SPARE_ROUNDS", 0)
     monkeypatch.setitem(globals(), "BLOCKS", blocks)
     model = adapted("llama")
     params = SamplingParams(max_tokens=10, seed=5, stop_token_ids=tuple(stops))
