@@ -91,7 +91,7 @@ class QeRLConfig(GRPOConfig):
     lora_alpha: PositiveInt = _help("Numerator of LoRA's scale alpha / r.", 32)
     lora_dropout: ShareBelow1 = _help("Dropout on the adapters' input.", 0.0)
     lora_target_modules: Annotated[Names, Field(min_length=1)] | None = _help(
-        "Names of adapted linears; null adapts all seven.", None
+        "Names of adapted linears; null adapts every linear layer of the decoder.", None
     )
 
     task: Text | None = _help(

@@ -26,12 +26,13 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
 from qerl.errors import QeRLError
+from qerl.families import lora_targets
 from qerl.lora_product import fused_forward
 from qerl.nvfp4.linear import PackedLinear
 from qerl.seeding import derive_seed
 
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-"""All linear layers of a decoder layer (paper, Table 4)."""
+"""All linear layers of a decoder layer of Llama, Qwen and Mistral (paper, Table 4)."""
 
 
 class DenseLoraLinear(LoraLinear):
@@ -57,7 +58,7 @@ def add_lora(
     rank: int,
     alpha: int,
     dropout: float,
-    target_modules: Sequence[str] = LORA_TARGETS,
+    target_modules: Sequence[str] | None = None,
     seed: int = 0,
 ) -> PeftModel:
     """Freeze a model and put fresh adapters on its linear layers; ``B = 0``, so it computes what it did.
@@ -67,17 +68,18 @@ def add_lora(
         rank: r, at least 1.
         alpha: The update is scaled by ``alpha / rank``.
         dropout: Probability with which an adapter's input is dropped in training.
-        target_modules: Last parts of the names of the layers to adapt.
+        target_modules: Last parts of the names of the layers to adapt; None adapts every linear layer of the
+            decoder.
         seed: Decides A; the same for every process of a run.
 
     Raises:
-        QeRLError: The rank or dropout is out of range, or the model has no such layers.
+        QeRLError: The rank or dropout is out of range, or the model lacks one of these layers.
     """
     config = LoraConfig(
         r=rank,
         lora_alpha=alpha,
         lora_dropout=dropout,
-        target_modules=list(target_modules),
+        target_modules=lora_targets(model, target_modules),
         task_type="CAUSAL_LM",
     )
     devices = [model.device] if model.device.type == "cuda" else []

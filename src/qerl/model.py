@@ -7,7 +7,9 @@ cases the dense model never exists as a whole.
 transformers warns when a checkpoint lacks tensors, and makes them up. Here that is an error.
 """
 
+import copy
 import logging
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -24,6 +26,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from qerl import families
 from qerl.errors import QeRLError
 from qerl.hub import local_checkpoint
 from qerl.nvfp4.checkpoint import Checkpoint, open_checkpoint
@@ -46,6 +49,7 @@ def load_model(
     device: torch.device | str,
     method: Method = "rtn",
     trust_remote_code: bool = False,
+    lora_targets: Sequence[str] | None = None,
 ) -> PreTrainedModel:
     """Causal LM in eval mode with its linear layers in the given format.
 
@@ -56,9 +60,11 @@ def load_model(
         device: Where it goes, as a whole.
         method: Rounding of a plain checkpoint to ``nvfp4`` or ``mxfp4``.
         trust_remote_code: Whether Python code that comes with the checkpoint may run.
+        lora_targets: Layers that will be adapted, which the model must have.
 
     Raises:
-        QeRLError: The model is not found, damaged, of an unknown family or not to be had in this format.
+        QeRLError: The model is not found, damaged, of a family that is not taken or not to be had in this
+            format, or has no such layers; before weights are read wherever config and names tell.
     """
     if weights not in get_args(Weights):
         raise QeRLError(f"There is no weight format {weights}; choose one of {', '.join(get_args(Weights))}.")
@@ -71,14 +77,16 @@ def load_model(
             "or name the 16-bit model."
         )
     config = _read_config(checkpoint, trust_remote_code)
+    skeleton = _skeleton(copy.deepcopy(config), checkpoint, trust_remote_code)  # some classes change theirs
+    _check_family(config, skeleton, lora_targets)
     settings: dict[str, Any] = {
         "dtype": dtype,
         "device_map": None if device.type == "cpu" else {"": device},
-        "attn_implementation": "sdpa",
+        "attn_implementation": _attention(skeleton),
         "ignore_mismatched_sizes": True,  # reported below, in one sentence
         "output_loading_info": True,
     }
-    model_class = _model_class(config, checkpoint, trust_remote_code)
+    model_class: Any = type(skeleton)
     if checkpoint.format is not None:
         config.quantization_config = QeRLQuantizationConfig.for_checkpoint(checkpoint)
         state_dict = checkpoint.state_dict()
@@ -138,14 +146,27 @@ def _read_config(checkpoint: Checkpoint, trust_remote_code: bool) -> PreTrainedC
         raise _unsupported(checkpoint, error) from error
 
 
-def _model_class(config: PreTrainedConfig, checkpoint: Checkpoint, trust_remote_code: bool) -> Any:
-    """Class of the causal LM; the Auto class finds it, but takes no tensors to load."""
+def _skeleton(config: PreTrainedConfig, checkpoint: Checkpoint, trust_remote_code: bool) -> PreTrainedModel:
+    """The causal LM without memory; its class is what loads, since the Auto class takes no tensors."""
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+            return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     except (ValueError, KeyError, OSError) as error:
         raise _unsupported(checkpoint, error) from error
-    return type(model)
+
+
+def _check_family(config: PreTrainedConfig, skeleton: PreTrainedModel, targets: Sequence[str] | None) -> None:
+    if reason := families.refusal(config, type(skeleton)):
+        raise QeRLError(f"{reason}; use a family of docs/families.md.")
+    families.check_dense(type(skeleton).__name__, (name for name, _ in skeleton.named_parameters()))
+    if targets is not None:
+        families.lora_targets(skeleton, targets)
+
+
+def _attention(skeleton: PreTrainedModel) -> str:
+    """SDPA, except where a family has none or where it would leave out the soft cap of the scores."""
+    capped = getattr(skeleton.config.get_text_config(decoder=True), "attn_logit_softcapping", None)
+    return "sdpa" if skeleton._supports_sdpa and not capped else "eager"
 
 
 def _unsupported(checkpoint: Checkpoint, error: Exception) -> QeRLError:

@@ -74,7 +74,8 @@ def build(family: str, attention: str = "sdpa", **changes) -> transformers.PreTr
         "eos_token_id": 1,
     }
     text = "Text" if family in ("Gemma3", "Llama4") else ""
-    config = getattr(transformers, f"{family}{text}Config")(**(settings | changes))
+    given = {name: value for name, value in (settings | changes).items() if value != "unset"}
+    config = getattr(transformers, f"{family}{text}Config")(**given)
     config._attn_implementation = attention
     with torch.random.fork_rng():
         torch.manual_seed(0)

@@ -31,9 +31,10 @@ from transformers.quantizers import HfQuantizer, register_quantization_config, r
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from qerl.errors import QeRLError
+from qerl.families import check_dense
 from qerl.nvfp4.checkpoint import Checkpoint, quantization_config
 from qerl.nvfp4.format import FORMATS, Method, largest_magnitude, quantize
-from qerl.nvfp4.groups import fused_group, is_quantized
+from qerl.nvfp4.groups import fused_group, is_quantized, left_out
 from qerl.nvfp4.linear import LINEAR_CLASSES, PackedLinear
 
 QUANT_METHOD = "qerl_nvfp4"
@@ -189,17 +190,17 @@ class QeRLQuantizer(HfQuantizer):
             model.set_submodule(name, empty)
 
     def _prepare_to_quantize(self, model: PreTrainedModel, checkpoint_files: list[str]) -> None:
-        experts = [name for name, p in model.named_parameters() if p.ndim > 2 and is_quantized(name)]
-        if experts:
-            raise QeRLError(
-                f"{type(model).__name__} is a mixture of experts ({experts[0]}), which cannot be quantised; "
-                "use a dense model."
-            )
+        check_dense(type(model).__name__, (name for name, _ in model.named_parameters()))
         linears = {name: linear for name, linear in _linears(model).items() if is_quantized(name)}
         if not linears:
             raise QeRLError(
                 f"{type(model).__name__} has no decoder layers with projections named *_proj, as Llama, Qwen "
                 "and Mistral have; this model family cannot be quantised."
+            )
+        if half := next((name for name in _linears(model) if left_out(name)), None):
+            raise QeRLError(
+                f"{type(model).__name__} has linear layers that are not named *_proj ({half}) and would stay "
+                "unquantised; load it with weights: bf16."
             )
         for name, linear in linears.items():
             self._check_width(name, linear)

@@ -21,6 +21,7 @@ from rich.progress import Progress
 from safetensors.torch import save_file
 
 from qerl.errors import QeRLError
+from qerl.families import check_dense
 from qerl.nvfp4.checkpoint import (
     INDEX_FILE,
     SINGLE_FILE,
@@ -33,7 +34,7 @@ from qerl.nvfp4.checkpoint import (
     write_json,
 )
 from qerl.nvfp4.format import FORMATS, BlockFormat, Method, error_sums, largest_magnitude, quantize
-from qerl.nvfp4.groups import fused_group, is_quantized
+from qerl.nvfp4.groups import fused_group, is_quantized, left_out
 
 _ELEMENT_BYTES = {"BF16": 2, "F16": 2, "F32": 4}
 _READABLE = 0o644  # safetensors makes its files readable by their owner alone
@@ -139,11 +140,13 @@ def quantize_checkpoint(
 
 def _layers_to_quantize(checkpoint: Checkpoint, format: BlockFormat) -> dict[str, Header]:
     """Qualified name -> header of the weight, of every layer to quantise; all of them fit the format."""
-    layers = {}
+    layers, others = {}, []
+    check_dense(str(checkpoint.folder), (name for headers in checkpoint.shards.values() for name in headers))
     for shard, headers in checkpoint.shards.items():
         for name, header in headers.items():
             module = name.removesuffix(".weight")
             if module == name or len(header.shape) != 2 or not is_quantized(module):
+                others += [module] if len(header.shape) == 2 and left_out(module) else []
                 continue
             if header.dtype not in _ELEMENT_BYTES:
                 raise QeRLError(
@@ -159,6 +162,11 @@ def _layers_to_quantize(checkpoint: Checkpoint, format: BlockFormat) -> dict[str
         raise QeRLError(
             f"{checkpoint.folder} has no decoder layers with projections named *_proj, as Llama, Qwen and "
             "Mistral have; this model family is not supported."
+        )
+    if others:
+        raise QeRLError(
+            f"{checkpoint.folder} has matrices in its decoder layers that are not named *_proj ({others[0]}) "
+            "and would stay unquantised; this model family is not supported."
         )
     return layers
 

@@ -87,7 +87,8 @@ class PortableEngine(RolloutEngine):
         with ExitStack() as stack:
             stack.enter_context(torch.no_grad())
             stack.enter_context(eval_mode(self.model))
-            stack.enter_context(grouped_decode(base.config))
+            if base._supports_attention_backend:  # others compare the name of their attention with "sdpa"
+                stack.enter_context(grouped_decode(base.config))
             stack.enter_context(merged(self.model, norm_offsets))
             if base.device.type == "cpu":
                 stack.enter_context(unpacked(self.model))

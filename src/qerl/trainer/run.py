@@ -20,7 +20,7 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from qerl.chat import Chat
 from qerl.config import QeRLConfig
 from qerl.errors import QeRLError
-from qerl.lora import LORA_TARGETS, add_lora
+from qerl.lora import add_lora
 from qerl.model import load_model, load_tokenizer
 from qerl.plan.command import announce, refuse_full_tuning_that_cannot_fit
 from qerl.plan.sizes import Work
@@ -163,6 +163,7 @@ def load_policy(config: QeRLConfig) -> PreTrainedModel:
         device=device,
         method=config.rounding,
         trust_remote_code=config.trust_remote_code,
+        lora_targets=config.lora_target_modules if config.tuning == "lora" else None,
     )
     if config.tuning == "full":
         return model
@@ -171,7 +172,7 @@ def load_policy(config: QeRLConfig) -> PreTrainedModel:
         rank=config.lora_r,
         alpha=config.lora_alpha,
         dropout=config.lora_dropout,
-        target_modules=config.lora_target_modules or LORA_TARGETS,
+        target_modules=config.lora_target_modules,
         seed=config.seed,
     )
 

@@ -1,0 +1,157 @@
+"""Each family works whole (quantised, adapted, sampled, packed) or is refused whole, before weights are read.
+
+Tiny random models with the defaults of their families elsewhere.
+"""
+
+import json
+
+import pytest
+import torch
+from test_row_check import ALTERNATING, build, with_head
+
+from qerl.errors import QeRLError
+from qerl.lora import add_lora
+from qerl.model import load_model
+from qerl.noise import find_noise_norms
+from qerl.nvfp4.quantize import quantize_checkpoint
+from qerl.rollout.engine import SamplingParams
+from qerl.rollout.portable import PortableEngine
+from qerl.trainer.row_check import check_packed_row
+
+LLAMA = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
+FOUR_BIT = {
+    "Llama-80": ("Llama", {"head_dim": 80}, LLAMA, 4),
+    "Gemma2": ("Gemma2", ALTERNATING | {"attn_logit_softcapping": 5.0}, LLAMA, 4),
+    "Phi3": ("Phi3", {}, ["down_proj", "gate_up_proj", "o_proj", "qkv_proj"], 4),
+    "SmolLM3": ("SmolLM3", {}, LLAMA, 4),
+    "Granite": ("Granite", {}, LLAMA, 4),
+    "Cohere2": ("Cohere2", ALTERNATING, LLAMA, 2),
+    "Olmo2": ("Olmo2", {}, LLAMA, 0),
+}
+UNQUANTISED = {
+    "Falcon": {"head_dim": "unset", "new_decoder_architecture": True, "num_kv_heads": 2},
+    "Starcoder2": {},
+    "GPTNeoX": {},
+}
+EXPERTS = {
+    "Mixtral": {"num_local_experts": 2},
+    "Qwen3Moe": {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 32},
+}
+STATES = {"Mamba": {"num_heads": 4}, "Jamba": {"num_experts": 1, "mamba_d_state": 4}}
+
+
+@pytest.fixture
+def saved(tmp_path):
+    def saved(family, changes):
+        build(family, "eager", **changes).save_pretrained(tmp_path / "model")
+        return tmp_path / "model"
+
+    return saved
+
+
+def load(folder, weights="nvfp4", **settings):
+    return load_model(folder, weights, torch.float32, "cpu", **settings)
+
+
+def works(folder, weights) -> tuple[list[str], torch.nn.Module]:
+    """Adapted layers, and the model; its sampler and its packed rows are right."""
+    model = add_lora(load(folder, weights), rank=4, alpha=8, dropout=0.0)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    prompt = [5, 6, 7]
+    (sample,) = PortableEngine(model, 0).generate([prompt], 1, SamplingParams(20, seed=1)).completions
+    logits = model(input_ids=torch.tensor([prompt + sample.token_ids]), use_cache=False).logits[0]
+    wanted = logits[2:-1].log_softmax(-1).gather(1, torch.tensor(sample.token_ids)[:, None])[:, 0]
+    torch.testing.assert_close(torch.tensor(sample.logprobs), wanted, rtol=0, atol=1e-4)
+    base = with_head(model.get_base_model())
+    check_packed_row(model, base.base_model, False, 0.8)
+    return sorted(model.peft_config["default"].target_modules), model
+
+
+@pytest.mark.parametrize("name", FOUR_BIT)
+def test_a_family_in_four_bits_works_whole(saved, tmp_path, name):
+    family, changes, targets, norms = FOUR_BIT[name]
+    folder = saved(family, changes)
+    adapted, model = works(folder, "nvfp4")
+    assert adapted == targets
+    if norms:
+        assert len(find_noise_norms(model)) == norms
+    else:
+        with pytest.raises(QeRLError, match="turn noise off"):
+            find_noise_norms(model)
+    quantize_checkpoint(folder, tmp_path / "packed")
+    packed = load(tmp_path / "packed").state_dict()
+    for name, tensor in model.get_base_model().state_dict().items():
+        if name.endswith("base_layer.weight_packed"):
+            assert torch.equal(packed[name.replace("base_layer.", "")], tensor)
+
+
+@pytest.mark.parametrize("family", UNQUANTISED)
+def test_a_family_with_other_projections_is_not_quantised_by_half(saved, tmp_path, family):
+    folder = saved(family, UNQUANTISED[family])
+    works(folder, "bf16")
+    with pytest.raises(QeRLError, match=r"named \*_proj"):
+        load(folder)
+    with pytest.raises(QeRLError, match=r"named \*_proj"):
+        quantize_checkpoint(folder, tmp_path / "packed")
+    assert not (tmp_path / "packed").exists()
+
+
+@pytest.mark.parametrize("family", EXPERTS)
+def test_mixtures_of_experts_are_refused_everywhere_for_the_same_reason(saved, tmp_path, family):
+    folder = saved(family, EXPERTS[family])
+    for weights in ("nvfp4", "bf16"):
+        with pytest.raises(QeRLError, match="mixture of experts"):
+            load(folder, weights)
+    with pytest.raises(QeRLError, match="mixture of experts"):
+        quantize_checkpoint(folder, tmp_path / "packed")
+
+
+@pytest.mark.parametrize("family", STATES)
+def test_layers_with_a_state_are_refused_before_weights_are_read(saved, monkeypatch, family):
+    folder = saved(family, STATES[family])
+    monkeypatch.setattr("transformers.PreTrainedModel.from_pretrained", lambda *_, **__: pytest.fail("read"))
+    with pytest.raises(QeRLError, match="carry a state from token to token"):
+        load(folder)
+
+
+def test_encoder_decoders_are_refused_before_weights_are_read(saved, monkeypatch):
+    folder = saved("Bart", {})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"is_encoder_decoder": True}))
+    monkeypatch.setattr("transformers.PreTrainedModel.from_pretrained", lambda *_, **__: pytest.fail("read"))
+    with pytest.raises(QeRLError, match="encoder-decoder"):
+        load(folder, "bf16")
+
+
+@pytest.mark.parametrize("targets", [["wq", "wv"], ["q_proj", "gate_projj"], ["proj"]])
+def test_lora_targets_that_match_nothing_are_named_before_weights_are_read(saved, monkeypatch, targets):
+    folder = saved("Llama", {})
+    model = load(folder)
+    with pytest.raises(QeRLError, match=f"{targets[-1]}, which LlamaForCausalLM does not have.*q_proj"):
+        add_lora(model, rank=4, alpha=8, dropout=0.0, target_modules=targets)
+    monkeypatch.setattr("transformers.PreTrainedModel.from_pretrained", lambda *_, **__: pytest.fail("read"))
+    with pytest.raises(QeRLError, match=targets[-1]):
+        load(folder, lora_targets=targets)
+
+
+def test_lora_targets_may_be_longer_parts_of_names(saved):
+    model = add_lora(
+        load(saved("Llama", {})),
+        rank=4,
+        alpha=8,
+        dropout=0.0,
+        target_modules=["0.self_attn.q_proj", "down_proj"],
+    )
+    adapted = {name for name, _ in model.named_parameters() if "lora_A" in name}
+    assert len(adapted) == 3
+
+
+def test_scores_with_a_soft_cap_are_not_left_to_sdpa(saved):
+    capped = load(saved("Gemma2", {"attn_logit_softcapping": 5.0}), "bf16")
+    assert capped.config._attn_implementation == "eager"
+    torch.manual_seed(0)
+    ids = torch.randint(2, 128, (1, 20))
+    reference = build("Gemma2", "eager", attn_logit_softcapping=5.0)
+    torch.testing.assert_close(capped(ids).logits, reference(ids).logits, rtol=0, atol=1e-4)
