@@ -1,0 +1,68 @@
+"""Before a run on a GPU: bf16 rows by kernel or dense mask pass the check, and a wrong row does not."""
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA GPU", allow_module_level=True)
+
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+)
+from trl.trainer.utils import add_fused_lm_head
+
+from qerl.errors import QeRLError
+from qerl.trainer import packing
+from qerl.trainer.attention import use_branch_attention
+from qerl.trainer.fused import fuse
+from qerl.trainer.row_check import check_packed_row
+
+SIZES = {
+    "vocab_size": 512,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "initializer_range": 0.05,
+}
+MODELS = {
+    "llama": (LlamaConfig, LlamaForCausalLM, {}, True),
+    "mistral-window": (MistralConfig, MistralForCausalLM, {"sliding_window": 40}, False),
+    "gemma2-eager": (Gemma2Config, Gemma2ForCausalLM, {"sliding_window": 40}, False),
+}
+
+
+def built(name):
+    config, family, changes, by_kernel = MODELS[name]
+    torch.manual_seed(0)
+    settings = config(**SIZES, **changes)
+    settings._attn_implementation = "eager" if name == "gemma2-eager" else "sdpa"
+    model = family(settings).bfloat16().cuda().requires_grad_(False)
+    add_fused_lm_head(model, outputs=("log_probs", "entropy"))
+    assert use_branch_attention(model) == by_kernel
+    fuse(model)
+    return model, by_kernel
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_right_row_passes_and_a_wrong_one_does_not(name, monkeypatch):
+    model, by_kernel = built(name)
+    state = torch.cuda.get_rng_state()
+    check_packed_row(model, model.base_model, by_kernel, 1.0)
+    assert torch.equal(torch.cuda.get_rng_state(), state)
+    if by_kernel:
+        extents = packing.Branches
+        monkeypatch.setattr(
+            packing, "Branches", lambda **parts: extents(**parts | {"keys_M": parts["keys_M"].flip(0)})
+        )
+    else:
+        monkeypatch.setattr(packing.PackedBatch, "mask_function", lambda self, of_sample: of_sample)
+    with pytest.raises(QeRLError, match="packed row than alone"):
+        check_packed_row(model, model.base_model, by_kernel, 1.0)
