@@ -298,7 +298,7 @@ class Bench:
     def _run_and_kill(self, case: Case, out: Path, kill: Kill, turn: int) -> None:
         before = _whole(out)
         mark = self.folder / f"mark-{case.number}-{turn}"
-        forks = self._go_on(case, out, lambda rank: _arm(kill, rank, mark))
+        forks = self._go_on(case, out, lambda rank: arm(kill, rank, mark))
         start = time.monotonic()
         if kill.point is None:
             while not forks.poll() and time.monotonic() - start < kill.seconds:
@@ -321,7 +321,7 @@ class Bench:
             case.findings.append(f"other losses were logged: {_logged(out)} for {_logged(reference)}")
 
 
-def _arm(kill: Kill, rank: int, mark: Path) -> None:
+def arm(kill: Kill, rank: int, mark: Path) -> None:
     """Lets this process meet its kill when it comes by."""
     if kill.point is None or rank not in kill.ranks:
         return
