@@ -75,11 +75,12 @@ def add_lora(
     Raises:
         QeRLError: The rank or dropout is out of range, or the model lacks one of these layers.
     """
+    targets = lora_targets(model, target_modules)
     config = LoraConfig(
         r=rank,
         lora_alpha=alpha,
         lora_dropout=dropout,
-        target_modules=lora_targets(model, target_modules),
+        target_modules=targets,
         task_type="CAUSAL_LM",
     )
     devices = [model.device] if model.device.type == "cuda" else []
@@ -92,7 +93,7 @@ def add_lora(
     if isinstance(adapted.get_base_model().get_output_embeddings(), BaseTunerLayer):
         raise QeRLError(
             "LoRA on the output head learns nothing, because the update multiplies with the head's own "
-            f"weight; leave it out of the target modules ({', '.join(target_modules)})."
+            f"weight; leave it out of the target modules ({', '.join(targets)})."
         )
     return _skip_packed_buffers_in_ddp(adapted)
 
