@@ -1,8 +1,8 @@
 """Damaged files through the commands: exit status 0 or 2 and no traceback, whatever the bytes.
 
 A small model, an adapter with its config.yaml, a recipe, data, a reward file and metrics are written once.
-Each case damages one file (cut off, bytes flipped, another encoding, a value of another type), runs one command on
-it in this process, and puts the file back.
+Each case damages one file (cut off, bytes flipped, another encoding, a value of another type), runs a command
+on it in this process, and puts the file back.
 """
 
 import contextlib

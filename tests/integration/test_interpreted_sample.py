@@ -76,7 +76,7 @@ def test_a_token_of_probability_zero_is_never_drawn(monkeypatch):
 )
 def test_filters_in_pieces_of_rows(monkeypatch, filters):
     """Log-probability and entropy are those before the filters; a row of NaN ends with a reason."""
-    monkeypatch.setattr(decode, "_SORTED_AT_ONCE", 130)  # two rows, and one at the end
+    monkeypatch.setattr(decode, "SORTED_AT_ONCE", 130)  # two rows, and one at the end
     generator = torch.Generator().manual_seed(1)
     rows, vocabulary = 5, 61
     logits_TV = 2 * torch.randn(rows, vocabulary, generator=generator)

@@ -1,4 +1,4 @@
-"""Runs that are killed in the middle and resumed: some cases of `tests/fuzz/kills.py`, which runs hundreds."""
+"""Runs that are killed in the middle and resumed: some of the cases that `tests/fuzz/kills.py` runs."""
 
 import os
 import subprocess

@@ -35,6 +35,7 @@ from qerl.plan.render import verdict
 from qerl.plan.shapes import SHAPES
 from qerl.plan.sizes import Activations, Adapter, Cache, Model, Weights, Work
 from qerl.recipe import load_config
+from qerl.rollout.sampling import FILTER_BYTES
 from qerl.trainer import run
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
@@ -337,6 +338,7 @@ def test_command_reads_a_folder_and_recipes(tiny_model, tmp_path, capsys):
             "7.62 billion parameters, more than the 84.6 GB there are",
         ),
         (["--tuning", "full", "--weights", "bf16", "--dtype", "bfloat16"], "at least 60.9 GB on each GPU"),
+        (["--tuning", "full", "--weights", "bf16", "--beta", "0.04"], "at least 152.3 GB on each GPU"),
         (["--gpu", "nan"], "--gpu is nan"),
         (["--gpu", "true"], "--gpu is True"),
         (["--processes", "0"], "--processes is 0; it must be a number of GPUs"),
@@ -404,6 +406,21 @@ def test_full_tuning_that_cannot_fit_is_refused_before_it_is_loaded(
     with pytest.raises(QeRLError, match="Full tuning takes at least 121"):
         run.build(config, Console(quiet=True))
     refuse_full_tuning_that_cannot_fit(config, 2 * GB80)
+
+
+def test_filters_take_a_place_to_sort_in(capsys):
+    free, filtered = (
+        plan_command("7b", [], {"max_completion_length": 2048, "top_p": top_p}, 80, Console(quiet=True))
+        for top_p in (1.0, 0.9)
+    )
+    assert filtered.rollout == free.rollout + FILTER_BYTES
+    assert filtered.update == free.update
+
+
+def test_positions_of_a_stretched_rotary_embedding():
+    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768, "rope_theta": 1e6}
+    config = {"model_type": "qwen2", "max_position_embeddings": 32768, "rope_parameters": rope}
+    assert Model.from_config(config).positions == 131072
 
 
 def test_several_processes_hold_buckets_of_gradients(capsys):

@@ -92,10 +92,14 @@ def refuse_full_tuning_that_cannot_fit(config: QeRLConfig, capacity: int) -> Non
 
 
 def _full_tuning_bytes(model: Model, config: QeRLConfig) -> int:
-    """Bytes of weights, gradients and Adam's moments, all in the weights' dtype or the moments in 8 bits."""
+    """Bytes of weights, gradients and Adam's moments, all in the weights' dtype or the moments in 8 bits.
+
+    A KL penalty (``beta`` above 0) needs the weights a second time, as its reference.
+    """
     size = HALF if config.dtype == "bfloat16" else FULL
     moments = 2 if "8bit" in str(config.optim) else 2 * size
-    return model.parameters * (2 * size + moments)
+    copies = 3 if config.beta else 2
+    return model.parameters * (copies * size + moments)
 
 
 def _full_tuning(model: Model, config: QeRLConfig, capacity: int) -> str:
@@ -173,5 +177,6 @@ def _work(config: QeRLConfig, processes: int) -> Work:
         every_n_layers=(every_n_layers(config) or 1) if config.gradient_checkpointing else 0,
         cache_bytes=KV_DTYPES[config.kv_cache_dtype].itemsize,
         optimizer_bytes=2 if "8bit" in str(config.optim) else 2 * FULL,
+        filtered=config.top_p < 1 or bool(config.top_k) or bool(config.min_p),
         processes=processes,
     )

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from qerl.plan.sizes import Activations, Adapter, Cache, Model, Weights, Work
+from qerl.rollout.sampling import FILTER_BYTES
 
 CACHE_SHARE = 0.6  # of the memory beside model and training state that keys and values may take
 
@@ -88,7 +89,8 @@ def make_plan(model: Model, work: Work, capacity: int) -> Plan:
     }
     if work.processes > 1:  # DistributedDataParallel reduces copies of the gradients, which it keeps
         resident["buckets of gradients"] = adapter.gradients
-    budget = CACHE_SHARE * (capacity - sum(resident.values()) - reserve.context)
+    sorting = FILTER_BYTES if work.filtered else 0
+    budget = CACHE_SHARE * (capacity - sum(resident.values()) - reserve.context) - sorting
     sequences = cache.sequences(budget)
     # Within one backward pass, gradients grow while what was kept for them goes.
     gradients = adapter.gradients if work.passes > 1 else max(0, adapter.gradients - update.kept)
@@ -100,6 +102,6 @@ def make_plan(model: Model, work: Work, capacity: int) -> Plan:
         Part("activations kept", 0, update.kept),
         Part("one layer or the head", 0, update.working),
         Part("dequantised weight", 0, update.workspace),
-        Part("context and slack", reserve.context, reserve.context + slack),
+        Part("context and slack", reserve.context + sorting, reserve.context + slack),
     )
     return Plan(model, work, capacity, parts, sequences)

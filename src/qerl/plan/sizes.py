@@ -19,6 +19,7 @@ from qerl.errors import QeRLError
 from qerl.kernels.ranks import padded_rank
 from qerl.nvfp4.groups import FUSED_GROUPS
 from qerl.plan.shapes import Shape
+from qerl.rollout.engine import positions_of
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 """Model types whose layers are described here; the paged engine runs the same ones."""
@@ -104,7 +105,7 @@ class Model:
             kv_heads=full.num_key_value_heads,
             head_size=getattr(full, "head_dim", None) or full.hidden_size // full.num_attention_heads,
             vocabulary=full.vocab_size,
-            positions=full.max_position_embeddings,
+            positions=positions_of(full) or 0,
             qkv_bias=attention_bias or family == "qwen2",
             o_bias=attention_bias,
             mlp_bias=bool(getattr(full, "mlp_bias", False)),
@@ -175,6 +176,7 @@ class Work:
             0: all keep them.
         optimizer_bytes: Of an adapter's parameter: 8 for AdamW in fp32, 2 in 8 bits.
         cache_bytes: Of a number in keys and values: 2 for bf16, 1 for fp8.
+        filtered: Whether top-k, top-p or min-p leave tokens out, for which the engine sorts.
         processes: GPUs that train together, each with a whole model.
     """
 
@@ -191,6 +193,7 @@ class Work:
     every_n_layers: int = 1
     optimizer_bytes: int = 2 * FULL
     cache_bytes: int = HALF
+    filtered: bool = False
     processes: int = 1
 
     def tokens_of(self, samples: int) -> int:

@@ -34,7 +34,7 @@ ONE_SIGNAL = 1.0
 _SHOWN = (
     ("reward", "reward", "{:.2f}"),
     ("accuracy", "rewards/accuracy/mean", "{:.2f}"),
-    ("entropy", "rollout/entropy", "{:.2f}"),
+    ("entropy", "entropy", "{:.2f}"),
     ("sigma", "noise/sigma", "{:.0e}"),
 )
 

@@ -13,13 +13,9 @@ from qerl.kernels import attention, sample
 from qerl.rollout.engine import SamplingParams
 from qerl.rollout.paged.step import Cache, Inputs, Step
 from qerl.rollout.paged.weights import Decoder
-from qerl.rollout.sampling import truncate
+from qerl.rollout.sampling import SORTED_AT_ONCE, truncate
 
 _NEVER = -1e30  # log-probability of what a filter left out
-_SORTED_AT_ONCE = 1 << 22  # logits
-FILTER_BYTES = 80 * _SORTED_AT_ONCE
-"""What top-k, top-p and min-p take beside the logits: sorted values, ids, probabilities and sums in FP64."""
-
 _SLOTS = 132  # multiprocessors of an H100: twice as many pieces cost more in the merge than they gave
 
 
@@ -131,7 +127,7 @@ class DecodeStep:
         mean_square_T = self.step.squares_PT.sum(0) / self.decoder.hidden
         scale_T1 = (torch.rsqrt(mean_square_T + self.decoder.eps) / self._params.temperature)[:, None]
         entropy_T = torch.empty_like(mean_square_T)
-        rows = max(1, _SORTED_AT_ONCE // logits_TV.shape[1])
+        rows = max(1, SORTED_AT_ONCE // logits_TV.shape[1])
         for first in range(0, len(logits_TV), rows):
             part = slice(first, first + rows)
             full_TV = torch.log_softmax(logits_TV[part] * scale_T1[part], dim=-1)

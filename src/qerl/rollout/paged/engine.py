@@ -33,11 +33,12 @@ from qerl.rollout.engine import (
 from qerl.rollout.paged import call
 from qerl.rollout.paged.binding import Binding, refusal
 from qerl.rollout.paged.blocks import BlockManager
-from qerl.rollout.paged.decode import FILTER_BYTES, DecodeStep
+from qerl.rollout.paged.decode import DecodeStep
 from qerl.rollout.paged.memory import SwitchedMemory
 from qerl.rollout.paged.prefill import Prefill
 from qerl.rollout.paged.scheduler import Scheduler
 from qerl.rollout.paged.step import Cache
+from qerl.rollout.sampling import FILTER_BYTES
 
 _BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 _CONTEXT = 1.2e9  # bytes: CUDA context, kernels, graphs
