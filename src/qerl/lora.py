@@ -114,6 +114,8 @@ def load_adapter(model: PreTrainedModel, folder: str | Path) -> PeftModel:
         config = PeftConfig.from_pretrained(str(folder))
         if not isinstance(config, LoraConfig):
             raise QeRLError(f"{folder} is a {config.peft_type} adapter; only LoRA adapters are read.")
+        if getattr(config, "alora_invocation_tokens", None) is not None:
+            raise QeRLError(f"{folder} is an activated LoRA adapter (aLoRA); only plain LoRA is read.")
         if config.use_dora and any(isinstance(module, PackedLinear) for module in model.modules()):
             raise QeRLError(
                 f"{folder} is a DoRA adapter, which needs the norms of dense weights; load it with weights: "
@@ -125,7 +127,7 @@ def load_adapter(model: PreTrainedModel, folder: str | Path) -> PeftModel:
             adapted = PeftModel.from_pretrained(model, str(folder), config=_with_own_layers(config, model))
     except (SafetensorError, OSError) as error:
         raise QeRLError(f"The adapter {folder} is damaged or incomplete ({error}); copy it again.") from error
-    except (ValueError, TypeError, RuntimeError, AttributeError) as error:
+    except (ValueError, TypeError, RuntimeError, AttributeError, LookupError) as error:
         raise QeRLError(f"The adapter {folder} does not fit this model: {_first_line(error)}") from error
     unmatched = sorted(stored ^ set(get_peft_model_state_dict(adapted)))
     if unmatched:

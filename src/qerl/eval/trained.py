@@ -149,7 +149,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise QeRLError(f"{path} cannot be read ({error}); copy the folder again.") from error
     if not isinstance(content, dict):
         raise QeRLError(f"{path} is not a JSON object; copy the folder again.")

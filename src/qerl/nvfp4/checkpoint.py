@@ -297,7 +297,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         raise QeRLError(
             f"{path} cannot be read ({error.strerror}); give the folder of a transformers model."
         ) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise QeRLError(f"{path} is not valid JSON ({error}); fetch the file again.") from error
     if not isinstance(content, dict):
         raise QeRLError(f"{path} is not a JSON object; fetch the file again.")

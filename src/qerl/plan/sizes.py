@@ -94,8 +94,13 @@ class Model:
             )
         try:
             full = AutoConfig.for_model(**config)
-        except (TypeError, ValueError) as error:
-            raise QeRLError(f"The config of this {family} model is not valid: {error}") from error
+        except Exception as error:  # given a file alone; the validators of fields have classes of their own
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise QeRLError(f"The config of this {family} model is not valid: {reason}") from error
+        sizes = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+        for name in sizes:
+            if getattr(full, name) < 1:
+                raise QeRLError(f"The config of this {family} model has {name} {getattr(full, name)}.")
         attention_bias = bool(getattr(full, "attention_bias", False))
         return cls(
             hidden=full.hidden_size,

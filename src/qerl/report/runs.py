@@ -106,7 +106,7 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
 def _parse(line: str) -> dict[str, Any] | None:
     try:
         row = json.loads(line)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         return None
     return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
 
