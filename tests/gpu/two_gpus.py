@@ -159,7 +159,7 @@ def recipe(folder: Path, model: str | None) -> dict[str, Any]:
         "tokens_per_forward": 150,
         "max_completion_length": 24 if torch.cuda.device_count() >= 2 else 6,
         "max_steps": STEPS,
-        "save_steps": 1,
+        "save_steps": 10 * STEPS,  # checkpoints are those of the signals, and the last one
         "eval_strategy": "steps",
         "eval_steps": 2,
         "eval_samples": 4,
