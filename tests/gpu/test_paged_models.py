@@ -24,7 +24,7 @@ from transformers import (
 )
 
 from qerl.errors import QeRLError
-from qerl.kernels.needs import has_module
+from qerl.kernels.needs import has_module, obstacles
 from qerl.lora import LORA_TARGETS, add_lora
 from qerl.nvfp4.format import NVFP4, quantize
 from qerl.nvfp4.linear import NVFP4Linear
@@ -149,6 +149,8 @@ def test_trained_biases_are_seen():
 
 
 def test_what_the_engine_does_not_compute_goes_to_the_portable_one():
+    if missing := obstacles():
+        pytest.skip(missing[0].reason)
     for config, reason in [
         (LoraConfig(r=8, target_modules=["q_proj"], use_dora=True), "variant of LoRA"),
         (LoraConfig(r=8, target_modules=["q_proj", "lm_head"]), "lm_head"),
