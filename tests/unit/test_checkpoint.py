@@ -167,12 +167,12 @@ def test_config_index_and_other_files(source, tmp_path):
         assert (target / name).read_text() == (source / name).read_text()
 
 
-def test_router_stays_and_is_listed_as_ignored(tmp_path):
-    tensors = plain_tensors() | {f"{LAYER}mlp.gate.weight": torch.randn(4, HIDDEN)}
+def test_a_matrix_outside_of_the_layers_stays_and_is_listed_as_ignored(tmp_path):
+    tensors = plain_tensors() | {"model.connector.weight": torch.randn(4, HIDDEN)}
     quantize_checkpoint(write_plain(tmp_path / "source", tensors), tmp_path / "target")
     checkpoint = open_checkpoint(tmp_path / "target")
-    assert checkpoint.config["quantization_config"]["ignore"] == ["lm_head", f"{LAYER}mlp.gate"]
-    assert f"{LAYER}mlp.gate.weight" in checkpoint.state_dict()
+    assert checkpoint.config["quantization_config"]["ignore"] == ["lm_head", "model.connector"]
+    assert "model.connector.weight" in checkpoint.state_dict()
 
 
 @pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS.keys())

@@ -262,7 +262,7 @@ def _write_rest(
 
 
 def _other_linears(checkpoint: Checkpoint, layers: Mapping[str, Header]) -> list[str]:
-    """Layers with a matrix that stays as it is, such as routers; without being told, readers expect codes."""
+    """Matrices outside of the decoder's layers, which stay as they are; readers not told so expect codes."""
     matrices = (
         name.removesuffix(".weight")
         for headers in checkpoint.shards.values()
