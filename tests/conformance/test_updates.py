@@ -14,7 +14,7 @@ SEVERAL = {"steps_per_generation": 2}
 
 # What is logged otherwise than in TRL, and why.
 DIFFERS = {
-    "step_time|train_.*": "TRL's, of its own steps; ours has time/*",
+    "step_time|train_.*": "wall time",
     "entropy": "estimated over all samples by the engine's entropies, which are made up here",
     "sampling/.*": "TRL's, of rollouts; ours are those of the update that applies the ratio",
     "vespo/phi_seq_mean": "over all samples in TRL; without advantage it multiplies zero",

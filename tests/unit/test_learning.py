@@ -7,6 +7,7 @@ import torch
 from datasets import Dataset
 
 from qerl.config import QeRLConfig
+from qerl.errors import QeRLError
 from qerl.lora import add_lora
 from qerl.recipe import read_recipe
 from qerl.rollout.portable import PortableEngine
@@ -54,6 +55,24 @@ def test_reward_rises(make, algorithm):
     before, after = (sum(row["rewards/share/mean"] for row in part) / 4 for part in (logged[:4], logged[-4:]))
     assert before < 0.65 and after > 0.85
     assert logged[10]["noise/sigma"] == 0.05 and logged[10]["sampling/kl"] > 1e-5
+
+
+@pytest.mark.parametrize("max_grad_norm", [1.0, 0.0])
+def test_a_gradient_that_is_not_finite_ends_the_run_and_changes_no_weight(make, monkeypatch, max_grad_norm):
+    """transformers logs its loss as 0, and the policy of NaN would end each answer at its first token."""
+    trainer = make(max_steps=4, max_grad_norm=max_grad_norm)
+    inner, kept = trainer._whole_loss, []
+
+    def whole_loss(*args):
+        if trainer.state.global_step < 2:
+            return inner(*args)
+        kept.extend(weights(trainer))
+        return inner(*args) * float("nan")
+
+    monkeypatch.setattr(trainer, "_whole_loss", whole_loss)
+    with pytest.raises(QeRLError, match="gradient of step 3 is not finite"):
+        trainer.train()
+    assert all(map(torch.equal, weights(trainer), kept)) and all(map(torch.any, kept))
 
 
 def test_noise_is_in_the_rollouts_and_not_in_the_update(make, monkeypatch):

@@ -139,6 +139,21 @@ def test_the_time_of_an_update_includes_the_optimizers_step(make):
     assert trained(trainer)[0]["time/update"] > 0.3
 
 
+def test_the_time_of_an_evaluation_is_no_steps(make):
+    """And the times of a step add up to TRL's `step_time`, rollout included."""
+
+    def slow(completion_ids, **_):
+        time.sleep(0.2)
+        return [float(ids[0] % 5) for ids in completion_ids]
+
+    trainer = make(slow, DATA, eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=4, max_steps=3)
+    for row in trained(trainer):
+        assert 0.2 <= row["time/reward"] < 0.4 and row["time/update"] > 0
+        assert row["step_time"] == pytest.approx(
+            sum(row[f"time/{x}"] for x in ("rollout", "reward", "update"))
+        )
+
+
 def test_vespos_weight_is_of_the_computed_samples(make, monkeypatch):
     trainer = make(loss_type="vespo")
     batch = rollout(trainer)

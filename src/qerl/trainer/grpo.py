@@ -268,6 +268,7 @@ class QeRLTrainer(RolloutTrainer):
 
     def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
         output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
+        self._seconds.clear()  # no step's; it stands between two of them
         name_metrics(self._metrics["eval"], metric_key_prefix)
         return output
 
@@ -296,10 +297,26 @@ class QeRLTrainer(RolloutTrainer):
         """TRL's forward and backward; one that is done again is neither logged again nor ends the step."""
         with self._step_ends(newest and self.accelerator.sync_gradients), self._metrics_apart() as metrics:
             loss = super().training_step(model, batch, num_items_in_batch)
+        metrics.pop("step_time", None)  # of forward and backward alone; `_log_step` has the whole
         if newest:
             for name, values in metrics.items():
                 self._metrics["train"][name] += values
         return loss
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        """transformers' norm, asked for in front of the optimizer's step.
+
+        Raises:
+            QeRLError: It is not finite; the step would turn weights and the optimizer's state into NaN.
+        """
+        norm = super()._get_grad_norm(model, grad_norm=grad_norm)
+        if not torch.as_tensor(norm).isfinite():
+            raise QeRLError(
+                f"The gradient of step {self.state.global_step + 1} is not finite ({float(norm)}), so the step "
+                "was not taken; go on from the last checkpoint with a lower learning_rate, or a lower "
+                "max_grad_norm."
+            )
+        return norm
 
     def _forget_step(self) -> None:
         """As if no microbatch of this optimizer step had run; rollouts stay."""
@@ -321,7 +338,9 @@ class QeRLTrainer(RolloutTrainer):
         for name, value in metrics.items():
             self._metrics["train"][name].append(value)
         parts = {name: self._seconds.pop(name, 0.0) for name in ("rollout", "reward", "logprob")}
-        parts["update"] = self._seconds.pop("total", 0.0) - sum(parts.values())
+        total = self._seconds.pop("total")
+        parts["update"] = total - sum(parts.values())
+        self._metrics["train"]["step_time"].append(total)
         for name, seconds in parts.items():
             self._metrics["train"][f"time/{name}"].append(seconds)
         self._metrics["train"]["memory/peak_gb"].append(max(self._of_ranks(self._memory.report_gb())))

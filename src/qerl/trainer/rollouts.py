@@ -129,6 +129,9 @@ class RolloutTrainer(ResumableTrainer):
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> Batch:
         if not self.model.training:
             return self._scored_by_trl(inputs)[0]
+        if self._fresh is not None:
+            prompts = [row["prompt"] for row in inputs[:: self.num_generations]]
+            self._fresh.note(self.state.global_step, gather_object(prompts))
         batch = self._sample_batch(inputs)
         if self.args.reward_errors == "stop":
             stop_if_all_failed(self.reward_funcs, self.accelerator)
@@ -145,9 +148,6 @@ class RolloutTrainer(ResumableTrainer):
 
     def _sample_batch(self, inputs: list[dict[str, Any]]) -> Batch:
         """TRL's batch, its rewards [B, F], and the entropies of its tokens under the sampler [B, C]."""
-        if self._fresh is not None:
-            prompts = [row["prompt"] for row in inputs[:: self.num_generations]]
-            self._fresh.note(self.state.global_step, gather_object(prompts))
         batch, logged = self._scored_by_trl(inputs)
         batch["rollout_entropy"] = torch.tensor(logged["rollout/entropy"], device=self.accelerator.device)
         rewards_BF = self._own_rows(self._rewards_BF, len(inputs))
@@ -167,16 +167,23 @@ class RolloutTrainer(ResumableTrainer):
         """The batch that trains, once it is whole."""
         own_BF = batch.pop("rewards_per_func")
         rewards_BF = self.accelerator.gather(own_BF)
-        if not self._warned and JUDGE not in self.reward_func_names and self._signal.overruled(rewards_BF):
+        self._warn_of_judge(rewards_BF)
+        advantages_B = self._signal.advantages(rewards_BF)
+        self._logs["advantages"].extend(advantages_B.tolist())
+        return batch | {"advantages": self._own_rows(advantages_B, len(own_BF))}
+
+    def _warn_of_judge(self, rewards_BF: torch.Tensor) -> None:
+        """Say once that the only reward, taken for a verdict, may be none."""
+        judge = self._signal.judge
+        if self._warned or judge is None or self.reward_func_names[judge] == JUDGE:
+            return
+        if self._signal.overruled(rewards_BF):
             self._warned = True
             logger.warning(
                 "Rewards differ in this step but no group has both right samples (%s above 0) and wrong "
                 "ones, so nothing is learned from it; if that reward is not a verdict, set signal: reward.",
-                self.reward_func_names[self._signal.judge or 0],
+                self.reward_func_names[judge],
             )
-        advantages_B = self._signal.advantages(rewards_BF)
-        self._logs["advantages"].extend(advantages_B.tolist())
-        return batch | {"advantages": self._own_rows(advantages_B, len(own_BF))}
 
     def _scored_by_trl(self, inputs: list[dict[str, Any]]) -> tuple[Batch, dict[str, float]]:
         """TRL's batch, and what was logged of the rollout.
