@@ -312,9 +312,9 @@ class QeRLTrainer(RolloutTrainer):
         norm = super()._get_grad_norm(model, grad_norm=grad_norm)
         if not torch.as_tensor(norm).isfinite():
             raise QeRLError(
-                f"The gradient of step {self.state.global_step + 1} is not finite ({float(norm)}), so the step "
-                "was not taken; go on from the last checkpoint with a lower learning_rate, or a lower "
-                "max_grad_norm."
+                f"The gradient of step {self.state.global_step + 1} is not finite ({float(norm)}); no weight "
+                "was changed. Go on from the last checkpoint with a lower max_grad_norm, or start anew with "
+                "a lower learning_rate."
             )
         return norm
 
