@@ -125,11 +125,12 @@ def load_adapter(model: PreTrainedModel, folder: str | Path) -> PeftModel:
             stored = set(weights.keys())
         with _quiet():
             adapted = PeftModel.from_pretrained(model, str(folder), config=_with_own_layers(config, model))
+        read = set(get_peft_model_state_dict(adapted))
     except (SafetensorError, OSError) as error:
         raise QeRLError(f"The adapter {folder} is damaged or incomplete ({error}); copy it again.") from error
     except (ValueError, TypeError, RuntimeError, AttributeError, LookupError) as error:
         raise QeRLError(f"The adapter {folder} does not fit this model: {_first_line(error)}") from error
-    unmatched = sorted(stored ^ set(get_peft_model_state_dict(adapted)))
+    unmatched = sorted(stored ^ read)
     if unmatched:
         raise QeRLError(
             f"The adapter {folder} does not fit this model: {unmatched[0]} is in only one of the two; give "
