@@ -337,12 +337,14 @@ def test_the_kernel_serves_causal_attention(dense_kernel, family):
         ("llama4-chunks", "not every layer"),
         ("gpt-oss-sinks", "not every layer"),
         ("odd-heads", "heads have 12"),
+        ("dropout", "dropout"),
         ("gpt-neo", "replace its attention"),
     ],
 )
 def test_the_kernel_declines_what_it_would_leave_out(dense_kernel, name, reason):
     others = {
         "odd-heads": ("Llama", "sdpa", {"head_dim": 12}),
+        "dropout": ("Llama", "sdpa", {"attention_dropout": 0.1}),
         "gpt-neo": (
             "GPTNeo",
             "eager",

@@ -74,6 +74,8 @@ def obstacle(model: PreTrainedModel) -> str | None:
     A row of a few tokens is run through the model. What its layers ask of masks and hand to attention says
     more than a list of families would.
     """
+    if getattr(model.config.get_text_config(decoder=True), "attention_dropout", None):
+        return "attention has dropout, which it has in training alone"
     before = model.config._attn_implementation
     prompt, completion = torch.ones(2, 2, 2, dtype=torch.long, device=model.device)
     row = pack(prompt, torch.ones_like(prompt), completion, torch.ones_like(completion), rows=[0, 1])

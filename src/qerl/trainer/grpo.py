@@ -105,7 +105,9 @@ class QeRLTrainer(RolloutTrainer):
             parameter.data = parameter.data.to(dtype)
         self._start_rollouts(engine)
         understand_every_n_layers(self.model)
-        self._branch_attention = ready_for_rows(self.accelerator.unwrap_model(self.model), args)
+        policy = self.accelerator.unwrap_model(self.model)
+        self._decoder = base_model(policy).base_model  # to unwrap is a walk over all modules
+        self._branch_attention = ready_for_rows(policy, args)
         add_reference(self)
         self._mismatch = Mismatch.none(self.accelerator.device)
         self._policy_forward: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -256,7 +258,7 @@ class QeRLTrainer(RolloutTrainer):
 
     def _forward(self, model: torch.nn.Module, padded: Padded, rows: list[int]) -> Outputs:
         self._redo.forward_of(rows, padded.lengths)
-        decoder = base_model(self.accelerator.unwrap_model(model)).base_model
+        decoder = base_model(model).base_model if model is self.ref_model else self._decoder
         return score_rows(model, decoder, padded, rows, self._branch_attention)
 
     def prediction_step(
