@@ -135,6 +135,19 @@ def test_room_that_is_left_free_spares_prefilling_again(monkeypatch):
     assert rounds < 1.1 * before
 
 
+@pytest.mark.parametrize("most", [1, 64, 128, 300])
+def test_a_cache_with_room_for_every_row_fills_every_row(most):
+    """Room is left free for what those that run may still need, and not beyond their last token."""
+    rows = 16
+    scheduler = Scheduler(BlockManager(rows * -(-most // 64), 64), rows, round_steps=16)
+    lengths = {sample: 1 + 37 * i % most for i, sample in enumerate(scheduler.add([[0]], 5 * rows, most))}
+
+    def full(scheduler):
+        assert len(scheduler.running) == rows or not scheduler.waiting
+
+    assert run(scheduler, lengths, full)[1] == 0
+
+
 def test_running_sequences_are_moved_into_the_first_rows():
     scheduler = Scheduler(BlockManager(100, 4), rows=6, round_steps=2)
     samples = scheduler.add([[1, 2, 3]], 6, 8)

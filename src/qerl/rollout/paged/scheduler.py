@@ -157,13 +157,14 @@ class Scheduler:
 
     def _admit(self, plan: Plan) -> None:
         free_rows = [row for row in range(self.rows) if row not in self.running]
+        spare = sum(self._missing(sequence, 1 + _SPARE_ROUNDS) for sequence in self.running.values())
         for row in free_rows:
             if not self.waiting:
                 return
             sequence = self.waiting[0]
             prompt = sequence.prompt
             shared = 0 if prompt.blocks is not None else self.blocks.blocks_for(prompt.cached_tokens)
-            if shared + self._missing(sequence) + self._spare() > self.blocks.free:
+            if shared + self._missing(sequence) + spare > self.blocks.free:
                 return
             self.waiting.popleft()
             if prompt.blocks is None:
@@ -173,16 +174,14 @@ class Scheduler:
                 self.blocks.share(prompt.blocks)
             prompt.readers += 1
             sequence.blocks = self.blocks.take(self._missing(sequence))
+            spare += self._missing(sequence, 1 + _SPARE_ROUNDS)
             sequence.row = row
             self.running[row] = sequence
             plan.admitted.append(sequence)
 
-    def _spare(self) -> int:
-        """Blocks that those that run will take within some rounds."""
-        return self.blocks.blocks_for(len(self.running) * self.round_steps * _SPARE_ROUNDS)
-
-    def _missing(self, sequence: Sample) -> int:
-        needed = self.blocks.blocks_for(sequence.own_tokens_after(self.round_steps))
+    def _missing(self, sequence: Sample, rounds: int = 1) -> int:
+        """Blocks that a sequence lacks for so many rounds; it never needs more than its last token does."""
+        needed = self.blocks.blocks_for(sequence.own_tokens_after(rounds * self.round_steps))
         return max(0, needed - len(sequence.blocks))
 
     def _leave(self, sequence: Sample) -> None:
