@@ -203,6 +203,7 @@ NOT_EIGHTEEN = r"""
 \boxed{18} \boxed{20}|18 \& 20|18 & 20|18 ? 20|20 @ 18|18_20|18_{20}|18(20|20 ) 18|20 . 18|18.20|1 8|1,8|180
 18 eggs -20|$18-20|18e1|18e0.5|18.5.5|18/1/18|eighteen|18 18|18 % 20|1.8|0.18
 18=|=18 or 20|1x=8|1 x = 8|18 eggs (or 20)|18 eggs (20)|$18 or $20|$18 $20|18\$20|1\text{8}
+18..20|20..18|1. 18|1.\ 18|1!18|9 9|7 11|2. 9|18 hundreds|18 thousands|18 millions
 1**8**|1 million 8|18 + x|18 \text{ or 20}|18 \text{ or twenty}
 """
 
@@ -290,6 +291,10 @@ def test_what_the_parser_passes_over_hides_nothing_in_an_expression(aside: str) 
         (r"0.\overline{3}", "1/3"),
         (r"2.1\overline{63}", r"\frac{119}{55}"),
         (r"$\$32,\!348$", "32348"),
+        ("18 thousands", "18000"),
+        (r"1 + \frac 1 2", "1.5"),
+        ("June 20", r"\text{June 20}"),
+        (r"\text{June 20}.", "June 20"),
     ],
 )
 def test_spellings_of_one_value(answer: str, reference: str) -> None:
@@ -396,6 +401,13 @@ def test_no_answer_of_a_thousand_characters_takes_long() -> None:
         final_answer(mark * 20_000)
         last_number(mark * 20_000)
     assert time.perf_counter() - started < 5
+
+
+def test_a_number_before_what_cannot_be_parsed_is_no_answer() -> None:
+    for letters in range(300, 999 - len("18  20"), 50):
+        assert not equal(f"18 {'x' * letters}", "18"), letters
+        assert not equal(f"18 {'x' * letters} 20", "18"), letters
+    assert not equal(f"18 {'x' * 990}", "18")
 
 
 def test_a_derivation_is_no_answer_and_costs_nothing() -> None:

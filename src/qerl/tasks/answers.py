@@ -56,6 +56,11 @@ _ASIDE = re.compile(
     r"""[#@?~"`]|[^\x00-\x7f]"""
     r"|\\(?:to|(?:[lL]ong)?[rR]ightarrow|mapsto|implies|iff|sim|approx|therefore)(?![A-Za-z])"
 )
+# Numbers next to each other, which the parser adds, multiplies, or of which it reads one; a fraction without
+# braces may have them.
+_SIDE_BY_SIDE = re.compile(r"\d(?:\.*(?:\s|\\ )+|\.{2,}|! *)\.?\d")
+_WITHOUT_BRACES = re.compile(r"\\[dtc]?frac *\d *\d")
+_LONGEST_EXPRESSION = 200
 _WORD = re.compile(r"[^\W\d_]{2,}(?:[ -][^\W\d_]+)*")
 
 
@@ -138,9 +143,11 @@ def equal(answer: str, reference: str) -> bool:
         if found.exact and expected.exact:
             return False
     words, expected_words = _as_words(answer), _as_words(reference)
+    if without_text(answer).split() == without_text(reference).split():
+        return True
     if _WORD.fullmatch(words) or _WORD.fullmatch(expected_words):
         return words == expected_words
-    if expected is not None and (_contradicts(answer) or unknown(answer, _IN_NUMBERS)):
+    if expected is not None and _hides(answer):
         return False
     if re.findall(_ASIDE, answer) != re.findall(_ASIDE, reference):
         return False
@@ -149,6 +156,19 @@ def equal(answer: str, reference: str) -> bool:
 
 def _as_words(answer: str) -> str:
     return " ".join(plain(without_text(answer)).split()).casefold()
+
+
+def _hides(answer: str) -> bool:
+    """Whether another number may stand behind the one that the parser would read.
+
+    It reads the first number of what it cannot parse, as of expressions nested deeper than Python's stack.
+    """
+    return (
+        len(answer) > _LONGEST_EXPRESSION
+        or _SIDE_BY_SIDE.search(_WITHOUT_BRACES.sub("", answer)) is not None
+        or _contradicts(answer)
+        or bool(unknown(answer, _IN_NUMBERS))
+    )
 
 
 def _contradicts(answer: str) -> bool:

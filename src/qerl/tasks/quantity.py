@@ -197,8 +197,8 @@ def _unit(rest: str) -> tuple[int, str] | None:
     if words and not rest[0].isspace() and re.split(r"\W|\d|_", words[0].lower())[0] not in _GLUED:
         return None
     scale = 1
-    while words and words[0].lower() in _SCALES:
-        scale *= _SCALES[words.pop(0).lower()]
+    while words and words[0].lower().removesuffix("s") in _SCALES:
+        scale *= _SCALES[words.pop(0).lower().removesuffix("s")]
     if len(words) > _UNIT_WORDS or not all(_may_be_unit(word) for word in words):
         return None
     unit = " ".join(word.lower().rstrip(".").removesuffix("s") for word in words)
