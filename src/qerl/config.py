@@ -54,6 +54,13 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
 }
 
 
+_OFF = {
+    "bf16": "is not supported: set dtype instead, which trainer and sampler share",
+    "ddp_broadcast_buffers": "would send the packed weights before every forward pass; remove it",
+    "ddp_find_unused_parameters": "would look for adapters without a gradient, and there are none; remove it",
+}
+"""Why each of these fields of the parents stays off."""
+
 LossType = Literal["grpo", "dapo", "bnpo", "dr_grpo", "luspo", "cispo", "sapo", "vespo"]
 RatioCorrection = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 
@@ -222,8 +229,10 @@ class QeRLConfig(GRPOConfig):
             parent = None if spec.name in QeRLConfig.__annotations__ else PARENTS[spec.name]
             value = getattr(self, spec.name)
             if isinstance(parent, Refused):
-                if value != default_of(spec):
+                default = default_of(spec)
+                if (value or None) != (default or None):  # "" and [] say no more than None
                     raise QeRLError(f"{spec.name} is not supported: {parent.reason}. Remove it.")
+                setattr(self, spec.name, default)
             else:
                 setattr(self, spec.name, checked(spec.name, value, parent.type if parent else spec.type))
 
@@ -233,18 +242,18 @@ class QeRLConfig(GRPOConfig):
         device = super().device
         return torch.device("cpu") if device.type == "cpu" else device
 
+    @property
+    def evaluates(self) -> bool:
+        """Whether the run scores held-out problems, at its start or on the way."""
+        return self.eval_on_start or getattr(self.eval_strategy, "value", self.eval_strategy) != "no"
+
     def _check(self) -> None:
         """Contradictions between fields, before anything is loaded."""
         if self.tuning == "full" and self.weights != "bf16":
             raise QeRLError(
                 f"tuning: full cannot train packed {self.weights} weights; set weights: bf16 or tuning: lora."
             )
-        if self.bf16:
-            raise QeRLError("bf16 is not supported: set dtype instead, which trainer and sampler share.")
-        if self.ddp_broadcast_buffers:
-            raise QeRLError(
-                "ddp_broadcast_buffers would send the packed weights before every forward pass; remove it."
-            )
+        self._keep_off()
         self._check_reference()
         if self.noise and self.max_steps > 0:
             self.noise_schedule_of(self.max_steps)
@@ -269,6 +278,13 @@ class QeRLConfig(GRPOConfig):
                 "dataloader_persistent_workers and dataloader_multiprocessing_context need workers; set "
                 "dataloader_num_workers."
             )
+
+    def _keep_off(self) -> None:
+        """Fields that stay off; unset, transformers and torch would turn them on."""
+        for name, reason in _OFF.items():
+            if getattr(self, name):
+                raise QeRLError(f"{name} {reason}.")
+            setattr(self, name, False)
 
     def noise_schedule_of(self, steps: int) -> NoiseSchedule:
         """sigma by step for a run of so many optimizer steps.
@@ -309,10 +325,7 @@ class QeRLConfig(GRPOConfig):
     def _check_evaluation(self) -> None:
         """A group that is spread over processes could not be scored against itself."""
         groups = self.num_generations_eval or self.num_generations or 1
-        if (
-            getattr(self.eval_strategy, "value", self.eval_strategy) != "no"
-            and self.per_device_eval_batch_size % groups
-        ):
+        if self.evaluates and self.per_device_eval_batch_size % groups:
             raise QeRLError(
                 f"per_device_eval_batch_size is {self.per_device_eval_batch_size}, which groups of {groups} "
                 "(num_generations_eval, else num_generations) do not divide; change one of them."

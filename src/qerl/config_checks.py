@@ -10,6 +10,8 @@ fields, whose annotations say less than what is accepted, are in `config_parents
 import functools
 import reprlib
 from enum import Enum
+from numbers import Real
+from pathlib import PurePath
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
@@ -27,7 +29,16 @@ Share = Annotated[float, Field(ge=0, le=1)]
 ShareBelow1 = Annotated[float, Field(ge=0, lt=1)]
 PositiveShare = Annotated[float, Field(gt=0, le=1)]
 Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]
-ShareOrSteps = Annotated[float, Field(gt=0, lt=1)] | PositiveInt
+
+
+def _whole_as_int(value: Any) -> Any:
+    return int(value) if isinstance(value, float) and value >= 1 and value.is_integer() else value
+
+
+Steps = Annotated[PositiveInt, BeforeValidator(_whole_as_int)]
+"""A number of steps; transformers' fields that may also be a share are floats, so 100.0 is one."""
+
+ShareOrSteps = Annotated[float, Field(gt=0, lt=1)] | Steps
 """As transformers counts: below 1 a share of all steps, from 1 on steps."""
 
 
@@ -45,7 +56,7 @@ Text = Annotated[str, AfterValidator(_no_control_characters)]
 """A name or a path."""
 
 Names = Annotated[list[Text], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
-"""A list of names; a single name is a list of one, as PEFT reads target_modules."""
+"""A list of names; a single name is a list of one."""
 
 _STRICT = ConfigDict(strict=True, allow_inf_nan=False, arbitrary_types_allowed=True)
 
@@ -72,16 +83,28 @@ def checked(name: str, value: Any, type_: Any) -> Any:
 
     Args:
         name: Of the field, for the message.
-        value: A member of an enumeration counts as its value.
+        value: A member of an enumeration counts as its value, a path as its text, a number of numpy as
+            Python's, a tuple as a list.
         type_: The field's annotation.
 
     Raises:
         QeRLError: The value is not of this type, or out of its range.
     """
     try:
-        return _adapter(type_).validate_python(value.value if isinstance(value, Enum) else value)
+        return _adapter(type_).validate_python(_plain(value))
     except ValidationError as error:
         raise QeRLError(_sentence(name, value, error)) from None
+
+
+def _plain(value: Any) -> Any:
+    """What a script hands over in place of a plain value, as that value."""
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, PurePath):
+        return str(value)
+    if isinstance(value, Real) and hasattr(value, "item"):
+        return value.item()
+    return list(value) if isinstance(value, tuple) else value
 
 
 @functools.cache

@@ -27,6 +27,7 @@ from qerl.config_checks import (
     Share,
     ShareBelow1,
     ShareOrSteps,
+    Steps,
     Text,
 )
 
@@ -91,7 +92,7 @@ PARENTS: dict[str, Acts | Refused | ForScripts] = {
     "learning_rate": Acts(NonNegative),
     "lr_scheduler_type": Acts(_one_of(SchedulerType)),
     "lr_scheduler_kwargs": Acts(dict[str, Any] | None),
-    "warmup_steps": Acts(ShareBelow1 | PositiveInt),
+    "warmup_steps": Acts(ShareBelow1 | Steps),
     "optim": Acts(_one_of(OptimizerNames)),
     "optim_args": Acts(Text | None),
     "optim_target_modules": Refused("the optimizers that take it need dense weights of their own layers"),

@@ -1,7 +1,9 @@
 """Every field of the settings: its type, its range, and what becomes of the parents' fields."""
 
 import dataclasses
+from pathlib import Path
 
+import numpy as np
 import pytest
 from transformers import TrainingArguments
 from transformers.trainer_utils import SchedulerType
@@ -125,6 +127,17 @@ def test_a_wrong_value_is_named_in_one_sentence(name, value):
         ("resume_from_checkpoint", True, True),
         ("resume_from_checkpoint", "runs/a/checkpoint-3", "runs/a/checkpoint-3"),
         ("chat_template_kwargs", {"enable_thinking": False}, {"enable_thinking": False}),
+        ("output_dir", Path("runs/a"), "runs/a"),
+        ("seed", np.int64(3), 3),
+        ("learning_rate", np.float32(0.5), 0.5),
+        ("save_steps", 500.0, 500),
+        ("logging_steps", 1.0, 1),
+        ("warmup_steps", 10.0, 10),
+        ("reward_weights", (1, 0.5), [1.0, 0.5]),
+        ("debug", "", []),
+        ("bf16", None, False),
+        ("ddp_broadcast_buffers", None, False),
+        ("ddp_find_unused_parameters", None, False),
     ],
 )
 def test_what_is_accepted(name, value, held):
@@ -145,6 +158,8 @@ def test_what_is_accepted(name, value, held):
         ({"dataloader_persistent_workers": True}, "set dataloader_num_workers"),
         ({"generation_batch_size": 8, "steps_per_generation": 1}, "contradict each other"),
         ({"per_device_train_batch_size": 6, "num_generations": 4}, "contradict each other"),
+        ({"ddp_find_unused_parameters": True}, "there are none; remove it"),
+        ({"eval_on_start": True, "per_device_eval_batch_size": 3}, "do not divide"),
     ],
 )
 def test_fields_that_contradict_each_other(fields, message):

@@ -197,7 +197,7 @@ def _datasets(config: QeRLConfig, task: Task, chat: Chat, console: Console) -> t
     prompts = (config.generation_batch_size or 0) // (config.num_generations or 1)
     if len(train_set) < prompts:
         raise QeRLError(f"A step needs {prompts} prompts but the task {config.task} has {len(train_set)}.")
-    if config.eval_strategy == "no":
+    if not config.evaluates:
         return train_set, None
     held_out = chat.dataset(task.test())
     return train_set, held_out.select(range(min(config.eval_samples, len(held_out))))
