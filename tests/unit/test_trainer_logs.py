@@ -10,6 +10,7 @@ from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
 
 from qerl.config import QeRLConfig
+from qerl.errors import QeRLError
 from qerl.rollout.portable import PortableEngine
 from qerl.trainer.grpo import QeRLTrainer
 
@@ -137,6 +138,15 @@ def test_the_time_of_an_update_includes_the_optimizers_step(make):
 
     trainer.optimizer.step = slow
     assert trained(trainer)[0]["time/update"] > 0.3
+
+
+def test_a_rollout_without_one_finite_sample_ends_the_run(make):
+    """Its answers of one pad token are rewarded alike, and the run would go on without learning."""
+    trainer = make(lambda completion_ids, **_: [float(len(ids)) for ids in completion_ids])
+    with torch.no_grad():
+        trainer.model.lm_head.weight[5] = torch.nan
+    with pytest.raises(QeRLError, match="all 16 samples"):
+        trainer.train()
 
 
 def test_the_time_of_an_evaluation_is_no_steps(make):

@@ -6,6 +6,7 @@ Legend: B samples, C completion columns.
 import torch
 from accelerate import Accelerator
 
+from qerl.errors import QeRLError
 from qerl.rollout.engine import RolloutResult
 
 
@@ -31,18 +32,28 @@ class RolloutLog:
         return entropy_BC.to(mask_BC.device)
 
     def report(self, accelerator: Accelerator) -> dict[str, float]:
-        """What is logged, of all processes, each of which must call this; the next batch begins empty."""
+        """What is logged, of all processes, each of which must call this; the next batch begins empty.
+
+        Raises:
+            QeRLError: No sample of any process got through to its end, because logits were not finite.
+        """
         completions = [c for result in self._results for c in result.completions]
         own = (
             sum(sum(c.entropies) for c in completions),
             sum(len(c.entropies) for c in completions),
             sum(c.finish_reason == "error" for c in completions),
             sum(result.generated_tokens for result in self._results),
+            len(completions),
             sum(result.seconds for result in self._results),
         )
         self._results = []
         ranks = accelerator.gather(torch.tensor([own], dtype=torch.double, device=accelerator.device))
-        entropy, tokens, errors, generated, _ = ranks.sum(dim=0).tolist()
+        entropy, tokens, errors, generated, samples, _ = ranks.sum(dim=0).tolist()
+        if 0 < samples == errors:
+            raise QeRLError(
+                f"The logits of all {samples:.0f} samples of a rollout were not finite: the weights hold NaN, "
+                "or noise or dtype makes them overflow; lower noise_sigma_start, or set dtype: bfloat16."
+            )
         slowest = float(ranks[:, -1].max())
         return {
             "rollout/entropy": entropy / tokens if tokens else float("nan"),
