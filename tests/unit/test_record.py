@@ -87,6 +87,25 @@ def test_completions_that_nothing_describes_are_left_alone(run, tmp_path):
         run(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("completions", "settings", "message"),
+    [
+        ('{"right": true}', '{"problems_at_a_time": 0}', SETTINGS_FILE),
+        ('{"right": true}', '{"problems_at_a_time": "x"}', SETTINGS_FILE),
+        ('{"right": true}', "[]", SETTINGS_FILE),
+        ('{"right": true}', "[" * 100_000, SETTINGS_FILE),
+        ("3", '{"problems_at_a_time": 2}', "no scored completion"),
+        ('{"right": true}', '{"problems_at_a_time": 2}', "no scored completion"),
+        ("[" * 100_000, "{}", "is damaged"),
+    ],
+)
+def test_damaged_files_are_one_sentence(tmp_path, completions, settings, message):
+    (tmp_path / COMPLETIONS_FILE).write_text(completions + "\n")
+    (tmp_path / SETTINGS_FILE).write_text(settings)
+    with pytest.raises(QeRLError, match=message):
+        Record(tmp_path, {})
+
+
 def test_a_place_that_cannot_be_written_is_refused_at_once(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(QeRLError, match="cannot be written"):

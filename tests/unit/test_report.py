@@ -87,6 +87,15 @@ def test_damage_before_the_last_line_names_the_line(tmp_path, line):
         read_metrics(tmp_path)
 
 
+@pytest.mark.parametrize("last", [{"step": 10**400}, {"step": 1.5}])
+def test_a_step_that_is_none_is_no_row(tmp_path, last):
+    folder = make_run(tmp_path / "run")
+    (folder / METRICS_FILE).write_text(
+        json.dumps({"step": 1, "reward": 1.0}) + "\n" + json.dumps(last) + "\n"
+    )
+    assert [row["step"] for row in read_metrics(folder)] == [1]
+
+
 def test_missing_metrics(tmp_path):
     with pytest.raises(QeRLError, match=r"has no metrics\.jsonl"):
         read_metrics(tmp_path / "nowhere")
@@ -216,6 +225,17 @@ def test_values_left_out_are_said(tmp_path):
     run = make_run(tmp_path / "a", steps=4, reward=lambda step: math.nan if step == 2 else 1.0)
     write_report([run], tmp_path / "r.html")
     assert "not finite: 1" in (tmp_path / "r.html").read_text()
+
+
+@pytest.mark.parametrize("value", [1e308, -1e308, 10**400])
+def test_numbers_that_no_axis_holds_are_left_out(value):
+    assert series([{"step": 1, "reward": 0.5}, {"step": 2, "reward": value}], "reward") == Series(
+        [1], [0.5], 1
+    )
+
+
+def test_a_range_too_small_to_divide_has_ticks():
+    assert ticks(0.0, 5e-324, 5)[0] == 0
 
 
 def test_settings_that_differ():

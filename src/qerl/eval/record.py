@@ -25,6 +25,7 @@ SETTINGS_FILE = "settings.json"
 COMPLETIONS_FILE = "completions.jsonl"
 
 Row = dict[str, Any]
+_RESULT_KEYS = {"right", "judged", "answer", "finish_reason", "tokens"}  # what a result is counted from
 
 
 class Record:
@@ -92,7 +93,16 @@ class Record:
         try:
             former = json.loads((folder / SETTINGS_FILE).read_text(encoding="utf-8"))
             size = former.pop("problems_at_a_time")
-        except (FileNotFoundError, ValueError, KeyError, AttributeError) as error:
+            if type(size) is not int or size < 1:
+                raise ValueError(f"problems_at_a_time is {size!r}")
+        except (
+            FileNotFoundError,
+            LookupError,
+            ValueError,
+            TypeError,
+            AttributeError,
+            RecursionError,
+        ) as error:
             raise QeRLError(
                 f"{folder / COMPLETIONS_FILE} has completions but no readable {SETTINGS_FILE} says of what; "
                 "choose another --out."
@@ -104,6 +114,10 @@ class Record:
                     f"{folder} holds an unfinished evaluation with {name} {_short(before)}, not "
                     f"{_short(now)}; repeat it with its own settings to go on, or choose another --out."
                 )
+        if not all(isinstance(row, dict) and row.keys() >= _RESULT_KEYS for row in self.rows):
+            raise QeRLError(
+                f"{folder / COMPLETIONS_FILE} has a line that is no scored completion; choose another --out."
+            )
         self._settings["problems_at_a_time"] = size
 
     def _write_settings(self, folder: Path) -> None:
@@ -126,7 +140,7 @@ def _read_rows(path: Path) -> list[Row]:
     *lines, _ = path.read_bytes().split(b"\n")
     try:
         return [json.loads(line) for line in lines]
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise QeRLError(f"{path} is damaged ({error}); remove it, or choose another --out.") from error
 
 

@@ -11,7 +11,6 @@ still move a little while the run goes on.
 
 import json
 import logging
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +24,8 @@ logger = logging.getLogger(__name__)
 # Of a run folder; named here because this file loads neither torch nor TRL.
 METRICS_FILE = "metrics.jsonl"
 CONFIG_FILE = "config.yaml"
+
+_LARGEST = 1e100  # a run whose numbers are beyond it has diverged, and an axis has to end somewhere
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class Series:
     Attributes:
         steps: Optimizer steps at which it was logged.
         values: Its values, all finite.
-        left_out: Logged values that were not finite.
+        left_out: Logged values that were not finite, or beyond 1e100.
     """
 
     steps: list[int]
@@ -108,7 +109,8 @@ def _parse(line: str) -> dict[str, Any] | None:
         row = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
+    step = row.get("step") if isinstance(row, dict) else None
+    return row if isinstance(step, int) and abs(step) < _LARGEST else None
 
 
 def read_runs(folders: Sequence[Path]) -> list[Run]:
@@ -171,9 +173,9 @@ def _flatten(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def series(rows: Sequence[dict[str, Any]], key: str) -> Series | None:
-    """A metric by step, None where it was never logged as a finite number."""
+    """A metric by step, None where it was never logged as a number that can be drawn."""
     logged = [(row["step"], row[key]) for row in rows if isinstance(row.get(key), int | float)]
-    finite = [(step, float(value)) for step, value in logged if math.isfinite(value)]
+    finite = [(step, float(value)) for step, value in logged if abs(value) < _LARGEST]  # not of NaN
     if not finite:
         return None
     steps, values = zip(*finite, strict=True)

@@ -84,7 +84,15 @@ def _read(path: Path, run: int | None, runs: Sequence[Run]) -> Score:
             interval=(float(low), float(high)),
             weights=str(source.get("weights", "")),
         )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (
+        OSError,
+        ArithmeticError,
+        LookupError,
+        ValueError,
+        TypeError,
+        AttributeError,
+        RecursionError,
+    ) as error:
         raise QeRLError(f"{path} is not the result of an evaluation ({error}); remove it.") from error
 
 

@@ -73,10 +73,10 @@ def ticks(low: float, high: float, about: int) -> list[float]:
 
     Args:
         low: Least value.
-        high: Greatest value; a range of zero is widened to one.
+        high: Greatest value; a range of (nearly) zero is widened to one.
         about: How many intervals are wanted.
     """
-    if high <= low:
+    if high - low < 1e-100:
         high = low + 1.0
     rough = (high - low) / about
     power = 10.0 ** math.floor(math.log10(rough))
