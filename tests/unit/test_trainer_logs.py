@@ -144,7 +144,7 @@ def test_a_rollout_without_one_finite_sample_ends_the_run(make):
     """Its answers of one pad token are rewarded alike, and the run would go on without learning."""
     trainer = make(lambda completion_ids, **_: [float(len(ids)) for ids in completion_ids])
     with torch.no_grad():
-        trainer.model.lm_head.weight[5] = torch.nan
+        trainer.model.lm_head.weight.requires_grad_(False)[5] = torch.nan
     with pytest.raises(QeRLError, match="all 16 samples"):
         trainer.train()
 

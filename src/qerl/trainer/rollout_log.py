@@ -51,8 +51,8 @@ class RolloutLog:
         entropy, tokens, errors, generated, samples, _ = ranks.sum(dim=0).tolist()
         if 0 < samples == errors:
             raise QeRLError(
-                f"The logits of all {samples:.0f} samples of a rollout were not finite: the weights hold NaN, "
-                "or noise or dtype makes them overflow; lower noise_sigma_start, or set dtype: bfloat16."
+                f"The logits of all {samples:.0f} samples of a rollout were not finite: the weights hold NaN "
+                "or, with noise or in this dtype, overflow; lower noise_sigma_start or set dtype: bfloat16."
             )
         slowest = float(ranks[:, -1].max())
         return {
