@@ -112,8 +112,9 @@ def silu_mul(
     columns_each, rounds = cut(tokens)
     dummy = h_TI
     own = 0 if b_NR is None else b_NR.shape[1]
-    # Half the registers that the compiler wants let four programs share a multiprocessor instead of two.
-    capped = {"maxnreg": 128} if tokens > 64 else {}
+    # Half the registers that the compiler wants let four programs share a multiprocessor instead of two. At
+    # 128 ranks shared memory has room for two anyway, and fewer registers would only spill.
+    capped = {"maxnreg": 128} if tokens > 64 and own <= 64 else {}
     _silu_mul[(triton.cdiv(intermediate, columns_each), triton.cdiv(tokens, block_t * rounds))](
         gemm_STN, dummy if parts_G is None else parts_G, scale_2, squares_PT,
         dummy if low_CTR is None else low_CTR,

@@ -31,10 +31,8 @@ PROJECTIONS = {
 """Linears of a decoder layer whose weights are multiplied at once, by the name of the product."""
 
 _LINEARS = {name.split(".")[-1] for names in PROJECTIONS.values() for name in names}
-_WHOLE = (
-    "embed_tokens",
-    "lm_head",
-)  # modules that may be trained as a whole beside an adapter; norms may too
+_WHOLE = ("embed_tokens", "lm_head")
+"""Modules that may be trained as a whole beside an adapter; norms may too."""
 
 
 def adapter_refusal(base: nn.Module) -> str | None:

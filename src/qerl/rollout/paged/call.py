@@ -1,7 +1,7 @@
 """One call of the paged engine: who runs in which row, from the first plan to the last token.
 
 A call runs in rounds: plan (who enters, who is preempted), prefill what entered, replay the decode graph a
-few times, look who has finished. Between rounds nothing waits for the host.
+few times, look who has finished. Within a round the GPU never waits for the host.
 
 Rows of the batch are places. A finished sequence's row is refilled at the next plan. Steps are captured for a
 few numbers of rows; a call takes the smallest that holds what runs, and moves to a smaller one when the last

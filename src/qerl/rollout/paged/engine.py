@@ -43,9 +43,8 @@ from qerl.rollout.sampling import FILTER_BYTES
 _BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 _CONTEXT = 1.2e9  # bytes: CUDA context, kernels, graphs
 _MOST_OF_FREE = 0.95
-_SETTINGS = (
-    3  # of temperature, filters and stops, whose captured steps are kept: training, evaluation, one more
-)
+_SETTINGS = 3
+"""Temperatures, filters and stops whose captured steps are kept: training's, evaluation's and one more."""
 
 
 class PagedEngine(RolloutEngine):
