@@ -113,8 +113,7 @@ def test_loss_and_gradients_equal_trl(make_trainer, tiny_tokenizer, tmp_path, lo
 def trl_reference(ours, tokenizer, tmp_path, loss_type, correction):
     """TRL's own trainer on a copy of the model, fed by the same engine."""
     values = settings(tmp_path, loss_type=loss_type, vllm_importance_sampling_mode=correction)
-    for name in ("model", "task", "noise"):
-        values.pop(name)
+    del values["noise"]
     args = GRPOConfig(**values, bf16=False, epsilon_high=ours.args.epsilon_high)
     model = copy.deepcopy(ours.model)
     model.base_model.model.__dict__.pop("forward", None)  # the fused head is added anew to the copy
