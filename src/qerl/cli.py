@@ -82,7 +82,7 @@ class _Command(argparse.ArgumentParser):
         text = super().format_help()
         if self.prog.split()[-1] not in TAKE_FIELDS:
             return text
-        from qerl.config_docs import help_text  # imports TRL, which takes seconds
+        from qerl.settings.docs import help_text  # imports TRL, which takes seconds
 
         return f"{text}\n{help_text()}\n"
 
@@ -228,13 +228,13 @@ def _from(least: float, kind: Any = int, most: float = math.inf) -> Callable[[st
 
 
 def _values(fields: dict[str, str]) -> dict[str, Any]:
-    from qerl.recipe import parse_field
+    from qerl.settings.recipe import parse_field
 
     return {name: parse_field(name, text) for name, text in fields.items()}
 
 
 def _load_config(recipes: list[Path], fields: dict[str, str]) -> "QeRLConfig":
-    from qerl.recipe import load_config
+    from qerl.settings.recipe import load_config
 
     return load_config(recipes, _values(fields))
 
@@ -242,7 +242,7 @@ def _load_config(recipes: list[Path], fields: dict[str, str]) -> "QeRLConfig":
 def _train(args: argparse.Namespace) -> int:
     config = _load_config(args.recipes, args.fields)
     if args.dry_run:
-        from qerl.recipe import dump
+        from qerl.settings.recipe import dump
         from qerl.trainer.preflight import preflight
 
         preflight(config)
@@ -269,7 +269,7 @@ def eval_command(model: str, run: Path, tuning: str) -> str:
 def _plan(args: argparse.Namespace) -> int:
     from qerl.plan.command import plan_command
     from qerl.plan.propose import fits
-    from qerl.recipe import parse_value
+    from qerl.settings.recipe import parse_value
 
     gpu, processes = parse_value(args.gpu, "--gpu"), parse_value(args.processes, "--processes")
     plan = plan_command(args.model, args.recipes, _values(args.fields), gpu, console, processes)
@@ -324,7 +324,7 @@ def _mapping(text: str | None, flag: str) -> dict[str, Any] | None:
     """The YAML mapping that a flag gives, None where the flag is not given."""
     if text is None:
         return None
-    from qerl.recipe import parse_value
+    from qerl.settings.recipe import parse_value
 
     value = parse_value(text, flag)
     if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):

@@ -1,9 +1,9 @@
 """Settings of a run: one flat dataclass.
 
 `QeRLConfig` is TRL's `GRPOConfig` with the fields this project adds: which weights, which adapter, which
-task, which noise. Every field is checked when settings are made, from Python, a recipe (`recipe`) or the
-command line alike: its type and range by its annotation (`config_checks`), the parents' fields by the
-table in `config_parents`, and here what contradicts what.
+task, which noise. Every field is checked when settings are made, from Python, a recipe or the command line
+alike (`qerl.settings.recipe`): its type and range by its annotation (`qerl.settings.checks`), the parents'
+fields by the table in `qerl.settings.parents`, and here what contradicts what.
 """
 
 import dataclasses
@@ -14,7 +14,12 @@ import torch
 from pydantic import Field
 from trl import GRPOConfig
 
-from qerl.config_checks import (
+from qerl.errors import QeRLError
+from qerl.model import Weights
+from qerl.noise import NoiseKind, NoiseSchedule
+from qerl.nvfp4.format import Method
+from qerl.rollout.engine import KvCacheDtype
+from qerl.settings.checks import (
     Count,
     Names,
     Positive,
@@ -24,12 +29,7 @@ from qerl.config_checks import (
     Text,
     checked,
 )
-from qerl.config_parents import PARENTS, Refused
-from qerl.errors import QeRLError
-from qerl.model import Weights
-from qerl.noise import NoiseKind, NoiseSchedule
-from qerl.nvfp4.format import Method
-from qerl.rollout.engine import KvCacheDtype
+from qerl.settings.parents import PARENTS, Refused
 
 # What an algorithm sets where the recipe says nothing.
 # grpo: arXiv 2402.03300. dapo: arXiv 2503.14476, sections 3.1 (clip-higher) to 3.4 (soft overlong punishment,

@@ -8,8 +8,8 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM, TrainingArguments
 from trl import GRPOConfig, GRPOTrainer
 
 from qerl.config import QeRLConfig
-from qerl.config_parents import PARENTS, Refused
 from qerl.errors import QeRLError
+from qerl.settings.parents import PARENTS, Refused
 from qerl.trainer.grpo import QeRLTrainer
 from tests.conformance.harness import OWN, SHARED, Bench
 from tests.conformance.test_rewards_and_data import REWARDS

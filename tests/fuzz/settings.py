@@ -7,11 +7,11 @@ from typing import Any, get_args
 
 import yaml
 
-from qerl import yaml12
 from qerl.config import QeRLConfig
-from qerl.config_parents import PARENTS, Refused
 from qerl.errors import QeRLError
-from qerl.recipe import FIELDS, dump, load_config, parse_field, resolved
+from qerl.settings import yaml12
+from qerl.settings.parents import PARENTS, Refused
+from qerl.settings.recipe import FIELDS, dump, load_config, parse_field, resolved
 from tests.fuzz._print import run_and_print
 
 SECONDS = 5.0

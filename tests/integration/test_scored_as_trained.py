@@ -11,8 +11,8 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 from qerl.cli import main
-from qerl.recipe import load_config
 from qerl.rollout.portable import PortableEngine
+from qerl.settings.recipe import load_config
 from qerl.trainer.run import build
 
 ONE_STEP = {"max_steps": 1, "save_steps": 1, "noise_stages": 2, "noise": False, "eval_strategy": "no"}

@@ -8,7 +8,7 @@ import yaml
 
 from qerl.config import QeRLConfig
 from qerl.errors import QeRLError
-from qerl.recipe import dump, load_config, parse_value, read_recipe
+from qerl.settings.recipe import dump, load_config, parse_value, read_recipe
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 PAPER = [

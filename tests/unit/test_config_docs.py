@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from qerl.config_docs import help_text, markdown, other_defaults, own_fields
+from qerl.settings.docs import help_text, markdown, other_defaults, own_fields
 
 PAGE = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text(encoding="utf-8")
 
@@ -13,7 +13,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text(encod
 def test_the_page_has_the_tables_as_they_are(heading):
     section = PAGE.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
     table = "\n".join(line for line in section.splitlines() if line.startswith("|"))
-    assert table == markdown()[heading], "python -m qerl.config_docs prints the tables"
+    assert table == markdown()[heading], "python -m qerl.settings.docs prints the tables"
 
 
 def test_each_default_that_differs_has_a_reason():

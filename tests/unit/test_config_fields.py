@@ -10,8 +10,8 @@ from transformers.trainer_utils import SchedulerType
 from trl import GRPOConfig
 
 from qerl.config import QeRLConfig, default_of
-from qerl.config_parents import PARENTS, ForScripts, Refused
 from qerl.errors import QeRLError
+from qerl.settings.parents import PARENTS, ForScripts, Refused
 
 OWN = QeRLConfig.__annotations__
 NAN, INF = float("nan"), float("inf")

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from qerl.demo import one_microbatch
-from qerl.recipe import load_config
+from qerl.settings.recipe import load_config
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "demo.yaml"
 

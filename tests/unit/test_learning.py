@@ -9,8 +9,8 @@ from datasets import Dataset
 from qerl.config import QeRLConfig
 from qerl.errors import QeRLError
 from qerl.lora import add_lora
-from qerl.recipe import read_recipe
 from qerl.rollout.portable import PortableEngine
+from qerl.settings.recipe import read_recipe
 from qerl.trainer.grpo import QeRLTrainer
 
 DATA = Dataset.from_dict({"prompt": [f"prompt {i}" for i in range(16)]})

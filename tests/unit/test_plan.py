@@ -34,8 +34,8 @@ from qerl.plan.propose import (
 from qerl.plan.render import verdict
 from qerl.plan.shapes import SHAPES
 from qerl.plan.sizes import Activations, Adapter, Cache, Model, Weights, Work
-from qerl.recipe import load_config
 from qerl.rollout.sampling import FILTER_BYTES
+from qerl.settings.recipe import load_config
 from qerl.trainer import run
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results"

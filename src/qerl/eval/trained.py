@@ -20,8 +20,8 @@ from qerl.errors import QeRLError
 from qerl.fingerprint import POLICY_FILE
 from qerl.model import Weights
 from qerl.nvfp4.format import Method
-from qerl.recipe import FIELDS
 from qerl.report.runs import CONFIG_FILE, read_settings
+from qerl.settings.recipe import FIELDS
 
 _CHECKPOINT = re.compile(r"checkpoint-\d+")
 

@@ -17,8 +17,8 @@ from qerl.plan.propose import MOST_SEQUENCES, fastest, fits, propose
 from qerl.plan.render import advice, render, verdict
 from qerl.plan.shapes import SHAPES
 from qerl.plan.sizes import FULL, HALF, Model, Work
-from qerl.recipe import load_config
 from qerl.rollout.engine import KV_DTYPES
+from qerl.settings.recipe import load_config
 
 DEFAULT_PROMPT = 512  # tokens, where max_prompt_length sets no limit
 USABLE = 0.985  # of a GPU's GiB; the rest is the driver's and ECC's (H100 80GB: 84.9 of 85.9 GB)

@@ -22,7 +22,7 @@ from qerl.config import QeRLConfig, default_of
 from qerl.errors import QeRLError
 from qerl.modules import base_model
 from qerl.nvfp4.linear import PackedLinear
-from qerl.recipe import FIELDS
+from qerl.settings.recipe import FIELDS
 
 logger = logging.getLogger(__name__)
 

@@ -16,8 +16,8 @@ from torch import nn
 from qerl.config import QeRLConfig
 from qerl.fingerprint import POLICY_FILE, fingerprint
 from qerl.modules import base_model
-from qerl.recipe import dump
 from qerl.report.runs import CONFIG_FILE
+from qerl.settings.recipe import dump
 
 
 def write_provenance(config: QeRLConfig, model: nn.Module, folder: Path) -> None:

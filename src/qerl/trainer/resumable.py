@@ -24,7 +24,7 @@ from trl import GRPOTrainer
 
 from qerl.errors import QeRLError
 from qerl.lora import ADAPTER_FILE, check_adapter
-from qerl.recipe import dump
+from qerl.settings.recipe import dump
 from qerl.trainer.checkpoint import UNFINISHED, clear, last_checkpoint, move_into, publish
 from qerl.trainer.oom import StepRedo
 from qerl.trainer.provenance import write_provenance

@@ -14,8 +14,8 @@ from rich.console import Console
 from qerl.config import QeRLConfig, default_of
 from qerl.errors import QeRLError
 from qerl.lora import ADAPTER_FILE, check_adapter
-from qerl.recipe import FIELDS, read_mapping, resolved
 from qerl.report.runs import CONFIG_FILE, METRICS_FILE
+from qerl.settings.recipe import FIELDS, read_mapping, resolved
 from qerl.trainer.checkpoint import Manifest, checkpoints, last_checkpoint, read_manifest
 
 # What the weights of a checkpoint, or the state of its optimizer, were made for.

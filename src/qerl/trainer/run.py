@@ -24,9 +24,9 @@ from qerl.lora import add_lora
 from qerl.model import load_model, load_tokenizer
 from qerl.plan.command import announce, refuse_full_tuning_that_cannot_fit
 from qerl.plan.sizes import Work
-from qerl.recipe import dump
 from qerl.report.runs import CONFIG_FILE
 from qerl.rollout.select import make_engine
+from qerl.settings.recipe import dump
 from qerl.tasks.base import Task
 from qerl.trainer.by_hand import RUN_FIELDS
 from qerl.trainer.callbacks import InterruptGuard, MetricsFile, ProgressBar

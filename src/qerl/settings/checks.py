@@ -4,7 +4,7 @@ A dataclass checks nothing: `temperature: hot` would end a run when its first ro
 `reward_timeout: -1` would train on zeros to the end. Each annotation is a type that pydantic knows, in
 strict mode: true is no number, 1.5 no integer, "3" neither, and NaN and infinity are no numbers either.
 Ranges are part of the annotation. What a field accepts stands in one place, at the field; the parents'
-fields, whose annotations say less than what is accepted, are in `config_parents`.
+fields, whose annotations say less than what is accepted, are in `qerl.settings.parents`.
 """
 
 import functools

@@ -16,7 +16,7 @@ from transformers.trainer_utils import HubStrategy, IntervalStrategy, SaveStrate
 from transformers.training_args import OptimizerNames, trainer_log_levels
 from typing_extensions import TypedDict  # pydantic needs its backport before Python 3.12
 
-from qerl.config_checks import (
+from qerl.settings.checks import (
     MOST,
     Count,
     NonNegative,

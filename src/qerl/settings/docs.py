@@ -1,6 +1,6 @@
 """The fields of the settings as text: for `qerl train --help` and for docs/configuration.md, from one source.
 
-`python -m qerl.config_docs` prints the tables of docs/configuration.md; a test compares them with the page.
+`python -m qerl.settings.docs` prints the tables of docs/configuration.md; a test compares them with the page.
 """
 
 import dataclasses
@@ -10,8 +10,8 @@ from typing import Any
 from trl import GRPOConfig
 
 from qerl.config import QeRLConfig, default_of
-from qerl.config_parents import PARENTS, Refused
-from qerl.recipe import FIELDS
+from qerl.settings.parents import PARENTS, Refused
+from qerl.settings.recipe import FIELDS
 
 _WIDTH = 100
 

@@ -1,0 +1,1 @@
+"""What settings go through: types and ranges, the parents' fields, recipes in YAML, and their tables."""
