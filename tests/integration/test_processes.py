@@ -26,6 +26,20 @@ def test_two_processes(tiny_run, tmp_path):
         torch.testing.assert_close(cut_adapter[name], tensor, rtol=0, atol=1e-4)
 
 
+def test_processes_that_differ_in_forward_passes_from_the_second_step_on(tiny_run, tmp_path):
+    """The first process computes one sample, the second several pieces: no collective meets another one."""
+    rewards = tmp_path / "rewards.py"
+    rewards.write_text(
+        "import os\n\n\ndef by_process(completions, **kwargs):\n"
+        "    return [float(i * int(os.environ['RANK'])) for i in range(len(completions))]\n"
+    )
+    rows, _ = run_on_two(
+        tiny_run, tmp_path / "run", tokens_per_forward=20, dynamic_sampling_rounds=0,
+        reward_files=[f"{rewards}:by_process"],
+    )  # fmt: skip
+    assert [row["grad_norm"] > 0 for row in rows[:4]] == [True] * 4
+
+
 def run_on_two(tiny_run, run, **changes):
     """The rows logged and the adapter."""
     settings = {
@@ -41,7 +55,7 @@ def run_on_two(tiny_run, run, **changes):
         "save_strategy": "no",
     }
     recipe = run.with_suffix(".yaml")
-    recipe.write_text(yaml.safe_dump(tiny_run(run, **settings, **changes)))
+    recipe.write_text(yaml.safe_dump(tiny_run(run, **settings | changes)))
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     command = [*launch, "-m", "qerl.cli", "train", str(recipe)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)

@@ -44,6 +44,7 @@ from qerl.trainer.forward import Padded, score_rows
 from qerl.trainer.oom import StepRedo
 from qerl.trainer.pieces import Outputs, loss_in_pieces, without_graph
 from qerl.trainer.policy import check_policy, ready_for_rows
+from qerl.trainer.processes import rebuild_buckets
 from qerl.trainer.recompute import recompute_every_layer, understand_every_n_layers
 from qerl.trainer.reference import add_reference, none_by_trl
 from qerl.trainer.rewards import guard_rewards
@@ -141,6 +142,7 @@ class QeRLTrainer(RolloutTrainer):
         padded = Padded(input_ids, attention_mask, inputs["completion_ids"].size(1))
         pieces = self._redo.cut(self._rows_to_compute(inputs), padded.lengths)
         if self.accelerator.num_processes > 1:  # the loss gathers: every rank computes it as many times
+            rebuild_buckets(model)
             pieces = [[] for _ in range(max(self._of_ranks(len(pieces))) - len(pieces))] + pieces
         return loss_in_pieces(
             partial(self._forward, model, padded),

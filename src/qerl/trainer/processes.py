@@ -21,7 +21,10 @@ import time
 from collections.abc import Iterator
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from transformers import TrainingArguments
 
 from qerl.errors import QeRLError
@@ -49,6 +52,16 @@ def ends_together(args: TrainingArguments) -> Iterator[None]:
         peers.fail(error)
         raise
     peers.arrive()
+
+
+def rebuild_buckets(model: nn.Module) -> None:
+    """Lets DistributedDataParallel order its buckets anew here, where all processes are at the same place.
+
+    It does so once, after the first gradients, by broadcasts in front of a forward pass. Which of a loss's
+    pieces that would be differs between processes, and so would the collectives that they meet in.
+    """
+    if isinstance(model, DistributedDataParallel) and torch.is_grad_enabled():
+        model.reducer._rebuild_buckets()
 
 
 class _Peers:
