@@ -6,6 +6,7 @@ that has trained nothing: it must have no threads, and no state of accelerate.
 
 import atexit
 import faulthandler
+import itertools
 import os
 import signal
 import socket
@@ -19,6 +20,9 @@ from rich.console import Console
 
 import qerl.cli
 import qerl.trainer.run
+
+_LAUNCHER = 10.0  # seconds after which a launcher ends what a process left behind
+_ports = itertools.count()
 
 
 class Forks:
@@ -48,6 +52,7 @@ class Forks:
         sys.stdout.flush()
         self._pids: dict[int, int] = {}
         self._codes: dict[int, int] = {}
+        self._orphaned: float | None = None
         for rank in range(processes):
             pid = os.fork()
             if pid == 0:
@@ -68,6 +73,11 @@ class Forks:
                 if ended:
                     self._codes[rank] = os.waitstatus_to_exitcode(status)
         done = len(self._codes) == len(self._pids)
+        if not done and {-signal.SIGTERM, -signal.SIGINT} & set(self._codes.values()):
+            # It ended before it could tell the others, who wait for it to join: a launcher ends them.
+            self._orphaned = self._orphaned or time.monotonic()
+            if time.monotonic() > self._orphaned + _LAUNCHER:
+                self.signal(signal.SIGTERM, list(self._pids))
         if not done and time.monotonic() > self._deadline:
             self.hung = True
             self.signal(signal.SIGKILL, list(self._pids))
@@ -88,10 +98,19 @@ class Forks:
 def _environment(processes: int) -> dict[str, str]:
     if processes == 1:
         return {}
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(processes)}
+    return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_port()), "WORLD_SIZE": str(processes)}
+
+
+def _port() -> int:
+    """A free port that no run beside this one takes: below those that the system gives out by itself."""
+    while True:
+        port = 10000 + (os.getpid() * 37 + next(_ports)) % 20000
+        with socket.socket() as free:
+            try:
+                free.bind(("127.0.0.1", port))
+                return port
+            except OSError:
+                continue
 
 
 def _rank(rank: int, processes: int) -> dict[str, str]:

@@ -52,7 +52,7 @@ POINTS: dict[str, tuple[Any, str]] = {
     "deleting": (qerl.trainer.resumable, "rotate_checkpoints"),
     "final": (qerl.trainer.resumable, "move_into"),
 }
-WRITING = ("log", "saving", "saved in part", "publishing", "renaming", "final")
+WRITING = ("saving", "saved in part", "publishing", "renaming", "final")
 SIGNALS = {"KILL": signal.SIGKILL, "INT": signal.SIGINT, "TERM": signal.SIGTERM}
 ERRORS: dict[str, Callable[[], Exception]] = {
     "memory": lambda: MemoryError(),

@@ -3,6 +3,7 @@
 import copy
 import time
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from trl import GRPOConfig, GRPOTrainer
 from qerl.config import QeRLConfig
 from qerl.errors import QeRLError
 from qerl.rollout.portable import PortableEngine
+from qerl.trainer.callbacks import MetricsFile
 from qerl.trainer.grpo import QeRLTrainer
 
 DATA = Dataset.from_dict({"prompt": ["one two", "three", "four five six", "seven eight"]})
@@ -233,3 +235,10 @@ def test_a_tools_tokens_are_in_no_ratio_and_no_mean(make, mode, loss_type, tmp_p
         differences.mean().item(), rel=1e-4
     )
     assert logged["sampling/sampling_logp_difference/max"] < 10
+
+
+def test_metrics_that_cannot_be_written_end_the_run_in_a_sentence(tmp_path):
+    (tmp_path / "metrics.jsonl").mkdir()
+    state = SimpleNamespace(is_world_process_zero=True, global_step=1)
+    with pytest.raises(QeRLError, match=r"metrics\.jsonl"):
+        MetricsFile(tmp_path).on_log(None, state, None, {"reward": 1.0})
