@@ -90,7 +90,7 @@ def test_nf4_weights(adapted, to_nf4):
     close(PortableEngine(model, 0).generate(PROMPTS, 2, params), wanted)
 
 
-@pytest.mark.parametrize("rank", [1, 40, 100, 256])
+@pytest.mark.parametrize("rank", [40, 256])  # padded to 64, and in parts; others on a GPU
 def test_any_rank(adapted, rank):
     model = adapted("llama", rank=rank)
     params = SamplingParams(max_tokens=2, seed=1)
