@@ -22,6 +22,7 @@ from qerl.rollout.engine import KvCacheDtype
 from qerl.settings.checks import (
     Count,
     Names,
+    NonNegative,
     Positive,
     PositiveInt,
     ShareBelow1,
@@ -125,7 +126,7 @@ class QeRLConfig(GRPOConfig):
         None,
         instead_of_trl="TRL's default is DAPO's loss; here `algorithm` names the loss, and it is GRPO's.",
     )
-    epsilon_high: Positive | None = _help(
+    epsilon_high: NonNegative | None = _help(
         "Upper clip distance; unset, `epsilon` for GRPO and 0.28 for DAPO.", None
     )
     mask_truncated_completions: bool | None = _help(

@@ -170,6 +170,7 @@ def test_fields_that_contradict_each_other(fields, message):
 def test_epsilon_alone_clips_as_in_trl():
     assert made(epsilon=0.1).epsilon_high == 0.1
     assert made(epsilon=0.1, epsilon_high=0.3).epsilon_high == 0.3
+    assert made(epsilon_high=made(epsilon=0).epsilon_high).epsilon_high == 0  # what is written is read again
     assert made(epsilon=0.1, algorithm="dapo").epsilon_high == 0.28
 
 

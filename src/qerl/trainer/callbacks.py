@@ -177,7 +177,8 @@ class InterruptGuard(TrainerCallback):
                 "Saving the model" if self._trained else "Stopping after this step and saving a checkpoint"
             )
             with contextlib.suppress(RuntimeError):  # it may have come in the middle of a write
-                self.console.print(f"{doing}; Ctrl-C again stops at once.")
+                # Plain text; for markup rich imports modules, and may be in the middle of that.
+                self.console.out(f"{doing}; Ctrl-C again stops at once.", highlight=False)
         elif now - self._first > ONE_SIGNAL:
             raise KeyboardInterrupt
 

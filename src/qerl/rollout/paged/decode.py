@@ -5,6 +5,7 @@ sees) is on the GPU and is advanced there by the sampling kernel, so replaying t
 tokens without the host. The host looks at ``done`` now and then.
 """
 
+import functools
 from typing import Any
 
 import torch
@@ -23,6 +24,12 @@ def attention_splits(rows: int, kv_heads: int) -> int:
     """Pieces an attention item is cut into, so that few rows still fill the GPU; a power of two up to 8."""
     wanted = max(1, _SLOTS // (rows * kv_heads))
     return min(8, 1 << (wanted.bit_length() - 1))
+
+
+@functools.cache
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream on which steps of one GPU are captured; torch's own is of the GPU that captured first."""
+    return torch.cuda.Stream(device)
 
 
 class DecodeStep:
@@ -153,14 +160,14 @@ class DecodeStep:
         slot = self.state["slot"].clone()
         self.clear()
         try:
-            stream = torch.cuda.Stream()
+            stream = _capture_stream(self.uniform.device)
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
                 self._run()
             torch.cuda.current_stream().wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
             # Other threads may call CUDA meanwhile: NCCL's watchdog asks for events.
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, self._pool, stream, capture_error_mode="thread_local"):
                 self._run()
             self._graph = graph
         finally:
