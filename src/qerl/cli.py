@@ -22,8 +22,8 @@ from qerl import __version__
 from qerl.errors import QeRLError
 
 if TYPE_CHECKING:
-    from qerl.config import QeRLConfig
     from qerl.eval.run import Source
+    from qerl.settings.config import QeRLConfig
 
 # Commands in which `--field value` sets a field of QeRLConfig; the flags and options there that are none.
 TAKE_FIELDS = ("train", "demo", "plan")
@@ -284,8 +284,8 @@ def _demo(args: argparse.Namespace) -> int:
 
 
 def _quantize(args: argparse.Namespace) -> None:
-    from qerl.hub import local_checkpoint
-    from qerl.nvfp4.quantize import quantize_checkpoint
+    from qerl.fp4.quantize import quantize_checkpoint
+    from qerl.models.hub import local_checkpoint
 
     quantize_checkpoint(local_checkpoint(args.model), args.out, args.format, args.method)
 

@@ -12,14 +12,14 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from qerl.config import QeRLConfig
 from qerl.eval.evaluate import EvalResult
 from qerl.eval.run import Request, Source, evaluate_model
-from qerl.hub import local_checkpoint
-from qerl.model_gguf import cache_folder
-from qerl.nvfp4.format import FORMATS
-from qerl.nvfp4.quantize import quantize_checkpoint
+from qerl.fp4.format import FORMATS
+from qerl.fp4.quantize import quantize_checkpoint
+from qerl.models.gguf import cache_folder
+from qerl.models.hub import local_checkpoint
 from qerl.report import read_metrics, reward_curve_png, terminal_curve
+from qerl.settings.config import QeRLConfig
 from qerl.trainer.run import train
 
 HELD_OUT = 128

@@ -240,7 +240,7 @@ def _rollout() -> Iterator[Row]:
     else:
         finding = "Llama, Mistral, Qwen2 and Qwen3 in bfloat16 with nvfp4, mxfp4, nf4 or 16-bit weights"
         yield Row(section, "paged engine", "ok", finding)
-        from qerl.kernels.blob import MOST_TOKENS
+        from qerl.kernels.weights.packed_gemm import MOST_TOKENS
 
         finding = (
             f"four-bit weights: this package's kernel up to {MOST_TOKENS} tokens, quack-kernels from there, "
@@ -250,12 +250,12 @@ def _rollout() -> Iterator[Row]:
 
 
 def _demo_model() -> Row:
-    """Where `qerl demo` would take its model from, in the order in which `qerl.hub` looks."""
+    """Where `qerl demo` would take its model from, in the order in which `qerl.models.hub` looks."""
     section = "demo"
     try:
         from huggingface_hub import try_to_load_from_cache
 
-        from qerl.smollm2 import HUB_ID, PACKAGE
+        from qerl.models.smollm2 import HUB_ID, PACKAGE
     except ImportError as error:
         return Row(
             section, "model", "missing", f"cannot be loaded: {error}", "see the required packages above"
@@ -276,7 +276,7 @@ def _hub_answers() -> bool:
     import httpx
     from huggingface_hub import constants
 
-    from qerl.hub import HUB_TIMEOUT
+    from qerl.models.hub import HUB_TIMEOUT
 
     if constants.HF_HUB_OFFLINE:
         return False

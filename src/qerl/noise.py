@@ -38,7 +38,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from qerl.errors import QeRLError
-from qerl.modules import base_model, eval_mode
+from qerl.families.parts import base_model, eval_mode
 from qerl.seeding import generator
 
 NoiseKind = Literal["exponential", "linear", "cosine", "logarithmic", "constant"]
@@ -179,7 +179,7 @@ def find_noise_norms(model: nn.Module) -> list[str]:
     Modes, RNG state and parameters of the model are as before afterwards.
 
     Returns:
-        Qualified names inside the base model (see ``qerl.modules.base_model``), in module order.
+        Qualified names inside the base model (see ``qerl.families.parts.base_model``), in module order.
 
     Raises:
         QeRLError: There is no such norm, so noise would do nothing.

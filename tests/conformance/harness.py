@@ -20,9 +20,9 @@ from datasets import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from trl import GRPOConfig, GRPOTrainer
 
-from qerl.config import QeRLConfig
-from qerl.lora import add_lora
+from qerl.lora.adapter import add_lora
 from qerl.rollout.engine import Completion, RolloutEngine, RolloutResult
+from qerl.settings.config import QeRLConfig
 from qerl.trainer.grpo import QeRLTrainer
 
 GROUP = 4

@@ -7,8 +7,8 @@ import pytest
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM, TrainingArguments
 from trl import GRPOConfig, GRPOTrainer
 
-from qerl.config import QeRLConfig
 from qerl.errors import QeRLError
+from qerl.settings.config import QeRLConfig
 from qerl.settings.parents import PARENTS, Refused
 from qerl.trainer.grpo import QeRLTrainer
 from tests.conformance.harness import OWN, SHARED, Bench

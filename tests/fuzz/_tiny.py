@@ -7,8 +7,8 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from qerl.lora import add_lora
-from qerl.model import load_model
+from qerl.lora.adapter import add_lora
+from qerl.models.load import load_model
 
 TEMPLATE = "{% for m in messages %}{{ m['role'] + ':' + m['content'] + '\n' }}{% endfor %}"
 

@@ -31,11 +31,11 @@ import torch
 import transformers
 import yaml
 
-import qerl.trainer.resumable
+import qerl.trainer.resume.trainer
 from qerl.errors import QeRLError
 from qerl.trainer.callbacks import MetricsFile
-from qerl.trainer.checkpoint import checkpoints, last_checkpoint, read_manifest
 from qerl.trainer.grpo import QeRLTrainer
+from qerl.trainer.resume.checkpoint import checkpoints, last_checkpoint, read_manifest
 from tests.conftest import make_tiny_model, make_tiny_tokenizer
 from tests.fuzz._forks import Forks
 
@@ -47,10 +47,10 @@ POINTS: dict[str, tuple[Any, str]] = {
     "log": (MetricsFile, "on_log"),
     "saving": (transformers.Trainer, "_save_optimizer_and_scheduler"),
     "saved in part": (transformers.Trainer, "_save_rng_state"),
-    "publishing": (qerl.trainer.resumable, "publish"),
+    "publishing": (qerl.trainer.resume.trainer, "publish"),
     "renaming": (Path, "rename"),
-    "deleting": (qerl.trainer.resumable, "rotate_checkpoints"),
-    "final": (qerl.trainer.resumable, "move_into"),
+    "deleting": (qerl.trainer.resume.trainer, "rotate_checkpoints"),
+    "final": (qerl.trainer.resume.trainer, "move_into"),
 }
 WRITING = ("saving", "saved in part", "publishing", "renaming", "final")
 SIGNALS = {"KILL": signal.SIGKILL, "INT": signal.SIGINT, "TERM": signal.SIGTERM}

@@ -7,9 +7,9 @@ from typing import Any, get_args
 
 import yaml
 
-from qerl.config import QeRLConfig
 from qerl.errors import QeRLError
 from qerl.settings import yaml12
+from qerl.settings.config import QeRLConfig
 from qerl.settings.parents import PARENTS, Refused
 from qerl.settings.recipe import FIELDS, dump, load_config, parse_field, resolved
 from tests.fuzz._print import run_and_print

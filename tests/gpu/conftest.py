@@ -7,16 +7,16 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from qerl.lora import add_lora
-from qerl.nvfp4.format import NVFP4, quantize
-from qerl.nvfp4.linear import NVFP4Linear
+from qerl.fp4.format import NVFP4, quantize
+from qerl.fp4.linear import NVFP4Linear
+from qerl.lora.adapter import add_lora
 
 
 @pytest.fixture
 def nvfp4_llama() -> Callable[..., torch.nn.Module]:
     """``nvfp4_llama(blob=True, **config)``: bf16 Llama on the GPU with NVFP4 weights, in the kernels' layout
     (``blob``) or as on disk, and an adapter whose B is not zero; always the same numbers."""
-    from qerl.kernels.blob import to_blob
+    from qerl.kernels.weights.packed_gemm import to_blob
 
     def build(blob: bool = True, device: str = "cuda", **sizes: Any) -> torch.nn.Module:
         config = LlamaConfig(

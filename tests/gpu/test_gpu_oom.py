@@ -8,8 +8,8 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
-from qerl.trainer.oom import StepRedo
-from qerl.trainer.pieces import Lengths, loss_in_pieces
+from qerl.trainer.update.chunks import Lengths, loss_in_pieces
+from qerl.trainer.update.memory_retry import StepRedo
 
 ROWS, DEPTH, SIZE = 8, 16, 2**22
 LENGTHS = Lengths(own_B=[100] * ROWS, shared_B=[0] * ROWS, group_B=[0] * ROWS)

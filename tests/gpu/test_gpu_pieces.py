@@ -9,8 +9,8 @@ if not torch.cuda.is_available():
 
 from datasets import Dataset
 
-from qerl.config import QeRLConfig
 from qerl.rollout.engine import Completion, RolloutEngine, RolloutResult
+from qerl.settings.config import QeRLConfig
 from qerl.trainer.grpo import QeRLTrainer
 
 GROUP, PROMPTS, LONGEST = 8, 4, 384

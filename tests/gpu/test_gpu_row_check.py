@@ -17,10 +17,10 @@ from transformers import (
 from trl.trainer.utils import add_fused_lm_head
 
 from qerl.errors import QeRLError
-from qerl.trainer import packing
-from qerl.trainer.attention import use_branch_attention
-from qerl.trainer.fused import fuse
-from qerl.trainer.row_check import check_packed_row
+from qerl.trainer.update import packing
+from qerl.trainer.update.attention import use_branch_attention
+from qerl.trainer.update.fused import fuse
+from qerl.trainer.update.row_check import check_packed_row
 
 SIZES = {
     "vocab_size": 512,

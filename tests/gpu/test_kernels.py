@@ -13,8 +13,11 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from qerl.bench.decoder import random_blob
 from qerl.bench.kernels import small_error
-from qerl.kernels import attention, common, elementwise, gemm, residual_norm, rope_kv, sample, silu_mul
-from qerl.kernels.blob import Cut, from_blob, padded_tokens, to_blob, to_operand
+from qerl.kernels.decode import attend as attention
+from qerl.kernels.decode import common, residual_norm, rope_kv, sample, silu_mul
+from qerl.kernels.update import elementwise
+from qerl.kernels.weights import gemm
+from qerl.kernels.weights.packed_gemm import Cut, from_blob, padded_tokens, to_blob, to_operand
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"

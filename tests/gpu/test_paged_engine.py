@@ -20,10 +20,10 @@ from transformers import (
 )
 
 from qerl.errors import QeRLError
+from qerl.fp4.format import FORMATS, quantize
+from qerl.fp4.linear import LINEAR_CLASSES
 from qerl.kernels.needs import has_module
-from qerl.lora import add_lora
-from qerl.nvfp4.format import FORMATS, quantize
-from qerl.nvfp4.linear import LINEAR_CLASSES
+from qerl.lora.adapter import add_lora
 from qerl.rollout.engine import SamplingParams
 from qerl.rollout.paged import call, scheduler
 from qerl.rollout.paged.engine import PagedEngine

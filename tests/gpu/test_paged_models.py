@@ -24,13 +24,13 @@ from transformers import (
 )
 
 from qerl.errors import QeRLError
+from qerl.fp4.format import NVFP4, quantize
+from qerl.fp4.linear import NVFP4Linear
 from qerl.kernels.needs import has_module, obstacles
-from qerl.lora import LORA_TARGETS, add_lora
-from qerl.nvfp4.format import NVFP4, quantize
-from qerl.nvfp4.linear import NVFP4Linear
+from qerl.lora.adapter import LORA_TARGETS, add_lora
 from qerl.rollout.engine import SamplingParams
 from qerl.rollout.paged.engine import PagedEngine
-from qerl.rollout.portable import PortableEngine
+from qerl.rollout.portable.engine import PortableEngine
 from qerl.rollout.select import make_engine
 
 FAMILIES = {

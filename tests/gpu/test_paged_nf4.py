@@ -16,8 +16,8 @@ import bitsandbytes as bnb
 from bitsandbytes.functional import get_4bit_type
 
 from qerl.bench.decoder import random_nf4
-from qerl.kernels.nf4 import BLOCK, NF4, product, stack
-from qerl.lora import add_lora
+from qerl.kernels.weights.nf4 import BLOCK, NF4, product, stack
+from qerl.lora.adapter import add_lora
 from qerl.rollout.engine import SamplingParams
 from qerl.rollout.paged.binding import refusal
 from qerl.rollout.paged.engine import PagedEngine

@@ -16,8 +16,8 @@ if not torch.cuda.is_available():
 from qerl.bench.decoder import random_decoder
 from qerl.bench.products import dequantised
 from qerl.bench.rollout import fill_prompts
-from qerl.kernels.blob import MOST_TOKENS
 from qerl.kernels.needs import has_module
+from qerl.kernels.weights.packed_gemm import MOST_TOKENS
 from qerl.plan.shapes import Shape
 from qerl.rollout.engine import SamplingParams
 from qerl.rollout.paged.decode import DecodeStep

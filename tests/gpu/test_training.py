@@ -14,16 +14,16 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from qerl.errors import QeRLError
-from qerl.kernels.blob import to_blob
-from qerl.kernels.dequantize import dequantize_into
-from qerl.lora import _with_own_layers
-from qerl.lora_product import fused_forward
-from qerl.nvfp4.format import NVFP4, dequantize, quantize
-from qerl.nvfp4.linear import NVFP4Linear
+from qerl.fp4.format import NVFP4, dequantize, quantize
+from qerl.fp4.linear import NVFP4Linear
+from qerl.kernels.weights.dequantize import dequantize_into
+from qerl.kernels.weights.packed_gemm import to_blob
+from qerl.lora.adapter import _with_own_layers
+from qerl.lora.product import fused_forward
 from qerl.rollout.paged.memory import SwitchedMemory
-from qerl.trainer import fused
-from qerl.trainer.attention import seen_by, use_branch_attention
-from qerl.trainer.packing import PackedBatch, pack
+from qerl.trainer.update import fused
+from qerl.trainer.update.attention import seen_by, use_branch_attention
+from qerl.trainer.update.packing import PackedBatch, pack
 
 
 def error(found: torch.Tensor, truth: torch.Tensor) -> float:
@@ -157,7 +157,7 @@ GROUPS = [(65, [130, 7, 64, 1]), (1, [40, 3]), (2, [90]), (200, [33, 128])]
 
 
 def test_attention_of_branches_against_fp64() -> None:
-    from qerl.trainer.attention import branch_attention
+    from qerl.trainer.update.attention import branch_attention
 
     packed = row(GROUPS)
     length = packed.input_ids_1L.shape[1]

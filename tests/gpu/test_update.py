@@ -11,10 +11,10 @@ pytest.importorskip("triton", reason="Triton is not installed")
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
-from qerl.config import QeRLConfig
-from qerl.lora import add_lora
-from qerl.model import load_model
+from qerl.lora.adapter import add_lora
+from qerl.models.load import load_model
 from qerl.rollout.select import make_engine
+from qerl.settings.config import QeRLConfig
 from qerl.trainer.grpo import QeRLTrainer
 from tests.unit.test_trainer import DATA, settings, sum_reward
 

@@ -10,13 +10,13 @@ import torch
 from test_row_check import ALTERNATING, build, with_head
 
 from qerl.errors import QeRLError
-from qerl.lora import add_lora
-from qerl.model import load_model
+from qerl.fp4.quantize import quantize_checkpoint
+from qerl.lora.adapter import add_lora
+from qerl.models.load import load_model
 from qerl.noise import find_noise_norms
-from qerl.nvfp4.quantize import quantize_checkpoint
 from qerl.rollout.engine import SamplingParams
-from qerl.rollout.portable import PortableEngine
-from qerl.trainer.row_check import check_packed_row
+from qerl.rollout.portable.engine import PortableEngine
+from qerl.trainer.update.row_check import check_packed_row
 
 LLAMA = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
 FOUR_BIT = {

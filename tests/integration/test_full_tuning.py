@@ -9,7 +9,7 @@ from rich.console import Console
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from qerl.config import QeRLConfig
+from qerl.settings.config import QeRLConfig
 from qerl.trainer.run import train
 
 QUIET = Console(quiet=True)

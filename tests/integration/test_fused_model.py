@@ -10,11 +10,11 @@ pytest.importorskip("triton", reason="Triton is not installed")
 if torch.cuda.is_available():
     pytest.skip("tests/gpu runs the kernels themselves", allow_module_level=True)
 
-from qerl import lora_product
-from qerl.lora import add_lora
-from qerl.model import load_model
+from qerl.lora import product as lora_product
+from qerl.lora.adapter import add_lora
+from qerl.models.load import load_model
 from qerl.noise import find_noise_norms
-from qerl.trainer import fused
+from qerl.trainer.update import fused
 
 IDS = torch.randint(3, 60, (1, 17), generator=torch.Generator().manual_seed(0))
 TURNED = {"llama": 2, "mistral": 2, "qwen2": 2, "qwen3": 0}  # layers whose heads the kernel turns

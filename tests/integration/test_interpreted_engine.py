@@ -11,9 +11,9 @@ pytest.importorskip("triton", reason="Triton is not installed")
 if torch.cuda.is_available():
     pytest.skip("tests/gpu runs the engine itself", allow_module_level=True)
 
-from qerl.kernels import attention
-from qerl.kernels.nf4 import NF4
-from qerl.lora import add_lora
+from qerl.kernels.decode import attend as attention
+from qerl.kernels.weights.nf4 import NF4
+from qerl.lora.adapter import add_lora
 from qerl.rollout import PortableEngine, SamplingParams
 from qerl.rollout.paged import call, prefill, scheduler
 from qerl.rollout.paged import engine as paged

@@ -11,7 +11,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 if torch.cuda.is_available():
     pytest.skip("the interpreter is for machines without a GPU", allow_module_level=True)
 
-from qerl.kernels import sample
+from qerl.kernels.decode import sample
 from qerl.rollout.engine import SamplingParams
 from qerl.rollout.paged import decode
 from qerl.rollout.sampling import truncate

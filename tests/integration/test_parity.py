@@ -4,9 +4,9 @@ import pytest
 import torch
 from rich.console import Console
 
-from qerl.config import QeRLConfig
-from qerl.trainer.forward import Padded
+from qerl.settings.config import QeRLConfig
 from qerl.trainer.run import build
+from qerl.trainer.update.forward import Padded
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [("float32", 1e-5), ("bfloat16", 2e-3)])

@@ -11,10 +11,10 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file
 
-from qerl.config import QeRLConfig
 from qerl.errors import QeRLError
-from qerl.trainer.checkpoint import MANIFEST, UNFINISHED, checkpoints, last_checkpoint
+from qerl.settings.config import QeRLConfig
 from qerl.trainer.grpo import QeRLTrainer
+from qerl.trainer.resume.checkpoint import MANIFEST, UNFINISHED, checkpoints, last_checkpoint
 from qerl.trainer.run import train
 
 QUIET = Console(quiet=True)

@@ -10,8 +10,8 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
 from rich.console import Console
 
-from qerl.config import QeRLConfig
 from qerl.errors import QeRLError
+from qerl.settings.config import QeRLConfig
 from qerl.tasks.guard import guarded
 from qerl.trainer.rewards import stop_if_all_failed
 from qerl.trainer.run import build, train

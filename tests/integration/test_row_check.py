@@ -11,15 +11,15 @@ from datasets import Dataset
 from peft import PromptTuningConfig, get_peft_model
 from trl.trainer.utils import add_fused_lm_head
 
-from qerl.config import QeRLConfig
 from qerl.errors import QeRLError
 from qerl.rollout.engine import RolloutEngine
-from qerl.rollout.portable import PortableEngine
-from qerl.trainer import attention, masks, row_check
-from qerl.trainer.forward import score
+from qerl.rollout.portable.engine import PortableEngine
+from qerl.settings.config import QeRLConfig
 from qerl.trainer.grpo import QeRLTrainer
-from qerl.trainer.packing import pack
-from qerl.trainer.row_check import check_packed_row
+from qerl.trainer.update import attention, masks, row_check
+from qerl.trainer.update.forward import score
+from qerl.trainer.update.packing import pack
+from qerl.trainer.update.row_check import check_packed_row
 
 WINDOW = 8
 ALTERNATING = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}

@@ -11,7 +11,7 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 from qerl.cli import main
-from qerl.rollout.portable import PortableEngine
+from qerl.rollout.portable.engine import PortableEngine
 from qerl.settings.recipe import load_config
 from qerl.trainer.run import build
 

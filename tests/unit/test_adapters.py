@@ -9,10 +9,10 @@ from peft import LoraConfig, get_peft_model
 from transformers import MambaConfig, MambaForCausalLM
 
 from qerl.errors import QeRLError
-from qerl.lora import LORA_TARGETS, add_lora, load_adapter
-from qerl.lora_product import _only_adapter
-from qerl.nvfp4.format import NVFP4, quantize
-from qerl.nvfp4.linear import NVFP4Linear
+from qerl.fp4.format import NVFP4, quantize
+from qerl.fp4.linear import NVFP4Linear
+from qerl.lora.adapter import LORA_TARGETS, add_lora, load_adapter
+from qerl.lora.product import _only_adapter
 from qerl.rollout import PortableEngine, SamplingParams
 from qerl.rollout.engine import positions_of
 from qerl.rollout.paged.adapter import adapter_refusal

@@ -9,9 +9,9 @@ import torch
 from datasets import Dataset, IterableDataset
 from trl import GRPOTrainer
 
-from qerl.config import QeRLConfig
 from qerl.errors import QeRLError
 from qerl.rollout.engine import Completion, RolloutEngine, RolloutResult
+from qerl.settings.config import QeRLConfig
 from qerl.trainer.advantages import Signal, judge_of
 from qerl.trainer.grpo import QeRLTrainer
 

@@ -6,10 +6,10 @@ from datasets import Dataset
 from safetensors.torch import load_file
 from transformers import EarlyStoppingCallback
 
-from qerl.config import QeRLConfig
 from qerl.errors import QeRLError
-from qerl.lora import add_lora
-from qerl.model import load_model
+from qerl.lora.adapter import add_lora
+from qerl.models.load import load_model
+from qerl.settings.config import QeRLConfig
 from qerl.trainer.grpo import QeRLTrainer
 from tests.unit.test_trainer import DATA, ScriptedEngine, settings
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from qerl.lora import add_lora
-from qerl.model import load_model
-from qerl.nvfp4.linear import PackedLinear
+from qerl.fp4.linear import PackedLinear
+from qerl.lora.adapter import add_lora
+from qerl.models.load import load_model
 from qerl.rollout.paged.binding import Binding
 
 

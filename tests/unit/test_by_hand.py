@@ -5,9 +5,9 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 
-from qerl.config import QeRLConfig
 from qerl.errors import QeRLError
-from qerl.rollout.portable import PortableEngine
+from qerl.rollout.portable.engine import PortableEngine
+from qerl.settings.config import QeRLConfig
 from qerl.trainer.by_hand import RUN_FIELDS
 from qerl.trainer.grpo import QeRLTrainer
 

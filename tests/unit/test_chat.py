@@ -9,8 +9,8 @@ import trl
 from datasets import Dataset
 from transformers import PreTrainedTokenizerFast
 
-from qerl.chat import Chat, fold_system
 from qerl.errors import QeRLError
+from qerl.models.chat import Chat, fold_system
 from qerl.tasks import get_task
 
 TEMPLATES = Path(trl.__file__).parent / "chat_templates"

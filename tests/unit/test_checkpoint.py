@@ -15,11 +15,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
 from qerl.errors import QeRLError
-from qerl.nvfp4 import quantize as quantize_module
-from qerl.nvfp4.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint, new_folder, open_checkpoint
-from qerl.nvfp4.format import FORMATS, MXFP4, NVFP4, PackedWeight, dequantize, quantize, relative_error
-from qerl.nvfp4.groups import fused_group, is_quantized
-from qerl.nvfp4.quantize import quantize_checkpoint
+from qerl.fp4 import quantize as quantize_module
+from qerl.fp4.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint, new_folder, open_checkpoint
+from qerl.fp4.format import FORMATS, MXFP4, NVFP4, PackedWeight, dequantize, quantize, relative_error
+from qerl.fp4.groups import fused_group, is_quantized
+from qerl.fp4.quantize import quantize_checkpoint
 
 HIDDEN, KV, MLP = 32, 16, 96
 SHAPES = {

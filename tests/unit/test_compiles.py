@@ -77,7 +77,7 @@ def main() -> None:
     import torch
 
     from qerl.bench.decoder import random_decoder
-    from qerl.kernels import elementwise
+    from qerl.kernels.update import elementwise
     from qerl.plan.shapes import Shape
     from qerl.rollout.engine import SamplingParams
     from qerl.rollout.paged.decode import DecodeStep

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from qerl.config import QeRLConfig
 from qerl.errors import QeRLError
+from qerl.settings.config import QeRLConfig
 from qerl.settings.recipe import dump, load_config, parse_value, read_recipe
 
 RECIPES = Path(__file__).parents[2] / "recipes"

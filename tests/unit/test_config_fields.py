@@ -9,8 +9,8 @@ from transformers import TrainingArguments
 from transformers.trainer_utils import SchedulerType
 from trl import GRPOConfig
 
-from qerl.config import QeRLConfig, default_of
 from qerl.errors import QeRLError
+from qerl.settings.config import QeRLConfig, default_of
 from qerl.settings.parents import PARENTS, ForScripts, Refused
 
 OWN = QeRLConfig.__annotations__

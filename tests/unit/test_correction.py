@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from qerl.trainer.correction import (
+from qerl.trainer.update.correction import (
     Mismatch,
     importance_ratio,
     rows_with_gradient,

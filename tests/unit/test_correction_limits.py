@@ -10,8 +10,8 @@ import torch
 
 from qerl.noise import AdaptiveNoise, NoiseSchedule, merged
 from qerl.rollout.engine import SamplingParams
-from qerl.rollout.portable import PortableEngine
-from qerl.trainer.correction import importance_ratio
+from qerl.rollout.portable.engine import PortableEngine
+from qerl.trainer.update.correction import importance_ratio
 
 PROMPT = [5, 9, 3]
 V = 64

@@ -11,7 +11,7 @@ from qerl.eval.adapter_check import prove_adapter
 from qerl.eval.evaluate import evaluate, held_out
 from qerl.eval.interval import pass_at
 from qerl.eval.record import Record
-from qerl.lora import add_lora, check_adapter
+from qerl.lora.adapter import add_lora, check_adapter
 from qerl.rollout.engine import Completion, RolloutEngine, RolloutResult, SamplingParams
 from qerl.tasks import get_task
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 from datasets import Dataset
 
-from qerl.config import QeRLConfig
 from qerl.errors import QeRLError
-from qerl.lora import add_lora
-from qerl.rollout.portable import PortableEngine
+from qerl.lora.adapter import add_lora
+from qerl.rollout.portable.engine import PortableEngine
+from qerl.settings.config import QeRLConfig
 from qerl.settings.recipe import read_recipe
 from qerl.trainer.grpo import QeRLTrainer
 

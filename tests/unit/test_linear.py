@@ -7,9 +7,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from qerl.nvfp4.format import FORMATS, dequantize, quantize
-from qerl.nvfp4.linear import LINEAR_CLASSES, NVFP4Linear, PackedLinear, unpacked
-from qerl.workspace import workspace
+from qerl.fp4.format import FORMATS, dequantize, quantize
+from qerl.fp4.linear import LINEAR_CLASSES, NVFP4Linear, PackedLinear, unpacked
+from qerl.fp4.workspace import workspace
 
 FORMAT_NAMES = sorted(FORMATS)
 

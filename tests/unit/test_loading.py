@@ -12,16 +12,16 @@ from pathlib import Path
 
 import pytest
 
-from qerl.nvfp4.checkpoint import open_checkpoint
-from qerl.nvfp4.quantize import quantize_checkpoint
+from qerl.fp4.checkpoint import open_checkpoint
+from qerl.fp4.quantize import quantize_checkpoint
 
 SHARD = 20_000_000
 
 LOAD = """
 import sys, threading, time, torch
 import transformers.models.llama.modeling_llama
-from qerl.model import load_model
-from qerl.nvfp4 import format
+from qerl.models.load import load_model
+from qerl.fp4 import format
 
 peak, done = 0, threading.Event()
 

@@ -12,11 +12,11 @@ from safetensors.torch import load_file, save_file
 from torch.nn.parallel import DistributedDataParallel
 
 from qerl.errors import QeRLError
-from qerl.lora import LORA_TARGETS, PackedLoraLinear, add_lora, load_adapter
-from qerl.lora_product import _adapter, _apart
-from qerl.model import load_model
-from qerl.nvfp4.format import dequantize
-from qerl.nvfp4.linear import PackedLinear
+from qerl.fp4.format import dequantize
+from qerl.fp4.linear import PackedLinear
+from qerl.lora.adapter import LORA_TARGETS, PackedLoraLinear, add_lora, load_adapter
+from qerl.lora.product import _adapter, _apart
+from qerl.models.load import load_model
 
 IDS = torch.arange(40).reshape(2, 20)
 

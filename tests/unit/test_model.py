@@ -12,11 +12,11 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from torch import nn
 from transformers import AutoTokenizer, T5Config, T5ForConditionalGeneration
 
-from qerl import hub, smollm2
 from qerl.errors import QeRLError
-from qerl.model import load_model, load_tokenizer
-from qerl.model_gguf import gguf_to_folder
-from qerl.nvfp4.linear import PackedLinear
+from qerl.fp4.linear import PackedLinear
+from qerl.models import hub, smollm2
+from qerl.models.gguf import gguf_to_folder
+from qerl.models.load import load_model, load_tokenizer
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ def test_weights_that_cannot_be_had(plain, monkeypatch) -> None:
         load_model(plain, "int3", torch.float32, "cpu")
     with pytest.raises(QeRLError, match="nf4 weights need a CUDA device, not cpu"):
         load_model(plain, "nf4", torch.float32, "cpu")
-    monkeypatch.setattr("qerl.model.find_spec", lambda name: None)
+    monkeypatch.setattr("qerl.models.load.find_spec", lambda name: None)
     with pytest.raises(QeRLError, match=r"pip install -e '.\[nf4\]'"):
         load_model(plain, "nf4", torch.float32, "cuda")
 
@@ -119,7 +119,7 @@ def test_eos_pads_where_nothing_else_can(plain, caplog, monkeypatch) -> None:
     tokenizer.pad_token = None
     tokenizer.unk_token = tokenizer.eos_token
     tokenizer.save_pretrained(plain)
-    monkeypatch.setattr("qerl.model.PAD_TOKENS", ())
+    monkeypatch.setattr("qerl.models.load.PAD_TOKENS", ())
     with caplog.at_level(logging.WARNING, "qerl"):
         assert load_tokenizer(plain).pad_token == "<|im_end|>"
     assert "no padding token: EOS (<|im_end|>) pads" in caplog.text
@@ -300,7 +300,7 @@ def test_full_disk_while_converting(gguf_file, tmp_path, monkeypatch) -> None:
     def full(*args, **kwargs):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("qerl.model_gguf.save_torch_state_dict", full)
+    monkeypatch.setattr("qerl.models.gguf.save_torch_state_dict", full)
     with pytest.raises(QeRLError, match="No space left on device; free space there or set QERL_CACHE"):
         gguf_to_folder(gguf_file)
     assert [path for path in (tmp_path / "cache").iterdir() if path.suffix != ".lock"] == []

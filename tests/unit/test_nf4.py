@@ -9,7 +9,7 @@ import bitsandbytes as bnb
 from bitsandbytes.functional import dequantize_4bit
 from transformers import BitsAndBytesConfig, Qwen2ForCausalLM
 
-from qerl.kernels.nf4 import BLOCK, product, refusal, stack
+from qerl.kernels.weights.nf4 import BLOCK, product, refusal, stack
 from qerl.rollout.paged.binding import Binding
 
 WIDTH = 192

@@ -9,8 +9,8 @@ from compressed_tensors.quantization.quant_scheme import MXFP4A16, NVFP4A16
 from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 
 from qerl.errors import QeRLError
-from qerl.nvfp4 import format as format_module
-from qerl.nvfp4.format import (
+from qerl.fp4 import format as format_module
+from qerl.fp4.format import (
     E2M1_VALUES,
     MXFP4,
     NVFP4,

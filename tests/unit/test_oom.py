@@ -6,12 +6,12 @@ from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from transformers import TrainerCallback
 
-from qerl.config import QeRLConfig
 from qerl.errors import QeRLError
 from qerl.rollout.engine import Completion, RolloutEngine, RolloutResult
+from qerl.settings.config import QeRLConfig
 from qerl.trainer.grpo import QeRLTrainer
-from qerl.trainer.oom import StepRedo
-from qerl.trainer.pieces import Lengths
+from qerl.trainer.update.chunks import Lengths
+from qerl.trainer.update.memory_retry import StepRedo
 
 GROUP = 4
 DATA = Dataset.from_dict({"prompt": ["one two", "three", "four five six", "seven eight"]})
@@ -185,7 +185,7 @@ def test_adaptive_entropy_is_counted_once(train):
 
 def test_what_was_logged_says_so(train, caplog):
     train((24, "forward", 3))
-    (record,) = [record for record in caplog.records if record.name == "qerl.trainer.oom"]
+    (record,) = [record for record in caplog.records if record.name == "qerl.trainer.update.memory_retry"]
     assert record.getMessage() == (
         "Out of GPU memory in step 2: it is redone from its start, from now on with at most 22 instead of 44 "
         "tokens in one forward pass; tokens_per_forward: 22 sets that from the start."

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
-from qerl.trainer.packing import IGNORE, PackedBatch, pack
+from qerl.trainer.update.packing import IGNORE, PackedBatch, pack
 
 
 def padded_batch(prompts: list[list[int]], completions: list[list[int]]) -> tuple[torch.Tensor, ...]:

@@ -18,8 +18,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from qerl.bench.peers import process
 from qerl.bench.peers.checkpoint import model_config, write_adapter, write_zeros
 from qerl.bench.peers.process import peer_rows
-from qerl.nvfp4.checkpoint import read_config
-from qerl.nvfp4.format import NVFP4
+from qerl.fp4.checkpoint import read_config
+from qerl.fp4.format import NVFP4
 from qerl.plan.shapes import Shape
 
 TINY = Shape(

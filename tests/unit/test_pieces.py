@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from qerl.trainer.forward import Padded
-from qerl.trainer.pieces import Lengths, cut, loss_in_pieces
+from qerl.trainer.update.chunks import Lengths, cut, loss_in_pieces
+from qerl.trainer.update.forward import Padded
 
 
 def lengths(*groups: tuple[int, list[int]]) -> Lengths:

@@ -11,13 +11,12 @@ import pytest
 import torch
 from rich.console import Console
 
-from qerl import hub
 from qerl.cli import main
-from qerl.config import QeRLConfig
 from qerl.errors import QeRLError
-from qerl.lora import LORA_TARGETS, add_lora
-from qerl.model import load_model
-from qerl.nvfp4.linear import PackedLinear
+from qerl.fp4.linear import PackedLinear
+from qerl.lora.adapter import LORA_TARGETS, add_lora
+from qerl.models import hub
+from qerl.models.load import load_model
 from qerl.plan.command import announce, plan_command, refuse_full_tuning_that_cannot_fit
 from qerl.plan.phases import CACHE_SHARE, Reserve, make_plan
 from qerl.plan.propose import (
@@ -35,6 +34,7 @@ from qerl.plan.render import verdict
 from qerl.plan.shapes import SHAPES
 from qerl.plan.sizes import Activations, Adapter, Cache, Model, Weights, Work
 from qerl.rollout.sampling import FILTER_BYTES
+from qerl.settings.config import QeRLConfig
 from qerl.settings.recipe import load_config
 from qerl.trainer import run
 

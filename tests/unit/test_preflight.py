@@ -2,8 +2,8 @@
 
 import pytest
 
-from qerl.config import QeRLConfig
 from qerl.errors import QeRLError
+from qerl.settings.config import QeRLConfig
 from qerl.trainer.preflight import preflight
 
 ARITHMETIC = {"model": "nowhere/at-all", "task": "arithmetic", "output_dir": "o", "report_to": "none"}

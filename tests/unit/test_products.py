@@ -8,8 +8,8 @@ import torch
 
 from qerl.bench.decoder import random_blob
 from qerl.bench.products import bitsandbytes, dequantised, humming
-from qerl.kernels import nf4
-from qerl.nvfp4.format import NVFP4, PackedWeight, dequantize
+from qerl.fp4.format import NVFP4, PackedWeight, dequantize
+from qerl.kernels.weights import nf4
 
 
 class FakeLayer:

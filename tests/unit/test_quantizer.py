@@ -17,12 +17,12 @@ from transformers import (
 )
 
 from qerl.errors import QeRLError
-from qerl.model import load_model
-from qerl.nvfp4.checkpoint import open_checkpoint
-from qerl.nvfp4.format import dequantize
-from qerl.nvfp4.hf import QeRLQuantizationConfig
-from qerl.nvfp4.linear import MXFP4Linear, NVFP4Linear, PackedLinear
-from qerl.nvfp4.quantize import quantize_checkpoint
+from qerl.fp4.checkpoint import open_checkpoint
+from qerl.fp4.format import dequantize
+from qerl.fp4.linear import MXFP4Linear, NVFP4Linear, PackedLinear
+from qerl.fp4.quantize import quantize_checkpoint
+from qerl.fp4.quantizer import QeRLQuantizationConfig
+from qerl.models.load import load_model
 
 IDS = torch.arange(40).reshape(2, 20)
 

@@ -7,9 +7,9 @@ import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 
-from qerl.config import QeRLConfig
 from qerl.errors import QeRLError
-from qerl.lora import add_lora
+from qerl.lora.adapter import add_lora
+from qerl.settings.config import QeRLConfig
 from qerl.trainer.grpo import QeRLTrainer
 from tests.unit.test_trainer import DATA, ScriptedEngine, settings, sum_reward
 
@@ -99,7 +99,7 @@ def test_an_adapter_that_has_moved_is_its_own_reference(make):
 
 
 def test_packed_weights_have_the_same_two_kinds_of_reference(make, tmp_path, tiny_model):
-    from qerl.model import load_model
+    from qerl.models.load import load_model
 
     folder = tmp_path / "model"
     tiny_model("llama").save_pretrained(folder)

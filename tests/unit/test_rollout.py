@@ -6,12 +6,13 @@ from peft import LoraConfig, get_peft_model
 from transformers.cache_utils import DynamicCache
 
 from qerl.errors import QeRLError
+from qerl.fp4.format import NVFP4, dequantize, quantize
+from qerl.fp4.linear import NVFP4Linear
 from qerl.noise import AdaptiveNoise, NoiseSchedule, merged
-from qerl.nvfp4.format import NVFP4, dequantize, quantize
-from qerl.nvfp4.linear import NVFP4Linear
-from qerl.rollout import PortableEngine, SamplingParams, attention
-from qerl.rollout.cache import PreallocatedCache
-from qerl.rollout.scheduler import SequenceId, Wave, plan_waves
+from qerl.rollout import PortableEngine, SamplingParams
+from qerl.rollout.portable import attention
+from qerl.rollout.portable.cache import PreallocatedCache
+from qerl.rollout.portable.waves import SequenceId, Wave, plan_waves
 from qerl.rollout.select import make_engine
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
@@ -251,7 +252,7 @@ class TestAgainstTheModel:
                 model.model.set_submodule(name, packed)
         calls = []
         monkeypatch.setattr(
-            "qerl.nvfp4.linear.dequantize", lambda *args: calls.append(args) or dequantize(*args)
+            "qerl.fp4.linear.dequantize", lambda *args: calls.append(args) or dequantize(*args)
         )
         result = PortableEngine(model, PAD).generate(PROMPTS, 2, sampled())
         assert len(calls) == 14

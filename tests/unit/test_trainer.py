@@ -9,9 +9,9 @@ from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from trl import GRPOConfig, GRPOTrainer
 
-from qerl.config import QeRLConfig
 from qerl.errors import QeRLError
 from qerl.rollout.engine import Completion, RolloutEngine, RolloutResult
+from qerl.settings.config import QeRLConfig
 from qerl.trainer.grpo import QeRLTrainer
 
 GROUP = 4

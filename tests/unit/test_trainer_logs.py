@@ -10,9 +10,9 @@ import torch
 from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
 
-from qerl.config import QeRLConfig
 from qerl.errors import QeRLError
-from qerl.rollout.portable import PortableEngine
+from qerl.rollout.portable.engine import PortableEngine
+from qerl.settings.config import QeRLConfig
 from qerl.trainer.callbacks import MetricsFile
 from qerl.trainer.grpo import QeRLTrainer
 

@@ -2,10 +2,10 @@
 
 import torch
 
-from qerl.kernels.blob import Blob
-from qerl.kernels.gemm import Weight
-from qerl.kernels.nf4 import BLOCK, NF4
 from qerl.kernels.ranks import padded_rank
+from qerl.kernels.weights.gemm import Weight
+from qerl.kernels.weights.nf4 import BLOCK, NF4
+from qerl.kernels.weights.packed_gemm import Blob
 from qerl.plan.shapes import Shape
 from qerl.rollout.paged.weights import Decoder, Layer, Lora, Matrix
 

@@ -17,11 +17,11 @@ import torch
 from transformers import PreTrainedModel, TrainerCallback
 from transformers.trainer_callback import PrinterCallback
 
-from qerl.chat import Chat
-from qerl.config import QeRLConfig
-from qerl.model import load_tokenizer
+from qerl.models.chat import Chat
+from qerl.models.load import load_tokenizer
 from qerl.rollout.engine import KvCacheDtype, NormOffsets, RolloutEngine, RolloutResult, SamplingParams
 from qerl.rollout.select import make_engine
+from qerl.settings.config import QeRLConfig
 from qerl.tasks import get_task
 from qerl.trainer.by_hand import RUN_FIELDS
 from qerl.trainer.grpo import QeRLTrainer

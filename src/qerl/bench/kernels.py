@@ -22,9 +22,9 @@ import torch
 from qerl.bench.decoder import random_blob
 from qerl.bench.products import CONTESTANTS, Contestant, dequantised
 from qerl.bench.result import head
-from qerl.kernels import gemm
-from qerl.kernels.blob import MOST_TOKENS, Blob, Cut, parts, small_gemm, to_operand
 from qerl.kernels.needs import has_module
+from qerl.kernels.weights import gemm
+from qerl.kernels.weights.packed_gemm import MOST_TOKENS, Blob, Cut, parts, small_gemm, to_operand
 from qerl.plan.shapes import shape
 
 _CACHE_BYTES = 150e6  # three times an H100's L2

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import torch
 
 from qerl.bench.decoder import random_nf4
-from qerl.kernels import nf4
-from qerl.kernels.blob import Blob, from_blob
-from qerl.nvfp4.format import NVFP4, PackedWeight, dequantize
+from qerl.fp4.format import NVFP4, PackedWeight, dequantize
+from qerl.kernels.weights import nf4
+from qerl.kernels.weights.packed_gemm import Blob, from_blob
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from peft import PeftModel
 from torch import nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from qerl.lora import add_lora
-from qerl.nvfp4.linear import LINEAR_CLASSES
+from qerl.fp4.linear import LINEAR_CLASSES
+from qerl.lora.adapter import add_lora
 from qerl.plan.shapes import Shape
 
 

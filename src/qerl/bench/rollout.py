@@ -24,7 +24,7 @@ from qerl.bench.peers import vllm_decode
 from qerl.bench.peers.process import peer_rows
 from qerl.bench.peers.vllm_decode import PEERS
 from qerl.bench.result import head
-from qerl.kernels.common import PAGE
+from qerl.kernels.decode.common import PAGE
 from qerl.plan.shapes import Shape, shape
 from qerl.rollout.engine import KV_DTYPES, SamplingParams
 from qerl.rollout.paged.decode import DecodeStep

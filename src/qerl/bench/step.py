@@ -30,15 +30,15 @@ from qerl.bench.peers.process import peer_rows
 from qerl.bench.random_model import random_policy
 from qerl.bench.random_task import random_prompts, random_reward, word_tokenizer
 from qerl.bench.result import head
-from qerl.config import QeRLConfig
 from qerl.errors import QeRLError
-from qerl.lora import LORA_TARGETS
+from qerl.lora.adapter import LORA_TARGETS
 from qerl.plan.propose import MOST_SEQUENCES, fastest
 from qerl.plan.shapes import Shape, shape
 from qerl.plan.sizes import Model, Work
 from qerl.rollout.engine import NormOffsets, RolloutEngine, RolloutResult, SamplingParams
 from qerl.rollout.paged.engine import PagedEngine
 from qerl.rollout.select import make_engine
+from qerl.settings.config import QeRLConfig
 from qerl.trainer.grpo import QeRLTrainer
 from qerl.trainer.memory import used_bytes
 

@@ -10,7 +10,7 @@ import torch
 from peft import PeftModel
 
 from qerl.errors import QeRLError
-from qerl.modules import eval_mode
+from qerl.families.parts import eval_mode
 
 
 def prove_adapter(model: PeftModel, prompt_ids: list[int]) -> float:

@@ -1,8 +1,9 @@
 """Whether an adapter belongs to the model that it is put on; asked before the model is loaded.
 
-The adapter's policy.json has the fingerprint of its base (`qerl.fingerprint`). An adapter that was made
-elsewhere has none; then the base that its adapter_config.json names is looked at, if it is on this machine.
-Where it is not, names are all there is: other names may be the same model, so that is said and no error.
+The adapter's policy.json has the fingerprint of its base (`qerl.models.fingerprint`). An adapter that was
+made elsewhere has none; then the base that its adapter_config.json names is looked at, if it is on this
+machine. Where it is not, names are all there is: other names may be the same model, so that is said and no
+error.
 """
 
 from pathlib import Path
@@ -12,9 +13,9 @@ from huggingface_hub.errors import HFValidationError
 
 from qerl.errors import QeRLError
 from qerl.eval.trained import read_json, read_policy
-from qerl.fingerprint import checkpoint_fingerprint
-from qerl.hub import local_checkpoint
-from qerl.nvfp4.checkpoint import read_config
+from qerl.fp4.checkpoint import read_config
+from qerl.models.fingerprint import checkpoint_fingerprint
+from qerl.models.hub import local_checkpoint
 
 ADAPTER_CONFIG = "adapter_config.json"
 

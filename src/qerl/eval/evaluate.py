@@ -27,10 +27,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from transformers import PreTrainedTokenizerBase
 
 import qerl
-from qerl.chat import Chat
 from qerl.errors import QeRLError
 from qerl.eval.interval import accuracy_interval, pass_at
 from qerl.eval.record import Record, Row
+from qerl.models.chat import Chat
 from qerl.rollout.engine import Completion, RolloutEngine, SamplingParams
 from qerl.seeding import derive_seed
 from qerl.tasks.base import Task

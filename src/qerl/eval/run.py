@@ -18,18 +18,18 @@ from peft import PeftModel
 from rich.console import Console
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from qerl.chat import Chat
 from qerl.errors import QeRLError
 from qerl.eval.adapter_check import prove_adapter
 from qerl.eval.base_check import check_base, check_rounding, packing
 from qerl.eval.evaluate import EvalResult, evaluate, held_out, versions
 from qerl.eval.record import Record
 from qerl.eval.trained import Choices, read_trained
-from qerl.fingerprint import checkpoint_fingerprint
-from qerl.hub import local_checkpoint
-from qerl.lora import adapter_file, check_adapter, load_adapter
-from qerl.model import Weights, load_model, load_tokenizer
-from qerl.nvfp4.format import FORMATS, Method
+from qerl.fp4.format import FORMATS, Method
+from qerl.lora.adapter import adapter_file, check_adapter, load_adapter
+from qerl.models.chat import Chat
+from qerl.models.fingerprint import checkpoint_fingerprint
+from qerl.models.hub import local_checkpoint
+from qerl.models.load import Weights, load_model, load_tokenizer
 from qerl.rollout.engine import RolloutEngine, SamplingParams
 from qerl.rollout.select import make_engine
 from qerl.tasks import get_task

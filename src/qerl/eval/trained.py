@@ -1,9 +1,9 @@
 """What a run says about the policy that it made, so that the policy is scored as it was trained.
 
-Whoever saves a policy writes config.yaml and policy.json beside it (`qerl.trainer.provenance`). From there
-evaluation takes what it is not told: the format and rounding of the weights, the dtype, the task with its
-options, the length of a completion, and the arguments of the chat template. What is told always wins, and
-where each value came from is kept, to be said once before anything is scored.
+Whoever saves a policy writes config.yaml and policy.json beside it (`qerl.trainer.resume.provenance`). From
+there evaluation takes what it is not told: the format and rounding of the weights, the dtype, the task with
+its options, the length of a completion, and the arguments of the chat template. What is told always wins,
+and where each value came from is kept, to be said once before anything is scored.
 
 The file lies beside an adapter, or beside the weights of a fully tuned model. An older checkpoint-N folder
 has none; its run's lies one folder up.
@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any, get_args
 
 from qerl.errors import QeRLError
-from qerl.fingerprint import POLICY_FILE
-from qerl.model import Weights
-from qerl.nvfp4.format import Method
+from qerl.fp4.format import Method
+from qerl.models.fingerprint import POLICY_FILE
+from qerl.models.load import Weights
 from qerl.report.runs import CONFIG_FILE, read_settings
 from qerl.settings.recipe import FIELDS
 

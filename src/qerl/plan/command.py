@@ -7,17 +7,17 @@ from typing import Any
 
 from rich.console import Console
 
-from qerl.config import QeRLConfig
 from qerl.errors import QeRLError
-from qerl.hub import local_config
-from qerl.lora import LORA_TARGETS
-from qerl.nvfp4.checkpoint import read_config
+from qerl.fp4.checkpoint import read_config
+from qerl.lora.adapter import LORA_TARGETS
+from qerl.models.hub import local_config
 from qerl.plan.phases import Plan, make_plan
 from qerl.plan.propose import MOST_SEQUENCES, fastest, fits, propose
 from qerl.plan.render import advice, render, verdict
 from qerl.plan.shapes import SHAPES
 from qerl.plan.sizes import FULL, HALF, Model, Work
 from qerl.rollout.engine import KV_DTYPES
+from qerl.settings.config import QeRLConfig
 from qerl.settings.recipe import load_config
 
 DEFAULT_PROMPT = 512  # tokens, where max_prompt_length sets no limit

@@ -3,8 +3,8 @@
 A step has two phases that want the same memory at different times: the rollout, with keys and values, and the
 update, with activations. Weights, adapter and optimizer are there in both. Each class below is one part and
 says by which formula; counts of parameters and bytes of weights, adapter and optimizer are exact, activations
-are those of this project's update on CUDA (`qerl.lora_product`, `qerl.trainer.attention`,
-`qerl.kernels.elementwise`) at the moment at which most of them are alive.
+are those of this project's update on CUDA (`qerl.lora.product`, `qerl.trainer.update.attention`,
+`qerl.kernels.update.elementwise`) at the moment at which most of them are alive.
 
 Bytes everywhere. T tokens in the packed row of a forward pass, S of them predict something, D hidden size, I
 intermediate size, Q and G all query and all key heads together, R LoRA rank, V vocabulary.
@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from qerl.errors import QeRLError
+from qerl.fp4.groups import FUSED_GROUPS
 from qerl.kernels.ranks import padded_rank
-from qerl.nvfp4.groups import FUSED_GROUPS
 from qerl.plan.shapes import Shape
 from qerl.rollout.engine import positions_of
 
@@ -385,8 +385,10 @@ class Activations:
 
     @property
     def _groups(self) -> list[list[Linear]]:
-        """Linears whose products the update computes as one (`qerl.trainer.fused`): where all are adapted,
-        not in NF4, and q, k and v not where heads are normalised."""
+        """Linears whose products the update computes as one (`qerl.trainer.update.fused`).
+
+        Only where all of them are adapted; not in NF4, and q, k and v not where heads are normalised.
+        """
         by_name = {linear.name: linear for linear in self.model.linears}
         joined = [
             [by_name.pop(name) for name in names]

@@ -6,6 +6,6 @@ is put together from parts that know nothing of each other: ``scheduler`` (which
 """
 
 from qerl.rollout.engine import Completion, NormOffsets, RolloutEngine, RolloutResult, SamplingParams
-from qerl.rollout.portable import PortableEngine
+from qerl.rollout.portable.engine import PortableEngine
 
 __all__ = ["Completion", "NormOffsets", "PortableEngine", "RolloutEngine", "RolloutResult", "SamplingParams"]

@@ -17,8 +17,8 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from qerl.errors import QeRLError
-from qerl.families import refusal
-from qerl.modules import base_model
+from qerl.families.parts import base_model
+from qerl.families.supported import refusal
 
 FinishReason = Literal["stop", "length", "error"]
 KvCacheDtype = Literal["auto", "fp8"]

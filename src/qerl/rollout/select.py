@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from qerl.errors import QeRLError
+from qerl.families.parts import base_model
 from qerl.kernels import needs
-from qerl.modules import base_model
 from qerl.rollout.engine import KvCacheDtype, RolloutEngine
-from qerl.rollout.portable import PortableEngine
+from qerl.rollout.portable.engine import PortableEngine
 
 
 def make_engine(

@@ -9,7 +9,7 @@ from typing import Any
 
 from trl import GRPOConfig
 
-from qerl.config import QeRLConfig, default_of
+from qerl.settings.config import QeRLConfig, default_of
 from qerl.settings.parents import PARENTS, Refused
 from qerl.settings.recipe import FIELDS
 

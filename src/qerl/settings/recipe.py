@@ -13,9 +13,9 @@ from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from qerl.config import QeRLConfig, default_of
 from qerl.errors import QeRLError
 from qerl.settings import yaml12
+from qerl.settings.config import QeRLConfig, default_of
 from qerl.settings.parents import PARENTS, Refused
 
 FIELDS = {spec.name: spec for spec in dataclasses.fields(QeRLConfig) if spec.init}

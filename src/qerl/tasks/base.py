@@ -31,9 +31,9 @@ class Task(ABC):
         name: As recipes name it.
         format: How an answer is to be stated.
         opening: What the chat template has already written of the assistant's turn, from
-            :attr:`qerl.chat.Chat.opening`. It is judged with the completion: a completion that is cut off
-            within a thinking that the template began has no answer, and one that ends it has the form asked
-            for.
+            :attr:`qerl.models.chat.Chat.opening`. It is judged with the completion: a completion that is
+            cut off within a thinking that the template began has no answer, and one that ends it has the
+            form asked for.
     """
 
     opening: str = ""

@@ -29,7 +29,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError
 
 from qerl.errors import QeRLError
-from qerl.hub import HUB_TIMEOUT
+from qerl.models.hub import HUB_TIMEOUT
 from qerl.tasks.answers import after_hashes
 from qerl.tasks.base import Task, as_dataset
 from qerl.tasks.holdout import position

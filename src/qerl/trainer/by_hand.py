@@ -17,11 +17,11 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 from trl.rewards import get_soft_overlong_punishment
 
-from qerl.chat import Chat
-from qerl.config import QeRLConfig, default_of
 from qerl.errors import QeRLError
-from qerl.modules import base_model
-from qerl.nvfp4.linear import PackedLinear
+from qerl.families.parts import base_model
+from qerl.fp4.linear import PackedLinear
+from qerl.models.chat import Chat
+from qerl.settings.config import QeRLConfig, default_of
 from qerl.settings.recipe import FIELDS
 
 logger = logging.getLogger(__name__)

@@ -32,24 +32,24 @@ from peft import PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 from trl.trainer.utils import split_tensor_dict
 
-from qerl.config import QeRLConfig
 from qerl.errors import QeRLError
-from qerl.modules import base_model
-from qerl.nvfp4.linear import unpacked
+from qerl.families.parts import base_model
+from qerl.fp4.linear import unpacked
 from qerl.rollout.engine import RolloutEngine
+from qerl.settings.config import QeRLConfig
 from qerl.trainer.by_hand import check_by_hand, short_prompts, with_length_penalty
-from qerl.trainer.correction import Mismatch, importance_ratio, loss_mask, rows_with_gradient, weights
-from qerl.trainer.evaluation import check_metric, name_metrics
-from qerl.trainer.forward import Padded, score_rows
-from qerl.trainer.oom import StepRedo
-from qerl.trainer.pieces import Outputs, loss_in_pieces, without_graph
-from qerl.trainer.policy import check_policy, ready_for_rows
 from qerl.trainer.processes import rebuild_buckets
-from qerl.trainer.recompute import recompute_every_layer, understand_every_n_layers
-from qerl.trainer.reference import add_reference, none_by_trl
+from qerl.trainer.resume.rollout_file import Batch
 from qerl.trainer.rewards import guard_rewards
-from qerl.trainer.rollout_file import Batch
 from qerl.trainer.rollouts import RolloutTrainer, check_data
+from qerl.trainer.trl.evaluation import check_metric, name_metrics
+from qerl.trainer.trl.recompute import recompute_every_layer, understand_every_n_layers
+from qerl.trainer.trl.reference import add_reference, none_by_trl
+from qerl.trainer.update.chunks import Outputs, loss_in_pieces, without_graph
+from qerl.trainer.update.correction import Mismatch, importance_ratio, loss_mask, rows_with_gradient, weights
+from qerl.trainer.update.forward import Padded, score_rows
+from qerl.trainer.update.memory_retry import StepRedo
+from qerl.trainer.update.policy import check_policy, ready_for_rows
 
 # What is counted and controlled over the microbatches of an optimizer step.
 _STEP_STATE = ("_step", "entropy_coef", "_entropy_window_stats", "_last_world_entropy", "_mismatch")

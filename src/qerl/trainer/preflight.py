@@ -11,8 +11,8 @@ import torch
 from transformers import Trainer, get_scheduler
 from transformers.integrations.integration_utils import get_available_reporting_integrations
 
-from qerl.config import QeRLConfig
 from qerl.errors import QeRLError
+from qerl.settings.config import QeRLConfig
 from qerl.tasks import get_task
 from qerl.tasks.base import RewardFunction, Task
 from qerl.tasks.custom import load_reward

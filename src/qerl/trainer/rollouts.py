@@ -20,13 +20,12 @@ import torch
 from accelerate.utils import gather_object
 from datasets import Dataset, IterableDataset
 
-from qerl.config import QeRLConfig
 from qerl.errors import QeRLError
 from qerl.noise import AdaptiveNoise
 from qerl.rollout.engine import RolloutEngine, RolloutResult, SamplingParams
 from qerl.seeding import derive_seed
+from qerl.settings.config import QeRLConfig
 from qerl.trainer.advantages import JUDGE, Signal, judge_of
-from qerl.trainer.correction import loss_mask
 from qerl.trainer.dynamic_sampling import (
     FreshPrompts,
     empty_log,
@@ -35,11 +34,12 @@ from qerl.trainer.dynamic_sampling import (
     samples_of,
 )
 from qerl.trainer.memory import PeakMemory
-from qerl.trainer.resumable import ResumableTrainer
+from qerl.trainer.resume.rollout_file import Batch
+from qerl.trainer.resume.trainer import ResumableTrainer
 from qerl.trainer.rewards import stop_if_all_failed
-from qerl.trainer.rollout_file import Batch
 from qerl.trainer.rollout_log import RolloutLog
-from qerl.trainer.stand_ins import EngineClient
+from qerl.trainer.trl.client import EngineClient
+from qerl.trainer.update.correction import loss_mask
 
 N = TypeVar("N", int, float)
 

@@ -17,15 +17,15 @@ from rich.console import Console
 from transformers import PreTrainedModel
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
-from qerl.chat import Chat
-from qerl.config import QeRLConfig
 from qerl.errors import QeRLError
-from qerl.lora import add_lora
-from qerl.model import load_model, load_tokenizer
+from qerl.lora.adapter import add_lora
+from qerl.models.chat import Chat
+from qerl.models.load import load_model, load_tokenizer
 from qerl.plan.command import announce, refuse_full_tuning_that_cannot_fit
 from qerl.plan.sizes import Work
 from qerl.report.runs import CONFIG_FILE
 from qerl.rollout.select import make_engine
+from qerl.settings.config import QeRLConfig
 from qerl.settings.recipe import dump
 from qerl.tasks.base import Task
 from qerl.trainer.by_hand import RUN_FIELDS
@@ -33,7 +33,7 @@ from qerl.trainer.callbacks import InterruptGuard, MetricsFile, ProgressBar
 from qerl.trainer.grpo import QeRLTrainer
 from qerl.trainer.preflight import preflight
 from qerl.trainer.processes import ends_together
-from qerl.trainer.resume import prepare_folder
+from qerl.trainer.resume.changes import prepare_folder
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import save_file
 from transformers import LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 
-from qerl.nvfp4.checkpoint import quantization_config
-from qerl.nvfp4.format import NVFP4
+from qerl.fp4.checkpoint import quantization_config
+from qerl.fp4.format import NVFP4
 from qerl.plan.shapes import Shape
 
 

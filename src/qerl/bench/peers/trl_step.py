@@ -27,7 +27,7 @@ from qerl.bench.clock import Clock, medians
 from qerl.bench.peers.checkpoint import model_config, write_zeros
 from qerl.bench.peers.process import serve
 from qerl.bench.random_task import random_prompts, random_reward, word_tokenizer
-from qerl.lora import LORA_TARGETS
+from qerl.lora.adapter import LORA_TARGETS
 from qerl.plan.shapes import Shape
 from qerl.trainer.memory import used_bytes
 

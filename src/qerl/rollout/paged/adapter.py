@@ -17,9 +17,9 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 from torch import nn
 
-from qerl.adapters import active_adapter, objection
 from qerl.errors import QeRLError
 from qerl.kernels.ranks import MOST_RANK, padded_rank
+from qerl.lora.kinds import active_adapter, objection
 from qerl.rollout.paged.weights import Decoder, Lora
 
 PROJECTIONS = {

@@ -3,8 +3,8 @@
 Packed weights of q/k/v and of gate/up are put on top of each other in the order tensor cores read; the
 layers' own buffers become views of that memory, and training dequantises from there. MXFP4 is written as
 NVFP4 first, which changes no number. NF4 and 16-bit weights are stacked likewise and the layers' parameters
-become views; NF4's double quantisation is undone (`qerl.kernels.nf4`). LoRA (`qerl.rollout.paged.adapter`),
-RMSNorm weights and biases are small and are copied before each rollout.
+become views; NF4's double quantisation is undone (`qerl.kernels.weights.nf4`). LoRA
+(`qerl.rollout.paged.adapter`), RMSNorm weights and biases are small and are copied before each rollout.
 
 A view is right as long as the model still computes with that tensor. Every call therefore compares addresses:
 a weight that was replaced since (merged into a copy, moved, loaded anew) is an error, not an old policy.
@@ -18,11 +18,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from qerl.errors import QeRLError
-from qerl.kernels import nf4
-from qerl.kernels.blob import to_blob
-from qerl.modules import base_model
-from qerl.nvfp4.convert import as_nvfp4, fits_nvfp4
-from qerl.nvfp4.linear import MXFP4Linear, PackedLinear
+from qerl.families.parts import base_model
+from qerl.fp4.convert import as_nvfp4, fits_nvfp4
+from qerl.fp4.linear import MXFP4Linear, PackedLinear
+from qerl.kernels.weights import nf4
+from qerl.kernels.weights.packed_gemm import to_blob
 from qerl.rollout.paged.adapter import Adapter, adapter_refusal, check_adapter, inner, projections, tensors
 from qerl.rollout.paged.weights import Decoder, Layer, Matrix
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from qerl.kernels import attention, sample
+from qerl.kernels.decode import attend as attention
+from qerl.kernels.decode import sample
 from qerl.rollout.engine import SamplingParams
 from qerl.rollout.paged.step import Cache, Inputs, Step
 from qerl.rollout.paged.weights import Decoder
@@ -46,9 +47,9 @@ class DecodeStep:
         pool: Graph memory to share with other steps, none of which runs at the same time.
 
     Attributes:
-        state: Tensors by name, see :func:`qerl.kernels.sample.sample`.
+        state: Tensors by name, see :func:`qerl.kernels.decode.sample.sample`.
         tables: int32 [2 * rows, table_width], prompts of groups first, then each row's own blocks.
-        items, order: Attention items, see :func:`qerl.kernels.attention.attend`.
+        items, order: Attention items, see :func:`qerl.kernels.decode.attend.attend`.
         uniform: fp32 [rows, most].
         tile_tokens: Most tokens of an attention item.
     """

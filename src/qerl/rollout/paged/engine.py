@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 from qerl.errors import QeRLError
-from qerl.kernels.common import PAGE
+from qerl.families.parts import base_model
+from qerl.kernels.decode.common import PAGE
 from qerl.kernels.nvrtc import current
-from qerl.modules import base_model
 from qerl.rollout.engine import (
     KV_DTYPES,
     Completion,

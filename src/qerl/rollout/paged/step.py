@@ -1,7 +1,7 @@
 """One forward pass of the decoder over T tokens, for decoding (inside a CUDA graph) and for prefill alike.
 
 Launches a layer: GEMM, rope_kv, attend, merge, GEMM, residual_norm, GEMM, silu_mul, GEMM, residual_norm; with
-LoRA as without. See qerl.kernels.common for how LoRA and normalisation ride along.
+LoRA as without. See qerl.kernels.decode.common for how LoRA and normalisation ride along.
 """
 
 import math
@@ -10,8 +10,10 @@ from typing import Any
 
 import torch
 
-from qerl.kernels import attention, gemm, residual_norm, rope_kv, silu_mul
-from qerl.kernels.common import PAGE, partial_count
+from qerl.kernels.decode import attend as attention
+from qerl.kernels.decode import residual_norm, rope_kv, silu_mul
+from qerl.kernels.decode.common import PAGE, partial_count
+from qerl.kernels.weights import gemm
 from qerl.rollout.paged.weights import Decoder, Layer, Lora, Matrix
 
 
@@ -61,7 +63,7 @@ class Step:
         decoder: The weights.
         tokens: T.
         splits: Parallel pieces of each attention item.
-        tile: Rows of an attention tile, see :func:`qerl.kernels.attention.attend`.
+        tile: Rows of an attention tile, see :func:`qerl.kernels.decode.attend.attend`.
         lora: Whether an adapter's buffers are read.
     """
 

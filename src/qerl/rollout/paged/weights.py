@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from qerl.kernels.gemm import Weight
+from qerl.kernels.weights.gemm import Weight
 
 
 @dataclass

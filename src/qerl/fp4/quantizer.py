@@ -1,0 +1,283 @@
+"""How transformers loads and saves four-bit models: a quantizer named ``qerl_nvfp4``.
+
+``from_pretrained`` goes one of two ways.
+
+* The checkpoint is packed: linear layers are replaced by empty packed ones, and the tensors go straight into
+  their buffers. transformers' own quantizer for compressed-tensors would decompress the whole model on its
+  first forward pass.
+* The checkpoint is plain and `QeRLQuantizationConfig` is passed: each weight is quantised as it is read, so
+  that no more than one dense matrix is in memory. q/k/v and gate/up share a global scale, but transformers
+  hands over one tensor at a time; the others of its group are therefore looked at in the checkpoint's files,
+  once, at the moment the first of them arrives. The bytes are those that ``qerl quantize`` writes.
+
+``save_pretrained`` writes what compressed-tensors reads: packed tensors, and in ``config.json`` a
+``quantization_config`` of compressed-tensors rather than this quantizer's own. A folder says nothing about
+who loads it; `qerl.models.load.load_model` is what brings it back packed.
+
+transformers catches exceptions inside a conversion and goes on loading. A bad weight is therefore remembered,
+and raised when loading has ended.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+from safetensors import safe_open
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.core_model_loading import ConversionOps
+from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from qerl.errors import QeRLError
+from qerl.families.supported import check_dense
+from qerl.fp4.checkpoint import Checkpoint, quantization_config
+from qerl.fp4.format import FORMATS, Method, largest_magnitude, quantize
+from qerl.fp4.groups import fused_group, is_quantized, left_out
+from qerl.fp4.linear import LINEAR_CLASSES, PackedLinear
+
+QUANT_METHOD = "qerl_nvfp4"
+
+
+@register_quantization_config(QUANT_METHOD)
+class QeRLQuantizationConfig(QuantizationConfigMixin):
+    """Which four-bit format, and how to round a plain checkpoint to it.
+
+    Args:
+        format: ``nvfp4`` or ``mxfp4``.
+        method: ``rtn`` or ``mse``; of no effect on a packed checkpoint.
+        packed: Qualified names of the layers that are packed in the checkpoint; empty for a plain one.
+        quant_method: Always this quantizer's name; transformers hands back what `for_checkpoint` gave it.
+
+    Attributes:
+        ignore: After loading, the linear layers that are not packed.
+
+    Raises:
+        QeRLError: No such format or method.
+    """
+
+    def __init__(
+        self,
+        format: str = "nvfp4",
+        method: Method = "rtn",
+        packed: Sequence[str] = (),
+        quant_method: str = QUANT_METHOD,
+    ) -> None:
+        if format not in FORMATS:
+            raise QeRLError(f"There is no four-bit format {format}; choose one of {', '.join(FORMATS)}.")
+        if method not in get_args(Method):
+            raise QeRLError(f"There is no rounding {method}; choose one of {', '.join(get_args(Method))}.")
+        self.quant_method = quant_method
+        self.format = format
+        self.method: Method = method
+        self.packed = list(packed)
+        self.ignore: list[str] = []
+
+    @staticmethod
+    def for_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
+        """Takes the place of ``config.quantization_config`` before a packed checkpoint is loaded."""
+        assert checkpoint.format is not None
+        names = [name for headers in checkpoint.shards.values() for name in headers]
+        # Both packed layouts have a tensor of this name, and plain layers have none.
+        packed = [name.removesuffix(".weight_scale") for name in names if name.endswith(".weight_scale")]
+        return {"quant_method": QUANT_METHOD, "format": checkpoint.format.name, "packed": packed}
+
+    def to_dict(self) -> dict[str, Any]:
+        """What ``config.json`` says: the description of compressed-tensors."""
+        return quantization_config(FORMATS[self.format], self.ignore)
+
+
+@register_quantizer(QUANT_METHOD)
+class QeRLQuantizer(HfQuantizer):
+    """Puts packed layers into a model while transformers loads it."""
+
+    quantization_config: QeRLQuantizationConfig
+
+    def __init__(self, quantization_config: QeRLQuantizationConfig, **kwargs: Any) -> None:
+        super().__init__(quantization_config, **kwargs)
+        self.format = FORMATS[quantization_config.format]
+        self.failure: QeRLError | None = None
+        self._shapes: dict[str, torch.Size] = {}
+        self._file_of: dict[str, str] = {}
+        self._amax: dict[tuple[str, ...], float] = {}
+
+    def is_serializable(self) -> bool:
+        return True
+
+    def get_state_dict_and_metadata(
+        self, model: PreTrainedModel
+    ) -> tuple[dict[str, torch.Tensor] | None, dict[str, str]]:
+        """What `save_pretrained` writes; weights that the paged engine reordered go back to disk order."""
+        reordered = {
+            name: module.packed
+            for name, module in model.named_modules()
+            if isinstance(module, PackedLinear) and module.weight_packed.ndim == 4
+        }
+        if not reordered:
+            return None, {}
+        state = dict(model.state_dict())
+        for name, packed in reordered.items():
+            state[f"{name}.weight_packed"], state[f"{name}.weight_scale"] = packed.codes, packed.scales
+            if packed.global_scale is None:
+                state.pop(f"{name}.weight_global_scale", None)
+        return state, {}
+
+    @property
+    def is_trainable(self) -> bool:
+        """With LoRA on top."""
+        return True
+
+    def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **_: Any) -> bool:
+        module = param_name.removesuffix(".weight")
+        if module == param_name or not is_quantized(module):
+            return False
+        return isinstance(model.get_submodule(module), nn.Linear)
+
+    def param_element_size(self, model: PreTrainedModel, param_name: str, param: torch.Tensor) -> float:
+        """Bytes that one element takes once it is on the device."""
+        if self.param_needs_quantization(model, param_name):
+            return 0.5 + 1 / self.format.block_size
+        return super().param_element_size(model, param_name, param)
+
+    def get_quantize_ops(self) -> ConversionOps:
+        return _QuantizeOnArrival(self)
+
+    def _process_model_before_weight_loading(
+        self, model: PreTrainedModel, checkpoint_files: list[str] | None = None, **_: Any
+    ) -> PreTrainedModel:
+        if self.pre_quantized:
+            self._insert_empty_layers(model)
+        else:
+            self._prepare_to_quantize(model, checkpoint_files or [])
+        self._shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
+        return model
+
+    def _process_model_after_weight_loading(self, model: PreTrainedModel, **_: Any) -> PreTrainedModel:
+        if self.failure is not None:
+            raise self.failure
+        for name, tensor in model.state_dict().items():
+            expected = self._shapes.get(name, tensor.shape)
+            if tensor.shape != expected:
+                raise QeRLError(
+                    f"{name} has shape {list(tensor.shape)} in the checkpoint but the config asks for "
+                    f"{list(expected)}; the two do not belong together."
+                )
+        dense = list(_linears(model))
+        missing = [name for name in dense if is_quantized(name) and not self.pre_quantized]
+        if missing:
+            raise QeRLError(f"The checkpoint has no tensor {missing[0]}.weight; fetch it again.")
+        self.quantization_config.ignore = dense
+        return model
+
+    def _insert_empty_layers(self, model: PreTrainedModel) -> None:
+        linears = _linears(model)
+        for name in self.quantization_config.packed:
+            if name not in linears:
+                raise QeRLError(
+                    f"The checkpoint has packed weights for {name}, which is no linear layer of "
+                    f"{type(model).__name__}; this model family is not supported."
+                )
+            linear = linears[name]
+            self._check_width(name, linear)
+            empty = LINEAR_CLASSES[self.format.name](
+                linear.in_features,
+                linear.out_features,
+                bias=linear.bias is not None,
+                device="meta",
+                dtype=linear.weight.dtype,
+            )
+            model.set_submodule(name, empty)
+
+    def _prepare_to_quantize(self, model: PreTrainedModel, checkpoint_files: list[str]) -> None:
+        check_dense(type(model).__name__, (name for name, _ in model.named_parameters()))
+        linears = {name: linear for name, linear in _linears(model).items() if is_quantized(name)}
+        if not linears:
+            raise QeRLError(
+                f"{type(model).__name__} has no decoder layers with projections named *_proj, as Llama, Qwen "
+                "and Mistral have; this model family cannot be quantised."
+            )
+        if half := next((name for name in _linears(model) if left_out(name)), None):
+            raise QeRLError(
+                f"{type(model).__name__} has linear layers that are not named *_proj ({half}) and would stay "
+                "unquantised; load it with weights: bf16."
+            )
+        for name, linear in linears.items():
+            self._check_width(name, linear)
+            # transformers casts a tensor to its parameter's dtype before it is quantised; this loses nothing.
+            linear.weight.data = linear.weight.data.float()
+        for file in checkpoint_files:
+            with safe_open(file, framework="pt") as shard:
+                self._file_of |= dict.fromkeys(shard.keys(), file)
+
+    def _check_width(self, name: str, linear: nn.Linear) -> None:
+        if linear.in_features % self.format.block_size:
+            raise QeRLError(
+                f"{name} has {linear.in_features} inputs, not a multiple of {self.format.block_size}, so "
+                f"{self.format.name} cannot store it; load the model with other weights."
+            )
+
+    def group_amax(self, key: str) -> float:
+        """Largest magnitude of all weights that share a global scale with this tensor of the checkpoint.
+
+        Raises:
+            QeRLError: The tensor is not in the checkpoint under that name.
+        """
+        group = fused_group(key.removesuffix(".weight"))
+        if group not in self._amax:
+            members = [f"{module}.weight" for module in group if f"{module}.weight" in self._file_of]
+            if not members:
+                raise QeRLError(
+                    "no tensor of its own in a safetensors file; this model family cannot be quantised."
+                )
+            self._amax[group] = max(_amax_on_disk(self._file_of[name], name) for name in members)
+        return self._amax[group]
+
+
+class _QuantizeOnArrival(ConversionOps):
+    """Replaces a dense layer, whose weight has just been read, by a packed one."""
+
+    def __init__(self, quantizer: QeRLQuantizer) -> None:
+        self.quantizer = quantizer
+
+    def convert(
+        self,
+        input_dict: dict[str, list[torch.Tensor]],
+        source_patterns: list[str],
+        full_layer_name: str,
+        model: PreTrainedModel,
+        missing_keys: set[str],
+        **_: Any,
+    ) -> dict[str, torch.Tensor]:
+        missing_keys.discard(full_layer_name)
+        if self.quantizer.failure is None:
+            ((weight_NK,),) = input_dict.values()
+            name = full_layer_name.removesuffix(".weight")
+            try:
+                model.set_submodule(
+                    name, self._pack(model.get_submodule(name), weight_NK, source_patterns[0])
+                )
+            except QeRLError as error:
+                self.quantizer.failure = QeRLError(f"{name}: {error}")
+        return {}  # nothing is left for transformers to put anywhere
+
+    def _pack(self, linear: nn.Module, weight_NK: torch.Tensor, key: str) -> PackedLinear:
+        assert isinstance(linear, nn.Linear)
+        if weight_NK.shape != linear.weight.shape:
+            raise QeRLError(
+                f"the checkpoint has shape {list(weight_NK.shape)} but the config asks for "
+                f"{list(linear.weight.shape)}; the two do not belong together."
+            )
+        quantizer = self.quantizer
+        amax = quantizer.group_amax(key)
+        packed = quantize(weight_NK, quantizer.format, quantizer.quantization_config.method, amax)
+        return LINEAR_CLASSES[quantizer.format.name].from_packed(packed, linear.bias)
+
+
+def _linears(model: PreTrainedModel) -> dict[str, nn.Linear]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+
+
+def _amax_on_disk(file: str, name: str) -> float:
+    with safe_open(Path(file), framework="pt") as shard:
+        return float(largest_magnitude(shard.get_tensor(name)))

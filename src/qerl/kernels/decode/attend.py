@@ -1,0 +1,216 @@
+"""Attention over the paged KV cache, in which samples of one prompt read its keys and values once.
+
+The work is a list of items. An item is a run of query tokens that look at one block table: the samples of a
+group at their prompt's blocks, one sample at its own blocks, or a piece of a prompt at itself during prefill.
+All query heads that share a kv head are rows of the same tile, so a block of keys is read from memory once
+for all of them. A group that needs several tiles (8 samples with 7 query heads a kv head: four of 16 rows)
+reads it from the L2 cache after that. How far a row may look is a
+number for each token, which makes decode, shared prompts and causal prefill the same loop.
+
+Each item's keys are cut into SPLITS pieces that run in parallel; every piece leaves a normalised output and
+its log-sum-exp, and a second kernel merges them and computes x A^T for the output projection on the way.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from qerl.kernels.decode.common import (
+    PAGE,
+    apply_a,
+    begin,
+    clear,
+    copies,
+    dependent,
+    load_a,
+    operand_at,
+    ranks,
+)
+from qerl.kernels.ranks import rank_part
+
+PREFILL_ROWS = 64
+"""Rows of a tile, (token, query head) pairs that share a kv head, where items are pieces of a prompt."""
+
+
+def decode_rows(heads_a_group: int) -> int:
+    """Rows of a tile while decoding, where most items are one token.
+
+    Compiled for sm_90, heads of 128: 94 registers a thread and 39 KB with 16 rows, so five programs sit on a
+    multiprocessor; 194 and 45 KB with 32 rows, 235 and 82 KB with 64, two.
+    """
+    return max(16, triton.next_power_of_2(heads_a_group))
+
+
+@triton.jit
+def _attend(
+    q_THE, k_cache, v_cache, tables_GB, item_4, order, limit_2T, out_ZTHE, lse_ZTH,
+    T, table_width, scale,
+    HQ: tl.constexpr, HKV: tl.constexpr, E: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr,
+    SPLITS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    GROUP: tl.constexpr = HQ // HKV
+    item, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    start = tl.load(item_4 + item * 4)
+    count = tl.load(item_4 + item * 4 + 1)
+    if count == 0:
+        begin(PDL)
+        return
+    table = tl.load(item_4 + item * 4 + 2)
+    own = tl.load(item_4 + item * 4 + 3)
+    row = tl.arange(0, ROWS)
+    in_row = row < count * GROUP
+    t = tl.load(order + start + row // GROUP, mask=in_row, other=0)
+    head = kv_head * GROUP + row % GROUP
+    limit = tl.load(limit_2T + own * T + t, mask=in_row, other=0)
+    pages = tl.cdiv(tl.max(limit, axis=0), PAGE)
+    each = tl.cdiv(pages, SPLITS)
+    e = tl.arange(0, E)
+    offset = tl.arange(0, PAGE)
+    begin(PDL)
+    q = tl.load(q_THE + (t[:, None] * HQ + head[:, None]) * E + e[None, :], mask=in_row[:, None], other=0.0)
+    best = tl.full((ROWS,), -float("inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    acc = tl.zeros((ROWS, E), tl.float32)
+    for page in range(split * each, tl.minimum(split * each + each, pages)):
+        at = tl.load(tables_GB + table * table_width + page).to(tl.int64)
+        at = ((at * HKV + kv_head) * PAGE + offset)[:, None] * E + e[None, :]
+        visible = (page * PAGE + offset)[None, :] < limit[:, None]
+        k = tl.load(k_cache + at).to(q.dtype)
+        scores = tl.dot(q, tl.trans(k), out_dtype=tl.float32) * scale
+        scores = tl.where(visible, scores, -float("inf"))
+        new_best = tl.maximum(best, tl.max(scores, axis=1))
+        # A row that sees nothing yet keeps -inf; its exponent must not become inf - inf.
+        shift = tl.where(new_best == -float("inf"), 0.0, new_best)
+        p = tl.exp(scores - shift[:, None])
+        fade = tl.exp(best - shift)
+        total = total * fade + tl.sum(p, axis=1)
+        # A page beyond a sequence's end holds whatever was there before: zero weight must not meet NaN.
+        seen = (page * PAGE + offset) < tl.max(limit, axis=0)
+        v = tl.load(v_cache + at, mask=seen[:, None], other=0.0).to(q.dtype)
+        acc = tl.dot(p.to(q.dtype), v, acc * fade[:, None], out_dtype=tl.float32)
+        best = new_best
+    z = own * SPLITS + split
+    filled = total > 0
+    acc = acc / tl.where(filled, total, 1.0)[:, None]
+    lse = tl.where(filled, best + tl.log(tl.where(filled, total, 1.0)), -float("inf"))
+    at = (z * T + t) * HQ + head
+    tl.store(lse_ZTH + at, lse, mask=in_row)
+    tl.store(out_ZTHE + at[:, None].to(tl.int64) * E + e[None, :], acc, mask=in_row[:, None])
+
+
+@triton.jit
+def _merge(
+    out_ZTHE, lse_ZTH, a_RC, y_TC, next_CTR, spent_CTR, T,
+    HQ: tl.constexpr, E: tl.constexpr, Z: tl.constexpr, R: tl.constexpr,
+    PART: tl.constexpr, R_SPENT: tl.constexpr, R_SPENT_PADDED: tl.constexpr, PADDED: tl.constexpr,
+    BLOCK_T: tl.constexpr, NEXT_COPIES: tl.constexpr, SPENT_COPIES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(0)
+    t = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
+    in_t = t < T
+    e = tl.arange(0, E)
+    c = head * E + e
+    if R > 0:
+        a = load_a(a_RC, 0, c, e < E, HQ * E, R, PART)
+    begin(PDL)
+    clear(spent_CTR, head, t, in_t, T, R_SPENT, R_SPENT_PADDED, SPENT_COPIES)
+    best = tl.full((BLOCK_T,), -float("inf"), tl.float32)
+    for z in tl.static_range(Z):
+        best = tl.maximum(best, tl.load(lse_ZTH + (z * T + t) * HQ + head, mask=in_t, other=0.0))
+    total = tl.zeros((BLOCK_T,), tl.float32)
+    y = tl.zeros((BLOCK_T, E), tl.float32)
+    for z in tl.static_range(Z):
+        at = (z * T + t) * HQ + head
+        weight = tl.exp(tl.load(lse_ZTH + at, mask=in_t, other=-float("inf")) - best)
+        total += weight
+        used = in_t & (weight > 0)
+        part = tl.load(out_ZTHE + at[:, None].to(tl.int64) * E + e[None, :], mask=used[:, None], other=0.0)
+        y += part * weight[:, None]
+    y = (y / total[:, None]).to(y_TC.dtype.element_ty)
+    at = y_TC + operand_at(t, c, HQ * E, PADDED)
+    tl.store(at, y, mask=in_t[:, None])
+    if R > 0:
+        # Read back rather than kept: Triton would convert every part above to the product's layout (7 us
+        # instead of 3).
+        tl.debug_barrier()
+        y = tl.load(at, mask=in_t[:, None], other=0.0)
+        apply_a(next_CTR, head, y, a, a_RC, c, e < E, HQ * E, t, in_t, T, R, PART, NEXT_COPIES)
+
+
+def attend(
+    q_THE: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    tables_GB: torch.Tensor,
+    item_4: torch.Tensor,
+    order: torch.Tensor,
+    limit_2T: torch.Tensor,
+    out_ZTHE: torch.Tensor,
+    lse_ZTH: torch.Tensor,
+    *,
+    splits: int,
+    rows: int,
+) -> None:
+    """Partial attention of every item.
+
+    Args:
+        q_THE: Queries, bf16 [T, query heads, head size].
+        k_cache, v_cache: [blocks, kv heads, 64, head size].
+        tables_GB: int32 block tables.
+        item_4: int32 [items, 4]: first index into ``order``, tokens (0: nothing to do; at most ``rows`` /
+            heads a kv head), row of ``tables_GB``, and which of the two limits and halves of the output the
+            item uses (0 for a shared prompt, 1 for a sequence's own tokens).
+        order: int32, the tokens of the items.
+        limit_2T: int32 [2, T]: how many cached tokens of the item's table a token sees.
+        out_ZTHE: fp32 [2 * splits, T, heads, head size], written where an item covers the token.
+        lse_ZTH: fp32 [2 * splits, T, heads], likewise; the caller fills uncovered halves with -inf.
+        splits: Parallel pieces of an item.
+        rows: Of a tile, a power of two from 16 on and at least the query heads of a kv head.
+    """
+    tokens, heads, size = q_THE.shape
+    kv_heads = k_cache.shape[1]
+    _attend[(item_4.shape[0], kv_heads, splits)](
+        q_THE, k_cache, v_cache, tables_GB, item_4, order, limit_2T, out_ZTHE, lse_ZTH,
+        tokens, tables_GB.shape[1], size**-0.5,
+        HQ=heads, HKV=kv_heads, E=size, PAGE=PAGE, ROWS=rows, SPLITS=splits, num_warps=4,
+        num_stages=3,
+        **dependent(q_THE),
+    )  # fmt: skip
+
+
+def merge(
+    out_ZTHE: torch.Tensor,
+    lse_ZTH: torch.Tensor,
+    y_TC: torch.Tensor,
+    *,
+    padded: int = 0,
+    a_RC: torch.Tensor | None = None,
+    next_CTR: torch.Tensor | None = None,
+    spent_CTR: torch.Tensor | None = None,
+) -> None:
+    """Merges the pieces into y, bf16 [T, heads * head size], and leaves x A^T for the output projection.
+
+    Args:
+        out_ZTHE, lse_ZTH: As :func:`attend` left them.
+        y_TC: Written, [T, C] or in a small GEMM's order.
+        padded: Tokens that ``y_TC`` has room for in a small GEMM's order; 0 for [T, C].
+        a_RC: A of the output projection; None without LoRA.
+        next_CTR: int64 [C, T, R], zero before, the sum y A^T after.
+        spent_CTR: A sum that is not needed any more, set to zero.
+    """
+    pieces, tokens, heads, size = out_ZTHE.shape
+    block_t = 16
+    own = 0 if a_RC is None else a_RC.shape[0]
+    _merge[(heads, triton.cdiv(tokens, block_t))](
+        out_ZTHE, lse_ZTH,
+        y_TC if a_RC is None else a_RC,
+        y_TC,
+        y_TC if next_CTR is None else next_CTR,
+        y_TC if spent_CTR is None else spent_CTR,
+        tokens,
+        HQ=heads, E=size, Z=pieces, R=own, PART=rank_part(own),
+        R_SPENT=ranks(spent_CTR), R_SPENT_PADDED=triton.next_power_of_2(ranks(spent_CTR)), PADDED=padded,
+        BLOCK_T=block_t,
+        NEXT_COPIES=copies(next_CTR), SPENT_COPIES=copies(spent_CTR), num_warps=4,
+        **dependent(out_ZTHE),
+    )  # fmt: skip

@@ -1,0 +1,176 @@
+"""One token for each sequence from its logits, and the book-keeping that lets the next step start without the
+host.
+
+The token is found by inverting the cumulative distribution at one uniform number, as qerl.rollout.sampling
+does, so a sequence's draw depends on its own stream alone. First every block of the vocabulary leaves its
+largest logit, its sum of exponentials and its part of the entropy; then one program for each sequence finds
+the block in which the cumulative sum passes the uniform, and the token within that block. What is left of the
+target there may be off in its last bit, because a scan and a sum add in different orders; so blocks and
+tokens that weigh nothing are passed over, never counted.
+
+Sequence state on the GPU, all [T]: token, position, slot, how many tokens it may see (shared prompt, own),
+uniforms, how many tokens were generated, and whether it has ended. A finished sequence keeps its row, stops
+writing, and is noticed by the host a few steps later.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from qerl.kernels.decode.common import PAGE, begin, dependent
+
+BLOCK_V = 4096
+
+
+@triton.jit
+def _partial_softmax(
+    logits_TV, squares_PT, stats_3TB, T, V, D, eps, inverse_temperature, blocks,
+    SQ_P: tl.constexpr, SQ_PADDED: tl.constexpr, BLOCK_V: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    t, block = tl.program_id(0), tl.program_id(1)
+    v = block * BLOCK_V + tl.arange(0, BLOCK_V)
+    begin(PDL)
+    p = tl.arange(0, SQ_PADDED)
+    rms = 1.0 / tl.sqrt(tl.sum(tl.load(squares_PT + p * T + t, mask=p < SQ_P, other=0.0)) / D + eps)
+    x = tl.load(logits_TV + t.to(tl.int64) * V + v, mask=v < V, other=-float("inf")).to(tl.float32)
+    x = x * (rms * inverse_temperature)
+    best = tl.max(x, axis=0)
+    weight = tl.exp(x - best)
+    at = stats_3TB + t * blocks + block
+    tl.store(at, best)
+    tl.store(at + T * blocks, tl.sum(weight, axis=0))
+    tl.store(at + 2 * T * blocks, tl.sum(tl.where(v < V, weight * (x - best), 0.0), axis=0))
+
+
+@triton.jit
+def _choose(
+    logits_TV, squares_PT, entropy_T, stats_3TB, uniform_TM, stop_K,
+    token_T, position_T, slot_T, limit_2T, own_table_TB, generated_T, max_new_T, done_T, out_token_TM,
+    out_stats_2TM,
+    T, V, D, eps, inverse_temperature, blocks, most, table_width,
+    GREEDY: tl.constexpr, FILTERED: tl.constexpr, STOPS: tl.constexpr, STOPS_PADDED: tl.constexpr,
+    BLOCKS_PADDED: tl.constexpr, SQ_P: tl.constexpr, SQ_PADDED: tl.constexpr,
+    BLOCK_V: tl.constexpr, PAGE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    t = tl.program_id(0)
+    begin(PDL)
+    done = tl.load(done_T + t)
+    if done != 0:
+        return
+    p = tl.arange(0, SQ_PADDED)
+    rms = 1.0 / tl.sqrt(tl.sum(tl.load(squares_PT + p * T + t, mask=p < SQ_P, other=0.0)) / D + eps)
+    b = tl.arange(0, BLOCKS_PADDED)
+    in_b = b < blocks
+    at = stats_3TB + t * blocks + b
+    bests = tl.load(at, mask=in_b, other=-float("inf"))
+    best = tl.max(bests, axis=0)
+    fade = tl.where(in_b, tl.exp(bests - best), 0.0)
+    sums = tl.load(at + T * blocks, mask=in_b, other=0.0) * fade
+    total = tl.sum(sums, axis=0)
+    # sum of weight * (x - best of all), from the sums that were taken around each block's own best
+    if FILTERED:
+        entropy = tl.load(entropy_T + t)
+    else:
+        around = tl.load(at + 2 * T * blocks, mask=in_b, other=0.0) * fade
+        around += tl.where(in_b & (sums > 0), sums * (bests - best), 0.0)
+        entropy = tl.log(total) - tl.sum(around, axis=0) / total
+    finite = (entropy == entropy) & (tl.abs(entropy) < float("inf"))
+
+    n = tl.load(generated_T + t)
+    offset = tl.arange(0, BLOCK_V)
+    if GREEDY:
+        block = tl.argmax(bests, axis=0)
+    else:
+        target = tl.load(uniform_TM + t * most + n).to(tl.float32) * total
+        # The first block whose cumulative sum exceeds the target; rounding may leave none, then the last.
+        last = tl.max(tl.where(sums > 0, b, 0), axis=0)
+        passed = (tl.cumsum(sums, axis=0) > target) & (sums > 0)
+        block = tl.min(tl.where(passed, b, last), axis=0)
+        target = tl.maximum(target - tl.sum(tl.where(b < block, sums, 0.0), axis=0), 0.0)
+    v = block * BLOCK_V + offset
+    x = tl.load(logits_TV + t.to(tl.int64) * V + v, mask=v < V, other=-float("inf")).to(tl.float32)
+    x = x * (rms * inverse_temperature)
+    if GREEDY:
+        inner = tl.argmax(x, axis=0)
+    else:
+        weight = tl.exp(x - best)
+        last = tl.max(tl.where(weight > 0, offset, 0), axis=0)
+        passed = (tl.cumsum(weight, axis=0) > target) & (weight > 0)
+        inner = tl.min(tl.where(passed, offset, last), axis=0)
+    chosen = tl.max(tl.where(offset == inner, x, -float("inf")), axis=0)
+    token = (block * BLOCK_V + inner).to(tl.int32)
+    logprob = chosen if FILTERED else chosen - best - tl.log(total)
+
+    if finite:
+        tl.store(out_token_TM + t * most + n, token)
+        tl.store(out_stats_2TM + t * most + n, logprob)
+        tl.store(out_stats_2TM + (T + t) * most + n, entropy)
+        n += 1
+        tl.store(generated_T + t, n)
+    k = tl.arange(0, STOPS_PADDED)
+    stop = (
+        tl.sum(((tl.load(stop_K + k, mask=k < STOPS, other=-1) == token) & (k < STOPS)).to(tl.int32), axis=0)
+        > 0
+    )
+    ended = tl.where(finite, tl.where(stop, 1, tl.where(n >= tl.load(max_new_T + t), 2, 0)), 3)
+    tl.store(done_T + t, ended)
+    if ended != 0:
+        tl.store(slot_T + t, -1)
+        return
+    own = tl.load(limit_2T + T + t)
+    tl.store(token_T + t, token)
+    tl.store(position_T + t, tl.load(position_T + t) + 1)
+    page = tl.load(own_table_TB + t * table_width + own // PAGE)
+    tl.store(slot_T + t, page * PAGE + own % PAGE)
+    tl.store(limit_2T + T + t, own + 1)
+
+
+def sample(
+    logits_TV: torch.Tensor,
+    squares_PT: torch.Tensor,
+    stats_3TB: torch.Tensor,
+    uniform_TM: torch.Tensor,
+    stop_K: torch.Tensor,
+    state: "dict[str, torch.Tensor]",
+    *,
+    width: int,
+    eps: float,
+    temperature: float,
+    entropy_T: torch.Tensor | None = None,
+) -> None:
+    """Draws a token for each sequence that has not ended and prepares its next step.
+
+    Args:
+        logits_TV: fp32 or bf16 logits before the final norm's 1/rms.
+        squares_PT: Partial sums of squares of the final norm's input.
+        stats_3TB: fp32 scratch [3, T, ceil(V / 4096)].
+        uniform_TM: fp32 in [0, 1), one for each token that will be generated.
+        stop_K: int32 stop tokens, possibly none.
+        state: int32 tensors ``token position slot generated max_new done`` [T], ``limit`` [2, T] and
+            ``own_table`` [T, B]; outputs ``out_token`` int32 [T, M] and ``out_stats`` fp32 [2, T, M],
+            log-probability and entropy. ``done``: 0 running, 1 stop token, 2 length, 3 logits not finite.
+        width: Hidden size of the final norm.
+        eps: Of the final norm.
+        temperature: Divides the logits; 0 is greedy.
+        entropy_T: fp32, given where the logits are log-probabilities of which a filter left some (-1e30 for
+            the others): the token's log-probability and entropy are then those before the filter.
+    """
+    tokens, vocabulary = logits_TV.shape
+    blocks = stats_3TB.shape[2]
+    partials = squares_PT.shape[0]
+    inverse = 1.0 / (temperature or 1.0)
+    padded = triton.next_power_of_2(partials)
+    _partial_softmax[(tokens, blocks)](
+        logits_TV, squares_PT, stats_3TB, tokens, vocabulary, width, eps, inverse, blocks,
+        SQ_P=partials, SQ_PADDED=padded, BLOCK_V=BLOCK_V, num_warps=8, **dependent(logits_TV),
+    )  # fmt: skip
+    _choose[(tokens,)](
+        logits_TV, squares_PT, stats_3TB if entropy_T is None else entropy_T, stats_3TB, uniform_TM, stop_K,
+        state["token"], state["position"], state["slot"], state["limit"], state["own_table"],
+        state["generated"], state["max_new"], state["done"], state["out_token"], state["out_stats"],
+        tokens, vocabulary, width, eps, inverse, blocks, uniform_TM.shape[1], state["own_table"].shape[1],
+        GREEDY=temperature == 0, FILTERED=entropy_T is not None, STOPS=stop_K.numel(),
+        STOPS_PADDED=triton.next_power_of_2(max(stop_K.numel(), 1)),
+        BLOCKS_PADDED=triton.next_power_of_2(blocks), SQ_P=partials, SQ_PADDED=padded,
+        BLOCK_V=BLOCK_V, PAGE=PAGE, num_warps=8, **dependent(logits_TV),
+    )  # fmt: skip

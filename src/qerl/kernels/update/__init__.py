@@ -1,0 +1,1 @@
+"""Kernels of the update's forward and backward pass."""

@@ -1,0 +1,1 @@
+"""LoRA over packed linears: PEFT's layers, what each kind computes, and the update's product."""

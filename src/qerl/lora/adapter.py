@@ -1,0 +1,209 @@
+"""LoRA on packed layers, through PEFT.
+
+PEFT knows how to wrap its own list of layer types; a custom one is announced to each `LoraConfig` by a hook
+that is not saved with the adapter. So adapters are made by `add_lora` and read by `load_adapter`, which set
+the hook, and what is saved is a plain PEFT adapter: it loads with `PeftModel.from_pretrained` on the 16-bit
+model that the packed one came from.
+
+An adapter's matrices are FP32 over a base of any dtype. Merging is refused: the sum rounded to four bits
+again would lose most of what was learned, since a typical update is smaller than the rounding step.
+"""
+
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from peft.tuners.lora.layer import Linear as LoraLinear
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils import SAFETENSORS_WEIGHTS_NAME as ADAPTER_FILE
+from safetensors import SafetensorError, safe_open
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from transformers import PreTrainedModel
+
+from qerl.errors import QeRLError
+from qerl.families.supported import lora_targets
+from qerl.fp4.linear import PackedLinear
+from qerl.lora.product import fused_forward
+from qerl.seeding import derive_seed
+
+LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+"""All linear layers of a decoder layer of Llama, Qwen and Mistral (paper, Table 4)."""
+
+
+class DenseLoraLinear(LoraLinear):
+    """``base(x) + B A x * alpha / r`` around a 16-bit or FP32 linear; one product on a GPU."""
+
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        fused = None if args or kwargs else fused_forward(x, self)
+        return super().forward(x, *args, **kwargs) if fused is None else fused
+
+
+class PackedLoraLinear(DenseLoraLinear):
+    """The same around a `PackedLinear`."""
+
+    def merge(self, *args: Any, **kwargs: Any) -> None:
+        raise QeRLError(
+            "An adapter cannot be merged into four-bit weights, whose rounding would swallow it; load it on "
+            "the 16-bit model with PEFT and merge there."
+        )
+
+
+def add_lora(
+    model: PreTrainedModel,
+    rank: int,
+    alpha: int,
+    dropout: float,
+    target_modules: Sequence[str] | None = None,
+    seed: int = 0,
+) -> PeftModel:
+    """Freeze a model and put fresh adapters on its linear layers; ``B = 0``, so it computes what it did.
+
+    Args:
+        model: Any causal LM, packed or dense; changed in place.
+        rank: r, at least 1.
+        alpha: The update is scaled by ``alpha / rank``.
+        dropout: Probability with which an adapter's input is dropped in training.
+        target_modules: Last parts of the names of the layers to adapt; None adapts every linear layer of the
+            decoder.
+        seed: Decides A; the same for every process of a run.
+
+    Raises:
+        QeRLError: The rank or dropout is out of range, or the model lacks one of these layers.
+    """
+    targets = lora_targets(model, target_modules)
+    config = LoraConfig(
+        r=rank,
+        lora_alpha=alpha,
+        lora_dropout=dropout,
+        target_modules=targets,
+        task_type="CAUSAL_LM",
+    )
+    devices = [model.device] if model.device.type == "cuda" else []
+    with torch.random.fork_rng(devices), _quiet():
+        torch.manual_seed(derive_seed("lora", seed))
+        try:
+            adapted = get_peft_model(model, _with_own_layers(config, model))
+        except ValueError as error:
+            raise QeRLError(f"LoRA cannot be added: {error}") from error
+    if isinstance(adapted.get_base_model().get_output_embeddings(), BaseTunerLayer):
+        raise QeRLError(
+            "LoRA on the output head learns nothing, because the update multiplies with the head's own "
+            f"weight; leave it out of the target modules ({', '.join(targets)})."
+        )
+    return _skip_packed_buffers_in_ddp(adapted)
+
+
+def load_adapter(model: PreTrainedModel, folder: str | Path) -> PeftModel:
+    """Put a saved LoRA adapter on a model, frozen, for evaluation.
+
+    Args:
+        model: The model that the adapter was trained on, packed or dense; changed in place.
+        folder: What `PeftModel.save_pretrained` wrote, here or elsewhere.
+
+    Raises:
+        QeRLError: Files are missing or damaged, it is no LoRA adapter, or it belongs to another model.
+    """
+    folder = Path(folder)
+    file = adapter_file(folder)
+    try:
+        config = PeftConfig.from_pretrained(str(folder))
+        if not isinstance(config, LoraConfig):
+            raise QeRLError(f"{folder} is a {config.peft_type} adapter; only LoRA adapters are read.")
+        if getattr(config, "alora_invocation_tokens", None) is not None:
+            raise QeRLError(f"{folder} is an activated LoRA adapter (aLoRA); only plain LoRA is read.")
+        if config.use_dora and any(isinstance(module, PackedLinear) for module in model.modules()):
+            raise QeRLError(
+                f"{folder} is a DoRA adapter, which needs the norms of dense weights; load it with weights: "
+                "bf16."
+            )
+        with safe_open(file, framework="pt") as weights:
+            stored = set(weights.keys())
+        with _quiet():
+            adapted = PeftModel.from_pretrained(model, str(folder), config=_with_own_layers(config, model))
+        read = set(get_peft_model_state_dict(adapted))
+    except (SafetensorError, OSError) as error:
+        raise QeRLError(f"The adapter {folder} is damaged or incomplete ({error}); copy it again.") from error
+    except (ValueError, TypeError, RuntimeError, AttributeError, LookupError) as error:
+        raise QeRLError(f"The adapter {folder} does not fit this model: {_first_line(error)}") from error
+    unmatched = sorted(stored ^ read)
+    if unmatched:
+        raise QeRLError(
+            f"The adapter {folder} does not fit this model: {unmatched[0]} is in only one of the two; give "
+            "the model that it was trained on."
+        )
+    return _skip_packed_buffers_in_ddp(adapted)
+
+
+def adapter_file(folder: Path) -> Path:
+    """The file with an adapter's matrices.
+
+    Raises:
+        QeRLError: The folder is no adapter's.
+    """
+    file = folder / ADAPTER_FILE
+    for path in (folder / "adapter_config.json", file):
+        if not path.is_file():
+            raise QeRLError(f"There is no {path}; give the folder of an adapter saved as safetensors.")
+    return file
+
+
+def check_adapter(folder: Path) -> None:
+    """Raise for an adapter that diverged or is damaged, without loading a model.
+
+    Raises:
+        QeRLError: A matrix has NaN or Inf, or the files are missing or damaged.
+    """
+    file = adapter_file(folder)
+    try:
+        with safe_open(file, framework="pt") as weights:
+            bad = [name for name in weights.keys() if not weights.get_tensor(name).isfinite().all()]  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise QeRLError(f"The adapter {folder} is damaged or incomplete ({error}); copy it again.") from error
+    if bad:
+        raise QeRLError(
+            f"The adapter {folder} diverged: {bad[0]} and {len(bad) - 1} more matrices hold NaN or Inf; take "
+            "an earlier checkpoint."
+        )
+
+
+def _with_own_layers(config: LoraConfig, model: nn.Module) -> LoraConfig:
+    """The config, told which adapter goes around which layer; bitsandbytes' linears are left to PEFT."""
+    layers: dict[type[nn.Module], type[LoraLinear]] = {PackedLinear: PackedLoraLinear}
+    if all(type(module) is nn.Linear for module in model.modules() if isinstance(module, nn.Linear)):
+        layers[nn.Linear] = DenseLoraLinear
+    config._register_custom_module(layers)
+    return config
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without PEFT's warnings of a custom layer type, and of missing keys, which are an error here."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Unsupported layer type")
+        warnings.filterwarnings("ignore", "Found missing adapter keys")
+        yield
+
+
+def _skip_packed_buffers_in_ddp(model: PeftModel) -> PeftModel:
+    """Keep DistributedDataParallel from broadcasting the base weights at start and on every forward pass.
+
+    Every process has read the same bytes from the same file, they never change, and Gloo cannot send FP8.
+    """
+    names = [
+        f"{module_name}.{name}"
+        for module_name, module in model.named_modules()
+        if isinstance(module, PackedLinear)
+        for name, _ in module.named_buffers()
+    ]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
+    return model
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return next((line for line in lines if "size mismatch" in line), lines[0] if lines else repr(error))

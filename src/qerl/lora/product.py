@@ -1,0 +1,197 @@
+"""Linear layers and their LoRA on a GPU as one node of autograd: ``y = x W^T + b + (x A^T) (s B)^T``.
+
+PEFT computes the adapter in FP32 beside the layer: it casts the activations up, adds in FP32 and casts down,
+some eight passes over tensors of tokens x width, which at long contexts costs as much as the layer's own
+product. Here both are 16-bit products with FP32 accumulation, with A and s B rounded to the activations'
+dtype, as in the rollout engine: the policy that trains rounds like the policy that samples. A and B stay FP32
+where the optimizer sees them, and so do their gradients.
+
+Layers with the same input (q, k and v; gate and up) are one layer here, as in the rollout engine: their rows
+stand one below the other, so do their A, and their B form the blocks of a diagonal. x is read once, and its
+gradient is one product instead of a sum of several. The zeros beside the blocks cost less than that: R more
+columns for each layer of the group in products that are thousands wide.
+
+Adding a low-rank product to y costs a pass over y, a memory-bound eighth of the product's time. Where y is
+wider than x it rides along instead: x gets R more columns, x A^T, W gets R more columns, s B, and one product
+does both. Backward does the same with dy and A where dx is the wider one.
+
+The dense W is written into a workspace shared by all layers, for this one product: nothing dequantised is
+kept for backward, which writes it again. Kept are x and x A^T.
+
+Shapes: B batch, T tokens, N outputs, K inputs, R rank; N and R of a whole group where layers are joined.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
+
+import torch
+from peft.tuners.lora.layer import Linear as LoraLinear
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from qerl.fp4.linear import PackedLinear
+from qerl.fp4.workspace import workspace
+from qerl.lora.kinds import active_adapter, objection
+
+
+def takes(x: torch.Tensor) -> bool:
+    """Whether the update's own kernels compute with this tensor: 16-bit on CUDA."""
+    return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16)
+
+
+def fused_forward(x_BTK: torch.Tensor, *modules: nn.Module) -> torch.Tensor | None:
+    """The layers' outputs side by side [B, T, N], or None where each must be called by itself.
+
+    That is: not 16-bit on CUDA, no adapter or several, a variant of LoRA, dropout, a trained bias, and among
+    several layers one with a hook, which a joint product would pass by (`qerl.noise` finds its norms by such
+    hooks).
+    """
+    if not takes(x_BTK) or (len(modules) > 1 and any(_has_hooks(module) for module in modules)):
+        return None
+    adapters = [_only_adapter(module) for module in modules]
+    if None in adapters:
+        return None
+    layers = [(cast(LoraLinear, m), cast(str, name)) for m, name in zip(modules, adapters, strict=True)]
+    return _LoraProduct.apply(
+        x_BTK,
+        [layer.get_base_layer() for layer, _ in layers],
+        [layer.scaling[name] for layer, name in layers],
+        *(layer.lora_A[name].weight for layer, name in layers),
+        *(layer.lora_B[name].weight for layer, name in layers),
+    )
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return bool(
+        module._forward_pre_hooks
+        or module._forward_hooks
+        or module._backward_pre_hooks
+        or module._backward_hooks
+    )
+
+
+def _only_adapter(module: nn.Module) -> str | None:
+    """The name of the layer's adapter, if that and the layer are all there is to compute."""
+    if not isinstance(module, LoraLinear) or objection(module):
+        return None
+    name, base = active_adapter(module), module.get_base_layer()
+    if (
+        name is None
+        or (module.training and getattr(module.lora_dropout[name], "p", 0.0) > 0)
+        or not (isinstance(base, PackedLinear) or type(base) is nn.Linear)
+        or any(own is not None and own.requires_grad for own in base._parameters.values())
+    ):
+        return None
+    return name
+
+
+Base = PackedLinear | nn.Linear
+
+
+class _LoraProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x_BTK: torch.Tensor, bases: list[Base], scalings: list[float], *matrices: torch.Tensor
+    ) -> torch.Tensor:
+        x_TK = x_BTK.reshape(-1, x_BTK.shape[-1])
+        a_RK, b_NR = _adapter(matrices, scalings, x_TK.dtype)
+        bias_N = _bias(bases, x_TK)
+        (tokens, k), (n, r) = x_TK.shape, b_NR.shape
+        if n > k and r % 8 == 0:
+            both_TK = x_TK.new_empty(tokens, k + r)
+            both_TK[:, :k] = x_TK
+            torch.mm(x_TK, a_RK.T, out=both_TK[:, k:])
+            weight_NK = workspace((n, k + r), x_TK)
+            _write_dense(bases, weight_NK[:, :k])
+            weight_NK[:, k:] = b_NR
+            y_TN = F.linear(both_TK, weight_NK, bias_N)
+            low_TR = both_TK[:, k:].contiguous()
+        else:
+            low_TR = x_TK @ a_RK.T
+            y_TN = F.linear(x_TK, _dense(bases, x_TK), bias_N).addmm_(low_TR, b_NR.T)
+        ctx.save_for_backward(x_TK, low_TR, *matrices)
+        ctx.scalings, ctx.bases = scalings, bases
+        return y_TN.view(*x_BTK.shape[:-1], n)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy_BTN: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x_TK, low_TR, *matrices = ctx.saved_tensors
+        dy_TN = dy_BTN.reshape(-1, dy_BTN.shape[-1])
+        a_RK, b_NR = _adapter(matrices, ctx.scalings, dy_TN.dtype)
+        (tokens, n), (r, k) = dy_TN.shape, a_RK.shape
+        db_NR = torch.mm(dy_TN.T, low_TR, out_dtype=torch.float32)
+        dx_TK = None
+        if ctx.needs_input_grad[0] and n < k and r % 8 == 0:
+            both_TN = dy_TN.new_empty(tokens, n + r)
+            both_TN[:, :n] = dy_TN
+            dlow_TR = torch.mm(dy_TN, b_NR, out=both_TN[:, n:])
+            weight_NK = workspace((n + r, k), dy_TN)
+            _write_dense(ctx.bases, weight_NK[:n])
+            weight_NK[n:] = a_RK
+            dx_TK = both_TN @ weight_NK
+        else:
+            dlow_TR = dy_TN @ b_NR
+            if ctx.needs_input_grad[0]:
+                dx_TK = (dy_TN @ _dense(ctx.bases, dy_TN)).addmm_(dlow_TR, a_RK)
+        da_RK = torch.mm(dlow_TR.T, x_TK, out_dtype=torch.float32)
+        dx_BTK = None if dx_TK is None else dx_TK.view(*dy_BTN.shape[:-1], k)
+        return dx_BTK, None, None, *_apart(da_RK, db_NR, matrices, ctx.scalings)
+
+
+def _adapter(
+    matrices: Sequence[torch.Tensor], scalings: Sequence[float], dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A [R, K] and s B [N, R] of a group, from all A and then all B of its layers."""
+    all_a, all_b = matrices[: len(scalings)], matrices[len(scalings) :]
+    a_RK = torch.cat(tuple(all_a)).to(dtype)
+    b_NR = a_RK.new_zeros(sum(len(b) for b in all_b), len(a_RK))
+    for block, b, scaling in zip(_blocks(b_NR, all_b), all_b, scalings, strict=True):
+        torch.mul(b, scaling, out=block)
+    return a_RK, b_NR
+
+
+def _apart(
+    da_RK: torch.Tensor, db_NR: torch.Tensor, matrices: Sequence[torch.Tensor], scalings: Sequence[float]
+) -> list[torch.Tensor]:
+    """Gradients of all A and then all B of a group's layers; those between the blocks are dropped."""
+    all_b = matrices[len(scalings) :]
+    all_da = da_RK.split([b.shape[1] for b in all_b])
+    all_db = [block * scaling for block, scaling in zip(_blocks(db_NR, all_b), scalings, strict=True)]
+    return [d.to(like.dtype) for d, like in zip((*all_da, *all_db), matrices, strict=True)]
+
+
+def _blocks(whole_NR: torch.Tensor, all_b: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """The part of a group's matrix that has each layer's outputs and ranks."""
+    row = column = 0
+    for b in all_b:
+        n, r = b.shape
+        yield whole_NR[row : row + n, column : column + r]
+        row, column = row + n, column + r
+
+
+def _bias(bases: Sequence[Base], like: torch.Tensor) -> torch.Tensor | None:
+    """Biases [N] of a group, zero where a layer has none; None where no layer has one."""
+    if all(base.bias is None for base in bases):
+        return None
+    parts = [like.new_zeros(base.out_features) if base.bias is None else base.bias for base in bases]
+    return torch.cat([part.to(like.dtype) for part in parts])
+
+
+def _dense(bases: Sequence[Base], like: torch.Tensor) -> torch.Tensor:
+    """W [N, K] for one product."""
+    if len(bases) == 1 and type(bases[0]) is nn.Linear:
+        return bases[0].weight.to(like.dtype)
+    weight_NK = workspace((sum(base.out_features for base in bases), bases[0].in_features), like)
+    _write_dense(bases, weight_NK)
+    return weight_NK
+
+
+def _write_dense(bases: Sequence[Base], out_NK: torch.Tensor) -> None:
+    """Writes W into part of the workspace, layer below layer."""
+    for base, rows in zip(bases, out_NK.split([base.out_features for base in bases]), strict=True):
+        if isinstance(base, PackedLinear):
+            base.write_dense(rows)
+        else:
+            rows.copy_(base.weight)

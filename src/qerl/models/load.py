@@ -1,0 +1,216 @@
+"""From a model's name and a weight format to a model on a device, and its tokenizer.
+
+The weight format is an argument, never guessed from the name. A checkpoint that is packed already is loaded
+as it is, in any layout that `qerl.fp4.checkpoint` reads; a plain one is quantised while it loads. In both
+cases the dense model never exists as a whole.
+
+transformers warns when a checkpoint lacks tensors, and makes them up. Here that is an error.
+"""
+
+import copy
+import logging
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from qerl.errors import QeRLError
+from qerl.families import supported as families
+from qerl.fp4.checkpoint import Checkpoint, open_checkpoint
+from qerl.fp4.format import FORMATS, Method
+from qerl.fp4.quantizer import QeRLQuantizationConfig
+from qerl.models.hub import local_checkpoint
+
+logger = logging.getLogger(__name__)
+
+Weights = Literal["nvfp4", "mxfp4", "nf4", "bf16"]
+"""Format of the linear layers; ``bf16`` means unquantised, in whatever dtype the model is loaded."""
+
+PAD_TOKENS = ("<pad>", "<|pad|>", "[PAD]", "<|finetune_right_pad_id|>", "<|endoftext|>")
+"""What families call padding, for tokenizers that have such a token without declaring it."""
+
+
+def load_model(
+    name_or_path: str | Path,
+    weights: Weights,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    method: Method = "rtn",
+    trust_remote_code: bool = False,
+    lora_targets: Sequence[str] | None = None,
+) -> PreTrainedModel:
+    """Causal LM in eval mode with its linear layers in the given format.
+
+    Args:
+        name_or_path: Local folder, Hub id, or ``.gguf`` file.
+        weights: Format of the projections in decoder layers. Head, embeddings and norms are never quantised.
+        dtype: Of everything that is not quantised, and of activations.
+        device: Where it goes, as a whole.
+        method: Rounding of a plain checkpoint to ``nvfp4`` or ``mxfp4``.
+        trust_remote_code: Whether Python code that comes with the checkpoint may run.
+        lora_targets: Layers that will be adapted, which the model must have.
+
+    Raises:
+        QeRLError: The model is not found, damaged, of a family that is not taken or not to be had in this
+            format, or has no such layers; before weights are read wherever config and names tell.
+    """
+    if weights not in get_args(Weights):
+        raise QeRLError(f"There is no weight format {weights}; choose one of {', '.join(get_args(Weights))}.")
+    device = torch.device(device)
+    checkpoint = open_checkpoint(local_checkpoint(name_or_path))
+    if checkpoint.format is not None and checkpoint.format.name != weights:
+        packed = checkpoint.format.name
+        raise QeRLError(
+            f"{name_or_path} holds {packed} weights, which cannot become {weights}; set weights to {packed} "
+            "or name the 16-bit model."
+        )
+    config = _read_config(checkpoint, trust_remote_code)
+    skeleton = _skeleton(copy.deepcopy(config), checkpoint, trust_remote_code)  # some classes change theirs
+    _check_family(config, skeleton, lora_targets)
+    settings: dict[str, Any] = {
+        "dtype": dtype,
+        "device_map": None if device.type == "cpu" else {"": device},
+        "attn_implementation": _attention(skeleton),
+        "ignore_mismatched_sizes": True,  # reported below, in one sentence
+        "output_loading_info": True,
+    }
+    model_class: Any = type(skeleton)
+    if checkpoint.format is not None:
+        config.quantization_config = QeRLQuantizationConfig.for_checkpoint(checkpoint)
+        state_dict = checkpoint.state_dict()
+        model, report = model_class.from_pretrained(None, config=config, state_dict=state_dict, **settings)
+        if (checkpoint.folder / "generation_config.json").is_file():
+            model.generation_config = GenerationConfig.from_pretrained(checkpoint.folder)
+    else:
+        settings["quantization_config"] = _quantization_config(weights, method, dtype, device)
+        settings["use_safetensors"] = True
+        model, report = model_class.from_pretrained(checkpoint.folder, config=config, **settings)
+    _check_report(report, checkpoint.folder)
+    # What an adapter's config and saved folders refer to is the name that the user gave.
+    model.name_or_path = model.config._name_or_path = str(name_or_path)
+    return model
+
+
+def load_tokenizer(name_or_path: str | Path) -> PreTrainedTokenizerBase:
+    """Tokenizer with a chat template and a padding token.
+
+    A tokenizer without padding token gets one that its vocabulary has; if none but EOS is left it is EOS,
+    which is said in the log.
+
+    Args:
+        name_or_path: As for `load_model`.
+
+    Raises:
+        QeRLError: There is no tokenizer, or it has no chat template or no EOS.
+    """
+    folder = local_checkpoint(name_or_path)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    except Exception as error:  # given files alone; the tokenizers' parser raises Exception itself
+        raise QeRLError(
+            f"The tokenizer of {name_or_path} cannot be loaded ({_first_line(error)}); the model's folder "
+            "needs its tokenizer files."
+        ) from error
+    if tokenizer.chat_template is None:
+        raise QeRLError(
+            f"The tokenizer of {name_or_path} has no chat template; use an instruction-tuned model, or put a "
+            f"chat_template.jinja into {folder}."
+        )
+    if tokenizer.eos_token is None:
+        raise QeRLError(f"The tokenizer of {name_or_path} has no EOS token; add it to tokenizer_config.json.")
+    if tokenizer.pad_token is None:
+        vocabulary = tokenizer.get_vocab()
+        candidates = [token for token in (*PAD_TOKENS, tokenizer.unk_token) if token in vocabulary]
+        tokenizer.pad_token = next((t for t in candidates if t != tokenizer.eos_token), tokenizer.eos_token)
+        if tokenizer.pad_token == tokenizer.eos_token:
+            logger.warning("%s has no padding token: EOS (%s) pads.", name_or_path, tokenizer.eos_token)
+    return tokenizer
+
+
+def _read_config(checkpoint: Checkpoint, trust_remote_code: bool) -> PreTrainedConfig:
+    try:
+        return AutoConfig.from_pretrained(checkpoint.folder, trust_remote_code=trust_remote_code)
+    except Exception as error:  # given a file alone; the validators of fields have classes of their own
+        raise _unsupported(checkpoint, error) from error
+
+
+def _skeleton(config: PreTrainedConfig, checkpoint: Checkpoint, trust_remote_code: bool) -> PreTrainedModel:
+    """The causal LM without memory; its class is what loads, since the Auto class takes no tensors."""
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    except Exception as error:  # sizes that no tensor can have end in torch's own classes
+        raise _unsupported(checkpoint, error) from error
+
+
+def _check_family(config: PreTrainedConfig, skeleton: PreTrainedModel, targets: Sequence[str] | None) -> None:
+    if reason := families.refusal(config, type(skeleton)):
+        raise QeRLError(f"{reason}; use a family of docs/families.md.")
+    families.check_dense(type(skeleton).__name__, (name for name, _ in skeleton.named_parameters()))
+    if targets is not None:
+        families.lora_targets(skeleton, targets)
+
+
+def _attention(skeleton: PreTrainedModel) -> str:
+    """SDPA, except where a family has none or where it would leave out the soft cap of the scores."""
+    capped = getattr(skeleton.config.get_text_config(decoder=True), "attn_logit_softcapping", None)
+    return "sdpa" if skeleton._supports_sdpa and not capped else "eager"
+
+
+def _unsupported(checkpoint: Checkpoint, error: Exception) -> QeRLError:
+    family = checkpoint.config.get("model_type", "unnamed")
+    if "auto_map" in checkpoint.config:
+        advice = "it brings its own code, which runs only with trust_remote_code"
+    else:
+        advice = "use a causal language model that transformers knows"
+    return QeRLError(
+        f"{checkpoint.folder} is of the model family {family}, which cannot be loaded "
+        f"({_first_line(error)}); {advice}."
+    )
+
+
+def _quantization_config(weights: Weights, method: Method, dtype: torch.dtype, device: torch.device) -> Any:
+    """What makes transformers quantise a plain checkpoint; None leaves it as it is."""
+    if weights in FORMATS:
+        return QeRLQuantizationConfig(weights, method)
+    if weights == "bf16":
+        return None
+    if device.type != "cuda":
+        raise QeRLError(f"nf4 weights need a CUDA device, not {device}; use nvfp4, which runs anywhere.")
+    if find_spec("bitsandbytes") is None:
+        raise QeRLError("nf4 weights need bitsandbytes; run `pip install -e '.[nf4]'`.")
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=dtype,
+    )
+
+
+def _check_report(report: dict[str, Any], folder: Path) -> None:
+    if report["missing_keys"]:
+        names = sorted(report["missing_keys"])
+        rest = f" and {len(names) - 1} more tensors" if len(names) > 1 else ""
+        raise QeRLError(f"The checkpoint {folder} lacks {names[0]}{rest}; fetch it again.")
+    if report["mismatched_keys"]:
+        name, stored, expected = sorted(report["mismatched_keys"])[0]
+        raise QeRLError(
+            f"{name} has shape {list(stored)} in the checkpoint {folder} but its config asks for "
+            f"{list(expected)}; the two do not belong together."
+        )
+
+
+def _first_line(error: Exception) -> str:
+    return next((line.strip().rstrip(".") for line in str(error).splitlines() if line.strip()), repr(error))

@@ -1,0 +1,1 @@
+"""The engine that runs any model of transformers, on any device."""

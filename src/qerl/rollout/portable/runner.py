@@ -1,0 +1,86 @@
+"""The model call: token ids in, logits of the last position out.
+
+One ``Runner`` serves one wave. It pads the prompts on the left so that all rows append at the same index of
+the cache, runs each prompt once, gives its samples a copy of the cache, and from then on feeds one token for
+each row.
+
+Shapes: P prompts, B rows, T tokens of the longest prompt, V vocabulary.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from qerl.families.parts import base_model
+from qerl.rollout.portable.cache import PreallocatedCache
+
+
+class Runner:
+    """Runs one wave through a transformers causal LM.
+
+    Args:
+        model: The model, PEFT-wrapped or not, in eval mode.
+        pad_token_id: Fills the left of shorter prompts; masked, so any id does.
+    """
+
+    def __init__(self, model: nn.Module, pad_token_id: int) -> None:
+        base = base_model(model)
+        self._model = model
+        self._pad_token_id = pad_token_id
+        self._device = base.device
+        self._cache = PreallocatedCache(base.config.get_text_config(decoder=True).num_hidden_layers)
+
+    def prefill(self, prompts: Sequence[Sequence[int]], rows: Sequence[int], max_tokens: int) -> torch.Tensor:
+        """Computes the prompts and sets up a row for each sample.
+
+        Args:
+            prompts: Token ids of P prompts.
+            rows: The prompt of each row of the batch, B of them.
+            max_tokens: Most tokens that a row will be given afterwards.
+
+        Returns:
+            Logits [B, V] of each row's first sampled token, in the model's dtype.
+        """
+        width = max(len(prompt) for prompt in prompts)
+        padding = [width - len(prompt) for prompt in prompts]
+        tokens_PT = torch.tensor(
+            [[self._pad_token_id] * pad + list(p) for pad, p in zip(padding, prompts, strict=True)],
+            device=self._device,
+        )
+        padding_P1 = torch.tensor(padding, device=self._device)[:, None]
+        columns_T = torch.arange(width, device=self._device)
+        self._mask = columns_T >= padding_P1
+        self._positions = (columns_T - padding_P1).clamp_(min=0)
+        logits_PV = self._forward(tokens_PT, self._mask, self._positions)
+
+        rows_B = torch.tensor(rows, device=self._device)
+        self._length = width
+        self._mask = nn.functional.pad(self._mask[rows_B], (0, max_tokens), value=True)
+        self._positions = self._positions[rows_B, -1:]
+        self._cache.repeat(rows_B, width + max_tokens)
+        return logits_PV[rows_B]
+
+    def step(self, tokens_B: torch.Tensor) -> torch.Tensor:
+        """Logits [B, V] after one more token in each row."""
+        self._length += 1
+        self._positions = self._positions + 1
+        return self._forward(tokens_B[:, None], self._mask[:, : self._length], self._positions)
+
+    def keep(self, sources: Sequence[int]) -> None:
+        """Drops rows; ``sources`` names for each row that remains the row it was before."""
+        self._cache.keep(sources)
+        sources_B = torch.tensor(sources, device=self._device)
+        self._mask = self._mask[sources_B]
+        self._positions = self._positions[sources_B]
+
+    def _forward(self, tokens: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        output = self._model(
+            input_ids=tokens,
+            attention_mask=mask,
+            position_ids=positions,
+            past_key_values=self._cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        return output.logits[:, -1]

@@ -1,0 +1,348 @@
+"""Settings of a run: one flat dataclass.
+
+`QeRLConfig` is TRL's `GRPOConfig` with the fields this project adds: which weights, which adapter, which
+task, which noise. Every field is checked when settings are made, from Python, a recipe or the command line
+alike (`qerl.settings.recipe`): its type and range by its annotation (`qerl.settings.checks`), the parents'
+fields by the table in `qerl.settings.parents`, and here what contradicts what.
+"""
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import Field
+from trl import GRPOConfig
+
+from qerl.errors import QeRLError
+from qerl.fp4.format import Method
+from qerl.models.load import Weights
+from qerl.noise import NoiseKind, NoiseSchedule
+from qerl.rollout.engine import KvCacheDtype
+from qerl.settings.checks import (
+    Count,
+    Names,
+    NonNegative,
+    Positive,
+    PositiveInt,
+    ShareBelow1,
+    ShareOrSteps,
+    Text,
+    checked,
+)
+from qerl.settings.parents import PARENTS, Refused
+
+# What an algorithm sets where the recipe says nothing.
+# grpo: arXiv 2402.03300. dapo: arXiv 2503.14476, sections 3.1 (clip-higher) to 3.4 (soft overlong punishment,
+# whose interval there is a fifth of the longest response). DAPO's authors punish truncated samples instead of
+# masking them; both at once would leave short wrong answers with an advantage and nothing against it.
+ALGORITHMS: dict[str, dict[str, Any]] = {
+    "grpo": {
+        "loss_type": "grpo",
+        "mask_truncated_completions": False,
+        "dynamic_sampling_rounds": 0,
+        "overlong_buffer": 0.0,
+        "signal": "reward",
+    },
+    "dapo": {
+        "loss_type": "dapo",
+        "epsilon_high": 0.28,
+        "mask_truncated_completions": False,
+        "dynamic_sampling_rounds": 2,
+        "overlong_buffer": 0.2,
+        "signal": "accuracy",
+    },
+}
+
+
+_OFF = {
+    "bf16": "is not supported: set dtype instead, which trainer and sampler share",
+    "ddp_broadcast_buffers": "would send the packed weights before every forward pass; remove it",
+    "ddp_find_unused_parameters": "would look for adapters without a gradient, and there are none; remove it",
+}
+"""Why each of these fields of the parents stays off."""
+
+LossType = Literal["grpo", "dapo", "bnpo", "dr_grpo", "luspo", "cispo", "sapo", "vespo"]
+RatioCorrection = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
+
+
+def _help(
+    text: str,
+    default: Any = dataclasses.MISSING,
+    factory: Any = dataclasses.MISSING,
+    instead_of_trl: str = "",
+) -> Any:
+    """A field with its text for `--help`; ``instead_of_trl`` is why its default differs from the parent's."""
+    metadata = {"help": text, "instead_of_trl": instead_of_trl}
+    return field(default=default, default_factory=factory, metadata=metadata)
+
+
+@dataclass
+class QeRLConfig(GRPOConfig):
+    """Everything a run needs to know; the fields of `trl.GRPOConfig` and of `TrainingArguments` are valid
+    too."""
+
+    model: Text | None = _help("Hub id, local folder or .gguf file of the base model; required.", None)
+    weights: Weights = _help(
+        "Format of the frozen linears: nvfp4, mxfp4, nf4 or bf16 (unquantised).", "nvfp4"
+    )
+    rounding: Method = _help("How an unquantised checkpoint is rounded while loading.", "mse")
+    dtype: Literal["auto", "float32", "bfloat16"] = _help(
+        "Of activations, embeddings, norms and head. "
+        "auto: float32 on the CPU and for full tuning, bfloat16 otherwise.",
+        "auto",
+    )
+    tuning: Literal["lora", "full"] = _help(
+        "Train LoRA adapters or all weights (full: bf16 weights only).", "lora"
+    )
+    lora_r: PositiveInt = _help("Rank of the adapters.", 32)
+    lora_alpha: PositiveInt = _help("Numerator of LoRA's scale alpha / r.", 32)
+    lora_dropout: ShareBelow1 = _help("Dropout on the adapters' input.", 0.0)
+    lora_target_modules: Annotated[Names, Field(min_length=1)] | None = _help(
+        "Names of adapted linears; null adapts every linear layer of the decoder.", None
+    )
+
+    task: Text | None = _help(
+        "Task to train on (gsm8k, bigmath, arithmetic, jsonl:PATH, ...); required.", None
+    )
+    task_options: dict[str, Any] = _help(
+        "Keyword arguments of the task, for example {level: wp1}.", factory=dict
+    )
+    reward_files: Names = _help("Reward functions of your own, each PATH.py:function.", factory=list)
+    reward_timeout: Positive = _help("Seconds a reward function may take for one sample.", 10.0)
+    reward_errors: Literal["stop", "tolerate"] = _help(
+        "A reward function that fails on every sample of a step ends the run (stop) or gives zeros "
+        "(tolerate).",
+        "stop",
+    )
+    max_prompt_length: PositiveInt | None = _help(
+        "Longest prompt in tokens; longer ones are left out and counted.", None
+    )
+    eval_samples: PositiveInt = _help("Held-out problems for evaluation while training.", 64)
+
+    algorithm: Literal["grpo", "dapo"] = _help("Preset for the fields below that are left unset.", "grpo")
+    loss_type: LossType | None = _help(
+        "As in TRL; unset, the algorithm decides.",
+        None,
+        instead_of_trl="TRL's default is DAPO's loss; here `algorithm` names the loss, and it is GRPO's.",
+    )
+    epsilon_high: NonNegative | None = _help(
+        "Upper clip distance; unset, `epsilon` for GRPO and 0.28 for DAPO.", None
+    )
+    mask_truncated_completions: bool | None = _help(
+        "Leave truncated samples out of the loss; unset, the algorithm decides.",
+        None,
+        instead_of_trl="The same for GRPO; `algorithm` may turn it on.",
+    )
+    dynamic_sampling_rounds: Count | None = _help(
+        "Extra rollouts at most per step, each replacing groups without signal.", None
+    )
+    signal: Literal["accuracy", "reward"] | None = _help(
+        "Which groups teach. accuracy: those with right and wrong samples, by the reward function `accuracy` "
+        "or the only one (right is above 0). reward: those whose rewards differ. Unset, the algorithm "
+        "decides.",
+        None,
+    )
+    overlong_buffer: ShareBelow1 | None = _help(
+        "Share of max_completion_length over which the length penalty grows from 0 to -1; 0 turns it off.",
+        None,
+    )
+
+    noise: bool = _help("Adaptive quantization noise in the RMSNorm weights of rollouts.", True)
+    noise_sigma_start: Positive = _help("Standard deviation in the first noisy stage.", 1e-2)
+    noise_sigma_end: Positive = _help("Standard deviation in the last stage.", 5e-4)
+    noise_stages: Annotated[int, Field(ge=2)] = _help("Stages of the schedule, the first without noise.", 10)
+    noise_schedule: NoiseKind = _help("Shape of the decay over the stages.", "exponential")
+
+    max_sequences: PositiveInt | None = _help(
+        "Sequences decoded at the same time; unset, at most 64 (portable engine) or 512 (paged engine).",
+        None,
+    )
+
+    kv_cache_dtype: KvCacheDtype = _help(
+        "Keys and values of rollouts: auto (bfloat16) or fp8 (E4M3 without scales: half the memory, paged "
+        "engine only). Experimental: see `qerl bench parity --kv-cache-dtype fp8` for your model.",
+        "auto",
+    )
+
+    tokens_per_forward: PositiveInt | None = _help(
+        "Most tokens in one forward pass of the update; a microbatch with more is computed in pieces, with "
+        "the same gradients. Unset: on a GPU what `qerl plan` finds to fit, on the CPU no limit.",
+        None,
+    )
+
+    # Fields of the parents whose defaults differ here, beside those that the algorithm decides.
+    bf16: bool | None = _help(
+        "Autocast is not used: `dtype` sets the precision of sampler and trainer alike.",
+        False,
+        instead_of_trl="Autocast would make the trainer's policy differ from the sampler's.",
+    )
+    metric_for_best_model: Text | None = _help(
+        "What load_best_model_at_end goes by; unset, eval_reward. Evaluations compute no loss.", None
+    )
+    logging_steps: ShareOrSteps = _help(
+        "Optimizer steps between two log lines.",
+        1,
+        instead_of_trl="A step has a rollout and takes minutes; the curve of a run has few points to spare.",
+    )
+    vllm_importance_sampling_mode: RatioCorrection = _help(
+        "Correction of the ratio trainer / sampler.",
+        "token_truncate",
+        instead_of_trl="Noise shifts every token a little; over a sequence that masks most long samples.",
+    )
+    ddp_broadcast_buffers: bool | None = _help(
+        "Stays off.",
+        False,
+        instead_of_trl="The packed weights are buffers that never change; DDP would send them in every pass.",
+    )
+    ddp_find_unused_parameters: bool | None = _help(
+        "Stays off.",
+        False,
+        instead_of_trl="Every backward pass computes a sample, so all adapters have a gradient.",
+    )
+
+    def __post_init__(self) -> None:
+        self._check_fields()
+        self._check()
+        if self.mask_truncated_completions and self.overlong_buffer is None:
+            self.overlong_buffer = 0.0  # masked samples are not punished as well
+        for name, value in ALGORITHMS[self.algorithm].items():
+            if getattr(self, name) is None:
+                setattr(self, name, value)
+        if self.epsilon_high is None:
+            self.epsilon_high = self.epsilon
+        self._choose_metric()
+        if not torch.cuda.is_available():
+            self.dataloader_pin_memory = False  # there is nothing to pin for
+        self._check_evaluation()
+        try:
+            super().__post_init__()
+        except (ValueError, TypeError, ImportError) as error:
+            raise QeRLError(f"The settings contradict each other: {' '.join(str(error).split())}") from error
+        self._n_gpu: int = min(self.n_gpu, 1)  # one process drives one GPU; torchrun starts one for each
+        self._check_groups()
+
+    def _check_fields(self) -> None:
+        """Every field by itself."""
+        for spec in dataclasses.fields(self):
+            if not spec.init:
+                continue
+            parent = None if spec.name in QeRLConfig.__annotations__ else PARENTS[spec.name]
+            value = getattr(self, spec.name)
+            if isinstance(parent, Refused):
+                default = default_of(spec)
+                if (value or None) != (default or None):  # "" and [] say no more than None
+                    raise QeRLError(f"{spec.name} is not supported: {parent.reason}. Remove it.")
+                setattr(self, spec.name, default)
+            else:
+                setattr(self, spec.name, checked(spec.name, value, parent.type if parent else spec.type))
+
+    @property
+    def device(self) -> torch.device:
+        """Of this process; accelerate's cpu:1 is one that torch loads no checkpoint to."""
+        device = super().device
+        return torch.device("cpu") if device.type == "cpu" else device
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether the run scores held-out problems, at its start or on the way."""
+        return self.eval_on_start or getattr(self.eval_strategy, "value", self.eval_strategy) != "no"
+
+    def _check(self) -> None:
+        """Contradictions between fields, before anything is loaded."""
+        if self.tuning == "full" and self.weights != "bf16":
+            raise QeRLError(
+                f"tuning: full cannot train packed {self.weights} weights; set weights: bf16 or tuning: lora."
+            )
+        self._keep_off()
+        self._check_reference()
+        if self.noise and self.max_steps > 0:
+            self.noise_schedule_of(self.max_steps)
+        if self.loss_type == "vespo" and self.vllm_importance_sampling_mode.startswith("sequence"):
+            raise QeRLError(
+                "loss_type vespo needs ratios per token; set vllm_importance_sampling_mode to token_truncate "
+                "or token_mask."
+            )
+        if self.mask_truncated_completions and self.overlong_buffer:
+            raise QeRLError(
+                "mask_truncated_completions leaves out the samples that overlong_buffer punishes; set one of "
+                "the two."
+            )
+        if self.entropy_coef_min > self.entropy_coef_max:
+            raise QeRLError(
+                f"entropy_coef_min is {self.entropy_coef_min} and entropy_coef_max {self.entropy_coef_max}; "
+                "swap them."
+            )
+        alone = self.dataloader_persistent_workers or self.dataloader_multiprocessing_context is not None
+        if alone and not self.dataloader_num_workers:
+            raise QeRLError(
+                "dataloader_persistent_workers and dataloader_multiprocessing_context need workers; set "
+                "dataloader_num_workers."
+            )
+
+    def _keep_off(self) -> None:
+        """Fields that stay off; unset, transformers and torch would turn them on."""
+        for name, reason in _OFF.items():
+            if getattr(self, name):
+                raise QeRLError(f"{name} {reason}.")
+            setattr(self, name, False)
+
+    def noise_schedule_of(self, steps: int) -> NoiseSchedule:
+        """sigma by step for a run of so many optimizer steps.
+
+        Raises:
+            QeRLError: The run is shorter than the schedule has stages.
+        """
+        return NoiseSchedule(
+            sigma_start=self.noise_sigma_start,
+            sigma_end=self.noise_sigma_end,
+            stages=self.noise_stages,
+            total_steps=steps,
+            kind=self.noise_schedule,
+        )
+
+    def _check_reference(self) -> None:
+        if self.sync_ref_model and self.beta == 0.0:
+            raise QeRLError(
+                "sync_ref_model has no reference to move: beta is 0; set beta, or remove sync_ref_model."
+            )
+        if self.sync_ref_model and self.tuning != "full":
+            raise QeRLError(
+                "sync_ref_model needs tuning: full; with LoRA the reference is the base model, which never "
+                "moves. Remove sync_ref_model, or train all weights."
+            )
+
+    def _choose_metric(self) -> None:
+        """An evaluation has rewards and no loss, so the best checkpoint is the one with the highest."""
+        if self.metric_for_best_model in ("loss", "eval_loss"):
+            raise QeRLError(
+                "metric_for_best_model is eval_loss, which an evaluation does not compute; leave it out for "
+                "eval_reward, or name another metric of the evaluation."
+            )
+        by_metric = self.load_best_model_at_end or self.lr_scheduler_type == "reduce_lr_on_plateau"
+        if by_metric and self.metric_for_best_model is None:
+            self.metric_for_best_model = "eval_reward"
+
+    def _check_evaluation(self) -> None:
+        """A group that is spread over processes could not be scored against itself."""
+        groups = self.num_generations_eval or self.num_generations or 1
+        if self.evaluates and self.per_device_eval_batch_size % groups:
+            raise QeRLError(
+                f"per_device_eval_batch_size is {self.per_device_eval_batch_size}, which groups of {groups} "
+                "(num_generations_eval, else num_generations) do not divide; change one of them."
+            )
+
+    def _check_groups(self) -> None:
+        """Every process samples whole groups, so that a group's prompt is computed once."""
+        local = self.per_device_train_batch_size * (self.steps_per_generation or 1)
+        if local % (self.num_generations or 1):
+            raise QeRLError(
+                f"A process samples {local} completions at a time (per_device_train_batch_size x "
+                f"steps_per_generation), which num_generations = {self.num_generations} does not divide; "
+                "change one of them."
+            )
+
+
+def default_of(spec: dataclasses.Field) -> Any:
+    """What a field holds where nobody sets it."""
+    return spec.default if spec.default_factory is dataclasses.MISSING else spec.default_factory()

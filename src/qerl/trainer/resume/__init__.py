@@ -1,0 +1,1 @@
+"""Checkpoints that are whole or not there, and runs that go on from them bit for bit."""

@@ -1,0 +1,150 @@
+"""What a run is resumed from, and whether it may be.
+
+A checkpoint goes on with other settings than it was made with, if the user says so, but never silently. What
+its weights and its optimizer's state were made for cannot change: a new learning rate, for one, would be
+overwritten by the one in the optimizer's state. What says where and how often is written changes nothing.
+Everything else is said, in one sentence.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from qerl.errors import QeRLError
+from qerl.lora.adapter import ADAPTER_FILE, check_adapter
+from qerl.report.runs import CONFIG_FILE, METRICS_FILE
+from qerl.settings.config import QeRLConfig, default_of
+from qerl.settings.recipe import FIELDS, read_mapping, resolved
+from qerl.trainer.resume.checkpoint import Manifest, checkpoints, last_checkpoint, read_manifest
+
+# What the weights of a checkpoint, or the state of its optimizer, were made for.
+_FIXED = (
+    "model", "weights", "rounding", "tuning", "lora_r", "lora_alpha", "lora_target_modules", "optim",
+    "optim_args", "learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon",
+)  # fmt: skip
+# What a rollout that later steps still use was cut by.
+_LAYOUT = (
+    "processes", "per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation",
+    "generation_batch_size", "num_generations", "num_iterations",
+)  # fmt: skip
+# What neither data, samples nor gradients depend on, by the beginnings of names.
+_QUIET = (
+    "output_dir", "resume_from_checkpoint", "run_name", "project", "trackio", "report_to", "log_", "logging_",
+    "num_completions_to_print", "disable_tqdm", "save_", "hub_", "push_to_hub", "eval_", "do_eval",
+    "per_device_eval", "num_generations_eval", "load_best_model", "metric_for_best", "greater_is_better",
+    "tokens_per_forward", "gradient_checkpointing", "max_sequences", "reward_timeout", "ddp_", "dataloader_",
+    "torch_empty_cache_steps", "use_cpu", "restore_callback",
+)  # fmt: skip
+_EFFECTS = {
+    "max_steps": "the schedules of learning rate and noise are those of the new length",
+    "num_train_epochs": "the schedules of learning rate and noise are those of the new length",
+    "seed": "the order of the data, samples and noise are those of the new seed",
+    "task": "steps that are done count as passed over in the new data",
+    "task_options": "steps that are done count as passed over in the new data",
+    "processes": "each step has other prompts",
+}
+
+
+def prepare_folder(config: QeRLConfig, console: Console) -> str | None:
+    """The checkpoint to resume from, checked, or None and a new folder.
+
+    Args:
+        config: Settings of the run that begins; nothing is loaded yet.
+        console: Where it is said which settings differ from the checkpoint's.
+
+    Raises:
+        QeRLError: The folder holds another run, there is no checkpoint, it is damaged, or a setting differs
+            that it cannot go on with.
+    """
+    folder, resume = Path(str(config.output_dir)), str(config.resume_from_checkpoint)
+    if resume.lower() in ("none", "false"):
+        _refuse_a_run(folder)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise QeRLError(f"The output folder {folder} cannot be made: {error.strerror}.") from error
+        return None
+    checkpoint = last_checkpoint(folder) if resume.lower() == "true" else Path(resume)
+    if checkpoint is None:
+        raise QeRLError(f"{folder} has no checkpoint to resume from; start without --resume_from_checkpoint.")
+    manifest = read_manifest(checkpoint)
+    if checkpoint.resolve().parent == folder.resolve():
+        _refuse_a_later_one(folder, manifest)
+    else:
+        _refuse_a_run(folder)
+    _check_settings(checkpoint, manifest, config, console)
+    if ADAPTER_FILE in manifest.files:
+        check_adapter(checkpoint)
+    return str(checkpoint)
+
+
+def _refuse_a_run(folder: Path) -> None:
+    if (folder / METRICS_FILE).exists() or last_checkpoint(folder):
+        raise QeRLError(
+            f"{folder} already holds a run; resume it with --resume_from_checkpoint true or choose another "
+            "--output_dir."
+        )
+
+
+def _refuse_a_later_one(folder: Path, manifest: Manifest) -> None:
+    """A checkpoint of a step that will be done again would be taken for the newest one."""
+    later = [path for path in checkpoints(folder) if int(path.name.rpartition("-")[2]) > manifest.step]
+    for path in later:
+        try:
+            read_manifest(path)
+        except QeRLError:
+            continue
+        raise QeRLError(
+            f"{folder} has a later checkpoint, {path.name}; delete it to go on from step {manifest.step}, or "
+            "choose another --output_dir."
+        )
+
+
+def _check_settings(checkpoint: Path, manifest: Manifest, config: QeRLConfig, console: Console) -> None:
+    if "optimizer.pt" not in manifest.files:
+        raise QeRLError(
+            f"{checkpoint} has no state of the optimizer (save_only_model); it cannot be resumed."
+        )
+    then = _settings(read_mapping(checkpoint / CONFIG_FILE, "file of settings"))
+    then |= {"processes": manifest.processes}
+    now = _settings(resolved(config)) | {"processes": config.world_size}
+    changes = [name for name in sorted(then | now) if _value(then, name) != _value(now, name)]
+    shown = {name: f"{name} {_value(then, name)} -> {_value(now, name)}" for name in changes}
+    half_used = any(name.startswith("rollouts_") for name in manifest.files)
+    for name in changes:
+        if name in _FIXED:
+            raise QeRLError(
+                f"{checkpoint} cannot be resumed with another {name} ({shown[name]}): its weights and the "
+                f"state of its optimizer belong to {_value(then, name)}; set it back, or start a new run."
+            )
+        if name in _LAYOUT and half_used:
+            raise QeRLError(
+                f"{checkpoint} holds a rollout that is half used, so it cannot be resumed with "
+                f"{shown[name]}; set it back."
+            )
+    said = [
+        shown[name] + (f" ({_EFFECTS[name]})" if name in _EFFECTS else "")
+        for name in changes
+        if not name.startswith(_QUIET)
+    ]
+    if said:
+        console.print(
+            f"Other settings than {checkpoint.name} was made with, which hold from here on: "
+            f"{', '.join(said)}.",
+            highlight=False,
+            soft_wrap=True,
+        )
+
+
+def _settings(settings: dict[str, Any]) -> dict[str, Any]:
+    """Settings of a recipe; a model's folder may have moved, so its last part is what counts."""
+    return settings | {"model": Path(str(settings.get("model"))).name}
+
+
+def _value(settings: dict[str, Any], name: str) -> Any:
+    """A setting, or its default where the recipe says nothing."""
+    if name in settings or name not in FIELDS:
+        return settings.get(name)
+    default = default_of(FIELDS[name])
+    return getattr(default, "value", default)

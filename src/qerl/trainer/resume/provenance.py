@@ -1,0 +1,38 @@
+"""What lies beside saved weights so that they are scored as they were trained.
+
+Wherever the trainer saves (the run folder, each checkpoint, `save_model` from Python) it also writes
+config.yaml, the settings of the run, and policy.json, which says what settings cannot: the dtype that
+``dtype: auto`` stood for on that machine, the rounding that a packed checkpoint was made with, whatever
+``rounding`` says, and for an adapter the fingerprint of its base (`qerl.models.fingerprint`).
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from peft import PeftModel
+from torch import nn
+
+from qerl.families.parts import base_model
+from qerl.models.fingerprint import POLICY_FILE, fingerprint
+from qerl.report.runs import CONFIG_FILE
+from qerl.settings.config import QeRLConfig
+from qerl.settings.recipe import dump
+
+
+def write_provenance(config: QeRLConfig, model: nn.Module, folder: Path) -> None:
+    """Write config.yaml and policy.json into a folder that exists.
+
+    Args:
+        config: Settings of the run.
+        model: The policy, PEFT-wrapped or not.
+        folder: Where its weights are saved.
+    """
+    base = base_model(model)
+    facts: dict[str, Any] = {"dtype": str(base.get_input_embeddings().weight.dtype).removeprefix("torch.")}
+    if getattr(getattr(base.config, "quantization_config", None), "packed", ()):
+        facts["rounding"] = getattr(base.config, "qerl_rounding", None)  # unknown where others packed it
+    if isinstance(model, PeftModel):
+        facts |= {"base": base.name_or_path, "fingerprint": fingerprint(base.named_parameters())}
+    (folder / CONFIG_FILE).write_text(dump(config), encoding="utf-8")
+    (folder / POLICY_FILE).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,190 @@
+"""What makes TRL's trainer resumable to the bit, and its checkpoints whole.
+
+- **Order of the data** is keyed by (seed, epoch). transformers and accelerate tell the epoch to samplers that
+  they find by looking two wrappers deep; the loader of a resumed epoch on several processes has three. So the
+  epoch is told to the sampler here.
+- **Where in a rollout a run stands** is a count of microbatches, which TRL begins anew at 0. An epoch ends
+  with a short step where the steps do not divide it, so the count does not follow from the step alone; it
+  does from the place in the epoch, since an epoch holds whole rollouts.
+- **Rollouts that are half used** are saved: sampled again they would come from another policy.
+- **Saving** goes into a folder aside, which is renamed when all processes have written their part
+  (`qerl.trainer.resume.checkpoint`). Older checkpoints are deleted after that.
+"""
+
+import contextlib
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+from datasets import Dataset
+from safetensors import SafetensorError
+from transformers.trainer_utils import rotate_checkpoints
+from trl import GRPOTrainer
+
+from qerl.errors import QeRLError
+from qerl.lora.adapter import ADAPTER_FILE, check_adapter
+from qerl.settings.recipe import dump
+from qerl.trainer.resume.checkpoint import UNFINISHED, clear, last_checkpoint, move_into, publish
+from qerl.trainer.resume.provenance import write_provenance
+from qerl.trainer.resume.rollout_file import Batch, load_rollouts, save_rollouts
+from qerl.trainer.trl.client import EpochRepeatSampler
+from qerl.trainer.trl.reference import load_reference, save_reference
+from qerl.trainer.update.memory_retry import StepRedo
+
+# What torch, safetensors and the system raise where a file cannot be written.
+_CANNOT_WRITE = (OSError, SafetensorError, RuntimeError)
+
+
+class ResumableTrainer(GRPOTrainer):
+    """`GRPOTrainer` that goes on from a checkpoint as if it had never stopped."""
+
+    _redo: StepRedo
+    _step: int
+    _buffered_inputs: list[Batch] | None
+    _order: EpochRepeatSampler | None = None  # none where the data are iterable
+    _writes_to: Path | None = None
+
+    # Order of the data
+
+    def _get_train_sampler(self, dataset: Dataset | None = None) -> EpochRepeatSampler:
+        self._order = EpochRepeatSampler(
+            data_source=self.train_dataset if dataset is None else dataset,
+            mini_repeat_count=self.num_generations,
+            batch_size=self.args.generation_batch_size // self.num_generations,
+            repeat_count=self.num_iterations * self.args.steps_per_generation,
+            shuffle=self.shuffle_dataset,
+            seed=self.args.seed,
+        )
+        return self._order
+
+    def _run_epoch(self, **where: Any) -> None:
+        if self.state.global_step >= self.state.max_steps:  # a run that was ended before its model was saved
+            self.control.should_training_stop = True
+            return
+        if self._order is not None:
+            self._order.set_epoch(where["epoch"])
+        super()._run_epoch(**where)
+
+    def _init_training_state(self, max_steps: int, *args: Any) -> tuple[int, int]:
+        epochs, microbatches = super()._init_training_state(max_steps, *args)
+        self.state.compute_steps(self.args, max_steps)  # those of a checkpoint would win over the settings
+        self._step = microbatches
+        return epochs, microbatches
+
+    # Saving
+
+    def save_final(self, folder: Path) -> None:
+        """Write the model or adapter and its tokenizer into the run folder, whole or not at all.
+
+        Raises:
+            QeRLError: It cannot be written; checkpoints are untouched.
+        """
+        part = folder / UNFINISHED
+        try:
+            if self.args.should_save:
+                clear(part)
+                self.save_model(str(part), _internal_call=True)
+                move_into(part, folder)
+            if self.args.push_to_hub:
+                self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+        except _CANNOT_WRITE as error:
+            last = last_checkpoint(folder)
+            advice = f"make room and go on from {last}, which is untouched" if last else "make room"
+            raise QeRLError(
+                f"The model could not be saved to {folder} ({_cause(error)}); {advice}."
+            ) from error
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        run = Path(self._get_output_dir(trial))
+        part = run / UNFINISHED / f"checkpoint-{self.state.global_step}"
+        checkpoint = run / part.name
+        try:
+            if self.args.should_save:
+                clear(part.parent)
+            self.accelerator.wait_for_everyone()
+            self._write_checkpoint(model, trial, part)
+            self.accelerator.wait_for_everyone()
+            if self.state.best_global_step == self.state.global_step:
+                self.state.best_model_checkpoint = str(checkpoint)
+            if self.args.should_save:
+                self.state.save_to_json(str(part / "trainer_state.json"))
+                processes = self.accelerator.num_processes
+                publish(part, checkpoint, self.state.global_step, processes, dump(self.args))
+                best = self.state.best_model_checkpoint
+                rotate_checkpoints(str(run), self.args.save_total_limit, best)
+            self.accelerator.wait_for_everyone()
+        except _CANNOT_WRITE as error:
+            shutil.rmtree(part.parent, ignore_errors=True)
+            raise QeRLError(
+                f"The checkpoint {checkpoint} could not be saved ({_cause(error)}); earlier checkpoints are "
+                "untouched."
+            ) from error
+        if self.args.push_to_hub:
+            self._push_from_checkpoint(str(checkpoint))
+
+    def _write_checkpoint(self, model: Any, trial: Any, part: Path) -> None:
+        """This process's part of a checkpoint; what transformers does with a whole one is left out."""
+        settings = {name: getattr(self.args, name) for name in ("save_total_limit", "push_to_hub")}
+        self.args.save_total_limit, self.args.push_to_hub = None, False
+        self._writes_to = part.parent
+        try:
+            super()._save_checkpoint(model, trial)
+        finally:
+            self._writes_to = None
+            for name, value in settings.items():
+                setattr(self.args, name, value)
+        save_reference(cast(Any, self), part)
+        if self.args.should_save:
+            self._redo.save(part)
+        generate_every = self.args.steps_per_generation * self.num_iterations
+        if self._step % generate_every != 0 and self._buffered_inputs is not None:
+            save_rollouts(self._buffered_inputs, self._rollout_file(part))
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return str(self._writes_to or super()._get_output_dir(trial))
+
+    def _rollout_file(self, checkpoint: Path) -> Path:
+        return checkpoint / f"rollouts_{self.accelerator.process_index}.safetensors"
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        super()._save(output_dir, state_dict)
+        write_provenance(self.args, self.model, Path(output_dir or str(self.args.output_dir)))
+
+    # Loading
+
+    def _load_from_checkpoint(self, checkpoint: str, model: Any = None) -> None:
+        if (Path(checkpoint) / ADAPTER_FILE).is_file():
+            check_adapter(Path(checkpoint))
+        with _fits(checkpoint):
+            if not load_reference(cast(Any, self), Path(checkpoint)):
+                super()._load_from_checkpoint(checkpoint, model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        with _fits(checkpoint):
+            super()._load_optimizer_and_scheduler(checkpoint)
+            self._redo.load(Path(checkpoint))
+            file = self._rollout_file(Path(checkpoint))
+            if file.exists():
+                slices = self.args.steps_per_generation
+                self._buffered_inputs = load_rollouts(file, slices, self.args.device)
+
+
+@contextlib.contextmanager
+def _fits(checkpoint: str) -> Iterator[None]:
+    """A checkpoint of another model or a damaged one as a sentence."""
+    try:
+        yield
+    except (RuntimeError, ValueError, KeyError, *_CANNOT_WRITE) as error:
+        raise QeRLError(
+            f"The checkpoint {checkpoint} does not fit this run or is damaged ({_cause(error)}); give the "
+            "model and the settings that it was made with."
+        ) from error
+
+
+def _cause(error: Exception) -> str:
+    """The line of an error that says most."""
+    lines = [line.strip().rstrip(".") for line in str(error).splitlines() if line.strip()]
+    return next((line for line in lines if "size mismatch" in line), lines[0] if lines else repr(error))

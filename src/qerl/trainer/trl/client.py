@@ -1,0 +1,56 @@
+"""What TRL is given in the place of parts of its own: a client of the engine, and an order of the data."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from qerl.errors import QeRLError
+from qerl.rollout.engine import RolloutResult
+from qerl.seeding import derive_seed
+from trl.trainer.utils import RepeatSampler
+
+
+class EngineClient:
+    """What TRL expects of a vLLM client, answered by the engine.
+
+    Args:
+        sample: Completions for prompts, so many for each.
+    """
+
+    def __init__(self, sample: Callable[[list[list[int]], int], RolloutResult]) -> None:
+        self._sample = sample
+
+    def sync_weights(self) -> None:
+        """Nothing to do: the engine runs the trainer's modules."""
+
+    def generate(
+        self,
+        prompts: list[list[int]],
+        images: Any,
+        num_generations: int,
+        profiler: contextlib.AbstractContextManager,
+    ) -> tuple[list[list[int]], list[list[int]], list[list[list[float]]], None]:
+        """TRL repeats each prompt `num_generations` times; the engine takes it once."""
+        if images is not None:
+            raise QeRLError("Only text prompts are supported; the data set has images.")
+        with profiler:
+            result = self._sample(prompts[::num_generations], num_generations)
+        ids = [c.token_ids for c in result.completions]
+        logprobs = [[[value] for value in c.logprobs] for c in result.completions]
+        return prompts, ids, logprobs, None
+
+
+class EpochRepeatSampler(RepeatSampler):
+    """TRL's sampler with an order that depends on (seed, epoch) alone, so that a resume meets the same
+    data."""
+
+    def __iter__(self) -> Iterator[int]:
+        self.set_epoch(self.epoch)
+        return super().__iter__()
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+        if self.shuffle:
+            self.generator.manual_seed(derive_seed("order", self.seed, epoch))

@@ -1,0 +1,221 @@
+"""Attention of a packed row that computes only what is seen.
+
+The dense mask of a group of 8 x 2048 tokens has 2.8e8 entries of which 8 % are seen. Here every stretch of
+the row (`packing.Branches`) is a sequence of FlashAttention's variable-length kernel: its queries, and the
+keys it sees. Keys and values of a shared prompt are gathered once for each branch, a few megabytes; the
+kernel's causal mask is aligned at the ends of queries and keys, which is exactly what a branch after its
+prompt needs. Backward gathers again, so nothing beyond queries, keys, values and output is kept, and adds the
+gradients of a prompt's copies up in fp32, in a fixed order.
+
+FlashAttention's own backward adds the gradients of queries atomically unless told otherwise. It is told
+otherwise: a resumed run must meet the same bits.
+
+The implementation is registered with transformers under `NAME`. A forward pass without `branches`
+(evaluation, a padded batch) is plain SDPA.
+
+Shapes: L tokens of the row, M keys of all stretches, H query heads, G key heads, E head size.
+"""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.nn.attention import current_flash_attention_impl
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import (
+    ALL_MASK_ATTENTION_FUNCTIONS,
+    AttentionMaskInterface,
+    causal_mask_function,
+    sdpa_mask,
+)
+
+from qerl.errors import QeRLError
+from qerl.families.parts import eval_mode
+from qerl.trainer.update.packing import Branches, MaskFunction, pack
+
+logger = logging.getLogger(__name__)
+
+NAME = "qerl_branches"
+
+
+# What transformers' models hand to an attention function and plain causal attention has no use for.
+_HARMLESS = {"branches", "scaling", "sliding_window", "position_ids", "use_cache"}
+_LARGEST_HEAD = 256
+
+
+class _Declined(Exception):
+    """The kernel does not compute what this model's attention is."""
+
+
+def use_branch_attention(model: PreTrainedModel) -> bool:
+    """Make the model take `branches=` in its forward pass, where its attention allows it.
+
+    Returns:
+        Whether it does: 16-bit on CUDA, every layer attending to all that came before and to nothing else.
+        Where it does not, the model keeps its attention and reads dense masks.
+    """
+    if model.device.type != "cuda" or model.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    if reason := obstacle(model):
+        logger.warning("Updates take dense attention masks, which is slow for long rows: %s.", reason)
+        return False
+    model.set_attn_implementation(NAME)
+    return True
+
+
+def obstacle(model: PreTrainedModel) -> str | None:
+    """Why the kernel cannot stand for the model's attention, None where it can.
+
+    A row of a few tokens is run through the model. What its layers ask of masks and hand to attention says
+    more than a list of families would.
+    """
+    if getattr(model.config.get_text_config(decoder=True), "attention_dropout", None):
+        return "attention has dropout, which it has in training alone"
+    before = model.config._attn_implementation
+    prompt, completion = torch.ones(2, 2, 2, dtype=torch.long, device=model.device)
+    row = pack(prompt, torch.ones_like(prompt), completion, torch.ones_like(completion), rows=[0, 1])
+    model.set_attn_implementation(NAME)
+    if model.config.get_text_config(decoder=True)._attn_implementation != NAME:
+        return f"{type(model).__name__} lets nobody replace its attention"
+    ALL_MASK_ATTENTION_FUNCTIONS[NAME] = _causal_only
+    try:
+        with torch.no_grad(), eval_mode(model):
+            model.base_model(
+                input_ids=row.input_ids_1L,
+                position_ids=row.position_ids_1L,
+                attention_mask=torch.ones_like(row.input_ids_1L),
+                branches=row.branches,
+                use_cache=False,
+            )
+    except (_Declined, TypeError) as error:  # TypeError: it takes no `branches`
+        return str(error)
+    finally:
+        del ALL_MASK_ATTENTION_FUNCTIONS[NAME]
+        model.set_attn_implementation(before)
+    return None
+
+
+def _causal_only(*, mask_function: MaskFunction, **_: Any) -> None:
+    if mask_function is not causal_mask_function:
+        raise _Declined("not every layer attends to all that came before")
+
+
+def _check_call(query_1HLE: torch.Tensor, value_1GLE: torch.Tensor, settings: dict[str, Any]) -> None:
+    """Raise for what the kernel would leave out: soft caps, sinks, biases, other head sizes."""
+    asked = {name for name, value in settings.items() if value is not None and name not in _HARMLESS}
+    if settings.get("is_causal") is True:
+        asked.discard("is_causal")
+    if settings.get("dropout") == 0.0:
+        asked.discard("dropout")
+    if asked:
+        raise _Declined(f"attention is called with {', '.join(sorted(asked))}")
+    size = query_1HLE.size(-1)
+    if size % 8 or size > _LARGEST_HEAD or value_1GLE.size(-1) != size:
+        raise _Declined(f"heads have {size} and {value_1GLE.size(-1)} columns")
+
+
+def seen_by(branches: Branches) -> dict[str, Any]:
+    """Arguments of a forward pass that attends along the stretches."""
+    # transformers makes no mask of its own where it is given one of four dimensions; nobody reads this one.
+    unread = branches.keys_M.new_ones(1, 1, 1, 1, dtype=torch.bool)
+    return {"attention_mask": unread, "branches": branches}
+
+
+def branch_attention(
+    module: nn.Module,
+    query_1HLE: torch.Tensor,
+    key_1GLE: torch.Tensor,
+    value_1GLE: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    branches: Branches | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers' attention function: returns [1, L, H, E]."""
+    if branches is None:
+        return sdpa_attention_forward(
+            module, query_1HLE, key_1GLE, value_1GLE, attention_mask, **kwargs
+        )  # fmt: skip
+    _check_call(query_1HLE, value_1GLE, kwargs)
+    rows = (tensor[0].transpose(0, 1) for tensor in (query_1HLE, key_1GLE, value_1GLE))
+    out_LHE = _BranchAttention.apply(*rows, branches, kwargs.get("scaling"))
+    return out_LHE[None], None
+
+
+class _BranchAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q_LHE: torch.Tensor,
+        k_LGE: torch.Tensor,
+        v_LGE: torch.Tensor,
+        branches: Branches,
+        scale: float | None,
+    ) -> torch.Tensor:
+        k_MGE, v_MGE = k_LGE[branches.keys_M], v_LGE[branches.keys_M]
+        out_LHE, lse, state, unused, _ = torch.ops.aten._flash_attention_forward(
+            q_LHE, k_MGE, v_MGE, *_extents(branches), 0.0, True, False, scale=scale
+        )
+        ctx.save_for_backward(q_LHE, k_LGE, v_LGE, out_LHE, lse, state, unused)
+        ctx.branches, ctx.scale = branches, scale
+        return out_LHE
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout_LHE: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        q_LHE, k_LGE, v_LGE, out_LHE, lse, state, unused = ctx.saved_tensors
+        branches: Branches = ctx.branches
+        k_MGE, v_MGE = k_LGE[branches.keys_M], v_LGE[branches.keys_M]
+        with _deterministic():
+            dq_LHE, dk_MGE, dv_MGE = torch.ops.aten._flash_attention_backward(
+                dout_LHE.contiguous(), q_LHE, k_MGE, v_MGE, out_LHE, lse, *_extents(branches), 0.0, True,
+                state, unused, scale=ctx.scale,
+            )  # fmt: skip
+        return dq_LHE, _add_copies(dk_MGE, branches), _add_copies(dv_MGE, branches), None, None
+
+
+def _extents(branches: Branches) -> tuple[torch.Tensor, torch.Tensor, int, int]:
+    b = branches
+    return b.first_query_S, b.first_key_S, b.longest_query, b.longest_key
+
+
+def _add_copies(gradient_MGE: torch.Tensor, branches: Branches) -> torch.Tensor:
+    """Gradient [L, G, E] of the keys from that of their copies."""
+    gradient_LGE = gradient_MGE[branches.own_L]
+    for prompt, index_BP in branches.copies:
+        copies = gradient_MGE[index_BP].sum(0, dtype=torch.float32)
+        gradient_LGE[prompt] = (gradient_LGE[prompt].float() + copies).to(gradient_LGE.dtype)
+    return gradient_LGE
+
+
+@contextmanager
+def _deterministic() -> Iterator[None]:
+    """Makes torch's own FlashAttention add gradients in a fixed order.
+
+    Raises:
+        QeRLError: Another implementation was put in its place, which does not read this setting.
+    """
+    if other := current_flash_attention_impl():
+        raise QeRLError(
+            f"torch's FlashAttention was replaced by {other}, whose gradients are not the same twice; call "
+            "torch.nn.attention.restore_flash_attention_impl() before training."
+        )
+    before = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    settings: Any = torch.utils.deterministic
+    fill = settings.fill_uninitialized_memory
+    settings.fill_uninitialized_memory = False  # costs a pass over every new tensor
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warn_only)
+        settings.fill_uninitialized_memory = fill
+
+
+AttentionInterface.register(NAME, branch_attention)
+AttentionMaskInterface.register(NAME, sdpa_mask)

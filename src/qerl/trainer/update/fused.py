@@ -1,0 +1,73 @@
+"""A model whose norms, attention inputs and SwiGLU blocks train through few kernels.
+
+transformers writes them as chains of elementwise operations, each a pass over memory, and in the MLP with
+several tensors of tokens x intermediate size that live at once. The kernels are in
+qerl.kernels.update.elementwise. q, k and v, and gate and up, are one product with one adapter each
+(qerl.lora.product), where all of them have an adapter; the rotary embedding takes q, k and v as that
+product leaves them.
+
+Only frozen norms are taken over, which is every LoRA run: a trained norm needs a gradient for its weight and
+stays as it is. Attention is taken over in packed rows (qerl.trainer.update.attention), and not where heads
+are normalised before they are turned (Qwen3). Modules are given a new `forward`; nothing else about them
+changes, and what is not 16-bit on a GPU is computed as before.
+"""
+
+import types
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from qerl.kernels.update.elementwise import rms_norm, rotated_heads, swiglu
+from qerl.lora.product import fused_forward, takes
+from qerl.trainer.update.attention import branch_attention
+
+_TURNS_HEADS = ("LlamaAttention", "MistralAttention", "Qwen2Attention")
+
+
+def fuse(model: nn.Module) -> None:
+    """Let the model's norms, attention and SwiGLU blocks use the kernels for 16-bit tensors on a GPU."""
+    for module in model.modules():
+        kind = type(module).__name__
+        if kind.endswith("RMSNorm") and hasattr(module, "variance_epsilon"):
+            module.forward = types.MethodType(_norm_forward, module)
+        elif kind in _TURNS_HEADS:
+            module.forward = types.MethodType(_attention_forward, module)
+        elif type(getattr(module, "act_fn", None)).__name__ in ("SiLU", "SiLUActivation") and all(
+            hasattr(module, name) for name in ("gate_proj", "up_proj", "down_proj")
+        ):
+            module.forward = types.MethodType(_mlp_forward, module)
+
+
+def _norm_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+    if self.weight.requires_grad or not takes(x):
+        return cast(torch.Tensor, type(self).forward(self, x))
+    return rms_norm(x, self.weight, self.variance_epsilon)
+
+
+def _attention_forward(
+    self: Any,
+    hidden_states: torch.Tensor,
+    position_embeddings: tuple[torch.Tensor, torch.Tensor],
+    attention_mask: torch.Tensor | None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    qkv = None
+    whole_heads = position_embeddings[0].shape[-1] == self.head_dim
+    if whole_heads and kwargs.get("branches") is not None and kwargs.get("past_key_values") is None:
+        qkv = fused_forward(hidden_states, self.q_proj, self.k_proj, self.v_proj)
+    if qkv is None:
+        own = type(self).forward(self, hidden_states, position_embeddings, attention_mask, **kwargs)
+        return cast(tuple[torch.Tensor, torch.Tensor | None], own)
+    heads, kv_heads = self.config.num_attention_heads, self.config.num_key_value_heads
+    q, k, v = (x.transpose(1, 2) for x in rotated_heads(qkv, *position_embeddings, heads, kv_heads))
+    out, _ = branch_attention(self, q, k, v, attention_mask, scaling=self.scaling, **kwargs)
+    return self.o_proj(out.flatten(-2)), None
+
+
+def _mlp_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+    if not takes(x):
+        return cast(torch.Tensor, type(self).forward(self, x))
+    both = fused_forward(x, self.gate_proj, self.up_proj)
+    product = swiglu(self.gate_proj(x), self.up_proj(x)) if both is None else swiglu(both)
+    return self.down_proj(product)

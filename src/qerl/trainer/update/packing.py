@@ -1,0 +1,205 @@
+"""Samples of a batch packed into one row, the prompt of a group once.
+
+A padded GRPO batch runs every prompt once per sample. Here the samples that share a prompt share its forward
+and backward: the row holds the prompt without its last token, then for each sample a branch that starts with
+that last token and continues with the completion,
+
+    prompt[:-1] | prompt[-1] c1 .. c(n-1) | prompt[-1] c1' .. c(m-1)' | next prompt[:-1] | ...
+
+so that every position of a branch predicts exactly one completion token and nothing is computed for padding.
+A branch attends to its prompt and to itself; positions count from the start of the sample, so rotary
+embeddings see what they would see in a row of its own. Gradients through the shared prompt add up over its
+branches, which is what the padded batch computes in pieces.
+
+The row says who sees whom in two forms. `Branches` lists the stretches of the row for a kernel that computes
+only what is seen (qerl.trainer.update.attention); `mask_function` says it of any two tokens, from which a
+model's own dense masks are made (qerl.trainer.update.masks), at a cost of L^2 whatever they mask.
+
+Legend: B samples, P padded prompt length, C padded completion length, L packed length,
+S positions of L that predict something.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+MaskFunction = Callable[[Any, Any, torch.Tensor, torch.Tensor], torch.Tensor]
+"""transformers' form of a mask: by index of batch, head, query and key, whether the query sees the key."""
+
+IGNORE = -100
+"""Label of positions that predict nothing, as in transformers."""
+
+
+@dataclass(frozen=True)
+class Branches:
+    """The row as stretches of queries, each with the stretch of keys it sees: causal, aligned at their ends.
+
+    A shared prompt sees itself, a branch sees its prompt and then itself. `keys_M` writes that out: the keys
+    of all stretches one after the other, a prompt's once for itself and once more for each of its branches.
+
+    Attributes:
+        first_query_S: int32, first query of each stretch, and L.
+        first_key_S: int32, first of its keys in `keys_M`, and M.
+        longest_query, longest_key: Tokens of the longest stretch.
+        keys_M: Position in the row of each key.
+        own_L: Where in `keys_M` the stretch that a position belongs to has it.
+        copies: For each shared prompt, its position in the row and the index [branches, tokens] into `keys_M`
+            of the copies that its branches read.
+    """
+
+    first_query_S: torch.Tensor
+    first_key_S: torch.Tensor
+    longest_query: int
+    longest_key: int
+    keys_M: torch.Tensor
+    own_L: torch.Tensor
+    copies: list[tuple[slice, torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    """One row holding many samples.
+
+    Attributes:
+        input_ids_1L: Tokens.
+        position_ids_1L: Position of each token in its own sample.
+        labels_1L: Completion token predicted at each position, `IGNORE` on prompts.
+        sample_L: Row of the padded batch that each position belongs to, -1 on prompts.
+        column_L: Completion column that each position predicts.
+        group_L: Which prompt a position belongs to.
+        branch_L: Which branch of it, 0 for the prompt itself.
+        stretches: (group, branch, tokens) of the row's parts in order.
+    """
+
+    input_ids_1L: torch.Tensor
+    position_ids_1L: torch.Tensor
+    labels_1L: torch.Tensor
+    sample_L: torch.Tensor
+    column_L: torch.Tensor
+    group_L: torch.Tensor
+    branch_L: torch.Tensor
+    stretches: list[tuple[int, int, int]]
+
+    def mask_function(self, of_sample: MaskFunction) -> MaskFunction:
+        """Who sees whom in the row.
+
+        Args:
+            of_sample: Who sees whom in a sample by itself, by position: causal, within a window, in chunks.
+
+        Returns:
+            The same by index into the row: a token sees what `of_sample` lets it see of its own branch and of
+            the prompt that the branch continues.
+        """
+        position_L = self.position_ids_1L[0]
+
+        def of_row(batch: Any, head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+            same_prompt = self.group_L[query] == self.group_L[key]
+            key_branch = self.branch_L[key]
+            own_or_prompt = (self.branch_L[query] == key_branch) | (key_branch == 0)
+            return same_prompt & own_or_prompt & of_sample(batch, head, position_L[query], position_L[key])
+
+        return of_row
+
+    @cached_property
+    def branches(self) -> Branches:
+        """Who sees whom, as stretches."""
+        queries, keys = [0], [0]
+        gathered: list[torch.Tensor] = []
+        own: list[torch.Tensor] = []
+        prompts: dict[int, slice] = {}
+        copies: dict[int, list[int]] = {}
+        for group, branch, tokens in self.stretches:
+            start = queries[-1]
+            at = keys[-1]
+            if branch == 0:
+                prompts[group] = slice(start, start + tokens)
+            elif group in prompts:
+                shared = prompts[group]
+                gathered.append(torch.arange(shared.start, shared.stop))
+                copies.setdefault(group, []).append(at)
+                at += shared.stop - shared.start
+            gathered.append(torch.arange(start, start + tokens))
+            own.append(torch.arange(at, at + tokens))
+            queries.append(start + tokens)
+            keys.append(at + tokens)
+        device = self.group_L.device
+        width = {group: torch.arange(part.stop - part.start) for group, part in prompts.items()}
+        return Branches(
+            first_query_S=torch.tensor(queries, dtype=torch.int32, device=device),
+            first_key_S=torch.tensor(keys, dtype=torch.int32, device=device),
+            longest_query=max(b - a for a, b in pairwise(queries)),
+            longest_key=max(b - a for a, b in pairwise(keys)),
+            keys_M=torch.cat(gathered).to(device),
+            own_L=torch.cat(own).to(device),
+            copies=[
+                (prompts[group], (torch.tensor(starts)[:, None] + width[group]).to(device))
+                for group, starts in copies.items()
+            ],
+        )
+
+    def scatter(self, values_1S: torch.Tensor, batch: int, columns: int) -> torch.Tensor:
+        """Values of the S positions that predict something, as the padded batch [B, C]; zero elsewhere."""
+        scored_L = self.sample_L >= 0
+        index_S = (self.sample_L * columns + self.column_L)[scored_L]
+        flat = values_1S.new_zeros(batch * columns)
+        return flat.index_put((index_S,), values_1S[0]).view(batch, columns)
+
+
+def pack(
+    prompt_ids_BP: torch.Tensor,
+    prompt_mask_BP: torch.Tensor,
+    completion_ids_BC: torch.Tensor,
+    completion_mask_BC: torch.Tensor,
+    rows: list[int],
+) -> PackedBatch:
+    """Pack the given rows of a padded batch.
+
+    Args:
+        prompt_ids_BP, prompt_mask_BP: Left-padded prompts; each has at least one token.
+        completion_ids_BC, completion_mask_BC: Right-padded completions.
+        rows: Samples to include, each with at least one completion token. Neighbours with the same prompt
+            share it.
+    """
+    packed, device = _Row(), prompt_ids_BP.device
+    prompts, completions = prompt_ids_BP.cpu(), completion_ids_BC.cpu()
+    in_prompts, in_completions = prompt_mask_BP.cpu().bool(), completion_mask_BC.cpu().bool()
+    for row in rows:
+        packed.add(row, prompts[row][in_prompts[row]], completions[row][in_completions[row]])
+    return packed.finish(device)
+
+
+class _Row:
+    """Grows the packed row sample by sample, on the CPU: on a GPU each sample would be waited for."""
+
+    def __init__(self) -> None:
+        self.parts: list[torch.Tensor] = []  # [7, tokens], in the order of PackedBatch's fields
+        self.stretches: list[tuple[int, int, int]] = []
+        self.prompt: torch.Tensor | None = None
+        self.group, self.branch = -1, 0
+
+    def add(self, row: int, prompt: torch.Tensor, completion: torch.Tensor) -> None:
+        shared = prompt[:-1]
+        if self.prompt is None or not torch.equal(prompt, self.prompt):
+            self.prompt, self.group, self.branch = prompt, self.group + 1, 0
+            self._extend(shared, 0, torch.full_like(shared, IGNORE), -1)
+        # A prompt of one token leaves no shared part: its branches are told apart all the same.
+        self.branch += 1
+        self._extend(torch.cat([prompt[-1:], completion[:-1]]), len(shared), completion, row)
+
+    def _extend(self, tokens: torch.Tensor, position: int, labels: torch.Tensor, row: int) -> None:
+        if n := len(tokens):
+            self.stretches.append((self.group, self.branch, n))
+            column = torch.arange(n)
+            sample, group, branch = (torch.full((n,), x) for x in (row, self.group, self.branch))
+            self.parts.append(torch.stack([tokens, position + column, labels, sample, column, group, branch]))
+
+    def finish(self, device: torch.device) -> PackedBatch:
+        tokens, positions, labels, *where = torch.cat(self.parts, dim=1).to(device)
+        sample, column, group, branch = where
+        return PackedBatch(
+            tokens[None], positions[None], labels[None], sample, column, group, branch, self.stretches
+        )

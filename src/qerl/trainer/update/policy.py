@@ -1,0 +1,62 @@
+"""What a trainer asks of the policy that it is given: that it can be trained on packed rows, and rightly.
+
+What its class and config tell is asked before anything is built around the policy; what has to be measured,
+once it is in place and has its output head.
+"""
+
+from contextlib import nullcontext
+
+from torch import nn
+
+from qerl.errors import QeRLError
+from qerl.families.parts import base_model
+from qerl.fp4.linear import unpacked
+from qerl.noise import find_noise_norms
+from qerl.rollout.engine import RolloutEngine, check_model
+from qerl.settings.config import QeRLConfig
+from qerl.trainer.update.attention import use_branch_attention
+from qerl.trainer.update.row_check import check_packed_row
+
+
+def check_policy(model: nn.Module, engine: RolloutEngine) -> None:
+    """Refuses a policy that cannot be trained on packed rows, and an engine that samples from another model.
+
+    Raises:
+        QeRLError: The model is no decoder-only transformer, has a prompt-learning adapter, or is not the
+            engine's.
+    """
+    check_model(model)
+    base = base_model(model)
+    if engine.model is not None and base_model(engine.model) is not base:
+        raise QeRLError(
+            f"The engine samples from another {type(base_model(engine.model)).__name__} object than the "
+            f"{type(base).__name__} that trains; make the engine of the model that the trainer is given."
+        )
+
+
+def ready_for_rows(model: nn.Module, args: QeRLConfig) -> bool:
+    """Give the policy its kernels for packed rows and measure that its updates are right.
+
+    Args:
+        model: The policy where it trains, PEFT-wrapped or not, with TRL's chunked output head.
+        args: Settings of the run.
+
+    Returns:
+        Whether its attention reads stretches of a row instead of a dense mask.
+
+    Raises:
+        QeRLError: A packed row gives other log-probabilities than the samples in it, or noise finds no norm.
+    """
+    base = base_model(model)
+    by_stretch = use_branch_attention(base)
+    if base.device.type == "cuda":
+        from qerl.trainer.update.fused import fuse  # needs Triton
+
+        fuse(base)
+    prompt, completion = args.max_prompt_length, args.max_completion_length
+    longest = prompt + completion if prompt and completion else None
+    with unpacked(model) if base.device.type == "cpu" else nullcontext():
+        if args.noise:
+            find_noise_norms(model)
+        check_packed_row(model, base.base_model, by_stretch, args.temperature, longest)
+    return by_stretch

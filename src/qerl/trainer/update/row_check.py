@@ -1,0 +1,208 @@
+"""A packed row compared with plain forward passes of the same model, before a run takes its first step.
+
+The update is right where a sample in a packed row has the log-probabilities that it has by itself. Whether
+it has them depends on how a model's code treats masks and positions, of which there is no complete list:
+attention that masks on its own, biases by column, rotary embeddings that change with the longest sample of
+a row, kernels. So it is measured, on random tokens: a row with two branches of one prompt and another
+prompt, against each of the three samples alone, through the model's own logits. Where the config names a
+length at which something changes (a window, a chunk, the positions that a rotary embedding was trained on)
+and the run's samples reach it, the longer prompt goes beyond it.
+
+How far the two may be apart, on average over the scored tokens: 1e-4 nats, some ten times what FP32 sums in
+another order differ by; what rounding a logit to the model's dtype can move it, half a unit in the last
+place; and four times the model's own noise, which is measured as well: the same samples, alone and padded
+in a batch, go through different tile sizes on the way to the same numbers. In 16 bits 0.1 nats come on top:
+the packed row goes through other kernels than a plain pass (`qerl.trainer.update.fused`), and either is some
+distance from FP32 by rounding each layer, 0.017 nats for a random 7B and 0.032 for SmolLM2-135M on an H100
+(docs/performance.md). Wrong masks were seen to be off by 0.1 to 4 nats. Given up: a smaller error in 16 bits,
+which FP32 on a CPU would show.
+
+Legend: T tokens of a sample, N tokens of a completion, V vocabulary.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from qerl.errors import QeRLError
+from qerl.families.parts import base_model, eval_mode
+from qerl.seeding import generator
+from qerl.trainer.update.forward import score
+from qerl.trainer.update.packing import pack
+
+_FP32_SUMS = 1e-4
+_NOISE = 4
+_SIXTEEN_BITS = 0.1
+_MOST_NOISE = 0.3  # nats; more is no rounding
+_COMPLETION = 6
+_BEYOND = 8  # tokens of the long sample past a length at which something changes
+_PADDING = 3
+_LENGTH = re.compile("(window|chunk)(?!_layers)")
+_ROPE_BY_LENGTH = ("dynamic", "longrope")
+
+
+@dataclass(frozen=True)
+class _Sample:
+    prompt: list[int]
+    completion: list[int]
+
+
+def check_packed_row(
+    model: torch.nn.Module,
+    decoder: torch.nn.Module,
+    branch_attention: bool,
+    temperature: float,
+    longest: int | None = None,
+) -> None:
+    """Refuses a model whose samples have other log-probabilities in a packed row than alone.
+
+    Nothing about the model changes, and no random numbers but the check's own are drawn.
+
+    Args:
+        model: The policy as it trains, PEFT-wrapped or not, with TRL's chunked output head.
+        decoder: The part of it in front of the output head.
+        branch_attention: Whether its attention reads stretches instead of a dense mask.
+        temperature: That of the output head.
+        longest: Tokens of the longest sample of the run, prompt and completion; None where nobody knows.
+
+    Raises:
+        QeRLError: They differ by more than rounding, or the model cannot run a packed row.
+    """
+    base = base_model(model)
+    config = base.config.get_text_config(decoder=True)
+    length = _length(config, longest)
+    samples = _samples(base.config, config.vocab_size, length)
+    with torch.no_grad(), eval_mode(model):
+        try:
+            packed = _packed(model, decoder, branch_attention, samples)
+            alone = [_plain(base, [sample])[0] for sample in samples]
+            padded = _plain(base, samples[:2])
+        except (torch.OutOfMemoryError, torch.AcceleratorError):
+            raise
+        except (TypeError, ValueError, KeyError, AttributeError, RuntimeError) as error:
+            reason = str(error).partition("\n")[0].rstrip(".")
+            raise QeRLError(
+                f"{type(base).__name__} cannot run a packed row, on which updates are computed "
+                f"({type(error).__name__}: {reason}); use a model family of docs/families.md."
+            ) from error
+    wanted = torch.cat([_logps(*sample, temperature) for sample in alone])
+    again = torch.cat([_logps(*sample, temperature) for sample in padded])
+    noise = float((again - wanted[: len(again)]).abs().mean())
+    found = float((torch.cat(packed) - wanted).abs().mean())
+    label = torch.cat([logits_NV.gather(1, labels_N[:, None]) for logits_NV, labels_N in alone])
+    eps = torch.finfo(base.dtype).eps
+    rounding = float(label.abs().mean()) * eps / 2 / temperature
+    if eps > torch.finfo(torch.float32).eps:
+        rounding += _SIXTEEN_BITS
+    _judge(type(base).__name__, config, length, found, noise, rounding)
+
+
+def _judge(
+    name: str, config: PreTrainedConfig, length: int, found: float, noise: float, rounding: float
+) -> None:
+    if not noise <= _MOST_NOISE:  # NaN is refused as well
+        raise QeRLError(
+            f"{name} gives samples other log-probabilities in a padded batch than alone ({noise:.2g} nats on "
+            "average), so its rollouts would be wrong; use a model family of docs/families.md."
+        )
+    allowed = _FP32_SUMS + rounding + _NOISE * noise
+    if not found <= allowed:
+        turn = min((turn for turn in _turning_points(config.to_dict()) if turn < length), default=None)
+        shorter = f", or keep prompt and completion within {turn} tokens (max_prompt_length)" if turn else ""
+        raise QeRLError(
+            f"{name} gives samples of up to {length} tokens other log-probabilities in a packed row than "
+            f"alone, {found:.2g} nats apart on average where rounding explains {allowed:.2g}, so updates "
+            f"would be wrong; use a model family of docs/families.md{shorter}."
+        )
+
+
+def _length(config: PreTrainedConfig, longest: int | None) -> int:
+    """Tokens of the longest sample of the check: beyond every length that the run's samples reach."""
+    most = min(x for x in (longest, getattr(config, "max_position_embeddings", None), 1 << 62) if x)
+    reached = [length + _BEYOND for length in _turning_points(config.to_dict()) if length < most]
+    return max(min(max([2 * _COMPLETION, *reached]), most), 2)
+
+
+def _turning_points(config: dict[str, Any]) -> Iterator[int]:
+    """Lengths from which a model computes otherwise, wherever the config of its decoder names one."""
+    if config.get("rope_type") in _ROPE_BY_LENGTH and config.get("original_max_position_embeddings"):
+        yield config["original_max_position_embeddings"]
+    for key, value in config.items():
+        if isinstance(value, dict):
+            yield from _turning_points(value)
+        elif type(value) is int and value > 0 and _LENGTH.search(str(key)):
+            yield value
+
+
+def _samples(config: PreTrainedConfig, vocabulary: int, length: int) -> list[_Sample]:
+    """Two samples of one prompt and one of another; the first has `length` tokens."""
+    rng = generator("packed row")
+    taken = set(_special_tokens(config.to_dict()))
+    plain = [token for token in range(min(vocabulary, 4096)) if token not in taken] or [0]
+
+    def draw(tokens: int) -> list[int]:
+        return [plain[i] for i in torch.randint(len(plain), (tokens,), generator=rng).tolist()]
+
+    n = min(_COMPLETION, length // 2)
+    prompt = draw(length - n)
+    return [_Sample(prompt, draw(n)), _Sample(prompt, draw(max(n - 2, 1))), _Sample(draw(n), draw(n))]
+
+
+def _special_tokens(config: dict[str, Any]) -> Iterator[int]:
+    """Ids that stand for something else than text, an image for example."""
+    for key, value in config.items():
+        if isinstance(value, dict):
+            yield from _special_tokens(value)
+        elif "token" in str(key):
+            yield from (x for x in (value if isinstance(value, list) else [value]) if type(x) is int)
+
+
+def _packed(
+    model: torch.nn.Module, decoder: torch.nn.Module, branch_attention: bool, samples: list[_Sample]
+) -> list[torch.Tensor]:
+    """Log-probabilities [N] of each sample's completion, from one row."""
+    prompts, completions = [s.prompt for s in samples], [s.completion for s in samples]
+    device = base_model(model).device
+    prompt_ids, prompt_mask = _padded(prompts, device, left=True)
+    ids_BN, mask_BN = _padded(completions, device, left=False)
+    row = pack(prompt_ids, prompt_mask, ids_BN, mask_BN, rows=list(range(len(samples))))
+    logps_1S, _ = score(model, decoder, row, branch_attention)
+    logps_BN = row.scatter(logps_1S.float(), *ids_BN.shape)
+    return [logps_N[: len(tokens)] for logps_N, tokens in zip(logps_BN, completions, strict=True)]
+
+
+def _plain(base: PreTrainedModel, samples: list[_Sample]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Logits [N, V] and labels [N] of each sample's completion; several are padded, one needs no mask."""
+    padding = [] if len(samples) == 1 else [[0] * (max(_tokens(s) for s in samples) + _PADDING)]
+    ids, mask = _padded([s.prompt + s.completion for s in samples] + padding, base.device, left=True)
+    ids, mask = ids[: len(samples)], mask[: len(samples)]
+    settings: dict[str, Any] = {}
+    if padding:
+        settings = {"attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp(min=0)}
+    logits_BNV = base(input_ids=ids, use_cache=False, logits_to_keep=_COMPLETION + 1, **settings).logits
+    return [
+        (logits_NV[-1 - len(s.completion) : -1].float(), torch.tensor(s.completion, device=base.device))
+        for logits_NV, s in zip(logits_BNV, samples, strict=True)
+    ]
+
+
+def _tokens(sample: _Sample) -> int:
+    return len(sample.prompt) + len(sample.completion)
+
+
+def _logps(logits_NV: torch.Tensor, labels_N: torch.Tensor, temperature: float) -> torch.Tensor:
+    logps_NV = (logits_NV / temperature).log_softmax(-1)
+    return logps_NV.gather(1, labels_N[:, None])[:, 0]
+
+
+def _padded(rows: list[list[int]], device: torch.device, left: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids and mask, [B, T] each."""
+    width = max(map(len, rows))
+    side = (lambda row, fill: fill + row) if left else (lambda row, fill: row + fill)
+    ids = [side(row, [0] * (width - len(row))) for row in rows]
+    mask = [side([1] * len(row), [0] * (width - len(row))) for row in rows]
+    return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
