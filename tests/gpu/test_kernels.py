@@ -15,7 +15,9 @@ from qerl.bench.decoder import random_blob
 from qerl.bench.kernels import small_error
 from qerl.kernels.decode import attend as attention
 from qerl.kernels.decode import common, residual_norm, rope_kv, sample, silu_mul
-from qerl.kernels.update import elementwise
+from qerl.kernels.update.rms_norm import rms_norm
+from qerl.kernels.update.rotary import rotated_heads
+from qerl.kernels.update.swiglu import swiglu
 from qerl.kernels.weights import gemm
 from qerl.kernels.weights.packed_gemm import Cut, from_blob, padded_tokens, to_blob, to_operand
 
@@ -366,7 +368,7 @@ def with_gradient(*shape):
 
 def test_rms_norm_and_its_gradient():
     x, w, dy = with_gradient(2, 5, 100), torch.rand(100, device=DEVICE).to(HALF) + 0.5, half(2, 5, 100)
-    y = elementwise.rms_norm(x, w, EPS)
+    y = rms_norm(x, w, EPS)
     y.backward(dy)
     x64 = x.detach().double().requires_grad_()
     truth = x64 / (x64.square().mean(-1, keepdim=True) + EPS).sqrt() * w.double()
@@ -378,7 +380,7 @@ def test_rms_norm_and_its_gradient():
 @pytest.mark.parametrize("joint", [False, True])
 def test_swiglu_and_its_gradients(joint):
     gate, up, dout = with_gradient(3, 5, 1100), with_gradient(3, 5, 1100), half(3, 5, 1100)
-    out = elementwise.swiglu(torch.cat([gate, up], -1)) if joint else elementwise.swiglu(gate, up)
+    out = swiglu(torch.cat([gate, up], -1)) if joint else swiglu(gate, up)
     out.backward(dout)
     gate64, up64 = (t.detach().double().requires_grad_() for t in (gate, up))
     truth = torch.nn.functional.silu(gate64) * up64
@@ -395,7 +397,7 @@ def test_rotary_embedding_and_its_gradients(heads, kv_heads, size, tables):
     qkv = with_gradient(2, 7, sum(counts) * size)
     angles = torch.randn(tables, 7, size, device=DEVICE)  # halves differ: each element has its own
     cos, sin = angles.cos().to(HALF), angles.sin().to(HALF)
-    found = elementwise.rotated_heads(qkv, cos, sin, heads, kv_heads)
+    found = rotated_heads(qkv, cos, sin, heads, kv_heads)
     gradients = [half(*out.shape) for out in found]
     torch.autograd.backward(found, gradients)
     qkv64 = qkv.detach().double().requires_grad_()

@@ -77,7 +77,9 @@ def main() -> None:
     import torch
 
     from qerl.bench.decoder import random_decoder
-    from qerl.kernels.update import elementwise
+    from qerl.kernels.update.rms_norm import rms_norm
+    from qerl.kernels.update.rotary import rotated_heads
+    from qerl.kernels.update.swiglu import swiglu
     from qerl.plan.shapes import Shape
     from qerl.rollout.engine import SamplingParams
     from qerl.rollout.paged.decode import DecodeStep
@@ -99,10 +101,10 @@ def main() -> None:
         DecodeStep(decoder, cache, tokens, 8, 2, SamplingParams(8, stop_token_ids=(1, 2)), True)._run()
         Prefill(decoder, True).run([Job([1, 2, 3], 0, [0], [], 0)], cache)
     x = torch.randn(4, 3584, dtype=torch.bfloat16, requires_grad=True)
-    elementwise.rms_norm(x, torch.ones(3584, dtype=torch.bfloat16), 1e-6).sum().backward()
-    elementwise.swiglu(x, x).sum().backward()
+    rms_norm(x, torch.ones(3584, dtype=torch.bfloat16), 1e-6).sum().backward()
+    swiglu(x, x).sum().backward()
     table = torch.ones(1, x.shape[0], 128, dtype=torch.bfloat16)
-    elementwise.rotated_heads(x[None], table, table, 20, 4)[0].sum().backward()
+    rotated_heads(x[None], table, table, 20, 4)[0].sum().backward()
     names = [key[0] for key in compiled]
     for name in sorted(set(names)):
         print(name, names.count(name))

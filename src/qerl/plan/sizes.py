@@ -4,7 +4,7 @@ A step has two phases that want the same memory at different times: the rollout,
 update, with activations. Weights, adapter and optimizer are there in both. Each class below is one part and
 says by which formula; counts of parameters and bytes of weights, adapter and optimizer are exact, activations
 are those of this project's update on CUDA (`qerl.lora.product`, `qerl.trainer.update.attention`,
-`qerl.kernels.update.elementwise`) at the moment at which most of them are alive.
+`qerl.kernels.update`) at the moment at which most of them are alive.
 
 Bytes everywhere. T tokens in the packed row of a forward pass, S of them predict something, D hidden size, I
 intermediate size, Q and G all query and all key heads together, R LoRA rank, V vocabulary.

@@ -15,7 +15,7 @@ import contextlib
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from datasets import Dataset
 from safetensors import SafetensorError
@@ -134,7 +134,7 @@ class ResumableTrainer(GRPOTrainer):
             self._writes_to = None
             for name, value in settings.items():
                 setattr(self.args, name, value)
-        save_reference(cast(Any, self), part)
+        save_reference(self, part)
         if self.args.should_save:
             self._redo.save(part)
         generate_every = self.args.steps_per_generation * self.num_iterations
@@ -157,7 +157,7 @@ class ResumableTrainer(GRPOTrainer):
         if (Path(checkpoint) / ADAPTER_FILE).is_file():
             check_adapter(Path(checkpoint))
         with _fits(checkpoint):
-            if not load_reference(cast(Any, self), Path(checkpoint)):
+            if not load_reference(self, Path(checkpoint)):
                 super()._load_from_checkpoint(checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:

@@ -4,10 +4,11 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from trl.trainer.utils import RepeatSampler
+
 from qerl.errors import QeRLError
 from qerl.rollout.engine import RolloutResult
 from qerl.seeding import derive_seed
-from trl.trainer.utils import RepeatSampler
 
 
 class EngineClient:

@@ -19,20 +19,18 @@ import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from peft import LoraConfig, PeftModel
 from peft.utils import SAFETENSORS_WEIGHTS_NAME
 from safetensors.torch import load_model, save_model
 from torch import nn
 from transformers import PreTrainedModel
-
-from qerl.errors import QeRLError
+from trl import GRPOTrainer
 from trl.trainer.callbacks import SyncRefModelCallback
 from trl.trainer.utils import add_fused_lm_head
 
-if TYPE_CHECKING:
-    from qerl.trainer.grpo import QeRLTrainer
+from qerl.errors import QeRLError
 
 ADAPTER = "ref"
 """The name by which TRL finds a reference adapter."""
@@ -51,7 +49,7 @@ def none_by_trl(args: Any) -> Iterator[None]:
         args.beta, args.sync_ref_model = beta, sync
 
 
-def add_reference(trainer: "QeRLTrainer") -> None:
+def add_reference(trainer: GRPOTrainer) -> None:
     """Give a trainer whose policy is complete the reference that its settings ask for.
 
     Raises:
@@ -118,14 +116,14 @@ def _copy(policy: PreTrainedModel, args: Any) -> PreTrainedModel:
     return reference
 
 
-def save_reference(trainer: "QeRLTrainer", checkpoint: Path) -> None:
+def save_reference(trainer: GRPOTrainer, checkpoint: Path) -> None:
     """Put a reference that moves into a checkpoint folder."""
     if trainer.args.sync_ref_model and trainer.args.should_save:
         checkpoint.mkdir(parents=True, exist_ok=True)
         save_model(trainer.ref_model, str(checkpoint / _FILE))
 
 
-def load_reference(trainer: "QeRLTrainer", checkpoint: Path) -> bool:
+def load_reference(trainer: GRPOTrainer, checkpoint: Path) -> bool:
     """Read what transformers cannot read from a checkpoint: the reference, and an adapter that has one.
 
     Returns:

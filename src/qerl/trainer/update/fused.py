@@ -2,7 +2,7 @@
 
 transformers writes them as chains of elementwise operations, each a pass over memory, and in the MLP with
 several tensors of tokens x intermediate size that live at once. The kernels are in
-qerl.kernels.update.elementwise. q, k and v, and gate and up, are one product with one adapter each
+qerl.kernels.update. q, k and v, and gate and up, are one product with one adapter each
 (qerl.lora.product), where all of them have an adapter; the rotary embedding takes q, k and v as that
 product leaves them.
 
@@ -18,7 +18,9 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from qerl.kernels.update.elementwise import rms_norm, rotated_heads, swiglu
+from qerl.kernels.update.rms_norm import rms_norm
+from qerl.kernels.update.rotary import rotated_heads
+from qerl.kernels.update.swiglu import swiglu
 from qerl.lora.product import fused_forward, takes
 from qerl.trainer.update.attention import branch_attention
 

@@ -1,0 +1,73 @@
+"""RMSNorm of the update, one kernel forward and one backward.
+
+The kernel reads its input once, computes in FP32, and rounds where transformers rounds: after normalising,
+and the result. Kept for backward are the input and one number per token. The weight is taken as frozen.
+
+Shapes: T tokens, D hidden size.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch.autograd.function import once_differentiable
+
+
+def rms_norm(x: torch.Tensor, w_D: torch.Tensor, eps: float) -> torch.Tensor:
+    """``w * x / sqrt(mean(x^2) + eps)``, [..., D] in the 16-bit dtype of ``x``; ``w_D`` gets no gradient."""
+    return _RMSNorm.apply(x, w_D, eps)
+
+
+@triton.jit
+def _norm(x_TD, w_D, y_TD, rstd_T, D, eps, BLOCK: tl.constexpr):
+    t = tl.program_id(0).to(tl.int64)
+    d = tl.arange(0, BLOCK)
+    x = tl.load(x_TD + t * D + d, mask=d < D, other=0.0).to(tl.float32)
+    rstd = 1.0 / tl.sqrt(tl.sum(x * x) / D + eps)
+    unit = (x * rstd).to(y_TD.dtype.element_ty).to(tl.float32)
+    w = tl.load(w_D + d, mask=d < D, other=0.0).to(tl.float32)
+    tl.store(y_TD + t * D + d, unit * w, mask=d < D)
+    tl.store(rstd_T + t, rstd)
+
+
+@triton.jit
+def _norm_backward(dy_TD, x_TD, w_D, rstd_T, dx_TD, D, BLOCK: tl.constexpr):
+    t = tl.program_id(0).to(tl.int64)
+    d = tl.arange(0, BLOCK)
+    x = tl.load(x_TD + t * D + d, mask=d < D, other=0.0).to(tl.float32)
+    dy = tl.load(dy_TD + t * D + d, mask=d < D, other=0.0).to(tl.float32)
+    w = tl.load(w_D + d, mask=d < D, other=0.0).to(tl.float32)
+    rstd = tl.load(rstd_T + t)
+    unit, dunit = x * rstd, dy * w
+    dx = (dunit - unit * (tl.sum(unit * dunit) / D)) * rstd
+    tl.store(dx_TD + t * D + d, dx, mask=d < D)
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, w_D: torch.Tensor, eps: float) -> torch.Tensor:
+        x = x.contiguous()
+        width = x.shape[-1]
+        tokens = x.numel() // width
+        y = torch.empty_like(x)
+        rstd_T = torch.empty(tokens, dtype=torch.float32, device=x.device)
+        block = triton.next_power_of_2(width)
+        _norm[(tokens,)](x, w_D, y, rstd_T, width, eps, BLOCK=block, num_warps=_warps(block))
+        ctx.save_for_backward(x, w_D, rstd_T)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, w_D, rstd_T = ctx.saved_tensors
+        dx = torch.empty_like(x)
+        block = triton.next_power_of_2(x.shape[-1])
+        _norm_backward[(rstd_T.numel(),)](
+            dy.contiguous(), x, w_D, rstd_T, dx, x.shape[-1], BLOCK=block, num_warps=_warps(block)
+        )
+        return dx, None, None
+
+
+def _warps(block: int) -> int:
+    return max(1, min(16, block // 512))
