@@ -1,11 +1,16 @@
 """Fixtures: tiny random models of each family and a tiny chat tokenizer, made in memory."""
 
 import gc
+import os
 import string
 from collections.abc import Callable, Iterator
 
-import pytest
 import torch
+
+# Where there is no GPU, kernels written in Triton run in its interpreter. Triton reads this once, on import.
+os.environ.setdefault("TRITON_INTERPRET", str(int(not torch.cuda.is_available())))
+
+import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     LlamaConfig,

@@ -9,7 +9,6 @@ import logging
 import math
 import os
 import shlex
-import signal
 import sys
 import warnings
 from collections.abc import Callable
@@ -29,8 +28,6 @@ if TYPE_CHECKING:
 TAKE_FIELDS = ("train", "demo", "plan")
 OWN_FLAGS = ("--help", "--dry_run")
 OWN_OPTIONS = ("--gpu", "--processes")
-
-BENCHMARKS = ("rollout", "kernels", "parity", "step")
 
 # Of several processes only the first one speaks.
 console = Console(quiet=os.environ.get("RANK", "0") != "0")
@@ -155,12 +152,6 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--max_tokens", type=_from(1), help="default: the run's max_completion_length, else 256")
     sub.add_argument("--temperature", type=_from(0, float), default=0.0)
     sub.add_argument("--seed", type=_from(0), default=0)
-
-    sub = command(
-        "bench", _bench, "Measure speed on this GPU; `qerl bench NAME --help` says what can be set."
-    )
-    sub.add_argument("name", choices=BENCHMARKS, help="what is measured")
-    sub.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="of the benchmark")
 
     command("doctor", _doctor, "What this machine can run, and how to get what is missing.")
 
@@ -330,17 +321,6 @@ def _mapping(text: str | None, flag: str) -> dict[str, Any] | None:
     if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
         raise QeRLError(f"{flag} is {text!r}; it must be a mapping, for example '{{level: wp1}}'.")
     return value
-
-
-def _bench(args: argparse.Namespace) -> None:
-    from importlib import import_module
-
-    import torch
-
-    if not torch.cuda.is_available() and not {"-h", "--help"} & set(args.arguments):
-        raise QeRLError("The benchmarks measure a CUDA GPU and this machine shows none; see `qerl doctor`.")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # a peer's process must not outlive this one
-    import_module(f"qerl.bench.{args.name}").main(args.arguments)
 
 
 def _doctor(_: argparse.Namespace) -> None:

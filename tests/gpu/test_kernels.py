@@ -11,8 +11,8 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from qerl.bench.decoder import random_blob
-from qerl.bench.kernels import small_error
+from benchmarks.decoder import random_blob
+from benchmarks.kernels import small_error
 from qerl.kernels.decode import attend as attention
 from qerl.kernels.decode import common, residual_norm, rope_kv, sample, silu_mul
 from qerl.kernels.update.rms_norm import rms_norm

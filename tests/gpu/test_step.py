@@ -13,9 +13,9 @@ pytest.importorskip("triton", reason="Triton is not installed")
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
-from qerl.bench.decoder import random_decoder
-from qerl.bench.products import dequantised
-from qerl.bench.rollout import fill_prompts
+from benchmarks.decoder import random_decoder
+from benchmarks.products import dequantised
+from benchmarks.rollout import fill_prompts
 from qerl.kernels.needs import has_module
 from qerl.kernels.weights.packed_gemm import MOST_TOKENS
 from qerl.plan.shapes import Shape

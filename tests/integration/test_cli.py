@@ -122,12 +122,6 @@ def test_ctrl_c_saves_a_checkpoint_that_can_be_resumed(recipe, tmp_path):
     assert json.loads(metrics.read_text().splitlines()[-1])["step"] == step + 1
 
 
-def test_benchmarks_say_what_they_need(capsys, monkeypatch):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert main(["bench", "rollout", "--shape", "7b"]) == 2
-    assert "CUDA GPU" in capsys.readouterr().err
-
-
 def test_demo_finds_its_recipe_anywhere(tmp_path, monkeypatch):
     taken = []
     monkeypatch.setattr("qerl.demo.run_demo", lambda config, console: taken.append(config) or 0)

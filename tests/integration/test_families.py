@@ -7,7 +7,6 @@ import json
 
 import pytest
 import torch
-from test_row_check import ALTERNATING, build, with_head
 
 from qerl.errors import QeRLError
 from qerl.fp4.quantize import quantize_checkpoint
@@ -17,6 +16,7 @@ from qerl.noise import find_noise_norms
 from qerl.rollout.engine import SamplingParams
 from qerl.rollout.portable.engine import PortableEngine
 from qerl.trainer.update.row_check import check_packed_row
+from tests.integration.test_row_check import ALTERNATING, build, with_head
 
 LLAMA = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
 FOUR_BIT = {

@@ -76,7 +76,7 @@ def main() -> None:
     """Steps of few and of many tokens, with LoRA, with both kinds of cache; the update's kernels."""
     import torch
 
-    from qerl.bench.decoder import random_decoder
+    from benchmarks.decoder import random_decoder
     from qerl.kernels.update.rms_norm import rms_norm
     from qerl.kernels.update.rotary import rotated_heads
     from qerl.kernels.update.swiglu import swiglu
@@ -111,5 +111,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parents[2] / "src"))
+    root = Path(__file__).parents[2]
+    sys.path[:0] = [str(root / "src"), str(root)]
     main()

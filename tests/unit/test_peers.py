@@ -15,9 +15,9 @@ from peft import PeftModel
 from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from qerl.bench.peers import process
-from qerl.bench.peers.checkpoint import model_config, write_adapter, write_zeros
-from qerl.bench.peers.process import peer_rows
+from benchmarks.peers import process
+from benchmarks.peers.checkpoint import model_config, write_adapter, write_zeros
+from benchmarks.peers.process import peer_rows
 from qerl.fp4.checkpoint import read_config
 from qerl.fp4.format import NVFP4
 from qerl.plan.shapes import Shape
@@ -39,7 +39,7 @@ def peer(tmp_path, monkeypatch):
     (tmp_path / "site").mkdir()
 
     def start(source, spec=None):
-        head = "import sys, time, subprocess\nfrom qerl.bench.peers.process import serve\n"
+        head = "import sys, time, subprocess\nfrom benchmarks.peers.process import serve\n"
         (tmp_path / "site/fake_peer.py").write_text(head + textwrap.dedent(source) + "\nserve(run)\n")
         return peer_rows("fake", "fake_peer", spec or {})
 
@@ -198,7 +198,7 @@ def test_vllm_decodes_what_is_asked(tmp_path, monkeypatch):
         "sizes": asdict(TINY), "weights": "nvfp4", "quantization": "humming", "rank": 24, "batches": [8, 1],
         "prompt_tokens": 16, "decode_tokens": 100, "group": 2, "repeats": 2,
     }  # fmt: skip
-    rows = list(peer_rows("vllm-humming", "qerl.bench.peers.vllm_decode", spec))
+    rows = list(peer_rows("vllm-humming", "benchmarks.peers.vllm_decode", spec))
     assert [row["batch"] for row in rows] == [8, 1]
     assert rows[0]["version"] == "vllm 0.0"
     # 1 ms a token; what a call costs before its first token is not in it.
@@ -254,7 +254,7 @@ class FakeLLM:
 def test_trl_takes_the_steps_that_are_asked(tmp_path, monkeypatch):
     from trl.generation import vllm_generation
 
-    from qerl.bench.peers import trl_step
+    from benchmarks.peers import trl_step
 
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__="0.0"))
     monkeypatch.setattr(vllm_generation, "is_vllm_available", lambda: True)
@@ -288,7 +288,7 @@ def test_trl_takes_the_steps_that_are_asked(tmp_path, monkeypatch):
 @pytest.fixture
 def no_gpu_needed(monkeypatch):
     """The benchmarks' own readings of a GPU replaced; ``asked`` collects what peers are asked for."""
-    from qerl.bench import rollout, step
+    from benchmarks import rollout, step
 
     asked = []
 
@@ -307,8 +307,8 @@ def no_gpu_needed(monkeypatch):
 
 
 def test_rollout_benchmark_adds_peers_to_its_rows(no_gpu_needed, tmp_path, capsys):
-    from qerl.bench import rollout
-    from qerl.bench.peers import vllm_decode
+    from benchmarks import rollout
+    from benchmarks.peers import vllm_decode
 
     out = tmp_path / "results/rollout.json"
     names = ["vllm-bf16", "vllm-nvfp4", "vllm-humming"]
@@ -330,7 +330,7 @@ def test_rollout_benchmark_adds_peers_to_its_rows(no_gpu_needed, tmp_path, capsy
 
 
 def test_step_benchmark_adds_peers_to_its_rows(no_gpu_needed, tmp_path):
-    from qerl.bench import step
+    from benchmarks import step
 
     out = tmp_path / "step.json"
     flags = "--weights --prompts 16 --tokens 1024 --steps 1 --peers trl-vllm"
@@ -339,4 +339,4 @@ def test_step_benchmark_adds_peers_to_its_rows(no_gpu_needed, tmp_path):
     assert (row["engine"], row["weights"], row["prompts"], row["samples"]) == ("trl+vllm", "bf16", 16, 8)
     assert row["completion_tokens"] == 1024
     ((name, module, spec),) = no_gpu_needed
-    assert (name, module, spec["microbatch"]) == ("trl-vllm", "qerl.bench.peers.trl_step", 8)
+    assert (name, module, spec["microbatch"]) == ("trl-vllm", "benchmarks.peers.trl_step", 8)

@@ -138,7 +138,7 @@ def recorded():
                     f"{row['shape']}-{row['weights']}-r{row['lora_rank']}-{row['prompts']}x{row['samples']}"
                 )
                 rows.append(pytest.param(row, id=f"{name}x{row['completion_tokens']}-{file.stem}"))
-    skip = pytest.mark.skip(reason="bench/results has no step-*.json")
+    skip = pytest.mark.skip(reason="benchmarks/results has no step-*.json")
     return rows or [pytest.param(None, marks=skip)]
 
 

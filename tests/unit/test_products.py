@@ -1,4 +1,4 @@
-"""What other packages are given in `qerl bench kernels`; the packages themselves need a GPU."""
+"""What other packages are given in `python -m benchmarks kernels`; the packages themselves need a GPU."""
 
 import sys
 from types import SimpleNamespace
@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from qerl.bench.decoder import random_blob
-from qerl.bench.products import bitsandbytes, dequantised, humming
+from benchmarks.decoder import random_blob
+from benchmarks.products import bitsandbytes, dequantised, humming
 from qerl.fp4.format import NVFP4, PackedWeight, dequantize
 from qerl.kernels.weights import nf4
 

@@ -10,7 +10,7 @@ CACHE_SHARE = 0.6  # of the memory beside model and training state that keys and
 
 @dataclass(frozen=True)
 class Reserve:
-    """What no formula gives, from measured steps (bench/results/step-*.json, H100, torch 2.11).
+    """What no formula gives, from measured steps (benchmarks/results/step-*.json, H100, torch 2.11).
 
     Attributes:
         context: CUDA context, loaded kernels, cuBLAS workspaces, captured graphs and the engine's buffers.

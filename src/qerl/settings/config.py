@@ -161,7 +161,7 @@ class QeRLConfig(GRPOConfig):
 
     kv_cache_dtype: KvCacheDtype = _help(
         "Keys and values of rollouts: auto (bfloat16) or fp8 (E4M3 without scales: half the memory, paged "
-        "engine only). Experimental: see `qerl bench parity --kv-cache-dtype fp8` for your model.",
+        "engine only). Experimental: see `python -m benchmarks parity --kv-cache-dtype fp8` for your model.",
         "auto",
     )
 

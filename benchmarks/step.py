@@ -1,12 +1,12 @@
 """Seconds and memory of a whole GRPO step, rollout to optimizer, on a model shape with random weights.
 
-    qerl bench step --shape 7b --weights nvfp4 bf16 --samples 8 --tokens 2048
+    python -m benchmarks step --shape 7b --weights nvfp4 bf16 --samples 8 --tokens 2048
 
 Runs the trainer itself. Weights are random and made on the GPU layer by layer, so a shape of 72B needs no
 more memory than training it. Nothing ends a completion before its last token and rewards are random, so every
 sample of every row does the same work. A row begins with a step that is not counted: its rollout, spoilt by a
 NaN, ends at once, but captures the graphs, and its update compiles. With `--peers`, TRL with vLLM does the
-same work in the same run (`qerl.bench.peers`).
+same work in the same run (`benchmarks.peers`).
 """
 
 import argparse
@@ -24,12 +24,12 @@ import torch
 from datasets import Dataset
 from peft import PeftModel
 
-from qerl.bench.clock import Clock, medians
-from qerl.bench.decoder import WEIGHTS
-from qerl.bench.peers.process import peer_rows
-from qerl.bench.random_model import random_policy
-from qerl.bench.random_task import random_prompts, random_reward, word_tokenizer
-from qerl.bench.result import head
+from benchmarks.clock import Clock, medians
+from benchmarks.decoder import WEIGHTS
+from benchmarks.peers.process import peer_rows
+from benchmarks.random_model import random_policy
+from benchmarks.random_task import random_prompts, random_reward, word_tokenizer
+from benchmarks.result import head
 from qerl.errors import QeRLError
 from qerl.lora.adapter import LORA_TARGETS
 from qerl.plan.propose import MOST_SEQUENCES, fastest
@@ -42,7 +42,7 @@ from qerl.settings.config import QeRLConfig
 from qerl.trainer.grpo import QeRLTrainer
 from qerl.trainer.memory import used_bytes
 
-PEERS = {"trl-vllm": "qerl.bench.peers.trl_step"}
+PEERS = {"trl-vllm": "benchmarks.peers.trl_step"}
 """The module that runs in each peer's process."""
 
 _DEVICE = torch.device("cuda")
@@ -151,7 +151,7 @@ def measure(
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="qerl bench step", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m benchmarks step", description=__doc__.split("\n")[0])
     parser.add_argument("--shape", default="7b")
     parser.add_argument("--weights", nargs="*", default=["nvfp4"], choices=WEIGHTS, help="none: peers alone")
     parser.add_argument("--peers", nargs="+", default=[], choices=PEERS, help="measure these as well")
@@ -230,7 +230,7 @@ def _peer_rows(args: argparse.Namespace, sizes: Shape) -> Iterator[dict[str, Any
 
 
 def main(arguments: list[str]) -> None:
-    """Runs `qerl bench step` with these arguments."""
+    """Runs `python -m benchmarks step` with these arguments."""
     args = _parser().parse_args(arguments)
     sizes = shape(args.shape)
     common = {
@@ -260,5 +260,5 @@ def _write(path: Path | None, arguments: list[str], rows: list[dict[str, Any]]) 
     if path is None:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    found = head(["qerl bench step", *arguments])
+    found = head(["python -m benchmarks step", *arguments])
     path.write_text(json.dumps({**found, "rows": rows}, indent=1))

@@ -83,12 +83,15 @@ def serve(run: Callable[[dict[str, Any], Path], Iterator[dict[str, Any]]]) -> No
 
 
 def _environment() -> dict[str, str]:
-    """The peer's: ours, or the packages in QERL_PEER_PATH and, behind them, this package."""
-    environment = {**os.environ, **_QUIET}
-    if path := os.environ.get(PEER_PATH):
-        home = Path(qerl.__file__).parents[1]
-        environment["PYTHONPATH"] = f"{path}{os.pathsep}{home}"
-    return environment
+    """Environment of the peer's process.
+
+    The peer finds the packages in QERL_PEER_PATH, or else those in PYTHONPATH, and behind them benchmarks and
+    package.
+    """
+    packages = os.environ.get(PEER_PATH) or os.environ.get("PYTHONPATH")
+    homes = (Path(__file__).parents[2], Path(qerl.__file__).parents[1])
+    found = [packages, *map(str, homes)] if packages else [*map(str, homes)]
+    return {**os.environ, **_QUIET, "PYTHONPATH": os.pathsep.join(found)}
 
 
 def _follow(process: "subprocess.Popen[bytes]", reader: Any) -> Iterator[dict[str, Any]]:

@@ -1,10 +1,10 @@
 """Decode speed of a model shape with random weights.
 
-    qerl bench rollout --shape 7b --weights nvfp4 --rank 32 --batch 1 8 64 128
+    python -m benchmarks rollout --shape 7b --weights nvfp4 --rank 32 --batch 1 8 64 128
 
 Prompts are given as cached random keys and values; the timed part is decoding, from the first token on, with
 the attention's work growing as it does in a rollout. A group shares its prompt. With `--peers`, vLLM does the
-same work in the same run (`qerl.bench.peers`).
+same work in the same run (`benchmarks.peers`).
 """
 
 import argparse
@@ -19,11 +19,11 @@ from typing import Any
 
 import torch
 
-from qerl.bench.decoder import WEIGHTS, random_decoder
-from qerl.bench.peers import vllm_decode
-from qerl.bench.peers.process import peer_rows
-from qerl.bench.peers.vllm_decode import PEERS
-from qerl.bench.result import head
+from benchmarks.decoder import WEIGHTS, random_decoder
+from benchmarks.peers import vllm_decode
+from benchmarks.peers.process import peer_rows
+from benchmarks.peers.vllm_decode import PEERS
+from benchmarks.result import head
 from qerl.kernels.decode.common import PAGE
 from qerl.plan.shapes import Shape, shape
 from qerl.rollout.engine import KV_DTYPES, SamplingParams
@@ -170,7 +170,7 @@ def read_bandwidth() -> float:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="qerl bench rollout", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m benchmarks rollout", description=__doc__.split("\n")[0])
     parser.add_argument("--shape", default="7b")
     parser.add_argument("--weights", nargs="*", default=["nvfp4"], choices=WEIGHTS, help="none: peers alone")
     parser.add_argument("--peers", nargs="+", default=[], choices=PEERS, help="measure these as well")
@@ -239,7 +239,7 @@ def _print(row: dict[str, Any]) -> None:
 
 
 def main(arguments: list[str]) -> None:
-    """Runs `qerl bench rollout` with these arguments."""
+    """Runs `python -m benchmarks rollout` with these arguments."""
     args = _parser().parse_args(arguments)
     sizes = shape(args.shape)
     sizes = replace(sizes, layers=args.layers or sizes.layers)
@@ -258,5 +258,5 @@ def main(arguments: list[str]) -> None:
         _print(row)
         if args.out:
             args.out.parent.mkdir(parents=True, exist_ok=True)
-            found = {**head(["qerl bench rollout", *arguments]), "read_gb_s": limit, "rows": rows}
+            found = {**head(["python -m benchmarks rollout", *arguments]), "read_gb_s": limit, "rows": rows}
             args.out.write_text(json.dumps(found, indent=1))

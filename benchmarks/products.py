@@ -1,11 +1,11 @@
-"""Four-bit products of other packages, to be timed beside this package's own (`qerl bench kernels`)."""
+"""Four-bit products of other packages, timed beside the package's own by `python -m benchmarks kernels`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-from qerl.bench.decoder import random_nf4
+from benchmarks.decoder import random_nf4
 from qerl.fp4.format import NVFP4, PackedWeight, dequantize
 from qerl.kernels.weights import nf4
 from qerl.kernels.weights.packed_gemm import Blob, from_blob

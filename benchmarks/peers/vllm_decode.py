@@ -1,4 +1,4 @@
-"""Decode speed of vLLM, for `qerl bench rollout --peers`.
+"""Decode speed of vLLM, for `python -m benchmarks rollout --peers`.
 
 Three peers: BF16 weights, NVFP4 weights as vLLM takes them by itself (Marlin on Hopper), and NVFP4 with its
 `quantization="humming"`. Prefix caching is on and CUDA graphs are captured for exactly the measured batches,
@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qerl.bench.peers.checkpoint import model_config, write_adapter
-from qerl.bench.peers.process import serve
+from benchmarks.peers.checkpoint import model_config, write_adapter
+from benchmarks.peers.process import serve
 from qerl.plan.shapes import Shape
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def run(spec: dict[str, Any], folder: Path) -> Iterator[dict[str, Any]]:
         folder: Gets config and adapter.
 
     Returns:
-        Rows with version, batch, and decode_tok_s, step_ms, spread as `qerl.bench.rollout.measure` has them.
+        Rows with version, batch, and decode_tok_s, step_ms, spread as `benchmarks.rollout.measure` has them.
     """
     import vllm
 

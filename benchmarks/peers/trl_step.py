@@ -1,4 +1,4 @@
-"""A GRPO step of plain TRL with vLLM in the same process, for `qerl bench step --peers`.
+"""A GRPO step of plain TRL with vLLM in the same process, for `python -m benchmarks step --peers`.
 
 TRL's `GRPOTrainer` as it comes, with `use_vllm=True` and `vllm_mode="colocate"`: BF16 weights twice, once in
 the trainer and once in vLLM, to which TRL sends the weights with LoRA merged into them at the start of every
@@ -23,10 +23,10 @@ from peft import LoraConfig
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from trl import GRPOConfig, GRPOTrainer
 
-from qerl.bench.clock import Clock, medians
-from qerl.bench.peers.checkpoint import model_config, write_zeros
-from qerl.bench.peers.process import serve
-from qerl.bench.random_task import random_prompts, random_reward, word_tokenizer
+from benchmarks.clock import Clock, medians
+from benchmarks.peers.checkpoint import model_config, write_zeros
+from benchmarks.peers.process import serve
+from benchmarks.random_task import random_prompts, random_reward, word_tokenizer
 from qerl.lora.adapter import LORA_TARGETS
 from qerl.plan.shapes import Shape
 from qerl.trainer.memory import used_bytes
@@ -86,7 +86,7 @@ def run(spec: dict[str, Any], folder: Path) -> Iterator[dict[str, Any]]:
 
     Args:
         spec: ``sizes`` (fields of a `Shape`), ``rank``, ``prompts``, ``samples``, ``microbatch``,
-            ``prompt_tokens``, ``tokens`` and ``steps``, as `qerl.bench.step.measure` has them.
+            ``prompt_tokens``, ``tokens`` and ``steps``, as `benchmarks.step.measure` has them.
         folder: Gets the model's folder and TRL's.
 
     Returns:

@@ -3,7 +3,7 @@
 This package's kernel and quack share one copy of an NVFP4 weight; humming has its own,
 bitsandbytes multiplies with NF4, cuBLAS with BF16.
 
-    qerl bench kernels --shape 7b 32b --tokens 1 8 16 32 64
+    python -m benchmarks kernels --shape 7b 32b --tokens 1 8 16 32 64
 
 Each time is the median of CUDA-graph replays that walk over copies of the weight larger together than the L2
 cache. The error is against float64, relative, in the Frobenius norm.
@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 
-from qerl.bench.decoder import random_blob
-from qerl.bench.products import CONTESTANTS, Contestant, dequantised
-from qerl.bench.result import head
+from benchmarks.decoder import random_blob
+from benchmarks.products import CONTESTANTS, Contestant, dequantised
+from benchmarks.result import head
 from qerl.kernels.needs import has_module
 from qerl.kernels.weights import gemm
 from qerl.kernels.weights.packed_gemm import MOST_TOKENS, Blob, Cut, parts, small_gemm, to_operand
@@ -172,8 +172,8 @@ def measure(
 
 
 def main(arguments: list[str]) -> None:
-    """Runs `qerl bench kernels` with these arguments."""
-    parser = argparse.ArgumentParser(prog="qerl bench kernels", description=__doc__.split("\n")[0])
+    """Runs `python -m benchmarks kernels` with these arguments."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks kernels", description=__doc__.split("\n")[0])
     parser.add_argument("--shape", nargs="+", default=["7b"])
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument(
@@ -207,5 +207,5 @@ def main(arguments: list[str]) -> None:
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(
-            json.dumps({**head(["qerl bench kernels", *arguments]), "rows": result}, indent=1)
+            json.dumps({**head(["python -m benchmarks kernels", *arguments]), "rows": result}, indent=1)
         )

@@ -21,7 +21,7 @@ def random_policy(sizes: Shape, weights: str, rank: int, positions: int) -> Peft
 
     Args:
         sizes: The shape.
-        weights: One of `qerl.bench.decoder.WEIGHTS`.
+        weights: One of `benchmarks.decoder.WEIGHTS`.
         rank: LoRA rank on all linears.
         positions: Positions the model has.
     """

@@ -1,0 +1,40 @@
+"""Run a benchmark: `python -m benchmarks NAME ...`; `python -m benchmarks NAME --help` lists its options."""
+
+import argparse
+import signal
+import sys
+from importlib import import_module
+
+import torch
+
+from qerl.errors import QeRLError
+
+BENCHMARKS = ("rollout", "step", "kernels", "parity")
+
+
+def main(arguments: list[str]) -> int:
+    """Run the benchmark that the command line names.
+
+    Returns:
+        Exit status: 2 where there is no GPU to measure, or for a mistake on the command line.
+    """
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("name", choices=BENCHMARKS, help="what is measured")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="options of the benchmark")
+    args = parser.parse_args(arguments)
+    if not torch.cuda.is_available() and not {"-h", "--help"} & set(args.arguments):
+        print(
+            "Benchmarks measure a CUDA GPU and this machine shows none; see `qerl doctor`.", file=sys.stderr
+        )
+        return 2
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # a peer's process must not outlive this one
+    try:
+        import_module(f"benchmarks.{args.name}").main(args.arguments)
+    except QeRLError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,1 +1,0 @@
-"""Benchmarks that print a table and write JSON."""
