@@ -14,13 +14,13 @@ from rich.table import Table
 
 from qerl.eval.evaluate import EvalResult
 from qerl.eval.run import Request, Source, evaluate_model
-from qerl.fp4.format import FORMATS
 from qerl.fp4.quantize import quantize_checkpoint
 from qerl.models.gguf import cache_folder
 from qerl.models.hub import local_checkpoint
 from qerl.report import read_metrics, reward_curve_png, terminal_curve
 from qerl.settings.config import QeRLConfig
 from qerl.trainer.run import train
+from qerl.weight_formats import FORMATS
 
 HELD_OUT = 128
 """Held-out problems scored before and after."""
@@ -58,7 +58,7 @@ def one_microbatch(config: QeRLConfig) -> None:
 def _packed(config: QeRLConfig, console: Console) -> str:
     """The model in the settings' format; a four-bit one is quantised once and kept."""
     assert config.model is not None
-    if config.weights not in FORMATS:
+    if not FORMATS[config.weights].packed:
         return config.model
     name = f"{Path(config.model).name}-{config.weights}-{config.rounding}"
     target = cache_folder() / name

@@ -28,7 +28,9 @@ def nvfp4_llama() -> Callable[..., torch.nn.Module]:
         for module in list(model.modules()):
             for name, child in list(module.named_children()):
                 if name.endswith("_proj"):
-                    layer = NVFP4Linear.from_packed(quantize(child.weight.data.float(), NVFP4), child.bias)
+                    layer = NVFP4Linear.from_packed(
+                        quantize(child.weight.data.float(), NVFP4, "rtn"), child.bias
+                    )
                     if blob:
                         moved = to_blob(layer.weight_packed, layer.weight_scale)
                         layer.weight_packed = moved.codes

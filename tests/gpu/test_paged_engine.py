@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from qerl.errors import QeRLError
-from qerl.fp4.format import FORMATS, quantize
+from qerl.fp4.format import BLOCK_FORMATS, quantize
 from qerl.fp4.linear import LINEAR_CLASSES
 from qerl.kernels.needs import has_module
 from qerl.lora.adapter import add_lora
@@ -54,7 +54,7 @@ def model_of(family, packed, lora=True):
         for module in list(model.modules()):
             for name, child in list(module.named_children()):
                 if name.endswith("_proj"):
-                    weight = quantize(child.weight.data.float(), FORMATS[packed])
+                    weight = quantize(child.weight.data.float(), BLOCK_FORMATS[packed], "rtn")
                     layer = LINEAR_CLASSES[packed].from_packed(weight, child.bias)
                     setattr(module, name, layer)
     if lora:

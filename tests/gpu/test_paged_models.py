@@ -61,7 +61,7 @@ def packed(model):
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if name.endswith("_proj"):
-                layer = NVFP4Linear.from_packed(quantize(child.weight.data.float(), NVFP4), child.bias)
+                layer = NVFP4Linear.from_packed(quantize(child.weight.data.float(), NVFP4, "rtn"), child.bias)
                 setattr(module, name, layer)
     return model
 

@@ -229,7 +229,9 @@ def test_dora_on_packed_layers_is_a_sentence(tiny_model, tmp_path):
     get_peft_model(copy.deepcopy(dense), lora(use_dora=True)).save_pretrained(tmp_path)
     for name, linear in list(dense.model.named_modules()):
         if name.endswith("_proj"):
-            dense.model.set_submodule(name, NVFP4Linear.from_packed(quantize(linear.weight.detach(), NVFP4)))
+            dense.model.set_submodule(
+                name, NVFP4Linear.from_packed(quantize(linear.weight.detach(), NVFP4, "rtn"))
+            )
     with pytest.raises(QeRLError, match="DoRA adapter, which needs"):
         load_adapter(dense, tmp_path)
 

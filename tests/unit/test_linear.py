@@ -7,15 +7,15 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from qerl.fp4.format import FORMATS, dequantize, quantize
+from qerl.fp4.format import BLOCK_FORMATS, dequantize, quantize
 from qerl.fp4.linear import LINEAR_CLASSES, NVFP4Linear, PackedLinear, unpacked
 from qerl.fp4.workspace import workspace
 
-FORMAT_NAMES = sorted(FORMATS)
+FORMAT_NAMES = sorted(BLOCK_FORMATS)
 
 
 def packed_layer(name: str, n: int = 48, k: int = 96, bias: bool = True) -> PackedLinear:
-    packed = quantize(torch.randn(n, k), FORMATS[name])
+    packed = quantize(torch.randn(n, k), BLOCK_FORMATS[name], "rtn")
     return LINEAR_CLASSES[name].from_packed(packed, nn.Parameter(torch.randn(n)) if bias else None)
 
 

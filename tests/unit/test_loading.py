@@ -36,11 +36,11 @@ def watch():
 
 format._CHUNK_ELEMENTS = 2**17  # its temporaries are of a fixed size, which is large beside a small model
 folder, warm = sys.argv[1:]
-load_model(warm, "nvfp4", torch.bfloat16, "cpu")  # imports, lookup tables
+load_model(warm, "nvfp4", torch.bfloat16, "cpu", "rtn")  # imports, lookup tables
 before = anonymous()
 thread = threading.Thread(target=watch)
 thread.start()
-model = load_model(folder, "nvfp4", torch.bfloat16, "cpu")
+model = load_model(folder, "nvfp4", torch.bfloat16, "cpu", "rtn")
 done.set()
 thread.join()
 print(sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()]), peak - before)

@@ -27,8 +27,8 @@ from qerl.models.load import load_model
 IDS = torch.arange(40).reshape(2, 20)
 
 
-def load(folder: Path, weights="nvfp4", dtype=torch.float32, method="rtn"):
-    return load_model(folder, weights, dtype, "cpu", method)
+def load(folder: Path, weights="nvfp4", dtype=torch.float32, rounding="rtn"):
+    return load_model(folder, weights, dtype, "cpu", rounding)
 
 
 def packed_layers(model: nn.Module) -> dict[str, PackedLinear]:
@@ -86,14 +86,14 @@ def test_fused_layers_share_a_global_scale_across_shards(saved) -> None:
     assert split, "no group lies in two shards; the test tests nothing"
 
 
-@pytest.mark.parametrize(("weights", "method"), [("nvfp4", "rtn"), ("nvfp4", "mse"), ("mxfp4", "rtn")])
+@pytest.mark.parametrize(("weights", "rounding"), [("nvfp4", "rtn"), ("nvfp4", "mse"), ("mxfp4", "rtn")])
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
-def test_same_bytes_as_qerl_quantize(saved, tmp_path, weights: str, method: str, stored) -> None:
+def test_same_bytes_as_qerl_quantize(saved, tmp_path, weights: str, rounding: str, stored) -> None:
     folder = saved(dtype=stored)
-    quantize_checkpoint(folder, tmp_path / "packed", weights, method)
+    quantize_checkpoint(folder, tmp_path / "packed", weights, rounding)
     expected = open_checkpoint(tmp_path / "packed").state_dict()
     # In a bf16 model too: the weights are quantised as they are stored, not as the model would hold them.
-    state = load(folder, weights, torch.bfloat16, method).state_dict()
+    state = load(folder, weights, torch.bfloat16, rounding).state_dict()
     names = [name for name in expected if "_proj." in name]
     assert names and set(state) == set(expected)
     for name in names:
@@ -138,7 +138,7 @@ def test_from_pretrained_works_without_load_model(saved) -> None:
         folder, quantization_config=QeRLQuantizationConfig("mxfp4"), dtype=torch.float32
     )
     assert all(type(layer) is MXFP4Linear for layer in packed_layers(model).values())
-    assert torch.equal(logits(model), logits(load(folder, "mxfp4")))
+    assert torch.equal(logits(model), logits(load(folder, "mxfp4", rounding="mse")))
 
 
 def test_modelopt_checkpoint(saved, tmp_path) -> None:

@@ -248,7 +248,7 @@ class TestAgainstTheModel:
         model = tiny_model("llama")
         for name, linear in list(model.model.named_modules()):
             if name.endswith("_proj"):
-                packed = NVFP4Linear.from_packed(quantize(linear.weight.detach(), NVFP4))
+                packed = NVFP4Linear.from_packed(quantize(linear.weight.detach(), NVFP4, "rtn"))
                 model.model.set_submodule(name, packed)
         calls = []
         monkeypatch.setattr(

@@ -24,15 +24,15 @@ from qerl.eval.base_check import check_base, check_rounding, packing
 from qerl.eval.evaluate import EvalResult, evaluate, held_out, versions
 from qerl.eval.record import Record
 from qerl.eval.trained import Choices, read_trained
-from qerl.fp4.format import FORMATS, Method
 from qerl.lora.adapter import adapter_file, check_adapter, load_adapter
 from qerl.models.chat import Chat
 from qerl.models.fingerprint import checkpoint_fingerprint
 from qerl.models.hub import local_checkpoint
-from qerl.models.load import Weights, load_model, load_tokenizer
+from qerl.models.load import load_model, load_tokenizer
 from qerl.rollout.engine import RolloutEngine, SamplingParams
 from qerl.rollout.select import make_engine
 from qerl.tasks import get_task
+from qerl.weight_formats import DEFAULT_FORMAT, DEFAULT_ROUNDING, FORMATS, Rounding, WeightFormatName
 
 ComputeDtype = Literal["auto", "float32", "bfloat16"]
 EVAL_TOKENS, ANSWER_TOKENS = 4096, 256
@@ -54,8 +54,8 @@ class Source:
 
     model: str
     adapter: Path | None = None
-    weights: Weights | None = None
-    rounding: Method | None = None
+    weights: WeightFormatName | None = None
+    rounding: Rounding | None = None
     dtype: ComputeDtype | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
@@ -103,8 +103,8 @@ class Loading:
 
     model: str
     adapter: Path | None
-    weights: Weights
-    rounding: Method | None
+    weights: WeightFormatName
+    rounding: Rounding | None
     dtype: torch.dtype
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
 
@@ -145,14 +145,14 @@ def decide(source: Source, choices: Choices) -> Loading:
     if packed and source.adapter is None and source.weights is None:
         weights = choices.note("weights", packed, source.model)
     else:
-        weights = choices.take("weights", source.weights, packed or "nvfp4")
+        weights = choices.take("weights", source.weights, packed or DEFAULT_FORMAT)
     if source.adapter is not None:
         check_adapter(source.adapter)
         if packed and source.rounding is None and source.weights is None:
             check_rounding(source.model, packed_with, trained_with)
     rounding: Any = packed_with
-    if weights in FORMATS and not packed:
-        rounding = choices.take("rounding", source.rounding, "mse")
+    if FORMATS[weights].packed and not packed:
+        rounding = choices.take("rounding", source.rounding, DEFAULT_ROUNDING)
     dtype = choices.take("dtype", source.dtype, "auto")
     if dtype == "auto":
         full = choices.trained.settings.get("tuning") == "full"
@@ -171,7 +171,11 @@ def load(loading: Loading, console: Console) -> Policy:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     tokenizer = load_tokenizer(loading.model)
     model: Any = load_model(
-        loading.model, loading.weights, dtype=loading.dtype, device=device, method=loading.rounding or "mse"
+        loading.model,
+        loading.weights,
+        dtype=loading.dtype,
+        device=device,
+        rounding=loading.rounding or DEFAULT_ROUNDING,
     )
     if loading.adapter is not None:
         model = load_adapter(model, loading.adapter)

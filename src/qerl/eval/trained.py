@@ -14,14 +14,13 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from qerl.errors import QeRLError
-from qerl.fp4.format import Method
 from qerl.models.fingerprint import POLICY_FILE
-from qerl.models.load import Weights
 from qerl.report.runs import CONFIG_FILE, read_settings
 from qerl.settings.recipe import FIELDS
+from qerl.weight_formats import FORMATS, ROUNDINGS
 
 _CHECKPOINT = re.compile(r"checkpoint-\d+")
 
@@ -32,8 +31,8 @@ def _one_of(*choices: str) -> tuple[Callable[[Any], bool], str]:
 
 # Setting -> whether a value is one, and what it has to be.
 _KNOWN: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "weights": _one_of(*get_args(Weights)),
-    "rounding": _one_of(*get_args(Method)),
+    "weights": _one_of(*FORMATS),
+    "rounding": _one_of(*ROUNDINGS),
     "dtype": _one_of("auto", "float32", "bfloat16"),
     "tuning": _one_of("lora", "full"),
     "model": (lambda value: isinstance(value, str), "text"),

@@ -33,14 +33,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from qerl.errors import QeRLError
-from qerl.fp4.format import MXFP4, NVFP4, BlockFormat, PackedWeight
+from qerl.fp4.format import BLOCK_FORMATS, NVFP4, BlockFormat, PackedWeight
 
 Layout = Literal["plain", "compressed-tensors", "modelopt"]
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
-_PACKED_FORMATS = {"nvfp4-pack-quantized": NVFP4, "mxfp4-pack-quantized": MXFP4}
+_BY_CHECKPOINT_NAME = {format.checkpoint_format: format for format in BLOCK_FORMATS.values()}
 _ACTIVATION_TENSORS = ("input_scale", "input_global_scale", "k_scale", "v_scale")
 
 
@@ -149,7 +149,7 @@ def quantization_config(format: BlockFormat, ignore: Iterable[str]) -> dict[str,
     """
     return {
         "quant_method": "compressed-tensors",
-        "format": next(name for name, known in _PACKED_FORMATS.items() if known is format),
+        "format": format.checkpoint_format,
         "quantization_status": "compressed",
         "ignore": list(ignore),
         "config_groups": {
@@ -239,7 +239,7 @@ def _packing(folder: Path, config: dict[str, Any]) -> tuple[Layout, BlockFormat 
     if method == "modelopt" and declared.get("quant_algo") == "NVFP4":
         return "modelopt", NVFP4
     if method == "compressed-tensors":
-        format = _PACKED_FORMATS.get(declared.get("format", ""))
+        format = _BY_CHECKPOINT_NAME.get(declared.get("format", ""))
         # A transform rotates weights against activations; weights alone would be a different model.
         if format is not None and not declared.get("transform_config"):
             return "compressed-tensors", format

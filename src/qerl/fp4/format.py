@@ -34,13 +34,12 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal, get_args
 
 import torch
 
+from qerl import weight_formats
 from qerl.errors import QeRLError
-
-Method = Literal["rtn", "mse"]
+from qerl.weight_formats import ROUNDINGS, Rounding
 
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E2M1_MAX = 6.0
@@ -56,24 +55,73 @@ _CHUNK_ELEMENTS = 2**22
 
 @dataclass(frozen=True)
 class BlockFormat:
-    """What distinguishes one four-bit format from another.
+    """What the bytes of one four-bit format mean.
 
     Attributes:
-        name: As written in recipes and on the command line.
-        block_size: Elements along K that share a scale.
+        name: Its name in `qerl.weight_formats`.
         scale_dtype: ``float8_e4m3fn``, or ``uint8`` for an E8M0 exponent with bias 127.
-        has_global_scale: Whether one FP32 number a matrix scales the block scales.
+        scale_bytes: The lowest and the highest byte that a block scale may have.
+        search_steps: The scales that ``mse`` tries, counted in representable scales from that of ``rtn``.
+        checkpoint_format: Name of the format in compressed-tensors' ``config.json``.
     """
 
-    name: str
-    block_size: int
+    name: weight_formats.WeightFormatName
     scale_dtype: torch.dtype
-    has_global_scale: bool
+    scale_bytes: tuple[int, int]
+    search_steps: tuple[int, ...]
+    checkpoint_format: str
+
+    @property
+    def block_size(self) -> int:
+        """Elements along K that share a scale."""
+        size = weight_formats.FORMATS[self.name].block_size
+        assert size is not None
+        return size
+
+    @property
+    def has_global_scale(self) -> bool:
+        """Whether one FP32 number per matrix scales the block scales."""
+        return weight_formats.FORMATS[self.name].matrix_scale_bytes > 0
 
 
-NVFP4 = BlockFormat("nvfp4", block_size=16, scale_dtype=torch.float8_e4m3fn, has_global_scale=True)
-MXFP4 = BlockFormat("mxfp4", block_size=32, scale_dtype=torch.uint8, has_global_scale=False)
-FORMATS = {format.name: format for format in (NVFP4, MXFP4)}
+# The search steps: in E4M3 the block maximum falls on 6 at 0 and on 4 ("four over six", arXiv 2512.02010) at
+# +4 or +5; negative steps clip it for the others' sake. Relative error of a normal 1024 x 1024 matrix: rtn
+# .0952, four over six alone .0852, these steps .0813, twice as many .0813; a global scale that leaves the
+# largest block room for 4 (256 * 6 / amax) changes less than .0002. A power of two has one neighbour worth
+# trying, the smaller: .1121 becomes .1115.
+NVFP4 = BlockFormat(
+    "nvfp4",
+    scale_dtype=torch.float8_e4m3fn,
+    scale_bytes=(1, 126),
+    search_steps=(-2, -1, 1, 2, 3, 4, 5, 6),
+    checkpoint_format="nvfp4-pack-quantized",
+)
+MXFP4 = BlockFormat(
+    "mxfp4",
+    scale_dtype=torch.uint8,
+    scale_bytes=(0, 254),
+    search_steps=(-1,),
+    checkpoint_format="mxfp4-pack-quantized",
+)
+BLOCK_FORMATS: dict[str, BlockFormat] = {format.name: format for format in (NVFP4, MXFP4)}
+"""The formats of this module by name: those of `qerl.weight_formats.PACKED_FORMATS`."""
+
+
+def block_format(name: str) -> BlockFormat:
+    """The four-bit format of this name.
+
+    Raises:
+        QeRLError: No four-bit format has this name.
+    """
+    if name not in BLOCK_FORMATS:
+        raise QeRLError(f"There is no four-bit format {name}; choose one of {', '.join(BLOCK_FORMATS)}.")
+    return BLOCK_FORMATS[name]
+
+
+def check_rounding(rounding: str) -> None:
+    """Raise QeRLError unless there is such a rounding."""
+    if rounding not in ROUNDINGS:
+        raise QeRLError(f"There is no rounding {rounding}; choose one of {', '.join(ROUNDINGS)}.")
 
 
 @dataclass(frozen=True)
@@ -132,7 +180,7 @@ class PackedWeight:
 def quantize(
     weight_NK: torch.Tensor,
     format: BlockFormat,
-    method: Method = "rtn",
+    rounding: Rounding,
     amax: float | torch.Tensor | None = None,
 ) -> PackedWeight:
     """Round a matrix to a four-bit format.
@@ -140,7 +188,7 @@ def quantize(
     Args:
         weight_NK: [N, K], floating point, finite; K a multiple of the format's block size.
         format: ``NVFP4`` or ``MXFP4``.
-        method: ``rtn`` maps each block's maximum to 6 and rounds to nearest, ties to the even code. ``mse``
+        rounding: ``rtn`` maps each block's maximum to 6 and rounds to nearest, ties to the even code. ``mse``
             starts there and keeps, per block, the scale with the smallest squared error
             (:func:`_search_scales`); it takes about eight times as long.
         amax: Largest magnitude of all matrices that share this one's global scale (``groups.py`` says which
@@ -150,8 +198,7 @@ def quantize(
         QeRLError: Not a floating-point matrix, NaN or Inf in it, a width that the block size does not divide,
             or an ``amax`` below the matrix's own.
     """
-    if method not in get_args(Method):
-        raise QeRLError(f"There is no rounding method {method}; choose rtn or mse.")
+    check_rounding(rounding)
     own_amax = _checked_amax(weight_NK, format)
     if amax is not None and float(amax) < float(own_amax):
         raise QeRLError(
@@ -171,7 +218,7 @@ def quantize(
     for rows in _row_chunks(n, k):
         blocks = weight_NK[rows].float().unflatten(1, (-1, format.block_size))
         chosen = _rtn_scales(blocks, global_scale, format)
-        if method == "mse":
+        if rounding == "mse":
             chosen = _search_scales(blocks, chosen, global_scale, format)
         scales[rows] = chosen
         codes[rows] = _pack(_encode(blocks, _block_steps(chosen, global_scale)).flatten(1))
@@ -203,9 +250,9 @@ def error_sums(weight_NK: torch.Tensor, packed: PackedWeight) -> torch.Tensor:
     return sums
 
 
-def relative_error(weight_NK: torch.Tensor, packed: PackedWeight) -> float:
-    """``||w - w_hat|| / ||w||`` (Frobenius) in fp64; 0 for a matrix of zeros."""
-    error, norm = error_sums(weight_NK, packed).tolist()
+def relative_error(sums: torch.Tensor) -> float:
+    """``||w - w_hat|| / ||w||`` of what :func:`error_sums` gave, added up or not; 0 for matrices of zeros."""
+    error, norm = sums.tolist()
     return math.sqrt(error / norm) if norm else 0.0
 
 
@@ -269,15 +316,6 @@ def _e8m0_scales(block_amax: torch.Tensor) -> torch.Tensor:
     return byte.clamp(0, 254).to(torch.uint8)
 
 
-# Scales around the rtn one that mse tries, counted in representable scales. In E4M3 the block maximum falls
-# on 6 at 0 and on 4 ("four over six", arXiv 2512.02010) at +4 or +5; negative steps clip it for the others'
-# sake. Relative error of a normal 1024 x 1024 matrix: rtn .0952, four over six alone .0852, these steps
-# .0813, twice as many .0813; a global scale that leaves the largest block room for 4 (256 * 6 / amax)
-# changes less than .0002. A power of two has one neighbour worth trying, the smaller: .1121 becomes .1115.
-_SEARCH_STEPS = {"nvfp4": (-2, -1, 1, 2, 3, 4, 5, 6), "mxfp4": (-1,)}
-_SCALE_BYTE_RANGE = {"nvfp4": (1, 126), "mxfp4": (0, 254)}
-
-
 def _search_scales(
     blocks: torch.Tensor, scales: torch.Tensor, global_scale: torch.Tensor | None, format: BlockFormat
 ) -> torch.Tensor:
@@ -291,10 +329,10 @@ def _search_scales(
         steps = _block_steps(candidate, global_scale)
         return (blocks - _decode(_encode(blocks, steps)) * steps).square_().sum(-1)
 
-    lowest, highest = _SCALE_BYTE_RANGE[format.name]
+    lowest, highest = format.scale_bytes
     rtn_bytes = scales.view(torch.uint8)
     best_bytes, best_error = rtn_bytes, block_error(scales)
-    for step in _SEARCH_STEPS[format.name]:
+    for step in format.search_steps:
         candidate = (rtn_bytes.int() + step).clamp(lowest, highest).to(torch.uint8)
         error = block_error(candidate.view(format.scale_dtype))
         better = error < best_error

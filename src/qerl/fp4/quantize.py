@@ -33,8 +33,17 @@ from qerl.fp4.checkpoint import (
     quantization_config,
     write_json,
 )
-from qerl.fp4.format import FORMATS, BlockFormat, Method, error_sums, largest_magnitude, quantize
+from qerl.fp4.format import (
+    BlockFormat,
+    block_format,
+    check_rounding,
+    error_sums,
+    largest_magnitude,
+    quantize,
+    relative_error,
+)
 from qerl.fp4.groups import fused_group, is_quantized, left_out
+from qerl.weight_formats import DEFAULT_FORMAT, DEFAULT_ROUNDING, Rounding
 
 _ELEMENT_BYTES = {"BF16": 2, "F16": 2, "F32": 4}
 _READABLE = 0o644  # safetensors makes its files readable by their owner alone
@@ -54,7 +63,7 @@ class QuantizeReport:
         parameters: Their elements.
         bytes_before: Size of all shards read.
         bytes_after: Size of all shards written.
-        relative_error: By method, ``||w - w_hat|| / ||w||`` over all quantised matrices together; after
+        relative_error: By rounding, ``||w - w_hat|| / ||w||`` over all quantised matrices together; after
             ``mse`` that of ``rtn`` stands beside it.
     """
 
@@ -67,7 +76,7 @@ class QuantizeReport:
     relative_error: dict[str, float]
 
     def __str__(self) -> str:
-        errors = ", ".join(f"{error:.4f} ({method})" for method, error in self.relative_error.items())
+        errors = ", ".join(f"{error:.4f} ({rounding})" for rounding, error in self.relative_error.items())
         return (
             f"{self.target}: {self.layers} layers, {self.parameters / 1e6:.1f} M weights in {self.format}\n"
             f"size {self.bytes_before / 1e6:.1f} MB -> {self.bytes_after / 1e6:.1f} MB\n"
@@ -77,24 +86,21 @@ class QuantizeReport:
 
 @dataclass
 class _Written:
-    """What the second pass gathers: the index of the new shards, and error sums by method."""
+    """What the second pass gathers: the index of the new shards, and error sums by rounding."""
 
     weight_map: dict[str, str] = field(default_factory=dict)
     total_bytes: int = 0
     error_sums: dict[str, torch.Tensor] = field(default_factory=dict)
 
-    def add_error(self, method: Method, sums: torch.Tensor) -> None:
-        self.error_sums[method] = self.error_sums.get(method, 0) + sums
+    def add_error(self, rounding: Rounding, sums: torch.Tensor) -> None:
+        self.error_sums[rounding] = self.error_sums.get(rounding, 0) + sums
 
     def relative_error(self) -> dict[str, float]:
-        return {
-            method: math.sqrt(error / norm) if norm else 0.0
-            for method, (error, norm) in ((m, s.tolist()) for m, s in self.error_sums.items())
-        }
+        return {rounding: relative_error(sums) for rounding, sums in self.error_sums.items()}
 
 
 def quantize_checkpoint(
-    source: Path, target: Path, format: str = "nvfp4", method: Method = "rtn"
+    source: Path, target: Path, format: str = DEFAULT_FORMAT, rounding: Rounding = DEFAULT_ROUNDING
 ) -> QuantizeReport:
     """Write a four-bit copy of a checkpoint, show progress, and print sizes and error.
 
@@ -103,28 +109,27 @@ def quantize_checkpoint(
         target: Folder to make; the output is compressed-tensors ``nvfp4-pack-quantized`` or
             ``mxfp4-pack-quantized``, weights only.
         format: ``nvfp4`` or ``mxfp4``.
-        method: ``rtn`` or ``mse``, see :func:`qerl.fp4.format.quantize`.
+        rounding: ``rtn`` or ``mse``, see :func:`qerl.fp4.format.quantize`.
 
     Raises:
         QeRLError: The source is damaged, already quantised, has no layer to quantise, NaN or Inf or a width
             that the block size does not divide; the target exists or is being written; the disk is full. The
             target then does not exist.
     """
-    if format not in FORMATS:
-        raise QeRLError(f"There is no format {format}; choose one of {', '.join(FORMATS)}.")
-    block_format = FORMATS[format]
+    blocks = block_format(format)
+    check_rounding(rounding)
     checkpoint = open_checkpoint(source)
     if checkpoint.format is not None:
         raise QeRLError(
             f"{source} is already {checkpoint.format.name}; quantise the 16-bit model that it came from."
         )
-    layers = _layers_to_quantize(checkpoint, block_format)
+    layers = _layers_to_quantize(checkpoint, blocks)
     console = Console()
     with new_folder(target) as folder, Progress(console=console, transient=True) as progress:
-        _check_room(checkpoint, layers, block_format, folder)
+        _check_room(checkpoint, layers, blocks, folder)
         amax = _group_amax(checkpoint, layers, progress)
-        written = _write_shards(checkpoint, folder, amax, block_format, method, progress)
-        _write_rest(checkpoint, folder, layers, block_format, method, written)
+        written = _write_shards(checkpoint, folder, amax, blocks, rounding, progress)
+        _write_rest(checkpoint, folder, layers, blocks, rounding, written)
     report = QuantizeReport(
         target,
         format,
@@ -210,7 +215,7 @@ def _write_shards(
     folder: Path,
     amax: Mapping[str, float],
     format: BlockFormat,
-    method: Method,
+    rounding: Rounding,
     progress: Progress,
 ) -> _Written:
     """Second pass: each shard becomes one of the same name in ``folder``."""
@@ -221,9 +226,9 @@ def _write_shards(
         for name, tensor in checkpoint.read(shard):
             module = name.removesuffix(".weight")
             if module != name and module in amax:
-                packed = quantize(tensor, format, method, amax[module])
-                written.add_error(method, error_sums(tensor, packed))
-                if method != "rtn":
+                packed = quantize(tensor, format, rounding, amax[module])
+                written.add_error(rounding, error_sums(tensor, packed))
+                if rounding != "rtn":
                     nearest = quantize(tensor, format, "rtn", amax[module])
                     written.add_error("rtn", error_sums(tensor, nearest))
                 tensors |= packed_tensors(module, packed)
@@ -242,7 +247,7 @@ def _write_rest(
     folder: Path,
     layers: Mapping[str, Header],
     format: BlockFormat,
-    method: Method,
+    rounding: Rounding,
     written: _Written,
 ) -> None:
     """Everything that is not a shard: config, index, and what the source has beside its weights."""
@@ -250,7 +255,7 @@ def _write_rest(
     config = {
         **checkpoint.config,
         "quantization_config": quantization_config(format, ignore),
-        "qerl_rounding": method,
+        "qerl_rounding": rounding,
     }
     write_json(folder / "config.json", config)
     if list(checkpoint.shards) != [SINGLE_FILE]:

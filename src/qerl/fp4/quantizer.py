@@ -20,7 +20,7 @@ and raised when loading has ended.
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -33,9 +33,10 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from qerl.errors import QeRLError
 from qerl.families.supported import check_dense
 from qerl.fp4.checkpoint import Checkpoint, quantization_config
-from qerl.fp4.format import FORMATS, Method, largest_magnitude, quantize
+from qerl.fp4.format import block_format, check_rounding, largest_magnitude, quantize
 from qerl.fp4.groups import fused_group, is_quantized, left_out
 from qerl.fp4.linear import LINEAR_CLASSES, PackedLinear
+from qerl.weight_formats import DEFAULT_FORMAT, DEFAULT_ROUNDING, Rounding
 
 QUANT_METHOD = "qerl_nvfp4"
 
@@ -46,7 +47,7 @@ class QeRLQuantizationConfig(QuantizationConfigMixin):
 
     Args:
         format: ``nvfp4`` or ``mxfp4``.
-        method: ``rtn`` or ``mse``; of no effect on a packed checkpoint.
+        rounding: ``rtn`` or ``mse``; of no effect on a packed checkpoint.
         packed: Qualified names of the layers that are packed in the checkpoint; empty for a plain one.
         quant_method: Always this quantizer's name; transformers hands back what `for_checkpoint` gave it.
 
@@ -54,23 +55,21 @@ class QeRLQuantizationConfig(QuantizationConfigMixin):
         ignore: After loading, the linear layers that are not packed.
 
     Raises:
-        QeRLError: No such format or method.
+        QeRLError: There is no such format or rounding.
     """
 
     def __init__(
         self,
-        format: str = "nvfp4",
-        method: Method = "rtn",
+        format: str = DEFAULT_FORMAT,
+        rounding: Rounding = DEFAULT_ROUNDING,
         packed: Sequence[str] = (),
         quant_method: str = QUANT_METHOD,
     ) -> None:
-        if format not in FORMATS:
-            raise QeRLError(f"There is no four-bit format {format}; choose one of {', '.join(FORMATS)}.")
-        if method not in get_args(Method):
-            raise QeRLError(f"There is no rounding {method}; choose one of {', '.join(get_args(Method))}.")
+        block_format(format)
+        check_rounding(rounding)
         self.quant_method = quant_method
         self.format = format
-        self.method: Method = method
+        self.rounding: Rounding = rounding
         self.packed = list(packed)
         self.ignore: list[str] = []
 
@@ -85,7 +84,7 @@ class QeRLQuantizationConfig(QuantizationConfigMixin):
 
     def to_dict(self) -> dict[str, Any]:
         """What ``config.json`` says: the description of compressed-tensors."""
-        return quantization_config(FORMATS[self.format], self.ignore)
+        return quantization_config(block_format(self.format), self.ignore)
 
 
 @register_quantizer(QUANT_METHOD)
@@ -96,7 +95,7 @@ class QeRLQuantizer(HfQuantizer):
 
     def __init__(self, quantization_config: QeRLQuantizationConfig, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
-        self.format = FORMATS[quantization_config.format]
+        self.format = block_format(quantization_config.format)
         self.failure: QeRLError | None = None
         self._shapes: dict[str, torch.Size] = {}
         self._file_of: dict[str, str] = {}
@@ -270,7 +269,7 @@ class _QuantizeOnArrival(ConversionOps):
             )
         quantizer = self.quantizer
         amax = quantizer.group_amax(key)
-        packed = quantize(weight_NK, quantizer.format, quantizer.quantization_config.method, amax)
+        packed = quantize(weight_NK, quantizer.format, quantizer.quantization_config.rounding, amax)
         return LINEAR_CLASSES[quantizer.format.name].from_packed(packed, linear.bias)
 
 

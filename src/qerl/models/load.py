@@ -12,7 +12,7 @@ import logging
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from transformers import (
@@ -29,14 +29,11 @@ from transformers import (
 from qerl.errors import QeRLError
 from qerl.families import supported as families
 from qerl.fp4.checkpoint import Checkpoint, open_checkpoint
-from qerl.fp4.format import FORMATS, Method
 from qerl.fp4.quantizer import QeRLQuantizationConfig
 from qerl.models.hub import local_checkpoint
+from qerl.weight_formats import DEFAULT_ROUNDING, FORMATS, Rounding, WeightFormatName
 
 logger = logging.getLogger(__name__)
-
-Weights = Literal["nvfp4", "mxfp4", "nf4", "bf16"]
-"""Format of the linear layers; ``bf16`` means unquantised, in whatever dtype the model is loaded."""
 
 PAD_TOKENS = ("<pad>", "<|pad|>", "[PAD]", "<|finetune_right_pad_id|>", "<|endoftext|>")
 """What families call padding, for tokenizers that have such a token without declaring it."""
@@ -44,10 +41,10 @@ PAD_TOKENS = ("<pad>", "<|pad|>", "[PAD]", "<|finetune_right_pad_id|>", "<|endof
 
 def load_model(
     name_or_path: str | Path,
-    weights: Weights,
+    weights: WeightFormatName,
     dtype: torch.dtype,
     device: torch.device | str,
-    method: Method = "rtn",
+    rounding: Rounding = DEFAULT_ROUNDING,
     trust_remote_code: bool = False,
     lora_targets: Sequence[str] | None = None,
 ) -> PreTrainedModel:
@@ -58,7 +55,7 @@ def load_model(
         weights: Format of the projections in decoder layers. Head, embeddings and norms are never quantised.
         dtype: Of everything that is not quantised, and of activations.
         device: Where it goes, as a whole.
-        method: Rounding of a plain checkpoint to ``nvfp4`` or ``mxfp4``.
+        rounding: Rounding of a plain checkpoint to ``nvfp4`` or ``mxfp4``.
         trust_remote_code: Whether Python code that comes with the checkpoint may run.
         lora_targets: Layers that will be adapted, which the model must have.
 
@@ -66,8 +63,8 @@ def load_model(
         QeRLError: The model is not found, damaged, of a family that is not taken or not to be had in this
             format, or has no such layers; before weights are read wherever config and names tell.
     """
-    if weights not in get_args(Weights):
-        raise QeRLError(f"There is no weight format {weights}; choose one of {', '.join(get_args(Weights))}.")
+    if weights not in FORMATS:
+        raise QeRLError(f"There is no weight format {weights}; choose one of {', '.join(FORMATS)}.")
     device = torch.device(device)
     checkpoint = open_checkpoint(local_checkpoint(name_or_path))
     if checkpoint.format is not None and checkpoint.format.name != weights:
@@ -94,7 +91,7 @@ def load_model(
         if (checkpoint.folder / "generation_config.json").is_file():
             model.generation_config = GenerationConfig.from_pretrained(checkpoint.folder)
     else:
-        settings["quantization_config"] = _quantization_config(weights, method, dtype, device)
+        settings["quantization_config"] = _quantization_config(weights, rounding, dtype, device)
         settings["use_safetensors"] = True
         model, report = model_class.from_pretrained(checkpoint.folder, config=config, **settings)
     _check_report(report, checkpoint.folder)
@@ -181,16 +178,21 @@ def _unsupported(checkpoint: Checkpoint, error: Exception) -> QeRLError:
     )
 
 
-def _quantization_config(weights: Weights, method: Method, dtype: torch.dtype, device: torch.device) -> Any:
+def _quantization_config(
+    weights: WeightFormatName, rounding: Rounding, dtype: torch.dtype, device: torch.device
+) -> Any:
     """What makes transformers quantise a plain checkpoint; None leaves it as it is."""
-    if weights in FORMATS:
-        return QeRLQuantizationConfig(weights, method)
-    if weights == "bf16":
+    format = FORMATS[weights]
+    if format.packed:
+        return QeRLQuantizationConfig(weights, rounding)
+    if format.package is None:
         return None
-    if device.type != "cuda":
-        raise QeRLError(f"nf4 weights need a CUDA device, not {device}; use nvfp4, which runs anywhere.")
-    if find_spec("bitsandbytes") is None:
-        raise QeRLError("nf4 weights need bitsandbytes; run `pip install -e '.[nf4]'`.")
+    if format.needs_cuda and device.type != "cuda":
+        raise QeRLError(
+            f"{weights} weights need a CUDA device, not {device}; use nvfp4, which runs anywhere."
+        )
+    if find_spec(format.package) is None:
+        raise QeRLError(f"{weights} weights need {format.package}; run `pip install -e '.[{format.extra}]'`.")
     return BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",

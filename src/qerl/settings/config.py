@@ -15,8 +15,6 @@ from pydantic import Field
 from trl import GRPOConfig
 
 from qerl.errors import QeRLError
-from qerl.fp4.format import Method
-from qerl.models.load import Weights
 from qerl.noise import NoiseKind, NoiseSchedule
 from qerl.rollout.engine import KvCacheDtype
 from qerl.settings.checks import (
@@ -31,6 +29,7 @@ from qerl.settings.checks import (
     checked,
 )
 from qerl.settings.parents import PARENTS, Refused
+from qerl.weight_formats import DEFAULT_FORMAT, DEFAULT_ROUNDING, FORMATS, Rounding, WeightFormatName
 
 # What an algorithm sets where the recipe says nothing.
 # grpo: arXiv 2402.03300. dapo: arXiv 2503.14476, sections 3.1 (clip-higher) to 3.4 (soft overlong punishment,
@@ -83,10 +82,10 @@ class QeRLConfig(GRPOConfig):
     too."""
 
     model: Text | None = _help("Hub id, local folder or .gguf file of the base model; required.", None)
-    weights: Weights = _help(
-        "Format of the frozen linears: nvfp4, mxfp4, nf4 or bf16 (unquantised).", "nvfp4"
+    weights: WeightFormatName = _help(
+        "Format of the frozen linears: nvfp4, mxfp4, nf4 or bf16 (unquantised).", DEFAULT_FORMAT
     )
-    rounding: Method = _help("How an unquantised checkpoint is rounded while loading.", "mse")
+    rounding: Rounding = _help("How an unquantised checkpoint is rounded while loading.", DEFAULT_ROUNDING)
     dtype: Literal["auto", "float32", "bfloat16"] = _help(
         "Of activations, embeddings, norms and head. "
         "auto: float32 on the CPU and for full tuning, bfloat16 otherwise.",
@@ -250,7 +249,7 @@ class QeRLConfig(GRPOConfig):
 
     def _check(self) -> None:
         """Contradictions between fields, before anything is loaded."""
-        if self.tuning == "full" and self.weights != "bf16":
+        if self.tuning == "full" and not FORMATS[self.weights].trains_in_full:
             raise QeRLError(
                 f"tuning: full cannot train packed {self.weights} weights; set weights: bf16 or tuning: lora."
             )

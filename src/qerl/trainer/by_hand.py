@@ -32,7 +32,7 @@ _INSTEAD = {
     "task_options": "hand the data to the trainer as train_dataset",
     "reward_files": "hand the functions to the trainer as reward_funcs",
     "eval_samples": "select the rows of eval_dataset",
-    "rounding": "`load_model` takes it as method",
+    "rounding": "`load_model` takes it",
     "max_sequences": "`make_engine` takes it",
     "kv_cache_dtype": "`make_engine` takes it",
     "resume_from_checkpoint": "`trainer.train` takes it",

@@ -161,7 +161,7 @@ def load_policy(config: QeRLConfig) -> PreTrainedModel:
         weights=config.weights,
         dtype=compute_dtype(config, device),
         device=device,
-        method=config.rounding,
+        rounding=config.rounding,
         trust_remote_code=config.trust_remote_code,
         lora_targets=config.lora_target_modules if config.tuning == "lora" else None,
     )
