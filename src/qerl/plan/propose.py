@@ -25,7 +25,7 @@ STEP = 256  # tokens between the limits that are tried then
 
 DENSE_TOKENS = 360
 """Tokens whose product with a weight takes as long as writing the weight densely: 2.56 bytes an element at
-2.5 TB/s against 2 operations an element and token at 700 TFLOP/s (H100, docs/step.md)."""
+2.5 TB/s against 2 operations an element and token at 700 TFLOP/s (H100, docs/dev/log.md)."""
 
 _EVERY = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96)
 

@@ -14,7 +14,7 @@ place; and four times the model's own noise, which is measured as well: the same
 in a batch, go through different tile sizes on the way to the same numbers. In 16 bits 0.1 nats come on top:
 the packed row goes through other kernels than a plain pass (`qerl.trainer.update.fused`), and either is some
 distance from FP32 by rounding each layer, 0.017 nats for a random 7B and 0.032 for SmolLM2-135M on an H100
-(docs/performance.md). Wrong masks were seen to be off by 0.1 to 4 nats. Given up: a smaller error in 16 bits,
+(docs/dev/log.md). Wrong masks were seen to be off by 0.1 to 4 nats. Given up: a smaller error in 16 bits,
 which FP32 on a CPU would show.
 
 Legend: T tokens of a sample, N tokens of a completion, V vocabulary.

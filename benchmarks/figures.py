@@ -1,0 +1,416 @@
+"""What the tables and numbers of README and docs say, from the JSON files in benchmarks/results.
+
+Each function reads results and returns Markdown; :data:`TABLES` and :data:`NUMBERS` name them for the marks
+in the pages (:mod:`benchmarks.tables`). A caption names card, date, commit and files.
+"""
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+
+Row = dict[str, Any]
+
+_LAYERS = {"7b": 28, "14b": 48, "32b": 64, "72b": 80}
+_WEIGHTS = {"nvfp4": "NVFP4", "bf16": "16-bit", "nf4": "NF4"}
+
+
+def result(name: str) -> dict[str, Any]:
+    """Content of the file ``name``.json."""
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def rows(name: str, /, **where: Any) -> list[Row]:
+    """Rows of a file whose fields have the given values."""
+    return [row for row in result(name)["rows"] if all(row.get(k) == v for k, v in where.items())]
+
+
+def row(name: str, /, **where: Any) -> Row:
+    """The one row of a file whose fields have the given values."""
+    (only,) = rows(name, **where)
+    return only
+
+
+def table(head: Sequence[str], lines: Iterable[Sequence[Any]], caption: str) -> str:
+    """A table in Markdown, with its caption as a paragraph below; None is an empty cell."""
+    body = ["" if not cells else _line(cells) for cells in lines]
+    return "\n".join([_line(head), _line(["-"] * len(head), ""), *body, "", caption]) + "\n"
+
+
+def _line(cells: Sequence[Any], space: str = " ") -> str:
+    return (
+        "|" + "|".join(f"{space}{cell}{space}" if cell not in (None, "") else space for cell in cells) + "|"
+    )
+
+
+def source(*names: str) -> str:
+    """Cards, dates and commits of results, as a caption's sentence."""
+    commits: dict[str, list[str]] = {}
+    for data in map(result, names):
+        where = f"{data['gpu'].removeprefix('NVIDIA ')}, {str(data['date'])[:10]}"
+        commits.setdefault(where, []).append(data["commit"])
+    return "; ".join(f"{where}, {_commits(found)}" for where, found in commits.items()) + "."
+
+
+def _commits(found: Iterable[str]) -> str:
+    *others, last = dict.fromkeys(found)
+    return f"commits {', '.join(others)} and {last}" if others else f"commit {last}"
+
+
+def files(*names: str) -> str:
+    """The files of results, for a caption."""
+    return "Files: " + ", ".join(f"{name}.json" for name in names) + "."
+
+
+def _decode_row(name: str, batch: int, weights: str = "nvfp4") -> Row | None:
+    found = rows(name, batch=batch, weights=weights)
+    return found[0] if found else None
+
+
+def _tokens_s(found: Row | None) -> str | None:
+    return None if found is None else f"{found['decode_tok_s']:.0f}"
+
+
+def _h200_decode(batch: int) -> str | None:
+    """The slower of the two runs of the newest commit."""
+    runs = result("before-after-rollout-7b-h200")["runs"]
+    newest = [
+        row["decode_tok_s"]
+        for run in runs
+        if run["commit"] == runs[-1]["commit"]
+        for row in run["rows"]
+        if row["batch"] == batch
+    ]
+    return f"{min(newest):.0f}" if newest else None
+
+
+_DECODES = {
+    "7b": (
+        ("rollout-7b-h100", (1, 8, 64, 128, 256)),
+        ("rollout-7b-512-h100", (512,)),
+    ),
+    "14b": (("rollout-14b-h100", (8, 64)),),
+    "32b": (("rollout-32b-h100", (1, 8, 64, 128)),),
+    "72b": (("rollout-72b-h100", (1, 8, 32)),),
+}
+
+
+def decode() -> str:
+    """Decoded tokens per second by shape and batch."""
+    lines = []
+    for shape, parts in _DECODES.items():
+        for name, batches in parts:
+            for batch in batches:
+                nf4 = _decode_row("rollout-7b-nf4-h100", batch, "nf4") if shape == "7b" else None
+                lines.append(
+                    (
+                        f"{shape.upper()}, {batch}",
+                        _tokens_s(_decode_row(name, batch)),
+                        _tokens_s(_decode_row(name, batch, "bf16")),
+                        _tokens_s(nf4),
+                        _h200_decode(batch) if shape == "7b" else None,
+                    )
+                )
+    names = [name for parts in _DECODES.values() for name, _ in parts] + ["rollout-7b-nf4-h100"]
+    h200 = result("before-after-rollout-7b-h200")
+    newest = h200["runs"][-1]
+    return table(
+        ("tokens per second: shape, sequences", "NVFP4", "16-bit", "NF4", "NVFP4 on an H200"),
+        lines,
+        f"{source(*names)} H200: {newest['date'][:10]}, commit {newest['commit']}, 128 decoded tokens; the "
+        f"others decoded 256. Empty cells were not measured. {files(*names, 'before-after-rollout-7b-h200')}",
+    )
+
+
+def _size(found: Row) -> str:
+    return f"{found['prompts'] * found['samples']} x {found['completion_tokens']}"
+
+
+def _step_cells(found: Row) -> tuple[Any, ...]:
+    return (
+        f"{found['rollout_s']:.2f}",
+        f"{found['update_s']:.2f}",
+        f"{found['total_s']:.2f}",
+        f"{found['tokens_per_s']:.0f}",
+        f"{found['rollout_gb']:.1f}",
+        f"{found['update_gb']:.1f}",
+    )
+
+
+_STEPS = (
+    ("step-7b-h100", {"weights": "nvfp4"}),
+    ("step-7b-h100", {"weights": "bf16"}),
+    ("step-7b-nf4-h100", {"weights": "nf4"}),
+    ("step-14b-h100", {"weights": "nvfp4"}),
+    ("step-14b-h100", {"weights": "bf16"}),
+    ("step-32b-h100", {"weights": "nvfp4", "prompts": 1}),
+    ("step-32b-h100", {"weights": "nvfp4", "prompts": 4}),
+    ("step-72b-h100", {"weights": "nvfp4"}),
+    ("step-7b-128-h100", {"weights": "nvfp4"}),
+    ("step-7b-128-trl-h100", {"engine": "qerl"}),
+    ("step-7b-128-trl-h100", {"engine": "trl+vllm"}),
+)
+
+
+def steps() -> str:
+    """Seconds and memory of whole GRPO steps."""
+    lines = []
+    for name, where in _STEPS:
+        found = row(name, **where)
+        peer = found.get("engine") == "trl+vllm"
+        who = f"TRL 1.16 with vLLM 0.24, {_WEIGHTS[found['weights']]}" if peer else _WEIGHTS[found["weights"]]
+        beside = " (in one run with the next)" if name.endswith("trl-h100") and not peer else ""
+        lines.append(
+            (
+                f"{found['shape'].upper()}, {who}{beside}",
+                _size(found),
+                found["lora_rank"],
+                *_step_cells(found),
+            )
+        )
+    names = list(dict.fromkeys(name for name, _ in _STEPS))
+    return table(
+        (
+            "shape, frozen weights",
+            "samples x tokens",
+            "rank",
+            "rollout, s",
+            "update, s",
+            "step, s",
+            "tokens/s",
+            "GB in rollout",
+            "GB in update",
+        ),
+        lines,
+        f"{source(*names)} {files(*names)}",
+    )
+
+
+def steps_tokens() -> str:
+    """A 7B step against the number of tokens."""
+    found = [*result("step-7b-tokens-h100")["rows"], row("step-7b-128-h100", weights="nvfp4")]
+    found.sort(key=lambda r: (r["tokens"], r["prompts"]))
+    lines = [
+        (
+            _size(r),
+            f"{r['tokens']:.0f}",
+            *_step_cells(r)[:4],
+            f"{1e6 * r['update_s'] / r['tokens']:.0f}",
+        )
+        for r in found
+    ]
+    names = ("step-7b-tokens-h100", "step-7b-128-h100")
+    return table(
+        (
+            "7B: samples x tokens",
+            "tokens per step",
+            "rollout, s",
+            "update, s",
+            "step, s",
+            "tokens/s",
+            "ms of update per 1000 tokens",
+        ),
+        lines,
+        f"{source(*names)} {files(*names)}",
+    )
+
+
+def steps_rank() -> str:
+    """A 7B step against LoRA's rank."""
+    found = sorted(result("step-7b-rank-h100")["rows"], key=lambda r: r["lora_rank"])
+    lines = [(r["lora_rank"], *_step_cells(r)[:3], f"{r['update_gb']:.1f}") for r in found]
+    return table(
+        ("rank, 7B, 8 x 1024", "rollout, s", "update, s", "step, s", "GB in update"),
+        lines,
+        f"{source('step-7b-rank-h100')} {files('step-7b-rank-h100')}",
+    )
+
+
+def before_after() -> str:
+    """Two commits on one H200."""
+    runs = result("before-after-rollout-7b-h200")["runs"]
+    step = result("before-after-step-7b-h200")
+    commits = [r["commit"] for r in step["rows"]]
+    lines: list[Sequence[Any]] = []
+    for batch in (8, 64, 128):
+        cells = [
+            ", ".join(
+                f"{r['decode_tok_s']:.0f}"
+                for run in runs
+                if run["commit"] == commit
+                for r in run["rows"]
+                if r["batch"] == batch
+            )
+            for commit in commits
+        ]
+        lines.append((f"decode, {batch} sequences, tokens/s", *cells))
+    seconds = [f"{r['step_s']:.2f} ({r['rollout_s']:.2f}, {r['update_s']:.2f})" for r in step["rows"]]
+    lines.append(("step of 32 x 1024, s (rollout, update)", *seconds))
+    return table(
+        ("7B, NVFP4, LoRA rank 32", *commits),
+        lines,
+        f"{step['gpu'].removeprefix('NVIDIA ')}, {step['date'][:10]}, the two commits by turns; medians of "
+        f"three steps. {files('before-after-rollout-7b-h200', 'before-after-step-7b-h200')}",
+    )
+
+
+def demo() -> str:
+    """The demo's accuracy and time."""
+    data = result("demo-cpu")
+    newest = [r for r in data["runs"] if r["commit"] == data["runs"][-1]["commit"]]
+    lines = [(r["seed"], f"{r['before']:.0f}", f"{r['after']:.0f}", r["minutes"]) for r in newest]
+    return table(
+        ("seed", "right answers before, %", "after, %", "minutes, both scores included"),
+        lines,
+        f"Greedy, 128 held-out problems; two CPU cores per run, {data['date']}, commit "
+        f"{newest[0]['commit']}. {files('demo-cpu')}",
+    )
+
+
+_MEMORY = (
+    *_STEPS[:9],
+    ("step-32b-h100-2665039", {"prompts": 1}),
+    ("step-7b-h100-5ddacf3", {"weights": "nvfp4"}),
+)
+
+
+def memory() -> str:
+    """Peaks of memory by how many layers are recomputed."""
+    lines = []
+    for name, where in _MEMORY:
+        found = row(name, **where)
+        every, layers = found.get("every_n_layers") or 1, _LAYERS[found["shape"]]
+        lines.append(
+            (
+                f"{found['shape'].upper()}, {_WEIGHTS[found['weights']]}",
+                _size(found),
+                found["lora_rank"],
+                found.get("tokens_per_forward") or "a whole microbatch",
+                f"{-(-layers // every)} of {layers}",
+                f"{found['total_s']:.1f}",
+                f"{found['rollout_gb']:.1f}",
+                f"{found['update_gb']:.1f}",
+            )
+        )
+    names = list(dict.fromkeys(name for name, _ in _MEMORY))
+    return table(
+        (
+            "shape, frozen weights",
+            "samples x tokens",
+            "rank",
+            "tokens per forward pass",
+            "layers recomputed",
+            "step, s",
+            "GB in rollout",
+            "GB in update",
+        ),
+        lines,
+        f"{source(*names)} {files(*names)}",
+    )
+
+
+_RUNS = (
+    (1, "base", "noise 1e-2 to 5e-4, learning rate 3e-4"),
+    (1, "small-noise", "noise 3e-3 to 5e-4, learning rate 3e-4"),
+    (1, "nonoise", "no noise, learning rate 3e-4"),
+    (1, "lr5", "noise, learning rate 5e-4"),
+    (1, "lr10", "noise, learning rate 1e-3"),
+    (2, "C8x8", "noise, learning rate 3e-4, 24 new tokens, 20 steps"),
+)
+
+
+def learning() -> str:
+    """Final accuracy of the demo's task by settings and seed."""
+    data = result("learning-smollm2-h100")
+    lines = []
+    for wave, name, words in _RUNS:
+        finals = [
+            row("learning-smollm2-h100", wave=wave, name=f"{name}-s{seed}")["greedy_accuracy_by_step"][-1][1]
+            for seed in (1, 2, 3)
+        ]
+        lines.append((words, *(f"{final:.3f}".removeprefix("0") for final in finals)))
+    commits = sorted({r["commit"] for r in data["rows"] if r["wave"] in (1, 2)})
+    return table(
+        ("GRPO, 25 steps of 8 x 8 samples, 32 new tokens", "seed 1", "seed 2", "seed 3"),
+        lines,
+        f"Final accuracy. {data['gpu'].removeprefix('NVIDIA ')}, {data['date']}, "
+        f"{_commits(commits)}. {files('learning-smollm2-h100')}",
+    )
+
+
+def first_screen() -> str:
+    """README's table."""
+    few = {w: row("step-7b-h100", weights=w)["total_s"] for w in ("nvfp4", "bf16")}
+    many = {e: row("step-7b-128-trl-h100", engine=e)["total_s"] for e in ("qerl", "trl+vllm")}
+    decoded = {w: row("rollout-7b-h100", weights=w, batch=64)["decode_tok_s"] for w in ("nvfp4", "bf16")}
+    lines = (
+        (
+            "GRPO step, 7B, 128 samples of 1024 tokens",
+            f"**{many['qerl']:.1f} s**",
+            f"{many['trl+vllm']:.1f} s (TRL with vLLM)",
+        ),
+        (
+            "GRPO step, 7B, 8 samples of 2048 tokens",
+            f"**{few['nvfp4']:.1f} s**",
+            f"{few['bf16']:.1f} s (ours)",
+        ),
+        (
+            "Decoding, 7B, 64 sequences",
+            f"**{decoded['nvfp4']:.0f} tokens/s**",
+            f"{decoded['bf16']:.0f} tokens/s (ours)",
+        ),
+        (
+            "Memory of a step, every layer recomputed, 7B and 32B",
+            f"**{least_memory('7b')} and {least_memory('32b')}**",
+            f"{row('step-7b-h100-5ddacf3', weights='bf16')['update_gb']:.1f} GB (ours, 7B)",
+        ),
+    )
+    names = (
+        "step-7b-128-trl-h100",
+        "step-7b-h100",
+        "rollout-7b-h100",
+        "step-7b-h100-5ddacf3",
+        "step-32b-h100-2665039",
+    )
+    dates = sorted({str(result(name)["date"])[:10] for name in names})
+    return table(
+        ("one H100 80GB, LoRA rank 32", "QeRL, NVFP4", "16-bit LoRA"),
+        lines,
+        f"Random weights, measured {' and '.join(dates)}. [All results and conditions](docs/performance.md)",
+    )
+
+
+def least_memory(shape: str) -> str:
+    """GB of a step of 8 x 2048 with every layer recomputed."""
+    name, where = _MEMORY[-1] if shape == "7b" else _MEMORY[-2]
+    found = row(name, **where)
+    return f"{max(found['rollout_gb'], found['update_gb']):.1f} GB"
+
+
+def _demo_after() -> str:
+    data = result("demo-cpu")
+    after = [r["after"] for r in data["runs"] if r["commit"] == data["runs"][-1]["commit"]]
+    return f"{min(after):.0f} to {max(after):.0f} %"
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "first-screen": first_screen,
+    "decode": decode,
+    "steps": steps,
+    "steps-tokens": steps_tokens,
+    "steps-rank": steps_rank,
+    "before-after": before_after,
+    "demo": demo,
+    "memory": memory,
+    "learning": learning,
+}
+
+NUMBERS: dict[str, Callable[[], str]] = {
+    "least-memory-7b": lambda: least_memory("7b"),
+    "least-memory-32b": lambda: least_memory("32b"),
+    "demo-before": lambda: f"{result('demo-cpu')['runs'][-1]['before']:.0f} %",
+    "demo-after": _demo_after,
+    "demo-minutes": lambda: f"{result('demo-cpu')['runs'][-1]['minutes']} minutes",
+}

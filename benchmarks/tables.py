@@ -1,0 +1,59 @@
+"""The numbers of README and docs, written from the results.
+
+A page holds a generated table between ``<!-- table NAME -->`` and ``<!-- /table -->``, and a generated number
+within a sentence between ``<!-- number NAME -->`` and ``<!-- / -->``; none of these marks is seen when the
+page is rendered. What stands between them is made by the function of that name in ``TABLES`` or
+``NUMBERS`` from the JSON files in benchmarks/results
+(:mod:`benchmarks.figures`)::
+
+    python -m benchmarks.tables            # rewrite README.md and docs
+    python -m benchmarks.tables --check    # say which pages differ from the results
+
+So a number in a page is a number in a file, and a page that was edited by hand fails a test.
+"""
+
+import argparse
+import re
+import sys
+from pathlib import Path
+
+from benchmarks.figures import NUMBERS, TABLES
+
+ROOT = Path(__file__).parents[1]
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
+
+_TABLE = re.compile(r"(<!-- table ([\w-]+) -->\n)(.*?)(<!-- /table -->)", re.DOTALL)
+_NUMBER = re.compile(r"(<!-- number ([\w-]+) -->)(.*?)(<!-- / -->)", re.DOTALL)
+
+
+def render(page: str) -> str:
+    """The page with its tables and numbers made anew.
+
+    Raises:
+        KeyError: A mark names a table or number that does not exist.
+    """
+    page = _TABLE.sub(lambda m: f"{m[1]}{TABLES[m[2]]()}{m[4]}", page)
+    return _NUMBER.sub(lambda m: f"{m[1]}{NUMBERS[m[2]]()}{m[4]}", page)
+
+
+def outdated() -> list[Path]:
+    """Pages that differ from the results."""
+    return [page for page in PAGES if render(text := page.read_text()) != text]
+
+
+def main() -> int:
+    """Rewrite the pages, or with --check only name those that differ; returns the exit status."""
+    parser = argparse.ArgumentParser(description="Write the numbers of README and docs from the results.")
+    parser.add_argument(
+        "--check", action="store_true", help="change nothing; exit status 1 if a page differs"
+    )
+    check = parser.parse_args().check
+    for page in (found := outdated()):
+        print(f"{page.relative_to(ROOT)} {'differs' if check else 'written'}")
+        if not check:
+            page.write_text(render(page.read_text()))
+    return int(check and bool(found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,30 @@
+"""Tables and numbers of README and docs are those of benchmarks/results."""
+
+import pytest
+
+from benchmarks import tables
+from benchmarks.figures import NUMBERS, TABLES
+
+
+def test_pages_hold_what_the_results_say():
+    assert [page.name for page in tables.outdated()] == [], "run: python -m benchmarks.tables"
+
+
+def test_every_table_and_number_stands_in_a_page():
+    text = "".join(page.read_text() for page in tables.PAGES)
+    assert {name for name in TABLES if f"<!-- table {name} -->" not in text} == set()
+    assert {name for name in NUMBERS if f"<!-- number {name} -->" not in text} == set()
+
+
+def test_a_changed_number_is_written_anew():
+    sentence = "It takes <!-- number demo-minutes -->1 minute<!-- / -->.\n"
+    page = f"{sentence}\n<!-- table demo -->\nold\n<!-- /table -->\n"
+    written = tables.render(page)
+    assert "1 minute<" not in written and "old" not in written
+    assert "| seed |" in written and written.endswith("<!-- /table -->\n")
+    assert tables.render(written) == written
+
+
+def test_a_mark_without_a_table_is_an_error():
+    with pytest.raises(KeyError, match="unheard"):
+        tables.render("<!-- table unheard -->\n<!-- /table -->\n")
