@@ -2,7 +2,7 @@
 
 import torch
 
-from qerl.kernels.ranks import padded_rank
+from qerl.kernels.limits import pad_rank
 from qerl.kernels.weights.gemm import Weight
 from qerl.kernels.weights.nf4 import BLOCK, NF4
 from qerl.kernels.weights.packed_gemm import Blob
@@ -98,8 +98,8 @@ def _matrix(parts: int, rows: int, width: int, weights: str, device: str) -> Mat
 def _lora(parts: int, rows: int, width: int, rank: int, device: str) -> Lora | None:
     if rank == 0:
         return None
-    a = torch.randn(parts * padded_rank(rank), width, device=device) * width**-0.5
-    b = torch.randn(rows, padded_rank(rank), device=device) * 0.1
+    a = torch.randn(parts * pad_rank(rank), width, device=device) * width**-0.5
+    b = torch.randn(rows, pad_rank(rank), device=device) * 0.1
     return Lora(a.bfloat16(), b.bfloat16())
 
 

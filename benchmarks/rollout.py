@@ -24,7 +24,7 @@ from benchmarks.peers import vllm_decode
 from benchmarks.peers.process import peer_rows
 from benchmarks.peers.vllm_decode import PEERS
 from benchmarks.result import head
-from qerl.kernels.decode.common import PAGE
+from qerl.kernels.limits import PAGE
 from qerl.plan.shapes import Shape, shape
 from qerl.rollout.engine import KV_DTYPES, SamplingParams
 from qerl.rollout.paged.decode import DecodeStep

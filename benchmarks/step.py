@@ -32,11 +32,12 @@ from benchmarks.random_task import random_prompts, random_reward, word_tokenizer
 from benchmarks.result import head
 from qerl.errors import QeRLError
 from qerl.lora.adapter import LORA_TARGETS
-from qerl.plan.propose import MOST_SEQUENCES, fastest
+from qerl.plan.propose import fastest
 from qerl.plan.shapes import Shape, shape
 from qerl.plan.sizes import Model, Work
 from qerl.rollout.engine import NormOffsets, RolloutEngine, RolloutResult, SamplingParams
 from qerl.rollout.paged.engine import PagedEngine
+from qerl.rollout.paged.limits import MAX_ROWS
 from qerl.rollout.select import make_engine
 from qerl.settings.config import QeRLConfig
 from qerl.trainer.grpo import QeRLTrainer
@@ -203,7 +204,7 @@ def _settings(
     samples, microbatch = prompts * args.samples, args.microbatch or args.samples
     work = Work(
         weights=weights, rank=rank, targets=LORA_TARGETS, prompt_tokens=args.prompt, completion_tokens=tokens,
-        group=args.samples, sequences=min(samples, MOST_SEQUENCES), microbatch=microbatch,
+        group=args.samples, sequences=min(samples, MAX_ROWS), microbatch=microbatch,
         microbatches=samples // microbatch,
     )  # fmt: skip
     found = fastest(

@@ -1,8 +1,6 @@
 """`qerl plan` counts what a real model has, predicts what steps took, and proposes what fits."""
 
 import dataclasses
-import importlib
-import inspect
 import json
 import types
 from pathlib import Path
@@ -18,12 +16,11 @@ from qerl.lora.adapter import LORA_TARGETS, add_lora
 from qerl.models import hub
 from qerl.models.load import load_model
 from qerl.plan.command import announce, plan_command, refuse_full_tuning_that_cannot_fit
-from qerl.plan.phases import CACHE_SHARE, Reserve, make_plan
+from qerl.plan.phases import make_plan
 from qerl.plan.propose import (
     ENOUGH_TOKENS,
     FEW_TOKENS,
     MARGIN,
-    MOST_SEQUENCES,
     cost,
     fastest,
     fits,
@@ -33,7 +30,7 @@ from qerl.plan.propose import (
 from qerl.plan.render import verdict
 from qerl.plan.shapes import SHAPES
 from qerl.plan.sizes import Activations, Adapter, Cache, Model, Weights, Work
-from qerl.rollout.sampling import FILTER_BYTES
+from qerl.rollout.paged.limits import FILTER_BYTES, BlockDemand
 from qerl.settings.config import QeRLConfig
 from qerl.settings.recipe import load_config
 from qerl.trainer import run
@@ -117,8 +114,19 @@ def test_parameters_of_known_models(name):
 def test_keys_and_values():
     """7B: 28 layers, 4 heads of 128, keys and values, 2 bytes: 57344 bytes a token."""
     cache = Cache(Model.from_shape(SHAPES["7b"]), work(sequences=16))
-    assert cache.block == 57344 * 64 == 2 * Cache(cache.model, work(cache_bytes=1)).block
-    assert cache.bytes == cache.block * (16 * 32 + 3 * 4), "own blocks, prompts of two groups and of a third"
+    block = cache.geometry.block_bytes
+    assert block == 57344 * 64 == 2 * Cache(cache.model, work(cache_bytes=1)).geometry.block_bytes
+    assert cache.bytes(10**12) == block * (16 * 32 + 3 * 4), "own blocks, prompts of two groups and a third"
+    assert cache.bytes(100 * block + 1) == 100 * block
+
+
+@pytest.mark.parametrize("prompt, completion, samples", [(1, 1, 1), (65, 64, 8), (300, 1000, 3)])
+def test_rows_that_blocks_hold(prompt, completion, samples):
+    demand = BlockDemand(prompt, completion, samples)
+    for blocks in range(200):
+        fitting = [rows for rows in range(1, 41) if demand.blocks(rows) <= blocks]
+        alone = [1] if blocks >= demand.least else []
+        assert demand.rows(blocks, 40) == max(fitting + alone, default=0)
 
 
 # Measured peaks
@@ -197,9 +205,10 @@ def test_sequences_that_do_not_fit_wait():
     assert 0 < plan.sequences < 128
     assert f"{plan.sequences} of 128 sequences decode side by side" in verdict(plan)
     cache = next(part.rollout for part in plan.parts if part.name == "keys and values")
-    one_more = Cache(sizes, plan.work)
-    assert one_more.block * one_more.blocks(plan.sequences) <= cache
-    assert one_more.block * one_more.blocks(plan.sequences + 1) > cache
+    keys_and_values = Cache(sizes, plan.work)
+    block = keys_and_values.geometry.block_bytes
+    assert block * keys_and_values.demand.blocks(plan.sequences) <= cache
+    assert block * keys_and_values.demand.blocks(plan.sequences + 1) > cache
 
 
 @pytest.mark.parametrize("name", ["1.5b", "7b", "32b", "72b"])
@@ -280,14 +289,6 @@ def test_nothing_fits():
     sizes = Model.from_shape(SHAPES["72b"])
     assert propose(sizes, work(weights="bf16"), GB80, samples=8) is None
     assert verdict(make_plan(sizes, work(weights="bf16"), GB80)).startswith("It does not fit: the update")
-
-
-def test_the_plan_knows_the_engine():
-    pytest.importorskip("triton", reason="Triton is not installed")
-    engine = importlib.import_module("qerl.rollout.paged.engine")
-    share = inspect.signature(engine.PagedEngine).parameters["cache_share"].default
-    assert (engine._BATCHES[-1], share) == (MOST_SEQUENCES, CACHE_SHARE)
-    assert Reserve().context == engine._CONTEXT
 
 
 def test_verdicts():

@@ -12,11 +12,12 @@ from qerl.fp4.checkpoint import read_config
 from qerl.lora.adapter import LORA_TARGETS
 from qerl.models.hub import local_config
 from qerl.plan.phases import Plan, make_plan
-from qerl.plan.propose import MOST_SEQUENCES, fastest, fits, propose
+from qerl.plan.propose import fastest, fits, propose
 from qerl.plan.render import advice, render, verdict
 from qerl.plan.shapes import SHAPES
 from qerl.plan.sizes import FULL, HALF, Model, Work
 from qerl.rollout.engine import KV_DTYPES
+from qerl.rollout.paged.limits import MAX_ROWS
 from qerl.settings.config import QeRLConfig
 from qerl.settings.recipe import load_config
 
@@ -170,7 +171,7 @@ def _work(config: QeRLConfig, processes: int) -> Work:
         prompt_tokens=config.max_prompt_length or DEFAULT_PROMPT,
         completion_tokens=config.max_completion_length,
         group=config.num_generations,
-        sequences=min(config.max_sequences or MOST_SEQUENCES, _samples(config), MOST_SEQUENCES),
+        sequences=min(config.max_sequences or MAX_ROWS, _samples(config), MAX_ROWS),
         microbatch=config.per_device_train_batch_size,
         microbatches=config.gradient_accumulation_steps,
         tokens_per_forward=config.tokens_per_forward,

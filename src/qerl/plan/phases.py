@@ -3,26 +3,16 @@
 from dataclasses import dataclass
 
 from qerl.plan.sizes import Activations, Adapter, Cache, Model, Weights, Work
-from qerl.rollout.sampling import FILTER_BYTES
+from qerl.rollout.paged.limits import CONTEXT_BYTES, FILTER_BYTES, cache_budget
 
-CACHE_SHARE = 0.6  # of the memory beside model and training state that keys and values may take
+SLACK = 0.12
+"""Memory that torch's allocator holds without a use, as a share of the inputs of layers and of what one layer
+or the head takes: freed blocks of one size do not serve the next. Fitted to measured steps
+(bench/results/step-*.json, H100, torch 2.11), as `KEPT_SLACK` is."""
 
-
-@dataclass(frozen=True)
-class Reserve:
-    """What no formula gives, from measured steps (benchmarks/results/step-*.json, H100, torch 2.11).
-
-    Attributes:
-        context: CUDA context, loaded kernels, cuBLAS workspaces, captured graphs and the engine's buffers.
-        slack: Memory that torch's allocator holds without a use, as a share of the inputs of layers and of
-            what one layer or the head takes: freed blocks of one size do not serve the next.
-        kept_slack: The same as a share of layers that keep their activations; few of these blocks are freed
-            before the backward pass.
-    """
-
-    context: int = 1_200_000_000
-    slack: float = 0.12
-    kept_slack: float = 0.02
+KEPT_SLACK = 0.02
+"""The same as a share of layers that keep their activations; few of these blocks are freed before the
+backward pass."""
 
 
 @dataclass(frozen=True)
@@ -73,12 +63,8 @@ def make_plan(model: Model, work: Work, capacity: int) -> Plan:
         capacity: Bytes of the GPU; keys and values take at most their share of what is free, and sequences
             that do not fit wait their turn.
     """
-    reserve, adapter, cache, update = (
-        Reserve(),
-        Adapter(model, work.rank, work.targets),
-        Cache(model, work),
-        Activations(model, work),
-    )
+    adapter, cache = Adapter(model, work.rank, work.targets), Cache(model, work)
+    update = Activations(model, work)
     # The paged engine writes MXFP4 as NVFP4.
     weights = "nvfp4" if work.weights == "mxfp4" else work.weights
     resident = {
@@ -90,18 +76,18 @@ def make_plan(model: Model, work: Work, capacity: int) -> Plan:
     if work.processes > 1:  # DistributedDataParallel reduces copies of the gradients, which it keeps
         resident["buckets of gradients"] = adapter.gradients
     sorting = FILTER_BYTES if work.filtered else 0
-    budget = CACHE_SHARE * (capacity - sum(resident.values()) - reserve.context) - sorting
-    sequences = cache.sequences(budget)
+    held = resident["weights"] + resident["LoRA"]
+    budget = cache_budget(capacity, held, adapter.parameters, work.filtered)
     # Within one backward pass, gradients grow while what was kept for them goes.
     gradients = adapter.gradients if work.passes > 1 else max(0, adapter.gradients - update.kept)
-    slack = round(reserve.slack * (update.inputs + update.working) + reserve.kept_slack * update.whole_layers)
+    slack = round(SLACK * (update.inputs + update.working) + KEPT_SLACK * update.whole_layers)
     parts = (
         *(Part(name, size, size) for name, size in resident.items()),
-        Part("keys and values", min(cache.bytes, max(0, round(budget))), 0),
+        Part("keys and values", cache.bytes(budget), 0),
         Part("gradients", 0, gradients),
         Part("activations kept", 0, update.kept),
         Part("one layer or the head", 0, update.working),
         Part("dequantised weight", 0, update.workspace),
-        Part("context and slack", reserve.context + sorting, reserve.context + slack),
+        Part("context and slack", CONTEXT_BYTES + sorting, CONTEXT_BYTES + slack),
     )
-    return Plan(model, work, capacity, parts, sequences)
+    return Plan(model, work, capacity, parts, cache.sequences(budget))

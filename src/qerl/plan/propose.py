@@ -14,11 +14,11 @@ from collections.abc import Iterator, Sequence
 
 from qerl.plan.phases import Plan, make_plan
 from qerl.plan.sizes import Activations, Model, Work
+from qerl.rollout.paged.limits import MAX_ROWS
 
 MARGIN = 1.05
 """A plan is meant to be within 5 % of what a step then takes."""
 
-MOST_SEQUENCES = 512  # that the paged engine runs side by side
 ENOUGH_TOKENS = 32768  # in a forward pass; more do not make it faster
 FEW_TOKENS = 2048  # in a forward pass; only memory asks for fewer
 STEP = 256  # tokens between the limits that are tried then
@@ -118,7 +118,7 @@ def propose(model: Model, work: Work, capacity: int, samples: int) -> Plan | Non
     Returns:
         The plan of these settings, None where nothing fits.
     """
-    wanted = dataclasses.replace(work, sequences=min(samples, MOST_SEQUENCES))
+    wanted = dataclasses.replace(work, sequences=min(samples, MAX_ROWS))
     found = fastest(model, wanted, capacity)
     if found is None:
         return None

@@ -17,9 +17,10 @@ from typing import Any
 
 from qerl.errors import QeRLError
 from qerl.fp4.groups import FUSED_GROUPS
-from qerl.kernels.ranks import padded_rank
+from qerl.kernels.limits import pad_rank
 from qerl.plan.shapes import Shape
 from qerl.rollout.engine import positions_of
+from qerl.rollout.paged.limits import BlockDemand, KVGeometry
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 """Model types whose layers are described here; the paged engine runs the same ones."""
@@ -35,7 +36,6 @@ ELEMENT = {
     "bf16": 2.0,
 }
 
-PAGE = 64  # tokens of a block of keys and values
 HEAD_TILE = 4096 * 32768  # logits that TRL's chunked head holds at a time
 
 
@@ -272,7 +272,7 @@ class Adapter:
     @property
     def copies(self) -> int:
         """What the engine reads: bf16, all seven linears, R padded; norms and rotary table in fp32."""
-        model, rank = self.model, padded_rank(self.rank)
+        model, rank = self.model, pad_rank(self.rank)
         widths = sum(linear.inputs + linear.outputs for linear in model.linears)
         norms = model.layers * (2 * model.hidden + 2 * model.head_size * model.qk_norm) + model.hidden
         return HALF * model.layers * rank * widths + FULL * (norms + model.positions * model.head_size)
@@ -280,38 +280,33 @@ class Adapter:
 
 @dataclass(frozen=True)
 class Cache:
-    """Keys and values: ``2 layers G`` numbers a token, in blocks of 64, prompts once for a group."""
+    """Keys and values: ``2 layers G`` numbers per token, in blocks of 64, prompts once per group.
+
+    The paged engine reserves them by the same functions (`qerl.rollout.paged.limits`).
+    """
 
     model: Model
     work: Work
 
     @property
-    def block(self) -> int:
-        """Bytes of a block: all layers, keys and values."""
-        return 2 * self.work.cache_bytes * self.model.layers * self.model.keys * PAGE
+    def geometry(self) -> KVGeometry:
+        """Shape of the cache."""
+        model = self.model
+        return KVGeometry(model.layers, model.kv_heads, model.head_size, self.work.cache_bytes)
 
     @property
-    def prompt_blocks(self) -> int:
-        return -(-(self.work.prompt_tokens - 1) // PAGE)
+    def demand(self) -> BlockDemand:
+        """Blocks that the sequences of the work fill at their full length."""
+        return BlockDemand(self.work.prompt_tokens, self.work.completion_tokens, self.work.group)
 
-    @property
-    def own_blocks(self) -> int:
-        return -(-self.work.completion_tokens // PAGE)
+    def bytes(self, budget: int) -> int:
+        """What the engine reserves if keys and values may take so many bytes."""
+        block = self.geometry.block_bytes
+        return block * min(self.demand.blocks(self.work.sequences), budget // block)
 
-    def blocks(self, sequences: int) -> int:
-        """Blocks with which so many sequences never wait for one another."""
-        prompts = -(-sequences // self.work.group) + 1
-        return sequences * self.own_blocks + prompts * self.prompt_blocks
-
-    @property
-    def bytes(self) -> int:
-        """What all sequences of the work at their full length would take."""
-        return self.block * self.blocks(self.work.sequences)
-
-    def sequences(self, budget: float) -> int:
+    def sequences(self, budget: int) -> int:
         """Sequences of full length that so many bytes hold, up to those of the work."""
-        fits = range(self.work.sequences, 0, -1)
-        return next((n for n in fits if self.block * self.blocks(n) <= budget), 0)
+        return self.demand.rows(budget // self.geometry.block_bytes, self.work.sequences)
 
 
 @dataclass(frozen=True)

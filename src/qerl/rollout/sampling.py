@@ -24,12 +24,6 @@ from qerl.seeding import generator
 # for these candidates, 116 ms for a full sort.
 _CANDIDATES = 1024
 
-SORTED_AT_ONCE = 1 << 22
-"""Logits that the paged engine filters at a time."""
-
-FILTER_BYTES = 80 * SORTED_AT_ONCE
-"""What filtering them takes beside the logits: sorted values, ids, probabilities and sums in FP64."""
-
 
 class Sampled(NamedTuple):
     """One token for each sequence.

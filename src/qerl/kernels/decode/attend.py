@@ -16,7 +16,6 @@ import triton
 import triton.language as tl
 
 from qerl.kernels.decode.common import (
-    PAGE,
     apply_a,
     begin,
     clear,
@@ -26,7 +25,7 @@ from qerl.kernels.decode.common import (
     operand_at,
     ranks,
 )
-from qerl.kernels.ranks import rank_part
+from qerl.kernels.limits import PAGE, rank_part
 
 PREFILL_ROWS = 64
 """Rows of a tile, (token, query head) pairs that share a kv head, where items are pieces of a prompt."""

@@ -26,9 +26,6 @@ import torch
 import triton
 import triton.language as tl
 
-PAGE = 64
-"""Tokens in a block of the KV cache."""
-
 FIXED_POINT = tl.constexpr(2.0**28)  # sums up to 3e10 in steps of 4e-9
 
 

@@ -26,7 +26,7 @@ from qerl.kernels.decode.common import (
     ranks,
     sum_parts,
 )
-from qerl.kernels.ranks import rank_part, stacked_part
+from qerl.kernels.limits import rank_part, stacked_part
 
 
 def block_d(tokens: int) -> int:

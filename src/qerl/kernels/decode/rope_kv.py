@@ -13,7 +13,6 @@ import triton
 import triton.language as tl
 
 from qerl.kernels.decode.common import (
-    PAGE,
     apply_b,
     begin,
     clear,
@@ -25,7 +24,7 @@ from qerl.kernels.decode.common import (
     ranks,
     sum_parts,
 )
-from qerl.kernels.ranks import rank_part
+from qerl.kernels.limits import PAGE, rank_part
 
 
 @triton.jit

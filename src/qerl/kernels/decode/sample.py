@@ -17,7 +17,8 @@ import torch
 import triton
 import triton.language as tl
 
-from qerl.kernels.decode.common import PAGE, begin, dependent
+from qerl.kernels.decode.common import begin, dependent
+from qerl.kernels.limits import PAGE
 
 BLOCK_V = 4096
 

@@ -24,7 +24,7 @@ from qerl.kernels.decode.common import (
     ranks,
     sum_parts,
 )
-from qerl.kernels.ranks import rank_part
+from qerl.kernels.limits import rank_part
 
 
 @triton.jit

@@ -18,7 +18,7 @@ from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 from torch import nn
 
 from qerl.errors import QeRLError
-from qerl.kernels.ranks import MOST_RANK, padded_rank
+from qerl.kernels.limits import MAX_RANK, pad_rank
 from qerl.lora.kinds import active_adapter, objection
 from qerl.rollout.paged.weights import Decoder, Lora
 
@@ -48,8 +48,8 @@ def adapter_refusal(base: nn.Module) -> str | None:
             whole = isinstance(module, ModulesToSaveWrapper) and (last in _WHOLE or last.endswith("norm"))
             if not whole:
                 return f"{name} is trained beside the adapter ({type(module).__name__})"
-    if (rank := highest_rank(base)) > MOST_RANK:
-        return f"its adapter has rank {rank}, and the kernels take {MOST_RANK} at most"
+    if (rank := highest_rank(base)) > MAX_RANK:
+        return f"its adapter has rank {rank}, and the kernels take {MAX_RANK} at most"
     return None
 
 
@@ -104,7 +104,7 @@ class Adapter:
             Whether they are new, so that nothing captured before can be replayed.
         """
         highest = highest_rank(self.base)
-        rank = padded_rank(highest) if highest else 0
+        rank = pad_rank(highest) if highest else 0
         parts = [part for layer in self.layers for name in PROJECTIONS for part in projections(layer, name)]
         same = len(parts) == len(self._parts) and all(a is b for a, b in zip(parts, self._parts, strict=True))
         if same and rank == self.rank:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from qerl.kernels.decode.common import PAGE
+from qerl.kernels.limits import PAGE
 from qerl.rollout.engine import FinishReason, SamplingParams
 from qerl.rollout.paged.decode import DecodeStep
 from qerl.rollout.paged.prefill import Job

@@ -13,9 +13,10 @@ import torch
 from qerl.kernels.decode import attend as attention
 from qerl.kernels.decode import sample
 from qerl.rollout.engine import SamplingParams
+from qerl.rollout.paged.limits import SORTED_AT_ONCE
 from qerl.rollout.paged.step import Cache, Inputs, Step
 from qerl.rollout.paged.weights import Decoder
-from qerl.rollout.sampling import SORTED_AT_ONCE, truncate
+from qerl.rollout.sampling import truncate
 
 _NEVER = -1e30  # log-probability of what a filter left out
 _SLOTS = 132  # multiprocessors of an H100: twice as many pieces cost more in the merge than they gave

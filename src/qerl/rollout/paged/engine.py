@@ -16,7 +16,7 @@ from torch import nn
 
 from qerl.errors import QeRLError
 from qerl.families.parts import base_model
-from qerl.kernels.decode.common import PAGE
+from qerl.kernels.limits import PAGE
 from qerl.kernels.nvrtc import current
 from qerl.rollout.engine import (
     KV_DTYPES,
@@ -34,15 +34,12 @@ from qerl.rollout.paged import call
 from qerl.rollout.paged.binding import Binding, refusal
 from qerl.rollout.paged.blocks import BlockManager
 from qerl.rollout.paged.decode import DecodeStep
+from qerl.rollout.paged.limits import CACHE_SHARE, MAX_ROWS, ROW_COUNTS, BlockDemand, KVGeometry, cache_budget
 from qerl.rollout.paged.memory import SwitchedMemory
 from qerl.rollout.paged.prefill import Prefill
 from qerl.rollout.paged.scheduler import Scheduler
 from qerl.rollout.paged.step import Cache
-from qerl.rollout.sampling import FILTER_BYTES
 
-_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
-_CONTEXT = 1.2e9  # bytes: CUDA context, kernels, graphs
-_MOST_OF_FREE = 0.95
 _SETTINGS = 3
 """Temperatures, filters and stops whose captured steps are kept: training's, evaluation's and one more."""
 
@@ -70,16 +67,16 @@ class PagedEngine(RolloutEngine):
         self,
         model: nn.Module,
         pad_token_id: int,
-        max_sequences: int = 512,
-        cache_share: float = 0.6,
+        max_sequences: int = MAX_ROWS,
+        cache_share: float = CACHE_SHARE,
         kv_cache_dtype: KvCacheDtype = "auto",
     ) -> None:
         check_model(model)
         reason = refusal(model)
         if reason is not None:
             raise QeRLError(f"The paged engine cannot run this model: {reason}. Use the portable engine.")
-        if not 1 <= max_sequences <= _BATCHES[-1]:
-            raise QeRLError(f"max_sequences is {max_sequences}; it must be between 1 and {_BATCHES[-1]}.")
+        if not 1 <= max_sequences <= MAX_ROWS:
+            raise QeRLError(f"max_sequences is {max_sequences}; it must be between 1 and {MAX_ROWS}.")
         self.model = model
         self._pad_token_id = pad_token_id
         self._max_sequences, self._cache_share = max_sequences, cache_share
@@ -174,11 +171,8 @@ class PagedEngine(RolloutEngine):
         One that took all it may take is not made anew for a call that wants more: sequences wait instead.
         """
         decoder = self._binding.decoder
-        prompt_blocks = max(-(-(len(prompt) - 1) // PAGE) for prompt in prompts)
-        own_blocks = -(-params.max_tokens // PAGE)
-        one = prompt_blocks + own_blocks
-        wanted = rows * own_blocks + (-(-rows // samples) + 1) * prompt_blocks
-        width = max(prompt_blocks, own_blocks, 1)
+        demand = BlockDemand(max(map(len, prompts)), params.max_tokens, samples)
+        one, wanted, width = demand.least, demand.blocks(rows), demand.table_width
         fits = width <= self._table_width and params.max_tokens <= self._most
         if fits and self._cache is not None and self._cache.k.shape[1] >= (one if self._scarce else wanted):
             assert self._memory is not None
@@ -187,39 +181,35 @@ class PagedEngine(RolloutEngine):
                 self._clear_cache()
             return self._cache
         self._drop()
-        per_block = 2 * len(decoder.layers) * decoder.kv_heads * PAGE * decoder.head_size
-        per_block *= self._kv_dtype.itemsize
-        affordable = int((self._budget() - params.filtered * FILTER_BYTES) / per_block)
+        geometry = KVGeometry(
+            len(decoder.layers), decoder.kv_heads, decoder.head_size, self._kv_dtype.itemsize
+        )
+        affordable = self._budget(params.filtered) // geometry.block_bytes
         if affordable < one:
-            free = torch.cuda.mem_get_info()[0]
+            free, block = torch.cuda.mem_get_info()[0] / 1e9, geometry.block_bytes / 1e9
             raise QeRLError(
-                f"{free / 1e9:.1f} GB of GPU memory are free, keys and values may have "
-                f"{max(0, affordable) * per_block / 1e9:.1f}, and one sequence needs "
-                f"{one * per_block / 1e9:.1f}: lower max_tokens, set kv_cache_dtype: fp8, or free memory."
+                f"{free:.1f} GB of GPU memory are free, keys and values may have {affordable * block:.1f}, "
+                f"and one sequence needs {one * block:.1f}: lower max_tokens, set kv_cache_dtype: fp8, or "
+                "free memory."
             )
         self._most = max(self._most, params.max_tokens)
         self._table_width = max(self._table_width, width)
         self._scarce = affordable < wanted
-        shape = len(decoder.layers), min(wanted, affordable), decoder.kv_heads, PAGE, decoder.head_size
-        half = shape[1] * per_block // 2
+        shape = geometry.shape(min(wanted, affordable))
+        half = shape[1] * geometry.block_bytes // 2
         self._memory = SwitchedMemory(2 * half)
         k, v = (self._memory.tensor(shape, self._kv_dtype, offset) for offset in (0, half))
         self._cache = Cache(k, v)
         self._clear_cache()
         return self._cache
 
-    def _budget(self) -> float:
-        """Bytes for keys and values: a share of what a run leaves, or of what is free now if that is less.
-
-        A run holds the model, and of what it trains gradients, AdamW's moments and the engine's copy. That is
-        counted whether it is there yet or not: a resumed run must get the cache, and so the order in which
-        sequences run, of one that was not stopped.
-        """
+    def _budget(self, filtered: bool) -> int:
+        """Bytes for keys and values: a share of what a run leaves, or of what is free now if that is less."""
         free, total = torch.cuda.mem_get_info()
         model = self.model
         held = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
-        held += sum(14 * parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-        return min(self._cache_share * (total - held - _CONTEXT), _MOST_OF_FREE * free)
+        trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+        return cache_budget(total, held, trained, filtered, free, self._cache_share)
 
     def _clear_cache(self) -> None:
         """Fresh memory may hold NaN, which a masked key would carry into a product with zero."""
@@ -229,7 +219,7 @@ class PagedEngine(RolloutEngine):
 
     def _step(self, rows: int, params: SamplingParams) -> DecodeStep:
         """The captured step for at least so many rows."""
-        size = next(size for size in _BATCHES if size >= rows)
+        size = next(size for size in ROW_COUNTS if size >= rows)
         key = (size, replace(params, seed=0, max_tokens=1))
         if key in self._steps:
             self._steps[key] = self._steps.pop(key)  # the last in order is the last that was used

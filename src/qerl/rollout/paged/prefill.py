@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from qerl.kernels.decode import attend as attention
-from qerl.kernels.decode.common import PAGE
+from qerl.kernels.limits import PAGE
 from qerl.rollout.paged.step import Cache, Inputs, Step
 from qerl.rollout.paged.weights import Decoder
 

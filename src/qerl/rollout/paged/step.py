@@ -12,7 +12,8 @@ import torch
 
 from qerl.kernels.decode import attend as attention
 from qerl.kernels.decode import residual_norm, rope_kv, silu_mul
-from qerl.kernels.decode.common import PAGE, partial_count
+from qerl.kernels.decode.common import partial_count
+from qerl.kernels.limits import PAGE
 from qerl.kernels.weights import gemm
 from qerl.rollout.paged.weights import Decoder, Layer, Lora, Matrix
 

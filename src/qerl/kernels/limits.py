@@ -1,7 +1,14 @@
-"""How LoRA ranks are padded and cut for the kernels, without importing any of them."""
+"""What the decode kernels are compiled for: tokens per block of keys and values, and ranks of an adapter.
 
-MOST_RANK = 256
-"""Largest rank that the kernels take."""
+Plain numbers without Triton or torch, so that a plan made on a machine without a GPU counts with those of the
+kernels.
+"""
+
+PAGE = 64
+"""Tokens in a block of keys and values."""
+
+MAX_RANK = 256
+"""Largest LoRA rank that the kernels take."""
 
 PART = 128
 """Ranks that a kernel holds at once of one adapter's A or B; a multiple of it takes several turns."""
@@ -10,7 +17,7 @@ STACKED_PART = 512
 """Rows of several A on top of each other that a kernel holds at once: those of q, k and v at rank `PART`."""
 
 
-def padded_rank(rank: int) -> int:
+def pad_rank(rank: int) -> int:
     """Ranks that buffers have for an adapter of this rank: a power of two, as Triton wants, from 16 on."""
     return max(16, 1 << (rank - 1).bit_length())
 

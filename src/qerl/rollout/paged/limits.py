@@ -1,0 +1,136 @@
+"""What the paged engine may take: rows, memory, and the arithmetic of its keys and values.
+
+The engine reserves memory by these numbers and functions, and the plan predicts by the same ones. Nothing
+here needs torch or a GPU.
+
+Keys and values lie in blocks of `PAGE` tokens. A prompt is cached once for all its samples, without its last
+token, which the first decode step reads; each sample has blocks of its own for the tokens that it generates.
+"""
+
+from dataclasses import dataclass
+
+from qerl.kernels.limits import PAGE
+
+ROW_COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+"""Numbers of rows for which decode steps are captured."""
+
+MAX_ROWS = ROW_COUNTS[-1]
+"""Sequences that decode side by side at most."""
+
+CACHE_SHARE = 0.6
+"""Share of the memory beside the model and its training state that keys and values may take."""
+
+MAX_SHARE_OF_FREE = 0.95
+"""Share of the memory that is free at the moment that keys and values may take."""
+
+CONTEXT_BYTES = 1_200_000_000
+"""CUDA context, loaded kernels, cuBLAS workspaces, captured graphs and the engine's buffers, as measured."""
+
+TRAINED_BYTES = 4 + 8 + 2
+"""Bytes per trained parameter beside the parameter: gradient, AdamW's moments, the engine's 16-bit copy."""
+
+SORTED_AT_ONCE = 1 << 22
+"""Logits that the engine filters at a time."""
+
+FILTER_BYTES = 80 * SORTED_AT_ONCE
+"""Bytes that filtering them takes beside the logits: sorted values, ids, probabilities and sums in FP64."""
+
+
+@dataclass(frozen=True)
+class KVGeometry:
+    """Shape and size of a model's cache.
+
+    Attributes:
+        layers: Layers with attention.
+        kv_heads: Heads of keys, and as many of values.
+        head_size: Numbers per head and token.
+        item_bytes: Bytes per number: 2 for bf16, 1 for E4M3.
+    """
+
+    layers: int
+    kv_heads: int
+    head_size: int
+    item_bytes: int
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block: keys and values of all layers."""
+        return 2 * self.layers * self.kv_heads * PAGE * self.head_size * self.item_bytes
+
+    def shape(self, blocks: int) -> tuple[int, int, int, int, int]:
+        """Shape of the keys, and of the values, of so many blocks."""
+        return self.layers, blocks, self.kv_heads, PAGE, self.head_size
+
+
+@dataclass(frozen=True)
+class BlockDemand:
+    """Blocks that the sequences of a call fill at their longest.
+
+    Attributes:
+        prompt_tokens: Tokens of the longest prompt.
+        completion_tokens: Tokens that a completion may have.
+        samples: Completions per prompt.
+    """
+
+    prompt_tokens: int
+    completion_tokens: int
+    samples: int
+
+    @property
+    def prompt_blocks(self) -> int:
+        """Blocks of a prompt, which its samples share."""
+        return -(-(self.prompt_tokens - 1) // PAGE)
+
+    @property
+    def own_blocks(self) -> int:
+        """Blocks of a sample's own tokens."""
+        return -(-self.completion_tokens // PAGE)
+
+    @property
+    def table_width(self) -> int:
+        """Blocks that a row of the block table must list, those of a prompt or those of a sample."""
+        return max(self.prompt_blocks, self.own_blocks, 1)
+
+    @property
+    def least(self) -> int:
+        """Blocks without which not even one sequence can run."""
+        return self.prompt_blocks + self.own_blocks
+
+    def blocks(self, rows: int) -> int:
+        """Blocks with which so many rows never wait for one another: one prompt more than their groups need,
+        because a group's first samples may end while the last still wait."""
+        return rows * self.own_blocks + (-(-rows // self.samples) + 1) * self.prompt_blocks
+
+    def rows(self, blocks: int, most: int) -> int:
+        """Rows, up to ``most``, that never wait for one another with so many blocks; 0 if none can run."""
+        if blocks < self.least:
+            return 0
+        return next((rows for rows in range(most, 1, -1) if self.blocks(rows) <= blocks), 1)
+
+
+def cache_budget(
+    total: int,
+    model_bytes: int,
+    trained: int,
+    filtered: bool,
+    free: int | None = None,
+    share: float = CACHE_SHARE,
+) -> int:
+    """Bytes that keys and values may take.
+
+    A run holds the model, and gradients, moments and a copy of what it trains. These are counted whether they
+    are there yet or not: a resumed run must get the cache, and so the order in which sequences run, of one
+    that was not stopped.
+
+    Args:
+        total: Bytes of the GPU.
+        model_bytes: Bytes of parameters and buffers.
+        trained: Number of trained parameters.
+        filtered: Whether top-k, top-p or min-p leave tokens out, for which logits are sorted.
+        free: Bytes that are free at the moment; None where that is not known.
+        share: Share of what is left beside all that, less where several engines share a GPU.
+    """
+    budget = share * (total - model_bytes - TRAINED_BYTES * trained - CONTEXT_BYTES)
+    if free is not None:
+        budget = min(budget, MAX_SHARE_OF_FREE * free)
+    return max(0, int(budget) - filtered * FILTER_BYTES)
