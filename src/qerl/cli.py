@@ -1,12 +1,12 @@
 """The `qerl` command.
 
-Heavy imports happen inside the commands, so that `qerl --help` and mistakes on the command line answer at
-once.
+Flags are written with underscores, as TRL's are; a dash in a flag means the same. Heavy imports happen inside
+the commands, so that `qerl --help` and mistakes on the command line answer at once. Each command is a
+function that describes its words (`_add_train`) beside one that runs it (`_train`).
 """
 
 import argparse
 import logging
-import math
 import os
 import shlex
 import sys
@@ -19,6 +19,8 @@ from rich.console import Console
 
 from qerl import __version__
 from qerl.errors import QeRLError
+from qerl.settings.words import number_from, split_fields, with_underscores
+from qerl.weight_formats import DEFAULT_FORMAT, DEFAULT_ROUNDING, FORMATS, PACKED_FORMATS, ROUNDINGS
 
 if TYPE_CHECKING:
     from qerl.eval.run import Source
@@ -36,12 +38,12 @@ console = Console(quiet=os.environ.get("RANK", "0") != "0")
 def main(argv: list[str] | None = None) -> int:
     """Entry point; returns the exit status: 0 done, 1 what was planned does not fit, 2 a mistake the user can
     mend, 130 interrupted."""
-    words = sys.argv[1:] if argv is None else argv
+    words = with_underscores(sys.argv[1:] if argv is None else argv)
     _quiet_libraries()
     try:
         fields: dict[str, str] = {}
         if words and words[0] in TAKE_FIELDS:
-            words, fields = _split_fields(words)
+            words, fields = split_fields(words, OWN_FLAGS, OWN_OPTIONS)
         args = _parser().parse_args(words)
         args.fields = fields
         return args.run(args) or 0
@@ -73,7 +75,7 @@ def _escape(text: str) -> str:
 
 
 class _Command(argparse.ArgumentParser):
-    """Of a command that takes fields, the help ends with the list of them."""
+    """A command whose help ends with the fields, if it takes any."""
 
     def format_help(self) -> str:
         text = super().format_help()
@@ -90,86 +92,128 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=_Command)
+    for add in (
+        _add_train, _add_plan, _add_demo, _add_recipes, _add_fields, _add_quantize, _add_eval,
+        _add_generate, _add_report, _add_doctor,
+    ):  # fmt: skip
+        add(commands)
+    return parser
 
-    def command(name: str, run: Any, text: str) -> argparse.ArgumentParser:
-        sub = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
-        sub.set_defaults(run=run)
-        return sub
 
-    sub = command("train", _train, "Train as recipes say; any field can be given as --field value.")
-    sub.add_argument("recipes", nargs="+", type=Path, metavar="RECIPE.yaml", help="merged from left to right")
-    sub.add_argument("--dry_run", action="store_true", help="check the settings, print them and stop")
+def _command(commands: Any, name: str, run: Callable[..., Any], text: str) -> argparse.ArgumentParser:
+    """A command called ``name`` that calls ``run``; ``text`` is its help."""
+    sub = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
+    sub.set_defaults(run=run)
+    return sub
 
+
+_RECIPES_HELP = "names (see `qerl recipes`) or paths of .yaml files, merged from left to right"
+
+
+def _add_train(commands: Any) -> None:
+    text = "Train as recipes say; any field can be given as --FIELD VALUE."
+    sub = _command(commands, "train", _train, text)
+    sub.add_argument("recipes", nargs="+", metavar="RECIPE", help=_RECIPES_HELP)
+    sub.add_argument(
+        "--dry_run",
+        action="store_true",
+        help="check what can be checked without the model, and print the settings",
+    )
+
+
+def _add_plan(commands: Any) -> None:
     text = (
         "Say what fits on a GPU of --gpu GB (default 80), or on each of --processes N of them; any field can "
-        "be given as --field value."
+        "be given as --FIELD VALUE."
     )
-    sub = command("plan", _plan, text)
+    sub = _command(commands, "plan", _plan, text)
     sub.add_argument("model", metavar="MODEL", help="Hub id, local folder, or a shape such as 32b")
-    sub.add_argument("recipes", nargs="*", type=Path, metavar="RECIPE.yaml", help="as for train")
+    sub.add_argument("recipes", nargs="*", metavar="RECIPE", help="as for train")
     sub.add_argument("--gpu", default="80", metavar="GB", help="memory of the GPU; default 80")
     sub.add_argument("--processes", default="1", metavar="N", help="GPUs, each with its process; default 1")
 
-    sub = command("demo", _demo, "Train a small real model here and score it before and after.")
-    packaged = Path(__file__).with_name("demo.yaml")
-    sub.add_argument(
-        "recipe", nargs="?", type=Path, default=packaged, metavar="RECIPE.yaml", help="default: %(default)s"
-    )
 
-    sub = command("quantize", _quantize, "Quantise a checkpoint, shard by shard.")
+def _add_demo(commands: Any) -> None:
+    sub = _command(commands, "demo", _demo, "Train a small real model here and score it before and after.")
+    sub.add_argument("recipe", nargs="?", default="demo", metavar="RECIPE", help="default: %(default)s")
+
+
+def _add_recipes(commands: Any) -> None:
+    _command(commands, "recipes", _recipes, "List the recipes of this package and what each needs.")
+
+
+def _add_fields(commands: Any) -> None:
+    sub = _command(commands, "fields", _fields, "Explain one field of the settings, or list all of them.")
+    sub.add_argument("name", nargs="?", metavar="NAME", help="a field, of this project, TRL or transformers")
+
+
+def _add_quantize(commands: Any) -> None:
+    sub = _command(commands, "quantize", _quantize, "Quantise a checkpoint, shard by shard.")
     sub.add_argument("model", metavar="MODEL", help="Hub id or local folder")
     sub.add_argument("out", type=Path, metavar="OUT", help="folder to write; must not exist")
-    sub.add_argument("--format", choices=("nvfp4", "mxfp4"), default="nvfp4")
+    sub.add_argument("--format", choices=PACKED_FORMATS, default=DEFAULT_FORMAT)
     sub.add_argument(
-        "--method", choices=("rtn", "mse"), default="rtn", help="rounding: nearest, or least error"
+        "--rounding", choices=ROUNDINGS, default=DEFAULT_ROUNDING, help="default: %(default)s, least error"
     )
 
-    sub = command("eval", _eval, "Score a model, with or without an adapter.")
+
+def _add_eval(commands: Any) -> None:
+    sub = _command(commands, "eval", _eval, "Score a model, with or without an adapter.")
     _add_model(sub)
     sub.add_argument("--task", help="gsm8k, math500, arithmetic, jsonl:PATH, ...; default: the run's")
     sub.add_argument(
         "--task_options",
         help="YAML mapping, for example '{level: wp1}'; default: the run's, for its own task",
     )
-    sub.add_argument("--samples", type=_from(1), default=1, help="samples per problem; 1 decodes greedily")
-    sub.add_argument("--temperature", type=_from(0, float), help="default: 0 for one sample, else 0.6")
-    sub.add_argument("--top_p", type=_from(1e-6, float, 1), default=0.95)
     sub.add_argument(
-        "--max_tokens", type=_from(1), help="default: the run's max_completion_length, else 4096"
+        "--samples", type=number_from(1), default=1, help="samples per problem; 1 decodes greedily"
     )
-    sub.add_argument("--limit", type=_from(1), help="problems to score; default all")
-    sub.add_argument("--seed", type=_from(0), default=0)
+    sub.add_argument("--temperature", type=number_from(0, float), help="default: 0 for one sample, else 0.6")
+    sub.add_argument("--top_p", type=number_from(1e-6, float, 1), default=0.95)
+    sub.add_argument(
+        "--max_tokens", type=number_from(1), help="default: the run's max_completion_length, else 4096"
+    )
+    sub.add_argument("--limit", type=number_from(1), help="problems to score; default all")
+    sub.add_argument("--seed", type=number_from(0), default=0)
     sub.add_argument(
         "--out", type=Path, help="folder for the result and the completions; one that was cut off goes on"
     )
 
-    sub = command("generate", _generate, "Answer one prompt.")
+
+def _add_generate(commands: Any) -> None:
+    sub = _command(commands, "generate", _generate, "Answer one prompt.")
     _add_model(sub)
     sub.add_argument("prompt", help="the user's message")
     sub.add_argument(
         "--system", help='system message; default: the one of the run\'s task, else none; "" for none'
     )
-    sub.add_argument("--max_tokens", type=_from(1), help="default: the run's max_completion_length, else 256")
-    sub.add_argument("--temperature", type=_from(0, float), default=0.0)
-    sub.add_argument("--seed", type=_from(0), default=0)
+    sub.add_argument(
+        "--max_tokens", type=number_from(1), help="default: the run's max_completion_length, else 256"
+    )
+    sub.add_argument("--temperature", type=number_from(0, float), default=0.0)
+    sub.add_argument("--seed", type=number_from(0), default=0)
 
-    command("doctor", _doctor, "What this machine can run, and how to get what is missing.")
 
-    sub = command("report", _report, "One HTML page with the curves of several runs.")
+def _add_report(commands: Any) -> None:
+    sub = _command(commands, "report", _report, "One HTML page with the curves of several runs.")
     sub.add_argument("runs", nargs="+", type=Path, metavar="RUN")
     sub.add_argument(
         "--scores", nargs="+", type=Path, default=[], metavar="FOLDER", help="of evaluations outside the runs"
     )
     sub.add_argument("--out", type=Path, default=Path("report.html"))
-    return parser
+
+
+def _add_doctor(commands: Any) -> None:
+    _command(commands, "doctor", _doctor, "What this machine can run, and how to get what is missing.")
 
 
 def _add_model(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("model", metavar="MODEL", help="Hub id, local folder or .gguf file")
     sub.add_argument("--adapter", type=Path, help="folder of a PEFT adapter")
-    formats = ("nvfp4", "mxfp4", "nf4", "bf16")
-    sub.add_argument("--weights", choices=formats, help="default: what the run trained on, else nvfp4")
-    sub.add_argument("--rounding", choices=("rtn", "mse"), help="default: the run's, else mse")
+    sub.add_argument(
+        "--weights", choices=FORMATS, help=f"default: what the run trained on, else {DEFAULT_FORMAT}"
+    )
+    sub.add_argument("--rounding", choices=ROUNDINGS, help=f"default: the run's, else {DEFAULT_ROUNDING}")
     sub.add_argument(
         "--dtype",
         choices=("auto", "float32", "bfloat16"),
@@ -181,50 +225,13 @@ def _add_model(sub: argparse.ArgumentParser) -> None:
     )
 
 
-def _split_fields(words: list[str]) -> tuple[list[str], dict[str, str]]:
-    """Take `--field value` and `--field=value` out of the command line; flags of the command stay."""
-    kept: list[str] = []
-    options: list[str] = []
-    fields: dict[str, str] = {}
-    remaining = iter(words)
-    for word in remaining:
-        if not word.startswith("--") or word in OWN_FLAGS:
-            kept.append(word)
-            continue
-        flag, sign, text = word.partition("=")
-        value = text if sign else next(remaining, "")
-        if not value or (not sign and value.startswith("--")):
-            raise QeRLError(f"{flag} needs a value.")
-        if flag in OWN_OPTIONS:
-            options += [flag, value]
-        elif flag[2:] in fields:
-            raise QeRLError(f"{flag} is given twice; which one is meant?")
-        else:
-            fields[flag[2:]] = value
-    # argparse takes positional words together, so options go before all of them.
-    return [*kept[:1], *options, *kept[1:]], fields
-
-
-def _from(least: float, kind: Any = int, most: float = math.inf) -> Callable[[str], Any]:
-    """What argparse calls to read a number that is in a range."""
-
-    def number(text: str) -> Any:
-        value = kind(text)
-        if not least <= value <= most or math.isinf(value):
-            limits = f"from {least} to {most}" if math.isfinite(most) else f"at least {least}"
-            raise argparse.ArgumentTypeError(f"{text} must be {limits}")
-        return value
-
-    return number
-
-
 def _values(fields: dict[str, str]) -> dict[str, Any]:
     from qerl.settings.recipe import parse_field
 
     return {name: parse_field(name, text) for name, text in fields.items()}
 
 
-def _load_config(recipes: list[Path], fields: dict[str, str]) -> "QeRLConfig":
+def _load_config(recipes: list[str], fields: dict[str, str]) -> "QeRLConfig":
     from qerl.settings.recipe import load_config
 
     return load_config(recipes, _values(fields))
@@ -274,11 +281,23 @@ def _demo(args: argparse.Namespace) -> int:
     return run_demo(config, console)
 
 
+def _recipes(_: argparse.Namespace) -> None:
+    from qerl.settings.library import recipe_table
+
+    console.print(recipe_table(), highlight=False)
+
+
+def _fields(args: argparse.Namespace) -> None:
+    from qerl.settings.docs import all_fields_text, field_text
+
+    print(all_fields_text() if args.name is None else field_text(args.name))
+
+
 def _quantize(args: argparse.Namespace) -> None:
     from qerl.fp4.quantize import quantize_checkpoint
     from qerl.models.hub import local_checkpoint
 
-    quantize_checkpoint(local_checkpoint(args.model), args.out, args.format, args.method)
+    quantize_checkpoint(local_checkpoint(args.model), args.out, args.format, args.rounding)
 
 
 def _eval(args: argparse.Namespace) -> None:

@@ -57,6 +57,7 @@ def test_help_lists_the_fields(command, capsys):
     assert end.value.code == 0
     printed = " ".join(capsys.readouterr().out.split())
     assert "--reward_timeout [10.0] Seconds a reward function may take" in printed
+    assert "Task and rewards:" in printed and "`qerl fields NAME` explains one" in printed
 
 
 def test_text_fields_take_the_word_as_it_is(recipe, tmp_path, capsys):
@@ -91,7 +92,7 @@ def test_text_fields_take_the_word_as_it_is(recipe, tmp_path, capsys):
         (["--seed", "1", "--seed=2"], "--seed is given twice"),
         (["--seed", "[0-9]+"], "--seed has a value that is not valid YAML"),
         (["--task_options", "{a: ["], "--task_options has a value that is not valid YAML"),
-        (["--dry-run", "x"], "unknown key 'dry-run'"),
+        (["--zebra", "x"], "unknown key 'zebra'; `qerl fields` lists the fields"),
         (["--max_steps", "ten"], "max_steps is 'ten'"),
     ],
 )
@@ -120,6 +121,22 @@ def test_ctrl_c_saves_a_checkpoint_that_can_be_resumed(recipe, tmp_path):
     words = [str(recipe), "--max_steps", str(step + 1), "--resume_from_checkpoint", "true"]
     assert main(["train", *words]) == 0
     assert json.loads(metrics.read_text().splitlines()[-1])["step"] == step + 1
+
+
+def test_dashes_in_flags_are_underscores(recipe, capsys):
+    words = ["--learning-rate", "1e-4", "--task-options={level: wp1, examples: 0}", "--dry-run"]
+    assert main(["train", str(recipe), *words]) == 0
+    printed = yaml.safe_load(capsys.readouterr().out)
+    assert (printed["learning_rate"], printed["task_options"]["level"]) == (1e-4, "wp1")
+
+
+def test_recipes_of_the_package_have_names(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", "gsm8k", "nvfp4-aqn", "--model", "owner/model", "--dry_run"]) == 0
+    printed = yaml.safe_load(capsys.readouterr().out)
+    assert (printed["task"], printed["noise"], printed["model"]) == ("gsm8k", True, "owner/model")
+    assert printed["output_dir"] == "runs/gsm8k-nvfp4-aqn"
+    assert not any(tmp_path.iterdir())
 
 
 def test_demo_finds_its_recipe_anywhere(tmp_path, monkeypatch):

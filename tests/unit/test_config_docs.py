@@ -4,7 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from qerl.settings.docs import help_text, markdown, other_defaults, own_fields
+from qerl.cli import main
+from qerl.settings.config import QeRLConfig
+from qerl.settings.docs import accepted_fields, field_text, help_text, markdown, other_defaults, own_fields
+from qerl.settings.parents import PARENTS
+from qerl.settings.recipe import FIELDS
 
 PAGE = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text(encoding="utf-8")
 
@@ -12,8 +16,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text(encod
 @pytest.mark.parametrize("heading", ["Fields", "Defaults that differ from TRL's", "Fields that are refused"])
 def test_the_page_has_the_tables_as_they_are(heading):
     section = PAGE.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
-    table = "\n".join(line for line in section.splitlines() if line.startswith("|"))
-    assert table == markdown()[heading], "python -m qerl.settings.docs prints the tables"
+    assert markdown()[heading] in section, "python -m qerl.settings.docs prints the tables"
 
 
 def test_each_default_that_differs_has_a_reason():
@@ -25,8 +28,28 @@ def test_each_default_that_differs_has_a_reason():
     assert all(reason.endswith(".") for reason in reasons.values())
 
 
-def test_every_field_has_a_help_text():
-    text = help_text()
-    for name, _, words in own_fields():
+def test_every_field_has_a_sentence_in_a_group():
+    text, rows = help_text(), [row for group in own_fields().values() for row in group]
+    assert [name for name, *_ in rows] == list(QeRLConfig.__annotations__)
+    for name, _, words in rows:
         assert f"--{name} [" in text
         assert words.endswith(".")
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_every_field_is_explained(name):
+    text = " ".join(field_text(name).split())
+    if name in QeRLConfig.__annotations__:
+        assert FIELDS[name].metadata["help"] in text
+    elif name in accepted_fields():
+        assert f"--{name} [" in text and text.endswith("It acts as in TRL and transformers.")
+    else:
+        assert text == f"{name} is not supported: {PARENTS[name].reason}."
+
+
+def test_fields_on_the_command_line(capsys):
+    assert main(["fields"]) == 0
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in FIELDS)
+    assert main(["fields", "lora_rank"]) == 2
+    assert "did you mean 'lora_r'" in capsys.readouterr().err

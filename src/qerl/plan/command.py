@@ -26,7 +26,7 @@ USABLE = 0.985  # of a GPU's GiB; the rest is the driver's and ECC's (H100 80GB:
 
 
 def plan_command(
-    name: str, recipes: list[Path], fields: dict[str, Any], gpu: Any, console: Console, processes: Any = 1
+    name: str, recipes: list[str], fields: dict[str, Any], gpu: Any, console: Console, processes: Any = 1
 ) -> Plan:
     """Print what fits, and return the plan of the settings as they are.
 
@@ -44,8 +44,7 @@ def plan_command(
         raise QeRLError(f"--gpu is {gpu}; it must be the GPU's memory in GB, such as 80.")
     if isinstance(processes, bool) or not isinstance(processes, int) or processes < 1:
         raise QeRLError(f"--processes is {processes}; it must be a number of GPUs, at least 1.")
-    needed = {"task": "none", "output_dir": "none"}  # asked of every run, without a meaning here
-    config = load_config(recipes, {**needed, **fields, "model": name})
+    config = load_config(recipes, fields | {"model": name}, required=("model",))
     plan, proposal = _plan(config, round(gpu * 2**30 * USABLE), processes)
     console.print(render(plan, proposal, name))
     return plan

@@ -3,7 +3,11 @@
 `QeRLConfig` is TRL's `GRPOConfig` with the fields this project adds: which weights, which adapter, which
 task, which noise. Every field is checked when settings are made, from Python, a recipe or the command line
 alike (`qerl.settings.recipe`): its type and range by its annotation (`qerl.settings.checks`), the parents'
-fields by the table in `qerl.settings.parents`, and here what contradicts what.
+fields by the table in `qerl.settings.parents`, and what contradicts what in `qerl.settings.contradictions`.
+
+The fields of a run that are left to the machine are decided when it starts: `qerl.trainer.run` writes what
+the memory plan chose (`tokens_per_forward`, `every_n_layers`) into the settings, so that the config.yaml of
+the run has them.
 """
 
 import dataclasses
@@ -17,6 +21,7 @@ from trl import GRPOConfig
 from qerl.errors import QeRLError
 from qerl.noise import NoiseKind, NoiseSchedule
 from qerl.rollout.engine import KvCacheDtype
+from qerl.settings import contradictions
 from qerl.settings.checks import (
     Count,
     Names,
@@ -29,7 +34,7 @@ from qerl.settings.checks import (
     checked,
 )
 from qerl.settings.parents import PARENTS, Refused
-from qerl.weight_formats import DEFAULT_FORMAT, DEFAULT_ROUNDING, FORMATS, Rounding, WeightFormatName
+from qerl.weight_formats import DEFAULT_FORMAT, DEFAULT_ROUNDING, Rounding, WeightFormatName
 
 # What an algorithm sets where the recipe says nothing.
 # grpo: arXiv 2402.03300. dapo: arXiv 2503.14476, sections 3.1 (clip-higher) to 3.4 (soft overlong punishment,
@@ -54,13 +59,6 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
 }
 
 
-_OFF = {
-    "bf16": "is not supported: set dtype instead, which trainer and sampler share",
-    "ddp_broadcast_buffers": "would send the packed weights before every forward pass; remove it",
-    "ddp_find_unused_parameters": "would look for adapters without a gradient, and there are none; remove it",
-}
-"""Why each of these fields of the parents stays off."""
-
 LossType = Literal["grpo", "dapo", "bnpo", "dr_grpo", "luspo", "cispo", "sapo", "vespo"]
 RatioCorrection = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 
@@ -70,9 +68,18 @@ def _help(
     default: Any = dataclasses.MISSING,
     factory: Any = dataclasses.MISSING,
     instead_of_trl: str = "",
+    group: str = "",
 ) -> Any:
-    """A field with its text for `--help`; ``instead_of_trl`` is why its default differs from the parent's."""
-    metadata = {"help": text, "instead_of_trl": instead_of_trl}
+    """A field with its sentence for `qerl fields`.
+
+    Args:
+        text: The sentence.
+        default: Value where nobody sets the field.
+        factory: Makes the default, in place of ``default``.
+        instead_of_trl: Why the default differs from the parent's.
+        group: Heading that begins with this field; the fields after it belong to the same group.
+    """
+    metadata = {"help": text, "instead_of_trl": instead_of_trl, "group": group}
     return field(default=default, default_factory=factory, metadata=metadata)
 
 
@@ -81,28 +88,35 @@ class QeRLConfig(GRPOConfig):
     """Everything a run needs to know; the fields of `trl.GRPOConfig` and of `TrainingArguments` are valid
     too."""
 
-    model: Text | None = _help("Hub id, local folder or .gguf file of the base model; required.", None)
-    weights: WeightFormatName = _help(
-        "Format of the frozen linears: nvfp4, mxfp4, nf4 or bf16 (unquantised).", DEFAULT_FORMAT
+    model: Text | None = _help(
+        "Hub id, local folder or .gguf file of the base model; required.", None, group="Model"
     )
-    rounding: Rounding = _help("How an unquantised checkpoint is rounded while loading.", DEFAULT_ROUNDING)
+    weights: WeightFormatName = _help(
+        "Format of the frozen linear layers: nvfp4, mxfp4, nf4 or bf16 (unquantised).", DEFAULT_FORMAT
+    )
+    rounding: Rounding = _help(
+        "How an unquantised checkpoint is rounded while loading: mse (least error) or rtn (nearest).",
+        DEFAULT_ROUNDING,
+    )
     dtype: Literal["auto", "float32", "bfloat16"] = _help(
-        "Of activations, embeddings, norms and head. "
-        "auto: float32 on the CPU and for full tuning, bfloat16 otherwise.",
+        "Precision of activations, embeddings, norms and head; auto is float32 on the CPU and for full "
+        "tuning, bfloat16 otherwise.",
         "auto",
     )
     tuning: Literal["lora", "full"] = _help(
         "Train LoRA adapters or all weights (full: bf16 weights only).", "lora"
     )
-    lora_r: PositiveInt = _help("Rank of the adapters.", 32)
+    lora_r: PositiveInt = _help("Rank of the adapters.", 32, group="Adapter")
     lora_alpha: PositiveInt = _help("Numerator of LoRA's scale alpha / r.", 32)
     lora_dropout: ShareBelow1 = _help("Dropout on the adapters' input.", 0.0)
     lora_target_modules: Annotated[Names, Field(min_length=1)] | None = _help(
-        "Names of adapted linears; null adapts every linear layer of the decoder.", None
+        "Names of the linear layers that get an adapter; unset, all of the decoder.", None
     )
 
     task: Text | None = _help(
-        "Task to train on (gsm8k, bigmath, arithmetic, jsonl:PATH, ...); required.", None
+        "Task to train on (gsm8k, bigmath, arithmetic, jsonl:PATH, ...); required.",
+        None,
+        group="Task and rewards",
     )
     task_options: dict[str, Any] = _help(
         "Keyword arguments of the task, for example {level: wp1}.", factory=dict
@@ -115,13 +129,15 @@ class QeRLConfig(GRPOConfig):
         "stop",
     )
     max_prompt_length: PositiveInt | None = _help(
-        "Longest prompt in tokens; longer ones are left out and counted.", None
+        "Largest number of tokens of a prompt; longer ones are left out and counted.", None
     )
-    eval_samples: PositiveInt = _help("Held-out problems for evaluation while training.", 64)
+    eval_samples: PositiveInt = _help("Number of held-out problems for evaluation while training.", 64)
 
-    algorithm: Literal["grpo", "dapo"] = _help("Preset for the fields below that are left unset.", "grpo")
+    algorithm: Literal["grpo", "dapo"] = _help(
+        "Preset for the fields of this group that are left unset.", "grpo", group="Algorithm"
+    )
     loss_type: LossType | None = _help(
-        "As in TRL; unset, the algorithm decides.",
+        "Loss, by TRL's names; unset, the algorithm decides.",
         None,
         instead_of_trl="TRL's default is DAPO's loss; here `algorithm` names the loss, and it is GRPO's.",
     )
@@ -134,12 +150,12 @@ class QeRLConfig(GRPOConfig):
         instead_of_trl="The same for GRPO; `algorithm` may turn it on.",
     )
     dynamic_sampling_rounds: Count | None = _help(
-        "Extra rollouts at most per step, each replacing groups without signal.", None
+        "Largest number of extra rollouts per step, each of which replaces groups without signal.", None
     )
     signal: Literal["accuracy", "reward"] | None = _help(
-        "Which groups teach. accuracy: those with right and wrong samples, by the reward function `accuracy` "
-        "or the only one (right is above 0). reward: those whose rewards differ. Unset, the algorithm "
-        "decides.",
+        "Which groups have a signal: those with right and wrong samples by the reward function `accuracy` or "
+        "the only one (accuracy; right is above 0), or those whose rewards differ (reward). Unset, the "
+        "algorithm decides.",
         None,
     )
     overlong_buffer: ShareBelow1 | None = _help(
@@ -147,26 +163,32 @@ class QeRLConfig(GRPOConfig):
         None,
     )
 
-    noise: bool = _help("Adaptive quantization noise in the RMSNorm weights of rollouts.", True)
+    noise: bool = _help(
+        "Adaptive quantization noise in the RMSNorm weights of rollouts.", True, group="Noise"
+    )
     noise_sigma_start: Positive = _help("Standard deviation in the first noisy stage.", 1e-2)
     noise_sigma_end: Positive = _help("Standard deviation in the last stage.", 5e-4)
     noise_stages: Annotated[int, Field(ge=2)] = _help("Stages of the schedule, the first without noise.", 10)
     noise_schedule: NoiseKind = _help("Shape of the decay over the stages.", "exponential")
 
     max_sequences: PositiveInt | None = _help(
-        "Sequences decoded at the same time; unset, at most 64 (portable engine) or 512 (paged engine).",
+        "Largest number of sequences decoded at the same time; unset, 64 (portable engine) or 512 (paged "
+        "engine).",
         None,
+        group="Rollouts and update",
     )
 
     kv_cache_dtype: KvCacheDtype = _help(
-        "Keys and values of rollouts: auto (bfloat16) or fp8 (E4M3 without scales: half the memory, paged "
-        "engine only). Experimental: see `python -m benchmarks parity --kv-cache-dtype fp8` for your model.",
+        "Format of the keys and values of rollouts: auto (bfloat16) or fp8 (E4M3 without scales, which takes "
+        "half the memory; paged engine only). fp8 is experimental: `python -m benchmarks parity` measures it "
+        "on your model.",
         "auto",
     )
 
     tokens_per_forward: PositiveInt | None = _help(
-        "Most tokens in one forward pass of the update; a microbatch with more is computed in pieces, with "
-        "the same gradients. Unset: on a GPU what `qerl plan` finds to fit, on the CPU no limit.",
+        "Largest number of tokens in one forward pass of the update; a microbatch with more is computed in "
+        "chunks, with the same gradients. Unset, it is what `qerl plan` finds to fit on a GPU, and there is "
+        "no limit on the CPU.",
         None,
     )
 
@@ -175,34 +197,36 @@ class QeRLConfig(GRPOConfig):
         "Autocast is not used: `dtype` sets the precision of sampler and trainer alike.",
         False,
         instead_of_trl="Autocast would make the trainer's policy differ from the sampler's.",
+        group="Fields of TRL and transformers with another default or meaning",
     )
     metric_for_best_model: Text | None = _help(
-        "What load_best_model_at_end goes by; unset, eval_reward. Evaluations compute no loss.", None
+        "Metric by which load_best_model_at_end chooses; unset, eval_reward. Evaluations compute no loss.",
+        None,
     )
     logging_steps: ShareOrSteps = _help(
-        "Optimizer steps between two log lines.",
+        "Number of optimizer steps between two log lines.",
         1,
         instead_of_trl="A step has a rollout and takes minutes; the curve of a run has few points to spare.",
     )
     vllm_importance_sampling_mode: RatioCorrection = _help(
-        "Correction of the ratio trainer / sampler.",
+        "How the loss corrects for the ratio of trainer to sampler probabilities.",
         "token_truncate",
         instead_of_trl="Noise shifts every token a little; over a sequence that masks most long samples.",
     )
     ddp_broadcast_buffers: bool | None = _help(
-        "Stays off.",
+        "Stays off; see why below.",
         False,
         instead_of_trl="The packed weights are buffers that never change; DDP would send them in every pass.",
     )
     ddp_find_unused_parameters: bool | None = _help(
-        "Stays off.",
+        "Stays off; see why below.",
         False,
         instead_of_trl="Every backward pass computes a sample, so all adapters have a gradient.",
     )
 
     def __post_init__(self) -> None:
         self._check_fields()
-        self._check()
+        contradictions.check(self)
         if self.mask_truncated_completions and self.overlong_buffer is None:
             self.overlong_buffer = 0.0  # masked samples are not punished as well
         for name, value in ALGORITHMS[self.algorithm].items():
@@ -210,16 +234,18 @@ class QeRLConfig(GRPOConfig):
                 setattr(self, name, value)
         if self.epsilon_high is None:
             self.epsilon_high = self.epsilon
-        self._choose_metric()
+        by_metric = self.load_best_model_at_end or self.lr_scheduler_type == "reduce_lr_on_plateau"
+        if by_metric and self.metric_for_best_model is None:
+            self.metric_for_best_model = "eval_reward"  # an evaluation has rewards and no loss
         if not torch.cuda.is_available():
             self.dataloader_pin_memory = False  # there is nothing to pin for
-        self._check_evaluation()
+        contradictions.check_evaluation(self)
         try:
             super().__post_init__()
         except (ValueError, TypeError, ImportError) as error:
             raise QeRLError(f"The settings contradict each other: {' '.join(str(error).split())}") from error
         self._n_gpu: int = min(self.n_gpu, 1)  # one process drives one GPU; torchrun starts one for each
-        self._check_groups()
+        contradictions.check_groups(self)
 
     def _check_fields(self) -> None:
         """Every field by itself."""
@@ -247,45 +273,6 @@ class QeRLConfig(GRPOConfig):
         """Whether the run scores held-out problems, at its start or on the way."""
         return self.eval_on_start or getattr(self.eval_strategy, "value", self.eval_strategy) != "no"
 
-    def _check(self) -> None:
-        """Contradictions between fields, before anything is loaded."""
-        if self.tuning == "full" and not FORMATS[self.weights].trains_in_full:
-            raise QeRLError(
-                f"tuning: full cannot train packed {self.weights} weights; set weights: bf16 or tuning: lora."
-            )
-        self._keep_off()
-        self._check_reference()
-        if self.noise and self.max_steps > 0:
-            self.noise_schedule_of(self.max_steps)
-        if self.loss_type == "vespo" and self.vllm_importance_sampling_mode.startswith("sequence"):
-            raise QeRLError(
-                "loss_type vespo needs ratios per token; set vllm_importance_sampling_mode to token_truncate "
-                "or token_mask."
-            )
-        if self.mask_truncated_completions and self.overlong_buffer:
-            raise QeRLError(
-                "mask_truncated_completions leaves out the samples that overlong_buffer punishes; set one of "
-                "the two."
-            )
-        if self.entropy_coef_min > self.entropy_coef_max:
-            raise QeRLError(
-                f"entropy_coef_min is {self.entropy_coef_min} and entropy_coef_max {self.entropy_coef_max}; "
-                "swap them."
-            )
-        alone = self.dataloader_persistent_workers or self.dataloader_multiprocessing_context is not None
-        if alone and not self.dataloader_num_workers:
-            raise QeRLError(
-                "dataloader_persistent_workers and dataloader_multiprocessing_context need workers; set "
-                "dataloader_num_workers."
-            )
-
-    def _keep_off(self) -> None:
-        """Fields that stay off; unset, transformers and torch would turn them on."""
-        for name, reason in _OFF.items():
-            if getattr(self, name):
-                raise QeRLError(f"{name} {reason}.")
-            setattr(self, name, False)
-
     def noise_schedule_of(self, steps: int) -> NoiseSchedule:
         """sigma by step for a run of so many optimizer steps.
 
@@ -299,47 +286,6 @@ class QeRLConfig(GRPOConfig):
             total_steps=steps,
             kind=self.noise_schedule,
         )
-
-    def _check_reference(self) -> None:
-        if self.sync_ref_model and self.beta == 0.0:
-            raise QeRLError(
-                "sync_ref_model has no reference to move: beta is 0; set beta, or remove sync_ref_model."
-            )
-        if self.sync_ref_model and self.tuning != "full":
-            raise QeRLError(
-                "sync_ref_model needs tuning: full; with LoRA the reference is the base model, which never "
-                "moves. Remove sync_ref_model, or train all weights."
-            )
-
-    def _choose_metric(self) -> None:
-        """An evaluation has rewards and no loss, so the best checkpoint is the one with the highest."""
-        if self.metric_for_best_model in ("loss", "eval_loss"):
-            raise QeRLError(
-                "metric_for_best_model is eval_loss, which an evaluation does not compute; leave it out for "
-                "eval_reward, or name another metric of the evaluation."
-            )
-        by_metric = self.load_best_model_at_end or self.lr_scheduler_type == "reduce_lr_on_plateau"
-        if by_metric and self.metric_for_best_model is None:
-            self.metric_for_best_model = "eval_reward"
-
-    def _check_evaluation(self) -> None:
-        """A group that is spread over processes could not be scored against itself."""
-        groups = self.num_generations_eval or self.num_generations or 1
-        if self.evaluates and self.per_device_eval_batch_size % groups:
-            raise QeRLError(
-                f"per_device_eval_batch_size is {self.per_device_eval_batch_size}, which groups of {groups} "
-                "(num_generations_eval, else num_generations) do not divide; change one of them."
-            )
-
-    def _check_groups(self) -> None:
-        """Every process samples whole groups, so that a group's prompt is computed once."""
-        local = self.per_device_train_batch_size * (self.steps_per_generation or 1)
-        if local % (self.num_generations or 1):
-            raise QeRLError(
-                f"A process samples {local} completions at a time (per_device_train_batch_size x "
-                f"steps_per_generation), which num_generations = {self.num_generations} does not divide; "
-                "change one of them."
-            )
 
 
 def default_of(spec: dataclasses.Field) -> Any:

@@ -1,6 +1,7 @@
-"""The fields of the settings as text: for `qerl train --help` and for docs/configuration.md, from one source.
+"""The fields of the settings as text, from one source: the sentences in `qerl.settings.config` and TRL's own.
 
-`python -m qerl.settings.docs` prints the tables of docs/configuration.md; a test compares them with the page.
+The terminal shows them (`qerl train --help`, `qerl fields`), and `python -m qerl.settings.docs` prints the
+tables of docs/configuration.md, which a test compares with the page.
 """
 
 import dataclasses
@@ -11,18 +12,22 @@ from trl import GRPOConfig
 
 from qerl.settings.config import QeRLConfig, default_of
 from qerl.settings.parents import PARENTS, Refused
-from qerl.settings.recipe import FIELDS
+from qerl.settings.recipe import FIELDS, check_key
 
 _WIDTH = 100
+_PARENTS = "trl.GRPOConfig and transformers.TrainingArguments"
 
 
-def own_fields() -> list[tuple[str, str, str]]:
-    """Name, default and help of every field that this project adds or whose default it changes."""
-    return [
-        (name, _shown(default_of(spec)), spec.metadata["help"])
-        for name, spec in FIELDS.items()
-        if name in QeRLConfig.__annotations__
-    ]
+def own_fields() -> dict[str, list[tuple[str, str, str]]]:
+    """Name, default and sentence, by group, of each field that is new here or has another default."""
+    groups: dict[str, list[tuple[str, str, str]]] = {}
+    rows: list[tuple[str, str, str]] = []
+    for name in QeRLConfig.__annotations__:
+        metadata = FIELDS[name].metadata
+        if metadata["group"]:
+            rows = groups.setdefault(metadata["group"], [])
+        rows.append((name, _shown(default_of(FIELDS[name])), metadata["help"]))
+    return groups
 
 
 def other_defaults() -> list[tuple[str, str, str, str]]:
@@ -40,24 +45,72 @@ def refused_fields() -> list[tuple[str, str]]:
     return [(name, fate.reason) for name, fate in PARENTS.items() if isinstance(fate, Refused)]
 
 
+def accepted_fields() -> list[str]:
+    """Names of the fields of TRL and transformers that act as they do there."""
+    return sorted(name for name, fate in PARENTS.items() if not isinstance(fate, Refused))
+
+
 def help_text() -> str:
-    """The fields for a terminal."""
-    lines = ["fields, each set by --field value or in a recipe (default in brackets):"]
-    for name, default, text in own_fields():
-        lines += textwrap.wrap(
-            f"--{name} [{default}] {text}", _WIDTH, initial_indent="  ", subsequent_indent=" " * 8
-        )
-    lines.append("Fields of trl.GRPOConfig and transformers.TrainingArguments are valid too.")
+    """This project's fields by group, and where the others are said, for the end of a command's help."""
+    lines = ["fields, each set by --FIELD VALUE or in a recipe (default in brackets):"]
+    for group, rows in own_fields().items():
+        lines += ["", f"{group}:", *(line for row in rows for line in _entry(*row))]
+    lines += ["", f"The fields of {_PARENTS} are fields too, with their defaults:"]
+    lines += ["`qerl fields` names them all, `qerl fields NAME` explains one."]
+    return "\n".join(lines)
+
+
+def all_fields_text() -> str:
+    """Every field by origin, for `qerl fields`."""
+    lines = [f"{group}:\n" + "\n".join(line for row in rows for line in _entry(*row))
+             for group, rows in own_fields().items()]  # fmt: skip
+    accepted = _wrapped(", ".join(accepted_fields()), "  ")
+    refused = "\n".join(
+        line for name, reason in refused_fields() for line in _wrapped(f"{name}: {reason}", "  ")
+    )
+    lines.append(f"Fields of {_PARENTS}, as there:\n" + "\n".join(accepted))
+    lines.append(f"Fields of {_PARENTS} that are refused:\n{refused}")
+    return "\n\n".join(lines)
+
+
+def field_text(name: str) -> str:
+    """What one field is, for `qerl fields NAME`.
+
+    Raises:
+        QeRLError: There is no such field; the message names the nearest.
+    """
+    check_key(name, "The command line")
+    spec, fate = FIELDS[name], PARENTS.get(name)
+    if name in QeRLConfig.__annotations__:
+        text, reason = spec.metadata["help"], spec.metadata["instead_of_trl"]
+        lines = _entry(name, _shown(default_of(spec)), f"{text} {reason}".strip())
+    elif isinstance(fate, Refused):
+        lines = _wrapped(f"{name} is not supported: {fate.reason}.", "")
+    else:
+        text = " ".join(str(spec.metadata.get("help") or "").split())
+        said = text or f"It is a field of {_PARENTS}, whose documentation explains it."
+        lines = [*_entry(name, _shown(default_of(spec)), said), "It acts as in TRL and transformers."]
     return "\n".join(lines)
 
 
 def markdown() -> dict[str, str]:
     """The tables of docs/configuration.md by the heading under which each stands."""
+    head = ("field", "default", "what")
     return {
-        "Fields": _table(("field", "default", "what"), own_fields()),
+        "Fields": "\n\n".join(f"### {group}\n\n{_table(head, rows)}" for group, rows in own_fields().items()),
         "Defaults that differ from TRL's": _table(("field", "TRL", "here", "why"), other_defaults()),
         "Fields that are refused": _table(("field", "why"), refused_fields()),
     }
+
+
+def _entry(name: str, default: str, text: str) -> list[str]:
+    return _wrapped(f"--{name} [{default}] {text}", "  ")
+
+
+def _wrapped(text: str, indent: str) -> list[str]:
+    return textwrap.wrap(
+        text, _WIDTH, initial_indent=indent, subsequent_indent=indent + " " * 6, break_on_hyphens=False
+    )
 
 
 def _table(head: tuple[str, ...], rows: list[Any]) -> str:

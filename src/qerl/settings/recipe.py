@@ -1,8 +1,8 @@
 """Recipes: settings as YAML files and as words of the command line.
 
 A recipe is a YAML file whose keys are fields of `QeRLConfig`. Several recipes are merged from left to
-right, so that a task, a model size and a tuning method each live in one small file; fields given on the
-command line come last. Unknown keys are errors that name the nearest valid key.
+right, so that a task, a model and a tuning method each live in one small file; fields given on the command
+line come last. Unknown keys are errors that name the nearest valid key.
 """
 
 import dataclasses
@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from qerl.errors import QeRLError
 from qerl.settings import yaml12
 from qerl.settings.config import QeRLConfig, default_of
+from qerl.settings.library import recipe_file
 from qerl.settings.parents import PARENTS, Refused
 
 FIELDS = {spec.name: spec for spec in dataclasses.fields(QeRLConfig) if spec.init}
@@ -72,7 +73,7 @@ def check_key(key: Any, where: str) -> None:
         return
     own = difflib.get_close_matches(str(key), QeRLConfig.__annotations__, n=1, cutoff=0.7)
     near = own or difflib.get_close_matches(str(key), FIELDS, n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]!r}?" if near else "see `qerl train --help` for the fields."
+    hint = f"did you mean {near[0]!r}?" if near else "`qerl fields` lists the fields."
     raise QeRLError(f"{where} has the unknown key {key!r}; {hint}")
 
 
@@ -107,21 +108,36 @@ def read_mapping(path: Path, what: str) -> dict[str, Any]:
     return values
 
 
-def load_config(recipes: Sequence[str | Path], overrides: dict[str, Any]) -> QeRLConfig:
+def load_config(
+    recipes: Sequence[str | Path],
+    overrides: dict[str, Any],
+    required: Sequence[str] = ("model", "task", "output_dir"),
+) -> QeRLConfig:
     """Settings from recipes, later ones over earlier ones, and command-line fields over all.
 
+    Where neither says, ``output_dir`` is runs/ and the recipes' names: runs/gsm8k-nvfp4-aqn.
+
+    Args:
+        recipes: Paths, or words that `qerl.settings.library.recipe_file` understands.
+        overrides: Values of fields by name.
+        required: Fields without which the settings are of no use to the caller.
+
     Raises:
-        QeRLError: An unknown key, a wrong value, a contradiction, or a required field that is not set.
+        QeRLError: An unknown recipe or key, a wrong value, a contradiction, or a required field that is not
+            set.
     """
+    files = [recipe if isinstance(recipe, Path) else recipe_file(recipe) for recipe in recipes]
     values: dict[str, Any] = {}
-    for path in recipes:
-        values |= read_recipe(Path(path))
+    for file in files:
+        values |= read_recipe(file)
     for key in overrides:
         check_key(key, "The command line")
     values |= overrides
-    for required in ("model", "task", "output_dir"):
-        if values.get(required) is None:
-            raise QeRLError(f"{required} is not set; add it to the recipe or pass --{required}.")
+    if files and values.get("output_dir") is None:
+        values["output_dir"] = str(Path("runs", "-".join(file.stem for file in files)))
+    for name in required:
+        if values.get(name) is None:
+            raise QeRLError(f"{name} is not set; add it to the recipe or pass --{name}.")
     return QeRLConfig(**values)
 
 

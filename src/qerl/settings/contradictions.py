@@ -1,0 +1,121 @@
+"""What contradicts what in the settings, found when they are made and before anything is loaded.
+
+Each function takes a `qerl.settings.config.QeRLConfig`, named by its parent here so that no module imports
+the other in a circle.
+"""
+
+from trl import GRPOConfig
+
+from qerl.errors import QeRLError
+from qerl.weight_formats import FORMATS
+
+_OFF = {
+    "bf16": "is not supported: set dtype instead, which trainer and sampler share",
+    "ddp_broadcast_buffers": "would send the packed weights before every forward pass; remove it",
+    "ddp_find_unused_parameters": "would look for adapters without a gradient, and there are none; remove it",
+}
+"""Why each of these fields of the parents stays off."""
+
+
+def check(config: GRPOConfig) -> None:
+    """Refuse fields that contradict each other, as they were given: the algorithm's are not filled in yet.
+
+    Raises:
+        QeRLError: Two fields contradict each other.
+    """
+    if config.tuning == "full" and not FORMATS[config.weights].trains_in_full:
+        raise QeRLError(
+            f"tuning: full cannot train packed {config.weights} weights; set weights: bf16 or tuning: lora."
+        )
+    _keep_off(config)
+    _check_reference(config)
+    _check_noise(config)
+    _check_loss(config)
+    _check_workers(config)
+
+
+def check_evaluation(config: GRPOConfig) -> None:
+    """Refuse groups that evaluation would spread over processes, as they could not be scored there.
+
+    Raises:
+        QeRLError: The evaluation's batch does not hold whole groups.
+    """
+    groups = config.num_generations_eval or config.num_generations or 1
+    if config.evaluates and config.per_device_eval_batch_size % groups:
+        raise QeRLError(
+            f"per_device_eval_batch_size is {config.per_device_eval_batch_size}, which groups of {groups} "
+            "(num_generations_eval, else num_generations) do not divide; change one of them."
+        )
+
+
+def check_groups(config: GRPOConfig) -> None:
+    """Refuse groups that rollouts would spread over processes: each computes a group's prompt once.
+
+    Raises:
+        QeRLError: What a process samples does not divide into groups.
+    """
+    local = config.per_device_train_batch_size * (config.steps_per_generation or 1)
+    if local % (config.num_generations or 1):
+        raise QeRLError(
+            f"A process samples {local} completions at a time (per_device_train_batch_size x "
+            f"steps_per_generation), which num_generations = {config.num_generations} does not divide; "
+            "change one of them."
+        )
+
+
+def _keep_off(config: GRPOConfig) -> None:
+    """Turn off what transformers and torch would turn on where nobody sets it."""
+    for name, reason in _OFF.items():
+        if getattr(config, name):
+            raise QeRLError(f"{name} {reason}.")
+        setattr(config, name, False)
+
+
+def _check_reference(config: GRPOConfig) -> None:
+    if config.sync_ref_model and config.beta == 0.0:
+        raise QeRLError(
+            "sync_ref_model has no reference to move: beta is 0; set beta, or remove sync_ref_model."
+        )
+    if config.sync_ref_model and config.tuning != "full":
+        raise QeRLError(
+            "sync_ref_model needs tuning: full; with LoRA the reference is the base model, which never "
+            "moves. Remove sync_ref_model, or train all weights."
+        )
+
+
+def _check_noise(config: GRPOConfig) -> None:
+    """The length of a run in epochs is known with its data; `qerl.trainer.preflight` checks its stages."""
+    if config.noise:
+        config.noise_schedule_of(config.max_steps if config.max_steps > 0 else config.noise_stages)
+
+
+def _check_loss(config: GRPOConfig) -> None:
+    if config.loss_type == "vespo" and config.vllm_importance_sampling_mode.startswith("sequence"):
+        raise QeRLError(
+            "loss_type vespo needs ratios per token; set vllm_importance_sampling_mode to token_truncate "
+            "or token_mask."
+        )
+    if config.mask_truncated_completions and config.overlong_buffer:
+        raise QeRLError(
+            "mask_truncated_completions leaves out the samples that overlong_buffer punishes; set one of "
+            "the two."
+        )
+    if config.entropy_coef_min > config.entropy_coef_max:
+        raise QeRLError(
+            f"entropy_coef_min is {config.entropy_coef_min} and entropy_coef_max {config.entropy_coef_max}; "
+            "swap them."
+        )
+    if config.metric_for_best_model in ("loss", "eval_loss"):
+        raise QeRLError(
+            "metric_for_best_model is eval_loss, which an evaluation does not compute; leave it out for "
+            "eval_reward, or name another metric of the evaluation."
+        )
+
+
+def _check_workers(config: GRPOConfig) -> None:
+    workers = config.dataloader_persistent_workers or config.dataloader_multiprocessing_context is not None
+    if workers and not config.dataloader_num_workers:
+        raise QeRLError(
+            "dataloader_persistent_workers and dataloader_multiprocessing_context need workers; set "
+            "dataloader_num_workers."
+        )

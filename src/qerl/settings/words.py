@@ -1,0 +1,70 @@
+"""The words of a command line: how flags are spelled, which of them are fields, and numbers in a range."""
+
+import argparse
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from qerl.errors import QeRLError
+
+
+def with_underscores(words: Sequence[str]) -> list[str]:
+    """The words with underscores in place of dashes in flags; words after a lone ``--`` are left alone."""
+    end = words.index("--") if "--" in words else len(words)
+    return [*(_underscored(word) if word.startswith("--") else word for word in words[:end]), *words[end:]]
+
+
+def _underscored(word: str) -> str:
+    flag, sign, value = word.partition("=")
+    return f"--{flag[2:].replace('-', '_')}{sign}{value}"
+
+
+def split_fields(
+    words: Sequence[str], flags: Sequence[str], options: Sequence[str]
+) -> tuple[list[str], dict[str, str]]:
+    """Take `--FIELD VALUE` and `--FIELD=VALUE` out of the words of a command.
+
+    Args:
+        words: The command's name and what follows it.
+        flags: Flags of the command itself, which have no value.
+        options: Options of the command itself, which have a value.
+
+    Returns:
+        The command's own words, its options first because argparse takes positional words together, and the
+        values of the fields by name.
+
+    Raises:
+        QeRLError: A field or option has no value, or a field has two.
+    """
+    kept: list[str] = []
+    own: list[str] = []
+    fields: dict[str, str] = {}
+    remaining = iter(words)
+    for word in remaining:
+        if not word.startswith("--") or word in flags:
+            kept.append(word)
+            continue
+        flag, sign, text = word.partition("=")
+        value = text if sign else next(remaining, "")
+        if not value or (not sign and value.startswith("--")):
+            raise QeRLError(f"{flag} needs a value.")
+        if flag in options:
+            own += [flag, value]
+        elif flag[2:] in fields:
+            raise QeRLError(f"{flag} is given twice; which one is meant?")
+        else:
+            fields[flag[2:]] = value
+    return [*kept[:1], *own, *kept[1:]], fields
+
+
+def number_from(least: float, kind: Any = int, most: float = math.inf) -> Callable[[str], Any]:
+    """A reader of numbers of a kind from ``least`` to ``most``, for argparse."""
+
+    def number(text: str) -> Any:
+        value = kind(text)
+        if not least <= value <= most or math.isinf(value):
+            limits = f"from {least} to {most}" if math.isfinite(most) else f"at least {least}"
+            raise argparse.ArgumentTypeError(f"{text} must be {limits}")
+        return value
+
+    return number
