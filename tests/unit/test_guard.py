@@ -232,7 +232,7 @@ def test_a_function_that_judges_alone_is_never_called_twice_for_a_sample() -> No
 
 @pytest.mark.parametrize("limit", [0, -1, math.nan, math.inf, "10", None, True])
 def test_a_limit_is_a_positive_number_of_seconds(limit: Any) -> None:
-    with pytest.raises(QeRLError, match=r"reward_timeout is .*; it is a number of seconds"):
+    with pytest.raises(QeRLError, match=r"reward_timeout is .*; it must be a number of seconds"):
         guarded(per_sample(fail_raising), limit)
 
 
@@ -294,7 +294,7 @@ def test_in_a_thread_it_works_without_limit_and_says_so_once(caplog) -> None:
         thread.join(timeout=10)
     assert results == [[1.0, 2.0, 0.0, 4.0]] * 2
     said = [record.getMessage() for record in caplog.records]
-    assert ["runs without time limit" in text for text in said] == [True, False]
+    assert ["runs without a time limit" in text for text in said] == [True, False]
     assert ["failed on 1 of 4 samples" in text for text in said] == [False, True]
 
 

@@ -13,7 +13,7 @@ from qerl.errors import QeRLError
 from qerl.tasks import get_task, hub
 from qerl.tasks.arithmetic import LEVELS, Level, draw_problems, make_problem, split_of
 from qerl.tasks.custom import load_reward
-from qerl.tasks.holdout import position
+from qerl.tasks.holdout import holdout_rank
 
 OPERATIONS: dict[str, Callable[[int, int], int]] = {
     "+": lambda a, b: a + b,
@@ -246,7 +246,7 @@ def test_dapo_math_holds_out_a_share(fake_hub) -> None:
 
 
 def test_holdout_position_is_uniform() -> None:
-    places = sorted(position(f"problem {i}") for i in range(4000))
+    places = sorted(holdout_rank(f"problem {i}") for i in range(4000))
     assert places[0] >= 0 and places[-1] < 1
     assert max(abs(place - i / 4000) for i, place in enumerate(places)) < 0.03
 

@@ -1,4 +1,4 @@
-"""Tasks: problems, the prompts around them, and the rewards for completions. See :mod:`qerl.tasks.base`."""
+"""Tasks: problems, the prompts around them, and the rewards for completions (:mod:`qerl.tasks.base`)."""
 
 from qerl.tasks.base import Task
 from qerl.tasks.registry import get_task

@@ -1,21 +1,21 @@
 r"""Finding the final answer in a text and deciding whether two answers are equal.
 
 Extraction takes only an answer that the text marks as final: an ``<answer>`` tag, ``\boxed{}``, a line after
-``####``. A number that merely comes last is taken on explicit request alone (:func:`last_number`), because a
-truncated derivation ends with a number too and would be paid for being cut off.
+``####``. A number that merely comes last is taken on explicit request only (:func:`last_number`), because a
+truncated derivation ends with a number too and would be rewarded for being cut off.
 
-Equality is decided in three steps, the first that applies:
+Equality is decided by the first of three rules that applies:
 
-1. both are one number, however it is written (:mod:`qerl.tasks.quantity`): exact, however many digits;
-2. either is a word ("Tuesday"): the same letters, ignoring case, for math-verify would read a product of
-   symbols and call every anagram equal;
-3. anything else is parsed and compared by math-verify, as LaTeX, unless it holds what its parser passes over
-   (arrows, dashes, foreign characters), behind which another answer could hide.
+1. Both are one number, however it is written (:mod:`qerl.tasks.quantity`): the numbers must be exactly equal.
+2. One of them is a word ("Tuesday"): the letters must be the same, ignoring case. math-verify would read a
+   word as a product of symbols and call every anagram equal.
+3. Anything else is parsed and compared by math-verify, as LaTeX, unless it contains what math-verify's parser
+   skips (arrows, dashes, foreign characters), behind which a second answer could hide.
 
-An equation is its right-hand side, as in math-verify: "x = 12" and "x + y = 12" are 12, and
-"5x - 7y + 11z + 4 = 0" is 0 with them. One that states two different numbers, "11 = 12", is none.
+An equation counts as its right-hand side, as in math-verify: "x = 12" and "x + y = 12" are 12, and
+"5x - 7y + 11z + 4 = 0" is 0. An equation that states two different numbers, "11 = 12", equals nothing.
 
-What was given up: units are not judged (18 km is 18), except that cents are not dollars.
+Given up: units are not judged (18 km is 18), except that cents are not dollars.
 """
 
 import logging
@@ -25,11 +25,11 @@ from math_verify import parse, verify
 
 from qerl.tasks.quantity import plain, quantity, unknown, without_text
 
-# It warns once a process that its timeouts are off, which is deliberate: see _verified_equal.
+# math-verify warns once per process that its timeouts are off, which is deliberate: see _verified_equal.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 MAX_ANSWER_CHARS = 1000
-"""A longer "answer" is a derivation; comparing it symbolically costs seconds and is never right."""
+"""A longer "answer" is a derivation: comparing it symbolically takes seconds, and it is never right."""
 
 _HASHES = re.compile(r"####[ \t]*(\S[^\n]*)")
 _NUMBER_IN_TEXT = re.compile(
@@ -41,8 +41,8 @@ _NUMBER_IN_TEXT = re.compile(
 )
 # "x =" before an answer.
 _SOLVED = re.compile(r"\A[A-Za-z\\][A-Za-z\\{}()_' ]*= *(?=[^=]*$)")
-# What an expression with a number as its value is made of. math-verify's parser stops at what it does not
-# know: "18 -> 20", with an arrow, would be 18.
+# The parts of an expression whose value is a number. math-verify's parser stops at what it does not know, so
+# "18 -> 20", with an arrow, would be read as 18.
 _IN_NUMBERS = re.compile(
     r"(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d*)?|\.\d+|(?!(?:or|and|not|to)\b)[A-Za-z]+(?:_(?:\{\w+\}|\w))?'*"
     r"|[!%()\[\]{}]|[-+*/^=](?=\s*\S)"
@@ -51,12 +51,12 @@ _IN_NUMBERS = re.compile(
     r"|[lr]floor|[lr]ceil|max|min|gcd|displaystyle|alpha|beta|gamma|theta|lambda|mu|angle)(?![A-Za-z])",
     re.ASCII,
 )
-# What sets answers side by side, of which the parser would read one.
+# Signs that set two answers side by side, of which the parser would read one.
 _ASIDE = re.compile(
     r"""[#@?~"`]|[^\x00-\x7f]"""
     r"|\\(?:to|(?:[lL]ong)?[rR]ightarrow|mapsto|implies|iff|sim|approx|therefore)(?![A-Za-z])"
 )
-# Numbers next to each other, which the parser adds, multiplies, or of which it reads one; a fraction without
+# Numbers next to each other: the parser adds them, multiplies them, or reads only one. A fraction without
 # braces may have them.
 _SIDE_BY_SIDE = re.compile(r"\d(?:\.*(?:\s|\\ )+|\.{2,}|! *)\.?\d")
 _WITHOUT_BRACES = re.compile(r"\\[dtc]?frac *\d *\d")
@@ -65,7 +65,7 @@ _WORD = re.compile(r"[^\W\d_]{2,}(?:[ -][^\W\d_]+)*")
 
 
 def answer_tag(text: str) -> str | None:
-    """Content of the last ``<answer>...</answer>``, the innermost of several; None if there is none."""
+    """The content of the last ``<answer>...</answer>``, the innermost if nested; None without one."""
     start = text.rfind("<answer>", 0, max(text.rfind("</answer>"), 0))
     if start < 0:
         return None
@@ -73,14 +73,14 @@ def answer_tag(text: str) -> str | None:
 
 
 def after_hashes(text: str) -> str | None:
-    """What follows the last ``####`` on its line; None if there is none."""
+    """The text behind the last ``####`` on its line; None if there is none."""
     found = _HASHES.findall(text)
     last = found[-1].rstrip("# \t").rpartition("####")[2] if found else ""
     return last.lstrip("#").strip() or None
 
 
 def boxed(text: str) -> str | None:
-    r"""Content of the last ``\boxed{...}`` whose braces close, nested and escaped braces included."""
+    r"""The content of the last ``\boxed{...}`` whose braces, nested and escaped, close; else None."""
     for start in reversed([m.end() for m in re.finditer(r"\\f?boxed\s*\{", text)]):
         depth, at = 1, start
         while at < len(text) and depth:
@@ -121,14 +121,11 @@ def final_answer(text: str) -> str | None:
 
 
 def equal(answer: str, reference: str) -> bool:
-    """Whether two answers are the same.
+    """True if an answer equals the right one, by the rules above.
 
     Args:
-        answer: As extracted from a completion.
+        answer: The answer as it was extracted from a completion.
         reference: The right answer.
-
-    Returns:
-        Exact equality for numbers, letters for words, math-verify's verdict otherwise.
     """
     if max(len(answer), len(reference)) > MAX_ANSWER_CHARS or not answer.strip():
         return False
@@ -159,9 +156,10 @@ def _as_words(answer: str) -> str:
 
 
 def _hides(answer: str) -> bool:
-    """Whether another number may stand behind the one that the parser would read.
+    """True if another number may stand behind the one that math-verify's parser would read.
 
-    It reads the first number of what it cannot parse, as of expressions nested deeper than Python's stack.
+    Of what it cannot parse, such as an expression nested deeper than Python's stack, it reads the first
+    number.
     """
     return (
         len(answer) > _LONGEST_EXPRESSION
@@ -172,15 +170,15 @@ def _hides(answer: str) -> bool:
 
 
 def _contradicts(answer: str) -> bool:
-    """Whether an equation states two different numbers, as "11 = 12" does."""
+    """True for an equation that states two different numbers, such as "11 = 12"."""
     stated = [quantity(plain(side)) for side in answer.split("=")] if "=" in answer else []
     return len({side.value for side in stated if side is not None}) > 1
 
 
 def _verified_equal(answer: str, reference: str) -> bool:
-    # math-verify's timeouts use the process's one SIGALRM timer: they fail outside the main thread, and
-    # inside it they would cancel the limit that qerl.tasks.guard has set. That limit is the only one, so
-    # theirs are off.
+    # math-verify's timeouts use the process's one SIGALRM timer: outside of the main thread they fail, and
+    # inside it they would cancel the limit that qerl.tasks.guard has set. So they are off, and that limit is
+    # the only one.
     gold = parse(f"${reference.strip('$')}$", parsing_timeout=None)
     candidate = parse(f"${answer.strip('$')}$", parsing_timeout=None)
     return verify(gold, candidate, timeout_seconds=None)

@@ -1,16 +1,17 @@
-"""Arithmetic word problems made on the spot: a task that needs no download and that a small model can learn.
+"""Generated arithmetic word problems: a task that needs no download and that a small model can learn.
 
-A problem is a short story with one or two operations on small whole numbers; no result on the way is below 1.
-Worked examples come before it as chat turns, because a small model that is told the format but shown no
-example earns no reward at all, and without a reward there is nothing to learn from. The answer asked for is
-the calculation, a line for each step, then ``####`` and the result::
+A problem is a short story with one or two operations on small whole numbers; every intermediate result is at
+least 1. Worked examples come before it as chat turns, because a small model that is told the format but shown
+no example earns no reward at all, and without a reward there is nothing to learn from. The answer asked for
+is the calculation, one line per operation, then ``####`` and the result::
 
     9 + 4 = 13
     #### 13
 
-Train, held-out and example problems cannot overlap, whatever their seeds. The story's plot and its numbers
-together are the problem's key, and a hash of the key alone decides which of the three sets it belongs to.
-Other names or things do not make another key, so no held-out problem is a training problem in disguise.
+The training, held-out and example problems cannot overlap, whatever their seeds. The plot of the story
+together with its numbers is the problem's key, and a hash of the key alone decides to which of the three sets
+the problem belongs. Different names or things do not change the key, so no held-out problem is a training
+problem in disguise.
 """
 
 import hashlib
@@ -31,7 +32,7 @@ _OPERATIONS: tuple[Operation, ...] = ("+", "-", "*")
 
 @dataclass(frozen=True)
 class Level:
-    """How hard the problems are: the numbers of steps that occur, and the largest number a story mentions."""
+    """How hard problems are: how many operations they have, and the largest number that a story mentions."""
 
     steps: tuple[int, ...]
     largest: int
@@ -46,11 +47,11 @@ LEVELS = {
     "wp2-99": Level((2,), 99),
 }
 
-_LARGEST_FACTOR = 12  # products stay within the tables that people know by heart, also at the larger levels
+_LARGEST_FACTOR = 12  # at every level, products stay within the tables that people know by heart
 
-# {n} person, {t} thing, {a} the story's first number, {b} the number of the step. A sum or difference is a
-# change to what the opening states; a product is an opening with both of its numbers, and only ever the first
-# step.
+# {n} person, {t} thing, {a} the story's first number, {b} the number that the operation adds. A sum or a
+# difference changes what the opening states; a product is itself the opening, with both of its numbers, so it
+# can only be the first operation.
 _NAMES = ("Tom", "Anna", "Ben", "Mia", "Sam", "Lucy", "Max", "Emma", "Leo", "Nora", "Jack", "Ella")
 _THINGS = ("apples", "books", "pens", "coins", "cards", "shells", "stamps", "balls", "cookies", "stickers")
 _OPENING = "{n} has {a} {t}."
@@ -83,9 +84,9 @@ class Problem:
     """A word problem.
 
     Attributes:
-        key: Plot and numbers; problems with one key differ in names and things alone.
+        key: The plot and the numbers; problems with the same key differ only in names and things.
         question: The story and its question.
-        lines: The calculation, one line a step, as "9 + 4 = 13".
+        lines: The calculation, one line per operation, such as "9 + 4 = 13".
         answer: The result.
     """
 
@@ -96,12 +97,12 @@ class Problem:
 
     @property
     def solution(self) -> str:
-        """The full answer that the prompt's examples show."""
+        """The full answer, as worked examples show it."""
         return "\n".join([*self.lines, f"#### {self.answer}"])
 
 
 def split_of(key: str) -> Split:
-    """The set that a problem belongs to, from its key alone: 1/32 examples, 7/32 held out, the rest train."""
+    """The set to which the problem with this key belongs: 1/32 examples, 7/32 held out, the rest training."""
     bucket = hashlib.blake2b(key.encode(), digest_size=1).digest()[0] % 32
     if bucket == 0:
         return "examples"
@@ -112,9 +113,9 @@ def make_problem(rng: random.Random, level: Level, operation: Operation | None =
     """Draw a problem.
 
     Args:
-        rng: Random numbers; consumed.
-        level: Steps and range of numbers.
-        operation: The first step's operation; drawn as well if None.
+        rng: The source of random numbers, which is advanced.
+        level: The number of operations and the range of numbers.
+        operation: The first operation; None draws it too.
     """
     steps = rng.choice(level.steps)
     op = rng.choice(_OPERATIONS) if operation is None else operation
@@ -150,17 +151,17 @@ def _operand(rng: random.Random, op: Operation, value: int, largest: int) -> int
 def draw_problems(
     split: Split, level: Level, count: int, seed: int, operations: Sequence[Operation] = ()
 ) -> list[Problem]:
-    """Problems of one set, no question twice.
+    """Draw problems of one set, without repeating a question.
 
     Args:
         split: The set to draw from.
-        level: Steps and range of numbers.
-        count: How many.
-        seed: Same seed, same problems.
-        operations: First operations, taken in turn; drawn if there are none.
+        level: The number of operations and the range of numbers.
+        count: Number of problems.
+        seed: The same seed draws the same problems.
+        operations: First operations of the problems, taken in turn; if empty, they are drawn.
 
     Raises:
-        QeRLError: The level does not have that many.
+        QeRLError: The level does not have that many problems.
     """
     rng = random.Random(f"arithmetic {split} {level} {seed}")
     drawn: dict[str, Problem] = {}
@@ -177,16 +178,16 @@ def draw_problems(
 
 
 class Arithmetic(Task):
-    """Procedural word problems of one level.
+    """Generated word problems of one level.
 
     Args:
-        level: One of ``LEVELS``: ``wp1`` one step, ``wp12`` one or two, ``wp2`` two, with numbers to 9; with
-            ``-99`` appended, to 99.
-        examples: Worked examples before each question, at least 0. The same for all seeds, so that runs
-            compare.
-        seed: Draws the problems of both sets.
-        train_size: Training problems.
-        test_size: Held-out problems.
+        level: One of :data:`LEVELS`: ``wp1`` one operation, ``wp12`` one or two, ``wp2`` two, with numbers up
+            to 9, or up to 99 with ``-99`` appended.
+        examples: Number of worked examples before each question, at least 0. They are the same for all seeds,
+            so that runs can be compared.
+        seed: Seed from which the problems of both sets are drawn.
+        train_size: Number of training problems.
+        test_size: Number of held-out problems.
     """
 
     def __init__(

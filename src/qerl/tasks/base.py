@@ -21,19 +21,19 @@ Message = dict[str, str]
 Completion = str | list[Message]
 
 FORMAT_REWARD = 0.1
-"""Paid for the form alone: enough to be learnt from, too little to be worth a wrong answer."""
+"""The reward for the form alone: enough to learn from, too little to be worth a wrong answer."""
 
 
 class Task(ABC):
     """Problems of one kind.
 
     Attributes:
-        name: As recipes name it.
-        format: How an answer is to be stated.
-        opening: What the chat template has already written of the assistant's turn, from
-            :attr:`qerl.models.chat.Chat.opening`. It is judged with the completion: a completion that is
-            cut off within a thinking that the template began has no answer, and one that ends it has the
-            form asked for.
+        name: The name by which recipes know the task.
+        format: The form in which an answer is to be stated.
+        opening: The beginning of the assistant's turn that the chat template itself writes
+            (:attr:`qerl.models.chat.Chat.opening`). It is judged together with the completion: where the
+            template opens a thinking section, a completion that is cut off inside that section has no
+            answer, and a completion that closes it has the form asked for.
     """
 
     opening: str = ""
@@ -44,7 +44,7 @@ class Task(ABC):
 
     @abstractmethod
     def train(self) -> Dataset:
-        """Training problems: columns ``prompt`` (chat messages) and ``answer`` (str).
+        """The training problems, with the columns ``prompt`` (chat messages) and ``answer`` (str).
 
         Raises:
             QeRLError: The task has no training problems, or they cannot be loaded.
@@ -52,21 +52,22 @@ class Task(ABC):
 
     @abstractmethod
     def test(self) -> Dataset:
-        """Held-out problems, with the columns of :meth:`train`.
+        """The held-out problems, with the columns of :meth:`train`.
 
         Raises:
             QeRLError: The task has no held-out problems, or they cannot be loaded.
         """
 
     def extract(self, completion: Completion) -> str | None:
-        """Final answer of a completion (a string or chat messages), or None if it gives none."""
+        """The final answer of a completion (text or chat messages), or None if it states none."""
         return self.format.extract(self._turn(completion))
 
     @cached_property
     def rewards(self) -> list[RewardFunction]:
-        """Reward functions with TRL's signature: ``accuracy`` (0 or 1) and ``format`` (0 or 0.1).
+        """The task's reward functions with TRL's signature: ``accuracy`` (0 or 1) and ``format`` (0 or 0.1).
 
-        Training and evaluation guard them (:func:`qerl.tasks.guard.guarded`), which sets the time limit.
+        They have no time limit of their own; training and evaluation wrap them in
+        :func:`qerl.tasks.guard.guarded`, which sets one.
         """
 
         @judges_alone
@@ -97,11 +98,11 @@ class Task(ABC):
         return text if text.startswith(self.opening) else self.opening + text
 
     def prompt(self, question: str, worked: Iterable[tuple[str, str]] = ()) -> list[Message]:
-        """Chat messages for a question: the format's instruction, worked examples as turns, the question.
+        """The chat messages that pose a question: the format's instruction, worked examples, the question.
 
         Args:
-            question: The problem's text.
-            worked: Questions and full answers shown before it.
+            question: The text of the problem.
+            worked: Pairs of a question and its full answer, shown as earlier turns.
         """
         messages = [{"role": "system", "content": self.format.instruction}]
         for example, solution in worked:
@@ -110,9 +111,10 @@ class Task(ABC):
 
 
 def completion_text(completion: Completion) -> str:
-    """Text of a completion: itself, or what its chat messages say, with thinking between its tags again.
+    """The text of a completion, which is text already or chat messages.
 
-    TRL takes the thinking out of the text where a tokenizer brings a template for parsing responses.
+    Where a tokenizer brings a template for parsing responses, TRL moves the thinking out of the text into a
+    field of its own; here it stands between its tags again.
     """
     return completion if isinstance(completion, str) else "".join(map(_message_text, completion))
 
@@ -123,10 +125,14 @@ def _message_text(message: Message) -> str:
 
 
 def as_dataset(rows: Iterable[Mapping[str, Any]], what: str) -> Dataset:
-    """Data set of the rows.
+    """A data set of the rows.
+
+    Args:
+        rows: The rows, all with the same columns.
+        what: What the rows are, as the subject of an error's sentence.
 
     Raises:
-        QeRLError: There are none.
+        QeRLError: There are no rows.
     """
     data = [dict(row) for row in rows]
     if not data:

@@ -1,6 +1,6 @@
-"""Reward functions of the user's own, from a Python file.
+"""The user's own reward functions, from a Python file.
 
-The file is run as a module, as ``python file.py`` would run it; that is the user's own code, named in the
+The file is run as a module with all the rights of this process. It is the user's own code, named in the
 user's own recipe.
 """
 
@@ -14,7 +14,7 @@ from qerl.tasks.guard import RewardFunction
 
 
 def load_reward(spec: str) -> RewardFunction:
-    """The reward function that ``PATH.py:function`` names.
+    """Load the reward function that ``PATH.py:function`` names.
 
     Raises:
         QeRLError: The specification is malformed, the file is missing or fails to run, or it has no such

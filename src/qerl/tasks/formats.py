@@ -1,7 +1,7 @@
 r"""Answer formats: what the prompt asks for and what the format reward checks, in one place.
 
-The two belong together. A reward that expects tags which the prompt never mentions pays for luck, and a model
-trained without the prompt it is evaluated with is measured on something else.
+The two belong together: a reward that expects tags which the prompt never mentions pays for luck, and a model
+that is evaluated with another prompt than it was trained with is measured on something else.
 """
 
 import re
@@ -17,10 +17,10 @@ class AnswerFormat:
     """One way to state an answer.
 
     Attributes:
-        name: As options name it.
-        instruction: System prompt that asks for the format.
-        extract: Completion -> final answer, or None if the completion gives none.
-        followed: Completion -> whether it has exactly the form asked for.
+        name: The name by which a task's options know the format.
+        instruction: The system prompt that asks for the format.
+        extract: Takes a completion and returns its final answer, or None if it states none.
+        followed: Takes a completion and returns True if it has exactly the form asked for.
     """
 
     name: str

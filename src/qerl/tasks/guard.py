@@ -1,24 +1,24 @@
-"""A reward function that raises or hangs costs its samples a zero, each of them counted.
+"""Reward functions that may raise or hang: a sample on which one fails scores 0, and is counted.
 
-A guarded function is called with the whole batch, as TRL calls it. Only if that call raises, runs out of time
-or returns nonsense is it called again sample by sample, each within the time limit. Samples that fail score
-0, the first failure is logged, and the share that failed is reported with every batch through TRL's
-``log_metric`` as ``rewards/<name>/failed``. Whether a function that fails on all samples ends the run is for
-the trainer to say (:mod:`qerl.trainer.rewards`), which sees the samples of all processes.
+A guarded function is called with the whole batch, as TRL calls it. If that call raises, runs out of time or
+returns nonsense, and only then, the function is called again for each sample, each time within the time
+limit. A sample that fails scores 0, the first failure is logged, and every batch reports the share of failed
+samples through TRL's ``log_metric`` as ``rewards/<name>/failed``. Whether a function that fails on all
+samples ends the run is decided by the trainer (:mod:`qerl.trainer.rewards`), which sees the samples of all
+processes.
 
-The limit is one for a sample, and a batch takes longer than a sample. Limit times samples would let one
-hanging sample hold a batch of a thousand for hours, so the batch gets the limit, and 1 % of it for every
-sample besides: a function that takes up to a hundredth of its limit for a sample is called once. What a
-sample really takes is known when the batch had to be called sample by sample; from then on every sample gets
-twice that instead. If the first sixteen samples all run out of time, so would the others, which count as
-failed without being tried.
+The user's limit is for one sample, and a batch takes longer than a sample. The limit times the number of
+samples would let one hanging sample hold a batch of a thousand for hours. So a batch gets the limit itself
+plus 1 % of it per sample, which suffices for a function that takes up to a hundredth of its limit per sample.
+Once a batch had to be called sample by sample, the time that a sample really takes is known, and from then on
+a batch gets twice that per sample instead of the 1 %. If the first sixteen samples all run out of time, the
+others would too; they count as failed without being tried.
 
-Functions that judge each completion by itself (:func:`judges_alone`, the tasks' own) are called sample by
-sample at once: a completion that is slow to judge then costs its own time limit and no second call.
+Functions that judge each completion by itself (:func:`judges_alone`; the tasks' own do) are called sample by
+sample from the start: a completion that is slow to judge then costs its own time limit and no second call.
 
-What was given up: the second call repeats side effects, and a reward that compares the samples of a batch
-with each other sees one sample at a time there. What a time limit cannot interrupt stands in
-:mod:`qerl.tasks.time_limit`.
+Given up: the second call repeats side effects, and a reward that compares the samples of a batch with each
+other sees only one sample there. :mod:`qerl.tasks.time_limit` says what a time limit cannot interrupt.
 """
 
 import asyncio
@@ -37,26 +37,25 @@ from qerl.tasks.time_limit import call_within, can_interrupt
 logger = logging.getLogger(__name__)
 
 RewardFunction = Callable[..., list[float | None]]
-"""``f(prompts, completions, answer, **columns) -> rewards``, one a completion; None where it does not
-apply.
-"""
+"""``f(prompts, completions, answer, **columns) -> rewards``: one reward per completion, None where the
+function does not apply."""
 
-_NOT_COLUMNS = frozenset({"trainer_state", "log_extra", "log_metric"})  # no lists with a value each
+_NOT_COLUMNS = frozenset({"trainer_state", "log_extra", "log_metric"})  # not one value per sample
 
-_BATCH_SHARE = 0.01
-_HOPELESS = 16
-_LARGEST = 3.4028234e38  # of FP32, in which TRL keeps rewards
-_ASYNC_GRACE = 1.1  # a coroutine is cancelled at the limit; the alarm is for code that never awaits
+_BATCH_SHARE = 0.01  # of the limit, added per sample of a batch
+_HOPELESS = 16  # samples in a row that run out of time, after which the rest of the batch is not tried
+_LARGEST = 3.4028234e38  # the largest FP32 number; TRL keeps rewards in FP32
+_ASYNC_GRACE = 1.1  # a coroutine is cancelled at the limit; the later alarm stops code that never awaits
 
 
 @dataclass
 class Outcome:
-    """How the last call of a guarded function went.
+    """How one call of a guarded function went.
 
     Attributes:
-        samples: Completions that it was to judge.
-        failed: Those that score 0 because the function failed.
-        first: The first failure; None without failures.
+        samples: Number of completions that the function was to judge.
+        failed: Number of completions that score 0 because the function failed on them.
+        first: The first failure; None if there was none.
     """
 
     samples: int = 0
@@ -64,43 +63,43 @@ class Outcome:
     first: Exception | None = None
 
     def add(self, error: Exception, samples: int = 1) -> None:
-        """Counts samples that failed."""
+        """Count samples on which the function failed with this error."""
         self.failed += samples
         self.first = self.first or error
 
 
 def judges_alone(function: RewardFunction) -> RewardFunction:
-    """The function, marked as one whose reward for a completion does not depend on the rest of the batch."""
+    """Mark a function whose reward for a completion does not depend on the rest of the batch; return it."""
     function.__dict__["judges_alone"] = True
     return function
 
 
 def guarded(function: RewardFunction, timeout_s: float = 10.0) -> "GuardedReward":
-    """The reward function with its failures counted instead of raised; one that is guarded, as it is.
+    """Wrap a reward function so that its failures are counted instead of raised.
 
     Args:
-        function: Reward function with TRL's signature, plain or asynchronous. Its name is kept, for TRL logs
-            by it.
-        timeout_s: Seconds for a sample, above 0.
+        function: A reward function with TRL's signature, plain or asynchronous; one that is guarded already
+            is returned as it is. The wrapper has its name, by which TRL logs.
+        timeout_s: Seconds per sample, above 0.
 
     Raises:
-        QeRLError: The limit is no positive number of seconds.
+        QeRLError: ``timeout_s`` is not a positive number.
     """
     return function if isinstance(function, GuardedReward) else GuardedReward(function, timeout_s)
 
 
 class GuardedReward:
-    """A guarded reward function; made by :func:`guarded`.
+    """A reward function whose failures are counted; :func:`guarded` makes it.
 
     Attributes:
-        last: How the last call went.
+        last: The outcome of the last call.
     """
 
     def __init__(self, function: RewardFunction, timeout_s: float) -> None:
         if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float):
-            raise QeRLError(f"reward_timeout is {timeout_s!r}; it is a number of seconds for a sample.")
+            raise QeRLError(f"reward_timeout is {timeout_s!r}; it must be a number of seconds per sample.")
         if not 0 < timeout_s < math.inf:
-            raise QeRLError(f"reward_timeout is {timeout_s}; it is a number of seconds above 0.")
+            raise QeRLError(f"reward_timeout is {timeout_s}; it must be a number of seconds above 0.")
         self._call = _synchronous(function) if _is_async(function) else _within(function)
         self._alone = bool(getattr(function, "judges_alone", False))
         self._timeout_s = timeout_s
@@ -110,9 +109,12 @@ class GuardedReward:
         self.__name__ = _name(function)
 
     def __call__(self, prompts: list, completions: list, **columns: Any) -> list[float | None]:
-        """Rewards, one for each completion; arguments are TRL's."""
+        """Return one reward per completion; the arguments are those that TRL passes."""
         if not can_interrupt():
-            self._say("no limit", "Reward function %r runs without time limit: this is not the main thread.")
+            self._say(
+                "no limit",
+                "Reward function %r runs without a time limit, because this is not the main thread.",
+            )
         self.last = Outcome(len(completions))
         if self._alone:
             rewards = self._by_sample(prompts, completions, columns)
@@ -137,7 +139,7 @@ class GuardedReward:
             rewards = self._call(limit, prompts=prompts, completions=completions, **columns)
             return _checked(rewards, len(completions))
         except Exception as error:
-            # That call may have logged its extra columns already; a second set would be out of line.
+            # That call may have logged its extra columns already, so the second call must not log them again.
             if "log_extra" in columns:
                 columns = columns | {"log_extra": lambda *_: None}
             rewards = self._by_sample(prompts, completions, columns)
@@ -177,7 +179,7 @@ class GuardedReward:
 
 
 def describe(error: BaseException | None) -> str:
-    """Type and message of an error, in one line."""
+    """The type and the message of an error, on one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(": ")
 
 
@@ -194,7 +196,7 @@ def _is_async(function: Callable) -> bool:
 
 
 def _within(function: RewardFunction) -> Callable[..., Any]:
-    # A generator does its work where it is read, so that happens within the limit too.
+    # A generator computes while it is read, so it is read within the limit too.
     def call(seconds: float, **arguments: Any) -> Any:
         return call_within(seconds, lambda: _listed(function(**arguments)))
 
@@ -202,7 +204,7 @@ def _within(function: RewardFunction) -> Callable[..., Any]:
 
 
 def _synchronous(function: Callable[..., Any]) -> Callable[..., Any]:
-    # One loop for all calls: clients that a reward keeps between calls belong to the loop that made them.
+    # One event loop for all calls, because a client that a reward keeps between calls belongs to its loop.
     runner = asyncio.Runner()
 
     async def limited(seconds: float, **arguments: Any) -> Any:

@@ -1,21 +1,21 @@
-r"""Mathematics data sets of the Hub: what lies where, and one class that reads them all.
+r"""Mathematics data sets of the Hub: where each lies, and one class that reads them all.
 
-:data:`SOURCES` is the table of the data sets that the QeRL paper trains on and evaluates with (arXiv
-2510.11696, section 4.1). The prompt asks for ``\boxed{}``, as the models it uses were trained to answer; for
-GSM8K it asks for ``####``, as GSM8K's own solutions do.
+:data:`SOURCES` lists the data sets that the QeRL paper trains on and evaluates with (arXiv 2510.11696,
+section 4.1). Prompts ask for ``\boxed{}``, the form in which the paper's models were trained to answer; for
+GSM8K they ask for ``####``, the form of GSM8K's own solutions.
 
-Where a data set has a test split, that is the held-out set. Big-Math and DAPO-Math have none, and one problem
-in 32 is set aside (:mod:`qerl.tasks.holdout`); the choice depends on the problem alone, so a model trained on
-some levels of Big-Math is never tested on a problem that it saw at another choice of levels. The remaining
-data sets are benchmarks without training problems.
+Where a data set has a test split, that is the held-out set. Big-Math and DAPO-Math have none, so one problem
+in 32 is set aside (:mod:`qerl.tasks.holdout`). Which one depends on the problem alone, so a model trained on
+some levels of Big-Math is never tested on a problem that it saw in training, whatever levels the test takes.
+The remaining data sets are benchmarks without training problems.
 
-Files are fetched with ``snapshot_download`` and read from its folder, which lies in the Hub's own cache, and
-not by name with ``load_dataset``: without network the first fails at once, the second after retrying for 23 s
-(datasets 5.2, no name resolution). Without network a copy in the cache is used.
+Files are fetched with ``snapshot_download`` and read from its folder in the Hub's cache, not by name with
+``load_dataset``: without a network the first uses the cached copy or fails at once, and the second retries
+for 23 s (datasets 5.2, no name resolution).
 
-Of a data set with parts only the wanted part is downloaded, and its files are named to ``load_dataset`` one
-by one. Given the folder, it would look for the files of the first part that the README lists, and fail if
-that is another.
+Of a data set with several parts only the wanted part is downloaded, and its files are handed to
+``load_dataset`` one by one. Given the folder, ``load_dataset`` would look for the first part that the data
+set's README lists, and would fail if another part was downloaded.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -32,10 +32,11 @@ from qerl.errors import QeRLError
 from qerl.models.hub import HUB_TIMEOUT
 from qerl.tasks.answers import after_hashes
 from qerl.tasks.base import Task, as_dataset
-from qerl.tasks.holdout import position
+from qerl.tasks.holdout import holdout_rank
 
 HELD_OUT_SHARE = 1 / 32
-"""Of a data set without test split: about 440 problems of DAPO-Math and 1,300 of each level of Big-Math."""
+"""The held-out share of a data set without a test split: about 440 problems of DAPO-Math and 1,300 of each
+level of Big-Math."""
 
 BIGMATH_LEVELS = range(1, 6)
 
@@ -45,14 +46,15 @@ class Source:
     """Where the problems of a task lie on the Hub.
 
     Attributes:
-        dataset: Hub id.
-        train: Split to train on; None for a benchmark.
-        test: Held-out split; None sets a share of the training split aside.
-        question: Column of the problem.
-        answer: Column that holds the answer.
-        answer_format: How an answer is to be stated; a name from :data:`qerl.tasks.formats.FORMATS`.
-        configs: Parts of the data set, read one after the other; None for a data set without parts.
-        read_answer: Text of the answer column -> the answer, or None if it holds none.
+        dataset: Id of the data set on the Hub.
+        train: The split to train on; None for a benchmark.
+        test: The held-out split; None sets a share of the training split aside.
+        question: The column that holds the problem.
+        answer: The column that holds the answer.
+        answer_format: The form in which an answer is to be stated; a name from
+            :data:`qerl.tasks.formats.FORMATS`.
+        configs: The parts of the data set to read, in this order; None for a data set without parts.
+        read_answer: Takes the text of the answer column and returns the answer, or None if it holds none.
     """
 
     dataset: str
@@ -78,15 +80,15 @@ SOURCES = {
     "aime25": Source("math-ai/aime25", None, "test", "problem", "answer"),
     "amc23": Source("math-ai/amc23", None, "test", "question", "answer"),
 }
-"""The data sets by task name."""
+"""The source of each task, by the task's name."""
 
 
 class HubTask(Task):
-    """Problems of a data set of the Hub.
+    """The problems of one data set of the Hub.
 
     Args:
-        name: As recipes name the task.
-        source: Where its problems lie.
+        name: The name by which recipes know the task.
+        source: Where the problems lie.
     """
 
     def __init__(self, name: str, source: Source) -> None:
@@ -94,7 +96,7 @@ class HubTask(Task):
         self.source = source
 
     def train(self) -> Dataset:
-        """All training problems, less those that are held out; see :meth:`Task.train`."""
+        """The training problems without those that are held out; see :meth:`Task.train`."""
         if self.source.train is None:
             raise QeRLError(
                 f"Task {self.name} is a benchmark without training problems; train on another task and use "
@@ -102,23 +104,24 @@ class HubTask(Task):
             )
         problems = self._problems(self.source.train)
         if self.source.test is None:
-            problems = ((q, a) for q, a in problems if position(q) >= HELD_OUT_SHARE)
+            problems = ((q, a) for q, a in problems if holdout_rank(q) >= HELD_OUT_SHARE)
         return self._rows(problems, "training")
 
     def test(self) -> Dataset:
-        """The test split in its own order, or the held-out problems in an order that mixes the parts."""
+        """The test split in its own order, or the held-out problems in an order that mixes the parts;
+        see :meth:`Task.test`."""
         if self.source.test is not None:
             return self._rows(self._problems(self.source.test), "test")
         assert self.source.train is not None  # a source has one of the two
-        held_out = {q: a for q, a in self._problems(self.source.train) if position(q) < HELD_OUT_SHARE}
-        return self._rows(sorted(held_out.items(), key=lambda problem: position(problem[0])), "held-out")
+        held_out = {q: a for q, a in self._problems(self.source.train) if holdout_rank(q) < HELD_OUT_SHARE}
+        return self._rows(sorted(held_out.items(), key=lambda problem: holdout_rank(problem[0])), "held-out")
 
     def _rows(self, problems: Iterator[tuple[str, str]] | Sequence[tuple[str, str]], what: str) -> Dataset:
         rows = ({"prompt": self.prompt(question), "answer": answer} for question, answer in problems)
         return as_dataset(rows, f"Task {self.name}, {what} set,")
 
     def _problems(self, split: str) -> Iterator[tuple[str, str]]:
-        """Questions and answers of a split."""
+        """Yield the question and the answer of each problem of a split."""
         source = self.source
         for config in source.configs:
             where = f"{source.dataset}{f' ({config})' if config else ''}, split {split}"
@@ -141,13 +144,13 @@ class HubTask(Task):
 
 
 def bigmath(levels: Sequence[int] = (3, 4, 5)) -> HubTask:
-    """Big-Math by difficulty.
+    """Make the task Big-Math with the given levels of difficulty.
 
     Args:
-        levels: Levels from 1 (easy) to 5; the paper trains on 3 to 5.
+        levels: Levels from 1 (easy) to 5 (hard); the paper trains on 3 to 5.
 
     Raises:
-        QeRLError: There are no levels, or others than these.
+        QeRLError: ``levels`` is empty or has an entry outside 1 to 5.
     """
     if isinstance(levels, str | int) or not levels or not set(levels) <= set(BIGMATH_LEVELS):
         raise QeRLError(f"The levels of bigmath are {levels!r}; give a list of numbers from 1 to 5.")

@@ -1,16 +1,17 @@
-"""Problems of the user's own, from a file with one JSON object a line (``jsonl:PATH``).
+"""The user's own problems, from a file with one JSON object per line (``jsonl:PATH``).
 
-A line states the problem in exactly one of three columns, and what is right in ``answer``::
+A line states the problem in exactly one of three columns, and the right answer in ``answer``::
 
     {"question": "What is 7 x 6?", "answer": 42}
     {"messages": [{"role": "user", "content": "What is 7 x 6?"}], "answer": "42"}
 
 ``question`` and ``prompt`` are text, or chat messages as in ``messages``. The answer format's instruction is
-put in front, unless the messages bring a system message of their own, which then has to ask for that format.
-Other columns reach the reward functions by name, as None on lines that do not have them; names that TRL gives
-to other arguments are refused.
+put in front, unless the messages begin with a system message, which then has to ask for that format itself.
+Other columns reach the reward functions by name, as None for lines that lack them. A column whose name TRL
+already uses for an argument of reward functions is refused.
 
-A bad line stops the run before it starts: dropping it would train on something else than the file.
+A bad line stops the run before it starts, because dropping it would mean training on something other than the
+file.
 """
 
 import json
@@ -24,10 +25,10 @@ from datasets import Dataset
 
 from qerl.errors import QeRLError
 from qerl.tasks.base import Message, Task, as_dataset
-from qerl.tasks.holdout import position
+from qerl.tasks.holdout import holdout_rank
 
 _PROBLEM_COLUMNS = ("prompt", "question", "messages")
-# What TRL hands to reward functions itself, leaves out, or takes for images and templates of a row.
+# Columns that TRL passes to reward functions itself, drops, or reads as images or as the template of a row.
 _TAKEN_COLUMNS = frozenset(
     {"prompts", "completion", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"}
     | {"environment", "environments", "image", "images", "chat_template_kwargs"}
@@ -39,11 +40,12 @@ class Jsonl(Task):
     """Problems from a file.
 
     Args:
-        path: The file.
-        answer_format: How an answer is to be stated; a name from :data:`qerl.tasks.formats.FORMATS`.
-        test_size: Problems of the file to hold out. The choice depends on the problems alone, so give
-            training and evaluation the same number.
-        test_path: A second file with the held-out problems, instead of ``test_size``.
+        path: The file with the problems.
+        answer_format: The form in which an answer is to be stated; a name from
+            :data:`qerl.tasks.formats.FORMATS`.
+        test_size: Number of problems of the file to hold out. Which ones depends on the problems alone, so
+            training and evaluation agree if they are given the same number.
+        test_path: A second file with the held-out problems, in place of ``test_size``.
     """
 
     def __init__(
@@ -59,7 +61,7 @@ class Jsonl(Task):
         self.test_path = None if test_path is None else Path(test_path).expanduser()
 
     def train(self) -> Dataset:
-        """The problems of the file, less those that are held out; see :meth:`Task.train`."""
+        """The problems of the file without those that are held out; see :meth:`Task.train`."""
         rows = self._read(self.path)
         held_out = self._held_out(rows)
         return _dataset([row for row in rows if _key(row) not in held_out], self.path)
@@ -84,7 +86,7 @@ class Jsonl(Task):
                 f"test_size {self.test_size} leaves no training problem of the {len(problems)} different "
                 f"ones in {self.path}; make it smaller."
             )
-        return set(sorted(problems, key=position)[: self.test_size])
+        return set(sorted(problems, key=holdout_rank)[: self.test_size])
 
     def _read(self, path: Path) -> list[dict[str, Any]]:
         try:
@@ -101,10 +103,10 @@ class Jsonl(Task):
         return rows
 
     def _row(self, line: bytes) -> dict[str, Any]:
-        """A row from a line.
+        """The row that a line of the file states.
 
         Raises:
-            ValueError: What is wrong with the line.
+            ValueError: The line is wrong; the message says how.
         """
         try:
             row = json.loads(line)

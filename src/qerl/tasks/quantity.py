@@ -1,15 +1,14 @@
 r"""Reading an answer that is one number, whatever is written around it.
 
 Models write numbers as people do: ``$18``, ``**18**``, ``18 dollars per day``, ``\text{18 km/h}``, ``1 1/2``,
-``1e3``. All of these are read as the number, so that a right answer is right and training does not pay for
-leaving units out. GSM8K's published grader takes the number after ``####`` and looks at nothing else; MATH's
-takes currency signs, ``\text{ ...}`` at the end and degrees off. Neither judges a unit.
+``1e3``. All of these are read as the number, so that a right answer counts as right and training does not
+reward leaving units out. GSM8K's published grader takes the number after ``####`` and looks at nothing else;
+MATH's removes currency signs, a final ``\text{ ...}`` and degrees. Neither judges a unit.
 
-What must not become readable that way is an answer that hedges. So the text has to be one number with a
-currency sign or unit words, and nothing else: no second number, in digits or in words, no word that joins,
-negates or calculates ("or", "not", "plus", "squared"), and no letter that sticks to the number and may be a
-variable ("18x"). Words that scale the number do so: "18 million" is 18000000. Exclamation marks are
-factorials.
+An answer that hedges must not become readable that way. So the text has to be one number with a currency sign
+or unit words, and nothing else: no second number, in digits or in words, no word that joins, negates or
+calculates ("or", "not", "plus", "squared"), and no letter directly behind the number that may be a variable
+("18x"). Words that scale a number are applied: "18 million" is 18000000. An exclamation mark is a factorial.
 """
 
 import re
@@ -84,10 +83,11 @@ class Quantity:
     """A number and what it counts.
 
     Attributes:
-        value: Exact.
-        unit: Its unit in small letters without a plural's s; empty if none is stated.
-        exact: Whether another value is another number: a fraction may be rounded, and a percentage is also
-            a hundredth.
+        value: The number, exactly.
+        unit: Its unit in small letters, without the s of a plural; empty if no unit is stated.
+        exact: True if a different value is certainly a different answer. It is False for a fraction, which
+            may be compared with a rounded decimal, and for a percentage, which may be compared with a share
+            of 1.
     """
 
     value: Fraction
@@ -95,15 +95,15 @@ class Quantity:
     exact: bool
 
     def in_other_money(self, other: "Quantity") -> bool:
-        """Whether both state a currency, and not the same: 18 cents are not 18 dollars."""
+        """True if both state a currency and the currencies differ: 18 cents are not 18 dollars."""
         return self.unit != other.unit and {self.unit, other.unit} <= _MONEY_UNITS
 
 
 def plain(text: str) -> str:
-    r"""The text with plain characters, and without what merely sets it off.
+    r"""The text in plain characters, without the marks that merely set it off.
 
-    Taken off are spaces, one full stop at the end, and ``$...$``, ``\[...\]``, ``\(...\)``, bold and code
-    around it; infinity has one spelling.
+    Surrounding spaces, one full stop at the end, and surrounding ``$...$``, ``\[...\]``, ``\(...\)``, bold
+    and code marks are removed; every spelling of infinity becomes one.
     """
     text = _ROOT.sub(lambda m: f"\\sqrt{{{m[1] or m[2]}}}", text.translate(_PLAIN))
     before = None
@@ -121,9 +121,10 @@ def plain(text: str) -> str:
             ):
                 text = inner
     text = _BOLD.sub(r"\1", text)
-    if text.count("**") == 1:  # the other one stands before the mark of the answer
+    if text.count("**") == 1:  # its pair stands outside of the extracted answer
         text = text.removeprefix("**").removesuffix("**").strip()
-    text = _REPEATING.sub(_as_fraction, text)  # math-verify's parser stops at the bar: 0.333 would be 0
+    # math-verify's parser stops at the bar of a repeating decimal and would read 0.333... as 0.
+    text = _REPEATING.sub(_as_fraction, text)
     infinite = _INFINITY.fullmatch(text)
     return f"{infinite[1]}\\infty" if infinite else text
 
@@ -135,7 +136,8 @@ def _as_fraction(match: re.Match[str]) -> str:
 
 
 def unknown(text: str, known: re.Pattern[str]) -> set[str]:
-    """Characters and commands of a text that are no part of what a pattern matches; brackets without pair."""
+    """The characters and commands of a text that no match of a pattern covers, and "bracket" if one is
+    unpaired."""
     left = set(re.findall(r"\\[A-Za-z]+|\S", known.sub(" ", text)))
     return left if _paired(text) else left | {"bracket"}
 
@@ -151,15 +153,15 @@ def _paired(text: str) -> bool:
 
 
 def without_text(text: str) -> str:
-    r"""The text with ``\text{...}`` and its kind opened."""
+    r"""The text with ``\text{...}`` and similar commands replaced by their content."""
     return _TEXT.sub(r" \1 ", text)
 
 
 def quantity(text: str) -> Quantity | None:
-    """The number that a text is, with its unit; None for anything else.
+    """The quantity that a text states, or None if it is anything but one number with its unit.
 
     Args:
-        text: As :func:`plain` gives it.
+        text: A text from :func:`plain`.
     """
     text = _THOUSANDS.sub(",", without_text(text))
     text = _FRACTION.sub(lambda m: f" {m[1] or m[3]}/{m[2] or m[4]}", _SPACE.sub(" ", text))
@@ -188,12 +190,12 @@ def _value(match: re.Match[str]) -> Fraction | None:
 
 
 def _unit(rest: str) -> tuple[int, str] | None:
-    """Scale and unit that follow a number, or None if something else does."""
+    """The scale and the unit that follow a number, or None if anything else follows it."""
     rest = re.sub(rf"{_MONEY}$", lambda m: f" {_currency(m[0])}", rest.rstrip())
     rest = re.sub(r" ?\\?%$", " percent", rest)
     rest = re.sub(r"\^ ?\{? ?\\circ ?\}?", " degree ", rest)
     words = rest.split()
-    # Nothing between number and letters: an ordinal or a known unit, but no variable.
+    # Letters directly behind the number are an ordinal or a known unit; anything else may be a variable.
     if words and not rest[0].isspace() and re.split(r"\W|\d|_", words[0].lower())[0] not in _GLUED:
         return None
     scale = 1

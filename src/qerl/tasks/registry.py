@@ -17,17 +17,17 @@ TASKS: dict[str, Callable[..., Task]] = {
     **{name: partial(HubTask, name, source) for name, source in SOURCES.items()},
     "bigmath": bigmath,
 }
-"""What makes each task; keyword arguments are the task's options."""
+"""The function or class that makes each task; its keyword arguments are the task's options."""
 
 JSONL = "jsonl:"
 
 
 def get_task(spec: str, **options: Any) -> Task:
-    """The task that a specification names.
+    """Make the task that a specification names.
 
     Args:
-        spec: A name from :data:`TASKS`, or ``jsonl:PATH`` for a file of one's own.
-        options: The task's options, as its class documents them.
+        spec: A name from :data:`TASKS`, or ``jsonl:PATH`` for the user's own file.
+        options: The task's options, which its class documents.
 
     Raises:
         QeRLError: The task or an option is unknown (the nearest name is given), or an option's value is

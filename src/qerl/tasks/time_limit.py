@@ -1,13 +1,13 @@
-"""A call that is interrupted when its time is up.
+"""Calls that are interrupted when their time is up.
 
-Time limits use the process's real-time interval timer (SIGALRM). What that cannot do:
+The limit uses the process's real-time interval timer (SIGALRM). Given up:
 
 * Signals reach the main thread alone. In any other thread, and on Windows, there is no limit.
-* Python runs the handler between two bytecodes. One call into C that does not return (a huge integer power, a
-  regular expression that backtracks for hours, a socket without timeout inside a C library) is interrupted
-  only when it returns.
-* A function that catches BaseException swallows the interruption; it is repeated every ``seconds`` until the
-  call ends.
+* Python runs a signal handler between two bytecodes. A single call into C that does not return (a huge
+  integer power, a regular expression that backtracks for hours, a socket without a timeout inside a C
+  library) is interrupted only once it returns.
+* A function that catches BaseException swallows the interruption, which is therefore repeated every
+  ``seconds`` until the call ends.
 """
 
 import signal
@@ -25,12 +25,13 @@ class _TimeUpError(BaseException):
 
 
 def call_within(seconds: float, call: Callable[[], Result]) -> Result:
-    """Result of ``call()``, interrupted after ``seconds`` where this thread can be (the main thread, POSIX).
+    """Return the result of ``call()``, or interrupt it after ``seconds``.
 
-    A timer and handler that were active before are put back, with the time that has passed taken off.
+    Where calls cannot be interrupted (:func:`can_interrupt`) there is no limit. A timer and a handler that
+    were active before are put back, less the time that has passed.
 
     Raises:
-        TimeoutError: The time ran out.
+        TimeoutError: The call took longer than ``seconds``.
     """
     if not can_interrupt():
         return call()
@@ -47,7 +48,7 @@ def call_within(seconds: float, call: Callable[[], Result]) -> Result:
         try:
             return call()
         finally:
-            # An alarm between the call's return and the disarming below then finds nothing to stop.
+            # From here on an alarm finds nothing to stop, until the timer is disarmed below.
             running = False
     except _TimeUpError:
         raise TimeoutError(f"no result within {seconds:g} s") from None
@@ -60,5 +61,5 @@ def call_within(seconds: float, call: Callable[[], Result]) -> Result:
 
 
 def can_interrupt() -> bool:
-    """Whether a time limit works here: in the main thread of a POSIX process."""
+    """True in the main thread of a POSIX process, the only place where a time limit works."""
     return hasattr(signal, "setitimer") and threading.current_thread() is threading.main_thread()
