@@ -1,6 +1,7 @@
-# make demo   set up, then train a real model on this machine (CPU is enough) and score the result
-# make test   set up, then run the tests
-# make lint   formatter, linter and type checker
+# make demo    set up, then train a real model on this machine (CPU is enough) and score the result
+# make test    set up, then run the tests
+# make tables  write the numbers of README and docs from benchmarks/results
+# make lint    formatter, linter and type checker
 PYTHON ?= python3
 # The build of torch that is installed first. On a GPU machine name the build for its CUDA version.
 TORCH  ?= torch==2.13.0
@@ -8,7 +9,7 @@ BIN    := .venv/bin
 # Idle OpenMP threads spin by default, which on few cores takes the time from those that work.
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: setup demo test lint clean
+.PHONY: setup demo test tables lint clean
 setup: .venv/ready
 
 .venv/ready: pyproject.toml
@@ -24,6 +25,9 @@ demo: setup
 
 test: setup
 	$(BIN)/pytest
+
+tables: setup
+	$(BIN)/python -m benchmarks.tables
 
 lint: setup
 	$(BIN)/ruff format --check .

@@ -4,27 +4,18 @@ Each function reads results and returns Markdown; :data:`TABLES` and :data:`NUMB
 in the pages (:mod:`benchmarks.tables`). A caption names card, date, commit and files.
 """
 
-import json
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
-RESULTS = Path(__file__).parent / "results"
-
-Row = dict[str, Any]
+from benchmarks.result import Row, read_rows
 
 _LAYERS = {"7b": 28, "14b": 48, "32b": 64, "72b": 80}
 _WEIGHTS = {"nvfp4": "NVFP4", "bf16": "16-bit", "nf4": "NF4"}
 
 
-def result(name: str) -> dict[str, Any]:
-    """Content of the file ``name``.json."""
-    return json.loads((RESULTS / f"{name}.json").read_text())
-
-
 def rows(name: str, /, **where: Any) -> list[Row]:
     """Rows of a file whose fields have the given values."""
-    return [row for row in result(name)["rows"] if all(row.get(k) == v for k, v in where.items())]
+    return [row for row in read_rows(name) if all(row.get(k) == v for k, v in where.items())]
 
 
 def row(name: str, /, **where: Any) -> Row:
@@ -48,10 +39,14 @@ def _line(cells: Sequence[Any], space: str = " ") -> str:
 def source(*names: str) -> str:
     """Cards, dates and commits of results, as a caption's sentence."""
     commits: dict[str, list[str]] = {}
-    for data in map(result, names):
-        where = f"{data['gpu'].removeprefix('NVIDIA ')}, {str(data['date'])[:10]}"
-        commits.setdefault(where, []).append(data["commit"])
+    for found in (found for name in names for found in rows(name)):
+        where = f"{_card(found)}, {found['date'][:10]}"
+        commits.setdefault(where, []).append(found["commit"])
     return "; ".join(f"{where}, {_commits(found)}" for where, found in commits.items()) + "."
+
+
+def _card(found: Row) -> str:
+    return found["gpu"].removeprefix("NVIDIA ")
 
 
 def _commits(found: Iterable[str]) -> str:
@@ -75,15 +70,9 @@ def _tokens_s(found: Row | None) -> str | None:
 
 def _h200_decode(batch: int) -> str | None:
     """The slower of the two runs of the newest commit."""
-    runs = result("before-after-rollout-7b-h200")["runs"]
-    newest = [
-        row["decode_tok_s"]
-        for run in runs
-        if run["commit"] == runs[-1]["commit"]
-        for row in run["rows"]
-        if row["batch"] == batch
-    ]
-    return f"{min(newest):.0f}" if newest else None
+    name = "before-after-rollout-7b-h200"
+    newest = rows(name, batch=batch, commit=rows(name)[-1]["commit"])
+    return f"{min(found['decode_tok_s'] for found in newest):.0f}" if newest else None
 
 
 _DECODES = {
@@ -114,8 +103,7 @@ def decode() -> str:
                     )
                 )
     names = [name for parts in _DECODES.values() for name, _ in parts] + ["rollout-7b-nf4-h100"]
-    h200 = result("before-after-rollout-7b-h200")
-    newest = h200["runs"][-1]
+    newest = rows("before-after-rollout-7b-h200")[-1]
     return table(
         ("tokens per second: shape, sequences", "NVFP4", "16-bit", "NF4", "NVFP4 on an H200"),
         lines,
@@ -190,7 +178,7 @@ def steps() -> str:
 
 def steps_tokens() -> str:
     """A 7B step against the number of tokens."""
-    found = [*result("step-7b-tokens-h100")["rows"], row("step-7b-128-h100", weights="nvfp4")]
+    found = [*rows("step-7b-tokens-h100"), row("step-7b-128-h100", weights="nvfp4")]
     found.sort(key=lambda r: (r["tokens"], r["prompts"]))
     lines = [
         (
@@ -219,7 +207,7 @@ def steps_tokens() -> str:
 
 def steps_rank() -> str:
     """A 7B step against LoRA's rank."""
-    found = sorted(result("step-7b-rank-h100")["rows"], key=lambda r: r["lora_rank"])
+    found = sorted(rows("step-7b-rank-h100"), key=lambda r: r["lora_rank"])
     lines = [(r["lora_rank"], *_step_cells(r)[:3], f"{r['update_gb']:.1f}") for r in found]
     return table(
         ("rank, 7B, 8 x 1024", "rollout, s", "update, s", "step, s", "GB in update"),
@@ -230,41 +218,36 @@ def steps_rank() -> str:
 
 def before_after() -> str:
     """Two commits on one H200."""
-    runs = result("before-after-rollout-7b-h200")["runs"]
-    step = result("before-after-step-7b-h200")
-    commits = [r["commit"] for r in step["rows"]]
+    steps = rows("before-after-step-7b-h200")
+    commits = [found["commit"] for found in steps]
     lines: list[Sequence[Any]] = []
     for batch in (8, 64, 128):
         cells = [
             ", ".join(
-                f"{r['decode_tok_s']:.0f}"
-                for run in runs
-                if run["commit"] == commit
-                for r in run["rows"]
-                if r["batch"] == batch
+                f"{found['decode_tok_s']:.0f}"
+                for found in rows("before-after-rollout-7b-h200", commit=commit, batch=batch)
             )
             for commit in commits
         ]
         lines.append((f"decode, {batch} sequences, tokens/s", *cells))
-    seconds = [f"{r['step_s']:.2f} ({r['rollout_s']:.2f}, {r['update_s']:.2f})" for r in step["rows"]]
+    seconds = [f"{r['total_s']:.2f} ({r['rollout_s']:.2f}, {r['update_s']:.2f})" for r in steps]
     lines.append(("step of 32 x 1024, s (rollout, update)", *seconds))
     return table(
         ("7B, NVFP4, LoRA rank 32", *commits),
         lines,
-        f"{step['gpu'].removeprefix('NVIDIA ')}, {step['date'][:10]}, the two commits by turns; medians of "
+        f"{_card(steps[0])}, {steps[0]['date'][:10]}, the two commits by turns; medians of "
         f"three steps. {files('before-after-rollout-7b-h200', 'before-after-step-7b-h200')}",
     )
 
 
 def demo() -> str:
     """The demo's accuracy and time."""
-    data = result("demo-cpu")
-    newest = [r for r in data["runs"] if r["commit"] == data["runs"][-1]["commit"]]
+    newest = _newest_demo()
     lines = [(r["seed"], f"{r['before']:.0f}", f"{r['after']:.0f}", r["minutes"]) for r in newest]
     return table(
         ("seed", "right answers before, %", "after, %", "minutes, both scores included"),
         lines,
-        f"Greedy, 128 held-out problems; two CPU cores per run, {data['date']}, commit "
+        f"Greedy, 128 held-out problems; two CPU cores per run, {newest[0]['date']}, commit "
         f"{newest[0]['commit']}. {files('demo-cpu')}",
     )
 
@@ -323,19 +306,21 @@ _RUNS = (
 
 def learning() -> str:
     """Final accuracy of the demo's task by settings and seed."""
-    data = result("learning-smollm2-h100")
+    first = rows("learning-smollm2-h100")[0]
     lines = []
-    for wave, name, words in _RUNS:
+    for wave, setting, words in _RUNS:
         finals = [
-            row("learning-smollm2-h100", wave=wave, name=f"{name}-s{seed}")["greedy_accuracy_by_step"][-1][1]
+            row("learning-smollm2-h100", wave=wave, name=f"{setting}-s{seed}")["greedy_accuracy_by_step"][-1][
+                1
+            ]
             for seed in (1, 2, 3)
         ]
         lines.append((words, *(f"{final:.3f}".removeprefix("0") for final in finals)))
-    commits = sorted({r["commit"] for r in data["rows"] if r["wave"] in (1, 2)})
+    commits = sorted({found["commit"] for found in rows("learning-smollm2-h100") if found["wave"] in (1, 2)})
     return table(
         ("GRPO, 25 steps of 8 x 8 samples, 32 new tokens", "seed 1", "seed 2", "seed 3"),
         lines,
-        f"Final accuracy. {data['gpu'].removeprefix('NVIDIA ')}, {data['date']}, "
+        f"Final accuracy. {_card(first)}, {first['date']}, "
         f"{_commits(commits)}. {files('learning-smollm2-h100')}",
     )
 
@@ -374,7 +359,7 @@ def first_screen() -> str:
         "step-7b-h100-5ddacf3",
         "step-32b-h100-2665039",
     )
-    dates = sorted({str(result(name)["date"])[:10] for name in names})
+    dates = sorted({found["date"][:10] for name in names for found in rows(name)})
     return table(
         ("one H100 80GB, LoRA rank 32", "QeRL, NVFP4", "16-bit LoRA"),
         lines,
@@ -389,9 +374,12 @@ def least_memory(shape: str) -> str:
     return f"{max(found['rollout_gb'], found['update_gb']):.1f} GB"
 
 
+def _newest_demo() -> list[Row]:
+    return rows("demo-cpu", commit=rows("demo-cpu")[-1]["commit"])
+
+
 def _demo_after() -> str:
-    data = result("demo-cpu")
-    after = [r["after"] for r in data["runs"] if r["commit"] == data["runs"][-1]["commit"]]
+    after = [found["after"] for found in _newest_demo()]
     return f"{min(after):.0f} to {max(after):.0f} %"
 
 
@@ -410,7 +398,7 @@ TABLES: dict[str, Callable[[], str]] = {
 NUMBERS: dict[str, Callable[[], str]] = {
     "least-memory-7b": lambda: least_memory("7b"),
     "least-memory-32b": lambda: least_memory("32b"),
-    "demo-before": lambda: f"{result('demo-cpu')['runs'][-1]['before']:.0f} %",
+    "demo-before": lambda: f"{rows('demo-cpu')[-1]['before']:.0f} %",
     "demo-after": _demo_after,
-    "demo-minutes": lambda: f"{result('demo-cpu')['runs'][-1]['minutes']} minutes",
+    "demo-minutes": lambda: f"{rows('demo-cpu')[-1]['minutes']} minutes",
 }

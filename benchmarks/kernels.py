@@ -11,7 +11,6 @@ cache. The error is against float64, relative, in the Frobenius norm.
 
 import argparse
 import itertools
-import json
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,7 +20,7 @@ import torch
 
 from benchmarks.decoder import random_blob
 from benchmarks.products import CONTESTANTS, Contestant, dequantised
-from benchmarks.result import head
+from benchmarks.result import write_result
 from qerl.kernels.needs import has_module
 from qerl.kernels.weights import gemm
 from qerl.kernels.weights.packed_gemm import MOST_TOKENS, Blob, Cut, parts, small_gemm, to_operand
@@ -205,7 +204,4 @@ def main(arguments: list[str]) -> None:
                         flush=True,
                     )
     if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(
-            json.dumps({**head(["python -m benchmarks kernels", *arguments]), "rows": result}, indent=1)
-        )
+        write_result(args.out, " ".join(["kernels", *arguments]), result)

@@ -94,7 +94,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--shape", default="7b")
     parser.add_argument("--layers", type=int, help="fewer layers than the shape has")
     parser.add_argument("--tokens", type=int, default=1024, help="tokens compared")
-    parser.add_argument("--kv-cache-dtype", default="auto", choices=KV_DTYPES, help="of the engine")
+    parser.add_argument("--kv_cache_dtype", default="auto", choices=KV_DTYPES, help="of the engine")
     parser.add_argument("--model", help="Hub id or folder: compare the first step of a real model")
     args = parser.parse_args(arguments)
     if args.model:

@@ -9,7 +9,6 @@ same work in the same run (`benchmarks.peers`).
 
 import argparse
 import itertools
-import json
 import statistics
 import time
 from collections.abc import Iterator
@@ -23,7 +22,7 @@ from benchmarks.decoder import WEIGHTS, random_decoder
 from benchmarks.peers import vllm_decode
 from benchmarks.peers.process import peer_rows
 from benchmarks.peers.vllm_decode import PEERS
-from benchmarks.result import head
+from benchmarks.result import write_result
 from qerl.kernels.limits import PAGE
 from qerl.plan.shapes import Shape, shape
 from qerl.rollout.engine import KV_DTYPES, SamplingParams
@@ -179,9 +178,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--prompt", type=int, default=256, help="tokens")
     parser.add_argument("--decode", type=int, default=256, help="tokens")
     parser.add_argument("--group", type=int, default=8, help="samples a prompt")
-    parser.add_argument("--kv-cache-dtype", default="auto", choices=KV_DTYPES, help="of our own rows")
+    parser.add_argument("--kv_cache_dtype", default="auto", choices=KV_DTYPES, help="of our own rows")
     parser.add_argument("--layers", type=int, help="fewer layers than the shape has, to try things out")
-    parser.add_argument("--no-adapter", action="store_true", help="measure without the adapter as well")
+    parser.add_argument("--no_adapter", action="store_true", help="measure without the adapter as well")
     parser.add_argument("--profile", action="store_true", help="add the kernels of one step")
     parser.add_argument("--repeats", type=int, default=3, help="timed runs, of which the median is shown")
     parser.add_argument("--out", type=Path, help="JSON file")
@@ -257,6 +256,4 @@ def main(arguments: list[str]) -> None:
         rows.append(row)
         _print(row)
         if args.out:
-            args.out.parent.mkdir(parents=True, exist_ok=True)
-            found = {**head(["python -m benchmarks rollout", *arguments]), "read_gb_s": limit, "rows": rows}
-            args.out.write_text(json.dumps(found, indent=1))
+            write_result(args.out, " ".join(["rollout", *arguments]), rows, read_gb_s=limit)

@@ -12,7 +12,6 @@ same work in the same run (`benchmarks.peers`).
 import argparse
 import gc
 import itertools
-import json
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -29,7 +28,7 @@ from benchmarks.decoder import WEIGHTS
 from benchmarks.peers.process import peer_rows
 from benchmarks.random_model import random_policy
 from benchmarks.random_task import random_prompts, random_reward, word_tokenizer
-from benchmarks.result import head
+from benchmarks.result import write_result
 from qerl.errors import QeRLError
 from qerl.lora.adapter import LORA_TARGETS
 from qerl.plan.propose import fastest
@@ -160,8 +159,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--prompts", type=int, nargs="+", default=[1], help="prompts a step")
     parser.add_argument("--samples", type=int, default=8, help="samples a prompt")
     parser.add_argument("--microbatch", type=int, help="samples a loss of the update takes; a group")
-    parser.add_argument("--tokens-per-forward", type=int, help="of the update; what `qerl plan` finds")
-    parser.add_argument("--every-n-layers", type=int, help="n-th layer is recomputed; what `qerl plan` finds")
+    parser.add_argument("--tokens_per_forward", type=int, help="of the update; what `qerl plan` finds")
+    parser.add_argument("--every_n_layers", type=int, help="n-th layer is recomputed; what `qerl plan` finds")
     parser.add_argument("--prompt", type=int, default=256, help="tokens")
     parser.add_argument("--tokens", type=int, nargs="+", default=[2048], help="of each completion")
     parser.add_argument("--steps", type=int, default=2, help="steps counted, of which the median is shown")
@@ -242,7 +241,8 @@ def main(arguments: list[str]) -> None:
     for row in itertools.chain(_own_rows(args, sizes), _peer_rows(args, sizes)):
         rows.append(common | row)
         print(_line(rows[-1]), flush=True)
-        _write(args.out, arguments, rows)
+        if args.out:  # after each row, so that a run cut short keeps what it measured
+            write_result(args.out, " ".join(["step", *arguments]), rows)
 
 
 def _line(row: dict[str, Any]) -> str:
@@ -254,12 +254,3 @@ def _line(row: dict[str, Any]) -> str:
         f"rollout {row['rollout_gb']:.1f}, update {row['update_gb']:.1f}; loss {row.get('loss', nan):.4f}, "
         f"KL {row.get('sampling/kl', nan):.1e}"
     )
-
-
-def _write(path: Path | None, arguments: list[str], rows: list[dict[str, Any]]) -> None:
-    """The file as it stands after each row, so that a run cut short keeps what it measured."""
-    if path is None:
-        return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    found = head(["python -m benchmarks step", *arguments])
-    path.write_text(json.dumps({**found, "rows": rows}, indent=1))

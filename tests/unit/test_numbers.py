@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.numbers import untied_numbers
+from benchmarks.numbers import all_untied, untied_numbers
 
 
 @pytest.mark.parametrize(
@@ -30,3 +30,7 @@ def test_numbers_without_a_result_are_found(text, found):
 def test_the_line_is_named():
     (one,) = untied_numbers("page.md", "<!-- table x -->\n\n<!-- /table -->\n\ntakes 7 s")
     assert str(one) == "page.md:5: 7 s"
+
+
+def test_every_number_in_readme_and_docs_comes_from_a_result():
+    assert "\n".join(map(str, all_untied())) == ""

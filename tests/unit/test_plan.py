@@ -3,12 +3,12 @@
 import dataclasses
 import json
 import types
-from pathlib import Path
 
 import pytest
 import torch
 from rich.console import Console
 
+from benchmarks.result import RESULTS, read_rows
 from qerl.cli import main
 from qerl.errors import QeRLError
 from qerl.fp4.linear import PackedLinear
@@ -35,7 +35,6 @@ from qerl.settings.config import QeRLConfig
 from qerl.settings.recipe import load_config
 from qerl.trainer import run
 
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 GB80 = 84_600_000_000
 
 # Parameters as published with the models.
@@ -132,15 +131,11 @@ def test_rows_that_blocks_hold(prompt, completion, samples):
 # Measured peaks
 
 
-BEFORE_THE_ENGINE = {"step-7b-h100-5ddacf3"}  # there `resident_gb` was read without the engine's copy of LoRA
-
-
 def recorded():
     """Rows of the step benchmark whose update is this project's own."""
     rows = []
     for file in sorted(RESULTS.glob("step-*.json")):
-        for row in json.loads(file.read_text())["rows"]:
-            row["file"] = file.stem
+        for row in read_rows(file.stem):
             if "update_gb" in row and row.get("engine", "qerl") == "qerl":
                 name = (
                     f"{row['shape']}-{row['weights']}-r{row['lora_rank']}-{row['prompts']}x{row['samples']}"
@@ -174,7 +169,7 @@ def test_prediction_of_recorded_peaks(row):
         ),
         GB80,
     )
-    resident = sum(part.update for part in plan.parts[: 2 if row["file"] in BEFORE_THE_ENGINE else 3])
+    resident = sum(part.update for part in plan.parts[: 2 if "resident_without" in row else 3])
     assert resident / 1e9 == pytest.approx(row["resident_gb"], rel=0.01)
     assert plan.update / 1e9 == pytest.approx(row["update_gb"], rel=0.05)
     # What torch's allocator still holds of the update before is in the measured figure, but can be had back.

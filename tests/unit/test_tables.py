@@ -1,9 +1,12 @@
 """Tables and numbers of README and docs are those of benchmarks/results."""
 
+import re
+
 import pytest
 
 from benchmarks import tables
 from benchmarks.figures import NUMBERS, TABLES
+from benchmarks.result import RESULTS, read_rows
 
 
 def test_pages_hold_what_the_results_say():
@@ -28,3 +31,13 @@ def test_a_changed_number_is_written_anew():
 def test_a_mark_without_a_table_is_an_error():
     with pytest.raises(KeyError, match="unheard"):
         tables.render("<!-- table unheard -->\n<!-- /table -->\n")
+
+
+@pytest.mark.parametrize("file", sorted(RESULTS.glob("*.json")), ids=lambda file: file.stem)
+def test_every_result_says_where_it_comes_from(file):
+    rows = read_rows(file.stem)
+    assert rows
+    for row in rows:
+        assert {"commit", "date", "command"} <= row.keys() and row.keys() & {"gpu", "machine"}
+        assert re.fullmatch(r"[0-9a-f]{7}", row["commit"])
+        assert re.fullmatch(r"2\d{3}-\d\d-\d\d( \d\d:\d\d UTC)?", row["date"])
