@@ -1,7 +1,7 @@
 """Adaptive quantization noise (AQN): exploration by perturbing the RMSNorm weights of the rollout policy.
 
-The paper (QeRL, arXiv 2510.11696) draws one vector Z ~ N(0, sigma^2 I) for each norm and merges it
-into the norm's weight, w_noise = w + Z. With x_hat the normalised input of a layer,
+The paper (QeRL, arXiv 2510.11696) draws one vector Z ~ N(0, sigma^2 I) for each norm and adds it to
+the norm's weight, w_noise = w + Z. With x_hat the normalised input of a layer,
 
     x_hat * (w + Z)  =  (x_hat * w) * (Z / w + 1),
 
@@ -240,8 +240,8 @@ def _weight(norm: nn.Module) -> nn.Parameter:
 
 
 @contextmanager
-def merged(model: nn.Module, offsets: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    """Runs the body with w + Z in place of w in the named norms.
+def noisy_norms(model: nn.Module, offsets: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """Inside the block the named norms have w + Z in place of w.
 
     Each norm holds an FP32 Parameter w + Z meanwhile, computes in FP32 and returns the dtype of its input.
     The clean Parameter objects return when the body ends, also when it raises; they are never written.

@@ -1,4 +1,4 @@
-"""A step for which the GPU's memory does not suffice is redone in smaller pieces, and these do fit."""
+"""A step for which the GPU's memory does not suffice is redone in smaller chunks, and these do fit."""
 
 import contextlib
 
@@ -8,8 +8,9 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
-from qerl.trainer.update.chunks import Lengths, loss_in_pieces
-from qerl.trainer.update.memory_retry import StepRedo
+from qerl.trainer.update.chunks import loss_in_chunks
+from qerl.trainer.update.memory_retry import MemoryRetry
+from qerl.trainer.update.padded import Lengths
 
 ROWS, DEPTH, SIZE = 8, 16, 2**22
 LENGTHS = Lengths(own_B=[100] * ROWS, shared_B=[0] * ROWS, group_B=[0] * ROWS)
@@ -48,17 +49,17 @@ def test_a_step_that_does_not_fit(limit, fits: int, tokens: int) -> None:
         expected += torch.autograd.grad(total.sum(), weight)[0]
     del total
 
-    redo = StepRedo()
-    redo.begins(0)
+    retry = MemoryRetry()
+    retry.start_step(0)
 
     def noted(rows: list[int]) -> tuple[torch.Tensor]:
-        redo.forward_of(rows, LENGTHS)
+        retry.note_forward(rows, LENGTHS)
         return forward(rows)
 
     def microbatch(batch: list[int], newest: bool) -> torch.Tensor:
-        loss = loss_in_pieces(
+        loss = loss_in_chunks(
             noted,
-            redo.cut(batch, LENGTHS),
+            retry.split(batch, LENGTHS),
             lambda outputs, rows: outputs[0].sum(),
             torch.Tensor.backward,
             contextlib.nullcontext,
@@ -67,12 +68,12 @@ def test_a_step_that_does_not_fit(limit, fits: int, tokens: int) -> None:
         loss.backward()
         return loss.detach()
 
-    def forget() -> None:
+    def undo_step() -> None:
         weight.grad = None
 
     kept_by_a_row = 2 * DEPTH * SIZE * 4  # 537 MB: every product and its sine, which the next product needs
     limit(fits * kept_by_a_row)
-    redo.run(list(range(ROWS)), microbatch, forget)
-    assert redo.tokens == tokens
+    retry.run(list(range(ROWS)), microbatch, undo_step)
+    assert retry.max_tokens == tokens
     error = (weight.grad - expected).norm() / expected.norm()
     assert error < 1e-5

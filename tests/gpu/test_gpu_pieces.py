@@ -1,4 +1,4 @@
-"""An update in pieces on the GPU path: the gradients of the undivided one, and the memory of a piece."""
+"""An update in chunks on the GPU path: the gradients of the undivided one, and the memory of a chunk."""
 
 import pytest
 import torch
@@ -52,7 +52,7 @@ def test_gradients_and_memory(nvfp4_llama, tiny_tokenizer, tmp_path, checkpointi
     tokens = int(inputs["completion_mask"].sum())
     found = {}
     for budget in (None, None, tokens // 4, 1):  # the first run is for workspaces and compilation
-        trainer._redo.tokens = budget
+        trainer._retry.max_tokens = budget
         trainer.model.zero_grad()
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -68,7 +68,7 @@ def test_gradients_and_memory(nvfp4_llama, tiny_tokenizer, tmp_path, checkpointi
         cut_loss, cut_memory, cut = found[budget]
         gap = max(float((cut[name] - truth[name]).norm() / truth[name].norm()) for name in truth)
         print(
-            f"{tokens} tokens in pieces of {budget}: loss {cut_loss:.6f} against {loss:.6f}, gradients off "
+            f"{tokens} tokens in chunks of {budget}: loss {cut_loss:.6f} against {loss:.6f}, gradients off "
             f"by {gap:.1e} at most, {cut_memory / 1e6:.1f} MB against {memory / 1e6:.1f}"
         )
         assert cut_loss == pytest.approx(loss, abs=2e-3)

@@ -17,10 +17,10 @@ from transformers import (
 from trl.trainer.utils import add_fused_lm_head
 
 from qerl.errors import QeRLError
-from qerl.trainer.update import packing
+from qerl.trainer.update import joined_row
 from qerl.trainer.update.attention import use_branch_attention
 from qerl.trainer.update.fused import fuse
-from qerl.trainer.update.row_check import check_packed_row
+from qerl.trainer.update.row_check import check_joined_row
 
 SIZES = {
     "vocab_size": 512,
@@ -55,14 +55,14 @@ def built(name):
 def test_a_right_row_passes_and_a_wrong_one_does_not(name, monkeypatch):
     model, by_kernel = built(name)
     state = torch.cuda.get_rng_state()
-    check_packed_row(model, model.base_model, by_kernel, 1.0)
+    check_joined_row(model, model.base_model, by_kernel, 1.0)
     assert torch.equal(torch.cuda.get_rng_state(), state)
     if by_kernel:
-        extents = packing.Branches
+        extents = joined_row.Branches
         monkeypatch.setattr(
-            packing, "Branches", lambda **parts: extents(**parts | {"keys_M": parts["keys_M"].flip(0)})
+            joined_row, "Branches", lambda **parts: extents(**parts | {"keys_M": parts["keys_M"].flip(0)})
         )
     else:
-        monkeypatch.setattr(packing.PackedBatch, "mask_function", lambda self, of_sample: of_sample)
-    with pytest.raises(QeRLError, match="packed row than alone"):
-        check_packed_row(model, model.base_model, by_kernel, 1.0)
+        monkeypatch.setattr(joined_row.JoinedRow, "mask_function", lambda self, of_sample: of_sample)
+    with pytest.raises(QeRLError, match="joined row than alone"):
+        check_joined_row(model, model.base_model, by_kernel, 1.0)

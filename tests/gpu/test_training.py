@@ -1,4 +1,4 @@
-"""The training path on a GPU: dequantisation, LoRA products, attention of packed rows, and a whole loss."""
+"""The training path on a GPU: dequantisation, LoRA products, attention of joined rows, and a whole loss."""
 
 import copy
 
@@ -22,8 +22,9 @@ from qerl.lora.adapter import _with_own_layers
 from qerl.lora.product import fused_forward
 from qerl.rollout.paged.memory import SwitchedMemory
 from qerl.trainer.update import fused
-from qerl.trainer.update.attention import seen_by, use_branch_attention
-from qerl.trainer.update.packing import PackedBatch, pack
+from qerl.trainer.update.attention import attention_kwargs, use_branch_attention
+from qerl.trainer.update.joined_row import JoinedRow, join
+from qerl.trainer.update.padded import PaddedBatch
 
 
 def error(found: torch.Tensor, truth: torch.Tensor) -> float:
@@ -120,7 +121,7 @@ def adapted(layer: torch.nn.Module, rank: int) -> torch.nn.Module:
     return lora
 
 
-def padded(prompts: list[list[int]], completions: list[list[int]]) -> tuple[torch.Tensor, ...]:
+def padded(prompts: list[list[int]], completions: list[list[int]]) -> PaddedBatch:
     p, c = max(map(len, prompts)), max(map(len, completions))
     columns = (
         [[0] * (p - len(x)) + x for x in prompts],
@@ -128,26 +129,27 @@ def padded(prompts: list[list[int]], completions: list[list[int]]) -> tuple[torc
         [x + [0] * (c - len(x)) for x in completions],
         [[1] * len(x) + [0] * (c - len(x)) for x in completions],
     )
-    return tuple(torch.tensor(column, device="cuda") for column in columns)
+    group = [prompts.index(prompt) for prompt in prompts]
+    return PaddedBatch(*(torch.tensor(column, device="cuda") for column in (*columns, group)))
 
 
-def row(lengths: list[tuple[int, list[int]]]) -> PackedBatch:
-    """A packed row of groups: (prompt length, completion lengths)."""
+def row(lengths: list[tuple[int, list[int]]]) -> JoinedRow:
+    """A joined row of groups: (prompt length, completion lengths)."""
     prompts, completions = [], []
     for prompt, group in lengths:
         tokens = torch.randint(1, 500, (prompt,)).tolist()
         prompts += [tokens] * len(group)
         completions += [torch.randint(1, 500, (n,)).tolist() for n in group]
-    return pack(*padded(prompts, completions), rows=list(range(len(prompts))))
+    return join(padded(prompts, completions), rows=list(range(len(prompts))))
 
 
-def causal_mask_11LL(packed: PackedBatch) -> torch.Tensor:
-    length = packed.input_ids_1L.size(1)
+def causal_mask_11LL(joined: JoinedRow) -> torch.Tensor:
+    length = joined.input_ids_1L.size(1)
     return sdpa_mask(
         batch_size=1,
         q_length=length,
         kv_length=length,
-        mask_function=packed.mask_function(causal_mask_function),
+        mask_function=joined.mask_function(causal_mask_function),
         allow_is_causal_skip=False,
         device="cuda",
     )
@@ -159,34 +161,34 @@ GROUPS = [(65, [130, 7, 64, 1]), (1, [40, 3]), (2, [90]), (200, [33, 128])]
 def test_attention_of_branches_against_fp64() -> None:
     from qerl.trainer.update.attention import branch_attention
 
-    packed = row(GROUPS)
-    length = packed.input_ids_1L.shape[1]
+    joined = row(GROUPS)
+    length = joined.input_ids_1L.shape[1]
     q, k, v = (torch.randn(1, h, length, 64, device="cuda").bfloat16().requires_grad_() for h in (6, 2, 2))
     dout = torch.randn(1, length, 6, 64, device="cuda").bfloat16()
-    out, _ = branch_attention(torch.nn.Module(), q, k, v, None, branches=packed.branches, scaling=0.1)
+    out, _ = branch_attention(torch.nn.Module(), q, k, v, None, branches=joined.branches, scaling=0.1)
     out.backward(dout)
     exact = [t.detach().double().requires_grad_() for t in (q, k, v)]
     wide = [exact[0], *(t.repeat_interleave(3, dim=1) for t in exact[1:])]
-    scores = (wide[0] @ wide[1].transpose(-1, -2) * 0.1).masked_fill(~causal_mask_11LL(packed), -torch.inf)
+    scores = (wide[0] @ wide[1].transpose(-1, -2) * 0.1).masked_fill(~causal_mask_11LL(joined), -torch.inf)
     truth = (scores.softmax(-1) @ wide[2]).transpose(1, 2)
     truth.backward(dout.double())
     assert error(out.detach(), truth.detach()) < 5e-3
     for found, wanted in zip((q, k, v), exact, strict=True):
         assert error(found.grad, wanted.grad) < 1e-2
     again = [t.detach().clone().requires_grad_() for t in (q, k, v)]
-    branch_attention(torch.nn.Module(), *again, None, branches=packed.branches, scaling=0.1)[0].backward(dout)
+    branch_attention(torch.nn.Module(), *again, None, branches=joined.branches, scaling=0.1)[0].backward(dout)
     assert all(torch.equal(one.grad, two.grad) for one, two in zip(again, (q, k, v), strict=True))
 
 
 SIZES = {"vocab_size": 500, "hidden_size": 256, "intermediate_size": 448, "num_hidden_layers": 3}
 
 
-def loss_and_gradients(model: torch.nn.Module, packed: PackedBatch, weight: torch.Tensor, **seen) -> tuple:
+def loss_and_gradients(model: torch.nn.Module, joined: JoinedRow, weight: torch.Tensor, **seen) -> tuple:
     logits = model(
-        input_ids=packed.input_ids_1L, position_ids=packed.position_ids_1L, use_cache=False, **seen
+        input_ids=joined.input_ids_1L, position_ids=joined.position_ids_1L, use_cache=False, **seen
     ).logits
-    scored = packed.sample_L >= 0
-    labels = packed.labels_1L[0, scored]
+    scored = joined.sample_L >= 0
+    labels = joined.labels_1L[0, scored]
     logps = logits[0, scored].float().log_softmax(-1).gather(-1, labels[:, None])[:, 0]
     loss = (logps.double() * weight).mean()
     model.zero_grad()
@@ -200,25 +202,25 @@ def test_loss_and_gradients_equal_the_portable_path(nvfp4_llama, monkeypatch, ch
     joined, product = [], fused.fused_forward
     monkeypatch.setattr(fused, "fused_forward", lambda *args: joined.append(product(*args)) or joined[-1])
     torch.manual_seed(0)
-    packed = row(GROUPS)
-    weight = torch.randn(int((packed.sample_L >= 0).sum()), device="cuda", dtype=torch.double)
+    joined = row(GROUPS)
+    weight = torch.randn(int((joined.sample_L >= 0).sum()), device="cuda", dtype=torch.double)
     exact_model = nvfp4_llama(blob=False, num_attention_heads=4, **SIZES).float()
-    mask = {"attention_mask": causal_mask_11LL(packed)}
-    loss, truth = loss_and_gradients(exact_model, packed, weight, **mask)
+    mask = {"attention_mask": causal_mask_11LL(joined)}
+    loss, truth = loss_and_gradients(exact_model, joined, weight, **mask)
     model = nvfp4_llama(num_attention_heads=4, **SIZES)
     assert use_branch_attention(model.get_base_model())
     fused.fuse(model)
     if checkpointing:
         model.gradient_checkpointing_enable()
         model.enable_input_require_grads()
-    found_loss, found = loss_and_gradients(model, packed, weight, **seen_by(packed.branches))
+    found_loss, found = loss_and_gradients(model, joined, weight, **attention_kwargs(joined.branches))
     assert len(joined) >= 6 and all(y is not None for y in joined), "attention and MLP of three layers"
     gaps = {name: error(found[name], truth[name]) for name in truth}
     worst = max(gaps, key=gaps.get)
     print(f"loss {found_loss:.6f} against {loss:.6f}; gradients off by {gaps[worst]:.1e} at most ({worst})")
     assert abs(found_loss - loss) < 2e-2 * abs(loss) + 2e-3
     assert gaps[worst] < 5e-2
-    again_loss, again = loss_and_gradients(model, packed, weight, **seen_by(packed.branches))
+    again_loss, again = loss_and_gradients(model, joined, weight, **attention_kwargs(joined.branches))
     assert again_loss == found_loss and all(torch.equal(again[name], found[name]) for name in found)
 
 

@@ -1,4 +1,4 @@
-"""Each family works whole (quantised, adapted, sampled, packed) or is refused whole, before weights are read.
+"""Each family works whole (quantised, adapted, sampled, trained) or is refused before weights are read.
 
 Tiny random models with the defaults of their families elsewhere.
 """
@@ -15,7 +15,7 @@ from qerl.models.load import load_model
 from qerl.noise import find_noise_norms
 from qerl.rollout.engine import SamplingParams
 from qerl.rollout.portable.engine import PortableEngine
-from qerl.trainer.update.row_check import check_packed_row
+from qerl.trainer.update.row_check import check_joined_row
 from tests.integration.test_row_check import ALTERNATING, build, with_head
 
 LLAMA = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
@@ -54,7 +54,7 @@ def load(folder, weights="nvfp4", **settings):
 
 
 def works(folder, weights) -> tuple[list[str], torch.nn.Module]:
-    """Adapted layers, and the model; its sampler and its packed rows are right."""
+    """Adapted layers, and the model; its sampler and its joined rows are right."""
     model = add_lora(load(folder, weights), rank=4, alpha=8, dropout=0.0)
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
@@ -65,7 +65,7 @@ def works(folder, weights) -> tuple[list[str], torch.nn.Module]:
     wanted = logits[2:-1].log_softmax(-1).gather(1, torch.tensor(sample.token_ids)[:, None])[:, 0]
     torch.testing.assert_close(torch.tensor(sample.logprobs), wanted, rtol=0, atol=1e-4)
     base = with_head(model.get_base_model())
-    check_packed_row(model, base.base_model, False, 0.8)
+    check_joined_row(model, base.base_model, False, 0.8)
     return sorted(model.peft_config["default"].target_modules), model
 
 

@@ -44,7 +44,7 @@ def calls(monkeypatch):
     for name in ("rms_norm", "swiglu", "rotated_heads"):
         counted(name)
     for module in (lora_product, fused):
-        monkeypatch.setattr(module, "takes", lambda x: True)
+        monkeypatch.setattr(module, "is_16bit_cuda", lambda x: True)
     monkeypatch.setattr(fused, "branch_attention", dense_attention)
     mm = torch.mm
     monkeypatch.setattr(torch, "mm", lambda a, b, out_dtype=None, **kwargs: mm(a, b, **kwargs))
@@ -75,8 +75,8 @@ def logits_and_gradients(model, **kwargs):
     return logits.detach(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
-def packed_row():
-    """What marks a forward pass of a packed row: somebody to attend along, and a mask that nobody reads."""
+def joined_row():
+    """What marks a forward pass of a joined row: somebody to attend along, and a mask that nobody reads."""
     return {"branches": object(), "attention_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool)}
 
 
@@ -85,11 +85,11 @@ def packed_row():
 def test_logits_and_gradients_are_those_of_the_plain_model(adapted, calls, monkeypatch, family, weights):
     model = adapted(family, weights)
     with monkeypatch.context() as plain:
-        plain.setattr(lora_product, "takes", lambda x: False)
+        plain.setattr(lora_product, "is_16bit_cuda", lambda x: False)
         logits, gradients = logits_and_gradients(model)
     assert not calls
     fused.fuse(model)
-    found, found_gradients = logits_and_gradients(model, **(packed_row() if TURNED[family] else {}))
+    found, found_gradients = logits_and_gradients(model, **(joined_row() if TURNED[family] else {}))
     assert calls.count(("rotated_heads", 5)) == TURNED[family]
     assert calls.count(("swiglu", 1)) == 2, "gate and up side by side"
     torch.testing.assert_close(found, logits, rtol=1e-4, atol=1e-5)
@@ -120,5 +120,5 @@ def test_a_bias_that_trains_gets_its_gradient(adapted):
         if name.endswith("k_proj.base_layer.bias"):
             parameter.requires_grad_(True)
     fused.fuse(model)
-    _, gradients = logits_and_gradients(model, **packed_row())
+    _, gradients = logits_and_gradients(model, **joined_row())
     assert sum(name.endswith("bias") for name in gradients) == 2

@@ -6,7 +6,7 @@ from rich.console import Console
 
 from qerl.settings.config import QeRLConfig
 from qerl.trainer.run import build
-from qerl.trainer.update.forward import Padded
+from qerl.trainer.update.padded import PaddedBatch
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [("float32", 1e-5), ("bfloat16", 2e-3)])
@@ -25,10 +25,7 @@ def test_decode_equals_the_loss_forward(tiny_run, tmp_path, weights, dtype, boun
     rows = [row for row in trainer.train_dataset.select(range(4)) for _ in range(2)]
     batch = trainer._generate_and_score_completions(rows)
     trainer.model.eval()  # the adapters' dropout is for the loss, not for this comparison
-    ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
-    mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
-    columns = batch["completion_ids"].size(1)
-    logps, _ = trainer._forward(trainer.model, Padded(ids, mask, columns), list(range(len(rows))))
+    logps, _ = trainer._forward(trainer.model, PaddedBatch.of(batch), list(range(len(rows))))
     difference = (logps - batch["sampling_per_token_logps"])[batch["completion_mask"].bool()].abs()
     mean, most = difference.mean(), difference.max()
     with capsys.disabled():

@@ -13,21 +13,21 @@ from safetensors.torch import load_file
 def test_two_processes(tiny_run, tmp_path):
     """DAPO: ranks differ in samples, live groups, even in having a loss at all.
 
-    Then in pieces, of which ranks have different numbers, with the same result.
+    Then in chunks, of which ranks have different numbers, with the same result.
     """
     rows, adapter = run_on_two(tiny_run, tmp_path / "whole")
     assert [row["noise/norms"] for row in rows[:4]] == [0, 0, 4, 4]
     assert any(torch.any(tensor != 0) for name, tensor in adapter.items() if "lora_B" in name)
-    cut_rows, cut_adapter = run_on_two(tiny_run, tmp_path / "pieces", tokens_per_forward=40)
-    for row, other in zip(rows[:4], cut_rows[:4], strict=True):
+    chunk_rows, chunk_adapter = run_on_two(tiny_run, tmp_path / "chunks", tokens_per_forward=40)
+    for row, other in zip(rows[:4], chunk_rows[:4], strict=True):
         for name in ("loss", "grad_norm"):
             assert other[name] == pytest.approx(row[name], rel=1e-3, abs=1e-6), name
     for name, tensor in adapter.items():
-        torch.testing.assert_close(cut_adapter[name], tensor, rtol=0, atol=1e-4)
+        torch.testing.assert_close(chunk_adapter[name], tensor, rtol=0, atol=1e-4)
 
 
 def test_processes_that_differ_in_forward_passes_from_the_second_step_on(tiny_run, tmp_path):
-    """The first process computes one sample, the second several pieces: no collective meets another one."""
+    """The first process computes one sample, the second several chunks: no collective meets another one."""
     rewards = tmp_path / "rewards.py"
     rewards.write_text(
         "import os\n\n\ndef by_process(completions, **kwargs):\n"

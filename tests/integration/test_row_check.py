@@ -1,4 +1,4 @@
-"""Packed rows are right for every kind of attention, and a run with one that is not does not start.
+"""Joined rows are right for every kind of attention, and a run with one that is not does not start.
 
 Tiny random models whose windows are shorter than their samples. `plain_logps` is transformers' own forward
 pass of one sample, without mask, positions or padding.
@@ -18,8 +18,9 @@ from qerl.settings.config import QeRLConfig
 from qerl.trainer.grpo import QeRLTrainer
 from qerl.trainer.update import attention, masks, row_check
 from qerl.trainer.update.forward import score
-from qerl.trainer.update.packing import pack
-from qerl.trainer.update.row_check import check_packed_row
+from qerl.trainer.update.joined_row import JoinedRow, join
+from qerl.trainer.update.padded import PaddedBatch
+from qerl.trainer.update.row_check import check_joined_row
 
 WINDOW = 8
 ALTERNATING = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
@@ -96,23 +97,24 @@ def row():
     longest_prompt, longest = max(map(len, PROMPTS)), max(len(c) for _, c in SAMPLES)
     left = [[0] * (longest_prompt - len(p)) + p for p, _ in SAMPLES]
     right = [c + [0] * (longest - len(c)) for _, c in SAMPLES]
-    batch = (torch.tensor(left), torch.tensor(left) > 0, torch.tensor(right), torch.tensor(right) > 0)
-    return pack(*batch, rows=list(range(len(SAMPLES))))
+    group = torch.tensor([PROMPTS.index(prompt) for prompt, _ in SAMPLES])
+    tensors = (torch.tensor(left), torch.tensor(left) > 0, torch.tensor(right), torch.tensor(right) > 0)
+    return join(PaddedBatch(*tensors, group), rows=list(range(len(SAMPLES))))
 
 
-def packed_logps(model) -> torch.Tensor:
+def joined_logps(model) -> torch.Tensor:
     """Log-probabilities of all completions, one after the other."""
-    packed = row()
+    joined = row()
     decoder = getattr(model, "model", model.base_model)  # Llama 4 names the head's model its base
-    with masks.masked_by_branch(model.config, packed) as seen:
+    with masks.masked_by_branch(model.config, joined) as seen:
         hidden = decoder(
-            input_ids=packed.input_ids_1L, position_ids=packed.position_ids_1L, use_cache=False, **seen
+            input_ids=joined.input_ids_1L, position_ids=joined.position_ids_1L, use_cache=False, **seen
         ).last_hidden_state
     logits = model.get_output_embeddings()(hidden) * getattr(model.config, "logit_scale", 1.0)
     if cap := getattr(model.config, "final_logit_softcapping", None):
         logits = torch.tanh(logits / cap) * cap
-    labels = packed.labels_1L.clamp(min=0)[..., None]
-    return logits.log_softmax(-1).gather(-1, labels)[packed.labels_1L >= 0][:, 0]
+    labels = joined.labels_1L.clamp(min=0)[..., None]
+    return logits.log_softmax(-1).gather(-1, labels)[joined.labels_1L >= 0][:, 0]
 
 
 def plain_logps(model) -> torch.Tensor:
@@ -124,8 +126,8 @@ def plain_logps(model) -> torch.Tensor:
     return torch.cat(out)
 
 
-def test_a_packed_row_is_the_samples_in_it(model):
-    found, wanted = packed_logps(model), plain_logps(model)
+def test_a_joined_row_is_the_samples_in_it(model):
+    found, wanted = joined_logps(model), plain_logps(model)
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
     found.square().sum().backward()
     gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
@@ -139,7 +141,7 @@ def test_a_packed_row_is_the_samples_in_it(model):
 
 def test_masks_are_the_models_own_again_after_a_row(model):
     before = plain_logps(model)
-    packed_logps(model)
+    joined_logps(model)
     assert torch.equal(plain_logps(model), before)
     with pytest.raises(RuntimeError, match="in the row"), masks.masked_by_branch(model.config, row()):
         raise RuntimeError("in the row")
@@ -157,7 +159,7 @@ def with_head(model: transformers.PreTrainedModel) -> transformers.PreTrainedMod
 
 
 def check(model, longest=None) -> None:
-    check_packed_row(model, model.base_model, False, 0.8, longest)
+    check_joined_row(model, model.base_model, False, 0.8, longest)
 
 
 @pytest.mark.parametrize("name", [name for name in ATTENTIONS if name != "llama4-chunks"])
@@ -192,13 +194,13 @@ def test_the_check_sees_a_wrong_mask(monkeypatch, name, broken, dtype):
     family, attention, changes = ATTENTIONS[name]
     model = with_head(build(family, attention, **changes)).to(dtype)
     check(model)
-    monkeypatch.setattr(row_check.score.__globals__["PackedBatch"], "mask_function", broken)
-    with pytest.raises(QeRLError, match=r"other log-probabilities in a packed row than alone, \S+ nats"):
+    monkeypatch.setattr(JoinedRow, "mask_function", broken)
+    with pytest.raises(QeRLError, match=r"other log-probabilities in a joined row than alone, \S+ nats"):
         check(model)
 
 
-def causal_in_branch(packed, query, key) -> torch.Tensor:
-    position, group, branch = packed.position_ids_1L[0], packed.group_L, packed.branch_L
+def causal_in_branch(row, query, key) -> torch.Tensor:
+    position, group, branch = row.position_ids_1L[0], row.group_L, row.branch_L
     own = (branch[query] == branch[key]) | (branch[key] == 0)
     return (group[query] == group[key]) & own & (position[query] >= position[key])
 
@@ -235,7 +237,7 @@ def test_the_check_goes_as_far_as_the_run(monkeypatch):
 )
 def test_other_constructions_that_look_at_the_whole_row_are_refused(family, changes):
     model = with_head(build(family, "eager", **changes))
-    with pytest.raises(QeRLError, match="other log-probabilities in a packed row than alone"):
+    with pytest.raises(QeRLError, match="other log-probabilities in a joined row than alone"):
         check(model)
     if family == "Phi3":
         with pytest.raises(QeRLError, match="within 20 tokens"):
@@ -266,7 +268,7 @@ def start(tiny_tokenizer, tmp_path):
 
 def test_a_run_with_a_wrong_mask_does_not_start(start, monkeypatch):
     start(build("Llama"))
-    monkeypatch.setattr(masks.PackedBatch, "mask_function", lambda self, of_sample: of_sample)
+    monkeypatch.setattr(JoinedRow, "mask_function", lambda self, of_sample: of_sample)
     with pytest.raises(QeRLError, match="so updates would be wrong"):
         start(build("Llama"))
 
@@ -307,7 +309,7 @@ def test_noise_without_a_norm_is_refused_before_the_first_rollout(start):
     start(model)
 
 
-# The kernel for packed rows on a GPU, which here is a dense stand-in
+# The kernel for joined rows on a GPU, which here is a dense stand-in
 
 
 @pytest.fixture
@@ -324,7 +326,7 @@ def dense_kernel(monkeypatch):
 @pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3", "Phi3", "Granite", "SmolLM3", "Cohere"])
 def test_the_kernel_serves_causal_attention(dense_kernel, family):
     model = build(family)
-    assert attention.obstacle(model) is None
+    assert attention.why_not(model) is None
     assert model.config._attn_implementation == "sdpa"
 
 
@@ -353,7 +355,7 @@ def test_the_kernel_declines_what_it_would_leave_out(dense_kernel, name, reason)
     }
     family, before, changes = (ATTENTIONS | others)[name]
     model = build(family, before, **changes)
-    assert reason in (attention.obstacle(model) or "")
+    assert reason in (attention.why_not(model) or "")
     assert model.config._attn_implementation == before
 
 

@@ -8,7 +8,7 @@ Legend: V vocabulary, S samples.
 import pytest
 import torch
 
-from qerl.noise import AdaptiveNoise, NoiseSchedule, merged
+from qerl.noise import AdaptiveNoise, NoiseSchedule, noisy_norms
 from qerl.rollout.engine import SamplingParams
 from qerl.rollout.portable.engine import PortableEngine
 from qerl.trainer.update.correction import importance_ratio
@@ -47,7 +47,7 @@ def test_one_token_has_the_clean_gradient(policies):
     model, noise = policies
     advantages_V = torch.randn(V, generator=torch.Generator().manual_seed(1))
     pi_V = next_logps(model, [PROMPT])[0]
-    with torch.no_grad(), merged(model, noise):
+    with torch.no_grad(), noisy_norms(model, noise):
         mu_V = next_logps(model, [PROMPT])[0]
     rho_V = ratio(pi_V.detach()[:, None], mu_V[:, None], "token_truncate")[:, 0]
     exact = gradient(model, (pi_V.exp() * advantages_V).sum())
@@ -86,7 +86,7 @@ def two_tokens(model):
 def test_two_tokens_have_it_with_a_ratio_per_answer_and_not_per_token(policies):
     model, noise = policies
     advantages_S = torch.randn(V * V, generator=torch.Generator().manual_seed(2))
-    with torch.no_grad(), merged(model, noise):
+    with torch.no_grad(), noisy_norms(model, noise):
         mu_S2 = two_tokens(model)
     pi_S2 = two_tokens(model)
     exact = gradient(model, (pi_S2.sum(1).exp() * advantages_S).sum())

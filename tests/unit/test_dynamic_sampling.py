@@ -3,6 +3,7 @@
 import torch
 from datasets import Dataset
 
+from qerl.trainer.batch import GROUP_KEY, group_index
 from qerl.trainer.dynamic_sampling import FreshPrompts, fresh_rows, replace_groups
 
 DATA = Dataset.from_dict({"prompt": [f"p{i}" for i in range(10)]})
@@ -43,6 +44,7 @@ def test_replaced_group_is_padded_on_the_right_sides():
     assert merged["completion_ids"].tolist() == [[3, 99], [4, 99], [9, 10], [11, 99]]
     assert merged["completion_mask"].tolist() == [[1, 0], [1, 0], [1, 1], [1, 0]]
     assert merged["advantages"].tolist() == [0, 1, 0, 1]
+    assert merged[GROUP_KEY].tolist() == [0, 0, 1, 1], "not the index that the group had in its own rollout"
 
 
 def batch_of(prompts: list[list[int]], completions: list[list[int]]) -> dict[str, torch.Tensor]:
@@ -53,5 +55,6 @@ def batch_of(prompts: list[list[int]], completions: list[list[int]]) -> dict[str
         "completion_ids": torch.tensor([c + [99] * (C - len(c)) for c in completions]),
         "completion_mask": torch.tensor([[1] * len(c) + [0] * (C - len(c)) for c in completions]),
         "advantages": torch.arange(len(prompts)).float() % 2,
+        GROUP_KEY: group_index(len(prompts), 2, torch.device("cpu")),
         "num_items_in_batch": torch.tensor(4),
     }

@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from qerl.errors import QeRLError
-from qerl.noise import SCHEDULES, AdaptiveNoise, NoiseSchedule, find_noise_norms, merged
+from qerl.noise import SCHEDULES, AdaptiveNoise, NoiseSchedule, find_noise_norms, noisy_norms
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
 TINY = {
@@ -206,7 +206,7 @@ class TestMerged:
                     if hasattr(block, linear):
                         getattr(block, linear).weight *= z_merged / weight + 1
             clean = model(TOKENS).logits
-            with merged(model, offsets):
+            with noisy_norms(model, offsets):
                 noisy = model(TOKENS).logits
             expected = scaled(TOKENS).logits
         assert (expected - clean).abs().mean() > 1e-2
@@ -221,9 +221,9 @@ class TestMerged:
         assert all(torch.equal(1 + z.bfloat16(), torch.ones_like(z).bfloat16()) for z in offsets.values())
         with torch.no_grad():
             clean = model(TOKENS).logits
-            with merged(model, {name: torch.zeros_like(z) for name, z in offsets.items()}):
+            with noisy_norms(model, {name: torch.zeros_like(z) for name, z in offsets.items()}):
                 once_rounded = model(TOKENS).logits
-            with merged(model, offsets):
+            with noisy_norms(model, offsets):
                 noisy = model(TOKENS).logits
         assert noisy.dtype == torch.bfloat16
         assert (noisy != clean).float().mean() > 0.2
@@ -236,9 +236,9 @@ class TestMerged:
         torch.nn.init.ones_(norm.weight)
         hidden = torch.randn(1, 20000, 64).bfloat16()
         with torch.no_grad():
-            with merged(model, {PRE_NORMS[0]: torch.zeros(64)}):
+            with noisy_norms(model, {PRE_NORMS[0]: torch.zeros(64)}):
                 clean = norm(hidden).double()
-            with merged(model, {PRE_NORMS[0]: z}):
+            with noisy_norms(model, {PRE_NORMS[0]: z}):
                 shift = norm(hidden).double() - clean
         measured = (shift * clean).sum(dim=(0, 1)) / clean.square().sum(dim=(0, 1))
         assert (measured - z).abs().max() < 1e-4
@@ -247,7 +247,7 @@ class TestMerged:
         model = tiny_model("llama").bfloat16()
         norm = model.get_submodule(PRE_NORMS[0])
         hidden = torch.randn(1, 3, 64).bfloat16()
-        with merged(model, {PRE_NORMS[0]: torch.full((64,), 0.5)}), torch.no_grad():
+        with noisy_norms(model, {PRE_NORMS[0]: torch.full((64,), 0.5)}), torch.no_grad():
             assert norm.weight.dtype == torch.float32
             assert norm(hidden).dtype == torch.bfloat16
 
@@ -258,10 +258,10 @@ class TestMerged:
         offsets = AdaptiveNoise(model, SCHEDULE, seed=1).offsets(1)
         before = snapshot(model)
         for _ in range(3):
-            with merged(model, offsets), torch.no_grad():
+            with noisy_norms(model, offsets), torch.no_grad():
                 model(input_ids=TOKENS)
         assert_untouched(model, before)
-        with pytest.raises(KeyboardInterrupt), merged(model, offsets):
+        with pytest.raises(KeyboardInterrupt), noisy_norms(model, offsets):
             raise KeyboardInterrupt
         assert_untouched(model, before)
 
@@ -269,10 +269,10 @@ class TestMerged:
         model = tiny_model("llama")
         offsets = AdaptiveNoise(model, SCHEDULE, seed=1).offsets(1)
         with torch.no_grad():
-            with merged(model, offsets):
+            with noisy_norms(model, offsets):
                 plain = model(TOKENS).logits
             adapted = with_lora(model).eval()
-            with merged(adapted, offsets):
+            with noisy_norms(adapted, offsets):
                 assert torch.equal(adapted(input_ids=TOKENS).logits, plain)
 
     @pytest.mark.parametrize(
@@ -283,7 +283,7 @@ class TestMerged:
         before = snapshot(model)
         with (
             pytest.raises(QeRLError, match="no norm"),
-            merged(model, {PRE_NORMS[1]: torch.ones(64)} | offsets),
+            noisy_norms(model, {PRE_NORMS[1]: torch.ones(64)} | offsets),
         ):
             pass
         assert_untouched(model, before)

@@ -10,8 +10,8 @@ from qerl.errors import QeRLError
 from qerl.rollout.engine import Completion, RolloutEngine, RolloutResult
 from qerl.settings.config import QeRLConfig
 from qerl.trainer.grpo import QeRLTrainer
-from qerl.trainer.update.chunks import Lengths
-from qerl.trainer.update.memory_retry import StepRedo
+from qerl.trainer.update.memory_retry import MemoryRetry
+from qerl.trainer.update.padded import Lengths
 
 GROUP = 4
 DATA = Dataset.from_dict({"prompt": ["one two", "three", "four five six", "seven eight"]})
@@ -51,10 +51,10 @@ class SmallMemory:
         trainer._forward = self.forward
         trainer.model.get_input_embeddings().register_forward_hook(self.watch)
 
-    def forward(self, model, padded, rows):
-        self.held = padded.lengths.tokens(rows)
+    def forward(self, model, batch, rows):
+        self.held = batch.lengths.tokens(rows)
         self.sizes.append(self.held)
-        outputs = self._forward(model, padded, rows)
+        outputs = self._forward(model, batch, rows)
         if self.phase == "forward":
             self.fill()
         return outputs
@@ -160,7 +160,7 @@ def test_the_limit_stays(train):
     trainer, _ = train((24, "forward"))
     assert trainer.memory.errors == 1
     assert trainer.memory.sizes[0] == 48
-    assert trainer._redo.tokens == 24
+    assert trainer._retry.max_tokens == 24
     assert 12 < max(trainer.memory.sizes[1:]) <= 24
 
 
@@ -172,7 +172,7 @@ def test_a_resumed_run_has_the_limit(train, tmp_path):
     assert trainer.memory.sizes
     for given, limit in ((100, 24), (20, 20)):
         trainer, _ = train(resume=checkpoint, tokens_per_forward=given)
-        assert trainer._redo.tokens == limit
+        assert trainer._retry.max_tokens == limit
 
 
 def test_adaptive_entropy_is_counted_once(train):
@@ -192,12 +192,12 @@ def test_what_was_logged_says_so(train, caplog):
     )
 
 
-def test_layers_are_recomputed_before_pieces_get_smaller(train, tmp_path, caplog):
+def test_layers_are_recomputed_before_chunks_get_smaller(train, tmp_path, caplog):
     kwargs = {"gradient_checkpointing_kwargs": {"every_n_layers": 2}}
     _, expected = train()
     settings = {**kwargs, "save_strategy": "steps", "save_steps": 1}
     trainer, actual = train((24, "backward"), **settings)
-    assert trainer.memory.errors == 2 and trainer._redo.tokens == 24
+    assert trainer.memory.errors == 2 and trainer._retry.max_tokens == 24
     assert "every layer recomputed" in caplog.text and "at most 24 instead of" in caplog.text
     assert [layer.gradient_checkpointing for layer in trainer.model.get_base_model().model.layers] == [
         True
@@ -218,10 +218,10 @@ def test_one_sample_that_does_not_fit_is_an_error(train):
 
 def test_several_processes_are_not_left_waiting():
     def microbatch(batch, newest):
-        redo.forward_of(batch, Lengths(own_B=[7, 8], shared_B=[4, 4], group_B=[0, 0]))
+        retry.note_forward(batch, Lengths(own_B=[7, 8], shared_B=[4, 4], group_B=[0, 0]))
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    redo = StepRedo(processes=2)
-    redo.begins(0)
+    retry = MemoryRetry(processes=2)
+    retry.start_step(0)
     with pytest.raises(QeRLError, match="it is not redone: set tokens_per_forward: 10"):
-        redo.run([0, 1], microbatch, lambda: None)
+        retry.run([0, 1], microbatch, lambda: None)

@@ -8,7 +8,7 @@ from transformers.cache_utils import DynamicCache
 from qerl.errors import QeRLError
 from qerl.fp4.format import NVFP4, dequantize, quantize
 from qerl.fp4.linear import NVFP4Linear
-from qerl.noise import AdaptiveNoise, NoiseSchedule, merged
+from qerl.noise import AdaptiveNoise, NoiseSchedule, noisy_norms
 from qerl.rollout import PortableEngine, SamplingParams
 from qerl.rollout.portable import attention
 from qerl.rollout.portable.cache import PreallocatedCache
@@ -426,7 +426,7 @@ class TestOnTheTrainingModel:
         clean = engine.generate(PROMPTS, 2, sampled())
         noisy = engine.generate(PROMPTS, 2, sampled(), offsets)
         assert tokens_of(noisy) != tokens_of(clean)
-        with merged(model, offsets):
+        with noisy_norms(model, offsets):
             assert logprob_error(model, PROMPTS, 2, noisy, sampled()) < 1e-5
         assert logprob_error(model, PROMPTS, 2, noisy, sampled()) > 1e-2
         for name, parameter in model.named_parameters():

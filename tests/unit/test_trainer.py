@@ -12,7 +12,9 @@ from trl import GRPOConfig, GRPOTrainer
 from qerl.errors import QeRLError
 from qerl.rollout.engine import Completion, RolloutEngine, RolloutResult
 from qerl.settings.config import QeRLConfig
+from qerl.trainer.batch import GROUP_KEY
 from qerl.trainer.grpo import QeRLTrainer
+from qerl.trainer.resume.rollout_file import load_rollouts, save_rollouts
 
 GROUP = 4
 DATA = Dataset.from_dict({"prompt": ["one two", "three", "four five six", "seven eight"]})
@@ -163,8 +165,8 @@ def test_importance_correction_reaches_the_gradient(make_trainer):
         trainer.model.train()
         trainer.current_gradient_accumulation_steps = 1
         inputs = trainer._generate_and_score_completions(batch_rows())
-        inputs["sampling_per_token_logps"] = inputs["sampling_per_token_logps"] * 0 - 100.0
-        inputs["sampling_per_token_logps"] += 100.0 - 1.0  # sampler said log 1/e everywhere
+        logps = inputs["sampling_per_token_logps"]
+        inputs["sampling_per_token_logps"] = torch.full_like(logps, -1.0)  # log 1/e everywhere
         trainer.compute_loss(trainer.model, inputs).backward()
         norms[correct] = sum(g.norm() for g in gradients(trainer.model).values()).item()
     assert norms[True] < 0.1 * norms[False]  # ratio is about (1/vocabulary) * e
@@ -212,6 +214,31 @@ def test_dynamic_sampling_fills_the_batch_with_live_groups(make_trainer):
     assert batch["num_items_in_batch"] == batch["completion_mask"].sum()
 
 
+def test_microbatches_know_the_groups_of_their_samples(make_trainer):
+    """Also where a group is spread over several, and in the file in which a checkpoint keeps them."""
+    trainer = make_trainer(per_device_train_batch_size=2, gradient_accumulation_steps=8)
+    trainer.model.train()
+    trainer._prepare_inputs(batch_rows())
+    parts = trainer._buffered_inputs
+    assert [part[GROUP_KEY].tolist() for part in parts] == [[i // 2] * 2 for i in range(8)]
+    file = Path(trainer.args.output_dir) / "rollouts_0.safetensors"
+    save_rollouts(parts, file)
+    loaded = load_rollouts(file, 8, torch.device("cpu"))
+    for part, other in zip(parts, loaded, strict=True):
+        assert torch.equal(other[GROUP_KEY], part.pop(GROUP_KEY))
+    save_rollouts(parts, file)
+    with pytest.raises(QeRLError, match="does not say which samples share a prompt"):
+        load_rollouts(file, 8, torch.device("cpu"))
+
+
+def test_samples_that_do_not_share_prompts_are_refused(make_trainer):
+    trainer = make_trainer()
+    trainer.model.train()
+    rows = batch_rows()
+    with pytest.raises(QeRLError, match="not 4 of each prompt, side by side"):
+        trainer._generate_and_score_completions([*rows[1:], rows[0]])
+
+
 def test_dynamic_sampling_is_bounded(make_trainer):
     constant = lambda completion_ids, **kwargs: [1.0] * len(completion_ids)  # noqa: E731
     trainer = make_trainer(reward=constant, dynamic_sampling_rounds=2)
@@ -244,7 +271,7 @@ OPTIONS = {
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("tokens", [25, 1])
-def test_pieces_change_nothing(train, options, tokens):
+def test_chunks_change_nothing(train, options, tokens):
     """Samples in one forward pass, in a few, and each by itself train alike and log the same."""
     reference, expected = train(reward=sum_reward, **options)
     trainer, weights = train(reward=sum_reward, tokens_per_forward=tokens, **options)
@@ -257,7 +284,7 @@ def test_pieces_change_nothing(train, options, tokens):
             assert value == pytest.approx(other[name], rel=1e-4, abs=1e-6, nan_ok=True), name
 
 
-def test_pieces_are_pieces(make_trainer):
+def test_chunks_are_chunks(make_trainer):
     """What the tests beside this one compare is computed in so many forward passes."""
     passes = {}
     for tokens in (None, 25, 1):
@@ -279,8 +306,8 @@ def test_pieces_are_pieces(make_trainer):
 
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
 @pytest.mark.parametrize("microbatch, tokens", [(4, None), (1, None), (8, 25)])
-def test_cut_of_a_batch_into_microbatches_changes_nothing(train, loss_type, microbatch, tokens):
-    """16 samples at once; a group at a time; one at a time (nothing shared); two groups, each in pieces."""
+def test_dividing_a_batch_into_microbatches_changes_nothing(train, loss_type, microbatch, tokens):
+    """16 samples at once; a group at a time; one at a time (nothing shared); two groups, each in chunks."""
     reference, expected = train(loss_type=loss_type)
     trainer, weights = train(
         loss_type=loss_type,

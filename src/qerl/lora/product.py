@@ -35,8 +35,8 @@ from qerl.fp4.workspace import workspace
 from qerl.lora.kinds import active_adapter, objection
 
 
-def takes(x: torch.Tensor) -> bool:
-    """Whether the update's own kernels compute with this tensor: 16-bit on CUDA."""
+def is_16bit_cuda(x: torch.Tensor) -> bool:
+    """True for 16-bit CUDA tensors, the only ones that the update's kernels accept."""
     return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16)
 
 
@@ -47,7 +47,7 @@ def fused_forward(x_BTK: torch.Tensor, *modules: nn.Module) -> torch.Tensor | No
     several layers one with a hook, which a joint product would pass by (`qerl.noise` finds its norms by such
     hooks).
     """
-    if not takes(x_BTK) or (len(modules) > 1 and any(_has_hooks(module) for module in modules)):
+    if not is_16bit_cuda(x_BTK) or (len(modules) > 1 and any(_has_hooks(module) for module in modules)):
         return None
     adapters = [_only_adapter(module) for module in modules]
     if None in adapters:
@@ -106,38 +106,38 @@ class _LoraProduct(torch.autograd.Function):
             _write_dense(bases, weight_NK[:, :k])
             weight_NK[:, k:] = b_NR
             y_TN = F.linear(both_TK, weight_NK, bias_N)
-            low_TR = both_TK[:, k:].contiguous()
+            xa_TR = both_TK[:, k:].contiguous()
         else:
-            low_TR = x_TK @ a_RK.T
-            y_TN = F.linear(x_TK, _dense(bases, x_TK), bias_N).addmm_(low_TR, b_NR.T)
-        ctx.save_for_backward(x_TK, low_TR, *matrices)
+            xa_TR = x_TK @ a_RK.T
+            y_TN = F.linear(x_TK, _dense(bases, x_TK), bias_N).addmm_(xa_TR, b_NR.T)
+        ctx.save_for_backward(x_TK, xa_TR, *matrices)
         ctx.scalings, ctx.bases = scalings, bases
         return y_TN.view(*x_BTK.shape[:-1], n)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy_BTN: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x_TK, low_TR, *matrices = ctx.saved_tensors
+        x_TK, xa_TR, *matrices = ctx.saved_tensors
         dy_TN = dy_BTN.reshape(-1, dy_BTN.shape[-1])
         a_RK, b_NR = _adapter(matrices, ctx.scalings, dy_TN.dtype)
         (tokens, n), (r, k) = dy_TN.shape, a_RK.shape
-        db_NR = torch.mm(dy_TN.T, low_TR, out_dtype=torch.float32)
+        db_NR = torch.mm(dy_TN.T, xa_TR, out_dtype=torch.float32)
         dx_TK = None
         if ctx.needs_input_grad[0] and n < k and r % 8 == 0:
             both_TN = dy_TN.new_empty(tokens, n + r)
             both_TN[:, :n] = dy_TN
-            dlow_TR = torch.mm(dy_TN, b_NR, out=both_TN[:, n:])
+            dxa_TR = torch.mm(dy_TN, b_NR, out=both_TN[:, n:])
             weight_NK = workspace((n + r, k), dy_TN)
             _write_dense(ctx.bases, weight_NK[:n])
             weight_NK[n:] = a_RK
             dx_TK = both_TN @ weight_NK
         else:
-            dlow_TR = dy_TN @ b_NR
+            dxa_TR = dy_TN @ b_NR
             if ctx.needs_input_grad[0]:
-                dx_TK = (dy_TN @ _dense(ctx.bases, dy_TN)).addmm_(dlow_TR, a_RK)
-        da_RK = torch.mm(dlow_TR.T, x_TK, out_dtype=torch.float32)
+                dx_TK = (dy_TN @ _dense(ctx.bases, dy_TN)).addmm_(dxa_TR, a_RK)
+        da_RK = torch.mm(dxa_TR.T, x_TK, out_dtype=torch.float32)
         dx_BTK = None if dx_TK is None else dx_TK.view(*dy_BTN.shape[:-1], k)
-        return dx_BTK, None, None, *_apart(da_RK, db_NR, matrices, ctx.scalings)
+        return dx_BTK, None, None, *_split_gradients(da_RK, db_NR, matrices, ctx.scalings)
 
 
 def _adapter(
@@ -152,7 +152,7 @@ def _adapter(
     return a_RK, b_NR
 
 
-def _apart(
+def _split_gradients(
     da_RK: torch.Tensor, db_NR: torch.Tensor, matrices: Sequence[torch.Tensor], scalings: Sequence[float]
 ) -> list[torch.Tensor]:
     """Gradients of all A and then all B of a group's layers; those between the blocks are dropped."""

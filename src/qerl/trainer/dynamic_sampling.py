@@ -4,8 +4,7 @@ A group without signal (`qerl.trainer.advantages`) teaches nothing. It is replac
 prompt, for a bounded number of extra rollouts; what still has no signal then has advantages of 0. Which
 prompts are fresh depends on (seed, step, draws of the step before) alone, so a resumed run draws the same.
 
-Batches are TRL's: dictionaries of tensors whose first axis is the sample, groups adjacent. Legend: B samples,
-G samples in a group, P prompt columns, C completion columns.
+Batches are those of `qerl.trainer.batch`, whole rollouts with the samples of a group side by side.
 """
 
 from collections import defaultdict, deque
@@ -16,21 +15,7 @@ import torch
 from datasets import Dataset
 
 from qerl.seeding import generator
-
-Batch = dict[str, torch.Tensor]
-
-# How each tensor of a batch is padded when two batches are joined: (side, value). The pad token is filled in.
-_PADDED = {
-    "prompt_ids": "left",
-    "prompt_mask": "left",
-    "completion_ids": "right",
-    "completion_mask": "right",
-    "sampling_per_token_logps": "right",
-    "sampling_entropies": "right",
-    "old_per_token_logps": "right",
-    "ref_per_token_logps": "right",
-    "tool_mask": "right",
-}
+from qerl.trainer.batch import GROUP_KEY, PADDED_ON, Batch
 
 
 class FreshPrompts:
@@ -38,7 +23,7 @@ class FreshPrompts:
 
     Args:
         dataset: Rows with a column `prompt`.
-        seed: Of the run.
+        seed: Seed of the run.
     """
 
     def __init__(self, dataset: Dataset, seed: int) -> None:
@@ -47,13 +32,13 @@ class FreshPrompts:
         self._used: list[Any] = []
 
     def note(self, step: int, prompts: Iterable[Any]) -> None:
-        """These prompts are sampled in optimizer step ``step``, on whichever process."""
+        """Note that these prompts are sampled in optimizer step ``step``, on whichever process."""
         if step != self._step:
             self._step, self._draws, self._used = step, 0, []
         self._used += prompts
 
     def draw(self, count: int) -> list[dict[str, Any]]:
-        """Rows for the step noted last; the same on every process."""
+        """Rows to sample in the step noted last; the same on every process."""
         rows = fresh_rows(self._dataset, self._used, count, self._seed, self._step, self._draws)
         self._draws += 1
         self.note(self._step, [row["prompt"] for row in rows])
@@ -95,21 +80,21 @@ def replace_groups(
         pad: Pad token of the ids.
 
     Returns:
-        A new batch of the first one's size; scalars (TRL's token count) are the first one's and must be
-        recomputed.
+        A new batch of the first one's size. Groups keep the first one's indices; scalars (TRL's token count)
+        are the first one's too and must be recomputed.
     """
     to = samples_of(targets, group_size)
     source = samples_of(sources, group_size)
     out = {}
     for key, old in batch.items():
-        if old.ndim == 0:
+        if old.ndim == 0 or key == GROUP_KEY:
             out[key] = old
             continue
         new = fresh[key]
-        if key in _PADDED and old.ndim == 2:
+        if key in PADDED_ON and old.ndim == 2:
             value = pad if key.endswith("_ids") else 0
             width = max(old.size(1), new.size(1))
-            old, new = (_widen(t, width, _PADDED[key], value) for t in (old, new))
+            old, new = (_widen(t, width, PADDED_ON[key], value) for t in (old, new))
         out[key] = old.index_copy(0, to.to(old.device), new.index_select(0, source.to(new.device)))
     return out
 
@@ -133,7 +118,7 @@ def replace_log_rows(logs: dict[str, Any], fresh: dict[str, Any], rows: list[tup
 
 
 def empty_log(logs: dict[str, Any]) -> dict[str, Any]:
-    """A table like this one, without rows."""
+    """A table with the columns of this one, without rows."""
     return {
         name: defaultdict[str, Any](column.default_factory)
         if isinstance(column, defaultdict)

@@ -1,7 +1,9 @@
 """GRPO and DAPO on TRL's `GRPOTrainer`, with this project's engine, noise and update. Tied to trl 1.16.
 
-With `rollouts`, `resumable`, `stand_ins` and `recompute` this is all that touches TRL's internals. What it
-replaces, and why:
+This class holds overrides of TRL's methods, each of which says what it replaces; `rollouts` and
+`resume.trainer` hold those of sampling and of resuming, `trl` what stands in the place of TRL's parts, and
+`update.forward` calls the policy through TRL's output head. Nothing else touches TRL's internals. What is
+replaced, and why:
 
 - **Rollout.** The engine takes the place of TRL's vLLM client: TRL then keeps the log-probabilities of the
   sampler and multiplies each token's loss by pi_trainer / pi_sampler. Samples come from the noisy policy, and
@@ -11,18 +13,19 @@ replaces, and why:
 - **Advantages** are computed here (`advantages`): those of groups that teach nothing are exactly zero.
 - **Old log-probabilities.** When every rollout is used for one optimizer step, the policy has not moved since
   it sampled, and the loss forward's own detached values are the old ones: TRL's second forward is left out.
-  The importance ratio is computed inside the loss in either case, and measured there (`correction`).
-- **The loss forward** runs the prompt of a group once (`packing`), and leaves out samples without advantage:
-  their gradient is zero. A microbatch of more than `tokens_per_forward` tokens is computed in pieces
-  (`pieces`), and in smaller ones where memory runs out (`oom`). Loss formulas, normalisers and options stay
-  TRL's.
+  The importance ratio is computed inside the loss in either case, and measured there (`update.correction`).
+- **The loss forward** runs the prompt of a group once (`update.joined_row`), and leaves out samples without
+  advantage: their gradient is zero. A microbatch of more than `tokens_per_forward` tokens is computed in
+  chunks (`update.chunks`), and in smaller ones where memory runs out (`update.memory_retry`). Loss formulas,
+  normalisers and options stay TRL's (`trl.known_outputs`).
+- **Groups** are an index that travels with the samples (`batch`), so that nobody has to guess from tokens
+  which samples share a prompt.
 - **Dynamic sampling** is added. Sampling seeds are keyed by step, so a resume draws what the run would have
-  (`resumable`).
+  (`resume.trainer`).
 """
 
 import contextlib
-import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
@@ -37,22 +40,22 @@ from qerl.families.parts import base_model
 from qerl.fp4.linear import unpacked
 from qerl.rollout.engine import RolloutEngine
 from qerl.settings.config import QeRLConfig
+from qerl.trainer.batch import Batch
 from qerl.trainer.by_hand import check_by_hand, short_prompts, with_length_penalty
 from qerl.trainer.processes import rebuild_buckets
-from qerl.trainer.resume.rollout_file import Batch
 from qerl.trainer.rewards import guard_rewards
 from qerl.trainer.rollouts import RolloutTrainer, check_data
 from qerl.trainer.trl.evaluation import check_metric, name_metrics
-from qerl.trainer.trl.recompute import recompute_every_layer, understand_every_n_layers
+from qerl.trainer.trl.known_outputs import KnownOutputs
+from qerl.trainer.trl.recompute import accept_every_n_layers, recompute_every_layer
 from qerl.trainer.trl.reference import add_reference, none_by_trl
-from qerl.trainer.update.chunks import Outputs, loss_in_pieces, without_graph
-from qerl.trainer.update.correction import Mismatch, importance_ratio, loss_mask, rows_with_gradient, weights
-from qerl.trainer.update.forward import Padded, score_rows
-from qerl.trainer.update.memory_retry import StepRedo
+from qerl.trainer.trl.trials import Trials
+from qerl.trainer.update.chunks import Outputs, loss_in_chunks, without_graph
+from qerl.trainer.update.correction import Correction, Mismatch, loss_mask, rows_with_gradient
+from qerl.trainer.update.forward import score_rows
+from qerl.trainer.update.memory_retry import MemoryRetry
+from qerl.trainer.update.padded import PaddedBatch
 from qerl.trainer.update.policy import check_policy, ready_for_rows
-
-# What is counted and controlled over the microbatches of an optimizer step.
-_STEP_STATE = ("_step", "entropy_coef", "_entropy_window_stats", "_last_world_entropy", "_mismatch")
 
 
 class QeRLTrainer(RolloutTrainer):
@@ -105,65 +108,123 @@ class QeRLTrainer(RolloutTrainer):
             # TRL rounds adapters of four-bit models to bf16, in which an update of 5e-6 is mostly lost.
             parameter.data = parameter.data.to(dtype)
         self._start_rollouts(engine)
-        understand_every_n_layers(self.model)
+        self._start_update()
+
+    def _start_update(self) -> None:
+        """Make what the update needs, once TRL's constructor is through."""
+        accept_every_n_layers(self.model)
         policy = self.accelerator.unwrap_model(self.model)
         self._decoder = base_model(policy).base_model  # to unwrap is a walk over all modules
-        self._branch_attention = ready_for_rows(policy, args)
+        self._branch_attention = ready_for_rows(policy, self.args)
         add_reference(self)
-        self._mismatch = Mismatch.none(self.accelerator.device)
-        self._policy_forward: tuple[torch.Tensor, torch.Tensor] | None = None
-        self._redo = StepRedo(
-            args.tokens_per_forward,
-            self.accelerator.num_processes,
-            partial(recompute_every_layer, self.model, args),
+        self._correction = Correction(
+            self.vllm_importance_sampling_correction,
+            self.vllm_importance_sampling_mode,
+            self.vllm_importance_sampling_clip_min,
+            self.vllm_importance_sampling_clip_max,
         )
-        self._at_step_start: dict[str, Any] = {}
+        self._mismatch = Mismatch.none(self.accelerator.device)
+        self._trials = Trials(self, "_mismatch")
+        self._retry = MemoryRetry(
+            self.args.tokens_per_forward,
+            self.accelerator.num_processes,
+            partial(recompute_every_layer, self.model, self.args),
+        )
 
     def _send_telemetry(self) -> None:
-        """Nothing is sent anywhere."""
+        """Replaces TRL's report to its server: nothing is sent anywhere."""
 
-    # Update
+    # A step
 
     def _prepare_inputs(self, generation_batch: Any) -> Batch:
-        """TRL's buffering of a rollout, with groups kept together instead of shuffled over microbatches."""
+        """Replaces TRL's buffering of a rollout: groups stay together instead of being shuffled."""
         if not self.model.training:
             return self._generate_and_score_completions(generation_batch)
         if isinstance(generation_batch, dict):  # `training_step` has prepared it
             return generation_batch
         slices = self.args.steps_per_generation
-        if self._step % (slices * self.num_iterations) == 0 or self._buffered_inputs is None:
+        if self._step % self._generate_every == 0 or self._buffered_inputs is None:
             batch = self._generate_and_score_completions(generation_batch)
             self._buffered_inputs = split_tensor_dict(batch, slices)
         return self._buffered_inputs[self._step % slices]
 
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        """Wraps TRL's: times it with its rollout, and does the step again where memory runs out."""
+        # To ask is cheaper than to tell every module again; evaluation turns off what DDP has wrapped.
+        if not self.model.training:
+            model.train()
+        with self._clock.microbatch(), self._dense_weights_kept():
+            batch = self._prepare_inputs(inputs)
+            if self._retry.start_step(self.state.global_step):
+                self._trials.start_step()
+            microbatch = partial(self._microbatch, model, num_items_in_batch)
+            return self._retry.run(batch, microbatch, self._undo_step)
+
+    def _microbatch(self, model: Any, num_items_in_batch: Any, batch: Batch, newest: bool) -> torch.Tensor:
+        """TRL's forward and backward; one that is done again is neither logged again nor ends the step."""
+        ends_step = newest and self.accelerator.sync_gradients
+        with self._trials.ends_step(ends_step), self._trials.metrics_apart() as metrics:
+            loss = super().training_step(model, batch, num_items_in_batch)
+        metrics.pop("step_time", None)  # of forward and backward alone; `_log_step` has the whole
+        if newest:
+            for name, values in metrics.items():
+                self._metrics["train"][name] += values
+        return loss
+
+    def _undo_step(self) -> None:
+        """Undo every microbatch of this optimizer step. Rollouts are kept."""
+        self.model.zero_grad()
+        self._trials.undo_step()
+
+    def _dense_weights_kept(self) -> contextlib.AbstractContextManager[None]:
+        """On a CPU, dequantize each weight once per microbatch instead of twice per layer."""
+        on_cpu = self.accelerator.device.type == "cpu"
+        return unpacked(self.model) if on_cpu else contextlib.nullcontext()
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        """Wraps transformers', which runs ahead of the optimizer's step.
+
+        Raises:
+            QeRLError: The norm is not finite; the step would turn weights and the optimizer's state into NaN.
+        """
+        norm = super()._get_grad_norm(model, grad_norm=grad_norm)
+        if not torch.as_tensor(norm).isfinite():
+            raise QeRLError(
+                f"The gradient of step {self.state.global_step + 1} is not finite ({float(norm)}); no weight "
+                "was changed. Go on from the last checkpoint with a lower max_grad_norm, or start anew with "
+                "a lower learning_rate."
+            )
+        return norm
+
+    # The loss
+
     def _compute_loss(self, model: torch.nn.Module, inputs: Batch) -> torch.Tensor:
-        input_ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
-        attention_mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
-        padded = Padded(input_ids, attention_mask, inputs["completion_ids"].size(1))
-        pieces = self._redo.cut(self._rows_to_compute(inputs), padded.lengths)
+        """Replaces TRL's loss of a microbatch: the same loss, in chunks, of samples that have a gradient."""
+        batch = PaddedBatch.of(inputs)
+        chunks = self._retry.split(self._rows_to_compute(inputs), batch.lengths)
         if self.accelerator.num_processes > 1:  # the loss gathers: every rank computes it as many times
             rebuild_buckets(model)
-            pieces = [[] for _ in range(max(self._of_ranks(len(pieces))) - len(pieces))] + pieces
-        return loss_in_pieces(
-            partial(self._forward, model, padded),
-            pieces,
-            partial(self._whole_loss, model, inputs),
+            chunks = [[] for _ in range(max(self._of_ranks(len(chunks))) - len(chunks))] + chunks
+        return loss_in_chunks(
+            partial(self._forward, model, batch),
+            chunks,
+            partial(self._loss_of, inputs),
             self.accelerator.backward,
-            partial(self._apart, model),
+            partial(self._trials.no_trace, model),
             look_ahead=self.top_entropy_quantile < 1.0,
         )
 
-    def _whole_loss(
-        self, model: torch.nn.Module, inputs: Batch, outputs: Outputs, rows: list[int]
-    ) -> torch.Tensor:
-        """TRL's loss of a microbatch, given the forward pass's outputs for these rows."""
-        logps_BC, entropy_BC = outputs
+    def _loss_of(self, inputs: Batch, outputs: Outputs, rows: list[int]) -> torch.Tensor:
+        """TRL's loss of a microbatch, given the policy's outputs for these rows."""
+        known = KnownOutputs(*outputs)
         mask_BC = loss_mask(inputs)
         computed_BC = torch.zeros_like(mask_BC)
         computed_BC[rows] = mask_BC[rows]
-        inputs = self._corrected(inputs, logps_BC.detach(), entropy_BC, computed_BC)
-        self._policy_forward = (logps_BC, entropy_BC)
-        loss = super()._compute_loss(model, inputs)
+        inputs, mismatch = self._correction.apply(
+            inputs, known.logps_BC.detach(), known.entropy_BC, computed_BC
+        )
+        self._mismatch += mismatch
+        loss = super()._compute_loss(known, inputs)
         metrics = self._metrics["train" if self.model.training else "eval"]
         metrics["entropy"].pop()  # of all rows, though only these were computed; `Mismatch` has it
         if self.loss_type == "vespo":
@@ -172,28 +233,9 @@ class QeRLTrainer(RolloutTrainer):
         return loss
 
     def get_gamma_weights(self, **kwargs: Any) -> torch.Tensor:
-        """TRL's weights of the VESPO loss, [B, 1]; kept, because their mean is of the computed rows alone."""
+        """Keeps TRL's weights of the VESPO loss, [B, 1], whose mean is logged of the computed rows alone."""
         self._phi_B1 = super().get_gamma_weights(**kwargs)
         return self._phi_B1
-
-    @contextlib.contextmanager
-    def _apart(self, model: torch.nn.Module) -> Iterator[None]:
-        """A loss in this block adds to this rank's gradients; nothing is logged and no state of TRL moves."""
-        state = {name: getattr(self, name) for name in _STEP_STATE}
-        with self.accelerator.no_sync(model), self._step_ends(False), self._metrics_apart():
-            yield
-        for name, value in state.items():
-            setattr(self, name, value)
-
-    @contextlib.contextmanager
-    def _step_ends(self, whether: bool) -> Iterator[None]:
-        """What TRL reads of accelerate to know that a microbatch is the last of its optimizer step."""
-        state, before = self.accelerator.gradient_state, self.accelerator.sync_gradients
-        state._set_sync_gradients(whether)
-        try:
-            yield
-        finally:
-            state._set_sync_gradients(before)
 
     def _rows_to_compute(self, inputs: Batch) -> list[int]:
         """Rows of the microbatch that the loss forward must run."""
@@ -206,145 +248,74 @@ class QeRLTrainer(RolloutTrainer):
             rows = [int(mask_BC.sum(dim=1).argmax())]
         return rows
 
-    def _corrected(
-        self, inputs: Batch, logps_BC: torch.Tensor, entropy_BC: torch.Tensor, computed_BC: torch.Tensor
-    ) -> Batch:
-        """The batch with the importance weights of its loss; the mismatch is measured, corrected or not."""
-        mode = self.vllm_importance_sampling_mode
-        bounds = self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max
-        trainer_BC = inputs.get("old_per_token_logps", logps_BC)
-        sampler_BC = inputs["sampling_per_token_logps"]
-        ratio = importance_ratio(trainer_BC, sampler_BC, computed_BC, mode)
-        corrects = self.vllm_importance_sampling_correction
-        weight = weights(ratio, mode, *bounds) if corrects else torch.ones_like(ratio)
-        self._mismatch += Mismatch.of(
-            *(trainer_BC, sampler_BC, entropy_BC, inputs["sampling_entropies"], inputs["rollout_entropy"]),
-            *(computed_BC, ratio, weight, bounds),
-        )
-        return inputs | {"importance_sampling_ratio": weight}
-
-    def _mean_over_ranks(self, values_BC: torch.Tensor, mask_BC: torch.Tensor) -> float:
-        """Mean over what the mask holds on all ranks; NaN, which no log has, where that is nothing."""
-        totals = torch.stack([(values_BC * mask_BC).sum().float(), mask_BC.sum().float()]).detach()
-        total, count = self.accelerator.reduce(totals, "sum").tolist()
-        return total / count if count else float("nan")
-
     def _get_per_token_logps_and_entropies(
         self,
-        model: torch.nn.Module,
+        model: torch.nn.Module | KnownOutputs,
         input_ids: torch.Tensor,
         attention_mask: torch.Tensor,
         logits_to_keep: int,
         batch_size: int | None = None,
         compute_entropy: bool = False,
-        **unsupported: Any,
+        **images: Any,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
-        """TRL's forward for log-probabilities, with shared prompts. Shapes [B, C]."""
-        if any(value is not None and value is not False for value in unsupported.values()):
-            names = ", ".join(name for name, value in unsupported.items() if value)
-            raise QeRLError(f"Only text models are supported; the batch carries {names}.")
+        """Replaces TRL's forward pass for log-probabilities and entropies, [B, C] each.
+
+        TRL calls it inside the loss, where they are known, and for a whole rollout, whose prompts are shared.
+        """
+        if isinstance(model, KnownOutputs):
+            return model.logps_BC, model.entropy_BC, None
+        if names := [name for name, value in images.items() if value is not None and value is not False]:
+            raise QeRLError(f"Only text models are supported; the batch carries {', '.join(names)}.")
         if not self._reads_logps:
             return None, None, None
-        if self._policy_forward is not None:
-            (logps, entropy), self._policy_forward = self._policy_forward, None
-            return logps, entropy, None
-        with self._timed("logprob"):
-            padded = Padded(input_ids, attention_mask, logits_to_keep)
-            has_tokens = attention_mask[:, -logits_to_keep:].sum(dim=1) > 0
-            rows, lengths = has_tokens.nonzero().flatten().tolist(), padded.lengths
+        with self._clock.part("logprob"):
+            batch = PaddedBatch.of_rollout(input_ids, attention_mask, logits_to_keep, self.num_generations)
+            rows = (attention_mask[:, -logits_to_keep:].sum(dim=1) > 0).nonzero().flatten().tolist()
             size = batch_size or len(input_ids)
             microbatches = [rows[start : start + size] for start in range(0, max(len(rows), 1), size)]
-            pieces = [piece for microbatch in microbatches for piece in self._redo.cut(microbatch, lengths)]
-            logps, entropy = without_graph(partial(self._forward, model, padded), pieces)
+            chunks = [chunk for rows in microbatches for chunk in self._retry.split(rows, batch.lengths)]
+            logps, entropy = without_graph(partial(self._forward, model, batch), chunks)
         return logps, entropy if compute_entropy else None, None
 
-    def _forward(self, model: torch.nn.Module, padded: Padded, rows: list[int]) -> Outputs:
-        self._redo.forward_of(rows, padded.lengths)
+    def _forward(self, model: torch.nn.Module, batch: PaddedBatch, rows: list[int]) -> Outputs:
+        """Log-probabilities and entropies [B, C] of these rows under the policy or its reference."""
+        self._retry.note_forward(rows, batch.lengths)
         decoder = base_model(model).base_model if model is self.ref_model else self._decoder
-        return score_rows(model, decoder, padded, rows, self._branch_attention)
+        return score_rows(model, decoder, batch, rows, self._branch_attention)
+
+    # Evaluation and logs
 
     def prediction_step(
         self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None
     ) -> tuple:
-        """Evaluation samples and scores; there is no loss to report."""
+        """Replaces TRL's loss of an evaluation: it samples and scores, and there is no loss to report."""
         self._prepare_inputs(inputs)
         return None, None, None
 
     def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
+        """Wraps transformers': each of several evaluation sets has metrics of its own."""
         output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
-        self._seconds.clear()  # no step's; it stands between two of them
+        self._clock.clear()  # the time of an evaluation is no step's
         name_metrics(self._metrics["eval"], metric_key_prefix)
         return output
 
-    # Time
-
-    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
-        # To ask is cheaper than to tell every module again; evaluation turns off what DDP has wrapped.
-        if not self.model.training:
-            model.train()
-        with self._timed("total"), self._weights_at_hand():
-            batch = self._prepare_inputs(inputs)
-            if self._redo.begins(self.state.global_step):
-                self._at_step_start = {name: getattr(self, name) for name in _STEP_STATE}
-            microbatch = partial(self._microbatch, model, num_items_in_batch)
-            loss = self._redo.run(batch, microbatch, self._forget_step)
-        self._step_ended = time.perf_counter()
-        return loss
-
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        """Transformers' hook behind the optimizer's step, and behind an epoch."""
-        if "total" in self._seconds:
+        """Wraps transformers' hook behind the optimizer's step, and behind an epoch."""
+        if self._clock.running:
             self._log_step()
         super()._maybe_log_save_evaluate(*args, **kwargs)
 
-    def _microbatch(self, model: Any, num_items_in_batch: Any, batch: Batch, newest: bool) -> torch.Tensor:
-        """TRL's forward and backward; one that is done again is neither logged again nor ends the step."""
-        with self._step_ends(newest and self.accelerator.sync_gradients), self._metrics_apart() as metrics:
-            loss = super().training_step(model, batch, num_items_in_batch)
-        metrics.pop("step_time", None)  # of forward and backward alone; `_log_step` has the whole
-        if newest:
-            for name, values in metrics.items():
-                self._metrics["train"][name] += values
-        return loss
-
-    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
-        """transformers' norm, asked for in front of the optimizer's step.
-
-        Raises:
-            QeRLError: It is not finite; the step would turn weights and the optimizer's state into NaN.
-        """
-        norm = super()._get_grad_norm(model, grad_norm=grad_norm)
-        if not torch.as_tensor(norm).isfinite():
-            raise QeRLError(
-                f"The gradient of step {self.state.global_step + 1} is not finite ({float(norm)}); no weight "
-                "was changed. Go on from the last checkpoint with a lower max_grad_norm, or start anew with "
-                "a lower learning_rate."
-            )
-        return norm
-
-    def _forget_step(self) -> None:
-        """As if no microbatch of this optimizer step had run; rollouts stay."""
-        self._policy_forward = None
-        self.model.zero_grad()
-        for name, value in self._at_step_start.items():
-            setattr(self, name, value)
-
-    def _weights_at_hand(self) -> contextlib.AbstractContextManager[None]:
-        """Decoded weights on a CPU, which has no four-bit product: once a microbatch, not twice a layer."""
-        on_cpu = self.accelerator.device.type == "cpu"
-        return unpacked(self.model) if on_cpu else contextlib.nullcontext()
-
     def _log_step(self) -> None:
-        """What is known of an optimizer step once it is done; reading the sums waits for the device."""
+        """Log what is known of an optimizer step once it is done; reading the sums waits for the device."""
         metrics = self._mismatch.metrics(self.accelerator)
         self._mismatch = Mismatch.none(self.accelerator.device)
-        self._seconds["total"] += time.perf_counter() - self._step_ended
+        metrics |= self._clock.report()
+        metrics["memory/peak_gb"] = max(self._of_ranks(self._memory.report_gb()))
         for name, value in metrics.items():
             self._metrics["train"][name].append(value)
-        parts = {name: self._seconds.pop(name, 0.0) for name in ("rollout", "reward", "logprob")}
-        total = self._seconds.pop("total")
-        parts["update"] = total - sum(parts.values())
-        self._metrics["train"]["step_time"].append(total)
-        for name, seconds in parts.items():
-            self._metrics["train"][f"time/{name}"].append(seconds)
-        self._metrics["train"]["memory/peak_gb"].append(max(self._of_ranks(self._memory.report_gb())))
+
+    def _mean_over_ranks(self, values_BC: torch.Tensor, mask_BC: torch.Tensor) -> float:
+        """The mean over what the masks of all ranks hold; NaN, which no log has, where that is nothing."""
+        totals = torch.stack([(values_BC * mask_BC).sum().float(), mask_BC.sum().float()]).detach()
+        total, count = self.accelerator.reduce(totals, "sum").tolist()
+        return total / count if count else float("nan")

@@ -9,11 +9,7 @@ unbiased sample of the data.
 Legend: B samples of this process, C completion columns, F reward functions.
 """
 
-import contextlib
 import logging
-import time
-from collections import defaultdict
-from collections.abc import Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -26,6 +22,7 @@ from qerl.rollout.engine import RolloutEngine, RolloutResult, SamplingParams
 from qerl.seeding import derive_seed
 from qerl.settings.config import QeRLConfig
 from qerl.trainer.advantages import JUDGE, Signal, judge_of
+from qerl.trainer.batch import GROUP_KEY, Batch, group_index
 from qerl.trainer.dynamic_sampling import (
     FreshPrompts,
     empty_log,
@@ -34,11 +31,12 @@ from qerl.trainer.dynamic_sampling import (
     samples_of,
 )
 from qerl.trainer.memory import PeakMemory
-from qerl.trainer.resume.rollout_file import Batch
 from qerl.trainer.resume.trainer import ResumableTrainer
 from qerl.trainer.rewards import stop_if_all_failed
 from qerl.trainer.rollout_log import RolloutLog
+from qerl.trainer.timing import StepClock
 from qerl.trainer.trl.client import EngineClient
+from qerl.trainer.trl.trials import Trials
 from qerl.trainer.update.correction import loss_mask
 
 N = TypeVar("N", int, float)
@@ -64,6 +62,7 @@ class RolloutTrainer(ResumableTrainer):
 
     vllm_importance_sampling_correction: bool
     _logs: dict[str, Any]
+    _trials: Trials
 
     def _start_rollouts(self, engine: RolloutEngine) -> None:
         """What rollouts need, once TRL's constructor is through."""
@@ -79,7 +78,7 @@ class RolloutTrainer(ResumableTrainer):
         rounds, seed = self.args.dynamic_sampling_rounds, self.args.seed
         self._fresh = FreshPrompts(self.train_dataset, seed) if rounds else None
         self._memory = PeakMemory(self.accelerator.device)
-        self._seconds: dict[str, float] = defaultdict(float)
+        self._clock = StepClock()
         self._calls = 0
         self._call_key: tuple[int, str] | None = None
         self._rollout = RolloutLog()
@@ -111,7 +110,7 @@ class RolloutTrainer(ResumableTrainer):
         result = self.engine.generate(prompts, samples, params, self._noise_offsets(mode, step))
         self._memory.read()
         self.engine.release()
-        self._seconds["rollout"] += result.seconds
+        self._clock.add("rollout", result.seconds)
         self._rollout.add(result)
         return result
 
@@ -149,6 +148,7 @@ class RolloutTrainer(ResumableTrainer):
     def _sample_batch(self, inputs: list[dict[str, Any]]) -> Batch:
         """TRL's batch, its rewards [B, F], and the entropies of its tokens under the sampler [B, C]."""
         batch, logged = self._scored_by_trl(inputs)
+        batch[GROUP_KEY] = group_index(len(inputs), self.num_generations, self.accelerator.device)
         batch["rollout_entropy"] = torch.tensor(logged["rollout/entropy"], device=self.accelerator.device)
         rewards_BF = self._own_rows(self._rewards_BF, len(inputs))
         unseen_B1 = batch["completion_mask"].sum(dim=1, keepdim=True) == 0  # cut off, and masked for that
@@ -204,21 +204,21 @@ class RolloutTrainer(ResumableTrainer):
             self._metrics[mode][name].append(value)
         return batch, logged
 
-    def _replace_dead_groups(self, batch: Batch, dead: list[int], most: int) -> Batch:
-        """One extra rollout; every rank samples `most` groups, because TRL gathers rewards over ranks."""
+    def _replace_dead_groups(self, batch: Batch, dead: list[int], draws: int) -> Batch:
+        """One extra rollout; every rank samples `draws` groups, because TRL gathers rewards over ranks."""
         assert self._fresh is not None
         size, rank = self.num_generations, self.accelerator.process_index
-        drawn = self._fresh.draw(most * self.accelerator.num_processes)
-        rows = [row for row in self._own_rows(drawn, most) for _ in range(size)]
+        drawn = self._fresh.draw(draws * self.accelerator.num_processes)
+        rows = [row for row in self._own_rows(drawn, draws) for _ in range(size)]
         fresh, fresh_log = self._sample_apart(rows)
         without = set(self._dead_groups(fresh))
-        pairs = list(zip(dead, (group for group in range(most) if group not in without), strict=False))
+        pairs = list(zip(dead, (group for group in range(draws) if group not in without), strict=False))
         replaced = sum(self._of_ranks(len(pairs)))
         self._metrics["train"]["dynamic_sampling/replaced_groups"].append(float(replaced))
         targets, sources = ([pair[side] for pair in pairs] for side in (0, 1))
         in_log = zip(
             (samples_of(targets, size) + rank * len(batch["completion_mask"])).tolist(),
-            (samples_of(sources, size) + rank * most * size).tolist(),
+            (samples_of(sources, size) + rank * draws * size).tolist(),
             strict=True,
         )
         replace_log_rows(self._logs, fresh_log, gather_object(list(in_log)))
@@ -233,33 +233,15 @@ class RolloutTrainer(ResumableTrainer):
         an unbiased sample of the data."""
         log, self._logs = self._logs, empty_log(self._logs)
         try:
-            with self._metrics_apart():
+            with self._trials.metrics_apart():
                 return self._sample_batch(rows), self._logs
         finally:
             self._logs = log
-
-    @contextlib.contextmanager
-    def _metrics_apart(self) -> Iterator[dict[str, list[float]]]:
-        """What is logged in this block goes into the mapping it gives, and nowhere else."""
-        logged, apart = self._metrics["train"], defaultdict[str, list[float]](list)
-        self._metrics["train"] = apart
-        try:
-            yield apart
-        finally:
-            self._metrics["train"] = logged
 
     def _of_ranks(self, number: N) -> list[N]:
         return self.accelerator.gather(torch.tensor([number], device=self.accelerator.device)).tolist()
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        with self._timed("reward"):  # and keep what TRL gathered: [B, F] of all processes
+        with self._clock.part("reward"):  # and keep what TRL gathered: [B, F] of all processes
             self._rewards_BF = super()._calculate_rewards(*args, **kwargs)
         return self._rewards_BF
-
-    @contextlib.contextmanager
-    def _timed(self, name: str) -> Iterator[None]:
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._seconds[name] += time.perf_counter() - start

@@ -17,7 +17,7 @@ from torch import nn
 from qerl.errors import QeRLError
 from qerl.families.parts import base_model, eval_mode
 from qerl.fp4.linear import unpacked
-from qerl.noise import merged
+from qerl.noise import noisy_norms
 from qerl.rollout.engine import (
     Completion,
     NormOffsets,
@@ -89,7 +89,7 @@ class PortableEngine(RolloutEngine):
             stack.enter_context(eval_mode(self.model))
             if base._supports_attention_backend:  # others compare the name of their attention with "sdpa"
                 stack.enter_context(grouped_decode(base.config))
-            stack.enter_context(merged(self.model, norm_offsets))
+            stack.enter_context(noisy_norms(self.model, norm_offsets))
             if base.device.type == "cpu":
                 stack.enter_context(unpacked(self.model))
             yield

@@ -25,12 +25,13 @@ from trl import GRPOTrainer
 from qerl.errors import QeRLError
 from qerl.lora.adapter import ADAPTER_FILE, check_adapter
 from qerl.settings.recipe import dump
+from qerl.trainer.batch import Batch
 from qerl.trainer.resume.checkpoint import UNFINISHED, clear, last_checkpoint, move_into, publish
 from qerl.trainer.resume.provenance import write_provenance
-from qerl.trainer.resume.rollout_file import Batch, load_rollouts, save_rollouts
+from qerl.trainer.resume.rollout_file import load_rollouts, save_rollouts
 from qerl.trainer.trl.client import EpochRepeatSampler
 from qerl.trainer.trl.reference import load_reference, save_reference
-from qerl.trainer.update.memory_retry import StepRedo
+from qerl.trainer.update.memory_retry import MemoryRetry
 
 # What torch, safetensors and the system raise where a file cannot be written.
 _CANNOT_WRITE = (OSError, SafetensorError, RuntimeError)
@@ -39,11 +40,16 @@ _CANNOT_WRITE = (OSError, SafetensorError, RuntimeError)
 class ResumableTrainer(GRPOTrainer):
     """`GRPOTrainer` that goes on from a checkpoint as if it had never stopped."""
 
-    _redo: StepRedo
+    _retry: MemoryRetry
     _step: int
     _buffered_inputs: list[Batch] | None
     _order: EpochRepeatSampler | None = None  # none where the data are iterable
     _writes_to: Path | None = None
+
+    @property
+    def _generate_every(self) -> int:
+        """Microbatches that use one rollout."""
+        return self.args.steps_per_generation * self.num_iterations
 
     # Order of the data
 
@@ -52,7 +58,7 @@ class ResumableTrainer(GRPOTrainer):
             data_source=self.train_dataset if dataset is None else dataset,
             mini_repeat_count=self.num_generations,
             batch_size=self.args.generation_batch_size // self.num_generations,
-            repeat_count=self.num_iterations * self.args.steps_per_generation,
+            repeat_count=self._generate_every,
             shuffle=self.shuffle_dataset,
             seed=self.args.seed,
         )
@@ -124,7 +130,7 @@ class ResumableTrainer(GRPOTrainer):
             self._push_from_checkpoint(str(checkpoint))
 
     def _write_checkpoint(self, model: Any, trial: Any, part: Path) -> None:
-        """This process's part of a checkpoint; what transformers does with a whole one is left out."""
+        """Write this process's part of a checkpoint; what transformers does with a whole one is left out."""
         settings = {name: getattr(self.args, name) for name in ("save_total_limit", "push_to_hub")}
         self.args.save_total_limit, self.args.push_to_hub = None, False
         self._writes_to = part.parent
@@ -136,9 +142,8 @@ class ResumableTrainer(GRPOTrainer):
                 setattr(self.args, name, value)
         save_reference(self, part)
         if self.args.should_save:
-            self._redo.save(part)
-        generate_every = self.args.steps_per_generation * self.num_iterations
-        if self._step % generate_every != 0 and self._buffered_inputs is not None:
+            self._retry.save(part)
+        if self._step % self._generate_every != 0 and self._buffered_inputs is not None:
             save_rollouts(self._buffered_inputs, self._rollout_file(part))
 
     def _get_output_dir(self, trial: Any) -> str:
@@ -165,7 +170,7 @@ class ResumableTrainer(GRPOTrainer):
             return
         with _fits(checkpoint):
             super()._load_optimizer_and_scheduler(checkpoint)
-            self._redo.load(Path(checkpoint))
+            self._retry.load(Path(checkpoint))
             file = self._rollout_file(Path(checkpoint))
             if file.exists():
                 slices = self.args.steps_per_generation
@@ -174,7 +179,7 @@ class ResumableTrainer(GRPOTrainer):
 
 @contextlib.contextmanager
 def _fits(checkpoint: str) -> Iterator[None]:
-    """A checkpoint of another model or a damaged one as a sentence."""
+    """Inside the block a checkpoint of another model, or a damaged one, ends in a sentence."""
     try:
         yield
     except (RuntimeError, ValueError, KeyError, *_CANNOT_WRITE) as error:
@@ -185,6 +190,6 @@ def _fits(checkpoint: str) -> Iterator[None]:
 
 
 def _cause(error: Exception) -> str:
-    """The line of an error that says most."""
+    """The most telling line of an error."""
     lines = [line.strip().rstrip(".") for line in str(error).splitlines() if line.strip()]
     return next((line for line in lines if "size mismatch" in line), lines[0] if lines else repr(error))

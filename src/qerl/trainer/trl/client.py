@@ -1,4 +1,4 @@
-"""What TRL is given in the place of parts of its own: a client of the engine, and an order of the data."""
+"""What TRL is given in place of its own vLLM client and its own order of the data. Tied to trl 1.16."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -15,7 +15,7 @@ class EngineClient:
     """What TRL expects of a vLLM client, answered by the engine.
 
     Args:
-        sample: Completions for prompts, so many for each.
+        sample: Samples completions of prompts; the second argument is their number per prompt.
     """
 
     def __init__(self, sample: Callable[[list[list[int]], int], RolloutResult]) -> None:
@@ -31,11 +31,21 @@ class EngineClient:
         num_generations: int,
         profiler: contextlib.AbstractContextManager,
     ) -> tuple[list[list[int]], list[list[int]], list[list[list[float]]], None]:
-        """TRL repeats each prompt `num_generations` times; the engine takes it once."""
+        """Completions of prompts that TRL repeats `num_generations` times each; the engine takes them once.
+
+        Raises:
+            QeRLError: There are images, or prompts that differ within a group.
+        """
         if images is not None:
             raise QeRLError("Only text prompts are supported; the data set has images.")
+        once = prompts[::num_generations]
+        if prompts != [prompt for prompt in once for _ in range(num_generations)]:
+            raise QeRLError(
+                f"The samples of a rollout are not {num_generations} of each prompt, side by side; sample "
+                "the data with the trainer's own sampler."
+            )
         with profiler:
-            result = self._sample(prompts[::num_generations], num_generations)
+            result = self._sample(once, num_generations)
         ids = [c.token_ids for c in result.completions]
         logprobs = [[[value] for value in c.logprobs] for c in result.completions]
         return prompts, ids, logprobs, None

@@ -2,7 +2,7 @@
 
 transformers takes `every_n_layers` and `offload` out of `gradient_checkpointing_kwargs` when training begins.
 TRL 1.16 turns checkpointing off and on again around each rollout and hands the same mapping on whole, which
-torch refuses. Here the model itself understands it, whoever turns checkpointing on.
+torch refuses. Here the model itself accepts it, whoever turns checkpointing on.
 """
 
 import functools
@@ -14,8 +14,8 @@ from transformers import TrainingArguments
 _OF_TRANSFORMERS = ("every_n_layers", "offload")
 
 
-def understand_every_n_layers(model: nn.Module) -> None:
-    """Let the model's `gradient_checkpointing_enable` find `every_n_layers` among the other settings."""
+def accept_every_n_layers(model: nn.Module) -> None:
+    """Make the model's `gradient_checkpointing_enable` accept `every_n_layers` among torch's own settings."""
     enable = cast(Any, model).gradient_checkpointing_enable
 
     @functools.wraps(enable)
@@ -28,7 +28,11 @@ def understand_every_n_layers(model: nn.Module) -> None:
 
 
 def recompute_every_layer(model: nn.Module, args: TrainingArguments) -> bool:
-    """Lets no layer keep its activations any more, and says whether some did until now."""
+    """Recompute the activations of every layer from here on.
+
+    Returns:
+        Whether some layers kept theirs before.
+    """
     kwargs = cast(dict[str, Any], args.gradient_checkpointing_kwargs or {})
     if not args.gradient_checkpointing or kwargs.get("every_n_layers", 1) == 1:
         return False

@@ -1,14 +1,14 @@
-"""Attention of a packed row that computes only what is seen.
+"""Attention of a joined row that computes only what is seen.
 
 The dense mask of a group of 8 x 2048 tokens has 2.8e8 entries of which 8 % are seen. Here every stretch of
-the row (`packing.Branches`) is a sequence of FlashAttention's variable-length kernel: its queries, and the
+the row (`joined_row.Branches`) is a sequence of FlashAttention's variable-length kernel: its queries, and the
 keys it sees. Keys and values of a shared prompt are gathered once for each branch, a few megabytes; the
 kernel's causal mask is aligned at the ends of queries and keys, which is exactly what a branch after its
 prompt needs. Backward gathers again, so nothing beyond queries, keys, values and output is kept, and adds the
 gradients of a prompt's copies up in fp32, in a fixed order.
 
-FlashAttention's own backward adds the gradients of queries atomically unless told otherwise. It is told
-otherwise: a resumed run must meet the same bits.
+FlashAttention's own backward adds the gradients of queries atomically unless told otherwise. Here it is told
+to add them in a fixed order: a resumed run must compute the same bits.
 
 The implementation is registered with transformers under `NAME`. A forward pass without `branches`
 (evaluation, a padded batch) is plain SDPA.
@@ -36,7 +36,8 @@ from transformers.masking_utils import (
 
 from qerl.errors import QeRLError
 from qerl.families.parts import eval_mode
-from qerl.trainer.update.packing import Branches, MaskFunction, pack
+from qerl.trainer.update.joined_row import Branches, MaskFunction, join
+from qerl.trainer.update.padded import PaddedBatch
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +46,7 @@ NAME = "qerl_branches"
 
 # What transformers' models hand to an attention function and plain causal attention has no use for.
 _HARMLESS = {"branches", "scaling", "sliding_window", "position_ids", "use_cache"}
-_LARGEST_HEAD = 256
+_MAX_HEAD = 256
 
 
 class _Declined(Exception):
@@ -61,15 +62,15 @@ def use_branch_attention(model: PreTrainedModel) -> bool:
     """
     if model.device.type != "cuda" or model.dtype not in (torch.bfloat16, torch.float16):
         return False
-    if reason := obstacle(model):
+    if reason := why_not(model):
         logger.warning("Updates take dense attention masks, which is slow for long rows: %s.", reason)
         return False
     model.set_attn_implementation(NAME)
     return True
 
 
-def obstacle(model: PreTrainedModel) -> str | None:
-    """Why the kernel cannot stand for the model's attention, None where it can.
+def why_not(model: PreTrainedModel) -> str | None:
+    """The reason why the kernel cannot stand for the model's attention; None where it can.
 
     A row of a few tokens is run through the model. What its layers ask of masks and hand to attention says
     more than a list of families would.
@@ -77,8 +78,8 @@ def obstacle(model: PreTrainedModel) -> str | None:
     if getattr(model.config.get_text_config(decoder=True), "attention_dropout", None):
         return "attention has dropout, which it has in training alone"
     before = model.config._attn_implementation
-    prompt, completion = torch.ones(2, 2, 2, dtype=torch.long, device=model.device)
-    row = pack(prompt, torch.ones_like(prompt), completion, torch.ones_like(completion), rows=[0, 1])
+    ones = torch.ones(2, 2, dtype=torch.long, device=model.device)
+    row = join(PaddedBatch(ones, ones, ones, ones, group_B=torch.zeros_like(ones[0])), rows=[0, 1])
     model.set_attn_implementation(NAME)
     if model.config.get_text_config(decoder=True)._attn_implementation != NAME:
         return f"{type(model).__name__} lets nobody replace its attention"
@@ -106,7 +107,7 @@ def _causal_only(*, mask_function: MaskFunction, **_: Any) -> None:
 
 
 def _check_call(query_1HLE: torch.Tensor, value_1GLE: torch.Tensor, settings: dict[str, Any]) -> None:
-    """Raise for what the kernel would leave out: soft caps, sinks, biases, other head sizes."""
+    """Raise `_Declined` for what the kernel would leave out: soft caps, sinks, biases, other head sizes."""
     asked = {name for name, value in settings.items() if value is not None and name not in _HARMLESS}
     if settings.get("is_causal") is True:
         asked.discard("is_causal")
@@ -115,12 +116,12 @@ def _check_call(query_1HLE: torch.Tensor, value_1GLE: torch.Tensor, settings: di
     if asked:
         raise _Declined(f"attention is called with {', '.join(sorted(asked))}")
     size = query_1HLE.size(-1)
-    if size % 8 or size > _LARGEST_HEAD or value_1GLE.size(-1) != size:
+    if size % 8 or size > _MAX_HEAD or value_1GLE.size(-1) != size:
         raise _Declined(f"heads have {size} and {value_1GLE.size(-1)} columns")
 
 
-def seen_by(branches: Branches) -> dict[str, Any]:
-    """Arguments of a forward pass that attends along the stretches."""
+def attention_kwargs(branches: Branches) -> dict[str, Any]:
+    """Arguments of a forward pass that attends along the stretches of a joined row."""
     # transformers makes no mask of its own where it is given one of four dimensions; nobody reads this one.
     unread = branches.keys_M.new_ones(1, 1, 1, 1, dtype=torch.bool)
     return {"attention_mask": unread, "branches": branches}
@@ -135,7 +136,7 @@ def branch_attention(
     branches: Branches | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention function: returns [1, L, H, E]."""
+    """The attention function that transformers calls; its output is [1, L, H, E]."""
     if branches is None:
         return sdpa_attention_forward(
             module, query_1HLE, key_1GLE, value_1GLE, attention_mask, **kwargs
@@ -180,11 +181,11 @@ class _BranchAttention(torch.autograd.Function):
 
 def _extents(branches: Branches) -> tuple[torch.Tensor, torch.Tensor, int, int]:
     b = branches
-    return b.first_query_S, b.first_key_S, b.longest_query, b.longest_key
+    return b.query_offsets_N, b.key_offsets_N, b.longest_query, b.longest_key
 
 
 def _add_copies(gradient_MGE: torch.Tensor, branches: Branches) -> torch.Tensor:
-    """Gradient [L, G, E] of the keys from that of their copies."""
+    """The gradient [L, G, E] of the keys, from the gradients of their copies."""
     gradient_LGE = gradient_MGE[branches.own_L]
     for prompt, index_BP in branches.copies:
         copies = gradient_MGE[index_BP].sum(0, dtype=torch.float32)
@@ -194,7 +195,7 @@ def _add_copies(gradient_MGE: torch.Tensor, branches: Branches) -> torch.Tensor:
 
 @contextmanager
 def _deterministic() -> Iterator[None]:
-    """Makes torch's own FlashAttention add gradients in a fixed order.
+    """Inside the block torch's own FlashAttention adds gradients in a fixed order.
 
     Raises:
         QeRLError: Another implementation was put in its place, which does not read this setting.

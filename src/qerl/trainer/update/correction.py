@@ -13,11 +13,12 @@ Legend: B samples, C completion columns.
 """
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from accelerate import Accelerator
+
+from qerl.trainer.batch import Batch
 
 _SUMS = (
     "tokens", "samples", "kl", "difference", "entropy", "entropy_excess", "ratios", "ratio", "ratio_squared",
@@ -26,8 +27,8 @@ _SUMS = (
 _MAXIMA = ("difference", "ratio", "weight", "minus_weight")
 
 
-def loss_mask(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """[B, C], 1 on the tokens that the policy wrote and the loss sees; a tool's output is in neither."""
+def loss_mask(batch: Batch) -> torch.Tensor:
+    """The mask [B, C] of tokens that the policy wrote and the loss sees; a tool's output is in neither."""
     mask_BC = batch["completion_mask"]
     return mask_BC * batch["tool_mask"] if "tool_mask" in batch else mask_BC
 
@@ -71,7 +72,7 @@ def _outside(ratio: torch.Tensor, clip_min: float | None, clip_max: float | None
 def sampler_trainer_kl(
     trainer_logps_BC: torch.Tensor, sampler_logps_BC: torch.Tensor, mask_BC: torch.Tensor
 ) -> torch.Tensor:
-    """Estimates [B, C] of KL(mu || pi) in nats, one for each of the sampler's own tokens.
+    """Estimates [B, C] of KL(mu || pi) in nats, one for each of the sampler's tokens.
 
     The estimator exp(d) - 1 - d with d = log pi - log mu is unbiased over the sampler's tokens and never
     negative (Schulman, "Approximating KL divergence", estimator k3).
@@ -153,14 +154,14 @@ class Mismatch:
         return Mismatch(self.sums + other.sums, torch.maximum(self.maxima, other.maxima))
 
     def metrics(self, accelerator: Accelerator) -> dict[str, float]:
-        """What is logged, of all processes, each of which must call this. NaN where there is no token."""
+        """The metrics of all processes, each of which must call this; NaN where there is no token."""
         gathered = accelerator.gather(torch.cat([self.sums, self.maxima])[None]).split(
             [len(_SUMS), len(_MAXIMA)], dim=1
         )
         total = dict(zip(_SUMS, gathered[0].sum(dim=0).tolist(), strict=True))
-        most = dict(zip(_MAXIMA, gathered[1].amax(dim=0).tolist(), strict=True))
+        maxima = dict(zip(_MAXIMA, gathered[1].amax(dim=0).tolist(), strict=True))
         tokens, ratios = total["tokens"] or math.nan, total["ratios"] or math.nan
-        most = {name: value if tokens == tokens else math.nan for name, value in most.items()}
+        maxima = {name: value if tokens == tokens else math.nan for name, value in maxima.items()}
         squares = total["ratio_squared"] or math.nan
         return {
             "entropy": total["rollout_entropy"] / (total["losses"] or math.nan)
@@ -169,12 +170,50 @@ class Mismatch:
             "sampling/kl": total["kl"] / tokens,
             "sampling/kl_sequence": total["kl"] / (total["samples"] or math.nan),
             "sampling/sampling_logp_difference/mean": total["difference"] / tokens,
-            "sampling/sampling_logp_difference/max": most["difference"],
+            "sampling/sampling_logp_difference/max": maxima["difference"],
             "sampling/ratio/mean": total["ratio"] / ratios,
-            "sampling/ratio/max": most["ratio"],
+            "sampling/ratio/max": maxima["ratio"],
             "sampling/ratio/truncated": total["truncated"] / ratios,
             "sampling/ratio/effective_sample_size": total["ratio"] ** 2 / (ratios * squares),
-            "sampling/importance_sampling_ratio/min": -most["minus_weight"],
+            "sampling/importance_sampling_ratio/min": -maxima["minus_weight"],
             "sampling/importance_sampling_ratio/mean": total["weight"] / ratios,
-            "sampling/importance_sampling_ratio/max": most["weight"],
+            "sampling/importance_sampling_ratio/max": maxima["weight"],
         }
+
+
+@dataclass(frozen=True)
+class Correction:
+    """TRL's settings of the importance correction, by their names without `vllm_importance_sampling_`.
+
+    Attributes:
+        correction: Whether the loss is corrected; the mismatch is measured in any case.
+        mode: See :func:`importance_ratio`.
+        clip_min, clip_max: See :func:`weights`.
+    """
+
+    correction: bool
+    mode: str
+    clip_min: float | None
+    clip_max: float | None
+
+    def apply(
+        self, batch: Batch, logps_BC: torch.Tensor, entropy_BC: torch.Tensor, mask_BC: torch.Tensor
+    ) -> tuple[Batch, Mismatch]:
+        """The batch with the importance weights of its loss, and how far sampler and trainer are apart.
+
+        Args:
+            batch: The rollout's tensors, among them `sampling_per_token_logps` and `sampling_entropies`.
+            logps_BC: Log-probabilities under the trainer's policy; old ones in the batch go before them.
+            entropy_BC: Entropies under the trainer's policy in nats.
+            mask_BC: 1 on the tokens that were computed and that the loss sees.
+        """
+        bounds = self.clip_min, self.clip_max
+        trainer_BC = batch.get("old_per_token_logps", logps_BC)
+        sampler_BC = batch["sampling_per_token_logps"]
+        ratio = importance_ratio(trainer_BC, sampler_BC, mask_BC, self.mode)
+        weight = weights(ratio, self.mode, *bounds) if self.correction else torch.ones_like(ratio)
+        mismatch = Mismatch.of(
+            *(trainer_BC, sampler_BC, entropy_BC, batch["sampling_entropies"], batch["rollout_entropy"]),
+            *(mask_BC, ratio, weight, bounds),
+        )
+        return batch | {"importance_sampling_ratio": weight}, mismatch

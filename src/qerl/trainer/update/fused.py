@@ -7,7 +7,7 @@ qerl.kernels.update. q, k and v, and gate and up, are one product with one adapt
 product leaves them.
 
 Only frozen norms are taken over, which is every LoRA run: a trained norm needs a gradient for its weight and
-stays as it is. Attention is taken over in packed rows (qerl.trainer.update.attention), and not where heads
+stays as it is. Attention is taken over in joined rows (qerl.trainer.update.attention), and not where heads
 are normalised before they are turned (Qwen3). Modules are given a new `forward`; nothing else about them
 changes, and what is not 16-bit on a GPU is computed as before.
 """
@@ -21,7 +21,7 @@ from torch import nn
 from qerl.kernels.update.rms_norm import rms_norm
 from qerl.kernels.update.rotary import rotated_heads
 from qerl.kernels.update.swiglu import swiglu
-from qerl.lora.product import fused_forward, takes
+from qerl.lora.product import fused_forward, is_16bit_cuda
 from qerl.trainer.update.attention import branch_attention
 
 _TURNS_HEADS = ("LlamaAttention", "MistralAttention", "Qwen2Attention")
@@ -42,7 +42,7 @@ def fuse(model: nn.Module) -> None:
 
 
 def _norm_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-    if self.weight.requires_grad or not takes(x):
+    if self.weight.requires_grad or not is_16bit_cuda(x):
         return cast(torch.Tensor, type(self).forward(self, x))
     return rms_norm(x, self.weight, self.variance_epsilon)
 
@@ -68,7 +68,7 @@ def _attention_forward(
 
 
 def _mlp_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-    if not takes(x):
+    if not is_16bit_cuda(x):
         return cast(torch.Tensor, type(self).forward(self, x))
     both = fused_forward(x, self.gate_proj, self.up_proj)
     product = swiglu(self.gate_proj(x), self.up_proj(x)) if both is None else swiglu(both)

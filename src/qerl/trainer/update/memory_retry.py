@@ -1,15 +1,15 @@
-"""A training step that runs out of GPU memory is done again from its start, in smaller pieces.
+"""A training step that runs out of GPU memory is done again from its start, with less memory.
 
 How much memory a step takes depends on how long its samples turned out, so a run may do well for hours and
-then meet one batch that does not fit. What is sampled is kept; what is redone is the update: the gradients of
-the step so far are dropped, since a backward pass that was cut off has left a part of its own in them, and
+then meet one batch that does not fit. What is sampled is kept; the update is done again: the gradients of the
+step so far are dropped, since a backward pass that was interrupted has left a part of its own in them, and
 every microbatch of the step runs again: first with every layer recomputed for backward, where some kept their
-activations, then with half as many tokens a forward pass (`qerl.trainer.update.chunks`). Neither changes a
-gradient. What was changed stays for the rest of the run and goes into its checkpoints, so that a resumed
-run computes what this one would have.
+activations, then with half as many tokens per forward pass (`qerl.trainer.update.chunks`). Neither changes a
+gradient. What was changed stays for the rest of the run and goes into its checkpoints, so that a
+resumed run computes what this one would have.
 
-Given up: several processes. One that redoes its step would leave the others waiting in their all-reduce, so
-there the error says what to change and ends the run. A redo draws new masks where LoRA has dropout.
+Given up: several processes. One that repeats its step would leave the others waiting in their all-reduce, so
+there the error says what to change and ends the run. A repeated step draws new masks where LoRA has dropout.
 """
 
 import gc
@@ -22,7 +22,8 @@ from typing import TypeVar
 import torch
 
 from qerl.errors import QeRLError
-from qerl.trainer.update.chunks import Lengths, cut
+from qerl.trainer.update.chunks import split_rows
+from qerl.trainer.update.padded import Lengths
 
 T = TypeVar("T")
 B = TypeVar("B")
@@ -32,54 +33,58 @@ LIMITS_FILE = "update_limits.json"
 logger = logging.getLogger(__name__)
 
 
-class StepRedo:
+class MemoryRetry:
     """Runs microbatches, and all of an optimizer step's again where memory ran out.
 
     Args:
-        tokens: Tokens a forward pass may hold, None for no limit.
-        processes: Processes of the run; with more than one nothing is redone.
+        max_tokens: Largest number of tokens per forward pass, None for no limit.
+        processes: Processes of the run; with more than one nothing is done again.
         recompute_every_layer: Turns that on and says whether it was off.
 
     Attributes:
-        tokens: The limit as it is now; lower once memory has run out.
+        max_tokens: The limit that holds at present; lower once memory has run out.
     """
 
     def __init__(
         self,
-        tokens: int | None = None,
+        max_tokens: int | None = None,
         processes: int = 1,
         recompute_every_layer: Callable[[], bool] = lambda: False,
     ) -> None:
-        self.tokens = tokens
+        self.max_tokens = max_tokens
         self._processes, self._recompute = processes, recompute_every_layer
         self._lowered = self._recomputes = False
-        self._piece = (0, 0)  # tokens and samples of the newest forward pass
+        self._newest = (0, 0)  # tokens and samples of the newest forward pass
         self._step = -1
         self._batches: list = []
 
-    def begins(self, step: int) -> bool:
-        """Whether the next microbatch is the first of optimizer step ``step``; called once for each."""
+    def start_step(self, step: int) -> bool:
+        """Start optimizer step ``step`` unless it is under way; called before each microbatch.
+
+        Returns:
+            Whether the next microbatch is the first of that step.
+        """
         if step == self._step:
             return False
         self._step, self._batches = step, []
         return True
 
-    def cut(self, rows: list[int], lengths: Lengths) -> list[list[int]]:
-        """The rows of a microbatch as pieces that one forward pass each may hold."""
-        return cut(rows, lengths, self.tokens)
+    def split(self, rows: list[int], lengths: Lengths) -> list[list[int]]:
+        """The samples of a microbatch as chunks of which each fits one forward pass."""
+        return split_rows(rows, lengths, self.max_tokens)
 
-    def forward_of(self, rows: list[int], lengths: Lengths) -> None:
-        """Notes what the forward pass that begins now holds."""
-        self._piece = lengths.tokens(rows), len(rows)
+    def note_forward(self, rows: list[int], lengths: Lengths) -> None:
+        """Note the samples of the forward pass that begins next."""
+        self._newest = lengths.tokens(rows), len(rows)
 
-    def run(self, batch: B, microbatch: Callable[[B, bool], T], forget: Callable[[], None]) -> T:
-        """Forward and backward of one more microbatch.
+    def run(self, batch: B, microbatch: Callable[[B, bool], T], undo_step: Callable[[], None]) -> T:
+        """Run forward and backward of one more microbatch.
 
         Args:
             batch: Its tensors.
-            microbatch: Runs a batch; the flag tells the newest from those that are done again. Its forward
-                passes are cut by :meth:`cut`.
-            forget: Undoes what the microbatches of this step have done to gradients and counters.
+            microbatch: Runs a batch; the flag tells the newest from those that are done again. It splits its
+                samples by :meth:`split`.
+            undo_step: Undoes what the microbatches of this step have done to gradients and counters.
 
         Returns:
             What ``microbatch`` returned for ``batch``.
@@ -94,26 +99,26 @@ class StepRedo:
                 results = [microbatch(one, i == len(pending) - 1) for i, one in enumerate(pending)]
                 return results[-1]
             except torch.OutOfMemoryError as error:
-                self._take_less(error)
+                self._lower_limits(error)
             # Only here, with the exception gone, do the frames of the failed attempt let go of their tensors.
-            forget()
+            undo_step()
             gc.collect()
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
             pending = self._batches
 
     def save(self, folder: Path) -> None:
-        """Leaves in a checkpoint what differs from the settings."""
+        """Write limits that differ from the settings into a checkpoint."""
         if self._lowered or self._recomputes:
             folder.mkdir(parents=True, exist_ok=True)
             limits = {
-                "tokens_per_forward": self.tokens if self._lowered else None,
+                "tokens_per_forward": self.max_tokens if self._lowered else None,
                 "recompute_every_layer": self._recomputes,
             }
             (folder / LIMITS_FILE).write_text(json.dumps(limits), encoding="utf-8")
 
     def load(self, folder: Path) -> None:
-        """Takes the limits of a checkpoint, unless the one given is lower still."""
+        """Take over the limits of a checkpoint, unless the setting is lower still."""
         file = folder / LIMITS_FILE
         if not file.is_file():
             return
@@ -123,10 +128,10 @@ class StepRedo:
             self._recompute()
         found = limits["tokens_per_forward"]
         if found is not None:
-            self.tokens, self._lowered = min(found, self.tokens or found), True
+            self.max_tokens, self._lowered = min(found, self.max_tokens or found), True
 
-    def _take_less(self, error: torch.OutOfMemoryError) -> None:
-        """Chooses what the redo does with less memory.
+    def _lower_limits(self, error: torch.OutOfMemoryError) -> None:
+        """Choose how the next attempt takes less memory.
 
         Raises:
             QeRLError: Nothing is left to do, or there are several processes.
@@ -134,7 +139,7 @@ class StepRedo:
         if self._processes > 1:
             raise QeRLError(
                 "A training step ran out of GPU memory; with several processes it is not redone: set "
-                f"tokens_per_forward: {-(-self._piece[0] // 2)}, and gradient_checkpointing_kwargs: "
+                f"tokens_per_forward: {-(-self._newest[0] // 2)}, and gradient_checkpointing_kwargs: "
                 "{every_n_layers: 1} if that is larger."
             ) from error
         if self._recompute():
@@ -148,14 +153,14 @@ class StepRedo:
             self._halve(error)
 
     def _halve(self, error: torch.OutOfMemoryError) -> None:
-        tokens, samples = self._piece
+        tokens, samples = self._newest
         half = -(-tokens // 2)
         if samples <= 1:
             raise QeRLError(
                 "A training step ran out of GPU memory with a single sample in it; lower "
                 "max_completion_length, set gradient_checkpointing: true or take a smaller lora_r."
             ) from error
-        self.tokens, self._lowered = half, True
+        self.max_tokens, self._lowered = half, True
         logger.warning(
             "Out of GPU memory in step %d: it is redone from its start, from now on with at most %d instead "
             "of %d tokens in one forward pass; tokens_per_forward: %d sets that from the start.",

@@ -1,4 +1,4 @@
-"""What a trainer asks of the policy that it is given: that it can be trained on packed rows, and rightly.
+"""What a trainer asks of the policy that it is given: that its update on joined rows is possible and right.
 
 What its class and config tell is asked before anything is built around the policy; what has to be measured,
 once it is in place and has its output head.
@@ -15,11 +15,11 @@ from qerl.noise import find_noise_norms
 from qerl.rollout.engine import RolloutEngine, check_model
 from qerl.settings.config import QeRLConfig
 from qerl.trainer.update.attention import use_branch_attention
-from qerl.trainer.update.row_check import check_packed_row
+from qerl.trainer.update.row_check import check_joined_row
 
 
 def check_policy(model: nn.Module, engine: RolloutEngine) -> None:
-    """Refuses a policy that cannot be trained on packed rows, and an engine that samples from another model.
+    """Refuse a policy that cannot be trained on joined rows, and an engine that samples from another model.
 
     Raises:
         QeRLError: The model is no decoder-only transformer, has a prompt-learning adapter, or is not the
@@ -35,7 +35,7 @@ def check_policy(model: nn.Module, engine: RolloutEngine) -> None:
 
 
 def ready_for_rows(model: nn.Module, args: QeRLConfig) -> bool:
-    """Give the policy its kernels for packed rows and measure that its updates are right.
+    """Give the policy its kernels for joined rows and measure that its updates are right.
 
     Args:
         model: The policy where it trains, PEFT-wrapped or not, with TRL's chunked output head.
@@ -45,7 +45,7 @@ def ready_for_rows(model: nn.Module, args: QeRLConfig) -> bool:
         Whether its attention reads stretches of a row instead of a dense mask.
 
     Raises:
-        QeRLError: A packed row gives other log-probabilities than the samples in it, or noise finds no norm.
+        QeRLError: A joined row gives other log-probabilities than the samples in it, or noise finds no norm.
     """
     base = base_model(model)
     by_stretch = use_branch_attention(base)
@@ -58,5 +58,5 @@ def ready_for_rows(model: nn.Module, args: QeRLConfig) -> bool:
     with unpacked(model) if base.device.type == "cpu" else nullcontext():
         if args.noise:
             find_noise_norms(model)
-        check_packed_row(model, base.base_model, by_stretch, args.temperature, longest)
+        check_joined_row(model, base.base_model, by_stretch, args.temperature, longest)
     return by_stretch

@@ -1,6 +1,6 @@
-"""A packed row compared with plain forward passes of the same model, before a run takes its first step.
+"""A joined row compared with plain forward passes of the same model, before a run takes its first step.
 
-The update is right where a sample in a packed row has the log-probabilities that it has by itself. Whether
+The update is right where a sample in a joined row has the log-probabilities that it has by itself. Whether
 it has them depends on how a model's code treats masks and positions, of which there is no complete list:
 attention that masks on its own, biases by column, rotary embeddings that change with the longest sample of
 a row, kernels. So it is measured, on random tokens: a row with two branches of one prompt and another
@@ -12,7 +12,7 @@ How far the two may be apart, on average over the scored tokens: 1e-4 nats, some
 another order differ by; what rounding a logit to the model's dtype can move it, half a unit in the last
 place; and four times the model's own noise, which is measured as well: the same samples, alone and padded
 in a batch, go through different tile sizes on the way to the same numbers. In 16 bits 0.1 nats come on top:
-the packed row goes through other kernels than a plain pass (`qerl.trainer.update.fused`), and either is some
+the joined row goes through other kernels than a plain pass (`qerl.trainer.update.fused`), and either is some
 distance from FP32 by rounding each layer, 0.017 nats for a random 7B and 0.032 for SmolLM2-135M on an H100
 (docs/dev/log.md). Wrong masks were seen to be off by 0.1 to 4 nats. Given up: a smaller error in 16 bits,
 which FP32 on a CPU would show.
@@ -32,12 +32,13 @@ from qerl.errors import QeRLError
 from qerl.families.parts import base_model, eval_mode
 from qerl.seeding import generator
 from qerl.trainer.update.forward import score
-from qerl.trainer.update.packing import pack
+from qerl.trainer.update.joined_row import join
+from qerl.trainer.update.padded import PaddedBatch
 
 _FP32_SUMS = 1e-4
 _NOISE = 4
 _SIXTEEN_BITS = 0.1
-_MOST_NOISE = 0.3  # nats; more is no rounding
+_MAX_NOISE = 0.3  # nats; more is no rounding
 _COMPLETION = 6
 _BEYOND = 8  # tokens of the long sample past a length at which something changes
 _PADDING = 3
@@ -51,14 +52,14 @@ class _Sample:
     completion: list[int]
 
 
-def check_packed_row(
+def check_joined_row(
     model: torch.nn.Module,
     decoder: torch.nn.Module,
     branch_attention: bool,
     temperature: float,
     longest: int | None = None,
 ) -> None:
-    """Refuses a model whose samples have other log-probabilities in a packed row than alone.
+    """Refuse a model whose samples have other log-probabilities in a joined row than alone.
 
     Nothing about the model changes, and no random numbers but the check's own are drawn.
 
@@ -66,11 +67,11 @@ def check_packed_row(
         model: The policy as it trains, PEFT-wrapped or not, with TRL's chunked output head.
         decoder: The part of it in front of the output head.
         branch_attention: Whether its attention reads stretches instead of a dense mask.
-        temperature: That of the output head.
-        longest: Tokens of the longest sample of the run, prompt and completion; None where nobody knows.
+        temperature: Temperature of the output head.
+        longest: Tokens of the run's longest sample, prompt and completion; None where it is unknown.
 
     Raises:
-        QeRLError: They differ by more than rounding, or the model cannot run a packed row.
+        QeRLError: They differ by more than rounding, or the model cannot run a joined row.
     """
     base = base_model(model)
     config = base.config.get_text_config(decoder=True)
@@ -78,7 +79,7 @@ def check_packed_row(
     samples = _samples(base.config, config.vocab_size, length)
     with torch.no_grad(), eval_mode(model):
         try:
-            packed = _packed(model, decoder, branch_attention, samples)
+            joined = _joined(model, decoder, branch_attention, samples)
             alone = [_plain(base, [sample])[0] for sample in samples]
             padded = _plain(base, samples[:2])
         except (torch.OutOfMemoryError, torch.AcceleratorError):
@@ -86,13 +87,13 @@ def check_packed_row(
         except (TypeError, ValueError, KeyError, AttributeError, RuntimeError) as error:
             reason = str(error).partition("\n")[0].rstrip(".")
             raise QeRLError(
-                f"{type(base).__name__} cannot run a packed row, on which updates are computed "
+                f"{type(base).__name__} cannot run a joined row, on which updates are computed "
                 f"({type(error).__name__}: {reason}); use a model family of docs/families.md."
             ) from error
     wanted = torch.cat([_logps(*sample, temperature) for sample in alone])
     again = torch.cat([_logps(*sample, temperature) for sample in padded])
     noise = float((again - wanted[: len(again)]).abs().mean())
-    found = float((torch.cat(packed) - wanted).abs().mean())
+    found = float((torch.cat(joined) - wanted).abs().mean())
     label = torch.cat([logits_NV.gather(1, labels_N[:, None]) for logits_NV, labels_N in alone])
     eps = torch.finfo(base.dtype).eps
     rounding = float(label.abs().mean()) * eps / 2 / temperature
@@ -104,7 +105,7 @@ def check_packed_row(
 def _judge(
     name: str, config: PreTrainedConfig, length: int, found: float, noise: float, rounding: float
 ) -> None:
-    if not noise <= _MOST_NOISE:  # NaN is refused as well
+    if not noise <= _MAX_NOISE:  # NaN is refused as well
         raise QeRLError(
             f"{name} gives samples other log-probabilities in a padded batch than alone ({noise:.2g} nats on "
             "average), so its rollouts would be wrong; use a model family of docs/families.md."
@@ -114,17 +115,17 @@ def _judge(
         turn = min((turn for turn in _turning_points(config.to_dict()) if turn < length), default=None)
         shorter = f", or keep prompt and completion within {turn} tokens (max_prompt_length)" if turn else ""
         raise QeRLError(
-            f"{name} gives samples of up to {length} tokens other log-probabilities in a packed row than "
+            f"{name} gives samples of up to {length} tokens other log-probabilities in a joined row than "
             f"alone, {found:.2g} nats apart on average where rounding explains {allowed:.2g}, so updates "
             f"would be wrong; use a model family of docs/families.md{shorter}."
         )
 
 
 def _length(config: PreTrainedConfig, longest: int | None) -> int:
-    """Tokens of the longest sample of the check: beyond every length that the run's samples reach."""
-    most = min(x for x in (longest, getattr(config, "max_position_embeddings", None), 1 << 62) if x)
-    reached = [length + _BEYOND for length in _turning_points(config.to_dict()) if length < most]
-    return max(min(max([2 * _COMPLETION, *reached]), most), 2)
+    """Tokens of the check's longest sample: beyond every length that the run's samples reach."""
+    limit = min(x for x in (longest, getattr(config, "max_position_embeddings", None), 1 << 62) if x)
+    reached = [length + _BEYOND for length in _turning_points(config.to_dict()) if length < limit]
+    return max(min(max([2 * _COMPLETION, *reached]), limit), 2)
 
 
 def _turning_points(config: dict[str, Any]) -> Iterator[int]:
@@ -140,7 +141,7 @@ def _turning_points(config: dict[str, Any]) -> Iterator[int]:
 
 def _samples(config: PreTrainedConfig, vocabulary: int, length: int) -> list[_Sample]:
     """Two samples of one prompt and one of another; the first has `length` tokens."""
-    rng = generator("packed row")
+    rng = generator("joined row")
     taken = set(_special_tokens(config.to_dict()))
     plain = [token for token in range(min(vocabulary, 4096)) if token not in taken] or [0]
 
@@ -161,7 +162,7 @@ def _special_tokens(config: dict[str, Any]) -> Iterator[int]:
             yield from (x for x in (value if isinstance(value, list) else [value]) if type(x) is int)
 
 
-def _packed(
+def _joined(
     model: torch.nn.Module, decoder: torch.nn.Module, branch_attention: bool, samples: list[_Sample]
 ) -> list[torch.Tensor]:
     """Log-probabilities [N] of each sample's completion, from one row."""
@@ -169,7 +170,9 @@ def _packed(
     device = base_model(model).device
     prompt_ids, prompt_mask = _padded(prompts, device, left=True)
     ids_BN, mask_BN = _padded(completions, device, left=False)
-    row = pack(prompt_ids, prompt_mask, ids_BN, mask_BN, rows=list(range(len(samples))))
+    group_B = torch.tensor([prompts.index(prompt) for prompt in prompts], device=device)
+    batch = PaddedBatch(prompt_ids, prompt_mask, ids_BN, mask_BN, group_B)
+    row = join(batch, rows=list(range(len(samples))))
     logps_1S, _ = score(model, decoder, row, branch_attention)
     logps_BN = row.scatter(logps_1S.float(), *ids_BN.shape)
     return [logps_N[: len(tokens)] for logps_N, tokens in zip(logps_BN, completions, strict=True)]

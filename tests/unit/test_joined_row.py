@@ -1,4 +1,4 @@
-"""The packed row computes what the padded batch computes."""
+"""The joined row computes what the padded batch computes."""
 
 from itertools import pairwise
 
@@ -6,37 +6,39 @@ import pytest
 import torch
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
-from qerl.trainer.update.packing import IGNORE, PackedBatch, pack
+from qerl.trainer.update.joined_row import IGNORE, JoinedRow, join
+from qerl.trainer.update.padded import PaddedBatch
 
 
-def padded_batch(prompts: list[list[int]], completions: list[list[int]]) -> tuple[torch.Tensor, ...]:
-    """Left-padded prompts and right-padded completions with their masks, pad token 0."""
+def padded_batch(prompts: list[list[int]], completions: list[list[int]]) -> PaddedBatch:
+    """Left-padded prompts and right-padded completions, pad token 0; samples with one prompt are a group."""
     P, C = max(map(len, prompts)), max(map(len, completions))
     prompt_ids = torch.tensor([[0] * (P - len(p)) + p for p in prompts])
     prompt_mask = torch.tensor([[0] * (P - len(p)) + [1] * len(p) for p in prompts])
     completion_ids = torch.tensor([c + [0] * (C - len(c)) for c in completions])
     completion_mask = torch.tensor([[1] * len(c) + [0] * (C - len(c)) for c in completions])
-    return prompt_ids, prompt_mask, completion_ids, completion_mask
+    group = torch.tensor([prompts.index(prompt) for prompt in prompts])
+    return PaddedBatch(prompt_ids, prompt_mask, completion_ids, completion_mask, group)
 
 
-def causal_mask_11LL(packed: PackedBatch) -> torch.Tensor:
-    length = packed.input_ids_1L.size(1)
+def causal_mask_11LL(row: JoinedRow) -> torch.Tensor:
+    length = row.input_ids_1L.size(1)
     return sdpa_mask(
         batch_size=1,
         q_length=length,
         kv_length=length,
-        mask_function=packed.mask_function(causal_mask_function),
+        mask_function=row.mask_function(causal_mask_function),
         allow_is_causal_skip=False,
     )
 
 
 def test_layout_of_two_samples_of_one_prompt():
     batch = padded_batch([[5, 6, 7], [5, 6, 7]], [[8, 9], [10]])
-    packed = pack(*batch, rows=[0, 1])
-    assert packed.input_ids_1L.tolist() == [[5, 6, 7, 8, 7]]
-    assert packed.position_ids_1L.tolist() == [[0, 1, 2, 3, 2]]
-    assert packed.labels_1L.tolist() == [[IGNORE, IGNORE, 8, 9, 10]]
-    assert causal_mask_11LL(packed)[0, 0].int().tolist() == [
+    row = join(batch, rows=[0, 1])
+    assert row.input_ids_1L.tolist() == [[5, 6, 7, 8, 7]]
+    assert row.position_ids_1L.tolist() == [[0, 1, 2, 3, 2]]
+    assert row.labels_1L.tolist() == [[IGNORE, IGNORE, 8, 9, 10]]
+    assert causal_mask_11LL(row)[0, 0].int().tolist() == [
         [1, 0, 0, 0, 0],
         [1, 1, 0, 0, 0],
         [1, 1, 1, 0, 0],
@@ -45,11 +47,19 @@ def test_layout_of_two_samples_of_one_prompt():
     ]
 
 
+def test_a_group_shares_its_prompt_in_whatever_order_its_samples_come():
+    batch = padded_batch([[5, 6, 7], [4, 3], [5, 6, 7]], [[8, 9], [1], [10]])
+    row = join(batch, rows=[0, 1, 2])
+    assert row.input_ids_1L.tolist() == [[5, 6, 7, 8, 7, 4, 3]]
+    assert row.sample_L.tolist() == [-1, -1, 0, 0, 2, -1, 1]
+    assert row.input_ids_1L.size(1) == batch.lengths.tokens([0, 1, 2])
+
+
 def test_scatter_puts_values_where_their_tokens_are():
     batch = padded_batch([[5, 6], [5, 6], [4]], [[8, 9], [1], [10, 11, 12]])
-    packed = pack(*batch, rows=[0, 2])
-    values = packed.labels_1L[:, packed.sample_L >= 0].float()
-    assert packed.scatter(values, 3, 3).tolist() == [[8, 9, 0], [0, 0, 0], [10, 11, 12]]
+    row = join(batch, rows=[0, 2])
+    values = row.labels_1L[:, row.sample_L >= 0].float()
+    assert row.scatter(values, 3, 3).tolist() == [[8, 9, 0], [0, 0, 0], [10, 11, 12]]
 
 
 @pytest.mark.parametrize(
@@ -66,11 +76,11 @@ def test_stretches_say_what_the_mask_says(lengths):
         tokens = torch.randint(1, 99, (prompt,)).tolist()
         prompts += [tokens] * len(group)
         completions += [torch.randint(1, 99, (n,)).tolist() for n in group]
-    packed = pack(*padded_batch(prompts, completions), rows=list(range(len(prompts))))
-    branches, length = packed.branches, packed.input_ids_1L.size(1)
+    row = join(padded_batch(prompts, completions), rows=list(range(len(prompts))))
+    branches, length = row.branches, row.input_ids_1L.size(1)
     seen = torch.zeros(length, length, dtype=torch.bool)
     own = torch.full((length,), -1)
-    queries, keys = branches.first_query_S.tolist(), branches.first_key_S.tolist()
+    queries, keys = branches.query_offsets_N.tolist(), branches.key_offsets_N.tolist()
     assert queries[-1] == length and keys[-1] == branches.keys_M.numel()
     for (q0, q1), (k0, k1) in zip(pairwise(queries), pairwise(keys), strict=True):
         assert q1 - q0 <= branches.longest_query and k1 - k0 <= branches.longest_key
@@ -78,7 +88,7 @@ def test_stretches_say_what_the_mask_says(lengths):
             visible = k1 - (q1 - 1 - q)  # causal, aligned at the ends
             seen[q, branches.keys_M[k0:visible]] = True
             own[q] = k1 - (q1 - q)
-    assert torch.equal(seen, causal_mask_11LL(packed)[0, 0])
+    assert torch.equal(seen, causal_mask_11LL(row)[0, 0])
     assert torch.equal(branches.own_L, own)
     copied = torch.zeros(length, dtype=torch.long)
     for prompt, index_BP in branches.copies:
@@ -98,21 +108,21 @@ def test_log_probs_and_gradients_equal_the_padded_batch(tiny_model, family, chec
     draw = lambda n: torch.randint(1, vocabulary, (n,)).tolist()  # noqa: E731
     first, second = draw(7), draw(1)
     batch = padded_batch([first, first, second, second], [draw(5), draw(2), draw(4), draw(1)])
-    weight = torch.randn(batch[2].shape, dtype=torch.double) * batch[3]
+    weight = torch.randn(batch.completion_ids_BC.shape, dtype=torch.double) * batch.completion_mask_BC
 
     padded = padded_logps(model, batch)
     expected = gradients(model, (padded * weight).sum())
-    packed = pack(*batch, rows=[0, 1, 2, 3])
+    row = join(batch, rows=[0, 1, 2, 3])
     logits = model(
-        input_ids=packed.input_ids_1L,
-        position_ids=packed.position_ids_1L,
-        attention_mask=causal_mask_11LL(packed),
+        input_ids=row.input_ids_1L,
+        position_ids=row.position_ids_1L,
+        attention_mask=causal_mask_11LL(row),
         use_cache=False,
     ).logits
-    labels = packed.labels_1L.clamp(min=0)
+    labels = row.labels_1L.clamp(min=0)
     values = logits.log_softmax(-1).gather(-1, labels[..., None])[..., 0]
-    shared = packed.scatter(values[:, packed.sample_L >= 0], 4, batch[2].size(1))
-    torch.testing.assert_close(shared, padded * batch[3], rtol=0, atol=1e-11)
+    shared = row.scatter(values[:, row.sample_L >= 0], *batch.completion_ids_BC.shape)
+    torch.testing.assert_close(shared, padded * batch.completion_mask_BC, rtol=0, atol=1e-11)
     actual = gradients(model, (shared * weight).sum())
     for name, grad in expected.items():
         # RMSNorm computes in float32 whatever the model is, so gradients differ by its rounding.
@@ -120,11 +130,11 @@ def test_log_probs_and_gradients_equal_the_padded_batch(tiny_model, family, chec
         assert error < 1e-5, f"{name}: {error:.1e}"
 
 
-def padded_logps(model: torch.nn.Module, batch: tuple[torch.Tensor, ...]) -> torch.Tensor:
+def padded_logps(model: torch.nn.Module, batch: PaddedBatch) -> torch.Tensor:
     """Log-probabilities [B, C] from the ordinary padded forward."""
-    prompt_ids, prompt_mask, completion_ids, completion_mask = batch
-    ids = torch.cat([prompt_ids, completion_ids], dim=1)
-    mask = torch.cat([prompt_mask, completion_mask], dim=1)
+    completion_ids = batch.completion_ids_BC
+    ids = torch.cat([batch.prompt_ids_BP, completion_ids], dim=1)
+    mask = torch.cat([batch.prompt_mask_BP, batch.completion_mask_BC], dim=1)
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     logits = model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False).logits
     C = completion_ids.size(1)

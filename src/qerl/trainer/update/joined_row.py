@@ -1,4 +1,4 @@
-"""Samples of a batch packed into one row, the prompt of a group once.
+"""Samples of a batch joined into one row, the prompt of a group once.
 
 A padded GRPO batch runs every prompt once per sample. Here the samples that share a prompt share its forward
 and backward: the row holds the prompt without its last token, then for each sample a branch that starts with
@@ -11,12 +11,16 @@ A branch attends to its prompt and to itself; positions count from the start of 
 embeddings see what they would see in a row of its own. Gradients through the shared prompt add up over its
 branches, which is what the padded batch computes in pieces.
 
-The row says who sees whom in two forms. `Branches` lists the stretches of the row for a kernel that computes
-only what is seen (qerl.trainer.update.attention); `mask_function` says it of any two tokens, from which a
-model's own dense masks are made (qerl.trainer.update.masks), at a cost of L^2 whatever they mask.
+The row says which tokens attend to which in two forms. `Branches` lists the stretches of the row for a kernel
+that computes only what is seen (`qerl.trainer.update.attention`); `mask_function` answers for any two tokens,
+from which a model's own dense masks are made (`qerl.trainer.update.masks`), at a cost of L^2 whatever they
+mask.
 
-Legend: B samples, P padded prompt length, C padded completion length, L packed length,
-S positions of L that predict something.
+A layer with a recurrent state would need a third form: where in the row a state starts, and the position
+whose state each branch continues. The stretches hold both.
+
+Legend: B samples, C padded completion length, L tokens of the row, S positions of L that predict something,
+N stretches and one, M keys of all stretches.
 """
 
 from collections.abc import Callable
@@ -26,6 +30,8 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+
+from qerl.trainer.update.padded import PaddedBatch
 
 MaskFunction = Callable[[Any, Any, torch.Tensor, torch.Tensor], torch.Tensor]
 """transformers' form of a mask: by index of batch, head, query and key, whether the query sees the key."""
@@ -42,17 +48,17 @@ class Branches:
     of all stretches one after the other, a prompt's once for itself and once more for each of its branches.
 
     Attributes:
-        first_query_S: int32, first query of each stretch, and L.
-        first_key_S: int32, first of its keys in `keys_M`, and M.
+        query_offsets_N: int32, where the queries of each stretch begin in the row, and L.
+        key_offsets_N: int32, where its keys begin in `keys_M`, and M.
         longest_query, longest_key: Tokens of the longest stretch.
         keys_M: Position in the row of each key.
-        own_L: Where in `keys_M` the stretch that a position belongs to has it.
+        own_L: Index into `keys_M` of each position's key in its own stretch.
         copies: For each shared prompt, its position in the row and the index [branches, tokens] into `keys_M`
             of the copies that its branches read.
     """
 
-    first_query_S: torch.Tensor
-    first_key_S: torch.Tensor
+    query_offsets_N: torch.Tensor
+    key_offsets_N: torch.Tensor
     longest_query: int
     longest_key: int
     keys_M: torch.Tensor
@@ -61,8 +67,8 @@ class Branches:
 
 
 @dataclass(frozen=True)
-class PackedBatch:
-    """One row holding many samples.
+class JoinedRow:
+    """One row that holds many samples. Tensors are int64 on the batch's device.
 
     Attributes:
         input_ids_1L: Tokens.
@@ -70,8 +76,8 @@ class PackedBatch:
         labels_1L: Completion token predicted at each position, `IGNORE` on prompts.
         sample_L: Row of the padded batch that each position belongs to, -1 on prompts.
         column_L: Completion column that each position predicts.
-        group_L: Which prompt a position belongs to.
-        branch_L: Which branch of it, 0 for the prompt itself.
+        group_L: Index of the prompt that a position belongs to, counted within the row.
+        branch_L: Index of its branch of that prompt, 0 for the prompt itself.
         stretches: (group, branch, tokens) of the row's parts in order.
     """
 
@@ -85,10 +91,10 @@ class PackedBatch:
     stretches: list[tuple[int, int, int]]
 
     def mask_function(self, of_sample: MaskFunction) -> MaskFunction:
-        """Who sees whom in the row.
+        """The mask of the row.
 
         Args:
-            of_sample: Who sees whom in a sample by itself, by position: causal, within a window, in chunks.
+            of_sample: The mask of a sample by itself, by position: causal, within a window, in blocks.
 
         Returns:
             The same by index into the row: a token sees what `of_sample` lets it see of its own branch and of
@@ -106,7 +112,7 @@ class PackedBatch:
 
     @cached_property
     def branches(self) -> Branches:
-        """Who sees whom, as stretches."""
+        """The mask of the row for causal attention, as stretches."""
         queries, keys = [0], [0]
         gathered: list[torch.Tensor] = []
         own: list[torch.Tensor] = []
@@ -129,8 +135,8 @@ class PackedBatch:
         device = self.group_L.device
         width = {group: torch.arange(part.stop - part.start) for group, part in prompts.items()}
         return Branches(
-            first_query_S=torch.tensor(queries, dtype=torch.int32, device=device),
-            first_key_S=torch.tensor(keys, dtype=torch.int32, device=device),
+            query_offsets_N=torch.tensor(queries, dtype=torch.int32, device=device),
+            key_offsets_N=torch.tensor(keys, dtype=torch.int32, device=device),
             longest_query=max(b - a for a, b in pairwise(queries)),
             longest_key=max(b - a for a, b in pairwise(keys)),
             keys_M=torch.cat(gathered).to(device),
@@ -142,53 +148,53 @@ class PackedBatch:
         )
 
     def scatter(self, values_1S: torch.Tensor, batch: int, columns: int) -> torch.Tensor:
-        """Values of the S positions that predict something, as the padded batch [B, C]; zero elsewhere."""
+        """Values of the S positions that predict something, in the layout [B, C]; zero elsewhere."""
         scored_L = self.sample_L >= 0
         index_S = (self.sample_L * columns + self.column_L)[scored_L]
         flat = values_1S.new_zeros(batch * columns)
         return flat.index_put((index_S,), values_1S[0]).view(batch, columns)
 
 
-def pack(
-    prompt_ids_BP: torch.Tensor,
-    prompt_mask_BP: torch.Tensor,
-    completion_ids_BC: torch.Tensor,
-    completion_mask_BC: torch.Tensor,
-    rows: list[int],
-) -> PackedBatch:
-    """Pack the given rows of a padded batch.
+def join(batch: PaddedBatch, rows: list[int]) -> JoinedRow:
+    """The given samples of a batch as one row.
 
     Args:
-        prompt_ids_BP, prompt_mask_BP: Left-padded prompts; each has at least one token.
-        completion_ids_BC, completion_mask_BC: Right-padded completions.
-        rows: Samples to include, each with at least one completion token. Neighbours with the same prompt
-            share it.
+        batch: The samples.
+        rows: Samples to include, at least one. Groups follow one another in the order of their first sample.
     """
-    packed, device = _Row(), prompt_ids_BP.device
-    prompts, completions = prompt_ids_BP.cpu(), completion_ids_BC.cpu()
-    in_prompts, in_completions = prompt_mask_BP.cpu().bool(), completion_mask_BC.cpu().bool()
+    builder, device = _Builder(), batch.prompt_ids_BP.device
+    prompts, completions = batch.prompt_ids_BP.cpu(), batch.completion_ids_BC.cpu()
+    in_prompts, in_completions = batch.prompt_mask_BP.cpu().bool(), batch.completion_mask_BC.cpu().bool()
+    groups: dict[int, list[int]] = {}
     for row in rows:
-        packed.add(row, prompts[row][in_prompts[row]], completions[row][in_completions[row]])
-    return packed.finish(device)
+        groups.setdefault(batch.lengths.group_B[row], []).append(row)
+    for members in groups.values():
+        builder.add_prompt(prompts[members[0]][in_prompts[members[0]]])
+        for row in members:
+            builder.add_branch(row, completions[row][in_completions[row]])
+    return builder.finish(device)
 
 
-class _Row:
-    """Grows the packed row sample by sample, on the CPU: on a GPU each sample would be waited for."""
+class _Builder:
+    """Grows a joined row sample by sample, on the CPU: on a GPU each sample would be waited for."""
 
     def __init__(self) -> None:
-        self.parts: list[torch.Tensor] = []  # [7, tokens], in the order of PackedBatch's fields
+        self.parts: list[torch.Tensor] = []  # [7, tokens], in the order of JoinedRow's fields
         self.stretches: list[tuple[int, int, int]] = []
-        self.prompt: torch.Tensor | None = None
+        self.prompt = torch.empty(0)
         self.group, self.branch = -1, 0
 
-    def add(self, row: int, prompt: torch.Tensor, completion: torch.Tensor) -> None:
+    def add_prompt(self, prompt: torch.Tensor) -> None:
+        """Begin a group. A prompt of one token leaves no shared part; its branches differ all the same."""
+        self.prompt, self.group, self.branch = prompt, self.group + 1, 0
         shared = prompt[:-1]
-        if self.prompt is None or not torch.equal(prompt, self.prompt):
-            self.prompt, self.group, self.branch = prompt, self.group + 1, 0
-            self._extend(shared, 0, torch.full_like(shared, IGNORE), -1)
-        # A prompt of one token leaves no shared part: its branches are told apart all the same.
+        self._extend(shared, 0, torch.full_like(shared, IGNORE), -1)
+
+    def add_branch(self, row: int, completion: torch.Tensor) -> None:
+        """Add a sample of the group that was begun last."""
         self.branch += 1
-        self._extend(torch.cat([prompt[-1:], completion[:-1]]), len(shared), completion, row)
+        tokens = torch.cat([self.prompt[-1:], completion[:-1]])
+        self._extend(tokens, len(self.prompt) - 1, completion, row)
 
     def _extend(self, tokens: torch.Tensor, position: int, labels: torch.Tensor, row: int) -> None:
         if n := len(tokens):
@@ -197,9 +203,10 @@ class _Row:
             sample, group, branch = (torch.full((n,), x) for x in (row, self.group, self.branch))
             self.parts.append(torch.stack([tokens, position + column, labels, sample, column, group, branch]))
 
-    def finish(self, device: torch.device) -> PackedBatch:
+    def finish(self, device: torch.device) -> JoinedRow:
+        """The row, on a device."""
         tokens, positions, labels, *where = torch.cat(self.parts, dim=1).to(device)
         sample, column, group, branch = where
-        return PackedBatch(
+        return JoinedRow(
             tokens[None], positions[None], labels[None], sample, column, group, branch, self.stretches
         )

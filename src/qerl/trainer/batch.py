@@ -1,0 +1,33 @@
+"""TRL's batch of samples: a dictionary of tensors whose first axis is the sample, but for scalars.
+
+A rollout holds whole groups, the samples of a group side by side: TRL repeats each prompt `num_generations`
+times. Whoever takes samples out of that order (a microbatch, a chunk, a checkpoint) needs to know which of
+them share a prompt, so the batch says it itself, in `GROUP_KEY`.
+
+Legend: B samples.
+"""
+
+import torch
+
+Batch = dict[str, torch.Tensor]
+
+GROUP_KEY = "group"
+"""Key of the index [B] of each sample's group within its rollout, int64."""
+
+PADDED_ON = {
+    "prompt_ids": "left",
+    "prompt_mask": "left",
+    "completion_ids": "right",
+    "completion_mask": "right",
+    "sampling_per_token_logps": "right",
+    "sampling_entropies": "right",
+    "old_per_token_logps": "right",
+    "ref_per_token_logps": "right",
+    "tool_mask": "right",
+}
+"""The side on which each tensor [B, tokens] of a batch is padded."""
+
+
+def group_index(samples: int, group_size: int, device: torch.device) -> torch.Tensor:
+    """The index [B] of each sample's group in a rollout that holds whole groups side by side."""
+    return torch.arange(samples, device=device) // group_size

@@ -1,0 +1,61 @@
+"""Where the seconds of an optimizer step go."""
+
+import contextlib
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+
+_PARTS = ("rollout", "reward", "logprob")
+
+
+class StepClock:
+    """Seconds of an optimizer step: its rollout, rewards, old log-probabilities and update.
+
+    The update is what the whole step takes beside the other parts, the optimizer included: the clock runs on
+    after the last microbatch until the step is reported.
+
+    Attributes:
+        running: Whether a microbatch was counted since the last report.
+    """
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = defaultdict(float)
+        self._total = 0.0
+        self._last_microbatch = 0.0
+        self.running = False
+
+    def add(self, part: str, seconds: float) -> None:
+        """Count seconds of a part that was timed elsewhere."""
+        self._seconds[part] += seconds
+
+    @contextlib.contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Count the block as part of the step: rollout, reward or logprob."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds[name] += time.perf_counter() - start
+
+    @contextlib.contextmanager
+    def microbatch(self) -> Iterator[None]:
+        """Count the block, which holds all of a microbatch, and what follows it until the report."""
+        start, self.running = time.perf_counter(), True
+        try:
+            yield
+        finally:
+            self._last_microbatch = time.perf_counter()
+            self._total += self._last_microbatch - start
+
+    def clear(self) -> None:
+        """Forget what was counted so far, which belongs to no step."""
+        self._seconds.clear()
+        self._total, self.running = 0.0, False
+
+    def report(self) -> dict[str, float]:
+        """The seconds of the step that ends here, by the name under which they are logged."""
+        total = self._total + time.perf_counter() - self._last_microbatch
+        parts = {name: self._seconds.pop(name, 0.0) for name in _PARTS}
+        parts["update"] = total - sum(parts.values())
+        self._total, self.running = 0.0, False
+        return {"step_time": total} | {f"time/{name}": seconds for name, seconds in parts.items()}
