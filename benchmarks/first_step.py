@@ -23,9 +23,9 @@ from qerl.rollout.engine import KvCacheDtype, NormOffsets, RolloutEngine, Rollou
 from qerl.rollout.select import make_engine
 from qerl.settings.config import QeRLConfig
 from qerl.tasks import get_task
-from qerl.trainer.by_hand import RUN_FIELDS
+from qerl.trainer.arguments import RUN_FIELDS
 from qerl.trainer.grpo import QeRLTrainer
-from qerl.trainer.run import load_policy
+from qerl.trainer.policy import load_policy
 
 
 class Recorded(RolloutEngine):
@@ -116,7 +116,7 @@ def step(model: str, on_cpu: bool, results: list[RolloutResult]) -> Seen:
         task = get_task(args.task or "", **args.task_options)
         seen = Seen()
         trainer = QeRLTrainer(
-            policy, list(task.rewards), args, task.train(), engine, processing_class=tokenizer,
+            policy, list(task.rewards), args, task.train(), engine=engine, processing_class=tokenizer,
             callbacks=[seen], acted_on=RUN_FIELDS,
         )  # fmt: skip
         trainer.remove_callback(PrinterCallback)

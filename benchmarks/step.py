@@ -137,7 +137,7 @@ def measure(
             report_to="none", save_strategy="no", optim="adamw_torch_fused",
         )  # fmt: skip
         trainer = QeRLTrainer(
-            policy, [random_reward], args, Dataset.from_dict({"prompt": texts}), watch,
+            policy, [random_reward], args, Dataset.from_dict({"prompt": texts}), engine=watch,
             processing_class=tokenizer, callbacks=[clock],
         )  # fmt: skip
         trainer.train()

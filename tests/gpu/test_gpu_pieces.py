@@ -42,7 +42,9 @@ def test_gradients_and_memory(nvfp4_llama, tiny_tokenizer, tmp_path, checkpointi
     )  # fmt: skip
     reward = lambda completion_ids, **_: [float(sum(ids) % 7) for ids in completion_ids]  # noqa: E731
     policy = nvfp4_llama(num_attention_heads=8, **SIZES)
-    trainer = QeRLTrainer(policy, [reward], args, DATA, RandomEngine(), processing_class=tiny_tokenizer)
+    trainer = QeRLTrainer(
+        policy, [reward], args, DATA, engine=RandomEngine(), processing_class=tiny_tokenizer
+    )
     if checkpointing:
         trainer.model.gradient_checkpointing_enable()
         trainer.model.enable_input_require_grads()

@@ -37,7 +37,7 @@ def run(tiny_model, tiny_tokenizer, tmp_path):
         values = {"weights": weights, "max_steps": STEPS, "use_cpu": False, "max_completion_length": 16}
         args = QeRLConfig(**settings(tmp_path / "run", **(values | changes)))
         engine = make_engine(model, tiny_tokenizer.pad_token_id)
-        trainer = QeRLTrainer(model, [sum_reward], args, DATA, engine, processing_class=tiny_tokenizer)
+        trainer = QeRLTrainer(model, [sum_reward], args, DATA, engine=engine, processing_class=tiny_tokenizer)
         start = {name: p.detach().clone() for name, p in model.named_parameters()}
         trainer.train()
         return trainer, start

@@ -261,7 +261,7 @@ def start(tiny_tokenizer, tmp_path):
         data = Dataset.from_dict({"prompt": ["one two"]})
         engine = engine or PortableEngine(model, tiny_tokenizer.pad_token_id)
         rewards = [lambda completions, **_: [0.0] * len(completions)]
-        return QeRLTrainer(model, rewards, args, data, engine, processing_class=tiny_tokenizer)
+        return QeRLTrainer(model, rewards, args, data, engine=engine, processing_class=tiny_tokenizer)
 
     return start
 

@@ -114,7 +114,7 @@ def test_adapters_of_another_base_or_rounding_or_with_nan_are_refused(
     (run / "policy.json").unlink()
     refused(other, "was trained on")
     for method in ("rtn", "mse"):
-        assert main(["quantize", str(model), str(tmp_path / method), "--method", method]) == 0
+        assert main(["quantize", str(model), str(tmp_path / method), "--rounding", method]) == 0
     refused(tmp_path / "rtn", "packed with rtn rounding")
     moved = model.rename(tmp_path / "moved")
     for name in (moved, tmp_path / "mse"):

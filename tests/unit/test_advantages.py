@@ -124,7 +124,7 @@ def make(tiny_model, tiny_tokenizer, tmp_path: Path):
         }  # fmt: skip
         trainer = QeRLTrainer(
             tiny_model("llama"), list(rewards), QeRLConfig(**(values | changes)), data,
-            Engine(tiny_tokenizer.eos_token_id, cut_off), processing_class=tiny_tokenizer,
+            engine=Engine(tiny_tokenizer.eos_token_id, cut_off), processing_class=tiny_tokenizer,
         )  # fmt: skip
         trainer.model.train()
         trainer.current_gradient_accumulation_steps = trainer.args.gradient_accumulation_steps

@@ -43,8 +43,8 @@ def trainer(tiny_model, tiny_tokenizer, tmp_path):
             [reward],
             args,
             DATA,
-            engine,
             eval_set,
+            engine=engine,
             processing_class=tiny_tokenizer,
             callbacks=callbacks,
         )

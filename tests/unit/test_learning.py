@@ -34,7 +34,7 @@ def make(tiny_model, tiny_tokenizer, tmp_path):
         model = add_lora(tiny_model("llama"), rank=4, alpha=8, dropout=0.0)
         engine = PortableEngine(model, tiny_tokenizer.pad_token_id)
         args = QeRLConfig(**(values | changes))
-        return QeRLTrainer(model, [reward], args, DATA, engine, processing_class=tiny_tokenizer)
+        return QeRLTrainer(model, [reward], args, DATA, engine=engine, processing_class=tiny_tokenizer)
 
     return build
 

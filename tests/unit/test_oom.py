@@ -111,7 +111,7 @@ def train(tiny_model, tiny_tokenizer, tmp_path):
         reward = lambda completion_ids, **_: [float(sum(ids) % 7) for ids in completion_ids]  # noqa: E731
         gradients = Gradients()
         trainer = QeRLTrainer(
-            lora(tiny_model("llama")), [reward], args, DATA, RandomEngine(),
+            lora(tiny_model("llama")), [reward], args, DATA, engine=RandomEngine(),
             processing_class=tiny_tokenizer, callbacks=[gradients],
         )  # fmt: skip
         trainer.memory = SmallMemory(trainer, *memory) if memory else None

@@ -33,7 +33,7 @@ from qerl.plan.sizes import Activations, Adapter, Cache, Model, Weights, Work
 from qerl.rollout.paged.limits import FILTER_BYTES, BlockDemand
 from qerl.settings.config import QeRLConfig
 from qerl.settings.recipe import load_config
-from qerl.trainer import run
+from qerl.trainer import policy, run
 
 GB80 = 84_600_000_000
 
@@ -395,7 +395,7 @@ def test_full_tuning_that_cannot_fit_is_refused_before_it_is_loaded(
     config = load_config([], fields)
     monkeypatch.setattr(run, "load_tokenizer", lambda name: tiny_tokenizer)
     monkeypatch.setattr(run, "_datasets", lambda *args: (None, None))
-    monkeypatch.setattr(run, "load_policy", lambda config: pytest.fail("the model was loaded"))
+    monkeypatch.setattr(policy, "load_policy", lambda *given: pytest.fail("the model was loaded"))
     monkeypatch.setattr(QeRLConfig, "device", torch.device("cuda"))
     gpu = types.SimpleNamespace(total_memory=GB80)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
@@ -455,7 +455,7 @@ def test_a_run_on_a_gpu_takes_the_limit_of_the_plan(monkeypatch, tiny_tokenizer,
     class Loading(Exception):
         pass
 
-    def load(config):
+    def load(config, peft_config):
         assert config.tokens_per_forward == plan.work.tokens_per_forward
         assert config.gradient_checkpointing_kwargs == {"every_n_layers": plan.work.every_n_layers}
         raise Loading
@@ -463,7 +463,7 @@ def test_a_run_on_a_gpu_takes_the_limit_of_the_plan(monkeypatch, tiny_tokenizer,
     config = load_config([], {**fields, "model": "7b", "task": "arithmetic", "output_dir": "none"})
     monkeypatch.setattr(run, "load_tokenizer", lambda name: tiny_tokenizer)
     monkeypatch.setattr(run, "_datasets", lambda *args: (None, None))
-    monkeypatch.setattr(run, "load_policy", load)
+    monkeypatch.setattr(policy, "load_policy", load)
     monkeypatch.setattr(QeRLConfig, "device", torch.device("cuda"))
     gpu = types.SimpleNamespace(total_memory=plan.capacity)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)

@@ -26,7 +26,7 @@ def make(tiny_model, tiny_tokenizer, tmp_path):
         model = adapter(tiny_model("qwen2"))
         engine = ScriptedEngine(tiny_tokenizer.eos_token_id, model.config.vocab_size)
         args = QeRLConfig(**settings(tmp_path / name, **(STEPS | changes)))
-        return QeRLTrainer(model, [sum_reward], args, DATA, engine, processing_class=tiny_tokenizer)
+        return QeRLTrainer(model, [sum_reward], args, DATA, engine=engine, processing_class=tiny_tokenizer)
 
     return trainer
 

@@ -67,7 +67,7 @@ def make_trainer(tiny_model, tiny_tokenizer, tmp_path):
         model = lora(tiny_model("llama"))
         engine = ScriptedEngine(tiny_tokenizer.eos_token_id, model.config.vocab_size)
         args = QeRLConfig(**settings(tmp_path, **changes))
-        return QeRLTrainer(model, [reward], args, DATA, engine, processing_class=tiny_tokenizer)
+        return QeRLTrainer(model, [reward], args, DATA, engine=engine, processing_class=tiny_tokenizer)
 
     return make
 
@@ -336,7 +336,7 @@ def test_adapters_of_nf4_weights_stay_fp32(tiny_model, tiny_tokenizer, tmp_path,
     model = lora(to_nf4(tiny_model("llama")))
     engine = ScriptedEngine(tiny_tokenizer.eos_token_id, model.config.vocab_size)
     args = QeRLConfig(**settings(tmp_path))
-    trainer = QeRLTrainer(model, [length_reward], args, DATA, engine, processing_class=tiny_tokenizer)
+    trainer = QeRLTrainer(model, [length_reward], args, DATA, engine=engine, processing_class=tiny_tokenizer)
     assert {p.dtype for p in trainer.model.parameters() if p.requires_grad} == {torch.float32}
 
 

@@ -44,7 +44,7 @@ def make(tiny_model, tiny_tokenizer, tmp_path):
         model = tiny_model("llama")
         engine = PortableEngine(model, tiny_tokenizer.pad_token_id)
         return QeRLTrainer(
-            model, [reward], QeRLConfig(**(values | changes)), DATA, engine,
+            model, [reward], QeRLConfig(**(values | changes)), DATA, engine=engine,
             eval_dataset=eval_dataset, processing_class=tiny_tokenizer,
         )  # fmt: skip
 

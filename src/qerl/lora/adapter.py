@@ -9,6 +9,7 @@ An adapter's matrices are FP32 over a base of any dtype. Merging is refused: the
 again would lose most of what was learned, since a typical update is smaller than the rounding step.
 """
 
+import copy
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -33,6 +34,13 @@ from qerl.seeding import derive_seed
 
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """All linear layers of a decoder layer of Llama, Qwen and Mistral (paper, Table 4)."""
+
+
+_NEEDS_DENSE = (
+    "use_dora", "use_qalora", "use_bdlora", "velora_config", "monteclora_config", "kasa_config",
+    "arrow_config", "megatron_config", "layer_replication", "target_parameters",
+)  # fmt: skip
+"""Fields of `LoraConfig` for variants that read or replace the weight of the layer."""
 
 
 class DenseLoraLinear(LoraLinear):
@@ -75,27 +83,84 @@ def add_lora(
     Raises:
         QeRLError: The rank or dropout is out of range, or the model lacks one of these layers.
     """
-    targets = lora_targets(model, target_modules)
     config = LoraConfig(
         r=rank,
         lora_alpha=alpha,
         lora_dropout=dropout,
-        target_modules=targets,
+        target_modules=lora_targets(model, target_modules),
         task_type="CAUSAL_LM",
     )
+    return adapt(model, config, seed)
+
+
+def adapt(model: PreTrainedModel, config: LoraConfig, seed: int = 0) -> PeftModel:
+    """Freeze a model and put the fresh adapter on it that a `LoraConfig` of PEFT describes.
+
+    Args:
+        model: Any causal LM, packed or dense; changed in place.
+        config: As for `peft.get_peft_model`, which leaves layers that are not named to the family's default
+            (query and value projections for most) and takes "all-linear" as every linear layer of the
+            decoder. The object is not changed.
+        seed: Decides A; the same for every process of a run.
+
+    Raises:
+        QeRLError: The config is no causal LM's, asks for what packed weights cannot do, names a layer that
+            the model does not have, or PEFT refuses it.
+    """
+    check_lora(config)
+    if any(isinstance(module, PackedLinear) for module in model.modules()):
+        _check_packed(config)
+    config = copy.deepcopy(config)
+    config.task_type = "CAUSAL_LM"
+    if config.target_modules == "all-linear":
+        config.target_modules = set(lora_targets(model, None))
+    elif isinstance(config.target_modules, set):
+        lora_targets(model, sorted(config.target_modules))
     devices = [model.device] if model.device.type == "cuda" else []
     with torch.random.fork_rng(devices), _quiet():
         torch.manual_seed(derive_seed("lora", seed))
         try:
             adapted = get_peft_model(model, _with_own_layers(config, model))
-        except ValueError as error:
+        except (ValueError, TypeError, ImportError) as error:
             raise QeRLError(f"LoRA cannot be added: {error}") from error
     if isinstance(adapted.get_base_model().get_output_embeddings(), BaseTunerLayer):
         raise QeRLError(
             "LoRA on the output head learns nothing, because the update multiplies with the head's own "
-            f"weight; leave it out of the target modules ({', '.join(targets)})."
+            "weight; leave it out of the target modules."
         )
     return _skip_packed_buffers_in_ddp(adapted)
+
+
+def check_lora(config: Any) -> None:
+    """Refuse what no model can be trained with here.
+
+    Args:
+        config: What a user handed over as ``peft_config``.
+
+    Raises:
+        QeRLError: It is not a `LoraConfig`, or one of another task or with activation tokens.
+    """
+    if not isinstance(config, LoraConfig):
+        raise QeRLError(f"peft_config is a {type(config).__name__}; only peft.LoraConfig is supported.")
+    if config.task_type not in (None, "CAUSAL_LM"):
+        raise QeRLError(f"peft_config has task_type {config.task_type}; set it to CAUSAL_LM.")
+    if config.inference_mode:
+        raise QeRLError("peft_config has inference_mode=True, so nothing would be trained; remove it.")
+    if config.alora_invocation_tokens is not None:
+        raise QeRLError("peft_config asks for activated LoRA (aLoRA); only plain LoRA is supported.")
+
+
+def _check_packed(config: LoraConfig) -> None:
+    """Refuse what reads or changes the dense weight of a layer, which packed layers do not have."""
+    advice = "load the model with weights: bf16"
+    if variant := next((name for name in _NEEDS_DENSE if getattr(config, name, None)), None):
+        raise QeRLError(f"{variant} needs dense weights, and these are packed; remove it, or {advice}.")
+    kind = config.init_lora_weights
+    if not isinstance(kind, bool) and kind not in ("gaussian", "orthogonal"):
+        raise QeRLError(
+            f"init_lora_weights {kind!r} starts from dense weights, and these are packed; set it to True, "
+            f"'gaussian' or 'orthogonal', or {advice}."
+        )
 
 
 def load_adapter(model: PreTrainedModel, folder: str | Path) -> PeftModel:

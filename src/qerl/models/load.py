@@ -100,17 +100,18 @@ def load_model(
     return model
 
 
-def load_tokenizer(name_or_path: str | Path) -> PreTrainedTokenizerBase:
-    """Tokenizer with a chat template and a padding token.
+def load_tokenizer(name_or_path: str | Path, chat: bool = True) -> PreTrainedTokenizerBase:
+    """Tokenizer with a padding token, and with a chat template unless prompts are plain text.
 
     A tokenizer without padding token gets one that its vocabulary has; if none but EOS is left it is EOS,
     which is said in the log.
 
     Args:
         name_or_path: As for `load_model`.
+        chat: Whether prompts are messages, which need a chat template.
 
     Raises:
-        QeRLError: There is no tokenizer, or it has no chat template or no EOS.
+        QeRLError: There is no tokenizer, or it has no EOS or no chat template that is needed.
     """
     folder = local_checkpoint(name_or_path)
     try:
@@ -120,7 +121,7 @@ def load_tokenizer(name_or_path: str | Path) -> PreTrainedTokenizerBase:
             f"The tokenizer of {name_or_path} cannot be loaded ({_first_line(error)}); the model's folder "
             "needs its tokenizer files."
         ) from error
-    if tokenizer.chat_template is None:
+    if chat and tokenizer.chat_template is None:
         raise QeRLError(
             f"The tokenizer of {name_or_path} has no chat template; use an instruction-tuned model, or put a "
             f"chat_template.jinja into {folder}."

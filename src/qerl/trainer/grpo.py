@@ -25,23 +25,25 @@ replaced, and why:
 """
 
 import contextlib
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
-from datasets import Dataset
-from peft import PeftModel
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
+from datasets import Dataset, IterableDataset
+from peft import LoraConfig, PeftModel
+from torch.optim.lr_scheduler import LRScheduler
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
+from trl import GRPOConfig
 from trl.trainer.utils import split_tensor_dict
 
 from qerl.errors import QeRLError
 from qerl.families.parts import base_model
 from qerl.fp4.linear import unpacked
 from qerl.rollout.engine import RolloutEngine
-from qerl.settings.config import QeRLConfig
+from qerl.trainer.arguments import complete
 from qerl.trainer.batch import Batch
-from qerl.trainer.by_hand import check_by_hand, short_prompts, with_length_penalty
 from qerl.trainer.processes import rebuild_buckets
 from qerl.trainer.rewards import guard_rewards
 from qerl.trainer.rollouts import RolloutTrainer, check_data
@@ -55,50 +57,87 @@ from qerl.trainer.update.correction import Correction, Mismatch, loss_mask, rows
 from qerl.trainer.update.forward import score_rows
 from qerl.trainer.update.memory_retry import MemoryRetry
 from qerl.trainer.update.padded import PaddedBatch
-from qerl.trainer.update.policy import check_policy, ready_for_rows
+from qerl.trainer.update.policy import ready_for_rows
 
 
 class QeRLTrainer(RolloutTrainer):
     """`GRPOTrainer` whose rollouts run on the training modules and may be noisy.
 
+    The parameters before ``engine`` are TRL's, in TRL's order, and act as TRL documents except where it is
+    said here.
+
     Args:
-        model: Policy; a `PeftModel` for LoRA, a plain model for full tuning.
-        reward_funcs: Functions with TRL's signature, `f(prompts, completions, **columns) -> list[float]`.
-        args: Settings.
+        model: Policy: a Hub id, folder or .gguf file, which is loaded as the settings say (`weights`,
+            `tuning`, `lora_r`, ...); or a causal LM, whose weights are tuned, or a `PeftModel`, whose adapter
+            is.
+        reward_funcs: One or several: functions `f(prompts, completions, **columns) -> list[float | None]`,
+            and reward models or their names.
+        args: Settings; a `GRPOConfig` of TRL keeps TRL's defaults and has no noise. None is a `QeRLConfig`
+            with its defaults, which writes to `NAME-GRPO`.
         train_dataset: Column `prompt` and what the rewards need.
-        engine: Samples completions from `model`.
-        eval_dataset, processing_class, callbacks: As in TRL.
-        acted_on: Fields of the settings that the caller has acted on; see `by_hand`.
+        eval_dataset: The same, for evaluation; several by name in a dictionary.
+        processing_class: Tokenizer; None loads the model's.
+        reward_processing_classes, callbacks: As in TRL.
+        optimizers: As in TRL; an optimizer needs a model in hand, whose parameters it has.
+        peft_config: A fresh LoRA adapter for the model, instead of the one that the settings describe.
+        quantization_config, tools, rollout_func, environment_factory: Refused; see `arguments.REFUSED`.
+        engine: Samples completions from `model`; None makes the fastest one that can.
+        acted_on: Fields of the settings that the caller has acted on; see `arguments`.
+
+    Raises:
+        QeRLError: An argument is missing, is refused or contradicts another one, or the model cannot be
+            loaded or trained.
     """
 
     _tag_names = ["qerl", "trl", "grpo"]  # noqa: RUF012 - TRL reads it from the class
 
     def __init__(
         self,
-        model: PreTrainedModel | PeftModel,
-        reward_funcs: list[Callable[..., list[float | None]]],
-        args: QeRLConfig,
-        train_dataset: Dataset,
-        engine: RolloutEngine,
-        eval_dataset: Dataset | None = None,
-        processing_class: PreTrainedTokenizerBase | None = None,
+        model: str | Path | PreTrainedModel | PeftModel,
+        reward_funcs: Any = None,
+        args: GRPOConfig | None = None,
+        train_dataset: Dataset | IterableDataset | None = None,
+        eval_dataset: Any = None,
+        processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
+        reward_processing_classes: Any = None,
         callbacks: list[TrainerCallback] | None = None,
+        optimizers: tuple[torch.optim.Optimizer | None, LRScheduler | None] = (None, None),
+        quantization_config: None = None,
+        peft_config: LoraConfig | None = None,
+        tools: None = None,
+        rollout_func: None = None,
+        environment_factory: None = None,
+        *,
+        engine: RolloutEngine | None = None,
         acted_on: Collection[str] = (),
     ) -> None:
-        check_by_hand(args, acted_on, model)
-        check_policy(model, engine)
-        check_data(args, train_dataset)
-        dtypes = {parameter: parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
-        check_metric(args.metric_for_best_model, eval_dataset)
-        with none_by_trl(args):
+        given = complete(
+            *(model, reward_funcs, args, train_dataset),
+            processing_class=processing_class,
+            reward_processing_classes=reward_processing_classes,
+            optimizers=optimizers,
+            peft_config=peft_config,
+            engine=engine,
+            acted_on=acted_on,
+            refused={
+                "quantization_config": quantization_config,
+                "tools": tools,
+                "rollout_func": rollout_func,
+                "environment_factory": environment_factory,
+            },
+        )
+        settings, policy = given.args, given.model
+        check_data(settings, given.for_trl["train_dataset"])
+        check_metric(settings.metric_for_best_model, eval_dataset)
+        dtypes = {parameter: parameter.dtype for parameter in policy.parameters() if parameter.requires_grad}
+        rewards = guard_rewards(given.for_trl["reward_funcs"], settings.reward_timeout)
+        with none_by_trl(settings):
             super().__init__(
-                model=model,
-                reward_funcs=guard_rewards(with_length_penalty(reward_funcs, args), args.reward_timeout),
-                args=args,
-                train_dataset=short_prompts(train_dataset, args, acted_on, processing_class),
+                model=policy,
+                args=settings,
                 eval_dataset=eval_dataset,
-                processing_class=processing_class,
                 callbacks=callbacks,
+                **(given.for_trl | {"reward_funcs": rewards}),
             )
         if self.aux_loss_enabled:
             raise QeRLError(
@@ -107,7 +146,7 @@ class QeRLTrainer(RolloutTrainer):
         for parameter, dtype in dtypes.items():
             # TRL rounds adapters of four-bit models to bf16, in which an update of 5e-6 is mostly lost.
             parameter.data = parameter.data.to(dtype)
-        self._start_rollouts(engine)
+        self._start_rollouts(given.engine)
         self._start_update()
 
     def _start_update(self) -> None:

@@ -17,7 +17,7 @@ from qerl.tasks import get_task
 from qerl.tasks.base import RewardFunction, Task
 from qerl.tasks.custom import load_reward
 from qerl.tasks.jsonl import Jsonl
-from qerl.trainer.by_hand import with_length_penalty
+from qerl.trainer.rewards import with_length_penalty
 
 
 def preflight(config: QeRLConfig) -> tuple[Task, list[RewardFunction]]:

@@ -15,8 +15,10 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
+from trl.rewards import get_soft_overlong_punishment
 
 from qerl.errors import QeRLError
+from qerl.settings.config import QeRLConfig
 from qerl.tasks.guard import GuardedReward, describe, guarded
 
 
@@ -32,6 +34,30 @@ def guard_rewards(rewards: Any, timeout_s: float) -> list[Any]:
         reward if isinstance(reward, str | torch.nn.Module) else guarded(reward, timeout_s)
         for reward in every
     ]
+
+
+def with_length_penalty(rewards: Any, args: QeRLConfig) -> list[Any]:
+    """The reward functions (one or a list), and DAPO's soft overlong punishment where it is on."""
+    every = [*rewards] if isinstance(rewards, list) else [rewards]
+    buffer = round((args.overlong_buffer or 0.0) * (args.max_completion_length or 0))
+    if buffer:
+        every.append(get_soft_overlong_punishment(args.max_completion_length, buffer))
+    return every
+
+
+def one_for_each(classes: Any, given: Any, rewards: list[Any]) -> Any:
+    """Tokenizers of reward models, one entry for each reward, with None for those that were added.
+
+    Args:
+        classes: What TRL takes as ``reward_processing_classes``: None, one tokenizer, or a list.
+        given: The user's reward functions, one or a list.
+        rewards: The same with those that the settings add behind them.
+    """
+    if classes is None:
+        return None
+    every = [*classes] if isinstance(classes, list) else [classes]
+    added = len(rewards) - (len(given) if isinstance(given, list) else 1)
+    return every + [None] * added
 
 
 def stop_if_all_failed(rewards: Sequence[Callable[..., Any]], accelerator: Accelerator) -> None:

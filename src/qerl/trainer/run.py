@@ -9,28 +9,24 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
 
 import torch
 from datasets import Dataset
 from rich.console import Console
-from transformers import PreTrainedModel
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from qerl.errors import QeRLError
-from qerl.lora.adapter import add_lora
 from qerl.models.chat import Chat
-from qerl.models.load import load_model, load_tokenizer
-from qerl.plan.command import announce, refuse_full_tuning_that_cannot_fit
-from qerl.plan.sizes import Work
+from qerl.models.load import load_tokenizer
 from qerl.report.runs import CONFIG_FILE
 from qerl.rollout.select import make_engine
 from qerl.settings.config import QeRLConfig
 from qerl.settings.recipe import dump
 from qerl.tasks.base import Task
-from qerl.trainer.by_hand import RUN_FIELDS
+from qerl.trainer.arguments import RUN_FIELDS
 from qerl.trainer.callbacks import InterruptGuard, MetricsFile, ProgressBar
 from qerl.trainer.grpo import QeRLTrainer
+from qerl.trainer.policy import make_policy
 from qerl.trainer.preflight import preflight
 from qerl.trainer.processes import ends_together
 from qerl.trainer.resume.changes import prepare_folder
@@ -118,14 +114,7 @@ def build(config: QeRLConfig, console: Console) -> tuple[QeRLTrainer, InterruptG
     chat = Chat(tokenizer, config.chat_template_kwargs)
     task.opening = chat.opening
     train_set, eval_set = _datasets(config, task, chat, console)
-    if config.device.type == "cuda":
-        capacity = torch.cuda.get_device_properties(config.device).total_memory
-        if config.tuning == "full":
-            refuse_full_tuning_that_cannot_fit(config, capacity)
-        planned = announce(config, capacity, console)
-        if planned is not None:
-            take_plan(config, planned)
-    policy = load_policy(config)
+    policy = make_policy(config, console)
     folder = Path(str(config.output_dir))
     guard = InterruptGuard(console)
     trainer = QeRLTrainer(
@@ -142,46 +131,6 @@ def build(config: QeRLConfig, console: Console) -> tuple[QeRLTrainer, InterruptG
     for callback in (PrinterCallback, ProgressCallback):  # the run shows its own bar
         trainer.remove_callback(callback)
     return trainer, guard
-
-
-def take_plan(config: QeRLConfig, planned: Work) -> None:
-    """Writes what the plan chose into the settings, in transformers' terms where it has them."""
-    config.tokens_per_forward = planned.tokens_per_forward
-    if config.gradient_checkpointing:
-        kwargs = cast(dict[str, Any], config.gradient_checkpointing_kwargs or {})
-        config.gradient_checkpointing_kwargs = kwargs | {"every_n_layers": planned.every_n_layers}
-
-
-def load_policy(config: QeRLConfig) -> PreTrainedModel:
-    """Base model in the format of the settings, with fresh adapters for LoRA."""
-    assert config.model is not None
-    device = config.device
-    model = load_model(
-        config.model,
-        weights=config.weights,
-        dtype=compute_dtype(config, device),
-        device=device,
-        rounding=config.rounding,
-        trust_remote_code=config.trust_remote_code,
-        lora_targets=config.lora_target_modules if config.tuning == "lora" else None,
-    )
-    if config.tuning == "full":
-        return model
-    return add_lora(
-        model,
-        rank=config.lora_r,
-        alpha=config.lora_alpha,
-        dropout=config.lora_dropout,
-        target_modules=config.lora_target_modules,
-        seed=config.seed,
-    )
-
-
-def compute_dtype(config: QeRLConfig, device: torch.device) -> torch.dtype:
-    """The dtype that `dtype: auto` stands for on a device."""
-    if config.dtype == "auto":
-        return torch.float32 if device.type == "cpu" or config.tuning == "full" else torch.bfloat16
-    return getattr(torch, config.dtype)
 
 
 def _datasets(config: QeRLConfig, task: Task, chat: Chat, console: Console) -> tuple[Dataset, Dataset | None]:

@@ -18,7 +18,7 @@ from qerl.trainer.update.attention import use_branch_attention
 from qerl.trainer.update.row_check import check_joined_row
 
 
-def check_policy(model: nn.Module, engine: RolloutEngine) -> None:
+def check_policy(model: nn.Module, engine: RolloutEngine | None) -> None:
     """Refuse a policy that cannot be trained on joined rows, and an engine that samples from another model.
 
     Raises:
@@ -27,7 +27,7 @@ def check_policy(model: nn.Module, engine: RolloutEngine) -> None:
     """
     check_model(model)
     base = base_model(model)
-    if engine.model is not None and base_model(engine.model) is not base:
+    if engine is not None and engine.model is not None and base_model(engine.model) is not base:
         raise QeRLError(
             f"The engine samples from another {type(base_model(engine.model)).__name__} object than the "
             f"{type(base).__name__} that trains; make the engine of the model that the trainer is given."

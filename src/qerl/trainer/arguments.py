@@ -1,0 +1,360 @@
+"""What a user hands to `QeRLTrainer`, completed to what TRL's constructor and the rollouts take.
+
+The constructor has TRL's parameters. Each of them acts as TRL documents, or is refused with the reason; none
+is accepted and ignored, and where two of them say the same thing they must agree.
+
+- **model** may be a name (Hub id, folder, .gguf file): then it is loaded as `qerl train` loads it, in the
+  format that the settings name, with the adapter of ``peft_config`` or else of the settings. A model or
+  `PeftModel` in hand is taken as it is. The settings that describe a model (``weights``, ``lora_r``, ...)
+  must then agree with it. Those that are not set are taken from it, because they are saved beside the
+  weights and evaluation reads them.
+- **args** may be a `QeRLConfig`, TRL's `GRPOConfig` (see `qerl.trainer.trl.settings`) or missing. The
+  trainer works with a copy.
+- **Fields that only a run has** (``task``, ``reward_files``, ``eval_samples``) name a source of what is
+  handed in here; they are refused where they are set. `trainer.run` acts on them before there is a trainer,
+  and says so (``acted_on``). Defaults say nothing and are not compared.
+"""
+
+import copy
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from peft import LoraConfig, PeftModel
+from peft.tuners.tuners_utils import BaseTunerLayer
+from rich.console import Console
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
+from trl import GRPOConfig
+from trl.data_utils import is_conversational
+
+from qerl.errors import QeRLError
+from qerl.families.parts import base_model
+from qerl.fp4.linear import PackedLinear
+from qerl.lora.adapter import adapt, check_lora
+from qerl.models.load import load_tokenizer
+from qerl.rollout.engine import RolloutEngine
+from qerl.rollout.select import make_engine
+from qerl.settings.config import QeRLConfig, default_of
+from qerl.settings.recipe import FIELDS
+from qerl.trainer.policy import make_policy
+from qerl.trainer.prompts import short_prompts
+from qerl.trainer.rewards import one_for_each, with_length_penalty
+from qerl.trainer.trl.settings import as_ours
+from qerl.trainer.update.policy import check_policy
+
+REFUSED = {
+    "quantization_config": "the field `weights` of the settings says how a model is quantised",
+    "tools": "a rollout has one turn, without calls of tools",
+    "rollout_func": "the engine samples",
+    "environment_factory": "a rollout has one turn, without an environment",
+}
+"""Arguments of TRL's constructor that must be left out, and why."""
+
+_OF_A_RUN = {
+    "task": "hand the data to the trainer as train_dataset",
+    "task_options": "hand the data to the trainer as train_dataset",
+    "reward_files": "hand the functions to the trainer as reward_funcs",
+    "eval_samples": "select the rows of eval_dataset",
+    "resume_from_checkpoint": "`trainer.train` takes it",
+}
+_OF_A_NAMED_MODEL = {
+    "model": "the model was handed in loaded",
+    "rounding": "`load_model` takes it",
+}
+_OF_A_MADE_ENGINE = {
+    "max_sequences": "`make_engine` takes it",
+    "kv_cache_dtype": "`make_engine` takes it",
+}
+_LORA = {
+    "lora_r": "r",
+    "lora_alpha": "lora_alpha",
+    "lora_dropout": "lora_dropout",
+    "lora_target_modules": "target_modules",
+}
+
+RUN_FIELDS = frozenset(
+    {*_OF_A_RUN, *_OF_A_NAMED_MODEL, *_OF_A_MADE_ENGINE, *_LORA, "weights", "tuning", "dtype"}
+    | {"max_prompt_length"}
+)
+"""Fields that `trainer.run.build` acts on before it makes a trainer."""
+
+
+@dataclass(frozen=True)
+class Completed:
+    """What a trainer is made of.
+
+    Attributes:
+        model: The policy, loaded and with its adapter.
+        args: Settings that agree with it; a copy of the user's.
+        engine: Samples from the policy.
+        for_trl: Further keyword arguments of TRL's constructor.
+    """
+
+    model: PreTrainedModel | PeftModel
+    args: QeRLConfig
+    engine: RolloutEngine
+    for_trl: dict[str, Any]
+
+
+def complete(
+    model: Any,
+    reward_funcs: Any,
+    args: GRPOConfig | None,
+    train_dataset: Any,
+    *,
+    processing_class: Any,
+    reward_processing_classes: Any,
+    optimizers: tuple[Any, Any],
+    peft_config: Any,
+    engine: RolloutEngine | None,
+    acted_on: Collection[str],
+    refused: dict[str, Any],
+) -> Completed:
+    """Load, wrap and check what the user handed in.
+
+    Args:
+        refused: The arguments of `REFUSED`, as they were given.
+        model, reward_funcs, args, train_dataset, processing_class, reward_processing_classes, optimizers,
+            peft_config, engine, acted_on: As in `QeRLTrainer`.
+
+    Raises:
+        QeRLError: An argument is missing, is refused, contradicts another one, or cannot be loaded.
+    """
+    for name, value in refused.items():
+        if value:
+            raise QeRLError(f"{name} is not supported: {REFUSED[name]}; leave it out.")
+    if not reward_funcs:
+        raise QeRLError("reward_funcs is missing; pass a reward function, or a list of them.")
+    if train_dataset is None:
+        raise QeRLError("train_dataset is missing; pass a data set with a column `prompt`.")
+    named = isinstance(model, str | Path)
+    if not named and not isinstance(model, PreTrainedModel | PeftModel):
+        raise QeRLError(
+            f"model is a {type(model).__name__}; pass a Hub id, a folder, or a causal language model of "
+            "transformers."
+        )
+    if peft_config is not None:
+        check_lora(peft_config)
+    settings = _settings(args, model, peft_config)
+    _check_fields(settings, acted_on, named, engine)
+    tokenizer = _tokenizer(processing_class, model, train_dataset)
+    if named:
+        policy = _named_policy(str(model), settings, peft_config, engine)
+    else:
+        policy = _policy_in_hand(model, settings, peft_config, acted_on)
+    _check_optimizer(optimizers[0], policy)
+    check_policy(policy, engine)
+    rewards = with_length_penalty(reward_funcs, settings)
+    return Completed(
+        policy,
+        settings,
+        engine or _engine(policy, tokenizer, settings),
+        {
+            "reward_funcs": rewards,
+            "reward_processing_classes": one_for_each(reward_processing_classes, reward_funcs, rewards),
+            "train_dataset": short_prompts(
+                train_dataset,
+                None if "max_prompt_length" in acted_on else settings.max_prompt_length,
+                settings.chat_template_kwargs,
+                tokenizer,
+            ),
+            "processing_class": processing_class or tokenizer,
+            "optimizers": optimizers,
+        },
+    )
+
+
+# Settings
+
+
+def _settings(args: GRPOConfig | None, model: Any, peft_config: Any) -> QeRLConfig:
+    """The user's settings as ours, a copy that can be changed."""
+    if isinstance(args, QeRLConfig):
+        return copy.copy(args)
+    named = isinstance(model, str | Path)
+    if args is None:
+        name = str(model) if named else str(base_model(model).name_or_path or "model")
+        return QeRLConfig(output_dir=f"{Path(name).name}-GRPO", **_tuning(model, peft_config))
+    if not isinstance(args, GRPOConfig):
+        raise QeRLError(f"args is a {type(args).__name__}; pass a QeRLConfig, or a GRPOConfig of TRL.")
+    dtype = {"dtype": "float32"} if named and not args.bf16 else {}
+    return as_ours(args, **dtype, **_tuning(model, peft_config))
+
+
+def _tuning(model: Any, peft_config: Any) -> dict[str, Any]:
+    """What a model in hand says of the tuning, for settings that cannot say it."""
+    whole = isinstance(model, PreTrainedModel) and peft_config is None
+    return {"tuning": "full", "weights": "bf16"} if whole else {}
+
+
+def _check_fields(
+    args: QeRLConfig, acted_on: Collection[str], named: bool, engine: RolloutEngine | None
+) -> None:
+    """Refuse fields that name a source of something that was handed in."""
+    idle = dict(_OF_A_RUN)
+    if not named:
+        idle |= _OF_A_NAMED_MODEL
+    if engine is not None:
+        idle |= _OF_A_MADE_ENGINE
+    for name in sorted(idle.keys() & _set(args, acted_on)):
+        raise QeRLError(f"{name} is set, and nothing here reads it; remove it: {idle[name]}.")
+
+
+def _set(args: QeRLConfig, acted_on: Collection[str] = ()) -> set[str]:
+    """Fields of a run that were set, to something else than their default."""
+    return {name for name in RUN_FIELDS - {*acted_on} if getattr(args, name) != default_of(FIELDS[name])}
+
+
+# Model
+
+
+def _named_policy(
+    name: str, args: QeRLConfig, peft_config: LoraConfig | None, engine: RolloutEngine | None
+) -> PreTrainedModel | PeftModel:
+    """The model of this name as `qerl train` would load it, with the adapter that the user describes."""
+    if args.model not in (None, name):
+        raise QeRLError(f"model is {name} and args.model is {args.model}; leave one of them out.")
+    if engine is not None and engine.model is not None:
+        raise QeRLError(
+            "An engine samples from the model that trains, and here that is loaded by its name; leave "
+            "engine out, or hand in the model that it was made of."
+        )
+    args.model = name
+    if peft_config is not None:
+        _agree_with_adapter(args, peft_config)
+    console = Console(quiet=args.process_index != 0)
+    return make_policy(args, console, peft_config)
+
+
+def _agree_with_adapter(args: QeRLConfig, config: LoraConfig) -> None:
+    """Compare the settings with ``peft_config`` before anything is loaded, and complete them from it."""
+    if args.tuning == "full":
+        raise QeRLError("peft_config asks for an adapter and tuning is 'full'; remove one of them.")
+    for name, attribute in _LORA.items():
+        value = _plain(getattr(config, attribute))
+        if name in _set(args) and _plain(getattr(args, name)) != value:
+            raise QeRLError(
+                f"{name} is {getattr(args, name)!r} and peft_config has {attribute} {value!r}; set it in one "
+                "of the two."
+            )
+        setattr(args, name, None if isinstance(value, str) else value)
+
+
+def _policy_in_hand(
+    model: PreTrainedModel | PeftModel,
+    args: QeRLConfig,
+    peft_config: LoraConfig | None,
+    acted_on: Collection[str],
+) -> PreTrainedModel | PeftModel:
+    """The model that was handed in, wrapped if ``peft_config`` asks for it."""
+    if isinstance(model, PeftModel):
+        if peft_config is not None:
+            raise QeRLError(
+                "The model has an adapter already and peft_config asks for another; pass one of the two."
+            )
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            raise QeRLError(
+                "The adapter of the model is frozen; load it with is_trainable=True, or with "
+                "`load_adapter(model, folder, trainable=True)`."
+            )
+    elif peft_config is not None:
+        model = adapt(model, peft_config, args.seed)
+    elif _weights(model) != "bf16":
+        raise QeRLError(
+            f"The model has {_weights(model)} weights, which cannot be trained themselves; pass peft_config, "
+            "or a model that `add_lora` has given an adapter."
+        )
+    _agree_with_model(args, acted_on, model)
+    for name, value in _held(model).items():
+        if name not in acted_on:
+            setattr(args, name, value)
+    return model
+
+
+def _agree_with_model(args: QeRLConfig, acted_on: Collection[str], model: nn.Module) -> None:
+    """Compare the settings that describe a model with the one that was handed in."""
+    held, given = _held(model), _set(args, acted_on)
+    for name in sorted(given & held.keys()):
+        if _plain(getattr(args, name)) != held[name]:
+            raise QeRLError(
+                f"{name} is {getattr(args, name)!r} and the model that was handed in has {held[name]!r}; set "
+                "it to that, or remove it."
+            )
+    for name in sorted(given & _LORA.keys() - held.keys()):
+        raise QeRLError(f"{name} is set and the model that was handed in has no LoRA adapter; remove it.")
+
+
+def _held(model: nn.Module) -> dict[str, Any]:
+    """What a model says of the fields that describe one."""
+    held: dict[str, Any] = {
+        "tuning": "full",
+        "weights": _weights(model),
+        "dtype": str(base_model(model).dtype).removeprefix("torch."),
+    }
+    if not isinstance(model, PeftModel):
+        return held
+    adapter = model.active_peft_config
+    values = {name: _plain(getattr(adapter, attribute, None)) for name, attribute in _LORA.items()}
+    if isinstance(values["lora_target_modules"], str):  # a pattern: the names that it matched
+        values["lora_target_modules"] = sorted(
+            {
+                name.rpartition(".")[2]
+                for name, module in base_model(model).named_modules()
+                if isinstance(module, BaseTunerLayer)
+            }
+        )
+    return held | values | {"tuning": "lora"}
+
+
+def _plain(value: Any) -> Any:
+    """Names in an order; PEFT keeps them as a set."""
+    return sorted(value) if isinstance(value, set | list) else value
+
+
+def _weights(model: nn.Module) -> str:
+    packed = next((module for module in model.modules() if isinstance(module, PackedLinear)), None)
+    if packed is not None:
+        return packed.format.name
+    return "nf4" if getattr(base_model(model), "is_loaded_in_4bit", False) else "bf16"
+
+
+def _check_optimizer(optimizer: Any, model: nn.Module) -> None:
+    """Refuse an optimizer that would step other tensors than those of the policy."""
+    if optimizer is None:
+        return
+    own = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+    if any(id(parameter) not in own for group in optimizer.param_groups for parameter in group["params"]):
+        raise QeRLError(
+            "The optimizer has parameters that the policy does not train; make it of the parameters of the "
+            "model that is handed in, after its adapter was added."
+        )
+
+
+# Tokenizer and engine
+
+
+def _tokenizer(given: Any, model: Any, train_dataset: Any) -> PreTrainedTokenizerBase:
+    """The tokenizer that was handed in, or else the model's."""
+    if isinstance(given, ProcessorMixin):
+        given = given.tokenizer
+    if given is not None and not isinstance(given, PreTrainedTokenizerBase):
+        raise QeRLError(f"processing_class is a {type(given).__name__}; pass a tokenizer of transformers.")
+    if given is None:
+        name = str(model if isinstance(model, str | Path) else base_model(model).name_or_path)
+        if not name:
+            raise QeRLError("The model has no name to load a tokenizer by; pass it as processing_class.")
+        given = load_tokenizer(name, chat=is_conversational(next(iter(train_dataset), {})))
+    if given.pad_token is None:
+        given.pad_token = given.eos_token
+    return given
+
+
+def _engine(
+    model: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenizerBase, args: QeRLConfig
+) -> RolloutEngine:
+    """The fastest engine for the model, where it will train."""
+    if base_model(model).device.type != args.device.type:
+        model.to(args.device)
+    return make_engine(model, tokenizer.pad_token_id, args.max_sequences, args.kv_cache_dtype)

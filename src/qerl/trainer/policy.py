@@ -1,0 +1,87 @@
+"""The policy of a run, made from settings that name its model: planned, loaded, given an adapter.
+
+`qerl train` and `QeRLTrainer(model="name", ...)` both come here, so a model that is named in Python is the
+one that a recipe with the same settings trains. On a GPU the memory plan comes first: it says before anything
+is loaded whether the run will fit, and chooses what the settings leave open.
+"""
+
+from typing import Any, cast
+
+import torch
+from peft import LoraConfig, PeftModel
+from rich.console import Console
+from transformers import PreTrainedModel
+
+from qerl.lora.adapter import adapt, add_lora
+from qerl.models.load import load_model
+from qerl.plan.command import announce, refuse_full_tuning_that_cannot_fit
+from qerl.plan.sizes import Work
+from qerl.settings.config import QeRLConfig
+
+
+def make_policy(
+    config: QeRLConfig, console: Console, peft_config: LoraConfig | None = None
+) -> PreTrainedModel | PeftModel:
+    """Base model in the format of the settings, on their device, with a fresh adapter for LoRA.
+
+    Args:
+        config: Settings with `model` set; what they leave to the memory plan is written into them.
+        console: Where the plan is said.
+        peft_config: The adapter; None takes the one that the settings describe.
+
+    Raises:
+        QeRLError: The model cannot be loaded in this format, or full tuning cannot fit the GPU.
+    """
+    if config.device.type == "cuda":
+        _plan_memory(config, console)
+    return load_policy(config, peft_config)
+
+
+def _plan_memory(config: QeRLConfig, console: Console) -> None:
+    capacity = torch.cuda.get_device_properties(config.device).total_memory
+    if config.tuning == "full":
+        refuse_full_tuning_that_cannot_fit(config, capacity)
+    planned = announce(config, capacity, console)
+    if planned is not None:
+        take_plan(config, planned)
+
+
+def take_plan(config: QeRLConfig, planned: Work) -> None:
+    """Write what the plan chose into the settings, in transformers' terms where it has them."""
+    config.tokens_per_forward = planned.tokens_per_forward
+    if config.gradient_checkpointing:
+        kwargs = cast(dict[str, Any], config.gradient_checkpointing_kwargs or {})
+        config.gradient_checkpointing_kwargs = kwargs | {"every_n_layers": planned.every_n_layers}
+
+
+def load_policy(config: QeRLConfig, peft_config: LoraConfig | None = None) -> PreTrainedModel | PeftModel:
+    """`make_policy` without the memory plan."""
+    assert config.model is not None
+    model = load_model(
+        config.model,
+        weights=config.weights,
+        dtype=compute_dtype(config, config.device),
+        device=config.device,
+        rounding=config.rounding,
+        trust_remote_code=config.trust_remote_code,
+        lora_targets=config.lora_target_modules if config.tuning == "lora" else None,
+    )
+    if config.tuning == "full":
+        return model
+    if peft_config is not None:
+        return adapt(model, peft_config, config.seed)
+    return add_lora(
+        model,
+        rank=config.lora_r,
+        alpha=config.lora_alpha,
+        dropout=config.lora_dropout,
+        target_modules=config.lora_target_modules,
+        seed=config.seed,
+    )
+
+
+def compute_dtype(config: QeRLConfig, device: torch.device) -> torch.dtype:
+    """The dtype that `dtype: auto` stands for on a device."""
+    if config.dtype == "auto":
+        return torch.float32 if device.type == "cpu" or config.tuning == "full" else torch.bfloat16
+    return getattr(torch, config.dtype)
