@@ -33,6 +33,7 @@ def dense(model):
 def test_a_bound_model_is_saved_as_it_was(plain, tmp_path, weights):
     model = load_model(plain, weights, torch.float32, "cpu")
     before = dense(model)
+    assert len(before) == 7 * 2, "seven linears in each of two layers"
     Binding(model, positions=64)
     assert all(m.weight_packed.ndim == 4 for m in model.modules() if isinstance(m, PackedLinear))
     model.save_pretrained(tmp_path / "saved")
