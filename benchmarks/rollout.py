@@ -64,15 +64,15 @@ def fill_prompts(step: DecodeStep, prompt_tokens: int, group: int, decode_tokens
     step.items.copy_(torch.tensor(items, dtype=torch.int32))
     step.order.copy_(torch.arange(2 * rows, dtype=torch.int32) % rows)
     state = step.state
-    state["position"].fill_(prompt_tokens - 1)
-    state["slot"].copy_(tables[rows:, 0] * PAGE)
-    state["limit"][0].fill_(prompt_tokens - 1)
-    state["limit"][1].fill_(1)
-    state["generated"].zero_()
-    state["max_new"].fill_(decode_tokens)
-    state["done"].zero_()
-    state["token"].copy_(torch.randint(0, 1000, (rows,)))
-    step.uniform.uniform_()
+    state.position_T.fill_(prompt_tokens - 1)
+    state.slot_T.copy_(tables[rows:, 0] * PAGE)
+    state.limit_2T[0].fill_(prompt_tokens - 1)
+    state.limit_2T[1].fill_(1)
+    state.generated_T.zero_()
+    state.max_new_T.fill_(decode_tokens)
+    state.done_T.zero_()
+    state.token_T.copy_(torch.randint(0, 1000, (rows,)))
+    state.uniform_TM.uniform_()
 
 
 def measure(
@@ -105,8 +105,8 @@ def measure(
             step.replay()
         torch.cuda.synchronize()
         times.append(time.perf_counter() - start)
-    assert int(step.state["generated"].min()) == decode_tokens
-    assert torch.isfinite(step.state["out_stats"]).all()
+    assert int(step.state.generated_T.min()) == decode_tokens
+    assert torch.isfinite(step.state.out_stats_2TM).all()
     middle = statistics.median(times)
     return {
         "decode_tok_s": rows * decode_tokens / middle,

@@ -13,8 +13,11 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from benchmarks.decoder import random_blob
 from benchmarks.kernels import small_error
+from qerl.errors import QeRLError
 from qerl.kernels.decode import attend as attention
-from qerl.kernels.decode import common, residual_norm, rope_kv, sample, silu_mul
+from qerl.kernels.decode import residual_norm, rope_kv, silu_mul
+from qerl.kernels.decode.draw import RowState, draw_token
+from qerl.kernels.decode.launch import NO_B, LoraA, LoraB, LoraSum
 from qerl.kernels.update.rms_norm import rms_norm
 from qerl.kernels.update.rotary import rotated_heads
 from qerl.kernels.update.swiglu import swiglu
@@ -104,10 +107,13 @@ def test_residual_norm(tokens, splits, rank, padded):
     if rank:
         y = y + low.to(HALF).double() @ b.double().T
         following, spent = fresh(tokens, stacked), fresh(tokens, 48) + 7
-        lora = {"low_CTR": fixed(low), "b_DR": b, "a_RD": a, "next_CTR": following, "spent_CTR": spent}
+        lora = {
+            "b": LoraB(LoraSum(fixed(low)), b), "a": LoraA(a, LoraSum(following)),
+            "xa_to_clear": LoraSum(spent),
+        }  # fmt: skip
     found = residual.clone()
     residual_norm.residual_norm(
-        found, w, u, squares, padded=padded, gemm_STN=product, parts_G=counts, scale_1=scale, **lora
+        found, w, u, squares, padded_tokens=padded, gemm_STN=product, partials_G=counts, scale_1=scale, **lora
     )
     u = as_rows(u, tokens, width, padded)
     assert error(found, y) < 1e-6
@@ -151,8 +157,8 @@ def test_rope_kv(qk_norm, bias, rank, cached):
         summed[0] = summed[0] + (1 - 1e-3) * product[0, 0].double()
     rope_kv.rope_kv(
         product, scale, squares, angle.cos(), angle.sin(), position, slot, q, k_cache, v_cache, width=width,
-        eps=EPS, parts_G=counts,
-        low_CTR=fixed(low) if rank else None, b_NR=b if rank else None, bias_N=bias_N, qk_norm_2E=norm_2E,
+        eps=EPS, partials_G=counts, bias_N=bias_N, qk_norm_2E=norm_2E,
+        b=LoraB(LoraSum(fixed(low)), b) if rank else NO_B,
     )  # fmt: skip
     x = summed
     parts = list(x.split([heads * size, kv_heads * size, kv_heads * size], dim=1))
@@ -218,10 +224,10 @@ def test_silu_mul(tokens, rank, padded):
     if padded:
         h = torch.zeros(padded * intermediate, device=DEVICE, dtype=HALF)
     following = fresh(tokens, max(rank, 1))
-    lora = {"low_CTR": fixed(low), "b_NR": b, "a_RI": a, "next_CTR": following} if rank else {}
+    lora = {"b": LoraB(LoraSum(fixed(low)), b), "a": LoraA(a, LoraSum(following))} if rank else {}
     silu_mul.silu_mul(
-        product, scale, squares, h, intermediate=intermediate, width=width, eps=EPS, padded=padded,
-        parts_G=counts, **lora,
+        product, scale, squares, h, intermediate=intermediate, width=width, eps=EPS, padded_tokens=padded,
+        partials_G=counts, **lora,
     )  # fmt: skip
     h = as_rows(h, tokens, intermediate, padded)
     rms = 1 / (squares.double().sum(0) / width + EPS).sqrt()
@@ -270,7 +276,7 @@ def test_attention_shares_prompts(padded, rows, cached):
     if padded:
         y = torch.zeros(padded * heads * size, device=DEVICE, dtype=HALF)
     following = fresh(tokens, rank)
-    attention.merge(out, lse, y, padded=padded, a_RC=a, next_CTR=following)
+    attention.combine_splits(out, lse, y, padded_tokens=padded, a=LoraA(a, LoraSum(following)))
     y = as_rows(y, tokens, heads * size, padded)
     truth = torch.zeros(tokens, heads, size, dtype=torch.float64, device=DEVICE)
     for t in range(tokens):
@@ -288,54 +294,57 @@ def test_attention_shares_prompts(padded, rows, cached):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_sample(temperature):
+def test_draw_token(temperature):
     tokens, vocabulary, most, width = 6, 9000, 4, 64
     logits = torch.randn(tokens, vocabulary, device=DEVICE) * 3
     logits[5, 77] = float("nan")
     squares = torch.full((1, tokens), float(width), device=DEVICE)
-    uniform = torch.rand(tokens, most, device=DEVICE)
     as_int = {"device": DEVICE, "dtype": torch.int32}
-    state = {
-        "token": torch.zeros(tokens, **as_int), "position": torch.full((tokens,), 9, **as_int),
-        "slot": torch.zeros(tokens, **as_int), "limit": torch.full((2, tokens), 64, **as_int),
-        "own_table": torch.arange(2 * tokens, **as_int).view(tokens, 2),
-        "generated": torch.tensor([0, 1, 3, 0, 2, 0], **as_int),
-        "max_new": torch.full((tokens,), most, **as_int),
-        "done": torch.tensor([0, 0, 0, 1, 0, 0], **as_int),
-        "out_token": torch.full((tokens, most), -7, **as_int), "out_stats": poison(2, tokens, most),
-    }  # fmt: skip
+    generated = [0, 1, 3, 0, 2, 0]
+    rows = RowState(
+        token_T=torch.zeros(tokens, **as_int), position_T=torch.full((tokens,), 9, **as_int),
+        slot_T=torch.zeros(tokens, **as_int), limit_2T=torch.full((2, tokens), 64, **as_int),
+        own_table_TB=torch.arange(2 * tokens, **as_int).view(tokens, 2),
+        generated_T=torch.tensor(generated, **as_int), max_new_T=torch.full((tokens,), most, **as_int),
+        done_T=torch.tensor([0, 0, 0, 1, 0, 0], **as_int), uniform_TM=torch.rand(tokens, most, device=DEVICE),
+        out_token_TM=torch.full((tokens, most), -7, **as_int), out_stats_2TM=poison(2, tokens, most),
+    )  # fmt: skip
     log_probs = (logits.double() / (temperature or 1.0)).log_softmax(-1)
     expected = log_probs.nan_to_num().topk(tokens).indices.diagonal().tolist()  # no two rows draw the same
     if temperature == 0:
         expected = log_probs.argmax(-1).tolist()
     for t in range(tokens):  # a uniform in the middle of what the token owns, where rounding decides nothing
-        n = min(int(state["generated"][t]), most - 1)
+        n = min(generated[t], most - 1)
         probs = log_probs[t].exp()
-        uniform[t, n] = probs[: expected[t]].sum() + probs[expected[t]] / 2
+        rows.uniform_TM[t, n] = probs[: expected[t]].sum() + probs[expected[t]] / 2
     stop = torch.tensor([expected[1]], **as_int)
-    before = {k: v.clone() for k, v in state.items()}
-    sample.sample(
-        logits, squares, torch.empty(3, tokens, 3, device=DEVICE), uniform, stop, state, width=width, eps=0.0,
+    draw_token(
+        logits, squares, torch.empty(3, tokens, 3, device=DEVICE), stop, rows, page=64, width=width, eps=0.0,
         temperature=temperature,
     )  # fmt: skip
-    assert state["done"].tolist() == [0, 1, 2, 1, 0, 3]
+    assert rows.done_T.tolist() == [0, 1, 2, 1, 0, 3]
     for t in (0, 1, 2, 4):
-        n = int(before["generated"][t])
-        token = int(state["out_token"][t, n])
+        n = generated[t]
+        token = int(rows.out_token_TM[t, n])
         assert token == expected[t]
-        assert abs(float(state["out_stats"][0, t, n]) - float(log_probs[t, token])) < 1e-4
+        assert abs(float(rows.out_stats_2TM[0, t, n]) - float(log_probs[t, token])) < 1e-4
         entropy = -(log_probs[t].exp() * log_probs[t]).sum()
-        assert abs(float(state["out_stats"][1, t, n]) - float(entropy)) < 1e-3
-        assert int(state["generated"][t]) == n + 1
-    assert (state["out_token"][3] == -7).all()
-    assert (state["out_token"][5] == -7).all()
-    assert state["slot"].tolist() == [64, -1, -1, 0, 64 * 9, -1]
-    assert state["limit"][1].tolist() == [65, 64, 64, 64, 65, 64]
-    assert state["position"].tolist()[:2] == [10, 9]
+        assert abs(float(rows.out_stats_2TM[1, t, n]) - float(entropy)) < 1e-3
+        assert int(rows.generated_T[t]) == n + 1
+    assert (rows.out_token_TM[3] == -7).all()
+    assert (rows.out_token_TM[5] == -7).all()
+    assert rows.slot_T.tolist() == [64, -1, -1, 0, 64 * 9, -1]
+    assert rows.limit_2T[1].tolist() == [65, 64, 64, 64, 65, 64]
+    assert rows.position_T.tolist()[:2] == [10, 9]
 
 
-def test_partial_count():
-    assert common.partial_count(129, 128) == 2
+def test_a_tensor_that_is_not_contiguous_is_named():
+    w = torch.ones(256, device=DEVICE)[::2]
+    found, u, squares = torch.zeros(3, 128, device=DEVICE), half(3, 128), poison(2, 3)
+    with pytest.raises(
+        QeRLError, match=r"residual_norm was given w_D of the shape \(128,\) whose dimension 0"
+    ):
+        residual_norm.residual_norm(found, w, u, squares, gemm_STN=torch.zeros(1, 3, 128, device=DEVICE))
 
 
 @pytest.mark.parametrize("tokens", [1, 8, 13, 32, 50, 64, 100])

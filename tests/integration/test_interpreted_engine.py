@@ -14,12 +14,13 @@ if torch.cuda.is_available():
 from qerl.kernels.decode import attend as attention
 from qerl.kernels.weights.nf4 import NF4
 from qerl.lora.adapter import add_lora
-from qerl.rollout import PortableEngine, SamplingParams
+from qerl.rollout.engine import SamplingParams
 from qerl.rollout.paged import call, prefill, scheduler
 from qerl.rollout.paged import engine as paged
 from qerl.rollout.paged.decode import DecodeStep
 from qerl.rollout.paged.engine import PagedEngine
 from qerl.rollout.paged.step import Cache
+from qerl.rollout.portable.engine import PortableEngine
 
 PROMPTS = [list(range(3, 8)), [9]]
 BLOCKS = 12
@@ -106,20 +107,20 @@ def test_a_pass_that_was_cut_off_leaves_nothing(adapted, monkeypatch):
     model, params = adapted("llama"), SamplingParams(max_tokens=1, seed=1)
     engine = PagedEngine(model, 0)
     wanted = engine.generate([[9, 4]], 1, params)
-    merge, calls = attention.merge, []
+    combine, calls = attention.combine_splits, []
 
     def cut_off(*args, **kwargs):
         calls.append(args)
         if len(calls) == 2:
             raise KeyboardInterrupt
-        merge(*args, **kwargs)
+        combine(*args, **kwargs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(attention, "merge", cut_off)
+        patch.setattr(attention, "combine_splits", cut_off)
         with pytest.raises(KeyboardInterrupt):
             engine.generate([[9, 4]], 1, params)
     steps = [*engine._prefill._steps.values(), *(step.step for step in engine._steps.values())]
-    assert any(step.low["qkv"].any() for step in steps), "the cut left a sum"
+    assert any(step.sums.qkv.sum_CTR.any() for step in steps), "the cut left a sum"
     monkeypatch.setattr(PagedEngine, "_reserve", lambda self, *args: self._cache)  # steps stay
     assert engine.generate([[9, 4]], 1, params).completions == wanted.completions
 

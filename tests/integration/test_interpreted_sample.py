@@ -11,7 +11,8 @@ pytest.importorskip("triton", reason="Triton is not installed")
 if torch.cuda.is_available():
     pytest.skip("the interpreter is for machines without a GPU", allow_module_level=True)
 
-from qerl.kernels.decode import sample
+from qerl.kernels.decode import draw as kernel
+from qerl.kernels.decode.draw import RowState
 from qerl.rollout.engine import SamplingParams
 from qerl.rollout.paged import decode
 from qerl.rollout.sampling import truncate
@@ -19,34 +20,34 @@ from qerl.rollout.sampling import truncate
 BLOCK = 16
 
 
-def state_of(rows, most=1):
-    state = {
-        name: torch.zeros(rows, dtype=torch.int32)
-        for name in ("token", "position", "slot", "generated", "done")
-    }
-    return state | {
-        "max_new": torch.full((rows,), most, dtype=torch.int32),
-        "limit": torch.zeros(2, rows, dtype=torch.int32),
-        "own_table": torch.zeros(rows, 1, dtype=torch.int32),
-        "out_token": torch.full((rows, most), -1, dtype=torch.int32),
-        "out_stats": torch.zeros(2, rows, most),
-    }
+def rows_of(uniform_T):
+    """Rows that may generate one token each."""
+    rows = len(uniform_T)
+
+    def integers(*shape, value=0):
+        return torch.full(shape, value, dtype=torch.int32)
+
+    return RowState(
+        token_T=integers(rows), position_T=integers(rows), slot_T=integers(rows), limit_2T=integers(2, rows),
+        own_table_TB=integers(rows, 1), generated_T=integers(rows), max_new_T=integers(rows, value=1),
+        done_T=integers(rows), uniform_TM=uniform_T[:, None].contiguous(),
+        out_token_TM=integers(rows, 1, value=-1), out_stats_2TM=torch.zeros(2, rows, 1),
+    )  # fmt: skip
 
 
 def draw(logits_TV, uniform_T, **filtered):
     rows, vocabulary = logits_TV.shape
-    state = state_of(rows)
-    sample.sample(
-        logits_TV, torch.ones(1, rows), torch.empty(3, rows, -(-vocabulary // sample.BLOCK_V)),
-        uniform_T[:, None].contiguous(), torch.empty(0, dtype=torch.int32), state, width=1, eps=0.0,
-        temperature=1.0, **filtered,
+    state = rows_of(uniform_T)
+    kernel.draw_token(
+        logits_TV, torch.ones(1, rows), torch.empty(3, rows, -(-vocabulary // kernel.BLOCK_V)),
+        torch.empty(0, dtype=torch.int32), state, page=64, width=1, eps=0.0, temperature=1.0, **filtered,
     )  # fmt: skip
-    return state["out_token"][:, 0].long(), state["out_stats"][:, :, 0]
+    return state.out_token_TM[:, 0].long(), state.out_stats_2TM[:, :, 0]
 
 
 def test_a_token_of_probability_zero_is_never_drawn(monkeypatch):
     """Targets between the two orders of summation: a scan says one block, a sum goes below zero in it."""
-    monkeypatch.setattr(sample, "BLOCK_V", BLOCK)
+    monkeypatch.setattr(kernel, "BLOCK_V", BLOCK)
     blocks = 32
     logits_BC = torch.full((blocks, BLOCK), decode._NEVER)
     logits_BC[:, 5] = torch.randn(blocks, generator=torch.Generator().manual_seed(0))
@@ -85,17 +86,17 @@ def test_filters_in_pieces_of_rows(monkeypatch, filters):
     step = object.__new__(decode.DecodeStep)
     step.step = type("", (), {"squares_PT": torch.full((1, rows), 64.0)})
     step.decoder = type("", (), {"hidden": 64, "eps": 0.0})
-    step._params, step.state = params, state_of(rows)
-    step.uniform, step.stop = torch.rand(rows, 1, generator=generator), torch.empty(0, dtype=torch.int32)
+    step._params, step.state = params, rows_of(torch.rand(rows, generator=generator))
+    step.stop = torch.empty(0, dtype=torch.int32)
     step.stats = torch.empty(3, rows, 1)
     full_TV = (logits_TV.double() / 0.8).log_softmax(-1)
     left_TV = truncate(full_TV, params)
     step._draw_filtered(logits_TV.clone())
-    assert step.state["done"].tolist() == [2, 2, 2, 3, 2]
+    assert step.state.done_T.tolist() == [2, 2, 2, 3, 2]
     good = torch.tensor([0, 1, 2, 4])
-    drawn = step.state["out_token"][good].long()
+    drawn = step.state.out_token_TM[good].long()
     assert left_TV[good].gather(1, drawn).isfinite().all()
-    logprob, entropy = step.state["out_stats"][:, good, 0]
+    logprob, entropy = step.state.out_stats_2TM[:, good, 0]
     torch.testing.assert_close(logprob.double(), full_TV[good].gather(1, drawn)[:, 0], atol=1e-5, rtol=0)
     truth = -torch.linalg.vecdot(full_TV.exp(), full_TV)[good]
     torch.testing.assert_close(entropy.double(), truth, atol=1e-5, rtol=0)

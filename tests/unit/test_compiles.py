@@ -30,8 +30,8 @@ def test_a_decode_step_compiles_for_hopper():
     assert done.returncode == 0, done.stderr[-3000:]
     found = dict(line.split() for line in done.stdout.splitlines() if line.startswith("_"))
     assert set(found) == {
-        "_residual_norm", "_rope_kv", "_attend", "_merge", "_silu_mul", "_partial_softmax", "_choose",
-        "_norm", "_norm_backward", "_swiglu", "_swiglu_backward", "_rotate",
+        "_residual_norm", "_rope_kv", "_attend", "_combine_splits", "_silu_mul", "_partial_softmax",
+        "_choose", "_norm", "_norm_backward", "_swiglu", "_swiglu_backward", "_rotate",
     }  # fmt: skip
     assert int(found["_attend"]) >= 4, "16 and 64 rows, bf16 and fp8"
 

@@ -9,9 +9,10 @@ from qerl.errors import QeRLError
 from qerl.fp4.format import NVFP4, dequantize, quantize
 from qerl.fp4.linear import NVFP4Linear
 from qerl.noise import AdaptiveNoise, NoiseSchedule, noisy_norms
-from qerl.rollout import PortableEngine, SamplingParams
+from qerl.rollout.engine import SamplingParams
 from qerl.rollout.portable import attention
 from qerl.rollout.portable.cache import PreallocatedCache
+from qerl.rollout.portable.engine import PortableEngine
 from qerl.rollout.portable.waves import SequenceId, Wave, plan_waves
 from qerl.rollout.select import make_engine
 

@@ -1,43 +1,38 @@
 """Attention over the paged KV cache, in which samples of one prompt read its keys and values once.
 
 The work is a list of items. An item is a run of query tokens that look at one block table: the samples of a
-group at their prompt's blocks, one sample at its own blocks, or a piece of a prompt at itself during prefill.
+group at their prompt's blocks, one sample at its own blocks, or a slice of a prompt at itself during prefill.
 All query heads that share a kv head are rows of the same tile, so a block of keys is read from memory once
-for all of them. A group that needs several tiles (8 samples with 7 query heads a kv head: four of 16 rows)
-reads it from the L2 cache after that. How far a row may look is a
-number for each token, which makes decode, shared prompts and causal prefill the same loop.
+for all of them. A group that needs several tiles (8 samples with 7 query heads per kv head: four of 16 rows)
+reads it from the L2 cache after that. How far a row may look is a number for each token, which makes decode,
+shared prompts and causal prefill the same loop.
 
-Each item's keys are cut into SPLITS pieces that run in parallel; every piece leaves a normalised output and
-its log-sum-exp, and a second kernel merges them and computes x A^T for the output projection on the way.
+Each item's keys are divided into splits that run in parallel; every split leaves a normalised output and its
+log-sum-exp, and a second kernel combines them and computes x A^T for the output projection on the way.
+
+Shapes: T tokens, H query heads, E head size, C = H E, G block tables, B blocks of a table, Z twice the splits
+(those at shared prompts, then those at a sequence's own tokens), 2 those two kinds.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from qerl.kernels.decode.common import (
-    apply_a,
-    begin,
-    clear,
-    copies,
-    dependent,
-    load_a,
-    operand_at,
-    ranks,
-)
-from qerl.kernels.limits import PAGE, rank_part
+from qerl.kernels.decode.common import apply_a, begin, clear, load_a, operand_at
+from qerl.kernels.decode.launch import NO_A, NO_SUM, LoraA, LoraSum, dependent, pointers
+from qerl.kernels.limits import rank_part
 
 PREFILL_ROWS = 64
-"""Rows of a tile, (token, query head) pairs that share a kv head, where items are pieces of a prompt."""
+"""Rows of a tile, (token, query head) pairs that share a kv head, where items are slices of a prompt."""
 
 
-def decode_rows(heads_a_group: int) -> int:
+def decode_rows(grouped_heads: int) -> int:
     """Rows of a tile while decoding, where most items are one token.
 
     Compiled for sm_90, heads of 128: 94 registers a thread and 39 KB with 16 rows, so five programs sit on a
     multiprocessor; 194 and 45 KB with 32 rows, 235 and 82 KB with 64, two.
     """
-    return max(16, triton.next_power_of_2(heads_a_group))
+    return max(16, triton.next_power_of_2(grouped_heads))
 
 
 @triton.jit
@@ -98,21 +93,22 @@ def _attend(
 
 
 @triton.jit
-def _merge(
-    out_ZTHE, lse_ZTH, a_RC, y_TC, next_CTR, spent_CTR, T,
-    HQ: tl.constexpr, E: tl.constexpr, Z: tl.constexpr, R: tl.constexpr,
-    PART: tl.constexpr, R_SPENT: tl.constexpr, R_SPENT_PADDED: tl.constexpr, PADDED: tl.constexpr,
-    BLOCK_T: tl.constexpr, NEXT_COPIES: tl.constexpr, SPENT_COPIES: tl.constexpr, PDL: tl.constexpr,
+def _combine_splits(
+    out_ZTHE, lse_ZTH, a_RK, y_TC, xa_next_CTR, xa_to_clear_CTR, T,
+    HQ: tl.constexpr, E: tl.constexpr, Z: tl.constexpr,
+    A_RANKS: tl.constexpr, A_PART: tl.constexpr, NEXT_COPIES: tl.constexpr,
+    R_CLEAR: tl.constexpr, R_CLEAR_PADDED: tl.constexpr, CLEAR_COPIES: tl.constexpr,
+    PADDED: tl.constexpr, BLOCK_T: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0)
     t = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
     in_t = t < T
     e = tl.arange(0, E)
     c = head * E + e
-    if R > 0:
-        a = load_a(a_RC, 0, c, e < E, HQ * E, R, PART)
+    if A_RANKS > 0:
+        a = load_a(a_RK, 0, c, e < E, HQ * E, A_RANKS, A_PART)
     begin(PDL)
-    clear(spent_CTR, head, t, in_t, T, R_SPENT, R_SPENT_PADDED, SPENT_COPIES)
+    clear(xa_to_clear_CTR, head, t, in_t, T, R_CLEAR, R_CLEAR_PADDED, CLEAR_COPIES)
     best = tl.full((BLOCK_T,), -float("inf"), tl.float32)
     for z in tl.static_range(Z):
         best = tl.maximum(best, tl.load(lse_ZTH + (z * T + t) * HQ + head, mask=in_t, other=0.0))
@@ -128,12 +124,12 @@ def _merge(
     y = (y / total[:, None]).to(y_TC.dtype.element_ty)
     at = y_TC + operand_at(t, c, HQ * E, PADDED)
     tl.store(at, y, mask=in_t[:, None])
-    if R > 0:
-        # Read back rather than kept: Triton would convert every part above to the product's layout (7 us
+    if A_RANKS > 0:
+        # Read back rather than kept: Triton would convert every split above to the product's layout (7 us
         # instead of 3).
         tl.debug_barrier()
         y = tl.load(at, mask=in_t[:, None], other=0.0)
-        apply_a(next_CTR, head, y, a, a_RC, c, e < E, HQ * E, t, in_t, T, R, PART, NEXT_COPIES)
+        apply_a(xa_next_CTR, head, y, a, a_RK, c, e < E, HQ * E, t, in_t, T, A_RANKS, A_PART, NEXT_COPIES)
 
 
 def attend(
@@ -150,66 +146,67 @@ def attend(
     splits: int,
     rows: int,
 ) -> None:
-    """Partial attention of every item.
+    """Write the partial attention of every item.
 
     Args:
         q_THE: Queries, bf16 [T, query heads, head size].
-        k_cache, v_cache: [blocks, kv heads, 64, head size].
+        k_cache, v_cache: [blocks, kv heads, block tokens, head size].
         tables_GB: int32 block tables.
         item_4: int32 [items, 4]: first index into ``order``, tokens (0: nothing to do; at most ``rows`` /
-            heads a kv head), row of ``tables_GB``, and which of the two limits and halves of the output the
-            item uses (0 for a shared prompt, 1 for a sequence's own tokens).
+            query heads per kv head), row of ``tables_GB``, and which of the two limits and halves of the
+            output the item uses (0 for a shared prompt, 1 for a sequence's own tokens).
         order: int32, the tokens of the items.
         limit_2T: int32 [2, T]: how many cached tokens of the item's table a token sees.
         out_ZTHE: fp32 [2 * splits, T, heads, head size], written where an item covers the token.
         lse_ZTH: fp32 [2 * splits, T, heads], likewise; the caller fills uncovered halves with -inf.
-        splits: Parallel pieces of an item.
-        rows: Of a tile, a power of two from 16 on and at least the query heads of a kv head.
+        splits: Number of parallel splits of an item's keys.
+        rows: Rows of a tile, a power of two from 16 on and at least the query heads per kv head.
+
+    Raises:
+        QeRLError: A tensor is not contiguous.
     """
     tokens, heads, size = q_THE.shape
-    kv_heads = k_cache.shape[1]
+    kv_heads, page = k_cache.shape[1:3]
+    arguments = pointers(
+        "attend", q_THE, q_THE=q_THE, k_cache=k_cache, v_cache=v_cache, tables_GB=tables_GB, item_4=item_4,
+        order=order, limit_2T=limit_2T, out_ZTHE=out_ZTHE, lse_ZTH=lse_ZTH,
+    )  # fmt: skip
     _attend[(item_4.shape[0], kv_heads, splits)](
-        q_THE, k_cache, v_cache, tables_GB, item_4, order, limit_2T, out_ZTHE, lse_ZTH,
-        tokens, tables_GB.shape[1], size**-0.5,
-        HQ=heads, HKV=kv_heads, E=size, PAGE=PAGE, ROWS=rows, SPLITS=splits, num_warps=4,
-        num_stages=3,
+        *arguments, tokens, tables_GB.shape[1], size**-0.5,
+        HQ=heads, HKV=kv_heads, E=size, PAGE=page, ROWS=rows, SPLITS=splits, num_warps=4, num_stages=3,
         **dependent(q_THE),
     )  # fmt: skip
 
 
-def merge(
+def combine_splits(
     out_ZTHE: torch.Tensor,
     lse_ZTH: torch.Tensor,
     y_TC: torch.Tensor,
     *,
-    padded: int = 0,
-    a_RC: torch.Tensor | None = None,
-    next_CTR: torch.Tensor | None = None,
-    spent_CTR: torch.Tensor | None = None,
+    padded_tokens: int = 0,
+    a: LoraA = NO_A,
+    xa_to_clear: LoraSum = NO_SUM,
 ) -> None:
-    """Merges the pieces into y, bf16 [T, heads * head size], and leaves x A^T for the output projection.
+    """Write the attention's output y, bf16, as the output projection reads it.
 
     Args:
         out_ZTHE, lse_ZTH: As :func:`attend` left them.
-        y_TC: Written, [T, C] or in a small GEMM's order.
-        padded: Tokens that ``y_TC`` has room for in a small GEMM's order; 0 for [T, C].
-        a_RC: A of the output projection; None without LoRA.
-        next_CTR: int64 [C, T, R], zero before, the sum y A^T after.
-        spent_CTR: A sum that is not needed any more, set to zero.
+        y_TC: Written, [T, C] or in the order of ``packed_gemm``.
+        padded_tokens: Tokens that ``y_TC`` has room for in the order of ``packed_gemm``; 0 for [T, C].
+        a: LoRA of the output projection.
+        xa_to_clear: A sum that earlier kernels have read.
+
+    Raises:
+        QeRLError: A tensor is not contiguous.
     """
-    pieces, tokens, heads, size = out_ZTHE.shape
+    splits, tokens, heads, size = out_ZTHE.shape
     block_t = 16
-    own = 0 if a_RC is None else a_RC.shape[0]
-    _merge[(heads, triton.cdiv(tokens, block_t))](
-        out_ZTHE, lse_ZTH,
-        y_TC if a_RC is None else a_RC,
-        y_TC,
-        y_TC if next_CTR is None else next_CTR,
-        y_TC if spent_CTR is None else spent_CTR,
-        tokens,
-        HQ=heads, E=size, Z=pieces, R=own, PART=rank_part(own),
-        R_SPENT=ranks(spent_CTR), R_SPENT_PADDED=triton.next_power_of_2(ranks(spent_CTR)), PADDED=padded,
-        BLOCK_T=block_t,
-        NEXT_COPIES=copies(next_CTR), SPENT_COPIES=copies(spent_CTR), num_warps=4,
-        **dependent(out_ZTHE),
+    arguments = pointers(
+        "combine_splits", y_TC, out_ZTHE=out_ZTHE, lse_ZTH=lse_ZTH, a_RK=a.a_RK, y_TC=y_TC,
+        xa_next_CTR=a.xa.sum_CTR, xa_to_clear_CTR=xa_to_clear.sum_CTR,
+    )  # fmt: skip
+    _combine_splits[(heads, triton.cdiv(tokens, block_t))](
+        *arguments, tokens, HQ=heads, E=size, Z=splits,
+        **a.constants(rank_part(a.ranks)), **xa_to_clear.clear_constants(),
+        PADDED=padded_tokens, BLOCK_T=block_t, num_warps=4, **dependent(out_ZTHE),
     )  # fmt: skip

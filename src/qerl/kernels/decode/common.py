@@ -3,15 +3,16 @@
 The step is laid out so that LoRA and normalisation cost no launch of their own:
 
 * RMSNorm is applied late. A norm kernel multiplies by the norm's weight, hands that to the GEMM, and leaves
-  partial sums of squares; every reader of the GEMM's output multiplies by 1/rms, which is one number a token
-  and commutes with the product.
-* x A^T is computed by the kernel that makes x, while x is in registers. Its programs hold different columns
-  of x, so they add their parts up in memory, as 64-bit fixed-point numbers: integer addition does not care
-  about order, so the sum is the same every time, which floating-point atomics could not promise. Programs
-  that add to the same few cache lines wait for each other, so a sum has a few copies, which its reader adds.
-  The kernel that reads the GEMM's output applies B, and a kernel after it sets the sum back to zero.
-* Of an adapter of high rank a kernel takes a part of the ranks at a time. The first part it loads ahead of
-  its wait like all weights, so for ranks up to 128 there is no loop.
+  partial sums of squares; every reader of the GEMM's output multiplies by 1/rms, which is one number per
+  token and commutes with the product.
+* x A^T (``xa`` below) is computed by the kernel that makes x, while x is in registers. Its programs hold
+  different columns of x, so they add their shares up in memory, as 64-bit fixed-point numbers: integer
+  addition does not care about order, so the sum is the same every time, which floating-point atomics could
+  not promise. Programs that add to the same few cache lines wait for each other, so a sum has a few copies,
+  which its reader adds. The kernel that reads the GEMM's output applies B, and a later kernel sets the sum
+  back to zero.
+* A kernel takes the ranks of a large adapter in parts of at most 128 (`qerl.kernels.limits`). It loads the
+  first part ahead of its wait like all weights, so up to 128 ranks there is no loop.
 * A GEMM may leave partial sums over K; its reader adds them in order.
 
 Results therefore do not depend on timing, nor, in a step of a given number of rows, on who else is in the
@@ -22,7 +23,6 @@ adapter's padded with zeros to a power of two), C copies of a sum, S partial sum
 of its weight, P partial sums of squares.
 """
 
-import torch
 import triton
 import triton.language as tl
 
@@ -53,17 +53,17 @@ def inverse_rms(squares_PT, t, in_t, T, D, eps, P: tl.constexpr, P_PADDED: tl.co
 
 
 @triton.jit
-def add_low(low_CTR, program, partial, t, in_t, r, in_r, T, R_TOTAL: tl.constexpr, COPIES: tl.constexpr):
-    """Adds a program's part of x A^T to one of the copies of the sum."""
-    at = low_CTR + ((program % COPIES) * T + t[:, None]) * R_TOTAL + r[None, :]
+def add_xa(xa_CTR, program, partial, t, in_t, r, in_r, T, R_TOTAL: tl.constexpr, COPIES: tl.constexpr):
+    """Adds this program's share of x A^T to one of the copies of the sum."""
+    at = xa_CTR + ((program % COPIES) * T + t[:, None]) * R_TOTAL + r[None, :]
     fixed = (partial * FIXED_POINT).to(tl.int64)
     tl.atomic_add(at, fixed, mask=in_t[:, None] & in_r[None, :], sem="relaxed")
 
 
 @triton.jit
-def load_low(low_CTR, first, t, in_t, T, R_TOTAL: tl.constexpr, R: tl.constexpr, COPIES: tl.constexpr):
+def load_xa(xa_CTR, first, t, in_t, T, R_TOTAL: tl.constexpr, R: tl.constexpr, COPIES: tl.constexpr):
     """Columns first..first+R of x A^T, fp32 [BLOCK_T, R]."""
-    at = low_CTR + t[:, None] * R_TOTAL + first + tl.arange(0, R)[None, :]
+    at = xa_CTR + t[:, None] * R_TOTAL + first + tl.arange(0, R)[None, :]
     total = tl.load(at, mask=in_t[:, None], other=0)
     for copy in tl.static_range(1, COPIES):
         total += tl.load(at + copy * T * R_TOTAL, mask=in_t[:, None], other=0)
@@ -71,14 +71,14 @@ def load_low(low_CTR, first, t, in_t, T, R_TOTAL: tl.constexpr, R: tl.constexpr,
 
 
 @triton.jit
-def clear(spent_CTR, program, t, in_t, T, R: tl.constexpr, R_PADDED: tl.constexpr, COPIES: tl.constexpr):
-    """Sets a sum that has been read by the kernel before back to zero; the programs share the copies."""
+def clear(xa_CTR, program, t, in_t, T, R: tl.constexpr, R_PADDED: tl.constexpr, COPIES: tl.constexpr):
+    """Sets a sum that an earlier kernel has read back to zero; the programs share the copies."""
     if R > 0:
         PART: tl.constexpr = R_PADDED if R_PADDED < 512 else 512
         for copy in range(program, COPIES, tl.num_programs(0)):
             for first in tl.static_range(0, R, PART):
                 r = first + tl.arange(0, PART)
-                at = spent_CTR + (copy * T + t[:, None]) * R + r[None, :]
+                at = xa_CTR + (copy * T + t[:, None]) * R + r[None, :]
                 zero = tl.zeros((t.shape[0], PART), tl.int64)
                 tl.store(at, zero, mask=in_t[:, None] & (r < R)[None, :])
 
@@ -99,45 +99,45 @@ def load_a(a_RK, first, k, in_k, K, R: tl.constexpr, PART: tl.constexpr):
 
 @triton.jit
 def apply_b(
-    low_CTR, first, b, b_NR, n, in_n, t, in_t, T,
+    xa_CTR, first, b, b_NR, n, in_n, t, in_t, T,
     R_TOTAL: tl.constexpr, R: tl.constexpr, PART: tl.constexpr, COPIES: tl.constexpr,
 ):  # fmt: skip
-    """(x A^T) B^T of one adapter, whose columns of x A^T begin at ``first``; ``b`` is B's first part."""
-    low = load_low(low_CTR, first, t, in_t, T, R_TOTAL, PART, COPIES)
-    y = tl.dot(low.to(b.dtype), tl.trans(b), out_dtype=tl.float32)
+    """(x A^T) B^T of one linear layer, whose columns of x A^T begin at ``first``; ``b`` is B's first part."""
+    xa = load_xa(xa_CTR, first, t, in_t, T, R_TOTAL, PART, COPIES)
+    y = tl.dot(xa.to(b.dtype), tl.trans(b), out_dtype=tl.float32)
     for more in tl.static_range(PART, R, PART):
-        low = load_low(low_CTR, first + more, t, in_t, T, R_TOTAL, PART, COPIES)
+        xa = load_xa(xa_CTR, first + more, t, in_t, T, R_TOTAL, PART, COPIES)
         b = load_b(b_NR, n, in_n, more, R, PART)
-        y += tl.dot(low.to(b.dtype), tl.trans(b), out_dtype=tl.float32)
+        y += tl.dot(xa.to(b.dtype), tl.trans(b), out_dtype=tl.float32)
     return y
 
 
 @triton.jit
 def apply_a(
-    next_CTR, program, x, a, a_RK, k, in_k, K, t, in_t, T,
+    xa_next_CTR, program, x, a, a_RK, k, in_k, K, t, in_t, T,
     R: tl.constexpr, PART: tl.constexpr, COPIES: tl.constexpr,
 ):  # fmt: skip
-    """Adds a program's part of x A^T to its sum; ``a`` is A's first part."""
+    """Adds this program's share of x A^T to the sum; ``a`` is A's first part."""
     for first in tl.static_range(0, R, PART):
         if first > 0:
             a = load_a(a_RK, first, k, in_k, K, R, PART)
         r = first + tl.arange(0, PART)
         partial = tl.dot(x, tl.trans(a), out_dtype=tl.float32)
-        add_low(next_CTR, program, partial, t, in_t, r, r < R, T, R, COPIES)
+        add_xa(xa_next_CTR, program, partial, t, in_t, r, r < R, T, R, COPIES)
 
 
 @triton.jit
-def part_counts(parts_G, n, in_n, S: tl.constexpr):
-    """How many partial sums each column of a GEMM's output has."""
+def partial_counts(partials_G, n, in_n, S: tl.constexpr):
+    """Number of partial sums in each column of a GEMM's output."""
     if S > 1:
-        return tl.load(parts_G + n // 64, mask=in_n, other=1)
+        return tl.load(partials_G + n // 64, mask=in_n, other=1)
     else:  # noqa: RET505 (Triton needs both branches)
         return tl.full(n.shape, 1, tl.int32)
 
 
 @triton.jit
-def sum_parts(gemm_STN, counts, t, in_t, n, in_n, T, N, S: tl.constexpr):
-    """Tile of a GEMM's output with its parts added, fp32."""
+def sum_partials(gemm_STN, counts, t, in_t, n, in_n, T, N, S: tl.constexpr):
+    """Tile of a GEMM's output with its partial sums added, fp32."""
     inside = in_t[:, None] & in_n[None, :]
     at = gemm_STN + t[:, None].to(tl.int64) * N + n[None, :]
     total = tl.load(at, mask=inside, other=0.0).to(tl.float32)
@@ -149,8 +149,8 @@ def sum_parts(gemm_STN, counts, t, in_t, n, in_n, T, N, S: tl.constexpr):
 
 @triton.jit
 def operand_at(t, n, WIDTH, PADDED: tl.constexpr):
-    """Where the next GEMM reads x[t, n]: row by row, or, with room for PADDED tokens, in packed_gemm.cu's
-    order.
+    """Where the next GEMM reads x[t, n]: row by row if PADDED is 0, else in packed_gemm.cu's order for PADDED
+    tokens.
 
     That is [n / 64, t / 8, 8 chunks, 8 tokens, 8 n], where 2c + 1 and 2c + 8 of every 16 have changed places.
     """
@@ -161,23 +161,3 @@ def operand_at(t, n, WIDTH, PADDED: tl.constexpr):
         slot = tl.where((i < 8) & (i % 2 == 1), n + 7, tl.where((i >= 8) & (i % 2 == 0), n - 7, n))
         column = slot // 64 * (64 * PADDED) + slot % 64 // 8 * 64 + slot % 8
         return (t // 8 * 512 + t % 8 * 8)[:, None] + column[None, :]
-
-
-def partial_count(columns: int, block: int) -> int:
-    """Partial sums that a kernel leaves which cuts ``columns`` into blocks."""
-    return -(-columns // block)
-
-
-def ranks(low_CTR: torch.Tensor | None) -> int:
-    """Stacked ranks of a sum, 0 without LoRA."""
-    return 0 if low_CTR is None else low_CTR.shape[2]
-
-
-def copies(low_CTR: torch.Tensor | None) -> int:
-    """Copies of a sum."""
-    return 1 if low_CTR is None else low_CTR.shape[0]
-
-
-def dependent(tensor: torch.Tensor) -> dict[str, bool]:
-    """Launch options: programmatic dependent launch, which Triton's interpreter on the CPU lacks."""
-    return {"PDL": True, "launch_pdl": True} if tensor.is_cuda else {"PDL": False}

@@ -16,27 +16,24 @@ from qerl.kernels.decode.common import (
     apply_b,
     begin,
     clear,
-    copies,
-    dependent,
     inverse_rms,
     load_b,
-    part_counts,
-    ranks,
-    sum_parts,
+    partial_counts,
+    sum_partials,
 )
-from qerl.kernels.limits import PAGE, rank_part
+from qerl.kernels.decode.launch import NO_B, NO_SUM, LoraB, LoraSum, dependent, pointers
+from qerl.kernels.limits import rank_part
 
 
 @triton.jit
 def _rope_kv(
-    gemm_STN, parts_G, scale_3, squares_PT, low_CTR, spent_CTR, b_NR, bias_N, qk_norm_2E, cos_ME, sin_ME,
-    position_T, slot_T,
-    q_THE, k_cache, v_cache,
+    gemm_STN, partials_G, scale_3, squares_PT, xa_CTR, xa_to_clear_CTR, b_NR, bias_N, qk_norm_2E,
+    cos_ME, sin_ME, position_T, slot_T, q_THE, k_cache, v_cache,
     T, N, D, eps,
-    S: tl.constexpr, SQ_P: tl.constexpr, SQ_PADDED: tl.constexpr, R: tl.constexpr,
-    PART: tl.constexpr, R_SPENT: tl.constexpr, R_SPENT_PADDED: tl.constexpr,
+    S: tl.constexpr, SQ_P: tl.constexpr, SQ_PADDED: tl.constexpr,
+    R: tl.constexpr, PART: tl.constexpr, COPIES: tl.constexpr,
+    R_CLEAR: tl.constexpr, R_CLEAR_PADDED: tl.constexpr, CLEAR_COPIES: tl.constexpr,
     HQ: tl.constexpr, HKV: tl.constexpr, E: tl.constexpr, PAGE: tl.constexpr,
-    COPIES: tl.constexpr, SPENT_COPIES: tl.constexpr,
     HAS_BIAS: tl.constexpr, QK_NORM: tl.constexpr, BLOCK_T: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0)
@@ -49,7 +46,7 @@ def _rope_kv(
     part = tl.where(head < HQ, 0, tl.where(head < HQ + HKV, 1, 2))
     every = e < HALF
     scale = tl.load(scale_3 + part)
-    counts1, counts2 = part_counts(parts_G, n1, every, S), part_counts(parts_G, n2, every, S)
+    counts1, counts2 = partial_counts(partials_G, n1, every, S), partial_counts(partials_G, n2, every, S)
     if R > 0:
         b1 = load_b(b_NR, n1, every, 0, R, PART)
         b2 = load_b(b_NR, n2, every, 0, R, PART)
@@ -60,13 +57,13 @@ def _rope_kv(
     angle = tl.load(position_T + t, mask=in_t, other=0)[:, None] * HALF + e[None, :]
     cos, sin = tl.load(cos_ME + angle), tl.load(sin_ME + angle)
     begin(PDL)
-    clear(spent_CTR, head, t, in_t, T, R_SPENT, R_SPENT_PADDED, SPENT_COPIES)
+    clear(xa_to_clear_CTR, head, t, in_t, T, R_CLEAR, R_CLEAR_PADDED, CLEAR_COPIES)
     rms = inverse_rms(squares_PT, t, in_t, T, D, eps, SQ_P, SQ_PADDED)
-    x1 = sum_parts(gemm_STN, counts1, t, in_t, n1, every, T, N, S) * scale
-    x2 = sum_parts(gemm_STN, counts2, t, in_t, n2, every, T, N, S) * scale
+    x1 = sum_partials(gemm_STN, counts1, t, in_t, n1, every, T, N, S) * scale
+    x2 = sum_partials(gemm_STN, counts2, t, in_t, n2, every, T, N, S) * scale
     if R > 0:
-        x1 += apply_b(low_CTR, part * R, b1, b_NR, n1, every, t, in_t, T, 3 * R, R, PART, COPIES)
-        x2 += apply_b(low_CTR, part * R, b2, b_NR, n2, every, t, in_t, T, 3 * R, R, PART, COPIES)
+        x1 += apply_b(xa_CTR, part * R, b1, b_NR, n1, every, t, in_t, T, 3 * R, R, PART, COPIES)
+        x2 += apply_b(xa_CTR, part * R, b2, b_NR, n2, every, t, in_t, T, 3 * R, R, PART, COPIES)
     x1 *= rms[:, None]
     x2 *= rms[:, None]
     if HAS_BIAS:
@@ -115,53 +112,50 @@ def rope_kv(
     *,
     width: int,
     eps: float,
-    parts_G: torch.Tensor | None = None,
-    low_CTR: torch.Tensor | None = None,
-    spent_CTR: torch.Tensor | None = None,
-    b_NR: torch.Tensor | None = None,
+    partials_G: torch.Tensor | None = None,
     bias_N: torch.Tensor | None = None,
     qk_norm_2E: torch.Tensor | None = None,
+    b: LoraB = NO_B,
+    xa_to_clear: LoraSum = NO_SUM,
 ) -> None:
-    """Launches the kernel; see the module's text.
+    """Write rotated queries to a buffer, and rotated keys and values to their slots of the cache.
 
     Args:
         gemm_STN: fp32 or bf16 [S, T, N], N at least (query heads + 2 kv heads) * head size.
-        scale_3: fp32 factor of the q, k and v parts of the GEMM's output.
+        scale_3: fp32 factors of q, k and v in the GEMM's output.
         squares_PT: Partial sums of squares from :func:`residual_norm`.
         cos_ME, sin_ME: fp32 [positions, head size / 2].
         position_T: int32 position of each token.
-        slot_T: int32 block * 64 + offset where its key and value go; -1 writes nothing.
+        slot_T: int32 block * block tokens + offset where its key and value go; -1 writes nothing.
         q_THE: bf16 [T, query heads, head size], written.
-        k_cache, v_cache: [blocks, kv heads, 64, head size], written at the slots.
+        k_cache, v_cache: [blocks, kv heads, block tokens, head size], written at the slots.
         width: Hidden size, over which the mean square is taken.
-        eps: Of the RMSNorm.
-        parts_G: int32, how many of the S each 64 columns have; None if S is 1.
-        low_CTR: int64 sum of x A^T for q, k, v, [C, T, 3 R].
-        spent_CTR: A sum that is not needed any more, set to zero.
-        b_NR: The three B on top of each other, bf16, scaled.
+        eps: Added to the mean square, as the RMSNorms do.
+        partials_G: int32, how many of the S partial sums each 64 columns have; None if S is 1.
         bias_N: Bias of q, k, v, any floating dtype.
         qk_norm_2E: fp32 weights of the query and key norm.
+        b: LoRA of q, k and v: the three B on top of each other, and the sum x A^T [C, T, 3 R] of all.
+        xa_to_clear: A sum that earlier kernels have read.
+
+    Raises:
+        QeRLError: A tensor is not contiguous.
     """
     splits, tokens, columns = gemm_STN.shape
     heads, size = q_THE.shape[1:]
-    kv_heads = k_cache.shape[1]
+    kv_heads, page = k_cache.shape[1:3]
     block_t = 16
-    partials = squares_PT.shape[0]
-    dummy = gemm_STN
-    own = 0 if b_NR is None else b_NR.shape[1]
+    squares = squares_PT.shape[0]
+    arguments = pointers(
+        "rope_kv", gemm_STN, gemm_STN=gemm_STN, partials_G=partials_G, scale_3=scale_3,
+        squares_PT=squares_PT, xa_CTR=b.xa.sum_CTR, xa_to_clear_CTR=xa_to_clear.sum_CTR, b_NR=b.b_NR,
+        bias_N=bias_N, qk_norm_2E=qk_norm_2E, cos_ME=cos_ME, sin_ME=sin_ME, position_T=position_T,
+        slot_T=slot_T, q_THE=q_THE, k_cache=k_cache, v_cache=v_cache,
+    )  # fmt: skip
     _rope_kv[(heads + 2 * kv_heads, triton.cdiv(tokens, block_t))](
-        gemm_STN, dummy if parts_G is None else parts_G, scale_3, squares_PT,
-        dummy if low_CTR is None else low_CTR,
-        dummy if spent_CTR is None else spent_CTR,
-        dummy if b_NR is None else b_NR,
-        dummy if bias_N is None else bias_N,
-        dummy if qk_norm_2E is None else qk_norm_2E,
-        cos_ME, sin_ME, position_T, slot_T, q_THE, k_cache, v_cache,
-        tokens, columns, width, eps,
-        S=splits, SQ_P=partials, SQ_PADDED=triton.next_power_of_2(partials),
-        R=own, PART=rank_part(own),
-        R_SPENT=ranks(spent_CTR), R_SPENT_PADDED=triton.next_power_of_2(ranks(spent_CTR)), HQ=heads,
-        HKV=kv_heads, E=size, PAGE=PAGE, COPIES=copies(low_CTR), SPENT_COPIES=copies(spent_CTR),
+        *arguments, tokens, columns, width, eps,
+        S=splits, SQ_P=squares, SQ_PADDED=triton.next_power_of_2(squares),
+        **b.constants(rank_part(b.ranks)), **xa_to_clear.clear_constants(),
+        HQ=heads, HKV=kv_heads, E=size, PAGE=page,
         HAS_BIAS=bias_N is not None, QK_NORM=qk_norm_2E is not None,
         BLOCK_T=block_t, num_warps=4, **dependent(gemm_STN),
     )  # fmt: skip

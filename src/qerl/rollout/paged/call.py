@@ -25,7 +25,6 @@ ROUND_STEPS = 16
 
 _SMALL = 8  # rows that hardly take longer than one
 _REASONS: dict[int, FinishReason] = {1: "stop", 2: "length", 3: "error"}
-_STATE = ("token", "position", "slot", "generated", "max_new", "done")
 
 
 @dataclass
@@ -88,8 +87,8 @@ class Call:
     def _enter(self, plan: Plan) -> None:
         for sample, row in plan.preempted:
             self._fetch({row: sample})
-            self._step.state["done"][row] = 1
-            self._step.state["slot"][row] = -1
+            self._step.state.done_T[row] = 1
+            self._step.state.slot_T[row] = -1
         self._fit_step(plan.admitted)
         jobs = [
             Job(prompt.token_ids[:-1], 0, prompt.blocks or [], [], 0)
@@ -135,7 +134,7 @@ class Call:
 
     def _write_rows(self, admitted: list[Sample]) -> None:
         """State of the sequences that enter."""
-        step, device = self._step, self._step.uniform.device
+        state, device = self._step.state, self._step.state.done_T.device
         rows, columns = [], []
         for sample in admitted:
             known = self._outputs[sample.index].token_ids
@@ -157,18 +156,21 @@ class Call:
             )
         at = torch.tensor(rows, device=device)
         values = torch.tensor(columns, dtype=torch.int32, device=device)
-        for column, name in enumerate(_STATE):
-            step.state[name].index_copy_(0, at, values[:, column])
-        step.state["limit"].index_copy_(1, at, values[:, 6:].T.contiguous())
+        of_rows = (
+            state.token_T, state.position_T, state.slot_T, state.generated_T, state.max_new_T, state.done_T,
+        )  # fmt: skip
+        for column, name_T in enumerate(of_rows):
+            name_T.index_copy_(0, at, values[:, column])
+        state.limit_2T.index_copy_(1, at, values[:, 6:].T.contiguous())
         streams = self._streams[[sample.index for sample in admitted]].to(device)
-        step.uniform[:, : streams.shape[1]].index_copy_(0, at, streams)
+        state.uniform_TM[:, : streams.shape[1]].index_copy_(0, at, streams)
         for sample in admitted:
             known_output = self._outputs[sample.index]
             if known_output.token_ids:
                 n = len(known_output.token_ids)
-                step.state["out_token"][sample.row, :n] = torch.tensor(known_output.token_ids, device=device)
+                state.out_token_TM[sample.row, :n] = torch.tensor(known_output.token_ids, device=device)
                 stats = torch.tensor([known_output.logprobs, known_output.entropies], device=device)
-                step.state["out_stats"][:, sample.row, :n] = stats
+                state.out_stats_2TM[:, sample.row, :n] = stats
 
     def _write_tables(self) -> None:
         """Block tables and attention items of everything that runs."""
@@ -204,7 +206,7 @@ class Call:
     def _collect(self) -> None:
         """Looks who has finished and takes their tokens."""
         state = self._step.state
-        done, generated = torch.stack([state["done"], state["generated"]]).tolist()
+        done, generated = torch.stack([state.done_T, state.generated_T]).tolist()
         running = self._scheduler.running
         finished = {row: sample for row, sample in running.items() if done[row]}
         counts = {row: generated[row] for row in running}
@@ -216,10 +218,10 @@ class Call:
 
     def _fetch(self, rows: dict[int, Sample]) -> None:
         state = self._step.state
-        at = torch.tensor(list(rows), device=state["done"].device)
-        tokens = state["out_token"][at].tolist()
-        logprobs, entropies = state["out_stats"][:, at].tolist()
-        counts = state["generated"][at].tolist()
+        at = torch.tensor(list(rows), device=state.done_T.device)
+        tokens = state.out_token_TM[at].tolist()
+        logprobs, entropies = state.out_stats_2TM[:, at].tolist()
+        counts = state.generated_T[at].tolist()
         for i, sample in enumerate(rows.values()):
             n = counts[i]
             output = self._outputs[sample.index]

@@ -5,26 +5,34 @@ sees) is on the GPU and is advanced there by the sampling kernel, so replaying t
 tokens without the host. The host looks at ``done`` now and then.
 """
 
+import dataclasses
 import functools
 from typing import Any
 
 import torch
+import triton
 
 from qerl.kernels.decode import attend as attention
-from qerl.kernels.decode import sample
+from qerl.kernels.decode import draw
+from qerl.kernels.decode.draw import RowState
+from qerl.kernels.decode.launch import multiprocessors
+from qerl.kernels.limits import PAGE
 from qerl.rollout.engine import SamplingParams
 from qerl.rollout.paged.limits import SORTED_AT_ONCE
 from qerl.rollout.paged.step import Cache, Inputs, Step
 from qerl.rollout.paged.weights import Decoder
 from qerl.rollout.sampling import truncate
 
+_BY_KIND = ("limit_2T", "out_stats_2TM")  # whose rows are the second dimension
 _NEVER = -1e30  # log-probability of what a filter left out
-_SLOTS = 132  # multiprocessors of an H100: twice as many pieces cost more in the merge than they gave
 
 
-def attention_splits(rows: int, kv_heads: int) -> int:
-    """Pieces an attention item is cut into, so that few rows still fill the GPU; a power of two up to 8."""
-    wanted = max(1, _SLOTS // (rows * kv_heads))
+def attention_splits(rows: int, kv_heads: int, multiprocessors: int) -> int:
+    """Splits of an attention item, with which few rows still fill the GPU; a power of two up to 8.
+
+    Twice as many cost more in their combination than they gave (H100).
+    """
+    wanted = max(1, multiprocessors // (rows * kv_heads))
     return min(8, 1 << (wanted.bit_length() - 1))
 
 
@@ -48,10 +56,9 @@ class DecodeStep:
         pool: Graph memory to share with other steps, none of which runs at the same time.
 
     Attributes:
-        state: Tensors by name, see :func:`qerl.kernels.decode.sample.sample`.
+        state: What the drawing kernel advances, by row.
         tables: int32 [2 * rows, table_width], prompts of groups first, then each row's own blocks.
         items, order: Attention items, see :func:`qerl.kernels.decode.attend.attend`.
-        uniform: fp32 [rows, most].
         tile_tokens: Most tokens of an attention item.
     """
 
@@ -68,7 +75,7 @@ class DecodeStep:
     ) -> None:
         device = decoder.embedding_VD.device
         self.decoder, self.cache, self.rows, self._params, self._pool = decoder, cache, rows, params, pool
-        splits = attention_splits(rows, decoder.kv_heads)
+        splits = attention_splits(rows, decoder.kv_heads, multiprocessors(device))
         group = decoder.heads // decoder.kv_heads
         self.step = Step(decoder, rows, splits, attention.decode_rows(group), lora)
         self.tile_tokens = self.step.tile // group
@@ -79,28 +86,33 @@ class DecodeStep:
         self.tables = integers(2 * rows, table_width)
         self.items = integers(2 * rows, 4)
         self.order = integers(2 * rows)
-        self.uniform = torch.zeros(rows, most, device=device)
         self.stop = torch.tensor(list(params.stop_token_ids), dtype=torch.int32, device=device)
-        self.state = {
-            name: integers(rows) for name in ("token", "position", "slot", "generated", "max_new", "done")
-        }
+        self.state = RowState(
+            token_T=integers(rows),
+            position_T=integers(rows),
+            slot_T=integers(rows),
+            limit_2T=integers(2, rows),
+            own_table_TB=self.tables[rows:],
+            generated_T=integers(rows),
+            max_new_T=integers(rows),
+            done_T=integers(rows),
+            uniform_TM=torch.zeros(rows, most, device=device),
+            out_token_TM=integers(rows, most),
+            out_stats_2TM=torch.zeros(2, rows, most, device=device),
+        )
         self.clear()
-        self.state["limit"] = integers(2, rows)
-        self.state["own_table"] = self.tables[rows:]
-        self.state["out_token"] = integers(rows, most)
-        self.state["out_stats"] = torch.zeros(2, rows, most, device=device)
         vocabulary = decoder.head_VD.shape[0]
-        self.stats = torch.empty(3, rows, -(-vocabulary // sample.BLOCK_V), device=device)
+        self.stats = torch.empty(3, rows, triton.cdiv(vocabulary, draw.BLOCK_V), device=device)
         self.inputs = Inputs(
-            self.state["token"], self.state["position"], self.state["slot"], self.state["limit"], self.tables,
+            self.state.token_T, self.state.position_T, self.state.slot_T, self.state.limit_2T, self.tables,
             self.items, self.order,
         )  # fmt: skip
         self._graph: torch.cuda.CUDAGraph | None = None
 
     def clear(self) -> None:
         """Ends every row."""
-        self.state["done"].fill_(1)
-        self.state["slot"].fill_(-1)
+        self.state.done_T.fill_(1)
+        self.state.slot_T.fill_(-1)
 
     def take_over(self, other: "DecodeStep", rows: dict[int, int]) -> None:
         """Continues sequences of another step of the same model.
@@ -109,13 +121,13 @@ class DecodeStep:
             other: Where they ran.
             rows: Their rows there, and here.
         """
-        device = self.uniform.device
+        device = self.state.done_T.device
         there, here = (torch.tensor(list(side), device=device) for side in (rows.keys(), rows.values()))
-        of_rows = [name for name in self.state if name not in ("own_table", "limit", "out_stats")]
-        pairs = [(self.state[name], other.state[name], 0) for name in of_rows]
-        pairs += [(self.state[name], other.state[name], 1) for name in ("limit", "out_stats")]
-        for mine, theirs, dim in [*pairs, (self.uniform, other.uniform, 0)]:
-            mine.index_copy_(dim, here, theirs.index_select(dim, there))
+        for field in dataclasses.fields(RowState):
+            if field.name != "own_table_TB":  # of which the next tables are written
+                mine, theirs = getattr(self.state, field.name), getattr(other.state, field.name)
+                dim = int(field.name in _BY_KIND)
+                mine.index_copy_(dim, here, theirs.index_select(dim, there))
 
     def _run(self) -> None:
         u_TD = self.step(self.cache, self.inputs)
@@ -123,8 +135,8 @@ class DecodeStep:
         if self._params.filtered:
             self._draw_filtered(logits_TV)
             return
-        sample.sample(
-            logits_TV, self.step.squares_PT, self.stats, self.uniform, self.stop, self.state,
+        draw.draw_token(
+            logits_TV, self.step.squares_PT, self.stats, self.stop, self.state, page=PAGE,
             width=self.decoder.hidden, eps=self.decoder.eps, temperature=self._params.temperature,
         )  # fmt: skip
 
@@ -144,8 +156,8 @@ class DecodeStep:
             # Not -inf, which times a probability of zero would be NaN; NaN stays, and ends its sequence.
             left_TV = truncate(full_TV, self._params)
             logits_TV[part] = torch.where(left_TV == -torch.inf, _NEVER, left_TV)
-        sample.sample(
-            logits_TV, torch.ones_like(mean_square_T)[None], self.stats, self.uniform, self.stop, self.state,
+        draw.draw_token(
+            logits_TV, torch.ones_like(mean_square_T)[None], self.stats, self.stop, self.state, page=PAGE,
             width=1, eps=0.0, temperature=1.0, entropy_T=entropy_T,
         )  # fmt: skip
 
@@ -158,11 +170,10 @@ class DecodeStep:
 
     def _capture(self) -> None:
         # Warming up must compile every kernel but change nothing: with all rows ended it does not.
-        done = self.state["done"].clone()
-        slot = self.state["slot"].clone()
+        done_T, slot_T = self.state.done_T.clone(), self.state.slot_T.clone()
         self.clear()
         try:
-            stream = _capture_stream(self.uniform.device)
+            stream = _capture_stream(done_T.device)
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
                 self._run()
@@ -173,5 +184,5 @@ class DecodeStep:
                 self._run()
             self._graph = graph
         finally:
-            self.state["done"].copy_(done)
-            self.state["slot"].copy_(slot)
+            self.state.done_T.copy_(done_T)
+            self.state.slot_T.copy_(slot_T)

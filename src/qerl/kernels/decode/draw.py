@@ -1,26 +1,61 @@
-"""One token for each sequence from its logits, and the book-keeping that lets the next step start without the
-host.
+"""Draw a token for each sequence, and keep the books so that the next step starts without the host.
 
 The token is found by inverting the cumulative distribution at one uniform number, as qerl.rollout.sampling
 does, so a sequence's draw depends on its own stream alone. First every block of the vocabulary leaves its
-largest logit, its sum of exponentials and its part of the entropy; then one program for each sequence finds
+largest logit, its sum of exponentials and its share of the entropy; then one program for each sequence finds
 the block in which the cumulative sum passes the uniform, and the token within that block. What is left of the
 target there may be off in its last bit, because a scan and a sum add in different orders; so blocks and
 tokens that weigh nothing are passed over, never counted.
 
-Sequence state on the GPU, all [T]: token, position, slot, how many tokens it may see (shared prompt, own),
-uniforms, how many tokens were generated, and whether it has ended. A finished sequence keeps its row, stops
-writing, and is noticed by the host a few steps later.
+A finished sequence keeps its row, stops writing, and is noticed by the host a few steps later.
+
+Shapes: T rows, V vocabulary, K stop tokens, M tokens that a row may generate, B blocks that a row may own, P
+partial sums of squares.
 """
+
+from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 
-from qerl.kernels.decode.common import begin, dependent
-from qerl.kernels.limits import PAGE
+from qerl.kernels.decode.common import begin
+from qerl.kernels.decode.launch import dependent, pointers
 
 BLOCK_V = 4096
+"""Logits that one program of the first kernel takes."""
+
+
+@dataclass
+class RowState:
+    """What the kernel reads and advances: one row of the batch is a place for one sequence.
+
+    Attributes:
+        token_T: int32, the token whose logits are drawn from next.
+        position_T: int32, its position.
+        slot_T: int32, where its key and value go, block * block tokens + offset; -1 for nowhere.
+        limit_2T: int32, cached tokens that it sees: of the shared prompt, and of the sequence itself.
+        own_table_TB: int32, blocks that the sequence itself owns.
+        generated_T: int32, tokens generated so far.
+        max_new_T: int32, tokens that may be generated.
+        done_T: int32, 0 while the sequence runs, else why it ended: 1 stop token, 2 length, 3 logits that are
+            not finite.
+        uniform_TM: fp32 in [0, 1), one for each token that may be generated.
+        out_token_TM: int32, tokens generated.
+        out_stats_2TM: fp32, their log-probabilities and entropies.
+    """
+
+    token_T: torch.Tensor
+    position_T: torch.Tensor
+    slot_T: torch.Tensor
+    limit_2T: torch.Tensor
+    own_table_TB: torch.Tensor
+    generated_T: torch.Tensor
+    max_new_T: torch.Tensor
+    done_T: torch.Tensor
+    uniform_TM: torch.Tensor
+    out_token_TM: torch.Tensor
+    out_stats_2TM: torch.Tensor
 
 
 @triton.jit
@@ -48,7 +83,7 @@ def _choose(
     logits_TV, squares_PT, entropy_T, stats_3TB, uniform_TM, stop_K,
     token_T, position_T, slot_T, limit_2T, own_table_TB, generated_T, max_new_T, done_T, out_token_TM,
     out_stats_2TM,
-    T, V, D, eps, inverse_temperature, blocks, most, table_width,
+    T, V, D, eps, inverse_temperature, blocks, M, table_width,
     GREEDY: tl.constexpr, FILTERED: tl.constexpr, STOPS: tl.constexpr, STOPS_PADDED: tl.constexpr,
     BLOCKS_PADDED: tl.constexpr, SQ_P: tl.constexpr, SQ_PADDED: tl.constexpr,
     BLOCK_V: tl.constexpr, PAGE: tl.constexpr, PDL: tl.constexpr,
@@ -82,7 +117,7 @@ def _choose(
     if GREEDY:
         block = tl.argmax(bests, axis=0)
     else:
-        target = tl.load(uniform_TM + t * most + n).to(tl.float32) * total
+        target = tl.load(uniform_TM + t * M + n).to(tl.float32) * total
         # The first block whose cumulative sum exceeds the target; rounding may leave none, then the last.
         last = tl.max(tl.where(sums > 0, b, 0), axis=0)
         passed = (tl.cumsum(sums, axis=0) > target) & (sums > 0)
@@ -103,9 +138,9 @@ def _choose(
     logprob = chosen if FILTERED else chosen - best - tl.log(total)
 
     if finite:
-        tl.store(out_token_TM + t * most + n, token)
-        tl.store(out_stats_2TM + t * most + n, logprob)
-        tl.store(out_stats_2TM + (T + t) * most + n, entropy)
+        tl.store(out_token_TM + t * M + n, token)
+        tl.store(out_stats_2TM + t * M + n, logprob)
+        tl.store(out_stats_2TM + (T + t) * M + n, entropy)
         n += 1
         tl.store(generated_T + t, n)
     k = tl.arange(0, STOPS_PADDED)
@@ -126,52 +161,58 @@ def _choose(
     tl.store(limit_2T + T + t, own + 1)
 
 
-def sample(
+def draw_token(
     logits_TV: torch.Tensor,
     squares_PT: torch.Tensor,
     stats_3TB: torch.Tensor,
-    uniform_TM: torch.Tensor,
     stop_K: torch.Tensor,
-    state: "dict[str, torch.Tensor]",
+    rows: RowState,
     *,
+    page: int,
     width: int,
     eps: float,
     temperature: float,
     entropy_T: torch.Tensor | None = None,
 ) -> None:
-    """Draws a token for each sequence that has not ended and prepares its next step.
+    """Draw a token for each sequence that has not ended, and prepare its next step.
 
     Args:
         logits_TV: fp32 or bf16 logits before the final norm's 1/rms.
         squares_PT: Partial sums of squares of the final norm's input.
-        stats_3TB: fp32 scratch [3, T, ceil(V / 4096)].
-        uniform_TM: fp32 in [0, 1), one for each token that will be generated.
+        stats_3TB: fp32 scratch [3, T, ceil(V / `BLOCK_V`)].
         stop_K: int32 stop tokens, possibly none.
-        state: int32 tensors ``token position slot generated max_new done`` [T], ``limit`` [2, T] and
-            ``own_table`` [T, B]; outputs ``out_token`` int32 [T, M] and ``out_stats`` fp32 [2, T, M],
-            log-probability and entropy. ``done``: 0 running, 1 stop token, 2 length, 3 logits not finite.
+        rows: State of the sequences, advanced by one token.
+        page: Tokens in a block of the cache.
         width: Hidden size of the final norm.
-        eps: Of the final norm.
+        eps: Added to the mean square, as the final norm does.
         temperature: Divides the logits; 0 is greedy.
         entropy_T: fp32, given where the logits are log-probabilities of which a filter left some (-1e30 for
             the others): the token's log-probability and entropy are then those before the filter.
+
+    Raises:
+        QeRLError: A tensor is not contiguous.
     """
     tokens, vocabulary = logits_TV.shape
     blocks = stats_3TB.shape[2]
-    partials = squares_PT.shape[0]
+    squares = squares_PT.shape[0]
     inverse = 1.0 / (temperature or 1.0)
-    padded = triton.next_power_of_2(partials)
+    padded = triton.next_power_of_2(squares)
+    arguments = pointers(
+        "draw_token", stats_3TB, logits_TV=logits_TV, squares_PT=squares_PT, entropy_T=entropy_T,
+        stats_3TB=stats_3TB, uniform_TM=rows.uniform_TM, stop_K=stop_K, token_T=rows.token_T,
+        position_T=rows.position_T, slot_T=rows.slot_T, limit_2T=rows.limit_2T,
+        own_table_TB=rows.own_table_TB, generated_T=rows.generated_T, max_new_T=rows.max_new_T,
+        done_T=rows.done_T, out_token_TM=rows.out_token_TM, out_stats_2TM=rows.out_stats_2TM,
+    )  # fmt: skip
     _partial_softmax[(tokens, blocks)](
         logits_TV, squares_PT, stats_3TB, tokens, vocabulary, width, eps, inverse, blocks,
-        SQ_P=partials, SQ_PADDED=padded, BLOCK_V=BLOCK_V, num_warps=8, **dependent(logits_TV),
+        SQ_P=squares, SQ_PADDED=padded, BLOCK_V=BLOCK_V, num_warps=8, **dependent(logits_TV),
     )  # fmt: skip
     _choose[(tokens,)](
-        logits_TV, squares_PT, stats_3TB if entropy_T is None else entropy_T, stats_3TB, uniform_TM, stop_K,
-        state["token"], state["position"], state["slot"], state["limit"], state["own_table"],
-        state["generated"], state["max_new"], state["done"], state["out_token"], state["out_stats"],
-        tokens, vocabulary, width, eps, inverse, blocks, uniform_TM.shape[1], state["own_table"].shape[1],
+        *arguments, tokens, vocabulary, width, eps, inverse, blocks, rows.uniform_TM.shape[1],
+        rows.own_table_TB.shape[1],
         GREEDY=temperature == 0, FILTERED=entropy_T is not None, STOPS=stop_K.numel(),
         STOPS_PADDED=triton.next_power_of_2(max(stop_K.numel(), 1)),
-        BLOCKS_PADDED=triton.next_power_of_2(blocks), SQ_P=partials, SQ_PADDED=padded,
-        BLOCK_V=BLOCK_V, PAGE=PAGE, num_warps=8, **dependent(logits_TV),
+        BLOCKS_PADDED=triton.next_power_of_2(blocks), SQ_P=squares, SQ_PADDED=padded,
+        BLOCK_V=BLOCK_V, PAGE=page, num_warps=8, **dependent(logits_TV),
     )  # fmt: skip

@@ -1,0 +1,150 @@
+"""What the launchers of the decode kernels share: the LoRA arguments, checks of tensors, launch options.
+
+A kernel that does without an argument is given some other tensor in its place, which it never touches, and a
+constant that says so. An object without tensors (`NO_A`, `NO_B`, `NO_SUM`) stands for a linear layer without
+an adapter; its constants are the ones with which a kernel leaves LoRA out.
+
+Shapes: C copies of a sum, T tokens, R ranks stacked, K in-features, N out-features.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import triton
+
+from qerl.errors import QeRLError
+
+
+@dataclass(frozen=True)
+class LoraSum:
+    """The sum x A^T of one product.
+
+    Attributes:
+        sum_CTR: int64 [C, T, R] in fixed point, see `qerl.kernels.decode.common`. The kernel that makes x
+            adds to it, the kernel that reads the product reads it, and a later one sets it back to zero.
+    """
+
+    sum_CTR: torch.Tensor | None = None
+
+    @property
+    def copies(self) -> int:
+        """C; 1 without a sum."""
+        return 1 if self.sum_CTR is None else self.sum_CTR.shape[0]
+
+    @property
+    def ranks(self) -> int:
+        """R; 0 without a sum."""
+        return 0 if self.sum_CTR is None else self.sum_CTR.shape[2]
+
+    def clear_constants(self) -> dict[str, int]:
+        """Constants of a kernel that sets this sum back to zero."""
+        return {
+            "R_CLEAR": self.ranks,
+            "R_CLEAR_PADDED": triton.next_power_of_2(self.ranks),
+            "CLEAR_COPIES": self.copies,
+        }
+
+
+NO_SUM = LoraSum()
+
+
+@dataclass(frozen=True)
+class LoraA:
+    """What the kernel that makes x leaves for the product after it.
+
+    Attributes:
+        a_RK: A of the product's linear layers on top of each other, bf16.
+        xa: The sum x A^T, zero before the kernel.
+    """
+
+    a_RK: torch.Tensor | None = None
+    xa: LoraSum = NO_SUM
+
+    @property
+    def ranks(self) -> int:
+        """R; 0 without an adapter."""
+        return 0 if self.a_RK is None else self.a_RK.shape[0]
+
+    def constants(self, part: int) -> dict[str, int]:
+        """Constants of the kernel that makes x.
+
+        Args:
+            part: Rows of A that it holds at a time.
+        """
+        return {"A_RANKS": self.ranks, "A_PART": part, "NEXT_COPIES": self.xa.copies}
+
+
+NO_A = LoraA()
+
+
+@dataclass(frozen=True)
+class LoraB:
+    """What the kernel that reads a product adds to it.
+
+    Attributes:
+        xa: The product's sum x A^T, complete.
+        b_NR: B of the product's linear layers on top of each other, bf16, scaled by alpha / r.
+    """
+
+    xa: LoraSum = NO_SUM
+    b_NR: torch.Tensor | None = None
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of one linear layer; 0 without an adapter."""
+        return 0 if self.b_NR is None else self.b_NR.shape[1]
+
+    def constants(self, part: int) -> dict[str, int]:
+        """Constants of the kernel that reads the product.
+
+        Args:
+            part: Columns of B that it holds at a time.
+        """
+        return {"R": self.ranks, "PART": part, "COPIES": self.xa.copies}
+
+
+NO_B = LoraB()
+
+
+def pointers(kernel: str, stand_in: torch.Tensor, **tensors: torch.Tensor | None) -> list[torch.Tensor]:
+    """The pointer arguments of a launch, in the order given.
+
+    Args:
+        kernel: Name of the launcher, for the message.
+        stand_in: Passed for each argument that is None.
+        tensors: The arguments by the names of the launcher's parameters.
+
+    Raises:
+        QeRLError: A tensor is not contiguous: kernels count elements from its first one.
+    """
+    for name, tensor in tensors.items():
+        if tensor is not None and not tensor.is_contiguous():
+            raise QeRLError(f"{kernel} was given {name} {_bad_dimension(tensor)}; pass a contiguous tensor.")
+    return [stand_in if tensor is None else tensor for tensor in tensors.values()]
+
+
+def _bad_dimension(tensor: torch.Tensor) -> str:
+    expected = 1
+    for dimension in reversed(range(tensor.ndim)):
+        if tensor.shape[dimension] != 1 and tensor.stride(dimension) != expected:
+            return (
+                f"of the shape {tuple(tensor.shape)} whose dimension {dimension} has the stride "
+                f"{tensor.stride(dimension)} instead of {expected}"
+            )
+        expected *= tensor.shape[dimension]
+    return f"of the shape {tuple(tensor.shape)}"
+
+
+@cache
+def multiprocessors(device: torch.device) -> int:
+    """Number of multiprocessors of a GPU; on a CPU, where kernels are interpreted, that of an H100."""
+    if device.type != "cuda":
+        return 132
+    count: int = torch.cuda.get_device_properties(device).multi_processor_count
+    return count
+
+
+def dependent(tensor: torch.Tensor) -> dict[str, bool]:
+    """Launch options: programmatic dependent launch, which Triton's interpreter on the CPU lacks."""
+    return {"PDL": True, "launch_pdl": True} if tensor.is_cuda else {"PDL": False}
