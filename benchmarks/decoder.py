@@ -2,11 +2,11 @@
 
 import torch
 
+from qerl.families.sizes import Sizes
 from qerl.kernels.limits import pad_rank
 from qerl.kernels.weights.gemm import Weight
 from qerl.kernels.weights.nf4 import BLOCK, NF4
 from qerl.kernels.weights.packed_gemm import Blob
-from qerl.plan.shapes import Shape
 from qerl.rollout.paged.weights import Decoder, Layer, Lora, Matrix
 
 WEIGHTS = ("nvfp4", "bf16", "nf4", "mxfp4")
@@ -31,7 +31,7 @@ def random_nf4(rows: int, width: int, device: str = "cuda") -> NF4:
 
 
 def random_decoder(
-    sizes: Shape, weights: str, rank: int, positions: int, device: str = "cuda", layers: int | None = None
+    sizes: Sizes, weights: str, rank: int, positions: int, device: str = "cuda", layers: int | None = None
 ) -> Decoder:
     """A decoder of random weights whose activations stay near one.
 
@@ -56,7 +56,7 @@ def random_decoder(
     )  # fmt: skip
 
 
-def _layer(sizes: Shape, weights: str, rank: int, device: str) -> Layer:
+def _layer(sizes: Sizes, weights: str, rank: int, device: str) -> Layer:
     products = {name: (parts, rows, width) for name, rows, width, parts in sizes.products}
     w = {name: _matrix(*product, weights, device) for name, product in products.items()}
     lora = {name: _lora(*product, rank, device) for name, product in products.items()}
@@ -64,7 +64,7 @@ def _layer(sizes: Shape, weights: str, rank: int, device: str) -> Layer:
     return Layer(
         input_norm_D=_norm(sizes.hidden, device),
         qkv=w["qkv"],
-        bias_N=torch.randn(columns, device=device).bfloat16() if sizes.bias else None,
+        bias_N=torch.randn(columns, device=device).bfloat16() if sizes.qkv_bias else None,
         qk_norm_2E=_norm(2 * sizes.head_size, device).view(2, -1) if sizes.qk_norm else None,
         o=w["o"],
         post_norm_D=_norm(sizes.hidden, device),

@@ -21,10 +21,10 @@ import torch
 from benchmarks.decoder import random_blob
 from benchmarks.products import CONTESTANTS, Contestant, dequantised
 from benchmarks.result import write_result
+from qerl.families.sizes import Sizes
 from qerl.kernels.needs import has_module
 from qerl.kernels.weights import gemm
 from qerl.kernels.weights.packed_gemm import MOST_TOKENS, Blob, Cut, parts, small_gemm, to_operand
-from qerl.plan.shapes import shape
 
 _CACHE_BYTES = 150e6  # three times an H100's L2
 
@@ -189,7 +189,7 @@ def main(arguments: list[str]) -> None:
     args = parser.parse_args(arguments)
     result: list[dict[str, Any]] = []
     for name in args.shape:
-        for label, rows, width, _ in shape(name).products:
+        for label, rows, width, _ in Sizes.by_name(name).products:
             for tokens in args.tokens:
                 found = measure(name, (label, rows, width), tokens, args.engine, args.tune)
                 result += found

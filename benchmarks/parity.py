@@ -21,12 +21,12 @@ from torch import nn
 
 from benchmarks import first_step
 from benchmarks.random_model import random_policy
-from qerl.plan.shapes import Shape, shape
+from qerl.families.sizes import Sizes
 from qerl.rollout.engine import KV_DTYPES, RolloutEngine, SamplingParams
 from qerl.rollout.paged.engine import PagedEngine
 
 
-def random_model(sizes: Shape) -> nn.Module:
+def random_model(sizes: Sizes) -> nn.Module:
     """A policy of the shape in NVFP4 in which nothing is zero or one: norms, biases, LoRA's B."""
     torch.manual_seed(0)
     model = random_policy(sizes, "nvfp4", rank=32, positions=4096)
@@ -104,7 +104,7 @@ def main(arguments: list[str]) -> None:
         torch.cuda.empty_cache()
         print(f"first step: {first_step.compare(args.model)}")
         return
-    sizes = shape(args.shape)
+    sizes = Sizes.by_name(args.shape)
     model = random_model(dataclasses.replace(sizes, layers=args.layers or sizes.layers)).eval()
     prompt = torch.randint(0, sizes.vocabulary, (100,)).tolist()
     reference = trainer_logprobs(model, prompt[:50], prompt[50:])

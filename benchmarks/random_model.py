@@ -11,12 +11,12 @@ from peft import PeftModel
 from torch import nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from qerl.families.sizes import Sizes
 from qerl.fp4.linear import LINEAR_CLASSES
 from qerl.lora.adapter import add_lora
-from qerl.plan.shapes import Shape
 
 
-def random_policy(sizes: Shape, weights: str, rank: int, positions: int) -> PeftModel:
+def random_policy(sizes: Sizes, weights: str, rank: int, positions: int) -> PeftModel:
     """A Qwen2 model of a shape with random frozen linears in a format and fresh LoRA, made on the GPU.
 
     Args:

@@ -23,12 +23,13 @@ from benchmarks.peers import vllm_decode
 from benchmarks.peers.process import peer_rows
 from benchmarks.peers.vllm_decode import PEERS
 from benchmarks.result import write_result
+from qerl.families.sizes import Sizes
 from qerl.kernels.limits import PAGE
-from qerl.plan.shapes import Shape, shape
 from qerl.rollout.engine import KV_DTYPES, SamplingParams
 from qerl.rollout.paged.decode import DecodeStep
 from qerl.rollout.paged.step import Cache
 from qerl.rollout.paged.weights import Decoder
+from qerl.weight_formats import FORMATS, WeightFormatName
 
 
 def random_cache(decoder: Decoder, blocks: int, dtype: torch.dtype) -> Cache:
@@ -116,11 +117,18 @@ def measure(
 
 
 def step_bytes(
-    sizes: Shape, weights: str, rank: int, rows: int, prompt: int, decoded: int, group: int, kv_bytes: int
+    sizes: Sizes,
+    weights: WeightFormatName,
+    rank: int,
+    rows: int,
+    prompt: int,
+    decoded: int,
+    group: int,
+    kv_bytes: int,
 ) -> float:
     """Bytes one decode step must read: weights, head, LoRA and, at half of the completion, keys and
     values."""
-    per_weight = 2.0 if weights == "bf16" else 0.5625  # the four-bit formats as they lie in the GPU's memory
+    per_weight = FORMATS[weights].on_engine.bytes_per_element
     layer = sum(n * k * per_weight + (n + k * parts) * rank * 2 for _, n, k, parts in sizes.products)
     groups = -(-rows // group)
     cache = (groups * prompt + rows * decoded / 2) * 2 * sizes.kv_heads * sizes.head_size
@@ -187,7 +195,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _own_rows(args: argparse.Namespace, sizes: Shape) -> Iterator[dict[str, Any]]:
+def _own_rows(args: argparse.Namespace, sizes: Sizes) -> Iterator[dict[str, Any]]:
     """What :func:`measure` gives for each format, batch and, if asked for, without the adapter."""
     kv_dtype = KV_DTYPES[args.kv_cache_dtype]
     for weights in args.weights:
@@ -210,7 +218,7 @@ def _own_rows(args: argparse.Namespace, sizes: Shape) -> Iterator[dict[str, Any]
         del decoder
 
 
-def _peer_rows(args: argparse.Namespace, sizes: Shape) -> Iterator[dict[str, Any]]:
+def _peer_rows(args: argparse.Namespace, sizes: Sizes) -> Iterator[dict[str, Any]]:
     """The same of other engines, each in a process of its own."""
     spec = {
         "sizes": asdict(sizes), "rank": args.rank, "batches": args.batch, "prompt_tokens": args.prompt,
@@ -240,7 +248,7 @@ def _print(row: dict[str, Any]) -> None:
 def main(arguments: list[str]) -> None:
     """Runs `python -m benchmarks rollout` with these arguments."""
     args = _parser().parse_args(arguments)
-    sizes = shape(args.shape)
+    sizes = Sizes.by_name(args.shape)
     sizes = replace(sizes, layers=args.layers or sizes.layers)
     limit = read_bandwidth()
     print(f"{torch.cuda.get_device_name()}, reads {limit:.0f} GB/s")

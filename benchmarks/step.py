@@ -15,7 +15,7 @@ import itertools
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +30,10 @@ from benchmarks.random_model import random_policy
 from benchmarks.random_task import random_prompts, random_reward, word_tokenizer
 from benchmarks.result import write_result
 from qerl.errors import QeRLError
-from qerl.lora.adapter import LORA_TARGETS
+from qerl.families.layer import LINEARS
+from qerl.families.sizes import Sizes
 from qerl.plan.propose import fastest
-from qerl.plan.shapes import Shape, shape
-from qerl.plan.sizes import Model, Work
+from qerl.plan.work import Work
 from qerl.rollout.engine import NormOffsets, RolloutEngine, RolloutResult, SamplingParams
 from qerl.rollout.paged.engine import PagedEngine
 from qerl.rollout.paged.limits import MAX_ROWS
@@ -41,6 +41,7 @@ from qerl.rollout.select import make_engine
 from qerl.settings.config import QeRLConfig
 from qerl.trainer.grpo import QeRLTrainer
 from qerl.trainer.memory import used_bytes
+from qerl.weight_formats import WeightFormatName
 
 PEERS = {"trl-vllm": "benchmarks.peers.trl_step"}
 """The module that runs in each peer's process."""
@@ -95,7 +96,7 @@ class Watch(RolloutEngine):
 def measure(
     policy: PeftModel,
     engine: RolloutEngine,
-    sizes: Shape,
+    sizes: Sizes,
     *,
     samples: int,
     prompts: int,
@@ -169,7 +170,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _own_rows(args: argparse.Namespace, sizes: Shape) -> Iterator[dict[str, Any]]:
+def _own_rows(args: argparse.Namespace, sizes: Sizes) -> Iterator[dict[str, Any]]:
     """What :func:`measure` gives for each format, rank, number of prompts and length."""
     for weights, rank in itertools.product(args.weights, args.rank):
         before = torch.cuda.memory_allocated()  # workspaces of the row before
@@ -194,7 +195,7 @@ def _own_rows(args: argparse.Namespace, sizes: Shape) -> Iterator[dict[str, Any]
 
 
 def _settings(
-    args: argparse.Namespace, sizes: Shape, weights: str, rank: int, prompts: int, tokens: int
+    args: argparse.Namespace, sizes: Sizes, weights: WeightFormatName, rank: int, prompts: int, tokens: int
 ) -> dict[str, Any]:
     """How the update is computed: as asked for, else as a run would on this GPU."""
     tokens_per_forward, every = args.tokens_per_forward, args.every_n_layers
@@ -202,12 +203,12 @@ def _settings(
         return {"tokens_per_forward": tokens_per_forward, "every_n_layers": every}
     samples, microbatch = prompts * args.samples, args.microbatch or args.samples
     work = Work(
-        weights=weights, rank=rank, targets=LORA_TARGETS, prompt_tokens=args.prompt, completion_tokens=tokens,
+        weights=weights, rank=rank, targets=LINEARS, prompt_tokens=args.prompt, completion_tokens=tokens,
         group=args.samples, sequences=min(samples, MAX_ROWS), microbatch=microbatch,
         microbatches=samples // microbatch,
     )  # fmt: skip
     found = fastest(
-        Model.from_shape(sizes), work, torch.cuda.get_device_properties(_DEVICE).total_memory,
+        replace(sizes, tied=False), work, torch.cuda.get_device_properties(_DEVICE).total_memory,
         [tokens_per_forward] if tokens_per_forward else None, [every] if every else None,
     )  # fmt: skip
     if found is None:
@@ -215,7 +216,7 @@ def _settings(
     return {"tokens_per_forward": found.tokens_per_forward, "every_n_layers": found.every_n_layers}
 
 
-def _peer_rows(args: argparse.Namespace, sizes: Shape) -> Iterator[dict[str, Any]]:
+def _peer_rows(args: argparse.Namespace, sizes: Sizes) -> Iterator[dict[str, Any]]:
     """The same of other trainers, each row in a process of its own."""
     for peer, rank, prompts, tokens in itertools.product(args.peers, args.rank, args.prompts, args.tokens):
         spec = {
@@ -232,7 +233,7 @@ def _peer_rows(args: argparse.Namespace, sizes: Shape) -> Iterator[dict[str, Any
 def main(arguments: list[str]) -> None:
     """Runs `python -m benchmarks step` with these arguments."""
     args = _parser().parse_args(arguments)
-    sizes = shape(args.shape)
+    sizes = Sizes.by_name(args.shape)
     common = {
         "shape": args.shape, "samples": args.samples, "prompt_tokens": args.prompt,
         "microbatch": args.microbatch or args.samples,

@@ -11,12 +11,12 @@ import torch
 from safetensors.torch import save_file
 from transformers import LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 
+from qerl.families.sizes import Sizes
 from qerl.fp4.checkpoint import quantization_config
 from qerl.fp4.format import NVFP4
-from qerl.plan.shapes import Shape
 
 
-def model_config(sizes: Shape, weights: str, positions: int) -> PreTrainedConfig:
+def model_config(sizes: Sizes, weights: str, positions: int) -> PreTrainedConfig:
     """What `config.json` of a shape says.
 
     Args:
@@ -24,7 +24,7 @@ def model_config(sizes: Shape, weights: str, positions: int) -> PreTrainedConfig
         weights: ``bf16`` or ``nvfp4``, the latter as compressed-tensors declares it.
         positions: Positions the model has.
     """
-    kind = Qwen2Config if sizes.bias else Qwen3Config if sizes.qk_norm else LlamaConfig
+    kind = Qwen2Config if sizes.qkv_bias else Qwen3Config if sizes.qk_norm else LlamaConfig
     quantised = {} if weights == "bf16" else {"quantization_config": quantization_config(NVFP4, ["lm_head"])}
     return kind(
         vocab_size=sizes.vocabulary, hidden_size=sizes.hidden, intermediate_size=sizes.intermediate,
@@ -58,7 +58,7 @@ def write_zeros(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
         file.truncate(8 + len(text) + end)
 
 
-def write_adapter(folder: Path, sizes: Shape, rank: int) -> list[str]:
+def write_adapter(folder: Path, sizes: Sizes, rank: int) -> list[str]:
     """A LoRA adapter of random matrices on all seven linears of each layer, as PEFT saves it, in BF16.
 
     Args:
@@ -72,30 +72,16 @@ def write_adapter(folder: Path, sizes: Shape, rank: int) -> list[str]:
     folder.mkdir()
     tensors: dict[str, torch.Tensor] = {}
     for layer in range(sizes.layers):
-        for name, (rows, width) in _linears(sizes).items():
-            prefix = f"base_model.model.model.layers.{layer}.{name}"
-            a_RK = torch.randn(rank, width, dtype=torch.bfloat16) * width**-0.5
-            b_NR = torch.randn(rows, rank, dtype=torch.bfloat16) * 0.01
+        for linear in sizes.linears:
+            prefix = f"base_model.model.model.layers.{layer}.{linear.place}"
+            a_RK = torch.randn(rank, linear.inputs, dtype=torch.bfloat16) * linear.inputs**-0.5
+            b_NR = torch.randn(linear.outputs, rank, dtype=torch.bfloat16) * 0.01
             tensors |= {f"{prefix}.lora_A.weight": a_RK, f"{prefix}.lora_B.weight": b_NR}
     save_file(tensors, folder / "adapter_model.safetensors")
-    targets = [name.rpartition(".")[2] for name in _linears(sizes)]
+    targets = [linear.name for linear in sizes.linears]
     config = {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": rank, "lora_alpha": 2 * rank, "bias": "none",
         "target_modules": targets,
     }  # fmt: skip
     (folder / "adapter_config.json").write_text(json.dumps(config))
     return targets
-
-
-def _linears(sizes: Shape) -> dict[str, tuple[int, int]]:
-    """(N, K) of a layer's linears, by their place in the layer."""
-    q, kv = sizes.heads * sizes.head_size, sizes.kv_heads * sizes.head_size
-    return {
-        "self_attn.q_proj": (q, sizes.hidden),
-        "self_attn.k_proj": (kv, sizes.hidden),
-        "self_attn.v_proj": (kv, sizes.hidden),
-        "self_attn.o_proj": (sizes.hidden, q),
-        "mlp.gate_proj": (sizes.intermediate, sizes.hidden),
-        "mlp.up_proj": (sizes.intermediate, sizes.hidden),
-        "mlp.down_proj": (sizes.hidden, sizes.intermediate),
-    }

@@ -13,6 +13,7 @@ loads zeros, because the first thing that TRL does is to send it the trainer's r
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,8 @@ from benchmarks.clock import Clock, medians
 from benchmarks.peers.checkpoint import model_config, write_zeros
 from benchmarks.peers.process import serve
 from benchmarks.random_task import random_prompts, random_reward, word_tokenizer
-from qerl.lora.adapter import LORA_TARGETS
-from qerl.plan.shapes import Shape
+from qerl.families.layer import LINEARS
+from qerl.families.sizes import Sizes
 from qerl.trainer.memory import used_bytes
 
 # What vLLM takes beside weights and keys and values: a prefill of 4096 tokens, graphs, workspaces.
@@ -85,7 +86,7 @@ def run(spec: dict[str, Any], folder: Path) -> Iterator[dict[str, Any]]:
     """One row, in the peer's process.
 
     Args:
-        spec: ``sizes`` (fields of a `Shape`), ``rank``, ``prompts``, ``samples``, ``microbatch``,
+        spec: ``sizes`` (fields of `Sizes`), ``rank``, ``prompts``, ``samples``, ``microbatch``,
             ``prompt_tokens``, ``tokens`` and ``steps``, as `benchmarks.step.measure` has them.
         folder: Gets the model's folder and TRL's.
 
@@ -94,7 +95,7 @@ def run(spec: dict[str, Any], folder: Path) -> Iterator[dict[str, Any]]:
     """
     import vllm
 
-    sizes = Shape(**spec["sizes"])
+    sizes = Sizes(**spec["sizes"])
     model = _model(sizes, spec["prompt_tokens"] + spec["tokens"], folder / "model")
     count = spec["prompts"] * (spec["steps"] + 1)
     trainer = GRPOTrainer(
@@ -102,7 +103,7 @@ def run(spec: dict[str, Any], folder: Path) -> Iterator[dict[str, Any]]:
         Dataset.from_dict({"prompt": random_prompts(count, spec["prompt_tokens"])}),
         processing_class=word_tokenizer(sizes.vocabulary),
         peft_config=LoraConfig(
-            r=spec["rank"], lora_alpha=2 * spec["rank"], lora_dropout=0.0, target_modules=list(LORA_TARGETS),
+            r=spec["rank"], lora_alpha=2 * spec["rank"], lora_dropout=0.0, target_modules=list(LINEARS),
             task_type="CAUSAL_LM",
         ),
     )  # fmt: skip
@@ -114,7 +115,7 @@ def run(spec: dict[str, Any], folder: Path) -> Iterator[dict[str, Any]]:
     yield {"engine": "trl+vllm", "version": version, **medians(clock.rows), "steps": clock.rows}
 
 
-def _model(sizes: Shape, positions: int, folder: Path) -> PreTrainedModel:
+def _model(sizes: Sizes, positions: int, folder: Path) -> PreTrainedModel:
     """A random BF16 model on the GPU whose `name_or_path` is a folder from which vLLM loads zeros."""
     config = model_config(sizes, "bf16", positions)
     config.name_or_path = str(folder)
@@ -126,7 +127,7 @@ def _model(sizes: Shape, positions: int, folder: Path) -> PreTrainedModel:
     return model
 
 
-def _settings(sizes: Shape, spec: dict[str, Any], folder: Path) -> GRPOConfig:
+def _settings(sizes: Sizes, spec: dict[str, Any], folder: Path) -> GRPOConfig:
     """TRL's defaults but for what makes the work that of our own rows."""
     samples = spec["prompts"] * spec["samples"]
     return GRPOConfig(
@@ -141,12 +142,11 @@ def _settings(sizes: Shape, spec: dict[str, Any], folder: Path) -> GRPOConfig:
     )  # fmt: skip
 
 
-def _vllm_share(sizes: Shape, samples: int, positions: int) -> float:
+def _vllm_share(sizes: Sizes, samples: int, positions: int) -> float:
     """Part of the GPU's memory with which vLLM holds its weights and all samples of a step at once."""
-    weights = sum(n * k for _, n, k, _ in sizes.products) * sizes.layers + 2 * sizes.vocabulary * sizes.hidden
-    cache = samples * positions * sizes.layers * 2 * sizes.kv_heads * sizes.head_size
-    total = torch.cuda.mem_get_info()[1]
-    return (2 * (weights + cache) + _VLLM_BYTES) / total
+    weights = 2 * replace(sizes, tied=False).parameters
+    cache = samples * positions * 2 * 2 * sizes.layers * sizes.keys  # keys and values in bf16
+    return (weights + cache + _VLLM_BYTES) / torch.cuda.mem_get_info()[1]
 
 
 if __name__ == "__main__":

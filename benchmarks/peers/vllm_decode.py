@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.peers.checkpoint import model_config, write_adapter
 from benchmarks.peers.process import serve
-from qerl.plan.shapes import Shape
+from qerl.families.sizes import Sizes
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -33,7 +33,7 @@ def run(spec: dict[str, Any], folder: Path) -> Iterator[dict[str, Any]]:
     """A row for each batch, in the peer's process.
 
     Args:
-        spec: ``sizes`` (fields of a `Shape`), ``weights`` and ``quantization`` (of `PEERS`), ``rank`` (0 for
+        spec: ``sizes`` (fields of `Sizes`), ``weights`` and ``quantization`` (of `PEERS`), ``rank`` (0 for
             no adapter), ``batches``, ``prompt_tokens``, ``decode_tokens``, ``group`` (samples a prompt) and
             ``repeats``.
         folder: Gets config and adapter.
@@ -43,7 +43,7 @@ def run(spec: dict[str, Any], folder: Path) -> Iterator[dict[str, Any]]:
     """
     import vllm
 
-    sizes = Shape(**spec["sizes"])
+    sizes = Sizes(**spec["sizes"])
     positions = spec["prompt_tokens"] + spec["decode_tokens"] + 16
     model_config(sizes, spec["weights"], positions).save_pretrained(folder / "model")
     adapter, lora = None, {}

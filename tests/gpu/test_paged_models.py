@@ -24,10 +24,11 @@ from transformers import (
 )
 
 from qerl.errors import QeRLError
+from qerl.families.layer import LINEARS
 from qerl.fp4.format import NVFP4, quantize
 from qerl.fp4.linear import NVFP4Linear
 from qerl.kernels.needs import has_module, obstacles
-from qerl.lora.adapter import LORA_TARGETS, add_lora
+from qerl.lora.adapter import add_lora
 from qerl.rollout.engine import SamplingParams
 from qerl.rollout.paged.engine import PagedEngine
 from qerl.rollout.portable.engine import PortableEngine
@@ -109,14 +110,14 @@ def test_any_rank_in_prefill_and_decode(rank, weights):
 
 
 def test_adapters_that_are_switched_loaded_and_merged_later():
-    model = trained(get_peft_model(dense(), LoraConfig(r=40, target_modules=list(LORA_TARGETS))))
+    model = trained(get_peft_model(dense(), LoraConfig(r=40, target_modules=list(LINEARS))))
     engine = PagedEngine(model, 0)
     first = check(model, engine)
     model.add_adapter("small", LoraConfig(r=4, target_modules=["q_proj", "down_proj"]))
     trained(model, "small")
     model.set_adapter("small")
     check(model, engine)
-    model.add_adapter("large", LoraConfig(r=100, target_modules=list(LORA_TARGETS)))
+    model.add_adapter("large", LoraConfig(r=100, target_modules=list(LINEARS)))
     trained(model, "large")
     model.set_adapter("large")
     check(model, engine)
@@ -134,7 +135,7 @@ def test_an_adapter_after_the_engine():
     base = dense()
     engine = PagedEngine(base, 0)
     check(base, engine)
-    model = trained(get_peft_model(base, LoraConfig(r=8, target_modules=list(LORA_TARGETS))))
+    model = trained(get_peft_model(base, LoraConfig(r=8, target_modules=list(LINEARS))))
     check(model, engine)
 
 

@@ -16,15 +16,15 @@ if not torch.cuda.is_available():
 from benchmarks.decoder import random_decoder
 from benchmarks.products import dequantised
 from benchmarks.rollout import fill_prompts
+from qerl.families.sizes import Sizes
 from qerl.kernels.needs import has_module
 from qerl.kernels.weights.packed_gemm import MOST_TOKENS
-from qerl.plan.shapes import Shape
 from qerl.rollout.engine import SamplingParams
 from qerl.rollout.paged.decode import DecodeStep
 from qerl.rollout.paged.step import Cache
 from qerl.rollout.paged.weights import Matrix
 
-SIZES = Shape(384, 448, 3, 6, 2, 64, 1000, bias=True)
+SIZES = Sizes(384, 448, 3, 6, 2, 64, 1000, qkv_bias=True)
 
 
 def dense(matrix):

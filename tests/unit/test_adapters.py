@@ -9,17 +9,19 @@ from peft import LoraConfig, get_peft_model
 from transformers import MambaConfig, MambaForCausalLM
 
 from qerl.errors import QeRLError
+from qerl.families.layer import LINEARS
+from qerl.families.sizes import positions_of
 from qerl.fp4.format import NVFP4, quantize
 from qerl.fp4.linear import NVFP4Linear
-from qerl.lora.adapter import LORA_TARGETS, add_lora, load_adapter
+from qerl.lora.adapter import add_lora, load_adapter
 from qerl.lora.product import _only_adapter
-from qerl.rollout.engine import SamplingParams, positions_of
+from qerl.rollout.engine import SamplingParams
 from qerl.rollout.paged.adapter import adapter_refusal
 from qerl.rollout.paged.binding import Binding, _structure_refusal
 from qerl.rollout.paged.engine import _SETTINGS, PagedEngine
 from qerl.rollout.portable.engine import PortableEngine
 
-ALL = list(LORA_TARGETS)
+ALL = list(LINEARS)
 PAIR = ["q_proj", "down_proj"]
 
 

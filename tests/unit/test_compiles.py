@@ -77,10 +77,10 @@ def main() -> None:
     import torch
 
     from benchmarks.decoder import random_decoder
+    from qerl.families.sizes import Sizes
     from qerl.kernels.update.rms_norm import rms_norm
     from qerl.kernels.update.rotary import rotated_heads
     from qerl.kernels.update.swiglu import swiglu
-    from qerl.plan.shapes import Shape
     from qerl.rollout.engine import SamplingParams
     from qerl.rollout.paged.decode import DecodeStep
     from qerl.rollout.paged.prefill import Job, Prefill
@@ -95,7 +95,7 @@ def main() -> None:
     torch.mm = lambda a, b, out_dtype=None, **kwargs: mm(a, b, **kwargs)
     few, many = (8, torch.bfloat16, False), (128, torch.float8_e4m3fn, True)
     for (tokens, dtype, norm), rank in ((few, 32), (many, 32), (many, 256)):
-        sizes = Shape(256, 512, 1, 28, 4, 128, 5000, bias=not norm, qk_norm=norm)
+        sizes = Sizes(256, 512, 1, 28, 4, 128, 5000, qkv_bias=not norm, qk_norm=norm)
         decoder = random_decoder(sizes, "bf16", rank, 256, device="cpu")
         cache = Cache.empty(decoder, 4, "cpu", dtype)
         DecodeStep(decoder, cache, tokens, 8, 2, SamplingParams(8, stop_token_ids=(1, 2)), True)._run()

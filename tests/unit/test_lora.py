@@ -12,9 +12,10 @@ from safetensors.torch import load_file, save_file
 from torch.nn.parallel import DistributedDataParallel
 
 from qerl.errors import QeRLError
+from qerl.families.layer import LINEARS
 from qerl.fp4.format import dequantize
 from qerl.fp4.linear import PackedLinear
-from qerl.lora.adapter import LORA_TARGETS, PackedLoraLinear, add_lora, load_adapter
+from qerl.lora.adapter import PackedLoraLinear, add_lora, load_adapter
 from qerl.lora.product import _adapter, _apart
 from qerl.models.load import load_model
 
@@ -51,7 +52,7 @@ def test_adapts_all_seven_linears_and_trains_nothing_else(plain, weights: str) -
     model = add_lora(base, rank=4, alpha=8, dropout=0.0)
     assert torch.equal(logits(model), before)
     adapted = [name for name, module in model.named_modules() if isinstance(module, PackedLoraLinear)]
-    assert len(adapted) == 2 * len(LORA_TARGETS)
+    assert len(adapted) == 2 * len(LINEARS)
     trainable = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert len(trainable) == 2 * len(adapted) and all("lora_" in name for name in trainable)
     assert {parameter.dtype for parameter in model.parameters() if parameter.requires_grad} == {torch.float32}

@@ -18,15 +18,15 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from benchmarks.peers import process
 from benchmarks.peers.checkpoint import model_config, write_adapter, write_zeros
 from benchmarks.peers.process import peer_rows
+from qerl.families.sizes import Sizes
 from qerl.fp4.checkpoint import read_config
 from qerl.fp4.format import NVFP4
-from qerl.plan.shapes import Shape
 
-TINY = Shape(
-    hidden=64, intermediate=96, layers=2, heads=4, kv_heads=2, head_size=16, vocabulary=1003, bias=True
+TINY = Sizes(
+    hidden=64, intermediate=96, layers=2, heads=4, kv_heads=2, head_size=16, vocabulary=1003, qkv_bias=True
 )
-LLAMA = Shape(hidden=64, intermediate=96, layers=2, heads=4, kv_heads=2, head_size=32, vocabulary=1003)
-QWEN3 = Shape(
+LLAMA = Sizes(hidden=64, intermediate=96, layers=2, heads=4, kv_heads=2, head_size=32, vocabulary=1003)
+QWEN3 = Sizes(
     hidden=64, intermediate=96, layers=2, heads=4, kv_heads=2, head_size=32, vocabulary=1003, qk_norm=True
 )
 

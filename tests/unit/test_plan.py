@@ -11,11 +11,14 @@ from rich.console import Console
 from benchmarks.result import RESULTS, read_rows
 from qerl.cli import main
 from qerl.errors import QeRLError
+from qerl.families.layer import LINEARS
+from qerl.families.sizes import SIZES, Sizes
 from qerl.fp4.linear import PackedLinear
-from qerl.lora.adapter import LORA_TARGETS, add_lora
+from qerl.lora.adapter import add_lora
 from qerl.models import hub
 from qerl.models.load import load_model
 from qerl.plan.command import announce, plan_command, refuse_full_tuning_that_cannot_fit
+from qerl.plan.parts import Activations, Adapter, Cache, Weights
 from qerl.plan.phases import make_plan
 from qerl.plan.propose import (
     ENOUGH_TOKENS,
@@ -28,31 +31,37 @@ from qerl.plan.propose import (
     tokens_that_fit,
 )
 from qerl.plan.render import verdict
-from qerl.plan.shapes import SHAPES
-from qerl.plan.sizes import Activations, Adapter, Cache, Model, Weights, Work
+from qerl.plan.work import Work
 from qerl.rollout.paged.limits import FILTER_BYTES, BlockDemand
 from qerl.settings.config import QeRLConfig
 from qerl.settings.recipe import load_config
 from qerl.trainer import policy, run
+from qerl.weight_formats import FORMATS
 
 GB80 = 84_600_000_000
 
 # Parameters as published with the models.
 PUBLISHED = {
+    "1.5b": 1_543_714_304,
+    "3b": 3_085_938_688,
     "7b": 7_615_616_512,
     "14b": 14_770_033_664,
     "32b": 32_763_876_352,
     "72b": 72_706_203_648,
+    "qwen3-4b": 4_022_468_096,
     "qwen3-8b": 8_190_735_360,
+    "qwen3-14b": 14_768_307_200,
     "qwen3-32b": 32_762_123_264,
     "llama3-8b": 8_030_261_248,
     "llama3-70b": 70_553_706_496,
+    "llama3.1-8b": 8_030_261_248,
+    "mistral-7b": 7_248_023_552,
 }
 
 
 def work(**changes) -> Work:
     values = {
-        "weights": "nvfp4", "rank": 32, "targets": LORA_TARGETS, "prompt_tokens": 256,
+        "weights": "nvfp4", "rank": 32, "targets": LINEARS, "prompt_tokens": 256,
         "completion_tokens": 2048, "group": 8, "sequences": 8, "microbatch": 8,
     }  # fmt: skip
     return Work(**(values | changes))
@@ -77,13 +86,13 @@ def work(**changes) -> Work:
 def test_bytes_of_weights_and_adapter(tiny_model, tmp_path, family, changes, weights):
     tiny_model(family, **changes).save_pretrained(tmp_path)
     model = load_model(tmp_path, weights, torch.bfloat16, "cpu")
-    sizes = Model.from_config(json.loads((tmp_path / "config.json").read_text()))
+    sizes = Sizes.from_config(json.loads((tmp_path / "config.json").read_text()))
     tensors = list(model.parameters())
     tensors += [b for m in model.modules() if isinstance(m, PackedLinear) for b in m.buffers(recurse=False)]
-    assert Weights(sizes, weights).bytes == sum(tensor.nbytes for tensor in tensors)
+    assert Weights(sizes, FORMATS[weights]).bytes == sum(tensor.nbytes for tensor in tensors)
     if weights == "bf16":
         assert sizes.parameters == sum(tensor.numel() for tensor in tensors)
-    targets = ("q_proj", "v_proj", "down_proj") if family == "qwen3" else LORA_TARGETS
+    targets = ("q_proj", "v_proj", "down_proj") if family == "qwen3" else LINEARS
     adapted = add_lora(model, rank=6, alpha=6, dropout=0.0, target_modules=targets)
     trained = [p for p in adapted.parameters() if p.requires_grad]
     adapter = Adapter(sizes, 6, targets)
@@ -93,28 +102,28 @@ def test_bytes_of_weights_and_adapter(tiny_model, tmp_path, family, changes, wei
 
 def test_bytes_of_gradients_and_optimizer(tiny_model):
     model = tiny_model("qwen2")
-    sizes = Model.from_config(model.config.to_dict())
+    sizes = Sizes.from_config(model.config.to_dict())
     adapted = add_lora(model, rank=4, alpha=4, dropout=0.0)
     trained = [p for p in adapted.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained)
     adapted(input_ids=torch.tensor([[5, 6, 7]])).logits.sum().backward()
     optimizer.step()
     moments = [v for state in optimizer.state.values() for name, v in state.items() if name != "step"]
-    adapter = Adapter(sizes, 4, LORA_TARGETS)
+    adapter = Adapter(sizes, 4, LINEARS)
     assert adapter.gradients == sum(p.grad.nbytes for p in trained)
     assert work().optimizer_bytes * adapter.parameters == sum(moment.nbytes for moment in moments)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_parameters_of_known_models(name):
-    assert Model.from_shape(SHAPES[name]).parameters == PUBLISHED[name]
+    assert SIZES[name].parameters == PUBLISHED[name]
 
 
 def test_keys_and_values():
     """7B: 28 layers, 4 heads of 128, keys and values, 2 bytes: 57344 bytes a token."""
-    cache = Cache(Model.from_shape(SHAPES["7b"]), work(sequences=16))
+    cache = Cache(SIZES["7b"], work(sequences=16))
     block = cache.geometry.block_bytes
-    assert block == 57344 * 64 == 2 * Cache(cache.model, work(cache_bytes=1)).geometry.block_bytes
+    assert block == 57344 * 64 == 2 * Cache(cache.sizes, work(cache_bytes=1)).geometry.block_bytes
     assert cache.bytes(10**12) == block * (16 * 32 + 3 * 4), "own blocks, prompts of two groups and a third"
     assert cache.bytes(100 * block + 1) == 100 * block
 
@@ -150,9 +159,10 @@ def test_prediction_of_recorded_peaks(row):
     samples = row["prompts"] * row["samples"]
     plan = make_plan(
         dataclasses.replace(
-            Model.from_shape(SHAPES[row["shape"]]),
-            qkv_bias=True,  # the benchmark builds Qwen2 models of any shape
+            SIZES[row["shape"]],
+            qkv_bias=True,  # the benchmark builds Qwen2 models of any shape, whose embeddings are not tied
             qk_norm=False,
+            tied=False,
             positions=row["prompt_tokens"] + row["completion_tokens"] + 64,
         ),
         work(
@@ -169,7 +179,7 @@ def test_prediction_of_recorded_peaks(row):
         ),
         GB80,
     )
-    resident = sum(part.update for part in plan.parts[: 2 if "resident_without" in row else 3])
+    resident = sum(part.update for part in plan.lines[: 2 if "resident_without" in row else 3])
     assert resident / 1e9 == pytest.approx(row["resident_gb"], rel=0.01)
     assert plan.update / 1e9 == pytest.approx(row["update_gb"], rel=0.05)
     # What torch's allocator still holds of the update before is in the measured figure, but can be had back.
@@ -180,11 +190,11 @@ def test_prediction_of_recorded_peaks(row):
 
 
 def test_phases_and_sharing():
-    sizes = Model.from_shape(SHAPES["7b"])
+    sizes = SIZES["7b"]
     base = make_plan(sizes, work(), GB80)
-    assert base.peak == base.update == sum(part.update for part in base.parts)
+    assert base.peak == base.update == sum(part.update for part in base.lines)
     twice = make_plan(sizes, work(microbatches=2), GB80)
-    adapter = Adapter(sizes, 32, LORA_TARGETS)
+    adapter = Adapter(sizes, 32, LINEARS)
     assert twice.update - base.update == adapter.gradients, "a first microbatch leaves its gradients"
     kept, half = (make_plan(sizes, work(every_n_layers=n), GB80) for n in (0, 2))
     assert kept.update > 2 * base.update
@@ -195,11 +205,11 @@ def test_phases_and_sharing():
 
 
 def test_sequences_that_do_not_fit_wait():
-    sizes = Model.from_shape(SHAPES["72b"])
+    sizes = SIZES["72b"]
     plan = make_plan(sizes, work(sequences=128, completion_tokens=8192, microbatch=1), GB80)
     assert 0 < plan.sequences < 128
     assert f"{plan.sequences} of 128 sequences decode side by side" in verdict(plan)
-    cache = next(part.rollout for part in plan.parts if part.name == "keys and values")
+    cache = next(part.rollout for part in plan.lines if part.name == "keys and values")
     keys_and_values = Cache(sizes, plan.work)
     block = keys_and_values.geometry.block_bytes
     assert block * keys_and_values.demand.blocks(plan.sequences) <= cache
@@ -209,7 +219,7 @@ def test_sequences_that_do_not_fit_wait():
 @pytest.mark.parametrize("name", ["1.5b", "7b", "32b", "72b"])
 @pytest.mark.parametrize("tokens", [512, 4096])
 def test_proposals_fit_and_keep_the_samples(name, tokens):
-    sizes = Model.from_shape(SHAPES[name])
+    sizes = SIZES[name]
     wanted = work(completion_tokens=tokens, group=16, microbatch=16, microbatches=8)
     plan = propose(sizes, wanted, GB80, samples=256)
     assert plan is not None and fits(plan)
@@ -225,10 +235,10 @@ def test_pieces():
     assert work(tokens_per_forward=100).tokens == 2303
     assert (work().scored_tokens, work(tokens_per_forward=2303).scored_tokens) == (16384, 2048)
     assert [work(tokens_per_forward=n, microbatches=2).passes for n in (None, 16638, 100)] == [2, 4, 16]
-    sizes = Model.from_shape(SHAPES["7b"])
+    sizes = SIZES["7b"]
     small, large = (make_plan(sizes, work(tokens_per_forward=n), GB80) for n in (2303, 8192))
-    adapter = Adapter(sizes, 32, LORA_TARGETS)
-    (gradients,) = [part.update for part in small.parts if part.name == "gradients"]
+    adapter = Adapter(sizes, 32, LINEARS)
+    (gradients,) = [part.update for part in small.lines if part.name == "gradients"]
     assert gradients == adapter.gradients, "an earlier piece leaves its gradients"
     assert small.update < large.update < make_plan(sizes, work(microbatches=2), GB80).update
 
@@ -236,7 +246,7 @@ def test_pieces():
 @pytest.mark.parametrize("capacity", [9e9, 10e9, 11e9, 12.5e9, 16e9, 40e9])
 @pytest.mark.parametrize("microbatch", [1, 8, 64])
 def test_tokens_that_fit(capacity, microbatch):
-    sizes, wanted = Model.from_shape(SHAPES["7b"]), work(microbatch=microbatch)
+    sizes, wanted = SIZES["7b"], work(microbatch=microbatch)
     whole = wanted.tokens_of(microbatch)
     fitting = [
         limit
@@ -251,7 +261,7 @@ def test_tokens_that_fit(capacity, microbatch):
 )
 def test_fastest(name, gigabytes):
     """Of all settings that fit, whole samples in a forward pass, none is faster."""
-    sizes, capacity = Model.from_shape(SHAPES[name]), gigabytes * 10**9
+    sizes, capacity = SIZES[name], gigabytes * 10**9
     wanted = work(rank=16, completion_tokens=1024)
     tried = [
         dataclasses.replace(wanted, tokens_per_forward=limit, every_n_layers=n)
@@ -269,7 +279,7 @@ def test_fastest(name, gigabytes):
 
 
 def test_settings_that_are_given_are_kept():
-    sizes, wanted = Model.from_shape(SHAPES["7b"]), work()
+    sizes, wanted = SIZES["7b"], work()
     free = fastest(sizes, wanted, GB80)
     assert free is not None and free.tokens_per_forward is not None
     assert free.every_n_layers > 1 and FEW_TOKENS <= free.tokens_per_forward <= ENOUGH_TOKENS
@@ -281,13 +291,13 @@ def test_settings_that_are_given_are_kept():
 
 
 def test_nothing_fits():
-    sizes = Model.from_shape(SHAPES["72b"])
+    sizes = SIZES["72b"]
     assert propose(sizes, work(weights="bf16"), GB80, samples=8) is None
     assert verdict(make_plan(sizes, work(weights="bf16"), GB80)).startswith("It does not fit: the update")
 
 
 def test_verdicts():
-    sizes = Model.from_shape(SHAPES["7b"])
+    sizes = SIZES["7b"]
     peak = make_plan(sizes, work(), GB80).peak
     assert verdict(make_plan(sizes, work(), GB80)).startswith("It fits: ")
     tight = make_plan(sizes, work(), round(peak * 1.02))
@@ -349,7 +359,7 @@ def test_mistakes(words, message, capsys):
 
 def test_other_families_and_formats(tmp_path, capsys):
     with pytest.raises(QeRLError, match="families llama, mistral, qwen2, qwen3, not for gpt2"):
-        Model.from_config({"model_type": "gpt2"})
+        Sizes.from_config({"model_type": "gpt2"})
     quantised = {"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized"}
     config = {"model_type": "llama", "quantization_config": quantised}
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -416,16 +426,16 @@ def test_filters_take_a_place_to_sort_in(capsys):
 def test_positions_of_a_stretched_rotary_embedding():
     rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768, "rope_theta": 1e6}
     config = {"model_type": "qwen2", "max_position_embeddings": 32768, "rope_parameters": rope}
-    assert Model.from_config(config).positions == 131072
+    assert Sizes.from_config(config).positions == 131072
 
 
 def test_several_processes_hold_buckets_of_gradients(capsys):
     one, two = (
         plan_command("7b", [], {"max_completion_length": 2048}, 80, Console(quiet=True), n) for n in (1, 2)
     )
-    adapter = Adapter(two.model, two.work.rank, two.work.targets)
-    assert {p.name: p.update for p in two.parts}["buckets of gradients"] == 4 * adapter.parameters
-    assert "buckets of gradients" not in {part.name for part in one.parts}
+    adapter = Adapter(two.sizes, two.work.rank, two.work.targets)
+    assert {p.name: p.update for p in two.lines}["buckets of gradients"] == 4 * adapter.parameters
+    assert "buckets of gradients" not in {part.name for part in one.lines}
     assert main(["plan", "7b", "--processes", "2"]) == 0
     assert "buckets of gradients" in capsys.readouterr().out
 

@@ -32,10 +32,6 @@ from qerl.fp4.linear import PackedLinear
 from qerl.lora.product import fused_forward
 from qerl.seeding import derive_seed
 
-LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-"""All linear layers of a decoder layer of Llama, Qwen and Mistral (paper, Table 4)."""
-
-
 _NEEDS_DENSE = (
     "use_dora", "use_qalora", "use_bdlora", "velora_config", "monteclora_config", "kasa_config",
     "arrow_config", "megatron_config", "layer_replication", "target_parameters",

@@ -8,14 +8,14 @@ from typing import Any
 from rich.console import Console
 
 from qerl.errors import QeRLError
+from qerl.families.layer import LINEARS
+from qerl.families.sizes import SIZES, Sizes
 from qerl.fp4.checkpoint import read_config
-from qerl.lora.adapter import LORA_TARGETS
 from qerl.models.hub import local_config
-from qerl.plan.phases import Plan, make_plan
+from qerl.plan.phases import MemoryPlan, make_plan
 from qerl.plan.propose import fastest, fits, propose
 from qerl.plan.render import advice, render, verdict
-from qerl.plan.shapes import SHAPES
-from qerl.plan.sizes import FULL, HALF, Model, Work
+from qerl.plan.work import FULL, HALF, Work
 from qerl.rollout.engine import KV_DTYPES
 from qerl.rollout.paged.limits import MAX_ROWS
 from qerl.settings.config import QeRLConfig
@@ -27,11 +27,11 @@ USABLE = 0.985  # of a GPU's GiB; the rest is the driver's and ECC's (H100 80GB:
 
 def plan_command(
     name: str, recipes: list[str], fields: dict[str, Any], gpu: Any, console: Console, processes: Any = 1
-) -> Plan:
+) -> MemoryPlan:
     """Print what fits, and return the plan of the settings as they are.
 
     Args:
-        name: Local folder, Hub id, or a shape of `qerl.plan.shapes` such as ``32b``.
+        name: Local folder, Hub id, or a name of `qerl.families.sizes.SIZES` such as ``32b``.
         recipes: As for training; none are needed.
         fields: Settings over those of the recipes.
         gpu: Memory of the GPU as its vendor counts, 80 for an H100 80GB.
@@ -84,14 +84,14 @@ def refuse_full_tuning_that_cannot_fit(config: QeRLConfig, capacity: int) -> Non
         QeRLError: They exceed it.
     """
     try:
-        model = _model(str(config.model), config)
+        sizes = _sizes(str(config.model), config)
     except QeRLError:
         return  # a family or a name that the plan does not know may still be loaded
-    if _full_tuning_bytes(model, config) > capacity:
-        raise QeRLError(_full_tuning(model, config, capacity))
+    if _full_tuning_bytes(sizes, config) > capacity:
+        raise QeRLError(_full_tuning(sizes, config, capacity))
 
 
-def _full_tuning_bytes(model: Model, config: QeRLConfig) -> int:
+def _full_tuning_bytes(sizes: Sizes, config: QeRLConfig) -> int:
     """Bytes of weights, gradients and Adam's moments, all in the weights' dtype or the moments in 8 bits.
 
     A KL penalty (``beta`` above 0) needs the weights a second time, as its reference.
@@ -99,37 +99,37 @@ def _full_tuning_bytes(model: Model, config: QeRLConfig) -> int:
     size = HALF if config.dtype == "bfloat16" else FULL
     moments = 2 if "8bit" in str(config.optim) else 2 * size
     copies = 3 if config.beta else 2
-    return model.parameters * (copies * size + moments)
+    return sizes.parameters * (copies * size + moments)
 
 
-def _full_tuning(model: Model, config: QeRLConfig, capacity: int) -> str:
-    needed = _full_tuning_bytes(model, config)
+def _full_tuning(sizes: Sizes, config: QeRLConfig, capacity: int) -> str:
+    needed = _full_tuning_bytes(sizes, config)
     fits = "more than" if needed > capacity else "of"
     return (
         f"Full tuning takes at least {needed / 1e9:.1f} GB on each GPU for weights, gradients and Adam's "
-        f"moments of {model.parameters / 1e9:.2f} billion parameters, {fits} the {capacity / 1e9:.1f} GB "
+        f"moments of {sizes.parameters / 1e9:.2f} billion parameters, {fits} the {capacity / 1e9:.1f} GB "
         "there are, and activations, keys and values on top, which are planned for LoRA only; set "
         "tuning: lora, or take a smaller model."
     )
 
 
-def _plan(config: QeRLConfig, capacity: int, processes: int) -> tuple[Plan, Plan | None]:
+def _plan(config: QeRLConfig, capacity: int, processes: int) -> tuple[MemoryPlan, MemoryPlan | None]:
     """The settings as they are, with the default of what is left to the plan, and settings that fit."""
-    model = _model(str(config.model), config)
+    sizes = _sizes(str(config.model), config)
     if config.tuning == "full":
-        raise QeRLError(_full_tuning(model, config, capacity))
+        raise QeRLError(_full_tuning(sizes, config, capacity))
     work = _work(config, processes)
-    if work.prompt_tokens + work.completion_tokens > model.positions:
+    if work.prompt_tokens + work.completion_tokens > sizes.positions:
         raise QeRLError(
             f"A prompt of {work.prompt_tokens} and a completion of {work.completion_tokens} tokens exceed "
-            f"the model's {model.positions} positions; lower max_prompt_length or max_completion_length."
+            f"the model's {sizes.positions} positions; lower max_prompt_length or max_completion_length."
         )
     tokens = config.tokens_per_forward
     left_open = config.gradient_checkpointing and every_n_layers(config) is None
     every = None if left_open else [work.every_n_layers]
-    chosen = fastest(model, work, capacity, [tokens] if tokens else None, every)
+    chosen = fastest(sizes, work, capacity, [tokens] if tokens else None, every)
     work = chosen or dataclasses.replace(work, tokens_per_forward=tokens or work.tokens_of(1))
-    return make_plan(model, work, capacity), propose(model, work, capacity, _samples(config))
+    return make_plan(sizes, work, capacity), propose(sizes, work, capacity, _samples(config))
 
 
 def every_n_layers(config: QeRLConfig) -> int | None:
@@ -143,22 +143,22 @@ def _samples(config: QeRLConfig) -> int:
     return config.per_device_train_batch_size * (config.steps_per_generation or 1)
 
 
-def _model(name: str, config: QeRLConfig) -> Model:
-    if name in SHAPES and not Path(name).is_dir():
-        return Model.from_shape(SHAPES[name])
+def _sizes(name: str, config: QeRLConfig) -> Sizes:
+    if name in SIZES and not Path(name).is_dir():
+        return SIZES[name]
     try:
         folder = local_config(name)
     except QeRLError as error:
         if "/" in name:
             raise
-        raise QeRLError(f"{error} Sizes that are known by name: {', '.join(SHAPES)}.") from error
+        raise QeRLError(f"{error} Sizes that are known by name: {', '.join(SIZES)}.") from error
     content, _, format = read_config(folder)
     if format is not None and format.name != config.weights:
         raise QeRLError(
             f"{name} holds {format.name} weights, which cannot become {config.weights}; set weights to "
             f"{format.name} or name the 16-bit model."
         )
-    return Model.from_config(content)
+    return Sizes.from_config(content)
 
 
 def _work(config: QeRLConfig, processes: int) -> Work:
@@ -166,7 +166,7 @@ def _work(config: QeRLConfig, processes: int) -> Work:
     return Work(
         weights=config.weights,
         rank=config.lora_r,
-        targets=tuple(config.lora_target_modules or LORA_TARGETS),
+        targets=tuple(config.lora_target_modules or LINEARS),
         prompt_tokens=config.max_prompt_length or DEFAULT_PROMPT,
         completion_tokens=config.max_completion_length,
         group=config.num_generations,

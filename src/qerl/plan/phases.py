@@ -2,13 +2,15 @@
 
 from dataclasses import dataclass
 
-from qerl.plan.sizes import Activations, Adapter, Cache, Model, Weights, Work
+from qerl.families.sizes import Sizes
+from qerl.plan.parts import Activations, Adapter, Cache, Weights
+from qerl.plan.work import Work
 from qerl.rollout.paged.limits import CONTEXT_BYTES, FILTER_BYTES, cache_budget
 
 SLACK = 0.12
 """Memory that torch's allocator holds without a use, as a share of the inputs of layers and of what one layer
 or the head takes: freed blocks of one size do not serve the next. Fitted to measured steps
-(bench/results/step-*.json, H100, torch 2.11), as `KEPT_SLACK` is."""
+(benchmarks/results/step-*.json, H100, torch 2.11), as `KEPT_SLACK` is."""
 
 KEPT_SLACK = 0.02
 """The same as a share of layers that keep their activations; few of these blocks are freed before the
@@ -16,8 +18,8 @@ backward pass."""
 
 
 @dataclass(frozen=True)
-class Part:
-    """A line of the plan: bytes in each phase."""
+class Line:
+    """One line of the plan: bytes in each phase."""
 
     name: str
     rollout: int
@@ -25,50 +27,51 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What a step takes on a GPU.
+class MemoryPlan:
+    """Bytes that a step takes on a GPU.
 
     Attributes:
-        model, work: What was planned.
-        capacity: Bytes the GPU has.
-        parts: In the order of the table.
+        sizes, work: What was planned.
+        capacity: Bytes of the GPU.
+        lines: Parts of the memory, in the order of the table.
         sequences: Sequences of full length that decode side by side.
     """
 
-    model: Model
+    sizes: Sizes
     work: Work
     capacity: int
-    parts: tuple[Part, ...]
+    lines: tuple[Line, ...]
     sequences: int
 
     @property
     def rollout(self) -> int:
-        return sum(part.rollout for part in self.parts)
+        """Bytes at the peak of the rollout."""
+        return sum(line.rollout for line in self.lines)
 
     @property
     def update(self) -> int:
-        return sum(part.update for part in self.parts)
+        """Bytes at the peak of the update."""
+        return sum(line.update for line in self.lines)
 
     @property
     def peak(self) -> int:
+        """Bytes at the peak of the step."""
         return max(self.rollout, self.update)
 
 
-def make_plan(model: Model, work: Work, capacity: int) -> Plan:
-    """Both phases of a step, part by part.
+def make_plan(sizes: Sizes, work: Work, capacity: int) -> MemoryPlan:
+    """The plan of both phases of a step.
 
     Args:
-        model: Sizes.
+        sizes: Sizes of the model.
         work: What the step does.
         capacity: Bytes of the GPU; keys and values take at most their share of what is free, and sequences
             that do not fit wait their turn.
     """
-    adapter, cache = Adapter(model, work.rank, work.targets), Cache(model, work)
-    update = Activations(model, work)
-    # The paged engine writes MXFP4 as NVFP4.
-    weights = "nvfp4" if work.weights == "mxfp4" else work.weights
+    adapter, cache = Adapter(sizes, work.rank, work.targets), Cache(sizes, work)
+    update = Activations(sizes, work)
     resident = {
-        "weights": Weights(model, weights).bytes,
+        "weights": Weights(sizes, work.format.on_engine).bytes,
         "LoRA": adapter.bytes,
         "LoRA for sampling": adapter.copies,
         "optimizer": work.optimizer_bytes * adapter.parameters,
@@ -81,13 +84,13 @@ def make_plan(model: Model, work: Work, capacity: int) -> Plan:
     # Within one backward pass, gradients grow while what was kept for them goes.
     gradients = adapter.gradients if work.passes > 1 else max(0, adapter.gradients - update.kept)
     slack = round(SLACK * (update.inputs + update.working) + KEPT_SLACK * update.whole_layers)
-    parts = (
-        *(Part(name, size, size) for name, size in resident.items()),
-        Part("keys and values", cache.bytes(budget), 0),
-        Part("gradients", 0, gradients),
-        Part("activations kept", 0, update.kept),
-        Part("one layer or the head", 0, update.working),
-        Part("dequantised weight", 0, update.workspace),
-        Part("context and slack", CONTEXT_BYTES + sorting, CONTEXT_BYTES + slack),
+    lines = (
+        *(Line(name, size, size) for name, size in resident.items()),
+        Line("keys and values", cache.bytes(budget), 0),
+        Line("gradients", 0, gradients),
+        Line("activations kept", 0, update.kept),
+        Line("one layer or the head", 0, update.working),
+        Line("dequantised weight", 0, update.workspace),
+        Line("context and slack", CONTEXT_BYTES + sorting, CONTEXT_BYTES + slack),
     )
-    return Plan(model, work, capacity, parts, cache.sequences(budget))
+    return MemoryPlan(sizes, work, capacity, lines, cache.sequences(budget))

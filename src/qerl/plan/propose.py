@@ -12,8 +12,10 @@ import dataclasses
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 
-from qerl.plan.phases import Plan, make_plan
-from qerl.plan.sizes import Activations, Model, Work
+from qerl.families.sizes import Sizes
+from qerl.plan.parts import Activations
+from qerl.plan.phases import MemoryPlan, make_plan
+from qerl.plan.work import Work
 from qerl.rollout.paged.limits import MAX_ROWS
 
 MARGIN = 1.05
@@ -30,14 +32,14 @@ DENSE_TOKENS = 360
 _EVERY = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96)
 
 
-def fits(plan: Plan) -> bool:
+def fits(plan: MemoryPlan) -> bool:
     """Whether both phases fit with the margin, and at least one sequence of full length can be decoded."""
     return plan.sequences > 0 and plan.peak * MARGIN <= plan.capacity
 
 
-def cost(model: Model, work: Work) -> float:
+def cost(sizes: Sizes, work: Work) -> float:
     """Time of an update in forward passes over its tokens, as far as the settings chosen here change it."""
-    passes = 2 + Activations(model, work).recomputed / model.layers  # forward, again, gradients of the inputs
+    passes = 2 + Activations(sizes, work).recomputed / sizes.layers  # forward, again, gradients of the inputs
     whole = work.tokens_of(work.microbatch)
     pieces = -(-whole // work.tokens)
     prompts_again = (pieces - 1) * (work.prompt_tokens - 1)
@@ -45,7 +47,7 @@ def cost(model: Model, work: Work) -> float:
 
 
 def fastest(
-    model: Model,
+    sizes: Sizes,
     work: Work,
     capacity: int,
     limits: Sequence[int] | None = None,
@@ -54,27 +56,27 @@ def fastest(
     """The work with the fastest settings that fit, None if no settings do.
 
     Args:
-        model: Sizes.
+        sizes: Sizes of the model.
         work: What is wanted; its own settings are not looked at.
         capacity: Bytes of the GPU.
         limits: Values of `tokens_per_forward` to choose from.
         every: Values of `every_n_layers` to choose from.
     """
-    every = every or [n for n in _EVERY if n <= model.layers]
+    every = every or [n for n in _EVERY if n <= sizes.layers]
 
     def settings(limits: Sequence[int]) -> Iterator[Work]:
         for limit in limits:
             for n in every:
                 tried = dataclasses.replace(work, tokens_per_forward=limit, every_n_layers=n)
-                if fits(make_plan(model, tried, capacity)):
+                if fits(make_plan(sizes, tried, capacity)):
                     yield tried
 
     found = list(settings(limits or _limits(work)))
     if not found and limits is None:
         least = dataclasses.replace(work, every_n_layers=every[0])
-        tokens = tokens_that_fit(model, least, capacity)
+        tokens = tokens_that_fit(sizes, least, capacity)
         found = [] if tokens is None else [dataclasses.replace(least, tokens_per_forward=tokens)]
-    return min(found, key=lambda tried: cost(model, tried), default=None)
+    return min(found, key=lambda tried: cost(sizes, tried), default=None)
 
 
 def _limits(work: Work) -> list[int]:
@@ -85,11 +87,11 @@ def _limits(work: Work) -> list[int]:
     return enough or [limits[0] if limits[0] < FEW_TOKENS else limits[-1]]
 
 
-def tokens_that_fit(model: Model, work: Work, capacity: int) -> int | None:
+def tokens_that_fit(sizes: Sizes, work: Work, capacity: int) -> int | None:
     """Tokens of a forward pass: as many as fit and make it faster, None if one sample is too much.
 
     Args:
-        model: Sizes.
+        sizes: Sizes of the model.
         work: What is wanted; its own limit is not looked at.
         capacity: Bytes of the GPU.
     """
@@ -98,7 +100,7 @@ def tokens_that_fit(model: Model, work: Work, capacity: int) -> int | None:
     limits = [sample, *range(sample - sample % STEP + STEP, most, STEP)]
 
     def exceeds(limit: int) -> bool:
-        return not fits(make_plan(model, dataclasses.replace(work, tokens_per_forward=limit), capacity))
+        return not fits(make_plan(sizes, dataclasses.replace(work, tokens_per_forward=limit), capacity))
 
     if not exceeds(most):  # an undivided update fits sooner than one a little shorter: see `Work.passes`
         return most
@@ -106,11 +108,11 @@ def tokens_that_fit(model: Model, work: Work, capacity: int) -> int | None:
     return limits[fitting - 1] if fitting else None
 
 
-def propose(model: Model, work: Work, capacity: int, samples: int) -> Plan | None:
+def propose(sizes: Sizes, work: Work, capacity: int, samples: int) -> MemoryPlan | None:
     """The fastest settings that fit, for the samples of an update and of a rollout as they are.
 
     Args:
-        model: Sizes.
+        sizes: Sizes of the model.
         work: What is wanted.
         capacity: Bytes of the GPU.
         samples: Samples of one rollout.
@@ -119,8 +121,8 @@ def propose(model: Model, work: Work, capacity: int, samples: int) -> Plan | Non
         The plan of these settings, None where nothing fits.
     """
     wanted = dataclasses.replace(work, sequences=min(samples, MAX_ROWS))
-    found = fastest(model, wanted, capacity)
+    found = fastest(sizes, wanted, capacity)
     if found is None:
         return None
-    side_by_side = make_plan(model, found, capacity).sequences
-    return make_plan(model, dataclasses.replace(found, sequences=side_by_side), capacity)
+    side_by_side = make_plan(sizes, found, capacity).sequences
+    return make_plan(sizes, dataclasses.replace(found, sequences=side_by_side), capacity)

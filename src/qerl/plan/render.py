@@ -4,9 +4,9 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from qerl.plan.phases import Plan
+from qerl.plan.parts import Activations
+from qerl.plan.phases import MemoryPlan
 from qerl.plan.propose import MARGIN, fits
-from qerl.plan.sizes import Activations
 
 _WIDTH = 48  # characters of a bar, so that the line fits a terminal of 80
 _COLORS = {
@@ -24,7 +24,7 @@ _COLORS = {
 }
 
 
-def render(plan: Plan, proposal: Plan | None, name: str) -> Group:
+def render(plan: MemoryPlan, proposal: MemoryPlan | None, name: str) -> Group:
     """Everything `qerl plan` shows.
 
     Args:
@@ -38,7 +38,7 @@ def render(plan: Plan, proposal: Plan | None, name: str) -> Group:
     return Group(title, _table(plan), *bars, said, advised)
 
 
-def verdict(plan: Plan) -> str:
+def verdict(plan: MemoryPlan) -> str:
     """Whether it fits, in a sentence or two."""
     peak, capacity = _gb(plan.peak), _gb(plan.capacity)
     phase = "update" if plan.update >= plan.rollout else "rollout"
@@ -63,13 +63,13 @@ def verdict(plan: Plan) -> str:
     return said
 
 
-def advice(plan: Plan, proposal: Plan | None) -> str:
+def advice(plan: MemoryPlan, proposal: MemoryPlan | None) -> str:
     """The settings proposed, as fields of the command line."""
     if proposal is None:
         smaller = "a smaller model, max_completion_length or lora_r"
         four_bits = (
             ""
-            if plan.work.weights in ("nvfp4", "mxfp4")
+            if plan.work.format.element_bits <= 4
             else f", or weights: nvfp4 instead of {plan.work.weights}"
         )
         return f"No settings fit: take {smaller}{four_bits}."
@@ -86,7 +86,7 @@ def advice(plan: Plan, proposal: Plan | None) -> str:
     return f"Proposed, with a peak of {_gb(proposal.peak)} GB: {flags}"
 
 
-def _title(plan: Plan, name: str) -> str:
+def _title(plan: MemoryPlan, name: str) -> str:
     work = plan.work
     return (
         f"{name}, {work.weights} weights, LoRA rank {work.rank}; samples of {work.prompt_tokens} + "
@@ -96,32 +96,32 @@ def _title(plan: Plan, name: str) -> str:
     )
 
 
-def _checkpointing(plan: Plan) -> str:
-    recomputed, layers = Activations(plan.model, plan.work).recomputed, plan.model.layers
+def _checkpointing(plan: MemoryPlan) -> str:
+    recomputed, layers = Activations(plan.sizes, plan.work).recomputed, plan.sizes.layers
     if not recomputed:
         return "no gradient checkpointing"
     return f"gradient checkpointing of {'all' if recomputed == layers else recomputed} of {layers} layers"
 
 
-def _table(plan: Plan) -> Table:
+def _table(plan: MemoryPlan) -> Table:
     table = Table()
     table.add_column("GB")
     table.add_column("rollout", justify="right")
     table.add_column("update", justify="right")
-    for part in plan.parts:
-        table.add_row(Text(part.name, style=_COLORS[part.name]), _cell(part.rollout), _cell(part.update))
+    for line in plan.lines:
+        table.add_row(Text(line.name, style=_COLORS[line.name]), _cell(line.rollout), _cell(line.update))
     table.add_section()
     table.add_row("together", _gb(plan.rollout), _gb(plan.update), style="bold")
     return table
 
 
-def _bar(plan: Plan, phase: str) -> Text:
+def _bar(plan: MemoryPlan, phase: str) -> Text:
     """Parts side by side, to the scale of the GPU; what exceeds it ends in a red mark."""
     bar, total, drawn = Text(f"{phase:>8} "), 0, 0
-    for part in plan.parts:
-        total += getattr(part, phase)
+    for line in plan.lines:
+        total += getattr(line, phase)
         until = min(_WIDTH, round(_WIDTH * total / plan.capacity))
-        bar.append("█" * (until - drawn), style=_COLORS[part.name])
+        bar.append("█" * (until - drawn), style=_COLORS[line.name])
         drawn = until
     bar.append("░" * (_WIDTH - drawn), style="bright_black")
     if total > plan.capacity:

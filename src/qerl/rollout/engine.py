@@ -14,7 +14,6 @@ from typing import Literal
 import torch
 from peft import PeftModel
 from torch import nn
-from transformers import PreTrainedConfig
 
 from qerl.errors import QeRLError
 from qerl.families.parts import base_model
@@ -169,20 +168,6 @@ def check_model(model: nn.Module) -> None:
                 f"The adapter is of the type {config.peft_type.value}, whose virtual tokens the rollout "
                 "engine does not sample behind; use LoRA."
             )
-
-
-def positions_of(config: PreTrainedConfig) -> int | None:
-    """Positions that a model has; None where its config sets no limit.
-
-    Where the rotary embedding is stretched from an original length, as YaRN's is, they are that length times
-    the factor: Qwen2.5's configs keep the original one as max_position_embeddings.
-    """
-    positions = getattr(config, "max_position_embeddings", None)
-    rope = getattr(config, "rope_parameters", None) or {}
-    original, factor = rope.get("original_max_position_embeddings"), rope.get("factor")
-    if positions is None or not original or not factor or rope.get("rope_type") != "yarn":
-        return positions
-    return max(positions, int(original * factor))
 
 
 def check_request(

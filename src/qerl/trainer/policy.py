@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from qerl.lora.adapter import adapt, add_lora
 from qerl.models.load import load_model
 from qerl.plan.command import announce, refuse_full_tuning_that_cannot_fit
-from qerl.plan.sizes import Work
+from qerl.plan.work import Work
 from qerl.settings.config import QeRLConfig
 
 

@@ -18,19 +18,11 @@ from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 from torch import nn
 
 from qerl.errors import QeRLError
+from qerl.families.layer import LINEARS, PRODUCTS
 from qerl.kernels.limits import MAX_RANK, pad_rank
 from qerl.lora.kinds import active_adapter, objection
 from qerl.rollout.paged.weights import Decoder, Lora
 
-PROJECTIONS = {
-    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "o": ("self_attn.o_proj",),
-    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
-    "down": ("mlp.down_proj",),
-}
-"""Linears of a decoder layer whose weights are multiplied at once, by the name of the product."""
-
-_LINEARS = {name.split(".")[-1] for names in PROJECTIONS.values() for name in names}
 _WHOLE = ("embed_tokens", "lm_head")
 """Modules that may be trained as a whole beside an adapter; norms may too."""
 
@@ -42,7 +34,7 @@ def adapter_refusal(base: nn.Module) -> str | None:
         if isinstance(module, BaseTunerLayer):
             if reason := objection(module):
                 return f"{name} {reason}"
-            if last not in _LINEARS and active_adapter(module) is not None:
+            if last not in LINEARS and active_adapter(module) is not None:
                 return f"{name} carries an adapter, and only the linears of decoder layers may"
         elif isinstance(module, AuxiliaryTrainingWrapper):
             whole = isinstance(module, ModulesToSaveWrapper) and (last in _WHOLE or last.endswith("norm"))
@@ -65,7 +57,7 @@ def inner(module: nn.Module) -> nn.Module:
 
 def projections(layer: nn.Module, product: str) -> list[nn.Module]:
     """The layers, adapted or not, that one product of a decoder layer multiplies with."""
-    return [layer.get_submodule(name) for name in PROJECTIONS[product]]
+    return [layer.get_submodule(name) for name in PRODUCTS[product]]
 
 
 @dataclass
@@ -105,13 +97,13 @@ class Adapter:
         """
         highest = highest_rank(self.base)
         rank = pad_rank(highest) if highest else 0
-        parts = [part for layer in self.layers for name in PROJECTIONS for part in projections(layer, name)]
+        parts = [part for layer in self.layers for name in PRODUCTS for part in projections(layer, name)]
         same = len(parts) == len(self._parts) and all(a is b for a, b in zip(parts, self._parts, strict=True))
         if same and rank == self.rank:
             return False
         self.rank, self._parts, self._places = rank, parts, []
         for layer, bound in zip(self.layers, decoder.layers, strict=True):
-            for product in PROJECTIONS:
+            for product in PRODUCTS:
                 setattr(bound, f"lora_{product}", self._buffers(projections(layer, product)))
         return True
 

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from qerl.errors import QeRLError
 from qerl.families.parts import base_model
+from qerl.families.table import FAMILIES
 from qerl.fp4.convert import as_nvfp4, fits_nvfp4
 from qerl.fp4.linear import MXFP4Linear, PackedLinear
 from qerl.kernels.weights import nf4
@@ -29,7 +30,6 @@ from qerl.rollout.paged.weights import Decoder, Layer, Matrix
 HEAD_SIZES = (16, 32, 64, 128)
 MOST_GROUPED = 64
 """Query heads that may share a key head: the rows of an attention tile."""
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
 
 def refusal(model: nn.Module) -> str | None:
@@ -52,7 +52,7 @@ def _structure_refusal(base: PreTrainedModel) -> str | None:
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type", "default") in ("dynamic", "longrope"):
         return f"its rotary embedding is of the type {rope['rope_type']}, which changes with the length"
-    if getattr(config, "use_sliding_window", config.model_type == "mistral") and config.sliding_window:
+    if FAMILIES[config.model_type].slides(config):
         return "it attends to a sliding window"
     size = cast(Any, base).model.layers[0].self_attn.head_dim
     if size not in HEAD_SIZES:

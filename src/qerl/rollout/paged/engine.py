@@ -16,6 +16,7 @@ from torch import nn
 
 from qerl.errors import QeRLError
 from qerl.families.parts import base_model
+from qerl.families.sizes import positions_of
 from qerl.kernels.limits import PAGE
 from qerl.kernels.nvrtc import current
 from qerl.rollout.engine import (
@@ -28,7 +29,6 @@ from qerl.rollout.engine import (
     SamplingParams,
     check_model,
     check_request,
-    positions_of,
 )
 from qerl.rollout.paged import call
 from qerl.rollout.paged.binding import Binding, refusal

@@ -16,6 +16,7 @@ from torch import nn
 
 from qerl.errors import QeRLError
 from qerl.families.parts import base_model, eval_mode
+from qerl.families.sizes import positions_of
 from qerl.fp4.linear import unpacked
 from qerl.noise import noisy_norms
 from qerl.rollout.engine import (
@@ -26,7 +27,6 @@ from qerl.rollout.engine import (
     SamplingParams,
     check_model,
     check_request,
-    positions_of,
 )
 from qerl.rollout.portable.attention import grouped_decode
 from qerl.rollout.portable.runner import Runner

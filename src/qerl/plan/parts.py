@@ -1,0 +1,203 @@
+"""Bytes on the GPU in a GRPO step with LoRA, as arithmetic on the sizes of a decoder.
+
+A step has two phases that want the same memory at different times: the rollout, with keys and values, and the
+update, with activations. Weights, adapter and optimizer are there in both. Each class below is one part and
+says by which formula; counts of parameters and bytes of weights, adapter and optimizer are exact, activations
+are those of this project's update on CUDA (`qerl.lora.product`, `qerl.trainer.update.attention`,
+`qerl.kernels.update`) at the moment at which most of them are alive.
+
+Bytes everywhere. T tokens in the joined row of a forward pass, S of them predict something, D hidden size, I
+intermediate size, Q and G all query and all key heads together, R LoRA rank, V vocabulary.
+"""
+
+from dataclasses import dataclass
+
+from qerl.families.layer import JOINT
+from qerl.families.sizes import Linear, Sizes
+from qerl.kernels.limits import pad_rank
+from qerl.plan.work import FULL, HALF, Work
+from qerl.rollout.paged.limits import BlockDemand, KVGeometry
+from qerl.weight_formats import WeightFormat
+
+HEAD_TILE = 4096 * 32768
+"""Logits that TRL's chunked head holds at a time."""
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The frozen model: ``4-bit or 16-bit linears + 2 (V D [twice unless tied] + norms + biases)``."""
+
+    sizes: Sizes
+    format: WeightFormat
+
+    @property
+    def linears(self) -> int:
+        """Bytes of the linears of all decoder layers, scales included."""
+        return self.sizes.layers * sum(self.format.matrix_bytes(x.elements) for x in self.sizes.linears)
+
+    @property
+    def dense(self) -> int:
+        """Bytes of embedding, head, norms and biases."""
+        return HALF * self.sizes.dense_parameters
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all of them."""
+        return self.linears + self.dense
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """LoRA on every layer: ``R (inputs + outputs)`` parameters per adapted linear, in fp32."""
+
+    sizes: Sizes
+    rank: int
+    targets: tuple[str, ...]
+
+    @property
+    def parameters(self) -> int:
+        """Number of trained parameters."""
+        widths = sum(x.inputs + x.outputs for x in self.sizes.linears if x.name in self.targets)
+        return self.sizes.layers * self.rank * widths
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the parameters."""
+        return FULL * self.parameters
+
+    @property
+    def gradients(self) -> int:
+        """Bytes of their gradients."""
+        return FULL * self.parameters
+
+    @property
+    def copies(self) -> int:
+        """Bytes of the engine's copies: LoRA of all seven linears in bf16, R padded, norms and rotary table
+        in fp32."""
+        sizes, rank = self.sizes, pad_rank(self.rank)
+        widths = sum(linear.inputs + linear.outputs for linear in sizes.linears)
+        norms = sizes.layers * (2 * sizes.hidden + 2 * sizes.head_size * sizes.qk_norm) + sizes.hidden
+        return HALF * sizes.layers * rank * widths + FULL * (norms + sizes.positions * sizes.head_size)
+
+
+@dataclass(frozen=True)
+class Cache:
+    """Keys and values: ``2 layers G`` numbers per token, in blocks of 64, prompts once per group.
+
+    The paged engine reserves them by the same functions (`qerl.rollout.paged.limits`).
+    """
+
+    sizes: Sizes
+    work: Work
+
+    @property
+    def geometry(self) -> KVGeometry:
+        """Shape of the cache."""
+        sizes = self.sizes
+        return KVGeometry(sizes.layers, sizes.kv_heads, sizes.head_size, self.work.cache_bytes)
+
+    @property
+    def demand(self) -> BlockDemand:
+        """Blocks that the sequences of the work fill at their full length."""
+        return BlockDemand(self.work.prompt_tokens, self.work.completion_tokens, self.work.group)
+
+    def bytes(self, budget: int) -> int:
+        """Bytes that the engine reserves if keys and values may take so many bytes."""
+        block = self.geometry.block_bytes
+        return block * min(self.demand.blocks(self.work.sequences), budget // block)
+
+    def sequences(self, budget: int) -> int:
+        """Sequences of full length that so many bytes hold, up to those of the work."""
+        return self.demand.rows(budget // self.geometry.block_bytes, self.work.sequences)
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Bytes of what the update keeps and computes, bf16 unless said otherwise."""
+
+    sizes: Sizes
+    work: Work
+
+    @property
+    def recomputed(self) -> int:
+        """Number of layers computed again for backward."""
+        return -(-self.sizes.layers // self.work.every_n_layers) if self.work.every_n_layers else 0
+
+    @property
+    def inputs(self) -> int:
+        """``2 layers T D``: the input of every layer."""
+        return self.sizes.layers * HALF * self.work.tokens * self.sizes.hidden
+
+    @property
+    def whole_layers(self) -> int:
+        """Everything inside the layers that are not computed again."""
+        return (self.sizes.layers - self.recomputed) * self.layer
+
+    @property
+    def kept(self) -> int:
+        """Everything kept from the forward to the backward pass."""
+        return self.inputs + self.whole_layers
+
+    @property
+    def layer(self) -> int:
+        """``2 T (3 D + 2 Q + 2 G + 3 I + 7 R)``: inputs of q/k/v and gate/up, the residual between, queries,
+        keys, values and their result, gate, up and their product, and x A^T of the adapters; in fp32 one
+        number per token for both norms and each head of attention. Without joint products (NF4) layers run
+        through PEFT, which keeps the input of each of the seven in fp32, ``4 T (5 D + Q + I)``, and
+        bitsandbytes, so that those of q/k/v, of gate/up and of down are not needed in bf16."""
+        s, t = self.sizes, self.work.tokens
+        wide = 3 * s.hidden + 2 * s.queries + 2 * s.keys + 3 * s.intermediate
+        single = 2 + s.heads
+        if not self.work.format.joint_update:
+            wide -= 2 * s.hidden + s.intermediate
+            single += 5 * s.hidden + s.queries + s.intermediate
+        return HALF * t * (wide + 7 * self.work.rank) + FULL * t * single
+
+    @property
+    def backward(self) -> int:
+        """``2 T (2 I + D)`` on top of a layer: gradients of gate and up, that of their product in the place
+        of the product itself, and the one that came in."""
+        return HALF * self.work.tokens * (2 * self.sizes.intermediate + self.sizes.hidden)
+
+    @property
+    def head(self) -> int:
+        """``2 T D + 10 S D`` and a tile of logits: hidden states, those that predict something (selected
+        twice), their gradient in fp32 and in bf16."""
+        d = self.sizes.hidden
+        tile = HALF * HEAD_TILE * min(1.0, self.work.scored_tokens / 4096)
+        return HALF * self.work.tokens * d + 10 * self.work.scored_tokens * d + round(tile)
+
+    @property
+    def working(self) -> int:
+        """The larger of the head, and a layer's recomputation and backward with the last hidden states."""
+        last = HALF * self.work.tokens * self.sizes.hidden
+        layer = self.backward + last + (self.layer if self.recomputed else 0)
+        return max(self.head, layer)
+
+    @property
+    def workspace(self) -> int:
+        """The largest weight in bf16 with R more rows or columns, shared by all layers: mostly that of gate
+        and up together."""
+        return HALF * max(self._written_at_once(group) for group in self._groups)
+
+    @property
+    def _groups(self) -> list[list[Linear]]:
+        """Linears whose products the update computes as one (`qerl.trainer.update.fused`).
+
+        Only where all of them are adapted and the format allows it, and q, k and v not where heads are
+        normalised.
+        """
+        by_name = {linear.name: linear for linear in self.sizes.linears}
+        joint = [
+            [by_name.pop(name) for name in names]
+            for names in JOINT
+            if self.work.format.joint_update
+            and set(names) <= set(self.work.targets)
+            and not ("q_proj" in names and self.sizes.qk_norm)
+        ]
+        return joint + [[linear] for linear in by_name.values()]
+
+    def _written_at_once(self, group: list[Linear]) -> int:
+        rows = sum(linear.outputs for linear in group)
+        rank = self.work.rank * len(group)
+        return rows * group[0].inputs + rank * max(rows, group[0].inputs)

@@ -1,0 +1,75 @@
+"""What one GRPO step does, as far as its memory depends on it."""
+
+from dataclasses import dataclass
+
+from qerl.weight_formats import FORMATS, WeightFormat, WeightFormatName
+
+HALF, FULL = 2, 4
+"""Bytes of a number in bf16 and in fp32."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a step does, at its longest: every sample reaches the limit.
+
+    Attributes:
+        weights: Name of the linears' format.
+        rank: LoRA rank R.
+        targets: Names of the adapted linears.
+        prompt_tokens, completion_tokens: Tokens of the longest prompt and of the longest completion.
+        group: Samples per prompt.
+        sequences: Samples that decode side by side.
+        microbatch: Samples per loss.
+        microbatches: Losses per optimizer step.
+        tokens_per_forward: Tokens per forward and backward pass; a microbatch with more is computed in
+            chunks. None for no limit.
+        every_n_layers: Every n-th layer is computed again for backward, the others keep their activations;
+            0: all keep them.
+        optimizer_bytes: Bytes per adapter parameter: 8 for AdamW in fp32, 2 in 8 bits.
+        cache_bytes: Bytes per number in keys and values: 2 for bf16, 1 for fp8.
+        filtered: Whether top-k, top-p or min-p leave tokens out, for which the engine sorts.
+        processes: GPUs that train together, each with a whole model.
+    """
+
+    weights: WeightFormatName
+    rank: int
+    targets: tuple[str, ...]
+    prompt_tokens: int
+    completion_tokens: int
+    group: int
+    sequences: int
+    microbatch: int
+    microbatches: int = 1
+    tokens_per_forward: int | None = None
+    every_n_layers: int = 1
+    optimizer_bytes: int = 2 * FULL
+    cache_bytes: int = HALF
+    filtered: bool = False
+    processes: int = 1
+
+    @property
+    def format(self) -> WeightFormat:
+        """Format of the linears."""
+        return FORMATS[self.weights]
+
+    def tokens_of(self, samples: int) -> int:
+        """Tokens of the joined row of so many samples: each group's prompt once, without its last token, and
+        every completion token."""
+        prompts = -(-samples // self.group)
+        return prompts * (self.prompt_tokens - 1) + samples * self.completion_tokens
+
+    @property
+    def tokens(self) -> int:
+        """T, tokens of a microbatch, or of its largest chunk, which holds a sample whatever the limit is."""
+        limit = self.tokens_per_forward or self.tokens_of(self.microbatch)
+        return min(self.tokens_of(self.microbatch), max(limit, self.tokens_of(1)))
+
+    @property
+    def scored_tokens(self) -> int:
+        """S, tokens that predict something: at most all but those of one prompt."""
+        return min(self.microbatch * self.completion_tokens, self.tokens - (self.prompt_tokens - 1))
+
+    @property
+    def passes(self) -> int:
+        """Backward passes per optimizer step, at most."""
+        return self.microbatches * -(-self.tokens_of(self.microbatch) // self.tokens)
