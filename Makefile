@@ -1,15 +1,16 @@
 # make demo    set up, then train a real model on this machine (CPU is enough) and score the result
 # make test    set up, then run the tests
+# make wheel   set up, then build the wheel and use it in an empty folder
 # make tables  write the numbers of README and docs from benchmarks/results
 # make lint    formatter, linter and type checker
 PYTHON ?= python3
-# The build of torch that is installed first. On a GPU machine name the build for its CUDA version.
+# The build of torch that is installed first, here the CPU's. On a GPU machine name the build for its CUDA version.
 TORCH  ?= torch==2.13.0
 BIN    := .venv/bin
 # Idle OpenMP threads spin by default, which on few cores takes the time from those that work.
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: setup demo test tables lint clean
+.PHONY: setup demo test wheel tables lint clean
 setup: .venv/ready
 
 .venv/ready: pyproject.toml
@@ -25,6 +26,9 @@ demo: setup
 
 test: setup
 	$(BIN)/pytest
+
+wheel: setup
+	.ci/wheel
 
 tables: setup
 	$(BIN)/python -m benchmarks.tables

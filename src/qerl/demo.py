@@ -7,6 +7,7 @@ model is loaded afresh from the run folder, so the second score is that of the a
 import time
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -17,23 +18,30 @@ from qerl.eval.run import Request, Source, evaluate_model
 from qerl.fp4.quantize import quantize_checkpoint
 from qerl.models.gguf import cache_folder
 from qerl.models.hub import local_checkpoint
-from qerl.report import read_metrics, reward_curve_png, terminal_curve
+from qerl.report import read_metrics, terminal_curve, write_report
 from qerl.settings.config import QeRLConfig
+from qerl.settings.recipe import changed
 from qerl.trainer.run import train
 from qerl.weight_formats import FORMATS
 
-HELD_OUT = 128
-"""Held-out problems scored before and after."""
-
 
 def run_demo(config: QeRLConfig, console: Console) -> int:
-    """Train as the settings say and print accuracy before and after; returns the exit status."""
+    """Train as the settings say, and print the accuracy on `eval_samples` held-out problems before and after.
+
+    Args:
+        config: Settings of the run. Model, output folder and, on a GPU, microbatches are replaced.
+        console: Where progress and results are shown.
+
+    Returns:
+        The exit status.
+    """
     start = time.perf_counter()
-    config.model = _packed(config, console)
-    if torch.cuda.is_available() and config.steps_per_generation == config.gradient_accumulation_steps:
-        one_microbatch(config)
-    config.output_dir = str(_free(Path(str(config.output_dir))))
-    console.print(f"Scoring {HELD_OUT} held-out problems before training.")
+    config = changed(config, {
+        "model": _packed(config, console),
+        "output_dir": str(_free(Path(str(config.output_dir)))),
+        **(one_microbatch(config) if torch.cuda.is_available() else {}),
+    })  # fmt: skip
+    console.print(f"Scoring {config.eval_samples} held-out problems before training.")
     before = _score(config, None, console)
     run = train(config, console)
     if run.interrupted:
@@ -45,14 +53,21 @@ def run_demo(config: QeRLConfig, console: Console) -> int:
     return 0
 
 
-def one_microbatch(config: QeRLConfig) -> None:
-    """All samples of a step in one loss, which means the same on paper.
+def one_microbatch(config: QeRLConfig) -> dict[str, Any]:
+    """Fields that put all samples of a step into one loss, which means the same on paper.
 
     The recipe has a group in each loss, which suits the dense attention of a CPU. A GPU attends within groups
-    only, and with a model this small its time goes into launches, once for each loss.
+    only, and with a model this small its time goes into launches, once for each loss. A rollout that serves
+    several steps is left as it is.
     """
-    config.per_device_train_batch_size *= config.gradient_accumulation_steps
-    config.gradient_accumulation_steps = config.steps_per_generation = 1
+    if config.steps_per_generation != config.gradient_accumulation_steps:
+        return {}
+    samples = config.per_device_train_batch_size * config.gradient_accumulation_steps
+    return {
+        "per_device_train_batch_size": samples,
+        "gradient_accumulation_steps": 1,
+        "steps_per_generation": 1,
+    }
 
 
 def _packed(config: QeRLConfig, console: Console) -> str:
@@ -89,7 +104,7 @@ def _score(config: QeRLConfig, adapter: Path | None, console: Console) -> EvalRe
             task=config.task,
             task_options=config.task_options,
             max_tokens=config.max_completion_length,
-            limit=HELD_OUT,
+            limit=config.eval_samples,
         ),
         out=adapter / "eval" if adapter else None,
         console=console,
@@ -109,6 +124,6 @@ def _show(folder: Path, before: EvalResult, after: EvalResult, console: Console)
         table.add_row(name, f"{100 * result.accuracy:.1f} %", f"{100 * low:.1f} to {100 * high:.1f} %")
     console.print(table)
     console.print(f"gain: {100 * (after.accuracy - before.accuracy):+.1f} points")
-    curve = folder / "reward.png"
-    reward_curve_png(folder, curve)
-    console.print(f"adapter, metrics and {curve.name} are in {folder}")
+    report = folder / "report.html"
+    write_report([folder], report)
+    console.print(f"adapter, metrics and {report.name} are in {folder}")

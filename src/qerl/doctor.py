@@ -22,6 +22,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from qerl.kernels import needs
+from qerl.weight_formats import DEFAULT_FORMAT, FORMATS
 
 State = Literal["ok", "slow", "missing", "n/a"]
 """Works; works, but slower than other hardware would; is wanted and not there; is of no use here."""
@@ -48,33 +49,7 @@ class Row:
     remedy: str = ""
 
 
-@dataclass(frozen=True)
-class Package:
-    """An optional package.
-
-    Attributes:
-        name: As pip knows it.
-        module: As Python imports it.
-        purpose: What it is for.
-        command: How to get it.
-    """
-
-    name: str
-    module: str
-    purpose: str
-    command: str
-
-
-_PURPOSES = {
-    "triton": "GPU kernels of a decode step",
-    "cuda-bindings": "GPU kernels compiled at run time",
-    "quack-kernels": "NVFP4 products of many tokens",
-}
-OPTIONAL = (
-    Package("bitsandbytes", "bitsandbytes", "nf4 weights", "pip install -e '.[nf4]'"),
-    *(Package(name, module, _PURPOSES[name], needs.INSTALL) for name, module in needs.PACKAGES.items()),
-    Package("humming-kernels", "humming", "a peer in benchmarks", "pip install humming-kernels"),
-)
+OPTIONAL = (needs.Package("bitsandbytes", "bitsandbytes", "nf4 weights"), *needs.PACKAGES)
 
 
 def print_doctor() -> None:
@@ -93,7 +68,7 @@ def print_doctor() -> None:
 
 def diagnose() -> list[Row]:
     """All findings, in the order in which they are shown."""
-    return [*_machine(), *_gpus(), *_pinned(), *_optional(), *_weights(), *_rollout(), _demo_model()]
+    return [*_machine(), *_gpus(), *_required(), *_optional(), *_weights(), *_rollout(), _demo_model()]
 
 
 def _machine() -> Iterator[Row]:
@@ -159,8 +134,8 @@ def _gpus() -> Iterator[Row]:
         )
 
 
-def _pinned() -> Iterator[Row]:
-    """What pyproject.toml asks for against what is installed."""
+def _required() -> Iterator[Row]:
+    """What this project requires, against what is installed."""
     section = "required packages"
     if _version("qerl") is None:
         yield Row(
@@ -192,17 +167,18 @@ def _version(name: str) -> str | None:
 def _optional() -> Iterator[Row]:
     """Packages that only some paths need, and that only a GPU can use."""
     for package in OPTIONAL:
+        command = needs.how_to_install(package.name)
         if needs.has_module(package.module):
             version = _version(package.name) or "version unknown"
             yield Row("optional packages", package.name, "ok", f"{version}, for {package.purpose}")
         elif torch.cuda.is_available():
-            yield Row("optional packages", package.name, "missing", f"for {package.purpose}", package.command)
+            yield Row("optional packages", package.name, "missing", f"for {package.purpose}", command)
         else:
             yield Row("optional packages", package.name, "n/a", f"for {package.purpose}, on CUDA only")
 
 
 def _weights() -> Iterator[Row]:
-    """Formats of the base weights; what trains is LoRA in 16 or 32 bits with each of them."""
+    """Formats of the base weights; LoRA trains in 16 or 32 bits on each of them."""
     section = "weight formats"
     cuda = torch.cuda.is_available()
     four_bit = (
@@ -211,16 +187,20 @@ def _weights() -> Iterator[Row]:
         if cuda
         else "on the CPU, dequantised once per microbatch"
     )
-    for name in ("nvfp4", "mxfp4"):
-        yield Row(section, name, "ok" if cuda else "slow", f"runs {four_bit}")
-    precision = "bfloat16 by default" if cuda else "as float32"
-    yield Row(section, "bf16", "ok" if cuda else "slow", f"unquantised, {precision}; full tuning is possible")
-    if not cuda:
-        yield Row(section, "nf4", "n/a", "needs a CUDA device; use nvfp4, which runs anywhere")
-    elif not needs.has_module("bitsandbytes"):
-        yield Row(section, "nf4", "missing", "needs bitsandbytes", "pip install -e '.[nf4]'")
-    else:
-        yield Row(section, "nf4", "ok", "runs on the GPU through bitsandbytes")
+    for name, format in FORMATS.items():
+        if format.needs_cuda and not cuda:
+            finding = f"needs a CUDA device; use {DEFAULT_FORMAT}, which runs anywhere"
+            yield Row(section, name, "n/a", finding)
+        elif format.package is not None and not needs.has_module(format.package):
+            yield Row(section, name, "missing", f"needs {format.package}", needs.how_to_install(format.package))
+        elif format.package is not None:
+            yield Row(section, name, "ok", f"runs on the GPU through {format.package}")
+        elif format.packed:
+            yield Row(section, name, "ok" if cuda else "slow", f"runs {four_bit}")
+        else:
+            precision = "bfloat16 by default" if cuda else "as float32"
+            finding = f"unquantised, {precision}; full tuning is possible"
+            yield Row(section, name, "ok" if cuda else "slow", finding)
 
 
 def _rollout() -> Iterator[Row]:
@@ -238,7 +218,7 @@ def _rollout() -> Iterator[Row]:
         remedy = "; ".join(sorted({obstacle.remedy for obstacle in obstacles if obstacle.remedy}))
         yield Row(section, "paged engine", "missing", finding, remedy)
     else:
-        finding = "Llama, Mistral, Qwen2 and Qwen3 in bfloat16 with nvfp4, mxfp4, nf4 or 16-bit weights"
+        finding = f"Llama, Mistral, Qwen2 and Qwen3 in bfloat16 with weights in {', '.join(FORMATS)}"
         yield Row(section, "paged engine", "ok", finding)
         from qerl.kernels.weights.packed_gemm import MOST_TOKENS
 

@@ -41,7 +41,6 @@ class WeightFormat:
         trains_in_full: Whether the weights themselves can be trained, and not only an adapter on top.
         needs_cuda: Whether a CUDA device is needed to load it.
         package: Python package that it needs besides the required ones.
-        extra: This project's extra that installs that package.
     """
 
     name: WeightFormatName
@@ -56,7 +55,6 @@ class WeightFormat:
     trains_in_full: bool = False
     needs_cuda: bool = False
     package: str | None = None
-    extra: str | None = None
 
     @property
     def bytes_per_element(self) -> float:
@@ -104,7 +102,6 @@ FORMATS: dict[WeightFormatName, WeightFormat] = {
             joint_update=False,
             needs_cuda=True,
             package="bitsandbytes",
-            extra="nf4",
         ),
         WeightFormat(
             name="bf16",

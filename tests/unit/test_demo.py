@@ -1,13 +1,21 @@
 """The demo's settings; the demo itself runs in `make demo`."""
 
 from qerl.demo import one_microbatch
-from qerl.settings.recipe import load_config
+from qerl.settings.recipe import changed, load_config
 
 
 def test_one_microbatch_is_the_same_step() -> None:
-    several, one = load_config(["demo"], {}), load_config(["demo"], {})
-    one_microbatch(one)
+    several = load_config(["demo"], {})
+    one = changed(several, one_microbatch(several))
     samples = several.per_device_train_batch_size * several.gradient_accumulation_steps
     assert (one.per_device_train_batch_size, one.gradient_accumulation_steps) == (samples, 1)
-    given = {"per_device_train_batch_size": samples, "gradient_accumulation_steps": 1}
-    assert one.to_dict() == load_config(["demo"], given).to_dict()
+    assert one.generation_batch_size == several.generation_batch_size == samples
+    assert one_microbatch(load_config(["demo"], {"steps_per_generation": 16})) == {}
+
+
+def test_changed_settings_are_the_others_with_a_field_replaced() -> None:
+    before = load_config(["demo"], {})
+    after = changed(before, {"seed": 7})
+    differ = {name for name, value in after.to_dict().items() if before.to_dict()[name] != value}
+    assert differ == {"seed"}
+    assert before.seed != 7

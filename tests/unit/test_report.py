@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from qerl.errors import QeRLError
-from qerl.report import page, read_metrics, reward_curve_png, terminal_curve, write_report
+from qerl.report import page, read_metrics, terminal_curve, write_report
 from qerl.report.metrics import METRICS, number
 from qerl.report.page import differing
 from qerl.report.runs import CONFIG_FILE, METRICS_FILE, Series, series, smooth, window
@@ -300,19 +300,6 @@ def test_report_errors(tmp_path):
     (run / CONFIG_FILE).write_text("a: [")
     with pytest.raises(QeRLError, match=r"config\.yaml cannot be read"):
         write_report([run], tmp_path / "r.html")
-
-
-def test_reward_curve_png(tmp_path):
-    run = make_run(tmp_path / "a")
-    reward_curve_png(run, tmp_path / "c.png")
-    data = (tmp_path / "c.png").read_bytes()
-    assert data[:8] == b"\x89PNG\r\n\x1a\n"
-    assert [int.from_bytes(data[i : i + 4], "big") for i in (16, 20)] == [1600, 900]
-    with pytest.raises(QeRLError, match="cannot be written"):
-        reward_curve_png(run, tmp_path / "nowhere" / "c.png")
-    (run / METRICS_FILE).write_text('{"step": 1, "loss": 0.0}\n')
-    with pytest.raises(QeRLError, match="No reward is logged"):
-        reward_curve_png(run, tmp_path / "c.png")
 
 
 def test_terminal_curve_by_hand():

@@ -1,16 +1,37 @@
 """What the GPU kernels need of a machine; looked up without importing any of it."""
 
 from dataclasses import dataclass
+from importlib import metadata
 from importlib.util import find_spec
 
 import torch
+from packaging.requirements import Requirement
 
 CAPABILITY = (9, 0)
 """Compute capability: WGMMA came with Hopper and left with it."""
 
-INSTALL = "pip install -e '.[gpu]'"
-PACKAGES = {"triton": "triton", "cuda-bindings": "cuda.bindings", "quack-kernels": "quack"}
-"""Packages by the name of the module that is imported."""
+
+@dataclass(frozen=True)
+class Package:
+    """A package that only some paths need.
+
+    Attributes:
+        name: As pip knows it.
+        module: As Python imports it.
+        purpose: What it is for.
+    """
+
+    name: str
+    module: str
+    purpose: str
+
+
+PACKAGES = (
+    Package("triton", "triton", "GPU kernels of a decode step and of the update"),
+    Package("cuda-bindings", "cuda.bindings", "GPU kernels compiled at run time"),
+    Package("quack-kernels", "quack", "NVFP4 products of many tokens"),
+)
+"""What the kernels import."""
 
 
 @dataclass(frozen=True)
@@ -34,9 +55,9 @@ def obstacles() -> list[Obstacle]:
         have, need = (".".join(map(str, pair)) for pair in (capability, CAPABILITY))
         found.append(Obstacle(f"the GPU has compute capability {have}, and {need} is needed"))
     found += [
-        Obstacle(f"{package} is not installed", INSTALL)
-        for package, module in PACKAGES.items()
-        if not has_module(module)
+        Obstacle(f"{package.name} is not installed", how_to_install(package.name))
+        for package in PACKAGES
+        if not has_module(package.module)
     ]
     return found
 
@@ -47,3 +68,10 @@ def has_module(module: str) -> bool:
         return find_spec(module) is not None
     except ModuleNotFoundError:  # the parent of a dotted name is not there
         return False
+
+
+def how_to_install(package: str) -> str:
+    """The command that installs a package in the version that one of this project's extras asks for."""
+    asked = [Requirement(text) for text in metadata.requires("qerl") or []]
+    found = next((wanted for wanted in asked if wanted.name == package), Requirement(package))
+    return f"pip install '{found.name}{found.specifier}'"

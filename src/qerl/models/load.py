@@ -30,6 +30,7 @@ from qerl.errors import QeRLError
 from qerl.families import supported as families
 from qerl.fp4.checkpoint import Checkpoint, open_checkpoint
 from qerl.fp4.quantizer import QeRLQuantizationConfig
+from qerl.kernels.needs import how_to_install
 from qerl.models.hub import local_checkpoint
 from qerl.weight_formats import DEFAULT_ROUNDING, FORMATS, Rounding, WeightFormatName
 
@@ -193,7 +194,7 @@ def _quantization_config(
             f"{weights} weights need a CUDA device, not {device}; use nvfp4, which runs anywhere."
         )
     if find_spec(format.package) is None:
-        raise QeRLError(f"{weights} weights need {format.package}; run `pip install -e '.[{format.extra}]'`.")
+        raise QeRLError(f"{weights} weights need {format.package}; run `{how_to_install(format.package)}`.")
     return BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",

@@ -1,75 +1,19 @@
-"""The reward curve as a PNG, and any curve as a few lines of text.
+"""A curve as a few lines of text.
 
-The text is drawn in Braille characters: each is a grid of 2 x 4 dots, so a plot of 60 x 8 characters has
+It is drawn in Braille characters: each is a grid of 2 x 4 dots, so a plot of 60 x 8 characters has
 120 x 32 dots and still shows the shape of a run.
 """
 
 import math
 from collections.abc import Sequence
-from pathlib import Path
 
 from qerl.errors import QeRLError
 from qerl.report.metrics import number
-from qerl.report.runs import METRICS_FILE, read_metrics, series
 
 BAR, TICK = "\N{BOX DRAWINGS LIGHT VERTICAL}", "\N{BOX DRAWINGS LIGHT VERTICAL AND LEFT}"
 BRAILLE = 0x2800
 # Bit of each dot of a Braille character, by row and column (Unicode chart U+2800).
 DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
-
-# (metric, label, colour); the colours stay apart for the colour-blind too.
-_LEFT = (("reward", "reward", "#0b62c4"), ("rewards/accuracy/mean", "accuracy", "#118052"))
-
-
-def reward_curve_png(run: Path, out: Path) -> None:
-    """Draw reward and accuracy by step, and the noise that was in force on a second axis.
-
-    Args:
-        run: Run folder.
-        out: PNG file to write, 1600 x 900 pixels.
-
-    Raises:
-        QeRLError: The run has no metrics or no reward yet, or the file cannot be written.
-    """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # a second of imports that only this needs
-    from matplotlib.figure import Figure
-
-    rows = read_metrics(run)
-    if series(rows, "reward") is None:
-        raise QeRLError(f"No reward is logged in {run / METRICS_FILE} yet; wait for the first step.")
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    FigureCanvasAgg(figure)  # no window system, whatever matplotlib is set to
-    axes = figure.add_subplot()
-    lines = []
-    for key, label, colour in _LEFT:
-        data = series(rows, key)
-        if data is not None:
-            axes.plot(data.steps, data.values, color=colour, alpha=0.3, linewidth=1)
-            lines += axes.plot(data.steps, data.smoothed, color=colour, linewidth=2.2, label=label)
-    axes.set(xlabel="step", ylabel="reward, share of right answers", title=run.resolve().name)
-    if axes.dataLim.ymin >= 0:  # then both axes start at zero
-        axes.set_ylim(bottom=0)
-    axes.grid(color="#e6e8ec")
-    axes.spines[["top", "right"]].set_visible(False)
-    sigma = series(rows, "noise/sigma")
-    if sigma is not None:
-        noise = axes.twinx()
-        lines += noise.step(
-            sigma.steps,
-            sigma.values,
-            where="post",
-            color="#8a5a00",
-            linestyle="--",
-            label="noise sigma (right)",
-        )
-        noise.set_ylabel("noise sigma")
-        noise.set_ylim(bottom=0)
-        noise.spines["top"].set_visible(False)
-    axes.legend(handles=lines, loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=3, frameon=False)
-    try:
-        figure.savefig(out, dpi=200, format="png")
-    except OSError as error:
-        raise QeRLError(f"The curve cannot be written to {out}: {error.strerror}.") from error
 
 
 def terminal_curve(values: list[float], width: int = 60, height: int = 8) -> str:

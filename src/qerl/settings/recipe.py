@@ -158,3 +158,8 @@ def resolved(config: QeRLConfig) -> dict[str, Any]:
 def dump(config: QeRLConfig) -> str:
     """The resolved settings as a recipe that gives the same run."""
     return yaml12.dump(resolved(config))
+
+
+def changed(config: QeRLConfig, fields: dict[str, Any]) -> QeRLConfig:
+    """The same settings with other values of some fields, checked anew."""
+    return QeRLConfig(**(resolved(config) | fields))

@@ -26,6 +26,7 @@ import torch
 from torch import nn
 
 from qerl.errors import QeRLError
+from qerl.kernels.needs import how_to_install
 
 BLOCK = 64
 """Consecutive weights that share an absmax."""
@@ -105,6 +106,6 @@ def product(x_TK: torch.Tensor, weight: NF4) -> torch.Tensor:
         import bitsandbytes  # noqa: F401  its import registers the operator
     except ImportError as error:
         raise QeRLError(
-            "Products of NF4 weights need the package bitsandbytes; run `pip install -e '.[nf4]'`."
+            f"Products of NF4 weights need the package bitsandbytes; run `{how_to_install('bitsandbytes')}`."
         ) from error
     return torch.ops.bitsandbytes.gemm_4bit(x_TK, weight.codes, weight.shape, weight.absmax, BLOCK, "nf4")
