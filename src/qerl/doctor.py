@@ -192,7 +192,9 @@ def _weights() -> Iterator[Row]:
             finding = f"needs a CUDA device; use {DEFAULT_FORMAT}, which runs anywhere"
             yield Row(section, name, "n/a", finding)
         elif format.package is not None and not needs.has_module(format.package):
-            yield Row(section, name, "missing", f"needs {format.package}", needs.how_to_install(format.package))
+            yield Row(
+                section, name, "missing", f"needs {format.package}", needs.how_to_install(format.package)
+            )
         elif format.package is not None:
             yield Row(section, name, "ok", f"runs on the GPU through {format.package}")
         elif format.packed:

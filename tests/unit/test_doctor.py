@@ -57,7 +57,10 @@ def test_cpu_machine(cpu, installed):
     assert row("rollout", "portable engine").finding.endswith("on the CPU")
     assert row("rollout", "paged engine").state == "n/a"
     assert row("optional packages", "triton") == Row(
-        "optional packages", "triton", "n/a", "for GPU kernels of a decode step and of the update, on CUDA only"
+        "optional packages",
+        "triton",
+        "n/a",
+        "for GPU kernels of a decode step and of the update, on CUDA only",
     )
 
 
