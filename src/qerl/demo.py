@@ -13,12 +13,13 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from qerl.eval.evaluate import EvalResult
+from qerl.eval.result import EvalResult
 from qerl.eval.run import Request, Source, evaluate_model
 from qerl.fp4.quantize import quantize_checkpoint
 from qerl.models.gguf import cache_folder
 from qerl.models.hub import local_checkpoint
-from qerl.report import read_metrics, terminal_curve, write_report
+from qerl.report import terminal_curve, write_report
+from qerl.run_folder import read_metrics
 from qerl.settings.config import QeRLConfig
 from qerl.settings.recipe import changed
 from qerl.trainer.run import train

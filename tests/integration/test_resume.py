@@ -12,9 +12,9 @@ from rich.console import Console
 from safetensors.torch import load_file
 
 from qerl.errors import QeRLError
+from qerl.run_folder import MANIFEST_FILE, UNFINISHED, checkpoints, last_checkpoint
 from qerl.settings.config import QeRLConfig
 from qerl.trainer.grpo import QeRLTrainer
-from qerl.trainer.resume.checkpoint import MANIFEST, UNFINISHED, checkpoints, last_checkpoint
 from qerl.trainer.run import train
 
 QUIET = Console(quiet=True)
@@ -79,7 +79,7 @@ def test_a_checkpoint_cut_off_while_it_was_written_is_not_resumed_from(tmp_path)
         folder = tmp_path / f"checkpoint-{step}"
         folder.mkdir()
         if complete:
-            (folder / MANIFEST).write_text("{}")
+            (folder / MANIFEST_FILE).write_text("{}")
     assert last_checkpoint(tmp_path) == tmp_path / "checkpoint-10"
 
 

@@ -7,9 +7,10 @@ from rich.console import Console
 
 from qerl.errors import QeRLError
 from qerl.eval.evaluate import evaluate, held_out
-from qerl.eval.record import COMPLETIONS_FILE, RESULT_FILE, SETTINGS_FILE, Record
+from qerl.eval.record import COMPLETIONS_FILE, SETTINGS_FILE, Record
 from qerl.rollout.engine import SamplingParams
 from qerl.rollout.portable.engine import PortableEngine
+from qerl.run_folder import RESULT_FILE
 from qerl.tasks import get_task
 
 PARAMS = SamplingParams(max_tokens=4, temperature=1.0, seed=3)

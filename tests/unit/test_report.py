@@ -11,11 +11,12 @@ import pytest
 import yaml
 
 from qerl.errors import QeRLError
-from qerl.report import page, read_metrics, terminal_curve, write_report
+from qerl.report import page, terminal_curve, write_report
 from qerl.report.metrics import METRICS, number
 from qerl.report.page import differing
-from qerl.report.runs import CONFIG_FILE, METRICS_FILE, Series, series, smooth, window
+from qerl.report.runs import Series, series, smooth, window
 from qerl.report.svg import TOOLTIPS, WIDTH, ticks
+from qerl.run_folder import CONFIG_FILE, METRICS_FILE, read_metrics
 
 VOID = {"meta", "link", "br", "img", "hr", "input"}
 

@@ -12,12 +12,10 @@ from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 
 from qerl.errors import QeRLError
-from qerl.eval.trained import read_json, read_policy
 from qerl.fp4.checkpoint import read_config
 from qerl.models.fingerprint import checkpoint_fingerprint
 from qerl.models.hub import local_checkpoint
-
-ADAPTER_CONFIG = "adapter_config.json"
+from qerl.run_folder import ADAPTER_CONFIG_FILE, read_json, read_policy
 
 
 def check_base(adapter: Path, model: str) -> str:
@@ -36,7 +34,7 @@ def check_base(adapter: Path, model: str) -> str:
     found = checkpoint_fingerprint(local_checkpoint(model))
     recorded = read_policy(adapter)
     named = str(
-        recorded.get("base") or read_json(adapter / ADAPTER_CONFIG).get("base_model_name_or_path") or ""
+        recorded.get("base") or read_json(adapter / ADAPTER_CONFIG_FILE).get("base_model_name_or_path") or ""
     )
     expected = recorded.get("fingerprint")
     if expected is None and named and not _same_name(named, model):

@@ -13,7 +13,7 @@ begins. A slice is at least as many completions as the engine wants at once, so 
 for the last long completion of a slice; what was given up is up to one slice of work after an interruption.
 """
 
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from statistics import fmean
 from typing import Any
@@ -30,65 +30,12 @@ import qerl
 from qerl.errors import QeRLError
 from qerl.eval.interval import accuracy_interval, pass_at
 from qerl.eval.record import Record, Row
+from qerl.eval.result import EvalResult
 from qerl.models.chat import Chat
 from qerl.rollout.engine import Completion, RolloutEngine, SamplingParams
 from qerl.seeding import derive_seed
 from qerl.tasks.base import Task
 from qerl.tasks.guard import RewardFunction, guarded
-
-
-@dataclass(frozen=True)
-class EvalResult:
-    """Score of a policy on a task.
-
-    Attributes:
-        task: Name of the task.
-        problems: Problems scored.
-        samples: Completions for each.
-        accuracy: Share of right completions, averaged over problems (avg@K).
-        interval: 95 % interval of the accuracy.
-        pass_at: pass@k by k, for powers of two up to K.
-        answered: Share of completions that state a final answer.
-        failed: Completions whose answer could not be judged, by error or time limit; they count as wrong.
-        errors: Completions that ended because logits were not finite; they count by what they say so far.
-        truncated: Share of completions that reached max_tokens.
-        mean_tokens: Mean length of a completion.
-        settings: How completions were sampled.
-        source: What was scored.
-        versions: Of the libraries that matter.
-        date: UTC, ISO 8601.
-    """
-
-    task: str
-    problems: int
-    samples: int
-    accuracy: float
-    interval: tuple[float, float]
-    pass_at: dict[int, float]
-    answered: float
-    failed: int
-    errors: int
-    truncated: float
-    mean_tokens: float
-    settings: dict[str, Any]
-    source: dict[str, Any] = field(default_factory=dict)
-    versions: dict[str, str] = field(default_factory=dict)
-    date: str = ""
-
-    def summary(self) -> str:
-        """One line for people."""
-        low, high = (100 * bound for bound in self.interval)
-        kind = "accuracy" if self.samples == 1 else f"avg@{self.samples}"
-        line = f"{self.task}: {kind} {100 * self.accuracy:.1f} % (95 % interval {low:.1f} to {high:.1f}, "
-        line += f"{self.problems} problems)"
-        if self.samples > 1:
-            line += ", " + ", ".join(f"pass@{k} {100 * value:.1f} %" for k, value in self.pass_at.items())
-        line += f"; {100 * self.answered:.1f} % of the completions state an answer"
-        if self.failed:
-            line += f", {self.failed} of them could not be judged and count as wrong"
-        if self.errors:
-            line += f"; {self.errors} ended in logits that are not finite, so the model itself is damaged"
-        return line
 
 
 def held_out(task: Task, limit: int | None = None) -> Dataset:

@@ -13,14 +13,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from qerl.errors import QeRLError
+from qerl.eval.result import EvalResult
+from qerl.run_folder import RESULT_FILE
 
-if TYPE_CHECKING:
-    from qerl.eval.evaluate import EvalResult
-
-RESULT_FILE = "result.json"
 SETTINGS_FILE = "settings.json"
 COMPLETIONS_FILE = "completions.jsonl"
 
@@ -69,7 +67,7 @@ class Record:
             with _writing(self.folder), path.open("a", encoding="utf-8") as file:
                 file.write("".join(map(_line, rows)))
 
-    def finish(self, result: "EvalResult") -> None:
+    def finish(self, result: EvalResult) -> None:
         """Keep the result."""
         if self.folder is not None:
             with _writing(self.folder):

@@ -21,8 +21,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from qerl.errors import QeRLError
 from qerl.eval.adapter_check import prove_adapter
 from qerl.eval.base_check import check_base, check_rounding, packing
-from qerl.eval.evaluate import EvalResult, evaluate, held_out, versions
+from qerl.eval.evaluate import evaluate, held_out, versions
 from qerl.eval.record import Record
+from qerl.eval.result import EvalResult
 from qerl.eval.trained import Choices, read_trained
 from qerl.lora.adapter import adapter_file, check_adapter, load_adapter
 from qerl.models.chat import Chat

@@ -9,20 +9,15 @@ The file lies beside an adapter, or beside the weights of a fully tuned model. A
 has none; its run's lies one folder up.
 """
 
-import json
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from qerl.errors import QeRLError
-from qerl.models.fingerprint import POLICY_FILE
-from qerl.report.runs import CONFIG_FILE, read_settings
+from qerl.run_folder import CONFIG_FILE, policy_folders, read_policy, read_settings
 from qerl.settings.recipe import FIELDS
 from qerl.weight_formats import FORMATS, ROUNDINGS
-
-_CHECKPOINT = re.compile(r"checkpoint-\d+")
 
 
 def _one_of(*choices: str) -> tuple[Callable[[Any], bool], str]:
@@ -72,7 +67,7 @@ def read_trained(adapter: Path | None, model: str) -> Trained:
         QeRLError: A config.yaml cannot be read or has a value of a wrong kind.
     """
     folder = Path(model).expanduser() if adapter is None else adapter
-    for place in [folder, *([folder.absolute().parent] if _CHECKPOINT.fullmatch(folder.name) else [])]:
+    for place in policy_folders(folder):
         settings = read_settings(place)
         if settings is None:
             continue
@@ -129,27 +124,3 @@ class Choices:
 
     def __str__(self) -> str:
         return "; ".join(f"{', '.join(values)} ({origin})" for origin, values in self._said.items())
-
-
-def read_policy(folder: Path) -> dict[str, Any]:
-    """What policy.json beside saved weights says, nothing where there is none.
-
-    Raises:
-        QeRLError: The file cannot be read.
-    """
-    return read_json(folder / POLICY_FILE)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file, an empty one where there is no file.
-
-    Raises:
-        QeRLError: The file cannot be read.
-    """
-    try:
-        content = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    except (OSError, ValueError, RecursionError) as error:
-        raise QeRLError(f"{path} cannot be read ({error}); copy the folder again.") from error
-    if not isinstance(content, dict):
-        raise QeRLError(f"{path} is not a JSON object; copy the folder again.")
-    return content

@@ -20,7 +20,6 @@ import torch
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from peft.tuners.lora.layer import Linear as LoraLinear
 from peft.tuners.tuners_utils import BaseTunerLayer
-from peft.utils import SAFETENSORS_WEIGHTS_NAME as ADAPTER_FILE
 from safetensors import SafetensorError, safe_open
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -30,6 +29,7 @@ from qerl.errors import QeRLError
 from qerl.families.supported import lora_targets
 from qerl.fp4.linear import PackedLinear
 from qerl.lora.product import fused_forward
+from qerl.run_folder import ADAPTER_CONFIG_FILE, ADAPTER_FILE
 from qerl.seeding import derive_seed
 
 _NEEDS_DENSE = (
@@ -207,7 +207,7 @@ def adapter_file(folder: Path) -> Path:
         QeRLError: The folder is no adapter's.
     """
     file = folder / ADAPTER_FILE
-    for path in (folder / "adapter_config.json", file):
+    for path in (folder / ADAPTER_CONFIG_FILE, file):
         if not path.is_file():
             raise QeRLError(f"There is no {path}; give the folder of an adapter saved as safetensors.")
     return file

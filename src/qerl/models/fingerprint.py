@@ -16,9 +16,6 @@ import torch
 
 from qerl.fp4.checkpoint import open_checkpoint
 
-POLICY_FILE = "policy.json"
-"""Lies beside saved weights and says what they are, see `qerl.trainer.resume.provenance`."""
-
 _EMBEDDING_ROWS = 512
 
 

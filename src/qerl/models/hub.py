@@ -14,6 +14,7 @@ from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, HFValidationE
 from qerl.errors import QeRLError
 from qerl.models.gguf import gguf_to_folder
 from qerl.models.smollm2 import HUB_ID, PACKAGE, packaged_smollm2
+from qerl.run_folder import ADAPTER_CONFIG_FILE
 
 HUB_TIMEOUT = 5.0
 """Seconds to wait for the Hub's first answer before it counts as out of reach."""
@@ -87,7 +88,7 @@ def _from_hub(name: str, patterns: list[str], needed: str) -> Path:
 def _checked_folder(path: Path) -> Path:
     if (path / "config.json").is_file():
         return path
-    if (path / "adapter_config.json").is_file():
+    if (path / ADAPTER_CONFIG_FILE).is_file():
         raise QeRLError(
             f"{path} is a LoRA adapter; name the model it belongs to, and give this as the adapter."
         )

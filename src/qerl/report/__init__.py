@@ -2,6 +2,5 @@
 
 from qerl.report.curve import terminal_curve
 from qerl.report.page import write_report
-from qerl.report.runs import read_metrics
 
-__all__ = ["read_metrics", "terminal_curve", "write_report"]
+__all__ = ["terminal_curve", "write_report"]

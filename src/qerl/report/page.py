@@ -14,9 +14,10 @@ from typing import Any
 from qerl import __version__
 from qerl.errors import QeRLError
 from qerl.report.metrics import METRICS, Metric, number
-from qerl.report.runs import CONFIG_FILE, METRICS_FILE, Run, Series, read_runs, series
+from qerl.report.runs import Run, Series, read_runs, series
 from qerl.report.scores import Score, read_scores
 from qerl.report.svg import chart, style_class
+from qerl.run_folder import CONFIG_FILE, METRICS_FILE
 
 UNCOMPARED = ("output_dir", "run_name", "logging_dir")
 """Settings that say where a run is kept and not what it does."""

@@ -1,31 +1,17 @@
-"""Run folders as the report sees them: metrics by step, settings, and the curves made of them.
-
-A run that is still going, or that was killed, is read as far as it got: the last line of its metrics may be
-cut off, which is said. Anything else that is not a metric line is an error, because a curve with silent holes
-would be believed.
+"""Runs as the report sees them: labels, settings, and the curves made of their metrics.
 
 Smoothing is a centred mean over a window of about a tenth of the run. Unlike an exponential average it does
 not lag, so curves of different runs can be compared step by step; what was given up is that the last points
 still move a little while the run goes on.
 """
 
-import json
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from qerl.errors import QeRLError
-from qerl.settings import yaml12
-
-logger = logging.getLogger(__name__)
-
-# Of a run folder; named here because this file loads neither torch nor TRL.
-METRICS_FILE = "metrics.jsonl"
-CONFIG_FILE = "config.yaml"
-
-_LARGEST = 1e100  # a run whose numbers are beyond it has diverged, and an axis has to end somewhere
+from qerl.run_folder import LARGEST, read_metrics, read_settings
 
 
 @dataclass(frozen=True)
@@ -70,49 +56,6 @@ class Series:
         return sum(tail) / len(tail)
 
 
-def read_metrics(run: Path) -> list[dict[str, Any]]:
-    """Metrics of a run, in the order in which they were logged.
-
-    Args:
-        run: Run folder.
-
-    Returns:
-        One dict per log call with "step" and the keys that were logged; empty before the first one.
-
-    Raises:
-        QeRLError: There is no metrics file, or a line before its last is not a JSON object with a step.
-    """
-    path = run / METRICS_FILE
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except FileNotFoundError as error:
-        raise QeRLError(f"{run} has no {METRICS_FILE}; name the output_dir of a run.") from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise QeRLError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}.") from error
-    rows = []
-    for number, line in enumerate(lines, start=1):
-        row = _parse(line)
-        if row is not None:
-            rows.append(row)
-        elif number == len(lines):
-            logger.warning("The last line of %s is cut off; it is left out.", path)
-        else:
-            raise QeRLError(
-                f"Line {number} of {path} is not a JSON object with a step; the file is damaged there, "
-                "delete that line to go on."
-            )
-    return rows
-
-
-def _parse(line: str) -> dict[str, Any] | None:
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    step = row.get("step") if isinstance(row, dict) else None
-    return row if isinstance(step, int) and abs(step) < _LARGEST else None
-
-
 def read_runs(folders: Sequence[Path]) -> list[Run]:
     """Run folders with labels that tell them apart.
 
@@ -139,24 +82,6 @@ def _labels(folders: Sequence[Path]) -> list[str]:
     raise AssertionError("different paths have different parts")
 
 
-def read_settings(folder: Path) -> dict[str, Any] | None:
-    """The settings in a folder's config.yaml, None where there is no such file.
-
-    Raises:
-        QeRLError: The file cannot be read or is no mapping.
-    """
-    path = folder / CONFIG_FILE
-    if not path.is_file():
-        return None
-    try:
-        settings = yaml12.load(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise QeRLError(f"{path} cannot be read: {' '.join(str(error).split())}.") from error
-    if not isinstance(settings, dict):
-        raise QeRLError(f"{path} is not a mapping of settings; restore it or delete it.")
-    return settings
-
-
 def _flat_settings(folder: Path) -> dict[str, Any] | None:
     settings = read_settings(folder)
     return None if settings is None else _flatten(settings)
@@ -175,7 +100,7 @@ def _flatten(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 def series(rows: Sequence[dict[str, Any]], key: str) -> Series | None:
     """A metric by step, None where it was never logged as a number that can be drawn."""
     logged = [(row["step"], row[key]) for row in rows if isinstance(row.get(key), int | float)]
-    finite = [(step, float(value)) for step, value in logged if abs(value) < _LARGEST]  # not of NaN
+    finite = [(step, float(value)) for step, value in logged if abs(value) < LARGEST]  # not of NaN
     if not finite:
         return None
     steps, values = zip(*finite, strict=True)

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from qerl.errors import QeRLError
 from qerl.report.runs import Run
+from qerl.run_folder import RESULT_FILE
 
-RESULT_FILE = "result.json"
 _PLACES = ("", "*/", "*/*/")
 
 

@@ -2,7 +2,6 @@
 SIGTERM."""
 
 import contextlib
-import json
 import signal
 import threading
 import time
@@ -24,7 +23,7 @@ from rich.progress import (
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from qerl.errors import QeRLError
-from qerl.report.runs import METRICS_FILE, read_metrics
+from qerl.run_folder import METRICS_FILE, append_metrics, read_metrics, write_metrics
 
 STOPPING = (signal.SIGINT, signal.SIGTERM)
 ONE_SIGNAL = 1.0
@@ -43,19 +42,16 @@ class MetricsFile(TrainerCallback):
     """One JSON object per log call in metrics.jsonl; a resumed run goes on where its checkpoint stood."""
 
     def __init__(self, folder: Path) -> None:
-        self.path = folder / METRICS_FILE
+        self.folder = folder
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         if not state.is_world_process_zero:
             return
-        kept = read_metrics(self.path.parent) if self.path.exists() else []
-        lines = [json.dumps(row) + "\n" for row in kept if row["step"] <= state.global_step]
-        whole = self.path.with_suffix(".tmp")
+        rows = read_metrics(self.folder) if (self.folder / METRICS_FILE).exists() else []
         with self._written():
-            whole.write_text("".join(lines), encoding="utf-8")
-            whole.replace(self.path)
+            write_metrics(self.folder, (row for row in rows if row["step"] <= state.global_step))
 
     def on_log(
         self,
@@ -66,8 +62,8 @@ class MetricsFile(TrainerCallback):
         **kwargs: Any,
     ) -> None:
         if state.is_world_process_zero and logs:
-            with self._written(), self.path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"step": state.global_step, **logs}) + "\n")
+            with self._written():
+                append_metrics(self.folder, {"step": state.global_step, **logs})
 
     @contextlib.contextmanager
     def _written(self) -> Iterator[None]:
@@ -75,8 +71,8 @@ class MetricsFile(TrainerCallback):
             yield
         except OSError as error:
             raise QeRLError(
-                f"{self.path} cannot be written ({error.strerror or error}); make room and go on with "
-                "--resume_from_checkpoint true."
+                f"{self.folder / METRICS_FILE} cannot be written ({error.strerror or error}); make room and "
+                "go on with --resume_from_checkpoint true."
             ) from error
 
 

@@ -18,8 +18,8 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from qerl.errors import QeRLError
 from qerl.models.chat import Chat
 from qerl.models.load import load_tokenizer
-from qerl.report.runs import CONFIG_FILE
 from qerl.rollout.select import make_engine
+from qerl.run_folder import CONFIG_FILE
 from qerl.settings.config import QeRLConfig
 from qerl.settings.recipe import dump
 from qerl.tasks.base import Task

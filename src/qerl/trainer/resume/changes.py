@@ -12,11 +12,11 @@ from typing import Any
 from rich.console import Console
 
 from qerl.errors import QeRLError
-from qerl.lora.adapter import ADAPTER_FILE, check_adapter
-from qerl.report.runs import CONFIG_FILE, METRICS_FILE
+from qerl.lora.adapter import check_adapter
+from qerl.run_folder import ADAPTER_FILE, CONFIG_FILE, METRICS_FILE, checkpoints, last_checkpoint
 from qerl.settings.config import QeRLConfig, default_of
 from qerl.settings.recipe import FIELDS, read_mapping, resolved
-from qerl.trainer.resume.checkpoint import Manifest, checkpoints, last_checkpoint, read_manifest
+from qerl.trainer.resume.checkpoint import Manifest, read_manifest
 
 # What the weights of a checkpoint, or the state of its optimizer, were made for.
 _FIXED = (

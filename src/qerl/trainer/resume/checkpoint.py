@@ -11,19 +11,12 @@ sizes tell.
 """
 
 import json
-import re
 import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from qerl.errors import QeRLError
-from qerl.report.runs import CONFIG_FILE
-
-MANIFEST = "checkpoint.json"
-UNFINISHED = ".unfinished"
-"""Folder of a run in which checkpoints and the final model are written before they are renamed."""
-
-_NAME = re.compile(r"checkpoint-(\d+)")
+from qerl.run_folder import CONFIG_FILE, MANIFEST_FILE, checkpoint_step, checkpoints
 
 
 @dataclass(frozen=True)
@@ -62,7 +55,7 @@ def publish(part: Path, checkpoint: Path, step: int, processes: int, settings: s
         str(path.relative_to(part)): path.stat().st_size for path in sorted(part.rglob("*")) if path.is_file()
     }
     manifest = Manifest(step, processes, files)
-    (part / MANIFEST).write_text(json.dumps(asdict(manifest), indent=1), encoding="utf-8")
+    (part / MANIFEST_FILE).write_text(json.dumps(asdict(manifest), indent=1), encoding="utf-8")
     if checkpoint.exists():
         shutil.rmtree(checkpoint)
     part.rename(checkpoint)
@@ -79,28 +72,16 @@ def move_into(part: Path, folder: Path) -> None:
     part.rmdir()
 
 
-def checkpoints(run: Path) -> list[Path]:
-    """Checkpoints of a run by step; one that was cut off while it was written or deleted does not count."""
-    found = [(_NAME.fullmatch(path.name), path) for path in run.glob("checkpoint-*")]
-    steps = [(int(match[1]), path) for match, path in found if match and (path / MANIFEST).is_file()]
-    return [path for _, path in sorted(steps)]
-
-
-def last_checkpoint(run: Path) -> Path | None:
-    """The newest checkpoint of a run."""
-    return next(reversed(checkpoints(run)), None)
-
-
 def read_manifest(checkpoint: Path) -> Manifest:
     """What a checkpoint says of itself, once each of its files is there in full length.
 
     Raises:
         QeRLError: It is no checkpoint or a damaged one; the newest one before it that is whole is named.
     """
-    path = checkpoint / MANIFEST
+    path = checkpoint / MANIFEST_FILE
     if not path.is_file():
         raise QeRLError(
-            f"{checkpoint} is not a complete checkpoint: {MANIFEST} is missing.{_before(checkpoint)}"
+            f"{checkpoint} is not a complete checkpoint: {MANIFEST_FILE} is missing.{_before(checkpoint)}"
         )
     try:
         manifest = Manifest(**json.loads(path.read_text(encoding="utf-8")))
@@ -108,7 +89,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
             (found for item in manifest.files.items() if (found := _damage(checkpoint, *item))), None
         )
     except (OSError, ValueError, TypeError, AttributeError):
-        damage = f"{MANIFEST} cannot be read"
+        damage = f"{MANIFEST_FILE} cannot be read"
     if damage:
         raise QeRLError(f"The checkpoint {checkpoint} is damaged: {damage}.{_before(checkpoint)}")
     return manifest
@@ -124,10 +105,10 @@ def _damage(checkpoint: Path, name: str, size: int) -> str | None:
 
 def _before(checkpoint: Path) -> str:
     """Advice: the newest checkpoint beside a damaged one, and older, that is whole."""
-    match = _NAME.fullmatch(checkpoint.name)
-    others = checkpoints(checkpoint.parent) if match else []
+    step = checkpoint_step(checkpoint)
+    others = checkpoints(checkpoint.parent) if step is not None else []
     for other in reversed(others):
-        if int(other.name.rpartition("-")[2]) >= int(match[1]):  # type: ignore[index]
+        if (checkpoint_step(other) or 0) >= (step or 0):
             continue
         try:
             read_manifest(other)

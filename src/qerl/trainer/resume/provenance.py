@@ -14,8 +14,8 @@ from peft import PeftModel
 from torch import nn
 
 from qerl.families.parts import base_model
-from qerl.models.fingerprint import POLICY_FILE, fingerprint
-from qerl.report.runs import CONFIG_FILE
+from qerl.models.fingerprint import fingerprint
+from qerl.run_folder import CONFIG_FILE, POLICY_FILE
 from qerl.settings.config import QeRLConfig
 from qerl.settings.recipe import dump
 

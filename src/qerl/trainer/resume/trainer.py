@@ -23,10 +23,11 @@ from transformers.trainer_utils import rotate_checkpoints
 from trl import GRPOTrainer
 
 from qerl.errors import QeRLError
-from qerl.lora.adapter import ADAPTER_FILE, check_adapter
+from qerl.lora.adapter import check_adapter
+from qerl.run_folder import ADAPTER_FILE, UNFINISHED, last_checkpoint
 from qerl.settings.recipe import dump
 from qerl.trainer.batch import Batch
-from qerl.trainer.resume.checkpoint import UNFINISHED, clear, last_checkpoint, move_into, publish
+from qerl.trainer.resume.checkpoint import clear, move_into, publish
 from qerl.trainer.resume.provenance import write_provenance
 from qerl.trainer.resume.rollout_file import load_rollouts, save_rollouts
 from qerl.trainer.trl.client import EpochRepeatSampler

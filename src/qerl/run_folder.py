@@ -1,0 +1,174 @@
+"""What lies where in the folder of a run, and how its records are read and written.
+
+    runs/x/
+      config.yaml            settings of the run, resolved
+      metrics.jsonl          one JSON object per log call
+      adapter_model.safetensors, adapter_config.json, policy.json     what was trained, at the end
+      checkpoint-N/          the same after N steps, with optimizer, rollouts and checkpoint.json
+      .unfinished/           a checkpoint or the final model while it is written
+      eval/result.json       scores, where `qerl eval` is told to put them
+
+Training writes this folder, evaluation and report read it. None of the three imports another for it, and
+nothing here needs torch.
+
+A run that is still going, or that was killed, is read as far as it got: the last line of its metrics may be
+cut off, which is said. Anything else that is not a metric line is an error, because a curve with silent holes
+would be believed.
+"""
+
+import json
+import logging
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from qerl.errors import QeRLError
+from qerl.settings import yaml12
+
+logger = logging.getLogger(__name__)
+
+CONFIG_FILE = "config.yaml"
+METRICS_FILE = "metrics.jsonl"
+RESULT_FILE = "result.json"
+
+POLICY_FILE = "policy.json"
+"""Lies beside saved weights and says what settings cannot, see `qerl.trainer.resume.provenance`."""
+
+ADAPTER_FILE = "adapter_model.safetensors"
+ADAPTER_CONFIG_FILE = "adapter_config.json"
+"""Names that PEFT gives to the files of an adapter."""
+
+MANIFEST_FILE = "checkpoint.json"
+"""Last file of a checkpoint, which lists all others."""
+
+UNFINISHED = ".unfinished"
+"""Folder of a run in which checkpoints and the final model are written before they are renamed."""
+
+LARGEST = 1e100
+"""A run whose numbers are beyond this has diverged; no axis and no step reaches it."""
+
+_CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+
+
+def checkpoint_step(folder: Path) -> int | None:
+    """Steps that a checkpoint's name states, None for a folder of another name."""
+    match = _CHECKPOINT.fullmatch(folder.name)
+    return int(match[1]) if match else None
+
+
+def checkpoints(run: Path) -> list[Path]:
+    """Checkpoints of a run by step; one that was cut off while it was written or deleted does not count."""
+    found = [(checkpoint_step(path), path) for path in run.glob("checkpoint-*")]
+    whole = [(step, path) for step, path in found if step is not None and (path / MANIFEST_FILE).is_file()]
+    return [path for _, path in sorted(whole)]
+
+
+def last_checkpoint(run: Path) -> Path | None:
+    """The newest checkpoint of a run, None where there is none."""
+    return next(reversed(checkpoints(run)), None)
+
+
+def policy_folders(run: Path) -> tuple[Path, ...]:
+    """Folders in which the settings of the run that saved a policy may lie: beside it, or for a checkpoint
+    one folder up."""
+    return (run,) if checkpoint_step(run) is None else (run, run.absolute().parent)
+
+
+def read_metrics(run: Path) -> list[dict[str, Any]]:
+    """Metrics of a run, in the order in which they were logged.
+
+    Args:
+        run: Run folder.
+
+    Returns:
+        One dict per log call with "step" and the keys that were logged; empty before the first one.
+
+    Raises:
+        QeRLError: There is no metrics file, or a line before its last is not a JSON object with a step.
+    """
+    path = run / METRICS_FILE
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError as error:
+        raise QeRLError(f"{run} has no {METRICS_FILE}; name the output_dir of a run.") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise QeRLError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}.") from error
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        row = _parse(line)
+        if row is not None:
+            rows.append(row)
+        elif number == len(lines):
+            logger.warning("The last line of %s is cut off; it is left out.", path)
+        else:
+            raise QeRLError(
+                f"Line {number} of {path} is not a JSON object with a step; the file is damaged there, "
+                "delete that line to go on."
+            )
+    return rows
+
+
+def _parse(line: str) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    step = row.get("step") if isinstance(row, dict) else None
+    return row if isinstance(step, int) and abs(step) < LARGEST else None
+
+
+def write_metrics(run: Path, rows: Iterable[dict[str, Any]]) -> None:
+    """Replace the metrics of a run by these rows, whole or not at all."""
+    path = run / METRICS_FILE
+    whole = path.with_suffix(".tmp")
+    whole.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    whole.replace(path)
+
+
+def append_metrics(run: Path, row: dict[str, Any]) -> None:
+    """Add one row, which has a "step", to the metrics of a run."""
+    with (run / METRICS_FILE).open("a", encoding="utf-8") as file:
+        file.write(json.dumps(row) + "\n")
+
+
+def read_settings(folder: Path) -> dict[str, Any] | None:
+    """The settings in a folder's config.yaml, None where there is no such file.
+
+    Raises:
+        QeRLError: The file cannot be read or is no mapping.
+    """
+    path = folder / CONFIG_FILE
+    if not path.is_file():
+        return None
+    try:
+        settings = yaml12.load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise QeRLError(f"{path} cannot be read: {' '.join(str(error).split())}.") from error
+    if not isinstance(settings, dict):
+        raise QeRLError(f"{path} is not a mapping of settings; restore it or delete it.")
+    return settings
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file, an empty one where there is no file.
+
+    Raises:
+        QeRLError: The file cannot be read.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    except (OSError, ValueError, RecursionError) as error:
+        raise QeRLError(f"{path} cannot be read ({error}); copy the folder again.") from error
+    if not isinstance(content, dict):
+        raise QeRLError(f"{path} is not a JSON object; copy the folder again.")
+    return content
+
+
+def read_policy(folder: Path) -> dict[str, Any]:
+    """What policy.json beside saved weights says, nothing where there is none.
+
+    Raises:
+        QeRLError: The file cannot be read.
+    """
+    return read_json(folder / POLICY_FILE)
