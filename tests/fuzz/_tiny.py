@@ -9,6 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from qerl.lora.adapter import add_lora
 from qerl.models.load import load_model
+from tests.support.models import move_adapter
 
 TEMPLATE = "{% for m in messages %}{{ m['role'] + ':' + m['content'] + '\n' }}{% endfor %}"
 
@@ -40,8 +41,6 @@ def save_adapter(base: Path, folder: Path) -> None:
     adapted = add_lora(
         load_model(str(base), "nvfp4", torch.float32, torch.device("cpu")), rank=4, alpha=4, dropout=0.0
     )
-    for name, parameter in adapted.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(parameter)
+    move_adapter(adapted, 1.0)
     adapted.save_pretrained(folder)
     (folder / "config.yaml").write_text(f"model: {base}\nweights: nvfp4\nrounding: mse\n")

@@ -36,8 +36,8 @@ from qerl.errors import QeRLError
 from qerl.trainer.callbacks import MetricsFile
 from qerl.trainer.grpo import QeRLTrainer
 from qerl.trainer.resume.checkpoint import checkpoints, last_checkpoint, read_manifest
-from tests.conftest import make_tiny_model, make_tiny_tokenizer
 from tests.fuzz._forks import Forks
+from tests.support.models import make_tiny_model, make_tiny_tokenizer
 
 STEPS = 5
 POINTS: dict[str, tuple[Any, str]] = {

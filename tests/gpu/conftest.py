@@ -7,9 +7,9 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from qerl.fp4.format import NVFP4, quantize
-from qerl.fp4.linear import NVFP4Linear
+from qerl.fp4.linear import PackedLinear
 from qerl.lora.adapter import add_lora
+from tests.support.models import move_adapter, pack
 
 
 @pytest.fixture
@@ -25,21 +25,11 @@ def nvfp4_llama() -> Callable[..., torch.nn.Module]:
         )  # fmt: skip
         torch.manual_seed(0)
         model = LlamaForCausalLM(config).to(device, torch.bfloat16)
-        for module in list(model.modules()):
-            for name, child in list(module.named_children()):
-                if name.endswith("_proj"):
-                    layer = NVFP4Linear.from_packed(
-                        quantize(child.weight.data.float(), NVFP4, "rtn"), child.bias
-                    )
-                    if blob:
-                        moved = to_blob(layer.weight_packed, layer.weight_scale)
-                        layer.weight_packed = moved.codes
-                        layer.weight_scale = moved.scales.view(torch.float8_e4m3fn)
-                    setattr(module, name, layer)
-        model = add_lora(model, rank=16, alpha=32, dropout=0.0)
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name:
-                parameter.data.normal_(std=0.02)
-        return model.train()
+        for layer in [module for module in pack(model).modules() if isinstance(module, PackedLinear)]:
+            if blob:
+                moved = to_blob(layer.weight_packed, layer.weight_scale)
+                layer.weight_packed = moved.codes
+                layer.weight_scale = moved.scales.view(torch.float8_e4m3fn)
+        return move_adapter(add_lora(model, rank=16, alpha=32, dropout=0.0), 0.02).train()
 
     return build

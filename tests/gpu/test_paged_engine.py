@@ -10,18 +10,8 @@ pytest.importorskip("triton", reason="Triton is not installed")
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
 
 from qerl.errors import QeRLError
-from qerl.fp4.format import BLOCK_FORMATS, quantize
-from qerl.fp4.linear import LINEAR_CLASSES
 from qerl.kernels.needs import has_module
 from qerl.lora.adapter import add_lora
 from qerl.rollout.engine import SamplingParams
@@ -29,12 +19,8 @@ from qerl.rollout.paged import call, scheduler
 from qerl.rollout.paged.engine import PagedEngine
 from qerl.rollout.paged.step import Cache
 from qerl.rollout.sampling import truncate
+from tests.support.models import FAMILIES, move_adapter, pack
 
-FAMILIES = {
-    "llama": (LlamaConfig, LlamaForCausalLM),
-    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
-    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
-}
 PROMPTS = [list(range(5, 75)), [7], list(range(100, 229))]
 
 
@@ -51,17 +37,9 @@ def model_of(family, packed, lora=True):
     for parameter in model.parameters():
         parameter.data += torch.randn_like(parameter) * (0.05 if parameter.ndim == 2 else 0.2)
     if packed:
-        for module in list(model.modules()):
-            for name, child in list(module.named_children()):
-                if name.endswith("_proj"):
-                    weight = quantize(child.weight.data.float(), BLOCK_FORMATS[packed], "rtn")
-                    layer = LINEAR_CLASSES[packed].from_packed(weight, child.bias)
-                    setattr(module, name, layer)
+        pack(model, packed)
     if lora:
-        model = add_lora(model, rank=8, alpha=16, dropout=0.0)
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name:
-                parameter.data.normal_(std=0.05)
+        model = move_adapter(add_lora(model, rank=8, alpha=16, dropout=0.0), 0.05)
     return model.eval()
 
 
@@ -85,7 +63,7 @@ def gaps(model, prompts, samples, result):
     )
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 @pytest.mark.parametrize("packed", ["", "nvfp4", "mxfp4"])
 @pytest.mark.parametrize("samples", [2, 20])
 def test_sampler_is_the_trainer(family, packed, samples):

@@ -14,31 +14,17 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
 from peft import LoraConfig, get_peft_model
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-)
 
 from qerl.errors import QeRLError
 from qerl.families.layer import LINEARS
-from qerl.fp4.format import NVFP4, quantize
-from qerl.fp4.linear import NVFP4Linear
 from qerl.kernels.needs import has_module, obstacles
 from qerl.lora.adapter import add_lora
 from qerl.rollout.engine import SamplingParams
 from qerl.rollout.paged.engine import PagedEngine
 from qerl.rollout.portable.engine import PortableEngine
 from qerl.rollout.select import make_engine
+from tests.support.models import FAMILIES, move_adapter, pack
 
-FAMILIES = {
-    "llama": (LlamaConfig, LlamaForCausalLM),
-    "mistral": (MistralConfig, MistralForCausalLM),
-    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
-}
 PROMPTS = [list(range(5, 105)), [7], list(range(200, 330))]
 
 
@@ -58,21 +44,9 @@ def dense(family="llama", device="cuda", **settings):
     return model.to(device, torch.bfloat16).eval()
 
 
-def packed(model):
-    for module in list(model.modules()):
-        for name, child in list(module.named_children()):
-            if name.endswith("_proj"):
-                layer = NVFP4Linear.from_packed(quantize(child.weight.data.float(), NVFP4, "rtn"), child.bias)
-                setattr(module, name, layer)
-    return model
-
-
 def trained(model, name="default"):
-    """As if trained: B is no longer zero, and small enough at any rank."""
-    for key, parameter in model.named_parameters():
-        if "lora_B" in key and name in key:
-            parameter.data.normal_(std=0.2 / parameter.shape[1] ** 0.5)
-    return model.eval()
+    """As if trained, with an effect that is small enough at any rank."""
+    return move_adapter(model, 0.2 / model.peft_config[name].r ** 0.5, name).eval()
 
 
 @torch.no_grad()
@@ -100,7 +74,7 @@ def check(model, engine, params=None, prompts=PROMPTS, samples=2):
 def test_any_rank_in_prefill_and_decode(rank, weights):
     if weights == "nvfp4" and not has_module("quack"):
         pytest.skip("quack-kernels is not installed")
-    model = packed(dense()) if weights == "nvfp4" else dense()
+    model = pack(dense()) if weights == "nvfp4" else dense()
     model = trained(add_lora(model, rank, 2 * rank, 0.0))
     engine = PagedEngine(model, 0)
     completions = check(model, engine)
@@ -225,7 +199,7 @@ def test_another_device_than_the_current_one():
         pytest.skip("needs two GPUs")
     model = dense(device="cuda:1")
     if has_module("quack"):
-        model = packed(model)
+        model = pack(model)
     model = trained(add_lora(model, 8, 16, 0.0))
     assert torch.cuda.current_device() == 0
     engine = PagedEngine(model, 0)

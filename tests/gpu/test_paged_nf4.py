@@ -21,6 +21,7 @@ from qerl.lora.adapter import add_lora
 from qerl.rollout.engine import SamplingParams
 from qerl.rollout.paged.binding import refusal
 from qerl.rollout.paged.engine import PagedEngine
+from tests.support.models import move_adapter
 
 PROMPTS = [list(range(5, 75)), [7], list(range(100, 129))]
 
@@ -86,10 +87,7 @@ def policy(tiny_model, to_nf4):
         )  # fmt: skip
         torch.manual_seed(0)
         model = add_lora(to_nf4(model.bfloat16().cuda()), rank=8, alpha=16, dropout=0.0)
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name:
-                parameter.data.normal_(std=0.05)
-        return model.eval()
+        return move_adapter(model, 0.05).eval()
 
     return build
 

@@ -16,7 +16,7 @@ from qerl.models.load import load_model
 from qerl.rollout.select import make_engine
 from qerl.settings.config import QeRLConfig
 from qerl.trainer.grpo import QeRLTrainer
-from tests.unit.test_trainer import DATA, settings, sum_reward
+from tests.support.trainer import DATA, settings, sum_reward
 
 STEPS = 6
 ROUNDING = 3e-4  # of bf16, in nats per token; stale biases make 6e-4 to 9e-3

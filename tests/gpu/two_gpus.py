@@ -131,7 +131,7 @@ def _ranks() -> list[dict[str, str]]:
 def recipe(folder: Path, model: str | None) -> dict[str, Any]:
     """Settings; a small random model where none is named."""
     if model is None:
-        from tests.conftest import make_tiny_model, make_tiny_tokenizer
+        from tests.support.models import make_tiny_model, make_tiny_tokenizer
 
         sizes = {"hidden_size": 256, "intermediate_size": 448, "head_dim": 64, "initializer_range": 0.05}
         model = str(folder / "model")

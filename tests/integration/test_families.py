@@ -17,6 +17,7 @@ from qerl.rollout.engine import SamplingParams
 from qerl.rollout.portable.engine import PortableEngine
 from qerl.trainer.update.row_check import check_joined_row
 from tests.integration.test_row_check import ALTERNATING, build, with_head
+from tests.support.models import move_adapter
 
 LLAMA = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
 FOUR_BIT = {
@@ -56,9 +57,7 @@ def load(folder, weights="nvfp4", **settings):
 def works(folder, weights) -> tuple[list[str], torch.nn.Module]:
     """Adapted layers, and the model; its sampler and its joined rows are right."""
     model = add_lora(load(folder, weights), rank=4, alpha=8, dropout=0.0)
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(parameter, std=0.1)
+    move_adapter(model)
     prompt = [5, 6, 7]
     (sample,) = PortableEngine(model, 0).generate([prompt], 1, SamplingParams(20, seed=1)).completions
     logits = model(input_ids=torch.tensor([prompt + sample.token_ids]), use_cache=False).logits[0]

@@ -15,6 +15,7 @@ from qerl.lora.adapter import add_lora
 from qerl.models.load import load_model
 from qerl.noise import find_noise_norms
 from qerl.trainer.update import fused
+from tests.support.models import move_adapter
 
 IDS = torch.randint(3, 60, (1, 17), generator=torch.Generator().manual_seed(0))
 TURNED = {"llama": 2, "mistral": 2, "qwen2": 2, "qwen3": 0}  # layers whose heads the kernel turns
@@ -60,10 +61,7 @@ def adapted(tiny_model, tmp_path):
         tiny_model(family, vocab_size=61).save_pretrained(tmp_path / family)
         model = load_model(tmp_path / family, weights, torch.float32, "cpu").requires_grad_(False)
         model = add_lora(model, rank=8, alpha=16, dropout=0.0, **kwargs)
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name:
-                torch.nn.init.normal_(parameter, std=0.2)
-        return model.train()
+        return move_adapter(model, 0.2).train()
 
     return build
 

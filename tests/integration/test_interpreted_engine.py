@@ -21,6 +21,7 @@ from qerl.rollout.paged.decode import DecodeStep
 from qerl.rollout.paged.engine import PagedEngine
 from qerl.rollout.paged.step import Cache
 from qerl.rollout.portable.engine import PortableEngine
+from tests.support.models import move_adapter
 
 PROMPTS = [list(range(3, 8)), [9]]
 BLOCKS = 12
@@ -51,11 +52,7 @@ def adapted(tiny_model):
     def build(family, prepared=lambda model: model, rank=4):
         torch.manual_seed(0)
         model = add_lora(prepared(tiny_model(family, vocab_size=61)), rank=rank, alpha=2 * rank, dropout=0.0)
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                if "lora_B" in name:
-                    parameter.normal_(std=0.4 / rank**0.5)
-        return model.eval()
+        return move_adapter(model, 0.4 / rank**0.5).eval()
 
     return build
 

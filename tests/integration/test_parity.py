@@ -7,6 +7,7 @@ from rich.console import Console
 from qerl.settings.config import QeRLConfig
 from qerl.trainer.run import build
 from qerl.trainer.update.padded import PaddedBatch
+from tests.support.models import move_adapter
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [("float32", 1e-5), ("bfloat16", 2e-3)])
@@ -37,7 +38,5 @@ def test_decode_equals_the_loss_forward(tiny_run, tmp_path, weights, dtype, boun
 def soften(model: torch.nn.Module) -> None:
     """Adapters that are not zero, and logits no wider than a language model's."""
     torch.manual_seed(0)
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(parameter, std=0.02)
+    move_adapter(model, 0.02)
     model.get_output_embeddings().weight.data.mul_(0.1)

@@ -14,6 +14,7 @@ from qerl.rollout.engine import Completion, RolloutEngine, RolloutResult
 from qerl.settings.config import QeRLConfig
 from qerl.trainer.advantages import Signal, judge_of
 from qerl.trainer.grpo import QeRLTrainer
+from tests.support.trainer import settings
 
 NAN = math.nan
 DATA = Dataset.from_dict({"prompt": [f"prompt {i}" for i in range(12)]})
@@ -117,13 +118,9 @@ class Engine(RolloutEngine):
 @pytest.fixture
 def make(tiny_model, tiny_tokenizer, tmp_path: Path):
     def build(*rewards, cut_off=lambda sample: False, data=DATA, **changes):
-        values = {
-            "output_dir": str(tmp_path), "num_generations": 4,
-            "per_device_train_batch_size": 16, "max_completion_length": 6, "gradient_checkpointing": False,
-            "use_cpu": True, "max_steps": 2, "noise": False, "report_to": "none", "save_strategy": "no",
-        }  # fmt: skip
+        args = QeRLConfig(**settings(tmp_path, **({"max_steps": 2} | changes)))
         trainer = QeRLTrainer(
-            tiny_model("llama"), list(rewards), QeRLConfig(**(values | changes)), data,
+            tiny_model("llama"), list(rewards), args, data,
             engine=Engine(tiny_tokenizer.eos_token_id, cut_off), processing_class=tiny_tokenizer,
         )  # fmt: skip
         trainer.model.train()

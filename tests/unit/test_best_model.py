@@ -11,7 +11,7 @@ from qerl.lora.adapter import add_lora
 from qerl.models.load import load_model
 from qerl.settings.config import QeRLConfig
 from qerl.trainer.grpo import QeRLTrainer
-from tests.unit.test_trainer import DATA, ScriptedEngine, settings
+from tests.support.trainer import DATA, ScriptedEngine, settings
 
 BY_STEP = [0.2, 0.9, 0.5, 0.4]
 SAVING = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
@@ -37,7 +37,7 @@ def trainer(tiny_model, tiny_tokenizer, tmp_path):
                 return [float(sum(ids) % 7) for ids in completion_ids]
             return [BY_STEP[trainer_state.global_step - 1]] * len(completion_ids)
 
-        engine = ScriptedEngine(tiny_tokenizer.eos_token_id, model.config.vocab_size)
+        engine = ScriptedEngine(model.config.vocab_size, tiny_tokenizer.eos_token_id)
         this = QeRLTrainer(
             model,
             [reward],

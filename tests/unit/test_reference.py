@@ -11,7 +11,8 @@ from qerl.errors import QeRLError
 from qerl.lora.adapter import add_lora
 from qerl.settings.config import QeRLConfig
 from qerl.trainer.grpo import QeRLTrainer
-from tests.unit.test_trainer import DATA, ScriptedEngine, settings, sum_reward
+from tests.support.models import move_adapter
+from tests.support.trainer import DATA, ScriptedEngine, settings, sum_reward
 
 FULL = {"tuning": "full", "weights": "bf16"}
 SYNC = {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.5}
@@ -24,7 +25,7 @@ def make(tiny_model, tiny_tokenizer, tmp_path):
 
     def trainer(adapter=full, name="run", **changes):
         model = adapter(tiny_model("qwen2"))
-        engine = ScriptedEngine(tiny_tokenizer.eos_token_id, model.config.vocab_size)
+        engine = ScriptedEngine(model.config.vocab_size, tiny_tokenizer.eos_token_id)
         args = QeRLConfig(**settings(tmp_path / name, **(STEPS | changes)))
         return QeRLTrainer(model, [sum_reward], args, DATA, engine=engine, processing_class=tiny_tokenizer)
 
@@ -36,13 +37,9 @@ def fresh(model):
 
 
 def moved(model):
-    """LoRA whose B is not zero."""
-    model = fresh(model)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name:
-                parameter.normal_(std=0.1, generator=torch.Generator().manual_seed(2))
-    return model
+    """An adapter other than the fresh one, the same each time."""
+    torch.manual_seed(2)
+    return move_adapter(fresh(model))
 
 
 def full(model):

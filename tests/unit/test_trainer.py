@@ -5,39 +5,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from trl import GRPOConfig, GRPOTrainer
 
 from qerl.errors import QeRLError
-from qerl.rollout.engine import Completion, RolloutEngine, RolloutResult
 from qerl.settings.config import QeRLConfig
 from qerl.trainer.batch import GROUP_KEY
 from qerl.trainer.grpo import QeRLTrainer
 from qerl.trainer.resume.rollout_file import load_rollouts, save_rollouts
-
-GROUP = 4
-DATA = Dataset.from_dict({"prompt": ["one two", "three", "four five six", "seven eight"]})
-
-
-class ScriptedEngine(RolloutEngine):
-    """Random completions that depend on the seed; the sampler's log-probs are off by a known amount."""
-
-    def __init__(self, stop: int, vocabulary: int) -> None:
-        self.stop, self.vocabulary, self.calls = stop, vocabulary, []
-
-    def generate(self, prompts, samples_per_prompt, params, norm_offsets=None):
-        self.calls.append((prompts, params, norm_offsets))
-        draw = torch.Generator().manual_seed(params.seed)
-        completions = []
-        for _ in range(len(prompts) * samples_per_prompt):
-            length = int(torch.randint(1, params.max_tokens + 1, (), generator=draw))
-            ids = torch.randint(5, self.vocabulary, (length,), generator=draw).tolist()
-            if length < params.max_tokens:
-                ids[-1] = self.stop
-            logprobs = (-4.8 - torch.rand(length, generator=draw)).tolist()
-            completions.append(Completion(ids, logprobs, [4.0] * length, "stop"))
-        return RolloutResult(completions, 1, sum(len(c.token_ids) for c in completions), 0.5)
+from tests.support.models import move_adapter
+from tests.support.trainer import DATA, GROUP, ScriptedEngine, logged, settings, sum_reward
 
 
 def length_reward(completion_ids, **kwargs):
@@ -45,27 +22,11 @@ def length_reward(completion_ids, **kwargs):
     return [0.0 if (i // GROUP) % 2 else float(len(ids)) for i, ids in enumerate(completion_ids)]
 
 
-def settings(tmp_path: Path, **changes):
-    values = {
-        "output_dir": str(tmp_path),
-        "num_generations": GROUP,
-        "per_device_train_batch_size": 16,
-        "max_completion_length": 6,
-        "gradient_checkpointing": False,
-        "use_cpu": True,
-        "max_steps": 4,
-        "noise": False,
-        "report_to": "none",
-        "save_strategy": "no",
-    }
-    return values | changes
-
-
 @pytest.fixture
 def make_trainer(tiny_model, tiny_tokenizer, tmp_path):
     def make(reward=length_reward, **changes):
         model = lora(tiny_model("llama"))
-        engine = ScriptedEngine(tiny_tokenizer.eos_token_id, model.config.vocab_size)
+        engine = ScriptedEngine(model.config.vocab_size, tiny_tokenizer.eos_token_id)
         args = QeRLConfig(**settings(tmp_path, **changes))
         return QeRLTrainer(model, [reward], args, DATA, engine=engine, processing_class=tiny_tokenizer)
 
@@ -73,13 +34,9 @@ def make_trainer(tiny_model, tiny_tokenizer, tmp_path):
 
 
 def lora(model):
-    """LoRA whose B is not zero, so that A has a gradient too."""
     model = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"]))
     torch.manual_seed(1)
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(parameter, std=0.1)
-    return model
+    return move_adapter(model)
 
 
 def batch_rows():
@@ -334,14 +291,10 @@ def test_recomputed_layers_change_nothing(train, every):
 
 def test_adapters_of_nf4_weights_stay_fp32(tiny_model, tiny_tokenizer, tmp_path, to_nf4):
     model = lora(to_nf4(tiny_model("llama")))
-    engine = ScriptedEngine(tiny_tokenizer.eos_token_id, model.config.vocab_size)
+    engine = ScriptedEngine(model.config.vocab_size, tiny_tokenizer.eos_token_id)
     args = QeRLConfig(**settings(tmp_path))
     trainer = QeRLTrainer(model, [length_reward], args, DATA, engine=engine, processing_class=tiny_tokenizer)
     assert {p.dtype for p in trainer.model.parameters() if p.requires_grad} == {torch.float32}
-
-
-def sum_reward(completion_ids, **kwargs):
-    return [float(sum(ids) % 7) for ids in completion_ids]
 
 
 @pytest.fixture
@@ -360,9 +313,3 @@ def train(make_trainer):
 def same(expected, weights):
     for weight, other in zip(expected, weights, strict=True):
         torch.testing.assert_close(other, weight, rtol=0, atol=2e-5)
-
-
-def logged(trainer):
-    """What was logged of training, without times and memory."""
-    rows = [row for row in trainer.state.log_history if "loss" in row]
-    return [{k: v for k, v in row.items() if "time" not in k and "memory" not in k} for row in rows]

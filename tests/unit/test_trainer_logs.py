@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
 
 from qerl.errors import QeRLError
@@ -15,8 +14,8 @@ from qerl.rollout.portable.engine import PortableEngine
 from qerl.settings.config import QeRLConfig
 from qerl.trainer.callbacks import MetricsFile
 from qerl.trainer.grpo import QeRLTrainer
+from tests.support.trainer import DATA, settings
 
-DATA = Dataset.from_dict({"prompt": ["one two", "three", "four five six", "seven eight"]})
 SCIENCE = {
     "entropy", "entropy/computed", "rollout/entropy", "rollout/errors", "rollout/tokens_per_second",
     "sampling/kl", "sampling/kl_sequence", "sampling/ratio/mean", "sampling/ratio/max",
@@ -35,16 +34,11 @@ def last_token(completion_ids, **_):
 @pytest.fixture
 def make(tiny_model, tiny_tokenizer, tmp_path):
     def build(reward=last_token, eval_dataset=None, **changes):
-        values = {
-            "output_dir": str(tmp_path), "num_generations": 4,
-            "per_device_train_batch_size": 16, "max_completion_length": 6, "gradient_checkpointing": False,
-            "use_cpu": True, "max_steps": 2, "learning_rate": 1e-2, "report_to": "none",
-            "save_strategy": "no", "noise_stages": 2, "noise_sigma_start": 0.3, "noise": False,
-        }  # fmt: skip
+        values = {"max_steps": 2, "learning_rate": 1e-2, "noise_stages": 2, "noise_sigma_start": 0.3}
         model = tiny_model("llama")
         engine = PortableEngine(model, tiny_tokenizer.pad_token_id)
         return QeRLTrainer(
-            model, [reward], QeRLConfig(**(values | changes)), DATA, engine=engine,
+            model, [reward], QeRLConfig(**settings(tmp_path, **(values | changes))), DATA, engine=engine,
             eval_dataset=eval_dataset, processing_class=tiny_tokenizer,
         )  # fmt: skip
 

@@ -9,25 +9,12 @@ if not torch.cuda.is_available():
 
 from datasets import Dataset
 
-from qerl.rollout.engine import Completion, RolloutEngine, RolloutResult
 from qerl.settings.config import QeRLConfig
 from qerl.trainer.grpo import QeRLTrainer
+from tests.support.trainer import ScriptedEngine, sum_reward
 
 GROUP, PROMPTS, LONGEST = 8, 4, 384
 DATA = Dataset.from_dict({"prompt": ["one two three four " * n for n in (20, 5, 1, 10)]})
-
-
-class RandomEngine(RolloutEngine):
-    """Random completions, from a few tokens to the longest."""
-
-    def generate(self, prompts, samples_per_prompt, params, norm_offsets=None):
-        draw = torch.Generator().manual_seed(params.seed)
-        completions = []
-        for _ in range(len(prompts) * samples_per_prompt):
-            length = int(torch.randint(8, params.max_tokens + 1, (), generator=draw))
-            ids = torch.randint(5, 90, (length,), generator=draw).tolist()
-            completions.append(Completion(ids, [-4.5] * length, [4.0] * length, "stop"))
-        return RolloutResult(completions, 1, sum(len(c.token_ids) for c in completions), 0.5)
 
 
 SIZES = {"vocab_size": 512, "hidden_size": 512, "intermediate_size": 1344, "num_hidden_layers": 4}
@@ -40,10 +27,14 @@ def test_gradients_and_memory(nvfp4_llama, tiny_tokenizer, tmp_path, checkpointi
         per_device_train_batch_size=GROUP * PROMPTS, max_completion_length=LONGEST, noise=False,
         gradient_checkpointing=False, report_to="none",
     )  # fmt: skip
-    reward = lambda completion_ids, **_: [float(sum(ids) % 7) for ids in completion_ids]  # noqa: E731
     policy = nvfp4_llama(num_attention_heads=8, **SIZES)
     trainer = QeRLTrainer(
-        policy, [reward], args, DATA, engine=RandomEngine(), processing_class=tiny_tokenizer
+        policy,
+        [sum_reward],
+        args,
+        DATA,
+        engine=ScriptedEngine(90, shortest=8),
+        processing_class=tiny_tokenizer,
     )
     if checkpointing:
         trainer.model.gradient_checkpointing_enable()
