@@ -242,8 +242,10 @@ def _train(args: argparse.Namespace) -> int:
     if args.dry_run:
         from qerl.settings.recipe import dump
         from qerl.trainer.preflight import preflight
+        from qerl.trainer.resume.changes import resume_point
 
         preflight(config)
+        resume_point(config, Console(stderr=True))
         print(dump(config), end="")
         return 0
     from qerl.trainer.run import train

@@ -10,6 +10,8 @@ import pytest
 import yaml
 
 from qerl.cli import main
+from qerl.settings.recipe import load_config
+from qerl.trainer.preflight import optimizer_steps
 
 
 @pytest.fixture
@@ -121,6 +123,30 @@ def test_ctrl_c_saves_a_checkpoint_that_can_be_resumed(recipe, tmp_path):
     words = [str(recipe), "--max_steps", str(step + 1), "--resume_from_checkpoint", "true"]
     assert main(["train", *words]) == 0
     assert json.loads(metrics.read_text().splitlines()[-1])["step"] == step + 1
+
+
+def test_dry_run_looks_at_the_folder_and_the_length_of_the_run(recipe, tmp_path, capsys):
+    words = ["train", str(recipe), "--dry_run"]
+    epochs = ["--max_steps", "-1", "--num_train_epochs", "1", "--noise_stages", "5000"]
+    assert main([*words, *epochs]) == 2
+    assert "5000 stages but the run only" in capsys.readouterr().err
+    assert main([*words, "--resume_from_checkpoint", "true"]) == 2
+    assert "has no checkpoint to resume from" in capsys.readouterr().err
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").write_text("")
+    assert main(words) == 2
+    assert "already holds a run" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("fields", [{"num_iterations": 2}, {"steps_per_generation": 4}])
+def test_the_length_of_a_run_in_epochs_is_known_before(recipe, tmp_path, fields):
+    values = yaml.safe_load(recipe.read_text()) | {"max_steps": -1, "num_train_epochs": 1.5, "noise": False}
+    values |= {"task_options": {"train_size": 9, "examples": 0}, "gradient_accumulation_steps": 2} | fields
+    recipe.write_text(yaml.safe_dump(values))
+    steps = optimizer_steps(load_config([recipe], {}), 9)
+    assert main(["train", str(recipe)]) == 0
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert max(json.loads(line)["step"] for line in lines) == steps
 
 
 def test_dashes_in_flags_are_underscores(recipe, capsys):

@@ -7,6 +7,7 @@ from qerl.settings.config import QeRLConfig
 from qerl.trainer.preflight import preflight
 
 ARITHMETIC = {"model": "nowhere/at-all", "task": "arithmetic", "output_dir": "o", "report_to": "none"}
+ARITHMETIC |= {"max_steps": -1, "per_device_train_batch_size": 8, "num_generations": 8}
 
 
 def test_nothing_is_loaded_for_sound_settings(tmp_path, monkeypatch):
@@ -36,6 +37,21 @@ def test_nothing_is_loaded_for_sound_settings(tmp_path, monkeypatch):
         ({"optim_args": "foo"}, "cannot be made from optim and optim_args"),
         ({"lr_scheduler_type": "cosine", "lr_scheduler_kwargs": {"x": 1}}, "schedule cosine cannot be made"),
         ({"lr_scheduler_type": "cosine_with_min_lr"}, "schedule cosine_with_min_lr cannot be made"),
+        ({"model": "./nowhere"}, "The model ./nowhere is a path where nothing is"),
+        ({"weights": "nf4", "use_cpu": True}, "nf4 weights need a CUDA device"),
+        (
+            {"kv_cache_dtype": "fp8", "use_cpu": True},
+            "cannot run: the model is not on a CUDA device",
+        ),
+        ({"task_options": {"train_size": 0}}, "no problems"),
+        (
+            {"task_options": {"train_size": 3}, "gradient_accumulation_steps": 4},
+            "A step needs 4 prompts but the task arithmetic has 3",
+        ),
+        (
+            {"task_options": {"train_size": 12}, "gradient_accumulation_steps": 4, "num_train_epochs": 2},
+            "10 stages but the run only 6 steps",
+        ),
     ],
 )
 def test_what_a_run_would_refuse_is_refused(fields, message):

@@ -47,6 +47,9 @@ class Obstacle:
     remedy: str = ""
 
 
+NO_CUDA = Obstacle("the model is not on a CUDA device")
+
+
 def obstacles() -> list[Obstacle]:
     """What keeps the kernels from running on the present CUDA device; empty if nothing does."""
     found = []

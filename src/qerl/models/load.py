@@ -32,7 +32,7 @@ from qerl.fp4.checkpoint import Checkpoint, open_checkpoint
 from qerl.fp4.quantizer import QeRLQuantizationConfig
 from qerl.kernels.needs import how_to_install
 from qerl.models.hub import local_checkpoint
-from qerl.weight_formats import DEFAULT_ROUNDING, FORMATS, Rounding, WeightFormatName
+from qerl.weight_formats import DEFAULT_FORMAT, DEFAULT_ROUNDING, FORMATS, Rounding, WeightFormatName
 
 logger = logging.getLogger(__name__)
 
@@ -180,6 +180,21 @@ def _unsupported(checkpoint: Checkpoint, error: Exception) -> QeRLError:
     )
 
 
+def check_format(weights: WeightFormatName, device: torch.device) -> None:
+    """Refuse a format that this machine cannot load.
+
+    Raises:
+        QeRLError: The format needs a CUDA device or a package that is not there.
+    """
+    format = FORMATS[weights]
+    if format.needs_cuda and device.type != "cuda":
+        raise QeRLError(
+            f"{weights} weights need a CUDA device, not {device}; use {DEFAULT_FORMAT}, which runs anywhere."
+        )
+    if format.package is not None and find_spec(format.package) is None:
+        raise QeRLError(f"{weights} weights need {format.package}; run `{how_to_install(format.package)}`.")
+
+
 def _quantization_config(
     weights: WeightFormatName, rounding: Rounding, dtype: torch.dtype, device: torch.device
 ) -> Any:
@@ -189,12 +204,7 @@ def _quantization_config(
         return QeRLQuantizationConfig(weights, rounding)
     if format.package is None:
         return None
-    if format.needs_cuda and device.type != "cuda":
-        raise QeRLError(
-            f"{weights} weights need a CUDA device, not {device}; use nvfp4, which runs anywhere."
-        )
-    if find_spec(format.package) is None:
-        raise QeRLError(f"{weights} weights need {format.package}; run `{how_to_install(format.package)}`.")
+    check_format(weights, device)
     return BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",

@@ -38,7 +38,7 @@ def make_engine(
     """
     limit = {} if max_sequences is None else {"max_sequences": max_sequences}
     on_gpu = base_model(model).device.type == "cuda"
-    reasons = _obstacles(model) if on_gpu else "the model is not on a CUDA device"
+    reasons = _obstacles(model) if on_gpu else needs.NO_CUDA.reason
     if reasons and kv_cache_dtype != "auto":
         raise QeRLError(
             f"kv_cache_dtype: {kv_cache_dtype} needs the paged engine, which cannot run: {reasons}."

@@ -1,10 +1,15 @@
 """What a run refuses for its settings alone, found before anything is downloaded or loaded.
 
 `qerl train --dry_run` stops after this. Types, ranges and contradictions are checked when settings are
-made; here come the things that have to be tried: the task and its options, the user's reward files, the
-reporters' packages, the optimizer and the learning-rate schedule with the user's own arguments.
+made; here come the things that have to be tried or looked up: the task and its options, the user's reward
+files, the reporters' packages, the optimizer and the learning-rate schedule with the user's own arguments,
+what the formats of weights and of the cache need of this machine, a model that is a path, and the length of
+the run where the task's problems are on this machine. What needs the Hub or the model is checked when the
+run starts.
 """
 
+import math
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,29 +17,73 @@ from transformers import Trainer, get_scheduler
 from transformers.integrations.integration_utils import get_available_reporting_integrations
 
 from qerl.errors import QeRLError
+from qerl.kernels import needs
+from qerl.models.load import check_format
 from qerl.settings.config import QeRLConfig
 from qerl.tasks import get_task
 from qerl.tasks.base import RewardFunction, Task
 from qerl.tasks.custom import load_reward
-from qerl.tasks.jsonl import Jsonl
+from qerl.tasks.hub import HubTask
 from qerl.trainer.rewards import with_length_penalty
 
 
 def preflight(config: QeRLConfig) -> tuple[Task, list[RewardFunction]]:
-    """The task and its reward functions, the user's among them, without any data.
+    """The task and its reward functions, the user's among them; nothing is downloaded.
 
     Raises:
         QeRLError: The run would be refused for its settings.
     """
     assert config.task is not None
     task = get_task(config.task, **config.task_options)
-    if isinstance(task, Jsonl):  # a file of this machine
-        task.train()
+    if not isinstance(task, HubTask):  # its problems are on this machine
+        check_length(config, len(task.train()))
     rewards = [*task.rewards, *(load_reward(spec) for spec in config.reward_files)]
     _check_weights(config, rewards)
     _check_reporters(config)
     _check_optimizer(config)
+    _check_machine(config)
     return task, rewards
+
+
+def check_length(config: QeRLConfig, prompts: int) -> None:
+    """Refuse a run that has too few prompts for a rollout, or too few steps for the stages of the noise.
+
+    Args:
+        config: Settings of the run.
+        prompts: Number of training problems, or an upper bound of it.
+
+    Raises:
+        QeRLError: The run is too short.
+    """
+    needed = (config.generation_batch_size or 0) // (config.num_generations or 1)
+    if prompts < needed:
+        raise QeRLError(f"A step needs {needed} prompts but the task {config.task} has {prompts}.")
+    if config.noise:
+        config.noise_schedule_of(optimizer_steps(config, prompts))
+
+
+def optimizer_steps(config: QeRLConfig, prompts: int) -> int:
+    """Number of optimizer steps of a run with so many training problems, as transformers counts them."""
+    if config.max_steps > 0:
+        return config.max_steps
+    rollout = (config.generation_batch_size or 1) // (config.num_generations or 1)
+    microbatches = prompts // rollout * config.num_iterations * (config.steps_per_generation or 1)
+    per_epoch = max(1, math.ceil(microbatches / config.gradient_accumulation_steps))
+    return math.ceil(config.num_train_epochs * per_epoch)
+
+
+def _check_machine(config: QeRLConfig) -> None:
+    check_format(config.weights, config.device)
+    if config.kv_cache_dtype != "auto":
+        found = needs.obstacles() if config.device.type == "cuda" else [needs.NO_CUDA]
+        if found:
+            raise QeRLError(
+                f"kv_cache_dtype: {config.kv_cache_dtype} needs the paged engine, which cannot run: "
+                f"{', '.join(obstacle.reason for obstacle in found)}."
+            )
+    model = str(config.model)
+    if model.startswith(("/", "./", "../", "~")) and not Path(model).expanduser().exists():
+        raise QeRLError(f"The model {model} is a path where nothing is; check it, or name a Hub id.")
 
 
 def _check_weights(config: QeRLConfig, rewards: list[RewardFunction]) -> None:
@@ -57,7 +106,7 @@ def _check_reporters(config: QeRLConfig) -> None:
 
 
 def _check_optimizer(config: QeRLConfig) -> None:
-    """Makes the optimizer and its schedule for one number."""
+    """Make the optimizer and its schedule for one number."""
     try:
         cls, kwargs = Trainer.get_optimizer_cls_and_kwargs(config)
         optimizer = cls([torch.nn.Parameter(torch.zeros(1))], **kwargs)

@@ -27,7 +27,7 @@ from qerl.trainer.arguments import RUN_FIELDS
 from qerl.trainer.callbacks import InterruptGuard, MetricsFile, ProgressBar
 from qerl.trainer.grpo import QeRLTrainer
 from qerl.trainer.policy import make_policy
-from qerl.trainer.preflight import preflight
+from qerl.trainer.preflight import check_length, preflight
 from qerl.trainer.processes import ends_together
 from qerl.trainer.resume.changes import prepare_folder
 
@@ -143,9 +143,7 @@ def _datasets(config: QeRLConfig, task: Task, chat: Chat, console: Console) -> t
         train_set = short
     if len(train_set) == 0:
         raise QeRLError(f"The task {config.task} has no training prompts left; raise max_prompt_length.")
-    prompts = (config.generation_batch_size or 0) // (config.num_generations or 1)
-    if len(train_set) < prompts:
-        raise QeRLError(f"A step needs {prompts} prompts but the task {config.task} has {len(train_set)}.")
+    check_length(config, len(train_set))
     if not config.evaluates:
         return train_set, None
     held_out = chat.dataset(task.test())

@@ -47,7 +47,23 @@ _EFFECTS = {
 
 
 def prepare_folder(config: QeRLConfig, console: Console) -> str | None:
-    """The checkpoint to resume from, checked, or None and a new folder.
+    """The checkpoint to resume from, as `resume_point` checks it, or None and a new folder.
+
+    Raises:
+        QeRLError: As `resume_point`, or the folder cannot be made.
+    """
+    checkpoint = resume_point(config, console)
+    folder = Path(str(config.output_dir))
+    if checkpoint is None:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise QeRLError(f"The output folder {folder} cannot be made: {error.strerror}.") from error
+    return checkpoint
+
+
+def resume_point(config: QeRLConfig, console: Console) -> str | None:
+    """The checkpoint to resume from, checked, or None for a run that begins; nothing is written.
 
     Args:
         config: Settings of the run that begins; nothing is loaded yet.
@@ -60,10 +76,6 @@ def prepare_folder(config: QeRLConfig, console: Console) -> str | None:
     folder, resume = Path(str(config.output_dir)), str(config.resume_from_checkpoint)
     if resume.lower() in ("none", "false"):
         _refuse_a_run(folder)
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise QeRLError(f"The output folder {folder} cannot be made: {error.strerror}.") from error
         return None
     checkpoint = last_checkpoint(folder) if resume.lower() == "true" else Path(resume)
     if checkpoint is None:
