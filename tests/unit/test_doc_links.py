@@ -1,0 +1,39 @@
+"""What the docs point to is there: files behind links, and files and modules that prose names."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+DATED = {"CHANGELOG.md", "log.md"}  # they speak of files of their time
+_LINK = re.compile(r"\]\(([^)\s]+)\)")
+_FILE = re.compile(r"`((?:qerl|src|tests|docs|benchmarks)/[\w./-]+)`")
+_MODULE = re.compile(r"`(qerl(?:\.[a-z_]\w*)+)`")
+
+
+def anchors(page: Path) -> set[str]:
+    """Anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    for link in _LINK.findall(page.read_text()):
+        if link.startswith(("http://", "https://")):
+            continue
+        name, _, anchor = link.partition("#")
+        target = page.parent / name if name else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if p.name not in DATED], ids=lambda page: page.name)
+def test_files_and_modules_that_are_named_exist(page):
+    text = page.read_text()
+    named = _FILE.findall(text) + [f"qerl/{name[5:].replace('.', '/')}" for name in _MODULE.findall(text)]
+    for name in named:
+        path = ROOT / ("src" if name.startswith("qerl/") else "") / name
+        assert path.exists() or path.with_name(path.name + ".py").exists(), name
