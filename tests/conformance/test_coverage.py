@@ -27,6 +27,7 @@ ELSEWHERE = {
     "top_p": "the engine draws: tests/unit/test_sampling.py",
     "top_k": "the engine draws: tests/unit/test_sampling.py",
     "min_p": "the engine draws: tests/unit/test_sampling.py",
+    "model_init_kwargs": "set the loader's fields: tests/unit/test_config_adapter.py",
     "trust_remote_code": "the loader's: tests/unit/test_model.py",
     "router_aux_loss_coef": "must be 0 for a mixture of experts: below",
     "num_completions_to_print": "how TRL's code prints the same table",

@@ -48,6 +48,19 @@ def test_resume_is_bit_exact(tiny_run, tmp_path, changes):
     stop_and_resume(tiny_run, tmp_path, changes)
 
 
+def test_resume_of_an_adapter_that_went_on_training_is_bit_exact(tiny_run, tmp_path):
+    """With a KL penalty its reference is the adapter as it was given, also after the resume."""
+    train(QeRLConfig(**tiny_run(tmp_path / "first", **SHORT)), QUIET)
+    adapter = str(tmp_path / "first")
+    stop_and_resume(tiny_run, tmp_path, {"adapter": adapter, "beta": 0.1, "eval_strategy": "no"})
+    reference = load_file(tmp_path / "resumed" / "checkpoint-6" / "ref" / "adapter_model.safetensors")
+    given = load_file(tmp_path / "first" / "adapter_model.safetensors")
+    assert all(tensor.equal(reference[name]) for name, tensor in given.items())
+    fields = tiny_run(tmp_path / "resumed", resume_from_checkpoint="true", beta=0.1, max_steps=8)
+    with pytest.raises(QeRLError, match="cannot be resumed with another adapter"):
+        train(QeRLConfig(**fields), QUIET)
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_resume_is_bit_exact_on_a_gpu(tiny_run, tmp_path, tiny_model, tiny_tokenizer):
     """The paged engine, NVFP4 weights, fused kernels; large enough for all of them."""

@@ -9,10 +9,11 @@ import torch
 from datasets import Dataset
 from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora.layer import Linear as LoraLinear
+from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForSequenceClassification
 from trl import GRPOConfig
 
-from qerl import load_model
+from qerl import add_lora, load_adapter, load_model
 from qerl.errors import QeRLError
 from qerl.fp4.linear import PackedLinear
 from qerl.rollout.portable.engine import PortableEngine
@@ -36,9 +37,9 @@ def first_letter(completion_ids, **_):
 
 @pytest.fixture
 def make(tiny_model, tiny_tokenizer, tmp_path):
-    def make(adapter: bool = True, rewards=ones, acted_on=(), **fields) -> QeRLTrainer:
+    def make(lora: bool = True, rewards=ones, acted_on=(), **fields) -> QeRLTrainer:
         model = tiny_model("llama")
-        if adapter:
+        if lora:
             model = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"]))
         args = QeRLConfig(
             output_dir=str(tmp_path), num_generations=2, per_device_train_batch_size=2, noise=False,
@@ -59,6 +60,7 @@ SOURCES = {
     "reward_files": ["a.py:f"],
     "eval_samples": 3,
     "rounding": "rtn",
+    "adapter": None,  # set below: it must exist
     "max_sequences": 1,
     "kv_cache_dtype": "fp8",
     "resume_from_checkpoint": True,
@@ -66,7 +68,10 @@ SOURCES = {
 
 
 @pytest.mark.parametrize(("name", "value"), SOURCES.items())
-def test_a_field_that_names_a_source_is_refused(make, name, value):
+def test_a_field_that_names_a_source_is_refused(make, name, value, tmp_path):
+    if name == "adapter":
+        add_lora(make(lora=False).model, 32, 32, 0.0).save_pretrained(tmp_path / "saved")
+        value = str(tmp_path / "saved")
     with pytest.raises(QeRLError, match=f"{name} is set, and nothing here reads it; remove it: "):
         make(**{name: value})
     make(acted_on=RUN_FIELDS, **{name: value})
@@ -94,9 +99,9 @@ def test_a_field_that_contradicts_the_model_is_refused(make, fields, message):
 
 def test_what_agrees_with_the_model_is_accepted(make):
     make(lora_r=4, lora_alpha=8, lora_target_modules=["v_proj", "q_proj"], dtype="float32", weights="bf16")
-    make(adapter=False, tuning="full", weights="bf16")
+    make(lora=False, tuning="full", weights="bf16")
     with pytest.raises(QeRLError, match="lora_r is set and the model that was handed in has no LoRA adapter"):
-        make(adapter=False, lora_r=4)
+        make(lora=False, lora_r=4)
 
 
 def test_every_field_of_a_run_is_decided():
@@ -204,7 +209,7 @@ def test_which_layers_a_peft_config_adapts(folder, settings, targets, layers):
 @pytest.mark.parametrize(
     ("config", "fields", "message"),
     [
-        (LoraConfig(r=8), {"lora_r": 16}, "lora_r is 16 and peft_config has r 8; set it in one of the two"),
+        (LoraConfig(r=8), {"lora_r": 16}, "lora_r is 16 and peft_config has r 8; remove lora_r"),
         (
             LoraConfig(target_modules=["q_proj"]),
             {"lora_target_modules": ["v_proj"]},
@@ -213,7 +218,7 @@ def test_which_layers_a_peft_config_adapts(folder, settings, targets, layers):
         (
             LoraConfig(),
             {"tuning": "full", "weights": "bf16"},
-            "asks for an adapter and tuning is",
+            "tuning is 'full', which trains no adapter; remove it, or peft_config",
         ),
         (LoraConfig(target_modules=["query"]), {}, "names query, which LlamaForCausalLM does not have"),
         (LoraConfig(use_dora=True), {}, "use_dora needs dense weights, and these are packed"),
@@ -408,3 +413,57 @@ def test_noise_of_a_run_that_is_too_short_is_refused_before_the_first_rollout(ma
         QeRLConfig(output_dir="o", max_steps=3)
     assert QeRLConfig(output_dir="o", max_steps=30).noise_schedule_of(30).sigma(0) == 0.0
     assert torch.tensor(QeRLConfig(output_dir="o").noise_schedule_of(30).sigma(29)) > 0
+
+
+# An adapter that exists
+
+
+@pytest.fixture
+def adapter(folder, tmp_path):
+    """A trained adapter on the model in ``folder``, saved; rank 4."""
+    model = add_lora(load_model(folder, "nvfp4", torch.float32, "cpu"), 4, 8, 0.0, ["q_proj", "o_proj"])
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.1)
+    model.save_pretrained(tmp_path / "adapter")
+    return tmp_path / "adapter"
+
+
+def test_an_adapter_goes_on_training(folder, settings, adapter):
+    """Its weights begin where they were saved, move, and are the reference of the KL penalty."""
+    saved = load_file(adapter / "adapter_model.safetensors")
+    given = settings(adapter=str(adapter), beta=0.1, max_steps=2, save_strategy="no", learning_rate=1e-2)
+    trainer = QeRLTrainer(str(folder), first_letter, given, ROWS)
+    weights = {
+        name.replace(".default", ""): parameter
+        for name, parameter in trainer.model.named_parameters()
+        if ".default." in name
+    }
+    assert weights.keys() == saved.keys()
+    assert all(
+        parameter.equal(saved[name]) and parameter.requires_grad for name, parameter in weights.items()
+    )
+    trainer.train()
+    assert any(not parameter.equal(saved[name]) for name, parameter in weights.items())
+    reference = {name: p for name, p in trainer.model.named_parameters() if ".ref." in name}
+    assert reference and all(p.equal(saved[name.replace(".ref", "")]) for name, p in reference.items())
+
+
+def test_an_adapter_of_another_model_and_a_second_one_are_refused(
+    settings, adapter, tiny_model, tmp_path, folder
+):
+    other = tmp_path / "other"
+    shutil.copytree(folder, other)
+    tiny_model("llama", seed=1).save_pretrained(other)
+    with pytest.raises(QeRLError, match="whose norms or embeddings are not those of"):
+        QeRLTrainer(str(other), ones, settings(adapter=str(adapter)), ROWS)
+    with pytest.raises(QeRLError, match="remove one of them"):
+        QeRLTrainer(str(folder), ones, settings(adapter=str(adapter)), ROWS, peft_config=LoraConfig(r=4))
+
+
+def test_a_peft_model_of_the_users_goes_on_training(folder, settings, adapter):
+    model = load_adapter(load_model(folder, "nvfp4", torch.float32, "cpu"), adapter, trainable=True)
+    trainer = QeRLTrainer(model, ones, settings(), ROWS)
+    assert (trainer.args.lora_r, trainer.args.lora_target_modules) == (4, ["o_proj", "q_proj"])
+    assert trainer.processing_class.pad_token == "<pad>"

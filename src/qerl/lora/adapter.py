@@ -119,12 +119,16 @@ def adapt(model: PreTrainedModel, config: LoraConfig, seed: int = 0) -> PeftMode
             adapted = get_peft_model(model, _with_own_layers(config, model))
         except (ValueError, TypeError, ImportError) as error:
             raise QeRLError(f"LoRA cannot be added: {error}") from error
-    if isinstance(adapted.get_base_model().get_output_embeddings(), BaseTunerLayer):
+    _check_head(adapted)
+    return _skip_packed_buffers_in_ddp(adapted)
+
+
+def _check_head(model: PeftModel) -> None:
+    if isinstance(model.get_base_model().get_output_embeddings(), BaseTunerLayer):
         raise QeRLError(
             "LoRA on the output head learns nothing, because the update multiplies with the head's own "
             "weight; leave it out of the target modules."
         )
-    return _skip_packed_buffers_in_ddp(adapted)
 
 
 def check_lora(config: Any) -> None:
@@ -159,12 +163,13 @@ def _check_packed(config: LoraConfig) -> None:
         )
 
 
-def load_adapter(model: PreTrainedModel, folder: str | Path) -> PeftModel:
-    """Put a saved LoRA adapter on a model, frozen, for evaluation.
+def load_adapter(model: PreTrainedModel, folder: str | Path, trainable: bool = False) -> PeftModel:
+    """Put a saved LoRA adapter on a model, whose own weights stay frozen.
 
     Args:
         model: The model that the adapter was trained on, packed or dense; changed in place.
         folder: What `PeftModel.save_pretrained` wrote, here or elsewhere.
+        trainable: Whether the adapter goes on training, in FP32; else it is frozen too.
 
     Raises:
         QeRLError: Files are missing or damaged, it is no LoRA adapter, or it belongs to another model.
@@ -185,7 +190,8 @@ def load_adapter(model: PreTrainedModel, folder: str | Path) -> PeftModel:
         with safe_open(file, framework="pt") as weights:
             stored = set(weights.keys())
         with _quiet():
-            adapted = PeftModel.from_pretrained(model, str(folder), config=_with_own_layers(config, model))
+            config = _with_own_layers(config, model)
+            adapted = PeftModel.from_pretrained(model, str(folder), is_trainable=trainable, config=config)
         read = set(get_peft_model_state_dict(adapted))
     except (SafetensorError, OSError) as error:
         raise QeRLError(f"The adapter {folder} is damaged or incomplete ({error}); copy it again.") from error
@@ -197,6 +203,8 @@ def load_adapter(model: PreTrainedModel, folder: str | Path) -> PeftModel:
             f"The adapter {folder} does not fit this model: {unmatched[0]} is in only one of the two; give "
             "the model that it was trained on."
         )
+    if trainable:
+        _check_head(adapted)
     return _skip_packed_buffers_in_ddp(adapted)
 
 

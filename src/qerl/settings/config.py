@@ -22,6 +22,7 @@ from qerl.errors import QeRLError
 from qerl.noise import NoiseKind, NoiseSchedule
 from qerl.rollout.engine import KvCacheDtype
 from qerl.settings import contradictions
+from qerl.settings.adapter import take_saved_adapter
 from qerl.settings.checks import (
     Count,
     Names,
@@ -33,6 +34,7 @@ from qerl.settings.checks import (
     Text,
     checked,
 )
+from qerl.settings.model_kwargs import take_model_kwargs
 from qerl.settings.parents import PARENTS, Refused
 from qerl.weight_formats import DEFAULT_FORMAT, DEFAULT_ROUNDING, Rounding, WeightFormatName
 
@@ -106,7 +108,13 @@ class QeRLConfig(GRPOConfig):
     tuning: Literal["lora", "full"] = _help(
         "Train LoRA adapters or all weights (full: bf16 weights only).", "lora"
     )
-    lora_r: PositiveInt = _help("Rank of the adapters.", 32, group="Adapter")
+    adapter: Text | None = _help(
+        "Folder of a LoRA adapter that goes on training, with its own rank, alpha, dropout and target "
+        "modules; unset, a fresh one.",
+        None,
+        group="Adapter",
+    )
+    lora_r: PositiveInt = _help("Rank of the adapters.", 32)
     lora_alpha: PositiveInt = _help("Numerator of LoRA's scale alpha / r.", 32)
     lora_dropout: ShareBelow1 = _help("Dropout on the adapters' input.", 0.0)
     lora_target_modules: Annotated[Names, Field(min_length=1)] | None = _help(
@@ -225,7 +233,9 @@ class QeRLConfig(GRPOConfig):
     )
 
     def __post_init__(self) -> None:
+        take_model_kwargs(self)
         self._check_fields()
+        take_saved_adapter(self)
         contradictions.check(self)
         if self.mask_truncated_completions and self.overlong_buffer is None:
             self.overlong_buffer = 0.0  # masked samples are not punished as well

@@ -207,7 +207,7 @@ PARENTS: dict[str, Acts | Refused | ForScripts] = {
     "do_eval": ForScripts(bool),
     "do_predict": ForScripts(bool),
     # Model
-    "model_init_kwargs": Refused("model, weights, rounding and dtype say how the model is made"),
+    "model_init_kwargs": Acts(dict[str, Any] | None),
     "trust_remote_code": Acts(bool),
     "router_aux_loss_coef": Acts(NonNegative | None),
     # Sampling

@@ -36,6 +36,7 @@ from qerl.lora.adapter import adapt, check_lora
 from qerl.models.load import load_tokenizer
 from qerl.rollout.engine import RolloutEngine
 from qerl.rollout.select import make_engine
+from qerl.settings.adapter import LORA_FIELDS, plain, take_adapter
 from qerl.settings.config import QeRLConfig, default_of
 from qerl.settings.recipe import FIELDS
 from qerl.trainer.policy import make_policy
@@ -62,20 +63,14 @@ _OF_A_RUN = {
 _OF_A_NAMED_MODEL = {
     "model": "the model was handed in loaded",
     "rounding": "`load_model` takes it",
+    "adapter": "`load_adapter(model, folder, trainable=True)` puts it on the model",
 }
 _OF_A_MADE_ENGINE = {
     "max_sequences": "`make_engine` takes it",
     "kv_cache_dtype": "`make_engine` takes it",
 }
-_LORA = {
-    "lora_r": "r",
-    "lora_alpha": "lora_alpha",
-    "lora_dropout": "lora_dropout",
-    "lora_target_modules": "target_modules",
-}
-
 RUN_FIELDS = frozenset(
-    {*_OF_A_RUN, *_OF_A_NAMED_MODEL, *_OF_A_MADE_ENGINE, *_LORA, "weights", "tuning", "dtype"}
+    {*_OF_A_RUN, *_OF_A_NAMED_MODEL, *_OF_A_MADE_ENGINE, *LORA_FIELDS, "weights", "tuning", "dtype"}
     | {"max_prompt_length"}
 )
 """Fields that `trainer.run.build` acts on before it makes a trainer."""
@@ -223,23 +218,13 @@ def _named_policy(
         )
     args.model = name
     if peft_config is not None:
-        _agree_with_adapter(args, peft_config)
+        if args.adapter is not None:
+            raise QeRLError(
+                "peft_config describes a fresh adapter and `adapter` names one; remove one of them."
+            )
+        take_adapter(args, vars(peft_config), "peft_config")
     console = Console(quiet=args.process_index != 0)
     return make_policy(args, console, peft_config)
-
-
-def _agree_with_adapter(args: QeRLConfig, config: LoraConfig) -> None:
-    """Compare the settings with ``peft_config`` before anything is loaded, and complete them from it."""
-    if args.tuning == "full":
-        raise QeRLError("peft_config asks for an adapter and tuning is 'full'; remove one of them.")
-    for name, attribute in _LORA.items():
-        value = _plain(getattr(config, attribute))
-        if name in _set(args) and _plain(getattr(args, name)) != value:
-            raise QeRLError(
-                f"{name} is {getattr(args, name)!r} and peft_config has {attribute} {value!r}; set it in one "
-                "of the two."
-            )
-        setattr(args, name, None if isinstance(value, str) else value)
 
 
 def _policy_in_hand(
@@ -277,12 +262,12 @@ def _agree_with_model(args: QeRLConfig, acted_on: Collection[str], model: nn.Mod
     """Compare the settings that describe a model with the one that was handed in."""
     held, given = _held(model), _set(args, acted_on)
     for name in sorted(given & held.keys()):
-        if _plain(getattr(args, name)) != held[name]:
+        if plain(getattr(args, name)) != held[name]:
             raise QeRLError(
                 f"{name} is {getattr(args, name)!r} and the model that was handed in has {held[name]!r}; set "
                 "it to that, or remove it."
             )
-    for name in sorted(given & _LORA.keys() - held.keys()):
+    for name in sorted(given & LORA_FIELDS.keys() - held.keys()):
         raise QeRLError(f"{name} is set and the model that was handed in has no LoRA adapter; remove it.")
 
 
@@ -296,7 +281,7 @@ def _held(model: nn.Module) -> dict[str, Any]:
     if not isinstance(model, PeftModel):
         return held
     adapter = model.active_peft_config
-    values = {name: _plain(getattr(adapter, attribute, None)) for name, attribute in _LORA.items()}
+    values = {name: plain(getattr(adapter, attribute, None)) for name, attribute in LORA_FIELDS.items()}
     if isinstance(values["lora_target_modules"], str):  # a pattern: the names that it matched
         values["lora_target_modules"] = sorted(
             {
@@ -306,11 +291,6 @@ def _held(model: nn.Module) -> dict[str, Any]:
             }
         )
     return held | values | {"tuning": "lora"}
-
-
-def _plain(value: Any) -> Any:
-    """Names in an order; PEFT keeps them as a set."""
-    return sorted(value) if isinstance(value, set | list) else value
 
 
 def _weights(model: nn.Module) -> str:

@@ -5,6 +5,7 @@ one that a recipe with the same settings trains. On a GPU the memory plan comes 
 is loaded whether the run will fit, and chooses what the settings leave open.
 """
 
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -12,7 +13,8 @@ from peft import LoraConfig, PeftModel
 from rich.console import Console
 from transformers import PreTrainedModel
 
-from qerl.lora.adapter import adapt, add_lora
+from qerl.eval.base_check import check_base
+from qerl.lora.adapter import adapt, add_lora, check_adapter, load_adapter
 from qerl.models.load import load_model
 from qerl.plan.command import announce, refuse_full_tuning_that_cannot_fit
 from qerl.plan.work import Work
@@ -22,16 +24,22 @@ from qerl.settings.config import QeRLConfig
 def make_policy(
     config: QeRLConfig, console: Console, peft_config: LoraConfig | None = None
 ) -> PreTrainedModel | PeftModel:
-    """Base model in the format of the settings, on their device, with a fresh adapter for LoRA.
+    """Base model in the format of the settings, on their device, with its adapter unless all of it is tuned.
 
     Args:
         config: Settings with `model` set; what they leave to the memory plan is written into them.
         console: Where the plan is said.
-        peft_config: The adapter; None takes the one that the settings describe.
+        peft_config: A fresh adapter; None takes the saved or the fresh one that the settings describe.
 
     Raises:
-        QeRLError: The model cannot be loaded in this format, or full tuning cannot fit the GPU.
+        QeRLError: The model cannot be loaded in this format, full tuning cannot fit the GPU, or the saved
+            adapter is damaged or another model's.
     """
+    if config.adapter is not None:
+        check_adapter(Path(config.adapter).expanduser())
+        warning = check_base(Path(config.adapter).expanduser(), str(config.model))
+        if warning:
+            console.print(warning, highlight=False)
     if config.device.type == "cuda":
         _plan_memory(config, console)
     return load_policy(config, peft_config)
@@ -68,6 +76,8 @@ def load_policy(config: QeRLConfig, peft_config: LoraConfig | None = None) -> Pr
     )
     if config.tuning == "full":
         return model
+    if config.adapter is not None:
+        return load_adapter(model, Path(config.adapter).expanduser(), trainable=True)
     if peft_config is not None:
         return adapt(model, peft_config, config.seed)
     return add_lora(

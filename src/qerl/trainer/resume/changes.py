@@ -20,8 +20,8 @@ from qerl.trainer.resume.checkpoint import Manifest, read_manifest
 
 # What the weights of a checkpoint, or the state of its optimizer, were made for.
 _FIXED = (
-    "model", "weights", "rounding", "tuning", "lora_r", "lora_alpha", "lora_target_modules", "optim",
-    "optim_args", "learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon",
+    "model", "weights", "rounding", "tuning", "adapter", "lora_r", "lora_alpha", "lora_target_modules",
+    "optim", "optim_args", "learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon",
 )  # fmt: skip
 # What a rollout that later steps still use was cut by.
 _LAYOUT = (
@@ -150,8 +150,8 @@ def _check_settings(checkpoint: Path, manifest: Manifest, config: QeRLConfig, co
 
 
 def _settings(settings: dict[str, Any]) -> dict[str, Any]:
-    """Settings of a recipe; a model's folder may have moved, so its last part is what counts."""
-    return settings | {"model": Path(str(settings.get("model"))).name}
+    """Settings of a recipe; folders of a model and an adapter may have moved, so their last parts count."""
+    return settings | {name: Path(str(settings.get(name))).name for name in ("model", "adapter")}
 
 
 def _value(settings: dict[str, Any], name: str) -> Any:

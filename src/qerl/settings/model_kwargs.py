@@ -1,0 +1,55 @@
+"""TRL's `model_init_kwargs`: each argument of `from_pretrained` sets the field of its meaning, or is refused.
+
+Settings written for TRL may have them; a model is loaded here by the fields `weights`, `rounding` and
+`dtype`. They describe the policy alone; in TRL they load reward models as well.
+"""
+
+from typing import Any
+
+from trl import GRPOConfig
+
+from qerl.errors import QeRLError
+
+_FIELDS = {"dtype": "dtype", "torch_dtype": "dtype", "trust_remote_code": "trust_remote_code"}
+_DEFAULTS: dict[str, Any] = {"dtype": "auto", "trust_remote_code": False}
+_TRUE_ANYWAY = {"device_map": None, "use_cache": False}
+"""Values that say what is done in any case."""
+
+_REASONS = {
+    "attn_implementation": "the loader takes the attention that the family needs",
+    "device_map": "each process loads the whole model onto its own GPU",
+    "quantization_config": "set weights, which says how the model is quantised",
+    "load_in_4bit": "set weights, which says how the model is quantised",
+    "load_in_8bit": "set weights, which says how the model is quantised",
+    "revision": "download it with `hf download NAME --revision REVISION` and give the folder as model",
+    "subfolder": "download the model and give the folder as model",
+    "cache_dir": "set the environment variable HF_HUB_CACHE",
+    "token": "set the environment variable HF_TOKEN",
+    "use_cache": "an update needs no cache, and the engine has its own",
+}
+
+
+def take_model_kwargs(config: GRPOConfig) -> None:
+    """Move what `model_init_kwargs` says into the fields that say the same; nothing is left of it.
+
+    Args:
+        config: Settings; changed in place.
+
+    Raises:
+        QeRLError: An argument is not supported, or contradicts a field.
+    """
+    for name, value in (config.model_init_kwargs or {}).items():
+        if name in _TRUE_ANYWAY and value == _TRUE_ANYWAY[name]:
+            continue
+        field = _FIELDS.get(name)
+        if field is None:
+            reason = _REASONS.get(name, "model, weights, rounding and dtype say how the model is loaded")
+            raise QeRLError(f"model_init_kwargs has {name}, which is not supported: {reason}.")
+        value = str(value).removeprefix("torch.") if field == "dtype" else value
+        if getattr(config, field) not in (_DEFAULTS[field], value):
+            raise QeRLError(
+                f"{field} is {getattr(config, field)!r} and model_init_kwargs has {name} {value!r}; remove "
+                "one of them."
+            )
+        setattr(config, field, value)
+    config.model_init_kwargs = None
