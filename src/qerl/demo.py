@@ -16,7 +16,7 @@ from rich.table import Table
 from qerl.eval.result import EvalResult
 from qerl.eval.run import Request, Source, evaluate_model
 from qerl.fp4.quantize import quantize_checkpoint
-from qerl.models.gguf import cache_folder
+from qerl.models.cache import cache_folder
 from qerl.models.hub import local_checkpoint
 from qerl.report import terminal_curve, write_report
 from qerl.run_folder import read_metrics

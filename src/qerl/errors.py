@@ -1,4 +1,4 @@
-"""The error a user can act on."""
+"""The error a user can act on, and how the causes of errors are quoted."""
 
 
 class QeRLError(Exception):
@@ -7,3 +7,12 @@ class QeRLError(Exception):
     The command line prints it without a traceback and exits with status 2. Anything else that is raised is a
     defect and keeps its traceback.
     """
+
+
+def first_line(error: BaseException) -> str:
+    """The line of another library's message that a sentence of ours quotes, without its full stop.
+
+    That is the first line, or the one that torch writes about a tensor of another size below a heading.
+    """
+    lines = [line.strip().rstrip(".") for line in str(error).splitlines() if line.strip()]
+    return next((line for line in lines if "size mismatch" in line), lines[0] if lines else repr(error))

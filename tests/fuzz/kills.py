@@ -33,9 +33,10 @@ import yaml
 
 import qerl.trainer.resume.trainer
 from qerl.errors import QeRLError
+from qerl.run_folder import checkpoints, last_checkpoint
 from qerl.trainer.callbacks import MetricsFile
 from qerl.trainer.grpo import QeRLTrainer
-from qerl.trainer.resume.checkpoint import checkpoints, last_checkpoint, read_manifest
+from qerl.trainer.resume.checkpoint import read_manifest
 from tests.fuzz._forks import Forks
 from tests.support.models import make_tiny_model, make_tiny_tokenizer
 

@@ -10,6 +10,7 @@ import pytest
 from datasets import Dataset
 
 from qerl.errors import QeRLError
+from qerl.models import hub as models_hub
 from qerl.tasks import get_task, hub
 from qerl.tasks.arithmetic import LEVELS, Level, draw_problems, make_problem, split_of
 from qerl.tasks.custom import load_reward
@@ -283,7 +284,7 @@ def test_hub_out_of_reach_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> No
         assert options["etag_timeout"] <= 5
         raise ConnectionError("Name or service not known\nsecond line")
 
-    monkeypatch.setattr(hub, "snapshot_download", download)
+    monkeypatch.setattr(models_hub, "snapshot_download", download)
     with pytest.raises(QeRLError, match="openai/gsm8k is neither on the Hub as seen from here nor") as caught:
         get_task("gsm8k").test()
     assert "Name or service not known" in str(caught.value)
@@ -312,7 +313,7 @@ def downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...,
                     name = f"{split}-0000{shard}-of-00002.parquet"
                     Dataset.from_list(rows[shard : shard + 1]).to_parquet(folder / part / name)
         (folder / "README.md").write_text(f"---\nconfigs:\n{listed}---\n")
-        monkeypatch.setattr(hub, "snapshot_download", lambda *_, **__: str(folder))
+        monkeypatch.setattr(models_hub, "snapshot_download", lambda *_, **__: str(folder))
         return folder
 
     return make
@@ -341,7 +342,7 @@ def test_hub_reads_a_data_set_without_parts(tmp_path: Path, monkeypatch: pytest.
     folder = tmp_path / "snapshot"
     folder.mkdir()
     (folder / "test.jsonl").write_text('{"problem": "1 + 1?", "answer": "2", "level": 1}\n')
-    monkeypatch.setattr(hub, "snapshot_download", lambda *_, **__: str(folder))
+    monkeypatch.setattr(models_hub, "snapshot_download", lambda *_, **__: str(folder))
     assert questions(get_task("math500").test()) == ["1 + 1?"]
 
 

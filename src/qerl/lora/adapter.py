@@ -25,7 +25,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
-from qerl.errors import QeRLError
+from qerl.errors import QeRLError, first_line
 from qerl.families.supported import lora_targets
 from qerl.fp4.linear import PackedLinear
 from qerl.lora.product import fused_forward
@@ -196,7 +196,7 @@ def load_adapter(model: PreTrainedModel, folder: str | Path, trainable: bool = F
     except (SafetensorError, OSError) as error:
         raise QeRLError(f"The adapter {folder} is damaged or incomplete ({error}); copy it again.") from error
     except (ValueError, TypeError, RuntimeError, AttributeError, LookupError) as error:
-        raise QeRLError(f"The adapter {folder} does not fit this model: {_first_line(error)}") from error
+        raise QeRLError(f"The adapter {folder} does not fit this model: {first_line(error)}") from error
     unmatched = sorted(stored ^ read)
     if unmatched:
         raise QeRLError(
@@ -271,8 +271,3 @@ def _skip_packed_buffers_in_ddp(model: PeftModel) -> PeftModel:
     ]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
     return model
-
-
-def _first_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return next((line for line in lines if "size mismatch" in line), lines[0] if lines else repr(error))

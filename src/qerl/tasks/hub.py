@@ -9,7 +9,7 @@ in 32 is set aside (:mod:`qerl.tasks.holdout`). Which one depends on the problem
 some levels of Big-Math is never tested on a problem that it saw in training, whatever levels the test takes.
 The remaining data sets are benchmarks without training problems.
 
-Files are fetched with ``snapshot_download`` and read from its folder in the Hub's cache, not by name with
+Files are fetched with :func:`qerl.models.hub.download` and read from the Hub's cache, not by name with
 ``load_dataset``: without a network the first uses the cached copy or fails at once, and the second retries
 for 23 s (datasets 5.2, no name resolution).
 
@@ -20,16 +20,12 @@ set's README lists, and would fail if another part was downloaded.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
-import httpx
 from datasets import Dataset, load_dataset
 from datasets.exceptions import DatasetsError
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError
 
-from qerl.errors import QeRLError
-from qerl.models.hub import HUB_TIMEOUT
+from qerl.errors import QeRLError, first_line
+from qerl.models.hub import Unreachable, download
 from qerl.tasks.answers import after_hashes
 from qerl.tasks.base import Task, as_dataset
 from qerl.tasks.holdout import holdout_rank
@@ -161,25 +157,21 @@ def bigmath(levels: Sequence[int] = (3, 4, 5)) -> HubTask:
 def _load(dataset: str, config: str | None, split: str, where: str) -> Dataset:
     files = [f"{config}/*.parquet"] if config else ["README.md", "*.parquet", "*.jsonl"]
     try:
-        folder = snapshot_download(
-            dataset, repo_type="dataset", allow_patterns=files, etag_timeout=HUB_TIMEOUT
-        )
-    except (OSError, httpx.HTTPError, HfHubHTTPError) as error:
-        cause = str(error).strip().partition("\n")[0]
+        folder = download(dataset, files, "dataset")
+    except Unreachable as error:
         raise QeRLError(
-            f"The data set {dataset} is neither on the Hub as seen from here nor in its cache ({cause}); "
+            f"The data set {dataset} is neither on the Hub as seen from here nor in its cache ({error}); "
             "connect to the network, or use the task arithmetic or a file of your own with jsonl:PATH."
         ) from error
     try:
         if config is None:
-            return load_dataset(folder, split=split)
-        parts = sorted(map(str, (Path(folder) / config).glob(f"{split}-*.parquet")))
+            return load_dataset(str(folder), split=split)
+        parts = sorted(map(str, (folder / config).glob(f"{split}-*.parquet")))
         if not parts:
             raise FileNotFoundError(f"no file {config}/{split}-*.parquet")
         return load_dataset("parquet", data_files={split: parts}, split=split)
     except (OSError, ValueError, DatasetsError) as error:
-        cause = str(error).strip().partition("\n")[0]
         raise QeRLError(
-            f"The data set {where}, cannot be read from {folder} ({cause}); run again with network, which "
-            "downloads what is missing there, or use a copy of your own with jsonl:PATH."
+            f"The data set {where}, cannot be read from {folder} ({first_line(error)}); run again with "
+            "network, which downloads what is missing there, or use a copy of your own with jsonl:PATH."
         ) from error

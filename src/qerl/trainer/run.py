@@ -15,7 +15,7 @@ from datasets import Dataset
 from rich.console import Console
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
-from qerl.errors import QeRLError
+from qerl.errors import QeRLError, first_line
 from qerl.models.chat import Chat
 from qerl.models.load import load_tokenizer
 from qerl.rollout.select import make_engine
@@ -96,7 +96,7 @@ def _memory_errors_said() -> Iterator[None]:
     except torch.OutOfMemoryError as error:
         raise QeRLError(
             "GPU memory ran out outside of an update; lower max_sequences, max_completion_length or "
-            f"per_device_train_batch_size, see `qerl plan` ({str(error).splitlines()[0]})."
+            f"per_device_train_batch_size, see `qerl plan` ({first_line(error)})."
         ) from error
     except MemoryError as error:
         raise QeRLError(

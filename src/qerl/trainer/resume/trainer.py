@@ -22,7 +22,7 @@ from safetensors import SafetensorError
 from transformers.trainer_utils import rotate_checkpoints
 from trl import GRPOTrainer
 
-from qerl.errors import QeRLError
+from qerl.errors import QeRLError, first_line
 from qerl.lora.adapter import check_adapter
 from qerl.run_folder import ADAPTER_FILE, UNFINISHED, last_checkpoint
 from qerl.settings.recipe import dump
@@ -99,7 +99,7 @@ class ResumableTrainer(GRPOTrainer):
             last = last_checkpoint(folder)
             advice = f"make room and go on from {last}, which is untouched" if last else "make room"
             raise QeRLError(
-                f"The model could not be saved to {folder} ({_cause(error)}); {advice}."
+                f"The model could not be saved to {folder} ({first_line(error)}); {advice}."
             ) from error
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
@@ -124,8 +124,8 @@ class ResumableTrainer(GRPOTrainer):
         except _CANNOT_WRITE as error:
             shutil.rmtree(part.parent, ignore_errors=True)
             raise QeRLError(
-                f"The checkpoint {checkpoint} could not be saved ({_cause(error)}); earlier checkpoints are "
-                "untouched."
+                f"The checkpoint {checkpoint} could not be saved ({first_line(error)}); earlier "
+                "checkpoints are untouched."
             ) from error
         if self.args.push_to_hub:
             self._push_from_checkpoint(str(checkpoint))
@@ -185,12 +185,6 @@ def _fits(checkpoint: str) -> Iterator[None]:
         yield
     except (RuntimeError, ValueError, KeyError, *_CANNOT_WRITE) as error:
         raise QeRLError(
-            f"The checkpoint {checkpoint} does not fit this run or is damaged ({_cause(error)}); give the "
-            "model and the settings that it was made with."
+            f"The checkpoint {checkpoint} does not fit this run or is damaged ({first_line(error)}); "
+            "give the model and the settings that it was made with."
         ) from error
-
-
-def _cause(error: Exception) -> str:
-    """The most telling line of an error."""
-    lines = [line.strip().rstrip(".") for line in str(error).splitlines() if line.strip()]
-    return next((line for line in lines if "size mismatch" in line), lines[0] if lines else repr(error))
