@@ -5,7 +5,7 @@ from pathlib import Path
 import nbformat
 from nbclient import NotebookClient
 
-from tests.conftest import make_tiny_model, make_tiny_tokenizer
+from tests.support.models import make_tiny_model, make_tiny_tokenizer
 
 NOTEBOOK = Path(__file__).parents[2] / "docs" / "demo.ipynb"
 
