@@ -187,7 +187,7 @@ def find_noise_norms(model: nn.Module) -> list[str]:
     base = base_model(model)
     head = base.get_output_embeddings()
     head_modules = set(head.modules()) if head is not None else set()
-    norms = {name: module for name, module in base.named_modules() if _is_norm(module)}
+    norms = {name: module for name, module in base.named_modules() if is_norm(module)}
     linears = [m for m in base.modules() if hasattr(m, "in_features") and hasattr(m, "out_features")]
     found = _norms_feeding(base, norms, [linear for linear in linears if linear not in head_modules])
     if not found:
@@ -198,7 +198,8 @@ def find_noise_norms(model: nn.Module) -> list[str]:
     return [name for name in norms if name in found]
 
 
-def _is_norm(module: nn.Module) -> bool:
+def is_norm(module: nn.Module) -> bool:
+    """True for a module without children whose only parameter is a 1-D ``weight``."""
     parameters = dict(module.named_parameters(recurse=False))
     return (
         parameters.keys() == {"weight"}

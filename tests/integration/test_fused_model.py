@@ -5,6 +5,8 @@ Attention is a dense one here, because the kernel of stretches has no CPU form; 
 
 import pytest
 import torch
+from transformers.models.cohere.modeling_cohere import CohereLayerNorm
+from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 
 pytest.importorskip("triton", reason="Triton is not installed")
 if torch.cuda.is_available():
@@ -12,9 +14,12 @@ if torch.cuda.is_available():
 
 from qerl.lora import product as lora_product
 from qerl.lora.adapter import add_lora
+from qerl.lora.joint import why_not_joint
 from qerl.models.load import load_model
-from qerl.noise import find_noise_norms
+from qerl.noise import find_noise_norms, is_norm
 from qerl.trainer.update import fused
+from qerl.trainer.update import path as update_path
+from qerl.trainer.update.path import Share, find_path
 from tests.support.models import move_adapter
 
 IDS = torch.randint(3, 60, (1, 17), generator=torch.Generator().manual_seed(0))
@@ -56,11 +61,11 @@ def calls(monkeypatch):
 def adapted(tiny_model, tmp_path):
     """``adapted(family, weights, targets)``: a tiny model in FP32 with an adapter whose B is not zero."""
 
-    def build(family, weights="nvfp4", **kwargs):
+    def build(family, weights="nvfp4", dropout=0.0, **kwargs):
         torch.manual_seed(0)
         tiny_model(family, vocab_size=61).save_pretrained(tmp_path / family)
         model = load_model(tmp_path / family, weights, torch.float32, "cpu").requires_grad_(False)
-        model = add_lora(model, rank=8, alpha=16, dropout=0.0, **kwargs)
+        model = add_lora(model, rank=8, alpha=16, dropout=dropout, **kwargs)
         return move_adapter(model, 0.2).train()
 
     return build
@@ -94,6 +99,78 @@ def test_logits_and_gradients_are_those_of_the_plain_model(adapted, calls, monke
     assert found_gradients.keys() == gradients.keys() and len(gradients) == 2 * 7 * 2
     for name, gradient in gradients.items():
         assert (found_gradients[name] - gradient).norm() < 1e-4 * gradient.norm(), name
+
+
+PATHS = {
+    "llama": {"attention": "2/2", "norms": "5/5", "rotary embeddings": "2/2", "MLPs": "2/2"}
+    | {"adapted layers": "14/14"},
+    "qwen3": {
+        "attention": "2/2",
+        "norms": "9/9",
+        "rotary embeddings": "0/2 (heads are normalised before they are turned)",
+        "MLPs": "2/2",
+        "adapted layers": "14/14",
+    },
+}
+
+
+@pytest.mark.parametrize("family", PATHS)
+def test_the_path_says_what_the_kernels_do(adapted, calls, monkeypatch, family):
+    """How often each kernel is called in a forward pass is what the path counts."""
+    model = adapted(family)
+    path = fit(monkeypatch, model)
+    assert path.record() == PATHS[family] and path.by_stretch and not path.is_slow
+    fused.fuse(model)
+    with torch.no_grad():
+        model(input_ids=IDS, use_cache=False, **joined_row())
+    names = [name for name, _ in calls]
+    assert [names.count(name) for name in ("rms_norm", "rotated_heads", "swiglu")] == [
+        path.norms.fused, path.rotary.fused, path.mlps.fused,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("weights", "dropout"), [("nvfp4", 0.0), ("nvfp4", 0.05), ("bf16", 0.1)])
+def test_the_plan_knows_from_settings_which_layers_are_joint(adapted, monkeypatch, weights, dropout):
+    path = fit(monkeypatch, adapted("llama", weights, dropout=dropout))
+    assert (path.products.why_not or None) == why_not_joint(weights, dropout)
+    assert path.is_slow == (dropout > 0)
+    if dropout:
+        assert (
+            path.products.fused == 0 and f"adapted layers 0/14 (lora_dropout is {dropout})" in path.sentence()
+        )
+        assert path.rotary.fused == 0, "it takes q, k and v as one product leaves them"
+
+
+def test_nf4_layers_are_left_to_peft(tiny_model, to_nf4, monkeypatch):
+    model = add_lora(to_nf4(tiny_model("llama")), rank=4, alpha=8, dropout=0.0)
+    assert fit(monkeypatch, model).products.why_not == why_not_joint("nf4", 0.0)
+
+
+def test_norms_are_fused_for_what_they_compute(adapted, monkeypatch):
+    """Not for their names: one that trains, one that centres, one that adds to its weight."""
+    model = adapted("llama").get_base_model()
+    first, second, *_ = (module for module in model.modules() if is_norm(module))
+    first.weight.requires_grad_(True)
+    assert fit(monkeypatch, model).norms == Share(4, 5, "their weights train")
+    first.weight.requires_grad_(False)
+    for kind in (CohereLayerNorm, GemmaRMSNorm):
+        other = kind(64)
+        other.variance_epsilon, other.weight = second.variance_epsilon, second.weight
+        model.model.layers[0].input_layernorm = other
+        assert fit(monkeypatch, model).norms == Share(4, 5, f"{kind.__name__} is no plain RMSNorm")
+
+
+def test_a_model_on_a_cpu_has_no_kernel(adapted):
+    path = find_path(adapted("llama").get_base_model(), None)
+    assert not path.by_stretch and not path.is_slow
+    assert path.sentence() == "The update runs on plain PyTorch: its kernels need a CUDA GPU."
+
+
+def fit(monkeypatch, model):
+    """The path of a model as if it were in 16 bits on a GPU."""
+    monkeypatch.setattr(update_path, "why_unfit", lambda model: "")
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return find_path(base, None)
 
 
 def test_layers_that_are_not_all_adapted_are_computed_one_by_one(adapted, calls):

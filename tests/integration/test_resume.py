@@ -222,4 +222,4 @@ def test_metrics_with_a_torn_last_line_go_on(saved):
     metrics.write_text(metrics.read_text() + '{"step": 2, "rew')
     resume(max_steps=3)
     steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
-    assert sorted(set(steps)) == [1, 2, 3]
+    assert sorted(set(steps)) == [0, 1, 2, 3], "0 has the facts of the run"

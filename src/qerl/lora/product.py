@@ -26,12 +26,14 @@ from typing import Any, cast
 
 import torch
 from peft.tuners.lora.layer import Linear as LoraLinear
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from qerl.fp4.linear import PackedLinear
 from qerl.fp4.workspace import workspace
+from qerl.lora.joint import OTHER_LAYER, dropout_reason
 from qerl.lora.kinds import active_adapter, objection
 
 
@@ -43,16 +45,15 @@ def is_16bit_cuda(x: torch.Tensor) -> bool:
 def fused_forward(x_BTK: torch.Tensor, *modules: nn.Module) -> torch.Tensor | None:
     """The layers' outputs side by side [B, T, N], or None where each must be called by itself.
 
-    That is: not 16-bit on CUDA, no adapter or several, a variant of LoRA, dropout, a trained bias, and among
-    several layers one with a hook, which a joint product would pass by (`qerl.noise` finds its norms by such
-    hooks).
+    Each is called by itself where tensors are not 16-bit on CUDA, where :func:`why_not_fused` says so, and
+    where one of several layers has a hook, which a joint product would pass by (`qerl.noise` finds its norms
+    by such hooks).
     """
     if not is_16bit_cuda(x_BTK) or (len(modules) > 1 and any(_has_hooks(module) for module in modules)):
         return None
-    adapters = [_only_adapter(module) for module in modules]
-    if None in adapters:
+    if any(why_not_fused(module, module.training) for module in modules):
         return None
-    layers = [(cast(LoraLinear, m), cast(str, name)) for m, name in zip(modules, adapters, strict=True)]
+    layers = [(layer, cast(str, active_adapter(layer))) for layer in cast(tuple[LoraLinear, ...], modules)]
     return _LoraProduct.apply(
         x_BTK,
         [layer.get_base_layer() for layer, _ in layers],
@@ -71,19 +72,27 @@ def _has_hooks(module: nn.Module) -> bool:
     )
 
 
-def _only_adapter(module: nn.Module) -> str | None:
-    """The name of the layer's adapter, if that and the layer are all there is to compute."""
-    if not isinstance(module, LoraLinear) or objection(module):
-        return None
-    name, base = active_adapter(module), module.get_base_layer()
-    if (
-        name is None
-        or (module.training and getattr(module.lora_dropout[name], "p", 0.0) > 0)
-        or not (isinstance(base, PackedLinear) or type(base) is nn.Linear)
-        or any(own is not None and own.requires_grad for own in base._parameters.values())
-    ):
-        return None
-    return name
+def why_not_fused(layer: nn.Module, training: bool) -> str | None:
+    """Why a layer must be called by itself even on 16-bit CUDA tensors; None where it is one product.
+
+    Args:
+        layer: A linear layer, with or without an adapter.
+        training: Whether dropout counts.
+    """
+    if not isinstance(layer, LoraLinear):
+        return OTHER_LAYER if isinstance(layer, BaseTunerLayer) else "a layer has no adapter"
+    if reason := objection(layer):
+        return f"a layer {reason}"
+    name, base = active_adapter(layer), layer.get_base_layer()
+    if name is None:
+        return "no adapter is active"
+    if training and (p := getattr(layer.lora_dropout[name], "p", 0.0)) > 0:
+        return dropout_reason(p)
+    if not (isinstance(base, PackedLinear) or type(base) is nn.Linear):
+        return OTHER_LAYER
+    if any(own is not None and own.requires_grad for own in base._parameters.values()):
+        return "a weight or bias under an adapter trains"
+    return None
 
 
 Base = PackedLinear | nn.Linear

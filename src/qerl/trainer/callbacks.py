@@ -39,19 +39,30 @@ _SHOWN = (
 
 
 class MetricsFile(TrainerCallback):
-    """One JSON object per log call in metrics.jsonl; a resumed run goes on where its checkpoint stood."""
+    """Writes one JSON object per log call to metrics.jsonl; a resumed run goes on where its checkpoint stood.
+
+    Args:
+        folder: The run folder.
+
+    Attributes:
+        facts: What holds for the whole run; a line of its own each time that training begins.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.facts: dict[str, Any] = {}
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         if not state.is_world_process_zero:
             return
-        rows = read_metrics(self.folder) if (self.folder / METRICS_FILE).exists() else []
+        kept = read_metrics(self.folder) if (self.folder / METRICS_FILE).exists() else []
+        rows = [row for row in kept if row["step"] <= state.global_step]
+        if self.facts:
+            rows.append({"step": state.global_step, **self.facts})
         with self._written():
-            write_metrics(self.folder, (row for row in rows if row["step"] <= state.global_step))
+            write_metrics(self.folder, rows)
 
     def on_log(
         self,

@@ -84,6 +84,9 @@ class QeRLTrainer(RolloutTrainer):
         engine: Samples completions from `model`; None makes the fastest one that can.
         acted_on: Fields of the settings that the caller has acted on; see `arguments`.
 
+    Attributes:
+        update_path: Which parts of the update run on this project's kernels, and why others do not.
+
     Raises:
         QeRLError: An argument is missing, is refused or contradicts another one, or the model cannot be
             loaded or trained.
@@ -154,7 +157,7 @@ class QeRLTrainer(RolloutTrainer):
         accept_every_n_layers(self.model)
         policy = self.accelerator.unwrap_model(self.model)
         self._decoder = base_model(policy).base_model  # to unwrap is a walk over all modules
-        self._branch_attention = ready_for_rows(policy, self.args)
+        self.update_path = ready_for_rows(policy, self.args)
         add_reference(self)
         self._correction = Correction(
             self.vllm_importance_sampling_correction,
@@ -320,7 +323,7 @@ class QeRLTrainer(RolloutTrainer):
         """Log-probabilities and entropies [B, C] of these rows under the policy or its reference."""
         self._retry.note_forward(rows, batch.lengths)
         decoder = base_model(model).base_model if model is self.ref_model else self._decoder
-        return score_rows(model, decoder, batch, rows, self._branch_attention)
+        return score_rows(model, decoder, batch, rows, self.update_path.by_stretch)
 
     # Evaluation and logs
 

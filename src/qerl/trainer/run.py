@@ -116,7 +116,7 @@ def build(config: QeRLConfig, console: Console) -> tuple[QeRLTrainer, InterruptG
     train_set, eval_set = _datasets(config, task, chat, console)
     policy = make_policy(config, console)
     folder = Path(str(config.output_dir))
-    guard = InterruptGuard(console)
+    guard, metrics = InterruptGuard(console), MetricsFile(folder)
     trainer = QeRLTrainer(
         model=policy,
         reward_funcs=rewards,
@@ -125,11 +125,15 @@ def build(config: QeRLConfig, console: Console) -> tuple[QeRLTrainer, InterruptG
         eval_dataset=eval_set,
         engine=make_engine(policy, tokenizer.pad_token_id, config.max_sequences, config.kv_cache_dtype),
         processing_class=tokenizer,
-        callbacks=[MetricsFile(folder), ProgressBar(console), guard],
+        callbacks=[metrics, ProgressBar(console), guard],
         acted_on=RUN_FIELDS,
     )
     for callback in (PrinterCallback, ProgressCallback):  # the run shows its own bar
         trainer.remove_callback(callback)
+    path = trainer.update_path
+    metrics.facts = {"update_path": path.record()}
+    if trainer.is_world_process_zero() and not path.is_slow:  # the trainer warns of a slow one
+        console.print(path.sentence(), highlight=False)
     return trainer, guard
 
 

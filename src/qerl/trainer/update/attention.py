@@ -16,7 +16,6 @@ The implementation is registered with transformers under `NAME`. A forward pass 
 Shapes: L tokens of the row, M keys of all stretches, H query heads, G key heads, E head size.
 """
 
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -39,8 +38,6 @@ from qerl.families.parts import eval_mode
 from qerl.trainer.update.joined_row import Branches, MaskFunction, join
 from qerl.trainer.update.padded import PaddedBatch
 
-logger = logging.getLogger(__name__)
-
 NAME = "qerl_branches"
 
 
@@ -53,20 +50,17 @@ class _Declined(Exception):
     """The kernel does not compute what this model's attention is."""
 
 
-def use_branch_attention(model: PreTrainedModel) -> bool:
-    """Make the model take `branches=` in its forward pass, where its attention allows it.
+def use_branch_attention(model: PreTrainedModel) -> str | None:
+    """Make the attention of a 16-bit model on CUDA take `branches=` in a forward pass, where it allows that.
 
     Returns:
-        Whether it does: 16-bit on CUDA, every layer attending to all that came before and to nothing else.
-        Where it does not, the model keeps its attention and reads dense masks.
+        None; or the reason why the model keeps its attention and reads dense masks, which is slow for long
+        rows.
     """
-    if model.device.type != "cuda" or model.dtype not in (torch.bfloat16, torch.float16):
-        return False
-    if reason := why_not(model):
-        logger.warning("Updates take dense attention masks, which is slow for long rows: %s.", reason)
-        return False
-    model.set_attn_implementation(NAME)
-    return True
+    reason = why_not(model)
+    if not reason:
+        model.set_attn_implementation(NAME)
+    return reason
 
 
 def why_not(model: PreTrainedModel) -> str | None:

@@ -1,15 +1,12 @@
 """A model whose norms, attention inputs and SwiGLU blocks train through few kernels.
 
 transformers writes them as chains of elementwise operations, each a pass over memory, and in the MLP with
-several tensors of tokens x intermediate size that live at once. The kernels are in
-qerl.kernels.update. q, k and v, and gate and up, are one product with one adapter each
-(qerl.lora.product), where all of them have an adapter; the rotary embedding takes q, k and v as that
-product leaves them.
+several tensors of tokens x intermediate size that live at once. The kernels are in `qerl.kernels.update`.
+q, k and v, and gate and up, are one product with one adapter each (`qerl.lora.product`), where all of them
+have an adapter; the rotary embedding takes q, k and v as that product leaves them.
 
-Only frozen norms are taken over, which is every LoRA run: a trained norm needs a gradient for its weight and
-stays as it is. Attention is taken over in joined rows (qerl.trainer.update.attention), and not where heads
-are normalised before they are turned (Qwen3). Modules are given a new `forward`; nothing else about them
-changes, and what is not 16-bit on a GPU is computed as before.
+Which modules the kernels serve, `qerl.trainer.update.path` says. Those are given a new `forward`; nothing
+else about them changes, and what is not 16-bit on a GPU is computed as before.
 """
 
 import types
@@ -23,22 +20,20 @@ from qerl.kernels.update.rotary import rotated_heads
 from qerl.kernels.update.swiglu import swiglu
 from qerl.lora.product import fused_forward, is_16bit_cuda
 from qerl.trainer.update.attention import branch_attention
-
-_TURNS_HEADS = ("LlamaAttention", "MistralAttention", "Qwen2Attention")
+from qerl.trainer.update.path import attentions, mlps, norms, why_not_norm, why_not_rotary, why_not_swiglu
 
 
 def fuse(model: nn.Module) -> None:
     """Let the model's norms, attention and SwiGLU blocks use the kernels for 16-bit tensors on a GPU."""
-    for module in model.modules():
-        kind = type(module).__name__
-        if kind.endswith("RMSNorm") and hasattr(module, "variance_epsilon"):
-            module.forward = types.MethodType(_norm_forward, module)
-        elif kind in _TURNS_HEADS:
-            module.forward = types.MethodType(_attention_forward, module)
-        elif type(getattr(module, "act_fn", None)).__name__ in ("SiLU", "SiLUActivation") and all(
-            hasattr(module, name) for name in ("gate_proj", "up_proj", "down_proj")
-        ):
-            module.forward = types.MethodType(_mlp_forward, module)
+    for norm, computes_rms_norm in norms(model):
+        if not why_not_norm(norm, computes_rms_norm):
+            norm.forward = types.MethodType(_norm_forward, norm)
+    for attention in attentions(model):
+        if not why_not_rotary(attention):
+            attention.forward = types.MethodType(_attention_forward, attention)
+    for mlp in mlps(model):
+        if not why_not_swiglu(mlp):
+            mlp.forward = types.MethodType(_mlp_forward, mlp)
 
 
 def _norm_forward(self: Any, x: torch.Tensor) -> torch.Tensor:

@@ -4,6 +4,7 @@ What its class and config tell is asked before anything is built around the poli
 once it is in place and has its output head.
 """
 
+import logging
 from contextlib import nullcontext
 
 from torch import nn
@@ -15,7 +16,10 @@ from qerl.noise import find_noise_norms
 from qerl.rollout.engine import RolloutEngine, check_model
 from qerl.settings.config import QeRLConfig
 from qerl.trainer.update.attention import use_branch_attention
+from qerl.trainer.update.path import UpdatePath, find_path, why_unfit
 from qerl.trainer.update.row_check import check_joined_row
+
+logger = logging.getLogger(__name__)
 
 
 def check_policy(model: nn.Module, engine: RolloutEngine | None) -> None:
@@ -34,7 +38,7 @@ def check_policy(model: nn.Module, engine: RolloutEngine | None) -> None:
         )
 
 
-def ready_for_rows(model: nn.Module, args: QeRLConfig) -> bool:
+def ready_for_rows(model: nn.Module, args: QeRLConfig) -> UpdatePath:
     """Give the policy its kernels for joined rows and measure that its updates are right.
 
     Args:
@@ -42,21 +46,25 @@ def ready_for_rows(model: nn.Module, args: QeRLConfig) -> bool:
         args: Settings of the run.
 
     Returns:
-        Whether its attention reads stretches of a row instead of a dense mask.
+        Which parts of its updates run on those kernels.
 
     Raises:
         QeRLError: A joined row gives other log-probabilities than the samples in it, or noise finds no norm.
     """
     base = base_model(model)
-    by_stretch = use_branch_attention(base)
-    if base.device.type == "cuda":
+    unfit = why_unfit(base)
+    why_dense_masks = unfit or use_branch_attention(base)
+    if not unfit:
         from qerl.trainer.update.fused import fuse  # needs Triton
 
         fuse(base)
+    path = find_path(base, why_dense_masks)
     prompt, completion = args.max_prompt_length, args.max_completion_length
     longest = prompt + completion if prompt and completion else None
     with unpacked(model) if base.device.type == "cpu" else nullcontext():
         if args.noise:
             find_noise_norms(model)
-        check_joined_row(model, base.base_model, by_stretch, args.temperature, longest)
-    return by_stretch
+        check_joined_row(model, base.base_model, path.by_stretch, args.temperature, longest)
+    if path.is_slow:
+        logger.warning(path.sentence())
+    return path
