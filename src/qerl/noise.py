@@ -211,7 +211,7 @@ def is_norm(module: nn.Module) -> bool:
 def _norms_feeding(
     base: PreTrainedModel, norms: Mapping[str, nn.Module], linears: list[nn.Module]
 ) -> set[str]:
-    """Those of the named norms whose output, or a view of it, enters one of the linears."""
+    """Names of the norms whose output, or a view of it, enters one of the linears."""
     producer: dict[int, str] = {}
     found: set[str] = set()
     alive = []  # freed memory would go to the next tensor, which would then pass for the norm's output

@@ -9,7 +9,7 @@ where the optimizer sees them, and so do their gradients.
 Layers with the same input (q, k and v; gate and up) are one layer here, as in the rollout engine: their rows
 stand one below the other, so do their A, and their B form the blocks of a diagonal. x is read once, and its
 gradient is one product instead of a sum of several. The zeros beside the blocks cost less than that: R more
-columns for each layer of the group in products that are thousands wide.
+columns per layer of the group in products that are thousands wide.
 
 Adding a low-rank product to y costs a pass over y, a memory-bound eighth of the product's time. Where y is
 wider than x it rides along instead: x gets R more columns, x A^T, W gets R more columns, s B, and one product
@@ -152,7 +152,7 @@ class _LoraProduct(torch.autograd.Function):
 def _adapter(
     matrices: Sequence[torch.Tensor], scalings: Sequence[float], dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A [R, K] and s B [N, R] of a group, from all A and then all B of its layers."""
+    """The A [R, K] and s B [N, R] of a group, from all A and then all B of its layers."""
     all_a, all_b = matrices[: len(scalings)], matrices[len(scalings) :]
     a_RK = torch.cat(tuple(all_a)).to(dtype)
     b_NR = a_RK.new_zeros(sum(len(b) for b in all_b), len(a_RK))
@@ -172,7 +172,7 @@ def _split_gradients(
 
 
 def _blocks(whole_NR: torch.Tensor, all_b: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """The part of a group's matrix that has each layer's outputs and ranks."""
+    """Yields the part of a group's matrix that has each layer's outputs and ranks."""
     row = column = 0
     for b in all_b:
         n, r = b.shape
@@ -189,7 +189,7 @@ def _bias(bases: Sequence[Base], like: torch.Tensor) -> torch.Tensor | None:
 
 
 def _dense(bases: Sequence[Base], like: torch.Tensor) -> torch.Tensor:
-    """W [N, K] for one product."""
+    """The dense W [N, K] of a group, for one product."""
     if len(bases) == 1 and type(bases[0]) is nn.Linear:
         return bases[0].weight.to(like.dtype)
     weight_NK = workspace((sum(base.out_features for base in bases), bases[0].in_features), like)
@@ -198,7 +198,7 @@ def _dense(bases: Sequence[Base], like: torch.Tensor) -> torch.Tensor:
 
 
 def _write_dense(bases: Sequence[Base], out_NK: torch.Tensor) -> None:
-    """Writes W into part of the workspace, layer below layer."""
+    """Write the dense W of each layer into part of the workspace, one below the other."""
     for base, rows in zip(bases, out_NK.split([base.out_features for base in bases]), strict=True):
         if isinstance(base, PackedLinear):
             base.write_dense(rows)

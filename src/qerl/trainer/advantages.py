@@ -57,7 +57,7 @@ class Signal:
 
     Attributes:
         group_size: G.
-        weights_F: Of the reward functions in the total.
+        weights_F: Weights of the reward functions in the total.
         scale: TRL's `scale_rewards`: group, batch or none.
         aggregation: TRL's `multi_objective_aggregation`: sum_then_normalize or normalize_then_sum.
         judge: Reward function by which a sample is right (above 0) or wrong (0 and below); None where any
@@ -71,7 +71,7 @@ class Signal:
     judge: int | None = None
 
     def dead(self, rewards_BF: torch.Tensor) -> torch.Tensor:
-        """Which groups teach nothing, [N] bool. NaN is a reward that was not given."""
+        """The mask [N], bool, of groups that teach nothing. NaN is a reward that was not given."""
         if self.aggregation == "sum_then_normalize":
             # Rounded to the FP32 of the rewards: what FP64 tells apart beyond that is the order of a sum.
             values_BF = self._total(rewards_BF).float()[:, None]
@@ -88,10 +88,10 @@ class Signal:
         return ~alive_N
 
     def advantages(self, rewards_BF: torch.Tensor) -> torch.Tensor:
-        """[B] fp32; exactly 0 in groups that teach nothing and where no reward was given.
+        """The advantages [B], fp32; exactly 0 in groups that teach nothing and where no reward was given.
 
         Args:
-            rewards_BF: Of whole groups; with `scale: batch` or `normalize_then_sum` of all processes.
+            rewards_BF: Rewards of whole groups; with `scale: batch` or `normalize_then_sum` of all processes.
         """
         dead_B = self.dead(rewards_BF).repeat_interleave(self.group_size)
         if self.judge is not None:  # such a group is no part of the batch whose scale is taken
@@ -106,12 +106,12 @@ class Signal:
         return advantages_B.nan_to_num(nan=0.0).masked_fill(dead_B, 0.0).float()
 
     def overruled(self, rewards_BF: torch.Tensor) -> bool:
-        """Whether no group teaches although rewards differ: the judge finds all right or all wrong."""
+        """True if no group teaches although rewards differ: the judge finds all right or all wrong."""
         any_difference = replace(self, judge=None)
         return bool(self.dead(rewards_BF).all() and not any_difference.dead(rewards_BF).all())
 
     def _total(self, rewards_BF: torch.Tensor) -> torch.Tensor:
-        """Weighted sum of what is given, NaN where nothing is."""
+        """The weighted sum [B] of the rewards that are given, NaN where none is."""
         total_B = (rewards_BF.double() * self.weights_F).nansum(dim=1)
         return total_B.masked_fill(rewards_BF.isnan().all(dim=1), torch.nan)
 

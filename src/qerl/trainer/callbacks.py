@@ -88,8 +88,7 @@ class MetricsFile(TrainerCallback):
 
 
 class ProgressBar(TrainerCallback):
-    """Step, reward, accuracy, entropy, sigma and time left; one plain line per log where there is no
-    terminal."""
+    """Shows step, reward, accuracy, entropy, sigma and time left; without a terminal a line per log."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
@@ -144,20 +143,20 @@ class ProgressBar(TrainerCallback):
             )
 
     def close(self) -> None:
-        """Leaves the terminal as it was; whatever has ended the run."""
+        """Leave the terminal as it was, whatever has ended the run."""
         if self.progress:
             self.progress.stop()
 
 
 class InterruptGuard(TrainerCallback):
-    """Ctrl-C or SIGTERM ends the run after the present step, with a checkpoint; a second one ends it at once.
+    """Ends the run after the present step on Ctrl-C or SIGTERM, with a checkpoint; at once on a second one.
 
     A context: signals are caught inside it. Under torchrun each process gets the terminal's signal and the
     launcher's a moment later, which count as one; and one that reaches any process stops all of them after
     the same step. It is looked at after each step, evaluation and checkpoint.
 
     Attributes:
-        interrupted: Whether a signal has come, to any process.
+        interrupted: Whether any process has received a signal.
     """
 
     def __init__(self, console: Console) -> None:
@@ -190,7 +189,7 @@ class InterruptGuard(TrainerCallback):
             raise KeyboardInterrupt
 
     def _stops(self, args: TrainingArguments) -> bool:
-        """Whether any process was interrupted; the same answer for all."""
+        """True on every process if any of them was interrupted."""
         if args.world_size > 1:
             flag = torch.tensor(float(self.interrupted), device=args.device)
             torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX)

@@ -1,4 +1,4 @@
-"""The most memory a step had in use.
+"""The peak of memory that a step had in use.
 
 On a GPU that is what the device says, CUDA's context included: keys and values of the paged engine do not
 pass through torch's allocator, so its own statistics would leave out the larger half of a rollout.
@@ -10,7 +10,7 @@ import torch
 
 
 def used_bytes(device: torch.device) -> int:
-    """Memory in use on a GPU, by whatever; on the CPU the most that this process has had."""
+    """Bytes in use on a GPU, by any process; on the CPU the largest number that this process has had."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return total - free
@@ -33,7 +33,7 @@ class PeakMemory:
         self._peak = max(self._peak, used_bytes(self._device))
 
     def report_gb(self) -> float:
-        """The peak in 10^9 bytes; starts anew."""
+        """The peak since the last report, in 10^9 bytes."""
         self.read()
         peak, self._peak = self._peak, 0
         return peak / 1e9

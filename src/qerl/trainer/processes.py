@@ -55,10 +55,10 @@ def ends_together(args: TrainingArguments) -> Iterator[None]:
 
 
 def rebuild_buckets(model: nn.Module) -> None:
-    """Lets DistributedDataParallel order its buckets anew here, where all processes are at the same place.
+    """Let DistributedDataParallel order its buckets anew here, where all processes are at the same place.
 
     It does so once, after the first gradients, by broadcasts in front of a forward pass. Which of a loss's
-    pieces that would be differs between processes, and so would the collectives that they meet in.
+    chunks that would be differs between processes, and so would the collectives that they meet in.
     """
     if isinstance(model, DistributedDataParallel) and torch.is_grad_enabled():
         model.reducer._rebuild_buckets()
@@ -76,7 +76,7 @@ class _Peers:
         threading.Thread(target=self._watch, daemon=True).start()
 
     def arrive(self) -> None:
-        """Returns when all processes are done; later the process group is closed as torch asks for."""
+        """Return when all processes are done; later the process group is closed as torch asks for."""
         self._over.set()
         with contextlib.suppress(RuntimeError):  # the process with the store has left, so all had arrived
             self._count("arrived")
@@ -88,7 +88,7 @@ class _Peers:
         atexit.register(_close_group)
 
     def fail(self, error: BaseException) -> None:
-        """Tells the others, unless another one failed first: then this process ends without a word.
+        """Tell the others, unless another one failed first: then this process ends without a word.
 
         Raises:
             QeRLError: `error` is that another process has gone, which has said nothing.
@@ -124,7 +124,7 @@ class _Peers:
                 self._follow(failed)
 
     def _follow(self, failed: str) -> None:
-        """Ends this process after another one, once that has said why."""
+        """End this process after another one, once that has said why."""
         deadline = time.monotonic() + _PATIENCE
         with contextlib.suppress(RuntimeError):
             while not self._store.check([f"{self._prefix}/said"]) and time.monotonic() < deadline:
@@ -134,7 +134,7 @@ class _Peers:
         _leave(int(failed.split()[1]))
 
     def _last(self, status: int) -> None:
-        """Ends this process, which has said why it failed, after the others."""
+        """End this process, which has said why it failed, after the others."""
         for number in (signal.SIGINT, signal.SIGTERM):  # a launcher ends what it finds
             signal.signal(number, signal.SIG_IGN)
         deadline = time.monotonic() + _PATIENCE
@@ -146,7 +146,7 @@ class _Peers:
         _leave(status)
 
     def _linger(self) -> None:
-        """The first process may hold the store, in which others still read."""
+        """Wait a moment on the first process, which may hold the store that others still read."""
         if self._rank == 0:
             time.sleep(_LOOK)
 
@@ -162,7 +162,7 @@ class _Peers:
 
 
 def _lost_a_peer(error: BaseException) -> bool:
-    """Whether an error comes of a collective in which another process was missing."""
+    """True if an error comes from a collective in which another process was missing."""
     seen: BaseException | None = error
     while seen is not None:
         if isinstance(seen, dist.DistError) or (isinstance(seen, RuntimeError) and "gloo" in str(seen)):
@@ -177,7 +177,7 @@ def _close_group() -> None:
 
 
 def _leave(status: int) -> None:
-    """Ends this process at once; torch would first wait for collectives that nobody takes part in."""
+    """End this process at once; torch would first wait for collectives that nobody takes part in."""
     if sys.stdout.isatty():
         sys.stdout.write("\x1b[?25h")  # the progress bar hides the cursor
     with contextlib.suppress(OSError, ValueError):

@@ -1,4 +1,4 @@
-"""What the engine says of rollouts, kept until it is logged for all processes.
+"""What the engine reports of rollouts, kept until it is logged for all processes.
 
 Legend: B samples, C completion columns.
 """
@@ -32,7 +32,7 @@ class RolloutLog:
         return entropy_BC.to(mask_BC.device)
 
     def report(self, accelerator: Accelerator) -> dict[str, float]:
-        """What is logged, of all processes, each of which must call this; the next batch begins empty.
+        """The metrics of all processes, each of which must call this; the next batch begins empty.
 
         Raises:
             QeRLError: No sample of any process got through to its end, because logits were not finite.

@@ -65,7 +65,7 @@ class RolloutTrainer(ResumableTrainer):
     _trials: Trials
 
     def _start_rollouts(self, engine: RolloutEngine) -> None:
-        """What rollouts need, once TRL's constructor is through."""
+        """Make what rollouts need, once TRL's constructor is through."""
         self.engine = engine
         self.noise: AdaptiveNoise | None = None
         self._signal = Signal(
@@ -91,7 +91,12 @@ class RolloutTrainer(ResumableTrainer):
         self._last_loaded_step = -1
 
     def sample(self, prompts: list[list[int]], samples: int) -> RolloutResult:
-        """Completions of the policy as it is now; with this step's noise while training."""
+        """Sample completions of the present policy, with this step's noise while training.
+
+        Args:
+            prompts: Token ids of each prompt.
+            samples: Completions per prompt.
+        """
         mode = "train" if self.model.training else "eval"
         step = self.state.global_step
         if self._call_key != (step, mode):
@@ -126,6 +131,7 @@ class RolloutTrainer(ResumableTrainer):
         return offsets
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> Batch:
+        """Wraps TRL's rollout: groups without signal are replaced, and advantages are computed here."""
         if not self.model.training:
             return self._scored_by_trl(inputs)[0]
         if self._fresh is not None:
@@ -146,7 +152,7 @@ class RolloutTrainer(ResumableTrainer):
         return self._with_advantages(batch)
 
     def _sample_batch(self, inputs: list[dict[str, Any]]) -> Batch:
-        """TRL's batch, its rewards [B, F], and the entropies of its tokens under the sampler [B, C]."""
+        """TRL's batch with its groups [B], rewards [B, F] and the sampler's entropies [B, C]."""
         batch, logged = self._scored_by_trl(inputs)
         batch[GROUP_KEY] = group_index(len(inputs), self.num_generations, self.accelerator.device)
         batch["rollout_entropy"] = torch.tensor(logged["rollout/entropy"], device=self.accelerator.device)
@@ -156,7 +162,7 @@ class RolloutTrainer(ResumableTrainer):
         return batch
 
     def _own_rows(self, gathered: Any, count: int) -> Any:
-        """This process's part of the samples of all processes."""
+        """This process's part of the gathered samples of all processes."""
         start = self.accelerator.process_index * count
         return gathered[start : start + count]
 
@@ -164,7 +170,7 @@ class RolloutTrainer(ResumableTrainer):
         return self._signal.dead(batch["rewards_per_func"]).nonzero().flatten().tolist()
 
     def _with_advantages(self, batch: Batch) -> Batch:
-        """The batch that trains, once it is whole."""
+        """The batch with advantages in place of rewards, once no group of it will be replaced."""
         own_BF = batch.pop("rewards_per_func")
         rewards_BF = self.accelerator.gather(own_BF)
         self._warn_of_judge(rewards_BF)
@@ -186,7 +192,7 @@ class RolloutTrainer(ResumableTrainer):
             )
 
     def _scored_by_trl(self, inputs: list[dict[str, Any]]) -> tuple[Batch, dict[str, float]]:
-        """TRL's batch, and what was logged of the rollout.
+        """TRL's batch, and the metrics of the rollout.
 
         Without the correction, which is the loss's (`_corrected`), TRL computes old log-probabilities only
         where the policy will have moved since the rollout. Evaluation has no loss that would read any.
@@ -229,8 +235,7 @@ class RolloutTrainer(ResumableTrainer):
         return batch
 
     def _sample_apart(self, rows: list[dict[str, Any]]) -> tuple[Batch, dict[str, Any]]:
-        """A rollout and its table of completions; what is logged stays that of the first rollout of the step,
-        an unbiased sample of the data."""
+        """A further rollout of a step, and its table of completions; its metrics are dropped."""
         log, self._logs = self._logs, empty_log(self._logs)
         try:
             with self._trials.metrics_apart():
@@ -242,6 +247,7 @@ class RolloutTrainer(ResumableTrainer):
         return self.accelerator.gather(torch.tensor([number], device=self.accelerator.device)).tolist()
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        with self._clock.part("reward"):  # and keep what TRL gathered: [B, F] of all processes
+        """Wraps TRL's rewards: times them and keeps the tensor [B, F] gathered from all processes."""
+        with self._clock.part("reward"):
             self._rewards_BF = super()._calculate_rewards(*args, **kwargs)
         return self._rewards_BF

@@ -90,7 +90,7 @@ def _bar_closed(trainer: QeRLTrainer) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _memory_errors_said() -> Iterator[None]:
-    """Memory that ran out where nothing can be done again in smaller pieces, in a sentence."""
+    """Memory that ran out where nothing can be done again in smaller chunks, in a sentence."""
     try:
         yield
     except torch.OutOfMemoryError as error:

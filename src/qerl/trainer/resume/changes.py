@@ -100,7 +100,7 @@ def _refuse_a_run(folder: Path) -> None:
 
 
 def _refuse_a_later_one(folder: Path, manifest: Manifest) -> None:
-    """A checkpoint of a step that will be done again would be taken for the newest one."""
+    """Refuse a resume from before a later checkpoint, which would be taken for the newest one."""
     later = [path for path in checkpoints(folder) if int(path.name.rpartition("-")[2]) > manifest.step]
     for path in later:
         try:

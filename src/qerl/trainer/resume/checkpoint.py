@@ -21,7 +21,7 @@ from qerl.run_folder import CONFIG_FILE, MANIFEST_FILE, checkpoint_step, checkpo
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint says of itself.
+    """The contents of a checkpoint, as it states them itself.
 
     Attributes:
         step: Optimizer steps done.
@@ -35,13 +35,13 @@ class Manifest:
 
 
 def clear(folder: Path) -> None:
-    """Leaves an empty folder, whatever an earlier attempt has left there."""
+    """Make an empty folder, whatever an earlier attempt has left there."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
 
 
 def publish(part: Path, checkpoint: Path, step: int, processes: int, settings: str) -> None:
-    """Turns a folder with everything in it into a checkpoint, in one rename.
+    """Turn a folder with everything in it into a checkpoint, in one rename.
 
     Args:
         part: Folder in `UNFINISHED`, which every process has finished writing.
@@ -63,7 +63,7 @@ def publish(part: Path, checkpoint: Path, step: int, processes: int, settings: s
 
 
 def move_into(part: Path, folder: Path) -> None:
-    """Moves what a folder holds into another one on the same disk, each entry at once, weights last."""
+    """Move the entries of a folder into another one on the same disk, weights last."""
     for path in sorted(part.iterdir(), key=lambda path: (path.suffix == ".safetensors", path.name)):
         target = folder / path.name
         if target.is_dir():
@@ -73,7 +73,7 @@ def move_into(part: Path, folder: Path) -> None:
 
 
 def read_manifest(checkpoint: Path) -> Manifest:
-    """What a checkpoint says of itself, once each of its files is there in full length.
+    """The manifest of a checkpoint, all of whose files are there in full length.
 
     Raises:
         QeRLError: It is no checkpoint or a damaged one; the newest one before it that is whole is named.

@@ -18,7 +18,7 @@ _COUNTED_BY_TRL = ("_step", "entropy_coef", "_entropy_window_stats", "_last_worl
 
 
 class Trials:
-    """What a trainer counts, logs and controls over the microbatches of an optimizer step, kept or put back.
+    """Keeps and puts back what a trainer counts, logs and controls over the microbatches of a step.
 
     Args:
         trainer: The trainer.

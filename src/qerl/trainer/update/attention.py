@@ -47,7 +47,7 @@ _MAX_HEAD = 256
 
 
 class _Declined(Exception):
-    """The kernel does not compute what this model's attention is."""
+    """Raised where the kernel would compute something else than the model's attention."""
 
 
 def use_branch_attention(model: PreTrainedModel) -> str | None:

@@ -95,7 +95,7 @@ class Mismatch:
 
     @classmethod
     def none(cls, device: torch.device) -> "Mismatch":
-        """Of no tokens."""
+        """The sums of no tokens."""
         sums = torch.zeros(len(_SUMS), dtype=torch.double, device=device)
         return cls(sums, torch.full((len(_MAXIMA),), -math.inf, dtype=torch.double, device=device))
 
@@ -112,7 +112,7 @@ class Mismatch:
         weight: torch.Tensor,
         bounds: tuple[float | None, float | None],
     ) -> "Mismatch":
-        """Of the tokens in the mask whose log-probability the sampler knows.
+        """The sums of the tokens in the mask whose log-probability the sampler knows.
 
         Args:
             trainer_logps_BC, sampler_logps_BC: As in `importance_ratio`.
@@ -121,7 +121,7 @@ class Mismatch:
                 scalar.
             mask_BC: 1 on tokens that count.
             ratio, weight: pi / mu, and what the loss is multiplied by; [B, C], or [B, 1] for samples.
-            bounds: Of the ratio.
+            bounds: Bounds of the ratio.
         """
         known_BC = mask_BC.bool() & ~sampler_logps_BC.isnan()
         delta_BC = (trainer_logps_BC - sampler_logps_BC).abs()
