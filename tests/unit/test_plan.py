@@ -228,8 +228,23 @@ def test_proposals_fit_and_keep_the_samples(name, tokens):
     assert plan.sequences == plan.work.sequences
 
 
-def test_pieces():
-    """8 samples of 256 + 2048 tokens: 16639 at once, or at most so many; a piece holds at least a sample."""
+def test_dropout_leaves_layers_to_peft():
+    """Each of the seven inputs is kept in fp32 with a mask, instead of three in bf16; no product is joint."""
+    sizes = SIZES["7b"]
+    joint, alone = (Activations(sizes, work(lora_dropout=p)) for p in (0.0, 0.1))
+    nf4, nf4_dropout = (Activations(sizes, work(weights="nf4", lora_dropout=p)) for p in (0.0, 0.1))
+    tokens = work().tokens
+    inputs = tokens * (5 * sizes.hidden + sizes.queries + sizes.intermediate)
+    assert alone.layer - joint.layer == 5 * inputs - 2 * tokens * (2 * sizes.hidden + sizes.intermediate)
+    assert nf4_dropout.layer - nf4.layer == inputs and alone.layer == nf4_dropout.layer
+    assert alone.workspace < joint.workspace, "gate and up are written one after the other"
+    said = verdict(make_plan(sizes, work(lora_dropout=0.1), GB80))
+    assert "run through PEFT, slower and larger: lora_dropout is 0.1." in said
+    assert "PEFT" not in verdict(make_plan(sizes, work(), GB80))
+
+
+def test_chunks():
+    """8 samples of 256 + 2048 tokens: 16639 at once, or at most so many; a chunk holds at least a sample."""
     assert work().tokens == work(tokens_per_forward=16639).tokens == 16639
     assert work(tokens_per_forward=16638).tokens == 16638
     assert work(tokens_per_forward=100).tokens == 2303
@@ -239,7 +254,7 @@ def test_pieces():
     small, large = (make_plan(sizes, work(tokens_per_forward=n), GB80) for n in (2303, 8192))
     adapter = Adapter(sizes, 32, LINEARS)
     (gradients,) = [part.update for part in small.lines if part.name == "gradients"]
-    assert gradients == adapter.gradients, "an earlier piece leaves its gradients"
+    assert gradients == adapter.gradients, "an earlier chunk leaves its gradients"
     assert small.update < large.update < make_plan(sizes, work(microbatches=2), GB80).update
 
 
@@ -316,7 +331,7 @@ def test_command_on_a_shape(capsys):
     assert "keys and values" in printed
     assert main(["plan", "7b", "--gpu", "12", *lengths]) == 0
     printed = " ".join(capsys.readouterr().out.split())
-    assert "A microbatch of 8 samples is computed in pieces of at most 6399 tokens." in printed
+    assert "A microbatch of 8 samples is computed in chunks of at most 6399 tokens." in printed
     assert main(["plan", "7b", "--gpu", "12", *lengths, "--tokens_per_forward", "16639"]) == 1
     printed = " ".join(capsys.readouterr().out.split())
     assert "It does not fit: the update takes" in printed

@@ -179,4 +179,5 @@ def _work(config: QeRLConfig, processes: int) -> Work:
         optimizer_bytes=2 if "8bit" in str(config.optim) else 2 * FULL,
         filtered=config.top_p < 1 or bool(config.top_k) or bool(config.min_p),
         processes=processes,
+        lora_dropout=config.lora_dropout,
     )

@@ -142,16 +142,20 @@ class Activations:
     def layer(self) -> int:
         """``2 T (3 D + 2 Q + 2 G + 3 I + 7 R)``: inputs of q/k/v and gate/up, the residual between, queries,
         keys, values and their result, gate, up and their product, and x A^T of the adapters; in fp32 one
-        number per token for both norms and each head of attention. Without joint products (NF4) layers run
-        through PEFT, which keeps the input of each of the seven in fp32, ``4 T (5 D + Q + I)``, and
-        bitsandbytes, so that those of q/k/v, of gate/up and of down are not needed in bf16."""
+        number per token for both norms and each head of attention. Without joint products (NF4, dropout)
+        layers run through PEFT, which keeps the input of each of the seven in fp32, ``4 T (5 D + Q + I)``,
+        and with dropout a mask of a byte each; those of q/k/v, of gate/up and of down are then not needed in
+        bf16."""
         s, t = self.sizes, self.work.tokens
         wide = 3 * s.hidden + 2 * s.queries + 2 * s.keys + 3 * s.intermediate
         single = 2 + s.heads
-        if not self.work.format.joint_update:
+        masks = 0
+        if self.work.why_not_joint:
+            inputs = 5 * s.hidden + s.queries + s.intermediate
             wide -= 2 * s.hidden + s.intermediate
-            single += 5 * s.hidden + s.queries + s.intermediate
-        return HALF * t * (wide + 7 * self.work.rank) + FULL * t * single
+            single += inputs
+            masks = inputs if self.work.lora_dropout else 0
+        return HALF * t * (wide + 7 * self.work.rank) + FULL * t * single + t * masks
 
     @property
     def backward(self) -> int:
@@ -184,14 +188,14 @@ class Activations:
     def _groups(self) -> list[list[Linear]]:
         """Linears whose products the update computes as one (`qerl.trainer.update.fused`).
 
-        Only where all of them are adapted and the format allows it, and q, k and v not where heads are
+        Only where all of them are adapted and none runs through PEFT, and q, k and v not where heads are
         normalised.
         """
         by_name = {linear.name: linear for linear in self.sizes.linears}
         joint = [
             [by_name.pop(name) for name in names]
             for names in JOINT
-            if self.work.format.joint_update
+            if not self.work.why_not_joint
             and set(names) <= set(self.work.targets)
             and not ("q_proj" in names and self.sizes.qk_norm)
         ]

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from qerl.lora.joint import why_not_joint
 from qerl.weight_formats import FORMATS, WeightFormat, WeightFormatName
 
 HALF, FULL = 2, 4
@@ -29,6 +30,7 @@ class Work:
         cache_bytes: Bytes per number in keys and values: 2 for bf16, 1 for fp8.
         filtered: Whether top-k, top-p or min-p leave tokens out, for which the engine sorts.
         processes: GPUs that train together, each with a whole model.
+        lora_dropout: Probability of dropout in front of the adapters.
     """
 
     weights: WeightFormatName
@@ -46,11 +48,17 @@ class Work:
     cache_bytes: int = HALF
     filtered: bool = False
     processes: int = 1
+    lora_dropout: float = 0.0
 
     @property
     def format(self) -> WeightFormat:
         """Format of the linears."""
         return FORMATS[self.weights]
+
+    @property
+    def why_not_joint(self) -> str | None:
+        """Why layers with an adapter run through PEFT; None where each is one product with its adapter."""
+        return why_not_joint(self.weights, self.lora_dropout)
 
     def tokens_of(self, samples: int) -> int:
         """Tokens of the joined row of so many samples: each group's prompt once, without its last token, and

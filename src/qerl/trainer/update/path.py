@@ -7,8 +7,8 @@ it takes, and its metrics keep it.
 
 Norms are found as noise finds them, by structure (`qerl.noise.is_norm`), and one of each class is measured
 against the kernel's formula: a list of class names goes stale with each new family. Attention that turns its
-heads is a list, because nothing short of its source says what else it does between the product of q, k and v
-and the rotary embedding.
+heads goes by the family (`qerl.families.table`), because nothing short of its source says what else it does
+between the product of q, k and v and the rotary embedding.
 """
 
 from collections.abc import Iterator
@@ -20,11 +20,11 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from transformers import PreTrainedModel
 
+from qerl.families.table import FAMILIES
 from qerl.lora.product import why_not_fused
 from qerl.noise import is_norm
 from qerl.seeding import generator
 
-_TURNS_HEADS = ("LlamaAttention", "MistralAttention", "Qwen2Attention")
 _SILU = ("SiLU", "SiLUActivation")
 
 
@@ -168,10 +168,11 @@ def attentions(model: nn.Module) -> Iterator[nn.Module]:
 
 def why_not_rotary(attention: Any) -> str | None:
     """Why an attention module turns its heads by its own code; None where the kernel does."""
-    if _has(attention, "q_norm"):
-        return "heads are normalised before they are turned"
-    if type(attention).__name__ not in _TURNS_HEADS:
+    family = FAMILIES.get(attention.config.model_type)
+    if family is None:
         return f"{type(attention).__name__} is not known"
+    if not family.joint_qkv:
+        return "heads are normalised before they are turned"
     rope = getattr(attention.config, "rope_parameters", None) or {}
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
         return "a part of each head is not turned"
