@@ -133,23 +133,23 @@ def test_rollout_seed_depends_on_the_step_not_on_the_past(make_trainer):
     trainer = make_trainer()
     trainer.model.train()
     trainer.state.global_step = 3
-    first = trainer.sample([[5, 6]], 2)
+    first = trainer.rollout([[5, 6]], 2)
     trainer.model.eval()
-    trainer.sample([[5, 6]], 2)
+    trainer.rollout([[5, 6]], 2)
     fresh = make_trainer()
     fresh.model.train()
     fresh.state.global_step = 3
-    assert fresh.sample([[5, 6]], 2).completions == first.completions
-    assert fresh.sample([[5, 6]], 2).completions != first.completions, "a second call of a step draws anew"
+    assert fresh.rollout([[5, 6]], 2).completions == first.completions
+    assert fresh.rollout([[5, 6]], 2).completions != first.completions, "a second call of a step draws anew"
 
 
 def test_noise_is_on_in_training_and_off_in_evaluation(make_trainer):
     trainer = make_trainer(noise=True, noise_stages=2)
     trainer.state.max_steps, trainer.state.global_step = 4, 2
     trainer.model.train()
-    trainer.sample([[5, 6]], 1)
+    trainer.rollout([[5, 6]], 1)
     trainer.model.eval()
-    trainer.sample([[5, 6]], 1)
+    trainer.rollout([[5, 6]], 1)
     (_, _, noisy), (_, _, clean) = trainer.engine.calls
     assert len(noisy) == 4, "two norms in each of two layers"
     assert clean is None

@@ -41,8 +41,8 @@ def cost(sizes: Sizes, work: Work) -> float:
     """Time of an update in forward passes over its tokens, as far as the settings chosen here change it."""
     passes = 2 + Activations(sizes, work).recomputed / sizes.layers  # forward, again, gradients of the inputs
     whole = work.tokens_of(work.microbatch)
-    pieces = -(-whole // work.tokens)
-    prompts_again = (pieces - 1) * (work.prompt_tokens - 1)
+    chunks = -(-whole // work.tokens)
+    prompts_again = (chunks - 1) * (work.prompt_tokens - 1)
     return passes * (1 + DENSE_TOKENS / work.tokens) * (1 + prompts_again / whole)
 
 
@@ -81,7 +81,7 @@ def fastest(
 
 def _limits(work: Work) -> list[int]:
     """Tokens of all samples of a microbatch, of half of them, of a third and so on, down to few tokens."""
-    samples = {-(-work.microbatch // pieces) for pieces in range(1, work.microbatch + 1)}
+    samples = {-(-work.microbatch // chunks) for chunks in range(1, work.microbatch + 1)}
     limits = sorted({work.tokens_of(n) for n in samples}, reverse=True)
     enough = [limit for limit in limits if FEW_TOKENS <= limit <= ENOUGH_TOKENS]
     return enough or [limits[0] if limits[0] < FEW_TOKENS else limits[-1]]

@@ -87,10 +87,10 @@ class RolloutTrainer(ResumableTrainer):
         # TRL's seam for an external sampler: these attributes route generation and turn the correction on.
         self.use_vllm = True
         self.vllm_mode = "server"
-        self.vllm_generation = EngineClient(self.sample)
+        self.vllm_generation = EngineClient(self.rollout)
         self._last_loaded_step = -1
 
-    def sample(self, prompts: list[list[int]], samples: int) -> RolloutResult:
+    def rollout(self, prompts: list[list[int]], samples: int) -> RolloutResult:
         """Sample completions of the present policy, with this step's noise while training.
 
         Args:

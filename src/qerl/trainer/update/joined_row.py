@@ -9,7 +9,7 @@ that last token and continues with the completion,
 so that every position of a branch predicts exactly one completion token and nothing is computed for padding.
 A branch attends to its prompt and to itself; positions count from the start of the sample, so rotary
 embeddings see what they would see in a row of its own. Gradients through the shared prompt add up over its
-branches, which is what the padded batch computes in pieces.
+branches, which is what the padded batch computes sample by sample.
 
 The row says which tokens attend to which in two forms. `Branches` lists the stretches of the row for a kernel
 that computes only what is seen (`qerl.trainer.update.attention`); `mask_function` answers for any two tokens,
