@@ -20,24 +20,10 @@ import torch
 from torch import nn
 
 from benchmarks import first_step
-from benchmarks.random_model import random_policy
+from benchmarks.random_model import as_if_trained, random_policy
 from qerl.families.sizes import Sizes
 from qerl.rollout.engine import KV_DTYPES, RolloutEngine, SamplingParams
 from qerl.rollout.paged.engine import PagedEngine
-
-
-def random_model(sizes: Sizes) -> nn.Module:
-    """A policy of the shape in NVFP4 in which nothing is zero or one: norms, biases, LoRA's B."""
-    torch.manual_seed(0)
-    model = random_policy(sizes, "nvfp4", rank=32, positions=4096)
-    for name, parameter in model.named_parameters():
-        if "norm" in name:
-            parameter.data.uniform_(0.5, 1.5)
-        elif name.endswith("bias"):
-            parameter.data.normal_(std=0.2)
-        elif "lora_B" in name:
-            parameter.data.normal_(std=0.02)
-    return model
 
 
 @torch.no_grad()
@@ -105,7 +91,9 @@ def main(arguments: list[str]) -> None:
         print(f"first step: {first_step.compare(args.model)}")
         return
     sizes = Sizes.by_name(args.shape)
-    model = random_model(dataclasses.replace(sizes, layers=args.layers or sizes.layers)).eval()
+    torch.manual_seed(0)
+    sizes = dataclasses.replace(sizes, layers=args.layers or sizes.layers)
+    model = as_if_trained(random_policy(sizes, "nvfp4", rank=32, positions=4096)).eval()
     prompt = torch.randint(0, sizes.vocabulary, (100,)).tolist()
     reference = trainer_logprobs(model, prompt[:50], prompt[50:])
     engine = PagedEngine(model, pad_token_id=0, kv_cache_dtype=args.kv_cache_dtype)

@@ -1,7 +1,7 @@
-"""A policy of a shape with random weights in a format, made on the GPU layer by layer.
+"""Random models of given sizes: the policy that trains, and the decoder that the paged engine makes of it.
 
-No more memory is taken than the weights need in the end, so a shape of 72B can be made where it can be
-trained.
+A policy is made on its device layer by layer. So no more memory is taken than its weights need in the end,
+and a model of 72B can be made where it can be trained.
 """
 
 import math
@@ -9,39 +9,40 @@ import math
 import torch
 from peft import PeftModel
 from torch import nn
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from benchmarks.model_config import model_config
 from qerl.families.sizes import Sizes
 from qerl.fp4.linear import LINEAR_CLASSES
 from qerl.lora.adapter import add_lora
+from qerl.rollout.paged.binding import Binding
+from qerl.rollout.paged.weights import Decoder
 
 
-def random_policy(sizes: Sizes, weights: str, rank: int, positions: int) -> PeftModel:
-    """A Qwen2 model of a shape with random frozen linears in a format and fresh LoRA, made on the GPU.
+def random_policy(
+    sizes: Sizes, weights: str, rank: int, positions: int, device: str = "cuda"
+) -> PeftModel | PreTrainedModel:
+    """A bfloat16 model with random frozen weights and fresh LoRA; norms are one and biases zero.
 
     Args:
-        sizes: The shape.
-        weights: One of `benchmarks.decoder.WEIGHTS`.
-        rank: LoRA rank on all linears.
+        sizes: Biases on q, k and v make it a Qwen2, norms of q and k a Qwen3, neither a Llama.
+        weights: Format of the linear layers, a name of `qerl.weight_formats.FORMATS`.
+        rank: LoRA rank on all linears; 0 for no adapter.
         positions: Positions the model has.
+        device: Where it is made.
     """
-    config = Qwen2Config(
-        vocab_size=sizes.vocabulary, hidden_size=sizes.hidden, intermediate_size=sizes.intermediate,
-        num_hidden_layers=sizes.layers, num_attention_heads=sizes.heads,
-        num_key_value_heads=sizes.kv_heads, max_position_embeddings=positions, tie_word_embeddings=False,
-        rms_norm_eps=1e-6,
-    )  # fmt: skip
+    config = model_config(sizes, "bf16", positions)
     with torch.device("meta"):
-        model = Qwen2ForCausalLM(config).to(torch.bfloat16)
-    model.model.rotary_emb = type(model.model.rotary_emb)(config, device="cuda")
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.model.rotary_emb = type(model.model.rotary_emb)(config, device=device)
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if name.endswith("_proj") and weights != "bf16":
-                setattr(module, name, _random_linear(child, weights))
+                setattr(module, name, _random_linear(child, weights, device))
     for module in model.modules():
         for name, parameter in list(module._parameters.items()):
             if parameter is not None and parameter.is_meta:
-                made = torch.empty(parameter.shape, dtype=torch.bfloat16, device="cuda")
+                made = torch.empty(parameter.shape, dtype=torch.bfloat16, device=device)
                 if made.ndim == 2:
                     made.normal_(std=made.shape[-1] ** -0.5)
                 else:
@@ -49,11 +50,31 @@ def random_policy(sizes: Sizes, weights: str, rank: int, positions: int) -> Peft
                 setattr(module, name, nn.Parameter(made, requires_grad=False))
     # transformers' mark of such a model, by which PEFT takes its layer for NF4 and TRL a bf16 adapter.
     model.is_loaded_in_4bit = weights == "nf4"
-    return add_lora(model, rank=rank, alpha=2 * rank, dropout=0.0)
+    return add_lora(model, rank=rank, alpha=2 * rank, dropout=0.0) if rank else model
 
 
-def _random_linear(linear: nn.Linear, weights: str) -> nn.Module:
-    """A layer of random content in the format, biases zero; weights have mean square 1 / K or so."""
+@torch.no_grad()
+def as_if_trained(model: nn.Module) -> nn.Module:
+    """The same model with nothing in it one or zero any more: norms, biases and LoRA's B are random."""
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            parameter.uniform_(0.5, 1.5)
+        elif name.endswith("bias"):
+            parameter.normal_(std=0.2)
+        elif "lora_B" in name:
+            parameter.normal_(std=0.02)
+    return model
+
+
+def random_decoder(sizes: Sizes, weights: str, rank: int, positions: int, device: str = "cuda") -> Decoder:
+    """What the paged engine reads of a random policy: see :func:`random_policy` for the arguments."""
+    binding = Binding(as_if_trained(random_policy(sizes, weights, rank, positions, device)), positions)
+    binding.refresh({})
+    return binding.decoder
+
+
+def _random_linear(linear: nn.Linear, weights: str, device: str) -> nn.Module:
+    """A layer of random weights in the format, of mean square 1 / K or so, and of biases that are zero."""
     k, n, bias = linear.in_features, linear.out_features, linear.bias is not None
     if weights == "nf4":
         import bitsandbytes as bnb
@@ -61,10 +82,10 @@ def _random_linear(linear: nn.Linear, weights: str) -> nn.Module:
         layer = bnb.nn.Linear4bit(
             k, n, bias=False, compute_dtype=torch.bfloat16, quant_type="nf4", device="meta"
         )
-        dense = torch.empty(n, k, dtype=torch.bfloat16, device="cuda").normal_(std=k**-0.5)
-        layer.weight = bnb.nn.Params4bit(dense, requires_grad=False, quant_type="nf4").to("cuda")
+        dense = torch.empty(n, k, dtype=torch.bfloat16, device=device).normal_(std=k**-0.5)
+        layer.weight = bnb.nn.Params4bit(dense, requires_grad=False, quant_type="nf4").to(device)
     else:
-        packed = LINEAR_CLASSES[weights](k, n, bias=False, device="cuda")
+        packed = LINEAR_CLASSES[weights](k, n, bias=False, device=device)
         packed.weight_packed.random_(0, 256)
         # Codes have a mean square of 7.2, E4M3 scales of 1 to 1.875 one of 2.2; together 16.
         scales = packed.weight_scale.view(torch.uint8)
@@ -75,5 +96,5 @@ def _random_linear(linear: nn.Linear, weights: str) -> nn.Module:
             scales.fill_(127 - round(math.log2((7.2 * k) ** 0.5)))
         layer = packed
     if bias:
-        layer.bias = nn.Parameter(torch.zeros(n, dtype=torch.bfloat16, device="cuda"), requires_grad=False)
+        layer.bias = nn.Parameter(torch.zeros(n, dtype=torch.bfloat16, device=device), requires_grad=False)
     return layer

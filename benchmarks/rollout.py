@@ -18,10 +18,11 @@ from typing import Any
 
 import torch
 
-from benchmarks.decoder import WEIGHTS, random_decoder
+from benchmarks.decoder import WEIGHTS
 from benchmarks.peers import vllm_decode
 from benchmarks.peers.process import peer_rows
 from benchmarks.peers.vllm_decode import PEERS
+from benchmarks.random_model import random_decoder
 from benchmarks.result import write_result
 from qerl.families.sizes import Sizes
 from qerl.kernels.limits import PAGE

@@ -25,7 +25,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from trl import GRPOConfig, GRPOTrainer
 
 from benchmarks.clock import Clock, medians
-from benchmarks.peers.checkpoint import model_config, write_zeros
+from benchmarks.model_config import model_config
+from benchmarks.peers.checkpoint import write_zeros
 from benchmarks.peers.process import serve
 from benchmarks.random_task import random_prompts, random_reward, word_tokenizer
 from qerl.families.layer import LINEARS

@@ -14,7 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.peers.checkpoint import model_config, write_adapter
+from benchmarks.model_config import model_config
+from benchmarks.peers.checkpoint import write_adapter
 from benchmarks.peers.process import serve
 from qerl.families.sizes import Sizes
 

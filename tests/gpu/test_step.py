@@ -13,8 +13,8 @@ pytest.importorskip("triton", reason="Triton is not installed")
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
-from benchmarks.decoder import random_decoder
 from benchmarks.products import dequantised
+from benchmarks.random_model import random_decoder
 from benchmarks.rollout import fill_prompts
 from qerl.families.sizes import Sizes
 from qerl.kernels.needs import has_module

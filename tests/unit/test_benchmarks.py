@@ -1,9 +1,45 @@
-"""The benchmarks' command line."""
+"""The benchmarks' command line and random models."""
+
+import pytest
+import torch
 
 from benchmarks.__main__ import main
+from benchmarks.random_model import as_if_trained, random_decoder, random_policy
+from qerl.families.sizes import Sizes
+
+QWEN2 = Sizes(128, 192, 2, 2, 1, 64, 100, qkv_bias=True)
+QWEN3 = Sizes(128, 192, 2, 2, 1, 32, 100, qk_norm=True)
+LLAMA = Sizes(128, 192, 2, 2, 1, 64, 100)
 
 
 def test_benchmarks_say_what_they_need(capsys, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert main(["rollout", "--shape", "7b"]) == 2
     assert "CUDA GPU" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("weights", ["nvfp4", "mxfp4", "nf4", "bf16"])
+def test_a_random_policy_keeps_activations_near_one(weights):
+    if weights == "nf4":
+        pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+    torch.manual_seed(0)
+    model = as_if_trained(random_policy(QWEN2, weights, 4, 64, device="cpu")).eval()
+    hidden = []
+    for layer in model.get_base_model().model.layers:
+        layer.self_attn.o_proj.register_forward_hook(lambda module, args, out: hidden.append(out))
+        layer.mlp.down_proj.register_forward_hook(lambda module, args, out: hidden.append(out))
+    with torch.no_grad():
+        logits = model(input_ids=torch.arange(32)[None]).logits
+    assert all(0.05 < out.float().std() < 10 for out in [*hidden, logits])
+    assert all(p.requires_grad == ("lora_" in name) for name, p in model.named_parameters())
+
+
+@pytest.mark.parametrize("sizes, rank", [(QWEN2, 4), (QWEN3, 0), (LLAMA, 4)])
+def test_a_random_decoder_has_every_part(sizes, rank):
+    decoder = random_decoder(sizes, "nvfp4", rank, 64, device="cpu")
+    assert (len(decoder.layers), decoder.heads, decoder.head_size) == (2, 2, sizes.head_size)
+    for layer in decoder.layers:
+        assert (layer.bias_N is not None) == sizes.qkv_bias
+        assert (layer.qk_norm_2E is not None) == sizes.qk_norm
+        assert (layer.lora_down is not None) == (rank > 0)
+        assert layer.input_norm_D.std() > 0.1

@@ -15,8 +15,9 @@ from peft import PeftModel
 from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from benchmarks.model_config import model_config
 from benchmarks.peers import process
-from benchmarks.peers.checkpoint import model_config, write_adapter, write_zeros
+from benchmarks.peers.checkpoint import write_adapter, write_zeros
 from benchmarks.peers.process import peer_rows
 from qerl.families.sizes import Sizes
 from qerl.fp4.checkpoint import read_config

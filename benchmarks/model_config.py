@@ -1,0 +1,26 @@
+"""The config of a model of given sizes, for our own random models and for the folders that peers load."""
+
+from transformers import LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
+
+from qerl.families.sizes import Sizes
+from qerl.fp4.checkpoint import quantization_config
+from qerl.fp4.format import NVFP4
+
+
+def model_config(sizes: Sizes, weights: str, positions: int) -> PreTrainedConfig:
+    """What `config.json` of a shape says.
+
+    Args:
+        sizes: The shape. Biases on q, k and v make it a Qwen2, norms of q and k a Qwen3, neither a Llama.
+        weights: ``bf16`` or ``nvfp4``, the latter as compressed-tensors declares it.
+        positions: Positions the model has.
+    """
+    kind = Qwen2Config if sizes.qkv_bias else Qwen3Config if sizes.qk_norm else LlamaConfig
+    quantised = {} if weights == "bf16" else {"quantization_config": quantization_config(NVFP4, ["lm_head"])}
+    return kind(
+        vocab_size=sizes.vocabulary, hidden_size=sizes.hidden, intermediate_size=sizes.intermediate,
+        num_hidden_layers=sizes.layers, num_attention_heads=sizes.heads,
+        num_key_value_heads=sizes.kv_heads, head_dim=sizes.head_size, max_position_embeddings=positions,
+        tie_word_embeddings=False, rms_norm_eps=1e-6, dtype="bfloat16", eos_token_id=None,
+        architectures=[kind.__name__.replace("Config", "ForCausalLM")], **quantised,
+    )  # fmt: skip
