@@ -16,7 +16,7 @@ from qerl.families.layer import LINEARS
 from qerl.fp4.format import dequantize
 from qerl.fp4.linear import PackedLinear
 from qerl.lora.adapter import PackedLoraLinear, add_lora, load_adapter
-from qerl.lora.product import _adapter, _apart
+from qerl.lora.product import _adapter, _split_gradients
 from qerl.models.load import load_model
 
 IDS = torch.arange(40).reshape(2, 20)
@@ -192,6 +192,6 @@ def test_adapters_of_joined_layers_are_one_adapter():
         a_RK, b_NR = _adapter([*all_a, *all_b], scalings, torch.float64)
         torch.testing.assert_close(x_TK @ a_RK.T @ b_NR.T, y_TN)
         da_RK, db_NR = (dy_TN @ b_NR).T @ x_TK, dy_TN.T @ (x_TK @ a_RK.T)
-        found = _apart(da_RK, db_NR, [*all_a, *all_b], scalings)
+        found = _split_gradients(da_RK, db_NR, [*all_a, *all_b], scalings)
     for one, other in zip(found, truth, strict=True):
         torch.testing.assert_close(one, other)
