@@ -12,7 +12,7 @@ from peft.tuners.lora.layer import Linear as LoraLinear
 from peft.tuners.tuners_utils import BaseTunerLayer
 
 
-def objection(layer: BaseTunerLayer) -> str | None:
+def why_not(layer: BaseTunerLayer) -> str | None:
     """Why the layer computes something else than ``W x``, or ``W x + s B A x`` of one adapter; else None.
 
     Returns:
@@ -38,7 +38,7 @@ def objection(layer: BaseTunerLayer) -> str | None:
 
 
 def active_adapter(layer: BaseTunerLayer) -> str | None:
-    """Name of the adapter that a layer without :func:`objection` adds; None where it is its base layer's."""
+    """Name of the adapter that a layer without :func:`why_not` adds; None where it is its base layer's."""
     if layer.merged or layer.disable_adapters:
         return None
     return next(iter(_active(layer)), None)

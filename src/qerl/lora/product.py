@@ -34,7 +34,7 @@ from torch.nn import functional as F
 from qerl.fp4.linear import PackedLinear
 from qerl.fp4.workspace import workspace
 from qerl.lora.joint import OTHER_LAYER, dropout_reason
-from qerl.lora.kinds import active_adapter, objection
+from qerl.lora.kinds import active_adapter, why_not
 
 
 def is_16bit_cuda(x: torch.Tensor) -> bool:
@@ -81,7 +81,7 @@ def why_not_fused(layer: nn.Module, training: bool) -> str | None:
     """
     if not isinstance(layer, LoraLinear):
         return OTHER_LAYER if isinstance(layer, BaseTunerLayer) else "a layer has no adapter"
-    if reason := objection(layer):
+    if reason := why_not(layer):
         return f"a layer {reason}"
     name, base = active_adapter(layer), layer.get_base_layer()
     if name is None:

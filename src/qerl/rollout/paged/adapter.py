@@ -20,7 +20,7 @@ from torch import nn
 from qerl.errors import QeRLError
 from qerl.families.layer import LINEARS, PRODUCTS
 from qerl.kernels.limits import MAX_RANK, pad_rank
-from qerl.lora.kinds import active_adapter, objection
+from qerl.lora.kinds import active_adapter, why_not
 from qerl.rollout.paged.weights import Decoder, Lora
 
 _WHOLE = ("embed_tokens", "lm_head")
@@ -32,7 +32,7 @@ def adapter_refusal(base: nn.Module) -> str | None:
     for name, module in base.named_modules():
         last = name.split(".")[-1]
         if isinstance(module, BaseTunerLayer):
-            if reason := objection(module):
+            if reason := why_not(module):
                 return f"{name} {reason}"
             if last not in LINEARS and active_adapter(module) is not None:
                 return f"{name} carries an adapter, and only the linears of decoder layers may"
