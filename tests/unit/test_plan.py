@@ -17,13 +17,14 @@ from qerl.fp4.linear import PackedLinear
 from qerl.lora.adapter import add_lora
 from qerl.models import hub
 from qerl.models.load import load_model
-from qerl.plan.command import announce, plan_command, refuse_full_tuning_that_cannot_fit
+from qerl.plan.command import plan_command
 from qerl.plan.parts import Activations, Adapter, Cache, Weights
 from qerl.plan.phases import make_plan
 from qerl.plan.propose import (
     ENOUGH_TOKENS,
     FEW_TOKENS,
     MARGIN,
+    STEP,
     cost,
     fastest,
     fits,
@@ -31,6 +32,7 @@ from qerl.plan.propose import (
     tokens_that_fit,
 )
 from qerl.plan.render import verdict
+from qerl.plan.settings import refuse_full_tuning_that_cannot_fit
 from qerl.plan.work import Work
 from qerl.rollout.paged.limits import FILTER_BYTES, BlockDemand
 from qerl.settings.config import QeRLConfig
@@ -262,10 +264,11 @@ def test_chunks():
 @pytest.mark.parametrize("microbatch", [1, 8, 64])
 def test_tokens_that_fit(capacity, microbatch):
     sizes, wanted = SIZES["7b"], work(microbatch=microbatch)
-    whole = wanted.tokens_of(microbatch)
+    sample, whole = wanted.tokens_of(1), wanted.tokens_of(microbatch)
+    most = min(whole, ENOUGH_TOKENS)
     fitting = [
         limit
-        for limit in (2303, *range(2560, min(whole, ENOUGH_TOKENS), 256), min(whole, ENOUGH_TOKENS))
+        for limit in (sample, *range(sample // STEP * STEP + STEP, most, STEP), most)
         if fits(make_plan(sizes, dataclasses.replace(wanted, tokens_per_forward=limit), int(capacity)))
     ]
     assert tokens_that_fit(sizes, wanted, int(capacity)) == max(fitting, default=None)
@@ -398,19 +401,25 @@ def test_only_the_config_is_downloaded(tiny_model, tmp_path, monkeypatch):
     assert asked == [("owner/model", ["config.json", "hf_quant_config.json"])]
 
 
-def test_a_run_says_first_what_fits(capsys):
+def test_a_run_says_first_what_fits(capsys, monkeypatch):
     settings = {"model": "7b", "task": "none", "output_dir": "none", "max_completion_length": 2048}
-    config = load_config([], settings)
-    announce(config, GB80, Console())
+    with monkeypatch.context() as patched:
+        patched.setattr(policy, "propose_settings", lambda *_: pytest.fail("searched although it fits"))
+        config = load_config([], settings)
+        policy.plan_memory(config, GB80, Console())
     assert "It fits" in capsys.readouterr().out
-    given = announce(load_config([], {**settings, "tokens_per_forward": 16000}), 12 * 2**30, Console())
-    assert given is not None and given.tokens_per_forward == 16000
+    planned = fastest(SIZES["7b"], work(prompt_tokens=512), GB80)
+    assert planned is not None and config.tokens_per_forward == planned.tokens_per_forward
+    given = load_config([], {**settings, "tokens_per_forward": 16000})
+    policy.plan_memory(given, 12 * 2**30, Console())
+    assert given.tokens_per_forward == 16000
     printed = " ".join(capsys.readouterr().out.split())
     assert "It does not fit" in printed
     assert "Proposed, with a peak of" in printed
     full = load_config([], {**settings, "weights": "bf16", "tuning": "full"})
-    assert announce(full, GB80, Console()) is None
+    policy.plan_memory(full, 2 * GB80, Console())
     assert "Memory was not planned. Full tuning takes" in " ".join(capsys.readouterr().out.split())
+    assert full.tokens_per_forward is None
 
 
 def test_full_tuning_that_cannot_fit_is_refused_before_it_is_loaded(

@@ -13,10 +13,13 @@ from peft import LoraConfig, PeftModel
 from rich.console import Console
 from transformers import PreTrainedModel
 
+from qerl.errors import QeRLError
 from qerl.eval.base_check import check_base
 from qerl.lora.adapter import adapt, add_lora, check_adapter, load_adapter
 from qerl.models.load import load_model
-from qerl.plan.command import announce, refuse_full_tuning_that_cannot_fit
+from qerl.plan.propose import fits
+from qerl.plan.render import advice, verdict
+from qerl.plan.settings import plan_settings, propose_settings, refuse_full_tuning_that_cannot_fit
 from qerl.plan.work import Work
 from qerl.settings.config import QeRLConfig
 
@@ -41,17 +44,32 @@ def make_policy(
         if warning:
             console.print(warning, highlight=False)
     if config.device.type == "cuda":
-        _plan_memory(config, console)
+        plan_memory(config, torch.cuda.get_device_properties(config.device).total_memory, console)
     return load_policy(config, peft_config)
 
 
-def _plan_memory(config: QeRLConfig, console: Console) -> None:
-    capacity = torch.cuda.get_device_properties(config.device).total_memory
+def plan_memory(config: QeRLConfig, capacity: int, console: Console) -> None:
+    """Say whether a run fits a GPU, and write what the plan chose into the settings.
+
+    Args:
+        config: Settings of the run.
+        capacity: Bytes of the GPU.
+        console: Where it is said.
+
+    Raises:
+        QeRLError: Full tuning cannot fit.
+    """
     if config.tuning == "full":
         refuse_full_tuning_that_cannot_fit(config, capacity)
-    planned = announce(config, capacity, console)
-    if planned is not None:
-        take_plan(config, planned)
+    try:
+        plan = plan_settings(config, capacity, config.world_size)
+    except QeRLError as error:
+        console.print(f"Memory was not planned. {error}", highlight=False)
+        return
+    console.print(verdict(plan), highlight=False)
+    if not fits(plan):
+        console.print(advice(plan, propose_settings(config, plan)), highlight=False)
+    take_plan(config, plan.work)
 
 
 def take_plan(config: QeRLConfig, planned: Work) -> None:

@@ -1,0 +1,157 @@
+"""From the settings of a run to its memory plan: what the settings leave open, the plan chooses.
+
+`qerl plan` and a run on a GPU plan by the same functions, so what the command says is what the run does.
+Nothing is printed here.
+"""
+
+import dataclasses
+from pathlib import Path
+
+from qerl.errors import QeRLError
+from qerl.families.layer import LINEARS
+from qerl.families.sizes import SIZES, Sizes
+from qerl.fp4.checkpoint import read_config
+from qerl.models.hub import local_config
+from qerl.plan.phases import MemoryPlan, make_plan
+from qerl.plan.propose import fastest, propose
+from qerl.plan.work import FULL, HALF, Work
+from qerl.rollout.engine import KV_DTYPES
+from qerl.rollout.paged.limits import MAX_ROWS
+from qerl.settings.config import QeRLConfig
+
+DEFAULT_PROMPT = 512
+"""Tokens of a prompt where max_prompt_length sets no limit."""
+
+
+def plan_settings(config: QeRLConfig, capacity: int, processes: int) -> MemoryPlan:
+    """The plan of the settings as they are; what they leave open is chosen to be fast.
+
+    Args:
+        config: Settings of the run.
+        capacity: Bytes of the GPU.
+        processes: GPUs of a data-parallel run, each with a whole model.
+
+    Returns:
+        The plan, whose work has `tokens_per_forward` and `every_n_layers` as set, else as chosen. It may not
+        fit, see `qerl.plan.propose.fits`.
+
+    Raises:
+        QeRLError: The model is not found or its family is not planned, full tuning, or samples beyond the
+            model's positions.
+    """
+    sizes = _sizes(str(config.model), config)
+    if config.tuning == "full":
+        raise QeRLError(_full_tuning(sizes, config, capacity))
+    work = _work(config, processes)
+    if work.prompt_tokens + work.completion_tokens > sizes.positions:
+        raise QeRLError(
+            f"A prompt of {work.prompt_tokens} and a completion of {work.completion_tokens} tokens exceed "
+            f"the model's {sizes.positions} positions; lower max_prompt_length or max_completion_length."
+        )
+    tokens = config.tokens_per_forward
+    left_open = config.gradient_checkpointing and every_n_layers(config) is None
+    every = None if left_open else [work.every_n_layers]
+    chosen = fastest(sizes, work, capacity, [tokens] if tokens else None, every)
+    work = chosen or dataclasses.replace(work, tokens_per_forward=tokens or work.tokens_of(1))
+    return make_plan(sizes, work, capacity)
+
+
+def propose_settings(config: QeRLConfig, plan: MemoryPlan) -> MemoryPlan | None:
+    """The plan of the fastest settings that fit, whatever is set now; None where nothing fits.
+
+    Args:
+        config: Settings of the run.
+        plan: Their plan.
+    """
+    return propose(plan.sizes, plan.work, plan.capacity, _samples(config))
+
+
+def refuse_full_tuning_that_cannot_fit(config: QeRLConfig, capacity: int) -> None:
+    """Refuse full tuning whose weights, gradients and optimizer alone exceed the GPU.
+
+    Args:
+        config: Settings of the run, with ``tuning: full``.
+        capacity: Bytes of the GPU.
+
+    Raises:
+        QeRLError: They exceed it.
+    """
+    try:
+        sizes = _sizes(str(config.model), config)
+    except QeRLError:
+        return  # a family or a name that the plan does not know may still be loaded
+    if _full_tuning_bytes(sizes, config) > capacity:
+        raise QeRLError(_full_tuning(sizes, config, capacity))
+
+
+def _full_tuning_bytes(sizes: Sizes, config: QeRLConfig) -> int:
+    """Bytes of weights, gradients and Adam's moments, all in the weights' dtype or the moments in 8 bits.
+
+    A KL penalty (``beta`` above 0) needs the weights a second time, as its reference.
+    """
+    size = HALF if config.dtype == "bfloat16" else FULL
+    moments = 2 if "8bit" in str(config.optim) else 2 * size
+    copies = 3 if config.beta else 2
+    return sizes.parameters * (copies * size + moments)
+
+
+def _full_tuning(sizes: Sizes, config: QeRLConfig, capacity: int) -> str:
+    needed = _full_tuning_bytes(sizes, config)
+    fits = "more than" if needed > capacity else "of"
+    return (
+        f"Full tuning takes at least {needed / 1e9:.1f} GB on each GPU for weights, gradients and Adam's "
+        f"moments of {sizes.parameters / 1e9:.2f} billion parameters, {fits} the {capacity / 1e9:.1f} GB "
+        "there are, and activations, keys and values on top, which are planned for LoRA only; set "
+        "tuning: lora, or take a smaller model."
+    )
+
+
+def every_n_layers(config: QeRLConfig) -> int | None:
+    """The settings' ``every_n_layers`` of gradient checkpointing; None if they do not say."""
+    kwargs = config.gradient_checkpointing_kwargs
+    return kwargs.get("every_n_layers") if isinstance(kwargs, dict) else None
+
+
+def _samples(config: QeRLConfig) -> int:
+    """Samples of one rollout."""
+    return config.per_device_train_batch_size * (config.steps_per_generation or 1)
+
+
+def _sizes(name: str, config: QeRLConfig) -> Sizes:
+    if name in SIZES and not Path(name).is_dir():
+        return SIZES[name]
+    try:
+        folder = local_config(name)
+    except QeRLError as error:
+        if "/" in name:
+            raise
+        raise QeRLError(f"{error} Sizes that are known by name: {', '.join(SIZES)}.") from error
+    content, _, format = read_config(folder)
+    if format is not None and format.name != config.weights:
+        raise QeRLError(
+            f"{name} holds {format.name} weights, which cannot become {config.weights}; set weights to "
+            f"{format.name} or name the 16-bit model."
+        )
+    return Sizes.from_config(content)
+
+
+def _work(config: QeRLConfig, processes: int) -> Work:
+    assert config.num_generations is not None and config.max_completion_length is not None
+    return Work(
+        weights=config.weights,
+        rank=config.lora_r,
+        targets=tuple(config.lora_target_modules or LINEARS),
+        prompt_tokens=config.max_prompt_length or DEFAULT_PROMPT,
+        completion_tokens=config.max_completion_length,
+        group=config.num_generations,
+        sequences=min(config.max_sequences or MAX_ROWS, _samples(config), MAX_ROWS),
+        microbatch=config.per_device_train_batch_size,
+        microbatches=config.gradient_accumulation_steps,
+        tokens_per_forward=config.tokens_per_forward,
+        every_n_layers=(every_n_layers(config) or 1) if config.gradient_checkpointing else 0,
+        cache_bytes=KV_DTYPES[config.kv_cache_dtype].itemsize,
+        optimizer_bytes=2 if "8bit" in str(config.optim) else 2 * FULL,
+        filtered=config.top_p < 1 or bool(config.top_k) or bool(config.min_p),
+        processes=processes,
+        lora_dropout=config.lora_dropout,
+    )
