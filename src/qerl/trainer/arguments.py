@@ -43,7 +43,7 @@ from qerl.trainer.policy import make_policy
 from qerl.trainer.prompts import short_prompts
 from qerl.trainer.rewards import one_for_each, with_length_penalty
 from qerl.trainer.trl.settings import as_ours
-from qerl.trainer.update.policy import check_policy
+from qerl.trainer.update.ready import check_policy
 
 REFUSED = {
     "quantization_config": "the field `weights` of the settings says how a model is quantised",

@@ -29,7 +29,7 @@ from qerl.trainer.update.correction import Correction, Mismatch, loss_mask, rows
 from qerl.trainer.update.forward import score_rows
 from qerl.trainer.update.memory_retry import MemoryRetry
 from qerl.trainer.update.padded import PaddedBatch
-from qerl.trainer.update.policy import ready_for_rows
+from qerl.trainer.update.ready import ready_for_rows
 
 
 class UpdateTrainer(RolloutTrainer):

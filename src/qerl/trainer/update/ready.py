@@ -1,7 +1,7 @@
 """What a trainer asks of the policy that it is given: that its update on joined rows is possible and right.
 
-What its class and config tell is asked before anything is built around the policy; what has to be measured,
-once it is in place and has its output head.
+What the policy's class and config say is checked before anything is built around it. What has to be measured
+is checked once it is in place and has its output head.
 """
 
 import logging
