@@ -2,25 +2,22 @@
 
 import torch
 
-from qerl.kernels.weights.nf4 import BLOCK, NF4
-from qerl.kernels.weights.packed_gemm import Blob
-
-WEIGHTS = ("nvfp4", "bf16", "nf4", "mxfp4")
-"""Formats of the linear layers that benchmarks take."""
+from qerl.kernels.weights.nf4 import BLOCK, NF4Stack
+from qerl.kernels.weights.tiles import Tiles
 
 
-def random_blob(rows: int, width: int, device: str = "cuda", most: float = 1.875) -> Blob:
-    """Random codes and scales between 1 and ``most``, below 2; N must be a multiple of 128."""
+def random_tiles(rows: int, width: int, device: str = "cuda", most: float = 1.875) -> Tiles:
+    """Random codes and scales between 1 and ``most``, below 2; N must be a multiple of `ROW_MULTIPLE`."""
     groups, tiles = rows // 64, width // 64
     codes = torch.randint(0, 256, (groups, tiles, 128, 16), dtype=torch.uint8, device=device)
     one = 56  # in E4M3, whose three bits after it are eighths
     end = one + 1 + int(8 * (most - 1))
     scales = torch.randint(one, end, (groups, tiles, 32, 4, 2), dtype=torch.uint8, device=device)
-    return Blob(codes, scales, (rows, width))
+    return Tiles(codes, scales)
 
 
-def random_nf4(rows: int, width: int, device: str = "cuda") -> NF4:
+def random_nf4(rows: int, width: int, device: str = "cuda") -> NF4Stack:
     """Random codes, whose mean square is 0.268, and absmax such that a weight's mean square is 1 / K."""
     codes = torch.randint(0, 256, (rows * width // 2, 1), dtype=torch.uint8, device=device)
     absmax = torch.full((rows * width // BLOCK,), (0.268 * width) ** -0.5, device=device)
-    return NF4(codes, absmax, (rows, width))
+    return NF4Stack(codes, absmax, (rows, width), torch.ones(1, device=device))

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import torch
 
 from benchmarks.decoder import random_nf4
-from qerl.fp4.format import NVFP4, PackedWeight, dequantize
+from qerl.fp4.format import NVFP4, PackedRows, dequantize
 from qerl.kernels.weights import nf4
-from qerl.kernels.weights.packed_gemm import Blob, from_blob
+from qerl.kernels.weights.tiles import Tiles
 
 
 @dataclass(frozen=True)
@@ -24,19 +24,19 @@ class Contestant:
     dense_NK: Callable[[], torch.Tensor]
 
 
-def dequantised(blob: Blob) -> torch.Tensor:
-    """[N, K] of a blob, global scale 1, exact in fp64."""
-    codes, scales = from_blob(blob)
+def dequantised(tiles: Tiles) -> torch.Tensor:
+    """[N, K] of tiles, global scale 1, exact in fp64."""
+    codes, scales = tiles.rows()
     one = torch.ones(1, device=codes.device)
-    return dequantize(PackedWeight(codes, scales.view(torch.float8_e4m3fn), one, NVFP4)).double()
+    return dequantize(PackedRows(codes, scales.view(torch.float8_e4m3fn), one, NVFP4)).double()
 
 
-def humming(blob: Blob) -> Contestant:
+def humming(tiles: Tiles) -> Contestant:
     """The same NVFP4 weight, global scale 1, in humming's layout; a kernel is compiled for its shape."""
     from humming.layer import HummingLayer
 
-    rows, width = blob.shape
-    codes_NK, scales_NK = from_blob(blob)
+    rows, width = tiles.shape
+    codes_NK, scales_NK = tiles.rows()
     config = {
         "quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "type": "float",
         "num_bits": 4, "strategy": "tensor_group", "group_size": 16,
@@ -51,15 +51,15 @@ def humming(blob: Blob) -> Contestant:
         }
     )
     layer.transform()
-    return Contestant(layer, lambda: dequantised(blob))
+    return Contestant(layer, lambda: dequantised(tiles))
 
 
-def bitsandbytes(blob: Blob) -> Contestant:
+def bitsandbytes(tiles: Tiles) -> Contestant:
     """A random NF4 weight of the same shape; the kernel is bitsandbytes' choice."""
     from bitsandbytes.functional import QuantState, dequantize_4bit, get_4bit_type
 
-    device = blob.codes.device
-    weight = random_nf4(*blob.shape, device=str(device))
+    device = tiles.codes.device
+    weight = random_nf4(*tiles.shape, device=str(device))
     state = QuantState(
         weight.absmax, torch.Size(weight.shape), get_4bit_type("nf4", device), nf4.BLOCK, "nf4", torch.float32
     )
@@ -67,8 +67,8 @@ def bitsandbytes(blob: Blob) -> Contestant:
     def dense_NK() -> torch.Tensor:
         return dequantize_4bit(weight.codes, state).double()
 
-    return Contestant(lambda x_TK: nf4.product(x_TK, weight), dense_NK)
+    return Contestant(weight.gemm, dense_NK)
 
 
-CONTESTANTS: dict[str, Callable[[Blob], Contestant]] = {"humming": humming, "bitsandbytes": bitsandbytes}
+CONTESTANTS: dict[str, Callable[[Tiles], Contestant]] = {"humming": humming, "bitsandbytes": bitsandbytes}
 """By the name of the package's module."""

@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from benchmarks.model_config import model_config
 from qerl.families.sizes import Sizes
-from qerl.fp4.linear import LINEAR_CLASSES
+from qerl.fp4.format import block_format
+from qerl.fp4.linear import PackedLinear
 from qerl.lora.adapter import add_lora
 from qerl.rollout.paged.binding import Binding
 from qerl.rollout.paged.weights import Decoder
@@ -85,7 +86,7 @@ def _random_linear(linear: nn.Linear, weights: str, device: str) -> nn.Module:
         dense = torch.empty(n, k, dtype=torch.bfloat16, device=device).normal_(std=k**-0.5)
         layer.weight = bnb.nn.Params4bit(dense, requires_grad=False, quant_type="nf4").to(device)
     else:
-        packed = LINEAR_CLASSES[weights](k, n, bias=False, device=device)
+        packed = PackedLinear(k, n, block_format(weights), device=device)
         packed.weight_packed.random_(0, 256)
         # Codes have a mean square of 7.2, E4M3 scales of 1 to 1.875 one of 2.2; together 16.
         scales = packed.weight_scale.view(torch.uint8)

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 
-from benchmarks.decoder import WEIGHTS
 from benchmarks.peers import vllm_decode
 from benchmarks.peers.process import peer_rows
 from benchmarks.peers.vllm_decode import PEERS
@@ -28,7 +27,7 @@ from qerl.families.sizes import Sizes
 from qerl.kernels.limits import PAGE
 from qerl.rollout.engine import KV_DTYPES, SamplingParams
 from qerl.rollout.paged.decode import DecodeStep
-from qerl.rollout.paged.step import Cache
+from qerl.rollout.paged.forward import Cache
 from qerl.rollout.paged.weights import Decoder
 from qerl.weight_formats import FORMATS, WeightFormatName
 
@@ -180,7 +179,9 @@ def read_bandwidth() -> float:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks rollout", description=__doc__.split("\n")[0])
     parser.add_argument("--shape", default="7b")
-    parser.add_argument("--weights", nargs="*", default=["nvfp4"], choices=WEIGHTS, help="none: peers alone")
+    parser.add_argument(
+        "--weights", nargs="*", default=["nvfp4"], choices=tuple(FORMATS), help="none: peers alone"
+    )
     parser.add_argument("--peers", nargs="+", default=[], choices=PEERS, help="measure these as well")
     parser.add_argument("--rank", type=int, default=32, help="LoRA rank; 0 for none")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 64, 128])

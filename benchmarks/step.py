@@ -24,7 +24,6 @@ from datasets import Dataset
 from peft import PeftModel
 
 from benchmarks.clock import Clock, medians
-from benchmarks.decoder import WEIGHTS
 from benchmarks.peers.process import peer_rows
 from benchmarks.random_model import random_policy
 from benchmarks.random_task import random_prompts, random_reward, word_tokenizer
@@ -41,7 +40,7 @@ from qerl.rollout.select import make_engine
 from qerl.settings.config import QeRLConfig
 from qerl.trainer.grpo import QeRLTrainer
 from qerl.trainer.memory import used_bytes
-from qerl.weight_formats import WeightFormatName
+from qerl.weight_formats import FORMATS, WeightFormatName
 
 PEERS = {"trl-vllm": "benchmarks.peers.trl_step"}
 """The module that runs in each peer's process."""
@@ -154,7 +153,9 @@ def measure(
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks step", description=__doc__.split("\n")[0])
     parser.add_argument("--shape", default="7b")
-    parser.add_argument("--weights", nargs="*", default=["nvfp4"], choices=WEIGHTS, help="none: peers alone")
+    parser.add_argument(
+        "--weights", nargs="*", default=["nvfp4"], choices=tuple(FORMATS), help="none: peers alone"
+    )
     parser.add_argument("--peers", nargs="+", default=[], choices=PEERS, help="measure these as well")
     parser.add_argument("--rank", type=int, nargs="+", default=[32], help="LoRA rank")
     parser.add_argument("--prompts", type=int, nargs="+", default=[1], help="prompts a step")

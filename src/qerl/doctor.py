@@ -222,10 +222,10 @@ def _rollout() -> Iterator[Row]:
     else:
         finding = f"Llama, Mistral, Qwen2 and Qwen3 in bfloat16 with weights in {', '.join(FORMATS)}"
         yield Row(section, "paged engine", "ok", finding)
-        from qerl.kernels.weights.packed_gemm import MOST_TOKENS
+        from qerl.kernels.weights.packed_gemm import MAX_TOKENS
 
         finding = (
-            f"four-bit weights: this package's kernel up to {MOST_TOKENS} tokens, quack-kernels from there, "
+            f"four-bit weights: this package's kernel up to {MAX_TOKENS} tokens, quack-kernels from there, "
             "each where it was faster on an H100; 16-bit weights: cuBLAS"
         )
         yield Row(section, "products", "ok", finding)

@@ -14,11 +14,11 @@ from tests.support.models import move_adapter, pack
 
 @pytest.fixture
 def nvfp4_llama() -> Callable[..., torch.nn.Module]:
-    """``nvfp4_llama(blob=True, **config)``: bf16 Llama on the GPU with NVFP4 weights, in the kernels' layout
-    (``blob``) or as on disk, and an adapter whose B is not zero; always the same numbers."""
-    from qerl.kernels.weights.packed_gemm import to_blob
+    """``nvfp4_llama(tiles=True, **config)``: bf16 Llama on the GPU with NVFP4 weights, in the kernels' layout
+    (``tiles``) or as on disk, and an adapter whose B is not zero; always the same numbers."""
+    from qerl.fp4.storage import stack_tiles
 
-    def build(blob: bool = True, device: str = "cuda", **sizes: Any) -> torch.nn.Module:
+    def build(tiles: bool = True, device: str = "cuda", **sizes: Any) -> torch.nn.Module:
         config = LlamaConfig(
             num_key_value_heads=2, head_dim=64, max_position_embeddings=1024, tie_word_embeddings=False,
             initializer_range=0.05, **sizes,
@@ -26,10 +26,9 @@ def nvfp4_llama() -> Callable[..., torch.nn.Module]:
         torch.manual_seed(0)
         model = LlamaForCausalLM(config).to(device, torch.bfloat16)
         for layer in [module for module in pack(model).modules() if isinstance(module, PackedLinear)]:
-            if blob:
-                moved = to_blob(layer.weight_packed, layer.weight_scale)
-                layer.weight_packed = moved.codes
-                layer.weight_scale = moved.scales.view(torch.float8_e4m3fn)
+            if tiles:
+                _, (tiled,) = stack_tiles([layer.storage])
+                layer.use(tiled)
         return move_adapter(add_lora(model, rank=16, alpha=32, dropout=0.0), 0.02).train()
 
     return build

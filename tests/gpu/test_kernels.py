@@ -11,8 +11,8 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from benchmarks.decoder import random_blob
-from benchmarks.kernels import small_error
+from benchmarks.decoder import random_tiles
+from benchmarks.kernels import packed_error
 from qerl.errors import QeRLError
 from qerl.kernels.decode import attend as attention
 from qerl.kernels.decode import residual_norm, rope_kv, silu_mul
@@ -21,8 +21,8 @@ from qerl.kernels.decode.launch import NO_B, LoraA, LoraB, LoraSum
 from qerl.kernels.update.rms_norm import rms_norm
 from qerl.kernels.update.rotary import rotated_heads
 from qerl.kernels.update.swiglu import swiglu
-from qerl.kernels.weights import gemm
-from qerl.kernels.weights.packed_gemm import Cut, from_blob, padded_tokens, to_blob, to_operand
+from qerl.kernels.weights.nvfp4 import tiling_for
+from qerl.kernels.weights.packed_gemm import Tiling, padded_tokens, to_operand
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -349,26 +349,15 @@ def test_a_tensor_that_is_not_contiguous_is_named():
 
 @pytest.mark.parametrize("tokens", [1, 8, 13, 32, 50, 64, 100])
 @pytest.mark.parametrize("rows,width", [(128, 64), (384, 192), (640, 2368), (2176, 512)])
-def test_small_gemm(tokens, rows, width):
+def test_packed_gemm(tokens, rows, width):
     """Shapes with fewer tiles than multiprocessors, odd ones, and row tiles that reach beyond the weight."""
     if not GPU or torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("needs a Hopper GPU")
-    blob, x = random_blob(rows, width), torch.randn(tokens, width, device=DEVICE).bfloat16()
+    weight, x = random_tiles(rows, width), torch.randn(tokens, width, device=DEVICE).bfloat16()
     assert torch.equal(as_rows(to_operand(x), tokens, width, padded_tokens(tokens)), x)
-    for cut in {gemm.small_cut(tokens), Cut(4, 1, 4), Cut(2, 2, 2)}:
-        if tokens <= 64 or cut.warpgroups == 2:
-            assert small_error(x, blob, cut) < 1e-5, cut
-
-
-def test_blob_is_exact():
-    codes = torch.randint(0, 256, (192, 96), dtype=torch.uint8)
-    scales = torch.randint(0, 127, (192, 12), dtype=torch.uint8)
-    blob = to_blob(codes, scales)
-    assert blob.shape == (256, 192)
-    found = from_blob(blob)
-    assert torch.equal(found[0][:192], codes)
-    assert torch.equal(found[1][:192], scales)
-    assert not found[0][192:].any()
+    for tiling in {tiling_for(tokens), Tiling(4, 1, 4, 2), Tiling(2, 2, 2, 2)}:
+        if tokens <= 64 or tiling.warpgroups == 2:
+            assert packed_error(x, weight, tiling) < 1e-5, tiling
 
 
 def with_gradient(*shape):

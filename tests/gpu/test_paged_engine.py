@@ -17,7 +17,7 @@ from qerl.lora.adapter import add_lora
 from qerl.rollout.engine import SamplingParams
 from qerl.rollout.paged import call, scheduler
 from qerl.rollout.paged.engine import PagedEngine
-from qerl.rollout.paged.step import Cache
+from qerl.rollout.paged.forward import Cache
 from qerl.rollout.sampling import truncate
 from tests.support.models import FAMILIES, move_adapter, pack
 

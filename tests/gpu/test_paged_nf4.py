@@ -16,7 +16,7 @@ import bitsandbytes as bnb
 from bitsandbytes.functional import get_4bit_type
 
 from benchmarks.decoder import random_nf4
-from qerl.kernels.weights.nf4 import BLOCK, NF4, product, stack
+from qerl.kernels.weights.nf4 import BLOCK, NF4Stack
 from qerl.lora.adapter import add_lora
 from qerl.rollout.engine import SamplingParams
 from qerl.rollout.paged.binding import refusal
@@ -43,10 +43,10 @@ def test_product_in_a_graph(shape):
     exact_NK = decoded(weight)
     for tokens in (1, 3, 4, 8, 16, 33, 64, 100, 600, 2048):
         x_TK = torch.randn(tokens, shape[1], device="cuda").bfloat16()
-        product(x_TK, weight)
+        weight.gemm(x_TK)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            out_TN = product(x_TK, weight)
+            out_TN = weight.gemm(x_TK)
         x_TK.normal_()
         graph.replay()
         truth_TN = x_TK.double() @ exact_NK.T
@@ -71,7 +71,7 @@ def test_training_reads_the_stack():
         return y_TN, dx_TK
 
     before = [run(layer) for layer in layers]
-    stack(layers)
+    NF4Stack.of(layers)
     for layer, wanted in zip(layers, before, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(run(layer), wanted, strict=True))
 
@@ -101,7 +101,7 @@ def in_fp32(model):
             continue
         dense = torch.nn.Linear(layer.in_features, layer.out_features, bias=False)
         shape, state = (layer.out_features, layer.in_features), layer.weight.quant_state
-        dense.weight.data = decoded(NF4(layer.weight.data, state.absmax, shape)).float()
+        dense.weight.data = decoded(NF4Stack(layer.weight.data, state.absmax, shape, torch.ones(1))).float()
         dense.bias = layer.bias
         module.base_layer = dense
     return exact

@@ -18,17 +18,17 @@ from benchmarks.random_model import random_decoder
 from benchmarks.rollout import fill_prompts
 from qerl.families.sizes import Sizes
 from qerl.kernels.needs import has_module
-from qerl.kernels.weights.packed_gemm import MOST_TOKENS
+from qerl.kernels.weights.dense import DenseStack
+from qerl.kernels.weights.packed_gemm import MAX_TOKENS
 from qerl.rollout.engine import SamplingParams
 from qerl.rollout.paged.decode import DecodeStep
-from qerl.rollout.paged.step import Cache
-from qerl.rollout.paged.weights import Matrix
+from qerl.rollout.paged.forward import Cache
 
 SIZES = Sizes(384, 448, 3, 6, 2, 64, 1000, qkv_bias=True)
 
 
-def dense(matrix):
-    return Matrix(dequantised(matrix.weight).bfloat16(), matrix.scale_P, matrix.scale_P)
+def dense(stack):
+    return DenseStack(dequantised(stack.tiles).bfloat16(), stack.scale_L)
 
 
 def as_dense(layer, names=("qkv", "o", "gate_up", "down")):
@@ -51,7 +51,7 @@ def output(decoder, rows, lora, passes=1):
 @pytest.mark.parametrize("rows", [1, 8, 20, 64, 100])
 @pytest.mark.parametrize("rank", [0, 16])
 def test_packed_pass_is_the_dense_pass(rows, rank):
-    if rows > MOST_TOKENS and not has_module("quack"):
+    if rows > MAX_TOKENS and not has_module("quack"):
         pytest.skip("quack-kernels is not installed")
     torch.manual_seed(0)
     packed = random_decoder(SIZES, "nvfp4", rank, 128)

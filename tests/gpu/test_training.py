@@ -15,9 +15,8 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from qerl.errors import QeRLError
 from qerl.fp4.format import NVFP4, dequantize, quantize
-from qerl.fp4.linear import NVFP4Linear
-from qerl.kernels.weights.dequantize import dequantize_into
-from qerl.kernels.weights.packed_gemm import to_blob
+from qerl.fp4.linear import PackedLinear
+from qerl.fp4.storage import stack_tiles
 from qerl.lora.adapter import _with_own_layers
 from qerl.lora.product import fused_forward
 from qerl.rollout.paged.memory import SwitchedMemory
@@ -33,12 +32,10 @@ def error(found: torch.Tensor, truth: torch.Tensor) -> float:
     return float((found.double() - truth).norm() / truth.norm())
 
 
-def packed_layer(n: int, k: int, blob: bool = True) -> NVFP4Linear:
-    layer = NVFP4Linear.from_packed(quantize(torch.randn(n, k, device="cuda"), NVFP4, "rtn"))
-    if blob:
-        moved = to_blob(layer.weight_packed, layer.weight_scale)
-        layer.weight_packed, layer.weight_scale = moved.codes, moved.scales.view(torch.float8_e4m3fn)
-    return layer
+def packed_layer(n: int, k: int, tiles: bool = True) -> PackedLinear:
+    weight = quantize(torch.randn(n, k, device="cuda"), NVFP4, "rtn")
+    _, (tiled,) = stack_tiles([weight])
+    return PackedLinear.of(tiled if tiles else weight)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -47,24 +44,23 @@ def packed_layer(n: int, k: int, blob: bool = True) -> NVFP4Linear:
 def test_dequantised_weight_is_bit_identical(n: int, k: int, extra: int, dtype: torch.dtype) -> None:
     packed = quantize(torch.randn(n, k, device="cuda") * 3e-2, NVFP4, "rtn")
     packed.scales.view(torch.uint8)[:, ::3].random_(0, 0x7F)  # every scale, subnormal and zero included
-    blob = to_blob(packed.codes, packed.scales)
+    _, (tiled,) = stack_tiles([packed])
     out = torch.full((n + 1, k + extra), float("nan"), dtype=dtype, device="cuda")
-    assert packed.global_scale is not None
-    dequantize_into(blob.codes, blob.scales, packed.global_scale, out[:n, :k])
+    tiled.write_dense(out[:n, :k])
     torch.testing.assert_close(out[:n, :k], dequantize(packed, dtype), rtol=0, atol=0)
     assert out[n].isnan().all() and out[:, k:].isnan().all()
 
 
-@pytest.mark.parametrize("kind", ["blob", "packed", "dense"])
+@pytest.mark.parametrize("kind", ["tiles", "rows", "dense"])
 @pytest.mark.parametrize("n,k", [(256, 128), (128, 256), (128, 128)])
 @pytest.mark.parametrize("rank", [16, 4])
 def test_lora_product_against_fp64(kind: str, n: int, k: int, rank: int) -> None:
     layer = torch.nn.Linear(k, n, bias=True, device="cuda", dtype=torch.bfloat16)
     weight = layer.weight.detach().double()
     if kind != "dense":
-        packed = packed_layer(n, k, kind == "blob")
+        packed = packed_layer(n, k, kind == "tiles")
         packed.bias = layer.bias
-        weight = packed.dequantized_weight(torch.float32).double()
+        weight = packed.dense(torch.float32).double()
         layer = packed
     lora = adapted(layer, rank)
     x = torch.randn(2, 37, k, device="cuda").bfloat16().requires_grad_()
@@ -81,7 +77,7 @@ def test_lora_product_against_fp64(kind: str, n: int, k: int, rank: int) -> None
         assert error(found.detach(), exact.detach()) < 6e-3
 
 
-@pytest.mark.parametrize("kind", ["blob", "packed", "dense"])
+@pytest.mark.parametrize("kind", ["tiles", "rows", "dense"])
 @pytest.mark.parametrize("rows", [(256, 64, 64), (64, 64)])
 @pytest.mark.parametrize("rank", [16, 4])
 def test_joined_layers_equal_single_ones(kind: str, rows: tuple[int, ...], rank: int) -> None:
@@ -90,7 +86,7 @@ def test_joined_layers_equal_single_ones(kind: str, rows: tuple[int, ...], rank:
     for i, n in enumerate(rows):
         layer = torch.nn.Linear(192, n, bias=i != 1, device="cuda", dtype=torch.bfloat16)
         if kind != "dense":
-            packed = packed_layer(n, 192, kind == "blob")
+            packed = packed_layer(n, 192, kind == "tiles")
             packed.bias = layer.bias
             layer = packed
         single.append(adapted(layer, rank))
@@ -204,7 +200,7 @@ def test_loss_and_gradients_equal_the_portable_path(nvfp4_llama, monkeypatch, ch
     torch.manual_seed(0)
     joined = row(GROUPS)
     weight = torch.randn(int((joined.sample_L >= 0).sum()), device="cuda", dtype=torch.double)
-    exact_model = nvfp4_llama(blob=False, num_attention_heads=4, **SIZES).float()
+    exact_model = nvfp4_llama(tiles=False, num_attention_heads=4, **SIZES).float()
     mask = {"attention_mask": causal_mask_11LL(joined)}
     loss, truth = loss_and_gradients(exact_model, joined, weight, **mask)
     model = nvfp4_llama(num_attention_heads=4, **SIZES)

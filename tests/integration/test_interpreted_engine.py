@@ -12,14 +12,14 @@ if torch.cuda.is_available():
     pytest.skip("tests/gpu runs the engine itself", allow_module_level=True)
 
 from qerl.kernels.decode import attend as attention
-from qerl.kernels.weights.nf4 import NF4
+from qerl.kernels.weights.nf4 import NF4Stack
 from qerl.lora.adapter import add_lora
 from qerl.rollout.engine import SamplingParams
 from qerl.rollout.paged import call, prefill, scheduler
 from qerl.rollout.paged import engine as paged
 from qerl.rollout.paged.decode import DecodeStep
 from qerl.rollout.paged.engine import PagedEngine
-from qerl.rollout.paged.step import Cache
+from qerl.rollout.paged.forward import Cache
 from qerl.rollout.portable.engine import PortableEngine
 from tests.support.models import move_adapter
 
@@ -83,7 +83,7 @@ def test_nf4_weights(adapted, to_nf4):
     params = SamplingParams(max_tokens=4, seed=1)
     wanted = PortableEngine(model, 0).generate(PROMPTS, 2, params)
     engine = PagedEngine(model, 0)
-    assert isinstance(engine._binding.decoder.layers[0].gate_up.weight, NF4)
+    assert isinstance(engine._binding.decoder.layers[0].gate_up, NF4Stack)
     close(engine.generate(PROMPTS, 2, params), wanted)
     close(PortableEngine(model, 0).generate(PROMPTS, 2, params), wanted)
 

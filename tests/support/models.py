@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from qerl.fp4.format import BLOCK_FORMATS, quantize
-from qerl.fp4.linear import LINEAR_CLASSES
+from qerl.fp4.linear import PackedLinear
 
 FAMILIES = {
     "llama": (LlamaConfig, LlamaForCausalLM),
@@ -120,6 +120,6 @@ def pack(model: Model, weights: str = "nvfp4") -> Model:
 
     def layer(linear: nn.Linear) -> nn.Module:
         packed = quantize(linear.weight.data.float(), BLOCK_FORMATS[weights], "rtn")
-        return LINEAR_CLASSES[weights].from_packed(packed, linear.bias)
+        return PackedLinear.of(packed, linear.bias)
 
     return replace_projections(model, layer)

@@ -12,9 +12,9 @@ from qerl.errors import QeRLError
 from qerl.families.layer import LINEARS
 from qerl.families.sizes import positions_of
 from qerl.fp4.format import NVFP4, quantize
-from qerl.fp4.linear import NVFP4Linear
+from qerl.fp4.linear import PackedLinear
 from qerl.lora.adapter import add_lora, load_adapter
-from qerl.lora.product import _only_adapter
+from qerl.lora.product import why_not_fused
 from qerl.rollout.engine import SamplingParams
 from qerl.rollout.paged.adapter import adapter_refusal
 from qerl.rollout.paged.binding import Binding, _structure_refusal
@@ -142,7 +142,7 @@ def test_merged_and_replaced_weights(tiny_model):
     model = randomized(get_peft_model(tiny_model("llama"), lora()))
     binding = Binding(model, 64)
     binding.refresh({})
-    product = binding.decoder.layers[0].down.weight
+    product = binding.decoder.layers[0].down.weight_NK
     before = product.clone()
     model.merge_adapter()
     binding.refresh({})
@@ -231,9 +231,7 @@ def test_dora_on_packed_layers_is_a_sentence(tiny_model, tmp_path):
     get_peft_model(copy.deepcopy(dense), lora(use_dora=True)).save_pretrained(tmp_path)
     for name, linear in list(dense.model.named_modules()):
         if name.endswith("_proj"):
-            dense.model.set_submodule(
-                name, NVFP4Linear.from_packed(quantize(linear.weight.detach(), NVFP4, "rtn"))
-            )
+            dense.model.set_submodule(name, PackedLinear.of(quantize(linear.weight.detach(), NVFP4, "rtn")))
     with pytest.raises(QeRLError, match="DoRA adapter, which needs"):
         load_adapter(dense, tmp_path)
 
@@ -245,12 +243,12 @@ def test_dora_on_packed_layers_is_a_sentence(tiny_model, tmp_path):
 def test_the_update_takes_what_it_computes(tiny_model, config, taken):
     model = get_peft_model(tiny_model("qwen2"), config)
     module = model.get_base_model().model.layers[0].self_attn.q_proj
-    assert (_only_adapter(module) == "default") is taken
+    assert (why_not_fused(module, module.training) is None) is taken
     with model.disable_adapter():
-        assert _only_adapter(module) is None
+        assert why_not_fused(module, module.training)
     if taken:
         model.merge_adapter()
-        assert _only_adapter(module) is None
+        assert why_not_fused(module, module.training)
 
 
 def test_captured_steps_of_few_settings_are_kept():

@@ -5,6 +5,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from qerl.fp4.linear import PackedLinear
+from qerl.fp4.storage import PackedTiles
 from qerl.lora.adapter import add_lora
 from qerl.models.load import load_model
 from qerl.rollout.paged.binding import Binding
@@ -23,9 +24,7 @@ def plain(tmp_path):
 
 def dense(model):
     return {
-        name: module.dequantized_weight()
-        for name, module in model.named_modules()
-        if isinstance(module, PackedLinear)
+        name: module.dense() for name, module in model.named_modules() if isinstance(module, PackedLinear)
     }
 
 
@@ -35,7 +34,9 @@ def test_a_bound_model_is_saved_as_it_was(plain, tmp_path, weights):
     before = dense(model)
     assert len(before) == 7 * 2, "seven linears in each of two layers"
     Binding(model, positions=64)
-    assert all(m.weight_packed.ndim == 4 for m in model.modules() if isinstance(m, PackedLinear))
+    layers = [module for module in model.modules() if isinstance(module, PackedLinear)]
+    assert layers and all(isinstance(layer.storage, PackedTiles) for layer in layers)
+    assert all(torch.equal(before[name], weight) for name, weight in dense(model).items())
     model.save_pretrained(tmp_path / "saved")
     after = dense(load_model(tmp_path / "saved", weights, torch.float32, "cpu"))
     assert before.keys() == after.keys()
@@ -48,7 +49,7 @@ def test_one_copy_of_the_weights(plain):
     layer = Binding(model, positions=64).decoder.layers[0]
     for stacked, module in ((layer.qkv, model.model.layers[0].self_attn.k_proj),
                             (layer.gate_up, model.model.layers[0].mlp.up_proj)):  # fmt: skip
-        storage = stacked.weight.codes.untyped_storage()
+        storage = stacked.tiles.codes.untyped_storage()
         assert module.weight_packed.untyped_storage().data_ptr() == storage.data_ptr()
 
 

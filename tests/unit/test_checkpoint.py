@@ -21,7 +21,7 @@ from qerl.fp4.format import (
     BLOCK_FORMATS,
     MXFP4,
     NVFP4,
-    PackedWeight,
+    PackedRows,
     dequantize,
     error_sums,
     quantize,
@@ -77,8 +77,8 @@ def source(tmp_path: Path) -> Path:
     return write_plain(tmp_path / "source", plain_tensors(), shards=3)
 
 
-def packed_layer(tensors: dict[str, torch.Tensor], module: str, format=NVFP4) -> PackedWeight:
-    return PackedWeight(
+def packed_layer(tensors: dict[str, torch.Tensor], module: str, format=NVFP4) -> PackedRows:
+    return PackedRows(
         tensors[f"{module}.weight_packed"],
         tensors[f"{module}.weight_scale"],
         tensors.get(f"{module}.weight_global_scale"),
@@ -205,7 +205,7 @@ def test_compressed_tensors_reads_the_same_weights(tiny_model, tmp_path, format)
     assert compared == 7 * model.config.num_hidden_layers
 
 
-def modelopt_folder(folder: Path, declared_in: str) -> tuple[Path, dict[str, PackedWeight]]:
+def modelopt_folder(folder: Path, declared_in: str) -> tuple[Path, dict[str, PackedRows]]:
     """What ModelOpt writes of the plain tensors: W4A4, with a scale of the KV cache."""
     tensors, packed = {}, {}
     for name, tensor in plain_tensors().items():

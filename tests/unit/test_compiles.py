@@ -83,8 +83,8 @@ def main() -> None:
     from qerl.kernels.update.swiglu import swiglu
     from qerl.rollout.engine import SamplingParams
     from qerl.rollout.paged.decode import DecodeStep
+    from qerl.rollout.paged.forward import Cache
     from qerl.rollout.paged.prefill import Job, Prefill
-    from qerl.rollout.paged.step import Cache
 
     compiled: set[tuple[Any, ...]] = set()
     compile_instead(compiled)

@@ -1,4 +1,4 @@
-"""Packed linear layers: gradients, what autograd keeps, casts and moves, the `unpacked` block."""
+"""Packed linear layers: gradients, what autograd keeps, casts and moves, the `dense_weights_kept` block."""
 
 import copy
 
@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from qerl.fp4.format import BLOCK_FORMATS, dequantize, quantize
-from qerl.fp4.linear import LINEAR_CLASSES, NVFP4Linear, PackedLinear, unpacked
+from qerl.fp4.format import BLOCK_FORMATS, NVFP4, dequantize, quantize
+from qerl.fp4.linear import PackedLinear, dense_weights_kept
 from qerl.fp4.workspace import workspace
 
 FORMAT_NAMES = sorted(BLOCK_FORMATS)
@@ -16,7 +16,7 @@ FORMAT_NAMES = sorted(BLOCK_FORMATS)
 
 def packed_layer(name: str, n: int = 48, k: int = 96, bias: bool = True) -> PackedLinear:
     packed = quantize(torch.randn(n, k), BLOCK_FORMATS[name], "rtn")
-    return LINEAR_CLASSES[name].from_packed(packed, nn.Parameter(torch.randn(n)) if bias else None)
+    return PackedLinear.of(packed, nn.Parameter(torch.randn(n)) if bias else None)
 
 
 @pytest.mark.parametrize("name", FORMAT_NAMES)
@@ -27,7 +27,7 @@ def test_forward_and_gradients_against_fp64(name: str, bias: bool) -> None:
     dy = torch.randn(3, 5, 48)
     y = layer(x)
     y.backward(dy)
-    weight = dequantize(layer.packed).double()
+    weight = dequantize(layer.storage.to_rows()).double()
     exact_y = x.detach().double() @ weight.T
     if layer.bias is not None:
         exact_y = exact_y + layer.bias.detach().double()
@@ -42,7 +42,7 @@ def test_forward_and_gradients_against_fp64(name: str, bias: bool) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_bit_identical_to_a_dense_layer_of_the_dequantised_weight(dtype: torch.dtype) -> None:
     layer = packed_layer("nvfp4")
-    weight = dequantize(layer.packed, dtype)
+    weight = dequantize(layer.storage.to_rows(), dtype)
     x, dense_x = (torch.randn(7, 96).to(dtype).requires_grad_() for _ in range(2))
     dense_x.data.copy_(x.data)
     y, dense_y = layer(x), F.linear(dense_x, weight, layer.bias.detach().to(dtype))
@@ -55,20 +55,15 @@ def test_bit_identical_to_a_dense_layer_of_the_dequantised_weight(dtype: torch.d
         assert torch.equal(layer(x), dense_y)
 
 
-def test_autograd_saves_packed_tensors_only() -> None:
+def test_autograd_keeps_packed_tensors_only() -> None:
     layer = packed_layer("nvfp4", n=256, k=512)
     saved: list[torch.Tensor] = []
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        saved.append(tensor)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        layer(torch.randn(2, 512, requires_grad=True))
-    assert {(t.data_ptr(), t.dtype) for t in saved} == {
-        (buffer.data_ptr(), buffer.dtype) for buffer in layer.buffers()
-    }
-    assert sum(t.numel() * t.element_size() for t in saved) < 0.6 * 256 * 512
+    with torch.autograd.graph.saved_tensors_hooks(saved.append, lambda tensor: tensor):
+        y = layer(torch.randn(2, 512, requires_grad=True))
+    assert saved == []
+    (kept,) = vars(y.grad_fn).values()
+    assert kept.tensors().keys() == dict(layer.named_buffers()).keys()
+    assert all(tensor is layer.get_buffer(name) for name, tensor in kept.tensors().items())
 
 
 def test_frozen_weight_is_no_parameter() -> None:
@@ -103,7 +98,10 @@ def test_moves_follow_the_device() -> None:
 
 def test_empty_layer_has_the_buffers_of_a_packed_one() -> None:
     for name in FORMAT_NAMES:
-        full, empty = packed_layer(name), LINEAR_CLASSES[name](96, 48, bias=True, dtype=torch.float32)
+        full, empty = (
+            packed_layer(name),
+            PackedLinear(96, 48, BLOCK_FORMATS[name], bias=True, dtype=torch.float32),
+        )
         assert {k: (v.shape, v.dtype) for k, v in full.state_dict().items()} == {
             k: (v.shape, v.dtype) for k, v in empty.state_dict().items()
         }
@@ -116,7 +114,7 @@ def test_autocast_computes_in_its_dtype() -> None:
         y = layer(x)
     assert y.dtype == torch.bfloat16
     assert torch.equal(y, layer(x.bfloat16()))
-    with torch.autocast("cpu", torch.bfloat16), unpacked(layer):
+    with torch.autocast("cpu", torch.bfloat16), dense_weights_kept(layer):
         layer(x)
         assert layer._dense_NK is not None and layer._dense_NK.dtype == torch.bfloat16
     y.sum().backward()
@@ -128,24 +126,24 @@ def test_unpacked_keeps_dense_weights_within_the_block_only() -> None:
     x = torch.randn(5, 96)
     with torch.no_grad():
         reference = model(x)
-        with unpacked(model):
+        with dense_weights_kept(model):
             assert torch.equal(model(x), reference)
-            kept = [layer.dequantized_weight() for layer in model]
-            with unpacked(model):
+            kept = [layer.dense() for layer in model]
+            with dense_weights_kept(model):
                 assert torch.equal(model(x), reference)
-            assert all(layer.dequantized_weight() is dense for layer, dense in zip(model, kept, strict=True))
+            assert all(layer.dense() is held for layer, held in zip(model, kept, strict=True))
             assert model(x.bfloat16()).dtype == torch.bfloat16
     assert all(layer._dense_NK is None for layer in model)
-    assert all(layer.dequantized_weight() is not layer.dequantized_weight() for layer in model)
+    assert all(layer.dense() is not layer.dense() for layer in model)
 
 
 def test_unpacked_ends_with_an_exception() -> None:
     layer = packed_layer("nvfp4")
-    with pytest.raises(KeyError), unpacked(layer):
+    with pytest.raises(KeyError), dense_weights_kept(layer):
         layer(torch.randn(1, 96))
         assert layer._dense_NK is not None
         raise KeyError
-    assert layer._dense_NK is None and layer._unpacked_depth == 0
+    assert layer._dense_NK is None and layer._blocks_open == 0
 
 
 def test_unpacked_weight_of_a_rollout_serves_a_training_step() -> None:
@@ -153,7 +151,7 @@ def test_unpacked_weight_of_a_rollout_serves_a_training_step() -> None:
     x = torch.randn(4, 96, requires_grad=True)
     layer(x).square().sum().backward()
     expected, x.grad = x.grad, None
-    with unpacked(layer):
+    with dense_weights_kept(layer):
         with torch.inference_mode():
             layer(torch.randn(1, 96))
         layer(x).square().sum().backward()
@@ -162,18 +160,18 @@ def test_unpacked_weight_of_a_rollout_serves_a_training_step() -> None:
 
 def test_move_within_an_unpacked_block_does_not_leave_the_old_device_behind() -> None:
     layer = packed_layer("nvfp4")
-    with unpacked(layer):
+    with dense_weights_kept(layer):
         layer(torch.randn(1, 96))
         layer.to("meta")
-        assert layer.dequantized_weight().device.type == "meta"
+        assert layer.dense().device.type == "meta"
 
 
 def test_dense_weight_is_written_where_it_is_wanted() -> None:
     layer = packed_layer("nvfp4")
     place = workspace((48, 96 + 8), torch.empty(0))
     place.fill_(7.0)
-    layer.write_dense(place[:, :96])
-    assert torch.equal(place[:, :96], layer.dequantized_weight())
+    layer.storage.write_dense(place[:, :96])
+    assert torch.equal(place[:, :96], layer.dense())
     assert (place[:, 96:] == 7.0).all()
 
 
@@ -187,4 +185,7 @@ def test_workspace_is_one_place_that_grows() -> None:
 
 
 def test_repr_names_the_format() -> None:
-    assert repr(NVFP4Linear(32, 16)) == "NVFP4Linear(in_features=32, out_features=16, bias=False)"
+    assert (
+        repr(PackedLinear(32, 16, NVFP4))
+        == "PackedLinear(nvfp4, in_features=32, out_features=16, bias=False)"
+    )

@@ -62,7 +62,7 @@ def test_gradients_are_those_of_the_dense_model(plain) -> None:
     packed, dense = packed_model(plain), packed_model(plain, "bf16")
     for name, layer in packed.named_modules():
         if isinstance(layer, PackedLinear):
-            dense.get_submodule(name).weight.data = dequantize(layer.packed)
+            dense.get_submodule(name).weight.data = dequantize(layer.storage.to_rows())
     gradients = []
     for base in (packed, dense):
         model = add_lora(base, rank=4, alpha=8, dropout=0.0)
@@ -127,7 +127,9 @@ def test_saved_adapter_is_plain_peft(plain, tmp_path) -> None:
 
     for name, layer in packed_model(plain).named_modules():
         if isinstance(layer, PackedLinear):
-            on_dense.get_base_model().get_submodule(name).base_layer.weight.data = dequantize(layer.packed)
+            on_dense.get_base_model().get_submodule(name).base_layer.weight.data = dequantize(
+                layer.storage.to_rows()
+            )
     assert torch.equal(logits(on_dense), logits(model))
 
 

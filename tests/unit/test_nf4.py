@@ -9,7 +9,7 @@ import bitsandbytes as bnb
 from bitsandbytes.functional import dequantize_4bit
 from transformers import BitsAndBytesConfig, Qwen2ForCausalLM
 
-from qerl.kernels.weights.nf4 import BLOCK, product, refusal, stack
+from qerl.kernels.weights.nf4 import BLOCK, NF4Stack, why_not
 from qerl.rollout.paged.binding import Binding
 
 WIDTH = 192
@@ -47,7 +47,7 @@ def test_layers_and_stack_are_the_same_weights(nested):
         return torch.cat([y.flatten(), torch.autograd.grad(y.square().sum(), x)[0].flatten()])
 
     before, outputs = [dense(layer) for layer in layers], [run(layer) for layer in layers]
-    weight = stack(layers)
+    weight = NF4Stack.of(layers)
     assert weight.shape == (sum(ROWS), WIDTH)
     assert weight.absmax.dtype == torch.float32
     for layer, wanted, output in zip(layers, before, outputs, strict=True):
@@ -62,10 +62,10 @@ def test_layers_and_stack_are_the_same_weights(nested):
 
 def test_product_is_that_of_the_decoded_weight():
     layers = [layer_of(rows) for rows in ROWS]
-    weight, levels_16 = stack(layers), layers[0].weight.quant_state.code
+    weight, levels_16 = NF4Stack.of(layers), layers[0].weight.quant_state.code
     x_TK = torch.randn(7, WIDTH)
     exact = x_TK.double() @ decoded(weight, levels_16).T
-    error = (product(x_TK, weight) - exact).norm() / exact.norm()
+    error = (weight.gemm(x_TK) - exact).norm() / exact.norm()
     assert error < 1e-6
 
 
@@ -79,7 +79,7 @@ def test_a_bound_model_is_saved_with_the_same_weights(tiny_model, tmp_path):
         tmp_path / "plain", quantization_config=config, dtype=torch.bfloat16, device_map={"": "cpu"}
     )
     names = [name for name, _ in model.named_modules() if name.endswith("_proj")]
-    assert all(refusal(model.get_submodule(name)) is None for name in names)
+    assert all(why_not(model.get_submodule(name)) is None for name in names)
     before = {name: dense(model.get_submodule(name)) for name in names}
     Binding(model, positions=64)
     model.save_pretrained(tmp_path / "saved")
@@ -98,5 +98,5 @@ def test_a_bound_model_is_saved_with_the_same_weights(tiny_model, tmp_path):
     ],
 )
 def test_layers_that_are_refused(layer, reason):
-    found = refusal(layer_of(64, **layer))
+    found = why_not(layer_of(64, **layer))
     assert found is None if reason is None else reason in found

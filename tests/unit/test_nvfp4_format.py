@@ -15,7 +15,7 @@ from qerl.fp4.format import (
     MXFP4,
     NVFP4,
     BlockFormat,
-    PackedWeight,
+    PackedRows,
     dequantize,
     error_sums,
     quantize,
@@ -135,7 +135,7 @@ def test_every_byte_dequantizes_to_its_two_values(format):
     values = [sign * value for sign in (1, -1) for value in E2M1_VALUES]
     codes = torch.arange(256, dtype=torch.uint8).reshape(1, 256)
     one = torch.ones(1, 32) if format is NVFP4 else torch.full((1, 16), 127)
-    packed = PackedWeight(
+    packed = PackedRows(
         codes, one.to(format.scale_dtype), torch.ones(1) if format.has_global_scale else None, format
     )
     expected = [values[nibble] for byte in range(256) for nibble in (byte & 15, byte >> 4)]
@@ -158,7 +158,7 @@ def test_dequantized_value_is_the_product_of_its_parts():
 
 def test_e8m0_scales_span_the_whole_exponent_range():
     exponents = torch.arange(255, dtype=torch.uint8).reshape(255, 1)
-    packed = PackedWeight(torch.full((255, 16), 0x22, dtype=torch.uint8), exponents, None, MXFP4)
+    packed = PackedRows(torch.full((255, 16), 0x22, dtype=torch.uint8), exponents, None, MXFP4)
     expected = torch.tensor([[2.0 ** (e - 127)] for e in range(255)]).expand(255, 32)
     assert torch.equal(dequantize(packed), expected)
 
@@ -174,7 +174,7 @@ def test_shared_amax_gives_a_group_one_global_scale():
         assert_equals_oracle(member, NVFP4, amax)
 
 
-def block_errors(weight: torch.Tensor, packed: PackedWeight) -> torch.Tensor:
+def block_errors(weight: torch.Tensor, packed: PackedRows) -> torch.Tensor:
     difference = weight.double() - dequantize(packed).double()
     return difference.square().unflatten(1, (-1, packed.format.block_size)).sum(-1)
 
@@ -193,7 +193,7 @@ def test_mse_is_no_worse_than_rtn_in_any_block_and_near_the_best_scale_there_is(
         scales = torch.full_like(mse.scales.view(torch.uint8), byte).view(format.scale_dtype)
         steps = format_module._block_steps(scales, mse.global_scale)
         codes = format_module._pack(format_module._encode(blocks, steps).flatten(1))
-        best = best.minimum(block_errors(weight, PackedWeight(codes, scales, mse.global_scale, format)))
+        best = best.minimum(block_errors(weight, PackedRows(codes, scales, mse.global_scale, format)))
     assert best.sum() < mse_errors.sum() * (1 + 1e-9)
     assert mse_errors.sum() < best.sum() * 1.001
 
@@ -293,4 +293,4 @@ def test_refuses_what_cannot_be_quantized(weight, options, message):
 def test_refuses_parts_that_do_not_fit(change, message):
     packed = quantize(torch.randn(4, 32), NVFP4, "rtn")
     with pytest.raises(QeRLError, match=message):
-        PackedWeight(**{**vars(packed), **change})
+        PackedRows(**{**vars(packed), **change})

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks.decoder import random_blob
+from benchmarks.decoder import random_tiles
 from benchmarks.products import bitsandbytes, dequantised, humming
-from qerl.fp4.format import NVFP4, PackedWeight, dequantize
+from qerl.fp4.format import NVFP4, PackedRows, dequantize
 from qerl.kernels.weights import nf4
 
 
@@ -21,7 +21,7 @@ class FakeLayer:
 
     def load_from_tensors(self, tensors):
         codes, scales = tensors["weight_packed"], tensors["weight_scale"]
-        weight = PackedWeight(codes, scales, 1 / tensors["weight_global_scale"], NVFP4)
+        weight = PackedRows(codes, scales, 1 / tensors["weight_global_scale"], NVFP4)
         self.dense_NK = dequantize(weight)
 
     def transform(self):
@@ -35,23 +35,23 @@ def test_humming_is_given_the_same_weight(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setitem(sys.modules, "humming", SimpleNamespace())
     monkeypatch.setitem(sys.modules, "humming.layer", SimpleNamespace(HummingLayer=FakeLayer))
     torch.manual_seed(0)
-    blob = random_blob(128, 192, device="cpu")
+    tiles = random_tiles(128, 192, device="cpu")
     x_TK = torch.randn(3, 192, dtype=torch.float64)
-    torch.testing.assert_close(humming(blob).multiply(x_TK), x_TK @ dequantised(blob).T)
+    torch.testing.assert_close(humming(tiles).multiply(x_TK), x_TK @ dequantised(tiles).T)
 
 
 def test_bitsandbytes_is_compared_with_its_own_weight(monkeypatch: pytest.MonkeyPatch) -> None:
     functional = pytest.importorskip("bitsandbytes.functional", reason="bitsandbytes is not installed")
     table = functional.get_4bit_type("nf4", device="cpu").double()
 
-    def product(x_TK, weight):
+    def gemm(weight, x_TK):
         codes = torch.cat([weight.codes >> 4, weight.codes & 15], dim=1)  # the lower column in the high half
         dense = table[codes.long()].view(-1, nf4.BLOCK) * weight.absmax[:, None]
         return x_TK @ dense.view(weight.shape).T
 
-    monkeypatch.setattr(nf4, "product", product)
+    monkeypatch.setattr(nf4.NF4Stack, "gemm", gemm)
     torch.manual_seed(0)
-    contestant = bitsandbytes(random_blob(128, 192, device="cpu"))
+    contestant = bitsandbytes(random_tiles(128, 192, device="cpu"))
     x_TK = torch.randn(3, 192, dtype=torch.float64)
     expected = x_TK @ contestant.dense_NK().T
     torch.testing.assert_close(contestant.multiply(x_TK), expected, rtol=1e-6, atol=1e-6)

@@ -18,8 +18,8 @@ from transformers import (
 
 from qerl.errors import QeRLError
 from qerl.fp4.checkpoint import open_checkpoint
-from qerl.fp4.format import dequantize
-from qerl.fp4.linear import MXFP4Linear, NVFP4Linear, PackedLinear
+from qerl.fp4.format import MXFP4, NVFP4, dequantize
+from qerl.fp4.linear import PackedLinear
 from qerl.fp4.quantize import quantize_checkpoint
 from qerl.fp4.quantizer import QeRLQuantizationConfig
 from qerl.models.load import load_model
@@ -56,14 +56,14 @@ def saved(tiny_model, tmp_path):
 def test_quantises_projections_and_nothing_else(saved, tiny_model, family: str) -> None:
     model, dense = load(saved(family)), tiny_model(family)
     layers = packed_layers(model)
-    assert len(layers) == 2 * 7 and all(type(layer) is NVFP4Linear for layer in layers.values())
+    assert len(layers) == 2 * 7 and all(layer.format is NVFP4 for layer in layers.values())
     assert type(model.lm_head) is nn.Linear
     for name, value in dense.state_dict().items():
         if not name.endswith("_proj.weight"):
             assert torch.equal(model.state_dict()[name], value)
     # What the layers compute is what a dense model with the dequantised weights computes.
     for name, layer in layers.items():
-        dense.get_submodule(name).weight.data = dequantize(layer.packed)
+        dense.get_submodule(name).weight.data = dequantize(layer.storage.to_rows())
     assert torch.equal(logits(model), logits(dense))
 
 
@@ -127,7 +127,7 @@ def test_compressed_tensors_reads_what_was_saved(saved, tmp_path) -> None:
     )
     for name, layer in packed_layers(model).items():
         weight = theirs.get_submodule(name).weight  # BF16, whatever is asked for
-        assert torch.equal(weight, layer.dequantized_weight(weight.dtype))
+        assert torch.equal(weight, layer.dense(weight.dtype))
         if layer.bias is not None:
             assert torch.equal(theirs.get_submodule(name).bias, layer.bias)
 
@@ -137,7 +137,7 @@ def test_from_pretrained_works_without_load_model(saved) -> None:
     model = AutoModelForCausalLM.from_pretrained(
         folder, quantization_config=QeRLQuantizationConfig("mxfp4"), dtype=torch.float32
     )
-    assert all(type(layer) is MXFP4Linear for layer in packed_layers(model).values())
+    assert all(layer.format is MXFP4 for layer in packed_layers(model).values())
     assert torch.equal(logits(model), logits(load(folder, "mxfp4", rounding="mse")))
 
 

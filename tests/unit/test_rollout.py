@@ -7,7 +7,7 @@ from transformers.cache_utils import DynamicCache
 
 from qerl.errors import QeRLError
 from qerl.fp4.format import NVFP4, dequantize, quantize
-from qerl.fp4.linear import NVFP4Linear
+from qerl.fp4.linear import PackedLinear
 from qerl.noise import AdaptiveNoise, NoiseSchedule, noisy_norms
 from qerl.rollout.engine import SamplingParams
 from qerl.rollout.portable import attention
@@ -249,7 +249,7 @@ class TestAgainstTheModel:
         model = tiny_model("llama")
         for name, linear in list(model.model.named_modules()):
             if name.endswith("_proj"):
-                packed = NVFP4Linear.from_packed(quantize(linear.weight.detach(), NVFP4, "rtn"))
+                packed = PackedLinear.of(quantize(linear.weight.detach(), NVFP4, "rtn"))
                 model.model.set_submodule(name, packed)
         calls = []
         monkeypatch.setattr(

@@ -33,7 +33,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from qerl.errors import QeRLError
-from qerl.fp4.format import BLOCK_FORMATS, NVFP4, BlockFormat, PackedWeight
+from qerl.fp4.format import BLOCK_FORMATS, NVFP4, BlockFormat, PackedRows
 
 Layout = Literal["plain", "compressed-tensors", "modelopt"]
 
@@ -132,12 +132,9 @@ def read_config(folder: Path) -> tuple[dict[str, Any], Layout, BlockFormat | Non
     return config, *_packing(folder, config)
 
 
-def packed_tensors(module: str, packed: PackedWeight) -> dict[str, torch.Tensor]:
+def packed_tensors(module: str, packed: PackedRows) -> dict[str, torch.Tensor]:
     """What one quantised layer adds to a checkpoint, by name."""
-    tensors = {f"{module}.weight_packed": packed.codes, f"{module}.weight_scale": packed.scales}
-    if packed.global_scale is not None:
-        tensors[f"{module}.weight_global_scale"] = packed.global_scale
-    return tensors
+    return {f"{module}.{name}": tensor for name, tensor in packed.tensors().items()}
 
 
 def quantization_config(format: BlockFormat, ignore: Iterable[str]) -> dict[str, Any]:

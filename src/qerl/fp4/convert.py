@@ -10,19 +10,19 @@ Given up: matrices whose blocks differ by more than 2^17 in scale, which no trai
 import torch
 
 from qerl.errors import QeRLError
-from qerl.fp4.format import MXFP4, NVFP4, PackedWeight
+from qerl.fp4.format import MXFP4, NVFP4, PackedRows
 
 _LARGEST, _SPAN = 8, 17  # E4M3 holds the powers of two from 2^-9 to 2^8
 _BIAS = 127
 
 
-def fits_nvfp4(packed: PackedWeight) -> bool:
+def fits_nvfp4(packed: PackedRows) -> bool:
     """Whether an MXFP4 matrix can be written as NVFP4."""
     exponents = packed.scales[_used_blocks(packed)]
     return exponents.numel() == 0 or int(exponents.max()) - int(exponents.min()) <= _SPAN
 
 
-def as_nvfp4(packed: PackedWeight) -> PackedWeight:
+def as_nvfp4(packed: PackedRows) -> PackedRows:
     """The MXFP4 matrix in NVFP4, equal in every element; the codes are shared, not copied.
 
     Raises:
@@ -37,18 +37,18 @@ def as_nvfp4(packed: PackedWeight) -> PackedWeight:
     powers_NG = torch.exp2((exponents_NG + shift).clamp(min=_LARGEST - _SPAN).float())
     scales_NG = powers_NG.repeat_interleave(2, dim=1).to(torch.float8_e4m3fn)
     global_scale = torch.full((1,), 2.0 ** (shift + _BIAS), device=packed.codes.device)
-    return PackedWeight(packed.codes, scales_NG, global_scale, NVFP4)
+    return PackedRows(packed.codes, scales_NG, global_scale, NVFP4)
 
 
-def from_nvfp4(packed: PackedWeight) -> PackedWeight:
+def from_nvfp4(packed: PackedRows) -> PackedRows:
     """The MXFP4 matrix that :func:`as_nvfp4` wrote; only the exponents of blocks of zeros may differ."""
     assert packed.global_scale is not None
     scales_NG = packed.scales[:, ::2].float() / packed.global_scale
     exponents_NG = torch.log2(scales_NG).round().int() + _BIAS
-    return PackedWeight(packed.codes, exponents_NG.clamp(min=0).to(torch.uint8), None, MXFP4)
+    return PackedRows(packed.codes, exponents_NG.clamp(min=0).to(torch.uint8), None, MXFP4)
 
 
-def _used_blocks(packed: PackedWeight) -> torch.Tensor:
+def _used_blocks(packed: PackedRows) -> torch.Tensor:
     """Blocks [N, G] with an element that is not zero."""
     n, groups = packed.scales.shape
     return ((packed.codes & 0x77) != 0).view(n, groups, -1).any(dim=-1)

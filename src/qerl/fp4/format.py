@@ -125,8 +125,8 @@ def check_rounding(rounding: str) -> None:
 
 
 @dataclass(frozen=True)
-class PackedWeight:
-    """A quantised matrix [N, K].
+class PackedRows:
+    """A quantised matrix [N, K] as it lies on disk; a `qerl.fp4.storage.PackedWeight`.
 
     Attributes:
         codes: uint8 [N, K/2], two E2M1 codes a byte, even column in the low nibble.
@@ -135,7 +135,7 @@ class PackedWeight:
         format: Which format it is.
 
     Raises:
-        QeRLError: The parts do not fit together.
+        QeRLError: The tensors do not fit together.
     """
 
     codes: torch.Tensor
@@ -175,6 +175,48 @@ class PackedWeight:
         """(N, K) of the matrix that this stands for."""
         return self.codes.shape[0], 2 * self.codes.shape[1]
 
+    @classmethod
+    def of_tensors(
+        cls,
+        tensors: dict[str, torch.Tensor],
+        format: BlockFormat,
+        rows: int,  # noqa: ARG003
+    ) -> "PackedRows":
+        """See `PackedWeight.of_tensors`; the codes say how many rows there are."""
+        names = ("weight_packed", "weight_scale", "weight_global_scale")
+        codes, scales, global_scale = (tensors.get(name) for name in names)
+        assert codes is not None and scales is not None
+        return cls(codes, scales, global_scale, format)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """See `PackedWeight.tensors`."""
+        tensors = {"weight_packed": self.codes, "weight_scale": self.scales}
+        if self.global_scale is not None:
+            tensors["weight_global_scale"] = self.global_scale
+        return tensors
+
+    def to_rows(self) -> "PackedRows":
+        """The weight itself."""
+        return self
+
+    @torch.no_grad()
+    def write_dense(self, out_NK: torch.Tensor) -> None:
+        """Writes the matrix that the codes stand for into ``out``, whose rows need not be next to each other.
+
+        FP32 throughout, one cast at the end: ``code * (scale / global_scale)``, the division first, which is
+        the order of compressed-tensors and decides the last bit.
+        """
+        # One gather turns a byte into both its elements: a table row is two FP32 numbers, moved as one int64.
+        table = _byte_table(self.codes.device)
+        fits = out_NK.dtype == torch.float32 and out_NK.is_contiguous() and out_NK.device == self.codes.device
+        whole_NK = out_NK if fits else torch.empty(self.shape, device=self.codes.device)
+        pairs = whole_NK.view(torch.int64).flatten()
+        torch.index_select(table, 0, self.codes.flatten().int(), out=pairs)
+        blocks = whole_NK.view(self.shape[0], -1, self.format.block_size)
+        blocks.mul_(_block_steps(self.scales, self.global_scale))
+        if whole_NK is not out_NK:
+            out_NK.copy_(whole_NK)
+
 
 @torch.no_grad()
 def quantize(
@@ -182,7 +224,7 @@ def quantize(
     format: BlockFormat,
     rounding: Rounding,
     amax: float | torch.Tensor | None = None,
-) -> PackedWeight:
+) -> PackedRows:
     """Round a matrix to a four-bit format.
 
     Args:
@@ -222,29 +264,22 @@ def quantize(
             chosen = _search_scales(blocks, chosen, global_scale, format)
         scales[rows] = chosen
         codes[rows] = _pack(_encode(blocks, _block_steps(chosen, global_scale)).flatten(1))
-    return PackedWeight(codes, scales, global_scale, format)
+    return PackedRows(codes, scales, global_scale, format)
+
+
+def dequantize(packed: PackedRows, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """The matrix [N, K] that the codes stand for, in new memory; see :meth:`PackedRows.write_dense`."""
+    out_NK = torch.empty(packed.shape, dtype=dtype, device=packed.codes.device)
+    packed.write_dense(out_NK)
+    return out_NK
 
 
 @torch.no_grad()
-def dequantize(packed: PackedWeight, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """The matrix [N, K] that the codes stand for.
-
-    FP32 throughout, one cast at the end: ``code * (scale / global_scale)``, the division first, which is the
-    order of compressed-tensors and decides the last bit.
-    """
-    # One gather turns a byte into both its elements: a table row is two FP32 numbers, moved as one int64.
-    table = _byte_table(packed.codes.device)
-    elements = table.index_select(0, packed.codes.flatten().int()).view(torch.float32)
-    blocks = elements.view(packed.shape[0], -1, packed.format.block_size)
-    return blocks.mul_(_block_steps(packed.scales, packed.global_scale)).view(packed.shape).to(dtype)
-
-
-@torch.no_grad()
-def error_sums(weight_NK: torch.Tensor, packed: PackedWeight) -> torch.Tensor:
+def error_sums(weight_NK: torch.Tensor, packed: PackedRows) -> torch.Tensor:
     """fp64 [2]: ``||w - w_hat||^2`` and ``||w||^2`` (Frobenius), which add up over matrices."""
     sums = torch.zeros(2, dtype=torch.float64, device=weight_NK.device)
     for rows in _row_chunks(*packed.shape):
-        part = PackedWeight(packed.codes[rows], packed.scales[rows], packed.global_scale, packed.format)
+        part = PackedRows(packed.codes[rows], packed.scales[rows], packed.global_scale, packed.format)
         exact = weight_NK[rows].double()
         sums += torch.stack([(exact - dequantize(part)).square().sum(), exact.square().sum()])
     return sums

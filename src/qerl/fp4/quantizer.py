@@ -32,11 +32,11 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from qerl.errors import QeRLError
 from qerl.families.supported import check_dense
-from qerl.fp4.checkpoint import Checkpoint, quantization_config
+from qerl.fp4.checkpoint import Checkpoint, packed_tensors, quantization_config
 from qerl.fp4.format import block_format, check_rounding, largest_magnitude, quantize
 from qerl.fp4.groups import fused_group, is_quantized, left_out
-from qerl.fp4.linear import LINEAR_CLASSES, PackedLinear
-from qerl.weight_formats import DEFAULT_FORMAT, DEFAULT_ROUNDING, Rounding
+from qerl.fp4.linear import PackedLinear
+from qerl.weight_formats import DEFAULT_FORMAT, DEFAULT_ROUNDING, FORMATS, Rounding
 
 QUANT_METHOD = "qerl_nvfp4"
 
@@ -107,19 +107,14 @@ class QeRLQuantizer(HfQuantizer):
     def get_state_dict_and_metadata(
         self, model: PreTrainedModel
     ) -> tuple[dict[str, torch.Tensor] | None, dict[str, str]]:
-        """What `save_pretrained` writes; weights that the paged engine reordered go back to disk order."""
-        reordered = {
-            name: module.packed
-            for name, module in model.named_modules()
-            if isinstance(module, PackedLinear) and module.weight_packed.ndim == 4
-        }
-        if not reordered:
-            return None, {}
+        """What `save_pretrained` writes: packed weights as they lie on disk, whatever their order here."""
         state = dict(model.state_dict())
-        for name, packed in reordered.items():
-            state[f"{name}.weight_packed"], state[f"{name}.weight_scale"] = packed.codes, packed.scales
-            if packed.global_scale is None:
-                state.pop(f"{name}.weight_global_scale", None)
+        for name, module in model.named_modules():
+            if isinstance(module, PackedLinear):
+                weight = module.storage
+                for buffer in weight.tensors():
+                    del state[f"{name}.{buffer}"]
+                state |= packed_tensors(name, weight.to_rows())
         return state, {}
 
     @property
@@ -136,7 +131,7 @@ class QeRLQuantizer(HfQuantizer):
     def param_element_size(self, model: PreTrainedModel, param_name: str, param: torch.Tensor) -> float:
         """Bytes that one element takes once it is on the device."""
         if self.param_needs_quantization(model, param_name):
-            return 0.5 + 1 / self.format.block_size
+            return FORMATS[self.format.name].bytes_per_element
         return super().param_element_size(model, param_name, param)
 
     def get_quantize_ops(self) -> ConversionOps:
@@ -179,9 +174,10 @@ class QeRLQuantizer(HfQuantizer):
                 )
             linear = linears[name]
             self._check_width(name, linear)
-            empty = LINEAR_CLASSES[self.format.name](
+            empty = PackedLinear(
                 linear.in_features,
                 linear.out_features,
+                self.format,
                 bias=linear.bias is not None,
                 device="meta",
                 dtype=linear.weight.dtype,
@@ -270,7 +266,7 @@ class _QuantizeOnArrival(ConversionOps):
         quantizer = self.quantizer
         amax = quantizer.group_amax(key)
         packed = quantize(weight_NK, quantizer.format, quantizer.quantization_config.rounding, amax)
-        return LINEAR_CLASSES[quantizer.format.name].from_packed(packed, linear.bias)
+        return PackedLinear.of(packed, linear.bias)
 
 
 def _linears(model: PreTrainedModel) -> dict[str, nn.Linear]:

@@ -1,8 +1,8 @@
-"""One piece of GPU memory for what lives for a single product: dense weights.
+"""One place in memory for what lives for a single product: dense weights.
 
 Dequantised weights are needed one at a time, in forward and in backward alike, and the largest is a fraction
-of a gigabyte. A fixed place for them keeps half a gigabyte a layer from passing through the allocator, whose
-cache would otherwise hold a block for each size.
+of a gigabyte. A fixed place for them keeps half a gigabyte per layer from passing through the allocator,
+whose cache would otherwise hold a block for each size.
 
 Work on one stream is ordered, so the next writer cannot overtake the present reader. Code that runs products
 on several streams of a device must not share it.
@@ -21,5 +21,6 @@ def workspace(shape: tuple[int, int], like: torch.Tensor) -> torch.Tensor:
     held = _held.get(key)
     if held is None or held.numel() < size:
         _held.pop(key, None)
-        held = _held[key] = torch.empty(size, dtype=like.dtype, device=like.device)
+        with torch.inference_mode(False):  # a rollout may make the place that training writes to later
+            held = _held[key] = torch.empty(size, dtype=like.dtype, device=like.device)
     return held[:size].view(shape)

@@ -201,6 +201,6 @@ def _write_dense(bases: Sequence[Base], out_NK: torch.Tensor) -> None:
     """Write the dense W of each layer into part of the workspace, one below the other."""
     for base, rows in zip(bases, out_NK.split([base.out_features for base in bases]), strict=True):
         if isinstance(base, PackedLinear):
-            base.write_dense(rows)
+            base.storage.write_dense(rows)
         else:
             rows.copy_(base.weight)

@@ -16,7 +16,7 @@ from trl.trainer.utils import split_tensor_dict
 
 from qerl.errors import QeRLError
 from qerl.families.parts import base_model
-from qerl.fp4.linear import unpacked
+from qerl.fp4.linear import dense_weights_kept
 from qerl.trainer.batch import Batch
 from qerl.trainer.processes import rebuild_buckets
 from qerl.trainer.rollouts import RolloutTrainer
@@ -105,7 +105,7 @@ class UpdateTrainer(RolloutTrainer):
     def _dense_weights_kept(self) -> contextlib.AbstractContextManager[None]:
         """On a CPU, dequantize each weight once per microbatch instead of twice per layer."""
         on_cpu = self.accelerator.device.type == "cpu"
-        return unpacked(self.model) if on_cpu else contextlib.nullcontext()
+        return dense_weights_kept(self.model) if on_cpu else contextlib.nullcontext()
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         """Wraps transformers', which runs ahead of the optimizer's step.

@@ -8,7 +8,6 @@ Shapes: C copies of a sum, T tokens, R ranks stacked, K in-features, N out-featu
 """
 
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 import triton
@@ -134,15 +133,6 @@ def _bad_dimension(tensor: torch.Tensor) -> str:
             )
         expected *= tensor.shape[dimension]
     return f"of the shape {tuple(tensor.shape)}"
-
-
-@cache
-def multiprocessors(device: torch.device) -> int:
-    """Number of multiprocessors of a GPU; on a CPU, where kernels are interpreted, that of an H100."""
-    if device.type != "cuda":
-        return 132
-    count: int = torch.cuda.get_device_properties(device).multi_processor_count
-    return count
 
 
 def dependent(tensor: torch.Tensor) -> dict[str, bool]:

@@ -2,8 +2,8 @@
 
 A code of four bits names one of 16 quantiles of the normal distribution, to be multiplied by the largest
 magnitude (absmax) of its block of 64 consecutive weights. bitsandbytes stores absmax in eight bits, in groups
-of 256 blocks and around one mean a layer ("double quantisation"). Groups and means of several layers cannot
-be put on top of each other, so absmax is kept as the fp32 number that it stands for: 0.047 bytes more a
+of 256 blocks and around one mean per layer ("double quantisation"). Groups and means of several layers cannot
+be put on top of each other, so absmax is kept as the fp32 number that it stands for: 0.047 bytes more per
 weight, no number changed, and q/k/v are one product as in the other formats.
 
 bitsandbytes decides by shape and GPU whether its fused kernel computes a product, decoding as it goes, or its
@@ -15,7 +15,7 @@ The fused kernel of few tokens (up to 3, on small shapes 8) rounds more often th
 product and its product with x are each rounded to bf16, and added in fp32. So an NF4 policy differs more
 between sampling and training than one in another format.
 
-Shapes: T tokens, N out-features, K in-features, a multiple of 64.
+Shapes: T tokens, N outputs, K inputs, a multiple of 64, L stacked linears.
 """
 
 from collections.abc import Sequence
@@ -27,33 +27,19 @@ from torch import nn
 
 from qerl.errors import QeRLError
 from qerl.kernels.needs import how_to_install
+from qerl.kernels.weights.product import Product
 
 BLOCK = 64
-"""Consecutive weights that share an absmax."""
-
-
-@dataclass(frozen=True)
-class NF4:
-    """A weight [N, K], or several on top of each other.
-
-    Attributes:
-        codes: uint8 [N K / 2, 1], the weight with the lower column in the high half of the byte.
-        absmax: fp32 [N K / 64].
-        shape: (N, K).
-    """
-
-    codes: torch.Tensor
-    absmax: torch.Tensor
-    shape: tuple[int, int]
+"""Consecutive weights that share an absmax; the only block size of bitsandbytes that is taken."""
 
 
 def quant_state(layer: nn.Module) -> Any | None:
-    """What bitsandbytes knows of a four-bit layer's weight besides its codes; None for any other layer."""
+    """What bitsandbytes knows about a four-bit layer's weight besides its codes; None for any other layer."""
     return getattr(getattr(layer, "weight", None), "quant_state", None)
 
 
-def refusal(layer: Any) -> str | None:
-    """Why the weight of this four-bit layer of bitsandbytes cannot become :class:`NF4`; None where it can."""
+def why_not(layer: Any) -> str | None:
+    """Why this four-bit layer of bitsandbytes cannot become part of an :class:`NF4Stack`; None if it can."""
     state = layer.weight.quant_state
     if state.quant_type != "nf4" or state.blocksize != BLOCK:
         return f"is {state.quant_type} in blocks of {state.blocksize}, not nf4 in blocks of {BLOCK}"
@@ -66,25 +52,71 @@ def refusal(layer: Any) -> str | None:
     return None
 
 
-@torch.no_grad()
-def stack(layers: Sequence[Any]) -> NF4:
-    """Puts the weights of layers on top of each other; the layers' own become views of the result.
+@dataclass(frozen=True, eq=False)
+class NF4Stack:
+    """One or several weights in NF4; a `qerl.kernels.weights.product.GemmWeight`.
 
-    Args:
-        layers: ``bitsandbytes.nn.Linear4bit`` with the same K for which :func:`refusal` finds nothing.
+    Attributes:
+        codes: uint8 [N K / 2, 1], the weights with the lower column in the high half of the byte.
+        absmax: fp32 [N K / 64].
+        shape: (N, K).
+        scale_L: fp32 [L], the factor of each linear's outputs: ones.
     """
-    states = [layer.weight.quant_state for layer in layers]
-    codes = torch.cat([layer.weight.data for layer in layers])
-    absmax = torch.cat([_flat_absmax(state) for state in states])
-    row, width = 0, layers[0].in_features
-    for layer, state in zip(layers, states, strict=True):
-        until = row + layer.out_features
-        layer.weight.data = codes[row * width // 2 : until * width // 2]
-        layer.weight.compress_statistics = False
-        state.absmax = absmax[row * width // BLOCK : until * width // BLOCK]
-        state.offset, state.state2, state.nested = None, None, False
-        row = until
-    return NF4(codes, absmax, (row, width))
+
+    codes: torch.Tensor
+    absmax: torch.Tensor
+    shape: tuple[int, int]
+    scale_L: torch.Tensor
+
+    @classmethod
+    @torch.no_grad()
+    def of(cls, layers: Sequence[Any]) -> "NF4Stack":
+        """The weights of layers, of which the layers' own become views.
+
+        Args:
+            layers: ``bitsandbytes.nn.Linear4bit`` with the same K for which :func:`why_not` finds nothing.
+        """
+        states = [layer.weight.quant_state for layer in layers]
+        codes = torch.cat([layer.weight.data for layer in layers])
+        absmax = torch.cat([_flat_absmax(state) for state in states])
+        row, width = 0, layers[0].in_features
+        for layer, state in zip(layers, states, strict=True):
+            until = row + layer.out_features
+            layer.weight.data = codes[row * width // 2 : until * width // 2]
+            layer.weight.compress_statistics = False
+            state.absmax = absmax[row * width // BLOCK : until * width // BLOCK]
+            state.offset, state.state2, state.nested = None, None, False
+            row = until
+        return cls(codes, absmax, (row, width), torch.ones(len(layers), device=codes.device))
+
+    def padded_tokens(self, tokens: int) -> int:
+        """0: the operand is [T, K]."""
+        return 0
+
+    def scratch_bytes(self, tokens: int) -> int:
+        """0: bitsandbytes allocates the product."""
+        return 0
+
+    def multiply(self, x: torch.Tensor, tokens: int, scratch: torch.Tensor) -> Product:
+        """x w^T in the dtype of x, by the kernel that bitsandbytes chooses; see `GemmWeight.multiply`.
+
+        Raises:
+            QeRLError: bitsandbytes is not installed.
+        """
+        width = self.shape[1]
+        x_TK = x.view(-1)[: tokens * width].view(tokens, width)
+        return Product(self.gemm(x_TK)[None], None, self.scale_L)
+
+    def gemm(self, x_TK: torch.Tensor) -> torch.Tensor:
+        """x w^T [T, N] in the dtype of x, in new memory."""
+        try:
+            import bitsandbytes  # noqa: F401  its import registers the operator
+        except ImportError as error:
+            raise QeRLError(
+                "Products of NF4 weights need the package bitsandbytes; run "
+                f"`{how_to_install('bitsandbytes')}`."
+            ) from error
+        return torch.ops.bitsandbytes.gemm_4bit(x_TK, self.codes, self.shape, self.absmax, BLOCK, "nf4")
 
 
 def _flat_absmax(state: Any) -> torch.Tensor:
@@ -94,18 +126,3 @@ def _flat_absmax(state: Any) -> torch.Tensor:
     from bitsandbytes.functional import dequantize_blockwise
 
     return dequantize_blockwise(state.absmax, state.state2) + state.offset
-
-
-def product(x_TK: torch.Tensor, weight: NF4) -> torch.Tensor:
-    """x w^T, [T, N] in the dtype of x, by the kernel that bitsandbytes chooses.
-
-    Raises:
-        QeRLError: bitsandbytes is not installed.
-    """
-    try:
-        import bitsandbytes  # noqa: F401  its import registers the operator
-    except ImportError as error:
-        raise QeRLError(
-            f"Products of NF4 weights need the package bitsandbytes; run `{how_to_install('bitsandbytes')}`."
-        ) from error
-    return torch.ops.bitsandbytes.gemm_4bit(x_TK, weight.codes, weight.shape, weight.absmax, BLOCK, "nf4")

@@ -6,14 +6,14 @@
 // multiply. The weight does not depend on the kernel before this one, so the first STAGES pieces of it are asked
 // for before that kernel has ended: its time is not lost for the memory.
 //
-// Weight layout, the one quack-kernels uses ("blob"), so that both libraries run on one resident copy:
+// Weight layout (qerl.kernels.weights.tiles), the one quack-kernels uses, so that both libraries run on one resident copy:
 //   codes  [N/64, K/64, 128 threads, 16 bytes]: thread t = 32 w + l of a 64 x 64 tile holds, for each of four
 //          k16 blocks, one 32-bit word = the A fragment of wgmma.m64nNk16 for rows 16 w + l/4 (+8):
 //          byte 0: (row, k 2c, 2c+1)  byte 1: (row+8, same k)  byte 2: (row, k+8)  byte 3: (row+8, k+8), c = l%4
 //   scales [N/64, K/64, 32 rows r with r%16 < 8, 4 k16 blocks, (row, row+8)] E4M3
 //
 // Activations [K/64, TOKENS/8, 8 chunks, 8 tokens, 8 k]: the core matrices of wgmma's second operand without
-// swizzle. They are written in this order by the kernel that makes them (qerl.kernels.common.operand_at).
+// swizzle. They are written in this order by the kernel that makes them (qerl.kernels.decode.common.operand_at).
 //
 // Multiplying. Up to 16 tokens each warp multiplies its own 16 rows (mma.sync): it waits for nobody, and the
 // compiler decodes the next block while the last is multiplied. wgmma needs four warps in step and a wait; at 8 tokens

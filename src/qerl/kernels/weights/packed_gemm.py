@@ -1,9 +1,7 @@
-"""The one resident form of an NVFP4 weight on the GPU, and the GEMM that reads it.
+"""The GEMM of NVFP4 tiles with few tokens, where a product is as fast as the weight is read; see
+packed_gemm.cu.
 
-A weight is reordered once, at load, into the order in which tensor cores take their operand; that is its only
-copy. The layout is that of quack-kernels (see packed_gemm.cu), so that two kernels share it, each where it is
-faster: this package's own for few tokens, where a product is as fast as the weight is read, and quack's from
-then on.
+Shapes: S partial sums, T tokens, N outputs, K inputs.
 """
 
 from dataclasses import dataclass
@@ -13,71 +11,27 @@ from pathlib import Path
 import torch
 
 from qerl.errors import QeRLError
+from qerl.kernels.device import multiprocessors
 from qerl.kernels.nvrtc import Kernel, kernel
+from qerl.kernels.weights.tiles import TILE, Tiles
 
 _SOURCE = Path(__file__).with_name("packed_gemm.cu")
 _TOKENS = (8, 16, 32, 64, 128)
-MOST_TOKENS = _TOKENS[-1]
 
+MAX_TOKENS = _TOKENS[-1]
+"""Tokens that the kernel takes at most."""
 
-@dataclass(frozen=True)
-class Blob:
-    """An NVFP4 weight in fragment order.
-
-    Attributes:
-        codes: uint8 [N/64, K/64, 128, 16].
-        scales: uint8 [N/64, K/64, 32, 4, 2], E4M3 bytes.
-        shape: (N, K) with N a multiple of 128 and K a multiple of 64.
-    """
-
-    codes: torch.Tensor
-    scales: torch.Tensor
-    shape: tuple[int, int]
-
-
-def to_blob(codes_NK: torch.Tensor, scales_NK: torch.Tensor) -> Blob:
-    """Reorders packed codes [N, K/2] and E4M3 scales [N, K/16] (see qerl.fp4.format); rows are padded to
-    128.
-
-    Raises:
-        QeRLError: K is not a multiple of 64.
-    """
-    rows, half = codes_NK.shape
-    if half % 32:
-        raise QeRLError(
-            f"A packed weight of width {half * 2} cannot be laid out for the GPU: 64 must divide it."
-        )
-    padding = -rows % 128
-    codes_NK = torch.nn.functional.pad(codes_NK, (0, 0, 0, padding))
-    scales_NK = torch.nn.functional.pad(scales_NK.view(torch.uint8), (0, 0, 0, padding))
-    n, tiles = (rows + padding) // 64, half // 32
-    # byte = 8 b + 4 q + c and row = 16 w + 8 p + r: to (w, r, c) = thread and (b, q, p) = byte of the thread.
-    codes = codes_NK.view(n, 4, 2, 8, tiles, 4, 2, 4).permute(0, 4, 1, 3, 7, 5, 6, 2)
-    scales = scales_NK.view(n, 4, 2, 8, tiles, 4).permute(0, 4, 1, 3, 5, 2)
-    return Blob(
-        codes.reshape(n, tiles, 128, 16).contiguous(),
-        scales.reshape(n, tiles, 32, 4, 2).contiguous(),
-        (rows + padding, half * 2),
-    )
-
-
-def from_blob(blob: Blob) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes [N, K/2] and scales [N, K/16] as uint8, rows padded to 128: the exact inverse of
-    :func:`to_blob`."""
-    rows, width = blob.shape
-    n, tiles = rows // 64, width // 64
-    codes = blob.codes.view(n, tiles, 4, 8, 4, 4, 2, 2).permute(0, 2, 7, 3, 1, 5, 6, 4)
-    scales = blob.scales.view(n, tiles, 4, 8, 4, 2).permute(0, 2, 5, 3, 1, 4)
-    return codes.reshape(rows, width // 2), scales.reshape(rows, width // 16)
+OUTPUT_SCALE = 2.0**-8
+"""The kernel's output is this times x w^T: decoding a weight leaves it so, exactly."""
 
 
 def padded_tokens(tokens: int) -> int:
-    """Tokens that an operand for ``tokens`` tokens has room for."""
+    """Tokens that an operand for ``tokens`` tokens, at most `MAX_TOKENS`, has room for."""
     return next(size for size in _TOKENS if size >= tokens)
 
 
 def to_operand(x_TK: torch.Tensor) -> torch.Tensor:
-    """Activations, at most 128 tokens, in the order :func:`small_gemm` reads, flat.
+    """Activations, at most 128 tokens, in the order :func:`packed_gemm` reads, flat.
 
     The kernels of a decode step write this order themselves, see
     :func:`qerl.kernels.decode.common.operand_at`.
@@ -89,12 +43,12 @@ def to_operand(x_TK: torch.Tensor) -> torch.Tensor:
     source = torch.where(low & odd, slots + 7, torch.where(~low & ~odd, slots - 7, slots))
     x_TK = torch.nn.functional.pad(x_TK, (0, 0, 0, padded - tokens))
     x = x_TK.view(padded, width // 16, 16)[:, :, source.to(x_TK.device)]
-    return x.view(padded // 8, 8, width // 64, 8, 8).permute(2, 0, 3, 1, 4).reshape(-1)
+    return x.view(padded // 8, 8, width // TILE, 8, 8).permute(2, 0, 3, 1, 4).reshape(-1)
 
 
 @dataclass(frozen=True)
-class Cut:
-    """How packed_gemm.cu cuts a product.
+class Tiling:
+    """How packed_gemm.cu tiles a product.
 
     Attributes:
         warpgroups: Warpgroups that multiply, 2 to 4.
@@ -108,7 +62,7 @@ class Cut:
     warpgroups: int
     row_groups: int
     tiles: int
-    together: int = 2
+    together: int
     shared_bytes: int = 176_000
 
     def sums_bytes(self, tokens: int) -> int:
@@ -125,59 +79,57 @@ class Cut:
 
 
 @cache
-def parts(cut: Cut, shape: tuple[int, int], device: torch.device) -> tuple[int, torch.Tensor]:
+def partial_sums(tiling: Tiling, shape: tuple[int, int], device: torch.device) -> tuple[int, torch.Tensor]:
     """Partial sums that a product leaves: the most of any row, and those of each 64 rows, int32 [N/64]."""
-    groups, k_tiles = shape[0] // 64, shape[1] // 64
-    total = -(-groups // cut.row_groups) * k_tiles
-    blocks = min(_multiprocessors(device), total)
+    groups, k_tiles = shape[0] // TILE, shape[1] // TILE
+    total = -(-groups // tiling.row_groups) * k_tiles
+    blocks = min(multiprocessors(device), total)
     counts = []
     for group in range(groups):
-        first = group // cut.row_groups * k_tiles
+        first = group // tiling.row_groups * k_tiles
         ends = [((at + 1) * blocks - 1) // total for at in (first, first + k_tiles - 1)]
         counts.append(ends[1] - ends[0] + 1)
     return max(counts), torch.tensor(counts, dtype=torch.int32, device=device)
 
 
-@cache
-def _multiprocessors(device: torch.device) -> int:
-    count: int = torch.cuda.get_device_properties(device).multi_processor_count
-    return count
-
-
-def small_gemm(x: torch.Tensor, blob: Blob, out_STN: torch.Tensor, cut: Cut) -> None:
-    """out[s] = part s of x w^T, times 2^-8 and without the global scale; see :func:`parts`.
+def packed_gemm(x: torch.Tensor, tiles: Tiles, out_STN: torch.Tensor, tiling: Tiling) -> None:
+    """Writes the partial sums of x w^T, times `OUTPUT_SCALE` and without the global scale.
 
     Args:
         x: bf16, as :func:`to_operand` gives it for T tokens.
-        blob: The weight.
-        out_STN: fp32, contiguous. Parts that a row does not have are left as they are.
-        cut: The cut.
+        tiles: The weight.
+        out_STN: fp32, contiguous, with as many partial sums as :func:`partial_sums` says; those that a row
+            does not have are left as they are.
+        tiling: How the product is tiled.
+
+    Raises:
+        QeRLError: Activations or output are not of the size that the weight and the number of tokens ask for.
     """
-    (rows, width), tokens = blob.shape, out_STN.shape[1]
+    (rows, width), tokens = tiles.shape, out_STN.shape[1]
     padded = padded_tokens(tokens)
-    most, _ = parts(cut, blob.shape, x.device)
+    most, _ = partial_sums(tiling, (rows, width), x.device)
     if x.numel() != padded * width or not x.is_contiguous():
-        raise QeRLError(f"small_gemm takes {padded} x {width} activations, not {tuple(x.shape)}.")
+        raise QeRLError(f"packed_gemm takes {padded} x {width} activations, not {tuple(x.shape)}.")
     if out_STN.shape != (most, tokens, rows) or out_STN.dtype != torch.float32:
-        raise QeRLError(f"small_gemm writes fp32 {(most, tokens, rows)}, not {tuple(out_STN.shape)}.")
-    stages = cut.stages(tokens)
-    _compiled(cut, padded, stages, x.device.index or 0)(
-        (min(_multiprocessors(x.device), -(-rows // (64 * cut.row_groups)) * (width // 64)), 1),
-        cut.warpgroups * 128 + 32,
-        stages * cut.stage_bytes(tokens) + cut.sums_bytes(tokens),
-        (x, blob.codes, blob.scales, out_STN),
+        raise QeRLError(f"packed_gemm writes fp32 {(most, tokens, rows)}, not {tuple(out_STN.shape)}.")
+    stages = tiling.stages(tokens)
+    _compiled(tiling, padded, stages, x.device.index or 0)(
+        (min(multiprocessors(x.device), -(-rows // (TILE * tiling.row_groups)) * (width // TILE)), 1),
+        tiling.warpgroups * 128 + 32,
+        stages * tiling.stage_bytes(tokens) + tiling.sums_bytes(tokens),
+        (x, tiles.codes, tiles.scales, out_STN),
         (tokens, rows, width),
     )
 
 
 @cache
-def _compiled(cut: Cut, tokens: int, stages: int, device: int) -> Kernel:
+def _compiled(tiling: Tiling, tokens: int, stages: int, device: int) -> Kernel:
     defines = {
         "TOKENS": tokens,
-        "WARPGROUPS": cut.warpgroups,
-        "ROW_GROUPS": cut.row_groups,
-        "TILES": cut.tiles,
-        "TOGETHER": cut.together,
+        "WARPGROUPS": tiling.warpgroups,
+        "ROW_GROUPS": tiling.row_groups,
+        "TILES": tiling.tiles,
+        "TOGETHER": tiling.together,
         "STAGES": stages,
     }
     return kernel(_SOURCE, "packed_gemm", tuple(defines.items()), device)

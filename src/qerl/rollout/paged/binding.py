@@ -20,12 +20,14 @@ from transformers import PreTrainedModel
 from qerl.errors import QeRLError
 from qerl.families.parts import base_model
 from qerl.families.table import FAMILIES
-from qerl.fp4.convert import as_nvfp4, fits_nvfp4
-from qerl.fp4.linear import MXFP4Linear, PackedLinear
+from qerl.fp4.linear import PackedLinear
+from qerl.fp4.storage import stack_tiles, why_no_tiles
 from qerl.kernels.weights import nf4
-from qerl.kernels.weights.packed_gemm import to_blob
-from qerl.rollout.paged.adapter import Adapter, adapter_refusal, check_adapter, inner, projections, tensors
-from qerl.rollout.paged.weights import Decoder, Layer, Matrix
+from qerl.kernels.weights.dense import DenseStack
+from qerl.kernels.weights.nvfp4 import NVFP4Stack
+from qerl.kernels.weights.product import GemmWeight
+from qerl.rollout.paged.adapter import Adapter, adapter_refusal, check_adapter, inner, projections
+from qerl.rollout.paged.weights import Decoder, Layer
 
 HEAD_SIZES = (16, 32, 64, 128)
 MOST_GROUPED = 64
@@ -71,23 +73,20 @@ def _linears_refusal(base: PreTrainedModel) -> str | None:
         if getattr(layer, "bias", None) is not None and name.split(".")[-1][0] not in "qkv":
             return f"{name} has a bias"
         if nf4.quant_state(layer) is not None:
-            if reason := nf4.refusal(layer):
+            if reason := nf4.why_not(layer):
                 return f"{name} {reason}"
             continue
-        packed = layer if isinstance(layer, PackedLinear) else None
-        if not packed and not (type(layer) is nn.Linear and layer.weight.dtype == torch.bfloat16):
+        if isinstance(layer, PackedLinear):
+            if reason := why_no_tiles(layer.storage):
+                return f"{name} {reason}"
+        elif not (type(layer) is nn.Linear and layer.weight.dtype == torch.bfloat16):
             return f"{name} is a {type(layer).__name__}, neither NVFP4, MXFP4, NF4 nor bfloat16"
-        if packed and (packed.in_features % 64 or packed.out_features % 64):
-            return f"{name} is {packed.out_features} x {packed.in_features}, which 64 does not divide"
-        if isinstance(packed, MXFP4Linear) and not fits_nvfp4(packed.packed):
-            return f"the block scales of {name} are further apart than 2^17"
     return None
 
 
 def _linears(base: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for name, module in base.named_modules():
-        parts = name.split(".")
-        if parts[-1].endswith("_proj"):
+        if name.endswith("_proj"):
             yield name, inner(module)
 
 
@@ -159,9 +158,9 @@ class Binding:
         changed = self._adapter.bind(self.decoder) | self._renew_vocabulary()
         self._adapter.copy()
         for buffer_N, layers in self._biases:
-            parts = buffer_N.split([cast(Any, layer).out_features for layer in layers])
-            for part, layer in zip(parts, layers, strict=True):
-                part.copy_(cast(torch.Tensor, layer.bias))
+            members = buffer_N.split([cast(Any, layer).out_features for layer in layers])
+            for member, layer in zip(members, layers, strict=True):
+                member.copy_(cast(torch.Tensor, layer.bias))
         for buffer, name, norm in self._norms:
             buffer.copy_(cast(torch.Tensor, norm.weight))
             if name in norm_offsets:
@@ -213,13 +212,13 @@ class Binding:
                 self._norms.append((row, self._names[norm], norm))
         return Layer(
             input_norm_D=self._norm(layer.input_layernorm),
-            qkv=_matrix(qkv),
-            bias_N=self._bias([inner(part) for part in qkv]),
+            qkv=_stack(qkv),
+            bias_N=self._bias([inner(module) for module in qkv]),
             qk_norm_2E=qk_norm_2E,
-            o=_matrix(projections(layer, "o")),
+            o=_stack(projections(layer, "o")),
             post_norm_D=self._norm(layer.post_attention_layernorm),
-            gate_up=_matrix(projections(layer, "gate_up")),
-            down=_matrix(projections(layer, "down")),
+            gate_up=_stack(projections(layer, "gate_up")),
+            down=_stack(projections(layer, "down")),
         )
 
     def _bias(self, linears: list[nn.Module]) -> torch.Tensor | None:
@@ -235,45 +234,20 @@ class Binding:
         return buffer
 
 
-def _matrix(parts: list[nn.Module]) -> Matrix:
-    layers = [cast(Any, inner(part)) for part in parts]
-    device = next(tensors(layers[0])).device
+def _stack(adapted: list[nn.Module]) -> GemmWeight:
+    """The weights of linears, adapted or not, stacked for one product; the layers' own become views."""
+    layers = [cast(Any, inner(module)) for module in adapted]
+    if nf4.quant_state(layers[0]) is not None:
+        return nf4.NF4Stack.of(layers)
     if not isinstance(layers[0], PackedLinear):
-        stacked = nf4.stack(layers) if nf4.quant_state(layers[0]) is not None else _stack_dense(layers)
-        ones = torch.ones(len(layers), device=device)
-        return Matrix(stacked, ones, ones)
-    if layers[0].weight_packed.ndim == 4:
-        raise QeRLError("This model already belongs to a paged engine; use that one.")
-    for layer in layers:
-        if isinstance(layer, MXFP4Linear):
-            written = as_nvfp4(layer.packed)
-            layer.weight_scale, layer.weight_global_scale = written.scales, written.global_scale
-    scale_P = torch.stack([1.0 / layer.weight_global_scale[0] for layer in layers])
-    blob = to_blob(
-        torch.cat([layer.weight_packed for layer in layers]),
-        torch.cat([layer.weight_scale.view(torch.uint8) for layer in layers]),
-    )
-    group = 0
-    for layer in layers:
-        until = group + -(-layer.out_features // 64)
-        layer.weight_packed = blob.codes[group:until]
-        layer.weight_scale = blob.scales[group:until].view(torch.float8_e4m3fn)
-        group = until
-    return Matrix(blob, scale_P, scale_P * 256)
-
-
-def _stack_dense(layers: list[Any]) -> torch.Tensor:
-    """Weights on top of each other, of which the layers' own become views."""
-    if len(layers) == 1:
-        return layers[0].weight.data
-    stacked, row = torch.cat([layer.weight.data for layer in layers]), 0
-    for layer in layers:
-        layer.weight.data = stacked[row : row + layer.out_features]
-        row += layer.out_features
-    return stacked
+        return DenseStack.of(layers)
+    tiles, parts = stack_tiles([layer.storage for layer in layers])
+    for layer, part in zip(layers, parts, strict=True):
+        layer.use(part)
+    return NVFP4Stack(tiles, torch.stack([1.0 / part.global_scale[0] for part in parts]))
 
 
 def _address(layer: nn.Module) -> int:
     """Where the numbers of a linear layer are."""
-    weight = layer.weight_packed if isinstance(layer, PackedLinear) else layer.weight
+    weight = layer.qweight if isinstance(layer, PackedLinear) else layer.weight
     return cast(torch.Tensor, weight).data_ptr()

@@ -15,11 +15,11 @@ import triton
 from qerl.kernels.decode import attend as attention
 from qerl.kernels.decode import draw
 from qerl.kernels.decode.draw import RowState
-from qerl.kernels.decode.launch import multiprocessors
+from qerl.kernels.device import multiprocessors
 from qerl.kernels.limits import PAGE
 from qerl.rollout.engine import SamplingParams
+from qerl.rollout.paged.forward import Cache, Forward, Inputs
 from qerl.rollout.paged.limits import SORTED_AT_ONCE
-from qerl.rollout.paged.step import Cache, Inputs, Step
 from qerl.rollout.paged.weights import Decoder
 from qerl.rollout.sampling import truncate
 
@@ -77,7 +77,7 @@ class DecodeStep:
         self.decoder, self.cache, self.rows, self._params, self._pool = decoder, cache, rows, params, pool
         splits = attention_splits(rows, decoder.kv_heads, multiprocessors(device))
         group = decoder.heads // decoder.kv_heads
-        self.step = Step(decoder, rows, splits, attention.decode_rows(group), lora)
+        self.step = Forward(decoder, rows, splits, attention.decode_rows(group), lora)
         self.tile_tokens = self.step.tile // group
 
         def integers(*shape: int) -> torch.Tensor:

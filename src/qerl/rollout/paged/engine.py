@@ -34,11 +34,11 @@ from qerl.rollout.paged import call
 from qerl.rollout.paged.binding import Binding, refusal
 from qerl.rollout.paged.blocks import BlockManager
 from qerl.rollout.paged.decode import DecodeStep
+from qerl.rollout.paged.forward import Cache
 from qerl.rollout.paged.limits import CACHE_SHARE, MAX_ROWS, ROW_COUNTS, BlockDemand, KVGeometry, cache_budget
 from qerl.rollout.paged.memory import SwitchedMemory
 from qerl.rollout.paged.prefill import Prefill
 from qerl.rollout.paged.scheduler import Scheduler
-from qerl.rollout.paged.step import Cache
 
 _SETTINGS = 3
 """Temperatures, filters and stops whose captured steps are kept: training's, evaluation's and one more."""

@@ -13,7 +13,7 @@ import torch
 
 from qerl.kernels.decode import attend as attention
 from qerl.kernels.limits import PAGE
-from qerl.rollout.paged.step import Cache, Inputs, Step
+from qerl.rollout.paged.forward import Cache, Forward, Inputs
 from qerl.rollout.paged.weights import Decoder
 
 _SIZES = (64, 512, 2048)
@@ -48,10 +48,10 @@ class Prefill:
 
     def __init__(self, decoder: Decoder, lora: bool) -> None:
         self._decoder, self._lora = decoder, lora
-        self._steps: dict[int, Step] = {}
+        self._steps: dict[int, Forward] = {}
 
     def clear(self) -> None:
-        """See `Step.clear`."""
+        """See `Forward.clear`."""
         for step in self._steps.values():
             step.clear()
 
@@ -64,7 +64,7 @@ class Prefill:
     def _pass(self, pieces: list[tuple[Job, int]], cache: Cache) -> None:
         size = next(s for s in _SIZES if s >= len(pieces))
         if size not in self._steps:
-            self._steps[size] = Step(
+            self._steps[size] = Forward(
                 self._decoder, size, splits=1, tile=attention.PREFILL_ROWS, lora=self._lora
             )
         step = self._steps[size]

@@ -12,27 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from qerl.kernels.weights.gemm import Weight
-
-
-@dataclass
-class Matrix:
-    """The weight of one GEMM, several linear layers on top of each other.
-
-    Attributes:
-        weight: NVFP4 in fragment order, NF4, or bf16 [N, K].
-        scale_P: fp32 factor of each part's output; 1 / global scale for NVFP4, else 1.
-        raised_P: The same times 2^8, for the kernel whose output is 2^-8 too small.
-    """
-
-    weight: Weight
-    scale_P: torch.Tensor
-    raised_P: torch.Tensor
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(N, K), N padded to 128 for NVFP4."""
-        return (self.weight.shape[0], self.weight.shape[1])
+from qerl.kernels.weights.product import GemmWeight
 
 
 @dataclass
@@ -48,13 +28,13 @@ class Layer:
     """One decoder layer; ``lora_*`` is None without an adapter."""
 
     input_norm_D: torch.Tensor
-    qkv: Matrix
+    qkv: GemmWeight
     bias_N: torch.Tensor | None
     qk_norm_2E: torch.Tensor | None
-    o: Matrix
+    o: GemmWeight
     post_norm_D: torch.Tensor
-    gate_up: Matrix
-    down: Matrix
+    gate_up: GemmWeight
+    down: GemmWeight
     lora_qkv: Lora | None = None
     lora_o: Lora | None = None
     lora_gate_up: Lora | None = None

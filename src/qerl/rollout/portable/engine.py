@@ -17,7 +17,7 @@ from torch import nn
 from qerl.errors import QeRLError
 from qerl.families.parts import base_model, eval_mode
 from qerl.families.sizes import positions_of
-from qerl.fp4.linear import unpacked
+from qerl.fp4.linear import dense_weights_kept
 from qerl.noise import noisy_norms
 from qerl.rollout.engine import (
     Completion,
@@ -91,7 +91,7 @@ class PortableEngine(RolloutEngine):
                 stack.enter_context(grouped_decode(base.config))
             stack.enter_context(noisy_norms(self.model, norm_offsets))
             if base.device.type == "cpu":
-                stack.enter_context(unpacked(self.model))
+                stack.enter_context(dense_weights_kept(self.model))
             yield
 
     def _run_wave(

@@ -11,7 +11,7 @@ from torch import nn
 
 from qerl.errors import QeRLError
 from qerl.families.parts import base_model
-from qerl.fp4.linear import unpacked
+from qerl.fp4.linear import dense_weights_kept
 from qerl.noise import find_noise_norms
 from qerl.rollout.engine import RolloutEngine, check_model
 from qerl.settings.config import QeRLConfig
@@ -61,7 +61,7 @@ def ready_for_rows(model: nn.Module, args: QeRLConfig) -> UpdatePath:
     path = find_path(base, why_dense_masks)
     prompt, completion = args.max_prompt_length, args.max_completion_length
     longest = prompt + completion if prompt and completion else None
-    with unpacked(model) if base.device.type == "cpu" else nullcontext():
+    with dense_weights_kept(model) if base.device.type == "cpu" else nullcontext():
         if args.noise:
             find_noise_norms(model)
         check_joined_row(model, base.base_model, path.by_stretch, args.temperature, longest)

@@ -13,9 +13,9 @@ from qerl.kernels.decode import attend as attention
 from qerl.kernels.decode import residual_norm, rope_kv, silu_mul
 from qerl.kernels.decode.launch import NO_A, NO_B, NO_SUM, LoraA, LoraB, LoraSum
 from qerl.kernels.limits import PAGE
-from qerl.kernels.weights import gemm
+from qerl.kernels.weights.product import GemmWeight, Product
 from qerl.rollout.paged.lora_sums import LoraSums
-from qerl.rollout.paged.weights import Decoder, Layer, Lora, Matrix
+from qerl.rollout.paged.weights import Decoder, Layer, Lora
 
 
 @dataclass
@@ -47,8 +47,8 @@ class Inputs:
     order: torch.Tensor
 
 
-class Step:
-    """Buffers for T tokens and the pass over them.
+class Forward:
+    """Buffers for T tokens, and the pass over them.
 
     Args:
         decoder: The weights.
@@ -68,14 +68,14 @@ class Step:
             return torch.empty(shape, dtype=dtype, device=device)
 
         layer = decoder.layers[0]
-        matrices = [m for each in decoder.layers for m in (each.qkv, each.o, each.gate_up, each.down)]
-        self.scratch = new(max(gemm.scratch_bytes(m.weight, tokens) for m in matrices), dtype=torch.uint8)
+        weights = [w for each in decoder.layers for w in (each.qkv, each.o, each.gate_up, each.down)]
+        self.scratch = new(max(weight.scratch_bytes(tokens) for weight in weights), dtype=torch.uint8)
         self.residual_TD = new(tokens, hidden)
 
         def operand(width: int) -> torch.Tensor:
             # Flat, because each GEMM says in which order it reads; what it has room for beyond T stays zero.
-            room = max(tokens, *(gemm.room(m.weight, tokens) for m in matrices))
-            return torch.zeros(room * width, dtype=decoder.dtype, device=device)
+            padded = max(tokens, *(weight.padded_tokens(tokens) for weight in weights))
+            return torch.zeros(padded * width, dtype=decoder.dtype, device=device)
 
         self.u, self.attended, self.h = operand(hidden), operand(heads * size), operand(decoder.intermediate)
         self.u_TD = self.u[: tokens * hidden].view(tokens, hidden)
@@ -90,12 +90,12 @@ class Step:
         """Forget what a pass that was cut off between two launches has left in the sums x A^T."""
         self.sums.clear()
 
-    def _multiply(self, x: torch.Tensor, matrix: Matrix) -> tuple[gemm.Product, torch.Tensor]:
-        product = gemm.multiply(x, matrix.weight, self.tokens, self.scratch)
-        return product, matrix.raised_P if product.small else matrix.scale_P
+    def _multiply(self, x: torch.Tensor, weight: GemmWeight) -> Product:
+        return weight.multiply(x, self.tokens, self.scratch)
 
-    def _room(self, matrix: Matrix) -> int:
-        return gemm.room(matrix.weight, self.tokens)
+    def _padded(self, weight: GemmWeight) -> int:
+        """Tokens for which the operand of this weight has room, 0 if it is [T, K]."""
+        return weight.padded_tokens(self.tokens)
 
     def __call__(self, cache: Cache, inputs: Inputs) -> torch.Tensor:
         """Writes the tokens' keys and values and returns the final norm's output [T, D] without its 1/rms.
@@ -106,7 +106,7 @@ class Step:
         first = decoder.layers[0]
         residual_norm.residual_norm(
             self.residual_TD, first.input_norm_D, self.u, self.squares_PT,
-            padded_tokens=self._room(first.qkv), embedding=(decoder.embedding_VD, inputs.token_T),
+            padded_tokens=self._padded(first.qkv), embedding=(decoder.embedding_VD, inputs.token_T),
             a=_a(first.lora_qkv, sums.qkv),
         )  # fmt: skip
         for i, layer in enumerate(decoder.layers):
@@ -117,11 +117,11 @@ class Step:
     def _attention(self, layer: Layer, k: torch.Tensor, v: torch.Tensor, inputs: Inputs) -> None:
         """From the first norm's output to the second's."""
         decoder, sums = self.decoder, self.sums
-        product, scale = self._multiply(self.u, layer.qkv)
+        product = self._multiply(self.u, layer.qkv)
         rope_kv.rope_kv(
-            product.out_STN, scale, self.squares_PT, decoder.cos_ME, decoder.sin_ME, inputs.position_T,
-            inputs.slot_T, self.q_THE, k, v, width=decoder.hidden, eps=decoder.eps,
-            partials_G=product.parts_G, bias_N=layer.bias_N, qk_norm_2E=layer.qk_norm_2E,
+            product.out_STN, product.scale_L, self.squares_PT, decoder.cos_ME, decoder.sin_ME,
+            inputs.position_T, inputs.slot_T, self.q_THE, k, v, width=decoder.hidden, eps=decoder.eps,
+            partials_G=product.partials_G, bias_N=layer.bias_N, qk_norm_2E=layer.qk_norm_2E,
             b=_b(layer.lora_qkv, sums.qkv), xa_to_clear=sums.down,
         )  # fmt: skip
         attention.attend(
@@ -129,37 +129,36 @@ class Step:
             self.out_ZTHE, self.lse_ZTH, splits=self.splits, rows=self.tile,
         )  # fmt: skip
         attention.combine_splits(
-            self.out_ZTHE, self.lse_ZTH, self.attended, padded_tokens=self._room(layer.o),
+            self.out_ZTHE, self.lse_ZTH, self.attended, padded_tokens=self._padded(layer.o),
             a=_a(layer.lora_o, sums.o), xa_to_clear=sums.qkv,
         )  # fmt: skip
         self._residual_norm(
-            *self._multiply(self.attended, layer.o), layer.post_norm_D, self._room(layer.gate_up),
+            self._multiply(self.attended, layer.o), layer.post_norm_D, self._padded(layer.gate_up),
             b=_b(layer.lora_o, sums.o), a=_a(layer.lora_gate_up, sums.gate_up), xa_to_clear=NO_SUM,
         )  # fmt: skip
 
     def _mlp(self, layer: Layer, following: Layer | None) -> None:
         """From the second norm's output to the following layer's first, or to the final norm's."""
         decoder, sums = self.decoder, self.sums
-        product, scale = self._multiply(self.u, layer.gate_up)
+        product = self._multiply(self.u, layer.gate_up)
         silu_mul.silu_mul(
-            product.out_STN, scale, self.squares_PT, self.h,
+            product.out_STN, product.scale_L, self.squares_PT, self.h,
             intermediate=decoder.intermediate, width=decoder.hidden, eps=decoder.eps,
-            padded_tokens=self._room(layer.down), partials_G=product.parts_G,
+            padded_tokens=self._padded(layer.down), partials_G=product.partials_G,
             b=_b(layer.lora_gate_up, sums.gate_up), a=_a(layer.lora_down, sums.down), xa_to_clear=sums.o,
         )  # fmt: skip
         if following is not None:
-            norm, room, lora = following.input_norm_D, self._room(following.qkv), following.lora_qkv
+            norm, padded, lora = following.input_norm_D, self._padded(following.qkv), following.lora_qkv
         else:
-            norm, room, lora = decoder.final_norm_D, 0, None
+            norm, padded, lora = decoder.final_norm_D, 0, None
         self._residual_norm(
-            *self._multiply(self.h, layer.down), norm, room,
+            self._multiply(self.h, layer.down), norm, padded,
             b=_b(layer.lora_down, sums.down), a=_a(lora, sums.qkv), xa_to_clear=sums.gate_up,
         )  # fmt: skip
 
     def _residual_norm(
         self,
-        product: gemm.Product,
-        scale: torch.Tensor,
+        product: Product,
         norm_D: torch.Tensor,
         padded_tokens: int,
         *,
@@ -169,7 +168,7 @@ class Step:
     ) -> None:
         residual_norm.residual_norm(
             self.residual_TD, norm_D, self.u, self.squares_PT, padded_tokens=padded_tokens,
-            gemm_STN=product.out_STN, partials_G=product.parts_G, scale_1=scale, b=b, a=a,
+            gemm_STN=product.out_STN, partials_G=product.partials_G, scale_1=product.scale_L, b=b, a=a,
             xa_to_clear=xa_to_clear,
         )  # fmt: skip
 

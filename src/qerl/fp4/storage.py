@@ -1,0 +1,146 @@
+"""The orders in which the bytes of a four-bit weight may lie, behind one interface.
+
+A weight comes from disk as rows (`qerl.fp4.format.PackedRows`). The paged engine puts it into tiles, the
+order in which tensor cores read (`PackedTiles`), and training dequantises it from there. Whoever holds a
+weight asks it for a dense matrix, or for its rows, and does not look which of the two it is. Another order is
+another class with the members of `PackedWeight`.
+
+Tiles are NVFP4 for both formats: an MXFP4 weight is written as NVFP4, which changes no number
+(`qerl.fp4.convert`), and remembers what it was, so that its rows are MXFP4 again.
+
+Shapes: N outputs, K inputs.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from qerl.errors import QeRLError
+from qerl.fp4.convert import as_nvfp4, fits_nvfp4, from_nvfp4
+from qerl.fp4.format import NVFP4, BlockFormat, PackedRows
+from qerl.kernels.weights.tiles import TILE, Tiles
+
+
+class PackedWeight(Protocol):
+    """A matrix [N, K] in four bits, whatever the order of its bytes.
+
+    Attributes:
+        format: The format of its rows, in which it is saved.
+        shape: (N, K).
+    """
+
+    @property
+    def format(self) -> BlockFormat: ...
+
+    @property
+    def shape(self) -> tuple[int, int]: ...
+
+    @classmethod
+    def of_tensors(cls, tensors: dict[str, torch.Tensor], format: BlockFormat, rows: int) -> "PackedWeight":
+        """The weight of N = ``rows`` whose bytes are in ``tensors``: the inverse of :meth:`tensors`."""
+        ...
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The bytes, named as the buffers of a `qerl.fp4.linear.PackedLinear` and as on disk; no copy."""
+        ...
+
+    def to_rows(self) -> PackedRows:
+        """The weight as it lies on disk; a copy unless it lies so already."""
+        ...
+
+    def write_dense(self, out_NK: torch.Tensor) -> None:
+        """Writes the matrix into ``out``, whose rows need not be next to each other: exact in FP32, then
+        cast."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class PackedTiles:
+    """A weight in the order in which tensor cores read it.
+
+    Attributes:
+        tiles: Codes and block scales in NVFP4, rows beyond N being padding.
+        global_scale: fp32 [1], the divisor of the block scales.
+        format: The format that it had as rows.
+        rows: N.
+    """
+
+    tiles: Tiles
+    global_scale: torch.Tensor
+    format: BlockFormat
+    rows: int
+
+    @classmethod
+    def of_tensors(cls, tensors: dict[str, torch.Tensor], format: BlockFormat, rows: int) -> "PackedTiles":
+        """See `PackedWeight.of_tensors`."""
+        tiles = Tiles(tensors["weight_packed"], tensors["weight_scale"])
+        return cls(tiles, tensors["weight_global_scale"], format, rows)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(N, K)."""
+        return self.rows, self.tiles.shape[1]
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """See `PackedWeight.tensors`."""
+        return {
+            "weight_packed": self.tiles.codes,
+            "weight_scale": self.tiles.scales,
+            "weight_global_scale": self.global_scale,
+        }
+
+    def to_rows(self) -> PackedRows:
+        """A copy of the weight as it lies on disk, in the format that it had there."""
+        codes, scales = (part[: self.rows] for part in self.tiles.rows())
+        rows = PackedRows(codes, scales.view(NVFP4.scale_dtype), self.global_scale, NVFP4)
+        return rows if self.format is NVFP4 else from_nvfp4(rows)
+
+    def write_dense(self, out_NK: torch.Tensor) -> None:
+        """See `PackedWeight.write_dense`; on a CPU by way of the rows, on a GPU with a kernel of its own."""
+        if not self.tiles.codes.is_cuda:
+            self.to_rows().write_dense(out_NK)
+            return
+        from qerl.kernels.weights.dequantize import dequantize_tiles  # needs cuda-bindings
+
+        dequantize_tiles(self.tiles, self.global_scale, out_NK)
+
+
+def why_no_tiles(weight: PackedWeight) -> str | None:
+    """Why a weight cannot be put into tiles, as the end of a sentence; None if it can."""
+    rows, width = weight.shape
+    if rows % TILE or width % TILE:
+        return f"is {rows} x {width}, which {TILE} does not divide"
+    if isinstance(weight, PackedRows) and weight.format is not NVFP4 and not fits_nvfp4(weight):
+        return "has block scales that are further apart than 2^17"
+    return None
+
+
+def stack_tiles(weights: Sequence[PackedWeight]) -> tuple[Tiles, list[PackedTiles]]:
+    """Puts weights with the same K on top of each other, in tiles.
+
+    Args:
+        weights: Rows for which :func:`why_no_tiles` finds nothing.
+
+    Returns:
+        The tiles of all of them, and each weight as a view of its part.
+
+    Raises:
+        QeRLError: One of them lies in tiles already, so that it belongs to another stack.
+    """
+    if any(isinstance(weight, PackedTiles) for weight in weights):
+        raise QeRLError("This model already belongs to a paged engine; use that one.")
+    formats = [weight.format for weight in weights]
+    members = [rows if rows.format is NVFP4 else as_nvfp4(rows) for rows in (w.to_rows() for w in weights)]
+    stack = Tiles.from_rows(
+        torch.cat([member.codes for member in members]),
+        torch.cat([member.scales.view(torch.uint8) for member in members]),
+    )
+    parts, first = [], 0
+    for member, format in zip(members, formats, strict=True):
+        assert member.global_scale is not None
+        rows = member.shape[0]
+        parts.append(PackedTiles(stack.part(first, rows), member.global_scale, format, rows))
+        first += rows
+    return stack, parts

@@ -1,0 +1,82 @@
+"""NVFP4 weights on top of each other, and which kernel multiplies with them.
+
+Up to as many tokens as packed_gemm.cu takes it is the faster one (gate_up of 32B on an H100: 57 us, and 84
+with quack-kernels, at 8 tokens, 77 and 104 at 64, 119 and 132 at 128), and quack-kernels from then on; both
+read the same bytes.
+
+Shapes: T tokens, N outputs, K inputs, L stacked linears.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+
+from qerl.kernels.weights.packed_gemm import (
+    MAX_TOKENS,
+    OUTPUT_SCALE,
+    Tiling,
+    packed_gemm,
+    padded_tokens,
+    partial_sums,
+)
+from qerl.kernels.weights.product import Product
+from qerl.kernels.weights.quack_gemm import quack_gemm, quack_tile
+from qerl.kernels.weights.tiles import Tiles
+
+# By padded tokens. H100, microseconds of gate_up and down of 32B, beside what other tilings took.
+_TILINGS = {
+    8: Tiling(2, 2, 8, 4),  # 57.1 and 30.5; four warpgroups on 256 rows 57.9 and 31.2
+    16: Tiling(2, 2, 8, 4),  # 57.8 and 32.3; four warpgroups on 256 rows 58.3 and 32.5
+    32: Tiling(3, 3, 4, 4),  # 62.0 and 34.0; four warpgroups on 256 rows 61.8 and 34.6
+    64: Tiling(3, 3, 4, 4, 200_000),  # 77.1 and 40.9; two warpgroups on 128 rows 83.2 and 43.8
+    128: Tiling(2, 2, 4, 4, 215_000),  # 119.2 and 61.4; stages half as long 130.6 and 65.8
+}
+
+
+def tiling_for(tokens: int) -> Tiling:
+    """How packed_gemm.cu tiles a product of at most `MAX_TOKENS` tokens, from the table above."""
+    return _TILINGS[padded_tokens(tokens)]
+
+
+@dataclass(eq=False)
+class NVFP4Stack:
+    """One or several weights in NVFP4; a `qerl.kernels.weights.product.GemmWeight`.
+
+    Attributes:
+        tiles: Codes and block scales of all of them.
+        scale_L: fp32 [L], the reciprocal of each linear's global scale.
+        shape: (N, K), N padded.
+    """
+
+    tiles: Tiles
+    scale_L: torch.Tensor
+    shape: tuple[int, int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.shape = self.tiles.shape
+        self._packed_gemm_scale_L = self.scale_L / OUTPUT_SCALE
+
+    def padded_tokens(self, tokens: int) -> int:
+        """Tokens that packed_gemm.cu computes; 0 for more than it takes."""
+        return padded_tokens(tokens) if tokens <= MAX_TOKENS else 0
+
+    def scratch_bytes(self, tokens: int) -> int:
+        """Bytes of the product: fp32 partial sums, or bf16."""
+        if tokens > MAX_TOKENS:
+            return tokens * self.shape[0] * 2
+        most, _ = partial_sums(tiling_for(tokens), self.shape, self.tiles.codes.device)
+        return most * tokens * self.shape[0] * 4
+
+    def multiply(self, x: torch.Tensor, tokens: int, scratch: torch.Tensor) -> Product:
+        """x w^T; see `GemmWeight.multiply`."""
+        rows, width = self.shape
+        if tokens > MAX_TOKENS:
+            x_TK = x.view(-1)[: tokens * width].view(tokens, width)
+            out_STN = scratch[: tokens * rows * 2].view(x.dtype).view(1, tokens, rows)
+            quack_gemm(x_TK, self.tiles, out_STN[0], quack_tile(tokens, width))
+            return Product(out_STN, None, self.scale_L)
+        tiling = tiling_for(tokens)
+        most, partials_G = partial_sums(tiling, self.shape, x.device)
+        out_STN = scratch[: most * tokens * rows * 4].view(torch.float32).view(most, tokens, rows)
+        packed_gemm(x, self.tiles, out_STN, tiling)
+        return Product(out_STN, partials_G, self._packed_gemm_scale_L)
