@@ -335,6 +335,8 @@ def test_command_on_a_shape(capsys):
     assert main(["plan", "7b", "--gpu", "12", *lengths]) == 0
     printed = " ".join(capsys.readouterr().out.split())
     assert "A microbatch of 8 samples is computed in chunks of at most 6399 tokens." in printed
+    assert main(["plan", "7b", "--lora_dropout", "0.05", *lengths]) == 0
+    assert "lora_dropout is 0.05." in " ".join(capsys.readouterr().out.split())
     assert main(["plan", "7b", "--gpu", "12", *lengths, "--tokens_per_forward", "16639"]) == 1
     printed = " ".join(capsys.readouterr().out.split())
     assert "It does not fit: the update takes" in printed
