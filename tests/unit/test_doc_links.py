@@ -9,7 +9,8 @@ ROOT = Path(__file__).parents[2]
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
 DATED = {"CHANGELOG.md", "log.md"}  # they speak of files of their time
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
-_FILE = re.compile(r"`((?:qerl|src|tests|docs|benchmarks)/[\w./-]+)`")
+_FILE = re.compile(r"`((?:qerl|src|tests|docs|benchmarks)/[\w./-]+|(?!my/)[\w-]+/[\w./-]*(?:\.\w+|/))`")
+_PLACES = (ROOT, ROOT / "src", ROOT / "src" / "qerl")
 _MODULE = re.compile(r"`(qerl(?:\.[a-z_]\w*)+)`")
 
 
@@ -35,5 +36,5 @@ def test_files_and_modules_that_are_named_exist(page):
     text = page.read_text()
     named = _FILE.findall(text) + [f"qerl/{name[5:].replace('.', '/')}" for name in _MODULE.findall(text)]
     for name in named:
-        path = ROOT / ("src" if name.startswith("qerl/") else "") / name
-        assert path.exists() or path.with_name(path.name + ".py").exists(), name
+        paths = [place / end for place in _PLACES for end in (name, f"{name}.py")]
+        assert any(path.exists() for path in paths), name
