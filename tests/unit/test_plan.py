@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from qerl.cli import main
 from qerl.errors import QeRLError
 from qerl.families.layer import LINEARS
 from qerl.families.sizes import SIZES, Sizes
+from qerl.families.table import FAMILIES
 from qerl.fp4.linear import PackedLinear
 from qerl.lora.adapter import add_lora
 from qerl.models import hub
@@ -387,6 +389,12 @@ def test_other_families_and_formats(tmp_path, capsys):
     assert "holds mxfp4 weights, which cannot become nvfp4" in " ".join(capsys.readouterr().err.split())
     assert main(["plan", "model.gguf"]) == 2
     assert "has no config.json" in capsys.readouterr().err
+
+
+def test_docs_name_the_families_that_have_kernels():
+    page = (Path(__file__).parents[2] / "docs" / "families.md").read_text(encoding="utf-8")
+    (row,) = [line for line in page.splitlines() if line.startswith("|") and "| paged" in line]
+    assert row.split("|")[1].strip() == ", ".join(family.name for family in FAMILIES.values())
 
 
 def test_only_the_config_is_downloaded(tiny_model, tmp_path, monkeypatch):

@@ -39,7 +39,7 @@ from qerl.tasks.guard import RewardFunction, guarded
 
 
 def held_out(task: Task, limit: int | None = None) -> Dataset:
-    """The problems to score.
+    """The problems of a task to score.
 
     Args:
         task: Gives them.
@@ -75,7 +75,7 @@ def evaluate(
         tokenizer: With a chat template.
         task: Judges answers.
         problems: Of the task, see `held_out`.
-        samples: Completions for each problem (K), at least one.
+        samples: Completions per problem (K), at least one.
         params: How they are sampled.
         console: Where progress is shown.
         record: Keeps the completions, and may hold those of an evaluation that was cut off.
@@ -113,7 +113,7 @@ def evaluate(
 def _scored(
     task: Task, rows: list[dict[str, Any]], texts: list[str], completions: list[Completion]
 ) -> list[Row]:
-    """One record for each completion."""
+    """One row per completion."""
     accuracy = guarded(task.rewards[0])
     scored = []
     for row, text, completion in zip(rows, texts, completions, strict=True):

@@ -34,7 +34,7 @@ class Record:
         settings: Everything that decides the completions, as plain JSON values.
 
     Attributes:
-        rows: One for each completion, problems in order, the samples of a problem next to each other.
+        rows: One per completion, problems in order, the samples of a problem next to each other.
 
     Raises:
         QeRLError: The folder cannot be written, holds a finished evaluation, or one with other settings.

@@ -43,7 +43,7 @@ class EvalResult:
     date: str = ""
 
     def summary(self) -> str:
-        """One line for people."""
+        """The score as one line for people."""
         low, high = (100 * bound for bound in self.interval)
         kind = "accuracy" if self.samples == 1 else f"avg@{self.samples}"
         line = f"{self.task}: {kind} {100 * self.accuracy:.1f} % (95 % interval {low:.1f} to {high:.1f}, "

@@ -1,4 +1,4 @@
-"""What noise and rollout need of a model's module tree, with or without a PEFT wrapper around it."""
+"""The parts of a loaded model that noise, rollout and update read, with or without PEFT around it."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,7 +20,7 @@ def base_model(model: nn.Module) -> PreTrainedModel:
 
 @contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
-    """Puts every module into eval mode and gives each its own former mode back, also when the body raises.
+    """Put every module into eval mode for the body, and give each its former mode back, also after an error.
 
     ``model.train()`` would not do: it also wakes modules that somebody had set to eval on purpose.
     """

@@ -14,7 +14,7 @@ _BY_POSITION = {"full_attention", "sliding_attention", "chunked_attention"}
 """Layer types whose attention depends on nothing but who may see whom."""
 
 
-def refusal(config: PreTrainedConfig, model_class: type) -> str | None:
+def why_not(config: PreTrainedConfig, model_class: type) -> str | None:
     """Why no model of this class and config can be trained here, or None where nothing speaks against it.
 
     Args:

@@ -19,6 +19,7 @@ class Family:
     """The kinds of which a decoder layer of one ``model_type`` is made.
 
     Attributes:
+        name: As people write it.
         norm: In front of attention and in front of the MLP. ``rms``: RMSNorm, x / rms(x) * w.
         attention: ``grouped``: rotary embedding of whole heads, causal softmax, several query heads per key
             head.
@@ -31,6 +32,7 @@ class Family:
             (``sliding_window``) says it.
     """
 
+    name: str
     norm: Literal["rms"] = "rms"
     attention: Literal["grouped"] = "grouped"
     mlp: Literal["swiglu"] = "swiglu"
@@ -51,9 +53,9 @@ class Family:
 
 
 FAMILIES = {
-    "llama": Family(),
-    "mistral": Family(window_field=None),
-    "qwen2": Family(qkv_bias=True),
-    "qwen3": Family(qk_norm=True),
+    "llama": Family("Llama"),
+    "mistral": Family("Mistral", window_field=None),
+    "qwen2": Family("Qwen2", qkv_bias=True),
+    "qwen3": Family("Qwen3", qk_norm=True),
 }
 """By ``model_type`` of config.json."""

@@ -122,6 +122,24 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     return Checkpoint(folder, config, layout, format, shards)
 
 
+def check_held_format(name: str | Path, held: BlockFormat | None, wanted: str) -> None:
+    """Raise for a packed checkpoint that is to be loaded in another format than its own.
+
+    Args:
+        name: What the user calls the model.
+        held: Format of its weights, None where they are not packed.
+        wanted: Name of the format in which it is to be loaded.
+
+    Raises:
+        QeRLError: It holds another one.
+    """
+    if held is not None and held.name != wanted:
+        raise QeRLError(
+            f"{name} holds {held.name} weights, which cannot become {wanted}; set weights to {held.name} or "
+            "name the 16-bit model."
+        )
+
+
 def read_config(folder: Path) -> tuple[dict[str, Any], Layout, BlockFormat | None]:
     """A model's ``config.json``, and the layout and format of its weights; no shard needs to be there.
 

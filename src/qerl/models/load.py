@@ -28,7 +28,7 @@ from transformers import (
 
 from qerl.errors import QeRLError, first_line
 from qerl.families import supported as families
-from qerl.fp4.checkpoint import Checkpoint, open_checkpoint
+from qerl.fp4.checkpoint import Checkpoint, check_held_format, open_checkpoint
 from qerl.fp4.quantizer import QeRLQuantizationConfig
 from qerl.kernels.needs import how_to_install
 from qerl.models.hub import local_checkpoint
@@ -68,12 +68,7 @@ def load_model(
         raise QeRLError(f"There is no weight format {weights}; choose one of {', '.join(FORMATS)}.")
     device = torch.device(device)
     checkpoint = open_checkpoint(local_checkpoint(name_or_path))
-    if checkpoint.format is not None and checkpoint.format.name != weights:
-        packed = checkpoint.format.name
-        raise QeRLError(
-            f"{name_or_path} holds {packed} weights, which cannot become {weights}; set weights to {packed} "
-            "or name the 16-bit model."
-        )
+    check_held_format(name_or_path, checkpoint.format, weights)
     config = _read_config(checkpoint, trust_remote_code)
     skeleton = _skeleton(copy.deepcopy(config), checkpoint, trust_remote_code)  # some classes change theirs
     _check_family(config, skeleton, lora_targets)
@@ -155,7 +150,7 @@ def _skeleton(config: PreTrainedConfig, checkpoint: Checkpoint, trust_remote_cod
 
 
 def _check_family(config: PreTrainedConfig, skeleton: PreTrainedModel, targets: Sequence[str] | None) -> None:
-    if reason := families.refusal(config, type(skeleton)):
+    if reason := families.why_not(config, type(skeleton)):
         raise QeRLError(f"{reason}; use a family of docs/families.md.")
     families.check_dense(type(skeleton).__name__, (name for name, _ in skeleton.named_parameters()))
     if targets is not None:

@@ -102,12 +102,12 @@ class Cache:
         return BlockDemand(self.work.prompt_tokens, self.work.completion_tokens, self.work.group)
 
     def bytes(self, budget: int) -> int:
-        """Bytes that the engine reserves if keys and values may take so many bytes."""
+        """Bytes that the engine reserves if keys and values may take the budget."""
         block = self.geometry.block_bytes
         return block * min(self.demand.blocks(self.work.sequences), budget // block)
 
     def sequences(self, budget: int) -> int:
-        """Sequences of full length that so many bytes hold, up to those of the work."""
+        """Sequences of full length that the budget holds, up to those of the work."""
         return self.demand.rows(budget // self.geometry.block_bytes, self.work.sequences)
 
 
@@ -125,17 +125,17 @@ class Activations:
 
     @property
     def inputs(self) -> int:
-        """``2 layers T D``: the input of every layer."""
+        """``2 layers T D``: bytes of the input of every layer."""
         return self.sizes.layers * HALF * self.work.tokens * self.sizes.hidden
 
     @property
     def whole_layers(self) -> int:
-        """Everything inside the layers that are not computed again."""
+        """Bytes of everything inside the layers that are not computed again."""
         return (self.sizes.layers - self.recomputed) * self.layer
 
     @property
     def kept(self) -> int:
-        """Everything kept from the forward to the backward pass."""
+        """Bytes kept from the forward to the backward pass."""
         return self.inputs + self.whole_layers
 
     @property

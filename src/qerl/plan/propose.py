@@ -5,7 +5,7 @@ How many samples a step has is the user's choice and stays as it is. How they ar
 speed, but nothing that is learned (`qerl.trainer.update.chunks`), so it follows from the plan. The two
 settings compete for the same memory. A layer that keeps its activations saves its second forward pass, a
 third of its products. Fewer tokens at once make room for more such layers; but every forward pass writes
-every weight densely anew, and a group that is divided has its prompt computed in each piece.
+every weight densely anew, and a group that is divided has its prompt computed in each chunk.
 """
 
 import dataclasses
@@ -21,13 +21,18 @@ from qerl.rollout.paged.limits import MAX_ROWS
 MARGIN = 1.05
 """A plan is meant to be within 5 % of what a step then takes."""
 
-ENOUGH_TOKENS = 32768  # in a forward pass; more do not make it faster
-FEW_TOKENS = 2048  # in a forward pass; only memory asks for fewer
-STEP = 256  # tokens between the limits that are tried then
+ENOUGH_TOKENS = 32768
+"""Tokens per forward pass; more do not make it faster."""
+
+FEW_TOKENS = 2048
+"""Tokens per forward pass; only memory asks for fewer."""
+
+STEP = 256
+"""Tokens between the limits that are tried below `FEW_TOKENS`."""
 
 DENSE_TOKENS = 360
-"""Tokens whose product with a weight takes as long as writing the weight densely: 2.56 bytes an element at
-2.5 TB/s against 2 operations an element and token at 700 TFLOP/s (H100, docs/dev/log.md)."""
+"""Tokens whose product with a weight takes as long as writing the weight densely: 2.56 bytes per element at
+2.5 TB/s against 2 operations per element and token at 700 TFLOP/s (H100, docs/dev/log.md)."""
 
 _EVERY = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96)
 
@@ -38,7 +43,7 @@ def fits(plan: MemoryPlan) -> bool:
 
 
 def cost(sizes: Sizes, work: Work) -> float:
-    """Time of an update in forward passes over its tokens, as far as the settings chosen here change it."""
+    """Duration of an update in forward passes over its tokens, as far as these settings change it."""
     passes = 2 + Activations(sizes, work).recomputed / sizes.layers  # forward, again, gradients of the inputs
     whole = work.tokens_of(work.microbatch)
     chunks = -(-whole // work.tokens)

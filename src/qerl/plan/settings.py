@@ -10,7 +10,7 @@ from pathlib import Path
 from qerl.errors import QeRLError
 from qerl.families.layer import LINEARS
 from qerl.families.sizes import SIZES, Sizes
-from qerl.fp4.checkpoint import read_config
+from qerl.fp4.checkpoint import check_held_format, read_config
 from qerl.models.hub import local_config
 from qerl.plan.phases import MemoryPlan, make_plan
 from qerl.plan.propose import fastest, propose
@@ -113,7 +113,7 @@ def every_n_layers(config: QeRLConfig) -> int | None:
 
 
 def _samples(config: QeRLConfig) -> int:
-    """Samples of one rollout."""
+    """Number of samples of one rollout."""
     return config.per_device_train_batch_size * (config.steps_per_generation or 1)
 
 
@@ -127,11 +127,7 @@ def _sizes(name: str, config: QeRLConfig) -> Sizes:
             raise
         raise QeRLError(f"{error} Sizes that are known by name: {', '.join(SIZES)}.") from error
     content, _, format = read_config(folder)
-    if format is not None and format.name != config.weights:
-        raise QeRLError(
-            f"{name} holds {format.name} weights, which cannot become {config.weights}; set weights to "
-            f"{format.name} or name the 16-bit model."
-        )
+    check_held_format(name, format, config.weights)
     return Sizes.from_config(content)
 
 

@@ -61,8 +61,8 @@ class Work:
         return why_not_joint(self.weights, self.lora_dropout)
 
     def tokens_of(self, samples: int) -> int:
-        """Tokens of the joined row of so many samples: each group's prompt once, without its last token, and
-        every completion token."""
+        """Tokens of the joined row of that many samples: each group's prompt once, without its last token,
+        and every completion token."""
         prompts = -(-samples // self.group)
         return prompts * (self.prompt_tokens - 1) + samples * self.completion_tokens
 
@@ -79,5 +79,5 @@ class Work:
 
     @property
     def passes(self) -> int:
-        """Backward passes per optimizer step, at most."""
+        """Backward passes per optimizer step, at least."""
         return self.microbatches * -(-self.tokens_of(self.microbatch) // self.tokens)

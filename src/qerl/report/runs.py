@@ -47,6 +47,7 @@ class Series:
 
     @property
     def smoothed(self) -> list[float]:
+        """The values, each averaged with its neighbours."""
         return smooth(self.values, window(len(self.values)))
 
     @property

@@ -17,7 +17,7 @@ from torch import nn
 
 from qerl.errors import QeRLError
 from qerl.families.parts import base_model
-from qerl.families.supported import refusal
+from qerl.families.supported import why_not
 
 FinishReason = Literal["stop", "length", "error"]
 KvCacheDtype = Literal["auto", "fp8"]
@@ -158,7 +158,7 @@ def check_model(model: nn.Module) -> None:
             adapter.
     """
     base = base_model(model)
-    if reason := refusal(base.config, type(base)):
+    if reason := why_not(base.config, type(base)):
         raise QeRLError(
             f"{reason}; use a decoder-only model with attention in every layer (docs/families.md)."
         )

@@ -58,7 +58,7 @@ class KVGeometry:
         return 2 * self.layers * self.kv_heads * PAGE * self.head_size * self.item_bytes
 
     def shape(self, blocks: int) -> tuple[int, int, int, int, int]:
-        """Shape of the keys, and of the values, of so many blocks."""
+        """Shape of the keys, and of the values, in that many blocks."""
         return self.layers, blocks, self.kv_heads, PAGE, self.head_size
 
 
@@ -97,12 +97,12 @@ class BlockDemand:
         return self.prompt_blocks + self.own_blocks
 
     def blocks(self, rows: int) -> int:
-        """Blocks with which so many rows never wait for one another: one prompt more than their groups need,
-        because a group's first samples may end while the last still wait."""
+        """Blocks with which that many rows never wait for one another: one prompt more than their groups
+        need, because a group's first samples may end while the last still wait."""
         return rows * self.own_blocks + (-(-rows // self.samples) + 1) * self.prompt_blocks
 
     def rows(self, blocks: int, most: int) -> int:
-        """Rows, up to ``most``, that never wait for one another with so many blocks; 0 if none can run."""
+        """Rows, up to ``most``, that never wait for one another with these blocks; 0 if none can run."""
         if blocks < self.least:
             return 0
         return next((rows for rows in range(most, 1, -1) if self.blocks(rows) <= blocks), 1)
