@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 import torch
-from datasets import Dataset
+from datasets import Dataset, DatasetDict
 from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora.layer import Linear as LoraLinear
 from safetensors.torch import load_file
@@ -195,15 +195,21 @@ def test_a_peft_config_is_what_peft_makes_of_it(folder, settings, tiny_model):
 
 
 @pytest.mark.parametrize(
-    ("targets", "layers"),
-    [(None, 4), ("all-linear", 14), (r".*layers\.1\..*_proj", 7), (["down_proj"], 2)],
+    ("targets", "layers", "names"),
+    [
+        (None, 4, ["q_proj", "v_proj"]),
+        ("all-linear", 14, sorted(f"{part}_proj" for part in ("q", "k", "v", "o", "gate", "up", "down"))),
+        (r".*layers\.1\..*[qk]_proj", 2, ["k_proj", "q_proj"]),
+        (["down_proj"], 2, ["down_proj"]),
+    ],
 )
-def test_which_layers_a_peft_config_adapts(folder, settings, targets, layers):
+def test_which_layers_a_peft_config_adapts(folder, settings, targets, layers, names):
     """None leaves it to PEFT: query and value projections."""
     trainer = QeRLTrainer(
         str(folder), ones, settings(), ROWS, peft_config=LoraConfig(r=2, target_modules=targets)
     )
     assert wrapped(trainer.model) == layers
+    assert trainer.args.lora_target_modules == names
 
 
 @pytest.mark.parametrize(
@@ -329,6 +335,8 @@ def test_arguments_that_are_missing(folder, settings):
         QeRLTrainer(str(folder), args=settings(), train_dataset=ROWS)
     with pytest.raises(QeRLError, match="train_dataset is missing"):
         QeRLTrainer(str(folder), ones, settings())
+    with pytest.raises(QeRLError, match="train_dataset is a DatasetDict; pass a Dataset"):
+        QeRLTrainer(str(folder), ones, settings(), DatasetDict({"train": ROWS}))
 
 
 def test_a_tokenizer_without_chat_template_serves_plain_prompts(folder, settings, tmp_path, tiny_tokenizer):

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from datasets import Dataset, IterableDataset
 from peft import LoraConfig, PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
 from rich.console import Console
@@ -124,6 +125,11 @@ def complete(
         raise QeRLError("reward_funcs is missing; pass a reward function, or a list of them.")
     if train_dataset is None:
         raise QeRLError("train_dataset is missing; pass a data set with a column `prompt`.")
+    if not isinstance(train_dataset, Dataset | IterableDataset):
+        raise QeRLError(
+            f"train_dataset is a {type(train_dataset).__name__}; pass a Dataset or IterableDataset (of a "
+            "DatasetDict, one of its splits)."
+        )
     named = isinstance(model, str | Path)
     if not named and not isinstance(model, PreTrainedModel | PeftModel):
         raise QeRLError(
@@ -224,7 +230,10 @@ def _named_policy(
             )
         take_adapter(args, vars(peft_config), "peft_config")
     console = Console(quiet=args.process_index != 0)
-    return make_policy(args, console, peft_config)
+    policy = make_policy(args, console, peft_config)
+    if peft_config is not None:  # which layers a pattern, or PEFT's default, has matched
+        args.lora_target_modules = _held(policy)["lora_target_modules"]
+    return policy
 
 
 def _policy_in_hand(
