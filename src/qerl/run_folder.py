@@ -23,8 +23,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from qerl import yaml12
 from qerl.errors import QeRLError
-from qerl.settings import yaml12
 
 logger = logging.getLogger(__name__)
 

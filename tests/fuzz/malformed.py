@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from qerl import yaml12
 from qerl.cli import main as qerl
-from qerl.settings import yaml12
 from tests.fuzz._print import run_and_print
 
 SECONDS = 60

@@ -7,8 +7,8 @@ from typing import Any, get_args
 
 import yaml
 
+from qerl import yaml12
 from qerl.errors import QeRLError
-from qerl.settings import yaml12
 from qerl.settings.config import QeRLConfig
 from qerl.settings.parents import PARENTS, Refused
 from qerl.settings.recipe import FIELDS, dump, load_config, parse_field, resolved

@@ -5,7 +5,7 @@ import math
 import pytest
 import yaml
 
-from qerl.settings.yaml12 import dump, load
+from qerl.yaml12 import dump, load
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
+from qerl import yaml12
 from qerl.errors import QeRLError
-from qerl.settings import yaml12
 from qerl.settings.config import QeRLConfig, default_of
 from qerl.settings.library import recipe_file
 from qerl.settings.parents import PARENTS, Refused
