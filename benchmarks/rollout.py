@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import triton
 
 from benchmarks.peers import vllm_decode
 from benchmarks.peers.process import peer_rows
@@ -26,54 +27,48 @@ from benchmarks.result import write_result
 from qerl.families.sizes import Sizes
 from qerl.kernels.limits import PAGE
 from qerl.rollout.engine import KV_DTYPES, SamplingParams
+from qerl.rollout.paged.blocks import BlockManager
 from qerl.rollout.paged.decode import DecodeStep
-from qerl.rollout.paged.forward import Cache
+from qerl.rollout.paged.kv_cache import KVCache
+from qerl.rollout.paged.limits import BlockDemand, KVGeometry
+from qerl.rollout.paged.machine import CudaGraphs
+from qerl.rollout.paged.pace import Pace
+from qerl.rollout.paged.scheduler import Scheduler
 from qerl.rollout.paged.weights import Decoder
 from qerl.weight_formats import FORMATS, WeightFormatName
 
 
-def random_cache(decoder: Decoder, blocks: int, dtype: torch.dtype) -> Cache:
+def random_cache(decoder: Decoder, blocks: int, dtype: torch.dtype) -> KVCache:
     """Normal random keys and values, made layer by layer."""
-    cache = Cache.empty(decoder, blocks, decoder.embedding_VD.device, dtype)
+    cache = KVCache.of_blocks(decoder, blocks, dtype)
     for half in (cache.k, cache.v):
         for layer in half:
             layer.copy_(torch.randn(layer.shape, dtype=torch.bfloat16, device=layer.device))
     return cache
 
 
-def fill_prompts(step: DecodeStep, prompt_tokens: int, group: int, decode_tokens: int) -> None:
-    """Puts every row at the end of a prompt of ``prompt_tokens`` that is already cached, ``group`` rows a
-    prompt."""
-    rows = step.rows
-    group = min(group, rows)
-    prompt_blocks, own_blocks = -(-(prompt_tokens - 1) // PAGE), -(-(decode_tokens + 1) // PAGE)
-    groups = -(-rows // group)
-    tables = torch.zeros(2 * rows, step.tables.shape[1], dtype=torch.int32)
-    block = iter(range(groups * prompt_blocks + rows * own_blocks))
-    for g in range(groups):
-        tables[g, :prompt_blocks] = torch.tensor([next(block) for _ in range(prompt_blocks)])
-    for row in range(rows):
-        tables[rows + row, :own_blocks] = torch.tensor([next(block) for _ in range(own_blocks)])
-    tile = step.tile_tokens
-    items = []
-    for g in range(groups):
-        for start in range(g * group, min(rows, (g + 1) * group), tile):
-            items.append([start, min(tile, rows - start, (g + 1) * group - start), g, 0])
-    items += [[0, 0, 0, 0]] * (rows - len(items))
-    items += [[row, 1, rows + row, 1] for row in range(rows)]
-    step.tables.copy_(tables)
-    step.items.copy_(torch.tensor(items, dtype=torch.int32))
-    step.order.copy_(torch.arange(2 * rows, dtype=torch.int32) % rows)
-    state = step.state
-    state.position_T.fill_(prompt_tokens - 1)
-    state.slot_T.copy_(tables[rows:, 0] * PAGE)
-    state.limit_2T[0].fill_(prompt_tokens - 1)
-    state.limit_2T[1].fill_(1)
-    state.generated_T.zero_()
-    state.max_new_T.fill_(decode_tokens)
-    state.done_T.zero_()
-    state.token_T.copy_(torch.randint(0, 1000, (rows,)))
-    state.uniform_TM.uniform_()
+def without_adapter(decoder: Decoder) -> Decoder:
+    """The same weights without LoRA."""
+    layers = [
+        replace(layer, lora_qkv=None, lora_o=None, lora_gate_up=None, lora_down=None)
+        for layer in decoder.layers
+    ]
+    return replace(decoder, layers=layers)
+
+
+def fill_rows(step: DecodeStep, cache: KVCache, prompt_tokens: int, group: int, decode_tokens: int) -> None:
+    """Put every row at the end of a prompt of ``prompt_tokens`` that is cached already, ``group`` rows per
+    prompt, with blocks for ``decode_tokens`` tokens."""
+    rows = step.rows.count
+    pace = Pace(round_steps=decode_tokens, spare_rounds=0)
+    scheduler = Scheduler(BlockManager(cache.blocks, PAGE), rows, pace)
+    prompts = torch.randint(0, 1000, (triton.cdiv(rows, group), prompt_tokens)).tolist()
+    scheduler.add(prompts, group, decode_tokens)
+    admitted = scheduler.next_round().admitted
+    assert len(admitted) == rows, "the cache is too small"
+    step.rows.clear()
+    step.rows.place(admitted, seed=0)
+    step.attend(scheduler.running)
 
 
 def measure(
@@ -82,7 +77,6 @@ def measure(
     prompt_tokens: int,
     decode_tokens: int,
     group: int,
-    lora: bool,
     repeats: int = 3,
     kv_dtype: torch.dtype = torch.bfloat16,
 ) -> dict[str, Any]:
@@ -91,23 +85,21 @@ def measure(
     Returns:
         decode_tok_s, step_ms (medians over the repeats) and spread, (largest - smallest) / median.
     """
-    width = -(-max(prompt_tokens, decode_tokens + 1) // PAGE)
-    blocks = -(-rows // min(group, rows)) * -(-prompt_tokens // PAGE) + rows * -(-(decode_tokens + 1) // PAGE)
-    cache = random_cache(decoder, blocks, kv_dtype)
-    step = DecodeStep(decoder, cache, rows, decode_tokens, width, SamplingParams(decode_tokens), lora)
+    demand = BlockDemand(prompt_tokens, decode_tokens, group)
+    cache = random_cache(decoder, demand.blocks(rows), kv_dtype)
+    params = SamplingParams(decode_tokens)
+    step = DecodeStep(decoder, cache, rows, decode_tokens, demand.table_width, params, CudaGraphs())
+    step.capture()
     times = []
     for _ in range(repeats):
-        fill_prompts(step, prompt_tokens, group, decode_tokens)
-        if step._graph is None:
-            step._capture()
+        fill_rows(step, cache, prompt_tokens, group, decode_tokens)
         torch.cuda.synchronize()
         start = time.perf_counter()
-        for _ in range(decode_tokens):
-            step.replay()
+        step.decode(decode_tokens)
         torch.cuda.synchronize()
         times.append(time.perf_counter() - start)
-    assert int(step.state.generated_T.min()) == decode_tokens
-    assert torch.isfinite(step.state.out_stats_2TM).all()
+    assert int(step.rows.state.generated_T.min()) == decode_tokens
+    assert torch.isfinite(step.rows.state.out_stats_2TM).all()
     middle = statistics.median(times)
     return {
         "decode_tok_s": rows * decode_tokens / middle,
@@ -131,9 +123,9 @@ def step_bytes(
     per_weight = FORMATS[weights].on_engine.bytes_per_element
     layer = sum(n * k * per_weight + (n + k * parts) * rank * 2 for _, n, k, parts in sizes.products)
     groups = -(-rows // group)
-    cache = (groups * prompt + rows * decoded / 2) * 2 * sizes.kv_heads * sizes.head_size
-    cache *= kv_bytes
-    return sizes.layers * (layer + cache) + sizes.vocabulary * sizes.hidden * 2
+    geometry = KVGeometry(sizes.layers, sizes.kv_heads, sizes.head_size, kv_bytes)
+    cache = (groups * prompt + rows * decoded / 2) * geometry.block_bytes / PAGE
+    return sizes.layers * layer + cache + sizes.vocabulary * sizes.hidden * 2
 
 
 def profile(
@@ -141,7 +133,6 @@ def profile(
     rows: int,
     prompt_tokens: int,
     group: int,
-    lora: bool,
     kv_dtype: torch.dtype,
     steps: int = 4,
 ) -> list[tuple[str, int, float]]:
@@ -149,14 +140,15 @@ def profile(
 
     Taken outside the graph: inside, kernels overlap and each would be charged for waiting for the one before.
     """
-    cache = random_cache(decoder, 2 * rows * 8 + 1, kv_dtype)
-    step = DecodeStep(decoder, cache, rows, 64, 8, SamplingParams(64), lora)
-    fill_prompts(step, prompt_tokens, group, 64)
-    step._run()
+    demand = BlockDemand(prompt_tokens, 64, group)
+    cache = random_cache(decoder, demand.blocks(rows), kv_dtype)
+    step = DecodeStep(decoder, cache, rows, 64, demand.table_width, SamplingParams(64), CudaGraphs())
+    fill_rows(step, cache, prompt_tokens, group, 64)
+    step.run()
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:
         for _ in range(steps):
-            step._run()
+            step.run()
         torch.cuda.synchronize()
     found = [(e.key, e.count // steps, e.self_device_time_total / steps) for e in trace.key_averages()]
     return sorted(found, key=lambda row: -row[2])
@@ -204,8 +196,8 @@ def _own_rows(args: argparse.Namespace, sizes: Sizes) -> Iterator[dict[str, Any]
         decoder = random_decoder(sizes, weights, args.rank, args.prompt + args.decode + PAGE)
         for batch in args.batch:
             for lora in [True, False] if args.no_adapter else [args.rank > 0]:
-                fixed = (decoder, batch, args.prompt)
-                seen = measure(*fixed, args.decode, args.group, lora, args.repeats, kv_dtype)
+                fixed = (decoder if lora else without_adapter(decoder), batch, args.prompt)
+                seen = measure(*fixed, args.decode, args.group, args.repeats, kv_dtype)
                 rank = args.rank if lora else 0
                 row = {
                     "engine": "qerl", "weights": weights, "lora_rank": rank, "batch": batch,
@@ -214,7 +206,7 @@ def _own_rows(args: argparse.Namespace, sizes: Sizes) -> Iterator[dict[str, Any]
                 if args.profile:
                     row["kernels"] = [
                         {"us": round(micros, 1), "calls": calls, "name": name}
-                        for name, calls, micros in profile(*fixed, args.group, lora, kv_dtype)[:10]
+                        for name, calls, micros in profile(*fixed, args.group, kv_dtype)[:10]
                     ]
                 yield row
         del decoder

@@ -72,7 +72,7 @@ class Watch(RolloutEngine):
     ) -> RolloutResult:
         start = time.perf_counter()
         if self.calls == 0 and isinstance(self.engine, PagedEngine):
-            width = self.engine._binding.decoder.hidden
+            width = self.engine.decoder.hidden
             norm_offsets = {"model.norm": torch.full((width,), float("nan"))}
         self.calls += 1
         result = self.engine.generate(prompts, samples_per_prompt, params, norm_offsets)

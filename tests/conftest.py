@@ -58,16 +58,17 @@ def to_nf4() -> Callable[[PreTrainedModel], PreTrainedModel]:
 @pytest.fixture
 def step_sizes(monkeypatch) -> list[int]:
     """Rows of the step that the paged engine takes, one number for each round."""
-    from qerl.rollout.paged.call import Call
+    from qerl.rollout.paged.graphs import DecodeGraphs
 
     sizes: list[int] = []
-    fit = Call._fit_step
+    fit = DecodeGraphs.fit
 
-    def spy(call, admitted):
-        fit(call, admitted)
-        sizes.append(call._step.rows)
+    def spy(*args):
+        step = fit(*args)
+        sizes.append(step.rows.count)
+        return step
 
-    monkeypatch.setattr(Call, "_fit_step", spy)
+    monkeypatch.setattr(DecodeGraphs, "fit", spy)
     return sizes
 
 

@@ -15,9 +15,11 @@ from qerl.errors import QeRLError
 from qerl.kernels.needs import has_module
 from qerl.lora.adapter import add_lora
 from qerl.rollout.engine import SamplingParams
-from qerl.rollout.paged import call, scheduler
 from qerl.rollout.paged.engine import PagedEngine
-from qerl.rollout.paged.forward import Cache
+from qerl.rollout.paged.limits import KVGeometry
+from qerl.rollout.paged.machine import Cuda
+from qerl.rollout.paged.pace import Pace
+from qerl.rollout.paged.scheduler import Scheduler
 from qerl.rollout.sampling import truncate
 from tests.support.models import FAMILIES, move_adapter, pack
 
@@ -90,36 +92,42 @@ def test_samples_do_not_depend_on_who_shares_the_batch():
     assert first == second
 
 
+class NineBlocks(Cuda):
+    """The GPU, with room for nine blocks of keys and values of `model_of`'s model."""
+
+    def cache_bytes(self, model, filtered):
+        return 9 * KVGeometry(layers=3, kv_heads=2, head_size=64, item_bytes=2).block_bytes
+
+
 def test_preemption_is_invisible_and_rows_are_refilled(monkeypatch):
-    monkeypatch.setattr(scheduler, "_SPARE_ROUNDS", 0)
-    engine = PagedEngine(model_of("qwen2", ""), pad_token_id=0, max_sequences=4)
-    params = SamplingParams(max_tokens=100, seed=5)
-    plenty = engine.generate(PROMPTS, 3, params).completions
-    small = Cache.empty(engine._binding.decoder, 9, "cuda")
-    engine._drop()  # the graphs, which know the old cache, with it
-    engine._cache = small
-    monkeypatch.setattr(engine, "_reserve", lambda *_: small)
-    plan, preempted = scheduler.Scheduler.plan, []
+    params, pace = SamplingParams(max_tokens=100, seed=5), Pace(spare_rounds=0)
+    plenty, scarce = (
+        PagedEngine(model_of("qwen2", ""), pad_token_id=0, max_sequences=4, machine=machine, pace=pace)
+        for machine in (Cuda(), NineBlocks())
+    )
+    wanted = plenty.generate(PROMPTS, 3, params).completions
+    next_round, preempted = Scheduler.next_round, []
 
     def spied(self):
-        preempted.extend((found := plan(self)).preempted)
+        found = next_round(self)
+        preempted.extend(found.preempted)
         return found
 
-    monkeypatch.setattr(scheduler.Scheduler, "plan", spied)
-    scarce = engine.generate(PROMPTS, 3, params).completions
-    same = sum(a.token_ids == b.token_ids for a, b in zip(plenty, scarce, strict=True))
+    monkeypatch.setattr(Scheduler, "next_round", spied)
+    found = scarce.generate(PROMPTS, 3, params).completions
+    same = sum(a.token_ids == b.token_ids for a, b in zip(wanted, found, strict=True))
     assert preempted, "nine blocks are too few for four sequences of up to five"
     # Recomputed keys differ in the last bit, so a draw may fall on the other side of a boundary.
     assert same >= 7
-    assert all(len(c.token_ids) == 100 for c in scarce)
+    assert all(len(c.token_ids) == 100 for c in found)
 
 
-def test_a_smaller_step_goes_on_with_the_same_samples(monkeypatch, step_sizes):
+def test_a_smaller_step_goes_on_with_the_same_samples(step_sizes):
     engine = PagedEngine(model_of("qwen2", ""), pad_token_id=0)
     params = SamplingParams(max_tokens=200, seed=5, stop_token_ids=tuple(range(0, 1000, 40)))
     shrinking = engine.generate(PROMPTS, 20, params).completions
     assert step_sizes[0] == 64 and step_sizes[-1] < 16
-    monkeypatch.setattr(call, "_SMALL", 64)
+    engine = PagedEngine(model_of("qwen2", ""), pad_token_id=0, pace=Pace(small_rows=64))
     step_sizes.clear()
     fixed = engine.generate(PROMPTS, 20, params).completions
     assert set(step_sizes) == {64}
@@ -129,16 +137,16 @@ def test_a_smaller_step_goes_on_with_the_same_samples(monkeypatch, step_sizes):
     assert again == fixed
 
 
-def test_a_cache_that_took_all_it_may_is_kept(monkeypatch):
+def test_a_cache_that_took_all_it_may_is_kept():
     """Where not all sequences fit, the next call finds cache and graphs as they were."""
-    engine = PagedEngine(model_of("qwen2", ""), pad_token_id=0, cache_share=1e-4)
+    engine = PagedEngine(model_of("qwen2", ""), pad_token_id=0, machine=Cuda(cache_share=1e-4))
     params = SamplingParams(max_tokens=100, seed=5)
     first = engine.generate(PROMPTS, 100, params)
-    cache, steps = engine._cache, dict(engine._steps)
-    assert engine._scarce
+    address, steps = engine.cache.k.data_ptr(), dict(engine.graphs.steps)
+    assert engine.cache.is_limited
     engine.release()
     second = engine.generate(PROMPTS, 100, params)
-    assert engine._cache is cache and engine._steps == steps
+    assert engine.cache.k.data_ptr() == address and engine.graphs.steps == steps
     assert first.generated_tokens == second.generated_tokens == 30000
 
 

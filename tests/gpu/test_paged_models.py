@@ -21,6 +21,7 @@ from qerl.kernels.needs import has_module, obstacles
 from qerl.lora.adapter import add_lora
 from qerl.rollout.engine import SamplingParams
 from qerl.rollout.paged.engine import PagedEngine
+from qerl.rollout.paged.machine import Cuda
 from qerl.rollout.portable.engine import PortableEngine
 from qerl.rollout.select import make_engine
 from tests.support.models import FAMILIES, move_adapter, pack
@@ -147,7 +148,7 @@ def test_families_and_heads(family, head):
 def test_tied_embeddings():
     model = trained(add_lora(dense("qwen2", tie_word_embeddings=True), 8, 16, 0.0))
     engine = PagedEngine(model, 0)
-    assert engine._binding.decoder.head_VD.data_ptr() == engine._binding.decoder.embedding_VD.data_ptr()
+    assert engine.decoder.head_VD.data_ptr() == engine.decoder.embedding_VD.data_ptr()
     check(model, engine)
 
 
@@ -179,7 +180,7 @@ def test_a_call_for_more_tokens_than_the_last():
 
 def test_two_engines_take_turns():
     models = [trained(add_lora(dense(family), 8, 16, 0.0)) for family in ("llama", "qwen2")]
-    engines = [PagedEngine(model, 0, cache_share=0.2) for model in models]
+    engines = [PagedEngine(model, 0, machine=Cuda(cache_share=0.2)) for model in models]
     first = [check(model, engine) for model, engine in zip(models, engines, strict=True)]
     engines[0].release()
     second = [check(model, engine) for model, engine in zip(models, engines, strict=True)]

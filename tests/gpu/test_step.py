@@ -15,14 +15,15 @@ if not torch.cuda.is_available():
 
 from benchmarks.products import dequantised
 from benchmarks.random_model import random_decoder
-from benchmarks.rollout import fill_prompts
+from benchmarks.rollout import fill_rows
 from qerl.families.sizes import Sizes
 from qerl.kernels.needs import has_module
 from qerl.kernels.weights.dense import DenseStack
 from qerl.kernels.weights.packed_gemm import MAX_TOKENS
 from qerl.rollout.engine import SamplingParams
 from qerl.rollout.paged.decode import DecodeStep
-from qerl.rollout.paged.forward import Cache
+from qerl.rollout.paged.kv_cache import KVCache
+from qerl.rollout.paged.machine import NoGraphs
 
 SIZES = Sizes(384, 448, 3, 6, 2, 64, 1000, qkv_bias=True)
 
@@ -35,16 +36,16 @@ def as_dense(layer, names=("qkv", "o", "gate_up", "down")):
     return dataclasses.replace(layer, **{name: dense(getattr(layer, name)) for name in names})
 
 
-def output(decoder, rows, lora, passes=1):
+def output(decoder, rows, passes=1):
     """The last pass's output; every pass computes the same token."""
     torch.manual_seed(1)
-    cache = Cache.empty(decoder, 4 * rows, decoder.embedding_VD.device)
+    cache = KVCache.of_blocks(decoder, 4 * rows)
     cache.k.normal_()
     cache.v.normal_()
-    step = DecodeStep(decoder, cache, rows, 4, 2, SamplingParams(4), lora)
-    fill_prompts(step, 70, 4, 4)
+    step = DecodeStep(decoder, cache, rows, 4, 2, SamplingParams(4), NoGraphs())
+    fill_rows(step, cache, 70, 4, 4)
     for _ in range(passes):
-        found = step.step(cache, step.inputs).clone()
+        found = step.forward(cache, step.rows.inputs).clone()
     return found.double()
 
 
@@ -56,19 +57,19 @@ def test_packed_pass_is_the_dense_pass(rows, rank):
     torch.manual_seed(0)
     packed = random_decoder(SIZES, "nvfp4", rank, 128)
     plain = dataclasses.replace(packed, layers=[as_dense(layer) for layer in packed.layers])
-    truth = output(plain, rows, rank > 0)
+    truth = output(plain, rows)
     assert torch.isfinite(truth).all()
-    found = output(packed, rows, rank > 0)
+    found = output(packed, rows)
     assert float((found - truth).norm() / truth.norm()) < 2e-2
     # A second pass finds every sum cleared and every buffer fit for use, whatever order it was left in.
-    assert torch.equal(output(packed, rows, rank > 0, passes=2), found)
+    assert torch.equal(output(packed, rows, passes=2), found)
 
 
 def test_layers_may_be_packed_and_dense():
     torch.manual_seed(0)
     packed = random_decoder(SIZES, "nvfp4", 16, 128)
-    truth = output(dataclasses.replace(packed, layers=[as_dense(each) for each in packed.layers]), 8, True)
+    truth = output(dataclasses.replace(packed, layers=[as_dense(each) for each in packed.layers]), 8)
     first, second, third = packed.layers
     mixed = [as_dense(first), as_dense(second, ("o", "gate_up")), third]
-    found = output(dataclasses.replace(packed, layers=mixed), 8, True)
+    found = output(dataclasses.replace(packed, layers=mixed), 8)
     assert float((found - truth).norm() / truth.norm()) < 2e-2

@@ -1,8 +1,11 @@
 """The paged engine in Triton's interpreter: the same completions as the portable engine, without a GPU.
 
-What cannot run here is left out: CUDA graphs (a step is run instead of replayed), memory that is mapped and
-unmapped, and the NVFP4 kernel, so weights are dense, or NF4 by bitsandbytes' CPU build, and the rest is FP32.
+What cannot run here is left out: CUDA graphs and memory that is mapped and unmapped, for which the machine
+`Eager` stands in, and the NVFP4 kernel, so weights are dense, or NF4 by bitsandbytes' CPU build, and the rest
+is FP32.
 """
+
+import dataclasses
 
 import pytest
 import torch
@@ -15,34 +18,21 @@ from qerl.kernels.decode import attend as attention
 from qerl.kernels.weights.nf4 import NF4Stack
 from qerl.lora.adapter import add_lora
 from qerl.rollout.engine import SamplingParams
-from qerl.rollout.paged import call, prefill, scheduler
-from qerl.rollout.paged import engine as paged
-from qerl.rollout.paged.decode import DecodeStep
 from qerl.rollout.paged.engine import PagedEngine
-from qerl.rollout.paged.forward import Cache
+from qerl.rollout.paged.limits import KVGeometry
+from qerl.rollout.paged.machine import Eager
+from qerl.rollout.paged.pace import Pace
 from qerl.rollout.portable.engine import PortableEngine
 from tests.support.models import move_adapter
 
 PROMPTS = [list(range(3, 8)), [9]]
-BLOCKS = 12
+PACE = Pace(round_steps=2, prefill_tokens=(8, 80))
+BLOCK_BYTES = KVGeometry(layers=2, kv_heads=2, head_size=16, item_bytes=4).block_bytes
 
 
-@pytest.fixture(autouse=True)
-def on_the_cpu(monkeypatch):
-    monkeypatch.setattr(paged, "refusal", lambda model: None)
-    monkeypatch.setattr(call, "ROUND_STEPS", 2)
-    monkeypatch.setattr(prefill, "_SIZES", (8, 80))
-    monkeypatch.setattr(DecodeStep, "replay", DecodeStep._run)
-
-    def reserve(engine, prompts, samples, rows, params):
-        engine._most, engine._table_width = params.max_tokens, 2
-        engine._cache = Cache.empty(engine._binding.decoder, BLOCKS, "cpu")
-        engine._steps.clear()
-        return engine._cache
-
-    monkeypatch.setattr(PagedEngine, "_reserve", reserve)
-    mm = torch.mm
-    monkeypatch.setattr(torch, "mm", lambda a, b, out_dtype=None, **kwargs: mm(a, b, **kwargs))
+def paged(model, blocks=12, pace=PACE, **settings):
+    """The engine on a machine without a GPU whose cache has so many blocks at most."""
+    return PagedEngine(model, 0, machine=Eager(blocks * BLOCK_BYTES), pace=pace, **settings)
 
 
 @pytest.fixture
@@ -75,15 +65,15 @@ def test_both_engines_sample_the_same(adapted, family):
     }
     params = SamplingParams(max_tokens=4, seed=1)
     wanted = PortableEngine(model, 0).generate(PROMPTS, 2, params, noise)
-    close(PagedEngine(model, 0).generate(PROMPTS, 2, params, noise), wanted)
+    close(paged(model).generate(PROMPTS, 2, params, noise), wanted)
 
 
 def test_nf4_weights(adapted, to_nf4):
     model = adapted("qwen2", to_nf4)
     params = SamplingParams(max_tokens=4, seed=1)
     wanted = PortableEngine(model, 0).generate(PROMPTS, 2, params)
-    engine = PagedEngine(model, 0)
-    assert isinstance(engine._binding.decoder.layers[0].gate_up, NF4Stack)
+    engine = paged(model)
+    assert isinstance(engine.decoder.layers[0].gate_up, NF4Stack)
     close(engine.generate(PROMPTS, 2, params), wanted)
     close(PortableEngine(model, 0).generate(PROMPTS, 2, params), wanted)
 
@@ -94,7 +84,7 @@ def test_any_rank(adapted, rank):
     params = SamplingParams(max_tokens=2, seed=1)
     prompts = PROMPTS[:1]
     wanted = PortableEngine(model, 0).generate(prompts, 1, params)
-    close(PagedEngine(model, 0).generate(prompts, 1, params), wanted)
+    close(paged(model).generate(prompts, 1, params), wanted)
     with model.disable_adapter():
         without = PortableEngine(model, 0).generate(prompts, 1, params)
     assert without.completions[0].logprobs != pytest.approx(wanted.completions[0].logprobs, abs=1e-3)
@@ -102,7 +92,7 @@ def test_any_rank(adapted, rank):
 
 def test_a_pass_that_was_cut_off_leaves_nothing(adapted, monkeypatch):
     model, params = adapted("llama"), SamplingParams(max_tokens=1, seed=1)
-    engine = PagedEngine(model, 0)
+    engine = paged(model)
     wanted = engine.generate([[9, 4]], 1, params)
     combine, calls = attention.combine_splits, []
 
@@ -116,9 +106,8 @@ def test_a_pass_that_was_cut_off_leaves_nothing(adapted, monkeypatch):
         patch.setattr(attention, "combine_splits", cut_off)
         with pytest.raises(KeyboardInterrupt):
             engine.generate([[9, 4]], 1, params)
-    steps = [*engine._prefill._steps.values(), *(step.step for step in engine._steps.values())]
-    assert any(step.sums.qkv.sum_CTR.any() for step in steps), "the cut left a sum"
-    monkeypatch.setattr(PagedEngine, "_reserve", lambda self, *args: self._cache)  # steps stay
+    passes = [*engine.prefill.passes.values(), *(step.forward for step in engine.graphs.steps.values())]
+    assert any(forward.sums.qkv.sum_CTR.any() for forward in passes), "the cut left a sum"
     assert engine.generate([[9, 4]], 1, params).completions == wanted.completions
 
 
@@ -134,23 +123,19 @@ LONG = list(range(60)) + list(range(1, 7))  # two blocks
         ),
     ],
 )
-def test_the_step_changes_its_size(
-    adapted, monkeypatch, step_sizes, prompts, samples, blocks, stops, expected
-):
-    monkeypatch.setattr(call, "_SMALL", 1)
-    monkeypatch.setattr(scheduler, "_SPARE_ROUNDS", 0)
-    monkeypatch.setitem(globals(), "BLOCKS", blocks)
+def test_the_step_changes_its_size(adapted, step_sizes, prompts, samples, blocks, stops, expected):
+    pace = dataclasses.replace(PACE, small_rows=1, spare_rounds=0)
     model = adapted("llama")
     params = SamplingParams(max_tokens=10, seed=5, stop_token_ids=tuple(stops))
     wanted = PortableEngine(model, 0).generate(prompts, samples, params)
-    close(PagedEngine(model, 0).generate(prompts, samples, params), wanted)
+    close(paged(model, blocks, pace).generate(prompts, samples, params), wanted)
     assert list(dict.fromkeys(step_sizes)) == expected, step_sizes
 
 
 def test_rows_are_refilled_and_a_changed_adapter_is_seen(adapted):
     """Six sequences in two rows, a prompt longer than a page, top-p, stop tokens; then again after a step."""
     model = adapted("qwen3")
-    engine, reference = PagedEngine(model, 0, max_sequences=2), PortableEngine(model, 0)
+    engine, reference = paged(model, max_sequences=2), PortableEngine(model, 0)
     prompts = [[5, *range(60), 7, 11, 13, 17, 19, 23], [9, 4, 7], [2]]
     stops = tuple(range(0, 61, 4))
     params = SamplingParams(max_tokens=4, seed=3, temperature=0.8, top_p=0.7, stop_token_ids=stops)

@@ -14,7 +14,7 @@ if torch.cuda.is_available():
 from qerl.kernels.decode import draw as kernel
 from qerl.kernels.decode.draw import RowState
 from qerl.rollout.engine import SamplingParams
-from qerl.rollout.paged import decode
+from qerl.rollout.paged.draw import NEVER, Draw
 from qerl.rollout.sampling import truncate
 
 BLOCK = 16
@@ -49,9 +49,9 @@ def test_a_token_of_probability_zero_is_never_drawn(monkeypatch):
     """Targets between the two orders of summation: a scan says one block, a sum goes below zero in it."""
     monkeypatch.setattr(kernel, "BLOCK_V", BLOCK)
     blocks = 32
-    logits_BC = torch.full((blocks, BLOCK), decode._NEVER)
+    logits_BC = torch.full((blocks, BLOCK), NEVER)
     logits_BC[:, 5] = torch.randn(blocks, generator=torch.Generator().manual_seed(0))
-    logits_BC[::7] = decode._NEVER
+    logits_BC[::7] = NEVER
     weights = np.exp((logits_BC[:, 5] - logits_BC.max()).numpy())
     scan, total = np.cumsum(weights), np.sum(weights)
     sums = np.stack([np.sum(np.where(np.arange(blocks) <= block, weights, 0)) for block in range(blocks)])
@@ -63,7 +63,7 @@ def test_a_token_of_probability_zero_is_never_drawn(monkeypatch):
     assert negative.any()
     uniform_T = torch.tensor([*candidates[negative][:2], 1.0])
     drawn_T, stats_2T = draw(logits_BC.flatten().repeat(len(uniform_T), 1), uniform_T)
-    assert (logits_BC.flatten()[drawn_T] > decode._NEVER).all()
+    assert (logits_BC.flatten()[drawn_T] > NEVER).all()
     assert (stats_2T[0] > -100).all()
     ends = torch.from_numpy(near)[drawn_T // BLOCK]
     assert (
@@ -75,28 +75,26 @@ def test_a_token_of_probability_zero_is_never_drawn(monkeypatch):
 @pytest.mark.parametrize(
     "filters", [{"top_k": 5}, {"top_p": 0.7}, {"min_p": 0.2}, {"top_k": 9, "top_p": 0.5}]
 )
-def test_filters_in_pieces_of_rows(monkeypatch, filters):
+def test_filters_take_a_few_rows_at_a_time(filters):
     """Log-probability and entropy are those before the filters; a row of NaN ends with a reason."""
-    monkeypatch.setattr(decode, "SORTED_AT_ONCE", 130)  # two rows, and one at the end
     generator = torch.Generator().manual_seed(1)
     rows, vocabulary = 5, 61
     logits_TV = 2 * torch.randn(rows, vocabulary, generator=generator)
     logits_TV[3, 7] = float("nan")
     params = SamplingParams(max_tokens=1, temperature=0.8, **filters)
-    step = object.__new__(decode.DecodeStep)
-    step.step = type("", (), {"squares_PT": torch.full((1, rows), 64.0)})
-    step.decoder = type("", (), {"hidden": 64, "eps": 0.0})
-    step._params, step.state = params, rows_of(torch.rand(rows, generator=generator))
-    step.stop = torch.empty(0, dtype=torch.int32)
-    step.stats = torch.empty(3, rows, 1)
+    state = rows_of(torch.rand(rows, generator=generator))
+    none = torch.empty(0, dtype=torch.int32)
+    draw_next = Draw(
+        params, 64, 0.0, none, torch.empty(3, rows, 1), sorted_at_once=130
+    )  # two, two and one row
     full_TV = (logits_TV.double() / 0.8).log_softmax(-1)
     left_TV = truncate(full_TV, params)
-    step._draw_filtered(logits_TV.clone())
-    assert step.state.done_T.tolist() == [2, 2, 2, 3, 2]
+    draw_next(logits_TV.clone(), torch.full((1, rows), 64.0), state)
+    assert state.done_T.tolist() == [2, 2, 2, 3, 2]
     good = torch.tensor([0, 1, 2, 4])
-    drawn = step.state.out_token_TM[good].long()
+    drawn = state.out_token_TM[good].long()
     assert left_TV[good].gather(1, drawn).isfinite().all()
-    logprob, entropy = step.state.out_stats_2TM[:, good, 0]
+    logprob, entropy = state.out_stats_2TM[:, good, 0]
     torch.testing.assert_close(logprob.double(), full_TV[good].gather(1, drawn)[:, 0], atol=1e-5, rtol=0)
     truth = -torch.linalg.vecdot(full_TV.exp(), full_TV)[good]
     torch.testing.assert_close(entropy.double(), truth, atol=1e-5, rtol=0)

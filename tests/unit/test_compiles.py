@@ -83,23 +83,25 @@ def main() -> None:
     from qerl.kernels.update.swiglu import swiglu
     from qerl.rollout.engine import SamplingParams
     from qerl.rollout.paged.decode import DecodeStep
-    from qerl.rollout.paged.forward import Cache
-    from qerl.rollout.paged.prefill import Job, Prefill
+    from qerl.rollout.paged.kv_cache import KVCache
+    from qerl.rollout.paged.machine import NoGraphs
+    from qerl.rollout.paged.pace import Pace
+    from qerl.rollout.paged.prefill import Prefill
+    from qerl.rollout.paged.scheduler import Span
 
     compiled: set[tuple[Any, ...]] = set()
     compile_instead(compiled)
     for module in [m for name, m in sys.modules.items() if name.startswith("qerl.kernels")]:
         if hasattr(module, "dependent"):
             module.dependent = lambda tensor: {"PDL": True, "launch_pdl": True}
-    mm = torch.mm
-    torch.mm = lambda a, b, out_dtype=None, **kwargs: mm(a, b, **kwargs)
     few, many = (8, torch.bfloat16, False), (128, torch.float8_e4m3fn, True)
     for (tokens, dtype, norm), rank in ((few, 32), (many, 32), (many, 256)):
         sizes = Sizes(256, 512, 1, 28, 4, 128, 5000, qkv_bias=not norm, qk_norm=norm)
         decoder = random_decoder(sizes, "bf16", rank, 256, device="cpu")
-        cache = Cache.empty(decoder, 4, "cpu", dtype)
-        DecodeStep(decoder, cache, tokens, 8, 2, SamplingParams(8, stop_token_ids=(1, 2)), True)._run()
-        Prefill(decoder, True).run([Job([1, 2, 3], 0, [0], [], 0)], cache)
+        cache = KVCache.of_blocks(decoder, 4, dtype)
+        params = SamplingParams(8, stop_token_ids=(1, 2))
+        DecodeStep(decoder, cache, tokens, 8, 2, params, NoGraphs()).run()
+        Prefill(decoder, Pace().prefill_tokens).run([Span([1, 2, 3], 0, [0])], cache)
     x = torch.randn(4, 3584, dtype=torch.bfloat16, requires_grad=True)
     rms_norm(x, torch.ones(3584, dtype=torch.bfloat16), 1e-6).sum().backward()
     swiglu(x, x).sum().backward()

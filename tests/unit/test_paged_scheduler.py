@@ -1,12 +1,14 @@
 """Block manager and scheduler of the paged engine: no block leaks, nobody starves, nothing shared is lost."""
 
 import random
+import subprocess
+import sys
 
 import pytest
 
 from qerl.errors import QeRLError
-from qerl.rollout.paged import scheduler as module
 from qerl.rollout.paged.blocks import BlockManager
+from qerl.rollout.paged.pace import Pace
 from qerl.rollout.paged.scheduler import Scheduler
 
 
@@ -14,15 +16,15 @@ def run(scheduler, lengths, check=None):
     """Drives the scheduler as the engine does; returns rounds and preemptions."""
     rounds = preempted = 0
     while scheduler.busy:
-        plan = scheduler.plan()
-        preempted += len(plan.preempted)
+        planned = scheduler.next_round()
+        preempted += len(planned.preempted)
         rounds += 1
         assert scheduler.running, "a round in which nothing runs would never end"
         if check:
             check(scheduler)
         generated, finished = {}, []
         for row, sample in scheduler.running.items():
-            count = min(sample.generated + scheduler.round_steps, lengths[sample])
+            count = min(sample.generated + scheduler.pace.round_steps, lengths[sample])
             generated[row] = count
             if count == lengths[sample]:
                 finished.append(row)
@@ -37,7 +39,7 @@ def consistent(scheduler):
         assert sample.row == row
         own += sample.blocks
         assert len(sample.blocks) * scheduler.blocks.block_tokens >= sample.own_tokens_after(
-            scheduler.round_steps
+            scheduler.pace.round_steps
         )
         prompts[id(sample.prompt)] = sample.prompt
     shared = [block for prompt in prompts.values() for block in prompt.blocks]
@@ -46,12 +48,19 @@ def consistent(scheduler):
     assert len(used) + scheduler.blocks.free == scheduler.blocks.count
 
 
+def test_the_scheduler_needs_no_torch():
+    code = "import sys, qerl.rollout.paged.scheduler; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def test_no_block_leaks_after_100_000_random_requests():
     rng = random.Random(0)
     blocks = BlockManager(60, 8)
     requests = preempted = 0
     while requests < 100_000:
-        scheduler = Scheduler(blocks, rows=rng.choice([1, 4, 16]), round_steps=rng.choice([1, 4, 16]))
+        scheduler = Scheduler(
+            blocks, rows=rng.choice([1, 4, 16]), pace=Pace(round_steps=rng.choice([1, 4, 16]))
+        )
         prompts = [[0] * rng.randint(1, 60) for _ in range(rng.randint(1, 200))]
         samples, most = rng.randint(1, 16), rng.randint(1, 100)
         added = scheduler.add(prompts, samples, most)
@@ -64,55 +73,53 @@ def test_no_block_leaks_after_100_000_random_requests():
 
 def test_a_group_prefills_its_prompt_once_and_shares_its_blocks():
     blocks = BlockManager(100, 8)
-    scheduler = Scheduler(blocks, rows=8, round_steps=4)
+    scheduler = Scheduler(blocks, rows=8, pace=Pace(round_steps=4))
     scheduler.add([[0] * 17], 8, 10)
-    plan = scheduler.plan()
-    assert len(plan.prefill_prompts) == 1
-    assert len(plan.admitted) == 8
+    planned = scheduler.next_round()
+    assert len(planned.prompts) == 1
+    assert len(planned.admitted) == 8
     assert 100 - blocks.free == 2 + 8  # 16 cached prompt tokens; one own block each
 
 
 def test_a_prompt_of_one_token_needs_no_prompt_block():
-    scheduler = Scheduler(BlockManager(4, 8), rows=2, round_steps=4)
+    scheduler = Scheduler(BlockManager(4, 8), rows=2, pace=Pace(round_steps=4))
     added = scheduler.add([[5]], 2, 3)
-    plan = scheduler.plan()
-    assert plan.prefill_prompts[0].blocks == []
+    planned = scheduler.next_round()
+    assert planned.prompts[0].blocks == []
     assert [len(s.blocks) for s in added] == [1, 1]
 
 
-def test_the_last_admitted_is_preempted_and_comes_back_with_its_tokens(monkeypatch):
-    monkeypatch.setattr(module, "_SPARE_ROUNDS", 0)
+def test_the_last_admitted_is_preempted_and_comes_back_with_its_tokens():
     blocks = BlockManager(4, 8)
-    scheduler = Scheduler(blocks, rows=2, round_steps=7)
+    scheduler = Scheduler(blocks, rows=2, pace=Pace(round_steps=7, spare_rounds=0))
     first, second = scheduler.add([[0]], 2, 32)
-    scheduler.plan()
+    scheduler.next_round()
     scheduler.advance({0: 7, 1: 7}, [])
-    scheduler.plan()
+    scheduler.next_round()
     scheduler.advance({0: 14, 1: 14}, [])
-    plan = scheduler.plan()
-    assert plan.preempted == [(second, 1)]
+    planned = scheduler.next_round()
+    assert planned.preempted == {1: second}
     assert second.generated == 14
     assert first.row == 0
     scheduler.advance({0: 21}, [0])
-    assert scheduler.plan().admitted == [second]
+    assert scheduler.next_round().admitted == [second]
 
 
 def test_a_finished_row_is_refilled_at_once():
-    scheduler = Scheduler(BlockManager(100, 8), rows=2, round_steps=4)
+    scheduler = Scheduler(BlockManager(100, 8), rows=2, pace=Pace(round_steps=4))
     added = scheduler.add([[0, 0]], 3, 8)
-    scheduler.plan()
+    scheduler.next_round()
     scheduler.advance({0: 2, 1: 4}, [0])
-    assert scheduler.plan().admitted == [added[2]]
+    assert scheduler.next_round().admitted == [added[2]]
     assert added[2].row == 0
 
 
-def test_room_that_is_left_free_spares_prefilling_again(monkeypatch):
+def test_room_that_is_left_free_spares_prefilling_again():
     """Tokens of preempted sequences that are computed again, with and without room at admission."""
 
     def recomputed(spare):
-        monkeypatch.setattr(module, "_SPARE_ROUNDS", spare)
         rng = random.Random(0)
-        scheduler = Scheduler(BlockManager(800, 64), rows=128, round_steps=16)
+        scheduler = Scheduler(BlockManager(800, 64), rows=128, pace=Pace(round_steps=16, spare_rounds=spare))
         added = scheduler.add([[0] * 200] * 32, 8, 2048)
         lengths = {sample: min(2048, 20 + int(rng.expovariate(1 / 700))) for sample in added}
         tokens = 0
@@ -129,7 +136,7 @@ def test_room_that_is_left_free_spares_prefilling_again(monkeypatch):
         rounds, _ = run(scheduler, lengths, count)
         return tokens, rounds
 
-    (with_room, rounds), (without, before) = recomputed(module._SPARE_ROUNDS), recomputed(0)
+    (with_room, rounds), (without, before) = recomputed(Pace().spare_rounds), recomputed(0)
     print(f"prefilled again: {without} tokens in {before} rounds, with room {with_room} in {rounds}")
     assert with_room < without / 2
     assert rounds < 1.1 * before
@@ -139,7 +146,7 @@ def test_room_that_is_left_free_spares_prefilling_again(monkeypatch):
 def test_a_cache_with_room_for_every_row_fills_every_row(most):
     """Room is left free for what those that run may still need, and not beyond their last token."""
     rows = 16
-    scheduler = Scheduler(BlockManager(rows * -(-most // 64), 64), rows, round_steps=16)
+    scheduler = Scheduler(BlockManager(rows * -(-most // 64), 64), rows, pace=Pace(round_steps=16))
     lengths = {sample: 1 + 37 * i % most for i, sample in enumerate(scheduler.add([[0]], 5 * rows, most))}
 
     def full(scheduler):
@@ -149,9 +156,9 @@ def test_a_cache_with_room_for_every_row_fills_every_row(most):
 
 
 def test_running_sequences_are_moved_into_the_first_rows():
-    scheduler = Scheduler(BlockManager(100, 4), rows=6, round_steps=2)
+    scheduler = Scheduler(BlockManager(100, 4), rows=6, pace=Pace(round_steps=2))
     samples = scheduler.add([[1, 2, 3]], 6, 8)
-    scheduler.plan()
+    scheduler.next_round()
     scheduler.advance(dict.fromkeys(range(6), 2), finished=[0, 2, 4])
     assert scheduler.compact(3) == {1: 1, 3: 0, 5: 2}
     assert {row: sample.index for row, sample in scheduler.running.items()} == {1: 1, 0: 3, 2: 5}
@@ -159,7 +166,7 @@ def test_running_sequences_are_moved_into_the_first_rows():
 
 
 def test_a_prompt_that_never_fits_is_refused():
-    scheduler = Scheduler(BlockManager(4, 8), rows=2, round_steps=4)
+    scheduler = Scheduler(BlockManager(4, 8), rows=2, pace=Pace(round_steps=4))
     with pytest.raises(QeRLError, match="Prompt 1 has 30 tokens"):
         scheduler.add([[0] * 5, [0] * 30], 1, 16)
 

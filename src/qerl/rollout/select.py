@@ -1,8 +1,8 @@
 """Which engine samples from a model on this machine.
 
 The paged engine runs wherever it can: a CUDA GPU, the packages of the extra `gpu`, a family that it knows,
-16-bit, NVFP4, MXFP4 or NF4 weights. Everything else runs on the portable engine; on a GPU that is said,
-because there it is slow.
+16-bit, NVFP4, MXFP4 or NF4 weights. Everything else runs on the portable engine; on a GPU, where that is
+slow, a warning says why.
 """
 
 import warnings
@@ -14,7 +14,8 @@ from qerl.errors import QeRLError
 from qerl.families.parts import base_model
 from qerl.kernels import needs
 from qerl.rollout.engine import KvCacheDtype, RolloutEngine
-from qerl.rollout.portable.engine import PortableEngine
+from qerl.rollout.paged.limits import MAX_ROWS
+from qerl.rollout.portable.engine import ROWS, PortableEngine
 
 
 def make_engine(
@@ -23,38 +24,39 @@ def make_engine(
     max_sequences: int | None = None,
     kv_cache_dtype: KvCacheDtype = "auto",
 ) -> RolloutEngine:
-    """The fastest engine for a model where it is now.
+    """Make the fastest engine for a model where it is.
 
     The paged engine puts packed weights into another order, in place; training reads them there.
 
     Args:
         model: A transformers causal LM, PEFT-wrapped or not.
         pad_token_id: Any id of the vocabulary; it fills masked positions.
-        max_sequences: Most sequences decoded at the same time; None leaves it to the engine.
-        kv_cache_dtype: Of the paged engine.
+        max_sequences: Sequences that are decoded at the same time at most; None leaves it to the engine.
+        kv_cache_dtype: Dtype of the paged engine's keys and values.
 
     Raises:
         QeRLError: fp8 is asked for where the paged engine cannot run.
     """
-    limit = {} if max_sequences is None else {"max_sequences": max_sequences}
     on_gpu = base_model(model).device.type == "cuda"
     reasons = _obstacles(model) if on_gpu else needs.NO_CUDA.reason
     if reasons and kv_cache_dtype != "auto":
         raise QeRLError(
             f"kv_cache_dtype: {kv_cache_dtype} needs the paged engine, which cannot run: {reasons}."
         )
-    if not on_gpu:
-        return PortableEngine(model, pad_token_id, **limit)
     if reasons:
-        warnings.warn(f"Rollouts take the portable engine, which is slow on a GPU: {reasons}.", stacklevel=2)
-        return PortableEngine(model, pad_token_id, **limit)
+        if on_gpu:
+            message = f"Rollouts take the portable engine, which is slow on a GPU: {reasons}."
+            warnings.warn(message, stacklevel=2)
+        return PortableEngine(model, pad_token_id, ROWS if max_sequences is None else max_sequences)
     from qerl.rollout.paged.engine import PagedEngine
 
-    return PagedEngine(model, pad_token_id, kv_cache_dtype=kv_cache_dtype, **limit)
+    return PagedEngine(
+        model, pad_token_id, MAX_ROWS if max_sequences is None else max_sequences, kv_cache_dtype
+    )
 
 
 def _obstacles(model: nn.Module) -> str:
-    """Why the paged engine cannot run this model here, empty if it can."""
+    """Why the paged engine cannot run this model on its GPU; empty if it can."""
     with torch.cuda.device(base_model(model).device):
         missing = needs.obstacles()
     if missing:

@@ -1,7 +1,7 @@
 """One forward pass of the decoder over T tokens, for decoding (inside a CUDA graph) and for prefill alike.
 
-Launches a layer: GEMM, rope_kv, attend, merge, GEMM, residual_norm, GEMM, silu_mul, GEMM, residual_norm; with
-LoRA as without. See qerl.kernels.decode.common for how LoRA and normalisation ride along.
+Launches per layer: GEMM, rope_kv, attend, combine_splits, GEMM, residual_norm, GEMM, silu_mul, GEMM,
+residual_norm; with LoRA as without. See qerl.kernels.decode.common for how LoRA and normalisation ride along.
 """
 
 from dataclasses import dataclass
@@ -12,26 +12,10 @@ import triton
 from qerl.kernels.decode import attend as attention
 from qerl.kernels.decode import residual_norm, rope_kv, silu_mul
 from qerl.kernels.decode.launch import NO_A, NO_B, NO_SUM, LoraA, LoraB, LoraSum
-from qerl.kernels.limits import PAGE
 from qerl.kernels.weights.product import GemmWeight, Product
+from qerl.rollout.paged.kv_cache import KVCache
 from qerl.rollout.paged.lora_sums import LoraSums
 from qerl.rollout.paged.weights import Decoder, Layer, Lora
-
-
-@dataclass
-class Cache:
-    """Keys and values of all layers, each [layers, blocks, kv heads, 64, head size], bf16 or E4M3."""
-
-    k: torch.Tensor
-    v: torch.Tensor
-
-    @classmethod
-    def empty(
-        cls, decoder: Decoder, blocks: int, device: torch.device | str, dtype: torch.dtype | None = None
-    ) -> "Cache":
-        """All zeros; of the activations' dtype if none is given."""
-        shape = (len(decoder.layers), blocks, decoder.kv_heads, PAGE, decoder.head_size)
-        return cls(*(torch.zeros(shape, dtype=dtype or decoder.dtype, device=device) for _ in range(2)))
 
 
 @dataclass
@@ -53,12 +37,11 @@ class Forward:
     Args:
         decoder: The weights.
         tokens: T.
-        splits: Parallel pieces of each attention item.
+        splits: Number of parallel splits of each attention item's keys.
         tile: Rows of an attention tile, see :func:`qerl.kernels.decode.attend.attend`.
-        lora: Whether an adapter's buffers are read.
     """
 
-    def __init__(self, decoder: Decoder, tokens: int, splits: int, tile: int, lora: bool) -> None:
+    def __init__(self, decoder: Decoder, tokens: int, splits: int, tile: int) -> None:
         device = decoder.embedding_VD.device
         hidden, heads, size = decoder.hidden, decoder.heads, decoder.head_size
         self.decoder, self.tokens, self.splits = decoder, tokens, splits
@@ -84,7 +67,7 @@ class Forward:
         self.q_THE = new(tokens, heads, size, dtype=decoder.dtype)
         self.out_ZTHE = new(2 * splits, tokens, heads, size)
         self.lse_ZTH = new(2 * splits, tokens, heads).fill_(-torch.inf)
-        self.sums = LoraSums.of(layer, tokens) if lora else LoraSums.none(device)
+        self.sums = LoraSums.of(layer, tokens)
 
     def clear(self) -> None:
         """Forget what a pass that was cut off between two launches has left in the sums x A^T."""
@@ -97,8 +80,8 @@ class Forward:
         """Tokens for which the operand of this weight has room, 0 if it is [T, K]."""
         return weight.padded_tokens(self.tokens)
 
-    def __call__(self, cache: Cache, inputs: Inputs) -> torch.Tensor:
-        """Writes the tokens' keys and values and returns the final norm's output [T, D] without its 1/rms.
+    def __call__(self, cache: KVCache, inputs: Inputs) -> torch.Tensor:
+        """Write the tokens' keys and values and return the final norm's output [T, D] without its 1/rms.
 
         The partial sums of squares that 1/rms comes from are in ``squares_PT``.
         """
@@ -174,10 +157,10 @@ class Forward:
 
 
 def _a(lora: Lora | None, xa: LoraSum) -> LoraA:
-    """What leaves x A^T for a product; nothing without an adapter or in a pass that leaves it out."""
-    return NO_A if lora is None or xa.sum_CTR is None else LoraA(lora.a_RK, xa)
+    """What leaves x A^T for a product; nothing without an adapter."""
+    return NO_A if lora is None else LoraA(lora.a_RK, xa)
 
 
 def _b(lora: Lora | None, xa: LoraSum) -> LoraB:
-    """What adds (x A^T) B^T to a product; nothing without an adapter or in a pass that leaves it out."""
-    return NO_B if lora is None or xa.sum_CTR is None else LoraB(xa, lora.b_NR)
+    """What adds (x A^T) B^T to a product; nothing without an adapter."""
+    return NO_B if lora is None else LoraB(xa, lora.b_NR)

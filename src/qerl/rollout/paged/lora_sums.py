@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from qerl.kernels.decode.launch import NO_SUM, LoraSum
+from qerl.kernels.decode.launch import LoraSum
 from qerl.rollout.paged.weights import Layer
 
 
@@ -45,11 +45,6 @@ class LoraSums:
         all_sums = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
         views = zip(all_sums.split(sizes), shapes, strict=True)
         return cls(all_sums, *(LoraSum(flat.view(shape) if flat.numel() else None) for flat, shape in views))
-
-    @classmethod
-    def none(cls, device: torch.device) -> "LoraSums":
-        """No sums: a pass that leaves the adapter out."""
-        return cls(torch.zeros(0, dtype=torch.int64, device=device), NO_SUM, NO_SUM, NO_SUM, NO_SUM)
 
     def clear(self) -> None:
         """Zero what a pass that was cut off between two launches has left."""

@@ -1,4 +1,4 @@
-"""GPU memory that can be given up and taken back at the same addresses.
+"""Memory for keys and values; on a GPU it can be given up and taken back at the same addresses.
 
 Rollout and training want the same gigabytes at different times: keys and values here, activations there. A
 captured CUDA graph holds addresses, so memory that comes back elsewhere would cost a recapture at every step.
@@ -10,11 +10,60 @@ torch's allocator keeps what training freed; when the driver has too little left
 
 import math
 import weakref
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from qerl.errors import QeRLError
+
+
+class Memory(Protocol):
+    """A range of bytes at fixed addresses."""
+
+    @property
+    def given_up(self) -> bool:
+        """True if there is no memory under the addresses."""
+
+    def tensor(self, shape: tuple[int, ...], dtype: torch.dtype, offset: int = 0) -> torch.Tensor:
+        """A view of the range from byte ``offset`` on."""
+
+    def give_up(self) -> None:
+        """Free the memory, keep the addresses."""
+
+    def take_back(self) -> None:
+        """Put memory of undefined content under the addresses again."""
+
+    def close(self) -> None:
+        """Free memory and addresses for good."""
+
+
+class PlainMemory:
+    """Bytes of torch's allocator, which stay until they are closed.
+
+    Args:
+        size: Number of bytes.
+        device: Where they lie.
+    """
+
+    given_up = False
+
+    def __init__(self, size: int, device: torch.device | str) -> None:
+        self._bytes = torch.empty(size, dtype=torch.uint8, device=device)
+
+    def tensor(self, shape: tuple[int, ...], dtype: torch.dtype, offset: int = 0) -> torch.Tensor:
+        """See `Memory.tensor`."""
+        size = math.prod(shape) * dtype.itemsize
+        return self._bytes[offset : offset + size].view(dtype).view(shape)
+
+    def give_up(self) -> None:
+        """Nothing: the memory is the allocator's."""
+
+    def take_back(self) -> None:
+        """Nothing: the memory was never given up."""
+
+    def close(self) -> None:
+        """Hand the memory back to the allocator."""
+        self._bytes = self._bytes.new_empty(0)
 
 
 class SwitchedMemory:

@@ -1,83 +1,67 @@
-"""Keys and values of prompts, and of a preempted sequence's own tokens, in pieces of a bounded number of
-tokens.
+"""Keys and values of prompts, and of a preempted sequence's own tokens, in passes of bounded length.
 
-All sequences that have something to compute are laid end to end and cut into chunks, so short prompts share a
+All spans that have something to compute are laid end to end and cut into passes, so short prompts share a
 pass and a long one takes several. Within a pass every layer first writes all keys and values, then attends,
-which is why a sequence may continue in the next chunk, or read a prompt computed in the same one.
+which is why a span may continue in the next pass, or read a prompt computed in the same one.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
 from qerl.kernels.decode import attend as attention
 from qerl.kernels.limits import PAGE
-from qerl.rollout.paged.forward import Cache, Forward, Inputs
+from qerl.rollout.paged.forward import Forward, Inputs
+from qerl.rollout.paged.kv_cache import KVCache
+from qerl.rollout.paged.scheduler import Span
 from qerl.rollout.paged.weights import Decoder
-
-_SIZES = (64, 512, 2048)
-
-
-@dataclass(frozen=True)
-class Job:
-    """Tokens to compute.
-
-    Attributes:
-        token_ids: The tokens.
-        position: Of the first token.
-        blocks: Where keys and values go, from offset 0 of the first block on.
-        prompt_blocks: Blocks of a prompt that all of them see in full, for a sequence's own tokens.
-        prompt_tokens: Tokens in those.
-    """
-
-    token_ids: list[int]
-    position: int
-    blocks: list[int]
-    prompt_blocks: list[int]
-    prompt_tokens: int
 
 
 class Prefill:
-    """Runs jobs through the decoder.
+    """Runs spans through the decoder.
 
     Args:
-        decoder: The weights.
-        lora: Whether the adapter is applied.
+        decoder: The weights; LoRA is applied where they have it.
+        pass_tokens: Numbers of tokens that a pass is made for, ascending.
+
+    Attributes:
+        passes: Passes over the decoder, by tokens.
     """
 
-    def __init__(self, decoder: Decoder, lora: bool) -> None:
-        self._decoder, self._lora = decoder, lora
-        self._steps: dict[int, Forward] = {}
+    def __init__(self, decoder: Decoder, pass_tokens: tuple[int, ...]) -> None:
+        self._decoder, self._pass_tokens = decoder, pass_tokens
+        self.passes: dict[int, Forward] = {}
+
+    def forget(self) -> None:
+        """Drop the buffers of all passes; the next span makes them anew."""
+        self.passes.clear()
 
     def clear(self) -> None:
-        """See `Forward.clear`."""
-        for step in self._steps.values():
-            step.clear()
+        """Zero what a pass that was cut off has left in its sums."""
+        for forward in self.passes.values():
+            forward.clear()
 
-    def run(self, jobs: Sequence[Job], cache: Cache) -> None:
-        """Computes every job, in order; a job may see what jobs before it wrote."""
-        pieces = [(job, i) for job in jobs for i in range(len(job.token_ids))]
-        for start in range(0, len(pieces), _SIZES[-1]):
-            self._pass(pieces[start : start + _SIZES[-1]], cache)
+    def run(self, spans: Sequence[Span], cache: KVCache) -> None:
+        """Compute every span, in order; a span may see what spans before it wrote."""
+        tokens = [(span, i) for span in spans for i in range(len(span.token_ids))]
+        for start in range(0, len(tokens), self._pass_tokens[-1]):
+            self._run_pass(tokens[start : start + self._pass_tokens[-1]], cache)
 
-    def _pass(self, pieces: list[tuple[Job, int]], cache: Cache) -> None:
-        size = next(s for s in _SIZES if s >= len(pieces))
-        if size not in self._steps:
-            self._steps[size] = Forward(
-                self._decoder, size, splits=1, tile=attention.PREFILL_ROWS, lora=self._lora
-            )
-        step = self._steps[size]
-        pad = size - len(pieces)
+    def _run_pass(self, tokens: list[tuple[Span, int]], cache: KVCache) -> None:
+        size = next(size for size in self._pass_tokens if size >= len(tokens))
+        if size not in self.passes:
+            self.passes[size] = Forward(self._decoder, size, splits=1, tile=attention.PREFILL_ROWS)
+        forward = self.passes[size]
+        padding = size - len(tokens)
         columns: list[list[int]] = [[], [], [], [], []]
-        for job, i in pieces:
-            slot = job.blocks[i // PAGE] * PAGE + i % PAGE
-            row = (job.token_ids[i], job.position + i, slot, job.prompt_tokens, i + 1)
+        for span, i in tokens:
+            slot = span.blocks[i // PAGE] * PAGE + i % PAGE
+            row = (span.token_ids[i], span.position + i, slot, span.prompt_tokens, i + 1)
             for column, value in zip(columns, row, strict=True):
                 column.append(value)
-        token, position, slots, shared, own = (column + [0] * pad for column in columns)
-        slots[len(pieces) :] = [-1] * pad
-        items, tables = self._items([job for job, _ in pieces])
+        token, position, slots, shared, own = (column + [0] * padding for column in columns)
+        slots[len(tokens) :] = [-1] * padding
+        items, tables = self._items([span for span, _ in tokens])
         device = self._decoder.embedding_VD.device
 
         def upload(values: list) -> torch.Tensor:
@@ -85,25 +69,25 @@ class Prefill:
 
         inputs = Inputs(
             upload(token), upload(position), upload(slots), upload([shared, own]), upload(tables),
-            upload(items),
-            torch.arange(size, dtype=torch.int32, device=device),
+            upload(items), torch.arange(size, dtype=torch.int32, device=device),
         )  # fmt: skip
-        step.lse_ZTH.fill_(-torch.inf)
-        step(cache, inputs)
+        forward.lse_ZTH.fill_(-torch.inf)
+        forward(cache, inputs)
 
-    def _items(self, owners: list[Job]) -> tuple[list[list[int]], list[list[int]]]:
-        """Attention items of a pass, at its own keys for every job and at the prompt where there is one."""
+    def _items(self, owners: list[Span]) -> tuple[list[list[int]], list[list[int]]]:
+        """Attention items and block tables of a pass: each span at its own keys, and at its prompt if it has
+        one."""
         tile = attention.PREFILL_ROWS // (self._decoder.heads // self._decoder.kv_heads)
-        width = max(max(len(job.blocks), len(job.prompt_blocks)) for job in owners)
+        width = max(max(len(span.blocks), len(span.prompt_blocks)) for span in owners)
         items: list[list[int]] = []
         tables: list[list[int]] = []
         start = 0
         while start < len(owners):
-            job = owners[start]
+            span = owners[start]
             end = start
-            while end < len(owners) and owners[end] is job:
+            while end < len(owners) and owners[end] is span:
                 end += 1
-            rows = [(job.blocks, 1)] + ([(job.prompt_blocks, 0)] if job.prompt_tokens else [])
+            rows = [(span.blocks, 1)] + ([(span.prompt_blocks, 0)] if span.prompt_tokens else [])
             for blocks, half in rows:
                 for first in range(start, end, tile):
                     items.append([first, min(tile, end - first), len(tables), half])

@@ -1,7 +1,8 @@
 """The rollout engine for any transformers causal LM, on any device, without compilation.
 
-A prompt is computed once and its samples share the result; finished sequences leave the batch. See
-``scheduler``, ``sampling``, ``cache`` and ``runner`` for the parts; this file only lets them take turns.
+A prompt is computed once and its samples share the result; finished sequences leave the batch. See ``waves``,
+``sampling``, ``cache`` and ``runner`` for who runs, what is drawn, keys and values, and the model call; this
+file only lets them take turns.
 
 The calls run under ``no_grad``, not ``inference_mode``: whatever a module of the training model keeps from a
 forward pass (a rotary table, a cached weight) must serve backward later; inference tensors cannot.
@@ -33,6 +34,9 @@ from qerl.rollout.portable.runner import Runner
 from qerl.rollout.portable.waves import SequenceId, Wave, plan_waves
 from qerl.rollout.sampling import sample, uniform_streams
 
+ROWS = 64
+"""Sequences that run at once if nobody says otherwise."""
+
 
 class PortableEngine(RolloutEngine):
     """Samples from a transformers causal LM in place.
@@ -42,13 +46,13 @@ class PortableEngine(RolloutEngine):
             was: same modes, same parameters.
         pad_token_id: Any id of the vocabulary; it fills masked positions and is the only token of a
             completion whose first logits were not finite.
-        max_sequences: Most sequences that run at once. They need key/value memory for prompt plus
-            ``max_tokens`` each.
+        max_sequences: Sequences that run at once at most. Each needs memory for the keys and values of its
+            prompt and of ``max_tokens`` tokens.
     """
 
     model: nn.Module
 
-    def __init__(self, model: nn.Module, pad_token_id: int, max_sequences: int = 64) -> None:
+    def __init__(self, model: nn.Module, pad_token_id: int, max_sequences: int = ROWS) -> None:
         if max_sequences < 1:
             raise QeRLError(f"max_sequences is {max_sequences}; at least one sequence must run at a time.")
         check_model(model)

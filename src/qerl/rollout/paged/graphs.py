@@ -1,0 +1,102 @@
+"""Captured decode steps, by the number of rows and the settings of sampling.
+
+A step takes as long as its rows say, used or not, so there is one for each power of two. A call takes the
+smallest that holds what runs, and moves to a smaller one when the last long samples are alone.
+"""
+
+from dataclasses import replace
+
+from qerl.rollout.engine import SamplingParams
+from qerl.rollout.paged.decode import DecodeStep
+from qerl.rollout.paged.kv_cache import KVCache
+from qerl.rollout.paged.limits import ROW_COUNTS
+from qerl.rollout.paged.machine import Machine
+from qerl.rollout.paged.scheduler import Scheduler, Sequence
+from qerl.rollout.paged.weights import Decoder
+
+KEPT_SETTINGS = 3
+"""Temperatures, filters and stops whose steps are kept: training's, evaluation's and one more."""
+
+
+class DecodeGraphs:
+    """Steps of one model over one cache.
+
+    Args:
+        decoder: The weights.
+        cache: Keys and values.
+        machine: Where steps are captured.
+        small_rows: Rows up to which no smaller step is taken, see `Pace`.
+
+    Attributes:
+        steps: Steps by rows and settings, the one used last at the end.
+    """
+
+    def __init__(self, decoder: Decoder, cache: KVCache, machine: Machine, small_rows: int) -> None:
+        self._decoder, self._cache, self._machine, self._small = decoder, cache, machine, small_rows
+        self._max_new = self._table_width = 0
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop all steps, with their buffers and graph memory."""
+        self.steps: dict[tuple[int, SamplingParams], DecodeStep] = {}
+        self._graphs = self._machine.graphs()
+
+    def serves(self, max_new: int, table_width: int) -> bool:
+        """True if steps take sequences of so many new tokens and tables of so many blocks."""
+        return max_new <= self._max_new and table_width <= self._table_width
+
+    def make_room(self, max_new: int, table_width: int) -> None:
+        """Make the steps to come large enough for such sequences; forget those there are before."""
+        self._max_new = max(self._max_new, max_new)
+        self._table_width = max(self._table_width, table_width)
+
+    def clear(self) -> None:
+        """Zero what a call that was cut off has left in the sums of its steps."""
+        for step in self.steps.values():
+            step.forward.clear()
+
+    def fit(
+        self, step: DecodeStep | None, scheduler: Scheduler, entering: list[Sequence], params: SamplingParams
+    ) -> DecodeStep:
+        """Switch to a larger step if rows run out, or to a smaller one if a quarter of the rows suffices.
+
+        Args:
+            step: The step in use; None at the start of a call.
+            scheduler: What runs; its sequences are moved into the first rows if the step changes.
+            entering: Those of them that are in no row on the GPU yet.
+            params: Sampling parameters of the call.
+        """
+        running = scheduler.running
+        if step is not None:
+            quarter = step.rows.count // 4 if step.rows.count > self._small else 0
+            if quarter < len(running) <= step.rows.count:
+                return step
+        chosen = self.step(len(running), params)
+        new = set(entering)
+        staying = [row for row, sequence in running.items() if sequence not in new]
+        moved = scheduler.compact(chosen.rows.count)
+        chosen.rows.clear()
+        if step is not None:
+            chosen.rows.move(step.rows, {row: moved[row] for row in staying})
+        return chosen
+
+    def step(self, rows: int, params: SamplingParams) -> DecodeStep:
+        """The smallest step of at least so many rows with these settings."""
+        count = next(count for count in ROW_COUNTS if count >= rows)
+        settings = replace(params, seed=0, max_tokens=1)
+        key = count, settings
+        if key in self.steps:
+            self.steps[key] = self.steps.pop(key)
+        else:
+            self._evict(settings)
+            self.steps[key] = DecodeStep(
+                self._decoder, self._cache, count, self._max_new, self._table_width, params, self._graphs
+            )
+        return self.steps[key]
+
+    def _evict(self, settings: SamplingParams) -> None:
+        """Make room for a step with these settings: those of the settings used longest ago go."""
+        kept = list(dict.fromkeys(known for _, known in reversed(self.steps)))
+        for old in kept[KEPT_SETTINGS - (settings not in kept) :]:
+            for key in [key for key in self.steps if key[1] == old]:
+                del self.steps[key]

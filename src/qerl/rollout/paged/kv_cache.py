@@ -1,0 +1,108 @@
+"""Keys and values of all layers, in blocks that sequences own and share.
+
+The memory lies at fixed addresses, which captured steps remember. Between rollouts it can be given up and
+taken back; a cache that has become too small is closed, and with it go the steps that knew its addresses.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+from qerl.errors import QeRLError
+from qerl.rollout.paged.limits import BlockDemand, KVGeometry
+from qerl.rollout.paged.memory import Memory, PlainMemory
+from qerl.rollout.paged.weights import Decoder
+
+
+class KVCache:
+    """The cache of one model; it has no block until `reserve` is called.
+
+    Args:
+        decoder: The model.
+        dtype: Dtype of keys and values, bf16 or E4M3; that of the activations if None.
+        memory: Makes a range of so many bytes.
+
+    Attributes:
+        k, v: Each [layers, blocks, kv heads, block tokens, head size].
+        geometry: Shape and size of a block.
+        is_limited: True if the budget gave fewer blocks than the call wanted for which they were reserved.
+    """
+
+    def __init__(self, decoder: Decoder, dtype: torch.dtype | None, memory: Callable[[int], Memory]) -> None:
+        self._dtype, self._make_memory = dtype or decoder.dtype, memory
+        self.geometry = KVGeometry(
+            len(decoder.layers), decoder.kv_heads, decoder.head_size, self._dtype.itemsize
+        )
+        self._device = decoder.embedding_VD.device
+        self._set(PlainMemory(0, self._device), 0)
+        self.is_limited = False
+
+    @classmethod
+    def of_blocks(cls, decoder: Decoder, blocks: int, dtype: torch.dtype | None = None) -> "KVCache":
+        """A cache of zeros with so many blocks in memory of torch's allocator, beside the model."""
+        cache = cls(decoder, dtype, lambda size: PlainMemory(size, decoder.embedding_VD.device))
+        cache._allocate(blocks)
+        return cache
+
+    @property
+    def blocks(self) -> int:
+        """Number of blocks."""
+        return self.k.shape[1]
+
+    def serves(self, demand: BlockDemand, rows: int) -> bool:
+        """True if a call can run with the blocks there are.
+
+        One that took all it may take is not made anew for a call that wants more: sequences wait instead.
+        """
+        return self.blocks >= (demand.least if self.is_limited else demand.blocks(rows))
+
+    def reserve(self, demand: BlockDemand, rows: int, budget: int) -> None:
+        """Take memory for a call, as much as it wants or as the budget gives.
+
+        Args:
+            demand: Blocks that the call's sequences fill.
+            rows: Sequences that run side by side.
+            budget: Bytes that keys and values may take.
+
+        Raises:
+            QeRLError: The budget does not hold one sequence.
+        """
+        block = self.geometry.block_bytes
+        wanted, affordable = demand.blocks(rows), budget // block
+        if affordable < demand.least:
+            raise QeRLError(
+                f"Keys and values may have {affordable * block / 1e9:.1f} GB of the GPU memory that is free "
+                f"here, and one sequence needs {demand.least * block / 1e9:.1f}: lower max_tokens, set "
+                "kv_cache_dtype: fp8, or free memory."
+            )
+        self.is_limited = affordable < wanted
+        self._allocate(min(wanted, affordable))
+
+    def give_up(self) -> None:
+        """Free the memory until `take_back`; keys and values are lost, addresses stay."""
+        self._memory.give_up()
+
+    def take_back(self) -> None:
+        """Have memory under the addresses again, if it was given up."""
+        if self._memory.given_up:
+            self._memory.take_back()
+            self._clear()
+
+    def close(self) -> None:
+        """Free memory and addresses; the cache has no block then."""
+        self._memory.close()
+        self._set(PlainMemory(0, self._device), 0)
+
+    def _allocate(self, blocks: int) -> None:
+        self._set(self._make_memory(blocks * self.geometry.block_bytes), blocks)
+        self._clear()
+
+    def _set(self, memory: Memory, blocks: int) -> None:
+        self._memory, shape = memory, self.geometry.shape(blocks)
+        self.k = memory.tensor(shape, self._dtype)
+        self.v = memory.tensor(shape, self._dtype, blocks * self.geometry.block_bytes // 2)
+
+    def _clear(self) -> None:
+        """Fresh memory may hold NaN, which a masked key would carry into a product with zero."""
+        self.k.zero_()
+        self.v.zero_()

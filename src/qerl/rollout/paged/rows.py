@@ -1,0 +1,193 @@
+"""The rows of the batch on the GPU: who sits where, what each has generated, and what its attention reads.
+
+A row is a place for one sequence. What a decode step needs of it (token, position, where its key goes, how
+far it sees) is on the GPU and is advanced there by the kernel that draws, so the host writes a row when a
+sequence enters it, reads it when the sequence leaves, and in between looks who has ended.
+
+Shapes: T rows, M tokens that a row may generate, B blocks of a table.
+"""
+
+from collections import abc
+from dataclasses import fields
+
+import torch
+
+from qerl.kernels.decode.draw import RowState
+from qerl.kernels.limits import PAGE
+from qerl.rollout.engine import FinishReason
+from qerl.rollout.paged.forward import Inputs
+from qerl.rollout.paged.scheduler import Sequence
+from qerl.rollout.sampling import uniform_streams
+
+_REASONS: dict[int, FinishReason] = {1: "stop", 2: "length", 3: "error"}
+_BY_KIND = ("limit_2T", "out_stats_2TM")  # tensors whose rows are the second dimension
+
+
+class Rows:
+    """Rows of one captured step; all of them are free at first.
+
+    Args:
+        count: T.
+        max_new: M.
+        table_width: Blocks that a sequence may own, and a prompt too.
+        tile_tokens: Tokens that one attention item may hold.
+        device: Where they are.
+
+    Attributes:
+        state: What the kernel that draws advances.
+        inputs: What a pass reads. Of its ``tables_GB`` [2 T, B] the first half are prompts of groups, the
+            second each row's own blocks, and so of ``item_4`` [2 T, 4] and of ``order`` [2 T].
+    """
+
+    def __init__(
+        self, count: int, max_new: int, table_width: int, tile_tokens: int, device: torch.device
+    ) -> None:
+        def integers(*shape: int) -> torch.Tensor:
+            return torch.zeros(shape, dtype=torch.int32, device=device)
+
+        self.count, self._tile_tokens, self._device = count, tile_tokens, device
+        tables_GB = integers(2 * count, table_width)
+        self.state = RowState(
+            token_T=integers(count),
+            position_T=integers(count),
+            slot_T=integers(count),
+            limit_2T=integers(2, count),
+            own_table_TB=tables_GB[count:],
+            generated_T=integers(count),
+            max_new_T=integers(count),
+            done_T=integers(count),
+            uniform_TM=torch.zeros(count, max_new, device=device),
+            out_token_TM=integers(count, max_new),
+            out_stats_2TM=torch.zeros(2, count, max_new, device=device),
+        )
+        self.inputs = Inputs(
+            self.state.token_T, self.state.position_T, self.state.slot_T, self.state.limit_2T, tables_GB,
+            integers(2 * count, 4), integers(2 * count),
+        )  # fmt: skip
+        self.clear()
+
+    def clear(self) -> None:
+        """End every row."""
+        self.state.done_T.fill_(1)
+        self.state.slot_T.fill_(-1)
+
+    def place(self, sequences: list[Sequence], seed: int) -> None:
+        """Write the state of sequences that enter rows.
+
+        Args:
+            sequences: Those admitted, with rows and blocks; tokens that they generated before a preemption
+                are in the cache again.
+            seed: Seed of the call, which with prompt and sample numbers gives each its uniforms.
+        """
+        if not sequences:
+            return
+        at = torch.tensor([sequence.row for sequence in sequences], device=self._device)
+        columns = [self._column(sequence) for sequence in sequences]
+        values = torch.tensor(columns, dtype=torch.int32, device=self._device)
+        state = self.state
+        by_column = (
+            state.token_T, state.position_T, state.slot_T, state.generated_T, state.max_new_T, state.done_T,
+        )  # fmt: skip
+        for column, of_rows in enumerate(by_column):
+            of_rows.index_copy_(0, at, values[:, column])
+        state.limit_2T.index_copy_(1, at, values[:, len(by_column) :].T.contiguous())
+        ids = [(sequence.prompt.number, sequence.sample) for sequence in sequences]
+        streams = uniform_streams(seed, ids, sequences[0].max_tokens).float().to(self._device)
+        state.uniform_TM[:, : streams.shape[1]].index_copy_(0, at, streams)
+        for sequence in sequences:
+            if sequence.token_ids:
+                self._write_outputs(sequence)
+
+    @staticmethod
+    def _column(sequence: Sequence) -> list[int]:
+        """What the row's tensors hold, in the order of `place`; the last two are the limits."""
+        cached, own = sequence.prompt.cached_tokens, sequence.generated
+        slot = sequence.blocks[own // PAGE] * PAGE + own % PAGE
+        return [sequence.last_token, cached + own, slot, own, sequence.max_tokens, 0, cached, own + 1]
+
+    def _write_outputs(self, sequence: Sequence) -> None:
+        """Tokens from before a preemption."""
+        row, count = sequence.row, len(sequence.token_ids)
+        stats = torch.tensor([sequence.logprobs, sequence.entropies], device=self._device)
+        self.state.out_token_TM[row, :count] = torch.tensor(sequence.token_ids, device=self._device)
+        self.state.out_stats_2TM[:, row, :count] = stats
+
+    def end(self, preempted: dict[int, Sequence]) -> None:
+        """Read what preempted sequences have generated, and free their rows."""
+        if preempted:
+            self._fetch(preempted)
+            at = torch.tensor(list(preempted), device=self._device)
+            self.state.done_T.index_fill_(0, at, 1)
+            self.state.slot_T.index_fill_(0, at, -1)
+
+    def move(self, source: "Rows", rows: dict[int, int]) -> None:
+        """Continue sequences of other rows.
+
+        Args:
+            source: The rows where they ran; all of these here have ended.
+            rows: Row there -> row here.
+        """
+        if not rows:
+            return
+        there, here = (torch.tensor(list(side), device=self._device) for side in (rows.keys(), rows.values()))
+        for tensor in fields(RowState):
+            if tensor.name != "own_table_TB":  # `attend` writes it
+                mine, theirs = getattr(self.state, tensor.name), getattr(source.state, tensor.name)
+                dim = int(tensor.name in _BY_KIND)
+                mine.index_copy_(dim, here, theirs.index_select(dim, there))
+
+    def attend(self, running: abc.Mapping[int, Sequence]) -> None:
+        """Write block tables and attention items of everything that runs.
+
+        A group's samples read their prompt together, in items of as many tokens as a tile takes; each sample
+        reads its own tokens alone.
+        """
+        rows, width = self.count, self.inputs.tables_GB.shape[1]
+        tables = [[0] * width for _ in range(2 * rows)]
+        groups: dict[int, list[int]] = {}
+        for row, sequence in running.items():
+            tables[rows + row][: len(sequence.blocks)] = sequence.blocks
+            groups.setdefault(sequence.prompt.number, []).append(row)
+        shared: list[list[int]] = []
+        order: list[int] = []
+        for group, members in enumerate(groups.values()):
+            prompt = running[members[0]].prompt
+            blocks = prompt.blocks or []
+            tables[group][: len(blocks)] = blocks
+            if not prompt.cached_tokens:
+                continue
+            for first in range(0, len(members), self._tile_tokens):
+                together = members[first : first + self._tile_tokens]
+                shared.append([len(order), len(together), group, 0])
+                order += together
+        shared += [[0, 0, 0, 0]] * (rows - len(shared))
+        order += [0] * (rows - len(order)) + list(range(rows))
+        own = [[rows + row, 1 if row in running else 0, rows + row, 1] for row in range(rows)]
+        self.inputs.tables_GB.copy_(torch.tensor(tables, dtype=torch.int32))
+        self.inputs.item_4.copy_(torch.tensor(shared + own, dtype=torch.int32))
+        self.inputs.order.copy_(torch.tensor(order, dtype=torch.int32))
+
+    def read(self, running: abc.Mapping[int, Sequence]) -> tuple[dict[int, int], list[int]]:
+        """Look who has ended, and read what those have generated.
+
+        Returns:
+            Tokens generated so far by row, and the rows that have ended: what `Scheduler.advance` takes.
+        """
+        done, generated = torch.stack([self.state.done_T, self.state.generated_T]).tolist()
+        ended = {row: sequence for row, sequence in running.items() if done[row]}
+        for row, sequence in ended.items():
+            sequence.finish_reason = _REASONS[done[row]]
+        if ended:
+            self._fetch(ended)
+        return {row: generated[row] for row in running}, list(ended)
+
+    def _fetch(self, rows: dict[int, Sequence]) -> None:
+        """Read tokens, log-probabilities and entropies of rows."""
+        at = torch.tensor(list(rows), device=self._device)
+        tokens = self.state.out_token_TM[at].tolist()
+        logprobs, entropies = self.state.out_stats_2TM[:, at].tolist()
+        counts = self.state.generated_T[at].tolist()
+        for i, sequence in enumerate(rows.values()):
+            count = counts[i]
+            sequence.token_ids, sequence.logprobs = tokens[i][:count], logprobs[i][:count]
+            sequence.entropies = entropies[i][:count]
