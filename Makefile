@@ -1,6 +1,7 @@
 # make demo    set up, then train a real model on this machine (CPU is enough) and score the result
 # make test    set up, then run the tests
 # make wheel   set up, then build the wheel and use it in an empty folder
+# make versions  set up, then test with the oldest and the newest versions of other libraries (not part of CI)
 # make tables  write the numbers of README and docs from benchmarks/results
 # make lint    formatter, linter and type checker
 PYTHON ?= python3
@@ -10,7 +11,7 @@ BIN    := .venv/bin
 # Idle OpenMP threads spin by default, which on few cores takes the time from those that work.
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: setup demo test wheel tables lint clean
+.PHONY: setup demo test wheel versions tables lint clean
 setup: .venv/ready
 
 .venv/ready: pyproject.toml
@@ -29,6 +30,10 @@ test: setup
 
 wheel: setup
 	.ci/wheel
+
+versions: setup
+	$(BIN)/python .ci/versions oldest
+	$(BIN)/python .ci/versions newest
 
 tables: setup
 	$(BIN)/python -m benchmarks.tables

@@ -7,7 +7,7 @@ import pytest
 from qerl.cli import main
 from qerl.settings.config import QeRLConfig
 from qerl.settings.docs import accepted_fields, field_text, help_text, markdown, other_defaults, own_fields
-from qerl.settings.parents import PARENTS
+from qerl.settings.parents import fate_of
 from qerl.settings.recipe import FIELDS
 
 PAGE = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text(encoding="utf-8")
@@ -44,7 +44,7 @@ def test_every_field_is_explained(name):
     elif name in accepted_fields():
         assert f"--{name} [" in text and text.endswith("It acts as in TRL and transformers.")
     else:
-        assert text == f"{name} is not supported: {PARENTS[name].reason}."
+        assert text == f"{name} is not supported: {fate_of(name).reason}."
 
 
 def test_fields_on_the_command_line(capsys):

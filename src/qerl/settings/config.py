@@ -35,7 +35,7 @@ from qerl.settings.checks import (
     checked,
 )
 from qerl.settings.model_kwargs import take_model_kwargs
-from qerl.settings.parents import PARENTS, Refused
+from qerl.settings.parents import Refused, fate_of
 from qerl.weight_formats import DEFAULT_FORMAT, DEFAULT_ROUNDING, Rounding, WeightFormatName
 
 # What an algorithm sets where the recipe says nothing.
@@ -262,7 +262,7 @@ class QeRLConfig(GRPOConfig):
         for spec in dataclasses.fields(self):
             if not spec.init:
                 continue
-            parent = None if spec.name in QeRLConfig.__annotations__ else PARENTS[spec.name]
+            parent = None if spec.name in QeRLConfig.__annotations__ else fate_of(spec.name)
             value = getattr(self, spec.name)
             if isinstance(parent, Refused):
                 default = default_of(spec)

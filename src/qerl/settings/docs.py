@@ -11,7 +11,7 @@ from typing import Any
 from trl import GRPOConfig
 
 from qerl.settings.config import QeRLConfig, default_of
-from qerl.settings.parents import PARENTS, Refused
+from qerl.settings.parents import PARENTS, Refused, fate_of
 from qerl.settings.recipe import FIELDS, check_key
 
 _WIDTH = 100
@@ -80,7 +80,7 @@ def field_text(name: str) -> str:
         QeRLError: There is no such field; the message names the nearest.
     """
     check_key(name, "The command line")
-    spec, fate = FIELDS[name], PARENTS.get(name)
+    spec, fate = FIELDS[name], fate_of(name)
     if name in QeRLConfig.__annotations__:
         text, reason = spec.metadata["help"], spec.metadata["instead_of_trl"]
         lines = _entry(name, _shown(default_of(spec)), f"{text} {reason}".strip())

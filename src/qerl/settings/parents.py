@@ -273,3 +273,10 @@ PARENTS: dict[str, Acts | Refused | ForScripts] = {
     "off_policy_mask_threshold": Acts(Positive | None),
     "use_bias_correction_kl": Acts(bool),
 }
+
+_NEWER = Refused("it is newer than this version of qerl")
+
+
+def fate_of(name: str) -> Acts | Refused | ForScripts:
+    """What becomes of a parent's field; one that a newer transformers adds is refused."""
+    return PARENTS.get(name, _NEWER)

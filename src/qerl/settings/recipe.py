@@ -17,7 +17,7 @@ from qerl import yaml12
 from qerl.errors import QeRLError
 from qerl.settings.config import QeRLConfig, default_of
 from qerl.settings.library import recipe_file
-from qerl.settings.parents import PARENTS, Refused
+from qerl.settings.parents import Refused, fate_of
 
 FIELDS = {spec.name: spec for spec in dataclasses.fields(QeRLConfig) if spec.init}
 
@@ -51,8 +51,8 @@ def parse_field(name: str, text: str) -> Any:
 
 
 def _type_of(name: str) -> Any:
-    parent = PARENTS.get(name)
-    if name in QeRLConfig.__annotations__ or parent is None or isinstance(parent, Refused):
+    parent = fate_of(name)
+    if name in QeRLConfig.__annotations__ or isinstance(parent, Refused):
         return FIELDS[name].type
     return parent.type
 
@@ -145,10 +145,11 @@ def resolved(config: QeRLConfig) -> dict[str, Any]:
     """Fields that belong to this project or differ from their defaults, as plain YAML values."""
     out = {}
     for name, spec in FIELDS.items():
-        if name in _DERIVED or isinstance(PARENTS.get(name), Refused):  # those have their defaults
+        own = name in QeRLConfig.__annotations__
+        if name in _DERIVED or (not own and isinstance(fate_of(name), Refused)):  # those have their defaults
             continue
         value = getattr(config, name)
-        if name in QeRLConfig.__annotations__ or value != default_of(spec):
+        if own or value != default_of(spec):
             out[name] = value.value if isinstance(value, Enum) else value
     if config.pad_to_multiple_of is None:  # what transformers makes of its default, auto
         out.pop("pad_to_multiple_of")

@@ -6,7 +6,6 @@ is loaded whether the run will fit, and chooses what the settings leave open.
 """
 
 from pathlib import Path
-from typing import Any, cast
 
 import torch
 from peft import LoraConfig, PeftModel
@@ -22,6 +21,7 @@ from qerl.plan.render import advice, verdict
 from qerl.plan.settings import plan_settings, propose_settings, refuse_full_tuning_that_cannot_fit
 from qerl.plan.work import Work
 from qerl.settings.config import QeRLConfig
+from qerl.trainer.trl.recompute import set_every_n_layers
 
 
 def make_policy(
@@ -76,8 +76,7 @@ def take_plan(config: QeRLConfig, planned: Work) -> None:
     """Write what the plan chose into the settings, in transformers' terms where it has them."""
     config.tokens_per_forward = planned.tokens_per_forward
     if config.gradient_checkpointing:
-        kwargs = cast(dict[str, Any], config.gradient_checkpointing_kwargs or {})
-        config.gradient_checkpointing_kwargs = kwargs | {"every_n_layers": planned.every_n_layers}
+        set_every_n_layers(config, planned.every_n_layers)
 
 
 def load_policy(config: QeRLConfig, peft_config: LoraConfig | None = None) -> PreTrainedModel | PeftModel:

@@ -27,6 +27,18 @@ def accept_every_n_layers(model: nn.Module) -> None:
     cast(Any, model).gradient_checkpointing_enable = wrapped
 
 
+def set_every_n_layers(args: TrainingArguments, layers: int) -> None:
+    """Set how many layers share one recomputation, under both names that transformers has for the mapping.
+
+    From 5.18 on a trainer reads `activation_checkpointing_kwargs`, and TRL reads the older name.
+    """
+    settings: Any = args
+    kwargs = (settings.gradient_checkpointing_kwargs or {}) | {"every_n_layers": layers}
+    for name in ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"):
+        if hasattr(settings, name):
+            setattr(settings, name, kwargs)
+
+
 def recompute_every_layer(model: nn.Module, args: TrainingArguments) -> bool:
     """Recompute the activations of every layer from here on.
 
@@ -36,6 +48,6 @@ def recompute_every_layer(model: nn.Module, args: TrainingArguments) -> bool:
     kwargs = cast(dict[str, Any], args.gradient_checkpointing_kwargs or {})
     if not args.gradient_checkpointing or kwargs.get("every_n_layers", 1) == 1:
         return False
-    args.gradient_checkpointing_kwargs = kwargs | {"every_n_layers": 1}
+    set_every_n_layers(args, 1)
     cast(Any, model).gradient_checkpointing_enable(args.gradient_checkpointing_kwargs)
     return True
