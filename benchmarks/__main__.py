@@ -9,7 +9,7 @@ import torch
 
 from qerl.errors import QeRLError
 
-BENCHMARKS = ("rollout", "step", "kernels", "parity")
+BENCHMARKS = ("rollout", "step", "kernels", "bandwidth", "parity")
 
 
 def main(arguments: list[str]) -> int:

@@ -1,11 +1,17 @@
 """The benchmarks' command line and random models."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
+pytest.importorskip("triton", reason="Triton is not installed")
+
 from benchmarks.__main__ import main
+from benchmarks.bandwidth import DECODE, UPDATE, Work
 from benchmarks.random_model import as_if_trained, random_decoder, random_policy
 from qerl.families.sizes import Sizes
+from qerl.kernels import decode, update
 
 QWEN2 = Sizes(128, 192, 2, 2, 1, 64, 100, qkv_bias=True)
 QWEN3 = Sizes(128, 192, 2, 2, 1, 32, 100, qk_norm=True)
@@ -43,3 +49,24 @@ def test_a_random_decoder_has_every_part(sizes, rank):
         assert (layer.qk_norm_2E is not None) == sizes.qk_norm
         assert (layer.lora_down is not None) == (rank > 0)
         assert layer.input_norm_D.std() > 0.1
+
+
+@pytest.mark.parametrize("kernels", [DECODE, UPDATE], ids=["decode", "update"])
+def test_launches_run(kernels):
+    device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
+    for make in kernels.values():
+        launch = make(Work(QWEN2, 3, rank=16, device=device, dtype=dtype))
+        launch.run()
+        assert launch.bytes > 0
+
+
+def test_each_kernel_has_a_benchmark():
+    files = {path.stem for path in Path(update.__file__).parent.glob("*.py")} - {"__init__"}
+    assert UPDATE.keys() == files
+    elsewhere = {"attend", "draw"}  # timed within a step
+    kernels = {
+        path.stem
+        for path in Path(decode.__file__).parent.glob("*.py")
+        if "@triton.jit\ndef _" in path.read_text()
+    }
+    assert kernels == DECODE.keys() | elsewhere

@@ -1,0 +1,204 @@
+"""Microseconds of the kernels that memory bounds, with the bytes that they move and their share of its speed.
+
+    python -m benchmarks bandwidth --shape 7b --tokens 8 64 --update_tokens 8192
+
+One function per kernel file makes a launch on random inputs and counts what the kernel must read and write: a
+decode step's kernels with LoRA, the update's forward and backward. Products are timed by
+`python -m benchmarks kernels`; attention and the draw of a token, whose work depends on the batch, are timed
+within a step by `python -m benchmarks rollout --profile`.
+
+Shapes: T tokens, D hidden, I intermediate, N columns of q, k and v, R rank.
+"""
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.result import write_result
+from benchmarks.rollout import read_bandwidth
+from qerl.families.sizes import Sizes
+from qerl.kernels.decode import residual_norm, rope_kv, silu_mul
+from qerl.kernels.decode.launch import LoraA, LoraB, LoraSum
+from qerl.kernels.limits import PAGE
+from qerl.kernels.update.rms_norm import rms_norm
+from qerl.kernels.update.rotary import rotated_heads
+from qerl.kernels.update.swiglu import swiglu
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel on inputs of its own.
+
+    Attributes:
+        run: Launches it once.
+        bytes: What it must read and write.
+    """
+
+    run: Callable[[], Any]
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a kernel is launched on.
+
+    Attributes:
+        dtype: 16-bit; FP32 only for the interpreter, which multiplies 16-bit numbers wrongly.
+    """
+
+    sizes: Sizes
+    tokens: int
+    rank: int = 32
+    device: str = "cuda"
+    dtype: torch.dtype = torch.bfloat16
+
+    def half(self, *shape: int) -> torch.Tensor:
+        """Normal random numbers in the 16-bit dtype."""
+        return torch.randn(*shape, device=self.device).to(self.dtype)
+
+    def single(self, *shape: int) -> torch.Tensor:
+        """Normal random numbers in FP32."""
+        return torch.randn(*shape, device=self.device)
+
+    def sum(self, ranks: int) -> LoraSum:
+        """The empty sum x A^T of a product."""
+        return LoraSum(torch.zeros(1, self.tokens, ranks, dtype=torch.int64, device=self.device))
+
+
+def _bytes(*tensors: torch.Tensor | None) -> int:
+    return sum(x.numel() * x.element_size() for x in tensors if x is not None)
+
+
+def norm_of_residual(work: Work) -> Launch:
+    """residual_norm: the MLP's output into the residual stream, and A of the next q, k and v."""
+    t, d, r = work.tokens, work.sizes.hidden, work.rank
+    residual, w_D, u_TD = work.single(t, d), work.single(d), work.half(t, d)
+    squares = work.single(-(-d // residual_norm.block_d(t)), t)
+    product, b_NR, a_RK = work.single(1, t, d), work.half(d, r), work.half(3 * r, d)
+    scale = torch.ones(1, device=work.device)
+    b, a = LoraB(work.sum(r), b_NR), LoraA(a_RK, work.sum(3 * r))
+    return Launch(
+        lambda: residual_norm.residual_norm(
+            residual, w_D, u_TD, squares, gemm_STN=product, scale_1=scale, b=b, a=a
+        ),
+        _bytes(residual, residual, w_D, u_TD, squares, product, b_NR, a_RK, b.xa.sum_CTR, a.xa.sum_CTR),
+    )
+
+
+def rotation_into_cache(work: Work) -> Launch:
+    """rope_kv: q, k and v turned, and k and v written to the cache."""
+    s, t, r = work.sizes, work.tokens, work.rank
+    columns = s.queries + 2 * s.keys
+    product, b_NR = work.single(1, t, columns), work.half(columns, r)
+    cos_ME, sin_ME = work.single(512, s.head_size // 2), work.single(512, s.head_size // 2)
+    position = torch.arange(t, device=work.device, dtype=torch.int32) % 512
+    slot = torch.arange(t, device=work.device, dtype=torch.int32) * PAGE
+    q_THE = work.half(t, s.heads, s.head_size)
+    k_cache, v_cache = (work.half(t, s.kv_heads, PAGE, s.head_size) for _ in range(2))
+    squares, scale = work.single(1, t).abs(), torch.ones(3, device=work.device)
+    b = LoraB(work.sum(3 * r), b_NR)
+    written = t * 2 * s.keys * k_cache.element_size()
+    return Launch(
+        lambda: rope_kv.rope_kv(
+            product,
+            scale,
+            squares,
+            cos_ME,
+            sin_ME,
+            position,
+            slot,
+            q_THE,
+            k_cache,
+            v_cache,
+            width=s.hidden,
+            eps=1e-6,
+            b=b,
+        ),
+        _bytes(product, b_NR, q_THE, b.xa.sum_CTR) + written,
+    )
+
+
+def gated_product(work: Work) -> Launch:
+    """silu_mul: silu(gate) * up, and A of down."""
+    t, i, r = work.tokens, work.sizes.intermediate, work.rank
+    product, h_TI = work.single(1, t, 2 * i), work.half(t, i)
+    b_NR, a_RK = work.half(2 * i, r), work.half(r, i)
+    squares, scale = work.single(1, t).abs(), torch.ones(2, device=work.device)
+    b, a = LoraB(work.sum(2 * r), b_NR), LoraA(a_RK, work.sum(r))
+    return Launch(
+        lambda: silu_mul.silu_mul(
+            product, scale, squares, h_TI, intermediate=i, width=work.sizes.hidden, eps=1e-6, b=b, a=a
+        ),
+        _bytes(product, h_TI, b_NR, a_RK, b.xa.sum_CTR, a.xa.sum_CTR),
+    )
+
+
+def norm_of_update(work: Work) -> Launch:
+    """rms_norm: forward and backward."""
+    x, w_D = work.half(work.tokens, work.sizes.hidden).requires_grad_(), work.half(work.sizes.hidden)
+    dy = work.half(*x.shape)
+    return Launch(lambda: torch.autograd.grad(rms_norm(x, w_D, 1e-6), x, dy), 5 * _bytes(x))
+
+
+def swiglu_of_update(work: Work) -> Launch:
+    """swiglu: forward and backward."""
+    x = work.half(work.tokens, 2 * work.sizes.intermediate).requires_grad_()
+    dy = work.half(work.tokens, work.sizes.intermediate)
+    return Launch(lambda: torch.autograd.grad(swiglu(x), x, dy), 3 * _bytes(x) + 2 * _bytes(dy))
+
+
+def rotation_of_update(work: Work) -> Launch:
+    """rotary: queries, keys and values of the update, forward and backward."""
+    s, t = work.sizes, work.tokens
+    qkv = work.half(1, t, s.queries + 2 * s.keys).requires_grad_()
+    cos, sin = work.half(2, 1, t, s.head_size)
+
+    def run() -> None:
+        heads = rotated_heads(qkv, cos, sin, s.heads, s.kv_heads)
+        torch.autograd.grad(heads, qkv, heads)
+
+    return Launch(run, 4 * _bytes(qkv))
+
+
+DECODE = {"residual_norm": norm_of_residual, "rope_kv": rotation_into_cache, "silu_mul": gated_product}
+UPDATE = {"rms_norm": norm_of_update, "swiglu": swiglu_of_update, "rotary": rotation_of_update}
+"""The launch of each kernel by the name of its file, in `qerl.kernels.decode` and `qerl.kernels.update`."""
+
+
+def main(arguments: list[str]) -> None:
+    """Run `python -m benchmarks bandwidth` with these arguments."""
+    from triton.testing import do_bench, do_bench_cudagraph
+
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks bandwidth", description=(__doc__ or "").split("\n")[0]
+    )
+    parser.add_argument("--shape", default="7b")
+    parser.add_argument("--rank", type=int, default=32, help="LoRA rank in a decode step")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 64, 128], help="of a decode step")
+    parser.add_argument("--update_tokens", type=int, nargs="+", default=[8192], help="of a forward pass")
+    parser.add_argument("--out", type=Path, help="JSON file")
+    args = parser.parse_args(arguments)
+    sizes, limit = Sizes.by_name(args.shape), read_bandwidth()
+    rows: list[dict[str, Any]] = []
+    for where, kernels, counts, time in (
+        ("decode", DECODE, args.tokens, do_bench_cudagraph),
+        ("update", UPDATE, args.update_tokens, do_bench),
+    ):
+        for name, make in kernels.items():
+            for tokens in counts:
+                launch = make(Work(sizes, tokens, args.rank))
+                us = 1e3 * time(launch.run, return_mode="median")
+                speed = launch.bytes / us / 1e3
+                row = {"kernel": f"{where}/{name}", "shape": args.shape, "tokens": tokens, "us": us}
+                rows.append({**row, "bytes": launch.bytes, "gb_s": speed, "limit_fraction": speed / limit})
+                print(
+                    f"{where}/{name} {args.shape} {tokens} tokens: {us:.1f} us, {speed:.0f} GB/s, "
+                    f"{speed / limit:.0%} of the limit",
+                    flush=True,
+                )
+    if args.out:
+        write_result(args.out, " ".join(["bandwidth", *arguments]), rows, read_gb_s=limit)
