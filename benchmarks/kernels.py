@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.decoder import random_tiles
 from benchmarks.products import CONTESTANTS, Contestant, dequantised
+from benchmarks.random_weights import random_tiles
 from benchmarks.result import write_result
 from qerl.families.sizes import Sizes
 from qerl.kernels.needs import has_module

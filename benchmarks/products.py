@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from benchmarks.decoder import random_nf4
+from benchmarks.random_weights import random_nf4
 from qerl.fp4.format import NVFP4, PackedRows, dequantize
 from qerl.kernels.weights import nf4
 from qerl.kernels.weights.tiles import Tiles

@@ -14,7 +14,7 @@ from qerl.families.sizes import Sizes
 from qerl.kernels import decode, update
 
 QWEN2 = Sizes(128, 192, 2, 2, 1, 64, 100, qkv_bias=True)
-QWEN3 = Sizes(128, 192, 2, 2, 1, 32, 100, qk_norm=True)
+QWEN3 = Sizes(128, 192, 2, 2, 1, 64, 100, qk_norm=True)
 LLAMA = Sizes(128, 192, 2, 2, 1, 64, 100)
 
 

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks.decoder import random_tiles
 from benchmarks.products import bitsandbytes, dequantised, humming
+from benchmarks.random_weights import random_tiles
 from qerl.fp4.format import NVFP4, PackedRows, dequantize
 from qerl.kernels.weights import nf4
 

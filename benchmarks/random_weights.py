@@ -1,4 +1,4 @@
-"""Random weights of a shape, made directly on the GPU in the form the engine keeps."""
+"""Single random weights in the form that the engine multiplies with, for benchmarks and tests of products."""
 
 import torch
 
@@ -6,13 +6,12 @@ from qerl.kernels.weights.nf4 import BLOCK, NF4Stack
 from qerl.kernels.weights.tiles import Tiles
 
 
-def random_tiles(rows: int, width: int, device: str = "cuda", most: float = 1.875) -> Tiles:
-    """Random codes and scales between 1 and ``most``, below 2; N must be a multiple of `ROW_MULTIPLE`."""
+def random_tiles(rows: int, width: int, device: str = "cuda") -> Tiles:
+    """Random codes, and scales from 1 to 1.875; N must be a multiple of `ROW_MULTIPLE`."""
     groups, tiles = rows // 64, width // 64
     codes = torch.randint(0, 256, (groups, tiles, 128, 16), dtype=torch.uint8, device=device)
     one = 56  # in E4M3, whose three bits after it are eighths
-    end = one + 1 + int(8 * (most - 1))
-    scales = torch.randint(one, end, (groups, tiles, 32, 4, 2), dtype=torch.uint8, device=device)
+    scales = torch.randint(one, one + 8, (groups, tiles, 32, 4, 2), dtype=torch.uint8, device=device)
     return Tiles(codes, scales)
 
 
