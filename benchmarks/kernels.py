@@ -34,6 +34,7 @@ from qerl.kernels.weights.packed_gemm import (
 )
 from qerl.kernels.weights.quack_gemm import Tile, quack_gemm, quack_tile
 from qerl.kernels.weights.tiles import TILE, Tiles
+from qerl.weight_formats import FORMATS
 
 _CACHE_BYTES = 150e6  # three times an H100's L2
 
@@ -165,7 +166,7 @@ def measure(
     Engines that are not in ``tune`` are timed only with the tiling that the rollout takes.
     """
     label, rows, width = product
-    size = rows * width * 0.5625
+    size = FORMATS["nvfp4"].matrix_bytes(rows * width)
     weights = [random_tiles(rows, width) for _ in range(max(2, int(_CACHE_BYTES / size) + 1))]
     x_TK = torch.randn(tokens, width, device="cuda").bfloat16()
     common = {"shape": name, "matrix": label, "rows": rows, "width": width, "tokens": tokens}
