@@ -126,8 +126,8 @@ def test_compressed_tensors_reads_what_was_saved(saved, tmp_path) -> None:
         tmp_path / "packed", quantization_config=CompressedTensorsConfig(dequantize=True)
     )
     for name, layer in packed_layers(model).items():
-        weight = theirs.get_submodule(name).weight  # BF16, whatever is asked for
-        assert torch.equal(weight, layer.dense(weight.dtype))
+        weight = theirs.get_submodule(name).weight  # computed in BF16, whatever is asked for
+        assert torch.equal(weight.bfloat16(), layer.dense(torch.bfloat16))
         if layer.bias is not None:
             assert torch.equal(theirs.get_submodule(name).bias, layer.bias)
 
@@ -306,3 +306,7 @@ def test_unsupported_families(tmp_path) -> None:
     Qwen3MoeForCausalLM(moe).save_pretrained(tmp_path / "moe")
     with pytest.raises(QeRLError, match="mixture of experts"):
         load(tmp_path / "moe")
+
+
+def test_what_a_family_keeps_in_fp32_is_as_before_once_a_model_is_loaded(saved) -> None:
+    assert load(saved(), dtype=torch.bfloat16)._keep_in_fp32_modules_strict == set()

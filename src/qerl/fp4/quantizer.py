@@ -18,6 +18,7 @@ transformers catches exceptions inside a conversion and goes on loading. A bad w
 and raised when loading has ended.
 """
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -98,6 +99,7 @@ class QeRLQuantizer(HfQuantizer):
         self.format = block_format(quantization_config.format)
         self.failure: QeRLError | None = None
         self._shapes: dict[str, torch.Size] = {}
+        self._kept_in_fp32: set[str] = set()  # of the family itself
         self._file_of: dict[str, str] = {}
         self._amax: dict[tuple[str, ...], float] = {}
 
@@ -162,6 +164,8 @@ class QeRLQuantizer(HfQuantizer):
         if missing:
             raise QeRLError(f"The checkpoint has no tensor {missing[0]}.weight; fetch it again.")
         self.quantization_config.ignore = dense
+        if not self.pre_quantized:
+            model._keep_in_fp32_modules_strict = self._kept_in_fp32
         return model
 
     def _insert_empty_layers(self, model: PreTrainedModel) -> None:
@@ -199,8 +203,10 @@ class QeRLQuantizer(HfQuantizer):
             )
         for name, linear in linears.items():
             self._check_width(name, linear)
-            # transformers casts a tensor to its parameter's dtype before it is quantised; this loses nothing.
-            linear.weight.data = linear.weight.data.float()
+        # transformers casts a tensor to the model's dtype before it is quantised here; FP32 loses nothing.
+        self._kept_in_fp32 = set(model._keep_in_fp32_modules_strict or ())
+        exactly = {f"^{re.escape(name)}\\.weight$" for name in linears}
+        model._keep_in_fp32_modules_strict = self._kept_in_fp32 | exactly
         for file in checkpoint_files:
             with safe_open(file, framework="pt") as shard:
                 self._file_of |= dict.fromkeys(shard.keys(), file)
