@@ -18,6 +18,7 @@ from transformers import PreTrainedModel, TrainerCallback
 from transformers.trainer_callback import PrinterCallback
 
 from qerl.models.chat import Chat
+from qerl.models.hub import find_model
 from qerl.models.load import load_tokenizer
 from qerl.rollout.engine import KvCacheDtype, NormOffsets, RolloutEngine, RolloutResult, SamplingParams
 from qerl.rollout.select import make_engine
@@ -86,7 +87,7 @@ def settings(model: str, on_cpu: bool, folder: str) -> QeRLConfig:
 
 def adapted_policy(args: QeRLConfig) -> PreTrainedModel:
     """The policy, with the same random B on every device."""
-    policy = load_policy(args)
+    policy = load_policy(args, find_model(str(args.model)))
     draw = torch.Generator().manual_seed(0)
     for name, parameter in policy.named_parameters():
         if "lora_B" in name:

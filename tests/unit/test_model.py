@@ -304,3 +304,12 @@ def test_full_disk_while_converting(gguf_file, tmp_path, monkeypatch) -> None:
     with pytest.raises(QeRLError, match="No space left on device; free space there or set QERL_CACHE"):
         gguf_to_folder(gguf_file)
     assert [path for path in (tmp_path / "cache").iterdir() if path.suffix != ".lock"] == []
+
+
+def test_a_model_that_was_found_is_not_looked_for_again(plain, monkeypatch):
+    found = hub.find_model(str(plain))
+    monkeypatch.setattr(hub, "_checked_folder", lambda path: pytest.fail("the name was resolved again"))
+    monkeypatch.setattr(hub, "_from_hub", lambda *given: pytest.fail("the Hub was asked"))
+    model = load_model(found, "nvfp4", torch.float32, "cpu")
+    assert model.name_or_path == str(plain) == str(found)
+    assert hub.local_config(found) == plain

@@ -14,11 +14,11 @@ from huggingface_hub.errors import HFValidationError
 from qerl.errors import QeRLError
 from qerl.fp4.checkpoint import read_config
 from qerl.models.fingerprint import checkpoint_fingerprint
-from qerl.models.hub import local_checkpoint
+from qerl.models.hub import LocalModel, local_checkpoint
 from qerl.run_folder import ADAPTER_CONFIG_FILE, read_json, read_policy
 
 
-def check_base(adapter: Path, model: str) -> str:
+def check_base(adapter: Path, model: str | LocalModel) -> str:
     """Raise for an adapter of another base model.
 
     Args:
@@ -37,7 +37,7 @@ def check_base(adapter: Path, model: str) -> str:
         recorded.get("base") or read_json(adapter / ADAPTER_CONFIG_FILE).get("base_model_name_or_path") or ""
     )
     expected = recorded.get("fingerprint")
-    if expected is None and named and not _same_name(named, model):
+    if expected is None and named and not _same_name(named, str(model)):
         expected = _fingerprint_here(named)
         if expected is None:
             return (

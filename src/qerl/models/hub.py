@@ -5,6 +5,7 @@ a name is resolved once, here: a folder is itself, a GGUF file is converted, a H
 Hub's own cache. Without network that cache is used as it is, after one attempt that fails within seconds.
 """
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -28,16 +29,39 @@ READ = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py"]
 SKIP = ["*/*", "consolidated*"]
 
 
-def local_checkpoint(name: str | Path) -> Path:
+@dataclass(frozen=True)
+class LocalModel:
+    """A model whose name has been resolved; whatever takes a name takes this, and asks the Hub no more.
+
+    Attributes:
+        name: What the user called it; its text, and what is written beside weights.
+        folder: Local folder of its safetensors, config and tokenizer.
+    """
+
+    name: str
+    folder: Path
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def find_model(name: str | Path) -> LocalModel:
+    """Resolve a model's name, downloading the model where that is needed; arguments as `local_checkpoint`."""
+    return LocalModel(str(name), local_checkpoint(name))
+
+
+def local_checkpoint(name: str | Path | LocalModel) -> Path:
     """Local folder of the model's safetensors, config and tokenizer.
 
     Args:
-        name: Local folder, ``.gguf`` file, or Hub id (``owner/model``).
+        name: Local folder, ``.gguf`` file, Hub id (``owner/model``), or a model that has been found.
 
     Raises:
         QeRLError: The name is none of these, the model does not exist or is gated, or neither the Hub nor its
             cache has safetensors of it.
     """
+    if isinstance(name, LocalModel):
+        return name.folder
     path = Path(name).expanduser()
     if path.suffix == ".gguf":
         return gguf_to_folder(path)
@@ -46,15 +70,17 @@ def local_checkpoint(name: str | Path) -> Path:
     return _from_hub(str(name), READ, "*.safetensors")
 
 
-def local_config(name: str | Path) -> Path:
+def local_config(name: str | Path | LocalModel) -> Path:
     """Local folder of the model's config; of a model on the Hub nothing else is downloaded.
 
     Args:
-        name: Local folder, or Hub id (``owner/model``).
+        name: Local folder, Hub id (``owner/model``), or a model that has been found.
 
     Raises:
         QeRLError: As `local_checkpoint`, or it is a ``.gguf`` file, which has no config.json.
     """
+    if isinstance(name, LocalModel):
+        return name.folder
     path = Path(name).expanduser()
     if path.suffix == ".gguf":
         raise QeRLError(f"{name} has no config.json; name the model that it was made from.")

@@ -31,7 +31,7 @@ from qerl.families import supported as families
 from qerl.fp4.checkpoint import Checkpoint, check_held_format, open_checkpoint
 from qerl.fp4.quantizer import QeRLQuantizationConfig
 from qerl.kernels.needs import how_to_install
-from qerl.models.hub import local_checkpoint
+from qerl.models.hub import LocalModel, local_checkpoint
 from qerl.weight_formats import DEFAULT_FORMAT, DEFAULT_ROUNDING, FORMATS, Rounding, WeightFormatName
 
 logger = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ PAD_TOKENS = ("<pad>", "<|pad|>", "[PAD]", "<|finetune_right_pad_id|>", "<|endof
 
 
 def load_model(
-    name_or_path: str | Path,
+    name_or_path: str | Path | LocalModel,
     weights: WeightFormatName,
     dtype: torch.dtype,
     device: torch.device | str,
@@ -52,7 +52,7 @@ def load_model(
     """Causal LM in eval mode with its linear layers in the given format.
 
     Args:
-        name_or_path: Local folder, Hub id, or ``.gguf`` file.
+        name_or_path: Local folder, Hub id, ``.gguf`` file, or a model that has been found.
         weights: Format of the projections in decoder layers. Head, embeddings and norms are never quantised.
         dtype: Of everything that is not quantised, and of activations.
         device: Where it goes, as a whole.
@@ -68,7 +68,7 @@ def load_model(
         raise QeRLError(f"There is no weight format {weights}; choose one of {', '.join(FORMATS)}.")
     device = torch.device(device)
     checkpoint = open_checkpoint(local_checkpoint(name_or_path))
-    check_held_format(name_or_path, checkpoint.format, weights)
+    check_held_format(str(name_or_path), checkpoint.format, weights)
     config = _read_config(checkpoint, trust_remote_code)
     skeleton = _skeleton(copy.deepcopy(config), checkpoint, trust_remote_code)  # some classes change theirs
     _check_family(config, skeleton, lora_targets)
@@ -96,7 +96,7 @@ def load_model(
     return model
 
 
-def load_tokenizer(name_or_path: str | Path, chat: bool = True) -> PreTrainedTokenizerBase:
+def load_tokenizer(name_or_path: str | Path | LocalModel, chat: bool = True) -> PreTrainedTokenizerBase:
     """Tokenizer with a padding token, and with a chat template unless prompts are plain text.
 
     A tokenizer without padding token gets one that its vocabulary has; if none but EOS is left it is EOS,

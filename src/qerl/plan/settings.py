@@ -11,7 +11,7 @@ from qerl.errors import QeRLError
 from qerl.families.layer import LINEARS
 from qerl.families.sizes import SIZES, Sizes
 from qerl.fp4.checkpoint import check_held_format, read_config
-from qerl.models.hub import local_config
+from qerl.models.hub import LocalModel, local_config
 from qerl.plan.phases import MemoryPlan, make_plan
 from qerl.plan.propose import fastest, propose
 from qerl.plan.work import FULL, HALF, Work
@@ -23,13 +23,16 @@ DEFAULT_PROMPT = 512
 """Tokens of a prompt where max_prompt_length sets no limit."""
 
 
-def plan_settings(config: QeRLConfig, capacity: int, processes: int) -> MemoryPlan:
+def plan_settings(
+    config: QeRLConfig, capacity: int, processes: int, found: LocalModel | None = None
+) -> MemoryPlan:
     """The plan of the settings as they are; what they leave open is chosen to be fast.
 
     Args:
         config: Settings of the run.
         capacity: Bytes of the GPU.
         processes: GPUs of a data-parallel run, each with a whole model.
+        found: The model of the settings, where it has been found already.
 
     Returns:
         The plan, whose work has `tokens_per_forward` and `every_n_layers` as set, else as chosen. It may not
@@ -39,7 +42,7 @@ def plan_settings(config: QeRLConfig, capacity: int, processes: int) -> MemoryPl
         QeRLError: The model is not found or its family is not planned, full tuning, or samples beyond the
             model's positions.
     """
-    sizes = _sizes(str(config.model), config)
+    sizes = _sizes(found or str(config.model), config)
     if config.tuning == "full":
         raise QeRLError(_full_tuning(sizes, config, capacity))
     work = _work(config, processes)
@@ -66,18 +69,21 @@ def propose_settings(config: QeRLConfig, plan: MemoryPlan) -> MemoryPlan | None:
     return propose(plan.sizes, plan.work, plan.capacity, _samples(config))
 
 
-def refuse_full_tuning_that_cannot_fit(config: QeRLConfig, capacity: int) -> None:
+def refuse_full_tuning_that_cannot_fit(
+    config: QeRLConfig, capacity: int, found: LocalModel | None = None
+) -> None:
     """Refuse full tuning whose weights, gradients and optimizer alone exceed the GPU.
 
     Args:
         config: Settings of the run, with ``tuning: full``.
         capacity: Bytes of the GPU.
+        found: The model of the settings, where it has been found already.
 
     Raises:
         QeRLError: They exceed it.
     """
     try:
-        sizes = _sizes(str(config.model), config)
+        sizes = _sizes(found or str(config.model), config)
     except QeRLError:
         return  # a family or a name that the plan does not know may still be loaded
     if _full_tuning_bytes(sizes, config) > capacity:
@@ -117,17 +123,17 @@ def _samples(config: QeRLConfig) -> int:
     return config.per_device_train_batch_size * (config.steps_per_generation or 1)
 
 
-def _sizes(name: str, config: QeRLConfig) -> Sizes:
-    if name in SIZES and not Path(name).is_dir():
+def _sizes(name: str | LocalModel, config: QeRLConfig) -> Sizes:
+    if isinstance(name, str) and name in SIZES and not Path(name).is_dir():
         return SIZES[name]
     try:
         folder = local_config(name)
     except QeRLError as error:
-        if "/" in name:
+        if "/" in str(name):
             raise
         raise QeRLError(f"{error} Sizes that are known by name: {', '.join(SIZES)}.") from error
     content, _, format = read_config(folder)
-    check_held_format(name, format, config.weights)
+    check_held_format(str(name), format, config.weights)
     return Sizes.from_config(content)
 
 

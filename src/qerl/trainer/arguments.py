@@ -34,6 +34,7 @@ from qerl.errors import QeRLError
 from qerl.families.parts import base_model
 from qerl.fp4.linear import PackedLinear
 from qerl.lora.adapter import adapt, check_lora
+from qerl.models.hub import LocalModel, find_model
 from qerl.models.load import load_tokenizer
 from qerl.rollout.engine import RolloutEngine
 from qerl.rollout.select import make_engine
@@ -140,9 +141,11 @@ def complete(
         check_lora(peft_config)
     settings = _settings(args, model, peft_config)
     _check_fields(settings, acted_on, named, engine)
+    if named:
+        model = find_model(model)
     tokenizer = _tokenizer(processing_class, model, train_dataset)
     if named:
-        policy = _named_policy(str(model), settings, peft_config, engine)
+        policy = _named_policy(model, settings, peft_config, engine)
     else:
         policy = _policy_in_hand(model, settings, peft_config, acted_on)
     _check_optimizer(optimizers[0], policy)
@@ -212,17 +215,17 @@ def _set(args: QeRLConfig, acted_on: Collection[str] = ()) -> set[str]:
 
 
 def _named_policy(
-    name: str, args: QeRLConfig, peft_config: LoraConfig | None, engine: RolloutEngine | None
+    model: LocalModel, args: QeRLConfig, peft_config: LoraConfig | None, engine: RolloutEngine | None
 ) -> PreTrainedModel | PeftModel:
     """The model of this name as `qerl train` would load it, with the adapter that the user describes."""
-    if args.model not in (None, name):
-        raise QeRLError(f"model is {name} and args.model is {args.model}; leave one of them out.")
+    if args.model not in (None, model.name):
+        raise QeRLError(f"model is {model} and args.model is {args.model}; leave one of them out.")
     if engine is not None and engine.model is not None:
         raise QeRLError(
             "An engine samples from the model that trains, and here that is loaded by its name; leave "
             "engine out, or hand in the model that it was made of."
         )
-    args.model = name
+    args.model = model.name
     if peft_config is not None:
         if args.adapter is not None:
             raise QeRLError(
@@ -230,7 +233,7 @@ def _named_policy(
             )
         take_adapter(args, vars(peft_config), "peft_config")
     console = Console(quiet=args.process_index != 0)
-    policy = make_policy(args, console, peft_config)
+    policy = make_policy(args, model, console, peft_config)
     if peft_config is not None:  # which layers a pattern, or PEFT's default, has matched
         args.lora_target_modules = _held(policy)["lora_target_modules"]
     return policy
@@ -331,8 +334,8 @@ def _tokenizer(given: Any, model: Any, train_dataset: Any) -> PreTrainedTokenize
     if given is not None and not isinstance(given, PreTrainedTokenizerBase):
         raise QeRLError(f"processing_class is a {type(given).__name__}; pass a tokenizer of transformers.")
     if given is None:
-        name = str(model if isinstance(model, str | Path) else base_model(model).name_or_path)
-        if not name:
+        name = model if isinstance(model, LocalModel) else base_model(model).name_or_path
+        if not str(name):
             raise QeRLError("The model has no name to load a tokenizer by; pass it as processing_class.")
         given = load_tokenizer(name, chat=is_conversational(next(iter(train_dataset), {})))
     if given.pad_token is None:

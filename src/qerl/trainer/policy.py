@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from qerl.errors import QeRLError
 from qerl.eval.base_check import check_base
 from qerl.lora.adapter import adapt, add_lora, check_adapter, load_adapter
+from qerl.models.hub import LocalModel
 from qerl.models.load import load_model
 from qerl.plan.propose import fits
 from qerl.plan.render import advice, verdict
@@ -25,12 +26,13 @@ from qerl.trainer.trl.recompute import set_every_n_layers
 
 
 def make_policy(
-    config: QeRLConfig, console: Console, peft_config: LoraConfig | None = None
+    config: QeRLConfig, model: LocalModel, console: Console, peft_config: LoraConfig | None = None
 ) -> PreTrainedModel | PeftModel:
     """Base model in the format of the settings, on their device, with its adapter unless all of it is tuned.
 
     Args:
-        config: Settings with `model` set; what they leave to the memory plan is written into them.
+        config: Settings; what they leave to the memory plan is written into them.
+        model: Their model, found.
         console: Where the plan is said.
         peft_config: A fresh adapter; None takes the saved or the fresh one that the settings describe.
 
@@ -40,29 +42,30 @@ def make_policy(
     """
     if config.adapter is not None:
         check_adapter(Path(config.adapter).expanduser())
-        warning = check_base(Path(config.adapter).expanduser(), str(config.model))
+        warning = check_base(Path(config.adapter).expanduser(), model)
         if warning:
             console.print(warning, highlight=False)
     if config.device.type == "cuda":
-        plan_memory(config, torch.cuda.get_device_properties(config.device).total_memory, console)
-    return load_policy(config, peft_config)
+        plan_memory(config, torch.cuda.get_device_properties(config.device).total_memory, console, model)
+    return load_policy(config, model, peft_config)
 
 
-def plan_memory(config: QeRLConfig, capacity: int, console: Console) -> None:
+def plan_memory(config: QeRLConfig, capacity: int, console: Console, model: LocalModel | None = None) -> None:
     """Say whether a run fits a GPU, and write what the plan chose into the settings.
 
     Args:
         config: Settings of the run.
         capacity: Bytes of the GPU.
         console: Where it is said.
+        model: The model of the settings, where it has been found already.
 
     Raises:
         QeRLError: Full tuning cannot fit.
     """
     if config.tuning == "full":
-        refuse_full_tuning_that_cannot_fit(config, capacity)
+        refuse_full_tuning_that_cannot_fit(config, capacity, model)
     try:
-        plan = plan_settings(config, capacity, config.world_size)
+        plan = plan_settings(config, capacity, config.world_size, model)
     except QeRLError as error:
         console.print(f"Memory was not planned. {error}", highlight=False)
         return
@@ -79,11 +82,12 @@ def take_plan(config: QeRLConfig, planned: Work) -> None:
         set_every_n_layers(config, planned.every_n_layers)
 
 
-def load_policy(config: QeRLConfig, peft_config: LoraConfig | None = None) -> PreTrainedModel | PeftModel:
+def load_policy(
+    config: QeRLConfig, found: LocalModel, peft_config: LoraConfig | None = None
+) -> PreTrainedModel | PeftModel:
     """`make_policy` without the memory plan."""
-    assert config.model is not None
     model = load_model(
-        config.model,
+        found,
         weights=config.weights,
         dtype=compute_dtype(config, config.device),
         device=config.device,

@@ -17,6 +17,7 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from qerl.errors import QeRLError, first_line
 from qerl.models.chat import Chat
+from qerl.models.hub import find_model
 from qerl.models.load import load_tokenizer
 from qerl.rollout.select import make_engine
 from qerl.run_folder import CONFIG_FILE
@@ -110,11 +111,12 @@ def build(config: QeRLConfig, console: Console) -> tuple[QeRLTrainer, InterruptG
     assert config.model is not None and config.task is not None
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     task, rewards = preflight(config)
-    tokenizer = load_tokenizer(config.model)
+    model = find_model(config.model)
+    tokenizer = load_tokenizer(model)
     chat = Chat(tokenizer, config.chat_template_kwargs)
     task.opening = chat.opening
     train_set, eval_set = _datasets(config, task, chat, console)
-    policy = make_policy(config, console)
+    policy = make_policy(config, model, console)
     folder = Path(str(config.output_dir))
     guard, metrics = InterruptGuard(console), MetricsFile(folder)
     trainer = QeRLTrainer(
