@@ -6,7 +6,7 @@ import torch
 from qerl.errors import QeRLError
 from qerl.rollout import sampling
 from qerl.rollout.engine import SamplingParams
-from qerl.rollout.sampling import sample, truncate, uniform_streams
+from qerl.rollout.sampling import draw_tokens, truncate, uniform_streams
 
 
 def params(**settings):
@@ -85,7 +85,7 @@ class TestSample:
         draws, vocabulary = 40000, 12
         logits_V = torch.randn(vocabulary, generator=torch.Generator().manual_seed(3))
         uniforms = torch.rand(draws, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
-        tokens = sample(logits_V.expand(draws, -1), uniforms, settings).tokens_B
+        tokens = draw_tokens(logits_V.expand(draws, -1), uniforms, settings).tokens_B
         expected_V = reference_distribution(logits_V, settings) * draws
         counts_V = torch.bincount(tokens, minlength=vocabulary).double()
         possible = expected_V > 0
@@ -101,7 +101,7 @@ class TestSample:
         generator = torch.Generator().manual_seed(5)
         logits_BV = 2 * torch.randn(64, 40, generator=generator)
         uniforms_B = torch.rand(64, generator=generator, dtype=torch.float64)
-        sampled = sample(logits_BV, uniforms_B, settings)
+        sampled = draw_tokens(logits_BV, uniforms_B, settings)
         full_BV = torch.softmax(logits_BV.double() / settings.temperature, -1)
         expected_B = full_BV.gather(-1, sampled.tokens_B[:, None])[:, 0].log()
         assert (sampled.logprobs_B - expected_B).abs().max() < 1e-5
@@ -112,20 +112,20 @@ class TestSample:
         uniforms_B = torch.tensor(
             [0.0, 0.2499, 0.2501, 0.4999, 0.5001, 0.9999, 1 - 2**-53], dtype=torch.float64
         )
-        tokens_B = sample(logits_BV, uniforms_B, params()).tokens_B
+        tokens_B = draw_tokens(logits_BV, uniforms_B, params()).tokens_B
         assert tokens_B.tolist() == [0, 0, 2, 2, 3, 3, 3]
 
     def test_a_removed_token_is_never_drawn(self):
         logits_BV = torch.tensor([-5.0, 1.0, -5.0, 1.0, -5.0]).expand(3, -1)
         uniforms_B = torch.tensor([0.0, 0.5, 1 - 2**-53], dtype=torch.float64)
-        assert sample(logits_BV, uniforms_B, params(min_p=0.5)).tokens_B.tolist() == [1, 3, 3]
+        assert draw_tokens(logits_BV, uniforms_B, params(min_p=0.5)).tokens_B.tolist() == [1, 3, 3]
 
     @pytest.mark.parametrize("uniform", [0.0, 1.0])
     def test_nor_where_the_target_is_rounded_to_the_end(self, uniform):
         """A uniform that FP32 rounded up to one asks for the whole sum."""
         logits_BV = torch.tensor([-5.0, 1.0, -5.0, 1.0, -5.0, -5.0]).expand(2, -1)
         uniforms_B = torch.tensor([uniform, 0.4], dtype=torch.float64)
-        drawn = sample(logits_BV, uniforms_B, params(min_p=0.5)).tokens_B.tolist()
+        drawn = draw_tokens(logits_BV, uniforms_B, params(min_p=0.5)).tokens_B.tolist()
         assert drawn == [3 if uniform else 1, 1]
 
     def test_nor_where_a_parallel_sum_grows_at_a_token_without_weight(self, monkeypatch):
@@ -135,11 +135,11 @@ class TestSample:
         monkeypatch.setattr(torch.Tensor, "cumsum", lambda x, dim: cumsum(x, dim) + jitter)
         logits_BV = torch.tensor([-99.0, 1.0, -99.0, -99.0, 1.0, -99.0])[None]
         target = torch.tensor([0.5], dtype=torch.float64)
-        assert sample(logits_BV, target, params(min_p=0.5)).tokens_B.tolist() == [4]
+        assert draw_tokens(logits_BV, target, params(min_p=0.5)).tokens_B.tolist() == [4]
 
     def test_greedy_takes_the_largest_and_scores_it_at_temperature_one(self):
         logits_BV = torch.randn(4, 30, generator=torch.Generator().manual_seed(6))
-        sampled = sample(logits_BV, torch.zeros(4).double(), params(temperature=0, top_k=1, top_p=0.1))
+        sampled = draw_tokens(logits_BV, torch.zeros(4).double(), params(temperature=0, top_k=1, top_p=0.1))
         assert torch.equal(sampled.tokens_B, logits_BV.argmax(-1))
         expected_B = torch.log_softmax(logits_BV.double(), -1).amax(-1)
         assert (sampled.logprobs_B - expected_B).abs().max() < 1e-6
@@ -150,9 +150,9 @@ class TestSample:
     def test_a_bad_row_is_reported_and_changes_no_other(self, settings, bad):
         logits_BV = torch.randn(3, 20, generator=torch.Generator().manual_seed(7))
         uniforms_B = torch.tensor([0.3, 0.6, 0.9], dtype=torch.float64)
-        clean = sample(logits_BV, uniforms_B, params(**settings))
+        clean = draw_tokens(logits_BV, uniforms_B, params(**settings))
         logits_BV[1, 4] = bad
-        sampled = sample(logits_BV, uniforms_B, params(**settings))
+        sampled = draw_tokens(logits_BV, uniforms_B, params(**settings))
         assert sampled.finite_B.tolist() == [True, False, True]
         for column, clean_column in zip(sampled[:3], clean[:3], strict=True):
             assert torch.equal(column[[0, 2]], clean_column[[0, 2]])
@@ -161,8 +161,8 @@ class TestSample:
     def test_bf16_logits_are_computed_in_fp32(self):
         logits_BV = torch.randn(4, 300).bfloat16()
         uniforms_B = torch.full((4,), 0.5, dtype=torch.float64)
-        got = sample(logits_BV, uniforms_B, params())
-        expected = sample(logits_BV.float(), uniforms_B, params())
+        got = draw_tokens(logits_BV, uniforms_B, params())
+        expected = draw_tokens(logits_BV.float(), uniforms_B, params())
         assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
         assert got.logprobs_B.dtype == torch.float32
 

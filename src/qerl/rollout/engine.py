@@ -23,7 +23,7 @@ FinishReason = Literal["stop", "length", "error"]
 KvCacheDtype = Literal["auto", "fp8"]
 KV_DTYPES: dict[str, torch.dtype] = {"auto": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 NormOffsets = Mapping[str, torch.Tensor]
-"""Noise Z by the qualified name of the RMSNorm module it belongs to, each fp32 of the norm's width."""
+"""Noise Z by the qualified name of its RMSNorm module, each a fp32 tensor of the norm's width."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class SamplingParams:
     """How the next token is chosen.
 
     Attributes:
-        max_tokens: Most tokens a completion may have, its stop token included; at least 1.
+        max_tokens: Tokens that a completion may have at most, its stop token included; at least 1.
         temperature: Divides the logits; 0 takes the most probable token.
         top_p: Keeps the smallest set of tokens whose probability reaches this; 1 keeps all.
         top_k: Keeps this many most probable tokens; 0 keeps all.
@@ -112,8 +112,8 @@ class RolloutEngine(ABC):
     """Samples completions from the policy in its present state.
 
     Attributes:
-        model: What it samples from, PEFT-wrapped or not, which a trainer compares with what it trains; None
-            for an engine without a model, whose samples are scripted.
+        model: The model that it samples from, PEFT-wrapped or not, which a trainer compares with the one that
+            it trains; None for an engine without a model, whose samples are scripted.
         rows_per_call: Completions that a call should have where there are many to make: with fewer, part of
             its time goes into waiting for the last ones.
     """
@@ -129,7 +129,7 @@ class RolloutEngine(ABC):
         params: SamplingParams,
         norm_offsets: NormOffsets | None = None,
     ) -> RolloutResult:
-        """Sample completions.
+        """Sample completions for each prompt.
 
         Args:
             prompts: Token ids of each prompt, without padding; every prompt has at least one token.
@@ -144,11 +144,11 @@ class RolloutEngine(ABC):
         """
 
     def release(self) -> None:  # noqa: B027 - most engines hold nothing
-        """Gives the memory up that only `generate` needs, until its next call."""
+        """Free the memory that only `generate` needs; the next call takes it back."""
 
 
 def check_model(model: nn.Module) -> None:
-    """Refuses what no engine samples from rightly, before anything is built around it.
+    """Refuse a model that no engine samples from rightly, before anything is built around it.
 
     Args:
         model: A transformers causal LM, PEFT-wrapped or not.
@@ -173,7 +173,7 @@ def check_model(model: nn.Module) -> None:
 def check_request(
     prompts: Sequence[Sequence[int]], samples_per_prompt: int, params: SamplingParams, positions: int | None
 ) -> None:
-    """Refuses what no engine can sample.
+    """Refuse a call that no engine can serve.
 
     Args:
         prompts, samples_per_prompt, params: As in `RolloutEngine.generate`.

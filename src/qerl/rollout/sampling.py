@@ -1,7 +1,7 @@
 """From logits to one token for each sequence, with the log-probability it was drawn with.
 
 Tokens are drawn by inverting the cumulative distribution at one uniform number. Each sequence has its own
-stream of uniforms, keyed by (seed, prompt, sample), and uses exactly one number a token, so what a sequence
+stream of uniforms, keyed by (seed, prompt, sample), and uses exactly one number per token, so what a sequence
 draws does not depend on which others share its batch, when they finish, or how the work was cut into waves.
 ``torch.multinomial`` could not promise that: it takes numbers from one stream for the whole batch.
 
@@ -25,7 +25,7 @@ from qerl.seeding import generator
 _CANDIDATES = 1024
 
 
-class Sampled(NamedTuple):
+class Drawn(NamedTuple):
     """One token for each sequence.
 
     Attributes:
@@ -42,7 +42,7 @@ class Sampled(NamedTuple):
 
 
 def uniform_streams(seed: int, sequences: Iterable[tuple[int, int]], length: int) -> torch.Tensor:
-    """The uniforms of each sequence.
+    """Uniform numbers for each sequence, one per token that it may draw.
 
     Args:
         seed: Seed of the rollout.
@@ -59,8 +59,8 @@ def uniform_streams(seed: int, sequences: Iterable[tuple[int, int]], length: int
     return torch.stack(rows)
 
 
-def sample(logits_BV: torch.Tensor, uniforms_B: torch.Tensor, params: SamplingParams) -> Sampled:
-    """Draws the next token of each sequence.
+def draw_tokens(logits_BV: torch.Tensor, uniforms_B: torch.Tensor, params: SamplingParams) -> Drawn:
+    """Draw the next token of each sequence.
 
     Args:
         logits_BV: Logits of the last position, any floating dtype; computed in fp32.
@@ -78,11 +78,11 @@ def sample(logits_BV: torch.Tensor, uniforms_B: torch.Tensor, params: SamplingPa
         tokens_B = _invert_cdf(probs_BV if left_BV is full_BV else left_BV.exp(), uniforms_B)
     logprobs_B = full_BV.gather(-1, tokens_B[:, None])[:, 0]
     # A single NaN or infinite logit makes the entropy NaN (0 * -inf included), which saves a pass over V.
-    return Sampled(tokens_B, logprobs_B, entropies_B, entropies_B.isfinite())
+    return Drawn(tokens_B, logprobs_B, entropies_B, entropies_B.isfinite())
 
 
 def truncate(logprobs_BV: torch.Tensor, params: SamplingParams) -> torch.Tensor:
-    """Leaves out what top-k, top-p and min-p leave out.
+    """Log-probabilities in which the tokens that top-k, top-p and min-p leave out are -inf.
 
     The most probable token always stays. With top-p a token stays when the tokens before it have less mass
     than ``top_p``, so the kept set is the smallest that reaches it.

@@ -130,11 +130,6 @@ class Binding:
         self._adapter = Adapter(self._base, list(body.layers), self._dtype)
         self._adapter.bind(self.decoder)
 
-    @property
-    def has_lora(self) -> bool:
-        """Whether the model carries an adapter."""
-        return self._adapter.rank > 0
-
     @torch.no_grad()
     def refresh(self, norm_offsets: Mapping[str, torch.Tensor]) -> bool:
         """Copies what training may have changed: LoRA, biases, and RMSNorm weights plus this call's noise.

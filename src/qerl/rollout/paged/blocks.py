@@ -1,9 +1,9 @@
 """Which blocks of the KV cache are free, and who holds the others: plain Python, no tensors.
 
-A block holds the keys and values of 64 tokens. A prompt's blocks are held once by each sample that reads
-them, so the group shares them and the last to finish frees them. A sample's own tokens start in a fresh block
-even where the prompt's last block has room: nothing is ever copied or written to while shared, at the price
-of less than one block a prompt.
+A block holds the keys and values of 64 tokens. A prompt's blocks are held once by each sequence that reads
+them, so the group shares them and the last to finish frees them. A sequence's own tokens start in a fresh
+block even where the prompt's last block has room: nothing is ever copied or written to while shared, at the
+price of less than one block per prompt.
 """
 
 from collections import Counter
@@ -15,8 +15,8 @@ class BlockManager:
     """Reference-counted blocks.
 
     Args:
-        count: Blocks in the cache.
-        block_tokens: Tokens a block holds.
+        count: Number of blocks in the cache.
+        block_tokens: Number of tokens that a block holds.
     """
 
     def __init__(self, count: int, block_tokens: int) -> None:
@@ -27,18 +27,18 @@ class BlockManager:
 
     @property
     def free(self) -> int:
-        """Blocks nobody holds."""
+        """Number of blocks that nobody holds."""
         return len(self._free)
 
     def blocks_for(self, tokens: int) -> int:
-        """Blocks that ``tokens`` tokens fill."""
+        """Number of blocks that ``tokens`` tokens fill."""
         return -(-tokens // self.block_tokens)
 
     def take(self, blocks: int) -> list[int]:
-        """Takes that many free blocks, each with one holder.
+        """Take so many free blocks, each with one holder.
 
         Raises:
-            QeRLError: Not so many are free; ask :attr:`free` first.
+            QeRLError: Fewer are free; ask :attr:`free` first.
         """
         if blocks > len(self._free):
             raise QeRLError(f"{blocks} cache blocks were asked for and {len(self._free)} are free.")
@@ -47,14 +47,14 @@ class BlockManager:
         return taken
 
     def share(self, blocks: list[int]) -> None:
-        """Adds a holder to blocks that have one."""
+        """Add a holder to each block; it must have one."""
         for block in blocks:
             if not self._holders[block]:
                 raise QeRLError(f"Cache block {block} is free and cannot be shared.")
         self._holders.update(blocks)
 
     def release(self, blocks: list[int]) -> None:
-        """Takes one holder from each block; a block without holders is free again."""
+        """Take one holder from each block; a block without holders is free again."""
         for block in blocks:
             if not self._holders[block]:
                 raise QeRLError(f"Cache block {block} was released more often than taken.")

@@ -70,7 +70,7 @@ class SwitchedMemory:
     """A range of addresses on the current GPU, with memory under it from the start.
 
     Args:
-        size: Bytes wanted.
+        size: Number of bytes.
 
     Raises:
         QeRLError: The GPU has not that much memory left.
@@ -108,14 +108,14 @@ class SwitchedMemory:
         return whole[offset : offset + size].view(dtype).view(shape)
 
     def give_up(self) -> None:
-        """Takes the memory from under the addresses; what it held is lost."""
+        """Free the memory under the addresses; what it held is lost."""
         if self._handle:
             torch.cuda.synchronize(self._device)
             self._call("cuMemUnmap", self._address, self.size)
             self._call("cuMemRelease", self._handle.pop())
 
     def take_back(self) -> None:
-        """Puts memory of undefined content under the addresses again.
+        """Put memory of undefined content under the addresses again.
 
         Raises:
             QeRLError: The GPU has not that much memory left.
@@ -139,7 +139,7 @@ class SwitchedMemory:
         self._handle.append(handle)
 
     def close(self) -> None:
-        """Gives memory and addresses up for good."""
+        """Free memory and addresses for good."""
         self._close()
 
     def _call(self, name: str, *arguments: Any) -> Any:

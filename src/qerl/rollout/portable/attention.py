@@ -1,9 +1,9 @@
 """Decode attention for grouped queries that does not copy the cache.
 
 With a padding mask, transformers' sdpa path repeats every key/value head for each query head that shares it,
-for one new token: 3.8 ms a layer for 64 rows x 126 tokens, 9 over 3 heads, on 2 cores. For a single query the
-heads of a group may as well be queries of one head, because they attend to the same keys under the same mask:
-0.9 ms, same numbers.
+for one new token: 3.8 ms per layer for 64 rows x 126 tokens, 9 over 3 heads, on 2 cores. For a single query
+the heads of a group may as well be queries of one head, because they attend to the same keys under the same
+mask: 0.9 ms, same numbers.
 
 The function is registered with transformers under its own name and a model uses it only inside
 ``grouped_decode``.
@@ -33,7 +33,7 @@ def _grouped_decode_attention(
     attention_mask: torch.Tensor | None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention [B, 1, H, D] of one new token a row; anything longer goes to transformers' own function.
+    """Attention [B, 1, H, D] of one new token per row; anything longer goes to transformers' own function.
 
     Args:
         module: The attention module that calls.
@@ -60,7 +60,7 @@ AttentionMaskInterface.register(_NAME, sdpa_mask)
 
 @contextmanager
 def grouped_decode(config: PretrainedConfig) -> Iterator[None]:
-    """Lets the model of this config decode with the grouped kernel; other implementations than sdpa stay."""
+    """Let the model of this config decode with the grouped kernel, if it uses sdpa."""
     implementation = config._attn_implementation
     if implementation == "sdpa":
         config._attn_implementation = _NAME

@@ -35,7 +35,7 @@ class PreallocatedLayer(CacheLayerMixin):
         self._length = 0
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Takes the prompts' keys and values, each [P, H, T, D], as they are."""
+        """Keep the prompts' keys and values, each [P, H, T, D], as they are."""
         self.keys, self.values = key_states, value_states
         self._length = key_states.shape[2]
         self.is_initialized = True
@@ -43,7 +43,7 @@ class PreallocatedLayer(CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_args: Any, **_kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Appends keys and values [B, H, new, D] and returns views of all so far, each [B, H, T, D]."""
+        """Append keys and values [B, H, new, D] and return views of all so far, each [B, H, T, D]."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
             return key_states, value_states
@@ -53,7 +53,7 @@ class PreallocatedLayer(CacheLayerMixin):
         return self.keys[:, :, : self._length], self.values[:, :, : self._length]
 
     def repeat(self, rows: torch.Tensor, capacity: int) -> None:
-        """Gives each row of the batch a copy of prompt ``rows[row]`` and room for ``capacity`` tokens."""
+        """Give each row of the batch a copy of prompt ``rows[row]`` and room for ``capacity`` tokens."""
         self.keys = self._expanded(self.keys, rows, capacity)
         self.values = self._expanded(self.values, rows, capacity)
 
@@ -64,7 +64,7 @@ class PreallocatedLayer(CacheLayerMixin):
         return buffer
 
     def keep(self, moves: torch.Tensor, holes: torch.Tensor, rows: int) -> None:
-        """Copies rows ``moves`` over rows ``holes`` and shortens the batch to ``rows``."""
+        """Copy rows ``moves`` over rows ``holes`` and shorten the batch to ``rows``."""
         for buffer in (self.keys, self.values):
             used = buffer[:, :, : self._length]
             used[holes] = used[moves]
@@ -95,7 +95,7 @@ class PreallocatedCache(Cache):
         super().__init__(layers=list(self._own_layers))
 
     def repeat(self, rows: torch.Tensor, capacity: int) -> None:
-        """Turns the prompts' cache into the batch's.
+        """Turn the prompts' cache into the batch's.
 
         Args:
             rows: int64 [B], the prompt of each row.
@@ -105,7 +105,7 @@ class PreallocatedCache(Cache):
             layer.repeat(rows, capacity)
 
     def keep(self, sources: Sequence[int]) -> None:
-        """Drops rows.
+        """Drop rows.
 
         Args:
             sources: For each row that remains the row it was before; only rows that differ are copied. A row

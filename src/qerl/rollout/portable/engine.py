@@ -32,7 +32,7 @@ from qerl.rollout.engine import (
 from qerl.rollout.portable.attention import grouped_decode
 from qerl.rollout.portable.runner import Runner
 from qerl.rollout.portable.waves import SequenceId, Wave, plan_waves
-from qerl.rollout.sampling import sample, uniform_streams
+from qerl.rollout.sampling import draw_tokens, uniform_streams
 
 ROWS = 64
 """Sequences that run at once if nobody says otherwise."""
@@ -114,9 +114,9 @@ class PortableEngine(RolloutEngine):
         # One column for each step, one row for each sequence, on the model's device for the whole wave.
         uniforms = uniform_streams(params.seed, sequences, params.max_tokens).to(logits_BV.device)
         for step in range(params.max_tokens):
-            sampled = sample(logits_BV, uniforms[wave.rows, step], params)
-            wave.record(*(column.tolist() for column in sampled))
-            tokens_B = sampled.tokens_B
+            drawn = draw_tokens(logits_BV, uniforms[wave.rows, step], params)
+            wave.record(*(column.tolist() for column in drawn))
+            tokens_B = drawn.tokens_B
             sources = wave.compact()
             if not wave.rows:
                 break

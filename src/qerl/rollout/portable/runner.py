@@ -1,8 +1,8 @@
 """The model call: token ids in, logits of the last position out.
 
 One ``Runner`` serves one wave. It pads the prompts on the left so that all rows append at the same index of
-the cache, runs each prompt once, gives its samples a copy of the cache, and from then on feeds one token for
-each row.
+the cache, runs each prompt once, gives its samples a copy of the cache, and from then on feeds one token per
+row.
 
 Shapes: P prompts, B rows, T tokens of the longest prompt, V vocabulary.
 """
@@ -32,12 +32,12 @@ class Runner:
         self._cache = PreallocatedCache(base.config.get_text_config(decoder=True).num_hidden_layers)
 
     def prefill(self, prompts: Sequence[Sequence[int]], rows: Sequence[int], max_tokens: int) -> torch.Tensor:
-        """Computes the prompts and sets up a row for each sample.
+        """Compute the prompts and set up a row for each sample.
 
         Args:
             prompts: Token ids of P prompts.
             rows: The prompt of each row of the batch, B of them.
-            max_tokens: Most tokens that a row will be given afterwards.
+            max_tokens: Tokens that a row will be given afterwards at most.
 
         Returns:
             Logits [B, V] of each row's first sampled token, in the model's dtype.
@@ -68,7 +68,7 @@ class Runner:
         return self._forward(tokens_B[:, None], self._mask[:, : self._length], self._positions)
 
     def keep(self, sources: Sequence[int]) -> None:
-        """Drops rows; ``sources`` names for each row that remains the row it was before."""
+        """Drop rows; ``sources`` names for each row that remains the row it was before."""
         self._cache.keep(sources)
         sources_B = torch.tensor(sources, device=self._device)
         self._mask = self._mask[sources_B]

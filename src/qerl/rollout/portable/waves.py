@@ -24,7 +24,7 @@ class SequenceId(NamedTuple):
 
 
 def plan_waves(prompts: int, samples_per_prompt: int, max_sequences: int) -> list[list[SequenceId]]:
-    """Cuts prompts x samples into waves of at most ``max_sequences``, in order.
+    """Cut prompts x samples into waves of at most ``max_sequences``, in order.
 
     A prompt's samples stay in one wave, where they share its prefill, unless there are more of them than a
     wave holds; then the prompt is computed once for each wave that it takes part in.
@@ -80,7 +80,7 @@ class Wave:
         entropies: Sequence[float],
         finite: Sequence[bool],
     ) -> None:
-        """Appends one sampled token to the sequence of each row and ends those that are done."""
+        """Append one sampled token to the sequence of each row and end those that are done."""
         for row, index in enumerate(self.rows):
             draft = self._drafts[index]
             if not finite[row]:
@@ -95,7 +95,7 @@ class Wave:
                 draft.finish_reason = "length"
 
     def compact(self) -> list[int] | None:
-        """Takes finished sequences out of the batch.
+        """Take finished sequences out of the batch.
 
         Returns:
             For each row of the smaller batch the row it was before: itself, except where a row from the end
