@@ -19,7 +19,7 @@ from benchmarks.random_weights import random_nf4
 from qerl.kernels.weights.nf4 import BLOCK, NF4Stack
 from qerl.lora.adapter import add_lora
 from qerl.rollout.engine import SamplingParams
-from qerl.rollout.paged.binding import refusal
+from qerl.rollout.paged.binding import why_not
 from qerl.rollout.paged.engine import PagedEngine
 from tests.support.models import move_adapter
 
@@ -118,7 +118,7 @@ def score(model, prompt, token_ids):
 @torch.no_grad()
 def test_sampler_is_the_trainer(policy, family, samples):
     model = policy(family)
-    assert refusal(model) is None
+    assert why_not(model) is None
     engine = PagedEngine(model, pad_token_id=0)
     exact = in_fp32(model)
     for prompts in (PROMPTS[1:2], PROMPTS):

@@ -63,6 +63,6 @@ def _obstacles(model: nn.Module) -> str:
         remedies = " and ".join(sorted({obstacle.remedy for obstacle in missing if obstacle.remedy}))
         text = ", ".join(obstacle.reason for obstacle in missing)
         return f"{text} ({remedies})" if remedies else text
-    from qerl.rollout.paged.binding import refusal  # needs Triton
+    from qerl.rollout.paged.binding import why_not  # needs Triton
 
-    return refusal(model) or ""
+    return why_not(model) or ""

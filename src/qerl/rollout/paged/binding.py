@@ -34,7 +34,7 @@ MOST_GROUPED = 64
 """Query heads that may share a key head: the rows of an attention tile."""
 
 
-def refusal(model: nn.Module) -> str | None:
+def why_not(model: nn.Module) -> str | None:
     """Why this model cannot run on the paged engine, or None where it can."""
     base = base_model(model)
     if not isinstance(base, PreTrainedModel):
@@ -94,7 +94,7 @@ class Binding:
     """The weights of one model as the engine reads them.
 
     Args:
-        model: A causal LM for which :func:`refusal` finds nothing, PEFT-wrapped or not.
+        model: A causal LM for which :func:`why_not` finds nothing, PEFT-wrapped or not.
         positions: Positions of the rotary table.
 
     Attributes:

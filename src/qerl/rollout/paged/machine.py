@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from qerl.rollout.paged.binding import refusal
+from qerl.rollout.paged.binding import why_not
 from qerl.rollout.paged.limits import CACHE_SHARE, cache_budget
 from qerl.rollout.paged.memory import Memory, PlainMemory, SwitchedMemory
 
@@ -58,7 +58,7 @@ class Cuda:
 
     def why_not(self, model: nn.Module) -> str | None:
         """See `Machine.why_not`."""
-        return refusal(model)
+        return why_not(model)
 
     def cache_bytes(self, model: nn.Module, filtered: bool) -> int:
         """A share of what a run leaves, or of what is free now if that is less."""
