@@ -29,7 +29,7 @@ from qerl.trainer.grpo import QeRLTrainer
 from qerl.trainer.policy import load_policy
 
 
-class Recorded(RolloutEngine):
+class ReplayEngine(RolloutEngine):
     """Gives out, call by call, what another engine sampled.
 
     Args:
@@ -58,7 +58,7 @@ class Recorded(RolloutEngine):
             self._engine.release()
 
 
-class Seen(TrainerCallback):
+class GradientRecorder(TrainerCallback):
     """The loss and the gradients of a step, fp64 on the CPU by parameter name."""
 
     def __init__(self) -> None:
@@ -108,14 +108,14 @@ def sampler(
     return policy, make_engine(policy, tokenizer.pad_token_id, None, kv_cache_dtype), prompts
 
 
-def step(model: str, on_cpu: bool, results: list[RolloutResult]) -> Seen:
+def step(model: str, on_cpu: bool, results: list[RolloutResult]) -> GradientRecorder:
     """The step; samples on the GPU, replays on the CPU."""
     with tempfile.TemporaryDirectory() as folder:
         args = settings(model, on_cpu, folder)
         policy, tokenizer = adapted_policy(args), load_tokenizer(model)
-        engine = Recorded(None if on_cpu else make_engine(policy, tokenizer.pad_token_id), results)
+        engine = ReplayEngine(None if on_cpu else make_engine(policy, tokenizer.pad_token_id), results)
         task = get_task(args.task or "", **args.task_options)
-        seen = Seen()
+        seen = GradientRecorder()
         trainer = QeRLTrainer(
             policy, list(task.rewards), args, task.train(), engine=engine, processing_class=tokenizer,
             callbacks=[seen], acted_on=RUN_FIELDS,

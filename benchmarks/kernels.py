@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.products import CONTESTANTS, Contestant, dequantised
+from benchmarks.products import RIVALS, Rival, dequantised
 from benchmarks.random_weights import random_tiles
 from benchmarks.result import write_result
 from qerl.families.sizes import Sizes
@@ -116,7 +116,7 @@ def time_quack(x_TK: torch.Tensor, weights: list[Tiles], tile: Tile) -> float:
     return graph_time([lambda w=w: quack_gemm(x_TK, w, out, tile) for w in weights])  # type: ignore[misc]
 
 
-def time_others(x_TK: torch.Tensor, others: list[Contestant]) -> float:
+def time_others(x_TK: torch.Tensor, others: list[Rival]) -> float:
     """Microseconds of another package's product."""
     return graph_time([lambda o=o: o.multiply(x_TK) for o in others])  # type: ignore[misc]
 
@@ -149,7 +149,7 @@ def quack_error(x_TK: torch.Tensor, weight: Tiles, tile: Tile) -> float:
     return _relative(out, x_TK.double() @ dequantised(weight).T)
 
 
-def others_error(x_TK: torch.Tensor, other: Contestant) -> float:
+def others_error(x_TK: torch.Tensor, other: Rival) -> float:
     """Relative error of another package's product."""
     return _relative(other.multiply(x_TK), x_TK.double() @ other.dense_NK().T)
 
@@ -189,7 +189,7 @@ def measure(
         tiles = quack_tiles(tokens, rows) if "quack" in tune else [chosen_tile]
         timed_tiles = [(time_quack(x_TK, weights, tile), list(tile)) for tile in tiles]
         add("quack", size, timed_tiles, quack_error(x_TK, weights[0], chosen_tile))
-    for engine, build in CONTESTANTS.items():
+    for engine, build in RIVALS.items():
         if engine in engines and has_module(engine):
             others = [build(weight) for weight in weights]
             add(engine, size, [(time_others(x_TK, others), None)], others_error(x_TK, others[0]))
@@ -205,7 +205,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--shape", nargs="+", default=["7b"])
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument(
-        "--engine", nargs="+", default=["qerl", "quack", *CONTESTANTS, "cublas"], help="what is timed"
+        "--engine", nargs="+", default=["qerl", "quack", *RIVALS, "cublas"], help="what is timed"
     )
     parser.add_argument(
         "--tune",

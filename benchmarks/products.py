@@ -12,7 +12,7 @@ from qerl.kernels.weights.tiles import Tiles
 
 
 @dataclass(frozen=True)
-class Contestant:
+class Rival:
     """A weight as a package holds it.
 
     Attributes:
@@ -31,7 +31,7 @@ def dequantised(tiles: Tiles) -> torch.Tensor:
     return dequantize(PackedRows(codes, scales.view(torch.float8_e4m3fn), one, NVFP4)).double()
 
 
-def humming(tiles: Tiles) -> Contestant:
+def humming(tiles: Tiles) -> Rival:
     """The same NVFP4 weight, global scale 1, in humming's layout; a kernel is compiled for its shape."""
     from humming.layer import HummingLayer
 
@@ -51,10 +51,10 @@ def humming(tiles: Tiles) -> Contestant:
         }
     )
     layer.transform()
-    return Contestant(layer, lambda: dequantised(tiles))
+    return Rival(layer, lambda: dequantised(tiles))
 
 
-def bitsandbytes(tiles: Tiles) -> Contestant:
+def bitsandbytes(tiles: Tiles) -> Rival:
     """A random NF4 weight of the same shape; the kernel is bitsandbytes' choice."""
     from bitsandbytes.functional import QuantState, dequantize_4bit, get_4bit_type
 
@@ -67,8 +67,8 @@ def bitsandbytes(tiles: Tiles) -> Contestant:
     def dense_NK() -> torch.Tensor:
         return dequantize_4bit(weight.codes, state).double()
 
-    return Contestant(weight.gemm, dense_NK)
+    return Rival(weight.gemm, dense_NK)
 
 
-CONTESTANTS: dict[str, Callable[[Tiles], Contestant]] = {"humming": humming, "bitsandbytes": bitsandbytes}
+RIVALS: dict[str, Callable[[Tiles], Rival]] = {"humming": humming, "bitsandbytes": bitsandbytes}
 """By the name of the package's module."""

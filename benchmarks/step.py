@@ -42,13 +42,12 @@ from qerl.trainer.grpo import QeRLTrainer
 from qerl.trainer.memory import used_bytes
 from qerl.weight_formats import FORMATS, WeightFormatName
 
-PEERS = {"trl-vllm": "benchmarks.peers.trl_step"}
-"""The module that runs in each peer's process."""
+_TRL_STEP = "benchmarks.peers.trl_step"  # runs in the peer's process, which alone imports it
 
 _DEVICE = torch.device("cuda")
 
 
-class Watch(RolloutEngine):
+class TimedEngine(RolloutEngine):
     """An engine whose time and memory are read at the end of each call.
 
     Args:
@@ -124,7 +123,7 @@ def measure(
     """
     tokenizer = word_tokenizer(sizes.vocabulary)
     texts = random_prompts(prompts * (steps + 1), prompt_tokens)
-    watch = Watch(engine, steps if profile else None)
+    watch = TimedEngine(engine, steps if profile else None)
     clock = Clock(watch)
     with tempfile.TemporaryDirectory() as folder:
         args = QeRLConfig(
@@ -156,7 +155,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--weights", nargs="*", default=["nvfp4"], choices=tuple(FORMATS), help="none: peers alone"
     )
-    parser.add_argument("--peers", nargs="+", default=[], choices=PEERS, help="measure these as well")
+    parser.add_argument("--peers", nargs="+", default=[], choices=["trl-vllm"], help="measure these as well")
     parser.add_argument("--rank", type=int, nargs="+", default=[32], help="LoRA rank")
     parser.add_argument("--prompts", type=int, nargs="+", default=[1], help="prompts a step")
     parser.add_argument("--samples", type=int, default=8, help="samples a prompt")
@@ -225,7 +224,7 @@ def _peer_rows(args: argparse.Namespace, sizes: Sizes) -> Iterator[dict[str, Any
             "microbatch": args.microbatch or args.samples, "prompt_tokens": args.prompt, "tokens": tokens,
             "steps": args.steps,
         }  # fmt: skip
-        for row in peer_rows(peer, PEERS[peer], spec):
+        for row in peer_rows(peer, _TRL_STEP, spec):
             yield {
                 "weights": "bf16", "lora_rank": rank, "prompts": prompts, "completion_tokens": tokens, **row,
             }  # fmt: skip

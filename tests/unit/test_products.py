@@ -51,7 +51,7 @@ def test_bitsandbytes_is_compared_with_its_own_weight(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(nf4.NF4Stack, "gemm", gemm)
     torch.manual_seed(0)
-    contestant = bitsandbytes(random_tiles(128, 192, device="cpu"))
+    rival = bitsandbytes(random_tiles(128, 192, device="cpu"))
     x_TK = torch.randn(3, 192, dtype=torch.float64)
-    expected = x_TK @ contestant.dense_NK().T
-    torch.testing.assert_close(contestant.multiply(x_TK), expected, rtol=1e-6, atol=1e-6)
+    expected = x_TK @ rival.dense_NK().T
+    torch.testing.assert_close(rival.multiply(x_TK), expected, rtol=1e-6, atol=1e-6)
