@@ -84,7 +84,8 @@ class RolloutTrainer(ResumableTrainer):
         self._rollout = RolloutLog()
         self._reads_logps = True
         self._warned = False
-        # TRL's seam for an external sampler: these attributes route generation and turn the correction on.
+        # TRL asks these four: the first three route generation to `rollout` and turn the correction on, the
+        # last says with which step weights were synchronised, which the shared modules never need.
         self.use_vllm = True
         self.vllm_mode = "server"
         self.vllm_generation = EngineClient(self.rollout)
