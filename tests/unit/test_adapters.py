@@ -16,8 +16,8 @@ from qerl.fp4.linear import PackedLinear
 from qerl.lora.adapter import add_lora, load_adapter
 from qerl.lora.product import why_not_fused
 from qerl.rollout.engine import SamplingParams
-from qerl.rollout.paged.adapter import adapter_refusal
-from qerl.rollout.paged.binding import Binding, _structure_refusal
+from qerl.rollout.paged.adapter import why_not_with_adapters
+from qerl.rollout.paged.binding import Binding, _why_not_with_sizes
 from qerl.rollout.paged.graphs import KEPT_SETTINGS, DecodeGraphs
 from qerl.rollout.paged.kv_cache import KVCache
 from qerl.rollout.paged.machine import Eager
@@ -56,7 +56,7 @@ def test_adapters_that_the_engine_applies(tiny_model, config):
     """Every product of a layer: s B A of the buffers is what PEFT says the adapter adds."""
     model = randomized(get_peft_model(tiny_model("qwen2"), config))
     base = model.get_base_model()
-    assert adapter_refusal(base) is None
+    assert why_not_with_adapters(base) is None
     binding = Binding(model, 64)
     for parameter in model.parameters():
         if parameter.requires_grad:
@@ -106,7 +106,7 @@ def test_adapters_that_the_engine_applies(tiny_model, config):
 )
 def test_other_adapters_are_refused_with_the_reason(tiny_model, config, reason):
     model = get_peft_model(tiny_model("llama"), config)
-    found = adapter_refusal(model.get_base_model())
+    found = why_not_with_adapters(model.get_base_model())
     assert found is not None and reason in found
 
 
@@ -195,14 +195,14 @@ def test_noise_of_another_width_is_refused(tiny_model):
     ],
 )
 def test_sizes_that_no_kernel_takes(tiny_model, sizes, reason):
-    found = _structure_refusal(tiny_model("llama", **sizes).bfloat16())
+    found = _why_not_with_sizes(tiny_model("llama", **sizes).bfloat16())
     assert found is None if reason is None else reason in found
 
 
 def test_part_of_a_head_rotated(tiny_model):
     model = tiny_model("llama").bfloat16()
     model.model.rotary_emb.inv_freq = model.model.rotary_emb.inv_freq[:4]
-    assert "a part of each head" in _structure_refusal(model)
+    assert "a part of each head" in _why_not_with_sizes(model)
 
 
 def test_positions_of_a_stretched_rotary_embedding(tiny_model):

@@ -27,7 +27,7 @@ _WHOLE = ("embed_tokens", "lm_head")
 """Modules that may be trained as a whole beside an adapter; norms may too."""
 
 
-def adapter_refusal(base: nn.Module) -> str | None:
+def why_not_with_adapters(base: nn.Module) -> str | None:
     """Why the engine would compute something else than this model with its adapters as they are now."""
     for name, module in base.named_modules():
         last = name.split(".")[-1]
@@ -140,8 +140,8 @@ class Adapter:
 
 
 def check_adapter(base: nn.Module) -> None:
-    """Raises QeRLError where `adapter_refusal` has found something since the engine was made."""
-    if reason := adapter_refusal(base):
+    """Raises QeRLError where `why_not_with_adapters` has found something since the engine was made."""
+    if reason := why_not_with_adapters(base):
         raise QeRLError(
             f"The paged engine no longer computes what the model does: {reason}. Make a new engine, which "
             "will be the portable one."

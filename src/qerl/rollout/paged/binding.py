@@ -26,7 +26,7 @@ from qerl.kernels.weights import nf4
 from qerl.kernels.weights.dense import DenseStack
 from qerl.kernels.weights.nvfp4 import NVFP4Stack
 from qerl.kernels.weights.product import GemmWeight
-from qerl.rollout.paged.adapter import Adapter, adapter_refusal, check_adapter, inner, projections
+from qerl.rollout.paged.adapter import Adapter, check_adapter, inner, projections, why_not_with_adapters
 from qerl.rollout.paged.weights import Decoder, Layer
 
 HEAD_SIZES = (16, 32, 64, 128)
@@ -41,10 +41,10 @@ def why_not(model: nn.Module) -> str | None:
         return f"it is a {type(base).__name__}, neither a transformers model nor a PeftModel around one"
     if base.device.type != "cuda":
         return "the model is not on a CUDA device"
-    return _structure_refusal(base) or _linears_refusal(base) or adapter_refusal(base)
+    return _why_not_with_sizes(base) or _why_not_with_linears(base) or why_not_with_adapters(base)
 
 
-def _structure_refusal(base: PreTrainedModel) -> str | None:
+def _why_not_with_sizes(base: PreTrainedModel) -> str | None:
     """Why the kernels cannot run a model of these sizes."""
     config = base.config.get_text_config(decoder=True)
     if config.model_type not in FAMILIES:
@@ -67,7 +67,7 @@ def _structure_refusal(base: PreTrainedModel) -> str | None:
     return None
 
 
-def _linears_refusal(base: PreTrainedModel) -> str | None:
+def _why_not_with_linears(base: PreTrainedModel) -> str | None:
     """Why the kernels cannot multiply with one of the layers."""
     for name, layer in _linears(base):
         if getattr(layer, "bias", None) is not None and name.split(".")[-1][0] not in "qkv":
