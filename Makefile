@@ -2,7 +2,7 @@
 # make test    set up, then run the tests
 # make wheel   set up, then build the wheel and use it in an empty folder
 # make versions  set up, then test with the oldest and the newest versions of other libraries (not part of CI)
-# make tables  write the numbers of README and docs from benchmarks/results
+# make tables  write the numbers of README and docs from bench/results
 # make lint    formatter, linter and type checker
 PYTHON ?= python3
 # The build of torch that is installed first, here the CPU's. On a GPU machine name the build for its CUDA version.
@@ -36,7 +36,7 @@ versions: setup
 	$(BIN)/python .ci/versions newest
 
 tables: setup
-	$(BIN)/python -m benchmarks.tables
+	$(BIN)/python -m bench.tables
 
 lint: setup
 	$(BIN)/ruff format --check .

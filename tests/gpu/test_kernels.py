@@ -11,8 +11,8 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from benchmarks.kernels import packed_error
-from benchmarks.random_weights import random_tiles
+from bench.kernels import packed_error
+from bench.random_weights import random_tiles
 from qerl.errors import QeRLError
 from qerl.kernels.decode import attend as attention
 from qerl.kernels.decode import residual_norm, rope_kv, silu_mul

@@ -15,7 +15,7 @@ if not torch.cuda.is_available():
 import bitsandbytes as bnb
 from bitsandbytes.functional import get_4bit_type
 
-from benchmarks.random_weights import random_nf4
+from bench.random_weights import random_nf4
 from qerl.kernels.weights.nf4 import BLOCK, NF4Stack
 from qerl.lora.adapter import add_lora
 from qerl.rollout.engine import SamplingParams

@@ -13,9 +13,9 @@ pytest.importorskip("triton", reason="Triton is not installed")
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
-from benchmarks.products import dequantised
-from benchmarks.random_model import random_decoder
-from benchmarks.rollout import fill_rows
+from bench.products import dequantised
+from bench.random_model import random_decoder
+from bench.rollout import fill_rows
 from qerl.families.sizes import Sizes
 from qerl.kernels.needs import has_module
 from qerl.kernels.weights.dense import DenseStack

@@ -195,8 +195,8 @@ def loss_and_gradients(model: torch.nn.Module, joined: JoinedRow, weight: torch.
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_loss_and_gradients_equal_the_portable_path(nvfp4_llama, monkeypatch, checkpointing: bool) -> None:
     """The GPU path in bf16 is as near to FP32 on the dense mask as bf16 itself is."""
-    joined, product = [], fused.fused_forward
-    monkeypatch.setattr(fused, "fused_forward", lambda *args: joined.append(product(*args)) or joined[-1])
+    products, product = [], fused.fused_forward
+    monkeypatch.setattr(fused, "fused_forward", lambda *args: products.append(product(*args)) or products[-1])
     torch.manual_seed(0)
     joined = row(GROUPS)
     weight = torch.randn(int((joined.sample_L >= 0).sum()), device="cuda", dtype=torch.double)
@@ -210,7 +210,7 @@ def test_loss_and_gradients_equal_the_portable_path(nvfp4_llama, monkeypatch, ch
         model.gradient_checkpointing_enable()
         model.enable_input_require_grads()
     found_loss, found = loss_and_gradients(model, joined, weight, **attention_kwargs(joined.branches))
-    assert len(joined) >= 6 and all(y is not None for y in joined), "attention and MLP of three layers"
+    assert len(products) >= 6 and all(y is not None for y in products), "attention and MLP of three layers"
     gaps = {name: error(found[name], truth[name]) for name in truth}
     worst = max(gaps, key=gaps.get)
     print(f"loss {found_loss:.6f} against {loss:.6f}; gradients off by {gaps[worst]:.1e} at most ({worst})")

@@ -7,9 +7,9 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from benchmarks.__main__ import main
-from benchmarks.bandwidth import DECODE, UPDATE, Work
-from benchmarks.random_model import as_if_trained, random_decoder, random_policy
+from bench.__main__ import main
+from bench.bandwidth import DECODE, UPDATE, Work
+from bench.random_model import as_if_trained, random_decoder, random_policy
 from qerl.families.sizes import Sizes
 from qerl.kernels import decode, update
 

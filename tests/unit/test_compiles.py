@@ -76,7 +76,7 @@ def main() -> None:
     """Steps of few and of many tokens, with LoRA, with both kinds of cache; the update's kernels."""
     import torch
 
-    from benchmarks.random_model import random_decoder
+    from bench.random_model import random_decoder
     from qerl.families.sizes import Sizes
     from qerl.kernels.update.rms_norm import rms_norm
     from qerl.kernels.update.rotary import rotated_heads

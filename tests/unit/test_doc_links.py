@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
 DATED = {"CHANGELOG.md", "log.md"}  # they speak of files of their time
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
-_FILE = re.compile(r"`((?:qerl|src|tests|docs|benchmarks)/[\w./-]+|(?!my/)[\w-]+/[\w./-]*(?:\.\w+|/))`")
+_FILE = re.compile(r"`((?:qerl|src|tests|docs|bench)/[\w./-]+|(?!my/)[\w-]+/[\w./-]*(?:\.\w+|/))`")
 _PLACES = (ROOT, ROOT / "src", ROOT / "src" / "qerl")
 _MODULE = re.compile(r"`(qerl(?:\.[a-z_]\w*)+)`")
 

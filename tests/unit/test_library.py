@@ -14,7 +14,7 @@ from qerl.settings.config import QeRLConfig
 from qerl.settings.library import FOLDER, packaged, read_header, recipe_file
 from qerl.settings.recipe import load_config, read_recipe
 
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+RESULTS = Path(__file__).parents[2] / "bench" / "results"
 MODELS = [name for name, path in packaged().items() if path.parent.name == "models"]
 SIZES = {f"qwen2.5-{size}": size for size in ("3b", "7b", "14b", "32b")}
 """Sizes that the plan knows by another name than the recipe's."""

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.numbers import all_untied, untied_numbers
+from bench.numbers import all_untied, untied_numbers
 
 
 @pytest.mark.parametrize(

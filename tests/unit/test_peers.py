@@ -15,10 +15,10 @@ from peft import PeftModel
 from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from benchmarks.model_config import model_config
-from benchmarks.peers import process
-from benchmarks.peers.checkpoint import write_adapter, write_zeros
-from benchmarks.peers.process import peer_rows
+from bench.model_config import model_config
+from bench.peers import process
+from bench.peers.checkpoint import write_adapter, write_zeros
+from bench.peers.process import peer_rows
 from qerl.families.sizes import Sizes
 from qerl.fp4.checkpoint import read_config
 from qerl.fp4.format import NVFP4
@@ -40,7 +40,7 @@ def peer(tmp_path, monkeypatch):
     (tmp_path / "site").mkdir()
 
     def start(source, spec=None):
-        head = "import sys, time, subprocess\nfrom benchmarks.peers.process import serve\n"
+        head = "import sys, time, subprocess\nfrom bench.peers.process import serve\n"
         (tmp_path / "site/fake_peer.py").write_text(head + textwrap.dedent(source) + "\nserve(run)\n")
         return peer_rows("fake", "fake_peer", spec or {})
 
@@ -199,7 +199,7 @@ def test_vllm_decodes_what_is_asked(tmp_path, monkeypatch):
         "sizes": asdict(TINY), "weights": "nvfp4", "quantization": "humming", "rank": 24, "batches": [8, 1],
         "prompt_tokens": 16, "decode_tokens": 100, "group": 2, "repeats": 2,
     }  # fmt: skip
-    rows = list(peer_rows("vllm-humming", "benchmarks.peers.vllm_decode", spec))
+    rows = list(peer_rows("vllm-humming", "bench.peers.vllm_decode", spec))
     assert [row["batch"] for row in rows] == [8, 1]
     assert rows[0]["version"] == "vllm 0.0"
     # 1 ms a token; what a call costs before its first token is not in it.
@@ -255,7 +255,7 @@ class FakeLLM:
 def test_trl_takes_the_steps_that_are_asked(tmp_path, monkeypatch):
     from trl.generation import vllm_generation
 
-    from benchmarks.peers import trl_step
+    from bench.peers import trl_step
 
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__="0.0"))
     monkeypatch.setattr(vllm_generation, "is_vllm_available", lambda: True)
@@ -289,7 +289,7 @@ def test_trl_takes_the_steps_that_are_asked(tmp_path, monkeypatch):
 @pytest.fixture
 def no_gpu_needed(monkeypatch):
     """The benchmarks' own readings of a GPU replaced; ``asked`` collects what peers are asked for."""
-    from benchmarks import rollout, step
+    from bench import rollout, step
 
     asked = []
 
@@ -308,8 +308,8 @@ def no_gpu_needed(monkeypatch):
 
 
 def test_rollout_benchmark_adds_peers_to_its_rows(no_gpu_needed, tmp_path, capsys):
-    from benchmarks import rollout
-    from benchmarks.peers import vllm_decode
+    from bench import rollout
+    from bench.peers import vllm_decode
 
     out = tmp_path / "results/rollout.json"
     names = ["vllm-bf16", "vllm-nvfp4", "vllm-humming"]
@@ -331,7 +331,7 @@ def test_rollout_benchmark_adds_peers_to_its_rows(no_gpu_needed, tmp_path, capsy
 
 
 def test_step_benchmark_adds_peers_to_its_rows(no_gpu_needed, tmp_path):
-    from benchmarks import step
+    from bench import step
 
     out = tmp_path / "step.json"
     flags = "--weights --prompts 16 --tokens 1024 --steps 1 --peers trl-vllm"
@@ -340,4 +340,4 @@ def test_step_benchmark_adds_peers_to_its_rows(no_gpu_needed, tmp_path):
     assert (row["engine"], row["weights"], row["prompts"], row["samples"]) == ("trl+vllm", "bf16", 16, 8)
     assert row["completion_tokens"] == 1024
     ((name, module, spec),) = no_gpu_needed
-    assert (name, module, spec["microbatch"]) == ("trl-vllm", "benchmarks.peers.trl_step", 8)
+    assert (name, module, spec["microbatch"]) == ("trl-vllm", "bench.peers.trl_step", 8)

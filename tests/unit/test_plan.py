@@ -9,7 +9,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from benchmarks.result import RESULTS, read_rows
+from bench.result import RESULTS, read_rows
 from qerl.cli import main
 from qerl.errors import QeRLError
 from qerl.families.layer import LINEARS

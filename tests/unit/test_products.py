@@ -1,4 +1,4 @@
-"""What other packages are given in `python -m benchmarks kernels`; the packages themselves need a GPU."""
+"""What other packages are given in `python -m bench kernels`; the packages themselves need a GPU."""
 
 import sys
 from types import SimpleNamespace
@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks.products import bitsandbytes, dequantised, humming
-from benchmarks.random_weights import random_tiles
+from bench.products import bitsandbytes, dequantised, humming
+from bench.random_weights import random_tiles
 from qerl.fp4.format import NVFP4, PackedRows, dequantize
 from qerl.kernels.weights import nf4
 

@@ -1,16 +1,16 @@
-"""Tables and numbers of README and docs are those of benchmarks/results."""
+"""Tables and numbers of README and docs are those of bench/results."""
 
 import re
 
 import pytest
 
-from benchmarks import tables
-from benchmarks.figures import NUMBERS, TABLES
-from benchmarks.result import RESULTS, read_rows
+from bench import tables
+from bench.figures import NUMBERS, TABLES
+from bench.result import RESULTS, read_rows
 
 
 def test_pages_hold_what_the_results_say():
-    assert [page.name for page in tables.outdated()] == [], "run: python -m benchmarks.tables"
+    assert [page.name for page in tables.outdated()] == [], "run: python -m bench.tables"
 
 
 def test_every_table_and_number_stands_in_a_page():

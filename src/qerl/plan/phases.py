@@ -10,7 +10,7 @@ from qerl.rollout.paged.limits import CONTEXT_BYTES, FILTER_BYTES, cache_budget
 SLACK = 0.12
 """Memory that torch's allocator holds without a use, as a share of the inputs of layers and of what one layer
 or the head takes: freed blocks of one size do not serve the next. Fitted to measured steps
-(benchmarks/results/step-*.json, H100, torch 2.11), as `KEPT_SLACK` is."""
+(bench/results/step-*.json, H100, torch 2.11), as `KEPT_SLACK` is."""
 
 KEPT_SLACK = 0.02
 """The same as a share of layers that keep their activations; few of these blocks are freed before the

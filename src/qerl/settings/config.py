@@ -188,7 +188,7 @@ class QeRLConfig(GRPOConfig):
 
     kv_cache_dtype: KvCacheDtype = _help(
         "Format of the keys and values of rollouts: auto (bfloat16) or fp8 (E4M3 without scales, which takes "
-        "half the memory; paged engine only). fp8 is experimental: `python -m benchmarks parity` measures it "
+        "half the memory; paged engine only). fp8 is experimental: `python -m bench parity` measures it "
         "on your model.",
         "auto",
     )

@@ -1,4 +1,4 @@
-"""A GRPO step of plain TRL with vLLM in the same process, for `python -m benchmarks step --peers`.
+"""A GRPO step of plain TRL with vLLM in the same process, for `python -m bench step --peers`.
 
 TRL's `GRPOTrainer` as it comes, with `use_vllm=True` and `vllm_mode="colocate"`: BF16 weights twice, once in
 the trainer and once in vLLM, to which TRL sends the weights with LoRA merged into them at the start of every
@@ -24,11 +24,11 @@ from peft import LoraConfig
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from trl import GRPOConfig, GRPOTrainer
 
-from benchmarks.clock import Clock, medians
-from benchmarks.model_config import model_config
-from benchmarks.peers.checkpoint import write_zeros
-from benchmarks.peers.process import serve
-from benchmarks.random_task import random_prompts, random_reward, word_tokenizer
+from bench.clock import Clock, medians
+from bench.model_config import model_config
+from bench.peers.checkpoint import write_zeros
+from bench.peers.process import serve
+from bench.random_task import random_prompts, random_reward, word_tokenizer
 from qerl.families.layer import LINEARS
 from qerl.families.sizes import Sizes
 from qerl.trainer.memory import used_bytes
@@ -88,7 +88,7 @@ def run(spec: dict[str, Any], folder: Path) -> Iterator[dict[str, Any]]:
 
     Args:
         spec: ``sizes`` (fields of `Sizes`), ``rank``, ``prompts``, ``samples``, ``microbatch``,
-            ``prompt_tokens``, ``tokens`` and ``steps``, as `benchmarks.step.measure` has them.
+            ``prompt_tokens``, ``tokens`` and ``steps``, as `bench.step.measure` has them.
         folder: Gets the model's folder and TRL's.
 
     Returns:

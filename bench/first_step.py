@@ -1,6 +1,6 @@
 """The first GRPO step of a real model on the GPU path against the portable path: loss and gradients.
 
-    python -m benchmarks parity --model HuggingFaceTB/SmolLM2-135M-Instruct
+    python -m bench parity --model HuggingFaceTB/SmolLM2-135M-Instruct
 
 The GPU path samples and trains as a run does: paged engine, 16-bit activations, attention along branches,
 fused kernels. The portable path is given the same completions and computes the same step on the CPU in FP32,

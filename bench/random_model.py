@@ -11,7 +11,7 @@ from peft import PeftModel
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from benchmarks.model_config import model_config
+from bench.model_config import model_config
 from qerl.families.sizes import Sizes
 from qerl.fp4.format import block_format
 from qerl.fp4.linear import PackedLinear

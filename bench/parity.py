@@ -1,6 +1,6 @@
 """The policy that samples against the policy that trains: log-probabilities of the same tokens.
 
-    python -m benchmarks parity --shape 7b --tokens 1024
+    python -m bench parity --shape 7b --tokens 1024
 
 A random model of the shape, with an adapter whose B is not zero, samples with the paged engine; the trainer's
 forward then scores the completions. Printed are the mean and the largest absolute difference of the
@@ -9,7 +9,7 @@ many of several prompts. Then a greedy completion is
 cut at every 4th token, and the engine prefills prompt and beginning anew for one token more: the same
 log-probability as when it decoded.
 
-With `--model`, a real model: its policy, and its first step, see `benchmarks.first_step`.
+With `--model`, a real model: its policy, and its first step, see `bench.first_step`.
 """
 
 import argparse
@@ -19,8 +19,8 @@ import dataclasses
 import torch
 from torch import nn
 
-from benchmarks import first_step
-from benchmarks.random_model import as_if_trained, random_policy
+from bench import first_step
+from bench.random_model import as_if_trained, random_policy
 from qerl.families.sizes import Sizes
 from qerl.rollout.engine import KV_DTYPES, RolloutEngine, SamplingParams
 from qerl.rollout.paged.engine import PagedEngine
@@ -75,8 +75,8 @@ def compare_prefill(engine: PagedEngine, prompt: list[int], tokens: int) -> str:
 
 
 def main(arguments: list[str]) -> None:
-    """Runs `python -m benchmarks parity` with these arguments."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks parity", description=__doc__.split("\n")[0])
+    """Runs `python -m bench parity` with these arguments."""
+    parser = argparse.ArgumentParser(prog="python -m bench parity", description=__doc__.split("\n")[0])
     parser.add_argument("--shape", default="7b")
     parser.add_argument("--layers", type=int, help="fewer layers than the shape has")
     parser.add_argument("--tokens", type=int, default=1024, help="tokens compared")

@@ -1,10 +1,10 @@
 """Decode speed of a model shape with random weights.
 
-    python -m benchmarks rollout --shape 7b --weights nvfp4 --rank 32 --batch 1 8 64 128
+    python -m bench rollout --shape 7b --weights nvfp4 --rank 32 --batch 1 8 64 128
 
 Prompts are given as cached random keys and values; the timed part is decoding, from the first token on, with
 the attention's work growing as it does in a rollout. A group shares its prompt. With `--peers`, vLLM does the
-same work in the same run (`benchmarks.peers`).
+same work in the same run (`bench.peers`).
 """
 
 import argparse
@@ -19,11 +19,11 @@ from typing import Any
 import torch
 import triton
 
-from benchmarks.peers import vllm_decode
-from benchmarks.peers.process import peer_rows
-from benchmarks.peers.vllm_decode import PEERS
-from benchmarks.random_model import random_decoder
-from benchmarks.result import write_result
+from bench.peers import vllm_decode
+from bench.peers.process import peer_rows
+from bench.peers.vllm_decode import PEERS
+from bench.random_model import random_decoder
+from bench.result import write_result
 from qerl.families.sizes import Sizes
 from qerl.kernels.limits import PAGE
 from qerl.rollout.engine import KV_DTYPES, SamplingParams
@@ -169,7 +169,7 @@ def read_bandwidth() -> float:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks rollout", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m bench rollout", description=__doc__.split("\n")[0])
     parser.add_argument("--shape", default="7b")
     parser.add_argument(
         "--weights", nargs="*", default=["nvfp4"], choices=tuple(FORMATS), help="none: peers alone"
@@ -240,7 +240,7 @@ def _print(row: dict[str, Any]) -> None:
 
 
 def main(arguments: list[str]) -> None:
-    """Runs `python -m benchmarks rollout` with these arguments."""
+    """Runs `python -m bench rollout` with these arguments."""
     args = _parser().parse_args(arguments)
     sizes = Sizes.by_name(args.shape)
     sizes = replace(sizes, layers=args.layers or sizes.layers)

@@ -1,13 +1,13 @@
-"""What the tables and numbers of README and docs say, from the JSON files in benchmarks/results.
+"""What the tables and numbers of README and docs say, from the JSON files in bench/results.
 
 Each function reads results and returns Markdown; :data:`TABLES` and :data:`NUMBERS` name them for the marks
-in the pages (:mod:`benchmarks.tables`). A caption names card, date, commit and files.
+in the pages (:mod:`bench.tables`). A caption names card, date, commit and files.
 """
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from benchmarks.result import Row, read_rows
+from bench.result import Row, read_rows
 
 _LAYERS = {"7b": 28, "14b": 48, "32b": 64, "72b": 80}
 _WEIGHTS = {"nvfp4": "NVFP4", "bf16": "16-bit", "nf4": "NF4"}

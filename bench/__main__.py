@@ -1,4 +1,4 @@
-"""Run a benchmark: `python -m benchmarks NAME ...`; `python -m benchmarks NAME --help` lists its options."""
+"""Run a benchmark: `python -m bench NAME ...`; `python -m bench NAME --help` lists its options."""
 
 import argparse
 import signal
@@ -18,7 +18,7 @@ def main(arguments: list[str]) -> int:
     Returns:
         Exit status: 2 where there is no GPU to measure, or for a mistake on the command line.
     """
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
     parser.add_argument("name", choices=BENCHMARKS, help="what is measured")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="options of the benchmark")
     args = parser.parse_args(arguments)
@@ -29,7 +29,7 @@ def main(arguments: list[str]) -> int:
         return 2
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # a peer's process must not outlive this one
     try:
-        import_module(f"benchmarks.{args.name}").main(args.arguments)
+        import_module(f"bench.{args.name}").main(args.arguments)
     except QeRLError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

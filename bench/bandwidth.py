@@ -1,11 +1,11 @@
 """Microseconds of the kernels that memory bounds, with the bytes that they move and their share of its speed.
 
-    python -m benchmarks bandwidth --shape 7b --tokens 8 64 --update_tokens 8192
+    python -m bench bandwidth --shape 7b --tokens 8 64 --update_tokens 8192
 
 One function per kernel file makes a launch on random inputs and counts what the kernel must read and write: a
 decode step's kernels with LoRA, the update's forward and backward. Products are timed by
-`python -m benchmarks kernels`; attention and the draw of a token, whose work depends on the batch, are timed
-within a step by `python -m benchmarks rollout --profile`.
+`python -m bench kernels`; attention and the draw of a token, whose work depends on the batch, are timed
+within a step by `python -m bench rollout --profile`.
 
 Shapes: T tokens, D hidden, I intermediate, N columns of q, k and v, R rank.
 """
@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.result import write_result
-from benchmarks.rollout import read_bandwidth
+from bench.result import write_result
+from bench.rollout import read_bandwidth
 from qerl.families.sizes import Sizes
 from qerl.kernels.decode import residual_norm, rope_kv, silu_mul
 from qerl.kernels.decode.launch import LoraA, LoraB, LoraSum
@@ -170,11 +170,11 @@ UPDATE = {"rms_norm": norm_of_update, "swiglu": swiglu_of_update, "rotary": rota
 
 
 def main(arguments: list[str]) -> None:
-    """Run `python -m benchmarks bandwidth` with these arguments."""
+    """Run `python -m bench bandwidth` with these arguments."""
     from triton.testing import do_bench, do_bench_cudagraph
 
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks bandwidth", description=(__doc__ or "").split("\n")[0]
+        prog="python -m bench bandwidth", description=(__doc__ or "").split("\n")[0]
     )
     parser.add_argument("--shape", default="7b")
     parser.add_argument("--rank", type=int, default=32, help="LoRA rank in a decode step")

@@ -1,9 +1,9 @@
 """Find measured numbers in README and docs that come from no committed result.
 
-    python -m benchmarks.numbers
+    python -m bench.numbers
 
 A number with a unit of time, size, speed or share, or alone in a cell of a table, must stand in a generated
-table or in a `number` comment. `benchmarks.tables` writes both from `benchmarks/results`:
+table or in a `number` comment. `bench.tables` writes both from `bench/results`:
 
     <!-- table decode -->      ...      <!-- /table -->
     a step takes <!-- number step-7b -->7.3 s<!-- / -->

@@ -3,7 +3,7 @@
 This package's kernel and quack share one copy of an NVFP4 weight; humming has its own,
 bitsandbytes multiplies with NF4, cuBLAS with BF16.
 
-    python -m benchmarks kernels --shape 7b 32b --tokens 1 8 16 32 64
+    python -m bench kernels --shape 7b 32b --tokens 1 8 16 32 64
 
 Each time is the median of CUDA-graph replays that walk over copies of the weight larger together than the L2
 cache. The error is against float64, relative, in the Frobenius norm.
@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.products import RIVALS, Rival, dequantised
-from benchmarks.random_weights import random_tiles
-from benchmarks.result import write_result
+from bench.products import RIVALS, Rival, dequantised
+from bench.random_weights import random_tiles
+from bench.result import write_result
 from qerl.families.sizes import Sizes
 from qerl.kernels.needs import has_module
 from qerl.kernels.weights.nvfp4 import tiling_for
@@ -200,8 +200,8 @@ def measure(
 
 
 def main(arguments: list[str]) -> None:
-    """Runs `python -m benchmarks kernels` with these arguments."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks kernels", description=__doc__.split("\n")[0])
+    """Runs `python -m bench kernels` with these arguments."""
+    parser = argparse.ArgumentParser(prog="python -m bench kernels", description=__doc__.split("\n")[0])
     parser.add_argument("--shape", nargs="+", default=["7b"])
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument(

@@ -39,7 +39,7 @@ def provenance(command: str) -> dict[str, Any]:
         "clocks_mhz": _clocks(),
         "commit": os.environ.get("QERL_COMMIT") or found.stdout.strip() or "unknown",
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "command": f"python -m benchmarks {command}",
+        "command": f"python -m bench {command}",
     }
 
 

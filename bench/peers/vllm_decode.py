@@ -1,4 +1,4 @@
-"""Decode speed of vLLM, for `python -m benchmarks rollout --peers`.
+"""Decode speed of vLLM, for `python -m bench rollout --peers`.
 
 Three peers: BF16 weights, NVFP4 weights as vLLM takes them by itself (Marlin on Hopper), and NVFP4 with its
 `quantization="humming"`. Prefix caching is on and CUDA graphs are captured for exactly the measured batches,
@@ -14,9 +14,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.model_config import model_config
-from benchmarks.peers.checkpoint import write_adapter
-from benchmarks.peers.process import serve
+from bench.model_config import model_config
+from bench.peers.checkpoint import write_adapter
+from bench.peers.process import serve
 from qerl.families.sizes import Sizes
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def run(spec: dict[str, Any], folder: Path) -> Iterator[dict[str, Any]]:
         folder: Gets config and adapter.
 
     Returns:
-        Rows with version, batch, and decode_tok_s, step_ms, spread as `benchmarks.rollout.measure` has them.
+        Rows with version, batch, and decode_tok_s, step_ms, spread as `bench.rollout.measure` has them.
     """
     import vllm
 

@@ -3,11 +3,11 @@
 A page holds a generated table between ``<!-- table NAME -->`` and ``<!-- /table -->``, and a generated number
 within a sentence between ``<!-- number NAME -->`` and ``<!-- / -->``; none of these marks is seen when the
 page is rendered. What stands between them is made by the function of that name in ``TABLES`` or
-``NUMBERS`` from the JSON files in benchmarks/results
-(:mod:`benchmarks.figures`)::
+``NUMBERS`` from the JSON files in bench/results
+(:mod:`bench.figures`)::
 
-    python -m benchmarks.tables            # rewrite README.md and docs
-    python -m benchmarks.tables --check    # say which pages differ from the results
+    python -m bench.tables            # rewrite README.md and docs
+    python -m bench.tables --check    # say which pages differ from the results
 
 So a number in a page is a number in a file, and a page that was edited by hand fails a test.
 """
@@ -17,7 +17,7 @@ import re
 import sys
 from pathlib import Path
 
-from benchmarks.figures import NUMBERS, TABLES
+from bench.figures import NUMBERS, TABLES
 
 ROOT = Path(__file__).parents[1]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))

@@ -1,11 +1,11 @@
-"""Four-bit products of other packages, timed beside the package's own by `python -m benchmarks kernels`."""
+"""Four-bit products of other packages, timed beside the package's own by `python -m bench kernels`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-from benchmarks.random_weights import random_nf4
+from bench.random_weights import random_nf4
 from qerl.fp4.format import NVFP4, PackedRows, dequantize
 from qerl.kernels.weights import nf4
 from qerl.kernels.weights.tiles import Tiles

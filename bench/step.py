@@ -1,12 +1,12 @@
 """Seconds and memory of a whole GRPO step, rollout to optimizer, on a model shape with random weights.
 
-    python -m benchmarks step --shape 7b --weights nvfp4 bf16 --samples 8 --tokens 2048
+    python -m bench step --shape 7b --weights nvfp4 bf16 --samples 8 --tokens 2048
 
 Runs the trainer itself. Weights are random and made on the GPU layer by layer, so a shape of 72B needs no
 more memory than training it. Nothing ends a completion before its last token and rewards are random, so every
 sample of every row does the same work. A row begins with a step that is not counted: its rollout, spoilt by a
 NaN, ends at once, but captures the graphs, and its update compiles. With `--peers`, TRL with vLLM does the
-same work in the same run (`benchmarks.peers`).
+same work in the same run (`bench.peers`).
 """
 
 import argparse
@@ -23,11 +23,11 @@ import torch
 from datasets import Dataset
 from peft import PeftModel
 
-from benchmarks.clock import Clock, medians
-from benchmarks.peers.process import peer_rows
-from benchmarks.random_model import random_policy
-from benchmarks.random_task import random_prompts, random_reward, word_tokenizer
-from benchmarks.result import write_result
+from bench.clock import Clock, medians
+from bench.peers.process import peer_rows
+from bench.random_model import random_policy
+from bench.random_task import random_prompts, random_reward, word_tokenizer
+from bench.result import write_result
 from qerl.errors import QeRLError
 from qerl.families.layer import LINEARS
 from qerl.families.sizes import Sizes
@@ -42,7 +42,7 @@ from qerl.trainer.grpo import QeRLTrainer
 from qerl.trainer.memory import used_bytes
 from qerl.weight_formats import FORMATS, WeightFormatName
 
-_TRL_STEP = "benchmarks.peers.trl_step"  # runs in the peer's process, which alone imports it
+_TRL_STEP = "bench.peers.trl_step"  # runs in the peer's process, which alone imports it
 
 _DEVICE = torch.device("cuda")
 
@@ -150,7 +150,7 @@ def measure(
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks step", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m bench step", description=__doc__.split("\n")[0])
     parser.add_argument("--shape", default="7b")
     parser.add_argument(
         "--weights", nargs="*", default=["nvfp4"], choices=tuple(FORMATS), help="none: peers alone"
@@ -231,7 +231,7 @@ def _peer_rows(args: argparse.Namespace, sizes: Sizes) -> Iterator[dict[str, Any
 
 
 def main(arguments: list[str]) -> None:
-    """Runs `python -m benchmarks step` with these arguments."""
+    """Runs `python -m bench step` with these arguments."""
     args = _parser().parse_args(arguments)
     sizes = Sizes.by_name(args.shape)
     common = {

@@ -1,4 +1,0 @@
-"""Benchmarks of speed, memory and agreement on a GPU, run from the repository's root: `python -m benchmarks`.
-
-They are no part of the package that is installed. `results/` holds what they wrote.
-"""
