@@ -26,7 +26,7 @@ demo: setup
 	$(BIN)/qerl demo
 
 test: setup
-	$(BIN)/pytest
+	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 2 --dist worksteal
 
 wheel: setup
 	.ci/wheel
