@@ -277,10 +277,11 @@ def _plan(args: argparse.Namespace) -> int:
 
 
 def _demo(args: argparse.Namespace) -> int:
-    config = _load_config([args.recipe], args.fields)
-    from qerl.demo import run_demo
+    from qerl.demo import fewer_stages, run_demo
+    from qerl.settings.recipe import load_config
 
-    return run_demo(config, console)
+    fields = _values(args.fields)
+    return run_demo(load_config([args.recipe], fields | fewer_stages(args.recipe, fields)), console)
 
 
 def _recipes(_: argparse.Namespace) -> None:

@@ -1,6 +1,6 @@
 """The demo's settings; the demo itself runs in `make demo`."""
 
-from qerl.demo import one_microbatch
+from qerl.demo import fewer_stages, one_microbatch
 from qerl.settings.recipe import changed, load_config
 
 
@@ -19,3 +19,12 @@ def test_changed_settings_are_the_others_with_a_field_replaced() -> None:
     differ = {name for name, value in after.to_dict().items() if before.to_dict()[name] != value}
     assert differ == {"seed"}
     assert before.seed != 7
+
+
+def test_a_demo_made_shorter_has_fewer_stages_of_noise() -> None:
+    assert fewer_stages("demo", {"max_steps": 2}) == {"noise_stages": 2}
+    load_config(["demo"], {"max_steps": 2} | fewer_stages("demo", {"max_steps": 2}))
+    assert fewer_stages("demo", {"max_steps": 30}) == fewer_stages("demo", {}) == {}
+    assert (
+        fewer_stages("demo", {"max_steps": 2, "noise_stages": 3}) == {}
+    )  # what is said is checked, not changed
