@@ -7,6 +7,8 @@ import pytest
 import torch
 from transformers.models.cohere.modeling_cohere import CohereLayerNorm
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
+from transformers.models.xglm.modeling_xglm import XGLMAttention
 
 pytest.importorskip("triton", reason="Triton is not installed")
 if torch.cuda.is_available():
@@ -147,17 +149,21 @@ def test_nf4_layers_are_left_to_peft(tiny_model, to_nf4, monkeypatch):
 
 
 def test_norms_are_fused_for_what_they_compute(adapted, monkeypatch):
-    """Not for their names: one that trains, one that centres, one that adds to its weight."""
+    """Not for their names: one trains, one centres, one adds to its weight, one has a gate."""
     model = adapted("llama").get_base_model()
     first, second, *_ = (module for module in model.modules() if is_norm(module))
     first.weight.requires_grad_(True)
     assert fit(monkeypatch, model).norms == Share(4, 5, "their weights train")
     first.weight.requires_grad_(False)
-    for kind in (CohereLayerNorm, GemmaRMSNorm):
+    for kind in (CohereLayerNorm, GemmaRMSNorm, Qwen3NextRMSNormGated):
         other = kind(64)
         other.variance_epsilon, other.weight = second.variance_epsilon, second.weight
         model.model.layers[0].input_layernorm = other
         assert fit(monkeypatch, model).norms == Share(4, 5, f"{kind.__name__} is no plain RMSNorm")
+
+
+def test_attention_that_does_not_know_its_config_is_left_as_it_is():
+    assert update_path.why_not_rotary(XGLMAttention(8, 2)) == "XGLMAttention is not known"
 
 
 def test_a_model_on_a_cpu_has_no_kernel(adapted):

@@ -308,6 +308,8 @@ class Extended(GRPOConfig):
 def test_trls_settings_without_autocast_are_fp32_and_other_classes_are_refused(folder, tmp_path):
     given = GRPOConfig(output_dir=str(tmp_path), bf16=False, **SMALL)
     assert QeRLTrainer(str(folder), ones, given, ROWS).args.dtype == "float32"
+    given.model_init_kwargs = {"dtype": "bfloat16"}
+    assert QeRLTrainer(str(folder), ones, given, ROWS).args.dtype == "bfloat16"
     with pytest.raises(QeRLError, match=r"Extended has fields that no trainer here reads \(mine\)"):
         as_ours(Extended(output_dir=str(tmp_path), use_cpu=True))
 

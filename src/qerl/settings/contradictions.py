@@ -107,8 +107,8 @@ def _check_loss(config: GRPOConfig) -> None:
         )
     if config.metric_for_best_model in ("loss", "eval_loss"):
         raise QeRLError(
-            "metric_for_best_model is eval_loss, which an evaluation does not compute; leave it out for "
-            "eval_reward, or name another metric of the evaluation."
+            "metric_for_best_model is eval_loss, which an evaluation does not compute (a GRPOConfig that "
+            "names none has it too); set it to eval_reward or another metric of the evaluation."
         )
 
 

@@ -43,7 +43,9 @@ from qerl.settings.config import QeRLConfig, default_of
 from qerl.settings.recipe import FIELDS
 from qerl.trainer.policy import make_policy
 from qerl.trainer.prompts import short_prompts
-from qerl.trainer.rewards import one_for_each, with_length_penalty
+from qerl.trainer.rewards import guard_rewards, one_for_each, with_length_penalty
+from qerl.trainer.rollouts import check_data
+from qerl.trainer.trl.evaluation import check_metric
 from qerl.trainer.trl.settings import as_ours
 from qerl.trainer.update.ready import check_policy
 
@@ -100,6 +102,7 @@ def complete(
     reward_funcs: Any,
     args: GRPOConfig | None,
     train_dataset: Any,
+    eval_dataset: Any,
     *,
     processing_class: Any,
     reward_processing_classes: Any,
@@ -109,16 +112,48 @@ def complete(
     acted_on: Collection[str],
     refused: dict[str, Any],
 ) -> Completed:
-    """Load, wrap and check what the user handed in.
+    """Load, wrap and check what the user handed in; what can be checked without the model comes first.
 
     Args:
         refused: The arguments of `REFUSED`, as they were given.
-        model, reward_funcs, args, train_dataset, processing_class, reward_processing_classes, optimizers,
-            peft_config, engine, acted_on: As in `QeRLTrainer`.
+        model, reward_funcs, args, train_dataset, eval_dataset, processing_class, reward_processing_classes,
+            optimizers, peft_config, engine, acted_on: As in `QeRLTrainer`.
 
     Raises:
         QeRLError: An argument is missing, is refused, contradicts another one, or cannot be loaded.
     """
+    _check_given(model, reward_funcs, train_dataset, peft_config, refused)
+    named = isinstance(model, str | Path)
+    settings = _settings(args, model, peft_config)
+    _check_fields(settings, acted_on, named, engine)
+    check_data(settings, train_dataset)
+    check_metric(settings.metric_for_best_model, eval_dataset)
+    if named:
+        model = find_model(model)
+    tokenizer = _tokenizer(processing_class, model, train_dataset)
+    if named:
+        policy = _named_policy(model, settings, peft_config, engine)
+    else:
+        policy = _policy_in_hand(model, settings, peft_config, acted_on)
+    _check_optimizer(optimizers[0], policy)
+    check_policy(policy, engine)
+    rewards = guard_rewards(with_length_penalty(reward_funcs, settings), settings.reward_timeout)
+    limit = None if "max_prompt_length" in acted_on else settings.max_prompt_length
+    for_trl = {
+        "reward_funcs": rewards,
+        "reward_processing_classes": one_for_each(reward_processing_classes, reward_funcs, rewards),
+        "train_dataset": short_prompts(train_dataset, limit, settings.chat_template_kwargs, tokenizer),
+        "eval_dataset": eval_dataset,
+        "processing_class": processing_class or tokenizer,
+        "optimizers": optimizers,
+    }
+    return Completed(policy, settings, engine or _engine(policy, tokenizer, settings), for_trl)
+
+
+def _check_given(
+    model: Any, reward_funcs: Any, train_dataset: Any, peft_config: Any, refused: dict[str, Any]
+) -> None:
+    """Refuse arguments that are missing, of another type, or not supported."""
     for name, value in refused.items():
         if value:
             raise QeRLError(f"{name} is not supported: {REFUSED[name]}; leave it out.")
@@ -131,43 +166,13 @@ def complete(
             f"train_dataset is a {type(train_dataset).__name__}; pass a Dataset or IterableDataset (of a "
             "DatasetDict, one of its splits)."
         )
-    named = isinstance(model, str | Path)
-    if not named and not isinstance(model, PreTrainedModel | PeftModel):
+    if not isinstance(model, str | Path | PreTrainedModel | PeftModel):
         raise QeRLError(
             f"model is a {type(model).__name__}; pass a Hub id, a folder, or a causal language model of "
             "transformers."
         )
     if peft_config is not None:
         check_lora(peft_config)
-    settings = _settings(args, model, peft_config)
-    _check_fields(settings, acted_on, named, engine)
-    if named:
-        model = find_model(model)
-    tokenizer = _tokenizer(processing_class, model, train_dataset)
-    if named:
-        policy = _named_policy(model, settings, peft_config, engine)
-    else:
-        policy = _policy_in_hand(model, settings, peft_config, acted_on)
-    _check_optimizer(optimizers[0], policy)
-    check_policy(policy, engine)
-    rewards = with_length_penalty(reward_funcs, settings)
-    return Completed(
-        policy,
-        settings,
-        engine or _engine(policy, tokenizer, settings),
-        {
-            "reward_funcs": rewards,
-            "reward_processing_classes": one_for_each(reward_processing_classes, reward_funcs, rewards),
-            "train_dataset": short_prompts(
-                train_dataset,
-                None if "max_prompt_length" in acted_on else settings.max_prompt_length,
-                settings.chat_template_kwargs,
-                tokenizer,
-            ),
-            "processing_class": processing_class or tokenizer,
-            "optimizers": optimizers,
-        },
-    )
 
 
 # Settings
@@ -183,8 +188,10 @@ def _settings(args: GRPOConfig | None, model: Any, peft_config: Any) -> QeRLConf
         return QeRLConfig(output_dir=f"{Path(name).name}-GRPO", **_tuning(model, peft_config))
     if not isinstance(args, GRPOConfig):
         raise QeRLError(f"args is a {type(args).__name__}; pass a QeRLConfig, or a GRPOConfig of TRL.")
-    dtype = {"dtype": "float32"} if named and not args.bf16 else {}
-    return as_ours(args, **dtype, **_tuning(model, peft_config))
+    own = _tuning(model, peft_config)
+    if named and not args.bf16 and not {"dtype", "torch_dtype"} & (args.model_init_kwargs or {}).keys():
+        own["dtype"] = "float32"  # TRL's default
+    return as_ours(args, **own)
 
 
 def _tuning(model: Any, peft_config: Any) -> dict[str, Any]:
@@ -202,11 +209,11 @@ def _check_fields(
         idle |= _OF_A_NAMED_MODEL
     if engine is not None:
         idle |= _OF_A_MADE_ENGINE
-    for name in sorted(idle.keys() & _set(args, acted_on)):
+    for name in sorted(idle.keys() & _set_fields(args, acted_on)):
         raise QeRLError(f"{name} is set, and nothing here reads it; remove it: {idle[name]}.")
 
 
-def _set(args: QeRLConfig, acted_on: Collection[str] = ()) -> set[str]:
+def _set_fields(args: QeRLConfig, acted_on: Collection[str]) -> set[str]:
     """Fields of a run that were set, to something else than their default."""
     return {name for name in RUN_FIELDS - {*acted_on} if getattr(args, name) != default_of(FIELDS[name])}
 
@@ -272,7 +279,7 @@ def _policy_in_hand(
 
 def _agree_with_model(args: QeRLConfig, acted_on: Collection[str], model: nn.Module) -> None:
     """Compare the settings that describe a model with the one that was handed in."""
-    held, given = _held(model), _set(args, acted_on)
+    held, given = _held(model), _set_fields(args, acted_on)
     for name in sorted(given & held.keys()):
         if plain(getattr(args, name)) != held[name]:
             raise QeRLError(
@@ -302,7 +309,8 @@ def _held(model: nn.Module) -> dict[str, Any]:
                 if isinstance(module, BaseTunerLayer)
             }
         )
-    return held | values | {"tuning": "lora"}
+    # Adapters of another kind have no rank or alpha.
+    return held | {name: value for name, value in values.items() if value is not None} | {"tuning": "lora"}
 
 
 def _weights(model: nn.Module) -> str:
@@ -347,6 +355,6 @@ def _engine(
     model: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenizerBase, args: QeRLConfig
 ) -> RolloutEngine:
     """The fastest engine for the model, where it will train."""
-    if base_model(model).device.type != args.device.type:
+    if base_model(model).device != args.device:
         model.to(args.device)
     return make_engine(model, tokenizer.pad_token_id, args.max_sequences, args.kv_cache_dtype)

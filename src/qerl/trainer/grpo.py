@@ -39,9 +39,7 @@ from trl import GRPOConfig
 from qerl.errors import QeRLError
 from qerl.rollout.engine import RolloutEngine
 from qerl.trainer.arguments import complete
-from qerl.trainer.rewards import guard_rewards
-from qerl.trainer.rollouts import check_data
-from qerl.trainer.trl.evaluation import check_metric, name_metrics
+from qerl.trainer.trl.evaluation import name_metrics
 from qerl.trainer.trl.reference import none_by_trl
 from qerl.trainer.update.correction import Mismatch
 from qerl.trainer.updates import UpdateTrainer
@@ -102,7 +100,7 @@ class QeRLTrainer(UpdateTrainer):
         acted_on: Collection[str] = (),
     ) -> None:
         given = complete(
-            *(model, reward_funcs, args, train_dataset),
+            *(model, reward_funcs, args, train_dataset, eval_dataset),
             processing_class=processing_class,
             reward_processing_classes=reward_processing_classes,
             optimizers=optimizers,
@@ -116,24 +114,15 @@ class QeRLTrainer(UpdateTrainer):
                 "environment_factory": environment_factory,
             },
         )
-        settings, policy = given.args, given.model
-        check_data(settings, given.for_trl["train_dataset"])
-        check_metric(settings.metric_for_best_model, eval_dataset)
-        dtypes = {parameter: parameter.dtype for parameter in policy.parameters() if parameter.requires_grad}
-        rewards = guard_rewards(given.for_trl["reward_funcs"], settings.reward_timeout)
-        with none_by_trl(settings):
-            super().__init__(
-                model=policy,
-                args=settings,
-                eval_dataset=eval_dataset,
-                callbacks=callbacks,
-                **(given.for_trl | {"reward_funcs": rewards}),
-            )
+        trained = [parameter for parameter in given.model.parameters() if parameter.requires_grad]
+        dtypes = [parameter.dtype for parameter in trained]
+        with none_by_trl(given.args):
+            super().__init__(model=given.model, args=given.args, callbacks=callbacks, **given.for_trl)
         if self.aux_loss_enabled:
             raise QeRLError(
                 "A mixture of experts trains without its router loss: pass router_aux_loss_coef=0."
             )
-        for parameter, dtype in dtypes.items():
+        for parameter, dtype in zip(trained, dtypes, strict=True):
             # TRL rounds adapters of four-bit models to bf16, in which an update of 5e-6 is mostly lost.
             parameter.data = parameter.data.to(dtype)
         self._start_rollouts(given.engine)

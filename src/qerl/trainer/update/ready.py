@@ -65,6 +65,6 @@ def ready_for_rows(model: nn.Module, args: QeRLConfig) -> UpdatePath:
         if args.noise:
             find_noise_norms(model)
         check_joined_row(model, base.base_model, path.by_stretch, args.temperature, longest)
-    if path.is_slow:
+    if path.is_slow and args.process_index == 0:
         logger.warning(path.sentence())
     return path
