@@ -14,8 +14,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from qerl.errors import QeRLError
-from qerl.fp4.format import NVFP4, dequantize, quantize
+from qerl.fp4.format import NVFP4, dequantize
 from qerl.fp4.linear import PackedLinear
+from qerl.fp4.rounding import quantize
 from qerl.fp4.storage import stack_tiles
 from qerl.lora.adapter import _with_own_layers
 from qerl.lora.product import fused_forward

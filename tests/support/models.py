@@ -20,8 +20,9 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from qerl.fp4.format import BLOCK_FORMATS, quantize
+from qerl.fp4.format import BLOCK_FORMATS
 from qerl.fp4.linear import PackedLinear
+from qerl.fp4.rounding import quantize
 
 FAMILIES = {
     "llama": (LlamaConfig, LlamaForCausalLM),

@@ -11,8 +11,9 @@ from transformers import MambaConfig, MambaForCausalLM
 from qerl.errors import QeRLError
 from qerl.families.layer import LINEARS
 from qerl.families.sizes import positions_of
-from qerl.fp4.format import NVFP4, quantize
+from qerl.fp4.format import NVFP4
 from qerl.fp4.linear import PackedLinear
+from qerl.fp4.rounding import quantize
 from qerl.lora.adapter import add_lora, load_adapter
 from qerl.lora.product import why_not_fused
 from qerl.rollout.engine import SamplingParams

@@ -17,18 +17,10 @@ from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 from qerl.errors import QeRLError
 from qerl.fp4 import quantize as quantize_module
 from qerl.fp4.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint, new_folder, open_checkpoint
-from qerl.fp4.format import (
-    BLOCK_FORMATS,
-    MXFP4,
-    NVFP4,
-    PackedRows,
-    dequantize,
-    error_sums,
-    quantize,
-    relative_error,
-)
+from qerl.fp4.format import BLOCK_FORMATS, MXFP4, NVFP4, PackedRows, dequantize
 from qerl.fp4.groups import fused_group, is_quantized
 from qerl.fp4.quantize import quantize_checkpoint
+from qerl.fp4.rounding import error_sums, quantize, relative_error
 
 HIDDEN, KV, MLP = 32, 16, 96
 SHAPES = {

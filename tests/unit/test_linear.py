@@ -7,8 +7,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from qerl.fp4.format import BLOCK_FORMATS, NVFP4, dequantize, quantize
+from qerl.fp4.format import BLOCK_FORMATS, NVFP4, dequantize
 from qerl.fp4.linear import PackedLinear, dense_weights_kept
+from qerl.fp4.rounding import quantize
 from qerl.fp4.workspace import workspace
 
 FORMAT_NAMES = sorted(BLOCK_FORMATS)

@@ -21,7 +21,7 @@ LOAD = """
 import sys, threading, time, torch
 import transformers.models.llama.modeling_llama
 from qerl.models.load import load_model
-from qerl.fp4 import format
+from qerl.fp4 import rounding
 
 peak, done = 0, threading.Event()
 
@@ -34,7 +34,7 @@ def watch():
     while not done.wait(0.001):
         peak = max(peak, anonymous())
 
-format._CHUNK_ELEMENTS = 2**17  # its temporaries are of a fixed size, which is large beside a small model
+rounding._CHUNK_ELEMENTS = 2**17  # its temporaries are of a fixed size, which is large beside a small model
 folder, warm = sys.argv[1:]
 load_model(warm, "nvfp4", torch.bfloat16, "cpu", "rtn")  # imports, lookup tables
 before = anonymous()

@@ -10,17 +10,9 @@ from compressed_tensors.quantization.utils import calculate_qparams, generate_gp
 
 from qerl.errors import QeRLError
 from qerl.fp4 import format as format_module
-from qerl.fp4.format import (
-    E2M1_VALUES,
-    MXFP4,
-    NVFP4,
-    BlockFormat,
-    PackedRows,
-    dequantize,
-    error_sums,
-    quantize,
-    relative_error,
-)
+from qerl.fp4 import rounding as rounding_module
+from qerl.fp4.format import E2M1_VALUES, MXFP4, NVFP4, BlockFormat, PackedRows, dequantize
+from qerl.fp4.rounding import error_sums, quantize, relative_error
 
 FORMATS = pytest.mark.parametrize("format", [NVFP4, MXFP4], ids=lambda format: format.name)
 ORACLE = {"nvfp4": (NVFP4A16, NVFP4PackedCompressor), "mxfp4": (MXFP4A16, MXFP4PackedCompressor)}
@@ -191,8 +183,8 @@ def test_mse_is_no_worse_than_rtn_in_any_block_and_near_the_best_scale_there_is(
     blocks = weight.unflatten(1, (-1, format.block_size))
     for byte in every_byte:
         scales = torch.full_like(mse.scales.view(torch.uint8), byte).view(format.scale_dtype)
-        steps = format_module._block_steps(scales, mse.global_scale)
-        codes = format_module._pack(format_module._encode(blocks, steps).flatten(1))
+        steps = format_module.block_steps(scales, mse.global_scale)
+        codes = rounding_module._pack(rounding_module._encode(blocks, steps).flatten(1))
         best = best.minimum(block_errors(weight, PackedRows(codes, scales, mse.global_scale, format)))
     assert best.sum() < mse_errors.sum() * (1 + 1e-9)
     assert mse_errors.sum() < best.sum() * 1.001
@@ -224,7 +216,7 @@ def test_result_does_not_depend_on_chunks(format, rounding, monkeypatch):
     weight = torch.randn(23, 96)
     whole = quantize(weight, format, rounding)
     whole_sums = error_sums(weight, whole)
-    monkeypatch.setattr(format_module, "_CHUNK_ELEMENTS", 4 * 96 + 1)
+    monkeypatch.setattr(rounding_module, "_CHUNK_ELEMENTS", 4 * 96 + 1)
     chunked = quantize(weight, format, rounding)
     assert torch.equal(whole.codes, chunked.codes)
     assert torch.equal(whole.scales.view(torch.uint8), chunked.scales.view(torch.uint8))

@@ -6,8 +6,9 @@ from peft import LoraConfig, get_peft_model
 from transformers.cache_utils import DynamicCache
 
 from qerl.errors import QeRLError
-from qerl.fp4.format import NVFP4, dequantize, quantize
+from qerl.fp4.format import NVFP4, PackedRows
 from qerl.fp4.linear import PackedLinear
+from qerl.fp4.rounding import quantize
 from qerl.noise import AdaptiveNoise, NoiseSchedule, noisy_norms
 from qerl.rollout.engine import SamplingParams
 from qerl.rollout.portable import attention
@@ -252,9 +253,8 @@ class TestAgainstTheModel:
                 packed = PackedLinear.of(quantize(linear.weight.detach(), NVFP4, "rtn"))
                 model.model.set_submodule(name, packed)
         calls = []
-        monkeypatch.setattr(
-            "qerl.fp4.linear.dequantize", lambda *args: calls.append(args) or dequantize(*args)
-        )
+        write_dense = PackedRows.write_dense
+        monkeypatch.setattr(PackedRows, "write_dense", lambda *args: calls.append(args) or write_dense(*args))
         result = PortableEngine(model, PAD).generate(PROMPTS, 2, sampled())
         assert len(calls) == 14
         assert logprob_error(model, PROMPTS, 2, result, sampled()) < 1e-5

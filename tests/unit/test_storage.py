@@ -5,8 +5,9 @@ import torch
 from torch import nn
 
 from qerl.errors import QeRLError
-from qerl.fp4.format import BLOCK_FORMATS, MXFP4, NVFP4, PackedRows, dequantize, quantize
+from qerl.fp4.format import BLOCK_FORMATS, MXFP4, NVFP4, PackedRows, dequantize
 from qerl.fp4.linear import PackedLinear
+from qerl.fp4.rounding import quantize
 from qerl.fp4.storage import PackedTiles, stack_tiles, why_no_tiles
 from qerl.kernels.weights.tiles import Tiles
 

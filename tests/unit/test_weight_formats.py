@@ -6,7 +6,8 @@ import sys
 import pytest
 import torch
 
-from qerl.fp4.format import BLOCK_FORMATS, quantize
+from qerl.fp4.format import BLOCK_FORMATS
+from qerl.fp4.rounding import quantize
 from qerl.kernels.weights import nf4
 from qerl.weight_formats import FORMATS, PACKED_FORMATS
 

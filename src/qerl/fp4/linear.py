@@ -86,7 +86,7 @@ class PackedLinear(nn.Module):
             QeRLError: Shapes or dtypes of the buffers do not fit together.
         """
         tensors = {name: tensor for name, tensor in self._buffers.items() if tensor is not None}
-        return self._storage_type.of_tensors(tensors, self.format, self.out_features)
+        return self._storage_type.of_tensors(tensors, self.format)
 
     def use(self, weight: PackedWeight) -> None:
         """Makes the buffers those of ``weight``, the same matrix with its bytes in any order or place."""

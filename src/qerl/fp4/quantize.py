@@ -33,16 +33,9 @@ from qerl.fp4.checkpoint import (
     quantization_config,
     write_json,
 )
-from qerl.fp4.format import (
-    BlockFormat,
-    block_format,
-    check_rounding,
-    error_sums,
-    largest_magnitude,
-    quantize,
-    relative_error,
-)
+from qerl.fp4.format import BlockFormat, block_format
 from qerl.fp4.groups import fused_group, is_quantized, left_out
+from qerl.fp4.rounding import check_rounding, error_sums, largest_magnitude, quantize, relative_error
 from qerl.weight_formats import DEFAULT_FORMAT, DEFAULT_ROUNDING, Rounding
 
 _ELEMENT_BYTES = {"BF16": 2, "F16": 2, "F32": 4}
@@ -109,7 +102,7 @@ def quantize_checkpoint(
         target: Folder to make; the output is compressed-tensors ``nvfp4-pack-quantized`` or
             ``mxfp4-pack-quantized``, weights only.
         format: ``nvfp4`` or ``mxfp4``.
-        rounding: ``rtn`` or ``mse``, see :func:`qerl.fp4.format.quantize`.
+        rounding: ``rtn`` or ``mse``, see :func:`qerl.fp4.rounding.quantize`.
 
     Raises:
         QeRLError: The source is damaged, already quantised, has no layer to quantise, NaN or Inf or a width

@@ -34,9 +34,10 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from qerl.errors import QeRLError
 from qerl.families.supported import check_dense
 from qerl.fp4.checkpoint import Checkpoint, packed_tensors, quantization_config
-from qerl.fp4.format import block_format, check_rounding, largest_magnitude, quantize
+from qerl.fp4.format import block_format
 from qerl.fp4.groups import fused_group, is_quantized, left_out
 from qerl.fp4.linear import PackedLinear
+from qerl.fp4.rounding import check_rounding, largest_magnitude, quantize
 from qerl.weight_formats import DEFAULT_FORMAT, DEFAULT_ROUNDING, FORMATS, Rounding
 
 QUANT_METHOD = "qerl_nvfp4"

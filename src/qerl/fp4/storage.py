@@ -38,8 +38,8 @@ class PackedWeight(Protocol):
     def shape(self) -> tuple[int, int]: ...
 
     @classmethod
-    def of_tensors(cls, tensors: dict[str, torch.Tensor], format: BlockFormat, rows: int) -> "PackedWeight":
-        """The weight of N = ``rows`` whose bytes are in ``tensors``: the inverse of :meth:`tensors`."""
+    def of_tensors(cls, tensors: dict[str, torch.Tensor], format: BlockFormat) -> "PackedWeight":
+        """The weight whose bytes are in ``tensors``: the inverse of :meth:`tensors`."""
         ...
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -61,27 +61,25 @@ class PackedTiles:
     """A weight in the order in which tensor cores read it.
 
     Attributes:
-        tiles: Codes and block scales in NVFP4, rows beyond N being padding.
+        tiles: Codes and block scales in NVFP4, a part of a stack without its padding.
         global_scale: fp32 [1], the divisor of the block scales.
         format: The format that it had as rows.
-        rows: N.
     """
 
     tiles: Tiles
     global_scale: torch.Tensor
     format: BlockFormat
-    rows: int
 
     @classmethod
-    def of_tensors(cls, tensors: dict[str, torch.Tensor], format: BlockFormat, rows: int) -> "PackedTiles":
+    def of_tensors(cls, tensors: dict[str, torch.Tensor], format: BlockFormat) -> "PackedTiles":
         """See `PackedWeight.of_tensors`."""
         tiles = Tiles(tensors["weight_packed"], tensors["weight_scale"])
-        return cls(tiles, tensors["weight_global_scale"], format, rows)
+        return cls(tiles, tensors["weight_global_scale"], format)
 
     @property
     def shape(self) -> tuple[int, int]:
         """(N, K)."""
-        return self.rows, self.tiles.shape[1]
+        return self.tiles.shape
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """See `PackedWeight.tensors`."""
@@ -93,7 +91,7 @@ class PackedTiles:
 
     def to_rows(self) -> PackedRows:
         """A copy of the weight as it lies on disk, in the format that it had there."""
-        codes, scales = (part[: self.rows] for part in self.tiles.rows())
+        codes, scales = self.tiles.rows()
         rows = PackedRows(codes, scales.view(NVFP4.scale_dtype), self.global_scale, NVFP4)
         return rows if self.format is NVFP4 else from_nvfp4(rows)
 
@@ -141,6 +139,6 @@ def stack_tiles(weights: Sequence[PackedWeight]) -> tuple[Tiles, list[PackedTile
     for member, format in zip(members, formats, strict=True):
         assert member.global_scale is not None
         rows = member.shape[0]
-        parts.append(PackedTiles(stack.part(first, rows), member.global_scale, format, rows))
+        parts.append(PackedTiles(stack.part(first, rows), member.global_scale, format))
         first += rows
     return stack, parts

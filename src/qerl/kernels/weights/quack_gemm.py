@@ -11,8 +11,7 @@ from qerl.kernels.weights.tiles import Tiles
 
 Tile = tuple[int, int, int]
 """(tile_m, tile_n, split_k) of quack-kernels: rows of the weight and tokens that a block computes, and how
-many
-blocks share K."""
+many blocks share K."""
 
 
 def quack_tile(tokens: int, width: int) -> Tile:

@@ -56,7 +56,8 @@ class Forward:
         self.residual_TD = new(tokens, hidden)
 
         def operand(width: int) -> torch.Tensor:
-            # Flat, because each GEMM says in which order it reads; what it has room for beyond T stays zero.
+            # Flat, because each GEMM says in which order it reads. What it has room for beyond T belongs to
+            # no token: its products are not written.
             padded = max(tokens, *(weight.padded_tokens(tokens) for weight in weights))
             return torch.zeros(padded * width, dtype=decoder.dtype, device=device)
 
