@@ -1,7 +1,7 @@
 """A run on two GPUs that is stopped, fails and is resumed: ``python -m tests.gpu.two_gpus [--model FOLDER]``.
 
 Where there are no two GPUs it takes two processes on the CPU. DAPO with dynamic sampling, updates in small
-pieces, noise, evaluation, NVFP4 weights. One line for each check, then JSON; exit status 1 where one fails.
+chunks, noise, evaluation, NVFP4 weights. One line for each check, then JSON; exit status 1 where one fails.
 Samples are keyed by process, so a run of one process draws others: what a run is compared with is another run
 on two. With ``--child`` this is one process of a run, told what is to happen to it.
 """

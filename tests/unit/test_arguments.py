@@ -262,6 +262,22 @@ def test_what_cannot_be_trained_is_refused(folder, settings, tiny_model, tiny_to
         QeRLTrainer(3, ones, settings(), ROWS)
 
 
+def test_a_model_in_hand_stays_as_it_is_where_peft_config_contradicts_the_settings(
+    tiny_model, tiny_tokenizer, settings
+):
+    model = tiny_model("llama")
+    with pytest.raises(QeRLError, match="lora_r is 4 and peft_config has r 8; remove lora_r"):
+        QeRLTrainer(
+            model,
+            ones,
+            settings(lora_r=4),
+            ROWS,
+            processing_class=tiny_tokenizer,
+            peft_config=LoraConfig(r=8),
+        )
+    assert not wrapped(model)
+
+
 def test_an_engine_is_that_of_the_model(folder, settings, tiny_model, tiny_tokenizer):
     other = PortableEngine(tiny_model("llama", seed=1), 0)
     with pytest.raises(QeRLError, match="leave engine out"):

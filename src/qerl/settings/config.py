@@ -5,7 +5,7 @@ task, which noise. Every field is checked when settings are made, from Python, a
 alike (`qerl.settings.recipe`): its type and range by its annotation (`qerl.settings.checks`), the parents'
 fields by the table in `qerl.settings.parents`, and what contradicts what in `qerl.settings.contradictions`.
 
-The fields of a run that are left to the machine are decided when it starts: `qerl.trainer.run` writes what
+The fields of a run that are left to the machine are decided when it starts: `qerl.trainer.policy` writes what
 the memory plan chose (`tokens_per_forward`, `every_n_layers`) into the settings, so that the config.yaml of
 the run has them.
 """

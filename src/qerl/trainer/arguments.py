@@ -264,6 +264,7 @@ def _policy_in_hand(
                 "`load_adapter(model, folder, trainable=True)`."
             )
     elif peft_config is not None:
+        take_adapter(args, vars(peft_config), "peft_config")
         model = adapt(model, peft_config, args.seed)
     elif _weights(model) != "bf16":
         raise QeRLError(

@@ -195,8 +195,9 @@ class RolloutTrainer(ResumableTrainer):
     def _scored_by_trl(self, inputs: list[dict[str, Any]]) -> tuple[Batch, dict[str, float]]:
         """TRL's batch, and the metrics of the rollout.
 
-        Without the correction, which is the loss's (`_corrected`), TRL computes old log-probabilities only
-        where the policy will have moved since the rollout. Evaluation has no loss that would read any.
+        Without the correction, which is applied in the loss (`update.correction`), TRL computes old
+        log-probabilities only where the policy will have moved since the rollout. Evaluation has no loss that
+        would read any.
         """
         wanted, self.vllm_importance_sampling_correction = self.vllm_importance_sampling_correction, False
         self._reads_logps = self.model.training

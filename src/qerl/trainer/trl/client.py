@@ -52,16 +52,16 @@ class EngineClient:
 
 
 class EpochRepeatSampler(RepeatSampler):
-    """TRL's sampler with an order that depends on (seed, epoch) alone, so that a resume meets the same
-    data."""
+    """TRL's sampler in an order that depends on (seed, epoch) alone: a resume meets the same data."""
+
+    epoch = 0
 
     def __iter__(self) -> Iterator[int]:
         self.set_epoch(self.epoch)
         return super().__iter__()
 
-    epoch = 0
-
     def set_epoch(self, epoch: int) -> None:
+        """Take the order of an epoch."""
         self.epoch = epoch
         if self.shuffle:
             self.generator.manual_seed(derive_seed("order", self.seed, epoch))
