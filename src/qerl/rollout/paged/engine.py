@@ -5,9 +5,9 @@ steps for a few numbers of rows (graphs). A new training step costs a copy of Lo
 recapture.
 
 A call runs in rounds: decide who enters and who is preempted (scheduler), prefill what entered, replay the
-decode step a few times, look who has ended. Within a round the GPU never waits for the host. A call that is
-cut off, by Ctrl-C or an error, leaves nothing taken, and the sums that its last pass may have left are zeroed
-by the next.
+decode step a few times, look who has ended. While steps are replayed the GPU never waits for the host. A call
+that is cut off, by Ctrl-C or an error, leaves nothing taken, and the sums that its last pass may have left
+are zeroed by the next.
 """
 
 import time
