@@ -66,7 +66,7 @@ def check_rounding(model: str, packed: str | None, trained: str | None) -> None:
     if packed is not None and trained is not None and packed != trained:
         raise QeRLError(
             f"{model} was packed with {packed} rounding, but the adapter was trained on {trained}; name the "
-            f"16-bit model or a copy made with `qerl quantize --method {trained}`, or score these weights "
+            f"16-bit model or a copy made with `qerl quantize --rounding {trained}`, or score these weights "
             f"with --rounding {packed}."
         )
 
