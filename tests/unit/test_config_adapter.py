@@ -71,6 +71,8 @@ def test_arguments_of_the_loader_set_the_fields_that_mean_the_same():
     given = {"torch_dtype": torch.float32, "trust_remote_code": True, "use_cache": False, "device_map": None}
     config = QeRLConfig(output_dir="o", model_init_kwargs=given)
     assert (config.dtype, config.trust_remote_code, config.model_init_kwargs) == ("float32", True, None)
+    with pytest.raises(QeRLError, match="model_init_kwargs is 3; it must be a mapping"):
+        QeRLConfig(output_dir="o", model_init_kwargs=3)
     assert QeRLConfig(output_dir="o", model_init_kwargs={"dtype": "bfloat16"}).dtype == "bfloat16"
 
 

@@ -1,7 +1,5 @@
 """Whole trainers on a tiny model: reward rises, noise stays in the rollouts, recipes' shapes run."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from datasets import Dataset
@@ -10,11 +8,11 @@ from qerl.errors import QeRLError
 from qerl.lora.adapter import add_lora
 from qerl.rollout.portable.engine import PortableEngine
 from qerl.settings.config import QeRLConfig
+from qerl.settings.library import recipe_file
 from qerl.settings.recipe import read_recipe
 from qerl.trainer.grpo import QeRLTrainer
 
 DATA = Dataset.from_dict({"prompt": [f"prompt {i}" for i in range(16)]})
-RECIPES = Path(__file__).parents[2] / "recipes"
 
 
 def share(completion_ids, **_):
@@ -61,15 +59,15 @@ def test_reward_rises(make, algorithm):
 def test_a_gradient_that_is_not_finite_ends_the_run_and_changes_no_weight(make, monkeypatch, max_grad_norm):
     """transformers logs its loss as 0, and the policy of NaN would end each answer at its first token."""
     trainer = make(max_steps=4, max_grad_norm=max_grad_norm)
-    inner, kept = trainer._whole_loss, []
+    inner, kept = trainer._loss_of, []
 
-    def whole_loss(*args):
+    def loss_of(*args):
         if trainer.state.global_step < 2:
             return inner(*args)
         kept.extend(weights(trainer))
         return inner(*args) * float("nan")
 
-    monkeypatch.setattr(trainer, "_whole_loss", whole_loss)
+    monkeypatch.setattr(trainer, "_loss_of", loss_of)
     with pytest.raises(QeRLError, match="gradient of step 3 is not finite"):
         trainer.train()
     assert all(map(torch.equal, weights(trainer), kept)) and all(map(torch.any, kept))
@@ -79,13 +77,13 @@ def test_noise_is_in_the_rollouts_and_not_in_the_update(make, monkeypatch):
     """The update's log-probabilities are the clean model's; in a stage without noise, rollouts' too."""
     trainer = make(noise=True, noise_stages=2, noise_sigma_start=0.3, max_steps=4)
     seen = []
-    inner = trainer._whole_loss
+    inner = trainer._loss_of
 
-    def spy(model, inputs, outputs, computed):
+    def spy(inputs, outputs, computed):
         ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
         mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
         with torch.no_grad():
-            out = model(ids, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0))
+            out = trainer.model(ids, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0))
         width = inputs["completion_ids"].size(1)
         clean = out.logits[:, -width - 1 : -1].log_softmax(-1)
         clean = clean.gather(2, inputs["completion_ids"][..., None])[..., 0]
@@ -94,9 +92,9 @@ def test_noise_is_in_the_rollouts_and_not_in_the_update(make, monkeypatch):
         sampler = inputs["sampling_per_token_logps"]
         far = [((other - clean) * rows).abs().max().item() for other in (outputs[0].detach(), sampler)]
         seen.append((trainer.state.global_step, *far))
-        return inner(model, inputs, outputs, computed)
+        return inner(inputs, outputs, computed)
 
-    monkeypatch.setattr(trainer, "_whole_loss", spy)
+    monkeypatch.setattr(trainer, "_loss_of", spy)
     norms = {n: p.detach().clone() for n, p in trainer.model.named_parameters() if "norm" in n}
     logged = rows(trainer)
     assert [step for step, _, _ in seen] == [0, 1, 2, 3]
@@ -124,7 +122,7 @@ def test_the_stage_without_noise_is_a_run_without_noise(make):
 
 def test_the_shape_of_gsm8ks_recipe(make):
     """Four updates a rollout, bnpo, clip-higher, truncated samples masked: five steps."""
-    recipe = read_recipe(RECIPES / "gsm8k.yaml")
+    recipe = read_recipe(recipe_file("gsm8k"))
     shape = (
         "algorithm",
         "loss_type",

@@ -7,8 +7,12 @@ import torch
 
 @cache
 def multiprocessors(device: torch.device) -> int:
-    """Number of the GPU's multiprocessors; that of an H100 on a CPU, where Triton's interpreter plays one."""
+    """Number of the GPU's multiprocessors.
+
+    On a CPU the interpreter of Triton runs one program after another, so every split of an item costs time:
+    8 leaves one split to many batch rows and several to few.
+    """
     if device.type != "cuda":
-        return 132
+        return 8
     count: int = torch.cuda.get_device_properties(device).multi_processor_count
     return count

@@ -38,7 +38,10 @@ def take_model_kwargs(config: GRPOConfig) -> None:
     Raises:
         QeRLError: An argument is not supported, or contradicts a field.
     """
-    for name, value in (config.model_init_kwargs or {}).items():
+    given = config.model_init_kwargs or {}
+    if not isinstance(given, dict):
+        raise QeRLError(f"model_init_kwargs is {given!r}; it must be a mapping of names to values.")
+    for name, value in given.items():
         if name in _TRUE_ANYWAY and value == _TRUE_ANYWAY[name]:
             continue
         field = _FIELDS.get(name)
