@@ -42,7 +42,7 @@ from tests.support.models import make_tiny_model, make_tiny_tokenizer
 
 STEPS = 5
 POINTS: dict[str, tuple[Any, str]] = {
-    "rollout": (QeRLTrainer, "sample"),
+    "rollout": (QeRLTrainer, "rollout"),
     "update": (QeRLTrainer, "_forward"),
     "evaluation": (QeRLTrainer, "prediction_step"),
     "log": (MetricsFile, "on_log"),
@@ -145,6 +145,8 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     gc.freeze()  # what is here now is not looked at in each fork
+    for owner, name in POINTS.values():
+        getattr(owner, name)  # a process that finds none would leave the other one waiting
     cases = [Case(i, *named) for i, named in enumerate(NAMED) if named[0] in args.processes]
     cases += [draw(number, args) for number in range(len(NAMED), len(NAMED) + args.count)]
     with tempfile.TemporaryDirectory() as temporary:
