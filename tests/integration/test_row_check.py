@@ -21,6 +21,7 @@ from qerl.trainer.update.forward import score
 from qerl.trainer.update.joined_row import JoinedRow, join
 from qerl.trainer.update.padded import PaddedBatch
 from qerl.trainer.update.row_check import check_joined_row
+from tests.support.models import TINY
 
 WINDOW = 8
 ALTERNATING = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
@@ -60,20 +61,7 @@ SAMPLES = [
 
 
 def build(family: str, attention: str = "sdpa", **changes) -> transformers.PreTrainedModel:
-    settings = {
-        "vocab_size": 128,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "max_position_embeddings": 64,
-        "initializer_range": 0.2,
-        "pad_token_id": 0,
-        "bos_token_id": None,
-        "eos_token_id": 1,
-    }
+    settings = TINY | {"max_position_embeddings": 64}
     text = "Text" if family in ("Gemma3", "Llama4") else ""
     given = {name: value for name, value in (settings | changes).items() if value != "unset"}
     config = getattr(transformers, f"{family}{text}Config")(**given)

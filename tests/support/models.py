@@ -39,27 +39,29 @@ CHAT_TEMPLATE = (
 Model = TypeVar("Model", bound=nn.Module)
 
 
+TINY = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "initializer_range": 0.2,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "eos_token_id": 1,
+}
+"""Settings of a tiny model of any family."""
+
+
 def make_tiny_model(family: str = "llama", seed: int = 0, **overrides) -> PreTrainedModel:
     """fp32, 2 layers, hidden 64, vocabulary 128, in eval mode.
 
     Norm weights and biases are random too, so that no test passes because they are all one or zero.
     """
     config_class, model_class = FAMILIES[family]
-    settings = {
-        "vocab_size": 128,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "max_position_embeddings": 512,
-        "initializer_range": 0.2,
-        "tie_word_embeddings": False,
-        "pad_token_id": 0,
-        "bos_token_id": None,
-        "eos_token_id": 1,
-    }
+    settings = TINY | {"max_position_embeddings": 512, "tie_word_embeddings": False}
     config = config_class(**(settings | overrides))
     generator = torch.Generator().manual_seed(seed)
     with torch.random.fork_rng():

@@ -74,6 +74,8 @@ def test_command_line_values_are_yaml(text, value):
     [
         ({"lora_rank": 8}, "did you mean 'lora_r'"),
         ({"learning_rat": 8}, "did you mean 'learning_rate'"),
+        ({"model_name_or_path": "m"}, "unknown key 'model_name_or_path'; `qerl fields` lists the fields"),
+        ({"dataset_name": "d"}, "unknown key 'dataset_name'; `qerl fields` lists the fields"),
         ({"weights": "int4"}, "weights is 'int4'; it must be 'nvfp4'"),
         ({"tuning": "full"}, "cannot train packed nvfp4 weights"),
         ({"noise_stages": 1}, "noise_stages is 1; it must be at least 2"),

@@ -1,9 +1,10 @@
 """Model families whose decoder layers the project's own kernels and the memory plan know, as descriptions.
 
-A family is a description and kernels. The description says of which kinds a decoder layer is made; the paged
-engine, the joint products of the update and the memory plan read it, and run a family whose kinds they all
-have. Adding a family of known kinds is a line here. A new kind is a value here and one kernel or function per
-reader; ARCHITECTURE says where each would lie.
+All of them have RMSNorm in front of attention and MLP, rotary embedding of whole heads, several query heads
+per key head, SwiGLU, and keys and values of every token as their state. The description says in what they
+differ; the paged engine, the joint products of the update and the memory plan read it. A family that
+differs in nothing else is a line here. Another kind of norm, attention, MLP or state needs a field here and
+one kernel or function per reader; ARCHITECTURE says where each would lie.
 
 What samples and trains without these kernels needs no entry: the portable engine and the update check a
 model by what it computes (`qerl.families.supported`, `qerl.trainer.update.row_check`), and noise finds norms
@@ -11,20 +12,15 @@ by data flow.
 """
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 
 @dataclass(frozen=True)
 class Family:
-    """The kinds of which a decoder layer of one ``model_type`` is made.
+    """In what the decoder layers of one ``model_type`` differ from those of the others.
 
     Attributes:
         name: As people write it.
-        norm: In front of attention and in front of the MLP. ``rms``: RMSNorm, x / rms(x) * w.
-        attention: ``grouped``: rotary embedding of whole heads, causal softmax, several query heads per key
-            head.
-        mlp: ``swiglu``: down(silu(gate(x)) * up(x)).
-        state: What a layer keeps per sequence. ``keys_and_values``: those of every token.
         qkv_bias: Whether q, k and v have a bias whatever the config says; o and the MLP have one only where
             the config says so.
         qk_norm: Whether each head of q and k is normalised before it is turned.
@@ -33,10 +29,6 @@ class Family:
     """
 
     name: str
-    norm: Literal["rms"] = "rms"
-    attention: Literal["grouped"] = "grouped"
-    mlp: Literal["swiglu"] = "swiglu"
-    state: Literal["keys_and_values"] = "keys_and_values"
     qkv_bias: bool = False
     qk_norm: bool = False
     window_field: str | None = "use_sliding_window"

@@ -72,7 +72,7 @@ def check_key(key: Any, where: str) -> None:
     if key in FIELDS:
         return
     own = difflib.get_close_matches(str(key), QeRLConfig.__annotations__, n=1, cutoff=0.7)
-    near = own or difflib.get_close_matches(str(key), FIELDS, n=1, cutoff=0.5)
+    near = own or difflib.get_close_matches(str(key), FIELDS, n=1, cutoff=0.7)
     hint = f"did you mean {near[0]!r}?" if near else "`qerl fields` lists the fields."
     raise QeRLError(f"{where} has the unknown key {key!r}; {hint}")
 
