@@ -1,0 +1,73 @@
+"""An arm of a study: one way of training, of which a study compares several.
+
+The fields have the names, units and defaults of `QeRLConfig` where that has them, so that what a study finds can
+be typed into a recipe. The others are controls that exist for studies alone: ways of exploring that need no noise
+in the weights.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One way of training.
+
+    Attributes:
+        name: Unique within a study.
+        weights: Format of the frozen linear layers, by its name in `qerl.weight_formats`.
+        rounding: How an unquantised checkpoint is rounded, `mse` or `rtn`.
+        frozen_noise: Relative error (root mean square) of Gaussian noise that is added once to the frozen linear
+            weights: the control for "any error of the weights would do".
+        lora_r: Rank of the adapters; alpha is the same.
+        noise: Whether the norms of rollouts get noise; the `noise_` fields say which.
+        noise_sigma_start, noise_sigma_end, noise_stages, noise_schedule: The schedule of sigma.
+        noise_scale: `absolute`, Z = sigma eps, or `relative`, Z = sigma |w| eps.
+        noise_target_kl: Mean KL(sampler || trainer) in nats per token to which sigma is driven at the schedule's
+            start; it falls with the square of the schedule. None leaves sigma to the schedule.
+        noise_per: One Z for a `step`, or one for each `sample`.
+        noise_where: Whether the noise acts on the prompt too (`all`) or in decoding only (`decode`).
+        noise_share: Share of the samples of each group that are drawn with noise.
+        noise_in_loss: The loss's forward pass has the rollout's Z too.
+        correction: How the loss corrects for the ratio of trainer to sampler: `none`; `token_truncate`, at most
+            `correction_max`; `token_one_sided`; `token_balance` against the mixture of clean and noisy samples.
+        correction_max: Upper bound of the ratio.
+        temperature: Of sampling.
+        match_entropy: Name of the arm whose rollout entropy a controlled temperature follows, step by step.
+        logits_noise: Standard deviation of Gaussian noise on the logits, one draw per token id and step.
+        entropy_bonus: Coefficient of the policy's entropy in the objective.
+        pass_at_k: k of pass@k advantages; None means advantages of GRPO.
+    """
+
+    name: str
+    weights: str = "nvfp4"
+    rounding: Literal["mse", "rtn"] = "mse"
+    frozen_noise: float = 0.0
+    lora_r: int = 16
+    noise: bool = False
+    noise_sigma_start: float = 1e-2
+    noise_sigma_end: float = 5e-4
+    noise_stages: int = 5
+    noise_schedule: str = "exponential"
+    noise_scale: Literal["absolute", "relative"] = "absolute"
+    noise_target_kl: float | None = None
+    noise_per: Literal["step", "sample"] = "step"
+    noise_where: Literal["all", "decode"] = "all"
+    noise_share: float = 1.0
+    noise_in_loss: bool = False
+    correction: Literal["none", "token_truncate", "token_one_sided", "token_balance"] = "token_truncate"
+    correction_max: float = 3.0
+    temperature: float = 1.0
+    match_entropy: str | None = None
+    logits_noise: float = 0.0
+    entropy_bonus: float = 0.0
+    pass_at_k: int | None = None
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of a study: an arm with a seed and a learning rate."""
+
+    arm: Arm
+    seed: int
+    learning_rate: float
