@@ -1,8 +1,8 @@
 """An arm of a study: one way of training, of which a study compares several.
 
-The fields have the names, units and defaults of `QeRLConfig` where that has them, so that what a study finds can
-be typed into a recipe. The others are controls that exist for studies alone: ways of exploring that need no noise
-in the weights.
+The fields have the names, units and defaults of `QeRLConfig` where that has them, so that what a study finds
+can be typed into a recipe. The others are controls that exist for studies alone: ways of exploring that need
+no noise in the weights.
 """
 
 from dataclasses import dataclass
@@ -17,20 +17,21 @@ class Arm:
         name: Unique within a study.
         weights: Format of the frozen linear layers, by its name in `qerl.weight_formats`.
         rounding: How an unquantised checkpoint is rounded, `mse` or `rtn`.
-        frozen_noise: Relative error (root mean square) of Gaussian noise that is added once to the frozen linear
-            weights: the control for "any error of the weights would do".
+        frozen_noise: Relative error (root mean square) of Gaussian noise that is added once to the frozen
+            linear weights: the control for "any error of the weights would do".
         lora_r: Rank of the adapters; alpha is the same.
         noise: Whether the norms of rollouts get noise; the `noise_` fields say which.
         noise_sigma_start, noise_sigma_end, noise_stages, noise_schedule: The schedule of sigma.
         noise_scale: `absolute`, Z = sigma eps, or `relative`, Z = sigma |w| eps.
-        noise_target_kl: Mean KL(sampler || trainer) in nats per token to which sigma is driven at the schedule's
-            start; it falls with the square of the schedule. None leaves sigma to the schedule.
+        noise_target_kl: Mean KL(sampler || trainer) in nats per token to which sigma is driven at the
+            schedule's start; it falls with the square of the schedule. None leaves sigma to the schedule.
         noise_per: One Z for a `step`, or one for each `sample`.
         noise_where: Whether the noise acts on the prompt too (`all`) or in decoding only (`decode`).
         noise_share: Share of the samples of each group that are drawn with noise.
         noise_in_loss: The loss's forward pass has the rollout's Z too.
-        correction: How the loss corrects for the ratio of trainer to sampler: `none`; `token_truncate`, at most
-            `correction_max`; `token_one_sided`; `token_balance` against the mixture of clean and noisy samples.
+        correction: How the loss corrects for the ratio of trainer to sampler: `none`; `token_truncate`, at
+            most `correction_max`; `token_one_sided`; `token_balance` against the mixture of clean and noisy
+            samples.
         correction_max: Upper bound of the ratio.
         temperature: Of sampling.
         match_entropy: Name of the arm whose rollout entropy a controlled temperature follows, step by step.
