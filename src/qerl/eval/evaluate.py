@@ -30,12 +30,12 @@ import qerl
 from qerl.errors import QeRLError
 from qerl.eval.interval import accuracy_interval, pass_at
 from qerl.eval.record import Record, Row
-from qerl.eval.result import EvalResult
+from qerl.eval.result import EvalResult, Stratum
 from qerl.models.chat import Chat
 from qerl.rollout.engine import Completion, RolloutEngine, SamplingParams
 from qerl.seeding import derive_seed
 from qerl.tasks.base import Task
-from qerl.tasks.guard import RewardFunction, guarded
+from qerl.tasks.guard import GuardedReward, guarded, stratum
 
 
 def held_out(task: Task, limit: int | None = None) -> Dataset:
@@ -105,7 +105,8 @@ def evaluate(
             rows = [row for row in problems.select(range(len(problems))[part]) for _ in range(samples)]
             record.add(_scored(task, rows, texts, completions))
             progress.advance(bar, len(prompts[part]))
-    result = _result(task.name, record.rows, samples, params, source or {})
+    strata = None if task.strata is None else [stratum(task.strata, v) for v in problems[task.strata]]
+    result = _result(task.name, record.rows, strata, samples, params, source or {})
     record.finish(result)
     return result
 
@@ -133,17 +134,22 @@ def _scored(
     return scored
 
 
-def _judge(accuracy: RewardFunction, row: dict[str, Any], text: str) -> tuple[bool, bool]:
+def _judge(accuracy: GuardedReward, row: dict[str, Any], text: str) -> tuple[bool, bool]:
     """Whether a completion is right, and whether that could be judged within the time limit."""
-    failures: list[float] = []
     columns = {name: [value] for name, value in row.items() if name != "prompt"}
-    scores = accuracy([row["prompt"]], [text], log_metric=lambda _, n: failures.append(n), **columns)
-    return scores == [1.0], not any(failures)
+    scores = accuracy([row["prompt"]], [text], **columns)
+    return scores == [1.0], accuracy.last.failed == 0
 
 
 def _result(
-    name: str, rows: list[Row], samples: int, params: SamplingParams, source: dict[str, Any]
+    name: str,
+    rows: list[Row],
+    strata: list[str] | None,
+    samples: int,
+    params: SamplingParams,
+    source: dict[str, Any],
 ) -> EvalResult:
+    """Counts what was scored; `strata` has the stratum of each problem."""
     right = [row["right"] for row in rows]
     counts = [sum(right[i : i + samples]) for i in range(0, len(right), samples)]
     return EvalResult(
@@ -162,7 +168,19 @@ def _result(
         source=source,
         versions=versions(),
         date=datetime.now(UTC).isoformat(timespec="seconds"),
+        strata={} if strata is None else _by_stratum(strata, counts, samples),
     )
+
+
+def _by_stratum(strata: list[str], counts: list[int], samples: int) -> dict[str, Stratum]:
+    """Scores by stratum, sorted by name."""
+    parts: dict[str, list[int]] = {name: [] for name in sorted(set(strata))}
+    for name, count in zip(strata, counts, strict=True):
+        parts[name].append(count)
+    return {
+        name: Stratum(len(part), fmean(part) / samples, accuracy_interval(part, samples))
+        for name, part in parts.items()
+    }
 
 
 def versions() -> dict[str, str]:

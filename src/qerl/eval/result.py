@@ -5,6 +5,15 @@ from typing import Any
 
 
 @dataclass(frozen=True)
+class Stratum:
+    """Score on those problems in which the task's column of strata has one value; units as in `EvalResult`."""
+
+    problems: int
+    accuracy: float
+    interval: tuple[float, float]
+
+
+@dataclass(frozen=True)
 class EvalResult:
     """Score of a policy on a task.
 
@@ -24,6 +33,7 @@ class EvalResult:
         source: What was scored.
         versions: Of the libraries that matter.
         date: UTC, ISO 8601.
+        strata: Scores by stratum, such as ``steps_2``; empty where the task has none.
     """
 
     task: str
@@ -41,6 +51,7 @@ class EvalResult:
     source: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
     date: str = ""
+    strata: dict[str, Stratum] = field(default_factory=dict)
 
     def summary(self) -> str:
         """The score as one line for people."""
@@ -50,6 +61,9 @@ class EvalResult:
         line += f"{self.problems} problems)"
         if self.samples > 1:
             line += ", " + ", ".join(f"pass@{k} {100 * value:.1f} %" for k, value in self.pass_at.items())
+        if len(self.strata) > 1:
+            parts = (f"{name} {100 * part.accuracy:.1f} %" for name, part in self.strata.items())
+            line += f"; {', '.join(parts)}"
         line += f"; {100 * self.answered:.1f} % of the completions state an answer"
         if self.failed:
             line += f", {self.failed} of them could not be judged and count as wrong"

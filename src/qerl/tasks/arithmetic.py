@@ -178,7 +178,7 @@ def draw_problems(
 
 
 class Arithmetic(Task):
-    """Generated word problems of one level.
+    """Generated word problems of one level. The column ``steps`` of a row is its number of operations.
 
     Args:
         level: One of :data:`LEVELS`: ``wp1`` one operation, ``wp12`` one or two, ``wp2`` two, with numbers up
@@ -189,6 +189,8 @@ class Arithmetic(Task):
         train_size: Number of training problems.
         test_size: Number of held-out problems.
     """
+
+    strata = "steps"
 
     def __init__(
         self,
@@ -220,5 +222,12 @@ class Arithmetic(Task):
 
     def _rows(self, split: Split, count: int) -> Dataset:
         drawn = draw_problems(split, self.level, count, self.seed)
-        rows = ({"prompt": self.prompt(p.question, self.worked), "answer": str(p.answer)} for p in drawn)
+        rows = (
+            {
+                "prompt": self.prompt(p.question, self.worked),
+                "answer": str(p.answer),
+                "steps": len(p.lines),
+            }
+            for p in drawn
+        )
         return as_dataset(rows, f"Task arithmetic, {split} set,")

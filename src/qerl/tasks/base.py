@@ -3,6 +3,9 @@
 A task knows nothing of models or trainers. Its rows are what TRL takes: ``prompt``, a list of chat messages,
 and ``answer``, a string; further columns reach the reward functions by name. Training and evaluation build
 the prompt in the same place, from the same answer format that the rewards check.
+
+A task whose problems differ in a way that hides in the mean (one or two steps) names the column that says so,
+its strata. Accuracy is then reported by its values too, in training and in evaluation.
 """
 
 from abc import ABC, abstractmethod
@@ -15,7 +18,7 @@ from datasets import Dataset
 from qerl.errors import QeRLError
 from qerl.tasks.answers import equal
 from qerl.tasks.formats import AnswerFormat, get_format
-from qerl.tasks.guard import RewardFunction, judges_alone
+from qerl.tasks.guard import RewardFunction, judges_alone, stratified
 
 Message = dict[str, str]
 Completion = str | list[Message]
@@ -34,9 +37,11 @@ class Task(ABC):
             (:attr:`qerl.models.chat.Chat.opening`). It is judged together with the completion: where the
             template opens a thinking section, a completion that is cut off inside that section has no
             answer, and a completion that closes it has the form asked for.
+        strata: The column of the rows by whose values accuracy is reported too; None for none.
     """
 
     opening: str = ""
+    strata: str | None = None
 
     def __init__(self, name: str, answer_format: str) -> None:
         self.name = name
@@ -91,7 +96,7 @@ class Task(ABC):
         ) -> list[float | None]:
             return [FORMAT_REWARD * self.format.followed(self._turn(c)) for c in completions]
 
-        return [accuracy, format]
+        return [accuracy if self.strata is None else stratified(accuracy, self.strata), format]
 
     def _turn(self, completion: Completion) -> str:
         text = completion_text(completion)

@@ -14,6 +14,9 @@ Once a batch had to be called sample by sample, the time that a sample really ta
 a batch gets twice that per sample instead of the 1 %. If the first sixteen samples all run out of time, the
 others would too; they count as failed without being tried.
 
+The rewards of a function that names a column (:func:`stratified`) are also logged by the values of that column,
+failed samples as the zeros that they score.
+
 Functions that judge each completion by itself (:func:`judges_alone`; the tasks' own do) are called sample by
 sample from the start: a completion that is slow to judge then costs its own time limit and no second call.
 
@@ -74,6 +77,17 @@ def judges_alone(function: RewardFunction) -> RewardFunction:
     return function
 
 
+def stratified(function: RewardFunction, column: str) -> RewardFunction:
+    """Mark a function whose rewards are to be logged by the values of a column of the rows too; return it."""
+    function.__dict__["strata"] = column
+    return function
+
+
+def stratum(column: str, value: Any) -> str:
+    """What the part of a task's problems is called in which a column has a value: ``steps_2``."""
+    return f"{column}_{value}"
+
+
 def guarded(function: RewardFunction, timeout_s: float = 10.0) -> "GuardedReward":
     """Wrap a reward function so that its failures are counted instead of raised.
 
@@ -102,6 +116,7 @@ class GuardedReward:
             raise QeRLError(f"reward_timeout is {timeout_s}; it must be a number of seconds above 0.")
         self._call = _synchronous(function) if _is_async(function) else _within(function)
         self._alone = bool(getattr(function, "judges_alone", False))
+        self._strata: str | None = getattr(function, "strata", None)
         self._timeout_s = timeout_s
         self._sample_s = _BATCH_SHARE * timeout_s
         self._said: set[str] = set()
@@ -128,10 +143,18 @@ class GuardedReward:
             first = describe(self.last.first)
             self._say("failed", text, self.last.failed, self.last.samples, first, self.__name__)
         if "log_metric" in columns:
-            columns["log_metric"](
-                f"rewards/{self.__name__}/failed", self.last.failed / max(self.last.samples, 1)
-            )
+            self._log(rewards, columns, columns["log_metric"])
         return rewards
+
+    def _log(
+        self, rewards: list[float | None], columns: dict[str, Any], log: Callable[[str, float], None]
+    ) -> None:
+        log(f"rewards/{self.__name__}/failed", self.last.failed / max(self.last.samples, 1))
+        if self._strata is not None:
+            # One call for each sample: the trainer takes the mean of what it is told, over all processes.
+            for value, reward in zip(columns.get(self._strata, ()), rewards, strict=False):
+                if reward is not None:
+                    log(f"rewards/{self.__name__}/{stratum(self._strata, value)}", reward)
 
     def _batch(self, prompts: list, completions: list, columns: dict[str, Any]) -> list[float | None]:
         limit = self._timeout_s + self._sample_s * len(completions)
