@@ -6,7 +6,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Stratum:
-    """Score on those problems in which the task's column of strata has one value; units as in `EvalResult`."""
+    """Score on the problems in which the task's column of strata has one value; units as in `EvalResult`."""
 
     problems: int
     accuracy: float

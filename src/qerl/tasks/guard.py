@@ -14,8 +14,8 @@ Once a batch had to be called sample by sample, the time that a sample really ta
 a batch gets twice that per sample instead of the 1 %. If the first sixteen samples all run out of time, the
 others would too; they count as failed without being tried.
 
-The rewards of a function that names a column (:func:`stratified`) are also logged by the values of that column,
-failed samples as the zeros that they score.
+The rewards of a function that names a column (:func:`stratified`) are also logged by the values of that
+column, failed samples as the zeros that they score.
 
 Functions that judge each completion by itself (:func:`judges_alone`; the tasks' own do) are called sample by
 sample from the start: a completion that is slow to judge then costs its own time limit and no second call.
