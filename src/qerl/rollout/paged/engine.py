@@ -150,9 +150,9 @@ class PagedEngine(RolloutEngine):
             if step is not None:
                 step.rows.end(planned.preempted)
             step = self.graphs.fit(step, scheduler, planned.admitted, params)
-            self.prefill.run(planned.spans(), self.cache)
             step.rows.place(planned.admitted, params.seed)
             step.attend(scheduler.running)
+            self.prefill.run(planned.spans(), self.cache)  # last, because uploads would wait for it
             step.decode(min(self._pace.round_steps, params.max_tokens))
             scheduler.advance(*step.rows.read(scheduler.running))
 

@@ -115,7 +115,7 @@ class Rows:
     def end(self, preempted: dict[int, Sequence]) -> None:
         """Read what preempted sequences have generated, and free their rows."""
         if preempted:
-            self._fetch(preempted)
+            self._fetch(preempted, {row: sequence.generated for row, sequence in preempted.items()})
             at = torch.tensor(list(preempted), device=self._device)
             self.state.done_T.index_fill_(0, at, 1)
             self.state.slot_T.index_fill_(0, at, -1)
@@ -173,21 +173,22 @@ class Rows:
         Returns:
             Tokens generated so far by row, and the rows that have ended: what `Scheduler.advance` takes.
         """
-        done, generated = torch.stack([self.state.done_T, self.state.generated_T]).tolist()
+        done, counts = torch.stack([self.state.done_T, self.state.generated_T]).tolist()
+        generated = {row: counts[row] for row in running}
         ended = {row: sequence for row, sequence in running.items() if done[row]}
         for row, sequence in ended.items():
             sequence.finish_reason = _REASONS[done[row]]
         if ended:
-            self._fetch(ended)
-        return {row: generated[row] for row in running}, list(ended)
+            self._fetch(ended, generated)
+        return generated, list(ended)
 
-    def _fetch(self, rows: dict[int, Sequence]) -> None:
-        """Read tokens, log-probabilities and entropies of rows."""
+    def _fetch(self, rows: dict[int, Sequence], generated: dict[int, int]) -> None:
+        """Read tokens, log-probabilities and entropies of rows, as many as each has generated."""
         at = torch.tensor(list(rows), device=self._device)
-        tokens = self.state.out_token_TM[at].tolist()
-        logprobs, entropies = self.state.out_stats_2TM[:, at].tolist()
-        counts = self.state.generated_T[at].tolist()
-        for i, sequence in enumerate(rows.values()):
-            count = counts[i]
+        most = max(generated[row] for row in rows)
+        tokens = self.state.out_token_TM[at, :most].tolist()
+        logprobs, entropies = self.state.out_stats_2TM[:, at, :most].tolist()
+        for i, (row, sequence) in enumerate(rows.items()):
+            count = generated[row]
             sequence.token_ids, sequence.logprobs = tokens[i][:count], logprobs[i][:count]
             sequence.entropies = entropies[i][:count]
