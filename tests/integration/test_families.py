@@ -12,7 +12,7 @@ from qerl.errors import QeRLError
 from qerl.fp4.quantize import quantize_checkpoint
 from qerl.lora.adapter import add_lora
 from qerl.models.load import load_model
-from qerl.noise import find_noise_norms
+from qerl.noise.norms import find_noise_norms
 from qerl.rollout.engine import SamplingParams
 from qerl.rollout.portable.engine import PortableEngine
 from qerl.trainer.update.row_check import check_joined_row

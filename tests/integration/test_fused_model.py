@@ -18,7 +18,7 @@ from qerl.lora import product as lora_product
 from qerl.lora.adapter import add_lora
 from qerl.lora.joint import why_not_joint
 from qerl.models.load import load_model
-from qerl.noise import find_noise_norms, is_norm
+from qerl.noise.norms import find_noise_norms, is_norm
 from qerl.trainer.update import fused
 from qerl.trainer.update import path as update_path
 from qerl.trainer.update.path import Share, find_path

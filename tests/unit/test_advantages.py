@@ -1,5 +1,6 @@
 """Advantages are TRL's where groups teach, zero where they do not, and add up to zero in each group."""
 
+import itertools
 import math
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from trl import GRPOTrainer
 from qerl.errors import QeRLError
 from qerl.rollout.engine import Completion, RolloutEngine, RolloutResult
 from qerl.settings.config import QeRLConfig
-from qerl.trainer.advantages import Signal, judge_of
+from qerl.trainer.advantages import Signal, best_of_k, judge_of
 from qerl.trainer.grpo import QeRLTrainer
 from tests.support.trainer import settings
 
@@ -22,8 +23,8 @@ SCALES = [("sum_then_normalize", scale) for scale in ("group", "batch", "none")]
 SCALES += [("normalize_then_sum", "group")]
 
 
-def signal(size, weights=(1.0,), scale="group", aggregation="sum_then_normalize", judge=None):
-    return Signal(size, torch.tensor(weights), scale, aggregation, judge)
+def signal(size, weights=(1.0,), scale="group", aggregation="sum_then_normalize", judge=None, k=None):
+    return Signal(size, torch.tensor(weights), scale, aggregation, judge, k)
 
 
 @pytest.mark.parametrize(("aggregation", "scale"), SCALES)
@@ -92,6 +93,52 @@ def test_the_judge_is_called_accuracy_or_alone():
     assert judge_of(["soft_overlong_punishment_reward", "my_reward"]) == 1
     with pytest.raises(QeRLError, match=r"\(form, length\) is called 'accuracy'; .* set signal: reward"):
         judge_of(["form", "length"])
+
+
+# pass@k
+
+
+def test_best_of_k_by_hand():
+    rewards = torch.tensor([[0, 1, 0, 0], [2, 0, NAN, 1], [1, 1, 1, 0], [5, NAN, NAN, NAN]])
+    third = 1 / 3
+    expected = torch.tensor([[third, 1, third, third], [2, 1.5, NAN, 1.5], [1, 1, 1, 1], [NAN] * 4]).double()
+    torch.testing.assert_close(best_of_k(rewards, 2), expected, equal_nan=True)
+    torch.testing.assert_close(best_of_k(rewards, 1), rewards.double(), equal_nan=True)
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 5])
+def test_best_of_k_is_a_mean_over_sets(k):
+    rewards = torch.randn(3, 6, generator=torch.Generator().manual_seed(k)).double()
+    rewards[0, 2] = rewards[0, 3]  # a tie
+    for rewards_G, found_G in zip(rewards, best_of_k(rewards, k), strict=True):
+        for i, found in enumerate(found_G):
+            sets = [s for s in itertools.combinations(range(6), k) if i in s]
+            assert found == pytest.approx(sum(rewards_G[list(s)].max().item() for s in sets) / len(sets))
+
+
+@pytest.mark.parametrize("k", [2, 3])
+def test_pass_at_k_advantages_follow_the_gradient_of_pass_at_k(k):
+    """Over all groups of 5 coin flips, sum(A grad log p) has the mean (5 - k) / k times grad pass@k."""
+    logit = torch.tensor(-0.8, dtype=torch.double, requires_grad=True)
+    p = logit.sigmoid()
+    outcomes = torch.tensor(list(itertools.product([0.0, 1.0], repeat=5)), dtype=torch.double)
+    logps = torch.where(outcomes > 0, p.log(), (1 - p).log())
+    advantages = signal(5, scale="none", k=k).advantages(outcomes.view(-1, 1)).view(-1, 5)
+    surrogate = (logps.sum(1).exp().detach() * (advantages * logps).sum(1)).sum()
+    estimated = torch.autograd.grad(surrogate, logit, retain_graph=True)[0]
+    exact = torch.autograd.grad(1 - (1 - p) ** k, logit)[0]
+    assert estimated.item() == pytest.approx((5 - k) / k * exact.item(), rel=1e-6)
+
+
+def test_pass_at_k_has_no_signal_where_any_set_is_right():
+    rewards = torch.tensor([[0.1, 1.1, 1.1, 1.1], [0.1, 0.1, 1.1, 1.1], [0.1] * 4, [0.1, 0.1, 0.1, 1.1]])
+    rule = signal(4, k=2)
+    assert rule.dead(rewards.view(-1, 1)).tolist() == [True, False, True, False]
+    advantages = rule.advantages(rewards.view(-1, 1)).view(4, 4)
+    assert not advantages[[0, 2]].any() and advantages[[1, 3]].all()
+    assert advantages.sum(dim=1).abs().max() < 1e-5
+    # Rewards in sets of two are 1/3 x 0.1 + 2/3 x 1.1 and so on: 0.5 and -0.5 standard deviations apart.
+    torch.testing.assert_close(advantages[3], signal(4).advantages(rewards[3][:, None]), rtol=1e-3, atol=0)
 
 
 # In the trainer

@@ -7,7 +7,9 @@ import torch
 
 from qerl.trainer.update.correction import (
     Mismatch,
+    balance_ratio,
     importance_ratio,
+    one_sided,
     rows_with_gradient,
     sampler_trainer_kl,
     weights,
@@ -31,6 +33,30 @@ MASK = torch.tensor([[1, 1], [1, 0]])
 def test_ratio(mode, low, high, expected):
     ratio = weights(importance_ratio(TRAINER, SAMPLER, MASK, mode), mode, low, high)
     torch.testing.assert_close(ratio, torch.tensor(expected))
+
+
+def test_one_sided_ratio():
+    """Ratios 2, 9 and 0.5, 1: of a good sample they count 1 to 3, of a bad one 0 to 1."""
+    ratio = importance_ratio(TRAINER, SAMPLER, MASK, "token_one_sided")
+    good, bad = torch.ones(2, 1), -torch.ones(2, 1)
+    torch.testing.assert_close(one_sided(ratio, good, 3.0), torch.tensor([[2.0, 3.0], [1.0, 1.0]]))
+    torch.testing.assert_close(one_sided(ratio, bad, 3.0), torch.tensor([[1.0, 1.0], [0.5, 1.0]]))
+    torch.testing.assert_close(one_sided(ratio, good, None)[0], torch.tensor([2.0, 9.0]))
+    mixed = torch.tensor([[0.7], [-0.7]])
+    torch.testing.assert_close(
+        weights(ratio, "token_one_sided", None, 3.0, mixed), torch.tensor([[2.0, 3.0], [0.5, 1.0]])
+    )
+
+
+def test_balance_ratio():
+    """0.4 / (0.25 x 0.2 + 0.75 x 0.4), and so on; never above 1 / (1 - 0.25)."""
+    ratio = balance_ratio(TRAINER, SAMPLER, 0.25, MASK)
+    torch.testing.assert_close(ratio, torch.tensor([[0.4 / 0.35, 0.9 / 0.7], [0.1 / 0.125, 1.0]]))
+    never_by_noise = balance_ratio(torch.zeros(1, 1), torch.full((1, 1), -1e4), 0.5, torch.ones(1, 1))
+    assert never_by_noise.item() == 2.0
+    hardly_by_trainer = balance_ratio(torch.full((1, 1), -1e4), torch.zeros(1, 1), 0.5, torch.ones(1, 1))
+    assert hardly_by_trainer.item() == 0.0
+    assert balance_ratio(TRAINER, SAMPLER * math.nan, 0.5, MASK).eq(1).all()
 
 
 def test_unknown_sampler_log_prob_is_no_mismatch():

@@ -8,7 +8,9 @@ Legend: V vocabulary, S samples.
 import pytest
 import torch
 
-from qerl.noise import AdaptiveNoise, NoiseSchedule, noisy_norms
+from qerl.noise.draw import AdaptiveNoise
+from qerl.noise.norms import noisy_norms
+from qerl.noise.schedule import NoiseSchedule
 from qerl.rollout.engine import SamplingParams
 from qerl.rollout.portable.engine import PortableEngine
 from qerl.trainer.update.correction import importance_ratio

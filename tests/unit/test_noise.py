@@ -16,7 +16,9 @@ from transformers import (
 )
 
 from qerl.errors import QeRLError
-from qerl.noise import SCHEDULES, AdaptiveNoise, NoiseSchedule, find_noise_norms, noisy_norms
+from qerl.noise.draw import AdaptiveNoise, magnitude
+from qerl.noise.norms import find_noise_norms, noisy_norms
+from qerl.noise.schedule import SCHEDULES, NoiseSchedule
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
 TINY = {
@@ -187,6 +189,38 @@ class TestDraws:
         rng = torch.get_rng_state()
         noise.offsets(1)
         assert torch.equal(torch.get_rng_state(), rng)
+
+
+class TestRelative:
+    def test_is_a_share_of_each_channel(self, tiny_model):
+        model = tiny_model("llama")
+        weights = {name: model.get_submodule(name).weight for name in PRE_NORMS}
+        for index, weight in enumerate(weights.values()):
+            torch.nn.init.normal_(weight, std=10.0**-index)
+        absolute = AdaptiveNoise(model, SCHEDULE, seed=7).offsets(1)
+        relative = AdaptiveNoise(model, SCHEDULE, seed=7, scale="relative").offsets(1)
+        for name, weight in weights.items():
+            torch.testing.assert_close(relative[name], absolute[name] * weight.detach().abs())
+
+    def test_follows_a_weight_that_trains(self, tiny_model):
+        model = tiny_model("llama")
+        noise = AdaptiveNoise(model, SCHEDULE, seed=7, scale="relative")
+        before = noise.offsets(1)
+        with torch.no_grad():
+            model.get_submodule(PRE_NORMS[0]).weight.mul_(-2)
+        torch.testing.assert_close(noise.offsets(1)[PRE_NORMS[0]], 2 * before[PRE_NORMS[0]])
+
+    def test_a_norm_that_multiplies_with_one_plus_w(self):
+        norm = Gemma2ForCausalLM(Gemma2Config(**TINY)).get_submodule("model.layers.0.input_layernorm")
+        with torch.no_grad():
+            norm.weight.copy_(torch.linspace(-2, 2, 32))
+        torch.testing.assert_close(magnitude(norm), (1 + torch.linspace(-2, 2, 32)).abs())
+
+    def test_a_gain_is_a_factor_of_sigma(self, tiny_model):
+        noise = AdaptiveNoise(tiny_model(), SCHEDULE, seed=7)
+        for name, z in noise.offsets(1, gain=3.0).items():
+            torch.testing.assert_close(z, 3 * noise.offsets(1)[name])
+        assert noise.offsets(0, gain=3.0) == {}
 
 
 class TestMerged:

@@ -9,7 +9,9 @@ from qerl.errors import QeRLError
 from qerl.fp4.format import NVFP4, PackedRows
 from qerl.fp4.linear import PackedLinear
 from qerl.fp4.rounding import quantize
-from qerl.noise import AdaptiveNoise, NoiseSchedule, noisy_norms
+from qerl.noise.draw import AdaptiveNoise
+from qerl.noise.norms import noisy_norms
+from qerl.noise.schedule import NoiseSchedule
 from qerl.rollout.engine import SamplingParams
 from qerl.rollout.portable import attention
 from qerl.rollout.portable.cache import PreallocatedCache

@@ -19,7 +19,7 @@ from pydantic import Field
 from trl import GRPOConfig
 
 from qerl.errors import QeRLError
-from qerl.noise import NoiseKind, NoiseSchedule
+from qerl.noise.schedule import NoiseKind, NoiseSchedule
 from qerl.rollout.engine import KvCacheDtype
 from qerl.settings import contradictions
 from qerl.settings.adapter import take_saved_adapter

@@ -18,9 +18,17 @@ cut off) is in no mean and no standard deviation, and has no advantage. In each 
 loss sees therefore add up to 0, also where truncated samples are masked; in TRL they do not, and what is left
 over moves the policy towards or away from all samples that ended.
 
+**pass@k.** With `pass_at_k` the objective is the best of k samples in place of each by itself. A sample is
+then rewarded with the mean, over all sets of k samples of its group that hold it, of the best reward in the
+set (`best_of_k`), and the rest is as above: the transformed reward of "Pass@K Policy Optimization" (arXiv
+2505.15201), centred within the group as in "Pass@k Training" (arXiv 2508.10751). A right sample among many
+counts little, as it was not needed, and in a group with fewer wrong samples than k there is nothing left to
+learn.
+
 Legend: B samples of all processes, groups adjacent; N groups, G samples of a group; F reward functions.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -62,6 +70,8 @@ class Signal:
         aggregation: TRL's `multi_objective_aggregation`: sum_then_normalize or normalize_then_sum.
         judge: Reward function by which a sample is right (above 0) or wrong (0 and below); None where any
             difference of rewards is a signal.
+        pass_at_k: k of pass@k, at least 2 and less than G; needs `sum_then_normalize`. None rewards each
+            sample by itself.
     """
 
     group_size: int
@@ -69,12 +79,13 @@ class Signal:
     scale: str
     aggregation: str
     judge: int | None = None
+    pass_at_k: int | None = None
 
     def dead(self, rewards_BF: torch.Tensor) -> torch.Tensor:
         """The mask [N], bool, of groups that teach nothing. NaN is a reward that was not given."""
         if self.aggregation == "sum_then_normalize":
             # Rounded to the FP32 of the rewards: what FP64 tells apart beyond that is the order of a sum.
-            values_BF = self._total(rewards_BF).float()[:, None]
+            values_BF = self._credit(rewards_BF).float()[:, None]
         else:
             values_BF = rewards_BF * (self.weights_F != 0)
         values_NGF = values_BF.unflatten(0, (-1, self.group_size))
@@ -98,7 +109,7 @@ class Signal:
             rewards_BF = rewards_BF.masked_fill(dead_B[:, None], torch.nan)
         rewards_BF = rewards_BF.double()
         if self.aggregation == "sum_then_normalize":
-            advantages_B = self._centred(self._total(rewards_BF), self.scale)
+            advantages_B = self._centred(self._credit(rewards_BF), self.scale)
         else:
             each = [self._centred(rewards_B, "group") for rewards_B in rewards_BF.unbind(1)]
             total_B = self._total(torch.stack(each, dim=1))
@@ -109,6 +120,15 @@ class Signal:
         """True if no group teaches although rewards differ: the judge finds all right or all wrong."""
         any_difference = replace(self, judge=None)
         return bool(self.dead(rewards_BF).all() and not any_difference.dead(rewards_BF).all())
+
+    def _credit(self, rewards_BF: torch.Tensor) -> torch.Tensor:
+        """What each sample is rewarded with in total, [B], NaN where no reward was given."""
+        total_B = self._total(rewards_BF)
+        if self.pass_at_k is None:
+            return total_B
+        # Rounded as in `dead`: samples of equal reward are equally good in any set.
+        total_NG = total_B.float().double().unflatten(0, (-1, self.group_size))
+        return best_of_k(total_NG, self.pass_at_k).flatten()
 
     def _total(self, rewards_BF: torch.Tensor) -> torch.Tensor:
         """The weighted sum [B] of the rewards that are given, NaN where none is."""
@@ -124,6 +144,42 @@ class Signal:
         elif scale == "batch":
             centred_NG = centred_NG / (_std(rewards_B, 0) + 1e-4)
         return centred_NG.flatten()
+
+
+def best_of_k(rewards_NG: torch.Tensor, k: int) -> torch.Tensor:
+    """For each sample the mean, over all sets of k samples of its group that hold it, of the best reward.
+
+    Its mean over a group is the unbiased estimate of the best reward of k samples; for rewards of 0 and 1
+    that is pass@k, 1 - C(wrong, k) / C(G, k). With k = 1 it is the reward.
+
+    Args:
+        rewards_NG: Rewards of whole groups, fp64. NaN is no sample of its group.
+        k: Samples in a set.
+
+    Returns:
+        [N, G], fp64; NaN where there is no reward, and in groups of fewer than k samples.
+    """
+    size = rewards_NG.size(1)
+    # Of the sets with the sample of rank p, counted from the lowest, so many have their best at rank q >= p.
+    sets = [[0 if q < p else _below(q, p, k) for q in range(size)] for p in range(size)]
+    sets_PQ = torch.tensor(sets, dtype=torch.double, device=rewards_NG.device)
+    sorted_NG, order_NG = rewards_NG.double().sort(dim=1)  # NaN last
+    known_N = (~rewards_NG.isnan()).sum(dim=1).tolist()
+    all_N1 = torch.tensor(
+        [[math.comb(n - 1, k - 1) if n else 0] for n in known_N],
+        dtype=torch.double,
+        device=rewards_NG.device,
+    )
+    best_NG = sorted_NG.nan_to_num(nan=0.0) @ sets_PQ.T / all_N1.masked_fill(all_N1 == 0, torch.nan)
+    best_NG = best_NG.masked_fill(sorted_NG.isnan(), torch.nan)
+    return torch.empty_like(best_NG).scatter(1, order_NG, best_NG)
+
+
+def _below(best: int, sample: int, k: int) -> int:
+    """Number of sets of k with the given sample and, at the top, the best; both by 0-based rank."""
+    if best == sample:
+        return math.comb(sample, k - 1)
+    return math.comb(best - 1, k - 2) if k >= 2 else 0
 
 
 def _std(values: torch.Tensor, dim: int) -> torch.Tensor:

@@ -17,7 +17,7 @@ from accelerate.utils import gather_object
 from datasets import Dataset, IterableDataset
 
 from qerl.errors import QeRLError
-from qerl.noise import AdaptiveNoise
+from qerl.noise.draw import AdaptiveNoise
 from qerl.rollout.engine import RolloutEngine, RolloutResult, SamplingParams
 from qerl.seeding import derive_seed
 from qerl.settings.config import QeRLConfig

@@ -19,7 +19,7 @@ from qerl.errors import QeRLError
 from qerl.families.parts import base_model, eval_mode
 from qerl.families.sizes import positions_of
 from qerl.fp4.linear import dense_weights_kept
-from qerl.noise import noisy_norms
+from qerl.noise.norms import noisy_norms
 from qerl.rollout.engine import (
     Completion,
     NormOffsets,

@@ -51,16 +51,61 @@ def importance_ratio(
     return difference_BC.exp()
 
 
-def weights(ratio: torch.Tensor, mode: str, clip_min: float | None, clip_max: float | None) -> torch.Tensor:
+def weights(
+    ratio: torch.Tensor,
+    mode: str,
+    clip_min: float | None,
+    clip_max: float | None,
+    advantages_B1: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Factors of the loss: ratios within bounds. Truncation moves others to a bound, a mask mode drops them.
 
     Args:
         ratio, mode: As in `importance_ratio`.
         clip_min, clip_max: TRL's `vllm_importance_sampling_clip_*`, None for no bound.
+        advantages_B1: Of the samples; needed by `token_one_sided` alone.
     """
-    if mode.endswith("truncate"):
-        return ratio.clamp(min=clip_min, max=clip_max)
-    return ratio.masked_fill(_outside(ratio, clip_min, clip_max), 0.0)
+    if mode == "token_one_sided":
+        assert advantages_B1 is not None
+        return one_sided(ratio, advantages_B1, clip_max)
+    if mode.endswith("mask"):
+        return ratio.masked_fill(_outside(ratio, clip_min, clip_max), 0.0)
+    return ratio.clamp(min=clip_min, max=clip_max)
+
+
+def one_sided(ratio_BC: torch.Tensor, advantages_B1: torch.Tensor, clip_max: float | None) -> torch.Tensor:
+    """Ratios of tokens, bounded so that what the sampler found counts and what it broke does not.
+
+    A token of a good sample (advantage above 0) counts at least as often as it was drawn, 1 to `clip_max`: a
+    success that is rare under the trainer is learned at the rate at which the sampler found it. A token of a
+    bad sample counts at most as often, 0 to 1: a failure that the trainer would hardly have made is nearly
+    ignored. Both bounds bias the gradient, towards the sampler's successes.
+
+    Args:
+        ratio_BC: pi / mu, unbounded.
+        advantages_B1: Of the samples.
+        clip_max: Upper bound for good samples, None for none.
+    """
+    return torch.where(advantages_B1 > 0, ratio_BC.clamp(min=1.0, max=clip_max), ratio_BC.clamp(max=1.0))
+
+
+def balance_ratio(
+    trainer_logps_BC: torch.Tensor, noisy_logps_BC: torch.Tensor, share: float, mask_BC: torch.Tensor
+) -> torch.Tensor:
+    """pi / (share mu + (1 - share) pi) [B, C]: the ratio to the mixture from which a group was drawn.
+
+    It is at most 1 / (1 - share) and so needs no bound; weighing all samples by the mixture is the balance
+    heuristic of multiple importance sampling (Veach and Guibas 1995).
+
+    Args:
+        trainer_logps_BC: Log-probabilities under the clean policy pi, of clean and noisy samples alike.
+        noisy_logps_BC: The same tokens under the noisy policy mu, whoever drew them; NaN counts as no
+            mismatch.
+        share: Share of the samples that mu drew, above 0 and below 1.
+        mask_BC: 1 on tokens that count; elsewhere the ratio is 1.
+    """
+    difference_BC = torch.nan_to_num((noisy_logps_BC - trainer_logps_BC) * mask_BC, nan=0.0)
+    return 1.0 / (share * difference_BC.exp() + (1.0 - share))
 
 
 def _outside(ratio: torch.Tensor, clip_min: float | None, clip_max: float | None) -> torch.Tensor:

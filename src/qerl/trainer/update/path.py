@@ -5,10 +5,10 @@ not give (a gradient for a norm's weight, dropout in front of an adapter), the m
 slower and larger. What that costs depends on the model and on settings, so a run says at its start which path
 it takes, and its metrics keep it.
 
-Norms are found as noise finds them, by structure (`qerl.noise.is_norm`), and one of each class is measured
-against the kernel's formula: a list of class names goes stale with each new family. Attention that turns its
-heads goes by the family (`qerl.families.table`), because nothing short of its source says what else it does
-between the product of q, k and v and the rotary embedding.
+Norms are found as noise finds them, by structure (`qerl.noise.norms.is_norm`), and one of each class is
+measured against the kernel's formula: a list of class names goes stale with each new family. Attention that
+turns its heads goes by the family (`qerl.families.table`), because nothing short of its source says what
+else it does between the product of q, k and v and the rotary embedding.
 """
 
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from qerl.families.table import FAMILIES
 from qerl.lora.product import why_not_fused
-from qerl.noise import is_norm
+from qerl.noise.norms import is_norm
 from qerl.seeding import generator
 
 _SILU = ("SiLU", "SiLUActivation")

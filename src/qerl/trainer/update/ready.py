@@ -12,7 +12,7 @@ from torch import nn
 from qerl.errors import QeRLError
 from qerl.families.parts import base_model
 from qerl.fp4.linear import dense_weights_kept
-from qerl.noise import find_noise_norms
+from qerl.noise.norms import find_noise_norms
 from qerl.rollout.engine import RolloutEngine, check_model
 from qerl.settings.config import QeRLConfig
 from qerl.trainer.update.attention import use_branch_attention

@@ -1,15 +1,6 @@
-"""Adaptive quantization noise (AQN): exploration by perturbing the RMSNorm weights of the rollout policy.
+"""The norms that get noise: which they are, and how they hold it.
 
-The paper (QeRL, arXiv 2510.11696) draws one vector Z ~ N(0, sigma^2 I) for each norm and adds it to
-the norm's weight, w_noise = w + Z. With x_hat the normalised input of a layer,
-
-    x_hat * (w + Z)  =  (x_hat * w) * (Z / w + 1),
-
-which is the same as scaling input channel i of the next weight by Z_i / w_i + 1: multiplicative noise on the
-rows of W^T that costs one vector per norm. One Z serves q/k/v (the norm before attention), one gate/up (the
-norm before the MLP); o and down get none. sigma falls in K stages over the run, stage 0 is without noise.
-
-Four decisions, each against a way in which this went wrong elsewhere:
+Three decisions, each against a way in which this went wrong elsewhere:
 
 - Norms are found by data flow, not by class: a norm is perturbed if what it returns enters a linear layer. A
   list of class names goes stale with each new family and then silently perturbs nothing; finding nothing is
@@ -18,20 +9,14 @@ Four decisions, each against a way in which this went wrong elsewhere:
   5e-4, and x_hat * (w + Z) is x_hat * w if x_hat was rounded to bf16 before.
 - Clean weights are never written. The norm gets another Parameter for the length of a rollout; nothing can
   accumulate, and the clean tensor is the same object with the same bits afterwards.
-- Z depends on (seed, step, index of the norm) alone. Every rank draws the same, and so does a run resumed at
-  a step.
 
 What is given up: a router or fused expert tensor that is no linear module (mixture-of-experts models) is not
 seen, so there only the norms before attention are perturbed.
 """
 
-import math
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import partial
-from typing import Literal, get_args
 
 import torch
 from torch import nn
@@ -39,133 +24,6 @@ from transformers import PreTrainedModel
 
 from qerl.errors import QeRLError
 from qerl.families.parts import base_model, eval_mode
-from qerl.seeding import generator
-
-NoiseKind = Literal["exponential", "linear", "cosine", "logarithmic", "constant"]
-SCHEDULES: tuple[str, ...] = get_args(NoiseKind)
-
-
-@dataclass(frozen=True)
-class NoiseSchedule:
-    """sigma by training step.
-
-    The run of M steps is cut into K stages of floor(M / K) steps; steps left over belong to the last stage.
-    Stage 0 has no noise. Noisy stage k = 1..K-1 has, with t = (k - 1) / (K - 2) running from 0 to 1,
-
-        exponential   sigma_start * (sigma_end / sigma_start)^t
-        linear        sigma_start + (sigma_end - sigma_start) * t
-        cosine        sigma_end + (sigma_start - sigma_end) * (1 + cos(pi t)) / 2
-        logarithmic   sigma_start + (sigma_end - sigma_start) * ln(k) / ln(K - 1)
-        constant      sigma_start
-
-    so sigma_start is used at the first noisy stage and sigma_end at the last. With K = 2 there is one noisy
-    stage and it has sigma_start.
-
-    Paper and released code differ. The paper's exponent is (k - 1) / (K - 1), which never reaches sigma_end
-    (with K = 10 and 1e-2 -> 1e-4 the last stage has 1.7e-4); the released code's is (k - 1) / (K - 2), as
-    here. The paper gives a formula for the exponential shape alone; the other shapes are ours between the
-    same two ends.
-
-    Attributes:
-        sigma_start: Standard deviation at stage 1, in the units of the norm weights; above 0.
-        sigma_end: Standard deviation at stage K-1; above 0. Unused by ``constant``.
-        stages: K, at least 2.
-        total_steps: M, optimizer steps of the whole run; at least K.
-        kind: Shape of the decay, one of ``SCHEDULES``.
-
-    Raises:
-        QeRLError: A value outside these ranges.
-    """
-
-    sigma_start: float
-    sigma_end: float
-    stages: int
-    total_steps: int
-    kind: str = "exponential"
-
-    def __post_init__(self) -> None:
-        if self.kind not in SCHEDULES:
-            raise QeRLError(f"Noise schedule {self.kind!r} is unknown; choose one of {', '.join(SCHEDULES)}.")
-        for name, sigma in (("sigma_start", self.sigma_start), ("sigma_end", self.sigma_end)):
-            if not (math.isfinite(sigma) and sigma > 0):
-                raise QeRLError(
-                    f"Noise {name} is {sigma}; it must be a positive number (turn noise off instead)."
-                )
-        if self.stages < 2:
-            raise QeRLError(
-                f"The noise schedule has {self.stages} stages; it needs at least 2, as stage 0 has no noise."
-            )
-        if self.total_steps < self.stages:
-            raise QeRLError(
-                f"The noise schedule has {self.stages} stages but the run only {self.total_steps} steps; "
-                f"train for at least {self.stages} steps or use fewer stages."
-            )
-        if self.sigma_end > self.sigma_start and self.kind != "constant":
-            warnings.warn(
-                f"Noise grows during training: sigma_end {self.sigma_end} > sigma_start {self.sigma_start}.",
-                stacklevel=3,
-            )
-
-    def stage(self, step: int) -> int:
-        """Stage 0..K-1 of a 0-based optimizer step."""
-        return min(step // (self.total_steps // self.stages), self.stages - 1)
-
-    def sigma(self, step: int) -> float:
-        """Standard deviation of Z at a 0-based optimizer step; 0 in stage 0."""
-        stage = self.stage(step)
-        if stage == 0:
-            return 0.0
-        if self.kind == "constant" or self.stages == 2:
-            return self.sigma_start
-        t = (stage - 1) / (self.stages - 2)
-        if self.kind == "exponential":
-            return self.sigma_start * (self.sigma_end / self.sigma_start) ** t
-        if self.kind == "cosine":
-            t = (1 - math.cos(math.pi * t)) / 2
-        elif self.kind == "logarithmic":
-            t = math.log(stage) / math.log(self.stages - 1)
-        return self.sigma_start + (self.sigma_end - self.sigma_start) * t
-
-
-class AdaptiveNoise:
-    """Draws the noise vectors of each step for the norms of one model.
-
-    Args:
-        model: A transformers causal LM, PEFT-wrapped or not. It is run once on two tokens and not kept.
-        schedule: sigma by step.
-        seed: With the step and the index of the norm the only thing that the noise depends on.
-
-    Attributes:
-        norm_names: Perturbed norms in module order, named as inside the base model.
-
-    Raises:
-        QeRLError: No norm before a linear layer was found.
-    """
-
-    def __init__(self, model: nn.Module, schedule: NoiseSchedule, seed: int) -> None:
-        self.schedule = schedule
-        self.seed = seed
-        self.norm_names = find_noise_norms(model)
-        base = base_model(model)
-        self._widths = [_weight(base.get_submodule(name)).numel() for name in self.norm_names]
-
-    def offsets(self, step: int) -> dict[str, torch.Tensor]:
-        """Z of one optimizer step.
-
-        Args:
-            step: 0-based global step; the same step gives the same noise in every process.
-
-        Returns:
-            Z ~ N(0, sigma^2 I) by norm name, each fp32 on the CPU, of the norm's width. Empty where sigma is
-            0.
-        """
-        sigma = self.schedule.sigma(step)
-        if sigma == 0:
-            return {}
-        return {
-            name: torch.randn(width, generator=generator("noise", self.seed, step, index)) * sigma
-            for index, (name, width) in enumerate(zip(self.norm_names, self._widths, strict=True))
-        }
 
 
 def find_noise_norms(model: nn.Module) -> list[str]:
