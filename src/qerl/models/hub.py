@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import httpx
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, HFValidationError, RepositoryNotFoundError
+from huggingface_hub import constants, get_session, snapshot_download
+from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
+from huggingface_hub.utils import httpx  # the client it speaks through, whose name differs by version
 
 from qerl.errors import QeRLError, first_line
 from qerl.models.gguf import gguf_to_folder
@@ -135,8 +135,16 @@ def download(
         raise QeRLError(
             f"There is no local folder and no Hub {kind} named {name}; check the name."
         ) from error
-    except (OSError, httpx.HTTPError, HfHubHTTPError) as error:
+    except (OSError, httpx.HTTPError) as error:
         raise Unreachable(first_line(error) if str(error).strip() else "") from error
+
+
+def hub_answers() -> bool:
+    """Whether the Hub can be reached; False within seconds where it cannot."""
+    try:
+        return not get_session().head(constants.ENDPOINT, timeout=HUB_TIMEOUT).is_error
+    except (OSError, httpx.HTTPError):
+        return False
 
 
 def _from_hub(name: str, patterns: list[str], needed: str) -> Path:
