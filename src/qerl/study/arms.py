@@ -2,11 +2,18 @@
 
 The fields have the names, units and defaults of `QeRLConfig` where that has them, so that what a study finds
 can be typed into a recipe. The others are controls that exist for studies alone: ways of exploring that need
-no noise in the weights.
+no noise in the weights. What a field takes is its annotation, which `qerl.study.spec` checks where an arm
+comes from a file.
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from qerl.noise import NoiseKind
+from qerl.settings.checks import NonNegative, Positive, PositiveInt, PositiveShare, Text
+from qerl.weight_formats import DEFAULT_FORMAT, DEFAULT_ROUNDING, Rounding, WeightFormatName
 
 
 @dataclass(frozen=True)
@@ -40,29 +47,29 @@ class Arm:
         pass_at_k: k of pass@k advantages; None means advantages of GRPO.
     """
 
-    name: str
-    weights: str = "nvfp4"
-    rounding: Literal["mse", "rtn"] = "mse"
-    frozen_noise: float = 0.0
-    lora_r: int = 16
+    name: Text
+    weights: WeightFormatName = DEFAULT_FORMAT
+    rounding: Rounding = DEFAULT_ROUNDING
+    frozen_noise: NonNegative = 0.0
+    lora_r: PositiveInt = 16
     noise: bool = False
-    noise_sigma_start: float = 1e-2
-    noise_sigma_end: float = 5e-4
-    noise_stages: int = 5
-    noise_schedule: str = "exponential"
+    noise_sigma_start: Positive = 1e-2
+    noise_sigma_end: Positive = 5e-4
+    noise_stages: Annotated[int, Field(ge=2)] = 5
+    noise_schedule: NoiseKind = "exponential"
     noise_scale: Literal["absolute", "relative"] = "absolute"
-    noise_target_kl: float | None = None
+    noise_target_kl: Positive | None = None
     noise_per: Literal["step", "sample"] = "step"
     noise_where: Literal["all", "decode"] = "all"
-    noise_share: float = 1.0
+    noise_share: PositiveShare = 1.0
     noise_in_loss: bool = False
     correction: Literal["none", "token_truncate", "token_one_sided", "token_balance"] = "token_truncate"
-    correction_max: float = 3.0
-    temperature: float = 1.0
-    match_entropy: str | None = None
-    logits_noise: float = 0.0
-    entropy_bonus: float = 0.0
-    pass_at_k: int | None = None
+    correction_max: Annotated[float, Field(ge=1)] = 3.0
+    temperature: Positive = 1.0
+    match_entropy: Text | None = None
+    logits_noise: NonNegative = 0.0
+    entropy_bonus: NonNegative = 0.0
+    pass_at_k: PositiveInt | None = None
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,333 @@
+"""Computing what a study lacks: batches of runs, one after the other, until all are finished.
+
+A batch is up to `runs_per_batch` runs of one arm: first those that choose its learning rate, all rates and
+tuning seeds side by side, then its test seeds at the chosen rate. An arm that follows another one's entropy
+waits for that one. Processes that work in the same folder take the next batch that nobody has claimed.
+
+The computing itself is handed in (`Make`): this module knows no model, so that its tests train nothing. On
+Ctrl-C or SIGTERM the present batch is saved after its step, and so it is every five minutes.
+"""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any, Protocol
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from qerl.errors import QeRLError, first_line
+from qerl.study.arms import Arm, Run
+from qerl.study.results import DIVERGED, ROLLOUT_ENTROPY, Results, RunResult, by_key
+from qerl.study.spec import Study
+from qerl.study.store import Checkpoint, Store, run_name
+from qerl.trainer.callbacks import InterruptGuard
+
+SAVE_EVERY = 300.0
+"""Seconds between two checkpoints of a batch."""
+
+LOOK_EVERY = 2.0
+"""Seconds between two looks whether other processes have finished what the rest waits for."""
+
+Curve = Sequence[float]
+
+
+class BatchTrainer(Protocol):
+    """Trains the runs of one batch side by side; each list has one item a run, in the order of the runs."""
+
+    def step(self) -> list[dict[str, float]]:
+        """One optimizer step of every run, and what it logs."""
+
+    def evaluate(self, samples: int) -> list[dict[str, float]]:
+        """Scores of every run's clean policy on the held-out problems; ``samples`` more of each, sampled."""
+
+    def state(self) -> dict[str, Any]:
+        """All that the next step depends on, as containers of tensors and numbers."""
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Go on from a state."""
+
+
+class Make(Protocol):
+    """Makes trainers of batches."""
+
+    facts: Mapping[str, Any]
+    """What is written down with each run: versions, device."""
+
+    def __call__(self, runs: Sequence[Run], entropies: Sequence[Curve] | None) -> BatchTrainer:
+        """A trainer of some runs of one arm.
+
+        Args:
+            runs: The runs.
+            entropies: For each run the curve of entropy that its temperature follows; None where its arm
+                follows none.
+        """
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Runs that are computed side by side.
+
+    Attributes:
+        name: Of its files.
+        title: For people.
+        runs: The runs, finished or not.
+        entropies: As for `Make`.
+    """
+
+    name: str
+    title: str
+    runs: list[Run]
+    entropies: list[list[float]] | None = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is to be done.
+
+    Attributes:
+        batches: Batches with a run that is not finished, whose turn may come now.
+        waiting: Whether there will be more of them when some of these are finished.
+        open: Runs that are not finished, of which those that wait are part.
+    """
+
+    batches: list[Batch]
+    waiting: bool
+    open: int
+
+
+def make_plan(store: Store) -> Plan:
+    """What is to be done in a folder, by what is finished there."""
+    study, results = store.study, store.results()
+    batches: list[Batch] = []
+    waiting, open_ = False, 0
+    for arm in study.arms.values():
+        rate = results.rate(arm.name)
+        phases = [("tuning", study.tuning_runs(arm)), ("test", study.test_runs(arm, rate))]
+        if study.tunes and rate is None:  # nobody knows yet at which rate the seeds will run
+            phases.pop()
+            waiting, open_ = True, open_ + len(study.test_seeds)
+        for phase, runs in phases:
+            missing = sum(not store.finished(run) for run in runs)
+            open_ += missing
+            if missing and (entropies := _entropies(study, results, arm, runs, phase)) is None:
+                waiting = True
+            elif missing:
+                batches += _batches(store, arm, phase, runs, entropies)
+    return Plan(batches, waiting, open_)
+
+
+def _batches(store: Store, arm: Arm, phase: str, runs: list[Run], entropies: Any) -> Iterator[Batch]:
+    size = store.study.runs_per_batch
+    count = -(-len(runs) // size)
+    for i in range(count):
+        part = slice(i * size, (i + 1) * size)
+        if all(store.finished(run) for run in runs[part]):
+            continue
+        rates = dict.fromkeys(run.learning_rate for run in runs[part])
+        title = f"{arm.name}, {phase}" + (f" {i + 1} of {count}" if count > 1 else "")
+        yield Batch(
+            f"{arm.name}-{phase}-{i}",
+            f"{title}, learning rate {', '.join(f'{rate:g}' for rate in rates)}",
+            runs[part],
+            entropies[part] or None,
+        )
+
+
+def _entropies(
+    study: Study, results: Results, arm: Arm, runs: list[Run], phase: str
+) -> list[list[float]] | None:
+    """For each run the curve that it follows: empty where its arm follows none, None before it is known.
+
+    That is the followed arm's mean over its runs of the same phase: at the same learning rate where rates are
+    compared, else at its own.
+    """
+    if arm.match_entropy is None:
+        return []
+    seeds = study.tuning_seeds if phase == "tuning" else study.test_seeds
+    curves: dict[float, list[float]] = {}
+    for rate in dict.fromkeys(run.learning_rate for run in runs):
+        chosen = rate if phase == "tuning" or not study.tunes else results.rate(arm.match_entropy)
+        followed = [] if chosen is None else results.of(arm.match_entropy, chosen, seeds)
+        if len(followed) < len(seeds):
+            return None
+        sound = [found.steps[ROLLOUT_ENTROPY] for found in followed if found.diverged_at is None]
+        if not sound:
+            raise QeRLError(
+                f"The arm {arm.name} follows the entropy of {arm.match_entropy}, all of whose runs diverged "
+                f"at the learning rate {chosen:g}; leave one of the two out."
+            )
+        curves[rate] = [fmean(value or 0.0 for value in step) for step in zip(*sound, strict=True)]
+    return [curves[run.learning_rate] for run in runs]
+
+
+class Runner:
+    """Computes what a study lacks.
+
+    Args:
+        store: The study's folder.
+        make: Makes what computes.
+        console: Where progress is shown.
+    """
+
+    def __init__(self, store: Store, make: Make, console: Console) -> None:
+        self.store = store
+        self.study = store.study
+        self.make = make
+        self.console = console
+        self.guard = InterruptGuard(console)
+        self._start, self._open_at_start = time.monotonic(), 0
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            TextColumn("{task.percentage:.0f} %"),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(elapsed_when_finished=True),
+            console=console,
+            disable=not console.is_terminal,
+        )
+
+    def run(self) -> bool:
+        """Compute until nothing is left for this process; false if Ctrl-C or SIGTERM came before that.
+
+        Raises:
+            QeRLError: The folder cannot be written, memory ran out.
+        """
+        with self.guard, self._bar:
+            runs = sum(
+                len(self.study.tuning_runs(arm)) + len(self.study.test_runs(arm, None)) // self._rates_tested
+                for arm in self.study.arms.values()
+            )
+            self._task = self._bar.add_task("", total=runs * self.study.steps)
+            self._open_at_start = make_plan(self.store).open
+            while not self.guard.interrupted:
+                plan = make_plan(self.store)
+                self._say_time_left(plan.open)
+                self._bar.update(self._task, completed=(runs - plan.open) * self.study.steps)
+                if not plan.open:
+                    return True
+                if not any(self._take(batch) for batch in plan.batches):
+                    if not plan.waiting:
+                        self.console.print(f"Other processes compute the {plan.open} runs that are left.")
+                        return True
+                    time.sleep(LOOK_EVERY)
+        return False
+
+    def _say_time_left(self, open_: int) -> None:
+        """A line for those who see no bar: what is left, at the pace of all processes so far."""
+        if self._bar.disable and 0 < open_ < self._open_at_start:
+            pace = (time.monotonic() - self._start) / (self._open_at_start - open_)
+            self.console.print(f"{open_} runs are left, about {pace * open_ / 60:.0f} minutes.")
+
+    @property
+    def _rates_tested(self) -> int:
+        return len(self.study.learning_rates) if self.study.tunes else 1
+
+    def _take(self, batch: Batch) -> bool:
+        """Compute a batch unless another process does; whether it was this one's."""
+        with self.store.claimed(batch.name) as mine:
+            if not mine:
+                return False
+            missing = [i for i, run in enumerate(batch.runs) if not self.store.finished(run)]
+            if missing:
+                runs = [batch.runs[i] for i in missing]
+                entropies = None if batch.entropies is None else [batch.entropies[i] for i in missing]
+                self._compute(Batch(batch.name, batch.title, runs, entropies))
+            return True
+
+    def _compute(self, batch: Batch) -> None:
+        try:
+            work = _Work(self.store, batch, self.make(batch.runs, batch.entropies))
+            while not work.done and not self.guard.interrupted:
+                work.step()
+                self._bar.update(
+                    self._task, advance=len(batch.runs), description=f"{batch.title}  {work.shown()}"
+                )
+        except torch.OutOfMemoryError as error:
+            raise QeRLError(
+                f"GPU memory ran out in {batch.title}; lower runs_per_batch or tokens_per_forward "
+                f"({first_line(error)})."
+            ) from error
+        if work.done:
+            work.finish(self.make.facts)
+            self.console.print(f"{batch.title}: {work.summary()}", highlight=False)
+        else:
+            work.save()
+
+
+class _Work:
+    """A batch under way, from where it was left."""
+
+    def __init__(self, store: Store, batch: Batch, trainer: BatchTrainer) -> None:
+        self.store, self.batch, self.trainer = store, batch, trainer
+        self.study = store.study
+        self.names = [run_name(run) for run in batch.runs]
+        self.records: list[list[dict[str, float]]] = []
+        self.evaluations: list[list[dict[str, float]]] = []
+        kept = store.checkpoint(batch.name, self.names)
+        if kept:
+            trainer.load_state(kept.state)
+            self.records, self.evaluations = kept.records, kept.evaluations
+        self.start = self.saved = time.monotonic()
+        self.start -= kept.seconds if kept else 0.0
+        self._evaluate()
+
+    @property
+    def done(self) -> bool:
+        return len(self.records) == self.study.steps
+
+    def step(self) -> None:
+        self.records.append(self.trainer.step())
+        self._evaluate()
+        if not self.done and time.monotonic() - self.saved > SAVE_EVERY:
+            self.save()
+
+    def _evaluate(self) -> None:
+        """Score where it is time for that and it has not been done."""
+        at, step = self.study.eval_at, len(self.records)
+        if step in at and len(self.evaluations) == at.index(step):
+            self.evaluations.append(self.trainer.evaluate(self.study.final_completions if self.done else 0))
+
+    def save(self) -> None:
+        state, seconds = self.trainer.state(), time.monotonic() - self.start
+        self.store.save_checkpoint(
+            self.batch.name, Checkpoint(self.names, self.records, self.evaluations, state, seconds)
+        )
+        self.saved = time.monotonic()
+
+    def finish(self, facts: Mapping[str, Any]) -> None:
+        seconds = time.monotonic() - self.start
+        self.results = [
+            self._result(i, dict(facts) | {"seconds": round(seconds / len(self.names), 3)})
+            for i in range(len(self.names))
+        ]
+        for result in self.results:
+            self.store.write(result)
+        self.store.drop_checkpoint(self.batch.name)
+        self.seconds = seconds
+
+    def _result(self, i: int, facts: dict[str, Any]) -> RunResult:
+        records = [step[i] for step in self.records]
+        diverged = next((n for n, record in enumerate(records, start=1) if record[DIVERGED]), None)
+        evaluations = by_key(evaluation[i] for evaluation in self.evaluations)
+        return RunResult(
+            self.batch.runs[i], by_key(records), self.study.eval_at, evaluations, diverged, facts
+        )
+
+    def shown(self) -> str:
+        """The present step, for the progress bar."""
+        accuracy = fmean(one["accuracy"] for one in self.evaluations[-1])
+        return f"step {len(self.records)}/{self.study.steps}  accuracy {accuracy:.3f}"
+
+    def summary(self) -> str:
+        """How the finished batch went, in a line."""
+        accuracy = fmean(result.accuracy[-1] for result in self.results)
+        area = fmean(result.area for result in self.results)
+        diverged = sum(result.diverged_at is not None for result in self.results)
+        return (
+            f"{len(self.names)} runs in {self.seconds:.0f} s, mean accuracy {accuracy:.3f} at the end and "
+            f"{area:.3f} over the curve" + (f"; {diverged} diverged" if diverged else "")
+        )

@@ -1,0 +1,232 @@
+"""The folder of a study: what is finished, what is under way, and who computes what.
+
+    FOLDER/
+      study.json             the study with every default, and all arms that ever ran here
+      runs/NAME.json         a finished run with its whole curve
+      batches/NAME.pt        a batch that was interrupted, to go on from
+      batches/NAME.lock      held by the process that computes the batch
+      results.json.gz        all finished runs of the study, made from runs/
+      study.html             the page, made from results.json.gz
+
+A run's file is written aside and renamed: it is whole or not there, and a run that has one is never computed
+again. Several processes, on several GPUs, may work in one folder: each claims a batch by a lock that the
+system releases when the process ends, however it ends.
+
+A study may grow: arms, seeds, learning rates and comparisons may be added or left out between two calls, and
+what is finished is kept. What all runs share, and what an arm is, may not change in a folder, because its
+runs would no longer be comparable.
+"""
+
+import contextlib
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from filelock import FileLock, Timeout
+
+from qerl.errors import QeRLError
+from qerl.run_folder import read_json
+from qerl.study.arms import Run
+from qerl.study.results import RESULTS_FILE, Results, RunResult, from_plain, write_results
+from qerl.study.spec import Study
+
+STUDY_FILE = "study.json"
+PAGE_FILE = "study.html"
+
+CHANGEABLE = (
+    "learning_rates", "tuning_seeds", "test_seeds", "runs_per_batch", "tokens_per_forward", "collapse_below",
+    "equivalence", "comparisons",
+)  # fmt: skip
+"""Keys of a study that say which runs there are and how they are read, and not what a run is."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A batch that was interrupted.
+
+    Attributes:
+        names: Names of its runs, in order.
+        records: Of each step done, one record for each run.
+        evaluations: Of each evaluation done, one record for each run.
+        state: State of the trainer.
+        seconds: Time that it has taken so far.
+    """
+
+    names: list[str]
+    records: list[list[dict[str, float]]]
+    evaluations: list[list[dict[str, float]]]
+    state: Any
+    seconds: float
+
+
+def run_name(run: Run) -> str:
+    """Name of a run's file, without its ending."""
+    return f"{run.arm.name}-lr{run.learning_rate!r}-s{run.seed}"
+
+
+class Store:
+    """The folder of one study.
+
+    Args:
+        folder: The folder, which is made.
+        study: The study.
+
+    Raises:
+        QeRLError: The folder holds another study or other files, or cannot be written.
+    """
+
+    def __init__(self, folder: Path, study: Study) -> None:
+        self.folder = folder
+        self.study = study
+        with self._writing():
+            (folder / "batches").mkdir(parents=True, exist_ok=True)
+            (folder / "runs").mkdir(exist_ok=True)
+            with self._alone():
+                self._open()
+
+    def _open(self) -> None:
+        """Compare what the folder holds with the study, and write the study down."""
+        path, new = self.folder / STUDY_FILE, self.study.values()
+        if not path.is_file() and any((self.folder / "runs").iterdir()):
+            raise QeRLError(f"{self.folder} has runs but no {STUDY_FILE}; choose another --output_dir.")
+        old = read_json(path)
+        if old:
+            self._check(old, new)
+            new["arms"] = old["arms"] | new["arms"]
+        _replace(path, json.dumps(new, indent=1) + "\n")
+
+    def _check(self, old: dict[str, Any], new: dict[str, Any]) -> None:
+        shared = [key for key in new if key not in CHANGEABLE and key != "arms"]
+        differ = [(key, old.get(key), new[key]) for key in shared if old.get(key) != new[key]]
+        for name, arm in new["arms"].items():
+            former = old["arms"].get(name, arm)
+            differ += [
+                (f"arms.{name}.{key}", former.get(key), arm[key])
+                for key in arm
+                if former.get(key) != arm[key]
+            ]
+        if differ:
+            key, before, now = differ[0]
+            raise QeRLError(
+                f"{self.folder} holds another study: its {key} is {before!r} and not {now!r}; choose another "
+                "--output_dir."
+            )
+
+    def finished(self, run: Run) -> bool:
+        """Whether a run is there."""
+        return self._path(run).is_file()
+
+    def read(self, runs: Iterable[Run]) -> list[RunResult]:
+        """Those of the runs that are finished.
+
+        Raises:
+            QeRLError: The file of one is damaged.
+        """
+        found = []
+        for path in (self._path(run) for run in runs if self.finished(run)):
+            try:
+                found.append(from_plain(json.loads(path.read_text(encoding="utf-8")), self.study.arms))
+            except (OSError, ValueError, LookupError, TypeError) as error:
+                raise QeRLError(
+                    f"{path} is damaged ({error}); delete it, and the run is repeated."
+                ) from error
+        return found
+
+    def write(self, result: RunResult) -> None:
+        """Keep a finished run."""
+        with self._writing():
+            _replace(self._path(result.run), json.dumps(result.plain(), allow_nan=False) + "\n")
+
+    def _path(self, run: Run) -> Path:
+        return self.folder / "runs" / f"{run_name(run)}.json"
+
+    @contextlib.contextmanager
+    def claimed(self, batch: str) -> Iterator[bool]:
+        """A block in which no other process computes a batch; false where another one does already."""
+        lock = FileLock(self.folder / "batches" / f"{batch}.lock")
+        try:
+            with self._writing():
+                lock.acquire(blocking=False)
+        except Timeout:
+            yield False
+            return
+        try:
+            yield True
+        finally:
+            lock.release()
+
+    def save_checkpoint(self, batch: str, checkpoint: Checkpoint) -> None:
+        """Keep a batch that is not finished."""
+        path = self._checkpoint(batch)
+        part = path.with_suffix(".partial")
+        with self._writing():
+            torch.save(vars(checkpoint), part)
+            part.replace(path)
+
+    def checkpoint(self, batch: str, names: list[str]) -> Checkpoint | None:
+        """What was kept of a batch; None if nothing, or if it had other runs.
+
+        Raises:
+            QeRLError: It cannot be read.
+        """
+        path = self._checkpoint(batch)
+        if not path.is_file():
+            return None
+        try:
+            found = Checkpoint(**torch.load(path, map_location="cpu", weights_only=True))
+        except Exception as error:  # given a file alone; torch has several classes for a damaged one
+            raise QeRLError(f"{path} is damaged; delete it, and the batch begins anew.") from error
+        return found if found.names == names else None
+
+    def drop_checkpoint(self, batch: str) -> None:
+        """Forget what was kept of a batch, which is finished."""
+        with self._writing():
+            self._checkpoint(batch).unlink(missing_ok=True)
+
+    def _checkpoint(self, batch: str) -> Path:
+        return self.folder / "batches" / f"{batch}.pt"
+
+    def results(self) -> Results:
+        """The study with those of its runs that are finished."""
+        study = self.study
+        tuned = Results(
+            study, self.read(run for arm in study.arms.values() for run in study.tuning_runs(arm))
+        )
+        runs = list(tuned.runs)
+        for name, arm in study.arms.items():
+            rate = tuned.rate(name)
+            if rate is not None or not study.tunes:
+                runs += self.read(study.test_runs(arm, rate))
+        return Results(study, runs)
+
+    def write_results(self) -> Results:
+        """Gather the finished runs in one file, and return them."""
+        results = self.results()
+        with self._writing(), self._alone():
+            write_results(results, self.folder / RESULTS_FILE)
+        return results
+
+    def _alone(self) -> FileLock:
+        return FileLock(self.folder / "batches" / "folder.lock")
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except Timeout:
+            raise
+        except OSError as error:
+            raise QeRLError(
+                f"The study cannot be written to {self.folder}: {error.strerror or error}; choose another "
+                "--output_dir."
+            ) from error
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a file that is there as a whole or not at all."""
+    part = path.with_name(f".{path.name}.partial")
+    part.write_text(text, encoding="utf-8")
+    part.replace(path)

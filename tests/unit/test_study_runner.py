@@ -1,0 +1,208 @@
+"""A study's folder and what computes it: which batches, in which order, and what survives a kill."""
+
+import json
+import os
+import signal
+
+import pytest
+from rich.console import Console
+
+from qerl.errors import QeRLError
+from qerl.study.results import RESULTS_FILE, Results, RunResult, by_key, read_results, write_results
+from qerl.study.runner import Runner, make_plan
+from qerl.study.spec import make_study
+from qerl.study.store import Store, run_name
+from tests.support.study import FakeMake, accuracy, tiny_study
+
+QUIET = Console(quiet=True)
+
+
+def computed(folder, study, make=None):
+    make = make or FakeMake()
+    assert Runner(Store(folder, study), make, QUIET).run()
+    return make
+
+
+def files(folder):
+    return sorted(path.stem for path in (folder / "runs").iterdir())
+
+
+def test_every_run_is_computed_once_and_the_rate_is_chosen(tmp_path):
+    study = tiny_study()
+    make = computed(tmp_path, study)
+    names = [run_name(run) for runs, _ in make.made for run in runs]
+    assert len(names) == len(set(names)) == 2 * (4 + 3)
+    assert all(len(runs) <= 3 and len({run.arm for run in runs}) == 1 for runs, _ in make.made)
+    results = Store(tmp_path, study).write_results()
+    assert results.rate("none") == results.rate("aqn") == 2e-4
+    assert [result.run.seed for result in results.tested("aqn")] == [0, 1, 2]
+    assert read_results(tmp_path / RESULTS_FILE) == results
+    assert not list((tmp_path / "batches").glob("*.pt"))
+    assert computed(tmp_path, study).made == []  # nothing is left to do
+
+
+def test_a_result_holds_the_whole_curve(tmp_path):
+    computed(tmp_path, tiny_study())
+    plain = json.loads((tmp_path / "runs" / "aqn-lr0.0002-s2.json").read_text())
+    assert plain["steps"]["entropy"] == [3.0, 4.0, 5.0, 6.0]
+    assert plain["eval_at"] == [0, 2, 4]
+    run = tiny_study().test_runs(tiny_study().arms["aqn"], 2e-4)[2]
+    assert plain["evaluations"]["accuracy"] == [
+        pytest.approx(accuracy(run, at), rel=1e-5) for at in (0, 2, 4)
+    ]
+    assert plain["facts"]["device"] == "fake" and plain["facts"]["seconds"] >= 0
+
+
+def test_the_area_is_that_of_trapezoids_and_a_diverged_run_scores_zero_from_there():
+    arm = tiny_study().arms["none"]
+    run = tiny_study().test_runs(arm, 1e-4)[0]
+    result = RunResult(run, {}, [0, 4, 10], {"accuracy": [0.0, 0.4, 1.0]})
+    assert result.area == pytest.approx((4 * 0.2 + 6 * 0.7) / 10)
+    assert RunResult(run, {}, [0, 4, 10], {"accuracy": [0.0, 0.4, 1.0]}, 5).accuracy == [0.0, 0.4, 0.0]
+    assert RunResult(run, {}, [0, 4, 10], {"accuracy": [0.0, 0.4, 1.0]}, 4).accuracy == [0.0, 0.0, 0.0]
+
+
+def test_a_diverged_run_is_kept_marked_and_counted(tmp_path, capsys):
+    study = tiny_study(test_seeds=[0, 666])
+    console = Console(width=200)
+    assert Runner(Store(tmp_path, study), FakeMake(), console).run()
+    assert "1 diverged" in capsys.readouterr().out
+    sick, sound = Store(tmp_path, study).results().tested("aqn")[::-1]
+    assert sick.diverged_at == 3 and sick.steps["reward"] == [0.5, 0.5, None, None]
+    assert sick.accuracy[-1] == 0.0 and sound.diverged_at is None
+
+
+def test_samples_are_drawn_in_the_last_evaluation_alone(tmp_path):
+    seen = []
+    make = FakeMake()
+    study = tiny_study(final_completions=4, learning_rates=[1e-4], tuning_seeds=0)
+    make.on_step = lambda trainer: seen.append(trainer)
+    computed(tmp_path, study, make)
+    assert seen[-1].samples == [0, 0, 4]
+
+
+def test_a_killed_study_repeats_no_finished_run_and_resumes_the_batch(tmp_path):
+    study = tiny_study(runs_per_batch=2)
+    steps = []
+
+    def interrupt(trainer):
+        steps.append(trainer.done)
+        if len(steps) == 7:  # in the third step of the second batch
+            os.kill(os.getpid(), signal.SIGINT)
+
+    first = FakeMake(interrupt)
+    assert not Runner(Store(tmp_path, study), first, QUIET).run()
+    assert len(files(tmp_path)) == 2 and len(list((tmp_path / "batches").glob("*.pt"))) == 1
+    steps.clear()
+    second = computed(tmp_path, study, FakeMake(lambda trainer: steps.append(trainer.done)))
+    assert steps[0] == 3  # it goes on after three steps
+    assert first.made[1][0] == second.made[0][0]
+    repeated = {run_name(run) for run in first.made[0][0]} & {
+        run_name(run) for runs, _ in second.made for run in runs
+    }
+    assert not repeated
+    whole = tmp_path / "whole"
+    computed(whole, study)
+    for name in files(whole):
+        one, other = (json.loads((at / "runs" / f"{name}.json").read_text()) for at in (tmp_path, whole))
+        assert one | {"facts": None} == other | {"facts": None}
+
+
+def test_a_crash_between_the_files_of_a_batch_costs_the_missing_runs_alone(tmp_path):
+    study = tiny_study(learning_rates=[1e-4], tuning_seeds=0)
+    computed(tmp_path, study)
+    (tmp_path / "runs" / "aqn-lr0.0001-s1.json").unlink()
+    make = computed(tmp_path, study)
+    assert [[run_name(run) for run in runs] for runs, _ in make.made] == [["aqn-lr0.0001-s1"]]
+
+
+def test_processes_share_a_folder_by_claiming_batches(tmp_path, capsys):
+    study = tiny_study(learning_rates=[1e-4], tuning_seeds=0, runs_per_batch=32)
+    other = Store(tmp_path, study)
+    with other.claimed("none-test-0") as mine:
+        assert mine
+        with Store(tmp_path, study).claimed("none-test-0") as second:
+            assert not second
+        make = FakeMake()
+        assert Runner(Store(tmp_path, study), make, Console(width=200)).run()
+    assert [runs[0].arm.name for runs, _ in make.made] == ["aqn"]
+    assert "Other processes compute the 3 runs that are left." in capsys.readouterr().out
+
+
+def test_an_arm_waits_for_the_entropy_that_it_follows(tmp_path):
+    arms = {"cool": {"match_entropy": "none"}, "none": None}
+    study = tiny_study(arms=arms, comparisons={})
+    plan = make_plan(Store(tmp_path, study))
+    assert {batch.runs[0].arm.name for batch in plan.batches} == {"none"} and plan.waiting
+    assert plan.open == 2 * (4 + 3)
+    make = computed(tmp_path, study)
+    followed = {
+        (run.seed, run.learning_rate): curve
+        for runs, curves in make.made
+        for run, curve in zip(runs, curves or [None] * len(runs), strict=True)
+        if run.arm.name == "cool"
+    }
+    assert followed[1000, 1e-4] == [1.5, 2.5, 3.5, 4.5]  # the mean over the tuning seeds 1000 and 1001
+    assert followed[0, 2e-4] == [2.0, 3.0, 4.0, 5.0]  # over the test seeds 0, 1, 2
+    assert all(curves is None for runs, curves in make.made if runs[0].arm.name == "none")
+
+
+def test_a_sweep_runs_all_seeds_at_all_rates(tmp_path):
+    study = tiny_study(tuning_seeds=0, comparisons={}, arms={"none": None})
+    computed(tmp_path, study)
+    assert len(files(tmp_path)) == 6
+    results = Store(tmp_path, study).results()
+    assert results.rate("none") is None and len(results.of("none", 1e-4)) == 3
+
+
+def test_a_folder_of_another_study_is_refused_and_a_study_may_grow(tmp_path):
+    study = tiny_study()
+    computed(tmp_path, study)
+    with pytest.raises(QeRLError, match="holds another study: its steps is 4 and not 5"):
+        Store(tmp_path, tiny_study(steps=5))
+    with pytest.raises(QeRLError, match=r"its arms\.aqn\.noise_sigma_start is 0\.01 and not 0\.02"):
+        Store(
+            tmp_path,
+            tiny_study(
+                arms={"none": None, "aqn": study.values()["arms"]["aqn"] | {"noise_sigma_start": 0.02}}
+            ),
+        )
+    make = computed(
+        tmp_path, tiny_study(test_seeds=4, arms=study.values()["arms"] | {"warm": {"temperature": 1.2}})
+    )
+    assert {(run.arm.name, run.seed) for runs, _ in make.made for run in runs if run.arm.name != "warm"} == {
+        ("none", 3),
+        ("aqn", 3),
+    }
+    Store(tmp_path, tiny_study(arms={"none": None}, comparisons={}))
+    with pytest.raises(QeRLError, match=r"arms\.warm\.temperature is 1\.2 and not 1\.3"):
+        Store(tmp_path, tiny_study(arms={"warm": {"temperature": 1.3}}, comparisons={}))
+
+
+def test_damaged_files_are_named(tmp_path):
+    study = tiny_study()
+    computed(tmp_path, study)
+    path = tmp_path / "runs" / "none-lr0.0001-s1000.json"
+    path.write_text("{")
+    with pytest.raises(QeRLError, match=r"none-lr0\.0001-s1000\.json is damaged"):
+        make_plan(Store(tmp_path, study))
+    (tmp_path / "batches" / "b.pt").write_bytes(b"no tensors")
+    with pytest.raises(QeRLError, match=r"b\.pt is damaged"):
+        Store(tmp_path, study).checkpoint("b", [])
+    (tmp_path / RESULTS_FILE).write_bytes(b"no gzip")
+    with pytest.raises(QeRLError, match="holds no results of a study"):
+        read_results(tmp_path / RESULTS_FILE)
+    (tmp_path / "study.json").unlink()
+    with pytest.raises(QeRLError, match=r"has runs but no study\.json"):
+        Store(tmp_path, study)
+
+
+def test_equal_results_give_equal_bytes(tmp_path):
+    study = make_study(tiny_study().values())
+    for name in ("a", "b"):
+        write_results(Results(study, []), tmp_path / name)
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+
+
+def test_values_are_kept_to_six_digits():
+    assert by_key([{"a": 1 / 3}, {"a": float("inf"), "b": 2.0}]) == {"a": [0.333333, None], "b": [None, 2.0]}
