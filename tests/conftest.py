@@ -3,6 +3,7 @@
 import gc
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import torch
 
@@ -76,3 +77,12 @@ def step_sizes(monkeypatch) -> list[int]:
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
     """See `make_tiny_tokenizer`."""
     return make_tiny_tokenizer()
+
+
+@pytest.fixture(scope="session")
+def llama_folder(tmp_path_factory) -> Path:
+    """A tiny Llama and its tokenizer, saved. All tests read the same folder; none writes into it."""
+    folder = tmp_path_factory.mktemp("model") / "tiny-llama"
+    make_tiny_model("llama").save_pretrained(folder)
+    make_tiny_tokenizer().save_pretrained(folder)
+    return folder

@@ -17,7 +17,6 @@ import json
 import os
 import random
 import shutil
-import signal
 import sys
 import tempfile
 import time
@@ -28,61 +27,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 import yaml
 
-import qerl.trainer.resume.trainer
 from qerl.errors import QeRLError
 from qerl.run_folder import checkpoints, last_checkpoint
-from qerl.trainer.callbacks import MetricsFile
-from qerl.trainer.grpo import QeRLTrainer
 from qerl.trainer.resume.checkpoint import read_manifest
 from tests.fuzz._forks import Forks
+from tests.fuzz._kill import POINTS, SIGNALS, Kill, arm, errors_at, judge
 from tests.support.models import make_tiny_model, make_tiny_tokenizer
 
 STEPS = 5
-POINTS: dict[str, tuple[Any, str]] = {
-    "rollout": (QeRLTrainer, "rollout"),
-    "update": (QeRLTrainer, "_forward"),
-    "evaluation": (QeRLTrainer, "prediction_step"),
-    "log": (MetricsFile, "on_log"),
-    "saving": (transformers.Trainer, "_save_optimizer_and_scheduler"),
-    "saved in part": (transformers.Trainer, "_save_rng_state"),
-    "publishing": (qerl.trainer.resume.trainer, "publish"),
-    "renaming": (Path, "rename"),
-    "deleting": (qerl.trainer.resume.trainer, "rotate_checkpoints"),
-    "final": (qerl.trainer.resume.trainer, "move_into"),
-}
-WRITING = ("saving", "saved in part", "publishing", "renaming", "final")
-SIGNALS = {"KILL": signal.SIGKILL, "INT": signal.SIGINT, "TERM": signal.SIGTERM}
-ERRORS: dict[str, Callable[[], Exception]] = {
-    "memory": lambda: MemoryError(),
-    "gpu memory": lambda: torch.OutOfMemoryError("CUDA out of memory."),
-    "disk": lambda: OSError(28, "No space left on device"),
-    "defect": lambda: RuntimeError("injected defect"),
-}
 # Variants of a run: what its checkpoints hold and how epochs fall differs.
 VARIANTS: dict[str, dict[str, Any]] = {
     "rollout per step": {},
     "rollout for two steps": {"steps_per_generation": 2, "save_total_limit": 2},
     "odd epochs": {"steps_per_generation": 2, "num_iterations": 2, "gradient_accumulation_steps": 3},
 }
-
-
-@dataclass(frozen=True)
-class Kill:
-    """What ends a run: at the n-th time a process comes by a point, or after some seconds."""
-
-    how: str
-    point: str | None
-    nth: int = 1
-    seconds: float = 0.0
-    ranks: tuple[int, ...] = (0,)
-    twice: bool = False  # a launcher forwards the terminal's signal
-
-    def __str__(self) -> str:
-        where = f"{self.point} {self.nth}" if self.point else f"{self.seconds:.1f} s"
-        return f"{self.how} at {where} in {','.join(map(str, self.ranks))}{' twice' if self.twice else ''}"
 
 
 @dataclass
@@ -174,17 +134,10 @@ def _draw_kill(rng: random.Random, processes: int) -> Kill:
     if rng.random() < 0.2:
         return Kill(rng.choice(list(SIGNALS)), None, seconds=rng.uniform(0.0, 6.0), ranks=ranks)
     point = rng.choice(list(POINTS))
-    how = rng.choice([*SIGNALS, *SIGNALS, *_errors(point)])
+    how = rng.choice([*SIGNALS, *SIGNALS, *errors_at(point)])
     nth = 1 if point == "final" else rng.randint(1, STEPS * (2 if point in ("rollout", "update") else 1))
     twice = how in ("INT", "TERM") and rng.random() < 0.3
     return Kill(how, point, nth, ranks=ranks, twice=twice)
-
-
-def _errors(point: str) -> list[str]:
-    """Exceptions that may come at a point; memory of an update is another test's: it is done again."""
-    if point in WRITING:
-        return ["disk", "memory"]
-    return {"update": ["memory", "defect"], "deleting": []}.get(point, ["memory", "gpu memory", "defect"])
 
 
 class Bench:
@@ -322,59 +275,6 @@ class Bench:
             case.findings.append("the final adapter is another one")
         elif _logged(out) != _logged(reference):
             case.findings.append(f"other losses were logged: {_logged(out)} for {_logged(reference)}")
-
-
-def arm(kill: Kill, rank: int, mark: Path) -> None:
-    """Lets this process meet its kill when it comes by."""
-    if kill.point is None or rank not in kill.ranks:
-        return
-    owner, name = POINTS[kill.point]
-    original, passed = getattr(owner, name), 0
-
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        nonlocal passed
-        passed += 1
-        if passed == kill.nth:
-            mark.with_name(f"{mark.name}-{rank}").touch()
-            if kill.how in ERRORS:
-                raise ERRORS[kill.how]()
-            for _ in range(1 + kill.twice):
-                os.kill(os.getpid(), SIGNALS[kill.how])
-                time.sleep(0.05)
-        return original(*args, **kwargs)
-
-    setattr(owner, name, wrapped)
-
-
-def judge(kill: Kill, codes: list[int], forks: Forks, reached: bool) -> list[str]:
-    """What does not hold of the way in which processes ended."""
-    found = []
-    if forks.hung:
-        found.append("hangs")
-    wanted = {0} if not reached else _codes(kill)
-    if not set(codes) <= wanted:
-        found.append(f"exit codes {codes}, not among {sorted(wanted)}")
-    if kill.how != "KILL" and len(set(codes)) > 1 and kill.point:
-        found.append(f"exit codes differ: {codes}")
-    text = forks.text
-    tracebacks = text.count("Traceback (most recent call last)")
-    if tracebacks and kill.how != "defect":
-        found.append("a traceback")
-    if codes and set(codes) == {2} and text.count("error:") != 1:
-        found.append(f"{text.count('error:')} sentences instead of one")
-    if "Stopping after this step" in text and text.count("Stopping after this step") > 1:
-        found.append("it says more than once that it stops")
-    return [f"{each}\n{text}" for each in found]
-
-
-def _codes(kill: Kill) -> set[int]:
-    """Exit codes that are right; a run that was ready before its kill came ends with 0."""
-    if kill.how == "KILL":
-        return {-signal.SIGKILL, 2, 0}
-    if kill.how in SIGNALS:
-        before_training = {-signal.SIGTERM, 2} if kill.point is None else set()
-        return {130, 0} | before_training
-    return {1} if kill.how == "defect" else {2}
 
 
 def _whole(out: Path) -> set[str]:

@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[2]
 def child(recipe: str, what: str, mark: Path) -> int:
     """One process: `qerl train`, with a signal or an exception at a point."""
     from qerl.cli import main
-    from tests.fuzz.kills import POINTS, Kill, arm
+    from tests.fuzz._kill import POINTS, Kill, arm
 
     rank = int(os.environ["RANK"])
     if what == "terminal":  # Ctrl-C: the launcher and all processes get it, and the launcher forwards it

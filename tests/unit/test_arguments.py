@@ -1,38 +1,25 @@
-"""What is handed to `QeRLTrainer`: arguments act as in TRL or are refused, none is ignored."""
+"""Settings, data, rewards and optimizers handed to `QeRLTrainer` act as in TRL or are refused."""
 
 import copy
 import dataclasses
+import functools
 import shutil
 
 import pytest
 import torch
 from datasets import Dataset, DatasetDict
-from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
-from peft.tuners.lora.layer import Linear as LoraLinear
-from safetensors.torch import load_file
+from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForSequenceClassification
 from trl import GRPOConfig
 
-from qerl import add_lora, load_adapter, load_model
+from qerl import add_lora
 from qerl.errors import QeRLError
-from qerl.fp4.linear import PackedLinear
 from qerl.rollout.portable.engine import PortableEngine
 from qerl.settings.config import QeRLConfig
 from qerl.trainer.arguments import RUN_FIELDS
 from qerl.trainer.grpo import QeRLTrainer
 from qerl.trainer.trl.settings import as_ours
-
-ROWS = Dataset.from_dict(
-    {"prompt": [[{"role": "user", "content": "x" * length}] for length in (2, 3, 4, 40, 50, 60)]}
-)
-
-
-def ones(completions, **_):
-    return [1.0] * len(completions)
-
-
-def first_letter(completion_ids, **_):
-    return [float(ids[0] % 5) for ids in completion_ids]
+from tests.support.arguments import ROWS, SMALL, first_letter, ones, run_settings
 
 
 @pytest.fixture
@@ -109,191 +96,17 @@ def test_every_field_of_a_run_is_decided():
     assert SOURCES.keys() | described | {"lora_target_modules"} == RUN_FIELDS
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory, tiny_model, tiny_tokenizer):
-    """A tiny Llama with its tokenizer, saved."""
-    folder = tmp_path_factory.mktemp("model") / "tiny-llama"
-    tiny_model("llama").save_pretrained(folder)
-    tiny_tokenizer.save_pretrained(folder)
-    return folder
-
-
-IDS = torch.arange(5, 25)[None]
-
-SMALL = {
-    "num_generations": 2,
-    "per_device_train_batch_size": 2,
-    "max_completion_length": 4,
-    "report_to": "none",
-    "use_cpu": True,
-}
-
-
 @pytest.fixture
 def settings(tmp_path):
-    def settings(**fields) -> QeRLConfig:
-        return QeRLConfig(**({"output_dir": str(tmp_path), "noise": False} | SMALL | fields))
-
-    return settings
-
-
-def wrapped(model) -> int:
-    """Layers with an adapter."""
-    return sum(isinstance(module, LoraLinear) for module in model.modules())
-
-
-# Model and adapter
-
-
-def test_a_named_model_is_loaded_as_the_settings_say(folder, settings):
-    given = settings(lora_r=4, rounding="rtn", lora_target_modules=["q_proj"], max_sequences=2)
-    trainer = QeRLTrainer(str(folder), ones, given, ROWS)
-    layer = trainer.model.get_base_model().model.layers[0].self_attn.q_proj
-    assert isinstance(layer.base_layer, PackedLinear) and layer.base_layer.format.name == "nvfp4"
-    assert trainer.model.active_peft_config.r == 4 and wrapped(trainer.model) == 2
-    rtn, mse = (
-        load_model(folder, "nvfp4", torch.float32, "cpu", kind)(IDS).logits for kind in ("rtn", "mse")
-    )
-    found = trainer.model.eval()(IDS).logits  # B is zero
-    torch.testing.assert_close(found, rtn)
-    assert not torch.allclose(found, mse)
-    assert trainer.engine.rows_per_call == 2
-    assert trainer.args.model == str(folder) and given.model is None
-    assert trainer.processing_class.pad_token == "<pad>"
-
-
-def test_a_named_model_may_be_tuned_as_a_whole(folder, settings):
-    trainer = QeRLTrainer(folder, ones, settings(tuning="full", weights="bf16"), ROWS)
-    assert all(parameter.requires_grad for parameter in trainer.model.parameters())
-
-
-def test_the_name_stands_in_one_place(folder, settings):
-    with pytest.raises(QeRLError, match=r"args\.model is other"):
-        QeRLTrainer(str(folder), ones, settings(model="other"), ROWS)
-    assert QeRLTrainer(str(folder), ones, settings(model=str(folder)), ROWS).args.model == str(folder)
-
-
-def test_a_peft_config_is_what_peft_makes_of_it(folder, settings, tiny_model):
-    config = LoraConfig(
-        r=8, lora_alpha=4, use_rslora=True, rank_pattern={"k_proj": 2}, layers_to_transform=[1],
-        target_modules=["q_proj", "k_proj"], init_lora_weights=False,
-    )  # fmt: skip
-    named = QeRLTrainer(str(folder), ones, settings(weights="bf16"), ROWS, peft_config=config)
-    in_hand = QeRLTrainer(
-        tiny_model("llama"), ones, settings(), ROWS, processing_class=named.processing_class,
-        peft_config=config,
-    )  # fmt: skip
-    theirs = get_peft_model(tiny_model("llama"), config)
-    for trainer in (named, in_hand):
-        theirs.load_state_dict(trainer.model.state_dict())
-        torch.testing.assert_close(trainer.model.eval()(IDS).logits, theirs.eval()(IDS).logits)
-        assert trainer.model.peft_config["default"].task_type == "CAUSAL_LM"
-        assert (trainer.args.lora_r, trainer.args.lora_alpha) == (8, 4)
-        assert trainer.args.lora_target_modules == ["k_proj", "q_proj"]
-        assert trainer.args.weights == "bf16"
-    assert config.task_type is None, "the user's object is left as it was"
-
-
-@pytest.mark.parametrize(
-    ("targets", "layers", "names"),
-    [
-        (None, 4, ["q_proj", "v_proj"]),
-        ("all-linear", 14, sorted(f"{part}_proj" for part in ("q", "k", "v", "o", "gate", "up", "down"))),
-        (r".*layers\.1\..*[qk]_proj", 2, ["k_proj", "q_proj"]),
-        (["down_proj"], 2, ["down_proj"]),
-    ],
-)
-def test_which_layers_a_peft_config_adapts(folder, settings, targets, layers, names):
-    """None leaves it to PEFT: query and value projections."""
-    trainer = QeRLTrainer(
-        str(folder), ones, settings(), ROWS, peft_config=LoraConfig(r=2, target_modules=targets)
-    )
-    assert wrapped(trainer.model) == layers
-    assert trainer.args.lora_target_modules == names
-
-
-@pytest.mark.parametrize(
-    ("config", "fields", "message"),
-    [
-        (LoraConfig(r=8), {"lora_r": 16}, "lora_r is 16 and peft_config has r 8; remove lora_r"),
-        (
-            LoraConfig(target_modules=["q_proj"]),
-            {"lora_target_modules": ["v_proj"]},
-            r"lora_target_modules is \['v_proj'\] and peft_config has target_modules \['q_proj'\]",
-        ),
-        (
-            LoraConfig(),
-            {"tuning": "full", "weights": "bf16"},
-            "tuning is 'full', which trains no adapter; remove it, or peft_config",
-        ),
-        (LoraConfig(target_modules=["query"]), {}, "names query, which LlamaForCausalLM does not have"),
-        (LoraConfig(use_dora=True), {}, "use_dora needs dense weights, and these are packed"),
-        (LoraConfig(init_lora_weights="pissa"), {}, "'pissa' starts from dense weights"),
-        (LoraConfig(task_type="SEQ_CLS"), {}, "task_type SEQ_CLS; set it to CAUSAL_LM"),
-        (LoraConfig(inference_mode=True), {}, "nothing would be trained"),
-        (IA3Config(), {}, "peft_config is a IA3Config; only peft.LoraConfig is supported"),
-    ],
-)
-def test_a_peft_config_that_cannot_be_honoured_is_refused(folder, settings, config, fields, message):
-    with pytest.raises(QeRLError, match=message):
-        QeRLTrainer(str(folder), ones, settings(**fields), ROWS, peft_config=config)
-
-
-def test_a_model_in_hand_is_described_by_the_settings_that_are_saved(tiny_model, tiny_tokenizer, settings):
-    trainer = QeRLTrainer(tiny_model("llama"), ones, settings(), ROWS, processing_class=tiny_tokenizer)
-    described = (trainer.args.tuning, trainer.args.weights, trainer.args.dtype)
-    assert described == ("full", "bf16", "float32")
-
-
-def test_what_cannot_be_trained_is_refused(folder, settings, tiny_model, tiny_tokenizer, tmp_path):
-    packed = load_model(folder, "nvfp4", torch.float32, "cpu")
-    with pytest.raises(QeRLError, match="nvfp4 weights, which cannot be trained"):
-        QeRLTrainer(packed, ones, settings(), ROWS)
-    adapted = get_peft_model(tiny_model("llama"), LoraConfig(r=2))
-    with pytest.raises(QeRLError, match="has an adapter already"):
-        QeRLTrainer(
-            adapted, ones, settings(), ROWS, processing_class=tiny_tokenizer, peft_config=LoraConfig(r=2)
-        )
-    adapted.save_pretrained(tmp_path / "adapter")
-    frozen = PeftModel.from_pretrained(tiny_model("llama"), tmp_path / "adapter")
-    with pytest.raises(QeRLError, match="frozen; load it with is_trainable=True"):
-        QeRLTrainer(frozen, ones, settings(), ROWS, processing_class=tiny_tokenizer)
-    with pytest.raises(QeRLError, match="model is a int; pass a Hub id"):
-        QeRLTrainer(3, ones, settings(), ROWS)
-
-
-def test_a_model_in_hand_stays_as_it_is_where_peft_config_contradicts_the_settings(
-    tiny_model, tiny_tokenizer, settings
-):
-    model = tiny_model("llama")
-    with pytest.raises(QeRLError, match="lora_r is 4 and peft_config has r 8; remove lora_r"):
-        QeRLTrainer(
-            model,
-            ones,
-            settings(lora_r=4),
-            ROWS,
-            processing_class=tiny_tokenizer,
-            peft_config=LoraConfig(r=8),
-        )
-    assert not wrapped(model)
-
-
-def test_an_engine_is_that_of_the_model(folder, settings, tiny_model, tiny_tokenizer):
-    other = PortableEngine(tiny_model("llama", seed=1), 0)
-    with pytest.raises(QeRLError, match="leave engine out"):
-        QeRLTrainer(str(folder), ones, settings(), ROWS, engine=other)
-    with pytest.raises(QeRLError, match="samples from another LlamaForCausalLM object"):
-        QeRLTrainer(
-            tiny_model("llama"), ones, settings(), ROWS, processing_class=tiny_tokenizer, engine=other
-        )
+    return functools.partial(run_settings, tmp_path)
 
 
 # Settings
 
 
-def test_trls_settings_keep_trls_defaults(folder, tmp_path):
+def test_trls_settings_keep_trls_defaults(llama_folder, tmp_path):
     given = GRPOConfig(output_dir=str(tmp_path), beta=0.1, epsilon=0.1, save_strategy="no", **SMALL)
-    args = QeRLTrainer(str(folder), ones, given, ROWS).args
+    args = QeRLTrainer(str(llama_folder), ones, given, ROWS).args
     assert (args.loss_type, args.vllm_importance_sampling_mode) == ("dapo", "sequence_mask")
     assert (args.epsilon, args.epsilon_high, args.beta, args.logging_steps) == (0.1, 0.1, 0.1, 10)
     assert (args.noise, args.overlong_buffer, args.dynamic_sampling_rounds) == (False, 0.0, 0)
@@ -311,9 +124,9 @@ def test_trls_settings_keep_trls_defaults(folder, tmp_path):
           "per_device_eval_batch_size": 2}, "metric_for_best_model is eval_loss, which"),
     ],
 )  # fmt: skip
-def test_what_is_refused_of_trls_settings(folder, tmp_path, fields, message):
+def test_what_is_refused_of_trls_settings(llama_folder, tmp_path, fields, message):
     with pytest.raises(QeRLError, match=message):
-        QeRLTrainer(str(folder), ones, GRPOConfig(output_dir=str(tmp_path), **SMALL, **fields), ROWS)
+        QeRLTrainer(str(llama_folder), ones, GRPOConfig(output_dir=str(tmp_path), **SMALL, **fields), ROWS)
 
 
 @dataclasses.dataclass
@@ -321,47 +134,49 @@ class Extended(GRPOConfig):
     mine: int = 0
 
 
-def test_trls_settings_without_autocast_are_fp32_and_other_classes_are_refused(folder, tmp_path):
+def test_trls_settings_without_autocast_are_fp32_and_other_classes_are_refused(llama_folder, tmp_path):
     given = GRPOConfig(output_dir=str(tmp_path), bf16=False, **SMALL)
-    assert QeRLTrainer(str(folder), ones, given, ROWS).args.dtype == "float32"
+    assert QeRLTrainer(str(llama_folder), ones, given, ROWS).args.dtype == "float32"
     given.model_init_kwargs = {"dtype": "bfloat16"}
-    assert QeRLTrainer(str(folder), ones, given, ROWS).args.dtype == "bfloat16"
+    assert QeRLTrainer(str(llama_folder), ones, given, ROWS).args.dtype == "bfloat16"
     with pytest.raises(QeRLError, match=r"Extended has fields that no trainer here reads \(mine\)"):
         as_ours(Extended(output_dir=str(tmp_path), use_cpu=True))
 
 
-def test_settings_may_be_left_out(folder, tmp_path, monkeypatch):
+def test_settings_may_be_left_out(llama_folder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     rows = Dataset.from_dict({"prompt": ["a", "b"]})
-    trainer = QeRLTrainer(str(folder), ones, train_dataset=rows)
+    trainer = QeRLTrainer(str(llama_folder), ones, train_dataset=rows)
     assert trainer.args.output_dir == "tiny-llama-GRPO" and trainer.args.noise
     with pytest.raises(QeRLError, match="args is a dict; pass a QeRLConfig"):
-        QeRLTrainer(str(folder), ones, {"output_dir": "o"}, rows)
+        QeRLTrainer(str(llama_folder), ones, {"output_dir": "o"}, rows)
 
 
 # Data, rewards, optimizer, what is refused
 
 
 @pytest.mark.parametrize("name", ["quantization_config", "tools", "rollout_func", "environment_factory"])
-def test_arguments_that_are_refused(folder, settings, name):
+def test_arguments_that_are_refused(llama_folder, settings, name):
     with pytest.raises(QeRLError, match=f"{name} is not supported: .*; leave it out"):
-        QeRLTrainer(str(folder), ones, settings(), ROWS, **{name: [ones]})
+        QeRLTrainer(str(llama_folder), ones, settings(), ROWS, **{name: [ones]})
 
 
-def test_arguments_that_are_missing(folder, settings):
+def test_arguments_that_are_missing(llama_folder, settings):
     with pytest.raises(QeRLError, match="reward_funcs is missing"):
-        QeRLTrainer(str(folder), args=settings(), train_dataset=ROWS)
+        QeRLTrainer(str(llama_folder), args=settings(), train_dataset=ROWS)
     with pytest.raises(QeRLError, match="train_dataset is missing"):
-        QeRLTrainer(str(folder), ones, settings())
+        QeRLTrainer(str(llama_folder), ones, settings())
     with pytest.raises(QeRLError, match="train_dataset is a DatasetDict; pass a Dataset"):
-        QeRLTrainer(str(folder), ones, settings(), DatasetDict({"train": ROWS}))
+        QeRLTrainer(str(llama_folder), ones, settings(), DatasetDict({"train": ROWS}))
 
 
-def test_a_tokenizer_without_chat_template_serves_plain_prompts(folder, settings, tmp_path, tiny_tokenizer):
+def test_a_tokenizer_without_chat_template_serves_plain_prompts(
+    llama_folder, settings, tmp_path, tiny_tokenizer
+):
     plain = copy.deepcopy(tiny_tokenizer)
     plain.chat_template = None
     tiny = tmp_path / "model"
-    shutil.copytree(folder, tiny, ignore=shutil.ignore_patterns("chat_template*", "tokenizer*"))
+    shutil.copytree(llama_folder, tiny, ignore=shutil.ignore_patterns("chat_template*", "tokenizer*"))
     plain.save_pretrained(tiny)
     QeRLTrainer(str(tiny), ones, settings(), Dataset.from_dict({"prompt": ["a", "b"]}))
     with pytest.raises(QeRLError, match="has no chat template"):
@@ -385,7 +200,7 @@ def test_an_optimizer_of_the_users_steps(tiny_model, tiny_tokenizer, settings):
         QeRLTrainer(model, ones, settings(), ROWS, processing_class=tiny_tokenizer, optimizers=(other, None))
 
 
-def test_several_rewards_columns_and_a_reward_model(folder, settings, tiny_tokenizer, tmp_path):
+def test_several_rewards_columns_and_a_reward_model(llama_folder, settings, tiny_tokenizer, tmp_path):
     """A reward model has its own tokenizer; the length penalty, which the settings add, has none."""
     classifier = tmp_path / "judge"
     LlamaForSequenceClassification(
@@ -402,7 +217,7 @@ def test_several_rewards_columns_and_a_reward_model(folder, settings, tiny_token
 
     rows = Dataset.from_dict({"prompt": ["a", "b", "c", "d"], "hint": [1, 2, 3, 4]})
     trainer = QeRLTrainer(
-        str(folder), [by_column, str(classifier)],
+        str(llama_folder), [by_column, str(classifier)],
         settings(overlong_buffer=0.5, reward_weights=[1.0, 2.0, 0.5], max_steps=1, save_strategy="no"), rows,
         reward_processing_classes=[None, tiny_tokenizer], callbacks=[],
         eval_dataset={"one": rows.select([0]), "two": rows.select([1])},
@@ -439,57 +254,3 @@ def test_noise_of_a_run_that_is_too_short_is_refused_before_the_first_rollout(ma
         QeRLConfig(output_dir="o", max_steps=3)
     assert QeRLConfig(output_dir="o", max_steps=30).noise_schedule_of(30).sigma(0) == 0.0
     assert torch.tensor(QeRLConfig(output_dir="o").noise_schedule_of(30).sigma(29)) > 0
-
-
-# An adapter that exists
-
-
-@pytest.fixture
-def adapter(folder, tmp_path):
-    """A trained adapter on the model in ``folder``, saved; rank 4."""
-    model = add_lora(load_model(folder, "nvfp4", torch.float32, "cpu"), 4, 8, 0.0, ["q_proj", "o_proj"])
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name:
-                parameter.normal_(std=0.1)
-    model.save_pretrained(tmp_path / "adapter")
-    return tmp_path / "adapter"
-
-
-def test_an_adapter_goes_on_training(folder, settings, adapter):
-    """Its weights begin where they were saved, move, and are the reference of the KL penalty."""
-    saved = load_file(adapter / "adapter_model.safetensors")
-    given = settings(adapter=str(adapter), beta=0.1, max_steps=2, save_strategy="no", learning_rate=1e-2)
-    trainer = QeRLTrainer(str(folder), first_letter, given, ROWS)
-    weights = {
-        name.replace(".default", ""): parameter
-        for name, parameter in trainer.model.named_parameters()
-        if ".default." in name
-    }
-    assert weights.keys() == saved.keys()
-    assert all(
-        parameter.equal(saved[name]) and parameter.requires_grad for name, parameter in weights.items()
-    )
-    trainer.train()
-    assert any(not parameter.equal(saved[name]) for name, parameter in weights.items())
-    reference = {name: p for name, p in trainer.model.named_parameters() if ".ref." in name}
-    assert reference and all(p.equal(saved[name.replace(".ref", "")]) for name, p in reference.items())
-
-
-def test_an_adapter_of_another_model_and_a_second_one_are_refused(
-    settings, adapter, tiny_model, tmp_path, folder
-):
-    other = tmp_path / "other"
-    shutil.copytree(folder, other)
-    tiny_model("llama", seed=1).save_pretrained(other)
-    with pytest.raises(QeRLError, match="whose norms or embeddings are not those of"):
-        QeRLTrainer(str(other), ones, settings(adapter=str(adapter)), ROWS)
-    with pytest.raises(QeRLError, match="remove one of them"):
-        QeRLTrainer(str(folder), ones, settings(adapter=str(adapter)), ROWS, peft_config=LoraConfig(r=4))
-
-
-def test_a_peft_model_of_the_users_goes_on_training(folder, settings, adapter):
-    model = load_adapter(load_model(folder, "nvfp4", torch.float32, "cpu"), adapter, trainable=True)
-    trainer = QeRLTrainer(model, ones, settings(), ROWS)
-    assert (trainer.args.lora_r, trainer.args.lora_target_modules) == (4, ["o_proj", "q_proj"])
-    assert trainer.processing_class.pad_token == "<pad>"

@@ -1,9 +1,7 @@
-"""`qerl plan` counts what a real model has, predicts what steps took, and proposes what fits."""
+"""What a plan counts: parameters and bytes of a real model, measured peaks, the two phases of a step."""
 
 import dataclasses
 import json
-import types
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,38 +9,18 @@ from rich.console import Console
 
 from bench.result import RESULTS, read_rows
 from qerl.cli import main
-from qerl.errors import QeRLError
 from qerl.families.layer import LINEARS
 from qerl.families.sizes import SIZES, Sizes
-from qerl.families.table import FAMILIES
 from qerl.fp4.linear import PackedLinear
 from qerl.lora.adapter import add_lora
-from qerl.models import hub
 from qerl.models.load import load_model
 from qerl.plan.command import plan_command
 from qerl.plan.parts import Activations, Adapter, Cache, Weights
 from qerl.plan.phases import make_plan
-from qerl.plan.propose import (
-    ENOUGH_TOKENS,
-    FEW_TOKENS,
-    MARGIN,
-    STEP,
-    cost,
-    fastest,
-    fits,
-    propose,
-    tokens_that_fit,
-)
 from qerl.plan.render import verdict
-from qerl.plan.settings import refuse_full_tuning_that_cannot_fit
-from qerl.plan.work import Work
 from qerl.rollout.paged.limits import FILTER_BYTES, BlockDemand
-from qerl.settings.config import QeRLConfig
-from qerl.settings.recipe import load_config
-from qerl.trainer import policy, run
 from qerl.weight_formats import FORMATS
-
-GB80 = 84_600_000_000
+from tests.support.plan import GB80, work
 
 # Parameters as published with the models.
 PUBLISHED = {
@@ -61,14 +39,6 @@ PUBLISHED = {
     "llama3.1-8b": 8_030_261_248,
     "mistral-7b": 7_248_023_552,
 }
-
-
-def work(**changes) -> Work:
-    values = {
-        "weights": "nvfp4", "rank": 32, "targets": LINEARS, "prompt_tokens": 256,
-        "completion_tokens": 2048, "group": 8, "sequences": 8, "microbatch": 8,
-    }  # fmt: skip
-    return Work(**(values | changes))
 
 
 # Exact counts
@@ -220,18 +190,6 @@ def test_sequences_that_do_not_fit_wait():
     assert block * keys_and_values.demand.blocks(plan.sequences + 1) > cache
 
 
-@pytest.mark.parametrize("name", ["1.5b", "7b", "32b", "72b"])
-@pytest.mark.parametrize("tokens", [512, 4096])
-def test_proposals_fit_and_keep_the_samples(name, tokens):
-    sizes = SIZES[name]
-    wanted = work(completion_tokens=tokens, group=16, microbatch=16, microbatches=8)
-    plan = propose(sizes, wanted, GB80, samples=256)
-    assert plan is not None and fits(plan)
-    assert plan.peak * MARGIN <= GB80
-    assert (plan.work.microbatch, plan.work.microbatches) == (16, 8)
-    assert plan.sequences == plan.work.sequences
-
-
 def test_dropout_leaves_layers_to_peft():
     """Each of the seven inputs is kept in fp32 with a mask, instead of three in bf16; no product is joint."""
     sizes = SIZES["7b"]
@@ -262,193 +220,6 @@ def test_chunks():
     assert small.update < large.update < make_plan(sizes, work(microbatches=2), GB80).update
 
 
-@pytest.mark.parametrize("capacity", [9e9, 10e9, 11e9, 12.5e9, 16e9, 40e9])
-@pytest.mark.parametrize("microbatch", [1, 8, 64])
-def test_tokens_that_fit(capacity, microbatch):
-    sizes, wanted = SIZES["7b"], work(microbatch=microbatch)
-    sample, whole = wanted.tokens_of(1), wanted.tokens_of(microbatch)
-    most = min(whole, ENOUGH_TOKENS)
-    fitting = [
-        limit
-        for limit in (sample, *range(sample // STEP * STEP + STEP, most, STEP), most)
-        if fits(make_plan(sizes, dataclasses.replace(wanted, tokens_per_forward=limit), int(capacity)))
-    ]
-    assert tokens_that_fit(sizes, wanted, int(capacity)) == max(fitting, default=None)
-
-
-@pytest.mark.parametrize(
-    "name, gigabytes", [("7b", 8), ("7b", 10), ("7b", 16), ("7b", 80), ("32b", 80), ("72b", 80)]
-)
-def test_fastest(name, gigabytes):
-    """Of all settings that fit, whole samples in a forward pass, none is faster."""
-    sizes, capacity = SIZES[name], gigabytes * 10**9
-    wanted = work(rank=16, completion_tokens=1024)
-    tried = [
-        dataclasses.replace(wanted, tokens_per_forward=limit, every_n_layers=n)
-        for limit in map(wanted.tokens_of, (2, 3, 4, 8))
-        for n in (1, 2, 3, 4, 8, 16, 24, 64)
-        if n <= sizes.layers
-    ]
-    fitting = [cost(sizes, one) for one in tried if fits(make_plan(sizes, one, capacity))]
-    found = fastest(sizes, wanted, capacity)
-    if gigabytes == 8:
-        assert found is None and not fitting
-        return
-    assert found is not None and fits(make_plan(sizes, found, capacity))
-    assert not fitting or cost(sizes, found) <= min(fitting)
-
-
-def test_settings_that_are_given_are_kept():
-    sizes, wanted = SIZES["7b"], work()
-    free = fastest(sizes, wanted, GB80)
-    assert free is not None and free.tokens_per_forward is not None
-    assert free.every_n_layers > 1 and FEW_TOKENS <= free.tokens_per_forward <= ENOUGH_TOKENS
-    every = fastest(sizes, wanted, GB80, every=[1])
-    assert every is not None and (every.every_n_layers, every.tokens_per_forward) == (1, 16639)
-    limit = fastest(sizes, wanted, GB80, limits=[5000])
-    assert limit is not None and limit.tokens_per_forward == 5000
-    assert fastest(sizes, wanted, GB80, limits=[16639], every=[28]) is None
-
-
-def test_nothing_fits():
-    sizes = SIZES["72b"]
-    assert propose(sizes, work(weights="bf16"), GB80, samples=8) is None
-    assert verdict(make_plan(sizes, work(weights="bf16"), GB80)).startswith("It does not fit: the update")
-
-
-def test_verdicts():
-    sizes = SIZES["7b"]
-    peak = make_plan(sizes, work(), GB80).peak
-    assert verdict(make_plan(sizes, work(), GB80)).startswith("It fits: ")
-    tight = make_plan(sizes, work(), round(peak * 1.02))
-    assert verdict(tight).startswith("It is tight: ")
-    assert not fits(tight)
-
-
-# The command
-
-
-def test_command_on_a_shape(capsys):
-    lengths = ["--max_completion_length", "2048", "--max_prompt_length=256"]
-    assert main(["plan", "7b", *lengths]) == 0
-    printed = capsys.readouterr().out
-    assert "It fits" in printed
-    assert "keys and values" in printed
-    assert main(["plan", "7b", "--gpu", "12", *lengths]) == 0
-    printed = " ".join(capsys.readouterr().out.split())
-    assert "A microbatch of 8 samples is computed in chunks of at most 6399 tokens." in printed
-    assert main(["plan", "7b", "--lora_dropout", "0.05", *lengths]) == 0
-    assert "lora_dropout is 0.05." in " ".join(capsys.readouterr().out.split())
-    assert main(["plan", "7b", "--gpu", "12", *lengths, "--tokens_per_forward", "16639"]) == 1
-    printed = " ".join(capsys.readouterr().out.split())
-    assert "It does not fit: the update takes" in printed
-    assert "--tokens_per_forward 6399 --gradient_checkpointing true" in printed
-    assert "--gradient_checkpointing_kwargs '{\"every_n_layers\": 1}' --max_sequences 8" in printed
-    assert main(["plan", "7b", "--gpu", "8", *lengths]) == 1
-    assert "No settings fit" in capsys.readouterr().out
-
-
-def test_command_reads_a_folder_and_recipes(tiny_model, tmp_path, capsys):
-    tiny_model("qwen3").config.save_pretrained(tmp_path)
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text("lora_r: 8\nmax_prompt_length: 64\nmax_completion_length: 128\n")
-    assert main(["plan", str(tmp_path), "--gpu", "80", str(recipe)]) == 0
-    assert "LoRA rank 8; samples of 64 + 128 tokens" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    "words, message",
-    [
-        (["--gpu", "big"], "--gpu is big; it must be the GPU's memory in GB"),
-        (
-            ["--tuning", "full", "--weights", "bf16"],
-            "Full tuning takes at least 121.8 GB on each GPU for weights, gradients and Adam's moments of "
-            "7.62 billion parameters, more than the 84.6 GB there are",
-        ),
-        (["--tuning", "full", "--weights", "bf16", "--dtype", "bfloat16"], "at least 60.9 GB on each GPU"),
-        (["--tuning", "full", "--weights", "bf16", "--beta", "0.04"], "at least 152.3 GB on each GPU"),
-        (["--gpu", "nan"], "--gpu is nan"),
-        (["--gpu", "true"], "--gpu is True"),
-        (["--processes", "0"], "--processes is 0; it must be a number of GPUs"),
-        (["--max_completion_length", "40000"], "exceed the model's 32768 positions"),
-        (["--lora_rank", "8"], "unknown key 'lora_rank'"),
-    ],
-)
-def test_mistakes(words, message, capsys):
-    assert main(["plan", "7b", *words]) == 2
-    assert message in " ".join(capsys.readouterr().err.split())
-
-
-def test_other_families_and_formats(tmp_path, capsys):
-    with pytest.raises(QeRLError, match="families llama, mistral, qwen2, qwen3, not for gpt2"):
-        Sizes.from_config({"model_type": "gpt2"})
-    quantised = {"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized"}
-    config = {"model_type": "llama", "quantization_config": quantised}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    assert main(["plan", str(tmp_path)]) == 2
-    assert "holds mxfp4 weights, which cannot become nvfp4" in " ".join(capsys.readouterr().err.split())
-    assert main(["plan", "model.gguf"]) == 2
-    assert "has no config.json" in capsys.readouterr().err
-
-
-def test_docs_name_the_families_that_have_kernels():
-    page = (Path(__file__).parents[2] / "docs" / "families.md").read_text(encoding="utf-8")
-    (row,) = [line for line in page.splitlines() if line.startswith("|") and "| paged" in line]
-    assert row.split("|")[1].strip() == ", ".join(family.name for family in FAMILIES.values())
-
-
-def test_only_the_config_is_downloaded(tiny_model, tmp_path, monkeypatch):
-    asked = []
-
-    def download(name, allow_patterns, **kwargs):
-        asked.append((name, allow_patterns))
-        tiny_model("llama").config.save_pretrained(tmp_path)
-        return str(tmp_path)
-
-    monkeypatch.setattr(hub, "snapshot_download", download)
-    lengths = ["--max_prompt_length", "32", "--max_completion_length", "64"]
-    assert main(["plan", "owner/model", *lengths]) == 0
-    assert asked == [("owner/model", ["config.json", "hf_quant_config.json"])]
-
-
-def test_a_run_says_first_what_fits(capsys, monkeypatch):
-    settings = {"model": "7b", "task": "none", "output_dir": "none", "max_completion_length": 2048}
-    with monkeypatch.context() as patched:
-        patched.setattr(policy, "propose_settings", lambda *_: pytest.fail("searched although it fits"))
-        config = load_config([], settings)
-        policy.plan_memory(config, GB80, Console())
-    assert "It fits" in capsys.readouterr().out
-    planned = fastest(SIZES["7b"], work(prompt_tokens=512), GB80)
-    assert planned is not None and config.tokens_per_forward == planned.tokens_per_forward
-    given = load_config([], {**settings, "tokens_per_forward": 16000})
-    policy.plan_memory(given, 12 * 2**30, Console())
-    assert given.tokens_per_forward == 16000
-    printed = " ".join(capsys.readouterr().out.split())
-    assert "It does not fit" in printed
-    assert "Proposed, with a peak of" in printed
-    full = load_config([], {**settings, "weights": "bf16", "tuning": "full"})
-    policy.plan_memory(full, 2 * GB80, Console())
-    assert "Memory was not planned. Full tuning takes" in " ".join(capsys.readouterr().out.split())
-    assert full.tokens_per_forward is None
-
-
-def test_full_tuning_that_cannot_fit_is_refused_before_it_is_loaded(
-    tiny_model, tmp_path, monkeypatch, tiny_tokenizer
-):
-    fields = {"model": "7b", "task": "arithmetic", "output_dir": "none", "weights": "bf16", "tuning": "full"}
-    config = load_config([], fields)
-    monkeypatch.setattr(run, "find_model", lambda name: name)
-    monkeypatch.setattr(run, "load_tokenizer", lambda name: tiny_tokenizer)
-    monkeypatch.setattr(run, "_datasets", lambda *args: (None, None))
-    monkeypatch.setattr(policy, "load_policy", lambda *given: pytest.fail("the model was loaded"))
-    monkeypatch.setattr(QeRLConfig, "device", torch.device("cuda"))
-    gpu = types.SimpleNamespace(total_memory=GB80)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
-    with pytest.raises(QeRLError, match="Full tuning takes at least 121"):
-        run.build(config, Console(quiet=True))
-    refuse_full_tuning_that_cannot_fit(config, 2 * GB80)
-
-
 def test_filters_take_a_place_to_sort_in(capsys):
     free, filtered = (
         plan_command("7b", [], {"max_completion_length": 2048, "top_p": top_p}, 80, Console(quiet=True))
@@ -473,45 +244,3 @@ def test_several_processes_hold_buckets_of_gradients(capsys):
     assert "buckets of gradients" not in {part.name for part in one.lines}
     assert main(["plan", "7b", "--processes", "2"]) == 0
     assert "buckets of gradients" in capsys.readouterr().out
-
-
-def test_advice_names_what_could_change(capsys):
-    words = ["plan", "72b", "--gpu", "16"]
-    assert main(words) == 1
-    assert "max_completion_length or lora_r." in " ".join(capsys.readouterr().out.split())
-    assert main([*words, "--weights", "bf16"]) == 1
-    printed = " ".join(capsys.readouterr().out.split())
-    assert "or weights: nvfp4 instead of bf16." in printed
-    assert "GB are 10^9 bytes; of the GPU's memory 16.9 of them are usable." in printed
-
-
-def test_an_unknown_size_lists_those_that_are_known(capsys):
-    assert main(["plan", "33b"]) == 2
-    assert "Sizes that are known by name: 1.5b, 3b, 7b" in " ".join(capsys.readouterr().err.split())
-
-
-@pytest.mark.parametrize("given", [None, 5000])
-def test_a_run_on_a_gpu_takes_the_limit_of_the_plan(monkeypatch, tiny_tokenizer, given):
-    """`qerl plan` and training agree on the default; what is set stays."""
-    fields = {"max_prompt_length": 256, "max_completion_length": 2048, "tokens_per_forward": given}
-    plan = plan_command("7b", [], fields, 24, Console(quiet=True))
-    assert (plan.work.tokens_per_forward, plan.work.every_n_layers) == ((5000, 2) if given else (2303, 16))
-
-    class Loading(Exception):
-        pass
-
-    def load(config, model, peft_config):
-        assert config.tokens_per_forward == plan.work.tokens_per_forward
-        assert config.gradient_checkpointing_kwargs == {"every_n_layers": plan.work.every_n_layers}
-        raise Loading
-
-    config = load_config([], {**fields, "model": "7b", "task": "arithmetic", "output_dir": "none"})
-    monkeypatch.setattr(run, "find_model", lambda name: name)
-    monkeypatch.setattr(run, "load_tokenizer", lambda name: tiny_tokenizer)
-    monkeypatch.setattr(run, "_datasets", lambda *args: (None, None))
-    monkeypatch.setattr(policy, "load_policy", load)
-    monkeypatch.setattr(QeRLConfig, "device", torch.device("cuda"))
-    gpu = types.SimpleNamespace(total_memory=plan.capacity)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
-    with pytest.raises(Loading):
-        run.build(config, Console(quiet=True))

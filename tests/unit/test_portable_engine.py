@@ -1,9 +1,8 @@
-"""The portable engine: scheduling, the cache, and that what it samples is what the model would say."""
+"""The portable engine: what it samples is what the model would say."""
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers.cache_utils import DynamicCache
 
 from qerl.errors import QeRLError
 from qerl.fp4.format import NVFP4, PackedRows
@@ -12,20 +11,11 @@ from qerl.fp4.rounding import quantize
 from qerl.noise.draw import AdaptiveNoise
 from qerl.noise.norms import noisy_norms
 from qerl.noise.schedule import NoiseSchedule
-from qerl.rollout.engine import SamplingParams
-from qerl.rollout.portable import attention
-from qerl.rollout.portable.cache import PreallocatedCache
 from qerl.rollout.portable.engine import PortableEngine
-from qerl.rollout.portable.waves import SequenceId, Wave, plan_waves
 from qerl.rollout.select import make_engine
+from tests.support.portable import PAD, PROMPTS, sampled
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
-PAD = 0
-PROMPTS = [[5, 17, 33, 2, 90, 41, 8], [77], [12, 12, 60, 101], [9, 8, 7, 6, 5, 4, 3, 2, 99, 98, 97], [64, 3]]
-
-
-def sampled(**settings):
-    return SamplingParams(**({"max_tokens": 12, "seed": 3} | settings))
 
 
 def with_lora(model, seed=0):
@@ -60,132 +50,6 @@ def logprob_error(model, prompts, samples, result, params):
 
 def tokens_of(result):
     return [completion.token_ids for completion in result.completions]
-
-
-class TestPlan:
-    def test_groups_stay_together_where_they_fit(self):
-        assert plan_waves(3, 2, 5) == [
-            [SequenceId(0, 0), SequenceId(0, 1), SequenceId(1, 0), SequenceId(1, 1)],
-            [SequenceId(2, 0), SequenceId(2, 1)],
-        ]
-
-    def test_a_group_larger_than_a_wave_is_split(self):
-        assert plan_waves(2, 3, 2) == [
-            [SequenceId(0, 0), SequenceId(0, 1)],
-            [SequenceId(0, 2)],
-            [SequenceId(1, 0), SequenceId(1, 1)],
-            [SequenceId(1, 2)],
-        ]
-
-    @pytest.mark.parametrize("limit", [1, 2, 5, 8, 64])
-    def test_every_sequence_runs_once(self, limit):
-        waves = plan_waves(7, 4, limit)
-        assert [s for wave in waves for s in wave] == [SequenceId(p, s) for p in range(7) for s in range(4)]
-        assert max(len(wave) for wave in waves) <= limit
-
-
-class TestWave:
-    def wave(self, size, **settings):
-        return Wave(size, sampled(max_tokens=3, stop_token_ids=(9,), **settings), PAD)
-
-    def test_ends_on_stop_length_and_error(self):
-        wave = self.wave(4)
-        wave.record([9, 1, 1, 1], [-1.0] * 4, [0.5] * 4, [True, True, False, True])
-        assert wave.compact() == [3, 1]
-        assert wave.rows == [3, 1]
-        wave.record([2, 2], [-2.0] * 2, [0.5] * 2, [True, False])
-        assert wave.compact() == [0]
-        wave.record([3], [-3.0], [0.5], [True])
-        assert wave.compact() == []
-        done = wave.completions()
-        assert [c.token_ids for c in done] == [[9], [1], [PAD], [1, 2, 3]]
-        assert [c.logprobs for c in done] == [[-1.0], [-1.0], [0.0], [-1.0, -2.0, -3.0]]
-        assert [c.finish_reason for c in done] == ["stop", "error", "error", "length"]
-        assert all(len(c.token_ids) == len(c.logprobs) == len(c.entropies) for c in done)
-
-    def test_nothing_moves_while_all_run(self):
-        wave = self.wave(2)
-        wave.record([1, 1], [-1.0] * 2, [0.5] * 2, [True, True])
-        assert wave.compact() is None
-
-    def test_rows_follow_their_sequences_through_any_order_of_finishing(self):
-        generator = torch.Generator().manual_seed(0)
-        wave = Wave(40, sampled(max_tokens=1000, stop_token_ids=(1,)), PAD)
-        owners = torch.arange(40)
-        while wave.rows:
-            assert owners.tolist() == wave.rows
-            stops = (torch.rand(len(owners), generator=generator) < 0.15).long().tolist()
-            wave.record(stops, [0.0] * len(stops), [0.0] * len(stops), [True] * len(stops))
-            sources = wave.compact()
-            if sources is not None:
-                moved = [row for row, source in enumerate(sources) if row != source]
-                assert len(moved) <= sum(stops)
-                owners = owners[sources]
-        assert len(wave.completions()) == 40
-
-
-class TestCache:
-    def test_equals_a_cache_that_copies(self):
-        generator = torch.Generator().manual_seed(1)
-        ours, theirs = PreallocatedCache(2), DynamicCache()
-
-        def append(rows, tokens):
-            for layer in range(2):
-                states = torch.randn(2, rows, 3, tokens, 4, generator=generator)
-                got, expected = ours.update(*states, layer), theirs.update(*states, layer)
-                assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
-            assert ours.get_seq_length() == theirs.get_seq_length()
-            assert ours.get_mask_sizes(1, 0) == theirs.get_mask_sizes(1, 0)
-
-        append(rows=2, tokens=5)
-        ours.repeat(torch.tensor([0, 0, 1, 1, 1]), capacity=9)
-        theirs.batch_select_indices(torch.tensor([0, 0, 1, 1, 1]))
-        append(rows=5, tokens=1)
-        append(rows=5, tokens=1)
-        ours.keep([4, 1, 2])
-        theirs.batch_select_indices(torch.tensor([4, 1, 2]))
-        append(rows=3, tokens=1)
-        ours.keep([0, 1])
-        theirs.batch_select_indices(torch.tensor([0, 1]))
-        append(rows=2, tokens=1)
-
-    def test_a_new_token_is_written_in_place(self):
-        cache = PreallocatedCache(1)
-        cache.update(torch.ones(1, 1, 3, 4), torch.ones(1, 1, 3, 4), 0)
-        cache.repeat(torch.tensor([0, 0]), capacity=5)
-        new = torch.ones(2, 1, 1, 4)
-        addresses = {tuple(t.data_ptr() for t in cache.update(new, new, 0)) for _ in range(2)}
-        cache.keep([1])
-        addresses.add(tuple(buffer.data_ptr() for buffer in (cache.layers[0].keys, cache.layers[0].values)))
-        assert len(addresses) == 1
-
-
-class TestAttention:
-    @pytest.mark.parametrize("masked", [True, False])
-    @pytest.mark.parametrize(("heads", "kv_heads"), [(6, 2), (4, 4), (5, 1)])
-    def test_equals_attention_with_repeated_heads(self, masked, heads, kv_heads):
-        generator = torch.Generator().manual_seed(1)
-        query, key, value = (
-            torch.randn(3, n, tokens, 8, generator=generator, dtype=torch.float64)
-            for n, tokens in ((heads, 1), (kv_heads, 7), (kv_heads, 7))
-        )
-        mask = (torch.rand(3, 1, 1, 7, generator=generator) < 0.7) if masked else None
-        got, _ = attention._grouped_decode_attention(torch.nn.Module(), query, key, value, mask, scaling=0.9)
-        key, value = (states.repeat_interleave(heads // kv_heads, dim=1) for states in (key, value))
-        scores = query @ key.mT * 0.9
-        if masked:
-            scores = scores.masked_fill(~mask, -torch.inf)
-        expected = (scores.softmax(-1) @ value).transpose(1, 2)
-        assert got.shape == expected.shape
-        assert (got - expected).abs().max() < 1e-12
-
-    @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-    def test_replaces_sdpa_for_the_call_and_nothing_else(self, tiny_model, implementation):
-        model, seen = tiny_model("llama", attn_implementation=implementation), set()
-        model.register_forward_pre_hook(lambda *_: seen.add(model.config._attn_implementation))
-        PortableEngine(model, PAD).generate(PROMPTS, 1, sampled())
-        assert seen == {attention._NAME if implementation == "sdpa" else "eager"}
-        assert model.config._attn_implementation == implementation
 
 
 class TestAgainstTheModel:

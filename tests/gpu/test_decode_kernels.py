@@ -1,4 +1,4 @@
-"""Triton kernels of the decode step against float64, on a GPU or, small, in Triton's interpreter.
+"""Kernels of the decode step against float64, on a GPU or, small, in Triton's interpreter.
 
 Every case draws fresh random inputs and poisons its outputs.
 """
@@ -7,7 +7,6 @@ import math
 
 import pytest
 import torch
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -18,31 +17,13 @@ from qerl.kernels.decode import attend as attention
 from qerl.kernels.decode import residual_norm, rope_kv, silu_mul
 from qerl.kernels.decode.draw import RowState, draw_token
 from qerl.kernels.decode.launch import NO_B, LoraA, LoraB, LoraSum
-from qerl.kernels.update.rms_norm import rms_norm
-from qerl.kernels.update.rotary import rotated_heads
-from qerl.kernels.update.swiglu import swiglu
 from qerl.kernels.weights.nvfp4 import tiling_for
 from qerl.kernels.weights.packed_gemm import Tiling, padded_tokens, to_operand
-
-GPU = torch.cuda.is_available()
-DEVICE = "cuda" if GPU else "cpu"
-# The interpreter multiplies bf16 wrongly, so there the kernels run in fp32.
-HALF = torch.bfloat16 if GPU else torch.float32
-EPS = 1e-6
-
-
-def half(*shape, scale=1.0):
-    return (torch.randn(*shape, device=DEVICE) * scale).to(HALF)
+from tests.support.kernels import DEVICE, EPS, GPU, HALF, error, half
 
 
 def poison(*shape, dtype=torch.float32):
     return torch.full(shape, float("nan"), device=DEVICE, dtype=dtype)
-
-
-def error(found, truth):
-    truth = truth.double()
-    assert truth.abs().max() > 0
-    return float((found.double() - truth).norm() / truth.norm())
 
 
 def fixed(value_TR):
@@ -358,54 +339,3 @@ def test_packed_gemm(tokens, rows, width):
     for tiling in {tiling_for(tokens), Tiling(4, 1, 4, 2), Tiling(2, 2, 2, 2)}:
         if tokens <= 64 or tiling.warpgroups == 2:
             assert packed_error(x, weight, tiling) < 1e-5, tiling
-
-
-def with_gradient(*shape):
-    return half(*shape).requires_grad_()
-
-
-def test_rms_norm_and_its_gradient():
-    x, w, dy = with_gradient(2, 5, 100), torch.rand(100, device=DEVICE).to(HALF) + 0.5, half(2, 5, 100)
-    y = rms_norm(x, w, EPS)
-    y.backward(dy)
-    x64 = x.detach().double().requires_grad_()
-    truth = x64 / (x64.square().mean(-1, keepdim=True) + EPS).sqrt() * w.double()
-    truth.backward(dy.double())
-    assert error(y.detach(), truth.detach()) < 6e-3
-    assert error(x.grad, x64.grad) < 8e-3
-
-
-@pytest.mark.parametrize("joint", [False, True])
-def test_swiglu_and_its_gradients(joint):
-    gate, up, dout = with_gradient(3, 5, 1100), with_gradient(3, 5, 1100), half(3, 5, 1100)
-    out = swiglu(torch.cat([gate, up], -1)) if joint else swiglu(gate, up)
-    out.backward(dout)
-    gate64, up64 = (t.detach().double().requires_grad_() for t in (gate, up))
-    truth = torch.nn.functional.silu(gate64) * up64
-    truth.backward(dout.double())
-    assert error(out.detach(), truth.detach()) < 6e-3
-    assert error(gate.grad, gate64.grad) < 8e-3
-    assert error(up.grad, up64.grad) < 8e-3
-
-
-@pytest.mark.parametrize("heads,kv_heads,size,tables", [(6, 2, 64, 1), (28, 4, 128, 1), (3, 3, 24, 2)])
-def test_rotary_embedding_and_its_gradients(heads, kv_heads, size, tables):
-    """Against transformers' in double precision; its tables, and values, which are only moved."""
-    counts = heads, kv_heads, kv_heads
-    qkv = with_gradient(2, 7, sum(counts) * size)
-    angles = torch.randn(tables, 7, size, device=DEVICE)  # halves differ: each element has its own
-    cos, sin = angles.cos().to(HALF), angles.sin().to(HALF)
-    found = rotated_heads(qkv, cos, sin, heads, kv_heads)
-    gradients = [half(*out.shape) for out in found]
-    torch.autograd.backward(found, gradients)
-    qkv64 = qkv.detach().double().requires_grad_()
-    q, k, v = (
-        part.view(2, 7, -1, size).transpose(1, 2)
-        for part in qkv64.split([count * size for count in counts], -1)
-    )
-    truth = [*apply_rotary_pos_emb(q, k, cos.double(), sin.double()), v]
-    torch.autograd.backward(truth, [dout.double().transpose(1, 2) for dout in gradients])
-    for out, wanted in zip(found, truth, strict=True):
-        assert error(out.detach(), wanted.detach().transpose(1, 2)) < 4e-3
-    assert error(qkv.grad, qkv64.grad) < 4e-3
-    assert torch.equal(found[2].detach().flatten(-2), qkv.detach()[..., -kv_heads * size :])

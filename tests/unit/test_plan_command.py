@@ -1,0 +1,187 @@
+"""`qerl plan` on shapes, folders and recipes, and what a run does with its plan."""
+
+import json
+import types
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+from qerl.cli import main
+from qerl.errors import QeRLError
+from qerl.families.sizes import SIZES, Sizes
+from qerl.families.table import FAMILIES
+from qerl.models import hub
+from qerl.plan.command import plan_command
+from qerl.plan.propose import (
+    fastest,
+)
+from qerl.plan.settings import refuse_full_tuning_that_cannot_fit
+from qerl.settings.config import QeRLConfig
+from qerl.settings.recipe import load_config
+from qerl.trainer import policy, run
+from tests.support.plan import GB80, work
+
+
+def test_command_on_a_shape(capsys):
+    lengths = ["--max_completion_length", "2048", "--max_prompt_length=256"]
+    assert main(["plan", "7b", *lengths]) == 0
+    printed = capsys.readouterr().out
+    assert "It fits" in printed
+    assert "keys and values" in printed
+    assert main(["plan", "7b", "--gpu", "12", *lengths]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "A microbatch of 8 samples is computed in chunks of at most 6399 tokens." in printed
+    assert main(["plan", "7b", "--lora_dropout", "0.05", *lengths]) == 0
+    assert "lora_dropout is 0.05." in " ".join(capsys.readouterr().out.split())
+    assert main(["plan", "7b", "--gpu", "12", *lengths, "--tokens_per_forward", "16639"]) == 1
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "It does not fit: the update takes" in printed
+    assert "--tokens_per_forward 6399 --gradient_checkpointing true" in printed
+    assert "--gradient_checkpointing_kwargs '{\"every_n_layers\": 1}' --max_sequences 8" in printed
+    assert main(["plan", "7b", "--gpu", "8", *lengths]) == 1
+    assert "No settings fit" in capsys.readouterr().out
+
+
+def test_command_reads_a_folder_and_recipes(tiny_model, tmp_path, capsys):
+    tiny_model("qwen3").config.save_pretrained(tmp_path)
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("lora_r: 8\nmax_prompt_length: 64\nmax_completion_length: 128\n")
+    assert main(["plan", str(tmp_path), "--gpu", "80", str(recipe)]) == 0
+    assert "LoRA rank 8; samples of 64 + 128 tokens" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["--gpu", "big"], "--gpu is big; it must be the GPU's memory in GB"),
+        (
+            ["--tuning", "full", "--weights", "bf16"],
+            "Full tuning takes at least 121.8 GB on each GPU for weights, gradients and Adam's moments of "
+            "7.62 billion parameters, more than the 84.6 GB there are",
+        ),
+        (["--tuning", "full", "--weights", "bf16", "--dtype", "bfloat16"], "at least 60.9 GB on each GPU"),
+        (["--tuning", "full", "--weights", "bf16", "--beta", "0.04"], "at least 152.3 GB on each GPU"),
+        (["--gpu", "nan"], "--gpu is nan"),
+        (["--gpu", "true"], "--gpu is True"),
+        (["--processes", "0"], "--processes is 0; it must be a number of GPUs"),
+        (["--max_completion_length", "40000"], "exceed the model's 32768 positions"),
+        (["--lora_rank", "8"], "unknown key 'lora_rank'"),
+    ],
+)
+def test_mistakes(words, message, capsys):
+    assert main(["plan", "7b", *words]) == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_other_families_and_formats(tmp_path, capsys):
+    with pytest.raises(QeRLError, match="families llama, mistral, qwen2, qwen3, not for gpt2"):
+        Sizes.from_config({"model_type": "gpt2"})
+    quantised = {"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized"}
+    config = {"model_type": "llama", "quantization_config": quantised}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert main(["plan", str(tmp_path)]) == 2
+    assert "holds mxfp4 weights, which cannot become nvfp4" in " ".join(capsys.readouterr().err.split())
+    assert main(["plan", "model.gguf"]) == 2
+    assert "has no config.json" in capsys.readouterr().err
+
+
+def test_docs_name_the_families_that_have_kernels():
+    page = (Path(__file__).parents[2] / "docs" / "families.md").read_text(encoding="utf-8")
+    (row,) = [line for line in page.splitlines() if line.startswith("|") and "| paged" in line]
+    assert row.split("|")[1].strip() == ", ".join(family.name for family in FAMILIES.values())
+
+
+def test_only_the_config_is_downloaded(tiny_model, tmp_path, monkeypatch):
+    asked = []
+
+    def download(name, allow_patterns, **kwargs):
+        asked.append((name, allow_patterns))
+        tiny_model("llama").config.save_pretrained(tmp_path)
+        return str(tmp_path)
+
+    monkeypatch.setattr(hub, "snapshot_download", download)
+    lengths = ["--max_prompt_length", "32", "--max_completion_length", "64"]
+    assert main(["plan", "owner/model", *lengths]) == 0
+    assert asked == [("owner/model", ["config.json", "hf_quant_config.json"])]
+
+
+def test_a_run_says_first_what_fits(capsys, monkeypatch):
+    settings = {"model": "7b", "task": "none", "output_dir": "none", "max_completion_length": 2048}
+    with monkeypatch.context() as patched:
+        patched.setattr(policy, "propose_settings", lambda *_: pytest.fail("searched although it fits"))
+        config = load_config([], settings)
+        policy.plan_memory(config, GB80, Console())
+    assert "It fits" in capsys.readouterr().out
+    planned = fastest(SIZES["7b"], work(prompt_tokens=512), GB80)
+    assert planned is not None and config.tokens_per_forward == planned.tokens_per_forward
+    given = load_config([], {**settings, "tokens_per_forward": 16000})
+    policy.plan_memory(given, 12 * 2**30, Console())
+    assert given.tokens_per_forward == 16000
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "It does not fit" in printed
+    assert "Proposed, with a peak of" in printed
+    full = load_config([], {**settings, "weights": "bf16", "tuning": "full"})
+    policy.plan_memory(full, 2 * GB80, Console())
+    assert "Memory was not planned. Full tuning takes" in " ".join(capsys.readouterr().out.split())
+    assert full.tokens_per_forward is None
+
+
+def test_full_tuning_that_cannot_fit_is_refused_before_it_is_loaded(
+    tiny_model, tmp_path, monkeypatch, tiny_tokenizer
+):
+    fields = {"model": "7b", "task": "arithmetic", "output_dir": "none", "weights": "bf16", "tuning": "full"}
+    config = load_config([], fields)
+    monkeypatch.setattr(run, "find_model", lambda name: name)
+    monkeypatch.setattr(run, "load_tokenizer", lambda name: tiny_tokenizer)
+    monkeypatch.setattr(run, "_datasets", lambda *args: (None, None))
+    monkeypatch.setattr(policy, "load_policy", lambda *given: pytest.fail("the model was loaded"))
+    monkeypatch.setattr(QeRLConfig, "device", torch.device("cuda"))
+    gpu = types.SimpleNamespace(total_memory=GB80)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    with pytest.raises(QeRLError, match="Full tuning takes at least 121"):
+        run.build(config, Console(quiet=True))
+    refuse_full_tuning_that_cannot_fit(config, 2 * GB80)
+
+
+def test_advice_names_what_could_change(capsys):
+    words = ["plan", "72b", "--gpu", "16"]
+    assert main(words) == 1
+    assert "max_completion_length or lora_r." in " ".join(capsys.readouterr().out.split())
+    assert main([*words, "--weights", "bf16"]) == 1
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "or weights: nvfp4 instead of bf16." in printed
+    assert "GB are 10^9 bytes; of the GPU's memory 16.9 of them are usable." in printed
+
+
+def test_an_unknown_size_lists_those_that_are_known(capsys):
+    assert main(["plan", "33b"]) == 2
+    assert "Sizes that are known by name: 1.5b, 3b, 7b" in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize("given", [None, 5000])
+def test_a_run_on_a_gpu_takes_the_limit_of_the_plan(monkeypatch, tiny_tokenizer, given):
+    """`qerl plan` and training agree on the default; what is set stays."""
+    fields = {"max_prompt_length": 256, "max_completion_length": 2048, "tokens_per_forward": given}
+    plan = plan_command("7b", [], fields, 24, Console(quiet=True))
+    assert (plan.work.tokens_per_forward, plan.work.every_n_layers) == ((5000, 2) if given else (2303, 16))
+
+    class Loading(Exception):
+        pass
+
+    def load(config, model, peft_config):
+        assert config.tokens_per_forward == plan.work.tokens_per_forward
+        assert config.gradient_checkpointing_kwargs == {"every_n_layers": plan.work.every_n_layers}
+        raise Loading
+
+    config = load_config([], {**fields, "model": "7b", "task": "arithmetic", "output_dir": "none"})
+    monkeypatch.setattr(run, "find_model", lambda name: name)
+    monkeypatch.setattr(run, "load_tokenizer", lambda name: tiny_tokenizer)
+    monkeypatch.setattr(run, "_datasets", lambda *args: (None, None))
+    monkeypatch.setattr(policy, "load_policy", load)
+    monkeypatch.setattr(QeRLConfig, "device", torch.device("cuda"))
+    gpu = types.SimpleNamespace(total_memory=plan.capacity)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    with pytest.raises(Loading):
+        run.build(config, Console(quiet=True))
