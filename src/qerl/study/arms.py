@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from qerl.noise import NoiseKind
+from qerl.noise.schedule import NoiseKind
 from qerl.settings.checks import NonNegative, Positive, PositiveInt, PositiveShare, Text
 from qerl.weight_formats import DEFAULT_FORMAT, DEFAULT_ROUNDING, Rounding, WeightFormatName
 

@@ -30,7 +30,7 @@ from typing import Annotated, Any, get_type_hints
 from pydantic import Field
 
 from qerl.errors import QeRLError
-from qerl.noise import NoiseSchedule
+from qerl.noise.schedule import NoiseSchedule
 from qerl.settings.checks import Count, Positive, PositiveInt, Seed, Share, Text, checked
 from qerl.study.arms import Arm, Run
 
