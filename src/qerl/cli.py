@@ -26,10 +26,12 @@ if TYPE_CHECKING:
     from qerl.eval.run import Source
     from qerl.settings.config import QeRLConfig
 
-# Commands in which `--field value` sets a field of QeRLConfig; the flags and options there that are none.
-TAKE_FIELDS = ("train", "demo", "plan")
-OWN_FLAGS = ("--help", "--dry_run")
-OWN_OPTIONS = ("--gpu", "--processes")
+# Commands in which `--field value` sets a field of QeRLConfig, and the flags and options there that are none.
+TAKE_FIELDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "train": (("--help", "--dry_run"), ()),
+    "demo": (("--help",), ()),
+    "plan": (("--help",), ("--gpu", "--processes")),
+}
 
 # Of several processes only the first one speaks.
 console = Console(quiet=os.environ.get("RANK", "0") != "0")
@@ -43,8 +45,13 @@ def main(argv: list[str] | None = None) -> int:
     try:
         fields: dict[str, str] = {}
         if words and words[0] in TAKE_FIELDS:
-            words, fields = split_fields(words, OWN_FLAGS, OWN_OPTIONS)
-        args = _parser().parse_args(words)
+            words, fields = split_fields(words, *TAKE_FIELDS[words[0]])
+        args, unknown = _parser().parse_known_args(words)
+        if unknown:
+            raise QeRLError(
+                f"`qerl {words[0]}` does not take {' '.join(unknown)}; `qerl {words[0]} --help` says what it "
+                "takes."
+            )
         args.fields = fields
         return args.run(args) or 0
     except QeRLError as error:

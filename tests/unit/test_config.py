@@ -1,13 +1,18 @@
 """Recipes: every combination is valid, and mistakes get one clear sentence."""
 
+import dataclasses
 from itertools import product
 
 import pytest
 import yaml
+from trl import ModelConfig, ScriptArguments
+from trl.scripts.grpo import GRPOScriptArguments
 
+from qerl.cli import main
 from qerl.errors import QeRLError
 from qerl.settings.config import QeRLConfig
-from qerl.settings.recipe import dump, load_config, parse_value, read_recipe
+from qerl.settings.foreign import INSTEAD
+from qerl.settings.recipe import FIELDS, dump, load_config, parse_value, read_recipe
 
 PAPER = [
     *product(["gsm8k"], ["qwen2.5-3b", "qwen2.5-7b"]),
@@ -74,8 +79,8 @@ def test_command_line_values_are_yaml(text, value):
     [
         ({"lora_rank": 8}, "did you mean 'lora_r'"),
         ({"learning_rat": 8}, "did you mean 'learning_rate'"),
-        ({"model_name_or_path": "m"}, "unknown key 'model_name_or_path'; `qerl fields` lists the fields"),
-        ({"dataset_name": "d"}, "unknown key 'dataset_name'; `qerl fields` lists the fields"),
+        ({"model_name_or_path": "m"}, "unknown key 'model_name_or_path'; its name here is model."),
+        ({"dataset_name": "d"}, "unknown key 'dataset_name'; set task, which names the data"),
         ({"weights": "int4"}, "weights is 'int4'; it must be 'nvfp4'"),
         ({"tuning": "full"}, "cannot train packed nvfp4 weights"),
         ({"noise_stages": 1}, "noise_stages is 1; it must be at least 2"),
@@ -100,6 +105,36 @@ def test_command_line_values_are_yaml(text, value):
 def test_mistakes(fields, message):
     with pytest.raises(QeRLError, match=message):
         load_config([], MINIMAL | fields)
+
+
+@pytest.mark.parametrize("words_of", [ModelConfig, ScriptArguments, GRPOScriptArguments])
+def test_words_of_trls_scripts_are_fields_or_say_what_to_do_instead(words_of):
+    words = {spec.name for spec in dataclasses.fields(words_of)}
+    assert words <= FIELDS.keys() | INSTEAD.keys()
+    assert not FIELDS.keys() & INSTEAD.keys()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["train", "gsm8k", "--gpu", "80"], "unknown key 'gpu'; `qerl plan` takes it, as --gpu."),
+        (["train", "gsm8k", "--use_peft"], "unknown key 'use_peft'; adapters are trained unless tuning"),
+        (["train", "gsm8k", "--load-in-4bit", "true"], "unknown key 'load_in_4bit'; set weights"),
+        (
+            ["train", "gsm8k", "lora_r=8"],
+            "'lora_r=8' is no recipe; a field is set with two dashes: --lora_r 8.",
+        ),
+        (["plan", "7b", "model=a/b"], "a field is set with two dashes: --model a/b."),
+        (
+            ["train", "gsm8k", "-lora_r", "8"],
+            "`qerl train` does not take -lora_r 8; `qerl train --help` says",
+        ),
+        (["eval", "m", "--gpu", "80"], "`qerl eval` does not take --gpu 80; `qerl eval --help` says"),
+    ],
+)
+def test_words_of_another_command_or_program(words, message, capsys):
+    assert main(words) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_files_that_are_no_recipes(tmp_path):

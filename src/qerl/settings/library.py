@@ -48,7 +48,11 @@ def recipe_file(word: str) -> Path:
     Raises:
         QeRLError: The package has no recipe of this name; the message says which names are near.
     """
-    if word.endswith((".yaml", ".yml")) or "/" in word:
+    is_file = word.endswith((".yaml", ".yml"))
+    name, sign, value = word.partition("=")
+    if sign and name.isidentifier() and not is_file:
+        raise QeRLError(f"{word!r} is no recipe; a field is set with two dashes: --{name} {value}.")
+    if is_file or "/" in word:
         return Path(word).expanduser()
     known = packaged()
     if word not in known:

@@ -9,24 +9,15 @@ from typing import Any
 from trl import GRPOConfig
 
 from qerl.errors import QeRLError
+from qerl.settings.foreign import OF_LOADING
 
 _FIELDS = {"dtype": "dtype", "torch_dtype": "dtype", "trust_remote_code": "trust_remote_code"}
 _DEFAULTS: dict[str, Any] = {"dtype": "auto", "trust_remote_code": False}
 _TRUE_ANYWAY = {"device_map": None, "use_cache": False}
 """Values that say what is done in any case."""
 
-_REASONS = {
-    "attn_implementation": "the loader takes the attention that the family needs",
-    "device_map": "each process loads the whole model onto its own GPU",
-    "quantization_config": "set weights, which says how the model is quantised",
-    "load_in_4bit": "set weights, which says how the model is quantised",
-    "load_in_8bit": "set weights, which says how the model is quantised",
-    "revision": "download it with `hf download NAME --revision REVISION` and give the folder as model",
-    "subfolder": "download the model and give the folder as model",
-    "cache_dir": "set the environment variable HF_HUB_CACHE",
-    "token": "set the environment variable HF_TOKEN",
-    "use_cache": "an update needs no cache, and the engine has its own",
-}
+_ANY_OTHER = "model, weights, rounding and dtype say how the model is loaded"
+_REASONS = OF_LOADING | {"use_cache": "an update needs no cache, and the engine has its own"}
 
 
 def take_model_kwargs(config: GRPOConfig) -> None:
@@ -46,7 +37,7 @@ def take_model_kwargs(config: GRPOConfig) -> None:
             continue
         field = _FIELDS.get(name)
         if field is None:
-            reason = _REASONS.get(name, "model, weights, rounding and dtype say how the model is loaded")
+            reason = _REASONS.get(name, _ANY_OTHER)
             raise QeRLError(f"model_init_kwargs has {name}, which is not supported: {reason}.")
         value = str(value).removeprefix("torch.") if field == "dtype" else value
         if getattr(config, field) not in (_DEFAULTS[field], value):

@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from qerl import yaml12
 from qerl.errors import QeRLError
 from qerl.settings.config import QeRLConfig, default_of
+from qerl.settings.foreign import refuse_foreign
 from qerl.settings.library import recipe_file
 from qerl.settings.parents import Refused, fate_of
 
@@ -68,9 +69,10 @@ def _is_text(type_: Any) -> bool:
 
 
 def check_key(key: Any, where: str) -> None:
-    """Raise for a key that is no field, naming the nearest one."""
+    """Raise for a key that is no field, naming the field that is meant or the nearest one."""
     if key in FIELDS:
         return
+    refuse_foreign(str(key), where)
     own = difflib.get_close_matches(str(key), QeRLConfig.__annotations__, n=1, cutoff=0.7)
     near = own or difflib.get_close_matches(str(key), FIELDS, n=1, cutoff=0.7)
     hint = f"did you mean {near[0]!r}?" if near else "`qerl fields` lists the fields."

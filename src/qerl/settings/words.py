@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from qerl.errors import QeRLError
+from qerl.settings.foreign import refuse_foreign
 
 
 def with_underscores(words: Sequence[str]) -> list[str]:
@@ -34,7 +35,7 @@ def split_fields(
         values of the fields by name.
 
     Raises:
-        QeRLError: A field or option has no value, or a field has two.
+        QeRLError: A field or option has no value, a field has two, or a word is one of another program's.
     """
     kept: list[str] = []
     own: list[str] = []
@@ -45,6 +46,8 @@ def split_fields(
             kept.append(word)
             continue
         flag, sign, text = word.partition("=")
+        if flag not in options:
+            refuse_foreign(flag[2:], "The command line")
         value = text if sign else next(remaining, "")
         if not value or (not sign and value.startswith("--")):
             raise QeRLError(f"{flag} needs a value.")

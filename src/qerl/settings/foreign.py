@@ -1,0 +1,72 @@
+"""Words of TRL's scripts, of `from_pretrained` and of `qerl plan` that are no field, and what to do instead.
+
+Who comes from TRL's command line types the words of its `ModelConfig` and `ScriptArguments`. Most of them
+have a field here that does the same under another name, too far from it to be guessed from the letters.
+"""
+
+from qerl.errors import QeRLError
+
+_QUANTISED = "set weights, which says how the model is quantised"
+_DATA = "set task, which names the data and their splits (jsonl:PATH for a file of your own)"
+_LORA_CONFIG = "a LoraConfig can ask for it, which QeRLTrainer takes as peft_config"
+_REWARD = "set reward_files, each PATH.py:function"
+_REVISION = "download it with `hf download NAME --revision REVISION` and give the folder as model"
+
+OF_LOADING = {
+    "revision": _REVISION,
+    "subfolder": "download the model and give the folder as model",
+    "attn_implementation": "the loader takes the attention that the family needs",
+    "device_map": "each process loads the whole model onto its own GPU",
+    "cache_dir": "set the environment variable HF_HUB_CACHE",
+    "token": "set the environment variable HF_TOKEN",
+    "quantization_config": _QUANTISED,
+    "load_in_4bit": _QUANTISED,
+    "load_in_8bit": _QUANTISED,
+}
+"""What to do instead of giving `from_pretrained` such an argument, as the end of a sentence."""
+
+INSTEAD = {
+    # The model
+    **OF_LOADING,
+    "model_name_or_path": "its name here is model",
+    "model_revision": _REVISION,
+    "torch_dtype": "its name here is dtype",
+    "bnb_4bit_quant_type": _QUANTISED,
+    "bnb_4bit_quant_storage": _QUANTISED,
+    "use_bnb_nested_quant": _QUANTISED,
+    # The adapter
+    "use_peft": "adapters are trained unless tuning: full is set",
+    "lora_task_type": "an adapter's task type is always CAUSAL_LM",
+    "lora_target_parameters": _LORA_CONFIG,
+    "lora_modules_to_save": _LORA_CONFIG,
+    "use_rslora": _LORA_CONFIG,
+    "use_dora": _LORA_CONFIG,
+    # Data and rewards
+    "dataset_name": _DATA,
+    "dataset_config": _DATA,
+    "dataset_train_split": _DATA,
+    "dataset_test_split": _DATA,
+    "dataset_streaming": _DATA,
+    "reward_funcs": _REWARD,
+    "reward_model_name_or_path": "QeRLTrainer takes reward models as reward_funcs",
+    # The command
+    "config": "recipes are given without a flag: `qerl train RECIPE.yaml`",
+    "ignore_bias_buffers": "there are no buffers that it would be needed for",
+    "gpu": "`qerl plan` takes it, as --gpu",
+    "processes": "`qerl plan` takes it, as --processes; for a run, torchrun starts the processes",
+}
+"""The same of every word that somebody may take for a field."""
+
+
+def refuse_foreign(word: str, where: str) -> None:
+    """Raise for one of these words, saying what to do instead.
+
+    Args:
+        word: The key that was given.
+        where: Where it was given, as the start of a sentence.
+
+    Raises:
+        QeRLError: It is one of them.
+    """
+    if word in INSTEAD:
+        raise QeRLError(f"{where} has the unknown key {word!r}; {INSTEAD[word]}.")
