@@ -71,7 +71,9 @@ def test_the_printed_command_scores_what_was_trained(tiny_run, tmp_path, capsys,
     assert result["problems"] == settings["task_options"]["test_size"]
     assert result["settings"]["max_tokens"] == 8
     assert f"weights {expected['weights']}" in said and str(run / "config.yaml") in said
-    assert "temperature 0.0 (default); temperature 1.0 (what the run sampled with)" in said
+    assert "Settings: " in said and "temperature 0.0 (default)" in said
+    assert said.count("dtype ") == 1
+    assert "The run sampled at temperature 1.0." in said
 
 
 def test_checkpoints_and_trainers_made_in_python_say_the_same(tiny_run, tmp_path, capsys):
@@ -89,7 +91,7 @@ def test_checkpoints_and_trainers_made_in_python_say_the_same(tiny_run, tmp_path
     words = ["--weights", "nvfp4", "--task", "arithmetic", "--max_tokens", "4", "--limit", "2"]
     out = ["--out", str(tmp_path / "flags")]
     result, said = score([*model, str(run / "checkpoint-1"), *words, *out], capsys)
-    assert result["source"]["weights"] == "nvfp4" and "weights nvfp4" in said and "(--weights)" in said
+    assert result["source"]["weights"] == "nvfp4" and "weights nvfp4" in said and "(from --weights)" in said
     assert (result["settings"]["max_tokens"], result["problems"]) == (4, 2)
     assert result["source"]["task_options"] == fields["task_options"], "the run's, one folder up"
     assert main(["generate", fields["model"], "hello", "--adapter", str(run)]) == 0

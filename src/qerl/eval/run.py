@@ -158,7 +158,7 @@ def decide(source: Source, choices: Choices) -> Loading:
     if dtype == "auto":
         full = choices.trained.settings.get("tuning") == "full"
         dtype = "bfloat16" if torch.cuda.is_available() and not full else "float32"
-        choices.note("dtype", dtype, "auto on this machine")
+        choices.note("dtype", dtype, "which is auto on this machine")
     kwargs = choices.take("chat_template_kwargs", source.chat_template_kwargs, {})
     return Loading(source.model, source.adapter, weights, rounding, getattr(torch, dtype), kwargs)
 
@@ -206,7 +206,7 @@ def evaluate_model(source: Source, request: Request, out: Path | None, console: 
     name, options = _task(request, choices)
     task = get_task(name, **options)
     loading = decide(source, choices)
-    _say(choices, loading, console)
+    _say(choices, params, loading, console)
     problems = held_out(task, request.limit)
     policy_json = loading.as_json()
     record = Record(
@@ -268,7 +268,7 @@ def answer(source: Source, prompt: str, request: Request, console: Console, syst
     elif system:
         messages.insert(0, {"role": "system", "content": system})
     loading = decide(source, choices)
-    _say(choices, loading, console)
+    _say(choices, params, loading, console)
     policy = load(loading, console)
     ids = Chat(policy.tokenizer, loading.chat_template_kwargs).ids(messages)
     seeded = replace(params, stop_token_ids=policy.stop_token_ids)
@@ -280,9 +280,6 @@ def _sampling(request: Request, choices: Choices) -> SamplingParams:
     tokens = choices.take("max_tokens", request.max_tokens, EVAL_TOKENS, key="max_completion_length")
     default = 0.0 if request.samples == 1 else 0.6
     temperature = choices.take("temperature", request.temperature, default, key="")
-    trained_at = choices.trained.settings.get("temperature", temperature)
-    if trained_at != temperature:
-        choices.note("temperature", trained_at, "what the run sampled with")
     return SamplingParams(tokens, temperature, request.top_p, seed=request.seed)
 
 
@@ -296,9 +293,11 @@ def _task(request: Request, choices: Choices) -> tuple[str, dict[str, Any]]:
     return name, options
 
 
-def _say(choices: Choices, loading: Loading, console: Console) -> None:
+def _say(choices: Choices, params: SamplingParams, loading: Loading, console: Console) -> None:
     """One line with the values and where they came from; a doubt about the adapter's base."""
-    console.print(f"Taken: {choices}.", markup=False, highlight=False, soft_wrap=True)
+    trained_at = choices.trained.settings.get("temperature", params.temperature)
+    of_run = "" if trained_at == params.temperature else f" The run sampled at temperature {trained_at}."
+    console.print(f"Settings: {choices}.{of_run}", markup=False, highlight=False, soft_wrap=True)
     doubt = check_base(loading.adapter, loading.model) if loading.adapter is not None else ""
     if doubt:
         console.print(doubt, markup=False, highlight=False, soft_wrap=True)

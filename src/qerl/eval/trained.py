@@ -98,7 +98,7 @@ class Choices:
 
     def __init__(self, trained: Trained) -> None:
         self.trained = trained
-        self._said: dict[str, list[str]] = {}
+        self._said: dict[str, tuple[Any, str]] = {}
 
     def take(self, name: str, given: Any, default: Any, key: str | None = None) -> Any:
         """A value; ``given`` and what the run says count unless they are None.
@@ -111,16 +111,20 @@ class Choices:
         """
         of_run = self.trained.settings.get(name if key is None else key)
         if given is not None:
-            return self.note(name, given, f"--{name}")
+            return self.note(name, given, f"from --{name}")
         if of_run is not None:
-            return self.note(name, of_run, str(self.trained.where))
+            return self.note(name, of_run, f"from {self.trained.where}")
         return self.note(name, default, "default")
 
     def note(self, name: str, value: Any, origin: str) -> Any:
-        """Keep where a value came from, and give the value."""
+        """Keep where a value came from, in the place of an earlier one of this name, and give the value."""
         if value not in (None, {}):
-            self._said.setdefault(origin, []).append(f"{name} {value}")
+            self._said[name] = value, origin
         return value
 
     def __str__(self) -> str:
-        return "; ".join(f"{', '.join(values)} ({origin})" for origin, values in self._said.items())
+        """Names and values by origin: ``task gsm8k, weights nvfp4 (from FILE); max_tokens 64 (default)``."""
+        by_origin: dict[str, list[str]] = {}
+        for name, (value, origin) in self._said.items():
+            by_origin.setdefault(origin, []).append(f"{name} {value}")
+        return "; ".join(f"{', '.join(values)} ({origin})" for origin, values in by_origin.items())

@@ -222,12 +222,12 @@ class QeRLConfig(GRPOConfig):
         instead_of_trl="Noise shifts every token a little; over a sequence that masks most long samples.",
     )
     ddp_broadcast_buffers: bool | None = _help(
-        "Stays off; see why below.",
+        "Whether the first of several processes sends the others its buffers in every pass; it cannot be on.",
         False,
         instead_of_trl="The packed weights are buffers that never change; DDP would send them in every pass.",
     )
     ddp_find_unused_parameters: bool | None = _help(
-        "Stays off; see why below.",
+        "Whether several processes look for adapters without a gradient; it cannot be on.",
         False,
         instead_of_trl="Every backward pass computes a sample, so all adapters have a gradient.",
     )
