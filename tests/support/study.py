@@ -64,8 +64,8 @@ class FakeTrainer:
         sick = [run.seed == 666 and self.done >= 3 for run in self.runs]
         return [
             {
-                "entropy": float(self.done) + run.seed % 1000,
-                "reward": float("nan") if ill else 0.5,
+                "rollout/entropy": float(self.done) + run.seed % 1000,
+                "rewards/accuracy/mean": float("nan") if ill else 0.5,
                 "diverged": float(ill),
             }
             for run, ill in zip(self.runs, sick, strict=True)

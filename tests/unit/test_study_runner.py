@@ -44,7 +44,7 @@ def test_every_run_is_computed_once_and_the_rate_is_chosen(tmp_path):
 def test_a_result_holds_the_whole_curve(tmp_path):
     computed(tmp_path, tiny_study())
     plain = json.loads((tmp_path / "runs" / "aqn-lr0.0002-s2.json").read_text())
-    assert plain["steps"]["entropy"] == [3.0, 4.0, 5.0, 6.0]
+    assert plain["steps"]["rollout/entropy"] == [3.0, 4.0, 5.0, 6.0]
     assert plain["eval_at"] == [0, 2, 4]
     run = tiny_study().test_runs(tiny_study().arms["aqn"], 2e-4)[2]
     assert plain["evaluations"]["accuracy"] == [
@@ -68,7 +68,7 @@ def test_a_diverged_run_is_kept_marked_and_counted(tmp_path, capsys):
     assert Runner(Store(tmp_path, study), FakeMake(), console).run()
     assert "1 diverged" in capsys.readouterr().out
     sick, sound = Store(tmp_path, study).results().tested("aqn")[::-1]
-    assert sick.diverged_at == 3 and sick.steps["reward"] == [0.5, 0.5, None, None]
+    assert sick.diverged_at == 3 and sick.steps["rewards/accuracy/mean"] == [0.5, 0.5, None, None]
     assert sick.accuracy[-1] == 0.0 and sound.diverged_at is None
 
 

@@ -45,6 +45,11 @@ def test_values_make_the_same_study():
     assert study.values()["arms"]["aqn"]["noise_sigma_start"] == 1e-2  # defaults are written out
 
 
+def test_noise_on_logits_is_driven_to_a_kl_too():
+    arms = {"a": {"logits_noise": 0.5, "noise_target_kl": 0.03, "noise_stages": 3}}
+    assert read_study(Path("x"), changed(arms=arms, comparisons={})).arms["a"].noise_target_kl == 0.03
+
+
 def test_a_sweep_runs_every_seed_at_every_rate():
     study = make_study(changed(tuning_seeds=0, comparisons={}))
     assert not study.tunes and study.tuning_runs(study.arms["none"]) == []
@@ -69,7 +74,18 @@ def test_a_sweep_runs_every_seed_at_every_rate():
             {"arms": {"a": {"match_entropy": "bb"}, "bb": {"match_entropy": "a"}}},
             "which follows another arm itself",
         ),
-        ({"arms": {"a": {"pass_at_k": 9}}}, "more than samples_per_prompt"),
+        ({"arms": {"a": {"pass_at_k": 9}}}, "the arm a has pass_at_k 9, more than the 8 samples_per_prompt."),
+        ({"arms": {"a": {"noise": True, "logits_noise": 1.0}}}, "in norms and in logits"),
+        ({"arms": {"a": {"noise": True, "noise_share": 0.01}}}, "is none of 8 samples"),
+        ({"arms": {"a": {"correction": "token_balance"}}}, "a noise_share below 1"),
+        (
+            {"arms": {"a": None}, "all_arms": {"noise_target_kl": 0.1}},
+            "needs `noise: true` or a logits_noise",
+        ),
+        (
+            {"arms": {"a": {"logits_noise": 1.0, "noise_share": 0.5}}, "comparisons": {}},
+            "does nothing without `noise: true`",
+        ),
         ({"comparisons": {"primary": [["aqm", "none"]]}}, "the arm 'aqm', which does not exist; did you"),
         ({"comparisons": {"primary": [["none", "none"]]}}, "none with itself"),
         ({"comparisons": {"primary": [["aqn", "none"]] * 2}}, "twice"),

@@ -67,7 +67,34 @@ def render(runs: Sequence[Run], curves: Curves, scores: Sequence[Score] = ()) ->
     title = f"QeRL run {runs[0].label}" if len(runs) == 1 else f"QeRL: {len(runs)} runs side by side"
     steps = [step for found in curves.values() for _, _, data in found for step in data.steps]
     figures = "\n".join(_figure(*item, (min(steps), max(steps))) for item in curves.items())
-    style = files("qerl.report").joinpath("page.css").read_text(encoding="utf-8")
+    intro = (
+        "Light lines are the logged values, strong lines their mean over a window of about a tenth of the "
+        "run. Point at a curve to read its value."
+    )
+    body = f"""<div class="charts">
+{figures}
+</div>
+{_scores(runs, scores)}
+<h2>Numbers</h2>
+{_numbers(curves)}
+{_settings(runs)}"""
+    return document(title, intro, body, _legend(runs))
+
+
+def style_sheet() -> str:
+    """The style of pages and drawings."""
+    return files("qerl.report").joinpath("page.css").read_text(encoding="utf-8")
+
+
+def document(title: str, intro: str, body: str, legend: str = "") -> str:
+    """A whole page that needs nothing but itself.
+
+    Args:
+        title: Of the page, as text.
+        intro: What the reader is to know first, as text.
+        body: The content, as HTML.
+        legend: What stays in sight while the page is scrolled, as HTML.
+    """
     return f"""<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -75,23 +102,16 @@ def render(runs: Sequence[Run], curves: Curves, scores: Sequence[Score] = ()) ->
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{escape(title)}</title>
 <style>
-{style}</style>
+{style_sheet()}</style>
 </head>
 <body>
 <header>
 <h1>{escape(title)}</h1>
-<p>Light lines are the logged values, strong lines their mean over a window of about a tenth of the run.
-Point at a curve to read its value.</p>
+<p>{escape(intro)}</p>
 </header>
-{_legend(runs)}
+{legend}
 <main>
-<div class="charts">
-{figures}
-</div>
-{_scores(runs, scores)}
-<h2>Numbers</h2>
-{_numbers(curves)}
-{_settings(runs)}
+{body}
 </main>
 <footer>qerl {escape(__version__)}</footer>
 </body>

@@ -59,7 +59,7 @@ def chart(metric: Metric, curves: Sequence[tuple[int, str, Series]], steps: tupl
     values = [value * metric.scale for _, _, data in curves for value in data.values]
     y_ticks = ticks(min(0.0, *values), max(0.0, *values), 5)
     frame = Frame((first, max(last, first + 1)), (y_ticks[0], y_ticks[-1]))
-    body = [_axes(metric, frame, y_ticks)]
+    body = [axes(frame, y_ticks, step_ticks(frame), metric.unit, "step")]
     body += [_curve(metric, frame, *curve) for curve in curves]
     return (
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(metric.title)} by step">'
@@ -85,36 +85,52 @@ def ticks(low: float, high: float, about: int) -> list[float]:
     return [i * step for i in range(first, last + 1)]
 
 
-def _axes(metric: Metric, frame: Frame, y_ticks: Sequence[float]) -> str:
+def step_ticks(frame: Frame) -> list[tuple[float, str]]:
+    """Where the axis of steps has marks, and what stands there."""
+    low, high = frame.x_range
+    return [(at, tick(at)) for at in ticks(low, high, 6) if low <= at <= high and at == int(at)]
+
+
+def axes(
+    frame: Frame, y_ticks: Sequence[float], x_ticks: Sequence[tuple[float, str]], unit: str, x_name: str
+) -> str:
+    """Grid, marks and names of both axes.
+
+    Args:
+        frame: Where values lie.
+        y_ticks: Values with a line and a number.
+        x_ticks: Places of marks along the lower edge, and the words there.
+        unit: Of the values, empty for pure numbers.
+        x_name: What the horizontal axis is.
+    """
     right, bottom = WIDTH - RIGHT, HEIGHT - BOTTOM
     out = []
     for value in y_ticks:
         y = frame.y(value)
         out.append(f'<line class="grid" x1="{LEFT}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>')
         out.append(
-            f'<text class="tick" x="{LEFT - 8}" y="{y:.1f}" dy=".33em" text-anchor="end">'
-            f"{_tick(value)}</text>"
+            f'<text class="tick" x="{LEFT - 8}" y="{y:.1f}" dy=".33em" text-anchor="end">{tick(value)}</text>'
         )
-    for value in ticks(*frame.x_range, 6):
-        if frame.x_range[0] <= value <= frame.x_range[1] and value == int(value):
-            x = frame.x(value)
-            out.append(f'<line class="axis" x1="{x:.1f}" x2="{x:.1f}" y1="{bottom}" y2="{bottom + 4}"/>')
-            out.append(
-                f'<text class="tick" x="{x:.1f}" y="{bottom + 20}" text-anchor="middle">{_tick(value)}</text>'
-            )
-    zero = frame.y(0.0)
+    for value, words in x_ticks:
+        x = frame.x(value)
+        out.append(f'<line class="axis" x1="{x:.1f}" x2="{x:.1f}" y1="{bottom}" y2="{bottom + 4}"/>')
+        out.append(
+            f'<text class="tick" x="{x:.1f}" y="{bottom + 20}" text-anchor="middle">{escape(words)}</text>'
+        )
+    zero = frame.y(min(max(0.0, y_ticks[0]), y_ticks[-1]))
     out.append(f'<line class="axis" x1="{LEFT}" x2="{right}" y1="{zero:.1f}" y2="{zero:.1f}"/>')
-    out.append(f'<text class="name" x="{right}" y="{HEIGHT - 5}" text-anchor="end">step</text>')
-    if metric.unit:
+    out.append(f'<text class="name" x="{right}" y="{HEIGHT - 5}" text-anchor="end">{escape(x_name)}</text>')
+    if unit:
         middle = (TOP + bottom) / 2
         out.append(
             f'<text class="name" transform="translate(16 {middle}) rotate(-90)" text-anchor="middle">'
-            f"{escape(metric.unit)}</text>"
+            f"{escape(unit)}</text>"
         )
     return "".join(out)
 
 
-def _tick(value: float) -> str:
+def tick(value: float) -> str:
+    """A number beside an axis."""
     return number(round(value, 12) + 0.0)  # neither -0 nor the tail of 3 * 0.1
 
 

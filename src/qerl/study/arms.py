@@ -72,6 +72,27 @@ class Arm:
     pass_at_k: PositiveInt | None = None
 
 
+def contradiction(arm: Arm, samples_per_prompt: int) -> str | None:
+    """Which of an arm's fields contradict each other, as the predicate of a sentence; None where none do.
+
+    Args:
+        arm: The arm.
+        samples_per_prompt: Size of a group.
+    """
+    noisy = round(arm.noise_share * samples_per_prompt)
+    if noisy == 0:
+        return f"has a noise_share of {arm.noise_share}, which is none of {samples_per_prompt} samples"
+    if arm.noise and arm.logits_noise:
+        return "has noise in norms and in logits; choose one"
+    if arm.noise_target_kl is not None and not (arm.noise or arm.logits_noise):
+        return "has noise_target_kl, which needs `noise: true` or a logits_noise above 0"
+    if arm.correction == "token_balance" and not (arm.noise and noisy < samples_per_prompt):
+        return "has the correction token_balance, which needs `noise: true` and a noise_share below 1"
+    if arm.pass_at_k is not None and arm.pass_at_k > samples_per_prompt:
+        return f"has pass_at_k {arm.pass_at_k}, more than the {samples_per_prompt} samples_per_prompt"
+    return None
+
+
 @dataclass(frozen=True)
 class Run:
     """One run of a study: an arm with a seed and a learning rate."""

@@ -23,7 +23,7 @@ from qerl.study.spec import Study, make_study
 ACCURACY = "accuracy"
 """Key of an evaluation: share of the problems that are answered right, greedily and without noise."""
 
-ROLLOUT_ENTROPY = "entropy"
+ROLLOUT_ENTROPY = "rollout/entropy"
 """Key of a step: mean entropy of the policy that drew the samples, in nats per token."""
 
 DIVERGED = "diverged"

@@ -32,7 +32,7 @@ from pydantic import Field
 from qerl.errors import QeRLError
 from qerl.noise.schedule import NoiseSchedule
 from qerl.settings.checks import Count, Positive, PositiveInt, Seed, Share, Text, checked
-from qerl.study.arms import Arm, Run
+from qerl.study.arms import Arm, Run, contradiction
 
 FIRST_TUNING_SEED = 1000
 """Where tuning seeds begin that are given as a number; test seeds begin at 0."""
@@ -125,6 +125,8 @@ class Study:
 _ARM_TYPES = get_type_hints(Arm, include_extras=True)
 _TYPES = get_type_hints(Study, include_extras=True)
 _NOT_FIELDS = ("all_arms",)
+_OF_LOGITS = ("noise_target_kl", "noise_sigma_start", "noise_sigma_end", "noise_stages", "noise_schedule")
+"""Fields by which noise on logits is driven to a KL."""
 
 
 def read_study(path: Path, values: Mapping[str, Any]) -> Study:
@@ -141,8 +143,11 @@ def read_study(path: Path, values: Mapping[str, Any]) -> Study:
     try:
         study = make_study(values)
         for name, arm in study.arms.items():
-            idle = [key for key in values["arms"][name] or () if key.startswith("noise_")]
-            if idle and not arm.noise:
+            acting = _acting(arm)
+            idle = [
+                key for key in values["arms"][name] or () if key.startswith("noise_") and key not in acting
+            ]
+            if idle:
                 raise QeRLError(f"arms.{name}.{idle[0]} does nothing without `noise: true`; add that.")
         return study
     except QeRLError as error:
@@ -178,6 +183,13 @@ def _arms(arms: Any, shared: Any) -> Iterator[tuple[str, Arm]]:
         if not isinstance(name, str) or not name.replace("_", "").replace("-", "").isalnum():
             raise QeRLError(f"the arm's name {name!r} must be letters, digits, - and _; it names files.")
         yield name, Arm(name=name, **base | _fields(f"arms.{name}", own))
+
+
+def _acting(arm: Arm) -> Sequence[str]:
+    """Fields of the noise that do something in an arm."""
+    if arm.noise:
+        return [key for key in _ARM_TYPES if key.startswith("noise_")]
+    return _OF_LOGITS if arm.logits_noise else []
 
 
 def _fields(where: str, values: Any) -> dict[str, Any]:
@@ -216,7 +228,9 @@ def _check_seeds_and_rates(study: Study) -> None:
 
 def _check_arms(study: Study) -> None:
     for name, arm in study.arms.items():
-        if arm.noise:
+        if wrong := contradiction(arm, study.samples_per_prompt):
+            raise QeRLError(f"the arm {name} {wrong}.")
+        if arm.noise or arm.noise_target_kl is not None:
             try:
                 NoiseSchedule(
                     arm.noise_sigma_start,
@@ -238,10 +252,6 @@ def _check_arms(study: Study) -> None:
                 raise QeRLError(
                     f"arms.{name}.match_entropy names {followed.name}, which follows another arm itself."
                 )
-        if arm.pass_at_k is not None and arm.pass_at_k > study.samples_per_prompt:
-            raise QeRLError(
-                f"arms.{name}.pass_at_k is more than samples_per_prompt, {study.samples_per_prompt}."
-            )
 
 
 def _check_comparisons(study: Study) -> None:

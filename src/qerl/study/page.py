@@ -1,0 +1,307 @@
+"""The page of a study: verdicts, paired differences, curves by arm, every learning rate, collapses.
+
+It is made from results alone, needs no network and holds no script, as the report of runs, whose style it
+has. A study that is under way has a page too: of the runs that are finished.
+"""
+
+from collections.abc import Iterator, Sequence
+from html import escape
+from pathlib import Path
+from statistics import fmean, stdev
+
+import numpy as np
+
+from qerl.errors import QeRLError
+from qerl.report.metrics import Metric, number
+from qerl.report.page import differing, document
+from qerl.study.figures import Band, band, band_chart, difference_chart, standalone
+from qerl.study.results import ACCURACY, ROLLOUT_ENTROPY, Results, RunResult, Values
+from qerl.study.statistics import Comparison, compare
+
+EVALUATED = (
+    Metric(ACCURACY, "Greedy accuracy on held-out problems, without noise", "%", share=True),
+    Metric("entropy", "Entropy of the clean policy on fixed prefixes", "nats per token"),
+)
+LOGGED = (
+    Metric("rewards/accuracy/mean", "Accuracy of samples", "%", share=True),
+    Metric(ROLLOUT_ENTROPY, "Entropy of the policy that samples", "nats per token"),
+    Metric("sampling/kl", "KL of sampler and trainer", "nats per token"),
+)
+"""What is drawn of evaluations and of steps, where it was recorded."""
+
+DIFFERENCES = "differences"
+"""Name of the drawing of paired differences."""
+
+AREA = Metric("area", "Area under the curve of accuracy", "%", share=True)
+
+
+def write_page(results: Results, path: Path) -> None:
+    """Write the page of a study.
+
+    Raises:
+        QeRLError: A comparison needs scipy and it is not installed, or the file cannot be written.
+    """
+    text = render(results, compare(results))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise QeRLError(f"The page cannot be written to {path}: {error.strerror or error}.") from error
+
+
+def write_figures(results: Results, folder: Path) -> list[Path]:
+    """Write each drawing of the page as an SVG file of its own, and return the files.
+
+    Raises:
+        QeRLError: As :func:`write_page`.
+    """
+    drawings = dict(_drawings(results, compare(results)))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        paths = []
+        for name, (_, svg) in drawings.items():
+            paths.append(folder / f"{name}.svg")
+            paths[-1].write_text(standalone(svg), encoding="utf-8")
+    except OSError as error:
+        raise QeRLError(f"Figures cannot be written to {folder}: {error.strerror or error}.") from error
+    return paths
+
+
+def render(results: Results, comparisons: Sequence[Comparison]) -> str:
+    """The page as text."""
+    study = results.study
+    intro = (
+        f"{len(results.runs)} finished runs of {study.steps} steps, {study.prompts_per_step} prompts x "
+        f"{study.samples_per_prompt} samples. Bands and whiskers are 95 % intervals of the mean over seeds. "
+        "Arms share their seeds: what carries a claim is the difference seed by seed, not whether bands "
+        "overlap."
+    )
+    drawings = dict(_drawings(results, comparisons))
+    figures = {
+        name: f"<figure><figcaption>{escape(title)}</figcaption>{svg}</figure>"
+        for name, (title, svg) in drawings.items()
+    }
+    differences = figures.pop(DIFFERENCES, "")  # as wide as the page
+    body = "\n".join(
+        [
+            _verdicts(comparisons),
+            differences,
+            f'<div class="charts">{"".join(figures.values())}</div>',
+            "<h2>Arms</h2>",
+            _arms(results),
+            "<h2>Learning rates</h2>",
+            _rates(results),
+            _settings(results),
+        ]
+    )
+    return document(f"QeRL study: {study.model} on {study.task}", intro, body)
+
+
+def _drawings(results: Results, comparisons: Sequence[Comparison]) -> Iterator[tuple[str, tuple[str, str]]]:
+    """Name, title and SVG of each drawing."""
+    if comparisons:
+        yield DIFFERENCES, ("Paired differences", difference_chart(comparisons))
+    for group, labelled in _groups(results):
+        suffix, of = (f"-{group}", f", {group}") if group else ("", "")
+        for metric in (*EVALUATED, *_strata(results)):
+            if bands := list(_evaluated(metric, labelled)):
+                yield _name(metric, suffix), (f"{metric.title}{of}", band_chart(metric, bands))
+        for metric in LOGGED:
+            if bands := list(_logged(metric, labelled)):
+                yield _name(metric, suffix), (f"{metric.title}{of}", band_chart(metric, bands))
+    if bands := list(_by_rate(results)):
+        labels = [f"{rate:g}" for rate in sorted(results.study.learning_rates)]
+        seeds = "tuning seeds" if results.study.tunes else "all seeds"
+        yield (
+            "rates",
+            (f"{AREA.title} by learning rate, {seeds}", band_chart(AREA, bands, labels, "learning rate")),
+        )
+
+
+def _name(metric: Metric, suffix: str) -> str:
+    return metric.key.replace("/", "-") + suffix
+
+
+Labelled = list[tuple[int, str, list[RunResult]]]
+"""Index for the colour, label and runs of each curve of a drawing."""
+
+
+def _groups(results: Results) -> Iterator[tuple[str, Labelled]]:
+    """Curves that share a drawing: arms of a family of comparisons, all arms, or a sweep's learning rates."""
+    study = results.study
+    if not study.tunes and len(study.learning_rates) > 1:
+        for name in study.arms:
+            curves = [(f"{rate:g}", results.of(name, rate)) for rate in sorted(study.learning_rates)]
+            yield (
+                (name if len(study.arms) > 1 else ""),
+                [(i, label, runs) for i, (label, runs) in enumerate(curves) if runs],
+            )
+        return
+    tested = {name: results.tested(name) for name in study.arms}
+    families = study.comparisons or {"": [[name] for name in study.arms]}
+    for family, pairs in families.items():
+        wanted = {name for pair in pairs for name in pair}
+        yield (
+            (family if len(families) > 1 else ""),
+            [(i, name, runs) for i, (name, runs) in enumerate(tested.items()) if name in wanted and runs],
+        )
+
+
+def _strata(results: Results) -> list[Metric]:
+    """Accuracies of parts of the problems, where the task tells parts apart."""
+    keys = dict.fromkeys(key for result in results.runs for key in result.evaluations)
+    return [
+        Metric(key, f"Greedy accuracy, {key.removeprefix(f'{ACCURACY}/').replace('_', ' ')}", "%", share=True)
+        for key in keys
+        if key.startswith(f"{ACCURACY}/")
+    ]
+
+
+def _evaluated(metric: Metric, labelled: Labelled) -> Iterator[Band]:
+    for index, label, runs in labelled:
+        if metric.key == ACCURACY:
+            rows = [list(result.accuracy) for result in runs]
+        else:
+            rows = [found for result in runs if (found := _whole(result.evaluations.get(metric.key, [])))]
+        if rows:
+            yield band(index, label, runs[0].eval_at, np.array(rows))
+
+
+def _logged(metric: Metric, labelled: Labelled) -> Iterator[Band]:
+    for index, label, runs in labelled:
+        rows = [found for result in runs if (found := _whole(result.steps.get(metric.key, [])))]
+        if rows:
+            yield band(index, label, range(1, len(rows[0]) + 1), np.array(rows))
+
+
+def _whole(values: Values) -> list[float]:
+    """Values all of which are finite; of a run that diverged nothing is drawn but its accuracy."""
+    found = [value for value in values if value is not None]
+    return found if len(found) == len(values) else []
+
+
+def _by_rate(results: Results) -> Iterator[Band]:
+    study = results.study
+    rates = sorted(study.learning_rates)
+    if len(rates) < 2:
+        return
+    seeds = study.tuning_seeds if study.tunes else study.test_seeds
+    for index, name in enumerate(study.arms):
+        found = [results.of(name, rate, seeds) for rate in rates]
+        if all(len(runs) == len(seeds) for runs in found):
+            areas = np.array([[result.area for result in runs] for runs in found]).T
+            yield band(index, name, range(len(rates)), areas)
+
+
+def _verdicts(comparisons: Sequence[Comparison]) -> str:
+    if not comparisons:
+        return ""
+    rows = []
+    for one in comparisons:
+        low, high = one.interval
+        words = (one.family, f"{one.first} \N{MINUS SIGN} {one.second}", one.verdict)
+        numbers = (
+            f"{one.mean:+.4f}",
+            f"{low:+.4f} to {high:+.4f}",
+            number(one.holm),
+            number(one.p_equivalent),
+            f"{one.detectable:.4f}",
+            f"{one.collapses[0]} and {one.collapses[1]}",
+            number(one.p_collapse),
+            str(one.seeds),
+        )
+        rows.append((words, numbers))
+    heads = (
+        ("family", "first \N{MINUS SIGN} second", "verdict"),
+        (
+            "difference",
+            "95 % interval",
+            "p, Holm",
+            "p, equivalent",
+            "would have seen",
+            "collapses",
+            "p",
+            "seeds",
+        ),
+    )
+    return (
+        "<h2>Comparisons</h2><p>Difference in the area under the curve of greedy accuracy, paired by seed; "
+        "its BCa bootstrap interval; Wilcoxon's signed-rank test with Holm's correction within the family; "
+        f"two one-sided t tests against \N{PLUS-MINUS SIGN}{comparisons[0].equivalence:g}; the smallest "
+        "difference that would have been found with power .8; runs that collapsed, with McNemar's test.</p>"
+        + _table(heads, rows)
+    )
+
+
+Cells = tuple[Sequence[str], Sequence[str]]
+"""A line of a table: words, then numbers."""
+
+
+def _table(heads: Cells, rows: Sequence[Cells]) -> str:
+    words, numbers = heads
+    head = "".join(f"<th>{escape(text)}</th>" for text in words)
+    head += "".join(f"<th class='num'>{escape(text)}</th>" for text in numbers)
+    body = "".join(
+        f"<tr>{''.join(f'<td>{escape(text)}</td>' for text in words)}"
+        f"{''.join(f'<td class=num>{escape(text)}</td>' for text in numbers)}</tr>"
+        for words, numbers in rows
+    )
+    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+_HEADS: Cells = (
+    ("arm",),
+    ("learning rate", "seeds", "area, %", "SD", "accuracy at the end, %", "SD", "collapsed", "diverged"),
+)
+
+
+def _arms(results: Results) -> str:
+    """What each arm reached on the test seeds; in a sweep at every learning rate."""
+    study, rows = results.study, []
+    for name in study.arms:
+        rate = results.rate(name)
+        rates = [rate] if rate is not None else [] if study.tunes else sorted(study.learning_rates)
+        rows += [
+            _row(results, name, at, runs) for at in rates if (runs := results.of(name, at, study.test_seeds))
+        ]
+    return _table(_HEADS, rows)
+
+
+def _rates(results: Results) -> str:
+    """Every learning rate of every arm, on the tuning seeds; the chosen one is marked."""
+    study, rows = results.study, []
+    if not study.tunes:
+        return "<p>None was chosen; every seed ran at each that the study names.</p>"
+    for name in study.arms:
+        chosen = results.rate(name)
+        for rate in sorted(study.learning_rates):
+            if runs := results.of(name, rate, study.tuning_seeds):
+                rows.append(_row(results, name, rate, runs, "chosen " if rate == chosen else ""))
+    return _table(_HEADS, rows)
+
+
+def _row(results: Results, name: str, rate: float, runs: Sequence[RunResult], mark: str = "") -> Cells:
+    cells = [f"{mark}{rate:g}", str(len(runs))]
+    for values in ([result.area for result in runs], [result.accuracy[-1] for result in runs]):
+        cells += [f"{100 * fmean(values):.1f}", f"{100 * stdev(values):.1f}" if len(values) > 1 else ""]
+    cells.append(str(sum(results.collapsed(result) for result in runs)))
+    cells.append(str(sum(result.diverged_at is not None for result in runs)))
+    return (name,), cells
+
+
+def _settings(results: Results) -> str:
+    """Fields in which arms differ."""
+    arms = results.study.values()["arms"]
+    rows = differing(list(arms.values())) if len(arms) > 1 else {}
+    if not rows:
+        return ""
+    head = "".join(f"<th>{escape(name)}</th>" for name in arms)
+    body = "".join(
+        f"<tr><th>{escape(key)}</th>{''.join(f'<td>{escape(value)}</td>' for value in values)}</tr>"
+        for key, values in rows.items()
+    )
+    return (
+        "<h2>What the arms are</h2>"
+        f'<div class="scroll"><table class="settings"><thead><tr><th>field</th>{head}</tr></thead>'
+        f"<tbody>{body}</tbody></table></div>"
+    )
