@@ -107,7 +107,8 @@ def noisy_norms(model: nn.Module, offsets: Mapping[str, torch.Tensor]) -> Iterat
 
     Args:
         model: The model, PEFT-wrapped or not.
-        offsets: Z by norm name, as ``AdaptiveNoise.offsets`` returns it; empty leaves the model as it is.
+        offsets: Z by norm name, as ``AdaptiveNoise.offsets`` returns it, or [B, 1, D] with a Z for each row
+            of a batch [B, T, D]; empty leaves the model as it is.
 
     Raises:
         QeRLError: A name that the model does not have, or a Z of another width than the norm's weight.
@@ -117,10 +118,10 @@ def noisy_norms(model: nn.Module, offsets: Mapping[str, torch.Tensor]) -> Iterat
     with ExitStack() as stack:
         for name, offset in offsets.items():
             norm = modules.get(name)
-            if norm is None or _weight(norm).shape != offset.shape:
+            if norm is None or _weight(norm).shape != offset.shape[-1:]:
                 raise QeRLError(
-                    f"{type(base).__name__} has no norm {name!r} of width {offset.numel()} to add noise to; "
-                    "draw the noise with an AdaptiveNoise built for this model."
+                    f"{type(base).__name__} has no norm {name!r} of width {offset.shape[-1]} to add noise "
+                    "to; draw the noise with an AdaptiveNoise built for this model."
                 )
             stack.enter_context(_noisy(norm, offset))
         yield

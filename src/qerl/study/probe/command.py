@@ -1,0 +1,327 @@
+"""`qerl study` on a probe: which cells there are, in which order they are measured, and what is kept.
+
+A *job* is what shares a calibration: a policy and a task under one perturbation, at all targets. Its cells
+are kept one by one. Jobs are ordered by policy, which is loaded once.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from functools import cached_property
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from torch import nn
+
+from qerl.eval.evaluate import versions
+from qerl.families.parts import base_model
+from qerl.models.fingerprint import checkpoint_fingerprint
+from qerl.models.hub import local_checkpoint
+from qerl.models.load import load_tokenizer
+from qerl.study.probe.calibrate import find_strengths
+from qerl.study.probe.material import Material, make_material
+from qerl.study.probe.measure import by_problem, on_prefixes, on_solutions
+from qerl.study.probe.page import write_figures, write_page
+from qerl.study.probe.perturb import CLEAN, Perturbation
+from qerl.study.probe.policies import Policies
+from qerl.study.probe.spec import Probe, read_probe
+from qerl.study.probe.store import PAGE_FILE, Cell, Store, read_results
+from qerl.study.probe.walk import Floats, Rows, Walk, Walker
+
+TEMPERATURES = (0.25, 4.0)
+"""Between which a format's entropy is matched."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """Cells of one policy and task.
+
+    Attributes:
+        policy: Name of the policy; None for an untrained one in a format.
+        task: Name of the task.
+        what: Name of the perturbation or format, or `clean`.
+        draw: Of a format with random errors.
+    """
+
+    policy: str | None
+    task: str
+    what: str
+    draw: int = 0
+
+    @property
+    def name(self) -> str:
+        """Of its lock, and the beginning of its cells' names."""
+        if self.policy is None:
+            return f"format-{self.task}-{self.what}-{self.draw}"
+        return f"{self.policy}-{self.task}-{self.what}"
+
+
+def jobs_of(probe: Probe, policies: Sequence[str]) -> list[Job]:
+    """All jobs of a probe, formats first, each policy's together."""
+    formats = [
+        Job(None, task, name, draw)
+        for name, format in probe.formats.items()
+        for draw, task in product(range(format.draws), probe.tasks)
+    ]
+    whats = ["clean", *probe.perturbations]
+    return formats + [Job(*names) for names in product(policies, probe.tasks, whats)]
+
+
+def cells_of(probe: Probe, job: Job) -> list[str]:
+    """Names of a job's cells.
+
+    A clean job has two, with other random numbers: one that the perturbed cells are compared with, which has
+    their numbers, and one that says beforehand which problems are hard.
+    """
+    if job.policy is None:
+        first = job.what == next(iter(probe.formats))
+        return [f"{job.name}-{part}" for part in (["plain"] if first else ["plain", "matched"])]
+    if job.what == "clean":
+        return [job.name, f"{job.name}-reference"]
+    return [f"{job.name}-{target:g}" for target in probe.target_kl]
+
+
+def run_probe(
+    path: Path, values: Mapping[str, Any], output_dir: Path | None, dry_run: bool, console: Console
+) -> int:
+    """Measure what is missing of a probe, and write results and page once nothing is.
+
+    Args:
+        path: The probe's file, for messages and for the default folder, `runs/NAME`.
+        values: What it holds.
+        output_dir: The folder; several processes may share it.
+        dry_run: Say what would be measured, and measure nothing.
+        console: Where progress is shown, a line for each cell.
+
+    Returns:
+        The exit status.
+
+    Raises:
+        QeRLError: Anything the user can mend.
+    """
+    probe = read_probe(path, values)
+    folder = output_dir or Path("runs") / path.stem
+    policies = Policies(probe, folder, console)
+    policies.check()
+    jobs = jobs_of(probe, policies.names)
+    if dry_run:
+        count = sum(len(cells_of(probe, job)) for job in jobs)
+        console.print(
+            f"{count} cells in {len(jobs)} jobs: {', '.join(job.name for job in jobs)}.", highlight=False
+        )
+        return 0
+    found = local_checkpoint(probe.model)
+    store = Store(folder, {"probe": probe.values(), "fingerprint": checkpoint_fingerprint(found)})
+    run = Run(probe, store, policies, console)
+    run.measure(jobs)
+    missing = [name for job in jobs for name in cells_of(probe, job) if not store.has(name)]
+    if missing:
+        console.print(f"{len(missing)} cells are with other processes; the last one writes the page.")
+        return 0
+    store.write_results(run.results(jobs))
+    draw_probe(folder, None)
+    console.print(f"Wrote {folder / PAGE_FILE}.", highlight=False)
+    return 0
+
+
+def draw_probe(path: Path, figures: Path | None) -> None:
+    """Draw the page, and the figures if a folder is given for them, from results alone.
+
+    Args:
+        path: A probe's folder, whose page is written, or a file of results, beside which it is written.
+        figures: Folder for the figures as SVG.
+
+    Raises:
+        QeRLError: The probe is not finished, or a file is damaged or cannot be written.
+    """
+    results = read_results(path)
+    write_page(results, (path if path.is_dir() else path.parent) / PAGE_FILE)
+    if figures is not None:
+        write_figures(results, figures)
+
+
+class Run:
+    """Measures jobs.
+
+    Args:
+        probe: The probe.
+        store: Its folder.
+        policies: Its policies.
+        console: Where progress is shown.
+    """
+
+    def __init__(self, probe: Probe, store: Store, policies: Policies, console: Console) -> None:
+        self._probe, self._store, self._policies, self._console = probe, store, policies, console
+        self._written: dict[str, tuple[Walk, float]] = {}
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        return load_tokenizer(self._probe.model)
+
+    @cached_property
+    def _materials(self) -> dict[str, Material]:
+        return {task: make_material(self._probe, task, self._tokenizer) for task in self._probe.tasks}
+
+    def measure(self, jobs: Sequence[Job]) -> None:
+        """Measure the cells of all jobs that no other process has measured or is measuring."""
+        start, done = time.perf_counter(), 0
+        for index, job in enumerate(jobs):
+            with self._store.claimed(job.name) as mine:
+                wanted = [name for name in cells_of(self._probe, job) if not self._store.has(name)]
+                if not mine or not wanted:
+                    continue
+                for name, cell in self._cells(job, wanted):
+                    self._store.write(name, cell)
+                    done += 1
+                    rest = sum(
+                        not self._store.has(other)
+                        for later in jobs[index:]
+                        for other in cells_of(self._probe, later)
+                    )
+                    seconds = (time.perf_counter() - start) / done * rest
+                    self._console.print(
+                        f"{name}: {_said(cell)}; {rest} cells left, {seconds / 60:.1f} min at this pace",
+                        highlight=False, soft_wrap=True,
+                    )  # fmt: skip
+
+    def results(self, jobs: Sequence[Job]) -> dict[str, Any]:
+        """The content of the file of results, once all cells are measured."""
+        names = [name for job in jobs for name in cells_of(self._probe, job)]
+        return {
+            "probe": self._probe.values(),
+            "strata": {task: material.strata for task, material in self._materials.items()},
+            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+            "versions": versions(),
+            "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+            "cells": {name: self._store.read(name) for name in names},
+        }
+
+    def _cells(self, job: Job, wanted: Sequence[str]) -> Iterator[tuple[str, Cell]]:
+        if job.policy is None:
+            cells = self._format(job, wanted)
+        elif job.what == "clean":
+            cells = self._clean(job, wanted)
+        else:
+            cells = self._perturbed(job, wanted)
+        start = time.perf_counter()
+        for name, cell in cells:
+            shared = {"policy": job.policy, "task": job.task, "what": job.what, "draw": job.draw}
+            yield name, {**shared, **cell, "seconds": round(time.perf_counter() - start, 2)}
+            start = time.perf_counter()
+
+    def _clean(self, job: Job, wanted: Sequence[str]) -> Iterator[tuple[str, Cell]]:
+        assert job.policy is not None
+        model = self._policies.policy(job.policy)
+        for name in wanted:
+            reference = name.endswith("-reference")
+            walker = self._walker(model, self._materials[job.task].prompts, self._probe.seed + reference)
+            yield name, {"strength": 0.0, "numbers": self._sampled(walker, job.task, CLEAN, 0.0)}
+
+    def _perturbed(self, job: Job, wanted: Sequence[str]) -> Iterator[tuple[str, Cell]]:
+        assert job.policy is not None
+        perturbation = self._probe.perturbations[job.what]
+        model = self._policies.policy(job.policy)
+        material = self._materials[job.task]
+        calibration = self._walker(model, material.calibration)
+        both = zip(self._probe.target_kl, cells_of(self._probe, job), strict=True)
+        targets = [target for target, name in both if name in wanted]
+        found = find_strengths(
+            self._means(calibration, perturbation, lambda walk: walk.kl), targets, *perturbation.range
+        )
+        walker = self._walker(model, material.prompts)
+        for name, target, at in zip(wanted, targets, found, strict=True):
+            cell = Cell(target=target, strength=at.strength, calibrated=at.measured)
+            cell["numbers"] = self._sampled(walker, job.task, perturbation, at.strength)
+            cell["solutions"] = self._solutions(walker, job.task, perturbation, at.strength)
+            yield name, cell
+
+    def _format(self, job: Job, wanted: Sequence[str]) -> Iterator[tuple[str, Cell]]:
+        writer, entropy = self._baseline(job.task)
+        model = self._policies.format(job.what, job.draw)
+        material = self._materials[job.task]
+        walker = self._walker(model, material.prompts)
+        for name in wanted:
+            temperature, cell = 1.0, Cell()
+            if name.endswith("-matched"):
+                calibration = self._walker(model, material.calibration)
+                entropies = self._means(calibration, CLEAN, lambda walk: walk.entropy, zero=1)
+                (found,) = find_strengths(entropies, [entropy], *TEMPERATURES)
+                temperature = found.strength
+                cell |= {"target_entropy": entropy, "calibrated": found.measured}
+            else:
+                rows = Rows.of(range(len(material.prompts)), self._probe.prefix_samples)
+                cell["prefixes"] = on_prefixes(rows, walker.walk(rows, CLEAN, writer.tokens), writer)
+                cell["error"] = self._policies.error(job.what, job.draw)
+            numbers = self._sampled(walker, job.task, CLEAN, temperature - 1)
+            yield name, {"temperature": temperature, "numbers": numbers, **cell}
+
+    def _baseline(self, task: str) -> tuple[Walk, float]:
+        """What the first format writes, and the entropy that the others are brought to."""
+        if task not in self._written:
+            model, material = self._policies.format(next(iter(self._probe.formats))), self._materials[task]
+            rows = Rows.of(range(len(material.prompts)), self._probe.prefix_samples)
+            walk = self._walker(model, material.prompts).walk(rows)
+            calibration = self._walker(model, material.calibration)
+            (entropy,) = self._means(calibration, CLEAN, lambda walk: walk.entropy)([0.0])
+            self._written[task] = walk, entropy
+        return self._written[task]
+
+    def _walker(self, model: nn.Module, prompts: Sequence[Sequence[int]], seed: int | None = None) -> Walker:
+        stops = base_model(model).generation_config.eos_token_id
+        ids = {self._tokenizer.eos_token_id, *([stops] if isinstance(stops, int) else stops or [])}
+        return Walker(
+            model,
+            prompts,
+            sorted(ids),
+            self._tokenizer.pad_token_id,
+            self._probe.max_completion_length,
+            self._probe.seed if seed is None else seed,
+            self._probe.batch_rows,
+        )
+
+    def _means(
+        self, walker: Walker, perturbation: Perturbation, of: Callable[[Walk], Floats], zero: float = 0.0
+    ) -> Callable[[Sequence[float]], list[float]]:
+        """Means of something over the tokens of the calibration set, at strengths counted from `zero`."""
+
+        def means(strengths: Sequence[float]) -> list[float]:
+            rows = Rows.of(
+                range(len(walker.prompts)), self._probe.calibration_samples, [s - zero for s in strengths]
+            )
+            walk = walker.walk(rows, perturbation)
+            parts = np.arange(len(rows)).reshape(len(strengths), -1)
+            return [float(of(walk)[part][walk.valid[part]].mean(dtype=np.float64)) for part in parts]
+
+        return means
+
+    def _sampled(
+        self, walker: Walker, task: str, perturbation: Perturbation, strength: float
+    ) -> dict[str, Any]:
+        rows = Rows.of(range(self._probe.problems), self._probe.samples, [strength])
+        return by_problem(rows, walker.walk(rows, perturbation), self._materials[task].judge)
+
+    def _solutions(
+        self, walker: Walker, task: str, perturbation: Perturbation, strength: float
+    ) -> dict[str, Any]:
+        solutions = self._materials[task].solutions
+        rows = Rows.of(range(len(solutions)), self._probe.solution_draws, [strength])
+        if not len(rows):
+            return {}
+        own = replace(perturbation, noise_per="sample")  # each row has a draw of its own
+        return on_solutions(rows, walker.walk(rows, own, solutions[rows.problem]))
+
+
+def _said(cell: Cell) -> str:
+    """A cell in a few words."""
+    numbers = cell["numbers"]
+    tokens = sum(numbers["tokens"])
+    right = np.mean(numbers["right"])
+    return (
+        f"{right:.2f} right samples a problem, {sum(numbers['kl']) / tokens:.4f} nats of KL and "
+        f"{sum(numbers['entropy']) / tokens:.3f} of entropy a token, {cell['seconds']:.1f} s"
+    )

@@ -1,0 +1,124 @@
+"""The folder of a probe: what is measured, and who measures what.
+
+    FOLDER/
+      probe.json             the probe with every default, and the fingerprint of its model
+      cells/NAME.json        a measured cell
+      jobs/NAME.lock         held by the process that computes the job's cells
+      policies/step_N/       adapters of the clean run, where the probe trains one
+      results.json.gz        all cells, once the last one is measured
+      probe.html             the page, made from results.json.gz
+
+A cell's file is written aside and renamed: it is whole or not there, and a cell that has one is never
+measured again. Several processes, on several GPUs, may work in one folder: each claims a job by a lock that
+the system releases when the process ends, however it ends.
+"""
+
+import contextlib
+import gzip
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from qerl.errors import QeRLError
+from qerl.run_folder import read_json
+
+PROBE_FILE, RESULTS_FILE, PAGE_FILE = "probe.json", "results.json.gz", "probe.html"
+
+Cell = dict[str, Any]
+
+
+class Store:
+    """The folder of one probe.
+
+    Args:
+        folder: The folder, which is made.
+        head: What all cells share: the probe's values and its model's fingerprint.
+
+    Raises:
+        QeRLError: The folder holds another probe, or cannot be written.
+    """
+
+    def __init__(self, folder: Path, head: dict[str, Any]) -> None:
+        self.folder = folder
+        head = json.loads(json.dumps(head))
+        try:
+            for part in ("cells", "jobs"):
+                (folder / part).mkdir(parents=True, exist_ok=True)
+            with FileLock(folder / "jobs" / "probe.lock"):
+                old = read_json(folder / PROBE_FILE)
+                differ = [key for key in head if old.get(key, head[key]) != head[key]]
+                if differ or (not old and any((folder / "cells").iterdir())):
+                    why = f": its {differ[0]} is another one" if differ else ""
+                    raise QeRLError(f"{folder} holds another probe{why}; choose another --output_dir.")
+                _replace(folder / PROBE_FILE, (json.dumps(head, indent=1) + "\n").encode())
+        except OSError as error:
+            raise QeRLError(
+                f"{folder} cannot be written: {error.strerror}; choose another --output_dir."
+            ) from error
+
+    def has(self, name: str) -> bool:
+        """Whether a cell is measured."""
+        return self._path(name).is_file()
+
+    def write(self, name: str, cell: Cell) -> None:
+        """Keep a cell."""
+        _replace(self._path(name), (json.dumps(cell, allow_nan=False) + "\n").encode())
+
+    def read(self, name: str) -> Cell:
+        """A cell.
+
+        Raises:
+            QeRLError: Its file is damaged.
+        """
+        try:
+            return json.loads(self._path(name).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise QeRLError(
+                f"{self._path(name)} is damaged ({error}); delete it, and it is measured again."
+            ) from error
+
+    @contextlib.contextmanager
+    def claimed(self, job: str) -> Iterator[bool]:
+        """A block in which no other process computes a job; false where another one does already."""
+        lock = FileLock(self.folder / "jobs" / f"{job}.lock")
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            yield False
+            return
+        try:
+            yield True
+        finally:
+            lock.release()
+
+    def write_results(self, results: dict[str, Any]) -> Path:
+        """Write the results of all cells into one file."""
+        path = self.folder / RESULTS_FILE
+        _replace(path, gzip.compress(json.dumps(results, allow_nan=False).encode(), mtime=0))
+        return path
+
+    def _path(self, name: str) -> Path:
+        return self.folder / "cells" / f"{name}.json"
+
+
+def read_results(path: Path) -> dict[str, Any]:
+    """Results of a probe, from its folder or from a file.
+
+    Raises:
+        QeRLError: There are none, or they are damaged.
+    """
+    file = path / RESULTS_FILE if path.is_dir() else path
+    try:
+        return json.loads(gzip.decompress(file.read_bytes()))
+    except (OSError, EOFError, ValueError) as error:
+        raise QeRLError(f"{file} is no finished probe ({error}); run it to its end first.") from error
+
+
+def _replace(path: Path, content: bytes) -> None:
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    aside.write_bytes(content)
+    aside.replace(path)

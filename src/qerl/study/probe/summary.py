@@ -1,0 +1,249 @@
+"""From the cells of a probe to what they say: estimates with 95 % intervals, paired with the clean cell.
+
+An interval is the percentile interval of a bootstrap over problems: problems are drawn with replacement, the
+same ones for a cell and for the clean cell that it is compared with, so that what is common to both cancels.
+Each problem has a draw of the noise of its own (`qerl.study.probe.perturb`), so the interval covers the draws
+too. It does not cover other policies or other models.
+
+The primary number is the gain in the logarithm of P(at least one of 8 samples is right), averaged over
+problems before the logarithm, divided by the measured KL: what a nat of distance from the clean policy buys a
+group of 8.
+
+Shapes: P problems, N resamples.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from qerl.eval.interval import pass_at
+
+Array = npt.NDArray[np.float64]
+Results = dict[str, Any]
+
+RESAMPLES = 2000
+KS = (1, 4, 8, 16, 64)
+"""Samples k of pass@k; those above the number of samples are left out."""
+
+GROUP = 8
+"""k of the primary number."""
+
+HARD = 0.1
+"""A problem is hard if at most this share of an independent set of clean samples is right."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A number and its 95 % interval; NaN where it is not defined."""
+
+    value: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one cell says.
+
+    Attributes:
+        cell: Its name.
+        policy, task, what: As in the cell; `policy` is None for a format.
+        target: Wanted KL, None where none was.
+        strength: Of the perturbation; of a format the temperature.
+        numbers: Estimates by name, see `read_rows`.
+    """
+
+    cell: str
+    policy: str | None
+    task: str
+    what: str
+    target: float | None
+    strength: float
+    numbers: dict[str, Estimate]
+
+
+def read_rows(results: Results) -> list[Row]:
+    """What the cells of a probe say, in their order, clean references left out.
+
+    Returns:
+        Each row has `pass@k`, `solved` (share of problems with a right sample), `answers` (distinct ones a
+        problem), `kl` and `entropy` a token, `ess` (share of the samples), `ess_token` (share of the tokens).
+        Rows of perturbations have, paired with clean, `success` (difference of pass@1), `gain` (of log
+        pass@8), `per_nat` (the same divided by KL), `hard` (difference of pass@1 on hard problems), and from
+        worked solutions `shift`, `spread` and `lift`. Rows of formats have, paired with the first format,
+        `success`, `gain`, and `entropy_more`; at temperature 1 also `prefix_entropy`, `prefix_more` and
+        `prefix_kl` along given prefixes and `error`, that of the weights.
+    """
+    cells = results["cells"]
+    rows = []
+    for name, cell in cells.items():
+        if name.endswith("-reference"):
+            continue
+        clean = _clean_of(results, cell)
+        boot = _Boot(cell, clean, results["probe"]["samples"])
+        numbers = boot.own()
+        if clean is not None and clean is not cell:
+            numbers |= boot.paired()
+        if cell["policy"] is not None:
+            numbers |= (
+                boot.hard(cells[f"{cell['policy']}-{cell['task']}-clean-reference"])
+                if clean is not cell
+                else {}
+            )
+            numbers |= boot.solutions()
+        else:
+            numbers |= boot.prefixes()
+        strength = cell.get("strength", cell.get("temperature"))
+        rows.append(
+            Row(name, cell["policy"], cell["task"], cell["what"], cell.get("target"), strength, numbers)
+        )
+    return rows
+
+
+def _clean_of(results: Results, cell: dict[str, Any]) -> dict[str, Any]:
+    if cell["policy"] is not None:
+        return results["cells"][f"{cell['policy']}-{cell['task']}-clean"]
+    first = next(iter(results["probe"]["formats"]))
+    return results["cells"][f"format-{cell['task']}-{first}-0-plain"]
+
+
+class _Boot:
+    """Estimates of one cell."""
+
+    def __init__(self, cell: dict[str, Any], clean: dict[str, Any], samples: int) -> None:
+        self._cell, self._clean, self._samples = cell, clean, samples
+        self._draws = _draws(len(cell["numbers"]["right"]))
+
+    def own(self) -> dict[str, Estimate]:
+        """Estimates that need no other cell."""
+        numbers = {
+            name: np.asarray(values, dtype=np.float64) for name, values in self._cell["numbers"].items()
+        }
+        out = {
+            f"pass@{k}": self._of(_mean, _pass(self._cell, k, self._samples))
+            for k in KS
+            if k <= self._samples
+        }
+        out["solved"] = self._of(_mean, (numbers["right"] > 0).astype(np.float64))
+        out["answers"] = self._of(_mean, numbers["answers"])
+        out["ess"] = self._of(_mean, numbers["ess"])
+        for name in ("kl", "entropy"):
+            out[name] = self._of(_ratio, numbers[name], numbers["tokens"])
+        out["ess_token"] = self._of(_share, numbers["ratio"], numbers["ratio_squared"], numbers["tokens"])
+        return out
+
+    def paired(self) -> dict[str, Estimate]:
+        """Differences from the clean cell."""
+        here, there = (
+            [_pass(cell, k, self._samples) for k in (1, GROUP)] for cell in (self._cell, self._clean)
+        )
+        kl, tokens = (np.asarray(self._cell["numbers"][name], dtype=np.float64) for name in ("kl", "tokens"))
+        entropy = np.asarray(self._cell["numbers"]["entropy"], dtype=np.float64)
+        before, before_tokens = (
+            np.asarray(self._clean["numbers"][name], dtype=np.float64) for name in ("entropy", "tokens")
+        )
+        out = {
+            "success": self._of(lambda a, b: _mean(a) - _mean(b), here[0], there[0]),
+            "gain": self._of(_gain, here[1], there[1]),
+            "entropy_more": self._of(
+                lambda a, n, b, m: _ratio(a, n) - _ratio(b, m), entropy, tokens, before, before_tokens
+            ),
+        }
+        if self._cell["policy"] is not None:
+            out["per_nat"] = self._of(
+                lambda a, b, c, n: _gain(a, b) / _ratio(c, n), here[1], there[1], kl, tokens
+            )
+        return out
+
+    def hard(self, reference: dict[str, Any]) -> dict[str, Estimate]:
+        """The difference in success on problems that were hard beforehand."""
+        hard = _pass(reference, 1, self._samples) <= HARD
+        here, there = _pass(self._cell, 1, self._samples), _pass(self._clean, 1, self._samples)
+        return {
+            "hard": self._of(
+                lambda a, b, h: _ratio(a * h, h) - _ratio(b * h, h), here, there, hard.astype(np.float64)
+            ),
+            "hard_clean": self._of(lambda b, h: _ratio(b * h, h), there, hard.astype(np.float64)),
+        }
+
+    def solutions(self) -> dict[str, Estimate]:
+        """Means over decisive tokens of worked solutions."""
+        read = self._cell.get("solutions")
+        if not read or not read["problem"]:
+            return {}
+        problems = np.asarray(read["problem"])
+        count: Array = np.bincount(problems).astype(np.float64)
+        out = {}
+        for name in ("shift", "spread", "lift"):
+            sums: Array = np.bincount(problems, weights=np.asarray(read[name])).astype(np.float64)
+            out[name] = _estimate(_ratio, _draws(len(count)), sums, count)
+        return out
+
+    def prefixes(self) -> dict[str, Estimate]:
+        """Entropies along the prefixes that the first format wrote."""
+        if "prefixes" not in self._cell:
+            return {}
+        here, there = (
+            {name: np.asarray(values, dtype=np.float64) for name, values in cell["prefixes"].items()}
+            for cell in (self._cell, self._clean)
+        )
+        error = self._cell["error"]
+        return {
+            "prefix_entropy": self._of(_ratio, here["entropy"], here["tokens"]),
+            "prefix_more": self._of(_ratio, here["entropy"] - there["entropy"], here["tokens"]),
+            "prefix_kl": self._of(_ratio, here["kl"], here["tokens"]),
+            "error": Estimate(error, error, error),
+        }
+
+    def _of(self, statistic: Callable[..., Any], *by_problem: Array) -> Estimate:
+        return _estimate(statistic, self._draws, *by_problem)
+
+
+def _estimate(statistic: Callable[..., Any], draws: npt.NDArray[np.intp], *by_problem: Array) -> Estimate:
+    """A statistic of arrays [P] that are resampled together; it reduces the last axis."""
+    with np.errstate(all="ignore"):
+        value = float(statistic(*by_problem))
+        resampled = statistic(*(values[draws] for values in by_problem)) if by_problem else np.array([])
+    resampled = resampled[np.isfinite(resampled)]
+    if not math.isfinite(value) or not len(resampled):
+        return Estimate(math.nan, math.nan, math.nan)
+    low, high = np.percentile(resampled, [2.5, 97.5])
+    return Estimate(value, float(low), float(high))
+
+
+@functools.cache
+def _draws(problems: int) -> npt.NDArray[np.intp]:
+    """Problems [N, P] of each resample, the same for all cells."""
+    return np.random.default_rng(0).integers(0, problems, (RESAMPLES, problems))
+
+
+def _pass(cell: dict[str, Any], k: int, samples: int) -> Array:
+    """pass@k [P] of each problem."""
+    table = np.array([pass_at(samples, right, k) for right in range(samples + 1)])
+    return table[np.asarray(cell["numbers"]["right"])]
+
+
+def _mean(values: Array) -> Any:
+    return values.mean(-1)
+
+
+def _ratio(sums: Array, counts: Array) -> Any:
+    return sums.sum(-1) / counts.sum(-1)
+
+
+def _share(ratio: Array, squared: Array, tokens: Array) -> Any:
+    return ratio.sum(-1) ** 2 / (tokens.sum(-1) * squared.sum(-1))
+
+
+def _gain(here: Array, there: Array) -> Any:
+    return np.log(here.mean(-1) / there.mean(-1))
+
+
+def by(rows: Sequence[Row], policy: str | None, task: str) -> list[Row]:
+    """The rows of one policy and task."""
+    return [row for row in rows if row.policy == policy and row.task == task]

@@ -1,0 +1,340 @@
+"""Sampling under a perturbation, with what the clean policy says of every token.
+
+A *walk* decodes many rows in step. Each row has a problem, a sample number and a strength. Where the
+perturbation acts on the forward pass every row has a clean twin in the same batch that is fed the same
+tokens: the log-probability of a token under both policies, and KL(mu || pi) summed over the whole vocabulary,
+then come from the same kernels in the same pass. A second pass over finished completions would be other
+arithmetic (prefill instead of decoding), whose rounding in bf16 looks like a KL of its own; and a sum over
+the vocabulary has far less variance than an estimate from the tokens that happened to be drawn. The price is
+twice the rows.
+
+With thousands of rows the products and the cache bound the time and not the launches, so the model is
+transformers' own, in place, without graphs. Logits are FP32 (`_unrounded_head`).
+
+A walk along given tokens (`forced`) draws nothing: it reads the policies along worked solutions, or along
+what another policy wrote.
+
+Shapes: R rows of a walk, T tokens of a completion at most, B rows of a batch, V vocabulary, C contexts
+(prompts that are computed once for all rows that share them), U units of noise, W widths of all noisy norms.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from qerl.families.parts import base_model, eval_mode
+from qerl.fp4.linear import dense_weights_kept
+from qerl.noise.norms import noisy_norms
+from qerl.rollout.engine import SamplingParams
+from qerl.rollout.portable.attention import grouped_decode
+from qerl.rollout.portable.runner import Runner
+from qerl.rollout.sampling import draw_tokens, uniform_streams
+from qerl.study.probe.perturb import CLEAN, NormNoise, Perturbation, normals
+
+Floats = npt.NDArray[np.float32]
+Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+
+_ONE_DRAW = SamplingParams(max_tokens=1)
+_SHRINK = 0.7
+"""Finished rows leave the batch when no more than this share still runs."""
+
+_DRAW_ROWS = 2048
+"""Rows whose distributions are computed at once: one pass over V takes 0.4 GB for 2048 rows of SmolLM2."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What a walk samples: problem, sample number and strength of each row, all [R]."""
+
+    problem: Ints
+    sample: Ints
+    strength: Floats
+
+    @classmethod
+    def of(cls, problems: Sequence[int], samples: int, strengths: Sequence[float] = (0.0,)) -> "Rows":
+        """Every sample of every problem at every strength, the samples of a problem next to each other."""
+        s, p, g = np.meshgrid(strengths, problems, np.arange(samples), indexing="ij")
+        return cls(p.ravel().astype(np.int64), g.ravel().astype(np.int64), s.ravel().astype(np.float32))
+
+    def __len__(self) -> int:
+        return len(self.problem)
+
+    def part(self, start: int, stop: int) -> "Rows":
+        """Some of the rows."""
+        return Rows(self.problem[start:stop], self.sample[start:stop], self.strength[start:stop])
+
+
+@dataclass(frozen=True)
+class Walk:
+    """What the rows wrote, and both policies on it; all [R, T].
+
+    Attributes:
+        tokens: Token ids; without meaning where `valid` is false.
+        valid: Tokens of the completion, the stop token included. A row whose logits are not finite ends
+        before. mu, pi: Log-probability of the token under the sampler and under the clean policy at
+        temperature 1. kl: KL(mu || pi) in nats at this token's place, over the whole vocabulary. entropy,
+        entropy_pi: Of both policies there, in nats.
+    """
+
+    tokens: Ints
+    valid: Bools
+    mu: Floats
+    pi: Floats
+    kl: Floats
+    entropy: Floats
+    entropy_pi: Floats
+
+    @classmethod
+    def joined(cls, walks: Sequence["Walk"]) -> "Walk":
+        """The rows of several walks below each other."""
+        names = cls.__dataclass_fields__
+        return cls(**{name: np.concatenate([getattr(walk, name) for walk in walks]) for name in names})
+
+    def mean(self, values: Floats) -> float:
+        """Mean of a field over the tokens of all rows."""
+        return float(values[self.valid].mean(dtype=np.float64))
+
+
+class Walker:
+    """Walks of one policy over one set of prompts.
+
+    Args:
+        model: A transformers causal LM, PEFT-wrapped or not; it is left as it was.
+        prompts: Token ids of each problem's prompt.
+        stop_token_ids: A completion ends with the first of these.
+        pad_token_id: Any id; it fills masked positions.
+        max_tokens: T.
+        seed: Of the uniform numbers and of the noise, which depend on it, on the problem and on the sample
+        alone. batch_rows: B at most, clean twins included.
+
+    Attributes:
+        prompts: As given.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        prompts: Sequence[Sequence[int]],
+        stop_token_ids: Sequence[int],
+        pad_token_id: int,
+        max_tokens: int,
+        seed: int = 0,
+        batch_rows: int = 16384,
+    ) -> None:
+        self._model, self.prompts = model, prompts
+        self._device = base_model(model).device
+        self._stops = torch.tensor(list(stop_token_ids), device=self._device)
+        self._pad, self._tokens = pad_token_id, max_tokens
+        self._seed, self._batch_rows = seed, batch_rows
+        self._norms = NormNoise(model)
+        self._streams: torch.Tensor | None = None  # fp64 [problems, samples, T]
+
+    def walk(self, rows: Rows, perturbation: Perturbation = CLEAN, forced: Ints | None = None) -> Walk:
+        """Sample a completion for each row.
+
+        Args:
+            rows: What is sampled.
+            perturbation: Of the sampler; its strength is the row's.
+            forced: Token ids [R, T] that are taken instead of drawn ones, up to their stop token.
+        """
+        size = max(1, self._batch_rows // (2 if perturbation.on_norms else 1))
+        parts = []
+        with self._ready():
+            for start in range(0, len(rows), size):
+                given = (
+                    None
+                    if forced is None
+                    else torch.from_numpy(forced[start : start + size]).to(self._device)
+                )
+                parts.append(self._batch(rows.part(start, start + size), perturbation, given))
+        return Walk.joined(parts)
+
+    @contextmanager
+    def _ready(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            stack.enter_context(torch.no_grad())
+            stack.enter_context(eval_mode(self._model))
+            stack.enter_context(grouped_decode(base_model(self._model).config))
+            stack.enter_context(dense_weights_kept(self._model))
+            stack.enter_context(_unrounded_head(self._model))
+            yield
+
+    def _batch(self, rows: Rows, perturbation: Perturbation, forced: torch.Tensor | None) -> Walk:
+        twins = perturbation.on_norms
+        count = len(rows)
+        strengths_B = torch.from_numpy(rows.strength).to(self._device)
+        units = [
+            perturbation.unit(*pair) for pair in zip(rows.problem.tolist(), rows.sample.tolist(), strict=True)
+        ]
+        order = {unit: index for index, unit in enumerate(dict.fromkeys(units))}
+        units_B = torch.tensor([order[unit] for unit in units], device=self._device)
+        bias_UV = None
+        if perturbation.kind == "logits_noise":
+            vocabulary = base_model(self._model).get_output_embeddings().weight.shape[0]
+            bias_UV = normals(self._seed, "logits", list(order), vocabulary, self._device)
+        noise = _Noise(self, perturbation, list(order)) if twins else None
+
+        with ExitStack() as prefill:
+            places, of_row = _contexts(rows, units, perturbation)
+            if noise is not None:
+                context_units = torch.tensor(
+                    [order.get(unit, 0) for _, unit, _ in places], device=self._device
+                )
+                context_strengths = torch.tensor([strength for _, _, strength in places], device=self._device)
+                prefill.enter_context(noise.on(context_units, context_strengths))
+            runner = Runner(self._model, self._pad)
+            logits_BV = runner.prefill([self.prompts[p] for p, _, _ in places], of_row, self._tokens)
+        streams_RT = None if forced is not None else self._uniforms(rows)
+        record = _Record(count, self._tokens, self._device)
+        at_B = torch.arange(
+            count, device=self._device
+        )  # the row of the record that each row of the batch writes
+        alive_B = torch.ones_like(at_B, dtype=torch.bool)
+        with ExitStack() as decode:
+            for step in range(self._tokens):
+                tokens_B = torch.empty_like(at_B)
+                for start in range(0, len(at_B), _DRAW_ROWS):
+                    part = slice(start, min(start + _DRAW_ROWS, len(at_B)))
+                    at = at_B[part]
+                    bias_BV = None if bias_UV is None else bias_UV[units_B[at]]
+                    mu_BV = perturbation.logits(logits_BV[part], strengths_B[at], bias_BV)
+                    pi_BV = (
+                        logits_BV[len(at_B) + part.start : len(at_B) + part.stop]
+                        if twins
+                        else logits_BV[part]
+                    )
+                    given = None if forced is None else forced[at, step]
+                    uniforms = None if streams_RT is None else streams_RT[at, step]
+                    tokens_B[part] = record.write(step, at, mu_BV, pi_BV, alive_B[part], given, uniforms)
+                alive_B = record.valid[at_B, step] & ~torch.isin(tokens_B, self._stops)
+                left = int(alive_B.sum())
+                if step + 1 == self._tokens or not left:
+                    break
+                shrinks = left <= _SHRINK * len(at_B)
+                if shrinks:
+                    kept_B = alive_B.nonzero()[:, 0]
+                    sources = torch.cat([kept_B, kept_B + len(at_B)]) if twins else kept_B
+                    runner.keep(sources.tolist())
+                    at_B, tokens_B, alive_B = at_B[kept_B], tokens_B[kept_B], alive_B[kept_B]
+                if noise is not None and (shrinks or not step):
+                    decode.close()
+                    strengths = torch.cat([strengths_B[at_B], torch.zeros_like(strengths_B[at_B])])
+                    decode.enter_context(noise.on(units_B[at_B].repeat(2), strengths))
+                logits_BV = runner.step(tokens_B.repeat(2) if twins else tokens_B)
+        return record.walk()
+
+    def _uniforms(self, rows: Rows) -> torch.Tensor:
+        """fp64 [R, T]: the same for a problem's sample under every policy, perturbation and strength."""
+        samples = int(rows.sample.max()) + 1
+        if self._streams is None or self._streams.shape[1] < samples:
+            pairs = [(p, g) for p in range(len(self.prompts)) for g in range(samples)]
+            streams = uniform_streams(self._seed, pairs, self._tokens).view(len(self.prompts), samples, -1)
+            self._streams = streams.to(self._device)
+        return self._streams[torch.from_numpy(rows.problem), torch.from_numpy(rows.sample)]
+
+
+class _Noise:
+    """The norms' noise of one batch, for its prompts and for its rows."""
+
+    def __init__(self, walker: Walker, perturbation: Perturbation, units: list[tuple[int, int]]) -> None:
+        self._model, self._norms, self._scale = walker._model, walker._norms, perturbation.noise_scale
+        self._eps_UW = normals(walker._seed, "norms", units, walker._norms.width, walker._device)
+
+    @contextmanager
+    def on(self, units_B: torch.Tensor, strengths_B: torch.Tensor) -> Iterator[None]:
+        """The block runs batches whose rows have these units and strengths."""
+        offsets = self._norms.offsets(self._eps_UW, units_B, strengths_B, self._scale)
+        with noisy_norms(self._model, offsets):
+            yield
+
+
+def _contexts(
+    rows: Rows, units: Sequence[tuple[int, int]], perturbation: Perturbation
+) -> tuple[list[tuple[int, tuple[int, int], float]], list[int]]:
+    """The prompts to compute, as (problem, unit, strength), and which of them each row starts from."""
+    clean = [(problem, (-1, -1), 0.0) for problem in rows.problem.tolist()]
+    wanted = clean
+    if perturbation.on_norms and perturbation.noise_where == "all":
+        wanted = list(zip(rows.problem.tolist(), units, rows.strength.tolist(), strict=True))
+    if perturbation.on_norms:
+        wanted = [*wanted, *clean]
+    index = {context: i for i, context in enumerate(dict.fromkeys(wanted))}
+    return list(index), [index[context] for context in wanted]
+
+
+class _Record:
+    """The fields of a `Walk` while they are written, on the device."""
+
+    def __init__(self, rows: int, tokens: int, device: torch.device) -> None:
+        self.tokens = torch.zeros(rows, tokens, dtype=torch.long, device=device)
+        self.valid = torch.zeros(rows, tokens, dtype=torch.bool, device=device)
+        self.numbers = torch.zeros(5, rows, tokens, device=device)
+
+    def write(
+        self,
+        step: int,
+        at: torch.Tensor,
+        mu_BV: torch.Tensor,
+        pi_BV: torch.Tensor,
+        alive_B: torch.Tensor,
+        given_B: torch.Tensor | None,
+        uniforms_B: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Choose a token for some rows, note what both policies say of it, and return it, int64 [B].
+
+        Args:
+            step: Column that is written.
+            at: Rows that are written, int64 [B].
+            mu_BV, pi_BV: Logits of both policies.
+            alive_B: Rows that have not ended.
+            given_B: The tokens where they are not drawn.
+            uniforms_B: Uniform numbers where they are.
+        """
+        mu_BV = torch.log_softmax(mu_BV, dim=-1)
+        pi_BV = torch.log_softmax(pi_BV, dim=-1)
+        if given_B is None:
+            assert uniforms_B is not None
+            given_B = draw_tokens(mu_BV, uniforms_B, _ONE_DRAW).tokens_B
+        p_BV = mu_BV.exp()
+        entropy_B = -torch.linalg.vecdot(p_BV, mu_BV)
+        kl_B = -entropy_B - torch.linalg.vecdot(p_BV, pi_BV)
+        entropy_pi_B = -torch.linalg.vecdot(pi_BV.exp(), pi_BV)
+        said = (mu_BV.gather(-1, given_B[:, None])[:, 0], pi_BV.gather(-1, given_B[:, None])[:, 0])
+        self.tokens[at, step] = given_B
+        self.valid[at, step] = alive_B & kl_B.isfinite()
+        self.numbers[:, at, step] = torch.stack([*said, kl_B, entropy_B, entropy_pi_B])
+        return given_B
+
+    def walk(self) -> Walk:
+        mu, pi, kl, entropy, entropy_pi = self.numbers.cpu().numpy()
+        return Walk(self.tokens.cpu().numpy(), self.valid.cpu().numpy(), mu, pi, kl, entropy, entropy_pi)
+
+
+@contextmanager
+def _unrounded_head(model: nn.Module) -> Iterator[None]:
+    """Inside the block the output head returns FP32 logits.
+
+    In bf16 a logit of 20 is off by up to 0.06, which two policies that hardly differ do not share: a KL of
+    0.002 nats that is not there.
+    """
+    head = base_model(model).get_output_embeddings()
+    weight, bias = head.weight, head.bias
+
+    def forward(hidden: torch.Tensor) -> torch.Tensor:
+        if hidden.is_cuda and hidden.dtype != torch.float32:
+            logits = torch.mm(hidden.flatten(0, -2), weight.T, out_dtype=torch.float32)
+            return (logits if bias is None else logits + bias).unflatten(0, hidden.shape[:-1])
+        return F.linear(hidden.float(), weight.float(), None if bias is None else bias.float())
+
+    head.forward = forward
+    try:
+        yield
+    finally:
+        del head.forward

@@ -1,0 +1,234 @@
+"""A probe from its YAML to its page: cells, what is kept of an interrupted one, and what is refused."""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from qerl import yaml12
+from qerl.errors import QeRLError
+from qerl.lora.adapter import add_lora
+from qerl.study.probe import command
+from qerl.study.probe.policies import add_errors, relative_errors, weights_of
+from qerl.study.probe.spec import make_probe, read_probe
+from qerl.study.probe.store import read_results
+from qerl.study.probe.summary import read_rows
+from tests.support.models import move_adapter, pack
+
+QUIET = Console(quiet=True)
+
+TEXT = """
+kind: probe
+model: {model}
+tasks: {{wp: {{task: arithmetic, task_options: {{level: wp12, examples: 0, test_size: 6, train_size: 4}}}}}}
+policies: {{start: null, trained: {adapter}}}
+perturbations:
+  aqn: {{kind: noise}}
+  hot: {{kind: temperature}}
+formats:
+  bf16: {{weights: bf16}}
+  nvfp4: {{weights: nvfp4, rounding: rtn}}
+  any: {{weights: bf16, error_of: nvfp4}}
+target_kl: [0.02, 0.1]
+problems: 6
+samples: 8
+max_completion_length: 4
+calibration_problems: 4
+calibration_samples: 4
+solution_problems: 3
+solution_draws: 2
+prefix_samples: 2
+"""
+
+
+@pytest.fixture(scope="module")
+def probe_file(tiny_model, tiny_tokenizer, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("probe")
+    model = tiny_model("llama", max_position_embeddings=1024)
+    model.generation_config.eos_token_id = 1
+    model.save_pretrained(folder / "model")
+    tiny_tokenizer.save_pretrained(folder / "model")
+    move_adapter(add_lora(model, rank=2, alpha=2, dropout=0.0)).save_pretrained(folder / "adapter")
+    file = folder / "tiny.yaml"
+    file.write_text(TEXT.format(model=folder / "model", adapter=folder / "adapter"))
+    return file
+
+
+def run(file: Path, folder: Path, **changes) -> int:
+    values = yaml12.load(file.read_text()) | changes
+    return command.run_probe(file, values, folder, False, QUIET)
+
+
+@pytest.fixture(scope="module")
+def finished(probe_file) -> Path:
+    folder = probe_file.parent / "out"
+    assert run(probe_file, folder) == 0
+    return folder
+
+
+def test_a_probe_measures_what_it_says(finished):
+    results = read_results(finished)
+    cells = results["cells"]
+    assert len(cells) == 2 * (2 + 2 * 2) + 1 + 2 + 2
+    for name, cell in cells.items():
+        assert len(cell["numbers"]["right"]) == 6 and max(cell["numbers"]["right"]) <= 8, name
+        if cell.get("target"):
+            assert cell["calibrated"] == pytest.approx(cell["target"], rel=0.05), name
+            assert len(set(cell["solutions"]["problem"])) == 3
+    assert results["strata"]["wp"] and set(results["strata"]["wp"]) <= {1, 2}
+    numbers = {row.cell: row.numbers for row in read_rows(results)}
+    clean = numbers["start-wp-clean"]
+    assert clean["kl"].value == pytest.approx(0, abs=1e-6) and clean["ess"].value == pytest.approx(
+        1, abs=1e-5
+    )
+    assert numbers["start-wp-aqn-0.1"]["kl"].value == pytest.approx(0.1, rel=0.6)
+    assert numbers["start-wp-aqn-0.1"]["kl"].value != numbers["trained-wp-aqn-0.1"]["kl"].value
+    first, other, noise = (numbers[f"format-wp-{name}-0-plain"] for name in ("bf16", "nvfp4", "any"))
+    assert first["prefix_more"].value == 0 and first["prefix_kl"].value == pytest.approx(0, abs=1e-5)
+    assert other["prefix_kl"].value > 0.001 and noise["prefix_kl"].value > 0.001
+    assert other["error"].value == pytest.approx(noise["error"].value, rel=0.05) and first["error"].value == 0
+    for name in ("nvfp4", "any"):
+        matched = cells[f"format-wp-{name}-0-matched"]
+        assert matched["calibrated"] == pytest.approx(matched["target_entropy"], rel=0.031)
+        assert matched["temperature"] != 1
+
+
+def test_the_page_and_the_figures_come_from_the_results_alone(finished, tmp_path):
+    page = (finished / "probe.html").read_text()
+    assert "aqn, 0.1 nats" in page and "http" not in page
+    (tmp_path / "copy.json.gz").write_bytes((finished / "results.json.gz").read_bytes())
+    command.draw_probe(tmp_path / "copy.json.gz", tmp_path / "figures")
+    assert (tmp_path / "probe.html").read_text() == page
+    assert (tmp_path / "figures" / "probe-wp-formats-prefix_more.svg").read_text().startswith("<svg xmlns=")
+
+
+def test_an_interrupted_probe_goes_on(probe_file, finished, tmp_path, monkeypatch):
+    """Stopped within a job: what is measured stays as it is, and the rest comes out as if never stopped."""
+    said = command._said
+    names: list[float] = []
+
+    def stop_at_third(cell):
+        names.append(cell["strength"])
+        if len(names) == 4:
+            raise KeyboardInterrupt
+        return said(cell)
+
+    small = {"formats": {}, "policies": {"start": None}}
+    monkeypatch.setattr(command, "_said", stop_at_third)
+    with pytest.raises(KeyboardInterrupt):
+        run(probe_file, tmp_path, **small)
+    kept = {path.name: path.read_bytes() for path in (tmp_path / "cells").iterdir()}
+    assert len(kept) == 4 and not (tmp_path / "results.json.gz").exists()
+    monkeypatch.setattr(command, "_said", said)
+    assert run(probe_file, tmp_path, **small) == 0
+    assert all((tmp_path / "cells" / name).read_bytes() == content for name, content in kept.items())
+    whole = read_results(finished)["cells"]
+    for name, cell in read_results(tmp_path)["cells"].items():
+        assert cell["numbers"] == whole[name]["numbers"], name
+        if "calibrated" in cell:
+            assert cell["strength"] == pytest.approx(whole[name]["strength"], rel=0.03)
+    seconds = (tmp_path / "probe.html").stat().st_mtime_ns
+    assert run(probe_file, tmp_path, **small) == 0, "nothing is left to measure"
+    assert (tmp_path / "probe.html").stat().st_mtime_ns >= seconds
+
+
+def test_a_claimed_job_is_left_to_its_process(probe_file, tmp_path):
+    small = {"formats": {}, "policies": {"start": None}, "perturbations": {}}
+    values = yaml12.load(probe_file.read_text()) | small
+    probe = read_probe(probe_file, values)
+    store = command.Store(tmp_path, {"probe": probe.values(), "fingerprint": None})
+    with store.claimed("start-wp-clean") as mine:
+        assert mine
+        with command.Store(tmp_path, {"probe": probe.values(), "fingerprint": None}).claimed(
+            "start-wp-clean"
+        ) as also:
+            assert not also
+
+
+def test_a_folder_of_another_probe_is_refused(probe_file, finished):
+    before = (finished / "probe.json").read_bytes()
+    with pytest.raises(QeRLError, match="holds another probe: its probe is another one"):
+        run(probe_file, finished, seed=5)
+    assert (finished / "probe.json").read_bytes() == before
+
+
+def test_a_dry_run_measures_nothing(probe_file, tmp_path, capsys):
+    values = yaml12.load(probe_file.read_text())
+    assert command.run_probe(probe_file, values, tmp_path / "x", True, Console()) == 0
+    assert "17 cells in 9 jobs" in capsys.readouterr().out and not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"problem": 3}, "the key 'problem' is unknown; did you mean 'problems'"),
+        ({"samples": 4}, "samples is 4; it must be at least 8"),
+        ({"tasks": {}}, "tasks is empty"),
+        ({"tasks": {"wp": {}}}, "tasks.wp.task is not set"),
+        (
+            {"perturbations": {"a": {"kind": "noise", "noise_scal": 1}}},
+            "'perturbations.a.noise_scal' is unknown",
+        ),
+        ({"perturbations": {"a": {"kind": "nose"}}}, "perturbations.a.kind is 'nose'; it must be 'noise'"),
+        ({"perturbations": {"a/b": {"kind": "noise"}}}, "the name 'a/b' in perturbations"),
+        ({"formats": {"a": {"weights": "bf16", "error_of": "b"}}}, "formats.a.error_of names 'b'"),
+        ({"train": {"task": "nowhere", "steps": [1]}}, "train.task names 'nowhere'"),
+        ({"target_kl": [0]}, "target_kl"),
+    ],
+)
+def test_mistakes_in_a_probe_are_one_sentence(change, message):
+    values = {"model": "m", "tasks": {"wp": {"task": "arithmetic"}}} | change
+    with pytest.raises(QeRLError, match=message) as caught:
+        read_probe(Path("p.yaml"), values)
+    assert str(caught.value).startswith("In the probe p.yaml: ")
+
+
+def test_values_make_the_same_probe_again(probe_file):
+    probe = read_probe(probe_file, yaml12.load(probe_file.read_text()))
+    assert make_probe(json.loads(json.dumps(probe.values()))) == probe
+
+
+def test_random_errors_are_as_large_as_those_of_the_format(tiny_model):
+    exact, rounded, noisy = tiny_model(), pack(tiny_model()), tiny_model()
+    errors = relative_errors(exact, rounded)
+    assert len(errors) == 14 and min(errors.values()) > 0.05 and max(errors.values()) < 0.2
+    add_errors(noisy, errors, seed=0)
+    assert relative_errors(exact, noisy) == pytest.approx(errors, rel=0.03)
+    before, after = weights_of(exact), weights_of(noisy)
+    assert (
+        abs(float((after["model.layers.0.mlp.up_proj"] - before["model.layers.0.mlp.up_proj"]).mean())) < 0.01
+    )
+
+
+def test_estimates_by_hand():
+    """Two problems with 8 samples: half right and none right, clean; 6 and 2 under the perturbation."""
+    cell = {"policy": "p", "task": "t", "what": "a", "target": 0.1, "strength": 1.0, "numbers": {
+        "problem": [0, 1], "right": [6, 2], "answers": [3, 4], "tokens": [10, 30], "kl": [1.0, 3.0],
+        "entropy": [10.0, 60.0], "entropy_pi": [10.0, 60.0], "ratio": [10.0, 30.0],
+        "ratio_squared": [20.0, 60.0], "ess": [0.5, 0.7],
+    }}  # fmt: skip
+    clean = {
+        **cell,
+        "what": "clean",
+        "target": None,
+        "numbers": {**cell["numbers"], "right": [4, 0], "entropy": [5.0, 15.0]},
+    }
+    reference = {**clean, "numbers": {**cell["numbers"], "right": [5, 0]}}
+    cells = {"p-t-clean": clean, "p-t-clean-reference": reference, "p-t-a-0.1": cell}
+    rows = {row.what: row.numbers for row in read_rows({"cells": cells, "probe": {"samples": 8}})}
+    found = rows["a"]
+    assert found["pass@1"].value == 0.5 and found["success"].value == 0.25 and found["solved"].value == 1.0
+    assert found["pass@4"].value == pytest.approx((1 + 1 - 15 / 70) / 2)
+    assert found["kl"].value == 0.1 and found["entropy_more"].value == pytest.approx(70 / 40 - 20 / 40)
+    assert found["gain"].value == pytest.approx(math.log(2)) and found["per_nat"].value == pytest.approx(
+        10 * math.log(2)
+    )
+    assert found["hard"].value == 0.25 and found["hard_clean"].value == 0, "the second problem alone is hard"
+    assert found["ess_token"].value == pytest.approx(40**2 / (40 * 80)) and found[
+        "ess"
+    ].value == pytest.approx(0.6)
+    assert found["success"].low == pytest.approx(0.25) and found["pass@1"].low == pytest.approx(0.25)
+    assert "success" not in rows["clean"] and np.isfinite(rows["clean"]["pass@1"].value)
