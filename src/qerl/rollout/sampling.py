@@ -132,10 +132,12 @@ def _invert_cdf(probs_BV: torch.Tensor, uniforms_B: torch.Tensor) -> torch.Tenso
     tokens_B1 = torch.searchsorted(cdf_BV, target_B1, right=True)
     # NaN rows land behind the end; a valid id lets the rest of the batch go on.
     tokens_B1.clamp_(max=probs_BV.shape[-1] - 1)
-    if not bool((probs_BV.gather(-1, tokens_B1) == 0).any()):
+    # On a GPU, to ask whether a row needs what follows would make the host wait; it is done for every row.
+    if not probs_BV.is_cuda and not bool((probs_BV.gather(-1, tokens_B1) == 0).any()):
         return tokens_B1[:, 0]
     # A product that rounds up to the whole sum, or a parallel sum that is not monotonic in its last bit.
     possible_BV = probs_BV > 0
     after_BV = possible_BV & (cdf_BV > target_B1)
     last_B = probs_BV.shape[-1] - 1 - possible_BV.byte().flip(-1).argmax(dim=-1)
-    return torch.where(after_BV.any(dim=-1), after_BV.byte().argmax(dim=-1), last_B)
+    mended_B = torch.where(after_BV.any(dim=-1), after_BV.byte().argmax(dim=-1), last_B)
+    return torch.where(probs_BV.gather(-1, tokens_B1)[:, 0] == 0, mended_B, tokens_B1[:, 0])

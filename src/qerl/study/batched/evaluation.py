@@ -1,0 +1,158 @@
+"""Scores of the clean policies of S runs on held-out problems.
+
+Greedy answers and, if asked for, several sampled ones at temperature 1 per problem; and the entropy of the
+policy on prefixes that stay the same during the whole run: what the base wrote, one sample for each of the
+first problems.
+
+Legend: S runs, P problems at a time, k samples of a problem.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+from math import comb
+from typing import Any
+
+import torch
+from datasets import Dataset
+from transformers import PreTrainedTokenizerBase
+
+from qerl.models.chat import Chat
+from qerl.rollout.engine import SamplingParams
+from qerl.seeding import derive_seed
+from qerl.study.batched.model import BatchedModel
+from qerl.study.batched.rewards import Problems
+from qerl.study.batched.sampler import Sampler, Samples, clean_norms
+from qerl.study.batched.score import Texts, score
+from qerl.tasks.base import Task
+from qerl.tasks.guard import stratum
+
+_PREFIXES = 64
+"""Problems on whose prefixes the policy's entropy is measured."""
+
+
+class Evaluation:
+    """Scores the policies of a batch.
+
+    Args:
+        model, sampler: Of the batch.
+        task: Whose first reward is the verdict: right above 0.
+        chat, tokenizer: Of the model.
+        seeds: Of the runs.
+        greedy: How answers are decoded.
+        rows_at_once: Samples that are decoded at once, over all runs.
+        tokens_at_once: Tokens of a forward pass.
+    """
+
+    def __init__(
+        self,
+        model: BatchedModel,
+        sampler: Sampler,
+        task: Task,
+        chat: Chat,
+        tokenizer: PreTrainedTokenizerBase,
+        seeds: Sequence[int],
+        greedy: SamplingParams,
+        rows_at_once: int,
+        tokens_at_once: int,
+    ) -> None:
+        self._model, self._sampler, self._task, self._seeds = model, sampler, task, seeds
+        self._chat, self._tokenizer, self._greedy = chat, tokenizer, greedy
+        self._rows_at_once, self._tokens_at_once = rows_at_once, tokens_at_once
+        self._known: tuple[list[dict[str, Any]], Problems] | None = None
+        self._prefixes: Samples | None = None
+
+    def run(self, rows: Dataset, samples: int, step: int) -> list[dict[str, float]]:
+        """Scores of each run: `accuracy` of greedy answers, in all and by the task's strata
+        (`accuracy/steps_1`), and `entropy`; with samples `sampled_accuracy`, `pass@1`, `pass@2`, ... and
+        `distinct`, the number of different answers to a problem.
+
+        Args:
+            rows: Problems of the task; the same in every call of a run.
+            samples: Sampled answers per problem; 0 for none.
+            step: Steps done, on which the sampled answers' random numbers depend.
+        """
+        problems = self._tokenised(rows)
+        right_SP = self._answers(problems, self._greedy, 1, step)[0][..., 0]
+        scores = [{"accuracy": own.mean().item()} for own in right_SP]
+        for name, members in self._strata(problems).items():
+            for own, score_ in zip(right_SP, scores, strict=True):
+                score_[f"accuracy/{name}"] = own[members].mean().item()
+        for entropy, score_ in zip(self._entropies(problems), scores, strict=True):
+            score_["entropy"] = entropy
+        if samples:
+            sampled = replace(self._greedy, temperature=1.0)
+            right_SPk, distinct_SP = self._answers(problems, sampled, samples, step)
+            for own_Pk, distinct_P, score_ in zip(right_SPk, distinct_SP, scores, strict=True):
+                score_["sampled_accuracy"] = own_Pk.mean().item()
+                score_ |= {f"pass@{k}": pass_at(own_Pk, k) for k in _powers(samples)}
+                score_["distinct"] = distinct_P.mean().item()
+        return scores
+
+    def _tokenised(self, rows: Dataset) -> Problems:
+        """The problems, kept for the next call with the same ones."""
+        listed = list(rows)
+        if self._known is None or self._known[0] != listed:
+            self._known = listed, Problems(self._task, rows, self._chat, self._tokenizer)
+        return self._known[1]
+
+    def _strata(self, problems: Problems) -> dict[str, list[int]]:
+        """Indices of the problems of each stratum, by its name."""
+        column, found = self._task.strata, defaultdict(list)
+        if column is not None:
+            for index, row in enumerate(problems.rows):
+                found[stratum(column, row[column])].append(index)
+        return dict(sorted(found.items()))
+
+    def _answers(
+        self, problems: Problems, params: SamplingParams, samples: int, step: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Which answers are right [S, P, k], and how many differ [S, P], over all problems."""
+        runs, count = self._model.runs, len(problems.ids)
+        at_once = min(count, max(1, self._rows_at_once // (runs * samples)))
+        right, distinct = [], []
+        for call, start in enumerate(range(0, count, at_once)):
+            # The last call is as large as the others, whose graph it then shares.
+            wanted = [index % count for index in range(start, start + at_once)]
+            drawn = self._sampler.generate(
+                [[problems.ids[index] for index in wanted]] * runs, samples, params,
+                [derive_seed("rollout", seed, "eval", step, call, 0) for seed in self._seeds],
+            )  # fmt: skip
+            kept = min(at_once, count - start)
+            asked = [index for index in wanted for _ in range(samples)][: kept * samples]
+            for completions in drawn.completions():
+                completions = completions[: kept * samples]
+                verdicts = problems.judge(asked, completions)[:, 0] > 0
+                right.append(verdicts.float().view(kept, samples))
+                texts = problems.texts(asked, completions)
+                answers = [self._task.extract(text) for text in texts]
+                each = [len({*answers[at : at + samples]}) for at in range(0, len(answers), samples)]
+                distinct.append(torch.tensor(each, dtype=torch.float))
+        by_run = [torch.cat(parts[run::runs]) for parts in (right, distinct) for run in range(runs)]
+        return torch.stack(by_run[:runs]), torch.stack(by_run[runs:])
+
+    def _entropies(self, problems: Problems) -> list[float]:
+        """Mean entropy of each run's policy on the prefixes, in nats per token."""
+        model = self._model
+        if self._prefixes is None:
+            prompts = [problems.ids[:_PREFIXES]] * model.runs
+            sampled = replace(self._greedy, temperature=1.0)
+            with model.base_only():
+                self._prefixes = self._sampler.generate(prompts, 1, sampled, [0] * model.runs)
+        texts = Texts.of(self._prefixes, model.device)
+        one_S = torch.ones(model.runs, device=model.device)
+        norms = clean_norms(model, texts.mask_SRC.shape[1])
+        _, entropies_SRC = score(model, texts, norms, one_S, self._tokens_at_once)
+        return (entropies_SRC.double().sum(dim=(1, 2)) / texts.mask_SRC.sum(dim=(1, 2))).tolist()
+
+
+def pass_at(right_Pk: torch.Tensor, k: int) -> float:
+    """Mean over problems of the unbiased estimate of pass@k, 1 - C(wrong, k) / C(samples, k)."""
+    samples = right_Pk.shape[1]
+    wrong = (samples - right_Pk.sum(dim=1)).tolist()
+    return sum(1 - comb(int(number), k) / comb(samples, k) for number in wrong) / len(wrong)
+
+
+def _powers(largest: int) -> list[int]:
+    """1, 2, 4, ... up to a number."""
+    return [2**exponent for exponent in range(largest.bit_length())]

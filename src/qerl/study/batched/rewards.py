@@ -1,0 +1,79 @@
+"""Problems as tokens, and the task's rewards for completions.
+
+Small models soon write the same few answers to a problem, and runs with one seed share their problems, so
+each text is decoded and judged once.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from datasets import Dataset
+from transformers import PreTrainedTokenizerBase
+
+from qerl.errors import QeRLError
+from qerl.models.chat import Chat
+from qerl.tasks.base import Task
+from qerl.tasks.guard import guarded
+
+
+class Problems:
+    """Rows of a task, tokenised, with the rewards of their completions.
+
+    Args:
+        task: Whose rewards judge.
+        rows: Of the task.
+        chat: Renders prompts.
+        tokenizer: Reads completions.
+
+    Attributes:
+        rows: The rows.
+        ids: Token ids of each prompt.
+        reward_names: Names of the rewards.
+
+    Raises:
+        QeRLError: A reward compares the samples of a batch, which are not judged together here.
+    """
+
+    def __init__(self, task: Task, rows: Dataset, chat: Chat, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.rows: list[dict[str, Any]] = list(rows)
+        self.ids = [chat.ids(row["prompt"]) for row in self.rows]
+        self._tokenizer = tokenizer
+        for reward in task.rewards:
+            if not getattr(reward, "judges_alone", False):
+                raise QeRLError(
+                    f"The reward {reward.__name__} of task {task.name} does not judge each completion by "
+                    "itself (qerl.tasks.guard.judges_alone), which a study needs."
+                )
+        self._rewards = [guarded(reward) for reward in task.rewards]
+        self.reward_names = [reward.__name__ for reward in self._rewards]
+        self._known: dict[tuple[int, tuple[int, ...]], tuple[str, list[float]]] = {}
+
+    def judge(self, problems: Sequence[int], completions: Sequence[Sequence[int]]) -> torch.Tensor:
+        """Rewards [B, F] of completions, fp32 on the CPU; NaN where a reward was not given.
+
+        Args:
+            problems: Index of the problem that each answers.
+            completions: Token ids.
+        """
+        keys = self._learn(problems, completions)
+        return torch.tensor([self._known[key][1] for key in keys])
+
+    def texts(self, problems: Sequence[int], completions: Sequence[Sequence[int]]) -> list[str]:
+        """The text of each completion."""
+        return [self._known[key][0] for key in self._learn(problems, completions)]
+
+    def _learn(
+        self, problems: Sequence[int], completions: Sequence[Sequence[int]]
+    ) -> list[tuple[int, tuple[int, ...]]]:
+        keys = [(problem, tuple(ids)) for problem, ids in zip(problems, completions, strict=True)]
+        fresh = [key for key in dict.fromkeys(keys) if key not in self._known]
+        if fresh:
+            texts = self._tokenizer.batch_decode([list(ids) for _, ids in fresh], skip_special_tokens=True)
+            rows = [self.rows[problem] for problem, _ in fresh]
+            columns = {name: [row[name] for row in rows] for name in rows[0] if name != "prompt"}
+            prompts = [row["prompt"] for row in rows]
+            each = [reward(prompts, texts, **columns) for reward in self._rewards]
+            for key, text, *values in zip(fresh, texts, *each, strict=True):
+                self._known[key] = text, [float("nan") if value is None else value for value in values]
+        return keys

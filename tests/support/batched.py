@@ -1,0 +1,81 @@
+"""What tests of batched runs share: a task whose rewards differ, an arm, a batch of runs, and the trainer."""
+
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset
+
+from qerl.lora.adapter import add_lora
+from qerl.rollout.portable.engine import PortableEngine
+from qerl.settings.config import QeRLConfig
+from qerl.study.arms import Arm, Run
+from qerl.study.batched.trainer import BatchedTrainer, Settings
+from qerl.tasks.base import Task, completion_text
+from qerl.tasks.guard import judges_alone
+from qerl.trainer.grpo import QeRLTrainer
+from tests.support.models import make_tiny_model, make_tiny_tokenizer, pack
+
+RATE = 1e-2
+SIZES = {"steps": 4, "prompts_per_step": 2, "samples_per_prompt": 4, "max_completion_length": 6}
+TOKENIZER = make_tiny_tokenizer()
+
+
+class Sums(Task):
+    """The reward of a text is a number from 0 to 4, different within most groups of random texts."""
+
+    strata = "steps"
+
+    def __init__(self) -> None:
+        super().__init__("sums", "hashes")
+
+    def train(self) -> Dataset:
+        questions = ["one two", "three", "four five six", "seven eight", "nine", "ten eleven"]
+        return Dataset.from_list(
+            [
+                {"prompt": [{"role": "user", "content": text}], "answer": str(i), "steps": i % 2 + 1}
+                for i, text in enumerate(questions)
+            ]
+        )
+
+    test = train
+
+    @property
+    def rewards(self) -> list[Any]:
+        @judges_alone
+        def accuracy(prompts, completions, **_):
+            return [float(sum(map(ord, completion_text(text))) % 5) for text in completions]
+
+        return [accuracy]
+
+
+def tiny_base(family: str = "llama"):
+    """A tiny random model with packed projections, the same in each call."""
+    return pack(make_tiny_model(family))
+
+
+def an_arm(**changes: Any) -> Arm:
+    """An arm with strong noise in the second half of its four steps."""
+    values = {"name": "arm", "lora_r": 4, "noise": True, "noise_stages": 2, "noise_sigma_start": 0.05}
+    return Arm(**(values | changes))
+
+
+def a_batch(*runs: Run, family: str = "llama", entropies=None, **changes: Any) -> BatchedTrainer:
+    """A batch on a tiny model; one run of `an_arm` if none is given."""
+    chosen = runs or (Run(an_arm(), 7, RATE),)
+    settings = Settings(**(SIZES | changes))
+    return BatchedTrainer(tiny_base(family), TOKENIZER, Sums(), chosen, settings, entropies)
+
+
+def the_trainer(folder: Path, seed: int, family: str = "llama", **changes: Any) -> QeRLTrainer:
+    """The project's trainer with the settings of a run of `a_batch`."""
+    task, model = Sums(), add_lora(tiny_base(family), 4, 4, 0.0, seed=seed)
+    values = {
+        "output_dir": str(folder), "num_generations": 4, "per_device_train_batch_size": 8, "max_steps": 4,
+        "max_completion_length": 6, "gradient_checkpointing": False, "use_cpu": True, "learning_rate": RATE,
+        "lr_scheduler_type": "constant", "adam_beta2": 0.99, "seed": seed, "report_to": "none",
+        "save_strategy": "no", "noise_stages": 2, "noise_sigma_start": 0.05, "disable_tqdm": True,
+    }  # fmt: skip
+    return QeRLTrainer(
+        model, task.rewards, QeRLConfig(**(values | changes)), task.train(),
+        engine=PortableEngine(model, TOKENIZER.pad_token_id), processing_class=TOKENIZER,
+    )  # fmt: skip

@@ -1,0 +1,192 @@
+"""A run of a batch is a run of the trainer, and the runs of a batch do not see each other."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from peft import PeftModel
+
+from qerl.errors import QeRLError
+from qerl.study.arms import Run
+from qerl.study.batched.model import BatchedModel
+from qerl.study.batched.sampler import Samples, clean_norms
+from qerl.study.batched.score import Texts, score
+from qerl.study.batched.trainer import BatchedTrainer
+from tests.support.batched import RATE, a_batch, an_arm, the_trainer
+from tests.support.models import make_tiny_model
+
+BOUND = 1e-5
+"""Relative difference of FP32 losses and gradients that are the same by other sums."""
+
+
+def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((actual.detach() - expected.detach()).norm() / expected.detach().norm())
+
+
+def watch(batch: BatchedTrainer) -> tuple[list, list]:
+    """Lists that get the completions of each rollout, and the gradients of each step by PEFT's names."""
+    completions, gradients = [], []
+    generate, step = batch._sampler.generate, batch._optimizer.step
+
+    def generated(*args, **kwargs):
+        samples = generate(*args, **kwargs)
+        completions.append(samples.completions())
+        return samples
+
+    def stepped(*args):
+        gradients.append(batch._adapters.gradients_SE.clone())
+        return step(*args)
+
+    batch._sampler.generate, batch._optimizer.step = generated, stepped
+    return completions, gradients
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_one_run_is_a_run_of_the_trainer(family, tmp_path):
+    batch, trainer = a_batch(family=family), the_trainer(tmp_path, 7, family)
+    completions, gradients = watch(batch)
+    theirs, their_gradients = [], []
+    generate, norm = trainer.engine.generate, trainer._get_grad_norm
+
+    def generated(*args):
+        result = generate(*args)
+        theirs.append([completion.token_ids for completion in result.completions])
+        return result
+
+    def normed(model, grad_norm=None):
+        their_gradients.append(
+            {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        )
+        return norm(model, grad_norm=grad_norm)
+
+    trainer.engine.generate, trainer._get_grad_norm = generated, normed
+    trainer.train()
+    records = [batch.step()[0] for _ in range(4)]
+    assert [own for (own,) in completions] == theirs
+    logged = [row for row in trainer.state.log_history if "loss" in row]
+    for name in ("loss", "reward", "rewards/accuracy/mean", "grad_norm", "rollout/entropy", "noise/sigma"):
+        expected = [row[name] for row in logged]
+        assert [row[name] for row in records] == pytest.approx(expected, rel=BOUND, abs=1e-6), name
+    assert {row["noise/sigma"] for row in records} == {0.0, 0.05}
+    # Adam turns a difference of 1e-7 into a larger one where a gradient is nearly zero: later steps drift.
+    names = [f"{name}.default.weight" for name in adapter_names(batch)]
+    for own_SE, expected in zip(gradients[:1], their_gradients, strict=False):
+        found = named(batch, own_SE)
+        errors = [relative(found[n], expected[n]) for n in names if expected[n].norm() > 0]
+        print(f"{family}: largest relative error of a gradient {max(errors):.1e}")
+        assert max(errors) < BOUND
+
+
+def adapter_names(batch):
+    return [name.removesuffix(".weight") for name in batch._adapters._named(0)]
+
+
+def named(batch, storage_SE):
+    """A tensor laid out as the adapters, by the names of the trainer's parameters."""
+    found = {}
+    for place, adapted in zip(batch._adapters.places, batch._adapters.views(storage_SE), strict=True):
+        for name, a, b in zip(place.names, adapted.a[0].chunk(len(place.names)), adapted.b, strict=True):
+            found[f"base_model.model.{name}.lora_A.default.weight"] = a
+            found[f"base_model.model.{name}.lora_B.default.weight"] = b[0]
+    return found
+
+
+def test_four_runs_are_four_times_one_run():
+    arms = [an_arm(), an_arm(noise=False, temperature=1.3), an_arm(correction="none"), an_arm(pass_at_k=2)]
+    runs = [
+        Run(arm, seed, rate)
+        for arm, seed, rate in zip(arms, (7, 8, 7, 9), (1e-2, 3e-3, 1e-2, 2e-2), strict=True)
+    ]
+    together = a_batch(*runs)
+    records = [together.step() for _ in range(4)]
+    for index, run in enumerate(runs):
+        alone = a_batch(run)
+        for row in records:
+            expected = alone.step()[0]
+            assert row[index] == pytest.approx(expected, rel=1e-4, abs=1e-5, nan_ok=True)
+        values = alone._adapters.values_SE[0]
+        assert relative(together._adapters.values_SE[index], values) < 1e-4
+
+
+def test_pieces_have_the_gradient_of_the_whole():
+    run = Run(an_arm(entropy_bonus=0.01), 7, RATE)
+    whole, pieces = (
+        a_batch(run, replace(run, seed=8)),
+        a_batch(run, replace(run, seed=8), tokens_per_forward=1),
+    )
+    gradients = [watch(batch)[1] for batch in (whole, pieces)]
+    records = [batch.step() for batch in (whole, pieces)]
+    assert relative(gradients[1][0], gradients[0][0]) < BOUND
+    for one, other in zip(*records, strict=True):
+        assert one == pytest.approx(other, rel=1e-4, abs=1e-6)
+
+
+def test_a_resumed_batch_goes_on_bit_by_bit(tmp_path):
+    arm = an_arm(noise_target_kl=0.05)
+    runs = Run(arm, 7, RATE), Run(arm, 8, RATE)
+    through = a_batch(*runs)
+    expected = [through.step() for _ in range(4)]
+    stopped, resumed = a_batch(*runs), a_batch(*runs)
+    first = [stopped.step() for _ in range(3)]
+    torch.save(stopped.state(), tmp_path / "state.pt")
+    resumed.load_state(torch.load(tmp_path / "state.pt", weights_only=True))
+    assert [*first, resumed.step()] == expected
+    assert torch.equal(resumed._adapters.values_SE, through._adapters.values_SE)
+    with pytest.raises(QeRLError, match="another batch"):
+        a_batch(runs[0]).load_state(stopped.state())
+
+
+def test_a_run_that_diverges_stays_as_it_is_and_the_others_go_on():
+    runs = Run(an_arm(), 7, RATE), Run(an_arm(), 8, RATE)
+    batch, alone = a_batch(*runs), a_batch(runs[1])
+    batch.step(), alone.step()
+    batch._adapters.values_SE[0, 0] = torch.inf
+    before = batch._adapters.values_SE[0].clone()
+    records, expected = batch.step(), alone.step()
+    assert [row["diverged"] for row in records] == [1.0, 0.0]
+    assert torch.equal(batch._adapters.values_SE[0], before)
+    assert batch._optimizer.mean_SE.isfinite().all()
+    assert records[1] == pytest.approx(expected[0], rel=1e-4, abs=1e-5)
+    batch._adapters.values_SE[0, 0] = 0.0  # healthy again, but it has diverged
+    assert batch.step()[0]["diverged"] == 1.0
+
+
+def test_a_saved_adapter_is_one_of_peft(tmp_path):
+    batch = a_batch(Run(an_arm(), 7, RATE), Run(an_arm(), 8, RATE))
+    for _ in range(3):
+        batch.step()
+    batch.save_adapter(1, tmp_path)
+    model = PeftModel.from_pretrained(make_tiny_model(), tmp_path)
+    prompt, completion = [5, 9, 7, 30], [11, 3, 20, 6]
+    dense = BatchedModel(make_tiny_model(), 2, 4, [7, 8])
+    dense.adapters.values_SE.copy_(batch._adapters.values_SE)
+    expected = log_probabilities(model, prompt, completion)
+    assert relative(scored(dense, prompt, completion)[1], expected) < BOUND
+    assert relative(scored(dense, prompt, completion)[0], expected) > 1e-3
+
+
+def log_probabilities(model, prompt, completion):
+    """Of a completion's tokens, by transformers' own forward pass."""
+    ids = torch.tensor([[*prompt, *completion]])
+    with torch.no_grad():
+        logits = model(input_ids=ids).logits[0, len(prompt) - 1 : -1]
+    return logits.log_softmax(-1).gather(-1, torch.tensor(completion)[:, None])[:, 0]
+
+
+def scored(model, prompt, completion, norms=None):
+    """The same of every run of a batched model, [S, C]."""
+    samples = fixed(model.runs, [prompt], [completion])
+    texts = Texts.of(samples, model.device)
+    norms = norms or clean_norms(model, 1)
+    return score(model, texts, norms, torch.ones(model.runs), 10**6)[0][:, 0]
+
+
+def fixed(runs, prompts, completions):
+    """Completions of one length as samples of each run."""
+    tokens = torch.tensor([completions] * runs)
+    zeros = torch.zeros(tokens.shape)
+    per_prompt = len(completions) // len(prompts)
+    mask = torch.ones(tokens.shape, dtype=torch.bool)
+    return Samples(
+        [prompts] * runs, per_prompt, tokens, mask, zeros, zeros, torch.ones(runs, dtype=torch.bool)
+    )
