@@ -19,6 +19,7 @@ from rich.console import Console
 
 from qerl import __version__
 from qerl.errors import QeRLError
+from qerl.ranks import is_first_process
 from qerl.settings.words import number_from, split_fields, with_underscores
 from qerl.weight_formats import DEFAULT_FORMAT, DEFAULT_ROUNDING, FORMATS, PACKED_FORMATS, ROUNDINGS
 
@@ -33,8 +34,7 @@ TAKE_FIELDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "plan": (("--help",), ("--gpu", "--processes")),
 }
 
-# Of several processes only the first one speaks.
-console = Console(quiet=os.environ.get("RANK", "0") != "0")
+console = Console(quiet=not is_first_process())
 
 
 def main(argv: list[str] | None = None) -> int:

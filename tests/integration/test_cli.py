@@ -87,7 +87,7 @@ def test_text_fields_take_the_word_as_it_is(recipe, tmp_path, capsys):
         (["--task", "gsm9k"], "gsm8k"),
         (["--model", "/nowhere/at/all"], "/nowhere/at/all"),
         (["--weights", "nf4"], "need a CUDA device"),
-        (["--max_prompt_length", "1"], "no training prompts left"),
+        (["--max_prompt_length", "1"], "training prompts has at most 1 tokens"),
         (["--seed"], "--seed needs a value"),
         (["--seed", "--max_steps", "3"], "--seed needs a value"),
         (["--seed="], "--seed needs a value"),

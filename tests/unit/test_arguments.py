@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import functools
+import json
 import shutil
 
 import pytest
@@ -235,8 +236,55 @@ def test_long_prompts_are_left_out(make):
     trainer = make(max_prompt_length=40)
     assert [len(row["prompt"][0]["content"]) for row in trainer.train_dataset] == [2, 3, 4]
     assert len(make().train_dataset) == 6
-    with pytest.raises(QeRLError, match="No prompt has at most 1 tokens"):
+    with pytest.raises(QeRLError, match="None of the 6 training prompts has at most 1 tokens"):
         make(max_prompt_length=1)
+
+
+@pytest.mark.parametrize(
+    "sets", [lambda rows: rows, lambda rows: {"hard": rows}, lambda rows: rows.to_iterable_dataset()]
+)
+def test_long_prompts_are_left_out_of_evaluation_too(llama_folder, settings, caplog, sets):
+    given = settings(max_prompt_length=40)
+    trainer = QeRLTrainer(str(llama_folder), ones, given, ROWS, eval_dataset=sets(ROWS))
+    held_out = trainer.eval_dataset
+    rows = held_out["hard"] if isinstance(held_out, dict) else held_out
+    assert [len(row["prompt"][0]["content"]) for row in rows] == [2, 3, 4]
+    if isinstance(rows, Dataset):
+        name = " of 'hard'" if isinstance(held_out, dict) else ""
+        assert f"3 of 6 evaluation prompts{name} are longer than 40 tokens and are left out." in caplog.text
+
+
+def test_what_every_process_finds_is_said_by_the_first(make, caplog, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    make(max_prompt_length=40)
+    assert not caplog.records
+    monkeypatch.setenv("RANK", "0")
+    make(max_prompt_length=40)
+    assert caplog.text.count("3 of 6 training prompts are longer") == 1
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+def test_a_model_in_float16_is_refused(tiny_model, tiny_tokenizer, settings, adapted):
+    model = tiny_model("llama").half()
+    config = LoraConfig(r=4) if adapted else None
+    message = "The model that was handed in is float16, in which small gradients vanish; load it with dtype="
+    with pytest.raises(QeRLError, match=message):
+        QeRLTrainer(model, ones, settings(), ROWS, processing_class=tiny_tokenizer, peft_config=config)
+
+
+def test_code_of_a_tokenizer_runs_where_it_is_trusted(llama_folder, settings, tmp_path):
+    folder = shutil.copytree(llama_folder, tmp_path / "llama")
+    code = "from transformers import PreTrainedTokenizerFast\nclass Mine(PreTrainedTokenizerFast): pass\n"
+    (folder / "mine.py").write_text(code)
+    file = folder / "tokenizer_config.json"
+    own = {"auto_map": {"AutoTokenizer": [None, "mine.Mine"]}, "tokenizer_class": "Mine"}
+    file.write_text(json.dumps(json.loads(file.read_text()) | own))
+    with pytest.raises(
+        QeRLError, match=r"The tokenizer of .* it brings its own code, which runs only with trust_remote_code"
+    ):
+        QeRLTrainer(str(folder), ones, settings(), ROWS)
+    trusting = settings(model_init_kwargs={"trust_remote_code": True})
+    assert QeRLTrainer(str(folder), ones, trusting, ROWS).processing_class.pad_token == "<pad>"
 
 
 def test_the_length_penalty_is_one_of_the_rewards(make):

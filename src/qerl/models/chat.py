@@ -27,6 +27,7 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from qerl.errors import QeRLError
+from qerl.ranks import is_first_process
 
 logger = logging.getLogger(__name__)
 
@@ -130,7 +131,7 @@ class Chat:
                 f"messages {', '.join(roles)}, so the model would be asked for something else; mend the "
                 "template (chat_template.jinja beside the model), or use another model."
             )
-        if folds and not any(self._folds.values()):
+        if folds and not any(self._folds.values()) and is_first_process():
             logger.warning(
                 "The chat template of %s takes no system message: the instruction is put in front of the "
                 "user message that follows it.",

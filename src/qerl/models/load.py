@@ -32,12 +32,15 @@ from qerl.fp4.checkpoint import Checkpoint, check_held_format, open_checkpoint
 from qerl.fp4.quantizer import QeRLQuantizationConfig
 from qerl.kernels.needs import how_to_install
 from qerl.models.hub import LocalModel, local_checkpoint
+from qerl.ranks import is_first_process
 from qerl.weight_formats import DEFAULT_FORMAT, DEFAULT_ROUNDING, FORMATS, Rounding, WeightFormatName
 
 logger = logging.getLogger(__name__)
 
 PAD_TOKENS = ("<pad>", "<|pad|>", "[PAD]", "<|finetune_right_pad_id|>", "<|endoftext|>")
 """What families call padding, for tokenizers that have such a token without declaring it."""
+
+_OWN_CODE = "it brings its own code, which runs only with trust_remote_code"
 
 
 def load_model(
@@ -96,7 +99,9 @@ def load_model(
     return model
 
 
-def load_tokenizer(name_or_path: str | Path | LocalModel, chat: bool = True) -> PreTrainedTokenizerBase:
+def load_tokenizer(
+    name_or_path: str | Path | LocalModel, chat: bool = True, trust_remote_code: bool = False
+) -> PreTrainedTokenizerBase:
     """Tokenizer with a padding token, and with a chat template unless prompts are plain text.
 
     A tokenizer without padding token gets one that its vocabulary has; if none but EOS is left it is EOS,
@@ -105,17 +110,20 @@ def load_tokenizer(name_or_path: str | Path | LocalModel, chat: bool = True) -> 
     Args:
         name_or_path: As for `load_model`.
         chat: Whether prompts are messages, which need a chat template.
+        trust_remote_code: Whether Python code that comes with the tokenizer may run.
 
     Raises:
         QeRLError: There is no tokenizer, or it has no EOS or no chat template that is needed.
     """
     folder = local_checkpoint(name_or_path)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except Exception as error:  # given files alone; the tokenizers' parser raises Exception itself
+        advice = "the model's folder needs its tokenizer files"
+        if not trust_remote_code and "trust_remote_code" in str(error):
+            advice = _OWN_CODE
         raise QeRLError(
-            f"The tokenizer of {name_or_path} cannot be loaded ({first_line(error)}); the model's folder "
-            "needs its tokenizer files."
+            f"The tokenizer of {name_or_path} cannot be loaded ({first_line(error)}); {advice}."
         ) from error
     if chat and tokenizer.chat_template is None:
         raise QeRLError(
@@ -128,7 +136,7 @@ def load_tokenizer(name_or_path: str | Path | LocalModel, chat: bool = True) -> 
         vocabulary = tokenizer.get_vocab()
         candidates = [token for token in (*PAD_TOKENS, tokenizer.unk_token) if token in vocabulary]
         tokenizer.pad_token = next((t for t in candidates if t != tokenizer.eos_token), tokenizer.eos_token)
-        if tokenizer.pad_token == tokenizer.eos_token:
+        if tokenizer.pad_token == tokenizer.eos_token and is_first_process():
             logger.warning("%s has no padding token: EOS (%s) pads.", name_or_path, tokenizer.eos_token)
     return tokenizer
 
@@ -166,7 +174,7 @@ def _attention(skeleton: PreTrainedModel) -> str:
 def _unsupported(checkpoint: Checkpoint, error: Exception) -> QeRLError:
     family = checkpoint.config.get("model_type", "unnamed")
     if "auto_map" in checkpoint.config:
-        advice = "it brings its own code, which runs only with trust_remote_code"
+        advice = _OWN_CODE
     else:
         advice = "use a causal language model that transformers knows"
     return QeRLError(

@@ -13,6 +13,7 @@ from torch import nn
 from qerl.errors import QeRLError
 from qerl.families.parts import base_model
 from qerl.kernels import needs
+from qerl.ranks import is_first_process
 from qerl.rollout.engine import KvCacheDtype, RolloutEngine
 from qerl.rollout.paged.limits import MAX_ROWS
 from qerl.rollout.portable.engine import ROWS, PortableEngine
@@ -44,7 +45,7 @@ def make_engine(
             f"kv_cache_dtype: {kv_cache_dtype} needs the paged engine, which cannot run: {reasons}."
         )
     if reasons:
-        if on_gpu:
+        if on_gpu and is_first_process():
             message = f"Rollouts take the portable engine, which is slow on a GPU: {reasons}."
             warnings.warn(message, stacklevel=2)
         return PortableEngine(model, pad_token_id, ROWS if max_sequences is None else max_sequences)

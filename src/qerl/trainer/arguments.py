@@ -18,9 +18,11 @@ is accepted and ignored, and where two of them say the same thing they must agre
 import copy
 from collections.abc import Collection
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from datasets import Dataset, IterableDataset
 from peft import LoraConfig, PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -130,7 +132,7 @@ def complete(
     check_metric(settings.metric_for_best_model, eval_dataset)
     if named:
         model = find_model(model)
-    tokenizer = _tokenizer(processing_class, model, train_dataset)
+    tokenizer = _tokenizer(processing_class, model, train_dataset, settings.trust_remote_code)
     if named:
         policy = _named_policy(model, settings, peft_config, engine)
     else:
@@ -139,11 +141,14 @@ def complete(
     check_policy(policy, engine)
     rewards = guard_rewards(with_length_penalty(reward_funcs, settings), settings.reward_timeout)
     limit = None if "max_prompt_length" in acted_on else settings.max_prompt_length
+    short = partial(
+        short_prompts, limit=limit, template_kwargs=settings.chat_template_kwargs, tokenizer=tokenizer
+    )
     for_trl = {
         "reward_funcs": rewards,
         "reward_processing_classes": one_for_each(reward_processing_classes, reward_funcs, rewards),
-        "train_dataset": short_prompts(train_dataset, limit, settings.chat_template_kwargs, tokenizer),
-        "eval_dataset": eval_dataset,
+        "train_dataset": short(train_dataset, what="training prompts"),
+        "eval_dataset": short(eval_dataset, what="evaluation prompts"),
         "processing_class": processing_class or tokenizer,
         "optimizers": optimizers,
     }
@@ -271,11 +276,22 @@ def _policy_in_hand(
             f"The model has {_weights(model)} weights, which cannot be trained themselves; pass peft_config, "
             "or a model that `add_lora` has given an adapter."
         )
+    _check_dtype(model)
     _agree_with_model(args, acted_on, model)
     for name, value in _held(model).items():
         if name not in acted_on:
             setattr(args, name, value)
     return model
+
+
+def _check_dtype(model: nn.Module) -> None:
+    """Refuse a model in a precision that nothing here trains in, or that evaluation could not be told."""
+    dtype = base_model(model).dtype
+    if dtype not in (torch.float32, torch.bfloat16):
+        raise QeRLError(
+            f"The model that was handed in is {str(dtype).removeprefix('torch.')}, in which small gradients "
+            "vanish; load it with dtype=torch.bfloat16 or torch.float32."
+        )
 
 
 def _agree_with_model(args: QeRLConfig, acted_on: Collection[str], model: nn.Module) -> None:
@@ -336,7 +352,9 @@ def _check_optimizer(optimizer: Any, model: nn.Module) -> None:
 # Tokenizer and engine
 
 
-def _tokenizer(given: Any, model: Any, train_dataset: Any) -> PreTrainedTokenizerBase:
+def _tokenizer(
+    given: Any, model: Any, train_dataset: Any, trust_remote_code: bool
+) -> PreTrainedTokenizerBase:
     """The tokenizer that was handed in, or else the model's."""
     if isinstance(given, ProcessorMixin):
         given = given.tokenizer
@@ -346,7 +364,8 @@ def _tokenizer(given: Any, model: Any, train_dataset: Any) -> PreTrainedTokenize
         name = model if isinstance(model, LocalModel) else base_model(model).name_or_path
         if not str(name):
             raise QeRLError("The model has no name to load a tokenizer by; pass it as processing_class.")
-        given = load_tokenizer(name, chat=is_conversational(next(iter(train_dataset), {})))
+        chat = is_conversational(next(iter(train_dataset), {}))
+        given = load_tokenizer(name, chat, trust_remote_code)
     if given.pad_token is None:
         given.pad_token = given.eos_token
     return given

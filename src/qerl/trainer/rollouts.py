@@ -18,6 +18,7 @@ from datasets import Dataset, IterableDataset
 
 from qerl.errors import QeRLError
 from qerl.noise.draw import AdaptiveNoise
+from qerl.ranks import is_first_process
 from qerl.rollout.engine import RolloutEngine, RolloutResult, SamplingParams
 from qerl.seeding import derive_seed
 from qerl.settings.config import QeRLConfig
@@ -186,11 +187,13 @@ class RolloutTrainer(ResumableTrainer):
             return
         if self._signal.overruled(rewards_BF):
             self._warned = True
-            logger.warning(
-                "Rewards differ in this step but no group has both right samples (%s above 0) and wrong "
-                "ones, so nothing is learned from it; if that reward is not a verdict, set signal: reward.",
-                self.reward_func_names[judge],
-            )
+            if is_first_process():
+                logger.warning(
+                    "Rewards differ in this step but no group has both right samples (%s above 0) and wrong "
+                    "ones, so nothing is learned from it; if that reward is not a verdict, set signal: "
+                    "reward.",
+                    self.reward_func_names[judge],
+                )
 
     def _scored_by_trl(self, inputs: list[dict[str, Any]]) -> tuple[Batch, dict[str, float]]:
         """TRL's batch, and the metrics of the rollout.

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from datasets import Dataset
 from rich.console import Console
+from transformers import PreTrainedTokenizerBase
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from qerl.errors import QeRLError, first_line
@@ -30,6 +31,7 @@ from qerl.trainer.grpo import QeRLTrainer
 from qerl.trainer.policy import make_policy
 from qerl.trainer.preflight import check_length, preflight
 from qerl.trainer.processes import ends_together
+from qerl.trainer.prompts import short_prompts
 from qerl.trainer.resume.changes import prepare_folder
 
 
@@ -112,10 +114,8 @@ def build(config: QeRLConfig, console: Console) -> tuple[QeRLTrainer, InterruptG
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     task, rewards = preflight(config)
     model = find_model(config.model)
-    tokenizer = load_tokenizer(model)
-    chat = Chat(tokenizer, config.chat_template_kwargs)
-    task.opening = chat.opening
-    train_set, eval_set = _datasets(config, task, chat, console)
+    tokenizer = load_tokenizer(model, trust_remote_code=config.trust_remote_code)
+    train_set, eval_set = _datasets(config, task, tokenizer)
     policy = make_policy(config, model, console)
     folder = Path(str(config.output_dir))
     guard, metrics = InterruptGuard(console), MetricsFile(folder)
@@ -139,18 +139,22 @@ def build(config: QeRLConfig, console: Console) -> tuple[QeRLTrainer, InterruptG
     return trainer, guard
 
 
-def _datasets(config: QeRLConfig, task: Task, chat: Chat, console: Console) -> tuple[Dataset, Dataset | None]:
-    train_set = chat.dataset(task.train())
-    if config.max_prompt_length is not None:
-        short = train_set.filter(lambda row: len(chat.ids(row["prompt"])) <= config.max_prompt_length)
-        if len(short) < len(train_set):
-            console.print(f"{len(train_set) - len(short)} of {len(train_set)} prompts are longer than "
-                          f"{config.max_prompt_length} tokens and are left out.")  # fmt: skip
-        train_set = short
+def _datasets(
+    config: QeRLConfig, task: Task, tokenizer: PreTrainedTokenizerBase
+) -> tuple[Dataset, Dataset | None]:
+    """Prompts to train on, and those to evaluate on if the run does; the task learns how a turn begins."""
+    kwargs = config.chat_template_kwargs
+    chat = Chat(tokenizer, kwargs)
+    task.opening = chat.opening
+
+    def prompts(rows: Dataset, what: str) -> Dataset:
+        return short_prompts(chat.dataset(rows), config.max_prompt_length, kwargs, tokenizer, what)
+
+    train_set = prompts(task.train(), "training prompts")
     if len(train_set) == 0:
-        raise QeRLError(f"The task {config.task} has no training prompts left; raise max_prompt_length.")
+        raise QeRLError(f"The task {config.task} has no training prompts.")
     check_length(config, len(train_set))
     if not config.evaluates:
         return train_set, None
-    held_out = chat.dataset(task.test())
+    held_out = prompts(task.test(), "evaluation prompts")
     return train_set, held_out.select(range(min(config.eval_samples, len(held_out))))
