@@ -77,6 +77,11 @@ def _quiet_libraries() -> None:
     warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated")
 
 
+def _print(text: str) -> None:
+    """Text as it stands, for a reader that may stop early, as `head` does: rich takes a closed pipe."""
+    console.print(text, markup=False, highlight=False, emoji=False, soft_wrap=True, end="")
+
+
 def _escape(text: str) -> str:
     return text.replace("[", r"\[")
 
@@ -91,6 +96,9 @@ class _Command(argparse.ArgumentParser):
         from qerl.settings.docs import help_text  # imports TRL, which takes seconds
 
         return f"{text}\n{help_text()}\n"
+
+    def print_help(self, file: Any = None) -> None:
+        _print(self.format_help())
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -253,7 +261,7 @@ def _train(args: argparse.Namespace) -> int:
 
         preflight(config)
         resume_point(config, Console(stderr=True))
-        print(dump(config), end="")
+        _print(dump(config))
         return 0
     from qerl.trainer.run import train
 
@@ -300,7 +308,7 @@ def _recipes(_: argparse.Namespace) -> None:
 def _fields(args: argparse.Namespace) -> None:
     from qerl.settings.docs import all_fields_text, field_text
 
-    print(all_fields_text() if args.name is None else field_text(args.name))
+    _print((all_fields_text() if args.name is None else field_text(args.name)) + "\n")
 
 
 def _quantize(args: argparse.Namespace) -> None:

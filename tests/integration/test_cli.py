@@ -1,6 +1,7 @@
 """The commands as a user types them, on a tiny model."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -8,7 +9,9 @@ import time
 
 import pytest
 import yaml
+from rich.console import Console
 
+from qerl import cli
 from qerl.cli import main
 from qerl.settings.recipe import load_config
 from qerl.trainer.preflight import optimizer_steps
@@ -60,6 +63,18 @@ def test_help_lists_the_fields(command, capsys):
     printed = " ".join(capsys.readouterr().out.split())
     assert "--reward_timeout [10.0] Seconds a reward function may take" in printed
     assert "Task and rewards:" in printed and "`qerl fields NAME` explains one" in printed
+
+
+def test_a_reader_that_stops_early_sees_no_traceback(monkeypatch, capsys):
+    """As in `qerl fields | head`: the pipe is closed before all is written."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    monkeypatch.setattr(cli, "console", Console())  # rich's is quiet from then on
+    with open(writer, "w") as closed:  # noqa: PTH123 - a descriptor, not a path
+        monkeypatch.setattr(sys, "stdout", closed)
+        with pytest.raises(SystemExit):
+            main(["fields"])
+    assert not capsys.readouterr().err
 
 
 def test_text_fields_take_the_word_as_it_is(recipe, tmp_path, capsys):

@@ -170,6 +170,12 @@ def test_a_task_must_come_from_somewhere(capsys):
     assert "--task" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("words", [["eval", "owner/model"], ["generate", "owner/model", "hello"]])
+def test_an_adapter_that_is_not_there_is_named_first(words, tmp_path, capsys):
+    assert main([*words, "--adapter", str(tmp_path / "none")]) == 2
+    assert f"There is no {tmp_path / 'none' / 'adapter_config.json'}" in capsys.readouterr().err
+
+
 def test_a_prompt_that_is_no_text(capsys):
     assert main(["generate", "nowhere", "caf\udce9"]) == 2
     assert "UTF-8" in capsys.readouterr().err

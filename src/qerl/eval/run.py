@@ -201,7 +201,7 @@ def evaluate_model(source: Source, request: Request, out: Path | None, console: 
     Raises:
         QeRLError: Anything the user can mend.
     """
-    choices = Choices(read_trained(source.adapter, source.model))
+    choices = _choices(source)
     params = _sampling(request, choices)
     name, options = _task(request, choices)
     task = get_task(name, **options)
@@ -257,7 +257,7 @@ def answer(source: Source, prompt: str, request: Request, console: Console, syst
     for text in (prompt, system or ""):
         if not _is_text(text):
             raise QeRLError("The prompt is not valid text: it has bytes that are not UTF-8; encode it anew.")
-    choices = Choices(read_trained(source.adapter, source.model))
+    choices = _choices(source)
     if request.max_tokens is None and "max_completion_length" not in choices.trained.settings:
         request = replace(request, max_tokens=ANSWER_TOKENS)
     params = _sampling(request, choices)
@@ -274,6 +274,14 @@ def answer(source: Source, prompt: str, request: Request, console: Console, syst
     seeded = replace(params, stop_token_ids=policy.stop_token_ids)
     result = policy.engine.generate([ids], 1, seeded)
     return policy.tokenizer.decode(result.completions[0].token_ids, skip_special_tokens=True)
+
+
+def _choices(source: Source) -> Choices:
+    """What the run says that made the policy; a folder without an adapter is refused before what it lacks."""
+    trained = read_trained(source.adapter, source.model)
+    if source.adapter is not None:
+        adapter_file(source.adapter)
+    return Choices(trained)
 
 
 def _sampling(request: Request, choices: Choices) -> SamplingParams:
