@@ -34,6 +34,10 @@ LONGER = {"level": "wp1", "examples": 0, "train_size": 16, "test_size": 4}
             {"dynamic_sampling_rounds": 1, "algorithm": "dapo", "signal": "reward"}, id="dynamic sampling"
         ),
         pytest.param(
+            {"noise_target_kl": 1e-4, "noise_scale": "relative", "steps_per_generation": 2},
+            id="sigma driven to a target",
+        ),
+        pytest.param(
             {
                 "steps_per_generation": 4,
                 "gradient_accumulation_steps": 3,

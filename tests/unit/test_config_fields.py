@@ -80,6 +80,9 @@ WRONG = {
     "noise_sigma_start": ["abc", 0, -1, NAN],
     "noise_stages": [2.5, 1],
     "noise_schedule": ["step", None],
+    "noise_scale": ["log", None],
+    "noise_target_kl": ["x", 0, -1, NAN],
+    "pass_at_k": [1, 0, 2.5],
     "loss_type": ["foo", 3],
     "report_to": ["nowhere", 3, None, ["nowhere"]],
     "optim": ["foo", None],
@@ -161,6 +164,13 @@ def test_what_is_accepted(name, value, held):
     ("fields", "message"),
     [
         ({"noise_stages": 10, "max_steps": 9}, "10 stages but the run only 9 steps"),
+        ({"noise": False, "noise_target_kl": 0.03}, "needs noise to drive"),
+        ({"pass_at_k": 8, "num_generations": 8}, "make it smaller"),
+        ({"pass_at_k": 4, "multi_objective_aggregation": "normalize_then_sum"}, "the best of summed rewards"),
+        (
+            {"loss_type": "vespo", "vllm_importance_sampling_mode": "token_one_sided"},
+            "to token_truncate or token_mask",
+        ),
         (
             {"loss_type": "vespo", "vllm_importance_sampling_mode": "sequence_mask"},
             "vespo needs ratios per token",

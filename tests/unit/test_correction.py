@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from qerl.trainer.update.correction import (
+    Correction,
     Mismatch,
     balance_ratio,
     importance_ratio,
@@ -42,10 +43,6 @@ def test_one_sided_ratio():
     torch.testing.assert_close(one_sided(ratio, good, 3.0), torch.tensor([[2.0, 3.0], [1.0, 1.0]]))
     torch.testing.assert_close(one_sided(ratio, bad, 3.0), torch.tensor([[1.0, 1.0], [0.5, 1.0]]))
     torch.testing.assert_close(one_sided(ratio, good, None)[0], torch.tensor([2.0, 9.0]))
-    mixed = torch.tensor([[0.7], [-0.7]])
-    torch.testing.assert_close(
-        weights(ratio, "token_one_sided", None, 3.0, mixed), torch.tensor([[2.0, 3.0], [0.5, 1.0]])
-    )
 
 
 def test_balance_ratio():
@@ -90,6 +87,28 @@ class Alone:
 
     def gather(self, values):
         return torch.cat([values] * self.processes)
+
+
+def test_each_sample_has_bounds_of_its_own():
+    """Ratios 2, 9 of a good sample and 0.5, 1 of a bad one, for which none is too low."""
+    batch = {
+        "sampling_per_token_logps": SAMPLER,
+        "sampling_entropies": torch.zeros(2, 2),
+        "rollout_entropy": torch.tensor(1.0),
+        "advantages": torch.tensor([0.7, -0.7]),
+    }
+    corrected, mismatch = Correction(True, "token_one_sided", None, 3.0).apply(
+        batch, TRAINER, torch.zeros(2, 2), MASK
+    )
+    torch.testing.assert_close(corrected["importance_sampling_ratio"][0], torch.tensor([2.0, 3.0]))
+    torch.testing.assert_close(corrected["importance_sampling_ratio"][1], torch.tensor([0.5, 1.0]))
+    assert mismatch.metrics(Alone())["sampling/ratio/truncated"] == pytest.approx(1 / 3)
+
+
+@pytest.mark.parametrize("mode", ["token_truncate", "token_mask"])
+def test_a_ratio_without_bounds(mode):
+    ratio = importance_ratio(TRAINER, SAMPLER, MASK, mode)
+    assert weights(ratio, mode, None, None).equal(ratio)
 
 
 def mismatch(mode, mask, sampler=SAMPLER):

@@ -120,6 +120,30 @@ def test_the_stage_without_noise_is_a_run_without_noise(make):
     assert not all(a.equal(b) for a, b in zip(runs[0][3], runs[1][3], strict=True))
 
 
+def test_sigma_is_driven_to_the_target(make):
+    """From a sigma that moves little to the KL that was asked for."""
+    logged = rows(
+        make(
+            noise=True, noise_scale="relative", noise_stages=2, noise_sigma_start=0.01, noise_target_kl=0.03,
+            learning_rate=0.0, max_steps=20, per_device_train_batch_size=32,
+        )
+    )  # fmt: skip
+    assert all(row["noise/sigma"] == row["noise/kl_target"] == 0 for row in logged[:10])
+    assert logged[10]["noise/sigma"] == 0.01 and logged[10]["sampling/kl"] < 0.006
+    assert logged[11]["noise/sigma"] > 0.015 and logged[-1]["noise/sigma"] > 0.025
+    late = sum(row["sampling/kl"] for row in logged[-5:]) / 5
+    assert 0.015 < late < 0.06
+
+
+def test_pass_at_k_and_a_one_sided_ratio_in_a_trainer(make):
+    options = {"pass_at_k": 3, "vllm_importance_sampling_mode": "token_one_sided", "max_steps": 2}
+    trainer = make(noise=True, noise_stages=2, noise_sigma_start=0.05, learning_rate=1e-2, **options)
+    before = weights(trainer)
+    last = rows(trainer)[-1]
+    assert last["sampling/importance_sampling_ratio/min"] < 1 < last["sampling/importance_sampling_ratio/max"]
+    assert not any(a.equal(b) for a, b in zip(before, weights(trainer), strict=True))
+
+
 def test_the_shape_of_gsm8ks_recipe(make):
     """Four updates a rollout, bnpo, clip-higher, truncated samples masked: five steps."""
     recipe = read_recipe(recipe_file("gsm8k"))

@@ -152,7 +152,7 @@ def test_noise_is_on_in_training_and_off_in_evaluation(make_trainer):
     trainer.rollout([[5, 6]], 1)
     (_, _, noisy), (_, _, clean) = trainer.engine.calls
     assert len(noisy) == 4, "two norms in each of two layers"
-    assert clean is None
+    assert not clean
     assert trainer._metrics["train"]["noise/norms"] == [4.0]
     assert trainer._metrics["train"]["noise/sigma"] == [trainer.args.noise_sigma_start]
 

@@ -19,6 +19,7 @@ from pydantic import Field
 from trl import GRPOConfig
 
 from qerl.errors import QeRLError
+from qerl.noise.draw import NoiseScale
 from qerl.noise.schedule import NoiseKind, NoiseSchedule
 from qerl.rollout.engine import KvCacheDtype
 from qerl.settings import contradictions
@@ -62,7 +63,9 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
 
 
 LossType = Literal["grpo", "dapo", "bnpo", "dr_grpo", "luspo", "cispo", "sapo", "vespo"]
-RatioCorrection = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
+RatioCorrection = Literal[
+    "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "token_one_sided"
+]
 
 
 def _help(
@@ -166,6 +169,11 @@ class QeRLConfig(GRPOConfig):
         "algorithm decides.",
         None,
     )
+    pass_at_k: Annotated[int, Field(ge=2)] | None = _help(
+        "Reward the best of k samples in place of each sample by itself, k below num_generations; unset, "
+        "each by itself.",
+        None,
+    )
     overlong_buffer: ShareBelow1 | None = _help(
         "Share of max_completion_length over which the length penalty grows from 0 to -1; 0 turns it off.",
         None,
@@ -174,10 +182,20 @@ class QeRLConfig(GRPOConfig):
     noise: bool = _help(
         "Adaptive quantization noise in the RMSNorm weights of rollouts.", True, group="Noise"
     )
+    noise_scale: NoiseScale = _help(
+        "What sigma counts in: absolute, the units of the norm weights (the paper's), or relative, shares of "
+        "each norm weight, which mean the same in every layer and model.",
+        "absolute",
+    )
     noise_sigma_start: Positive = _help("Standard deviation in the first noisy stage.", 1e-2)
     noise_sigma_end: Positive = _help("Standard deviation in the last stage.", 5e-4)
     noise_stages: Annotated[int, Field(ge=2)] = _help("Stages of the schedule, the first without noise.", 10)
     noise_schedule: NoiseKind = _help("Shape of the decay over the stages.", "exponential")
+    noise_target_kl: Positive | None = _help(
+        "KL(sampler || trainer) in nats per token, 0.03 for example, to which sigma is driven in the first "
+        "noisy stage; later targets fall with the square of the schedule. Unset, the schedule says sigma.",
+        None,
+    )
 
     max_sequences: PositiveInt | None = _help(
         "Largest number of sequences decoded at the same time; unset, 64 (portable engine) or 512 (paged "
@@ -217,7 +235,9 @@ class QeRLConfig(GRPOConfig):
         instead_of_trl="A step has a rollout and takes minutes; the curve of a run has few points to spare.",
     )
     vllm_importance_sampling_mode: RatioCorrection = _help(
-        "How the loss corrects for the ratio of trainer to sampler probabilities.",
+        "How the loss corrects for the ratio of trainer to sampler probabilities: by TRL's names, or "
+        "token_one_sided, from 1 to vllm_importance_sampling_clip_max on samples with a positive advantage "
+        "and from 0 to 1 on others, which is biased.",
         "token_truncate",
         instead_of_trl="Noise shifts every token a little; over a sequence that masks most long samples.",
     )

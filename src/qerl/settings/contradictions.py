@@ -16,6 +16,9 @@ _OFF = {
 }
 """Why each of these fields of the parents stays off."""
 
+_OF_VESPO = ("token_truncate", "token_mask")
+"""Modes of the importance correction that TRL's VESPO loss accepts."""
+
 
 def check(config: GRPOConfig) -> None:
     """Refuse fields that contradict each other, as they were given: the algorithm's are not filled in yet.
@@ -87,13 +90,24 @@ def _check_noise(config: GRPOConfig) -> None:
     """The length of a run in epochs is known with its data; `qerl.trainer.preflight` checks its stages."""
     if config.noise:
         config.noise_schedule_of(config.max_steps if config.max_steps > 0 else config.noise_stages)
+    elif config.noise_target_kl is not None:
+        raise QeRLError("noise_target_kl needs noise to drive; set noise: true, or remove it.")
 
 
 def _check_loss(config: GRPOConfig) -> None:
-    if config.loss_type == "vespo" and config.vllm_importance_sampling_mode.startswith("sequence"):
+    if config.loss_type == "vespo" and config.vllm_importance_sampling_mode not in _OF_VESPO:
         raise QeRLError(
-            "loss_type vespo needs ratios per token; set vllm_importance_sampling_mode to token_truncate "
-            "or token_mask."
+            "loss_type vespo needs ratios per token, of either sign of the advantage; set "
+            f"vllm_importance_sampling_mode to {' or '.join(_OF_VESPO)}."
+        )
+    if config.pass_at_k is not None and config.pass_at_k >= config.num_generations:
+        raise QeRLError(
+            f"pass_at_k is {config.pass_at_k}, and a group has {config.num_generations} samples "
+            "(num_generations), of which any set of k would hold nearly all; make it smaller."
+        )
+    if config.pass_at_k is not None and config.multi_objective_aggregation != "sum_then_normalize":
+        raise QeRLError(
+            "pass_at_k takes the best of summed rewards; set multi_objective_aggregation: sum_then_normalize."
         )
     if config.mask_truncated_completions and config.overlong_buffer:
         raise QeRLError(

@@ -17,7 +17,6 @@ from accelerate.utils import gather_object
 from datasets import Dataset, IterableDataset
 
 from qerl.errors import QeRLError
-from qerl.noise.draw import AdaptiveNoise
 from qerl.ranks import is_first_process
 from qerl.rollout.engine import RolloutEngine, RolloutResult, SamplingParams
 from qerl.seeding import derive_seed
@@ -32,6 +31,7 @@ from qerl.trainer.dynamic_sampling import (
     samples_of,
 )
 from qerl.trainer.memory import PeakMemory
+from qerl.trainer.noise import RolloutNoise
 from qerl.trainer.resume.trainer import ResumableTrainer
 from qerl.trainer.rewards import stop_if_all_failed
 from qerl.trainer.rollout_log import RolloutLog
@@ -68,13 +68,15 @@ class RolloutTrainer(ResumableTrainer):
     def _start_rollouts(self, engine: RolloutEngine) -> None:
         """Make what rollouts need, once TRL's constructor is through."""
         self.engine = engine
-        self.noise: AdaptiveNoise | None = None
+        policy = self.accelerator.unwrap_model(self.model)
+        self._noise = RolloutNoise(self.args, policy, lambda: self.state.max_steps)
         self._signal = Signal(
             group_size=self.num_generations,
             weights_F=self.reward_weights.to(self.accelerator.device),
             scale=self.scale_rewards,
             aggregation=self.multi_objective_aggregation,
             judge=judge_of(self.reward_func_names) if self.args.signal == "accuracy" else None,
+            pass_at_k=self.args.pass_at_k,
         )
         rounds, seed = self.args.dynamic_sampling_rounds, self.args.seed
         self._fresh = FreshPrompts(self.train_dataset, seed) if rounds else None
@@ -114,23 +116,15 @@ class RolloutTrainer(ResumableTrainer):
             stop_token_ids=tuple(self.eos_token_ids),
             seed=seed,
         )
-        result = self.engine.generate(prompts, samples, params, self._noise_offsets(mode, step))
+        offsets, logged = self._noise.for_rollout(step) if mode == "train" else ({}, {})
+        for name, value in logged.items():
+            self._metrics[mode][name].append(value)
+        result = self.engine.generate(prompts, samples, params, offsets)
         self._memory.read()
         self.engine.release()
         self._clock.add("rollout", result.seconds)
         self._rollout.add(result)
         return result
-
-    def _noise_offsets(self, mode: str, step: int) -> dict[str, torch.Tensor] | None:
-        if mode == "eval" or not self.args.noise:
-            return None
-        if self.noise is None:
-            schedule = self.args.noise_schedule_of(self.state.max_steps)
-            self.noise = AdaptiveNoise(self.accelerator.unwrap_model(self.model), schedule, self.args.seed)
-        offsets = self.noise.offsets(step)
-        self._metrics[mode]["noise/sigma"].append(self.noise.schedule.sigma(step))
-        self._metrics[mode]["noise/norms"].append(float(len(offsets)))
-        return offsets
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> Batch:
         """Wraps TRL's rollout: groups without signal are replaced, and advantages are computed here."""

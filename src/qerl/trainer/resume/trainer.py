@@ -7,6 +7,7 @@
   with a short step where the steps do not divide it, so the count does not follow from the step alone; it
   does from the place in the epoch, since an epoch holds whole rollouts.
 - **Rollouts that are half used** are saved: sampled again they would come from another policy.
+- **What was learned on the way** is saved: limits of memory, and the gain of the noise.
 - **Saving** goes into a folder aside, which is renamed when all processes have written their part
   (`qerl.trainer.resume.checkpoint`). Older checkpoints are deleted after that.
 """
@@ -27,6 +28,7 @@ from qerl.lora.adapter import check_adapter
 from qerl.run_folder import ADAPTER_FILE, UNFINISHED, last_checkpoint
 from qerl.settings.recipe import dump
 from qerl.trainer.batch import Batch
+from qerl.trainer.noise import RolloutNoise
 from qerl.trainer.resume.checkpoint import clear, move_into, publish
 from qerl.trainer.resume.provenance import write_provenance
 from qerl.trainer.resume.rollout_file import load_rollouts, save_rollouts
@@ -42,6 +44,7 @@ class ResumableTrainer(GRPOTrainer):
     """`GRPOTrainer` that goes on from a checkpoint as if it had never stopped."""
 
     _retry: MemoryRetry
+    _noise: RolloutNoise
     _step: int
     _buffered_inputs: list[Batch] | None
     _order: EpochRepeatSampler | None = None  # none where the data are iterable
@@ -144,6 +147,7 @@ class ResumableTrainer(GRPOTrainer):
         save_reference(self, part)
         if self.args.should_save:
             self._retry.save(part)
+            self._noise.save(part)
         if self._step % self._generate_every != 0 and self._buffered_inputs is not None:
             save_rollouts(self._buffered_inputs, self._rollout_file(part))
 
@@ -172,6 +176,7 @@ class ResumableTrainer(GRPOTrainer):
         with _fits(checkpoint):
             super()._load_optimizer_and_scheduler(checkpoint)
             self._retry.load(Path(checkpoint))
+            self._noise.load(Path(checkpoint))
             file = self._rollout_file(Path(checkpoint))
             if file.exists():
                 slices = self.args.steps_per_generation

@@ -14,6 +14,7 @@ Legend: B samples, C completion columns.
 
 import math
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
@@ -42,8 +43,7 @@ def importance_ratio(
         trainer_logps_BC: Log-probabilities of the sampled tokens under the clean policy, without gradient.
         sampler_logps_BC: The same tokens under the policy that sampled them; NaN counts as no mismatch.
         mask_BC: 1 on tokens that count; elsewhere the ratio is 1.
-        mode: TRL's `vllm_importance_sampling_mode`: token_truncate, token_mask, sequence_truncate or
-            sequence_mask.
+        mode: `vllm_importance_sampling_mode` of the settings.
     """
     difference_BC = torch.nan_to_num((trainer_logps_BC - sampler_logps_BC) * mask_BC, nan=0.0)
     if mode.startswith("sequence"):
@@ -51,30 +51,28 @@ def importance_ratio(
     return difference_BC.exp()
 
 
-def weights(
-    ratio: torch.Tensor,
-    mode: str,
-    clip_min: float | None,
-    clip_max: float | None,
-    advantages_B1: torch.Tensor | None = None,
-) -> torch.Tensor:
+Bound = torch.Tensor | float | None
+"""Of the ratio: of each sample [B, 1], of all, or none."""
+
+
+def weights(ratio: torch.Tensor, mode: str, low: Bound, high: Bound) -> torch.Tensor:
     """Factors of the loss: ratios within bounds. Truncation moves others to a bound, a mask mode drops them.
 
     Args:
         ratio, mode: As in `importance_ratio`.
-        clip_min, clip_max: TRL's `vllm_importance_sampling_clip_*`, None for no bound.
-        advantages_B1: Of the samples; needed by `token_one_sided` alone.
+        low, high: Bounds of the ratio.
     """
-    if mode == "token_one_sided":
-        assert advantages_B1 is not None
-        return one_sided(ratio, advantages_B1, clip_max)
     if mode.endswith("mask"):
-        return ratio.masked_fill(_outside(ratio, clip_min, clip_max), 0.0)
-    return ratio.clamp(min=clip_min, max=clip_max)
+        return ratio.masked_fill(_outside(ratio, low, high), 0.0)
+    if low is None and high is None:
+        return ratio
+    return ratio.clamp(min=cast(Any, low), max=cast(Any, high))
 
 
-def one_sided(ratio_BC: torch.Tensor, advantages_B1: torch.Tensor, clip_max: float | None) -> torch.Tensor:
-    """Ratios of tokens, bounded so that what the sampler found counts and what it broke does not.
+def one_sided_bounds(
+    advantages_B1: torch.Tensor, clip_max: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Bounds by which what the sampler found counts and what it broke does not, [B, 1] each.
 
     A token of a good sample (advantage above 0) counts at least as often as it was drawn, 1 to `clip_max`: a
     success that is rare under the trainer is learned at the rate at which the sampler found it. A token of a
@@ -82,11 +80,17 @@ def one_sided(ratio_BC: torch.Tensor, advantages_B1: torch.Tensor, clip_max: flo
     ignored. Both bounds bias the gradient, towards the sampler's successes.
 
     Args:
-        ratio_BC: pi / mu, unbounded.
         advantages_B1: Of the samples.
         clip_max: Upper bound for good samples, None for none.
     """
-    return torch.where(advantages_B1 > 0, ratio_BC.clamp(min=1.0, max=clip_max), ratio_BC.clamp(max=1.0))
+    good_B1 = advantages_B1 > 0
+    highest = math.inf if clip_max is None else clip_max
+    return good_B1.float(), torch.where(good_B1, highest, 1.0)
+
+
+def one_sided(ratio_BC: torch.Tensor, advantages_B1: torch.Tensor, clip_max: float | None) -> torch.Tensor:
+    """Ratios of tokens within `one_sided_bounds`."""
+    return ratio_BC.clamp(*one_sided_bounds(advantages_B1, clip_max))
 
 
 def balance_ratio(
@@ -108,10 +112,8 @@ def balance_ratio(
     return 1.0 / (share * difference_BC.exp() + (1.0 - share))
 
 
-def _outside(ratio: torch.Tensor, clip_min: float | None, clip_max: float | None) -> torch.Tensor:
-    low = -math.inf if clip_min is None else clip_min
-    high = math.inf if clip_max is None else clip_max
-    return (ratio < low) | (ratio > high)
+def _outside(ratio: torch.Tensor, low: Bound, high: Bound) -> torch.Tensor:
+    return (ratio < (-math.inf if low is None else low)) | (ratio > (math.inf if high is None else high))
 
 
 def sampler_trainer_kl(
@@ -155,7 +157,7 @@ class Mismatch:
         mask_BC: torch.Tensor,
         ratio: torch.Tensor,
         weight: torch.Tensor,
-        bounds: tuple[float | None, float | None],
+        bounds: tuple[Bound, Bound],
     ) -> "Mismatch":
         """The sums of the tokens in the mask whose log-probability the sampler knows.
 
@@ -233,7 +235,8 @@ class Correction:
     Attributes:
         correction: Whether the loss is corrected; the mismatch is measured in any case.
         mode: See :func:`importance_ratio`.
-        clip_min, clip_max: See :func:`weights`.
+        clip_min, clip_max: Bounds of the ratio, None for no bound; `token_one_sided` has its own, but for
+            clip_max.
     """
 
     correction: bool
@@ -252,7 +255,7 @@ class Correction:
             entropy_BC: Entropies under the trainer's policy in nats.
             mask_BC: 1 on the tokens that were computed and that the loss sees.
         """
-        bounds = self.clip_min, self.clip_max
+        bounds = self._bounds(batch)
         trainer_BC = batch.get("old_per_token_logps", logps_BC)
         sampler_BC = batch["sampling_per_token_logps"]
         ratio = importance_ratio(trainer_BC, sampler_BC, mask_BC, self.mode)
@@ -262,3 +265,8 @@ class Correction:
             *(mask_BC, ratio, weight, bounds),
         )
         return batch | {"importance_sampling_ratio": weight}, mismatch
+
+    def _bounds(self, batch: Batch) -> tuple[Bound, Bound]:
+        if self.mode == "token_one_sided":
+            return one_sided_bounds(batch["advantages"][:, None], self.clip_max)
+        return self.clip_min, self.clip_max

@@ -1,0 +1,76 @@
+"""The noise of a trainer's rollouts: Z by step, sigma by its target, and what of it a checkpoint keeps.
+
+Everything is a function of settings, seed and step but one number, the gain that `qerl.noise.target` has
+learned from KLs of earlier steps. It is the same on every rank, because the KL is that of all ranks.
+"""
+
+import json
+from collections.abc import Callable
+from functools import cached_property
+from pathlib import Path
+
+from torch import nn
+
+from qerl.noise.draw import AdaptiveNoise
+from qerl.noise.target import KLTarget, TargetState
+from qerl.rollout.engine import NormOffsets
+from qerl.settings.config import QeRLConfig
+
+NOISE_FILE = "noise.json"
+"""In a checkpoint: what was learned of sigma."""
+
+
+class RolloutNoise:
+    """The noise of a trainer's rollouts; none where the settings say so.
+
+    Args:
+        args: Settings of the run.
+        model: The policy, PEFT-wrapped or not. It is run once on two tokens, when noise is first asked for.
+        steps: Says how many optimizer steps the run has; asked when noise is first asked for.
+    """
+
+    def __init__(self, args: QeRLConfig, model: nn.Module, steps: Callable[[], int]) -> None:
+        self._args, self._model, self._steps = args, model, steps
+        self._restored: TargetState | None = None
+
+    @cached_property
+    def _draws(self) -> AdaptiveNoise:
+        schedule = self._args.noise_schedule_of(self._steps())
+        return AdaptiveNoise(self._model, schedule, self._args.seed, self._args.noise_scale)
+
+    @cached_property
+    def _target(self) -> KLTarget | None:
+        if not self._args.noise or self._args.noise_target_kl is None:
+            return None
+        target = KLTarget(self._draws.schedule, self._args.noise_target_kl)
+        if self._restored is not None:
+            target.restore(self._restored)
+        return target
+
+    def for_rollout(self, step: int) -> tuple[NormOffsets, dict[str, float]]:
+        """Z for the rollout of a 0-based optimizer step, empty where there is none, and what is logged."""
+        if not self._args.noise:
+            return {}, {}
+        gain = 1.0 if self._target is None else self._target.gain_for_rollout(step)
+        offsets = self._draws.offsets(step, gain)
+        logged = {"noise/sigma": self._draws.schedule.sigma(step) * gain, "noise/norms": float(len(offsets))}
+        if self._target is not None:
+            logged["noise/kl_target"] = self._target.at(step)
+        return offsets, logged
+
+    def observe(self, kl: float) -> None:
+        """Learn from KL(sampler || trainer) of a step's noisy samples, nats per token of all processes."""
+        if self._target is not None:
+            self._target.observe(kl)
+
+    def save(self, folder: Path) -> None:
+        """Write what was learned into a checkpoint."""
+        if self._target is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / NOISE_FILE).write_text(json.dumps(self._target.state()), encoding="utf-8")
+
+    def load(self, folder: Path) -> None:
+        """Go on with what a checkpoint had learned; to be called before the first rollout."""
+        file = folder / NOISE_FILE
+        if file.is_file():
+            self._restored = json.loads(file.read_text(encoding="utf-8"))
