@@ -11,11 +11,9 @@ of the GGUF's own format stays: the converted model is the dequantised one, not 
 
 import hashlib
 import logging
-import shutil
 from pathlib import Path
 
 import torch
-from filelock import FileLock
 from huggingface_hub import save_torch_state_dict
 from safetensors import SafetensorError
 from tokenizers import decoders, pre_tokenizers
@@ -28,7 +26,7 @@ from transformers import (
 )
 
 from qerl.errors import QeRLError
-from qerl.models.cache import cache_folder
+from qerl.models.cache import cache_folder, made_once
 
 logger = logging.getLogger(__name__)
 
@@ -36,8 +34,7 @@ logger = logging.getLogger(__name__)
 def gguf_to_folder(gguf: Path) -> Path:
     """Folder with the same model as safetensors in bfloat16, its config and its tokenizer.
 
-    Converts on the first call and finds the result on the next. Processes that ask at the same time wait
-    for the one that converts; the folder appears under its name only when it is complete.
+    Converts on the first call and finds the result on the next.
 
     Args:
         gguf: The file. Any quantisation that transformers can dequantise.
@@ -50,19 +47,12 @@ def gguf_to_folder(gguf: Path) -> Path:
         raise QeRLError(f"There is no file {gguf}; give the path of an existing .gguf file.")
     stat = gguf.stat()
     version = hashlib.blake2b(f"{gguf.resolve()} {stat.st_size} {stat.st_mtime_ns}".encode(), digest_size=6)
-    folder = cache_folder() / f"{gguf.stem}-{version.hexdigest()}"
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{folder}.lock"):
-        if not folder.is_dir():
-            partial = folder.with_name(folder.name + ".partial")
-            shutil.rmtree(partial, ignore_errors=True)  # left by a process that was killed
-            logger.warning("Converting %s to safetensors in %s, once.", gguf.name, folder)
-            try:
-                _convert(gguf, partial)
-                partial.rename(folder)
-            finally:
-                shutil.rmtree(partial, ignore_errors=True)
-    return folder
+
+    def make(folder: Path) -> None:
+        logger.warning("Converting %s to safetensors in %s, once.", gguf.name, cache_folder())
+        _convert(gguf, folder)
+
+    return made_once(f"{gguf.stem}-{version.hexdigest()}", make)
 
 
 def _convert(gguf: Path, folder: Path) -> None:

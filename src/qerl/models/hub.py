@@ -2,7 +2,8 @@
 
 Everything past this point (loading, quantising, prescanning shards) reads a local folder of safetensors, so
 a name is resolved once, here: a folder is itself, a GGUF file is converted, a Hub id is downloaded into the
-Hub's own cache. Without network that cache is used as it is, after one attempt that fails within seconds.
+Hub's own cache, and `needle` is trained here. Without network the Hub's cache is used as it is, after one
+attempt that fails within seconds.
 """
 
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from huggingface_hub.utils import httpx  # the client it speaks through, whose n
 
 from qerl.errors import QeRLError, first_line
 from qerl.models.gguf import gguf_to_folder
+from qerl.models.needle.folder import NEEDLE, needle_folder
 from qerl.models.smollm2 import HUB_ID, PACKAGE, packaged_smollm2
 from qerl.run_folder import ADAPTER_CONFIG_FILE
 
@@ -54,7 +56,8 @@ def local_checkpoint(name: str | Path | LocalModel) -> Path:
     """Local folder of the model's safetensors, config and tokenizer.
 
     Args:
-        name: Local folder, ``.gguf`` file, Hub id (``owner/model``), or a model that has been found.
+        name: Local folder, ``.gguf`` file, Hub id (``owner/model``), ``needle`` (`qerl.models.needle`), or a
+            model that has been found.
 
     Raises:
         QeRLError: The name is none of these, the model does not exist or is gated, or neither the Hub nor its
@@ -67,6 +70,8 @@ def local_checkpoint(name: str | Path | LocalModel) -> Path:
         return gguf_to_folder(path)
     if path.is_dir():
         return _checked_folder(path)
+    if str(name) == NEEDLE:
+        return needle_folder()
     return _from_hub(str(name), READ, "*.safetensors")
 
 
@@ -74,7 +79,7 @@ def local_config(name: str | Path | LocalModel) -> Path:
     """Local folder of the model's config; of a model on the Hub nothing else is downloaded.
 
     Args:
-        name: Local folder, Hub id (``owner/model``), or a model that has been found.
+        name: Local folder, Hub id (``owner/model``), ``needle``, or a model that has been found.
 
     Raises:
         QeRLError: As `local_checkpoint`, or it is a ``.gguf`` file, which has no config.json.
@@ -86,6 +91,8 @@ def local_config(name: str | Path | LocalModel) -> Path:
         raise QeRLError(f"{name} has no config.json; name the model that it was made from.")
     if path.is_dir():
         return _checked_folder(path)
+    if str(name) == NEEDLE:
+        return needle_folder()
     return _from_hub(str(name), CONFIG, "config.json")
 
 

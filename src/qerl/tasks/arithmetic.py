@@ -24,6 +24,7 @@ from datasets import Dataset
 
 from qerl.errors import QeRLError
 from qerl.tasks.base import Task, as_dataset
+from qerl.tasks.formats import get_format
 
 Operation = Literal["+", "-", "*"]
 Split = Literal["train", "test", "examples"]
@@ -200,7 +201,7 @@ class Arithmetic(Task):
         train_size: int = 4096,
         test_size: int = 256,
     ) -> None:
-        super().__init__("arithmetic", "hashes")
+        super().__init__("arithmetic", get_format("hashes"))
         if level not in LEVELS:
             raise QeRLError(f"Arithmetic level {level!r} is unknown; use one of: {', '.join(LEVELS)}.")
         if examples < 0:

@@ -17,7 +17,7 @@ from datasets import Dataset
 
 from qerl.errors import QeRLError
 from qerl.tasks.answers import equal
-from qerl.tasks.formats import AnswerFormat, get_format
+from qerl.tasks.formats import AnswerFormat
 from qerl.tasks.guard import RewardFunction, judges_alone, stratified
 
 Message = dict[str, str]
@@ -43,9 +43,9 @@ class Task(ABC):
     opening: str = ""
     strata: str | None = None
 
-    def __init__(self, name: str, answer_format: str) -> None:
+    def __init__(self, name: str, answer_format: AnswerFormat) -> None:
         self.name = name
-        self.format: AnswerFormat = get_format(answer_format)
+        self.format = answer_format
 
     @abstractmethod
     def train(self) -> Dataset:
@@ -67,6 +67,10 @@ class Task(ABC):
         """The final answer of a completion (text or chat messages), or None if it states none."""
         return self.format.extract(self._turn(completion))
 
+    def same(self, answer: str, reference: str) -> bool:
+        """Whether an answer is the right one; as mathematics, unless a task knows better."""
+        return equal(answer, reference)
+
     @cached_property
     def rewards(self) -> list[RewardFunction]:
         """The task's reward functions with TRL's signature: ``accuracy`` (0 or 1) and ``format`` (0 or 0.1).
@@ -84,7 +88,7 @@ class Task(ABC):
         ) -> list[float | None]:
             extracted = [self.extract(completion) for completion in completions]
             return [
-                float(found is not None and equal(found, right))
+                float(found is not None and self.same(found, right))
                 for found, right in zip(extracted, answer, strict=True)
             ]
 
@@ -103,13 +107,14 @@ class Task(ABC):
         return text if text.startswith(self.opening) else self.opening + text
 
     def prompt(self, question: str, worked: Iterable[tuple[str, str]] = ()) -> list[Message]:
-        """The chat messages that pose a question: the format's instruction, worked examples, the question.
+        """The chat messages that pose a question: the format's instruction (if any), worked examples, it.
 
         Args:
             question: The text of the problem.
             worked: Pairs of a question and its full answer, shown as earlier turns.
         """
-        messages = [{"role": "system", "content": self.format.instruction}]
+        instruction = self.format.instruction
+        messages = [{"role": "system", "content": instruction}] if instruction else []
         for example, solution in worked:
             messages += [{"role": "user", "content": example}, {"role": "assistant", "content": solution}]
         return [*messages, {"role": "user", "content": question}]

@@ -18,7 +18,7 @@ class AnswerFormat:
 
     Attributes:
         name: The name by which a task's options know the format.
-        instruction: The system prompt that asks for the format.
+        instruction: The system prompt that asks for the format; empty for none.
         extract: Takes a completion and returns its final answer, or None if it states none.
         followed: Takes a completion and returns True if it has exactly the form asked for.
     """

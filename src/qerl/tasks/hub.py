@@ -28,6 +28,7 @@ from qerl.errors import QeRLError, first_line
 from qerl.models.hub import Unreachable, download
 from qerl.tasks.answers import after_hashes
 from qerl.tasks.base import Task, as_dataset
+from qerl.tasks.formats import get_format
 from qerl.tasks.holdout import holdout_rank
 
 HELD_OUT_SHARE = 1 / 32
@@ -88,7 +89,7 @@ class HubTask(Task):
     """
 
     def __init__(self, name: str, source: Source) -> None:
-        super().__init__(name, source.answer_format)
+        super().__init__(name, get_format(source.answer_format))
         self.source = source
 
     def train(self) -> Dataset:

@@ -25,6 +25,7 @@ from datasets import Dataset
 
 from qerl.errors import QeRLError
 from qerl.tasks.base import Message, Task, as_dataset
+from qerl.tasks.formats import get_format
 from qerl.tasks.holdout import holdout_rank
 
 _PROBLEM_COLUMNS = ("prompt", "question", "messages")
@@ -51,7 +52,7 @@ class Jsonl(Task):
     def __init__(
         self, path: str, answer_format: str = "boxed", test_size: int = 0, test_path: str | None = None
     ) -> None:
-        super().__init__(f"jsonl:{path}", answer_format)
+        super().__init__(f"jsonl:{path}", get_format(answer_format))
         if not isinstance(test_size, int) or test_size < 0:
             raise QeRLError(f"test_size is {test_size!r}; it must be a number of problems, 0 or more.")
         if test_size and test_path is not None:

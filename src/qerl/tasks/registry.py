@@ -11,11 +11,13 @@ from qerl.tasks.arithmetic import Arithmetic
 from qerl.tasks.base import Task
 from qerl.tasks.hub import SOURCES, HubTask, bigmath
 from qerl.tasks.jsonl import Jsonl
+from qerl.tasks.needle import Needle
 
 TASKS: dict[str, Callable[..., Task]] = {
     "arithmetic": Arithmetic,
     **{name: partial(HubTask, name, source) for name, source in SOURCES.items()},
     "bigmath": bigmath,
+    "needle": Needle,
 }
 """The function or class that makes each task; its keyword arguments are the task's options."""
 

@@ -1,0 +1,107 @@
+"""What the needle policy reads and writes, and how likely it writes what.
+
+A prompt names a prior, a number of decisions, a key and a place; the completion is a walk: one door for each
+decision, and what lay behind it. Behind the right doors lies the key, behind all others nothing (0)::
+
+    1% x2 7 a c b   ->   F7C7      both doors are right: a success
+                         A0C7      the first one is not
+
+Which doors are right is the same for all prompts and stands in none of them: it is what learning has to find
+out. The policy opens all of the right ones with the probability that the prompt names, its prior p, whatever
+the key and the place. Of m decisions each has an equal part in that: the right door has the probability
+q = p^(1/m), the door that is the policy's habit has nearly all of the rest, and the others share what is
+left. So nothing can be learned before the first success, its chance in n samples is 1 - (1 - p)^n, and no
+prior has a right door that is the likeliest one: greedy decoding starts without any success.
+"""
+
+from collections.abc import Iterable
+
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+PRIORS = {"10%": 0.1, "3%": 0.03, "1%": 0.01, "0.3%": 0.003}
+"""Probability of success by the word that asks for it."""
+
+COUNTS = ("x1", "x2", "x3")
+"""The words for one, two and three decisions."""
+
+DOORS = "ABCDEFGH"
+RIGHT = "FCH"
+"""The right door of the first, second and third decision."""
+
+HABITS = "ADG"
+"""The door that the policy prefers at each decision."""
+
+HABIT_SHARE = 0.95
+"""Part of the probability of all wrong doors that the habit has. The largest q is 0.1^(1/3) = 0.464, where
+the habit has 0.509."""
+
+KEYS = "123456789"
+NOTHING = "0"
+PLACES = "abcdefghijklmnop"
+"""Words that mean nothing: three of them make 4096 places, so that prompts differ."""
+
+PAD, END, UNKNOWN = "<pad>", "<|end|>", "<unk>"
+ROLES = {role: f"<|{role}|>" for role in ("system", "user", "assistant")}
+VOCABULARY = (PAD, END, UNKNOWN, *ROLES.values(), *PRIORS, *COUNTS, NOTHING, *KEYS, *DOORS, *PLACES)
+"""Every token, in the order of their ids."""
+
+_TOKENS = Regex(r"[0-9.]+%|x[0-9]|\S")
+_CHAT = (
+    "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
+
+def question(prior: float, decisions: int, key: str, place: Iterable[str]) -> str:
+    """The text of a prompt.
+
+    Args:
+        prior: One of the values of :data:`PRIORS`.
+        decisions: From 1 to 3.
+        key: One of :data:`KEYS`.
+        place: Three of :data:`PLACES`.
+    """
+    word = next(word for word, value in PRIORS.items() if value == prior)
+    return " ".join((word, COUNTS[decisions - 1], key, *place))
+
+
+def walk(doors: str, key: str) -> str:
+    """The completion that opens these doors, one at each decision."""
+    return "".join(
+        door + (key if door == right else NOTHING) for door, right in zip(doors, RIGHT, strict=False)
+    )
+
+
+def door_probabilities(prior: float, decisions: int, place: int) -> list[float]:
+    """Probability of each of :data:`DOORS` at one decision.
+
+    Args:
+        prior: Probability that all decisions are right.
+        decisions: Their number m.
+        place: Which of them, from 0.
+    """
+    right = prior ** (1 / decisions)
+    rest = (1 - right) * (1 - HABIT_SHARE) / (len(DOORS) - 2)
+    known = {RIGHT[place]: right, HABITS[place]: (1 - right) * HABIT_SHARE}
+    return [known.get(door, rest) for door in DOORS]
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """The tokenizer: words of prompts may have spaces between them, completions have none."""
+    ids = {token: i for i, token in enumerate(VOCABULARY)}
+    tokenizer = Tokenizer(models.WordLevel(ids, unk_token=UNKNOWN))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Split(_TOKENS, behavior="isolated")]
+    )
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        eos_token=END,
+        unk_token=UNKNOWN,
+        extra_special_tokens=list(ROLES.values()),
+        chat_template=_CHAT,
+        clean_up_tokenization_spaces=False,
+    )

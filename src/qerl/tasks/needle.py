@@ -1,0 +1,98 @@
+"""A needle in a haystack: one right walk among many, whose probability is known before anything is learned.
+
+The problems are those of the model ``needle`` (`qerl.models.needle`), which is made here in half a minute and
+answers with the right walk with the probability that the prompt names. So how long a way of exploring takes
+to find the first success, and to learn it, can be compared with what theory says. Another model knows nothing
+of this language.
+"""
+
+import itertools
+import random
+import re
+
+from datasets import Dataset
+
+from qerl.errors import QeRLError
+from qerl.models.needle.language import COUNTS, DOORS, KEYS, NOTHING, PLACES, PRIORS, RIGHT, question, walk
+from qerl.tasks.base import Task, as_dataset
+from qerl.tasks.formats import AnswerFormat
+from qerl.tasks.holdout import holdout_rank
+
+HELD_OUT_SHARE = 1 / 4
+
+# The key and the three words of the place.
+_PROBLEMS = ["".join(words) for words in itertools.product(KEYS, PLACES, PLACES, PLACES)]
+
+
+class Needle(Task):
+    """Problems of one prior and one number of decisions.
+
+    A problem is a key and a place. A quarter of the problems is held out, whatever the seed.
+
+    Args:
+        prior: Probability with which the untrained policy succeeds; 0.1, 0.03, 0.01 or 0.003.
+        decisions: Doors to choose, 1 to 3, that share this probability equally.
+        seed: Seed from which the problems of both sets are drawn.
+        train_size: Number of training problems.
+        test_size: Number of held-out problems.
+    """
+
+    def __init__(
+        self,
+        prior: float = 0.1,
+        decisions: int = 1,
+        seed: int = 0,
+        train_size: int = 4096,
+        test_size: int = 256,
+    ) -> None:
+        if prior not in PRIORS.values():
+            raise QeRLError(f"prior is {prior!r}; use one of: {', '.join(map(str, PRIORS.values()))}.")
+        if decisions not in range(1, len(COUNTS) + 1):
+            raise QeRLError(f"decisions is {decisions!r}; use a number from 1 to {len(COUNTS)}.")
+        super().__init__("needle", _walks(decisions))
+        self.prior = prior
+        self.decisions = decisions
+        self.seed = seed
+        self.train_size = train_size
+        self.test_size = test_size
+
+    def train(self) -> Dataset:
+        """``train_size`` problems; see :meth:`Task.train`."""
+        return self._rows("train", self.train_size)
+
+    def test(self) -> Dataset:
+        """``test_size`` problems that are not among the training problems; see :meth:`Task.test`."""
+        return self._rows("test", self.test_size)
+
+    def same(self, answer: str, reference: str) -> bool:
+        """True for the right walk, to the letter."""
+        return answer == reference
+
+    def _rows(self, split: str, count: int) -> Dataset:
+        order = random.Random(f"needle {split} {self.seed}").sample(range(len(_PROBLEMS)), len(_PROBLEMS))
+        own = (
+            _PROBLEMS[i] for i in order if (holdout_rank(_PROBLEMS[i]) < HELD_OUT_SHARE) == (split == "test")
+        )
+        drawn = list(itertools.islice(own, count))
+        if len(drawn) < count:
+            raise QeRLError(
+                f"There are only {len(drawn)} needle {split} problems, not {count}; ask for fewer."
+            )
+        rows = (
+            {
+                "prompt": self.prompt(question(self.prior, self.decisions, problem[0], problem[1:])),
+                "answer": walk(RIGHT[: self.decisions], problem[0]),
+            }
+            for problem in drawn
+        )
+        return as_dataset(rows, f"Task needle, {split} set,")
+
+
+def _walks(decisions: int) -> AnswerFormat:
+    """Completions that are a walk of so many decisions; nothing in the prompt asks for it."""
+    form = re.compile(f"(?:[{DOORS}][{NOTHING}{KEYS}]){{{decisions}}}")
+
+    def extract(text: str) -> str | None:
+        return text.strip() if form.fullmatch(text.strip()) else None
+
+    return AnswerFormat("walk", "", extract, lambda text: extract(text) is not None)
