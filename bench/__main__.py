@@ -9,7 +9,7 @@ import torch
 
 from qerl.errors import QeRLError
 
-BENCHMARKS = ("rollout", "step", "kernels", "bandwidth", "parity")
+BENCHMARKS = ("rollout", "step", "kernels", "bandwidth", "parity", "study")
 
 
 def main(arguments: list[str]) -> int:

@@ -11,18 +11,16 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from math import comb
-from typing import Any
 
 import torch
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from qerl.models.chat import Chat
 from qerl.rollout.engine import SamplingParams
-from qerl.seeding import derive_seed
+from qerl.seeding import generator
 from qerl.study.batched.model import BatchedModel
-from qerl.study.batched.rewards import Problems
-from qerl.study.batched.sampler import Sampler, Samples, clean_norms
+from qerl.study.batched.rewards import Problems, held_out_problems
+from qerl.study.batched.sampler import Sampler, Samples, clean_norms, keyed_uniforms
 from qerl.study.batched.score import Texts, score
 from qerl.tasks.base import Task
 from qerl.tasks.guard import stratum
@@ -37,7 +35,7 @@ class Evaluation:
     Args:
         model, sampler: Of the batch.
         task: Whose first reward is the verdict: right above 0.
-        chat, tokenizer: Of the model.
+        tokenizer: Of the model.
         seeds: Of the runs.
         greedy: How answers are decoded.
         rows_at_once: Samples that are decoded at once, over all runs.
@@ -49,7 +47,6 @@ class Evaluation:
         model: BatchedModel,
         sampler: Sampler,
         task: Task,
-        chat: Chat,
         tokenizer: PreTrainedTokenizerBase,
         seeds: Sequence[int],
         greedy: SamplingParams,
@@ -57,9 +54,8 @@ class Evaluation:
         tokens_at_once: int,
     ) -> None:
         self._model, self._sampler, self._task, self._seeds = model, sampler, task, seeds
-        self._chat, self._tokenizer, self._greedy = chat, tokenizer, greedy
+        self._tokenizer, self._greedy = tokenizer, greedy
         self._rows_at_once, self._tokens_at_once = rows_at_once, tokens_at_once
-        self._known: tuple[list[dict[str, Any]], Problems] | None = None
         self._prefixes: Samples | None = None
 
     def run(self, rows: Dataset, samples: int, step: int) -> list[dict[str, float]]:
@@ -72,7 +68,7 @@ class Evaluation:
             samples: Sampled answers per problem; 0 for none.
             step: Steps done, on which the sampled answers' random numbers depend.
         """
-        problems = self._tokenised(rows)
+        problems = held_out_problems(self._task, rows, self._tokenizer)
         right_SP = self._answers(problems, self._greedy, 1, step)[0][..., 0]
         scores = [{"accuracy": own.mean().item()} for own in right_SP]
         for name, members in self._strata(problems).items():
@@ -88,13 +84,6 @@ class Evaluation:
                 score_ |= {f"pass@{k}": pass_at(own_Pk, k) for k in _powers(samples)}
                 score_["distinct"] = distinct_P.mean().item()
         return scores
-
-    def _tokenised(self, rows: Dataset) -> Problems:
-        """The problems, kept for the next call with the same ones."""
-        listed = list(rows)
-        if self._known is None or self._known[0] != listed:
-            self._known = listed, Problems(self._task, rows, self._chat, self._tokenizer)
-        return self._known[1]
 
     def _strata(self, problems: Problems) -> dict[str, list[int]]:
         """Indices of the problems of each stratum, by its name."""
@@ -114,10 +103,9 @@ class Evaluation:
         for call, start in enumerate(range(0, count, at_once)):
             # The last call is as large as the others, whose graph it then shares.
             wanted = [index % count for index in range(start, start + at_once)]
-            drawn = self._sampler.generate(
-                [[problems.ids[index] for index in wanted]] * runs, samples, params,
-                [derive_seed("rollout", seed, "eval", step, call, 0) for seed in self._seeds],
-            )  # fmt: skip
+            uniforms_SRC = self._uniforms(at_once * samples, step, call) if params.temperature else None
+            prompts = [[problems.ids[index] for index in wanted]] * runs
+            drawn = self._sampler.generate(prompts, samples, params, uniforms_SRC)
             kept = min(at_once, count - start)
             asked = [index for index in wanted for _ in range(samples)][: kept * samples]
             for completions in drawn.completions():
@@ -131,14 +119,25 @@ class Evaluation:
         by_run = [torch.cat(parts[run::runs]) for parts in (right, distinct) for run in range(runs)]
         return torch.stack(by_run[:runs]), torch.stack(by_run[runs:])
 
+    def _uniforms(self, rows: int, *at: int) -> torch.Tensor:
+        """Uniform numbers [S, R, C] of a call; those of a run depend on its seed."""
+        size = rows, self._greedy.max_tokens
+        return torch.stack(
+            [
+                torch.rand(size, dtype=torch.float64, generator=generator("study evaluation", seed, *at))
+                for seed in self._seeds
+            ]
+        )
+
     def _entropies(self, problems: Problems) -> list[float]:
         """Mean entropy of each run's policy on the prefixes, in nats per token."""
         model = self._model
         if self._prefixes is None:
             prompts = [problems.ids[:_PREFIXES]] * model.runs
             sampled = replace(self._greedy, temperature=1.0)
+            uniforms_SRC = keyed_uniforms([0] * model.runs, len(prompts[0]), 1, sampled.max_tokens)
             with model.base_only():
-                self._prefixes = self._sampler.generate(prompts, 1, sampled, [0] * model.runs)
+                self._prefixes = self._sampler.generate(prompts, 1, sampled, uniforms_SRC)
         texts = Texts.of(self._prefixes, model.device)
         one_S = torch.ones(model.runs, device=model.device)
         norms = clean_norms(model, texts.mask_SRC.shape[1])

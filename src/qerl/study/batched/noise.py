@@ -24,7 +24,7 @@ from qerl.noise.draw import unit_noise
 from qerl.noise.schedule import NoiseSchedule
 from qerl.noise.target import KLTarget
 from qerl.seeding import derive_seed, generator
-from qerl.study.arms import Arm, Run
+from qerl.study.arms import Arm, Run, contradiction
 from qerl.study.batched.model import BatchedModel
 from qerl.study.batched.norms import Norms
 from qerl.study.batched.sampler import clean_norms
@@ -92,15 +92,12 @@ class Explorers:
     ) -> None:
         self._model, self._runs = model, runs
         arm = runs[0].arm
+        for run in runs:
+            if reason := contradiction(run.arm, group):
+                raise QeRLError(f"Arm {run.arm.name} {reason}.")
         noisy = round(arm.noise_share * group)
-        if not 0 < noisy <= group:
-            raise QeRLError(
-                f"Arm {arm.name}: noise_share {arm.noise_share} of {group} samples is none of them."
-            )
         self._noisy_R = [sample < noisy for _ in range(prompts) for sample in range(group)]
         self._share = noisy / group
-        for run in runs:
-            _check(run.arm, self._share)
         self._schedules = [_schedule(run.arm, steps) for run in runs]
         self._targets = [
             KLTarget(schedule, run.arm.noise_target_kl)
@@ -211,15 +208,6 @@ class Explorers:
         }
         noise_SV = torch.stack([sigma * drawn[run.seed] for run, sigma in zip(self._runs, own, strict=True)])
         return noise_SV.to(self._model.device)
-
-
-def _check(arm: Arm, share: float) -> None:
-    if arm.noise and arm.logits_noise:
-        raise QeRLError(f"Arm {arm.name} has noise in norms and in logits; choose one.")
-    if arm.correction == "token_balance" and not (arm.noise and share < 1):
-        raise QeRLError(f"Arm {arm.name}: correction token_balance needs noise with a noise_share below 1.")
-    if arm.noise_target_kl is not None and not (arm.noise or arm.logits_noise):
-        raise QeRLError(f"Arm {arm.name}: noise_target_kl needs noise, or logits_noise above 0.")
 
 
 def _schedule(arm: Arm, steps: int) -> NoiseSchedule | None:

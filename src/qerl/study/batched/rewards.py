@@ -1,10 +1,13 @@
 """Problems as tokens, and the task's rewards for completions.
 
 Small models soon write the same few answers to a problem, and runs with one seed share their problems, so
-each text is decoded and judged once.
+each text is decoded and judged once. Problems are kept with their task, because the batches of a study share
+them, and to render some thousand prompts takes as long as many steps.
 """
 
+import json
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -16,6 +19,9 @@ from qerl.models.chat import Chat
 from qerl.tasks.base import Task
 from qerl.tasks.guard import guarded
 
+_MOST_TEXTS = 1_000_000
+"""Texts whose rewards are kept, some 0.3 GB; then all are forgotten."""
+
 
 class Problems:
     """Rows of a task, tokenised, with the rewards of their completions.
@@ -23,8 +29,7 @@ class Problems:
     Args:
         task: Whose rewards judge.
         rows: Of the task.
-        chat: Renders prompts.
-        tokenizer: Reads completions.
+        tokenizer: Renders prompts and reads completions.
 
     Attributes:
         rows: The rows.
@@ -35,8 +40,12 @@ class Problems:
         QeRLError: A reward compares the samples of a batch, which are not judged together here.
     """
 
-    def __init__(self, task: Task, rows: Dataset, chat: Chat, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.rows: list[dict[str, Any]] = list(rows)
+    def __init__(
+        self, task: Task, rows: Sequence[dict[str, Any]], tokenizer: PreTrainedTokenizerBase
+    ) -> None:
+        chat = Chat(tokenizer)
+        task.opening = chat.opening
+        self.rows = rows
         self.ids = [chat.ids(row["prompt"]) for row in self.rows]
         self._tokenizer = tokenizer
         for reward in task.rewards:
@@ -67,6 +76,8 @@ class Problems:
         self, problems: Sequence[int], completions: Sequence[Sequence[int]]
     ) -> list[tuple[int, tuple[int, ...]]]:
         keys = [(problem, tuple(ids)) for problem, ids in zip(problems, completions, strict=True)]
+        if len(self._known) > _MOST_TEXTS:
+            self._known.clear()
         fresh = [key for key in dict.fromkeys(keys) if key not in self._known]
         if fresh:
             texts = self._tokenizer.batch_decode([list(ids) for _, ids in fresh], skip_special_tokens=True)
@@ -77,3 +88,18 @@ class Problems:
             for key, text, *values in zip(fresh, texts, *each, strict=True):
                 self._known[key] = text, [float("nan") if value is None else value for value in values]
         return keys
+
+
+def training_problems(task: Task, tokenizer: PreTrainedTokenizerBase) -> Problems:
+    """The training problems of a task, kept for its next batch."""
+    return _kept(task, None, tokenizer)
+
+
+def held_out_problems(task: Task, rows: Dataset, tokenizer: PreTrainedTokenizerBase) -> Problems:
+    """Any problems of a task, kept for the next call with the same rows."""
+    return _kept(task, json.dumps(list(rows)), tokenizer)
+
+
+@lru_cache(maxsize=8)
+def _kept(task: Task, rows: str | None, tokenizer: PreTrainedTokenizerBase) -> Problems:
+    return Problems(task, list(task.train()) if rows is None else json.loads(rows), tokenizer)

@@ -111,7 +111,7 @@ class Sampler:
         prompts: Sequence[Sequence[Sequence[int]]],
         samples_per_prompt: int,
         params: SamplingParams,
-        seeds: Sequence[int],
+        uniforms_SRC: torch.Tensor | None = None,
         norms: Norms | None = None,
         temperature_S: torch.Tensor | None = None,
         logits_noise_SV: torch.Tensor | None = None,
@@ -122,7 +122,7 @@ class Sampler:
             prompts: Token ids by run and prompt, equally many prompts in each run.
             samples_per_prompt: n times the number of ways in which a prompt is computed.
             params: Lengths, stop tokens, and whether to be greedy (temperature 0); its seed is not read.
-            seeds: One per run, of its uniform numbers.
+            uniforms_SRC: Numbers in [0, 1), fp64, one per token; not needed to be greedy.
             norms: Weights of the norms; None for the clean ones.
             temperature_S: Temperature of each run, in place of that of ``params``.
             logits_noise_SV: Added to the logits of every token that a run draws.
@@ -149,16 +149,18 @@ class Sampler:
             self._decoders[key] = _Decoder(model, shape, params.stop_token_ids, self._pad, self._pool)
         if temperature_S is None:
             temperature_S = torch.full((shape.runs,), params.temperature or 1.0)
-        uniforms = [
-            uniform_streams(
-                seed, ((row // samples_per_prompt, row % samples_per_prompt) for row in range(rows)),
-                params.max_tokens,
-            )
-            for seed in seeds
-        ]  # fmt: skip
         decoder = self._decoders[key]
-        decoder.start(padded, norms, torch.cat(uniforms), temperature_S, logits_noise_SV)
+        if uniforms_SRC is None:
+            uniforms_SRC = torch.zeros(shape.runs, rows, params.max_tokens)
+        decoder.start(padded, norms, uniforms_SRC.flatten(0, 1), temperature_S, logits_noise_SV)
         return decoder.run([list(map(list, run)) for run in prompts], samples_per_prompt)
+
+
+def keyed_uniforms(seeds: Sequence[int], prompts: int, samples: int, tokens: int) -> torch.Tensor:
+    """The numbers [S, R, C] with which a rollout engine draws from the same seeds, one per run."""
+    rows = [(prompt, sample) for prompt in range(prompts) for sample in range(samples)]
+    streams = {seed: uniform_streams(seed, rows, tokens) for seed in set(seeds)}
+    return torch.stack([streams[seed] for seed in seeds])
 
 
 def clean_norms(model: BatchedModel, samples: int) -> Norms:

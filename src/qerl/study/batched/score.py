@@ -184,7 +184,9 @@ def _head(
     size = max(1, _LOGITS_AT_ONCE // model.sizes.vocabulary)
     chunks = zip(hidden_MD.split(size), labels_M.split(size), temperature_M.split(size), strict=True)
     if torch.is_grad_enabled():
-        parts = [checkpoint(chunk, *tensors, use_reentrant=False) for tensors in chunks]
+        parts = [
+            checkpoint(chunk, *tensors, use_reentrant=False, preserve_rng_state=False) for tensors in chunks
+        ]
     else:
         parts = [chunk(*tensors) for tensors in chunks]
     logps, entropies = zip(*parts, strict=True)

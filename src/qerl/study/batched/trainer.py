@@ -15,9 +15,11 @@ such models on such tasks.
 Legend: S runs, P prompts of a run, R = P times the size of a group samples of a run, C tokens, F rewards.
 """
 
+import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,7 +28,6 @@ from datasets import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from qerl.errors import QeRLError
-from qerl.models.chat import Chat
 from qerl.rollout.engine import SamplingParams
 from qerl.seeding import derive_seed
 from qerl.study.arms import Run
@@ -35,8 +36,8 @@ from qerl.study.batched.evaluation import Evaluation
 from qerl.study.batched.model import BatchedModel
 from qerl.study.batched.noise import Exploration, Explorers, same_batch
 from qerl.study.batched.objective import Outcome, loss_of
-from qerl.study.batched.rewards import Problems
-from qerl.study.batched.sampler import Sampler, Samples, clean_norms
+from qerl.study.batched.rewards import training_problems
+from qerl.study.batched.sampler import Sampler, Samples, clean_norms, keyed_uniforms
 from qerl.study.batched.score import Texts, score, score_piece
 from qerl.tasks.base import Task
 from qerl.trainer.advantages import Signal
@@ -97,6 +98,7 @@ class BatchedTrainer:
 
     Attributes:
         done: Steps done.
+        seconds: What the last step's rollout, reward and update took.
 
     Raises:
         QeRLError: Arms that contradict themselves or each other, a model of another kind, or a task whose
@@ -115,6 +117,7 @@ class BatchedTrainer:
         if not runs:
             raise QeRLError("There is no run to train; give at least one.")
         self.runs, self.settings, self.done = list(runs), settings, 0
+        self.seconds: dict[str, float] = {}
         arm = runs[0].arm
         for run in runs:
             if not same_batch(arm, run.arm):
@@ -124,9 +127,7 @@ class BatchedTrainer:
                 )
         seeds = [run.seed for run in runs]
         self.model = BatchedModel(base, len(runs), arm.lora_r, seeds, arm.frozen_noise)
-        chat = Chat(tokenizer)
-        task.opening = chat.opening
-        self._problems = Problems(task, task.train(), chat, tokenizer)
+        self._problems = training_problems(task, tokenizer)
         self._eos = int(tokenizer.eos_token_id)
         width = max(map(len, self._problems.ids))
         self._sampler = Sampler(self.model, int(tokenizer.pad_token_id), width)
@@ -149,7 +150,6 @@ class BatchedTrainer:
             self.model,
             self._sampler,
             task,
-            chat,
             tokenizer,
             seeds,
             self._params(0.0),
@@ -170,10 +170,14 @@ class BatchedTrainer:
         """
         if self.done >= self.settings.steps:
             raise QeRLError(f"All {self.settings.steps} steps are done.")
+        clock = [time.perf_counter()]
         exploration = self._explorers.at(self.done)
         picked = [self._orders[run.seed].batch(self.done) for run in self.runs]
         samples = self._sample(picked, exploration)
-        rewards_SRF = self._rewards(picked, samples)
+        completions = samples.completions()  # waits for the rollout
+        clock.append(time.perf_counter())
+        rewards_SRF = self._rewards(picked, completions)
+        clock.append(time.perf_counter())
         advantages_SR = self._advantages(rewards_SRF)
         outcome = self._backward(samples, advantages_SR, exploration)
         rates_S = self._rates_S * self.settings.rate(self.done)
@@ -188,6 +192,8 @@ class BatchedTrainer:
         seen = dict(zip(measured, table_MS, strict=True))
         seen |= self._rewarded(rewards_SRF, advantages_SR, exploration)
         seen |= {"noise/sigma": exploration.sigma_S, "temperature": exploration.temperature_S}
+        parts = [after - before for before, after in pairwise([*clock, time.perf_counter()])]
+        self.seconds = dict(zip(("rollout", "reward", "update"), parts, strict=True))
         self._explorers.observe(self.done, seen["sampling/kl"], seen["rollout/entropy"])
         self.done += 1
         return [{name: float(seen[name][index]) for name in seen} for index in range(len(self.runs))]
@@ -235,22 +241,25 @@ class BatchedTrainer:
         )
 
     def _sample(self, picked: list[list[int]], exploration: Exploration) -> Samples:
+        settings = self.settings
+        seeds = [derive_seed("rollout", run.seed, "train", self.done, 0, 0) for run in self.runs]
+        sizes = settings.prompts_per_step, settings.samples_per_prompt, settings.max_completion_length
         return self._sampler.generate(
             [[self._problems.ids[problem] for problem in own] for own in picked],
-            self.settings.samples_per_prompt,
+            settings.samples_per_prompt,
             self._params(1.0),
-            [derive_seed("rollout", run.seed, "train", self.done, 0, 0) for run in self.runs],
+            keyed_uniforms(seeds, *sizes),
             exploration.norms,
             torch.tensor(exploration.temperature_S),
             exploration.logits_noise_SV,
         )
 
-    def _rewards(self, picked: list[list[int]], samples: Samples) -> torch.Tensor:
+    def _rewards(self, picked: list[list[int]], completions: list[list[list[int]]]) -> torch.Tensor:
         """Rewards [S, R, F] on the CPU."""
         size = self.settings.samples_per_prompt
         problems = [problem for own in picked for problem in own for _ in range(size)]
-        completions = [ids for run in samples.completions() for ids in run]
-        return self._problems.judge(problems, completions).unflatten(0, (len(self.runs), -1))
+        texts = [ids for run in completions for ids in run]
+        return self._problems.judge(problems, texts).unflatten(0, (len(self.runs), -1))
 
     def _advantages(self, rewards_SRF: torch.Tensor) -> torch.Tensor:
         each = [
