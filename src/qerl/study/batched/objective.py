@@ -11,7 +11,13 @@ import torch
 from qerl.study.arms import Arm, Run
 from qerl.study.batched.sampler import Samples
 from qerl.study.batched.score import Piece, Texts
-from qerl.trainer.update.correction import balance_ratio, importance_ratio, sampler_trainer_kl, weights
+from qerl.trainer.update.correction import (
+    balance_ratio,
+    importance_ratio,
+    one_sided_bounds,
+    sampler_trainer_kl,
+    weights,
+)
 
 
 @dataclass
@@ -164,7 +170,9 @@ def _weights(
             if noisy_RC is None
             else balance_ratio(logps_RC, noisy_RC, share, mask_RC)
         )
-    return weights(ratio_RC, arm.correction, None, arm.correction_max, advantages_R1)
+    if arm.correction == "token_one_sided":
+        return weights(ratio_RC, arm.correction, *one_sided_bounds(advantages_R1, arm.correction_max))
+    return weights(ratio_RC, arm.correction, None, arm.correction_max)
 
 
 def _sum(values_SRC: torch.Tensor, mask_SRC: torch.Tensor) -> torch.Tensor:
