@@ -3,8 +3,11 @@
 Attention is a dense one here, because the kernel of stretches has no CPU form; tests/gpu runs it.
 """
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers.models.cohere.modeling_cohere import CohereLayerNorm
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
@@ -15,7 +18,7 @@ if torch.cuda.is_available():
     pytest.skip("tests/gpu runs the kernels themselves", allow_module_level=True)
 
 from qerl.lora import product as lora_product
-from qerl.lora.adapter import add_lora
+from qerl.lora.adapter import adapt, add_lora
 from qerl.lora.joint import why_not_joint
 from qerl.models.load import load_model
 from qerl.noise.norms import find_noise_norms, is_norm
@@ -99,6 +102,27 @@ def test_logits_and_gradients_are_those_of_the_plain_model(adapted, calls, monke
     assert calls.count(("swiglu", 1)) == 2, "gate and up side by side"
     torch.testing.assert_close(found, logits, rtol=1e-4, atol=1e-5)
     assert found_gradients.keys() == gradients.keys() and len(gradients) == 2 * 7 * 2
+    for name, gradient in gradients.items():
+        assert (found_gradients[name] - gradient).norm() < 1e-4 * gradient.norm(), name
+
+
+@pytest.mark.parametrize("wrap", [get_peft_model, adapt], ids=["PEFT's layers", "our layers"])
+def test_adapted_layers_are_one_product_whoever_made_them(tiny_model, monkeypatch, wrap):
+    made = []
+    product = lora_product._LoraProduct
+    counting = SimpleNamespace(apply=lambda *args: made.append(1) or product.apply(*args))
+    model = wrap(tiny_model("llama", vocab_size=61), LoraConfig(r=8, target_modules="all-linear"))
+    move_adapter(model, 0.2).train()
+    with monkeypatch.context() as plain:
+        plain.setattr(lora_product, "is_16bit_cuda", lambda x: False)
+        logits, gradients = logits_and_gradients(model)
+    path = fit(monkeypatch, model)
+    assert path.products == Share(14, 14)
+    fused.fuse(model)
+    monkeypatch.setattr(lora_product, "_LoraProduct", counting)
+    found, found_gradients = logits_and_gradients(model, **joined_row())
+    assert len(made) == 2 * 4, "q, k and v; o; gate and up; down"
+    torch.testing.assert_close(found, logits, rtol=1e-4, atol=1e-5)
     for name, gradient in gradients.items():
         assert (found_gradients[name] - gradient).norm() < 1e-4 * gradient.norm(), name
 

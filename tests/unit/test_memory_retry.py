@@ -122,6 +122,24 @@ def test_the_limit_stays(train):
     assert 12 < max(trainer.memory.sizes[1:]) <= 24
 
 
+def test_a_second_training_keeps_the_limit_and_repeats_its_own_batches_alone(train):
+    """Both end in step 0, where the second one begins."""
+    reference, expected = train(max_steps=1)
+    trainer, actual = train((24, "forward"), max_steps=1)
+    for again in (reference, trainer):
+        again.train()
+        seeds = [params.seed for _, params, _ in again.engine.calls]
+        assert len(seeds) == 2 and seeds[0] == seeds[1], "of a step, whatever was trained before"
+    assert trainer.memory.errors == 1, "the limit of the first one holds"
+    trainer.memory.tokens = 18
+    trainer.train()
+    reference.train()
+    assert trainer.memory.errors == 2
+    for first, second in zip(expected, actual, strict=True):
+        for name, grad in first.items():
+            torch.testing.assert_close(second[name], grad, rtol=1e-4, atol=1e-6)
+
+
 def test_a_resumed_run_has_the_limit(train, tmp_path):
     train((24, "forward"), save_strategy="steps", save_steps=1, max_steps=1)
     checkpoint = str(tmp_path / "checkpoint-1")

@@ -94,6 +94,10 @@ class RolloutTrainer(ResumableTrainer):
         self.vllm_generation = EngineClient(self.rollout)
         self._last_loaded_step = -1
 
+    def _init_training_state(self, *args: Any) -> tuple[int, int]:
+        self._call_key = None  # a step that was cut off samples as it did
+        return super()._init_training_state(*args)
+
     def rollout(self, prompts: list[list[int]], samples: int) -> RolloutResult:
         """Sample completions of the present policy, with this step's noise while training.
 

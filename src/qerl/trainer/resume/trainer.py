@@ -80,6 +80,7 @@ class ResumableTrainer(GRPOTrainer):
         epochs, microbatches = super()._init_training_state(max_steps, *args)
         self.state.compute_steps(self.args, max_steps)  # those of a checkpoint would win over the settings
         self._step = microbatches
+        self._retry.forget_step()  # one that was cut off, or the last one of an earlier training
         return epochs, microbatches
 
     # Saving

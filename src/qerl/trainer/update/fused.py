@@ -5,6 +5,9 @@ several tensors of tokens x intermediate size that live at once. The kernels are
 q, k and v, and gate and up, are one product with one adapter each (`qerl.lora.product`), where all of them
 have an adapter; the rotary embedding takes q, k and v as that product leaves them.
 
+A `PeftModel` that PEFT made itself has PEFT's layers, which compute the adapter beside the layer in FP32;
+they become one product too.
+
 Which modules the kernels serve, `qerl.trainer.update.path` says. Those are given a new `forward`; nothing
 else about them changes, and what is not 16-bit on a GPU is computed as before.
 """
@@ -13,6 +16,7 @@ import types
 from typing import Any, cast
 
 import torch
+from peft.tuners.lora.layer import Linear as LoraLinear
 from torch import nn
 
 from qerl.kernels.update.rms_norm import rms_norm
@@ -24,7 +28,7 @@ from qerl.trainer.update.path import attentions, mlps, norms, why_not_norm, why_
 
 
 def fuse(model: nn.Module) -> None:
-    """Let the model's norms, attention and SwiGLU blocks use the kernels for 16-bit tensors on a GPU."""
+    """Let norms, attention, SwiGLU blocks and adapted layers use the kernels for 16-bit tensors on a GPU."""
     for norm, computes_rms_norm in norms(model):
         if not why_not_norm(norm, computes_rms_norm):
             norm.forward = types.MethodType(_norm_forward, norm)
@@ -34,6 +38,9 @@ def fuse(model: nn.Module) -> None:
     for mlp in mlps(model):
         if not why_not_swiglu(mlp):
             mlp.forward = types.MethodType(_mlp_forward, mlp)
+    for layer in model.modules():
+        if type(layer) is LoraLinear:  # our own are one product wherever they run
+            layer.forward = types.MethodType(_lora_forward, layer)
 
 
 def _norm_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
@@ -60,6 +67,11 @@ def _attention_forward(
     q, k, v = (x.transpose(1, 2) for x in rotated_heads(qkv, *position_embeddings, heads, kv_heads))
     out, _ = branch_attention(self, q, k, v, attention_mask, scaling=self.scaling, **kwargs)
     return self.o_proj(out.flatten(-2)), None
+
+
+def _lora_forward(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    fused = None if args or kwargs else fused_forward(x, self)
+    return type(self).forward(self, x, *args, **kwargs) if fused is None else fused
 
 
 def _mlp_forward(self: Any, x: torch.Tensor) -> torch.Tensor:

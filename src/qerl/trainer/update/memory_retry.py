@@ -5,8 +5,8 @@ then meet one batch that does not fit. What is sampled is kept; the update is do
 step so far are dropped, since a backward pass that was interrupted has left a part of its own in them, and
 every microbatch of the step runs again: first with every layer recomputed for backward, where some kept their
 activations, then with half as many tokens per forward pass (`qerl.trainer.update.chunks`). Neither changes a
-gradient. What was changed stays for the rest of the run and goes into its checkpoints, so that a
-resumed run computes what this one would have.
+gradient. What was changed stays for the rest of the run, and for whatever the same trainer trains after it,
+and goes into its checkpoints, so that a resumed run computes what this one would have.
 
 Given up: several processes. One that repeats its step would leave the others waiting in their all-reduce, so
 there the error says what to change and ends the run. A repeated step draws new masks where LoRA has dropout.
@@ -17,7 +17,7 @@ import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -55,8 +55,7 @@ class MemoryRetry:
         self._processes, self._recompute = processes, recompute_every_layer
         self._lowered = self._recomputes = False
         self._newest = (0, 0)  # tokens and samples of the newest forward pass
-        self._step = -1
-        self._batches: list = []
+        self._step, self._batches = -1, list[Any]()
 
     def start_step(self, step: int) -> bool:
         """Start optimizer step ``step`` unless it is under way; called before each microbatch.
@@ -68,6 +67,10 @@ class MemoryRetry:
             return False
         self._step, self._batches = step, []
         return True
+
+    def forget_step(self) -> None:
+        """Forget the step under way, as training begins; limits stay, because memory has not grown."""
+        self._step, self._batches = -1, []
 
     def split(self, rows: list[int], lengths: Lengths) -> list[list[int]]:
         """The samples of a microbatch as chunks of which each fits one forward pass."""
