@@ -27,6 +27,22 @@ def test_rms_norm_and_its_gradient():
     assert error(x.grad, x64.grad) < 8e-3
 
 
+def test_rms_norm_keeps_noise_below_the_spacing_of_its_dtype():
+    """The mean over tokens sees an FP32 weight of 1 + Z; rounded before the product, Z would be lost."""
+    x, dy = with_gradient(2, 128, 100), half(2, 128, 100)
+    w = 1 + 1e-3 * torch.randn(100, device=DEVICE)
+    y = rms_norm(x, w, EPS)
+    y.backward(dy)
+    x64 = x.detach().double().requires_grad_()
+    unit = x64 / (x64.square().mean(-1, keepdim=True) + EPS).sqrt()
+    (unit * w.double()).backward(dy.double())
+    unit, y = unit.detach().flatten(0, 1), y.detach().flatten(0, 1)
+    seen = (y.double() * unit).sum(0) / unit.square().sum(0)
+    assert y.dtype == x.dtype
+    assert error(seen - 1, w.double() - 1) < 0.4
+    assert error(x.grad, x64.grad) < 8e-3
+
+
 @pytest.mark.parametrize("joint", [False, True])
 def test_swiglu_and_its_gradients(joint):
     gate, up, dout = with_gradient(3, 5, 1100), with_gradient(3, 5, 1100), half(3, 5, 1100)

@@ -21,7 +21,7 @@ from qerl.lora import product as lora_product
 from qerl.lora.adapter import adapt, add_lora
 from qerl.lora.joint import why_not_joint
 from qerl.models.load import load_model
-from qerl.noise.norms import find_noise_norms, is_norm
+from qerl.noise.norms import find_noise_norms, is_norm, noisy_norms
 from qerl.trainer.update import fused
 from qerl.trainer.update import path as update_path
 from qerl.trainer.update.path import Share, find_path
@@ -208,6 +208,25 @@ def test_layers_that_are_not_all_adapted_are_computed_one_by_one(adapted, calls)
     fused.fuse(model)
     logits_and_gradients(model)
     assert ("swiglu", 2) in calls and ("swiglu", 1) not in calls
+
+
+def test_noise_in_a_fused_model_is_that_of_the_plain_one(adapted, calls):
+    """The kernel takes w + Z as it is: no hook, forward and backward."""
+    model = adapted("llama")
+    offsets = {name: 0.1 * torch.randn(64) for name in find_noise_norms(model)}
+    clean, _ = logits_and_gradients(model)
+    with noisy_norms(model, offsets):
+        logits, gradients = logits_and_gradients(model)
+    fused.fuse(model)
+    calls.clear()
+    with noisy_norms(model, offsets):
+        assert not any(is_norm(m) and (m._forward_pre_hooks or m._forward_hooks) for m in model.modules())
+        found, found_gradients = logits_and_gradients(model, **joined_row())
+    assert calls.count(("rms_norm", 3)) == 5
+    assert (logits - clean).abs().mean() > 1e-2
+    torch.testing.assert_close(found, logits, rtol=1e-4, atol=1e-5)
+    for name, gradient in gradients.items():
+        assert (found_gradients[name] - gradient).norm() < 1e-4 * gradient.norm(), name
 
 
 def test_noise_finds_its_norms_in_a_fused_model(adapted, calls):

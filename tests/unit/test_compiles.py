@@ -103,7 +103,8 @@ def main() -> None:
         DecodeStep(decoder, cache, tokens, 8, 2, params, NoGraphs()).run()
         Prefill(decoder, Pace().prefill_tokens).run([Span([1, 2, 3], 0, [0])], cache)
     x = torch.randn(4, 3584, dtype=torch.bfloat16, requires_grad=True)
-    rms_norm(x, torch.ones(3584, dtype=torch.bfloat16), 1e-6).sum().backward()
+    for dtype in (torch.bfloat16, torch.float32):  # without noise and with it
+        rms_norm(x, torch.ones(3584, dtype=dtype), 1e-6).sum().backward()
     swiglu(x, x).sum().backward()
     table = torch.ones(1, x.shape[0], 128, dtype=torch.bfloat16)
     rotated_heads(x[None], table, table, 20, 4)[0].sum().backward()

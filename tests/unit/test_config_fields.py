@@ -164,7 +164,10 @@ def test_what_is_accepted(name, value, held):
     ("fields", "message"),
     [
         ({"noise_stages": 10, "max_steps": 9}, "10 stages but the run only 9 steps"),
-        ({"noise": False, "noise_target_kl": 0.03}, "needs noise to drive"),
+        ({"noise": False, "noise_target_kl": 0.03}, "needs noise; set"),
+        ({"noise": False, "noise_in_loss": True}, "needs noise; set"),
+        ({"noise_in_loss": True, "noise_target_kl": 0.1}, "set one of the two"),
+        ({"noise_in_loss": True, "tuning": "full", "weights": "bf16"}, "and with tuning: full these train"),
         ({"pass_at_k": 8, "num_generations": 8}, "make it smaller"),
         ({"pass_at_k": 4, "multi_objective_aggregation": "normalize_then_sum"}, "the best of summed rewards"),
         (

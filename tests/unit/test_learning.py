@@ -73,9 +73,9 @@ def test_a_gradient_that_is_not_finite_ends_the_run_and_changes_no_weight(make, 
     assert all(map(torch.equal, weights(trainer), kept)) and all(map(torch.any, kept))
 
 
-def test_noise_is_in_the_rollouts_and_not_in_the_update(make, monkeypatch):
-    """The update's log-probabilities are the clean model's; in a stage without noise, rollouts' too."""
-    trainer = make(noise=True, noise_stages=2, noise_sigma_start=0.3, max_steps=4)
+def distances(trainer, monkeypatch):
+    """For each loss: step, and how far the update's and the sampler's log-probabilities are from the
+    model's."""
     seen = []
     inner = trainer._loss_of
 
@@ -95,6 +95,13 @@ def test_noise_is_in_the_rollouts_and_not_in_the_update(make, monkeypatch):
         return inner(inputs, outputs, computed)
 
     monkeypatch.setattr(trainer, "_loss_of", spy)
+    return seen
+
+
+def test_noise_is_in_the_rollouts_and_not_in_the_update(make, monkeypatch):
+    """The update's log-probabilities are the clean model's; in a stage without noise, rollouts' too."""
+    trainer = make(noise=True, noise_stages=2, noise_sigma_start=0.3, max_steps=4)
+    seen = distances(trainer, monkeypatch)
     norms = {n: p.detach().clone() for n, p in trainer.model.named_parameters() if "norm" in n}
     logged = rows(trainer)
     assert [step for step, _, _ in seen] == [0, 1, 2, 3]
@@ -118,6 +125,61 @@ def test_the_stage_without_noise_is_a_run_without_noise(make):
     for noisy, clean in zip(runs[0][:2], runs[1][:2], strict=True):
         assert all(a.equal(b) for a, b in zip(noisy, clean, strict=True))
     assert not all(a.equal(b) for a, b in zip(runs[0][3], runs[1][3], strict=True))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({}, id="once"),
+        pytest.param({"gradient_checkpointing": True, "beta": 0.1}, id="recomputed"),
+        pytest.param({"num_iterations": 2, "tokens_per_forward": 40}, id="twice, in chunks"),
+    ],
+)
+def test_noise_in_the_loss_is_that_of_the_rollout(make, monkeypatch, changes):
+    """Sampler and update are one policy, also in the second epoch of a rollout from the step before."""
+    options = {"noise": True, "noise_in_loss": True, "noise_stages": 2, "noise_sigma_start": 0.3}
+    trainer = make(**options, max_steps=4, learning_rate=0.0, **changes)
+    seen = distances(trainer, monkeypatch)
+    norms = {n: p.detach().clone() for n, p in trainer.model.named_parameters() if "norm" in n}
+    logged = rows(trainer)
+    assert max(max(row[key] for key in ("sampling/kl", "kl") if key in row) for row in logged) < 1e-9
+    assert all(row["sampling/sampling_logp_difference/max"] < 1e-4 for row in logged)
+    assert {step for step, _, _ in seen} == {0, 1, 2, 3}
+    # Inside the block `distances` asks the noisy model itself.
+    assert max(max(update, sampler) for _, update, sampler in seen) < 1e-4
+    assert max(row.get("noise/sigma", 0.0) for row in logged) == 0.3
+    assert all(norm.equal(trainer.model.get_parameter(name)) for name, norm in norms.items())
+
+
+def test_layers_that_are_recomputed_have_the_noise_of_the_loss(make, monkeypatch):
+    gradients = []
+    for recomputed in (False, True):
+        trainer = make(
+            noise=True, noise_in_loss=True, noise_stages=2, noise_sigma_start=0.3, max_steps=2,
+            gradient_checkpointing=recomputed,
+        )  # fmt: skip
+        found = {}
+        norm = trainer._get_grad_norm
+        monkeypatch.setattr(
+            trainer,
+            "_get_grad_norm",
+            lambda *a, t=trainer, found=found, norm=norm, **k: (
+                found.update({n: p.grad.clone() for n, p in t.model.named_parameters() if p.requires_grad}),
+                norm(*a, **k),
+            )[1],
+        )
+        trainer.train()
+        gradients.append(found)
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], gradient, rtol=1e-4, atol=1e-7)
+
+
+def test_norms_that_train_cannot_have_noise_in_the_loss(tiny_model, tiny_tokenizer, tmp_path):
+    model = add_lora(tiny_model("llama"), rank=4, alpha=8, dropout=0.0)
+    model.get_submodule("base_model.model.model.layers.0.input_layernorm").weight.requires_grad_(True)
+    fields = {"output_dir": str(tmp_path), "use_cpu": True, "noise_in_loss": True, "max_steps": 10}
+    with pytest.raises(QeRLError, match=r"layers\.0\.input_layernorm is one that trains; freeze"):
+        QeRLTrainer(model, [share], QeRLConfig(**fields), DATA, processing_class=tiny_tokenizer)
 
 
 def test_sigma_is_driven_to_the_target(make):

@@ -7,8 +7,8 @@ Three decisions, each against a way in which this went wrong elsewhere:
   an error here.
 - Noisy norms are FP32, weight and product. In bf16 the spacing just above 1 is 2^-7: w + Z is w for Z of
   5e-4, and x_hat * (w + Z) is x_hat * w if x_hat was rounded to bf16 before.
-- Clean weights are never written. The norm gets another Parameter for the length of a rollout; nothing can
-  accumulate, and the clean tensor is the same object with the same bits afterwards.
+- Clean weights are never written. The norm gets another Parameter for as long as noise is asked for; nothing
+  can accumulate, and the clean tensor is the same object with the same bits afterwards.
 
 What is given up: a router or fused expert tensor that is no linear module (mixture-of-experts models) is not
 seen, so there only the norms before attention are perturbed.
@@ -24,6 +24,8 @@ from transformers import PreTrainedModel
 
 from qerl.errors import QeRLError
 from qerl.families.parts import base_model, eval_mode
+
+_TAKES_FLOAT32 = "_qerl_takes_float32_weight"
 
 
 def find_noise_norms(model: nn.Module) -> list[str]:
@@ -94,6 +96,11 @@ def _norms_feeding(
     return found
 
 
+def takes_float32_weight(norm: nn.Module) -> None:
+    """Say of a norm that, given an FP32 weight, it computes in FP32 by itself and rounds once at its end."""
+    object.__setattr__(norm, _TAKES_FLOAT32, True)
+
+
 def _weight(norm: nn.Module) -> nn.Parameter:
     return norm.get_parameter("weight")
 
@@ -131,11 +138,13 @@ def noisy_norms(model: nn.Module, offsets: Mapping[str, torch.Tensor]) -> Iterat
 def _noisy(norm: nn.Module, offset: torch.Tensor) -> Iterator[None]:
     clean = _weight(norm)
     noisy = nn.Parameter(clean.detach().float() + offset.to(clean.device), requires_grad=False)
-    precision = _InFloat32()
-    handles = [
-        norm.register_forward_pre_hook(precision.widen),
-        norm.register_forward_hook(precision.narrow),
-    ]
+    handles = []
+    if not getattr(norm, _TAKES_FLOAT32, False):
+        precision = _InFloat32()
+        handles = [
+            norm.register_forward_pre_hook(precision.widen),
+            norm.register_forward_hook(precision.narrow),
+        ]
     norm.weight = noisy
     try:
         yield

@@ -196,6 +196,12 @@ class QeRLConfig(GRPOConfig):
         "noisy stage; later targets fall with the square of the schedule. Unset, the schedule says sigma.",
         None,
     )
+    noise_in_loss: bool = _help(
+        "The loss is computed with the noise of its rollout (forward and backward, old and reference "
+        "log-probabilities too): it trains the policy that sampled, and nothing is left to correct but "
+        "rounding.",
+        False,
+    )
 
     max_sequences: PositiveInt | None = _help(
         "Largest number of sequences decoded at the same time; unset, 64 (portable engine) or 512 (paged "

@@ -90,8 +90,20 @@ def _check_noise(config: GRPOConfig) -> None:
     """The length of a run in epochs is known with its data; `qerl.trainer.preflight` checks its stages."""
     if config.noise:
         config.noise_schedule_of(config.max_steps if config.max_steps > 0 else config.noise_stages)
-    elif config.noise_target_kl is not None:
-        raise QeRLError("noise_target_kl needs noise to drive; set noise: true, or remove it.")
+    else:
+        for name in ("noise_target_kl", "noise_in_loss"):
+            if getattr(config, name):
+                raise QeRLError(f"{name} needs noise; set noise: true, or remove it.")
+    if config.noise_in_loss and config.noise_target_kl is not None:
+        raise QeRLError(
+            "noise_target_kl needs the KL to the clean policy, which a loss with noise (noise_in_loss) does "
+            "not compute; set one of the two."
+        )
+    if config.noise_in_loss and config.tuning == "full":
+        raise QeRLError(
+            "noise_in_loss puts other weights in the place of norms, and with tuning: full these train; set "
+            "tuning: lora, or remove noise_in_loss."
+        )
 
 
 def _check_loss(config: GRPOConfig) -> None:

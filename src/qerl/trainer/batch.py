@@ -14,6 +14,9 @@ Batch = dict[str, torch.Tensor]
 GROUP_KEY = "group"
 """Key of the index [B] of each sample's group within its rollout, int64."""
 
+STEP_KEY = "rollout_step"
+"""Key of the 0-based optimizer step in which the samples were drawn, an int64 scalar."""
+
 PADDED_ON = {
     "prompt_ids": "left",
     "prompt_mask": "left",

@@ -4,6 +4,7 @@ Everything is a function of settings, seed and step but one number, the gain tha
 learned from KLs of earlier steps. It is the same on every rank, because the KL is that of all ranks.
 """
 
+import contextlib
 import json
 from collections.abc import Callable
 from functools import cached_property
@@ -12,6 +13,7 @@ from pathlib import Path
 from torch import nn
 
 from qerl.noise.draw import AdaptiveNoise
+from qerl.noise.norms import noisy_norms
 from qerl.noise.target import KLTarget, TargetState
 from qerl.rollout.engine import NormOffsets
 from qerl.settings.config import QeRLConfig
@@ -57,6 +59,12 @@ class RolloutNoise:
         if self._target is not None:
             logged["noise/kl_target"] = self._target.at(step)
         return offsets, logged
+
+    def in_loss(self, step: int) -> contextlib.AbstractContextManager[None]:
+        """Inside the block the policy has the noise of the rollout of a step, if the loss is to have it."""
+        if not self._args.noise_in_loss:
+            return contextlib.nullcontext()
+        return noisy_norms(self._model, self._draws.offsets(step))
 
     def observe(self, kl: float) -> None:
         """Learn from KL(sampler || trainer) of a step's noisy samples, nats per token of all processes."""

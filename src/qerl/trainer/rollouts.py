@@ -22,7 +22,7 @@ from qerl.rollout.engine import RolloutEngine, RolloutResult, SamplingParams
 from qerl.seeding import derive_seed
 from qerl.settings.config import QeRLConfig
 from qerl.trainer.advantages import JUDGE, Signal, judge_of
-from qerl.trainer.batch import GROUP_KEY, Batch, group_index
+from qerl.trainer.batch import GROUP_KEY, STEP_KEY, Batch, group_index
 from qerl.trainer.dynamic_sampling import (
     FreshPrompts,
     empty_log,
@@ -155,6 +155,7 @@ class RolloutTrainer(ResumableTrainer):
         """TRL's batch with its groups [B], rewards [B, F] and the sampler's entropies [B, C]."""
         batch, logged = self._scored_by_trl(inputs)
         batch[GROUP_KEY] = group_index(len(inputs), self.num_generations, self.accelerator.device)
+        batch[STEP_KEY] = torch.tensor(self.state.global_step)
         batch["rollout_entropy"] = torch.tensor(logged["rollout/entropy"], device=self.accelerator.device)
         rewards_BF = self._own_rows(self._rewards_BF, len(inputs))
         unseen_B1 = batch["completion_mask"].sum(dim=1, keepdim=True) == 0  # cut off, and masked for that

@@ -1,7 +1,9 @@
 """RMSNorm of the update, one kernel forward and one backward.
 
 The kernel reads its input once, computes in FP32, and rounds where transformers rounds: after normalising,
-and the result. Kept for backward are the input and one number per token. The weight is taken as frozen.
+and the result. A weight of more precision than the input, one with noise, says that the product counts to its
+last bit: then the result alone is rounded. Kept for backward are the input and one number per token. The
+weight is taken as frozen.
 
 Shapes: T tokens, D hidden size.
 """
@@ -15,17 +17,25 @@ from torch.autograd.function import once_differentiable
 
 
 def rms_norm(x: torch.Tensor, w_D: torch.Tensor, eps: float) -> torch.Tensor:
-    """``w * x / sqrt(mean(x^2) + eps)``, [..., D] in the 16-bit dtype of ``x``; ``w_D`` gets no gradient."""
+    """``w * x / sqrt(mean(x^2) + eps)``, [..., D] in the 16-bit dtype of ``x``.
+
+    Args:
+        x: [..., D].
+        w_D: In the dtype of ``x``, or in FP32, with which only the result is rounded; gets no gradient.
+        eps: As in transformers.
+    """
     return _RMSNorm.apply(x, w_D, eps)
 
 
 @triton.jit
-def _norm(x_TD, w_D, y_TD, rstd_T, D, eps, BLOCK: tl.constexpr):
+def _norm(x_TD, w_D, y_TD, rstd_T, D, eps, ROUND_UNIT: tl.constexpr, BLOCK: tl.constexpr):
     t = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, BLOCK)
     x = tl.load(x_TD + t * D + d, mask=d < D, other=0.0).to(tl.float32)
     rstd = 1.0 / tl.sqrt(tl.sum(x * x) / D + eps)
-    unit = (x * rstd).to(y_TD.dtype.element_ty).to(tl.float32)
+    unit = x * rstd
+    if ROUND_UNIT:
+        unit = unit.to(y_TD.dtype.element_ty).to(tl.float32)
     w = tl.load(w_D + d, mask=d < D, other=0.0).to(tl.float32)
     tl.store(y_TD + t * D + d, unit * w, mask=d < D)
     tl.store(rstd_T + t, rstd)
@@ -53,7 +63,10 @@ class _RMSNorm(torch.autograd.Function):
         y = torch.empty_like(x)
         rstd_T = torch.empty(tokens, dtype=torch.float32, device=x.device)
         block = triton.next_power_of_2(width)
-        _norm[(tokens,)](x, w_D, y, rstd_T, width, eps, BLOCK=block, num_warps=_warps(block))
+        rounds = w_D.dtype == x.dtype
+        _norm[(tokens,)](
+            *(x, w_D, y, rstd_T, width, eps), ROUND_UNIT=rounds, BLOCK=block, num_warps=_warps(block)
+        )
         ctx.save_for_backward(x, w_D, rstd_T)
         return y
 

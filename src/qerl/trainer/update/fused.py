@@ -23,6 +23,7 @@ from qerl.kernels.update.rms_norm import rms_norm
 from qerl.kernels.update.rotary import rotated_heads
 from qerl.kernels.update.swiglu import swiglu
 from qerl.lora.product import fused_forward, is_16bit_cuda
+from qerl.noise.norms import takes_float32_weight
 from qerl.trainer.update.attention import branch_attention
 from qerl.trainer.update.path import attentions, mlps, norms, why_not_norm, why_not_rotary, why_not_swiglu
 
@@ -32,6 +33,7 @@ def fuse(model: nn.Module) -> None:
     for norm, computes_rms_norm in norms(model):
         if not why_not_norm(norm, computes_rms_norm):
             norm.forward = types.MethodType(_norm_forward, norm)
+            takes_float32_weight(norm)
     for attention in attentions(model):
         if not why_not_rotary(attention):
             attention.forward = types.MethodType(_attention_forward, attention)

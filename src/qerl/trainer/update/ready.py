@@ -49,7 +49,8 @@ def ready_for_rows(model: nn.Module, args: QeRLConfig) -> UpdatePath:
         Which parts of its updates run on those kernels.
 
     Raises:
-        QeRLError: A joined row gives other log-probabilities than the samples in it, or noise finds no norm.
+        QeRLError: A joined row gives other log-probabilities than the samples in it, noise finds no norm, or
+            the loss is to have noise in norms that train.
     """
     base = base_model(model)
     unfit = why_unfit(base)
@@ -63,8 +64,17 @@ def ready_for_rows(model: nn.Module, args: QeRLConfig) -> UpdatePath:
     longest = prompt + completion if prompt and completion else None
     with dense_weights_kept(model) if base.device.type == "cpu" else nullcontext():
         if args.noise:
-            find_noise_norms(model)
+            _check_norms(base, find_noise_norms(model), args)
         check_joined_row(model, base.base_model, path.by_stretch, args.temperature, longest)
     if path.is_slow and args.process_index == 0:
         logger.warning(path.sentence())
     return path
+
+
+def _check_norms(base: nn.Module, names: list[str], args: QeRLConfig) -> None:
+    trained = [name for name in names if base.get_submodule(name).get_parameter("weight").requires_grad]
+    if args.noise_in_loss and trained:
+        raise QeRLError(
+            f"noise_in_loss puts other weights in the place of norms, and {trained[0]} is one that trains; "
+            "freeze the norms, or remove noise_in_loss."
+        )
