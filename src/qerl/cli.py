@@ -109,7 +109,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=_Command)
     for add in (
         _add_train, _add_plan, _add_demo, _add_recipes, _add_fields, _add_quantize, _add_eval,
-        _add_generate, _add_report, _add_doctor,
+        _add_generate, _add_report, _add_study, _add_doctor,
     ):  # fmt: skip
         add(commands)
     return parser
@@ -216,6 +216,26 @@ def _add_report(commands: Any) -> None:
         "--scores", nargs="+", type=Path, default=[], metavar="FOLDER", help="of evaluations outside the runs"
     )
     sub.add_argument("--out", type=Path, default=Path("report.html"))
+
+
+_STUDY_HELP = """\
+Train many small runs side by side, arms x seeds x learning rates, and compare them on one page.
+
+STUDY is a .yaml file, or the name of a study of this package (sweep); of several, keys of later ones go over
+those of earlier ones. Finished runs in its folder are not computed again: the same command goes on after
+Ctrl-C, and started once for each GPU it shares the work. The folder of a study, or its results.json.gz, in
+place of STUDY draws its page again. docs/studies.md says how a study is written."""
+
+
+def _add_study(commands: Any) -> None:
+    sub = _command(commands, "study", _study, "Many runs side by side: arms x seeds x learning rates.")
+    sub.description, sub.formatter_class = _STUDY_HELP, argparse.RawDescriptionHelpFormatter
+    sub.add_argument("studies", nargs="+", metavar="STUDY", help="a .yaml file, a name, a folder or results")
+    sub.add_argument("--output_dir", type=Path, metavar="DIR", help="the study's folder; default: runs/NAME")
+    sub.add_argument("--figures", type=Path, metavar="DIR", help="write the figures there too, as SVG files")
+    sub.add_argument(
+        "--dry_run", action="store_true", help="check the study and say what there is to compute"
+    )
 
 
 def _add_doctor(commands: Any) -> None:
@@ -364,6 +384,12 @@ def _doctor(_: argparse.Namespace) -> None:
     from qerl.doctor import print_doctor
 
     print_doctor()
+
+
+def _study(args: argparse.Namespace) -> int:
+    from qerl.study.command import study_command
+
+    return study_command(args.studies, args.output_dir, args.figures, args.dry_run, console)
 
 
 def _report(args: argparse.Namespace) -> None:

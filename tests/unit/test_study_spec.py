@@ -1,7 +1,6 @@
 """A study's YAML: what it becomes, and what a mistake in it is called."""
 
 import copy
-from pathlib import Path
 
 import pytest
 
@@ -27,7 +26,7 @@ def changed(**fields):
 
 
 def test_arms_seeds_and_runs():
-    study = read_study(Path("x.yaml"), VALUES)
+    study = read_study("x.yaml", VALUES)
     none, aqn = study.arms.values()
     assert none == Arm("none", lora_r=4)
     assert aqn == Arm("aqn", lora_r=4, noise=True, noise_scale="relative")
@@ -47,7 +46,7 @@ def test_values_make_the_same_study():
 
 def test_noise_on_logits_is_driven_to_a_kl_too():
     arms = {"a": {"logits_noise": 0.5, "noise_target_kl": 0.03, "noise_stages": 3}}
-    assert read_study(Path("x"), changed(arms=arms, comparisons={})).arms["a"].noise_target_kl == 0.03
+    assert read_study("x", changed(arms=arms, comparisons={})).arms["a"].noise_target_kl == 0.03
 
 
 def test_a_sweep_runs_every_seed_at_every_rate():
@@ -99,6 +98,6 @@ def test_a_sweep_runs_every_seed_at_every_rate():
 )
 def test_mistakes(fields, words):
     with pytest.raises(QeRLError) as error:
-        read_study(Path("x.yaml"), changed(**fields))
+        read_study("x.yaml", changed(**fields))
     assert str(error.value).startswith("In the study x.yaml: ")
     assert words in str(error.value)

@@ -214,7 +214,7 @@ class Runner:
                         self.console.print(f"Other processes compute the {plan.open} runs that are left.")
                         return True
                     time.sleep(LOOK_EVERY)
-        return False
+        return not make_plan(self.store).open
 
     def _say_time_left(self, open_: int) -> None:
         """A line for those who see no bar: what is left, at the pace of all processes so far."""
@@ -253,7 +253,7 @@ class Runner:
             ) from error
         if work.done:
             work.finish(self.make.facts)
-            self.console.print(f"{batch.title}: {work.summary()}", highlight=False)
+            self.console.print(f"{batch.title}: {work.summary()}", highlight=False, soft_wrap=True)
         else:
             work.save()
 

@@ -24,7 +24,6 @@ import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
-from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 from pydantic import Field
@@ -129,12 +128,12 @@ _OF_LOGITS = ("noise_target_kl", "noise_sigma_start", "noise_sigma_end", "noise_
 """Fields by which noise on logits is driven to a KL."""
 
 
-def read_study(path: Path, values: Mapping[str, Any]) -> Study:
-    """The study that a YAML file's values describe.
+def read_study(file: str, values: Mapping[str, Any]) -> Study:
+    """The study that the values of a YAML file describe.
 
     Args:
-        path: The file, for the message of an error.
-        values: What the file holds.
+        file: The file, or several, for the message of an error.
+        values: What it holds.
 
     Raises:
         QeRLError: A key is unknown or missing, a value is wrong, or two contradict each other; one sentence
@@ -143,15 +142,13 @@ def read_study(path: Path, values: Mapping[str, Any]) -> Study:
     try:
         study = make_study(values)
         for name, arm in study.arms.items():
-            acting = _acting(arm)
-            idle = [
-                key for key in values["arms"][name] or () if key.startswith("noise_") and key not in acting
-            ]
+            own = {key: getattr(arm, key) for key in values["arms"][name] or ()}
+            idle = [key for key, value in own.items() if key in _idle(arm) and value != getattr(Arm, key)]
             if idle:
                 raise QeRLError(f"arms.{name}.{idle[0]} does nothing without `noise: true`; add that.")
         return study
     except QeRLError as error:
-        raise QeRLError(f"In the study {path}: {error}") from None
+        raise QeRLError(f"In the study {file}: {error}") from None
 
 
 def make_study(values: Mapping[str, Any]) -> Study:
@@ -185,11 +182,10 @@ def _arms(arms: Any, shared: Any) -> Iterator[tuple[str, Arm]]:
         yield name, Arm(name=name, **base | _fields(f"arms.{name}", own))
 
 
-def _acting(arm: Arm) -> Sequence[str]:
-    """Fields of the noise that do something in an arm."""
-    if arm.noise:
-        return [key for key in _ARM_TYPES if key.startswith("noise_")]
-    return _OF_LOGITS if arm.logits_noise else []
+def _idle(arm: Arm) -> Sequence[str]:
+    """Fields of the noise that do nothing in an arm."""
+    acting = _OF_LOGITS if arm.logits_noise else ()
+    return [key for key in _ARM_TYPES if key.startswith("noise_") and not arm.noise and key not in acting]
 
 
 def _fields(where: str, values: Any) -> dict[str, Any]:

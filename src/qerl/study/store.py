@@ -73,30 +73,34 @@ class Store:
     Args:
         folder: The folder, which is made.
         study: The study.
+        looking: Change nothing there.
 
     Raises:
         QeRLError: The folder holds another study or other files, or cannot be written.
     """
 
-    def __init__(self, folder: Path, study: Study) -> None:
+    def __init__(self, folder: Path, study: Study, looking: bool = False) -> None:
         self.folder = folder
         self.study = study
+        if looking:
+            self._joined()
+            return
         with self._writing():
             (folder / "batches").mkdir(parents=True, exist_ok=True)
             (folder / "runs").mkdir(exist_ok=True)
             with self._alone():
-                self._open()
+                _replace(folder / STUDY_FILE, json.dumps(self._joined(), indent=1) + "\n")
 
-    def _open(self) -> None:
-        """Compare what the folder holds with the study, and write the study down."""
+    def _joined(self) -> dict[str, Any]:
+        """The study with all arms that the folder knows; refused where the folder is another one's."""
         path, new = self.folder / STUDY_FILE, self.study.values()
-        if not path.is_file() and any((self.folder / "runs").iterdir()):
+        if not path.is_file() and any(self.folder.glob("runs/*")):
             raise QeRLError(f"{self.folder} has runs but no {STUDY_FILE}; choose another --output_dir.")
         old = read_json(path)
         if old:
             self._check(old, new)
             new["arms"] = old["arms"] | new["arms"]
-        _replace(path, json.dumps(new, indent=1) + "\n")
+        return new
 
     def _check(self, old: dict[str, Any], new: dict[str, Any]) -> None:
         shared = [key for key in new if key not in CHANGEABLE and key != "arms"]

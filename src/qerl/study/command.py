@@ -1,0 +1,126 @@
+"""`qerl study`: compute what a study lacks and draw its page, or draw the page of one again.
+
+A study whose YAML says `kind: probe` is one without training, which `qerl.study.probe` computes and draws.
+"""
+
+import gzip
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from qerl.errors import QeRLError
+from qerl.settings.recipe import read_mapping
+from qerl.study.library import study_file
+from qerl.study.page import write_figures, write_page
+from qerl.study.results import RESULTS_FILE, Results, read_results
+from qerl.study.runner import Runner, make_plan
+from qerl.study.spec import Study, read_study
+from qerl.study.store import PAGE_FILE, Store
+
+
+def study_command(
+    words: Sequence[str], output_dir: Path | None, figures: Path | None, dry_run: bool, console: Console
+) -> int:
+    """Do what the command line asks for.
+
+    Args:
+        words: YAML files of a study, by path or by name in the package, keys of later ones over those of
+            earlier ones; or one word, the folder or results file of a study, whose page is drawn again.
+        output_dir: The study's folder; None for runs/ and the names of the files. Of results, where the page
+            goes; None for beside them.
+        figures: Folder for the figures as SVG files; None for none.
+        dry_run: Say what there is to do and do nothing.
+        console: Where progress is shown.
+
+    Returns:
+        Exit status, 130 where Ctrl-C or SIGTERM ended it.
+
+    Raises:
+        QeRLError: What the user can mend in the study, its folder or the machine.
+    """
+    if len(words) == 1 and (found := _results_file(Path(words[0]).expanduser())):
+        _draw_again(found, output_dir or found.parent, figures, console)
+        return 0
+    files = [study_file(word) for word in words]
+    values: dict[str, Any] = {}
+    for file in files:
+        values |= read_mapping(file, "study")
+    name = "-".join(file.stem for file in files)
+    folder = output_dir or Path("runs", name)
+    if values.get("kind") == "probe":
+        from qerl.study.probe.command import run_probe
+
+        return run_probe(Path(name), values, folder, dry_run, console)
+    study = read_study(", ".join(map(str, files)), values)
+    if dry_run:
+        console.print(_outline(study, folder), highlight=False, soft_wrap=True)
+        return 0
+    return _compute(study, folder, figures, console)
+
+
+def _results_file(place: Path) -> Path | None:
+    """The results that a word names, by their folder or by themselves; None where it names neither."""
+    if place.is_dir():
+        return place / RESULTS_FILE
+    return place if place.name.endswith(".json.gz") else None
+
+
+def _draw_again(file: Path, folder: Path, figures: Path | None, console: Console) -> None:
+    try:
+        keys = json.loads(gzip.decompress(file.read_bytes())).keys()
+    except (OSError, EOFError, ValueError, AttributeError) as error:
+        raise QeRLError(f"{file} cannot be read ({error}); name a study's folder or results.") from error
+    if "probe" in keys:
+        from qerl.study.probe.command import draw_probe
+
+        draw_probe(file, figures)
+    else:
+        _draw(read_results(file), folder, figures, console)
+
+
+def _compute(study: Study, folder: Path, figures: Path | None, console: Console) -> int:
+    store = Store(folder, study)
+    finished = True
+    if make_plan(store).open:
+        from qerl.study.compute import StudyMake  # loads the model's libraries, which a page does not need
+
+        finished = Runner(store, StudyMake(study), console).run()
+    results = store.write_results()
+    if not finished:
+        console.print(f"Saved {folder}. Go on with the same command.", soft_wrap=True)
+    if results.runs:
+        try:
+            _draw(results, folder, figures, console)
+        except QeRLError as error:  # what was computed is safe
+            console.print(f"No page was drawn. {error}", highlight=False, soft_wrap=True)
+    return 0 if finished else 130
+
+
+def _draw(results: Results, folder: Path, figures: Path | None, console: Console) -> None:
+    write_page(results, folder / PAGE_FILE)
+    written = [folder / PAGE_FILE, *(write_figures(results, figures) if figures else [])]
+    for path in written:
+        console.print(f"Wrote {path}", highlight=False, soft_wrap=True)
+
+
+def _outline(study: Study, folder: Path) -> str:
+    """What a study consists of, and how much of it is in its folder."""
+    rates = ", ".join(f"{rate:g}" for rate in study.learning_rates)
+    tuning = f"{len(study.tuning_seeds)} tuning seeds at each of {rates}, then " if study.tunes else ""
+    at = "the best of them" if study.tunes else f"learning rate {rates}"
+    arm = next(iter(study.arms.values()))
+    each = len(study.tuning_runs(arm)) + len(study.test_runs(arm, 0.0 if study.tunes else None))
+    options = f" {study.task_options}" if study.task_options else ""
+    lines = [
+        f"{study.model} on {study.task}{options}",
+        f"{len(study.arms)} arms: {', '.join(study.arms)}",
+        f"of each: {tuning}{len(study.test_seeds)} test seeds at {at}",
+        f"{each * len(study.arms)} runs of {study.steps} steps of {study.prompts_per_step} x "
+        f"{study.samples_per_prompt} samples, up to {study.runs_per_batch} side by side",
+    ]
+    if folder.is_dir():
+        lines.append(f"{folder}: {make_plan(Store(folder, study, looking=True)).open} runs are left")
+    return "\n".join(lines)
