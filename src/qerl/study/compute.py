@@ -52,13 +52,12 @@ class StudyMake:
                 f"{study.eval_samples}; lower it."
             )
         self.problems = problems.select(range(study.eval_samples))
-        limit = {} if study.tokens_per_forward is None else {"tokens_per_forward": study.tokens_per_forward}
         self.settings = Settings(
             steps=study.steps,
             prompts_per_step=study.prompts_per_step,
             samples_per_prompt=study.samples_per_prompt,
             max_completion_length=study.max_completion_length,
-            **limit,
+            tokens_per_forward=study.tokens_per_forward,
         )
         self.facts: Mapping[str, Any] = {
             "qerl": __version__,

@@ -60,7 +60,7 @@ class Study:
         eval_samples: Held-out problems of an evaluation, answered greedily without noise.
         final_completions: Samples per problem of the last evaluation besides, for pass@k; 0 for none.
         runs_per_batch: Most runs that are computed side by side.
-        tokens_per_forward: Most tokens in one forward pass of the update; None leaves it to the machine.
+        tokens_per_forward: Most tokens in one forward pass of the update, over all runs of a batch.
         collapse_below: A run whose last accuracy is below this has collapsed.
         equivalence: Difference of areas under the curve that does not matter.
         arms: The arms by name.
@@ -82,7 +82,7 @@ class Study:
     eval_samples: PositiveInt = 256
     final_completions: Count = 0
     runs_per_batch: PositiveInt = 32
-    tokens_per_forward: PositiveInt | None = None
+    tokens_per_forward: PositiveInt = 32768
     collapse_below: Share = 0.4
     equivalence: Positive = 0.02
     comparisons: dict[str, list[Pair]] = field(default_factory=dict)
