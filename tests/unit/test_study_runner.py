@@ -129,6 +129,24 @@ def test_processes_share_a_folder_by_claiming_batches(tmp_path, capsys):
     assert "Other processes compute the 3 runs that are left." in capsys.readouterr().out
 
 
+def test_a_batch_that_fails_is_left_out_and_raised_at_the_end(tmp_path, capsys):
+    study = tiny_study(learning_rates=[1e-4], tuning_seeds=0, arms={
+        "bad": None, "good": None, "follows": {"match_entropy": "bad"},
+    }, comparisons={})  # fmt: skip
+
+    def fail(trainer):
+        if trainer.runs[0].arm.name == "bad":
+            raise ValueError("no such product")
+
+    make = FakeMake(fail)
+    with pytest.raises(ValueError, match="no such product"):
+        Runner(Store(tmp_path, study), make, Console(width=200)).run()
+    assert [runs[0].arm.name for runs, _ in make.made] == ["bad", "good"]
+    assert "bad, test, learning rate 0.0001 failed: no such product" in capsys.readouterr().out
+    assert len(files(tmp_path)) == 3
+    assert len(computed(tmp_path, study).made) == 2  # the mended arm, and the one that follows it
+
+
 def test_an_arm_waits_for_the_entropy_that_it_follows(tmp_path):
     arms = {"cool": {"match_entropy": "none"}, "none": None}
     study = tiny_study(arms=arms, comparisons={})

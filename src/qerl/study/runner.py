@@ -178,6 +178,7 @@ class Runner:
         self.make = make
         self.console = console
         self.guard = InterruptGuard(console)
+        self._failed: dict[str, Exception] = {}
         self._start, self._open_at_start = time.monotonic(), 0
         self._bar = Progress(
             TextColumn("{task.description}"),
@@ -193,8 +194,12 @@ class Runner:
     def run(self) -> bool:
         """Compute until nothing is left for this process; false if Ctrl-C or SIGTERM came before that.
 
+        A batch that fails is left out, so that the others are computed all the same, and its error is raised
+        at the end.
+
         Raises:
-            QeRLError: The folder cannot be written, memory ran out.
+            QeRLError: The folder cannot be written; memory ran out in a batch, or its arm cannot be
+                computed.
         """
         with self.guard, self._bar:
             runs = sum(
@@ -203,18 +208,30 @@ class Runner:
             )
             self._task = self._bar.add_task("", total=runs * self.study.steps)
             self._open_at_start = make_plan(self.store).open
-            while not self.guard.interrupted:
-                plan = make_plan(self.store)
-                self._say_time_left(plan.open)
-                self._bar.update(self._task, completed=(runs - plan.open) * self.study.steps)
-                if not plan.open:
-                    return True
-                if not any(self._take(batch) for batch in plan.batches):
-                    if not plan.waiting:
-                        self.console.print(f"Other processes compute the {plan.open} runs that are left.")
-                        return True
-                    time.sleep(LOOK_EVERY)
-        return not make_plan(self.store).open
+            while not self.guard.interrupted and self._round(runs):
+                pass
+        if self._failed:
+            raise next(iter(self._failed.values()))
+        return not self.guard.interrupted or not make_plan(self.store).open
+
+    def _round(self, runs: int) -> bool:
+        """Compute one batch, or wait for other processes; false where nothing is left to do or to wait for."""
+        plan = make_plan(self.store)
+        self._say_time_left(plan.open)
+        self._bar.update(self._task, completed=(runs - plan.open) * self.study.steps)
+        others = False
+        for batch in plan.batches:
+            if batch.name in self._failed:
+                continue
+            if self._take(batch):
+                return True
+            others = True
+        if others and plan.waiting:
+            time.sleep(LOOK_EVERY)
+            return True
+        if others:
+            self.console.print(f"Other processes compute the {plan.open} runs that are left.")
+        return False
 
     def _say_time_left(self, open_: int) -> None:
         """A line for those who see no bar: what is left, at the pace of all processes so far."""
@@ -235,7 +252,16 @@ class Runner:
             if missing:
                 runs = [batch.runs[i] for i in missing]
                 entropies = None if batch.entropies is None else [batch.entropies[i] for i in missing]
-                self._compute(Batch(batch.name, batch.title, runs, entropies))
+                try:
+                    self._compute(Batch(batch.name, batch.title, runs, entropies))
+                except Exception as error:
+                    self._failed[batch.name] = error
+                    self.console.print(
+                        f"{batch.title} failed: {first_line(error)}",
+                        markup=False,
+                        highlight=False,
+                        soft_wrap=True,
+                    )
             return True
 
     def _compute(self, batch: Batch) -> None:
