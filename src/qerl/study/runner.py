@@ -215,7 +215,7 @@ class Runner:
         return not self.guard.interrupted or not make_plan(self.store).open
 
     def _round(self, runs: int) -> bool:
-        """Compute one batch, or wait for other processes; false where nothing is left to do or to wait for."""
+        """Compute one batch, or wait for other processes; false where there is nothing to do or wait for."""
         plan = make_plan(self.store)
         self._say_time_left(plan.open)
         self._bar.update(self._task, completed=(runs - plan.open) * self.study.steps)
