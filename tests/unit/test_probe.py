@@ -11,6 +11,7 @@ from rich.console import Console
 from qerl import yaml12
 from qerl.errors import QeRLError
 from qerl.lora.adapter import add_lora
+from qerl.run_folder import ADAPTER_FILE
 from qerl.study.probe import command
 from qerl.study.probe.policies import add_errors, relative_errors, weights_of
 from qerl.study.probe.spec import make_probe, read_probe
@@ -94,6 +95,19 @@ def test_a_probe_measures_what_it_says(finished):
         matched = cells[f"format-wp-{name}-0-matched"]
         assert matched["calibrated"] == pytest.approx(matched["target_entropy"], rel=0.031)
         assert matched["temperature"] != 1
+
+
+def test_policies_are_adapters_of_a_clean_run(probe_file, tmp_path):
+    """Each step's adapter is another policy; what is trained already is not trained again."""
+    train = {"task": "wp", "steps": [1, 2], "prompts_per_step": 4, "samples_per_prompt": 2}
+    probe = read_probe(probe_file, yaml12.load(probe_file.read_text()) | {"train": train})
+    policies = command.Policies(probe, tmp_path, QUIET)
+    assert policies.names == ["start", "trained", "step_1", "step_2"]
+    policies.policy("step_2")
+    kept = [(tmp_path / "policies" / name / ADAPTER_FILE).stat().st_mtime_ns for name in ("step_1", "step_2")]
+    adapted = command.Policies(probe, tmp_path, QUIET).policy("step_1")
+    assert kept[0] == (tmp_path / "policies" / "step_1" / ADAPTER_FILE).stat().st_mtime_ns
+    assert any("lora_B" in name for name, _ in adapted.named_parameters())
 
 
 def test_the_page_and_the_figures_come_from_the_results_alone(finished, tmp_path):

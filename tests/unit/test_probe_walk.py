@@ -146,9 +146,10 @@ def test_calibration_hits_its_targets(walker, name):
         ]
 
     found = find_strengths(measure, [0.02, 0.1], *kind.range)
-    assert [f.measured for f in found] == pytest.approx([0.02, 0.1], rel=0.031)
-    assert found[0].strength < found[1].strength
-    assert [measure([f.strength])[0] for f in found] == pytest.approx([f.measured for f in found])
+    assert found.measured == pytest.approx([0.02, 0.1], rel=0.031)
+    assert found.strengths[0] < found.strengths[1]
+    assert measure(found.strengths) == pytest.approx(found.measured)
+    assert set(zip(found.strengths, found.measured, strict=True)) <= set(found.curve)
 
 
 def test_calibration_of_a_power_law_and_of_one_out_of_reach():
@@ -158,8 +159,8 @@ def test_calibration_of_a_power_law_and_of_one_out_of_reach():
         asked.extend(strengths)
         return [3 * s**2 for s in strengths]
 
-    (found,) = find_strengths(measure, [0.05], 1e-4, 2.0)
-    assert found.strength == pytest.approx(math.sqrt(0.05 / 3), rel=0.016) and len(asked) <= 9
+    (strength,) = find_strengths(measure, [0.05], 1e-4, 2.0).strengths
+    assert strength == pytest.approx(math.sqrt(0.05 / 3), rel=0.016) and len(asked) <= 9
     with pytest.raises(QeRLError, match=r"No strength between 0\.0001 and 2 gives 50"):
         find_strengths(measure, [50.0], 1e-4, 2.0)
 
@@ -167,8 +168,8 @@ def test_calibration_of_a_power_law_and_of_one_out_of_reach():
 class Reader:
     """A tokenizer whose tokens are their own numbers."""
 
-    def decode(self, tokens, skip_special_tokens=True):
-        return "#### " + " ".join(str(token) for token in tokens if token != STOP)
+    def batch_decode(self, completions, skip_special_tokens=True):
+        return ["#### " + " ".join(str(token) for token in ids if token != STOP) for ids in completions]
 
 
 def problems(*answers):

@@ -15,11 +15,18 @@ from qerl.errors import QeRLError
 
 
 @dataclass(frozen=True)
-class Found:
-    """A strength, and what was measured there on the calibration set."""
+class Calibration:
+    """Strengths and what was measured there.
 
-    strength: float
-    measured: float
+    Attributes:
+        strengths: One for each target.
+        measured: The quantity at these.
+        curve: All points that were measured, as (strength, value), by strength.
+    """
+
+    strengths: list[float]
+    measured: list[float]
+    curve: list[tuple[float, float]]
 
 
 def find_strengths(
@@ -30,7 +37,7 @@ def find_strengths(
     tolerance: float = 0.03,
     grid: int = 8,
     rounds: int = 6,
-) -> list[Found]:
+) -> Calibration:
     """The strength of each target.
 
     Args:
@@ -55,7 +62,7 @@ def find_strengths(
         if not points:
             break
     nearest = [min(table, key=lambda point: abs(table[point] - target)) for target in targets]
-    return [Found(point, table[point]) for point in nearest]
+    return Calibration(nearest, [table[point] for point in nearest], sorted(table.items()))
 
 
 def _off(table: dict[float, float], target: float) -> float:

@@ -5,7 +5,8 @@ are kept one by one. Jobs are ordered by policy, which is loaded once.
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import cached_property
@@ -168,26 +169,27 @@ class Run:
         return {task: make_material(self._probe, task, self._tokenizer) for task in self._probe.tasks}
 
     def measure(self, jobs: Sequence[Job]) -> None:
-        """Measure the cells of all jobs that no other process has measured or is measuring."""
+        """Measure the cells of all jobs that no other process has measured or is measuring.
+
+        What a cell's completions say is read in a thread of its own while the next cell is sampled.
+        """
+        left = len([name for job in jobs for name in cells_of(self._probe, job) if not self._store.has(name)])
         start, done = time.perf_counter(), 0
-        for index, job in enumerate(jobs):
-            with self._store.claimed(job.name) as mine:
-                wanted = [name for name in cells_of(self._probe, job) if not self._store.has(name)]
-                if not mine or not wanted:
-                    continue
-                for name, cell in self._cells(job, wanted):
-                    self._store.write(name, cell)
-                    done += 1
-                    rest = sum(
-                        not self._store.has(other)
-                        for later in jobs[index:]
-                        for other in cells_of(self._probe, later)
-                    )
-                    seconds = (time.perf_counter() - start) / done * rest
-                    self._console.print(
-                        f"{name}: {_said(cell)}; {rest} cells left, {seconds / 60:.1f} min at this pace",
-                        highlight=False, soft_wrap=True,
-                    )  # fmt: skip
+        with ThreadPoolExecutor(max_workers=1) as reader:
+            for job in jobs:
+                with self._store.claimed(job.name) as mine:
+                    wanted = [name for name in cells_of(self._probe, job) if not self._store.has(name)]
+                    if not mine or not wanted:
+                        continue
+                    for name, cell in _one_behind(self._cells(job, wanted, reader)):
+                        cell["numbers"] = cell["numbers"].result()
+                        self._store.write(name, cell)
+                        done += 1
+                        minutes = (time.perf_counter() - start) / 60
+                        self._console.print(
+                            f"{name}: {_said(cell)}; {done} of {left} cells in {minutes:.1f} min",
+                            highlight=False, soft_wrap=True,
+                        )  # fmt: skip
 
     def results(self, jobs: Sequence[Job]) -> dict[str, Any]:
         """The content of the file of results, once all cells are measured."""
@@ -201,7 +203,8 @@ class Run:
             "cells": {name: self._store.read(name) for name in names},
         }
 
-    def _cells(self, job: Job, wanted: Sequence[str]) -> Iterator[tuple[str, Cell]]:
+    def _cells(self, job: Job, wanted: Sequence[str], reader: Executor) -> Iterator[tuple[str, Cell]]:
+        """The cells of a job, their numbers still being read."""
         if job.policy is None:
             cells = self._format(job, wanted)
         elif job.what == "clean":
@@ -210,8 +213,11 @@ class Run:
             cells = self._perturbed(job, wanted)
         start = time.perf_counter()
         for name, cell in cells:
-            shared = {"policy": job.policy, "task": job.task, "what": job.what, "draw": job.draw}
-            yield name, {**shared, **cell, "seconds": round(time.perf_counter() - start, 2)}
+            shared = Cell(policy=job.policy, task=job.task, what=job.what, draw=job.draw)
+            rows, walk = cell.pop("sampled")
+            numbers = reader.submit(by_problem, rows, walk, self._materials[job.task].judge)
+            seconds = round(time.perf_counter() - start, 2)
+            yield name, shared | cell | {"numbers": numbers, "seconds": seconds}
             start = time.perf_counter()
 
     def _clean(self, job: Job, wanted: Sequence[str]) -> Iterator[tuple[str, Cell]]:
@@ -220,7 +226,7 @@ class Run:
         for name in wanted:
             reference = name.endswith("-reference")
             walker = self._walker(model, self._materials[job.task].prompts, self._probe.seed + reference)
-            yield name, {"strength": 0.0, "numbers": self._sampled(walker, job.task, CLEAN, 0.0)}
+            yield name, {"strength": 0.0, "sampled": self._sampled(walker, CLEAN, 0.0)}
 
     def _perturbed(self, job: Job, wanted: Sequence[str]) -> Iterator[tuple[str, Cell]]:
         assert job.policy is not None
@@ -234,10 +240,12 @@ class Run:
             self._means(calibration, perturbation, lambda walk: walk.kl), targets, *perturbation.range
         )
         walker = self._walker(model, material.prompts)
-        for name, target, at in zip(wanted, targets, found, strict=True):
-            cell = Cell(target=target, strength=at.strength, calibrated=at.measured)
-            cell["numbers"] = self._sampled(walker, job.task, perturbation, at.strength)
-            cell["solutions"] = self._solutions(walker, job.task, perturbation, at.strength)
+        for name, target, strength, measured in zip(
+            wanted, targets, found.strengths, found.measured, strict=True
+        ):
+            cell = Cell(target=target, strength=strength, calibrated=measured, curve=found.curve)
+            cell["sampled"] = self._sampled(walker, perturbation, strength)
+            cell["solutions"] = self._solutions(walker, job.task, perturbation, strength)
             yield name, cell
 
     def _format(self, job: Job, wanted: Sequence[str]) -> Iterator[tuple[str, Cell]]:
@@ -250,15 +258,15 @@ class Run:
             if name.endswith("-matched"):
                 calibration = self._walker(model, material.calibration)
                 entropies = self._means(calibration, CLEAN, lambda walk: walk.entropy, zero=1)
-                (found,) = find_strengths(entropies, [entropy], *TEMPERATURES)
-                temperature = found.strength
-                cell |= {"target_entropy": entropy, "calibrated": found.measured}
+                found = find_strengths(entropies, [entropy], *TEMPERATURES)
+                (temperature,), (measured,) = found.strengths, found.measured
+                cell |= {"target_entropy": entropy, "calibrated": measured, "curve": found.curve}
             else:
                 rows = Rows.of(range(len(material.prompts)), self._probe.prefix_samples)
                 cell["prefixes"] = on_prefixes(rows, walker.walk(rows, CLEAN, writer.tokens), writer)
                 cell["error"] = self._policies.error(job.what, job.draw)
-            numbers = self._sampled(walker, job.task, CLEAN, temperature - 1)
-            yield name, {"temperature": temperature, "numbers": numbers, **cell}
+            cell["sampled"] = self._sampled(walker, CLEAN, temperature - 1)
+            yield name, cell | {"temperature": temperature}
 
     def _baseline(self, task: str) -> tuple[Walk, float]:
         """What the first format writes, and the entropy that the others are brought to."""
@@ -299,11 +307,9 @@ class Run:
 
         return means
 
-    def _sampled(
-        self, walker: Walker, task: str, perturbation: Perturbation, strength: float
-    ) -> dict[str, Any]:
+    def _sampled(self, walker: Walker, perturbation: Perturbation, strength: float) -> tuple[Rows, Walk]:
         rows = Rows.of(range(self._probe.problems), self._probe.samples, [strength])
-        return by_problem(rows, walker.walk(rows, perturbation), self._materials[task].judge)
+        return rows, walker.walk(rows, perturbation)
 
     def _solutions(
         self, walker: Walker, task: str, perturbation: Perturbation, strength: float
@@ -314,6 +320,17 @@ class Run:
             return {}
         own = replace(perturbation, noise_per="sample")  # each row has a draw of its own
         return on_solutions(rows, walker.walk(rows, own, solutions[rows.problem]))
+
+
+def _one_behind(cells: Iterable[tuple[str, Cell]]) -> Iterator[tuple[str, Cell]]:
+    """The cells, each after the next one has been sampled."""
+    before = None
+    for item in cells:
+        if before is not None:
+            yield before
+        before = item
+    if before is not None:
+        yield before
 
 
 def _said(cell: Cell) -> str:

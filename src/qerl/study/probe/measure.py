@@ -21,7 +21,10 @@ DECISIVE = 0.9
 
 
 class Judge:
-    """Says which completions are right and which answer they state; the same text is judged once.
+    """Says which completions are right and which answer they state.
+
+    A cell has thousands of completions, of which most were seen before or state an answer that was: each text
+    of a problem is read once, and each answer of a problem compared once.
 
     Args:
         task: Its first reward says what is right.
@@ -33,17 +36,41 @@ class Judge:
         self, task: Task, tokenizer: PreTrainedTokenizerBase, problems: Sequence[Mapping[str, Any]]
     ) -> None:
         self._task, self._tokenizer, self._problems = task, tokenizer, problems
+        self._by_answer = type(task).rewards is Task.rewards  # the accuracy of others may read the whole text
         self._known: dict[tuple[int, bytes], tuple[bool, str | None]] = {}
+        self._compared: dict[tuple[int, str], bool] = {}
 
-    def judge(self, problem: int, tokens: Ints) -> tuple[bool, str | None]:
-        """Whether a completion of a problem is right, and its answer, None where it states none."""
-        key = (problem, tokens.tobytes())
-        if key not in self._known:
-            text = self._tokenizer.decode(tokens.tolist(), skip_special_tokens=True)
-            columns = {name: [value] for name, value in self._problems[problem].items() if name != "prompt"}
-            right = self._task.rewards[0]([self._problems[problem]["prompt"]], [text], **columns)
-            self._known[key] = (right == [1.0], self._task.extract(text))
-        return self._known[key]
+    def judge(self, problems: Ints, completions: Sequence[Ints]) -> list[tuple[bool, str | None]]:
+        """Whether each completion is right, and its answer, None where it states none.
+
+        Args:
+            problems: The problem of each completion.
+            completions: Token ids of each.
+        """
+        keys = [(p, ids.tobytes()) for p, ids in zip(problems.tolist(), completions, strict=True)]
+        new = {
+            key: ids.tolist() for key, ids in zip(keys, completions, strict=True) if key not in self._known
+        }
+        texts = self._tokenizer.batch_decode(list(new.values()), skip_special_tokens=True) if new else []
+        for key, text in zip(new, texts, strict=True):
+            answer = self._task.extract(text)
+            self._known[key] = self._right(key[0], text, answer), answer
+        return [self._known[key] for key in keys]
+
+    def _right(self, problem: int, text: str, answer: str | None) -> bool:
+        if not self._by_answer:
+            return self._reward(problem, text)
+        if answer is None:
+            return False
+        key = (problem, answer)
+        if key not in self._compared:
+            self._compared[key] = self._reward(problem, text)
+        return self._compared[key]
+
+    def _reward(self, problem: int, text: str) -> bool:
+        row = self._problems[problem]
+        columns = {name: [value] for name, value in row.items() if name != "prompt"}
+        return self._task.rewards[0]([row["prompt"]], [text], **columns) == [1.0]
 
 
 def by_problem(rows: Rows, walk: Walk, judge: Judge) -> Numbers:
@@ -58,9 +85,11 @@ def by_problem(rows: Rows, walk: Walk, judge: Judge) -> Numbers:
     numbers: Numbers = {}
     ratio = np.exp((walk.pi - walk.mu).astype(np.float64)) * walk.valid
     log_weight = np.where(walk.valid, walk.pi - walk.mu, 0).sum(1, dtype=np.float64)
+    written = [tokens[valid] for tokens, valid in zip(walk.tokens, walk.valid, strict=True)]
+    verdicts = judge.judge(rows.problem, written)
     for problem in problems.tolist():
         here = np.flatnonzero(rows.problem == problem)
-        judged = [judge.judge(problem, walk.tokens[row][walk.valid[row]]) for row in here]
+        judged = [verdicts[row] for row in here]
         valid = walk.valid[here]
         weight = np.exp(log_weight[here] - log_weight[here].max())
         values = {

@@ -3,12 +3,12 @@
 import math
 from collections.abc import Iterable, Sequence
 from html import escape
-from importlib.resources import files
 from pathlib import Path
 
-from qerl import __version__
 from qerl.errors import QeRLError
-from qerl.report.svg import ticks
+from qerl.report.page import document
+from qerl.report.svg import tick, ticks
+from qerl.study.figures import standalone
 from qerl.study.probe.summary import GROUP, HARD, Estimate, Results, Row, by, read_rows
 
 WIDTH, LEFT, RIGHT, LINE, TOP, BOTTOM = 560, 190, 16, 20, 8, 42
@@ -60,34 +60,11 @@ def write_page(results: Results, out: Path) -> None:
         parts.append(_table(here, FORMATS if policy is None else PERTURBED))
     probe = results["probe"]
     intro = (
-        f"{probe['model']}, {probe['samples']} samples of each of {probe['problems']} problems a cell, on "
-        f"{results['device']}. Intervals are 95 %, by a bootstrap over problems, paired with clean samples. "
-        f"Hard are problems that the clean policy solved with at most {HARD:.0%} of other samples."
+        f"{results['date']}: {probe['model']}, {probe['samples']} samples of each of {probe['problems']} "
+        f"problems a cell, on {results['device']}. Intervals are 95 %, by a bootstrap over problems, paired "
+        f"with clean samples. Hard are problems that at most {HARD:.0%} of other clean samples solve."
     )
-    style = files("qerl.report").joinpath("page.css").read_text(encoding="utf-8")
-    body = "\n".join(parts)
-    text = f"""<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>QeRL: what a perturbation buys</title>
-<style>
-{style}</style>
-</head>
-<body>
-<header>
-<h1>What a perturbation of the sampler buys</h1>
-<p>{escape(intro)}</p>
-</header>
-<main>
-{body}
-</main>
-<footer>qerl {escape(__version__)}, {escape(results["date"])}</footer>
-</body>
-</html>
-"""
-    _write(out, text)
+    _write(out, document("What a perturbation of the sampler buys", intro, "\n".join(parts)))
 
 
 def write_figures(results: Results, folder: Path) -> None:
@@ -97,12 +74,9 @@ def write_figures(results: Results, folder: Path) -> None:
         QeRLError: A file cannot be written.
     """
     rows = read_rows(results)
-    style = files("qerl.report").joinpath("page.css").read_text(encoding="utf-8")
     for policy, task in dict.fromkeys((row.policy, row.task) for row in rows):
         for name, _, drawing in _figures(by(rows, policy, task)):
-            styled = drawing.replace(">", f"><style>{style}</style>", 1)
-            styled = styled.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1)
-            _write(folder / f"probe-{task}-{policy or 'formats'}-{name}.svg", styled + "\n")
+            _write(folder / f"probe-{task}-{policy or 'formats'}-{name}.svg", standalone(drawing))
 
 
 def _write(out: Path, text: str) -> None:
@@ -160,7 +134,7 @@ def forest(items: Sequence[tuple[str, Estimate]], title: str) -> str:
     for mark in marks:
         out.append(f'<line class="grid" x1="{x(mark):.1f}" x2="{x(mark):.1f}" y1="{TOP}" y2="{bottom}"/>')
         out.append(
-            f'<text class="tick" x="{x(mark):.1f}" y="{bottom + 18}" text-anchor="middle">{mark:.4g}</text>'
+            f'<text class="tick" x="{x(mark):.1f}" y="{bottom + 18}" text-anchor="middle">{tick(mark)}</text>'
         )
     out.append(f'<line class="axis" x1="{x(0):.1f}" x2="{x(0):.1f}" y1="{TOP}" y2="{bottom}"/>')
     for index, (label, estimate) in enumerate(items):
@@ -169,8 +143,8 @@ def forest(items: Sequence[tuple[str, Estimate]], title: str) -> str:
         out.append(
             f'<text class="tick" x="{LEFT - 8}" y="{y:.1f}" dy=".33em" text-anchor="end">'
             f'{escape(label)}</text><g class="s0"><title>{escape(f"{label}: {_text(estimate)}")}</title>'
-            f'<path class="smooth" d="M{low:.1f} {y:.1f}H{high:.1f}"/>'
-            f'<path class="smooth" d="M{value:.1f} {y - 4:.1f}v8"/></g>'
+            f'<line class="whisker" x1="{low:.1f}" x2="{high:.1f}" y1="{y:.1f}" y2="{y:.1f}"/>'
+            f'<circle class="mark" cx="{value:.1f}" cy="{y:.1f}" r="4.5"/></g>'
         )
     return "".join([*out, "</svg>"])
 

@@ -21,8 +21,9 @@ from qerl.fp4.groups import is_quantized
 from qerl.fp4.linear import PackedLinear
 from qerl.lora.adapter import check_adapter, load_adapter
 from qerl.models.load import check_format, load_model, load_tokenizer
-from qerl.run_folder import ADAPTER_FILE
 from qerl.seeding import generator
+from qerl.study.arms import Arm, Run
+from qerl.study.batched.trainer import BatchedTrainer, Settings
 from qerl.study.probe.spec import Format, Probe
 from qerl.tasks import get_task
 
@@ -107,15 +108,12 @@ class Policies:
             return None if given is None else Path(given).expanduser()
         folder = self._folder / "policies" / name
         with FileLock(self._folder / "policies.lock"):
-            if not (folder / ADAPTER_FILE).is_file():
+            if not folder.exists():
                 self._train()
         return folder
 
     def _train(self) -> None:
         """Train the clean run and keep its adapters."""
-        from qerl.study.arms import Arm, Run
-        from qerl.study.batched.trainer import BatchedTrainer, Settings
-
         training = self._probe.train
         assert training is not None
         self._console.print(
@@ -142,8 +140,11 @@ class Policies:
                     f"The clean run diverged in step {step}; lower train.learning_rate, or give adapters in "
                     "policies."
                 )
-            if step in training.steps:
-                trainer.save_adapter(0, self._folder / "policies" / f"step_{step}")
+            folder = self._folder / "policies" / f"step_{step}"
+            if step in training.steps and not folder.exists():
+                aside = folder.with_name(f".{folder.name}")
+                trainer.save_adapter(0, aside)
+                aside.rename(folder)
 
 
 @torch.no_grad()

@@ -21,12 +21,14 @@ Shapes: R rows of a walk, T tokens of a completion at most, B rows of a batch, V
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from qerl.families.parts import base_model, eval_mode
 from qerl.fp4.linear import dense_weights_kept
@@ -134,7 +136,6 @@ class Walker:
         self._pad, self._tokens = pad_token_id, max_tokens
         self._seed, self._batch_rows = seed, batch_rows
         self._norms = NormNoise(model)
-        self._streams: torch.Tensor | None = None  # fp64 [problems, samples, T]
 
     def walk(self, rows: Rows, perturbation: Perturbation = CLEAN, forced: Ints | None = None) -> Walk:
         """Sample a completion for each row.
@@ -161,7 +162,10 @@ class Walker:
         with ExitStack() as stack:
             stack.enter_context(torch.no_grad())
             stack.enter_context(eval_mode(self._model))
-            stack.enter_context(grouped_decode(base_model(self._model).config))
+            if base_model(self._model)._supports_attention_backend:
+                stack.enter_context(grouped_decode(base_model(self._model).config))
+            if self._device.type == "cuda":  # cuDNN's would be planned anew for each length of the cache
+                stack.enter_context(sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]))
             stack.enter_context(dense_weights_kept(self._model))
             stack.enter_context(_unrounded_head(self._model))
             yield
@@ -232,12 +236,15 @@ class Walker:
 
     def _uniforms(self, rows: Rows) -> torch.Tensor:
         """fp64 [R, T]: the same for a problem's sample under every policy, perturbation and strength."""
-        samples = int(rows.sample.max()) + 1
-        if self._streams is None or self._streams.shape[1] < samples:
-            pairs = [(p, g) for p in range(len(self.prompts)) for g in range(samples)]
-            streams = uniform_streams(self._seed, pairs, self._tokens).view(len(self.prompts), samples, -1)
-            self._streams = streams.to(self._device)
-        return self._streams[torch.from_numpy(rows.problem), torch.from_numpy(rows.sample)]
+        streams = _streams(self._seed, len(self.prompts), int(rows.sample.max()) + 1, self._tokens)
+        return streams[rows.problem, rows.sample].to(self._device)
+
+
+@lru_cache(maxsize=4)
+def _streams(seed: int, problems: int, samples: int, tokens: int) -> torch.Tensor:
+    """Uniform numbers fp64 [problems, samples, tokens], which all walks over as many problems share."""
+    pairs = [(problem, sample) for problem in range(problems) for sample in range(samples)]
+    return uniform_streams(seed, pairs, tokens).view(problems, samples, tokens)
 
 
 class _Noise:
