@@ -196,6 +196,17 @@ def test_a_model_on_a_cpu_has_no_kernel(adapted):
     assert path.sentence() == "The update runs on plain PyTorch: its kernels need a CUDA GPU."
 
 
+def test_a_model_in_fp32_on_a_gpu_is_said_to_be_slow(adapted, monkeypatch):
+    model = adapted("llama").get_base_model()
+    monkeypatch.setattr(type(model), "device", torch.device("cuda"))
+    path = find_path(model, None)
+    assert path.is_slow and not path.by_stretch
+    assert path.sentence() == (
+        "The update runs on plain PyTorch: its kernels need bfloat16 and the model is float32; set dtype: "
+        "bfloat16, or load it so."
+    )
+
+
 def fit(monkeypatch, model):
     """The path of a model as if it were in 16 bits on a GPU."""
     monkeypatch.setattr(update_path, "why_unfit", lambda model: "")

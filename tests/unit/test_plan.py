@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,7 +20,9 @@ from qerl.plan.parts import Activations, Adapter, Cache, Weights
 from qerl.plan.phases import make_plan
 from qerl.plan.render import verdict
 from qerl.rollout.paged.limits import FILTER_BYTES, BlockDemand
+from qerl.trainer.trl.reference import add_reference
 from qerl.weight_formats import FORMATS
+from tests.support.models import move_adapter
 from tests.support.plan import GB80, work
 
 # Parameters as published with the models.
@@ -227,6 +230,25 @@ def test_filters_take_a_place_to_sort_in(capsys):
     )
     assert filtered.rollout == free.rollout + FILTER_BYTES
     assert filtered.update == free.update
+
+
+def test_an_adapter_that_goes_on_training_is_its_own_reference(tiny_model, tmp_path):
+    model = add_lora(tiny_model("llama"), rank=4, alpha=4, dropout=0.0)
+    move_adapter(model).save_pretrained(tmp_path / "adapter")
+    model.config.save_pretrained(tmp_path)
+    trainer = SimpleNamespace(model=model, args=SimpleNamespace(beta=0.1, sync_ref_model=False))
+    add_reference(trainer)
+    held = sum(p.nbytes for name, p in model.named_parameters() if ".ref." in name)
+    lengths = {"max_prompt_length": 32, "max_completion_length": 64}
+    continued = lengths | {"adapter": str(tmp_path / "adapter")}
+    plans = [
+        plan_command(str(tmp_path), [], fields, 80, Console(quiet=True))
+        for fields in (continued | {"beta": 0.1}, continued, lengths | {"beta": 0.1, "lora_r": 4})
+    ]
+    with_copy, without, fresh = plans
+    assert {line.name: line.rollout for line in with_copy.lines}["LoRA of the reference"] == held > 0
+    assert with_copy.update == without.update + held
+    assert [line.name for line in fresh.lines] == [line.name for line in without.lines]
 
 
 def test_positions_of_a_stretched_rotary_embedding():

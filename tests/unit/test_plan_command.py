@@ -134,7 +134,7 @@ def test_full_tuning_that_cannot_fit_is_refused_before_it_is_loaded(
     fields = {"model": "7b", "task": "arithmetic", "output_dir": "none", "weights": "bf16", "tuning": "full"}
     config = load_config([], fields)
     monkeypatch.setattr(run, "find_model", lambda name: name)
-    monkeypatch.setattr(run, "load_tokenizer", lambda name: tiny_tokenizer)
+    monkeypatch.setattr(run, "load_tokenizer", lambda *_, **__: tiny_tokenizer)
     monkeypatch.setattr(run, "_datasets", lambda *args: (None, None))
     monkeypatch.setattr(policy, "load_policy", lambda *given: pytest.fail("the model was loaded"))
     monkeypatch.setattr(QeRLConfig, "device", torch.device("cuda"))
@@ -177,7 +177,7 @@ def test_a_run_on_a_gpu_takes_the_limit_of_the_plan(monkeypatch, tiny_tokenizer,
 
     config = load_config([], {**fields, "model": "7b", "task": "arithmetic", "output_dir": "none"})
     monkeypatch.setattr(run, "find_model", lambda name: name)
-    monkeypatch.setattr(run, "load_tokenizer", lambda name: tiny_tokenizer)
+    monkeypatch.setattr(run, "load_tokenizer", lambda *_, **__: tiny_tokenizer)
     monkeypatch.setattr(run, "_datasets", lambda *args: (None, None))
     monkeypatch.setattr(policy, "load_policy", load)
     monkeypatch.setattr(QeRLConfig, "device", torch.device("cuda"))

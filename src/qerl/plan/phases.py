@@ -73,19 +73,20 @@ def make_plan(sizes: Sizes, work: Work, capacity: int) -> MemoryPlan:
     resident = {
         "weights": Weights(sizes, work.format.on_engine).bytes,
         "LoRA": adapter.bytes,
+        "LoRA of the reference": adapter.bytes if work.copies_adapter else 0,
         "LoRA for sampling": adapter.copies,
         "optimizer": work.optimizer_bytes * adapter.parameters,
+        # DistributedDataParallel reduces copies of the gradients, which it keeps.
+        "buckets of gradients": adapter.gradients if work.processes > 1 else 0,
     }
-    if work.processes > 1:  # DistributedDataParallel reduces copies of the gradients, which it keeps
-        resident["buckets of gradients"] = adapter.gradients
     sorting = FILTER_BYTES if work.filtered else 0
-    held = resident["weights"] + resident["LoRA"]
+    held = resident["weights"] + resident["LoRA"] + resident["LoRA of the reference"]
     budget = cache_budget(capacity, held, adapter.parameters, work.filtered)
     # Within one backward pass, gradients grow while what was kept for them goes.
     gradients = adapter.gradients if work.passes > 1 else max(0, adapter.gradients - update.kept)
     slack = round(SLACK * (update.inputs + update.working) + KEPT_SLACK * update.whole_layers)
     lines = (
-        *(Line(name, size, size) for name, size in resident.items()),
+        *(Line(name, size, size) for name, size in resident.items() if size),
         Line("keys and values", cache.bytes(budget), 0),
         Line("gradients", 0, gradients),
         Line("activations kept", 0, update.kept),

@@ -12,6 +12,7 @@ _WIDTH = 48  # characters of a bar, so that the line fits a terminal of 80
 _COLORS = {
     "weights": "blue",
     "LoRA": "cyan",
+    "LoRA of the reference": "cyan",
     "LoRA for sampling": "cyan",
     "optimizer": "magenta",
     "buckets of gradients": "magenta",

@@ -156,4 +156,5 @@ def _work(config: QeRLConfig, processes: int) -> Work:
         filtered=config.top_p < 1 or bool(config.top_k) or bool(config.min_p),
         processes=processes,
         lora_dropout=config.lora_dropout,
+        copies_adapter=config.beta > 0 and config.adapter is not None,
     )

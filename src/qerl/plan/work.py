@@ -31,6 +31,8 @@ class Work:
         filtered: Whether top-k, top-p or min-p leave tokens out, for which the engine sorts.
         processes: GPUs that train together, each with a whole model.
         lora_dropout: Probability of dropout in front of the adapters.
+        copies_adapter: Whether the KL penalty keeps a frozen copy of the adapter as its reference; without an
+            adapter that was trained before, the model without one serves.
     """
 
     weights: WeightFormatName
@@ -49,6 +51,7 @@ class Work:
     filtered: bool = False
     processes: int = 1
     lora_dropout: float = 0.0
+    copies_adapter: bool = False
 
     @property
     def format(self) -> WeightFormat:

@@ -27,6 +27,8 @@ from qerl.seeding import generator
 
 _SILU = ("SiLU", "SiLUActivation")
 
+NO_GPU = "its kernels need a CUDA GPU"
+
 
 @dataclass(frozen=True)
 class Share:
@@ -72,8 +74,8 @@ class UpdatePath:
 
     @property
     def is_slow(self) -> bool:
-        """Whether attention or adapted layers go without their kernels, which costs time and memory."""
-        return not self.unfit and bool(self.attention.why_not or self.products.why_not)
+        """Whether attention or adapted layers lack their kernels on a GPU, which costs time and memory."""
+        return self.unfit != NO_GPU and bool(self.unfit or self.attention.why_not or self.products.why_not)
 
     def record(self) -> dict[str, str]:
         """The path as metrics.jsonl keeps it."""
@@ -99,9 +101,10 @@ class UpdatePath:
 def why_unfit(model: PreTrainedModel) -> str:
     """Why no kernel of the update can serve a model where it is; empty where they can."""
     if model.device.type != "cuda":
-        return "its kernels need a CUDA GPU"
+        return NO_GPU
     if model.dtype not in (torch.bfloat16, torch.float16):
-        return f"its kernels need bfloat16 or float16, and the model is {str(model.dtype).split('.')[-1]}"
+        found = str(model.dtype).removeprefix("torch.")
+        return f"its kernels need bfloat16 and the model is {found}; set dtype: bfloat16, or load it so"
     return ""
 
 
