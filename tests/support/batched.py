@@ -11,6 +11,7 @@ from qerl.settings.config import QeRLConfig
 from qerl.study.arms import Arm, Run
 from qerl.study.batched.trainer import BatchedTrainer, Settings
 from qerl.tasks.base import Task, completion_text
+from qerl.tasks.formats import get_format
 from qerl.tasks.guard import judges_alone
 from qerl.trainer.grpo import QeRLTrainer
 from tests.support.models import make_tiny_model, make_tiny_tokenizer, pack
@@ -26,7 +27,7 @@ class Sums(Task):
     strata = "steps"
 
     def __init__(self) -> None:
-        super().__init__("sums", "hashes")
+        super().__init__("sums", get_format("hashes"))
 
     def train(self) -> Dataset:
         questions = ["one two", "three", "four five six", "seven eight", "nine", "ten eleven"]
@@ -59,11 +60,13 @@ def an_arm(**changes: Any) -> Arm:
     return Arm(**(values | changes))
 
 
-def a_batch(*runs: Run, family: str = "llama", entropies=None, **changes: Any) -> BatchedTrainer:
+def a_batch(
+    *runs: Run, family: str = "llama", entropies=None, device: str = "cpu", **changes: Any
+) -> BatchedTrainer:
     """A batch on a tiny model; one run of `an_arm` if none is given."""
     chosen = runs or (Run(an_arm(), 7, RATE),)
     settings = Settings(**(SIZES | changes))
-    return BatchedTrainer(tiny_base(family), TOKENIZER, Sums(), chosen, settings, entropies)
+    return BatchedTrainer(tiny_base(family).to(device), TOKENIZER, Sums(), chosen, settings, entropies)
 
 
 def the_trainer(folder: Path, seed: int, family: str = "llama", **changes: Any) -> QeRLTrainer:

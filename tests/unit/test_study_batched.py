@@ -7,12 +7,16 @@ import torch
 from peft import PeftModel
 
 from qerl.errors import QeRLError
+from qerl.models.chat import Chat
+from qerl.rollout.engine import SamplingParams
+from qerl.rollout.portable.engine import PortableEngine
 from qerl.study.arms import Run
+from qerl.study.batched.evaluation import pass_at
 from qerl.study.batched.model import BatchedModel
 from qerl.study.batched.sampler import Samples, clean_norms
 from qerl.study.batched.score import Texts, score
 from qerl.study.batched.trainer import BatchedTrainer
-from tests.support.batched import RATE, a_batch, an_arm, the_trainer
+from tests.support.batched import RATE, TOKENIZER, Sums, a_batch, an_arm, the_trainer, tiny_base
 from tests.support.models import make_tiny_model
 
 BOUND = 1e-5
@@ -190,3 +194,42 @@ def fixed(runs, prompts, completions):
     return Samples(
         [prompts] * runs, per_prompt, tokens, mask, zeros, zeros, torch.ones(runs, dtype=torch.bool)
     )
+
+
+def test_evaluation_scores_what_the_engine_answers():
+    runs = Run(an_arm(), 7, RATE), Run(an_arm(), 8, RATE)
+    batch, task = a_batch(*runs, rows_at_once=8), Sums()
+    start = batch.evaluate(task.test())
+    assert start[0] == pytest.approx(start[1])  # the adapters do nothing yet
+    ids = [Chat(TOKENIZER).ids(row["prompt"]) for row in task.test()]
+    params = SamplingParams(max_tokens=6, temperature=0.0, stop_token_ids=(TOKENIZER.eos_token_id,))
+    engine = PortableEngine(tiny_base(), TOKENIZER.pad_token_id)
+    answers = [completion.token_ids for completion in engine.generate(ids, 1, params).completions]
+    texts = TOKENIZER.batch_decode(answers, skip_special_tokens=True)
+    right = torch.tensor(task.rewards[0]([], texts)) > 0
+    assert start[0]["accuracy"] == pytest.approx(right.float().mean())
+    assert start[0]["accuracy/steps_2"] == pytest.approx(right[1::2].float().mean())
+    before = batch.step(), batch.state()
+    scores = batch.evaluate(task.test(), samples=4)
+    assert scores == batch.evaluate(task.test(), samples=4)
+    assert scores[0]["entropy"] != pytest.approx(scores[1]["entropy"], rel=1e-4)
+    assert scores[0]["pass@1"] == pytest.approx(scores[0]["sampled_accuracy"])
+    assert scores[0]["pass@1"] < scores[0]["pass@2"] <= scores[0]["pass@4"] <= 1
+    assert batch.state()["values"].equal(before[1]["values"])
+
+
+def test_pass_at_k_and_frozen_noise():
+    right_Pk = torch.tensor([[1.0, 0, 0, 0], [1, 1, 0, 0], [0, 0, 0, 0]])
+    assert pass_at(right_Pk, 1) == pytest.approx(0.25)
+    assert pass_at(right_Pk, 2) == pytest.approx((1 / 2 + 5 / 6) / 3)
+    assert pass_at(right_Pk, 4) == pytest.approx(2 / 3)
+    clean, noisy = (BatchedModel(tiny_base(), 1, 4, [0], noise) for noise in (0.0, 0.1))
+    for clean_layer, noisy_layer in zip(clean._products, noisy._products, strict=True):
+        for one, other in zip(clean_layer, noisy_layer, strict=True):
+            assert relative(other.weight_NK, one.weight_NK) == pytest.approx(0.1, rel=0.05)
+
+
+def test_models_of_another_kind_are_refused():
+    sliding = make_tiny_model("mistral", sliding_window=4)
+    with pytest.raises(QeRLError, match="attends to a sliding window; train them one by one"):
+        BatchedModel(sliding, 1, 4, [0])

@@ -112,7 +112,9 @@ def score_piece(
     counts = texts.counts_SRC[piece.runs, piece.samples]
     index_M = counts.flatten().nonzero()[:, 0].to(model.device)
     temperature_M = temperature_S[piece.runs].repeat_interleave(u * n * columns)[index_M]
-    logps_M, entropies_M = _head(model, hidden[index_M], tokens_sRC.flatten()[index_M], temperature_M)
+    logps_M, entropies_M = _head(
+        model, hidden.index_select(0, index_M), tokens_sRC.flatten()[index_M], temperature_M
+    )
     zeros = logps_M.new_zeros(s * u * n * columns)
     logps, entropies = (zeros.index_put((index_M,), values) for values in (logps_M, entropies_M))
     return logps.view(s, -1, columns), entropies.view(s, -1, columns)
