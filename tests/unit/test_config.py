@@ -2,6 +2,7 @@
 
 import dataclasses
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -11,6 +12,7 @@ from trl.scripts.grpo import GRPOScriptArguments
 from qerl.cli import main
 from qerl.errors import QeRLError
 from qerl.settings.config import QeRLConfig
+from qerl.settings.contradictions import check_processes
 from qerl.settings.foreign import INSTEAD
 from qerl.settings.recipe import FIELDS, dump, load_config, parse_value, read_recipe
 
@@ -166,3 +168,11 @@ def test_evaluation_batches_hold_whole_groups(tmp_path):
             eval_steps=1,
             use_cpu=True,
         )
+
+
+def test_processes_that_would_each_train_alone_are_refused(monkeypatch):
+    for name, value in {"WORLD_SIZE": "2", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    check_processes(SimpleNamespace(world_size=2))
+    with pytest.raises(QeRLError, match=r"2 processes were started where there is no GPU, .* use_cpu: true"):
+        check_processes(SimpleNamespace(world_size=1))

@@ -193,5 +193,6 @@ def check_request(
     if positions is not None and longest + params.max_tokens > positions:
         raise QeRLError(
             f"A prompt of {longest} tokens and a completion of up to {params.max_tokens} exceed the "
-            f"{positions} positions of the model; shorten the prompt or lower max_tokens."
+            f"{positions} positions of the model; shorten the prompt or lower max_tokens (in training "
+            "max_completion_length)."
         )

@@ -281,6 +281,7 @@ class QeRLConfig(GRPOConfig):
         except (ValueError, TypeError, ImportError) as error:
             raise QeRLError(f"The settings contradict each other: {' '.join(str(error).split())}") from error
         self._n_gpu: int = min(self.n_gpu, 1)  # one process drives one GPU; torchrun starts one for each
+        contradictions.check_processes(self)
         contradictions.check_groups(self)
 
     def _check_fields(self) -> None:

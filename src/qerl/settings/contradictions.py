@@ -4,6 +4,8 @@ Each function takes a `qerl.settings.config.QeRLConfig`, named by its parent her
 the other in a circle.
 """
 
+import os
+
 from trl import GRPOConfig
 
 from qerl.errors import QeRLError
@@ -63,6 +65,20 @@ def check_groups(config: GRPOConfig) -> None:
             f"A process samples {local} completions at a time (per_device_train_batch_size x "
             f"steps_per_generation), which num_generations = {config.num_generations} does not divide; "
             "change one of them."
+        )
+
+
+def check_processes(config: GRPOConfig) -> None:
+    """Refuse several processes without a GPU that nobody told to share the CPU: each would train alone.
+
+    Raises:
+        QeRLError: A launcher started more processes than work together.
+    """
+    started = int(os.environ.get("WORLD_SIZE", "1")) if "LOCAL_RANK" in os.environ else 1
+    if started > 1 and config.world_size == 1:
+        raise QeRLError(
+            f"{started} processes were started where there is no GPU, and each would train by itself; set "
+            "use_cpu: true, which lets them train together on the CPU."
         )
 
 

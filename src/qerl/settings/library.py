@@ -58,7 +58,10 @@ def recipe_file(word: str) -> Path:
     if word not in known:
         near = difflib.get_close_matches(word, known, n=3, cutoff=0.5)
         hint = f"did you mean {' or '.join(map(repr, near))}?" if near else "see `qerl recipes`."
-        raise QeRLError(f"There is no recipe named {word!r}; {hint} A file is given as a path in .yaml.")
+        raise QeRLError(
+            f"There is no recipe named {word!r}; {hint} A file is given as a path in .yaml, a task without a "
+            "recipe as --task NAME."
+        )
     return known[word]
 
 
