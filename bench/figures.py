@@ -4,59 +4,14 @@ Each function reads results and returns Markdown; :data:`TABLES` and :data:`NUMB
 in the pages (:mod:`bench.tables`). A caption names card, date, commit and files.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from bench.result import Row, read_rows
+from bench.captions import card, commits_of, files, row, rows, source, table
+from bench.result import Row
 
 _LAYERS = {"7b": 28, "14b": 48, "32b": 64, "72b": 80}
 _WEIGHTS = {"nvfp4": "NVFP4", "bf16": "16-bit", "nf4": "NF4"}
-
-
-def rows(name: str, /, **where: Any) -> list[Row]:
-    """Rows of a file whose fields have the given values."""
-    return [row for row in read_rows(name) if all(row.get(k) == v for k, v in where.items())]
-
-
-def row(name: str, /, **where: Any) -> Row:
-    """The one row of a file whose fields have the given values."""
-    (only,) = rows(name, **where)
-    return only
-
-
-def table(head: Sequence[str], lines: Iterable[Sequence[Any]], caption: str) -> str:
-    """A table in Markdown, with its caption as a paragraph below; None is an empty cell."""
-    body = ["" if not cells else _line(cells) for cells in lines]
-    return "\n".join([_line(head), _line(["-"] * len(head), ""), *body, "", caption]) + "\n"
-
-
-def _line(cells: Sequence[Any], space: str = " ") -> str:
-    return (
-        "|" + "|".join(f"{space}{cell}{space}" if cell not in (None, "") else space for cell in cells) + "|"
-    )
-
-
-def source(*names: str) -> str:
-    """Cards, dates and commits of results, as a caption's sentence."""
-    commits: dict[str, list[str]] = {}
-    for found in (found for name in names for found in rows(name)):
-        where = f"{_card(found)}, {found['date'][:10]}"
-        commits.setdefault(where, []).append(found["commit"])
-    return "; ".join(f"{where}, {_commits(found)}" for where, found in commits.items()) + "."
-
-
-def _card(found: Row) -> str:
-    return found["gpu"].removeprefix("NVIDIA ")
-
-
-def _commits(found: Iterable[str]) -> str:
-    *others, last = dict.fromkeys(found)
-    return f"commits {', '.join(others)} and {last}" if others else f"commit {last}"
-
-
-def files(*names: str) -> str:
-    """The files of results, for a caption."""
-    return "Files: " + ", ".join(f"{name}.json" for name in names) + "."
 
 
 def _decode_row(name: str, batch: int, weights: str = "nvfp4") -> Row | None:
@@ -235,7 +190,7 @@ def before_after() -> str:
     return table(
         ("7B, NVFP4, LoRA rank 32", *commits),
         lines,
-        f"{_card(steps[0])}, {steps[0]['date'][:10]}, the two commits by turns; medians of "
+        f"{card(steps[0])}, {steps[0]['date'][:10]}, the two commits by turns; medians of "
         f"three steps. {files('before-after-rollout-7b-h200', 'before-after-step-7b-h200')}",
     )
 
@@ -320,8 +275,8 @@ def learning() -> str:
     return table(
         ("GRPO, 25 steps of 8 x 8 samples, 32 new tokens", "seed 1", "seed 2", "seed 3"),
         lines,
-        f"Final accuracy. {_card(first)}, {first['date']}, "
-        f"{_commits(commits)}. {files('learning-smollm2-h100')}",
+        f"Final accuracy. {card(first)}, {first['date']}, "
+        f"{commits_of(commits)}. {files('learning-smollm2-h100')}",
     )
 
 
