@@ -15,7 +15,7 @@ from qerl.run_folder import ADAPTER_FILE
 from qerl.study.probe import command
 from qerl.study.probe.policies import add_errors, relative_errors, weights_of
 from qerl.study.probe.spec import make_probe, read_probe
-from qerl.study.probe.store import read_results
+from qerl.study.probe.store import RESULTS_FILE, read_results
 from qerl.study.probe.summary import read_rows
 from tests.support.models import move_adapter, pack
 
@@ -60,7 +60,7 @@ def probe_file(tiny_model, tiny_tokenizer, tmp_path_factory) -> Path:
 
 def run(file: Path, folder: Path, **changes) -> int:
     values = yaml12.load(file.read_text()) | changes
-    return command.run_probe(file, values, folder, False, QUIET)
+    return command.run_probe(str(file), values, folder, None, False, QUIET)
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +71,7 @@ def finished(probe_file) -> Path:
 
 
 def test_a_probe_measures_what_it_says(finished):
-    results = read_results(finished)
+    results = read_results(finished / RESULTS_FILE)
     cells = results["cells"]
     assert len(cells) == 2 * (2 + 2 * 2) + 1 + 2 + 2
     for name, cell in cells.items():
@@ -100,7 +100,7 @@ def test_a_probe_measures_what_it_says(finished):
 def test_policies_are_adapters_of_a_clean_run(probe_file, tmp_path):
     """Each step's adapter is another policy; what is trained already is not trained again."""
     train = {"task": "wp", "steps": [1, 2], "prompts_per_step": 4, "samples_per_prompt": 2}
-    probe = read_probe(probe_file, yaml12.load(probe_file.read_text()) | {"train": train})
+    probe = read_probe("", yaml12.load(probe_file.read_text()) | {"train": train})
     policies = command.Policies(probe, tmp_path, QUIET)
     assert policies.names == ["start", "trained", "step_1", "step_2"]
     policies.policy("step_2")
@@ -114,7 +114,7 @@ def test_the_page_and_the_figures_come_from_the_results_alone(finished, tmp_path
     page = (finished / "probe.html").read_text()
     assert "aqn, 0.1 nats" in page and "http" not in page
     (tmp_path / "copy.json.gz").write_bytes((finished / "results.json.gz").read_bytes())
-    command.draw_probe(tmp_path / "copy.json.gz", tmp_path / "figures")
+    command.draw_probe(tmp_path / "copy.json.gz", tmp_path, tmp_path / "figures", QUIET)
     assert (tmp_path / "probe.html").read_text() == page
     assert (tmp_path / "figures" / "probe-wp-formats-prefix_more.svg").read_text().startswith("<svg xmlns=")
 
@@ -139,8 +139,8 @@ def test_an_interrupted_probe_goes_on(probe_file, finished, tmp_path, monkeypatc
     monkeypatch.setattr(command, "_said", said)
     assert run(probe_file, tmp_path, **small) == 0
     assert all((tmp_path / "cells" / name).read_bytes() == content for name, content in kept.items())
-    whole = read_results(finished)["cells"]
-    for name, cell in read_results(tmp_path)["cells"].items():
+    whole = read_results(finished / RESULTS_FILE)["cells"]
+    for name, cell in read_results(tmp_path / RESULTS_FILE)["cells"].items():
         assert cell["numbers"] == whole[name]["numbers"], name
         if "calibrated" in cell:
             assert cell["strength"] == pytest.approx(whole[name]["strength"], rel=0.03)
@@ -152,7 +152,7 @@ def test_an_interrupted_probe_goes_on(probe_file, finished, tmp_path, monkeypatc
 def test_a_claimed_job_is_left_to_its_process(probe_file, tmp_path):
     small = {"formats": {}, "policies": {"start": None}, "perturbations": {}}
     values = yaml12.load(probe_file.read_text()) | small
-    probe = read_probe(probe_file, values)
+    probe = read_probe("", values)
     store = command.Store(tmp_path, {"probe": probe.values(), "fingerprint": None})
     with store.claimed("start-wp-clean") as mine:
         assert mine
@@ -171,7 +171,7 @@ def test_a_folder_of_another_probe_is_refused(probe_file, finished):
 
 def test_a_dry_run_measures_nothing(probe_file, tmp_path, capsys):
     values = yaml12.load(probe_file.read_text())
-    assert command.run_probe(probe_file, values, tmp_path / "x", True, Console()) == 0
+    assert command.run_probe("", values, tmp_path / "x", None, True, Console()) == 0
     assert "17 cells in 9 jobs" in capsys.readouterr().out and not (tmp_path / "x").exists()
 
 
@@ -196,12 +196,12 @@ def test_a_dry_run_measures_nothing(probe_file, tmp_path, capsys):
 def test_mistakes_in_a_probe_are_one_sentence(change, message):
     values = {"model": "m", "tasks": {"wp": {"task": "arithmetic"}}} | change
     with pytest.raises(QeRLError, match=message) as caught:
-        read_probe(Path("p.yaml"), values)
+        read_probe("p.yaml", values)
     assert str(caught.value).startswith("In the probe p.yaml: ")
 
 
 def test_values_make_the_same_probe_again(probe_file):
-    probe = read_probe(probe_file, yaml12.load(probe_file.read_text()))
+    probe = read_probe("", yaml12.load(probe_file.read_text()))
     assert make_probe(json.loads(json.dumps(probe.values()))) == probe
 
 

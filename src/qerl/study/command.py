@@ -48,13 +48,13 @@ def study_command(
     values: dict[str, Any] = {}
     for file in files:
         values |= read_mapping(file, "study")
-    name = "-".join(file.stem for file in files)
-    folder = output_dir or Path("runs", name)
+    where = ", ".join(map(str, files))
+    folder = output_dir or Path("runs", "-".join(file.stem for file in files))
     if values.get("kind") == "probe":
         from qerl.study.probe.command import run_probe
 
-        return run_probe(Path(name), values, folder, dry_run, console)
-    study = read_study(", ".join(map(str, files)), values)
+        return run_probe(where, values, folder, figures, dry_run, console)
+    study = read_study(where, values)
     if dry_run:
         console.print(_outline(study, folder), highlight=False, soft_wrap=True)
         return 0
@@ -76,7 +76,7 @@ def _draw_again(file: Path, folder: Path, figures: Path | None, console: Console
     if "probe" in keys:
         from qerl.study.probe.command import draw_probe
 
-        draw_probe(file, figures)
+        draw_probe(file, folder, figures, console)
     else:
         _draw(read_results(file), folder, figures, console)
 

@@ -88,14 +88,20 @@ def cells_of(probe: Probe, job: Job) -> list[str]:
 
 
 def run_probe(
-    path: Path, values: Mapping[str, Any], output_dir: Path | None, dry_run: bool, console: Console
+    where: str,
+    values: Mapping[str, Any],
+    folder: Path,
+    figures: Path | None,
+    dry_run: bool,
+    console: Console,
 ) -> int:
-    """Measure what is missing of a probe, and write results and page once nothing is.
+    """Measure what is missing of a probe, and draw it once nothing is.
 
     Args:
-        path: The probe's file, for messages and for the default folder, `runs/NAME`.
-        values: What it holds.
-        output_dir: The folder; several processes may share it.
+        where: The probe's files, for messages.
+        values: What they hold.
+        folder: The probe's folder; several processes may share it.
+        figures: Folder for the figures as SVG files; None for none.
         dry_run: Say what would be measured, and measure nothing.
         console: Where progress is shown, a line for each cell.
 
@@ -105,8 +111,7 @@ def run_probe(
     Raises:
         QeRLError: Anything the user can mend.
     """
-    probe = read_probe(path, values)
-    folder = output_dir or Path("runs") / path.stem
+    probe = read_probe(where, values)
     policies = Policies(probe, folder, console)
     policies.check()
     jobs = jobs_of(probe, policies.names)
@@ -124,26 +129,27 @@ def run_probe(
     if missing:
         console.print(f"{len(missing)} cells are with other processes; the last one writes the page.")
         return 0
-    store.write_results(run.results(jobs))
-    draw_probe(folder, None)
-    console.print(f"Wrote {folder / PAGE_FILE}.", highlight=False)
+    draw_probe(store.write_results(run.results(jobs)), folder, figures, console)
     return 0
 
 
-def draw_probe(path: Path, figures: Path | None) -> None:
-    """Draw the page, and the figures if a folder is given for them, from results alone.
+def draw_probe(file: Path, folder: Path, figures: Path | None, console: Console) -> None:
+    """Draw the page of a probe from its results alone.
 
     Args:
-        path: A probe's folder, whose page is written, or a file of results, beside which it is written.
-        figures: Folder for the figures as SVG.
+        file: The results.
+        folder: Where the page goes.
+        figures: Folder for the figures as SVG files; None for none.
+        console: Where it is said what was written.
 
     Raises:
         QeRLError: The probe is not finished, or a file is damaged or cannot be written.
     """
-    results = read_results(path)
-    write_page(results, (path if path.is_dir() else path.parent) / PAGE_FILE)
-    if figures is not None:
-        write_figures(results, figures)
+    results = read_results(file)
+    write_page(results, folder / PAGE_FILE)
+    written = [folder / PAGE_FILE, *(write_figures(results, figures) if figures else [])]
+    for path in written:
+        console.print(f"Wrote {path}", highlight=False, soft_wrap=True)
 
 
 class Run:

@@ -67,16 +67,18 @@ def write_page(results: Results, out: Path) -> None:
     _write(out, document("What a perturbation of the sampler buys", intro, "\n".join(parts)))
 
 
-def write_figures(results: Results, folder: Path) -> None:
-    """Write the figures of the page as SVG files, `probe-TASK-POLICY-WHAT.svg`.
+def write_figures(results: Results, folder: Path) -> list[Path]:
+    """Write the figures of the page as SVG files, `probe-TASK-POLICY-WHAT.svg`, and return them.
 
     Raises:
         QeRLError: A file cannot be written.
     """
-    rows = read_rows(results)
+    rows, written = read_rows(results), []
     for policy, task in dict.fromkeys((row.policy, row.task) for row in rows):
         for name, _, drawing in _figures(by(rows, policy, task)):
-            _write(folder / f"probe-{task}-{policy or 'formats'}-{name}.svg", standalone(drawing))
+            written.append(folder / f"probe-{task}-{policy or 'formats'}-{name}.svg")
+            _write(written[-1], standalone(drawing))
+    return written
 
 
 def _write(out: Path, text: str) -> None:

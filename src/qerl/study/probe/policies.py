@@ -4,7 +4,7 @@ Two models are in memory at most, the one that is sampled and the one whose pref
 ordered by policy, so each is loaded once or twice.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,7 @@ class Policies:
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
         self._loaded: dict[str, nn.Module] = {}
+        self._errors: dict[str, dict[str, float]] = {}
 
     @property
     def names(self) -> list[str]:
@@ -65,24 +66,28 @@ class Policies:
 
     def policy(self, name: str) -> nn.Module:
         """The policy of this name, in the probe's format."""
-        key = f"policy {name}"
-        if key not in self._loaded:
+
+        def make() -> nn.Module:
             adapter = self._adapter(name)
             model: Any = self._load(Format(self._probe.weights, self._probe.rounding))
-            self._keep(key, model if adapter is None else load_adapter(model, adapter))
-        return self._loaded[key]
+            return model if adapter is None else load_adapter(model, adapter)
+
+        return self._kept(f"policy {name}", make)
 
     def format(self, name: str, draw: int = 0) -> nn.Module:
         """The untrained policy of a format; `draw` counts those with random errors."""
-        key = f"format {name} {draw}"
-        if key not in self._loaded:
+
+        def make() -> nn.Module:
             format = self._probe.formats[name]
             model = self._load(format)
             if format.error_of is not None:
-                errors = relative_errors(model, self._load(self._probe.formats[format.error_of]))
-                add_errors(model, errors, self._probe.seed + draw)
-            self._keep(key, model)
-        return self._loaded[key]
+                if format.error_of not in self._errors:
+                    rounded = self._load(self._probe.formats[format.error_of])
+                    self._errors[format.error_of] = relative_errors(model, rounded)
+                add_errors(model, self._errors[format.error_of], self._probe.seed + draw)
+            return model
+
+        return self._kept(f"format {name} {draw}", make)
 
     @torch.no_grad()
     def error(self, name: str, draw: int) -> float:
@@ -92,10 +97,15 @@ class Policies:
         off = sum((model[key] - reference[key]).square().sum() for key in reference)
         return float((off / sum(weight.square().sum() for weight in reference.values())) ** 0.5)
 
-    def _keep(self, key: str, model: nn.Module) -> None:
-        while len(self._loaded) > 1:
-            del self._loaded[next(iter(self._loaded))]
+    def _kept(self, key: str, make: Callable[[], nn.Module]) -> nn.Module:
+        """A model that is in memory, or is made in the place of the one that was not asked for longest."""
+        model = self._loaded.pop(key, None)
+        if model is None:
+            while len(self._loaded) > 1:
+                del self._loaded[next(iter(self._loaded))]
+            model = make()
         self._loaded[key] = model
+        return model
 
     def _load(self, format: Format) -> PreTrainedModel:
         return load_model(

@@ -22,7 +22,6 @@ import dataclasses
 import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_type_hints
 
 from pydantic import Field
@@ -130,12 +129,12 @@ class Probe:
 _MAPS: dict[str, type[Any]] = {"tasks": TaskChoice, "perturbations": Perturbation, "formats": Format}
 
 
-def read_probe(path: Path, values: Mapping[str, Any]) -> Probe:
-    """The probe that a YAML file's values describe.
+def read_probe(where: str, values: Mapping[str, Any]) -> Probe:
+    """The probe that the values of YAML files describe.
 
     Args:
-        path: The file, for the message of an error.
-        values: What the file holds, `kind` included or not.
+        where: The files, for the message of an error.
+        values: What they hold, `kind` included or not.
 
     Raises:
         QeRLError: A key is unknown or missing, or a value is wrong; one sentence with file and key.
@@ -143,7 +142,7 @@ def read_probe(path: Path, values: Mapping[str, Any]) -> Probe:
     try:
         return make_probe({key: value for key, value in values.items() if key != "kind"})
     except QeRLError as error:
-        raise QeRLError(f"In the probe {path}: {error}") from None
+        raise QeRLError(f"In the probe {where}: {error}") from None
 
 
 def make_probe(values: Mapping[str, Any]) -> Probe:

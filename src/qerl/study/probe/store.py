@@ -105,17 +105,16 @@ class Store:
         return self.folder / "cells" / f"{name}.json"
 
 
-def read_results(path: Path) -> dict[str, Any]:
-    """Results of a probe, from its folder or from a file.
+def read_results(file: Path) -> dict[str, Any]:
+    """The content of a file of results.
 
     Raises:
         QeRLError: There are none, or they are damaged.
     """
-    file = path / RESULTS_FILE if path.is_dir() else path
     try:
         return json.loads(gzip.decompress(file.read_bytes()))
     except (OSError, EOFError, ValueError) as error:
-        raise QeRLError(f"{file} is no finished probe ({error}); run it to its end first.") from error
+        raise QeRLError(f"{file} holds no results of a probe ({error}); run one to its end first.") from error
 
 
 def _replace(path: Path, content: bytes) -> None:

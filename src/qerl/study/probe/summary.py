@@ -117,24 +117,23 @@ class _Boot:
 
     def __init__(self, cell: dict[str, Any], clean: dict[str, Any], samples: int) -> None:
         self._cell, self._clean, self._samples = cell, clean, samples
-        self._draws = _draws(len(cell["numbers"]["right"]))
+        self._one = np.ones(len(cell["numbers"]["right"]))
+        self._times = _times(len(self._one))
 
     def own(self) -> dict[str, Estimate]:
         """Estimates that need no other cell."""
-        numbers = {
-            name: np.asarray(values, dtype=np.float64) for name, values in self._cell["numbers"].items()
-        }
-        out = {
-            f"pass@{k}": self._of(_mean, _pass(self._cell, k, self._samples))
-            for k in KS
-            if k <= self._samples
-        }
-        out["solved"] = self._of(_mean, (numbers["right"] > 0).astype(np.float64))
-        out["answers"] = self._of(_mean, numbers["answers"])
-        out["ess"] = self._of(_mean, numbers["ess"])
+        numbers, one = _arrays(self._cell["numbers"]), self._one
+        ks = [k for k in KS if k <= self._samples]
+        out = {f"pass@{k}": self._of(_ratio, _pass(self._cell, k, self._samples), one) for k in ks}
+        out["solved"] = self._of(_ratio, (numbers["right"] > 0).astype(np.float64), one)
+        out["answers"] = self._of(_ratio, numbers["answers"], one)
+        out["ess"] = self._of(_ratio, numbers["ess"], one)
         for name in ("kl", "entropy"):
             out[name] = self._of(_ratio, numbers[name], numbers["tokens"])
-        out["ess_token"] = self._of(_share, numbers["ratio"], numbers["ratio_squared"], numbers["tokens"])
+        out["ess_token"] = self._of(
+            lambda r, squared, tokens: r**2 / (tokens * squared),
+            numbers["ratio"], numbers["ratio_squared"], numbers["tokens"],
+        )  # fmt: skip
         return out
 
     def paired(self) -> dict[str, Estimate]:
@@ -142,56 +141,49 @@ class _Boot:
         here, there = (
             [_pass(cell, k, self._samples) for k in (1, GROUP)] for cell in (self._cell, self._clean)
         )
-        kl, tokens = (np.asarray(self._cell["numbers"][name], dtype=np.float64) for name in ("kl", "tokens"))
-        entropy = np.asarray(self._cell["numbers"]["entropy"], dtype=np.float64)
-        before, before_tokens = (
-            np.asarray(self._clean["numbers"][name], dtype=np.float64) for name in ("entropy", "tokens")
-        )
+        own, clean = _arrays(self._cell["numbers"]), _arrays(self._clean["numbers"])
         out = {
-            "success": self._of(lambda a, b: _mean(a) - _mean(b), here[0], there[0]),
+            "success": self._of(_ratio, here[0] - there[0], self._one),
             "gain": self._of(_gain, here[1], there[1]),
             "entropy_more": self._of(
-                lambda a, n, b, m: _ratio(a, n) - _ratio(b, m), entropy, tokens, before, before_tokens
+                lambda a, n, b, m: a / n - b / m,
+                own["entropy"], own["tokens"], clean["entropy"], clean["tokens"],
             ),
-        }
+        }  # fmt: skip
         if self._cell["policy"] is not None:
             out["per_nat"] = self._of(
-                lambda a, b, c, n: _gain(a, b) / _ratio(c, n), here[1], there[1], kl, tokens
+                lambda a, b, kl, tokens: _gain(a, b) / (kl / tokens),
+                here[1],
+                there[1],
+                own["kl"],
+                own["tokens"],
             )
         return out
 
     def hard(self, reference: dict[str, Any]) -> dict[str, Estimate]:
-        """The difference in success on problems that were hard beforehand."""
-        hard = _pass(reference, 1, self._samples) <= HARD
-        here, there = _pass(self._cell, 1, self._samples), _pass(self._clean, 1, self._samples)
-        return {
-            "hard": self._of(
-                lambda a, b, h: _ratio(a * h, h) - _ratio(b * h, h), here, there, hard.astype(np.float64)
-            ),
-            "hard_clean": self._of(lambda b, h: _ratio(b * h, h), there, hard.astype(np.float64)),
-        }
+        """Success on problems that were hard beforehand, and how much more than the clean policy's it is."""
+        hard = (_pass(reference, 1, self._samples) <= HARD).astype(np.float64)
+        here, there = (_pass(cell, 1, self._samples) * hard for cell in (self._cell, self._clean))
+        return {"hard": self._of(_ratio, here - there, hard), "hard_clean": self._of(_ratio, there, hard)}
 
     def solutions(self) -> dict[str, Estimate]:
         """Means over decisive tokens of worked solutions."""
         read = self._cell.get("solutions")
         if not read or not read["problem"]:
             return {}
-        problems = np.asarray(read["problem"])
-        count: Array = np.bincount(problems).astype(np.float64)
-        out = {}
-        for name in ("shift", "spread", "lift"):
-            sums: Array = np.bincount(problems, weights=np.asarray(read[name])).astype(np.float64)
-            out[name] = _estimate(_ratio, _draws(len(count)), sums, count)
-        return out
+        problems = len(self._one)
+        count: Array = np.bincount(read["problem"], minlength=problems).astype(np.float64)
+        sums: dict[str, Array] = {
+            name: np.bincount(read["problem"], weights=read[name], minlength=problems).astype(np.float64)
+            for name in ("shift", "spread", "lift")
+        }
+        return {name: self._of(_ratio, values, count) for name, values in sums.items()}
 
     def prefixes(self) -> dict[str, Estimate]:
         """Entropies along the prefixes that the first format wrote."""
         if "prefixes" not in self._cell:
             return {}
-        here, there = (
-            {name: np.asarray(values, dtype=np.float64) for name, values in cell["prefixes"].items()}
-            for cell in (self._cell, self._clean)
-        )
+        here, there = (_arrays(cell["prefixes"]) for cell in (self._cell, self._clean))
         error = self._cell["error"]
         return {
             "prefix_entropy": self._of(_ratio, here["entropy"], here["tokens"]),
@@ -201,25 +193,26 @@ class _Boot:
         }
 
     def _of(self, statistic: Callable[..., Any], *by_problem: Array) -> Estimate:
-        return _estimate(statistic, self._draws, *by_problem)
-
-
-def _estimate(statistic: Callable[..., Any], draws: npt.NDArray[np.intp], *by_problem: Array) -> Estimate:
-    """A statistic of arrays [P] that are resampled together; it reduces the last axis."""
-    with np.errstate(all="ignore"):
-        value = float(statistic(*by_problem))
-        resampled = statistic(*(values[draws] for values in by_problem)) if by_problem else np.array([])
-    resampled = resampled[np.isfinite(resampled)]
-    if not math.isfinite(value) or not len(resampled):
-        return Estimate(math.nan, math.nan, math.nan)
-    low, high = np.percentile(resampled, [2.5, 97.5])
-    return Estimate(value, float(low), float(high))
+        """An estimate of a function of sums over problems, from the addends [P] of each sum."""
+        with np.errstate(all="ignore"):
+            value = float(statistic(*(addends.sum() for addends in by_problem)))
+            resampled = statistic(*(self._times @ addends for addends in by_problem))
+        resampled = resampled[np.isfinite(resampled)]
+        if not math.isfinite(value) or not len(resampled):
+            return Estimate(math.nan, math.nan, math.nan)
+        low, high = np.percentile(resampled, [2.5, 97.5])
+        return Estimate(value, float(low), float(high))
 
 
 @functools.cache
-def _draws(problems: int) -> npt.NDArray[np.intp]:
-    """Problems [N, P] of each resample, the same for all cells."""
-    return np.random.default_rng(0).integers(0, problems, (RESAMPLES, problems))
+def _times(problems: int) -> Array:
+    """How often each resample has each problem, [N, P], the same for all cells."""
+    drawn = np.random.default_rng(0).integers(0, problems, (RESAMPLES, problems))
+    return np.stack([np.bincount(one, minlength=problems) for one in drawn]).astype(np.float64)
+
+
+def _arrays(numbers: dict[str, Any]) -> dict[str, Array]:
+    return {name: np.asarray(values, dtype=np.float64) for name, values in numbers.items()}
 
 
 def _pass(cell: dict[str, Any], k: int, samples: int) -> Array:
@@ -228,20 +221,12 @@ def _pass(cell: dict[str, Any], k: int, samples: int) -> Array:
     return table[np.asarray(cell["numbers"]["right"])]
 
 
-def _mean(values: Array) -> Any:
-    return values.mean(-1)
+def _ratio(sums: Any, counts: Any) -> Any:
+    return sums / counts
 
 
-def _ratio(sums: Array, counts: Array) -> Any:
-    return sums.sum(-1) / counts.sum(-1)
-
-
-def _share(ratio: Array, squared: Array, tokens: Array) -> Any:
-    return ratio.sum(-1) ** 2 / (tokens.sum(-1) * squared.sum(-1))
-
-
-def _gain(here: Array, there: Array) -> Any:
-    return np.log(here.mean(-1) / there.mean(-1))
+def _gain(here: Any, there: Any) -> Any:
+    return np.log(here / there)
 
 
 def by(rows: Sequence[Row], policy: str | None, task: str) -> list[Row]:
