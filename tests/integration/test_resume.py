@@ -34,8 +34,14 @@ LONGER = {"level": "wp1", "examples": 0, "train_size": 16, "test_size": 4}
             {"dynamic_sampling_rounds": 1, "algorithm": "dapo", "signal": "reward"}, id="dynamic sampling"
         ),
         pytest.param(
-            {"noise_target_kl": 1e-4, "noise_scale": "relative", "steps_per_generation": 2},
-            id="sigma driven to a target",
+            {
+                "noise_target_kl": 1e-4,
+                "noise_scale": "relative",
+                "noise_share": 0.5,
+                "vllm_importance_sampling_mode": "token_balance",
+                "steps_per_generation": 2,
+            },
+            id="sigma driven to a target, in half of the samples",
         ),
         pytest.param(
             {

@@ -10,7 +10,7 @@ from qerl.trainer.update.correction import (
     Mismatch,
     balance_ratio,
     importance_ratio,
-    one_sided,
+    one_sided_bounds,
     rows_with_gradient,
     sampler_trainer_kl,
     weights,
@@ -40,9 +40,13 @@ def test_one_sided_ratio():
     """Ratios 2, 9 and 0.5, 1: of a good sample they count 1 to 3, of a bad one 0 to 1."""
     ratio = importance_ratio(TRAINER, SAMPLER, MASK, "token_one_sided")
     good, bad = torch.ones(2, 1), -torch.ones(2, 1)
-    torch.testing.assert_close(one_sided(ratio, good, 3.0), torch.tensor([[2.0, 3.0], [1.0, 1.0]]))
-    torch.testing.assert_close(one_sided(ratio, bad, 3.0), torch.tensor([[1.0, 1.0], [0.5, 1.0]]))
-    torch.testing.assert_close(one_sided(ratio, good, None)[0], torch.tensor([2.0, 9.0]))
+
+    def bounded(advantages_B1, clip_max):
+        return weights(ratio, "token_one_sided", *one_sided_bounds(advantages_B1, clip_max))
+
+    torch.testing.assert_close(bounded(good, 3.0), torch.tensor([[2.0, 3.0], [1.0, 1.0]]))
+    torch.testing.assert_close(bounded(bad, 3.0), torch.tensor([[1.0, 1.0], [0.5, 1.0]]))
+    torch.testing.assert_close(bounded(good, None)[0], torch.tensor([2.0, 9.0]))
 
 
 def test_balance_ratio():
@@ -105,17 +109,27 @@ def test_each_sample_has_bounds_of_its_own():
     assert mismatch.metrics(Alone())["sampling/ratio/truncated"] == pytest.approx(1 / 3)
 
 
+def test_kl_of_noisy_samples_is_apart_from_that_of_all():
+    """Of the first sample alone, ratios 2 and 9; NaN where none is noisy."""
+    logged = mismatch("token_truncate", MASK, noisy=torch.tensor([[True], [False]])).metrics(Alone())
+    assert logged["noise/kl"] == pytest.approx(sampler_trainer_kl(TRAINER, SAMPLER, MASK)[0].sum().item() / 2)
+    assert mismatch("token_truncate", MASK).metrics(Alone())["noise/kl"] == logged["sampling/kl"]
+    none = mismatch("token_truncate", MASK, noisy=torch.zeros(2, 1, dtype=torch.bool))
+    assert math.isnan(none.metrics(Alone())["noise/kl"])
+
+
 @pytest.mark.parametrize("mode", ["token_truncate", "token_mask"])
 def test_a_ratio_without_bounds(mode):
     ratio = importance_ratio(TRAINER, SAMPLER, MASK, mode)
     assert weights(ratio, mode, None, None).equal(ratio)
 
 
-def mismatch(mode, mask, sampler=SAMPLER):
+def mismatch(mode, mask, sampler=SAMPLER, noisy=None):
     ratio = importance_ratio(TRAINER, sampler, mask, mode)
     entropies = torch.full((2, 2), 2.0), torch.full((2, 2), 1.5)
     bounded = weights(ratio, mode, None, 3.0)
-    return Mismatch.of(TRAINER, sampler, *entropies, torch.tensor(1.0), mask, ratio, bounded, (None, 3.0))
+    entropy = torch.tensor(1.0)
+    return Mismatch.of(TRAINER, sampler, *entropies, entropy, mask, ratio, bounded, (None, 3.0), noisy)
 
 
 def test_mismatch_of_tokens_is_measured_before_truncation():

@@ -6,6 +6,7 @@ from datasets import Dataset
 
 from qerl.errors import QeRLError
 from qerl.lora.adapter import add_lora
+from qerl.noise.norms import noisy_norms
 from qerl.rollout.portable.engine import PortableEngine
 from qerl.settings.config import QeRLConfig
 from qerl.settings.library import recipe_file
@@ -18,6 +19,10 @@ DATA = Dataset.from_dict({"prompt": [f"prompt {i}" for i in range(16)]})
 def share(completion_ids, **_):
     """A bandit: tokens of one half of the vocabulary pay."""
     return [sum(token < 64 for token in ids) / len(ids) for ids in completion_ids]
+
+
+def accuracy(completion_ids, **_):
+    return [float(sum(ids) % 5 < 2) for ids in completion_ids]
 
 
 @pytest.fixture
@@ -73,25 +78,33 @@ def test_a_gradient_that_is_not_finite_ends_the_run_and_changes_no_weight(make, 
     assert all(map(torch.equal, weights(trainer), kept)) and all(map(torch.any, kept))
 
 
-def distances(trainer, monkeypatch):
+def log_probabilities(model, inputs):
+    """[B, C], of the completions of a batch under the model as it is, without its update's path."""
+    ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
+    mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
+    with torch.no_grad():
+        out = model(ids, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0))
+    width = inputs["completion_ids"].size(1)
+    logps = out.logits[:, -width - 1 : -1].log_softmax(-1)
+    return logps.gather(2, inputs["completion_ids"][..., None])[..., 0]
+
+
+def distances(trainer, monkeypatch, keep=None):
     """For each loss: step, and how far the update's and the sampler's log-probabilities are from the
-    model's."""
+    model's. What they were found from is appended to ``keep``: inputs, the model's log-probabilities, mask.
+    """
     seen = []
     inner = trainer._loss_of
 
     def spy(inputs, outputs, computed):
-        ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
-        mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
-        with torch.no_grad():
-            out = trainer.model(ids, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0))
-        width = inputs["completion_ids"].size(1)
-        clean = out.logits[:, -width - 1 : -1].log_softmax(-1)
-        clean = clean.gather(2, inputs["completion_ids"][..., None])[..., 0]
+        own = log_probabilities(trainer.model, inputs)
         rows = torch.zeros_like(inputs["completion_mask"])
         rows[computed] = inputs["completion_mask"][computed]
         sampler = inputs["sampling_per_token_logps"]
-        far = [((other - clean) * rows).abs().max().item() for other in (outputs[0].detach(), sampler)]
+        far = [((other - own) * rows).abs().max().item() for other in (outputs[0].detach(), sampler)]
         seen.append((trainer.state.global_step, *far))
+        if keep is not None:
+            keep.append((inputs, own, rows))
         return inner(inputs, outputs, computed)
 
     monkeypatch.setattr(trainer, "_loss_of", spy)
@@ -180,6 +193,49 @@ def test_norms_that_train_cannot_have_noise_in_the_loss(tiny_model, tiny_tokeniz
     fields = {"output_dir": str(tmp_path), "use_cpu": True, "noise_in_loss": True, "max_steps": 10}
     with pytest.raises(QeRLError, match=r"layers\.0\.input_layernorm is one that trains; freeze"):
         QeRLTrainer(model, [share], QeRLConfig(**fields), DATA, processing_class=tiny_tokenizer)
+
+
+def test_half_of_each_group_is_noisy_and_balanced(make, monkeypatch):
+    """The first four samples of a group are noisy; mu of the other four comes from a noisy forward pass."""
+    trainer = make(
+        reward=accuracy, noise=True, noise_share=0.5, noise_stages=2, noise_sigma_start=0.5, max_steps=4,
+        learning_rate=0.0, vllm_importance_sampling_mode="token_balance", dynamic_sampling_rounds=1,
+        tokens_per_forward=40,
+    )  # fmt: skip
+    seen = distances(trainer, monkeypatch, keep := [])
+    logged = rows(trainer)
+    for (step, _, _), (inputs, clean, mask) in zip(seen, keep, strict=True):
+        noisy = inputs["noisy"]
+        assert noisy.tolist() == ([True] * 4 + [False] * 4) * 2 if step >= 2 else not noisy.any()
+        sampler, mu = inputs["sampling_per_token_logps"], inputs["noisy_per_token_logps"]
+        far = (mu - clean).abs() * mask
+        assert not far.isnan().any(), "all that was computed is known"
+        if step >= 2:
+            assert mu[noisy].equal(sampler[noisy])
+            assert ((sampler - clean).abs() * mask)[~noisy].max() < 1e-4 < 0.1 < far[~noisy].max()
+            with noisy_norms(trainer.model, trainer._noise.for_rollout(step)[0]):
+                assert ((mu - log_probabilities(trainer.model, inputs)).abs() * mask).max() < 1e-4
+        else:
+            assert far.max() < 1e-4
+    assert {step for step, _, _ in seen} == {0, 1, 2, 3}
+    for row in logged:
+        weight = [row[f"sampling/importance_sampling_ratio/{name}"] for name in ("min", "mean", "max")]
+        found = [name for name in row if name.startswith("noise/only") or name.endswith("_gain")]
+        if row["noise/sigma"]:
+            assert 0 < weight[0] < 0.95 and weight[2] <= 2 + 1e-5
+            assert row["noise/kl"] > row["sampling/kl"] > 1e-3
+            assert len(found) == 4 and all(-1 <= row[name] <= 1 for name in found)
+        else:
+            assert weight == pytest.approx([1, 1, 1], abs=1e-4) and not found
+
+
+def test_a_share_of_one_is_noise_in_all_samples(make):
+    """Also the seeds are the same; and a stage without noise is that of a run without noise."""
+    first = {
+        share: rows(make(noise=True, noise_stages=2, noise_share=share, max_steps=2))[0]["loss"]
+        for share in (1.0, 0.5)
+    }
+    assert first[1.0] == first[0.5]
 
 
 def test_sigma_is_driven_to_the_target(make):

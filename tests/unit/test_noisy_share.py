@@ -6,13 +6,12 @@ import pytest
 import torch
 
 from qerl.rollout.engine import Completion, RolloutResult
-from qerl.trainer.noisy_share import compare, is_noisy, noisy_of, side_by_side
+from qerl.trainer.noisy_share import compare, is_noisy, side_by_side
 
 NAN = math.nan
 
 
 def test_noisy_samples_come_first_in_each_group():
-    assert noisy_of(8, 0.5) == 4 and noisy_of(6, 1 / 3) == 2
     assert is_noisy(8, 4, 1).tolist() == [True, False, False, False] * 2
     assert not is_noisy(8, 4, 0).any()
 

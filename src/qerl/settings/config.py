@@ -30,6 +30,7 @@ from qerl.settings.checks import (
     NonNegative,
     Positive,
     PositiveInt,
+    PositiveShare,
     ShareBelow1,
     ShareOrSteps,
     Text,
@@ -64,7 +65,12 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
 
 LossType = Literal["grpo", "dapo", "bnpo", "dr_grpo", "luspo", "cispo", "sapo", "vespo"]
 RatioCorrection = Literal[
-    "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "token_one_sided"
+    "token_truncate",
+    "token_mask",
+    "sequence_truncate",
+    "sequence_mask",
+    "token_one_sided",
+    "token_balance",
 ]
 
 
@@ -196,6 +202,11 @@ class QeRLConfig(GRPOConfig):
         "noisy stage; later targets fall with the square of the schedule. Unset, the schedule says sigma.",
         None,
     )
+    noise_share: PositiveShare = _help(
+        "Share of the samples of each group that are drawn with noise, the others by the clean policy; below "
+        "1 each step logs which of the two finds more (noise/success_gain, noise/only_noisy_solves, ...).",
+        1.0,
+    )
     noise_in_loss: bool = _help(
         "The loss is computed with the noise of its rollout (forward and backward, old and reference "
         "log-probabilities too): it trains the policy that sampled, and nothing is left to correct but "
@@ -243,7 +254,8 @@ class QeRLConfig(GRPOConfig):
     vllm_importance_sampling_mode: RatioCorrection = _help(
         "How the loss corrects for the ratio of trainer to sampler probabilities: by TRL's names, or "
         "token_one_sided, from 1 to vllm_importance_sampling_clip_max on samples with a positive advantage "
-        "and from 0 to 1 on others, which is biased.",
+        "and from 0 to 1 on others, which is biased; or token_balance, the ratio to the mixture of clean and "
+        "noisy policy from which noise_share draws, which is at most 1 / (1 - noise_share).",
         "token_truncate",
         instead_of_trl="Noise shifts every token a little; over a sequence that masks most long samples.",
     )

@@ -107,9 +107,10 @@ def _check_noise(config: GRPOConfig) -> None:
     if config.noise:
         config.noise_schedule_of(config.max_steps if config.max_steps > 0 else config.noise_stages)
     else:
-        for name in ("noise_target_kl", "noise_in_loss"):
-            if getattr(config, name):
+        for name, off in (("noise_target_kl", None), ("noise_in_loss", False), ("noise_share", 1.0)):
+            if getattr(config, name) != off:
                 raise QeRLError(f"{name} needs noise; set noise: true, or remove it.")
+    _check_noise_share(config)
     if config.noise_in_loss and config.noise_target_kl is not None:
         raise QeRLError(
             "noise_target_kl needs the KL to the clean policy, which a loss with noise (noise_in_loss) does "
@@ -119,6 +120,25 @@ def _check_noise(config: GRPOConfig) -> None:
         raise QeRLError(
             "noise_in_loss puts other weights in the place of norms, and with tuning: full these train; set "
             "tuning: lora, or remove noise_in_loss."
+        )
+
+
+def _check_noise_share(config: GRPOConfig) -> None:
+    noisy = config.noise_share * config.num_generations
+    if abs(noisy - round(noisy)) > 1e-6 or round(noisy) == 0:
+        raise QeRLError(
+            f"noise_share {config.noise_share} of {config.num_generations} samples (num_generations) is "
+            f"{noisy:g}; choose a share that is a whole number of them."
+        )
+    if config.vllm_importance_sampling_mode == "token_balance" and config.noise_share == 1.0:
+        raise QeRLError(
+            "token_balance weighs by a mixture of clean and noisy samples; set noise_share below 1, or "
+            "vllm_importance_sampling_mode: token_truncate."
+        )
+    if config.noise_in_loss and config.noise_share < 1.0:
+        raise QeRLError(
+            "noise_in_loss computes all samples with noise, and noise_share draws some without; set one of "
+            "the two."
         )
 
 

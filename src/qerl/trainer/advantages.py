@@ -41,18 +41,25 @@ JUDGE = "accuracy"
 _LENGTH_PENALTY = "soft_overlong_punishment_reward"
 
 
-def judge_of(names: Sequence[str]) -> int:
+def find_judge(names: Sequence[str]) -> int | None:
     """Index of the reward function that says whether a sample is right: `accuracy`, or the only one besides a
-    penalty on length.
-
-    Raises:
-        QeRLError: There are several and none has that name.
+    penalty on length. None where there are several and none has that name.
     """
     if JUDGE in names:
         return names.index(JUDGE)
     judges = [name for name in names if name != _LENGTH_PENALTY]
-    if len(judges) == 1:
-        return names.index(judges[0])
+    return names.index(judges[0]) if len(judges) == 1 else None
+
+
+def judge_of(names: Sequence[str]) -> int:
+    """As `find_judge`, where one is needed.
+
+    Raises:
+        QeRLError: There is none.
+    """
+    judge = find_judge(names)
+    if judge is not None:
+        return judge
     raise QeRLError(
         f"signal: accuracy needs to know which samples are right, and none of the reward functions "
         f"({', '.join(names)}) is called {JUDGE!r}; name one so, or set signal: reward."
@@ -112,7 +119,7 @@ class Signal:
             advantages_B = self._centred(self._credit(rewards_BF), self.scale)
         else:
             each = [self._centred(rewards_B, "group") for rewards_B in rewards_BF.unbind(1)]
-            total_B = self._total(torch.stack(each, dim=1))
+            total_B = self.total(torch.stack(each, dim=1))
             advantages_B = (total_B - total_B.nanmean()) / (_std(total_B, 0) + 1e-4)
         return advantages_B.nan_to_num(nan=0.0).masked_fill(dead_B, 0.0).float()
 
@@ -123,14 +130,14 @@ class Signal:
 
     def _credit(self, rewards_BF: torch.Tensor) -> torch.Tensor:
         """What each sample is rewarded with in total, [B], NaN where no reward was given."""
-        total_B = self._total(rewards_BF)
+        total_B = self.total(rewards_BF)
         if self.pass_at_k is None:
             return total_B
         # Rounded as in `dead`: samples of equal reward are equally good in any set.
         total_NG = total_B.float().double().unflatten(0, (-1, self.group_size))
         return best_of_k(total_NG, self.pass_at_k).flatten()
 
-    def _total(self, rewards_BF: torch.Tensor) -> torch.Tensor:
+    def total(self, rewards_BF: torch.Tensor) -> torch.Tensor:
         """The weighted sum [B] of the rewards that are given, NaN where none is."""
         total_B = (rewards_BF.double() * self.weights_F).nansum(dim=1)
         return total_B.masked_fill(rewards_BF.isnan().all(dim=1), torch.nan)

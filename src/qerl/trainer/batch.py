@@ -17,6 +17,12 @@ GROUP_KEY = "group"
 STEP_KEY = "rollout_step"
 """Key of the 0-based optimizer step in which the samples were drawn, an int64 scalar."""
 
+NOISY_KEY = "noisy"
+"""Key of the mask [B], bool, of samples drawn with noise, in rollouts that have both kinds."""
+
+NOISY_LOGPS_KEY = "noisy_per_token_logps"
+"""Key of the log-probabilities [B, C] under the noisy policy, whoever drew the tokens; NaN if not known."""
+
 PADDED_ON = {
     "prompt_ids": "left",
     "prompt_mask": "left",
@@ -25,6 +31,7 @@ PADDED_ON = {
     "sampling_per_token_logps": "right",
     "sampling_entropies": "right",
     "old_per_token_logps": "right",
+    NOISY_LOGPS_KEY: "right",
     "ref_per_token_logps": "right",
     "tool_mask": "right",
 }

@@ -157,7 +157,10 @@ class QeRLTrainer(UpdateTrainer):
         """Log what is known of an optimizer step once it is done; reading the sums waits for the device."""
         metrics = self._mismatch.metrics(self.accelerator)
         self._mismatch = Mismatch.none(self.accelerator.device)
-        self._noise.observe(metrics["sampling/kl"])
+        noise_kl = metrics.pop("noise/kl")
+        self._noise.observe(noise_kl)
+        if self._noise.is_shared:  # otherwise it is that of all samples
+            metrics["noise/kl"] = noise_kl
         metrics |= self._clock.report()
         metrics["memory/peak_gb"] = max(self._of_ranks(self._memory.report_gb()))
         for name, value in metrics.items():

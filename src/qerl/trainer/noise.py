@@ -49,16 +49,32 @@ class RolloutNoise:
             target.restore(self._restored)
         return target
 
+    def _gain(self, step: int) -> float:
+        return 1.0 if self._target is None else self._target.gain_for_rollout(step)
+
     def for_rollout(self, step: int) -> tuple[NormOffsets, dict[str, float]]:
         """Z for the rollout of a 0-based optimizer step, empty where there is none, and what is logged."""
         if not self._args.noise:
             return {}, {}
-        gain = 1.0 if self._target is None else self._target.gain_for_rollout(step)
+        gain = self._gain(step)
         offsets = self._draws.offsets(step, gain)
         logged = {"noise/sigma": self._draws.schedule.sigma(step) * gain, "noise/norms": float(len(offsets))}
         if self._target is not None:
             logged["noise/kl_target"] = self._target.at(step)
         return offsets, logged
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether noise is only in a share of each group's samples."""
+        return self._args.noise_share < 1.0
+
+    def noisy_samples(self, of: int) -> int:
+        """Number of noisy samples among those of a prompt, in a step with noise."""
+        return round(of * self._args.noise_share)
+
+    def sampled(self, step: int) -> contextlib.AbstractContextManager[None]:
+        """Inside the block the policy has the noise of the rollout of this step, which was just sampled."""
+        return noisy_norms(self._model, self._draws.offsets(step, self._gain(step)))
 
     def in_loss(self, step: int) -> contextlib.AbstractContextManager[None]:
         """Inside the block the policy has the noise of the rollout of a step, if the loss is to have it."""

@@ -16,11 +16,6 @@ import torch
 from qerl.rollout.engine import RolloutResult
 
 
-def noisy_of(group_size: int, share: float) -> int:
-    """Number of noisy samples in a group."""
-    return round(group_size * share)
-
-
 def is_noisy(samples: int, group_size: int, noisy: int) -> torch.Tensor:
     """The mask [B], bool, of samples that were drawn with noise, in whole groups."""
     return torch.arange(samples) % group_size < noisy

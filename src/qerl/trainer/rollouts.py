@@ -18,11 +18,11 @@ from datasets import Dataset, IterableDataset
 
 from qerl.errors import QeRLError
 from qerl.ranks import is_first_process
-from qerl.rollout.engine import RolloutEngine, RolloutResult, SamplingParams
+from qerl.rollout.engine import NormOffsets, RolloutEngine, RolloutResult, SamplingParams
 from qerl.seeding import derive_seed
 from qerl.settings.config import QeRLConfig
-from qerl.trainer.advantages import JUDGE, Signal, judge_of
-from qerl.trainer.batch import GROUP_KEY, STEP_KEY, Batch, group_index
+from qerl.trainer.advantages import JUDGE, Signal, find_judge, judge_of
+from qerl.trainer.batch import GROUP_KEY, NOISY_KEY, STEP_KEY, Batch, group_index
 from qerl.trainer.dynamic_sampling import (
     FreshPrompts,
     empty_log,
@@ -32,6 +32,7 @@ from qerl.trainer.dynamic_sampling import (
 )
 from qerl.trainer.memory import PeakMemory
 from qerl.trainer.noise import RolloutNoise
+from qerl.trainer.noisy_share import compare, is_noisy, side_by_side
 from qerl.trainer.resume.trainer import ResumableTrainer
 from qerl.trainer.rewards import stop_if_all_failed
 from qerl.trainer.rollout_log import RolloutLog
@@ -70,6 +71,7 @@ class RolloutTrainer(ResumableTrainer):
         self.engine = engine
         policy = self.accelerator.unwrap_model(self.model)
         self._noise = RolloutNoise(self.args, policy, lambda: self.state.max_steps)
+        self._noisy_samples = 0
         self._signal = Signal(
             group_size=self.num_generations,
             weights_F=self.reward_weights.to(self.accelerator.device),
@@ -109,8 +111,25 @@ class RolloutTrainer(ResumableTrainer):
         step = self.state.global_step
         if self._call_key != (step, mode):
             self._call_key, self._calls = (step, mode), 0
-        seed = derive_seed("rollout", self.args.seed, mode, step, self._calls, self.accelerator.process_index)
-        self._calls += 1
+        offsets, logged = self._noise.for_rollout(step) if mode == "train" else ({}, {})
+        for name, value in logged.items():
+            self._metrics[mode][name].append(value)
+        self._noisy_samples = self._noise.noisy_samples(samples) if offsets else 0
+        parts: list[tuple[int, NormOffsets]]
+        parts = [(self._noisy_samples, offsets), (samples - self._noisy_samples, {})]
+        results = [self._sample(mode, prompts, count, noise) for count, noise in parts if count]
+        result = side_by_side(results, len(prompts))
+        self._memory.read()
+        self.engine.release()
+        self._clock.add("rollout", result.seconds)
+        self._rollout.add(result)
+        return result
+
+    def _sample(
+        self, mode: str, prompts: list[list[int]], samples: int, offsets: NormOffsets
+    ) -> RolloutResult:
+        """One call of the engine, with a seed of its own."""
+        step, rank = self.state.global_step, self.accelerator.process_index
         params = SamplingParams(
             max_tokens=self.max_completion_length,
             temperature=self.temperature,
@@ -118,17 +137,10 @@ class RolloutTrainer(ResumableTrainer):
             top_k=self.top_k,
             min_p=self.min_p or 0.0,
             stop_token_ids=tuple(self.eos_token_ids),
-            seed=seed,
+            seed=derive_seed("rollout", self.args.seed, mode, step, self._calls, rank),
         )
-        offsets, logged = self._noise.for_rollout(step) if mode == "train" else ({}, {})
-        for name, value in logged.items():
-            self._metrics[mode][name].append(value)
-        result = self.engine.generate(prompts, samples, params, offsets)
-        self._memory.read()
-        self.engine.release()
-        self._clock.add("rollout", result.seconds)
-        self._rollout.add(result)
-        return result
+        self._calls += 1
+        return self.engine.generate(prompts, samples, params, offsets)
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> Batch:
         """Wraps TRL's rollout: groups without signal are replaced, and advantages are computed here."""
@@ -157,10 +169,28 @@ class RolloutTrainer(ResumableTrainer):
         batch[GROUP_KEY] = group_index(len(inputs), self.num_generations, self.accelerator.device)
         batch[STEP_KEY] = torch.tensor(self.state.global_step)
         batch["rollout_entropy"] = torch.tensor(logged["rollout/entropy"], device=self.accelerator.device)
+        if self._noise.is_shared:
+            noisy_B = is_noisy(len(inputs), self.num_generations, self._noisy_samples)
+            batch[NOISY_KEY] = noisy_B.to(self.accelerator.device)
+            self._log_what_noise_finds()
         rewards_BF = self._own_rows(self._rewards_BF, len(inputs))
         unseen_B1 = batch["completion_mask"].sum(dim=1, keepdim=True) == 0  # cut off, and masked for that
         batch["rewards_per_func"] = rewards_BF.masked_fill(unseen_B1, torch.nan)
         return batch
+
+    def _log_what_noise_finds(self) -> None:
+        """Metrics of the noisy samples of all processes beside the clean ones of the same prompts."""
+        if not self._noisy_samples:
+            return
+        judge = find_judge(self.reward_func_names)
+        verdict_B = self._rewards_BF[:, judge] if judge is not None else None
+        right_B = (
+            None if verdict_B is None else (verdict_B > 0).double().masked_fill(verdict_B.isnan(), torch.nan)
+        )
+        total_B = self._signal.total(self._rewards_BF)
+        found = compare(total_B, right_B, self.num_generations, self._noisy_samples)
+        for name, value in found.items():
+            self._metrics["train"][name].append(value)
 
     def _own_rows(self, gathered: Any, count: int) -> Any:
         """This process's part of the gathered samples of all processes."""

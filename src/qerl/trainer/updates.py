@@ -17,7 +17,7 @@ from trl.trainer.utils import split_tensor_dict
 from qerl.errors import QeRLError
 from qerl.families.parts import base_model
 from qerl.fp4.linear import dense_weights_kept
-from qerl.trainer.batch import STEP_KEY, Batch
+from qerl.trainer.batch import NOISY_KEY, NOISY_LOGPS_KEY, STEP_KEY, Batch
 from qerl.trainer.processes import rebuild_buckets
 from qerl.trainer.rollouts import RolloutTrainer
 from qerl.trainer.trl.known_outputs import KnownOutputs
@@ -51,6 +51,7 @@ class UpdateTrainer(RolloutTrainer):
             self.vllm_importance_sampling_mode,
             self.vllm_importance_sampling_clip_min,
             self.vllm_importance_sampling_clip_max,
+            self.args.noise_share,
         )
         self._mismatch = Mismatch.none(self.accelerator.device)
         self._trials = Trials(self, "_mismatch")
@@ -70,7 +71,7 @@ class UpdateTrainer(RolloutTrainer):
             return generation_batch
         slices = self.args.steps_per_generation
         if self._step % self._generate_every == 0 or self._buffered_inputs is None:
-            batch = self._generate_and_score_completions(generation_batch)
+            batch = self._with_noisy_logps(self._generate_and_score_completions(generation_batch))
             self._buffered_inputs = split_tensor_dict(batch, slices)
         return self._buffered_inputs[self._step % slices]
 
@@ -198,11 +199,40 @@ class UpdateTrainer(RolloutTrainer):
         with self._clock.part("logprob"), self._noise.in_loss(self.state.global_step):
             batch = PaddedBatch.of_rollout(input_ids, attention_mask, logits_to_keep, self.num_generations)
             rows = (attention_mask[:, -logits_to_keep:].sum(dim=1) > 0).nonzero().flatten().tolist()
-            size = batch_size or len(input_ids)
-            microbatches = [rows[start : start + size] for start in range(0, max(len(rows), 1), size)]
-            chunks = [chunk for rows in microbatches for chunk in self._retry.split(rows, batch.lengths)]
-            logps, entropy = without_graph(partial(self._forward, model, batch), chunks)
+            logps, entropy = self._scores(model, batch, rows, batch_size or len(input_ids))
         return logps, entropy if compute_entropy else None, None
+
+    def _with_noisy_logps(self, batch: Batch) -> Batch:
+        """The batch with what the noisy policy makes of clean samples too, if the correction asks for it.
+
+        It costs a forward pass, without a graph, of the clean samples that have a gradient.
+        """
+        if not self._correction.needs_noisy_logps:
+            return batch
+        noisy_B1, sampler_BC = batch[NOISY_KEY][:, None], batch["sampling_per_token_logps"]
+        if not self._noisy_samples:  # a step without noise, whose noisy policy is the clean one
+            return batch | {NOISY_LOGPS_KEY: sampler_BC}
+        noisy = batch[NOISY_KEY].tolist()
+        rows = [row for row in self._rows_to_compute(batch) if not noisy[row]]
+        with self._clock.part("logprob"), self._noise.sampled(self.state.global_step):
+            size = self.args.per_device_train_batch_size
+            logps_BC, _ = self._scores(self.model, PaddedBatch.of(batch), rows, size)
+        computed_B1 = torch.zeros_like(noisy_B1)
+        computed_B1[rows] = True
+        others_BC = torch.where(computed_B1, logps_BC, torch.nan)
+        return batch | {NOISY_LOGPS_KEY: torch.where(noisy_B1, sampler_BC, others_BC)}
+
+    def _scores(
+        self, model: torch.nn.Module, batch: PaddedBatch, rows: list[int], microbatch: int
+    ) -> Outputs:
+        """Log-probabilities and entropies [B, C] of these rows without a graph, zero elsewhere."""
+        starts = range(0, max(len(rows), 1), microbatch)
+        chunks = [
+            chunk
+            for start in starts
+            for chunk in self._retry.split(rows[start : start + microbatch], batch.lengths)
+        ]
+        return without_graph(partial(self._forward, model, batch), chunks)
 
     def _forward(self, model: torch.nn.Module, batch: PaddedBatch, rows: list[int]) -> Outputs:
         """Log-probabilities and entropies [B, C] of these rows under the policy or its reference."""

@@ -19,11 +19,11 @@ from typing import Any, cast
 import torch
 from accelerate import Accelerator
 
-from qerl.trainer.batch import Batch
+from qerl.trainer.batch import NOISY_KEY, NOISY_LOGPS_KEY, Batch
 
 _SUMS = (
     "tokens", "samples", "kl", "difference", "entropy", "entropy_excess", "ratios", "ratio", "ratio_squared",
-    "truncated", "weight", "losses", "rollout_entropy",
+    "truncated", "weight", "losses", "rollout_entropy", "noisy_tokens", "noisy_kl",
 )  # fmt: skip
 _MAXIMA = ("difference", "ratio", "weight", "minus_weight")
 
@@ -86,11 +86,6 @@ def one_sided_bounds(
     good_B1 = advantages_B1 > 0
     highest = math.inf if clip_max is None else clip_max
     return good_B1.float(), torch.where(good_B1, highest, 1.0)
-
-
-def one_sided(ratio_BC: torch.Tensor, advantages_B1: torch.Tensor, clip_max: float | None) -> torch.Tensor:
-    """Ratios of tokens within `one_sided_bounds`."""
-    return ratio_BC.clamp(*one_sided_bounds(advantages_B1, clip_max))
 
 
 def balance_ratio(
@@ -158,6 +153,7 @@ class Mismatch:
         ratio: torch.Tensor,
         weight: torch.Tensor,
         bounds: tuple[Bound, Bound],
+        noisy_B1: torch.Tensor | None = None,
     ) -> "Mismatch":
         """The sums of the tokens in the mask whose log-probability the sampler knows.
 
@@ -169,10 +165,12 @@ class Mismatch:
             mask_BC: 1 on tokens that count.
             ratio, weight: pi / mu, and what the loss is multiplied by; [B, C], or [B, 1] for samples.
             bounds: Bounds of the ratio.
+            noisy_B1: True on samples drawn with noise; None where the sampler drew all alike.
         """
         known_BC = mask_BC.bool() & ~sampler_logps_BC.isnan()
         delta_BC = (trainer_logps_BC - sampler_logps_BC).abs()
         kl_BC = sampler_trainer_kl(trainer_logps_BC, sampler_logps_BC, known_BC)
+        noisy_BC = known_BC if noisy_B1 is None else known_BC & noisy_B1
         counted = known_BC if ratio.size(1) == mask_BC.size(1) else known_BC.any(dim=1, keepdim=True)
         sums = (
             (known_BC, known_BC),
@@ -188,6 +186,8 @@ class Mismatch:
             (weight, counted),
             (known_BC.new_ones(()), known_BC.new_ones(())),
             (rollout_entropy, known_BC.new_ones(())),
+            (noisy_BC, noisy_BC),
+            (kl_BC, noisy_BC),
         )
         maxima = ((delta_BC, known_BC), (ratio, counted), (weight, counted), (-weight, counted))
         return cls(
@@ -215,6 +215,7 @@ class Mismatch:
             + total["entropy_excess"] / tokens,
             "entropy/computed": total["entropy"] / tokens,
             "sampling/kl": total["kl"] / tokens,
+            "noise/kl": total["noisy_kl"] / (total["noisy_tokens"] or math.nan),
             "sampling/kl_sequence": total["kl"] / (total["samples"] or math.nan),
             "sampling/sampling_logp_difference/mean": total["difference"] / tokens,
             "sampling/sampling_logp_difference/max": maxima["difference"],
@@ -236,13 +237,20 @@ class Correction:
         correction: Whether the loss is corrected; the mismatch is measured in any case.
         mode: See :func:`importance_ratio`.
         clip_min, clip_max: Bounds of the ratio, None for no bound; `token_one_sided` has its own, but for
-            clip_max.
+            clip_max, and `token_balance` needs none.
+        noisy_share: Share of the samples that are drawn with noise.
     """
 
     correction: bool
     mode: str
     clip_min: float | None
     clip_max: float | None
+    noisy_share: float = 1.0
+
+    @property
+    def needs_noisy_logps(self) -> bool:
+        """Whether the batch must say what the noisy policy makes of all samples."""
+        return self.correction and self.mode == "token_balance"
 
     def apply(
         self, batch: Batch, logps_BC: torch.Tensor, entropy_BC: torch.Tensor, mask_BC: torch.Tensor
@@ -250,7 +258,8 @@ class Correction:
         """The batch with the importance weights of its loss, and how far sampler and trainer are apart.
 
         Args:
-            batch: The rollout's tensors, among them `sampling_per_token_logps` and `sampling_entropies`.
+            batch: The rollout's tensors, among them `sampling_per_token_logps`, `sampling_entropies`, and
+                `NOISY_LOGPS_KEY` for `token_balance`.
             logps_BC: Log-probabilities under the trainer's policy; old ones in the batch go before them.
             entropy_BC: Entropies under the trainer's policy in nats.
             mask_BC: 1 on the tokens that were computed and that the loss sees.
@@ -259,14 +268,19 @@ class Correction:
         trainer_BC = batch.get("old_per_token_logps", logps_BC)
         sampler_BC = batch["sampling_per_token_logps"]
         ratio = importance_ratio(trainer_BC, sampler_BC, mask_BC, self.mode)
-        weight = weights(ratio, self.mode, *bounds) if self.correction else torch.ones_like(ratio)
+        weight = torch.ones_like(ratio)
+        if self.needs_noisy_logps:
+            weight = balance_ratio(trainer_BC, batch[NOISY_LOGPS_KEY], self.noisy_share, mask_BC)
+        elif self.correction:
+            weight = weights(ratio, self.mode, *bounds)
+        noisy_B1 = batch[NOISY_KEY][:, None] if NOISY_KEY in batch else None
         mismatch = Mismatch.of(
             *(trainer_BC, sampler_BC, entropy_BC, batch["sampling_entropies"], batch["rollout_entropy"]),
-            *(mask_BC, ratio, weight, bounds),
+            *(mask_BC, ratio, weight, bounds, noisy_B1),
         )
         return batch | {"importance_sampling_ratio": weight}, mismatch
 
     def _bounds(self, batch: Batch) -> tuple[Bound, Bound]:
         if self.mode == "token_one_sided":
             return one_sided_bounds(batch["advantages"][:, None], self.clip_max)
-        return self.clip_min, self.clip_max
+        return (None, None) if self.mode == "token_balance" else (self.clip_min, self.clip_max)
