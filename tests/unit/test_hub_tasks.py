@@ -57,7 +57,7 @@ def fake_hub(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[Any, list[dict[s
         def load(dataset: str, config: str | None, split: str, where: str) -> Dataset:
             return Dataset.from_list(contents[(dataset, config, split)])
 
-        monkeypatch.setattr(hub, "_load", load)
+        monkeypatch.setattr(hub, "part_of", load)
 
     return install
 

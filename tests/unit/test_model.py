@@ -307,9 +307,9 @@ def test_full_disk_while_converting(gguf_file, tmp_path, monkeypatch) -> None:
 
 
 def test_a_model_that_was_found_is_not_looked_for_again(plain, monkeypatch):
-    found = hub.find_model(str(plain))
-    monkeypatch.setattr(hub, "_checked_folder", lambda path: pytest.fail("the name was resolved again"))
-    monkeypatch.setattr(hub, "_from_hub", lambda *given: pytest.fail("the Hub was asked"))
+    monkeypatch.setattr(hub, "snapshot_download", lambda *_, **__: str(plain))
+    found = hub.find_model("owner/model")
+    monkeypatch.setattr(hub, "snapshot_download", lambda *_, **__: pytest.fail("the Hub was asked again"))
     model = load_model(found, "nvfp4", torch.float32, "cpu")
-    assert model.name_or_path == str(plain) == str(found)
+    assert model.name_or_path == "owner/model" == str(found)
     assert hub.local_config(found) == plain

@@ -23,6 +23,15 @@ from qerl.settings.recipe import load_config
 from qerl.trainer import policy, run
 from tests.support.plan import GB80, work
 
+SHORT = {
+    "model": "7b",
+    "task": "arithmetic",
+    "task_options": {"examples": 0, "train_size": 8},
+    "output_dir": "none",
+    "max_steps": 10,
+}
+"""Fields of a run whose data are made at once."""
+
 
 def test_command_on_a_shape(capsys):
     lengths = ["--max_completion_length", "2048", "--max_prompt_length=256"]
@@ -131,11 +140,9 @@ def test_a_run_says_first_what_fits(capsys, monkeypatch):
 def test_full_tuning_that_cannot_fit_is_refused_before_it_is_loaded(
     tiny_model, tmp_path, monkeypatch, tiny_tokenizer
 ):
-    fields = {"model": "7b", "task": "arithmetic", "output_dir": "none", "weights": "bf16", "tuning": "full"}
-    config = load_config([], fields)
+    config = load_config([], SHORT | {"weights": "bf16", "tuning": "full"})
     monkeypatch.setattr(run, "find_model", lambda name: name)
     monkeypatch.setattr(run, "load_tokenizer", lambda *_, **__: tiny_tokenizer)
-    monkeypatch.setattr(run, "_datasets", lambda *args: (None, None))
     monkeypatch.setattr(policy, "load_policy", lambda *given: pytest.fail("the model was loaded"))
     monkeypatch.setattr(QeRLConfig, "device", torch.device("cuda"))
     gpu = types.SimpleNamespace(total_memory=GB80)
@@ -175,10 +182,9 @@ def test_a_run_on_a_gpu_takes_the_limit_of_the_plan(monkeypatch, tiny_tokenizer,
         assert config.gradient_checkpointing_kwargs == {"every_n_layers": plan.work.every_n_layers}
         raise Loading
 
-    config = load_config([], {**fields, "model": "7b", "task": "arithmetic", "output_dir": "none"})
+    config = load_config([], SHORT | fields)
     monkeypatch.setattr(run, "find_model", lambda name: name)
     monkeypatch.setattr(run, "load_tokenizer", lambda *_, **__: tiny_tokenizer)
-    monkeypatch.setattr(run, "_datasets", lambda *args: (None, None))
     monkeypatch.setattr(policy, "load_policy", load)
     monkeypatch.setattr(QeRLConfig, "device", torch.device("cuda"))
     gpu = types.SimpleNamespace(total_memory=plan.capacity)

@@ -122,7 +122,7 @@ class HubTask(Task):
         source = self.source
         for config in source.configs:
             where = f"{source.dataset}{f' ({config})' if config else ''}, split {split}"
-            data = _load(source.dataset, config, split, where)
+            data = part_of(source.dataset, config, split, where)
             for column in (source.question, source.answer):
                 if column not in data.column_names:
                     raise QeRLError(
@@ -155,7 +155,18 @@ def bigmath(levels: Sequence[int] = (3, 4, 5)) -> HubTask:
     return HubTask("bigmath", replace(SOURCES["bigmath"], configs=configs))
 
 
-def _load(dataset: str, config: str | None, split: str, where: str) -> Dataset:
+def part_of(dataset: str, config: str | None, split: str, where: str) -> Dataset:
+    """Rows of one part of a data set on the Hub or in its cache.
+
+    Args:
+        dataset: Id on the Hub.
+        config: The data set's folder with the part; None where its files lie at the top.
+        split: Name of the part.
+        where: The part in words, for messages.
+
+    Raises:
+        QeRLError: The Hub is out of reach and the cache lacks the files, or they cannot be read.
+    """
     files = [f"{config}/*.parquet"] if config else ["README.md", "*.parquet", "*.jsonl"]
     try:
         folder = download(dataset, files, "dataset")
