@@ -9,8 +9,8 @@ from typing import Any
 
 from bench.captions import card, commits_of, files, row, rows, source, table
 from bench.result import Row
+from qerl.families.sizes import SIZES
 
-_LAYERS = {"7b": 28, "14b": 48, "32b": 64, "72b": 80}
 _WEIGHTS = {"nvfp4": "NVFP4", "bf16": "16-bit", "nf4": "NF4"}
 
 
@@ -219,7 +219,7 @@ def memory() -> str:
     lines = []
     for name, where in _MEMORY:
         found = row(name, **where)
-        every, layers = found.get("every_n_layers") or 1, _LAYERS[found["shape"]]
+        every, layers = found.get("every_n_layers") or 1, SIZES[found["shape"]].layers
         lines.append(
             (
                 f"{found['shape'].upper()}, {_WEIGHTS[found['weights']]}",

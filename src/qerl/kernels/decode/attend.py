@@ -29,8 +29,9 @@ PREFILL_ROWS = 64
 def decode_rows(grouped_heads: int) -> int:
     """Rows of a tile while decoding, where most items are one token.
 
-    Compiled for sm_90, heads of 128: 94 registers a thread and 39 KB with 16 rows, so five programs sit on a
-    multiprocessor; 194 and 45 KB with 32 rows, 235 and 82 KB with 64, two.
+    Compiled for sm_90, heads of 128: a program with 16 rows takes 94 registers per thread and 39 KB of
+    shared memory, so five fit on a multiprocessor; with 32 rows it takes 194 and 45 KB, with 64 rows 235 and
+    82 KB, and two fit in either case.
     """
     return max(16, triton.next_power_of_2(grouped_heads))
 

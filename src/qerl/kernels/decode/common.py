@@ -12,7 +12,7 @@ The step is laid out so that LoRA and normalisation cost no launch of their own:
   which its reader adds. The kernel that reads the GEMM's output applies B, and a later kernel sets the sum
   back to zero.
 * A kernel takes the ranks of a large adapter in parts of at most 128 (`qerl.kernels.limits`). It loads the
-  first part ahead of its wait like all weights, so up to 128 ranks there is no loop.
+  first part ahead of its wait (`begin`), as all weights, so up to 128 ranks there is no loop.
 * A GEMM may leave partial sums over K; its reader adds them in order.
 
 Results therefore do not depend on timing, nor, in a step of a given number of rows, on who else is in the

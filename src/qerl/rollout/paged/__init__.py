@@ -1,1 +1,1 @@
-"""The rollout engine for CUDA: paged KV cache, continuous batching, one CUDA graph a decode step."""
+"""The rollout engine for CUDA: keys and values in pages, continuous batching, captured decode steps."""

@@ -56,7 +56,7 @@ def inner(module: nn.Module) -> nn.Module:
 
 
 def projections(layer: nn.Module, product: str) -> list[nn.Module]:
-    """The layers, adapted or not, that one product of a decoder layer multiplies with."""
+    """The linear layers, adapted or not, of one product (a key of `PRODUCTS`) of a decoder layer."""
     return [layer.get_submodule(name) for name in PRODUCTS[product]]
 
 

@@ -24,9 +24,9 @@ from qerl.rollout.paged.weights import Decoder
 
 
 def attention_splits(rows: int, kv_heads: int, multiprocessors: int) -> int:
-    """Splits of an attention item, with which few rows still fill the GPU; a power of two up to 8.
+    """Into how many splits the keys of an attention item are divided, so that few rows still fill the GPU.
 
-    Twice as many cost more in their combination than they gave (H100).
+    It is a power of two up to 8. Twice as many cost more to combine than they gained (H100).
     """
     wanted = max(1, multiprocessors // (rows * kv_heads))
     return min(8, 1 << (wanted.bit_length() - 1))

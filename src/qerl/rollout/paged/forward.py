@@ -20,7 +20,15 @@ from qerl.rollout.paged.weights import Decoder, Layer, Lora
 
 @dataclass
 class Inputs:
-    """What a pass reads, all int32: see rope_kv and attend for the meaning."""
+    """What a pass reads, all int32.
+
+    Attributes:
+        token_T, position_T: The tokens and their positions.
+        slot_T: Where the key and value of each go, as `rope_kv` takes it; -1 for nowhere.
+        limit_2T: Cached tokens that each sees: of the shared prompt, and of its own sequence.
+        tables_GB: Block tables.
+        item_4, order: Attention items and the tokens of each, as `attend` takes them.
+    """
 
     token_T: torch.Tensor
     position_T: torch.Tensor

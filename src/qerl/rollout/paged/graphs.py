@@ -46,7 +46,7 @@ class DecodeGraphs:
         return max_new <= self._max_new and table_width <= self._table_width
 
     def make_room(self, max_new: int, table_width: int) -> None:
-        """Make the steps to come large enough for such sequences; forget those there are before."""
+        """Forget the present steps, and make those to come large enough for such sequences and tables."""
         self._max_new = max(self._max_new, max_new)
         self._table_width = max(self._table_width, table_width)
 

@@ -25,7 +25,7 @@ class KVCache:
     Attributes:
         k, v: Each [layers, blocks, kv heads, block tokens, head size].
         geometry: Shape and size of a block.
-        is_limited: True if the budget gave fewer blocks than the call wanted for which they were reserved.
+        is_limited: True if the blocks were reserved for a call that wanted more of them than its budget gave.
     """
 
     def __init__(self, decoder: Decoder, dtype: torch.dtype | None, memory: Callable[[int], Memory]) -> None:

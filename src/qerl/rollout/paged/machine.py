@@ -39,7 +39,7 @@ class Machine(Protocol):
         """
 
     def memory(self, size: int) -> Memory:
-        """So many bytes."""
+        """A range of ``size`` bytes at fixed addresses."""
 
     def graphs(self) -> Graphs:
         """A new pool for recorded steps."""

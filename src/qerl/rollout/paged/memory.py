@@ -56,10 +56,10 @@ class PlainMemory:
         return self._bytes[offset : offset + size].view(dtype).view(shape)
 
     def give_up(self) -> None:
-        """Nothing: the memory is the allocator's."""
+        """Do nothing: the memory is the allocator's."""
 
     def take_back(self) -> None:
-        """Nothing: the memory was never given up."""
+        """Do nothing: the memory was never given up."""
 
     def close(self) -> None:
         """Hand the memory back to the allocator."""

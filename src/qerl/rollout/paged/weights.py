@@ -64,6 +64,7 @@ class Decoder:
 
     @property
     def hidden(self) -> int:
+        """D."""
         return self.embedding_VD.shape[1]
 
     @property

@@ -142,6 +142,8 @@ def branch_attention(
 
 
 class _BranchAttention(torch.autograd.Function):
+    """Attention along the stretches as one node of autograd; backward gathers keys and values anew."""
+
     @staticmethod
     def forward(
         ctx: Any,
