@@ -10,6 +10,7 @@ Shapes: T rows, M tokens that a row may generate, B blocks of a table.
 from collections import abc
 from dataclasses import fields
 
+import numpy as np
 import torch
 
 from qerl.kernels.decode.draw import RowState
@@ -143,29 +144,32 @@ class Rows:
         reads its own tokens alone.
         """
         rows, width = self.count, self.inputs.tables_GB.shape[1]
-        tables = [[0] * width for _ in range(2 * rows)]
+        tables_GB = np.zeros((2 * rows, width), np.int32)
+        item_4 = np.zeros((2 * rows, 4), np.int32)
+        order = np.zeros(2 * rows, np.int32)
+        order[rows:] = np.arange(rows)
+        item_4[rows:, 0] = item_4[rows:, 2] = np.arange(rows, 2 * rows)
+        item_4[rows:, 3] = 1
         groups: dict[int, list[int]] = {}
         for row, sequence in running.items():
-            tables[rows + row][: len(sequence.blocks)] = sequence.blocks
+            tables_GB[rows + row, : len(sequence.blocks)] = sequence.blocks
+            item_4[rows + row, 1] = 1
             groups.setdefault(sequence.prompt.number, []).append(row)
-        shared: list[list[int]] = []
-        order: list[int] = []
+        item = place = 0
         for group, members in enumerate(groups.values()):
             prompt = running[members[0]].prompt
             blocks = prompt.blocks or []
-            tables[group][: len(blocks)] = blocks
+            tables_GB[group, : len(blocks)] = blocks
             if not prompt.cached_tokens:
                 continue
             for first in range(0, len(members), self._tile_tokens):
                 together = members[first : first + self._tile_tokens]
-                shared.append([len(order), len(together), group, 0])
-                order += together
-        shared += [[0, 0, 0, 0]] * (rows - len(shared))
-        order += [0] * (rows - len(order)) + list(range(rows))
-        own = [[rows + row, 1 if row in running else 0, rows + row, 1] for row in range(rows)]
-        self.inputs.tables_GB.copy_(torch.tensor(tables, dtype=torch.int32))
-        self.inputs.item_4.copy_(torch.tensor(shared + own, dtype=torch.int32))
-        self.inputs.order.copy_(torch.tensor(order, dtype=torch.int32))
+                item_4[item] = place, len(together), group, 0
+                order[place : place + len(together)] = together
+                item, place = item + 1, place + len(together)
+        self.inputs.tables_GB.copy_(torch.from_numpy(tables_GB))
+        self.inputs.item_4.copy_(torch.from_numpy(item_4))
+        self.inputs.order.copy_(torch.from_numpy(order))
 
     def read(self, running: abc.Mapping[int, Sequence]) -> tuple[dict[int, int], list[int]]:
         """Look who has ended, and read what those have generated.
