@@ -154,6 +154,11 @@ class PackedRows:
         """(N, K) of the matrix that this stands for."""
         return self.codes.shape[0], 2 * self.codes.shape[1]
 
+    @property
+    def in_tiles(self) -> bool:
+        """False; see `qerl.fp4.storage.PackedWeight`."""
+        return False
+
     @classmethod
     def of_tensors(cls, tensors: dict[str, torch.Tensor], format: BlockFormat) -> "PackedRows":
         """See `PackedWeight.of_tensors`."""

@@ -29,6 +29,7 @@ class PackedWeight(Protocol):
     Attributes:
         format: The format of its rows, in which it is saved.
         shape: (N, K).
+        in_tiles: Whether tensor cores can read it as it lies.
     """
 
     @property
@@ -36,6 +37,9 @@ class PackedWeight(Protocol):
 
     @property
     def shape(self) -> tuple[int, int]: ...
+
+    @property
+    def in_tiles(self) -> bool: ...
 
     @classmethod
     def of_tensors(cls, tensors: dict[str, torch.Tensor], format: BlockFormat) -> "PackedWeight":
@@ -81,6 +85,11 @@ class PackedTiles:
         """(N, K)."""
         return self.tiles.shape
 
+    @property
+    def in_tiles(self) -> bool:
+        """True."""
+        return True
+
     def tensors(self) -> dict[str, torch.Tensor]:
         """See `PackedWeight.tensors`."""
         return {
@@ -110,7 +119,7 @@ def why_no_tiles(weight: PackedWeight) -> str | None:
     rows, width = weight.shape
     if rows % TILE or width % TILE:
         return f"is {rows} x {width}, which {TILE} does not divide"
-    if isinstance(weight, PackedRows) and weight.format is not NVFP4 and not fits_nvfp4(weight):
+    if not weight.in_tiles and weight.format is not NVFP4 and not fits_nvfp4(weight.to_rows()):
         return "has block scales that are further apart than 2^17"
     return None
 
@@ -127,7 +136,7 @@ def stack_tiles(weights: Sequence[PackedWeight]) -> tuple[Tiles, list[PackedTile
     Raises:
         QeRLError: One of them lies in tiles already, so that it belongs to another stack.
     """
-    if any(isinstance(weight, PackedTiles) for weight in weights):
+    if any(weight.in_tiles for weight in weights):
         raise QeRLError("This model already belongs to a paged engine; use that one.")
     formats = [weight.format for weight in weights]
     members = [rows if rows.format is NVFP4 else as_nvfp4(rows) for rows in (w.to_rows() for w in weights)]
