@@ -14,6 +14,7 @@ calculates ("or", "not", "plus", "squared"), and no letter directly behind the n
 import re
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import lru_cache
 
 # Typographic characters and their plain forms.
 _PLAIN = str.maketrans(
@@ -99,6 +100,7 @@ class Quantity:
         return self.unit != other.unit and {self.unit, other.unit} <= _MONEY_UNITS
 
 
+@lru_cache(maxsize=4096)
 def plain(text: str) -> str:
     r"""The text in plain characters, without the marks that merely set it off.
 
@@ -157,6 +159,7 @@ def without_text(text: str) -> str:
     return _TEXT.sub(r" \1 ", text)
 
 
+@lru_cache(maxsize=4096)  # the samples of a group state the same few answers
 def quantity(text: str) -> Quantity | None:
     """The quantity that a text states, or None if it is anything but one number with its unit.
 

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from qerl.errors import QeRLError
 from qerl.models.chat import Chat
 from qerl.tasks.base import Task
-from qerl.tasks.guard import guarded
+from qerl.tasks.guard import RewardFunction, guarded
 
 _MOST_TEXTS = 1_000_000
 """Texts whose rewards are kept, some 0.3 GB; then all are forgotten."""
@@ -54,7 +54,7 @@ class Problems:
                     f"The reward {reward.__name__} of task {task.name} does not judge each completion by "
                     "itself (qerl.tasks.guard.judges_alone), which a study needs."
                 )
-        self._rewards = [guarded(reward) for reward in task.rewards]
+        self._rewards = [guarded(_together(reward)) for reward in task.rewards]
         self.reward_names = [reward.__name__ for reward in self._rewards]
         self._known: dict[tuple[int, tuple[int, ...]], tuple[str, list[float]]] = {}
 
@@ -88,6 +88,20 @@ class Problems:
             for key, text, *values in zip(fresh, texts, *each, strict=True):
                 self._known[key] = text, [float("nan") if value is None else value for value in values]
         return keys
+
+
+def _together(reward: RewardFunction) -> RewardFunction:
+    """The same function without its mark `judges_alone`, so that thousands of texts have one time limit.
+
+    A limit for each text takes as long as judging it. Where the limit of all is exceeded, or one text fails,
+    the guard goes through them one by one after all.
+    """
+
+    def together(*args: Any, **columns: Any) -> list[float | None]:
+        return reward(*args, **columns)
+
+    together.__name__ = reward.__name__
+    return together
 
 
 def training_problems(task: Task, tokenizer: PreTrainedTokenizerBase) -> Problems:
