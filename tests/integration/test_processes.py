@@ -27,7 +27,11 @@ def test_two_processes(tiny_run, tmp_path):
 
 
 def test_processes_that_differ_in_forward_passes_from_the_second_step_on(tiny_run, tmp_path):
-    """The first process computes one sample, the second several chunks: no collective meets another one."""
+    """The first process computes one sample, the second several chunks: no collective meets another one.
+
+    Nor where half of the samples are noisy, the others' probabilities under noise are computed beside them,
+    and sigma follows the KL of both processes.
+    """
     rewards = tmp_path / "rewards.py"
     rewards.write_text(
         "import os\n\n\ndef by_process(completions, **kwargs):\n"
@@ -35,8 +39,11 @@ def test_processes_that_differ_in_forward_passes_from_the_second_step_on(tiny_ru
     )
     rows, _ = run_on_two(
         tiny_run, tmp_path / "run", tokens_per_forward=20, dynamic_sampling_rounds=0,
-        reward_files=[f"{rewards}:by_process"],
+        reward_files=[f"{rewards}:by_process"], noise_share=0.5, noise_target_kl=1e-4,
+        vllm_importance_sampling_mode="token_balance",
     )  # fmt: skip
+    assert [row["noise/kl_target"] for row in rows[:4]] == pytest.approx([0, 0, 1e-4, 1e-4])
+    assert rows[2]["noise/kl"] > 1e-4 and rows[3]["noise/sigma"] < rows[2]["noise/sigma"]
     assert [row["grad_norm"] > 0 for row in rows[:4]] == [True] * 4
 
 

@@ -17,6 +17,7 @@ from qerl.noise.norms import noisy_norms
 from qerl.noise.target import KLTarget, TargetState
 from qerl.rollout.engine import NormOffsets
 from qerl.settings.config import QeRLConfig
+from qerl.trainer.batch import STEP_KEY, Batch
 
 NOISE_FILE = "noise.json"
 """In a checkpoint: what was learned of sigma."""
@@ -76,11 +77,11 @@ class RolloutNoise:
         """Inside the block the policy has the noise of the rollout of this step, which was just sampled."""
         return noisy_norms(self._model, self._draws.offsets(step, self._gain(step)))
 
-    def in_loss(self, step: int) -> contextlib.AbstractContextManager[None]:
-        """Inside the block the policy has the noise of the rollout of a step, if the loss is to have it."""
+    def in_loss(self, batch: Batch) -> contextlib.AbstractContextManager[None]:
+        """Inside the block the policy has the noise of the batch's rollout, if the loss is to have it."""
         if not self._args.noise_in_loss:
             return contextlib.nullcontext()
-        return noisy_norms(self._model, self._draws.offsets(step))
+        return noisy_norms(self._model, self._draws.offsets(int(batch[STEP_KEY])))
 
     def observe(self, kl: float) -> None:
         """Learn from KL(sampler || trainer) of a step's noisy samples, nats per token of all processes."""

@@ -167,7 +167,7 @@ class RolloutTrainer(ResumableTrainer):
         """TRL's batch with its groups [B], rewards [B, F] and the sampler's entropies [B, C]."""
         batch, logged = self._scored_by_trl(inputs)
         batch[GROUP_KEY] = group_index(len(inputs), self.num_generations, self.accelerator.device)
-        batch[STEP_KEY] = torch.tensor(self.state.global_step)
+        batch |= self._sampled_now()
         batch["rollout_entropy"] = torch.tensor(logged["rollout/entropy"], device=self.accelerator.device)
         if self._noise.is_shared:
             noisy_B = is_noisy(len(inputs), self.num_generations, self._noisy_samples)
@@ -177,6 +177,10 @@ class RolloutTrainer(ResumableTrainer):
         unseen_B1 = batch["completion_mask"].sum(dim=1, keepdim=True) == 0  # cut off, and masked for that
         batch["rewards_per_func"] = rewards_BF.masked_fill(unseen_B1, torch.nan)
         return batch
+
+    def _sampled_now(self) -> Batch:
+        """What a batch says of when it was sampled."""
+        return {STEP_KEY: torch.tensor(self.state.global_step)}
 
     def _log_what_noise_finds(self) -> None:
         """Metrics of the noisy samples of all processes beside the clean ones of the same prompts."""

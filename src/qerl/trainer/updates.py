@@ -17,7 +17,7 @@ from trl.trainer.utils import split_tensor_dict
 from qerl.errors import QeRLError
 from qerl.families.parts import base_model
 from qerl.fp4.linear import dense_weights_kept
-from qerl.trainer.batch import NOISY_KEY, NOISY_LOGPS_KEY, STEP_KEY, Batch
+from qerl.trainer.batch import NOISY_KEY, NOISY_LOGPS_KEY, Batch
 from qerl.trainer.processes import rebuild_buckets
 from qerl.trainer.rollouts import RolloutTrainer
 from qerl.trainer.trl.known_outputs import KnownOutputs
@@ -90,7 +90,7 @@ class UpdateTrainer(RolloutTrainer):
     def _microbatch(self, model: Any, num_items_in_batch: Any, batch: Batch, newest: bool) -> torch.Tensor:
         """TRL's forward and backward; one that is done again is neither logged again nor ends the step."""
         ends_step = newest and self.accelerator.sync_gradients
-        noise = self._noise.in_loss(int(batch[STEP_KEY]))  # around backward too, which recomputes layers
+        noise = self._noise.in_loss(batch)  # around backward too, which recomputes layers
         with noise, self._trials.ends_step(ends_step), self._trials.metrics_apart() as metrics:
             loss = super().training_step(model, batch, num_items_in_batch)
         metrics.pop("step_time", None)  # of forward and backward alone; `_log_step` has the whole
@@ -196,7 +196,7 @@ class UpdateTrainer(RolloutTrainer):
             raise QeRLError(f"Only text models are supported; the batch carries {', '.join(names)}.")
         if not self._reads_logps:
             return None, None, None
-        with self._clock.part("logprob"), self._noise.in_loss(self.state.global_step):
+        with self._clock.part("logprob"), self._noise.in_loss(self._sampled_now()):
             batch = PaddedBatch.of_rollout(input_ids, attention_mask, logits_to_keep, self.num_generations)
             rows = (attention_mask[:, -logits_to_keep:].sum(dim=1) > 0).nonzero().flatten().tolist()
             logps, entropy = self._scores(model, batch, rows, batch_size or len(input_ids))

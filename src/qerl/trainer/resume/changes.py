@@ -23,10 +23,11 @@ _FIXED = (
     "model", "weights", "rounding", "tuning", "adapter", "lora_r", "lora_alpha", "lora_target_modules",
     "optim", "optim_args", "learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon",
 )  # fmt: skip
-# What a rollout that later steps still use was cut by.
+# What a rollout that later steps still use was cut by, and what decides which of its tensors the loss reads.
 _LAYOUT = (
     "processes", "per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation",
-    "generation_batch_size", "num_generations", "num_iterations",
+    "generation_batch_size", "num_generations", "num_iterations", "noise_share", "noise_in_loss",
+    "vllm_importance_sampling_mode",
 )  # fmt: skip
 # What neither data, samples nor gradients depend on, by the beginnings of names.
 _QUIET = (
