@@ -13,6 +13,7 @@ from qerl.rollout.portable.engine import PortableEngine
 from qerl.study.arms import Run
 from qerl.study.batched.evaluation import pass_at
 from qerl.study.batched.model import BatchedModel
+from qerl.study.batched.rewards import Judges, Problems
 from qerl.study.batched.sampler import Samples, clean_norms
 from qerl.study.batched.score import Texts, score
 from qerl.study.batched.trainer import BatchedTrainer
@@ -233,3 +234,13 @@ def test_models_of_another_kind_are_refused():
     sliding = make_tiny_model("mistral", sliding_window=4)
     with pytest.raises(QeRLError, match="attends to a sliding window; train them one by one"):
         BatchedModel(sliding, 1, 4, [0])
+
+
+def test_judging_processes_give_the_rewards_of_this_one():
+    problems = Problems(Sums(), list(Sums().train()), TOKENIZER)
+    asked, texts = [index % 6 for index in range(200)], [f"{index} apples" for index in range(200)]
+    beside = Judges(problems, 2)
+    expected = problems.rewards_of(asked, texts)
+    assert beside(asked, texts) == expected
+    assert beside._pool is not None
+    assert len({reward for (reward,) in expected}) == 5

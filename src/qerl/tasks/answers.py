@@ -20,6 +20,7 @@ Given up: units are not judged (18 km is 18), except that cents are not dollars.
 
 import logging
 import re
+from functools import lru_cache
 
 from math_verify import parse, verify
 
@@ -120,6 +121,7 @@ def final_answer(text: str) -> str | None:
     return tagged
 
 
+@lru_cache(maxsize=65536)  # a few answers are most of what is asked, and math-verify takes milliseconds
 def equal(answer: str, reference: str) -> bool:
     """True if an answer equals the right one, by the rules above.
 

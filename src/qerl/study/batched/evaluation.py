@@ -112,9 +112,11 @@ class Evaluation:
                 completions = completions[: kept * samples]
                 verdicts = problems.judge(asked, completions)[:, 0] > 0
                 right.append(verdicts.float().view(kept, samples))
-                texts = problems.texts(asked, completions)
-                answers = [self._task.extract(text) for text in texts]
-                each = [len({*answers[at : at + samples]}) for at in range(0, len(answers), samples)]
+                if samples > 1:
+                    found = [self._task.extract(text) for text in problems.texts(asked, completions)]
+                    each = [len({*found[at : at + samples]}) for at in range(0, len(found), samples)]
+                else:
+                    each = [1] * kept
                 distinct.append(torch.tensor(each, dtype=torch.float))
         by_run = [torch.cat(parts[run::runs]) for parts in (right, distinct) for run in range(runs)]
         return torch.stack(by_run[:runs]), torch.stack(by_run[runs:])

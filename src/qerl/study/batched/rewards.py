@@ -3,11 +3,23 @@
 Small models soon write the same few answers to a problem, and runs with one seed share their problems, so
 each text is decoded and judged once. Problems are kept with their task, because the batches of a study share
 them, and to render some thousand prompts takes as long as many steps.
+
+Early in a run most texts are new, and a tenth of them state an answer that only math-verify can judge, in
+milliseconds each: for thousands of texts a step that is longer than all else. So many texts are judged by
+processes beside this one, which know the task because they were forked from it.
 """
 
+import ctypes
 import json
+import math
+import multiprocessing
+import os
+import signal
+import sys
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import chain
+from multiprocessing.pool import Pool
 from typing import Any
 
 import torch
@@ -21,6 +33,11 @@ from qerl.tasks.guard import RewardFunction, guarded
 
 _MOST_TEXTS = 1_000_000
 """Texts whose rewards are kept, some 0.3 GB; then all are forgotten."""
+
+
+_BESIDE = 128
+"""Texts that are judged by this process alone."""
+_MOST_PROCESSES = 8
 
 
 class Problems:
@@ -57,6 +74,17 @@ class Problems:
         self._rewards = [guarded(_together(reward)) for reward in task.rewards]
         self.reward_names = [reward.__name__ for reward in self._rewards]
         self._known: dict[tuple[int, tuple[int, ...]], tuple[str, list[float]]] = {}
+        self._judges = Judges(self, _cores() // 2)
+
+    def rewards_of(self, problems: Sequence[int], texts: Sequence[str]) -> list[list[float]]:
+        """What each reward function gives each text, NaN where it gives nothing; in this process."""
+        rows = [self.rows[problem] for problem in problems]
+        columns = {name: [row[name] for row in rows] for name in rows[0] if name != "prompt"}
+        prompts = [row["prompt"] for row in rows]
+        each = [reward(prompts, list(texts), **columns) for reward in self._rewards]
+        return [
+            [math.nan if value is None else value for value in of_text] for of_text in zip(*each, strict=True)
+        ]
 
     def judge(self, problems: Sequence[int], completions: Sequence[Sequence[int]]) -> torch.Tensor:
         """Rewards [B, F] of completions, fp32 on the CPU; NaN where a reward was not given.
@@ -81,12 +109,9 @@ class Problems:
         fresh = [key for key in dict.fromkeys(keys) if key not in self._known]
         if fresh:
             texts = self._tokenizer.batch_decode([list(ids) for _, ids in fresh], skip_special_tokens=True)
-            rows = [self.rows[problem] for problem, _ in fresh]
-            columns = {name: [row[name] for row in rows] for name in rows[0] if name != "prompt"}
-            prompts = [row["prompt"] for row in rows]
-            each = [reward(prompts, texts, **columns) for reward in self._rewards]
-            for key, text, *values in zip(fresh, texts, *each, strict=True):
-                self._known[key] = text, [float("nan") if value is None else value for value in values]
+            rewards = self._judges([problem for problem, _ in fresh], texts)
+            for key, text, values in zip(fresh, texts, rewards, strict=True):
+                self._known[key] = text, values
         return keys
 
 
@@ -117,3 +142,50 @@ def held_out_problems(task: Task, rows: Dataset, tokenizer: PreTrainedTokenizerB
 @lru_cache(maxsize=8)
 def _kept(task: Task, rows: str | None, tokenizer: PreTrainedTokenizerBase) -> Problems:
     return Problems(task, list(task.train()) if rows is None else json.loads(rows), tokenizer)
+
+
+class Judges:
+    """Processes that judge texts beside this one, started when there are many.
+
+    Args:
+        problems: Whose rewards judge.
+        processes: How many; below 2 for none.
+    """
+
+    def __init__(self, problems: Problems, processes: int) -> None:
+        self._problems = problems
+        self._processes = min(processes, _MOST_PROCESSES) if sys.platform == "linux" else 0
+        self._pool: Pool | None = None
+
+    def __call__(self, problems: list[int], texts: list[str]) -> list[list[float]]:
+        """As `Problems.rewards_of`."""
+        if self._processes < 2 or len(texts) < _BESIDE:
+            return self._problems.rewards_of(problems, texts)
+        if self._pool is None:
+            _OF[id(self._problems)] = self._problems
+            self._pool = multiprocessing.get_context("fork").Pool(self._processes, _start)
+        size = math.ceil(len(texts) / (4 * self._processes))
+        parts = [
+            (id(self._problems), problems[at : at + size], texts[at : at + size])
+            for at in range(0, len(texts), size)
+        ]
+        return list(chain.from_iterable(self._pool.starmap(_judge_apart, parts)))
+
+
+_OF: dict[int, Problems] = {}
+"""What forked processes judge with, by a key that they inherit."""
+
+
+def _start() -> None:
+    """Begin a judging process: Ctrl-C is its parent's affair, and it does not outlive it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG; an orphan would hold the GPU's memory
+
+
+def _judge_apart(key: int, problems: list[int], texts: list[str]) -> list[list[float]]:
+    return _OF[key].rewards_of(problems, texts)
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else 1
