@@ -10,6 +10,7 @@ Legend: S runs, P problems at a time, k samples of a problem.
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import islice
 from math import comb
 
 import torch
@@ -60,8 +61,8 @@ class Evaluation:
 
     def run(self, rows: Dataset, samples: int, step: int) -> list[dict[str, float]]:
         """Scores of each run: `accuracy` of greedy answers, in all and by the task's strata
-        (`accuracy/steps_1`), and `entropy`; with samples `sampled_accuracy`, `pass@1`, `pass@2`, ... and
-        `distinct`, the number of different answers to a problem.
+        (`accuracy/steps_1`), and `entropy`; with samples `sampled_accuracy`, `pass@1`, `pass@2`, ..., and
+        with several `distinct`, the number of different answers to a problem.
 
         Args:
             rows: Problems of the task; the same in every call of a run.
@@ -79,10 +80,12 @@ class Evaluation:
         if samples:
             sampled = replace(self._greedy, temperature=1.0)
             right_SPk, distinct_SP = self._answers(problems, sampled, samples, step)
-            for own_Pk, distinct_P, score_ in zip(right_SPk, distinct_SP, scores, strict=True):
+            for own_Pk, score_ in zip(right_SPk, scores, strict=True):
                 score_["sampled_accuracy"] = own_Pk.mean().item()
                 score_ |= {f"pass@{k}": pass_at(own_Pk, k) for k in _powers(samples)}
-                score_["distinct"] = distinct_P.mean().item()
+            if distinct_SP is not None:
+                for own_P, score_ in zip(distinct_SP, scores, strict=True):
+                    score_["distinct"] = own_P.mean().item()
         return scores
 
     def _strata(self, problems: Problems) -> dict[str, list[int]]:
@@ -95,8 +98,8 @@ class Evaluation:
 
     def _answers(
         self, problems: Problems, params: SamplingParams, samples: int, step: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Which answers are right [S, P, k], and how many differ [S, P], over all problems."""
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Which answers are right [S, P, k], and of several samples how many differ [S, P]."""
         runs, count = self._model.runs, len(problems.ids)
         at_once = min(count, max(1, self._rows_at_once // (runs * samples)))
         right, distinct = [], []
@@ -108,18 +111,14 @@ class Evaluation:
             drawn = self._sampler.generate(prompts, samples, params, uniforms_SRC)
             kept = min(at_once, count - start)
             asked = [index for index in wanted for _ in range(samples)][: kept * samples]
-            for completions in drawn.completions():
-                completions = completions[: kept * samples]
-                verdicts = problems.judge(asked, completions)[:, 0] > 0
-                right.append(verdicts.float().view(kept, samples))
-                if samples > 1:
-                    found = [self._task.extract(text) for text in problems.texts(asked, completions)]
-                    each = [len({*found[at : at + samples]}) for at in range(0, len(found), samples)]
-                else:
-                    each = [1] * kept
-                distinct.append(torch.tensor(each, dtype=torch.float))
-        by_run = [torch.cat(parts[run::runs]) for parts in (right, distinct) for run in range(runs)]
-        return torch.stack(by_run[:runs]), torch.stack(by_run[runs:])
+            completions = [ids for run in drawn.completions() for ids in run[: kept * samples]]
+            verdicts = problems.judge(asked * runs, completions)[:, 0] > 0
+            right.append(verdicts.float().view(runs, kept, samples))
+            if samples > 1:
+                answers = map(self._task.extract, problems.texts(asked * runs, completions))
+                each = [len({*islice(answers, samples)}) for _ in range(runs * kept)]
+                distinct.append(torch.tensor(each, dtype=torch.float).view(runs, kept))
+        return torch.cat(right, dim=1), torch.cat(distinct, dim=1) if distinct else None
 
     def _uniforms(self, rows: int, *at: int) -> torch.Tensor:
         """Uniform numbers [S, R, C] of a call; those of a run depend on its seed."""
