@@ -238,6 +238,13 @@ def test_a_share_of_one_is_noise_in_all_samples(make):
     assert first[1.0] == first[0.5]
 
 
+def test_a_second_training_has_a_schedule_and_a_gain_of_its_own(make):
+    trainer = make(noise=True, noise_stages=2, noise_sigma_start=0.1, noise_target_kl=0.5, max_steps=2)
+    assert [row["noise/sigma"] for row in rows(trainer)] == [0.0, 0.1]
+    trainer.args.max_steps = 4
+    assert [row["noise/sigma"] for row in rows(trainer)][:3] == [0.0, 0.0, 0.1]
+
+
 def test_sigma_is_driven_to_the_target(make):
     """From a sigma that moves little to the KL that was asked for."""
     logged = rows(

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from qerl.errors import QeRLError
+from qerl.ranks import is_first_process
 
 NoiseKind = Literal["exponential", "linear", "cosine", "logarithmic", "constant"]
 SCHEDULES: tuple[str, ...] = get_args(NoiseKind)
@@ -66,7 +67,7 @@ class NoiseSchedule:
                 f"The noise schedule has {self.stages} stages but the run only {self.total_steps} steps; "
                 f"train for at least {self.stages} steps or use fewer stages."
             )
-        if self.sigma_end > self.sigma_start and self.kind != "constant":
+        if self.sigma_end > self.sigma_start and self.kind != "constant" and is_first_process():
             warnings.warn(
                 f"Noise grows during training: sigma_end {self.sigma_end} > sigma_start {self.sigma_start}.",
                 stacklevel=3,

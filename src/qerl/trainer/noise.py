@@ -35,6 +35,7 @@ class RolloutNoise:
     def __init__(self, args: QeRLConfig, model: nn.Module, steps: Callable[[], int]) -> None:
         self._args, self._model, self._steps = args, model, steps
         self._restored: TargetState | None = None
+        self._kept: tuple[int, NormOffsets] | None = None
 
     @cached_property
     def _draws(self) -> AdaptiveNoise:
@@ -81,7 +82,10 @@ class RolloutNoise:
         """Inside the block the policy has the noise of the batch's rollout, if the loss is to have it."""
         if not self._args.noise_in_loss:
             return contextlib.nullcontext()
-        return noisy_norms(self._model, self._draws.offsets(int(batch[STEP_KEY])))
+        step = int(batch[STEP_KEY])
+        if self._kept is None or self._kept[0] != step:  # many microbatches ask for one rollout's
+            self._kept = step, self._draws.offsets(step)
+        return noisy_norms(self._model, self._kept[1])
 
     def observe(self, kl: float) -> None:
         """Learn from KL(sampler || trainer) of a step's noisy samples, nats per token of all processes."""

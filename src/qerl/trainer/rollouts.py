@@ -69,8 +69,7 @@ class RolloutTrainer(ResumableTrainer):
     def _start_rollouts(self, engine: RolloutEngine) -> None:
         """Make what rollouts need, once TRL's constructor is through."""
         self.engine = engine
-        policy = self.accelerator.unwrap_model(self.model)
-        self._noise = RolloutNoise(self.args, policy, lambda: self.state.max_steps)
+        self._start_noise()
         self._noisy_samples = 0
         self._signal = Signal(
             group_size=self.num_generations,
@@ -96,8 +95,14 @@ class RolloutTrainer(ResumableTrainer):
         self.vllm_generation = EngineClient(self.rollout)
         self._last_loaded_step = -1
 
+    def _start_noise(self) -> None:
+        """Noise of a run that begins, which has learned nothing and asks how long the run is."""
+        policy = self.accelerator.unwrap_model(self.model)
+        self._noise = RolloutNoise(self.args, policy, lambda: self.state.max_steps)
+
     def _init_training_state(self, *args: Any) -> tuple[int, int]:
         self._call_key = None  # a step that was cut off samples as it did
+        self._start_noise()
         return super()._init_training_state(*args)
 
     def rollout(self, prompts: list[list[int]], samples: int) -> RolloutResult:
