@@ -327,13 +327,14 @@ class _Decoder:
         )
         runs_B = ~self._ended_B & drawn.finite_B
         self._finite_B &= drawn.finite_B | self._ended_B
-        self._token_B.copy_(torch.where(runs_B, drawn.tokens_B, self._pad))
+        # Not `torch.where` with a number, which on a GPU is copied there and cannot be captured.
+        self._token_B.copy_(drawn.tokens_B.masked_fill(~runs_B, self._pad))
         self._tokens_BC.index_copy_(1, self._at, self._token_B[:, None])
         self._mask_BC.index_copy_(1, self._at, runs_B[:, None])
         for buffer, values in (
             (self._logprobs_BC, drawn.logprobs_B),
             (self._entropies_BC, drawn.entropies_B),
         ):
-            buffer.index_copy_(1, self._at, torch.where(runs_B, values, 0.0)[:, None])
+            buffer.index_copy_(1, self._at, values.masked_fill(~runs_B, 0.0)[:, None])
         self._ended_B.copy_(~runs_B | (self._token_B[:, None] == self._stops_K).any(dim=1))
         self._at += 1
