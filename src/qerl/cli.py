@@ -340,10 +340,11 @@ def _quantize(args: argparse.Namespace) -> None:
 
 def _eval(args: argparse.Namespace) -> None:
     from qerl.eval.run import Request, evaluate_model
+    from qerl.settings.recipe import parse_mapping
 
     request = Request(
         task=args.task,
-        task_options=_mapping(args.task_options, "--task_options"),
+        task_options=parse_mapping(args.task_options, "--task_options"),
         samples=args.samples,
         temperature=args.temperature,
         top_p=args.top_p,
@@ -363,21 +364,10 @@ def _generate(args: argparse.Namespace) -> None:
 
 def _source(args: argparse.Namespace) -> "Source":
     from qerl.eval.run import Source
+    from qerl.settings.recipe import parse_mapping
 
-    kwargs = _mapping(args.chat_template_kwargs, "--chat_template_kwargs")
+    kwargs = parse_mapping(args.chat_template_kwargs, "--chat_template_kwargs")
     return Source(args.model, args.adapter, args.weights, args.rounding, args.dtype, kwargs)
-
-
-def _mapping(text: str | None, flag: str) -> dict[str, Any] | None:
-    """The YAML mapping that a flag gives, None where the flag is not given."""
-    if text is None:
-        return None
-    from qerl.settings.recipe import parse_value
-
-    value = parse_value(text, flag)
-    if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
-        raise QeRLError(f"{flag} is {text!r}; it must be a mapping, for example '{{level: wp1}}'.")
-    return value
 
 
 def _doctor(_: argparse.Namespace) -> None:

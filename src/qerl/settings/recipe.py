@@ -38,6 +38,20 @@ def parse_value(text: str, where: str) -> Any:
         raise QeRLError(f"{where} has a value that is not valid YAML: {error}.") from error
 
 
+def parse_mapping(text: str | None, flag: str) -> dict[str, Any] | None:
+    """The YAML mapping that a flag gives, None where the flag is not given.
+
+    Raises:
+        QeRLError: It is not valid YAML, no mapping, or a key is not text.
+    """
+    if text is None:
+        return None
+    value = parse_value(text, flag)
+    if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
+        raise QeRLError(f"{flag} is {text!r}; it must be a mapping, for example '{{level: wp1}}'.")
+    return value
+
+
 def parse_field(name: str, text: str) -> Any:
     """Value of `--name text`: of a text field the word as it is (null unsets it), else a YAML value.
 
