@@ -135,17 +135,16 @@ def test_a_policy_without_its_priors_is_refused(monkeypatch):
         training.train_policy(seed=3)
 
 
-def test_the_policy_is_made_once_and_anew_when_its_recipe_changes(monkeypatch, tmp_path, caplog):
+def test_the_policy_is_made_once_and_anew_when_its_source_changes(monkeypatch, tmp_path, policy, caplog):
+    made = []
     monkeypatch.setenv("QERL_CACHE", str(tmp_path))
-    monkeypatch.setattr(training, "STEPS", 1)
-    monkeypatch.setattr(training, "TOLERANCE", math.inf)
+    monkeypatch.setattr(training, "train_policy", lambda: made.append(policy) or policy)
     with caplog.at_level(logging.WARNING):
         first, second = folder.needle_folder(), local_checkpoint("needle")
-    assert first == second and caplog.text.count("Training the needle policy") == 1
-    assert load_tokenizer("needle").eos_token_id == 1
-    monkeypatch.setattr(folder, "training", folder.language)  # another source
-    monkeypatch.setattr(folder, "_make", lambda path: path.mkdir())
-    assert folder.needle_folder() != first
+    assert first == second and len(made) == 1 == caplog.text.count("Training the needle policy")
+    assert load_tokenizer("needle").eos_token_id == policy.config.eos_token_id
+    monkeypatch.setattr(folder, "SOURCES", (training,))
+    assert folder.needle_folder() != first and len(made) == 2
 
 
 def test_grpo_finds_the_needle(needle, tmp_path):

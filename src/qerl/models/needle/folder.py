@@ -14,6 +14,9 @@ logger = logging.getLogger(__name__)
 NEEDLE = "needle"
 """Name by which settings and commands know the model."""
 
+SOURCES = (language, training)
+"""Modules that decide what the policy is."""
+
 
 def needle_folder() -> Path:
     """Folder with the policy in bfloat16, its config and its tokenizer; trained on the first call.
@@ -23,7 +26,7 @@ def needle_folder() -> Path:
     Raises:
         QeRLError: The policy does not have the priors that it should have.
     """
-    sources = b"".join(Path(str(module.__file__)).read_bytes() for module in (language, training))
+    sources = b"".join(Path(str(module.__file__)).read_bytes() for module in SOURCES)
     return made_once(f"{NEEDLE}-{hashlib.blake2b(sources, digest_size=6).hexdigest()}", _make)
 
 
