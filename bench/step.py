@@ -71,7 +71,7 @@ class TimedEngine(RolloutEngine):
     ) -> RolloutResult:
         start = time.perf_counter()
         if self.calls == 0 and isinstance(self.engine, PagedEngine):
-            width = self.engine.decoder.hidden
+            width = self.engine.decoder.sizes.hidden
             norm_offsets = {"model.norm": torch.full((width,), float("nan"))}
         self.calls += 1
         result = self.engine.generate(prompts, samples_per_prompt, params, norm_offsets)

@@ -1,5 +1,6 @@
 """The benchmarks' command line and random models."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -43,7 +44,7 @@ def test_a_random_policy_keeps_activations_near_one(weights):
 @pytest.mark.parametrize("sizes, rank", [(QWEN2, 4), (QWEN3, 0), (LLAMA, 4)])
 def test_a_random_decoder_has_every_part(sizes, rank):
     decoder = random_decoder(sizes, "nvfp4", rank, 64, device="cpu")
-    assert (len(decoder.layers), decoder.heads, decoder.head_size) == (2, 2, sizes.head_size)
+    assert (len(decoder.layers), decoder.sizes) == (2, replace(sizes, positions=decoder.sizes.positions))
     for layer in decoder.layers:
         assert (layer.bias_N is not None) == sizes.qkv_bias
         assert (layer.qk_norm_2E is not None) == sizes.qk_norm

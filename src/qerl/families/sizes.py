@@ -82,8 +82,7 @@ class Sizes:
         from qerl.families.table import FAMILIES
 
         model_type = str(config.get("model_type"))
-        family = FAMILIES.get(model_type)
-        if family is None:
+        if model_type not in FAMILIES:
             raise QeRLError(
                 f"Memory is planned for the model families {', '.join(FAMILIES)}, not for {model_type}."
             )
@@ -96,21 +95,29 @@ class Sizes:
         for name in sizes:
             if getattr(full, name) < 1:
                 raise QeRLError(f"The config of this {model_type} model has {name} {getattr(full, name)}.")
-        attention_bias = bool(getattr(full, "attention_bias", False))
+        return cls.of(full)
+
+    @classmethod
+    def of(cls, config: Any) -> "Sizes":
+        """Sizes from the config of a model of a described family, a ``transformers.PreTrainedConfig``."""
+        from qerl.families.table import FAMILIES
+
+        family = FAMILIES[config.model_type]
+        attention_bias = bool(getattr(config, "attention_bias", False))
         return cls(
-            hidden=full.hidden_size,
-            intermediate=full.intermediate_size,
-            layers=full.num_hidden_layers,
-            heads=full.num_attention_heads,
-            kv_heads=full.num_key_value_heads,
-            head_size=getattr(full, "head_dim", None) or full.hidden_size // full.num_attention_heads,
-            vocabulary=full.vocab_size,
-            positions=positions_of(full) or 0,
+            hidden=config.hidden_size,
+            intermediate=config.intermediate_size,
+            layers=config.num_hidden_layers,
+            heads=config.num_attention_heads,
+            kv_heads=config.num_key_value_heads,
+            head_size=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+            vocabulary=config.vocab_size,
+            positions=positions_of(config) or 0,
             qkv_bias=attention_bias or family.qkv_bias,
             o_bias=attention_bias,
-            mlp_bias=bool(getattr(full, "mlp_bias", False)),
+            mlp_bias=bool(getattr(config, "mlp_bias", False)),
             qk_norm=family.qk_norm,
-            tied=full.tie_word_embeddings,
+            tied=config.tie_word_embeddings,
         )
 
     @classmethod
@@ -133,6 +140,11 @@ class Sizes:
     def keys(self) -> int:
         """G, the width of all key heads."""
         return self.kv_heads * self.head_size
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a key head."""
+        return self.heads // self.kv_heads
 
     @property
     def linears(self) -> tuple[Linear, ...]:

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from qerl.errors import QeRLError
 from qerl.families.parts import base_model
+from qerl.families.sizes import Sizes
 from qerl.families.table import FAMILIES
 from qerl.fp4.linear import PackedLinear
 from qerl.fp4.storage import stack_tiles, why_no_tiles
@@ -120,10 +121,7 @@ class Binding:
             head_VD=self._of_vocabulary(self._base.get_output_embeddings()),
             cos_ME=angle.cos() * scaling,
             sin_ME=angle.sin() * scaling,
-            heads=config.num_attention_heads,
-            kv_heads=config.num_key_value_heads,
-            head_size=body.layers[0].self_attn.head_dim,
-            intermediate=config.intermediate_size,
+            sizes=Sizes.of(config),
             eps=config.rms_norm_eps,
         )
         self._bound = [(name, _address(layer)) for name, layer in _linears(self._base)]

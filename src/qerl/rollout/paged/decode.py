@@ -59,15 +59,15 @@ class DecodeStep:
         params: SamplingParams,
         graphs: Graphs,
     ) -> None:
-        device, group = decoder.embedding_VD.device, decoder.heads // decoder.kv_heads
-        splits = attention_splits(rows, decoder.kv_heads, multiprocessors(device))
+        device, group = decoder.embedding_VD.device, decoder.sizes.group
+        splits = attention_splits(rows, decoder.sizes.kv_heads, multiprocessors(device))
         self._decoder, self._cache, self._graphs = decoder, cache, graphs
         self.forward = Forward(decoder, rows, splits, attention.decode_rows(group))
         self.rows = Rows(rows, max_new, table_width, self.forward.tile // group, device)
         blocks = triton.cdiv(decoder.head_VD.shape[0], BLOCK_V)
         self._draw = Draw(
             params,
-            decoder.hidden,
+            decoder.sizes.hidden,
             decoder.eps,
             stop_K=torch.tensor(list(params.stop_token_ids), dtype=torch.int32, device=device),
             stats_3TB=torch.empty(3, rows, blocks, device=device),

@@ -51,7 +51,8 @@ class Forward:
 
     def __init__(self, decoder: Decoder, tokens: int, splits: int, tile: int) -> None:
         device = decoder.embedding_VD.device
-        hidden, heads, size = decoder.hidden, decoder.heads, decoder.head_size
+        sizes = decoder.sizes
+        hidden, heads, size = sizes.hidden, sizes.heads, sizes.head_size
         self.decoder, self.tokens, self.splits = decoder, tokens, splits
         self.tile = tile
 
@@ -69,7 +70,7 @@ class Forward:
             padded = max(tokens, *(weight.padded_tokens(tokens) for weight in weights))
             return torch.zeros(padded * width, dtype=decoder.dtype, device=device)
 
-        self.u, self.attended, self.h = operand(hidden), operand(heads * size), operand(decoder.intermediate)
+        self.u, self.attended, self.h = operand(hidden), operand(heads * size), operand(sizes.intermediate)
         self.u_TD = self.u[: tokens * hidden].view(tokens, hidden)
         columns = triton.cdiv(hidden, residual_norm.block_d(tokens))
         self.squares_PT = new(columns, tokens)
@@ -112,7 +113,7 @@ class Forward:
         product = self._multiply(self.u, layer.qkv)
         rope_kv.rope_kv(
             product.out_STN, product.scale_L, self.squares_PT, decoder.cos_ME, decoder.sin_ME,
-            inputs.position_T, inputs.slot_T, self.q_THE, k, v, width=decoder.hidden, eps=decoder.eps,
+            inputs.position_T, inputs.slot_T, self.q_THE, k, v, width=decoder.sizes.hidden, eps=decoder.eps,
             partials_G=product.partials_G, bias_N=layer.bias_N, qk_norm_2E=layer.qk_norm_2E,
             b=_b(layer.lora_qkv, sums.qkv), xa_to_clear=sums.down,
         )  # fmt: skip
@@ -135,7 +136,7 @@ class Forward:
         product = self._multiply(self.u, layer.gate_up)
         silu_mul.silu_mul(
             product.out_STN, product.scale_L, self.squares_PT, self.h,
-            intermediate=decoder.intermediate, width=decoder.hidden, eps=decoder.eps,
+            intermediate=decoder.sizes.intermediate, width=decoder.sizes.hidden, eps=decoder.eps,
             padded_tokens=self._padded(layer.down), partials_G=product.partials_G,
             b=_b(layer.lora_gate_up, sums.gate_up), a=_a(layer.lora_down, sums.down), xa_to_clear=sums.o,
         )  # fmt: skip

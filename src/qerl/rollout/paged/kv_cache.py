@@ -30,9 +30,8 @@ class KVCache:
 
     def __init__(self, decoder: Decoder, dtype: torch.dtype | None, memory: Callable[[int], Memory]) -> None:
         self._dtype, self._make_memory = dtype or decoder.dtype, memory
-        self.geometry = KVGeometry(
-            len(decoder.layers), decoder.kv_heads, decoder.head_size, self._dtype.itemsize
-        )
+        sizes = decoder.sizes
+        self.geometry = KVGeometry(sizes.layers, sizes.kv_heads, sizes.head_size, self._dtype.itemsize)
         self._device = decoder.embedding_VD.device
         self._set(PlainMemory(0, self._device), 0)
         self.is_limited = False

@@ -77,7 +77,7 @@ class Prefill:
     def _items(self, owners: list[Span]) -> tuple[list[list[int]], list[list[int]]]:
         """Attention items and block tables of a pass: each span at its own keys, and at its prompt if it has
         one."""
-        tile = attention.PREFILL_ROWS // (self._decoder.heads // self._decoder.kv_heads)
+        tile = attention.PREFILL_ROWS // self._decoder.sizes.group
         width = max(max(len(span.blocks), len(span.prompt_blocks)) for span in owners)
         items: list[list[int]] = []
         tables: list[list[int]] = []

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from qerl.families.sizes import Sizes
 from qerl.kernels.weights.product import GemmWeight
 
 
@@ -48,6 +49,8 @@ class Decoder:
     Attributes:
         embedding_VD, head_VD: bf16, the same tensor when tied.
         cos_ME, sin_ME: fp32 [positions, E / 2].
+        sizes: Of the model, by its config.
+        eps: What RMSNorm adds to the mean square.
     """
 
     embedding_VD: torch.Tensor
@@ -56,16 +59,8 @@ class Decoder:
     head_VD: torch.Tensor
     cos_ME: torch.Tensor
     sin_ME: torch.Tensor
-    heads: int
-    kv_heads: int
-    head_size: int
-    intermediate: int
+    sizes: Sizes
     eps: float
-
-    @property
-    def hidden(self) -> int:
-        """D."""
-        return self.embedding_VD.shape[1]
 
     @property
     def dtype(self) -> torch.dtype:
