@@ -11,6 +11,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from qerl.errors import QeRLError
 from qerl.rollout.portable.engine import PortableEngine
+from qerl.run_folder import read_metrics
 from qerl.settings.config import QeRLConfig
 from qerl.trainer.callbacks import MetricsFile
 from qerl.trainer.grpo import QeRLTrainer
@@ -33,13 +34,13 @@ def last_token(completion_ids, **_):
 
 @pytest.fixture
 def make(tiny_model, tiny_tokenizer, tmp_path):
-    def build(reward=last_token, eval_dataset=None, **changes):
+    def build(reward=last_token, eval_dataset=None, callbacks=None, **changes):
         values = {"max_steps": 2, "learning_rate": 1e-2, "noise_stages": 2, "noise_sigma_start": 0.3}
         model = tiny_model("llama")
         engine = PortableEngine(model, tiny_tokenizer.pad_token_id)
         return QeRLTrainer(
             model, [reward], QeRLConfig(**settings(tmp_path, **(values | changes))), DATA, engine=engine,
-            eval_dataset=eval_dataset, processing_class=tiny_tokenizer,
+            eval_dataset=eval_dataset, processing_class=tiny_tokenizer, callbacks=callbacks,
         )  # fmt: skip
 
     return build
@@ -229,6 +230,14 @@ def test_a_tools_tokens_are_in_no_ratio_and_no_mean(make, mode, loss_type, tmp_p
         differences.mean().item(), rel=1e-4
     )
     assert logged["sampling/sampling_logp_difference/max"] < 10
+
+
+def test_a_trainer_made_in_python_writes_what_a_run_writes(make, tmp_path):
+    trainer = make(noise=False, callbacks=[MetricsFile(tmp_path)])
+    logged = trained(trainer)
+    first, *written = read_metrics(tmp_path)
+    assert first == {"step": 0, "update_path": trainer.update_path.record()}
+    assert [row["reward"] for row in written[:2]] == [row["reward"] for row in logged]
 
 
 def test_metrics_that_cannot_be_written_end_the_run_in_a_sentence(tmp_path):

@@ -39,6 +39,7 @@ from trl import GRPOConfig
 from qerl.errors import QeRLError
 from qerl.rollout.engine import RolloutEngine
 from qerl.trainer.arguments import complete
+from qerl.trainer.callbacks import MetricsFile
 from qerl.trainer.trl.evaluation import name_metrics
 from qerl.trainer.trl.reference import none_by_trl
 from qerl.trainer.update.correction import Mismatch
@@ -127,6 +128,9 @@ class QeRLTrainer(UpdateTrainer):
             parameter.data = parameter.data.to(dtype)
         self._start_rollouts(given.engine)
         self._start_update()
+        for callback in self.callback_handler.callbacks:
+            if isinstance(callback, MetricsFile):
+                callback.facts["update_path"] = self.update_path.record()
 
     def _send_telemetry(self) -> None:
         """Replaces TRL's report to its server: nothing is sent anywhere."""

@@ -117,8 +117,7 @@ def build(config: QeRLConfig, console: Console) -> tuple[QeRLTrainer, InterruptG
     tokenizer = load_tokenizer(model, trust_remote_code=config.trust_remote_code)
     train_set, eval_set = _datasets(config, task, tokenizer)
     policy = make_policy(config, model, console)
-    folder = Path(str(config.output_dir))
-    guard, metrics = InterruptGuard(console), MetricsFile(folder)
+    guard = InterruptGuard(console)
     trainer = QeRLTrainer(
         model=policy,
         reward_funcs=rewards,
@@ -127,13 +126,12 @@ def build(config: QeRLConfig, console: Console) -> tuple[QeRLTrainer, InterruptG
         eval_dataset=eval_set,
         engine=make_engine(policy, tokenizer.pad_token_id, config.max_sequences, config.kv_cache_dtype),
         processing_class=tokenizer,
-        callbacks=[metrics, ProgressBar(console), guard],
+        callbacks=[MetricsFile(Path(str(config.output_dir))), ProgressBar(console), guard],
         acted_on=RUN_FIELDS,
     )
     for callback in (PrinterCallback, ProgressCallback):  # the run shows its own bar
         trainer.remove_callback(callback)
     path = trainer.update_path
-    metrics.facts = {"update_path": path.record()}
     if trainer.is_world_process_zero() and not path.is_slow:  # the trainer warns of a slow one
         console.print(path.sentence(), highlight=False)
     return trainer, guard
