@@ -58,9 +58,9 @@ def probe_file(tiny_model, tiny_tokenizer, tmp_path_factory) -> Path:
     return file
 
 
-def run(file: Path, folder: Path, **changes) -> int:
+def run(file: Path, folder: Path, console: Console = QUIET, **changes) -> int:
     values = yaml12.load(file.read_text()) | changes
-    return command.run_probe(str(file), values, folder, None, False, QUIET)
+    return command.run_probe(str(file), values, folder, None, False, console)
 
 
 @pytest.fixture(scope="module")
@@ -119,24 +119,22 @@ def test_the_page_and_the_figures_come_from_the_results_alone(finished, tmp_path
     assert (tmp_path / "figures" / "probe-wp-formats-prefix_more.svg").read_text().startswith("<svg xmlns=")
 
 
-def test_an_interrupted_probe_goes_on(probe_file, finished, tmp_path, monkeypatch):
+def test_an_interrupted_probe_goes_on(probe_file, finished, tmp_path):
     """Stopped within a job: what is measured stays as it is, and the rest comes out as if never stopped."""
-    said = command._said
-    names: list[float] = []
 
-    def stop_at_third(cell):
-        names.append(cell["strength"])
-        if len(names) == 4:
-            raise KeyboardInterrupt
-        return said(cell)
+    class Interrupted(Console):
+        """Presses Ctrl-C when the fourth cell is reported."""
+
+        def print(self, *objects, **options):
+            super().print(*objects, **options)
+            if "4 of 6 cells" in str(objects[0]):
+                raise KeyboardInterrupt
 
     small = {"formats": {}, "policies": {"start": None}}
-    monkeypatch.setattr(command, "_said", stop_at_third)
     with pytest.raises(KeyboardInterrupt):
-        run(probe_file, tmp_path, **small)
+        run(probe_file, tmp_path, Interrupted(quiet=True), **small)
     kept = {path.name: path.read_bytes() for path in (tmp_path / "cells").iterdir()}
     assert len(kept) == 4 and not (tmp_path / "results.json.gz").exists()
-    monkeypatch.setattr(command, "_said", said)
     assert run(probe_file, tmp_path, **small) == 0
     assert all((tmp_path / "cells" / name).read_bytes() == content for name, content in kept.items())
     whole = read_results(finished / RESULTS_FILE)["cells"]

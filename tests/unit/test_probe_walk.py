@@ -41,9 +41,13 @@ def walker(model):
     return Walker(model, PROMPTS, [STOP], 0, TOKENS, seed=3, batch_rows=24)
 
 
-def test_a_clean_walk_is_what_the_engine_samples(model, walker):
-    walk = walker.walk(Rows.of(range(3), 4))
-    params = SamplingParams(TOKENS, stop_token_ids=(STOP,), seed=3)
+@pytest.mark.parametrize("stops", [(STOP,), tuple(range(60))], ids=["few end early", "most end early"])
+@pytest.mark.parametrize("kind", [CLEAN, AQN], ids=["clean", "with twins"])
+def test_a_clean_walk_is_what_the_engine_samples(model, stops, kind):
+    """Also where rows leave the batch because they have ended."""
+    walker = Walker(model, PROMPTS, stops, 0, TOKENS, seed=3, batch_rows=24)
+    walk = walker.walk(Rows.of(range(3), 4), kind)
+    params = SamplingParams(TOKENS, stop_token_ids=stops, seed=3)
     for row, completion in enumerate(PortableEngine(model, 0).generate(PROMPTS, 4, params).completions):
         valid = walk.valid[row]
         assert walk.tokens[row][valid].tolist() == completion.token_ids
@@ -104,6 +108,21 @@ def _sampler_logits(model, walker, kind, strength, rows, row, ids, start):
         return torch.cat([cached.logits[0, -1:], rest])
     with noisy_norms(model, offsets):
         return model(ids).logits[0, start:-1]
+
+
+def test_relative_noise_has_the_size_of_the_weight(model):
+    norms = NormNoise(model)
+    eps = normals(0, "norms", [(0, -1), (1, -1)], norms.width, model.device)
+    rows = torch.tensor([1, 0, 1]), torch.tensor([0.5, 0.25, 0.0])
+    absolute, relative = (norms.offsets(eps, *rows, scale) for scale in ("absolute", "relative"))
+    at = 0
+    for name, z in absolute.items():
+        weight = model.get_submodule(name).weight
+        mine = eps[:, at : at + len(weight)]
+        at += len(weight)
+        assert torch.equal(z[:, 0], torch.stack([0.5 * mine[1], 0.25 * mine[0], 0 * mine[1]])), name
+        assert torch.equal(relative[name], z * weight.abs()), name
+    assert at == norms.width and len(absolute) == 4
 
 
 def test_a_draw_belongs_to_a_problem_or_to_a_sample(walker):

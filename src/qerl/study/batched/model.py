@@ -198,7 +198,7 @@ def _turned(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.
 
 def _frozen(linears: Sequence[torch.nn.Module], dtype: torch.dtype) -> Frozen:
     """The product of linears with one input, dense."""
-    weight_NK = torch.cat([_dense(linear, dtype) for linear in linears])
+    weight_NK = torch.cat([dense_weight(linear, dtype) for linear in linears])
     biases = [
         linear.get_parameter("bias").detach().to(dtype) for linear in linears if linear.bias is not None
     ]
@@ -206,7 +206,7 @@ def _frozen(linears: Sequence[torch.nn.Module], dtype: torch.dtype) -> Frozen:
     return Frozen(weight_NK, torch.cat(biases) if biases else None, outputs)
 
 
-def _dense(linear: torch.nn.Module, dtype: torch.dtype) -> torch.Tensor:
+def dense_weight(linear: torch.nn.Module, dtype: torch.dtype) -> torch.Tensor:
     """The weight [N, K] of a linear in any format."""
     if isinstance(linear, PackedLinear):
         return linear.dense(dtype)

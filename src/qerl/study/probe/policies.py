@@ -18,11 +18,11 @@ from qerl.errors import QeRLError
 from qerl.eval.base_check import check_base
 from qerl.families.parts import base_model
 from qerl.fp4.groups import is_quantized
-from qerl.fp4.linear import PackedLinear
 from qerl.lora.adapter import check_adapter, load_adapter
 from qerl.models.load import check_format, load_model, load_tokenizer
 from qerl.seeding import generator
 from qerl.study.arms import Arm, Run
+from qerl.study.batched.model import dense_weight
 from qerl.study.batched.trainer import BatchedTrainer, Settings
 from qerl.study.probe.spec import Format, Probe
 from qerl.tasks import get_task
@@ -161,20 +161,10 @@ class Policies:
 def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
     """The dequantised weights [N, K], fp32, of the linears that the formats differ in, by name."""
     return {
-        name: _dense(module)
+        name: dense_weight(module, torch.float32)
         for name, module in base_model(model).named_modules()
         if is_quantized(name) and hasattr(module, "in_features")
     }
-
-
-def _dense(linear: nn.Module) -> torch.Tensor:
-    if isinstance(linear, PackedLinear):
-        return linear.dense()
-    if type(linear) is nn.Linear:
-        return linear.weight.detach().float()
-    layer: Any = linear  # of bitsandbytes, whose codes are its own affair
-    outputs = layer(torch.eye(layer.in_features, device=layer.weight.device, dtype=torch.bfloat16))
-    return (outputs if layer.bias is None else outputs - layer.bias).float().T
 
 
 def relative_errors(exact: nn.Module, rounded: nn.Module) -> dict[str, float]:
