@@ -31,7 +31,6 @@ PADDED_ON = {
     "sampling_per_token_logps": "right",
     "sampling_entropies": "right",
     "old_per_token_logps": "right",
-    NOISY_LOGPS_KEY: "right",
     "ref_per_token_logps": "right",
     "tool_mask": "right",
 }
