@@ -19,7 +19,7 @@ from qerl.study.spec import read_study
 from tests.support.study import FakeMake, tiny_study
 
 SHIPPED = Path(__file__).parents[2] / "bench" / "studies"
-TASKS = ("wp1", "wp12")
+TASKS = ("wp1", "wp12", "needle")
 
 
 @pytest.fixture
