@@ -60,6 +60,15 @@ def test_a_sweep_is_drawn_by_rate_and_needs_no_scipy(tmp_path, monkeypatch):
     assert "0.0001 (3 seeds)" in text and "Comparisons" not in text
 
 
+def test_what_is_rounding_alone_is_not_drawn(tmp_path):
+    results = computed(tmp_path, comparisons={})
+    for value, drawn in ((1e-12, False), (1e-3, True)):
+        for run in results.runs:
+            run.steps["sampling/kl"] = [0.0, 0.0, value, 0.0]
+        page.write_page(results, tmp_path / "study.html")
+        assert ("KL of sampler and trainer" in (tmp_path / "study.html").read_text()) == drawn
+
+
 def test_a_study_under_way_has_a_page(tmp_path):
     results = computed(tmp_path, comparisons={})
     half = Results(results.study, results.runs[:3])

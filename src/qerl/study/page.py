@@ -29,6 +29,9 @@ LOGGED = (
 )
 """What is drawn of evaluations and of steps, where it was recorded."""
 
+ROUNDING = 1e-9
+"""Values of a step that are no larger are rounding."""
+
 DIFFERENCES = "differences"
 """Name of the drawing of paired differences."""
 
@@ -107,7 +110,7 @@ def _drawings(results: Results, comparisons: Sequence[Comparison]) -> Iterator[t
             if bands := list(_evaluated(metric, labelled)):
                 yield _name(metric, suffix), (f"{metric.title}{of}", band_chart(metric, bands))
         for metric in LOGGED:
-            if bands := list(_logged(metric, labelled)):
+            if bands := _logged(metric, labelled):
                 yield _name(metric, suffix), (f"{metric.title}{of}", band_chart(metric, bands))
     if bands := list(_by_rate(results)):
         labels = [f"{rate:g}" for rate in sorted(results.study.learning_rates)]
@@ -167,11 +170,14 @@ def _evaluated(metric: Metric, labelled: Labelled) -> Iterator[Band]:
             yield band(index, label, runs[0].eval_at, np.array(rows))
 
 
-def _logged(metric: Metric, labelled: Labelled) -> Iterator[Band]:
+def _logged(metric: Metric, labelled: Labelled) -> list[Band]:
+    """Curves of a step's values; none where all of them are rounding, as the KL of a study without noise is."""
+    bands = []
     for index, label, runs in labelled:
         rows = [found for result in runs if (found := _whole(result.steps.get(metric.key, [])))]
         if rows:
-            yield band(index, label, range(1, len(rows[0]) + 1), np.array(rows))
+            bands.append(band(index, label, range(1, len(rows[0]) + 1), np.array(rows)))
+    return bands if any(max(map(abs, one.mean)) > ROUNDING for one in bands) else []
 
 
 def _whole(values: Values) -> list[float]:
