@@ -1,5 +1,6 @@
 """`qerl study`: which files make a study, what is drawn again, what mistakes are called."""
 
+import itertools
 import os
 import shutil
 import signal
@@ -19,7 +20,8 @@ from qerl.study.spec import read_study
 from tests.support.study import FakeMake, tiny_study
 
 SHIPPED = Path(__file__).parents[2] / "bench" / "studies"
-TASKS = ("wp1", "wp12", "needle")
+NOISE = ("noise", "ablations")
+TASKS = ("wp1", "wp12")
 
 
 @pytest.fixture
@@ -112,13 +114,10 @@ def test_studies_of_the_package_are_whole(name):
     read_study(str(path), read_mapping(path, "study"))
 
 
-@pytest.mark.parametrize("task", TASKS)
-@pytest.mark.parametrize(
-    "study", [path.stem for path in SHIPPED.glob("*.yaml") if path.stem not in (*TASKS, "bf16", "probe")]
-)
-def test_studies_of_the_project_are_whole(study, task):
+@pytest.mark.parametrize("files", [*itertools.product(NOISE, TASKS), ("needle",), ("noise", "wp12", "bf16")])
+def test_studies_of_the_project_are_whole(files):
     values = {}
-    for name in (study, task):
+    for name in files:
         values |= read_mapping(SHIPPED / f"{name}.yaml", "study")
     study = read_study("x", values)
     assert len(study.test_seeds) >= 32 and len(study.tuning_seeds) == 8

@@ -171,7 +171,7 @@ def _evaluated(metric: Metric, labelled: Labelled) -> Iterator[Band]:
 
 
 def _logged(metric: Metric, labelled: Labelled) -> list[Band]:
-    """Curves of a step's values; none where all of them are rounding, as the KL of a study without noise is."""
+    """Curves of a step's values; none where all are rounding, as the KL of a study without noise is."""
     bands = []
     for index, label, runs in labelled:
         rows = [found for result in runs if (found := _whole(result.steps.get(metric.key, [])))]
