@@ -17,6 +17,7 @@ from qerl.study.batched.rewards import Judges, Problems
 from qerl.study.batched.sampler import Samples, clean_norms
 from qerl.study.batched.score import Texts, score
 from qerl.study.batched.trainer import BatchedTrainer
+from qerl.study.weights import dense_weight
 from tests.support.batched import RATE, TOKENIZER, Sums, a_batch, an_arm, the_trainer, tiny_base
 from tests.support.models import make_tiny_model
 
@@ -244,3 +245,16 @@ def test_judging_processes_give_the_rewards_of_this_one():
     assert beside(asked, texts) == expected
     assert beside._pool is not None
     assert len({reward for (reward,) in expected}) == 5
+
+
+def test_dense_weights_of_nf4_are_what_its_layers_multiply_with(to_nf4):
+    dense, rounded = make_tiny_model(), to_nf4(make_tiny_model())
+    for name in ("self_attn.q_proj", "mlp.down_proj"):
+        layer = rounded.model.layers[1].get_submodule(name)
+        found = dense_weight(layer, torch.float32)
+        torch.testing.assert_close(layer(torch.eye(layer.in_features)).T, found, rtol=1e-5, atol=1e-6)
+        assert 0.05 < relative(found, dense.model.layers[1].get_submodule(name).weight) < 0.15
+    model = BatchedModel(rounded, 1, 4, [0])
+    prompt, completion = [5, 9, 7, 30], [11, 3, 20, 6]
+    expected = log_probabilities(rounded, prompt, completion)
+    assert relative(scored(model, prompt, completion)[0], expected) < 1e-4

@@ -23,9 +23,9 @@ from qerl.errors import QeRLError
 from qerl.families.layer import PRODUCTS
 from qerl.families.sizes import Sizes
 from qerl.families.table import FAMILIES
-from qerl.fp4.linear import PackedLinear
 from qerl.seeding import derive_seed
 from qerl.study.batched.adapters import Adapted, Adapters, Place
+from qerl.study.weights import dense_weight
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """`attend(layer, queries [S, T, H, W], keys [S, T, G, W], values [S, T, G, W])` -> [S, T, H W]."""
@@ -204,19 +204,6 @@ def _frozen(linears: Sequence[torch.nn.Module], dtype: torch.dtype) -> Frozen:
     ]
     outputs = tuple(cast(int, linear.out_features) for linear in linears)
     return Frozen(weight_NK, torch.cat(biases) if biases else None, outputs)
-
-
-def dense_weight(linear: torch.nn.Module, dtype: torch.dtype) -> torch.Tensor:
-    """The weight [N, K] of a linear in any format."""
-    if isinstance(linear, PackedLinear):
-        return linear.dense(dtype)
-    weight = linear.get_parameter("weight").detach()
-    state = getattr(weight, "quant_state", None)
-    if state is None:
-        return weight.to(dtype)
-    from bitsandbytes.functional import dequantize_4bit  # an optional package, which has made this weight
-
-    return dequantize_4bit(weight, state).to(dtype)
 
 
 def _check(base: PreTrainedModel) -> None:

@@ -22,9 +22,9 @@ from qerl.lora.adapter import check_adapter, load_adapter
 from qerl.models.load import check_format, load_model, load_tokenizer
 from qerl.seeding import generator
 from qerl.study.arms import Arm, Run
-from qerl.study.batched.model import dense_weight
 from qerl.study.batched.trainer import BatchedTrainer, Settings
 from qerl.study.probe.spec import Format, Probe
+from qerl.study.weights import dense_weight
 from qerl.tasks import get_task
 
 
