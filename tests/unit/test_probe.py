@@ -79,7 +79,7 @@ def test_a_probe_measures_what_it_says(finished):
         if cell.get("target"):
             assert cell["calibrated"] == pytest.approx(cell["target"], rel=0.05), name
             assert len(set(cell["solutions"]["problem"])) == 3
-    assert results["strata"]["wp"] and set(results["strata"]["wp"]) <= {1, 2}
+    assert len(results["strata"]["wp"]) == 6 and set(results["strata"]["wp"]) <= {"steps_1", "steps_2"}
     numbers = {row.cell: row.numbers for row in read_rows(results)}
     clean = numbers["start-wp-clean"]
     assert clean["kl"].value == pytest.approx(0, abs=1e-6) and clean["ess"].value == pytest.approx(
@@ -230,7 +230,10 @@ def test_estimates_by_hand():
     }
     reference = {**clean, "numbers": {**cell["numbers"], "right": [5, 0]}}
     cells = {"p-t-clean": clean, "p-t-clean-reference": reference, "p-t-a-0.1": cell}
-    rows = {row.what: row.numbers for row in read_rows({"cells": cells, "probe": {"samples": 8}})}
+    rows = {
+        row.what: row.numbers
+        for row in read_rows({"cells": cells, "probe": {"samples": 8}, "strata": {"t": ["one", "two"]}})
+    }
     found = rows["a"]
     assert found["pass@1"].value == 0.5 and found["success"].value == 0.25 and found["solved"].value == 1.0
     assert found["pass@4"].value == pytest.approx((1 + 1 - 15 / 70) / 2)
@@ -242,5 +245,6 @@ def test_estimates_by_hand():
     assert found["ess_token"].value == pytest.approx(40**2 / (40 * 80)) and found[
         "ess"
     ].value == pytest.approx(0.6)
+    assert found["success/one"].value == 0.25 and found["pass@1/two"].value == 0.25
     assert found["success"].low == pytest.approx(0.25) and found["pass@1"].low == pytest.approx(0.25)
     assert "success" not in rows["clean"] and np.isfinite(rows["clean"]["pass@1"].value)

@@ -1,7 +1,6 @@
 """What a task gives to a probe: prompts to sample, prompts to calibrate on, and worked solutions to read."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from datasets import Dataset
@@ -16,6 +15,7 @@ from qerl.study.probe.walk import Ints
 from qerl.tasks import get_task
 from qerl.tasks.arithmetic import Arithmetic, draw_problems
 from qerl.tasks.base import Task
+from qerl.tasks.guard import stratum
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Material:
     prompts: list[list[int]]
     calibration: list[list[int]]
     solutions: Ints
-    strata: list[Any]
+    strata: list[str]
     judge: Judge
 
 
@@ -59,7 +59,7 @@ def make_material(probe: Probe, name: str, tokenizer: PreTrainedTokenizerBase) -
         prompts=_ids(chat, problems),
         calibration=_ids(chat, training),
         solutions=_solutions(probe, task, tokenizer),
-        strata=[] if task.strata is None else list(problems[task.strata]),
+        strata=[stratum(task.strata, value) for value in problems[task.strata]] if task.strata else [],
         judge=Judge(task, tokenizer, list(problems)),
     )
 

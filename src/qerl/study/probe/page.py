@@ -15,6 +15,7 @@ WIDTH, LEFT, RIGHT, LINE, TOP, BOTTOM = 560, 190, 16, 20, 8, 42
 
 PERTURBED = {
     "kl": "KL a token",
+    "pass@1": "pass@1",
     "success": "pass@1, more",
     "gain": f"log pass@{GROUP}, more",
     "per_nat": "the same per nat",
@@ -152,6 +153,8 @@ def forest(items: Sequence[tuple[str, Estimate]], title: str) -> str:
 
 
 def _table(rows: Sequence[Row], columns: dict[str, str]) -> str:
+    for row in rows:  # of the parts of a task
+        columns = columns | {key: f"{key}, more" for key in row.numbers if key.startswith("success/")}
     shown = [key for key in columns if any(key in row.numbers for row in rows)]
     head = "".join(f"<th class='num'>{escape(columns[key])}</th>" for key in shown)
     body = "".join(

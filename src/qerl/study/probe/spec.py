@@ -118,7 +118,7 @@ class Probe:
     solution_problems: Count = 64
     solution_draws: Annotated[PositiveInt, Field(ge=2)] = 16
     prefix_samples: PositiveInt = 8
-    batch_rows: PositiveInt = 16384
+    batch_rows: PositiveInt = 8192
     seed: Seed = 0
 
     def values(self) -> dict[str, Any]:

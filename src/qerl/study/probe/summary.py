@@ -71,13 +71,14 @@ def read_rows(results: Results) -> list[Row]:
     """What the cells of a probe say, in their order, clean references left out.
 
     Returns:
-        Each row has `pass@k`, `solved` (share of problems with a right sample), `answers` (distinct ones a
-        problem), `kl` and `entropy` a token, `ess` (share of the samples), `ess_token` (share of the tokens).
-        Rows of perturbations have, paired with clean, `success` (difference of pass@1), `gain` (of log
-        pass@8), `per_nat` (the same divided by KL), `hard` (difference of pass@1 on hard problems), and from
-        worked solutions `shift`, `spread` and `lift`. Rows of formats have, paired with the first format,
-        `success`, `gain`, and `entropy_more`; at temperature 1 also `prefix_entropy`, `prefix_more` and
-        `prefix_kl` along given prefixes and `error`, that of the weights.
+        Each row has `pass@k`, `pass@1/PART` for the parts of a task, `solved` (share of problems with a right
+        sample), `answers` (distinct ones a problem), `kl` and `entropy` a token, `ess` (share of the
+        samples), `ess_token` (share of the tokens). Rows of perturbations have, paired with clean, `success`
+        (difference of pass@1), `success/PART`, `gain` (of log pass@8), `per_nat` (the same divided by KL),
+        `hard` (difference of pass@1 on hard problems), and from worked solutions `shift`, `spread` and
+        `lift`. Rows of formats have, paired with the first format, `success`, `gain`, and `entropy_more`; at
+        temperature 1 also `prefix_entropy`, `prefix_more` and `prefix_kl` along given prefixes and `error`,
+        that of the weights.
     """
     cells = results["cells"]
     rows = []
@@ -85,19 +86,12 @@ def read_rows(results: Results) -> list[Row]:
         if name.endswith("-reference"):
             continue
         clean = _clean_of(results, cell)
-        boot = _Boot(cell, clean, results["probe"]["samples"])
-        numbers = boot.own()
-        if clean is not None and clean is not cell:
+        boot = _Boot(cell, clean, results["probe"]["samples"], results["strata"][cell["task"]])
+        numbers = boot.own() | boot.solutions() | boot.prefixes()
+        if clean is not cell:
             numbers |= boot.paired()
-        if cell["policy"] is not None:
-            numbers |= (
-                boot.hard(cells[f"{cell['policy']}-{cell['task']}-clean-reference"])
-                if clean is not cell
-                else {}
-            )
-            numbers |= boot.solutions()
-        else:
-            numbers |= boot.prefixes()
+            if cell["policy"] is not None:
+                numbers |= boot.hard(cells[f"{cell['policy']}-{cell['task']}-clean-reference"])
         strength = cell.get("strength", cell.get("temperature"))
         rows.append(
             Row(name, cell["policy"], cell["task"], cell["what"], cell.get("target"), strength, numbers)
@@ -115,8 +109,12 @@ def _clean_of(results: Results, cell: dict[str, Any]) -> dict[str, Any]:
 class _Boot:
     """Estimates of one cell."""
 
-    def __init__(self, cell: dict[str, Any], clean: dict[str, Any], samples: int) -> None:
+    def __init__(
+        self, cell: dict[str, Any], clean: dict[str, Any], samples: int, strata: Sequence[str]
+    ) -> None:
         self._cell, self._clean, self._samples = cell, clean, samples
+        names = dict.fromkeys(strata)
+        self._parts = {name: np.array([float(own == name) for own in strata]) for name in names}
         self._one = np.ones(len(cell["numbers"]["right"]))
         self._times = _times(len(self._one))
 
@@ -125,6 +123,8 @@ class _Boot:
         numbers, one = _arrays(self._cell["numbers"]), self._one
         ks = [k for k in KS if k <= self._samples]
         out = {f"pass@{k}": self._of(_ratio, _pass(self._cell, k, self._samples), one) for k in ks}
+        for name, part in self._parts.items():
+            out[f"pass@1/{name}"] = self._of(_ratio, _pass(self._cell, 1, self._samples) * part, part)
         out["solved"] = self._of(_ratio, (numbers["right"] > 0).astype(np.float64), one)
         out["answers"] = self._of(_ratio, numbers["answers"], one)
         out["ess"] = self._of(_ratio, numbers["ess"], one)
@@ -150,6 +150,8 @@ class _Boot:
                 own["entropy"], own["tokens"], clean["entropy"], clean["tokens"],
             ),
         }  # fmt: skip
+        for name, part in self._parts.items():
+            out[f"success/{name}"] = self._of(_ratio, (here[0] - there[0]) * part, part)
         if self._cell["policy"] is not None:
             out["per_nat"] = self._of(
                 lambda a, b, kl, tokens: _gain(a, b) / (kl / tokens),

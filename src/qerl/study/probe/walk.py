@@ -44,6 +44,8 @@ Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
 _ONE_DRAW = SamplingParams(max_tokens=1)
+_ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
 _SHRINK = 0.7
 """Finished rows leave the batch when no more than this share still runs."""
 
@@ -99,10 +101,6 @@ class Walk:
         names = cls.__dataclass_fields__
         return cls(**{name: np.concatenate([getattr(walk, name) for walk in walks]) for name in names})
 
-    def mean(self, values: Floats) -> float:
-        """Mean of a field over the tokens of all rows."""
-        return float(values[self.valid].mean(dtype=np.float64))
-
 
 class Walker:
     """Walks of one policy over one set of prompts.
@@ -128,7 +126,7 @@ class Walker:
         pad_token_id: int,
         max_tokens: int,
         seed: int = 0,
-        batch_rows: int = 16384,
+        batch_rows: int = 8192,
     ) -> None:
         self._model, self.prompts = model, prompts
         self._device = base_model(model).device
@@ -165,7 +163,7 @@ class Walker:
             if base_model(self._model)._supports_attention_backend:
                 stack.enter_context(grouped_decode(base_model(self._model).config))
             if self._device.type == "cuda":  # cuDNN's would be planned anew for each length of the cache
-                stack.enter_context(sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]))
+                stack.enter_context(sdpa_kernel(_ATTENTION))
             stack.enter_context(dense_weights_kept(self._model))
             stack.enter_context(_unrounded_head(self._model))
             yield
