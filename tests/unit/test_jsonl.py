@@ -139,7 +139,7 @@ def test_jsonl_takes_held_out_problems_from_a_second_file(jsonl, tmp_path: Path)
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({}, "has no held-out problems; set test_size, or name a second file"),
+        ({}, "has no held-out problems; set test_size in task_options, or name a second file"),
         ({"test_size": 2}, "test_size 2 leaves no training problem of the 2 different ones"),
         ({"test_size": -1}, "test_size is -1"),
         ({"test_size": 0.5}, "test_size is 0.5"),

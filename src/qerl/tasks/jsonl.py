@@ -73,8 +73,8 @@ class Jsonl(Task):
             return _dataset(self._read(self.test_path), self.test_path)
         if not self.test_size:
             raise QeRLError(
-                f"Task {self.name} has no held-out problems; set test_size, or name a second file with "
-                "test_path."
+                f"Task {self.name} has no held-out problems; set test_size in task_options, or name a "
+                "second file there with test_path."
             )
         rows = self._read(self.path)
         held_out = self._held_out(rows)
