@@ -60,6 +60,15 @@ def test_a_sweep_is_drawn_by_rate_and_needs_no_scipy(tmp_path, monkeypatch):
     assert "0.0001 (3 seeds)" in text and "Comparisons" not in text
 
 
+def test_samples_with_and_without_noise_are_drawn_side_by_side(tmp_path):
+    results = computed(tmp_path, comparisons={})
+    for run in results.tested("aqn"):
+        run.steps.update(noisy=[0.1, 0.2, 0.3, 0.4], clean=[0.2, 0.2, 0.2, 0.2])
+    paths = {path.stem: path.read_text() for path in page.write_figures(results, tmp_path / "figures")}
+    assert {name for name in paths if name.startswith("found")} == {"found-aqn"}
+    assert "noisy samples (3 seeds)" in paths["found-aqn"] and "clean samples" in paths["found-aqn"]
+
+
 def test_what_is_rounding_alone_is_not_drawn(tmp_path):
     results = computed(tmp_path, comparisons={})
     for value, drawn in ((1e-12, False), (1e-3, True)):

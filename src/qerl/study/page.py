@@ -35,6 +35,7 @@ ROUNDING = 1e-9
 DIFFERENCES = "differences"
 """Name of the drawing of paired differences."""
 
+FOUND = Metric("found", "Accuracy of noisy and of clean samples of the same groups", "%", share=True)
 AREA = Metric("area", "Area under the curve of accuracy", "%", share=True)
 
 
@@ -112,6 +113,9 @@ def _drawings(results: Results, comparisons: Sequence[Comparison]) -> Iterator[t
         for metric in LOGGED:
             if bands := _logged(metric, labelled):
                 yield _name(metric, suffix), (f"{metric.title}{of}", band_chart(metric, bands))
+    for name in results.study.arms:
+        if bands := list(_found(results.tested(name))):
+            yield f"found-{name}", (f"{FOUND.title}, {name}", band_chart(FOUND, bands))
     if bands := list(_by_rate(results)):
         labels = [f"{rate:g}" for rate in sorted(results.study.learning_rates)]
         seeds = "tuning seeds" if results.study.tunes else "all seeds"
@@ -178,6 +182,12 @@ def _logged(metric: Metric, labelled: Labelled) -> list[Band]:
         if rows:
             bands.append(band(index, label, range(1, len(rows[0]) + 1), np.array(rows)))
     return bands if any(max(map(abs, one.mean)) > ROUNDING for one in bands) else []
+
+
+def _found(runs: list[RunResult]) -> Iterator[Band]:
+    """Accuracy of the noisy and of the clean samples of the same groups, of an arm that has both."""
+    for index, key in enumerate(("noisy", "clean")):
+        yield from _logged(Metric(key, key), [(index, f"{key} samples", runs)])
 
 
 def _whole(values: Values) -> list[float]:

@@ -11,6 +11,7 @@ Ctrl-C or SIGTERM the present batch is saved after its step, and so it is every 
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import date
 from statistics import fmean
 from typing import Any, Protocol
 
@@ -237,7 +238,7 @@ class Runner:
         """A line for those who see no bar: what is left, at the pace of all processes so far."""
         if self._bar.disable and 0 < open_ < self._open_at_start:
             pace = (time.monotonic() - self._start) / (self._open_at_start - open_)
-            self.console.print(f"{open_} runs are left, about {pace * open_ / 60:.0f} minutes.")
+            self.console.print(f"{open_} runs are left, about {pace * open_ / 60:.0f} min.")
 
     @property
     def _rates_tested(self) -> int:
@@ -325,10 +326,10 @@ class _Work:
         self.saved = time.monotonic()
 
     def finish(self, facts: Mapping[str, Any]) -> None:
-        seconds = time.monotonic() - self.start
+        seconds, runs = time.monotonic() - self.start, len(self.names)
         self.results = [
-            self._result(i, dict(facts) | {"seconds": round(seconds / len(self.names), 3)})
-            for i in range(len(self.names))
+            self._result(i, {**facts, "date": date.today().isoformat(), "seconds": round(seconds / runs, 3)})
+            for i in range(runs)
         ]
         for result in self.results:
             self.store.write(result)
