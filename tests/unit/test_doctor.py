@@ -126,6 +126,25 @@ def test_versions_asked_for_and_installed(monkeypatch):
     assert rows["gguf"].remedy == "pip install 'gguf>=0.19'"
 
 
+def test_versions_newer_than_those_tested(monkeypatch):
+    asked = ["transformers>=5.17,<5.24", "torch>=2.11", "datasets>=5.0", "trl==1.16.0"]
+    tested = ['torch<2.16; extra == "tested"', 'datasets<5.3; extra == "tested"']
+    monkeypatch.setattr(metadata, "requires", lambda name: asked + tested)
+    versions = {
+        "transformers": "5.24.0",
+        "torch": "2.16.0+cpu",
+        "datasets": "5.2.0",
+        "trl": "1.17.0",
+        "qerl": "0.2.0",
+    }
+    monkeypatch.setattr(doctor, "_version", versions.get)
+    rows = {r.name: r for r in doctor._required()}
+    assert list(rows) == ["transformers", "torch", "datasets", "trl"]
+    assert [r.state for r in rows.values()] == ["untested", "untested", "ok", "missing"]
+    assert "5.24.0 is newer than what the tests have passed with" in rows["transformers"].finding
+    assert rows["torch"].remedy == "pip install 'torch<2.16,>=2.11'"
+
+
 def test_commands_install_what_the_extras_ask_for(monkeypatch):
     asked = ["torch>=2.11", 'quack-kernels==0.6.5; extra == "gpu"']
     monkeypatch.setattr(metadata, "requires", lambda name: asked)
