@@ -11,11 +11,12 @@ from rich.console import Console
 from qerl import yaml12
 from qerl.errors import QeRLError
 from qerl.lora.adapter import add_lora
+from qerl.models.fingerprint import checkpoint_fingerprint
 from qerl.run_folder import ADAPTER_FILE
 from qerl.study.probe import command
 from qerl.study.probe.policies import add_errors, relative_errors, weights_of
 from qerl.study.probe.spec import make_probe, read_probe
-from qerl.study.probe.store import RESULTS_FILE, read_results
+from qerl.study.probe.store import RESULTS_FILE, Store, read_results
 from qerl.study.probe.summary import read_rows
 from tests.support.models import move_adapter, pack
 
@@ -149,15 +150,12 @@ def test_an_interrupted_probe_goes_on(probe_file, finished, tmp_path):
 
 def test_a_claimed_job_is_left_to_its_process(probe_file, tmp_path):
     small = {"formats": {}, "policies": {"start": None}, "perturbations": {}}
-    values = yaml12.load(probe_file.read_text()) | small
-    probe = read_probe("", values)
-    store = command.Store(tmp_path, {"probe": probe.values(), "fingerprint": None})
+    probe = read_probe("", yaml12.load(probe_file.read_text()) | small)
+    fingerprint = checkpoint_fingerprint(probe_file.parent / "model")
+    store = Store(tmp_path, {"probe": probe.values(), "fingerprint": fingerprint})
     with store.claimed("start-wp-clean") as mine:
-        assert mine
-        with command.Store(tmp_path, {"probe": probe.values(), "fingerprint": None}).claimed(
-            "start-wp-clean"
-        ) as also:
-            assert not also
+        assert mine and run(probe_file, tmp_path, **small) == 0
+    assert not list((tmp_path / "cells").iterdir()) and not (tmp_path / RESULTS_FILE).exists()
 
 
 def test_a_folder_of_another_probe_is_refused(probe_file, finished):

@@ -12,6 +12,7 @@ finds no more right answers a nat than temperature does cannot help by explorati
 learn.
 
 `perturb` says what a perturbation is; `walk` draws samples under it and under the clean policy at once;
-`measure` turns them into numbers by problem; `spec` reads a probe's YAML; `plan` and `command` decide what is
-computed, where it is kept, and go on after an interruption; `summary` and `page` draw what was found.
+`measure` turns them into numbers by problem; `spec` reads a probe's YAML, `material` asks the tasks and
+`policies` loads the models; `command` decides what is measured, and goes on after an interruption with what
+`store` kept; `summary` and `page` say what was found.
 """

@@ -27,8 +27,8 @@ class Material:
         calibration: Prompts of training problems.
         solutions: Token ids [problems, T] of the first held-out problems' worked solutions with the stop
             token, filled with stop tokens; no rows where the task has none.
-        strata: The part of the task that each problem belongs to, by the task's own division; empty if it has
-        none. judge: Says what is right.
+        strata: Name of the part of the task that each problem belongs to; empty if it has no parts.
+        judge: Says what is right.
     """
 
     prompts: list[list[int]]

@@ -38,8 +38,7 @@ class Perturbation:
             the whole completion), or `temperature`.
         noise_scale: As in `qerl.study.arms.Arm`: Z = sigma eps (`absolute`) or sigma |w| eps (`relative`).
         noise_per: One draw for the samples of a problem (`step`) or one for each `sample`.
-        noise_where: Whether the norms' noise acts on the prompt too (`all`) or on the completion only
-        (`decode`).
+        noise_where: Whether the norms' noise acts on prompts too (`all`) or on completions only (`decode`).
     """
 
     kind: Kind

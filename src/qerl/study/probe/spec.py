@@ -95,8 +95,8 @@ class Probe:
         samples: Samples of each problem.
         max_completion_length: Most new tokens of a sample.
         calibration_problems, calibration_samples: From which strengths are found.
-        solution_problems, solution_draws: Worked solutions that are read, and under how many draws of the
-        noise. prefix_samples: Samples of each problem, written by the first format, along which all are read.
+        solution_problems, solution_draws: Worked solutions that are read, and draws of the noise for each.
+        prefix_samples: Samples of each problem, written by the first format, along which all are read.
         batch_rows: Most rows of a batch on a GPU; each takes memory for the keys and values of its prompt.
         seed: Of samples and noise.
     """

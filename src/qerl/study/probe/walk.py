@@ -81,10 +81,10 @@ class Walk:
 
     Attributes:
         tokens: Token ids; without meaning where `valid` is false.
-        valid: Tokens of the completion, the stop token included. A row whose logits are not finite ends
-        before. mu, pi: Log-probability of the token under the sampler and under the clean policy at
-        temperature 1. kl: KL(mu || pi) in nats at this token's place, over the whole vocabulary. entropy,
-        entropy_pi: Of both policies there, in nats.
+        valid: Tokens of the completion, the stop token included; none from where logits are not finite.
+        mu, pi: Log-probability of the token under the sampler and under the clean policy at temperature 1.
+        kl: KL(mu || pi) in nats at this token's place, over the whole vocabulary.
+        entropy, entropy_pi: Of both policies there, in nats.
     """
 
     tokens: Ints
@@ -111,8 +111,8 @@ class Walker:
         stop_token_ids: A completion ends with the first of these.
         pad_token_id: Any id; it fills masked positions.
         max_tokens: T.
-        seed: Of the uniform numbers and of the noise, which depend on it, on the problem and on the sample
-        alone. batch_rows: B at most, clean twins included.
+        seed: Of uniform numbers and noise, which depend on it, on the problem and on the sample alone.
+        batch_rows: B at most, clean twins included.
 
     Attributes:
         prompts: As given.
