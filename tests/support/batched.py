@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import torch
 from datasets import Dataset
 
 from qerl.lora.adapter import add_lora
@@ -61,12 +62,17 @@ def an_arm(**changes: Any) -> Arm:
 
 
 def a_batch(
-    *runs: Run, family: str = "llama", entropies=None, device: str = "cpu", **changes: Any
+    *runs: Run,
+    family: str = "llama",
+    entropies=None,
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    **changes: Any,
 ) -> BatchedTrainer:
     """A batch on a tiny model; one run of `an_arm` if none is given."""
     chosen = runs or (Run(an_arm(), 7, RATE),)
     settings = Settings(**(SIZES | changes))
-    return BatchedTrainer(tiny_base(family).to(device), TOKENIZER, Sums(), chosen, settings, entropies)
+    return BatchedTrainer(tiny_base(family).to(device, dtype), TOKENIZER, Sums(), chosen, settings, entropies)
 
 
 def the_trainer(folder: Path, seed: int, family: str = "llama", **changes: Any) -> QeRLTrainer:

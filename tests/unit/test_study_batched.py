@@ -258,3 +258,20 @@ def test_dense_weights_of_nf4_are_what_its_layers_multiply_with(to_nf4):
     prompt, completion = [5, 9, 7, 30], [11, 3, 20, 6]
     expected = log_probabilities(rounded, prompt, completion)
     assert relative(scored(model, prompt, completion)[0], expected) < 1e-4
+
+
+def test_a_batch_in_bfloat16_learns_what_one_in_float32_does():
+    runs = Run(an_arm(noise=False), 7, RATE), Run(an_arm(noise=False), 8, RATE)
+    wide, narrow = a_batch(*runs), a_batch(*runs, dtype=torch.bfloat16)
+    samples, (_, gradients) = [], watch(wide)
+    generate = wide._sampler.generate
+    wide._sampler.generate = lambda *args: samples.append(generate(*args)) or samples[-1]
+    narrow._sampler.generate = lambda *_: samples[-1]
+    _, rounded = watch(narrow)
+    for batch in (wide, narrow):
+        batch._adapters.values_SE.add_(0.02)
+        batch.step()
+    assert narrow.model.dtype == torch.bfloat16
+    assert narrow._adapters.values_SE.dtype == torch.float32
+    assert relative(rounded[0], gradients[0]) < 0.15  # bfloat16 weights of a model that rounds badly
+    assert torch.equal(narrow._adapters.gradients_SE, torch.zeros_like(rounded[0]))

@@ -64,18 +64,27 @@ class Adapters:
         rank: R; the update of a weight is B A, scaled by 1.
         seeds: One per run, as a recipe's `seed`.
         device: Where they lie.
+        dtype: Of the activations that they are multiplied with.
 
     Attributes:
         values_SE: The matrices, fp32.
-        gradients_SE: Their gradients, fp32; the matrices of `leaves` accumulate into it.
+        cast_SE: The same in `dtype`, as of the last `refresh`; where that is fp32, themselves.
+        gradients_SE: Their gradients, fp32.
     """
 
     def __init__(
-        self, places: Sequence[Place], rank: int, seeds: Sequence[int], device: torch.device
+        self,
+        places: Sequence[Place],
+        rank: int,
+        seeds: Sequence[int],
+        device: torch.device,
+        dtype: torch.dtype,
     ) -> None:
         self.places, self.rank = tuple(places), rank
         self.values_SE = torch.stack([_fresh(self.places, rank, seed) for seed in seeds]).to(device)
+        self.cast_SE = self.values_SE.to(dtype)
         self.gradients_SE = torch.zeros_like(self.values_SE)
+        self._cast_gradients_SE = torch.zeros_like(self.cast_SE)
         self._leaves: dict[tuple[int, int], list[Adapted]] = {}
 
     def views(self, storage_SE: torch.Tensor) -> list[Adapted]:
@@ -93,11 +102,21 @@ class Adapters:
         assert start == storage_SE.shape[1] and runs == len(storage_SE)
         return found
 
+    def refresh(self) -> None:
+        """Bring `cast_SE`, which the forward pass reads, to where the values are."""
+        if self.cast_SE is not self.values_SE:
+            self.cast_SE.copy_(self.values_SE)
+
+    def collect(self, runs: slice) -> None:
+        """Add what a backward pass through the `leaves` of these runs has left to `gradients_SE`."""
+        self.gradients_SE[runs] += self._cast_gradients_SE[runs]
+        self._cast_gradients_SE[runs].zero_()
+
     def leaves(self, runs: slice) -> list[Adapted]:
-        """The matrices of some runs as leaves of autograd, whose gradients are views of `gradients_SE`."""
+        """The matrices of some runs as leaves of autograd, in the dtype of activations; see `collect`."""
         key = runs.start, runs.stop
         if key not in self._leaves:
-            values, gradients = self.views(self.values_SE[runs]), self.views(self.gradients_SE[runs])
+            values, gradients = self.views(self.cast_SE[runs]), self.views(self._cast_gradients_SE[runs])
             self._leaves[key] = [
                 Adapted(_leaf(value.a, slot.a), [_leaf(*pair) for pair in zip(value.b, slot.b, strict=True)])
                 for value, slot in zip(values, gradients, strict=True)

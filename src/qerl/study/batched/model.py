@@ -48,12 +48,9 @@ class Frozen:
         """What each linear of the product makes of x, [S, T, N] each."""
         y_STN = F.linear(x_STK.flatten(0, 1), self.weight_NK, self.bias_N).unflatten(0, x_STK.shape[:2])
         parts = list(y_STN.split(self.outputs, dim=-1))
-        xa_STR = torch.bmm(x_STK, adapted.a.to(x_STK.dtype).mT)
+        xa_STR = torch.bmm(x_STK, adapted.a.mT)
         each = xa_STR.chunk(len(parts), dim=-1)
-        return [
-            torch.baddbmm(part, xa, b.to(x_STK.dtype).mT)
-            for part, xa, b in zip(parts, each, adapted.b, strict=True)
-        ]
+        return [torch.baddbmm(part, xa, b.mT) for part, xa, b in zip(parts, each, adapted.b, strict=True)]
 
 
 class BatchedModel:
@@ -117,7 +114,7 @@ class BatchedModel:
                 self.norm_names.append(prefix + name)
                 norms.append(layer.get_submodule(name).weight.detach().float())
         self.norm_weights_ND = torch.stack(norms)
-        self.adapters = Adapters(places, lora_r, seeds, self.device)
+        self.adapters = Adapters(places, lora_r, seeds, self.device, self.dtype)
         if frozen_noise:
             self._add_noise(frozen_noise)
 

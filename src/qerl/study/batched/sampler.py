@@ -190,9 +190,7 @@ class _Decoder:
         self._cosine, self._sine = model.angles(width + tokens)
         norms = len(model.norm_names)
         self._norms_NSRD = torch.zeros(norms, s, shape.norm_rows, sizes.hidden, device=device)
-        # Products read the adapters in the dtype of activations; in fp32 that is where they lie.
-        self._cast_SE = model.adapters.values_SE.to(dtype)
-        self._adapted = model.adapters.views(self._cast_SE)
+        self._adapted = model.adapters.views(model.adapters.cast_SE)
         self._hidden_UP = torch.zeros(s * u, width, dtype=torch.bool, device=device)
         self._length_SR = torch.zeros(s, u * n, dtype=torch.long, device=device)
         self._temperature_S = torch.ones(s, device=device)
@@ -236,7 +234,7 @@ class _Decoder:
     ) -> None:
         """Compute the prompts and draw the first token of each row."""
         model, shape = self._model, self._shape
-        self._cast_SE.copy_(model.adapters.values_SE)
+        model.adapters.refresh()
         own = norms.of_own_R[:1] if shape.norm_rows == 1 else norms.of_own_R
         index = torch.tensor(own, device=model.device)
         self._norms_NSRD.copy_(norms.weights_NSVD.index_select(2, index))

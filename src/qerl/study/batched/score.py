@@ -131,8 +131,9 @@ def score(
     """Log-probabilities and entropies [S, R, C] of completions, without gradient."""
     logps, entropies = (torch.zeros(texts.mask_SRC.shape, device=model.device) for _ in range(2))
     adapters = model.adapters
+    adapters.refresh()
     for piece in texts.pieces(tokens_at_once):
-        adapted = adapters.views(adapters.values_SE[piece.runs])
+        adapted = adapters.views(adapters.cast_SE[piece.runs])
         at = piece.runs, piece.samples
         logps[at], entropies[at] = score_piece(model, texts, piece, adapted, norms, temperature_S)
     return logps, entropies

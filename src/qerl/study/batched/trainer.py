@@ -284,6 +284,7 @@ class BatchedTrainer:
             self.runs, samples, texts, advantages_SR, exploration.noisy_R, self._explorers.share
         )
         outcome.noisy_SRC = noisy_SRC
+        self._adapters.refresh()
         with torch.enable_grad(), warnings.catch_warnings():
             # Gradients lie as the matrices do, in rows of runs, and torch would have them without gaps.
             warnings.filterwarnings("ignore", "grad and param do not obey the gradient layout contract")
@@ -292,6 +293,7 @@ class BatchedTrainer:
                 logps, entropies = score_piece(model, texts, piece, leaves, norms, temperature_S)
                 loss_S = loss_of(outcome, piece, logps, entropies)
                 loss_S.sum().backward()
+                self._adapters.collect(piece.runs)
         if clean_SRC is not None:
             outcome.logps_SRC, outcome.entropies_SRC = clean_SRC
         return outcome
