@@ -7,6 +7,7 @@ in the pages (:mod:`bench.tables`). A caption names card, date, commit and files
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from bench import probe_tables, study_tables
 from bench.captions import card, commits_of, files, row, rows, source, table
 from bench.result import Row
 from qerl.families.sizes import SIZES
@@ -329,6 +330,17 @@ def least_memory(shape: str) -> str:
     return f"{max(found['rollout_gb'], found['update_gb']):.1f} GB"
 
 
+def study_speed() -> str:
+    """Seconds per seed-step of a study, by the number of runs side by side."""
+    keys = ("seed_step_s", "step_s", "rollout_s", "reward_s", "update_s")
+    lines = [
+        (r["runs"], *(f"{r[key]:.3f}" for key in keys), f"{r['evaluation_s']:.1f}", f"{r['peak_gb']:.0f}")
+        for r in rows("study-h200")
+    ]
+    head = ("runs", "s per seed-step", "step", "rollout", "rewards", "update", "evaluation", "peak, GB")
+    return table(head, lines, f"{source('study-h200')} {files('study-h200')}")
+
+
 def _newest_demo() -> list[Row]:
     return rows("demo-cpu", commit=rows("demo-cpu")[-1]["commit"])
 
@@ -348,6 +360,11 @@ TABLES: dict[str, Callable[[], str]] = {
     "demo": demo,
     "memory": memory,
     "learning": learning,
+    "noise-arms": lambda: study_tables.arms("noise-wp12"),
+    "noise-comparisons": lambda: study_tables.comparisons("noise-wp12", "primary", "designs", "formats"),
+    "probe-noise": lambda: probe_tables.perturbations("probe", "start", "wp12"),
+    "probe-formats": lambda: probe_tables.formats("probe", "wp12"),
+    "study-speed": study_speed,
 }
 
 NUMBERS: dict[str, Callable[[], str]] = {
@@ -355,5 +372,6 @@ NUMBERS: dict[str, Callable[[], str]] = {
     "least-memory-32b": lambda: least_memory("32b"),
     "demo-before": lambda: f"{rows('demo-cpu')[-1]['before']:.0f} %",
     "demo-after": _demo_after,
+    "two-step-most": lambda: f"{100 * study_tables.most('noise-wp12', 'accuracy/steps_2'):.1f} %",
     "demo-minutes": lambda: f"{rows('demo-cpu')[-1]['minutes']} minutes",
 }

@@ -66,6 +66,13 @@ def arms(name: str) -> str:
     return table(head, lines, source(name))
 
 
+def most(name: str, metric: str) -> float:
+    """The largest mean of a score at the end, over the arms' test seeds."""
+    results = study(name)
+    ends = [[run.evaluations[metric][-1] for run in results.tested(arm)] for arm in results.study.arms]
+    return max(fmean(value or 0.0 for value in end) for end in ends if len(end) > 1)
+
+
 def source(name: str) -> str:
     """Caption: how many runs, on what, and the file."""
     results = study(name)

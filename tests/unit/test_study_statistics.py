@@ -103,3 +103,11 @@ class TestWithScipy:
         assert one.collapses == (2, 1) and one.p_collapse == 1.0
         del found.runs[-2:]
         assert statistics.compare(found) == []  # one seed says nothing
+
+    def test_a_planned_comparison_counts_before_it_is_computed(self):
+        noise = 0.01 * np.tile([1.0, -1.0, 0.5, -0.5], 2)
+        arms = {"none": None, "aqn": {"noise": True, "noise_stages": 2}, "later": {"lora_r": 8}}
+        planned = {"primary": [["aqn", "none"], ["later", "none"]]}
+        (alone,) = statistics.compare(results(0.55 + noise, np.full(8, 0.5)))
+        (one,) = statistics.compare(results(0.55 + noise, np.full(8, 0.5), arms=arms, comparisons=planned))
+        assert alone.holm == alone.p and one.holm == pytest.approx(2 * one.p)
