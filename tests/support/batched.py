@@ -20,6 +20,8 @@ from tests.support.models import make_tiny_model, make_tiny_tokenizer, pack
 RATE = 1e-2
 SIZES = {"steps": 4, "prompts_per_step": 2, "samples_per_prompt": 4, "max_completion_length": 6}
 TOKENIZER = make_tiny_tokenizer()
+SYSTEM = {"role": "system", "content": "Say anything at all."}
+"""Makes what all prompts share the larger part of each."""
 
 
 class Sums(Task):
@@ -34,7 +36,7 @@ class Sums(Task):
         questions = ["one two", "three", "four five six", "seven eight", "nine", "ten eleven"]
         return Dataset.from_list(
             [
-                {"prompt": [{"role": "user", "content": text}], "answer": str(i), "steps": i % 2 + 1}
+                {"prompt": [SYSTEM, {"role": "user", "content": text}], "answer": str(i), "steps": i % 2 + 1}
                 for i, text in enumerate(questions)
             ]
         )

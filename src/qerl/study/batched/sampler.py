@@ -21,9 +21,10 @@ import torch
 
 from qerl.rollout.engine import SamplingParams, check_request
 from qerl.rollout.sampling import draw_tokens, uniform_streams
-from qerl.study.batched.attention import attend_prompts, attend_samples, by_head
+from qerl.study.batched.attention import attend_samples, by_head
 from qerl.study.batched.model import BatchedModel
 from qerl.study.batched.norms import Norms
+from qerl.study.batched.prompts import Prompts, pad_prompts, shared_tokens
 
 _LOOK_EVERY = 8
 """Decode steps between two looks at whether all rows have ended, for each of which the host waits."""
@@ -57,24 +58,6 @@ class Samples:
             [ids[:length] for ids, length in zip(rows, lengths, strict=True)]
             for rows, lengths in zip(self.tokens_SRC.tolist(), lengths_SR, strict=True)
         ]
-
-
-class Padded(NamedTuple):
-    """Prompts padded behind their end: tokens [S, U, T], and how many each has [S, U]; int64."""
-
-    ids_SUT: torch.Tensor
-    lengths_SU: torch.Tensor
-
-
-def pad_prompts(
-    prompts: Sequence[Sequence[Sequence[int]]], copies: int, width: int, pad: int, device: torch.device
-) -> Padded:
-    """Prompts of all runs side by side, each `copies` times."""
-    rows = [prompt for run in prompts for prompt in run for _ in range(copies)]
-    ids = torch.tensor([[*prompt, *[pad] * (width - len(prompt))] for prompt in rows])
-    lengths = torch.tensor([len(prompt) for prompt in rows])
-    shape = len(prompts), -1
-    return Padded(ids.view(*shape, width).to(device), lengths.view(shape).to(device))
 
 
 class Shape(NamedTuple):
@@ -138,7 +121,10 @@ class Sampler:
             norms = clean_norms(model, rows)
         sharing = norms.sharing(samples_per_prompt)
         width = max(self._width, max(map(len, every)))
-        padded = pad_prompts(prompts, samples_per_prompt // sharing, width, self._pad, model.device)
+        ids_SPT, lengths_SP = pad_prompts(prompts, width, self._pad, model.device)
+        padded = Prompts(ids_SPT, lengths_SP, shared_tokens(prompts, norms)).copies(
+            samples_per_prompt // sharing
+        )
         steady = len(set(norms.of_own_R)) == 1
         shape = Shape(
             len(prompts), padded.lengths_SU.shape[1], sharing, width, params.max_tokens,
@@ -226,7 +212,7 @@ class _Decoder:
 
     def start(
         self,
-        prompts: Padded,
+        prompts: Prompts,
         norms: Norms,
         uniforms_BC: torch.Tensor,
         temperature_S: torch.Tensor,
@@ -251,26 +237,21 @@ class _Decoder:
         last_SUD = self._prefill(prompts, norms)
         self._draw(model.logits(last_SUD).repeat_interleave(shape.samples, dim=1))
 
-    def _prefill(self, prompts: Padded, norms: Norms) -> torch.Tensor:
+    def _prefill(self, prompts: Prompts, norms: Norms) -> torch.Tensor:
         """Keys and values of the prompts into the cache; what the last layer makes of each one's end."""
-        model, shape = self._model, self._shape
-        s, u, n, width = shape[:4]
+        model = self._model
 
         def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            q, k, v = (x.reshape(s * u, width, *x.shape[2:]) for x in (q, k, v))
-            self._prompt[layer, 0].copy_(k.transpose(1, 2))
-            self._prompt[layer, 1].copy_(v.transpose(1, 2))
-            return attend_prompts(q, k, v).view(s, u * width, -1)
+            out, keys, values = prompts.attend(q, k, v)
+            self._prompt[layer, 0].copy_(keys)
+            self._prompt[layer, 1].copy_(values)
+            return out
 
-        of_prompt = norms.of_prompt_R[::n]
-        angles = (
-            self._cosine[:width].repeat(u, 1)[None, :, None],
-            self._sine[:width].repeat(u, 1)[None, :, None],
-        )
-        x_STD = torch.nn.functional.embedding(prompts.ids_SUT.flatten(1), model.embedding_VD)
-        x_STD = model.layers(x_STD, angles, attend, self._adapted, norms.weight(of_prompt, [width] * u))
-        last = (prompts.lengths_SU - 1)[..., None, None].expand(-1, -1, 1, x_STD.shape[-1])
-        return x_STD.unflatten(1, (u, width)).gather(2, last)[:, :, 0]
+        at_L = prompts.positions_L
+        angles = self._cosine[at_L][None, :, None], self._sine[at_L][None, :, None]
+        weight = norms.weight(*prompts.stretches(norms.of_prompt_R[:: self._shape.samples]))
+        x_SLD = torch.nn.functional.embedding(prompts.ids_SL, model.embedding_VD)
+        return prompts.ends(model.layers(x_SLD, angles, attend, self._adapted, weight))
 
     def run(self, prompts: list[list[list[int]]], per_prompt: int) -> Samples:
         """Draw until every row has ended; the samples are copies of the buffers."""

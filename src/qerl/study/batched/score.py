@@ -18,10 +18,11 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from qerl.study.batched.adapters import Adapted
-from qerl.study.batched.attention import attend_prompts, attend_samples, by_head
+from qerl.study.batched.attention import attend_samples, by_head
 from qerl.study.batched.model import BatchedModel
 from qerl.study.batched.norms import Norms
-from qerl.study.batched.sampler import Samples, pad_prompts
+from qerl.study.batched.prompts import Prompts, pad_prompts, shared_tokens
+from qerl.study.batched.sampler import Samples
 
 _LOGITS_AT_ONCE = 2**27
 """Logits of the head that exist at a time, in fp32, and as many of each that are computed from them."""
@@ -42,12 +43,14 @@ class Texts:
 
     Attributes:
         per_prompt: Samples of each prompt.
-        ids_SPT, lengths_SP: Prompts, padded behind their end.
+        prompts: Token ids by run and prompt.
+        ids_SPT, lengths_SP: The same, padded behind their end.
         tokens_SRC, mask_SRC: Completions.
         counts_SRC: The mask on the CPU.
     """
 
     per_prompt: int
+    prompts: list[list[list[int]]]
     ids_SPT: torch.Tensor
     lengths_SP: torch.Tensor
     tokens_SRC: torch.Tensor
@@ -60,9 +63,9 @@ class Texts:
         counts_SRC = samples.mask_SRC.cpu()
         longest = max(2, int(counts_SRC.sum(dim=-1).max()))
         width = max(len(prompt) for run in samples.prompts for prompt in run)
-        padded = pad_prompts(samples.prompts, 1, width, 0, device)
+        padded = pad_prompts(samples.prompts, width, 0, device)
         tokens, mask = samples.tokens_SRC[..., :longest], samples.mask_SRC[..., :longest]
-        return cls(samples.per_prompt, *padded, tokens, mask, counts_SRC[..., :longest])
+        return cls(samples.per_prompt, samples.prompts, *padded, tokens, mask, counts_SRC[..., :longest])
 
     def pieces(self, tokens_at_once: int) -> Iterator[Piece]:
         """All prompts of all runs, so many at a time that a forward pass has no more tokens than this."""
@@ -98,24 +101,23 @@ def score_piece(
     norms = norms.of_runs(piece.runs).of_samples(piece.samples)
     n = norms.sharing(texts.per_prompt)
     copies = texts.per_prompt // n
-    ids_sUT = texts.ids_SPT[piece.runs, piece.prompts].repeat_interleave(copies, dim=1)
-    lengths_sU = texts.lengths_SP[piece.runs, piece.prompts].repeat_interleave(copies, dim=1)
+    at = piece.runs, piece.prompts
+    shared = shared_tokens([run[piece.prompts] for run in texts.prompts[piece.runs]], norms)
+    prompts = Prompts(texts.ids_SPT[at], texts.lengths_SP[at], shared).copies(copies)
     tokens_sRC = texts.tokens_SRC[piece.runs, piece.samples]
-    s, u, width = ids_sUT.shape
-    columns = tokens_sRC.shape[2]
-    x_sLD = _layers(model, ids_sUT, lengths_sU, tokens_sRC[..., :-1], adapted, norms, n)
-    prompts_sUTD = x_sLD[:, : u * width].unflatten(1, (u, width))
-    last = (lengths_sU - 1)[..., None, None].expand(-1, -1, 1, x_sLD.shape[-1])
-    first_sR1D = prompts_sUTD.gather(2, last).repeat_interleave(n, dim=1)
-    others_sROD = x_sLD[:, u * width :].unflatten(1, (u * n, columns - 1))
+    s, samples, columns = tokens_sRC.shape
+    x_sLD = _layers(model, prompts, tokens_sRC[..., :-1], adapted, norms, n)
+    front = prompts.ids_SL.shape[1]
+    first_sR1D = prompts.ends(x_sLD[:, :front]).repeat_interleave(n, dim=1)[:, :, None]
+    others_sROD = x_sLD[:, front:].unflatten(1, (samples, columns - 1))
     hidden = torch.cat([first_sR1D, others_sROD], dim=2).flatten(0, 2)
     counts = texts.counts_SRC[piece.runs, piece.samples]
     index_M = counts.flatten().nonzero()[:, 0].to(model.device)
-    temperature_M = temperature_S[piece.runs].repeat_interleave(u * n * columns)[index_M]
+    temperature_M = temperature_S[piece.runs].repeat_interleave(samples * columns)[index_M]
     logps_M, entropies_M = _head(
         model, hidden.index_select(0, index_M), tokens_sRC.flatten()[index_M], temperature_M
     )
-    zeros = logps_M.new_zeros(s * u * n * columns)
+    zeros = logps_M.new_zeros(s * samples * columns)
     logps, entropies = (zeros.index_put((index_M,), values) for values in (logps_M, entropies_M))
     return logps.view(s, -1, columns), entropies.view(s, -1, columns)
 
@@ -141,35 +143,33 @@ def score(
 
 def _layers(
     model: BatchedModel,
-    ids_sUT: torch.Tensor,
-    lengths_sU: torch.Tensor,
+    prompts: Prompts,
     inputs_sRO: torch.Tensor,
     adapted: Sequence[Adapted],
     norms: Norms,
     n: int,
 ) -> torch.Tensor:
     """What the last layer makes of prompts and completions, [s, L, D]."""
-    (s, u, width), own = ids_sUT.shape, inputs_sRO.shape[2]
-    device = model.device
-    at_T, at_O = torch.arange(width, device=device), torch.arange(own, device=device)
-    at_sRO = lengths_sU.repeat_interleave(n, dim=1)[..., None] + at_O
-    at_sL = torch.cat([at_T.repeat(s, u), at_sRO.flatten(1)], dim=1)
+    (s, u, width), (_, samples, own) = prompts.ids_SUT.shape, inputs_sRO.shape
+    ids_sL, at_O = prompts.ids_SL, torch.arange(own, device=model.device)
+    front = ids_sL.shape[1]
+    at_sRO = prompts.lengths_SU.repeat_interleave(n, dim=1)[..., None] + at_O
+    at_sL = torch.cat([prompts.positions_L.expand(s, -1), at_sRO.flatten(1)], dim=1)
     cosine, sine = model.angles(width + own)
-    hidden_UP = (at_T >= lengths_sU[..., None]).flatten(0, 1)
+    at_T = torch.arange(width, device=model.device)
+    hidden_UT = (at_T >= prompts.lengths_SU[..., None]).flatten(0, 1)
     hidden_OO = at_O > at_O[:, None]
 
     def attend(_layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        prompts, samples = zip(*(x.split([u * width, u * n * own], dim=1) for x in (q, k, v)), strict=True)
-        q, k, v = (x.reshape(s * u, width, *x.shape[2:]) for x in prompts)
-        on_prompts = attend_prompts(q, k, v).view(s, u * width, -1)
-        prompt = k.transpose(1, 2), v.transpose(1, 2)
-        q, k, v = (x.reshape(s * u, n, own, *x.shape[2:]) for x in samples)
-        on_samples = attend_samples(q, prompt, (by_head(k), by_head(v)), hidden_UP, hidden_OO)
-        return torch.cat([on_prompts, on_samples.view(s, u * n * own, -1)], dim=1)
+        first, rest = zip(*(x.split([front, samples * own], dim=1) for x in (q, k, v)), strict=True)
+        on_prompts, *prompt = prompts.attend(*first)
+        q, k, v = (x.reshape(s * u, n, own, *x.shape[2:]) for x in rest)
+        on_samples = attend_samples(q, (prompt[0], prompt[1]), (by_head(k), by_head(v)), hidden_UT, hidden_OO)
+        return torch.cat([on_prompts, on_samples.view(s, samples * own, -1)], dim=1)
 
-    variants = [*norms.of_prompt_R[::n], *norms.of_own_R]
-    weight = norms.weight(variants, [width] * u + [own] * (u * n))
-    x_sLD = F.embedding(torch.cat([ids_sUT.flatten(1), inputs_sRO.flatten(1)], dim=1), model.embedding_VD)
+    variants, tokens = prompts.stretches(norms.of_prompt_R[::n])
+    weight = norms.weight([*variants, *norms.of_own_R], [*tokens, *[own] * samples])
+    x_sLD = F.embedding(torch.cat([ids_sL, inputs_sRO.flatten(1)], dim=1), model.embedding_VD)
     return model.layers(x_sLD, (cosine[at_sL][:, :, None], sine[at_sL][:, :, None]), attend, adapted, weight)
 
 
