@@ -11,7 +11,7 @@ from qerl.errors import QeRLError
 from qerl.study.results import RESULTS_FILE, Results, RunResult, by_key, read_results, write_results
 from qerl.study.runner import Runner, make_plan
 from qerl.study.spec import make_study
-from qerl.study.store import Store, run_name
+from qerl.study.store import Checkpoint, Store, run_name
 from tests.support.study import FakeMake, accuracy, tiny_study
 
 QUIET = Console(quiet=True)
@@ -114,6 +114,14 @@ def test_a_crash_between_the_files_of_a_batch_costs_the_missing_runs_alone(tmp_p
     (tmp_path / "runs" / "aqn-lr0.0001-s1.json").unlink()
     make = computed(tmp_path, study)
     assert [[run_name(run) for run in runs] for runs, _ in make.made] == [["aqn-lr0.0001-s1"]]
+
+
+def test_a_batch_of_other_runs_begins_anew(tmp_path):
+    store = Store(tmp_path, tiny_study())
+    kept = Checkpoint(["a", "b"], [], [], {"done": 0}, 1.0)
+    store.save_checkpoint("x", kept)
+    assert store.checkpoint("x", ["a", "b"]) == kept
+    assert store.checkpoint("x", ["b", "c"]) is None and store.checkpoint("y", ["a", "b"]) is None
 
 
 def test_processes_share_a_folder_by_claiming_batches(tmp_path, capsys):
