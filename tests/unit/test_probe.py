@@ -1,5 +1,6 @@
 """A probe from its YAML to its page: cells, what is kept of an interrupted one, and what is refused."""
 
+import io
 import json
 import math
 from pathlib import Path
@@ -13,6 +14,7 @@ from qerl.errors import QeRLError
 from qerl.lora.adapter import add_lora
 from qerl.models.fingerprint import checkpoint_fingerprint
 from qerl.run_folder import ADAPTER_FILE
+from qerl.study.command import study_command
 from qerl.study.probe import command
 from qerl.study.probe.policies import add_errors, relative_errors, weights_of
 from qerl.study.probe.spec import make_probe, read_probe
@@ -103,10 +105,12 @@ def test_policies_are_adapters_of_a_clean_run(probe_file, tmp_path):
     train = {"task": "wp", "steps": [1, 2], "prompts_per_step": 4, "samples_per_prompt": 2}
     probe = read_probe("", yaml12.load(probe_file.read_text()) | {"train": train})
     policies = command.Policies(probe, tmp_path, QUIET)
-    assert policies.names == ["start", "trained", "step_1", "step_2"]
+    assert probe.policy_names == ["start", "trained", "step_1", "step_2"]
     policies.policy("step_2")
     kept = [(tmp_path / "policies" / name / ADAPTER_FILE).stat().st_mtime_ns for name in ("step_1", "step_2")]
-    adapted = command.Policies(probe, tmp_path, QUIET).policy("step_1")
+    said = Console(file=io.StringIO())
+    adapted = command.Policies(probe, tmp_path, said).policy("step_1")
+    assert "Training" not in said.file.getvalue()
     assert kept[0] == (tmp_path / "policies" / "step_1" / ADAPTER_FILE).stat().st_mtime_ns
     assert any("lora_B" in name for name, _ in adapted.named_parameters())
 
@@ -135,7 +139,7 @@ def test_an_interrupted_probe_goes_on(probe_file, finished, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         run(probe_file, tmp_path, Interrupted(quiet=True), **small)
     kept = {path.name: path.read_bytes() for path in (tmp_path / "cells").iterdir()}
-    assert len(kept) == 4 and not (tmp_path / "results.json.gz").exists()
+    assert len(kept) == 4 and "Unfinished: 2 cells are missing" in (tmp_path / "probe.html").read_text()
     assert run(probe_file, tmp_path, **small) == 0
     assert all((tmp_path / "cells" / name).read_bytes() == content for name, content in kept.items())
     whole = read_results(finished / RESULTS_FILE)["cells"]
@@ -146,6 +150,30 @@ def test_an_interrupted_probe_goes_on(probe_file, finished, tmp_path):
     seconds = (tmp_path / "probe.html").stat().st_mtime_ns
     assert run(probe_file, tmp_path, **small) == 0, "nothing is left to measure"
     assert (tmp_path / "probe.html").stat().st_mtime_ns >= seconds
+
+
+def test_what_cannot_be_compared_yet_is_left_out(finished):
+    results = read_results(finished / RESULTS_FILE)
+    rows = {row.cell: row.numbers for row in read_rows(results)}
+    for name in ("start-wp-clean", "trained-wp-clean-reference", "format-wp-bf16-0-plain"):
+        del results["cells"][name]
+    part = {row.cell: row.numbers for row in read_rows(results)}
+    lost = {name: rows[name].keys() - part[name].keys() for name in part}
+    assert lost["start-wp-aqn-0.02"] >= {"success", "gain", "per_nat", "hard"}
+    assert lost["trained-wp-aqn-0.02"] == {"hard", "hard_clean"}
+    assert lost["format-wp-nvfp4-0-plain"] >= {"success", "gain", "entropy_more", "prefix_more"}
+    assert part["start-wp-aqn-0.02"]["kl"] == rows["start-wp-aqn-0.02"]["kl"]
+
+
+def test_another_number_of_rows_at_once_is_the_same_probe(probe_file, finished):
+    cells = {path.name: path.stat().st_mtime_ns for path in (finished / "cells").iterdir()}
+    assert run(probe_file, finished, batch_rows=64) == 0
+    assert cells == {path.name: path.stat().st_mtime_ns for path in (finished / "cells").iterdir()}
+
+
+def test_a_folder_is_drawn_without_its_model(finished, tmp_path):
+    assert study_command([str(finished)], tmp_path, None, False, QUIET) == 0
+    assert "aqn, 0.1 nats" in (tmp_path / "probe.html").read_text()
 
 
 def test_a_claimed_job_is_left_to_its_process(probe_file, tmp_path):

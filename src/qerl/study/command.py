@@ -15,6 +15,7 @@ from qerl.errors import QeRLError
 from qerl.settings.recipe import read_mapping
 from qerl.study.library import study_file
 from qerl.study.page import write_figures, write_page
+from qerl.study.probe.store import PROBE_FILE
 from qerl.study.results import RESULTS_FILE, Results, read_results
 from qerl.study.runner import Runner, make_plan
 from qerl.study.spec import Study, read_study
@@ -41,6 +42,11 @@ def study_command(
     Raises:
         QeRLError: What the user can mend in the study, its folder or the machine.
     """
+    if len(words) == 1 and (place := Path(words[0]).expanduser() / PROBE_FILE).is_file():
+        from qerl.study.probe.command import draw_folder
+
+        draw_folder(place.parent, output_dir or place.parent, figures, console)
+        return 0
     if len(words) == 1 and (found := _results_file(Path(words[0]).expanduser())):
         _draw_again(found, output_dir or found.parent, figures, console)
         return 0

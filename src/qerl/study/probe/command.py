@@ -25,12 +25,12 @@ from qerl.models.fingerprint import checkpoint_fingerprint
 from qerl.models.hub import local_checkpoint
 from qerl.models.load import load_tokenizer
 from qerl.study.probe.calibrate import find_strengths
-from qerl.study.probe.material import Material, make_material
+from qerl.study.probe.material import Material, make_material, strata_of
 from qerl.study.probe.measure import by_problem, on_prefixes, on_solutions
 from qerl.study.probe.page import write_figures, write_page
 from qerl.study.probe.perturb import CLEAN, Perturbation
 from qerl.study.probe.policies import Policies
-from qerl.study.probe.spec import Probe, read_probe
+from qerl.study.probe.spec import Probe, make_probe, read_probe
 from qerl.study.probe.store import PAGE_FILE, Cell, Store, read_results
 from qerl.study.probe.walk import Floats, Rows, Walk, Walker
 
@@ -62,7 +62,7 @@ class Job:
         return f"{self.policy}-{self.task}-{self.what}"
 
 
-def jobs_of(probe: Probe, policies: Sequence[str]) -> list[Job]:
+def jobs_of(probe: Probe) -> list[Job]:
     """All jobs of a probe, formats first, each policy's together."""
     formats = [
         Job(None, task, name, draw)
@@ -70,7 +70,7 @@ def jobs_of(probe: Probe, policies: Sequence[str]) -> list[Job]:
         for draw, task in product(range(format.draws), probe.tasks)
     ]
     whats = ["clean", *probe.perturbations]
-    return formats + [Job(*names) for names in product(policies, probe.tasks, whats)]
+    return formats + [Job(*names) for names in product(probe.policy_names, probe.tasks, whats)]
 
 
 def cells_of(probe: Probe, job: Job) -> list[str]:
@@ -95,7 +95,7 @@ def run_probe(
     dry_run: bool,
     console: Console,
 ) -> int:
-    """Measure what is missing of a probe, and draw it once nothing is.
+    """Measure what is missing of a probe, and draw what there is.
 
     Args:
         where: The probe's files, for messages.
@@ -114,7 +114,7 @@ def run_probe(
     probe = read_probe(where, values)
     policies = Policies(probe, folder, console)
     policies.check()
-    jobs = jobs_of(probe, policies.names)
+    jobs = jobs_of(probe)
     if dry_run:
         count = sum(len(cells_of(probe, job)) for job in jobs)
         console.print(
@@ -123,14 +123,40 @@ def run_probe(
         return 0
     found = local_checkpoint(probe.model)
     store = Store(folder, {"probe": probe.values(), "fingerprint": checkpoint_fingerprint(found)})
-    run = Run(probe, store, policies, console)
-    run.measure(jobs)
-    missing = [name for job in jobs for name in cells_of(probe, job) if not store.has(name)]
-    if missing:
-        console.print(f"{len(missing)} cells are with other processes; the last one writes the page.")
-        return 0
-    draw_probe(store.write_results(run.results(jobs)), folder, figures, console)
+    try:
+        Run(probe, store, policies, console).measure(jobs)
+    finally:  # what is measured can be looked at, whatever ended it
+        draw_folder(folder, folder, figures, console)
     return 0
+
+
+def draw_folder(probe_folder: Path, folder: Path, figures: Path | None, console: Console) -> None:
+    """Write the results of a probe's cells, finished or not, into one file, and draw its page.
+
+    Args:
+        probe_folder: The probe's folder.
+        folder, figures, console: As in `draw_probe`.
+
+    Raises:
+        QeRLError: A file is damaged or cannot be written.
+    """
+    store = Store.opened(probe_folder)
+    probe = make_probe(store.head["probe"])
+    names = [name for job in jobs_of(probe) for name in cells_of(probe, job)]
+    cells = {name: store.read(name) for name in names if store.has(name)}
+    if not cells:
+        console.print("No cell is measured yet.")
+        return
+    results = {
+        "probe": probe.values(),
+        "strata": {name: strata_of(probe, name) for name in probe.tasks},
+        "devices": list(dict.fromkeys(cell["device"] for cell in cells.values() if "device" in cell)),
+        "versions": versions(),
+        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "missing": len(names) - len(cells),
+        "cells": cells,
+    }
+    draw_probe(store.write_results(results), folder, figures, console)
 
 
 def draw_probe(file: Path, folder: Path, figures: Path | None, console: Console) -> None:
@@ -143,9 +169,11 @@ def draw_probe(file: Path, folder: Path, figures: Path | None, console: Console)
         console: Where it is said what was written.
 
     Raises:
-        QeRLError: The probe is not finished, or a file is damaged or cannot be written.
+        QeRLError: A file is damaged or cannot be written.
     """
     results = read_results(file)
+    if results["missing"]:
+        console.print(f"{results['missing']} cells are missing, with other processes or not yet measured.")
     write_page(results, folder / PAGE_FILE)
     written = [folder / PAGE_FILE, *(write_figures(results, figures) if figures else [])]
     for path in written:
@@ -165,6 +193,7 @@ class Run:
     def __init__(self, probe: Probe, store: Store, policies: Policies, console: Console) -> None:
         self._probe, self._store, self._policies, self._console = probe, store, policies, console
         self._written: dict[str, tuple[Walk, float]] = {}
+        self._device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
 
     @cached_property
     def _tokenizer(self) -> Any:
@@ -197,18 +226,6 @@ class Run:
                             highlight=False, soft_wrap=True,
                         )  # fmt: skip
 
-    def results(self, jobs: Sequence[Job]) -> dict[str, Any]:
-        """The content of the file of results, once all cells are measured."""
-        names = [name for job in jobs for name in cells_of(self._probe, job)]
-        return {
-            "probe": self._probe.values(),
-            "strata": {task: material.strata for task, material in self._materials.items()},
-            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-            "versions": versions(),
-            "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-            "cells": {name: self._store.read(name) for name in names},
-        }
-
     def _cells(self, job: Job, wanted: Sequence[str], reader: Executor) -> Iterator[tuple[str, Cell]]:
         """The cells of a job, their numbers still being read."""
         if job.policy is None:
@@ -219,7 +236,7 @@ class Run:
             cells = self._perturbed(job, wanted)
         start = time.perf_counter()
         for name, cell in cells:
-            shared = Cell(policy=job.policy, task=job.task, what=job.what, draw=job.draw)
+            shared = Cell(policy=job.policy, task=job.task, what=job.what, draw=job.draw, device=self._device)
             rows, walk = cell.pop("sampled")
             numbers = reader.submit(by_problem, rows, walk, self._materials[job.task].judge)
             seconds = round(time.perf_counter() - start, 2)

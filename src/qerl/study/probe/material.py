@@ -27,14 +27,12 @@ class Material:
         calibration: Prompts of training problems.
         solutions: Token ids [problems, T] of the first held-out problems' worked solutions with the stop
             token, filled with stop tokens; no rows where the task has none.
-        strata: Name of the part of the task that each problem belongs to; empty if it has no parts.
         judge: Says what is right.
     """
 
     prompts: list[list[int]]
     calibration: list[list[int]]
     solutions: Ints
-    strata: list[str]
     judge: Judge
 
 
@@ -59,9 +57,17 @@ def make_material(probe: Probe, name: str, tokenizer: PreTrainedTokenizerBase) -
         prompts=_ids(chat, problems),
         calibration=_ids(chat, training),
         solutions=_solutions(probe, task, tokenizer),
-        strata=[stratum(task.strata, value) for value in problems[task.strata]] if task.strata else [],
         judge=Judge(task, tokenizer, list(problems)),
     )
+
+
+def strata_of(probe: Probe, name: str) -> list[str]:
+    """Name of the part of a task that each sampled problem belongs to; empty if it has no parts."""
+    choice = probe.tasks[name]
+    task = get_task(choice.task, **choice.task_options)
+    if task.strata is None:
+        return []
+    return [stratum(task.strata, value) for value in held_out(task, probe.problems)[task.strata]]
 
 
 def _ids(chat: Chat, problems: Dataset) -> list[list[int]]:

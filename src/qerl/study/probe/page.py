@@ -62,9 +62,12 @@ def write_page(results: Results, out: Path) -> None:
     probe = results["probe"]
     intro = (
         f"{results['date']}: {probe['model']}, {probe['samples']} samples of each of {probe['problems']} "
-        f"problems a cell, on {results['device']}. Intervals are 95 %, by a bootstrap over problems, paired "
-        f"with clean samples. Hard are problems that at most {HARD:.0%} of other clean samples solve."
+        f"problems a cell, on {', '.join(results['devices'])}. Intervals are 95 %, by a bootstrap over "
+        f"problems, paired with clean samples. Hard are problems that at most {HARD:.0%} of "
+        "other clean samples solve."
     )
+    if results["missing"]:
+        intro = f"Unfinished: {results['missing']} cells are missing. {intro}"
     _write(out, document("What a perturbation of the sampler buys", intro, "\n".join(parts)))
 
 

@@ -44,12 +44,6 @@ class Policies:
         self._loaded: dict[str, nn.Module] = {}
         self._errors: dict[str, dict[str, float]] = {}
 
-    @property
-    def names(self) -> list[str]:
-        """All policies, those that are trained here last."""
-        trained = [f"step_{step}" for step in self._probe.train.steps] if self._probe.train else []
-        return [*self._probe.policies, *trained]
-
     def check(self) -> None:
         """Refuse formats and adapters that cannot be loaded here, before anything is.
 

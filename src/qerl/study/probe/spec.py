@@ -97,7 +97,7 @@ class Probe:
         calibration_problems, calibration_samples: From which strengths are found.
         solution_problems, solution_draws: Worked solutions that are read, and draws of the noise for each.
         prefix_samples: Samples of each problem, written by the first format, along which all are read.
-        batch_rows: Most rows of a batch on a GPU; each takes memory for the keys and values of its prompt.
+        batch_rows: Most rows of a batch, fewer where a GPU has no memory for them.
         seed: Of samples and noise.
     """
 
@@ -120,6 +120,11 @@ class Probe:
     prefix_samples: PositiveInt = 8
     batch_rows: PositiveInt = 8192
     seed: Seed = 0
+
+    @property
+    def policy_names(self) -> list[str]:
+        """All policies, those that are trained here last."""
+        return [*self.policies, *(f"step_{step}" for step in (self.train.steps if self.train else []))]
 
     def values(self) -> dict[str, Any]:
         """The probe as plain values, every default written out; `make_probe` makes the same of them."""

@@ -5,7 +5,7 @@
       cells/NAME.json        a measured cell
       jobs/NAME.lock         held by the process that computes the job's cells
       policies/step_N/       adapters of the clean run, where the probe trains one
-      results.json.gz        all cells, once the last one is measured
+      results.json.gz        all cells that were measured when a process ended
       probe.html             the page, made from results.json.gz
 
 A cell's file is written aside and renamed: it is whole or not there, and a cell that has one is never
@@ -38,19 +38,22 @@ class Store:
         folder: The folder, which is made.
         head: What all cells share: the probe's values and its model's fingerprint.
 
+    Attributes:
+        head: The same as plain values.
+
     Raises:
         QeRLError: The folder holds another probe, or cannot be written.
     """
 
     def __init__(self, folder: Path, head: dict[str, Any]) -> None:
         self.folder = folder
-        head = json.loads(json.dumps(head))
+        self.head = head = json.loads(json.dumps(head))
         try:
             for part in ("cells", "jobs"):
                 (folder / part).mkdir(parents=True, exist_ok=True)
             with FileLock(folder / "jobs" / "probe.lock"):
                 old = read_json(folder / PROBE_FILE)
-                differ = [key for key in head if old.get(key, head[key]) != head[key]]
+                differ = [key for key in head if _fixed(old.get(key, head[key])) != _fixed(head[key])]
                 if differ or (not old and any((folder / "cells").iterdir())):
                     why = f": its {differ[0]} is another one" if differ else ""
                     raise QeRLError(f"{folder} holds another probe{why}; choose another --output_dir.")
@@ -59,6 +62,18 @@ class Store:
             raise QeRLError(
                 f"{folder} cannot be written: {error.strerror}; choose another --output_dir."
             ) from error
+
+    @classmethod
+    def opened(cls, folder: Path) -> "Store":
+        """The probe that a folder holds.
+
+        Raises:
+            QeRLError: It holds none.
+        """
+        head = read_json(folder / PROBE_FILE)
+        if not head:
+            raise QeRLError(f"{folder} holds no probe; name the folder of one.")
+        return cls(folder, head)
 
     def has(self, name: str) -> bool:
         """Whether a cell is measured."""
@@ -115,6 +130,11 @@ def read_results(file: Path) -> dict[str, Any]:
         return json.loads(gzip.decompress(file.read_bytes()))
     except (OSError, EOFError, ValueError) as error:
         raise QeRLError(f"{file} holds no results of a probe ({error}); run one to its end first.") from error
+
+
+def _fixed(value: Any) -> Any:
+    """What must be the same for all cells: not how many rows are computed at once."""
+    return {k: v for k, v in value.items() if k != "batch_rows"} if isinstance(value, dict) else value
 
 
 def _replace(path: Path, content: bytes) -> None:

@@ -70,6 +70,8 @@ class Row:
 def read_rows(results: Results) -> list[Row]:
     """What the cells of a probe say, in their order, clean references left out.
 
+    Of a probe that is not finished, differences are left out where the other cell is missing.
+
     Returns:
         Each row has `pass@k`, `pass@1/PART` for the parts of a task, `solved` (share of problems with a right
         sample), `answers` (distinct ones a problem), `kl` and `entropy` a token, `ess` (share of the
@@ -85,13 +87,14 @@ def read_rows(results: Results) -> list[Row]:
     for name, cell in cells.items():
         if name.endswith("-reference"):
             continue
-        clean = _clean_of(results, cell)
-        boot = _Boot(cell, clean, results["probe"]["samples"], results["strata"][cell["task"]])
-        numbers = boot.own() | boot.solutions() | boot.prefixes()
-        if clean is not cell:
-            numbers |= boot.paired()
-            if cell["policy"] is not None:
-                numbers |= boot.hard(cells[f"{cell['policy']}-{cell['task']}-clean-reference"])
+        clean = cells.get(_clean_of(results, cell))
+        boot = _Boot(cell, results["probe"]["samples"], results["strata"][cell["task"]])
+        numbers = boot.own() | boot.solutions() | boot.prefixes(clean)
+        if clean is not None and clean is not cell:
+            numbers |= boot.paired(clean)
+            reference = cells.get(f"{cell['policy']}-{cell['task']}-clean-reference")
+            if reference is not None:
+                numbers |= boot.hard(clean, reference)
         strength = cell.get("strength", cell.get("temperature"))
         rows.append(
             Row(name, cell["policy"], cell["task"], cell["what"], cell.get("target"), strength, numbers)
@@ -99,20 +102,18 @@ def read_rows(results: Results) -> list[Row]:
     return rows
 
 
-def _clean_of(results: Results, cell: dict[str, Any]) -> dict[str, Any]:
+def _clean_of(results: Results, cell: dict[str, Any]) -> str:
+    """Name of the cell that one is compared with."""
     if cell["policy"] is not None:
-        return results["cells"][f"{cell['policy']}-{cell['task']}-clean"]
-    first = next(iter(results["probe"]["formats"]))
-    return results["cells"][f"format-{cell['task']}-{first}-0-plain"]
+        return f"{cell['policy']}-{cell['task']}-clean"
+    return f"format-{cell['task']}-{next(iter(results['probe']['formats']))}-0-plain"
 
 
 class _Boot:
     """Estimates of one cell."""
 
-    def __init__(
-        self, cell: dict[str, Any], clean: dict[str, Any], samples: int, strata: Sequence[str]
-    ) -> None:
-        self._cell, self._clean, self._samples = cell, clean, samples
+    def __init__(self, cell: dict[str, Any], samples: int, strata: Sequence[str]) -> None:
+        self._cell, self._samples = cell, samples
         names = dict.fromkeys(strata)
         self._parts = {name: np.array([float(own == name) for own in strata]) for name in names}
         self._one = np.ones(len(cell["numbers"]["right"]))
@@ -136,18 +137,16 @@ class _Boot:
         )  # fmt: skip
         return out
 
-    def paired(self) -> dict[str, Estimate]:
+    def paired(self, clean: dict[str, Any]) -> dict[str, Estimate]:
         """Differences from the clean cell."""
-        here, there = (
-            [_pass(cell, k, self._samples) for k in (1, GROUP)] for cell in (self._cell, self._clean)
-        )
-        own, clean = _arrays(self._cell["numbers"]), _arrays(self._clean["numbers"])
+        here, there = ([_pass(cell, k, self._samples) for k in (1, GROUP)] for cell in (self._cell, clean))
+        own, other = _arrays(self._cell["numbers"]), _arrays(clean["numbers"])
         out = {
             "success": self._of(_ratio, here[0] - there[0], self._one),
             "gain": self._of(_gain, here[1], there[1]),
             "entropy_more": self._of(
                 lambda a, n, b, m: a / n - b / m,
-                own["entropy"], own["tokens"], clean["entropy"], clean["tokens"],
+                own["entropy"], own["tokens"], other["entropy"], other["tokens"],
             ),
         }  # fmt: skip
         for name, part in self._parts.items():
@@ -162,10 +161,10 @@ class _Boot:
             )
         return out
 
-    def hard(self, reference: dict[str, Any]) -> dict[str, Estimate]:
+    def hard(self, clean: dict[str, Any], reference: dict[str, Any]) -> dict[str, Estimate]:
         """Success on problems that were hard beforehand, and how much more than the clean policy's it is."""
         hard = (_pass(reference, 1, self._samples) <= HARD).astype(np.float64)
-        here, there = (_pass(cell, 1, self._samples) * hard for cell in (self._cell, self._clean))
+        here, there = (_pass(cell, 1, self._samples) * hard for cell in (self._cell, clean))
         return {"hard": self._of(_ratio, here - there, hard), "hard_clean": self._of(_ratio, there, hard)}
 
     def solutions(self) -> dict[str, Estimate]:
@@ -181,18 +180,20 @@ class _Boot:
         }
         return {name: self._of(_ratio, values, count) for name, values in sums.items()}
 
-    def prefixes(self) -> dict[str, Estimate]:
-        """Entropies along the prefixes that the first format wrote."""
+    def prefixes(self, first: dict[str, Any] | None) -> dict[str, Estimate]:
+        """Entropies along the prefixes that the first format wrote, compared with its own."""
         if "prefixes" not in self._cell:
             return {}
-        here, there = (_arrays(cell["prefixes"]) for cell in (self._cell, self._clean))
-        error = self._cell["error"]
-        return {
+        here, error = _arrays(self._cell["prefixes"]), self._cell["error"]
+        out = {
             "prefix_entropy": self._of(_ratio, here["entropy"], here["tokens"]),
-            "prefix_more": self._of(_ratio, here["entropy"] - there["entropy"], here["tokens"]),
             "prefix_kl": self._of(_ratio, here["kl"], here["tokens"]),
             "error": Estimate(error, error, error),
         }
+        if first is not None:
+            more = here["entropy"] - _arrays(first["prefixes"])["entropy"]
+            out["prefix_more"] = self._of(_ratio, more, here["tokens"])
+        return out
 
     def _of(self, statistic: Callable[..., Any], *by_problem: Array) -> Estimate:
         """An estimate of a function of sums over problems, from the addends [P] of each sum."""

@@ -18,6 +18,7 @@ Shapes: R rows of a walk, T tokens of a completion at most, B rows of a batch, V
 (prompts that are computed once for all rows that share them), U units of noise, W widths of all noisy norms.
 """
 
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from qerl.families.parts import base_model, eval_mode
+from qerl.families.sizes import Sizes
 from qerl.fp4.linear import dense_weights_kept
 from qerl.noise.norms import noisy_norms
 from qerl.rollout.engine import SamplingParams
@@ -46,8 +48,11 @@ Bools = npt.NDArray[np.bool_]
 _ONE_DRAW = SamplingParams(max_tokens=1)
 _ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
-_SHRINK = 0.7
+_SHRINK = 0.85
 """Finished rows leave the batch when no more than this share still runs."""
+
+_SHARE = 0.42
+"""Of a GPU's memory, that the rows of a batch may take."""
 
 _DRAW_ROWS = 2048
 """Rows whose distributions are computed at once: one pass over V takes 0.4 GB for 2048 rows of SmolLM2."""
@@ -132,8 +137,9 @@ class Walker:
         self._device = base_model(model).device
         self._stops = torch.tensor(list(stop_token_ids), device=self._device)
         self._pad, self._tokens = pad_token_id, max_tokens
-        self._seed, self._batch_rows = seed, batch_rows
+        self._seed = seed
         self._norms = NormNoise(model)
+        self._batch_rows = min(batch_rows, self._rows_in_memory())
 
     def walk(self, rows: Rows, perturbation: Perturbation = CLEAN, forced: Ints | None = None) -> Walk:
         """Sample a completion for each row.
@@ -154,6 +160,21 @@ class Walker:
                 )
                 parts.append(self._batch(rows.part(start, start + size), perturbation, given))
         return Walk.joined(parts)
+
+    def _rows_in_memory(self) -> int:
+        """Rows for which a GPU has memory, so that two processes fit on it.
+
+        A row has keys and values, twice while prompts are handed to their samples, FP32 logits and as much
+        again that is computed of them, and a weight of each noisy norm with its noise.
+        """
+        if self._device.type != "cuda":
+            return sys.maxsize
+        config = base_model(self._model).config.get_text_config(decoder=True)
+        sizes = Sizes.from_config(config.to_dict())
+        tokens = max(map(len, self.prompts)) + self._tokens
+        cache = 2 * sizes.layers * sizes.keys * tokens * base_model(self._model).dtype.itemsize
+        row = 2 * cache + 4 * (2 * sizes.vocabulary + 3 * self._norms.width)
+        return max(2, int(_SHARE * torch.cuda.get_device_properties(self._device).total_memory / row))
 
     @contextmanager
     def _ready(self) -> Iterator[None]:
