@@ -372,6 +372,7 @@ NUMBERS: dict[str, Callable[[], str]] = {
     "least-memory-32b": lambda: least_memory("32b"),
     "demo-before": lambda: f"{rows('demo-cpu')[-1]['before']:.0f} %",
     "demo-after": _demo_after,
+    "noise-runs": lambda: f"{len(study_tables.study('noise-wp12').runs)}",
     "two-step-most": lambda: f"{100 * study_tables.most('noise-wp12', 'accuracy/steps_2'):.1f} %",
     "demo-minutes": lambda: f"{rows('demo-cpu')[-1]['minutes']} minutes",
 }
