@@ -128,18 +128,19 @@ def test_pieces_have_the_gradient_of_the_whole():
 
 
 def test_a_resumed_batch_goes_on_bit_by_bit(tmp_path):
-    arm = an_arm(noise_target_kl=0.05)
+    arm = an_arm(noise_target_kl=0.05, match_entropy="other")
     runs = Run(arm, 7, RATE), Run(arm, 8, RATE)
-    through = a_batch(*runs)
+    curves = [[3.5] * 4] * 2
+    through = a_batch(*runs, entropies=curves)
     expected = [through.step() for _ in range(4)]
-    stopped, resumed = a_batch(*runs), a_batch(*runs)
+    stopped, resumed = (a_batch(*runs, entropies=curves) for _ in range(2))
     first = [stopped.step() for _ in range(3)]
     torch.save(stopped.state(), tmp_path / "state.pt")
     resumed.load_state(torch.load(tmp_path / "state.pt", weights_only=True))
     assert [*first, resumed.step()] == expected
     assert torch.equal(resumed._adapters.values_SE, through._adapters.values_SE)
     with pytest.raises(QeRLError, match="another batch"):
-        a_batch(runs[0]).load_state(stopped.state())
+        a_batch(runs[0], entropies=curves).load_state(stopped.state())
 
 
 def test_a_run_that_diverges_stays_as_it_is_and_the_others_go_on():

@@ -155,7 +155,7 @@ def test_weights_of_the_loss(monkeypatch, tmp_path, correction):
         model = policy_of(batch, seen["before"], run, tmp_path)
         for row, completion in enumerate(samples.completions()[run]):
             prompt = samples.prompts[run][row // 4]
-            z = offsets(batch, norms, run, norms.of_own_R[row])
+            z = offsets(batch, norms, run, -1)  # a clean sample is judged by the noisy policy too
             pi, mu = (log_probabilities(model, prompt, completion, each, each).exp() for each in ({}, z))
             expected = {
                 "none": torch.ones_like(pi),

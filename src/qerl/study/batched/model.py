@@ -50,7 +50,8 @@ class Frozen:
         parts = list(y_STN.split(self.outputs, dim=-1))
         xa_STR = torch.bmm(x_STK, adapted.a.mT)
         each = xa_STR.chunk(len(parts), dim=-1)
-        return [torch.baddbmm(part, xa, b.mT) for part, xa, b in zip(parts, each, adapted.b, strict=True)]
+        add = torch.baddbmm if torch.is_grad_enabled() else torch.Tensor.baddbmm_  # in place saves a copy
+        return [add(part, xa, b.mT) for part, xa, b in zip(parts, each, adapted.b, strict=True)]
 
 
 class BatchedModel:
