@@ -13,6 +13,6 @@ learn.
 
 `perturb` says what a perturbation is; `walk` draws samples under it and under the clean policy at once;
 `measure` turns them into numbers by problem; `spec` reads a probe's YAML, `material` asks the tasks and
-`policies` loads the models; `command` decides what is measured, and goes on after an interruption with what
-`store` kept; `summary` and `page` say what was found.
+`policies` loads the models; `plan` lists the cells, `command` measures them, and goes on after an
+interruption with what `store` kept; `summary` and `page` say what was found.
 """

@@ -1,16 +1,11 @@
-"""`qerl study` on a probe: which cells there are, in which order they are measured, and what is kept.
-
-A *job* is what shares a calibration: a policy and a task under one perturbation, at all targets. Its cells
-are kept one by one. Jobs are ordered by policy, which is loaded once.
-"""
+"""`qerl study` on a probe: its cells are measured, kept one by one, and drawn, finished or not."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from functools import cached_property
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +24,7 @@ from qerl.study.probe.material import Material, make_material, strata_of
 from qerl.study.probe.measure import by_problem, on_prefixes, on_solutions
 from qerl.study.probe.page import write_figures, write_page
 from qerl.study.probe.perturb import CLEAN, Perturbation
+from qerl.study.probe.plan import Job, all_cells, cells_of, jobs_of
 from qerl.study.probe.policies import Policies
 from qerl.study.probe.spec import Probe, make_probe, read_probe
 from qerl.study.probe.store import PAGE_FILE, Cell, Store, read_results
@@ -36,55 +32,6 @@ from qerl.study.probe.walk import Floats, Rows, Walk, Walker
 
 TEMPERATURES = (0.25, 4.0)
 """Between which a format's entropy is matched."""
-
-
-@dataclass(frozen=True)
-class Job:
-    """Cells of one policy and task.
-
-    Attributes:
-        policy: Name of the policy; None for an untrained one in a format.
-        task: Name of the task.
-        what: Name of the perturbation or format, or `clean`.
-        draw: Of a format with random errors.
-    """
-
-    policy: str | None
-    task: str
-    what: str
-    draw: int = 0
-
-    @property
-    def name(self) -> str:
-        """Of its lock, and the beginning of its cells' names."""
-        if self.policy is None:
-            return f"format-{self.task}-{self.what}-{self.draw}"
-        return f"{self.policy}-{self.task}-{self.what}"
-
-
-def jobs_of(probe: Probe) -> list[Job]:
-    """All jobs of a probe, formats first, each policy's together."""
-    formats = [
-        Job(None, task, name, draw)
-        for name, format in probe.formats.items()
-        for draw, task in product(range(format.draws), probe.tasks)
-    ]
-    whats = ["clean", *probe.perturbations]
-    return formats + [Job(*names) for names in product(probe.policy_names, probe.tasks, whats)]
-
-
-def cells_of(probe: Probe, job: Job) -> list[str]:
-    """Names of a job's cells.
-
-    A clean job has two, with other random numbers: one that the perturbed cells are compared with, which has
-    their numbers, and one that says beforehand which problems are hard.
-    """
-    if job.policy is None:
-        first = job.what == next(iter(probe.formats))
-        return [f"{job.name}-{part}" for part in (["plain"] if first else ["plain", "matched"])]
-    if job.what == "clean":
-        return [job.name, f"{job.name}-reference"]
-    return [f"{job.name}-{target:g}" for target in probe.target_kl]
 
 
 def run_probe(
@@ -142,18 +89,16 @@ def draw_folder(probe_folder: Path, folder: Path, figures: Path | None, console:
     """
     store = Store.opened(probe_folder)
     probe = make_probe(store.head["probe"])
-    names = [name for job in jobs_of(probe) for name in cells_of(probe, job)]
-    cells = {name: store.read(name) for name in names if store.has(name)}
+    cells = {name: store.read(name) for name in all_cells(probe) if store.has(name)}
     if not cells:
         console.print("No cell is measured yet.")
         return
     results = {
         "probe": probe.values(),
         "strata": {name: strata_of(probe, name) for name in probe.tasks},
-        "devices": list(dict.fromkeys(cell["device"] for cell in cells.values() if "device" in cell)),
+        "device": ", ".join(dict.fromkeys(cell["device"] for cell in cells.values() if "device" in cell)),
         "versions": versions(),
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "missing": len(names) - len(cells),
         "cells": cells,
     }
     draw_probe(store.write_results(results), folder, figures, console)
@@ -172,8 +117,8 @@ def draw_probe(file: Path, folder: Path, figures: Path | None, console: Console)
         QeRLError: A file is damaged or cannot be written.
     """
     results = read_results(file)
-    if results["missing"]:
-        console.print(f"{results['missing']} cells are missing, with other processes or not yet measured.")
+    if missing := len(all_cells(make_probe(results["probe"]))) - len(results["cells"]):
+        console.print(f"{missing} cells are missing, with other processes or not yet measured.")
     write_page(results, folder / PAGE_FILE)
     written = [folder / PAGE_FILE, *(write_figures(results, figures) if figures else [])]
     for path in written:

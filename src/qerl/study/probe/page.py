@@ -9,6 +9,8 @@ from qerl.errors import QeRLError
 from qerl.report.page import document
 from qerl.report.svg import tick, ticks
 from qerl.study.figures import standalone
+from qerl.study.probe.plan import all_cells
+from qerl.study.probe.spec import make_probe
 from qerl.study.probe.summary import GROUP, HARD, Estimate, Results, Row, by, read_rows
 
 WIDTH, LEFT, RIGHT, LINE, TOP, BOTTOM = 560, 190, 16, 20, 8, 42
@@ -62,12 +64,12 @@ def write_page(results: Results, out: Path) -> None:
     probe = results["probe"]
     intro = (
         f"{results['date']}: {probe['model']}, {probe['samples']} samples of each of {probe['problems']} "
-        f"problems a cell, on {', '.join(results['devices'])}. Intervals are 95 %, by a bootstrap over "
+        f"problems a cell, on {results['device']}. Intervals are 95 %, by a bootstrap over "
         f"problems, paired with clean samples. Hard are problems that at most {HARD:.0%} of "
         "other clean samples solve."
     )
-    if results["missing"]:
-        intro = f"Unfinished: {results['missing']} cells are missing. {intro}"
+    if missing := len(all_cells(make_probe(probe))) - len(results["cells"]):
+        intro = f"Unfinished: {missing} cells are missing. {intro}"
     _write(out, document("What a perturbation of the sampler buys", intro, "\n".join(parts)))
 
 
