@@ -3,8 +3,10 @@
 import json
 import os
 import signal
+import weakref
 
 import pytest
+import torch
 from rich.console import Console
 
 from qerl.errors import QeRLError
@@ -153,6 +155,36 @@ def test_a_batch_that_fails_is_left_out_and_raised_at_the_end(tmp_path, capsys):
     assert "bad, test, learning rate 0.0001 failed: no such product" in capsys.readouterr().out
     assert len(files(tmp_path)) == 3
     assert len(computed(tmp_path, study).made) == 2  # the mended arm, and the one that follows it
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_batch_without_memory_has_a_second_turn_after_the_others(tmp_path, capsys, times):
+    study = tiny_study(
+        learning_rates=[1e-4], tuning_seeds=0, comparisons={}, arms={"big": None, "small": None}
+    )
+    left, held = [times], []
+
+    class Held:
+        """Stands for a batch's tensors."""
+
+    def fail(trainer):
+        if trainer.runs[0].arm.name == "big" and left[0]:
+            left[0] -= 1
+            tensors = Held()
+            held.append(weakref.ref(tensors))
+            raise torch.OutOfMemoryError("out of memory")
+
+    make = FakeMake(fail)
+    runner = Runner(Store(tmp_path, study), make, Console(width=200))
+    if times == 2:
+        with pytest.raises(QeRLError, match="GPU memory ran out in big"):
+            runner.run()
+    else:
+        assert runner.run()
+    assert [runs[0].arm.name for runs, _ in make.made] == ["big", "small", "big"]
+    assert len(files(tmp_path)) == (3 if times == 2 else 6)
+    assert all(tensors() is None for tensors in held)  # what failed is not kept in memory
+    assert capsys.readouterr().out.count("It is tried again after the others.") == 1
 
 
 def test_an_arm_waits_for_the_entropy_that_it_follows(tmp_path):

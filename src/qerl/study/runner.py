@@ -8,7 +8,9 @@ The computing itself is handed in (`Make`): this module knows no model, so that 
 Ctrl-C or SIGTERM the present batch is saved after its step, and so it is every five minutes.
 """
 
+import gc
 import time
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
@@ -180,6 +182,8 @@ class Runner:
         self.console = console
         self.guard = InterruptGuard(console)
         self._failed: dict[str, Exception] = {}
+        self._second_turn: set[str] = set()
+        self._said: int | None = None
         self._start, self._open_at_start = time.monotonic(), 0
         self._bar = Progress(
             TextColumn("{task.description}"),
@@ -196,7 +200,7 @@ class Runner:
         """Compute until nothing is left for this process; false if Ctrl-C or SIGTERM came before that.
 
         A batch that fails is left out, so that the others are computed all the same, and its error is raised
-        at the end.
+        at the end. Where memory ran out, which another process may have taken, it is tried once more first.
 
         Raises:
             QeRLError: The folder cannot be written; memory ran out in a batch, or its arm cannot be
@@ -221,7 +225,7 @@ class Runner:
         self._say_time_left(plan.open)
         self._bar.update(self._task, completed=(runs - plan.open) * self.study.steps)
         others = False
-        for batch in plan.batches:
+        for batch in sorted(plan.batches, key=lambda batch: batch.name in self._second_turn):
             if batch.name in self._failed:
                 continue
             if self._take(batch):
@@ -236,7 +240,8 @@ class Runner:
 
     def _say_time_left(self, open_: int) -> None:
         """A line for those who see no bar: what is left, at the pace of all processes so far."""
-        if self._bar.disable and 0 < open_ < self._open_at_start:
+        if self._bar.disable and 0 < open_ < self._open_at_start and open_ != self._said:
+            self._said = open_
             pace = (time.monotonic() - self._start) / (self._open_at_start - open_)
             self.console.print(f"{open_} runs are left, about {pace * open_ / 60:.0f} min.")
 
@@ -256,14 +261,23 @@ class Runner:
                 try:
                     self._compute(Batch(batch.name, batch.title, runs, entropies))
                 except Exception as error:
-                    self._failed[batch.name] = error
-                    self.console.print(
-                        f"{batch.title} failed: {first_line(error)}",
-                        markup=False,
-                        highlight=False,
-                        soft_wrap=True,
-                    )
+                    self._put_aside(batch, error)
             return True
+
+    def _put_aside(self, batch: Batch, error: Exception) -> None:
+        """A batch for which memory ran out has a second turn after the others; any other failure is final."""
+        again = isinstance(error.__cause__, torch.OutOfMemoryError) and batch.name not in self._second_turn
+        if again:
+            self._second_turn.add(batch.name)
+        else:
+            self._failed[batch.name] = error
+        _let_go(error)
+        self.console.print(
+            f"{batch.title} failed: {first_line(error)}" + (" It is tried again after the others." * again),
+            markup=False,
+            highlight=False,
+            soft_wrap=True,
+        )
 
     def _compute(self, batch: Batch) -> None:
         try:
@@ -283,6 +297,16 @@ class Runner:
             self.console.print(f"{batch.title}: {work.summary()}", highlight=False, soft_wrap=True)
         else:
             work.save()
+
+
+def _let_go(error: BaseException | None) -> None:
+    """Free what the frames of an error hold, a batch's memory above all; its lines stay readable."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 class _Work:
