@@ -1,5 +1,8 @@
 """A run of a batch is a run of the trainer, and the runs of a batch do not see each other."""
 
+import os
+import signal
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 
 import pytest
@@ -246,6 +249,13 @@ def test_judging_processes_give_the_rewards_of_this_one():
     assert beside(asked, texts) == expected
     assert beside._pool is not None
     assert len({reward for (reward,) in expected}) == 5
+
+
+def test_a_judging_process_that_dies_ends_the_batch(monkeypatch):
+    problems = Problems(Sums(), list(Sums().train()), TOKENIZER)
+    monkeypatch.setattr(problems, "rewards_of", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    with pytest.raises(BrokenProcessPool):
+        Judges(problems, 2)([0] * 200, ["1 apples"] * 200)
 
 
 def test_dense_weights_of_nf4_are_what_its_layers_multiply_with(to_nf4):

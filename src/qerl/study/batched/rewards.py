@@ -17,9 +17,9 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from functools import lru_cache
+from concurrent.futures import ProcessPoolExecutor
+from functools import lru_cache, partial
 from itertools import chain
-from multiprocessing.pool import Pool
 from typing import Any
 
 import torch
@@ -34,9 +34,9 @@ from qerl.tasks.guard import RewardFunction, guarded
 _MOST_TEXTS = 1_000_000
 """Texts whose rewards are kept, some 0.3 GB; then all are forgotten."""
 
-
 _BESIDE = 128
-"""Texts that are judged by this process alone."""
+"""Texts below which this process judges alone."""
+
 _MOST_PROCESSES = 8
 
 
@@ -155,7 +155,7 @@ class Judges:
     def __init__(self, problems: Problems, processes: int) -> None:
         self._problems = problems
         self._processes = min(processes, _MOST_PROCESSES) if sys.platform == "linux" else 0
-        self._pool: Pool | None = None
+        self._pool: ProcessPoolExecutor | None = None
 
     def __call__(self, problems: list[int], texts: list[str]) -> list[list[float]]:
         """As `Problems.rewards_of`."""
@@ -163,13 +163,16 @@ class Judges:
             return self._problems.rewards_of(problems, texts)
         if self._pool is None:
             _OF[id(self._problems)] = self._problems
-            self._pool = multiprocessing.get_context("fork").Pool(self._processes, _start)
+            # An executor, and no Pool, because a Pool waits for ever for a process that was killed.
+            fork = multiprocessing.get_context("fork")
+            self._pool = ProcessPoolExecutor(self._processes, fork, _start)
         size = math.ceil(len(texts) / (4 * self._processes))
-        parts = [
-            (id(self._problems), problems[at : at + size], texts[at : at + size])
-            for at in range(0, len(texts), size)
-        ]
-        return list(chain.from_iterable(self._pool.starmap(_judge_apart, parts)))
+        judge = partial(_judge_apart, id(self._problems))
+        starts = range(0, len(texts), size)
+        found = self._pool.map(
+            judge, [problems[at : at + size] for at in starts], [texts[at : at + size] for at in starts]
+        )
+        return list(chain.from_iterable(found))
 
 
 _OF: dict[int, Problems] = {}
