@@ -13,8 +13,10 @@ from trl import GRPOTrainer
 from qerl.errors import QeRLError
 from qerl.rollout.engine import Completion, RolloutEngine, RolloutResult
 from qerl.settings.config import QeRLConfig
+from qerl.study.arms import Run
 from qerl.trainer.advantages import Signal, best_of_k, judge_of
 from qerl.trainer.grpo import QeRLTrainer
+from tests.support.batched import RATE, a_batch, an_arm
 from tests.support.trainer import settings
 
 NAN = math.nan
@@ -137,8 +139,20 @@ def test_pass_at_k_has_no_signal_where_any_set_is_right():
     advantages = rule.advantages(rewards.view(-1, 1)).view(4, 4)
     assert not advantages[[0, 2]].any() and advantages[[1, 3]].all()
     assert advantages.sum(dim=1).abs().max() < 1e-5
-    # Rewards in sets of two are 1/3 x 0.1 + 2/3 x 1.1 and so on: 0.5 and -0.5 standard deviations apart.
+    # Two values are as far apart as any two others in standard deviations of their group, which is why the
+    # settings refuse this scale.
     torch.testing.assert_close(advantages[3], signal(4).advantages(rewards[3][:, None]), rtol=1e-3, atol=0)
+
+
+def test_pass_at_k_in_a_study_is_not_what_grpo_does():
+    """With 3 of 8 right, a wrong sample's sets of 4 have a right one in 31 of 35 cases."""
+    runs = [Run(an_arm(name=str(k), pass_at_k=k), 7, RATE) for k in (None, 4)]
+    batch = a_batch(*runs, prompts_per_step=1, samples_per_prompt=8)
+    rewards = torch.tensor([1.0, 0, 0, 1, 0, 1, 0, 0])
+    grpo, best_of_4 = batch._advantages(rewards.expand(2, 8)[..., None])
+    expected = torch.where(rewards > 0, 1 / 14, -3 / 70)
+    torch.testing.assert_close(best_of_4, expected)
+    torch.testing.assert_close(grpo, (rewards - 3 / 8) / (rewards.std() + 1e-4))
 
 
 # In the trainer

@@ -136,6 +136,7 @@ def test_a_wrong_value_is_named_in_one_sentence(name, value):
         ("report_to", ["tensorboard"], ["tensorboard"]),
         ("report_to", [], []),
         ("scale_rewards", False, "none"),
+        ("scale_rewards", True, "group"),
         ("max_steps", -1, -1),
         ("warmup_steps", 0.1, 0.1),
         ("logging_steps", 5, 5),
@@ -176,6 +177,8 @@ def test_what_is_accepted(name, value, held):
         ({"vllm_importance_sampling_mode": "token_balance"}, "set noise_share below 1"),
         ({"pass_at_k": 8, "num_generations": 8}, "make it smaller"),
         ({"pass_at_k": 4, "multi_objective_aggregation": "normalize_then_sum"}, "the best of summed rewards"),
+        ({"pass_at_k": 4}, r"; set scale_rewards: none \(or batch\)\.$"),
+        ({"pass_at_k": 4, "scale_rewards": True}, "set scale_rewards: none"),
         (
             {"loss_type": "vespo", "vllm_importance_sampling_mode": "token_one_sided"},
             "to token_truncate or token_mask",
@@ -195,6 +198,11 @@ def test_what_is_accepted(name, value, held):
 def test_fields_that_contradict_each_other(fields, message):
     with pytest.raises(QeRLError, match=message):
         made(**fields)
+
+
+@pytest.mark.parametrize("scale", ["none", "batch", False])
+def test_pass_at_k_goes_with_any_scale_but_the_groups(scale):
+    assert made(pass_at_k=4, scale_rewards=scale).pass_at_k == 4
 
 
 def test_epsilon_alone_clips_as_in_trl():

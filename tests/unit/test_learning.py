@@ -262,6 +262,7 @@ def test_sigma_is_driven_to_the_target(make):
 
 def test_pass_at_k_and_a_one_sided_ratio_in_a_trainer(make):
     options = {"pass_at_k": 3, "vllm_importance_sampling_mode": "token_one_sided", "max_steps": 2}
+    options |= {"scale_rewards": "none"}
     trainer = make(noise=True, noise_stages=2, noise_sigma_start=0.05, learning_rate=1e-2, **options)
     before = weights(trainer)
     last = rows(trainer)[-1]

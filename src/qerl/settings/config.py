@@ -176,8 +176,8 @@ class QeRLConfig(GRPOConfig):
         None,
     )
     pass_at_k: Annotated[int, Field(ge=2)] | None = _help(
-        "Reward the best of k samples in place of each sample by itself, k below num_generations; unset, "
-        "each by itself.",
+        "Reward the best of k samples in place of each sample by itself, k below num_generations, with "
+        "scale_rewards: none or batch; unset, each by itself.",
         None,
     )
     overlong_buffer: ShareBelow1 | None = _help(

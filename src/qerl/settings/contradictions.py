@@ -157,6 +157,11 @@ def _check_loss(config: GRPOConfig) -> None:
         raise QeRLError(
             "pass_at_k takes the best of summed rewards; set multi_objective_aggregation: sum_then_normalize."
         )
+    if config.pass_at_k is not None and config.scale_rewards in ("group", True):
+        raise QeRLError(
+            "pass_at_k changes how far apart right and wrong samples of a group are, and scale_rewards: "
+            "group divides that out again; set scale_rewards: none (or batch)."
+        )
     if config.mask_truncated_completions and config.overlong_buffer:
         raise QeRLError(
             "mask_truncated_completions leaves out the samples that overlong_buffer punishes; set one of "

@@ -1,9 +1,9 @@
 """An arm of a study: one way of training, of which a study compares several.
 
-The fields have the names, units and defaults of `QeRLConfig` where that has them, so that what a study finds
-can be typed into a recipe. The others are controls that exist for studies alone: ways of exploring that need
-no noise in the weights. What a field takes is its annotation, which `qerl.study.spec` checks where an arm
-comes from a file.
+The fields have the names and units of `QeRLConfig` where that has them, so that what a study finds can be
+typed into a recipe; the defaults are those of a small study. The others are controls that exist for studies
+alone: ways of exploring that need no noise in the weights. What a field takes is its annotation, which
+`qerl.study.spec` checks where an arm comes from a file.
 """
 
 from dataclasses import dataclass
@@ -44,7 +44,8 @@ class Arm:
         match_entropy: Name of the arm whose rollout entropy a controlled temperature follows, step by step.
         logits_noise: Standard deviation of Gaussian noise on the logits, one draw per token id and step.
         entropy_bonus: Coefficient of the policy's entropy in the objective.
-        pass_at_k: k of pass@k advantages; None means advantages of GRPO.
+        pass_at_k: k of pass@k advantages, which are in units of the reward (`scale_rewards: none`); None
+            means advantages of GRPO.
     """
 
     name: Text

@@ -25,6 +25,10 @@ set (`best_of_k`), and the rest is as above: the transformed reward of "Pass@K P
 counts little, as it was not needed, and in a group with fewer wrong samples than k there is nothing left to
 learn.
 
+What it says is how far right and wrong samples are apart, which differs by how many are right. So it needs
+`scale: none` or `batch`. In standard deviations of their group two values are always equally far apart, and
+where samples are right or wrong and nothing else, advantages would be those of each sample by itself.
+
 Legend: B samples of all processes, groups adjacent; N groups, G samples of a group; F reward functions.
 """
 
@@ -77,8 +81,8 @@ class Signal:
         aggregation: TRL's `multi_objective_aggregation`: sum_then_normalize or normalize_then_sum.
         judge: Reward function by which a sample is right (above 0) or wrong (0 and below); None where any
             difference of rewards is a signal.
-        pass_at_k: k of pass@k, at least 2 and less than G; needs `sum_then_normalize`. None rewards each
-            sample by itself.
+        pass_at_k: k of pass@k, at least 2 and less than G; needs `sum_then_normalize`, and a scale other than
+            group to have an effect. None rewards each sample by itself.
     """
 
     group_size: int

@@ -142,10 +142,12 @@ class BatchedTrainer:
         self._alive_S = torch.ones(len(runs), dtype=torch.bool, device=device)
         self._rates_S = torch.tensor([run.learning_rate for run in runs], device=device)
         self._policy_temperature_S = torch.tensor([run.arm.temperature for run in runs], device=device)
+        weights = torch.ones(len(self._problems.reward_names))
         self._signals = {
-            k: Signal(groups[1], torch.ones(len(self._problems.reward_names)), "group",
-            "sum_then_normalize", pass_at_k=k) for k in {run.arm.pass_at_k for run in runs}
-        }  # fmt: skip
+            # Divided by the standard deviation of their group, advantages of pass@k would be those of GRPO.
+            k: Signal(groups[1], weights, "none" if k else "group", "sum_then_normalize", pass_at_k=k)
+            for k in {run.arm.pass_at_k for run in runs}
+        }
         self._evaluation = Evaluation(
             self.model,
             self._sampler,
