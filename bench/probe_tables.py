@@ -34,13 +34,13 @@ def perturbations(name: str, policy: str, task: str) -> str:
                     row.what,
                     f"{numbers['kl'].value:.4f}",
                     f"{numbers['entropy'].value:.2f}",
-                    *(_signed(numbers[key]) for key in ("success", "gain", "hard")),
+                    *(_signed(numbers[key]) for key in ("success", "gain", "shift", "lift")),
                     f"{numbers['ess'].value:.2f}",
                 )
             )
     head = (
         "perturbation", "KL, nats per token", "entropy", "one sample is right", "ln P(one of 8 is right)",
-        "right on hard problems", "ESS",
+        "log-odds of right tokens", "ln mean P of right tokens", "ESS",
     )  # fmt: skip
     return table(head, lines, source(name))
 

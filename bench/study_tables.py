@@ -57,12 +57,15 @@ def arms(name: str) -> str:
                 (
                     arm,
                     f"{results.rate(arm):g}",
+                    f"{fmean(run.accuracy[0] for run in runs):.3f}",
                     *(f"{fmean(values):.3f} ({stdev(values):.3f})" for values in (areas, ends)),
                     f"{sum(map(results.collapsed, runs))} of {len(runs)}",
                     sum(run.diverged_at is not None for run in runs),
                 )
             )
-    head = ("arm", "learning rate", "area (SD)", "accuracy at the end (SD)", "collapsed", "diverged")
+    head = (
+        "arm", "learning rate", "at the start", "area (SD)", "accuracy at the end (SD)", "collapsed", "diverged",
+    )  # fmt: skip
     return table(head, lines, source(name))
 
 

@@ -254,8 +254,11 @@ def test_judging_processes_give_the_rewards_of_this_one():
 def test_a_judging_process_that_dies_ends_the_batch(monkeypatch):
     problems = Problems(Sums(), list(Sums().train()), TOKENIZER)
     monkeypatch.setattr(problems, "rewards_of", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    judges, asked = Judges(problems, 2), ([0] * 200, ["1 apples"] * 200)
     with pytest.raises(BrokenProcessPool):
-        Judges(problems, 2)([0] * 200, ["1 apples"] * 200)
+        judges(*asked)
+    monkeypatch.undo()
+    assert judges(*asked) == problems.rewards_of(*asked)  # the next one has new processes
 
 
 def test_dense_weights_of_nf4_are_what_its_layers_multiply_with(to_nf4):

@@ -111,3 +111,9 @@ class TestWithScipy:
         (alone,) = statistics.compare(results(0.55 + noise, np.full(8, 0.5)))
         (one,) = statistics.compare(results(0.55 + noise, np.full(8, 0.5), arms=arms, comparisons=planned))
         assert alone.holm == alone.p and one.holm == pytest.approx(2 * one.p)
+
+    def test_a_mean_against_the_ranks_decides_nothing(self):
+        d = np.array([0.01] * 28 + [-0.4] * 4) + 1e-4 * np.arange(32)
+        (one,) = statistics.compare(results(0.5 + d, np.full(32, 0.5)))
+        assert one.holm < 0.05 and one.mean < 0 < np.median(one.differences)
+        assert one.verdict == "undecided"

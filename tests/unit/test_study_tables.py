@@ -26,8 +26,8 @@ def name(tmp_path, monkeypatch):
 
 def test_arms_have_their_rate_and_their_spread(name):
     lines = study_tables.arms(name).splitlines()
-    assert lines[2].startswith("| none | 0.0002 | 0.200 (0.000) | 0.400 (0.000) | 0 of 3 | 0 |")
-    assert lines[3].startswith("| aqn | 0.0002 | 0.243")
+    assert lines[2].startswith("| none | 0.0002 | 0.000 | 0.200 (0.000) | 0.400 (0.000) | 0 of 3 | 0 |")
+    assert lines[3].startswith("| aqn | 0.0002 | 0.000 | 0.243")
     assert lines[-1] == "m on arithmetic {}: 14 runs of 4 steps, fake. File: tiny.json.gz."
 
 

@@ -45,6 +45,17 @@ def refused_fields() -> list[tuple[str, str]]:
     return [(name, fate.reason) for name, fate in PARENTS.items() if isinstance(fate, Refused)]
 
 
+def _newer_fields() -> list[tuple[str, str]]:
+    """Names and reasons of the refused fields that only the installed transformers or TRL has."""
+    found = []
+    for spec in dataclasses.fields(QeRLConfig):
+        fate = fate_of(spec.name)
+        if spec.name not in PARENTS and spec.name not in QeRLConfig.__annotations__:
+            assert isinstance(fate, Refused)
+            found.append((spec.name, fate.reason))
+    return found
+
+
 def accepted_fields() -> list[str]:
     """Names of the fields of TRL and transformers that act as they do there."""
     return sorted(name for name, fate in PARENTS.items() if not isinstance(fate, Refused))
@@ -66,7 +77,9 @@ def all_fields_text() -> str:
              for group, rows in own_fields().items()]  # fmt: skip
     accepted = _wrapped(", ".join(accepted_fields()), "  ")
     refused = "\n".join(
-        line for name, reason in refused_fields() for line in _wrapped(f"{name}: {reason}", "  ")
+        line
+        for name, reason in [*refused_fields(), *_newer_fields()]
+        for line in _wrapped(f"{name}: {reason}", "  ")
     )
     lines.append(f"Fields of {_PARENTS}, as there:\n" + "\n".join(accepted))
     lines.append(f"Fields of {_PARENTS} that are refused:\n{refused}")

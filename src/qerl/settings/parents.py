@@ -275,8 +275,14 @@ PARENTS: dict[str, Acts | Refused | ForScripts] = {
 }
 
 _NEWER = Refused("it is newer than this version of qerl")
+_NEWER_NAMES = {
+    f"activation_checkpointing{end}": Refused(
+        f"its older name, gradient_checkpointing{end}, says the same in every version of transformers"
+    )
+    for end in ("", "_kwargs")
+}
 
 
 def fate_of(name: str) -> Acts | Refused | ForScripts:
     """What becomes of a parent's field; one that a newer transformers adds is refused."""
-    return PARENTS.get(name, _NEWER)
+    return PARENTS.get(name) or _NEWER_NAMES.get(name, _NEWER)

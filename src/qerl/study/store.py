@@ -82,7 +82,6 @@ class Store:
     def __init__(self, folder: Path, study: Study, looking: bool = False) -> None:
         self.folder = folder
         self.study = study
-        self._known: dict[Path, RunResult] = {}
         if looking:
             self._joined()
             return

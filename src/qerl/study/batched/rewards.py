@@ -18,6 +18,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from functools import lru_cache, partial
 from itertools import chain
 from typing import Any
@@ -172,7 +173,11 @@ class Judges:
         found = self._pool.map(
             judge, [problems[at : at + size] for at in starts], [texts[at : at + size] for at in starts]
         )
-        return list(chain.from_iterable(found))
+        try:
+            return list(chain.from_iterable(found))
+        except BrokenProcessPool:
+            self._pool = None  # the next batch starts processes of its own
+            raise
 
 
 _OF: dict[int, Problems] = {}
