@@ -364,6 +364,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "noise-comparisons": lambda: study_tables.comparisons("noise-wp12", "primary", "designs", "formats"),
     "probe-noise": lambda: probe_tables.perturbations("probe", "start", "wp12"),
     "probe-formats": lambda: probe_tables.formats("probe", "wp12"),
+    "probe-formats-wp2": lambda: probe_tables.formats("probe", "wp2"),
     "study-speed": study_speed,
 }
 

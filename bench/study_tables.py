@@ -64,7 +64,8 @@ def arms(name: str) -> str:
                 )
             )
     head = (
-        "arm", "learning rate", "at the start", "area (SD)", "accuracy at the end (SD)", "collapsed", "diverged",
+        "arm", "learning rate", "at the start", "area (SD)", "accuracy at the end (SD)", "collapsed",
+        "diverged",
     )  # fmt: skip
     return table(head, lines, source(name))
 
