@@ -1,7 +1,8 @@
 """The noise of a trainer's rollouts: Z by step, sigma by its target, and what of it a checkpoint keeps.
 
-Everything is a function of settings, seed and step but one number, the gain that `qerl.noise.target` has
-learned from KLs of earlier steps. It is the same on every rank, because the KL is that of all ranks.
+Everything is a function of settings, seed, step and, where noise is relative, the weights |w| of the norms,
+but one number: the gain that `qerl.noise.target` has learned from KLs of earlier steps. It is the same on
+every rank, because the KL is that of all ranks.
 """
 
 import contextlib
@@ -23,6 +24,13 @@ NOISE_FILE = "noise.json"
 """In a checkpoint: what was learned of sigma."""
 
 
+class _Learned(TargetState):
+    """What was learned, and what it is a factor of."""
+
+    noise_scale: str
+    noise_sigma_start: float
+
+
 class RolloutNoise:
     """The noise of a trainer's rollouts; none where the settings say so.
 
@@ -34,7 +42,7 @@ class RolloutNoise:
 
     def __init__(self, args: QeRLConfig, model: nn.Module, steps: Callable[[], int]) -> None:
         self._args, self._model, self._steps = args, model, steps
-        self._restored: TargetState | None = None
+        self._restored: _Learned | None = None
         self._kept: tuple[int, NormOffsets] | None = None
 
     @cached_property
@@ -47,8 +55,9 @@ class RolloutNoise:
         if not self._args.noise or self._args.noise_target_kl is None:
             return None
         target = KLTarget(self._draws.schedule, self._args.noise_target_kl)
-        if self._restored is not None:
-            target.restore(self._restored)
+        # A gain of sigma in units of the weights says nothing of sigma in shares of them.
+        if self._restored is not None and self._restored["noise_scale"] == self._args.noise_scale:
+            target.restore(self._restored, self._restored["noise_sigma_start"])
         return target
 
     def _gain(self, step: int) -> float:
@@ -96,10 +105,18 @@ class RolloutNoise:
         """Write what was learned into a checkpoint."""
         if self._target is not None:
             folder.mkdir(parents=True, exist_ok=True)
-            (folder / NOISE_FILE).write_text(json.dumps(self._target.state()), encoding="utf-8")
+            learned: _Learned = {
+                **self._target.state(),
+                "noise_scale": self._args.noise_scale,
+                "noise_sigma_start": self._args.noise_sigma_start,
+            }
+            (folder / NOISE_FILE).write_text(json.dumps(learned), encoding="utf-8")
 
     def load(self, folder: Path) -> None:
-        """Go on with what a checkpoint had learned; to be called before the first rollout."""
+        """Go on with what a checkpoint had learned; to be called before the first rollout.
+
+        sigma goes on as it was where the schedule starts from another one, and anew in other units.
+        """
         file = folder / NOISE_FILE
         if file.is_file():
             self._restored = json.loads(file.read_text(encoding="utf-8"))

@@ -27,7 +27,12 @@ _FIXED = (
 _LAYOUT = (
     "processes", "per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation",
     "generation_batch_size", "num_generations", "num_iterations", "noise_share", "noise_in_loss",
-    "vllm_importance_sampling_mode",
+    "vllm_importance_sampling_mode", "vllm_importance_sampling_correction",
+)  # fmt: skip
+# What the noise of such a rollout was drawn by: a loss with noise draws it again.
+_DRAW = (
+    "max_steps", "num_train_epochs", "seed", "noise_scale", "noise_sigma_start", "noise_sigma_end",
+    "noise_stages", "noise_schedule",
 )  # fmt: skip
 # What neither data, samples nor gradients depend on, by the beginnings of names.
 _QUIET = (
@@ -125,13 +130,14 @@ def _check_settings(checkpoint: Path, manifest: Manifest, config: QeRLConfig, co
     changes = [name for name in sorted(then | now) if _value(then, name) != _value(now, name)]
     shown = {name: f"{name} {_value(then, name)} -> {_value(now, name)}" for name in changes}
     half_used = any(name.startswith("rollouts_") for name in manifest.files)
+    of_rollout = _LAYOUT + _DRAW if _value(then, "noise_in_loss") else _LAYOUT
     for name in changes:
         if name in _FIXED:
             raise QeRLError(
                 f"{checkpoint} cannot be resumed with another {name} ({shown[name]}): its weights and the "
                 f"state of its optimizer belong to {_value(then, name)}; set it back, or start a new run."
             )
-        if name in _LAYOUT and half_used:
+        if name in of_rollout and half_used:
             raise QeRLError(
                 f"{checkpoint} holds a rollout that is half used, so it cannot be resumed with "
                 f"{shown[name]}; set it back."
