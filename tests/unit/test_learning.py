@@ -255,6 +255,7 @@ def test_sigma_is_driven_to_the_target(make):
     )  # fmt: skip
     assert all(row["noise/sigma"] == row["noise/kl_target"] == 0 for row in logged[:10])
     assert logged[10]["noise/sigma"] == 0.01 and logged[10]["sampling/kl"] < 0.006
+    assert all(row["noise/kl"] == pytest.approx(row["sampling/kl"]) for row in logged)
     assert logged[11]["noise/sigma"] > 0.015 and logged[-1]["noise/sigma"] > 0.025
     late = sum(row["sampling/kl"] for row in logged[-5:]) / 5
     assert 0.015 < late < 0.06

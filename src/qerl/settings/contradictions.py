@@ -21,6 +21,9 @@ _OFF = {
 _OF_VESPO = ("token_truncate", "token_mask")
 """Modes of the importance correction that TRL's VESPO loss accepts."""
 
+_OWN_MODES = ("token_one_sided", "token_balance")
+"""Modes of the importance correction that TRL does not have, so that whoever names one wants it."""
+
 
 def check(config: GRPOConfig) -> None:
     """Refuse fields that contradict each other, as they were given: the algorithm's are not filled in yet.
@@ -35,6 +38,7 @@ def check(config: GRPOConfig) -> None:
     _keep_off(config)
     _check_reference(config)
     _check_noise(config)
+    _check_correction(config)
     _check_loss(config)
     _check_workers(config)
 
@@ -107,8 +111,9 @@ def _check_noise(config: GRPOConfig) -> None:
     if config.noise:
         config.noise_schedule_of(config.max_steps if config.max_steps > 0 else config.noise_stages)
     else:
-        for name, off in (("noise_target_kl", None), ("noise_in_loss", False), ("noise_share", 1.0)):
-            if getattr(config, name) != off:
+        off = {"noise_scale": "absolute", "noise_target_kl": None, "noise_in_loss": False, "noise_share": 1.0}
+        for name, value in off.items():
+            if getattr(config, name) != value:
                 raise QeRLError(f"{name} needs noise; set noise: true, or remove it.")
     _check_noise_share(config)
     if config.noise_in_loss and config.noise_target_kl is not None:
@@ -139,6 +144,20 @@ def _check_noise_share(config: GRPOConfig) -> None:
         raise QeRLError(
             "noise_in_loss computes all samples with noise, and noise_share draws some without; set one of "
             "the two."
+        )
+
+
+def _check_correction(config: GRPOConfig) -> None:
+    mode, highest = config.vllm_importance_sampling_mode, config.vllm_importance_sampling_clip_max
+    if mode in _OWN_MODES and not config.vllm_importance_sampling_correction:
+        raise QeRLError(
+            f"vllm_importance_sampling_mode {mode} says how to correct, and "
+            "vllm_importance_sampling_correction: false turns that off; remove one of the two."
+        )
+    if mode == "token_one_sided" and highest is not None and highest < 1:
+        raise QeRLError(
+            f"vllm_importance_sampling_clip_max is {highest}, and token_one_sided weighs samples with a "
+            "positive advantage by at least 1; set it to 1 or more."
         )
 
 
