@@ -55,7 +55,7 @@ def folders(tiny_model, tmp_path_factory) -> dict[str, Path]:
     model = tiny_model("llama", head_dim=128, **sizes).bfloat16()
     model.save_pretrained(folder / "plain", max_shard_size=SHARD)
     tiny_model("llama").save_pretrained(folder / "tiny")
-    quantize_checkpoint(folder / "plain", folder / "packed")
+    quantize_checkpoint(folder / "plain", folder / "packed", rounding="rtn")
     return {name: folder / name for name in ("plain", "packed", "tiny")}
 
 
