@@ -205,6 +205,18 @@ def test_dynamic_sampling_is_bounded(make_trainer):
     assert (batch["advantages"] == 0).all()
 
 
+def test_a_process_that_does_not_save_writes_nothing(make_trainer, tmp_path, monkeypatch):
+    """Newer versions of transformers call `_save` in every process, and only one of them makes the folder."""
+    trainer = make_trainer()
+    with monkeypatch.context() as patch:
+        patch.setattr(QeRLConfig, "should_save", False)
+        trainer.save_model(str(tmp_path / "other"))
+        trainer._save(str(tmp_path / "other"))
+    assert not (tmp_path / "other").exists()
+    trainer.save_model(str(tmp_path / "first"))
+    assert (tmp_path / "first" / "config.yaml").exists()
+
+
 def test_samples_of_a_group_must_fit_a_process(tmp_path):
     with pytest.raises(QeRLError, match="divisible by num_generations"):
         QeRLConfig(**settings(tmp_path, per_device_train_batch_size=6))

@@ -160,7 +160,9 @@ class ResumableTrainer(GRPOTrainer):
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         super()._save(output_dir, state_dict)
-        write_provenance(self.args, self.model, Path(output_dir or str(self.args.output_dir)))
+        if self.args.should_save:  # transformers may call this in every process
+            folder = Path(output_dir or str(self.args.output_dir))
+            write_provenance(self.args, self.model, folder)
 
     # Loading
 
