@@ -20,6 +20,7 @@ from typing import Any
 
 from qerl.errors import QeRLError
 from qerl.study.arms import Arm, Run
+from qerl.study.files import replace
 from qerl.study.spec import Study, make_study
 
 ACCURACY = "accuracy"
@@ -160,9 +161,7 @@ def write_results(results: Results, path: Path) -> None:
     bytes."""
     plain = {"study": results.study.values(), "runs": [result.plain() for result in results.runs]}
     text = json.dumps(plain, allow_nan=False, separators=(",", ":"))
-    part = path.with_name(f".{path.name}.partial")
-    part.write_bytes(gzip.compress(text.encode(), mtime=0))
-    part.replace(path)
+    replace(path, gzip.compress(text.encode(), mtime=0))
 
 
 def read_results(path: Path) -> Results:

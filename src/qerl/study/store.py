@@ -25,11 +25,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from filelock import FileLock, Timeout
+from filelock import FileLock
 
 from qerl.errors import QeRLError
 from qerl.run_folder import read_json
 from qerl.study.arms import Run
+from qerl.study.files import claimed, replace
 from qerl.study.results import RESULTS_FILE, Results, RunResult, from_plain, write_results
 from qerl.study.spec import Study
 
@@ -82,6 +83,7 @@ class Store:
     def __init__(self, folder: Path, study: Study, looking: bool = False) -> None:
         self.folder = folder
         self.study = study
+        self._read: dict[Path, RunResult] = {}  # a finished run does not change, and every plan asks for all
         if looking:
             self._joined()
             return
@@ -89,7 +91,7 @@ class Store:
             (folder / "batches").mkdir(parents=True, exist_ok=True)
             (folder / "runs").mkdir(exist_ok=True)
             with self._alone():
-                _replace(folder / STUDY_FILE, json.dumps(self._joined(), indent=1) + "\n")
+                replace(folder / STUDY_FILE, (json.dumps(self._joined(), indent=1) + "\n").encode())
 
     def _joined(self) -> dict[str, Any]:
         """The study with all arms that the folder knows; refused where the folder is another one's."""
@@ -131,18 +133,23 @@ class Store:
         """
         found = []
         for path in (self._path(run) for run in runs if self.finished(run)):
+            if path in self._read:
+                found.append(self._read[path])
+                continue
             try:
-                found.append(from_plain(json.loads(path.read_text(encoding="utf-8")), self.study.arms))
+                result = from_plain(json.loads(path.read_text(encoding="utf-8")), self.study.arms)
             except (OSError, ValueError, LookupError, TypeError) as error:
                 raise QeRLError(
                     f"{path} is damaged ({error}); delete it, and the run is repeated."
                 ) from error
+            self._read[path] = result
+            found.append(result)
         return found
 
     def write(self, result: RunResult) -> None:
         """Keep a finished run."""
         with self._writing():
-            _replace(self._path(result.run), json.dumps(result.plain(), allow_nan=False) + "\n")
+            replace(self._path(result.run), (json.dumps(result.plain(), allow_nan=False) + "\n").encode())
 
     def _path(self, run: Run) -> Path:
         return self.folder / "runs" / f"{run_name(run)}.json"
@@ -150,17 +157,10 @@ class Store:
     @contextlib.contextmanager
     def claimed(self, batch: str) -> Iterator[bool]:
         """A block in which no other process computes a batch; false where another one does already."""
-        lock = FileLock(self.folder / "batches" / f"{batch}.lock")
-        try:
-            with self._writing():
-                lock.acquire(blocking=False)
-        except Timeout:
-            yield False
-            return
-        try:
-            yield True
-        finally:
-            lock.release()
+        with contextlib.ExitStack() as held:
+            with self._writing():  # the lock alone: what fails in the block is not about this folder
+                mine = held.enter_context(claimed(self.folder / "batches" / f"{batch}.lock"))
+            yield mine
 
     def save_checkpoint(self, batch: str, checkpoint: Checkpoint) -> None:
         """Keep a batch that is not finished."""
@@ -220,17 +220,8 @@ class Store:
     def _writing(self) -> Iterator[None]:
         try:
             yield
-        except Timeout:
-            raise
         except OSError as error:
             raise QeRLError(
                 f"The study cannot be written to {self.folder}: {error.strerror or error}; choose another "
                 "--output_dir."
             ) from error
-
-
-def _replace(path: Path, text: str) -> None:
-    """Write a file that is there as a whole or not at all."""
-    part = path.with_name(f".{path.name}.partial")
-    part.write_text(text, encoding="utf-8")
-    part.replace(path)

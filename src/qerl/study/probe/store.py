@@ -16,15 +16,14 @@ the system releases when the process ends, however it ends.
 import contextlib
 import gzip
 import json
-import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
+from filelock import FileLock
 
 from qerl.errors import QeRLError
 from qerl.run_folder import read_json
+from qerl.study.files import claimed, replace
 
 PROBE_FILE, RESULTS_FILE, PAGE_FILE = "probe.json", "results.json.gz", "probe.html"
 
@@ -57,7 +56,7 @@ class Store:
                 if differ or (not old and any((folder / "cells").iterdir())):
                     why = f": its {differ[0]} is another one" if differ else ""
                     raise QeRLError(f"{folder} holds another probe{why}; choose another --output_dir.")
-                _replace(folder / PROBE_FILE, (json.dumps(head, indent=1) + "\n").encode())
+                replace(folder / PROBE_FILE, (json.dumps(head, indent=1) + "\n").encode())
         except OSError as error:
             raise QeRLError(
                 f"{folder} cannot be written: {error.strerror}; choose another --output_dir."
@@ -81,7 +80,7 @@ class Store:
 
     def write(self, name: str, cell: Cell) -> None:
         """Keep a cell."""
-        _replace(self._path(name), (json.dumps(cell, allow_nan=False) + "\n").encode())
+        replace(self._path(name), (json.dumps(cell, allow_nan=False) + "\n").encode())
 
     def read(self, name: str) -> Cell:
         """A cell.
@@ -96,24 +95,14 @@ class Store:
                 f"{self._path(name)} is damaged ({error}); delete it, and it is measured again."
             ) from error
 
-    @contextlib.contextmanager
-    def claimed(self, job: str) -> Iterator[bool]:
+    def claimed(self, job: str) -> contextlib.AbstractContextManager[bool]:
         """A block in which no other process computes a job; false where another one does already."""
-        lock = FileLock(self.folder / "jobs" / f"{job}.lock")
-        try:
-            lock.acquire(timeout=0)
-        except Timeout:
-            yield False
-            return
-        try:
-            yield True
-        finally:
-            lock.release()
+        return claimed(self.folder / "jobs" / f"{job}.lock")
 
     def write_results(self, results: dict[str, Any]) -> Path:
         """Write the results of all cells into one file."""
         path = self.folder / RESULTS_FILE
-        _replace(path, gzip.compress(json.dumps(results, allow_nan=False).encode(), mtime=0))
+        replace(path, gzip.compress(json.dumps(results, allow_nan=False).encode(), mtime=0))
         return path
 
     def _path(self, name: str) -> Path:
@@ -129,15 +118,11 @@ def read_results(file: Path) -> dict[str, Any]:
     try:
         return json.loads(gzip.decompress(file.read_bytes()))
     except (OSError, EOFError, ValueError) as error:
-        raise QeRLError(f"{file} holds no results of a probe ({error}); run one to its end first.") from error
+        raise QeRLError(
+            f"{file} holds no results of a probe ({error}); name a probe's folder or its results."
+        ) from error
 
 
 def _fixed(value: Any) -> Any:
     """What must be the same for all cells: not how many rows are computed at once."""
     return {k: v for k, v in value.items() if k != "batch_rows"} if isinstance(value, dict) else value
-
-
-def _replace(path: Path, content: bytes) -> None:
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    aside.write_bytes(content)
-    aside.replace(path)

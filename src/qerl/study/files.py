@@ -1,0 +1,33 @@
+"""Files of a folder that several processes share: who computes what, files that are whole or absent."""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+
+@contextlib.contextmanager
+def claimed(lock_file: Path) -> Iterator[bool]:
+    """A block in which no other process holds this lock; false where another one does already.
+
+    The kernel releases the lock of a process that dies.
+    """
+    lock = FileLock(lock_file)
+    try:
+        lock.acquire(blocking=False)
+    except Timeout:
+        yield False
+        return
+    try:
+        yield True
+    finally:
+        lock.release()
+
+
+def replace(path: Path, content: bytes) -> None:
+    """Write a file that is there as a whole or not at all."""
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    part.write_bytes(content)
+    part.replace(path)
