@@ -1,0 +1,134 @@
+"""What an environment is: the other side of a trajectory, with a state of its own.
+
+There are two kinds, told apart by one method.
+
+- **An environment with tools** is TRL's: ``reset`` begins an episode, and every other public method with a
+  docstring and types is a tool that the model may call. It needs a model whose chat template has tools.
+- **A text environment** has ``respond``: it is given what the model wrote in a turn and answers in a user's
+  turn, which works with any chat template. It has no tools.
+
+Both are made once for each sample of a rollout and reset before each episode. ``reset`` is given the columns
+of the row as keywords; a text that it returns is added to the row's prompt. ``get_reward``, where there is
+one, scores the episode, so that no reward function is needed.
+
+The samples of a group are compared with each other, so ``reset`` and all answers have to follow from the row
+and from what the model wrote. An environment that draws a problem of its own at random gives each sample
+another one.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, runtime_checkable
+
+from qerl.agents.tools import check_tool
+from qerl.errors import QeRLError, first_line
+from qerl.user_code import load_object
+
+_NO_TOOLS = frozenset({"reset", "get_reward", "respond"})
+
+
+@runtime_checkable
+class Environment(Protocol):
+    """An environment whose other public methods are tools."""
+
+    def reset(self, **row: Any) -> str | None:
+        """Begin an episode.
+
+        Args:
+            row: The columns of the data set's row, the prompt among them.
+
+        Returns:
+            What is added to the last message of the prompt; None for nothing.
+        """
+
+
+@runtime_checkable
+class TextEnvironment(Environment, Protocol):
+    """An environment that answers what the model wrote."""
+
+    def respond(self, text: str) -> str | None:
+        """Answer a turn of the model.
+
+        Args:
+            text: What the model wrote in this turn, without special tokens.
+
+        Returns:
+            The answer, which the model reads as a user's message; None ends the episode.
+        """
+
+
+EnvironmentFactory = Callable[[], Any]
+"""Makes an environment that has not been reset."""
+
+
+def load_environment(spec: str) -> type:
+    """The class that ``PATH.py:Class`` names.
+
+    Raises:
+        QeRLError: The specification is malformed, the file is missing or fails to run, or it has no such
+            class.
+    """
+    return load_object(spec, "environment", "class")
+
+
+def make_factory(environment: Callable[..., Any], options: Mapping[str, Any]) -> EnvironmentFactory:
+    """A factory of environments with these keyword arguments.
+
+    Raises:
+        QeRLError: The class does not take them.
+    """
+    name = getattr(environment, "__name__", "the environment")
+    try:
+        inspect.signature(environment).bind(**options)
+    except TypeError as error:
+        raise QeRLError(f"environment_options do not fit {name}: {error}; mend them.") from error
+    return functools.partial(environment, **options)
+
+
+def is_text(environment: Any) -> bool:
+    """Whether an environment, or its class, answers texts instead of having tools."""
+    return callable(getattr(environment, "respond", None))
+
+
+def tool_names(environment: Any) -> list[str]:
+    """Names of an environment's tools: its class's public methods besides those that the loop calls."""
+    if is_text(environment):
+        return []
+    methods = inspect.getmembers(type(environment), predicate=inspect.isfunction)
+    return [name for name, _ in methods if not name.startswith("_") and name not in _NO_TOOLS]
+
+
+def check_environment(factory: EnvironmentFactory) -> Any:
+    """An environment made for trial, checked as far as can be seen without an episode.
+
+    Returns:
+        The environment.
+
+    Raises:
+        QeRLError: It cannot be made, has no `reset`, or has neither tools nor `respond`, or a tool lacks its
+            docstring or types.
+    """
+    try:
+        environment = factory()
+    except QeRLError:
+        raise
+    except Exception as error:
+        raise QeRLError(
+            f"The environment cannot be made: {type(error).__name__}: {first_line(error)}."
+        ) from error
+    name = type(environment).__name__
+    if not callable(getattr(environment, "reset", None)):
+        raise QeRLError(
+            f"The environment {name} has no method reset(**row), which begins an episode; add one that "
+            "returns what the model is shown, or None."
+        )
+    tools = tool_names(environment)
+    if not tools and not is_text(environment):
+        raise QeRLError(
+            f"The environment {name} can do nothing: give it public methods with docstring and types, which "
+            "are its tools, or respond(text), which answers what the model wrote."
+        )
+    for tool in tools:
+        check_tool(getattr(environment, tool))
+    return environment

@@ -1,0 +1,58 @@
+"""Tools: Python functions that a model may call, and what must be known of one before it can.
+
+The chat template shows a tool to the model by its JSON schema, which is read from the signature and the
+docstring in Google's style. A function that lacks either is refused here in a sentence, before a model is
+loaded.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from transformers.utils import get_json_schema
+
+from qerl.errors import QeRLError, first_line
+from qerl.user_code import load_object
+
+Tool = Callable[..., Any]
+"""A function or a coroutine function with types and a docstring that describes every argument."""
+
+
+def load_tool(spec: str) -> Tool:
+    """The tool that ``PATH.py:function`` names, checked.
+
+    Raises:
+        QeRLError: It cannot be loaded, or the model could not be told of it.
+    """
+    return check_tool(load_object(spec, "tool"))
+
+
+def check_tool(tool: Tool) -> Tool:
+    """The same tool, of which the model can be told.
+
+    Raises:
+        QeRLError: It is not callable, or lacks a name, its docstring or the types of its arguments.
+    """
+    if not callable(tool):
+        raise QeRLError(f"A tool is a {type(tool).__name__}; pass functions.")
+    name = tool_name(tool)
+    try:
+        get_json_schema(tool)
+    except Exception as error:  # transformers has several classes for it, and parsing may raise its own
+        raise QeRLError(
+            f"The tool {name} cannot be shown to the model ({first_line(error)}); give it a type for every "
+            "argument and a docstring that says what it does, with a line for each argument under 'Args:'."
+        ) from error
+    return tool
+
+
+def tool_name(tool: Tool) -> str:
+    """The name by which a model calls a tool.
+
+    Raises:
+        QeRLError: It has none.
+    """
+    name = getattr(tool, "__name__", None)
+    if isinstance(tool, functools.partial) or not name:
+        raise QeRLError("A tool has no name by which a model could call it; pass functions or methods.")
+    return name

@@ -1,0 +1,58 @@
+"""Functions and classes of the user's own, named in a recipe as ``PATH.py:NAME``.
+
+The file is run as a module with all the rights of this process. It is the user's own code, named in the
+user's own recipe.
+"""
+
+import importlib.util
+import inspect
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from qerl.errors import QeRLError
+
+
+def names_a_file(spec: str) -> bool:
+    """Whether a name is of the form ``PATH.py:NAME``."""
+    path, separator, _ = spec.rpartition(":")
+    return bool(separator) and path.endswith(".py")
+
+
+def load_object(spec: str, what: str, kind: str = "function") -> Any:
+    """The function or class that ``PATH.py:NAME`` names.
+
+    Args:
+        spec: Where it is.
+        what: What it is for, such as ``reward``.
+        kind: ``function`` or ``class``.
+
+    Raises:
+        QeRLError: The specification is malformed, the file is missing or fails to run, or it holds no such
+            thing.
+    """
+    if not names_a_file(spec):
+        form = "Class" if kind == "class" else "function"
+        raise QeRLError(f"{what.capitalize()} {spec!r} is not of the form PATH.py:{form}.")
+    path, _, name = spec.rpartition(":")
+    module = _run(Path(path).expanduser(), what)
+    found = getattr(module, name, None)
+    if not (inspect.isclass(found) if kind == "class" else callable(found)):
+        wanted = inspect.isclass if kind == "class" else inspect.isfunction
+        own = [n for n, f in inspect.getmembers(module, wanted) if f.__module__ == module.__name__]
+        public = ", ".join(n for n in own if not n.startswith("_"))
+        raise QeRLError(f"{path} has no {kind} {name!r}; it has: {public or 'none'}.")
+    return found
+
+
+def _run(path: Path, what: str) -> ModuleType:
+    if not path.is_file():
+        raise QeRLError(f"The {what} file {path} does not exist; check the path in the recipe.")
+    module_spec = importlib.util.spec_from_file_location(f"qerl_user_{what}_{path.stem}", path)
+    assert module_spec is not None and module_spec.loader is not None  # the name ends in .py
+    module = importlib.util.module_from_spec(module_spec)
+    try:
+        module_spec.loader.exec_module(module)
+    except Exception as error:
+        raise QeRLError(f"The {what} file {path} cannot be run: {type(error).__name__}: {error}.") from error
+    return module
