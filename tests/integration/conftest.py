@@ -15,10 +15,21 @@ def digits(completions, **kwargs):
 @pytest.fixture
 def tiny_run(tiny_model, tiny_tokenizer, tmp_path) -> Callable[..., dict[str, Any]]:
     """``tiny_run(output, **changes)``: fields of a run; noise, evaluation, dropout, weight decay are on."""
-    model = tmp_path / "model"
+    return make_tiny_run(tiny_model, tiny_tokenizer, tmp_path)
+
+
+@pytest.fixture(scope="module")
+def tiny_runs(tiny_model, tiny_tokenizer, tmp_path_factory) -> Callable[..., dict[str, Any]]:
+    """`tiny_run` for runs that several tests look at."""
+    return make_tiny_run(tiny_model, tiny_tokenizer, tmp_path_factory.mktemp("tiny_runs"))
+
+
+def make_tiny_run(tiny_model, tiny_tokenizer, folder: Path) -> Callable[..., dict[str, Any]]:
+    """What `tiny_run` is, with model and rewards in a folder."""
+    model = folder / "model"
     tiny_model("llama").save_pretrained(model)
     tiny_tokenizer.save_pretrained(model)
-    reward = tmp_path / "reward.py"
+    reward = folder / "reward.py"
     reward.write_text(REWARD)
 
     def fields(output: Path, **changes: Any) -> dict[str, Any]:

@@ -3,22 +3,69 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
 
+ROOT = Path(__file__).parents[2]
 
-def test_two_processes(tiny_run, tmp_path):
+
+WHOLE = {
+    "algorithm": "dapo",
+    "signal": "reward",  # random text is never right
+    "dynamic_sampling_rounds": 1,
+    "max_completion_length": 4,  # so short that many groups are equal
+    "task_options": {"examples": 0, "train_size": 16, "test_size": 4},
+    "lora_dropout": 0.0,
+    "max_steps": 4,
+    "noise_stages": 2,
+    "eval_strategy": "no",
+    "save_strategy": "no",
+}
+CHUNKS = WHOLE | {"tokens_per_forward": 40}
+UNEQUAL = WHOLE | {
+    "tokens_per_forward": 20,
+    "dynamic_sampling_rounds": 0,
+    "noise_share": 0.5,
+    "noise_target_kl": 1e-4,
+    "vllm_importance_sampling_mode": "token_balance",
+}
+BY_PROCESS = """import os
+
+
+def by_process(completions, **kwargs):
+    return [float(i * int(os.environ["RANK"])) for i in range(len(completions))]
+"""
+
+
+@pytest.fixture(scope="module")
+def forked(tmp_path_factory, tiny_runs):
+    """Folders of runs on two processes that are forks of one, where torch is imported once."""
+    folder = tmp_path_factory.mktemp("runs")
+    (folder / "rewards.py").write_text(BY_PROCESS)
+    runs = {
+        "chunks": CHUNKS,
+        "unequal": UNEQUAL | {"reward_files": [f"{folder / 'rewards.py'}:by_process"]},
+    }
+    recipes = [write_recipe(tiny_runs, folder / name, settings) for name, settings in runs.items()]
+    run_command("-m", "tests.support.two_processes", *recipes)
+    return folder
+
+
+def test_a_launcher_starts_two_processes(tiny_runs, tmp_path, forked):
     """DAPO: ranks differ in samples, live groups, even in having a loss at all.
 
-    Then in chunks, of which ranks have different numbers, with the same result.
+    In chunks, of which ranks have different numbers, the result is the same.
     """
-    rows, adapter = run_on_two(tiny_run, tmp_path / "whole")
+    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
+    run_command(*launch, "-m", "qerl.cli", "train", write_recipe(tiny_runs, tmp_path / "whole", WHOLE))
+    rows, adapter = results(tmp_path / "whole")
     assert [row["noise/norms"] for row in rows[:4]] == [0, 0, 4, 4]
     assert any(torch.any(tensor != 0) for name, tensor in adapter.items() if "lora_B" in name)
-    chunk_rows, chunk_adapter = run_on_two(tiny_run, tmp_path / "chunks", tokens_per_forward=40)
+    chunk_rows, chunk_adapter = results(forked / "chunks")
     for row, other in zip(rows[:4], chunk_rows[:4], strict=True):
         for name in ("loss", "grad_norm"):
             assert other[name] == pytest.approx(row[name], rel=1e-3, abs=1e-6), name
@@ -26,47 +73,34 @@ def test_two_processes(tiny_run, tmp_path):
         torch.testing.assert_close(chunk_adapter[name], tensor, rtol=0, atol=1e-4)
 
 
-def test_processes_that_differ_in_forward_passes_from_the_second_step_on(tiny_run, tmp_path):
+def test_processes_that_differ_in_forward_passes_from_the_second_step_on(forked):
     """The first process computes one sample, the second several chunks: no collective meets another one.
 
     Nor where half of the samples are noisy, the others' probabilities under noise are computed beside them,
     and sigma follows the KL of both processes.
     """
-    rewards = tmp_path / "rewards.py"
-    rewards.write_text(
-        "import os\n\n\ndef by_process(completions, **kwargs):\n"
-        "    return [float(i * int(os.environ['RANK'])) for i in range(len(completions))]\n"
-    )
-    rows, _ = run_on_two(
-        tiny_run, tmp_path / "run", tokens_per_forward=20, dynamic_sampling_rounds=0,
-        reward_files=[f"{rewards}:by_process"], noise_share=0.5, noise_target_kl=1e-4,
-        vllm_importance_sampling_mode="token_balance",
-    )  # fmt: skip
+    rows, _ = results(forked / "unequal")
     assert [row["noise/kl_target"] for row in rows[:4]] == pytest.approx([0, 0, 1e-4, 1e-4])
     assert rows[2]["noise/kl"] > 1e-4 and rows[3]["noise/sigma"] < rows[2]["noise/sigma"]
     assert [row["grad_norm"] > 0 for row in rows[:4]] == [True] * 4
 
 
-def run_on_two(tiny_run, run, **changes):
-    """The rows logged of training and the adapter."""
-    settings = {
-        "algorithm": "dapo",
-        "signal": "reward",  # random text is never right
-        "dynamic_sampling_rounds": 1,
-        "max_completion_length": 4,  # so short that many groups are equal
-        "task_options": {"examples": 0, "train_size": 16, "test_size": 4},
-        "lora_dropout": 0.0,
-        "max_steps": 4,
-        "noise_stages": 2,
-        "eval_strategy": "no",
-        "save_strategy": "no",
-    }
+def write_recipe(fields, run, settings):
+    """The file of a recipe beside the folder that its run will make."""
     recipe = run.with_suffix(".yaml")
-    recipe.write_text(yaml.safe_dump(tiny_run(run, **settings | changes)))
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    command = [*launch, "-m", "qerl.cli", "train", str(recipe)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    recipe.write_text(yaml.safe_dump(fields(run, **settings)))
+    return str(recipe)
+
+
+def run_command(*words):
+    """Run Python with these arguments in the repository; what it wrote is shown where it fails."""
+    command = [sys.executable, *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+def results(run):
+    """The rows logged of training, and the adapter."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert rows[0]["update_path"] == {"kernels": "none (its kernels need a CUDA GPU)"}
     return rows[1:], load_file(run / "adapter_model.safetensors")

@@ -149,7 +149,7 @@ def test_an_environment_without_an_other_side_is_refused(factory, said):
 
 
 def test_options_that_a_class_does_not_take_are_refused(file):
-    with pytest.raises(QeRLError, match="environment_options do not fit Counter: .*'end'"):
+    with pytest.raises(QeRLError, match=r"environment_options do not fit Counter: .*'end'"):
         make_factory(load_environment(f"{file}:Counter"), {"end": 4})
 
 
