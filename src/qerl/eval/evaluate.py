@@ -124,7 +124,7 @@ def _scored(
                 "prompt": row["prompt"],
                 "expected": row["answer"],
                 "completion": text,
-                "answer": task.extract(text),
+                "answer": task.of(row).extract(text),
                 "right": right,
                 "judged": judged,
                 "finish_reason": completion.finish_reason,

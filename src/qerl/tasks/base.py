@@ -38,10 +38,12 @@ class Task(ABC):
             template opens a thinking section, a completion that is cut off inside that section has no
             answer, and a completion that closes it has the form asked for.
         strata: The column of the rows by whose values accuracy is reported too; None for none.
+        on_hub: Whether its problems have to be fetched from the Hub, so that a dry run does not look at them.
     """
 
     opening: str = ""
     strata: str | None = None
+    on_hub: bool = False
 
     def __init__(self, name: str, answer_format: AnswerFormat) -> None:
         self.name = name
@@ -62,6 +64,21 @@ class Task(ABC):
         Raises:
             QeRLError: The task has no held-out problems, or they cannot be loaded.
         """
+
+    def epoch(self, rows: Dataset) -> Dataset:
+        """The training rows as an epoch has them: each once, unless a task knows better.
+
+        Args:
+            rows: Those of :meth:`train` that are trained on; too long ones may be left out.
+
+        Raises:
+            QeRLError: They make no epoch.
+        """
+        return rows
+
+    def of(self, row: Mapping[str, Any]) -> "Task":
+        """The task that poses and judges a row: this one, unless it is made of several."""
+        return self
 
     def extract(self, completion: Completion) -> str | None:
         """The final answer of a completion (text or chat messages), or None if it states none."""

@@ -43,7 +43,8 @@ RewardFunction = Callable[..., list[float | None]]
 """``f(prompts, completions, answer, **columns) -> rewards``: one reward per completion, None where the
 function does not apply."""
 
-_NOT_COLUMNS = frozenset({"trainer_state", "log_extra", "log_metric"})  # not one value per sample
+NOT_COLUMNS = frozenset({"trainer_state", "log_extra", "log_metric"})
+"""Arguments that TRL passes to reward functions and that are not one value per sample."""
 
 _BATCH_SHARE = 0.01  # of the limit, added per sample of a batch
 _HOPELESS = 16  # samples in a row that run out of time, after which the rest of the batch is not tried
@@ -176,7 +177,7 @@ class GuardedReward:
         seconds: list[float] = []
         timeouts = 0
         for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
-            own = {key: value if key in _NOT_COLUMNS else [value[i]] for key, value in columns.items()}
+            own = {key: value if key in NOT_COLUMNS else [value[i]] for key, value in columns.items()}
             started = time.perf_counter()
             try:
                 rewards += _checked(

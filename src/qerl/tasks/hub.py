@@ -88,6 +88,8 @@ class HubTask(Task):
         source: Where the problems lie.
     """
 
+    on_hub = True
+
     def __init__(self, name: str, source: Source) -> None:
         super().__init__(name, get_format(source.answer_format))
         self.source = source

@@ -1,4 +1,12 @@
-"""Tasks by name, as recipes and the command line give them."""
+"""Tasks by name, as recipes and the command line give them.
+
+Several tasks are one, ``mixture``, whose options are its parts by the names that they are to have in logs::
+
+    task: mixture
+    task_options:
+      words: {task: arithmetic, weight: 2, task_options: {level: wp2}}
+      gsm8k: {}
+"""
 
 import difflib
 import inspect
@@ -11,6 +19,7 @@ from qerl.tasks.arithmetic import Arithmetic
 from qerl.tasks.base import Task
 from qerl.tasks.hub import SOURCES, HubTask, bigmath
 from qerl.tasks.jsonl import Jsonl
+from qerl.tasks.mixture import make_mixture
 from qerl.tasks.needle import Needle
 
 TASKS: dict[str, Callable[..., Task]] = {
@@ -18,6 +27,7 @@ TASKS: dict[str, Callable[..., Task]] = {
     **{name: partial(HubTask, name, source) for name, source in SOURCES.items()},
     "bigmath": bigmath,
     "needle": Needle,
+    "mixture": lambda **parts: make_mixture(get_task, parts),
 }
 """The function or class that makes each task; its keyword arguments are the task's options."""
 
@@ -36,9 +46,11 @@ def get_task(spec: str, **options: Any) -> Task:
         wrong.
     """
     make = _maker(spec)
-    known = list(inspect.signature(make).parameters)
+    parameters = inspect.signature(make).parameters
+    known = list(parameters)
+    open_ended = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     for option in options:
-        if option not in known:
+        if option not in known and not open_ended:
             raise QeRLError(
                 f"Task {spec} has no option {option!r}{_nearest(option, known)}; its options are: "
                 f"{', '.join(known) or 'none'}."

@@ -23,7 +23,6 @@ from qerl.settings.config import QeRLConfig
 from qerl.tasks import get_task
 from qerl.tasks.base import RewardFunction, Task
 from qerl.tasks.custom import load_reward
-from qerl.tasks.hub import HubTask
 from qerl.trainer.rewards import with_length_penalty
 
 
@@ -35,8 +34,8 @@ def preflight(config: QeRLConfig) -> tuple[Task, list[RewardFunction]]:
     """
     assert config.task is not None
     task = get_task(config.task, **config.task_options)
-    if not isinstance(task, HubTask):  # its problems are on this machine
-        check_length(config, len(task.train()))
+    if not task.on_hub:
+        check_length(config, len(task.epoch(task.train())))
     rewards = [*task.rewards, *(load_reward(spec) for spec in config.reward_files)]
     _check_weights(config, rewards)
     _check_reporters(config)

@@ -151,6 +151,7 @@ def _datasets(
     train_set = prompts(task.train(), "training prompts")
     if len(train_set) == 0:
         raise QeRLError(f"The task {config.task} has no training prompts.")
+    train_set = task.epoch(train_set)
     check_length(config, len(train_set))
     if not config.evaluates:
         return train_set, None

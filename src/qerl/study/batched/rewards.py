@@ -142,7 +142,7 @@ def held_out_problems(task: Task, rows: Dataset, tokenizer: PreTrainedTokenizerB
 
 @lru_cache(maxsize=8)
 def _kept(task: Task, rows: str | None, tokenizer: PreTrainedTokenizerBase) -> Problems:
-    return Problems(task, list(task.train()) if rows is None else json.loads(rows), tokenizer)
+    return Problems(task, list(task.epoch(task.train())) if rows is None else json.loads(rows), tokenizer)
 
 
 class Judges:

@@ -53,7 +53,7 @@ class Judge:
         }
         texts = self._tokenizer.batch_decode(list(new.values()), skip_special_tokens=True) if new else []
         for key, text in zip(new, texts, strict=True):
-            answer = self._task.extract(text)
+            answer = self._task.of(self._problems[key[0]]).extract(text)
             self._known[key] = self._right(key[0], text, answer), answer
         return [self._known[key] for key in keys]
 

@@ -1,0 +1,262 @@
+"""Several tasks in one run, with weights (``task: mixture``).
+
+A mixture is a task whose rows are those of its parts, so that training, evaluation, resuming and studies take
+it as any other. Each row names its part in the column ``task``, and its part judges it: a reward function of
+the mixture hands each row to the function of that name which the row's own task has, and gives None, which
+TRL counts as "does not apply", where the task has none. Accuracy is reported for each part, because ``task``
+is the column of strata (`qerl.tasks.base`).
+
+Weights are shares of the prompts that training samples. They are met by repetition: an epoch holds the rows
+of each part as often as its share asks for, and the part that is largest for its share once. So an epoch
+shows every problem, the order is that of any data set (seed and epoch alone), and prompts that dynamic
+sampling draws have the same shares. What was given up: shares hold on average, not in each step, and if the
+last repetition of a part is not whole, its first rows are those that come once more.
+
+The held-out problems stand each once, ordered so that every beginning of them has the parts in the
+proportion of their weights as long as each has problems left.
+"""
+
+import inspect
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import pyarrow
+from datasets import Dataset
+
+from qerl.errors import QeRLError, first_line
+from qerl.tasks.base import Completion, Message, Task, as_dataset
+from qerl.tasks.guard import NOT_COLUMNS, RewardFunction, judges_alone, stratified
+
+PART = "task"
+"""The column that names the part to which a row belongs."""
+
+_PART_KEYS = ("task", "weight", "task_options")
+_LONGEST_EPOCH = 2**21  # rows; the order of an epoch is a list of them
+
+
+@dataclass(frozen=True)
+class Part:
+    """A task of a mixture.
+
+    Attributes:
+        task: The task.
+        weight: Its weight, above 0; its share is the weight over the sum of all.
+    """
+
+    task: Task
+    weight: float = 1.0
+
+
+class Mixture(Task):
+    """Several tasks as one.
+
+    Args:
+        parts: The tasks by the names that the column ``task`` has; at least one.
+    """
+
+    strata = PART
+
+    def __init__(self, parts: Mapping[str, Part]) -> None:
+        self.name = "mixture"  # without a format: all that would read one asks the parts
+        self.parts = dict(parts)
+        self.on_hub = any(part.task.on_hub for part in self.parts.values())
+
+    @property
+    def opening(self) -> str:  # a task's attribute, which every part needs
+        """What the chat template writes of the assistant's turn; see :class:`Task`."""
+        return next(iter(self.parts.values())).task.opening
+
+    @opening.setter
+    def opening(self, text: str) -> None:
+        for part in self.parts.values():
+            part.task.opening = text
+
+    def of(self, row: Mapping[str, Any]) -> Task:
+        """The part to which a row belongs."""
+        return self.parts[row[PART]].task
+
+    def prompt(self, question: str, worked: Any = ()) -> list[Message]:
+        """Raises: which task a question is to be posed as is not known.
+
+        Raises:
+            QeRLError: Always.
+        """
+        raise QeRLError(
+            f"A mixture poses a question in the form of one of its tasks ({', '.join(self.parts)}); name "
+            "that task with --task, or give a system message."
+        )
+
+    def train(self) -> Dataset:
+        """The training problems of all parts, each once, part after part; see :meth:`epoch`."""
+        return _joined(
+            [row for name, part in self.parts.items() for row in _of_part(name, part.task.train())]
+        )
+
+    def test(self) -> Dataset:
+        """The held-out problems of all parts, each once, in the proportion of the weights."""
+        rows = {name: _of_part(name, part.task.test()) for name, part in self.parts.items()}
+        return _joined(_in_proportion(rows, {name: part.weight for name, part in self.parts.items()}))
+
+    def epoch(self, rows: Dataset) -> Dataset:
+        """The rows as often as their weights ask for; every row at least once.
+
+        Raises:
+            QeRLError: A part has no row, or the weights would make an epoch of millions of rows.
+        """
+        part_of_row = np.array(rows[PART])
+        own = {name: np.flatnonzero(part_of_row == name) for name in self.parts}
+        for name, indices in own.items():
+            if not len(indices):
+                raise QeRLError(f"Task {name} of the mixture has no training prompt that is short enough.")
+        total = sum(part.weight for part in self.parts.values())
+        shares = {name: part.weight / total for name, part in self.parts.items()}
+        length = max(len(own[name]) / share for name, share in shares.items())
+        if length > _LONGEST_EPOCH:
+            largest = max(own, key=lambda name: len(own[name]) / shares[name])
+            raise QeRLError(
+                f"At these weights an epoch that shows all {len(own[largest])} problems of task {largest} "
+                f"has {length:.0f} rows, more than {_LONGEST_EPOCH}; raise its weight, or give it fewer "
+                "problems."
+            )
+        counts = {name: max(len(own[name]), round(length * share)) for name, share in shares.items()}
+        return rows.select(np.concatenate([np.resize(own[name], counts[name]) for name in self.parts]))
+
+    def extract(self, completion: Completion) -> str | None:
+        """Raises: what a completion states depends on its row; ask the task that :meth:`of` gives.
+
+        Raises:
+            TypeError: Always.
+        """
+        raise TypeError("a mixture reads an answer as the task of its row does; ask of(row)")
+
+    @cached_property
+    def rewards(self) -> list[RewardFunction]:
+        """The reward functions of all parts, those of one name as one function."""
+        by_name: dict[str, dict[str, RewardFunction]] = {}
+        for part, choice in self.parts.items():
+            for function in choice.task.rewards:
+                by_name.setdefault(function.__name__, {})[part] = function
+        functions = [_handing_on(name, of_part) for name, of_part in by_name.items()]
+        return [stratified(f, PART) if f.__name__ == "accuracy" else f for f in functions]
+
+
+def make_mixture(make: Callable[..., Task], parts: Mapping[str, Any]) -> Mixture:
+    """The mixture of the parts that a recipe names.
+
+    Args:
+        make: Makes a task from its name and its options.
+        parts: Options by the name that each part is to have: `task` (else the name itself), `weight` (else 1)
+            and `task_options`.
+
+    Raises:
+        QeRLError: There is none, or a part is malformed.
+    """
+    if not parts:
+        raise QeRLError(
+            "Task mixture has no tasks; name them in task_options, for example "
+            "{gsm8k: {weight: 2}, words: {task: arithmetic}}."
+        )
+    return Mixture({name: _part(make, name, options) for name, options in parts.items()})
+
+
+def _part(make: Callable[..., Task], name: str, options: Any) -> Part:
+    of_it = options if options is not None else {}
+    if not isinstance(of_it, Mapping):
+        raise QeRLError(
+            f"Task {name} of the mixture is {options!r}; give a mapping with {', '.join(_PART_KEYS)}."
+        )
+    for key in of_it:
+        if key not in _PART_KEYS:
+            raise QeRLError(
+                f"Task {name} of the mixture has the unknown key {key!r}; its keys are: "
+                f"{', '.join(_PART_KEYS)}."
+            )
+    spec, weight, own = of_it.get("task", name), of_it.get("weight", 1.0), of_it.get("task_options") or {}
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf:
+        raise QeRLError(f"The weight of task {name} is {weight!r}; it must be a number above 0.")
+    if not isinstance(own, Mapping):
+        raise QeRLError(f"The task_options of task {name} are {own!r}; they must be a mapping.")
+    if spec == "mixture":
+        raise QeRLError(f"Task {name} of the mixture is a mixture; name its tasks beside the others.")
+    return Part(make(str(spec), **own), float(weight))
+
+
+def _handing_on(name: str, of_part: Mapping[str, RewardFunction]) -> RewardFunction:
+    """A reward function that gives each row's completion to the function of the row's part."""
+
+    def calls(arguments: Mapping[str, Any]) -> Iterator[tuple[list[int], Any]]:
+        """Indices of the rows of each part that has the function, and what the function returns for them."""
+        for part, function in of_part.items():
+            own = [index for index, of_row in enumerate(arguments[PART]) if of_row == part]
+            if own:
+                yield own, function(**_of_rows(arguments, own))
+
+    def plain(**arguments: Any) -> list[float | None]:
+        return _in_place(len(arguments[PART]), calls(arguments))
+
+    async def awaiting(**arguments: Any) -> list[float | None]:
+        pairs = [(own, await got if inspect.isawaitable(got) else got) for own, got in calls(arguments)]
+        return _in_place(len(arguments[PART]), pairs)
+
+    functions = of_part.values()
+    joined: Any = awaiting if any(map(inspect.iscoroutinefunction, functions)) else plain
+    joined.__name__ = name
+    alone = all(getattr(function, "judges_alone", False) for function in functions)
+    return judges_alone(joined) if alone else joined
+
+
+def _of_rows(arguments: Mapping[str, Any], own: list[int]) -> dict[str, Any]:
+    """The arguments of a reward function for some of its rows."""
+    chosen = {
+        name: value if name in NOT_COLUMNS else [value[index] for index in own]
+        for name, value in arguments.items()
+    }
+    if "log_extra" in chosen:  # a column of TRL's table, which has all rows
+        log, count = arguments["log_extra"], len(arguments[PART])
+        chosen["log_extra"] = lambda column, values: log(column, _in_place(count, [(own, values)]))
+    return chosen
+
+
+def _in_place(count: int, pairs: Iterable[tuple[list[int], Iterable[Any]]]) -> list[Any]:
+    """A list of that length with each pair's values at its indices, and None elsewhere."""
+    placed = [None] * count
+    for indices, values in pairs:
+        for index, value in zip(indices, values, strict=True):
+            placed[index] = value
+    return placed
+
+
+def _of_part(name: str, rows: Dataset) -> list[dict[str, Any]]:
+    if PART in rows.column_names:
+        raise QeRLError(
+            f"The rows of task {name} have a column {PART!r}, which a mixture uses itself; rename it."
+        )
+    return [{**row, PART: name} for row in rows]
+
+
+def _in_proportion(
+    rows: Mapping[str, list[dict[str, Any]]], weights: Mapping[str, float]
+) -> list[dict[str, Any]]:
+    """The rows of all parts: next is always one of the part that is furthest behind its weight."""
+    places = [
+        ((index + 0.5) / weights[name], number, row)
+        for number, (name, own) in enumerate(rows.items())
+        for index, row in enumerate(own)
+    ]
+    return [row for *_, row in sorted(places, key=lambda place: place[:2])]
+
+
+def _joined(rows: list[dict[str, Any]]) -> Dataset:
+    """A data set of rows of several tasks; a column that a row's task does not have is None there."""
+    columns = dict.fromkeys(column for row in rows for column in row)
+    try:
+        return as_dataset(({**columns, **row} for row in rows), "The mixture")
+    except (pyarrow.ArrowException, OverflowError) as error:
+        raise QeRLError(
+            f"Tasks of the mixture have a column of the same name and of different types "
+            f"({first_line(error)}); rename it in one of them."
+        ) from error

@@ -1,0 +1,47 @@
+"""What docs/training.md shows as a recipe trains."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from qerl.cli import main
+from qerl.run_folder import read_metrics
+
+PAGE = (Path(__file__).parents[2] / "docs" / "training.md").read_text(encoding="utf-8")
+
+
+def shown(heading):
+    """The first recipe under a heading; the lines of it."""
+    section = PAGE.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    lines = section.partition("```yaml\n")[2].partition("```")[0].splitlines()
+    assert 0 < len(lines) < 15
+    return "\n".join(lines)
+
+
+@pytest.fixture
+def run_shown(tiny_run, tmp_path, monkeypatch):
+    """``run_shown(heading, **changes)``: the logs of a run of the page's recipe on a tiny model."""
+    (tmp_path / "my").mkdir()
+    lines = [{"question": f"What is {i} + 1?", "answer": i + 1} for i in range(12)]
+    (tmp_path / "my" / "problems.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    monkeypatch.chdir(tmp_path)
+
+    def run(heading, **changes):
+        fields = tiny_run(
+            tmp_path / "run", **{"max_steps": 3, "eval_steps": 3, "save_strategy": "no"} | changes
+        )
+        Path("tiny.yaml").write_text(yaml.safe_dump(fields))
+        Path("shown.yaml").write_text(shown(heading))
+        assert main(["train", "tiny.yaml", "shown.yaml"]) == 0
+        return read_metrics(tmp_path / "run")
+
+    return run
+
+
+def test_several_tasks(run_shown):
+    rows = run_shown("Several tasks", eval_samples=6)
+    names = {name for row in rows for name in row}
+    for part in ("words", "mine"):
+        assert {f"rewards/accuracy/task_{part}", f"eval_rewards/accuracy/task_{part}"} <= names
