@@ -1,5 +1,6 @@
 """What tests of the trainer share: data, settings, rewards, and an engine without a model."""
 
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,8 @@ import torch
 from datasets import Dataset
 
 from qerl.rollout.engine import Completion, RolloutEngine, RolloutResult
+from qerl.rollout.session import TrackedSession
+from qerl.seeding import generator
 
 GROUP = 4
 DATA = Dataset.from_dict({"prompt": ["one two", "three", "four five six", "seven eight"]})
@@ -31,15 +34,36 @@ class ScriptedEngine(RolloutEngine):
     def generate(self, prompts, samples_per_prompt, params, norm_offsets=None):
         self.calls.append((prompts, params, norm_offsets))
         draw = torch.Generator().manual_seed(params.seed)
-        completions = []
-        for _ in range(len(prompts) * samples_per_prompt):
-            length = int(torch.randint(self.shortest, params.max_tokens + 1, (), generator=draw))
-            ids = torch.randint(5, self.vocabulary, (length,), generator=draw).tolist()
-            if self.stop is not None and length < params.max_tokens:
-                ids[-1] = self.stop
-            logprobs = (-4.8 - torch.rand(length, generator=draw)).tolist()
-            completions.append(Completion(ids, logprobs, [4.0] * length, "stop"))
+        count = len(prompts) * samples_per_prompt
+        completions = [self.draw(params.max_tokens, draw) for _ in range(count)]
         return RolloutResult(completions, 1, sum(len(c.token_ids) for c in completions), 0.5)
+
+    @contextmanager
+    def session(self, params, norm_offsets=None):
+        self.calls.append(([], params, norm_offsets))
+        yield ScriptedSession(self, params)
+
+    def draw(self, most, draw):
+        """A completion of at most so many tokens, by the next numbers of a generator."""
+        length = int(torch.randint(min(self.shortest, most), most + 1, (), generator=draw))
+        ids = torch.randint(5, self.vocabulary, (length,), generator=draw).tolist()
+        if self.stop is not None and length < most:
+            ids[-1] = self.stop
+        logprobs = (-4.8 - torch.rand(length, generator=draw)).tolist()
+        return Completion(ids, logprobs, [4.0] * length, "stop")
+
+
+class ScriptedSession(TrackedSession):
+    """Turns of a scripted engine: each depends on the seed, the sequence and what it has so far."""
+
+    def __init__(self, engine: ScriptedEngine, params) -> None:
+        super().__init__(params, positions=None, pad_token_id=0)
+        self._engine = engine
+
+    def _draw(self, tracks):
+        keys = [(t.prompt_number, t.sample, len(t.token_ids)) for t in tracks]
+        draws = [generator("scripted", self._params.seed, *key) for key in keys]
+        return [self._engine.draw(track.room, draw) for track, draw in zip(tracks, draws, strict=True)]
 
 
 def settings(folder: Path, **changes: Any) -> dict[str, Any]:

@@ -1,5 +1,8 @@
 """What a rollout engine is: prompts in, sampled tokens with their log-probabilities out.
 
+A completion is sampled in one go (`RolloutEngine.generate`) or in turns (`Session`), between which others
+write: a tool's result, a user's answer. Both are the same work, the second with pauses.
+
 An engine runs on the very modules that train. It never copies, syncs or merges weights: LoRA parameters are
 read where the optimizer writes them, and parameter noise is handed to each call as offsets of RMSNorm
 weights. The engine knows nothing of trainers, tasks or rewards.
@@ -8,6 +11,7 @@ weights. The engine knows nothing of trainers, tasks or rewards.
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Literal
 
@@ -108,6 +112,93 @@ class RolloutResult:
     seconds: float
 
 
+@dataclass(frozen=True)
+class Ended:
+    """A turn that has ended.
+
+    Attributes:
+        index: The sequence, as `Session.start` numbered it.
+        completion: What the policy drew in this turn and nothing else, the stop token included. It is empty,
+            with the reason ``length``, only for a sequence that had no room from its start.
+    """
+
+    index: int
+    completion: Completion
+
+
+class Session(ABC):
+    """Sequences that go on: tokens that the policy draws, tokens that others write, drawn ones again.
+
+    All of a session's sequences are drawn with one state of the policy, one noise and the same sampling
+    parameters. What the policy draws and what others write count together towards a sequence's limit, the
+    least of ``SamplingParams.max_tokens``, its own ``max_tokens`` and the positions that its prompt leaves.
+
+    The uniform number of a token is keyed by the seed, the number of its prompt in the session, the sample,
+    and the token's place in the completion, so a sequence draws the same whatever else is in the batch, in
+    whichever order turns end, and whether its keys and values were kept between turns or computed again
+    (up to rounding, which depends on the batch as it does in `RolloutEngine.generate`).
+
+    Made by `RolloutEngine.session`. Used from one thread.
+    """
+
+    @abstractmethod
+    def start(
+        self,
+        prompts: Sequence[Sequence[int]],
+        samples_per_prompt: int,
+        max_tokens: Sequence[int] | None = None,
+    ) -> list[int]:
+        """Begin sequences; they are decoded by `next`.
+
+        Args:
+            prompts: Token ids of each prompt, without padding; every prompt has at least one token.
+            samples_per_prompt: Sequences for each prompt; they share its prefill.
+            max_tokens: For each prompt a limit of its sequences beside those named above; one of 0 or less
+                leaves no room.
+
+        Returns:
+            The numbers of the new sequences, prompts in the order given, the samples of a prompt next to each
+            other; the session counts from 0.
+
+        Raises:
+            QeRLError: An empty prompt list or an empty prompt.
+        """
+
+    @abstractmethod
+    def go_on(self, index: int, token_ids: Sequence[int]) -> None:
+        """Append what others wrote to a sequence whose turn has ended, and begin its next turn.
+
+        Args:
+            index: The sequence.
+            token_ids: What they wrote, fewer tokens than `room`; it may be empty.
+
+        Raises:
+            QeRLError: The tokens leave no room for a drawn one, the sequence's turn has not ended, or it was
+                finished.
+        """
+
+    @abstractmethod
+    def room(self, index: int) -> int:
+        """Tokens that a sequence may still have, drawn or written; 0 after logits that were not finite."""
+
+    @abstractmethod
+    def finish(self, index: int) -> None:
+        """Say that a sequence whose turn has ended will not go on: its keys and values are given up.
+
+        Raises:
+            QeRLError: Its turn has not ended.
+        """
+
+    @abstractmethod
+    def next(self) -> list[Ended]:
+        """Decode until at least one sequence has ended its turn; with nothing to decode the list is empty."""
+
+    @property
+    @abstractmethod
+    def busy(self) -> bool:
+        """Whether `next` has something to decode."""
+
+
 class RolloutEngine(ABC):
     """Samples completions from the policy in its present state.
 
@@ -143,8 +234,27 @@ class RolloutEngine(ABC):
                 positions the model has.
         """
 
+    def session(
+        self, params: SamplingParams, norm_offsets: NormOffsets | None = None
+    ) -> AbstractContextManager[Session]:
+        """Sample in turns; leaving the context gives up all sequences.
+
+        Within it neither the model may change nor another method of the engine be called.
+
+        Args:
+            params: Sampling parameters of all sequences.
+            norm_offsets: Noise, as in `generate`.
+
+        Raises:
+            QeRLError: The engine samples whole completions alone.
+        """
+        raise QeRLError(
+            f"{type(self).__name__} samples whole completions alone; trajectories of several turns need an "
+            "engine with sessions, as those that qerl chooses by itself."
+        )
+
     def release(self) -> None:  # noqa: B027 - most engines hold nothing
-        """Free the memory that only `generate` needs; the next call takes it back."""
+        """Free the memory that only `generate` and sessions need; the next call takes it back."""
 
 
 def check_model(model: nn.Module) -> None:
@@ -170,6 +280,21 @@ def check_model(model: nn.Module) -> None:
             )
 
 
+def check_prompts(prompts: Sequence[Sequence[int]], samples_per_prompt: int) -> None:
+    """Refuse prompts that no engine can sample from.
+
+    Raises:
+        QeRLError: An empty prompt list, an empty prompt, or no sample.
+    """
+    if not prompts:
+        raise QeRLError("There is no prompt to sample from; pass at least one.")
+    if samples_per_prompt < 1:
+        raise QeRLError(f"samples_per_prompt is {samples_per_prompt}; it must be at least 1.")
+    for index, prompt in enumerate(prompts):
+        if not len(prompt):
+            raise QeRLError(f"Prompt {index} is empty; a prompt needs at least one token.")
+
+
 def check_request(
     prompts: Sequence[Sequence[int]], samples_per_prompt: int, params: SamplingParams, positions: int | None
 ) -> None:
@@ -182,13 +307,7 @@ def check_request(
     Raises:
         QeRLError: An empty prompt list, an empty prompt, or a prompt that with its completion exceeds them.
     """
-    if not prompts:
-        raise QeRLError("There is no prompt to sample from; pass at least one.")
-    if samples_per_prompt < 1:
-        raise QeRLError(f"samples_per_prompt is {samples_per_prompt}; it must be at least 1.")
-    for index, prompt in enumerate(prompts):
-        if not len(prompt):
-            raise QeRLError(f"Prompt {index} is empty; a prompt needs at least one token.")
+    check_prompts(prompts, samples_per_prompt)
     longest = max(len(prompt) for prompt in prompts)
     if positions is not None and longest + params.max_tokens > positions:
         raise QeRLError(

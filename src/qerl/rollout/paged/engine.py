@@ -11,7 +11,9 @@ are zeroed by the next.
 """
 
 import time
-from collections import abc
+from collections import Counter, abc
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -41,8 +43,9 @@ from qerl.rollout.paged.limits import MAX_ROWS, BlockDemand
 from qerl.rollout.paged.machine import Cuda, Machine
 from qerl.rollout.paged.pace import Pace
 from qerl.rollout.paged.prefill import Prefill
-from qerl.rollout.paged.scheduler import Scheduler, Sequence
+from qerl.rollout.paged.scheduler import Prompt, Scheduler, Sequence
 from qerl.rollout.paged.weights import Decoder
+from qerl.rollout.session import Track, TrackedSession
 
 _CUDA = Cuda()
 _PACE = Pace()
@@ -142,6 +145,38 @@ class PagedEngine(RolloutEngine):
             seconds=time.perf_counter() - start,
         )
 
+    @contextmanager
+    def session(
+        self, params: SamplingParams, norm_offsets: NormOffsets | None = None
+    ) -> Iterator["PagedSession"]:
+        """See ``RolloutEngine.session``."""
+        with torch.no_grad(), current(self._device):
+            self._read_weights(norm_offsets or {})
+            yield PagedSession(self, params, self._positions, self._pad_token_id)
+
+    def decode_turns(self, tracks: list[Track], params: SamplingParams) -> list[Completion]:
+        """Sample a turn of each, from its whole prefix."""
+        per_prompt = max(Counter(track.prompt_number for track in tracks).values())
+        rows = min(self._max_sequences, len(tracks))
+        longest = max(len(track.prompt) for track in tracks)
+        self._reserve(BlockDemand(longest, params.max_tokens, per_prompt), rows, params)
+        scheduler = Scheduler(BlockManager(self.cache.blocks, PAGE), rows, self._pace)
+        prompts = {track.prompt_number: Prompt(track.prompt_number, track.prompt) for track in tracks}
+        sequences = [
+            Sequence(
+                track.index, prompts[track.prompt_number], track.sample, track.limit,
+                generated=len(track.token_ids), token_ids=list(track.token_ids),
+                logprobs=list(track.logprobs), entropies=list(track.entropies),
+            )
+            for track in tracks
+        ]  # fmt: skip
+        scheduler.waiting.extend(sequences)
+        self._decode_all(scheduler, params)
+        return [
+            self._completion(sequence, len(track.token_ids))
+            for sequence, track in zip(sequences, tracks, strict=True)
+        ]
+
     def _decode_all(self, scheduler: Scheduler, params: SamplingParams) -> None:
         """Run rounds until every sequence has ended."""
         step: DecodeStep | None = None
@@ -156,10 +191,15 @@ class PagedEngine(RolloutEngine):
             step.decode(min(self._pace.round_steps, params.max_tokens))
             scheduler.advance(*step.rows.read(scheduler.running))
 
-    def _completion(self, sequence: Sequence) -> Completion:
-        if not sequence.token_ids:  # its first logits were not finite
+    def _completion(self, sequence: Sequence, start: int = 0) -> Completion:
+        if len(sequence.token_ids) == start:  # its first logits were not finite
             return Completion([self._pad_token_id], [0.0], [0.0], sequence.finish_reason)
-        return Completion(sequence.token_ids, sequence.logprobs, sequence.entropies, sequence.finish_reason)
+        return Completion(
+            sequence.token_ids[start:],
+            sequence.logprobs[start:],
+            sequence.entropies[start:],
+            sequence.finish_reason,
+        )
 
     def _read_weights(self, norm_offsets: NormOffsets) -> None:
         """Copy what training may have changed, and drop what was captured with buffers that were replaced."""
@@ -180,3 +220,24 @@ class PagedEngine(RolloutEngine):
         self.cache.close()
         self.cache.reserve(demand, rows, self._machine.cache_bytes(self.model, params.filtered))
         self.graphs.make_room(*needed)
+
+
+class PagedSession(TrackedSession):
+    """Turns of sequences, each computed from its whole prefix.
+
+    Args:
+        engine: The engine, with the weights of this rollout.
+        params: Sampling parameters.
+        positions: Positions that the model has.
+        pad_token_id: Stands in for a turn whose first logits were not finite.
+    """
+
+    def __init__(
+        self, engine: PagedEngine, params: SamplingParams, positions: int, pad_token_id: int
+    ) -> None:
+        super().__init__(params, positions, pad_token_id)
+        self._engine = engine
+
+    def _draw(self, tracks: list[Track]) -> list[Completion]:
+        """See `TrackedSession._draw`."""
+        return self._engine.decode_turns(tracks, self._params)

@@ -93,7 +93,8 @@ class Rows:
             of_rows.index_copy_(0, at, values[:, column])
         state.limit_2T.index_copy_(1, at, values[:, len(by_column) :].T.contiguous())
         ids = [(sequence.prompt.number, sequence.sample) for sequence in sequences]
-        streams = uniform_streams(seed, ids, sequences[0].max_tokens).float().to(self._device)
+        longest = max(sequence.max_tokens for sequence in sequences)
+        streams = uniform_streams(seed, ids, longest).float().to(self._device)
         state.uniform_TM[:, : streams.shape[1]].index_copy_(0, at, streams)
         for sequence in sequences:
             if sequence.token_ids:

@@ -33,6 +33,7 @@ from qerl.rollout.portable.attention import grouped_decode
 from qerl.rollout.portable.runner import Runner
 from qerl.rollout.portable.waves import SequenceId, Wave, plan_waves
 from qerl.rollout.sampling import draw_tokens, uniform_streams
+from qerl.rollout.session import Track, TrackedSession
 
 ROWS = 64
 """Sequences that run at once if nobody says otherwise."""
@@ -85,6 +86,14 @@ class PortableEngine(RolloutEngine):
         )
 
     @contextmanager
+    def session(
+        self, params: SamplingParams, norm_offsets: NormOffsets | None = None
+    ) -> Iterator["PortableSession"]:
+        """See ``RolloutEngine.session``."""
+        with self._ready(norm_offsets or {}):
+            yield PortableSession(self, params)
+
+    @contextmanager
     def _ready(self, norm_offsets: NormOffsets) -> Iterator[None]:
         """Everything about the model that differs between a rollout and training, for one call."""
         base = base_model(self.model)
@@ -104,16 +113,36 @@ class PortableEngine(RolloutEngine):
         """Samples the sequences of one wave to their ends."""
         used = sorted({sequence.prompt for sequence in sequences})
         row_of_prompt = {prompt: row for row, prompt in enumerate(used)}
-        wave = Wave(len(sequences), params, self._pad_token_id)
-        runner = Runner(self.model, self._pad_token_id)
-        logits_BV = runner.prefill(
+        return self.decode(
             [prompts[index] for index in used],
             [row_of_prompt[s.prompt] for s in sequences],
-            params.max_tokens,
+            [params.max_tokens] * len(sequences),
+            uniform_streams(params.seed, sequences, params.max_tokens),
+            params,
         )
-        # One column for each step, one row for each sequence, on the model's device for the whole wave.
-        uniforms = uniform_streams(params.seed, sequences, params.max_tokens).to(logits_BV.device)
-        for step in range(params.max_tokens):
+
+    def decode(
+        self,
+        prefixes: Sequence[Sequence[int]],
+        rows: list[int],
+        limits: list[int],
+        uniforms: torch.Tensor,
+        params: SamplingParams,
+    ) -> list[Completion]:
+        """Sample one wave to its end.
+
+        Args:
+            prefixes: Token ids that are computed once each.
+            rows: The prefix of each sequence.
+            limits: Tokens that each sequence may draw.
+            uniforms: fp64, a row for each sequence, a column for each step.
+            params: Sampling parameters; ``max_tokens`` plays no part.
+        """
+        wave = Wave(len(rows), params, self._pad_token_id, limits)
+        runner = Runner(self.model, self._pad_token_id)
+        logits_BV = runner.prefill(prefixes, rows, max(limits))
+        uniforms = uniforms.to(logits_BV.device)
+        for step in range(max(limits)):
             drawn = draw_tokens(logits_BV, uniforms[wave.rows, step], params)
             wave.record(*(column.tolist() for column in drawn))
             tokens_B = drawn.tokens_B
@@ -125,3 +154,40 @@ class PortableEngine(RolloutEngine):
                 tokens_B = tokens_B[sources]
             logits_BV = runner.step(tokens_B)
         return wave.completions()
+
+
+class PortableSession(TrackedSession):
+    """Turns of sequences in waves; each turn computes all tokens before it anew.
+
+    Args:
+        engine: The engine, with its model ready for a rollout.
+        params: Sampling parameters.
+    """
+
+    def __init__(self, engine: PortableEngine, params: SamplingParams) -> None:
+        config = base_model(engine.model).config.get_text_config(decoder=True)
+        super().__init__(params, positions_of(config), engine._pad_token_id)
+        self._engine = engine
+
+    def _draw(self, tracks: list[Track]) -> list[Completion]:
+        """See ``TrackedSession._draw``."""
+        width = self._engine.rows_per_call
+        waves = [tracks[first : first + width] for first in range(0, len(tracks), width)]
+        return [completion for wave in waves for completion in self._run_wave(wave)]
+
+    def _run_wave(self, tracks: list[Track]) -> list[Completion]:
+        fresh = {track.prompt_number: track for track in tracks if not track.token_ids}
+        later = [track for track in tracks if track.token_ids]
+        prefixes = [track.prompt for track in fresh.values()] + [t.prompt + t.token_ids for t in later]
+        keys: list[int | Track] = [*fresh, *later]
+        row_of = {key: row for row, key in enumerate(keys)}
+        params, length = self._params, self._params.max_tokens
+        streams = uniform_streams(params.seed, [(t.prompt_number, t.sample) for t in tracks], length)
+        place_B1 = torch.tensor([len(track.token_ids) for track in tracks])[:, None]
+        return self._engine.decode(
+            prefixes,
+            [row_of[track if track.token_ids else track.prompt_number] for track in tracks],
+            [track.room for track in tracks],
+            streams.gather(1, (place_B1 + torch.arange(length)).clamp_(max=length - 1)),
+            params,
+        )

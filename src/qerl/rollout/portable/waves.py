@@ -61,15 +61,18 @@ class Wave:
         size: Sequences in the wave; row i starts out as sequence i.
         params: ``max_tokens`` and ``stop_token_ids`` decide when a sequence ends.
         pad_token_id: The only token of a completion whose very first logits were not finite.
+        limits: Tokens that each sequence may have; ``max_tokens`` for all of them if None.
 
     Attributes:
         rows: Index of the sequence in each row of the batch; empty once all have finished.
     """
 
-    def __init__(self, size: int, params: SamplingParams, pad_token_id: int) -> None:
+    def __init__(
+        self, size: int, params: SamplingParams, pad_token_id: int, limits: Sequence[int] | None = None
+    ) -> None:
         self.rows = list(range(size))
         self._drafts = [_Draft() for _ in range(size)]
-        self._max_tokens = params.max_tokens
+        self._limits = limits or [params.max_tokens] * size
         self._stop_token_ids = frozenset(params.stop_token_ids)
         self._pad_token_id = pad_token_id
 
@@ -91,7 +94,7 @@ class Wave:
             draft.append(tokens[row], logprobs[row], entropies[row])
             if tokens[row] in self._stop_token_ids:
                 draft.finish_reason = "stop"
-            elif len(draft.token_ids) == self._max_tokens:
+            elif len(draft.token_ids) == self._limits[index]:
                 draft.finish_reason = "length"
 
     def compact(self) -> list[int] | None:

@@ -1,0 +1,41 @@
+"""Sessions of the paged engine in Triton's interpreter: several turns draw what one turn would have drawn."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed")
+if torch.cuda.is_available():
+    pytest.skip("tests/gpu runs the engine itself", allow_module_level=True)
+
+from qerl.rollout.engine import SamplingParams
+from qerl.rollout.paged.engine import PagedEngine
+from qerl.rollout.paged.limits import KVGeometry
+from qerl.rollout.paged.machine import Eager
+from qerl.rollout.paged.pace import Pace
+from qerl.rollout.portable.engine import PortableEngine
+from tests.support.sessions import check_against, play
+
+PROMPTS = [[5, 7, 11], [9]]
+BLOCK_BYTES = KVGeometry(layers=1, kv_heads=2, head_size=16, item_bytes=4).block_bytes
+
+
+def paged(model, blocks=12, **settings):
+    """The engine on a machine without a GPU whose cache has so many blocks at most."""
+    pace = Pace(round_steps=2, spare_rounds=0, prefill_tokens=(8, 72))
+    return PagedEngine(model, 0, machine=Eager(blocks * BLOCK_BYTES), pace=pace, **settings)
+
+
+@pytest.fixture
+def model(tiny_model):
+    return tiny_model("qwen3", vocab_size=61, num_hidden_layers=1)
+
+
+def test_turns_draw_what_one_turn_would_have_drawn(model):
+    whole = PortableEngine(model, 0).generate(PROMPTS, 1, SamplingParams(max_tokens=8, seed=5)).completions
+    pauses = tuple(completion.token_ids[1] for completion in whole)
+    params = SamplingParams(max_tokens=8, seed=5, stop_token_ids=pauses)
+    with paged(model).session(params) as session:
+        session.start(PROMPTS, 1)
+        found = play(session, whole, 2)
+    check_against(found, whole)
+    assert max(turns for *_, turns in found.values()) > 1

@@ -1,0 +1,45 @@
+"""What tests of sessions share: trajectories whose others write what an uninterrupted run would have drawn.
+
+A token's uniform number is keyed by its place in the completion, so after such text the policy must draw what
+it would have drawn without the pause.
+"""
+
+import pytest
+
+
+def play(session, uninterrupted, written, order=lambda ended: ended):
+    """Play the sequences of a session to their ends, or to where nothing more can be written.
+
+    Args:
+        session: Its sequences were started; its stop tokens end turns.
+        uninterrupted: What each sequence would have drawn in one turn.
+        written: Tokens that others write after each turn.
+        order: In which order sequences that end together are answered.
+
+    Returns:
+        Token ids, log-probabilities (None where others wrote), and number of turns of each, by index.
+    """
+    found = {}
+    while session.busy:
+        for ended in order(session.next()):
+            tokens, logprobs, turns = found.get(ended.index, ([], [], 0))
+            tokens, logprobs = tokens + ended.completion.token_ids, logprobs + ended.completion.logprobs
+            rest = uninterrupted[ended.index].token_ids[len(tokens) :][:written]
+            if ended.completion.finish_reason == "stop" and session.room(ended.index) > written:
+                session.go_on(ended.index, rest)
+                tokens, logprobs = tokens + rest, logprobs + [None] * len(rest)
+            else:
+                session.finish(ended.index)
+            found[ended.index] = tokens, logprobs, turns + 1
+    return found
+
+
+def check_against(found, uninterrupted, bound=1e-5):
+    """Everything that was drawn is what the uninterrupted runs drew, log-probabilities within a bound."""
+    assert sorted(found) == list(range(len(uninterrupted)))
+    for index, (tokens, logprobs, _) in found.items():
+        whole = uninterrupted[index]
+        assert tokens == whole.token_ids[: len(tokens)]
+        assert len(tokens) == len(logprobs)
+        drawn = [place for place, value in enumerate(logprobs) if value is not None]
+        assert [logprobs[i] for i in drawn] == pytest.approx([whole.logprobs[i] for i in drawn], abs=bound)

@@ -1,0 +1,134 @@
+"""Sessions of the portable engine: a trajectory of several turns is one completion that was paused."""
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from qerl.errors import QeRLError
+from qerl.rollout.engine import Completion
+from qerl.rollout.portable.engine import PortableEngine
+from tests.support.portable import PAD, PROMPTS, sampled
+from tests.support.sessions import check_against, play
+from tests.support.trainer import ScriptedEngine
+
+STOPS = tuple(range(0, 128, 9))
+
+
+@contextmanager
+def started(model, prompts=PROMPTS, samples=2, limits=None, rows=64, **settings):
+    with PortableEngine(model, PAD, rows).session(sampled(**settings)) as session:
+        session.start(prompts, samples, limits)
+        yield session
+
+
+@pytest.mark.parametrize("rows", [64, 3])
+@pytest.mark.parametrize("written", [0, 1, 5])
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_turns_draw_what_one_turn_would_have_drawn(tiny_model, family, written, rows):
+    model = tiny_model(family, **({"sliding_window": 6} if family == "mistral" else {}))
+    whole = PortableEngine(model, PAD).generate(PROMPTS, 2, sampled(max_tokens=40)).completions
+    with started(model, max_tokens=40, stop_token_ids=STOPS, rows=rows) as session:
+        found = play(session, whole, written)
+    check_against(found, whole)
+    assert max(turns for *_, turns in found.values()) > 2
+
+
+def test_a_turn_depends_neither_on_company_nor_on_the_order_of_answers(tiny_model):
+    model = tiny_model("llama")
+    whole = PortableEngine(model, PAD).generate(PROMPTS, 2, sampled(max_tokens=30)).completions
+    settings = {"max_tokens": 30, "stop_token_ids": STOPS}
+    with started(model, PROMPTS[:1], **settings) as session:
+        alone = play(session, whole, 2)
+    with started(model, **settings) as session:
+        backwards = play(session, whole, 2, order=lambda ended: ended[::-1])
+    check_against(backwards, whole)
+    for index, (tokens, *_) in alone.items():
+        assert tokens == backwards[index][0]
+
+
+def test_prompts_that_come_later_are_numbered_on(tiny_model):
+    model = tiny_model("llama")
+    whole = PortableEngine(model, PAD).generate(PROMPTS, 2, sampled()).completions
+    with started(model, PROMPTS[:2]) as session:
+        first = session.next()
+        assert session.start(PROMPTS[2:], 2) == [4, 5, 6, 7, 8, 9]
+        while session.busy:
+            first += session.next()
+    assert sorted(ended.index for ended in first) == list(range(10))
+    assert all(ended.completion.token_ids == whole[ended.index].token_ids for ended in first)
+
+
+def test_a_sequence_ends_at_its_own_limit_and_at_the_models_last_position(tiny_model):
+    model = tiny_model("llama", max_position_embeddings=16)
+    with started(model, [[1] * 10, [1] * 10, [1] * 16, [1]], 1, [3, 99, 5, -2]) as session:
+        assert [session.room(index) for index in range(4)] == [3, 6, 0, 0]
+        ended = []
+        while session.busy:
+            ended += session.next()
+        assert {e.index: len(e.completion.token_ids) for e in ended} == {0: 3, 1: 6, 2: 0, 3: 0}
+        assert {e.completion.finish_reason for e in ended} == {"length"}
+        assert [session.room(index) for index in range(4)] == [0, 0, 0, 0]
+
+
+def test_written_tokens_count_towards_the_limit(tiny_model):
+    model = tiny_model("llama")
+    first = PortableEngine(model, PAD).generate(PROMPTS[:1], 1, sampled()).completions[0].token_ids[0]
+    with started(model, PROMPTS[:1], 1, max_tokens=8, stop_token_ids=(first,)) as session:
+        assert session.next()[0].completion.token_ids == [first]
+        assert session.room(0) == 7
+        with pytest.raises(QeRLError, match="room for 7 tokens, and 7 written ones leave none to draw"):
+            session.go_on(0, [5] * 7)
+        session.go_on(0, [5] * 6)
+        assert session.room(0) == 1
+        assert len(session.next()[0].completion.token_ids) == 1
+        assert session.room(0) == 0
+
+
+def test_only_a_sequence_between_turns_can_go_on_or_finish(tiny_model):
+    with started(tiny_model("llama"), PROMPTS[:1], 1, max_tokens=4) as session:
+        with pytest.raises(QeRLError, match="Sequence 0 has not ended its turn"):
+            session.go_on(0, [])
+        with pytest.raises(QeRLError, match="has not ended its turn"):
+            session.finish(0)
+        session.next()
+        assert session.next() == []
+        session.finish(0)
+        with pytest.raises(QeRLError, match="was finished"):
+            session.go_on(0, [])
+
+
+def test_a_turn_without_finite_logits_ends_its_sequence_and_no_other(tiny_model):
+    model = tiny_model("llama")
+    stops = tuple(range(1, 128))  # every turn is one token
+    with started(model, PROMPTS[:2], 1, stop_token_ids=stops) as session:
+        assert all(e.completion.finish_reason == "stop" for e in session.next())
+        with torch.no_grad():
+            model.model.embed_tokens.weight[77] = float("nan")  # in prompt 1 as well: its keys are known
+        session.go_on(0, [77])
+        bad = session.next()
+        assert bad[0].completion == Completion([PAD], [0.0], [0.0], "error")
+        assert session.room(0) == 0
+        session.finish(0)
+
+
+def test_bad_prompts_are_refused(tiny_model):
+    with PortableEngine(tiny_model("llama"), PAD).session(sampled()) as session:
+        with pytest.raises(QeRLError, match="no prompt"):
+            session.start([], 1)
+        with pytest.raises(QeRLError, match="Prompt 1 is empty"):
+            session.start([[1], []], 1)
+        assert not session.busy
+
+
+def test_scripted_turns_are_reproducible():
+    def turns():
+        with ScriptedEngine(50, stop=1).session(sampled(max_tokens=40)) as session:
+            session.start([[1], [2, 3]], 2)
+            ended = session.next()
+            for each in ended:
+                if session.room(each.index) > 2:
+                    session.go_on(each.index, [7, 7])
+            return ended + session.next()
+
+    assert turns() == turns()
