@@ -210,11 +210,15 @@ def _add_generate(commands: Any) -> None:
 
 
 def _add_report(commands: Any) -> None:
-    sub = _command(commands, "report", _report, "One HTML page with the curves of several runs.")
+    sub = _command(commands, "report", _report, "One HTML page with curves and completions of several runs.")
     sub.add_argument("runs", nargs="+", type=Path, metavar="RUN")
     sub.add_argument(
         "--scores", nargs="+", type=Path, default=[], metavar="FOLDER", help="of evaluations outside the runs"
     )
+    sub.add_argument(
+        "--completions", type=number_from(0), metavar="N",
+        help="steps of which completions are shown, of runs with log_completions; default 6, 0 for none",
+    )  # fmt: skip
     sub.add_argument("--out", type=Path, default=Path("report.html"))
 
 
@@ -383,9 +387,10 @@ def _study(args: argparse.Namespace) -> int:
 
 
 def _report(args: argparse.Namespace) -> None:
-    from qerl.report import write_report
+    from qerl.report import COMPLETIONS, write_report
 
-    write_report(args.runs, args.out, args.scores)
+    count = COMPLETIONS if args.completions is None else args.completions
+    write_report(args.runs, args.out, args.scores, count)
     console.print(f"Wrote {args.out}")
 
 

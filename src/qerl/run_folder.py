@@ -3,6 +3,7 @@
     runs/x/
       config.yaml            settings of the run, resolved
       metrics.jsonl          one JSON object per log call
+      completions/           tables of what was sampled, with log_completions, one for each logged step
       adapter_model.safetensors, adapter_config.json, policy.json     what was trained, at the end
       checkpoint-N/          the same after N steps, with optimizer, rollouts and checkpoint.json
       .unfinished/           a checkpoint or the final model while it is written
@@ -42,6 +43,9 @@ ADAPTER_CONFIG_FILE = "adapter_config.json"
 MANIFEST_FILE = "checkpoint.json"
 """Last file of a checkpoint, which lists all others."""
 
+COMPLETIONS_FOLDER = "completions"
+"""Name that TRL gives to the folder of tables of completions."""
+
 UNFINISHED = ".unfinished"
 """Folder of a run in which checkpoints and the final model are written before they are renamed."""
 
@@ -49,6 +53,7 @@ LARGEST = 1e100
 """A run whose numbers are beyond this has diverged; no axis and no step reaches it."""
 
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+_TABLE = re.compile(r"(?:(.+)_)?completions_(\d+)\.parquet")
 
 
 def checkpoint_step(folder: Path) -> int | None:
@@ -73,6 +78,24 @@ def policy_folders(run: Path) -> tuple[Path, ...]:
     """Folders in which the settings of the run that saved a policy may lie: beside it, or for a checkpoint
     one folder up."""
     return (run,) if checkpoint_step(run) is None else (run, run.absolute().parent)
+
+
+def table_path(run: Path, step: int, evaluation: str = "") -> Path:
+    """Where the table of completions of a step lies, as TRL names it; an evaluation's has its prefix."""
+    name = f"completions_{step:05d}.parquet"
+    return run / COMPLETIONS_FOLDER / (f"{evaluation}_{name}" if evaluation else name)
+
+
+def table_paths(run: Path) -> dict[str, dict[int, Path]]:
+    """Tables of completions by evaluation ("" is training) and step, in the order of the steps."""
+    found = []
+    for path in run.glob(f"{COMPLETIONS_FOLDER}/*.parquet"):
+        if match := _TABLE.fullmatch(path.name):
+            found.append((match[1] or "", int(match[2]), path))
+    tables: dict[str, dict[int, Path]] = {}
+    for evaluation, step, path in sorted(found):
+        tables.setdefault(evaluation, {})[step] = path
+    return tables
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:

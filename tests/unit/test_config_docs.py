@@ -23,7 +23,7 @@ def test_each_default_that_differs_has_a_reason():
     reasons = {name: reason for name, *_, reason in other_defaults()}
     assert reasons.keys() == {
         "loss_type", "mask_truncated_completions", "bf16", "logging_steps", "vllm_importance_sampling_mode",
-        "ddp_broadcast_buffers", "ddp_find_unused_parameters",
+        "num_completions_to_print", "ddp_broadcast_buffers", "ddp_find_unused_parameters",
     }  # fmt: skip
     assert all(reason.endswith(".") for reason in reasons.values())
 

@@ -1,10 +1,13 @@
 """The report: one HTML file that shows several runs side by side.
 
 The file holds everything it needs (style sheet, drawings, numbers), so it opens from disk, survives being
-mailed, and asks no server for anything. There is no script in it: a page that only shows finished curves
-needs none, and what was given up is zooming.
+mailed, and asks no server for anything. The one script that it may hold filters completions; curves need
+none, and what was given up is zooming. Since the page shows what models wrote, it also says itself, in a
+content security policy, that a browser may run no other script and ask for nothing.
 """
 
+import hashlib
+from base64 import b64encode
 from collections.abc import Sequence
 from html import escape
 from importlib.resources import files
@@ -13,26 +16,34 @@ from typing import Any
 
 from qerl import __version__
 from qerl.errors import QeRLError
+from qerl.report.completions import Table, read_tables
 from qerl.report.metrics import METRICS, Metric, number
 from qerl.report.runs import Run, Series, read_runs, series
 from qerl.report.scores import Score, read_scores
-from qerl.report.svg import chart, style_class
+from qerl.report.svg import chart, swatch
+from qerl.report.transcripts import filter_script, transcripts
 from qerl.run_folder import CONFIG_FILE, METRICS_FILE
 
 UNCOMPARED = ("output_dir", "run_name", "logging_dir")
 """Settings that say where a run is kept and not what it does."""
 
+COMPLETIONS = 6
+"""Steps of a run of which completions are shown, where nobody says how many."""
+
 Curves = dict[Metric, list[tuple[int, str, Series]]]
 """For each metric that occurs: index, label and values of the runs that have it."""
 
 
-def write_report(runs: list[Path], out: Path, scores: Sequence[Path] = ()) -> None:
-    """Write one HTML page with the curves, final numbers and differing settings of runs.
+def write_report(
+    runs: list[Path], out: Path, scores: Sequence[Path] = (), completions: int = COMPLETIONS
+) -> None:
+    """Write one HTML page with the curves, final numbers, differing settings and completions of runs.
 
     Args:
         runs: Run folders, each given once; their order is that of the legend.
         out: File to write; its folder is made, an older report is replaced.
         scores: Folders of evaluations outside the run folders; those inside are found.
+        completions: Steps of each run of which completions are shown, if the run keeps them; 0 for none.
 
     Raises:
         QeRLError: A folder is no run, no run has logged a training step yet, or the file cannot be written.
@@ -42,7 +53,8 @@ def write_report(runs: list[Path], out: Path, scores: Sequence[Path] = ()) -> No
     if not curves:
         folders = ", ".join(str(run) for run in runs)
         raise QeRLError(f"No step is logged in the {METRICS_FILE} of {folders} yet; wait for the first step.")
-    page = render(read, curves, read_scores(read, scores))
+    tables = [read_tables(run, completions) for run in read]
+    page = render(read, curves, read_scores(read, scores), tables)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(page, encoding="utf-8")
@@ -62,7 +74,12 @@ def _curves(runs: Sequence[Run]) -> Curves:
     return curves
 
 
-def render(runs: Sequence[Run], curves: Curves, scores: Sequence[Score] = ()) -> str:
+def render(
+    runs: Sequence[Run],
+    curves: Curves,
+    scores: Sequence[Score] = (),
+    tables: Sequence[Sequence[Table]] = (),
+) -> str:
     """The page as text."""
     title = f"QeRL run {runs[0].label}" if len(runs) == 1 else f"QeRL: {len(runs)} runs side by side"
     steps = [step for found in curves.values() for _, _, data in found for step in data.steps]
@@ -71,14 +88,16 @@ def render(runs: Sequence[Run], curves: Curves, scores: Sequence[Score] = ()) ->
         "Light lines are the logged values, strong lines their mean over a window of about a tenth of the "
         "run. Point at a curve to read its value."
     )
+    samples = transcripts(runs, tables)
     body = f"""<div class="charts">
 {figures}
 </div>
 {_scores(runs, scores)}
 <h2>Numbers</h2>
 {_numbers(curves)}
-{_settings(runs)}"""
-    return document(title, intro, body, _legend(runs))
+{_settings(runs)}
+{samples}"""
+    return document(title, intro, body, _legend(runs), filter_script() if samples else "")
 
 
 def style_sheet() -> str:
@@ -86,7 +105,7 @@ def style_sheet() -> str:
     return files("qerl.report").joinpath("page.css").read_text(encoding="utf-8")
 
 
-def document(title: str, intro: str, body: str, legend: str = "") -> str:
+def document(title: str, intro: str, body: str, legend: str = "", script: str = "") -> str:
     """A whole page that needs nothing but itself.
 
     Args:
@@ -94,11 +113,18 @@ def document(title: str, intro: str, body: str, legend: str = "") -> str:
         intro: What the reader is to know first, as text.
         body: The content, as HTML.
         legend: What stays in sight while the page is scrolled, as HTML.
+        script: The only script that the page may run; empty for none.
     """
+    element = f"<script>{script}</script>\n" if script else ""
+    policy = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
+    if script:
+        digest = b64encode(hashlib.sha256(script.encode()).digest()).decode()
+        policy += f"; script-src 'sha256-{digest}'"
     return f"""<!DOCTYPE html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{policy}">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{escape(title)}</title>
 <style>
@@ -114,16 +140,9 @@ def document(title: str, intro: str, body: str, legend: str = "") -> str:
 {body}
 </main>
 <footer>qerl {escape(__version__)}</footer>
-</body>
+{element}</body>
 </html>
 """
-
-
-def _swatch(index: int) -> str:
-    return (
-        f'<svg class="swatch {style_class(index)}" viewBox="0 0 26 10" aria-hidden="true">'
-        '<path class="smooth" d="M2 5L24 5"/></svg>'
-    )
 
 
 def _legend(runs: Sequence[Run]) -> str:
@@ -131,7 +150,7 @@ def _legend(runs: Sequence[Run]) -> str:
     for i, run in enumerate(runs):
         last = max((row["step"] for row in run.rows), default=0)
         items.append(
-            f'<li title="{escape(str(run.folder))}">{_swatch(i)}{escape(run.label)} '
+            f'<li title="{escape(str(run.folder))}">{swatch(i)}{escape(run.label)} '
             f'<span class="dim">{number(last)} steps</span></li>'
         )
     return f'<div class="legend"><ul>{"".join(items)}</ul></div>'
@@ -161,7 +180,7 @@ def _score_row(runs: Sequence[Run], score: Score) -> str:
     what = escape(score.what)
     if score.run is not None:
         step = Path(score.what).name if Path(score.what).name.startswith("checkpoint-") else ""
-        what = f"{_swatch(score.run)}{escape(runs[score.run].label)} <span class='dim'>{escape(step)}</span>"
+        what = f"{swatch(score.run)}{escape(runs[score.run].label)} <span class='dim'>{escape(step)}</span>"
     low, high = (100 * bound for bound in score.interval)
     return (
         f'<tr title="{escape(str(score.folder))}"><th scope="row">{what}</th>'
@@ -195,7 +214,7 @@ def _number_row(metric: Metric, index: int, label: str, data: Series) -> str:
         best, step = number(value * metric.scale), number(data.steps[data.values.index(value)])
     last, tail = number(data.values[-1] * metric.scale), number(data.tail_mean * metric.scale)
     cells = "".join(f'<td class="num">{text}</td>' for text in (last, best, step, tail))
-    return f"<td>{_swatch(index)}{escape(label)}</td>{cells}"
+    return f"<td>{swatch(index)}{escape(label)}</td>{cells}"
 
 
 def _settings(runs: Sequence[Run]) -> str:
@@ -211,7 +230,7 @@ def _settings(runs: Sequence[Run]) -> str:
     if not rows:
         parts.append("<p>None.</p>")
         return "\n".join(parts)
-    head = "".join(f"<th>{_swatch(i)}{escape(run.label)}</th>" for i, run in known)
+    head = "".join(f"<th>{swatch(i)}{escape(run.label)}</th>" for i, run in known)
     body = "".join(
         f"<tr><th>{escape(key)}</th>{''.join(f'<td>{escape(value)}</td>' for value in values)}</tr>"
         for key, values in rows.items()

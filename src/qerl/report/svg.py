@@ -47,6 +47,14 @@ def style_class(index: int) -> str:
     return f"s{index % COLOURS} d{index // COLOURS % DASHES}"
 
 
+def swatch(index: int) -> str:
+    """A short line in the colour and the dashes of a run."""
+    return (
+        f'<svg class="swatch {style_class(index)}" viewBox="0 0 26 10" aria-hidden="true">'
+        '<path class="smooth" d="M2 5L24 5"/></svg>'
+    )
+
+
 def chart(metric: Metric, curves: Sequence[tuple[int, str, Series]], steps: tuple[int, int]) -> str:
     """SVG element with a curve for each run.
 

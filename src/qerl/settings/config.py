@@ -251,6 +251,11 @@ class QeRLConfig(GRPOConfig):
         1,
         instead_of_trl="A step has a rollout and takes minutes; the curve of a run has few points to spare.",
     )
+    num_completions_to_print: PositiveInt | None = _help(
+        "With log_completions: how many completions of a logged step are printed; null prints all of them.",
+        1,
+        instead_of_trl="All of them are in the run folder, where `qerl report` and `qerl watch` find them.",
+    )
     vllm_importance_sampling_mode: RatioCorrection = _help(
         "How the loss corrects for the ratio of trainer to sampler probabilities: by TRL's names, or "
         "token_one_sided, from 1 to vllm_importance_sampling_clip_max on samples with a positive advantage "

@@ -139,7 +139,6 @@ PARENTS: dict[str, Acts | Refused | ForScripts] = {
     "trackio_static_space_id": Acts(Text | Literal[False] | None),
     "log_completions": Acts(bool),
     "log_multimodal": Refused("only text models are supported"),
-    "num_completions_to_print": Acts(PositiveInt | None),
     "log_unique_prompts": Acts(bool),
     "log_completions_hub_repo": Acts(Text | None),
     # Evaluation

@@ -40,8 +40,10 @@ from qerl.errors import QeRLError
 from qerl.rollout.engine import RolloutEngine
 from qerl.trainer.arguments import complete
 from qerl.trainer.callbacks import MetricsFile
+from qerl.trainer.dynamic_sampling import empty_log
 from qerl.trainer.trl.evaluation import name_metrics
 from qerl.trainer.trl.reference import none_by_trl
+from qerl.trainer.trl.tables import written_whole
 from qerl.trainer.update.correction import Mismatch
 from qerl.trainer.updates import UpdateTrainer
 
@@ -79,6 +81,7 @@ class QeRLTrainer(UpdateTrainer):
     """
 
     _tag_names = ["qerl", "trl", "grpo"]  # noqa: RUF012 - TRL reads it from the class
+    _evaluating = ""
 
     def __init__(
         self,
@@ -144,12 +147,31 @@ class QeRLTrainer(UpdateTrainer):
         self._prepare_inputs(inputs)
         return None, None, None
 
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """Wraps transformers': the completions of an evaluation are a table of their own."""
+        former, self._evaluating = (self._evaluating, self._logs), metric_key_prefix
+        self._logs = empty_log(self._logs)
+        try:
+            return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+        finally:
+            self._evaluating, self._logs = former
+
     def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
         """Wraps transformers': each of several evaluation sets has metrics of its own."""
         output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
         self._clock.clear()  # the time of an evaluation is no step's
         name_metrics(self._metrics["eval"], metric_key_prefix)
         return output
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Wraps TRL's, which writes the table of completions."""
+        if not (self.log_completions and self.accelerator.is_main_process):
+            return super().log(logs, start_time)
+        run = Path(str(self.args.output_dir))
+        with written_whole(run, self.state.global_step, self._evaluating, self._logs):
+            return super().log(logs, start_time)
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         """Wraps transformers' hook behind the optimizer's step, and behind an epoch."""

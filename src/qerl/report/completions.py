@@ -1,0 +1,202 @@
+"""The completions that a run keeps, read back as groups of samples with their rewards.
+
+With `log_completions` a run writes a table for each logged step (`qerl.run_folder.table_paths`): prompt and
+completion, as text or as messages, a column for each reward function, columns of `log_extra`, the advantage.
+Which columns are rewards is known from the metrics. A group is what `num_generations` in config.yaml cuts; a
+run without that file has the samples grouped that follow each other and have the same prompt.
+
+A table that a killed run has left half written is left out, which is said.
+"""
+
+import itertools
+import logging
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+
+from qerl.report.metrics import number
+from qerl.report.runs import Run
+from qerl.run_folder import table_paths
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Message:
+    """One turn of a conversation.
+
+    Attributes:
+        role: Who speaks; empty where the run has no roles.
+        text: What is said.
+        calls: Names and arguments of the tools that are called.
+    """
+
+    role: str
+    text: str
+    calls: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A completion and what it earned.
+
+    Attributes:
+        messages: Its turns.
+        reward: Weighted sum of its parts, None where no reward function scored it.
+        parts: Rewards by function, None where one did not score it.
+        extra: Further columns, as text.
+    """
+
+    messages: tuple[Message, ...]
+    reward: float | None
+    parts: dict[str, float | None]
+    extra: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Group:
+    """The samples of one prompt, best first."""
+
+    prompt: tuple[Message, ...]
+    samples: tuple[Sample, ...]
+
+    @property
+    def reward(self) -> float | None:
+        """Mean reward of the samples that have one."""
+        known = [sample.reward for sample in self.samples if sample.reward is not None]
+        return sum(known) / len(known) if known else None
+
+
+@dataclass(frozen=True)
+class Table:
+    """The groups of one logged step, best first.
+
+    Attributes:
+        step: Optimizer steps done.
+        evaluation: Prefix of the evaluation that sampled it, empty for training.
+        groups: At least one.
+    """
+
+    step: int
+    evaluation: str
+    groups: tuple[Group, ...]
+
+
+def read_tables(run: Run, count: int) -> list[Table]:
+    """Tables of a run: of steps of training at even distances, the last one among them, and then the last
+    table of each evaluation.
+
+    Args:
+        run: The run.
+        count: Largest number of steps; none are read for 0.
+    """
+    if count == 0:
+        return []
+    found = table_paths(run.folder)
+    chosen = [("", step) for step in spread(sorted(found.get("", {})), count)]
+    chosen += [(name, max(steps)) for name, steps in found.items() if name]
+    tables = (read_table(run, found[name][step], step, name) for name, step in chosen)
+    return [table for table in tables if table is not None]
+
+
+def read_table(run: Run, path: Path, step: int, evaluation: str = "") -> Table | None:
+    """One table, None for one without rows or one that cannot be read, which is said."""
+    try:
+        rows = pyarrow.parquet.read_table(path).to_pylist()
+        if not rows:
+            return None
+        groups = [_group(group, *_rewards(run, rows[0])) for group in _cut(run, rows, evaluation)]
+    except (OSError, pyarrow.ArrowException, LookupError, TypeError, ValueError, AttributeError) as error:
+        logger.warning("%s is no whole table of completions (%s); it is left out.", path, error)
+        return None
+    return Table(step, evaluation, tuple(sorted(groups, key=lambda group: _rank(group.reward))))
+
+
+def spread(steps: Sequence[int], count: int) -> list[int]:
+    """At most ``count`` of the steps at even distances, the last one and, of several, the first among
+    them."""
+    if len(steps) <= count or count < 2:
+        return list(steps[-count:])
+    return [steps[round(i * (len(steps) - 1) / (count - 1))] for i in range(count)]
+
+
+def _rewards(run: Run, row: dict[str, Any]) -> tuple[list[str], list[float]]:
+    """Columns of a table that are rewards, and their weights."""
+    named = {key.removeprefix("eval_") for entry in run.rows for key in entry if key.endswith("/mean")}
+    names = [name for name in row if f"rewards/{name}/mean" in named]
+    weights = (run.settings or {}).get("reward_weights")
+    if not isinstance(weights, list) or len(weights) != len(names):
+        weights = [1.0] * len(names)
+    return names, [float(weight) for weight in weights]
+
+
+def _cut(run: Run, rows: list[dict[str, Any]], evaluation: str) -> Iterator[list[dict[str, Any]]]:
+    """The rows of each group, which lie side by side."""
+    settings = run.settings or {}
+    size = (settings.get("num_generations_eval") if evaluation else None) or settings.get("num_generations")
+    if isinstance(size, int) and size > 0 and len(rows) % size == 0:
+        yield from (rows[start : start + size] for start in range(0, len(rows), size))
+    else:
+        yield from (list(same) for _, same in itertools.groupby(rows, lambda row: row["prompt"]))
+
+
+def _group(rows: list[dict[str, Any]], names: list[str], weights: list[float]) -> Group:
+    samples = [_sample(row, names, weights) for row in rows]
+    best_first = sorted(samples, key=lambda sample: _rank(sample.reward))
+    return Group(_messages(rows[0]["prompt"], "prompt"), tuple(best_first))
+
+
+def _rank(reward: float | None) -> float:
+    return math.inf if reward is None else -reward
+
+
+def _sample(row: dict[str, Any], names: list[str], weights: list[float]) -> Sample:
+    parts = {name: _finite(row[name]) for name in names}
+    known = [
+        weight * value for value, weight in zip(parts.values(), weights, strict=True) if value is not None
+    ]
+    own = {"step", "prompt", "completion", *names}
+    extra = {name: _shown(value) for name, value in row.items() if name not in own and value is not None}
+    return Sample(_messages(row["completion"], "completion"), sum(known) if known else None, parts, extra)
+
+
+def _finite(value: Any) -> float | None:
+    """A number; None for what is none, NaN of a sample that a function does not score included."""
+    if isinstance(value, int | float) and math.isfinite(value):
+        return float(value)
+    return None
+
+
+def _shown(value: Any) -> str:
+    return number(value) if isinstance(value, float) else str(value)
+
+
+def _messages(conversation: Any, name: str) -> tuple[Message, ...]:
+    """Turns of a conversation; text alone is one of the given name."""
+    if not isinstance(conversation, list):
+        return (Message(name, str(conversation)),)
+    return tuple(_message(message) for message in conversation)
+
+
+def _message(raw: dict[str, Any]) -> Message:
+    thoughts = raw.get("reasoning_content") or raw.get("thinking") or ""
+    name = f" {raw['name']}" if raw.get("name") else ""
+    text = "\n".join(part for part in (str(thoughts), _text(raw.get("content"))) if part)
+    return Message(f"{raw.get('role') or ''}{name}", text, tuple(map(_call, raw.get("tool_calls") or ())))
+
+
+def _text(content: Any) -> str:
+    """A message's content, which is text or a list of parts."""
+    if isinstance(content, list):
+        return "\n".join(str(part.get("text") or f"[{part.get('type')}]") for part in content)
+    return "" if content is None else str(content)
+
+
+def _call(raw: dict[str, Any]) -> tuple[str, str]:
+    call = raw.get("function") or raw
+    return str(call.get("name")), str(call.get("arguments") or "")
