@@ -66,7 +66,7 @@ def an_arm(**changes: Any) -> Arm:
 def a_batch(
     *runs: Run,
     family: str = "llama",
-    entropies=None,
+    followed=None,
     device: str = "cpu",
     dtype: torch.dtype = torch.float32,
     **changes: Any,
@@ -74,7 +74,7 @@ def a_batch(
     """A batch on a tiny model; one run of `an_arm` if none is given."""
     chosen = runs or (Run(an_arm(), 7, RATE),)
     settings = Settings(**(SIZES | changes))
-    return BatchedTrainer(tiny_base(family).to(device, dtype), TOKENIZER, Sums(), chosen, settings, entropies)
+    return BatchedTrainer(tiny_base(family).to(device, dtype), TOKENIZER, Sums(), chosen, settings, followed)
 
 
 def the_trainer(folder: Path, seed: int, family: str = "llama", **changes: Any) -> QeRLTrainer:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from qerl.study.arms import Run
+from qerl.study.followed import Followed
 from qerl.study.spec import Study, make_study
 
 
@@ -37,15 +38,15 @@ class FakeMake:
 
     Attributes:
         on_step: Called with the trainer before each step.
-        made: Runs and entropies of each trainer.
+        made: Runs of each trainer, and what they follow.
     """
 
     on_step: Callable[["FakeTrainer"], None] = lambda trainer: None
     made: list[tuple[list[Run], Any]] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=lambda: {"device": "fake"})
 
-    def __call__(self, runs: Sequence[Run], entropies: Sequence[Sequence[float]] | None) -> "FakeTrainer":
-        self.made.append((list(runs), entropies))
+    def __call__(self, runs: Sequence[Run], followed: Sequence[Followed | None]) -> "FakeTrainer":
+        self.made.append((list(runs), followed))
         return FakeTrainer(list(runs), self.on_step)
 
 
@@ -65,6 +66,7 @@ class FakeTrainer:
         return [
             {
                 "rollout/entropy": float(self.done) + run.seed % 1000,
+                "noise/sigma": 0.5 * run.arm.noise * (self.done > 2),
                 "rewards/accuracy/mean": float("nan") if ill else 0.5,
                 "diverged": float(ill),
             }

@@ -20,6 +20,7 @@ from qerl.study.batched.rewards import Judges, Problems
 from qerl.study.batched.sampler import Samples, clean_norms
 from qerl.study.batched.score import Texts, score
 from qerl.study.batched.trainer import BatchedTrainer
+from qerl.study.followed import Followed
 from qerl.study.weights import dense_weight
 from tests.support.batched import RATE, TOKENIZER, Sums, a_batch, an_arm, the_trainer, tiny_base
 from tests.support.models import make_tiny_model
@@ -133,17 +134,17 @@ def test_pieces_have_the_gradient_of_the_whole():
 def test_a_resumed_batch_goes_on_bit_by_bit(tmp_path):
     arm = an_arm(noise_target_kl=0.05, match_entropy="other")
     runs = Run(arm, 7, RATE), Run(arm, 8, RATE)
-    curves = [[3.5] * 4] * 2
-    through = a_batch(*runs, entropies=curves)
+    curves = [Followed("other", [3.5] * 4, [0.0, 0.1, 0.1, 0.1])] * 2
+    through = a_batch(*runs, followed=curves)
     expected = [through.step() for _ in range(4)]
-    stopped, resumed = (a_batch(*runs, entropies=curves) for _ in range(2))
+    stopped, resumed = (a_batch(*runs, followed=curves) for _ in range(2))
     first = [stopped.step() for _ in range(3)]
     torch.save(stopped.state(), tmp_path / "state.pt")
     resumed.load_state(torch.load(tmp_path / "state.pt", weights_only=True))
     assert [*first, resumed.step()] == expected
     assert torch.equal(resumed._adapters.values_SE, through._adapters.values_SE)
     with pytest.raises(QeRLError, match="another batch"):
-        a_batch(runs[0], entropies=curves).load_state(stopped.state())
+        a_batch(runs[0], followed=curves[:1]).load_state(stopped.state())
 
 
 def test_a_run_that_diverges_stays_as_it_is_and_the_others_go_on():

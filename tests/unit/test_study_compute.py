@@ -9,6 +9,7 @@ from qerl import yaml12
 from qerl.cli import main
 from qerl.errors import QeRLError
 from qerl.study.compute import StudyMake
+from qerl.study.followed import Followed
 from qerl.study.spec import make_study
 
 
@@ -54,9 +55,9 @@ def test_a_batch_goes_on_as_if_it_had_not_been_interrupted(values):
     study = make_study(values)
     make = StudyMake(study)
     runs = study.tuning_runs(study.arms["noisy"])
-    whole = make(runs, None)
+    whole = make(runs, [None] * len(runs))
     records = [whole.step() for _ in range(3)]
-    first, second = make(runs, None), make(runs, None)
+    first, second = (make(runs, [None] * len(runs)) for _ in range(2))
     assert first.step() == records[0]
     second.load_state(first.state())
     assert [second.step(), second.step()] == records[1:]
@@ -66,9 +67,9 @@ def test_a_batch_goes_on_as_if_it_had_not_been_interrupted(values):
 def test_one_base_serves_all_arms_of_a_format(values, monkeypatch):
     study = make_study(values)
     make = StudyMake(study)
-    make(study.tuning_runs(study.arms["noisy"]), None)
+    make(study.tuning_runs(study.arms["noisy"]), [None] * 2)
     monkeypatch.setattr("qerl.study.compute.load_model", None)
-    make(study.test_runs(study.arms["follows"], 1e-3), [[1.0] * 3] * 2)
+    make(study.test_runs(study.arms["follows"], 1e-3), [Followed("x", [1.0] * 3, [0.0, 0.0, 0.1])] * 2)
 
 
 def test_what_the_machine_or_the_task_lacks_is_said_first(values):

@@ -1,5 +1,6 @@
 """What a batched run explores with, by step, sample, share and place, and how its loss corrects for that."""
 
+import math
 from itertools import pairwise
 
 import pytest
@@ -10,6 +11,8 @@ from qerl.noise.draw import unit_noise
 from qerl.noise.norms import find_noise_norms, noisy_norms
 from qerl.study.arms import Run
 from qerl.study.batched import trainer as module
+from qerl.study.batched.temperature import GAIN, SMOOTHING, FollowingTemperature
+from qerl.study.followed import Followed
 from tests.support.batched import RATE, a_batch, an_arm, tiny_base
 
 NOISY = 2
@@ -186,21 +189,66 @@ def test_logits_noise_and_its_target():
     assert batch.step()[0]["noise/sigma"] == 0.0
 
 
-def test_a_temperature_follows_an_entropy():
+def followed(entropy, clean=2, name="other"):
+    """A run with noise after so many steps."""
+    return Followed(name, list(entropy), [0.0] * clean + [0.1] * (len(entropy) - clean))
+
+
+def test_a_temperature_follows_the_entropy_of_noise():
     run = Run(an_arm(noise=False, match_entropy="other"), 7, RATE)
     own = a_batch(Run(an_arm(noise=False), 7, RATE))
     curve = [own.step()[0]["rollout/entropy"] for _ in range(4)]
-    same = a_batch(run, entropies=[curve])
-    assert [same.step()[0]["temperature"] for _ in range(4)] == [1.0] * 4
-    higher = a_batch(run, entropies=[[entropy * 1.1 for entropy in curve]])
-    rows = [higher.step()[0] for _ in range(4)]
-    temperatures = [row["temperature"] for row in rows]
-    assert temperatures[0] == 1.0
-    assert temperatures[1] == pytest.approx(1.1**0.7)
-    assert all(before < after for before, after in pairwise(temperatures))
-    assert rows[3]["sampling/kl"] > 1e-3, "the policy itself stays at its own temperature"
+    same = a_batch(run, followed=[followed(curve)])
+    rows = [same.step()[0] for _ in range(4)]
+    assert [row["temperature"] for row in rows] == [1.0] * 4
+    assert [row["temperature/error"] for row in rows] == [0.0] * 4
+    # Twice the entropy in all steps is another model's; only what noise adds to it is followed.
+    other = a_batch(run, followed=[followed([2 * e for e in curve[:2]] + [2.2 * e for e in curve[2:]])])
+    rows = [other.step()[0] for _ in range(4)]
+    assert [row["temperature"] for row in rows[:3]] == [1.0] * 3
+    assert [row["temperature/error"] for row in rows[:2]] == pytest.approx([0, 0], abs=1e-9)
+    assert rows[2]["temperature/error"] == pytest.approx(math.log(1.1))
+    assert rows[3]["temperature"] == pytest.approx(1.1 ** (GAIN * SMOOTHING))
+    assert rows[3]["sampling/kl"] > 1e-6, "the policy itself stays at its own temperature"
     with pytest.raises(QeRLError, match="follows the entropy of other, of which 4 steps are needed"):
-        a_batch(run, entropies=[curve[:2]])
+        a_batch(run, followed=[followed(curve[:2])])
+
+
+def test_a_temperature_is_one_wherever_the_followed_run_has_no_noise():
+    temperature = FollowingTemperature(Followed("x", [1.0, 2.0, 2.0, 2.0], [0.0, 0.1, 0.0, 0.1]))
+    factors = []
+    for step in range(4):
+        factors.append(temperature.factor(step))
+        temperature.observe(step, 1.0)
+    assert factors[:3] == [1.0, 1.0, 1.0] and factors[3] == pytest.approx(2 ** (GAIN * SMOOTHING))
+
+
+@pytest.mark.parametrize("power", [1.5, 3.5])
+def test_a_temperature_tracks_a_noisy_curve_without_swinging(power):
+    """An entropy goes with a power of the temperature, and is measured with an error of a tenth."""
+    draw = torch.Generator().manual_seed(0)
+    steps, clean = 48, 8
+    curve = [1.3 * 0.95**step * (1.0 if step < clean else 1.5) for step in range(steps)]
+    temperature = FollowingTemperature(followed(curve, clean))
+    factors, errors = [], []
+    for step in range(steps):
+        factors.append(temperature.factor(step))
+        error = 0.1 * torch.randn((), generator=draw).item()
+        errors.append(temperature.observe(step, 1.3 * 0.95**step * factors[-1] ** power * math.exp(error)))
+    assert factors[:clean] == [1.0] * clean
+    assert max(abs(math.log(b / a)) for a, b in pairwise(factors)) < 0.06
+    late = factors[clean + 12 :]
+    assert sum(late) / len(late) == pytest.approx(1.5 ** (1 / power), rel=0.05)
+    assert max(late) / min(late) < 1.25
+    assert abs(sum(errors[clean + 12 :])) / len(late) < 0.05
+
+
+def test_a_step_without_entropy_teaches_a_temperature_nothing():
+    temperature = FollowingTemperature(Followed("x", [1.0, None, 1.0, 1.0], [0.0, 0.1, 0.1, 0.1]))
+    before = temperature.state()
+    assert math.isnan(temperature.observe(1, 1.0))
+    assert math.isnan(temperature.observe(2, 0.0)) and math.isnan(temperature.observe(2, math.nan))
+    assert temperature.state() == before
 
 
 def test_arms_that_need_other_passes_are_no_batch():

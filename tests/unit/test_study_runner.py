@@ -10,10 +10,11 @@ import torch
 from rich.console import Console
 
 from qerl.errors import QeRLError
+from qerl.study.plan import make_plan
 from qerl.study.results import RESULTS_FILE, Results, RunResult, by_key, read_results, write_results
-from qerl.study.runner import Runner, make_plan
+from qerl.study.runner import Runner
 from qerl.study.spec import make_study
-from qerl.study.store import Checkpoint, Store, run_name
+from qerl.study.store import Checkpoint, Store
 from tests.support.study import FakeMake, accuracy, tiny_study
 
 QUIET = Console(quiet=True)
@@ -32,7 +33,7 @@ def files(folder):
 def test_every_run_is_computed_once_and_the_rate_is_chosen(tmp_path):
     study = tiny_study()
     make = computed(tmp_path, study)
-    names = [run_name(run) for runs, _ in make.made for run in runs]
+    names = [run.name for runs, _ in make.made for run in runs]
     assert len(names) == len(set(names)) == 2 * (4 + 3)
     assert all(len(runs) <= 3 and len({run.arm for run in runs}) == 1 for runs, _ in make.made)
     results = Store(tmp_path, study).write_results()
@@ -99,9 +100,7 @@ def test_a_killed_study_repeats_no_finished_run_and_resumes_the_batch(tmp_path):
     second = computed(tmp_path, study, FakeMake(lambda trainer: steps.append(trainer.done)))
     assert steps[0] == 3  # it goes on after three steps
     assert first.made[1][0] == second.made[0][0]
-    repeated = {run_name(run) for run in first.made[0][0]} & {
-        run_name(run) for runs, _ in second.made for run in runs
-    }
+    repeated = {run.name for run in first.made[0][0]} & {run.name for runs, _ in second.made for run in runs}
     assert not repeated
     whole = tmp_path / "whole"
     computed(whole, study)
@@ -115,15 +114,19 @@ def test_a_crash_between_the_files_of_a_batch_costs_the_missing_runs_alone(tmp_p
     computed(tmp_path, study)
     (tmp_path / "runs" / "aqn-lr0.0001-s1.json").unlink()
     make = computed(tmp_path, study)
-    assert [[run_name(run) for run in runs] for runs, _ in make.made] == [["aqn-lr0.0001-s1"]]
+    assert [[run.name for run in runs] for runs, _ in make.made] == [["aqn-lr0.0001-s1"]]
 
 
-def test_a_batch_of_other_runs_begins_anew(tmp_path):
-    store = Store(tmp_path, tiny_study())
-    kept = Checkpoint(["a", "b"], [], [], {"done": 0}, 1.0)
-    store.save_checkpoint("x", kept)
-    assert store.checkpoint("x", ["a", "b"]) == kept
-    assert store.checkpoint("x", ["b", "c"]) is None and store.checkpoint("y", ["a", "b"]) is None
+def test_a_batch_of_other_runs_begins_anew(tmp_path, capsys):
+    study = tiny_study(arms={"none": None}, comparisons={}, learning_rates=[1e-4], tuning_seeds=0)
+    store, steps = Store(tmp_path, study), []
+    kept = Checkpoint(["a", "b"], [], [], {"done": 2}, 1.0, [None, None])
+    store.save_checkpoint("none-test-0", kept)
+    assert store.checkpoint("none-test-0") == kept and store.checkpoint("y") is None
+    make = FakeMake(lambda trainer: steps.append(trainer.done))
+    assert Runner(store, make, Console(width=200)).run()
+    assert steps == [0, 1, 2, 3]
+    assert "begins anew, as what was kept of it is of other runs." in capsys.readouterr().out
 
 
 def test_processes_share_a_folder_by_claiming_batches(tmp_path, capsys):
@@ -141,7 +144,7 @@ def test_processes_share_a_folder_by_claiming_batches(tmp_path, capsys):
 
 def test_a_batch_that_fails_is_left_out_and_raised_at_the_end(tmp_path, capsys):
     study = tiny_study(learning_rates=[1e-4], tuning_seeds=0, arms={
-        "bad": None, "good": None, "follows": {"match_entropy": "bad"},
+        "bad": {"noise": True, "noise_stages": 2}, "good": None, "follows": {"match_entropy": "bad"},
     }, comparisons={})  # fmt: skip
 
     def fail(trainer):
@@ -187,22 +190,70 @@ def test_a_batch_without_memory_has_a_second_turn_after_the_others(tmp_path, cap
     assert capsys.readouterr().out.count("It is tried again after the others.") == 1
 
 
-def test_an_arm_waits_for_the_entropy_that_it_follows(tmp_path):
-    arms = {"cool": {"match_entropy": "none"}, "none": None}
-    study = tiny_study(arms=arms, comparisons={})
+FOLLOWS = {"warm": {"match_entropy": "aqn"}, "aqn": {"noise": True, "noise_stages": 2}}
+
+
+def test_an_arm_waits_for_the_runs_that_it_follows_seed_by_seed(tmp_path):
+    study = tiny_study(arms=FOLLOWS, comparisons={})
     plan = make_plan(Store(tmp_path, study))
-    assert {batch.runs[0].arm.name for batch in plan.batches} == {"none"} and plan.waiting
+    assert {batch.runs[0].arm.name for batch in plan.batches} == {"aqn"} and plan.waiting
     assert plan.open == 2 * (4 + 3)
     make = computed(tmp_path, study)
-    followed = {
-        (run.seed, run.learning_rate): curve
-        for runs, curves in make.made
-        for run, curve in zip(runs, curves or [None] * len(runs), strict=True)
-        if run.arm.name == "cool"
+    pairs = [pair for runs, followed in make.made for pair in zip(runs, followed, strict=True)]
+    followed = {(run.seed, run.learning_rate): one for run, one in pairs if run.arm.name == "warm"}
+    assert followed[1001, 1e-4].run == "aqn-lr0.0001-s1001"  # where rates are compared, at the same one
+    assert followed[1001, 1e-4].entropy == [2.0, 3.0, 4.0, 5.0] and followed[1001, 1e-4].sigma == [
+        0,
+        0,
+        0.5,
+        0.5,
+    ]
+    assert followed[2, 2e-4].run == "aqn-lr0.0002-s2" and followed[2, 2e-4].entropy == [3.0, 4.0, 5.0, 6.0]
+    assert all(one is None for run, one in pairs if run.arm.name == "aqn")
+    plain = json.loads((tmp_path / "runs" / "warm-lr0.0002-s2.json").read_text())
+    assert plain["followed"] == vars(followed[2, 2e-4])
+    assert Store(tmp_path, study).write_results() == read_results(tmp_path / RESULTS_FILE)
+
+
+def test_other_seeds_and_rates_of_a_study_do_not_change_what_a_run_followed(tmp_path):
+    computed(tmp_path, tiny_study(arms=FOLLOWS, comparisons={}))
+    make = computed(tmp_path, tiny_study(arms=FOLLOWS, comparisons={}, test_seeds=4, tuning_seeds=3))
+    assert {(run.arm.name, run.seed) for runs, _ in make.made for run in runs} == {
+        (arm, seed) for arm in ("aqn", "warm") for seed in (3, 1002)
     }
-    assert followed[1000, 1e-4] == [1.5, 2.5, 3.5, 4.5]  # the mean over the tuning seeds 1000 and 1001
-    assert followed[0, 2e-4] == [2.0, 3.0, 4.0, 5.0]  # over the test seeds 0, 1, 2
-    assert all(curves is None for runs, curves in make.made if runs[0].arm.name == "none")
+
+
+def test_runs_that_followed_other_curves_are_computed_again_and_do_not_count(tmp_path, capsys):
+    study = tiny_study(arms=FOLLOWS, comparisons={}, learning_rates=[1e-4], tuning_seeds=0)
+    computed(tmp_path, study)
+    path = tmp_path / "runs" / "aqn-lr0.0001-s1.json"
+    changed = json.loads(path.read_text())
+    changed["steps"]["rollout/entropy"][2] = 9.0
+    path.write_text(json.dumps(changed))
+    assert [one.run.seed for one in Store(tmp_path, study).results().tested("warm")] == [0, 2]
+    make = FakeMake()
+    assert Runner(Store(tmp_path, study), make, Console(width=200)).run()
+    assert [run.name for runs, _ in make.made for run in runs] == ["warm-lr0.0001-s1"]
+    assert (
+        "1 runs are computed again, as aqn, whose entropy they follow, has other" in capsys.readouterr().out
+    )
+    assert Store(tmp_path, study).results().tested("warm")[1].followed.entropy[2] == 9.0
+
+
+def test_a_checkpoint_of_runs_that_followed_other_curves_is_not_gone_on_from(tmp_path, capsys):
+    study = tiny_study(arms=FOLLOWS, comparisons={}, learning_rates=[1e-4], tuning_seeds=0)
+
+    def interrupt(trainer):
+        if trainer.runs[0].arm.name == "warm" and trainer.done == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    assert not Runner(Store(tmp_path, study), FakeMake(interrupt), QUIET).run()
+    kept = Store(tmp_path, study).checkpoint("warm-test-0")
+    assert kept.followed[1]["run"] == "aqn-lr0.0001-s1" and len(kept.records) == 3
+    kept.followed[1]["entropy"][0] = 7.0
+    Store(tmp_path, study).save_checkpoint("warm-test-0", kept)
+    assert Runner(Store(tmp_path, study), FakeMake(), Console(width=200)).run()
+    assert "is of runs that followed other curves of entropy." in capsys.readouterr().out
 
 
 def test_a_sweep_runs_all_seeds_at_all_rates(tmp_path):
@@ -246,7 +297,7 @@ def test_damaged_files_are_named(tmp_path):
         make_plan(Store(tmp_path, study))
     (tmp_path / "batches" / "b.pt").write_bytes(b"no tensors")
     with pytest.raises(QeRLError, match=r"b\.pt is damaged"):
-        Store(tmp_path, study).checkpoint("b", [])
+        Store(tmp_path, study).checkpoint("b")
     (tmp_path / RESULTS_FILE).write_bytes(b"no gzip")
     with pytest.raises(QeRLError, match="holds no results of a study"):
         read_results(tmp_path / RESULTS_FILE)

@@ -41,7 +41,8 @@ class Arm:
             samples.
         correction_max: Upper bound of the ratio.
         temperature: Of sampling.
-        match_entropy: Name of the arm whose rollout entropy a controlled temperature follows, step by step.
+        match_entropy: Name of an arm with noise whose rollout entropy a controlled temperature follows, seed
+            by seed and step by step.
         logits_noise: Standard deviation of Gaussian noise on the logits, one draw per token id and step.
         entropy_bonus: Coefficient of the policy's entropy in the objective.
         pass_at_k: k of pass@k advantages, which are in units of the reward (`scale_rewards: none`); None
@@ -72,6 +73,11 @@ class Arm:
     entropy_bonus: NonNegative = 0.0
     pass_at_k: PositiveInt | None = None
 
+    @property
+    def scheduled(self) -> bool:
+        """Whether the arm has noise with a schedule, which begins after steps without."""
+        return self.noise or self.noise_target_kl is not None
+
 
 def contradiction(arm: Arm, samples_per_prompt: int) -> str | None:
     """Which of an arm's fields contradict each other, as the predicate of a sentence; None where none do.
@@ -101,3 +107,8 @@ class Run:
     arm: Arm
     seed: int
     learning_rate: float
+
+    @property
+    def name(self) -> str:
+        """Unique within a study; of its file, too."""
+        return f"{self.arm.name}-lr{self.learning_rate!r}-s{self.seed}"

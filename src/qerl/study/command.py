@@ -15,9 +15,10 @@ from qerl.errors import QeRLError
 from qerl.settings.recipe import read_mapping
 from qerl.study.library import study_file
 from qerl.study.page import write_figures, write_page
+from qerl.study.plan import make_plan
 from qerl.study.probe.store import PROBE_FILE
 from qerl.study.results import RESULTS_FILE, Results, read_results
-from qerl.study.runner import Runner, make_plan
+from qerl.study.runner import Runner
 from qerl.study.spec import Study, read_study
 from qerl.study.store import PAGE_FILE, Store
 

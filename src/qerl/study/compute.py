@@ -17,7 +17,8 @@ from qerl.models.hub import find_model
 from qerl.models.load import check_format, load_model, load_tokenizer
 from qerl.study.arms import Arm, Run
 from qerl.study.batched.trainer import BatchedTrainer, Settings
-from qerl.study.runner import BatchTrainer, Curve
+from qerl.study.followed import Followed
+from qerl.study.runner import BatchTrainer
 from qerl.study.spec import Study
 from qerl.tasks.registry import get_task
 
@@ -67,10 +68,10 @@ class StudyMake:
         }
         self._held: tuple[Any, PreTrainedModel] | None = None
 
-    def __call__(self, runs: Sequence[Run], entropies: Sequence[Curve] | None) -> BatchTrainer:
+    def __call__(self, runs: Sequence[Run], followed: Sequence[Followed | None]) -> BatchTrainer:
         """A trainer of the runs, which are of one arm."""
         base = self._base(runs[0].arm)
-        trainer = BatchedTrainer(base, self.tokenizer, self.task, runs, self.settings, entropies)
+        trainer = BatchedTrainer(base, self.tokenizer, self.task, runs, self.settings, followed)
         return _OnProblems(trainer, self.problems)
 
     def _base(self, arm: Arm) -> PreTrainedModel:

@@ -26,6 +26,7 @@ LOGGED = (
     Metric("rewards/accuracy/mean", "Accuracy of samples", "%", share=True),
     Metric(ROLLOUT_ENTROPY, "Entropy of the policy that samples", "nats per token"),
     Metric("sampling/kl", "KL of sampler and trainer", "nats per token"),
+    Metric("temperature/error", "Entropy that a temperature follows over its own, logarithm", ""),
 )
 """What is drawn of evaluations and of steps, where it was recorded."""
 

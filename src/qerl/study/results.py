@@ -12,7 +12,7 @@ import gzip
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
@@ -21,6 +21,7 @@ from typing import Any
 from qerl.errors import QeRLError
 from qerl.study.arms import Arm, Run
 from qerl.study.files import replace
+from qerl.study.followed import Followed
 from qerl.study.spec import Study, make_study
 
 ACCURACY = "accuracy"
@@ -28,6 +29,9 @@ ACCURACY = "accuracy"
 
 ROLLOUT_ENTROPY = "rollout/entropy"
 """Key of a step: mean entropy of the policy that drew the samples, in nats per token."""
+
+SIGMA = "noise/sigma"
+"""Key of a step: standard deviation of its noise, of norms or of logits."""
 
 DIVERGED = "diverged"
 """Key of a step: 1 from the step on in which a run's numbers are not finite, else 0."""
@@ -49,6 +53,7 @@ class RunResult:
         evaluations: Values of each key of an evaluation.
         diverged_at: Step in which the run diverged, None for one that did not.
         facts: Where and by what it was computed.
+        followed: The run whose entropy its temperature followed, if any.
     """
 
     run: Run
@@ -57,6 +62,7 @@ class RunResult:
     evaluations: dict[str, Values]
     diverged_at: int | None = None
     facts: dict[str, Any] = field(default_factory=dict)
+    followed: Followed | None = None
 
     @property
     def accuracy(self) -> list[float]:
@@ -83,14 +89,15 @@ class RunResult:
             "evaluations": self.evaluations,
             "steps": self.steps,
             "facts": self.facts,
-        }
+        } | ({"followed": asdict(self.followed)} if self.followed else {})
 
 
 def from_plain(plain: Mapping[str, Any], arms: Mapping[str, Arm]) -> RunResult:
     """The result that values of JSON hold, its arm one of ``arms``."""
     fields = dict(plain)
     run = Run(arms[fields.pop("arm")], fields.pop("seed"), fields.pop("learning_rate"))
-    return RunResult(run, **fields)
+    followed = fields.pop("followed", None)
+    return RunResult(run, **fields, followed=Followed(**followed) if followed else None)
 
 
 def by_key(records: Iterable[Mapping[str, float]]) -> dict[str, Values]:
@@ -145,6 +152,32 @@ class Results:
                 return None
             areas[rate] = fmean(result.area for result in found)
         return max(areas, key=lambda rate: areas[rate])
+
+    def followed_by(self, run: Run) -> Followed | None:
+        """What a run of an arm with `match_entropy` follows: the run of the same seed of the other arm.
+
+        That one's learning rate is the same where rates are compared, else its own; None before it is
+        finished.
+        """
+        study, arm = self.study, run.arm.match_entropy
+        assert arm is not None
+        compared = not study.tunes or run.seed in study.tuning_seeds
+        rate = run.learning_rate if compared else self.rate(arm)
+        found = [] if rate is None else self.of(arm, rate, [run.seed])
+        if not found:
+            return None
+        (one,) = found
+        return Followed(one.run.name, one.steps[ROLLOUT_ENTROPY], one.steps[SIGMA])
+
+    def sound(self) -> "Results":
+        """The results without runs that followed something else than they would follow now."""
+        kept = [
+            one
+            for one in self.runs
+            if one.run.arm.match_entropy is None
+            or (one.followed is not None and one.followed == self.followed_by(one.run))
+        ]
+        return Results(self.study, kept)
 
     def tested(self, arm: str) -> list[RunResult]:
         """An arm's finished runs of test seeds at its learning rate, by seed; none before that is chosen."""

@@ -1,8 +1,7 @@
 """Computing what a study lacks: batches of runs, one after the other, until all are finished.
 
-A batch is up to `runs_per_batch` runs of one arm: first those that choose its learning rate, all rates and
-tuning seeds side by side, then its test seeds at the chosen rate. An arm that follows another one's entropy
-waits for that one. Processes that work in the same folder take the next batch that nobody has claimed.
+Which batches there are is `qerl.study.plan`'s to say. Processes that work in the same folder take the next
+one that nobody has claimed.
 
 The computing itself is handed in (`Make`): this module knows no model, so that its tests train nothing. On
 Ctrl-C or SIGTERM the present batch is saved after its step, and so it is every five minutes.
@@ -11,8 +10,8 @@ Ctrl-C or SIGTERM the present batch is saved after its step, and so it is every 
 import gc
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from datetime import date
 from statistics import fmean
 from typing import Any, Protocol
@@ -22,10 +21,11 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from qerl.errors import QeRLError, first_line
-from qerl.study.arms import Arm, Run
-from qerl.study.results import DIVERGED, ROLLOUT_ENTROPY, Results, RunResult, by_key
-from qerl.study.spec import Study
-from qerl.study.store import Checkpoint, Store, run_name
+from qerl.study.arms import Run
+from qerl.study.followed import Followed
+from qerl.study.plan import Batch, make_plan
+from qerl.study.results import DIVERGED, RunResult, by_key
+from qerl.study.store import Checkpoint, Store
 from qerl.trainer.callbacks import InterruptGuard
 
 SAVE_EVERY = 300.0
@@ -33,8 +33,6 @@ SAVE_EVERY = 300.0
 
 LOOK_EVERY = 2.0
 """Seconds between two looks whether other processes have finished what the rest waits for."""
-
-Curve = Sequence[float]
 
 
 class BatchTrainer(Protocol):
@@ -59,111 +57,13 @@ class Make(Protocol):
     facts: Mapping[str, Any]
     """What is written down with each run: versions, device."""
 
-    def __call__(self, runs: Sequence[Run], entropies: Sequence[Curve] | None) -> BatchTrainer:
+    def __call__(self, runs: Sequence[Run], followed: Sequence[Followed | None]) -> BatchTrainer:
         """A trainer of some runs of one arm.
 
         Args:
             runs: The runs.
-            entropies: For each run the curve of entropy that its temperature follows; None where its arm
-                follows none.
+            followed: What the temperature of each follows; None for none.
         """
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Runs that are computed side by side.
-
-    Attributes:
-        name: Of its files.
-        title: For people.
-        runs: The runs, finished or not.
-        entropies: As for `Make`.
-    """
-
-    name: str
-    title: str
-    runs: list[Run]
-    entropies: list[list[float]] | None = None
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What is to be done.
-
-    Attributes:
-        batches: Batches with a run that is not finished, whose turn may come now.
-        waiting: Whether there will be more of them when some of these are finished.
-        open: Runs that are not finished, of which those that wait are part.
-    """
-
-    batches: list[Batch]
-    waiting: bool
-    open: int
-
-
-def make_plan(store: Store) -> Plan:
-    """What is to be done in a folder, by what is finished there."""
-    study, results = store.study, store.results()
-    batches: list[Batch] = []
-    waiting, open_ = False, 0
-    for arm in study.arms.values():
-        rate = results.rate(arm.name)
-        phases = [("tuning", study.tuning_runs(arm)), ("test", study.test_runs(arm, rate))]
-        if study.tunes and rate is None:  # nobody knows yet at which rate the seeds will run
-            phases.pop()
-            waiting, open_ = True, open_ + len(study.test_seeds)
-        for phase, runs in phases:
-            missing = sum(not store.finished(run) for run in runs)
-            open_ += missing
-            if missing and (entropies := _entropies(study, results, arm, runs, phase)) is None:
-                waiting = True
-            elif missing:
-                batches += _batches(store, arm, phase, runs, entropies)
-    return Plan(batches, waiting, open_)
-
-
-def _batches(store: Store, arm: Arm, phase: str, runs: list[Run], entropies: Any) -> Iterator[Batch]:
-    size = store.study.runs_per_batch
-    count = -(-len(runs) // size)
-    for i in range(count):
-        part = slice(i * size, (i + 1) * size)
-        if all(store.finished(run) for run in runs[part]):
-            continue
-        rates = dict.fromkeys(run.learning_rate for run in runs[part])
-        title = f"{arm.name}, {phase}" + (f" {i + 1} of {count}" if count > 1 else "")
-        yield Batch(
-            f"{arm.name}-{phase}-{i}",
-            f"{title}, learning rate {', '.join(f'{rate:g}' for rate in rates)}",
-            runs[part],
-            entropies[part] or None,
-        )
-
-
-def _entropies(
-    study: Study, results: Results, arm: Arm, runs: list[Run], phase: str
-) -> list[list[float]] | None:
-    """For each run the curve that it follows: empty where its arm follows none, None before it is known.
-
-    That is the followed arm's mean over its runs of the same phase: at the same learning rate where rates are
-    compared, else at its own.
-    """
-    if arm.match_entropy is None:
-        return []
-    seeds = study.tuning_seeds if phase == "tuning" else study.test_seeds
-    curves: dict[float, list[float]] = {}
-    for rate in dict.fromkeys(run.learning_rate for run in runs):
-        chosen = rate if phase == "tuning" or not study.tunes else results.rate(arm.match_entropy)
-        followed = [] if chosen is None else results.of(arm.match_entropy, chosen, seeds)
-        if len(followed) < len(seeds):
-            return None
-        sound = [found.steps[ROLLOUT_ENTROPY] for found in followed if found.diverged_at is None]
-        if not sound:
-            raise QeRLError(
-                f"The arm {arm.name} follows the entropy of {arm.match_entropy}, all of whose runs diverged "
-                f"at the learning rate {chosen:g}; leave one of the two out."
-            )
-        curves[rate] = [fmean(value or 0.0 for value in step) for step in zip(*sound, strict=True)]
-    return [curves[run.learning_rate] for run in runs]
 
 
 class Runner:
@@ -254,12 +154,11 @@ class Runner:
         with self.store.claimed(batch.name) as mine:
             if not mine:
                 return False
-            missing = [i for i, run in enumerate(batch.runs) if not self.store.finished(run)]
+            done = {result.run.name for result in self.store.results().runs}
+            missing = [i for i, run in enumerate(batch.runs) if run.name not in done]
             if missing:
-                runs = [batch.runs[i] for i in missing]
-                entropies = None if batch.entropies is None else [batch.entropies[i] for i in missing]
                 try:
-                    self._compute(Batch(batch.name, batch.title, runs, entropies))
+                    self._compute(batch.of(missing))
                 except Exception as error:
                     self._put_aside(batch, error)
             return True
@@ -272,16 +171,19 @@ class Runner:
         else:
             self._failed[batch.name] = error
         _let_go(error)
-        self.console.print(
-            f"{batch.title} failed: {first_line(error)}" + (" It is tried again after the others." * again),
-            markup=False,
-            highlight=False,
-            soft_wrap=True,
+        self._say(
+            f"{batch.title} failed: {first_line(error)}" + (" It is tried again after the others." * again)
         )
 
     def _compute(self, batch: Batch) -> None:
+        if again := sum(map(self.store.has, batch.runs)):
+            other = batch.runs[0].arm.match_entropy
+            self._say(
+                f"{batch.title}: {again} runs are computed again, as {other}, whose entropy they follow, has "
+                "other curves now."
+            )
         try:
-            work = _Work(self.store, batch, self.make(batch.runs, batch.entropies))
+            work = _Work(self.store, batch, self.make(batch.runs, batch.followed), self._say)
             while not work.done and not self.guard.interrupted:
                 work.step()
                 self._bar.update(
@@ -294,9 +196,12 @@ class Runner:
             ) from error
         if work.done:
             work.finish(self.make.facts)
-            self.console.print(f"{batch.title}: {work.summary()}", highlight=False, soft_wrap=True)
+            self._say(f"{batch.title}: {work.summary()}")
         else:
             work.save()
+
+    def _say(self, text: str) -> None:
+        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def _let_go(error: BaseException | None) -> None:
@@ -312,19 +217,29 @@ def _let_go(error: BaseException | None) -> None:
 class _Work:
     """A batch under way, from where it was left."""
 
-    def __init__(self, store: Store, batch: Batch, trainer: BatchTrainer) -> None:
+    def __init__(self, store: Store, batch: Batch, trainer: BatchTrainer, say: Callable[[str], None]) -> None:
         self.store, self.batch, self.trainer = store, batch, trainer
         self.study = store.study
-        self.names = [run_name(run) for run in batch.runs]
+        self.names = [run.name for run in batch.runs]
+        self.followed = [None if one is None else asdict(one) for one in batch.followed]
         self.records: list[list[dict[str, float]]] = []
         self.evaluations: list[list[dict[str, float]]] = []
-        kept = store.checkpoint(batch.name, self.names)
+        kept = store.checkpoint(batch.name)
+        if kept and (other := self._other(kept)):
+            say(f"{batch.title} begins anew, as what was kept of it is of {other}.")
+            kept = None
         if kept:
             trainer.load_state(kept.state)
             self.records, self.evaluations = kept.records, kept.evaluations
         self.start = self.saved = time.monotonic()
         self.start -= kept.seconds if kept else 0.0
         self._evaluate()
+
+    def _other(self, kept: Checkpoint) -> str | None:
+        """In what a checkpoint is not this batch's; None if in nothing."""
+        if kept.names != self.names:
+            return "other runs"
+        return None if kept.followed == self.followed else "runs that followed other curves of entropy"
 
     @property
     def done(self) -> bool:
@@ -344,9 +259,8 @@ class _Work:
 
     def save(self) -> None:
         state, seconds = self.trainer.state(), time.monotonic() - self.start
-        self.store.save_checkpoint(
-            self.batch.name, Checkpoint(self.names, self.records, self.evaluations, state, seconds)
-        )
+        kept = Checkpoint(self.names, self.records, self.evaluations, state, seconds, self.followed)
+        self.store.save_checkpoint(self.batch.name, kept)
         self.saved = time.monotonic()
 
     def finish(self, facts: Mapping[str, Any]) -> None:
@@ -365,7 +279,13 @@ class _Work:
         diverged = next((n for n, record in enumerate(records, start=1) if record[DIVERGED]), None)
         evaluations = by_key(evaluation[i] for evaluation in self.evaluations)
         return RunResult(
-            self.batch.runs[i], by_key(records), self.study.eval_at, evaluations, diverged, facts
+            self.batch.runs[i],
+            by_key(records),
+            self.study.eval_at,
+            evaluations,
+            diverged,
+            facts,
+            self.batch.followed[i],
         )
 
     def shown(self) -> str:

@@ -226,7 +226,7 @@ def _check_arms(study: Study) -> None:
     for name, arm in study.arms.items():
         if wrong := contradiction(arm, study.samples_per_prompt):
             raise QeRLError(f"the arm {name} {wrong}.")
-        if arm.noise or arm.noise_target_kl is not None:
+        if arm.scheduled:
             try:
                 NoiseSchedule(
                     arm.noise_sigma_start,
@@ -247,6 +247,11 @@ def _check_arms(study: Study) -> None:
             if followed.match_entropy is not None:
                 raise QeRLError(
                     f"arms.{name}.match_entropy names {followed.name}, which follows another arm itself."
+                )
+            if not followed.scheduled:
+                raise QeRLError(
+                    f"arms.{name}.match_entropy names {followed.name}, which has no noise that begins after "
+                    "clean steps; give the arm a fixed temperature instead."
                 )
 
 

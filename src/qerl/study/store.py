@@ -54,6 +54,7 @@ class Checkpoint:
         evaluations: Of each evaluation done, one record for each run.
         state: State of the trainer.
         seconds: Time that it has taken so far.
+        followed: What each run follows, as plain values; None where nothing.
     """
 
     names: list[str]
@@ -61,11 +62,7 @@ class Checkpoint:
     evaluations: list[list[dict[str, float]]]
     state: Any
     seconds: float
-
-
-def run_name(run: Run) -> str:
-    """Name of a run's file, without its ending."""
-    return f"{run.arm.name}-lr{run.learning_rate!r}-s{run.seed}"
+    followed: list[dict[str, Any] | None]
 
 
 class Store:
@@ -83,7 +80,7 @@ class Store:
     def __init__(self, folder: Path, study: Study, looking: bool = False) -> None:
         self.folder = folder
         self.study = study
-        self._read: dict[Path, RunResult] = {}  # a finished run does not change, and every plan asks for all
+        self._read: dict[Path, tuple[int, RunResult]] = {}  # by time of writing; every plan asks for all runs
         if looking:
             self._joined()
             return
@@ -121,20 +118,22 @@ class Store:
                 "--output_dir."
             )
 
-    def finished(self, run: Run) -> bool:
-        """Whether a run is there."""
+    def has(self, run: Run) -> bool:
+        """Whether a run is there, be it one that followed something else than it would now."""
         return self._path(run).is_file()
 
     def read(self, runs: Iterable[Run]) -> list[RunResult]:
-        """Those of the runs that are finished.
+        """Those of the runs that are there.
 
         Raises:
             QeRLError: The file of one is damaged.
         """
         found = []
-        for path in (self._path(run) for run in runs if self.finished(run)):
-            if path in self._read:
-                found.append(self._read[path])
+        for path in (self._path(run) for run in runs if self.has(run)):
+            written = path.stat().st_mtime_ns
+            known = self._read.get(path)
+            if known and known[0] == written:
+                found.append(known[1])
                 continue
             try:
                 result = from_plain(json.loads(path.read_text(encoding="utf-8")), self.study.arms)
@@ -142,17 +141,17 @@ class Store:
                 raise QeRLError(
                     f"{path} is damaged ({error}); delete it, and the run is repeated."
                 ) from error
-            self._read[path] = result
+            self._read[path] = written, result
             found.append(result)
         return found
 
     def write(self, result: RunResult) -> None:
-        """Keep a finished run."""
+        """Keep a finished run, in the place of one that followed something else."""
         with self._writing():
             replace(self._path(result.run), (json.dumps(result.plain(), allow_nan=False) + "\n").encode())
 
     def _path(self, run: Run) -> Path:
-        return self.folder / "runs" / f"{run_name(run)}.json"
+        return self.folder / "runs" / f"{run.name}.json"
 
     @contextlib.contextmanager
     def claimed(self, batch: str) -> Iterator[bool]:
@@ -170,8 +169,8 @@ class Store:
             torch.save(vars(checkpoint), part)
             part.replace(path)
 
-    def checkpoint(self, batch: str, names: list[str]) -> Checkpoint | None:
-        """What was kept of a batch; None if nothing, or if it had other runs.
+    def checkpoint(self, batch: str) -> Checkpoint | None:
+        """What was kept of a batch; None if nothing.
 
         Raises:
             QeRLError: It cannot be read.
@@ -180,10 +179,9 @@ class Store:
         if not path.is_file():
             return None
         try:
-            found = Checkpoint(**torch.load(path, map_location="cpu", weights_only=True))
+            return Checkpoint(**torch.load(path, map_location="cpu", weights_only=True))
         except Exception as error:  # given a file alone; torch has several classes for a damaged one
             raise QeRLError(f"{path} is damaged; delete it, and the batch begins anew.") from error
-        return found if found.names == names else None
 
     def drop_checkpoint(self, batch: str) -> None:
         """Forget what was kept of a batch, which is finished."""
@@ -198,13 +196,13 @@ class Store:
         study = self.study
         tuned = Results(
             study, self.read(run for arm in study.arms.values() for run in study.tuning_runs(arm))
-        )
+        ).sound()
         runs = list(tuned.runs)
         for name, arm in study.arms.items():
             rate = tuned.rate(name)
             if rate is not None or not study.tunes:
                 runs += self.read(study.test_runs(arm, rate))
-        return Results(study, runs)
+        return Results(study, runs).sound()
 
     def write_results(self) -> Results:
         """Gather the finished runs in one file, and return them."""

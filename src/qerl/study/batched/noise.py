@@ -4,10 +4,8 @@ Numbers are keyed by (seed, step), so runs with one seed have the same noise, an
 `QeRLTrainer` would give it (`qerl.noise.draw`). Noise by sample has no counterpart there; it is drawn on the
 device, as it is a hundred times more, and differs between kinds of devices.
 
-Two controllers have a state. sigma is driven to a target of KL by `qerl.noise.target`. A temperature follows
-the entropy of another arm's rollouts by an integral controller: what the entropy of a step's rollouts was
-off, in logarithms, is added to the logarithm of the next step's temperature. In the stage without noise
-both arms are the same, so it stays at 1 there.
+Two controllers have a state: sigma is driven to a target of KL by `qerl.noise.target`, and a temperature
+follows the entropy of another run's rollouts by `qerl.study.batched.temperature`.
 
 Legend: N norms that noise acts on, S runs, R samples of a run, D hidden width, V vocabulary.
 """
@@ -28,11 +26,8 @@ from qerl.study.arms import Arm, Run, contradiction
 from qerl.study.batched.model import BatchedModel
 from qerl.study.batched.norms import Norms
 from qerl.study.batched.sampler import clean_norms
-
-_GAIN = 0.7
-"""Of the temperature's controller; the entropy of a peaked policy rises faster than its temperature."""
-_LARGEST = math.log(3.0)
-"""Of the controlled temperature, up and down, in logarithms."""
+from qerl.study.batched.temperature import FollowingTemperature
+from qerl.study.followed import Followed
 
 _SHARED = (
     "weights", "rounding", "frozen_noise", "lora_r", "noise_per", "noise_where", "noise_share",
@@ -75,10 +70,10 @@ class Explorers:
         runs: The runs; their arms are of one batch (`same_batch`).
         steps: Optimizer steps of a run.
         prompts, group: Prompts of a step, and samples of each.
-        entropies: For each run with `match_entropy` the rollout entropies to follow, by step.
+        followed: For each run with `match_entropy` the run that it follows; None for none.
 
     Raises:
-        QeRLError: An arm contradicts itself, or a curve to follow is missing or too short.
+        QeRLError: An arm contradicts itself, or a run to follow is missing or too short.
     """
 
     def __init__(
@@ -88,7 +83,7 @@ class Explorers:
         steps: int,
         prompts: int,
         group: int,
-        entropies: Sequence[Sequence[float]] | None,
+        followed: Sequence[Followed | None] | None,
     ) -> None:
         self._model, self._runs = model, runs
         arm = runs[0].arm
@@ -105,8 +100,10 @@ class Explorers:
             else None
             for run, schedule in zip(runs, self._schedules, strict=True)
         ]
-        self._entropies = [_curve(index, run.arm, steps, entropies) for index, run in enumerate(runs)]
-        self._log_temperature = [0.0] * len(runs)
+        wanted = followed or [None] * len(runs)
+        self._temperatures = [
+            _temperature(run.arm, steps, own) for run, own in zip(runs, wanted, strict=True)
+        ]
 
     @property
     def share(self) -> float:
@@ -124,33 +121,40 @@ class Explorers:
             self._noisy_R,
             self._logits_noise(step, sigmas),
             [
-                run.arm.temperature * math.exp(own)
-                for run, own in zip(self._runs, self._log_temperature, strict=True)
+                run.arm.temperature * (1.0 if own is None else own.factor(step))
+                for run, own in zip(self._runs, self._temperatures, strict=True)
             ],
             sigmas,
         )
 
-    def observe(self, step: int, kl_S: Sequence[float], entropy_S: Sequence[float]) -> None:
-        """Learn from a step's KL of the noisy samples and the entropy of its rollouts, nats per token."""
-        for index, target in enumerate(self._targets):
+    def observe(self, step: int, kl_S: Sequence[float], entropy_S: Sequence[float]) -> dict[str, list[float]]:
+        """Learn from a step's KL of the noisy samples and the entropy of its rollouts, nats per token.
+
+        Returns:
+            `temperature/error` of each run, where there is one that follows another.
+        """
+        for target, kl in zip(self._targets, kl_S, strict=True):
             if target is not None:
-                target.observe(kl_S[index])
-        for index, curve in enumerate(self._entropies):
-            if curve is not None and entropy_S[index] > 0 and curve[step] > 0:
-                moved = self._log_temperature[index] + _GAIN * math.log(curve[step] / entropy_S[index])
-                self._log_temperature[index] = min(max(moved, -_LARGEST), _LARGEST)
+                target.observe(kl)
+        if not any(self._temperatures):
+            return {}
+        both = zip(self._temperatures, entropy_S, strict=True)
+        return {"temperature/error": [math.nan if own is None else own.observe(step, e) for own, e in both]}
 
     def state(self) -> dict[str, Any]:
         """What the controllers have learned."""
         targets = [None if target is None else target.state() for target in self._targets]
-        return {"targets": targets, "log_temperature": list(self._log_temperature)}
+        temperatures = [None if own is None else own.state() for own in self._temperatures]
+        return {"targets": targets, "temperatures": temperatures}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Go on where `state` was taken."""
-        self._log_temperature = list(state["log_temperature"])
         for target, learned in zip(self._targets, state["targets"], strict=True):
             if target is not None:
                 target.restore(learned)
+        for temperature, learned in zip(self._temperatures, state["temperatures"], strict=True):
+            if temperature is not None:
+                temperature.restore(learned)
 
     def _sigma(self, index: int, step: int) -> float:
         """Standard deviation of the noise of a run: of its norms, or of its logits."""
@@ -212,20 +216,19 @@ class Explorers:
 
 def _schedule(arm: Arm, steps: int) -> NoiseSchedule | None:
     """sigma by step; None for a run whose noise has no schedule."""
-    if not (arm.noise or arm.noise_target_kl is not None):
+    if not arm.scheduled:
         return None
     return NoiseSchedule(
         arm.noise_sigma_start, arm.noise_sigma_end, arm.noise_stages, steps, arm.noise_schedule
     )
 
 
-def _curve(
-    index: int, arm: Arm, steps: int, entropies: Sequence[Sequence[float]] | None
-) -> list[float] | None:
+def _temperature(arm: Arm, steps: int, followed: Followed | None) -> FollowingTemperature | None:
+    """What controls the temperature of a run; None where that is constant."""
     if arm.match_entropy is None:
         return None
-    if entropies is None or len(entropies[index]) < steps:
+    if followed is None or len(followed.entropy) < steps:
         raise QeRLError(
             f"Arm {arm.name} follows the entropy of {arm.match_entropy}, of which {steps} steps are needed."
         )
-    return list(entropies[index])
+    return FollowingTemperature(followed)

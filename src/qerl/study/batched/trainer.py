@@ -39,6 +39,7 @@ from qerl.study.batched.objective import Outcome, loss_of
 from qerl.study.batched.rewards import training_problems
 from qerl.study.batched.sampler import Sampler, Samples, clean_norms, keyed_uniforms
 from qerl.study.batched.score import Texts, score, score_piece
+from qerl.study.followed import Followed
 from qerl.tasks.base import Task
 from qerl.trainer.advantages import Signal
 from qerl.trainer.trl.client import EpochRepeatSampler
@@ -93,8 +94,7 @@ class BatchedTrainer:
         task: What is trained on.
         runs: The runs, whose arms fit into one batch (`same_batch`).
         settings: What they share.
-        entropies: For each run the rollout entropies (`rollout/entropy`) that an arm with `match_entropy`
-            follows, step by step.
+        followed: For each run of an arm with `match_entropy` the run that it follows.
 
     Attributes:
         done: Steps done.
@@ -112,7 +112,7 @@ class BatchedTrainer:
         task: Task,
         runs: Sequence[Run],
         settings: Settings,
-        entropies: Sequence[Sequence[float]] | None = None,
+        followed: Sequence[Followed | None] | None = None,
     ) -> None:
         if not runs:
             raise QeRLError("There is no run to train; give at least one.")
@@ -135,7 +135,7 @@ class BatchedTrainer:
             seed: _Order(len(self._problems.ids), settings.prompts_per_step, seed) for seed in seeds
         }
         groups = settings.prompts_per_step, settings.samples_per_prompt
-        self._explorers = Explorers(self.model, self.runs, settings.steps, *groups, entropies)
+        self._explorers = Explorers(self.model, self.runs, settings.steps, *groups, followed)
         self._adapters = self.model.adapters
         self._optimizer = AdamW(self._adapters, settings.adam_beta2, settings.max_grad_norm)
         device = self.model.device
@@ -166,9 +166,9 @@ class BatchedTrainer:
             For each run what is logged of it: `reward`, `rewards/NAME/mean`, `loss`, `grad_norm`,
             `learning_rate`, `entropy` (of the policy), `rollout/entropy` (of the sampler), `sampling/kl` (of
             the samples drawn with noise), `sampling/ratio/...`, `completions/mean_length`, `signal` (share of
-            groups that teach), `noise/sigma`, `temperature`, `diverged` (0 or 1); and where a share of each
-            group is clean `noisy`, `clean` (their accuracy), `only_noisy`, `only_clean` (share of the
-            problems that only one of them solves).
+            groups that teach), `noise/sigma`, `temperature`, `diverged` (0 or 1); where the temperature
+            follows another run `temperature/error`; and where a share of each group is clean `noisy`, `clean`
+            (their accuracy), `only_noisy`, `only_clean` (share of the problems that only one of them solves).
         """
         if self.done >= self.settings.steps:
             raise QeRLError(f"All {self.settings.steps} steps are done.")
@@ -196,7 +196,7 @@ class BatchedTrainer:
         seen |= {"noise/sigma": exploration.sigma_S, "temperature": exploration.temperature_S}
         parts = [after - before for before, after in pairwise([*clock, time.perf_counter()])]
         self.seconds = dict(zip(("rollout", "reward", "update"), parts, strict=True))
-        self._explorers.observe(self.done, seen["sampling/kl"], seen["rollout/entropy"])
+        seen |= self._explorers.observe(self.done, seen["sampling/kl"], seen["rollout/entropy"])
         self.done += 1
         return [{name: float(seen[name][index]) for name in seen} for index in range(len(self.runs))]
 
