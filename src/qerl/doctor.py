@@ -23,6 +23,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from qerl.kernels import needs
+from qerl.rewards import sandbox
 from qerl.weight_formats import DEFAULT_FORMAT, FORMATS
 
 State = Literal["ok", "slow", "untested", "missing", "n/a"]
@@ -78,7 +79,16 @@ def print_doctor() -> None:
 
 def diagnose() -> list[Row]:
     """All findings, in the order in which they are shown."""
-    return [*_machine(), *_gpus(), *_required(), *_optional(), *_weights(), *_rollout(), _demo_model()]
+    return [
+        *_machine(),
+        *_gpus(),
+        *_required(),
+        *_optional(),
+        *_weights(),
+        *_rollout(),
+        _sandbox(),
+        _demo_model(),
+    ]
 
 
 def _machine() -> Iterator[Row]:
@@ -256,6 +266,17 @@ def _rollout() -> Iterator[Row]:
             "each where it was faster on an H100; 16-bit weights: cuBLAS"
         )
         yield Row(section, "products", "ok", finding)
+
+
+def _sandbox() -> Row:
+    """Where programs run that a reward judges."""
+    if shutil.which("bwrap") is None:
+        finding = "bubblewrap is not installed, and rewards run programs nowhere else"
+        return Row("rewards", "programs", "missing", finding, sandbox.INSTALL)
+    obstacle = sandbox.obstacle()
+    if obstacle is not None:
+        return Row("rewards", "programs", "missing", obstacle)
+    return Row("rewards", "programs", "ok", "run inside bubblewrap, without network and files")
 
 
 def _demo_model() -> Row:

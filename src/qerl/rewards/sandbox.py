@@ -1,0 +1,260 @@
+"""Programs that a model wrote, run where they can do no harm: inside bubblewrap, or not at all.
+
+A program gets a Python with the standard library, its input, and a folder ``/tmp`` in memory. It has no
+network, no file of this machine but the system's libraries (read-only), no environment variable, and sees no
+process but its own. Limits are set from the inside before its first line runs: address space, processor time
+and number of processes by the kernel's resource limits, output and files by the limit of a file's length,
+because output goes to a file in memory and not to a pipe that somebody would have to empty. When the program
+ends, or its time is up, all that it started is killed with its process namespace.
+
+Where this process is root, the program runs under a user id that nobody else has, because the kernel counts
+no processes of root. Elsewhere it runs in a user namespace of its own.
+
+Given up:
+
+* The memory of a program is bounded for each of its processes, not in sum: in the worst case it is
+  ``memory_mb`` times ``processes``, and a fifth of ``memory_mb`` in files.
+* The kernel is the wall. Programs that attack the kernel itself need a virtual machine around all of this.
+* A check runs in the process of the program (:func:`run_python`). A program that searches that process for
+  the token of the check can claim to have passed; comparing output cannot be cheated so.
+"""
+
+import functools
+import json
+import math
+import os
+import random
+import secrets
+import shutil
+import subprocess
+import sys
+import sysconfig
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from qerl.errors import QeRLError
+
+INSTALL = "apt-get install bubblewrap (Debian, Ubuntu), dnf install bubblewrap (Fedora)"
+"""How to get bubblewrap."""
+
+_INSIDE = Path(__file__).with_name("inside.py").read_text(encoding="utf-8")
+_STARTED = b"started "
+# User ids that systemd gives to services for as long as they run; nobody's files have them.
+_FREE_UIDS = range(61184, 65520)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a program may use.
+
+    Attributes:
+        seconds: Wall time, and processor time of each process.
+        memory_mb: Address space of each process in MiB; Python itself needs about 30.
+        processes: Processes and threads at the same time, the program among them.
+        output_kb: Longest output, and longest file, in KiB.
+    """
+
+    seconds: float = 5.0
+    memory_mb: int = 512
+    processes: int = 8
+    output_kb: int = 256
+
+    def __post_init__(self) -> None:
+        least = {"seconds": 0.1, "memory_mb": 64, "processes": 1, "output_kb": 1}
+        for name, value in least.items():
+            given = getattr(self, name)
+            if isinstance(given, bool) or not isinstance(given, int | float) or not value <= given < math.inf:
+                raise QeRLError(f"{name} of a program is {given!r}; it must be a number, at least {value}.")
+
+
+@dataclass(frozen=True)
+class Ran:
+    """How a program ended.
+
+    Attributes:
+        stdout: What it printed, cut at the limit.
+        stderr: What it wrote to its error output, cut at the limit.
+        exit_code: 0 if all went well, 128 and the signal if one ended it; None if its time was up.
+        checked: True if there was a check and it ran to its end.
+        ended: By itself (exit), or for the limit of time or of output.
+        seconds: Wall time, the sandbox's own start included.
+    """
+
+    stdout: str
+    stderr: str
+    exit_code: int | None
+    checked: bool
+    ended: Literal["exit", "time", "output"]
+    seconds: float
+
+
+_DEFAULTS = Limits()
+
+
+def run_python(code: str, stdin: str = "", limits: Limits = _DEFAULTS, check: str = "") -> Ran:
+    """Run a program in the sandbox and say how it ended; it blocks for at most the time limit and a moment.
+
+    Args:
+        code: The program.
+        stdin: Its whole input.
+        limits: What it may use.
+        check: Statements that run after the program with its names, such as an assert.
+
+    Raises:
+        QeRLError: This machine has no sandbox.
+    """
+    reason = obstacle()
+    if reason is not None:
+        raise QeRLError(reason)
+    return _run(code, stdin, limits, check)
+
+
+@functools.cache
+def obstacle() -> str | None:
+    """Why programs cannot run on this machine, in a sentence that says what helps; None if they can."""
+    if shutil.which("bwrap") is None:
+        return (
+            "A program that a model wrote runs only inside bubblewrap, which is not installed here; get it "
+            f"with {INSTALL}."
+        )
+    try:
+        ran = _run("print(1)", "", Limits(seconds=30), "")
+    except QeRLError as error:
+        return str(error)
+    if ran.stdout != "1\n":
+        return f"A program in the sandbox of bubblewrap does not work here ({_last_line(ran.stderr)})."
+    return None
+
+
+def _run(code: str, stdin: str, limits: Limits, check: str) -> Ran:
+    token = secrets.token_hex(16)
+    root = os.geteuid() == 0
+    job = {
+        "program": code,
+        "check": check,
+        "token": token,
+        "uid": random.SystemRandom().choice(_FREE_UIDS) if root else None,
+        "limits": _resource_limits(limits),
+    }
+    files = [_memory_file(text) for text in (stdin, "", "", json.dumps(job), "")]
+    try:
+        source, out, error, job_fd, report_fd = files
+        command = [*_bubblewrap(root, limits), *_PYTHON, _INSIDE, str(job_fd), str(report_fd)]
+        started = time.monotonic()
+        code_of_exit = _wait(command, (source, out, error), (job_fd, report_fd), limits.seconds)
+        seconds = time.monotonic() - started
+        most = limits.output_kb * 1024
+        printed, complained, report = (_read(file, most) for file in (out, error, report_fd))
+    finally:
+        for file in files:
+            os.close(file)
+    if not report.startswith(_STARTED) and code_of_exit is not None:
+        raise QeRLError(
+            f"bubblewrap cannot make a sandbox here ({_last_line(_text(complained))}); allow user namespaces "
+            "to this user (sysctl user.max_user_namespaces, on Ubuntu "
+            "kernel.apparmor_restrict_unprivileged_userns=0), or run where they are, outside of a container."
+        )
+    ended: Literal["exit", "time", "output"] = "exit"
+    if code_of_exit is None:
+        ended = "time"
+    elif len(printed) == most or len(complained) == most:
+        ended = "output"
+    checked = report == _STARTED + token.encode()
+    return Ran(_text(printed), _text(complained), code_of_exit, checked, ended, seconds)
+
+
+def _wait(
+    command: list[str], standard: tuple[int, int, int], more: tuple[int, ...], seconds: float
+) -> int | None:
+    """Exit code of the command, or None if it was killed because its time was up."""
+    stdin, stdout, stderr = standard
+    with subprocess.Popen(
+        command, stdin=stdin, stdout=stdout, stderr=stderr, pass_fds=more, env={}, start_new_session=True
+    ) as process:
+        try:
+            return process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            process.kill()  # bubblewrap takes all that is inside with it
+
+
+_PYTHON = [str(Path(sys.executable).resolve()), "-I", "-S", "-B", "-X", "utf8", "-c"]
+"""The interpreter of this process, without site-packages, the environment and files of the user's."""
+
+
+def _bubblewrap(root: bool, limits: Limits) -> list[str]:
+    """The command up to the program's own."""
+    rights = ["--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
+    return [
+        shutil.which("bwrap") or "bwrap",
+        "--die-with-parent", "--new-session",
+        *(rights if root else ["--unshare-user"]),
+        "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try",
+        *_system_folders(),
+        "--perms", "1777", "--size", str(limits.memory_mb * 2**20 // 5), "--tmpfs", "/tmp",
+        *(word for name in ("null", "zero", "random", "urandom") for word in _device(name)),
+        "--remount-ro", "/",
+        "--chdir", "/tmp",
+        "--",
+    ]  # fmt: skip
+
+
+def _device(name: str) -> tuple[str, str, str]:
+    return "--dev-bind", f"/dev/{name}", f"/dev/{name}"
+
+
+@functools.cache
+def _system_folders() -> tuple[str, ...]:
+    """Binds of what a Python needs to start, read-only: the system's libraries and its own."""
+    words: list[str] = []
+    for name in ("/usr", "/lib", "/lib64", "/bin", "/nix/store", "/etc/ld.so.cache"):
+        path = Path(name)
+        if path.is_symlink():
+            words += ["--symlink", str(path.readlink()), name]
+        elif path.exists():
+            words += ["--ro-bind", name, name]
+    # An interpreter of the user's own: its folder holds more than the interpreter (packages, environments).
+    own = [Path(_PYTHON[0]).parent, Path(sysconfig.get_path("stdlib")).parent]
+    for path in dict.fromkeys(path.resolve() for path in own):
+        if not path.is_relative_to("/usr"):
+            # bubblewrap would make the folders above it for itself alone, and the program is another user.
+            for parent in reversed(path.parents[:-1]):
+                words += ["--perms", "0755", "--dir", str(parent)]
+            words += ["--ro-bind", str(path), str(path)]
+    return tuple(words)
+
+
+def _resource_limits(limits: Limits) -> dict[str, int]:
+    return {
+        "RLIMIT_AS": int(limits.memory_mb * 2**20),
+        "RLIMIT_CPU": math.ceil(limits.seconds),
+        "RLIMIT_FSIZE": int(limits.output_kb * 1024),
+        "RLIMIT_NPROC": int(limits.processes),
+        "RLIMIT_NOFILE": 64,
+        "RLIMIT_CORE": 0,
+    }
+
+
+def _memory_file(text: str) -> int:
+    """A descriptor of a file in memory that holds the text, at its beginning."""
+    file = os.memfd_create("qerl-sandbox")
+    data = memoryview(text.encode("utf-8", "surrogatepass"))
+    while data:
+        data = data[os.write(file, data) :]
+    os.lseek(file, 0, os.SEEK_SET)
+    return file
+
+
+def _read(file: int, most: int) -> bytes:
+    return os.pread(file, most, 0)
+
+
+def _text(data: bytes) -> str:
+    return data.decode("utf-8", "replace")
+
+
+def _last_line(text: str) -> str:
+    return (text.strip().splitlines() or ["it says nothing"])[-1]
