@@ -16,12 +16,10 @@ from typing import Any
 from datasets import Dataset
 
 from qerl.errors import QeRLError
+from qerl.rewards.text import Completion, Message, completion_text
 from qerl.tasks.answers import equal
 from qerl.tasks.formats import AnswerFormat
 from qerl.tasks.guard import RewardFunction, judges_alone, stratified
-
-Message = dict[str, str]
-Completion = str | list[Message]
 
 FORMAT_REWARD = 0.1
 """The reward for the form alone: enough to learn from, too little to be worth a wrong answer."""
@@ -135,20 +133,6 @@ class Task(ABC):
         for example, solution in worked:
             messages += [{"role": "user", "content": example}, {"role": "assistant", "content": solution}]
         return [*messages, {"role": "user", "content": question}]
-
-
-def completion_text(completion: Completion) -> str:
-    """The text of a completion, which is text already or chat messages.
-
-    Where a tokenizer brings a template for parsing responses, TRL moves the thinking out of the text into a
-    field of its own; here it stands between its tags again.
-    """
-    return completion if isinstance(completion, str) else "".join(map(_message_text, completion))
-
-
-def _message_text(message: Message) -> str:
-    thinking = message.get("reasoning_content") or message.get("thinking")
-    return (f"<think>{thinking}</think>" if thinking else "") + (message.get("content") or "")
 
 
 def as_dataset(rows: Iterable[Mapping[str, Any]], what: str) -> Dataset:

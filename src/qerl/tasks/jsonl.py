@@ -24,7 +24,8 @@ import pyarrow
 from datasets import Dataset
 
 from qerl.errors import QeRLError
-from qerl.tasks.base import Message, Task, as_dataset
+from qerl.rewards.text import Message
+from qerl.tasks.base import Task, as_dataset
 from qerl.tasks.formats import get_format
 from qerl.tasks.holdout import holdout_rank
 

@@ -28,7 +28,8 @@ import pyarrow
 from datasets import Dataset
 
 from qerl.errors import QeRLError, first_line
-from qerl.tasks.base import Completion, Message, Task, as_dataset
+from qerl.rewards.text import Completion, Message
+from qerl.tasks.base import Task, as_dataset
 from qerl.tasks.guard import NOT_COLUMNS, RewardFunction, judges_alone, stratified
 
 PART = "task"
