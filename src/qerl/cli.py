@@ -226,9 +226,10 @@ _STUDY_HELP = """\
 Train many small runs side by side, arms x seeds x learning rates, and compare them on one page.
 
 STUDY is a .yaml file, or the name of a study of this package (sweep); of several, keys of later ones go over
-those of earlier ones. Finished runs in its folder are not computed again: the same command goes on after
-Ctrl-C, and started once for each GPU it shares the work. The folder of a study, or its results.json.gz, in
-place of STUDY draws its page again. docs/studies.md says how a study is written."""
+those of earlier ones, and arms and comparisons are put together. Finished runs in its folder are not computed
+again: the same command goes on after Ctrl-C, and started once for each GPU it shares the work. The folder of
+a study, or its results.json.gz, in place of STUDY draws its page again. docs/studies.md says how a study is
+written."""
 
 
 def _add_study(commands: Any) -> None:

@@ -16,11 +16,11 @@ from qerl.settings.library import read_header
 from qerl.settings.recipe import read_mapping
 from qerl.study.library import packaged
 from qerl.study.results import RESULTS_FILE
-from qerl.study.spec import read_study
+from qerl.study.spec import joined, read_study
 from tests.support.study import FakeMake, tiny_study
 
 SHIPPED = Path(__file__).parents[2] / "bench" / "studies"
-NOISE = ("noise", "ablations")
+NOISE = (("noise",), ("noise", "designs", "formats", "ablations"))
 TASKS = ("wp1", "wp12")
 
 
@@ -65,6 +65,20 @@ def test_a_study_is_computed_drawn_and_drawn_again(tmp_path, files, make, monkey
     shutil.copy(folder / RESULTS_FILE, tmp_path / "noise.json.gz")
     assert main(["study", "noise.json.gz", "--output_dir", "elsewhere"]) == 0
     assert (tmp_path / "elsewhere" / "study.html").read_bytes() == page
+
+
+def test_arms_of_several_files_are_put_together(tmp_path, files, make, capsys):
+    more = tmp_path / "more.yaml"
+    more.write_text("arms: {slow: {learning_rate: 5.0e-5}}\ncomparisons: {rates: [[slow, none]]}\n")
+    assert main(["study", *files, str(more), "--output_dir", str(tmp_path / "out")]) == 0
+    assert sum(len(runs) for runs, _ in make.made) == 2 * (4 + 3) + 3
+    assert main(["study", *files, str(more), "--dry_run"]) == 0
+    said = capsys.readouterr().out
+    assert "17 runs of 4 steps" in said and "slow at learning rate 5e-05 of its own" in said
+    more.write_text("arms: {none: {lora_r: 4}}\n")
+    assert main(["study", *files, str(more)]) == 2
+    wrong = " ".join(capsys.readouterr().err.split())
+    assert "more.yaml: arms.none is another one in an earlier file." in wrong
 
 
 def test_ctrl_c_ends_with_130_and_a_page_of_what_there_is(tmp_path, files, make, capsys):
@@ -114,10 +128,24 @@ def test_studies_of_the_package_are_whole(name):
     read_study(str(path), read_mapping(path, "study"))
 
 
-@pytest.mark.parametrize("files", [*itertools.product(NOISE, TASKS), ("needle",), ("noise", "wp12", "bf16")])
+@pytest.mark.parametrize(
+    "files",
+    [
+        *((*arms, task) for arms, task in itertools.product(NOISE, TASKS)),
+        ("needle",),
+        ("noise", "wp12", "bf16"),
+    ],
+)
 def test_studies_of_the_project_are_whole(files):
     values = {}
     for name in files:
-        values |= read_mapping(SHIPPED / f"{name}.yaml", "study")
+        values = joined(values, read_mapping(SHIPPED / f"{name}.yaml", "study"), name)
     study = read_study("x", values)
-    assert len(study.test_seeds) >= 32 and len(study.tuning_seeds) == 8
+    assert len(study.test_seeds) >= 32 and not study.tunes
+    rates = {name: arm.learning_rate for name, arm in study.arms.items() if arm.learning_rate is not None}
+    assert rates == ({} if files == ("needle",) else {"none_slow": 1e-4, "relative_slow": 1e-4})
+    controls = {(arm.correction, arm.noise) for arm in study.arms.values()}
+    for pair in study.comparisons["primary"]:
+        arms = [study.arms[name] for name in pair]
+        assert arms[0].correction == arms[1].correction, "noise and correction are told apart"
+    assert {("none", False), ("token_one_sided", False)} <= controls

@@ -264,6 +264,16 @@ def test_a_sweep_runs_all_seeds_at_all_rates(tmp_path):
     assert results.rate("none") is None and len(results.of("none", 1e-4)) == 3
 
 
+def test_an_arm_with_a_rate_of_its_own_is_not_tuned(tmp_path):
+    study = tiny_study(arms={"none": None, "slow": {"learning_rate": 5e-5}}, comparisons={})
+    make = computed(tmp_path, study)
+    slow = [(run.seed, run.learning_rate) for runs, _ in make.made for run in runs if run.arm.name == "slow"]
+    assert slow == [(0, 5e-5), (1, 5e-5), (2, 5e-5)]
+    results = Store(tmp_path, study).results()
+    assert results.rate("slow") == 5e-5 and len(results.tested("slow")) == 3
+    assert [study.count(arm) for arm in study.arms.values()] == [4 + 3, 3]
+
+
 def test_a_folder_of_another_study_is_refused_and_a_study_may_grow(tmp_path):
     study = tiny_study()
     computed(tmp_path, study)

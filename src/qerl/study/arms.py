@@ -27,6 +27,7 @@ class Arm:
         frozen_noise: Relative error (root mean square) of Gaussian noise that is added once to the frozen
             linear weights: the control for "any error of the weights would do".
         lora_r: Rank of the adapters; alpha is the same.
+        learning_rate: The arm trains at this one alone; None for those of the study.
         noise: Whether the norms of rollouts get noise; the `noise_` fields say which.
         noise_sigma_start, noise_sigma_end, noise_stages, noise_schedule: The schedule of sigma.
         noise_scale: `absolute`, Z = sigma eps, or `relative`, Z = sigma |w| eps.
@@ -54,6 +55,7 @@ class Arm:
     rounding: Rounding = DEFAULT_ROUNDING
     frozen_noise: NonNegative = 0.0
     lora_r: PositiveInt = 16
+    learning_rate: Positive | None = None
     noise: bool = False
     noise_sigma_start: Positive = 1e-2
     noise_sigma_end: Positive = 5e-4

@@ -19,7 +19,7 @@ from qerl.study.plan import make_plan
 from qerl.study.probe.store import PROBE_FILE
 from qerl.study.results import RESULTS_FILE, Results, read_results
 from qerl.study.runner import Runner
-from qerl.study.spec import Study, read_study
+from qerl.study.spec import Study, joined, read_study
 from qerl.study.store import PAGE_FILE, Store
 
 
@@ -29,8 +29,9 @@ def study_command(
     """Do what the command line asks for.
 
     Args:
-        words: YAML files of a study, by path or by name in the package, keys of later ones over those of
-            earlier ones; or one word, the folder or results file of a study, whose page is drawn again.
+        words: YAML files of a study, by path or by name in the package, put together as
+            `qerl.study.spec.joined` does; or one word, the folder or results file of a study, whose page is
+            drawn again.
         output_dir: The study's folder; None for runs/ and the names of the files. Of results, where the page
             goes; None for beside them.
         figures: Folder for the figures as SVG files; None for none.
@@ -54,7 +55,7 @@ def study_command(
     files = [study_file(word) for word in words]
     values: dict[str, Any] = {}
     for file in files:
-        values |= read_mapping(file, "study")
+        values = joined(values, read_mapping(file, "study"), str(file))
     where = ", ".join(map(str, files))
     folder = output_dir or Path("runs", "-".join(file.stem for file in files))
     if values.get("kind") == "probe":
@@ -118,14 +119,18 @@ def _outline(study: Study, folder: Path) -> str:
     rates = ", ".join(f"{rate:g}" for rate in study.learning_rates)
     tuning = f"{len(study.tuning_seeds)} tuning seeds at each of {rates}, then " if study.tunes else ""
     at = "the best of them" if study.tunes else f"learning rate {rates}"
-    arm = next(iter(study.arms.values()))
-    each = len(study.tuning_runs(arm)) + len(study.test_runs(arm, 0.0 if study.tunes else None))
+    runs = sum(map(study.count, study.arms.values()))
     options = f" {study.task_options}" if study.task_options else ""
     lines = [
         f"{study.model} on {study.task}{options}",
         f"{len(study.arms)} arms: {', '.join(study.arms)}",
         f"of each: {tuning}{len(study.test_seeds)} test seeds at {at}",
-        f"{each * len(study.arms)} runs of {study.steps} steps of {study.prompts_per_step} x "
+        *(
+            f"{name} at learning rate {arm.learning_rate:g} of its own"
+            for name, arm in study.arms.items()
+            if arm.learning_rate is not None
+        ),
+        f"{runs} runs of {study.steps} steps of {study.prompts_per_step} x "
         f"{study.samples_per_prompt} samples, up to {study.runs_per_batch} side by side",
     ]
     if folder.is_dir():

@@ -139,7 +139,8 @@ def _groups(results: Results) -> Iterator[tuple[str, Labelled]]:
     study = results.study
     if not study.tunes and len(study.learning_rates) > 1:
         for name in study.arms:
-            curves = [(f"{rate:g}", results.of(name, rate)) for rate in sorted(study.learning_rates)]
+            rates = sorted(study.rates(study.arms[name]))
+            curves = [(f"{rate:g}", results.of(name, rate)) for rate in rates]
             yield (
                 (name if len(study.arms) > 1 else ""),
                 [(i, label, runs) for i, (label, runs) in enumerate(curves) if runs],
@@ -277,7 +278,7 @@ def _arms(results: Results) -> str:
     study, rows = results.study, []
     for name in study.arms:
         rate = results.rate(name)
-        rates = [rate] if rate is not None else [] if study.tunes else sorted(study.learning_rates)
+        rates = [rate] if rate is not None else [] if study.tunes else sorted(study.rates(study.arms[name]))
         rows += [
             _row(results, name, at, runs) for at in rates if (runs := results.of(name, at, study.test_seeds))
         ]

@@ -60,7 +60,7 @@ def make_plan(store: Store) -> Plan:
     for arm in study.arms.values():
         rate = results.rate(arm.name)
         phases = [("tuning", study.tuning_runs(arm)), ("test", study.test_runs(arm, rate))]
-        if study.tunes and rate is None:  # nobody knows yet at which rate the seeds will run
+        if study.chooses(arm) and rate is None:  # nobody knows yet at which rate the seeds will run
             phases.pop()
             waiting, open_ = True, open_ + len(study.test_seeds)
         for phase, runs in phases:

@@ -141,12 +141,13 @@ class Results:
         None before all of them are finished, and in a sweep, which tests all.
         """
         study = self.study
-        if len(study.learning_rates) == 1:
-            return study.learning_rates[0]
+        rates = study.rates(study.arms[arm])
+        if len(rates) == 1:
+            return rates[0]
         if not study.tunes:
             return None
         areas = {}
-        for rate in sorted(study.learning_rates):
+        for rate in sorted(rates):
             found = self.of(arm, rate, study.tuning_seeds)
             if len(found) < len(study.tuning_seeds):
                 return None

@@ -107,10 +107,7 @@ class Runner:
                 computed.
         """
         with self.guard, self._bar:
-            runs = sum(
-                len(self.study.tuning_runs(arm)) + len(self.study.test_runs(arm, None)) // self._rates_tested
-                for arm in self.study.arms.values()
-            )
+            runs = sum(map(self.study.count, self.study.arms.values()))
             self._task = self._bar.add_task("", total=runs * self.study.steps)
             self._open_at_start = make_plan(self.store).open
             while not self.guard.interrupted and self._round(runs):
@@ -144,10 +141,6 @@ class Runner:
             self._said = open_
             pace = (time.monotonic() - self._start) / (self._open_at_start - open_)
             self.console.print(f"{open_} runs are left, about {pace * open_ / 60:.0f} min.")
-
-    @property
-    def _rates_tested(self) -> int:
-        return len(self.study.learning_rates) if self.study.tunes else 1
 
     def _take(self, batch: Batch) -> bool:
         """Compute a batch unless another process does; whether it was this one's."""

@@ -52,7 +52,7 @@ class Study:
         prompts_per_step: Groups of a step.
         samples_per_prompt: Samples of a group.
         max_completion_length: Most new tokens of a sample.
-        learning_rates: The grid; each arm trains at each of them.
+        learning_rates: The grid; each arm trains at each of them, unless it has one of its own.
         tuning_seeds: Seeds on which an arm's learning rate is chosen: the one of the largest mean area under
             the curve. Empty where there is one rate, or for a sweep.
         test_seeds: Seeds that are reported, at the chosen learning rate. None of them is a tuning seed.
@@ -89,8 +89,16 @@ class Study:
 
     @property
     def tunes(self) -> bool:
-        """Whether a learning rate is chosen for each arm."""
+        """Whether learning rates are chosen, for all arms that have none of their own."""
         return bool(self.tuning_seeds) and len(self.learning_rates) > 1
+
+    def rates(self, arm: Arm) -> list[float]:
+        """The learning rates at which an arm trains."""
+        return self.learning_rates if arm.learning_rate is None else [arm.learning_rate]
+
+    def chooses(self, arm: Arm) -> bool:
+        """Whether the learning rate of an arm is chosen."""
+        return self.tunes and len(self.rates(arm)) > 1
 
     @property
     def eval_at(self) -> list[int]:
@@ -99,7 +107,7 @@ class Study:
 
     def tuning_runs(self, arm: Arm) -> list[Run]:
         """The runs that choose an arm's learning rate, seeds of one rate next to each other."""
-        if not self.tunes:
+        if not self.chooses(arm):
             return []
         return [Run(arm, seed, rate) for rate, seed in product(self.learning_rates, self.tuning_seeds)]
 
@@ -110,8 +118,13 @@ class Study:
             arm: The arm.
             rate: The chosen learning rate; None where none is chosen, for all rates.
         """
-        rates = self.learning_rates if rate is None else [rate]
+        rates = self.rates(arm) if rate is None else [rate]
         return [Run(arm, seed, rate) for rate, seed in product(rates, self.test_seeds)]
+
+    def count(self, arm: Arm) -> int:
+        """How many runs an arm has in all."""
+        tested = 1 if self.chooses(arm) else len(self.rates(arm))
+        return len(self.tuning_runs(arm)) + tested * len(self.test_seeds)
 
     def values(self) -> dict[str, Any]:
         """The study as plain values, every default written out; `make_study` makes the same study of them."""
@@ -149,6 +162,29 @@ def read_study(file: str, values: Mapping[str, Any]) -> Study:
         return study
     except QeRLError as error:
         raise QeRLError(f"In the study {file}: {error}") from None
+
+
+def joined(one: Mapping[str, Any], other: Mapping[str, Any], file: str) -> dict[str, Any]:
+    """The values of several files as those of one: keys of the later one go over those of the earlier ones,
+    arms and comparisons are put together.
+
+    Args:
+        one: Values of the earlier files.
+        other: Values of a later one.
+        file: That one, for the message of an error.
+
+    Raises:
+        QeRLError: An arm or a family of comparisons has one name in both and is not the same.
+    """
+    both = {**one, **other}
+    for key in ("arms", "comparisons"):
+        first, second = one.get(key), other.get(key)
+        if isinstance(first, Mapping) and isinstance(second, Mapping):
+            for name in first.keys() & second.keys():
+                if first[name] != second[name]:
+                    raise QeRLError(f"In the study {file}: {key}.{name} is another one in an earlier file.")
+            both[key] = {**first, **second}
+    return both
 
 
 def make_study(values: Mapping[str, Any]) -> Study:
@@ -247,6 +283,11 @@ def _check_arms(study: Study) -> None:
             if followed.match_entropy is not None:
                 raise QeRLError(
                     f"arms.{name}.match_entropy names {followed.name}, which follows another arm itself."
+                )
+            if followed.learning_rate != arm.learning_rate:
+                raise QeRLError(
+                    f"arms.{name}.match_entropy names {followed.name}, and one of the two has a "
+                    "learning_rate of its own; give both the same."
                 )
             if not followed.scheduled:
                 raise QeRLError(
