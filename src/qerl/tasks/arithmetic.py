@@ -17,7 +17,7 @@ problem in disguise.
 import hashlib
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from datasets import Dataset
@@ -33,10 +33,17 @@ _OPERATIONS: tuple[Operation, ...] = ("+", "-", "*")
 
 @dataclass(frozen=True)
 class Level:
-    """How hard problems are: how many operations they have, and the largest number that a story mentions."""
+    """How hard problems are.
+
+    Attributes:
+        steps: Numbers of operations.
+        largest: The largest number that a story mentions.
+        factor: The largest factor of a product; by default within the tables that people know by heart.
+    """
 
     steps: tuple[int, ...]
     largest: int
+    factor: int = field(default=12, repr=False)  # the representation seeds the drawing of problems
 
 
 LEVELS = {
@@ -46,9 +53,8 @@ LEVELS = {
     "wp1-99": Level((1,), 99),
     "wp12-99": Level((1, 2), 99),
     "wp2-99": Level((2,), 99),
+    "wp1-99x99": Level((1,), 99, 99),
 }
-
-_LARGEST_FACTOR = 12  # at every level, products stay within the tables that people know by heart
 
 # {n} person, {t} thing, {a} the story's first number, {b} the number that the operation adds. A sum or a
 # difference changes what the opening states; a product is itself the opening, with both of its numbers, so it
@@ -76,6 +82,7 @@ _SENTENCES: dict[Operation, tuple[str, ...]] = {
         "Each of {a} friends gives {n} {b} {t}.",
     ),
 }
+_CALCULATOR = "Use the calculator: write the calculation. Then write #### and the answer."
 _QUESTION = "How many {t} does {n} have now?"
 _APPLY = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
 
@@ -101,6 +108,19 @@ class Problem:
         """The full answer, as worked examples show it."""
         return "\n".join([*self.lines, f"#### {self.answer}"])
 
+    def session(self, whole: bool) -> list[tuple[str, str]]:
+        """The turns with the environment ``calculator``, as pairs of a user's and an assistant's message.
+
+        Args:
+            whole: Up to the answer; else only the first calculation. Of several examples in one prompt one is
+                whole: shown more often, the answer's ``####`` is what a small model begins its first turn
+                with, in place of a calculation.
+        """
+        calculations = [line.split(" = ") for line in self.lines]
+        said = [self.question, *(result for _, result in calculations)]
+        written = [*(f"{expression} =" for expression, _ in calculations), f"#### {self.answer}"]
+        return list(zip(said, written, strict=True))[: None if whole else 1]
+
 
 def split_of(key: str) -> Split:
     """The set to which the problem with this key belongs: 1/32 examples, 7/32 held out, the rest training."""
@@ -120,12 +140,12 @@ def make_problem(rng: random.Random, level: Level, operation: Operation | None =
     """
     steps = rng.choice(level.steps)
     op = rng.choice(_OPERATIONS) if operation is None else operation
-    largest_first = min(level.largest, _LARGEST_FACTOR) if op == "*" else level.largest
+    largest_first = min(level.largest, level.factor) if op == "*" else level.largest
     first = value = rng.randint(3 if op == "-" else 2, largest_first)
     plot = [] if op == "*" else [(_OPENING, first)]
     lines = []
     for _ in range(steps):
-        b = _operand(rng, op, value, level.largest)
+        b = _operand(rng, op, value, level)
         plot.append((rng.choice(_SENTENCES[op]), b))
         result = _APPLY[op](value, b)
         lines.append(f"{value} {op} {b} = {result}")
@@ -141,12 +161,12 @@ def make_problem(rng: random.Random, level: Level, operation: Operation | None =
     )
 
 
-def _operand(rng: random.Random, op: Operation, value: int, largest: int) -> int:
+def _operand(rng: random.Random, op: Operation, value: int, level: Level) -> int:
     if op == "*":
-        return rng.randint(2, min(largest, _LARGEST_FACTOR))
+        return rng.randint(2, min(level.largest, level.factor))
     if op == "-":
-        return rng.randint(2, min(largest, value - 1))
-    return rng.randint(2, largest)
+        return rng.randint(2, min(level.largest, value - 1))
+    return rng.randint(2, level.largest)
 
 
 def draw_problems(
@@ -183,9 +203,11 @@ class Arithmetic(Task):
 
     Args:
         level: One of :data:`LEVELS`: ``wp1`` one operation, ``wp12`` one or two, ``wp2`` two, with numbers up
-            to 9, or up to 99 with ``-99`` appended.
+            to 9, or up to 99 with ``-99`` appended. Factors are at most 12, in ``wp1-99x99`` at most 99.
         examples: Number of worked examples before each question, at least 0. They are the same for all seeds,
             so that runs can be compared.
+        calculator: Whether the problems are posed for the environment ``calculator``: the instruction asks
+            for the calculation, and worked examples leave the result to the environment.
         seed: Seed from which the problems of both sets are drawn.
         train_size: Number of training problems.
         test_size: Number of held-out problems.
@@ -197,11 +219,13 @@ class Arithmetic(Task):
         self,
         level: str = "wp1",
         examples: int = 1,
+        calculator: bool = False,
         seed: int = 0,
         train_size: int = 4096,
         test_size: int = 256,
     ) -> None:
-        super().__init__("arithmetic", get_format("hashes"))
+        hashes = get_format("hashes")
+        super().__init__("arithmetic", replace(hashes, instruction=_CALCULATOR) if calculator else hashes)
         if level not in LEVELS:
             raise QeRLError(f"Arithmetic level {level!r} is unknown; use one of: {', '.join(LEVELS)}.")
         if examples < 0:
@@ -211,7 +235,13 @@ class Arithmetic(Task):
         self.train_size = train_size
         self.test_size = test_size
         shown = draw_problems("examples", self.level, examples, 0, operations=_OPERATIONS)
-        self.worked = [(problem.question, problem.solution) for problem in shown]
+        self.worked = [
+            turn
+            for number, problem in enumerate(shown)
+            for turn in (
+                problem.session(whole=number == 0) if calculator else [(problem.question, problem.solution)]
+            )
+        ]
 
     def train(self) -> Dataset:
         """``train_size`` problems; see :meth:`Task.train`."""

@@ -17,6 +17,7 @@ from typing import Any
 from qerl.errors import QeRLError
 from qerl.tasks.arithmetic import Arithmetic
 from qerl.tasks.base import Task
+from qerl.tasks.guess_number import GuessNumber
 from qerl.tasks.hub import SOURCES, HubTask, bigmath
 from qerl.tasks.jsonl import Jsonl
 from qerl.tasks.mixture import make_mixture
@@ -27,6 +28,7 @@ TASKS: dict[str, Callable[..., Task]] = {
     **{name: partial(HubTask, name, source) for name, source in SOURCES.items()},
     "bigmath": bigmath,
     "needle": Needle,
+    "guess_number": GuessNumber,
     "mixture": lambda **parts: make_mixture(get_task, parts),
 }
 """The function or class that makes each task; its keyword arguments are the task's options."""

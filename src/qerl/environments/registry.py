@@ -1,0 +1,53 @@
+"""Environments by name, as recipes give them: built-in ones, adapters, and classes of the user's own."""
+
+import difflib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from qerl.agents.environment import EnvironmentFactory, load_environment, make_factory
+from qerl.agents.tools import Tool, load_tool
+from qerl.environments.calculator import Calculator, calculator
+from qerl.environments.guess_number import GuessNumber
+from qerl.errors import QeRLError
+from qerl.user_code import names_a_file
+
+ENVIRONMENTS: dict[str, Callable[..., Any]] = {"calculator": Calculator, "guess_number": GuessNumber}
+"""The class of each built-in environment; its keyword arguments are ``environment_options``."""
+
+TOOLS: dict[str, Tool] = {"calculator": calculator}
+"""Built-in tools, for models whose chat template has tools."""
+
+
+def get_environment(spec: str, options: Mapping[str, Any]) -> EnvironmentFactory:
+    """A factory of the environments that a specification names.
+
+    Args:
+        spec: A name from :data:`ENVIRONMENTS`, or ``PATH.py:Class`` for a class of the user's own.
+        options: Keyword arguments of the class.
+
+    Raises:
+        QeRLError: The environment is unknown or cannot be loaded, or the class does not take the options.
+    """
+    if names_a_file(spec):
+        return make_factory(load_environment(spec), options)
+    return make_factory(_known(spec, ENVIRONMENTS, "environment", "Class"), options)
+
+
+def get_tool(spec: str) -> Tool:
+    """The tool that a specification names: one of :data:`TOOLS`, or ``PATH.py:function``.
+
+    Raises:
+        QeRLError: The tool is unknown, cannot be loaded, or lacks types or docstring.
+    """
+    return load_tool(spec) if names_a_file(spec) else _known(spec, TOOLS, "tool", "function")
+
+
+def _known(name: str, known: Mapping[str, Any], what: str, kind: str) -> Any:
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        raise QeRLError(
+            f"The {what} {name!r} is unknown{hint}; give PATH.py:{kind} for one of your own, or one of: "
+            f"{', '.join(known)}."
+        )
+    return known[name]

@@ -1,0 +1,80 @@
+"""Rows of the guessing game: a range to guess in, and the number hidden in it as the answer.
+
+The environment of the same name (`qerl.environments.guess_number`) answers the guesses. Without it the task
+is plain luck, one guess a problem. The reward ``accuracy`` is 1 if the last guess was right, in however many
+turns.
+"""
+
+import itertools
+import random
+
+from datasets import Dataset
+
+from qerl.errors import QeRLError
+from qerl.tasks.answers import last_number
+from qerl.tasks.base import Task, as_dataset
+from qerl.tasks.formats import AnswerFormat
+from qerl.tasks.holdout import holdout_rank
+
+HELD_OUT_SHARE = 1 / 4
+
+_FORM = AnswerFormat(
+    "guess",
+    "Guess the number. Answer with one whole number and nothing else.",
+    last_number,
+    lambda text: text.strip().isdigit(),
+)
+
+
+class GuessNumber(Task):
+    """Ranges from 1 to some number, with a number of that range as the answer.
+
+    A problem is a range and a number. A quarter of the problems is held out, whatever the seed.
+
+    Args:
+        largest: The largest number that a range may end with, at least 10; ranges end with 10 or more.
+        seed: Seed from which the problems of both sets are drawn.
+        train_size: Number of training problems.
+        test_size: Number of held-out problems.
+    """
+
+    def __init__(
+        self, largest: int = 100, seed: int = 0, train_size: int = 1024, test_size: int = 128
+    ) -> None:
+        super().__init__("guess_number", _FORM)
+        if not 10 <= largest <= 1000:
+            raise QeRLError(
+                f"largest is {largest}; a range of guess_number ends with a number from 10 to 1000."
+            )
+        self.largest = largest
+        self.seed = seed
+        self.train_size = train_size
+        self.test_size = test_size
+
+    def train(self) -> Dataset:
+        """``train_size`` problems; see :meth:`Task.train`."""
+        return self._rows("train", self.train_size)
+
+    def test(self) -> Dataset:
+        """``test_size`` problems that are not among the training problems; see :meth:`Task.test`."""
+        return self._rows("test", self.test_size)
+
+    def _rows(self, split: str, count: int) -> Dataset:
+        problems = [(end, number) for end in range(10, self.largest + 1) for number in range(1, end + 1)]
+        random.Random(f"guess_number {split} {self.seed}").shuffle(problems)
+        held_out = split == "test"
+        own = (p for p in problems if (holdout_rank(f"{p[1]} of {p[0]}") < HELD_OUT_SHARE) == held_out)
+        drawn = list(itertools.islice(own, count))
+        if len(drawn) < count:
+            raise QeRLError(
+                f"There are only {len(drawn)} guess_number {split} problems up to {self.largest}, not "
+                f"{count}; raise largest or ask for fewer."
+            )
+        rows = (
+            {
+                "prompt": self.prompt(f"I think of a whole number from 1 to {end}. What is it?"),
+                "answer": str(number),
+            }
+            for end, number in drawn
+        )
+        return as_dataset(rows, f"Task guess_number, {split} set,")
