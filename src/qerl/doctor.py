@@ -259,11 +259,14 @@ def _rollout() -> Iterator[Row]:
     else:
         finding = f"Llama, Mistral, Qwen2 and Qwen3 in bfloat16 with weights in {', '.join(FORMATS)}"
         yield Row(section, "paged engine", "ok", finding)
+        from qerl.kernels.cards import chosen
         from qerl.kernels.weights.packed_gemm import MAX_TOKENS
 
+        by_quack = chosen(torch.cuda.get_device_capability(), 0).quack and needs.has_module("quack")
+        above = "quack-kernels" if by_quack else "dequantisation and cuBLAS"
         finding = (
-            f"four-bit weights: this package's kernel up to {MAX_TOKENS} tokens, quack-kernels from there, "
-            "each where it was faster on an H100; 16-bit weights: cuBLAS"
+            f"four-bit weights: this package's kernel up to {MAX_TOKENS} tokens, {above} from there; "
+            "16-bit weights: cuBLAS"
         )
         yield Row(section, "products", "ok", finding)
 

@@ -12,7 +12,6 @@ if not torch.cuda.is_available():
 
 
 from qerl.errors import QeRLError
-from qerl.kernels.needs import has_module
 from qerl.lora.adapter import add_lora
 from qerl.rollout.engine import SamplingParams
 from qerl.rollout.paged.engine import PagedEngine
@@ -69,8 +68,6 @@ def gaps(model, prompts, samples, result):
 @pytest.mark.parametrize("packed", ["", "nvfp4", "mxfp4"])
 @pytest.mark.parametrize("samples", [2, 20])
 def test_sampler_is_the_trainer(family, packed, samples):
-    if packed and not has_module("quack"):
-        pytest.skip("quack-kernels is not installed")
     model = model_of(family, packed)
     engine = PagedEngine(model, pad_token_id=0)
     result = engine.generate(PROMPTS, samples, SamplingParams(max_tokens=70, seed=3))

@@ -17,7 +17,7 @@ from peft import LoraConfig, get_peft_model
 
 from qerl.errors import QeRLError
 from qerl.families.layer import LINEARS
-from qerl.kernels.needs import has_module, obstacles
+from qerl.kernels.needs import obstacles
 from qerl.lora.adapter import add_lora
 from qerl.rollout.engine import SamplingParams
 from qerl.rollout.paged.engine import PagedEngine
@@ -73,8 +73,6 @@ def check(model, engine, params=None, prompts=PROMPTS, samples=2):
 @pytest.mark.parametrize("rank", [1, 33, 40, 100, 128, 200, 256])
 @pytest.mark.parametrize("weights", ["bf16", "nvfp4"])
 def test_any_rank_in_prefill_and_decode(rank, weights):
-    if weights == "nvfp4" and not has_module("quack"):
-        pytest.skip("quack-kernels is not installed")
     model = pack(dense()) if weights == "nvfp4" else dense()
     model = trained(add_lora(model, rank, 2 * rank, 0.0))
     engine = PagedEngine(model, 0)
@@ -198,9 +196,7 @@ def test_settings_come_and_go():
 def test_another_device_than_the_current_one():
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
-    model = dense(device="cuda:1")
-    if has_module("quack"):
-        model = pack(model)
+    model = pack(dense(device="cuda:1"))
     model = trained(add_lora(model, 8, 16, 0.0))
     assert torch.cuda.current_device() == 0
     engine = PagedEngine(model, 0)

@@ -75,22 +75,38 @@ def test_gpu_machine_with_everything(cuda, installed):
 
 
 def test_gpu_machine_without_packages(cuda, installed):
-    installed -= {"quack-kernels", "bitsandbytes"}
+    installed -= {"cuda-bindings", "bitsandbytes"}
     kernels = row("rollout", "paged engine")
     assert kernels.state == "missing"
-    assert kernels.finding == "cannot run here: quack-kernels is not installed"
-    assert kernels.remedy == row("optional packages", "quack-kernels").remedy
-    assert kernels.remedy.startswith("pip install 'quack-kernels==")
+    assert kernels.finding == "cannot run here: cuda-bindings is not installed"
+    assert kernels.remedy == row("optional packages", "cuda-bindings").remedy
+    assert kernels.remedy.startswith("pip install 'cuda-bindings>=")
     assert row("weight formats", "nf4").remedy.startswith("pip install 'bitsandbytes>=")
-    assert row("optional packages", "quack-kernels").state == "missing"
+    assert row("optional packages", "cuda-bindings").state == "missing"
     assert row("optional packages", "triton").state == "ok"
 
 
+def test_gpu_machine_without_quack(cuda, installed):
+    assert "quack-kernels from there" in row("rollout", "products").finding
+    installed -= {"quack-kernels"}
+    assert row("rollout", "paged engine").state == "ok"
+    assert "dequantisation and cuBLAS from there" in row("rollout", "products").finding
+
+
 def test_gpu_that_is_too_old(cuda, installed):
-    cuda.major, cuda.minor = 8, 0
+    cuda.major, cuda.minor = 7, 5
     kernels = row("rollout", "paged engine")
-    assert kernels.finding == "cannot run here: the GPU has compute capability 8.0, and 9.0 is needed"
+    assert kernels.finding == "cannot run here: the GPU has compute capability 7.5, and 8.0 is needed"
     assert kernels.remedy == ""
+
+
+def test_gpu_on_which_the_kernels_were_not_run(cuda, installed, monkeypatch):
+    cuda.major, cuda.minor = 8, 9
+    kernels = row("rollout", "paged engine")
+    assert kernels.finding.endswith("for which the kernels were compiled but on which they were not run")
+    assert kernels.remedy == "export QERL_ARCH=89"
+    monkeypatch.setenv("QERL_ARCH", "89")
+    assert row("rollout", "paged engine").state == "ok"
 
 
 def test_driver_without_cuda_build_of_torch(cpu, monkeypatch):

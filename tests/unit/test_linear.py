@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from qerl.fp4.format import BLOCK_FORMATS, NVFP4, dequantize
 from qerl.fp4.linear import PackedLinear, dense_weights_kept
 from qerl.fp4.rounding import quantize
-from qerl.fp4.workspace import workspace
+from qerl.kernels.workspace import workspace
 
 FORMAT_NAMES = sorted(BLOCK_FORMATS)
 

@@ -27,7 +27,7 @@ from torch.nn import functional as F
 
 from qerl.fp4.format import BlockFormat, PackedRows
 from qerl.fp4.storage import PackedWeight
-from qerl.fp4.workspace import workspace
+from qerl.kernels.workspace import workspace
 
 
 class PackedLinear(nn.Module):

@@ -7,8 +7,12 @@ from importlib.util import find_spec
 import torch
 from packaging.requirements import Requirement
 
-CAPABILITY = (9, 0)
-"""Compute capability: WGMMA came with Hopper and left with it."""
+from qerl.errors import QeRLError
+from qerl.kernels.cards import ARCH, CARDS, Capability, asked, chosen, words
+
+RUN_ON: frozenset[Capability] = frozenset({(9, 0)})
+"""Compute capabilities on which the kernels have been run. For the others of `CARDS` they were compiled
+alone, so such a GPU is refused unless `QERL_ARCH` names a class for it; ``frozenset(CARDS)`` opens all."""
 
 
 @dataclass(frozen=True)
@@ -19,17 +23,19 @@ class Package:
         name: As pip knows it.
         module: As Python imports it.
         purpose: What it is for.
+        required: Whether the kernels do not run without it.
     """
 
     name: str
     module: str
     purpose: str
+    required: bool = True
 
 
 PACKAGES = (
     Package("triton", "triton", "GPU kernels of a decode step and of the update"),
     Package("cuda-bindings", "cuda.bindings", "GPU kernels compiled at run time"),
-    Package("quack-kernels", "quack", "NVFP4 products of many tokens"),
+    Package("quack-kernels", "quack", "NVFP4 products of many tokens", required=False),
 )
 """What the kernels import."""
 
@@ -50,19 +56,39 @@ class Obstacle:
 NO_CUDA = Obstacle("the model is not on a CUDA device")
 
 
-def obstacles() -> list[Obstacle]:
-    """What keeps the kernels from running on the present CUDA device; empty if nothing does."""
-    found = []
-    capability = torch.cuda.get_device_capability()
-    if capability != CAPABILITY:
-        have, need = (".".join(map(str, pair)) for pair in (capability, CAPABILITY))
-        found.append(Obstacle(f"the GPU has compute capability {have}, and {need} is needed"))
+def obstacles(fp8: bool = False) -> list[Obstacle]:
+    """What keeps the kernels from running on the present CUDA device; empty if nothing does.
+
+    Args:
+        fp8: Whether keys and values are to be FP8.
+    """
+    found = _obstacles_of_card(torch.cuda.get_device_capability(), fp8)
     found += [
         Obstacle(f"{package.name} is not installed", how_to_install(package.name))
         for package in PACKAGES
-        if not has_module(package.module)
+        if package.required and not has_module(package.module)
     ]
     return found
+
+
+def _obstacles_of_card(capability: Capability, fp8: bool) -> list[Obstacle]:
+    have = f"the GPU has compute capability {words(capability)}"
+    if capability < min(CARDS):
+        return [Obstacle(f"{have}, and {words(min(CARDS))} is needed")]
+    try:
+        named, card = asked(), chosen(capability, 0)
+    except QeRLError as error:
+        return [Obstacle(str(error).rstrip("."))]
+    if named is None and capability not in RUN_ON:
+        remedy = f"export {ARCH}={card.number}"
+        return [
+            Obstacle(f"{have}, for which the kernels were compiled but on which they were not run", remedy)
+        ]
+    if fp8 and not card.fp8:
+        return [
+            Obstacle(f"FP8 keys and values need compute capability 8.9, and this is {words(card.capability)}")
+        ]
+    return []
 
 
 def has_module(module: str) -> bool:

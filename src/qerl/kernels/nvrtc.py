@@ -2,11 +2,12 @@
 
 NVRTC and the driver come with torch's own dependencies (the cuda-bindings package), so nobody needs a CUDA
 toolkit. Kernels are launched through the driver for one reason beyond that: programmatic dependent launch,
-which lets a kernel start reading its weights while the one before it still runs, is a launch attribute.
+which lets a kernel start reading its weights while the one before it still runs, is a launch attribute. What
+is compiled for, and whether kernels are launched so, is what `qerl.kernels.cards` says of the GPU.
 """
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 
 from qerl.errors import QeRLError
+from qerl.kernels.cards import card_of
 
 
 def _bindings() -> tuple[Any, Any]:
@@ -42,6 +44,36 @@ def _check(result: tuple[Any, ...], what: str) -> Any:
     return values[0] if values else None
 
 
+def compile_source(path: Path, defines: Mapping[str, int], target: str) -> bytes:
+    """Machine code for ``sm_XX``, or for ``compute_XX`` the PTX that a driver translates; needs no GPU.
+
+    Args:
+        path: Source file.
+        defines: Preprocessor macros, the kernel's compile-time parameters.
+        target: As NVRTC's option --gpu-architecture takes it.
+
+    Raises:
+        QeRLError: The source does not compile, or cuda-bindings is not installed.
+    """
+    _, nvrtc = _bindings()
+    options = [f"--gpu-architecture={target}".encode(), b"--std=c++17"]
+    options += [f"-D{key}={value}".encode() for key, value in defines.items()]
+    program = _check(nvrtc.nvrtcCreateProgram(path.read_bytes(), path.name.encode(), 0, [], []), "NVRTC")
+    status = nvrtc.nvrtcCompileProgram(program, len(options), options)[0]
+    if int(status) != 0:
+        log = _output(program, nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog)
+        raise QeRLError(f"{path.name} does not compile for {target}: {log.decode(errors='replace')}")
+    if target.startswith("compute_"):
+        return _output(program, nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX)
+    return _output(program, nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN)
+
+
+def _output(program: Any, size_of: Callable[..., Any], write: Callable[..., Any]) -> bytes:
+    written = b" " * _check(size_of(program), "NVRTC")
+    _check(write(program, written), "NVRTC")
+    return written
+
+
 class Kernel:
     """A compiled kernel of the device that is current when it is made.
 
@@ -51,40 +83,26 @@ class Kernel:
         defines: Preprocessor macros, the kernel's compile-time parameters.
     """
 
-    def __init__(self, path: Path, name: str, defines: dict[str, int]) -> None:
-        driver, nvrtc = _bindings()
+    def __init__(self, path: Path, name: str, defines: Mapping[str, int]) -> None:
+        driver, _ = _bindings()
         torch.cuda.current_stream()  # makes torch's context current
         self._device = torch.cuda.current_device()
         self._context = _check(driver.cuCtxGetCurrent(), "Asking for the CUDA context")
-        major, minor = torch.cuda.get_device_capability()
-        # The letter gives access to a generation's own instructions, such as wgmma.
-        target = f"sm_{major}{minor}{'a' if major >= 9 else ''}"
-        options = [f"--gpu-architecture={target}".encode(), b"--std=c++17"]
-        options += [f"-D{key}={value}".encode() for key, value in defines.items()]
-        source = path.read_text().encode()
-        program = _check(nvrtc.nvrtcCreateProgram(source, path.name.encode(), 0, [], []), "NVRTC")
-        status = nvrtc.nvrtcCompileProgram(program, len(options), options)[0]
-        if int(status) != 0:
-            size = _check(nvrtc.nvrtcGetProgramLogSize(program), "NVRTC")
-            log = b" " * size
-            nvrtc.nvrtcGetProgramLog(program, log)
-            raise QeRLError(f"{path.name} does not compile for {target}: {log.decode(errors='replace')}")
-        size = _check(nvrtc.nvrtcGetCUBINSize(program), "NVRTC")
-        cubin = b" " * size
-        _check(nvrtc.nvrtcGetCUBIN(program, cubin), "NVRTC")
-        self._module = _check(driver.cuModuleLoadData(cubin), f"Loading {path.name}")
+        card = card_of(torch.device("cuda", self._device))
+        code = compile_source(path, defines, card.target)
+        self._module = _check(driver.cuModuleLoadData(code), f"Loading {path.name}")
         self._function = _check(
             driver.cuModuleGetFunction(self._module, name.encode()), f"Loading {path.name}"
         )
-        properties: Any = torch.cuda.get_device_properties()
-        most = properties.shared_memory_per_block_optin
         attributes = driver.CUfunction_attribute
         static = attributes.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES
+        most = card.shared_bytes
         most -= _check(driver.cuFuncGetAttribute(static, self._function), f"{name}: shared memory")
         dynamic = attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         _check(driver.cuFuncSetAttribute(self._function, dynamic, most), f"{name}: shared memory")
         self._driver = driver
         self._name = name
+        self._attributes = [_dependent(driver)] if card.dependent_launch else []
 
     def __call__(
         self,
@@ -94,7 +112,8 @@ class Kernel:
         pointers: Sequence[torch.Tensor],
         integers: Sequence[int],
     ) -> None:
-        """Launches on the device's current stream; the kernel may begin before the one ahead of it has ended.
+        """Launches on the device's current stream; where the card can, the kernel may begin before the one
+        ahead of it has ended.
 
         The calling thread may be one of autograd's, which has a current device but perhaps no context yet.
         """
@@ -112,21 +131,26 @@ class Kernel:
         integers: Sequence[int],
     ) -> None:
         driver = self._driver
-        attribute = driver.CUlaunchAttribute()
-        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-        value = driver.CUlaunchAttributeValue()
-        value.programmaticStreamSerializationAllowed = 1
-        attribute.value = value
         config = driver.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = *grid, 1
         config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
         config.sharedMemBytes = shared_bytes
         config.hStream = torch.cuda.current_stream().cuda_stream
-        config.attrs = [attribute]
-        config.numAttrs = 1
+        config.attrs = self._attributes
+        config.numAttrs = len(self._attributes)
         values = tuple(p.data_ptr() for p in pointers) + tuple(integers)
         types = (ctypes.c_void_p,) * len(pointers) + (ctypes.c_int,) * len(integers)
         _check(driver.cuLaunchKernelEx(config, self._function, (values, types), 0), f"Launching {self._name}")
+
+
+def _dependent(driver: Any) -> Any:
+    """The launch attribute with which a kernel may begin before the one ahead of it has ended."""
+    attribute = driver.CUlaunchAttribute()
+    attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    value = driver.CUlaunchAttributeValue()
+    value.programmaticStreamSerializationAllowed = 1
+    attribute.value = value
+    return attribute
 
 
 @cache

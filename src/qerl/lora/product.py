@@ -32,7 +32,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from qerl.fp4.linear import PackedLinear
-from qerl.fp4.workspace import workspace
+from qerl.kernels.workspace import workspace
 from qerl.lora.joint import OTHER_LAYER, dropout_reason
 from qerl.lora.kinds import active_adapter, why_not
 

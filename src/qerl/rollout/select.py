@@ -39,7 +39,7 @@ def make_engine(
         QeRLError: fp8 is asked for where the paged engine cannot run.
     """
     on_gpu = base_model(model).device.type == "cuda"
-    reasons = _obstacles(model) if on_gpu else needs.NO_CUDA.reason
+    reasons = _obstacles(model, kv_cache_dtype == "fp8") if on_gpu else needs.NO_CUDA.reason
     if reasons and kv_cache_dtype != "auto":
         raise QeRLError(
             f"kv_cache_dtype: {kv_cache_dtype} needs the paged engine, which cannot run: {reasons}."
@@ -56,10 +56,10 @@ def make_engine(
     )
 
 
-def _obstacles(model: nn.Module) -> str:
+def _obstacles(model: nn.Module, fp8: bool) -> str:
     """Why the paged engine cannot run this model on its GPU; empty if it can."""
     with torch.cuda.device(base_model(model).device):
-        missing = needs.obstacles()
+        missing = needs.obstacles(fp8)
     if missing:
         remedies = " and ".join(sorted({obstacle.remedy for obstacle in missing if obstacle.remedy}))
         text = ", ".join(obstacle.reason for obstacle in missing)

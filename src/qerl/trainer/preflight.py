@@ -74,7 +74,8 @@ def optimizer_steps(config: QeRLConfig, prompts: int) -> int:
 def _check_machine(config: QeRLConfig) -> None:
     check_format(config.weights, config.device)
     if config.kv_cache_dtype != "auto":
-        found = needs.obstacles() if config.device.type == "cuda" else [needs.NO_CUDA]
+        on_gpu = config.device.type == "cuda"
+        found = needs.obstacles(fp8=True) if on_gpu else [needs.NO_CUDA]
         if found:
             raise QeRLError(
                 f"kv_cache_dtype: {config.kv_cache_dtype} needs the paged engine, which cannot run: "

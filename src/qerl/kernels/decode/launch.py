@@ -13,6 +13,7 @@ import torch
 import triton
 
 from qerl.errors import QeRLError
+from qerl.kernels.cards import card_of
 
 
 @dataclass(frozen=True)
@@ -136,5 +137,7 @@ def _bad_dimension(tensor: torch.Tensor) -> str:
 
 
 def dependent(tensor: torch.Tensor) -> dict[str, bool]:
-    """Launch options: programmatic dependent launch, which Triton's interpreter on the CPU lacks."""
-    return {"PDL": True, "launch_pdl": True} if tensor.is_cuda else {"PDL": False}
+    """Launch options: programmatic dependent launch, on the cards that have it."""
+    if tensor.is_cuda and card_of(tensor.device).dependent_launch:
+        return {"PDL": True, "launch_pdl": True}
+    return {"PDL": False}

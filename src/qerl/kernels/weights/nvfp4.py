@@ -2,15 +2,21 @@
 
 Up to as many tokens as packed_gemm.cu takes it is the faster one (gate_up of 32B on an H100: 57 us, and 84
 with quack-kernels, at 8 tokens, 77 and 104 at 64, 119 and 132 at 128), and quack-kernels from then on; both
-read the same bytes.
+read the same bytes. Where quack-kernels is not installed or has no kernel for the card, the weight is
+dequantised and cuBLAS multiplies, as in the update: eight times the bytes, which from some hundred tokens on
+take less time than the product.
 
 Shapes: T tokens, N outputs, K inputs, L stacked linears.
 """
 
 from dataclasses import dataclass, field
+from functools import cache
 
 import torch
 
+from qerl.kernels.cards import card_of
+from qerl.kernels.needs import has_module
+from qerl.kernels.weights.dequantize import dequantize_tiles
 from qerl.kernels.weights.packed_gemm import (
     MAX_TOKENS,
     OUTPUT_SCALE,
@@ -22,6 +28,7 @@ from qerl.kernels.weights.packed_gemm import (
 from qerl.kernels.weights.product import Product
 from qerl.kernels.weights.quack_gemm import quack_gemm, quack_tile
 from qerl.kernels.weights.tiles import Tiles
+from qerl.kernels.workspace import workspace
 
 # By padded tokens. H100, microseconds of gate_up and down of 32B, beside what other tilings took.
 _TILINGS = {
@@ -36,6 +43,12 @@ _TILINGS = {
 def tiling_for(tokens: int) -> Tiling:
     """How packed_gemm.cu tiles a product of at most `MAX_TOKENS` tokens, from the table above."""
     return _TILINGS[padded_tokens(tokens)]
+
+
+@cache
+def quack_runs(device: torch.device) -> bool:
+    """Whether quack-kernels multiplies many tokens on this device."""
+    return card_of(device).quack and has_module("quack")
 
 
 @dataclass(eq=False)
@@ -55,6 +68,7 @@ class NVFP4Stack:
     def __post_init__(self) -> None:
         self.shape = self.tiles.shape
         self._packed_gemm_scale_L = self.scale_L / OUTPUT_SCALE
+        self._one = torch.ones(1, device=self.scale_L.device)
 
     def padded_tokens(self, tokens: int) -> int:
         """Tokens that packed_gemm.cu computes; 0 for more than it takes."""
@@ -73,10 +87,19 @@ class NVFP4Stack:
         if tokens > MAX_TOKENS:
             x_TK = x.view(-1)[: tokens * width].view(tokens, width)
             out_STN = scratch[: tokens * rows * 2].view(x.dtype).view(1, tokens, rows)
-            quack_gemm(x_TK, self.tiles, out_STN[0], quack_tile(tokens, width))
+            if quack_runs(x.device):
+                quack_gemm(x_TK, self.tiles, out_STN[0], quack_tile(tokens, width))
+            else:
+                self._dense_gemm(x_TK, out_STN[0])
             return Product(out_STN, None, self.scale_L)
         tiling = tiling_for(tokens)
         most, partials_G = partial_sums(tiling, self.shape, x.device)
         out_STN = scratch[: most * tokens * rows * 4].view(torch.float32).view(most, tokens, rows)
         packed_gemm(x, self.tiles, out_STN, tiling)
         return Product(out_STN, partials_G, self._packed_gemm_scale_L)
+
+    def _dense_gemm(self, x_TK: torch.Tensor, out_TN: torch.Tensor) -> None:
+        # Codes times block scales are exact in 16 bits; the linears' own scales are left to the reader.
+        dense_NK = workspace(self.shape, x_TK)
+        dequantize_tiles(self.tiles, self._one, dense_NK)
+        torch.mm(x_TK, dense_NK.T, out=out_TN)
