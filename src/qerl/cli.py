@@ -11,20 +11,19 @@ import os
 import shlex
 import sys
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 from qerl import __version__
+from qerl.cli_results import add_eval, add_generate, add_report, add_watch
 from qerl.errors import QeRLError
 from qerl.ranks import is_first_process
-from qerl.settings.words import number_from, split_fields, with_underscores
-from qerl.weight_formats import DEFAULT_FORMAT, DEFAULT_ROUNDING, FORMATS, PACKED_FORMATS, ROUNDINGS
+from qerl.settings.words import add_command, split_fields, with_underscores
+from qerl.weight_formats import DEFAULT_FORMAT, DEFAULT_ROUNDING, PACKED_FORMATS, ROUNDINGS
 
 if TYPE_CHECKING:
-    from qerl.eval.run import Source
     from qerl.settings.config import QeRLConfig
 
 # Commands in which `--field value` sets a field of QeRLConfig, and the flags and options there that are none.
@@ -52,7 +51,7 @@ def main(argv: list[str] | None = None) -> int:
                 f"`qerl {words[0]}` does not take {' '.join(unknown)}; `qerl {words[0]} --help` says what it "
                 "takes."
             )
-        args.fields = fields
+        args.fields, args.console = fields, console
         return args.run(args) or 0
     except QeRLError as error:
         Console(stderr=True).print(
@@ -108,18 +107,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=_Command)
     for add in (
-        _add_train, _add_plan, _add_demo, _add_recipes, _add_fields, _add_quantize, _add_eval,
-        _add_generate, _add_report, _add_study, _add_doctor,
+        _add_train, _add_plan, _add_demo, _add_recipes, _add_fields, _add_quantize, add_eval,
+        add_generate, add_report, add_watch, _add_study, _add_doctor,
     ):  # fmt: skip
         add(commands)
     return parser
-
-
-def _command(commands: Any, name: str, run: Callable[..., Any], text: str) -> argparse.ArgumentParser:
-    """A command called ``name`` that calls ``run``; ``text`` is its help."""
-    sub = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
-    sub.set_defaults(run=run)
-    return sub
 
 
 _RECIPES_HELP = "names (see `qerl recipes`) or paths of .yaml files, merged from left to right"
@@ -127,7 +119,7 @@ _RECIPES_HELP = "names (see `qerl recipes`) or paths of .yaml files, merged from
 
 def _add_train(commands: Any) -> None:
     text = "Train as recipes say; any field can be given as --FIELD VALUE."
-    sub = _command(commands, "train", _train, text)
+    sub = add_command(commands, "train", _train, text)
     sub.add_argument("recipes", nargs="+", metavar="RECIPE", help=_RECIPES_HELP)
     sub.add_argument(
         "--dry_run",
@@ -141,7 +133,7 @@ def _add_plan(commands: Any) -> None:
         "Say what fits on a GPU of --gpu GB (default 80), or on each of --processes N of them; any field can "
         "be given as --FIELD VALUE."
     )
-    sub = _command(commands, "plan", _plan, text)
+    sub = add_command(commands, "plan", _plan, text)
     sub.add_argument("model", metavar="MODEL", help="Hub id, local folder, or a shape such as 32b")
     sub.add_argument("recipes", nargs="*", metavar="RECIPE", help="as for train")
     sub.add_argument("--gpu", default="80", metavar="GB", help="memory of the GPU; default 80")
@@ -149,77 +141,27 @@ def _add_plan(commands: Any) -> None:
 
 
 def _add_demo(commands: Any) -> None:
-    sub = _command(commands, "demo", _demo, "Train a small real model here and score it before and after.")
+    sub = add_command(commands, "demo", _demo, "Train a small real model here and score it before and after.")
     sub.add_argument("recipe", nargs="?", default="demo", metavar="RECIPE", help="default: %(default)s")
 
 
 def _add_recipes(commands: Any) -> None:
-    _command(commands, "recipes", _recipes, "List the recipes of this package and what each needs.")
+    add_command(commands, "recipes", _recipes, "List the recipes of this package and what each needs.")
 
 
 def _add_fields(commands: Any) -> None:
-    sub = _command(commands, "fields", _fields, "Explain one field of the settings, or list all of them.")
+    sub = add_command(commands, "fields", _fields, "Explain one field of the settings, or list all of them.")
     sub.add_argument("name", nargs="?", metavar="NAME", help="a field, of this project, TRL or transformers")
 
 
 def _add_quantize(commands: Any) -> None:
-    sub = _command(commands, "quantize", _quantize, "Quantise a checkpoint, shard by shard.")
+    sub = add_command(commands, "quantize", _quantize, "Quantise a checkpoint, shard by shard.")
     sub.add_argument("model", metavar="MODEL", help="Hub id or local folder")
     sub.add_argument("out", type=Path, metavar="OUT", help="folder to write; must not exist")
     sub.add_argument("--format", choices=PACKED_FORMATS, default=DEFAULT_FORMAT)
     sub.add_argument(
         "--rounding", choices=ROUNDINGS, default=DEFAULT_ROUNDING, help="default: %(default)s, least error"
     )
-
-
-def _add_eval(commands: Any) -> None:
-    sub = _command(commands, "eval", _eval, "Score a model, with or without an adapter.")
-    _add_model(sub)
-    sub.add_argument("--task", help="gsm8k, math500, arithmetic, jsonl:PATH, ...; default: the run's")
-    sub.add_argument(
-        "--task_options",
-        help="YAML mapping, for example '{level: wp1}'; default: the run's, for its own task",
-    )
-    sub.add_argument(
-        "--samples", type=number_from(1), default=1, help="samples per problem; 1 decodes greedily"
-    )
-    sub.add_argument("--temperature", type=number_from(0, float), help="default: 0 for one sample, else 0.6")
-    sub.add_argument("--top_p", type=number_from(1e-6, float, 1), default=0.95)
-    sub.add_argument(
-        "--max_tokens", type=number_from(1), help="default: the run's max_completion_length, else 4096"
-    )
-    sub.add_argument("--limit", type=number_from(1), help="problems to score; default all")
-    sub.add_argument("--seed", type=number_from(0), default=0)
-    sub.add_argument(
-        "--out", type=Path, help="folder for the result and the completions; one that was cut off goes on"
-    )
-
-
-def _add_generate(commands: Any) -> None:
-    sub = _command(commands, "generate", _generate, "Answer one prompt.")
-    _add_model(sub)
-    sub.add_argument("prompt", help="the user's message")
-    sub.add_argument(
-        "--system", help='system message; default: the one of the run\'s task, else none; "" for none'
-    )
-    sub.add_argument(
-        "--max_tokens", type=number_from(1), help="default: the run's max_completion_length, else 256"
-    )
-    sub.add_argument("--temperature", type=number_from(0, float), default=0.0)
-    sub.add_argument("--seed", type=number_from(0), default=0)
-
-
-def _add_report(commands: Any) -> None:
-    sub = _command(commands, "report", _report, "One HTML page with curves and completions of several runs.")
-    sub.add_argument("runs", nargs="+", type=Path, metavar="RUN")
-    sub.add_argument(
-        "--scores", nargs="+", type=Path, default=[], metavar="FOLDER", help="of evaluations outside the runs"
-    )
-    sub.add_argument(
-        "--completions", type=number_from(0), metavar="N",
-        help="steps of which completions are shown, of runs with log_completions; default 6, 0 for none",
-    )  # fmt: skip
-    sub.add_argument("--out", type=Path, default=Path("report.html"))
 
 
 _STUDY_HELP = """\
@@ -233,7 +175,7 @@ written."""
 
 
 def _add_study(commands: Any) -> None:
-    sub = _command(commands, "study", _study, "Many runs side by side: arms x seeds x learning rates.")
+    sub = add_command(commands, "study", _study, "Many runs side by side: arms x seeds x learning rates.")
     sub.description, sub.formatter_class = _STUDY_HELP, argparse.RawDescriptionHelpFormatter
     sub.add_argument("studies", nargs="+", metavar="STUDY", help="a .yaml file, a name, a folder or results")
     sub.add_argument("--output_dir", type=Path, metavar="DIR", help="the study's folder; default: runs/NAME")
@@ -244,25 +186,7 @@ def _add_study(commands: Any) -> None:
 
 
 def _add_doctor(commands: Any) -> None:
-    _command(commands, "doctor", _doctor, "What this machine can run, and how to get what is missing.")
-
-
-def _add_model(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument("model", metavar="MODEL", help="Hub id, local folder or .gguf file")
-    sub.add_argument("--adapter", type=Path, help="folder of a PEFT adapter")
-    sub.add_argument(
-        "--weights", choices=FORMATS, help=f"default: what the run trained on, else {DEFAULT_FORMAT}"
-    )
-    sub.add_argument("--rounding", choices=ROUNDINGS, help=f"default: the run's, else {DEFAULT_ROUNDING}")
-    sub.add_argument(
-        "--dtype",
-        choices=("auto", "float32", "bfloat16"),
-        help="of what is not quantised; default: the run's, else bfloat16 on a GPU and float32 on a CPU",
-    )
-    sub.add_argument(
-        "--chat_template_kwargs",
-        help="YAML mapping, for example '{enable_thinking: false}'; default: the run's",
-    )
+    add_command(commands, "doctor", _doctor, "What this machine can run, and how to get what is missing.")
 
 
 def _values(fields: dict[str, str]) -> dict[str, Any]:
@@ -343,38 +267,6 @@ def _quantize(args: argparse.Namespace) -> None:
     quantize_checkpoint(local_checkpoint(args.model), args.out, args.format, args.rounding)
 
 
-def _eval(args: argparse.Namespace) -> None:
-    from qerl.eval.run import Request, evaluate_model
-    from qerl.settings.recipe import parse_mapping
-
-    request = Request(
-        task=args.task,
-        task_options=parse_mapping(args.task_options, "--task_options"),
-        samples=args.samples,
-        temperature=args.temperature,
-        top_p=args.top_p,
-        max_tokens=args.max_tokens,
-        limit=args.limit,
-        seed=args.seed,
-    )
-    evaluate_model(_source(args), request, args.out, console)
-
-
-def _generate(args: argparse.Namespace) -> None:
-    from qerl.eval.run import Request, answer
-
-    request = Request(temperature=args.temperature, top_p=1.0, max_tokens=args.max_tokens, seed=args.seed)
-    print(answer(_source(args), args.prompt, request, console, args.system))
-
-
-def _source(args: argparse.Namespace) -> "Source":
-    from qerl.eval.run import Source
-    from qerl.settings.recipe import parse_mapping
-
-    kwargs = parse_mapping(args.chat_template_kwargs, "--chat_template_kwargs")
-    return Source(args.model, args.adapter, args.weights, args.rounding, args.dtype, kwargs)
-
-
 def _doctor(_: argparse.Namespace) -> None:
     from qerl.doctor import print_doctor
 
@@ -385,14 +277,6 @@ def _study(args: argparse.Namespace) -> int:
     from qerl.study.command import study_command
 
     return study_command(args.studies, args.output_dir, args.figures, args.dry_run, console)
-
-
-def _report(args: argparse.Namespace) -> None:
-    from qerl.report import COMPLETIONS, write_report
-
-    count = COMPLETIONS if args.completions is None else args.completions
-    write_report(args.runs, args.out, args.scores, count)
-    console.print(f"Wrote {args.out}")
 
 
 if __name__ == "__main__":

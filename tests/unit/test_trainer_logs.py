@@ -236,7 +236,7 @@ def test_a_trainer_made_in_python_writes_what_a_run_writes(make, tmp_path):
     trainer = make(noise=False, callbacks=[MetricsFile(tmp_path)])
     logged = trained(trainer)
     first, *written = read_metrics(tmp_path)
-    assert first == {"step": 0, "update_path": trainer.update_path.record()}
+    assert first == {"step": 0, "max_steps": 2, "update_path": trainer.update_path.record()}
     assert [row["reward"] for row in written[:2]] == [row["reward"] for row in logged]
 
 

@@ -16,13 +16,16 @@ BRAILLE = 0x2800
 DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 
 
-def terminal_curve(values: list[float], width: int = 60, height: int = 8) -> str:
+def terminal_curve(
+    values: list[float], width: int = 60, height: int = 8, steps: tuple[int, int] | None = None
+) -> str:
     """A curve in Braille characters with its range on the left and its first and last number below.
 
     Args:
-        values: One value for each step from 1 on; values that are not finite are gaps.
+        values: One value for each step; values that are not finite are gaps.
         width: Characters of the plot, labels not counted.
         height: Lines of the plot, the line below it not counted.
+        steps: First and last step; None counts the values from 1 on.
 
     Returns:
         ``height + 1`` lines without a newline at the end. More values than dots are averaged by column.
@@ -47,7 +50,7 @@ def terminal_curve(values: list[float], width: int = 60, height: int = 8) -> str
         + "".join(chr(BRAILLE + cell) for cell in row)
         for line, row in enumerate(cells)
     ]
-    first, last = "1", f"{len(values)}"
+    first, last = map(str, steps or (1, len(values)))
     lines.append(" " * (margin + 2) + first + last.rjust(width - len(first)))
     return "\n".join(lines)
 

@@ -71,3 +71,10 @@ def number_from(least: float, kind: Any = int, most: float = math.inf) -> Callab
         return value
 
     return number
+
+
+def add_command(commands: Any, name: str, run: Callable[..., Any], text: str) -> argparse.ArgumentParser:
+    """A command called ``name`` that calls ``run``; ``text`` is its help."""
+    sub = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
+    sub.set_defaults(run=run)
+    return sub

@@ -45,7 +45,7 @@ class MetricsFile(TrainerCallback):
         folder: The run folder.
 
     Attributes:
-        facts: What holds for the whole run; a line of its own each time that training begins.
+        facts: What holds for the whole run; a line of its own, with its length, whenever training begins.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -60,7 +60,7 @@ class MetricsFile(TrainerCallback):
         kept = read_metrics(self.folder) if (self.folder / METRICS_FILE).exists() else []
         rows = [row for row in kept if row["step"] <= state.global_step]
         if self.facts:
-            rows.append({"step": state.global_step, **self.facts})
+            rows.append({"step": state.global_step, "max_steps": state.max_steps, **self.facts})
         with self._written():
             write_metrics(self.folder, rows)
 

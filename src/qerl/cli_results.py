@@ -1,0 +1,139 @@
+"""The commands that score what a run has trained, and that show what it does: eval, generate, report, watch.
+
+As in `qerl.cli`, each command is a function that describes its words beside one that runs it, which finds the
+console in its arguments.
+"""
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from qerl.settings.words import add_command, number_from
+from qerl.weight_formats import DEFAULT_FORMAT, DEFAULT_ROUNDING, FORMATS, ROUNDINGS
+
+if TYPE_CHECKING:
+    from qerl.eval.run import Source
+
+
+def add_eval(commands: Any) -> None:
+    sub = add_command(commands, "eval", _eval, "Score a model, with or without an adapter.")
+    _add_model(sub)
+    sub.add_argument("--task", help="gsm8k, math500, arithmetic, jsonl:PATH, ...; default: the run's")
+    sub.add_argument(
+        "--task_options",
+        help="YAML mapping, for example '{level: wp1}'; default: the run's, for its own task",
+    )
+    sub.add_argument(
+        "--samples", type=number_from(1), default=1, help="samples per problem; 1 decodes greedily"
+    )
+    sub.add_argument("--temperature", type=number_from(0, float), help="default: 0 for one sample, else 0.6")
+    sub.add_argument("--top_p", type=number_from(1e-6, float, 1), default=0.95)
+    sub.add_argument(
+        "--max_tokens", type=number_from(1), help="default: the run's max_completion_length, else 4096"
+    )
+    sub.add_argument("--limit", type=number_from(1), help="problems to score; default all")
+    sub.add_argument("--seed", type=number_from(0), default=0)
+    sub.add_argument(
+        "--out", type=Path, help="folder for the result and the completions; one that was cut off goes on"
+    )
+
+
+def add_generate(commands: Any) -> None:
+    sub = add_command(commands, "generate", _generate, "Answer one prompt.")
+    _add_model(sub)
+    sub.add_argument("prompt", help="the user's message")
+    sub.add_argument(
+        "--system", help='system message; default: the one of the run\'s task, else none; "" for none'
+    )
+    sub.add_argument(
+        "--max_tokens", type=number_from(1), help="default: the run's max_completion_length, else 256"
+    )
+    sub.add_argument("--temperature", type=number_from(0, float), default=0.0)
+    sub.add_argument("--seed", type=number_from(0), default=0)
+
+
+def add_report(commands: Any) -> None:
+    sub = add_command(
+        commands, "report", _report, "One HTML page with curves and completions of several runs."
+    )
+    sub.add_argument("runs", nargs="+", type=Path, metavar="RUN")
+    sub.add_argument(
+        "--scores", nargs="+", type=Path, default=[], metavar="FOLDER", help="of evaluations outside the runs"
+    )
+    sub.add_argument(
+        "--completions", type=number_from(0), metavar="N",
+        help="steps of which completions are shown, of runs with log_completions; default 6, 0 for none",
+    )  # fmt: skip
+    sub.add_argument("--out", type=Path, default=Path("report.html"))
+
+
+def _add_model(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("model", metavar="MODEL", help="Hub id, local folder or .gguf file")
+    sub.add_argument("--adapter", type=Path, help="folder of a PEFT adapter")
+    sub.add_argument(
+        "--weights", choices=FORMATS, help=f"default: what the run trained on, else {DEFAULT_FORMAT}"
+    )
+    sub.add_argument("--rounding", choices=ROUNDINGS, help=f"default: the run's, else {DEFAULT_ROUNDING}")
+    sub.add_argument(
+        "--dtype",
+        choices=("auto", "float32", "bfloat16"),
+        help="of what is not quantised; default: the run's, else bfloat16 on a GPU and float32 on a CPU",
+    )
+    sub.add_argument(
+        "--chat_template_kwargs",
+        help="YAML mapping, for example '{enable_thinking: false}'; default: the run's",
+    )
+
+
+def _eval(args: argparse.Namespace) -> None:
+    from qerl.eval.run import Request, evaluate_model
+    from qerl.settings.recipe import parse_mapping
+
+    request = Request(
+        task=args.task,
+        task_options=parse_mapping(args.task_options, "--task_options"),
+        samples=args.samples,
+        temperature=args.temperature,
+        top_p=args.top_p,
+        max_tokens=args.max_tokens,
+        limit=args.limit,
+        seed=args.seed,
+    )
+    evaluate_model(_source(args), request, args.out, args.console)
+
+
+def _generate(args: argparse.Namespace) -> None:
+    from qerl.eval.run import Request, answer
+
+    request = Request(temperature=args.temperature, top_p=1.0, max_tokens=args.max_tokens, seed=args.seed)
+    print(answer(_source(args), args.prompt, request, args.console, args.system))
+
+
+def _source(args: argparse.Namespace) -> "Source":
+    from qerl.eval.run import Source
+    from qerl.settings.recipe import parse_mapping
+
+    kwargs = parse_mapping(args.chat_template_kwargs, "--chat_template_kwargs")
+    return Source(args.model, args.adapter, args.weights, args.rounding, args.dtype, kwargs)
+
+
+def _report(args: argparse.Namespace) -> None:
+    from qerl.report import COMPLETIONS, write_report
+
+    count = COMPLETIONS if args.completions is None else args.completions
+    write_report(args.runs, args.out, args.scores, count)
+    args.console.print(f"Wrote {args.out}")
+
+
+def add_watch(commands: Any) -> None:
+    text = (
+        "Follow a run in the terminal until it ends or Ctrl-C; without a terminal, show once how it stands."
+    )
+    sub = add_command(commands, "watch", _watch, text)
+    sub.add_argument("folder", type=Path, metavar="RUN", help="output_dir of a run")
+
+
+def _watch(args: argparse.Namespace) -> None:
+    from qerl.report.watch import watch
+
+    watch(args.folder, args.console)

@@ -1,0 +1,208 @@
+"""A running run in the terminal: how far it is, its last metrics, its reward so far, its latest completions.
+
+Everything is read from the run folder, again and again, so the run need not know that it is watched, may be
+on another machine with the same disk, and is not disturbed. What was given up is news between two logged
+steps.
+"""
+
+import itertools
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.rule import Rule
+from rich.table import Table as Grid
+from rich.text import Text
+
+from qerl.errors import QeRLError
+from qerl.report.completions import Sample, Table, read_table
+from qerl.report.curve import terminal_curve
+from qerl.report.metrics import METRICS, number
+from qerl.report.runs import Run, Series, read_runs, series
+from qerl.report.visible import shortened, visible
+from qerl.run_folder import CONFIG_FILE, METRICS_FILE, table_paths
+
+SECONDS = 2.0
+"""Time between two looks at the folder."""
+
+SETTLED = 1.0
+"""Seconds after which a table of completions is no longer being written."""
+
+TWO_METRICS = 140
+"""Characters of a line that has room for two metrics."""
+
+PROMPT, COMPLETION = 300, 600
+"""Characters that are shown of the latest prompt, and of a completion."""
+
+
+@dataclass(frozen=True)
+class View:
+    """What a look at a run has found.
+
+    Attributes:
+        run: Its metrics and settings.
+        logged: When its metrics were last written, as a time since the epoch; None before that.
+        table: Its latest completions.
+    """
+
+    run: Run
+    logged: float | None
+    table: Table | None = None
+
+    @property
+    def ended(self) -> bool:
+        """Whether the training has ended, be it before its last step."""
+        return bool(self.run.rows) and "train_runtime" in self.run.rows[-1]
+
+
+def watch(folder: Path, console: Console) -> None:
+    """Show a run until it ends or the user presses Ctrl-C, and its last state after that.
+
+    Args:
+        folder: The run folder.
+        console: Where; one that is no terminal shows the present state once.
+
+    Raises:
+        QeRLError: The folder holds no run, or its metrics are damaged.
+    """
+    view = look(folder)
+    if console.is_terminal:
+        try:
+            with Live(render(view, time.time(), console.width), console=console, screen=True) as live:
+                while not view.ended:
+                    time.sleep(SECONDS)
+                    view = look(folder, view)
+                    live.update(render(view, time.time(), console.width), refresh=True)
+        except KeyboardInterrupt:
+            pass  # the way to end it
+    console.print(render(view, time.time(), console.width))
+
+
+def look(folder: Path, former: View | None = None) -> View:
+    """The present state of a run.
+
+    Args:
+        folder: The run folder.
+        former: What an earlier look has found; files that have not changed since are not read again.
+
+    Raises:
+        QeRLError: The folder holds no run, or its metrics are damaged.
+    """
+    metrics = folder / METRICS_FILE
+    if not metrics.is_file():
+        if not (folder / CONFIG_FILE).is_file():
+            raise QeRLError(
+                f"{folder} holds no run (neither {METRICS_FILE} nor {CONFIG_FILE}); name the output_dir of "
+                "one."
+            )
+        return View(Run(str(folder), folder, [], None), None)
+    logged = metrics.stat().st_mtime
+    run = former.run if former and former.logged == logged else read_runs([folder])[0]
+    return View(run, logged, _latest(run, former.table if former else None))
+
+
+def _latest(run: Run, former: Table | None) -> Table | None:
+    """The last table of training that nobody is writing any more; the former one if it is still that."""
+    for step, path in reversed(table_paths(run.folder).get("", {}).items()):
+        if former and former.step == step:
+            return former
+        if time.time() - path.stat().st_mtime >= SETTLED:
+            return read_table(run, path, step)
+    return None
+
+
+def render(view: View, now: float, width: int) -> RenderableType:
+    """What is shown of a run.
+
+    Args:
+        view: The run.
+        now: The present time, as seconds since the epoch.
+        width: Characters of a line.
+    """
+    parts: list[RenderableType] = [Rule(Text(visible(view.run.label)), align="left"), _progress(view, now)]
+    reward = series(view.run.rows, "reward")
+    if reward is not None:
+        parts += [Text("reward", style="bold"), _curve(reward, width), _metrics(view, width)]
+    if view.table is not None:
+        parts += _completions(view.table)
+    return Group(*parts)
+
+
+def _progress(view: View, now: float) -> RenderableType:
+    """One line: steps done, a bar where their number is known, and the time that is left."""
+    rows = view.run.rows
+    done = max((row["step"] for row in rows), default=0)
+    total = next((row["max_steps"] for row in reversed(rows) if isinstance(row.get("max_steps"), int)), None)
+    words = [f"step {done}" + (f" of {total}" if total else "")]
+    seconds = series(rows, "step_time")
+    if view.ended:
+        words.append("finished" if done == total else "ended")
+    elif done == 0:
+        words.append("waiting for the first step")
+    elif seconds is not None:
+        words.append(f"{number(seconds.tail_mean)} s per step")
+        if total:
+            words.append(f"about {timedelta(seconds=round((total - done) * seconds.tail_mean))} left")
+    if view.logged is not None and not view.ended:
+        words.append(f"last logged {timedelta(seconds=max(0, round(now - view.logged)))} ago")
+    grid = Grid.grid(padding=(0, 2))
+    bar = [ProgressBar(total=total, completed=done, width=24)] if total else []
+    grid.add_row(*bar, Text(", ".join(words)))
+    return grid
+
+
+def _curve(reward: Series, width: int) -> Text:
+    room = max(10, min(100, width - 12))
+    return Text(terminal_curve(reward.values, room, 7, (reward.steps[0], reward.steps[-1])), no_wrap=True)
+
+
+def _metrics(view: View, width: int) -> RenderableType:
+    """Last value and mean of the last tenth of what the report draws, two metrics to a line if it is wide."""
+    cells: list[Any] = []
+    for metric in METRICS:
+        found = series(view.run.rows, metric.key)
+        if found is None:
+            continue
+        last, mean = (number(value * metric.scale) for value in (found.values[-1], found.tail_mean))
+        cells.append((Text(metric.title), Text(last, style="bold"), Text(f"mean {mean} {metric.unit}")))
+    grid = Grid.grid(padding=(0, 2))
+    side_by_side = 2 if width >= TWO_METRICS else 1
+    for i in range(0, len(cells), side_by_side):
+        grid.add_row(*itertools.chain.from_iterable(cells[i : i + side_by_side]))
+    return grid
+
+
+def _completions(table: Table) -> list[RenderableType]:
+    """The best completion of the last step's best group and the worst of its worst, with the ends of their
+    prompts."""
+    parts: list[RenderableType] = []
+    for word, end in (("best", 0), ("worst", -1)):
+        group = table.groups[end]
+        sample = group.samples[end]
+        reward = "none" if sample.reward is None else number(sample.reward)
+        parts += [
+            Rule(Text(f"step {table.step}, {word} completion, reward {reward}"), align="left"),
+            Text(_short(group.prompt[-1].text if group.prompt else "", PROMPT), style="dim"),
+            Text(_short(_words(sample), COMPLETION)),
+        ]
+    return parts
+
+
+def _words(sample: Sample) -> str:
+    """A completion as text; of several turns each with its role."""
+    if len(sample.messages) == 1 and not sample.messages[0].calls:
+        return sample.messages[0].text
+    lines = []
+    for message in sample.messages:
+        calls = "".join(f" calls {name} {arguments}" for name, arguments in message.calls)
+        lines.append(f"{message.role}: {message.text}{calls}")
+    return "\n".join(lines)
+
+
+def _short(text: str, characters: int) -> str:
+    return shortened(visible(shortened(text, characters)), characters)
