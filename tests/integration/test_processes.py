@@ -17,6 +17,7 @@ WHOLE = {
     "algorithm": "dapo",
     "signal": "reward",  # random text is never right
     "dynamic_sampling_rounds": 1,
+    "curriculum": True,
     "max_completion_length": 4,  # so short that many groups are equal
     "task_options": {"examples": 0, "train_size": 16, "test_size": 4},
     "lora_dropout": 0.0,

@@ -46,6 +46,19 @@ LONGER = {"level": "wp1", "examples": 0, "train_size": 16, "test_size": 4}
         ),
         pytest.param(
             {
+                "task": "mixture",
+                "task_options": {
+                    "words": {"task": "arithmetic", "task_options": {"train_size": 3, "test_size": 2}},
+                    "needle": {"weight": 2, "task_options": {"train_size": 3, "test_size": 2}},
+                },
+                "curriculum": True,
+                "dynamic_sampling_rounds": 1,
+                "eval_strategy": "no",
+            },
+            id="several tasks and a curriculum",
+        ),
+        pytest.param(
+            {
                 "steps_per_generation": 4,
                 "gradient_accumulation_steps": 3,
                 "task_options": LONGER,

@@ -45,3 +45,9 @@ def test_several_tasks(run_shown):
     names = {name for row in rows for name in row}
     for part in ("words", "mine"):
         assert {f"rewards/accuracy/task_{part}", f"eval_rewards/accuracy/task_{part}"} <= names
+
+
+def test_a_curriculum(run_shown):
+    rows = run_shown("A curriculum", eval_strategy="no", max_steps=6)
+    assert rows[1]["curriculum/passed_over"] == 0.0
+    assert any(row.get("curriculum/settled", 0) > 0 for row in rows)

@@ -148,6 +148,14 @@ class QeRLConfig(GRPOConfig):
     max_prompt_length: PositiveInt | None = _help(
         "Largest number of tokens of a prompt; longer ones are left out and counted.", None
     )
+    curriculum: bool = _help(
+        "Sample problems less that were solved always or never when they were last sampled; one other "
+        "outcome brings a problem back.",
+        False,
+    )
+    curriculum_floor: PositiveShare = _help(
+        "Smallest chance with which such a problem keeps its place in a rollout.", 0.1
+    )
     eval_samples: PositiveInt = _help("Number of held-out problems for evaluation while training.", 64)
 
     algorithm: Literal["grpo", "dapo"] = _help(

@@ -4,6 +4,7 @@ Each function takes a `qerl.settings.config.QeRLConfig`, named by its parent her
 the other in a circle.
 """
 
+import dataclasses
 import os
 
 from trl import GRPOConfig
@@ -40,6 +41,7 @@ def check(config: GRPOConfig) -> None:
     _check_noise(config)
     _check_correction(config)
     _check_loss(config)
+    _check_curriculum(config)
     _check_workers(config)
 
 
@@ -196,6 +198,12 @@ def _check_loss(config: GRPOConfig) -> None:
             "metric_for_best_model is eval_loss, which an evaluation does not compute (a GRPOConfig that "
             "names none has it too); set it to eval_reward or another metric of the evaluation."
         )
+
+
+def _check_curriculum(config: GRPOConfig) -> None:
+    default = {field.name: field.default for field in dataclasses.fields(config)}["curriculum_floor"]
+    if config.curriculum_floor != default and not config.curriculum:
+        raise QeRLError("curriculum_floor needs a curriculum; set curriculum: true, or remove it.")
 
 
 def _check_workers(config: GRPOConfig) -> None:

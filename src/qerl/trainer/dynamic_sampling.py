@@ -8,7 +8,7 @@ Batches are those of `qerl.trainer.batch`, whole rollouts with the samples of a 
 """
 
 from collections import defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -24,10 +24,13 @@ class FreshPrompts:
     Args:
         dataset: Rows with a column `prompt`.
         seed: Seed of the run.
+        chances: Gives the chance of each row at the time of a draw; None draws all alike.
     """
 
-    def __init__(self, dataset: Dataset, seed: int) -> None:
-        self._dataset, self._seed = dataset, seed
+    def __init__(
+        self, dataset: Dataset, seed: int, chances: Callable[[], torch.Tensor] | None = None
+    ) -> None:
+        self._dataset, self._seed, self._chances = dataset, seed, chances
         self._step, self._draws = -1, 0
         self._used: list[Any] = []
 
@@ -39,14 +42,20 @@ class FreshPrompts:
 
     def draw(self, count: int) -> list[dict[str, Any]]:
         """Rows to sample in the step noted last; the same on every process."""
-        rows = fresh_rows(self._dataset, self._used, count, self._seed, self._step, self._draws)
+        key = (self._seed, self._step, self._draws)
+        chances = self._chances() if self._chances is not None else None
+        rows = fresh_rows(self._dataset, self._used, count, *key, chances=chances)
         self._draws += 1
         self.note(self._step, [row["prompt"] for row in rows])
         return rows
 
 
 def fresh_rows(
-    dataset: Dataset, used_prompts: list[Any], count: int, *coordinates: int
+    dataset: Dataset,
+    used_prompts: list[Any],
+    count: int,
+    *coordinates: int,
+    chances: torch.Tensor | None = None,
 ) -> list[dict[str, Any]]:
     """Rows of the data set whose prompts are not in use, as long as there are any.
 
@@ -55,8 +64,9 @@ def fresh_rows(
         used_prompts: Prompts that are not wanted again.
         count: How many to draw; a small data set may repeat rows.
         coordinates: (seed, step, draw), the key of the draw.
+        chances: Of each row, above 0; rows are drawn one after another in proportion to them.
     """
-    order = torch.randperm(len(dataset), generator=generator("fresh", *coordinates)).tolist()
+    order = _order(len(dataset), chances, generator("fresh", *coordinates))
     rows: list[dict[str, Any]] = []
     for index in order:
         row = dataset[index]
@@ -66,6 +76,14 @@ def fresh_rows(
             return rows
     pool = rows or [dataset[index] for index in order]
     return [pool[i % len(pool)] for i in range(count)]
+
+
+def _order(count: int, chances: torch.Tensor | None, draw: torch.Generator) -> list[int]:
+    if chances is None:
+        return torch.randperm(count, generator=draw).tolist()
+    # The order of -log(u) / chance is that of draws without replacement (Efraimidis and Spirakis, 2006).
+    waits = -torch.rand(count, generator=draw, dtype=torch.double).log() / chances
+    return waits.argsort(stable=True).tolist()
 
 
 def replace_groups(

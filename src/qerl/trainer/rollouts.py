@@ -23,16 +23,12 @@ from qerl.seeding import derive_seed
 from qerl.settings.config import QeRLConfig
 from qerl.trainer.advantages import JUDGE, Signal, find_judge, judge_of
 from qerl.trainer.batch import GROUP_KEY, NOISY_KEY, STEP_KEY, Batch, group_index
-from qerl.trainer.dynamic_sampling import (
-    FreshPrompts,
-    empty_log,
-    replace_groups,
-    replace_log_rows,
-    samples_of,
-)
+from qerl.trainer.curriculum import settled_groups
+from qerl.trainer.dynamic_sampling import empty_log, replace_groups, replace_log_rows, samples_of
 from qerl.trainer.memory import PeakMemory
 from qerl.trainer.noise import RolloutNoise
 from qerl.trainer.noisy_share import compare, is_noisy, side_by_side
+from qerl.trainer.prompt_choice import PromptChoice
 from qerl.trainer.resume.trainer import ResumableTrainer
 from qerl.trainer.rewards import stop_if_all_failed
 from qerl.trainer.rollout_log import RolloutLog
@@ -50,8 +46,13 @@ def check_data(args: QeRLConfig, train_dataset: Dataset | IterableDataset) -> No
     """Refuse data that the settings cannot sample from.
 
     Raises:
-        QeRLError: Dynamic sampling of a stream.
+        QeRLError: Dynamic sampling or a curriculum of a stream.
     """
+    if args.curriculum and isinstance(train_dataset, IterableDataset):
+        raise QeRLError(
+            "curriculum draws some problems of the data set less than others, which an IterableDataset "
+            "cannot give; load it as a Dataset or set curriculum: false."
+        )
     if args.dynamic_sampling_rounds and isinstance(train_dataset, IterableDataset):
         raise QeRLError(
             "dynamic_sampling_rounds draws other prompts of the data set, which an IterableDataset cannot "
@@ -69,7 +70,7 @@ class RolloutTrainer(ResumableTrainer):
     def _start_rollouts(self, engine: RolloutEngine) -> None:
         """Make what rollouts need, once TRL's constructor is through."""
         self.engine = engine
-        self._start_noise()
+        self._start_learning()
         self._noisy_samples = 0
         self._signal = Signal(
             group_size=self.num_generations,
@@ -79,8 +80,6 @@ class RolloutTrainer(ResumableTrainer):
             judge=judge_of(self.reward_func_names) if self.args.signal == "accuracy" else None,
             pass_at_k=self.args.pass_at_k,
         )
-        rounds, seed = self.args.dynamic_sampling_rounds, self.args.seed
-        self._fresh = FreshPrompts(self.train_dataset, seed) if rounds else None
         self._memory = PeakMemory(self.accelerator.device)
         self._clock = StepClock()
         self._calls = 0
@@ -95,14 +94,16 @@ class RolloutTrainer(ResumableTrainer):
         self.vllm_generation = EngineClient(self.rollout)
         self._last_loaded_step = -1
 
-    def _start_noise(self) -> None:
-        """Noise of a run that begins, which has learned nothing and asks how long the run is."""
+    def _start_learning(self) -> None:
+        """Noise and choice of prompts of a run that begins, which have learned nothing; noise asks how long
+        the run is."""
         policy = self.accelerator.unwrap_model(self.model)
         self._noise = RolloutNoise(self.args, policy, lambda: self.state.max_steps)
+        self._prompts = PromptChoice(self.args, self.train_dataset, self.accelerator)
 
     def _init_training_state(self, *args: Any) -> tuple[int, int]:
         self._call_key = None  # a step that was cut off samples as it did
-        self._start_noise()
+        self._start_learning()
         return super()._init_training_state(*args)
 
     def rollout(self, prompts: list[list[int]], samples: int) -> RolloutResult:
@@ -151,9 +152,9 @@ class RolloutTrainer(ResumableTrainer):
         """Wraps TRL's rollout: groups without signal are replaced, and advantages are computed here."""
         if not self.model.training:
             return self._scored_by_trl(inputs)[0]
-        if self._fresh is not None:
-            prompts = [row["prompt"] for row in inputs[:: self.num_generations]]
-            self._fresh.note(self.state.global_step, gather_object(prompts))
+        inputs, chosen = self._prompts.chosen(inputs, self.state.global_step, self._step)
+        for name, value in chosen.items():
+            self._metrics["train"][name].append(value)
         batch = self._sample_batch(inputs)
         if self.args.reward_errors == "stop":
             stop_if_all_failed(self.reward_funcs, self.accelerator)
@@ -178,10 +179,20 @@ class RolloutTrainer(ResumableTrainer):
             noisy_B = is_noisy(len(inputs), self.num_generations, self._noisy_samples)
             batch[NOISY_KEY] = noisy_B.to(self.accelerator.device)
             self._log_what_noise_finds()
+        if self._prompts.learns:
+            self._prompts.observe(inputs, self._settled())
         rewards_BF = self._own_rows(self._rewards_BF, len(inputs))
         unseen_B1 = batch["completion_mask"].sum(dim=1, keepdim=True) == 0  # cut off, and masked for that
         batch["rewards_per_func"] = rewards_BF.masked_fill(unseen_B1, torch.nan)
         return batch
+
+    def _settled(self) -> list[bool | None]:
+        """Of the groups of all processes, whether samples were all right or all wrong; without a judge,
+        whether they were all rewarded alike."""
+        judge = find_judge(self.reward_func_names)
+        if judge is None:
+            return self._signal.dead(self._rewards_BF).tolist()
+        return settled_groups(self._rewards_BF[:, judge], self.num_generations)
 
     def _sampled_now(self) -> Batch:
         """What a batch says of when it was sampled."""
@@ -255,11 +266,8 @@ class RolloutTrainer(ResumableTrainer):
 
     def _replace_dead_groups(self, batch: Batch, dead: list[int], draws: int) -> Batch:
         """One extra rollout; every rank samples `draws` groups, because TRL gathers rewards over ranks."""
-        assert self._fresh is not None
         size, rank = self.num_generations, self.accelerator.process_index
-        drawn = self._fresh.draw(draws * self.accelerator.num_processes)
-        rows = [row for row in self._own_rows(drawn, draws) for _ in range(size)]
-        fresh, fresh_log = self._sample_apart(rows)
+        fresh, fresh_log = self._sample_apart(self._prompts.others(draws))
         without = set(self._dead_groups(fresh))
         pairs = list(zip(dead, (group for group in range(draws) if group not in without), strict=False))
         replaced = sum(self._of_ranks(len(pairs)))

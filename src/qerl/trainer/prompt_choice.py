@@ -1,0 +1,95 @@
+"""Which prompts a rollout samples: those of the data's order, unless a curriculum gives their place away, and
+the fresh ones of dynamic sampling.
+
+Every process decides for all of them, from the same draws and the same gathered rows, and takes its own part.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+from datasets import Dataset
+
+from qerl.settings.config import QeRLConfig
+from qerl.trainer.curriculum import Curriculum, key_of
+from qerl.trainer.dynamic_sampling import FreshPrompts
+
+Row = dict[str, Any]
+
+
+class PromptChoice:
+    """The prompts of a trainer's rollouts.
+
+    Args:
+        args: Settings of the run.
+        dataset: The training rows; indexed only where the settings have a curriculum or dynamic sampling.
+        accelerator: Knows the processes.
+    """
+
+    def __init__(self, args: QeRLConfig, dataset: Dataset, accelerator: Accelerator) -> None:
+        self._accelerator, self._size = accelerator, args.num_generations or 1
+        self._curriculum = Curriculum(dataset, args.curriculum_floor, args.seed) if args.curriculum else None
+        chances = self._curriculum.chances if self._curriculum is not None else None
+        others = args.curriculum or args.dynamic_sampling_rounds
+        self._fresh = FreshPrompts(dataset, args.seed, chances) if others else None
+
+    @property
+    def learns(self) -> bool:
+        """Whether what came of a rollout changes what later ones sample."""
+        return self._curriculum is not None
+
+    def chosen(self, inputs: list[Row], step: int, rollout: int) -> tuple[list[Row], dict[str, float]]:
+        """The rows to sample in place of those that the order of the data proposes, and what is logged.
+
+        Args:
+            inputs: The proposed rows of this process, each as often as it is sampled, side by side.
+            step: Optimizer step.
+            rollout: Number of the rollout in the run, in any count that a resumed run goes on with.
+        """
+        if self._fresh is None:
+            return inputs, {}
+        own = inputs[:: self._size]
+        proposed: list[Row] = gather_object(own)
+        self._fresh.note(step, [row["prompt"] for row in proposed])
+        if self._curriculum is None:
+            return inputs, {}
+        chosen = self._curriculum.choose(proposed, self._fresh, rollout)
+        passed_over = sum(row is not other for row, other in zip(chosen, proposed, strict=True))
+        logged = {
+            "curriculum/passed_over": passed_over / len(proposed),
+            "curriculum/settled": float(self._curriculum.settled),
+        }
+        return self._of_this_process(chosen, len(own)), logged
+
+    def others(self, groups: int) -> list[Row]:
+        """Rows of that many further groups of this process in the step of the last rollout."""
+        assert self._fresh is not None
+        drawn = self._fresh.draw(groups * self._accelerator.num_processes)
+        return self._of_this_process(drawn, groups)
+
+    def observe(self, inputs: list[Row], settled: Sequence[bool | None]) -> None:
+        """Tell the curriculum of a run that `learns` what came of a rollout.
+
+        Args:
+            inputs: The rows that this process sampled, as `chosen` gives them.
+            settled: Of the groups of all processes: whether its samples were all right or all wrong.
+        """
+        assert self._curriculum is not None
+        keys = gather_object([key_of(row) for row in inputs[:: self._size]])
+        self._curriculum.observe(keys, settled)
+
+    def save(self, folder: Path) -> None:
+        """Write what the curriculum has learned into a checkpoint."""
+        if self._curriculum is not None:
+            self._curriculum.save(folder)
+
+    def load(self, folder: Path) -> None:
+        """Go on with what a checkpoint had learned; to be called before the first rollout."""
+        if self._curriculum is not None:
+            self._curriculum.load(folder)
+
+    def _of_this_process(self, rows: Sequence[Row], groups: int) -> list[Row]:
+        start = self._accelerator.process_index * groups
+        return [row for row in rows[start : start + groups] for _ in range(self._size)]
