@@ -3,7 +3,7 @@
 A file is a JSON object of the fields that all its rows share, and ``rows``. Each row, the shared fields
 included, says where it comes from:
 
-- ``commit``: of the tree that was measured;
+- ``commit``: of the tree that was measured (`qerl.source`), with `-dirty` where its source was another;
 - ``date``: when, as 2026-11-21 or 2026-11-21 20:42 UTC;
 - ``command``: what was run;
 - ``gpu``, or ``machine`` where no GPU was measured; ``clocks_mhz`` of the GPU where they were read.
@@ -13,7 +13,6 @@ keeps a file of its own whose name ends in its commit.
 """
 
 import json
-import os
 import subprocess
 from datetime import UTC, datetime
 from pathlib import Path
@@ -21,23 +20,21 @@ from typing import Any
 
 import torch
 
+from qerl.source import commit
+
 RESULTS = Path(__file__).parent / "results"
 
 Row = dict[str, Any]
 
 
 def provenance(command: str) -> dict[str, Any]:
-    """The fields that say what produced a result on this machine's GPU.
-
-    A copy of the tree without git takes the commit from the environment variable QERL_COMMIT.
-    """
-    found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    """The fields that say what produced a result on this machine's GPU."""
     return {
         "gpu": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "cuda": str(torch.version.cuda),
         "clocks_mhz": _clocks(),
-        "commit": os.environ.get("QERL_COMMIT") or found.stdout.strip() or "unknown",
+        "commit": commit(),
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "command": f"python -m bench {command}",
     }

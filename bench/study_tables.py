@@ -61,11 +61,12 @@ def arms(name: str) -> str:
                     *(f"{fmean(values):.3f} ({stdev(values):.3f})" for values in (areas, ends)),
                     f"{sum(map(results.collapsed, runs))} of {len(runs)}",
                     sum(run.diverged_at is not None for run in runs),
+                    ", ".join(sorted({run.commit for run in runs})),
                 )
             )
     head = (
         "arm", "learning rate", "at the start", "area (SD)", "accuracy at the end (SD)", "collapsed",
-        "diverged",
+        "diverged", "commit",
     )  # fmt: skip
     return table(head, lines, source(name))
 

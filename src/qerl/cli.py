@@ -181,6 +181,13 @@ def _add_study(commands: Any) -> None:
     sub.add_argument("--output_dir", type=Path, metavar="DIR", help="the study's folder; default: runs/NAME")
     sub.add_argument("--figures", type=Path, metavar="DIR", help="write the figures there too, as SVG files")
     sub.add_argument(
+        "--again",
+        nargs="+",
+        default=(),
+        metavar="ARM",
+        help="compute runs of other commits of these arms again",
+    )
+    sub.add_argument(
         "--dry_run", action="store_true", help="check the study and say what there is to compute"
     )
 
@@ -276,7 +283,7 @@ def _doctor(_: argparse.Namespace) -> None:
 def _study(args: argparse.Namespace) -> int:
     from qerl.study.command import study_command
 
-    return study_command(args.studies, args.output_dir, args.figures, args.dry_run, console)
+    return study_command(args.studies, args.output_dir, args.figures, args.dry_run, console, args.again)
 
 
 if __name__ == "__main__":

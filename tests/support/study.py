@@ -43,7 +43,7 @@ class FakeMake:
 
     on_step: Callable[["FakeTrainer"], None] = lambda trainer: None
     made: list[tuple[list[Run], Any]] = field(default_factory=list)
-    facts: dict[str, Any] = field(default_factory=lambda: {"device": "fake"})
+    facts: dict[str, Any] = field(default_factory=lambda: {"device": "fake", "fingerprint": "f"})
 
     def __call__(self, runs: Sequence[Run], followed: Sequence[Followed | None]) -> "FakeTrainer":
         self.made.append((list(runs), followed))

@@ -1,6 +1,7 @@
 """A study on a real model, tiny and random, from its YAML to its page."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,6 +9,8 @@ import torch
 from qerl import yaml12
 from qerl.cli import main
 from qerl.errors import QeRLError
+from qerl.models.fingerprint import checkpoint_fingerprint
+from qerl.source import commit
 from qerl.study.compute import StudyMake
 from qerl.study.followed import Followed
 from qerl.study.spec import make_study
@@ -47,6 +50,8 @@ def test_a_study_trains_a_model(values, tmp_path):
         assert {"rollout/entropy", "sampling/kl", "rewards/accuracy/mean", "diverged"} <= run["steps"].keys()
         assert {"accuracy", "accuracy/steps_1", "entropy"} <= run["evaluations"].keys()
         assert run["facts"]["device"] == "CPU" and run["facts"]["dtype"] == "float32"
+        assert run["facts"]["fingerprint"] == checkpoint_fingerprint(Path(values["model"]))
+        assert run["facts"]["commit"] == commit()
     text = (out / "study.html").read_text()
     assert "Greedy accuracy, steps 1" in text and "Entropy of the policy that samples" in text
 

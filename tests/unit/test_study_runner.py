@@ -120,7 +120,7 @@ def test_a_crash_between_the_files_of_a_batch_costs_the_missing_runs_alone(tmp_p
 def test_a_batch_of_other_runs_begins_anew(tmp_path, capsys):
     study = tiny_study(arms={"none": None}, comparisons={}, learning_rates=[1e-4], tuning_seeds=0)
     store, steps = Store(tmp_path, study), []
-    kept = Checkpoint(["a", "b"], [], [], {"done": 2}, 1.0, [None, None])
+    kept = Checkpoint(["a", "b"], [], [], {"done": 2}, 1.0, [None, None], store.commit)
     store.save_checkpoint("none-test-0", kept)
     assert store.checkpoint("none-test-0") == kept and store.checkpoint("y") is None
     make = FakeMake(lambda trainer: steps.append(trainer.done))
@@ -234,9 +234,7 @@ def test_runs_that_followed_other_curves_are_computed_again_and_do_not_count(tmp
     make = FakeMake()
     assert Runner(Store(tmp_path, study), make, Console(width=200)).run()
     assert [run.name for runs, _ in make.made for run in runs] == ["warm-lr0.0001-s1"]
-    assert (
-        "1 runs are computed again, as aqn, whose entropy they follow, has other" in capsys.readouterr().out
-    )
+    assert "1 runs are computed again, as they followed other curves of aqn" in capsys.readouterr().out
     assert Store(tmp_path, study).results().tested("warm")[1].followed.entropy[2] == 9.0
 
 
@@ -254,6 +252,82 @@ def test_a_checkpoint_of_runs_that_followed_other_curves_is_not_gone_on_from(tmp
     Store(tmp_path, study).save_checkpoint("warm-test-0", kept)
     assert Runner(Store(tmp_path, study), FakeMake(), Console(width=200)).run()
     assert "is of runs that followed other curves of entropy." in capsys.readouterr().out
+
+
+def at_commit(folder, study, commit, **kwargs):
+    """The study's folder as another commit has it."""
+    store = Store(folder, study, **kwargs)
+    store.commit = commit
+    return store
+
+
+def test_runs_and_folder_say_by_which_commit_and_with_which_model(tmp_path):
+    study = tiny_study()
+    assert Runner(at_commit(tmp_path, study, "aaaaaaa"), FakeMake(), QUIET).run()
+    assert json.loads((tmp_path / "study.json").read_text()).items() >= {
+        "commit": "aaaaaaa", "fingerprint": "f",
+    }.items()  # fmt: skip
+    results = Store(tmp_path, study).write_results()
+    facts = [one.facts for one in read_results(tmp_path / RESULTS_FILE).runs]
+    assert {(fact["commit"], fact["fingerprint"]) for fact in facts} == {("aaaaaaa", "f")}
+    assert len(facts) == len(results.runs) == 14
+
+
+def test_another_model_under_the_same_name_is_refused(tmp_path):
+    study = tiny_study()
+    computed(tmp_path, study)
+    grown = Store(tmp_path, tiny_study(test_seeds=4))
+    other = FakeMake(facts={"fingerprint": "g"})
+    with pytest.raises(
+        QeRLError, match="of another model than what m is now, whose fingerprint is g and not f"
+    ):
+        Runner(grown, other, QUIET).run()
+    assert other.made == []
+
+
+def test_another_commit_is_said_and_repeats_nothing_that_is_finished(tmp_path, capsys):
+    study = tiny_study(learning_rates=[1e-4], tuning_seeds=0)
+    assert Runner(at_commit(tmp_path, study, "aaaaaaa"), FakeMake(), QUIET).run()
+    make = FakeMake()
+    grown = tiny_study(learning_rates=[1e-4], tuning_seeds=0, test_seeds=4)
+    assert Runner(at_commit(tmp_path, grown, "bbbbbbb"), make, Console(width=300)).run()
+    assert "holds 6 runs of commit aaaaaaa, and this is bbbbbbb; arms that --again" in capsys.readouterr().out
+    assert sum(len(runs) for runs, _ in make.made) == 2
+    assert {one.commit for one in Store(tmp_path, grown).results().tested("none")} == {"aaaaaaa", "bbbbbbb"}
+
+
+def test_an_arm_is_computed_again_by_a_new_commit_and_once(tmp_path, capsys):
+    study = tiny_study(learning_rates=[1e-4], tuning_seeds=0)
+    assert Runner(at_commit(tmp_path, study, "aaaaaaa"), FakeMake(), QUIET).run()
+    arms = study.values()["arms"] | {"new": {"lora_r": 4}}
+    grown = tiny_study(learning_rates=[1e-4], tuning_seeds=0, arms=arms)
+    assert make_plan(at_commit(tmp_path, grown, "bbbbbbb", again=["none"])).open == 6
+    make = FakeMake()
+    assert Runner(at_commit(tmp_path, grown, "bbbbbbb", again=["none"]), make, Console(width=300)).run()
+    assert [(runs[0].arm.name, len(runs)) for runs, _ in make.made] == [("none", 3), ("new", 3)]
+    assert "3 runs are computed again, as they are of commit aaaaaaa." in capsys.readouterr().out
+    found = Store(tmp_path, grown).results()
+    commits = {arm: {one.commit for one in found.tested(arm)} for arm in arms}
+    assert commits == {"none": {"bbbbbbb"}, "aqn": {"aaaaaaa"}, "new": {"bbbbbbb"}}
+    assert len(list((tmp_path / "former").glob("none-*-aaaaaaa.json"))) == 3
+    assert make_plan(at_commit(tmp_path, grown, "bbbbbbb", again=["none"])).open == 0
+    with pytest.raises(QeRLError, match="There is no arm 'nine' to compute again"):
+        Store(tmp_path, grown, again=["nine"])
+
+
+def test_a_batch_that_another_commit_began_begins_anew(tmp_path, capsys):
+    study = tiny_study(arms={"none": None}, comparisons={}, learning_rates=[1e-4], tuning_seeds=0)
+
+    def interrupt(trainer):
+        if trainer.done == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    assert not Runner(at_commit(tmp_path, study, "aaaaaaa"), FakeMake(interrupt), QUIET).run()
+    steps = []
+    make = FakeMake(lambda trainer: steps.append(trainer.done))
+    assert Runner(at_commit(tmp_path, study, "bbbbbbb"), make, Console(width=300)).run()
+    assert steps == [0, 1, 2, 3]
+    assert "kept of it is of commit aaaaaaa, and this is bbbbbbb." in capsys.readouterr().out
 
 
 def test_a_sweep_runs_all_seeds_at_all_rates(tmp_path):

@@ -73,7 +73,10 @@ def test_a_sweep_runs_every_seed_at_every_rate():
             {"arms": {"a": {"match_entropy": "bb"}, "bb": {"match_entropy": "a"}}},
             "which follows another arm itself",
         ),
-        ({"arms": {"a": {"match_entropy": "b"}, "b": None}}, "names b, which has no noise that begins after"),
+        (
+            {"arms": {"a": {"match_entropy": "b"}, "b": None}, "comparisons": {}},
+            "names b, which has no noise that begins after",
+        ),
         (
             {"arms": {"a": {"match_entropy": "b", "learning_rate": 1e-3}, "b": {"noise": True}}},
             "one of the two has a learning_rate of its own; give both the same",

@@ -24,7 +24,12 @@ from qerl.study.store import PAGE_FILE, Store
 
 
 def study_command(
-    words: Sequence[str], output_dir: Path | None, figures: Path | None, dry_run: bool, console: Console
+    words: Sequence[str],
+    output_dir: Path | None,
+    figures: Path | None,
+    dry_run: bool,
+    console: Console,
+    again: Sequence[str] = (),
 ) -> int:
     """Do what the command line asks for.
 
@@ -37,6 +42,7 @@ def study_command(
         figures: Folder for the figures as SVG files; None for none.
         dry_run: Say what there is to do and do nothing.
         console: Where progress is shown.
+        again: Names of arms whose runs of other commits are computed again.
 
     Returns:
         Exit status, 130 where Ctrl-C or SIGTERM ended it.
@@ -61,12 +67,14 @@ def study_command(
     if values.get("kind") == "probe":
         from qerl.study.probe.command import run_probe
 
+        if again:
+            raise QeRLError("--again names arms of a study, and a probe has none; leave it out.")
         return run_probe(where, values, folder, figures, dry_run, console)
     study = read_study(where, values)
     if dry_run:
-        console.print(_outline(study, folder), highlight=False, soft_wrap=True)
+        console.print(_outline(study, folder, again), highlight=False, soft_wrap=True)
         return 0
-    return _compute(study, folder, figures, console)
+    return _compute(Store(folder, study, again=again), figures, console)
 
 
 def _results_file(place: Path) -> Path | None:
@@ -89,13 +97,12 @@ def _draw_again(file: Path, folder: Path, figures: Path | None, console: Console
         _draw(read_results(file), folder, figures, console)
 
 
-def _compute(study: Study, folder: Path, figures: Path | None, console: Console) -> int:
-    store = Store(folder, study)
-    finished = True
+def _compute(store: Store, figures: Path | None, console: Console) -> int:
+    folder, finished = store.folder, True
     if make_plan(store).open:
         from qerl.study.compute import StudyMake  # loads the model's libraries, which a page does not need
 
-        finished = Runner(store, StudyMake(study), console).run()
+        finished = Runner(store, StudyMake(store.study), console).run()
     results = store.write_results()
     if not finished:
         console.print(f"Saved {folder}. Go on with the same command.", soft_wrap=True)
@@ -114,7 +121,7 @@ def _draw(results: Results, folder: Path, figures: Path | None, console: Console
         console.print(f"Wrote {path}", highlight=False, soft_wrap=True)
 
 
-def _outline(study: Study, folder: Path) -> str:
+def _outline(study: Study, folder: Path, again: Sequence[str]) -> str:
     """What a study consists of, and how much of it is in its folder."""
     rates = ", ".join(f"{rate:g}" for rate in study.learning_rates)
     tuning = f"{len(study.tuning_seeds)} tuning seeds at each of {rates}, then " if study.tunes else ""
@@ -134,5 +141,6 @@ def _outline(study: Study, folder: Path) -> str:
         f"{study.samples_per_prompt} samples, up to {study.runs_per_batch} side by side",
     ]
     if folder.is_dir():
-        lines.append(f"{folder}: {make_plan(Store(folder, study, looking=True)).open} runs are left")
+        plan = make_plan(Store(folder, study, looking=True, again=again))
+        lines.append(f"{folder}: {plan.open} runs are left")
     return "\n".join(lines)

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from qerl import __version__
 from qerl.errors import QeRLError
 from qerl.models.chat import Chat
+from qerl.models.fingerprint import checkpoint_fingerprint
 from qerl.models.hub import find_model
 from qerl.models.load import check_format, load_model, load_tokenizer
 from qerl.study.arms import Arm, Run
@@ -30,7 +31,7 @@ class StudyMake:
         study: The study.
 
     Attributes:
-        facts: Versions, device and dtype, for the record of each run.
+        facts: Versions, device, dtype and the model's fingerprint, for the record of each run.
 
     Raises:
         QeRLError: The model or task is not found, the task has too few held-out problems, or a format of an
@@ -65,6 +66,7 @@ class StudyMake:
             "torch": torch.__version__,
             "device": torch.cuda.get_device_name() if self.device.type == "cuda" else "CPU",
             "dtype": str(self.dtype).removeprefix("torch."),
+            "fingerprint": checkpoint_fingerprint(self.model.folder),
         }
         self._held: tuple[Any, PreTrainedModel] | None = None
 

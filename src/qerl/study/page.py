@@ -268,7 +268,7 @@ def _table(heads: Cells, rows: Sequence[Cells]) -> str:
 
 
 _HEADS: Cells = (
-    ("arm",),
+    ("arm", "commit"),
     ("learning rate", "seeds", "area, %", "SD", "accuracy at the end, %", "SD", "collapsed", "diverged"),
 )
 
@@ -304,7 +304,7 @@ def _row(results: Results, name: str, rate: float, runs: Sequence[RunResult], ma
         cells += [f"{100 * fmean(values):.1f}", f"{100 * stdev(values):.1f}" if len(values) > 1 else ""]
     cells.append(str(sum(results.collapsed(result) for result in runs)))
     cells.append(str(sum(result.diverged_at is not None for result in runs)))
-    return (name,), cells
+    return (name, ", ".join(sorted({result.commit for result in runs}))), cells
 
 
 def _settings(results: Results) -> str:

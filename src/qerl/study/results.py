@@ -19,6 +19,7 @@ from statistics import fmean
 from typing import Any
 
 from qerl.errors import QeRLError
+from qerl.source import UNKNOWN
 from qerl.study.arms import Arm, Run
 from qerl.study.files import replace
 from qerl.study.followed import Followed
@@ -63,6 +64,11 @@ class RunResult:
     diverged_at: int | None = None
     facts: dict[str, Any] = field(default_factory=dict)
     followed: Followed | None = None
+
+    @property
+    def commit(self) -> str:
+        """Of the source that computed it."""
+        return str(self.facts.get("commit", UNKNOWN))
 
     @property
     def accuracy(self) -> list[float]:

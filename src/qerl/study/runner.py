@@ -55,7 +55,7 @@ class Make(Protocol):
     """Makes trainers of batches."""
 
     facts: Mapping[str, Any]
-    """What is written down with each run: versions, device."""
+    """What is written down with each run: versions, device, `fingerprint` of the model."""
 
     def __call__(self, runs: Sequence[Run], followed: Sequence[Followed | None]) -> BatchTrainer:
         """A trainer of some runs of one arm.
@@ -103,9 +103,11 @@ class Runner:
         at the end. Where memory ran out, which another process may have taken, it is tried once more first.
 
         Raises:
-            QeRLError: The folder cannot be written; memory ran out in a batch, or its arm cannot be
-                computed.
+            QeRLError: The folder cannot be written or holds runs of another model; memory ran out in a batch,
+                or its arm cannot be computed.
         """
+        if warning := self.store.continue_with(self.make.facts["fingerprint"]):
+            self._say(warning)
         with self.guard, self._bar:
             runs = sum(map(self.study.count, self.study.arms.values()))
             self._task = self._bar.add_task("", total=runs * self.study.steps)
@@ -169,12 +171,8 @@ class Runner:
         )
 
     def _compute(self, batch: Batch) -> None:
-        if again := sum(map(self.store.has, batch.runs)):
-            other = batch.runs[0].arm.match_entropy
-            self._say(
-                f"{batch.title}: {again} runs are computed again, as {other}, whose entropy they follow, has "
-                "other curves now."
-            )
+        if again := self.store.read(batch.runs):
+            self._say(f"{batch.title}: {len(again)} runs are computed again, as {self._why(again)}.")
         try:
             work = _Work(self.store, batch, self.make(batch.runs, batch.followed), self._say)
             while not work.done and not self.guard.interrupted:
@@ -192,6 +190,13 @@ class Runner:
             self._say(f"{batch.title}: {work.summary()}")
         else:
             work.save()
+
+    def _why(self, again: Sequence[RunResult]) -> str:
+        """Why runs that are there do not count."""
+        arm = again[0].run.arm
+        if arm.name in self.store.again:
+            return f"they are of commit {', '.join(sorted({one.commit for one in again}))}"
+        return f"they followed other curves of {arm.match_entropy} than it has now"
 
     def _say(self, text: str) -> None:
         self.console.print(text, markup=False, highlight=False, soft_wrap=True)
@@ -232,6 +237,8 @@ class _Work:
         """In what a checkpoint is not this batch's; None if in nothing."""
         if kept.names != self.names:
             return "other runs"
+        if kept.commit != self.store.commit:
+            return f"commit {kept.commit}, and this is {self.store.commit}"
         return None if kept.followed == self.followed else "runs that followed other curves of entropy"
 
     @property
@@ -252,16 +259,16 @@ class _Work:
 
     def save(self) -> None:
         state, seconds = self.trainer.state(), time.monotonic() - self.start
-        kept = Checkpoint(self.names, self.records, self.evaluations, state, seconds, self.followed)
+        done = self.names, self.records, self.evaluations
+        kept = Checkpoint(*done, state, seconds, self.followed, self.store.commit)
         self.store.save_checkpoint(self.batch.name, kept)
         self.saved = time.monotonic()
 
     def finish(self, facts: Mapping[str, Any]) -> None:
         seconds, runs = time.monotonic() - self.start, len(self.names)
-        self.results = [
-            self._result(i, {**facts, "date": date.today().isoformat(), "seconds": round(seconds / runs, 3)})
-            for i in range(runs)
-        ]
+        when = {"date": date.today().isoformat(), "seconds": round(seconds / runs, 3)}
+        facts = {**facts, "commit": self.store.commit, **when}
+        self.results = [self._result(i, facts) for i in range(runs)]
         for result in self.results:
             self.store.write(result)
         self.store.drop_checkpoint(self.batch.name)

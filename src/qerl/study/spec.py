@@ -159,6 +159,11 @@ def read_study(file: str, values: Mapping[str, Any]) -> Study:
             idle = [key for key, value in own.items() if key in _idle(arm) and value != getattr(Arm, key)]
             if idle:
                 raise QeRLError(f"arms.{name}.{idle[0]} does nothing without `noise: true`; add that.")
+            if arm.match_entropy is not None and not study.arms[arm.match_entropy].scheduled:
+                raise QeRLError(
+                    f"arms.{name}.match_entropy names {arm.match_entropy}, which has no noise that begins "
+                    "after clean steps; give the arm a fixed temperature instead."
+                )
         return study
     except QeRLError as error:
         raise QeRLError(f"In the study {file}: {error}") from None
@@ -288,11 +293,6 @@ def _check_arms(study: Study) -> None:
                 raise QeRLError(
                     f"arms.{name}.match_entropy names {followed.name}, and one of the two has a "
                     "learning_rate of its own; give both the same."
-                )
-            if not followed.scheduled:
-                raise QeRLError(
-                    f"arms.{name}.match_entropy names {followed.name}, which has no noise that begins after "
-                    "clean steps; give the arm a fixed temperature instead."
                 )
 
 

@@ -1,8 +1,10 @@
 """The folder of a study: what is finished, what is under way, and who computes what.
 
     FOLDER/
-      study.json             the study with every default, and all arms that ever ran here
+      study.json             the study with every default, all arms that ever ran here, by which commit the
+                             folder was continued last, and the fingerprint of the model
       runs/NAME.json         a finished run with its whole curve
+      former/NAME-COMMIT.json     a run that was computed again
       batches/NAME.pt        a batch that was interrupted, to go on from
       batches/NAME.lock      held by the process that computes the batch
       results.json.gz        all finished runs of the study, made from runs/
@@ -13,13 +15,14 @@ again. Several processes, on several GPUs, may work in one folder: each claims a
 system releases when the process ends, however it ends.
 
 A study may grow: arms, seeds, learning rates and comparisons may be added or left out between two calls, and
-what is finished is kept. What all runs share, and what an arm is, may not change in a folder, because its
-runs would no longer be comparable.
+what is finished is kept. What all runs share, what an arm is, and the model may not change in a folder,
+because its runs would no longer be comparable. Another commit may go on with it, which is said: whether it
+computes the same is for people to know, and arms that they name are computed again by it.
 """
 
 import contextlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +32,7 @@ from filelock import FileLock
 
 from qerl.errors import QeRLError
 from qerl.run_folder import read_json
+from qerl.source import commit
 from qerl.study.arms import Run
 from qerl.study.files import claimed, replace
 from qerl.study.results import RESULTS_FILE, Results, RunResult, from_plain, write_results
@@ -55,6 +59,7 @@ class Checkpoint:
         state: State of the trainer.
         seconds: Time that it has taken so far.
         followed: What each run follows, as plain values; None where nothing.
+        commit: Of the source that computed it.
     """
 
     names: list[str]
@@ -63,6 +68,7 @@ class Checkpoint:
     state: Any
     seconds: float
     followed: list[dict[str, Any] | None]
+    commit: str
 
 
 class Store:
@@ -72,14 +78,28 @@ class Store:
         folder: The folder, which is made.
         study: The study.
         looking: Change nothing there.
+        again: Names of arms whose runs of other commits do not count as finished.
+
+    Attributes:
+        commit: Of the source that runs now.
+        again: As given.
 
     Raises:
-        QeRLError: The folder holds another study or other files, or cannot be written.
+        QeRLError: The folder holds another study or other files, or cannot be written; or `again` names an
+            arm that does not exist.
     """
 
-    def __init__(self, folder: Path, study: Study, looking: bool = False) -> None:
+    def __init__(
+        self, folder: Path, study: Study, looking: bool = False, again: Collection[str] = ()
+    ) -> None:
         self.folder = folder
         self.study = study
+        self.commit = commit()
+        self.again = again
+        if unknown := sorted(set(again) - study.arms.keys()):
+            raise QeRLError(
+                f"There is no arm {unknown[0]!r} to compute again; there are {', '.join(study.arms)}."
+            )
         self._read: dict[Path, tuple[int, RunResult]] = {}  # by time of writing; every plan asks for all runs
         if looking:
             self._joined()
@@ -99,7 +119,38 @@ class Store:
         if old:
             self._check(old, new)
             new["arms"] = old["arms"] | new["arms"]
+            new |= {key: old[key] for key in ("commit", "fingerprint") if key in old}
         return new
+
+    def continue_with(self, fingerprint: str | None) -> str | None:
+        """Write down with which model and by which commit the folder is continued.
+
+        Args:
+            fingerprint: Of the model, by `qerl.models.fingerprint`.
+
+        Returns:
+            A warning where finished runs are of other commits.
+
+        Raises:
+            QeRLError: The folder's runs are of another model.
+        """
+        path = self.folder / STUDY_FILE
+        with self._writing(), self._alone():
+            old = read_json(path)
+            if old.get("fingerprint", fingerprint) != fingerprint:
+                raise QeRLError(
+                    f"{self.folder} holds runs of another model than what {self.study.model} is now, whose "
+                    f"fingerprint is {fingerprint} and not {old['fingerprint']}; choose another --output_dir."
+                )
+            new = old | {"commit": self.commit, "fingerprint": fingerprint}
+            replace(path, (json.dumps(new, indent=1) + "\n").encode())
+        others = [one.commit for one in self.results().runs if one.commit != self.commit]
+        if not others:
+            return None
+        return (
+            f"{self.folder} holds {len(others)} runs of commit {', '.join(sorted(set(others)))}, and this is "
+            f"{self.commit}; arms that --again names are computed again."
+        )
 
     def _check(self, old: dict[str, Any], new: dict[str, Any]) -> None:
         shared = [key for key in new if key not in CHANGEABLE and key != "arms"]
@@ -119,7 +170,7 @@ class Store:
             )
 
     def has(self, run: Run) -> bool:
-        """Whether a run is there, be it one that followed something else than it would now."""
+        """Whether a run is there, be it one that does not count any more."""
         return self._path(run).is_file()
 
     def read(self, runs: Iterable[Run]) -> list[RunResult]:
@@ -146,9 +197,14 @@ class Store:
         return found
 
     def write(self, result: RunResult) -> None:
-        """Keep a finished run, in the place of one that followed something else."""
+        """Keep a finished run; one that was there before, and did not count, is laid aside."""
+        path = self._path(result.run)
         with self._writing():
-            replace(self._path(result.run), (json.dumps(result.plain(), allow_nan=False) + "\n").encode())
+            if path.is_file():
+                (before,) = self.read([result.run])
+                (self.folder / "former").mkdir(exist_ok=True)
+                path.replace(self.folder / "former" / f"{result.run.name}-{before.commit}.json")
+            replace(path, (json.dumps(result.plain(), allow_nan=False) + "\n").encode())
 
     def _path(self, run: Run) -> Path:
         return self.folder / "runs" / f"{run.name}.json"
@@ -192,17 +248,19 @@ class Store:
         return self.folder / "batches" / f"{batch}.pt"
 
     def results(self) -> Results:
-        """The study with those of its runs that are finished."""
+        """The study with those of its runs that are finished and count."""
         study = self.study
-        tuned = Results(
-            study, self.read(run for arm in study.arms.values() for run in study.tuning_runs(arm))
-        ).sound()
+        tuned = self._counted(self.read(run for arm in study.arms.values() for run in study.tuning_runs(arm)))
         runs = list(tuned.runs)
         for name, arm in study.arms.items():
             rate = tuned.rate(name)
             if rate is not None or not study.tunes:
                 runs += self.read(study.test_runs(arm, rate))
-        return Results(study, runs).sound()
+        return self._counted(runs)
+
+    def _counted(self, runs: Iterable[RunResult]) -> Results:
+        kept = [one for one in runs if one.commit == self.commit or one.run.arm.name not in self.again]
+        return Results(self.study, kept).sound()
 
     def write_results(self) -> Results:
         """Gather the finished runs in one file, and return them."""

@@ -19,6 +19,7 @@ from qerl.families.parts import base_model
 from qerl.models.fingerprint import checkpoint_fingerprint
 from qerl.models.hub import local_checkpoint
 from qerl.models.load import load_tokenizer
+from qerl.source import UNKNOWN, commit
 from qerl.study.probe.calibrate import find_strengths
 from qerl.study.probe.material import Material, make_material, strata_of
 from qerl.study.probe.measure import by_problem, on_prefixes, on_solutions
@@ -97,6 +98,7 @@ def draw_folder(probe_folder: Path, folder: Path, figures: Path | None, console:
         "probe": probe.values(),
         "strata": {name: strata_of(probe, name) for name in probe.tasks},
         "device": ", ".join(dict.fromkeys(cell["device"] for cell in cells.values() if "device" in cell)),
+        "commit": ", ".join(dict.fromkeys(cell.get("commit", UNKNOWN) for cell in cells.values())),
         "versions": versions(),
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "cells": cells,
@@ -181,7 +183,10 @@ class Run:
             cells = self._perturbed(job, wanted)
         start = time.perf_counter()
         for name, cell in cells:
-            shared = Cell(policy=job.policy, task=job.task, what=job.what, draw=job.draw, device=self._device)
+            shared = Cell(
+                policy=job.policy, task=job.task, what=job.what, draw=job.draw, device=self._device,
+                commit=commit(),
+            )  # fmt: skip
             rows, walk = cell.pop("sampled")
             numbers = reader.submit(by_problem, rows, walk, self._materials[job.task].judge)
             seconds = round(time.perf_counter() - start, 2)
