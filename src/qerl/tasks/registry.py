@@ -22,6 +22,7 @@ from qerl.tasks.hub import SOURCES, HubTask, bigmath
 from qerl.tasks.jsonl import Jsonl
 from qerl.tasks.mixture import make_mixture
 from qerl.tasks.needle import Needle
+from qerl.tasks.reasoning_gym import ReasoningGym
 
 TASKS: dict[str, Callable[..., Task]] = {
     "arithmetic": Arithmetic,
@@ -33,14 +34,19 @@ TASKS: dict[str, Callable[..., Task]] = {
 }
 """The function or class that makes each task; its keyword arguments are the task's options."""
 
-JSONL = "jsonl:"
+FAMILIES: dict[str, tuple[Callable[..., Task], str]] = {
+    "jsonl": (Jsonl, "jsonl:PATH for a file of your own"),
+    "reasoning_gym": (ReasoningGym, "reasoning_gym:NAME for a generator of reasoning-gym"),
+}
+"""What makes the tasks FAMILY:NAME from the name and the options, and what they are, in words."""
 
 
 def get_task(spec: str, **options: Any) -> Task:
     """Make the task that a specification names.
 
     Args:
-        spec: A name from :data:`TASKS`, or ``jsonl:PATH`` for the user's own file.
+        spec: A name from :data:`TASKS`, or a family of :data:`FAMILIES` and what it is to make, such as
+            ``jsonl:PATH`` for the user's own file.
         options: The task's options, which its class documents.
 
     Raises:
@@ -61,12 +67,13 @@ def get_task(spec: str, **options: Any) -> Task:
 
 
 def _maker(spec: str) -> Callable[..., Task]:
-    if spec.startswith(JSONL) and spec != JSONL:
-        return partial(Jsonl, spec.removeprefix(JSONL))
+    family, _, name = spec.partition(":")
+    if family in FAMILIES and name:
+        return partial(FAMILIES[family][0], name)
     if spec not in TASKS:
         raise QeRLError(
             f"Task {spec!r} is unknown{_nearest(spec, [*TASKS])}; the tasks are: {', '.join(TASKS)}, and "
-            f"{JSONL}PATH for a file of your own."
+            f"{', '.join(what for _, what in FAMILIES.values())}."
         )
     return TASKS[spec]
 
