@@ -61,6 +61,39 @@ def test_one_that_fails_on_some_samples_does_not(tiny_run, tmp_path: Path) -> No
     assert '"rewards/some/failed": 0.25' in (result.folder / "metrics.jsonl").read_text()
 
 
+ASYNCHRONOUS = """
+import asyncio
+import sys
+
+met = sys.modules.setdefault("met", asyncio.Barrier(2))  # each function's file is loaded as its own module
+
+async def first(completions, **kwargs):
+    await met.wait()  # for the other one: neither can end by itself
+    return [0.5] * len(completions)
+
+async def second(completions, **kwargs):
+    await met.wait()
+    return [float(i % 2) for i in range(len(completions))]
+
+async def hanging(completions, **kwargs):
+    if len(completions) == 1 and not hasattr(hanging, "hung"):
+        hanging.hung = True
+        return [1.0]
+    await asyncio.sleep(60)
+"""
+
+
+def test_asynchronous_rewards_of_a_run_wait_at_the_same_time_within_their_limit(tiny_run, tmp_path) -> None:
+    (tmp_path / "asynchronous.py").write_text(ASYNCHRONOUS)
+    files = [f"{tmp_path}/asynchronous.py:{name}" for name in ("first", "second", "hanging")]
+    result = run(tiny_run, tmp_path, "", reward_files=files, reward_timeout=0.5)
+    metrics = (result.folder / "metrics.jsonl").read_text()
+    assert '"rewards/first/mean": 0.5' in metrics
+    assert '"rewards/second/mean": 0.5' in metrics
+    assert '"rewards/first/failed": 0.0' in metrics
+    assert '"rewards/hanging/failed": 0.75' in metrics
+
+
 def a_rank(rank: int, address: Path, said: multiprocessing.Queue) -> None:
     """What one of two processes says after calls in which the function fails on some of them."""
     own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}

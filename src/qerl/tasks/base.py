@@ -19,7 +19,8 @@ from qerl.errors import QeRLError
 from qerl.rewards.text import Completion, Message, completion_text
 from qerl.tasks.answers import equal
 from qerl.tasks.formats import AnswerFormat
-from qerl.tasks.guard import RewardFunction, judges_alone, stratified
+from qerl.tasks.guard import judges_alone, stratified
+from qerl.tasks.judging import RewardFunction
 
 FORMAT_REWARD = 0.1
 """The reward for the form alone: enough to learn from, too little to be worth a wrong answer."""

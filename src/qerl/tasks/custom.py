@@ -1,6 +1,6 @@
 """The user's own reward functions, from a Python file."""
 
-from qerl.tasks.guard import RewardFunction
+from qerl.tasks.judging import RewardFunction
 from qerl.user_code import load_object
 
 

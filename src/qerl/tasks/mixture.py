@@ -30,7 +30,8 @@ from datasets import Dataset
 from qerl.errors import QeRLError, first_line
 from qerl.rewards.text import Completion, Message
 from qerl.tasks.base import Task, as_dataset
-from qerl.tasks.guard import NOT_COLUMNS, RewardFunction, judges_alone, stratified
+from qerl.tasks.guard import judges_alone, judges_outside, stratified
+from qerl.tasks.judging import NOT_COLUMNS, RewardFunction
 
 PART = "task"
 """The column that names the part to which a row belongs."""
@@ -206,8 +207,10 @@ def _handing_on(name: str, of_part: Mapping[str, RewardFunction]) -> RewardFunct
     functions = of_part.values()
     joined: Any = awaiting if any(map(inspect.iscoroutinefunction, functions)) else plain
     joined.__name__ = name
-    alone = all(getattr(function, "judges_alone", False) for function in functions)
-    return judges_alone(joined) if alone else joined
+    if not all(getattr(function, "judges_alone", False) for function in functions):
+        return joined
+    outside = any(getattr(function, "judges_outside", False) for function in functions)
+    return judges_outside(joined) if outside else judges_alone(joined)
 
 
 def _of_rows(arguments: Mapping[str, Any], own: list[int]) -> dict[str, Any]:

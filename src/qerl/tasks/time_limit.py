@@ -10,54 +10,75 @@ The limit uses the process's real-time interval timer (SIGALRM). Given up:
   ``seconds`` until the call ends.
 """
 
+import contextlib
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 Result = TypeVar("Result")
 
 
-class _TimeUpError(BaseException):
-    # Not an Exception: sympy and many reward functions catch those and would carry on.
-    pass
+class TimeUp(BaseException):
+    """Raised in code whose time is up.
+
+    It is no Exception: sympy and many reward functions catch those and would carry on.
+    """
 
 
 def call_within(seconds: float, call: Callable[[], Result]) -> Result:
     """Return the result of ``call()``, or interrupt it after ``seconds``.
 
-    Where calls cannot be interrupted (:func:`can_interrupt`) there is no limit. A timer and a handler that
-    were active before are put back, less the time that has passed.
+    Where calls cannot be interrupted (:func:`can_interrupt`) there is no limit.
 
     Raises:
         TimeoutError: The call took longer than ``seconds``.
     """
-    if not can_interrupt():
-        return call()
-    running = True
+    running = False
 
-    def on_alarm(_signum: int, _frame: object) -> None:
+    def on_alarm() -> None:
         if running:
-            raise _TimeUpError
+            raise TimeUp
 
+    try:
+        with alarm(seconds, on_alarm):
+            try:
+                running = True
+                return call()
+            finally:
+                # From here on an alarm finds nothing to stop, until the timer is disarmed.
+                running = False
+    except TimeUp:
+        raise TimeoutError(f"no result within {seconds:g} s") from None
+
+
+@contextlib.contextmanager
+def alarm(seconds: float, ring: Callable[[], None]) -> Iterator[None]:
+    """Call ``ring`` in the main thread every ``seconds``, from now until the end of the block.
+
+    Where there are no alarms (:func:`can_interrupt`) it is never called. A timer and a handler that were
+    active before are put back, less the time that has passed.
+    """
+    if not can_interrupt():
+        yield
+        return
     started = time.monotonic()
-    outer_handler = signal.signal(signal.SIGALRM, on_alarm)
+    outer_handler = signal.signal(signal.SIGALRM, lambda _signum, _frame: ring())
     outer_left, outer_interval = signal.setitimer(signal.ITIMER_REAL, seconds, seconds)
     try:
-        try:
-            return call()
-        finally:
-            # From here on an alarm finds nothing to stop, until the timer is disarmed below.
-            running = False
-    except _TimeUpError:
-        raise TimeoutError(f"no result within {seconds:g} s") from None
+        yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, outer_handler)
         if outer_left:
             left = max(outer_left - (time.monotonic() - started), 1e-3)
             signal.setitimer(signal.ITIMER_REAL, left, outer_interval)
+
+
+def rearm(seconds: float) -> None:
+    """Let the alarm that is set begin anew: it next rings after ``seconds``, and every ``seconds`` then."""
+    signal.setitimer(signal.ITIMER_REAL, seconds, seconds)
 
 
 def can_interrupt() -> bool:

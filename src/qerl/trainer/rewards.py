@@ -19,19 +19,23 @@ from trl.rewards import get_soft_overlong_punishment
 
 from qerl.errors import QeRLError
 from qerl.settings.config import QeRLConfig
+from qerl.tasks.asynchronous import Together
 from qerl.tasks.guard import GuardedReward, describe, guarded
 
 
 def guard_rewards(rewards: Any, timeout_s: float) -> list[Any]:
     """The reward functions guarded; reward models, and names of such, as they are.
 
+    Asynchronous functions wait at the same time.
+
     Args:
         rewards: What TRL takes as ``reward_funcs``: one or a list.
         timeout_s: Seconds for a sample, above 0.
     """
     every = rewards if isinstance(rewards, list) else [rewards]
+    together = Together()
     return [
-        reward if isinstance(reward, str | torch.nn.Module) else guarded(reward, timeout_s)
+        reward if isinstance(reward, str | torch.nn.Module) else guarded(reward, timeout_s, together)
         for reward in every
     ]
 
@@ -76,5 +80,5 @@ def stop_if_all_failed(rewards: Sequence[Callable[..., Any]], accelerator: Accel
             (first, *_) = gather_object([describe(reward.last.first)])
             raise QeRLError(
                 f"The reward function {reward.__name__!r} failed on all {samples} samples of a step; its "
-                f"first error is {first}. Mend it, or set reward_errors: tolerate to go on with zeros."
+                f"first error is {first}. Mend it, or set reward_errors: tolerate to go on without it."
             )
