@@ -117,7 +117,7 @@ def test_policies_are_adapters_of_a_clean_run(probe_file, tmp_path):
 
 def test_the_page_and_the_figures_come_from_the_results_alone(finished, tmp_path):
     page = (finished / "probe.html").read_text()
-    assert "aqn, 0.1 nats" in page and "http" not in page
+    assert "aqn, 0.1 nats" in page and "://" not in page
     (tmp_path / "copy.json.gz").write_bytes((finished / "results.json.gz").read_bytes())
     command.draw_probe(tmp_path / "copy.json.gz", tmp_path, tmp_path / "figures", QUIET)
     assert (tmp_path / "probe.html").read_text() == page

@@ -225,6 +225,28 @@ def test_evaluation_scores_what_the_engine_answers():
     assert batch.state()["values"].equal(before[1]["values"])
 
 
+def test_what_an_evaluation_samples_depends_on_no_batch():
+    runs = Run(an_arm(), 7, RATE), Run(an_arm(), 8, RATE)
+    together, alone = a_batch(*runs, rows_at_once=20), a_batch(runs[1], rows_at_once=1000)
+    for batch in (together, alone):
+        batch.model.adapters.values_SE.add_(0.02)
+    seen = []
+    for batch in (together, alone):
+        generate, calls = batch._sampler.generate, []
+
+        def kept(*args, generate=generate, calls=calls, **kwargs):
+            calls.append(generate(*args, **kwargs))
+            return calls[-1]
+
+        batch._sampler.generate = kept
+        scores = batch.evaluate(Sums().test(), samples=4)[-1]
+        drawn = [ids for call in calls if call.per_prompt == 4 for ids in call.completions()[-1]]
+        seen.append((scores, drawn))
+    assert seen[0][0] == pytest.approx(seen[1][0])
+    assert seen[0][1][:24] == seen[1][1] and len(seen[1][1]) == 24
+    assert len({tuple(ids) for ids in seen[1][1]}) > 12
+
+
 def test_pass_at_k_and_frozen_noise():
     right_Pk = torch.tensor([[1.0, 0, 0, 0], [1, 1, 0, 0], [0, 0, 0, 0]])
     assert pass_at(right_Pk, 1) == pytest.approx(0.25)

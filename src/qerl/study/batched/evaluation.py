@@ -18,7 +18,8 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from qerl.rollout.engine import SamplingParams
-from qerl.seeding import generator
+from qerl.rollout.sampling import uniform_streams
+from qerl.seeding import derive_seed
 from qerl.study.batched.model import BatchedModel
 from qerl.study.batched.rewards import Problems, held_out_problems
 from qerl.study.batched.sampler import Sampler, Samples, clean_norms, keyed_uniforms
@@ -103,10 +104,10 @@ class Evaluation:
         runs, count = self._model.runs, len(problems.ids)
         at_once = min(count, max(1, self._rows_at_once // (runs * samples)))
         right, distinct = [], []
-        for call, start in enumerate(range(0, count, at_once)):
+        for start in range(0, count, at_once):
             # The last call is as large as the others, whose graph it then shares.
             wanted = [index % count for index in range(start, start + at_once)]
-            uniforms_SRC = self._uniforms(at_once * samples, step, call) if params.temperature else None
+            uniforms_SRC = self._uniforms(wanted, samples, step) if params.temperature else None
             prompts = [[problems.ids[index] for index in wanted]] * runs
             drawn = self._sampler.generate(prompts, samples, params, uniforms_SRC)
             kept = min(at_once, count - start)
@@ -120,15 +121,18 @@ class Evaluation:
                 distinct.append(torch.tensor(each, dtype=torch.float).view(runs, kept))
         return torch.cat(right, dim=1), torch.cat(distinct, dim=1) if distinct else None
 
-    def _uniforms(self, rows: int, *at: int) -> torch.Tensor:
-        """Uniform numbers [S, R, C] of a call; those of a run depend on its seed."""
-        size = rows, self._greedy.max_tokens
-        return torch.stack(
-            [
-                torch.rand(size, dtype=torch.float64, generator=generator("study evaluation", seed, *at))
-                for seed in self._seeds
-            ]
-        )
+    def _uniforms(self, problems: Sequence[int], samples: int, step: int) -> torch.Tensor:
+        """Uniform numbers [S, R, C] of some problems' samples.
+
+        They are keyed by the run's seed, the step, the problem and the sample, so that how many runs share a
+        batch, and how many rows a GPU decodes at once, do not change what is drawn.
+        """
+        rows = [(problem, sample) for problem in problems for sample in range(samples)]
+        streams = {
+            seed: uniform_streams(derive_seed("study evaluation", seed, step), rows, self._greedy.max_tokens)
+            for seed in set(self._seeds)
+        }
+        return torch.stack([streams[seed] for seed in self._seeds])
 
     def _entropies(self, problems: Problems) -> list[float]:
         """Mean entropy of each run's policy on the prefixes, in nats per token."""
