@@ -112,6 +112,19 @@ class TestWithScipy:
         (one,) = statistics.compare(results(0.55 + noise, np.full(8, 0.5), arms=arms, comparisons=planned))
         assert alone.holm == alone.p and one.holm == pytest.approx(2 * one.p)
 
+    def test_no_effect_is_claimed_with_the_correction_of_the_family(self):
+        d = 0.02 * np.tile([1.0, -1.0, 0.5, -0.5], 4) + 0.0125
+        second = np.full(16, 0.5)
+        (alone,) = statistics.compare(results(second + d, second))
+        assert alone.p_equivalent == pytest.approx(statistics.equivalence(d, 0.02))
+        assert alone.p_equivalent < 0.05 < 2 * alone.p_equivalent
+        assert "no effect" in alone.verdict or "by less than" in alone.verdict
+        arms = {"none": None, "aqn": {"noise": True, "noise_stages": 2}, "later": {"lora_r": 8}}
+        planned = {"primary": [["aqn", "none"], ["later", "none"]]}
+        (one,) = statistics.compare(results(second + d, second, arms=arms, comparisons=planned))
+        assert one.p_equivalent == pytest.approx(2 * alone.p_equivalent)
+        assert "no effect" not in one.verdict and "by less than" not in one.verdict
+
     def test_a_mean_against_the_ranks_decides_nothing(self):
         d = np.array([0.01] * 28 + [-0.4] * 4) + 1e-4 * np.arange(32)
         (one,) = statistics.compare(results(0.5 + d, np.full(32, 0.5)))

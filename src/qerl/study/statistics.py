@@ -6,8 +6,9 @@ first - second of the area under the curve of accuracy (`RunResult.area`) on the
 - the mean, with the bias-corrected and accelerated (BCa) bootstrap interval of 95 % over seeds;
 - Wilcoxon's signed-rank test, because the differences have heavy tails, its p value corrected within a family
   of comparisons by Holm's method;
-- two one-sided t tests against +- the study's `equivalence`: only they allow to say that there is no effect,
-  which a large p value never does;
+- two one-sided t tests against +- the study's `equivalence`, their p value corrected in the same way: only
+  they allow to say that there is no effect, which a large p value never does, and of many pairs that differ
+  by the margin one in twenty would pass uncorrected;
 - the smallest true difference that this many seeds would have found with power .8: the paired t test at the
   level that Holm's method gives to the smallest p value of the family;
 - collapses by McNemar's exact test: of the seeds in which exactly one of the two collapsed, how many were
@@ -15,9 +16,9 @@ first - second of the area under the curve of accuracy (`RunResult.area`) on the
 
 The verdict is a word made of the corrected p value, the sign of the mean and the test of equivalence, all
 at a level of .05; where the mean and the centre of ranks, which skewed differences may have on two sides of
-0, do not agree, nothing is decided. Given up: intervals and tests of equivalence are not corrected for the
-number of comparisons, and all of it is for the study's own held-out problems and the learning rates that
-were chosen.
+0, do not agree, nothing is decided. A family makes no false claim of an effect with probability .95, and no
+false claim of none with the same. Given up: intervals are not corrected for the number of comparisons, and
+all of it is for the study's own held-out problems and the learning rates that were chosen.
 """
 
 import warnings
@@ -51,7 +52,8 @@ class Comparison:
         interval: BCa interval of the mean, 95 %.
         p: Of Wilcoxon's test.
         holm: The same, corrected within the family.
-        p_equivalent: Of the test that the mean is within +- the study's `equivalence`.
+        p_equivalent: Of the test that the mean is within +- the study's `equivalence`, corrected within the
+            family.
         equivalence: That margin.
         detectable: Smallest mean that would have been found with power .8.
         collapses: Runs of the first and of the second arm that collapsed.
@@ -104,12 +106,15 @@ def compare(results: Results) -> list[Comparison]:
     for family, pairs in results.study.comparisons.items():
         paired = [(first, second, _paired(results, first, second)) for first, second in pairs]
         members = [member for member in paired if len(member[2]) >= FEWEST]
-        p_values = [wilcoxon(differences(rows)) for *_, rows in members]
+        margin, each = results.study.equivalence, [differences(rows) for *_, rows in members]
+        p_values = [wilcoxon(d) for d in each]
         # A comparison that is planned and not computed yet counts, or looking early would make it easier.
-        adjusted_p = holm([*p_values, *[1.0] * (len(pairs) - len(members))])
-        for (first, second, rows), p, adjusted in zip(members, p_values, adjusted_p, strict=False):
-            d = differences(rows)
-            margin = results.study.equivalence
+        planned = [1.0] * (len(pairs) - len(members))
+        adjusted_p = holm([*p_values, *planned])
+        equivalent_p = holm([*(equivalence(d, margin) for d in each), *planned])
+        for (first, second, rows), d, p, adjusted, equivalent in zip(
+            members, each, p_values, adjusted_p, equivalent_p, strict=False
+        ):
             fell = [(results.collapsed(a), results.collapsed(b)) for a, b in rows]
             found.append(
                 Comparison(
@@ -122,7 +127,7 @@ def compare(results: Results) -> list[Comparison]:
                     interval=bca(d),
                     p=p,
                     holm=adjusted,
-                    p_equivalent=equivalence(d, margin),
+                    p_equivalent=equivalent,
                     equivalence=margin,
                     detectable=detectable(float(d.std(ddof=1)), len(d), LEVEL / len(pairs)),
                     collapses=(sum(a for a, _ in fell), sum(b for _, b in fell)),
@@ -176,7 +181,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def equivalence(d: np.ndarray, margin: float) -> float:
-    """p value of the two one-sided t tests that the mean of d [seeds] is within +- margin."""
+    """p value of the two one-sided t tests that the mean of d [seeds] is within +- margin, uncorrected."""
     from scipy.stats import ttest_1samp
 
     if np.ptp(d) == 0:
