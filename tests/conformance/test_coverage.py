@@ -30,6 +30,7 @@ ELSEWHERE = {
     "model_init_kwargs": "set the loader's fields: tests/unit/test_config_adapter.py",
     "trust_remote_code": "the loader's: tests/unit/test_model.py",
     "router_aux_loss_coef": "must be 0 for a mixture of experts: below",
+    "max_tool_calling_iterations": "bounds trajectories: tests/unit/test_agent_loop.py",
     "num_completions_to_print": "how TRL's code prints the same table",
     "log_unique_prompts": "how TRL's code sends the same table",
     "log_completions_hub_repo": "where TRL's code sends the same table",

@@ -49,12 +49,12 @@ def test_replaced_group_is_padded_on_the_right_sides():
 
 def batch_of(prompts: list[list[int]], completions: list[list[int]]) -> dict[str, torch.Tensor]:
     C = max(map(len, completions))
-    return {
+    batch = {
         "prompt_ids": torch.tensor(prompts),
         "prompt_mask": torch.ones(len(prompts), len(prompts[0]), dtype=torch.long),
         "completion_ids": torch.tensor([c + [99] * (C - len(c)) for c in completions]),
         "completion_mask": torch.tensor([[1] * len(c) + [0] * (C - len(c)) for c in completions]),
         "advantages": torch.arange(len(prompts)).float() % 2,
-        GROUP_KEY: group_index(len(prompts), 2, torch.device("cpu")),
         "num_items_in_batch": torch.tensor(4),
     }
+    return batch | {GROUP_KEY: group_index(batch, 2)}

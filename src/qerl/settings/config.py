@@ -158,6 +158,20 @@ class QeRLConfig(GRPOConfig):
     )
     eval_samples: PositiveInt = _help("Number of held-out problems for evaluation while training.", 64)
 
+    tool_timeout: Positive = _help(
+        "Seconds that a call of a tool, or an answer of an environment, may take.",
+        30.0,
+        group="Tools and environments",
+    )
+    tool_errors: Literal["text", "end"] = _help(
+        "A call that raises or takes too long is told to the model as a text (text) or ends its trajectory "
+        "(end).",
+        "text",
+    )
+    tool_output_limit: PositiveInt = _help(
+        "Largest number of characters of what a tool or an environment answers; longer answers are cut.", 4000
+    )
+
     algorithm: Literal["grpo", "dapo"] = _help(
         "Preset for the fields of this group that are left unset.", "grpo", group="Algorithm"
     )

@@ -224,7 +224,7 @@ PARENTS: dict[str, Acts | Refused | ForScripts] = {
     "use_transformers_continuous_batching": Refused(_ENGINE),
     "transformers_continuous_batching_config": Refused(_ENGINE),
     "use_transformers_paged": Refused(_ENGINE),
-    "max_tool_calling_iterations": Refused("tools are not supported"),
+    "max_tool_calling_iterations": Acts(PositiveInt | None),
     "chat_template_kwargs": Acts(dict[str, Any] | None),
     "pad_to_multiple_of": Acts(PositiveInt | Literal["auto"] | None),
     "use_vllm": Refused(_VLLM),

@@ -43,6 +43,7 @@ from qerl.rollout.select import make_engine
 from qerl.settings.adapter import LORA_FIELDS, plain, take_adapter
 from qerl.settings.config import QeRLConfig, default_of
 from qerl.settings.recipe import FIELDS
+from qerl.trainer.others import Others
 from qerl.trainer.policy import make_policy
 from qerl.trainer.prompts import short_prompts
 from qerl.trainer.rewards import guard_rewards, one_for_each, with_length_penalty
@@ -53,9 +54,6 @@ from qerl.trainer.update.ready import check_policy
 
 REFUSED = {
     "quantization_config": "the field `weights` of the settings says how a model is quantised",
-    "tools": "a rollout has one turn, without calls of tools",
-    "rollout_func": "the engine samples",
-    "environment_factory": "a rollout has one turn, without an environment",
 }
 """Arguments of TRL's constructor that must be left out, and why."""
 
@@ -112,11 +110,13 @@ def complete(
     peft_config: Any,
     engine: RolloutEngine | None,
     acted_on: Collection[str],
+    others: Others,
     refused: dict[str, Any],
 ) -> Completed:
     """Load, wrap and check what the user handed in; what can be checked without the model comes first.
 
     Args:
+        others: Tools and environments, checked.
         refused: The arguments of `REFUSED`, as they were given.
         model, reward_funcs, args, train_dataset, eval_dataset, processing_class, reward_processing_classes,
             optimizers, peft_config, engine, acted_on: As in `QeRLTrainer`.
@@ -124,22 +124,27 @@ def complete(
     Raises:
         QeRLError: An argument is missing, is refused, contradicts another one, or cannot be loaded.
     """
-    _check_given(model, reward_funcs, train_dataset, peft_config, refused)
+    _check_given(model, reward_funcs, train_dataset, peft_config, others, refused)
     named = isinstance(model, str | Path)
     settings = _settings(args, model, peft_config)
+    train_dataset = others.rows(train_dataset, settings)
     _check_fields(settings, acted_on, named, engine)
     check_data(settings, train_dataset)
     check_metric(settings.metric_for_best_model, eval_dataset)
     if named:
         model = find_model(model)
     tokenizer = _tokenizer(processing_class, model, train_dataset, settings.trust_remote_code)
+    others.check_tokenizer(tokenizer)
     if named:
         policy = _named_policy(model, settings, peft_config, engine)
     else:
         policy = _policy_in_hand(model, settings, peft_config, acted_on)
     _check_optimizer(optimizers[0], policy)
     check_policy(policy, engine)
-    rewards = guard_rewards(with_length_penalty(reward_funcs, settings), settings.reward_timeout)
+    every = with_length_penalty(reward_funcs, settings) + others.rewards
+    rewards = guard_rewards(every, settings.reward_timeout)
+    if settings.reward_weights is not None:  # environments weigh 1, as in TRL
+        settings.reward_weights = [*settings.reward_weights, *[1.0] * len(others.rewards)]
     limit = None if "max_prompt_length" in acted_on else settings.max_prompt_length
     short = partial(
         short_prompts, limit=limit, template_kwargs=settings.chat_template_kwargs, tokenizer=tokenizer
@@ -152,21 +157,32 @@ def complete(
         "processing_class": processing_class or tokenizer,
         "optimizers": optimizers,
     }
+    for_trl |= others.for_trl
     return Completed(policy, settings, engine or _engine(policy, tokenizer, settings), for_trl)
 
 
 def _check_given(
-    model: Any, reward_funcs: Any, train_dataset: Any, peft_config: Any, refused: dict[str, Any]
+    model: Any,
+    reward_funcs: Any,
+    train_dataset: Any,
+    peft_config: Any,
+    others: Others,
+    refused: dict[str, Any],
 ) -> None:
     """Refuse arguments that are missing, of another type, or not supported."""
     for name, value in refused.items():
         if value:
             raise QeRLError(f"{name} is not supported: {REFUSED[name]}; leave it out.")
-    if not reward_funcs:
-        raise QeRLError("reward_funcs is missing; pass a reward function, or a list of them.")
-    if train_dataset is None:
+    if not reward_funcs and not others.own_rewards:
+        raise QeRLError(
+            "reward_funcs is missing; pass a reward function, a list of them, or an environment with "
+            "get_reward()."
+        )
+    if train_dataset is None and others.factories:
+        pass  # the environment has the data
+    elif train_dataset is None:
         raise QeRLError("train_dataset is missing; pass a data set with a column `prompt`.")
-    if not isinstance(train_dataset, Dataset | IterableDataset):
+    elif not isinstance(train_dataset, Dataset | IterableDataset):
         raise QeRLError(
             f"train_dataset is a {type(train_dataset).__name__}; pass a Dataset or IterableDataset (of a "
             "DatasetDict, one of its splits)."

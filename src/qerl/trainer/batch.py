@@ -12,7 +12,8 @@ import torch
 Batch = dict[str, torch.Tensor]
 
 GROUP_KEY = "group"
-"""Key of the index [B] of each sample's group within its rollout, int64."""
+"""Key of the index [B] of each sample's prompt within its rollout, int64: of its group, unless an environment
+has shown the samples of a group different prompts."""
 
 STEP_KEY = "rollout_step"
 """Key of the 0-based optimizer step in which the samples were drawn, an int64 scalar."""
@@ -37,6 +38,15 @@ PADDED_ON = {
 """The side on which each tensor [B, tokens] of a batch is padded."""
 
 
-def group_index(samples: int, group_size: int, device: torch.device) -> torch.Tensor:
-    """The index [B] of each sample's group in a rollout that holds whole groups side by side."""
-    return torch.arange(samples, device=device) // group_size
+def group_index(batch: Batch, group_size: int) -> torch.Tensor:
+    """The index [B] of each sample's prompt in a rollout that holds whole groups side by side.
+
+    Args:
+        batch: With `prompt_ids` and `prompt_mask`.
+        group_size: Samples per group, of which neighbours with the same prompt share it.
+    """
+    ids_BP, mask_BP = batch["prompt_ids"], batch["prompt_mask"]
+    begins_B = torch.arange(len(ids_BP), device=ids_BP.device) % group_size == 0
+    differs_B = (ids_BP[1:] != ids_BP[:-1]).any(dim=1) | (mask_BP[1:] != mask_BP[:-1]).any(dim=1)
+    begins_B[1:] |= differs_B
+    return begins_B.cumsum(dim=0) - 1

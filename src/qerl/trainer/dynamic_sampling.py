@@ -15,14 +15,14 @@ import torch
 from datasets import Dataset
 
 from qerl.seeding import generator
-from qerl.trainer.batch import GROUP_KEY, PADDED_ON, Batch
+from qerl.trainer.batch import GROUP_KEY, PADDED_ON, Batch, group_index
 
 
 class FreshPrompts:
     """Rows of a data set that an optimizer step has not used yet, as far as there are any.
 
     Args:
-        dataset: Rows with a column `prompt`.
+        dataset: Rows, most with a column `prompt`.
         seed: Seed of the run.
         chances: Gives the chance of each row at the time of a draw; None draws all alike.
     """
@@ -46,8 +46,13 @@ class FreshPrompts:
         chances = self._chances() if self._chances is not None else None
         rows = fresh_rows(self._dataset, self._used, count, *key, chances=chances)
         self._draws += 1
-        self.note(self._step, [row["prompt"] for row in rows])
+        self.note(self._step, [prompt_of(row) for row in rows])
         return rows
+
+
+def prompt_of(row: dict[str, Any]) -> Any:
+    """What tells a row from others: its prompt, or all of it where an environment gives the prompt."""
+    return row.get("prompt", row)
 
 
 def fresh_rows(
@@ -70,7 +75,7 @@ def fresh_rows(
     rows: list[dict[str, Any]] = []
     for index in order:
         row = dataset[index]
-        if row["prompt"] not in used_prompts:
+        if prompt_of(row) not in used_prompts:
             rows.append(row)
         if len(rows) == count:
             return rows
@@ -98,14 +103,14 @@ def replace_groups(
         pad: Pad token of the ids.
 
     Returns:
-        A new batch of the first one's size. Groups keep the first one's indices; scalars (TRL's token count)
-        are the first one's too and must be recomputed.
+        A new batch of the first one's size. Scalars (TRL's token count) are the first one's and must be
+        recomputed.
     """
     to = samples_of(targets, group_size)
     source = samples_of(sources, group_size)
     out = {}
     for key, old in batch.items():
-        if old.ndim == 0 or key == GROUP_KEY:
+        if old.ndim == 0:
             out[key] = old
             continue
         new = fresh[key]
@@ -114,6 +119,7 @@ def replace_groups(
             width = max(old.size(1), new.size(1))
             old, new = (_widen(t, width, PADDED_ON[key], value) for t in (old, new))
         out[key] = old.index_copy(0, to.to(old.device), new.index_select(0, source.to(new.device)))
+    out[GROUP_KEY] = group_index(out, group_size)
     return out
 
 

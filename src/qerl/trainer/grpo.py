@@ -21,11 +21,12 @@ replaced, and why:
   normalisers and options stay TRL's (`trl.known_outputs`).
 - **Groups** are an index that travels with the samples (`batch`), so that nobody has to guess from tokens
   which samples share a prompt.
+- **Trajectories** of several turns are sampled by `qerl.agents`, in place of TRL's loop over tools (`turns`).
 - **Dynamic sampling** is added. Sampling seeds are keyed by step, so a resume draws what the run would have
   (`resume.trainer`).
 """
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +37,14 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
 from trl import GRPOConfig
 
+from qerl.agents.environment import EnvironmentFactory
+from qerl.agents.tools import Tool
 from qerl.errors import QeRLError
 from qerl.rollout.engine import RolloutEngine
 from qerl.trainer.arguments import complete
 from qerl.trainer.callbacks import MetricsFile
 from qerl.trainer.dynamic_sampling import empty_log
+from qerl.trainer.others import check_others
 from qerl.trainer.trl.evaluation import name_metrics
 from qerl.trainer.trl.reference import none_by_trl
 from qerl.trainer.trl.tables import written_whole
@@ -68,7 +72,11 @@ class QeRLTrainer(UpdateTrainer):
         reward_processing_classes, callbacks: As in TRL.
         optimizers: As in TRL; an optimizer needs a model in hand, whose parameters it has.
         peft_config: A fresh LoRA adapter for the model, instead of the one that the settings describe.
-        quantization_config, tools, rollout_func, environment_factory: Refused; see `arguments.REFUSED`.
+        quantization_config: Refused; see `arguments.REFUSED`.
+        tools, environment_factory: As in TRL; an environment may also answer texts, see
+            `qerl.agents.environment`.
+        rollout_func: As in TRL: `f(prompts, trainer)` in the engine's place, which it may use as
+            `trainer.engine`.
         engine: Samples completions from `model`; None makes the fastest one that can.
         acted_on: Fields of the settings that the caller has acted on; see `arguments`.
 
@@ -96,13 +104,14 @@ class QeRLTrainer(UpdateTrainer):
         optimizers: tuple[torch.optim.Optimizer | None, LRScheduler | None] = (None, None),
         quantization_config: None = None,
         peft_config: LoraConfig | None = None,
-        tools: None = None,
-        rollout_func: None = None,
-        environment_factory: None = None,
+        tools: list[Tool] | None = None,
+        rollout_func: Callable[..., Any] | None = None,
+        environment_factory: EnvironmentFactory | dict[str, EnvironmentFactory] | None = None,
         *,
         engine: RolloutEngine | None = None,
         acted_on: Collection[str] = (),
     ) -> None:
+        others = check_others(tools, environment_factory, rollout_func)
         given = complete(
             *(model, reward_funcs, args, train_dataset, eval_dataset),
             processing_class=processing_class,
@@ -111,12 +120,8 @@ class QeRLTrainer(UpdateTrainer):
             peft_config=peft_config,
             engine=engine,
             acted_on=acted_on,
-            refused={
-                "quantization_config": quantization_config,
-                "tools": tools,
-                "rollout_func": rollout_func,
-                "environment_factory": environment_factory,
-            },
+            others=others,
+            refused={"quantization_config": quantization_config},
         )
         trained = [parameter for parameter in given.model.parameters() if parameter.requires_grad]
         dtypes = [parameter.dtype for parameter in trained]
@@ -129,6 +134,7 @@ class QeRLTrainer(UpdateTrainer):
         for parameter, dtype in zip(trained, dtypes, strict=True):
             # TRL rounds adapters of four-bit models to bf16, in which an update of 5e-6 is mostly lost.
             parameter.data = parameter.data.to(dtype)
+        others.join(self, given.args.reward_timeout)
         self._start_rollouts(given.engine)
         self._start_update()
         for callback in self.callback_handler.callbacks:

@@ -14,7 +14,7 @@ from datasets import Dataset
 
 from qerl.settings.config import QeRLConfig
 from qerl.trainer.curriculum import Curriculum, key_of
-from qerl.trainer.dynamic_sampling import FreshPrompts
+from qerl.trainer.dynamic_sampling import FreshPrompts, prompt_of
 
 Row = dict[str, Any]
 
@@ -52,7 +52,7 @@ class PromptChoice:
             return inputs, {}
         own = inputs[:: self._size]
         proposed: list[Row] = gather_object(own)
-        self._fresh.note(step, [row["prompt"] for row in proposed])
+        self._fresh.note(step, [prompt_of(row) for row in proposed])
         if self._curriculum is None:
             return inputs, {}
         chosen = self._curriculum.choose(proposed, self._fresh, rollout)

@@ -43,7 +43,7 @@ def short_prompts(
     chat = Chat(tokenizer, template_kwargs) if tokenizer.chat_template else None
 
     def short(row: dict[str, Any]) -> bool:
-        prompt = row["prompt"]
+        prompt = row.get("prompt", "")  # an environment may give it
         ids = tokenizer(prompt)["input_ids"] if isinstance(prompt, str) or chat is None else chat.ids(prompt)
         return len(ids) <= limit
 

@@ -9,6 +9,7 @@ raises the same sentence, and none waits for another in a collective. Rollouts t
 those of evaluation are not looked at: they may be a single problem on which a sound function fails.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,6 +22,9 @@ from qerl.errors import QeRLError
 from qerl.settings.config import QeRLConfig
 from qerl.tasks.asynchronous import Together
 from qerl.tasks.guard import GuardedReward, describe, guarded
+
+WRITTEN_COLUMN = "written_tokens"
+"""Column of the number of tokens that the policy wrote in a completion, where others wrote in it too."""
 
 
 def guard_rewards(rewards: Any, timeout_s: float) -> list[Any]:
@@ -40,13 +44,33 @@ def guard_rewards(rewards: Any, timeout_s: float) -> list[Any]:
     ]
 
 
+def as_list(rewards: Any) -> list[Any]:
+    """What TRL takes as ``reward_funcs`` (None, one or a list) as a new list."""
+    if rewards is None:
+        return []
+    return [*rewards] if isinstance(rewards, list) else [rewards]
+
+
 def with_length_penalty(rewards: Any, args: QeRLConfig) -> list[Any]:
-    """The reward functions (one or a list), and DAPO's soft overlong punishment where it is on."""
-    every = [*rewards] if isinstance(rewards, list) else [rewards]
+    """The reward functions (none, one or a list), and DAPO's soft overlong punishment where it is on."""
+    every = as_list(rewards)
     buffer = round((args.overlong_buffer or 0.0) * (args.max_completion_length or 0))
     if buffer:
-        every.append(get_soft_overlong_punishment(args.max_completion_length, buffer))
+        every.append(_length_penalty(args.max_completion_length or 0, buffer))
     return every
+
+
+def _length_penalty(longest: int, buffer: int) -> Callable[..., list[float | None]]:
+    """TRL's soft overlong punishment, of what the policy wrote alone where others wrote too."""
+    punish = get_soft_overlong_punishment(longest, buffer)
+
+    @functools.wraps(punish)
+    def of_written(completion_ids: list[list[int]], **columns: Any) -> list[float | None]:
+        lengths = columns.get(WRITTEN_COLUMN)
+        written = completion_ids if lengths is None else [[0] * length for length in lengths]
+        return punish(completion_ids=written)
+
+    return of_written
 
 
 def one_for_each(classes: Any, given: Any, rewards: list[Any]) -> Any:
@@ -54,13 +78,13 @@ def one_for_each(classes: Any, given: Any, rewards: list[Any]) -> Any:
 
     Args:
         classes: What TRL takes as ``reward_processing_classes``: None, one tokenizer, or a list.
-        given: The user's reward functions, one or a list.
+        given: The user's reward functions, none, one or a list.
         rewards: The same with those that the settings add behind them.
     """
     if classes is None:
         return None
     every = [*classes] if isinstance(classes, list) else [classes]
-    added = len(rewards) - (len(given) if isinstance(given, list) else 1)
+    added = len(rewards) - len(as_list(given))
     return every + [None] * added
 
 

@@ -30,11 +30,12 @@ from qerl.trainer.noise import RolloutNoise
 from qerl.trainer.noisy_share import compare, is_noisy, side_by_side
 from qerl.trainer.prompt_choice import PromptChoice
 from qerl.trainer.resume.trainer import ResumableTrainer
-from qerl.trainer.rewards import stop_if_all_failed
+from qerl.trainer.rewards import WRITTEN_COLUMN, stop_if_all_failed
 from qerl.trainer.rollout_log import RolloutLog
 from qerl.trainer.timing import StepClock
 from qerl.trainer.trl.client import EngineClient
 from qerl.trainer.trl.trials import Trials
+from qerl.trainer.turns import Turns
 from qerl.trainer.update.correction import loss_mask
 
 N = TypeVar("N", int, float)
@@ -91,8 +92,10 @@ class RolloutTrainer(ResumableTrainer):
         # last says with which step weights were synchronised, which the shared modules never need.
         self.use_vllm = True
         self.vllm_mode = "server"
-        self.vllm_generation = EngineClient(self.rollout)
+        self.vllm_generation = EngineClient(self.rollout, may_differ=self.environment_factories is not None)
         self._last_loaded_step = -1
+        self._turns = Turns(self) if self.tools else None
+        self._written: list[list[int]] | None = None
 
     def _start_learning(self) -> None:
         """Noise and choice of prompts of a run that begins, which have learned nothing; noise asks how long
@@ -106,12 +109,13 @@ class RolloutTrainer(ResumableTrainer):
         self._start_learning()
         return super()._init_training_state(*args)
 
-    def rollout(self, prompts: list[list[int]], samples: int) -> RolloutResult:
+    def rollout(self, prompts: list[list[int]], samples: int, differ: bool = False) -> RolloutResult:
         """Sample completions of the present policy, with this step's noise while training.
 
         Args:
             prompts: Token ids of each prompt.
             samples: Completions per prompt.
+            differ: The samples of a group have prompts of their own; then there is one for each sample.
         """
         mode = "train" if self.model.training else "eval"
         step = self.state.global_step
@@ -121,20 +125,33 @@ class RolloutTrainer(ResumableTrainer):
         for name, value in logged.items():
             self._metrics[mode][name].append(value)
         self._noisy_samples = self._noise.noisy_samples(samples) if offsets else 0
-        parts: list[tuple[int, NormOffsets]]
-        parts = [(self._noisy_samples, offsets), (samples - self._noisy_samples, {})]
-        results = [self._sample(mode, prompts, count, noise) for count, noise in parts if count]
-        result = side_by_side(results, len(prompts))
+        groups = len(prompts) // samples if differ else len(prompts)
+        if self._turns is not None:
+            self._turns.begin(groups * samples)
+        parts: list[tuple[range, NormOffsets]]
+        parts = [(range(self._noisy_samples), offsets), (range(self._noisy_samples, samples), {})]
+        results = []
+        for part, noise in parts:
+            rows = [group * samples + sample for group in range(groups) for sample in part]
+            own, count = ([prompts[row] for row in rows], 1) if differ else (prompts, len(part))
+            if rows:
+                results.append(self._sample(mode, own, count, noise, rows))
+        result = side_by_side(results, groups)
         self._memory.read()
         self.engine.release()
         self._clock.add("rollout", result.seconds)
-        self._rollout.add(result)
+        if self._turns is None:
+            self._rollout.add(result)
+        else:
+            found = self._turns.trajectories
+            of_others = sum(trajectory.written.count(0) for trajectory in found)
+            self._rollout.add(result, of_others, sum(trajectory.turns for trajectory in found))
         return result
 
     def _sample(
-        self, mode: str, prompts: list[list[int]], samples: int, offsets: NormOffsets
+        self, mode: str, prompts: list[list[int]], samples: int, offsets: NormOffsets, rows: list[int]
     ) -> RolloutResult:
-        """One call of the engine, with a seed of its own."""
+        """One call of the engine, or one session, for these rows of the rollout, with a seed of its own."""
         step, rank = self.state.global_step, self.accelerator.process_index
         params = SamplingParams(
             max_tokens=self.max_completion_length,
@@ -146,7 +163,30 @@ class RolloutTrainer(ResumableTrainer):
             seed=derive_seed("rollout", self.args.seed, mode, step, self._calls, rank),
         )
         self._calls += 1
+        if self._turns is not None:
+            return self._turns.sample(self.engine, params, offsets, prompts, samples, rows)
         return self.engine.generate(prompts, samples, params, offsets)
+
+    def _generate(self, prompts: list[Any]) -> Any:
+        """Wraps TRL's: refuses rows without any prompt, and keeps which tokens the policy wrote."""
+        if self.environments and any(not prompt[-1]["content"] for prompt in prompts):
+            raise QeRLError(
+                f"reset of the environment {type(self.environments[0]).__name__} returned no observation, "
+                "and the data have no prompt; return a text that says what to do."
+            )
+        generated = super()._generate(prompts)
+        self._written = generated[2]
+        return generated
+
+    def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
+        """Wraps TRL's: of whole trajectories it is told the first turns."""
+        completions = super()._generate_single_turn(*args, **kwargs)
+        return completions if self._turns is None else self._turns.first_turns()
+
+    def _tool_call_loop(self, *_: Any) -> Any:
+        """Replaces TRL's: what came of the calls in the first turns is known."""
+        assert self._turns is not None
+        return self._turns.for_trl()
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> Batch:
         """Wraps TRL's rollout: groups without signal are replaced, and advantages are computed here."""
@@ -172,7 +212,7 @@ class RolloutTrainer(ResumableTrainer):
     def _sample_batch(self, inputs: list[dict[str, Any]]) -> Batch:
         """TRL's batch with its groups [B], rewards [B, F] and the sampler's entropies [B, C]."""
         batch, logged = self._scored_by_trl(inputs)
-        batch[GROUP_KEY] = group_index(len(inputs), self.num_generations, self.accelerator.device)
+        batch[GROUP_KEY] = group_index(batch, self.num_generations)
         batch |= self._sampled_now()
         batch["rollout_entropy"] = torch.tensor(logged["rollout/entropy"], device=self.accelerator.device)
         if self._noise.is_shared:
@@ -182,7 +222,7 @@ class RolloutTrainer(ResumableTrainer):
         if self._prompts.learns:
             self._prompts.observe(inputs, self._settled())
         rewards_BF = self._own_rows(self._rewards_BF, len(inputs))
-        unseen_B1 = batch["completion_mask"].sum(dim=1, keepdim=True) == 0  # cut off, and masked for that
+        unseen_B1 = loss_mask(batch).sum(dim=1, keepdim=True) == 0  # cut off, and masked for that
         batch["rewards_per_func"] = rewards_BF.masked_fill(unseen_B1, torch.nan)
         return batch
 
@@ -257,8 +297,10 @@ class RolloutTrainer(ResumableTrainer):
             batch = super()._generate_and_score_completions(inputs)
         finally:
             self.vllm_importance_sampling_correction, self._reads_logps = wanted, True
+        if self._turns is not None:
+            self._turns.replace_hanging()
         mode = "train" if self.model.training else "eval"
-        batch["sampling_entropies"] = self._rollout.entropies(batch["completion_mask"])
+        batch["sampling_entropies"] = self._rollout.entropies(batch["completion_ids"])
         logged = self._rollout.report(self.accelerator)
         for name, value in logged.items():
             self._metrics[mode][name].append(value)
@@ -297,8 +339,14 @@ class RolloutTrainer(ResumableTrainer):
     def _of_ranks(self, number: N) -> list[N]:
         return self.accelerator.gather(torch.tensor([number], device=self.accelerator.device)).tolist()
 
-    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Wraps TRL's rewards: times them and keeps the tensor [B, F] gathered from all processes."""
+    def _calculate_rewards(self, inputs: list[dict[str, Any]], *args: Any) -> torch.Tensor:
+        """Wraps TRL's rewards: times them and keeps the tensor [B, F] gathered from all processes.
+
+        Where others wrote in the completions, rewards are told how many tokens the policy wrote.
+        """
+        if self._written is not None:
+            lengths = [sum(mask) for mask in self._written]
+            inputs = [row | {WRITTEN_COLUMN: n} for row, n in zip(inputs, lengths, strict=True)]
         with self._clock.part("reward"):
-            self._rewards_BF = super()._calculate_rewards(*args, **kwargs)
+            self._rewards_BF = super()._calculate_rewards(inputs, *args)
         return self._rewards_BF

@@ -15,11 +15,15 @@ class EngineClient:
     """What TRL expects of a vLLM client, answered by the engine.
 
     Args:
-        sample: Samples completions of prompts; the second argument is their number per prompt.
+        sample: Samples completions of prompts: those of each group once, the number of samples of a group,
+            and False; or those of each sample, that number, and True.
+        may_differ: Whether an environment may show the samples of a group different prompts.
     """
 
-    def __init__(self, sample: Callable[[list[list[int]], int], RolloutResult]) -> None:
-        self._sample = sample
+    def __init__(
+        self, sample: Callable[[list[list[int]], int, bool], RolloutResult], may_differ: bool = False
+    ) -> None:
+        self._sample, self._may_differ = sample, may_differ
 
     def sync_weights(self) -> None:
         """Nothing to do: the engine runs the trainer's modules."""
@@ -34,18 +38,19 @@ class EngineClient:
         """Completions of prompts that TRL repeats `num_generations` times each; the engine takes them once.
 
         Raises:
-            QeRLError: There are images, or prompts that differ within a group.
+            QeRLError: There are images, or prompts that differ within a group and must not.
         """
         if images is not None:
             raise QeRLError("Only text prompts are supported; the data set has images.")
         once = prompts[::num_generations]
-        if prompts != [prompt for prompt in once for _ in range(num_generations)]:
+        differ = prompts != [prompt for prompt in once for _ in range(num_generations)]
+        if differ and not self._may_differ:
             raise QeRLError(
                 f"The samples of a rollout are not {num_generations} of each prompt, side by side; sample "
                 "the data with the trainer's own sampler."
             )
         with profiler:
-            result = self._sample(once, num_generations)
+            result = self._sample(prompts if differ else once, num_generations, differ)
         ids = [c.token_ids for c in result.completions]
         logprobs = [[[value] for value in c.logprobs] for c in result.completions]
         return prompts, ids, logprobs, None

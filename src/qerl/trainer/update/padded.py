@@ -72,11 +72,9 @@ class PaddedBatch:
             group_size: Samples per group.
         """
         ids, masks = (t.split([t.size(1) - columns, columns], dim=1) for t in (ids_BT, mask_BT))
-        group_B = group_index(len(ids_BT), group_size, ids_BT.device)
-        return cls.of(
-            {"prompt_ids": ids[0], "completion_ids": ids[1], GROUP_KEY: group_B}
-            | {"prompt_mask": masks[0], "completion_mask": masks[1]}
-        )
+        batch = {"prompt_ids": ids[0], "completion_ids": ids[1]}
+        batch |= {"prompt_mask": masks[0], "completion_mask": masks[1]}
+        return cls.of(batch | {GROUP_KEY: group_index(batch, group_size)})
 
     @cached_property
     def lengths(self) -> Lengths:

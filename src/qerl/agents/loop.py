@@ -1,0 +1,130 @@
+"""Many trajectories at once, without a barrier: who is answered goes on while others still wait.
+
+The engine decodes in this thread. As soon as a turn has ended, its calls are made in the pool, beside the
+decoding of the others; between two ends the answers that have come are written into their trajectories, which
+go on at once. Only when nothing is left to decode does the loop wait for answers.
+
+Nothing here raises for what a policy writes or a tool does: a row that has no room or no turns left, or whose
+call failed (where that ends it), ends with its reason.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from qerl.agents.pool import Answer, ToolPool
+from qerl.agents.trajectory import EndReason, Trajectory
+from qerl.agents.world import World
+from qerl.rollout.engine import Ended, Session
+
+ToolErrors = Literal["text", "end"]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What bounds a trajectory beside its tokens.
+
+    Attributes:
+        iterations: How often its calls are made at most; None for as often as its tokens allow.
+        tool_errors: Whether the policy reads the error of a call that failed (``text``), or its trajectory
+            ends (``end``).
+    """
+
+    iterations: int | None = None
+    tool_errors: ToolErrors = "text"
+
+
+def run_trajectories(
+    session: Session,
+    prompts: Sequence[Sequence[int]],
+    samples_per_prompt: int,
+    worlds: Sequence[World],
+    pool: ToolPool,
+    limits: Limits,
+) -> list[Trajectory]:
+    """Sample trajectories to their ends.
+
+    Args:
+        session: Of the engine; nothing else is started in it.
+        prompts: Token ids of each prompt.
+        samples_per_prompt: Trajectories of each prompt.
+        worlds: The other side of each trajectory, the samples of a prompt next to each other.
+        pool: Makes the calls.
+        limits: Bounds.
+
+    Returns:
+        The trajectories in the order of the worlds.
+    """
+    loop = _Loop(session, pool, limits)
+    try:
+        return loop.run(prompts, samples_per_prompt, worlds)
+    finally:
+        pool.abandon()
+
+
+class _Loop:
+    """One run of `run_trajectories`."""
+
+    def __init__(self, session: Session, pool: ToolPool, limits: Limits) -> None:
+        self._session, self._pool, self._limits = session, pool, limits
+        self._of: dict[int, tuple[Trajectory, World]] = {}
+
+    def run(
+        self, prompts: Sequence[Sequence[int]], samples: int, worlds: Sequence[World]
+    ) -> list[Trajectory]:
+        indices = self._session.start(prompts, samples)
+        trajectories = [Trajectory(prompt) for prompt in prompts for _ in range(samples)]
+        self._of = dict(zip(indices, zip(trajectories, worlds, strict=True), strict=True))
+        while self._session.busy or self._pool.pending:
+            for ended in self._session.next() if self._session.busy else ():
+                self._turn(ended)
+            for index, answers in self._pool.collect(wait=not self._session.busy):
+                self._answered(index, answers)
+        return trajectories
+
+    def _turn(self, ended: Ended) -> None:
+        """Take in a turn of the policy, and make its calls or end the trajectory."""
+        trajectory, world = self._of[ended.index]
+        turn = ended.completion
+        if not turn.token_ids:
+            self._end(ended.index, "length")
+            return
+        message, calls = world.read(turn.token_ids, [*trajectory.prompt_ids, *trajectory.token_ids])
+        trajectory.write(turn)
+        trajectory.messages.append(message)
+        if turn.finish_reason != "stop":
+            self._end(ended.index, turn.finish_reason)  # a call that it may hold is half a turn's
+        elif not calls:
+            self._end(ended.index, "stop")
+        elif self._limits.iterations is not None and trajectory.turns > self._limits.iterations:
+            self._end(ended.index, "turns")
+        else:
+            trajectory.calls += len(calls)
+            self._pool.submit(ended.index, calls)
+
+    def _answered(self, index: int, answers: Sequence[Answer]) -> None:
+        """Write what was answered into the trajectory, which goes on if it can."""
+        trajectory, world = self._of[index]
+        failures = sum(answer.failed for answer in answers)
+        trajectory.failures += failures
+        world.hangs |= any(answer.hangs for answer in answers)
+        if failures and self._limits.tool_errors == "end":
+            self._end(index, "tool")
+            return
+        messages = world.reply(answers)
+        if messages is None:
+            self._end(index, "stop")
+            return
+        if world.hears_last_turn and trajectory.turns == self._limits.iterations:
+            self._end(index, "turns")
+            return
+        token_ids = world.template.suffix_ids(messages)
+        if len(token_ids) >= self._session.room(index):
+            self._end(index, "length")
+            return
+        trajectory.hear(token_ids, messages)
+        self._session.go_on(index, token_ids)
+
+    def _end(self, index: int, reason: EndReason) -> None:
+        self._of[index][0].end = reason
+        self._session.finish(index)

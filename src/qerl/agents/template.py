@@ -1,0 +1,148 @@
+"""Turns as a chat template renders them: what the policy wrote as a message, what others say as tokens.
+
+Tokens of the policy are never rendered again. What stands between one of its turns and the next, other
+people's messages with the template's own marks around them, is what the template writes of a short made-up
+conversation with those messages at its end, less what it writes of the conversation without them. That needs
+a template that writes a message the same whatever follows; where a model's own does not, the version of it
+that TRL ships for training takes its place.
+
+Finding calls of tools in what the policy wrote is transformers' work, by a description of the template that
+the tokenizer has or TRL knows. TRL's functions for both are used as they are, so that a model trained here
+speaks as one trained there.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+from trl.chat_template_utils import (
+    add_response_schema,
+    get_training_chat_template,
+    is_chat_template_prefix_preserving,
+    parse_response,
+    supports_tool_calling,
+)
+
+from qerl.agents.trajectory import Message
+from qerl.errors import QeRLError, first_line
+
+
+def check_template(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuse a model that cannot be told of tools.
+
+    Raises:
+        QeRLError: Its chat template does not write tools and calls, or how it writes calls is not known.
+    """
+    name = tokenizer.name_or_path or "the tokenizer"
+    if tokenizer.chat_template is None or not supports_tool_calling(tokenizer):
+        raise QeRLError(
+            f"The chat template of {name} has no tools; use a model whose template has them, or an "
+            "environment with respond(text), which needs none."
+        )
+    try:
+        _describe(tokenizer)
+        if not is_chat_template_prefix_preserving(tokenizer):
+            get_training_chat_template(tokenizer)
+    except ValueError as error:
+        raise QeRLError(
+            f"Calls of tools cannot be found in what {name} writes ({first_line(error)}); set "
+            "response_template on its tokenizer, or use an environment with respond(text)."
+        ) from error
+
+
+def _describe(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Let the tokenizer know how its template writes calls, if TRL knows and it does not."""
+    if not any(getattr(tokenizer, name, None) for name in ("response_template", "response_schema")):
+        add_response_schema(tokenizer)
+
+
+class TurnTemplate:
+    """The chat template of a tokenizer in a conversation of several turns.
+
+    Args:
+        tokenizer: With a chat template.
+        template_kwargs: The template's own arguments.
+        tools: Whether there are any; then the template must have them.
+
+    Raises:
+        QeRLError: As `check_template`, with tools.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        template_kwargs: Mapping[str, Any] | None = None,
+        tools: bool = False,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._kwargs = dict(template_kwargs or {})
+        self._template: str | None = None
+        if tools:
+            check_template(tokenizer)
+            if not is_chat_template_prefix_preserving(tokenizer):
+                self._template = get_training_chat_template(tokenizer)
+
+    def prompt_ids(self, messages: Sequence[Message], tools: Sequence[Callable] = ()) -> list[int]:
+        """Tokens of a prompt that tells of these tools, the assistant's turn opened."""
+        return self._ids(messages, add_generation_prompt=True, tools=list(tools) or None)
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        """What the policy wrote, without special tokens."""
+        return self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
+
+    def parse(
+        self, token_ids: Sequence[int], prefix_ids: Sequence[int], tools: Sequence[Callable]
+    ) -> Message:
+        """What the policy wrote as a message, its calls of tools under `tool_calls`.
+
+        Args:
+            token_ids: The turn.
+            prefix_ids: All tokens before it.
+            tools: Those that the prompt told of.
+        """
+        try:
+            return parse_response(
+                self._tokenizer, list(token_ids), prefix=list(prefix_ids), tools=list(tools)
+            )
+        except (
+            Exception
+        ):  # a parser meets whatever a policy may write; TRL reads what it cannot parse as text
+            return {"role": "assistant", "content": self.text(token_ids)}
+
+    def suffix_ids(self, messages: Sequence[Message]) -> list[int]:
+        """Tokens between the end of the policy's turn and its next one: these messages, and its turn opened.
+
+        Raises:
+            QeRLError: The template writes the turn before them otherwise if they follow.
+        """
+        before: list[Message] = [
+            {"role": "user", "content": "dummy"},
+            {"role": "assistant", "content": ""},
+        ]
+        if messages[0]["role"] == "tool":  # some templates name the tool by the call
+            function = {"name": messages[0]["name"], "arguments": {}}
+            before[1]["tool_calls"] = [{"type": "function", "function": function}]
+        prefix = self._ids(before, add_generation_prompt=False)
+        whole = self._ids([*before, *messages], add_generation_prompt=True)
+        # The turn ends with its stop token, which the policy drew; what the template writes behind it is new.
+        ends = [place for place, token in enumerate(prefix) if token == self._tokenizer.eos_token_id]
+        if ends:
+            prefix = prefix[: ends[-1] + 1]
+        if whole[: len(prefix)] != prefix:
+            name = self._tokenizer.name_or_path or "the tokenizer"
+            raise QeRLError(
+                f"The chat template of {name} writes a turn otherwise once another follows, so a "
+                "conversation cannot go on token by token; mend the template (chat_template.jinja beside the "
+                "model)."
+            )
+        return whole[len(prefix) :]
+
+    def _ids(self, messages: Sequence[Message], **options: Any) -> list[int]:
+        return self._tokenizer.apply_chat_template(
+            list(messages),
+            chat_template=self._template,
+            tokenize=True,
+            return_dict=False,
+            **options,
+            **self._kwargs,
+        )

@@ -1,0 +1,62 @@
+"""A trajectory: one completion in which the policy and others took turns."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from qerl.rollout.engine import Completion
+
+Message = dict[str, Any]
+"""A message as chat templates take it: a role, a content, perhaps calls of tools."""
+
+EndReason = Literal["stop", "length", "turns", "tool", "error"]
+"""Why a trajectory ended: ``stop`` (the policy called nothing more, or its environment was through),
+``length`` (no room for a further token of the policy), ``turns`` (as many as it may have), ``tool`` (a call
+failed, and that ends it), ``error`` (logits that were not finite)."""
+
+
+@dataclass
+class Trajectory:
+    """What the policy wrote and what it was told, in order.
+
+    Attributes:
+        prompt_ids: Tokens before it.
+        token_ids: Tokens of the whole completion.
+        written: For each of them 1 if the policy drew it, 0 if others wrote it.
+        logprobs: Natural log-probability of each token under the policy that drew it, 0.0 at those of others.
+        entropies: Entropy in nats of the distribution that it was drawn from, 0.0 at those of others.
+        messages: Its turns and the answers to them.
+        turns: How often the policy wrote.
+        first: Tokens of its first turn.
+        calls, failures: Calls of tools or of the environment, and how many of them failed.
+        end: Why it ended; None while it goes on.
+    """
+
+    prompt_ids: Sequence[int]
+    token_ids: list[int] = field(default_factory=list)
+    written: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    entropies: list[float] = field(default_factory=list)
+    messages: list[Message] = field(default_factory=list)
+    turns: int = 0
+    first: int = 0
+    calls: int = 0
+    failures: int = 0
+    end: EndReason | None = None
+
+    def write(self, turn: Completion) -> None:
+        """Append a turn of the policy."""
+        self.turns += 1
+        self.token_ids += turn.token_ids
+        self.written += [1] * len(turn.token_ids)
+        self.logprobs += turn.logprobs
+        self.entropies += turn.entropies
+        if self.turns == 1:
+            self.first = len(turn.token_ids)
+
+    def hear(self, token_ids: Sequence[int], messages: Sequence[Message]) -> None:
+        """Append what others wrote, as tokens and as messages."""
+        self.token_ids += token_ids
+        self.messages += messages
+        for column in (self.written, self.logprobs, self.entropies):
+            column += [0] * len(token_ids)

@@ -1,0 +1,111 @@
+"""The other side of a trajectory: who answers the policy, and how what it wrote is understood.
+
+A world is that of one trajectory. The loop asks it three things, all in its own thread: what the policy's
+turn says and calls (`read`), what the answers say as messages (`reply`), and how they stand in tokens
+(`TurnTemplate`). The calls in between are made by the pool.
+"""
+
+import contextlib
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from qerl.agents.environment import is_text, tool_names
+from qerl.agents.pool import Answer, Call
+from qerl.agents.template import TurnTemplate
+from qerl.agents.tools import Tool, tool_name
+from qerl.agents.trajectory import Message
+
+
+class World(ABC):
+    """Who answers the policy in one trajectory.
+
+    Args:
+        template: How turns are written.
+        environment: The environment of the trajectory, reset; None where there are tools alone.
+
+    Attributes:
+        hangs: A call is still running that will never be heard; its environment must not be used again.
+        hears_last_turn: Whether calls are made for the last turn that a limit of turns allows, though nothing
+            is answered: an environment of texts has to hear it, tools have no use without their answer.
+    """
+
+    hears_last_turn = False
+
+    def __init__(self, template: TurnTemplate, environment: Any = None) -> None:
+        self.template, self.environment = template, environment
+        self.hangs = False
+
+    @abstractmethod
+    def read(self, token_ids: Sequence[int], prefix_ids: Sequence[int]) -> tuple[Message, list[Call]]:
+        """A turn of the policy as a message, and what it calls; nothing ends the trajectory.
+
+        Args:
+            token_ids: The turn.
+            prefix_ids: All tokens before it, the prompt's among them.
+        """
+
+    @abstractmethod
+    def reply(self, answers: Sequence[Answer]) -> list[Message] | None:
+        """What the policy is told; None ends the trajectory."""
+
+
+class ToolWorld(World):
+    """Tools, and the methods of an environment, called as the model's chat template says.
+
+    Args:
+        template, environment: As in `World`.
+        tools: Functions beside the environment's methods.
+    """
+
+    def __init__(self, template: TurnTemplate, tools: Sequence[Tool] = (), environment: Any = None) -> None:
+        super().__init__(template, environment)
+        methods = [getattr(environment, name) for name in tool_names(environment)]
+        self.tools = [*tools, *methods]
+        self._by_name: Mapping[str, Tool] = {tool_name(tool): tool for tool in self.tools}
+
+    def read(self, token_ids: Sequence[int], prefix_ids: Sequence[int]) -> tuple[Message, list[Call]]:
+        """See `World.read`."""
+        message = self.template.parse(token_ids, prefix_ids, self.tools)
+        return message, [self._call(call) for call in message.get("tool_calls") or ()]
+
+    def reply(self, answers: Sequence[Answer]) -> list[Message] | None:
+        """See `World.reply`."""
+        return [{"role": "tool", "name": answer.name, "content": str(answer.text)} for answer in answers]
+
+    def _call(self, call: Mapping[str, Any]) -> Call:
+        function = call.get("function", call)
+        name, arguments = function["name"], function["arguments"]
+        if isinstance(arguments, str):  # some templates leave them as JSON
+            with contextlib.suppress(ValueError):
+                arguments = json.loads(arguments)
+        if name not in self._by_name:
+            return Call(name, None, error=f"Tool {name} not found.")
+        if not isinstance(arguments, dict):
+            return Call(name, None, error=f"The arguments of {name} are not given by name.")
+        return Call(name, self._by_name[name], arguments)
+
+
+class TextWorld(World):
+    """A text environment, which answers every turn of the policy in a user's turn."""
+
+    hears_last_turn = True
+
+    def read(self, token_ids: Sequence[int], prefix_ids: Sequence[int]) -> tuple[Message, list[Call]]:
+        """See `World.read`."""
+        text = self.template.text(token_ids)
+        message = {"role": "assistant", "content": text}
+        return message, [Call("respond", self.environment.respond, {"text": text})]
+
+    def reply(self, answers: Sequence[Answer]) -> list[Message] | None:
+        """See `World.reply`."""
+        (answer,) = answers
+        return None if answer.text is None else [{"role": "user", "content": answer.text}]
+
+
+def world_of(template: TurnTemplate, tools: Sequence[Tool], environment: Any) -> World:
+    """The world of a trajectory with these tools and this environment, either of which may be missing."""
+    if is_text(environment):
+        return TextWorld(template, environment)
+    return ToolWorld(template, tools, environment)
