@@ -35,6 +35,14 @@ def test_format_reward_and_extraction_agree(name: str) -> None:
     assert [text for text in BAD[name] if fmt.followed(text)] == []
 
 
+@pytest.mark.parametrize("name", FORMATS)
+def test_what_is_written_in_a_format_follows_it(name: str) -> None:
+    fmt = get_format(name)
+    text = fmt.write("3 + 4 = 7\n7 - 2 = 5", "5")
+    assert text.find("3 + 4 = 7\n7 - 2 = 5") >= 0
+    assert fmt.followed(text) and fmt.extract(text) == "5"
+
+
 def test_instructions_ask_for_what_is_rewarded() -> None:
     marks = {
         "tags": ["<think>", "</think>", "<answer>", "</answer>"],

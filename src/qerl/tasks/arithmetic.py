@@ -103,11 +103,6 @@ class Problem:
     lines: tuple[str, ...]
     answer: int
 
-    @property
-    def solution(self) -> str:
-        """The full answer, as worked examples show it."""
-        return "\n".join([*self.lines, f"#### {self.answer}"])
-
     def session(self, whole: bool) -> list[tuple[str, str]]:
         """The turns with the environment ``calculator``, as pairs of a user's and an assistant's message.
 
@@ -234,14 +229,31 @@ class Arithmetic(Task):
         self.seed = seed
         self.train_size = train_size
         self.test_size = test_size
-        shown = draw_problems("examples", self.level, examples, 0, operations=_OPERATIONS)
-        self.worked = [
-            turn
-            for number, problem in enumerate(shown)
-            for turn in (
-                problem.session(whole=number == 0) if calculator else [(problem.question, problem.solution)]
+        self.calculator = calculator
+        self.examples = draw_problems("examples", self.level, examples, 0, operations=_OPERATIONS)
+
+    def ask(self, system_prompt: str | None = None, answer_format: str | None = None) -> None:
+        """As :meth:`Task.ask`; a form for the calculator is the task's own.
+
+        Raises:
+            QeRLError: Also for an answer format beside ``calculator``.
+        """
+        if self.calculator and answer_format is not None:
+            raise QeRLError(
+                "Task arithmetic with calculator: true has an answer format of its own; remove answer_format."
             )
-        ]
+        super().ask(system_prompt, answer_format)
+
+    def solution(self, problem: Problem) -> str:
+        """The full answer to a problem in the form asked for, as worked examples show it."""
+        return self.format.write("\n".join(problem.lines), str(problem.answer))
+
+    @property
+    def worked(self) -> list[tuple[str, str]]:
+        """Turns of the user and of the assistant that come before each question."""
+        if not self.calculator:
+            return [(problem.question, self.solution(problem)) for problem in self.examples]
+        return [turn for number, p in enumerate(self.examples) for turn in p.session(whole=number == 0)]
 
     def train(self) -> Dataset:
         """``train_size`` problems; see :meth:`Task.train`."""
@@ -253,9 +265,10 @@ class Arithmetic(Task):
 
     def _rows(self, split: Split, count: int) -> Dataset:
         drawn = draw_problems(split, self.level, count, self.seed)
+        worked = self.worked
         rows = (
             {
-                "prompt": self.prompt(p.question, self.worked),
+                "prompt": self.prompt(p.question, worked),
                 "answer": str(p.answer),
                 "steps": len(p.lines),
             }

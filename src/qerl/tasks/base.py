@@ -18,7 +18,7 @@ from datasets import Dataset
 from qerl.errors import QeRLError
 from qerl.rewards.text import Completion, Message, completion_text
 from qerl.tasks.answers import equal
-from qerl.tasks.formats import AnswerFormat
+from qerl.tasks.formats import AnswerFormat, get_format
 from qerl.tasks.guard import judges_alone, stratified
 from qerl.tasks.judging import RewardFunction
 
@@ -32,6 +32,7 @@ class Task(ABC):
     Attributes:
         name: The name by which recipes know the task.
         format: The form in which an answer is to be stated.
+        system_prompt: The system message; None for the format's instruction, empty for none.
         opening: The beginning of the assistant's turn that the chat template itself writes
             (:attr:`qerl.models.chat.Chat.opening`). It is judged together with the completion: where the
             template opens a thinking section, a completion that is cut off inside that section has no
@@ -40,6 +41,7 @@ class Task(ABC):
         on_hub: Whether its problems have to be fetched from the Hub, so that a dry run does not look at them.
     """
 
+    system_prompt: str | None = None
     opening: str = ""
     strata: str | None = None
     on_hub: bool = False
@@ -47,6 +49,31 @@ class Task(ABC):
     def __init__(self, name: str, answer_format: AnswerFormat) -> None:
         self.name = name
         self.format = answer_format
+
+    def ask(self, system_prompt: str | None = None, answer_format: str | None = None) -> None:
+        """Pose the problems in another way than the task's own: the options that every task has.
+
+        Args:
+            system_prompt: The system message in place of the answer format's instruction; it then has to ask
+                for the form itself. Empty for none, None for no change. Problems that are chat messages with
+                a system message of their own keep it.
+            answer_format: Name of the form in which an answer is to be stated, from
+                :data:`qerl.tasks.formats.FORMATS`; None for no change.
+
+        Raises:
+            QeRLError: A value is wrong, or the task cannot be posed otherwise.
+        """
+        if system_prompt is not None and not isinstance(system_prompt, str):
+            raise QeRLError(f"system_prompt is {system_prompt!r}; it must be text, empty for none.")
+        if answer_format is not None:
+            self.format = get_format(answer_format)
+        if system_prompt is not None:
+            self.system_prompt = system_prompt
+
+    @property
+    def instruction(self) -> str:
+        """The system message of every problem; empty for none."""
+        return self.format.instruction if self.system_prompt is None else self.system_prompt
 
     @abstractmethod
     def train(self) -> Dataset:
@@ -123,17 +150,20 @@ class Task(ABC):
         return text if text.startswith(self.opening) else self.opening + text
 
     def prompt(self, question: str, worked: Iterable[tuple[str, str]] = ()) -> list[Message]:
-        """The chat messages that pose a question: the format's instruction (if any), worked examples, it.
+        """The chat messages that pose a question: the instruction (if any), worked examples, it.
 
         Args:
             question: The text of the problem.
             worked: Pairs of a question and its full answer, shown as earlier turns.
         """
-        instruction = self.format.instruction
-        messages = [{"role": "system", "content": instruction}] if instruction else []
+        messages = self.introduction()
         for example, solution in worked:
             messages += [{"role": "user", "content": example}, {"role": "assistant", "content": solution}]
         return [*messages, {"role": "user", "content": question}]
+
+    def introduction(self) -> list[Message]:
+        """The messages before a problem: the instruction, if there is one."""
+        return [{"role": "system", "content": self.instruction}] if self.instruction else []
 
 
 def as_dataset(rows: Iterable[Mapping[str, Any]], what: str) -> Dataset:

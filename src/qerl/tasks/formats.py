@@ -21,12 +21,15 @@ class AnswerFormat:
         instruction: The system prompt that asks for the format; empty for none.
         extract: Takes a completion and returns its final answer, or None if it states none.
         followed: Takes a completion and returns True if it has exactly the form asked for.
+        write: Takes a reasoning and an answer and returns a completion of this form, as worked examples show
+            it; only of formats that any task may use.
     """
 
     name: str
     instruction: str
     extract: Callable[[str], str | None]
     followed: Callable[[str], bool]
+    write: Callable[[str, str], str] = "{}\n{}".format
 
 
 _TAGS = re.compile(r"\s*<think>(.+?)</think>\s*<answer>(.+?)</answer>\s*", re.DOTALL)
@@ -60,18 +63,21 @@ FORMATS = {
             "<think> reasoning </think> <answer> final answer </answer>",
             answers.final_answer,
             _tags_followed,
+            "<think> {} </think> <answer> {} </answer>".format,
         ),
         AnswerFormat(
             "boxed",
             r"Please reason step by step, and put your final answer within \boxed{}.",
             answers.final_answer,
             _boxed_followed,
+            "{}\n\\boxed{{{}}}".format,
         ),
         AnswerFormat(
             "hashes",
             "Solve the problem step by step. End with a line that holds #### and the answer.",
             answers.final_answer,
             _hashes_followed,
+            "{}\n#### {}".format,
         ),
         AnswerFormat(
             "number",
@@ -89,6 +95,6 @@ def get_format(name: str) -> AnswerFormat:
     Raises:
         QeRLError: No format has the name.
     """
-    if name not in FORMATS:
+    if not isinstance(name, str) or name not in FORMATS:
         raise QeRLError(f"Answer format {name!r} is unknown; use one of: {', '.join(FORMATS)}.")
     return FORMATS[name]

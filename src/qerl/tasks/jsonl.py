@@ -5,8 +5,8 @@ A line states the problem in exactly one of three columns, and the right answer 
     {"question": "What is 7 x 6?", "answer": 42}
     {"messages": [{"role": "user", "content": "What is 7 x 6?"}], "answer": "42"}
 
-``question`` and ``prompt`` are text, or chat messages as in ``messages``. The answer format's instruction is
-put in front, unless the messages begin with a system message, which then has to ask for that format itself.
+``question`` and ``prompt`` are text, or chat messages as in ``messages``. The task's instruction is put in
+front, unless the messages begin with a system message, which then has to ask for that format itself.
 Other columns reach the reward functions by name, as None for lines that lack them. A column whose name TRL
 already uses for an argument of reward functions is refused.
 
@@ -43,17 +43,13 @@ class Jsonl(Task):
 
     Args:
         path: The file with the problems.
-        answer_format: The form in which an answer is to be stated; a name from
-            :data:`qerl.tasks.formats.FORMATS`.
         test_size: Number of problems of the file to hold out. Which ones depends on the problems alone, so
             training and evaluation agree if they are given the same number.
         test_path: A second file with the held-out problems, in place of ``test_size``.
     """
 
-    def __init__(
-        self, path: str, answer_format: str = "boxed", test_size: int = 0, test_path: str | None = None
-    ) -> None:
-        super().__init__(f"jsonl:{path}", get_format(answer_format))
+    def __init__(self, path: str, test_size: int = 0, test_path: str | None = None) -> None:
+        super().__init__(f"jsonl:{path}", get_format("boxed"))
         if not isinstance(test_size, int) or test_size < 0:
             raise QeRLError(f"test_size is {test_size!r}; it must be a number of problems, 0 or more.")
         if test_size and test_path is not None:
@@ -148,7 +144,7 @@ class Jsonl(Task):
             raise ValueError("the last message must be the user's")
         chat = [{"role": message["role"], "content": message["content"]} for message in problem]
         own_instruction = chat[0]["role"] == "system"
-        return chat if own_instruction else [{"role": "system", "content": self.format.instruction}, *chat]
+        return chat if own_instruction else [*self.introduction(), *chat]
 
 
 def _is_message(message: Any) -> bool:
@@ -170,7 +166,9 @@ def _answer(value: Any) -> str:
 
 
 def _key(row: dict[str, Any]) -> str:
-    return json.dumps(row["prompt"])
+    """The problem itself: another instruction must not move it into the other set."""
+    messages = row["prompt"]
+    return json.dumps(messages[1:] if messages[0]["role"] == "system" else messages)
 
 
 def _dataset(rows: list[dict[str, Any]], path: Path) -> Dataset:

@@ -81,6 +81,17 @@ class Mixture(Task):
         """The part to which a row belongs."""
         return self.parts[row[PART]].task
 
+    def ask(self, system_prompt: str | None = None, answer_format: str | None = None) -> None:
+        """Raises: each part poses its problems in its own way.
+
+        Raises:
+            QeRLError: Always.
+        """
+        raise QeRLError(
+            "A mixture has no system_prompt or answer_format of its own; give them in the task_options of "
+            f"its tasks ({', '.join(self.parts)})."
+        )
+
     def prompt(self, question: str, worked: Any = ()) -> list[Message]:
         """Raises: which task a question is to be posed as is not known.
 

@@ -64,6 +64,17 @@ class Needle(Task):
         """``test_size`` problems that are not among the training problems; see :meth:`Task.test`."""
         return self._rows("test", self.test_size)
 
+    def ask(self, system_prompt: str | None = None, answer_format: str | None = None) -> None:
+        """Raises: a problem of this language has one form.
+
+        Raises:
+            QeRLError: Always.
+        """
+        raise QeRLError(
+            "Task needle has a language of its own, which knows no system_prompt and no answer_format; "
+            "remove them."
+        )
+
     def same(self, answer: str, reference: str) -> bool:
         """True for the right walk, to the letter."""
         return answer == reference

@@ -53,8 +53,6 @@ class ReasoningGym(Task):
 
     Args:
         generator: Its name in reasoning-gym, such as ``chain_sum``.
-        answer_format: The form in which an answer is to be stated; a name from
-            :data:`qerl.tasks.formats.FORMATS`.
         seed: Seed from which the problems of both sets are drawn.
         train_size: Number of training problems.
         test_size: Number of held-out problems.
@@ -67,13 +65,12 @@ class ReasoningGym(Task):
     def __init__(
         self,
         generator: str,
-        answer_format: str = "tags",
         seed: int = 0,
         train_size: int = 1024,
         test_size: int = 128,
         **difficulty: Any,
     ) -> None:
-        super().__init__(f"reasoning_gym:{generator}", get_format(answer_format))
+        super().__init__(f"reasoning_gym:{generator}", get_format("tags"))
         self.generator = generator
         self.train_size = train_size
         self.test_size = test_size
@@ -156,8 +153,9 @@ def _make(generator: str, options: dict[str, Any]) -> Any:
     for option in options:
         if option not in known:
             raise QeRLError(
-                f"Task reasoning_gym:{generator} has no option {option!r}; its options are answer_format, "
-                f"seed, train_size, test_size and {', '.join(n for n in known if n not in ('seed', 'size'))}."
+                f"Task reasoning_gym:{generator} has no option {option!r}; its options are system_prompt, "
+                "answer_format, seed, train_size, test_size and "
+                f"{', '.join(n for n in known if n not in ('seed', 'size'))}."
             )
     try:
         return create(generator, **options)

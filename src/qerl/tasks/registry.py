@@ -40,6 +40,8 @@ FAMILIES: dict[str, tuple[Callable[..., Task], str]] = {
 }
 """What makes the tasks FAMILY:NAME from the name and the options, and what they are, in words."""
 
+_OF_EVERY_TASK = tuple(inspect.signature(Task.ask).parameters)[1:]
+
 
 def get_task(spec: str, **options: Any) -> Task:
     """Make the task that a specification names.
@@ -47,23 +49,28 @@ def get_task(spec: str, **options: Any) -> Task:
     Args:
         spec: A name from :data:`TASKS`, or a family of :data:`FAMILIES` and what it is to make, such as
             ``jsonl:PATH`` for the user's own file.
-        options: The task's options, which its class documents.
+        options: The task's options, which its class documents, and those of :meth:`Task.ask`.
 
     Raises:
         QeRLError: The task or an option is unknown (the nearest name is given), or an option's value is
         wrong.
     """
     make = _maker(spec)
+    asked = {name: options.pop(name) for name in _OF_EVERY_TASK if name in options}
     parameters = inspect.signature(make).parameters
     known = list(parameters)
     open_ended = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     for option in options:
         if option not in known and not open_ended:
+            every = [*known, *_OF_EVERY_TASK]
             raise QeRLError(
-                f"Task {spec} has no option {option!r}{_nearest(option, known)}; its options are: "
-                f"{', '.join(known) or 'none'}."
+                f"Task {spec} has no option {option!r}{_nearest(option, every)}; its options are: "
+                f"{', '.join(every)}."
             )
-    return make(**options)
+    task = make(**options)
+    if asked:
+        task.ask(**asked)
+    return task
 
 
 def _maker(spec: str) -> Callable[..., Task]:

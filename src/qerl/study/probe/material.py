@@ -82,7 +82,7 @@ def _solutions(probe: Probe, task: Task, tokenizer: PreTrainedTokenizerBase) -> 
         return np.zeros((0, tokens), dtype=np.int64)
     drawn = draw_problems("test", task.level, task.test_size, task.seed)[:count]
     stop = tokenizer.eos_token_id
-    texts = [tokenizer(problem.solution, add_special_tokens=False)["input_ids"] for problem in drawn]
+    texts = [tokenizer(task.solution(problem), add_special_tokens=False)["input_ids"] for problem in drawn]
     return np.array([([*ids, *[stop] * tokens])[:tokens] for ids in texts], dtype=np.int64).reshape(
         -1, tokens
     )
