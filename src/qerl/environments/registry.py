@@ -1,6 +1,7 @@
 """Environments by name, as recipes give them: built-in ones, adapters, and classes of the user's own."""
 
 import difflib
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -8,11 +9,15 @@ from qerl.agents.environment import EnvironmentFactory, load_environment, make_f
 from qerl.agents.tools import Tool, load_tool
 from qerl.environments.calculator import Calculator, calculator
 from qerl.environments.guess_number import GuessNumber
+from qerl.environments.openenv import OpenEnv
 from qerl.errors import QeRLError
 from qerl.user_code import names_a_file
 
 ENVIRONMENTS: dict[str, Callable[..., Any]] = {"calculator": Calculator, "guess_number": GuessNumber}
 """The class of each built-in environment; its keyword arguments are ``environment_options``."""
+
+FAMILIES: dict[str, Callable[..., Any]] = {"openenv": OpenEnv}
+"""Adapters: what makes the environments FAMILY:WHERE from WHERE and the options."""
 
 TOOLS: dict[str, Tool] = {"calculator": calculator}
 """Built-in tools, for models whose chat template has tools."""
@@ -22,12 +27,16 @@ def get_environment(spec: str, options: Mapping[str, Any]) -> EnvironmentFactory
     """A factory of the environments that a specification names.
 
     Args:
-        spec: A name from :data:`ENVIRONMENTS`, or ``PATH.py:Class`` for a class of the user's own.
+        spec: A name from :data:`ENVIRONMENTS`, a family of :data:`FAMILIES` and what it is to make, or
+            ``PATH.py:Class`` for a class of the user's own.
         options: Keyword arguments of the class.
 
     Raises:
         QeRLError: The environment is unknown or cannot be loaded, or the class does not take the options.
     """
+    family, _, where = spec.partition(":")
+    if family in FAMILIES and where:
+        return make_factory(functools.partial(FAMILIES[family], where), options)
     if names_a_file(spec):
         return make_factory(load_environment(spec), options)
     return make_factory(_known(spec, ENVIRONMENTS, "environment", "Class"), options)
