@@ -151,14 +151,14 @@ def test_a_server_that_cannot_be_reached_is_not_asked_for_every_sample(error):
     @judges_outside
     async def reward(completions: list[str], **columns: Any) -> list[float | None]:
         nonlocal tried
-        await asyncio.sleep(0.01 * int(completions[0]))
+        await asyncio.sleep(0.05 * (int(completions[0]) // 20))  # twenty at the same moment
         tried += 1
         raise error
 
     guard = guarded(reward, LIMIT_S)
     assert call(guard, [str(i) for i in range(300)]) == [None] * 300
     assert (guard.last.failed, guard.last.samples, str(guard.last.first)) == (300, 300, str(error))
-    assert tried < 20
+    assert tried == 20
 
 
 def test_a_task_that_asks_outside_does_not_take_the_limit_from_the_others_of_a_mixture():
@@ -194,8 +194,21 @@ def test_in_a_thread_coroutines_keep_their_limit():
 
 
 def test_keyboard_interrupt_ends_the_run():
-    async def reward(completions: list[str], **columns: Any) -> list[float | None]:
+    ended = []
+
+    async def interrupted(completions: list[str], **columns: Any) -> list[float | None]:
+        await asyncio.sleep(0.01)
         raise KeyboardInterrupt
 
+    async def waiting(completions: list[str], **columns: Any) -> list[float | None]:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.append(True)
+        return []
+
+    together = Together()
+    guard, _ = (guarded(function, 5.0, together) for function in (interrupted, waiting))
     with pytest.raises(KeyboardInterrupt):
-        call(guarded(reward, LIMIT_S), ["1"])
+        call(guard, ["1"])
+    assert ended == [True], "no coroutine is left behind"

@@ -14,12 +14,15 @@ returns), all that wait run out of time with it.
 """
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Callable, Coroutine, Sequence
-from typing import Any
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Any, TypeVar
 
 from qerl.tasks.judging import HOPELESS, Batch, Judged, Judging, Outcome, checked, is_hopeless, listed
 from qerl.tasks.time_limit import TimeUp, alarm, can_interrupt, rearm
+
+Result = TypeVar("Result")
 
 _AT_ONCE = 16
 """Samples of one function that wait at the same time, where they are called one by one within its limit."""
@@ -91,36 +94,29 @@ class AtOnce(Judging):
 
     async def _by_sample(self, batch: Batch, batch_error: Exception | None = None) -> Judged:
         self.stuck_s = _GRACE * self._timeout_s
-        outcome = Outcome(len(batch.completions))
-        rewards: list[float | None] = [self._failed] * outcome.samples
+        samples = len(batch.completions)
+        rewards: list[float | None] = [self._failed] * samples
+        errors: list[Exception] = []
         started = time.perf_counter()
-        ended = hopeless = 0
+        given = 0
         # A function that has limits of its own says itself how many of its calls go on at the same time.
-        slots = asyncio.Semaphore(max(outcome.samples, 1) if self._outside else _AT_ONCE)
+        slots = asyncio.Semaphore(max(samples, 1) if self._outside else _AT_ONCE)
 
         async def one(i: int) -> None:
-            nonlocal ended, hopeless
+            nonlocal given
             async with slots:
                 try:
                     (rewards[i],) = checked(await self._call(self._timeout_s, batch.sample(i)), 1)
+                    given += 1
                 except Exception as error:
-                    outcome.add(error)
-                    hopeless += is_hopeless(error)
-                ended += 1
-                if hopeless == HOPELESS == ended:
-                    for task in tasks:
-                        if task is not asyncio.current_task():
-                            task.cancel()
+                    errors.append(error)
+                    if given == 0 and len(errors) == HOPELESS and all(map(is_hopeless, errors)):
+                        raise _Hopeless from error
 
-        tasks = [asyncio.create_task(one(i)) for i in range(outcome.samples)]
-        ends = await asyncio.gather(*tasks, return_exceptions=True)
-        for end in ends:
-            if isinstance(end, asyncio.CancelledError) and outcome.first is not None:
-                outcome.add(outcome.first)
-            elif isinstance(end, BaseException):
-                raise end
-        self._measured(time.perf_counter() - started, outcome.samples - outcome.failed)
-        return Judged(rewards, outcome, batch_error)
+        with contextlib.suppress(_Hopeless):
+            await _all(one(i) for i in range(samples))
+        self._measured(time.perf_counter() - started, given)
+        return Judged(rewards, Outcome(samples, samples - given, next(iter(errors), None)), batch_error)
 
     async def _call(self, seconds: float, arguments: dict[str, Any]) -> list[Any]:
         try:
@@ -128,12 +124,37 @@ class AtOnce(Judging):
                 return listed(await self._function(**arguments))
         except TimeUp:
             raise TimeoutError(f"no result within {seconds:g} s, and nothing was awaited") from None
+        except (KeyboardInterrupt, SystemExit) as error:
+            raise _ProcessEnds(error) from None
         except TimeoutError as error:
             raise TimeoutError(str(error) or f"no result within {seconds:g} s") from error
 
 
+class _Hopeless(Exception):
+    """The samples that are left need not be tried."""
+
+
+class _ProcessEnds(BaseException):
+    """What ends the process, in a form with which a loop first lets go of what else runs on it."""
+
+    def __init__(self, cause: BaseException) -> None:
+        super().__init__()
+        self.cause = cause
+
+
+async def _all(work: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
+    """Results of coroutines that run at the same time; if one raises, the others are cancelled first."""
+    tasks = [asyncio.create_task(each) for each in work]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
 def _run_watched(
-    runner: asyncio.Runner, work: Sequence[Coroutine[Any, Any, Judged]], stuck_s: Callable[[], float]
+    runner: asyncio.Runner, work: Iterable[Coroutine[Any, Any, Judged]], stuck_s: Callable[[], float]
 ) -> list[Judged]:
     """Results of coroutines that run together; a step of the loop that takes longer than `stuck_s` fails."""
     spared: set[asyncio.Task | None] = {None}  # the loop itself, and tasks that are no function's
@@ -147,7 +168,7 @@ def _run_watched(
         watch = asyncio.create_task(beat()) if can_interrupt() else None
         spared.update({asyncio.current_task(), watch})
         try:
-            return await asyncio.gather(*work)
+            return await _all(work)
         finally:
             if watch is not None:
                 watch.cancel()
@@ -156,5 +177,8 @@ def _run_watched(
         if asyncio.current_task(runner.get_loop()) not in spared:
             raise TimeUp
 
-    with alarm(stuck_s(), on_alarm):
-        return runner.run(everything())
+    try:
+        with alarm(stuck_s(), on_alarm):
+            return runner.run(everything())
+    except _ProcessEnds as error:
+        raise error.cause from None
