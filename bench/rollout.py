@@ -63,7 +63,7 @@ def fill_rows(step: DecodeStep, cache: KVCache, prompt_tokens: int, group: int, 
     pace = Pace(round_steps=decode_tokens, spare_rounds=0)
     scheduler = Scheduler(BlockManager(cache.blocks, PAGE), rows, pace)
     prompts = torch.randint(0, 1000, (triton.cdiv(rows, group), prompt_tokens)).tolist()
-    scheduler.add(prompts, group, decode_tokens)
+    scheduler.add(prompts, group, [decode_tokens] * len(prompts))
     admitted = scheduler.next_round().admitted
     assert len(admitted) == rows, "the cache is too small"
     step.rows.clear()

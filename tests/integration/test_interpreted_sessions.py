@@ -12,6 +12,7 @@ from qerl.rollout.paged.engine import PagedEngine
 from qerl.rollout.paged.limits import KVGeometry
 from qerl.rollout.paged.machine import Eager
 from qerl.rollout.paged.pace import Pace
+from qerl.rollout.paged.scheduler import Scheduler
 from qerl.rollout.portable.engine import PortableEngine
 from tests.support.sessions import check_against, play
 
@@ -30,12 +31,29 @@ def model(tiny_model):
     return tiny_model("qwen3", vocab_size=61, num_hidden_layers=1)
 
 
-def test_turns_draw_what_one_turn_would_have_drawn(model):
+class Forgetful(Scheduler):
+    """A scheduler that gives up the blocks of every sequence whose turn has ended."""
+
+    def advance(self, generated, ended):
+        super().advance(generated, ended)
+        while self._reclaim():
+            pass
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_turns_draw_what_one_turn_would_have_drawn(model, monkeypatch, kept):
+    """Of two sequences in one row, the second begins while others write to the first."""
+    if not kept:
+        monkeypatch.setattr("qerl.rollout.paged.session.Scheduler", Forgetful)
     whole = PortableEngine(model, 0).generate(PROMPTS, 1, SamplingParams(max_tokens=8, seed=5)).completions
     pauses = tuple(completion.token_ids[1] for completion in whole)
     params = SamplingParams(max_tokens=8, seed=5, stop_token_ids=pauses)
-    with paged(model).session(params) as session:
+    with paged(model, max_sequences=1).session(params) as session:
         session.start(PROMPTS, 1)
-        found = play(session, whole, 2)
+        found = play(session, whole, 3)
+        assert not session._scheduler.idle
+        assert session._scheduler.blocks.free == session._scheduler.blocks.count
     check_against(found, whole)
-    assert max(turns for *_, turns in found.values()) > 1
+    assert sum(turns for *_, turns in found.values()) == 4
+    # The prompts, and for each what was written and the token before it; or all but the last token.
+    assert session.prefilled_tokens == (4 + 2 * 3 if kept else 4 + 4 + 2 * 5)

@@ -2,13 +2,14 @@
 
 from collections.abc import Callable
 from contextlib import contextmanager
+from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerFast
 from trl.chat_template_utils import qwen3_chat_template
 
 from qerl.rollout.engine import Completion, RolloutEngine
-from qerl.rollout.session import Track, TrackedSession
 from tests.support.models import EOS, make_tiny_tokenizer
+from tests.support.sessions import WholeTurns
 
 
 def tool_tokenizer() -> PreTrainedTokenizerFast:
@@ -37,18 +38,26 @@ def call(name: str, **arguments) -> str:
     return f'<tool_call>\n{{"name": "{name}", "arguments": {{{pairs}}}}}\n</tool_call>'
 
 
+class Row(NamedTuple):
+    """What a script goes by, beside what a sequence has: its prompt, and its number among the samples."""
+
+    prompt_number: int
+    sample: int
+    prompt: list[int]
+
+
 class SayingEngine(RolloutEngine):
     """Says scripted texts, each ended by the stop token unless there is no room.
 
     Args:
         tokenizer: Of the texts.
-        say: The text of a sequence's next turn, given its books and what it has so far as text.
+        say: The text of a sequence's next turn, given its row and what it has so far as text.
 
     Attributes:
         calls: (params, norm_offsets) of each session.
     """
 
-    def __init__(self, tokenizer, say: Callable[[Track, str], str], positions: int | None = None) -> None:
+    def __init__(self, tokenizer, say: Callable[[Row, str], str], positions: int | None = None) -> None:
         self.tokenizer, self.say, self.positions = tokenizer, say, positions
         self.calls: list = []
 
@@ -61,18 +70,16 @@ class SayingEngine(RolloutEngine):
         yield _SayingSession(self, params)
 
 
-class _SayingSession(TrackedSession):
+class _SayingSession(WholeTurns):
     def __init__(self, engine: SayingEngine, params) -> None:
-        super().__init__(params, positions=engine.positions, pad_token_id=0)
+        super().__init__(params, engine.positions)
         self._engine = engine
 
-    def _draw(self, tracks):
-        return [self._turn(track) for track in tracks]
-
-    def _turn(self, track: Track) -> Completion:
-        tokenizer = self._engine.tokenizer
-        text = self._engine.say(track, tokenizer.decode(track.token_ids))
+    def turn(self, sequence) -> Completion:
+        tokenizer, prompt = self._engine.tokenizer, sequence.prompt
+        row = Row(prompt.number, sequence.sample, prompt.token_ids)
+        text = self._engine.say(row, tokenizer.decode(sequence.token_ids))
         ids = tokenizer(text + EOS)["input_ids"]
-        cut = ids[: track.room]
+        cut = ids[: sequence.room]
         logprobs = [-4.0 - (token % 7) / 8 for token in cut]
         return Completion(cut, logprobs, [4.0] * len(cut), "stop" if len(cut) == len(ids) else "length")

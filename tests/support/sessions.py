@@ -1,10 +1,49 @@
-"""What tests of sessions share: trajectories whose others write what an uninterrupted run would have drawn.
+"""What tests of sessions share: scripted ones, and trajectories that are told what they would have drawn.
 
 A token's uniform number is keyed by its place in the completion, so after such text the policy must draw what
 it would have drawn without the pause.
 """
 
+from abc import abstractmethod
+
 import pytest
+
+from qerl.rollout.engine import Completion
+from qerl.rollout.sequence import Sequence, new_sequences
+from qerl.rollout.session import TrackedSession
+
+
+class WholeTurns(TrackedSession[Sequence]):
+    """A session without a model, in which every turn is made at once."""
+
+    def __init__(self, params, positions) -> None:
+        super().__init__(params, positions, pad_token_id=0)
+        self._waiting = []
+
+    @abstractmethod
+    def turn(self, sequence: Sequence) -> Completion:
+        """What a sequence says next."""
+
+    def _add(self, prompts, samples, limits):
+        added = new_sequences(prompts, samples, limits, self._sequences)
+        self._waiting += [sequence for sequence in added if sequence.room]
+        return added
+
+    def _resume(self, sequence):
+        self._waiting.append(sequence)
+
+    def _drop(self, sequence):
+        pass
+
+    def _decode(self):
+        ended, self._waiting = self._waiting, []
+        for sequence in ended:
+            said = self.turn(sequence)
+            sequence.token_ids += said.token_ids
+            sequence.logprobs += said.logprobs
+            sequence.entropies += said.entropies
+            sequence.finish_reason = said.finish_reason
+        return ended
 
 
 def play(session, uninterrupted, written, order=lambda ended: ended):

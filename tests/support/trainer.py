@@ -8,8 +8,8 @@ import torch
 from datasets import Dataset
 
 from qerl.rollout.engine import Completion, RolloutEngine, RolloutResult
-from qerl.rollout.session import TrackedSession
 from qerl.seeding import generator
+from tests.support.sessions import WholeTurns
 
 GROUP = 4
 DATA = Dataset.from_dict({"prompt": ["one two", "three", "four five six", "seven eight"]})
@@ -53,17 +53,16 @@ class ScriptedEngine(RolloutEngine):
         return Completion(ids, logprobs, [4.0] * length, "stop")
 
 
-class ScriptedSession(TrackedSession):
+class ScriptedSession(WholeTurns):
     """Turns of a scripted engine: each depends on the seed, the sequence and what it has so far."""
 
     def __init__(self, engine: ScriptedEngine, params) -> None:
-        super().__init__(params, positions=None, pad_token_id=0)
-        self._engine = engine
+        super().__init__(params, positions=None)
+        self._engine, self._seed = engine, params.seed
 
-    def _draw(self, tracks):
-        keys = [(t.prompt_number, t.sample, len(t.token_ids)) for t in tracks]
-        draws = [generator("scripted", self._params.seed, *key) for key in keys]
-        return [self._engine.draw(track.room, draw) for track, draw in zip(tracks, draws, strict=True)]
+    def turn(self, sequence):
+        place = sequence.prompt.number, sequence.sample, len(sequence.token_ids)
+        return self._engine.draw(sequence.room, generator("scripted", self._seed, *place))
 
 
 def settings(folder: Path, **changes: Any) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from qerl.rollout.portable import attention
 from qerl.rollout.portable.cache import PreallocatedCache
 from qerl.rollout.portable.engine import PortableEngine
 from qerl.rollout.portable.waves import SequenceId, Wave, plan_waves
+from qerl.rollout.sequence import Prompt, Sequence
 from tests.support.portable import PAD, PROMPTS, sampled
 
 
@@ -34,23 +35,24 @@ class TestPlan:
 
 
 class TestWave:
-    def wave(self, size, **settings):
-        return Wave(size, sampled(max_tokens=3, stop_token_ids=(9,), **settings), PAD)
+    def wave(self, size, max_tokens=3, stops=(9,)):
+        prompt = Prompt(0, [1])
+        return Wave([Sequence(index, prompt, index, max_tokens) for index in range(size)], stops)
 
     def test_ends_on_stop_length_and_error(self):
         wave = self.wave(4)
+        sequences = list(wave.rows)
         wave.record([9, 1, 1, 1], [-1.0] * 4, [0.5] * 4, [True, True, False, True])
         assert wave.compact() == [3, 1]
-        assert wave.rows == [3, 1]
-        wave.record([2, 2], [-2.0] * 2, [0.5] * 2, [True, False])
+        assert wave.rows == [sequences[3], sequences[1]]
+        assert wave.record([2, 2], [-2.0] * 2, [0.5] * 2, [True, False]) == [sequences[1]]
         assert wave.compact() == [0]
         wave.record([3], [-3.0], [0.5], [True])
         assert wave.compact() == []
-        done = wave.completions()
-        assert [c.token_ids for c in done] == [[9], [1], [PAD], [1, 2, 3]]
-        assert [c.logprobs for c in done] == [[-1.0], [-1.0], [0.0], [-1.0, -2.0, -3.0]]
-        assert [c.finish_reason for c in done] == ["stop", "error", "error", "length"]
-        assert all(len(c.token_ids) == len(c.logprobs) == len(c.entropies) for c in done)
+        assert [s.token_ids for s in sequences] == [[9], [1], [], [1, 2, 3]]
+        assert [s.logprobs for s in sequences] == [[-1.0], [-1.0], [], [-1.0, -2.0, -3.0]]
+        assert [s.finish_reason for s in sequences] == ["stop", "error", "error", "length"]
+        assert all(len(s.token_ids) == len(s.logprobs) == len(s.entropies) for s in sequences)
 
     def test_nothing_moves_while_all_run(self):
         wave = self.wave(2)
@@ -59,18 +61,18 @@ class TestWave:
 
     def test_rows_follow_their_sequences_through_any_order_of_finishing(self):
         generator = torch.Generator().manual_seed(0)
-        wave = Wave(40, sampled(max_tokens=1000, stop_token_ids=(1,)), PAD)
-        owners = torch.arange(40)
+        wave = self.wave(40, max_tokens=1000, stops=(1,))
+        owners, left = torch.arange(40), 0
         while wave.rows:
-            assert owners.tolist() == wave.rows
+            assert owners.tolist() == [sequence.index for sequence in wave.rows]
             stops = (torch.rand(len(owners), generator=generator) < 0.15).long().tolist()
-            wave.record(stops, [0.0] * len(stops), [0.0] * len(stops), [True] * len(stops))
+            left += len(wave.record(stops, [0.0] * len(stops), [0.0] * len(stops), [True] * len(stops)))
             sources = wave.compact()
             if sources is not None:
                 moved = [row for row, source in enumerate(sources) if row != source]
                 assert len(moved) <= sum(stops)
                 owners = owners[sources]
-        assert len(wave.completions()) == 40
+        assert left == 40
 
 
 class TestCache:
@@ -97,6 +99,29 @@ class TestCache:
         ours.keep([0, 1])
         theirs.batch_select_indices(torch.tensor([0, 1]))
         append(rows=2, tokens=1)
+
+    @pytest.mark.parametrize("width", [4, 6])
+    def test_rows_that_were_taken_join_another_batch(self, width):
+        """Of three rows of 4, 3 and 2 tokens the last two are taken, and join one of ``width``."""
+        generator = torch.Generator().manual_seed(1)
+        first, second, other = PreallocatedCache(1), PreallocatedCache(1), PreallocatedCache(1)
+        states = torch.randn(2, 3, 2, 4, 5, generator=generator)
+        first.update(*states, 0)
+        taken = [first.take(1, 3), first.take(2, 2)]
+        second.load(taken, [3, 1], capacity=8)
+        new = torch.randn(2, 2, 2, 1, 5, generator=generator)
+        keys = second.update(*new, 0)[0]
+        assert torch.equal(keys[0, :, :3], states[0, 1, :, 1:])
+        assert torch.equal(keys[1, :, 2:], torch.cat([states[0, 2, :, 2:3], new[0, 1]], dim=1))
+        assert not keys[1, :, :2].any()
+        running = torch.randn(2, 1, 2, width, 5, generator=generator)
+        other.update(*running, 0)
+        other.join(second, width=width, capacity=9)
+        keys, values = other.update(*torch.ones(2, 3, 2, 1, 5), 0)
+        assert keys.shape == (3, 2, width + 1, 5)
+        assert torch.equal(values[0, :, :width], running[1, 0])
+        assert torch.equal(values[1, :, width - 4 : width - 1], states[1, 1, :, 1:])
+        assert not keys[1:, :, : width - 4].any()
 
     def test_a_new_token_is_written_in_place(self):
         cache = PreallocatedCache(1)

@@ -8,6 +8,7 @@ import torch
 from qerl.errors import QeRLError
 from qerl.rollout.engine import Completion
 from qerl.rollout.portable.engine import PortableEngine
+from qerl.rollout.portable.session import KEPT_BYTES
 from tests.support.portable import PAD, PROMPTS, sampled
 from tests.support.sessions import check_against, play
 from tests.support.trainer import ScriptedEngine
@@ -15,23 +16,83 @@ from tests.support.trainer import ScriptedEngine
 STOPS = tuple(range(0, 128, 9))
 
 
+KEYS_OF_A_TOKEN = 2 * 2 * 2 * 16 * 4
+"""Bytes of a token's keys and values in a tiny model: two kinds, layers and heads of 16 numbers in FP32."""
+
+
 @contextmanager
-def started(model, prompts=PROMPTS, samples=2, limits=None, rows=64, **settings):
-    with PortableEngine(model, PAD, rows).session(sampled(**settings)) as session:
+def started(model, prompts=PROMPTS, samples=2, limits=None, rows=64, kept_bytes=KEPT_BYTES, **settings):
+    with PortableEngine(model, PAD, rows, kept_bytes).session(sampled(**settings)) as session:
         session.start(prompts, samples, limits)
         yield session
 
 
-@pytest.mark.parametrize("rows", [64, 3])
-@pytest.mark.parametrize("written", [0, 1, 5])
-@pytest.mark.parametrize("family", ["llama", "mistral"])
-def test_turns_draw_what_one_turn_would_have_drawn(tiny_model, family, written, rows):
-    model = tiny_model(family, **({"sliding_window": 6} if family == "mistral" else {}))
+@pytest.mark.parametrize(
+    ("family", "rows", "kept_bytes"),
+    [
+        ("llama", 64, KEPT_BYTES),
+        ("llama", 3, KEPT_BYTES),
+        ("llama", 64, 0),
+        ("llama", 64, 60 * KEYS_OF_A_TOKEN),
+        ("mistral", 64, KEPT_BYTES),
+    ],
+)
+@pytest.mark.parametrize("written", [0, 5])
+def test_turns_draw_what_one_turn_would_have_drawn(tiny_model, family, rows, kept_bytes, written):
+    config = {"sliding_window": 6} if family == "mistral" else {}
+    model = tiny_model(family, **config)
     whole = PortableEngine(model, PAD).generate(PROMPTS, 2, sampled(max_tokens=40)).completions
-    with started(model, max_tokens=40, stop_token_ids=STOPS, rows=rows) as session:
+    settings = {"max_tokens": 40, "stop_token_ids": STOPS}
+    with started(model, rows=rows, kept_bytes=kept_bytes, **settings) as session:
         found = play(session, whole, written)
     check_against(found, whole)
     assert max(turns for *_, turns in found.values()) > 2
+
+
+def test_only_what_others_wrote_is_computed_where_keys_were_kept(tiny_model):
+    model = tiny_model("llama")
+    every = tuple(range(128))  # every turn is one token
+    prompts = sum(map(len, PROMPTS))
+    computed = []
+    for kept_bytes in (KEPT_BYTES, 0):
+        with started(model, samples=1, stop_token_ids=every, kept_bytes=kept_bytes) as session:
+            for ended in session.next():
+                session.go_on(ended.index, [7] * (1 + ended.index % 2))
+            session.next()
+            computed.append(session.prefilled_tokens - prompts)
+    # Each computes the token that was drawn as well, which no decode step has read.
+    written = sum(1 + index % 2 for index in range(len(PROMPTS)))
+    assert computed == [written + len(PROMPTS), prompts + written + len(PROMPTS)]
+
+
+def test_keys_are_kept_no_longer_than_a_sequence_may_need_them(tiny_model):
+    with started(tiny_model("llama"), stop_token_ids=STOPS, max_tokens=40) as session:
+        while session.busy:
+            for ended in session.next():
+                if session.room(ended.index) > 3 and ended.index % 2:
+                    session.go_on(ended.index, [7, 7])
+                else:
+                    session.finish(ended.index)
+        assert session.next() == []
+        assert not session._kept and not session._uniforms and session._runner is None
+
+
+def test_others_decode_while_a_sequence_waits(tiny_model):
+    """A turn that has ended costs the others no step, and rows are free for those that go on."""
+    model, shapes = tiny_model("llama"), []
+    model.register_forward_pre_hook(
+        lambda _model, _args, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+    )
+    with started(model, PROMPTS, 1, stop_token_ids=STOPS, max_tokens=40) as session:
+        first = session.next()
+        assert 0 < len(first) < len(PROMPTS)
+        session.next()
+        running = shapes[-1][0]
+        for ended in first:
+            session.go_on(ended.index, [7])
+        session.next()
+        assert running == len(PROMPTS) - len(first)
+        assert (len(first), 2) in shapes  # the token that was drawn and the one that was written
 
 
 def test_a_turn_depends_neither_on_company_nor_on_the_order_of_answers(tiny_model):

@@ -1,142 +1,165 @@
 """Books of a session: what each sequence has, what it may still have, and whose turn it is.
 
-Both engines keep them in the same way; how tokens are drawn is theirs.
-
-Legend: a sequence is waiting for the engine from `start` or `go_on` on, and between turns after `next` has
-returned it, until it goes on or is finished.
+Both engines keep them in the same way. Which sequences share a batch, and where their keys and values lie
+between turns, is each engine's own. A whole completion is a session of one turn.
 """
 
+import time
 from abc import abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+from collections import abc
+from contextlib import AbstractContextManager
+from typing import Generic, TypeVar
 
 from qerl.errors import QeRLError
 from qerl.rollout.engine import (
     Completion,
     Ended,
-    FinishReason,
+    RolloutResult,
     SamplingParams,
     Session,
     check_prompts,
 )
+from qerl.rollout.sequence import Sequence
+
+S = TypeVar("S", bound=Sequence)
 
 
-@dataclass(eq=False)
-class Track:
-    """One sequence, from its start to its end.
-
-    Attributes:
-        index: Its number in the session.
-        prompt_number: Number of its prompt in the session, which keys its uniform numbers.
-        prompt: Token ids of its prompt.
-        sample: Number among the prompt's sequences, from 0.
-        limit: Tokens that it may have beside the prompt, drawn or written; at most 0 for one without room.
-        token_ids: What it has, drawn or written.
-        logprobs, entropies: Of its tokens; 0.0 where others wrote them.
-        turn_start: Tokens that it had when its turn began.
-        finish_reason: Why its last turn ended.
-        stage: Where it stands.
-    """
-
-    index: int
-    prompt_number: int
-    prompt: list[int]
-    sample: int
-    limit: int
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    entropies: list[float] = field(default_factory=list)
-    turn_start: int = 0
-    finish_reason: FinishReason = "length"
-    stage: Literal["waiting", "between turns", "finished"] = "waiting"
-
-    @property
-    def room(self) -> int:
-        """Tokens that it may still have."""
-        return 0 if self.finish_reason == "error" else max(0, self.limit - len(self.token_ids))
-
-
-class TrackedSession(Session):
+class TrackedSession(Session, Generic[S]):
     """A session that knows what its sequences have, and asks a subclass to draw.
 
     Args:
         params: Sampling parameters.
         positions: Positions that the model has; None where it sets no limit.
         pad_token_id: Stands in for a turn whose first logits were not finite.
+
+    Attributes:
+        prefilled_tokens: Tokens that were computed otherwise than as they were drawn: prompts, once for all
+            their samples that run together, what others wrote, and what had to be computed again.
     """
 
     def __init__(self, params: SamplingParams, positions: int | None, pad_token_id: int) -> None:
         self._params, self._positions, self._pad_token_id = params, positions, pad_token_id
-        self._tracks: list[Track] = []
-        self._prompts = 0
+        self._sequences: list[S] = []
+        self._full: list[S] = []  # sequences that have no room from their start, and were not returned yet
+        self._drawing = self.prefilled_tokens = 0
 
     @abstractmethod
-    def _draw(self, tracks: list[Track]) -> list[Completion]:
-        """What the policy draws in the turn of each."""
+    def _add(self, prompts: list[list[int]], samples: int, limits: list[int]) -> list[S]:
+        """Make sequences, numbered on from those there are, and queue those that have room.
+
+        Args:
+            prompts: Token ids of each.
+            samples: Sequences for each prompt.
+            limits: Tokens that the sequences of each prompt may have.
+        """
+
+    @abstractmethod
+    def _resume(self, sequence: S) -> None:
+        """Queue a sequence to which others have written."""
+
+    @abstractmethod
+    def _drop(self, sequence: S) -> None:
+        """Give up what is held of a sequence that will not go on."""
+
+    @abstractmethod
+    def _decode(self) -> list[S]:
+        """Decode until at least one sequence has ended its turn, its tokens and reason up to date."""
 
     def start(
         self,
-        prompts: Sequence[Sequence[int]],
+        prompts: abc.Sequence[abc.Sequence[int]],
         samples_per_prompt: int,
-        max_tokens: Sequence[int] | None = None,
+        max_tokens: abc.Sequence[int] | None = None,
     ) -> list[int]:
         """See `Session.start`."""
         check_prompts(prompts, samples_per_prompt)
-        first = len(self._tracks)
-        for prompt, own in zip(prompts, max_tokens or [self._params.max_tokens] * len(prompts), strict=True):
-            limit = min(own, self._params.max_tokens)
-            if self._positions is not None:
-                limit = min(limit, self._positions - len(prompt))
-            for sample in range(samples_per_prompt):
-                index = len(self._tracks)
-                self._tracks.append(Track(index, self._prompts, list(prompt), sample, limit))
-            self._prompts += 1
-        return list(range(first, len(self._tracks)))
+        own = max_tokens or [self._params.max_tokens] * len(prompts)
+        limits = [self._limit(len(prompt), most) for prompt, most in zip(prompts, own, strict=True)]
+        added = self._add([list(prompt) for prompt in prompts], samples_per_prompt, limits)
+        self._sequences += added
+        self._full += [sequence for sequence in added if not sequence.room]
+        self._drawing += len(added)
+        return [sequence.index for sequence in added]
 
-    def go_on(self, index: int, token_ids: Sequence[int]) -> None:
+    def go_on(self, index: int, token_ids: abc.Sequence[int]) -> None:
         """See `Session.go_on`."""
-        track = self._between_turns(index)
-        if len(token_ids) >= track.room:
+        sequence = self._between_turns(index)
+        if len(token_ids) >= sequence.room:
             raise QeRLError(
-                f"Sequence {index} has room for {track.room} tokens, and {len(token_ids)} written ones leave "
-                "none to draw: shorten them or finish the sequence."
+                f"Sequence {index} has room for {sequence.room} tokens, and {len(token_ids)} written ones "
+                "leave none to draw: shorten them or finish the sequence."
             )
-        track.token_ids += token_ids
-        track.logprobs += [0.0] * len(token_ids)
-        track.entropies += [0.0] * len(token_ids)
-        track.turn_start, track.stage = len(track.token_ids), "waiting"
+        sequence.write(list(token_ids))
+        self._drawing += 1
+        self._resume(sequence)
 
     def room(self, index: int) -> int:
         """See `Session.room`."""
-        return self._tracks[index].room
+        return self._sequences[index].room
 
     def finish(self, index: int) -> None:
         """See `Session.finish`."""
-        self._between_turns(index).stage = "finished"
+        sequence = self._between_turns(index)
+        sequence.stage = "finished"
+        self._drop(sequence)
 
     def next(self) -> list[Ended]:
         """See `Session.next`."""
-        waiting = [track for track in self._tracks if track.stage == "waiting"]
-        running = [track for track in waiting if track.room > 0]
-        drawn = dict(zip(running, self._draw(running), strict=True)) if running else {}
-        return [self._end(track, drawn.get(track, Completion([], [], [], "length"))) for track in waiting]
+        full, self._full = self._full, []
+        return [self._end(sequence) for sequence in full or self._decode()]
 
     @property
     def busy(self) -> bool:
         """See `Session.busy`."""
-        return any(track.stage == "waiting" for track in self._tracks)
+        return self._drawing > 0
 
-    def _end(self, track: Track, completion: Completion) -> Ended:
-        track.token_ids += completion.token_ids
-        track.logprobs += completion.logprobs
-        track.entropies += completion.entropies
-        track.finish_reason, track.stage = completion.finish_reason, "between turns"
-        return Ended(track.index, completion)
+    def _limit(self, prompt_tokens: int, most: int) -> int:
+        """Tokens that a sequence may have: of the session, of its own, and of the model's positions."""
+        limits = [self._params.max_tokens, most]
+        if self._positions is not None:
+            limits.append(self._positions - prompt_tokens)
+        return min(limits)
 
-    def _between_turns(self, index: int) -> Track:
-        track = self._tracks[index]
-        if track.stage != "between turns":
-            state = "was finished" if track.stage == "finished" else "has not ended its turn"
+    def _end(self, sequence: S) -> Ended:
+        sequence.stage = "between turns"
+        self._drawing -= 1
+        turn, reason = slice(sequence.turn_start, None), sequence.finish_reason
+        drawn = sequence.token_ids[turn], sequence.logprobs[turn], sequence.entropies[turn]
+        if reason == "error" and not drawn[0]:
+            drawn = [self._pad_token_id], [0.0], [0.0]
+        return Ended(sequence.index, Completion(*drawn, reason))
+
+    def _between_turns(self, index: int) -> S:
+        sequence = self._sequences[index]
+        if sequence.stage != "between turns":
+            state = "was finished" if sequence.stage == "finished" else "has not ended its turn"
             raise QeRLError(f"Sequence {index} {state}; only one whose turn has ended can go on or finish.")
-        return track
+        return sequence
+
+
+def whole_completions(
+    opened: AbstractContextManager["TrackedSession[S]"],
+    prompts: abc.Sequence[abc.Sequence[int]],
+    samples_per_prompt: int,
+) -> RolloutResult:
+    """What `RolloutEngine.generate` returns: sequences of one turn.
+
+    Args:
+        opened: A session in which nothing was started.
+        prompts, samples_per_prompt: As in `RolloutEngine.generate`.
+    """
+    begin = time.perf_counter()
+    found: dict[int, Completion] = {}
+    with opened as session:
+        indices = session.start(prompts, samples_per_prompt)
+        while session.busy:
+            for ended in session.next():
+                found[ended.index] = ended.completion
+                session.finish(ended.index)
+    completions = [found[index] for index in indices]
+    return RolloutResult(
+        completions=completions,
+        prompt_tokens=session.prefilled_tokens,
+        generated_tokens=sum(len(completion.token_ids) for completion in completions),
+        seconds=time.perf_counter() - begin,
+    )

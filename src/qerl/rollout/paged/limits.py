@@ -76,6 +76,14 @@ class BlockDemand:
     completion_tokens: int
     samples: int
 
+    def joined(self, other: "BlockDemand") -> "BlockDemand":
+        """The demand of the sequences of two calls together."""
+        return BlockDemand(
+            max(self.prompt_tokens, other.prompt_tokens),
+            max(self.completion_tokens, other.completion_tokens),
+            min(self.samples, other.samples),
+        )
+
     @property
     def prompt_blocks(self) -> int:
         """Blocks of a prompt, which its samples share."""

@@ -1,4 +1,4 @@
-"""Keys and values of prompts, and of a preempted sequence's own tokens, in passes of bounded length.
+"""Keys and values of prompts, of what others wrote, and of what was given up, in passes of bounded length.
 
 All spans that have something to compute are laid end to end and cut into passes, so short prompts share a
 pass and a long one takes several. Within a pass every layer first writes all keys and values, then attends,
@@ -55,8 +55,9 @@ class Prefill:
         padding = size - len(tokens)
         columns: list[list[int]] = [[], [], [], [], []]
         for span, i in tokens:
-            slot = span.blocks[i // PAGE] * PAGE + i % PAGE
-            row = (span.token_ids[i], span.position + i, slot, span.prompt_tokens, i + 1)
+            place = span.start + i
+            slot = span.blocks[place // PAGE] * PAGE + place % PAGE
+            row = (span.token_ids[i], span.position + i, slot, span.prompt_tokens, place + 1)
             for column, value in zip(columns, row, strict=True):
                 column.append(value)
         token, position, slots, shared, own = (column + [0] * padding for column in columns)

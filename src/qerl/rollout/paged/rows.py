@@ -76,8 +76,8 @@ class Rows:
         """Write the state of sequences that enter rows.
 
         Args:
-            sequences: Those admitted, with rows and blocks; tokens that they generated before a preemption
-                are in the cache again.
+            sequences: Those admitted, with rows and blocks; what they have already, but for its last token,
+                is in the cache when they are decoded.
             seed: Seed of the call, which with prompt and sample numbers gives each its uniforms.
         """
         if not sequences:
@@ -108,7 +108,7 @@ class Rows:
         return [sequence.last_token, cached + own, slot, own, sequence.max_tokens, 0, cached, own + 1]
 
     def _write_outputs(self, sequence: Sequence) -> None:
-        """Tokens from before a preemption."""
+        """What it has from before, drawn or written."""
         row, count = sequence.row, len(sequence.token_ids)
         stats = torch.tensor([sequence.logprobs, sequence.entropies], device=self._device)
         self.state.out_token_TM[row, :count] = torch.tensor(sequence.token_ids, device=self._device)

@@ -7,7 +7,11 @@ place, and returns views of the part in use.
 
 A wave goes through two phases. Prefill stores the keys and values of the unique prompts as they come.
 ``repeat`` then gives each sample its own row and room for its completion; from there on tokens are written in
-place, and ``keep`` drops finished rows by moving rows from the end into the holes.
+place, and ``keep`` drops finished rows by moving rows from the end into the holes. A row's keys can be taken
+out, and later be loaded into the cache of another batch, or join a batch that decodes.
+
+All rows end at the same column: what is shorter has unused columns on its left, which are zero or padding, so
+that a key that the mask hides is at least a finite one.
 
 Sliding-window layers keep every position as well: the model's own mask hides those outside the window, which
 is correct with left padding and costs memory, not correctness. Given up: sharing the prompt's pages between
@@ -21,6 +25,23 @@ from typing import Any
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
+
+KeysAndValues = tuple[torch.Tensor, torch.Tensor]
+"""Keys and values of one row and layer, each [H, T, D]."""
+
+
+def _right_aligned(states: Sequence[torch.Tensor], capacity: int) -> torch.Tensor:
+    """A buffer [B, H, capacity, D] with states [H, T, D] that all end where the longest ends.
+
+    What is in front of a shorter one is zero, what is behind is not initialised.
+    """
+    heads, _, width = states[0].shape
+    longest = max(state.shape[1] for state in states)
+    buffer = states[0].new_empty(len(states), heads, capacity, width)
+    for row, state in enumerate(states):
+        buffer[row, :, : longest - state.shape[1]] = 0
+        buffer[row, :, longest - state.shape[1] : longest] = state
+    return buffer
 
 
 class PreallocatedLayer(CacheLayerMixin):
@@ -70,6 +91,34 @@ class PreallocatedLayer(CacheLayerMixin):
             used[holes] = used[moves]
         self.keys, self.values = self.keys[:rows], self.values[:rows]
 
+    def take(self, row: int, tokens: int) -> KeysAndValues:
+        """Copies [H, tokens, D] of a row's last tokens."""
+        last = slice(self._length - tokens, self._length)
+        return self.keys[row, :, last].clone(), self.values[row, :, last].clone()
+
+    def load(self, rows: Sequence[KeysAndValues], lengths: Sequence[int], capacity: int) -> None:
+        """Begin with so many first tokens of what was taken of each row, and room for ``capacity`` tokens."""
+        self.keys, self.values = (
+            _right_aligned([each[kind][:, :n] for each, n in zip(rows, lengths, strict=True)], capacity)
+            for kind in (0, 1)
+        )
+        self._length = max(lengths)
+        self.is_initialized = True
+
+    def join(self, other: "PreallocatedLayer", width: int, capacity: int) -> None:
+        """Append the rows of another batch; of both the last ``width`` tokens are kept."""
+        self.keys, self.values = (
+            _right_aligned(
+                [
+                    *mine[:, :, : self._length][..., -width:, :],
+                    *theirs[:, :, : other._length][..., -width:, :],
+                ],
+                capacity,
+            )
+            for mine, theirs in ((self.keys, other.keys), (self.values, other.values))
+        )
+        self._length = width
+
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Keys that ``query_length`` new tokens see, themselves included, and the position of the first."""
         return self._length + query_length, 0
@@ -117,3 +166,29 @@ class PreallocatedCache(Cache):
         moves_index = torch.tensor([sources[row] for row in holes], device=device, dtype=torch.long)
         for layer in self._own_layers:
             layer.keep(moves_index, holes_index, len(sources))
+
+    def take(self, row: int, tokens: int) -> list[KeysAndValues]:
+        """Copies of keys and values of a row's last tokens, layer by layer."""
+        return [layer.take(row, tokens) for layer in self._own_layers]
+
+    def load(self, rows: Sequence[Sequence[KeysAndValues]], lengths: Sequence[int], capacity: int) -> None:
+        """Begin with what was taken of rows.
+
+        Args:
+            rows: What `take` returned of each.
+            lengths: How many of its first tokens each begins with, one of them at least with one.
+            capacity: Tokens, padding included, that a row can grow to.
+        """
+        for number, layer in enumerate(self._own_layers):
+            layer.load([row[number] for row in rows], lengths, capacity)
+
+    def join(self, other: "PreallocatedCache", width: int, capacity: int) -> None:
+        """Append the rows of another batch.
+
+        Args:
+            other: Its cache.
+            width: Tokens of the longest row of both.
+            capacity: Tokens, padding included, that a row can grow to.
+        """
+        for mine, theirs in zip(self._own_layers, other._own_layers, strict=True):
+            mine.join(theirs, width, capacity)

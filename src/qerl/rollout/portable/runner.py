@@ -2,7 +2,8 @@
 
 One ``Runner`` serves one wave. It pads the prompts on the left so that all rows append at the same index of
 the cache, runs each prompt once, gives its samples a copy of the cache, and from then on feeds one token per
-row.
+row. Rows that go on from kept keys and values are computed from where these end, and may join a wave that
+decodes already.
 
 Shapes: P prompts, B rows, T tokens of the longest prompt, V vocabulary.
 """
@@ -13,7 +14,7 @@ import torch
 from torch import nn
 
 from qerl.families.parts import base_model
-from qerl.rollout.portable.cache import PreallocatedCache
+from qerl.rollout.portable.cache import KeysAndValues, PreallocatedCache
 
 
 class Runner:
@@ -60,6 +61,60 @@ class Runner:
         self._positions = self._positions[rows_B, -1:]
         self._cache.repeat(rows_B, width + max_tokens)
         return logits_PV[rows_B]
+
+    def resume(
+        self, texts: Sequence[Sequence[int]], kept: Sequence[Sequence[KeysAndValues]], max_tokens: int
+    ) -> torch.Tensor:
+        """Compute what texts have beyond their kept keys and values.
+
+        All rows compute as many of their last tokens as the one that has the most to compute. To pad the
+        others instead would cost the same, and leave holes between their keys, which a sliding window would
+        count.
+
+        Args:
+            texts: Token ids of B rows.
+            kept: Keys and values of the first tokens of each, at least of one and fewer than it has.
+            max_tokens: Tokens that a row will be given afterwards at most.
+
+        Returns:
+            Logits [B, V] of each row's next token, in the model's dtype.
+        """
+        lengths = [len(text) for text in texts]
+        width = max(lengths)
+        new = max(n - layers[0][0].shape[1] for n, layers in zip(lengths, kept, strict=True))
+        self._cache.load(kept, [max(0, n - new) for n in lengths], width + max_tokens)
+        tokens_BT = torch.tensor(
+            [
+                [self._pad_token_id] * (new - n) + list(text[-new:])
+                for n, text in zip(lengths, texts, strict=True)
+            ],
+            device=self._device,
+        )
+        self._place(torch.tensor(lengths, device=self._device)[:, None], max_tokens)
+        behind_T = torch.arange(1 - new, 1, device=self._device)
+        positions_BT = (self._positions + behind_T).clamp_(min=0)
+        return self._forward(tokens_BT, self._mask[:, : self._length], positions_BT)
+
+    def join(self, other: "Runner", max_tokens: int) -> None:
+        """Append the rows of another runner, of which as of this one all tokens are computed.
+
+        Args:
+            other: Not to be used any more.
+            max_tokens: Tokens that a row will be given afterwards at most.
+        """
+        self._place(torch.cat([self._positions, other._positions]) + 1, max_tokens)
+        self._cache.join(other._cache, self._length, self._length + max_tokens)
+
+    def keys_of(self, row: int) -> list[KeysAndValues]:
+        """Copies of the keys and values of a row's tokens, layer by layer."""
+        return self._cache.take(row, int(self._positions[row]) + 1)
+
+    def _place(self, lengths_B1: torch.Tensor, max_tokens: int) -> None:
+        """Mask and positions of rows of so many tokens, the last of which stand side by side."""
+        self._length = int(lengths_B1.max())
+        columns_T = torch.arange(self._length + max_tokens, device=self._device)
+        self._mask = columns_T >= self._length - lengths_B1
+        self._positions = lengths_B1 - 1
 
     def step(self, tokens_B: torch.Tensor) -> torch.Tensor:
         """Logits [B, V] after one more token in each row."""

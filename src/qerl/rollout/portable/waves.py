@@ -6,14 +6,15 @@ finished sequence costs at most one row's copy and the batch shrinks at once; ro
 results are kept by sequence, never by row.
 
 Given up: a free row is not refilled with a waiting prompt, because in one padded batch the newcomer's prefill
-would have to wait for, or pad to, everyone else. That is what a paged engine is for.
+would have to wait for, or pad to, everyone else. That is what a paged engine is for. Sequences that go on do
+join a wave, several at a time, because each of them would else wait for the slowest sequence once a turn.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections import abc
+from collections.abc import Iterable
 from typing import NamedTuple
 
-from qerl.rollout.engine import Completion, FinishReason, SamplingParams
+from qerl.rollout.sequence import Sequence
 
 
 class SequenceId(NamedTuple):
@@ -41,82 +42,62 @@ def plan_waves(prompts: int, samples_per_prompt: int, max_sequences: int) -> lis
     return waves
 
 
-@dataclass
-class _Draft:
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    entropies: list[float] = field(default_factory=list)
-    finish_reason: FinishReason | None = None
-
-    def append(self, token: int, logprob: float, entropy: float) -> None:
-        self.token_ids.append(token)
-        self.logprobs.append(logprob)
-        self.entropies.append(entropy)
-
-
 class Wave:
-    """The sequences of one wave: who sits in which row, what each has sampled, who is finished.
+    """Who sits in which row, and what each draws.
 
     Args:
-        size: Sequences in the wave; row i starts out as sequence i.
-        params: ``max_tokens`` and ``stop_token_ids`` decide when a sequence ends.
-        pad_token_id: The only token of a completion whose very first logits were not finite.
-        limits: Tokens that each sequence may have; ``max_tokens`` for all of them if None.
+        sequences: The first row's, the second row's, and so on.
+        stop_token_ids: Tokens that end a turn.
 
     Attributes:
-        rows: Index of the sequence in each row of the batch; empty once all have finished.
+        rows: The sequence in each row of the batch; empty once all have left.
+        ended: Those whose turn has ended and that have not left yet.
     """
 
-    def __init__(
-        self, size: int, params: SamplingParams, pad_token_id: int, limits: Sequence[int] | None = None
-    ) -> None:
-        self.rows = list(range(size))
-        self._drafts = [_Draft() for _ in range(size)]
-        self._limits = limits or [params.max_tokens] * size
-        self._stop_token_ids = frozenset(params.stop_token_ids)
-        self._pad_token_id = pad_token_id
+    def __init__(self, sequences: Iterable[Sequence], stop_token_ids: Iterable[int]) -> None:
+        self.rows = list(sequences)
+        self.ended: list[Sequence] = []
+        self._stop_token_ids = frozenset(stop_token_ids)
 
     def record(
         self,
-        tokens: Sequence[int],
-        logprobs: Sequence[float],
-        entropies: Sequence[float],
-        finite: Sequence[bool],
-    ) -> None:
-        """Append one sampled token to the sequence of each row and end those that are done."""
-        for row, index in enumerate(self.rows):
-            draft = self._drafts[index]
+        tokens: abc.Sequence[int],
+        logprobs: abc.Sequence[float],
+        entropies: abc.Sequence[float],
+        finite: abc.Sequence[bool],
+    ) -> list[Sequence]:
+        """Append one drawn token to the sequence of each row.
+
+        Returns:
+            The sequences whose turn has ended, with their reasons.
+        """
+        for row, sequence in enumerate(self.rows):
             if not finite[row]:
-                draft.finish_reason = "error"
-                if not draft.token_ids:
-                    draft.append(self._pad_token_id, 0.0, 0.0)
+                sequence.finish_reason = "error"
+                self.ended.append(sequence)
                 continue
-            draft.append(tokens[row], logprobs[row], entropies[row])
-            if tokens[row] in self._stop_token_ids:
-                draft.finish_reason = "stop"
-            elif len(draft.token_ids) == self._limits[index]:
-                draft.finish_reason = "length"
+            sequence.token_ids.append(tokens[row])
+            sequence.logprobs.append(logprobs[row])
+            sequence.entropies.append(entropies[row])
+            stops = tokens[row] in self._stop_token_ids
+            if stops or not sequence.room:
+                sequence.finish_reason = "stop" if stops else "length"
+                self.ended.append(sequence)
+        return list(self.ended)
 
     def compact(self) -> list[int] | None:
-        """Take finished sequences out of the batch.
+        """Let the sequences whose turn has ended leave.
 
         Returns:
             For each row of the smaller batch the row it was before: itself, except where a row from the end
             filled a hole. None when every row still runs.
         """
-        alive = [row for row, index in enumerate(self.rows) if self._drafts[index].finish_reason is None]
-        if len(alive) == len(self.rows):
+        if not self.ended:
             return None
+        leaving = set(self.ended)
+        alive = [row for row, sequence in enumerate(self.rows) if sequence not in leaving]
         staying = {row for row in alive if row < len(alive)}
         movers = iter(alive[len(staying) :])
         sources = [row if row in staying else next(movers) for row in range(len(alive))]
-        self.rows = [self.rows[row] for row in sources]
+        self.rows, self.ended = [self.rows[row] for row in sources], []
         return sources
-
-    def completions(self) -> list[Completion]:
-        """The finished completions in the order of the sequences."""
-        return [
-            Completion(draft.token_ids, draft.logprobs, draft.entropies, draft.finish_reason)
-            for draft in self._drafts
-            if draft.finish_reason is not None
-        ]

@@ -1,0 +1,114 @@
+"""Rounds of the paged engine: who enters, what is prefilled, a few decode steps, who has ended.
+
+Between turns a sequence's keys and values stay in its blocks, so what others write is prefilled behind them,
+and while they write the rows are used by others. A session begins with the cache that the last one left; one
+that turns out too small is replaced, and what lay in it is computed again.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from qerl.kernels.limits import PAGE
+from qerl.rollout.engine import SamplingParams
+from qerl.rollout.paged.blocks import BlockManager
+from qerl.rollout.paged.decode import DecodeStep
+from qerl.rollout.paged.graphs import DecodeGraphs
+from qerl.rollout.paged.kv_cache import KVCache
+from qerl.rollout.paged.limits import BlockDemand
+from qerl.rollout.paged.pace import Pace
+from qerl.rollout.paged.prefill import Prefill
+from qerl.rollout.paged.scheduler import Scheduler, Sequence
+from qerl.rollout.session import TrackedSession
+
+
+@dataclass(frozen=True)
+class Workplace:
+    """What outlives a session.
+
+    Attributes:
+        cache: Keys and values.
+        graphs: Captured decode steps.
+        prefill: Passes over what is not decoded.
+        budget: Bytes that keys and values may take, asked when the cache is closed.
+        max_sequences: Sequences that run side by side at most.
+        pace: Lengths of rounds and passes.
+    """
+
+    cache: KVCache
+    graphs: DecodeGraphs
+    prefill: Prefill
+    budget: Callable[[], int]
+    max_sequences: int
+    pace: Pace
+
+
+class PagedSession(TrackedSession[Sequence]):
+    """See `qerl.rollout.engine.Session`.
+
+    Args:
+        params: Sampling parameters.
+        positions: Positions that the model has.
+        pad_token_id: Stands in for a turn whose first logits were not finite.
+        place: Where it decodes; its weights are those of this session.
+    """
+
+    def __init__(self, params: SamplingParams, positions: int, pad_token_id: int, place: Workplace) -> None:
+        super().__init__(params, positions, pad_token_id)
+        self._place = place
+        self._scheduler = Scheduler(BlockManager(place.cache.blocks, PAGE), 0, place.pace)
+        self._step: DecodeStep | None = None
+        self._demand: BlockDemand | None = None
+
+    def _add(self, prompts: list[list[int]], samples: int, limits: list[int]) -> list[Sequence]:
+        with_room = [(len(p), limit) for p, limit in zip(prompts, limits, strict=True) if limit > 0]
+        if with_room:
+            scheduler, most = self._scheduler, self._place.max_sequences
+            scheduler.rows = min(most, scheduler.rows + len(with_room) * samples)
+            longest, limit = (max(column) for column in zip(*with_room, strict=True))
+            demand = BlockDemand(longest, limit, samples)
+            self._demand = demand if self._demand is None else self._demand.joined(demand)
+            self._reserve(self._demand)
+        return self._scheduler.add(prompts, samples, limits)
+
+    def _resume(self, sequence: Sequence) -> None:
+        self._scheduler.resume(sequence)
+
+    def _drop(self, sequence: Sequence) -> None:
+        self._scheduler.finish(sequence)
+
+    def _decode(self) -> list[Sequence]:
+        """Run rounds until a sequence has ended its turn."""
+        scheduler, place = self._scheduler, self._place
+        while scheduler.busy:
+            planned = scheduler.next_round()
+            self.prefilled_tokens += planned.prefilled_tokens
+            if self._step is not None:
+                self._step.rows.end(planned.preempted)
+            step = self._step = place.graphs.fit(self._step, scheduler, planned.admitted, self._params)
+            step.rows.place(planned.admitted, self._params.seed)
+            step.attend(scheduler.running)
+            place.prefill.run(planned.spans(), place.cache)  # last, because uploads would wait for it
+            step.decode(min(place.pace.round_steps, self._params.max_tokens))
+            generated, rows = step.rows.read(scheduler.running)
+            ended = [scheduler.running[row] for row in rows]
+            scheduler.advance(generated, rows)
+            if ended:
+                return ended
+        return []
+
+    def _reserve(self, demand: BlockDemand) -> None:
+        """Have a cache for all sequences, made or enlarged; steps that knew a smaller one are dropped."""
+        place, rows = self._place, self._scheduler.rows
+        needed = demand.completion_tokens, demand.table_width
+        if place.graphs.serves(*needed) and place.cache.serves(demand, rows):
+            place.cache.take_back()
+            return
+        if self._step is not None:
+            self._step.rows.end(self._scheduler.running)
+            self._step = None
+        place.graphs.forget()
+        place.prefill.forget()
+        place.cache.close()
+        place.cache.reserve(demand, rows, place.budget())
+        place.graphs.make_room(*needed)
+        self._scheduler.suspend(BlockManager(place.cache.blocks, PAGE))

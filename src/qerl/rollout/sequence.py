@@ -1,0 +1,85 @@
+"""What an engine knows of a completion in the making: plain Python, no torch.
+
+A completion is made in turns. In a turn the policy draws tokens until it stops; then others may write some,
+and the next turn begins. What both have written is one list of tokens with one limit.
+"""
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:  # the contract of engines imports torch
+    from qerl.rollout.engine import FinishReason
+
+Stage = Literal["drawing", "between turns", "finished"]
+"""Whose turn it is: the policy's, that of others, nobody's any more."""
+
+
+@dataclass(eq=False)
+class Prompt:
+    """What sequences begin with.
+
+    Attributes:
+        number: Position in the call or session, from 0.
+        token_ids: All its tokens.
+    """
+
+    number: int
+    token_ids: list[int]
+
+
+@dataclass(eq=False)
+class Sequence:
+    """One completion in the making.
+
+    Attributes:
+        index: Position in the call or session, from 0.
+        prompt: The prompt that it continues.
+        sample: Number among the prompt's sequences, from 0.
+        max_tokens: Tokens that it may have, drawn or written; at most 0 for one without room.
+        token_ids, logprobs, entropies: What it has, the latter two 0.0 where others wrote.
+        turn_start: Tokens that it had when its turn began.
+        finish_reason: Why its last turn ended.
+        stage: Whose turn it is.
+    """
+
+    index: int
+    prompt: Prompt
+    sample: int
+    max_tokens: int
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    entropies: list[float] = field(default_factory=list)
+    turn_start: int = 0
+    finish_reason: "FinishReason" = "length"
+    stage: Stage = "drawing"
+
+    @property
+    def room(self) -> int:
+        """Tokens that it may still have; 0 after logits that were not finite."""
+        return 0 if self.finish_reason == "error" else max(0, self.max_tokens - len(self.token_ids))
+
+    def write(self, token_ids: list[int]) -> None:
+        """Append what others wrote, and begin the next turn."""
+        self.token_ids += token_ids
+        self.logprobs += [0.0] * len(token_ids)
+        self.entropies += [0.0] * len(token_ids)
+        self.turn_start, self.stage = len(self.token_ids), "drawing"
+
+
+def new_sequences(
+    prompts: list[list[int]], samples: int, limits: list[int], after: list[Sequence]
+) -> list[Sequence]:
+    """Sequences of so many samples of each prompt, numbered on.
+
+    Args:
+        prompts: Token ids of each.
+        samples: Sequences for each.
+        limits: For each prompt the tokens that its sequences may have.
+        after: All that there are, the latest last.
+    """
+    first_prompt = after[-1].prompt.number + 1 if after else 0
+    made: list[Sequence] = []
+    for number, (token_ids, limit) in enumerate(zip(prompts, limits, strict=True), first_prompt):
+        prompt, index = Prompt(number, token_ids), len(after) + len(made)
+        made += [Sequence(index + sample, prompt, sample, limit) for sample in range(samples)]
+    return made
