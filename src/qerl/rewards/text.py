@@ -1,5 +1,7 @@
 """What a policy wrote, as the text that a reward reads."""
 
+import re
+
 Message = dict[str, str]
 Completion = str | list[Message]
 
@@ -14,6 +16,14 @@ def completion_text(completion: Completion) -> str:
     if isinstance(completion, str):
         return completion
     return "\n".join(_message_text(message) for message in completion if message["role"] == "assistant")
+
+
+_BLOCK = re.compile(r"```[ \t]*(?:python3?|py)?[ \t]*\n(.*?)```", re.DOTALL)
+
+
+def code_blocks(text: str) -> list[str]:
+    """The blocks of Python that stand between three backticks, without a language or with Python's name."""
+    return _BLOCK.findall(text)
 
 
 def _message_text(message: Message) -> str:

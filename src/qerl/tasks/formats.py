@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from qerl.errors import QeRLError
+from qerl.rewards.text import code_blocks
 from qerl.tasks import answers
 
 
@@ -84,6 +85,12 @@ FORMATS = {
             "Solve the problem step by step and end with the answer as a number.",
             lambda text: answers.final_answer(text) or answers.last_number(text),
             lambda text: answers.last_number(text) is not None,
+        ),
+        AnswerFormat(
+            "code",
+            "Answer with one complete Python program in a block from ```python to ```.",
+            lambda text: next(reversed(code_blocks(text)), None),
+            lambda text: len(code_blocks(text)) == 1 and text.count("```") == 2,
         ),
     )
 }

@@ -127,8 +127,17 @@ class Jsonl(Task):
                 f"a problem needs exactly one of the columns {', '.join(_PROBLEM_COLUMNS)}; this has "
                 f"{' and '.join(given) or ', '.join(row) or 'no columns'}"
             )
-        others = {k: v for k, v in row.items() if k not in (*_PROBLEM_COLUMNS, "answer")}
-        return {"prompt": self._messages(row[given[0]]), "answer": _answer(row.get("answer")), **others}
+        solution = self._solution(row)
+        others = {k: v for k, v in row.items() if k not in (*_PROBLEM_COLUMNS, *solution)}
+        return {"prompt": self._messages(row[given[0]]), **solution, **others}
+
+    def _solution(self, row: dict[str, Any]) -> dict[str, Any]:
+        """The columns that say what is right.
+
+        Raises:
+            ValueError: They are wrong; the message says how.
+        """
+        return {"answer": _answer(row.get("answer"))}
 
     def _messages(self, problem: Any) -> list[Message]:
         if isinstance(problem, str):

@@ -17,6 +17,7 @@ from typing import Any
 from qerl.errors import QeRLError
 from qerl.tasks.arithmetic import Arithmetic
 from qerl.tasks.base import Task
+from qerl.tasks.code import Code
 from qerl.tasks.guess_number import GuessNumber
 from qerl.tasks.hub import SOURCES, HubTask, bigmath
 from qerl.tasks.jsonl import Jsonl
@@ -36,6 +37,7 @@ TASKS: dict[str, Callable[..., Task]] = {
 
 FAMILIES: dict[str, tuple[Callable[..., Task], str]] = {
     "jsonl": (Jsonl, "jsonl:PATH for a file of your own"),
+    "code": (Code, "code:PATH for programming problems with tests"),
     "reasoning_gym": (ReasoningGym, "reasoning_gym:NAME for a generator of reasoning-gym"),
 }
 """What makes the tasks FAMILY:NAME from the name and the options, and what they are, in words."""
