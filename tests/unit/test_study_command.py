@@ -15,6 +15,8 @@ from qerl.cli import main
 from qerl.settings.library import read_header
 from qerl.settings.recipe import read_mapping
 from qerl.study.library import packaged
+from qerl.study.probe.plan import all_cells
+from qerl.study.probe.spec import read_probe
 from qerl.study.results import RESULTS_FILE
 from qerl.study.spec import joined, read_study
 from tests.support.study import FakeMake, tiny_study
@@ -121,6 +123,14 @@ def test_mistakes(tmp_path, files, make, capsys):
     assert "no-study.json.gz cannot be read" in said(str(tmp_path / "no-study.json.gz"))
 
 
+@pytest.mark.parametrize("name", ["probe", "probe-trained"])
+def test_probes_of_the_project_are_whole(name):
+    probe = read_probe("x", read_mapping(SHIPPED / f"{name}.yaml", "study"))
+    cells = all_cells(probe)
+    assert len(cells) == len(set(cells)) == {"probe": 262, "probe-trained": 42}[name]
+    assert probe.policy_names[-1] == "step_20"
+
+
 @pytest.mark.parametrize("name", packaged())
 def test_studies_of_the_package_are_whole(name):
     path = packaged()[name]
@@ -143,7 +153,7 @@ def test_studies_of_the_project_are_whole(files):
     study = read_study("x", values)
     assert len(study.test_seeds) >= 32 and not study.tunes
     rates = {name: arm.learning_rate for name, arm in study.arms.items() if arm.learning_rate is not None}
-    assert rates == ({} if files == ("needle",) else {"none_slow": 1e-4, "relative_slow": 1e-4})
+    assert rates == ({"none_slow": 1e-4, "relative_slow": 1e-4} if "designs" in files else {})
     controls = {(arm.correction, arm.noise) for arm in study.arms.values()}
     for pair in study.comparisons["primary"]:
         arms = [study.arms[name] for name in pair]
