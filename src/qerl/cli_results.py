@@ -8,31 +8,43 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from qerl.errors import QeRLError
 from qerl.settings.words import add_command, number_from
 from qerl.weight_formats import DEFAULT_FORMAT, DEFAULT_ROUNDING, FORMATS, ROUNDINGS
 
 if TYPE_CHECKING:
-    from qerl.eval.run import Source
+    from qerl.eval.policy import Source
+
+
+_ASKED = ("task", "samples", "temperature", "top_p", "max_tokens", "limit", "seed")
+"""Flags of `qerl eval` that are fields of a request."""
 
 
 def add_eval(commands: Any) -> None:
     sub = add_command(commands, "eval", _eval, "Score a model, with or without an adapter.")
     _add_model(sub)
+    sub.add_argument(
+        "--adapter", nargs="+", type=Path, metavar="DIR",
+        help="folder of a PEFT adapter; of several, each is scored and the best one named",
+    )  # fmt: skip
+    sub.add_argument(
+        "--suite", metavar="SUITE", help="several tasks with their average: math, arithmetic, or a .yaml file"
+    )
     sub.add_argument("--task", help="gsm8k, math500, arithmetic, jsonl:PATH, ...; default: the run's")
     sub.add_argument(
         "--task_options",
         help="YAML mapping, for example '{level: wp1}'; default: the run's, for its own task",
     )
     sub.add_argument(
-        "--samples", type=number_from(1), default=1, help="samples per problem; 1 decodes greedily"
+        "--samples", type=number_from(1), help="samples per problem; default: 1, which decodes greedily"
     )
     sub.add_argument("--temperature", type=number_from(0, float), help="default: 0 for one sample, else 0.6")
-    sub.add_argument("--top_p", type=number_from(1e-6, float, 1), default=0.95)
+    sub.add_argument("--top_p", type=number_from(1e-6, float, 1), help="default: 0.95")
     sub.add_argument(
         "--max_tokens", type=number_from(1), help="default: the run's max_completion_length, else 4096"
     )
     sub.add_argument("--limit", type=number_from(1), help="problems to score; default all")
-    sub.add_argument("--seed", type=number_from(0), default=0)
+    sub.add_argument("--seed", type=number_from(0), help="default: 0")
     sub.add_argument(
         "--out", type=Path, help="folder for the result and the completions; one that was cut off goes on"
     )
@@ -41,6 +53,7 @@ def add_eval(commands: Any) -> None:
 def add_generate(commands: Any) -> None:
     sub = add_command(commands, "generate", _generate, "Answer one prompt.")
     _add_model(sub)
+    sub.add_argument("--adapter", type=Path, metavar="DIR", help="folder of a PEFT adapter")
     sub.add_argument("prompt", help="the user's message")
     sub.add_argument(
         "--system", help='system message; default: the one of the run\'s task, else none; "" for none'
@@ -69,7 +82,6 @@ def add_report(commands: Any) -> None:
 
 def _add_model(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("model", metavar="MODEL", help="Hub id, local folder or .gguf file")
-    sub.add_argument("--adapter", type=Path, help="folder of a PEFT adapter")
     sub.add_argument(
         "--weights", choices=FORMATS, help=f"default: what the run trained on, else {DEFAULT_FORMAT}"
     )
@@ -86,35 +98,42 @@ def _add_model(sub: argparse.ArgumentParser) -> None:
 
 
 def _eval(args: argparse.Namespace) -> None:
-    from qerl.eval.run import Request, evaluate_model
+    from qerl.eval.request import Request
+    from qerl.eval.run import evaluate_model
+    from qerl.eval.several import evaluate_all
+    from qerl.eval.suite import Suite, load_suite
     from qerl.settings.recipe import parse_mapping
 
-    request = Request(
-        task=args.task,
-        task_options=parse_mapping(args.task_options, "--task_options"),
-        samples=args.samples,
-        temperature=args.temperature,
-        top_p=args.top_p,
-        max_tokens=args.max_tokens,
-        limit=args.limit,
-        seed=args.seed,
-    )
-    evaluate_model(_source(args), request, args.out, args.console)
+    asked = {name: getattr(args, name) for name in _ASKED} | {
+        "task_options": parse_mapping(args.task_options, "--task_options")
+    }
+    given = {name: value for name, value in asked.items() if value is not None}
+    sources = [_source(args, adapter) for adapter in args.adapter or [None]]
+    if args.suite is not None:
+        if args.task is not None or args.task_options is not None:
+            raise QeRLError("--suite has its own tasks; give either --suite, or --task and --task_options.")
+        evaluate_all(sources, load_suite(args.suite, given), args.out, args.console)
+    elif len(sources) > 1:
+        suite = Suite("", "", {args.task or "": Request(**given)})
+        evaluate_all(sources, suite, args.out, args.console)
+    else:
+        evaluate_model(sources[0], Request(**given), args.out, args.console)
 
 
 def _generate(args: argparse.Namespace) -> None:
-    from qerl.eval.run import Request, answer
+    from qerl.eval.request import Request
+    from qerl.eval.run import answer
 
     request = Request(temperature=args.temperature, top_p=1.0, max_tokens=args.max_tokens, seed=args.seed)
-    print(answer(_source(args), args.prompt, request, args.console, args.system))
+    print(answer(_source(args, args.adapter), args.prompt, request, args.console, args.system))
 
 
-def _source(args: argparse.Namespace) -> "Source":
-    from qerl.eval.run import Source
+def _source(args: argparse.Namespace, adapter: Path | None) -> "Source":
+    from qerl.eval.policy import Source
     from qerl.settings.recipe import parse_mapping
 
     kwargs = parse_mapping(args.chat_template_kwargs, "--chat_template_kwargs")
-    return Source(args.model, args.adapter, args.weights, args.rounding, args.dtype, kwargs)
+    return Source(args.model, adapter, args.weights, args.rounding, args.dtype, kwargs)
 
 
 def _report(args: argparse.Namespace) -> None:

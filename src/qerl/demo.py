@@ -13,8 +13,10 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from qerl.eval.policy import Source
+from qerl.eval.request import Request
 from qerl.eval.result import EvalResult
-from qerl.eval.run import Request, Source, evaluate_model
+from qerl.eval.run import evaluate_model
 from qerl.fp4.quantize import quantize_checkpoint
 from qerl.models.cache import cache_folder
 from qerl.models.hub import local_checkpoint

@@ -20,7 +20,7 @@ would be believed.
 import json
 import logging
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +78,15 @@ def policy_folders(run: Path) -> tuple[Path, ...]:
     """Folders in which the settings of the run that saved a policy may lie: beside it, or for a checkpoint
     one folder up."""
     return (run,) if checkpoint_step(run) is None else (run, run.absolute().parent)
+
+
+def path_labels(folders: Sequence[Path]) -> list[str]:
+    """The shortest ends of different paths that tell them apart."""
+    for depth in range(1, max(len(folder.parts) for folder in folders) + 1):
+        labels = ["/".join(folder.parts[-depth:]) for folder in folders]
+        if len(set(labels)) == len(labels):
+            return labels
+    raise AssertionError("different paths have different parts")
 
 
 def table_path(run: Path, step: int, evaluation: str = "") -> Path:

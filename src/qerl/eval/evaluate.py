@@ -1,7 +1,7 @@
 """Accuracy on a task, with an interval.
 
 One sample per problem, decoded greedily, is the usual accuracy. With K samples per problem, avg@K is the mean
-over problems of the share that is right; `qerl.eval.interval` gives both their 95 % intervals. pass@k for
+over problems of the share that is right; `qerl.eval.interval` gives their 95 % intervals. pass@k for
 k <= K is the unbiased estimator 1 - C(K - c, k) / C(K, k) with c right samples (arXiv 2107.03374).
 
 The same function scores the base model and the trained one, from the prompts and with the accuracy reward
@@ -28,7 +28,7 @@ from transformers import PreTrainedTokenizerBase
 
 import qerl
 from qerl.errors import QeRLError
-from qerl.eval.interval import accuracy_interval, pass_at
+from qerl.eval.interval import accuracy_interval, pass_at, pass_interval
 from qerl.eval.record import Record, Row
 from qerl.eval.result import EvalResult, Stratum
 from qerl.models.chat import Chat
@@ -158,6 +158,7 @@ def _result(
         samples=samples,
         accuracy=fmean(counts) / samples,
         interval=accuracy_interval(counts, samples),
+        pass_intervals={k: pass_interval(counts, samples, k) for k in _powers_of_two(samples)},
         pass_at={k: fmean(pass_at(samples, c, k) for c in counts) for k in _powers_of_two(samples)},
         answered=fmean(row["answer"] is not None for row in rows),
         failed=sum(not row["judged"] for row in rows),

@@ -39,21 +39,59 @@ def accuracy_interval(counts: Sequence[int], samples: int) -> tuple[float, float
     return score_interval(fmean(counts) / samples, effective_trials(counts, samples))
 
 
+def pass_interval(counts: Sequence[int], samples: int, k: int) -> tuple[float, float]:
+    """95 % interval of pass@k over a population of problems.
+
+    A problem's share is then its own chance to be solved within k samples (`pass_at`), and K samples are
+    worth at most K / k trials: what the module says of shares holds with that in the place of K.
+
+    Args:
+        counts: Right samples of each problem, at least one problem.
+        samples: Samples of each problem (K).
+        k: From 1, which gives the accuracy's interval, to K.
+    """
+    shares = [pass_at(samples, count, k) for count in counts]
+    return score_interval(fmean(shares), _trials(shares, samples / k))
+
+
 def effective_trials(counts: Sequence[int], samples: int) -> float:
     """Independent trials that the samples are worth: n to n * K of them."""
-    problems = len(counts)
-    shares = [count / samples for count in counts]
-    mean = fmean(shares)
-    if samples == 1 or problems == 1 or not 0 < mean < 1:
+    return _trials([count / samples for count in counts], samples)
+
+
+def _trials(shares: Sequence[float], most: float) -> float:
+    """Independent trials that the problems' shares are worth; ``most`` is the largest number of each."""
+    problems, mean = len(shares), fmean(shares)
+    if most == 1 or problems == 1 or not 0 < mean < 1:
         return float(problems)
     part = variance(shares) / (mean * (1 - mean))
-    telling = min(sum(count > 0 for count in counts), sum(count < samples for count in counts))
+    telling = min(sum(share > 0 for share in shares), sum(share < 1 for share in shares))
     part = (telling * part + 1) / (telling + 1)
-    return min(max(problems / part, problems), problems * samples)
+    return min(max(problems / part, problems), problems * most)
+
+
+def mean_interval(shares: Sequence[float], bounds: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """95 % interval of the mean of independent shares, from their own intervals.
+
+    The distances of a share to its two bounds are added in squares, each side for itself (Zou and Donner
+    2008, of which Newcombe's interval of a difference is a case). So it is as lopsided as its parts are.
+
+    Args:
+        shares: For example a policy's accuracy on each of several tasks.
+        bounds: The 95 % interval of each.
+    """
+    mean, count = fmean(shares), len(shares)
+    below = math.hypot(*(share - low for share, (low, _) in zip(shares, bounds, strict=True)))
+    above = math.hypot(*(high - share for share, (_, high) in zip(shares, bounds, strict=True)))
+    return max(0.0, mean - below / count), min(1.0, mean + above / count)
 
 
 def score_interval(share: float, trials: float) -> tuple[float, float]:
-    """Wilson's 95 % interval of a share with continuity correction; the trials need not be a whole number."""
+    """Wilson's 95 % interval of a share with continuity correction; the trials need not be a whole number.
+
+    A share within half a trial of 0 or 1 is not told from it: the formula, which is for whole trials, would
+    end short of the bound there.
+    """
     spread = Z95**2
     centre, scale = 2 * trials * share + spread, 2 * (trials + spread)
 
@@ -61,8 +99,9 @@ def score_interval(share: float, trials: float) -> tuple[float, float]:
         inner = spread + sign * 2 - 1 / trials + 4 * share * (trials * (1 - share) - sign)
         return 1 + Z95 * math.sqrt(max(0.0, inner))
 
-    low = 0.0 if share <= 0 else max(0.0, (centre - half(-1)) / scale)
-    high = 1.0 if share >= 1 else min(1.0, (centre + half(1)) / scale)
+    half_a_trial = 0.5 / trials
+    low = 0.0 if share <= half_a_trial else max(0.0, (centre - half(-1)) / scale)
+    high = 1.0 if share >= 1 - half_a_trial else min(1.0, (centre + half(1)) / scale)
     return low, high
 
 

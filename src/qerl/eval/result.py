@@ -24,6 +24,7 @@ class EvalResult:
         accuracy: Share of right completions, averaged over problems (avg@K).
         interval: 95 % interval of the accuracy.
         pass_at: pass@k by k, for powers of two up to K.
+        pass_intervals: 95 % interval of each.
         answered: Share of completions that state a final answer.
         failed: Completions whose answer could not be judged, by error or time limit; they count as wrong.
         errors: Completions that ended because logits were not finite; they count by what they say so far.
@@ -52,6 +53,7 @@ class EvalResult:
     versions: dict[str, str] = field(default_factory=dict)
     date: str = ""
     strata: dict[str, Stratum] = field(default_factory=dict)
+    pass_intervals: dict[int, tuple[float, float]] = field(default_factory=dict)
 
     def summary(self) -> str:
         """The score as one line for people."""
@@ -60,7 +62,7 @@ class EvalResult:
         line = f"{self.task}: {kind} {100 * self.accuracy:.1f} % (95 % interval {low:.1f} to {high:.1f}, "
         line += f"{self.problems} problems)"
         if self.samples > 1:
-            line += ", " + ", ".join(f"pass@{k} {100 * value:.1f} %" for k, value in self.pass_at.items())
+            line += ", " + ", ".join(self._pass(k) for k in self.pass_at)
         if len(self.strata) > 1:
             parts = (f"{name} {100 * part.accuracy:.1f} %" for name, part in self.strata.items())
             line += f"; {', '.join(parts)}"
@@ -70,3 +72,25 @@ class EvalResult:
         if self.errors:
             line += f"; {self.errors} ended in logits that are not finite, so the model itself is damaged"
         return line
+
+    def _pass(self, k: int) -> str:
+        interval = self.pass_intervals.get(k)
+        bounds = f" ({100 * interval[0]:.1f} to {100 * interval[1]:.1f})" if interval else ""
+        return f"pass@{k} {100 * self.pass_at[k]:.1f} %{bounds}"
+
+
+def result_from_json(values: dict[str, Any]) -> EvalResult:
+    """The result that a result.json holds.
+
+    Raises:
+        LookupError, TypeError, ValueError, AttributeError: It is none.
+    """
+    read = dict(values)
+    read["interval"] = tuple(values["interval"])
+    read["pass_at"] = {int(k): share for k, share in values["pass_at"].items()}
+    read["pass_intervals"] = {int(k): tuple(pair) for k, pair in values.get("pass_intervals", {}).items()}
+    read["strata"] = {
+        name: Stratum(part["problems"], part["accuracy"], tuple(part["interval"]))
+        for name, part in values.get("strata", {}).items()
+    }
+    return EvalResult(**read)

@@ -6,187 +6,84 @@ the model is refused before it is loaded: settings, the task and its data, the o
 is damaged or belongs to another model.
 """
 
-import hashlib
 import json
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-import torch
 from datasets import Dataset
-from peft import PeftModel
 from rich.console import Console
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from qerl.errors import QeRLError
-from qerl.eval.adapter_check import prove_adapter
-from qerl.eval.base_check import check_base, check_rounding, packing
+from qerl.eval.base_check import check_base
 from qerl.eval.evaluate import evaluate, held_out, versions
+from qerl.eval.policy import Loading, Policy, Source, decide, digest, load
 from qerl.eval.record import Record
+from qerl.eval.request import Request
 from qerl.eval.result import EvalResult
 from qerl.eval.trained import Choices, read_trained
-from qerl.lora.adapter import adapter_file, check_adapter, load_adapter
+from qerl.lora.adapter import adapter_file
 from qerl.models.chat import Chat
-from qerl.models.fingerprint import checkpoint_fingerprint
-from qerl.models.hub import local_checkpoint
-from qerl.models.load import load_model, load_tokenizer
-from qerl.rollout.engine import RolloutEngine, SamplingParams
-from qerl.rollout.select import make_engine
-from qerl.tasks import get_task
-from qerl.weight_formats import DEFAULT_FORMAT, DEFAULT_ROUNDING, FORMATS, Rounding, WeightFormatName
+from qerl.rollout.engine import SamplingParams
+from qerl.tasks import Task, get_task
 
-ComputeDtype = Literal["auto", "float32", "bfloat16"]
 EVAL_TOKENS, ANSWER_TOKENS = 4096, 256
 """Longest completion where neither the user nor a run says one: of a problem, of `qerl generate`."""
 
 
 @dataclass(frozen=True)
-class Source:
-    """Where a policy comes from; None takes what the run that made it says, else the default.
+class Job:
+    """A policy and the problems that it is scored on, with nothing left open; no model is loaded yet.
 
     Attributes:
-        model: Hub id, local folder or .gguf file.
-        adapter: Folder of a PEFT adapter, or None.
-        weights: Format of the linears; else that of a packed checkpoint, else nvfp4.
-        rounding: For checkpoints that are not packed yet; else mse.
-        dtype: Of everything that is not quantised; else auto: bfloat16 on a GPU, float32 on a CPU.
-        chat_template_kwargs: Arguments of the chat template; else none.
-    """
-
-    model: str
-    adapter: Path | None = None
-    weights: WeightFormatName | None = None
-    rounding: Rounding | None = None
-    dtype: ComputeDtype | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-
-
-@dataclass(frozen=True)
-class Request:
-    """What is asked of a policy; None takes what the run says, else the default.
-
-    Attributes:
-        task: As in a recipe; required where no run says one.
-        task_options: As in a recipe; those of the run count for its own task alone.
+        spec: The task, as in a recipe.
+        options: Its options.
+        task: The task.
+        problems: Those of its problems that are scored.
         samples: Completions for each problem.
-        temperature: Else 0 for one sample and 0.6 for several.
-        top_p: Without effect at temperature 0.
-        max_tokens: Longest completion.
-        limit: First problems only; None for all.
-        seed: Of the sampling.
-
-    Raises:
-        QeRLError: A number is out of its range.
+        params: How they are sampled.
+        loading: How the policy is loaded.
+        source: What decides the policy and the problems, as it stands in the result.
     """
 
-    task: str | None = None
-    task_options: dict[str, Any] | None = None
-    samples: int = 1
-    temperature: float | None = None
-    top_p: float = 0.95
-    max_tokens: int | None = None
-    limit: int | None = None
-    seed: int = 0
+    spec: str
+    options: dict[str, Any]
+    task: Task
+    problems: Dataset
+    samples: int
+    params: SamplingParams
+    loading: Loading
+    source: dict[str, Any]
 
-    def __post_init__(self) -> None:
-        for name, value in (
-            ("samples", self.samples),
-            ("limit", self.limit),
-            ("max_tokens", self.max_tokens),
-        ):
-            if value is not None and value < 1:
-                raise QeRLError(f"{name} is {value}; it must be at least 1.")
-
-
-@dataclass(frozen=True)
-class Loading:
-    """How a policy is loaded, with nothing left open; no rounding where none is done or known."""
-
-    model: str
-    adapter: Path | None
-    weights: WeightFormatName
-    rounding: Rounding | None
-    dtype: torch.dtype
-    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
-
-    def as_json(self) -> dict[str, Any]:
-        """What decides the policy and its prompts, the contents of the files included."""
-        folder = local_checkpoint(self.model)
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Everything that decides the completions, as plain JSON values."""
         return {
-            "model": self.model,
-            "fingerprint": checkpoint_fingerprint(folder),
-            "adapter": str(self.adapter) if self.adapter else None,
-            "adapter_digest": _digest(adapter_file(self.adapter).read_bytes()) if self.adapter else None,
-            "weights": self.weights,
-            "rounding": self.rounding,
-            "dtype": str(self.dtype).removeprefix("torch."),
-            "chat_template_kwargs": self.chat_template_kwargs,
-            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+            "task": self.spec,
+            "samples": self.samples,
+            **asdict(self.params),
+            **self.source,
+            "versions": versions(),
         }
 
 
-@dataclass(frozen=True)
-class Policy:
-    """A model that is ready to answer."""
+class Problems:
+    """Tasks with the problems to score, each loaded once."""
 
-    model: PreTrainedModel | PeftModel
-    tokenizer: PreTrainedTokenizerBase
-    engine: RolloutEngine
-    stop_token_ids: tuple[int, ...]
+    def __init__(self) -> None:
+        self._loaded: dict[str, tuple[Task, Dataset]] = {}
 
+    def of(self, spec: str, options: dict[str, Any], limit: int | None) -> tuple[Task, Dataset]:
+        """A task and its problems.
 
-def decide(source: Source, choices: Choices) -> Loading:
-    """How the policy is loaded; a model and an adapter that do not belong together are refused here.
-
-    Raises:
-        QeRLError: The model is not found, the adapter is damaged, or it was trained on another rounding.
-    """
-    packed, packed_with = packing(source.model)
-    trained_with = choices.trained.settings.get("rounding")
-    if packed and source.adapter is None and source.weights is None:
-        weights = choices.note("weights", packed, source.model)
-    else:
-        weights = choices.take("weights", source.weights, packed or DEFAULT_FORMAT)
-    if source.adapter is not None:
-        check_adapter(source.adapter)
-        if packed and source.rounding is None and source.weights is None:
-            check_rounding(source.model, packed_with, trained_with)
-    rounding: Any = packed_with
-    if FORMATS[weights].packed and not packed:
-        rounding = choices.take("rounding", source.rounding, DEFAULT_ROUNDING)
-    dtype = choices.take("dtype", source.dtype, "auto")
-    if dtype == "auto":
-        full = choices.trained.settings.get("tuning") == "full"
-        dtype = "bfloat16" if torch.cuda.is_available() and not full else "float32"
-        choices.note("dtype", dtype, "which is auto on this machine")
-    kwargs = choices.take("chat_template_kwargs", source.chat_template_kwargs, {})
-    return Loading(source.model, source.adapter, weights, rounding, getattr(torch, dtype), kwargs)
-
-
-def load(loading: Loading, console: Console) -> Policy:
-    """Model, adapter, tokenizer and engine.
-
-    Raises:
-        QeRLError: Something cannot be loaded, or the adapter changes nothing.
-    """
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    tokenizer = load_tokenizer(loading.model)
-    model: Any = load_model(
-        loading.model,
-        loading.weights,
-        dtype=loading.dtype,
-        device=device,
-        rounding=loading.rounding or DEFAULT_ROUNDING,
-    )
-    if loading.adapter is not None:
-        model = load_adapter(model, loading.adapter)
-        prompt = tokenizer("The adapter must change what follows this.")["input_ids"]
-        difference = prove_adapter(model, prompt)
-        console.print(f"The adapter is in use: it moves logits by up to {difference:.3g}.")
-    stops = model.generation_config.eos_token_id
-    stop_ids = {tokenizer.eos_token_id, *([stops] if isinstance(stops, int) else stops or [])}
-    engine = make_engine(model, tokenizer.pad_token_id)
-    return Policy(model, tokenizer, engine, tuple(sorted(stop_ids)))
+        Raises:
+            QeRLError: The task is unknown, or its problems cannot be loaded.
+        """
+        key = json.dumps([spec, options, limit], sort_keys=True, default=str)
+        if key not in self._loaded:
+            task = get_task(spec, **options)
+            self._loaded[key] = task, held_out(task, limit)
+        return self._loaded[key]
 
 
 def evaluate_model(source: Source, request: Request, out: Path | None, console: Console) -> EvalResult:
@@ -201,38 +98,52 @@ def evaluate_model(source: Source, request: Request, out: Path | None, console: 
     Raises:
         QeRLError: Anything the user can mend.
     """
+    job = prepare(source, request, Problems(), console)
+    record = Record(out, job.settings)
+    return score(job, load(job.loading, console), record, console)
+
+
+def prepare(source: Source, request: Request, problems: Problems, console: Console) -> Job:
+    """What is asked for with nothing left open; the values and where they came from are said.
+
+    Raises:
+        QeRLError: Anything that can be refused without the model.
+    """
     choices = _choices(source)
     params = _sampling(request, choices)
-    name, options = _task(request, choices)
-    task = get_task(name, **options)
+    spec, options = _task(request, choices)
+    get_task(spec, **options)  # a wrong name is said before a model is looked for
     loading = decide(source, choices)
     _say(choices, params, loading, console)
-    problems = held_out(task, request.limit)
-    policy_json = loading.as_json()
-    record = Record(
-        out,
-        {"task": name, "task_options": options, "samples": request.samples}
-        | {"problems": _problems_digest(problems), **asdict(params), **policy_json, "versions": versions()},
-    )
-    policy = load(loading, console)
+    task, chosen = problems.of(spec, options, request.limit)
+    posed = {"task_options": options, "problems": _problems_digest(chosen)}
+    return Job(spec, options, task, chosen, request.samples, params, loading, loading.as_json() | posed)
+
+
+def score(job: Job, policy: Policy, record: Record, console: Console) -> EvalResult:
+    """Do a job with the policy that it is of, and print its result.
+
+    Raises:
+        QeRLError: As :func:`qerl.eval.evaluate.evaluate`.
+    """
     try:
         result = evaluate(
             policy.engine,
             policy.tokenizer,
-            task,
-            problems,
-            samples=request.samples,
-            params=replace(params, stop_token_ids=policy.stop_token_ids),
+            job.task,
+            job.problems,
+            samples=job.samples,
+            params=replace(job.params, stop_token_ids=policy.stop_token_ids),
             console=console,
             record=record,
-            chat=Chat(policy.tokenizer, loading.chat_template_kwargs),
-            source={**policy_json, "task_options": options},
+            chat=Chat(policy.tokenizer, job.loading.chat_template_kwargs),
+            source=job.source,
         )
     except KeyboardInterrupt:
-        if out is not None:
+        if record.folder is not None:
             console.print(
-                f"{len(record.rows)} of {len(problems) * request.samples} completions are kept in {out}; the "
-                "same command goes on from there.",
+                f"{len(record.rows)} of {len(job.problems) * job.samples} completions are kept in "
+                f"{record.folder}; the same command goes on from there.",
                 markup=False,
                 soft_wrap=True,
             )
@@ -312,11 +223,7 @@ def _say(choices: Choices, params: SamplingParams, loading: Loading, console: Co
 
 
 def _problems_digest(problems: Dataset) -> str:
-    return _digest(json.dumps(list(problems), sort_keys=True, default=str).encode())
-
-
-def _digest(content: bytes) -> str:
-    return hashlib.blake2b(content, digest_size=16).hexdigest()
+    return digest(json.dumps(list(problems), sort_keys=True, default=str).encode())
 
 
 def _is_text(text: str) -> bool:

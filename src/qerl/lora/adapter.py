@@ -17,10 +17,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from peft import (
+    LoraConfig,
+    PeftConfig,
+    PeftModel,
+    get_peft_model,
+    get_peft_model_state_dict,
+    set_peft_model_state_dict,
+)
 from peft.tuners.lora.layer import Linear as LoraLinear
 from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
@@ -206,6 +214,29 @@ def load_adapter(model: PreTrainedModel, folder: str | Path, trainable: bool = F
     if trainable:
         _check_head(adapted)
     return _skip_packed_buffers_in_ddp(adapted)
+
+
+def exchange_adapter(model: PeftModel, folder: Path) -> None:
+    """Put another adapter's weights into the model's adapter, which has the same config.
+
+    Args:
+        model: With an adapter that was read by `load_adapter`; changed in place.
+        folder: Of the other adapter.
+
+    Raises:
+        QeRLError: The files are damaged or do not fit.
+    """
+    try:
+        weights = load_file(adapter_file(folder))
+        unmatched = sorted(weights.keys() ^ get_peft_model_state_dict(model).keys())
+        if not unmatched:
+            set_peft_model_state_dict(model, weights)
+    except (SafetensorError, OSError) as error:
+        raise QeRLError(f"The adapter {folder} is damaged or incomplete ({error}); copy it again.") from error
+    except (ValueError, RuntimeError) as error:
+        raise QeRLError(f"The adapter {folder} does not fit this model: {first_line(error)}") from error
+    if unmatched:
+        raise QeRLError(f"The adapter {folder} does not fit its own config: {unmatched[0]}; copy it again.")
 
 
 def adapter_file(folder: Path) -> Path:

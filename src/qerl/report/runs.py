@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from qerl.errors import QeRLError
-from qerl.run_folder import LARGEST, read_metrics, read_settings
+from qerl.run_folder import LARGEST, path_labels, read_metrics, read_settings
 
 
 @dataclass(frozen=True)
@@ -67,20 +67,11 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
     for folder, path in zip(folders, resolved, strict=True):
         if resolved.count(path) > 1:
             raise QeRLError(f"The run {folder} is given more than once; name each run once.")
-    labels = _labels(resolved)
+    labels = path_labels(resolved)
     return [
         Run(label, folder, read_metrics(folder), _flat_settings(folder))
         for label, folder in zip(labels, folders, strict=True)
     ]
-
-
-def _labels(folders: Sequence[Path]) -> list[str]:
-    """The shortest ends of the paths that differ."""
-    for depth in range(1, max(len(folder.parts) for folder in folders) + 1):
-        labels = ["/".join(folder.parts[-depth:]) for folder in folders]
-        if len(set(labels)) == len(labels):
-            return labels
-    raise AssertionError("different paths have different parts")
 
 
 def _flat_settings(folder: Path) -> dict[str, Any] | None:

@@ -1,8 +1,8 @@
 """Held-out scores of runs, as `qerl eval --out` leaves them.
 
-The results in a run folder (RUN/eval, where the command goes that a run prints at its end, and others one or
-two levels down) belong to that run. Results elsewhere are named, and belong to the run whose adapter or model
-they scored; what is left, such as the base model, stands for itself.
+The results in a run folder (RUN/eval, where the command goes that a run prints at its end, and others up to
+three levels down) belong to that run. Results elsewhere are named, and belong to the run whose adapter or
+model they scored; what is left, such as the base model, stands for itself.
 """
 
 import json
@@ -14,7 +14,7 @@ from qerl.errors import QeRLError
 from qerl.report.runs import Run
 from qerl.run_folder import RESULT_FILE
 
-_PLACES = ("", "*/", "*/*/")
+_PLACES = ("", "*/", "*/*/", "*/*/*/")
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,38 @@
+"""What is asked of a policy: a task, and how it is sampled."""
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+from qerl.settings.checks import NonNegative, PositiveInt, PositiveShare, Seed, Text, checked
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked of a policy; None takes what the run says, else the default.
+
+    Attributes:
+        task: As in a recipe; required where no run says one.
+        task_options: As in a recipe; those of the run count for its own task alone.
+        samples: Completions for each problem.
+        temperature: Else 0 for one sample and 0.6 for several.
+        top_p: Without effect at temperature 0.
+        max_tokens: Longest completion.
+        limit: First problems only; None for all.
+        seed: Of the sampling.
+
+    Raises:
+        QeRLError: A value is of another kind or out of its range.
+    """
+
+    task: Text | None = None
+    task_options: dict[str, Any] | None = None
+    samples: PositiveInt = 1
+    temperature: NonNegative | None = None
+    top_p: PositiveShare = 0.95
+    max_tokens: PositiveInt | None = None
+    limit: PositiveInt | None = None
+    seed: Seed = 0
+
+    def __post_init__(self) -> None:
+        for spec in fields(self):
+            object.__setattr__(self, spec.name, checked(spec.name, getattr(self, spec.name), spec.type))

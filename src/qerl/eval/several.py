@@ -1,0 +1,172 @@
+"""Several evaluations in one call: the tasks of a suite, for one or more policies.
+
+All that can be refused is refused before a model is loaded: every task's problems are at hand, every adapter
+is checked, every folder is opened. An average over the tasks that happened to load would be another number
+under the same name, so a task that cannot be loaded ends the call. Evaluations are kept each in a folder of
+its own, OUT/POLICY/TASK, and the table in OUT/suite.json; a call that was cut off goes on where it stopped
+and takes what is finished as it is.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from qerl.errors import QeRLError
+from qerl.eval.policy import OneAtATime, Source
+from qerl.eval.record import Record
+from qerl.eval.result import EvalResult, result_from_json
+from qerl.eval.run import Job, Problems, prepare, score
+from qerl.eval.standings import Standing, best_first, table, verdict
+from qerl.eval.suite import Suite
+from qerl.run_folder import RESULT_FILE, path_labels, read_json
+
+SUITE_FILE = "suite.json"
+
+_OF_THE_RUN_OF_A_MODEL = "stop_token_ids"
+"""The one setting of a finished evaluation that is known when its model is loaded, and not before."""
+
+
+def evaluate_all(
+    sources: Sequence[Source], suite: Suite, out: Path | None, console: Console
+) -> list[Standing]:
+    """Score policies on the tasks of a suite and print how they compare.
+
+    Args:
+        sources: The policies, which differ in the adapter.
+        suite: The tasks.
+        out: Folder for results and completions, None for none.
+        console: Where progress and results go.
+
+    Returns:
+        What each policy has scored, in the order given.
+
+    Raises:
+        QeRLError: Anything the user can mend.
+    """
+    labels = _labels(sources)
+    problems = _load(suite)
+    jobs: dict[tuple[str, str], Job] = {}
+    for label, source in zip(labels, sources, strict=True):
+        for name, request in suite.requests.items():
+            _say(label, name, console)
+            jobs[label, name] = prepare(source, request, problems, console)
+    _refuse_different_tasks(jobs)
+    folders = {key: None if out is None else out.joinpath(*_place(key, labels, suite)) for key in jobs}
+    finished = {key: _finished(folders[key], job) for key, job in jobs.items()}
+    records = {key: Record(folders[key], job.settings) for key, job in jobs.items() if not finished[key]}
+    policies = OneAtATime(console)
+    standings = []
+    for label in labels:
+        results = {}
+        for name in suite.requests:
+            job, known = jobs[label, name], finished[label, name]
+            _say(label, name, console)
+            if known is not None:
+                console.print(f"{known.summary()} (finished before)", markup=False, soft_wrap=True)
+            else:
+                known = score(job, policies.get(job.loading), records[label, name], console)
+            results[name or job.spec] = known
+        standings.append(Standing(label, results))
+    _conclude(standings, suite, out, console)
+    return standings
+
+
+def _say(label: str, name: str, console: Console) -> None:
+    """Whose evaluation on what the next lines are about."""
+    words = " on ".join(word for word in (label, name) if word)
+    console.print(words, style="bold", markup=False, highlight=False, soft_wrap=True)
+
+
+def _labels(sources: Sequence[Source]) -> list[str]:
+    """What the policies are called, by the ends of the adapters' paths that differ; alone, by nothing."""
+    if len(sources) == 1:
+        return [""]
+    folders = [(source.adapter or Path(source.model)).resolve() for source in sources]
+    for folder, source in zip(folders, sources, strict=True):
+        if folders.count(folder) > 1:
+            raise QeRLError(f"The adapter {source.adapter} is given more than once; name each one once.")
+    return path_labels(folders)
+
+
+def _load(suite: Suite) -> Problems:
+    """The problems of all tasks that are named."""
+    problems, failed = Problems(), {}
+    for name, request in suite.requests.items():
+        if request.task is not None:
+            try:
+                problems.of(request.task, request.task_options or {}, request.limit)
+            except QeRLError as error:
+                failed[name] = error
+    if not failed:
+        return problems
+    first, *others = failed
+    if not suite.name:
+        raise failed[first]
+    also = f", nor can {', '.join(others)}" if others else ""
+    raise QeRLError(
+        f"{first} of the suite {suite.name} cannot be loaded{also}, so nothing is scored: {failed[first]} "
+        "Or leave it out in a suite of your own (a .yaml file)."
+    )
+
+
+def _refuse_different_tasks(jobs: dict[tuple[str, str], Job]) -> None:
+    """Refuse policies whose runs had different tasks, where the task is theirs to say."""
+    by_name: dict[str, Job] = {}
+    for (_, name), job in jobs.items():
+        first = by_name.setdefault(name, job)
+        if (job.spec, job.options) != (first.spec, first.options):
+            raise QeRLError(
+                f"The adapters were trained on different tasks ({first.spec} {first.options or ''}, "
+                f"{job.spec} {job.options or ''}); name one with --task, and its --task_options."
+            )
+
+
+def _place(key: tuple[str, str], labels: Sequence[str], suite: Suite) -> list[str]:
+    """Path of an evaluation's folder below --out."""
+    label, name = key
+    return [part for part in (label if len(labels) > 1 else "", name if suite.name else "") if part]
+
+
+def _finished(folder: Path | None, job: Job) -> EvalResult | None:
+    """The result in a folder, if it has one; it must be that of the job.
+
+    Raises:
+        QeRLError: It is another evaluation's.
+    """
+    if folder is None or not (folder / RESULT_FILE).is_file():
+        return None
+    kept = read_json(folder / RESULT_FILE)
+    try:
+        result = result_from_json(kept)
+        then = {"samples": result.samples, **result.settings, **result.source, "versions": result.versions}
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise QeRLError(
+            f"{folder / RESULT_FILE} is not the result of an evaluation ({error}); remove it."
+        ) from error
+    now: dict[str, Any] = json.loads(json.dumps(job.settings))
+    for name in now.keys() - {"task", _OF_THE_RUN_OF_A_MODEL}:
+        if now[name] != then.get(name):
+            raise QeRLError(
+                f"{folder} holds a finished evaluation with {name} {then.get(name)!r}, not {now[name]!r}; "
+                "choose another --out, or remove it."
+            )
+    return result
+
+
+def _conclude(standings: Sequence[Standing], suite: Suite, out: Path | None, console: Console) -> None:
+    """Print how the policies compare, and keep it."""
+    several = len(standings) > 1
+    if several or len(suite.requests) > 1:
+        console.print(table(standings))
+    if several:
+        console.print(verdict(standings), markup=False, highlight=False, soft_wrap=True)
+    if out is not None:
+        best = best_first(standings)[0].label if several else None
+        content = {"suite": suite.name, "best": best, "policies": [one.as_json() for one in standings]}
+        try:
+            (out / SUITE_FILE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise QeRLError(f"{out / SUITE_FILE} cannot be written: {error.strerror or error}.") from error
