@@ -47,6 +47,9 @@ SOURCES = {
     "task_options": {"level": "wp1"},
     "reward_files": ["a.py:f"],
     "eval_samples": 3,
+    "tools": ["a.py:f"],
+    "environment": "calculator",
+    "environment_options": {"x": 1},
     "rounding": "rtn",
     "adapter": None,  # set below: it must exist
     "max_sequences": 1,

@@ -15,9 +15,12 @@ def test_nothing_is_loaded_for_sound_settings(tmp_path, monkeypatch):
     (tmp_path / "r.py").write_text("def f(completions, **_): return [0.0] * len(completions)")
     fields = {"reward_files": f"{tmp_path}/r.py:f", "lr_scheduler_type": "cosine_with_min_lr"}
     fields |= {"lr_scheduler_kwargs": {"min_lr": 1e-7}, "optim": "adamw_torch", "warmup_steps": 0.1}
-    task, rewards = preflight(QeRLConfig(**(ARITHMETIC | fields)))
-    assert rewards[-1].__name__ == "f"
-    assert len(rewards) == len(task.rewards) + 1
+    fields |= {"environment": "guess_number", "tool_timeout": 3}
+    parts = preflight(QeRLConfig(**(ARITHMETIC | fields)))
+    assert parts.rewards[-1].__name__ == "f"
+    assert len(parts.rewards) == len(parts.task.rewards) + 1
+    assert type(parts.environment_factory()).__name__ == "GuessNumber"
+    assert preflight(QeRLConfig(**(ARITHMETIC | {"tools": "calculator"}))).tools[0](expression="6*7") == "42"
     for name in ("gsm8k", "bigmath", "dapo-math"):
         preflight(QeRLConfig(**(ARITHMETIC | {"task": name})))
 
@@ -31,6 +34,12 @@ def test_nothing_is_loaded_for_sound_settings(tmp_path, monkeypatch):
         ({"task": "jsonl:/nowhere.jsonl"}, "nowhere.jsonl"),
         ({"reward_files": "nowhere.py:f"}, "does not exist"),
         ({"reward_files": "a.py"}, "not of the form PATH.py:function"),
+        ({"tools": "nowhere.py:f"}, "The tool file nowhere.py does not exist"),
+        ({"tools": "abacus"}, "The tool 'abacus' is unknown"),
+        ({"environment": "chess"}, "The environment 'chess' is unknown"),
+        ({"environment": "calculator", "environment_options": {"x": 1}}, "do not fit Calculator"),
+        ({"environment": "calculator", "tools": "calculator"}, "there are tools beside it"),
+        ({"environment_options": {"x": 1}}, "there is no environment"),
         ({"reward_weights": [1.0]}, "reward_weights has 1 numbers for 2 reward functions: "),
         ({"report_to": "wandb"}, "wandb, which is not installed"),
         ({"optim": "galore_adamw"}, "optimizer galore_adamw cannot be made"),

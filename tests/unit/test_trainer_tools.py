@@ -526,6 +526,8 @@ class Numbered(Silent):
         ({"environment_factory": {}}, "environment_factory is not callable"),
         ({"environment_factory": {"a": Guessing}, "data": None}, "Several environments need a train_dataset"),
         ({"rollout_func": own_rollout}, "rollout_func samples by itself"),
+        ({"tools": (), "tool_timeout": 3.0}, "tool_timeout is set.*there are neither tools nor environments"),
+        ({"environment": "calculator"}, "hand the class to the trainer as environment_factory"),
         ({"rewards": ()}, r"reward_funcs is missing; pass .* an environment with get_reward\(\)"),
         ({"data": Dataset.from_dict({"prompt": ["text"] * 4})}, "need prompts of messages"),
     ],

@@ -158,10 +158,20 @@ class QeRLConfig(GRPOConfig):
     )
     eval_samples: PositiveInt = _help("Number of held-out problems for evaluation while training.", 64)
 
-    tool_timeout: Positive = _help(
-        "Seconds that a call of a tool, or an answer of an environment, may take.",
-        30.0,
+    tools: Names = _help(
+        "Functions that the model may call, each PATH.py:function or the name of a built-in one "
+        "(calculator); they need a chat template with tools.",
+        factory=list,
         group="Tools and environments",
+    )
+    environment: Text | None = _help(
+        "Environment of each sample: PATH.py:Class, or the name of a built-in one (calculator, "
+        "guess_number).",
+        None,
+    )
+    environment_options: dict[str, Any] = _help("Keyword arguments of the environment.", factory=dict)
+    tool_timeout: Positive = _help(
+        "Seconds that a call of a tool, or an answer of an environment, may take.", 30.0
     )
     tool_errors: Literal["text", "end"] = _help(
         "A call that raises or takes too long is told to the model as a text (text) or ends its trajectory "

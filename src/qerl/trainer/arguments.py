@@ -16,16 +16,14 @@ is accepted and ignored, and where two of them say the same thing they must agre
 """
 
 import copy
-from collections.abc import Collection
+from collections.abc import Collection, Set
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from datasets import Dataset, IterableDataset
 from peft import LoraConfig, PeftModel
-from peft.tuners.tuners_utils import BaseTunerLayer
 from rich.console import Console
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
@@ -34,7 +32,6 @@ from trl.data_utils import is_conversational
 
 from qerl.errors import QeRLError
 from qerl.families.parts import base_model
-from qerl.fp4.linear import PackedLinear
 from qerl.lora.adapter import adapt, check_lora
 from qerl.models.hub import LocalModel, find_model
 from qerl.models.load import load_tokenizer
@@ -43,6 +40,7 @@ from qerl.rollout.select import make_engine
 from qerl.settings.adapter import LORA_FIELDS, plain, take_adapter
 from qerl.settings.config import QeRLConfig, default_of
 from qerl.settings.recipe import FIELDS
+from qerl.trainer.model_in_hand import check_dtype, held, weights_of
 from qerl.trainer.others import Others
 from qerl.trainer.policy import make_policy
 from qerl.trainer.prompts import short_prompts
@@ -62,6 +60,9 @@ _OF_A_RUN = {
     "task_options": "hand the data to the trainer as train_dataset",
     "reward_files": "hand the functions to the trainer as reward_funcs",
     "eval_samples": "select the rows of eval_dataset",
+    "tools": "hand the functions to the trainer as tools",
+    "environment": "hand the class to the trainer as environment_factory",
+    "environment_options": "hand the trainer an environment_factory that has them",
     "resume_from_checkpoint": "`trainer.train` takes it",
 }
 _OF_A_NAMED_MODEL = {
@@ -73,6 +74,10 @@ _OF_A_MADE_ENGINE = {
     "max_sequences": "`make_engine` takes it",
     "kv_cache_dtype": "`make_engine` takes it",
 }
+_OF_OTHERS = dict.fromkeys(
+    ("tool_timeout", "tool_errors", "tool_output_limit", "max_tool_calling_iterations"),
+    "there are neither tools nor environments",
+)
 RUN_FIELDS = frozenset(
     {*_OF_A_RUN, *_OF_A_NAMED_MODEL, *_OF_A_MADE_ENGINE, *LORA_FIELDS, "weights", "tuning", "dtype"}
     | {"max_prompt_length"}
@@ -128,7 +133,7 @@ def complete(
     named = isinstance(model, str | Path)
     settings = _settings(args, model, peft_config)
     train_dataset = others.rows(train_dataset, settings)
-    _check_fields(settings, acted_on, named, engine)
+    _check_fields(settings, acted_on, named, engine, others)
     check_data(settings, train_dataset)
     check_metric(settings.metric_for_best_model, eval_dataset)
     if named:
@@ -222,21 +227,27 @@ def _tuning(model: Any, peft_config: Any) -> dict[str, Any]:
 
 
 def _check_fields(
-    args: QeRLConfig, acted_on: Collection[str], named: bool, engine: RolloutEngine | None
+    args: QeRLConfig,
+    acted_on: Collection[str],
+    named: bool,
+    engine: RolloutEngine | None,
+    others: Others,
 ) -> None:
-    """Refuse fields that name a source of something that was handed in."""
+    """Refuse fields that nothing here acts on."""
     idle = dict(_OF_A_RUN)
+    if not others:
+        idle |= _OF_OTHERS
     if not named:
         idle |= _OF_A_NAMED_MODEL
     if engine is not None:
         idle |= _OF_A_MADE_ENGINE
-    for name in sorted(idle.keys() & _set_fields(args, acted_on)):
+    for name in sorted(idle.keys() & _set_fields(args, acted_on, {*RUN_FIELDS, *_OF_OTHERS})):
         raise QeRLError(f"{name} is set, and nothing here reads it; remove it: {idle[name]}.")
 
 
-def _set_fields(args: QeRLConfig, acted_on: Collection[str]) -> set[str]:
-    """Fields of a run that were set, to something else than their default."""
-    return {name for name in RUN_FIELDS - {*acted_on} if getattr(args, name) != default_of(FIELDS[name])}
+def _set_fields(args: QeRLConfig, acted_on: Collection[str], fields: Set[str] = RUN_FIELDS) -> set[str]:
+    """Those of the fields that were set, to something else than their default."""
+    return {name for name in fields - {*acted_on} if getattr(args, name) != default_of(FIELDS[name])}
 
 
 # Model
@@ -263,7 +274,7 @@ def _named_policy(
     console = Console(quiet=args.process_index != 0)
     policy = make_policy(args, model, console, peft_config)
     if peft_config is not None:  # which layers a pattern, or PEFT's default, has matched
-        args.lora_target_modules = _held(policy)["lora_target_modules"]
+        args.lora_target_modules = held(policy)["lora_target_modules"]
     return policy
 
 
@@ -287,70 +298,30 @@ def _policy_in_hand(
     elif peft_config is not None:
         take_adapter(args, vars(peft_config), "peft_config")
         model = adapt(model, peft_config, args.seed)
-    elif _weights(model) != "bf16":
+    elif weights_of(model) != "bf16":
         raise QeRLError(
-            f"The model has {_weights(model)} weights, which cannot be trained themselves; pass peft_config, "
-            "or a model that `add_lora` has given an adapter."
+            f"The model has {weights_of(model)} weights, which cannot be trained themselves; pass "
+            "peft_config, or a model that `add_lora` has given an adapter."
         )
-    _check_dtype(model)
+    check_dtype(model)
     _agree_with_model(args, acted_on, model)
-    for name, value in _held(model).items():
+    for name, value in held(model).items():
         if name not in acted_on:
             setattr(args, name, value)
     return model
 
 
-def _check_dtype(model: nn.Module) -> None:
-    """Refuse a model in a precision that nothing here trains in, or that evaluation could not be told."""
-    dtype = base_model(model).dtype
-    if dtype not in (torch.float32, torch.bfloat16):
-        raise QeRLError(
-            f"The model that was handed in is {str(dtype).removeprefix('torch.')}, in which small gradients "
-            "vanish; load it with dtype=torch.bfloat16 or torch.float32."
-        )
-
-
 def _agree_with_model(args: QeRLConfig, acted_on: Collection[str], model: nn.Module) -> None:
     """Compare the settings that describe a model with the one that was handed in."""
-    held, given = _held(model), _set_fields(args, acted_on)
-    for name in sorted(given & held.keys()):
-        if plain(getattr(args, name)) != held[name]:
+    own, given = held(model), _set_fields(args, acted_on)
+    for name in sorted(given & own.keys()):
+        if plain(getattr(args, name)) != own[name]:
             raise QeRLError(
-                f"{name} is {getattr(args, name)!r} and the model that was handed in has {held[name]!r}; set "
+                f"{name} is {getattr(args, name)!r} and the model that was handed in has {own[name]!r}; set "
                 "it to that, or remove it."
             )
-    for name in sorted(given & LORA_FIELDS.keys() - held.keys()):
+    for name in sorted(given & LORA_FIELDS.keys() - own.keys()):
         raise QeRLError(f"{name} is set and the model that was handed in has no LoRA adapter; remove it.")
-
-
-def _held(model: nn.Module) -> dict[str, Any]:
-    """What a model says of the fields that describe one."""
-    held: dict[str, Any] = {
-        "tuning": "full",
-        "weights": _weights(model),
-        "dtype": str(base_model(model).dtype).removeprefix("torch."),
-    }
-    if not isinstance(model, PeftModel):
-        return held
-    adapter = model.active_peft_config
-    values = {name: plain(getattr(adapter, attribute, None)) for name, attribute in LORA_FIELDS.items()}
-    if isinstance(values["lora_target_modules"], str):  # a pattern: the names that it matched
-        values["lora_target_modules"] = sorted(
-            {
-                name.rpartition(".")[2]
-                for name, module in base_model(model).named_modules()
-                if isinstance(module, BaseTunerLayer)
-            }
-        )
-    # Adapters of another kind have no rank or alpha.
-    return held | {name: value for name, value in values.items() if value is not None} | {"tuning": "lora"}
-
-
-def _weights(model: nn.Module) -> str:
-    packed = next((module for module in model.modules() if isinstance(module, PackedLinear)), None)
-    if packed is not None:
-        return packed.format.name
-    return "nf4" if getattr(base_model(model), "is_loaded_in_4bit", False) else "bf16"
 
 
 def _check_optimizer(optimizer: Any, model: nn.Module) -> None:

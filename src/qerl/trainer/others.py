@@ -48,6 +48,10 @@ class Others:
     own_rewards: bool = False
     rollout_func: Callable[..., Any] | None = None
 
+    def __bool__(self) -> bool:
+        """Whether there is anybody."""
+        return bool(self.tools or self.factories or self.rollout_func)
+
     @property
     def for_trl(self) -> dict[str, Any]:
         """Arguments of TRL's constructor."""
@@ -195,6 +199,8 @@ def _checked_reset(environment: Any) -> Callable[..., Any]:
     def checked(**row: Any) -> str | None:
         try:
             observation = reset(**row)
+        except QeRLError:
+            raise
         except Exception as error:
             raise QeRLError(
                 f"The environment {name} could not begin an episode: reset raised {type(error).__name__}: "

@@ -1,14 +1,15 @@
 """What a run refuses for its settings alone, found before anything is downloaded or loaded.
 
-`qerl train --dry_run` stops after this. Types, ranges and contradictions are checked when settings are
-made; here come the things that have to be tried or looked up: the task and its options, the user's reward
-files, the reporters' packages, the optimizer and the learning-rate schedule with the user's own arguments,
-what the formats of weights and of the cache need of this machine, a model that is a path, and the length of
-the run where the task's problems are on this machine. What needs the Hub or the model is checked when the
-run starts.
+`qerl train --dry_run` stops after this. Types, ranges and contradictions are checked when settings are made;
+here come the things that have to be tried or looked up: the task and its options, the user's reward files,
+tools and environment, the reporters' packages, the optimizer and the learning-rate schedule with the user's
+own arguments, what the formats of weights and of the cache need of this machine, a model that is a path, and
+the length of the run where the task's problems are on this machine. What needs the Hub or the model is
+checked when the run starts.
 """
 
 import math
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,9 @@ import torch
 from transformers import Trainer, get_scheduler
 from transformers.integrations.integration_utils import get_available_reporting_integrations
 
+from qerl.agents.environment import EnvironmentFactory
+from qerl.agents.tools import Tool
+from qerl.environments.registry import get_environment, get_tool
 from qerl.errors import QeRLError
 from qerl.kernels import needs
 from qerl.models.load import check_format
@@ -23,11 +27,29 @@ from qerl.settings.config import QeRLConfig
 from qerl.tasks import get_task
 from qerl.tasks.base import RewardFunction, Task
 from qerl.tasks.custom import load_reward
+from qerl.trainer.others import Others, check_others
 from qerl.trainer.rewards import with_length_penalty
 
 
-def preflight(config: QeRLConfig) -> tuple[Task, list[RewardFunction]]:
-    """The task and its reward functions, the user's among them; nothing is downloaded.
+@dataclass(frozen=True)
+class Parts:
+    """What a run is made of beside its model.
+
+    Attributes:
+        task: Its task.
+        rewards: The task's reward functions, and the user's.
+        tools: Functions that the model may call.
+        environment_factory: Of the environment, None without one.
+    """
+
+    task: Task
+    rewards: list[RewardFunction]
+    tools: list[Tool]
+    environment_factory: EnvironmentFactory | None
+
+
+def preflight(config: QeRLConfig) -> Parts:
+    """What the run is made of; nothing is downloaded.
 
     Raises:
         QeRLError: The run would be refused for its settings.
@@ -37,11 +59,12 @@ def preflight(config: QeRLConfig) -> tuple[Task, list[RewardFunction]]:
     if not task.on_hub:
         check_length(config, len(task.epoch(task.train())))
     rewards = [*task.rewards, *(load_reward(spec) for spec in config.reward_files)]
+    others = _others(config)
     _check_weights(config, rewards)
     _check_reporters(config)
     _check_optimizer(config)
     _check_machine(config)
-    return task, rewards
+    return Parts(task, rewards, others.tools, others.factories.get(None))
 
 
 def check_length(config: QeRLConfig, prompts: int) -> None:
@@ -69,6 +92,17 @@ def optimizer_steps(config: QeRLConfig, prompts: int) -> int:
     microbatches = prompts // rollout * config.num_iterations * (config.steps_per_generation or 1)
     per_epoch = max(1, math.ceil(microbatches / config.gradient_accumulation_steps))
     return math.ceil(config.num_train_epochs * per_epoch)
+
+
+def _others(config: QeRLConfig) -> Others:
+    """Tools and environment of the settings, made once for trial."""
+    tools = [get_tool(spec) for spec in config.tools]
+    if config.environment is not None:
+        make = get_environment(config.environment, config.environment_options)
+        return check_others(tools, make, None)
+    if config.environment_options:
+        raise QeRLError("environment_options is set, and there is no environment; set one, or remove it.")
+    return check_others(tools, None, None)
 
 
 def _check_machine(config: QeRLConfig) -> None:

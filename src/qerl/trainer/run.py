@@ -112,21 +112,23 @@ def build(config: QeRLConfig, console: Console) -> tuple[QeRLTrainer, InterruptG
     """Everything a run consists of, wired together and not yet started."""
     assert config.model is not None and config.task is not None
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
-    task, rewards = preflight(config)
+    parts = preflight(config)
     model = find_model(config.model)
     tokenizer = load_tokenizer(model, trust_remote_code=config.trust_remote_code)
-    train_set, eval_set = _datasets(config, task, tokenizer)
+    train_set, eval_set = _datasets(config, parts.task, tokenizer)
     policy = make_policy(config, model, console)
     guard = InterruptGuard(console)
     trainer = QeRLTrainer(
         model=policy,
-        reward_funcs=rewards,
+        reward_funcs=parts.rewards,
         args=config,
         train_dataset=train_set,
         eval_dataset=eval_set,
         engine=make_engine(policy, tokenizer.pad_token_id, config.max_sequences, config.kv_cache_dtype),
         processing_class=tokenizer,
         callbacks=[MetricsFile(Path(str(config.output_dir))), ProgressBar(console), guard],
+        tools=parts.tools,
+        environment_factory=parts.environment_factory,
         acted_on=RUN_FIELDS,
     )
     for callback in (PrinterCallback, ProgressCallback):  # the run shows its own bar

@@ -1,0 +1,53 @@
+"""What a model that was handed in says of the settings that describe one."""
+
+from typing import Any
+
+import torch
+from peft import PeftModel
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import nn
+
+from qerl.errors import QeRLError
+from qerl.families.parts import base_model
+from qerl.fp4.linear import PackedLinear
+from qerl.settings.adapter import LORA_FIELDS, plain
+
+
+def held(model: nn.Module) -> dict[str, Any]:
+    """What a model says of the fields that describe one."""
+    found: dict[str, Any] = {
+        "tuning": "full",
+        "weights": weights_of(model),
+        "dtype": str(base_model(model).dtype).removeprefix("torch."),
+    }
+    if not isinstance(model, PeftModel):
+        return found
+    adapter = model.active_peft_config
+    values = {name: plain(getattr(adapter, attribute, None)) for name, attribute in LORA_FIELDS.items()}
+    if isinstance(values["lora_target_modules"], str):  # a pattern: the names that it matched
+        values["lora_target_modules"] = sorted(
+            {
+                name.rpartition(".")[2]
+                for name, module in base_model(model).named_modules()
+                if isinstance(module, BaseTunerLayer)
+            }
+        )
+    # Adapters of another kind have no rank or alpha.
+    return found | {name: value for name, value in values.items() if value is not None} | {"tuning": "lora"}
+
+
+def weights_of(model: nn.Module) -> str:
+    packed = next((module for module in model.modules() if isinstance(module, PackedLinear)), None)
+    if packed is not None:
+        return packed.format.name
+    return "nf4" if getattr(base_model(model), "is_loaded_in_4bit", False) else "bf16"
+
+
+def check_dtype(model: nn.Module) -> None:
+    """Refuse a model in a precision that nothing here trains in, or that evaluation could not be told."""
+    dtype = base_model(model).dtype
+    if dtype not in (torch.float32, torch.bfloat16):
+        raise QeRLError(
+            f"The model that was handed in is {str(dtype).removeprefix('torch.')}, in which small gradients "
+            "vanish; load it with dtype=torch.bfloat16 or torch.float32."
+        )
