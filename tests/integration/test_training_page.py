@@ -12,11 +12,11 @@ from qerl.run_folder import read_metrics
 PAGE = (Path(__file__).parents[2] / "docs" / "training.md").read_text(encoding="utf-8")
 
 
-def shown(heading):
-    """The first recipe under a heading; the lines of it."""
+def shown(heading, language="yaml"):
+    """The first recipe under a heading, or other code."""
     section = PAGE.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
-    lines = section.partition("```yaml\n")[2].partition("```")[0].splitlines()
-    assert 0 < len(lines) < 15
+    lines = section.partition(f"```{language}\n")[2].partition("```")[0].splitlines()
+    assert 0 < len(lines) < (15 if language == "yaml" else 20)
     return "\n".join(lines)
 
 
@@ -51,3 +51,9 @@ def test_a_curriculum(run_shown):
     rows = run_shown("A curriculum", eval_strategy="no", max_steps=6)
     assert rows[1]["curriculum/passed_over"] == 0.0
     assert any(row.get("curriculum/settled", 0) > 0 for row in rows)
+
+
+def test_a_task_of_your_own(run_shown, tmp_path):
+    (tmp_path / "my" / "doubles.py").write_text(shown("A task of your own", "python"))
+    rows = run_shown("A task of your own")
+    assert any("eval_rewards/accuracy/mean" in row for row in rows)

@@ -131,7 +131,7 @@ class QeRLConfig(GRPOConfig):
     )
 
     task: Text | None = _help(
-        "Task to train on (gsm8k, bigmath, arithmetic, jsonl:PATH, mixture, ...); required.",
+        "Task to train on (gsm8k, bigmath, arithmetic, jsonl:PATH, PATH.py:Class, mixture, ...); required.",
         None,
         group="Task and rewards",
     )

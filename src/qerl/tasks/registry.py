@@ -18,12 +18,14 @@ from qerl.errors import QeRLError
 from qerl.tasks.arithmetic import Arithmetic
 from qerl.tasks.base import Task
 from qerl.tasks.code import Code
+from qerl.tasks.custom import load_task
 from qerl.tasks.guess_number import GuessNumber
 from qerl.tasks.hub import SOURCES, HubTask, bigmath
 from qerl.tasks.jsonl import Jsonl
 from qerl.tasks.mixture import make_mixture
 from qerl.tasks.needle import Needle
 from qerl.tasks.reasoning_gym import ReasoningGym
+from qerl.user_code import names_a_file
 
 TASKS: dict[str, Callable[..., Task]] = {
     "arithmetic": Arithmetic,
@@ -50,7 +52,7 @@ def get_task(spec: str, **options: Any) -> Task:
 
     Args:
         spec: A name from :data:`TASKS`, or a family of :data:`FAMILIES` and what it is to make, such as
-            ``jsonl:PATH`` for the user's own file.
+            ``jsonl:PATH`` for the user's own file; or ``PATH.py:Class`` for the user's own class.
         options: The task's options, which its class documents, and those of :meth:`Task.ask`.
 
     Raises:
@@ -79,10 +81,12 @@ def _maker(spec: str) -> Callable[..., Task]:
     family, _, name = spec.partition(":")
     if family in FAMILIES and name:
         return partial(FAMILIES[family][0], name)
+    if names_a_file(spec):
+        return load_task(spec)
     if spec not in TASKS:
         raise QeRLError(
             f"Task {spec!r} is unknown{_nearest(spec, [*TASKS])}; the tasks are: {', '.join(TASKS)}, and "
-            f"{', '.join(what for _, what in FAMILIES.values())}."
+            f"{', '.join(what for _, what in FAMILIES.values())}, PATH.py:Class for a class of your own."
         )
     return TASKS[spec]
 
