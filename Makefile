@@ -2,6 +2,7 @@
 # make test    set up, then run the tests
 # make wheel   set up, then build the wheel and use it in an empty folder
 # make versions  set up, then test with the oldest and the newest versions of other libraries (not part of CI)
+# make adapters  test the adapters of openenv-core and verifiers in environments of their own (not part of CI)
 # make tables  write the numbers of README and docs from bench/results
 # make lint    formatter, linter and type checker
 PYTHON ?= python3
@@ -13,7 +14,7 @@ PIP    := $(BIN)/pip install --quiet --no-compile
 # Idle OpenMP threads spin by default, which on few cores takes the time from those that work.
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: setup demo test wheel versions tables lint clean
+.PHONY: setup demo test adapters wheel versions tables lint clean
 setup: .venv/ready
 
 .venv/ready: pyproject.toml
@@ -29,6 +30,16 @@ demo: setup
 
 test: setup
 	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 2 --dist worksteal
+
+# These packages exclude each other and bring many others, so each gets an environment that sees that of the tests.
+SITE   := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
+adapters: setup
+	set -e; for name in openenv verifiers; do \
+		$(PYTHON) -m venv .venv-$$name; \
+		$(BIN)/python $(SITE) > $$(.venv-$$name/bin/python $(SITE))/tests.pth; \
+		.venv-$$name/bin/pip install --quiet --editable ".[$$name]"; \
+		.venv-$$name/bin/python -m pytest tests/unit/test_$$name.py; \
+	done
 
 wheel: setup
 	.ci/wheel

@@ -25,6 +25,7 @@ from qerl.tasks.jsonl import Jsonl
 from qerl.tasks.mixture import make_mixture
 from qerl.tasks.needle import Needle
 from qerl.tasks.reasoning_gym import ReasoningGym
+from qerl.tasks.verifiers import Verifiers
 from qerl.user_code import names_a_file
 
 TASKS: dict[str, Callable[..., Task]] = {
@@ -41,6 +42,7 @@ FAMILIES: dict[str, tuple[Callable[..., Task], str]] = {
     "jsonl": (Jsonl, "jsonl:PATH for a file of your own"),
     "code": (Code, "code:PATH for programming problems with tests"),
     "reasoning_gym": (ReasoningGym, "reasoning_gym:NAME for a generator of reasoning-gym"),
+    "verifiers": (Verifiers, "verifiers:NAME for a task set of verifiers"),
 }
 """What makes the tasks FAMILY:NAME from the name and the options, and what they are, in words."""
 
