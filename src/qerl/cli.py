@@ -224,17 +224,18 @@ def _train(args: argparse.Namespace) -> int:
     result = train(config, console)
     if result.interrupted:
         return 130
-    score = eval_command(str(config.model), result.folder, config.tuning)
+    score = eval_command(str(config.model), result.folder, config.tuning, trusts=config.trust_remote_code)
     console.print(
         f"Saved to {result.folder}. Score it with: {score}", markup=False, highlight=False, soft_wrap=True
     )
     return 0
 
 
-def eval_command(model: str, run: Path, tuning: str) -> str:
+def eval_command(model: str, run: Path, tuning: str, trusts: bool = False) -> str:
     """The shell command that scores a finished run; the run itself says how it is to be scored."""
     policy = [str(run)] if tuning == "full" else [model, "--adapter", str(run)]
-    return shlex.join(["qerl", "eval", *policy, "--out", str(run / "eval")])
+    trusted = ["--trust_remote_code", "true"] if trusts else []
+    return shlex.join(["qerl", "eval", *policy, *trusted, "--out", str(run / "eval")])
 
 
 def _plan(args: argparse.Namespace) -> int:

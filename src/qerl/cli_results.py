@@ -95,6 +95,12 @@ def _add_model(sub: argparse.ArgumentParser) -> None:
         "--chat_template_kwargs",
         help="YAML mapping, for example '{enable_thinking: false}'; default: the run's",
     )
+    sub.add_argument(
+        "--trust_remote_code",
+        choices=("true", "false"),
+        default="false",
+        help="whether Python code that comes with the model may run; never taken from a run",
+    )
 
 
 def _eval(args: argparse.Namespace) -> None:
@@ -133,7 +139,8 @@ def _source(args: argparse.Namespace, adapter: Path | None) -> "Source":
     from qerl.settings.recipe import parse_mapping
 
     kwargs = parse_mapping(args.chat_template_kwargs, "--chat_template_kwargs")
-    return Source(args.model, adapter, args.weights, args.rounding, args.dtype, kwargs)
+    trusts = args.trust_remote_code == "true"
+    return Source(args.model, adapter, args.weights, args.rounding, args.dtype, kwargs, trusts)
 
 
 def _report(args: argparse.Namespace) -> None:

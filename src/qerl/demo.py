@@ -116,6 +116,7 @@ def _score(config: QeRLConfig, adapter: Path | None, console: Console) -> EvalRe
             rounding=config.rounding,
             dtype=config.dtype,
             chat_template_kwargs=config.chat_template_kwargs,
+            trust_remote_code=config.trust_remote_code,
         ),
         Request(
             task=config.task,

@@ -212,3 +212,21 @@ def test_out_is_tried_before_the_model_is_loaded(tiny_run, tmp_path, capsys, mon
     command = ["eval", str(tmp_path / "model"), "--task", "arithmetic", "--limit", "1", "--out"]
     assert main([*command, str(tmp_path / "file")]) == 2
     assert "cannot be written" in capsys.readouterr().err
+
+
+def test_code_that_comes_with_a_model_runs_only_where_the_flag_says_so(tiny_run, tmp_path, capsys):
+    """A run that trusted it does not make its readers trust it; the printed command says the flag."""
+    model = tmp_path / "model"
+    code = "from transformers import PreTrainedTokenizerFast\nclass Mine(PreTrainedTokenizerFast): pass\n"
+    (model / "mine.py").write_text(code)
+    file = model / "tokenizer_config.json"
+    own = {"auto_map": {"AutoTokenizer": [None, "mine.Mine"]}, "tokenizer_class": "Mine"}
+    file.write_text(json.dumps(json.loads(file.read_text()) | own))
+    run, command = trained(tiny_run, tmp_path, capsys, trust_remote_code=True)
+    assert "--trust_remote_code true" in command
+    score(command, capsys)
+    words = [str(model), "--adapter", str(run), "--max_tokens", "2"]
+    for asked in (["eval", *words, "--limit", "1"], ["generate", str(model), "hello", *words[1:]]):
+        assert main(asked) == 2
+        assert "brings its own code, which runs only with trust_remote_code" in capsys.readouterr().err
+        assert main([*asked, "--trust_remote_code", "true"]) == 0

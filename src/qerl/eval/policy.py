@@ -42,6 +42,8 @@ class Source:
         rounding: For checkpoints that are not packed yet; else mse.
         dtype: Of everything that is not quantised; else auto: bfloat16 on a GPU, float32 on a CPU.
         chat_template_kwargs: Arguments of the chat template; else none.
+        trust_remote_code: Whether Python code that comes with the checkpoint may run; what the run says of it
+            does not count, since an adapter's files may be anybody's.
     """
 
     model: str
@@ -50,6 +52,7 @@ class Source:
     rounding: Rounding | None = None
     dtype: ComputeDtype | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    trust_remote_code: bool = False
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,7 @@ class Loading:
     rounding: Rounding | None
     dtype: torch.dtype
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    trust_remote_code: bool = False
 
     def as_json(self) -> dict[str, Any]:
         """What decides the policy and its prompts, the contents of the files included."""
@@ -115,7 +119,8 @@ def decide(source: Source, choices: Choices) -> Loading:
         dtype = "bfloat16" if torch.cuda.is_available() and not full else "float32"
         choices.note("dtype", dtype, "which is auto on this machine")
     kwargs = choices.take("chat_template_kwargs", source.chat_template_kwargs, {})
-    return Loading(source.model, source.adapter, weights, rounding, getattr(torch, dtype), kwargs)
+    trusts = source.trust_remote_code
+    return Loading(source.model, source.adapter, weights, rounding, getattr(torch, dtype), kwargs, trusts)
 
 
 def load(loading: Loading, console: Console) -> Policy:
@@ -125,13 +130,14 @@ def load(loading: Loading, console: Console) -> Policy:
         QeRLError: Something cannot be loaded, or the adapter changes nothing.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    tokenizer = load_tokenizer(loading.model)
+    tokenizer = load_tokenizer(loading.model, trust_remote_code=loading.trust_remote_code)
     model: Any = load_model(
         loading.model,
         loading.weights,
         dtype=loading.dtype,
         device=device,
         rounding=loading.rounding or DEFAULT_ROUNDING,
+        trust_remote_code=loading.trust_remote_code,
     )
     if loading.adapter is not None:
         model = load_adapter(model, loading.adapter)
