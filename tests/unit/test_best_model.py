@@ -14,6 +14,7 @@ from qerl.trainer.grpo import QeRLTrainer
 from tests.support.trainer import DATA, ScriptedEngine, settings
 
 BY_STEP = [0.2, 0.9, 0.5, 0.4]
+"""Rewards of the evaluations after each step."""
 SAVING = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
 
 
@@ -71,6 +72,51 @@ def test_training_stops_early_by_the_reward(trainer):
     one = trainer(callbacks=[EarlyStoppingCallback(1)], load_best_model_at_end=True)
     one.train()
     assert one.state.global_step == 3
+
+
+def test_a_setting_stops_training_early_and_its_metric_is_the_reward(trainer, caplog):
+    one = trainer(early_stopping_patience=2)
+    one.train()
+    assert one.state.global_step == 4, "0.9 at step 2, then twice less"
+    assert "Training ends after step 4: eval_reward was not better in 2 evaluations in a row" in caplog.text
+    two = trainer(early_stopping_patience=1, early_stopping_threshold=0.8)
+    two.train()
+    assert two.state.global_step == 2, "0.9 is not better than 0.2 by more than 0.8"
+
+
+def test_a_resumed_run_counts_on(trainer, tmp_path):
+    one = trainer(early_stopping_patience=2, max_steps=3)
+    one.train()
+    assert one.state.global_step == 3
+    again = trainer(early_stopping_patience=2, max_steps=8)
+    again.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-3"))
+    assert again.state.global_step == 4
+
+
+def test_of_several_evaluation_sets_one_stops_training(trainer, caplog):
+    sets = {"easy": DATA, "hard": DATA}
+    one = trainer(sets, early_stopping_patience=1, metric_for_best_model="eval_hard_reward")
+    one.train()
+    assert one.state.global_step == 3 and "early stopping is disabled" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"early_stopping_patience": 1, "eval_strategy": "no"}, "goes by evaluations, and there are none"),
+        ({"early_stopping_threshold": 0.1}, "acts with early_stopping_patience"),
+        ({"early_stopping_patience": 0}, "early_stopping_patience is 0"),
+    ],
+)
+def test_what_cannot_stop_a_run_is_refused(tmp_path, changes, message):
+    with pytest.raises(QeRLError, match=message):
+        QeRLConfig(**settings(tmp_path, **SAVING | changes))
+
+
+def test_a_metric_that_evaluations_do_not_have_is_a_sentence(trainer):
+    one = trainer(load_best_model_at_end=True, metric_for_best_model="eval_rewrad")
+    with pytest.raises(QeRLError, match=r"is eval_rewrad, which .* do not have; .* eval_reward"):
+        one.train()
 
 
 def test_several_evaluation_sets_have_metrics_of_their_own(trainer):

@@ -157,6 +157,14 @@ class QeRLConfig(GRPOConfig):
         "Smallest chance with which such a problem keeps its place in a rollout.", 0.1
     )
     eval_samples: PositiveInt = _help("Number of held-out problems for evaluation while training.", 64)
+    early_stopping_patience: PositiveInt | None = _help(
+        "Number of evaluations in a row without a better metric_for_best_model after which training ends; "
+        "unset, it goes on to its last step.",
+        None,
+    )
+    early_stopping_threshold: NonNegative = _help(
+        "How much the metric must be better than the best so far to count, with early_stopping_patience.", 0.0
+    )
 
     tools: Names = _help(
         "Functions that the model may call, each PATH.py:function or the name of a built-in one "
@@ -319,8 +327,7 @@ class QeRLConfig(GRPOConfig):
                 setattr(self, name, value)
         if self.epsilon_high is None:
             self.epsilon_high = self.epsilon
-        by_metric = self.load_best_model_at_end or self.lr_scheduler_type == "reduce_lr_on_plateau"
-        if by_metric and self.metric_for_best_model is None:
+        if self.goes_by_metric and self.metric_for_best_model is None:
             self.metric_for_best_model = "eval_reward"  # an evaluation has rewards and no loss
         if not torch.cuda.is_available():
             self.dataloader_pin_memory = False  # there is nothing to pin for
@@ -332,6 +339,12 @@ class QeRLConfig(GRPOConfig):
         self._n_gpu: int = min(self.n_gpu, 1)  # one process drives one GPU; torchrun starts one for each
         contradictions.check_processes(self)
         contradictions.check_groups(self)
+
+    @property
+    def goes_by_metric(self) -> bool:
+        """Whether something is chosen by the metric of evaluations."""
+        by_plateau = self.lr_scheduler_type == "reduce_lr_on_plateau"
+        return bool(self.load_best_model_at_end or by_plateau or self.early_stopping_patience)
 
     def _check_fields(self) -> None:
         """Every field by itself."""

@@ -46,11 +46,21 @@ def check(config: GRPOConfig) -> None:
 
 
 def check_evaluation(config: GRPOConfig) -> None:
-    """Refuse groups that evaluation would spread over processes, as they could not be scored there.
+    """Refuse what goes by evaluations that do not come, and groups that these would spread over processes, as
+    they could not be scored there.
 
     Raises:
-        QeRLError: The evaluation's batch does not hold whole groups.
+        QeRLError: There are no evaluations to stop by, or the evaluation's batch does not hold whole groups.
     """
+    if config.early_stopping_patience is not None and config.eval_strategy == "no":
+        raise QeRLError(
+            "early_stopping_patience goes by evaluations, and there are none; set eval_strategy: steps and "
+            "eval_steps, or remove it."
+        )
+    if config.early_stopping_threshold and config.early_stopping_patience is None:
+        raise QeRLError(
+            "early_stopping_threshold acts with early_stopping_patience; set that too, or remove it."
+        )
     groups = config.num_generations_eval or config.num_generations or 1
     if config.evaluates and config.per_device_eval_batch_size % groups:
         raise QeRLError(

@@ -2,6 +2,7 @@
 SIGTERM."""
 
 import contextlib
+import logging
 import signal
 import threading
 import time
@@ -20,10 +21,18 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import (
+    EarlyStoppingCallback,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 
 from qerl.errors import QeRLError
 from qerl.run_folder import METRICS_FILE, append_metrics, read_metrics, write_metrics
+
+logger = logging.getLogger(__name__)
 
 STOPPING = (signal.SIGINT, signal.SIGTERM)
 ONE_SIGNAL = 1.0
@@ -146,6 +155,38 @@ class ProgressBar(TrainerCallback):
         """Leave the terminal as it was, whatever has ended the run."""
         if self.progress:
             self.progress.stop()
+
+
+class EarlyStop(EarlyStoppingCallback):
+    """Ends the run when evaluations no longer get better; a resumed run counts on from its checkpoint.
+
+    transformers restores the count only together with the state of all callbacks, which would also replace
+    those that this run has given settings of its own.
+    """
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Replaces transformers' warning, which would be said of a run that wants its last policy."""
+        saved = state.stateful_callbacks.get(type(self).__name__)
+        attributes = saved.get("attributes", {}) if isinstance(saved, dict) else {}
+        self.early_stopping_patience_counter = int(attributes.get("early_stopping_patience_counter", 0))
+
+    def on_evaluate(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        name = f"eval_{str(args.metric_for_best_model).removeprefix('eval_')}"
+        if name not in kwargs["metrics"]:
+            return  # another one of several evaluation sets
+        super().on_evaluate(args, state, control, **kwargs)
+        ends = self.early_stopping_patience_counter >= self.early_stopping_patience
+        if ends and state.is_world_process_zero:
+            logger.warning(
+                "Training ends after step %d: %s was not better in %d evaluations in a row.",
+                state.global_step,
+                name,
+                self.early_stopping_patience_counter,
+            )
 
 
 class InterruptGuard(TrainerCallback):

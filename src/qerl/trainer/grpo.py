@@ -42,7 +42,7 @@ from qerl.agents.tools import Tool
 from qerl.errors import QeRLError
 from qerl.rollout.engine import RolloutEngine
 from qerl.trainer.arguments import complete
-from qerl.trainer.callbacks import MetricsFile
+from qerl.trainer.callbacks import EarlyStop, MetricsFile
 from qerl.trainer.dynamic_sampling import empty_log
 from qerl.trainer.others import check_others
 from qerl.trainer.trl.evaluation import name_metrics
@@ -123,6 +123,8 @@ class QeRLTrainer(UpdateTrainer):
             others=others,
             refused={"quantization_config": quantization_config},
         )
+        patience, threshold = given.args.early_stopping_patience, given.args.early_stopping_threshold
+        callbacks = [*(callbacks or ()), *([EarlyStop(patience, threshold)] if patience else ())]
         trained = [parameter for parameter in given.model.parameters() if parameter.requires_grad]
         dtypes = [parameter.dtype for parameter in trained]
         with none_by_trl(given.args):
@@ -178,6 +180,17 @@ class QeRLTrainer(UpdateTrainer):
         run = Path(str(self.args.output_dir))
         with written_whole(run, self.state.global_step, self._evaluating, self._logs):
             return super().log(logs, start_time)
+
+    def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
+        """Wraps transformers': a metric that evaluations do not have is a sentence."""
+        try:
+            return super()._determine_best_metric(metrics, trial)
+        except KeyError as error:
+            known = ", ".join(name for name in metrics if "reward" in name)
+            raise QeRLError(
+                f"metric_for_best_model is {self.args.metric_for_best_model}, which the evaluations of this "
+                f"run do not have; choose one of theirs, for example of: {known}."
+            ) from error
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         """Wraps transformers' hook behind the optimizer's step, and behind an epoch."""
