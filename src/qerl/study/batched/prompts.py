@@ -12,6 +12,7 @@ others, L = F + U E tokens of a run's stream, H query heads, G key heads, W widt
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from qerl.study.batched.attention import attend_prompts, attend_samples, by_head
@@ -96,9 +97,12 @@ def pad_prompts(
     prompts: Sequence[Sequence[Sequence[int]]], width: int, pad: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Prompts of all runs, padded behind their end [S, P, T], and their lengths [S, P]; int64."""
-    ids = [[[*prompt, *[pad] * (width - len(prompt))] for prompt in run] for run in prompts]
-    lengths = [[len(prompt) for prompt in run] for run in prompts]
-    return torch.tensor(ids).to(device), torch.tensor(lengths).to(device)
+    lengths = np.array([[len(prompt) for prompt in run] for run in prompts])
+    ids = np.full((*lengths.shape, width), pad)
+    for own, run in zip(ids, prompts, strict=True):  # row by row, because torch reads nested lists slowly
+        for row, prompt in zip(own, run, strict=True):
+            row[: len(prompt)] = prompt
+    return torch.from_numpy(ids).to(device), torch.from_numpy(lengths).to(device)
 
 
 def shared_tokens(prompts: Sequence[Sequence[Sequence[int]]], norms: Norms) -> int:
@@ -108,7 +112,7 @@ def shared_tokens(prompts: Sequence[Sequence[Sequence[int]]], norms: Norms) -> i
         prompts: Token ids by run and prompt.
         norms: By which they are computed.
     """
-    every = [list(prompt) for run in prompts for prompt in run]
+    every = [prompt if isinstance(prompt, list) else list(prompt) for run in prompts for prompt in run]
     shortest = min(map(len, every))
     pairs = zip(min(every), max(every), strict=False)  # between which all others lie
     same = next((at for at, (one, other) in enumerate(pairs) if one != other), shortest)
