@@ -139,10 +139,15 @@ class QeRLConfig(GRPOConfig):
         "Keyword arguments of the task, for example {level: wp1}.", factory=dict
     )
     reward_files: Names = _help("Reward functions of your own, each PATH.py:function.", factory=list)
+    judge: dict[str, Any] = _help(
+        "A model behind an OpenAI-compatible endpoint as a reward: {url: http://127.0.0.1:8000/v1, model: "
+        "NAME}, and the other arguments of qerl.rewards.judge.Judge; empty for none.",
+        factory=dict,
+    )
     reward_timeout: Positive = _help("Seconds a reward function may take for one sample.", 10.0)
     reward_errors: Literal["stop", "tolerate"] = _help(
-        "A reward function that fails on every sample of a step ends the run (stop) or gives zeros "
-        "(tolerate).",
+        "A reward function that fails on every sample of a step ends the run (stop), or the run goes on "
+        "with zeros, without any reward of a judge or a sandbox (tolerate).",
         "stop",
     )
     max_prompt_length: PositiveInt | None = _help(

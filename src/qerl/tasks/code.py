@@ -17,7 +17,7 @@ import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, partial
-from typing import Any, cast
+from typing import Any
 
 from qerl.errors import QeRLError
 from qerl.rewards import sandbox
@@ -107,4 +107,4 @@ def passes_tests(
 
     if share:
         accuracy.__name__ = "tests_passed"
-    return judges_outside(cast(RewardFunction, accuracy))
+    return judges_outside(accuracy)

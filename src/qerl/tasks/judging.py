@@ -16,9 +16,9 @@ from typing import Any
 
 from qerl.tasks.time_limit import call_within
 
-RewardFunction = Callable[..., list[float | None]]
-"""``f(prompts, completions, answer, **columns) -> rewards``: one reward per completion, None where the
-function does not apply."""
+RewardFunction = Callable[..., Any]
+"""``f(prompts, completions, answer, **columns) -> rewards``, plain or ``async def``: a list with one number
+per completion, None where the function does not apply."""
 
 HOPELESS = 16
 """Samples in a row that run out of time or reach no server, after which the rest of a batch is not tried."""

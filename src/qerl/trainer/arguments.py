@@ -59,6 +59,7 @@ _OF_A_RUN = {
     "task": "hand the data to the trainer as train_dataset",
     "task_options": "hand the data to the trainer as train_dataset",
     "reward_files": "hand the functions to the trainer as reward_funcs",
+    "judge": "hand a `qerl.rewards.judge.Judge` to the trainer among reward_funcs",
     "eval_samples": "select the rows of eval_dataset",
     "tools": "hand the functions to the trainer as tools",
     "environment": "hand the class to the trainer as environment_factory",

@@ -23,6 +23,7 @@ from qerl.environments.registry import get_environment, get_tool
 from qerl.errors import QeRLError
 from qerl.kernels import needs
 from qerl.models.load import check_format
+from qerl.rewards.judge import make_judge
 from qerl.settings.config import QeRLConfig
 from qerl.tasks import get_task
 from qerl.tasks.base import RewardFunction, Task
@@ -59,6 +60,8 @@ def preflight(config: QeRLConfig) -> Parts:
     if not task.on_hub:
         check_length(config, len(task.epoch(task.train())))
     rewards = [*task.rewards, *(load_reward(spec) for spec in config.reward_files)]
+    if config.judge:
+        rewards.append(make_judge(config.judge))
     others = _others(config)
     _check_weights(config, rewards)
     _check_reporters(config)

@@ -1,0 +1,289 @@
+"""A reward from another model: a judge behind any endpoint that speaks OpenAI's chat completions.
+
+The judge reads the problem, the completion and the right answer, in the words of a template, and ends with a
+score that a regular expression takes from its reply. Requests go out at the same time, a few at once; what a
+server refuses for the moment (429, 5xx, a connection that breaks, a reply that is no JSON) is asked again,
+each time after twice the pause, and all of it has one time limit per completion. Replies can be kept on disk,
+so that a run that is resumed, or an evaluation that is repeated, pays for none twice.
+
+A completion for which there is no score has no reward, which is not a reward of 0: the completion is not to
+blame. It counts in ``rewards/judge/failed``, and a step in which there is no score at all ends the run unless
+``reward_errors: tolerate`` says otherwise (:mod:`qerl.trainer.rewards`).
+
+The HTTP client is that of huggingface_hub, which is required anyway. Given up: a policy is trained against
+whatever the judge likes, flattery and orders included; read some of what it pays for.
+"""
+
+import asyncio
+import inspect
+import math
+import os
+import random
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub.utils import httpx  # the client it speaks through, whose name differs by version
+
+from qerl.errors import QeRLError, first_line
+from qerl.rewards.replies import Replies
+from qerl.rewards.text import Completion, Message, completion_text
+
+PROMPT = """\
+Here is a problem, the right answer where one is known, and a reply to judge.
+
+Problem:
+{prompt}
+
+Right answer: {answer}
+
+Reply:
+{completion}
+
+How good is the reply, from 0 (wrong or useless) to 10 (right and clear)? Give your reasons in a few
+sentences and end with a line of the form "Score: 7".
+"""
+"""What the judge is asked where nobody says otherwise."""
+
+_PLACES = re.compile(r"\{(prompt|completion|answer)\}")
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_AGAIN = frozenset({408, 409, 429, 500, 502, 503, 504})
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 20.0
+
+
+class Judge:
+    """A reward function that asks a model; an instance is handed to a trainer as any other function.
+
+    Args:
+        url: Of the endpoint, up to and with its version: ``http://127.0.0.1:8000/v1``.
+        model: Name of the judge there.
+        prompt: What it is asked, with the places {prompt}, {completion} and {answer} (the column; empty
+            without one).
+        score: Regular expression whose only group is the score; the last place where it holds counts.
+        scores: Lowest and highest score, which become rewards of 0 and 1; one beyond them is none.
+        api_key_env: Name of the environment variable with the key; None sends no key.
+        request: Further fields of a request, such as ``max_tokens``; `temperature` is 0 unless it is here.
+        at_once: Requests that wait at the same time.
+        tries: Requests for a completion until it has no score.
+        timeout: Seconds for a completion, from its first request on, pauses and further requests included.
+        cache: Folder of replies that are kept; None keeps none.
+        name: By which rewards are logged.
+
+    Raises:
+        QeRLError: An argument is wrong, or the environment has no such variable.
+    """
+
+    judges_alone = judges_outside = True  # see qerl.tasks.guard
+
+    def __init__(
+        self,
+        url: str,
+        model: str,
+        prompt: str = PROMPT,
+        score: str = r"[Ss]core:\W*(-?\d+(?:\.\d+)?)",
+        scores: Sequence[float] = (0, 10),
+        api_key_env: str | None = None,
+        request: Mapping[str, Any] | None = None,
+        at_once: int = 8,
+        tries: int = 4,
+        timeout: float = 60.0,
+        cache: str | Path | None = None,
+        name: str = "judge",
+    ) -> None:
+        for what, text in {
+            "url": url,
+            "model": model,
+            "prompt": prompt,
+            "score": score,
+            "name": name,
+        }.items():
+            if not isinstance(text, str) or not text.strip():
+                raise QeRLError(f"{what} of the judge is {text!r}; it must be text.")
+        if not url.startswith(("http://", "https://")):
+            raise QeRLError(f"url of the judge is {url!r}; it must begin with http:// or https://.")
+        if "{completion}" not in prompt:
+            raise QeRLError("prompt of the judge lacks {completion}, the place of what it is to judge.")
+        if request is not None and not isinstance(request, Mapping):
+            raise QeRLError(f"request of the judge is {request!r}; it must be a mapping.")
+        self.__name__ = name
+        self._url = url.rstrip("/")
+        self._prompt = prompt
+        self._score = _pattern(score)
+        self._lowest, self._highest = _ends(scores)
+        self._fields = {"temperature": 0, **(request or {}), "model": model}
+        self._headers = _headers(api_key_env)
+        self._at_once = int(_number("at_once", at_once, 1))
+        self._tries = int(_number("tries", tries, 1))
+        self._timeout = _number("timeout", timeout, 0.01)
+        self._replies = None if cache is None else Replies(Path(cache).expanduser())
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def __call__(
+        self, prompts: list, completions: list[Completion], answer: list | None = None, **_: Any
+    ) -> list[float]:
+        """One reward for each completion, 0 to 1; the arguments are those that TRL passes.
+
+        Raises:
+            ConnectionError: The judge could not be reached, or did not answer as such endpoints do.
+            TimeoutError: It took too long.
+            ValueError: It refused the request, or its reply has no score.
+        """
+        self._bind()
+        triples = zip(prompts, completions, answer or [""] * len(completions), strict=True)
+        return list(await asyncio.gather(*(self._reward(*triple) for triple in triples)))
+
+    def _bind(self) -> None:
+        """Connections and slots belong to the event loop that runs."""
+        loop = asyncio.get_running_loop()
+        if self._loop is not loop:
+            self._loop = loop
+            self._slots = asyncio.Semaphore(self._at_once)
+            limit = httpx.Timeout(None, connect=min(10.0, self._timeout))  # the whole has its own
+            self._client = httpx.AsyncClient(headers=self._headers, timeout=limit)
+
+    async def _reward(self, prompt: str | list[Message], completion: Completion, answer: Any) -> float:
+        texts = {"prompt": _problem(prompt), "completion": completion_text(completion), "answer": str(answer)}
+        asked = _PLACES.sub(lambda place: texts[place[1]], self._prompt)
+        body = {**self._fields, "messages": [{"role": "user", "content": asked}]}
+        kept = self._replies.get(self._url, body) if self._replies is not None else None
+        if kept is not None:
+            return self._read(kept)
+        async with self._slots:
+            try:
+                async with asyncio.timeout(self._timeout):
+                    reply = await self._ask(body)
+            except TimeoutError:
+                raise TimeoutError(
+                    f"the judge at {self._url} gave no reply within {self._timeout:g} s"
+                ) from None
+        reward = self._read(reply)
+        if self._replies is not None:
+            self._replies.put(self._url, body, reply)
+        return reward
+
+    async def _ask(self, body: dict[str, Any]) -> str:
+        """The judge's reply; what may pass is asked again."""
+        pause = 0.0
+        for attempt in range(self._tries):
+            await asyncio.sleep(pause)
+            pause = min(_FIRST_PAUSE_S * 2**attempt, _LONGEST_PAUSE_S) * random.uniform(0.75, 1.25)
+            try:
+                response = await self._client.post(f"{self._url}/chat/completions", json=body)
+            except httpx.HTTPError as error:
+                failure = f"cannot be reached ({first_line(error) or type(error).__name__})"
+                continue
+            if response.status_code in _AGAIN:
+                failure = f"answers {_status(response)}"
+                pause = max(pause, _wanted_pause(response))
+            elif not response.is_success:
+                raise ValueError(f"the judge at {self._url} refuses the request: {_status(response)}")
+            else:
+                reply = _reply(response)
+                if reply is not None:
+                    return reply
+                failure = f"answers something else than a chat completion ({_start(response.text)})"
+        times = "once" if self._tries == 1 else f"{self._tries} times"
+        raise ConnectionError(f"the judge at {self._url}, asked {times}, {failure}")
+
+    def _read(self, reply: str) -> float:
+        found = self._score.findall(reply)
+        if not found:
+            raise ValueError(f"the judge's reply has no score ({self._score.pattern}): {_start(reply)}")
+        try:
+            score = float(found[-1])
+        except ValueError:
+            raise ValueError(f"the judge's score is {found[-1]!r}, which is no number") from None
+        if not self._lowest <= score <= self._highest:
+            raise ValueError(f"the judge's score {score:g} is not in {self._lowest:g} to {self._highest:g}")
+        return (score - self._lowest) / (self._highest - self._lowest)
+
+
+def make_judge(options: Mapping[str, Any]) -> Judge:
+    """The judge that a recipe describes.
+
+    Args:
+        options: Arguments of :class:`Judge` by name.
+
+    Raises:
+        QeRLError: There is no such argument, one is missing, or one is wrong.
+    """
+    known = list(inspect.signature(Judge).parameters)
+    for name in options:
+        if name not in known:
+            raise QeRLError(f"judge has no option {name!r}; its options are: {', '.join(known)}.")
+    for name in ("url", "model"):
+        if name not in options:
+            raise QeRLError(f"judge lacks {name}; give at least its url and its model.")
+    return Judge(**options)
+
+
+def _problem(prompt: str | list[Message]) -> str:
+    """The text of a prompt, without the system's message."""
+    if isinstance(prompt, str):
+        return prompt
+    return "\n\n".join(message["content"] for message in prompt if message["role"] != "system")
+
+
+def _reply(response: Any) -> str | None:
+    """The text of a chat completion; None if the response is none."""
+    try:
+        text = response.json()["choices"][0]["message"]["content"]
+    except (ValueError, LookupError, TypeError):
+        return None
+    return text if isinstance(text, str) else None
+
+
+def _status(response: Any) -> str:
+    return f"{response.status_code} {_start(response.text)}".rstrip()
+
+
+def _start(text: str) -> str:
+    line = " ".join(text.split())
+    return repr(line if len(line) <= 100 else f"{line[:100]}...")
+
+
+def _wanted_pause(response: Any) -> float:
+    """Seconds that the server asks to wait, bounded; 0 where it says none."""
+    text = response.headers.get("retry-after", "")
+    return min(float(text), _LONGEST_PAUSE_S) if text.isdecimal() else 0.0
+
+
+def _pattern(text: str) -> re.Pattern[str]:
+    try:
+        pattern = re.compile(text)
+    except re.error as error:
+        raise QeRLError(f"score of the judge is {text!r}, no regular expression: {error}.") from error
+    if pattern.groups != 1:
+        raise QeRLError(f"score of the judge is {text!r}; it must have one group, which is the score.")
+    return pattern
+
+
+def _ends(scores: Any) -> tuple[float, float]:
+    numbers = isinstance(scores, Sequence) and all(
+        isinstance(end, int | float) and not isinstance(end, bool) and math.isfinite(end) for end in scores
+    )
+    if not numbers or len(scores) != 2 or not scores[0] < scores[1]:
+        raise QeRLError(f"scores of the judge are {scores!r}; give the lowest and the highest, [0, 10].")
+    return float(scores[0]), float(scores[1])
+
+
+def _number(name: str, value: Any, least: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value < math.inf:
+        raise QeRLError(f"{name} of the judge is {value!r}; it must be a number, at least {least}.")
+    return value
+
+
+def _headers(variable: str | None) -> dict[str, str]:
+    if variable is None:
+        return {}
+    if not isinstance(variable, str) or not _NAME.fullmatch(variable):
+        raise QeRLError(
+            "api_key_env of the judge must be the name of an environment variable, never the key itself."
+        )
+    key = os.environ.get(variable, "").strip()
+    if not key:
+        raise QeRLError(
+            f"The judge's key is to be in the environment variable {variable}, which is not set; export it."
+        )
+    return {"Authorization": f"Bearer {key}"}
