@@ -10,6 +10,7 @@ from qerl.agents.loop import Limits, run_trajectories
 from qerl.agents.pool import Call, ToolPool
 from qerl.agents.template import TurnTemplate
 from qerl.agents.world import TextWorld, ToolWorld
+from qerl.errors import QeRLError
 from qerl.rollout.engine import SamplingParams
 from tests.support.agents import SayingEngine, call, multiply, tool_tokenizer
 from tests.support.models import make_tiny_tokenizer
@@ -193,6 +194,20 @@ def test_an_environment_answers_texts_until_the_episode_is_over():
     ]
     assert found.end == "stop"
     assert TOKENIZER.decode(found.token_ids).startswith("hello<|im_end|>\n<|im_start|>user\nYou said hello.")
+
+
+def test_a_template_that_rewrites_turns_is_replaced_or_refused():
+    """Qwen3's own writes an empty thought into the last turn alone."""
+    tokenizer = tool_tokenizer()
+    template = TurnTemplate(tokenizer)
+    assert template.chat_template != tokenizer.chat_template
+    suffix = template.suffix_ids([{"role": "user", "content": "Go on."}])
+    assert tokenizer.decode(suffix) == "\n<|im_start|>user\nGo on.<|im_end|>\n<|im_start|>assistant\n"
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if loop.last %}last{% endif %}{{ m.content }}<|im_end|>{% endfor %}"
+    )
+    with pytest.raises(QeRLError, match="writes a turn otherwise once another follows"):
+        TurnTemplate(tokenizer)
 
 
 def test_an_environment_hears_the_last_turn_that_it_may():

@@ -84,6 +84,11 @@ class _TimeUpError(BaseException):
     pass
 
 
+class _StillRunsError(TimeoutError):
+    # Of a coroutine that is not cancelled at its limit.
+    pass
+
+
 class _Job(threading.Thread):
     """The calls of one turn, one after the other."""
 
@@ -242,20 +247,32 @@ class ToolPool:
         except _TimeUpError:
             raise
         except BaseException as error:  # a tool that calls sys.exit ends its call, not the thread
-            text = (
-                f"no result within {self._timeout:g} s"
-                if isinstance(error, TimeoutError)
-                else str(error) or type(error).__name__
-            )
-            return Answer(call.name, self._cut(_error(text)), failed=True)
+            text = self._words(error)
+            hangs = isinstance(error, _StillRunsError)
+            return Answer(call.name, self._cut(_error(text)), failed=True, hangs=hangs)
+
+    def _words(self, error: BaseException) -> str:
+        """What an exception says; some say nothing, and a tool's own may fail to."""
+        text = ""
+        with contextlib.suppress(Exception):
+            text = str(error)
+        if not text and isinstance(error, TimeoutError):
+            text = f"no result within {self._timeout:g} s"
+        return text or type(error).__name__
 
     def _await(self, function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
         async def limited() -> Any:
             async with asyncio.timeout(self._timeout):
                 return await function(**arguments)
 
-        loop = self._loop or self._make_loop()
-        return asyncio.run_coroutine_threadsafe(limited(), loop).result()
+        future = asyncio.run_coroutine_threadsafe(limited(), self._loop or self._make_loop())
+        try:
+            return future.result(self._timeout + _GRACE / 2)
+        except TimeoutError as error:
+            if future.done():
+                raise
+            future.cancel()
+            raise _StillRunsError from error
 
     def _cut(self, result: Any) -> str | None:
         if result is None:

@@ -11,6 +11,7 @@ the tokenizer has or TRL knows. TRL's functions for both are used as they are, s
 speaks as one trained there.
 """
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -25,6 +26,8 @@ from trl.chat_template_utils import (
 
 from qerl.agents.trajectory import Message
 from qerl.errors import QeRLError, first_line
+
+_ANSWER: list[Message] = [{"role": "user", "content": "dummy"}]
 
 
 def check_template(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -64,8 +67,12 @@ class TurnTemplate:
         template_kwargs: The template's own arguments.
         tools: Whether there are any; then the template must have them.
 
+    Attributes:
+        chat_template: What takes the place of the tokenizer's own template; None keeps that.
+
     Raises:
-        QeRLError: As `check_template`, with tools.
+        QeRLError: As `check_template`, with tools; or no template is known that writes a turn alike whatever
+            follows.
     """
 
     def __init__(
@@ -76,11 +83,23 @@ class TurnTemplate:
     ) -> None:
         self._tokenizer = tokenizer
         self._kwargs = dict(template_kwargs or {})
-        self._template: str | None = None
+        self.chat_template: str | None = None
         if tools:
             check_template(tokenizer)
             if not is_chat_template_prefix_preserving(tokenizer):
-                self._template = get_training_chat_template(tokenizer)
+                self.chat_template = get_training_chat_template(tokenizer)
+        elif not self._goes_on():
+            with contextlib.suppress(ValueError):  # no version of it is known
+                self.chat_template = get_training_chat_template(tokenizer)
+            self.suffix_ids(_ANSWER)
+
+    def _goes_on(self) -> bool:
+        """Whether a turn stands as it is when a user answers it."""
+        try:
+            self.suffix_ids(_ANSWER)
+        except QeRLError:
+            return False
+        return True
 
     def prompt_ids(self, messages: Sequence[Message], tools: Sequence[Callable] = ()) -> list[int]:
         """Tokens of a prompt that tells of these tools, the assistant's turn opened."""
@@ -140,7 +159,7 @@ class TurnTemplate:
     def _ids(self, messages: Sequence[Message], **options: Any) -> list[int]:
         return self._tokenizer.apply_chat_template(
             list(messages),
-            chat_template=self._template,
+            chat_template=self.chat_template,
             tokenize=True,
             return_dict=False,
             **options,

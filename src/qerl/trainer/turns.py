@@ -49,6 +49,9 @@ class Turns:
         pools = trainer._environment_pool.values() if trainer.environment_factories else ()
         texts = any(is_text(environment) for pool in pools for environment in pool)
         self._template = TurnTemplate(trainer._tokenizer, trainer.chat_template_kwargs, tools=not texts)
+        trainer.chat_template = (
+            self._template.chat_template
+        )  # which TRL has chosen for tools, and not for texts
         self._worlds: list[World] = []
         self._trajectories: dict[int, Trajectory] = {}
 
