@@ -62,6 +62,14 @@ def call(mixture, name, rows, completions, **more):
     return asyncio.run(got) if asyncio.iscoroutine(got) else got
 
 
+def test_what_the_tasks_log_of_their_samples_is_one_column():
+    tasks = Mixture({name: Part(WithBonus(name, 1, topic=[name])) for name in ("first", "second")})
+    rows, logged = list(tasks.train()), []
+    log = {"log_extra": lambda *pair: logged.append(pair)}
+    assert call(tasks, "bonus", rows[::-1], ["", ""], **log) == [6.0, 5.0]
+    assert logged == [("topic", ["second", "first"])]
+
+
 def test_each_row_is_judged_by_the_task_that_it_belongs_to():
     tasks = mixture()
     rows = list(tasks.train())
@@ -155,7 +163,7 @@ def test_columns_that_cannot_be_joined_are_named():
 
 
 def test_a_question_has_no_form_before_its_task_is_named():
-    with pytest.raises(QeRLError, match=r"one of its tasks \(one, two\); name that task with --task"):
+    with pytest.raises(QeRLError, match=r"as one of its tasks does \(one, two\), .* with --system"):
         mixture().prompt("What is 1 + 1?")
 
 

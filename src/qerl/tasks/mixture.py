@@ -99,8 +99,8 @@ class Mixture(Task):
             QeRLError: Always.
         """
         raise QeRLError(
-            f"A mixture poses a question in the form of one of its tasks ({', '.join(self.parts)}); name "
-            "that task with --task, or give a system message."
+            f"A mixture poses each question as one of its tasks does ({', '.join(self.parts)}), and this one "
+            "belongs to none; give the system message with --system."
         )
 
     def train(self) -> Dataset:
@@ -203,10 +203,13 @@ def _handing_on(name: str, of_part: Mapping[str, RewardFunction]) -> RewardFunct
 
     def calls(arguments: Mapping[str, Any]) -> Iterator[tuple[list[int], Any]]:
         """Indices of the rows of each part that has the function, and what the function returns for them."""
+        extra: dict[str, list[Any]] = {}
         for part, function in of_part.items():
             own = [index for index, of_row in enumerate(arguments[PART]) if of_row == part]
             if own:
-                yield own, function(**_of_rows(arguments, own))
+                yield own, function(**_of_rows(arguments, own, extra))
+        for column, values in extra.items():
+            arguments["log_extra"](column, values)
 
     def plain(**arguments: Any) -> list[float | None]:
         return _in_place(len(arguments[PART]), calls(arguments))
@@ -224,16 +227,23 @@ def _handing_on(name: str, of_part: Mapping[str, RewardFunction]) -> RewardFunct
     return judges_outside(joined) if outside else judges_alone(joined)
 
 
-def _of_rows(arguments: Mapping[str, Any], own: list[int]) -> dict[str, Any]:
-    """The arguments of a reward function for some of its rows."""
+def _of_rows(arguments: Mapping[str, Any], own: list[int], extra: dict[str, list[Any]]) -> dict[str, Any]:
+    """The arguments of a reward function for some of its rows.
+
+    What it logs for them goes into `extra`, whose columns have a value for every row, as TRL's table has.
+    """
     chosen = {
         name: value if name in NOT_COLUMNS else [value[index] for index in own]
         for name, value in arguments.items()
     }
-    if "log_extra" in chosen:  # a column of TRL's table, which has all rows
-        log, count = arguments["log_extra"], len(arguments[PART])
-        chosen["log_extra"] = lambda column, values: log(column, _in_place(count, [(own, values)]))
-    return chosen
+    count = len(arguments[PART])
+
+    def log_extra(column: str, values: Iterable[Any]) -> None:
+        every = extra.setdefault(column, [None] * count)
+        for index, value in zip(own, values, strict=True):
+            every[index] = value
+
+    return chosen | {"log_extra": log_extra} if "log_extra" in chosen else chosen
 
 
 def _in_place(count: int, pairs: Iterable[tuple[list[int], Iterable[Any]]]) -> list[Any]:
