@@ -9,7 +9,9 @@ import torch
 
 from qerl.errors import QeRLError
 
-BENCHMARKS = ("rollout", "step", "kernels", "bandwidth", "parity", "study")
+BENCHMARKS = ("rollout", "step", "kernels", "bandwidth", "parity", "study", "turns")
+WITHOUT_GPU = ("turns",)
+"""Benchmarks that measure the CPU where there is no GPU."""
 
 
 def main(arguments: list[str]) -> int:
@@ -22,7 +24,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("name", choices=BENCHMARKS, help="what is measured")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="options of the benchmark")
     args = parser.parse_args(arguments)
-    if not torch.cuda.is_available() and not {"-h", "--help"} & set(args.arguments):
+    asks_help = bool({"-h", "--help"} & set(args.arguments))
+    if not (torch.cuda.is_available() or args.name in WITHOUT_GPU or asks_help):
         print(
             "Benchmarks measure a CUDA GPU and this machine shows none; see `qerl doctor`.", file=sys.stderr
         )

@@ -13,6 +13,7 @@ keeps a file of its own whose name ends in its commit.
 """
 
 import json
+import os
 import subprocess
 from datetime import UTC, datetime
 from pathlib import Path
@@ -28,12 +29,15 @@ Row = dict[str, Any]
 
 
 def provenance(command: str) -> dict[str, Any]:
-    """The fields that say what produced a result on this machine's GPU."""
+    """The fields that say what produced a result on this machine's GPU, or on its CPU if it has none."""
+    if torch.cuda.is_available():
+        measured = {"gpu": torch.cuda.get_device_name(), "clocks_mhz": _clocks()}
+    else:
+        measured = {"machine": f"{os.cpu_count()} CPU cores, torch on {torch.get_num_threads()} of them"}
     return {
-        "gpu": torch.cuda.get_device_name(),
+        **measured,
         "torch": torch.__version__,
         "cuda": str(torch.version.cuda),
-        "clocks_mhz": _clocks(),
         "commit": commit(),
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "command": f"python -m bench {command}",

@@ -21,6 +21,7 @@ from qerl.rollout.paged.pace import Pace
 from qerl.rollout.paged.scheduler import Scheduler
 from qerl.rollout.sampling import truncate
 from tests.support.models import FAMILIES, move_adapter, pack
+from tests.support.sessions import play
 
 PROMPTS = [list(range(5, 75)), [7], list(range(100, 229))]
 
@@ -117,6 +118,27 @@ def test_preemption_is_invisible_and_rows_are_refilled(monkeypatch):
     # Recomputed keys differ in the last bit, so a draw may fall on the other side of a boundary.
     assert same >= 7
     assert all(len(c.token_ids) == 100 for c in found)
+
+
+@pytest.mark.parametrize("machine", [Cuda(), NineBlocks()], ids=["plenty", "scarce"])
+def test_turns_draw_what_one_turn_would_have_drawn(machine):
+    """Others write what an uninterrupted run drew next; keys are kept, or given up where memory is short."""
+    engine = PagedEngine(
+        model_of("qwen2", ""), pad_token_id=0, max_sequences=4, machine=machine, pace=Pace(spare_rounds=0)
+    )
+    whole = engine.generate(PROMPTS, 3, SamplingParams(max_tokens=100, seed=5)).completions
+    stops = tuple(range(0, 1000, 20))
+    with engine.session(SamplingParams(max_tokens=100, seed=5, stop_token_ids=stops)) as session:
+        session.start(PROMPTS, 3)
+        found = play(session, whole, 7)
+    turns = [turns for *_, turns in found.values()]
+    same = [tokens == whole[index].token_ids[: len(tokens)] for index, (tokens, *_) in found.items()]
+    print(f"{sum(turns)} turns, {session.prefilled_tokens} tokens prefilled, {sum(same)} of 9 the same")
+    assert max(turns) > 3
+    # Keys of other passes differ in the last bit, so a draw may fall on the other side of a boundary.
+    assert sum(same) >= 6
+    assert not session._scheduler.idle
+    assert session._scheduler.blocks.free == session._scheduler.blocks.count
 
 
 def test_a_smaller_step_goes_on_with_the_same_samples(step_sizes):

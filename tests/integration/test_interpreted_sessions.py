@@ -36,7 +36,7 @@ class Forgetful(Scheduler):
 
     def advance(self, generated, ended):
         super().advance(generated, ended)
-        while self._reclaim():
+        while self.reclaim():
             pass
 
 
@@ -57,3 +57,21 @@ def test_turns_draw_what_one_turn_would_have_drawn(model, monkeypatch, kept):
     assert sum(turns for *_, turns in found.values()) == 4
     # The prompts, and for each what was written and the token before it; or all but the last token.
     assert session.prefilled_tokens == (4 + 2 * 3 if kept else 4 + 4 + 2 * 5)
+
+
+def test_a_longer_prompt_comes_while_others_run(model):
+    """The cache is replaced by one that holds it, and what lay in the old one is computed again."""
+    prompts = [[9], [4, *range(60), 7, 11, 13, 17]]  # the second fills two blocks
+    whole = PortableEngine(model, 0).generate(prompts, 1, SamplingParams(max_tokens=5, seed=5)).completions
+    params = SamplingParams(max_tokens=5, seed=5, stop_token_ids=(whole[0].token_ids[0],))
+    with paged(model).session(params) as session:
+        session.start(prompts[:1], 1)
+        assert session.next()[0].completion.token_ids == whole[0].token_ids[:1]
+        session.go_on(0, whole[0].token_ids[1:2])
+        session.start(prompts[1:], 1)
+        drawn = {}
+        while session.busy:
+            drawn |= {ended.index: ended.completion for ended in session.next()}
+    assert drawn[0].token_ids == whole[0].token_ids[2:]
+    assert drawn[0].logprobs == pytest.approx(whole[0].logprobs[2:], abs=1e-5)
+    assert drawn[1].token_ids == whole[1].token_ids[: len(drawn[1].token_ids)]

@@ -1,5 +1,6 @@
 """The benchmarks' command line and random models."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,6 +24,35 @@ def test_benchmarks_say_what_they_need(capsys, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert main(["rollout", "--shape", "7b"]) == 2
     assert "CUDA GPU" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="measures the GPU where there is one")
+def test_turns_with_and_without_kept_keys_draw_the_same(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr("bench.turns.SMOLLM2", LLAMA)
+    sizes = [
+        "--rank",
+        "2",
+        "--prompts",
+        "2",
+        "--samples",
+        "2",
+        "--prompt",
+        "9",
+        "--drawn",
+        "4",
+        "--written",
+        "3",
+        "--repeats",
+        "1",
+    ]
+    assert main(["turns", "--turns", "1", "3", *sizes, "--out", str(tmp_path / "turns.json")]) == 0
+    result = json.loads((tmp_path / "turns.json").read_text())
+    assert "CPU cores" in result["machine"]
+    once, kept, again = result["rows"]
+    assert once["prefilled_tokens"] == 18 and once["drawn_tokens"] < kept["drawn_tokens"]
+    assert kept["drawn_tokens"] == again["drawn_tokens"]
+    assert kept["prefilled_tokens"] < again["prefilled_tokens"]
+    assert "keys computed again" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("weights", ["nvfp4", "mxfp4", "nf4", "bf16"])

@@ -139,7 +139,13 @@ class Session(ABC):
     (up to rounding, which depends on the batch as it does in `RolloutEngine.generate`).
 
     Made by `RolloutEngine.session`. Used from one thread.
+
+    Attributes:
+        prefilled_tokens: Tokens that were computed otherwise than as they were drawn: prompts, once for all
+            their samples that run together, what others wrote, and what had to be computed again.
     """
+
+    prefilled_tokens: int
 
     @abstractmethod
     def start(
@@ -179,7 +185,8 @@ class Session(ABC):
 
     @abstractmethod
     def room(self, index: int) -> int:
-        """Tokens that a sequence may still have, drawn or written; 0 after logits that were not finite."""
+        """Tokens that a sequence whose turn has ended may still have, drawn or written; 0 after logits that
+        were not finite."""
 
     @abstractmethod
     def finish(self, index: int) -> None:

@@ -31,10 +31,6 @@ class TrackedSession(Session, Generic[S]):
         params: Sampling parameters.
         positions: Positions that the model has; None where it sets no limit.
         pad_token_id: Stands in for a turn whose first logits were not finite.
-
-    Attributes:
-        prefilled_tokens: Tokens that were computed otherwise than as they were drawn: prompts, once for all
-            their samples that run together, what others wrote, and what had to be computed again.
     """
 
     def __init__(self, params: SamplingParams, positions: int | None, pad_token_id: int) -> None:

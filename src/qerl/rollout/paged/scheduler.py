@@ -238,6 +238,22 @@ class Scheduler:
             sequence.row = row
         return moved
 
+    def reclaim(self, entering: Sequence | None = None) -> bool:
+        """Take the blocks of one sequence that does not run; it will be computed again.
+
+        Idle ones come first, the latest started before all. Those that wait come last, and never for a
+        sequence that enters beside others, which can wait as well.
+
+        Returns:
+            False if there is none.
+        """
+        held = [sequence for sequence in self.idle.values() if sequence.blocks]
+        if not held and (entering is None or not self.running):
+            held = [each for each in self.waiting if each.blocks and each is not entering][-1:]
+        if held:
+            self._give_up(max(held, key=lambda sequence: sequence.index))
+        return bool(held)
+
     def _check_fits(self, prompt: Prompt, limit: int) -> None:
         needed = self.blocks.blocks_for(prompt.cached_tokens) + self.blocks.blocks_for(limit)
         if needed > self.blocks.count:
@@ -251,7 +267,7 @@ class Scheduler:
         for sequence in sorted(self.running.values(), key=lambda s: s.index):
             while sequence.row is not None:
                 missing = self._missing(sequence)
-                while missing > self.blocks.free and self._reclaim():
+                while missing > self.blocks.free and self.reclaim():
                     pass
                 if missing <= self.blocks.free:
                     sequence.blocks += self.blocks.take(missing)
@@ -292,7 +308,7 @@ class Scheduler:
         if self.running and self._needed(entering) + spare > self.blocks.free + idle:
             return False
         while self._needed(entering) > self.blocks.free:
-            if not self._reclaim(entering):
+            if not self.reclaim(entering):
                 return False
         return True
 
@@ -318,22 +334,6 @@ class Scheduler:
         """Blocks that a sequence lacks for so many rounds; it never needs more than its last token does."""
         needed = self.blocks.blocks_for(sequence.own_tokens_after(rounds * self.pace.round_steps))
         return max(0, needed - len(sequence.blocks))
-
-    def _reclaim(self, entering: Sequence | None = None) -> bool:
-        """Take the blocks of one sequence that does not run; it will be computed again.
-
-        Idle ones come first, the latest started before all. Those that wait come last, and never for a
-        sequence that enters beside others, which can wait as well.
-
-        Returns:
-            False if there is none.
-        """
-        held = [sequence for sequence in self.idle.values() if sequence.blocks]
-        if not held and (entering is None or not self.running):
-            held = [each for each in self.waiting if each.blocks and each is not entering][-1:]
-        if held:
-            self._give_up(max(held, key=lambda sequence: sequence.index))
-        return bool(held)
 
     def _preempt(self, sequence: Sequence) -> None:
         """Take row and blocks of a running sequence, which waits in front of all others."""

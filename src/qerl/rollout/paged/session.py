@@ -76,6 +76,11 @@ class PagedSession(TrackedSession[Sequence]):
     def _drop(self, sequence: Sequence) -> None:
         self._scheduler.finish(sequence)
 
+    def give_up_idle(self) -> None:
+        """Give up the blocks of sequences that wait for others, as when memory were short."""
+        while self._scheduler.reclaim():
+            pass
+
     def _decode(self) -> list[Sequence]:
         """Run rounds until a sequence has ended its turn."""
         scheduler, place = self._scheduler, self._place

@@ -1,0 +1,152 @@
+"""Speed of trajectories of several turns, with keys and values kept between turns and without.
+
+    python -m bench turns --shape smollm2 --turns 1 2 4 8 --out bench/results/turns-smollm2-CARD.json
+
+Weights are random, and the temperature is so high that every token is as likely as any other. With a share of
+the vocabulary as stop tokens, turns then differ in length as real ones do (geometric, of a given mean), the
+same ones whatever the weights. Others answer at once with random tokens, so no time is spent waiting. Without
+kept keys a sequence gives up its pages when its turn has ended, and is computed from its first token when it
+goes on. On a GPU the paged engine runs, elsewhere the portable one in FP32, whose processor time is given as
+well: that of a machine that does other things.
+"""
+
+import argparse
+import random
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.random_model import as_if_trained, random_policy
+from bench.result import write_result
+from qerl.families.sizes import SIZES, Sizes
+from qerl.rollout.engine import RolloutEngine, SamplingParams, Session
+from qerl.rollout.paged.session import PagedSession
+from qerl.rollout.portable.engine import PortableEngine
+from qerl.rollout.select import make_engine
+from qerl.weight_formats import FORMATS
+
+SMOLLM2 = Sizes(576, 1536, 30, 9, 3, 64, 49152, tied=True)
+"""SmolLM2-135M, which `qerl.families.sizes` does not list."""
+
+EVERY_TOKEN_ALIKE = 1e4
+"""A temperature at which random logits, of the size of ten or so, make no difference."""
+
+LONGEST = 8
+"""A sequence has room for turns of so many times their mean length; one in 3,000 is longer."""
+
+
+def play(session: Session, args: argparse.Namespace, turns: int, kept: bool) -> int:
+    """Play trajectories to their ends.
+
+    Returns:
+        The tokens that were drawn.
+    """
+    texts = random.Random(0)
+    prompts = [[texts.randrange(args.vocabulary) for _ in range(args.prompt)] for _ in range(args.prompts)]
+    left = dict.fromkeys(session.start(prompts, args.samples), turns)
+    drawn = 0
+    while session.busy:
+        ended = session.next()
+        if not kept and isinstance(session, PagedSession):
+            session.give_up_idle()
+        for each in ended:
+            drawn += len(each.completion.token_ids)
+            left[each.index] -= 1
+            if left[each.index] and session.room(each.index) > args.written:
+                heard = random.Random(each.index * turns + left[each.index])
+                session.go_on(each.index, [heard.randrange(args.vocabulary) for _ in range(args.written)])
+            else:
+                session.finish(each.index)
+    return drawn
+
+
+def measure(engine: RolloutEngine, args: argparse.Namespace, turns: int, kept: bool) -> dict[str, Any]:
+    """One step's rollout: the median of some runs, after one that captures and compiles."""
+    params = SamplingParams(
+        max_tokens=max_tokens(args, turns),
+        temperature=EVERY_TOKEN_ALIKE,
+        stop_token_ids=tuple(range(args.vocabulary // args.drawn)),
+    )
+    seconds: list[float] = []
+    busy: list[float] = []
+    for _ in range(args.repeats + args.on_gpu):
+        start, start_busy = time.perf_counter(), time.process_time()
+        with engine.session(params) as session:
+            drawn = play(session, args, turns, kept)
+        seconds.append(time.perf_counter() - start)
+        busy.append(time.process_time() - start_busy)
+    timed = seconds[args.on_gpu :]
+    middle = statistics.median(timed)
+    return {
+        "turns": turns, "kept": kept, "seconds": round(middle, 3),
+        "cpu_seconds": round(statistics.median(busy[args.on_gpu :]), 3),
+        "spread": round((max(timed) - min(timed)) / middle, 3), "tok_s": round(drawn / middle, 1),
+        "drawn_tokens": drawn, "prefilled_tokens": session.prefilled_tokens,
+    }  # fmt: skip
+
+
+def max_tokens(args: argparse.Namespace, turns: int) -> int:
+    """Tokens that a sequence may have."""
+    return turns * (LONGEST * args.drawn + args.written)
+
+
+def rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """What `measure` gives for each number of turns, with kept keys and without."""
+    sizes = SMOLLM2 if args.shape == "smollm2" else Sizes.by_name(args.shape)
+    args.vocabulary, args.on_gpu = sizes.vocabulary, torch.cuda.is_available()
+    positions = args.prompt + max_tokens(args, max(args.turns))
+    device = "cuda" if args.on_gpu else "cpu"
+    torch.manual_seed(0)
+    sizes = replace(sizes, layers=args.layers or sizes.layers)
+    model = as_if_trained(random_policy(sizes, args.weights, args.rank, positions, device)).eval()
+    if not args.on_gpu:
+        model = model.float()
+    engine = make_engine(model, 0)
+    forgetful = engine if args.on_gpu else PortableEngine(model, 0, kept_bytes=0)
+    shared = {
+        "engine": "paged" if args.on_gpu else "portable", "shape": args.shape, "weights": args.weights,
+        "lora_rank": args.rank, "prompts": args.prompts, "samples": args.samples,
+        "prompt_tokens": args.prompt, "drawn_a_turn": args.drawn, "written_a_turn": args.written,
+    }  # fmt: skip
+    for turns in args.turns:
+        for kept in (True, False) if turns > 1 else (True,):
+            yield shared | measure(engine if kept else forgetful, args, turns, kept)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m bench turns", description=__doc__.split("\n")[0])
+    parser.add_argument("--shape", default="smollm2", choices=("smollm2", *SIZES))
+    parser.add_argument("--weights", default="bf16", choices=tuple(FORMATS))
+    parser.add_argument("--rank", type=int, default=32, help="LoRA rank; 0 for none")
+    parser.add_argument("--turns", type=int, nargs="+", default=[1, 2, 4, 8])
+    parser.add_argument("--prompts", type=int, default=16)
+    parser.add_argument("--samples", type=int, default=8, help="of each prompt")
+    parser.add_argument("--prompt", type=int, default=256, help="tokens")
+    parser.add_argument("--drawn", type=int, default=64, help="mean tokens that the policy draws in a turn")
+    parser.add_argument("--written", type=int, default=32, help="tokens that others write after it")
+    parser.add_argument("--layers", type=int, help="fewer layers than the shape has, to try things out")
+    parser.add_argument("--repeats", type=int, default=3, help="timed runs, of which the median is shown")
+    parser.add_argument("--out", type=Path, help="JSON file")
+    return parser
+
+
+def main(arguments: list[str]) -> None:
+    """Runs `python -m bench turns` with these arguments."""
+    args = _parser().parse_args(arguments)
+    found: list[dict[str, Any]] = []
+    for row in rows(args):
+        found.append(row)
+        print(
+            f"{row['shape']} {row['weights']} r{row['lora_rank']}, {row['turns']} turns, keys "
+            f"{'kept' if row['kept'] else 'computed again'}: {row['tok_s']:.0f} tok/s, "
+            f"{row['seconds']:.2f} s a step ({row['cpu_seconds']:.2f} of the CPU), "
+            f"{row['drawn_tokens']} drawn, {row['prefilled_tokens']} prefilled",
+            flush=True,
+        )
+        if args.out:
+            write_result(args.out, " ".join(["turns", *arguments]), found)
