@@ -46,6 +46,7 @@ SOURCES = {
     "task": "gsm8k",
     "task_options": {"level": "wp1"},
     "reward_files": ["a.py:f"],
+    "judge": {"url": "http://127.0.0.1:1/v1", "model": "m"},
     "eval_samples": 3,
     "tools": ["a.py:f"],
     "environment": "calculator",
