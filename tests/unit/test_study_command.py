@@ -120,6 +120,8 @@ def test_mistakes(tmp_path, files, make, capsys):
     assert "holds another study: its steps is 4 and not 5" in said(
         *files, str(tmp_path / "steps.yaml"), "--output_dir", out
     )
+    assert f"of {out} the page is drawn; name the study's files" in said(out, "--again", "none")
+    assert "no arm 'nine' to compute again" in said(*files, "--output_dir", out, "--again", "nine")
     assert "no-study.json.gz cannot be read" in said(str(tmp_path / "no-study.json.gz"))
 
 

@@ -50,13 +50,16 @@ def study_command(
     Raises:
         QeRLError: What the user can mend in the study, its folder or the machine.
     """
-    if len(words) == 1 and (place := Path(words[0]).expanduser() / PROBE_FILE).is_file():
-        from qerl.study.probe.command import draw_folder
+    place = Path(words[0]).expanduser()
+    if len(words) == 1 and (found := _results_file(place)):
+        if again:
+            raise QeRLError(f"--again computes, and of {place} the page is drawn; name the study's files.")
+        if (place / PROBE_FILE).is_file():
+            from qerl.study.probe.command import draw_folder
 
-        draw_folder(place.parent, output_dir or place.parent, figures, console)
-        return 0
-    if len(words) == 1 and (found := _results_file(Path(words[0]).expanduser())):
-        _draw_again(found, output_dir or found.parent, figures, console)
+            draw_folder(place, output_dir or place, figures, console)
+        else:
+            _draw_again(found, output_dir or found.parent, figures, console)
         return 0
     files = [study_file(word) for word in words]
     values: dict[str, Any] = {}
