@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 # Commands in which `--field value` sets a field of QeRLConfig, and the flags and options there that are none.
 TAKE_FIELDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "train": (("--help", "--dry_run"), ()),
-    "demo": (("--help",), ()),
+    "demo": (("--help", "--tools"), ()),
     "plan": (("--help",), ("--gpu", "--processes")),
 }
 
@@ -142,7 +142,8 @@ def _add_plan(commands: Any) -> None:
 
 def _add_demo(commands: Any) -> None:
     sub = add_command(commands, "demo", _demo, "Train a small real model here and score it before and after.")
-    sub.add_argument("recipe", nargs="?", default="demo", metavar="RECIPE", help="default: %(default)s")
+    sub.add_argument("recipe", nargs="?", metavar="RECIPE", help="default: demo, or demo-tools with --tools")
+    sub.add_argument("--tools", action="store_true", help="the model learns to use a calculator")
 
 
 def _add_recipes(commands: Any) -> None:
@@ -253,7 +254,8 @@ def _demo(args: argparse.Namespace) -> int:
     from qerl.settings.recipe import load_config
 
     fields = _values(args.fields)
-    return run_demo(load_config([args.recipe], fields | fewer_stages(args.recipe, fields)), console)
+    recipe = args.recipe or ("demo-tools" if args.tools else "demo")
+    return run_demo(load_config([recipe], fields | fewer_stages(recipe, fields)), console)
 
 
 def _recipes(_: argparse.Namespace) -> None:

@@ -1,7 +1,8 @@
 """The demo: score a small real model, train it on this machine, score the adapter that was saved.
 
-The scores come from the same harness as `qerl eval`, on held-out problems, decoded greedily. The trained
-model is loaded afresh from the run folder, so the second score is that of the adapter on disk.
+The scores come from the same harness as `qerl eval`, or with an environment from `qerl.demo_tools`, on
+held-out problems, decoded greedily. The trained model is loaded afresh from the run folder, so the second
+score is that of the adapter on disk.
 """
 
 import time
@@ -13,6 +14,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from qerl.demo_tools import Score, play
 from qerl.eval.policy import Source
 from qerl.eval.request import Request
 from qerl.eval.result import EvalResult
@@ -106,7 +108,9 @@ def _free(folder: Path) -> Path:
     return folder if not folder.exists() else next(path for path in numbered if not path.exists())
 
 
-def _score(config: QeRLConfig, adapter: Path | None, console: Console) -> EvalResult:
+def _score(config: QeRLConfig, adapter: Path | None, console: Console) -> EvalResult | Score:
+    if config.environment is not None:
+        return play(config, adapter, console)
     assert config.model is not None and config.task is not None
     return evaluate_model(
         Source(
@@ -129,7 +133,7 @@ def _score(config: QeRLConfig, adapter: Path | None, console: Console) -> EvalRe
     )
 
 
-def _show(folder: Path, before: EvalResult, after: EvalResult, console: Console) -> None:
+def _show(folder: Path, before: EvalResult | Score, after: EvalResult | Score, console: Console) -> None:
     rewards = [row["reward"] for row in read_metrics(folder) if "reward" in row]
     console.print("\nreward by step")
     console.print(terminal_curve(rewards), highlight=False)

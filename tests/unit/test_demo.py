@@ -1,7 +1,20 @@
-"""The demo's settings; the demo itself runs in `make demo`."""
+"""The demo's settings, and how it plays with an environment; the demo itself runs in `make demo`."""
 
+import re
+
+import pytest
+from rich.console import Console
+
+from qerl import demo_tools
+from qerl.cli import main
 from qerl.demo import fewer_stages, one_microbatch
+from qerl.demo_tools import Score, conversation, play
+from qerl.environments import get_environment
+from qerl.eval.policy import Policy
 from qerl.settings.recipe import changed, load_config
+from qerl.tasks import get_task
+from tests.support.agents import SayingEngine
+from tests.support.models import make_tiny_tokenizer
 
 
 def test_one_microbatch_is_the_same_step() -> None:
@@ -28,3 +41,54 @@ def test_a_demo_made_shorter_has_fewer_stages_of_noise() -> None:
     assert (
         fewer_stages("demo", {"max_steps": 2, "noise_stages": 3}) == {}
     )  # what is said is checked, not changed
+
+
+def multiplies(row, so_far: str) -> str:
+    """Multiplies the numbers of every problem with the calculator, and states what it was told."""
+    told = re.findall(r"(\d+)\D*$", so_far)
+    if "=" in so_far:
+        return f"#### {told[0]}"
+    first, second = re.findall(r"\d+", make_tiny_tokenizer().decode(row.prompt))[-2:]
+    return f"{first} * {second} ="
+
+
+@pytest.fixture
+def policy_that_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = make_tiny_tokenizer()
+    policy = Policy(None, tokenizer, SayingEngine(tokenizer, multiplies), (tokenizer.eos_token_id,), None)
+    monkeypatch.setattr(demo_tools, "decide", lambda source, choices: source)
+    monkeypatch.setattr(demo_tools, "load", lambda loading, console: policy)
+
+
+def test_the_demo_with_tools_plays_and_prints_conversations(policy_that_multiplies: None, capsys) -> None:
+    config = load_config(["demo-tools"], {"eval_samples": 24, "max_completion_length": 400})
+    score = play(config, None, Console(width=200))
+    problems = get_task(config.task, **config.task_options).test().select(range(24))
+    products = sum(bool(re.search("each|packs|Each", row["prompt"][-1]["content"])) for row in problems)
+    assert score == Score(24, products)
+    assert 0 < products < 24
+    low, high = score.interval
+    assert low < score.accuracy < high
+    printed = capsys.readouterr().out
+    assert len(re.findall(r"model  \d+ \* \d+ =\n *environment  \d+\n *model  #### \d+", printed)) == 3
+
+
+def test_a_conversation_names_who_speaks() -> None:
+    said = [{"role": "assistant", "content": "1 + 1 =\n"}, {"role": "user", "content": "2"}]
+    assert conversation("One and one?", said).split("\n")[1:3] == [
+        "       model  1 + 1 = / ",
+        " environment  2",
+    ]
+
+
+def test_the_demo_with_tools_has_an_environment_and_worked_turns_for_it() -> None:
+    config = load_config(["demo-tools"], {})
+    get_environment(config.environment, config.environment_options)()
+    assert config.task_options["calculator"]
+
+
+def test_the_flag_chooses_the_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran = []
+    monkeypatch.setattr("qerl.demo.run_demo", lambda config, console: ran.append(config.environment) or 0)
+    assert main(["demo", "--tools", "--seed", "1"]) == main(["demo"]) == 0
+    assert ran == ["calculator", None]
