@@ -1,6 +1,7 @@
 """Tools and environments in the trainer: TRL's interface and loss, and what others wrote counts nowhere."""
 
 import copy
+import math
 import random
 
 import pytest
@@ -292,7 +293,8 @@ def test_several_environments_are_chosen_by_a_column(make_trainer):
     data = DATA.add_column("environment", ["game", "quiz"])
 
     class Other(Riddle):
-        pass
+        async def get_reward(self):
+            return 0.5
 
     trainer = make_trainer(
         rewards=(), script=riddle, tools=(), tokenizer=make_tiny_tokenizer(), data=data,
@@ -300,6 +302,8 @@ def test_several_environments_are_chosen_by_a_column(make_trainer):
     )  # fmt: skip
     sampled(trainer, data)
     assert sorted(trainer.reward_func_names) == ["Other", "Riddle"]
+    scored = list(trainer._logs["rewards"]["Other"])
+    assert all(math.isnan(reward) for reward in scored[:GROUP]) and scored[GROUP:] == [0.5] * GROUP
     assert [type(each).__name__ for each in trainer.environments[::GROUP]] == ["Riddle", "Other"]
 
 

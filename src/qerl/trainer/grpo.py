@@ -1,8 +1,8 @@
 """GRPO and DAPO on TRL's `GRPOTrainer`, with this project's engine, noise and update. Tied to trl 1.16.
 
-The overrides of TRL's methods stand in four classes, one on top of the other, and each says what it replaces:
-resuming (`resume.trainer`), sampling (`rollouts`), the update (`updates`), and here the constructor,
-evaluation and what is logged of a step. `trl` holds what stands in the place of TRL's parts, and
+The overrides of TRL's methods stand in five classes, one on top of the other, and each says what it replaces:
+resuming (`resume.trainer`), sampling (`sampler`), scoring (`rollouts`), the update (`updates`), and here the
+constructor, evaluation and what is logged of a step. `trl` holds what stands in the place of TRL's parts, and
 `update.forward` calls the policy through TRL's output head. Nothing else touches TRL's internals. What is
 replaced, and why:
 

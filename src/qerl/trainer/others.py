@@ -8,6 +8,7 @@ them to the rewards and renders their prompts as those of any environment.
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from inspect import iscoroutinefunction
 from typing import Any
 
 import torch
@@ -124,7 +125,9 @@ class Others:
         for index, (reward, name) in enumerate(
             zip(trainer.reward_funcs, trainer.reward_func_names, strict=True)
         ):
-            if getattr(reward, "__name__", "") == "get_reward" and not isinstance(reward, torch.nn.Module):
+            # Asynchronous ones stay on TRL's event loop, where the environment's tools run too.
+            own = getattr(reward, "__name__", "") == "get_reward" and not iscoroutinefunction(reward)
+            if own and not isinstance(reward, torch.nn.Module):
                 reward.__name__ = name
                 trainer.reward_funcs[index] = guarded(reward, reward_timeout)
 
@@ -216,11 +219,15 @@ def _checked_reset(environment: Any) -> Callable[..., Any]:
     return checked
 
 
-def _episode_reward(owner: Any) -> Callable[..., list[float | None]]:
+def _episode_reward(owner: Any) -> Callable[..., Any]:
     """What environments of this class score their episodes with; none for others."""
 
-    def get_reward(environments: list[Any], **_: Any) -> list[float | None]:
+    async def awaited(environments: list[Any], **_: Any) -> list[float | None]:
+        return [await each.get_reward() if type(each) is owner else None for each in environments]
+
+    def at_once(environments: list[Any], **_: Any) -> list[float | None]:
         return [each.get_reward() if type(each) is owner else None for each in environments]
 
-    get_reward.__name__ = owner.__name__
-    return get_reward
+    score: Callable[..., Any] = awaited if iscoroutinefunction(owner.get_reward) else at_once
+    score.__name__ = owner.__name__
+    return score

@@ -1,10 +1,9 @@
-"""The half of the trainer that samples: prompts in, a batch of scored completions with advantages out.
+"""The half of the trainer that makes batches: prompts in, scored completions with advantages out.
 
-TRL's `_generate_and_score_completions` tokenizes, samples through the engine, which stands in the place of
-its vLLM client, and scores. Around it: noise and seeds keyed by step, advantages of our own (`advantages`),
-and dynamic sampling, which calls it again for groups without signal and puts what comes back into the batch,
-its rewards and the table of completions alike. What is logged of a step stays that of its first rollout, an
-unbiased sample of the data.
+TRL's `_generate_and_score_completions` tokenizes, samples (`sampler`), and scores. Around it: a choice of the
+prompts, advantages of our own (`advantages`), and dynamic sampling, which calls it again for groups without
+signal and puts what comes back into the batch, its rewards and the table of completions alike. What is logged
+of a step stays that of its first rollout, an unbiased sample of the data.
 
 Legend: B samples of this process, C completion columns, F reward functions.
 """
@@ -18,24 +17,18 @@ from datasets import Dataset, IterableDataset
 
 from qerl.errors import QeRLError
 from qerl.ranks import is_first_process
-from qerl.rollout.engine import NormOffsets, RolloutEngine, RolloutResult, SamplingParams
-from qerl.seeding import derive_seed
+from qerl.rollout.engine import RolloutEngine
 from qerl.settings.config import QeRLConfig
 from qerl.trainer.advantages import JUDGE, Signal, find_judge, judge_of
 from qerl.trainer.batch import GROUP_KEY, NOISY_KEY, STEP_KEY, Batch, group_index
 from qerl.trainer.curriculum import settled_groups
 from qerl.trainer.dynamic_sampling import empty_log, replace_groups, replace_log_rows, samples_of
-from qerl.trainer.memory import PeakMemory
 from qerl.trainer.noise import RolloutNoise
-from qerl.trainer.noisy_share import compare, is_noisy, side_by_side
+from qerl.trainer.noisy_share import compare, is_noisy
 from qerl.trainer.prompt_choice import PromptChoice
-from qerl.trainer.resume.trainer import ResumableTrainer
 from qerl.trainer.rewards import WRITTEN_COLUMN, stop_if_all_failed
-from qerl.trainer.rollout_log import RolloutLog
-from qerl.trainer.timing import StepClock
-from qerl.trainer.trl.client import EngineClient
+from qerl.trainer.sampler import SamplerTrainer
 from qerl.trainer.trl.trials import Trials
-from qerl.trainer.turns import Turns
 from qerl.trainer.update.correction import loss_mask
 
 N = TypeVar("N", int, float)
@@ -61,8 +54,8 @@ def check_data(args: QeRLConfig, train_dataset: Dataset | IterableDataset) -> No
         )
 
 
-class RolloutTrainer(ResumableTrainer):
-    """`GRPOTrainer` whose completions come from an engine, and whose advantages are `advantages.Signal`'s."""
+class RolloutTrainer(SamplerTrainer):
+    """`GRPOTrainer` whose advantages are `advantages.Signal`'s, and whose groups have a signal if any."""
 
     vllm_importance_sampling_correction: bool
     _logs: dict[str, Any]
@@ -70,9 +63,8 @@ class RolloutTrainer(ResumableTrainer):
 
     def _start_rollouts(self, engine: RolloutEngine) -> None:
         """Make what rollouts need, once TRL's constructor is through."""
-        self.engine = engine
         self._start_learning()
-        self._noisy_samples = 0
+        self._start_sampling(engine)
         self._signal = Signal(
             group_size=self.num_generations,
             weights_F=self.reward_weights.to(self.accelerator.device),
@@ -81,21 +73,8 @@ class RolloutTrainer(ResumableTrainer):
             judge=judge_of(self.reward_func_names) if self.args.signal == "accuracy" else None,
             pass_at_k=self.args.pass_at_k,
         )
-        self._memory = PeakMemory(self.accelerator.device)
-        self._clock = StepClock()
-        self._calls = 0
-        self._call_key: tuple[int, str] | None = None
-        self._rollout = RolloutLog()
         self._reads_logps = True
         self._warned = False
-        # TRL asks these four: the first three route generation to `rollout` and turn the correction on, the
-        # last says with which step weights were synchronised, which the shared modules never need.
-        self.use_vllm = True
-        self.vllm_mode = "server"
-        self.vllm_generation = EngineClient(self.rollout, may_differ=self.environment_factories is not None)
-        self._last_loaded_step = -1
-        self._turns = Turns(self) if self.tools else None
-        self._written: list[list[int]] | None = None
 
     def _start_learning(self) -> None:
         """Noise and choice of prompts of a run that begins, which have learned nothing; noise asks how long
@@ -105,88 +84,8 @@ class RolloutTrainer(ResumableTrainer):
         self._prompts = PromptChoice(self.args, self.train_dataset, self.accelerator)
 
     def _init_training_state(self, *args: Any) -> tuple[int, int]:
-        self._call_key = None  # a step that was cut off samples as it did
         self._start_learning()
         return super()._init_training_state(*args)
-
-    def rollout(self, prompts: list[list[int]], samples: int, differ: bool = False) -> RolloutResult:
-        """Sample completions of the present policy, with this step's noise while training.
-
-        Args:
-            prompts: Token ids of each prompt.
-            samples: Completions per prompt.
-            differ: The samples of a group have prompts of their own; then there is one for each sample.
-        """
-        mode = "train" if self.model.training else "eval"
-        step = self.state.global_step
-        if self._call_key != (step, mode):
-            self._call_key, self._calls = (step, mode), 0
-        offsets, logged = self._noise.for_rollout(step) if mode == "train" else ({}, {})
-        for name, value in logged.items():
-            self._metrics[mode][name].append(value)
-        self._noisy_samples = self._noise.noisy_samples(samples) if offsets else 0
-        groups = len(prompts) // samples if differ else len(prompts)
-        if self._turns is not None:
-            self._turns.begin(groups * samples)
-        parts: list[tuple[range, NormOffsets]]
-        parts = [(range(self._noisy_samples), offsets), (range(self._noisy_samples, samples), {})]
-        results = []
-        for part, noise in parts:
-            rows = [group * samples + sample for group in range(groups) for sample in part]
-            own, count = ([prompts[row] for row in rows], 1) if differ else (prompts, len(part))
-            if rows:
-                results.append(self._sample(mode, own, count, noise, rows))
-        result = side_by_side(results, groups)
-        self._memory.read()
-        self.engine.release()
-        self._clock.add("rollout", result.seconds)
-        if self._turns is None:
-            self._rollout.add(result)
-        else:
-            found = self._turns.trajectories
-            of_others = sum(trajectory.written.count(0) for trajectory in found)
-            self._rollout.add(result, of_others, sum(trajectory.turns for trajectory in found))
-        return result
-
-    def _sample(
-        self, mode: str, prompts: list[list[int]], samples: int, offsets: NormOffsets, rows: list[int]
-    ) -> RolloutResult:
-        """One call of the engine, or one session, for these rows of the rollout, with a seed of its own."""
-        step, rank = self.state.global_step, self.accelerator.process_index
-        params = SamplingParams(
-            max_tokens=self.max_completion_length,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            min_p=self.min_p or 0.0,
-            stop_token_ids=tuple(self.eos_token_ids),
-            seed=derive_seed("rollout", self.args.seed, mode, step, self._calls, rank),
-        )
-        self._calls += 1
-        if self._turns is not None:
-            return self._turns.sample(self.engine, params, offsets, prompts, samples, rows)
-        return self.engine.generate(prompts, samples, params, offsets)
-
-    def _generate(self, prompts: list[Any]) -> Any:
-        """Wraps TRL's: refuses rows without any prompt, and keeps which tokens the policy wrote."""
-        if self.environments and any(not prompt[-1]["content"] for prompt in prompts):
-            raise QeRLError(
-                f"reset of the environment {type(self.environments[0]).__name__} returned no observation, "
-                "and the data have no prompt; return a text that says what to do."
-            )
-        generated = super()._generate(prompts)
-        self._written = generated[2]
-        return generated
-
-    def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
-        """Wraps TRL's: of whole trajectories it is told the first turns."""
-        completions = super()._generate_single_turn(*args, **kwargs)
-        return completions if self._turns is None else self._turns.first_turns()
-
-    def _tool_call_loop(self, *_: Any) -> Any:
-        """Replaces TRL's: what came of the calls in the first turns is known."""
-        assert self._turns is not None
-        return self._turns.for_trl()
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> Batch:
         """Wraps TRL's rollout: groups without signal are replaced, and advantages are computed here."""
