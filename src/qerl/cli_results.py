@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from qerl.eval.policy import Source
 
 
-_ASKED = ("task", "samples", "temperature", "top_p", "max_tokens", "limit", "seed")
+_ASKED = ("task", "tools", "environment", "samples", "temperature", "top_p", "max_tokens", "limit", "seed")
 """Flags of `qerl eval` that are fields of a request."""
 
 
@@ -35,6 +35,15 @@ def add_eval(commands: Any) -> None:
         "--task_options",
         help="YAML mapping, for example '{level: wp1}'; default: the run's, for its own task",
     )
+    sub.add_argument(
+        "--environment",
+        help="who answers the model: a name or PATH.py:Class; default: the run's, for its own task",
+    )
+    sub.add_argument("--environment_options", help="YAML mapping; default: the run's, for its own task")
+    sub.add_argument(
+        "--tools", nargs="+", metavar="TOOL",
+        help="functions that the model may call; default: the run's, for its own task",
+    )  # fmt: skip
     sub.add_argument(
         "--samples", type=number_from(1), help="samples per problem; default: 1, which decodes greedily"
     )
@@ -111,7 +120,8 @@ def _eval(args: argparse.Namespace) -> None:
     from qerl.settings.recipe import parse_mapping
 
     asked = {name: getattr(args, name) for name in _ASKED} | {
-        "task_options": parse_mapping(args.task_options, "--task_options")
+        name: parse_mapping(getattr(args, name), f"--{name}")
+        for name in ("task_options", "environment_options")
     }
     given = {name: value for name, value in asked.items() if value is not None}
     sources = [_source(args, adapter) for adapter in args.adapter or [None]]

@@ -161,3 +161,26 @@ def test_an_adapter_that_is_exchanged_is_the_one_that_is_scored(trained):
         after = model(input_ids=ids).logits
         alone = load_adapter(base(trained), second)(input_ids=ids).logits
     assert not torch.equal(before, after) and torch.equal(after, alone)
+
+
+def test_a_policy_of_conversations_is_scored_in_conversations_and_its_base_too(trained, tmp_path, capsys):
+    run = tmp_path / "run"
+    shutil.copytree(trained / "run" / "checkpoint-1", run)
+    options = {"level": "wp1", "examples": 0, "test_size": 2}
+    settings = {"task": "arithmetic", "task_options": options, "environment": "calculator", "tools": []}
+    (run / "config.yaml").write_text(yaml.safe_dump(settings | {"max_completion_length": 8}))
+    model = str(trained / "model")
+    assert main(["eval", model, "--adapter", str(run), "--out", str(tmp_path / "a")]) == 0
+    assert "environment calculator" in " ".join(capsys.readouterr().out.split())
+    words = ["--task", "arithmetic", "--task_options", json.dumps(options), "--max_tokens", "8"]
+    assert main(["eval", model, *words, "--environment", "calculator", "--out", str(tmp_path / "b")]) == 0
+    assert main(["eval", model, *words, "--out", str(tmp_path / "c")]) == 0
+    for name in "abc":
+        result = json.loads((tmp_path / name / "result.json").read_text())
+        assert ("turns" in result["source"]) == (name != "c")
+        row = json.loads((tmp_path / name / "completions.jsonl").read_text().splitlines()[0])
+        assert isinstance(row["completion"], str if name == "c" else list)
+    capsys.readouterr()
+    own = ["eval", model, "--adapter", str(run), "--task", "guess_number", "--limit", "1"]
+    assert main(own) == 0
+    assert "environment" not in capsys.readouterr().out, "the environment is that of the run's own task"

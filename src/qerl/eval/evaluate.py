@@ -27,12 +27,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from transformers import PreTrainedTokenizerBase
 
 import qerl
+from qerl.agents.trajectory import Message
 from qerl.errors import QeRLError
 from qerl.eval.interval import accuracy_interval, pass_at, pass_interval
 from qerl.eval.record import Record, Row
 from qerl.eval.result import EvalResult, Stratum
+from qerl.eval.sampling import Said, Sampler, SingleTurns
 from qerl.models.chat import Chat
-from qerl.rollout.engine import Completion, RolloutEngine, SamplingParams
+from qerl.rollout.engine import RolloutEngine, SamplingParams
 from qerl.seeding import derive_seed
 from qerl.tasks.base import Task
 from qerl.tasks.guard import GuardedReward, guarded, stratum
@@ -67,6 +69,7 @@ def evaluate(
     record: Record | None = None,
     chat: Chat | None = None,
     source: dict[str, Any] | None = None,
+    sampler: Sampler | None = None,
 ) -> EvalResult:
     """Sample completions for the problems and compare their answers.
 
@@ -81,6 +84,7 @@ def evaluate(
         record: Keeps the completions, and may hold those of an evaluation that was cut off.
         chat: Renders prompts; None renders them without arguments of the template.
         source: What is scored, kept in the result.
+        sampler: Gives the completions; None takes one turn of the engine for each.
 
     Raises:
         QeRLError: A prompt cannot be rendered, the engine refuses, or the record cannot be written.
@@ -90,51 +94,48 @@ def evaluate(
     record = record or Record(None, {})
     chat = chat or Chat(tokenizer)
     task.opening = chat.opening
-    prompts = [chat.ids(row["prompt"]) for row in problems]
+    sampler = sampler or SingleTurns(engine, tokenizer, chat)
     size = record.problems_at_a_time(-(-engine.rows_per_call // samples), samples)
     columns = (TextColumn("scoring"), BarColumn(bar_width=24), MofNCompleteColumn(), TimeRemainingColumn())
     done = len(record.rows) // samples
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        bar = progress.add_task("", total=len(prompts), completed=done)
-        for start in range(done, len(prompts), size):
+        bar = progress.add_task("", total=len(problems), completed=done)
+        for start in range(done, len(problems), size):
             part = slice(start, start + size)
             # The engine numbers prompts from 0 in each call; another seed keeps slices apart.
             seeded = replace(params, seed=derive_seed("eval", params.seed, start))
-            completions = engine.generate(prompts[part], samples, seeded).completions
-            texts = tokenizer.batch_decode([c.token_ids for c in completions], skip_special_tokens=True)
-            rows = [row for row in problems.select(range(len(problems))[part]) for _ in range(samples)]
-            record.add(_scored(task, rows, texts, completions))
-            progress.advance(bar, len(prompts[part]))
+            rows = list(problems.select(range(len(problems))[part]))
+            found = sampler.sample(rows, samples, seeded)
+            record.add(_scored(task, [row for row in rows for _ in range(samples)], found))
+            progress.advance(bar, len(rows))
     strata = None if task.strata is None else [stratum(task.strata, v) for v in problems[task.strata]]
     result = _result(task.name, record.rows, strata, samples, params, source or {})
     record.finish(result)
     return result
 
 
-def _scored(
-    task: Task, rows: list[dict[str, Any]], texts: list[str], completions: list[Completion]
-) -> list[Row]:
+def _scored(task: Task, rows: list[dict[str, Any]], found: list[Said]) -> list[Row]:
     """One row per completion."""
     accuracy = guarded(task.rewards[0])
     scored = []
-    for row, text, completion in zip(rows, texts, completions, strict=True):
-        right, judged = _judge(accuracy, row, text)
+    for row, said in zip(rows, found, strict=True):
+        right, judged = _judge(accuracy, row, said.text)
         scored.append(
             {
                 "prompt": row["prompt"],
                 "expected": row["answer"],
-                "completion": text,
-                "answer": task.of(row).extract(text),
+                "completion": said.text,
+                "answer": task.of(row).extract(said.text),
                 "right": right,
                 "judged": judged,
-                "finish_reason": completion.finish_reason,
-                "tokens": len(completion.token_ids),
+                "finish_reason": said.end,
+                "tokens": said.tokens,
             }
         )
     return scored
 
 
-def _judge(accuracy: GuardedReward, row: dict[str, Any], text: str) -> tuple[bool, bool]:
+def _judge(accuracy: GuardedReward, row: dict[str, Any], text: str | list[Message]) -> tuple[bool, bool]:
     """Whether a completion is right, and whether that could be judged within the time limit."""
     columns = {name: [value] for name, value in row.items() if name != "prompt"}
     scores = accuracy([row["prompt"]], [text], **columns)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, fields
 from typing import Any
 
-from qerl.settings.checks import NonNegative, PositiveInt, PositiveShare, Seed, Text, checked
+from qerl.settings.checks import Names, NonNegative, PositiveInt, PositiveShare, Seed, Text, checked
 
 
 @dataclass(frozen=True)
@@ -13,6 +13,9 @@ class Request:
     Attributes:
         task: As in a recipe; required where no run says one.
         task_options: As in a recipe; those of the run count for its own task alone.
+        tools: As in a recipe; those of the run count for its own task alone, as its environment.
+        environment: As in a recipe.
+        environment_options: Its keyword arguments.
         samples: Completions for each problem.
         temperature: Else 0 for one sample and 0.6 for several.
         top_p: Without effect at temperature 0.
@@ -26,6 +29,9 @@ class Request:
 
     task: Text | None = None
     task_options: dict[str, Any] | None = None
+    tools: Names | None = None
+    environment: Text | None = None
+    environment_options: dict[str, Any] | None = None
     samples: PositiveInt = 1
     temperature: NonNegative | None = None
     top_p: PositiveShare = 0.95

@@ -6,6 +6,7 @@ the model is refused before it is loaded: settings, the task and its data, the o
 is damaged or belongs to another model.
 """
 
+import contextlib
 import json
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -21,11 +22,16 @@ from qerl.eval.policy import Loading, Policy, Source, decide, digest, load
 from qerl.eval.record import Record
 from qerl.eval.request import Request
 from qerl.eval.result import EvalResult
+from qerl.eval.sampling import TurnSettings, conversations
 from qerl.eval.trained import Choices, read_trained
 from qerl.lora.adapter import adapter_file
 from qerl.models.chat import Chat
 from qerl.rollout.engine import SamplingParams
+from qerl.settings.recipe import FIELDS
 from qerl.tasks import Task, get_task
+
+_OF_TURNS = ("tool_timeout", "tool_errors", "tool_output_limit", "max_tool_calling_iterations")
+"""What the run alone says of its tools and environment."""
 
 EVAL_TOKENS, ANSWER_TOKENS = 4096, 256
 """Longest completion where neither the user nor a run says one: of a problem, of `qerl generate`."""
@@ -44,6 +50,7 @@ class Job:
         params: How they are sampled.
         loading: How the policy is loaded.
         source: What decides the policy and the problems, as it stands in the result.
+        turns: Tools and environment; None where the policy answers in one turn.
     """
 
     spec: str
@@ -54,6 +61,7 @@ class Job:
     params: SamplingParams
     loading: Loading
     source: dict[str, Any]
+    turns: TurnSettings | None = None
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -114,10 +122,13 @@ def prepare(source: Source, request: Request, problems: Problems, console: Conso
     spec, options = _task(request, choices)
     get_task(spec, **options)  # a wrong name is said before a model is looked for
     loading = decide(source, choices)
+    turns = _turns(request, choices, spec)
     _say(choices, params, loading, console)
     task, chosen = problems.of(spec, options, request.limit)
-    posed = {"task_options": options, "problems": _problems_digest(chosen)}
-    return Job(spec, options, task, chosen, request.samples, params, loading, loading.as_json() | posed)
+    source_json = loading.as_json() | {"task_options": options, "problems": _problems_digest(chosen)}
+    if turns is not None:
+        source_json["turns"] = turns.as_json()
+    return Job(spec, options, task, chosen, request.samples, params, loading, source_json, turns)
 
 
 def score(job: Job, policy: Policy, record: Record, console: Console) -> EvalResult:
@@ -126,19 +137,25 @@ def score(job: Job, policy: Policy, record: Record, console: Console) -> EvalRes
     Raises:
         QeRLError: As :func:`qerl.eval.evaluate.evaluate`.
     """
+    engine, tokenizer, kwargs = policy.engine, policy.tokenizer, job.loading.chat_template_kwargs
+    talk: Any = contextlib.nullcontext()
+    if job.turns is not None:
+        talk = conversations(engine, tokenizer, kwargs, job.turns)
     try:
-        result = evaluate(
-            policy.engine,
-            policy.tokenizer,
-            job.task,
-            job.problems,
-            samples=job.samples,
-            params=replace(job.params, stop_token_ids=policy.stop_token_ids),
-            console=console,
-            record=record,
-            chat=Chat(policy.tokenizer, job.loading.chat_template_kwargs),
-            source=job.source,
-        )
+        with talk as sampler:
+            result = evaluate(
+                engine,
+                tokenizer,
+                job.task,
+                job.problems,
+                samples=job.samples,
+                params=replace(job.params, stop_token_ids=policy.stop_token_ids),
+                console=console,
+                record=record,
+                chat=Chat(tokenizer, kwargs),
+                source=job.source,
+                sampler=sampler,
+            )
     except KeyboardInterrupt:
         if record.folder is not None:
             console.print(
@@ -210,6 +227,25 @@ def _task(request: Request, choices: Choices) -> tuple[str, dict[str, Any]]:
     same = name == choices.trained.settings.get("task")
     options = choices.take("task_options", request.task_options, {}, key="task_options" if same else "")
     return name, options
+
+
+def _turns(request: Request, choices: Choices, spec: str) -> TurnSettings | None:
+    """Tools and environment, None without any; those of the run belong to its own task."""
+    same = spec == choices.trained.settings.get("task")
+
+    def take(name: str, given: Any, default: Any) -> Any:
+        return choices.take(name, given, default, key=name if same else "")
+
+    tools = take("tools", request.tools, [])
+    environment = take("environment", request.environment, None)
+    if not tools and environment is None:
+        return None
+    return TurnSettings(
+        tuple(tools),
+        environment,
+        take("environment_options", request.environment_options, {}),
+        *(take(name, None, FIELDS[name].default) for name in _OF_TURNS),
+    )
 
 
 def _say(choices: Choices, params: SamplingParams, loading: Loading, console: Console) -> None:

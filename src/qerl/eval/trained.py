@@ -34,6 +34,13 @@ _KNOWN: dict[str, tuple[Callable[[Any], bool], str]] = {
     "task": (lambda value: isinstance(value, str), "text"),
     "task_options": (lambda value: isinstance(value, dict), "a mapping"),
     "chat_template_kwargs": (lambda value: isinstance(value, dict), "a mapping"),
+    "tools": (lambda value: isinstance(value, list), "a list"),
+    "environment": (lambda value: isinstance(value, str), "text"),
+    "environment_options": (lambda value: isinstance(value, dict), "a mapping"),
+    "tool_timeout": (lambda value: type(value) in (int, float) and value > 0, "a positive number"),
+    "tool_errors": _one_of("text", "end"),
+    "tool_output_limit": (lambda value: type(value) is int and value > 0, "a number of characters"),
+    "max_tool_calling_iterations": (lambda value: type(value) is int and value > 0, "a number of turns"),
     "max_completion_length": (lambda value: type(value) is int and value > 0, "a number of tokens"),
     "temperature": (lambda value: type(value) in (int, float) and value > 0, "a positive number"),
 }
@@ -118,7 +125,7 @@ class Choices:
 
     def note(self, name: str, value: Any, origin: str) -> Any:
         """Keep where a value came from, in the place of an earlier one of this name, and give the value."""
-        if value not in (None, {}):
+        if value not in (None, {}, []):
             self._said[name] = value, origin
         return value
 

@@ -1,0 +1,178 @@
+"""How an evaluation gets its completions: one turn of the policy, or a conversation with tools.
+
+Both give the same, so that what is judged and kept does not depend on it. Tools and environments stand for an
+evaluation as they do for training (`qerl.agents`): a problem's environment is told its row, and what it
+answers becomes tokens by the chat template.
+"""
+
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from qerl.agents.environment import check_environment, is_text
+from qerl.agents.loop import Limits, ToolErrors, run_trajectories
+from qerl.agents.pool import ToolPool
+from qerl.agents.template import TurnTemplate
+from qerl.agents.trajectory import Message
+from qerl.agents.world import ToolWorld, World, world_of
+from qerl.environments.registry import get_environment, get_tool
+from qerl.errors import QeRLError, first_line
+from qerl.models.chat import Chat
+from qerl.rollout.engine import RolloutEngine, SamplingParams
+
+
+@dataclass(frozen=True)
+class Said:
+    """A completion as it is judged.
+
+    Attributes:
+        text: What the policy said, or of a conversation its messages, those of others among them.
+        tokens: Number that the policy drew.
+        end: Why it ended: a `FinishReason`, or an `EndReason` of a trajectory.
+    """
+
+    text: str | list[Message]
+    tokens: int
+    end: str
+
+
+@dataclass(frozen=True)
+class TurnSettings:
+    """Tools and environment of an evaluation, by the names that a recipe gives them.
+
+    Attributes:
+        tools: Functions that the model may call.
+        environment: Who answers the model; None where there are tools alone.
+        environment_options: Its keyword arguments.
+        tool_timeout: Seconds that a call may take.
+        tool_errors: Whether an error is told or ends the conversation.
+        tool_output_limit: Characters of an answer.
+        max_tool_calling_iterations: Turns that are answered; None for as many as the tokens allow.
+    """
+
+    tools: tuple[str, ...]
+    environment: str | None
+    environment_options: dict[str, Any]
+    tool_timeout: float
+    tool_errors: ToolErrors
+    tool_output_limit: int
+    max_tool_calling_iterations: int | None
+
+    def as_json(self) -> dict[str, Any]:
+        """What decides the conversations, as plain JSON values."""
+        return asdict(self) | {"tools": list(self.tools)}
+
+
+class Sampler(ABC):
+    """Gives the completions of problems."""
+
+    @abstractmethod
+    def sample(self, rows: Sequence[dict[str, Any]], samples: int, params: SamplingParams) -> list[Said]:
+        """The completions of some problems, the samples of a problem next to each other.
+
+        Args:
+            rows: The problems.
+            samples: Completions of each.
+            params: How they are sampled; problems are numbered from 0 in each call.
+        """
+
+
+class SingleTurns(Sampler):
+    """One turn of the policy for each sample."""
+
+    def __init__(self, engine: RolloutEngine, tokenizer: PreTrainedTokenizerBase, chat: Chat) -> None:
+        self._engine, self._tokenizer, self._chat = engine, tokenizer, chat
+
+    def sample(self, rows: Sequence[dict[str, Any]], samples: int, params: SamplingParams) -> list[Said]:
+        """See `Sampler.sample`."""
+        prompts = [self._chat.ids(row["prompt"]) for row in rows]
+        found = self._engine.generate(prompts, samples, params).completions
+        texts = self._tokenizer.batch_decode([c.token_ids for c in found], skip_special_tokens=True)
+        return [Said(text, len(c.token_ids), c.finish_reason) for text, c in zip(texts, found, strict=True)]
+
+
+class Conversations(Sampler):
+    """Conversations of the policy with tools or environments; made by `conversations`."""
+
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        tokenizer: PreTrainedTokenizerBase,
+        template_kwargs: dict[str, Any],
+        settings: TurnSettings,
+        pool: ToolPool,
+    ) -> None:
+        self._engine, self._pool = engine, pool
+        self._limits = Limits(settings.max_tool_calling_iterations, settings.tool_errors)
+        self._tools = [get_tool(spec) for spec in settings.tools]
+        self._make = None
+        texts = False
+        if settings.environment is not None:
+            self._make = get_environment(settings.environment, settings.environment_options)
+            texts = is_text(check_environment(self._make))
+        if texts and self._tools:
+            raise QeRLError(
+                f"The environment {settings.environment} answers texts and has no tools, and there are tools "
+                "beside it; leave one of them out."
+            )
+        self._template = TurnTemplate(tokenizer, template_kwargs, tools=not texts)
+
+    def sample(self, rows: Sequence[dict[str, Any]], samples: int, params: SamplingParams) -> list[Said]:
+        """See `Sampler.sample`."""
+        worlds, prompts = [], []
+        for row in rows:
+            begun = [self._begin(row) for _ in range(samples)]
+            worlds += [world for world, _ in begun]
+            world, messages = begun[0]
+            tools = world.tools if isinstance(world, ToolWorld) else ()
+            prompts.append(self._template.prompt_ids(messages, tools))
+        with self._engine.session(params) as session:
+            found = run_trajectories(session, prompts, samples, worlds, self._pool, self._limits)
+        return [Said(t.messages, sum(t.written), t.end or "stop") for t in found]
+
+    def _begin(self, row: dict[str, Any]) -> tuple[World, list[Message]]:
+        """The other side of a conversation, and the prompt with what it says first."""
+        environment = self._make() if self._make else None
+        messages = [dict(message) for message in row["prompt"]]
+        if environment is not None:
+            try:
+                observation = environment.reset(**row)
+            except QeRLError:
+                raise
+            except Exception as error:
+                raise QeRLError(
+                    f"The environment {type(environment).__name__} could not begin an episode: reset raised "
+                    f"{type(error).__name__}: {first_line(error)}."
+                ) from error
+            if observation:
+                messages[-1]["content"] += observation
+        return world_of(self._template, self._tools, environment), messages
+
+
+@contextlib.contextmanager
+def conversations(
+    engine: RolloutEngine,
+    tokenizer: PreTrainedTokenizerBase,
+    template_kwargs: dict[str, Any],
+    settings: TurnSettings,
+) -> Iterator[Conversations]:
+    """Conversations, whose calls are given up at the end.
+
+    Args:
+        engine: Samples from the policy.
+        tokenizer: With a chat template.
+        template_kwargs: Its arguments.
+        settings: Tools and environment.
+
+    Raises:
+        QeRLError: A tool or the environment cannot be made, or the model's template has no tools.
+    """
+    pool = ToolPool(settings.tool_timeout, settings.tool_output_limit)
+    try:
+        yield Conversations(engine, tokenizer, template_kwargs, settings, pool)
+    finally:
+        pool.close()
