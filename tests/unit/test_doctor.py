@@ -65,6 +65,12 @@ def test_cpu_machine(cpu, installed):
     )
 
 
+def test_a_machine_without_bubblewrap_is_told_how_to_get_it(cpu):
+    found = row("rewards", "programs")
+    assert found.state == "missing"
+    assert "apt-get install bubblewrap" in found.remedy
+
+
 def test_gpu_machine_with_everything(cuda, installed):
     finding = row("GPU", "cuda:0").finding
     assert finding == "Test GPU, 80.0 GiB, compute capability 9.0, 132 multiprocessors"

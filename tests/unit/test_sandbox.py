@@ -137,6 +137,34 @@ def test_a_program_does_not_get_more_memory_than_its_limit():
 
 @needs_sandbox
 @pytest.mark.parametrize(
+    "call",
+    [
+        "libc.shmget(0, 2**20, 0o1600)",
+        "libc.memfd_create(b'x', 0)",
+        "libc.unshare(0x10000000)",
+        "libc.ptrace(0)",
+    ],
+)
+def test_calls_that_get_around_the_limits_are_refused(call):
+    program = f"import ctypes, os\nlibc = ctypes.CDLL(None, use_errno=True)\nprint({call} < 0)\n"
+    ran = run_python(program + "print(os.strerror(ctypes.get_errno()))", limits=LIMITS)
+    assert ran.stdout == "True\nOperation not permitted\n"
+
+
+@needs_sandbox
+def test_threads_and_subprocesses_work():
+    program = """
+import subprocess, sys, threading
+thread = threading.Thread(target=print, args=("thread",))
+thread.start()
+thread.join()
+print(subprocess.run([sys.executable, "-c", "print('process')"], capture_output=True, text=True).stdout)
+"""
+    assert run_python(program, limits=Limits()).stdout == "thread\nprocess\n\n"
+
+
+@needs_sandbox
+@pytest.mark.parametrize(
     "program",
     ["while True: pass", "import time; time.sleep(60)", "import threading; threading.Event().wait()"],
 )

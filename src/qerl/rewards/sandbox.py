@@ -4,7 +4,8 @@ A program gets a Python with the standard library, its input, and a folder ``/tm
 network, no file of this machine but the system's libraries (read-only), no environment variable, and sees no
 process but its own. Limits are set from the inside before its first line runs: address space, processor time
 and number of processes by the kernel's resource limits, output and files by the limit of a file's length,
-because output goes to a file in memory and not to a pipe that somebody would have to empty. When the program
+because output goes to a file in memory and not to a pipe that somebody would have to empty. System calls that
+would get around them are refused (:mod:`qerl.rewards.seccomp`). When the program
 ends, or its time is up, all that it started is killed with its process namespace.
 
 Where this process is root, the program runs under a user id that nobody else has, because the kernel counts
@@ -23,6 +24,7 @@ import functools
 import json
 import math
 import os
+import platform
 import random
 import secrets
 import shutil
@@ -35,12 +37,14 @@ from pathlib import Path
 from typing import Literal
 
 from qerl.errors import QeRLError
+from qerl.rewards.seccomp import seccomp_filter
 
 INSTALL = "apt-get install bubblewrap (Debian, Ubuntu), dnf install bubblewrap (Fedora)"
 """How to get bubblewrap."""
 
 _INSIDE = Path(__file__).with_name("inside.py").read_text(encoding="utf-8")
 _STARTED = b"started "
+_FILTER = seccomp_filter()
 # User ids that systemd gives to services for as long as they run; nobody's files have them.
 _FREE_UIDS = range(61184, 65520)
 
@@ -119,6 +123,8 @@ def obstacle() -> str | None:
             "A program that a model wrote runs only inside bubblewrap, which is not installed here; get it "
             f"with {INSTALL}."
         )
+    if _FILTER is None:
+        return f"Programs that a model wrote do not run on {platform.machine()}, only on x86_64 and aarch64."
     try:
         ran = _run("print(1)", "", Limits(seconds=30), "")
     except QeRLError as error:
@@ -138,12 +144,13 @@ def _run(code: str, stdin: str, limits: Limits, check: str) -> Ran:
         "uid": random.SystemRandom().choice(_FREE_UIDS) if root else None,
         "limits": _resource_limits(limits),
     }
-    files = [_memory_file(text) for text in (stdin, "", "", json.dumps(job), "")]
+    texts = (stdin.encode("utf-8", "surrogatepass"), b"", b"", json.dumps(job).encode(), b"", _FILTER or b"")
+    files = [_memory_file(text) for text in texts]
     try:
-        source, out, error, job_fd, report_fd = files
-        command = [*_bubblewrap(root, limits), *_PYTHON, _INSIDE, str(job_fd), str(report_fd)]
+        source, out, error, job_fd, report_fd, filter_fd = files
+        command = [*_bubblewrap(root, limits, filter_fd), *_PYTHON, _INSIDE, str(job_fd), str(report_fd)]
         started = time.monotonic()
-        code_of_exit = _wait(command, (source, out, error), (job_fd, report_fd), limits.seconds)
+        code_of_exit = _wait(command, (source, out, error), (job_fd, report_fd, filter_fd), limits.seconds)
         seconds = time.monotonic() - started
         most = limits.output_kb * 1024
         printed, complained, report = (_read(file, most) for file in (out, error, report_fd))
@@ -185,7 +192,7 @@ _PYTHON = [str(Path(sys.executable).resolve()), "-I", "-S", "-B", "-X", "utf8", 
 """The interpreter of this process, without site-packages, the environment and files of the user's."""
 
 
-def _bubblewrap(root: bool, limits: Limits) -> list[str]:
+def _bubblewrap(root: bool, limits: Limits, filter_fd: int) -> list[str]:
     """The command up to the program's own."""
     rights = ["--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
     return [
@@ -198,6 +205,7 @@ def _bubblewrap(root: bool, limits: Limits) -> list[str]:
         *(word for name in ("null", "zero", "random", "urandom") for word in _device(name)),
         "--remount-ro", "/",
         "--chdir", "/tmp",
+        "--seccomp", str(filter_fd),
         "--",
     ]  # fmt: skip
 
@@ -238,10 +246,10 @@ def _resource_limits(limits: Limits) -> dict[str, int]:
     }
 
 
-def _memory_file(text: str) -> int:
-    """A descriptor of a file in memory that holds the text, at its beginning."""
+def _memory_file(content: bytes) -> int:
+    """A descriptor of a file in memory with that content, at its beginning."""
     file = os.memfd_create("qerl-sandbox")
-    data = memoryview(text.encode("utf-8", "surrogatepass"))
+    data = memoryview(content)
     while data:
         data = data[os.write(file, data) :]
     os.lseek(file, 0, os.SEEK_SET)
