@@ -16,19 +16,26 @@ PART = 128
 STACKED_PART = 512
 """Rows of several A on top of each other that a kernel holds at once: those of q, k and v at rank `PART`."""
 
+WHOLE_PARTS = 160 * 1024
+"""Shared memory of a block, bytes, from which on kernels hold these many at once; with less, half of them."""
+
 
 def pad_rank(rank: int) -> int:
     """Ranks that buffers have for an adapter of this rank: a power of two, as Triton wants, from 16 on."""
     return max(16, 1 << (rank - 1).bit_length())
 
 
-def rank_part(ranks: int) -> int:
-    """Ranks of one adapter that a kernel takes at a time."""
-    return min(ranks, PART)
+def rank_part(ranks: int, shared_bytes: int) -> int:
+    """Ranks of one adapter that a kernel takes at a time, with that much shared memory of a block."""
+    return min(ranks, _most(PART, shared_bytes))
 
 
-def stacked_part(ranks: int) -> int:
-    """Rows of several A that a kernel takes at a time, a power of two; half of `STACKED_PART` in a loop, so
-    that they and a part of B fit into the shared memory of a multiprocessor."""
-    whole = 1 << max(0, ranks - 1).bit_length()
-    return whole if whole <= STACKED_PART else STACKED_PART // 2
+def stacked_part(ranks: int, shared_bytes: int) -> int:
+    """Rows of several A that a kernel takes at a time, a power of two; half of the most in a loop, so that
+    they and a part of B fit into the shared memory of a block."""
+    whole, most = 1 << max(0, ranks - 1).bit_length(), _most(STACKED_PART, shared_bytes)
+    return whole if whole <= most else most // 2
+
+
+def _most(part: int, shared_bytes: int) -> int:
+    return part if shared_bytes >= WHOLE_PARTS else part // 2

@@ -10,6 +10,8 @@ shared prompts and causal prefill the same loop.
 Each item's keys are divided into splits that run in parallel; every split leaves a normalised output and its
 log-sum-exp, and a second kernel combines them and computes x A^T for the output projection on the way.
 
+A head whose size is no power of two is computed as one of the next: what it lacks is zero.
+
 Shapes: T tokens, H query heads, E head size, C = H E, G block tables, B blocks of a table, Z twice the splits
 (those at shared prompts, then those at a sequence's own tokens), 2 those two kinds.
 """
@@ -18,9 +20,18 @@ import torch
 import triton
 import triton.language as tl
 
-from qerl.kernels.decode.common import apply_a, begin, clear, load_a, operand_at
-from qerl.kernels.decode.launch import NO_A, NO_SUM, LoraA, LoraSum, dependent, pointers
-from qerl.kernels.limits import rank_part
+from qerl.kernels.decode.common import (
+    apply_a,
+    begin,
+    both,
+    clear,
+    in_head,
+    load_a,
+    load_head,
+    operand_at,
+)
+from qerl.kernels.decode.launch import NO_A, NO_SUM, LoraA, LoraSum, dependent, pointers, shared_bytes
+from qerl.kernels.limits import WHOLE_PARTS, rank_part
 
 PREFILL_ROWS = 64
 """Rows of a tile, (token, query head) pairs that share a kv head, where items are slices of a prompt."""
@@ -40,8 +51,8 @@ def decode_rows(grouped_heads: int) -> int:
 def _attend(
     q_THE, k_cache, v_cache, tables_GB, item_4, order, limit_2T, out_ZTHE, lse_ZTH,
     T, table_width, scale,
-    HQ: tl.constexpr, HKV: tl.constexpr, E: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr,
-    SPLITS: tl.constexpr, PDL: tl.constexpr,
+    HQ: tl.constexpr, HKV: tl.constexpr, E: tl.constexpr, E_PADDED: tl.constexpr,
+    PAGE: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     GROUP: tl.constexpr = HQ // HKV
     item, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -59,18 +70,20 @@ def _attend(
     limit = tl.load(limit_2T + own * T + t, mask=in_row, other=0)
     pages = tl.cdiv(tl.max(limit, axis=0), PAGE)
     each = tl.cdiv(pages, SPLITS)
-    e = tl.arange(0, E)
+    e = tl.arange(0, E_PADDED)
+    in_e = in_head(e, E)
     offset = tl.arange(0, PAGE)
     begin(PDL)
-    q = tl.load(q_THE + (t[:, None] * HQ + head[:, None]) * E + e[None, :], mask=in_row[:, None], other=0.0)
+    inside = both(in_row[:, None], in_e)
+    q = tl.load(q_THE + (t[:, None] * HQ + head[:, None]) * E + e[None, :], mask=inside, other=0.0)
     best = tl.full((ROWS,), -float("inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
-    acc = tl.zeros((ROWS, E), tl.float32)
+    acc = tl.zeros((ROWS, E_PADDED), tl.float32)
     for page in range(split * each, tl.minimum(split * each + each, pages)):
         at = tl.load(tables_GB + table * table_width + page).to(tl.int64)
         at = ((at * HKV + kv_head) * PAGE + offset)[:, None] * E + e[None, :]
         visible = (page * PAGE + offset)[None, :] < limit[:, None]
-        k = tl.load(k_cache + at).to(q.dtype)
+        k = load_head(k_cache + at, in_e).to(q.dtype)
         scores = tl.dot(q, tl.trans(k), out_dtype=tl.float32) * scale
         scores = tl.where(visible, scores, -float("inf"))
         new_best = tl.maximum(best, tl.max(scores, axis=1))
@@ -81,7 +94,7 @@ def _attend(
         total = total * fade + tl.sum(p, axis=1)
         # A page beyond a sequence's end holds whatever was there before: zero weight must not meet NaN.
         seen = (page * PAGE + offset) < tl.max(limit, axis=0)
-        v = tl.load(v_cache + at, mask=seen[:, None], other=0.0).to(q.dtype)
+        v = tl.load(v_cache + at, mask=both(seen[:, None], in_e), other=0.0).to(q.dtype)
         acc = tl.dot(p.to(q.dtype), v, acc * fade[:, None], out_dtype=tl.float32)
         best = new_best
     z = own * SPLITS + split
@@ -90,13 +103,13 @@ def _attend(
     lse = tl.where(filled, best + tl.log(tl.where(filled, total, 1.0)), -float("inf"))
     at = (z * T + t) * HQ + head
     tl.store(lse_ZTH + at, lse, mask=in_row)
-    tl.store(out_ZTHE + at[:, None].to(tl.int64) * E + e[None, :], acc, mask=in_row[:, None])
+    tl.store(out_ZTHE + at[:, None].to(tl.int64) * E + e[None, :], acc, mask=inside)
 
 
 @triton.jit
 def _combine_splits(
     out_ZTHE, lse_ZTH, a_RK, y_TC, xa_next_CTR, xa_to_clear_CTR, T,
-    HQ: tl.constexpr, E: tl.constexpr, Z: tl.constexpr,
+    HQ: tl.constexpr, E: tl.constexpr, E_PADDED: tl.constexpr, Z: tl.constexpr,
     A_RANKS: tl.constexpr, A_PART: tl.constexpr, NEXT_COPIES: tl.constexpr,
     R_CLEAR: tl.constexpr, R_CLEAR_PADDED: tl.constexpr, CLEAR_COPIES: tl.constexpr,
     PADDED: tl.constexpr, BLOCK_T: tl.constexpr, PDL: tl.constexpr,
@@ -104,7 +117,8 @@ def _combine_splits(
     head = tl.program_id(0)
     t = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
     in_t = t < T
-    e = tl.arange(0, E)
+    e = tl.arange(0, E_PADDED)
+    in_e = in_head(e, E)
     c = head * E + e
     if A_RANKS > 0:
         a = load_a(a_RK, 0, c, e < E, HQ * E, A_RANKS, A_PART)
@@ -114,22 +128,22 @@ def _combine_splits(
     for z in tl.static_range(Z):
         best = tl.maximum(best, tl.load(lse_ZTH + (z * T + t) * HQ + head, mask=in_t, other=0.0))
     total = tl.zeros((BLOCK_T,), tl.float32)
-    y = tl.zeros((BLOCK_T, E), tl.float32)
+    y = tl.zeros((BLOCK_T, E_PADDED), tl.float32)
     for z in tl.static_range(Z):
         at = (z * T + t) * HQ + head
         weight = tl.exp(tl.load(lse_ZTH + at, mask=in_t, other=-float("inf")) - best)
         total += weight
-        used = in_t & (weight > 0)
-        part = tl.load(out_ZTHE + at[:, None].to(tl.int64) * E + e[None, :], mask=used[:, None], other=0.0)
+        used = both((in_t & (weight > 0))[:, None], in_e)
+        part = tl.load(out_ZTHE + at[:, None].to(tl.int64) * E + e[None, :], mask=used, other=0.0)
         y += part * weight[:, None]
     y = (y / total[:, None]).to(y_TC.dtype.element_ty)
     at = y_TC + operand_at(t, c, HQ * E, PADDED)
-    tl.store(at, y, mask=in_t[:, None])
+    tl.store(at, y, mask=both(in_t[:, None], in_e))
     if A_RANKS > 0:
         # Read back rather than kept: Triton would convert every split above to the product's layout (7 us
         # instead of 3).
         tl.debug_barrier()
-        y = tl.load(at, mask=in_t[:, None], other=0.0)
+        y = tl.load(at, mask=both(in_t[:, None], in_e), other=0.0)
         apply_a(xa_next_CTR, head, y, a, a_RK, c, e < E, HQ * E, t, in_t, T, A_RANKS, A_PART, NEXT_COPIES)
 
 
@@ -168,15 +182,27 @@ def attend(
     """
     tokens, heads, size = q_THE.shape
     kv_heads, page = k_cache.shape[1:3]
+    padded = triton.next_power_of_2(size)
     arguments = pointers(
         "attend", q_THE, q_THE=q_THE, k_cache=k_cache, v_cache=v_cache, tables_GB=tables_GB, item_4=item_4,
         order=order, limit_2T=limit_2T, out_ZTHE=out_ZTHE, lse_ZTH=lse_ZTH,
     )  # fmt: skip
     _attend[(item_4.shape[0], kv_heads, splits)](
         *arguments, tokens, tables_GB.shape[1], size**-0.5,
-        HQ=heads, HKV=kv_heads, E=size, PAGE=page, ROWS=rows, SPLITS=splits, num_warps=4, num_stages=3,
-        **dependent(q_THE),
+        HQ=heads, HKV=kv_heads, E=size, E_PADDED=padded, PAGE=page, ROWS=rows, SPLITS=splits,
+        **_pipeline(rows, padded, shared_bytes(q_THE)), **dependent(q_THE),
     )  # fmt: skip
+
+
+def _pipeline(rows: int, size: int, shared: int) -> dict[str, int]:
+    """Warps of a program, and stages in which it asks for pages of keys and values ahead of their use.
+
+    Many rows of heads wider than 128 take eight warps, whose registers hold the output. Pages ahead would then
+    need 104 KB of shared memory; a card with less loads each where it is used.
+    """
+    if size <= 128 or rows <= 16:
+        return {"num_warps": 4, "num_stages": 3}
+    return {"num_warps": 8, "num_stages": 3 if shared >= WHOLE_PARTS else 1}
 
 
 def combine_splits(
@@ -201,13 +227,13 @@ def combine_splits(
         QeRLError: A tensor is not contiguous.
     """
     splits, tokens, heads, size = out_ZTHE.shape
-    block_t = 16
+    block_t, shared = 16, shared_bytes(out_ZTHE)
     arguments = pointers(
         "combine_splits", y_TC, out_ZTHE=out_ZTHE, lse_ZTH=lse_ZTH, a_RK=a.a_RK, y_TC=y_TC,
         xa_next_CTR=a.xa.sum_CTR, xa_to_clear_CTR=xa_to_clear.sum_CTR,
     )  # fmt: skip
     _combine_splits[(heads, triton.cdiv(tokens, block_t))](
-        *arguments, tokens, HQ=heads, E=size, Z=splits,
-        **a.constants(rank_part(a.ranks)), **xa_to_clear.clear_constants(),
+        *arguments, tokens, HQ=heads, E=size, E_PADDED=triton.next_power_of_2(size), Z=splits,
+        **a.constants(rank_part(a.ranks, shared)), **xa_to_clear.clear_constants(),
         PADDED=padded_tokens, BLOCK_T=block_t, num_warps=4, **dependent(out_ZTHE),
     )  # fmt: skip

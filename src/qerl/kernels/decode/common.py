@@ -43,6 +43,35 @@ def begin(PDL: tl.constexpr):
 
 
 @triton.jit
+def in_head(e, SIZE: tl.constexpr):
+    """Which of these numbers a head has; None, all of them, where its size is a power of two."""
+    if e.shape[0] == SIZE:
+        return None
+    else:  # noqa: RET505 (Triton needs both branches)
+        return e < SIZE
+
+
+@triton.jit
+def both(rows, in_e):
+    """A mask [.., 1] of rows within a head, as :func:`in_head` says."""
+    if in_e is None:
+        return rows
+    else:  # noqa: RET505
+        return rows & in_e[None, :]
+
+
+@triton.jit
+def load_head(at, in_e):
+    """Numbers of a head, in one row or in several, zero beyond it."""
+    if in_e is None:
+        return tl.load(at)
+    elif len(at.shape) == 1:  # noqa: RET505
+        return tl.load(at, mask=in_e, other=0.0)
+    else:
+        return tl.load(at, mask=in_e[None, :], other=0.0)
+
+
+@triton.jit
 def inverse_rms(squares_PT, t, in_t, T, D, eps, P: tl.constexpr, P_PADDED: tl.constexpr):
     """1 / rms of each token from its partial sums of squares."""
     p = tl.arange(0, P_PADDED)

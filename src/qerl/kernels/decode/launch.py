@@ -141,3 +141,8 @@ def dependent(tensor: torch.Tensor) -> dict[str, bool]:
     if tensor.is_cuda and card_of(tensor.device).dependent_launch:
         return {"PDL": True, "launch_pdl": True}
     return {"PDL": False}
+
+
+def shared_bytes(tensor: torch.Tensor) -> int:
+    """Shared memory that a program may have where this tensor is."""
+    return card_of(tensor.device).shared_bytes

@@ -23,7 +23,17 @@ from qerl.kernels.decode.common import (
     partial_counts,
     sum_partials,
 )
-from qerl.kernels.decode.launch import NO_A, NO_B, NO_SUM, LoraA, LoraB, LoraSum, dependent, pointers
+from qerl.kernels.decode.launch import (
+    NO_A,
+    NO_B,
+    NO_SUM,
+    LoraA,
+    LoraB,
+    LoraSum,
+    dependent,
+    pointers,
+    shared_bytes,
+)
 from qerl.kernels.limits import rank_part, stacked_part
 
 
@@ -111,7 +121,7 @@ def residual_norm(
         QeRLError: A tensor is not contiguous.
     """
     tokens, width = residual_TD.shape
-    block_t, columns = 16, block_d(tokens)
+    block_t, columns, shared = 16, block_d(tokens), shared_bytes(residual_TD)
     table, ids = embedding if embedding is not None else (None, None)
     arguments = pointers(
         "residual_norm", residual_TD, gemm_STN=gemm_STN, partials_G=partials_G, scale_1=scale_1,
@@ -122,7 +132,7 @@ def residual_norm(
     _residual_norm[(triton.cdiv(width, columns), triton.cdiv(tokens, block_t))](
         *arguments, tokens, width, width if gemm_STN is None else gemm_STN.shape[2],
         S=1 if gemm_STN is None else gemm_STN.shape[0],
-        **b.constants(rank_part(b.ranks)), **a.constants(stacked_part(a.ranks)),
+        **b.constants(rank_part(b.ranks, shared)), **a.constants(stacked_part(a.ranks, shared)),
         **xa_to_clear.clear_constants(),
         EMBED=embedding is not None, PADDED=padded_tokens,
         BLOCK_T=block_t, BLOCK_D=columns, num_warps=4 if a.ranks <= 128 else 8,

@@ -15,13 +15,16 @@ import triton.language as tl
 from qerl.kernels.decode.common import (
     apply_b,
     begin,
+    both,
     clear,
+    in_head,
     inverse_rms,
     load_b,
+    load_head,
     partial_counts,
     sum_partials,
 )
-from qerl.kernels.decode.launch import NO_B, NO_SUM, LoraB, LoraSum, dependent, pointers
+from qerl.kernels.decode.launch import NO_B, NO_SUM, LoraB, LoraSum, dependent, pointers, shared_bytes
 from qerl.kernels.limits import rank_part
 
 
@@ -33,14 +36,15 @@ def _rope_kv(
     S: tl.constexpr, SQ_P: tl.constexpr, SQ_PADDED: tl.constexpr,
     R: tl.constexpr, PART: tl.constexpr, COPIES: tl.constexpr,
     R_CLEAR: tl.constexpr, R_CLEAR_PADDED: tl.constexpr, CLEAR_COPIES: tl.constexpr,
-    HQ: tl.constexpr, HKV: tl.constexpr, E: tl.constexpr, PAGE: tl.constexpr,
+    HQ: tl.constexpr, HKV: tl.constexpr, E: tl.constexpr, HALF_PADDED: tl.constexpr, PAGE: tl.constexpr,
     HAS_BIAS: tl.constexpr, QK_NORM: tl.constexpr, BLOCK_T: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0)
     t = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
     in_t = t < T
     HALF: tl.constexpr = E // 2
-    e = tl.arange(0, HALF)
+    e = tl.arange(0, HALF_PADDED)
+    in_e = in_head(e, HALF)
     n1 = head * E + e
     n2 = n1 + HALF
     part = tl.where(head < HQ, 0, tl.where(head < HQ + HKV, 1, 2))
@@ -51,11 +55,11 @@ def _rope_kv(
         b1 = load_b(b_NR, n1, every, 0, R, PART)
         b2 = load_b(b_NR, n2, every, 0, R, PART)
     if HAS_BIAS:
-        bias1 = tl.load(bias_N + n1).to(tl.float32)
-        bias2 = tl.load(bias_N + n2).to(tl.float32)
+        bias1 = load_head(bias_N + n1, in_e).to(tl.float32)
+        bias2 = load_head(bias_N + n2, in_e).to(tl.float32)
     slot = tl.load(slot_T + t, mask=in_t, other=-1)
     angle = tl.load(position_T + t, mask=in_t, other=0)[:, None] * HALF + e[None, :]
-    cos, sin = tl.load(cos_ME + angle), tl.load(sin_ME + angle)
+    cos, sin = load_head(cos_ME + angle, in_e), load_head(sin_ME + angle, in_e)
     begin(PDL)
     clear(xa_to_clear_CTR, head, t, in_t, T, R_CLEAR, R_CLEAR_PADDED, CLEAR_COPIES)
     rms = inverse_rms(squares_PT, t, in_t, T, D, eps, SQ_P, SQ_PADDED)
@@ -72,20 +76,21 @@ def _rope_kv(
     if part < 2:
         if QK_NORM:
             norm = 1.0 / tl.sqrt((tl.sum(x1 * x1, axis=1) + tl.sum(x2 * x2, axis=1)) / E + eps)
-            x1 = x1 * norm[:, None] * tl.load(qk_norm_2E + part * E + e)[None, :]
-            x2 = x2 * norm[:, None] * tl.load(qk_norm_2E + part * E + HALF + e)[None, :]
+            x1 = x1 * norm[:, None] * load_head(qk_norm_2E + part * E + e, in_e)[None, :]
+            x2 = x2 * norm[:, None] * load_head(qk_norm_2E + part * E + HALF + e, in_e)[None, :]
         rotated = x1 * cos - x2 * sin
         x2 = x2 * cos + x1 * sin
         x1 = rotated
     if part == 0:
         at = (t[:, None] * HQ + head) * E + e[None, :]
-        tl.store(q_THE + at, x1.to(q_THE.dtype.element_ty), mask=in_t[:, None])
-        tl.store(q_THE + at + HALF, x2.to(q_THE.dtype.element_ty), mask=in_t[:, None])
+        inside = both(in_t[:, None], in_e)
+        tl.store(q_THE + at, x1.to(q_THE.dtype.element_ty), mask=inside)
+        tl.store(q_THE + at + HALF, x2.to(q_THE.dtype.element_ty), mask=inside)
     else:
         kv_head = head - HQ - (part - 1) * HKV
         page = (slot // PAGE).to(tl.int64)
         cached = ((page * HKV + kv_head) * PAGE + slot % PAGE)[:, None] * E + e[None, :]
-        written = (slot >= 0)[:, None]
+        written = both((slot >= 0)[:, None], in_e)
         if k_cache.dtype.element_ty == tl.float8e4nv:
             # A NaN must stay one: the sequence that sees it ends with a reason.
             x1 = tl.clamp(x1, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
@@ -143,7 +148,7 @@ def rope_kv(
     splits, tokens, columns = gemm_STN.shape
     heads, size = q_THE.shape[1:]
     kv_heads, page = k_cache.shape[1:3]
-    block_t = 16
+    block_t, shared = 16, shared_bytes(q_THE)
     squares = squares_PT.shape[0]
     arguments = pointers(
         "rope_kv", gemm_STN, gemm_STN=gemm_STN, partials_G=partials_G, scale_3=scale_3,
@@ -154,8 +159,8 @@ def rope_kv(
     _rope_kv[(heads + 2 * kv_heads, triton.cdiv(tokens, block_t))](
         *arguments, tokens, columns, width, eps,
         S=splits, SQ_P=squares, SQ_PADDED=triton.next_power_of_2(squares),
-        **b.constants(rank_part(b.ranks)), **xa_to_clear.clear_constants(),
-        HQ=heads, HKV=kv_heads, E=size, PAGE=page,
+        **b.constants(rank_part(b.ranks, shared)), **xa_to_clear.clear_constants(),
+        HQ=heads, HKV=kv_heads, E=size, HALF_PADDED=triton.next_power_of_2(size // 2), PAGE=page,
         HAS_BIAS=bias_N is not None, QK_NORM=qk_norm_2E is not None,
         BLOCK_T=block_t, num_warps=4, **dependent(gemm_STN),
     )  # fmt: skip

@@ -20,7 +20,17 @@ from qerl.kernels.decode.common import (
     partial_counts,
     sum_partials,
 )
-from qerl.kernels.decode.launch import NO_A, NO_B, NO_SUM, LoraA, LoraB, LoraSum, dependent, pointers
+from qerl.kernels.decode.launch import (
+    NO_A,
+    NO_B,
+    NO_SUM,
+    LoraA,
+    LoraB,
+    LoraSum,
+    dependent,
+    pointers,
+    shared_bytes,
+)
 from qerl.kernels.limits import rank_part
 
 
@@ -109,7 +119,7 @@ def silu_mul(
     splits, tokens, columns = gemm_STN.shape
     squares = squares_PT.shape[0]
     block_t = 16  # 32 tokens at once spill registers
-    block_n, rounds = 128, blocks_in_turn(tokens)
+    block_n, rounds, shared = 128, blocks_in_turn(tokens), shared_bytes(h_TI)
     # Half the registers that the compiler wants let four programs share a multiprocessor instead of two. At
     # 128 ranks shared memory has room for two anyway, and fewer registers would only spill.
     capped = {"maxnreg": 128} if tokens > 64 and b.ranks <= 64 else {}
@@ -121,7 +131,8 @@ def silu_mul(
     _silu_mul[(triton.cdiv(intermediate, block_n), triton.cdiv(tokens, block_t * rounds))](
         *arguments, tokens, columns, intermediate, width, eps,
         S=splits, SQ_P=squares, SQ_PADDED=triton.next_power_of_2(squares),
-        **b.constants(rank_part(b.ranks)), **a.constants(rank_part(a.ranks)), **xa_to_clear.clear_constants(),
+        **b.constants(rank_part(b.ranks, shared)), **a.constants(rank_part(a.ranks, shared)),
+        **xa_to_clear.clear_constants(),
         PADDED=padded_tokens, COLUMNS=block_n, BLOCK_T=block_t, ROUNDS=rounds, num_warps=4,
         **capped, **dependent(gemm_STN),
     )  # fmt: skip

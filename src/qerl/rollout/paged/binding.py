@@ -30,7 +30,7 @@ from qerl.kernels.weights.product import GemmWeight
 from qerl.rollout.paged.adapter import Adapter, check_adapter, inner, projections, why_not_with_adapters
 from qerl.rollout.paged.weights import Decoder, Layer
 
-HEAD_SIZES = (16, 32, 64, 128)
+HEAD_SIZES = (16, 32, 64, 80, 96, 128, 256)
 MOST_GROUPED = 64
 """Query heads that may share a key head: the rows of an attention tile."""
 
