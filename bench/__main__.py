@@ -1,6 +1,10 @@
-"""Run a benchmark: `python -m bench NAME ...`; `python -m bench NAME --help` lists its options."""
+"""Run a benchmark: `python -m bench NAME ...`; `python -m bench NAME --help` lists its options.
+
+With `--arch 80` after any name this GPU is treated as one of compute capability 8.0 (`qerl.kernels.cards`).
+"""
 
 import argparse
+import os
 import signal
 import sys
 from importlib import import_module
@@ -8,6 +12,7 @@ from importlib import import_module
 import torch
 
 from qerl.errors import QeRLError
+from qerl.kernels.cards import ARCH, asked
 
 BENCHMARKS = ("rollout", "step", "kernels", "bandwidth", "parity", "study", "turns")
 WITHOUT_GPU = ("turns",)
@@ -30,9 +35,15 @@ def main(arguments: list[str]) -> int:
             "Benchmarks measure a CUDA GPU and this machine shows none; see `qerl doctor`.", file=sys.stderr
         )
         return 2
+    everywhere = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    everywhere.add_argument("--arch")
+    chosen, options = everywhere.parse_known_args(args.arguments)
+    if chosen.arch:
+        os.environ[ARCH] = chosen.arch  # before the kernels are imported, which look at it
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # a peer's process must not outlive this one
     try:
-        import_module(f"bench.{args.name}").main(args.arguments)
+        asked()
+        import_module(f"bench.{args.name}").main(options)
     except QeRLError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

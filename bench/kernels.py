@@ -22,6 +22,7 @@ from bench.products import RIVALS, Rival, dequantised
 from bench.random_weights import random_tiles
 from bench.result import write_result
 from qerl.families.sizes import Sizes
+from qerl.kernels.cards import Card, card_of
 from qerl.kernels.needs import has_module
 from qerl.kernels.weights.nvfp4 import tiling_for
 from qerl.kernels.weights.packed_gemm import (
@@ -60,20 +61,23 @@ def graph_time(calls: Sequence[Callable[[], Any]]) -> float:
     return statistics.median(times)
 
 
-def packed_tilings(tokens: int) -> list[Tiling]:
-    """Tilings worth trying: stages of 9 to 74 KB of weight, at least two of them, as many tiles before a wait
-    as
-    the registers of the warpgroups allow."""
+def packed_tilings(tokens: int, card: Card) -> list[Tiling]:
+    """Tilings worth trying on a card: stages of 9 to 74 KB of weight, at least two of them, as many tiles
+    before a wait as the registers of the teams allow."""
     found: dict[tuple[int, ...], Tiling] = {}
-    sizes = itertools.product((2, 3, 4), (1, 2, 3, 4), (2, 4, 8), (140_000, 176_000, 215_000))
-    for warpgroups, row_groups, rounds, shared in sizes:
-        if warpgroups % row_groups or (tokens > 64 and warpgroups > 3):
+    hopper = card.math == "wgmma"
+    memory = (140_000, 176_000, 215_000) if hopper else (card.shared_bytes - 1024,)
+    fragments = (1,) if hopper or tokens <= 16 else (1, 2)
+    spans = (2, 4, 8) if hopper else (1, 2, 4, 8)
+    sizes = itertools.product((2, 3, 4), (1, 2, 3, 4), spans, memory, fragments)
+    for teams, row_groups, rounds, shared, rows in sizes:
+        if teams % row_groups or (tokens > 64 and teams > 3):
             continue
-        together = min(rounds, 4 if warpgroups < 4 or tokens <= 16 else 2)
-        tiling = Tiling(warpgroups, row_groups, warpgroups // row_groups * rounds, together, shared)
+        together = min(rounds, 4 if teams < 4 or tokens <= 16 else 2)
+        tiling = Tiling(teams, row_groups, teams // row_groups * rounds, together, shared, rows)
         stages = tiling.stages(tokens)
-        if 4 <= tiling.tiles * row_groups <= 32 and stages >= 2:
-            found.setdefault((warpgroups, row_groups, rounds, stages), tiling)
+        if (not hopper or tiling.tiles * row_groups >= 4) and tiling.tiles * row_groups <= 32 and stages >= 2:
+            found.setdefault((teams, row_groups, rounds, stages, rows), tiling)
     return list(found.values())
 
 
@@ -180,8 +184,9 @@ def measure(
             )  # fmt: skip
 
     if "qerl" in engines and tokens <= MAX_TOKENS:
-        chosen = tiling_for(tokens)
-        tilings = packed_tilings(tokens) if "qerl" in tune else [chosen]
+        card = card_of(torch.device("cuda", torch.cuda.current_device()))
+        chosen = tiling_for(tokens, card)
+        tilings = packed_tilings(tokens, card) if "qerl" in tune else [chosen]
         timed = [(time_packed(x_TK, weights, tiling), list(vars(tiling).values())) for tiling in tilings]
         add("qerl", size, timed, packed_error(x_TK, weights[0], chosen))
     if "quack" in engines and has_module("quack"):

@@ -6,7 +6,8 @@ included, says where it comes from:
 - ``commit``: of the tree that was measured (`qerl.source`), with `-dirty` where its source was another;
 - ``date``: when, as 2026-11-21 or 2026-11-21 20:42 UTC;
 - ``command``: what was run;
-- ``gpu``, or ``machine`` where no GPU was measured; ``clocks_mhz`` of the GPU where they were read.
+- ``gpu``, or ``machine`` where no GPU was measured; ``clocks_mhz`` of the GPU where they were read;
+- ``arch``, the class of GPUs as one of which it was treated, where `QERL_ARCH` or ``--arch`` named one.
 
 The newest result of a benchmark is NAME-CARD.json. One that it replaces, and that something still refers to,
 keeps a file of its own whose name ends in its commit.
@@ -21,6 +22,7 @@ from typing import Any
 
 import torch
 
+from qerl.kernels.cards import ARCH
 from qerl.source import commit
 
 RESULTS = Path(__file__).parent / "results"
@@ -38,6 +40,7 @@ def provenance(command: str) -> dict[str, Any]:
         **measured,
         "torch": torch.__version__,
         "cuda": str(torch.version.cuda),
+        **({"arch": os.environ[ARCH]} if os.environ.get(ARCH) else {}),
         "commit": commit(),
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "command": f"python -m bench {command}",

@@ -197,7 +197,7 @@ def attend(
 def _pipeline(rows: int, size: int, shared: int) -> dict[str, int]:
     """Warps of a program, and stages in which it asks for pages of keys and values ahead of their use.
 
-    Many rows of heads wider than 128 take eight warps, whose registers hold the output. Pages ahead would then
+    Many rows of heads wider than 128 take eight warps, whose registers hold the output. Pages ahead would
     need 104 KB of shared memory; a card with less loads each where it is used.
     """
     if size <= 128 or rows <= 16:

@@ -9,12 +9,12 @@ take less time than the product.
 Shapes: T tokens, N outputs, K inputs, L stacked linears.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 
 import torch
 
-from qerl.kernels.cards import card_of
+from qerl.kernels.cards import Card, card_of
 from qerl.kernels.needs import has_module
 from qerl.kernels.weights.dequantize import dequantize_tiles
 from qerl.kernels.weights.packed_gemm import (
@@ -30,8 +30,8 @@ from qerl.kernels.weights.quack_gemm import quack_gemm, quack_tile
 from qerl.kernels.weights.tiles import Tiles
 from qerl.kernels.workspace import workspace
 
-# By padded tokens. H100, microseconds of gate_up and down of 32B, beside what other tilings took.
-_TILINGS = {
+# By padded tokens, with wgmma. H100, microseconds of gate_up and down of 32B, beside what other tilings took.
+_WGMMA_TILINGS = {
     8: Tiling(2, 2, 8, 4),  # 57.1 and 30.5; four warpgroups on 256 rows 57.9 and 31.2
     16: Tiling(2, 2, 8, 4),  # 57.8 and 32.3; four warpgroups on 256 rows 58.3 and 32.5
     32: Tiling(3, 3, 4, 4),  # 62.0 and 34.0; four warpgroups on 256 rows 61.8 and 34.6
@@ -39,10 +39,28 @@ _TILINGS = {
     128: Tiling(2, 2, 4, 4, 215_000),  # 119.2 and 61.4; stages half as long 130.6 and 65.8
 }
 
+# By padded tokens, without: the first that fits a card's shared memory three times is taken. Nothing was
+# timed yet; what chose them is that no accumulator is spilled and that many rows share activations.
+_MMA_TILINGS = {
+    8: (Tiling(2, 2, 8, 4), Tiling(2, 2, 4, 4)),
+    16: (Tiling(2, 2, 8, 4), Tiling(2, 2, 4, 4)),
+    32: (Tiling(4, 4, 2, 2, fragments=2),),
+    64: (Tiling(3, 3, 2, 2, fragments=2),),
+    128: (Tiling(2, 2, 1, 1),),
+}
+_LEAST_STAGES = 3
+_BARRIERS = 1024  # more than the kernel's own shared memory takes
 
-def tiling_for(tokens: int) -> Tiling:
-    """How packed_gemm.cu tiles a product of at most `MAX_TOKENS` tokens, from the table above."""
-    return _TILINGS[padded_tokens(tokens)]
+
+def tiling_for(tokens: int, card: Card) -> Tiling:
+    """How packed_gemm.cu tiles a product of at most `MAX_TOKENS` tokens, from the tables above."""
+    if card.math == "wgmma":
+        return _WGMMA_TILINGS[padded_tokens(tokens)]
+    fitted = [
+        replace(tiling, shared_bytes=min(tiling.shared_bytes, card.shared_bytes - _BARRIERS))
+        for tiling in _MMA_TILINGS[padded_tokens(tokens)]
+    ]
+    return next((tiling for tiling in fitted if tiling.stages(tokens) >= _LEAST_STAGES), fitted[-1])
 
 
 @cache
@@ -78,7 +96,7 @@ class NVFP4Stack:
         """Bytes of the product: fp32 partial sums, or bf16."""
         if tokens > MAX_TOKENS:
             return tokens * self.shape[0] * 2
-        most, _ = partial_sums(tiling_for(tokens), self.shape, self.tiles.codes.device)
+        most, _ = partial_sums(self._tiling(tokens), self.shape, self.tiles.codes.device)
         return most * tokens * self.shape[0] * 4
 
     def multiply(self, x: torch.Tensor, tokens: int, scratch: torch.Tensor) -> Product:
@@ -92,11 +110,14 @@ class NVFP4Stack:
             else:
                 self._dense_gemm(x_TK, out_STN[0])
             return Product(out_STN, None, self.scale_L)
-        tiling = tiling_for(tokens)
+        tiling = self._tiling(tokens)
         most, partials_G = partial_sums(tiling, self.shape, x.device)
         out_STN = scratch[: most * tokens * rows * 4].view(torch.float32).view(most, tokens, rows)
         packed_gemm(x, self.tiles, out_STN, tiling)
         return Product(out_STN, partials_G, self._packed_gemm_scale_L)
+
+    def _tiling(self, tokens: int) -> Tiling:
+        return tiling_for(tokens, card_of(self.tiles.codes.device))
 
     def _dense_gemm(self, x_TK: torch.Tensor, out_TN: torch.Tensor) -> None:
         # Codes times block scales are exact in 16 bits; the linears' own scales are left to the reader.

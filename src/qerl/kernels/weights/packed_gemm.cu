@@ -1,10 +1,15 @@
 // y[s, m, n] = part s of the sum over k of x[m, k] * w[n, k], w in NVFP4, for few tokens (M <= 128).
 //
 // At these sizes a product is as fast as its weight is read, so the kernel is a stream. One block sits on each
-// multiprocessor for the whole product. One of its warps does nothing but ask the copy engine for the next
-// pieces of weight and activations, up to STAGES of them ahead, into shared memory; warpgroups decode and
-// multiply. The weight does not depend on the kernel before this one, so the first STAGES pieces of it are asked
-// for before that kernel has ended: its time is not lost for the memory.
+// multiprocessor for the whole product. One of its warps does nothing but ask for the next pieces of weight and
+// activations, up to STAGES of them ahead, into shared memory; the others decode and multiply. The weight does not
+// depend on the kernel before this one, so the first STAGES pieces of it are asked for before that kernel has ended:
+// its time is not lost for the memory.
+//
+// One source for every card since Ampere; qerl.kernels.cards says which switches a card has. BULK: one lane of the
+// producing warp asks the copy engine, which counts bytes on a barrier; without it each lane copies 16 bytes at a time
+// (cp.async), and the barrier counts lanes. WGMMA: see below. Below compute capability 9.0 a kernel starts when the
+// one ahead of it has ended, and a product of two bf16 numbers is a fused multiply-add whose third operand is -0.
 //
 // Weight layout (qerl.kernels.weights.tiles), the one quack-kernels uses, so that both libraries run on one resident copy:
 //   codes  [N/64, K/64, 128 threads, 16 bytes]: thread t = 32 w + l of a 64 x 64 tile holds, for each of four
@@ -18,7 +23,8 @@
 // Multiplying. Up to 16 tokens each warp multiplies its own 16 rows (mma.sync): it waits for nobody, and the
 // compiler decodes the next block while the last is multiplied. wgmma needs four warps in step and a wait; at 8 tokens
 // that took 135 instructions a tile and warp instead of 95. From 32 tokens on its second operand straight from
-// shared memory is worth that: mma.sync would read it once for every 16 rows.
+// shared memory is worth that: mma.sync would read it once for every 16 rows. Cards without wgmma stay with mma.sync and
+// give a warp two fragments of 16 rows (FRAGMENTS), so that it is read half as often.
 //
 // Decoding. A code s e e m becomes the bf16 bits s 0000000 ee m 000000, which is w * 2^-126, exactly, subnormal
 // included; a scale byte shifted left by 4 is sf * 2^-120. The scale is raised by 2^238 in two multiplications,
@@ -33,34 +39,42 @@
 // of a row tile writes part s, and whoever reads the output adds the parts in order. That costs no launch here,
 // because every reader is a kernel of ours, and it keeps results independent of timing.
 //
-// Compile-time: TOKENS (8, 16, 32, 64 or 128), WARPGROUPS that multiply, ROW_GROUPS 64-row groups of a row tile
-// (WARPGROUPS / ROW_GROUPS warpgroups share K), TILES 64-wide k tiles a stage, TOGETHER tiles a warpgroup multiplies
-// before it waits, STAGES.
+// Compile-time: TOKENS (8, 16, 32, 64 or 128), TEAMS of warps that multiply, each with 64 rows: a warpgroup, or with two
+// FRAGMENTS a warp half of one; ROW_GROUPS 64-row groups of a row tile (TEAMS / ROW_GROUPS teams share K), TILES 64-wide
+// k tiles a stage, TOGETHER tiles a team multiplies before it waits, STAGES, BULK and WGMMA.
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef unsigned char u8;
 
-#define K_GROUPS (WARPGROUPS / ROW_GROUPS)
-#define CONSUMERS (WARPGROUPS * 128)
+#define TEAM (128 / FRAGMENTS)  // threads
+#define K_GROUPS (TEAMS / ROW_GROUPS)
+#define CONSUMERS (TEAMS * TEAM)
 #define THREADS (CONSUMERS + 32)
 #define CODE_BYTES 2048
 #define SCALE_BYTES 256
 #define X_BYTES (TOKENS * 128)
 #define WEIGHT_BYTES (ROW_GROUPS * (CODE_BYTES + SCALE_BYTES))  // of a k tile
 #define STAGE_BYTES (TILES * (WEIGHT_BYTES + X_BYTES))
-#define VALUES (TOKENS / 2)  // accumulators a thread
+#define VALUES (FRAGMENTS * TOKENS / 2)  // accumulators a thread
+#define WARPGROUP_MATH (WGMMA && TOKENS > 16)
+#define STARTS_EARLY (__CUDA_ARCH__ >= 900)
 
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
 __device__ __forceinline__ void barrier_init(u32 barrier, u32 count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count));
 }
+__device__ __forceinline__ void barrier_arrive(u32 barrier) {
+#if BULK
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+#else
+  asm volatile("{.reg .b64 state; mbarrier.arrive.shared.b64 state, [%0];}" ::"r"(barrier) : "memory");
+#endif
+}
+#if BULK
 __device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
-__device__ __forceinline__ void barrier_arrive(u32 barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
   asm volatile(
@@ -73,21 +87,51 @@ __device__ __forceinline__ void copy(u32 to, const void* from, u32 bytes, u32 ba
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
       ::"r"(to), "l"(from), "r"(bytes), "r"(barrier), "l"(policy) : "memory");
 }
+#else
+__device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
+  asm volatile(
+      "{.reg .pred done;\n"
+      "again: mbarrier.test_wait.parity.shared.b64 done, [%0], %1;\n"
+      "@!done bra again;}" ::"r"(barrier), "r"(parity) : "memory");
+}
+// By the whole warp; bytes is a multiple of 16.
+__device__ __forceinline__ void copy(u32 to, const u8* from, u32 bytes, u32, u64 policy) {
+  for (u32 at = threadIdx.x % 32 * 16; at < bytes; at += 512)
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;"
+                 ::"r"(to + at), "l"(from + at), "l"(policy) : "memory");
+}
+// This lane arrives when all that it has asked for is there.
+__device__ __forceinline__ void barrier_arrive_copied(u32 barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
+}
+#endif
+__device__ __forceinline__ void wait_for_kernel_before() {
+#if STARTS_EARLY
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
 
+// A product of bf16 pairs, exact in either form.
+#if __CUDA_ARCH__ >= 900
+#define PRODUCT(factor) "mul.bf16x2 %0, %1, " factor ";"
+#else
+#define PRODUCT(factor) \
+  "{.reg .b32 zero; mov.b32 zero, 0x80008000; fma.rn.bf16x2 %0, %1, " factor ", zero;}"
+#endif
 __device__ __forceinline__ u32 mul2(u32 a, u32 b) {
   u32 d;
-  asm("mul.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  asm(PRODUCT("%2") : "=r"(d) : "r"(a), "r"(b));
   return d;
 }
 __device__ __forceinline__ u32 mul2_low(u32 a, u32 b) {
   u32 d;
-  asm("{.reg .b16 l, h; .reg .b32 t; mov.b32 {l, h}, %2; mov.b32 t, {l, l}; mul.bf16x2 %0, %1, t;}"
+  asm("{.reg .b16 l, h; .reg .b32 t; mov.b32 {l, h}, %2; mov.b32 t, {l, l}; " PRODUCT("t") "}"
       : "=r"(d) : "r"(a), "r"(b));
   return d;
 }
 __device__ __forceinline__ u32 mul2_high(u32 a, u32 b) {
   u32 d;
-  asm("{.reg .b16 l, h; .reg .b32 t; mov.b32 {l, h}, %2; mov.b32 t, {h, h}; mul.bf16x2 %0, %1, t;}"
+  asm("{.reg .b16 l, h; .reg .b32 t; mov.b32 {l, h}, %2; mov.b32 t, {h, h}; " PRODUCT("t") "}"
       : "=r"(d) : "r"(a), "r"(b));
   return d;
 }
@@ -107,6 +151,7 @@ __device__ __forceinline__ void decode(u32 codes, u32 scale_word, int odd, u32* 
   a[3] = mul2_high(s_hi, scale);
 }
 
+#if WARPGROUP_MATH
 #define R8_0 "%0,%1,%2,%3,%4,%5,%6,%7"
 #define R8_1 "%8,%9,%10,%11,%12,%13,%14,%15"
 #define R8_2 "%16,%17,%18,%19,%20,%21,%22,%23"
@@ -120,7 +165,7 @@ __device__ __forceinline__ void decode(u32 codes, u32 scale_word, int odd, u32* 
 #define D4(i) "+f"(d[i]), "+f"(d[(i) + 1]), "+f"(d[(i) + 2]), "+f"(d[(i) + 3])
 #define D16(i) D4(i), D4((i) + 4), D4((i) + 8), D4((i) + 12)
 // The operand's description: address and 128 bytes to the next 8 k (low word), 1024 to the next 8 tokens (high).
-#define WGMMA(shape, registers, a_fragment, b_low, b_high, ...)                                              \
+#define WGMMA_ASYNC(shape, registers, a_fragment, b_low, b_high, ...)                                              \
   asm volatile("{.reg .pred p; .reg .b64 b; setp.eq.u32 p, 0, 0; mov.b64 b, {" b_low ", " b_high "};\n"      \
                "wgmma.mma_async.sync.aligned." shape ".f32.bf16.bf16 {" registers "}, {" a_fragment           \
                "}, b, p, 1, 1, 0;}"                                                                          \
@@ -128,23 +173,24 @@ __device__ __forceinline__ void decode(u32 codes, u32 scale_word, int odd, u32* 
 
 // d += A * B for a k16 block, asynchronously.
 __device__ __forceinline__ void multiply(float* d, const u32* a, u32 x) {
-#if TOKENS == 8
-  WGMMA("m64n8k16", "%0,%1,%2,%3", "%4,%5,%6,%7", "%8", "%9", D4(0));
-#elif TOKENS == 16
-  WGMMA("m64n16k16", R8_0, "%8,%9,%10,%11", "%12", "%13", D4(0), D4(4));
-#elif TOKENS == 32
-  WGMMA("m64n32k16", R8_0 "," R8_1, "%16,%17,%18,%19", "%20", "%21", D16(0));
+#if TOKENS == 32
+  WGMMA_ASYNC("m64n32k16", R8_0 "," R8_1, "%16,%17,%18,%19", "%20", "%21", D16(0));
 #elif TOKENS == 64
-  WGMMA("m64n64k16", R32_0, "%32,%33,%34,%35", "%36", "%37", D16(0), D16(16));
+  WGMMA_ASYNC("m64n64k16", R32_0, "%32,%33,%34,%35", "%36", "%37", D16(0), D16(16));
 #elif TOKENS == 128
-  WGMMA("m64n128k16", R32_0 "," R32_1, "%64,%65,%66,%67", "%68", "%69", D16(0), D16(16), D16(32), D16(48));
+  WGMMA_ASYNC("m64n128k16", R32_0 "," R32_1, "%64,%65,%66,%67", "%68", "%69", D16(0), D16(16), D16(32), D16(48));
 #endif
 }
+__device__ __forceinline__ void fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void finish() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
+#else
 
 // d += A * B for a k16 block of one warp's 16 rows and 8 tokens.
 __device__ __forceinline__ void multiply_warp(float* d, const u32* a, u32 b0, u32 b1) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-      : D4(0) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
 // The second operand of two k16 blocks and 8 tokens.
@@ -152,9 +198,7 @@ __device__ __forceinline__ void load_matrices(u32* b, u32 from) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(b[0]), "=r"(b[1]), "=r"(b[2]), "=r"(b[3]) : "r"(from) : "memory");
 }
-__device__ __forceinline__ void fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void finish() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
+#endif
 
 // A block's tiles, as stretches of one row tile that fit a stage.
 struct Piece {
@@ -204,25 +248,28 @@ packed_gemm(const u8* __restrict__ x, const u8* __restrict__ codes, const u8* __
   const u32 base = shared_address(stages), full = shared_address(barriers), empty = full + STAGES * 8;
   if (threadIdx.x == 0) {
     for (int s = 0; s < STAGES; s++) {
-      barrier_init(full + s * 8, 1);
+      barrier_init(full + s * 8, BULK ? 1 : 32);
       barrier_init(empty + s * 8, CONSUMERS / 32);
     }
+#if BULK
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
   }
   __syncthreads();
 
   if (warp == CONSUMERS / 32) {
-    if (lane == 0) {
+    if (lane == 0 || !BULK) {
       u64 once, often;
       asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(once));
       asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(often));
+#if BULK
       int pieces = 0;
       Piece p(begin, end, k_tiles);
       for (; p.at < end && pieces < STAGES; pieces++, p.advance()) {
         barrier_expect(full + pieces * 8, p.count * (STAGE_BYTES / TILES));
         load_weight(p, base + pieces * STAGE_BYTES, full + pieces * 8, codes, scales, groups, once);
       }
-      asm volatile("griddepcontrol.wait;" ::: "memory");
+      wait_for_kernel_before();
       asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
       Piece again(begin, end, k_tiles);
       for (int s = 0; s < pieces; s++, again.advance())
@@ -234,22 +281,38 @@ packed_gemm(const u8* __restrict__ x, const u8* __restrict__ codes, const u8* __
         load_x(p, base + s * STAGE_BYTES, full + s * 8, x, often);
         if (++s == STAGES) s = 0, round ^= 1;
       }
+#else
+      // A barrier on which nobody has arrived lets one pass that waits for parity 1: the first STAGES pieces.
+      Piece p(begin, end, k_tiles);
+      for (int s = 0, round = 1; p.at < end; p.advance()) {
+        barrier_wait(empty + s * 8, round);
+        load_weight(p, base + s * STAGE_BYTES, full + s * 8, codes, scales, groups, once);
+        load_x(p, base + s * STAGE_BYTES, full + s * 8, x, often);
+        barrier_arrive_copied(full + s * 8);
+        if (++s == STAGES) s = 0, round ^= 1;
+      }
+      asm volatile("cp.async.wait_all;" ::: "memory");
+#endif
     }
     return;
   }
 
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-  const int row_group = warp / 4 % ROW_GROUPS, k_group = warp / 4 / ROW_GROUPS;
-  const u8* code_at = stages + row_group * TILES * CODE_BYTES + threadIdx.x % 128 * 16;
-  const u8* scale_at =
-      stages + TILES * (ROW_GROUPS * CODE_BYTES + row_group * SCALE_BYTES) + (warp % 4 * 8 + lane / 4) * 8;
+  wait_for_kernel_before();
+  const int row_group = warp / (TEAM / 32) % ROW_GROUPS, k_group = warp / (TEAM / 32) / ROW_GROUPS;
+  const int in_team = threadIdx.x % TEAM;
+  const u8* code_at =
+      stages + row_group * TILES * CODE_BYTES + (in_team + (FRAGMENTS - 1) * (in_team & ~31)) * 16;
+  const u8* scale_at = stages + TILES * (ROW_GROUPS * CODE_BYTES + row_group * SCALE_BYTES) +
+                       (warp % (TEAM / 32) * (FRAGMENTS * 8) + lane / 4) * 8;
 
   float acc[VALUES];
 #pragma unroll
   for (int i = 0; i < VALUES; i++) acc[i] = 0.0f;
   int stage = 0, parity = 0, unit = 0;
-#if TOKENS <= 16
+#if !WARPGROUP_MATH
   const u32 matrices_at = base + TILES * WEIGHT_BYTES + lane * 16;
+#endif
+#if TOKENS <= 16
   auto tile = [&](int t) {
     uint4 code = *(const uint4*)(code_at + stage * STAGE_BYTES + t * CODE_BYTES);
     uint2 scale = *(const uint2*)(scale_at + stage * STAGE_BYTES + t * SCALE_BYTES);
@@ -266,6 +329,38 @@ packed_gemm(const u8* __restrict__ x, const u8* __restrict__ codes, const u8* __
       decode(words[k], k < 2 ? scale.x : scale.y, k & 1, a);
 #pragma unroll
       for (int g = 0; g < TOKENS / 8; g++) multiply_warp(acc + g * 4, a, b[g][2 * k], b[g][2 * k + 1]);
+    }
+  };
+  auto await_products = [] {};
+#elif !WARPGROUP_MATH
+  // A pair of k16 blocks at a time, so that of the second operand eight tokens are held and not all.
+  auto tile = [&](int t) {
+    uint4 code[FRAGMENTS];
+    uint2 scale[FRAGMENTS];
+#pragma unroll
+    for (int f = 0; f < FRAGMENTS; f++) {
+      code[f] = *(const uint4*)(code_at + stage * STAGE_BYTES + t * CODE_BYTES + f * 512);
+      scale[f] = *(const uint2*)(scale_at + stage * STAGE_BYTES + t * SCALE_BYTES + f * 64);
+    }
+#pragma unroll
+    for (int pair = 0; pair < 2; pair++) {
+      u32 a[FRAGMENTS][2][4];
+#pragma unroll
+      for (int f = 0; f < FRAGMENTS; f++) {
+        decode(pair ? code[f].z : code[f].x, pair ? scale[f].y : scale[f].x, 0, a[f][0]);
+        decode(pair ? code[f].w : code[f].y, pair ? scale[f].y : scale[f].x, 1, a[f][1]);
+      }
+#pragma unroll
+      for (int g = 0; g < TOKENS / 8; g++) {
+        u32 b[4];
+        load_matrices(b, matrices_at + stage * STAGE_BYTES + t * X_BYTES + g * 1024 + pair * 512);
+#pragma unroll
+        for (int f = 0; f < FRAGMENTS; f++) {
+          float* d = acc + (f * (TOKENS / 8) + g) * 4;
+          multiply_warp(d, a[f][0], b[0], b[1]);
+          multiply_warp(d, a[f][1], b[2], b[3]);
+        }
+      }
     }
   };
   auto await_products = [] {};
@@ -312,18 +407,18 @@ packed_gemm(const u8* __restrict__ x, const u8* __restrict__ codes, const u8* __
     // The row tile, or this block's part of it, is complete. Warpgroups that shared K are added in order, in one
     // of two buffers in turn, so that one barrier is enough.
 #if K_GROUPS > 1
-    float* sums = (float*)(stages + STAGES * STAGE_BYTES) + unit % 2 * ((K_GROUPS - 1) * ROW_GROUPS * VALUES * 128);
-    float* mine = sums + row_group * VALUES * 128 + threadIdx.x % 128;
+    float* sums = (float*)(stages + STAGES * STAGE_BYTES) + unit % 2 * ((K_GROUPS - 1) * ROW_GROUPS * VALUES * TEAM);
+    float* mine = sums + row_group * VALUES * TEAM + threadIdx.x % TEAM;
     if (k_group > 0) {
 #pragma unroll
-      for (int i = 0; i < VALUES; i++) mine[((k_group - 1) * ROW_GROUPS * VALUES + i) * 128] = acc[i];
+      for (int i = 0; i < VALUES; i++) mine[((k_group - 1) * ROW_GROUPS * VALUES + i) * TEAM] = acc[i];
     }
     asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS) : "memory");
     if (k_group == 0) {
 #pragma unroll
       for (int k = 0; k < K_GROUPS - 1; k++)
 #pragma unroll
-        for (int i = 0; i < VALUES; i++) acc[i] += mine[(k * ROW_GROUPS * VALUES + i) * 128];
+        for (int i = 0; i < VALUES; i++) acc[i] += mine[(k * ROW_GROUPS * VALUES + i) * TEAM];
     }
 #endif
     unit++;
@@ -332,11 +427,11 @@ packed_gemm(const u8* __restrict__ x, const u8* __restrict__ codes, const u8* __
       // The block that holds the row tile's first k tile writes part 0.
       long long first = (long long)p.row_tile * k_tiles;
       int part = blockIdx.x - (int)(((first + 1) * gridDim.x - 1) / total);
-      float* to = y + (long long)part * M * N + group * 64 + warp % 4 * 16 + lane / 4;
+      float* to = y + (long long)part * M * N + group * 64 + warp % (TEAM / 32) * (FRAGMENTS * 16) + lane / 4;
 #pragma unroll
-      for (int i = 0; i < TOKENS / 8; i++) {
-        int m = i * 8 + lane % 4 * 2;
-        float* row = to + (long long)m * N;
+      for (int i = 0; i < VALUES / 4; i++) {
+        int m = i % (TOKENS / 8) * 8 + lane % 4 * 2;
+        float* row = to + (long long)m * N + i / (TOKENS / 8) * 16;
         if (m < M) { row[0] = acc[i * 4]; row[8] = acc[i * 4 + 2]; }
         if (m + 1 < M) { row[N] = acc[i * 4 + 1]; row[N + 8] = acc[i * 4 + 3]; }
       }

@@ -11,11 +11,14 @@ from pathlib import Path
 import torch
 
 from qerl.errors import QeRLError
+from qerl.kernels.cards import Card, card_of
 from qerl.kernels.device import multiprocessors
 from qerl.kernels.nvrtc import Kernel, kernel
 from qerl.kernels.weights.tiles import TILE, Tiles
 
-_SOURCE = Path(__file__).with_name("packed_gemm.cu")
+SOURCE = Path(__file__).with_name("packed_gemm.cu")
+"""The kernel."""
+
 _TOKENS = (8, 16, 32, 64, 128)
 
 MAX_TOKENS = _TOKENS[-1]
@@ -51,23 +54,31 @@ class Tiling:
     """How packed_gemm.cu tiles a product.
 
     Attributes:
-        warpgroups: Warpgroups that multiply, 2 to 4.
-        row_groups: 64-row groups of a row tile, one warpgroup each; warpgroups that are left share K.
+        teams: Teams of warps that multiply, 2 to 4, with 64 rows each.
+        row_groups: 64-row groups of a row tile, one team each; teams that are left share K.
         tiles: 64-wide tiles of K in a stage.
-        together: Of these, how many a warpgroup multiplies before it waits: more overlap, more registers.
+        together: Of these, how many a team multiplies before it waits: more overlap, more registers.
         shared_bytes: Most shared memory for the stages. What is left is room for the kernels before and after
             this one to sit on the same multiprocessor.
+        fragments: 16-row fragments of a warp: 1, and a team is a warpgroup, as wgmma wants it; or 2, and it
+            is half of one.
     """
 
-    warpgroups: int
+    teams: int
     row_groups: int
     tiles: int
     together: int
     shared_bytes: int = 176_000
+    fragments: int = 1
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block: those of the teams, and a warp that loads."""
+        return self.teams * 128 // self.fragments + 32
 
     def sums_bytes(self, tokens: int) -> int:
-        """Shared memory in which warpgroups that share K add up."""
-        return 2 * (self.warpgroups // self.row_groups - 1) * self.row_groups * padded_tokens(tokens) * 256
+        """Shared memory in which teams that share K add up."""
+        return 2 * (self.teams // self.row_groups - 1) * self.row_groups * padded_tokens(tokens) * 256
 
     def stage_bytes(self, tokens: int) -> int:
         """Shared memory of one stage: codes, scales and activations."""
@@ -115,7 +126,7 @@ def packed_gemm(x: torch.Tensor, tiles: Tiles, out_STN: torch.Tensor, tiling: Ti
     stages = tiling.stages(tokens)
     _compiled(tiling, padded, stages, x.device.index or 0)(
         (min(multiprocessors(x.device), -(-rows // (TILE * tiling.row_groups)) * (width // TILE)), 1),
-        tiling.warpgroups * 128 + 32,
+        tiling.threads,
         stages * tiling.stage_bytes(tokens) + tiling.sums_bytes(tokens),
         (x, tiles.codes, tiles.scales, out_STN),
         (tokens, rows, width),
@@ -124,12 +135,20 @@ def packed_gemm(x: torch.Tensor, tiles: Tiles, out_STN: torch.Tensor, tiling: Ti
 
 @cache
 def _compiled(tiling: Tiling, tokens: int, stages: int, device: int) -> Kernel:
-    defines = {
+    defines = switches(tiling, tokens, stages, card_of(torch.device("cuda", device)))
+    return kernel(SOURCE, "packed_gemm", tuple(defines.items()), device)
+
+
+def switches(tiling: Tiling, tokens: int, stages: int, card: Card) -> dict[str, int]:
+    """The kernel's compile-time parameters, for so many padded tokens."""
+    return {
         "TOKENS": tokens,
-        "WARPGROUPS": tiling.warpgroups,
+        "TEAMS": tiling.teams,
         "ROW_GROUPS": tiling.row_groups,
+        "FRAGMENTS": tiling.fragments,
         "TILES": tiling.tiles,
         "TOGETHER": tiling.together,
         "STAGES": stages,
+        "BULK": int(card.loader == "bulk"),
+        "WGMMA": int(card.math == "wgmma"),
     }
-    return kernel(_SOURCE, "packed_gemm", tuple(defines.items()), device)

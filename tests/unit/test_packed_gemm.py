@@ -1,0 +1,262 @@
+"""packed_gemm.cu without a GPU: its index arithmetic, step by step in numpy, and its compilation.
+
+What is walked through is the path without wgmma: which bytes the loading warp brings where, which of them a
+lane decodes and multiplies, in the places that the PTX manual gives lanes for `ldmatrix` and `mma.m16n8k16`,
+and where a sum is written. Warps run in a random order and wait on barriers as the kernel does.
+"""
+
+import random
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from bench.products import dequantised
+from bench.random_weights import random_tiles
+from qerl.kernels.cards import CARDS
+from qerl.kernels.nvrtc import compile_source
+from qerl.kernels.weights import packed_gemm
+from qerl.kernels.weights.nvfp4 import tiling_for
+from qerl.kernels.weights.packed_gemm import OUTPUT_SCALE, Tiling, padded_tokens, switches, to_operand
+
+RESOURCES = r"REG:(\d+) STACK:(\d+) SHARED:(\d+)"
+LANE = np.arange(32)
+CODE_BYTES, SCALE_BYTES = 2048, 256
+
+
+def bf16(bits):
+    """The numbers of 16 bits each, in the low halves."""
+    return ((bits & 0xFFFF).astype(np.uint32) << 16).view(np.float32)
+
+
+def halves(registers):
+    """[..., 2] numbers of 32-bit registers."""
+    return np.stack([bf16(registers), bf16(registers >> 16)], -1)
+
+
+def pair(low, high):
+    """Registers of two numbers each, which bf16 holds exactly."""
+    bits = np.stack([low, high]).astype(np.float32).view(np.uint32)
+    assert not (bits & 0xFFFF).any()
+    return bits[0] >> 16 | bits[1]
+
+
+def decode(codes, scale_word, odd):
+    """[32, 4] registers of an A fragment, from [32] words of codes and of scales."""
+    sign, magnitude = np.uint32(0x80008000), np.uint32(0x01C001C0)
+    both = sign | magnitude
+    low, high = (((scale_word >> np.uint32(16 * odd + 8 * i)) & 0xFF) << 4 for i in range(2))
+    row, row8 = (bf16(bits) * np.float32(2.0**127) * np.float32(2.0**111) for bits in (low, high))
+    with np.errstate(over="ignore"):
+        r_lo = ((codes & np.uint32(0x000F000F)) * np.uint32(4160)) & both
+        r_hi = ((codes & np.uint32(0x00F000F0)) * np.uint32(260)) & both
+        s_lo = (((codes >> 8) & np.uint32(0x000F000F)) * np.uint32(4160)) & both
+    s_hi = (codes & sign) | ((codes >> 6) & magnitude)
+    scaled = [
+        halves(bits) * scale[:, None]
+        for bits, scale in ((r_lo, row), (s_lo, row8), (r_hi, row), (s_hi, row8))
+    ]
+    return np.stack([pair(values[:, 0], values[:, 1]) for values in scaled], -1)
+
+
+def load_matrices(memory, at):
+    """[32, 4] registers; lane 8 i + r gives the address of row r of matrix i."""
+    rows = np.stack([memory[start : start + 16].view(np.uint32) for start in at])  # [32, 4]
+    return np.stack([rows[8 * i + LANE // 4, LANE % 4] for i in range(4)], -1)
+
+
+def multiply(a, b):
+    """[32, 4] accumulators of a product of 16 x 16 and 16 x 8."""
+    a_16x16, b_16x8 = np.zeros((16, 16)), np.zeros((16, 8))
+    for i in range(4):
+        for h in range(2):
+            a_16x16[LANE // 4 + 8 * (i % 2), LANE % 4 * 2 + 8 * (i // 2) + h] = halves(a[:, i])[:, h]
+    for i in range(2):
+        for h in range(2):
+            b_16x8[LANE % 4 * 2 + 8 * i + h, LANE // 4] = halves(b[:, i])[:, h]
+    d = a_16x16 @ b_16x8
+    return np.stack([d[LANE // 4 + 8 * (j // 2), LANE % 4 * 2 + j % 2] for j in range(4)], -1)
+
+
+class Barrier:
+    """A phase ends when all have arrived; who waits for a parity waits for the end of that phase."""
+
+    def __init__(self, count):
+        self.count = self.pending = count
+        self.phase = 0
+
+    def arrive(self):
+        self.pending -= 1
+        if not self.pending:
+            self.pending, self.phase = self.count, self.phase ^ 1
+
+    def wait(self, parity) -> Iterator[None]:
+        while self.phase == parity:
+            yield
+
+
+class Block:
+    """One block of threads, with its shared memory."""
+
+    def __init__(self, index, blocks, tiling, stages, x, tiles, out_STN):
+        self.index, self.blocks, self.tiling, self.stages = index, blocks, tiling, stages
+        self.tokens, self.y = out_STN.shape[1], out_STN
+        self.padded = padded_tokens(self.tokens)
+        self.x, self.codes, self.scales = x, tiles.codes.numpy().ravel(), tiles.scales.numpy().ravel()
+        self.groups, self.k_tiles = tiles.shape[0] // 64, tiles.shape[1] // 64
+        self.total = -(-self.groups // tiling.row_groups) * self.k_tiles
+        self.x_bytes = self.padded * 128
+        self.weight_bytes = tiling.row_groups * (CODE_BYTES + SCALE_BYTES)
+        self.memory = np.full(stages * tiling.stage_bytes(self.tokens), 0xFF, np.uint8)
+        self.team = 128 // tiling.fragments
+        self.warps = tiling.teams * self.team // 32
+        self.full = [Barrier(32) for _ in range(stages)]
+        self.empty = [Barrier(self.warps) for _ in range(stages)]
+        self.together = Barrier(self.warps)
+        self.k_groups = tiling.teams // tiling.row_groups
+        self.sums = {}
+
+    def pieces(self):
+        """(row tile, first k tile, count, whether the block's part of the row tile ends)."""
+        at, end = (self.total * (self.index + i) // self.blocks for i in range(2))
+        while at < end:
+            row_tile, first = divmod(at, self.k_tiles)
+            count = min(self.tiling.tiles, self.k_tiles - first, end - at)
+            yield row_tile, first, count, first + count == self.k_tiles or at + count == end
+            at += count
+
+    def copy(self, to, source, start, size):
+        for lane in range(32):
+            for at in range(lane * 16, size, 512):
+                self.memory[to + at : to + at + 16] = source[start + at : start + at + 16]
+
+    def load(self):
+        """The warp that loads."""
+        tiles, row_groups, s, parity = self.tiling.tiles, self.tiling.row_groups, 0, 1
+        for row_tile, first, count, _ in self.pieces():
+            yield from self.empty[s].wait(parity)
+            stage = s * self.tiling.stage_bytes(self.tokens)
+            for g in range(row_groups):
+                tile = min(row_tile * row_groups + g, self.groups - 1) * self.k_tiles + first
+                self.copy(stage + g * tiles * CODE_BYTES, self.codes, tile * CODE_BYTES, count * CODE_BYTES)
+                to = stage + tiles * (row_groups * CODE_BYTES + g * SCALE_BYTES)
+                self.copy(to, self.scales, tile * SCALE_BYTES, count * SCALE_BYTES)
+            self.copy(stage + tiles * self.weight_bytes, self.x, first * self.x_bytes, count * self.x_bytes)
+            for _ in range(32):
+                self.full[s].arrive()
+            s, parity = (0, parity ^ 1) if s + 1 == self.stages else (s + 1, parity)
+
+    def compute(self, warp):
+        """A warp that multiplies."""
+        tiling, fragments, in_warps = self.tiling, self.tiling.fragments, self.team // 32
+        row_group, k_group = warp // in_warps % tiling.row_groups, warp // in_warps // tiling.row_groups
+        in_team = (warp * 32 + LANE) % self.team
+        code_at = row_group * tiling.tiles * CODE_BYTES + (in_team + (fragments - 1) * (in_team & ~31)) * 16
+        scale_at = tiling.tiles * (tiling.row_groups * CODE_BYTES + row_group * SCALE_BYTES)
+        scale_at = scale_at + (warp % in_warps * (fragments * 8) + LANE // 4) * 8
+        acc = np.zeros((fragments, self.padded // 8, 32, 4))
+        stage, parity, meeting = 0, 0, 0
+        for row_tile, _, count, ends in self.pieces():
+            yield from self.full[stage].wait(parity)
+            base = stage * tiling.stage_bytes(self.tokens)
+            for t in range(k_group, count, self.k_groups):
+                self.tile(acc, base, t, base + t * CODE_BYTES + code_at, base + t * SCALE_BYTES + scale_at)
+            self.empty[stage].arrive()
+            stage, parity = (0, parity ^ 1) if stage + 1 == self.stages else (stage + 1, parity)
+            if not ends:
+                continue
+            if self.k_groups > 1:
+                self.sums[meeting, row_group, warp % in_warps, k_group] = acc.copy()
+                self.together.arrive()
+                yield from self.together.wait(meeting % 2)
+                shares = [self.sums[meeting, row_group, warp % in_warps, k] for k in range(self.k_groups)]
+                acc, meeting = sum(shares), meeting + 1
+            group = row_tile * tiling.row_groups + row_group
+            if k_group == 0 and group < self.groups:
+                self.write(acc, row_tile, group * 64 + warp % in_warps * (fragments * 16) + LANE // 4)
+            acc = np.zeros_like(acc)
+
+    def tile(self, acc, base, t, code_at, scale_at):
+        x_at = base + self.tiling.tiles * self.weight_bytes + LANE * 16 + t * self.x_bytes
+        for f in range(self.tiling.fragments):
+            words = np.stack([self.memory[at + f * 512 :][:16].view(np.uint32) for at in code_at])
+            scales = np.stack([self.memory[at + f * 64 :][:8].view(np.uint32) for at in scale_at])
+            for two in range(2):
+                a = [decode(words[:, 2 * two + odd], scales[:, two], odd) for odd in range(2)]
+                for g in range(self.padded // 8):
+                    b = load_matrices(self.memory, x_at + g * 1024 + two * 512)
+                    acc[f, g] += multiply(a[0], b[:, :2]) + multiply(a[1], b[:, 2:])
+
+    def write(self, acc, row_tile, row):
+        part = self.index - ((row_tile * self.k_tiles + 1) * self.blocks - 1) // self.total
+        flat = acc.reshape(-1, 32, 4)  # as the registers of a lane lie
+        for i in range(len(flat)):
+            m = i % (self.padded // 8) * 8 + LANE % 4 * 2
+            n = row + i // (self.padded // 8) * 16
+            for j in range(4):
+                inside = m + j % 2 < self.tokens
+                at = part, (m + j % 2)[inside], (n + 8 * (j // 2))[inside]
+                assert np.isnan(self.y[at]).all(), "written twice"
+                self.y[at] = flat[i, inside, j]
+
+
+@pytest.mark.parametrize(
+    "tokens,tiling,stages",
+    [
+        (5, Tiling(2, 2, 4, 4), 2),
+        (13, Tiling(4, 1, 4, 2), 1),
+        (20, Tiling(4, 4, 2, 2, fragments=2), 3),
+        (20, Tiling(4, 2, 2, 2, fragments=2), 2),
+        (40, Tiling(3, 3, 1, 1, fragments=2), 2),
+        (70, Tiling(2, 2, 1, 1), 2),
+    ],
+)
+def test_every_lane_finds_its_weights_and_activations(monkeypatch, tokens, tiling, stages):
+    torch.manual_seed(0)
+    rows, width, blocks = 384, 192, 5
+    weight, x_TK = random_tiles(rows, width, device="cpu"), torch.randn(tokens, width).bfloat16()
+    monkeypatch.setattr(packed_gemm, "multiprocessors", lambda device: blocks)
+    packed_gemm.partial_sums.cache_clear()
+    most, counts_G = packed_gemm.partial_sums(tiling, (rows, width), torch.device("cpu"))
+    packed_gemm.partial_sums.cache_clear()
+    out_STN = np.full((most, tokens, rows), np.nan)
+    x = to_operand(x_TK).view(torch.uint8).numpy()
+    order = random.Random(0)
+    for index in range(blocks):
+        block = Block(index, blocks, tiling, stages, x, weight, out_STN)
+        running = [block.load(), *(block.compute(warp) for warp in range(block.warps))]
+        for _ in range(100_000):
+            if not running:
+                break
+            chosen = order.choice(running)
+            if next(chosen, "ended") == "ended":
+                running.remove(chosen)
+        assert not running, "warps wait for one another"
+    parts_SN = np.arange(most)[:, None] < counts_G.numpy().repeat(64)
+    assert (np.isfinite(out_STN) == parts_SN[:, None]).all()
+    found = np.nansum(out_STN, axis=0) / OUTPUT_SCALE
+    expected = (x_TK.double() @ dequantised(weight).T).numpy()
+    np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-9)
+
+
+@pytest.mark.parametrize("card", CARDS.values(), ids=lambda card: str(card.number))
+def test_packed_gemm_compiles_for_every_class_and_fits(card, tmp_path):
+    pytest.importorskip("cuda.bindings.nvrtc", reason="cuda-bindings is not installed")
+    triton = pytest.importorskip("triton", reason="Triton is not installed")
+    cuobjdump = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    for tokens in (8, 16, 32, 64, 128) if card.number == 86 else (16, 128):
+        tiling = tiling_for(tokens, card)
+        stages = tiling.stages(tokens)
+        assert stages >= 2
+        taken = stages * tiling.stage_bytes(tokens) + tiling.sums_bytes(tokens)
+        compiled = tmp_path / "cubin"
+        defines = switches(tiling, tokens, stages, card)
+        compiled.write_bytes(compile_source(packed_gemm.SOURCE, defines, card.target))
+        used = subprocess.run([cuobjdump, "--dump-resource-usage", compiled], capture_output=True, text=True)
+        registers, stack, static = map(int, re.search(RESOURCES, used.stdout).groups())
+        assert registers * tiling.threads <= 1 << 16 and stack == 0, "registers are spilled"
+        assert static % 1024 + taken <= card.shared_bytes, "the driver's kilobyte is not the block's"
