@@ -16,7 +16,18 @@ if TYPE_CHECKING:
     from qerl.eval.policy import Source
 
 
-_ASKED = ("task", "tools", "environment", "samples", "temperature", "top_p", "max_tokens", "limit", "seed")
+_ASKED = (
+    "task",
+    "tools",
+    "environment",
+    "max_tool_calling_iterations",
+    "samples",
+    "temperature",
+    "top_p",
+    "max_tokens",
+    "limit",
+    "seed",
+)
 """Flags of `qerl eval` that are fields of a request."""
 
 
@@ -39,6 +50,10 @@ def add_eval(commands: Any) -> None:
         "--environment",
         help="who answers the model: a name or PATH.py:Class; default: the run's, for its own task",
     )
+    sub.add_argument(
+        "--max_tool_calling_iterations", type=number_from(1), metavar="N",
+        help="turns of the model that are answered; default: the run's, else as many as its tokens allow",
+    )  # fmt: skip
     sub.add_argument("--environment_options", help="YAML mapping; default: the run's, for its own task")
     sub.add_argument(
         "--tools", nargs="+", metavar="TOOL",

@@ -173,11 +173,14 @@ def test_a_policy_of_conversations_is_scored_in_conversations_and_its_base_too(t
     assert main(["eval", model, "--adapter", str(run), "--out", str(tmp_path / "a")]) == 0
     assert "environment calculator" in " ".join(capsys.readouterr().out.split())
     words = ["--task", "arithmetic", "--task_options", json.dumps(options), "--max_tokens", "8"]
-    assert main(["eval", model, *words, "--environment", "calculator", "--out", str(tmp_path / "b")]) == 0
+    assert main(["eval", model, *words, "--environment", "calculator", "--out", str(tmp_path / "b"),
+                 "--max_tool_calling_iterations", "1"]) == 0  # fmt: skip
     assert main(["eval", model, *words, "--out", str(tmp_path / "c")]) == 0
     for name in "abc":
         result = json.loads((tmp_path / name / "result.json").read_text())
-        assert ("turns" in result["source"]) == (name != "c")
+        turns = result["source"].get("turns")
+        assert (turns and turns["max_tool_calling_iterations"]) == {"a": None, "b": 1, "c": None}[name]
+        assert (turns is None) == (name == "c")
         row = json.loads((tmp_path / name / "completions.jsonl").read_text().splitlines()[0])
         assert isinstance(row["completion"], str if name == "c" else list)
     capsys.readouterr()

@@ -16,6 +16,7 @@ class Request:
         tools: As in a recipe; those of the run count for its own task alone, as its environment.
         environment: As in a recipe.
         environment_options: Its keyword arguments.
+        max_tool_calling_iterations: Turns of the policy that are answered; else as many as its tokens allow.
         samples: Completions for each problem.
         temperature: Else 0 for one sample and 0.6 for several.
         top_p: Without effect at temperature 0.
@@ -32,6 +33,7 @@ class Request:
     tools: Names | None = None
     environment: Text | None = None
     environment_options: dict[str, Any] | None = None
+    max_tool_calling_iterations: PositiveInt | None = None
     samples: PositiveInt = 1
     temperature: NonNegative | None = None
     top_p: PositiveShare = 0.95

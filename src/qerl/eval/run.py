@@ -30,7 +30,7 @@ from qerl.rollout.engine import SamplingParams
 from qerl.settings.recipe import FIELDS
 from qerl.tasks import Task, get_task
 
-_OF_TURNS = ("tool_timeout", "tool_errors", "tool_output_limit", "max_tool_calling_iterations")
+_OF_TURNS = ("tool_timeout", "tool_errors", "tool_output_limit")
 """What the run alone says of its tools and environment."""
 
 EVAL_TOKENS, ANSWER_TOKENS = 4096, 256
@@ -241,10 +241,13 @@ def _turns(request: Request, choices: Choices, spec: str) -> TurnSettings | None
     if not tools and environment is None:
         return None
     return TurnSettings(
-        tuple(tools),
-        environment,
-        take("environment_options", request.environment_options, {}),
-        *(take(name, None, FIELDS[name].default) for name in _OF_TURNS),
+        tools=tuple(tools),
+        environment=environment,
+        environment_options=take("environment_options", request.environment_options, {}),
+        max_tool_calling_iterations=take(
+            "max_tool_calling_iterations", request.max_tool_calling_iterations, None
+        ),
+        **{name: take(name, None, FIELDS[name].default) for name in _OF_TURNS},
     )
 
 
