@@ -28,7 +28,7 @@ def examples(tmp_path) -> dict[str, Path]:
     return files
 
 
-SHORT = {"max_steps": 2, "save_strategy": "no", "eval_strategy": "no", "noise_stages": 2}
+SHORT = {"max_steps": 2, "save_strategy": "no", "eval_steps": 2, "noise_stages": 2}
 
 
 def test_an_environment_of_the_docs_trains(examples, tiny_run, tmp_path):
@@ -39,6 +39,7 @@ def test_an_environment_of_the_docs_trains(examples, tiny_run, tmp_path):
     steps = [row for row in rows if "loss" in row]
     assert len(steps) == 2
     assert all("rewards/HigherLower/mean" in row and row["rollout/turns"] >= 1 for row in steps)
+    assert any("eval_rewards/HigherLower/mean" in row for row in rows)
 
 
 def test_a_tool_of_the_docs_trains(examples, tiny_run, tmp_path):

@@ -67,7 +67,7 @@ TOOLS = [multiply, slow, boom, leave, spin, big, later]
 def play(say, samples=1, tools=TOOLS, limits=None, most=2000, timeout=5.0, positions=None, worlds=None):
     """Trajectories of one prompt in which the policy says what `say(track, so_far)` returns."""
     engine = SayingEngine(TOKENIZER, say, positions)
-    pool = ToolPool(timeout, output_limit=100)
+    pool = ToolPool(timeout, output_limit=100, patience=0.25)
     worlds = worlds or [ToolWorld(TEMPLATE, tools) for _ in range(samples)]
     try:
         with engine.session(SamplingParams(most)) as session:

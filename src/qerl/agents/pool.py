@@ -39,7 +39,7 @@ THREADS = 32
 STUCK = 64
 """Threads that may hang before further calls fail at once."""
 
-PATIENCE = 0.25
+PATIENCE = 1.0
 """Seconds that `ToolPool.collect` waits for turns that have just ended, unless their tools were late once."""
 
 _GRACE = 0.25  # seconds that a coroutine has to be cancelled in
@@ -127,7 +127,7 @@ class ToolPool:
         timeout: Seconds that a call may take.
         output_limit: Characters of an answer; what is longer is cut.
         loop: A running event loop for coroutine functions; None makes one when it is needed.
-        threads, stuck: See `THREADS` and `STUCK`.
+        threads, stuck, patience: See `THREADS`, `STUCK` and `PATIENCE`.
     """
 
     def __init__(
@@ -137,6 +137,7 @@ class ToolPool:
         loop: asyncio.AbstractEventLoop | None = None,
         threads: int = THREADS,
         stuck: int = STUCK,
+        patience: float = PATIENCE,
     ) -> None:
         if not 0 < timeout < float("inf"):
             raise QeRLError(f"tool_timeout is {timeout}; it must be a number of seconds above 0.")
@@ -146,6 +147,7 @@ class ToolPool:
             )
         self._timeout, self._limit = timeout, output_limit
         self._threads, self._stuck_limit = threads, stuck
+        self._patience = min(patience, timeout + _GRACE)
         self._loop = loop
         self._own_loop: tuple[asyncio.AbstractEventLoop, threading.Thread] | None = None
         self._waiting: deque[_Job] = deque()
@@ -194,7 +196,7 @@ class ToolPool:
         """What is answered of the turns that were submitted last, after a moment's patience."""
         expected = [job for job in self._fresh if not self._late & {call.name for call in job.calls}]
         self._fresh = []
-        until, done = time.monotonic() + PATIENCE, []
+        until, done = time.monotonic() + self._patience, []
         while expected and (left := until - time.monotonic()) > 0:
             done += self._finished(left)
             expected = [job for job in expected if job in self._running or job in self._waiting]
