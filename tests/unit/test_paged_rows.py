@@ -10,7 +10,7 @@ from qerl.rollout.paged.scheduler import Prompt, Sequence
 
 
 def sequence(row: int, prompt: Prompt, blocks: list[int]) -> Sequence:
-    return Sequence(row, prompt, 0, max_tokens=200, blocks=blocks, row=row)
+    return Sequence(row, prompt, 0, max_tokens=8, blocks=blocks, row=row)
 
 
 def test_a_groups_samples_read_their_prompt_together_and_their_own_tokens_alone():
@@ -37,3 +37,20 @@ def test_a_groups_samples_read_their_prompt_together_and_their_own_tokens_alone(
     assert rows.inputs.tables_GB[0].tolist() == [11, 0, 0] and not rows.inputs.tables_GB[4].any()
     assert rows.inputs.order.tolist()[:2] == [3, 1]
     assert [count for _, count, *_ in rows.inputs.item_4.tolist()] == [2, 0, 0, 0, 0, 1, 0, 1]
+
+
+def test_what_sequences_have_passes_through_their_rows_unchanged():
+    rows = Rows(count=4, max_new=8, table_width=3, tile_tokens=2, device=torch.device("cpu"))
+    prompt = Prompt(0, [5, 6, 7], blocks=[11])
+    three, one, none = (sequence(row, prompt, [row]) for row in (2, 0, 3))
+    for each, tokens in ((three, [9, 8, 7]), (one, [4])):
+        each.token_ids, each.generated = tokens, len(tokens)
+        each.logprobs, each.entropies = [-0.5] * len(tokens), [0.25] * len(tokens)
+    rows.place([three, one, none], seed=0)
+    assert rows.state.token_T.tolist() == [4, 0, 7, 7]  # the last of each; a prompt's where there is none
+    assert rows.state.position_T.tolist() == [3, 0, 5, 2]
+    assert rows.state.done_T.tolist() == [0, 1, 0, 0]
+    before = [(list(each.token_ids), list(each.logprobs), list(each.entropies)) for each in (three, one)]
+    rows.end({2: three, 0: one, 3: none})
+    assert [(each.token_ids, each.logprobs, each.entropies) for each in (three, one)] == before
+    assert none.token_ids == [] and rows.state.done_T.tolist() == [1, 1, 1, 1]

@@ -4,7 +4,7 @@ A row is a place for one sequence. What a decode step needs of it (token, positi
 far it sees) is on the GPU and is advanced there by the kernel that draws, so the host writes a row when a
 sequence enters it, reads it when the sequence leaves, and in between looks who has ended.
 
-Shapes: T rows, M tokens that a row may generate, B blocks of a table.
+Shapes: T rows, S of them, M tokens that a row may generate, B blocks of a table.
 """
 
 from collections import abc
@@ -96,9 +96,7 @@ class Rows:
         longest = max(sequence.max_tokens for sequence in sequences)
         streams = uniform_streams(seed, ids, longest).float().to(self._device)
         state.uniform_TM[:, : streams.shape[1]].index_copy_(0, at, streams)
-        for sequence in sequences:
-            if sequence.token_ids:
-                self._write_outputs(sequence)
+        self._write_outputs([sequence for sequence in sequences if sequence.token_ids])
 
     @staticmethod
     def _column(sequence: Sequence) -> list[int]:
@@ -107,12 +105,21 @@ class Rows:
         slot = sequence.blocks[own // PAGE] * PAGE + own % PAGE
         return [sequence.last_token, cached + own, slot, own, sequence.max_tokens, 0, cached, own + 1]
 
-    def _write_outputs(self, sequence: Sequence) -> None:
-        """What it has from before, drawn or written."""
-        row, count = sequence.row, len(sequence.token_ids)
-        stats = torch.tensor([sequence.logprobs, sequence.entropies], device=self._device)
-        self.state.out_token_TM[row, :count] = torch.tensor(sequence.token_ids, device=self._device)
-        self.state.out_stats_2TM[:, row, :count] = stats
+    def _write_outputs(self, sequences: list[Sequence]) -> None:
+        """What they have from before, drawn or written, in three uploads for all of them."""
+        if not sequences:
+            return
+        most = max(len(sequence.token_ids) for sequence in sequences)
+        tokens_SM = np.zeros((len(sequences), most), np.int32)
+        stats_2SM = np.zeros((2, len(sequences), most), np.float32)
+        for i, sequence in enumerate(sequences):
+            count = len(sequence.token_ids)
+            tokens_SM[i, :count] = sequence.token_ids
+            stats_2SM[:, i, :count] = sequence.logprobs, sequence.entropies
+        at = torch.tensor([sequence.row for sequence in sequences], device=self._device)
+        state = self.state
+        state.out_token_TM[:, :most].index_copy_(0, at, torch.from_numpy(tokens_SM).to(self._device))
+        state.out_stats_2TM[:, :, :most].index_copy_(1, at, torch.from_numpy(stats_2SM).to(self._device))
 
     def end(self, preempted: dict[int, Sequence]) -> None:
         """Read what preempted sequences have generated, and free their rows."""
