@@ -109,7 +109,8 @@ def rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     engine = make_engine(model, 0)
     forgetful = engine if args.on_gpu else PortableEngine(model, 0, kept_bytes=0)
     shared = {
-        "engine": "paged" if args.on_gpu else "portable", "shape": args.shape, "weights": args.weights,
+        "engine": "paged" if args.on_gpu else "portable", "shape": args.shape, "layers": sizes.layers,
+        "weights": args.weights,
         "lora_rank": args.rank, "prompts": args.prompts, "samples": args.samples,
         "prompt_tokens": args.prompt, "drawn_a_turn": args.drawn, "written_a_turn": args.written,
     }  # fmt: skip
