@@ -7,7 +7,7 @@ in the pages (:mod:`bench.tables`). A caption names card, date, commit and files
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from bench import probe_tables, study_tables
+from bench import probe_tables, study_tables, turn_tables
 from bench.captions import card, commits_of, files, row, rows, source, table
 from bench.result import Row
 from qerl.families.sizes import SIZES
@@ -358,6 +358,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "steps-rank": steps_rank,
     "before-after": before_after,
     "demo": demo,
+    "turns": lambda: turn_tables.kept("turns-smollm2-cpu"),
     "memory": memory,
     "learning": learning,
     "noise-arms": lambda: study_tables.arms("noise-wp12"),
