@@ -54,6 +54,29 @@ def test_every_kernel_compiles_and_fits_for_every_class_of_gpus():
             assert 0 <= row.spilled <= SPILLS.get(row.walk, 96), f"{row} spills registers"
 
 
+AS_OLDER = """
+import re
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from qerl.kernels.update.rms_norm import _norm
+signature = {"x_TD": "*bf16", "w_D": "*bf16", "y_TD": "*bf16", "rstd_T": "*fp32", "D": "i32", "eps": "fp32"}
+constants = {"ROUND_UNIT": True, "BLOCK": 512}
+source = ASTSource(_norm, signature | dict.fromkeys(constants, "constexpr"), constants, {})
+kernel = triton.compile(source, target=GPUTarget("cuda", 90, 32))
+print(re.findall(r"[.]target (\\w+)", kernel.asm["ptx"])[0], kernel.asm["cubin"][49])
+"""
+
+
+def test_a_card_treated_as_an_older_one_assembles_that_classs_code_for_itself(tmp_path):
+    environment = {**os.environ, "QERL_ARCH": "80", "TRITON_CACHE_DIR": str(tmp_path)}
+    environment.pop("TRITON_INTERPRET", None)
+    run = [sys.executable, "-W", "ignore", "-c", AS_OLDER]
+    done = subprocess.run(run, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.split() == ["sm_80", str(90)], "PTX of 8.0, and machine code of 9.0"
+
+
 SPILLS = {"heads of 256": 512, "rank 256": 1536}
 """Bytes that a thread may spill, by walk; sizes that few models and adapters have."""
 

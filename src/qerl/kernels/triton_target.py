@@ -1,8 +1,8 @@
 """Triton kernels as an older class of GPUs would get them, where `QERL_ARCH` names one.
 
-Triton has a setting for the class that it compiles for, but then assembles machine code of that class as
-well, which runs on no other. Its PTX does run on every newer GPU, so here it is assembled for the GPU itself:
-instructions, FP8 types and the pipelining of loads are the older class's.
+Triton has a setting for the class that it lowers for, by which it chooses tensor cores, FP8 types and the
+pipelining of loads; but it then writes PTX of the GPU's own generation. Here that is the older class's too,
+so that whatever such a card lacks is an error, and it is assembled for the GPU that is there.
 """
 
 from typing import Any
@@ -17,13 +17,13 @@ def compile_as(capability: Capability) -> None:
     """Makes Triton compile for this compute capability, and assemble for the GPU that is there."""
     number = 10 * capability[0] + capability[1]
     knobs.runtime.override_arch = f"sm{number}"
-    assemble = CUDABackend.make_cubin
+    write = CUDABackend.make_ptx
 
-    def assemble_for_gpu(self: CUDABackend, src: str, metadata: Any, options: Any, _: int) -> bytes:
-        code: bytes = assemble(self, src, metadata, options, self.target.arch)
-        return code
+    def write_for_class(self: CUDABackend, src: str, metadata: Any, options: Any, _: int) -> str:
+        ptx: str = write(self, src, metadata, options, number)
+        return ptx
 
-    CUDABackend.make_cubin = assemble_for_gpu
+    CUDABackend.make_ptx = write_for_class
 
 
 def follow_environment() -> None:
