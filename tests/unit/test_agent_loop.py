@@ -244,3 +244,27 @@ def test_quick_answers_come_together_and_in_order():
         pool.submit(key, [Call("nap", lambda key=key: time.sleep(0.02 - key / 1000))])
     assert [key for key, _ in pool.collect(wait=False)] == list(range(20))
     pool.close()
+
+
+def echo(word: str) -> str:
+    """Say it again.
+
+    Args:
+        word: What to say.
+    """
+    return word
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        pytest.param('{"name": "echo", "arguments": {"word": "\\ud83d"}}', id="in an argument"),
+        pytest.param('{"name": "\\udc00", "arguments": {}}', id="in a name"),
+        pytest.param('{"name": "echo", "arguments": {"\\ud800": 1}}', id="in an argument's name"),
+    ],
+)
+def test_half_a_character_costs_nobody_the_run(text):
+    """JSON can escape one, tokenizers and files take none."""
+    (found,) = play(once(f"<tool_call>\n{text}\n</tool_call>"), tools=[echo])
+    assert found.end == "stop" and [m["role"] for m in found.messages] == ["assistant", "tool", "assistant"]
+    assert str(found.messages).encode("utf-8")

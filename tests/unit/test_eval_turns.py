@@ -94,6 +94,31 @@ def test_what_an_environment_says_first_is_in_the_prompt(task, tiny_tokenizer, t
     assert all(f"Psst: {answer}" in text for text, answer in zip(told, task.test()["answer"], strict=True))
 
 
+def test_each_sample_answers_what_it_was_shown(task, tiny_tokenizer, tmp_path):
+    """Where an environment shows the samples of a problem different things."""
+    (tmp_path / "mine.py").write_text(
+        "from itertools import count\n\nepisodes = count()\n\n\n"
+        "class Mine:\n"
+        "    def reset(self, **row):\n"
+        "        self.own = next(episodes)\n"
+        "        return f' secret {self.own} '\n"
+        "    def respond(self, text):\n        return None if f'secret {self.own} ' in text else 'wrong'\n"
+        "    def close(self):\n        print('closed', self.own)\n"
+    )
+    record = Record(tmp_path / "e", {})
+
+    def say(row, so_far):
+        return tiny_tokenizer.decode(row.prompt)
+
+    score(
+        task, tiny_tokenizer, say, record, samples=3, environment=f"{tmp_path}/mine.py:Mine", max_tokens=2000
+    )
+    rows = [json.loads(line) for line in (tmp_path / "e" / "completions.jsonl").read_text().splitlines()]
+    assert len(rows) == 12 and all(len(row["completion"]) == 1 for row in rows)
+    secrets = {re.search(r"secret (\d+)", row["completion"][0]["content"])[1] for row in rows}
+    assert len(secrets) == 12
+
+
 def test_a_limit_of_turns_and_of_tokens_ends_a_conversation(task, tiny_tokenizer, tmp_path):
     record = Record(None, {})
     score(task, tiny_tokenizer, lambda *_: "1 + 1 =", record, environment="calculator",

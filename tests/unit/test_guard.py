@@ -280,6 +280,21 @@ def test_samples_keep_their_own_columns_and_log_extra_columns_once() -> None:
     assert extra == [ANSWERS]
 
 
+def test_extra_columns_of_single_calls_have_a_value_for_every_sample() -> None:
+    extra = {}
+
+    @judges_alone
+    def reward(completions: list, log_extra: Any, **_: Any) -> list:
+        if completions[0] == COMPLETIONS[1]:
+            raise ValueError("before it logged")
+        log_extra("said", [completions[0].upper()])
+        return [1.0]
+
+    guarded(reward, LIMIT_S)(prompts=PROMPTS, completions=COMPLETIONS, log_extra=extra.__setitem__)
+    upper = [completion.upper() for completion in COMPLETIONS]
+    assert extra == {"said": [upper[0], None, *upper[2:]]}
+
+
 def test_in_a_thread_it_works_without_limit_and_says_so_once(caplog) -> None:
     results: list[list[float | None]] = []
     reward = guarded(per_sample(fail_raising), LIMIT_S)

@@ -212,3 +212,16 @@ def test_keyboard_interrupt_ends_the_run():
     with pytest.raises(KeyboardInterrupt):
         call(guard, ["1"])
     assert ended == [True], "no coroutine is left behind"
+
+
+def test_extra_columns_stand_in_the_order_of_the_samples_whoever_ends_first():
+    extra = {}
+
+    @judges_alone
+    async def reward(completions, log_extra, **_):
+        await asyncio.sleep(float(completions[0]))
+        log_extra("waited", [completions[0]])
+        return [1.0]
+
+    call(guarded(reward, 5.0), ["0.2", "0.1", "0.0"], log_extra=extra.__setitem__)
+    assert extra == {"waited": ["0.2", "0.1", "0.0"]}

@@ -301,10 +301,18 @@ def test_several_environments_are_chosen_by_a_column(make_trainer):
         environment_factory={"game": Riddle, "quiz": Other},
     )  # fmt: skip
     sampled(trainer, data)
-    assert sorted(trainer.reward_func_names) == ["Other", "Riddle"]
+    assert trainer.reward_func_names == ["Riddle", "Other"], "the order is that of every process"
     scored = list(trainer._logs["rewards"]["Other"])
     assert all(math.isnan(reward) for reward in scored[:GROUP]) and scored[GROUP:] == [0.5] * GROUP
     assert [type(each).__name__ for each in trainer.environments[::GROUP]] == ["Riddle", "Other"]
+
+
+def test_weights_of_rewards_are_kept_as_they_were_given(make_trainer):
+    trainer = make_trainer(
+        script=riddle, tools=(), tokenizer=make_tiny_tokenizer(), environment_factory=Riddle,
+        reward_weights=[0.5],
+    )  # fmt: skip
+    assert trainer.args.reward_weights == [0.5] and trainer.reward_weights.tolist() == [0.5, 1.0]
 
 
 def test_an_environment_may_have_the_data(make_trainer):

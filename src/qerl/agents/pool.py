@@ -31,6 +31,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from qerl.agents.text import whole
 from qerl.errors import QeRLError
 
 THREADS = 32
@@ -114,7 +115,8 @@ class _Job(threading.Thread):
     def leave_behind(self) -> None:
         """Let the thread end when it can."""
         self.left_behind = True
-        if self.ident is not None:
+        # The number of a thread that has ended may be another one's by now.
+        if self.ident is not None and self.is_alive() and len(self.answers) < len(self.calls):
             ctypes.pythonapi.PyThreadState_SetAsyncExc(
                 ctypes.c_ulong(self.ident), ctypes.py_object(_TimeUpError)
             )
@@ -239,7 +241,7 @@ class ToolPool:
     def answer(self, call: Call) -> Answer:
         """What comes of a call, made in this thread; its time is watched by another."""
         if call.function is None:
-            return Answer(call.name, _error(call.error), failed=True)
+            return Answer(call.name, self._cut(_error(call.error)), failed=True)
         try:
             if inspect.iscoroutinefunction(call.function):
                 result = self._await(call.function, call.arguments)
@@ -279,7 +281,7 @@ class ToolPool:
     def _cut(self, result: Any) -> str | None:
         if result is None:
             return None
-        text = str(result)
+        text = whole(str(result))
         left_out = len(text) - self._limit
         return text if left_out <= 0 else f"{text[: self._limit]} [{left_out} more characters]"
 

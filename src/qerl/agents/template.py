@@ -24,6 +24,7 @@ from trl.chat_template_utils import (
     supports_tool_calling,
 )
 
+from qerl.agents.text import whole
 from qerl.agents.trajectory import Message
 from qerl.errors import QeRLError, first_line
 
@@ -120,12 +121,9 @@ class TurnTemplate:
             tools: Those that the prompt told of.
         """
         try:
-            return parse_response(
-                self._tokenizer, list(token_ids), prefix=list(prefix_ids), tools=list(tools)
-            )
-        except (
-            Exception
-        ):  # a parser meets whatever a policy may write; TRL reads what it cannot parse as text
+            ids, prefix = list(token_ids), list(prefix_ids)
+            return whole(parse_response(self._tokenizer, ids, prefix=prefix, tools=list(tools)))
+        except Exception:  # a parser meets whatever a policy may write; TRL reads it as text then
             return {"role": "assistant", "content": self.text(token_ids)}
 
     def suffix_ids(self, messages: Sequence[Message]) -> list[int]:

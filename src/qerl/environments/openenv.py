@@ -97,6 +97,10 @@ class OpenEnv:
             return f"This action was not accepted: {reason}."
         return None if self._done else shown
 
+    def close(self) -> None:
+        """End the session with a server."""
+        self._episode.close()
+
     def get_reward(self) -> float:
         """The sum of the rewards of this episode's steps."""
         return self._reward
@@ -167,6 +171,9 @@ class _Local:
             raise _Refused(_reason(error)) from error
         return _fields(self._environment.step(action))
 
+    def close(self) -> None:
+        pass
+
 
 class _Served:
     """A session with an environment behind a server."""
@@ -199,6 +206,9 @@ class _Served:
         except RuntimeError as error:  # what the client makes of an error that the server reports
             raise _Refused(_reason(error)) from error
         return result.observation, result.reward, result.done
+
+    def close(self) -> None:
+        self._client.close()
 
 
 def _fields(observation: Any) -> _Result:

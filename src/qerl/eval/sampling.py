@@ -110,10 +110,11 @@ class Conversations(Sampler):
         self._limits = Limits(settings.max_tool_calling_iterations, settings.tool_errors)
         self._tools = [get_tool(spec) for spec in settings.tools]
         self._make = None
-        texts = False
+        self._environments: list[Any] = []  # one for each conversation at a time, reset for the next one
         if settings.environment is not None:
             self._make = get_environment(settings.environment, settings.environment_options)
-            texts = is_text(check_environment(self._make))
+            self._environments.append(check_environment(self._make))
+        texts = any(map(is_text, self._environments))
         if texts and self._tools:
             raise QeRLError(
                 f"The environment {settings.environment} answers texts and has no tools, and there are tools "
@@ -123,20 +124,39 @@ class Conversations(Sampler):
 
     def sample(self, rows: Sequence[dict[str, Any]], samples: int, params: SamplingParams) -> list[Said]:
         """See `Sampler.sample`."""
-        worlds, prompts = [], []
+        worlds: list[World] = []
+        prompts: list[list[int]] = []
         for row in rows:
-            begun = [self._begin(row) for _ in range(samples)]
-            worlds += [world for world, _ in begun]
-            world, messages = begun[0]
-            tools = world.tools if isinstance(world, ToolWorld) else ()
-            prompts.append(self._template.prompt_ids(messages, tools))
+            for _ in range(samples):
+                world, messages = self._begin(row, len(worlds))
+                tools = world.tools if isinstance(world, ToolWorld) else ()
+                worlds.append(world)
+                prompts.append(self._template.prompt_ids(messages, tools))
+        once = prompts[::samples]
+        if prompts != [prompt for prompt in once for _ in range(samples)]:  # each sample was shown its own
+            once, samples = prompts, 1
         with self._engine.session(params) as session:
-            found = run_trajectories(session, prompts, samples, worlds, self._pool, self._limits)
+            found = run_trajectories(session, once, samples, worlds, self._pool, self._limits)
+        if self._make is not None:
+            for number, world in enumerate(worlds):
+                if world.hangs:
+                    self._environments[number] = self._make()
         return [Said(t.messages, sum(t.written), t.end or "stop") for t in found]
 
-    def _begin(self, row: dict[str, Any]) -> tuple[World, list[Message]]:
-        """The other side of a conversation, and the prompt with what it says first."""
-        environment = self._make() if self._make else None
+    def close(self) -> None:
+        """Let go of what environments hold, such as a connection."""
+        for environment in self._environments:
+            if is_text(environment) and callable(close := getattr(environment, "close", None)):
+                close()
+
+    def _begin(self, row: dict[str, Any], number: int) -> tuple[World, list[Message]]:
+        """The other side of a conversation, by its number in the call, and the prompt with what it says
+        first."""
+        environment = None
+        if self._make is not None:
+            if number == len(self._environments):
+                self._environments.append(self._make())
+            environment = self._environments[number]
         messages = [dict(message) for message in row["prompt"]]
         if environment is not None:
             try:
@@ -171,8 +191,9 @@ def conversations(
     Raises:
         QeRLError: A tool or the environment cannot be made, or the model's template has no tools.
     """
-    pool = ToolPool(settings.tool_timeout, settings.tool_output_limit)
-    try:
-        yield Conversations(engine, tokenizer, template_kwargs, settings, pool)
-    finally:
-        pool.close()
+    with contextlib.ExitStack() as stack:
+        pool = ToolPool(settings.tool_timeout, settings.tool_output_limit)
+        stack.callback(pool.close)
+        sampler = Conversations(engine, tokenizer, template_kwargs, settings, pool)
+        stack.callback(sampler.close)
+        yield sampler

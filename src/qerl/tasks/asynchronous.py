@@ -19,7 +19,17 @@ import time
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, TypeVar
 
-from qerl.tasks.judging import HOPELESS, Batch, Judged, Judging, Outcome, checked, is_hopeless, listed
+from qerl.tasks.judging import (
+    HOPELESS,
+    Batch,
+    ExtraColumns,
+    Judged,
+    Judging,
+    Outcome,
+    checked,
+    is_hopeless,
+    listed,
+)
 from qerl.tasks.time_limit import TimeUp, alarm, can_interrupt, rearm
 
 Result = TypeVar("Result")
@@ -94,7 +104,7 @@ class AtOnce(Judging):
 
     async def _by_sample(self, batch: Batch, batch_error: Exception | None = None) -> Judged:
         self.stuck_s = _GRACE * self._timeout_s
-        samples = len(batch.completions)
+        samples, extra = len(batch.completions), ExtraColumns(batch)
         rewards: list[float | None] = [self._failed] * samples
         errors: list[Exception] = []
         started = time.perf_counter()
@@ -106,7 +116,7 @@ class AtOnce(Judging):
             nonlocal given
             async with slots:
                 try:
-                    (rewards[i],) = checked(await self._call(self._timeout_s, batch.sample(i)), 1)
+                    (rewards[i],) = checked(await self._call(self._timeout_s, batch.sample(i, extra)), 1)
                     given += 1
                 except Exception as error:
                     errors.append(error)
@@ -116,6 +126,7 @@ class AtOnce(Judging):
         with contextlib.suppress(_Hopeless):
             await _all(one(i) for i in range(samples))
         self._measured(time.perf_counter() - started, given)
+        extra.log()
         return Judged(rewards, Outcome(samples, samples - given, next(iter(errors), None)), batch_error)
 
     async def _call(self, seconds: float, arguments: dict[str, Any]) -> list[Any]:

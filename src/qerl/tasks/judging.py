@@ -12,6 +12,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from qerl.tasks.time_limit import call_within
@@ -67,9 +68,11 @@ class Batch:
         """All of it as keyword arguments."""
         return {"prompts": self.prompts, "completions": self.completions, **self.columns}
 
-    def sample(self, i: int) -> dict[str, Any]:
-        """Keyword arguments for one sample."""
+    def sample(self, i: int, extra: "ExtraColumns") -> dict[str, Any]:
+        """Keyword arguments for one sample, whose extra columns are put together with the others'."""
         own = {key: value if key in NOT_COLUMNS else [value[i]] for key, value in self.columns.items()}
+        if "log_extra" in own:
+            own["log_extra"] = partial(extra.put, i)
         return {"prompts": [self.prompts[i]], "completions": [self.completions[i]], **own}
 
     def without_extra_logs(self) -> "Batch":
@@ -77,6 +80,32 @@ class Batch:
         if "log_extra" not in self.columns:
             return self
         return Batch(self.prompts, self.completions, self.columns | {"log_extra": lambda *_: None})
+
+
+class ExtraColumns:
+    """Extra columns of TRL's table of completions, put together from calls for one sample each.
+
+    TRL wants a value for each sample, in their order; calls may fail, skip a column, or end in another order.
+
+    Args:
+        batch: Whose samples they are.
+    """
+
+    def __init__(self, batch: Batch) -> None:
+        self._samples, self._log = len(batch.completions), batch.columns.get("log_extra")
+        self._values: dict[str, list[Any]] = {}
+
+    def put(self, i: int, column: str, values: list[Any]) -> None:
+        """Take what the call for a sample logs."""
+        if len(values) != 1:
+            raise ValueError(f"log_extra was given {len(values)} values of {column!r} for one completion")
+        self._values.setdefault(column, [None] * self._samples)[i] = values[0]
+
+    def log(self) -> None:
+        """Hand the columns to TRL, None where a sample has no value."""
+        for column, values in self._values.items():
+            assert self._log is not None  # somebody has called `put`
+            self._log(column, values)
 
 
 @dataclass(frozen=True)
@@ -140,14 +169,14 @@ class InTurn(Judging):
             return self._by_sample(batch.without_extra_logs(), error)
 
     def _by_sample(self, batch: Batch, batch_error: Exception | None = None) -> Judged:
-        outcome = Outcome(len(batch.completions))
+        outcome, extra = Outcome(len(batch.completions)), ExtraColumns(batch)
         rewards: list[float | None] = []
         seconds: list[float] = []
         hopeless = 0
         for i in range(outcome.samples):
             started = time.perf_counter()
             try:
-                rewards += checked(self._call(self._timeout_s, batch.sample(i)), 1)
+                rewards += checked(self._call(self._timeout_s, batch.sample(i, extra)), 1)
                 seconds.append(time.perf_counter() - started)
             except Exception as error:
                 rewards.append(self._failed)
@@ -158,6 +187,7 @@ class InTurn(Judging):
                     outcome.add(error, outcome.samples - HOPELESS)
                     break
         self._measured(sum(seconds), len(seconds))
+        extra.log()
         return Judged(rewards, outcome, batch_error)
 
     def _call(self, seconds: float, arguments: dict[str, Any]) -> list[Any]:

@@ -122,6 +122,9 @@ class Others:
             trainer._environment_pool = {name: [make()] for name, make in self.factories.items()}
             # TRL asks this whether there is more than one turn.
             trainer.tools = [pool[0].respond for pool in trainer._environment_pool.values()]
+        if self.rewards and trainer.args.reward_weights is not None:
+            # TRL's constructor wanted one for each function; what is saved is what the user gave.
+            trainer.args.reward_weights = trainer.args.reward_weights[: -len(self.rewards)]
         for index, (reward, name) in enumerate(
             zip(trainer.reward_funcs, trainer.reward_func_names, strict=True)
         ):
@@ -167,7 +170,8 @@ def check_others(tools: Any, environment_factory: Any, rollout_func: Any) -> Oth
     names = [name for trial in trials.values() for name in tool_names(trial)]
     for name in {tool.__name__ for tool in functions} & set(names):
         raise QeRLError(f"The tool {name} has the name of a method of the environment; rename one of them.")
-    owners = {type(trial) for trial in trials.values() if hasattr(trial, "get_reward")}
+    # In the order in which they are given, which is the same in every process.
+    owners = dict.fromkeys(type(trial) for trial in trials.values() if hasattr(trial, "get_reward"))
     return Others(
         tools=functions,
         factories={name: _handing_out(trials[name], make) for name, make in given.items()},

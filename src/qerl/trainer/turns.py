@@ -122,7 +122,8 @@ class Turns:
 
     def replace_hanging(self) -> None:
         """Put new environments in the place of those in which a call still runs."""
-        hanging = {id(world.environment) for world in self._worlds if world.hangs and world.environment}
+        owned = [world for world in self._worlds if world.environment is not None]
+        hanging = {id(world.environment) for world in owned if world.hangs}
         pools = self._trainer._environment_pool if hanging else {}
         for name, pool in pools.items():
             make = self._trainer.environment_factories[name]
