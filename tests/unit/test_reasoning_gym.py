@@ -32,11 +32,22 @@ def test_rows_are_problems_of_the_difficulty_in_the_format_that_is_rewarded() ->
     row = train[0]
     stated = [f"<think>t</think><answer>{a}</answer>" for a in (row["answer"], int(row["answer"]) + 1)]
     columns = {name: [row[name]] * 2 for name in ("answer", "index")}
-    accuracy, form = (guarded(reward) for reward in task.rewards)
+    accuracy, form, _ = (guarded(reward) for reward in task.rewards)
     right, wrong = accuracy(prompts=[row["prompt"]] * 2, completions=stated, **columns)
     assert right == 1.0 > wrong
     assert form(prompts=[row["prompt"]] * 2, completions=stated, **columns) == [0.1, 0.1]
     assert accuracy(prompts=[""], completions=["no tags"], answer=["1"], index=[0]) == [0.0]
+
+
+@needs_package
+def test_a_wrong_answer_with_credit_is_not_accurate() -> None:
+    task = get_task("reasoning_gym:countdown", train_size=1, test_size=1)
+    (row,) = task.train()
+    said = [f"<answer>{answer}</answer>" for answer in (row["answer"], "1 + 1")]
+    columns = {"prompts": [""] * 2, "completions": said, "answer": [""] * 2, "index": [row["index"]] * 2}
+    accuracy, _, score = task.rewards
+    assert accuracy(**columns) == [1.0, 0.0]
+    assert score(**columns)[0] == 1.0 and 0.0 < score(**columns)[1] < 1.0
 
 
 @needs_package

@@ -6,9 +6,9 @@ the rest again. Difficulty is set by options, which are the fields of the genera
     task: reasoning_gym:chain_sum
     task_options: {min_terms: 2, max_terms: 3, min_digits: 2, max_digits: 2}
 
-The reward ``accuracy`` is the generator's own score, which may lie between 0 and 1 where it gives credit for
-a part. Evaluation counts an answer as right if the score is 1. A quarter of the problems is held out, by
-their text, so training and held-out problems are disjoint whatever the seed.
+The reward ``accuracy`` is 1 where the generator's own score is 1; the score itself, which gives credit for a
+part, is the reward ``score``. A quarter of the problems is held out, by their text, so training and held-out
+problems are disjoint whatever the seed.
 
 Nine scorers evaluate the answer as Python; they are given only what `qerl.tasks.evaluated` lets through.
 """
@@ -43,6 +43,9 @@ EVALUATED: dict[str, Kind] = {
     "simple_integration": "formula",
 }
 """Generators of reasoning-gym 0.1.25 whose scorers evaluate the answer, and what an answer is."""
+
+_RIGHT = 1 - 1e-6
+"""Scores above this are the full one; some are sums of parts."""
 
 _DRAWS_PER_PROBLEM = 20
 """So many problems are asked for at most, for each that is wanted; generators repeat themselves."""
@@ -89,7 +92,20 @@ class ReasoningGym(Task):
 
     @cached_property
     def rewards(self) -> list[RewardFunction]:
-        """``accuracy``, the generator's score from 0 to 1, and ``format``; see :attr:`Task.rewards`."""
+        """``accuracy`` (1 for the full score, else 0), ``format``, and ``score``, the generator's own.
+
+        They are apart because wrong answers get credit too, often 0.01: what counts right answers (groups
+        without signal, the curriculum, evaluation) would take them for right.
+        """
+
+        @judges_alone
+        def score(
+            prompts: list,  # noqa: ARG001
+            completions: list[Completion],
+            index: list[int],
+            **_: Any,
+        ) -> list[float | None]:
+            return [self.score(self.extract(c), i) for c, i in zip(completions, index, strict=True)]
 
         @judges_alone
         def accuracy(
@@ -98,9 +114,10 @@ class ReasoningGym(Task):
             index: list[int],
             **_: Any,
         ) -> list[float | None]:
-            return [self.score(self.extract(c), i) for c, i in zip(completions, index, strict=True)]
+            given = zip(completions, index, strict=True)
+            return [float(self.score(self.extract(c), i) > _RIGHT) for c, i in given]
 
-        return [accuracy, *super().rewards[1:]]
+        return [accuracy, *super().rewards[1:], score]
 
     def score(self, answer: str | None, index: int) -> float:
         """The generator's score of an answer to the problem of this number; 0 without an answer.
