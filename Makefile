@@ -31,7 +31,7 @@ demo: setup
 test: setup
 	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 2 --dist worksteal
 
-# These packages exclude each other and bring many others, so each gets an environment that sees that of the tests.
+# These packages bring many others, so each gets an environment that sees that of the tests.
 SITE   := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 adapters: setup
 	set -e; for name in openenv verifiers; do \
