@@ -189,8 +189,8 @@ def test_noise_of_another_width_is_refused(tiny_model):
 @pytest.mark.parametrize(
     ("sizes", "reason"),
     [
-        ({"head_dim": 80}, "heads are 80 wide"),
-        ({"head_dim": 256}, "heads are 256 wide"),
+        ({"head_dim": 48}, "heads are 48 wide"),
+        ({"head_dim": 512}, "heads are 512 wide"),
         ({"hidden_size": 66, "num_attention_heads": 66, "num_key_value_heads": 1}, "66 query heads"),
         ({}, None),
     ],

@@ -13,6 +13,7 @@ GOOD = {
     "boxed": r"3 + 4 = 7, so $\boxed{7}$.",
     "hashes": "3 + 4 = 7\n#### 7",
     "number": "3 + 4 makes 7",
+    "code": "The sum:\n```python\n7\n```",
 }
 BAD = {
     "tags": [
@@ -24,6 +25,7 @@ BAD = {
     "boxed": [r"\boxed{6} or \boxed{7}", r"\boxed{7", "7"],
     "hashes": ["7", "#### 6\n#### 7", "#### 7\nand more", "so #### 7", "####"],
     "number": ["seven"],
+    "code": ["7", "```python\n7", "```python\n6\n```\n```python\n7\n```"],
 }
 
 

@@ -23,7 +23,7 @@ class AnswerFormat:
         extract: Takes a completion and returns its final answer, or None if it states none.
         followed: Takes a completion and returns True if it has exactly the form asked for.
         write: Takes a reasoning and an answer and returns a completion of this form, as worked examples show
-            it; only of formats that any task may use.
+            it.
     """
 
     name: str
@@ -89,8 +89,9 @@ FORMATS = {
         AnswerFormat(
             "code",
             "Answer with one complete Python program in a block from ```python to ```.",
-            lambda text: next(reversed(code_blocks(text)), None),
+            lambda text: next((block.rstrip() for block in reversed(code_blocks(text))), None),
             lambda text: len(code_blocks(text)) == 1 and text.count("```") == 2,
+            "{}\n```python\n{}\n```".format,
         ),
     )
 }
