@@ -38,7 +38,7 @@ from qerl.rollout.paged.limits import MAX_ROWS
 from qerl.rollout.paged.machine import Cuda, Machine
 from qerl.rollout.paged.pace import Pace
 from qerl.rollout.paged.prefill import Prefill
-from qerl.rollout.paged.session import PagedSession, Workplace
+from qerl.rollout.paged.session import EngineParts, PagedSession
 from qerl.rollout.paged.weights import Decoder
 from qerl.rollout.session import whole_completions
 
@@ -131,7 +131,7 @@ class PagedEngine(RolloutEngine):
         """See ``RolloutEngine.session``."""
         with torch.no_grad(), current(self._device):
             self._read_weights(norm_offsets or {})
-            place = Workplace(
+            parts = EngineParts(
                 self.cache,
                 self.graphs,
                 self.prefill,
@@ -139,7 +139,7 @@ class PagedEngine(RolloutEngine):
                 self._max_sequences,
                 self._pace,
             )
-            yield PagedSession(params, self._positions, self._pad_token_id, place)
+            yield PagedSession(params, self._positions, self._pad_token_id, parts)
 
     def _read_weights(self, norm_offsets: NormOffsets) -> None:
         """Copy what training may have changed, and drop what was captured with buffers that were replaced."""

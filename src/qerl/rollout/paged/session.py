@@ -22,7 +22,7 @@ from qerl.rollout.session import TrackedSession
 
 
 @dataclass(frozen=True)
-class Workplace:
+class EngineParts:
     """What outlives a session.
 
     Attributes:
@@ -49,20 +49,20 @@ class PagedSession(TrackedSession[Sequence]):
         params: Sampling parameters.
         positions: Positions that the model has.
         pad_token_id: Stands in for a turn whose first logits were not finite.
-        place: Where it decodes; its weights are those of this session.
+        parts: Of the engine; their weights are those of this session.
     """
 
-    def __init__(self, params: SamplingParams, positions: int, pad_token_id: int, place: Workplace) -> None:
+    def __init__(self, params: SamplingParams, positions: int, pad_token_id: int, parts: EngineParts) -> None:
         super().__init__(params, positions, pad_token_id)
-        self._place = place
-        self._scheduler = Scheduler(BlockManager(place.cache.blocks, PAGE), 0, place.pace)
+        self._parts = parts
+        self._scheduler = Scheduler(BlockManager(parts.cache.blocks, PAGE), 0, parts.pace)
         self._step: DecodeStep | None = None
         self._demand: BlockDemand | None = None
 
     def _add(self, prompts: list[list[int]], samples: int, limits: list[int]) -> list[Sequence]:
         with_room = [(len(p), limit) for p, limit in zip(prompts, limits, strict=True) if limit > 0]
         if with_room:
-            scheduler, most = self._scheduler, self._place.max_sequences
+            scheduler, most = self._scheduler, self._parts.max_sequences
             scheduler.rows = min(most, scheduler.rows + len(with_room) * samples)
             longest, limit = (max(column) for column in zip(*with_room, strict=True))
             demand = BlockDemand(longest, limit, samples)
@@ -83,17 +83,17 @@ class PagedSession(TrackedSession[Sequence]):
 
     def _decode(self) -> list[Sequence]:
         """Run rounds until a sequence has ended its turn."""
-        scheduler, place = self._scheduler, self._place
+        scheduler, parts = self._scheduler, self._parts
         while scheduler.busy:
             planned = scheduler.next_round()
             self.prefilled_tokens += planned.prefilled_tokens
             if self._step is not None:
                 self._step.rows.end(planned.preempted)
-            step = self._step = place.graphs.fit(self._step, scheduler, planned.admitted, self._params)
+            step = self._step = parts.graphs.fit(self._step, scheduler, planned.admitted, self._params)
             step.rows.place(planned.admitted, self._params.seed)
             step.attend(scheduler.running)
-            place.prefill.run(planned.spans(), place.cache)  # last, because uploads would wait for it
-            step.decode(min(place.pace.round_steps, self._params.max_tokens))
+            parts.prefill.run(planned.spans(), parts.cache)  # last, because uploads would wait for it
+            step.decode(min(parts.pace.round_steps, self._params.max_tokens))
             generated, rows = step.rows.read(scheduler.running)
             ended = [scheduler.running[row] for row in rows]
             scheduler.advance(generated, rows)
@@ -103,17 +103,17 @@ class PagedSession(TrackedSession[Sequence]):
 
     def _reserve(self, demand: BlockDemand) -> None:
         """Have a cache for all sequences, made or enlarged; steps that knew a smaller one are dropped."""
-        place, rows = self._place, self._scheduler.rows
+        parts, rows = self._parts, self._scheduler.rows
         needed = demand.completion_tokens, demand.table_width
-        if place.graphs.serves(*needed) and place.cache.serves(demand, rows):
-            place.cache.take_back()
+        if parts.graphs.serves(*needed) and parts.cache.serves(demand, rows):
+            parts.cache.take_back()
             return
         if self._step is not None:
             self._step.rows.end(self._scheduler.running)
             self._step = None
-        place.graphs.forget()
-        place.prefill.forget()
-        place.cache.close()
-        place.cache.reserve(demand, rows, place.budget())
-        place.graphs.make_room(*needed)
-        self._scheduler.suspend(BlockManager(place.cache.blocks, PAGE))
+        parts.graphs.forget()
+        parts.prefill.forget()
+        parts.cache.close()
+        parts.cache.reserve(demand, rows, parts.budget())
+        parts.graphs.make_room(*needed)
+        self._scheduler.suspend(BlockManager(parts.cache.blocks, PAGE))
