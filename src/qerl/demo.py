@@ -1,11 +1,13 @@
 """The demo: score a small real model, train it on this machine, score the adapter that was saved.
 
-The scores come from the same harness as `qerl eval`, or with an environment from `qerl.demo_tools`, on
-held-out problems, decoded greedily. The trained model is loaded afresh from the run folder, so the second
-score is that of the adapter on disk.
+The scores come from the same harness as `qerl eval`, on held-out problems, decoded greedily. The trained
+model is loaded afresh from the run folder, so the second score is that of the adapter on disk. With an
+environment the first conversations are printed, before training and after it, because what the model has
+learned is seen there and not in a number.
 """
 
 import time
+from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -14,11 +16,12 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from qerl.demo_tools import Score, play
-from qerl.eval.policy import Source
+from qerl.agents.trajectory import Message
+from qerl.eval.policy import Source, load
+from qerl.eval.record import Record
 from qerl.eval.request import Request
 from qerl.eval.result import EvalResult
-from qerl.eval.run import evaluate_model
+from qerl.eval.run import Problems, prepare, score
 from qerl.fp4.quantize import quantize_checkpoint
 from qerl.models.cache import cache_folder
 from qerl.models.hub import local_checkpoint
@@ -28,6 +31,9 @@ from qerl.settings.config import QeRLConfig
 from qerl.settings.recipe import changed, load_config
 from qerl.trainer.run import train
 from qerl.weight_formats import FORMATS
+
+_SHOWN = 3
+"""Conversations that are printed."""
 
 
 def run_demo(config: QeRLConfig, console: Console) -> int:
@@ -47,12 +53,12 @@ def run_demo(config: QeRLConfig, console: Console) -> int:
         **(one_microbatch(config) if torch.cuda.is_available() else {}),
     })  # fmt: skip
     console.print(f"Scoring {config.eval_samples} held-out problems before training.")
-    before = _score(config, None, console)
+    before = score_demo(config, None, console)
     run = train(config, console)
     if run.interrupted:
         return 130
     console.print("Scoring the saved adapter on the same problems.")
-    after = _score(config, run.folder, console)
+    after = score_demo(config, run.folder, console)
     _show(run.folder, before, after, console)
     console.print(f"time: {(time.perf_counter() - start) / 60:.1f} minutes, seed {config.seed}")
     return 0
@@ -108,32 +114,51 @@ def _free(folder: Path) -> Path:
     return folder if not folder.exists() else next(path for path in numbered if not path.exists())
 
 
-def _score(config: QeRLConfig, adapter: Path | None, console: Console) -> EvalResult | Score:
-    if config.environment is not None:
-        return play(config, adapter, console)
+def score_demo(config: QeRLConfig, adapter: Path | None, console: Console) -> EvalResult:
+    """The score on `eval_samples` held-out problems; of conversations the first ones are printed.
+
+    Args:
+        config: Settings of the run.
+        adapter: The adapter that was trained; None for the untrained model.
+        console: Where progress, conversations and the result go.
+    """
     assert config.model is not None and config.task is not None
-    return evaluate_model(
-        Source(
-            config.model,
-            adapter,
-            weights=config.weights,
-            rounding=config.rounding,
-            dtype=config.dtype,
-            chat_template_kwargs=config.chat_template_kwargs,
-            trust_remote_code=config.trust_remote_code,
-        ),
-        Request(
-            task=config.task,
-            task_options=config.task_options,
-            max_tokens=config.max_completion_length,
-            limit=config.eval_samples,
-        ),
-        out=adapter / "eval" if adapter else None,
-        console=console,
+    source = Source(
+        config.model,
+        adapter,
+        weights=config.weights,
+        rounding=config.rounding,
+        dtype=config.dtype,
+        chat_template_kwargs=config.chat_template_kwargs,
+        trust_remote_code=config.trust_remote_code,
     )
+    request = Request(
+        task=config.task,
+        task_options=config.task_options,
+        environment=config.environment,
+        environment_options=config.environment_options,
+        max_tool_calling_iterations=config.max_tool_calling_iterations,
+        max_tokens=config.max_completion_length,
+        limit=config.eval_samples,
+    )
+    job = prepare(source, request, Problems(), console)
+    record = Record(adapter / "eval" if adapter else None, job.settings)
+    result = score(job, load(job.loading, console), record, console)
+    if job.turns is not None:
+        for problem, row in list(zip(job.problems, record.rows, strict=True))[:_SHOWN]:
+            question = problem["prompt"][-1]["content"]
+            console.print(conversation(question, row["completion"]), markup=False, highlight=False)
+    return result
 
 
-def _show(folder: Path, before: EvalResult | Score, after: EvalResult | Score, console: Console) -> None:
+def conversation(question: str, messages: Sequence[Message]) -> str:
+    """A conversation as lines, each with who speaks."""
+    said = [("problem", question)]
+    said += [("model" if m["role"] == "assistant" else "environment", m["content"]) for m in messages]
+    return "\n".join(f"{who:>12}  {' / '.join(text.split(chr(10)))}" for who, text in said) + "\n"
+
+
+def _show(folder: Path, before: EvalResult, after: EvalResult, console: Console) -> None:
     rewards = [row["reward"] for row in read_metrics(folder) if "reward" in row]
     console.print("\nreward by step")
     console.print(terminal_curve(rewards), highlight=False)

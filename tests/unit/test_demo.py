@@ -3,14 +3,13 @@
 import re
 
 import pytest
+import torch
 from rich.console import Console
 
-from qerl import demo_tools
 from qerl.cli import main
-from qerl.demo import fewer_stages, one_microbatch
-from qerl.demo_tools import Score, conversation, play
+from qerl.demo import conversation, fewer_stages, one_microbatch, score_demo
 from qerl.environments import get_environment
-from qerl.eval.policy import Policy
+from qerl.eval.policy import Loading, Policy
 from qerl.settings.recipe import changed, load_config
 from qerl.tasks import get_task
 from tests.support.agents import SayingEngine
@@ -56,19 +55,19 @@ def multiplies(row, so_far: str) -> str:
 def policy_that_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = make_tiny_tokenizer()
     policy = Policy(None, tokenizer, SayingEngine(tokenizer, multiplies), (tokenizer.eos_token_id,), None)
-    monkeypatch.setattr(demo_tools, "decide", lambda source, choices: source)
-    monkeypatch.setattr(demo_tools, "load", lambda loading, console: policy)
+    loading = Loading("a model", None, "nvfp4", None, torch.float32)
+    monkeypatch.setattr(Loading, "as_json", lambda self: {"model": self.model})
+    monkeypatch.setattr("qerl.eval.run.decide", lambda source, choices: loading)
+    monkeypatch.setattr("qerl.demo.load", lambda loading, console: policy)
 
 
 def test_the_demo_with_tools_plays_and_prints_conversations(policy_that_multiplies: None, capsys) -> None:
     config = load_config(["demo-tools"], {"eval_samples": 24, "max_completion_length": 400})
-    score = play(config, None, Console(width=200))
+    result = score_demo(config, None, Console(width=200))
     problems = get_task(config.task, **config.task_options).test().select(range(24))
     products = sum(bool(re.search("each|packs|Each", row["prompt"][-1]["content"])) for row in problems)
-    assert score == Score(24, products)
-    assert 0 < products < 24
-    low, high = score.interval
-    assert low < score.accuracy < high
+    assert 0 < products < 24 and result.problems == 24
+    assert result.accuracy == products / 24
     printed = capsys.readouterr().out
     assert len(re.findall(r"model  \d+ \* \d+ =\n *environment  \d+\n *model  #### \d+", printed)) == 3
 
