@@ -196,15 +196,15 @@ def before_after() -> str:
     )
 
 
-def demo() -> str:
-    """The demo's accuracy and time."""
-    newest = _newest_demo()
+def demo(name: str) -> str:
+    """The accuracy and the time of a demo, of its newest commit in this file."""
+    newest = _newest_demo(name)
     lines = [(r["seed"], f"{r['before']:.0f}", f"{r['after']:.0f}", r["minutes"]) for r in newest]
     return table(
         ("seed", "right answers before, %", "after, %", "minutes, both scores included"),
         lines,
         f"Greedy, 128 held-out problems; two CPU cores per run, {newest[0]['date']}, commit "
-        f"{newest[0]['commit']}. {files('demo-cpu')}",
+        f"{newest[0]['commit']}. {files(name)}",
     )
 
 
@@ -341,12 +341,12 @@ def study_speed() -> str:
     return table(head, lines, f"{source('study-h200')} {files('study-h200')}")
 
 
-def _newest_demo() -> list[Row]:
-    return rows("demo-cpu", commit=rows("demo-cpu")[-1]["commit"])
+def _newest_demo(name: str) -> list[Row]:
+    return rows(name, commit=rows(name)[-1]["commit"])
 
 
 def _demo_after() -> str:
-    after = [found["after"] for found in _newest_demo()]
+    after = [found["after"] for found in _newest_demo("demo-cpu")]
     return f"{min(after):.0f} to {max(after):.0f} %"
 
 
@@ -357,7 +357,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "steps-tokens": steps_tokens,
     "steps-rank": steps_rank,
     "before-after": before_after,
-    "demo": demo,
+    "demo": lambda: demo("demo-cpu"),
+    "demo-tools": lambda: demo("demo-tools-cpu"),
     "turns": lambda: turn_tables.kept("turns-smollm2-cpu"),
     "memory": memory,
     "learning": learning,
