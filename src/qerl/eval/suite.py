@@ -19,6 +19,7 @@ from typing import Any
 
 from qerl.errors import QeRLError
 from qerl.eval.request import Request
+from qerl.named_files import named_file
 from qerl.settings.recipe import read_mapping
 
 FOLDER = Path(__file__).parent / "suites"
@@ -54,7 +55,7 @@ def load_suite(word: str, given: dict[str, Any] | None = None) -> Suite:
     Raises:
         QeRLError: There is no such suite, or an entry has an unknown field or a wrong value.
     """
-    path = _file(word)
+    path = named_file(word, packaged(), "suite")
     values = read_mapping(path, "suite")
     tasks = values.get("tasks")
     if not isinstance(tasks, dict) or not tasks or not values.keys() <= {"about", "tasks"}:
@@ -64,17 +65,6 @@ def load_suite(word: str, given: dict[str, Any] | None = None) -> Suite:
         )
     requests = {str(name): _request(path, str(name), entry, given or {}) for name, entry in tasks.items()}
     return Suite(path.stem, str(values.get("about") or ""), requests)
-
-
-def _file(word: str) -> Path:
-    if word.endswith((".yaml", ".yml")) or "/" in word:
-        return Path(word).expanduser()
-    known = packaged()
-    if word not in known:
-        near = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(known)}."
-        raise QeRLError(f"There is no suite named {word!r}; {hint} A file is given as a path in .yaml.")
-    return known[word]
 
 
 def _request(path: Path, name: str, entry: Any, given: dict[str, Any]) -> Request:

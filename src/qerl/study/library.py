@@ -1,9 +1,8 @@
 """The studies that are part of the package, by name; a word in .yaml or with a slash is a path instead."""
 
-import difflib
 from pathlib import Path
 
-from qerl.errors import QeRLError
+from qerl.named_files import named_file
 
 FOLDER = Path(__file__).parent / "examples"
 
@@ -19,11 +18,4 @@ def study_file(word: str) -> Path:
     Raises:
         QeRLError: The package has no study of this name.
     """
-    if word.endswith((".yaml", ".yml")) or "/" in word:
-        return Path(word).expanduser()
-    known = packaged()
-    if word not in known:
-        near = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(known)}."
-        raise QeRLError(f"There is no study named {word!r}; {hint} A file is given as a path in .yaml.")
-    return known[word]
+    return named_file(word, packaged(), "study")
