@@ -12,7 +12,6 @@ if not torch.cuda.is_available():
 
 
 from qerl.errors import QeRLError
-from qerl.lora.adapter import add_lora
 from qerl.rollout.engine import SamplingParams
 from qerl.rollout.paged.engine import PagedEngine
 from qerl.rollout.paged.limits import KVGeometry
@@ -20,35 +19,10 @@ from qerl.rollout.paged.machine import Cuda
 from qerl.rollout.paged.pace import Pace
 from qerl.rollout.paged.scheduler import Scheduler
 from qerl.rollout.sampling import truncate
-from tests.support.models import FAMILIES, move_adapter, pack
+from tests.support.paged import random_model, score
 from tests.support.sessions import play
 
 PROMPTS = [list(range(5, 75)), [7], list(range(100, 229))]
-
-
-def model_of(family, packed, lora=True):
-    config_class, model_class = FAMILIES[family]
-    config = config_class(
-        vocab_size=1000, hidden_size=192, intermediate_size=448, num_hidden_layers=3, num_attention_heads=6,
-        num_key_value_heads=2, head_dim=64, max_position_embeddings=1024, tie_word_embeddings=False,
-    )  # fmt: skip
-    if family == "qwen2":
-        config.hidden_size, config.num_attention_heads = 384, 6
-    torch.manual_seed(0)
-    model = model_class(config).to(torch.bfloat16).cuda().eval()
-    for parameter in model.parameters():
-        parameter.data += torch.randn_like(parameter) * (0.05 if parameter.ndim == 2 else 0.2)
-    if packed:
-        pack(model, packed)
-    if lora:
-        model = move_adapter(add_lora(model, rank=8, alpha=16, dropout=0.0), 0.05)
-    return model.eval()
-
-
-def score(model, prompt, token_ids):
-    ids = torch.tensor([prompt + token_ids], device="cuda")
-    logits = model(input_ids=ids).logits[0, len(prompt) - 1 : -1].float()
-    return logits.log_softmax(-1).gather(-1, ids[0, len(prompt) :, None])[:, 0]
 
 
 @torch.no_grad()
@@ -69,7 +43,7 @@ def gaps(model, prompts, samples, result):
 @pytest.mark.parametrize("packed", ["", "nvfp4", "mxfp4"])
 @pytest.mark.parametrize("samples", [2, 20])
 def test_sampler_is_the_trainer(family, packed, samples):
-    model = model_of(family, packed)
+    model = random_model(family, packed)
     engine = PagedEngine(model, pad_token_id=0)
     result = engine.generate(PROMPTS, samples, SamplingParams(max_tokens=70, seed=3))
     to_trainer, engine_error, trainer_error = gaps(model, PROMPTS, samples, result)
@@ -83,7 +57,7 @@ def test_sampler_is_the_trainer(family, packed, samples):
 
 
 def test_samples_do_not_depend_on_who_shares_the_batch():
-    engine = PagedEngine(model_of("qwen2", ""), pad_token_id=0)
+    engine = PagedEngine(random_model("qwen2", ""), pad_token_id=0)
     params = SamplingParams(max_tokens=40, seed=3)
     first = engine.generate([PROMPTS[0], PROMPTS[1]], 2, params).completions[:2]
     second = engine.generate([PROMPTS[0], PROMPTS[2]], 2, params).completions[:2]
@@ -91,7 +65,7 @@ def test_samples_do_not_depend_on_who_shares_the_batch():
 
 
 class NineBlocks(Cuda):
-    """The GPU, with room for nine blocks of keys and values of `model_of`'s model."""
+    """The GPU, with room for nine blocks of keys and values of `random_model`'s model."""
 
     def cache_bytes(self, model, filtered):
         return 9 * KVGeometry(layers=3, kv_heads=2, head_size=64, item_bytes=2).block_bytes
@@ -100,7 +74,7 @@ class NineBlocks(Cuda):
 def test_preemption_is_invisible_and_rows_are_refilled(monkeypatch):
     params, pace = SamplingParams(max_tokens=100, seed=5), Pace(spare_rounds=0)
     plenty, scarce = (
-        PagedEngine(model_of("qwen2", ""), pad_token_id=0, max_sequences=4, machine=machine, pace=pace)
+        PagedEngine(random_model("qwen2", ""), pad_token_id=0, max_sequences=4, machine=machine, pace=pace)
         for machine in (Cuda(), NineBlocks())
     )
     wanted = plenty.generate(PROMPTS, 3, params).completions
@@ -124,7 +98,7 @@ def test_preemption_is_invisible_and_rows_are_refilled(monkeypatch):
 def test_turns_draw_what_one_turn_would_have_drawn(machine):
     """Others write what an uninterrupted run drew next; keys are kept, or given up where memory is short."""
     engine = PagedEngine(
-        model_of("qwen2", ""), pad_token_id=0, max_sequences=4, machine=machine, pace=Pace(spare_rounds=0)
+        random_model("qwen2", ""), pad_token_id=0, max_sequences=4, machine=machine, pace=Pace(spare_rounds=0)
     )
     whole = engine.generate(PROMPTS, 3, SamplingParams(max_tokens=100, seed=5)).completions
     stops = tuple(range(0, 1000, 20))
@@ -142,11 +116,11 @@ def test_turns_draw_what_one_turn_would_have_drawn(machine):
 
 
 def test_a_smaller_step_goes_on_with_the_same_samples(step_sizes):
-    engine = PagedEngine(model_of("qwen2", ""), pad_token_id=0)
+    engine = PagedEngine(random_model("qwen2", ""), pad_token_id=0)
     params = SamplingParams(max_tokens=200, seed=5, stop_token_ids=tuple(range(0, 1000, 40)))
     shrinking = engine.generate(PROMPTS, 20, params).completions
     assert step_sizes[0] == 64 and step_sizes[-1] < 16
-    engine = PagedEngine(model_of("qwen2", ""), pad_token_id=0, pace=Pace(small_rows=64))
+    engine = PagedEngine(random_model("qwen2", ""), pad_token_id=0, pace=Pace(small_rows=64))
     step_sizes.clear()
     fixed = engine.generate(PROMPTS, 20, params).completions
     assert set(step_sizes) == {64}
@@ -158,7 +132,7 @@ def test_a_smaller_step_goes_on_with_the_same_samples(step_sizes):
 
 def test_a_cache_that_took_all_it_may_is_kept():
     """Where not all sequences fit, the next call finds cache and graphs as they were."""
-    engine = PagedEngine(model_of("qwen2", ""), pad_token_id=0, machine=Cuda(cache_share=1e-4))
+    engine = PagedEngine(random_model("qwen2", ""), pad_token_id=0, machine=Cuda(cache_share=1e-4))
     params = SamplingParams(max_tokens=100, seed=5)
     first = engine.generate(PROMPTS, 100, params)
     address, steps = engine.cache.k.data_ptr(), dict(engine.graphs.steps)
@@ -170,7 +144,7 @@ def test_a_cache_that_took_all_it_may_is_kept():
 
 
 def test_noise_and_a_changed_adapter_are_seen_without_a_new_engine():
-    model = model_of("qwen2", "")
+    model = random_model("qwen2", "")
     engine = PagedEngine(model, pad_token_id=0)
     params = SamplingParams(max_tokens=8, seed=1)
     clean = engine.generate(PROMPTS[:1], 1, params)
@@ -188,7 +162,7 @@ def test_noise_and_a_changed_adapter_are_seen_without_a_new_engine():
 
 
 def test_stop_tokens_end_a_completion():
-    engine = PagedEngine(model_of("qwen2", ""), pad_token_id=0)
+    engine = PagedEngine(random_model("qwen2", ""), pad_token_id=0)
     free = engine.generate(PROMPTS, 2, SamplingParams(max_tokens=30, seed=2)).completions
     stop = free[0].token_ids[11]
     result = engine.generate(PROMPTS, 2, SamplingParams(max_tokens=30, seed=2, stop_token_ids=(stop,)))
@@ -202,7 +176,7 @@ def test_stop_tokens_end_a_completion():
 
 
 def test_nan_weights_end_a_sequence_with_a_reason():
-    model = model_of("qwen2", "")
+    model = random_model("qwen2", "")
     model.get_base_model().model.embed_tokens.weight.data[7] = float("nan")
     engine = PagedEngine(model, pad_token_id=3)
     result = engine.generate([PROMPTS[0], [7]], 1, SamplingParams(max_tokens=5, seed=2))
@@ -211,7 +185,7 @@ def test_nan_weights_end_a_sequence_with_a_reason():
 
 
 def test_sampling_frequencies_match_the_probabilities():
-    model = model_of("qwen2", "")
+    model = random_model("qwen2", "")
     engine = PagedEngine(model, pad_token_id=0, max_sequences=512)
     with torch.no_grad():
         logits = model(input_ids=torch.tensor([PROMPTS[0]], device="cuda")).logits[0, -1].float()
@@ -232,15 +206,15 @@ def test_sampling_frequencies_match_the_probabilities():
 
 def test_what_it_cannot_run_is_refused():
     with pytest.raises(QeRLError, match="float32"):
-        PagedEngine(model_of("qwen2", "", lora=False).float(), pad_token_id=0)
-    engine = PagedEngine(model_of("qwen2", ""), pad_token_id=0)
+        PagedEngine(random_model("qwen2", "", lora=False).float(), pad_token_id=0)
+    engine = PagedEngine(random_model("qwen2", ""), pad_token_id=0)
     with pytest.raises(QeRLError, match="positions"):
         engine.generate(PROMPTS, 1, SamplingParams(max_tokens=2000))
 
 
 @pytest.mark.parametrize("kind", ["top_k", "top_p", "min_p"])
 def test_filters_draw_from_what_they_leave(kind):
-    model = model_of("qwen2", "")
+    model = random_model("qwen2", "")
     engine = PagedEngine(model, pad_token_id=0, max_sequences=512)
     reference = copy.deepcopy(model).float()
     with torch.no_grad():
