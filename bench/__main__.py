@@ -1,6 +1,7 @@
 """Run a benchmark: `python -m bench NAME ...`; `python -m bench NAME --help` lists its options.
 
-With `--arch 80` after any name this GPU is treated as one of compute capability 8.0 (`qerl.kernels.cards`).
+With `--arch 80` after any name this GPU is treated as one of compute capability 8.0 (`qerl.kernels.cards`),
+with `--memory 24` as one that is sold with 24 GB (`qerl.gpu_memory`).
 """
 
 import argparse
@@ -12,6 +13,7 @@ from importlib import import_module
 import torch
 
 from qerl.errors import QeRLError
+from qerl.gpu_memory import LIMIT, limit_gb
 from qerl.kernels.cards import ARCH, asked
 
 BENCHMARKS = ("rollout", "step", "kernels", "bandwidth", "parity", "study", "turns")
@@ -37,12 +39,16 @@ def main(arguments: list[str]) -> int:
         return 2
     everywhere = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     everywhere.add_argument("--arch")
+    everywhere.add_argument("--memory")
     chosen, options = everywhere.parse_known_args(args.arguments)
     if chosen.arch:
         os.environ[ARCH] = chosen.arch  # before the kernels are imported, which look at it
+    if chosen.memory:
+        os.environ[LIMIT] = chosen.memory
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # a peer's process must not outlive this one
     try:
         asked()
+        limit_gb()
         import_module(f"bench.{args.name}").main(options)
     except QeRLError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -7,7 +7,8 @@ included, says where it comes from:
 - ``date``: when, as 2026-11-21 or 2026-11-21 20:42 UTC;
 - ``command``: what was run;
 - ``gpu``, or ``machine`` where no GPU was measured; ``clocks_mhz`` of the GPU where they were read;
-- ``arch``, the class of GPUs as one of which it was treated, where `QERL_ARCH` or ``--arch`` named one.
+- ``arch``, the class of GPUs as one of which it was treated, where `QERL_ARCH` or ``--arch`` named one;
+- ``memory_gb``, the memory as one with which it was treated, where `QERL_MEMORY_GB` or ``--memory`` did.
 
 The newest result of a benchmark is NAME-CARD.json. One that it replaces, and that something still refers to,
 keeps a file of its own whose name ends in its commit.
@@ -22,6 +23,7 @@ from typing import Any
 
 import torch
 
+from qerl.gpu_memory import limit_gb
 from qerl.kernels.cards import ARCH
 from qerl.source import commit
 
@@ -41,6 +43,7 @@ def provenance(command: str) -> dict[str, Any]:
         "torch": torch.__version__,
         "cuda": str(torch.version.cuda),
         **({"arch": os.environ[ARCH]} if os.environ.get(ARCH) else {}),
+        **({"memory_gb": limit_gb()} if limit_gb() is not None else {}),
         "commit": commit(),
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "command": f"python -m bench {command}",

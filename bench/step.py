@@ -31,6 +31,7 @@ from bench.result import write_result
 from qerl.errors import QeRLError
 from qerl.families.layer import LINEARS
 from qerl.families.sizes import Sizes
+from qerl.gpu_memory import total_bytes
 from qerl.plan.propose import fastest
 from qerl.plan.work import Work
 from qerl.rollout.engine import NormOffsets, RolloutEngine, RolloutResult, SamplingParams
@@ -190,6 +191,7 @@ def _own_rows(args: argparse.Namespace, sizes: Sizes) -> Iterator[dict[str, Any]
             yield {
                 "engine": "qerl", "weights": weights, "lora_rank": rank, "prompts": prompts,
                 "completion_tokens": tokens, "resident_gb": resident, **chosen, **medians(seen),
+                "peak_gb": max(step[phase] for step in seen for phase in ("rollout_gb", "update_gb")),
                 "steps": seen,
             }  # fmt: skip
         del policy, engine
@@ -211,7 +213,7 @@ def _settings(
         microbatches=samples // microbatch,
     )  # fmt: skip
     found = fastest(
-        replace(sizes, tied=False), work, torch.cuda.get_device_properties(_DEVICE).total_memory,
+        replace(sizes, tied=False), work, total_bytes(_DEVICE),
         [tokens_per_forward] if tokens_per_forward else None, [every] if every else None,
     )  # fmt: skip
     if found is None:
@@ -255,6 +257,7 @@ def _line(row: dict[str, Any]) -> str:
         f"{row['engine']} {row['shape']} {row['weights']} r{row['lora_rank']} {row['prompts']} x "
         f"{row['samples']} x {row['completion_tokens']}: rollout {row['rollout_s']:.2f} s, update "
         f"{row['update_s']:.2f} s, step {row['total_s']:.2f} s, {row['tokens_per_s']:.0f} tokens/s; GB: "
-        f"rollout {row['rollout_gb']:.1f}, update {row['update_gb']:.1f}; loss {row.get('loss', nan):.4f}, "
+        f"rollout {row['rollout_gb']:.1f}, update {row['update_gb']:.1f}, peak "
+        f"{row.get('peak_gb', nan):.1f}; loss {row.get('loss', nan):.4f}, "
         f"KL {row.get('sampling/kl', nan):.1e}"
     )

@@ -57,16 +57,20 @@ def test_turns_with_and_without_kept_keys_draw_the_same(capsys, monkeypatch, tmp
     assert "keys computed again" in capsys.readouterr().out
 
 
-def test_a_benchmark_may_treat_the_gpu_as_one_of_an_older_class(capsys, monkeypatch):
+def test_a_benchmark_may_treat_the_gpu_as_an_older_or_smaller_one(capsys, monkeypatch):
     given = []
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("bench.__main__.import_module", lambda name: SimpleNamespace(main=given.append))
     monkeypatch.setattr("signal.signal", lambda *_: None)
     monkeypatch.setenv("QERL_ARCH", "")
-    assert main(["rollout", "--shape", "7b", "--arch", "80"]) == 0
-    assert given == [["--shape", "7b"]] and os.environ["QERL_ARCH"] == "80"
+    monkeypatch.setenv("QERL_MEMORY_GB", "")
+    assert main(["rollout", "--shape", "7b", "--arch", "80", "--memory", "24"]) == 0
+    assert given == [["--shape", "7b"]]
+    assert (os.environ["QERL_ARCH"], os.environ["QERL_MEMORY_GB"]) == ("80", "24")
     assert main(["rollout", "--arch", "7"]) == 2
     assert "QERL_ARCH is '7'; set one of 80" in capsys.readouterr().err
+    assert main(["rollout", "--arch", "80", "--memory", "much"]) == 2
+    assert "QERL_MEMORY_GB is 'much'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("weights", ["nvfp4", "mxfp4", "nf4", "bf16"])

@@ -145,7 +145,7 @@ def test_full_tuning_that_cannot_fit_is_refused_before_it_is_loaded(
     monkeypatch.setattr(run, "load_tokenizer", lambda *_, **__: tiny_tokenizer)
     monkeypatch.setattr(policy, "load_policy", lambda *given: pytest.fail("the model was loaded"))
     monkeypatch.setattr(QeRLConfig, "device", torch.device("cuda"))
-    gpu = types.SimpleNamespace(total_memory=GB80)
+    gpu = types.SimpleNamespace(total_memory=GB80, is_integrated=False)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
     with pytest.raises(QeRLError, match="Full tuning takes at least 121"):
         run.build(config, Console(quiet=True))
@@ -187,7 +187,7 @@ def test_a_run_on_a_gpu_takes_the_limit_of_the_plan(monkeypatch, tiny_tokenizer,
     monkeypatch.setattr(run, "load_tokenizer", lambda *_, **__: tiny_tokenizer)
     monkeypatch.setattr(policy, "load_policy", load)
     monkeypatch.setattr(QeRLConfig, "device", torch.device("cuda"))
-    gpu = types.SimpleNamespace(total_memory=plan.capacity)
+    gpu = types.SimpleNamespace(total_memory=plan.capacity, is_integrated=False)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
     with pytest.raises(Loading):
         run.build(config, Console(quiet=True))

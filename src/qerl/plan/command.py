@@ -6,14 +6,11 @@ from typing import Any
 from rich.console import Console
 
 from qerl.errors import QeRLError
+from qerl.gpu_memory import usable_bytes
 from qerl.plan.phases import MemoryPlan
 from qerl.plan.render import render
 from qerl.plan.settings import plan_settings, propose_settings
 from qerl.settings.recipe import load_config
-
-USABLE = 0.985
-"""Share of a GPU's GiB that a program can use; the rest is the driver's and ECC's (H100 80GB: 84.9 of 85.9
-GB)."""
 
 
 def plan_command(
@@ -37,6 +34,6 @@ def plan_command(
     if isinstance(processes, bool) or not isinstance(processes, int) or processes < 1:
         raise QeRLError(f"--processes is {processes}; it must be a number of GPUs, at least 1.")
     config = load_config(recipes, fields | {"model": name}, required=("model",))
-    plan = plan_settings(config, round(gpu * 2**30 * USABLE), processes)
+    plan = plan_settings(config, usable_bytes(gpu), processes)
     console.print(render(plan, propose_settings(config, plan), name))
     return plan

@@ -12,6 +12,7 @@ from torch import nn
 
 from qerl.errors import QeRLError
 from qerl.families.parts import base_model
+from qerl.gpu_memory import keep_within_limit
 from qerl.kernels import needs
 from qerl.ranks import is_first_process
 from qerl.rollout.engine import KvCacheDtype, RolloutEngine
@@ -39,6 +40,8 @@ def make_engine(
         QeRLError: fp8 is asked for where the paged engine cannot run.
     """
     on_gpu = base_model(model).device.type == "cuda"
+    if on_gpu:
+        keep_within_limit(base_model(model).device)
     reasons = _obstacles(model, kv_cache_dtype == "fp8") if on_gpu else needs.NO_CUDA.reason
     if reasons and kv_cache_dtype != "auto":
         raise QeRLError(

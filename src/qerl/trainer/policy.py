@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from qerl.errors import QeRLError
 from qerl.eval.base_check import check_base
+from qerl.gpu_memory import keep_within_limit, total_bytes
 from qerl.lora.adapter import adapt, add_lora, check_adapter, load_adapter
 from qerl.models.hub import LocalModel
 from qerl.models.load import load_model
@@ -46,7 +47,8 @@ def make_policy(
         if warning:
             console.print(warning, highlight=False)
     if config.device.type == "cuda":
-        plan_memory(config, torch.cuda.get_device_properties(config.device).total_memory, console, model)
+        keep_within_limit(config.device)
+        plan_memory(config, total_bytes(config.device), console, model)
     return load_policy(config, model, peft_config)
 
 

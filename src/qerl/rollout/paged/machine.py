@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from qerl.gpu_memory import free_bytes, total_bytes
 from qerl.rollout.paged.binding import why_not
 from qerl.rollout.paged.limits import CACHE_SHARE, cache_budget
 from qerl.rollout.paged.memory import Memory, PlainMemory, SwitchedMemory
@@ -63,10 +64,10 @@ class Cuda:
     def cache_bytes(self, model: nn.Module, filtered: bool) -> int:
         """A share of what a run leaves, or of what is free now if that is less."""
         torch.cuda.empty_cache()
-        free, total = torch.cuda.mem_get_info()
+        gpu = torch.device("cuda", torch.cuda.current_device())
         held = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
         trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-        return cache_budget(total, held, trained, filtered, free, self.cache_share)
+        return cache_budget(total_bytes(gpu), held, trained, filtered, free_bytes(gpu), self.cache_share)
 
     def memory(self, size: int) -> Memory:
         """Memory that can be given up and taken back."""

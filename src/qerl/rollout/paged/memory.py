@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from qerl.errors import QeRLError
+from qerl.gpu_memory import free_bytes, keep_within_limit
 
 
 class Memory(Protocol):
@@ -81,11 +82,11 @@ class SwitchedMemory:
 
         self._driver: Any = driver
         torch.cuda.current_stream()  # makes torch's context current
-        self._device = torch.cuda.current_device()
+        self._device = torch.device("cuda", torch.cuda.current_device())
         self._location = driver.CUmemAllocationProp()
         self._location.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
         self._location.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
-        self._location.location.id = self._device
+        self._location.location.id = self._device.index
         unit = driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED
         step = self._call("cuMemGetAllocationGranularity", self._location, unit)
         self.size = -(-size // step) * step
@@ -104,7 +105,7 @@ class SwitchedMemory:
         size = math.prod(shape) * dtype.itemsize
         if offset + size > self.size:
             raise QeRLError(f"A tensor of {size} bytes at {offset} exceeds a range of {self.size}.")
-        whole = torch.as_tensor(_Range(int(self._address), self.size), device=f"cuda:{self._device}")
+        whole = torch.as_tensor(_Range(int(self._address), self.size), device=self._device)
         return whole[offset : offset + size].view(dtype).view(shape)
 
     def give_up(self) -> None:
@@ -113,6 +114,7 @@ class SwitchedMemory:
             torch.cuda.synchronize(self._device)
             self._call("cuMemUnmap", self._address, self.size)
             self._call("cuMemRelease", self._handle.pop())
+            keep_within_limit(self._device)
 
     def take_back(self) -> None:
         """Put memory of undefined content under the addresses again.
@@ -122,9 +124,9 @@ class SwitchedMemory:
         """
         if self._handle:
             return
-        if torch.cuda.mem_get_info(self._device)[0] < self.size:
+        if free_bytes(self._device) < self.size:
             torch.cuda.empty_cache()
-        free = torch.cuda.mem_get_info(self._device)[0]
+        free = free_bytes(self._device)
         if free < self.size:
             raise QeRLError(
                 f"Keys and values need {self.size / 1e9:.1f} GB of GPU memory and {free / 1e9:.1f} GB are "
@@ -137,10 +139,12 @@ class SwitchedMemory:
         access.flags = self._driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
         self._call("cuMemSetAccess", self._address, self.size, [access], 1)
         self._handle.append(handle)
+        keep_within_limit(self._device)
 
     def close(self) -> None:
         """Free memory and addresses for good."""
         self._close()
+        keep_within_limit(self._device)
 
     def _call(self, name: str, *arguments: Any) -> Any:
         status, *values = getattr(self._driver, name)(*arguments)

@@ -34,6 +34,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from qerl.families.parts import base_model, eval_mode
 from qerl.families.sizes import Sizes
 from qerl.fp4.linear import dense_weights_kept
+from qerl.gpu_memory import total_bytes
 from qerl.noise.norms import noisy_norms
 from qerl.rollout.engine import SamplingParams
 from qerl.rollout.portable.attention import grouped_decode
@@ -174,7 +175,7 @@ class Walker:
         tokens = max(map(len, self.prompts)) + self._tokens
         cache = 2 * sizes.layers * sizes.keys * tokens * base_model(self._model).dtype.itemsize
         row = 2 * cache + 4 * (2 * sizes.vocabulary + 3 * self._norms.width)
-        return max(2, int(_SHARE * torch.cuda.get_device_properties(self._device).total_memory / row))
+        return max(2, int(_SHARE * total_bytes(self._device) / row))
 
     @contextmanager
     def _ready(self) -> Iterator[None]:

@@ -1,0 +1,97 @@
+"""How much of a GPU's memory a run takes for all that there is.
+
+Everything that plans or reserves asks here and not the driver: the memory plan, the engine's keys and values,
+and, through a limit of torch's allocator, the update. Two things make it less than the driver says.
+
+`QERL_MEMORY_GB` treats a GPU as one with less memory: `QERL_MEMORY_GB=24` is a card that is sold with 24 GB,
+the one that `qerl plan --gpu 24` plans for. What other programs hold counts as on such a card.
+
+Where CPU and GPU share their memory (DGX Spark, Jetson), the driver calls all of it the GPU's. There a
+program that takes it is not refused: the system begins to swap, kills processes or stands still. So a run
+takes three quarters, and the rest stays with the system, the page cache of checkpoints and Python's
+processes.
+The driver also calls memory used that files are only cached in; the system says how much it would give up.
+"""
+
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from qerl.errors import QeRLError
+
+LIMIT = "QERL_MEMORY_GB"
+"""Environment variable: memory as its vendor counts, as which every GPU is treated that has more."""
+
+USABLE = 0.985
+"""Share of a GPU's GiB that a program can use; the rest is the driver's and ECC's (H100 80GB: 84.9 of 85.9
+GB)."""
+
+UNIFIED_SHARE = 0.75
+"""Share of a memory that CPU and GPU have together that a run takes."""
+
+
+def usable_bytes(gigabytes: float) -> int:
+    """Bytes that a program can use of a GPU that is sold with so many GB."""
+    return round(gigabytes * 2**30 * USABLE)
+
+
+def limit_gb() -> float | None:
+    """What `QERL_MEMORY_GB` says; None where it is not set.
+
+    Raises:
+        QeRLError: It is no amount of memory.
+    """
+    text = os.environ.get(LIMIT, "")
+    if not text:
+        return None
+    try:
+        gigabytes = float(text)
+    except ValueError:
+        gigabytes = math.nan
+    if not 0 < gigabytes < math.inf:
+        raise QeRLError(f"{LIMIT} is {text!r}; set a GPU's memory in GB, such as 24, or remove it.")
+    return gigabytes
+
+
+def total_bytes(device: torch.device) -> int:
+    """Bytes of a GPU that a run may plan with.
+
+    Raises:
+        QeRLError: `QERL_MEMORY_GB` is no amount of memory.
+    """
+    gpu: Any = torch.cuda.get_device_properties(device)
+    total: int = gpu.total_memory
+    if gpu.is_integrated:
+        total = round(UNIFIED_SHARE * total)
+    gigabytes = limit_gb()
+    return total if gigabytes is None else min(total, usable_bytes(gigabytes))
+
+
+def free_bytes(device: torch.device) -> int:
+    """Bytes of :func:`total_bytes` that nothing holds at the moment."""
+    gpu: Any = torch.cuda.get_device_properties(device)
+    free = _available() if gpu.is_integrated else torch.cuda.mem_get_info(device)[0]
+    return max(0, free - (gpu.total_memory - total_bytes(device)))
+
+
+def keep_within_limit(device: torch.device) -> None:
+    """Let torch's allocator have what :func:`total_bytes` leaves beside all that does not pass through it.
+
+    That is the context, captured graphs and the engine's keys and values, so this is called again whenever
+    their memory has come or gone. Without a limit torch is left as it is.
+    """
+    gpu: Any = torch.cuda.get_device_properties(device)
+    total = total_bytes(device)
+    if total < gpu.total_memory:
+        for_torch = free_bytes(device) + torch.cuda.memory_reserved(device)
+        torch.cuda.set_per_process_memory_fraction(for_torch / gpu.total_memory, device)
+
+
+def _available(file: Path = Path("/proc/meminfo")) -> int:
+    """Bytes that the system could give a program without swapping."""
+    lines = file.read_text(encoding="ascii").splitlines()
+    (found,) = (line.split() for line in lines if line.startswith("MemAvailable:"))
+    return 1024 * int(found[1])

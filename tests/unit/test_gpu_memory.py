@@ -1,0 +1,101 @@
+"""How much memory a run takes for all there is: a card's own, a limit, a part of one shared with a CPU."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from qerl import gpu_memory
+from qerl.errors import QeRLError
+from qerl.gpu_memory import free_bytes, keep_within_limit, total_bytes, usable_bytes
+from qerl.rollout.paged.limits import cache_budget
+from qerl.rollout.paged.machine import Cuda
+
+GIB = 2**30
+CUDA = torch.device("cuda", 0)
+
+
+class Gpu:
+    """A card of which some memory is used, ``reserved`` of that by torch's allocator."""
+
+    def __init__(self, total: int, used: int, reserved: int, integrated: bool = False) -> None:
+        self.properties = SimpleNamespace(total_memory=total, is_integrated=integrated)
+        self.used, self.reserved, self.allowed = used, reserved, total
+
+    def allow(self, fraction: float, device: torch.device) -> None:
+        self.allowed = round(fraction * self.properties.total_memory)
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    def make(**given) -> Gpu:
+        one = Gpu(**given)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: one.properties)
+        total = one.properties.total_memory
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (total - one.used, total))
+        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device=None: one.reserved)
+        monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", one.allow)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+        return one
+
+    monkeypatch.delenv("QERL_MEMORY_GB", raising=False)
+    return make
+
+
+def test_a_card_without_a_limit_is_believed_and_torch_left_alone(gpu):
+    card = gpu(total=140 * GIB, used=9 * GIB, reserved=7 * GIB)
+    assert (total_bytes(CUDA), free_bytes(CUDA)) == (140 * GIB, 131 * GIB)
+    card.allowed = 5
+    keep_within_limit(CUDA)
+    assert card.allowed == 5
+
+
+def test_a_limit_makes_a_card_smaller_for_plan_engine_and_torch(gpu, monkeypatch):
+    card = gpu(total=140 * GIB, used=9 * GIB, reserved=7 * GIB)
+    monkeypatch.setenv("QERL_MEMORY_GB", "24")
+    assert total_bytes(CUDA) == usable_bytes(24) < 24 * GIB
+    assert free_bytes(CUDA) == usable_bytes(24) - 9 * GIB
+    keep_within_limit(CUDA)
+    assert card.allowed == pytest.approx(usable_bytes(24) - 2 * GIB, abs=1), "2 GiB do not go through torch"
+    card.used += 10 * GIB  # keys and values
+    keep_within_limit(CUDA)
+    assert card.allowed == pytest.approx(usable_bytes(24) - 12 * GIB, abs=1)
+    model = torch.nn.Linear(64, 64, bias=False)
+    given = Cuda().cache_bytes(model, filtered=False)
+    assert given == cache_budget(usable_bytes(24), 4 * 64 * 64, 64 * 64, False, free_bytes(CUDA))
+    card.used = 30 * GIB
+    assert free_bytes(CUDA) == 0
+
+
+def test_a_limit_above_what_the_card_has_changes_nothing(gpu, monkeypatch):
+    card = gpu(total=22 * GIB, used=0, reserved=0)
+    monkeypatch.setenv("QERL_MEMORY_GB", "24")
+    assert total_bytes(CUDA) == free_bytes(CUDA) == 22 * GIB
+    card.allowed = 5
+    keep_within_limit(CUDA)
+    assert card.allowed == 5
+
+
+@pytest.mark.parametrize("text", ["much", "0", "-3", "nan", "inf"])
+def test_a_limit_that_is_no_memory_is_refused(gpu, monkeypatch, text):
+    gpu(total=22 * GIB, used=0, reserved=0)
+    monkeypatch.setenv("QERL_MEMORY_GB", text)
+    with pytest.raises(QeRLError, match=r"QERL_MEMORY_GB is '.*'; set a GPU's memory in GB"):
+        total_bytes(CUDA)
+
+
+def test_a_memory_shared_with_the_cpu_is_not_believed(gpu, monkeypatch, tmp_path):
+    """A DGX Spark with 100 GiB of 120 in the page cache: the driver says that 20 are free."""
+    card = gpu(total=120 * GIB, used=100 * GIB, reserved=2 * GIB, integrated=True)
+    system = tmp_path / "meminfo"
+    system.write_text(f"MemTotal: {120 * 2**20} kB\nMemFree: 1 kB\nMemAvailable:   {110 * 2**20} kB\n")
+    read = gpu_memory._available
+    monkeypatch.setattr(gpu_memory, "_available", lambda: read(Path(system)))
+    assert total_bytes(CUDA) == 90 * GIB
+    assert free_bytes(CUDA) == 80 * GIB, "30 of the 110 stay with the system"
+    keep_within_limit(CUDA)
+    assert card.allowed == pytest.approx(82 * GIB, abs=1)
+    monkeypatch.setenv("QERL_MEMORY_GB", "16")
+    assert total_bytes(CUDA) == usable_bytes(16)
