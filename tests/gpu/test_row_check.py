@@ -17,10 +17,11 @@ from transformers import (
 from trl.trainer.utils import add_fused_lm_head
 
 from qerl.errors import QeRLError
-from qerl.trainer.update import joined_row
-from qerl.trainer.update.attention import use_branch_attention
-from qerl.trainer.update.fused import fuse
-from qerl.trainer.update.row_check import check_joined_row
+from qerl.trainer.trl.forward import score
+from qerl.update import joined_row
+from qerl.update.attention import use_branch_attention
+from qerl.update.fused import fuse
+from qerl.update.row_check import check_joined_row
 
 SIZES = {
     "vocab_size": 512,
@@ -54,8 +55,12 @@ def built(name):
 @pytest.mark.parametrize("name", MODELS)
 def test_a_right_row_passes_and_a_wrong_one_does_not(name, monkeypatch):
     model, by_kernel = built(name)
+
+    def logps(row):
+        return score(model, model.base_model, row, by_kernel)[0]
+
     state = torch.cuda.get_rng_state()
-    check_joined_row(model, model.base_model, by_kernel, 1.0)
+    check_joined_row(model, logps)
     assert torch.equal(torch.cuda.get_rng_state(), state)
     if by_kernel:
         extents = joined_row.Branches
@@ -65,4 +70,4 @@ def test_a_right_row_passes_and_a_wrong_one_does_not(name, monkeypatch):
     else:
         monkeypatch.setattr(joined_row.JoinedRow, "mask_function", lambda self, of_sample: of_sample)
     with pytest.raises(QeRLError, match="joined row than alone"):
-        check_joined_row(model, model.base_model, by_kernel, 1.0)
+        check_joined_row(model, logps)

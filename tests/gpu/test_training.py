@@ -21,10 +21,10 @@ from qerl.fp4.storage import stack_tiles
 from qerl.lora.adapter import _with_own_layers
 from qerl.lora.product import fused_forward
 from qerl.rollout.paged.memory import SwitchedMemory
-from qerl.trainer.update import fused
-from qerl.trainer.update.attention import attention_kwargs, use_branch_attention
-from qerl.trainer.update.joined_row import JoinedRow, join
-from qerl.trainer.update.padded import PaddedBatch
+from qerl.update import fused
+from qerl.update.attention import attention_kwargs, use_branch_attention
+from qerl.update.joined_row import JoinedRow, join
+from qerl.update.padded import PaddedBatch
 
 
 def error(found: torch.Tensor, truth: torch.Tensor) -> float:
@@ -156,7 +156,7 @@ GROUPS = [(65, [130, 7, 64, 1]), (1, [40, 3]), (2, [90]), (200, [33, 128])]
 
 
 def test_attention_of_branches_against_fp64() -> None:
-    from qerl.trainer.update.attention import branch_attention
+    from qerl.update.attention import branch_attention
 
     joined = row(GROUPS)
     length = joined.input_ids_1L.shape[1]

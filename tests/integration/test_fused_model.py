@@ -22,9 +22,9 @@ from qerl.lora.adapter import adapt, add_lora
 from qerl.lora.joint import why_not_joint
 from qerl.models.load import load_model
 from qerl.noise.norms import find_noise_norms, is_norm, noisy_norms
-from qerl.trainer.update import fused
-from qerl.trainer.update import path as update_path
-from qerl.trainer.update.path import Share, find_path
+from qerl.update import fused
+from qerl.update import path as update_path
+from qerl.update.path import Share, find_path
 from tests.support.models import move_adapter
 
 IDS = torch.randint(3, 60, (1, 17), generator=torch.Generator().manual_seed(0))

@@ -5,8 +5,8 @@ import torch
 from rich.console import Console
 
 from qerl.settings.config import QeRLConfig
+from qerl.trainer.batch import padded
 from qerl.trainer.run import build
-from qerl.trainer.update.padded import PaddedBatch
 from tests.support.models import move_adapter
 
 
@@ -26,7 +26,7 @@ def test_decode_equals_the_loss_forward(tiny_run, tmp_path, weights, dtype, boun
     rows = [row for row in trainer.train_dataset.select(range(4)) for _ in range(2)]
     batch = trainer._generate_and_score_completions(rows)
     trainer.model.eval()  # the adapters' dropout is for the loss, not for this comparison
-    logps, _ = trainer._forward(trainer.model, PaddedBatch.of(batch), list(range(len(rows))))
+    logps, _ = trainer._forward(trainer.model, padded(batch), list(range(len(rows))))
     difference = (logps - batch["sampling_per_token_logps"])[batch["completion_mask"].bool()].abs()
     mean, most = difference.mean(), difference.max()
     with capsys.disabled():

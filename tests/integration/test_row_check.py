@@ -16,11 +16,11 @@ from qerl.rollout.engine import RolloutEngine
 from qerl.rollout.portable.engine import PortableEngine
 from qerl.settings.config import QeRLConfig
 from qerl.trainer.grpo import QeRLTrainer
-from qerl.trainer.update import attention, masks, row_check
-from qerl.trainer.update.forward import score
-from qerl.trainer.update.joined_row import JoinedRow, join
-from qerl.trainer.update.padded import PaddedBatch
-from qerl.trainer.update.row_check import check_joined_row
+from qerl.trainer.trl.forward import score
+from qerl.update import attention, masks
+from qerl.update.joined_row import JoinedRow, join
+from qerl.update.padded import PaddedBatch
+from qerl.update.row_check import check_joined_row
 from tests.support.models import TINY
 
 WINDOW = 8
@@ -147,7 +147,7 @@ def with_head(model: transformers.PreTrainedModel) -> transformers.PreTrainedMod
 
 
 def check(model, longest=None) -> None:
-    check_joined_row(model, model.base_model, False, 0.8, longest)
+    check_joined_row(model, lambda row: score(model, model.base_model, row, False)[0], 0.8, longest)
 
 
 @pytest.mark.parametrize("name", [name for name in ATTENTIONS if name != "llama4-chunks"])
@@ -193,17 +193,17 @@ def causal_in_branch(row, query, key) -> torch.Tensor:
     return (group[query] == group[key]) & own & (position[query] >= position[key])
 
 
-def test_the_check_goes_as_far_as_the_run(monkeypatch):
+def test_the_check_goes_as_far_as_the_run():
     """A window that no sample reaches cannot do harm; one that is reached is crossed."""
     lengths = []
-    monkeypatch.setattr(
-        row_check,
-        "score",
-        lambda *args: lengths.append(int(args[2].position_ids_1L.max()) + 1) or score(*args),
-    )
     model = with_head(build("Mistral", sliding_window=30))
+
+    def spy(row):
+        lengths.append(int(row.position_ids_1L.max()) + 1)
+        return score(model, model.base_model, row, False)[0]
+
     for longest in (None, 50, 34, 30, 12, 2):
-        check(model, longest)
+        check_joined_row(model, spy, 0.8, longest)
     assert lengths == [n - 1 for n in (38, 38, 34, 12, 12, 2)], "the last token of a sample predicts nothing"
 
 

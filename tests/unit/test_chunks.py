@@ -9,9 +9,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from qerl.trainer.update.chunks import loss_in_chunks, split_rows
-from qerl.trainer.update.joined_row import join
-from qerl.trainer.update.padded import Lengths, PaddedBatch
+from qerl.trainer.batch import padded_rollout
+from qerl.update.chunks import loss_in_chunks, split_rows
+from qerl.update.joined_row import join
+from qerl.update.padded import Lengths
 
 
 def lengths(*groups: tuple[int, list[int]]) -> Lengths:
@@ -42,7 +43,7 @@ def test_lengths_are_those_of_the_joined_row():
             for p, c in zip(prompts, completions, strict=True)
         ]
     )
-    padded = PaddedBatch.of_rollout(ids, mask, C, group_size=3)
+    padded = padded_rollout(ids, mask, C, group_size=3)
     for rows in ([0], [1, 2], [0, 2, 3, 7, 8], list(range(15))):
         assert padded.lengths.tokens(rows) == join(padded, rows).input_ids_1L.size(1)
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from qerl.trainer.update.correction import (
+from qerl.trainer.correction import (
     Correction,
     Mismatch,
     balance_ratio,

@@ -13,7 +13,7 @@ from qerl.noise.norms import noisy_norms
 from qerl.noise.schedule import NoiseSchedule
 from qerl.rollout.engine import SamplingParams
 from qerl.rollout.portable.engine import PortableEngine
-from qerl.trainer.update.correction import balance_ratio, importance_ratio, one_sided_bounds, weights
+from qerl.trainer.correction import balance_ratio, importance_ratio, one_sided_bounds, weights
 
 PROMPT = [5, 9, 3]
 V = 64

@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
-from qerl.trainer.update.joined_row import IGNORE, JoinedRow, join
-from qerl.trainer.update.padded import PaddedBatch
+from qerl.update.joined_row import IGNORE, JoinedRow, join
+from qerl.update.padded import PaddedBatch
 
 
 def padded_batch(prompts: list[list[int]], completions: list[list[int]]) -> PaddedBatch:

@@ -1,6 +1,6 @@
 """Which model families are taken, as far as a config and names of tensors tell: before weights are read.
 
-What they do not tell, the trainer measures before its first step (`qerl.trainer.update.row_check`).
+What they do not tell, the trainer measures before its first step (`qerl.update.row_check`).
 """
 
 import re

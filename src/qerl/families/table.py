@@ -7,7 +7,7 @@ differs in nothing else is a line here. Another kind of norm, attention, MLP or 
 one kernel or function per reader; ARCHITECTURE says where each would lie.
 
 What samples and trains without these kernels needs no entry: the portable engine and the update check a
-model by what it computes (`qerl.families.supported`, `qerl.trainer.update.row_check`), and noise finds norms
+model by what it computes (`qerl.families.supported`, `qerl.update.row_check`), and noise finds norms
 by data flow.
 """
 

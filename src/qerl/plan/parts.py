@@ -3,7 +3,7 @@
 A step has two phases that want the same memory at different times: the rollout, with keys and values, and the
 update, with activations. Weights, adapter and optimizer are there in both. Each class below is one part and
 says by which formula; counts of parameters and bytes of weights, adapter and optimizer are exact, activations
-are those of this project's update on CUDA (`qerl.lora.product`, `qerl.trainer.update.attention`,
+are those of this project's update on CUDA (`qerl.lora.product`, `qerl.update.attention`,
 `qerl.kernels.update`) at the moment at which most of them are alive.
 
 Bytes everywhere. T tokens in the joined row of a forward pass, S of them predict something, D hidden size, I
@@ -186,7 +186,7 @@ class Activations:
 
     @property
     def _groups(self) -> list[list[Linear]]:
-        """Linears whose products the update computes as one (`qerl.trainer.update.fused`).
+        """Linears whose products the update computes as one (`qerl.update.fused`).
 
         Only where all of them are adapted and none runs through PEFT, and q, k and v not where heads are
         normalised.

@@ -2,7 +2,7 @@
 their activations.
 
 How many samples a step has is the user's choice and stays as it is. How they are computed changes memory and
-speed, but nothing that is learned (`qerl.trainer.update.chunks`), so it follows from the plan. The two
+speed, but nothing that is learned (`qerl.update.chunks`), so it follows from the plan. The two
 settings compete for the same memory. A layer that keeps its activations saves its second forward pass, a
 third of its products. Fewer tokens at once make room for more such layers; but every forward pass writes
 every weight densely anew, and a group that is divided has its prompt computed in each chunk.

@@ -44,11 +44,11 @@ from qerl.trainer.model_in_hand import check_dtype, held, weights_of
 from qerl.trainer.others import Others
 from qerl.trainer.policy import make_policy
 from qerl.trainer.prompts import short_prompts
+from qerl.trainer.ready import check_policy
 from qerl.trainer.rewards import guard_rewards, one_for_each, with_length_penalty
 from qerl.trainer.rollouts import check_data
 from qerl.trainer.trl.evaluation import check_metric
 from qerl.trainer.trl.settings import as_ours
-from qerl.trainer.update.ready import check_policy
 
 REFUSED = {
     "quantization_config": "the field `weights` of the settings says how a model is quantised",

@@ -43,12 +43,12 @@ from qerl.errors import QeRLError
 from qerl.rollout.engine import RolloutEngine
 from qerl.trainer.arguments import complete
 from qerl.trainer.callbacks import EarlyStop, MetricsFile
+from qerl.trainer.correction import Mismatch
 from qerl.trainer.dynamic_sampling import empty_log
 from qerl.trainer.others import check_others
 from qerl.trainer.trl.evaluation import name_metrics
 from qerl.trainer.trl.reference import none_by_trl
 from qerl.trainer.trl.tables import written_whole
-from qerl.trainer.update.correction import Mismatch
 from qerl.trainer.updates import UpdateTrainer
 
 

@@ -21,6 +21,7 @@ from qerl.rollout.engine import RolloutEngine
 from qerl.settings.config import QeRLConfig
 from qerl.trainer.advantages import JUDGE, Signal, find_judge, judge_of
 from qerl.trainer.batch import GROUP_KEY, NOISY_KEY, STEP_KEY, Batch, group_index
+from qerl.trainer.correction import loss_mask
 from qerl.trainer.curriculum import settled_groups
 from qerl.trainer.dynamic_sampling import empty_log, replace_groups, replace_log_rows, samples_of
 from qerl.trainer.noise import RolloutNoise
@@ -29,7 +30,6 @@ from qerl.trainer.prompt_choice import PromptChoice
 from qerl.trainer.rewards import WRITTEN_COLUMN, stop_if_all_failed
 from qerl.trainer.sampler import SamplerTrainer
 from qerl.trainer.trl.trials import Trials
-from qerl.trainer.update.correction import loss_mask
 
 N = TypeVar("N", int, float)
 

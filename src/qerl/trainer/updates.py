@@ -17,19 +17,19 @@ from trl.trainer.utils import split_tensor_dict
 from qerl.errors import QeRLError
 from qerl.families.parts import base_model
 from qerl.fp4.linear import dense_weights_kept
-from qerl.trainer.batch import NOISY_KEY, NOISY_LOGPS_KEY, Batch
+from qerl.trainer.batch import NOISY_KEY, NOISY_LOGPS_KEY, Batch, padded, padded_rollout
+from qerl.trainer.correction import Correction, Mismatch, loss_mask, rows_with_gradient
 from qerl.trainer.processes import rebuild_buckets
+from qerl.trainer.ready import ready_for_rows
 from qerl.trainer.rollouts import RolloutTrainer
+from qerl.trainer.trl.forward import score_rows
 from qerl.trainer.trl.known_outputs import KnownOutputs
 from qerl.trainer.trl.recompute import accept_every_n_layers, recompute_every_layer
 from qerl.trainer.trl.reference import add_reference
 from qerl.trainer.trl.trials import Trials
-from qerl.trainer.update.chunks import Outputs, loss_in_chunks, without_graph
-from qerl.trainer.update.correction import Correction, Mismatch, loss_mask, rows_with_gradient
-from qerl.trainer.update.forward import score_rows
-from qerl.trainer.update.memory_retry import MemoryRetry
-from qerl.trainer.update.padded import PaddedBatch
-from qerl.trainer.update.ready import ready_for_rows
+from qerl.update.chunks import Outputs, loss_in_chunks, without_graph
+from qerl.update.memory_retry import MemoryRetry
+from qerl.update.padded import PaddedBatch
 
 
 class UpdateTrainer(RolloutTrainer):
@@ -128,7 +128,7 @@ class UpdateTrainer(RolloutTrainer):
 
     def _compute_loss(self, model: torch.nn.Module, inputs: Batch) -> torch.Tensor:
         """Replaces TRL's loss of a microbatch: the same loss, in chunks, of samples that have a gradient."""
-        batch = PaddedBatch.of(inputs)
+        batch = padded(inputs)
         chunks = self._retry.split(self._rows_to_compute(inputs), batch.lengths)
         if self.accelerator.num_processes > 1:  # the loss gathers: every rank computes it as many times
             rebuild_buckets(model)
@@ -197,7 +197,7 @@ class UpdateTrainer(RolloutTrainer):
         if not self._reads_logps:
             return None, None, None
         with self._clock.part("logprob"), self._noise.in_loss(self._sampled_now()):
-            batch = PaddedBatch.of_rollout(input_ids, attention_mask, logits_to_keep, self.num_generations)
+            batch = padded_rollout(input_ids, attention_mask, logits_to_keep, self.num_generations)
             rows = (attention_mask[:, -logits_to_keep:].sum(dim=1) > 0).nonzero().flatten().tolist()
             logps, entropy = self._scores(model, batch, rows, batch_size or len(input_ids))
         return logps, entropy if compute_entropy else None, None
@@ -216,7 +216,7 @@ class UpdateTrainer(RolloutTrainer):
         rows = [row for row in self._rows_to_compute(batch) if not noisy[row]]
         with self._clock.part("logprob"), self._noise.sampled(self.state.global_step):
             size = self.args.per_device_train_batch_size
-            logps_BC, _ = self._scores(self.model, PaddedBatch.of(batch), rows, size)
+            logps_BC, _ = self._scores(self.model, padded(batch), rows, size)
         computed_B1 = torch.zeros_like(noisy_B1)
         computed_B1[rows] = True
         others_BC = torch.where(computed_B1, logps_BC, torch.nan)

@@ -11,7 +11,7 @@ import torch
 from qerl.study.arms import Arm, Run
 from qerl.study.batched.sampler import Samples
 from qerl.study.batched.score import Piece, Texts
-from qerl.trainer.update.correction import (
+from qerl.trainer.correction import (
     balance_ratio,
     importance_ratio,
     one_sided_bounds,

@@ -36,7 +36,7 @@ from qerl.trainer.resume.provenance import write_provenance
 from qerl.trainer.resume.rollout_file import load_rollouts, save_rollouts
 from qerl.trainer.trl.client import EpochRepeatSampler
 from qerl.trainer.trl.reference import load_reference, save_reference
-from qerl.trainer.update.memory_retry import MemoryRetry
+from qerl.update.memory_retry import MemoryRetry
 
 # What torch, safetensors and the system raise where a file cannot be written.
 _CANNOT_WRITE = (OSError, SafetensorError, RuntimeError)

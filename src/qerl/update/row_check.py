@@ -12,7 +12,7 @@ How far the two may be apart, on average over the scored tokens: 1e-4 nats, some
 another order differ by; what rounding a logit to the model's dtype can move it, half a unit in the last
 place; and four times the model's own noise, which is measured as well: the same samples, alone and padded
 in a batch, go through different tile sizes on the way to the same numbers. In 16 bits 0.1 nats come on top:
-the joined row goes through other kernels than a plain pass (`qerl.trainer.update.fused`), and either is some
+the joined row goes through other kernels than a plain pass (`qerl.update.fused`), and either is some
 distance from FP32 by rounding each layer, 0.017 nats for a random 7B and 0.032 for SmolLM2-135M on an H100
 (docs/dev/log.md). Wrong masks were seen to be off by 0.1 to 4 nats. Given up: a smaller error in 16 bits,
 which FP32 on a CPU would show.
@@ -21,7 +21,7 @@ Legend: T tokens of a sample, N tokens of a completion, V vocabulary.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,9 +31,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from qerl.errors import QeRLError
 from qerl.families.parts import base_model, eval_mode
 from qerl.seeding import generator
-from qerl.trainer.update.forward import score
-from qerl.trainer.update.joined_row import join
-from qerl.trainer.update.padded import PaddedBatch
+from qerl.update.joined_row import JoinedRow, join
+from qerl.update.padded import PaddedBatch
 
 _FP32_SUMS = 1e-4
 _NOISE = 4
@@ -54,9 +53,8 @@ class _Sample:
 
 def check_joined_row(
     model: torch.nn.Module,
-    decoder: torch.nn.Module,
-    branch_attention: bool,
-    temperature: float,
+    score: Callable[[JoinedRow], torch.Tensor],
+    temperature: float = 1.0,
     longest: int | None = None,
 ) -> None:
     """Refuse a model whose samples have other log-probabilities in a joined row than alone.
@@ -64,10 +62,10 @@ def check_joined_row(
     Nothing about the model changes, and no random numbers but the check's own are drawn.
 
     Args:
-        model: The policy as it trains, PEFT-wrapped or not, with TRL's chunked output head.
-        decoder: The part of it in front of the output head.
-        branch_attention: Whether its attention reads stretches instead of a dense mask.
-        temperature: Temperature of the output head.
+        model: The policy as it trains, PEFT-wrapped or not.
+        score: Log-probabilities [1, S] of a row's labels, at the positions that predict something, computed
+            as the update computes them.
+        temperature: What `score` divides logits by.
         longest: Tokens of the run's longest sample, prompt and completion; None where it is unknown.
 
     Raises:
@@ -79,7 +77,7 @@ def check_joined_row(
     samples = _samples(base.config, config.vocab_size, length)
     with torch.no_grad(), eval_mode(model):
         try:
-            joined = _joined(model, decoder, branch_attention, samples)
+            joined = _joined(base.device, score, samples)
             alone = [_plain(base, [sample])[0] for sample in samples]
             padded = _plain(base, samples[:2])
         except (torch.OutOfMemoryError, torch.AcceleratorError):
@@ -163,18 +161,16 @@ def _special_tokens(config: dict[str, Any]) -> Iterator[int]:
 
 
 def _joined(
-    model: torch.nn.Module, decoder: torch.nn.Module, branch_attention: bool, samples: list[_Sample]
+    device: torch.device, score: Callable[[JoinedRow], torch.Tensor], samples: list[_Sample]
 ) -> list[torch.Tensor]:
     """Log-probabilities [N] of each sample's completion, from one row."""
     prompts, completions = [s.prompt for s in samples], [s.completion for s in samples]
-    device = base_model(model).device
     prompt_ids, prompt_mask = _padded(prompts, device, left=True)
     ids_BN, mask_BN = _padded(completions, device, left=False)
     group_B = torch.tensor([prompts.index(prompt) for prompt in prompts], device=device)
     batch = PaddedBatch(prompt_ids, prompt_mask, ids_BN, mask_BN, group_B)
     row = join(batch, rows=list(range(len(samples))))
-    logps_1S, _ = score(model, decoder, row, branch_attention)
-    logps_BN = row.scatter(logps_1S.float(), *ids_BN.shape)
+    logps_BN = row.scatter(score(row).float(), *ids_BN.shape)
     return [logps_N[: len(tokens)] for logps_N, tokens in zip(logps_BN, completions, strict=True)]
 
 

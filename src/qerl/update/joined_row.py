@@ -12,8 +12,8 @@ embeddings see what they would see in a row of its own. Gradients through the sh
 branches, which is what the padded batch computes sample by sample.
 
 The row says which tokens attend to which in two forms. `Branches` lists the stretches of the row for a kernel
-that computes only what is seen (`qerl.trainer.update.attention`); `mask_function` answers for any two tokens,
-from which a model's own dense masks are made (`qerl.trainer.update.masks`), at a cost of L^2 whatever they
+that computes only what is seen (`qerl.update.attention`); `mask_function` answers for any two tokens,
+from which a model's own dense masks are made (`qerl.update.masks`), at a cost of L^2 whatever they
 mask.
 
 A layer with a recurrent state would need a third form: where in the row a state starts, and the position
@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 
-from qerl.trainer.update.padded import PaddedBatch
+from qerl.update.padded import PaddedBatch
 
 MaskFunction = Callable[[Any, Any, torch.Tensor, torch.Tensor], torch.Tensor]
 """transformers' form of a mask: by index of batch, head, query and key, whether the query sees the key."""

@@ -8,7 +8,7 @@ always, and each function that it hands to its implementation is read by positio
 restricted to the branch (`JoinedRow.mask_function`).
 
 A mask made here would have to be made for every family again, and would be wrong without a word for each
-that was forgotten. Given up: models that make masks in some other way. `qerl.trainer.update.row_check` finds
+that was forgotten. Given up: models that make masks in some other way. `qerl.update.row_check` finds
 them.
 
 transformers looks an implementation's mask maker up by name; the entry is replaced for the length of one
@@ -25,7 +25,7 @@ from transformers import PreTrainedConfig
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
 
 from qerl.errors import QeRLError
-from qerl.trainer.update.joined_row import JoinedRow, MaskFunction
+from qerl.update.joined_row import JoinedRow, MaskFunction
 
 
 @contextmanager

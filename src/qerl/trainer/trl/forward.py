@@ -3,20 +3,15 @@
 The policy is called through the output head that TRL puts on it (`fused_lm_head=True`, `shift_labels`), which
 computes logits in tiles and returns `log_probs` and `entropy` of the labels. Tied to trl 1.16.
 
-Legend: B samples, C completion columns, L tokens of the joined row, S positions of it that predict something.
+Legend: B samples, C completion columns, S positions of a joined row that predict something.
 """
-
-import contextlib
-from collections.abc import Iterator
-from typing import Any
 
 import torch
 
-from qerl.trainer.update.attention import attention_kwargs
-from qerl.trainer.update.chunks import Outputs
-from qerl.trainer.update.joined_row import JoinedRow, join
-from qerl.trainer.update.masks import masked_by_branch
-from qerl.trainer.update.padded import PaddedBatch
+from qerl.update.chunks import Outputs
+from qerl.update.forward import row_inputs, scored_only
+from qerl.update.joined_row import JoinedRow, join
+from qerl.update.padded import PaddedBatch
 
 
 def score_rows(
@@ -56,29 +51,6 @@ def score(
         branch_attention: Whether the model's attention reads stretches instead of a dense mask.
     """
     scored_L = row.sample_L >= 0
-    by_stretch = contextlib.nullcontext(attention_kwargs(row.branches))
-    seeing = by_stretch if branch_attention else masked_by_branch(decoder.config, row)
-    with _scored_only(decoder, scored_L), seeing as attention:
-        out = model(
-            input_ids=row.input_ids_1L,
-            position_ids=row.position_ids_1L,
-            **attention,
-            shift_labels=row.labels_1L[:, scored_L],
-            fused_lm_head=True,
-        )
+    with scored_only(decoder, scored_L), row_inputs(decoder, row, branch_attention) as inputs:
+        out = model(**inputs, shift_labels=row.labels_1L[:, scored_L], fused_lm_head=True)
     return out.log_probs, out.entropy
-
-
-@contextlib.contextmanager
-def _scored_only(decoder: torch.nn.Module, scored_L: torch.Tensor) -> Iterator[None]:
-    """Hand the output head only the positions that predict something: shared prompts do not."""
-
-    def select(_module: torch.nn.Module, _args: Any, output: Any) -> Any:
-        output.last_hidden_state = output.last_hidden_state[:, scored_L]
-        return output
-
-    handle = decoder.register_forward_hook(select)
-    try:
-        yield
-    finally:
-        handle.remove()

@@ -7,6 +7,7 @@ is checked once it is in place and has its output head.
 import logging
 from contextlib import nullcontext
 
+import torch
 from torch import nn
 
 from qerl.errors import QeRLError
@@ -15,9 +16,11 @@ from qerl.fp4.linear import dense_weights_kept
 from qerl.noise.norms import find_noise_norms
 from qerl.rollout.engine import RolloutEngine, check_model
 from qerl.settings.config import QeRLConfig
-from qerl.trainer.update.attention import use_branch_attention
-from qerl.trainer.update.path import UpdatePath, find_path, why_unfit
-from qerl.trainer.update.row_check import check_joined_row
+from qerl.trainer.trl.forward import score
+from qerl.update.joined_row import JoinedRow
+from qerl.update.kernels import use_kernels
+from qerl.update.path import UpdatePath
+from qerl.update.row_check import check_joined_row
 
 logger = logging.getLogger(__name__)
 
@@ -53,19 +56,17 @@ def ready_for_rows(model: nn.Module, args: QeRLConfig) -> UpdatePath:
             the loss is to have noise in norms that train.
     """
     base = base_model(model)
-    unfit = why_unfit(base)
-    why_dense_masks = unfit or use_branch_attention(base)
-    if not unfit:
-        from qerl.trainer.update.fused import fuse  # needs Triton
-
-        fuse(base)
-    path = find_path(base, why_dense_masks)
+    path = use_kernels(base)
     prompt, completion = args.max_prompt_length, args.max_completion_length
     longest = prompt + completion if prompt and completion else None
     with dense_weights_kept(model) if base.device.type == "cpu" else nullcontext():
         if args.noise:
             _check_norms(base, find_noise_norms(model), args)
-        check_joined_row(model, base.base_model, path.by_stretch, args.temperature, longest)
+
+        def logps(row: JoinedRow) -> torch.Tensor:
+            return score(model, base.base_model, row, path.by_stretch)[0]
+
+        check_joined_row(model, logps, args.temperature, longest)
     if path.is_slow and args.process_index == 0:
         logger.warning(path.sentence())
     return path

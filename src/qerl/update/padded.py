@@ -1,4 +1,4 @@
-"""Samples as TRL has them, side by side in padded tensors, and how many tokens each adds to a joined row.
+"""Samples side by side in padded tensors, and how many tokens each adds to a joined row.
 
 Legend: B samples, P padded prompt length, C padded completion length.
 """
@@ -9,12 +9,10 @@ from functools import cached_property
 
 import torch
 
-from qerl.trainer.batch import GROUP_KEY, Batch, group_index
-
 
 @dataclass(frozen=True)
 class Lengths:
-    """Number of tokens that each sample adds to a joined row (`qerl.trainer.update.joined_row`).
+    """Number of tokens that each sample adds to a joined row (`qerl.update.joined_row`).
 
     Attributes:
         own_B: Tokens of each sample's completion.
@@ -47,34 +45,6 @@ class PaddedBatch:
     completion_ids_BC: torch.Tensor
     completion_mask_BC: torch.Tensor
     group_B: torch.Tensor
-
-    @classmethod
-    def of(cls, batch: Batch) -> "PaddedBatch":
-        """The samples of TRL's batch.
-
-        A completion of which the loss sees no token keeps its first one: such a sample is run only to keep
-        processes in step.
-        """
-        mask_BC = batch["completion_mask"].clone()
-        mask_BC[:, 0] = 1
-        prompt = batch["prompt_ids"], batch["prompt_mask"]
-        return cls(*prompt, batch["completion_ids"], mask_BC, batch[GROUP_KEY])
-
-    @classmethod
-    def of_rollout(
-        cls, ids_BT: torch.Tensor, mask_BT: torch.Tensor, columns: int, group_size: int
-    ) -> "PaddedBatch":
-        """The samples of a whole rollout, where TRL has put prompts and completions side by side.
-
-        Args:
-            ids_BT, mask_BT: Prompts and completions of whole groups, side by side.
-            columns: C, the width of the completions.
-            group_size: Samples per group.
-        """
-        ids, masks = (t.split([t.size(1) - columns, columns], dim=1) for t in (ids_BT, mask_BT))
-        batch = {"prompt_ids": ids[0], "completion_ids": ids[1]}
-        batch |= {"prompt_mask": masks[0], "completion_mask": masks[1]}
-        return cls.of(batch | {GROUP_KEY: group_index(batch, group_size)})
 
     @cached_property
     def lengths(self) -> Lengths:

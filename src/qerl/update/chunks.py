@@ -1,6 +1,6 @@
 """A microbatch with more tokens than one forward pass may hold is computed in chunks.
 
-Activations grow with the tokens of the joined row (`qerl.trainer.update.joined_row`), not with its samples:
+Activations grow with the tokens of the joined row (`qerl.update.joined_row`), not with its samples:
 eight short answers may take less memory than one long one. So the limit is a number of tokens. The samples
 of a microbatch are spread over as few chunks as hold them, balanced: the longest first, each to the chunk
 that it leaves the lightest (longest processing time first, Graham 1969). A chunk computes a prompt once for
@@ -26,7 +26,7 @@ from functools import reduce
 
 import torch
 
-from qerl.trainer.update.padded import Lengths
+from qerl.update.padded import Lengths
 
 Outputs = tuple[torch.Tensor, ...]
 """Tensors [B, C] of a forward pass, zero outside of its samples."""

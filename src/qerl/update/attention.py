@@ -35,8 +35,8 @@ from transformers.masking_utils import (
 
 from qerl.errors import QeRLError
 from qerl.families.parts import eval_mode
-from qerl.trainer.update.joined_row import Branches, MaskFunction, join
-from qerl.trainer.update.padded import PaddedBatch
+from qerl.update.joined_row import Branches, MaskFunction, join
+from qerl.update.padded import PaddedBatch
 
 NAME = "qerl_branches"
 

@@ -8,7 +8,7 @@ have an adapter; the rotary embedding takes q, k and v as that product leaves th
 A `PeftModel` that PEFT made itself has PEFT's layers, which compute the adapter beside the layer in FP32;
 they become one product too.
 
-Which modules the kernels serve, `qerl.trainer.update.path` says. Those are given a new `forward`; nothing
+Which modules the kernels serve, `qerl.update.path` says. Those are given a new `forward`; nothing
 else about them changes, and what is not 16-bit on a GPU is computed as before.
 """
 
@@ -24,8 +24,8 @@ from qerl.kernels.update.rotary import rotated_heads
 from qerl.kernels.update.swiglu import swiglu
 from qerl.lora.product import fused_forward, is_16bit_cuda
 from qerl.noise.norms import takes_float32_weight
-from qerl.trainer.update.attention import branch_attention
-from qerl.trainer.update.path import attentions, mlps, norms, why_not_norm, why_not_rotary, why_not_swiglu
+from qerl.update.attention import branch_attention
+from qerl.update.path import attentions, mlps, norms, why_not_norm, why_not_rotary, why_not_swiglu
 
 
 def fuse(model: nn.Module) -> None:

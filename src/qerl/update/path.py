@@ -109,7 +109,7 @@ def why_unfit(model: PreTrainedModel) -> str:
 
 
 def find_path(model: PreTrainedModel, why_dense_masks: str | None) -> UpdatePath:
-    """The path on which :func:`qerl.trainer.update.fused.fuse` puts a model.
+    """The path on which :func:`qerl.update.fused.fuse` puts a model.
 
     Args:
         model: The transformers model where it trains, adapters included.

@@ -4,7 +4,7 @@ How much memory a step takes depends on how long its samples turned out, so a ru
 then meet one batch that does not fit. What is sampled is kept; the update is done again: the gradients of the
 step so far are dropped, since a backward pass that was interrupted has left a part of its own in them, and
 every microbatch of the step runs again: first with every layer recomputed for backward, where some kept their
-activations, then with half as many tokens per forward pass (`qerl.trainer.update.chunks`). Neither changes a
+activations, then with half as many tokens per forward pass (`qerl.update.chunks`). Neither changes a
 gradient. What was changed stays for the rest of the run, and for whatever the same trainer trains after it,
 and goes into its checkpoints, so that a resumed run computes what this one would have.
 
@@ -22,8 +22,8 @@ from typing import Any, TypeVar
 import torch
 
 from qerl.errors import QeRLError
-from qerl.trainer.update.chunks import split_rows
-from qerl.trainer.update.padded import Lengths
+from qerl.update.chunks import split_rows
+from qerl.update.padded import Lengths
 
 T = TypeVar("T")
 B = TypeVar("B")

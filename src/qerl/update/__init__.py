@@ -1,0 +1,1 @@
+"""What one update computes: joined rows, chunks, forward pass, losses, and retry when memory runs out."""
