@@ -67,7 +67,9 @@ def fill_rows(step: DecodeStep, cache: KVCache, prompt_tokens: int, group: int, 
     admitted = scheduler.next_round().admitted
     assert len(admitted) == rows, "the cache is too small"
     step.rows.clear()
-    step.rows.place(admitted, seed=0)
+    for row, sequence in enumerate(admitted):
+        sequence.key = 0, row, 0
+    step.rows.place(admitted)
     step.attend(scheduler.running)
 
 

@@ -60,15 +60,19 @@ def test_turns_draw_what_one_turn_would_have_drawn(model, monkeypatch, kept):
 
 
 def test_a_longer_prompt_comes_while_others_run(model):
-    """The cache is replaced by one that holds it, and what lay in the old one is computed again."""
+    """The cache is replaced by one that holds it, and what lay in the old one is computed again. Its sequence
+    has a seed of its own, with which it draws what it would draw alone."""
     prompts = [[9], [4, *range(60), 7, 11, 13, 17]]  # the second fills two blocks
-    whole = PortableEngine(model, 0).generate(prompts, 1, SamplingParams(max_tokens=5, seed=5)).completions
+    whole = [
+        PortableEngine(model, 0).generate([prompt], 1, SamplingParams(max_tokens=5, seed=seed)).completions[0]
+        for prompt, seed in zip(prompts, (5, 9), strict=True)
+    ]
     params = SamplingParams(max_tokens=5, seed=5, stop_token_ids=(whole[0].token_ids[0],))
     with paged(model).session(params) as session:
         session.start(prompts[:1], 1)
         assert session.next()[0].completion.token_ids == whole[0].token_ids[:1]
         session.go_on(0, whole[0].token_ids[1:2])
-        session.start(prompts[1:], 1)
+        session.start(prompts[1:], 1, seeds=[9])
         drawn = {}
         while session.busy:
             drawn |= {ended.index: ended.completion for ended in session.next()}

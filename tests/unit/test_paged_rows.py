@@ -46,7 +46,7 @@ def test_what_sequences_have_passes_through_their_rows_unchanged():
     for each, tokens in ((three, [9, 8, 7]), (one, [4])):
         each.token_ids, each.generated = tokens, len(tokens)
         each.logprobs, each.entropies = [-0.5] * len(tokens), [0.25] * len(tokens)
-    rows.place([three, one, none], seed=0)
+    rows.place([three, one, none])
     assert rows.state.token_T.tolist() == [4, 0, 7, 7]  # the last of each; a prompt's where there is none
     assert rows.state.position_T.tolist() == [3, 0, 5, 2]
     assert rows.state.done_T.tolist() == [0, 1, 0, 0]

@@ -169,19 +169,19 @@ class TestSample:
 
 class TestStreams:
     def test_a_stream_belongs_to_seed_prompt_and_sample(self):
-        streams = uniform_streams(3, [(0, 0), (0, 1), (1, 0)], 5)
-        assert torch.equal(streams[[2, 0]], uniform_streams(3, [(1, 0), (0, 0)], 5))
-        rows = torch.cat([streams, uniform_streams(4, [(0, 0)], 5)])
+        streams = uniform_streams([(3, 0, 0), (3, 0, 1), (3, 1, 0)], 5)
+        assert torch.equal(streams[[2, 0]], uniform_streams([(3, 1, 0), (3, 0, 0)], 5))
+        rows = torch.cat([streams, uniform_streams([(4, 0, 0)], 5)])
         assert len({tuple(row.tolist()) for row in rows}) == 4
 
     @pytest.mark.parametrize("length", [1, 15, 16, 17, 1000])
     def test_a_longer_stream_begins_with_the_shorter(self, length):
         assert torch.equal(
-            uniform_streams(3, [(0, 0)], 2000)[:, :length], uniform_streams(3, [(0, 0)], length)
+            uniform_streams([(3, 0, 0)], 2000)[:, :length], uniform_streams([(3, 0, 0)], length)
         )
 
     def test_neighbouring_streams_are_uniform_and_uncorrelated(self):
-        streams = uniform_streams(0, [(prompt, 0) for prompt in range(200)], 200)
+        streams = uniform_streams([(0, prompt, 0) for prompt in range(200)], 200)
         assert abs(streams.mean() - 0.5) < 5 / (12 * streams.numel()) ** 0.5
         correlation = torch.corrcoef(streams)[torch.triu_indices(200, 200, 1).unbind()]
         assert correlation.abs().max() < 6 / 200**0.5

@@ -120,6 +120,24 @@ def test_prompts_that_come_later_are_numbered_on(tiny_model):
     assert all(ended.completion.token_ids == whole[ended.index].token_ids for ended in first)
 
 
+def test_a_seed_of_its_own_draws_what_it_would_draw_alone(tiny_model):
+    """Whatever else is in the session, in whichever order it came, and among how many samples of a prompt."""
+    model = tiny_model("llama")
+    engine = PortableEngine(model, PAD)
+    alone = [
+        engine.generate([prompt], 1, sampled(seed=seed)).completions[0].token_ids
+        for prompt, seed in ((PROMPTS[0], 3), (PROMPTS[0], 4), (PROMPTS[1], 4), (PROMPTS[1], 5))
+    ]
+    with started(model, PROMPTS[2:], 2, seed=3) as session:
+        first = session.start(PROMPTS[:2], 2, seeds=[3, 4, 4, 5])[0]
+        found = {}
+        while session.busy:
+            found |= {ended.index: ended.completion.token_ids for ended in session.next()}
+        assert [found[first + place] for place in range(4)] == alone
+        with pytest.raises(QeRLError, match="1 seeds for 2 prompts with 2 sequences each"):
+            session.start(PROMPTS[:2], 2, seeds=[3])
+
+
 def test_a_sequence_ends_at_its_own_limit_and_at_the_models_last_position(tiny_model):
     model = tiny_model("llama", max_position_embeddings=16)
     with started(model, [[1] * 10, [1] * 10, [1] * 16, [1]], 1, [3, 99, 5, -2]) as session:

@@ -134,9 +134,10 @@ class Session(ABC):
     least of ``SamplingParams.max_tokens``, its own ``max_tokens`` and the positions that its prompt leaves.
 
     The uniform number of a token is keyed by the seed, the number of its prompt in the session, the sample,
-    and the token's place in the completion, so a sequence draws the same whatever else is in the batch, in
-    whichever order turns end, and whether its keys and values were kept between turns or computed again
-    (up to rounding, which depends on the batch as it does in `RolloutEngine.generate`).
+    and the token's place in the completion, or by a seed of the sequence's own and that place. So a sequence
+    draws the same whatever else is in the batch, in whichever order turns end, and whether its keys and
+    values were kept between turns or computed again (up to rounding, which depends on the batch as it does in
+    `RolloutEngine.generate`).
 
     Made by `RolloutEngine.session`. Used from one thread.
 
@@ -153,6 +154,7 @@ class Session(ABC):
         prompts: Sequence[Sequence[int]],
         samples_per_prompt: int,
         max_tokens: Sequence[int] | None = None,
+        seeds: Sequence[int] | None = None,
     ) -> list[int]:
         """Begin sequences; they are decoded by `next`.
 
@@ -161,13 +163,15 @@ class Session(ABC):
             samples_per_prompt: Sequences for each prompt; they share its prefill.
             max_tokens: For each prompt a limit of its sequences beside those named above; one of 0 or less
                 leaves no room.
+            seeds: For each sequence, in the order of what is returned, a seed of its own: it draws what it
+                would draw alone in a session with this seed.
 
         Returns:
             The numbers of the new sequences, prompts in the order given, the samples of a prompt next to each
             other; the session counts from 0.
 
         Raises:
-            QeRLError: An empty prompt list or an empty prompt.
+            QeRLError: An empty prompt list, an empty prompt, or another number of seeds than of sequences.
         """
 
     @abstractmethod

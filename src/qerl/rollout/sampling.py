@@ -41,12 +41,11 @@ class Drawn(NamedTuple):
     finite_B: torch.Tensor
 
 
-def uniform_streams(seed: int, sequences: Iterable[tuple[int, int]], length: int) -> torch.Tensor:
+def uniform_streams(sequences: Iterable[tuple[int, int, int]], length: int) -> torch.Tensor:
     """Uniform numbers for each sequence, one per token that it may draw.
 
     Args:
-        seed: Seed of the rollout.
-        sequences: (prompt index, sample index) of each.
+        sequences: (seed of the rollout, prompt index, sample index) of each.
         length: Numbers wanted; a longer stream begins with the shorter one.
 
     Returns:
@@ -55,7 +54,7 @@ def uniform_streams(seed: int, sequences: Iterable[tuple[int, int]], length: int
     keys = list(sequences)
     streams = torch.empty(len(keys), length, dtype=torch.float64)
     stream = torch.Generator()  # one, because to make a generator takes longer than to seed it
-    for row, (prompt, sample) in zip(streams.unbind(), keys, strict=True):
+    for row, (seed, prompt, sample) in zip(streams.unbind(), keys, strict=True):
         stream.manual_seed(derive_seed("sample", seed, prompt, sample))
         torch.rand(length, generator=stream, out=row)
     return streams

@@ -36,6 +36,7 @@ class Sequence:
         prompt: The prompt that it continues.
         sample: Number among the prompt's sequences, from 0.
         max_tokens: Tokens that it may have, drawn or written; at most 0 for one without room.
+        key: Seed, prompt and sample by which its uniform numbers are keyed.
         token_ids, logprobs, entropies: What it has, the latter two 0.0 where others wrote.
         turn_start: Tokens that it had when its turn began.
         finish_reason: Why its last turn ended.
@@ -46,6 +47,7 @@ class Sequence:
     prompt: Prompt
     sample: int
     max_tokens: int
+    key: tuple[int, int, int] = (0, 0, 0)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     entropies: list[float] = field(default_factory=list)

@@ -66,12 +66,21 @@ class TrackedSession(Session, Generic[S]):
         prompts: abc.Sequence[abc.Sequence[int]],
         samples_per_prompt: int,
         max_tokens: abc.Sequence[int] | None = None,
+        seeds: abc.Sequence[int] | None = None,
     ) -> list[int]:
         """See `Session.start`."""
         check_prompts(prompts, samples_per_prompt)
+        if seeds is not None and len(seeds) != len(prompts) * samples_per_prompt:
+            raise QeRLError(
+                f"There are {len(seeds)} seeds for {len(prompts)} prompts with {samples_per_prompt} "
+                "sequences each; pass one for each sequence."
+            )
         own = max_tokens or [self._params.max_tokens] * len(prompts)
         limits = [self._limit(len(prompt), most) for prompt, most in zip(prompts, own, strict=True)]
         added = self._add([list(prompt) for prompt in prompts], samples_per_prompt, limits)
+        for place, sequence in enumerate(added):
+            shared = self._params.seed, sequence.prompt.number, sequence.sample
+            sequence.key = shared if seeds is None else (seeds[place], 0, 0)
         self._sequences += added
         self._full += [sequence for sequence in added if not sequence.room]
         self._drawing += len(added)

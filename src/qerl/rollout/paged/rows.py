@@ -72,13 +72,12 @@ class Rows:
         self.state.done_T.fill_(1)
         self.state.slot_T.fill_(-1)
 
-    def place(self, sequences: list[Sequence], seed: int) -> None:
+    def place(self, sequences: list[Sequence]) -> None:
         """Write the state of sequences that enter rows.
 
         Args:
             sequences: Those admitted, with rows and blocks; what they have already, but for its last token,
                 is in the cache when they are decoded.
-            seed: Seed of the call, which with prompt and sample numbers gives each its uniforms.
         """
         if not sequences:
             return
@@ -92,9 +91,8 @@ class Rows:
         for column, of_rows in enumerate(by_column):
             of_rows.index_copy_(0, at, values[:, column])
         state.limit_2T.index_copy_(1, at, values[:, len(by_column) :].T.contiguous())
-        ids = [(sequence.prompt.number, sequence.sample) for sequence in sequences]
         longest = max(sequence.max_tokens for sequence in sequences)
-        streams = uniform_streams(seed, ids, longest).float().to(self._device)
+        streams = uniform_streams([each.key for each in sequences], longest).float().to(self._device)
         state.uniform_TM[:, : streams.shape[1]].index_copy_(0, at, streams)
         self._write_outputs([sequence for sequence in sequences if sequence.token_ids])
 

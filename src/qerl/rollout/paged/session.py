@@ -90,7 +90,7 @@ class PagedSession(TrackedSession[Sequence]):
             if self._step is not None:
                 self._step.rows.end(planned.preempted)
             step = self._step = parts.graphs.fit(self._step, scheduler, planned.admitted, self._params)
-            step.rows.place(planned.admitted, self._params.seed)
+            step.rows.place(planned.admitted)
             step.attend(scheduler.running)
             parts.prefill.run(planned.spans(), parts.cache)  # last, because uploads would wait for it
             step.decode(min(parts.pace.round_steps, self._params.max_tokens))

@@ -163,8 +163,8 @@ class PortableSession(TrackedSession[Sequence]):
         self._wave.rows += sequences
         new = [sequence for sequence in sequences if sequence not in self._uniforms]
         if new:
-            ids = [(sequence.prompt.number, sequence.sample) for sequence in new]
-            streams = uniform_streams(self._params.seed, ids, max(sequence.max_tokens for sequence in new))
+            longest = max(sequence.max_tokens for sequence in new)
+            streams = uniform_streams([sequence.key for sequence in new], longest)
             self._uniforms.update(zip(new, streams.numpy(), strict=True))
 
     def _next_uniforms(self) -> torch.Tensor:

@@ -128,10 +128,10 @@ class Evaluation:
         batch, and how many rows a GPU decodes at once, do not change what is drawn.
         """
         rows = [(problem, sample) for problem in problems for sample in range(samples)]
-        streams = {
-            seed: uniform_streams(derive_seed("study evaluation", seed, step), rows, self._greedy.max_tokens)
-            for seed in set(self._seeds)
-        }
+        streams = {}
+        for seed in set(self._seeds):
+            keyed = [(derive_seed("study evaluation", seed, step), *row) for row in rows]
+            streams[seed] = uniform_streams(keyed, self._greedy.max_tokens)
         return torch.stack([streams[seed] for seed in self._seeds])
 
     def _entropies(self, problems: Problems) -> list[float]:

@@ -145,7 +145,7 @@ class Sampler:
 def keyed_uniforms(seeds: Sequence[int], prompts: int, samples: int, tokens: int) -> torch.Tensor:
     """The numbers [S, R, C] with which a rollout engine draws from the same seeds, one per run."""
     rows = [(prompt, sample) for prompt in range(prompts) for sample in range(samples)]
-    streams = {seed: uniform_streams(seed, rows, tokens) for seed in set(seeds)}
+    streams = {seed: uniform_streams([(seed, *row) for row in rows], tokens) for seed in set(seeds)}
     return torch.stack([streams[seed] for seed in seeds])
 
 

@@ -263,8 +263,8 @@ class Walker:
 @lru_cache(maxsize=4)
 def _streams(seed: int, problems: int, samples: int, tokens: int) -> torch.Tensor:
     """Uniform numbers fp64 [problems, samples, tokens], which all walks over as many problems share."""
-    pairs = [(problem, sample) for problem in range(problems) for sample in range(samples)]
-    return uniform_streams(seed, pairs, tokens).view(problems, samples, tokens)
+    keys = [(seed, problem, sample) for problem in range(problems) for sample in range(samples)]
+    return uniform_streams(keys, tokens).view(problems, samples, tokens)
 
 
 class _Noise:
