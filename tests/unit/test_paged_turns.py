@@ -97,8 +97,9 @@ def test_random_turns_end_and_leave_no_block():
         rng = random.Random(seed)
         machine = Machine(rng.randint(12, 40), rng.choice([1, 3, 8]), seed, round_steps=rng.choice([1, 3, 7]))
         prompts = [[rng.random() for _ in range(rng.randint(1, 17))] for _ in range(rng.randint(1, 6))]
-        limits = [rng.randint(1, 30) for _ in prompts]
-        sequences = machine.scheduler.add(prompts, rng.randint(1, 5), limits)
+        samples = rng.randint(1, 5)
+        limits = [rng.randint(1, 30) for _ in range(len(prompts) * samples)]
+        sequences = machine.scheduler.add(prompts, samples, limits)
         turns = play(machine, sequences)
         assert min(turns.values()) >= 1
         preempted += machine.preempted
@@ -108,7 +109,7 @@ def test_random_turns_end_and_leave_no_block():
 def idle_pair(blocks):
     """Two sequences of one prompt, the first idle after four tokens, the second running."""
     machine = Machine(blocks, rows=2, seed=0, round_steps=4)
-    first, second = machine.scheduler.add([[0.5] * 9], 2, [24])
+    first, second = machine.scheduler.add([[0.5] * 9], 2, [24] * 2)
     first.stop, second.stop = 4, 99
     assert machine.round() == [first]
     return machine, first, second
@@ -143,7 +144,7 @@ def test_idle_sequences_lose_their_blocks_before_any_that_runs():
 
 def test_a_sequence_that_goes_on_enters_before_those_that_have_not_begun():
     machine = Machine(100, rows=1, seed=0, round_steps=4)
-    first, second, third = machine.scheduler.add([[0.5]], 3, [24])
+    first, second, third = machine.scheduler.add([[0.5]], 3, [24] * 3)
     first.stop, second.stop, third.stop = 4, 4, 4
     machine.round()
     machine.round()

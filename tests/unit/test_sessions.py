@@ -9,6 +9,7 @@ from qerl.errors import QeRLError
 from qerl.rollout.engine import Completion
 from qerl.rollout.portable.engine import PortableEngine
 from qerl.rollout.portable.session import KEPT_BYTES
+from qerl.rollout.session import whole_completions
 from tests.support.portable import PAD, PROMPTS, sampled
 from tests.support.sessions import check_against, play
 from tests.support.trainer import ScriptedEngine
@@ -191,12 +192,25 @@ def test_a_turn_without_finite_logits_ends_its_sequence_and_no_other(tiny_model)
         session.finish(0)
 
 
+def test_samples_of_a_group_end_at_limits_of_their_own(tiny_model):
+    model = tiny_model("llama")
+    whole = PortableEngine(model, PAD).generate(PROMPTS, 2, sampled(max_tokens=12)).completions
+    limits = [1 + (5 * i) % 12 for i in range(len(whole))]
+    for rows in (64, 3):
+        engine = PortableEngine(model, PAD, rows)
+        cut = whole_completions(engine.session(sampled(max_tokens=12)), PROMPTS, 2, limits)
+        for short, long, limit in zip(cut.completions, whole, limits, strict=True):
+            assert (short.token_ids, short.finish_reason) == (long.token_ids[:limit], "length")
+
+
 def test_bad_prompts_are_refused(tiny_model):
     with PortableEngine(tiny_model("llama"), PAD).session(sampled()) as session:
         with pytest.raises(QeRLError, match="no prompt"):
             session.start([], 1)
         with pytest.raises(QeRLError, match="Prompt 1 is empty"):
             session.start([[1], []], 1)
+        with pytest.raises(QeRLError, match="There are 2 limits for 4 sequences"):
+            session.start([[1], [2]], 2, [3, 4])
         assert not session.busy
 
 

@@ -161,8 +161,8 @@ class Session(ABC):
         Args:
             prompts: Token ids of each prompt, without padding; every prompt has at least one token.
             samples_per_prompt: Sequences for each prompt; they share its prefill.
-            max_tokens: For each prompt a limit of its sequences beside those named above; one of 0 or less
-                leaves no room.
+            max_tokens: For each sequence, in the order of what is returned, a limit beside those named above;
+                one of 0 or less leaves no room.
             seeds: For each sequence, in the order of what is returned, a seed of its own: it draws what it
                 would draw alone in a session with this seed.
 
@@ -171,7 +171,8 @@ class Session(ABC):
             other; the session counts from 0.
 
         Raises:
-            QeRLError: An empty prompt list, an empty prompt, or another number of seeds than of sequences.
+            QeRLError: An empty prompt list, an empty prompt, or another number of limits or seeds than of
+                sequences.
         """
 
     @abstractmethod
@@ -304,6 +305,16 @@ def check_prompts(prompts: Sequence[Sequence[int]], samples_per_prompt: int) -> 
     for index, prompt in enumerate(prompts):
         if not len(prompt):
             raise QeRLError(f"Prompt {index} is empty; a prompt needs at least one token.")
+
+
+def check_one_each(what: str, given: Sequence[int], sequences: int) -> None:
+    """Refuse numbers of which there is not one for each sequence.
+
+    Raises:
+        QeRLError: There are more or fewer.
+    """
+    if len(given) != sequences:
+        raise QeRLError(f"There are {len(given)} {what} for {sequences} sequences; pass one for each.")
 
 
 def check_request(

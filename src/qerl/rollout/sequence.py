@@ -76,12 +76,14 @@ def new_sequences(
     Args:
         prompts: Token ids of each.
         samples: Sequences for each.
-        limits: For each prompt the tokens that its sequences may have.
+        limits: Tokens that each sequence may have, prompts in order, the samples of a prompt next to each
+            other.
         after: All that there are, the latest last.
     """
     first_prompt = after[-1].prompt.number + 1 if after else 0
     made: list[Sequence] = []
-    for number, (token_ids, limit) in enumerate(zip(prompts, limits, strict=True), first_prompt):
+    for number, token_ids in enumerate(prompts, first_prompt):
         prompt, index = Prompt(number, token_ids), len(after) + len(made)
-        made += [Sequence(index + sample, prompt, sample, limit) for sample in range(samples)]
+        own = limits[len(made) : len(made) + samples]
+        made += [Sequence(index + i, prompt, i, limit) for i, limit in enumerate(own)]
     return made

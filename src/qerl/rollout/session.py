@@ -17,6 +17,7 @@ from qerl.rollout.engine import (
     RolloutResult,
     SamplingParams,
     Session,
+    check_one_each,
     check_prompts,
 )
 from qerl.rollout.sequence import Sequence
@@ -46,7 +47,8 @@ class TrackedSession(Session, Generic[S]):
         Args:
             prompts: Token ids of each.
             samples: Sequences for each prompt.
-            limits: Tokens that the sequences of each prompt may have.
+            limits: Tokens that each sequence may have, prompts in order, the samples of a prompt next to each
+                other.
         """
 
     @abstractmethod
@@ -70,13 +72,12 @@ class TrackedSession(Session, Generic[S]):
     ) -> list[int]:
         """See `Session.start`."""
         check_prompts(prompts, samples_per_prompt)
-        if seeds is not None and len(seeds) != len(prompts) * samples_per_prompt:
-            raise QeRLError(
-                f"There are {len(seeds)} seeds for {len(prompts)} prompts with {samples_per_prompt} "
-                "sequences each; pass one for each sequence."
-            )
-        own = max_tokens or [self._params.max_tokens] * len(prompts)
-        limits = [self._limit(len(prompt), most) for prompt, most in zip(prompts, own, strict=True)]
+        each = [prompt for prompt in prompts for _ in range(samples_per_prompt)]
+        own = [self._params.max_tokens] * len(each) if max_tokens is None else max_tokens
+        for what, given in (("limits", own), ("seeds", seeds)):
+            if given is not None:
+                check_one_each(what, given, len(each))
+        limits = [self._limit(len(prompt), most) for prompt, most in zip(each, own, strict=True)]
         added = self._add([list(prompt) for prompt in prompts], samples_per_prompt, limits)
         for place, sequence in enumerate(added):
             shared = self._params.seed, sequence.prompt.number, sequence.sample
@@ -146,17 +147,19 @@ def whole_completions(
     opened: AbstractContextManager["TrackedSession[S]"],
     prompts: abc.Sequence[abc.Sequence[int]],
     samples_per_prompt: int,
+    max_tokens: abc.Sequence[int] | None = None,
 ) -> RolloutResult:
     """What `RolloutEngine.generate` returns: sequences of one turn.
 
     Args:
         opened: A session in which nothing was started.
         prompts, samples_per_prompt: As in `RolloutEngine.generate`.
+        max_tokens: As in `Session.start`.
     """
     begin = time.perf_counter()
     found: dict[int, Completion] = {}
     with opened as session:
-        indices = session.start(prompts, samples_per_prompt)
+        indices = session.start(prompts, samples_per_prompt, max_tokens)
         while session.busy:
             for ended in session.next():
                 found[ended.index] = ended.completion

@@ -164,18 +164,19 @@ class Scheduler:
         Args:
             prompts: Token ids of each.
             samples: Sequences for each.
-            limits: For each prompt the tokens that its sequences may have.
+            limits: Tokens that each sequence may have, prompts in order, the samples of a prompt next to each
+                other.
 
         Raises:
             QeRLError: A prompt whose one sequence would not fit an empty cache.
         """
         added: list[Sequence] = []
-        for token_ids, limit in zip(prompts, limits, strict=True):
+        for token_ids in prompts:
             prompt = Prompt(self._prompts + len(added) // samples, list(token_ids))
-            if limit > 0:
-                self._check_fits(prompt, limit)
-            first = self._sequences + len(added)
-            added += [Sequence(first + i, prompt, i, limit) for i in range(samples)]
+            first, own = self._sequences + len(added), limits[len(added) : len(added) + samples]
+            if max(own) > 0:
+                self._check_fits(prompt, max(own))
+            added += [Sequence(first + i, prompt, i, limit) for i, limit in enumerate(own)]
         self._prompts, self._sequences = self._prompts + len(prompts), self._sequences + len(added)
         self.waiting.extend(sequence for sequence in added if sequence.room)
         return added

@@ -60,10 +60,11 @@ class PagedSession(TrackedSession[Sequence]):
         self._demand: BlockDemand | None = None
 
     def _add(self, prompts: list[list[int]], samples: int, limits: list[int]) -> list[Sequence]:
-        with_room = [(len(p), limit) for p, limit in zip(prompts, limits, strict=True) if limit > 0]
+        each = [prompt for prompt in prompts for _ in range(samples)]
+        with_room = [(len(p), limit) for p, limit in zip(each, limits, strict=True) if limit > 0]
         if with_room:
             scheduler, most = self._scheduler, self._parts.max_sequences
-            scheduler.rows = min(most, scheduler.rows + len(with_room) * samples)
+            scheduler.rows = min(most, scheduler.rows + len(with_room))
             longest, limit = (max(column) for column in zip(*with_room, strict=True))
             demand = BlockDemand(longest, limit, samples)
             self._demand = demand if self._demand is None else self._demand.joined(demand)
