@@ -5,9 +5,15 @@
 Prompts are given as cached random keys and values; the timed part is decoding, from the first token on, with
 the attention's work growing as it does in a rollout. A group shares its prompt. With `--peers`, vLLM does the
 same work in the same run (`bench.peers`).
+
+    python -m bench rollout --shape 7b --batch 128 --decode 1024 --lengths lognormal:400
+
+With `--lengths` whole calls of the engine are timed, prefill, scheduling and fetching included, whose
+completions end at drawn places (`bench.lengths`), the same ones for every engine.
 """
 
 import argparse
+import gc
 import itertools
 import statistics
 import time
@@ -19,22 +25,26 @@ from typing import Any
 import torch
 import triton
 
+from bench.gauge import gauge
+from bench.lengths import KINDS, call_row, draw_lengths, random_ids
 from bench.peers import vllm_decode
-from bench.peers.process import peer_rows
+from bench.peers.process import PATIENCE_MINUTES, peer_rows
 from bench.peers.vllm_decode import PEERS
-from bench.random_model import random_decoder
+from bench.random_model import as_if_trained, random_decoder, random_policy
 from bench.result import write_result
 from qerl.families.sizes import Sizes
 from qerl.kernels.limits import PAGE
 from qerl.rollout.engine import KV_DTYPES, SamplingParams
 from qerl.rollout.paged.blocks import BlockManager
 from qerl.rollout.paged.decode import DecodeStep
+from qerl.rollout.paged.engine import PagedEngine
 from qerl.rollout.paged.kv_cache import KVCache
 from qerl.rollout.paged.limits import BlockDemand, KVGeometry
 from qerl.rollout.paged.machine import CudaGraphs
 from qerl.rollout.paged.pace import Pace
 from qerl.rollout.paged.scheduler import Scheduler
 from qerl.rollout.paged.weights import Decoder
+from qerl.rollout.session import whole_completions
 from qerl.weight_formats import FORMATS, WeightFormatName
 
 
@@ -63,7 +73,7 @@ def fill_rows(step: DecodeStep, cache: KVCache, prompt_tokens: int, group: int, 
     pace = Pace(round_steps=decode_tokens, spare_rounds=0)
     scheduler = Scheduler(BlockManager(cache.blocks, PAGE), rows, pace)
     prompts = torch.randint(0, 1000, (triton.cdiv(rows, group), prompt_tokens)).tolist()
-    scheduler.add(prompts, group, [decode_tokens] * len(prompts))
+    scheduler.add(prompts, group, [decode_tokens] * (len(prompts) * group))
     admitted = scheduler.next_round().admitted
     assert len(admitted) == rows, "the cache is too small"
     step.rows.clear()
@@ -108,6 +118,30 @@ def measure(
         "step_ms": middle / decode_tokens * 1e3,
         "spread": (max(times) - min(times)) / middle,
     }
+
+
+def measure_calls(
+    engine: PagedEngine, batch: int, prompt_tokens: int, group: int, lengths: list[int], repeats: int = 3
+) -> dict[str, Any]:
+    """Times whole calls of the engine, after one that captures its steps.
+
+    Args:
+        engine: Samples.
+        batch: Completions of a call.
+        prompt_tokens: Tokens of each prompt; every call has new ones.
+        group: Completions of each.
+        lengths: Tokens of each completion.
+        repeats: Calls that are timed.
+    """
+    group = min(group, batch)
+    times = []
+    for call in range(repeats + 1):
+        prompts = random_ids(call, batch // group, prompt_tokens)
+        session = engine.session(SamplingParams(max(lengths), seed=call))
+        result = whole_completions(session, prompts, group, lengths)
+        assert [len(completion.token_ids) for completion in result.completions] == lengths
+        times.append(result.seconds)
+    return call_row(times[1:], lengths)
 
 
 def step_bytes(
@@ -184,8 +218,15 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--group", type=int, default=8, help="samples a prompt")
     parser.add_argument("--kv_cache_dtype", default="auto", choices=KV_DTYPES, help="of our own rows")
     parser.add_argument("--layers", type=int, help="fewer layers than the shape has, to try things out")
-    parser.add_argument("--no_adapter", action="store_true", help="measure without the adapter as well")
+    parser.add_argument("--lengths", help=f"time whole calls with completions of these lengths: {KINDS}")
+    parser.add_argument(
+        "--no_adapter", action="store_true",
+        help="measure without the adapter as well, which for a peer is the speed of merged weights",
+    )  # fmt: skip
     parser.add_argument("--profile", action="store_true", help="add the kernels of one step")
+    parser.add_argument(
+        "--peer_minutes", type=float, default=PATIENCE_MINUTES, help="time that a peer has for a row"
+    )
     parser.add_argument("--repeats", type=int, default=3, help="timed runs, of which the median is shown")
     parser.add_argument("--out", type=Path, help="JSON file")
     return parser
@@ -197,14 +238,10 @@ def _own_rows(args: argparse.Namespace, sizes: Sizes) -> Iterator[dict[str, Any]
     for weights in args.weights:
         decoder = random_decoder(sizes, weights, args.rank, args.prompt + args.decode + PAGE)
         for batch in args.batch:
-            for lora in [True, False] if args.no_adapter else [args.rank > 0]:
-                fixed = (decoder if lora else without_adapter(decoder), batch, args.prompt)
+            for rank in _ranks(args):
+                fixed = (decoder if rank else without_adapter(decoder), batch, args.prompt)
                 seen = measure(*fixed, args.decode, args.group, args.repeats, kv_dtype)
-                rank = args.rank if lora else 0
-                row = {
-                    "engine": "qerl", "weights": weights, "lora_rank": rank, "batch": batch,
-                    "kv_cache_dtype": args.kv_cache_dtype, **seen,
-                }  # fmt: skip
+                row = _own_row(args, weights, rank, batch) | seen
                 if args.profile:
                     row["kernels"] = [
                         {"us": round(micros, 1), "calls": calls, "name": name}
@@ -214,29 +251,70 @@ def _own_rows(args: argparse.Namespace, sizes: Sizes) -> Iterator[dict[str, Any]
         del decoder
 
 
+def _own_calls(args: argparse.Namespace, sizes: Sizes) -> Iterator[dict[str, Any]]:
+    """What :func:`measure_calls` gives for each format, with and without the adapter, and batch."""
+    for weights, rank in itertools.product(args.weights, _ranks(args)):
+        policy = as_if_trained(random_policy(sizes, weights, rank, args.prompt + args.decode + PAGE))
+        engine = PagedEngine(policy, 0, kv_cache_dtype=args.kv_cache_dtype)
+        for batch in args.batch:
+            lengths = draw_lengths(args.lengths, batch, args.decode)
+            seen = measure_calls(engine, batch, args.prompt, args.group, lengths, args.repeats)
+            yield _own_row(args, weights, rank, batch) | seen
+        del policy, engine
+        gc.collect()
+
+
+def _own_row(args: argparse.Namespace, weights: str, rank: int, batch: int) -> dict[str, Any]:
+    return {
+        "engine": "qerl", "weights": weights, "lora_rank": rank, "batch": batch,
+        "kv_cache_dtype": args.kv_cache_dtype,
+    }  # fmt: skip
+
+
+def _ranks(args: argparse.Namespace) -> list[int]:
+    """LoRA ranks that are measured; 0 is no adapter."""
+    return [args.rank, 0] if args.no_adapter and args.rank else [args.rank]
+
+
 def _peer_rows(args: argparse.Namespace, sizes: Sizes) -> Iterator[dict[str, Any]]:
     """The same of other engines, each in a process of its own."""
     spec = {
-        "sizes": asdict(sizes), "rank": args.rank, "batches": args.batch, "prompt_tokens": args.prompt,
-        "decode_tokens": args.decode, "group": args.group, "repeats": args.repeats,
+        "sizes": asdict(sizes), "batches": args.batch, "prompt_tokens": args.prompt,
+        "decode_tokens": args.decode, "group": args.group, "repeats": args.repeats, "lengths": args.lengths,
     }  # fmt: skip
-    for peer in args.peers:
+    for peer, rank in itertools.product(args.peers, _ranks(args)):
         weights, quantization = PEERS[peer]
-        settings = {
-            "engine": peer, "weights": weights, "lora_rank": args.rank, "kv_cache_dtype": "auto",
-        }  # fmt: skip
-        wanted = {**spec, "weights": weights, "quantization": quantization}
-        for row in peer_rows(peer, vllm_decode.__name__, wanted):
+        settings = {"engine": peer, "weights": weights, "lora_rank": rank, "kv_cache_dtype": "auto"}
+        wanted = {**spec, "rank": rank, "weights": weights, "quantization": quantization}
+        for row in peer_rows(peer, vllm_decode.__name__, wanted, args.peer_minutes):
             yield {**settings, **row}
 
 
+def _with_bandwidth(
+    row: dict[str, Any], args: argparse.Namespace, sizes: Sizes, limit: float
+) -> dict[str, Any]:
+    """A row of decode steps with what they read of the memory, and the share that is of what it can give."""
+    moved = step_bytes(
+        sizes, row["weights"], row["lora_rank"], row["batch"], args.prompt, args.decode, args.group,
+        KV_DTYPES[row["kv_cache_dtype"]].itemsize,
+    )  # fmt: skip
+    speed = moved / row["step_ms"] / 1e6
+    return row | {"gb_s": speed, "limit_fraction": speed / limit}
+
+
 def _print(row: dict[str, Any]) -> None:
-    print(
-        f"{row['engine']} {row['shape']} {row['weights']} r{row['lora_rank']} batch {row['batch']}: "
-        f"{row['decode_tok_s']:.0f} tok/s, {row['step_ms']:.3f} ms a step, {row['gb_s']:.0f} GB/s, "
-        f"{row['limit_fraction']:.0%} of the limit, spread {row['spread']:.1%}",
-        flush=True,
-    )
+    head = f"{row['engine']} {row['shape']} {row['weights']} r{row['lora_rank']} batch {row['batch']}"
+    if "call_s" in row:
+        found = (
+            f"{row['call_s']:.3f} s a call of {row['tokens']} tokens, {row['call_tok_s']:.0f} tok/s, the "
+            f"longest has {row['longest']}"
+        )
+    else:
+        found = (
+            f"{row['decode_tok_s']:.0f} tok/s, {row['step_ms']:.3f} ms a step, {row['gb_s']:.0f} GB/s, "
+            f"{row['limit_fraction']:.0%} of the limit"
+        )
+    print(f"{head}: {found}, spread {row['spread']:.1%}", flush=True)
     for kernel in row.get("kernels", []):
         print(f"    {kernel['us']:9.1f} us {kernel['calls']:5d} x {kernel['name'][:90]}")
 
@@ -246,18 +324,21 @@ def main(arguments: list[str]) -> None:
     args = _parser().parse_args(arguments)
     sizes = Sizes.by_name(args.shape)
     sizes = replace(sizes, layers=args.layers or sizes.layers)
+    if args.lengths:
+        draw_lengths(args.lengths, 1, args.decode)  # a mistake is said before anything is made
     limit = read_bandwidth()
     print(f"{torch.cuda.get_device_name()}, reads {limit:.0f} GB/s")
-    lengths = {"prompt_tokens": args.prompt, "decode_tokens": args.decode, "group": args.group}
+    common = {
+        "shape": args.shape, "prompt_tokens": args.prompt, "decode_tokens": args.decode, "group": args.group,
+        **({"lengths": args.lengths} if args.lengths else {}),
+    }  # fmt: skip
     rows: list[dict[str, Any]] = []
-    for row in itertools.chain(_own_rows(args, sizes), _peer_rows(args, sizes)):
-        moved = step_bytes(
-            sizes, row["weights"], row["lora_rank"], row["batch"], args.prompt, args.decode, args.group,
-            KV_DTYPES[row["kv_cache_dtype"]].itemsize,
-        )  # fmt: skip
-        speed = moved / row["step_ms"] / 1e6
-        row |= {"shape": args.shape, **lengths, "gb_s": speed, "limit_fraction": speed / limit}
-        rows.append(row)
-        _print(row)
-        if args.out:
-            write_result(args.out, " ".join(["rollout", *arguments]), rows, read_gb_s=limit)
+    own = _own_calls if args.lengths else _own_rows
+    with gauge() as state:
+        for row in itertools.chain(own(args, sizes), _peer_rows(args, sizes)):
+            if not args.lengths:
+                row = _with_bandwidth(row, args, sizes, limit)
+            rows.append(row | common | {"gpu_state": state.take()})
+            _print(rows[-1])
+            if args.out:
+                write_result(args.out, " ".join(["rollout", *arguments]), rows, read_gb_s=limit)

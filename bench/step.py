@@ -7,6 +7,11 @@ more memory than training it. Nothing ends a completion before its last token an
 sample of every row does the same work. A row begins with a step that is not counted: its rollout, spoilt by a
 NaN, ends at once, but captures the graphs, and its update compiles. With `--peers`, TRL with vLLM does the
 same work in the same run (`bench.peers`).
+
+    python -m bench step --prompts 16 --tokens 1024 --lengths lognormal:400
+
+With `--lengths` completions end at drawn places (`bench.lengths`), the same ones in every step and for every
+trainer. Then the first step's rollout is a whole one, because its tail captures one step after another.
 """
 
 import argparse
@@ -24,7 +29,9 @@ from datasets import Dataset
 from peft import PeftModel
 
 from bench.clock import Clock, medians
-from bench.peers.process import peer_rows
+from bench.gauge import gauge
+from bench.lengths import KINDS, draw_lengths
+from bench.peers.process import PATIENCE_MINUTES, peer_rows
 from bench.random_model import random_policy
 from bench.random_task import random_prompts, random_reward, word_tokenizer
 from bench.result import write_result
@@ -37,7 +44,7 @@ from qerl.plan.work import Work
 from qerl.rollout.engine import NormOffsets, RolloutEngine, RolloutResult, SamplingParams
 from qerl.rollout.paged.engine import PagedEngine
 from qerl.rollout.paged.limits import MAX_ROWS
-from qerl.rollout.select import make_engine
+from qerl.rollout.session import whole_completions
 from qerl.settings.config import QeRLConfig
 from qerl.trainer.grpo import QeRLTrainer
 from qerl.trainer.memory import used_bytes
@@ -52,12 +59,13 @@ class TimedEngine(RolloutEngine):
     """An engine whose time and memory are read at the end of each call.
 
     Args:
-        engine: The engine.
+        engine: The engine; one with sessions of which all know their sequences, as both of ours have.
+        lengths: Tokens of each completion of a call.
         profile_call: Number of the call after which kernels are recorded, until `trace` is stopped.
     """
 
-    def __init__(self, engine: RolloutEngine, profile_call: int | None = None) -> None:
-        self.engine, self._profile_call = engine, profile_call
+    def __init__(self, engine: PagedEngine, lengths: list[int], profile_call: int | None = None) -> None:
+        self.engine, self._lengths, self._profile_call = engine, lengths, profile_call
         self.model = engine.model
         self.rollout_gb = self.seconds = self.release_seconds = 0.0
         self.calls = self.tokens = 0
@@ -71,11 +79,12 @@ class TimedEngine(RolloutEngine):
         norm_offsets: NormOffsets | None = None,
     ) -> RolloutResult:
         start = time.perf_counter()
-        if self.calls == 0 and isinstance(self.engine, PagedEngine):
+        if self.calls == 0 and len(set(self._lengths)) == 1:
             width = self.engine.decoder.sizes.hidden
             norm_offsets = {"model.norm": torch.full((width,), float("nan"))}
         self.calls += 1
-        result = self.engine.generate(prompts, samples_per_prompt, params, norm_offsets)
+        session = self.engine.session(params, norm_offsets)
+        result = whole_completions(session, prompts, samples_per_prompt, self._lengths)
         if self.calls == 1:  # a rollout in which no sample has finite logits would end the run
             ended = [replace(completion, finish_reason="length") for completion in result.completions]
             result = replace(result, completions=ended)
@@ -97,7 +106,7 @@ class TimedEngine(RolloutEngine):
 
 def measure(
     policy: PeftModel,
-    engine: RolloutEngine,
+    engine: PagedEngine,
     sizes: Sizes,
     *,
     samples: int,
@@ -107,6 +116,7 @@ def measure(
     every_n_layers: int,
     prompt_tokens: int,
     tokens: int,
+    lengths: list[int],
     steps: int,
     profile: bool = False,
 ) -> list[dict[str, float]]:
@@ -121,13 +131,15 @@ def measure(
         microbatch: Completions a loss of the update takes.
         tokens_per_forward: As in `QeRLConfig`; None for all of a microbatch.
         every_n_layers: Every n-th layer is computed again for backward.
-        prompt_tokens, tokens: Lengths.
+        prompt_tokens: Of each prompt.
+        tokens: Of the longest completion.
+        lengths: Tokens of each completion.
         steps: Optimizer steps after the first.
         profile: Print the kernels of the last update.
     """
     tokenizer = word_tokenizer(sizes.vocabulary)
     texts = random_prompts(prompts * (steps + 1), prompt_tokens)
-    watch = TimedEngine(engine, steps if profile else None)
+    watch = TimedEngine(engine, lengths, steps if profile else None)
     clock = Clock(watch)
     with tempfile.TemporaryDirectory() as folder:
         args = QeRLConfig(
@@ -167,8 +179,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--tokens_per_forward", type=int, help="of the update; what `qerl plan` finds")
     parser.add_argument("--every_n_layers", type=int, help="n-th layer is recomputed; what `qerl plan` finds")
     parser.add_argument("--prompt", type=int, default=256, help="tokens")
-    parser.add_argument("--tokens", type=int, nargs="+", default=[2048], help="of each completion")
-    parser.add_argument("--steps", type=int, default=2, help="steps counted, of which the median is shown")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[2048], help="of the longest completion")
+    parser.add_argument("--lengths", default="equal", help=f"of completions: {KINDS}")
+    parser.add_argument(
+        "--peer_minutes", type=float, default=PATIENCE_MINUTES, help="time that a peer has for a row"
+    )
+    parser.add_argument("--steps", type=int, default=3, help="steps counted, of which the median is shown")
     parser.add_argument("--profile", action="store_true", help="print the kernels of the update")
     parser.add_argument("--out", type=Path, help="JSON file")
     return parser
@@ -179,14 +195,15 @@ def _own_rows(args: argparse.Namespace, sizes: Sizes) -> Iterator[dict[str, Any]
     for weights, rank in itertools.product(args.weights, args.rank):
         before = torch.cuda.memory_allocated()  # workspaces of the row before
         policy = random_policy(sizes, weights, rank, args.prompt + max(args.tokens) + 64)
-        engine = make_engine(policy, 0, args.samples * max(args.prompts))
+        engine = PagedEngine(policy, 0, min(args.samples * max(args.prompts), MAX_ROWS))
         resident = (torch.cuda.memory_allocated() - before) / 1e9
         for prompts, tokens in itertools.product(args.prompts, args.tokens):
             chosen = _settings(args, sizes, weights, rank, prompts, tokens)
             seen = measure(
                 policy, engine, sizes, samples=args.samples, prompts=prompts,
                 microbatch=args.microbatch or args.samples, prompt_tokens=args.prompt, tokens=tokens,
-                steps=args.steps, profile=args.profile, **chosen,
+                lengths=draw_lengths(args.lengths, prompts * args.samples, tokens), steps=args.steps,
+                profile=args.profile, **chosen,
             )  # fmt: skip
             yield {
                 "engine": "qerl", "weights": weights, "lora_rank": rank, "prompts": prompts,
@@ -227,9 +244,9 @@ def _peer_rows(args: argparse.Namespace, sizes: Sizes) -> Iterator[dict[str, Any
         spec = {
             "sizes": asdict(sizes), "rank": rank, "prompts": prompts, "samples": args.samples,
             "microbatch": args.microbatch or args.samples, "prompt_tokens": args.prompt, "tokens": tokens,
-            "steps": args.steps,
+            "lengths": args.lengths, "steps": args.steps,
         }  # fmt: skip
-        for row in peer_rows(peer, _TRL_STEP, spec):
+        for row in peer_rows(peer, _TRL_STEP, spec, args.peer_minutes):
             yield {
                 "weights": "bf16", "lora_rank": rank, "prompts": prompts, "completion_tokens": tokens, **row,
             }  # fmt: skip
@@ -241,21 +258,24 @@ def main(arguments: list[str]) -> None:
     sizes = Sizes.by_name(args.shape)
     common = {
         "shape": args.shape, "samples": args.samples, "prompt_tokens": args.prompt,
-        "microbatch": args.microbatch or args.samples,
+        "microbatch": args.microbatch or args.samples, "lengths": args.lengths,
     }  # fmt: skip
+    draw_lengths(args.lengths, 1, max(args.tokens))  # a mistake is said before anything is made
     rows: list[dict[str, Any]] = []
-    for row in itertools.chain(_own_rows(args, sizes), _peer_rows(args, sizes)):
-        rows.append(common | row)
-        print(_line(rows[-1]), flush=True)
-        if args.out:  # after each row, so that a run cut short keeps what it measured
-            write_result(args.out, " ".join(["step", *arguments]), rows)
+    with gauge() as state:
+        for row in itertools.chain(_own_rows(args, sizes), _peer_rows(args, sizes)):
+            rows.append(common | row | {"gpu_state": state.take()})
+            print(_line(rows[-1]), flush=True)
+            if args.out:  # after each row, so that a run cut short keeps what it measured
+                write_result(args.out, " ".join(["step", *arguments]), rows)
 
 
 def _line(row: dict[str, Any]) -> str:
     nan = float("nan")
     return (
         f"{row['engine']} {row['shape']} {row['weights']} r{row['lora_rank']} {row['prompts']} x "
-        f"{row['samples']} x {row['completion_tokens']}: rollout {row['rollout_s']:.2f} s, update "
+        f"{row['samples']} x {row['completion_tokens']} {row['lengths']}: rollout {row['rollout_s']:.2f} s, "
+        "update "
         f"{row['update_s']:.2f} s, step {row['total_s']:.2f} s, {row['tokens_per_s']:.0f} tokens/s; GB: "
         f"rollout {row['rollout_gb']:.1f}, update {row['update_gb']:.1f}, peak "
         f"{row.get('peak_gb', nan):.1f}; loss {row.get('loss', nan):.4f}, "

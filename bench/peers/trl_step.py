@@ -9,8 +9,11 @@ forward pass on it.
 vLLM gets memory for the keys and values of all samples of a step at once, so that none waits. It does not
 sleep during the update: giving weights up and sending them again would only cost time where both fit. It
 loads zeros, because the first thing that TRL does is to send it the trainer's random weights.
+
+With `lengths` each request gets a limit of its own, that of our engine's sample, on its way from TRL to vLLM.
 """
 
+import copy
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -25,6 +28,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from trl import GRPOConfig, GRPOTrainer
 
 from bench.clock import Clock, medians
+from bench.lengths import draw_lengths
 from bench.model_config import model_config
 from bench.peers.checkpoint import write_zeros
 from bench.peers.process import serve
@@ -88,7 +92,7 @@ def run(spec: dict[str, Any], folder: Path) -> Iterator[dict[str, Any]]:
 
     Args:
         spec: ``sizes`` (fields of `Sizes`), ``rank``, ``prompts``, ``samples``, ``microbatch``,
-            ``prompt_tokens``, ``tokens`` and ``steps``, as `bench.step.measure` has them.
+            ``prompt_tokens``, ``tokens``, ``lengths`` and ``steps``, as `bench.step.measure` has them.
         folder: Gets the model's folder and TRL's.
 
     Returns:
@@ -108,12 +112,32 @@ def run(spec: dict[str, Any], folder: Path) -> Iterator[dict[str, Any]]:
             task_type="CAUSAL_LM",
         ),
     )  # fmt: skip
+    lengths = draw_lengths(spec["lengths"], spec["prompts"] * spec["samples"], spec["tokens"])
+    limit_requests(trainer.vllm_generation.llm, lengths)
     clock = SyncClock(Colocated(trainer.vllm_generation))
     trainer.add_callback(clock)
     trainer.train()
-    assert clock.rows[-1]["tokens"] == spec["prompts"] * spec["samples"] * spec["tokens"]
+    assert clock.rows[-1]["tokens"] == sum(lengths)
     version = f"trl {trl.__version__}, vllm {vllm.__version__}"
     yield {"engine": "trl+vllm", "version": version, **medians(clock.rows), "steps": clock.rows}
+
+
+def limit_requests(llm: Any, lengths: list[int]) -> None:
+    """Have vLLM end each request of a call at a length of its own, whatever TRL asks for all of them.
+
+    Args:
+        llm: TRL's, whose method `generate` is wrapped.
+        lengths: Tokens of each, in the order of the prompts.
+    """
+    generate = llm.generate
+
+    def limited(prompts: Any, sampling_params: Any, **kwargs: Any) -> Any:
+        params = [copy.deepcopy(sampling_params) for _ in lengths]
+        for each, length in zip(params, lengths, strict=True):
+            each.max_tokens = length
+        return generate(prompts, sampling_params=params, **kwargs)
+
+    llm.generate = limited
 
 
 def _model(sizes: Sizes, positions: int, folder: Path) -> PreTrainedModel:

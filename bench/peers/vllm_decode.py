@@ -1,11 +1,14 @@
 """Decode speed of vLLM, for `python -m bench rollout --peers`.
 
 Three peers: BF16 weights, NVFP4 weights as vLLM takes them by itself (Marlin on Hopper), and NVFP4 with its
-`quantization="humming"`. Prefix caching is on and CUDA graphs are captured for exactly the measured batches,
-so that no step is padded. Weights are vLLM's own dummies, the adapter is random.
+`quantization="humming"`. Prefix caching is on and CUDA graphs are captured for exactly the measured batches
+where completions are equally long, so that no step is padded. Weights are vLLM's own dummies, the adapter is
+random.
 
 A batch is timed twice, to its first token and to `decode_tokens` more, with its prompts in the prefix cache;
 the difference is the decoding alone. What vLLM's scheduler costs is in it, as far as the GPU waits for it.
+With `lengths`, whole calls are timed instead: prompts are new in each, so that they are prefilled, and each
+request has the limit of its own that our engine's sample has.
 """
 
 import statistics
@@ -14,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bench.lengths import call_row, draw_lengths, random_ids
 from bench.model_config import model_config
 from bench.peers.checkpoint import write_adapter
 from bench.peers.process import serve
@@ -35,12 +39,12 @@ def run(spec: dict[str, Any], folder: Path) -> Iterator[dict[str, Any]]:
 
     Args:
         spec: ``sizes`` (fields of `Sizes`), ``weights`` and ``quantization`` (of `PEERS`), ``rank`` (0 for
-            no adapter), ``batches``, ``prompt_tokens``, ``decode_tokens``, ``group`` (samples a prompt) and
-            ``repeats``.
+            no adapter), ``batches``, ``prompt_tokens``, ``decode_tokens``, ``group`` (samples a prompt),
+            ``repeats`` and ``lengths``, as `bench.lengths.draw_lengths` takes them, or None.
         folder: Gets config and adapter.
 
     Returns:
-        Rows with version, batch, and decode_tok_s, step_ms, spread as `bench.rollout.measure` has them.
+        Rows with version, batch, and what `bench.rollout.measure` has, or `bench.rollout.measure_calls`.
     """
     import vllm
 
@@ -58,14 +62,17 @@ def run(spec: dict[str, Any], folder: Path) -> Iterator[dict[str, Any]]:
             "lora_target_modules": write_adapter(folder / "adapter", sizes, spec["rank"]),
         }
         adapter = LoRARequest("random", 1, str(folder / "adapter"))
+    # Equal lengths never leave the batch that they began with; others do, and take vLLM's own sizes.
+    sizes_captured = {} if spec["lengths"] else {"cudagraph_capture_sizes": sorted(spec["batches"])}
     llm = vllm.LLM(
         model=str(folder / "model"), load_format="dummy", skip_tokenizer_init=True, max_model_len=positions,
         quantization=spec["quantization"], gpu_memory_utilization=_SHARE, enable_prefix_caching=True,
         max_num_seqs=max(spec["batches"]), max_num_batched_tokens=8192,
-        compilation_config={"cudagraph_capture_sizes": sorted(spec["batches"])}, **lora,
+        compilation_config=sizes_captured, **lora,
     )  # fmt: skip
+    measure = _measure if spec["lengths"] is None else _measure_calls
     for batch in spec["batches"]:
-        yield {"version": f"vllm {vllm.__version__}", "batch": batch, **_measure(llm, adapter, batch, spec)}
+        yield {"version": f"vllm {vllm.__version__}", "batch": batch, **measure(llm, adapter, batch, spec)}
 
 
 def _measure(llm: "LLM", adapter: Any, batch: int, spec: dict[str, Any]) -> dict[str, float]:
@@ -92,15 +99,31 @@ def _measure(llm: "LLM", adapter: Any, batch: int, spec: dict[str, Any]) -> dict
     }
 
 
-def _seconds(llm: "LLM", adapter: Any, prompts: list[dict[str, list[int]]], tokens: int) -> float:
-    """Time until each prompt has exactly so many tokens."""
+def _measure_calls(llm: "LLM", adapter: Any, batch: int, spec: dict[str, Any]) -> dict[str, float]:
+    """Medians over the repeats of whole calls, after one that compiles."""
+    lengths = draw_lengths(spec["lengths"], batch, spec["decode_tokens"])
+    group = min(spec["group"], batch)
+    times = []
+    for call in range(spec["repeats"] + 1):
+        ids = random_ids(call, -(-batch // group), spec["prompt_tokens"])
+        prompts = [{"prompt_token_ids": ids[i // group]} for i in range(batch)]
+        times.append(_seconds(llm, adapter, prompts, lengths))
+    return call_row(times[1:], lengths)
+
+
+def _seconds(llm: "LLM", adapter: Any, prompts: list[dict[str, list[int]]], tokens: int | list[int]) -> float:
+    """Time until each prompt has exactly so many tokens, all as many or each its own number."""
     from vllm import SamplingParams
 
-    params = SamplingParams(max_tokens=tokens, temperature=1.0, ignore_eos=True, detokenize=False)
+    lengths = [tokens] * len(prompts) if isinstance(tokens, int) else tokens
+    params = [
+        SamplingParams(max_tokens=length, temperature=1.0, ignore_eos=True, detokenize=False)
+        for length in lengths
+    ]
     start = time.perf_counter()
     outputs = llm.generate(prompts, params, use_tqdm=False, lora_request=adapter)
     seconds = time.perf_counter() - start
-    assert all(len(output.outputs[0].token_ids) == tokens for output in outputs)
+    assert [len(output.outputs[0].token_ids) for output in outputs] == lengths
     return seconds
 
 

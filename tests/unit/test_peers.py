@@ -5,7 +5,7 @@ import os
 import sys
 import textwrap
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,6 +15,7 @@ from peft import PeftModel
 from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from bench.lengths import draw_lengths
 from bench.model_config import model_config
 from bench.peers import process
 from bench.peers.checkpoint import write_adapter, write_zeros
@@ -22,6 +23,9 @@ from bench.peers.process import peer_rows
 from qerl.families.sizes import Sizes
 from qerl.fp4.checkpoint import read_config
 from qerl.fp4.format import NVFP4
+from qerl.rollout.paged.engine import PagedEngine
+from qerl.rollout.paged.machine import Eager
+from qerl.rollout.paged.pace import Pace
 
 TINY = Sizes(
     hidden=64, intermediate=96, layers=2, heads=4, kv_heads=2, head_size=16, vocabulary=1003, qkv_bias=True
@@ -82,6 +86,22 @@ def test_missing_peer_is_said_and_left_out(peer, capsys):
     assert said.startswith("fake is left out: No module named 'no_such_engine'; install it")
     assert "QERL_PEER_PATH" in said
     assert said.count("\n") == 1
+
+
+def test_peer_that_hangs_is_ended_and_said(peer, capsys, monkeypatch, tmp_path):
+    """vLLM, whose engine is by default in one process with what asks it."""
+    monkeypatch.delenv("VLLM_ENABLE_V1_MULTIPROCESSING", raising=False)
+    (tmp_path / "site/hangs.py").write_text(
+        "import os, time\n"
+        "print('separate engine:', os.environ['VLLM_ENABLE_V1_MULTIPROCESSING'], flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    assert list(peer_rows("fake", "hangs", {}, minutes=0.05)) == []
+    said = capsys.readouterr().out
+    assert said.startswith(
+        "fake is left out: it gave no row for 0.05 minutes (its last words: separate engine: 0)"
+    )
+    assert "--peer_minutes" in said
 
 
 def test_failing_peer_keeps_its_rows_and_its_log(peer, capsys, tmp_path):
@@ -176,15 +196,18 @@ class LLM:
         config = json.load(open(model + "/config.json"))
         json.dump([config, settings], open(os.environ["SEEN"], "w"), default=str)
     def generate(self, prompts, params, use_tqdm, lora_request):
-        assert params.ignore_eos and os.path.exists(lora_request.path + "/adapter_model.safetensors")
+        assert os.path.exists(lora_request.path + "/adapter_model.safetensors")
+        assert len(params) == len(prompts) and all(each.ignore_eos for each in params)
         assert all(0 <= token < 1003 for prompt in prompts for token in prompt["prompt_token_ids"])
-        now[0] += 0.05 + 0.001 * params.max_tokens
-        output = SimpleNamespace(outputs=[SimpleNamespace(token_ids=[0] * params.max_tokens)])
-        return [output for _ in prompts]
+        now[0] += 0.05 + 0.001 * max(each.max_tokens for each in params)
+        outputs = [SimpleNamespace(token_ids=[0] * each.max_tokens) for each in params]
+        return [SimpleNamespace(outputs=[output]) for output in outputs]
 """
 
 
-def test_vllm_decodes_what_is_asked(tmp_path, monkeypatch):
+@pytest.fixture
+def fake_vllm(tmp_path, monkeypatch):
+    """A package `vllm` for a peer, and what the peer is asked for."""
     monkeypatch.setattr(process.tempfile, "gettempdir", lambda: str(tmp_path))
     site = tmp_path / "site/vllm"
     (site / "lora").mkdir(parents=True)
@@ -195,11 +218,34 @@ def test_vllm_decodes_what_is_asked(tmp_path, monkeypatch):
     )
     monkeypatch.setenv("QERL_PEER_PATH", str(tmp_path / "site"))
     monkeypatch.setenv("SEEN", str(tmp_path / "seen.json"))
-    spec = {
+    return {
         "sizes": asdict(TINY), "weights": "nvfp4", "quantization": "humming", "rank": 24, "batches": [8, 1],
-        "prompt_tokens": 16, "decode_tokens": 100, "group": 2, "repeats": 2,
+        "prompt_tokens": 16, "decode_tokens": 100, "group": 2, "repeats": 2, "lengths": None,
     }  # fmt: skip
-    rows = list(peer_rows("vllm-humming", "bench.peers.vllm_decode", spec))
+
+
+def test_vllm_ends_each_request_at_its_own_length(fake_vllm, tmp_path, monkeypatch):
+    from bench.peers import vllm_decode
+
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    monkeypatch.setattr(time, "perf_counter", time.perf_counter)  # which the stand-in replaces
+    for name in ("vllm", "vllm.lora", "vllm.lora.request"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    (tmp_path / "work").mkdir()
+    first, second = vllm_decode.run(fake_vllm | {"lengths": "lognormal:40"}, tmp_path / "work")
+    for name in ("vllm", "vllm.lora", "vllm.lora.request"):
+        del sys.modules[name]
+    lengths = draw_lengths("lognormal:40", 8, 100)
+    assert (first["tokens"], first["longest"]) == (sum(lengths), max(lengths))
+    assert first["call_s"] == pytest.approx(0.05 + 0.001 * max(lengths))  # prefill and all
+    assert first["call_tok_s"] == pytest.approx(first["tokens"] / first["call_s"])
+    assert second["tokens"] == lengths[0]
+    _, settings = json.loads((tmp_path / "seen.json").read_text())
+    assert settings["compilation_config"] == {}
+
+
+def test_vllm_decodes_what_is_asked(fake_vllm, tmp_path):
+    rows = list(peer_rows("vllm-humming", "bench.peers.vllm_decode", fake_vllm))
     assert [row["batch"] for row in rows] == [8, 1]
     assert rows[0]["version"] == "vllm 0.0"
     # 1 ms a token; what a call costs before its first token is not in it.
@@ -237,18 +283,18 @@ class FakeLLM:
     def generate(self, prompts, sampling_params, use_tqdm):
         assert set(self.weights) == self.names  # sent before the first token
         assert any(tensor.any() for tensor in self.weights.values())
-        self.calls.append((len(prompts), sampling_params.ignore_eos))
+        self.calls.append((len(prompts), all(each.ignore_eos for each in sampling_params)))
         return [
             SimpleNamespace(
                 prompt_token_ids=prompt["prompt_token_ids"],
                 outputs=[
                     SimpleNamespace(
-                        token_ids=[7] * sampling_params.max_tokens,
-                        logprobs=[{7: SimpleNamespace(rank=1, logprob=-1.0)}] * sampling_params.max_tokens,
+                        token_ids=[7] * params.max_tokens,
+                        logprobs=[{7: SimpleNamespace(rank=1, logprob=-1.0)}] * params.max_tokens,
                     )
                 ],
             )
-            for prompt in prompts
+            for prompt, params in zip(prompts, sampling_params, strict=True)
         ]
 
 
@@ -271,7 +317,7 @@ def test_trl_takes_the_steps_that_are_asked(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (0, int(80e9)))
     spec = {
         "sizes": asdict(TINY), "rank": 8, "prompts": 2, "samples": 4, "microbatch": 4, "prompt_tokens": 6,
-        "tokens": 5, "steps": 2,
+        "tokens": 5, "steps": 2, "lengths": "uniform",
     }  # fmt: skip
     (row,) = trl_step.run(spec, tmp_path)
     llm = FakeLLM.last
@@ -281,7 +327,7 @@ def test_trl_takes_the_steps_that_are_asked(tmp_path, monkeypatch):
     assert 0.1 < llm.settings["gpu_memory_utilization"] < 0.11  # 8 GB beside a model of nothing
     assert row["engine"] == "trl+vllm"
     assert len(row["steps"]) == 3
-    assert row["tokens"] == 2 * 4 * 5
+    assert row["tokens"] == sum(draw_lengths("uniform", 8, 5)) < 2 * 4 * 5
     assert 0 < row["sync_s"] < row["rollout_s"]
     assert all(step["grad_norm"] > 0 for step in row["steps"])
 
@@ -293,7 +339,7 @@ def no_gpu_needed(monkeypatch):
 
     asked = []
 
-    def rows(name, module, spec):
+    def rows(name, module, spec, minutes):
         asked.append((name, module, spec))
         row = {"batch": 8, "decode_tok_s": 800.0, "step_ms": 10.0, "spread": 0.0, "version": "vllm 0"}
         times = {"rollout_s": 1.0, "update_s": 2.0, "total_s": 3.0, "tokens_per_s": 4.0}
@@ -328,6 +374,32 @@ def test_rollout_benchmark_adds_peers_to_its_rows(no_gpu_needed, tmp_path, capsy
     assert all(spec["sizes"]["layers"] == 2 for *_, spec in no_gpu_needed)
     assert {module for _, module, _ in no_gpu_needed} == {vllm_decode.__name__}
     assert capsys.readouterr().out.count("vllm-") == 3
+
+
+def test_rollout_benchmark_times_calls_of_drawn_lengths(no_gpu_needed, tmp_path, monkeypatch):
+    """Of the paged engine in Triton's interpreter; peers are asked for the same, with and without adapter."""
+    from bench import rollout
+
+    pace = Pace(round_steps=4, prefill_tokens=(8, 64))
+    monkeypatch.setattr(
+        rollout, "PagedEngine", lambda *args, **kw: PagedEngine(*args, **kw, machine=Eager(), pace=pace)
+    )
+    made = rollout.random_policy
+    monkeypatch.setattr(rollout, "random_policy", lambda *args: made(*args, device="cpu").float())
+    monkeypatch.setattr(rollout.Sizes, "by_name", lambda name: replace(LLAMA, layers=1, vocabulary=1001))
+    out = tmp_path / "rollout.json"
+    flags = "--rank 0 --batch 2 --prompt 3 --decode 4 --group 2 --repeats 1 --lengths uniform"
+    rollout.main(["--weights", "bf16", *flags.split(), "--out", str(out)])
+    (row,) = json.loads(out.read_text())["rows"]
+    assert row["tokens"] == sum(draw_lengths("uniform", 2, 4))
+    assert row["call_s"] > 0 and row["gpu_state"] is None
+
+    monkeypatch.setattr(rollout, "_print", lambda row: None)
+    flags = ["--weights", "--peers", "vllm-bf16", "--rank", "8", "--no_adapter", "--lengths", "lognormal:9"]
+    rollout.main(flags)
+    assert [(spec["rank"], spec["lengths"]) for *_, spec in no_gpu_needed] == [
+        (8, "lognormal:9"), (0, "lognormal:9"),
+    ]  # fmt: skip
 
 
 def test_step_benchmark_adds_peers_to_its_rows(no_gpu_needed, tmp_path):

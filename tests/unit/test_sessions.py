@@ -135,7 +135,7 @@ def test_a_seed_of_its_own_draws_what_it_would_draw_alone(tiny_model):
         while session.busy:
             found |= {ended.index: ended.completion.token_ids for ended in session.next()}
         assert [found[first + place] for place in range(4)] == alone
-        with pytest.raises(QeRLError, match="1 seeds for 2 prompts with 2 sequences each"):
+        with pytest.raises(QeRLError, match="There are 1 seeds for 4 sequences"):
             session.start(PROMPTS[:2], 2, seeds=[3])
 
 

@@ -1,0 +1,81 @@
+"""What the GPU's clocks, power and temperature were while something was measured.
+
+A card at its power limit lowers its clocks, so the same kernels take longer on a warm day. Nothing is locked
+here, which users do not do either; what was seen while the GPU was busy stands beside each row.
+"""
+
+import statistics
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+_QUERY = {
+    "sm_mhz": "clocks.sm",
+    "memory_mhz": "clocks.mem",
+    "power_w": "power.draw",
+    "power_limit_w": "power.limit",
+    "celsius": "temperature.gpu",
+}
+_UTILIZATION = "utilization.gpu"
+_BUSY = 50  # percent of the time; a model that is being made or read from disk leaves the GPU idle
+_EVERY_MS = 500
+
+State = dict[str, dict[str, float]]
+
+
+class Gauge:
+    """Readings of the first GPU since the last `take`, twice a second; made by `gauge`."""
+
+    def __init__(self, readings: Any) -> None:
+        self._readings = readings
+        self._rest = ""
+
+    def take(self) -> State | None:
+        """The least, the median and the largest of each quantity while the GPU was busy since it was last
+        asked; None where it was not, or nvidia-smi says nothing."""
+        if self._readings is None:
+            return None
+        *lines, self._rest = (self._rest + self._readings.read()).split("\n")
+        rows = [numbers for busy, *numbers in filter(None, map(_numbers, lines)) if busy >= _BUSY]
+        if not rows:
+            return None
+        return {
+            name: {"min": min(column), "median": statistics.median(column), "max": max(column)}
+            for name, column in zip(_QUERY, zip(*rows, strict=True), strict=True)
+        }
+
+
+@contextmanager
+def gauge() -> Iterator[Gauge]:
+    """Readings for as long as the context lasts."""
+    asked = ",".join([_UTILIZATION, *_QUERY.values()])
+    command = [
+        "nvidia-smi", f"--query-gpu={asked}", "--format=csv,noheader,nounits", "--id=0",
+        f"--loop-ms={_EVERY_MS}",
+    ]  # fmt: skip
+    with tempfile.NamedTemporaryFile("r+") as file:
+        try:
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.DEVNULL
+            )
+        except OSError:
+            yield Gauge(None)
+            return
+        try:
+            with Path(file.name).open() as readings:
+                yield Gauge(readings)
+        finally:
+            process.terminate()
+            process.wait()
+
+
+def _numbers(line: str) -> list[float]:
+    """The numbers of a reading; none of a line that is something else, or that lacks one."""
+    try:
+        found = [float(field) for field in line.split(",")]
+    except ValueError:
+        return []
+    return found if len(found) == 1 + len(_QUERY) else []
