@@ -74,6 +74,8 @@ def _quiet_libraries() -> None:
     warnings.filterwarnings("ignore", message="Could not find a config file")
     # What transformers passes on to DistributedDataParallel, by its former name.
     warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated")
+    # TRL and PEFT call transformers' activation checkpointing by its former name, some at every rollout.
+    warnings.filterwarnings("ignore", message=r"`(is_)?gradient_checkpointing(_\w+)?` is deprecated")
 
 
 def _print(text: str) -> None:

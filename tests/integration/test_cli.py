@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 
 import pytest
 import yaml
@@ -24,7 +25,18 @@ def recipe(tiny_run, tmp_path):
     return path
 
 
-def test_train_eval_report(recipe, tmp_path, capsys):
+@pytest.fixture
+def warned():
+    """Warnings that a user would see, as they are given. Python shows those of deprecation to developers."""
+    with warnings.catch_warnings(record=True) as given:
+        warnings.resetwarnings()
+        warnings.simplefilter("ignore", DeprecationWarning)
+        warnings.simplefilter("ignore", PendingDeprecationWarning)
+        warnings.simplefilter("ignore", ResourceWarning)
+        yield given
+
+
+def test_train_eval_report(recipe, tmp_path, capsys, warned):
     run, model = tmp_path / "run", tmp_path / "model"
     assert main(["train", str(recipe), "--max_steps", "3", "--noise_stages=2"]) == 0
     assert {"config.yaml", "metrics.jsonl", "adapter_model.safetensors", "adapter_config.json"} <= {
@@ -39,6 +51,7 @@ def test_train_eval_report(recipe, tmp_path, capsys):
     assert (result["source"]["weights"], result["source"]["rounding"]) == ("nvfp4", "mse")
     assert main(["report", str(run), "--out", str(tmp_path / "report.html")]) == 0
     assert "<svg" in (tmp_path / "report.html").read_text()
+    assert not [str(one.message) for one in warned], "nobody can act on what libraries call each other"
 
 
 def test_quantize_then_generate(recipe, tmp_path, capsys):

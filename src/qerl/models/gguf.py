@@ -21,6 +21,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     GenerationConfig,
+    GgufConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -60,7 +61,10 @@ def _convert(gguf: Path, folder: Path) -> None:
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
         model = AutoModelForCausalLM.from_pretrained(
-            str(gguf.parent), gguf_file=gguf.name, dtype=torch.bfloat16
+            str(gguf.parent),
+            gguf_file=gguf.name,
+            dtype=torch.bfloat16,
+            quantization_config=GgufConfig(dequantize=True),  # a newer one would keep what it has kernels for
         )
     except (ValueError, KeyError, NotImplementedError, OSError) as error:
         raise QeRLError(f"transformers cannot load {gguf}: {error}") from error

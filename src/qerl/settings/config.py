@@ -37,7 +37,7 @@ from qerl.settings.checks import (
     checked,
 )
 from qerl.settings.model_kwargs import take_model_kwargs
-from qerl.settings.parents import Refused, fate_of
+from qerl.settings.parents import Refused, fate_of, set_newer_names
 from qerl.weight_formats import DEFAULT_FORMAT, DEFAULT_ROUNDING, Rounding, WeightFormatName
 
 # What an algorithm sets where the recipe says nothing.
@@ -337,6 +337,7 @@ class QeRLConfig(GRPOConfig):
         if not torch.cuda.is_available():
             self.dataloader_pin_memory = False  # there is nothing to pin for
         contradictions.check_evaluation(self)
+        set_newer_names(self)
         try:
             super().__post_init__()
         except (ValueError, TypeError, ImportError) as error:

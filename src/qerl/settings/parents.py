@@ -274,14 +274,22 @@ PARENTS: dict[str, Acts | Refused | ForScripts] = {
 }
 
 _NEWER = Refused("it is newer than this version of qerl")
+_ACTIVATION_CHECKPOINTING = {
+    f"activation_checkpointing{end}": f"gradient_checkpointing{end}" for end in ("", "_kwargs")
+}
 _NEWER_NAMES = {
-    f"activation_checkpointing{end}": Refused(
-        f"its older name, gradient_checkpointing{end}, says the same in every version of transformers"
-    )
-    for end in ("", "_kwargs")
+    newer: Refused(f"its older name, {older}, says the same in every version of transformers")
+    for newer, older in _ACTIVATION_CHECKPOINTING.items()
 }
 
 
 def fate_of(name: str) -> Acts | Refused | ForScripts:
     """What becomes of a parent's field; one that a newer transformers adds is refused."""
     return PARENTS.get(name) or _NEWER_NAMES.get(name, _NEWER)
+
+
+def set_newer_names(config: Any) -> None:
+    """Sets what the installed transformers has newer names for, because it warns of the older ones."""
+    for newer, older in _ACTIVATION_CHECKPOINTING.items():
+        if hasattr(config, newer):
+            setattr(config, newer, getattr(config, older))
