@@ -5,7 +5,6 @@ is plain luck, one guess a problem. The reward ``accuracy`` is 1 if the last gue
 turns.
 """
 
-import itertools
 import random
 
 from datasets import Dataset
@@ -14,9 +13,7 @@ from qerl.errors import QeRLError
 from qerl.tasks.answers import last_number
 from qerl.tasks.base import Task, as_dataset
 from qerl.tasks.formats import AnswerFormat
-from qerl.tasks.holdout import holdout_rank
-
-HELD_OUT_SHARE = 1 / 4
+from qerl.tasks.holdout import first_of_split
 
 _FORM = AnswerFormat(
     "guess",
@@ -62,14 +59,14 @@ class GuessNumber(Task):
     def _rows(self, split: str, count: int) -> Dataset:
         problems = [(end, number) for end in range(10, self.largest + 1) for number in range(1, end + 1)]
         random.Random(f"guess_number {split} {self.seed}").shuffle(problems)
-        held_out = split == "test"
-        own = (p for p in problems if (holdout_rank(f"{p[1]} of {p[0]}") < HELD_OUT_SHARE) == held_out)
-        drawn = list(itertools.islice(own, count))
-        if len(drawn) < count:
-            raise QeRLError(
-                f"There are only {len(drawn)} guess_number {split} problems up to {self.largest}, not "
-                f"{count}; raise largest or ask for fewer."
-            )
+        drawn = first_of_split(
+            problems,
+            lambda problem: f"{problem[1]} of {problem[0]}",
+            split,
+            count,
+            of=f"guess_number up to {self.largest}",
+            remedy="raise largest or ask for fewer",
+        )
         rows = (
             {
                 "prompt": self.prompt(f"I think of a whole number from 1 to {end}. What is it?"),

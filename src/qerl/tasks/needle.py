@@ -16,9 +16,7 @@ from qerl.errors import QeRLError
 from qerl.models.needle.language import COUNTS, DOORS, KEYS, NOTHING, PLACES, PRIORS, RIGHT, question, walk
 from qerl.tasks.base import Task, as_dataset
 from qerl.tasks.formats import AnswerFormat
-from qerl.tasks.holdout import holdout_rank
-
-HELD_OUT_SHARE = 1 / 4
+from qerl.tasks.holdout import first_of_split
 
 # The key and the three words of the place.
 _PROBLEMS = ["".join(words) for words in itertools.product(KEYS, PLACES, PLACES, PLACES)]
@@ -81,14 +79,8 @@ class Needle(Task):
 
     def _rows(self, split: str, count: int) -> Dataset:
         order = random.Random(f"needle {split} {self.seed}").sample(range(len(_PROBLEMS)), len(_PROBLEMS))
-        own = (
-            _PROBLEMS[i] for i in order if (holdout_rank(_PROBLEMS[i]) < HELD_OUT_SHARE) == (split == "test")
-        )
-        drawn = list(itertools.islice(own, count))
-        if len(drawn) < count:
-            raise QeRLError(
-                f"There are only {len(drawn)} needle {split} problems, not {count}; ask for fewer."
-            )
+        problems = (_PROBLEMS[i] for i in order)
+        drawn = first_of_split(problems, str, split, count, of="needle", remedy="ask for fewer")
         rows = (
             {
                 "prompt": self.prompt(question(self.prior, self.decisions, problem[0], problem[1:])),
