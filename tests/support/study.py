@@ -4,9 +4,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from rich.console import Console
+
 from qerl.study.arms import Run
 from qerl.study.followed import Followed
+from qerl.study.runner import Runner
 from qerl.study.spec import Study, make_study
+from qerl.study.store import Store
+
+QUIET = Console(quiet=True)
 
 
 def tiny_study(**fields) -> Study:
@@ -82,3 +88,15 @@ class FakeTrainer:
 
     def load_state(self, state: dict[str, Any]) -> None:
         self.done = state["done"]
+
+
+def computed(folder, study, make=None):
+    """Compute all runs of a study, and give what made its trainers."""
+    make = make or FakeMake()
+    assert Runner(Store(folder, study), make, QUIET).run()
+    return make
+
+
+def files(folder):
+    """Names of the finished runs."""
+    return sorted(path.stem for path in (folder / "runs").iterdir())

@@ -1,0 +1,145 @@
+"""A study's folder: of which study, model and commit its runs are, and what is said of damaged files."""
+
+import json
+import os
+import signal
+
+import pytest
+from rich.console import Console
+
+from qerl.errors import QeRLError
+from qerl.study.plan import make_plan
+from qerl.study.results import RESULTS_FILE, Results, by_key, read_results, write_results
+from qerl.study.runner import Runner
+from qerl.study.spec import make_study
+from qerl.study.store import Store
+from tests.support.study import QUIET, FakeMake, computed, tiny_study
+
+
+def at_commit(folder, study, commit, **kwargs):
+    """The study's folder as another commit has it."""
+    store = Store(folder, study, **kwargs)
+    store.commit = commit
+    return store
+
+
+def test_runs_and_folder_say_by_which_commit_and_with_which_model(tmp_path):
+    study = tiny_study()
+    assert Runner(at_commit(tmp_path, study, "aaaaaaa"), FakeMake(), QUIET).run()
+    assert json.loads((tmp_path / "study.json").read_text()).items() >= {
+        "commit": "aaaaaaa", "fingerprint": "f",
+    }.items()  # fmt: skip
+    results = Store(tmp_path, study).write_results()
+    facts = [one.facts for one in read_results(tmp_path / RESULTS_FILE).runs]
+    assert {(fact["commit"], fact["fingerprint"]) for fact in facts} == {("aaaaaaa", "f")}
+    assert len(facts) == len(results.runs) == 14
+
+
+def test_another_model_under_the_same_name_is_refused(tmp_path):
+    study = tiny_study()
+    computed(tmp_path, study)
+    grown = Store(tmp_path, tiny_study(test_seeds=4))
+    other = FakeMake(facts={"fingerprint": "g"})
+    with pytest.raises(
+        QeRLError, match="of another model than what m is now, whose fingerprint is g and not f"
+    ):
+        Runner(grown, other, QUIET).run()
+    assert other.made == []
+
+
+def test_another_commit_is_said_and_repeats_nothing_that_is_finished(tmp_path, capsys):
+    study = tiny_study(learning_rates=[1e-4], tuning_seeds=0)
+    assert Runner(at_commit(tmp_path, study, "aaaaaaa"), FakeMake(), QUIET).run()
+    make = FakeMake()
+    grown = tiny_study(learning_rates=[1e-4], tuning_seeds=0, test_seeds=4)
+    assert Runner(at_commit(tmp_path, grown, "bbbbbbb"), make, Console(width=300)).run()
+    assert "holds 6 runs of commit aaaaaaa, and this is bbbbbbb; arms that --again" in capsys.readouterr().out
+    assert sum(len(runs) for runs, _ in make.made) == 2
+    assert {one.commit for one in Store(tmp_path, grown).results().tested("none")} == {"aaaaaaa", "bbbbbbb"}
+
+
+def test_an_arm_is_computed_again_by_a_new_commit_and_once(tmp_path, capsys):
+    study = tiny_study(learning_rates=[1e-4], tuning_seeds=0)
+    assert Runner(at_commit(tmp_path, study, "aaaaaaa"), FakeMake(), QUIET).run()
+    arms = study.values()["arms"] | {"new": {"lora_r": 4}}
+    grown = tiny_study(learning_rates=[1e-4], tuning_seeds=0, arms=arms)
+    assert make_plan(at_commit(tmp_path, grown, "bbbbbbb", again=["none"])).open == 6
+    make = FakeMake()
+    assert Runner(at_commit(tmp_path, grown, "bbbbbbb", again=["none"]), make, Console(width=300)).run()
+    assert [(runs[0].arm.name, len(runs)) for runs, _ in make.made] == [("none", 3), ("new", 3)]
+    assert "3 runs are computed again, as they are of commit aaaaaaa." in capsys.readouterr().out
+    found = Store(tmp_path, grown).results()
+    commits = {arm: {one.commit for one in found.tested(arm)} for arm in arms}
+    assert commits == {"none": {"bbbbbbb"}, "aqn": {"aaaaaaa"}, "new": {"bbbbbbb"}}
+    assert len(list((tmp_path / "former").glob("none-*-aaaaaaa.json"))) == 3
+    assert make_plan(at_commit(tmp_path, grown, "bbbbbbb", again=["none"])).open == 0
+    with pytest.raises(QeRLError, match="There is no arm 'nine' to compute again"):
+        Store(tmp_path, grown, again=["nine"])
+
+
+def test_a_batch_that_another_commit_began_begins_anew(tmp_path, capsys):
+    study = tiny_study(arms={"none": None}, comparisons={}, learning_rates=[1e-4], tuning_seeds=0)
+
+    def interrupt(trainer):
+        if trainer.done == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    assert not Runner(at_commit(tmp_path, study, "aaaaaaa"), FakeMake(interrupt), QUIET).run()
+    steps = []
+    make = FakeMake(lambda trainer: steps.append(trainer.done))
+    assert Runner(at_commit(tmp_path, study, "bbbbbbb"), make, Console(width=300)).run()
+    assert steps == [0, 1, 2, 3]
+    assert "kept of it is of commit aaaaaaa, and this is bbbbbbb." in capsys.readouterr().out
+
+
+def test_a_folder_of_another_study_is_refused_and_a_study_may_grow(tmp_path):
+    study = tiny_study()
+    computed(tmp_path, study)
+    with pytest.raises(QeRLError, match="holds another study: its steps is 4 and not 5"):
+        Store(tmp_path, tiny_study(steps=5))
+    with pytest.raises(QeRLError, match=r"its arms\.aqn\.noise_sigma_start is 0\.01 and not 0\.02"):
+        Store(
+            tmp_path,
+            tiny_study(
+                arms={"none": None, "aqn": study.values()["arms"]["aqn"] | {"noise_sigma_start": 0.02}}
+            ),
+        )
+    make = computed(
+        tmp_path, tiny_study(test_seeds=4, arms=study.values()["arms"] | {"warm": {"temperature": 1.2}})
+    )
+    assert {(run.arm.name, run.seed) for runs, _ in make.made for run in runs if run.arm.name != "warm"} == {
+        ("none", 3),
+        ("aqn", 3),
+    }
+    Store(tmp_path, tiny_study(arms={"none": None}, comparisons={}))
+    with pytest.raises(QeRLError, match=r"arms\.warm\.temperature is 1\.2 and not 1\.3"):
+        Store(tmp_path, tiny_study(arms={"warm": {"temperature": 1.3}}, comparisons={}))
+
+
+def test_damaged_files_are_named(tmp_path):
+    study = tiny_study()
+    computed(tmp_path, study)
+    path = tmp_path / "runs" / "none-lr0.0001-s1000.json"
+    path.write_text("{")
+    with pytest.raises(QeRLError, match=r"none-lr0\.0001-s1000\.json is damaged"):
+        make_plan(Store(tmp_path, study))
+    (tmp_path / "batches" / "b.pt").write_bytes(b"no tensors")
+    with pytest.raises(QeRLError, match=r"b\.pt is damaged"):
+        Store(tmp_path, study).checkpoint("b")
+    (tmp_path / RESULTS_FILE).write_bytes(b"no gzip")
+    with pytest.raises(QeRLError, match="holds no results of a study"):
+        read_results(tmp_path / RESULTS_FILE)
+    (tmp_path / "study.json").unlink()
+    with pytest.raises(QeRLError, match=r"has runs but no study\.json"):
+        Store(tmp_path, study)
+
+
+def test_equal_results_give_equal_bytes(tmp_path):
+    study = make_study(tiny_study().values())
+    for name in ("a", "b"):
+        write_results(Results(study, []), tmp_path / name)
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+
+
+def test_values_are_kept_to_six_digits():
+    assert by_key([{"a": 1 / 3}, {"a": float("inf"), "b": 2.0}]) == {"a": [0.333333, None], "b": [None, 2.0]}
