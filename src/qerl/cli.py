@@ -132,13 +132,13 @@ def _add_train(commands: Any) -> None:
 
 def _add_plan(commands: Any) -> None:
     text = (
-        "Say what fits on a GPU of --gpu GB (default 80), or on each of --processes N of them; any field can "
-        "be given as --FIELD VALUE."
+        "Say what fits on a GPU of --gpu GB (default 80) or of that name, or on each of --processes N of "
+        "them; any field can be given as --FIELD VALUE."
     )
     sub = add_command(commands, "plan", _plan, text)
     sub.add_argument("model", metavar="MODEL", help="Hub id, local folder, or a shape such as 32b")
     sub.add_argument("recipes", nargs="*", metavar="RECIPE", help="as for train")
-    sub.add_argument("--gpu", default="80", metavar="GB", help="memory of the GPU; default 80")
+    sub.add_argument("--gpu", default="80", metavar="GPU", help="GB, or a name such as rtx4090; default 80")
     sub.add_argument("--processes", default="1", metavar="N", help="GPUs, each with its process; default 1")
 
 

@@ -50,7 +50,7 @@ def test_command_on_a_shape(capsys):
     assert "--tokens_per_forward 6399 --gradient_checkpointing true" in printed
     assert "--gradient_checkpointing_kwargs '{\"every_n_layers\": 1}' --max_sequences 8" in printed
     assert main(["plan", "7b", "--gpu", "8", *lengths]) == 1
-    assert "No settings fit" in capsys.readouterr().out
+    assert "No settings of the update fit" in capsys.readouterr().out
 
 
 def test_command_reads_a_folder_and_recipes(tiny_model, tmp_path, capsys):
@@ -155,10 +155,10 @@ def test_full_tuning_that_cannot_fit_is_refused_before_it_is_loaded(
 def test_advice_names_what_could_change(capsys):
     words = ["plan", "72b", "--gpu", "16"]
     assert main(words) == 1
-    assert "max_completion_length or lora_r." in " ".join(capsys.readouterr().out.split())
-    assert main([*words, "--weights", "bf16"]) == 1
+    assert "a model of the size of 14b; a GPU of 80 GB." in " ".join(capsys.readouterr().out.split())
+    assert main(["plan", "14b", "--gpu", "16", "--weights", "bf16"]) == 1
     printed = " ".join(capsys.readouterr().out.split())
-    assert "or weights: nvfp4 instead of bf16." in printed
+    assert "each alone: weights: nvfp4 instead of bf16;" in printed
     assert "GB are 10^9 bytes; of the GPU's memory 16.9 of them are usable." in printed
 
 

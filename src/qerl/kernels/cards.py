@@ -3,7 +3,7 @@
 A kernel has one source for all of them. What it takes from here are switches (how weights come from memory,
 which instruction multiplies, whether a kernel may start before the one ahead of it has ended) and a size, the
 shared memory of a block, by which tiles are cut. So a card is never asked for its name, and another one is a
-line of `CARDS`.
+line of `CARDS`. Names are there for those who type or read them: of the memory plan, and of the docs' table.
 
 `QERL_ARCH` treats a card as one of an older class: `QERL_ARCH=80` on any GPU of the table compiles for
 compute capability 8.0, has the driver translate that, and leaves out what such a card lacks. That is how the
@@ -41,6 +41,8 @@ class Card:
         dependent_launch: Whether a kernel may start before the one ahead of it has ended.
         fp8: Whether numbers are converted to and from E4M3, as FP8 keys and values need.
         native: Whether kernels are compiled for the GPU itself; else the driver translates them.
+        unified: Whether GPU and CPU have one memory (`qerl.gpu_memory`).
+        gpus: GiB that a program sees of well-known GPUs of this class, by name.
     """
 
     capability: Capability
@@ -51,6 +53,8 @@ class Card:
     dependent_launch: bool = True
     fp8: bool = True
     native: bool = True
+    unified: bool = False
+    gpus: tuple[tuple[str, float], ...] = ()
 
     @property
     def number(self) -> int:
@@ -65,8 +69,15 @@ class Card:
         return f"sm_{self.number}{'a' if self.capability >= (9, 0) else ''}"
 
 
-def _card(major: int, minor: int, kilobytes: int, loader: Literal["cp.async", "bulk"], **more: Any) -> Card:
-    return Card((major, minor), kilobytes * 1024, loader, **more)
+def _card(
+    major: int,
+    minor: int,
+    kilobytes: int,
+    gpus: dict[str, float],
+    loader: Literal["cp.async", "bulk"] = "bulk",
+    **more: Any,
+) -> Card:
+    return Card((major, minor), kilobytes * 1024, loader, gpus=tuple(gpus.items()), **more)
 
 
 _AMPERE: dict[str, Any] = {"loader": "cp.async", "dependent_launch": False}
@@ -74,19 +85,22 @@ _AMPERE: dict[str, Any] = {"loader": "cp.async", "dependent_launch": False}
 CARDS: dict[Capability, Card] = {
     card.capability: card
     for card in (
-        _card(8, 0, 163, fp8=False, **_AMPERE),  # A100, A30
-        _card(8, 6, 99, fp8=False, **_AMPERE),  # RTX 30, A10, A40
-        _card(8, 7, 163, fp8=False, **_AMPERE),  # Jetson Orin
-        _card(8, 9, 99, **_AMPERE),  # RTX 40, L4, L40S
-        _card(9, 0, 227, "bulk", math="wgmma", quack=True),  # H100, H200
-        _card(10, 0, 227, "bulk"),  # B200
-        _card(10, 3, 227, "bulk"),  # B300
-        _card(12, 0, 99, "bulk", quack=True),  # RTX 50, RTX PRO 6000
-        _card(12, 1, 99, "bulk"),  # DGX Spark
+        _card(8, 0, 163, {"A100": 79.1, "A100 40GB": 39.4, "A30": 23.5}, fp8=False, **_AMPERE),
+        _card(
+            8, 6, 99, {"RTX 3090": 23.5, "A10": 22.0, "RTX A6000": 47.4, "A40": 44.3}, fp8=False, **_AMPERE
+        ),
+        _card(8, 7, 163, {"Jetson AGX Orin": 61.0}, fp8=False, unified=True, **_AMPERE),
+        _card(8, 9, 99, {"RTX 4080": 15.5, "RTX 4090": 23.5, "L4": 22.0, "L40S": 44.3}, **_AMPERE),
+        _card(9, 0, 227, {"H100": 79.1, "H200": 139.7}, math="wgmma", quack=True),
+        _card(10, 0, 227, {"B200": 178.3}),
+        _card(10, 3, 227, {"B300": 267.0}),
+        _card(12, 0, 99, {"RTX 5080": 15.4, "RTX 5090": 31.3, "RTX PRO 6000": 94.9}, quack=True),
+        _card(12, 1, 99, {"DGX Spark": 119.6}, unified=True),
     )
 }
 """Every compute capability that the kernels are compiled for. Shared memory as in NVIDIA's table of compute
-capabilities; a GPU that is present is asked for its own."""
+capabilities; a GPU that is present is asked for its own, as it is for its memory. GiB are what torch reports,
+with error correction where it is on as delivered; drivers differ by a tenth."""
 
 
 @cache
@@ -141,6 +155,13 @@ def asked() -> Capability | None:
     if found is None:
         raise QeRLError(f"{ARCH} is {text!r}; set one of {', '.join(str(_number(one)) for one in CARDS)}.")
     return found
+
+
+def why_no_fp8(card: Card) -> str:
+    """Why keys and values cannot be FP8 on a card; empty if they can."""
+    if card.fp8:
+        return ""
+    return f"FP8 keys and values need compute capability 8.9, and this is {words(card.capability)}"
 
 
 def words(capability: Capability) -> str:

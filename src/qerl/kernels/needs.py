@@ -8,7 +8,7 @@ import torch
 from packaging.requirements import Requirement
 
 from qerl.errors import QeRLError
-from qerl.kernels.cards import ARCH, CARDS, Capability, asked, chosen, words
+from qerl.kernels.cards import ARCH, CARDS, Capability, asked, chosen, why_no_fp8, words
 
 RUN_ON: frozenset[Capability] = frozenset({(9, 0)})
 """Compute capabilities on which the kernels have been run. For the others of `CARDS` they were compiled
@@ -84,11 +84,7 @@ def _obstacles_of_card(capability: Capability, fp8: bool) -> list[Obstacle]:
         return [
             Obstacle(f"{have}, for which the kernels were compiled but on which they were not run", remedy)
         ]
-    if fp8 and not card.fp8:
-        return [
-            Obstacle(f"FP8 keys and values need compute capability 8.9, and this is {words(card.capability)}")
-        ]
-    return []
+    return [Obstacle(why_no_fp8(card))] if fp8 and not card.fp8 else []
 
 
 def has_module(module: str) -> bool:

@@ -1,12 +1,12 @@
 """`qerl plan`: what fits on a GPU, printed before anything is loaded."""
 
-import math
 from typing import Any
 
 from rich.console import Console
 
 from qerl.errors import QeRLError
-from qerl.gpu_memory import usable_bytes
+from qerl.kernels.cards import why_no_fp8
+from qerl.plan.gpu import planned_gpu
 from qerl.plan.phases import MemoryPlan
 from qerl.plan.render import render
 from qerl.plan.settings import plan_settings, propose_settings
@@ -22,18 +22,20 @@ def plan_command(
         name: Local folder, Hub id, or a name of `qerl.families.sizes.SIZES` such as ``32b``.
         recipes: As for training; none are needed.
         fields: Settings over those of the recipes.
-        gpu: Memory of the GPU as its vendor counts, 80 for an H100 80GB.
+        gpu: Memory of the GPU as its vendor counts, 80 for an H100 80GB, or its name.
         console: Where the plan is printed.
         processes: GPUs of a data-parallel run, each with a whole model.
 
     Raises:
-        QeRLError: No such model, a family that is not planned, wrong settings, full tuning.
+        QeRLError: No such model or GPU, a family that is not planned, wrong settings, full tuning, FP8 keys
+            and values on a GPU that has none.
     """
-    if isinstance(gpu, bool) or not isinstance(gpu, int | float) or not 0 < gpu < math.inf:
-        raise QeRLError(f"--gpu is {gpu}; it must be the GPU's memory in GB, such as 80.")
+    planned = planned_gpu(gpu)
     if isinstance(processes, bool) or not isinstance(processes, int) or processes < 1:
         raise QeRLError(f"--processes is {processes}; it must be a number of GPUs, at least 1.")
     config = load_config(recipes, fields | {"model": name}, required=("model",))
-    plan = plan_settings(config, usable_bytes(gpu), processes)
+    if config.kv_cache_dtype == "fp8" and planned.card and not planned.card.fp8:
+        raise QeRLError(f"{why_no_fp8(planned.card)}; remove kv_cache_dtype: fp8.")
+    plan = plan_settings(config, planned.capacity, processes)
     console.print(render(plan, propose_settings(config, plan), name))
     return plan

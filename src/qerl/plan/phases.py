@@ -91,7 +91,7 @@ def make_plan(sizes: Sizes, work: Work, capacity: int) -> MemoryPlan:
         Line("gradients", 0, gradients),
         Line("activations kept", 0, update.kept),
         Line("one layer or the head", 0, update.working),
-        Line("dequantised weight", 0, update.workspace),
+        Line("dequantised weight", update.workspace, update.workspace),
         Line("context and slack", CONTEXT_BYTES + sorting, CONTEXT_BYTES + slack),
     )
     return MemoryPlan(sizes, work, capacity, lines, cache.sequences(budget))

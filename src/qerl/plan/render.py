@@ -4,6 +4,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from qerl.plan.instead import changes
 from qerl.plan.parts import Activations
 from qerl.plan.phases import MemoryPlan
 from qerl.plan.propose import MARGIN, fits
@@ -69,13 +70,10 @@ def verdict(plan: MemoryPlan) -> str:
 def advice(plan: MemoryPlan, proposal: MemoryPlan | None) -> str:
     """The settings proposed, as fields of the command line."""
     if proposal is None:
-        smaller = "a smaller model, max_completion_length or lora_r"
-        four_bits = (
-            ""
-            if plan.work.format.element_bits <= 4
-            else f", or weights: nvfp4 instead of {plan.work.weights}"
-        )
-        return f"No settings fit: take {smaller}{four_bits}."
+        found = changes(plan)
+        if not found:
+            return "No settings fit, and no one change of model, lengths, rank or GPU would."
+        return f"No settings of the update fit. What would, each alone: {'; '.join(found)}."
     if proposal.work == plan.work:
         return "No other settings are proposed."
     work = proposal.work

@@ -1,0 +1,52 @@
+"""The GPU that a plan is for, as a user types it: its name, or the memory that it is sold with."""
+
+import math
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from qerl.errors import QeRLError
+from qerl.gpu_memory import UNIFIED_SHARE, usable_bytes
+from qerl.kernels.cards import CARDS, Card
+
+MEMORIES = (16, 24, 32, 40, 48, 80, 96, 141, 180)
+"""GB with which GPUs are sold."""
+
+
+@dataclass(frozen=True)
+class PlannedGpu:
+    """What a plan knows of a GPU.
+
+    Attributes:
+        capacity: Bytes that a run may take.
+        card: Its class; None where only the memory is known.
+    """
+
+    capacity: int
+    card: Card | None = None
+
+
+def planned_gpu(asked: Any) -> PlannedGpu:
+    """The GPU that ``--gpu`` asks for.
+
+    Args:
+        asked: GB as its vendor counts, such as 24, or a name of `qerl.kernels.cards`: ``RTX 4090``,
+            ``rtx4090`` and ``4090`` are the same.
+
+    Raises:
+        QeRLError: Neither.
+    """
+    named = {_plain(name): (gib, card) for card in CARDS.values() for name, gib in card.gpus}
+    if _plain(str(asked)) in named:
+        gib, card = named[_plain(str(asked))]
+        return PlannedGpu(round(gib * 2**30 * (UNIFIED_SHARE if card.unified else 1)), card)
+    if isinstance(asked, bool) or not isinstance(asked, int | float) or not 0 < asked < math.inf:
+        names = ", ".join(name for card in CARDS.values() for name, _ in card.gpus)
+        raise QeRLError(
+            f"--gpu is {asked}; it must be the GPU's memory in GB, such as 80, or a name: {names}."
+        )
+    return PlannedGpu(usable_bytes(asked))
+
+
+def _plain(name: str) -> str:
+    return re.sub("nvidia|geforce|rtx|[^a-z0-9]", "", name.lower())
