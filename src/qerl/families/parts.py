@@ -31,3 +31,15 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
+
+
+@contextmanager
+def train_mode(model: nn.Module) -> Iterator[None]:
+    """Put every module into training mode for the body, and give each its former mode back afterwards."""
+    evaluating = [module for module in model.modules() if not module.training]
+    model.train()
+    try:
+        yield
+    finally:
+        for module in evaluating:
+            module.training = False

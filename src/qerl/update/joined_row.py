@@ -162,51 +162,69 @@ def join(batch: PaddedBatch, rows: list[int]) -> JoinedRow:
         batch: The samples.
         rows: Samples to include, at least one. Groups follow one another in the order of their first sample.
     """
-    builder, device = _Builder(), batch.prompt_ids_BP.device
+    builder, device = RowBuilder(), batch.prompt_ids_BP.device
     prompts, completions = batch.prompt_ids_BP.cpu(), batch.completion_ids_BC.cpu()
     in_prompts, in_completions = batch.prompt_mask_BP.cpu().bool(), batch.completion_mask_BC.cpu().bool()
     groups: dict[int, list[int]] = {}
     for row in rows:
         groups.setdefault(batch.lengths.group_B[row], []).append(row)
     for members in groups.values():
-        builder.add_prompt(prompts[members[0]][in_prompts[members[0]]])
+        prompt = prompts[members[0]][in_prompts[members[0]]]
+        builder.begin_group(prompt[:-1])
         for row in members:
-            builder.add_branch(row, completions[row][in_completions[row]])
+            completion = completions[row][in_completions[row]]
+            builder.add_branch(row, torch.cat([prompt[-1:], completion[:-1]]), completion)
     return builder.finish(device)
 
 
-class _Builder:
+class RowBuilder:
     """Grows a joined row sample by sample, on the CPU: on a GPU each sample would be waited for."""
 
     def __init__(self) -> None:
-        self.parts: list[torch.Tensor] = []  # [7, tokens], in the order of JoinedRow's fields
-        self.stretches: list[tuple[int, int, int]] = []
-        self.prompt = torch.empty(0)
-        self.group, self.branch = -1, 0
+        self._parts: list[torch.Tensor] = []  # [7, tokens], in the order of JoinedRow's fields
+        self._stretches: list[tuple[int, int, int]] = []
+        self._shared, self._group, self._branch = 0, -1, 0
+        self._length = 0
 
-    def add_prompt(self, prompt: torch.Tensor) -> None:
-        """Begin a group. A prompt of one token leaves no shared part; its branches differ all the same."""
-        self.prompt, self.group, self.branch = prompt, self.group + 1, 0
-        shared = prompt[:-1]
-        self._extend(shared, 0, torch.full_like(shared, IGNORE), -1)
+    def begin_group(self, shared: torch.Tensor) -> slice:
+        """Begin a group with the tokens that its branches share, none at all if need be.
 
-    def add_branch(self, row: int, completion: torch.Tensor) -> None:
-        """Add a sample of the group that was begun last."""
-        self.branch += 1
-        tokens = torch.cat([self.prompt[-1:], completion[:-1]])
-        self._extend(tokens, len(self.prompt) - 1, completion, row)
+        Returns:
+            Where in the row they stand.
+        """
+        self._shared, self._group, self._branch = len(shared), self._group + 1, 0
+        return self._extend(shared, 0, torch.full_like(shared, IGNORE), -1)
 
-    def _extend(self, tokens: torch.Tensor, position: int, labels: torch.Tensor, row: int) -> None:
-        if n := len(tokens):
-            self.stretches.append((self.group, self.branch, n))
+    def add_branch(self, sample: int, tokens: torch.Tensor, labels: torch.Tensor) -> slice:
+        """Add a sample of the group that was begun last.
+
+        Args:
+            sample: Its row of the batch.
+            tokens: Those that follow the shared ones, at least one.
+            labels: What each of them predicts.
+
+        Returns:
+            Where in the row they stand.
+        """
+        self._branch += 1
+        return self._extend(tokens, self._shared, labels, sample)
+
+    def _extend(self, tokens: torch.Tensor, position: int, labels: torch.Tensor, sample: int) -> slice:
+        start, n = self._length, len(tokens)
+        self._length += n
+        if n:
+            self._stretches.append((self._group, self._branch, n))
             column = torch.arange(n)
-            sample, group, branch = (torch.full((n,), x) for x in (row, self.group, self.branch))
-            self.parts.append(torch.stack([tokens, position + column, labels, sample, column, group, branch]))
+            where = (torch.full((n,), x) for x in (sample, self._group, self._branch))
+            sample_n, group_n, branch_n = where
+            parts = [tokens, position + column, labels, sample_n, column, group_n, branch_n]
+            self._parts.append(torch.stack(parts))
+        return slice(start, self._length)
 
     def finish(self, device: torch.device) -> JoinedRow:
         """The row, on a device."""
-        tokens, positions, labels, *where = torch.cat(self.parts, dim=1).to(device)
+        tokens, positions, labels, *where = torch.cat(self._parts, dim=1).to(device)
         sample, column, group, branch = where
         return JoinedRow(
-            tokens[None], positions[None], labels[None], sample, column, group, branch, self.stretches
+            tokens[None], positions[None], labels[None], sample, column, group, branch, self._stretches
         )

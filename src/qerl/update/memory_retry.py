@@ -32,6 +32,8 @@ LIMITS_FILE = "update_limits.json"
 
 logger = logging.getLogger(__name__)
 
+_ADVICE = "lower max_completion_length, set gradient_checkpointing: true or take a smaller lora_r"
+
 
 class MemoryRetry:
     """Runs microbatches, and all of an optimizer step's again where memory ran out.
@@ -40,6 +42,7 @@ class MemoryRetry:
         max_tokens: Largest number of tokens per forward pass, None for no limit.
         processes: Processes of the run; with more than one nothing is done again.
         recompute_every_layer: Turns that on and says whether it was off.
+        advice: What to do about one sample that does not fit by itself.
 
     Attributes:
         max_tokens: The limit that holds at present; lower once memory has run out.
@@ -50,9 +53,11 @@ class MemoryRetry:
         max_tokens: int | None = None,
         processes: int = 1,
         recompute_every_layer: Callable[[], bool] = lambda: False,
+        advice: str = _ADVICE,
     ) -> None:
         self.max_tokens = max_tokens
         self._processes, self._recompute = processes, recompute_every_layer
+        self._advice = advice
         self._lowered = self._recomputes = False
         self._newest = (0, 0)  # tokens and samples of the newest forward pass
         self._step, self._batches = -1, list[Any]()
@@ -160,8 +165,7 @@ class MemoryRetry:
         half = -(-tokens // 2)
         if samples <= 1:
             raise QeRLError(
-                "A training step ran out of GPU memory with a single sample in it; lower "
-                "max_completion_length, set gradient_checkpointing: true or take a smaller lora_r."
+                f"A training step ran out of GPU memory with a single sample in it; {self._advice}."
             ) from error
         self.max_tokens, self._lowered = half, True
         logger.warning(

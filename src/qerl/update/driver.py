@@ -1,0 +1,294 @@
+"""Log-probabilities and gradients of arbitrary sequences under an arbitrary loss, from plain Python.
+
+`LossDriver` is the update without a trainer: sequences of any length with a loss of `qerl.update.losses` come
+in; log-probabilities, the loss and gradients in `.grad` come out, and the optimizer is the caller's. Behind
+it are the parts that GRPO's update runs on. Sequences that begin alike are found (`qerl.update.prefixes`) and
+stand in one joined row, their common beginning once (`qerl.update.joined_row`). A row with more than
+`tokens_per_forward` tokens is divided into chunks, each run forward and backward before the next
+(`qerl.update.chunks`). The head never holds the logits of a row (`qerl.update.head`). When memory runs out,
+the call is done again with smaller chunks (`qerl.update.memory_retry`).
+
+Sequences whose loss pulls at nothing, all advantages being 0, run forward alone.
+
+The loss of a sequence depends on that sequence alone and is a sum, so any division of the data gives the same
+gradient but for rounding. The same call gives the same bits; two calls with halves of the data do not give
+those of one, because sums have an order. Given up: rows cut so that the halves are rows of their own, which
+would compute a prompt in both.
+
+    driver = LossDriver(model)
+    output = driver.forward_backward(data, "cross_entropy")
+    optimizer.step()
+    optimizer.zero_grad()
+
+Legend: B data, T tokens of a datum, K targets of a position, L tokens of a joined row, D hidden size, P pairs
+of a position in the row and a target.
+"""
+
+import contextlib
+import logging
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from qerl.errors import QeRLError
+from qerl.families.parts import base_model, eval_mode, train_mode
+from qerl.fp4.linear import dense_weights_kept
+from qerl.update.forward import row_inputs
+from qerl.update.head import head_backward, target_logps
+from qerl.update.joined_row import IGNORE, JoinedRow, RowBuilder
+from qerl.update.kernels import use_kernels
+from qerl.update.losses import TARGETS, Datum, Loss, LossOutput, find_loss
+from qerl.update.memory_retry import MemoryRetry
+from qerl.update.padded import Lengths
+from qerl.update.path import UpdatePath
+from qerl.update.prefixes import shared_prefixes
+from qerl.update.row_check import check_joined_row
+
+logger = logging.getLogger(__name__)
+
+_ADVICE = "send shorter sequences, turn on model.gradient_checkpointing_enable() or take a smaller LoRA rank"
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """What all chunks of a call have in common."""
+
+    data: Sequence[Datum]
+    lengths: Lengths
+    loss: Loss
+    config: Mapping[str, float]
+
+    def evaluate(self, at: int, logps: torch.Tensor) -> tuple[float, torch.Tensor]:
+        """The loss of a datum and its gradient with respect to the log-probabilities.
+
+        Raises:
+            QeRLError: Either is not finite.
+        """
+        value, gradient = self.loss(logps, self.data[at], self.config)
+        if not (math.isfinite(value) and gradient.isfinite().all()):
+            raise QeRLError(
+                f"Datum {at} of {len(self.data)}: its loss is {value:g}, or its gradient is not finite; look "
+                "at its logprobs, and whether the model still gives finite ones."
+            )
+        return value, gradient
+
+
+class LossDriver:
+    """Forward and backward passes of a model over sequences with a loss.
+
+    Args:
+        model: A decoder-only transformer where it trains, with its adapter if it has one. On a GPU it is put
+            on the kernels of the update; a layer that gets its adapter later keeps the code it came with.
+        tokens_per_forward: Largest number of tokens in one forward pass; None is no limit, until memory runs
+            out.
+
+    Attributes:
+        update_path: Which parts of the model run on this project's kernels, and why others do not.
+
+    Raises:
+        QeRLError: A joined row gives other log-probabilities than the sequences in it.
+    """
+
+    def __init__(self, model: nn.Module, *, tokens_per_forward: int | None = None) -> None:
+        if tokens_per_forward is not None and tokens_per_forward < 1:
+            raise QeRLError(f"tokens_per_forward is {tokens_per_forward}; set at least 1, or None.")
+        self._model, self._base = model, base_model(model)
+        self.update_path: UpdatePath = use_kernels(self._base)
+        self._retry = MemoryRetry(tokens_per_forward, advice=_ADVICE)
+        self._calls = 0
+        with self._dense_weights_kept():
+            check_joined_row(model, self._label_logps)
+        if self.update_path.is_slow:
+            logger.warning(self.update_path.sentence())
+
+    @property
+    def tokens_per_forward(self) -> int | None:
+        """The limit that holds at present; lower once memory has run out."""
+        return self._retry.max_tokens
+
+    def forward_backward(
+        self, data: Sequence[Datum], loss: str, config: Mapping[str, float] | None = None
+    ) -> LossOutput:
+        """Add the gradients of a loss to `.grad` of every parameter that trains.
+
+        Args:
+            data: At least one sequence; each may have a length of its own.
+            loss: A name in `qerl.update.losses.LOSSES`.
+            config: Options of the loss.
+
+        Returns:
+            Log-probabilities under the model as it was, and the loss.
+
+        Raises:
+            QeRLError: Something is wrong with the data, the loss is not finite, or one sequence alone does
+                not fit in memory. Gradients are then what they were before, as after any other exception.
+        """
+        trained = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
+        if not trained:
+            raise QeRLError("No parameter of the model trains; give it an adapter, or call forward.")
+        one = self._checked(data, loss, config)
+        with (
+            self._dense_weights_kept(),
+            train_mode(self._model),
+            torch.enable_grad(),
+            _new_gradients(trained) as undo,
+        ):
+            return self._retried(one, undo)
+
+    def forward(
+        self, data: Sequence[Datum], loss: str, config: Mapping[str, float] | None = None
+    ) -> LossOutput:
+        """What `forward_backward` returns, without gradients; arguments and errors are the same."""
+        one = self._checked(data, loss, config)
+        with self._dense_weights_kept(), eval_mode(self._model), torch.no_grad():
+            return self._retried(one, lambda: None)
+
+    def _checked(self, data: Sequence[Datum], loss: str, config: Mapping[str, float] | None) -> _Pass:
+        """The data with their shared beginnings, once nothing is wrong with them."""
+        found, config = find_loss(loss), dict(config or {})
+        found.check_config(loss, config)
+        if not data:
+            raise QeRLError("There are no data; send at least one sequence.")
+        decoder = self._base.config.get_text_config(decoder=True)
+        here = [Datum(one.tokens.cpu(), {name: x.cpu() for name, x in one.inputs.items()}) for one in data]
+        for at, datum in enumerate(here):
+            try:
+                found.check(loss, datum)
+                _check_model(datum, decoder)
+            except QeRLError as error:
+                raise QeRLError(f"Datum {at} of {len(data)}: {error}") from None
+        grouping = shared_prefixes([datum.tokens for datum in here])
+        own_B = [len(datum.tokens) - n for datum, n in zip(here, grouping.shared_B, strict=True)]
+        return _Pass(here, Lengths(own_B, grouping.shared_B, grouping.group_B), found, config)
+
+    def _retried(self, one: _Pass, undo: Any) -> LossOutput:
+        self._calls += 1
+        self._retry.start_step(self._calls)
+        try:
+            return self._retry.run(one, lambda batch, _: self._run(batch), undo)
+        finally:
+            self._retry.forget_step()
+
+    def _run(self, one: _Pass) -> LossOutput:
+        """All chunks of a call."""
+        logprobs = [torch.empty(0)] * len(one.data)
+        pulling: list[int] = []
+        quiet: list[int] = []
+        for at, datum in enumerate(one.data):
+            (pulling if one.loss.pulls(datum) else quiet).append(at)
+        total = 0.0
+        for rows, with_graph in ((pulling, torch.is_grad_enabled()), (quiet, False)):
+            for chunk in self._retry.split(rows, one.lengths) if rows else []:
+                with torch.set_grad_enabled(with_graph):
+                    total += self._run_chunk(one, chunk, logprobs)
+        return LossOutput(logprobs, {"loss:sum": total})
+
+    def _run_chunk(self, one: _Pass, chunk: list[int], logprobs: list[torch.Tensor]) -> float:
+        """Forward of some data and, where gradients are on, backward; their loss."""
+        self._retry.note_forward(chunk, one.lengths)
+        row, places = _join(one, chunk, self._base.device)
+        hidden_LD = self._hidden(row)
+        targets = [one.data[at].inputs[TARGETS].long() for at in chunk]
+        position_P = torch.cat([_like(*pair).flatten() for pair in zip(places, targets, strict=True)])
+        target_P = torch.cat([target.flatten() for target in targets])
+        logps_P = target_logps(self._base, hidden_LD.detach(), position_P, target_P).cpu()
+        total, gradients = 0.0, []
+        of_data = logps_P.split([target.numel() for target in targets])
+        for at, target, logps in zip(chunk, targets, of_data, strict=True):
+            logprobs[at] = logps.view(target.shape).clone()
+            value, gradient = one.evaluate(at, logprobs[at])
+            total += value
+            gradients.append(gradient.flatten())
+        if torch.is_grad_enabled():
+            gradient_P = torch.cat(gradients)
+            gradient_LD = head_backward(self._base, hidden_LD, position_P, target_P, gradient_P)
+            if hidden_LD.requires_grad:  # not where the head alone trains
+                hidden_LD.backward(gradient_LD)
+        return total
+
+    def _hidden(self, row: JoinedRow) -> torch.Tensor:
+        """What the decoder makes of a row, [L, D]."""
+        decoder = self._base.base_model
+        with row_inputs(decoder, row, self.update_path.by_stretch) as inputs:
+            hidden_1LD: torch.Tensor = decoder(**inputs, use_cache=False).last_hidden_state
+        return hidden_1LD[0]
+
+    def _label_logps(self, row: JoinedRow) -> torch.Tensor:
+        """Log-probabilities [1, S] of a row's labels, for the check of rows."""
+        scored_L = (row.sample_L >= 0).cpu()
+        labels_S = row.labels_1L[0].cpu()[scored_L]
+        return target_logps(self._base, self._hidden(row), scored_L.nonzero()[:, 0], labels_S)[None]
+
+    def _dense_weights_kept(self) -> contextlib.AbstractContextManager[None]:
+        """On a CPU, dequantize each weight once per call instead of twice per layer."""
+        on_cpu = self._base.device.type == "cpu"
+        return dense_weights_kept(self._model) if on_cpu else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _new_gradients(trained: list[nn.Parameter]) -> Iterator[Any]:
+    """Gradients begin anew in the block and are added to those before it at its end, or dropped if it raises.
+
+    Yields:
+        A function that drops what the block has computed so far.
+    """
+    before = [parameter.grad for parameter in trained]
+
+    def put(gradients: list[torch.Tensor | None]) -> None:
+        for parameter, gradient in zip(trained, gradients, strict=True):
+            parameter.grad = gradient
+
+    undo = partial(put, [None] * len(trained))
+    undo()
+    try:
+        yield undo
+    except BaseException:
+        put(before)
+        raise
+    found = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained]
+    put([new if old is None else old.add_(new) for old, new in zip(before, found, strict=True)])
+
+
+def _join(one: _Pass, chunk: list[int], device: torch.device) -> tuple[JoinedRow, list[torch.Tensor]]:
+    """Some data as one row, and for each of them the position in the row [T] of its tokens."""
+    builder = RowBuilder()
+    groups: dict[int, list[int]] = {}
+    for at in chunk:
+        groups.setdefault(one.lengths.group_B[at], []).append(at)
+    places: dict[int, torch.Tensor] = {}
+    for members in groups.values():
+        n = one.lengths.shared_B[members[0]]
+        shared = builder.begin_group(one.data[members[0]].tokens[:n])
+        for at in members:
+            tokens = one.data[at].tokens[n:]
+            own = builder.add_branch(at, tokens, torch.full_like(tokens, IGNORE))
+            places[at] = torch.cat([torch.arange(part.start, part.stop) for part in (shared, own)])
+    return builder.finish(device), [places[at] for at in chunk]
+
+
+def _like(place_T: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Positions in the shape of their targets, [T] or [T, K]."""
+    return place_T if targets.ndim == 1 else place_T[:, None].expand(targets.shape)
+
+
+def _check_model(datum: Datum, config: Any) -> None:
+    """Refuse what the model cannot read or predict.
+
+    Raises:
+        QeRLError: A sentence that begins with what is wrong.
+    """
+    longest = getattr(config, "max_position_embeddings", None)
+    if longest and len(datum.tokens) > longest:
+        raise QeRLError(f"it has {len(datum.tokens)} tokens and the model takes {longest}; shorten it.")
+    for role, ids in (("tokens", datum.tokens), (TARGETS, datum.inputs[TARGETS])):
+        low, high = int(ids.min()), int(ids.max())
+        if low < 0 or high >= config.vocab_size:
+            raise QeRLError(
+                f"{role} have the id {low if low < 0 else high}, and the model knows 0 to "
+                f"{config.vocab_size - 1}; use its tokenizer."
+            )
