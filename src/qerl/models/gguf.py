@@ -113,7 +113,7 @@ def _save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, fold
         model.state_dict(), folder, shared_tensors_to_discard=list(model._tied_weights_keys or ())
     )
     config = model.config
-    del config.quantization_config
+    vars(config).pop("quantization_config", None)  # which some versions leave there
     config.architectures = [type(model).__name__]
     special = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     config.update(special)
