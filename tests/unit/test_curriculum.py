@@ -55,7 +55,7 @@ def test_a_problem_keeps_its_place_with_its_chance_and_none_is_lost():
     for rollout in range(400):
         fresh = FreshPrompts(DATA, 3, curriculum.chances)
         fresh.note(rollout, [DATA[0]["prompt"], DATA[1]["prompt"]])
-        first, second = curriculum.choose([DATA[0], DATA[1]], fresh, rollout)
+        first, second = curriculum.choose([DATA[0], DATA[1]], fresh, rollout, 0)
         kept += first == DATA[0]
         taken[first["prompt"]] += 1
         assert second == DATA[1]
@@ -68,7 +68,7 @@ def test_the_same_rollout_chooses_the_same_rows():
         curriculum = learned(*range(6), times=2)
         fresh = FreshPrompts(DATA, 3, curriculum.chances)
         fresh.note(rollout, DATA["prompt"][:4])
-        return curriculum.choose(list(DATA)[:4], fresh, rollout)
+        return curriculum.choose(list(DATA)[:4], fresh, rollout, 0)
 
     assert [run(i) for i in range(5)] == [run(i) for i in range(5)]
     assert len({json.dumps(run(i)) for i in range(5)}) > 1
@@ -108,7 +108,7 @@ def test_processes_choose_for_all_and_take_their_own_part(monkeypatch, tmp_path)
         gathered = [key_of(row) for row in proposed]
         choice.observe(own, [True, True, True, False])
         gathered = proposed
-        rows, logged = choice.chosen([row for row in own for _ in range(2)], step=5, rollout=13)
+        rows, logged = choice.chosen([row for row in own for _ in range(2)], step=5)
         return [row["prompt"] for row in rows], logged, [row["prompt"] for row in choice.others(1)]
 
     gathered = []

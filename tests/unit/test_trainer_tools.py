@@ -7,17 +7,13 @@ import pytest
 import torch
 
 from qerl.errors import QeRLError
-from qerl.rollout.portable.engine import PortableEngine
 from qerl.trainer.batch import GROUP_KEY
-from qerl.trainer.grpo import QeRLTrainer
 from tests.support.models import make_tiny_tokenizer
 from tests.support.tools import (
     DATA,
     Guessing,
     Riddle,
     guessing,
-    make_args,
-    make_policy,
     make_trainer,
     riddle,
     sampled,
@@ -149,37 +145,3 @@ def test_dynamic_sampling_draws_groups_with_environments_of_their_own(tmp_path):
     prompts, shared = batch["prompt_ids"].tolist(), batch[GROUP_KEY].tolist()
     assert shared == [0] * GROUP + [1] * GROUP
     assert all(prompts[i] == prompts[i - i % GROUP] for i in range(2 * GROUP))
-
-
-def test_a_resume_with_an_environment_is_bit_exact(tmp_path):
-    """On the real engine, several turns each: four steps, and two with two more after them."""
-
-    class Echo:
-        def reset(self, **row):
-            self.heard = 0
-
-        def respond(self, text):
-            self.heard += len(text)
-            return f"{self.heard}"
-
-    def trained(folder, steps, resume=None):
-        tokenizer = make_tiny_tokenizer()
-        policy = make_policy()
-        policy.eval()
-        args = make_args(
-            tmp_path / folder, max_steps=steps, save_strategy="steps", save_steps=2, max_completion_length=60,
-            max_tool_calling_iterations=3, learning_rate=1e-2, noise=True, noise_stages=2,
-            lr_scheduler_type="constant", temperature=3.0,
-        )  # fmt: skip
-        trainer = QeRLTrainer(
-            policy, [written_reward], args, DATA, processing_class=tokenizer, environment_factory=Echo,
-            engine=PortableEngine(policy, tokenizer.pad_token_id),
-        )  # fmt: skip
-        trainer.train(resume_from_checkpoint=resume)
-        return trainer
-
-    whole = trained("whole", 4)
-    assert any(row["rollout/turns"] > 1 for row in logged(whole))
-    resumed = trained("whole", 4, resume=str(tmp_path / "whole" / "checkpoint-2"))
-    for (name, weight), other in zip(whole.model.named_parameters(), resumed.model.parameters(), strict=True):
-        assert torch.equal(weight, other), name

@@ -14,7 +14,7 @@ moves: what it never solves today it may solve tomorrow, and what it always solv
 The order of the data proposes the prompts of a rollout, as without a curriculum. Each keeps its place with
 its chance; a place that becomes free goes to another problem of the data set, drawn in proportion to the
 chances. Prompts that dynamic sampling adds are drawn so too. So an epoch stays as long as it was, and
-proposes every problem once. All draws are keyed by (seed, microbatch, ...), the counts z are those of all
+proposes every problem once. All draws are keyed by (seed, step, ...), the counts z are those of all
 processes and lie in the checkpoint: a resumed run samples the same prompts.
 
 A problem is known by its row's content, so that a data set in another order, or with more rows, keeps what
@@ -71,15 +71,16 @@ class Curriculum:
         """The chance of each row of the data set [rows], fp64."""
         return torch.tensor([self._chance(key) for key in self._keys], dtype=torch.double)
 
-    def choose(self, proposed: Sequence[Row], fresh: FreshPrompts, rollout: int) -> list[Row]:
+    def choose(self, proposed: Sequence[Row], fresh: FreshPrompts, step: int, rollout: int) -> list[Row]:
         """The rows of a rollout: those that are due at their places, others in the places of the rest.
 
         Args:
             proposed: The rows of all processes, one for each group.
             fresh: Gives others; it knows of the proposed ones.
-            rollout: Number of the rollout in the run; the same number chooses the same rows.
+            step, rollout: Optimizer step, and number of the rollout within it; the same numbers choose the
+                same rows.
         """
-        draw = generator("curriculum", self._seed, rollout)
+        draw = generator("curriculum", self._seed, step, rollout)
         uniforms = torch.rand(len(proposed), generator=draw, dtype=torch.double).tolist()
         due = [u < self._chance(key_of(row)) for u, row in zip(uniforms, proposed, strict=True)]
         places = due.count(False)

@@ -34,28 +34,30 @@ class PromptChoice:
         chances = self._curriculum.chances if self._curriculum is not None else None
         others = args.curriculum or args.dynamic_sampling_rounds
         self._fresh = FreshPrompts(dataset, args.seed, chances) if others else None
+        self._step, self._rollouts = -1, 0  # of the rollout that was chosen last
 
     @property
     def learns(self) -> bool:
         """Whether what came of a rollout changes what later ones sample."""
         return self._curriculum is not None
 
-    def chosen(self, inputs: list[Row], step: int, rollout: int) -> tuple[list[Row], dict[str, float]]:
+    def chosen(self, inputs: list[Row], step: int) -> tuple[list[Row], dict[str, float]]:
         """The rows to sample in place of those that the order of the data proposes, and what is logged.
 
         Args:
             inputs: The proposed rows of this process, each as often as it is sampled, side by side.
-            step: Optimizer step.
-            rollout: Number of the rollout in the run, in any count that a resumed run goes on with.
+            step: Optimizer step, by which a resumed run makes the same draws.
         """
         if self._fresh is None:
             return inputs, {}
+        self._rollouts = self._rollouts + 1 if step == self._step else 0
+        self._step = step
         own = inputs[:: self._size]
         proposed: list[Row] = gather_object(own)
         self._fresh.note(step, [prompt_of(row) for row in proposed])
         if self._curriculum is None:
             return inputs, {}
-        chosen = self._curriculum.choose(proposed, self._fresh, rollout)
+        chosen = self._curriculum.choose(proposed, self._fresh, step, self._rollouts)
         passed_over = sum(row is not other for row, other in zip(chosen, proposed, strict=True))
         logged = {
             "curriculum/passed_over": passed_over / len(proposed),

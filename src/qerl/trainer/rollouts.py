@@ -91,7 +91,7 @@ class RolloutTrainer(SamplerTrainer):
         """Wraps TRL's rollout: groups without signal are replaced, and advantages are computed here."""
         if not self.model.training:
             return self._scored_by_trl(inputs)[0]
-        inputs, chosen = self._prompts.chosen(inputs, self.state.global_step, self._step)
+        inputs, chosen = self._prompts.chosen(inputs, self.state.global_step)
         for name, value in chosen.items():
             self._metrics["train"][name].append(value)
         batch = self._sample_batch(inputs)
