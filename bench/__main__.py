@@ -16,8 +16,8 @@ from qerl.errors import QeRLError
 from qerl.gpu_memory import LIMIT, limit_gb
 from qerl.kernels.cards import ARCH, asked
 
-BENCHMARKS = ("rollout", "step", "kernels", "bandwidth", "parity", "study", "turns")
-WITHOUT_GPU = ("turns",)
+BENCHMARKS = ("rollout", "step", "kernels", "bandwidth", "parity", "study", "turns", "tail")
+WITHOUT_GPU = ("turns", "tail")
 """Benchmarks that measure the CPU where there is no GPU."""
 
 

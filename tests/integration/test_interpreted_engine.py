@@ -117,7 +117,7 @@ LONG = list(range(60)) + list(range(1, 7))  # two blocks
 @pytest.mark.parametrize(
     "prompts, samples, blocks, stops, expected",
     [
-        pytest.param([[9]], 9, 12, range(0, 61, 5), [16, 4, 1], id="fewer and fewer are left"),
+        pytest.param([[9]], 9, 12, range(0, 61, 5), [12, 8, 4, 1], id="fewer and fewer are left"),
         pytest.param(
             [LONG, [9], [2]], 3, 6, (11, 12, 13), [4, 8, 2], id="more fit when the long prompt is gone"
         ),

@@ -1,7 +1,9 @@
 """Captured decode steps, by the number of rows and the settings of sampling.
 
-A step takes as long as its rows say, used or not, so there is one for each power of two. A call takes the
-smallest that holds what runs, and moves to a smaller one when the last long samples are alone.
+A step takes as long as its rows say, used or not, so there are steps of many sizes, each captured when it is
+first needed. Every round takes the smallest that holds what runs. To move to another costs some copies on the
+GPU, a hundredth of a round; a smaller step saves a tenth to a third of it, from the first sequence that ends
+with nobody waiting to the last long ones that are alone.
 """
 
 from dataclasses import replace
@@ -9,7 +11,7 @@ from dataclasses import replace
 from qerl.rollout.engine import SamplingParams
 from qerl.rollout.paged.decode import DecodeStep
 from qerl.rollout.paged.kv_cache import KVCache
-from qerl.rollout.paged.limits import ROW_COUNTS
+from qerl.rollout.paged.limits import rows_of_step
 from qerl.rollout.paged.machine import Machine
 from qerl.rollout.paged.scheduler import Scheduler, Sequence
 from qerl.rollout.paged.weights import Decoder
@@ -58,7 +60,7 @@ class DecodeGraphs:
     def fit(
         self, step: DecodeStep | None, scheduler: Scheduler, entering: list[Sequence], params: SamplingParams
     ) -> DecodeStep:
-        """Switch to a larger step if rows run out, or to a smaller one if a quarter of the rows suffices.
+        """Switch to the smallest step that holds what runs.
 
         Args:
             step: The step in use; None at the start of a call.
@@ -67,11 +69,11 @@ class DecodeGraphs:
             params: Sampling parameters of the call.
         """
         running = scheduler.running
-        if step is not None:
-            quarter = step.rows.count // 4 if step.rows.count > self._small else 0
-            if quarter < len(running) <= step.rows.count:
-                return step
-        chosen = self.step(len(running), params)
+        present = None if step is None else step.rows.count
+        rows = rows_of_step(len(running), present, self._small)
+        if step is not None and rows == present:
+            return step
+        chosen = self.step(rows, params)
         new = set(entering)
         staying = [row for row, sequence in running.items() if sequence not in new]
         moved = scheduler.compact(chosen.rows.count)
@@ -81,16 +83,15 @@ class DecodeGraphs:
         return chosen
 
     def step(self, rows: int, params: SamplingParams) -> DecodeStep:
-        """The smallest step of at least so many rows with these settings."""
-        count = next(count for count in ROW_COUNTS if count >= rows)
+        """The step of so many rows, one of `qerl.rollout.paged.limits.ROW_COUNTS`, with these settings."""
         settings = replace(params, seed=0, max_tokens=1)
-        key = count, settings
+        key = rows, settings
         if key in self.steps:
             self.steps[key] = self.steps.pop(key)
         else:
             self._evict(settings)
             self.steps[key] = DecodeStep(
-                self._decoder, self._cache, count, self._max_new, self._table_width, params, self._graphs
+                self._decoder, self._cache, rows, self._max_new, self._table_width, params, self._graphs
             )
         return self.steps[key]
 

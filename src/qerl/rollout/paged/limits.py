@@ -11,8 +11,12 @@ from dataclasses import dataclass
 
 from qerl.kernels.limits import PAGE
 
-ROW_COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
-"""Numbers of rows for which decode steps are captured."""
+ROW_COUNTS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+"""Numbers of rows for which decode steps are captured, each when it is first needed.
+
+A step takes 16 bytes of state for each row and token that a row may generate, so all of these together take
+1.7 times the state of powers of two alone; the graphs share their memory.
+"""
 
 MAX_ROWS = ROW_COUNTS[-1]
 """Sequences that decode side by side at most."""
@@ -34,6 +38,20 @@ SORTED_AT_ONCE = 1 << 22
 
 FILTER_BYTES = 80 * SORTED_AT_ONCE
 """Bytes that filtering them takes beside the logits: sorted values, ids, probabilities and sums in FP64."""
+
+
+def rows_of_step(running: int, present: int | None, small: int) -> int:
+    """Rows of the step that a round is decoded with: the fewest that hold what runs.
+
+    Those that wait for a row have been admitted by then, as far as memory allows, so no row is kept for them.
+
+    Args:
+        running: Sequences that run.
+        present: Rows of the step in use; None at the start of a call.
+        small: Rows up to which no smaller step is taken, see `qerl.rollout.paged.pace.Pace`.
+    """
+    least = running if present is None else max(running, min(present, small))
+    return next(count for count in ROW_COUNTS if count >= least)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,48 @@
+"""Which step a round takes, and what the tail of a rollout wastes by that."""
+
+import pytest
+
+from bench.tail import RULES, milliseconds, rounds, simulate
+from qerl.rollout.paged.limits import MAX_ROWS, ROW_COUNTS, rows_of_step
+
+
+def test_a_round_takes_the_fewest_rows_that_hold_what_runs():
+    assert [rows_of_step(running, None, 8) for running in (1, 3, 9, 13, 65, 97, MAX_ROWS)] == [
+        1, 4, 12, 16, 96, 128, 512,
+    ]  # fmt: skip
+    assert rows_of_step(97, 128, 8) == 128 and rows_of_step(96, 128, 8) == 96
+    assert rows_of_step(97, 96, 8) == 128
+
+
+def test_small_steps_are_not_exchanged_for_smaller_ones():
+    assert rows_of_step(1, 128, 8) == 8 and rows_of_step(1, 8, 8) == 8 and rows_of_step(1, 4, 8) == 4
+    assert rows_of_step(5, 4, 8) == 8
+
+
+@pytest.mark.parametrize("small", [1, 8, 64])
+def test_rows_always_hold_what_runs(small):
+    for running in range(1, MAX_ROWS + 1):
+        for present in (None, *ROW_COUNTS):
+            rows = rows_of_step(running, present, small)
+            assert rows >= running and rows in ROW_COUNTS
+            assert rows_of_step(running, rows, small) == rows  # nothing moves twice
+
+
+def test_the_tail_of_128_samples_wastes_a_third_of_what_it_did():
+    """Lognormal lengths of mean 400, at most 1024: the numbers of the lab book."""
+    before, powers, now = simulate("lognormal:400", 128, 1024, 8, {8: 2.8, 64: 4.1, 128: 6.3})
+    assert before["tokens"] == now["tokens"]
+    assert now["wasted"] < 0.4 * before["wasted"] and now["wasted"] < powers["wasted"]
+    assert now["decode_s"] < 0.9 * before["decode_s"]
+
+
+def test_equal_lengths_waste_nothing():
+    for choose in RULES.values():
+        assert rounds([64] * 32, 8, 32, choose) == [32] * 4
+
+
+def test_steps_between_measured_ones_lie_on_a_line():
+    measured = {8: 2.0, 64: 4.0, 128: 8.0}
+    assert milliseconds(8, measured) == 2.0
+    assert milliseconds(96, measured) == 6.0
+    assert milliseconds(256, measured) == 16.0
