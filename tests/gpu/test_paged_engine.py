@@ -19,6 +19,7 @@ from qerl.rollout.paged.machine import Cuda
 from qerl.rollout.paged.pace import Pace
 from qerl.rollout.paged.scheduler import Scheduler
 from qerl.rollout.sampling import truncate
+from qerl.rollout.stops import StopTokens
 from tests.support.paged import random_model, score
 from tests.support.sessions import play
 
@@ -113,6 +114,29 @@ def test_turns_draw_what_one_turn_would_have_drawn(machine):
     assert sum(same) >= 6
     assert not session._scheduler.idle
     assert session._scheduler.blocks.free == session._scheduler.blocks.count
+
+
+def test_stops_of_the_host_and_stop_tokens_end_the_same_turns():
+    """To the bit: what a round draws behind a stop leaves no trace, in this turn and in those that follow."""
+    engine = PagedEngine(random_model("qwen2", ""), pad_token_id=0)
+    stops = tuple(range(0, 1000, 40))
+    whole = engine.generate(PROMPTS, 3, SamplingParams(max_tokens=100, seed=5)).completions
+    played = []
+    for ended_by in ({"stop_token_ids": stops}, {"stops": (StopTokens(stops),)}):
+        with engine.session(SamplingParams(max_tokens=100, seed=5, **ended_by)) as session:
+            session.start(PROMPTS, 3)
+            played.append(play(session, whole, 7))
+            assert session._scheduler.blocks.free == session._scheduler.blocks.count
+    assert played[0] == played[1]
+    assert sum(turns for *_, turns in played[0].values()) > 18
+
+
+def test_a_seed_of_its_own_stands_for_that_of_a_session():
+    engine = PagedEngine(random_model("qwen2", ""), pad_token_id=0)
+    alone = engine.generate(PROMPTS[1:2], 1, SamplingParams(max_tokens=50, seed=9)).completions[0]
+    with engine.session(SamplingParams(max_tokens=50, seed=5)) as session:
+        session.start(PROMPTS[1:2], 1, seeds=[9])
+        assert session.next()[0].completion == alone
 
 
 def test_a_smaller_step_goes_on_with_the_same_samples(step_sizes):

@@ -14,6 +14,7 @@ from qerl.rollout.paged.machine import Eager
 from qerl.rollout.paged.pace import Pace
 from qerl.rollout.paged.scheduler import Scheduler
 from qerl.rollout.portable.engine import PortableEngine
+from qerl.rollout.stops import StopTokens
 from tests.support.sessions import check_against, play
 
 PROMPTS = [[5, 7, 11], [9]]
@@ -42,21 +43,21 @@ class Forgetful(Scheduler):
 
 @pytest.mark.parametrize("kept", [True, False])
 def test_turns_draw_what_one_turn_would_have_drawn(model, monkeypatch, kept):
-    """Of two sequences in one row, the second begins while others write to the first."""
+    """Of two sequences in one row, the second begins while others write to the first. The first one's turns
+    end at a stop token, the second one's at a stop that the host finds, behind which its round drew more."""
     if not kept:
         monkeypatch.setattr("qerl.rollout.paged.session.Scheduler", Forgetful)
     whole = PortableEngine(model, 0).generate(PROMPTS, 1, SamplingParams(max_tokens=8, seed=5)).completions
-    pauses = tuple(completion.token_ids[1] for completion in whole)
-    params = SamplingParams(max_tokens=8, seed=5, stop_token_ids=pauses)
+    params = SamplingParams(max_tokens=8, seed=5, stop_token_ids=(whole[0].token_ids[1],))
     with paged(model, max_sequences=1).session(params) as session:
-        session.start(PROMPTS, 1)
+        session.start(PROMPTS, 1, stops=[(), (StopTokens([whole[1].token_ids[2]]),)])
         found = play(session, whole, 3)
         assert not session._scheduler.idle
         assert session._scheduler.blocks.free == session._scheduler.blocks.count
     check_against(found, whole)
-    assert sum(turns for *_, turns in found.values()) == 4
+    assert [turns for *_, turns in found.values()] == [2, 2]
     # The prompts, and for each what was written and the token before it; or all but the last token.
-    assert session.prefilled_tokens == (4 + 2 * 3 if kept else 4 + 4 + 2 * 5)
+    assert session.prefilled_tokens == (4 + 2 * 3 if kept else 4 + 4 + 5 + 6)
 
 
 def test_a_longer_prompt_comes_while_others_run(model):

@@ -22,6 +22,7 @@ from torch import nn
 from qerl.errors import QeRLError
 from qerl.families.parts import base_model
 from qerl.families.supported import why_not
+from qerl.rollout.stops import Stop
 
 FinishReason = Literal["stop", "length", "error"]
 KvCacheDtype = Literal["auto", "fp8"]
@@ -42,6 +43,7 @@ class SamplingParams:
         min_p: Keeps tokens at least this share as probable as the most probable one; 0 keeps all.
         stop_token_ids: A completion ends with the first of these, which it includes.
         seed: Same seed, same samples, whatever else is in the batch.
+        stops: What else ends a completion, such as texts (`qerl.rollout.stops`).
     """
 
     max_tokens: int
@@ -51,6 +53,7 @@ class SamplingParams:
     min_p: float = 0.0
     stop_token_ids: tuple[int, ...] = ()
     seed: int = 0
+    stops: tuple[Stop, ...] = ()
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
@@ -84,9 +87,9 @@ class Completion:
             them and that the trainer's restricted policy has as well, nearly. Both leave it out: with it on
             one side alone every importance weight would be too small by that factor.
         entropies: Entropy in nats of the same distribution.
-        finish_reason: ``stop`` (a stop token), ``length`` (max_tokens reached) or ``error`` (logits not
-            finite; the tokens before stay, and where there are none one pad token of log-probability 0 stands
-            in).
+        finish_reason: ``stop`` (a stop token, or a stop such as a text, whose tokens stay), ``length``
+            (max_tokens reached) or ``error`` (logits not finite; the tokens before stay, and where there are
+            none one pad token of log-probability 0 stands in).
     """
 
     token_ids: list[int]
@@ -155,6 +158,7 @@ class Session(ABC):
         samples_per_prompt: int,
         max_tokens: Sequence[int] | None = None,
         seeds: Sequence[int] | None = None,
+        stops: Sequence[tuple[Stop, ...]] | None = None,
     ) -> list[int]:
         """Begin sequences; they are decoded by `next`.
 
@@ -165,14 +169,16 @@ class Session(ABC):
                 one of 0 or less leaves no room.
             seeds: For each sequence, in the order of what is returned, a seed of its own: it draws what it
                 would draw alone in a session with this seed.
+            stops: For each sequence what ends its turns beside the stop tokens, in the place of
+                ``SamplingParams.stops``.
 
         Returns:
             The numbers of the new sequences, prompts in the order given, the samples of a prompt next to each
             other; the session counts from 0.
 
         Raises:
-            QeRLError: An empty prompt list, an empty prompt, or another number of limits or seeds than of
-                sequences.
+            QeRLError: An empty prompt list, an empty prompt, or another number of limits, seeds or
+                stops than of sequences.
         """
 
     @abstractmethod
@@ -307,8 +313,8 @@ def check_prompts(prompts: Sequence[Sequence[int]], samples_per_prompt: int) -> 
             raise QeRLError(f"Prompt {index} is empty; a prompt needs at least one token.")
 
 
-def check_one_each(what: str, given: Sequence[int], sequences: int) -> None:
-    """Refuse numbers of which there is not one for each sequence.
+def check_one_each(what: str, given: Sequence[object], sequences: int) -> None:
+    """Refuse values of which there is not one for each sequence.
 
     Raises:
         QeRLError: There are more or fewer.

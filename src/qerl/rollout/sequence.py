@@ -7,6 +7,8 @@ and the next turn begins. What both have written is one list of tokens with one 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
+from qerl.rollout.stops import Cut, Stop, first_cut
+
 if TYPE_CHECKING:  # the contract of engines imports torch
     from qerl.rollout.engine import FinishReason
 
@@ -37,6 +39,7 @@ class Sequence:
         sample: Number among the prompt's sequences, from 0.
         max_tokens: Tokens that it may have, drawn or written; at most 0 for one without room.
         key: Seed, prompt and sample by which its uniform numbers are keyed.
+        stops: What ends its turns beside stop tokens.
         token_ids, logprobs, entropies: What it has, the latter two 0.0 where others wrote.
         turn_start: Tokens that it had when its turn began.
         finish_reason: Why its last turn ended.
@@ -48,6 +51,7 @@ class Sequence:
     sample: int
     max_tokens: int
     key: tuple[int, int, int] = (0, 0, 0)
+    stops: tuple[Stop, ...] = ()
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     entropies: list[float] = field(default_factory=list)
@@ -59,6 +63,10 @@ class Sequence:
     def room(self) -> int:
         """Tokens that it may still have; 0 after logits that were not finite."""
         return 0 if self.finish_reason == "error" else max(0, self.max_tokens - len(self.token_ids))
+
+    def cut(self, checked: int) -> Cut | None:
+        """Where its stops end its turn, if they do; so many of its tokens are known not to."""
+        return first_cut(self.stops, self.prompt.token_ids, self.token_ids, self.turn_start, checked)
 
     def write(self, token_ids: list[int]) -> None:
         """Append what others wrote, and begin the next turn."""

@@ -21,6 +21,7 @@ from qerl.rollout.engine import (
     check_prompts,
 )
 from qerl.rollout.sequence import Sequence
+from qerl.rollout.stops import Stop
 
 S = TypeVar("S", bound=Sequence)
 
@@ -69,12 +70,13 @@ class TrackedSession(Session, Generic[S]):
         samples_per_prompt: int,
         max_tokens: abc.Sequence[int] | None = None,
         seeds: abc.Sequence[int] | None = None,
+        stops: abc.Sequence[tuple[Stop, ...]] | None = None,
     ) -> list[int]:
         """See `Session.start`."""
         check_prompts(prompts, samples_per_prompt)
         each = [prompt for prompt in prompts for _ in range(samples_per_prompt)]
         own = [self._params.max_tokens] * len(each) if max_tokens is None else max_tokens
-        for what, given in (("limits", own), ("seeds", seeds)):
+        for what, given in (("limits", own), ("seeds", seeds), ("stops", stops)):
             if given is not None:
                 check_one_each(what, given, len(each))
         limits = [self._limit(len(prompt), most) for prompt, most in zip(each, own, strict=True)]
@@ -82,6 +84,7 @@ class TrackedSession(Session, Generic[S]):
         for place, sequence in enumerate(added):
             shared = self._params.seed, sequence.prompt.number, sequence.sample
             sequence.key = shared if seeds is None else (seeds[place], 0, 0)
+            sequence.stops = self._params.stops if stops is None else stops[place]
         self._sequences += added
         self._full += [sequence for sequence in added if not sequence.room]
         self._drawing += len(added)

@@ -41,7 +41,7 @@ class DecodeStep:
         rows: Sequences that run side by side.
         max_new: Tokens that a sequence may generate.
         table_width: Cache blocks that a sequence may own, and a prompt too.
-        params: Temperature, filters and stop tokens; seed and max_tokens play no part.
+        params: Temperature, filters and stop tokens; seed, max_tokens and stops play no part.
         graphs: Where the step is captured.
 
     Attributes:

@@ -25,7 +25,7 @@ class Draw:
     """How tokens are drawn.
 
     Attributes:
-        params: Temperature and filters; seed and max_tokens play no part.
+        params: Temperature and filters; seed, max_tokens and stops play no part.
         width: Hidden size of the final norm.
         eps: Added to the mean square, as the final norm does.
         stop_K: int32 stop tokens.

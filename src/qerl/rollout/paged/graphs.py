@@ -84,7 +84,7 @@ class DecodeGraphs:
 
     def step(self, rows: int, params: SamplingParams) -> DecodeStep:
         """The step of so many rows, one of `qerl.rollout.paged.limits.ROW_COUNTS`, with these settings."""
-        settings = replace(params, seed=0, max_tokens=1)
+        settings = replace(params, seed=0, max_tokens=1, stops=())
         key = rows, settings
         if key in self.steps:
             self.steps[key] = self.steps.pop(key)

@@ -19,6 +19,7 @@ from qerl.rollout.engine import FinishReason
 from qerl.rollout.paged.forward import Inputs
 from qerl.rollout.paged.scheduler import Sequence
 from qerl.rollout.sampling import uniform_streams
+from qerl.rollout.stops import Cut
 
 _REASONS: dict[int, FinishReason] = {1: "stop", 2: "length", 3: "error"}
 _BY_KIND = ("limit_2T", "out_stats_2TM")  # tensors whose rows are the second dimension
@@ -123,7 +124,12 @@ class Rows:
         """Read what preempted sequences have generated, and free their rows."""
         if preempted:
             self._fetch(preempted, {row: sequence.generated for row, sequence in preempted.items()})
-            at = torch.tensor(list(preempted), device=self._device)
+            self._end(list(preempted))
+
+    def _end(self, rows: list[int]) -> None:
+        """Let rows draw no more and write nowhere."""
+        if rows:
+            at = torch.tensor(rows, device=self._device)
             self.state.done_T.index_fill_(0, at, 1)
             self.state.slot_T.index_fill_(0, at, -1)
 
@@ -180,17 +186,44 @@ class Rows:
     def read(self, running: abc.Mapping[int, Sequence]) -> tuple[dict[int, int], list[int]]:
         """Look who has ended, and read what those have generated.
 
+        What was drawn behind the place where a sequence's stops end its turn counts as not drawn. Its keys
+        and values lie behind those of the sequence, where what comes next is written.
+
         Returns:
             Tokens generated so far by row, and the rows that have ended: what `Scheduler.advance` takes.
         """
         done, counts = torch.stack([self.state.done_T, self.state.generated_T]).tolist()
         generated = {row: counts[row] for row in running}
-        ended = {row: sequence for row, sequence in running.items() if done[row]}
+        reasons = {row: _REASONS[done[row]] for row in running if done[row]}
+        cuts = self._cuts(running, generated)
+        for row, cut in cuts.items():
+            if reasons.get(row) != "stop" or cut.tokens < generated[row]:
+                generated[row], reasons[row] = cut
+        self._end([row for row in cuts if not done[row]])
+        ended = {row: running[row] for row in reasons}
         for row, sequence in ended.items():
-            sequence.finish_reason = _REASONS[done[row]]
+            sequence.finish_reason = reasons[row]
         if ended:
             self._fetch(ended, generated)
         return generated, list(ended)
+
+    def _cuts(self, running: abc.Mapping[int, Sequence], generated: abc.Mapping[int, int]) -> dict[int, Cut]:
+        """Where stops end turns, by row; tokens of sequences with stops are brought up to date."""
+        asked = {row: sequence for row, sequence in running.items() if sequence.stops}
+        if not asked:
+            return {}
+        known = torch.tensor([sequence.generated for sequence in asked.values()], device=self._device)
+        new = max(generated[row] - sequence.generated for row, sequence in asked.items())
+        places = known[:, None] + torch.arange(new, device=self._device)
+        rows = torch.tensor(list(asked), device=self._device)[:, None]
+        out_TM = self.state.out_token_TM
+        tokens = out_TM[rows, places.clamp_(max=out_TM.shape[1] - 1)].tolist()
+        cuts = {}
+        for (row, sequence), drawn in zip(asked.items(), tokens, strict=True):
+            sequence.token_ids += drawn[: generated[row] - sequence.generated]
+            if cut := sequence.cut(sequence.generated):
+                cuts[row] = cut
+        return cuts
 
     def _fetch(self, rows: dict[int, Sequence], generated: dict[int, int]) -> None:
         """Read tokens, log-probabilities and entropies of rows, as many as each has generated."""

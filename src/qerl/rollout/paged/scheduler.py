@@ -46,7 +46,8 @@ class Prompt(common.Prompt):
 class Sequence(common.Sequence):
     """One completion in the making, from the first plan to its last token.
 
-    What it has (`token_ids` and the rest) is read when it leaves its row.
+    What it has (`token_ids` and the rest) is read when it leaves its row; the tokens of one that has stops,
+    after each round.
 
     Attributes:
         prompt: The prompt that it continues.

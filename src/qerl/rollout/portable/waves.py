@@ -79,10 +79,15 @@ class Wave:
             sequence.token_ids.append(tokens[row])
             sequence.logprobs.append(logprobs[row])
             sequence.entropies.append(entropies[row])
-            stops = tokens[row] in self._stop_token_ids
-            if stops or not sequence.room:
-                sequence.finish_reason = "stop" if stops else "length"
-                self.ended.append(sequence)
+            if tokens[row] in self._stop_token_ids:
+                sequence.finish_reason = "stop"
+            elif cut := sequence.cut(len(sequence.token_ids) - 1):
+                sequence.finish_reason = cut.reason
+            elif not sequence.room:
+                sequence.finish_reason = "length"
+            else:
+                continue
+            self.ended.append(sequence)
         return list(self.ended)
 
     def compact(self) -> list[int] | None:

@@ -1,0 +1,130 @@
+"""What ends a turn beside stop tokens: asked on the host, of the tokens that a sequence has.
+
+Stop tokens are compared where tokens are drawn. A text is not a token: it may begin inside one and end inside
+another, and one character may be several tokens. So it is looked for in what tokens say together. The
+portable engine asks after each token, the paged engine after each round, and what a round has drawn behind
+the end is thrown away; a token's uniform number is keyed by its place, so nothing else changes.
+
+A turn ends with the token that completes the text. That token stays whole, even where it says more than the
+text: the policy drew it, and its log-probability is that of the whole token.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from qerl.errors import QeRLError
+
+if TYPE_CHECKING:  # the contract of engines imports torch and this file
+    from transformers import PreTrainedTokenizerBase
+
+    from qerl.rollout.engine import FinishReason
+
+_MARGIN = 4
+"""Tokens before the earliest one in which a text can begin: a decoder may strip the space before the first
+token that it is given, and cannot say a character whose beginning it is not given."""
+
+
+class Stop(ABC):
+    """A condition that ends turns. It keeps nothing of a sequence, so one serves all.
+
+    Attributes:
+        reason: Why the turn has ended then.
+    """
+
+    reason: "FinishReason" = "stop"
+
+    @abstractmethod
+    def end(
+        self, prompt_ids: Sequence[int], token_ids: Sequence[int], start: int, checked: int
+    ) -> int | None:
+        """Where a turn ends.
+
+        Args:
+            prompt_ids: Before the sequence.
+            token_ids: What the sequence has.
+            start: How many of them it had when its turn began.
+            checked: How many of them are known not to end it, at least ``start``.
+
+        Returns:
+            How many tokens the sequence has when it ends, more than ``checked``; None if it goes on.
+        """
+
+
+class StopTokens(Stop):
+    """Tokens that end turns, where sequences of one session have different ones.
+
+    Args:
+        ids: Any of these; the turn includes it.
+    """
+
+    def __init__(self, ids: Iterable[int]) -> None:
+        self._ids = frozenset(ids)
+
+    def end(
+        self, prompt_ids: Sequence[int], token_ids: Sequence[int], start: int, checked: int
+    ) -> int | None:
+        """See `Stop.end`."""
+        places = range(checked, len(token_ids))
+        return next((place + 1 for place in places if token_ids[place] in self._ids), None)
+
+
+class StopStrings(Stop):
+    """Texts that end turns, special tokens and the end of a longer token among them.
+
+    Args:
+        tokenizer: Says what tokens stand for.
+        strings: Any of these, within what the policy drew in the turn; the turn ends with the first token by
+            which one is complete.
+
+    Raises:
+        QeRLError: There is none, or one is empty.
+    """
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", strings: Sequence[str]) -> None:
+        if not strings or not all(strings):
+            raise QeRLError("A stop string is empty or there is none; give at least one character.")
+        self._tokenizer, self._strings = tokenizer, tuple(strings)
+        # Every token says at least a byte, so a text is within its last tokens, as many as it has bytes.
+        self._most = max(len(text.encode()) for text in self._strings) + _MARGIN
+
+    def end(
+        self, prompt_ids: Sequence[int], token_ids: Sequence[int], start: int, checked: int
+    ) -> int | None:
+        """See `Stop.end`."""
+        if not self._is_in(token_ids[max(start, checked + 1 - self._most) :]):
+            return None
+        counts = range(checked + 1, len(token_ids) + 1)
+        return next((n for n in counts if self._is_in(token_ids[max(start, n - self._most) : n])), None)
+
+    def _is_in(self, token_ids: Sequence[int]) -> bool:
+        text = self._tokenizer.decode(
+            list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        return any(string in text for string in self._strings)
+
+
+class Cut(NamedTuple):
+    """Where a turn ends, and why.
+
+    Attributes:
+        tokens: How many the sequence has then.
+        reason: Of the stop.
+    """
+
+    tokens: int
+    reason: "FinishReason"
+
+
+def first_cut(
+    stops: Sequence[Stop], prompt_ids: Sequence[int], token_ids: Sequence[int], start: int, checked: int
+) -> Cut | None:
+    """Where the first of several stops ends a turn, or None; of those that end it together the first given.
+
+    Args:
+        stops: Any of them ends the turn.
+        prompt_ids, token_ids, start, checked: As in `Stop.end`.
+    """
+    found = [(stop.end(prompt_ids, token_ids, start, checked), stop.reason) for stop in stops]
+    cuts = [Cut(count, reason) for count, reason in found if count is not None]
+    return min(cuts, key=lambda cut: cut.tokens, default=None)
