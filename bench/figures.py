@@ -7,7 +7,7 @@ in the pages (:mod:`bench.tables`). A caption names card, date, commit and files
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from bench import probe_tables, study_tables, turn_tables
+from bench import card_tables, probe_tables, study_tables, turn_tables
 from bench.captions import card, commits_of, files, row, rows, source, table
 from bench.result import Row
 from qerl.families.sizes import SIZES
@@ -361,6 +361,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "demo-tools": lambda: demo("demo-tools-cpu"),
     "turns": lambda: turn_tables.kept("turns-smollm2-cpu"),
     "memory": memory,
+    "small-cards": card_tables.small_cards,
     "learning": learning,
     "noise-arms": lambda: study_tables.arms("noise-wp12"),
     "noise-comparisons": lambda: study_tables.comparisons("noise-wp12", "primary", "designs", "formats"),

@@ -8,6 +8,7 @@ import pytest
 
 from qerl.cli import main
 from qerl.errors import QeRLError
+from qerl.kernels.cards import CARDS
 from qerl.plan.command import plan_command
 from qerl.plan.propose import fits
 from qerl.settings.config import QeRLConfig
@@ -51,6 +52,21 @@ def test_a_model_fits_on_the_gpus_of_its_header_and_on_no_other(name, console):
         gpu for gpu in (24, 48, 80) if fits(plan_command(sizes, ["gsm8k", "nvfp4-lora"], {}, gpu, console))
     }
     assert said == planned
+
+
+@pytest.mark.parametrize("name", recipes_of("cards"))
+def test_models_up_to_14b_fit_on_a_card_with_its_recipe(name, console):
+    """Groups of 8 with at least 4096 tokens a sample, on the card of the size with the least memory."""
+    settings = read_recipe(packaged()[name])
+    assert settings["num_generations"] == 8 and settings["max_completion_length"] >= 4096
+    size = int(name.removesuffix("gb"))
+    _, gpu = min((gib, gpu) for card in CARDS.values() for gpu, gib in card.gpus if 0.9 * size < gib < size)
+    assert f"CUDA GPU of {size} GB" in read_header(packaged()[name]).hardware
+    for model in ("7b", "qwen3-8b", "llama3.1-8b", "mistral-7b", "14b", "qwen3-14b"):
+        for task, variant in (("gsm8k", "nvfp4-aqn"), ("gsm8k", "nf4-lora"), ("bigmath", "mxfp4-lora")):
+            plan = plan_command(model, [task, variant, name], {}, gpu, console)
+            assert fits(plan), f"{model} {task} {variant} on {gpu}"
+            assert plan.work.group == 8 and plan.work.microbatch == 8
 
 
 @pytest.fixture

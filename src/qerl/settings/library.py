@@ -37,8 +37,8 @@ class Header:
 
 
 def packaged() -> dict[str, Path]:
-    """Files of the package's recipes by name: complete ones first, then tasks, variants and models."""
-    folders = [FOLDER, *(FOLDER / name for name in ("tasks", "variants", "models"))]
+    """Files of the package's recipes by name: complete ones first, then tasks, variants, models and cards."""
+    folders = [FOLDER, *(FOLDER / name for name in ("tasks", "variants", "models", "cards"))]
     return {path.stem: path for folder in folders for path in sorted(folder.glob("*.yaml"))}
 
 
