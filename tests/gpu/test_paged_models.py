@@ -132,8 +132,8 @@ def test_what_the_engine_does_not_compute_goes_to_the_portable_one():
         model = get_peft_model(dense(), config)
         with pytest.warns(UserWarning, match=reason):
             assert isinstance(make_engine(model, 0), PortableEngine)
-    with pytest.warns(UserWarning, match="heads are 80 wide"):
-        assert isinstance(make_engine(dense(head_dim=80), 0), PortableEngine)
+    with pytest.warns(UserWarning, match="heads are 48 wide"):
+        assert isinstance(make_engine(dense(head_dim=48), 0), PortableEngine)
 
 
 @pytest.mark.parametrize("head", [32, 64, 128])

@@ -2,7 +2,8 @@
 
 Triton's interpreter, in which the other tests run the kernels, takes what the compiler refuses. Here steps
 are run whose launches are recorded, and what was recorded is compiled, in a process of its own, because a
-kernel is either interpreted or compiled from its definition on.
+kernel is either interpreted or compiled from its definition on. `make setup` brings the oldest allowed Triton
+for this, which refuses more than the installed one; its interpreter does not run beside the present NumPy.
 
 Compiling takes the time, so a class gets what differs there, and of that the largest launch of each kernel:
 every class many tokens with LoRA of rank 32; Hopper and the class with the least shared memory large ranks,
@@ -42,6 +43,8 @@ def test_every_kernel_compiles_and_fits_for_every_class_of_gpus():
     if torch.cuda.is_available():
         pytest.skip("tests/gpu runs the kernels themselves")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    if (oldest := Path(sys.prefix, "oldest")).exists():
+        environment["PYTHONPATH"] = os.pathsep.join([str(oldest), environment.get("PYTHONPATH", "")])
     done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     rows = [Compiled.of(line) for line in done.stdout.splitlines() if line.startswith("_")]

@@ -44,9 +44,9 @@ def begin(PDL: tl.constexpr):
 
 @triton.jit
 def in_head(e, SIZE: tl.constexpr):
-    """Which of these numbers a head has; None, all of them, where its size is a power of two."""
+    """Which of these numbers a head has; a constant, which costs nothing, where that is all of them."""
     if e.shape[0] == SIZE:
-        return None
+        return tl.full(e.shape, 1, tl.int1)
     else:  # noqa: RET505 (Triton needs both branches)
         return e < SIZE
 
@@ -54,20 +54,15 @@ def in_head(e, SIZE: tl.constexpr):
 @triton.jit
 def both(rows, in_e):
     """A mask [.., 1] of rows within a head, as :func:`in_head` says."""
-    if in_e is None:
-        return rows
-    else:  # noqa: RET505
-        return rows & in_e[None, :]
+    return rows & in_e[None, :]
 
 
 @triton.jit
 def load_head(at, in_e):
     """Numbers of a head, in one row or in several, zero beyond it."""
-    if in_e is None:
-        return tl.load(at)
-    elif len(at.shape) == 1:  # noqa: RET505
+    if len(at.shape) == 1:
         return tl.load(at, mask=in_e, other=0.0)
-    else:
+    else:  # noqa: RET505
         return tl.load(at, mask=in_e[None, :], other=0.0)
 
 
