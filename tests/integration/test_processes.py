@@ -5,10 +5,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pyarrow.parquet
 import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
+
+from qerl.run_folder import table_path
+from tests.support.agents import tool_tokenizer
+from tests.support.models import make_tiny_model
 
 ROOT = Path(__file__).parents[2]
 
@@ -40,6 +45,53 @@ BY_PROCESS = """import os
 def by_process(completions, **kwargs):
     return [float(i * int(os.environ["RANK"])) for i in range(len(completions))]
 """
+TOOLS = {
+    "algorithm": "dapo",
+    "signal": "reward",
+    "dynamic_sampling_rounds": 1,
+    "max_completion_length": 100,
+    "max_tool_calling_iterations": 2,
+    "task_options": {"examples": 0, "train_size": 8, "test_size": 4},
+    "temperature": 2.0,
+    "max_steps": 2,
+    "noise_stages": 2,
+    "eval_strategy": "no",
+    "save_strategy": "no",
+    "log_completions": True,
+}
+ONE_CALLS = """import os
+
+from qerl.agents.template import TurnTemplate
+
+
+def double(n: int) -> int:
+    \"\"\"Doubles a number.
+
+    Args:
+        n: The number.
+    \"\"\"
+    return 2 * n
+
+
+def parse(self, token_ids, prefix_ids, tools):
+    message = {"role": "assistant", "content": self.text(token_ids)}
+    if os.environ["RANK"] == "1":
+        message["tool_calls"] = [{"type": "function", "function": {"name": "double", "arguments": {"n": 4}}}]
+    return message
+
+
+TurnTemplate.parse = parse
+"""
+SAME_LOGS = """import json, os
+
+
+def odd(completion_ids, log_extra, trainer_state, **columns):
+    rank = os.environ["RANK"]
+    with open(__file__ + "." + rank, "w") as file:
+        json.dump(trainer_state.log_history, file)
+    log_extra("rank", [int(rank)] * len(completion_ids))
+    return [float(len(ids) % 2) for ids in completion_ids]
+"""
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +102,13 @@ def forked(tmp_path_factory, tiny_runs):
     runs = {
         "chunks": CHUNKS,
         "unequal": UNEQUAL | {"reward_files": [f"{folder / 'rewards.py'}:by_process"]},
+    }
+    (folder / "tools.py").write_text(ONE_CALLS)
+    (folder / "odd.py").write_text(SAME_LOGS)
+    runs["tools"] = TOOLS | {
+        "model": model_with_tools(folder),
+        "tools": [f"{folder / 'tools.py'}:double"],
+        "reward_files": [f"{folder / 'odd.py'}:odd"],
     }
     recipes = [write_recipe(tiny_runs, folder / name, settings) for name, settings in runs.items()]
     run_command("-m", "tests.support.two_processes", *recipes)
@@ -84,6 +143,33 @@ def test_processes_that_differ_in_forward_passes_from_the_second_step_on(forked)
     assert [row["noise/kl_target"] for row in rows[:4]] == pytest.approx([0, 0, 1e-4, 1e-4])
     assert rows[2]["noise/kl"] > 1e-4 and rows[3]["noise/sigma"] < rows[2]["noise/sigma"]
     assert [row["grad_norm"] > 0 for row in rows[:4]] == [True] * 4
+
+
+def test_tools_that_only_one_of_two_processes_calls(forked):
+    """Nobody waits for calls of the other; what is logged is the same on both, of the samples of both."""
+    rows, adapter = results(forked / "tools")
+    first, second = (json.loads((forked / f"odd.py.{rank}").read_text()) for rank in (0, 1))
+    assert len(first) == len(second) == 1, "of the step before the last"
+    for one, other in zip(first, second, strict=True):
+        assert one.keys() == other.keys()
+        own = {name for name in one if "time" in name or "memory" in name or "per_second" in name}
+        assert {name for name in one if one[name] != other[name]} <= own
+    assert all(row["tools/call_frequency"] > 0 and row["rollout/turns"] > 1 for row in rows[:2])
+    assert any(torch.any(tensor != 0) for name, tensor in adapter.items() if "lora_B" in name)
+    for step in (1, 2):
+        table = pyarrow.parquet.read_table(table_path(forked / "tools", step)).to_pylist()
+        assert [row["rank"] for row in table] == [0] * 4 + [1] * 4
+        roles = [[message["role"] for message in row["completion"]] for row in table]
+        assert roles[:4] == [["assistant"]] * 4 and any("tool" in each for each in roles[4:])
+
+
+def model_with_tools(folder):
+    """A tiny model with a chat template for tools, which ends its turns often."""
+    model = make_tiny_model("llama", num_hidden_layers=1, max_position_embeddings=4096)
+    model.generation_config.eos_token_id = [1, *range(10, 100, 6)]
+    model.save_pretrained(folder / "model")
+    tool_tokenizer().save_pretrained(folder / "model")
+    return str(folder / "model")
 
 
 def write_recipe(fields, run, settings):
