@@ -131,6 +131,28 @@ def adapt(model: PreTrainedModel, config: LoraConfig, seed: int = 0) -> PeftMode
     return _skip_packed_buffers_in_ddp(adapted)
 
 
+def add_adapter(model: PeftModel, name: str, config: LoraConfig, seed: int = 0, empty: bool = False) -> None:
+    """Put one more adapter beside those that a model has, which stay active.
+
+    Args:
+        model: With an adapter from `adapt` on every layer that the new one adapts; changed in place.
+        name: Of the new adapter.
+        config: As for `adapt`.
+        seed: Decides A, as in `adapt`.
+        empty: Whether its matrices are left without memory, on the meta device.
+
+    Raises:
+        QeRLError: PEFT refuses it.
+    """
+    devices = [model.device] if model.device.type == "cuda" else []
+    with torch.random.fork_rng(devices), _quiet():
+        torch.manual_seed(derive_seed("lora", seed))
+        try:
+            model.add_adapter(name, copy.deepcopy(config), low_cpu_mem_usage=empty)
+        except (ValueError, TypeError) as error:
+            raise QeRLError(f"LoRA cannot be added: {error}") from error
+
+
 def _check_head(model: PeftModel) -> None:
     if isinstance(model.get_base_model().get_output_embeddings(), BaseTunerLayer):
         raise QeRLError(

@@ -183,7 +183,8 @@ class Loss:
             for name, value in self.options.items()
         }
         logps = logps.detach().double().requires_grad_()
-        loss = self.function(logps, **(options | given))
+        with torch.enable_grad():
+            loss = self.function(logps, **(options | given))
         (gradient,) = torch.autograd.grad(loss, logps)
         return float(loss.detach()), gradient
 

@@ -1,0 +1,265 @@
+"""The adapters that clients train: parameters, gradients, optimizer and snapshots of each, by name.
+
+One is used at a time. Its FP32 matrices, their gradients and AdamW's moments, 16 bytes a parameter, are on
+the base's device then; of the others the last few that were used stay there, and the rest wait in the host's
+memory.
+
+A snapshot is what a sampler sees. As long as its model does not change it is the model's own parameters; just
+before they change they are copied, once for all samplers of that state, and to the host, where the copy waits
+until it is sampled from. A snapshot that nobody holds any more is not copied.
+"""
+
+import weakref
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from qerl.errors import QeRLError
+from qerl.serve.seats import Matrices, Seats, Shape
+from qerl.serve.types import AdamParams
+
+HOST = torch.device("cpu")
+
+
+@dataclass(eq=False)
+class Snapshot:
+    """A policy as it was at one moment.
+
+    Attributes:
+        shape, matrices: Its adapter.
+        seed: Of the model that it was taken of.
+        steps: Optimizer steps that the model had taken.
+    """
+
+    shape: Shape
+    matrices: Matrices
+    seed: int
+    steps: int
+
+    def on(self, device: torch.device) -> Matrices:
+        """Its matrices on a device, copied if they are elsewhere."""
+        return {name: _parameter(matrix.detach().to(device)) for name, matrix in self.matrices.items()}
+
+    def keep(self) -> None:
+        """Copy the matrices to the host, because their model is about to change them."""
+        self.matrices = {
+            name: _parameter(matrix.detach().to(HOST, copy=True)) for name, matrix in self.matrices.items()
+        }
+
+
+class TrainedAdapter:
+    """One client's adapter, its gradients and its AdamW.
+
+    Args:
+        shape: Of the adapter.
+        matrices: Its parameters, which are trained in place.
+        seed: Of its first weights.
+
+    Attributes:
+        shape, matrices, seed: As given.
+        steps: Optimizer steps taken.
+        optimizer: AdamW over the matrices in FP32, with torch's own arithmetic.
+    """
+
+    def __init__(self, shape: Shape, matrices: Matrices, seed: int) -> None:
+        self.shape, self.matrices, self.seed = shape, matrices, seed
+        self.steps = 0
+        self.optimizer = torch.optim.AdamW(matrices.values(), lr=0.0)
+        self._snapshot: weakref.ref[Snapshot] | None = None
+
+    def snapshot(self) -> Snapshot:
+        """The state as it is now; the same object until the adapter changes."""
+        found = self._snapshot() if self._snapshot is not None else None
+        if found is None:
+            found = Snapshot(self.shape, self.matrices, self.seed, self.steps)
+            self._snapshot = weakref.ref(found)
+        return found
+
+    def step(self, adam: AdamParams) -> dict[str, float]:
+        """One step with the gradients there are, which are gone afterwards.
+
+        Returns:
+            The norm of all gradients before it was clipped, and the number of steps taken.
+
+        Raises:
+            QeRLError: A gradient is not finite. The weights stay as they are; the gradients are dropped,
+                because no step could be made with them.
+        """
+        gradients = [matrix.grad for matrix in self.matrices.values() if matrix.grad is not None]
+        norm = get_total_norm(gradients)
+        if not bool(norm.isfinite()):
+            self._drop_gradients()
+            raise QeRLError(
+                "The gradients are not finite, so no step was taken and they were dropped; look at the "
+                "advantages and log-probabilities that were sent."
+            )
+        if adam.grad_clip_norm > 0:
+            clip_grads_with_norm_(self.matrices.values(), adam.grad_clip_norm, norm)
+        self.optimizer.param_groups[0].update(
+            lr=adam.learning_rate,
+            betas=(adam.beta1, adam.beta2),
+            eps=adam.eps,
+            weight_decay=adam.weight_decay,
+        )
+        self._before_change()
+        self.optimizer.step()
+        self._drop_gradients()
+        self.steps += 1
+        return {"grad_norm": float(norm), "optim_steps": float(self.steps)}
+
+    @torch.no_grad()
+    def load(
+        self, weights: Mapping[str, torch.Tensor], moments: Mapping[str, torch.Tensor], steps: int
+    ) -> None:
+        """Take another state; gradients are dropped.
+
+        Args:
+            weights: By the names of the matrices, of their shapes.
+            moments: What :meth:`moments` gave; empty for an optimizer that has not stepped.
+            steps: Optimizer steps behind that state.
+        """
+        self._before_change()
+        self._drop_gradients()
+        for name, matrix in self.matrices.items():
+            matrix.copy_(weights[name])
+        self.optimizer.state.clear()
+        for name, moment in moments.items():
+            of, _, kind = name.rpartition("/")
+            matrix = self.matrices[of]
+            device = HOST if kind == "step" else matrix.device  # where AdamW keeps them
+            self.optimizer.state[matrix][kind] = moment.to(device, copy=True)
+        self.steps = steps
+
+    def moments(self) -> dict[str, torch.Tensor]:
+        """The optimizer's state by "matrix/kind"; empty before the first step."""
+        return {
+            f"{name}/{kind}": value
+            for name, matrix in self.matrices.items()
+            for kind, value in self.optimizer.state.get(matrix, {}).items()
+        }
+
+    def move(self, device: torch.device) -> None:
+        """Move matrices, gradients and moments to a device; AdamW keeps its counts of steps on the host."""
+        for matrix in self.matrices.values():
+            matrix.data = matrix.data.to(device)
+            if matrix.grad is not None:
+                matrix.grad = matrix.grad.to(device)
+            state = self.optimizer.state.get(matrix, {})
+            for kind in state.keys() - {"step"}:
+                state[kind] = state[kind].to(device)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of matrices, gradients and moments."""
+        tensors = [*self.matrices.values(), *self.moments().values()]
+        tensors += [matrix.grad for matrix in self.matrices.values() if matrix.grad is not None]
+        return sum(tensor.nbytes for tensor in tensors)
+
+    def _before_change(self) -> None:
+        held = self._snapshot() if self._snapshot is not None else None
+        if held is not None:
+            held.keep()
+        self._snapshot = None
+
+    def _drop_gradients(self) -> None:
+        for matrix in self.matrices.values():
+            matrix.grad = None
+
+
+class Adapters:
+    """All adapters of a server, by the ids of their models.
+
+    Args:
+        seats: Where they run.
+        most: Adapters that there may be at once.
+        resident: Adapters that stay on the base's device between uses, the one in use among them.
+    """
+
+    def __init__(self, seats: Seats, most: int, resident: int) -> None:
+        self._seats, self._most, self._resident = seats, most, max(1, resident)
+        self._by_id: dict[str, TrainedAdapter] = {}
+        self._on_device: OrderedDict[str, TrainedAdapter] = OrderedDict()  # the last used at the end
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def __contains__(self, model_id: str) -> bool:
+        return model_id in self._by_id
+
+    @property
+    def resident(self) -> int:
+        """Adapters on the base's device."""
+        return len(self._on_device)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all adapters with gradients and moments, wherever they are."""
+        return sum(adapter.bytes for adapter in self._by_id.values())
+
+    def create(self, model_id: str, shape: Shape, seed: int) -> TrainedAdapter:
+        """A fresh adapter.
+
+        Raises:
+            QeRLError: There are as many as there may be, there is one of this id, or no adapter here has
+                that shape.
+        """
+        if model_id in self._by_id:
+            raise QeRLError(f"There is a model {model_id} already; ask for another id.")
+        if len(self._by_id) >= self._most:
+            raise QeRLError(
+                f"This server has {len(self._by_id)} models, which is its limit; end a session that trains "
+                "one, or start the server with a larger --max_models."
+            )
+        self._seats.check(shape)
+        adapter = TrainedAdapter(shape, self._seats.fresh(shape, seed), seed)
+        self._by_id[model_id] = adapter
+        self._touch(model_id, adapter)
+        return adapter
+
+    def get(self, model_id: str) -> TrainedAdapter:
+        """An adapter, wherever it is.
+
+        Raises:
+            QeRLError: There is none of this id.
+        """
+        if model_id not in self._by_id:
+            raise QeRLError(
+                f"There is no model {model_id} on this server; it may have expired with its session: create "
+                "a new one, from saved weights if there are any."
+            )
+        return self._by_id[model_id]
+
+    def use(self, model_id: str) -> TrainedAdapter:
+        """An adapter, on the base's device.
+
+        Raises:
+            QeRLError: There is none of this id.
+        """
+        adapter = self.get(model_id)
+        self._touch(model_id, adapter)
+        adapter.move(self._seats.device)
+        return adapter
+
+    def drop(self, model_id: str) -> None:
+        """Give up an adapter; its snapshots stay.
+
+        Raises:
+            QeRLError: There is none of this id.
+        """
+        self.get(model_id)
+        del self._by_id[model_id]
+        self._on_device.pop(model_id, None)
+
+    def _touch(self, model_id: str, adapter: TrainedAdapter) -> None:
+        self._on_device[model_id] = adapter
+        self._on_device.move_to_end(model_id)
+        while len(self._on_device) > self._resident:
+            self._on_device.popitem(last=False)[1].move(HOST)
+
+
+def _parameter(tensor: torch.Tensor) -> nn.Parameter:
+    return nn.Parameter(tensor, requires_grad=False)

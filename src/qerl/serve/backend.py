@@ -1,0 +1,273 @@
+"""The model behind a server: one frozen base, the adapters of its clients, an engine and their losses.
+
+It does what `qerl.serve.types.Backend` says, with the parts beside it: `seats` and `adapters` for what is
+trained, `sampling` for what is drawn, `checkpoints` for what is kept, and `qerl.update` for the losses. The
+packed weights are there once; engine and update read the same bytes, so a sampler is never synced.
+
+**Noise.** A server with a noise schedule samples a model's snapshots with noise in their norms: Z of the
+model's seed and its number of optimizer steps, as in the rollouts of `qerl train`. The client gets the
+log-probabilities of the noisy policy, sends them back with its loss, and `importance_sampling` makes of them
+the correction of clean over noisy. Left without noise are the base, greedy samples, log-probabilities of
+prompts, and of course losses.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
+from weakref import WeakValueDictionary
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from qerl.errors import QeRLError
+from qerl.families.parts import base_model
+from qerl.noise.draw import AdaptiveNoise, NoiseScale
+from qerl.noise.schedule import NoiseSchedule
+from qerl.rollout.engine import NormOffsets, RolloutEngine
+from qerl.rollout.stops import StopStrings
+from qerl.seeding import derive_seed
+from qerl.serve.adapters import Adapters, Snapshot
+from qerl.serve.checkpoints import SAMPLING, TRAINING, Store
+from qerl.serve.sampling import Host, Limits, Policy, Sampling, Scores
+from qerl.serve.scoring import score_prompts
+from qerl.serve.seats import Seats, Shape
+from qerl.serve.types import (
+    AdamParams,
+    Arrivals,
+    Checkpoint,
+    LoraParams,
+    ModelInfo,
+    SampleRequest,
+    SampleResult,
+    WeightsInfo,
+)
+from qerl.update.driver import LossDriver
+
+if TYPE_CHECKING:
+    from qerl.update.losses import Datum, LossOutput
+
+KEPT_SNAPSHOTS = 16
+"""Unnamed states of a model that can be sampled from at once: those of an asynchronous loop and to spare.
+Each is a copy of A and B on the host, of rank 32 on a 7B model 0.3 GB."""
+
+
+class ModelBackend:
+    """See `qerl.serve.types.Backend`.
+
+    Args:
+        models: The base under each of its names.
+        seats: The base.
+        engine: Samples from it; its model is that of the seats.
+        driver: Computes losses with it.
+        adapters: What clients train.
+        store: The server's folder.
+        tokenizer: Of the base, for stops that are text.
+        end_token_ids: Where a completion ends if a request does not say.
+        noise: Schedule by a model's optimizer steps; None samples without noise.
+        noise_scale: Unit of the schedule's sigma.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[ModelInfo],
+        seats: Seats,
+        engine: RolloutEngine,
+        driver: LossDriver,
+        adapters: Adapters,
+        store: Store,
+        tokenizer: PreTrainedTokenizerBase,
+        end_token_ids: tuple[int, ...],
+        noise: NoiseSchedule | None = None,
+        noise_scale: NoiseScale = "absolute",
+    ) -> None:
+        self.models = models
+        self._seats, self._driver, self._adapters, self._store = seats, driver, adapters, store
+        self._tokenizer = tokenizer
+        self._noise = None if noise is None else AdaptiveNoise(seats.model, noise, 0, noise_scale)
+        host = Host(engine, self._policy, self._lend, self._noise_of, self._score, self._stop_strings)
+        vocabulary = base_model(seats.model).get_input_embeddings().num_embeddings
+        self._sampling = Sampling(host, Limits(models[0].max_context_length, vocabulary, end_token_ids))
+        self._engine = engine
+        self._policies: dict[str, Policy] = {}
+        self._given: dict[str, int] = {}  # how often each key was given
+        self._saved: WeakValueDictionary[str, Snapshot] = WeakValueDictionary()
+        self._unnamed: dict[str, OrderedDict[str, Snapshot]] = {}  # by model, the oldest first
+        self._snapshots = 0
+
+    def create_model(self, model_id: str, lora: LoraParams) -> None:
+        """See `Backend.create_model`; the output head is never adapted."""
+        shape = Shape(lora.rank, lora.train_attn, lora.train_mlp)
+        seed = derive_seed("model", model_id) if lora.seed is None else lora.seed
+        self._adapters.create(model_id, shape, seed)
+
+    def forward_backward(
+        self,
+        model_id: str,
+        data: Sequence["Datum"],
+        loss: str,
+        config: Mapping[str, float],
+        forward_only: bool,
+    ) -> "LossOutput":
+        """See `Backend.forward_backward`."""
+        adapter = self._adapters.use(model_id)
+        with self._seats.used(adapter.shape, adapter.matrices):
+            run = self._driver.forward if forward_only else self._driver.forward_backward
+            return run(data, loss, config)
+
+    def optim_step(self, model_id: str, adam: AdamParams) -> dict[str, float]:
+        """See `Backend.optim_step`."""
+        return self._adapters.use(model_id).step(adam)
+
+    def save_state(self, model_id: str, name: str) -> str:
+        """See `Backend.save_state`."""
+        return self._save(model_id, TRAINING, name)
+
+    def save_for_sampler(self, model_id: str, name: str | None) -> str:
+        """See `Backend.save_for_sampler`.
+
+        Of a model's unnamed states the newest `KEPT_SNAPSHOTS` can be sampled from.
+        """
+        if name is not None:
+            return self._save(model_id, SAMPLING, name)
+        snapshot = self._adapters.get(model_id).snapshot()
+        self._snapshots += 1
+        key = f"snapshot:{self._snapshots}:{model_id}"
+        self._give(key, snapshot)
+        unnamed = self._unnamed.setdefault(model_id, OrderedDict())
+        unnamed[key] = snapshot
+        while len({id(each) for each in unnamed.values()}) > KEPT_SNAPSHOTS:
+            del self._policies[unnamed.popitem(last=False)[0]]
+        return key
+
+    def load_state(self, model_id: str, path: str, with_optimizer: bool) -> None:
+        """See `Backend.load_state`; without the optimizer the count of steps begins anew."""
+        saved = self._store.read(path, with_optimizer)
+        if model_id in self._adapters:
+            adapter = self._adapters.use(model_id)
+            if adapter.shape != saved.shape:
+                raise QeRLError(
+                    f"{path} has an adapter of {_said(saved.shape)}, and {model_id} was made with one of "
+                    f"{_said(adapter.shape)}; make a model from these weights."
+                )
+        else:
+            adapter = self._adapters.create(model_id, saved.shape, saved.seed)
+        adapter.seed = saved.seed
+        adapter.load(saved.weights, saved.moments, saved.steps if with_optimizer else 0)
+
+    def sampler(self, path_or_base: str) -> str:
+        """See `Backend.sampler`."""
+        if any(path_or_base == model.name for model in self.models):
+            self._give(path_or_base, None)
+            return path_or_base
+        if not path_or_base.startswith("tinker://"):
+            raise QeRLError(
+                f"This server has no model {path_or_base[:200]!r}, but "
+                f"{' or '.join(model.name for model in self.models)}; name that one, or a tinker:// path."
+            )
+        key = f"{path_or_base}@{self._store.saved_at(path_or_base)}"
+        snapshot = self._saved.get(key)
+        if snapshot is None:
+            saved = self._store.read(path_or_base)
+            matrices = {name: torch.nn.Parameter(t, False) for name, t in saved.weights.items()}
+            self._seats.check(saved.shape)
+            snapshot = self._saved[key] = Snapshot(saved.shape, matrices, saved.seed, saved.steps)
+        self._give(key, snapshot)
+        return key
+
+    def sample(
+        self, requests: Sequence[SampleRequest], arrived: Arrivals
+    ) -> Iterator[tuple[int, SampleResult | QeRLError]]:
+        """See `Backend.sample`."""
+        return self._sampling.answer(requests, arrived)
+
+    def model_info(self, model_id: str) -> WeightsInfo:
+        """See `Backend.model_info`."""
+        return self._info(self._adapters.get(model_id).shape)
+
+    def weights_info(self, path: str) -> WeightsInfo:
+        """See `Backend.weights_info`."""
+        return self._info(self._store.about(path).shape)
+
+    def checkpoints(self) -> Sequence[Checkpoint]:
+        """See `Backend.checkpoints`."""
+        return self._store.list()
+
+    def delete_checkpoint(self, path: str) -> None:
+        """See `Backend.delete_checkpoint`; samplers of it go on."""
+        self._store.delete(path)
+
+    def drop(self, model_id: str) -> None:
+        """See `Backend.drop`."""
+        self._adapters.drop(model_id)
+
+    def drop_sampler(self, key: str) -> None:
+        """See `Backend.drop_sampler`."""
+        if key not in self._given:
+            raise QeRLError(f"There is no sampler {key}; it was given up already.")
+        self._given[key] -= 1
+        if not self._given[key]:
+            del self._given[key]
+            self._policies.pop(key, None)
+            for unnamed in self._unnamed.values():
+                unnamed.pop(key, None)
+
+    def gauges(self) -> Mapping[str, float]:
+        """See `Backend.gauges`."""
+        found = {
+            "adapters": len(self._adapters),
+            "adapters_on_device": self._adapters.resident,
+            "adapter_bytes": self._adapters.bytes,
+            "samplers": len(self._given),
+        }
+        if self._seats.device.type == "cuda":
+            found["gpu_memory_bytes"] = torch.cuda.memory_allocated(self._seats.device)
+            found["gpu_peak_memory_bytes"] = torch.cuda.max_memory_allocated(self._seats.device)
+        return {name: float(value) for name, value in found.items()}
+
+    def close(self) -> None:
+        """See `Backend.close`."""
+        self._engine.release()
+
+    def _save(self, model_id: str, kind: str, name: str) -> str:
+        adapter = self._adapters.get(model_id)
+        return self._store.save(model_id, kind, name, adapter, self._seats.config(adapter.shape))
+
+    def _give(self, key: str, policy: Policy) -> None:
+        self._policies[key] = policy
+        self._given[key] = self._given.get(key, 0) + 1
+
+    def _policy(self, key: str) -> Policy:
+        if key in self._policies:
+            return self._policies[key]
+        if key in self._given:
+            raise QeRLError(
+                f"This sampler's weights were given up, because {KEPT_SNAPSHOTS} newer states of its model "
+                "can be sampled from; save those that are needed for longer under a name."
+            )
+        raise QeRLError("There is no such sampler on this server; make one from saved weights.")
+
+    def _lend(self, policy: Policy) -> AbstractContextManager[object]:
+        if policy is None:
+            return self._seats.unused()
+        return self._seats.used(policy.shape, policy.on(self._seats.device))
+
+    def _noise_of(self, policy: Policy) -> NormOffsets:
+        if self._noise is None or policy is None:
+            return {}
+        self._noise.seed = policy.seed
+        return self._noise.offsets(policy.steps)
+
+    def _score(self, requests: Sequence[SampleRequest]) -> list[Scores]:
+        return score_prompts(self._driver, self._seats.model, requests)
+
+    def _stop_strings(self, strings: tuple[str, ...]) -> StopStrings:
+        return StopStrings(self._tokenizer, strings)
+
+    def _info(self, shape: Shape) -> WeightsInfo:
+        return WeightsInfo(self.models[0].name, shape.rank, shape.attn, shape.mlp, train_unembed=False)
+
+
+def _said(shape: Shape) -> str:
+    layers = [name for name, adapted in (("attention", shape.attn), ("MLPs", shape.mlp)) if adapted]
+    return f"rank {shape.rank} on {' and '.join(layers)}"

@@ -1,0 +1,218 @@
+"""Saved adapters in the server's folder, under the tinker:// paths by which clients name them.
+
+    ROOT/MODEL_ID/weights/NAME/             what `save_state` wrote: adapter and optimizer
+    ROOT/MODEL_ID/sampler_weights/NAME/     what `save_for_sampler` wrote: the adapter alone
+
+Each is a plain PEFT folder, which PEFT, vLLM and `qerl eval` read, with the optimizer's moments, the seed and
+the count of steps beside it, so that training goes on with the same bits. It is written aside and renamed, as
+the checkpoints of a run are: a server that is killed while it saves leaves the former one, or none. Gradients
+that have gathered since the last optimizer step are not part of it.
+
+A path is made of an id and a name that begin with a letter, a digit or `_`, and of nothing else that could
+mean something to a file system, so no path leads out of the folder; nor does a link in it.
+"""
+
+import json
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from qerl.errors import QeRLError
+from qerl.run_folder import ADAPTER_FILE, MANIFEST_FILE, POLICY_FILE, UNFINISHED, read_json
+from qerl.serve.adapters import TrainedAdapter
+from qerl.serve.seats import Shape
+from qerl.serve.types import Checkpoint
+from qerl.trainer.resume.checkpoint import clear, publish, read_manifest
+
+STATE_FILE = "state.json"
+OPTIMIZER_FILE = "optimizer.safetensors"
+
+TRAINING, SAMPLING = "weights", "sampler_weights"
+_SCHEME = "tinker://"
+_NAME = r"[A-Za-z0-9_][A-Za-z0-9_.:-]{0,127}"
+_PATH = re.compile(rf"{_SCHEME}({_NAME})/({TRAINING}|{SAMPLING})/({_NAME})", re.ASCII)
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A saved adapter, read.
+
+    Attributes:
+        shape, seed, steps: As of `TrainedAdapter`.
+        fingerprint: Of its base.
+        base: Name of its base.
+        weights: Its matrices.
+        moments: Of its optimizer; empty where none was saved, or asked for.
+    """
+
+    shape: Shape
+    seed: int
+    steps: int
+    base: str
+    fingerprint: str | None
+    weights: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    moments: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+
+class Store:
+    """The folder of a server.
+
+    Args:
+        root: Made if there is none.
+        facts: What policy.json says of every adapter that is saved, "base" and "fingerprint" among it.
+        settings: What config.yaml says, by which `qerl eval` finds the base in the format that was trained.
+    """
+
+    def __init__(self, root: Path, facts: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+        self.root = root.absolute()
+        self._facts, self._settings = dict(facts), dict(settings)
+        self.root.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(self.root / UNFINISHED, ignore_errors=True)
+
+    def save(self, model_id: str, kind: str, name: str, adapter: TrainedAdapter, config: LoraConfig) -> str:
+        """Write an adapter, over what was saved under this name.
+
+        Args:
+            model_id: Whose it is.
+            kind: `TRAINING`, with the optimizer, or `SAMPLING`.
+            name: As the client calls it.
+            adapter: What is saved.
+            config: That PEFT is to read.
+
+        Returns:
+            Its path.
+
+        Raises:
+            QeRLError: The name cannot be part of a path.
+        """
+        path = f"{_SCHEME}{model_id}/{kind}/{name}"
+        folder = self.folder(path)
+        part = self.root / UNFINISHED / "part"
+        clear(part)
+        config.save_pretrained(str(part))
+        _write(adapter.matrices, part / ADAPTER_FILE)
+        if kind == TRAINING:
+            _write(adapter.moments(), part / OPTIMIZER_FILE)
+        shape = adapter.shape
+        state = {
+            "rank": shape.rank,
+            "attn": shape.attn,
+            "mlp": shape.mlp,
+            "seed": adapter.seed,
+            "steps": adapter.steps,
+        }
+        (part / STATE_FILE).write_text(json.dumps(state), encoding="utf-8")
+        (part / POLICY_FILE).write_text(json.dumps(self._facts, indent=2) + "\n", encoding="utf-8")
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        publish(part, folder, adapter.steps, 1, json.dumps(self._settings, indent=1) + "\n")
+        return path
+
+    def read(self, path: str, with_optimizer: bool = False) -> Saved:
+        """A saved adapter, on the host.
+
+        Raises:
+            QeRLError: There is none at this path, it is damaged, of another base, or saved without the
+                optimizer that is asked for.
+        """
+        folder, about = self._about(path)
+        if about.fingerprint != self._facts.get("fingerprint"):
+            raise QeRLError(
+                f"{path} was trained on {about.base}, whose norms or embeddings are not those of this "
+                f"server's model {self._facts.get('base')}; start the server with that one."
+            )
+        if with_optimizer and not (folder / OPTIMIZER_FILE).is_file():
+            raise QeRLError(
+                f"{path} was saved to sample from, without an optimizer; load it without one, or load what "
+                "save_state wrote."
+            )
+        try:
+            weights = load_file(folder / ADAPTER_FILE)
+            moments = load_file(folder / OPTIMIZER_FILE) if with_optimizer else {}
+        except (SafetensorError, OSError) as error:
+            raise QeRLError(f"{path} is damaged ({error}); load another checkpoint.") from error
+        return Saved(**vars(about) | {"weights": weights, "moments": moments})
+
+    def about(self, path: str) -> Saved:
+        """What is saved at a path, without its tensors.
+
+        Raises:
+            QeRLError: There is none at this path, or it is damaged.
+        """
+        return self._about(path)[1]
+
+    def saved_at(self, path: str) -> int:
+        """When a path was last saved, in nanoseconds: what tells its states apart.
+
+        Raises:
+            QeRLError: There is nothing at this path, or it is damaged.
+        """
+        return (self._about(path)[0] / MANIFEST_FILE).stat().st_mtime_ns
+
+    def list(self) -> list[Checkpoint]:
+        """All that is saved, oldest first."""
+        found = []
+        for kind in (TRAINING, SAMPLING):
+            for manifest in self.root.glob(f"*/{kind}/*/{MANIFEST_FILE}"):
+                folder = manifest.parent
+                path = f"{_SCHEME}{folder.parent.parent.name}/{kind}/{folder.name}"
+                if _PATH.fullmatch(path):
+                    size = sum(file.stat().st_size for file in folder.iterdir())
+                    found.append(Checkpoint(path, folder, size, manifest.stat().st_mtime))
+        return sorted(found, key=lambda checkpoint: (checkpoint.time, checkpoint.path))
+
+    def delete(self, path: str) -> None:
+        """Delete what is saved at a path.
+
+        Raises:
+            QeRLError: There is nothing.
+        """
+        folder, _ = self._about(path)
+        (folder / MANIFEST_FILE).unlink()  # first, so that half a folder is none
+        shutil.rmtree(folder)
+
+    def folder(self, path: str) -> Path:
+        """Where a path leads, whether or not something is there.
+
+        Raises:
+            QeRLError: It is no path of saved weights, or leads out of the server's folder.
+        """
+        match = _PATH.fullmatch(path)
+        if match is None:
+            raise QeRLError(
+                f"{path[:200]!r} is no path of saved weights; one is {_SCHEME}MODEL_ID/{TRAINING}/NAME "
+                f"or {_SCHEME}MODEL_ID/{SAMPLING}/NAME, of letters, digits, and the signs _ - . :"
+            )
+        folder = self.root.joinpath(*match.groups())
+        if folder.resolve() != self.root.resolve().joinpath(*match.groups()):
+            raise QeRLError(f"{path} leads out of the server's folder; nothing is read or written there.")
+        return folder
+
+    def _about(self, path: str) -> tuple[Path, Saved]:
+        folder = self.folder(path)
+        if not (folder / MANIFEST_FILE).is_file():
+            raise QeRLError(f"Nothing is saved at {path} on this server; look at the list of checkpoints.")
+        read_manifest(folder)
+        state, facts = read_json(folder / STATE_FILE), read_json(folder / POLICY_FILE)
+        try:
+            shape = Shape(int(state["rank"]), bool(state["attn"]), bool(state["mlp"]))
+            saved = Saved(
+                shape, int(state["seed"]), int(state["steps"]), str(facts["base"]), facts["fingerprint"]
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise QeRLError(
+                f"{path} was not saved by this server ({STATE_FILE} or {POLICY_FILE} lacks {error}); load "
+                "another checkpoint."
+            ) from error
+        return folder, saved
+
+
+def _write(tensors: Mapping[str, torch.Tensor], file: Path) -> None:
+    save_file({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, file, {"format": "pt"})

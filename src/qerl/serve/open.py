@@ -1,0 +1,133 @@
+"""From what a server is told to the backend it runs: loaded, seated, with an engine and a folder."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from qerl.errors import QeRLError
+from qerl.eval.policy import ComputeDtype, Source, decide
+from qerl.eval.trained import Choices, Trained
+from qerl.families.parts import base_model
+from qerl.families.sizes import positions_of
+from qerl.kernels.limits import MAX_RANK
+from qerl.models.fingerprint import fingerprint
+from qerl.models.hub import LocalModel, find_model
+from qerl.models.load import load_model, load_tokenizer
+from qerl.noise.draw import NoiseScale
+from qerl.noise.schedule import NoiseSchedule
+from qerl.rollout.engine import KvCacheDtype
+from qerl.rollout.select import make_engine
+from qerl.serve.adapters import Adapters
+from qerl.serve.backend import ModelBackend
+from qerl.serve.checkpoints import Store
+from qerl.serve.seats import Seats
+from qerl.serve.types import ModelInfo
+from qerl.update.driver import LossDriver
+from qerl.weight_formats import DEFAULT_ROUNDING, Rounding, WeightFormatName
+
+
+@dataclass(frozen=True)
+class BackendOptions:
+    """What a server is told of its model.
+
+    Attributes:
+        model: Hub id, local folder or .gguf file.
+        folder: Where saved weights go.
+        weights, rounding, dtype: As for `qerl eval`; None takes those of a packed checkpoint, else nvfp4.
+        max_rank: The largest rank of an adapter, by which the paged engine's buffers are sized.
+        max_models: Adapters that there may be at once.
+        resident: Those of them that stay on the GPU between uses.
+        max_sequences: Sequences that are decoded at the same time at most; None leaves it to the engine.
+        kv_cache_dtype: Of the paged engine's keys and values.
+        tokens_per_forward: Tokens of a forward and backward pass at most; None leaves it to memory.
+        noise: Schedule of the noise by optimizer steps of a model; None samples without noise.
+        noise_scale: Unit of its sigma.
+        trust_remote_code: Whether Python code that comes with the model may run.
+    """
+
+    model: str
+    folder: Path
+    weights: WeightFormatName | None = None
+    rounding: Rounding | None = None
+    dtype: ComputeDtype | None = None
+    max_rank: int = 32
+    max_models: int = 8
+    resident: int = 2
+    max_sequences: int | None = None
+    kv_cache_dtype: KvCacheDtype = "auto"
+    tokens_per_forward: int | None = None
+    noise: NoiseSchedule | None = None
+    noise_scale: NoiseScale = "absolute"
+    trust_remote_code: bool = False
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.max_rank <= MAX_RANK:
+            raise QeRLError(f"--max_rank is {self.max_rank}; it must be from 1 to {MAX_RANK}.")
+        for name in ("max_models", "resident"):
+            if getattr(self, name) < 1:
+                raise QeRLError(f"--{name} is {getattr(self, name)}; it must be at least 1.")
+
+
+def open_backend(options: BackendOptions) -> ModelBackend:
+    """Load the model and get everything ready to be asked.
+
+    Raises:
+        QeRLError: The model cannot be loaded, or what is asked for cannot be had on this machine.
+    """
+    source = Source(
+        options.model,
+        weights=options.weights,
+        rounding=options.rounding,
+        dtype=options.dtype,
+        trust_remote_code=options.trust_remote_code,
+    )
+    loading = decide(source, Choices(Trained()))
+    found = find_model(options.model)
+    tokenizer = load_tokenizer(found, chat=False, trust_remote_code=options.trust_remote_code)
+    model = load_model(
+        found,
+        loading.weights,
+        dtype=loading.dtype,
+        device=torch.device("cuda" if torch.cuda.is_available() else "cpu"),
+        rounding=loading.rounding or DEFAULT_ROUNDING,
+        trust_remote_code=options.trust_remote_code,
+    )
+    stops = model.generation_config.eos_token_id
+    ends = {tokenizer.eos_token_id, *([stops] if isinstance(stops, int) else stops or [])}
+    facts = {
+        "dtype": str(loading.dtype).removeprefix("torch."),
+        "base": options.model,
+        "fingerprint": fingerprint(model.named_parameters()),
+    }
+    settings = {"model": options.model, "weights": loading.weights, "tuning": "lora"}
+    if loading.rounding is not None:
+        facts["rounding"] = settings["rounding"] = loading.rounding
+    seats = Seats(model, options.max_rank)
+    return ModelBackend(
+        models=model_names(found, positions_of(base_model(model).config.get_text_config(decoder=True))),
+        seats=seats,
+        engine=make_engine(
+            seats.model, tokenizer.pad_token_id, options.max_sequences, options.kv_cache_dtype
+        ),
+        driver=LossDriver(seats.model, tokens_per_forward=options.tokens_per_forward),
+        adapters=Adapters(seats, options.max_models, options.resident),
+        store=Store(options.folder, facts, settings),
+        tokenizer=tokenizer,
+        end_token_ids=tuple(sorted(ends)),
+        noise=options.noise,
+        noise_scale=options.noise_scale,
+    )
+
+
+def model_names(found: LocalModel, positions: int | None) -> list[ModelInfo]:
+    """The base by the name that the server was given and, by the folder where it lies.
+
+    Raises:
+        QeRLError: The model has no limit of positions, which clients have to be told.
+    """
+    if positions is None:
+        raise QeRLError(f"{found} does not say in its config how many positions it has; add them there.")
+    folder = str(found.folder.resolve())
+    tokenizer = folder if Path(found.name).expanduser().exists() else found.name
+    return [ModelInfo(name, positions, tokenizer) for name in dict.fromkeys((found.name, folder))]

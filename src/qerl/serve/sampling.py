@@ -1,0 +1,288 @@
+"""Sampling requests, as clients send them, as work that fills a batch.
+
+A client sends the 64 samples of its batch as 64 requests. Those of one policy and the same temperature,
+filters and end tokens are decoded together in a session of the engine; equal prompts among them are found and
+prefilled once. What arrives meanwhile and fits joins between rounds; what does not waits for the next
+session. Each sample has a seed of its own, so it draws the same tokens whoever shares the batch.
+
+Log-probabilities of prompts are those of the policy without noise, from a pass of their own in front of the
+session; a late request that wants them waits for the next session, because a session may be noisy.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+
+from qerl.errors import QeRLError
+from qerl.rollout.engine import Completion, NormOffsets, RolloutEngine, SamplingParams, Session
+from qerl.rollout.stops import Stop, StopStrings
+from qerl.seeding import derive_seed
+from qerl.serve.adapters import Snapshot
+from qerl.serve.types import Arrivals, SampledSequence, SampleRequest, SampleResult
+
+Policy = Snapshot | None
+"""A snapshot, or the base without any adapter."""
+
+Answer = tuple[int, SampleResult | QeRLError]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a request may ask for.
+
+    Attributes:
+        positions: Tokens of a prompt and its completion together.
+        vocabulary: Token ids are below this.
+        end_token_ids: Where a completion ends if the request does not say.
+    """
+
+    positions: int
+    vocabulary: int
+    end_token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What a scoring pass found of a prompt, as in `SampleResult`."""
+
+    logprobs: Sequence[float] | None = None
+    topk: Sequence[Sequence[tuple[int, float]]] | None = None
+
+
+@dataclass(frozen=True)
+class Host:
+    """What sampling asks of the model behind it.
+
+    Attributes:
+        engine: Samples.
+        policy: The policy of a key; raises `QeRLError` for one that there is not.
+        lend: Inside the block the model is this policy.
+        noise: Noise of a policy's samples.
+        score: What is asked of the prompts of some requests, in their order; the model is the policy.
+        stop_strings: Makes what ends a completion at the first of some strings.
+    """
+
+    engine: RolloutEngine
+    policy: Callable[[str], Policy]
+    lend: Callable[[Policy], AbstractContextManager[object]]
+    noise: Callable[[Policy], NormOffsets]
+    score: Callable[[Sequence[SampleRequest]], Sequence[Scores]]
+    stop_strings: Callable[[tuple[str, ...]], StopStrings]
+
+
+@dataclass(frozen=True)
+class _Group:
+    """What requests have in common that share a session."""
+
+    policy: Policy
+    temperature: float
+    top_p: float
+    top_k: int
+    stop_token_ids: tuple[int, ...]
+
+    def params(self, positions: int) -> SamplingParams:
+        return SamplingParams(
+            max_tokens=positions,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            stop_token_ids=self.stop_token_ids,
+        )
+
+
+@dataclass
+class _Asked:
+    """A request on its way: number, group, room for tokens, stops, and the samples that are finished."""
+
+    number: int
+    request: SampleRequest
+    group: _Group
+    room: int
+    stops: tuple[Stop, ...]
+    scores: Scores = Scores()
+    samples: dict[int, Completion] = field(default_factory=dict)
+
+    @property
+    def scored(self) -> bool:
+        return self.request.prompt_logprobs or self.request.topk_prompt_logprobs > 0
+
+    def result(self) -> SampleResult | QeRLError:
+        drawn = [self.samples[index] for index in range(self.request.num_samples)]
+        if any(completion.finish_reason == "error" for completion in drawn):
+            return QeRLError(
+                "The policy gave logits that are not finite, so nothing could be drawn; the adapter has "
+                "diverged, or the weights are damaged."
+            )
+        sequences = [
+            SampledSequence(c.token_ids, c.logprobs, "stop" if c.finish_reason == "stop" else "length")
+            for c in drawn
+        ]
+        return SampleResult(sequences, self.scores.logprobs, self.scores.topk)
+
+
+class Sampling:
+    """Answers sampling requests.
+
+    Args:
+        host: The model.
+        limits: Of a request.
+    """
+
+    def __init__(self, host: Host, limits: Limits) -> None:
+        self._host, self._limits = host, limits
+
+    def answer(self, requests: Sequence[SampleRequest], arrived: Arrivals) -> Iterator[Answer]:
+        """See `Backend.sample`."""
+        desk = _Desk(self._host, self._limits, arrived)
+        yield from desk.take(requests)
+        try:
+            while desk.waiting:
+                yield from self._serve(desk, desk.waiting[0].group)
+        finally:
+            self._host.engine.release()
+
+    def _serve(self, desk: "_Desk", group: _Group) -> Iterator[Answer]:
+        """Answer those that wait in a group, and those that join them."""
+        asked = desk.leave(lambda each: each.group == group)
+        running = _Running(asked)
+        try:
+            with self._host.lend(group.policy):
+                self._score([each for each in asked if each.scored])
+                noise = self._host.noise(group.policy) if group.temperature > 0 else {}
+                params = group.params(self._limits.positions)
+                with self._host.engine.session(params, noise) as session:
+                    running.start(session, asked)
+                    while session.busy:
+                        yield from running.next(session)
+                        yield from desk.ask()
+                        joining = desk.leave(lambda each: each.group == group and not each.scored)
+                        running.start(session, joining)
+        except QeRLError as error:
+            yield from ((number, error) for number in running.unanswered)
+
+    def _score(self, asked: Sequence[_Asked]) -> None:
+        if asked:
+            found = self._host.score([each.request for each in asked])
+            for each, scores in zip(asked, found, strict=True):
+                each.scores = scores
+
+
+class _Desk:
+    """Numbers requests, refuses those that cannot be served, and keeps the others in order of arrival."""
+
+    def __init__(self, host: Host, limits: Limits, arrived: Arrivals) -> None:
+        self._host, self._limits, self._arrived = host, limits, arrived
+        self._numbered = 0
+        self.waiting: deque[_Asked] = deque()
+
+    def ask(self) -> Iterator[Answer]:
+        """Take in what has arrived; yields refusals."""
+        return self.take(self._arrived())
+
+    def take(self, requests: Sequence[SampleRequest]) -> Iterator[Answer]:
+        """Take in requests; yields refusals."""
+        for request in requests:
+            number, self._numbered = self._numbered, self._numbered + 1
+            try:
+                self.waiting.append(self._admit(number, request))
+            except QeRLError as error:
+                yield number, error
+
+    def leave(self, wanted: Callable[[_Asked], bool]) -> list[_Asked]:
+        """Take those that are wanted out of those that wait."""
+        found = [each for each in self.waiting if wanted(each)]
+        if found:
+            self.waiting = deque(each for each in self.waiting if not wanted(each))
+        return found
+
+    def _admit(self, number: int, request: SampleRequest) -> _Asked:
+        limits, prompt = self._limits, request.prompt
+        check_tokens("The prompt", prompt, limits.vocabulary)
+        room = limits.positions - len(prompt)
+        if room < 1:
+            raise QeRLError(
+                f"The prompt has {len(prompt)} tokens, and this model has {limits.positions} positions for "
+                "prompt and completion together; shorten it."
+            )
+        if request.max_tokens is not None and request.max_tokens < 1:
+            raise QeRLError(f"max_tokens is {request.max_tokens}; a completion has at least one token.")
+        if request.num_samples < 1:
+            raise QeRLError(f"num_samples is {request.num_samples}; ask for at least one.")
+        stops = limits.end_token_ids if request.stop_token_ids is None else request.stop_token_ids
+        group = _Group(
+            self._host.policy(request.sampler),
+            request.temperature,
+            request.top_p,
+            min(request.top_k, limits.vocabulary),
+            tuple(sorted(set(stops))),
+        )
+        check_tokens("A stop token", group.stop_token_ids or (0,), limits.vocabulary)
+        group.params(limits.positions)  # which checks temperature and filters
+        strings = request.stop_strings
+        texts = (self._host.stop_strings(strings),) if strings else ()
+        return _Asked(number, request, group, min(room, request.max_tokens or room), texts)
+
+
+class _Running:
+    """Which sequence of a session is which sample of which request."""
+
+    def __init__(self, asked: Sequence[_Asked]) -> None:
+        self._open = {each.number: each for each in asked}
+        self._samples: dict[int, tuple[_Asked, int]] = {}
+
+    @property
+    def unanswered(self) -> list[int]:
+        """Numbers of the requests without an answer."""
+        return list(self._open)
+
+    def start(self, session: Session, asked: Sequence[_Asked]) -> None:
+        """Begin the samples of some requests, those of equal prompts behind one prefill."""
+        by_prompt: dict[tuple[int, ...], list[tuple[_Asked, int]]] = {}
+        for each in asked:
+            self._open[each.number] = each
+            samples = by_prompt.setdefault(each.request.prompt, [])
+            samples += [(each, index) for index in range(each.request.num_samples)]
+        by_count: dict[int, list[tuple[int, ...]]] = {}
+        for prompt, samples in by_prompt.items():
+            by_count.setdefault(len(samples), []).append(prompt)
+        for count, prompts in by_count.items():
+            begun = [sample for prompt in prompts for sample in by_prompt[prompt]]
+            indices = session.start(
+                prompts,
+                count,
+                max_tokens=[each.room for each, _ in begun],
+                seeds=[derive_seed("request", each.request.seed, index) for each, index in begun],
+                stops=[each.stops for each, _ in begun],
+            )
+            self._samples.update(zip(indices, begun, strict=True))
+
+    def next(self, session: Session) -> Iterator[Answer]:
+        """Decode on; yields the answers of requests all of whose samples have ended."""
+        for ended in session.next():
+            session.finish(ended.index)
+            each, index = self._samples.pop(ended.index)
+            each.samples[index] = ended.completion
+            if len(each.samples) == each.request.num_samples:
+                del self._open[each.number]
+                yield each.number, each.result()
+
+
+def check_tokens(what: str, token_ids: Sequence[int], vocabulary: int) -> None:
+    """Refuse tokens that the model does not have.
+
+    Args:
+        what: Begins the sentence.
+        token_ids: At least one.
+        vocabulary: Number of tokens.
+
+    Raises:
+        QeRLError: There is none, or one is out of range.
+    """
+    if not len(token_ids):
+        raise QeRLError(f"{what} is empty; it needs at least one token.")
+    if not 0 <= min(token_ids) <= max(token_ids) < vocabulary:
+        wrong = next(token for token in token_ids if not 0 <= token < vocabulary)
+        raise QeRLError(
+            f"{what} has the id {wrong}, and this model has {vocabulary} tokens; use its own tokenizer."
+        )

@@ -1,0 +1,192 @@
+"""Seats: where the matrices of many LoRA adapters take turns in one frozen base.
+
+A seat is an adapter of PEFT with a rank and a set of layers, and without numbers of its own: its matrices are
+a single zero, expanded. Whoever uses an adapter puts its `nn.Parameter` objects into the seat of its shape
+and takes them out afterwards. So a model that trains, its snapshots, and an adapter read from a folder all
+run in the same way, gradients gather in the parameters of whoever sat there, nothing is copied to switch, and
+what is dropped is free at once. Between uses the model computes what its base does.
+
+The first seat has the largest rank that the server takes and all layers. It is never sat in, but the paged
+engine sizes its buffers by it once, so no later adapter makes it capture its steps anew.
+
+**alpha.** The API of clients has no alpha. It is 32 for every rank: the update is scaled by 32 / rank, with
+which the best learning rate hardly depends on the rank.
+"""
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from peft import LoraConfig, PeftModel
+from peft.tuners.lora.layer import LoraLayer
+from torch import nn
+from transformers import PreTrainedModel
+
+from qerl.errors import QeRLError
+from qerl.families.parts import base_model
+from qerl.families.supported import lora_targets
+from qerl.lora.adapter import adapt, add_adapter
+
+ALPHA = 32
+"""LoRA's alpha, whatever the rank."""
+
+Matrices = dict[str, nn.Parameter]
+"""A and B of every adapted layer, in the order of the modules, by their names in the files of PEFT."""
+
+_FRESH = "fresh"
+_FILE_PREFIX = "base_model.model."
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What tells apart adapters that cannot sit in the same seat.
+
+    Attributes:
+        rank: r, at least 1.
+        attn: Whether the projections of attention are adapted.
+        mlp: Whether those of the MLPs are.
+    """
+
+    rank: int
+    attn: bool = True
+    mlp: bool = True
+
+    @property
+    def seat(self) -> str:
+        """Name of its seat among the adapters of PEFT."""
+        return f"rank{self.rank}" + "_attn" * self.attn + "_mlp" * self.mlp
+
+
+class Seats:
+    """One base with seats.
+
+    Args:
+        base: Any causal LM, packed or dense; frozen and wrapped in place.
+        most_rank: The largest rank of an adapter.
+
+    Attributes:
+        model: The base with its seats, which an engine and the update compute with.
+        most_rank: The largest rank of an adapter.
+    """
+
+    def __init__(self, base: PreTrainedModel, most_rank: int) -> None:
+        self._targets = _targets(base)
+        self.most_rank = most_rank
+        self.model: PeftModel = adapt(base, self._config(Shape(most_rank)))
+        self._widest = self.model.active_adapter
+        self._empty(self._widest)
+        self.model.requires_grad_(False)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the base is."""
+        return base_model(self.model).device
+
+    def fresh(self, shape: Shape, seed: int) -> Matrices:
+        """Matrices of a new adapter on the base's device, fp32: those of `qerl.lora.adapter.add_lora` with
+        this rank and seed, so B is zero.
+
+        Raises:
+            QeRLError: The rank is not from 1 to the largest, no layers are adapted, or the model has none of
+                those that were asked for.
+        """
+        config = self._config(shape)
+        add_adapter(self.model, _FRESH, config, seed)
+        matrices = {name: linear.weight for name, linear in self._linears(_FRESH)}
+        self.model.delete_adapter(_FRESH)
+        for matrix in matrices.values():
+            matrix.requires_grad_(True)
+        return cast(Matrices, matrices)
+
+    @contextmanager
+    def used(self, shape: Shape, matrices: Matrices) -> Iterator[PeftModel]:
+        """Inside the block the model has this adapter, whose parameters gather gradients if they ask for any.
+
+        Args:
+            shape: Of the adapter.
+            matrices: Its parameters, on the base's device.
+        """
+        seat = shape.seat
+        if seat not in self.model.peft_config:
+            add_adapter(self.model, seat, self._config(shape), empty=True)
+            self._empty(seat)
+        for name, linear in self._linears(seat):
+            linear.weight = matrices[name]
+        asking = [matrix.requires_grad for matrix in matrices.values()]
+        self.model.set_adapter(seat)
+        for matrix, asks in zip(matrices.values(), asking, strict=True):
+            matrix.requires_grad_(asks)  # PEFT asks for gradients of whatever is active
+        try:
+            yield self.model
+        finally:
+            self._empty(seat)
+            self.model.set_adapter(self._widest)
+            self.model.requires_grad_(False)
+
+    @contextmanager
+    def unused(self) -> Iterator[PeftModel]:
+        """Inside the block the model is its base, without any adapter."""
+        with self.model.disable_adapter():
+            yield self.model
+
+    def config(self, shape: Shape) -> LoraConfig:
+        """The config that PEFT needs to read such an adapter from a folder."""
+        config = copy.copy(self._config(shape))
+        config.base_model_name_or_path = base_model(self.model).name_or_path
+        config.inference_mode = True
+        return config
+
+    def check(self, shape: Shape) -> None:
+        """Refuse shapes that no adapter here can have.
+
+        Raises:
+            QeRLError: As :meth:`fresh`.
+        """
+        self._config(shape)
+
+    def _config(self, shape: Shape) -> LoraConfig:
+        if not 1 <= shape.rank <= self.most_rank:
+            raise QeRLError(
+                f"The rank is {shape.rank}, and this server takes 1 to {self.most_rank}; ask for another, "
+                "or start the server with a larger --max_rank."
+            )
+        names = [
+            name for kind, names in self._targets.items() if getattr(shape, kind) for name in sorted(names)
+        ]
+        if not names:
+            raise QeRLError(
+                "No layers are left to adapt: set train_attn or train_mlp, as the output head is not trained."
+            )
+        return LoraConfig(
+            r=shape.rank, lora_alpha=ALPHA, lora_dropout=0.0, target_modules=names, task_type="CAUSAL_LM"
+        )
+
+    def _linears(self, seat: str) -> Iterator[tuple[str, nn.Linear]]:
+        """The linears that hold A and B of a seat, each with its name in a file."""
+        for name, module in self.model.get_base_model().named_modules():
+            if isinstance(module, LoraLayer) and seat in module.lora_A:
+                for kind in ("lora_A", "lora_B"):
+                    yield f"{_FILE_PREFIX}{name}.{kind}.weight", getattr(module, kind)[seat]
+
+    def _empty(self, seat: str) -> None:
+        """Put a single zero in the place of each matrix of a seat."""
+        for _, linear in self._linears(seat):
+            zero = torch.zeros(1, 1, device=self.device)
+            linear.weight = nn.Parameter(
+                zero.expand(linear.out_features, linear.in_features), requires_grad=False
+            )
+
+
+def _targets(base: PreTrainedModel) -> dict[str, set[str]]:
+    """Last names of the decoder's linears, by the field of a shape that asks for them."""
+    wanted = set(lora_targets(base, None))
+    places = [
+        name.split(".") for name, _ in base.get_decoder().named_modules() if name.split(".")[-1] in wanted
+    ]
+    attention = {
+        place[-1] for place in places if any("attn" in part or "attention" in part for part in place)
+    }
+    return {"attn": attention, "mlp": {place[-1] for place in places} - attention}

@@ -1,0 +1,69 @@
+"""A backend of a server around a tiny model, without HTTP."""
+
+from pathlib import Path
+
+import torch
+
+from qerl.families.parts import base_model
+from qerl.rollout.portable.engine import PortableEngine
+from qerl.serve.adapters import Adapters
+from qerl.serve.backend import ModelBackend
+from qerl.serve.checkpoints import Store
+from qerl.serve.seats import Seats
+from qerl.serve.types import LoraParams, ModelInfo, SampleRequest
+from qerl.update.driver import LossDriver
+from qerl.update.losses import Datum
+from tests.support.models import EOS, make_tiny_model, make_tiny_tokenizer
+
+POSITIONS = 512
+
+
+def tiny_backend(folder: Path, model=None, most=4, resident=2, **options) -> ModelBackend:
+    """Over a tiny dense fp32 Llama unless another model is given."""
+    model = make_tiny_model() if model is None else model
+    seats = Seats(model, most_rank=16)
+    tokenizer = make_tiny_tokenizer()
+    return ModelBackend(
+        models=[ModelInfo("tiny", POSITIONS, "tiny")],
+        seats=seats,
+        engine=PortableEngine(seats.model, pad_token_id=0),
+        driver=LossDriver(seats.model),
+        adapters=Adapters(seats, most, resident),
+        store=Store(folder, {"base": "tiny", "fingerprint": "f", "dtype": "float32"}, {"model": "tiny"}),
+        tokenizer=tokenizer,
+        end_token_ids=(tokenizer.convert_tokens_to_ids(EOS),),
+        **options,
+    )
+
+
+def lora(rank=8, seed=3, **options) -> LoraParams:
+    return LoraParams(rank, seed, **options)
+
+
+def datum(tokens, weights=None) -> Datum:
+    """A sequence whose every token is predicted, as cross entropy takes it."""
+    tokens_T = torch.tensor(tokens, dtype=torch.int64)
+    weights_T = torch.ones(len(tokens) - 1) if weights is None else torch.tensor(weights)
+    return Datum(tokens_T[:-1], {"target_tokens": tokens_T[1:], "weights": weights_T})
+
+
+DATA = [datum([5, 9, 77, 31, 6, 80]), datum([5, 9, 77, 100, 3]), datum([64, 7, 8])]
+
+
+def request(sampler, prompt=(5, 9, 77), seed=1, max_tokens=12, **options) -> SampleRequest:
+    return SampleRequest(sampler, tuple(prompt), seed, max_tokens=max_tokens, **options)
+
+
+def sampled(backend, requests, arrivals=()):
+    """Answers by the number of the request; each element of `arrivals` is what one question finds."""
+    waiting = iter(arrivals)
+    return dict(backend.sample(requests, lambda: next(waiting, ())))
+
+
+def weights(backend, model_id):
+    """Copies of an adapter's matrices by name."""
+    return {name: m.detach().clone() for name, m in backend._adapters.get(model_id).matrices.items()}
+
+
+def base_of(backend):
+    return base_model(backend._seats.model)

@@ -1,0 +1,186 @@
+"""What a server saves: plain PEFT folders from which training goes on with the same bits."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from peft import PeftModel
+
+from qerl.errors import QeRLError
+from qerl.eval.trained import read_trained
+from qerl.lora.adapter import load_adapter
+from qerl.serve.types import AdamParams, WeightsInfo
+from tests.support.models import make_tiny_model
+from tests.support.serve import DATA, lora, request, sampled, tiny_backend, weights
+
+ADAM = AdamParams(learning_rate=1e-2, weight_decay=0.01)
+
+
+def train(backend, model_id, steps=2):
+    losses = []
+    for _ in range(steps):
+        output = backend.forward_backward(model_id, DATA, "cross_entropy", {}, False)
+        losses.append((output.metrics["loss:sum"], backend.optim_step(model_id, ADAM)))
+    return losses
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A backend with a model "s:train:0" of rank 4 that took two steps and was saved in both ways."""
+    backend = tiny_backend(tmp_path)
+    backend.create_model("s:train:0", lora(rank=4, seed=7))
+    train(backend, "s:train:0")
+    return backend, backend.save_state("s:train:0", "000002"), backend.save_for_sampler("s:train:0", "000002")
+
+
+def test_training_goes_on_with_the_same_bits_on_another_server(saved, tmp_path):
+    backend, state, _ = saved
+    assert state == "tinker://s:train:0/weights/000002"
+    whole = train(backend, "s:train:0")
+    other = tiny_backend(tmp_path)  # on the same folder, with nothing in memory
+    other.load_state("t:train:0", state, with_optimizer=True)
+    assert train(other, "t:train:0") == whole
+    for name, matrix in weights(backend, "s:train:0").items():
+        assert torch.equal(weights(other, "t:train:0")[name], matrix)
+    other.load_state("s:train:1", state, with_optimizer=False)
+    anew = train(other, "s:train:1")
+    assert anew[0][0] == whole[0][0] and anew[1][0] != whole[1][0]  # the same weights, other moments
+    other.load_state("s:train:1", state, with_optimizer=True)  # over a model that there is
+    assert train(other, "s:train:1") == whole
+
+
+def test_a_saved_sampler_is_the_model_as_it_was(saved, tmp_path):
+    backend, _, path = saved
+    live = backend.save_for_sampler("s:train:0", None)
+    expected = sampled(backend, [request(live)])
+    train(backend, "s:train:0")
+    key = backend.sampler(path)
+    assert sampled(backend, [request(key)]) == expected
+    again = tiny_backend(tmp_path)
+    assert sampled(again, [request(again.sampler(path))]) == expected
+    assert backend.save_for_sampler("s:train:0", "000002") == path
+    newer = backend.sampler(path)
+    assert newer != key
+    assert sampled(backend, [request(newer)]) != expected
+    backend.delete_checkpoint(path)
+    assert sampled(backend, [request(key)]) == expected  # those that were given go on
+
+
+@pytest.mark.parametrize("read", ["peft", "qerl"])
+def test_others_read_what_was_saved(saved, read):
+    backend, state, path = saved
+    prompt = [5, 9, 77, 31]
+    scored = sampled(backend, [request(backend.sampler(path), prompt, prompt_logprobs=True)])[0]
+    folder = next(c.folder for c in backend.checkpoints() if c.path == state)
+    model = make_tiny_model()
+    model = PeftModel.from_pretrained(model, folder) if read == "peft" else load_adapter(model, folder)
+    with torch.no_grad():
+        logits_TV = model(input_ids=torch.tensor([prompt])).logits[0]
+    found = logits_TV.log_softmax(-1)[range(3), prompt[1:]]
+    assert scored.prompt_logprobs[1:] == pytest.approx(found.tolist(), abs=1e-5)
+    assert read_trained(folder, "tiny").settings["model"] == "tiny"
+
+
+def test_what_is_saved_is_listed_described_and_deleted(saved, tmp_path):
+    backend, state, path = saved
+    assert [checkpoint.path for checkpoint in backend.checkpoints()] == [state, path]
+    assert all(checkpoint.bytes > 10_000 for checkpoint in backend.checkpoints())
+    info = WeightsInfo("tiny", 4, train_attn=True, train_mlp=True, train_unembed=False)
+    assert (
+        backend.weights_info(state) == backend.weights_info(path) == backend.model_info("s:train:0") == info
+    )
+    backend.delete_checkpoint(state)
+    assert [checkpoint.path for checkpoint in backend.checkpoints()] == [path]
+    with pytest.raises(QeRLError, match="Nothing is saved"):
+        backend.weights_info(state)
+
+
+def test_a_server_that_dies_while_it_saves_leaves_what_there_was(saved, tmp_path, monkeypatch):
+    backend, state, _ = saved
+    before = weights(backend, "s:train:0")
+    train(backend, "s:train:0")
+
+    def dies(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("qerl.serve.checkpoints.publish", dies)
+    with pytest.raises(KeyboardInterrupt):
+        backend.save_state("s:train:0", "000002")
+    monkeypatch.undo()
+    other = tiny_backend(tmp_path)
+    other.load_state("t:train:0", state, with_optimizer=True)
+    for name, matrix in weights(other, "t:train:0").items():
+        assert torch.equal(matrix, before[name])
+    other.save_state("t:train:0", "000002")
+    assert len(other.checkpoints()) == 3
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "tinker://../weights/x", "tinker://a/weights/..", "tinker://a/weights/.hidden", "tinker://a/other/x",
+        "tinker://a/weights/x/y", "tinker://a/weights/", "tinker:///etc/weights/x", "tinker://a/weights/x\n",
+        "tinker://a b/weights/x", "tinker://ä/weights/x", "/etc/passwd", "tinker://a/weights/" + "x" * 129,
+    ],
+)  # fmt: skip
+def test_no_path_leads_out_of_the_folder(saved, path):
+    backend, _, _ = saved
+    for ask in (backend.weights_info, backend.delete_checkpoint, backend.sampler):
+        with pytest.raises(QeRLError):
+            ask(path)
+    with pytest.raises(QeRLError, match="no path of saved weights"):
+        backend.load_state("n", path, with_optimizer=True)
+
+
+def test_a_link_does_not_lead_out_of_the_folder_either(saved, tmp_path):
+    backend, state, _ = saved
+    (tmp_path / "elsewhere").mkdir()
+    shutil.copytree(tmp_path / "s:train:0", tmp_path.parent / f"{tmp_path.name}-out")
+    (tmp_path / "linked").symlink_to(tmp_path.parent / f"{tmp_path.name}-out")
+    with pytest.raises(QeRLError, match="leads out"):
+        backend.weights_info(state.replace("s:train:0", "linked"))
+    with pytest.raises(QeRLError, match="no path of saved weights"):
+        backend.save_state("s:train:0", "../x")
+
+
+@pytest.mark.parametrize(
+    ("damage", "sentence"),
+    [
+        (lambda f: (f / "adapter_model.safetensors").write_bytes(b"short"), "damaged"),
+        (lambda f: (f / "optimizer.safetensors").unlink(), "damaged"),
+        (lambda f: change(f / "policy.json", fingerprint="o"), "trained on"),
+        (lambda f: change(f / "state.json", rank="x"), "not saved by this server"),
+        (lambda f: change(f / "state.json", rank=64), "1 to 16"),
+    ],
+)  # fmt: skip
+def test_damaged_and_foreign_weights_end_in_a_sentence(saved, damage, sentence):
+    backend, state, _ = saved
+    folder = backend.checkpoints()[0].folder
+    damage(folder)
+    with pytest.raises(QeRLError, match=sentence):
+        backend.load_state("n", state, with_optimizer=True)
+    assert "n" not in backend._adapters
+
+
+def test_an_optimizer_or_a_shape_that_is_not_there_is_not_made_up(saved):
+    backend, state, path = saved
+    with pytest.raises(QeRLError, match="without an optimizer"):
+        backend.load_state("n", path, with_optimizer=True)
+    backend.load_state("n", path, with_optimizer=False)
+    backend.create_model("m", lora(rank=8))
+    with pytest.raises(QeRLError, match="rank 4 on attention and MLPs"):
+        backend.load_state("m", state, with_optimizer=True)
+    with pytest.raises(QeRLError, match="no model 'other'"):
+        backend.sampler("other")
+
+
+def change(file, **values):
+    """Change a JSON file and its size in the manifest, by which damage is told."""
+    content = json.loads(file.read_text()) | values
+    text = json.dumps(content)
+    manifest = file.parent / "checkpoint.json"
+    listed = json.loads(manifest.read_text())
+    listed["files"][file.name] = len(text)
+    manifest.write_text(json.dumps(listed))
+    file.write_text(text)

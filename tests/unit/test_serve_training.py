@@ -1,0 +1,165 @@
+"""Several adapters on one base: each trains as PEFT and torch's AdamW would train it alone."""
+
+import pytest
+import torch
+
+from qerl.errors import QeRLError
+from qerl.fp4.linear import PackedLinear
+from qerl.lora.adapter import add_lora
+from qerl.serve.seats import ALPHA
+from qerl.serve.types import AdamParams
+from tests.support.models import make_tiny_model, pack
+from tests.support.serve import DATA, datum, lora, request, sampled, tiny_backend, weights
+
+ADAM = AdamParams(learning_rate=1e-2, weight_decay=0.1, grad_clip_norm=0.5)
+
+
+def train(backend, model_id, steps=2, data=DATA, adam=ADAM):
+    found = []
+    for _ in range(steps):
+        output = backend.forward_backward(model_id, data, "cross_entropy", {}, False)
+        found.append((output.metrics["loss:sum"], backend.optim_step(model_id, adam)["grad_norm"]))
+    return found
+
+
+def same(one, other):
+    assert one.keys() == other.keys()
+    for name, matrix in one.items():
+        assert torch.equal(matrix, other[name]), name
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_model_trains_as_peft_and_torch_do(tmp_path, packed):
+    def base():
+        return pack(make_tiny_model()) if packed else make_tiny_model()
+
+    backend = tiny_backend(tmp_path, base())
+    backend.create_model("a", lora(rank=8, seed=3))
+    model = add_lora(base(), rank=8, alpha=ALPHA, dropout=0.0, seed=3)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(
+        parameters, lr=ADAM.learning_rate, betas=(ADAM.beta1, ADAM.beta2), eps=ADAM.eps,
+        weight_decay=ADAM.weight_decay,
+    )  # fmt: skip
+    one = DATA[:1]  # how the driver batches several is its own affair, and its own tests'
+    for loss, norm in train(backend, "a", steps=3, data=one):
+        logits_TV = model(input_ids=one[0].tokens[None]).logits[0]
+        logprobs_T = logits_TV.log_softmax(-1).gather(-1, one[0].inputs["target_tokens"][:, None])[:, 0]
+        (-logprobs_T.sum()).backward()
+        assert loss == pytest.approx(-logprobs_T.sum().item(), rel=1e-6)
+        reference = torch.nn.utils.clip_grad_norm_(parameters, ADAM.grad_clip_norm)
+        assert norm == pytest.approx(reference.item(), rel=1e-6)
+        optimizer.step()
+        optimizer.zero_grad()
+    trained = weights(backend, "a")
+    for name, parameter in model.named_parameters():
+        if "lora" in name:
+            torch.testing.assert_close(
+                trained[name.replace(".default", "")], parameter.data, rtol=0, atol=1e-6
+            )
+
+
+def test_models_of_other_ranks_do_not_touch_each_other(tmp_path):
+    ids = {"a": lora(rank=8), "b": lora(rank=4, seed=5), "c": lora(rank=4, seed=5, train_mlp=False)}
+    alone = {}
+    for name, params in ids.items():
+        backend = tiny_backend(tmp_path / name)
+        backend.create_model(name, params)
+        alone[name] = train(backend, name), weights(backend, name)
+    together = tiny_backend(tmp_path, resident=1)
+    for name, params in ids.items():
+        together.create_model(name, params)
+    found = {name: [] for name in ids}
+    for _ in range(2):
+        for name in ids:  # gradients of all gather before any of them steps
+            found[name].append(together.forward_backward(name, DATA, "cross_entropy", {}, False))
+        for name in ids:
+            norm = together.optim_step(name, ADAM)["grad_norm"]
+            found[name][-1] = found[name][-1].metrics["loss:sum"], norm
+    for name, (metrics, trained) in alone.items():
+        assert found[name] == metrics
+        same(weights(together, name), trained)
+    assert not any("mlp" in name for name in weights(together, "c"))
+
+
+def test_the_same_seed_begins_with_the_same_weights(tmp_path):
+    backend = tiny_backend(tmp_path)
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        backend.create_model(name, lora(seed=seed))
+    same(weights(backend, "a"), weights(backend, "b"))
+    first = next(iter(weights(backend, "a")))
+    assert not torch.equal(weights(backend, "a")[first], weights(backend, "c")[first])
+
+
+def test_between_uses_the_model_is_its_base(tmp_path):
+    backend = tiny_backend(tmp_path, pack(make_tiny_model()))
+    model, ids = backend._seats.model, torch.tensor([[5, 6, 7]])
+    before = model(input_ids=ids).logits
+    backend.create_model("a", lora())
+    train(backend, "a")
+    assert torch.equal(model(input_ids=ids).logits, before)
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+    held = sum(p.untyped_storage().nbytes() for n, p in model.named_parameters() if "lora" in n)
+    assert held < 1000
+    assert any(isinstance(module, PackedLinear) for module in model.modules())
+
+
+def test_gradients_gather_until_a_step_and_a_pass_without_gradients_leaves_them(tmp_path):
+    backend = tiny_backend(tmp_path)
+    for name in ("a", "b"):
+        backend.create_model(name, lora())
+    backend.forward_backward("a", DATA[:1], "cross_entropy", {}, False)
+    backend.forward_backward("a", DATA, "cross_entropy", {}, True)
+    backend.forward_backward("a", DATA[2:], "cross_entropy", {}, False)
+    for part in (DATA[:1], DATA[2:]):
+        backend.forward_backward("b", part, "cross_entropy", {}, False)
+    norms = [backend.optim_step(name, ADAM)["grad_norm"] for name in ("a", "b")]
+    assert norms[0] == norms[1]
+    assert backend.optim_step("a", ADAM) == {"grad_norm": 0.0, "optim_steps": 2.0}
+
+
+def test_gradients_that_are_not_finite_end_in_a_sentence(tmp_path):
+    backend = tiny_backend(tmp_path)
+    backend.create_model("a", lora())
+    before = weights(backend, "a")
+    backend.forward_backward("a", DATA, "cross_entropy", {}, False)
+    next(iter(backend._adapters.get("a").matrices.values())).grad[0] = float("inf")
+    with pytest.raises(QeRLError, match="not finite"):
+        backend.optim_step("a", ADAM)
+    same(weights(backend, "a"), before)
+    train(backend, "a", steps=1)
+
+
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        (lambda b: b.create_model("a", lora()), "already"),
+        (lambda b: b.create_model("b", lora(rank=17)), "1 to 16"),
+        (lambda b: b.create_model("b", lora(rank=0)), "1 to 16"),
+        (lambda b: b.create_model("b", lora(train_attn=False, train_mlp=False)), "No layers"),
+        (lambda b: [b.create_model(name, lora()) for name in "bcde"], "4 models"),
+        (lambda b: b.optim_step("z", ADAM), "no model z"),
+        (lambda b: b.forward_backward("z", DATA, "cross_entropy", {}, False), "no model z"),
+        (lambda b: b.forward_backward("a", [datum([5] * 514)], "cross_entropy", {}, False), "513 tokens"),
+        (lambda b: b.forward_backward("a", [datum([5, 128, 5])], "cross_entropy", {}, False), "id 128"),
+        (lambda b: b.drop("z"), "no model z"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_done_is_a_sentence_and_changes_nothing(tmp_path, call, sentence):
+    backend = tiny_backend(tmp_path)
+    backend.create_model("a", lora())
+    before = weights(backend, "a")
+    with pytest.raises(QeRLError, match=sentence):
+        call(backend)
+    same(weights(backend, "a"), before)
+
+
+def test_a_dropped_model_is_gone_and_its_snapshots_are_not(tmp_path):
+    backend = tiny_backend(tmp_path)
+    backend.create_model("a", lora())
+    train(backend, "a")
+    key = backend.save_for_sampler("a", None)
+    before = sampled(backend, [request(key)])
+    backend.drop("a")
+    assert sampled(backend, [request(key)]) == before
+    backend.create_model("a", lora())
