@@ -157,6 +157,22 @@ def test_settings_can_be_made_in_code():
     assert QeRLConfig(**MINIMAL).noise_sigma_start == 1e-2
 
 
+@pytest.mark.parametrize(
+    ("changes", "size"),
+    [
+        ({}, 1024),
+        ({"num_generations": 6}, 1020),
+        ({"num_generations_eval": 1}, 1024),
+        ({"environment": "calculator"}, 64),
+    ],
+)
+def test_an_evaluation_samples_whole_groups_for_all_rows_of_the_engine(changes, size):
+    assert (
+        QeRLConfig(**(MINIMAL | {"per_device_train_batch_size": 24} | changes)).per_device_eval_batch_size
+        == size
+    )
+
+
 def test_evaluation_batches_hold_whole_groups(tmp_path):
     with pytest.raises(QeRLError, match=r"per_device_eval_batch_size is 2, which groups of 4 "):
         QeRLConfig(

@@ -15,7 +15,7 @@ from qerl.run_folder import read_metrics
 from qerl.settings.config import QeRLConfig
 from qerl.trainer.callbacks import MetricsFile
 from qerl.trainer.grpo import QeRLTrainer
-from tests.support.trainer import DATA, settings
+from tests.support.trainer import DATA, GROUP, settings
 
 SCIENCE = {
     "entropy", "entropy/computed", "rollout/entropy", "rollout/errors", "rollout/tokens_per_second",
@@ -122,6 +122,19 @@ def test_evaluation_computes_no_log_probabilities(make, monkeypatch):
     monkeypatch.setattr(trainer, "_forward", None)
     metrics = trainer.evaluate()
     assert metrics["eval_rollout/entropy"] > 0
+
+
+def test_an_evaluation_fills_the_engine(make, monkeypatch):
+    """One call for all of its problems, and none twice where they are shared among processes."""
+    trainer = make(eval_dataset={"a": DATA, "b": DATA.select(range(3))})
+    calls, generate = [], trainer.engine.generate
+    monkeypatch.setattr(trainer.engine, "generate", lambda *args: calls.append(args) or generate(*args))
+    trainer.evaluate()
+    assert [len(prompts) for prompts, *_ in calls] == [len(DATA), 3]
+    assert trainer.args.per_device_eval_batch_size == 1024
+    monkeypatch.setattr(type(trainer.accelerator), "num_processes", 2)
+    assert trainer.get_eval_dataloader("b").batch_sampler.batch_size == 2 * GROUP
+    assert trainer.get_eval_dataloader(DATA).batch_sampler.batch_size == 2 * GROUP
 
 
 def test_the_time_of_an_update_includes_the_optimizers_step(make):

@@ -63,6 +63,13 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
 }
 
 
+_EVALUATED_TOGETHER = 1024
+"""Completions of an evaluation's call: twice the rows of the paged engine, which are refilled until half of
+them is left."""
+
+_ENVIRONMENTS_TOGETHER = 64
+"""The same where each has an environment, which may be a connection to somewhere."""
+
 LossType = Literal["grpo", "dapo", "bnpo", "dr_grpo", "luspo", "cispo", "sapo", "vespo"]
 RatioCorrection = Literal[
     "token_truncate",
@@ -291,6 +298,12 @@ class QeRLConfig(GRPOConfig):
         "Metric by which load_best_model_at_end chooses; unset, eval_reward. Evaluations compute no loss.",
         None,
     )
+    per_device_eval_batch_size: PositiveInt | None = _help(  # type: ignore[assignment]
+        "Number of completions that an evaluation samples at a time on each device, in whole groups; unset, "
+        "1024, or 64 where an environment answers.",
+        None,
+        instead_of_trl="No loss bounds it by its memory, and 8 leave most rows of the engine empty.",
+    )
     logging_steps: ShareOrSteps = _help(
         "Number of optimizer steps between two log lines.",
         1,
@@ -336,6 +349,8 @@ class QeRLConfig(GRPOConfig):
             self.metric_for_best_model = "eval_reward"  # an evaluation has rewards and no loss
         if not torch.cuda.is_available():
             self.dataloader_pin_memory = False  # there is nothing to pin for
+        if self.per_device_eval_batch_size is None:
+            self.per_device_eval_batch_size = self._evaluated_together()
         contradictions.check_evaluation(self)
         set_newer_names(self)
         try:
@@ -345,6 +360,12 @@ class QeRLConfig(GRPOConfig):
         self._n_gpu: int = min(self.n_gpu, 1)  # one process drives one GPU; torchrun starts one for each
         contradictions.check_processes(self)
         contradictions.check_groups(self)
+
+    def _evaluated_together(self) -> int:
+        """Completions that an evaluation samples at a time where nobody says it: at least one group."""
+        group = self.num_generations_eval or self.num_generations or 1
+        most = _EVALUATED_TOGETHER if self.environment is None else _ENVIRONMENTS_TOGETHER
+        return group * max(1, most // group)
 
     @property
     def goes_by_metric(self) -> bool:

@@ -146,7 +146,6 @@ PARENTS: dict[str, Acts | Refused | ForScripts] = {
     "eval_steps": Acts(ShareOrSteps | None),
     "eval_delay": Acts(NonNegative),
     "eval_on_start": Acts(bool),
-    "per_device_eval_batch_size": Acts(PositiveInt),
     "num_generations_eval": Acts(PositiveInt | None),
     "prediction_loss_only": Refused(_NO_LOGITS),
     "eval_do_concat_batches": Refused(_NO_LOGITS),

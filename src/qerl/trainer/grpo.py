@@ -26,7 +26,7 @@ replaced, and why:
   (`resume.trainer`).
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sized
 from pathlib import Path
 from typing import Any
 
@@ -165,6 +165,20 @@ class QeRLTrainer(UpdateTrainer):
             return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
         finally:
             self._evaluating, self._logs = former
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        """Wraps TRL's: a process's batch is no larger than its share, or accelerate would fill it up with
+        problems that others have."""
+        given = self.eval_dataset if eval_dataset is None else eval_dataset
+        found = self.eval_dataset[given] if isinstance(given, str) else given
+        most = self.args.per_device_eval_batch_size
+        if isinstance(found, Sized):
+            share = -(-len(found) // self.accelerator.num_processes) * self.num_generations_eval
+            self.args.per_device_eval_batch_size = min(most, share)
+        try:
+            return super().get_eval_dataloader(eval_dataset)
+        finally:
+            self.args.per_device_eval_batch_size = most
 
     def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
         """Wraps transformers': each of several evaluation sets has metrics of its own."""
