@@ -64,10 +64,13 @@ class TestAgainstTheModel:
             ("qwen2", {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}),
         ],
     )
-    def test_greedy_equals_generate(self, tiny_model, family, config):
-        model = tiny_model(family, **config)
-        result = PortableEngine(model, PAD).generate(PROMPTS, 1, sampled(max_tokens=30, temperature=0))
-        for prompt, completion in zip(PROMPTS, result.completions, strict=True):
+    @pytest.mark.parametrize("beginning", [[], list(range(20, 40))], ids=["", "alike"])
+    def test_greedy_equals_generate(self, tiny_model, family, config, beginning):
+        model, prompts = tiny_model(family, **config), [beginning + prompt for prompt in PROMPTS]
+        result = PortableEngine(model, PAD).generate(prompts, 1, sampled(max_tokens=30, temperature=0))
+        computed_once = len(beginning) * (len(prompts) - 1)
+        assert result.prompt_tokens == sum(map(len, prompts)) - computed_once
+        for prompt, completion in zip(prompts, result.completions, strict=True):
             expected = model.generate(
                 torch.tensor([prompt]),
                 attention_mask=torch.ones(1, len(prompt)),

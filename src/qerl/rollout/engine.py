@@ -104,7 +104,8 @@ class RolloutResult:
 
     Attributes:
         completions: ``len(prompts) * samples_per_prompt`` of them.
-        prompt_tokens: Prompt tokens computed; a prompt counts once for all its samples that run together.
+        prompt_tokens: Prompt tokens computed; a prompt counts once for all its samples that run together, and
+            the portable engine computes once what all prompts that run together begin with.
         generated_tokens: Tokens sampled.
         seconds: Wall-clock time of the call.
     """

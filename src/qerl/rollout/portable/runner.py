@@ -5,16 +5,23 @@ the cache, runs each prompt once, gives its samples a copy of the cache, and fro
 row. Rows that go on from kept keys and values are computed from where these end, and may join a wave that
 decodes already.
 
+What all prompts of a wave begin with, as a system prompt or worked examples, is computed once and the rest
+behind it: of 64 problems with one worked example, 92 tokens each, 70 are the same.
+
 Shapes: P prompts, B rows, T tokens of the longest prompt, V vocabulary.
 """
 
 from collections.abc import Sequence
+from itertools import takewhile
 
 import torch
 from torch import nn
 
 from qerl.families.parts import base_model
 from qerl.rollout.portable.cache import KeysAndValues, PreallocatedCache
+
+WORTH_SHARING = 64
+"""Tokens that a shared beginning must save: one more call of the model costs about as much."""
 
 
 class Runner:
@@ -23,10 +30,14 @@ class Runner:
     Args:
         model: The model, PEFT-wrapped or not, in eval mode.
         pad_token_id: Fills the left of shorter prompts; masked, so any id does.
+
+    Attributes:
+        saved_tokens: Tokens of prompts that were not computed, because another prompt has them too.
     """
 
     def __init__(self, model: nn.Module, pad_token_id: int) -> None:
         base = base_model(model)
+        self.saved_tokens = 0
         self._model = model
         self._pad_token_id = pad_token_id
         self._device = base.device
@@ -43,7 +54,22 @@ class Runner:
         Returns:
             Logits [B, V] of each row's first sampled token, in the model's dtype.
         """
-        width = max(len(prompt) for prompt in prompts)
+        shared = _tokens_in_common(prompts)
+        self.saved_tokens = shared * (len(prompts) - 1)
+        if self.saved_tokens >= WORTH_SHARING:
+            logits_PV = self._prefill_behind(shared, prompts)
+        else:
+            self.saved_tokens = 0
+            logits_PV = self._prefill_whole(prompts)
+        rows_B = torch.tensor(rows, device=self._device)
+        self._mask = nn.functional.pad(self._mask[rows_B], (0, max_tokens), value=True)
+        self._positions = self._positions[rows_B]
+        self._cache.repeat(rows_B, self._length + max_tokens)
+        return logits_PV[rows_B]
+
+    def _prefill_whole(self, prompts: Sequence[Sequence[int]]) -> torch.Tensor:
+        """Logits [P, V] behind prompts, each computed from its first token."""
+        self._length = width = max(map(len, prompts))
         padding = [width - len(prompt) for prompt in prompts]
         tokens_PT = torch.tensor(
             [[self._pad_token_id] * pad + list(p) for pad, p in zip(padding, prompts, strict=True)],
@@ -52,15 +78,15 @@ class Runner:
         padding_P1 = torch.tensor(padding, device=self._device)[:, None]
         columns_T = torch.arange(width, device=self._device)
         self._mask = columns_T >= padding_P1
-        self._positions = (columns_T - padding_P1).clamp_(min=0)
-        logits_PV = self._forward(tokens_PT, self._mask, self._positions)
+        positions_PT = (columns_T - padding_P1).clamp_(min=0)
+        self._positions = positions_PT[:, -1:]
+        return self._forward(tokens_PT, self._mask, positions_PT)
 
-        rows_B = torch.tensor(rows, device=self._device)
-        self._length = width
-        self._mask = nn.functional.pad(self._mask[rows_B], (0, max_tokens), value=True)
-        self._positions = self._positions[rows_B, -1:]
-        self._cache.repeat(rows_B, width + max_tokens)
-        return logits_PV[rows_B]
+    def _prefill_behind(self, shared: int, prompts: Sequence[Sequence[int]]) -> torch.Tensor:
+        """Logits [P, V] behind prompts whose first tokens are the same and computed once."""
+        beginning = Runner(self._model, self._pad_token_id)
+        beginning._prefill_whole([prompts[0][:shared]])
+        return self.resume(prompts, [beginning.keys_of(0)] * len(prompts), 0)
 
     def resume(
         self, texts: Sequence[Sequence[int]], kept: Sequence[Sequence[KeysAndValues]], max_tokens: int
@@ -139,3 +165,9 @@ class Runner:
             logits_to_keep=1,
         )
         return output.logits[:, -1]
+
+
+def _tokens_in_common(prompts: Sequence[Sequence[int]]) -> int:
+    """How many tokens all prompts begin with, without the last of any, whose logits are wanted."""
+    columns = zip(*(prompt[:-1] for prompt in prompts), strict=False)
+    return sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, columns))

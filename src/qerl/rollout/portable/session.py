@@ -5,7 +5,7 @@ goes on it joins the running wave, or begins the next, and only what was written
 rows join, the keys and values of the whole batch are copied; so they wait until they are a fair share of it.
 """
 
-from collections import deque
+from collections import abc, deque
 
 import numpy as np
 import torch
@@ -121,9 +121,15 @@ class PortableSession(TrackedSession[Sequence]):
         row_of = {number: row for row, number in enumerate(prompts)}
         self._enter(sequences)
         self._runner = Runner(self._model, self._pad_token_id)
-        self.prefilled_tokens += sum(map(len, prompts.values()))
         rows = [row_of[sequence.prompt.number] for sequence in sequences]
-        return self._runner.prefill(list(prompts.values()), rows, self._longest_room())
+        return self._prefill(self._runner, list(prompts.values()), rows, self._longest_room())
+
+    def _prefill(
+        self, runner: Runner, texts: list[list[int]], rows: abc.Sequence[int], room: int
+    ) -> torch.Tensor:
+        logits_BV = runner.prefill(texts, rows, room)
+        self.prefilled_tokens += sum(map(len, texts)) - runner.saved_tokens
+        return logits_BV
 
     def _join(self, logits_BV: torch.Tensor | None) -> torch.Tensor:
         """Let sequences that go on join the wave, or begin one; gives the logits [B, V] of all.
@@ -150,8 +156,7 @@ class PortableSession(TrackedSession[Sequence]):
         texts = [sequence.prompt.token_ids + sequence.token_ids for sequence in sequences]
         room = max(sequence.room for sequence in sequences)
         if sequences[0] not in self._kept:
-            self.prefilled_tokens += sum(map(len, texts))
-            return runner.prefill(texts, range(len(texts)), room)
+            return self._prefill(runner, texts, range(len(texts)), room)
         kept = [self._kept.pop(sequence) for sequence in sequences]
         self.prefilled_tokens += sum(
             len(text) - layers[0][0].shape[1] for text, layers in zip(texts, kept, strict=True)
