@@ -298,7 +298,7 @@ class QeRLConfig(GRPOConfig):
         "Metric by which load_best_model_at_end chooses; unset, eval_reward. Evaluations compute no loss.",
         None,
     )
-    per_device_eval_batch_size: PositiveInt | None = _help(  # type: ignore[assignment]
+    per_device_eval_batch_size: PositiveInt | None = _help(
         "Number of completions that an evaluation samples at a time on each device, in whole groups; unset, "
         "1024, or 64 where an environment answers.",
         None,
