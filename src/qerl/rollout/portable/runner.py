@@ -35,6 +35,10 @@ class Runner:
         saved_tokens: Tokens of prompts that were not computed, because another prompt has them too.
     """
 
+    _mask: torch.Tensor  # bool [B, columns], with room for the tokens to come
+    _positions: torch.Tensor  # [B, 1], of each row's last token
+    _length: int  # columns that are in use
+
     def __init__(self, model: nn.Module, pad_token_id: int) -> None:
         base = base_model(model)
         self.saved_tokens = 0
