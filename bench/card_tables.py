@@ -1,10 +1,60 @@
-"""Tables of GPUs: what fits on small ones, by the memory plan."""
+"""Tables of GPUs: which code each gets and where that was run, and what fits on small ones by the plan."""
 
 from rich.console import Console
 
 from bench.captions import table
+from qerl.kernels import needs
+from qerl.kernels.cards import CARDS, words
 from qerl.plan.command import plan_command
 from qerl.plan.propose import fits
+
+_SHOWN = " and ".join(words(one) for one in sorted(needs.RUN_ON))
+
+
+def cards() -> str:
+    """What the kernels take on each class of GPUs, and where that was run."""
+    lines = [
+        (
+            ", ".join(name for name, _ in card.gpus),
+            words(card.capability),
+            f"{'bulk copies' if card.loader == 'bulk' else card.loader}, {card.math}",
+            "quack-kernels" if card.quack else "dequantisation and cuBLAS",
+            "yes" if card.dependent_launch else "no",
+            "yes" if card.fp8 else "no",
+            needs.run_on(card),
+        )
+        for card in CARDS.values()
+    ]
+    head = (
+        "GPUs, among others", "compute capability", "few tokens", "many tokens", "kernels overlap",
+        "FP8 keys and values", "this code was",
+    )  # fmt: skip
+    others = (
+        "Cards on which it was only compiled run it as well, and a run says so at its start."
+        if needs.RUN_AS
+        else "Cards on which it was only compiled take the portable engine, unless `QERL_ARCH` names a class."
+    )
+    return table(head, lines, f"Tests compile the kernels without a GPU. {others}")
+
+
+def runs_on() -> str:
+    """What runs where, in three lines."""
+    since = "NVIDIA GPUs since Ampere (RTX 30 to 50, A100, L40S, B200)"
+    more = "[per card](docs/install.md#what-runs-where)"
+    code = f"compiled; on {_SHOWN}, the code of {' and '.join(map(words, sorted(needs.RUN_AS)))} was run"
+    others = (
+        (f"other {since}", f"paged engine, not measured ({code}; {more})", "fused kernels")
+        if needs.RUN_AS
+        else (f"other {since}", f"portable engine, slow ({more})", "not measured")
+    )
+    measured = "paged engine: CUDA graphs, continuous batching"
+    lines = [
+        ("Hopper (measured on H100 and H200)", measured, "fused kernels"),
+        others,
+        ("CPU", "portable engine", "for demos and tests"),
+    ]
+    return table(("runs on", "rollout", "training"), lines, "").rstrip() + "\n"
+
 
 _MEMORIES = (16, 24, 32, 40, 48)
 _MODELS = {

@@ -362,6 +362,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "turns": lambda: turn_tables.kept("turns-smollm2-cpu"),
     "memory": memory,
     "small-cards": card_tables.small_cards,
+    "cards": card_tables.cards,
+    "runs-on": card_tables.runs_on,
     "learning": learning,
     "noise-arms": lambda: study_tables.arms("noise-wp12"),
     "noise-comparisons": lambda: study_tables.comparisons("noise-wp12", "primary", "designs", "formats"),

@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from qerl.gpu_memory import total_bytes
 from qerl.kernels import needs
 from qerl.rewards import sandbox
 from qerl.weight_formats import DEFAULT_FORMAT, FORMATS
@@ -126,11 +127,13 @@ def _gpus() -> Iterator[Row]:
     if torch.cuda.is_available():
         for i in range(torch.cuda.device_count()):
             gpu = torch.cuda.get_device_properties(i)
+            run = total_bytes(torch.device("cuda", i))
+            less = f", of which a run takes {run / 2**30:.1f}" if run < gpu.total_memory else ""
             yield Row(
                 section,
                 f"cuda:{i}",
                 "ok",
-                f"{gpu.name}, {gpu.total_memory / 2**30:.1f} GiB, "
+                f"{gpu.name}, {gpu.total_memory / 2**30:.1f} GiB{less}, "
                 f"compute capability {gpu.major}.{gpu.minor}, "
                 f"{gpu.multi_processor_count} multiprocessors",
             )
@@ -257,16 +260,18 @@ def _rollout() -> Iterator[Row]:
         remedy = "; ".join(sorted({obstacle.remedy for obstacle in obstacles if obstacle.remedy}))
         yield Row(section, "paged engine", "missing", finding, remedy)
     else:
-        finding = f"Llama, Mistral, Qwen2 and Qwen3 in bfloat16 with weights in {', '.join(FORMATS)}"
-        yield Row(section, "paged engine", "ok", finding)
         from qerl.kernels.cards import chosen
         from qerl.kernels.weights.packed_gemm import MAX_TOKENS
 
-        by_quack = chosen(torch.cuda.get_device_capability(), 0).quack and needs.has_module("quack")
-        above = "quack-kernels" if by_quack else "dequantisation and cuBLAS"
+        finding = f"Llama, Mistral, Qwen2 and Qwen3 in bfloat16 with weights in {', '.join(FORMATS)}"
+        yield Row(section, "paged engine", "ok", finding)
+        capability = torch.cuda.get_device_capability()
+        card = chosen(capability, 0)
+        state: State = "ok" if capability in needs.RUN_ON and card.native else "untested"
+        yield Row(section, "kernels", state, needs.card_sentence(card))
         finding = (
-            f"four-bit weights: this package's kernel up to {MAX_TOKENS} tokens, {above} from there; "
-            "16-bit weights: cuBLAS"
+            f"four-bit weights: this package's kernel up to {MAX_TOKENS} tokens, "
+            f"{needs.many_tokens_by(card)} from there; 16-bit weights: cuBLAS"
         )
         yield Row(section, "products", "ok", finding)
 

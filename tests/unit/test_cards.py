@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from qerl.errors import QeRLError
 from qerl.kernels import needs
 from qerl.kernels.cards import CARDS, chosen
 
@@ -52,6 +51,7 @@ def test_an_older_class_of_hoppers_instructions_leaves_out_those_of_hopper_alone
 
 
 def test_only_cards_on_which_the_kernels_were_run_are_taken_unasked(gpu, monkeypatch):
+    monkeypatch.setattr(needs, "RUN_AS", frozenset())
     for capability in CARDS.keys() - needs.RUN_ON:
         gpu(capability)
         assert "were not run" in reasons()[0]
@@ -64,7 +64,6 @@ def test_only_cards_on_which_the_kernels_were_run_are_taken_unasked(gpu, monkeyp
     "capability,asked,said",
     [
         ((7, 5), "", "the GPU has compute capability 7.5, and 8.0 is needed"),
-        ((11, 0), "", "The GPU has compute capability 11.0, and the kernels are compiled for 8.0, 8.6"),
         ((9, 0), "100", "QERL_ARCH=100 asks for a newer GPU than this one, which has compute capability 9.0"),
         ((9, 0), "8.0", "QERL_ARCH is '8.0'; set one of 80, 86, 87, 89, 90, 100, 103, 120, 121"),
     ],
@@ -85,6 +84,35 @@ def test_fp8_keys_and_values_are_refused_where_numbers_cannot_be_converted(gpu, 
     assert not reasons(fp8=True)
 
 
-def test_a_gpu_of_no_class_is_named_with_the_classes():
-    with pytest.raises(QeRLError, match=r"8\.0, 8\.6.* use the portable engine"):
-        chosen((11, 0), 0)
+@pytest.mark.parametrize("capability,taken", [((11, 0), (10, 3)), ((13, 0), (12, 1)), ((8, 8), (8, 7))])
+def test_a_gpu_that_is_newer_than_its_class_gets_the_code_before_it(capability, taken, gpu, monkeypatch):
+    card = chosen(capability, 99 * 1024)
+    assert (card.capability, card.native, card.math, card.quack) == (taken, False, "mma.sync", False)
+    assert card.shared_bytes == 99 * 1024
+    gpu(capability)
+    monkeypatch.setattr(needs, "RUN_AS", frozenset({(8, 0)}))
+    assert not reasons()
+
+
+def test_with_an_older_classs_code_run_only_cards_below_it_are_refused(gpu, monkeypatch):
+    monkeypatch.setattr(needs, "RUN_AS", frozenset({(8, 0)}))
+    for capability in CARDS:
+        gpu(capability)
+        assert not reasons()
+    gpu((7, 5))
+    assert reasons() == ["the GPU has compute capability 7.5, and 8.0 is needed"]
+
+
+def test_what_was_run_on_which_card_is_said(monkeypatch):
+    monkeypatch.setattr(needs, "has_module", lambda module: True)
+    monkeypatch.setattr(needs, "RUN_AS", frozenset())
+    assert needs.run_on(CARDS[9, 0]) == "run on such GPUs"
+    assert {needs.run_on(card) for card in CARDS.values() if card.capability != (9, 0)} == {"compiled"}
+    monkeypatch.setattr(needs, "RUN_AS", frozenset({(8, 0)}))
+    assert needs.run_on(CARDS[8, 0]) == "run on 9.0"
+    for capability in ((8, 6), (8, 7), (8, 9)):
+        assert needs.run_on(CARDS[capability]) == "compiled; that of 8.0 run on 9.0"
+    assert needs.run_on(CARDS[10, 0]) == needs.run_on(CARDS[12, 0]) == "compiled"
+    assert "the copy engine and wgmma for few tokens, quack-kernels for many" in needs.card_sentence(
+        CARDS[9, 0]
+    )

@@ -11,7 +11,9 @@ from qerl.doctor import OPTIONAL, Row, diagnose, print_doctor
 from qerl.kernels import needs
 from qerl.models import hub
 
-GPU = SimpleNamespace(name="Test GPU", total_memory=80 * 2**30, major=9, minor=0, multi_processor_count=132)
+GPU = SimpleNamespace(
+    name="Test GPU", total_memory=80 * 2**30, major=9, minor=0, multi_processor_count=132, is_integrated=False
+)
 
 
 @pytest.fixture(autouse=True)
@@ -75,6 +77,7 @@ def test_gpu_machine_with_everything(cuda, installed):
     finding = row("GPU", "cuda:0").finding
     assert finding == "Test GPU, 80.0 GiB, compute capability 9.0, 132 multiprocessors"
     assert row("rollout", "paged engine").state == "ok"
+    assert row("rollout", "kernels").state == "ok"
     assert "up to 128 tokens" in row("rollout", "products").finding
     assert row("weight formats", "nf4").state == "ok"
     assert all(r.state == "ok" for r in diagnose() if r.section == "optional packages")
@@ -113,6 +116,22 @@ def test_gpu_on_which_the_kernels_were_not_run(cuda, installed, monkeypatch):
     assert kernels.remedy == "export QERL_ARCH=89"
     monkeypatch.setenv("QERL_ARCH", "89")
     assert row("rollout", "paged engine").state == "ok"
+    monkeypatch.delenv("QERL_ARCH")
+    monkeypatch.setattr(needs, "RUN_AS", frozenset({(8, 0)}))
+    assert row("rollout", "paged engine").state == "ok"
+    assert row("rollout", "kernels").state == "untested"
+    assert row("rollout", "kernels").finding == (
+        "The kernels are those of compute capability 8.9 (compiled; that of 8.0 run on 9.0): cp.async and "
+        "mma.sync for few tokens, dequantisation and cuBLAS for many."
+    )
+
+
+def test_memory_that_a_run_does_not_take_is_said(cuda, installed, monkeypatch):
+    monkeypatch.setenv("QERL_MEMORY_GB", "24")
+    assert "80.0 GiB, of which a run takes 23.6, compute" in row("GPU", "cuda:0").finding
+    monkeypatch.delenv("QERL_MEMORY_GB")
+    cuda.is_integrated = True
+    assert "80.0 GiB, of which a run takes 60.0, compute" in row("GPU", "cuda:0").finding
 
 
 def test_driver_without_cuda_build_of_torch(cpu, monkeypatch):

@@ -110,7 +110,7 @@ def card_of(device: torch.device) -> Card:
     For a CPU, on which Triton interprets, it is the class that `QERL_ARCH` names, else Hopper's.
 
     Raises:
-        QeRLError: `QERL_ARCH` names no class, or a newer one than the GPU's; the GPU is of no class.
+        QeRLError: `QERL_ARCH` names no class, or a newer one than the GPU's; the GPU is older than all.
     """
     if device.type != "cuda":
         return CARDS[asked() or (9, 0)]
@@ -122,6 +122,8 @@ def card_of(device: torch.device) -> Card:
 def chosen(capability: Capability, shared_bytes: int) -> Card:
     """What the kernels may use on a GPU of this compute capability and shared memory.
 
+    A GPU that is newer than a class, and has no line of its own, gets the code of the newest before it.
+
     Raises:
         QeRLError: As :func:`card_of`.
     """
@@ -131,15 +133,15 @@ def chosen(capability: Capability, shared_bytes: int) -> Card:
             f"{ARCH}={_number(as_class)} asks for a newer GPU than this one, which has compute capability "
             f"{words(capability)}; set a lower number, or remove {ARCH}."
         )
-    card = CARDS.get(as_class)
-    if card is None:
+    if as_class < min(CARDS):
         raise QeRLError(
-            f"The GPU has compute capability {words(capability)}, and the kernels are compiled for "
-            f"{', '.join(map(words, CARDS))}; use the portable engine."
+            f"The GPU has compute capability {words(capability)}, and {words(min(CARDS))} is needed."
         )
+    card = CARDS[max(one for one in CARDS if one <= as_class)]
     card = replace(card, shared_bytes=min(card.shared_bytes, shared_bytes))
     # An older class's code runs on a newer GPU through the driver, which translates what all newer ones have.
-    return card if as_class == capability else replace(card, math="mma.sync", quack=False, native=False)
+    own = card.capability == capability
+    return card if own else replace(card, math="mma.sync", quack=False, native=False)
 
 
 def asked() -> Capability | None:

@@ -8,11 +8,14 @@ import torch
 from packaging.requirements import Requirement
 
 from qerl.errors import QeRLError
-from qerl.kernels.cards import ARCH, CARDS, Capability, asked, chosen, why_no_fp8, words
+from qerl.kernels.cards import ARCH, CARDS, Capability, Card, asked, chosen, why_no_fp8, words
 
 RUN_ON: frozenset[Capability] = frozenset({(9, 0)})
-"""Compute capabilities on which the kernels have been run. For the others of `CARDS` they were compiled
-alone, so such a GPU is refused unless `QERL_ARCH` names a class for it; ``frozenset(CARDS)`` opens all."""
+"""Compute capabilities of the GPUs on which the kernels have been run."""
+
+RUN_AS: frozenset[Capability] = frozenset()
+"""Older classes whose code all tests have run on one of those GPUs (`QERL_ARCH`). As long as there is none,
+the other cards are refused unless `QERL_ARCH` names a class for them; with one, no card since Ampere is."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,39 @@ class Obstacle:
 NO_CUDA = Obstacle("the model is not on a CUDA device")
 
 
+def run_on(card: Card) -> str:
+    """On which GPUs the code of a class has been run, in words; other classes were compiled for.
+
+    Code is that of another class where both load, multiply and launch in the same way, and only tiles and FP8
+    differ.
+    """
+    shown = " and ".join(map(words, sorted(RUN_ON)))
+    if card.native and card.capability in RUN_ON:
+        return "run on such GPUs"
+    if card.capability in RUN_AS:
+        return f"run on {shown}"
+    alike = [words(one) for one in sorted(RUN_AS) if _code(CARDS[one]) == _code(card)]
+    return f"compiled; that of {alike[0]} run on {shown}" if alike else "compiled"
+
+
+def many_tokens_by(card: Card) -> str:
+    """What multiplies more tokens with four-bit weights than this package's own product takes, in words."""
+    return "quack-kernels" if card.quack and has_module("quack") else "dequantisation and cuBLAS"
+
+
+def card_sentence(card: Card) -> str:
+    """The code that a GPU of this class gets, as a run says it at its start."""
+    loads = "the copy engine" if card.loader == "bulk" else card.loader
+    return (
+        f"The kernels are those of compute capability {words(card.capability)} ({run_on(card)}): {loads} "
+        f"and {card.math} for few tokens, {many_tokens_by(card)} for many."
+    )
+
+
+def _code(card: Card) -> tuple[str, str, bool]:
+    return card.loader, card.math, card.dependent_launch
+
+
 def obstacles(fp8: bool = False) -> list[Obstacle]:
     """What keeps the kernels from running on the present CUDA device; empty if nothing does.
 
@@ -72,18 +108,16 @@ def obstacles(fp8: bool = False) -> list[Obstacle]:
 
 
 def _obstacles_of_card(capability: Capability, fp8: bool) -> list[Obstacle]:
-    have = f"the GPU has compute capability {words(capability)}"
-    if capability < min(CARDS):
-        return [Obstacle(f"{have}, and {words(min(CARDS))} is needed")]
     try:
         named, card = asked(), chosen(capability, 0)
     except QeRLError as error:
-        return [Obstacle(str(error).rstrip("."))]
-    if named is None and capability not in RUN_ON:
-        remedy = f"export {ARCH}={card.number}"
-        return [
-            Obstacle(f"{have}, for which the kernels were compiled but on which they were not run", remedy)
-        ]
+        return [Obstacle(str(error).rstrip(".").replace("The GPU", "the GPU", 1))]
+    if named is None and capability not in RUN_ON and not RUN_AS:
+        reason = (
+            f"the GPU has compute capability {words(capability)}, for which the kernels were compiled but on "
+            "which they were not run"
+        )
+        return [Obstacle(reason, f"export {ARCH}={card.number}")]
     return [Obstacle(why_no_fp8(card))] if fp8 and not card.fp8 else []
 
 

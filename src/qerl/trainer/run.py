@@ -17,6 +17,8 @@ from transformers import PreTrainedTokenizerBase
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from qerl.errors import QeRLError, first_line
+from qerl.kernels import needs
+from qerl.kernels.cards import card_of
 from qerl.models.chat import Chat
 from qerl.models.hub import find_model
 from qerl.models.load import load_tokenizer
@@ -136,6 +138,8 @@ def build(config: QeRLConfig, console: Console) -> tuple[QeRLTrainer, InterruptG
     path = trainer.update_path
     if trainer.is_world_process_zero() and not path.is_slow:  # the trainer warns of a slow one
         console.print(path.sentence(), highlight=False)
+    if trainer.is_world_process_zero() and config.device.type == "cuda" and not needs.obstacles():
+        console.print(needs.card_sentence(card_of(config.device)), highlight=False)
     return trainer, guard
 
 
