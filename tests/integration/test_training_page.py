@@ -57,3 +57,17 @@ def test_a_task_of_your_own(run_shown, tmp_path):
     (tmp_path / "my" / "doubles.py").write_text(shown("A task of your own", "python"))
     rows = run_shown("A task of your own")
     assert any("eval_rewards/accuracy/mean" in row for row in rows)
+
+
+def test_losses_of_your_own(tiny_model, tmp_path, capsys):
+    tiny_model().save_pretrained(tmp_path)
+    lines = shown("Losses of your own", "python")
+    assert len([line for line in lines.splitlines() if line]) < 15
+    pair = ([5, 6, 7], [8, 9, 10])
+    lines = lines.replace("    driver.forward_backward", "    output = driver.forward_backward")
+    lines = lines.replace(
+        "    optimizer.step()", "    print(output.metrics['loss:sum'])\n    optimizer.step()"
+    )
+    exec(lines, {"name": tmp_path, "pairs": [pair] * 12})
+    losses = [float(line) for line in capsys.readouterr().out.splitlines()]
+    assert losses[-1] < losses[0] - 1.0

@@ -17,10 +17,10 @@ from collections.abc import Iterator
 
 import torch
 from transformers import PreTrainedModel
-from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.modeling_outputs import MoeModelOutputWithPast
 
 TILE = 1 << 26
-"""Logits of a tile, float32: 256 MB, and as much again while they are normalised."""
+"""Logits of a tile: 256 MB in float32, and some times that while their gradient is computed."""
 
 
 def target_logps(
@@ -74,7 +74,8 @@ def logits(model: PreTrainedModel, hidden_nD: torch.Tensor) -> torch.Tensor:
     """Logits [n, V] of hidden states, float32, by the model's own code."""
     decoder = model.base_model
     own = decoder.__dict__.get("forward")
-    decoder.forward = lambda *_, **__: BaseModelOutputWithPast(last_hidden_state=hidden_nD[None])
+    # Mixtures of experts look for what their router said, too; here it said nothing.
+    decoder.forward = lambda *_, **__: MoeModelOutputWithPast(last_hidden_state=hidden_nD[None])
     try:
         out = model(input_ids=torch.zeros(1, len(hidden_nD), dtype=torch.long, device=hidden_nD.device))
     finally:
