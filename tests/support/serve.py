@@ -18,15 +18,21 @@ from tests.support.models import EOS, make_tiny_model, make_tiny_tokenizer
 POSITIONS = 512
 
 
-def tiny_backend(folder: Path, model=None, most=4, resident=2, **options) -> ModelBackend:
-    """Over a tiny dense fp32 Llama unless another model is given."""
+def portable(model) -> PortableEngine:
+    return PortableEngine(model, pad_token_id=0)
+
+
+def tiny_backend(
+    folder: Path, model=None, most=4, resident=2, make_engine=portable, **options
+) -> ModelBackend:
+    """Over a tiny dense fp32 Llama and the portable engine, unless others are given."""
     model = make_tiny_model() if model is None else model
     seats = Seats(model, most_rank=16)
     tokenizer = make_tiny_tokenizer()
     return ModelBackend(
         models=[ModelInfo("tiny", POSITIONS, "tiny")],
         seats=seats,
-        engine=PortableEngine(seats.model, pad_token_id=0),
+        engine=make_engine(seats.model),
         driver=LossDriver(seats.model),
         adapters=Adapters(seats, most, resident),
         store=Store(folder, {"base": "tiny", "fingerprint": "f", "dtype": "float32"}, {"model": "tiny"}),

@@ -1,0 +1,115 @@
+"""The model behind a server on a GPU: adapters of different rank take turns in the paged engine's buffers, and
+what is sampled is what the update scores."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed")
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA GPU", allow_module_level=True)
+
+from qerl.lora.adapter import load_adapter
+from qerl.rollout.paged.engine import PagedEngine
+from qerl.serve.types import AdamParams
+from tests.support.models import FAMILIES, pack
+from tests.support.serve import datum, lora, request, sampled, tiny_backend
+
+PROMPTS = [tuple(range(5, 75)), (7,), tuple(range(30, 100))]
+RANKS = {"a": 8, "b": 4}
+
+
+def base_model():
+    config_class, model_class = FAMILIES["llama"]
+    config = config_class(
+        vocab_size=1000, hidden_size=192, intermediate_size=448, num_hidden_layers=3, num_attention_heads=6,
+        num_key_value_heads=2, head_dim=64, max_position_embeddings=1024, tie_word_embeddings=False,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = model_class(config).to(torch.bfloat16).cuda().eval()
+    for parameter in model.parameters():
+        parameter.data += torch.randn_like(parameter) * (0.05 if parameter.ndim == 2 else 0.2)
+    return pack(model)
+
+
+@pytest.fixture
+def backend(tmp_path):
+    """Two models, of rank 8 and 4, after two steps each."""
+    made = tiny_backend(
+        tmp_path, base_model(), resident=1, make_engine=lambda model: PagedEngine(model, pad_token_id=0)
+    )
+    for name, rank in RANKS.items():
+        made.create_model(name, lora(rank=rank, seed=rank))
+        train(made, name)
+    return made
+
+
+def train(backend, name, steps=2):
+    data = [datum(list(range(9 * rank, 9 * rank + 50))) for rank in (1, 5, RANKS[name])]
+    for _ in range(steps):
+        backend.forward_backward(name, data, "cross_entropy", {}, False)
+        metrics = backend.optim_step(name, AdamParams(learning_rate=3e-2))
+        assert metrics["grad_norm"] > 0
+
+
+def ask(backend, key, **options):
+    asked = [request(key, prompt, seed, 50, **options) for prompt in PROMPTS for seed in range(3)]
+    return sampled(backend, asked)
+
+
+def drawn(results):
+    return {number: list(result.sequences[0].tokens) for number, result in results.items()}
+
+
+def test_adapters_of_different_rank_take_turns_in_the_same_buffers(backend):
+    keys = {name: backend.save_for_sampler(name, None) for name in RANKS} | {"base": backend.sampler("tiny")}
+    first = {name: drawn(ask(backend, key)) for name, key in keys.items()}
+    decoder = backend._engine.decoder
+    held = [lora.a_RK.data_ptr() for layer in decoder.layers for lora in (layer.lora_qkv, layer.lora_down)]
+    for name in ("b", "base", "a", "b"):
+        assert drawn(ask(backend, keys[name])) == first[name]
+    assert first["a"] != first["b"] and first["b"] != first["base"]
+    now = [lora.a_RK.data_ptr() for layer in decoder.layers for lora in (layer.lora_qkv, layer.lora_down)]
+    assert now == held
+    for name in RANKS:
+        train(backend, name)
+        assert drawn(ask(backend, keys[name])) == first[name]  # the snapshot, while its model went on
+        assert drawn(ask(backend, backend.save_for_sampler(name, None))) != first[name]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", RANKS)
+def test_the_sampler_is_what_the_update_scores(backend, name):
+    key = backend.save_for_sampler(name, None)
+    results = ask(backend, key)
+    rows = [(PROMPTS[number // 3], result.sequences[0]) for number, result in results.items()]
+    asked = [request(key, (*p, *s.tokens), max_tokens=1, prompt_logprobs=True) for p, s in rows]
+    scored = sampled(backend, asked)
+    backend.save_for_sampler(name, "now")
+    exact = load_adapter(base_model(), backend.checkpoints()[0].folder).float().eval()
+    engine, update, truth = [], [], []
+    for number, (prompt, sequence) in enumerate(rows):
+        ids = torch.tensor([[*prompt, *sequence.tokens]], device="cuda")
+        logps_T = exact(input_ids=ids).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
+        truth += logps_T[len(prompt) - 1 :].tolist()
+        engine += sequence.logprobs
+        update += scored[number].prompt_logprobs[len(prompt) :]
+
+    def gap(one, other):
+        return float((torch.tensor(one) - torch.tensor(other)).abs().mean())
+
+    print(f"rank {RANKS[name]}: engine {gap(engine, truth):.1e}, update {gap(update, truth):.1e} from fp32")
+    assert gap(engine, truth) < 1.2 * gap(update, truth)
+    assert gap(engine, update) < 2 * gap(update, truth)
+
+
+def test_idle_adapters_wait_on_the_host_and_come_back_as_they_were(backend):
+    a, b = (backend._adapters.get(name) for name in RANKS)
+    assert next(iter(b.matrices.values())).is_cuda and not next(iter(a.matrices.values())).is_cuda
+    before = {name: m.detach().clone() for name, m in a.matrices.items()}
+    moments = {name: value.clone() for name, value in a.moments().items()}
+    assert all(torch.equal(m, before[name]) for name, m in backend._adapters.use("a").matrices.items())
+    assert all(torch.equal(value.cpu(), moments[name].cpu()) for name, value in a.moments().items())
+    assert next(iter(a.matrices.values())).is_cuda
+    assert not any(value.is_cuda for name, value in b.moments().items() if not name.endswith("/step"))
+    train(backend, "a")
+    assert backend.gauges()["adapters_on_device"] == 1
