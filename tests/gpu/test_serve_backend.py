@@ -1,5 +1,5 @@
-"""The model behind a server on a GPU: adapters of different rank take turns in the paged engine's buffers, and
-what is sampled is what the update scores."""
+"""The model behind a server on a GPU: adapters of different rank take turns in the paged engine's buffers,
+and what is sampled is what the update scores."""
 
 import pytest
 import torch
