@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from qerl import __version__
-from qerl.cli_results import add_eval, add_generate, add_report, add_watch
+from qerl.cli_results import EVAL_LISTS, add_eval, add_generate, add_report, add_watch
 from qerl.errors import QeRLError
 from qerl.ranks import is_first_process
-from qerl.settings.words import add_command, split_fields, with_underscores
+from qerl.settings.words import add_command, model_first, split_fields, with_underscores
 from qerl.weight_formats import DEFAULT_FORMAT, DEFAULT_ROUNDING, PACKED_FORMATS, ROUNDINGS
 
 if TYPE_CHECKING:
@@ -45,6 +45,8 @@ def main(argv: list[str] | None = None) -> int:
         fields: dict[str, str] = {}
         if words and words[0] in TAKE_FIELDS:
             words, fields = split_fields(words, *TAKE_FIELDS[words[0]])
+        if words and words[0] == "eval":
+            words = model_first(words, EVAL_LISTS)
         args, unknown = _parser().parse_known_args(words)
         if unknown:
             raise QeRLError(

@@ -30,6 +30,9 @@ _ASKED = (
 )
 """Flags of `qerl eval` that are fields of a request."""
 
+EVAL_LISTS = ("--adapter", "--tools")
+"""Flags of `qerl eval` that take several values."""
+
 
 def add_eval(commands: Any) -> None:
     sub = add_command(commands, "eval", _eval, "Score a model, with or without an adapter.")

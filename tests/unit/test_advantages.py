@@ -339,6 +339,25 @@ def test_a_judge_that_is_none_is_told(make, caplog):
         assert caplog.text.count("always_above_zero above 0") == count
 
 
+def test_a_judge_that_gives_credit_for_parts_is_told(make, caplog):
+    def accuracy(completion_ids, **_):
+        return [i % 4 / 3 for i in range(len(completion_ids))]
+
+    def passed(completion_ids, **_):
+        return [2.0 * (i % 4 > 1) - 1 for i in range(len(completion_ids))]
+
+    for reward, signal_, count in (
+        (accuracy, "accuracy", 1),
+        (accuracy, "reward", 0),
+        (passed, "accuracy", 0),
+    ):
+        caplog.clear()
+        trainer = make(reward, signal=signal_)
+        for _ in range(2):
+            assert rollout(trainer)["advantages"].any()
+        assert caplog.text.count("accuracy has several values above 0") == count
+
+
 def test_dapo_without_a_judge_is_refused(make):
     with pytest.raises(QeRLError, match="set signal: reward"):
         make(form, form_alone, algorithm="dapo")

@@ -60,6 +60,32 @@ def split_fields(
     return [*kept[:1], *own, *kept[1:]], fields
 
 
+def model_first(words: Sequence[str], lists: Sequence[str]) -> list[str]:
+    """The words of a command that takes one positional word, which is in front also where it stood last.
+
+    argparse gives a flag of several values all words up to the next flag: `--adapter DIR MODEL` is then two
+    adapters and no model.
+
+    Args:
+        words: The command's name and what follows it.
+        lists: Flags that take several values; the others take one each.
+    """
+    flag, values, behind_list = "", 0, []
+    for place, word in enumerate(words[1:], 1):
+        if word.startswith("--"):
+            flag, values = word.partition("=")[0], int("=" in word)
+        elif flag not in lists and values == (1 if flag else 0):
+            return [*words]  # this is the positional word
+        else:
+            values += 1
+            if flag in lists and values > 1 and [*words, "--"][place + 1].startswith("--"):
+                behind_list.append(place)
+    if len(behind_list) != 1:
+        return [*words]
+    (place,) = behind_list
+    return [words[0], words[place], *words[1:place], *words[place + 1 :]]
+
+
 def number_from(least: float, kind: Any = int, most: float = math.inf) -> Callable[[str], Any]:
     """A reader of numbers of a kind from ``least`` to ``most``, for argparse."""
 

@@ -70,6 +70,11 @@ def judge_of(names: Sequence[str]) -> int:
     )
 
 
+def in_parts(verdict_B: torch.Tensor) -> bool:
+    """True if a judge gives credit for parts: samples above 0, which are right, are rewarded differently."""
+    return len(verdict_B[verdict_B > 0].unique()) > 1
+
+
 @dataclass(frozen=True)
 class Signal:
     """How rewards become advantages.

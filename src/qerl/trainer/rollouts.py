@@ -19,7 +19,7 @@ from qerl.errors import QeRLError
 from qerl.ranks import is_first_process
 from qerl.rollout.engine import RolloutEngine
 from qerl.settings.config import QeRLConfig
-from qerl.trainer.advantages import JUDGE, Signal, find_judge, judge_of
+from qerl.trainer.advantages import JUDGE, Signal, find_judge, in_parts, judge_of
 from qerl.trainer.batch import GROUP_KEY, NOISY_KEY, STEP_KEY, Batch, group_index
 from qerl.trainer.correction import loss_mask
 from qerl.trainer.curriculum import settled_groups
@@ -169,19 +169,25 @@ class RolloutTrainer(SamplerTrainer):
         return batch | {"advantages": self._own_rows(advantages_B, len(own_BF))}
 
     def _warn_of_judge(self, rewards_BF: torch.Tensor) -> None:
-        """Say once that the only reward, taken for a verdict, may be none."""
-        judge = self._signal.judge
-        if self._warned or judge is None or self.reward_func_names[judge] == JUDGE:
+        """Say once that the reward that is taken for a verdict may be none."""
+        judge, text = self._signal.judge, ""
+        if self._warned or judge is None:
             return
-        if self._signal.overruled(rewards_BF):
-            self._warned = True
-            if is_first_process():
-                logger.warning(
-                    "Rewards differ in this step but no group has both right samples (%s above 0) and wrong "
-                    "ones, so nothing is learned from it; if that reward is not a verdict, set signal: "
-                    "reward.",
-                    self.reward_func_names[judge],
-                )
+        name = self.reward_func_names[judge]
+        if name != JUDGE and self._signal.overruled(rewards_BF):
+            text = (
+                "Rewards differ in this step but no group has both right samples (%s above 0) and wrong "
+                "ones, so nothing is learned from it; if that reward is not a verdict, set signal: reward."
+            )
+        elif in_parts(rewards_BF[:, judge]):
+            text = (
+                "The reward %s has several values above 0, each of which counts as right; if it gives credit "
+                "for parts of an answer, let a reward called accuracy be 0 or 1 beside it, or set signal: "
+                "reward."
+            )
+        self._warned = bool(text)
+        if text and is_first_process():
+            logger.warning(text, name)
 
     def _scored_by_trl(self, inputs: list[dict[str, Any]]) -> tuple[Batch, dict[str, float]]:
         """TRL's batch, and the metrics of the rollout.
