@@ -1,0 +1,210 @@
+"""Routes that list, delete and download what is saved.
+
+A download is a link that is signed with the server's key and works for an hour, so that any HTTP client can
+fetch it: a checkpoint as one tar file, or each of its files.
+"""
+
+import asyncio
+import datetime
+import hashlib
+import hmac
+import tarfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from operator import methodcaller
+from pathlib import Path
+from typing import Any
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
+from starlette.routing import BaseRoute, Route
+
+from qerl.serve.clients import Clients
+from qerl.serve.names import KINDS, SCHEME, split_path
+from qerl.serve.types import Backend, Checkpoint, WeightsInfo
+
+VALID_S = 3600
+_TYPES = {"weights": "training", "sampler_weights": "sampler"}
+_RUN = "/api/v1/training_runs/{run}"
+_CHECKPOINT = _RUN + "/checkpoints/{kind}/{name}"
+
+
+class CheckpointRoutes:
+    """The routes.
+
+    Args:
+        clients: Through whose queue the backend is asked.
+        secret: What links are signed with.
+    """
+
+    def __init__(self, clients: Clients, secret: str) -> None:
+        self._clients, self._secret = clients, secret.encode()
+
+    def routes(self) -> list[BaseRoute]:
+        """The routes, for the application."""
+        return [
+            Route("/api/v1/checkpoints", self._all, methods=["GET"]),
+            Route("/api/v1/training_runs", self._runs, methods=["GET"]),
+            Route(_RUN, self._run, methods=["GET"]),
+            Route(_RUN + "/checkpoints", self._of_run, methods=["GET"]),
+            Route(_CHECKPOINT, self._delete, methods=["DELETE"]),
+            Route(_CHECKPOINT + "/archive", self._archive, methods=["GET"]),
+            Route(_CHECKPOINT + "/external_weights_urls", self._files, methods=["GET"]),
+            Route("/api/v1/download/{run}/{kind}/{name}/{file}", self._download, methods=["GET"]),
+        ]
+
+    async def _call(self, run: Callable[[Backend], Any]) -> Any:
+        return await asyncio.wrap_future(self._clients.queue.call(run))
+
+    async def _saved(self) -> list[Checkpoint]:
+        """All checkpoints, newest first."""
+        return [*reversed(await self._call(methodcaller("checkpoints")))]
+
+    async def _checkpoint(self, request: Request) -> Checkpoint:
+        parts = request.path_params
+        kind = "sampler_weights" if parts["kind"] == "external_weights" else parts["kind"]
+        path = f"{SCHEME}{parts['run']}/{kind}/{parts['name']}"
+        split_path(path)
+        for checkpoint in await self._saved():
+            if checkpoint.path == path:
+                return checkpoint
+        raise HTTPException(404, f"Nothing is saved at {path}.")
+
+    async def _all(self, request: Request) -> Response:
+        saved, cursor = _page(request, await self._saved())
+        return JSONResponse({"checkpoints": [*map(_described, saved)], "cursor": cursor})
+
+    async def _of_run(self, request: Request) -> Response:
+        run = request.path_params["run"]
+        saved = [item for item in await self._saved() if split_path(item.path)[0] == run]
+        return JSONResponse({"checkpoints": [*map(_described, saved)]})
+
+    async def _runs(self, request: Request) -> Response:
+        described = await self._described_runs()
+        runs, cursor = _page(request, list(described.values()))
+        return JSONResponse({"training_runs": runs, "cursor": cursor})
+
+    async def _run(self, request: Request) -> Response:
+        run = (await self._described_runs()).get(request.path_params["run"])
+        if run is None:
+            raise HTTPException(404, f"This server knows no training run {request.path_params['run']}.")
+        return JSONResponse(run)
+
+    async def _described_runs(self) -> dict[str, dict[str, Any]]:
+        """Models that live, and those of which something is saved, by id; the live ones first."""
+        saved = await self._saved()
+        runs = {}
+        for model in list(self._clients.models.values()):
+            if model.info is not None:
+                mine = [item for item in saved if split_path(item.path)[0] == model.id]
+                runs[model.id] = _described_run(model.id, model.info, model.used, mine)
+        for checkpoint in saved:
+            run = split_path(checkpoint.path)[0]
+            if run not in runs:
+                info = await self._call(methodcaller("weights_info", checkpoint.path))
+                mine = [item for item in saved if split_path(item.path)[0] == run]
+                runs[run] = _described_run(run, info, checkpoint.time, mine)
+        return runs
+
+    async def _delete(self, request: Request) -> Response:
+        checkpoint = await self._checkpoint(request)
+        await self._call(methodcaller("delete_checkpoint", checkpoint.path))
+        return Response(status_code=204)
+
+    async def _archive(self, request: Request) -> Response:
+        checkpoint = await self._checkpoint(request)
+        expires = int(time.time()) + VALID_S
+        url = self._link(request, checkpoint, f"{request.path_params['name']}.tar", expires)
+        return JSONResponse({"url": url, "expires": _date(expires)})
+
+    async def _files(self, request: Request) -> Response:
+        checkpoint = await self._checkpoint(request)
+        expires = int(time.time()) + VALID_S
+        urls = {
+            file.name: self._link(request, checkpoint, file.name, expires) for file in _files_of(checkpoint)
+        }
+        return JSONResponse({"urls": urls, "expires": _date(expires)})
+
+    async def _download(self, request: Request) -> Response:
+        file, query = request.path_params["file"], request.query_params
+        expires = query.get("expires", "")
+        signature = self._signature(request.url.path, expires)
+        if not hmac.compare_digest(query.get("signature", "").encode(), signature.encode()):
+            raise HTTPException(403, "This link is not signed by this server.")
+        if int(expires) < time.time():
+            raise HTTPException(403, "This link has expired; ask for a new one.")
+        checkpoint = await self._checkpoint(request)
+        if file == f"{request.path_params['name']}.tar":
+            return StreamingResponse(_tar(_files_of(checkpoint)), media_type="application/x-tar")
+        for path in _files_of(checkpoint):
+            if path.name == file:
+                return FileResponse(path)
+        raise HTTPException(404, f"{checkpoint.path} has no file {file}.")
+
+    def _link(self, request: Request, checkpoint: Checkpoint, file: str, expires: int) -> str:
+        path = f"/api/v1/download/{checkpoint.path.removeprefix(SCHEME)}/{file}"
+        return str(
+            request.url.replace(
+                path=path, query=f"expires={expires}&signature={self._signature(path, str(expires))}"
+            )
+        )
+
+    def _signature(self, path: str, expires: str) -> str:
+        return hmac.new(self._secret, f"{path}?{expires}".encode(), hashlib.sha256).hexdigest()
+
+
+def _page(request: Request, items: Sequence[Any]) -> tuple[Sequence[Any], dict[str, int]]:
+    """The items that a request asks for by `offset` and `limit`, and which those are."""
+    asked = [request.query_params.get(name, "") for name in ("offset", "limit")]
+    offset, limit = (
+        int(text) if text.isdigit() else default for text, default in zip(asked, (0, 100), strict=True)
+    )
+    return items[offset : offset + limit], {"offset": offset, "limit": limit, "total_count": len(items)}
+
+
+def _described(checkpoint: Checkpoint) -> dict[str, Any]:
+    _, kind, name = split_path(checkpoint.path)
+    assert kind in KINDS
+    return {
+        "checkpoint_id": f"{kind}/{name}",
+        "checkpoint_type": _TYPES[kind],
+        "time": _date(checkpoint.time),
+        "tinker_path": checkpoint.path,
+        "size_bytes": checkpoint.bytes,
+    }
+
+
+def _described_run(run: str, info: WeightsInfo, used: float, saved: Sequence[Checkpoint]) -> dict[str, Any]:
+    last = {split_path(item.path)[1]: _described(item) for item in reversed(saved)}
+    return {
+        "training_run_id": run,
+        "base_model": info.base_model,
+        "model_owner": "local",
+        "is_lora": True,
+        "lora_rank": info.lora_rank,
+        "last_request_time": _date(used),
+        "last_checkpoint": last.get("weights"),
+        "last_sampler_checkpoint": last.get("sampler_weights"),
+    }
+
+
+def _date(seconds: float) -> str:
+    return datetime.datetime.fromtimestamp(seconds, datetime.UTC).isoformat()
+
+
+def _files_of(checkpoint: Checkpoint) -> list[Path]:
+    return sorted(path for path in checkpoint.folder.iterdir() if path.is_file() and not path.is_symlink())
+
+
+def _tar(paths: Sequence[Path]) -> Iterator[bytes]:
+    """A tar file with these files at its top, piece by piece."""
+    for path in paths:
+        with path.open("rb") as file:
+            entry = tarfile.TarInfo(path.name)
+            entry.size = path.stat().st_size
+            yield entry.tobuf()
+            while piece := file.read(1 << 20):
+                yield piece
+            yield bytes(-entry.size % tarfile.BLOCKSIZE)
+    yield bytes(2 * tarfile.BLOCKSIZE)

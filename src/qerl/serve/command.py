@@ -1,0 +1,235 @@
+"""`qerl serve`: a server from the command line, and how one that runs is doing.
+
+Imports what needs torch or HTTP inside the functions, as the rest of the command line does.
+"""
+
+import argparse
+import ipaddress
+import os
+import secrets
+import socket
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from qerl.errors import QeRLError
+from qerl.settings.words import add_command, number_from
+from qerl.weight_formats import DEFAULT_FORMAT, DEFAULT_ROUNDING, FORMATS, ROUNDINGS
+
+if TYPE_CHECKING:
+    from qerl.noise.schedule import NoiseSchedule
+    from qerl.serve.types import Backend
+
+KEY_FILE = "api_key"
+KEY_START = "tml-"
+"""Clients refuse keys that begin otherwise."""
+
+_TEXT = """\
+Serve MODEL to clients of the Tinker API: they sample, compute losses and train LoRA adapters, many at once,
+on one packed copy of the weights. Prints what to export so that recipes find the server.
+"""
+
+
+def add_serve(commands: Any) -> None:
+    """Describe the words of the command."""
+    sub = add_command(commands, "serve", _serve, "Serve a model to clients of the Tinker API.")
+    sub.description = _TEXT
+    sub.add_argument("model", nargs="?", metavar="MODEL", help="Hub id, local folder or .gguf file")
+    sub.add_argument("--status", action="store_true", help="say how the server at --host and --port is doing")
+    sub.add_argument("--port", type=number_from(1, int, 65535), default=8000, help="default: 8000")
+    sub.add_argument(
+        "--host", default="127.0.0.1", help="address to listen on; default: 127.0.0.1, this machine alone"
+    )
+    sub.add_argument(
+        "--api_key", metavar="KEY",
+        help=f"begins with {KEY_START}; default: one of its own, kept in DIR/{KEY_FILE}",
+    )  # fmt: skip
+    sub.add_argument(
+        "--output_dir", type=Path, default=Path("runs/serve"), metavar="DIR",
+        help="where saved weights go; default: runs/serve",
+    )  # fmt: skip
+    sub.add_argument("--weights", choices=FORMATS, help=f"default: the checkpoint's, else {DEFAULT_FORMAT}")
+    sub.add_argument("--rounding", choices=ROUNDINGS, help=f"default: {DEFAULT_ROUNDING}")
+    sub.add_argument(
+        "--dtype", choices=("auto", "float32", "bfloat16"),
+        help="of what is not quantised; default: bfloat16 on a GPU and float32 on a CPU",
+    )  # fmt: skip
+    sub.add_argument("--max_rank", type=number_from(1), default=32, help="of adapters; default: 32")
+    sub.add_argument(
+        "--max_models", type=number_from(1), default=8, help="models that clients train at once; default: 8"
+    )
+    sub.add_argument("--max_sequences", type=number_from(1), help="that are decoded at once")
+    sub.add_argument(
+        "--tokens_per_forward", type=number_from(1), help="of a pass; default: what fits the memory"
+    )
+    _add_noise(sub)
+    sub.add_argument(
+        "--trust_remote_code", choices=("true", "false"), default="false",
+        help="whether Python code that comes with the model may run",
+    )  # fmt: skip
+
+
+def _add_noise(sub: argparse.ArgumentParser) -> None:
+    from qerl.noise.schedule import SCHEDULES
+
+    sub.add_argument(
+        "--noise_steps", type=number_from(2), metavar="STEPS",
+        help="sample with adaptive quantization noise, by a schedule over so many optimizer steps of each "
+        "model; default: no noise",
+    )  # fmt: skip
+    sub.add_argument("--noise_sigma_start", type=number_from(0, float), default=1e-2, help="default: 0.01")
+    sub.add_argument("--noise_sigma_end", type=number_from(0, float), default=5e-4, help="default: 0.0005")
+    sub.add_argument("--noise_stages", type=number_from(2), default=10, help="default: 10")
+    sub.add_argument("--noise_schedule", choices=SCHEDULES, default="exponential")
+    sub.add_argument("--noise_scale", choices=("absolute", "relative"), default="absolute")
+
+
+def _serve(args: argparse.Namespace) -> None:
+    _check_packages()
+    if args.status:
+        from qerl.serve.status import print_status
+
+        print_status(f"http://{_address(args.host)}:{args.port}", _known_key(args), args.console)
+        return
+    if args.model is None:
+        raise QeRLError("MODEL is missing; name the model to serve, or ask for --status.")
+    with _listen(args.host, args.port) as listening:
+        api_key = _own_key(args)
+        backend = _open(args)
+        _run(args, backend, api_key, listening)
+
+
+def _check_packages() -> None:
+    from importlib import import_module
+
+    missing = []
+    for name in ("starlette", "uvicorn", "google.protobuf", "prometheus_client"):
+        try:
+            import_module(name)
+        except ImportError:
+            missing.append(name)
+    if missing:
+        raise QeRLError(
+            f"`qerl serve` needs {', '.join(missing)}; install them with `pip install 'qerl[serve]'`."
+        )
+
+
+def _open(args: argparse.Namespace) -> "Backend":
+    from qerl.serve.open import BackendOptions, open_backend
+
+    return open_backend(
+        BackendOptions(
+            model=args.model,
+            folder=args.output_dir,
+            weights=args.weights,
+            rounding=args.rounding,
+            dtype=args.dtype,
+            max_rank=args.max_rank,
+            max_models=args.max_models,
+            max_sequences=args.max_sequences,
+            tokens_per_forward=args.tokens_per_forward,
+            noise=_noise(args),
+            noise_scale=args.noise_scale,
+            trust_remote_code=args.trust_remote_code == "true",
+        )
+    )
+
+
+def _noise(args: argparse.Namespace) -> "NoiseSchedule | None":
+    from qerl.noise.schedule import NoiseSchedule
+
+    if args.noise_steps is None:
+        return None
+    return NoiseSchedule(
+        args.noise_sigma_start, args.noise_sigma_end, args.noise_stages, args.noise_steps, args.noise_schedule
+    )
+
+
+def _run(args: argparse.Namespace, backend: "Backend", api_key: str, listening: socket.socket) -> None:
+    from qerl.serve.limits import Limits
+    from qerl.serve.server import Server
+
+    base = backend.models[0]
+    limits = Limits(context=base.max_context_length, max_rank=args.max_rank, max_models=args.max_models)
+    args.console.print(
+        greeting(base.name, args.host, listening.getsockname()[1], api_key, args.output_dir),
+        markup=False, highlight=False, soft_wrap=True,
+    )  # fmt: skip
+    Server(backend, limits, api_key).run(listening)
+
+
+def greeting(model: str, host: str, port: int, api_key: str, folder: Path) -> str:
+    """What a user must know of a server that has begun: what to export, and a line to try."""
+    url = f"http://{_address(host)}:{port}"
+    lines = [
+        f"Serving {model} at {url}; weights that clients save go to {folder}. Ctrl-C ends it.",
+        "",
+        f"  export TINKER_BASE_URL={url} TINKER_API_KEY={api_key}",
+        f'  python -c "import tinker; print(tinker.ServiceClient().create_lora_training_client'
+        f"(base_model='{model}', rank=8).get_info())\"",
+        "",
+    ]
+    if not _is_local(host):
+        lines.insert(
+            1, "Who reaches this address and has the key can use this machine's GPU; nothing is encrypted."
+        )
+    return "\n".join(lines)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """A socket at the address, before the model is loaded.
+
+    Raises:
+        QeRLError: The address cannot be had.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listening = socket.socket(family, socket.SOCK_STREAM)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listening.bind((host, port))
+    except OSError as error:
+        listening.close()
+        raise QeRLError(
+            f"{host}:{port} cannot be listened on ({error.strerror or error}); choose another --port or "
+            "--host."
+        ) from error
+    return listening
+
+
+def _address(host: str) -> str:
+    """Where a client on this machine finds a server that listens there."""
+    if host in ("0.0.0.0", "::"):
+        return "127.0.0.1"
+    return f"[{host}]" if ":" in host else host
+
+
+def _is_local(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _own_key(args: argparse.Namespace) -> str:
+    """The key of a server that begins: the one given, else that of its folder, which is made once.
+
+    Raises:
+        QeRLError: No client would send it.
+    """
+    if args.api_key is not None:
+        if not args.api_key.startswith(KEY_START):
+            raise QeRLError(f"--api_key must begin with {KEY_START}; clients refuse other keys.")
+        return str(args.api_key)
+    path = args.output_dir / KEY_FILE
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(KEY_START + secrets.token_urlsafe(24))
+    return str(path.read_text().strip())
+
+
+def _known_key(args: argparse.Namespace) -> str:
+    """The key by which to ask a server that runs."""
+    path = args.output_dir / KEY_FILE
+    if args.api_key is not None:
+        return str(args.api_key)
+    return path.read_text().strip() if path.exists() else os.environ.get("TINKER_API_KEY", "")

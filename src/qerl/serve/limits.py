@@ -1,0 +1,42 @@
+"""What the server takes, so that no client fills its memory; each refusal names the limit."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of requests and of what the server keeps.
+
+    Attributes:
+        context: Tokens of a prompt with its completion, or of a datum.
+        max_rank: Largest rank of an adapter.
+        max_models: Models of all clients together.
+        body: Bytes of a request.
+        datums: Datums of a request; clients cut longer batches into several requests.
+        elements: Elements of a dense tensor.
+        num_samples: Completions of a request.
+        topk: Most probable tokens at each position of a prompt.
+    waiting: Requests that wait or whose results nobody has fetched, of all clients together.
+        snapshots: Ephemeral snapshots of a session's models; the least recently used goes first.
+        silence_s: A client that says nothing for so long is taken for dead and its models are dropped.
+        keep_s: A result that was fetched can be fetched again for so long.
+        unfetched_s: A result that nobody fetches is kept for so long.
+    poll_s: A client that asks for a result waits so long before it is told to ask again.
+        gather_s: After the first request for samples the others of a burst are waited for so long.
+    """
+
+    context: int
+    max_rank: int = 32
+    max_models: int = 8
+    body: int = 64 << 20
+    datums: int = 4096
+    elements: int = 1 << 24
+    num_samples: int = 1024
+    topk: int = 128
+    waiting: int = 100_000
+    snapshots: int = 16
+    silence_s: float = 300.0
+    keep_s: float = 300.0
+    unfetched_s: float = 3600.0
+    poll_s: float = 30.0
+    gather_s: float = 0.02

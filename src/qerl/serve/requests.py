@@ -1,0 +1,266 @@
+"""The JSON bodies of requests.
+
+Clients grow fields faster than servers do, so fields that are missing here are skipped, and a field that asks
+for something this server cannot do is refused with a sentence instead of being ignored.
+"""
+
+import json
+from typing import Any, TypeVar
+
+import numpy as np
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
+
+from qerl.errors import QeRLError
+from qerl.serve.limits import Limits
+from qerl.serve.messages import check_tokens
+from qerl.serve.names import check_id
+from qerl.serve.types import AdamParams, LoraParams, SampleRequest
+
+
+class Body(BaseModel):
+    """A body of which fields that nobody here knows are skipped."""
+
+    model_config = ConfigDict(protected_namespaces=(), extra="ignore")
+
+
+B = TypeVar("B", bound=Body)
+
+
+def read(kind: type[B], body: bytes) -> B:
+    """What a body says.
+
+    Raises:
+        QeRLError: It is no JSON, or a field is missing or of another type.
+    """
+    try:
+        return kind.model_validate(json.loads(body or b"{}"))
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "The body"
+        raise QeRLError(f"{where}: {first['msg'][:1].lower()}{first['msg'][1:]}.") from error
+    except (ValueError, RecursionError) as error:
+        raise QeRLError(f"The body is not JSON: {str(error)[:200]}.") from error
+
+
+class CreateSession(Body):
+    tags: list[str] = []
+    sdk_version: str = "unknown"
+    user_metadata: dict[str, Any] | None = None
+
+
+class OfSession(Body):
+    session_id: str
+
+
+class OfModel(Body):
+    model_id: str
+    seq_id: int | None = None
+
+
+class Optimizer(Body):
+    type: str = "adamw"
+
+    def check(self) -> None:
+        """Refuse an optimizer that is not here."""
+        if self.type != "adamw":
+            raise QeRLError(f"The optimizer {self.type!r} is unknown to this server; it has adamw.")
+
+
+class Lora(Body):
+    rank: int
+    seed: int | None = None
+    train_attn: bool = True
+    train_mlp: bool = True
+    train_unembed: bool = True
+
+
+class CreateModel(Body):
+    session_id: str
+    model_seq_id: int = Field(ge=0)
+    base_model: str
+    lora_config: Lora | None = None
+    optimizer_config: Optimizer = Optimizer()
+
+    def lora(self, limits: Limits) -> LoraParams:
+        """The adapter asked for.
+
+        Raises:
+            QeRLError: There is none, its rank is out of range, or its optimizer is unknown.
+        """
+        self.optimizer_config.check()
+        if self.lora_config is None:
+            raise QeRLError("lora_config is missing; this server trains adapters alone.")
+        if not 1 <= self.lora_config.rank <= limits.max_rank:
+            raise QeRLError(
+                f"The rank is {self.lora_config.rank}; this server takes 1 to {limits.max_rank} "
+                "(`qerl serve --max_rank`)."
+            )
+        return LoraParams(**self.lora_config.model_dump())
+
+
+class Adam(Body):
+    type: str = "adamw"
+    learning_rate: float = Field(default=AdamParams.learning_rate, ge=0, allow_inf_nan=False)
+    beta1: float = Field(default=AdamParams.beta1, ge=0, lt=1)
+    beta2: float = Field(default=AdamParams.beta2, ge=0, lt=1)
+    eps: float = Field(default=AdamParams.eps, ge=0, allow_inf_nan=False)
+    weight_decay: float = Field(default=AdamParams.weight_decay, ge=0, allow_inf_nan=False)
+    grad_clip_norm: float = Field(default=AdamParams.grad_clip_norm, ge=0, allow_inf_nan=False)
+
+
+class OptimStep(OfModel):
+    adam_params: Adam = Field(
+        validation_alias=AliasChoices("adam_params", "optim_params", "optimizer_params")
+    )
+
+    def adam(self) -> AdamParams:
+        """The numbers of the step.
+
+        Raises:
+            QeRLError: They are another optimizer's.
+        """
+        Optimizer(type=self.adam_params.type).check()
+        return AdamParams(**self.adam_params.model_dump(exclude={"type"}))
+
+
+class SaveWeights(OfModel):
+    path: str | None = None
+    sampling_session_seq_id: int | None = None
+
+
+class SaveExternal(OfModel):
+    path: str
+    age_encryption_recipients: list[str] | None = None
+
+    def check(self) -> None:
+        """Refuse to encrypt."""
+        if self.age_encryption_recipients:
+            raise QeRLError("age_encryption_recipients: this server does not encrypt; leave it out.")
+
+
+class LoadWeights(Body):
+    model_id: str | None = None
+    seq_id: int | None = None
+    session_id: str | None = None
+    model_seq_id: int | None = Field(default=None, ge=0)
+    path: str
+    optimizer: bool = False
+    optimizer_config: Optimizer | None = None
+
+
+class CreateSampler(Body):
+    session_id: str
+    sampling_session_seq_id: int | None = Field(default=None, ge=0)
+    base_model: str | None = None
+    model_path: str | None = None
+
+
+class Retrieve(Body):
+    request_id: str
+
+
+class WeightsPath(Body):
+    tinker_path: str
+
+
+class _Chunk(Body):
+    type: str = "encoded_text"
+    tokens: list[int] | None = None
+
+
+class _Prompt(Body):
+    chunks: list[_Chunk]
+
+
+class _Sampling(Body):
+    max_tokens: int | None = Field(default=None, ge=1)
+    seed: int | None = None
+    stop: str | list[int] | list[str] | None = None
+    temperature: float = Field(default=1.0, ge=0, allow_inf_nan=False)
+    top_k: int = -1
+    top_p: float = Field(default=1.0, gt=0, le=1)
+
+
+class Sample(Body):
+    """A request for samples; `sampling_session_id`, or a path or the base's name, says of what."""
+
+    prompt: _Prompt
+    sampling_params: _Sampling = _Sampling()
+    num_samples: int = 1
+    sampling_session_id: str | None = None
+    seq_id: int | None = None
+    base_model: str | None = None
+    model_path: str | None = None
+    prompt_logprobs: bool | None = None
+    prompt_logprobs_last_n: int | None = None
+    topk_prompt_logprobs: int = 0
+    topk_sample_logprobs: int = 0
+    prompt_alt_tokens_k: int = 0
+    target_prompt_logprobs: Any = None
+    record_stability_info: bool | None = None
+
+    def request(self, sampler: str, seed: int, limits: Limits) -> SampleRequest:
+        """What the backend is asked for.
+
+        Args:
+            sampler: The policy's key.
+            seed: Where the client gives none.
+            limits: Of prompt, completion and number of samples.
+
+        Raises:
+            QeRLError: It asks for what this server cannot do.
+        """
+        self._refuse()
+        tokens = [token for chunk in self.prompt.chunks for token in chunk.tokens or ()]
+        if max(tokens, default=0) >= 2**31 or min(tokens, default=0) < 0:
+            raise QeRLError("The prompt holds a token id outside 0 to 2^31 - 1.")
+        check_tokens(np.asarray(tokens, np.int64), limits, "The prompt")
+        asked, room = self.sampling_params, limits.context - len(tokens)
+        if room < (asked.max_tokens or 1):
+            raise QeRLError(
+                f"The prompt has {len(tokens)} tokens and max_tokens is {asked.max_tokens}; together they "
+                f"exceed the {limits.context} tokens of the context."
+            )
+        if not 1 <= self.num_samples <= limits.num_samples:
+            raise QeRLError(f"num_samples is {self.num_samples}; it must be 1 to {limits.num_samples}.")
+        if not 0 <= self.topk_prompt_logprobs <= limits.topk:
+            raise QeRLError(
+                f"topk_prompt_logprobs is {self.topk_prompt_logprobs}; it must be 0 to {limits.topk}."
+            )
+        stop = [asked.stop] if isinstance(asked.stop, str) else asked.stop
+        ids = tuple(word for word in stop or () if isinstance(word, int))
+        strings = tuple(word for word in stop or () if isinstance(word, str) and word)
+        return SampleRequest(
+            sampler=sampler,
+            prompt=tuple(tokens),
+            num_samples=self.num_samples,
+            max_tokens=asked.max_tokens,
+            temperature=asked.temperature,
+            top_p=asked.top_p,
+            top_k=max(asked.top_k, 0),
+            seed=seed if asked.seed is None else asked.seed,
+            stop_token_ids=None if stop is None or strings else ids,
+            stop_strings=strings,
+            prompt_logprobs=bool(self.prompt_logprobs),
+            topk_prompt_logprobs=self.topk_prompt_logprobs,
+        )
+
+    def _refuse(self) -> None:
+        if any(chunk.tokens is None for chunk in self.prompt.chunks):
+            raise QeRLError("The prompt holds an image or sound; this server takes text alone.")
+        if self.record_stability_info:
+            raise QeRLError(
+                "record_stability_info belongs to the loss stable_reinforce, whose formula is not public; "
+                "choose loss_fn=importance_sampling."
+            )
+        for name in ("topk_sample_logprobs", "prompt_alt_tokens_k", "target_prompt_logprobs"):
+            if getattr(self, name):
+                raise QeRLError(f"{name} is not known to this server; leave it out.")
+        last_n = self.prompt_logprobs_last_n
+        if last_n is not None and last_n < 1:
+            raise QeRLError(f"prompt_logprobs_last_n is {last_n}; it must be at least 1.")
+
+
+def model_id_of(session_id: str, model_seq_id: int) -> str:
+    """The id of a session's model, which clients compose in the same way."""
+    return f"{check_id(session_id, 'session_id')}:train:{model_seq_id}"

@@ -1,0 +1,153 @@
+"""What clients ask of samplers: policies that stay as they are, of the base, saved weights or a snapshot."""
+
+import hashlib
+import time
+import uuid
+from concurrent.futures import Future as CallFuture
+
+from qerl.errors import QeRLError
+from qerl.serve.clients import Clients, Sampler
+from qerl.serve.futures import Failure, Future
+from qerl.serve.names import check_id, split_path
+from qerl.serve.requests import CreateSampler, Sample
+from qerl.serve.types import Backend
+
+
+class Samples:
+    """Samplers and requests for samples.
+
+    Args:
+        clients: Whose they are.
+    """
+
+    def __init__(self, clients: Clients) -> None:
+        self._clients = clients
+        self._opening: dict[str, CallFuture[str]] = {}
+
+    def create_sampler(self, body: CreateSampler) -> "CallFuture[str]":
+        """The id of a sampler of the base or of saved weights, once the backend has looked at it.
+
+        Raises:
+            QeRLError: The session or the base is unknown, or the path is none.
+        """
+        clients = self._clients
+        clients.check_session(body.session_id)
+        source = body.model_path or body.base_model
+        if source is None:
+            raise QeRLError("create_sampling_session needs model_path or base_model.")
+        if body.model_path is not None:
+            split_path(body.model_path)
+        else:
+            clients.check_base(source)
+        sampler_id = _sampler_id(body.session_id, body.sampling_session_seq_id)
+
+        def open_sampler(backend: Backend) -> str:
+            base = next(iter(clients.bases)) if body.model_path is not None else source
+            self._add(backend, sampler_id, backend.sampler(source), base, body.model_path)
+            return sampler_id
+
+        with clients.lock:
+            opening = self._opening.pop(sampler_id, None)
+            if opening is None or (opening.done() and sampler_id not in clients.samplers):
+                opening = clients.queue.call(open_sampler)
+            self._opening = {key: call for key, call in self._opening.items() if not call.done()}
+            self._opening[sampler_id] = opening
+            return opening
+
+    def snapshot(self, backend: Backend, model_id: str, number: int | None) -> str:
+        """The id of a sampler of a model as it is now; called by the worker.
+
+        Raises:
+            QeRLError: The model or its session is gone.
+        """
+        model, info, _ = self._clients.model_info(model_id)
+        self._make_room(backend, model.session_id)
+        sampler_id = _sampler_id(model.session_id, number)
+        self._add(backend, sampler_id, backend.save_for_sampler(model_id, None), info.base_model, None, True)
+        return sampler_id
+
+    def sample(self, body: Sample) -> tuple[str, list[str]]:
+        """Request id of samples, and an id for each of them.
+
+        Raises:
+            QeRLError: It is not said of which sampler.
+        """
+        clients = self._clients
+        if body.sampling_session_id is None:
+            raise QeRLError("sampling_session_id is missing; create a sampling session first.")
+        sampler_id = check_id(body.sampling_session_id, "sampling_session_id")
+        request_id = f"{sampler_id}:{uuid.uuid4().hex if body.seq_id is None else body.seq_id}"
+        count = min(max(body.num_samples, 0), clients.limits.num_samples)
+        sequences = [f"{request_id}:{number}" for number in range(count)]
+        with clients.lock:
+            sampler = clients.samplers.get(sampler_id)
+            if sampler is None:
+                return clients.refused("sample", "", self._unknown(sampler_id)), sequences
+            clients.heartbeat(sampler.session_id)
+            if clients.futures.get(request_id) is not None:
+                return request_id, sequences
+            future = clients.futures.add(Future(request_id, "sample", sampler.session_id))
+            sampler.used, sampler.waiting = time.monotonic(), sampler.waiting + 1
+        future.when_settled(lambda: self._settled(sampler))
+        try:
+            request = body.request(sampler.key, _seed_of(request_id), clients.limits)
+        except QeRLError as error:
+            future.settle(Failure(str(error), "user"))
+        else:
+            clients.queue.sample(future, request, body.prompt_logprobs_last_n)
+        return request_id, sequences
+
+    def _settled(self, sampler: Sampler) -> None:
+        with self._clients.lock:
+            sampler.waiting -= 1
+
+    def _add(
+        self,
+        backend: Backend,
+        sampler_id: str,
+        key: str,
+        base: str,
+        path: str | None,
+        ephemeral: bool = False,
+    ) -> None:
+        session_id = sampler_id.split(":")[0]
+        with self._clients.lock:
+            if session_id in self._clients.sessions:
+                self._clients.samplers[sampler_id] = Sampler(
+                    sampler_id, session_id, key, base, path, ephemeral, time.monotonic()
+                )
+                return
+        backend.drop_sampler(key)
+        raise QeRLError("The session of this sampler has ended.")
+
+    def _make_room(self, backend: Backend, session_id: str) -> None:
+        """Drop the snapshots of a session that nobody has used for longest, if it has too many."""
+        clients = self._clients
+        with clients.lock:
+            mine = [
+                sampler
+                for sampler in clients.samplers.values()
+                if sampler.ephemeral and sampler.session_id == session_id
+            ]
+            idle = sorted((s for s in mine if not s.waiting), key=lambda sampler: sampler.used)
+            surplus = idle[: max(len(mine) + 1 - clients.limits.snapshots, 0)]
+            for sampler in surplus:
+                del clients.samplers[sampler.id]
+        for sampler in surplus:
+            backend.drop_sampler(sampler.key)
+
+    def _unknown(self, sampler_id: str) -> str:
+        return (
+            f"This server knows no sampler {sampler_id}: its session ended, the server was restarted, or the "
+            f"session has taken {self._clients.limits.snapshots} snapshots since it was last used; what is "
+            "saved under a name stays."
+        )
+
+
+def _sampler_id(session_id: str, number: int | None) -> str:
+    return f"{session_id}:sample:{uuid.uuid4().hex[:8] if number is None else number}"
+
+
+def _seed_of(request_id: str) -> int:
+    """A seed for samples whose client gave none, the same if the request is sent again."""
+    return int.from_bytes(hashlib.blake2b(request_id.encode(), digest_size=8).digest()) >> 1

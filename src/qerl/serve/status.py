@@ -1,0 +1,48 @@
+"""How a server that runs is doing, for the terminal."""
+
+import json
+import urllib.error
+import urllib.request
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from qerl.errors import QeRLError
+
+
+def print_status(url: str, api_key: str, console: Console) -> None:
+    """Print which clients a server has, their models, and what waits.
+
+    Args:
+        url: Where the server is.
+        api_key: Its key.
+        console: Where to print.
+
+    Raises:
+        QeRLError: Nothing answers there, or the key is another server's.
+    """
+    request = urllib.request.Request(f"{url}/status", headers={"X-API-Key": api_key})
+    try:
+        with urllib.request.urlopen(request, timeout=10) as answer:
+            status = json.load(answer)
+    except urllib.error.HTTPError as error:
+        raise QeRLError(
+            f"{url} refuses to say ({error.code}); give its --api_key or --output_dir."
+        ) from error
+    except (OSError, ValueError) as error:
+        raise QeRLError(f"No `qerl serve` answers at {url} ({error}); give its --host and --port.") from error
+    console.print(f"{status['bases'][0]}, since {status['seconds'] // 60} min", markup=False, highlight=False)
+    console.print(_table(status) if status["sessions"] else "No client is connected.")
+    waiting = [f"{number} {kind}" for kind, number in status["waiting"].items() if number]
+    console.print(f"Waiting: {', '.join(waiting) or 'nothing'}.")
+
+
+def _table(status: dict[str, Any]) -> Table:
+    table = Table("session", "client", "heard of", "model", "rank", "steps", "samplers", box=None)
+    for session in status["sessions"]:
+        who = (session["id"], session["sdk_version"], f"{session['silent_seconds']} s ago")
+        models = [(model["id"], str(model["rank"]), str(model["steps"])) for model in session["models"]]
+        for row, model in enumerate(models or [("none", "", "")]):
+            table.add_row(*(("", "", "") if row else who), *model, "" if row else str(session["samplers"]))
+    return table

@@ -1,0 +1,120 @@
+"""The one thread in which the model works.
+
+Sampling and updates share the weights, the memory and the processor, so they take turns, and everything that
+touches the backend happens here. A failure ends the request that caused it and nothing else: what the client
+can mend is its to read as a sentence, a defect is named to the client and written to the log with its
+traceback.
+"""
+
+import logging
+import threading
+import time
+
+from qerl.errors import QeRLError
+from qerl.serve.futures import Answer, Category, Failure
+from qerl.serve.line import Job, Line
+from qerl.serve.messages import sample_bytes
+from qerl.serve.metrics import Metrics
+from qerl.serve.queue import SampleJob, WorkQueue
+from qerl.serve.types import Backend, SampleRequest, SampleResult
+
+logger = logging.getLogger(__name__)
+
+JOBS_PER_TURN = 64
+"""A model that never makes an optimizer step gets so many requests done before others have their turn."""
+
+
+class Worker(threading.Thread):
+    """Runs what the queue holds until it is closed, then closes the backend.
+
+    Attributes:
+        gauges: What the backend said of itself after the last turn.
+    """
+
+    def __init__(self, queue: WorkQueue, backend: Backend, metrics: Metrics) -> None:
+        super().__init__(name="qerl-serve-worker", daemon=True)
+        self._queue, self._backend, self._metrics = queue, backend, metrics
+        self.gauges: dict[str, float] = {}
+
+    def run(self) -> None:
+        """Take turns until the queue is closed."""
+        turns = {"calls": self._calls, "samples": self._samples, "updates": self._updates}
+        while (turn := self._queue.turn()) is not None:
+            turns[turn]()
+            self.gauges = dict(self._backend.gauges())
+        self._backend.close()
+
+    def _calls(self) -> None:
+        for call in self._queue.take_calls():
+            try:
+                call.result.set_result(call.run(self._backend))
+            except BaseException as error:  # goes to the thread that waits for it
+                call.result.set_exception(error)
+
+    def _updates(self) -> None:
+        for line in self._queue.ready_lines():
+            for _ in range(JOBS_PER_TURN):
+                self._calls()
+                if (taken := self._queue.next_update(line)) is None:
+                    break
+                self._update(line, *taken)
+                if taken[0].kind == "optim_step":
+                    break
+
+    def _update(self, line: Line, job: Job, refusal: Failure | None) -> None:
+        if refusal is not None:
+            job.future.settle(refusal)
+            return
+        began = time.monotonic()
+        try:
+            outcome: Answer | Failure = job.run(self._backend)
+        except Exception as error:
+            outcome = failure_of(error)
+            self._queue.failed(line, job, outcome)
+        self._metrics.ran(job.kind, time.monotonic() - began, outcome)
+        job.future.settle(outcome)
+
+    def _samples(self) -> None:
+        jobs = self._queue.take_samples()
+        open_jobs = dict(enumerate(jobs))
+        count = len(jobs)
+
+        def arrived() -> list[SampleRequest]:
+            nonlocal count
+            self._calls()
+            late = self._queue.late_samples()
+            open_jobs.update(enumerate(late, start=count))
+            count += len(late)
+            return [job.request for job in late]
+
+        began = time.monotonic()
+        try:
+            for index, result in self._backend.sample([job.request for job in jobs], arrived):
+                self._settle(open_jobs.pop(index), result)
+        except Exception as error:
+            outcome = failure_of(error)
+        else:
+            outcome = Failure("The server failed: its sampler gave no answer to this request.", "server")
+        for job in open_jobs.values():
+            self._metrics.ran("sample", time.monotonic() - job.arrived, outcome)
+            job.future.settle(outcome)
+        self._metrics.batch(count, time.monotonic() - began)
+
+    def _settle(self, job: SampleJob, result: SampleResult | QeRLError) -> None:
+        outcome: Answer | Failure
+        if isinstance(result, QeRLError):
+            outcome = failure_of(result)
+        else:
+            outcome = Answer(sample_bytes(result, job.last_n), protobuf=True)
+            self._metrics.sampled(len(job.request.prompt), result)
+        self._metrics.ran("sample", time.monotonic() - job.arrived, outcome)
+        job.future.settle(outcome)
+
+
+def failure_of(error: Exception) -> Failure:
+    """What a client hears of an error."""
+    category: Category = "user" if isinstance(error, QeRLError) else "server"
+    if category == "user":
+        return Failure(str(error), category)
+    logger.error("A request failed.", exc_info=error)
+    return Failure(f"The server failed: {type(error).__name__}: {error}", category)
