@@ -16,8 +16,8 @@ from qerl.errors import QeRLError
 from qerl.gpu_memory import LIMIT, limit_gb
 from qerl.kernels.cards import ARCH, asked
 
-BENCHMARKS = ("rollout", "step", "kernels", "bandwidth", "parity", "study", "turns", "tail")
-WITHOUT_GPU = ("turns", "tail")
+BENCHMARKS = ("rollout", "step", "kernels", "bandwidth", "parity", "study", "turns", "tail", "acceptance")
+WITHOUT_GPU = ("turns", "tail", "acceptance")
 """Benchmarks that measure the CPU where there is no GPU."""
 
 

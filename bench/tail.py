@@ -83,6 +83,15 @@ def rounds(lengths: Sequence[int], group: int, rows: int, choose: Choice) -> lis
     return taken
 
 
+def nvfp4_steps(name: str) -> dict[int, float]:
+    """Milliseconds of our own steps of NVFP4 with an adapter, by rows, in ``results/NAME.json``."""
+    return {
+        row["batch"]: row["step_ms"]
+        for row in read_rows(name)
+        if row["engine"] == "qerl" and row["weights"] == "nvfp4" and row["lora_rank"]
+    }
+
+
 def milliseconds(rows: int, measured: dict[int, float]) -> float:
     """Time of a step of so many rows, on a line between the measured ones, or through the last two."""
     known = sorted(measured)
@@ -130,11 +139,7 @@ def main(arguments: list[str]) -> None:
     )
     parser.add_argument("--out", type=Path, help="JSON file")
     args = parser.parse_args(arguments)
-    measured = {
-        row["batch"]: row["step_ms"]
-        for row in read_rows(args.steps)
-        if row["engine"] == "qerl" and row["weights"] == "nvfp4" and row["lora_rank"]
-    }
+    measured = nvfp4_steps(args.steps)
     rows: list[dict[str, Any]] = []
     for spec in args.lengths:
         for samples in args.samples:
