@@ -25,6 +25,7 @@ _ASKED = (
     "temperature",
     "top_p",
     "max_tokens",
+    "stop_strings",
     "limit",
     "seed",
 )
@@ -70,6 +71,7 @@ def add_eval(commands: Any) -> None:
     sub.add_argument(
         "--max_tokens", type=number_from(1), help="default: the run's max_completion_length, else 4096"
     )
+    _add_stops(sub)
     sub.add_argument("--limit", type=number_from(1), help="problems to score; default all")
     sub.add_argument("--seed", type=number_from(0), help="default: 0")
     sub.add_argument(
@@ -88,6 +90,7 @@ def add_generate(commands: Any) -> None:
     sub.add_argument(
         "--max_tokens", type=number_from(1), help="default: the run's max_completion_length, else 256"
     )
+    _add_stops(sub)
     sub.add_argument("--temperature", type=number_from(0, float), default=0.0)
     sub.add_argument("--seed", type=number_from(0), default=0)
 
@@ -105,6 +108,13 @@ def add_report(commands: Any) -> None:
         help="steps of which completions are shown, of runs with log_completions; default 6, 0 for none",
     )  # fmt: skip
     sub.add_argument("--out", type=Path, default=Path("report.html"))
+
+
+def _add_stops(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument(
+        "--stop_strings", nargs="+", metavar="TEXT",
+        help="texts that end a completion, which keeps them; default: the run's",
+    )  # fmt: skip
 
 
 def _add_model(sub: argparse.ArgumentParser) -> None:
@@ -158,7 +168,13 @@ def _generate(args: argparse.Namespace) -> None:
     from qerl.eval.request import Request
     from qerl.eval.run import answer
 
-    request = Request(temperature=args.temperature, top_p=1.0, max_tokens=args.max_tokens, seed=args.seed)
+    request = Request(
+        temperature=args.temperature,
+        top_p=1.0,
+        max_tokens=args.max_tokens,
+        stop_strings=args.stop_strings,
+        seed=args.seed,
+    )
     print(answer(_source(args, args.adapter), args.prompt, request, args.console, args.system))
 
 

@@ -30,7 +30,7 @@ def byte_tokenizer():
     return made
 
 
-@pytest.mark.parametrize("strings", [["b:"], [":€"], ["\n\nUser:", "é:"], ["<stop>"], ["a" * 5, "€"]])
+@pytest.mark.parametrize("strings", [["b:"], [":€"], ["\n\nUser:", "é:"], ["a<stop>"], ["a" * 5, "o"]])
 def test_a_turn_ends_with_the_token_that_completes_a_text(byte_tokenizer, strings):
     """However the tokens of a turn are split into rounds; the reference decodes everything at every token."""
     rng = random.Random(repr(strings))
@@ -39,9 +39,13 @@ def test_a_turn_ends_with_the_token_that_completes_a_text(byte_tokenizer, string
     parts = [number for text in strings for number in byte_tokenizer.encode(text)]
     found = 0
     for _ in range(150):
-        ids = rng.choices([*common, *parts, len(byte_tokenizer) - 1], k=rng.randint(1, 30))
+        ids = rng.choices([*common, *parts, *[len(byte_tokenizer) - 1] * 3], k=rng.randint(1, 30))
         start = rng.randint(0, min(3, len(ids) - 1))
-        texts = [byte_tokenizer.decode(ids[start:n]) for n in range(start + 1, len(ids) + 1)]
+        skips = "<stop>" not in strings[0]
+        texts = [
+            byte_tokenizer.decode(ids[start:n], skip_special_tokens=skips)
+            for n in range(start + 1, len(ids) + 1)
+        ]
         says = (start + 1 + i for i, text in enumerate(texts) if any(each in text for each in strings))
         expected, got, checked = next(says, None), None, start
         while got is None and checked < len(ids):
@@ -50,7 +54,7 @@ def test_a_turn_ends_with_the_token_that_completes_a_text(byte_tokenizer, string
             checked = until
         assert got == expected
         found += got is not None
-    assert 20 < found < 150
+    assert 5 < found < 150
 
 
 def test_the_first_stop_ends_a_turn():

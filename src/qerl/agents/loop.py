@@ -28,10 +28,13 @@ class Limits:
         iterations: How often its calls are made at most; None for as often as its tokens allow.
         tool_errors: Whether the policy reads the error of a call that failed (``text``), or its trajectory
             ends (``end``).
+        texts_end_turns: Whether a turn may have been ended without the template's stop token, which others
+            write then.
     """
 
     iterations: int | None = None
     tool_errors: ToolErrors = "text"
+    texts_end_turns: bool = False
 
 
 def run_trajectories(
@@ -118,7 +121,8 @@ class _Loop:
         if world.hears_last_turn and trajectory.turns == self._limits.iterations:
             self._end(index, "turns")
             return
-        token_ids = world.template.suffix_ids(messages)
+        last = trajectory.token_ids[-1] if self._limits.texts_end_turns else None
+        token_ids = world.template.suffix_ids(messages, last)
         if len(token_ids) >= self._session.room(index):
             self._end(index, "length")
             return

@@ -126,8 +126,13 @@ class TurnTemplate:
         except Exception:  # a parser meets whatever a policy may write; TRL reads it as text then
             return {"role": "assistant", "content": self.text(token_ids)}
 
-    def suffix_ids(self, messages: Sequence[Message]) -> list[int]:
+    def suffix_ids(self, messages: Sequence[Message], last: int | None = None) -> list[int]:
         """Tokens between the end of the policy's turn and its next one: these messages, and its turn opened.
+
+        Args:
+            messages: What others say.
+            last: The turn's last token, where it may be another than the template's, which then is written
+                as well; None where the policy always draws that.
 
         Raises:
             QeRLError: The template writes the turn before them otherwise if they follow.
@@ -142,9 +147,10 @@ class TurnTemplate:
         prefix = self._ids(before, add_generation_prompt=False)
         whole = self._ids([*before, *messages], add_generation_prompt=True)
         # The turn ends with its stop token, which the policy drew; what the template writes behind it is new.
-        ends = [place for place, token in enumerate(prefix) if token == self._tokenizer.eos_token_id]
+        stop = self._tokenizer.eos_token_id
+        ends = [place for place, token in enumerate(prefix) if token == stop]
         if ends:
-            prefix = prefix[: ends[-1] + 1]
+            prefix = prefix[: ends[-1] + (last is None or last == stop)]
         if whole[: len(prefix)] != prefix:
             name = self._tokenizer.name_or_path or "the tokenizer"
             raise QeRLError(

@@ -13,7 +13,7 @@ begins. A slice is at least as many completions as the engine wants at once, so 
 for the last long completion of a slice; what was given up is up to one slice of work after an interruption.
 """
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from statistics import fmean
 from typing import Any
@@ -166,7 +166,7 @@ def _result(
         errors=sum(row["finish_reason"] == "error" for row in rows),
         truncated=fmean(row["finish_reason"] == "length" for row in rows),
         mean_tokens=fmean(row["tokens"] for row in rows),
-        settings=asdict(params),
+        settings=params.plain,
         source=source,
         versions=versions(),
         date=datetime.now(UTC).isoformat(timespec="seconds"),

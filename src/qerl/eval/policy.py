@@ -7,6 +7,7 @@ in the adapter alone, as the checkpoints of a run do, share one loaded base (`On
 
 import gc
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -23,8 +24,9 @@ from qerl.lora.adapter import adapter_file, check_adapter, exchange_adapter, loa
 from qerl.models.fingerprint import checkpoint_fingerprint
 from qerl.models.hub import local_checkpoint
 from qerl.models.load import load_model, load_tokenizer
-from qerl.rollout.engine import RolloutEngine
+from qerl.rollout.engine import RolloutEngine, SamplingParams
 from qerl.rollout.select import make_engine
+from qerl.rollout.stops import StopStrings
 from qerl.run_folder import ADAPTER_CONFIG_FILE, read_json
 from qerl.weight_formats import DEFAULT_FORMAT, DEFAULT_ROUNDING, FORMATS, Rounding, WeightFormatName
 
@@ -92,6 +94,11 @@ class Policy:
     engine: RolloutEngine
     stop_token_ids: tuple[int, ...]
     loading: Loading
+
+    def stopping(self, params: SamplingParams, strings: Sequence[str]) -> SamplingParams:
+        """These parameters, by which a completion ends with a stop token or one of some texts."""
+        stops = (StopStrings(self.tokenizer, strings),) if strings else ()
+        return replace(params, stop_token_ids=self.stop_token_ids, stops=stops)
 
 
 def decide(source: Source, choices: Choices) -> Loading:

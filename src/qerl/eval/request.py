@@ -3,7 +3,7 @@
 from dataclasses import dataclass, fields
 from typing import Any
 
-from qerl.settings.checks import Names, NonNegative, PositiveInt, PositiveShare, Seed, Text, checked
+from qerl.settings.checks import Names, NonNegative, Passages, PositiveInt, PositiveShare, Seed, Text, checked
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,7 @@ class Request:
         temperature: Else 0 for one sample and 0.6 for several.
         top_p: Without effect at temperature 0.
         max_tokens: Longest completion.
+        stop_strings: As in a recipe.
         limit: First problems only; None for all.
         seed: Of the sampling.
 
@@ -38,6 +39,7 @@ class Request:
     temperature: NonNegative | None = None
     top_p: PositiveShare = 0.95
     max_tokens: PositiveInt | None = None
+    stop_strings: Passages | None = None
     limit: PositiveInt | None = None
     seed: Seed = 0
 

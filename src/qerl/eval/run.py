@@ -8,7 +8,7 @@ is damaged or belongs to another model.
 
 import contextlib
 import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,7 @@ class Job:
         loading: How the policy is loaded.
         source: What decides the policy and the problems, as it stands in the result.
         turns: Tools and environment; None where the policy answers in one turn.
+        stop_strings: Texts that end a completion.
     """
 
     spec: str
@@ -62,6 +63,7 @@ class Job:
     loading: Loading
     source: dict[str, Any]
     turns: TurnSettings | None = None
+    stop_strings: tuple[str, ...] = ()
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -69,7 +71,7 @@ class Job:
         return {
             "task": self.spec,
             "samples": self.samples,
-            **asdict(self.params),
+            **self.params.plain,
             **self.source,
             "versions": versions(),
         }
@@ -123,12 +125,15 @@ def prepare(source: Source, request: Request, problems: Problems, console: Conso
     get_task(spec, **options)  # a wrong name is said before a model is looked for
     loading = decide(source, choices)
     turns = _turns(request, choices, spec)
+    strings = _stop_strings(request, choices)
     _say(choices, params, loading, console)
     task, chosen = problems.of(spec, options, request.limit)
     source_json = loading.as_json() | {"task_options": options, "problems": _problems_digest(chosen)}
     if turns is not None:
         source_json["turns"] = turns.as_json()
-    return Job(spec, options, task, chosen, request.samples, params, loading, source_json, turns)
+    if strings:
+        source_json["stop_strings"] = list(strings)
+    return Job(spec, options, task, chosen, request.samples, params, loading, source_json, turns, strings)
 
 
 def score(job: Job, policy: Policy, record: Record, console: Console) -> EvalResult:
@@ -149,7 +154,7 @@ def score(job: Job, policy: Policy, record: Record, console: Console) -> EvalRes
                 job.task,
                 job.problems,
                 samples=job.samples,
-                params=replace(job.params, stop_token_ids=policy.stop_token_ids),
+                params=policy.stopping(job.params, job.stop_strings),
                 console=console,
                 record=record,
                 chat=Chat(tokenizer, kwargs),
@@ -196,11 +201,11 @@ def answer(source: Source, prompt: str, request: Request, console: Console, syst
     elif system:
         messages.insert(0, {"role": "system", "content": system})
     loading = decide(source, choices)
+    strings = _stop_strings(request, choices)
     _say(choices, params, loading, console)
     policy = load(loading, console)
     ids = Chat(policy.tokenizer, loading.chat_template_kwargs).ids(messages)
-    seeded = replace(params, stop_token_ids=policy.stop_token_ids)
-    result = policy.engine.generate([ids], 1, seeded)
+    result = policy.engine.generate([ids], 1, policy.stopping(params, strings))
     return policy.tokenizer.decode(result.completions[0].token_ids, skip_special_tokens=True)
 
 
@@ -217,6 +222,10 @@ def _sampling(request: Request, choices: Choices) -> SamplingParams:
     default = 0.0 if request.samples == 1 else 0.6
     temperature = choices.take("temperature", request.temperature, default, key="")
     return SamplingParams(tokens, temperature, request.top_p, seed=request.seed)
+
+
+def _stop_strings(request: Request, choices: Choices) -> tuple[str, ...]:
+    return tuple(choices.take("stop_strings", request.stop_strings, []))
 
 
 def _task(request: Request, choices: Choices) -> tuple[str, dict[str, Any]]:

@@ -8,7 +8,7 @@ answers becomes tokens by the chat template.
 import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -135,8 +135,9 @@ class Conversations(Sampler):
         once = prompts[::samples]
         if prompts != [prompt for prompt in once for _ in range(samples)]:  # each sample was shown its own
             once, samples = prompts, 1
+        limits = replace(self._limits, texts_end_turns=bool(params.stops))
         with self._engine.session(params) as session:
-            found = run_trajectories(session, once, samples, worlds, self._pool, self._limits)
+            found = run_trajectories(session, once, samples, worlds, self._pool, limits)
         if self._make is not None:
             for number, world in enumerate(worlds):
                 if world.hangs:

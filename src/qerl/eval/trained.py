@@ -42,6 +42,10 @@ _KNOWN: dict[str, tuple[Callable[[Any], bool], str]] = {
     "tool_output_limit": (lambda value: type(value) is int and value > 0, "a number of characters"),
     "max_tool_calling_iterations": (lambda value: type(value) is int and value > 0, "a number of turns"),
     "max_completion_length": (lambda value: type(value) is int and value > 0, "a number of tokens"),
+    "stop_strings": (
+        lambda value: isinstance(value, list) and all(isinstance(each, str) and each for each in value),
+        "a list of texts",
+    ),
     "temperature": (lambda value: type(value) in (int, float) and value > 0, "a positive number"),
 }
 

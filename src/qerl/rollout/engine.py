@@ -12,8 +12,8 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, fields
+from typing import Any, Literal
 
 import torch
 from peft import PeftModel
@@ -68,6 +68,11 @@ class SamplingParams:
             raise QeRLError(f"top_k is {self.top_k}; it must be 0 (all tokens) or positive.")
         if not 0 <= self.min_p <= 1:
             raise QeRLError(f"min_p is {self.min_p}; it must be between 0 and 1.")
+
+    @property
+    def plain(self) -> dict[str, Any]:
+        """Its values as plain ones, without the stops, which whoever made them can name."""
+        return {spec.name: getattr(self, spec.name) for spec in fields(self) if spec.name != "stops"}
 
     @property
     def filtered(self) -> bool:

@@ -70,7 +70,10 @@ class StopTokens(Stop):
 
 
 class StopStrings(Stop):
-    """Texts that end turns, special tokens and the end of a longer token among them.
+    """Texts that end turns, beginning and ending anywhere in tokens.
+
+    Special tokens say nothing, as in the text that rewards read, except to a text that has one in it, such as
+    ``<|im_start|>``.
 
     Args:
         tokenizer: Says what tokens stand for.
@@ -84,24 +87,43 @@ class StopStrings(Stop):
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", strings: Sequence[str]) -> None:
         if not strings or not all(strings):
             raise QeRLError("A stop string is empty or there is none; give at least one character.")
-        self._tokenizer, self._strings = tokenizer, tuple(strings)
-        # Every token says at least a byte, so a text is within its last tokens, as many as it has bytes.
-        self._most = max(len(text.encode()) for text in self._strings) + _MARGIN
+        self._tokenizer = tokenizer
+        special = tokenizer.all_special_tokens
+        named = [text for text in strings if any(token in text for token in special)]
+        self._by_skipping = {True: [text for text in strings if text not in named], False: named}
+        self._silent = frozenset(tokenizer.all_special_ids)
+        # Any other token says at least a byte, so a text is within as many of the last as it has bytes.
+        self._most = max(len(text.encode()) for text in strings) + _MARGIN
 
     def end(
         self, prompt_ids: Sequence[int], token_ids: Sequence[int], start: int, checked: int
     ) -> int | None:
         """See `Stop.end`."""
-        if not self._is_in(token_ids[max(start, checked + 1 - self._most) :]):
+        if not self._is_in(token_ids[self._earliest(token_ids, start, checked + 1) :]):
             return None
         counts = range(checked + 1, len(token_ids) + 1)
-        return next((n for n in counts if self._is_in(token_ids[max(start, n - self._most) : n])), None)
+        return next(
+            (n for n in counts if self._is_in(token_ids[self._earliest(token_ids, start, n) : n])), None
+        )
+
+    def _earliest(self, token_ids: Sequence[int], start: int, count: int) -> int:
+        """The first token in which a text may begin that the last of so many tokens completes."""
+        place, saying = count, 0
+        while place > start and saying < self._most:
+            place -= 1
+            saying += token_ids[place] not in self._silent
+        return place
 
     def _is_in(self, token_ids: Sequence[int]) -> bool:
-        text = self._tokenizer.decode(
-            list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
-        return any(string in text for string in self._strings)
+        ids = list(token_ids)
+        for skips, strings in self._by_skipping.items():
+            if strings:
+                text = self._tokenizer.decode(
+                    ids, skip_special_tokens=skips, clean_up_tokenization_spaces=False
+                )
+                if any(string in text for string in strings):
+                    return True
+        return False
 
 
 class Cut(NamedTuple):

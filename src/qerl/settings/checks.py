@@ -42,21 +42,33 @@ ShareOrSteps = Annotated[float, Field(gt=0, lt=1)] | Steps
 """As transformers counts: below 1 a share of all steps, from 1 on steps."""
 
 
-def _no_control_characters(text: str) -> str:
+def _some_characters(text: str) -> str:
     if not text:
         raise ValueError("it must not be empty")
-    if any(ord(character) < 32 for character in text):
-        raise ValueError("it holds a control character")
     if any("\ud800" <= character <= "\udfff" for character in text):
         raise ValueError("it holds bytes that are not UTF-8")
     return text
 
 
-Text = Annotated[str, AfterValidator(_no_control_characters)]
+def _no_control_characters(text: str) -> str:
+    if any(ord(character) < 32 for character in text):
+        raise ValueError("it holds a control character")
+    return text
+
+
+Passage = Annotated[str, AfterValidator(_some_characters)]
+"""A text of one or several lines."""
+
+Text = Annotated[Passage, AfterValidator(_no_control_characters)]
 """A name or a path."""
 
-Names = Annotated[list[Text], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
+_One = BeforeValidator(lambda value: [value] if isinstance(value, str) else value)
+
+Names = Annotated[list[Text], _One]
 """A list of names; a single name is a list of one."""
+
+Passages = Annotated[list[Passage], _One]
+"""A list of texts; a single one is a list of one."""
 
 _STRICT = ConfigDict(strict=True, allow_inf_nan=False, arbitrary_types_allowed=True)
 

@@ -24,10 +24,12 @@ from qerl.noise.schedule import NoiseKind, NoiseSchedule
 from qerl.rollout.engine import KvCacheDtype
 from qerl.settings import contradictions
 from qerl.settings.adapter import take_saved_adapter
+from qerl.settings.algorithms import ALGORITHMS
 from qerl.settings.checks import (
     Count,
     Names,
     NonNegative,
+    Passages,
     Positive,
     PositiveInt,
     PositiveShare,
@@ -39,29 +41,6 @@ from qerl.settings.checks import (
 from qerl.settings.model_kwargs import take_model_kwargs
 from qerl.settings.parents import Refused, fate_of, set_newer_names
 from qerl.weight_formats import DEFAULT_FORMAT, DEFAULT_ROUNDING, Rounding, WeightFormatName
-
-# What an algorithm sets where the recipe says nothing.
-# grpo: arXiv 2402.03300. dapo: arXiv 2503.14476, sections 3.1 (clip-higher) to 3.4 (soft overlong punishment,
-# whose interval there is a fifth of the longest response). DAPO's authors punish truncated samples instead of
-# masking them; both at once would leave short wrong answers with an advantage and nothing against it.
-ALGORITHMS: dict[str, dict[str, Any]] = {
-    "grpo": {
-        "loss_type": "grpo",
-        "mask_truncated_completions": False,
-        "dynamic_sampling_rounds": 0,
-        "overlong_buffer": 0.0,
-        "signal": "reward",
-    },
-    "dapo": {
-        "loss_type": "dapo",
-        "epsilon_high": 0.28,
-        "mask_truncated_completions": False,
-        "dynamic_sampling_rounds": 2,
-        "overlong_buffer": 0.2,
-        "signal": "accuracy",
-    },
-}
-
 
 _EVALUATED_TOGETHER = 1024
 """Completions of an evaluation's call: twice the rows of the paged engine, which are refilled until half of
@@ -271,6 +250,12 @@ class QeRLConfig(GRPOConfig):
         "engine).",
         None,
         group="Rollouts and update",
+    )
+    stop_strings: Passages = _help(
+        "Texts that end a completion, or in a trajectory of several turns a turn, with the token that "
+        "completes one; the text stays in it. For transformers' generate this is stop_strings, for vLLM "
+        "stop with include_stop_str_in_output.",
+        factory=list,
     )
 
     kv_cache_dtype: KvCacheDtype = _help(

@@ -79,6 +79,7 @@ _OF_OTHERS = dict.fromkeys(
     ("tool_timeout", "tool_errors", "tool_output_limit", "max_tool_calling_iterations"),
     "there are neither tools nor environments",
 )
+_OF_OUR_SAMPLING = dict.fromkeys(("stop_strings",), "rollout_func samples in the engine's place")
 RUN_FIELDS = frozenset(
     {*_OF_A_RUN, *_OF_A_NAMED_MODEL, *_OF_A_MADE_ENGINE, *LORA_FIELDS, "weights", "tuning", "dtype"}
     | {"max_prompt_length"}
@@ -242,7 +243,9 @@ def _check_fields(
         idle |= _OF_A_NAMED_MODEL
     if engine is not None:
         idle |= _OF_A_MADE_ENGINE
-    for name in sorted(idle.keys() & _set_fields(args, acted_on, {*RUN_FIELDS, *_OF_OTHERS})):
+    if others.rollout_func is not None:
+        idle |= _OF_OUR_SAMPLING
+    for name in sorted(idle.keys() & _set_fields(args, acted_on, idle.keys())):
         raise QeRLError(f"{name} is set, and nothing here reads it; remove it: {idle[name]}.")
 
 

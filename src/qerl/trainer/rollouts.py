@@ -58,6 +58,7 @@ class RolloutTrainer(SamplerTrainer):
     """`GRPOTrainer` whose advantages are `advantages.Signal`'s, and whose groups have a signal if any."""
 
     vllm_importance_sampling_correction: bool
+    mask_truncated_completions: bool
     _logs: dict[str, Any]
     _trials: Trials
 
@@ -194,14 +195,18 @@ class RolloutTrainer(SamplerTrainer):
 
         Without the correction, which is applied in the loss (`update.correction`), TRL computes old
         log-probabilities only where the policy will have moved since the rollout. Evaluation has no loss that
-        would read any.
+        would read any. What was cut off is masked here, by what the engine says.
         """
         wanted, self.vllm_importance_sampling_correction = self.vllm_importance_sampling_correction, False
+        masks, self.mask_truncated_completions = self.mask_truncated_completions, False
         self._reads_logps = self.model.training
         try:
             batch = super()._generate_and_score_completions(inputs)
         finally:
             self.vllm_importance_sampling_correction, self._reads_logps = wanted, True
+            self.mask_truncated_completions = masks
+        if masks:
+            self._mask_cut_off(batch)
         if self._turns is not None:
             self._turns.replace_hanging()
         mode = "train" if self.model.training else "eval"
@@ -210,6 +215,13 @@ class RolloutTrainer(SamplerTrainer):
         for name, value in logged.items():
             self._metrics[mode][name].append(value)
         return batch, logged
+
+    def _mask_cut_off(self, batch: Batch) -> None:
+        """Leave samples that were cut off out of the loss."""
+        whole_B1 = ~torch.tensor(self._cut_off, device=self.accelerator.device)[:, None]
+        for name in {"completion_mask", "tool_mask"} & batch.keys():
+            batch[name] = batch[name] * whole_B1
+        batch["num_items_in_batch"] = self.accelerator.gather(loss_mask(batch).sum()).sum()
 
     def _replace_dead_groups(self, batch: Batch, dead: list[int], draws: int) -> Batch:
         """One extra rollout; every rank samples `draws` groups, because TRL gathers rewards over ranks."""

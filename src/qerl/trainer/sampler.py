@@ -8,7 +8,8 @@ each group drawn clean where the settings say so.
 from typing import Any
 
 from qerl.errors import QeRLError
-from qerl.rollout.engine import NormOffsets, RolloutEngine, RolloutResult, SamplingParams
+from qerl.rollout.engine import FinishReason, NormOffsets, RolloutEngine, RolloutResult, SamplingParams
+from qerl.rollout.stops import StopStrings
 from qerl.seeding import derive_seed
 from qerl.trainer.memory import PeakMemory
 from qerl.trainer.noisy_share import side_by_side
@@ -16,6 +17,7 @@ from qerl.trainer.resume.trainer import ResumableTrainer
 from qerl.trainer.rollout_log import RolloutLog
 from qerl.trainer.timing import StepClock
 from qerl.trainer.trl.client import EngineClient
+from qerl.trainer.trl.truncation import cut_off, log_lengths
 from qerl.trainer.turns import Turns
 
 
@@ -39,6 +41,10 @@ class SamplerTrainer(ResumableTrainer):
         self._last_loaded_step = -1
         self._turns = Turns(self) if self.tools else None
         self._written: list[list[int]] | None = None
+        strings = self.args.stop_strings
+        self._stops = (StopStrings(self._tokenizer, strings),) if strings else ()
+        self._reasons: list[FinishReason] | None = None
+        self._cut_off: list[bool] = []
 
     def _init_training_state(self, *args: Any) -> tuple[int, int]:
         self._call_key = None  # a step that was cut off samples as it did
@@ -75,6 +81,8 @@ class SamplerTrainer(ResumableTrainer):
         self._memory.read()
         self.engine.release()
         self._clock.add("rollout", result.seconds)
+        if self._stops:
+            self._reasons = [completion.finish_reason for completion in result.completions]
         if self._turns is None:
             self._rollout.add(result)
         else:
@@ -96,6 +104,7 @@ class SamplerTrainer(ResumableTrainer):
             min_p=self.min_p or 0.0,
             stop_token_ids=tuple(self.eos_token_ids),
             seed=derive_seed("rollout", self.args.seed, mode, step, self._calls, rank),
+            stops=self._stops,
         )
         self._calls += 1
         if self._turns is not None:
@@ -103,14 +112,22 @@ class SamplerTrainer(ResumableTrainer):
         return self.engine.generate(prompts, samples, params, offsets)
 
     def _generate(self, prompts: list[Any]) -> Any:
-        """Wraps TRL's: refuses rows without any prompt, and keeps which tokens the policy wrote."""
+        """Wraps TRL's: refuses rows without any prompt, and keeps which tokens the policy wrote and which
+        completions were cut off."""
         if self.environments and any(not prompt[-1]["content"] for prompt in prompts):
             raise QeRLError(
                 f"reset of the environment {type(self.environments[0]).__name__} returned no observation, "
                 "and the data have no prompt; return a text that says what to do."
             )
+        self._reasons = None
         generated = super()._generate(prompts)
-        self._written = generated[2]
+        ids, self._written = generated[1:3]
+        ends = {*self.eos_token_ids, self._tokenizer.pad_token_id}
+        self._cut_off = cut_off(ids, self._reasons, ends)
+        if self._stops:
+            mode = "train" if self.model.training else "eval"
+            lengths = [len(each) for each in ids] if self._written is None else map(sum, self._written)
+            log_lengths(self._metrics[mode], list(lengths), self._cut_off, self.accelerator)
         return generated
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:

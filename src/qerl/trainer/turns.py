@@ -45,7 +45,7 @@ class Turns:
         self._pool = ToolPool(
             args.tool_timeout, args.tool_output_limit, loop=getattr(trainer, "async_loop", None)
         )
-        self._limits = Limits(args.max_tool_calling_iterations, args.tool_errors)
+        self._limits = Limits(args.max_tool_calling_iterations, args.tool_errors, bool(args.stop_strings))
         pools = trainer._environment_pool.values() if trainer.environment_factories else ()
         texts = any(is_text(environment) for pool in pools for environment in pool)
         self._template = TurnTemplate(trainer._tokenizer, trainer.chat_template_kwargs, tools=not texts)
