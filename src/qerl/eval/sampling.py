@@ -24,6 +24,9 @@ from qerl.errors import QeRLError, first_line
 from qerl.models.chat import Chat
 from qerl.rollout.engine import RolloutEngine, SamplingParams
 
+_CONVERSATIONS = 1024
+"""Conversations of a call at most: each may have an environment of its own."""
+
 
 @dataclass(frozen=True)
 class Said:
@@ -68,7 +71,13 @@ class TurnSettings:
 
 
 class Sampler(ABC):
-    """Gives the completions of problems."""
+    """Gives the completions of problems.
+
+    Attributes:
+        at_once: Completions that a call should have where there are many to make.
+    """
+
+    at_once: int
 
     @abstractmethod
     def sample(self, rows: Sequence[dict[str, Any]], samples: int, params: SamplingParams) -> list[Said]:
@@ -86,6 +95,7 @@ class SingleTurns(Sampler):
 
     def __init__(self, engine: RolloutEngine, tokenizer: PreTrainedTokenizerBase, chat: Chat) -> None:
         self._engine, self._tokenizer, self._chat = engine, tokenizer, chat
+        self.at_once = engine.rows_per_call
 
     def sample(self, rows: Sequence[dict[str, Any]], samples: int, params: SamplingParams) -> list[Said]:
         """See `Sampler.sample`."""
@@ -107,6 +117,7 @@ class Conversations(Sampler):
         pool: ToolPool,
     ) -> None:
         self._engine, self._pool = engine, pool
+        self.at_once = min(_CONVERSATIONS, engine.rows_per_call)
         self._limits = Limits(settings.max_tool_calling_iterations, settings.tool_errors)
         self._tools = [get_tool(spec) for spec in settings.tools]
         self._make = None

@@ -88,7 +88,7 @@ class PagedEngine(RolloutEngine):
         self.model = model
         self._pad_token_id, self._max_sequences = pad_token_id, max_sequences
         self._machine, self._pace = machine, pace
-        self.rows_per_call = 2 * max_sequences  # rows are refilled until half of the call is left
+        self.rows_per_call = 8 * max_sequences  # rows are refilled until an eighth of the call is left
         self._device = base_model(model).device
         self._positions = positions_of(base_model(model).config.get_text_config(decoder=True)) or 0
         kv_dtype = None if kv_cache_dtype == "auto" else KV_DTYPES[kv_cache_dtype]
