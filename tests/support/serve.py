@@ -18,6 +18,10 @@ from tests.support.models import EOS, make_tiny_model, make_tiny_tokenizer
 POSITIONS = 512
 
 
+def small_model():
+    return make_tiny_model(num_hidden_layers=1)
+
+
 def portable(model) -> PortableEngine:
     return PortableEngine(model, pad_token_id=0)
 
@@ -25,8 +29,8 @@ def portable(model) -> PortableEngine:
 def tiny_backend(
     folder: Path, model=None, most=4, resident=2, make_engine=portable, **options
 ) -> ModelBackend:
-    """Over a tiny dense fp32 Llama and the portable engine, unless others are given."""
-    model = make_tiny_model() if model is None else model
+    """Over a dense fp32 Llama of one layer and the portable engine, unless others are given."""
+    model = small_model() if model is None else model
     seats = Seats(model, most_rank=16)
     tokenizer = make_tiny_tokenizer()
     return ModelBackend(

@@ -11,8 +11,7 @@ from qerl.errors import QeRLError
 from qerl.eval.trained import read_trained
 from qerl.lora.adapter import load_adapter
 from qerl.serve.types import AdamParams, WeightsInfo
-from tests.support.models import make_tiny_model
-from tests.support.serve import DATA, lora, request, sampled, tiny_backend, weights
+from tests.support.serve import DATA, lora, request, sampled, small_model, tiny_backend, weights
 
 ADAM = AdamParams(learning_rate=1e-2, weight_decay=0.01)
 
@@ -67,18 +66,16 @@ def test_a_saved_sampler_is_the_model_as_it_was(saved, tmp_path):
     assert sampled(backend, [request(key)]) == expected  # those that were given go on
 
 
-@pytest.mark.parametrize("read", ["peft", "qerl"])
-def test_others_read_what_was_saved(saved, read):
+def test_others_read_what_was_saved(saved):
     backend, state, path = saved
     prompt = [5, 9, 77, 31]
     scored = sampled(backend, [request(backend.sampler(path), prompt, prompt_logprobs=True)])[0]
     folder = next(c.folder for c in backend.checkpoints() if c.path == state)
-    model = make_tiny_model()
-    model = PeftModel.from_pretrained(model, folder) if read == "peft" else load_adapter(model, folder)
-    with torch.no_grad():
-        logits_TV = model(input_ids=torch.tensor([prompt])).logits[0]
-    found = logits_TV.log_softmax(-1)[range(3), prompt[1:]]
-    assert scored.prompt_logprobs[1:] == pytest.approx(found.tolist(), abs=1e-5)
+    for read in (PeftModel.from_pretrained, load_adapter):
+        with torch.no_grad():
+            logits_TV = read(small_model(), folder)(input_ids=torch.tensor([prompt])).logits[0]
+        found = logits_TV.log_softmax(-1)[range(3), prompt[1:]]
+        assert scored.prompt_logprobs[1:] == pytest.approx(found.tolist(), abs=1e-5)
     assert read_trained(folder, "tiny").settings["model"] == "tiny"
 
 
@@ -116,21 +113,18 @@ def test_a_server_that_dies_while_it_saves_leaves_what_there_was(saved, tmp_path
     assert len(other.checkpoints()) == 3
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
+def test_no_path_leads_out_of_the_folder(saved):
+    backend, _, _ = saved
+    for path in (
         "tinker://../weights/x", "tinker://a/weights/..", "tinker://a/weights/.hidden", "tinker://a/other/x",
         "tinker://a/weights/x/y", "tinker://a/weights/", "tinker:///etc/weights/x", "tinker://a/weights/x\n",
         "tinker://a b/weights/x", "tinker://ä/weights/x", "/etc/passwd", "tinker://a/weights/" + "x" * 129,
-    ],
-)  # fmt: skip
-def test_no_path_leads_out_of_the_folder(saved, path):
-    backend, _, _ = saved
-    for ask in (backend.weights_info, backend.delete_checkpoint, backend.sampler):
-        with pytest.raises(QeRLError):
-            ask(path)
-    with pytest.raises(QeRLError, match="no path of saved weights"):
-        backend.load_state("n", path, with_optimizer=True)
+    ):  # fmt: skip
+        for ask in (backend.weights_info, backend.delete_checkpoint, backend.sampler):
+            with pytest.raises(QeRLError):
+                ask(path)
+        with pytest.raises(QeRLError, match="no path of saved weights"):
+            backend.load_state("n", path, with_optimizer=True)
 
 
 def test_a_link_does_not_lead_out_of_the_folder_either(saved, tmp_path):
@@ -144,23 +138,25 @@ def test_a_link_does_not_lead_out_of_the_folder_either(saved, tmp_path):
         backend.save_state("s:train:0", "../x")
 
 
-@pytest.mark.parametrize(
-    ("damage", "sentence"),
-    [
-        (lambda f: (f / "adapter_model.safetensors").write_bytes(b"short"), "damaged"),
-        (lambda f: (f / "optimizer.safetensors").unlink(), "damaged"),
-        (lambda f: change(f / "policy.json", fingerprint="o"), "trained on"),
-        (lambda f: change(f / "state.json", rank="x"), "not saved by this server"),
-        (lambda f: change(f / "state.json", rank=64), "1 to 16"),
-    ],
-)  # fmt: skip
-def test_damaged_and_foreign_weights_end_in_a_sentence(saved, damage, sentence):
+DAMAGE = (
+    (lambda f: (f / "adapter_model.safetensors").write_bytes(b"short"), "damaged"),
+    (lambda f: (f / "optimizer.safetensors").unlink(), "damaged"),
+    (lambda f: change(f / "policy.json", fingerprint="o"), "trained on"),
+    (lambda f: change(f / "state.json", rank="x"), "not saved by this server"),
+    (lambda f: change(f / "state.json", rank=64), "1 to 16"),
+)
+
+
+def test_damaged_and_foreign_weights_end_in_a_sentence(saved, tmp_path):
     backend, state, _ = saved
-    folder = backend.checkpoints()[0].folder
-    damage(folder)
-    with pytest.raises(QeRLError, match=sentence):
-        backend.load_state("n", state, with_optimizer=True)
-    assert "n" not in backend._adapters
+    folder, whole = backend.checkpoints()[0].folder, tmp_path / "whole"
+    shutil.copytree(folder, whole)
+    for damage, sentence in DAMAGE:
+        shutil.copytree(whole, folder, dirs_exist_ok=True)
+        damage(folder)
+        with pytest.raises(QeRLError, match=sentence):
+            backend.load_state("n", state, with_optimizer=True)
+        assert "n" not in backend._adapters
 
 
 def test_an_optimizer_or_a_shape_that_is_not_there_is_not_made_up(saved):

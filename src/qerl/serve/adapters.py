@@ -68,6 +68,7 @@ class TrainedAdapter:
     def __init__(self, shape: Shape, matrices: Matrices, seed: int) -> None:
         self.shape, self.matrices, self.seed = shape, matrices, seed
         self.steps = 0
+        self._bytes = sum(matrix.nbytes for matrix in matrices.values())
         self.optimizer = torch.optim.AdamW(matrices.values(), lr=0.0)
         self._snapshot: weakref.ref[Snapshot] | None = None
 
@@ -155,9 +156,8 @@ class TrainedAdapter:
     @property
     def bytes(self) -> int:
         """Bytes of matrices, gradients and moments."""
-        tensors = [*self.matrices.values(), *self.moments().values()]
-        tensors += [matrix.grad for matrix in self.matrices.values() if matrix.grad is not None]
-        return sum(tensor.nbytes for tensor in tensors)
+        first = next(iter(self.matrices.values()))
+        return self._bytes * (1 + (first.grad is not None) + 2 * (first in self.optimizer.state))
 
     def _before_change(self) -> None:
         held = self._snapshot() if self._snapshot is not None else None

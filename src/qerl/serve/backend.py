@@ -11,7 +11,6 @@ the correction of clean over noisy. Left without noise are the base, greedy samp
 prompts, and of course losses.
 """
 
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
@@ -46,10 +45,6 @@ from qerl.update.driver import LossDriver
 
 if TYPE_CHECKING:
     from qerl.update.losses import Datum, LossOutput
-
-KEPT_SNAPSHOTS = 16
-"""Unnamed states of a model that can be sampled from at once: those of an asynchronous loop and to spare.
-Each is a copy of A and B on the host, of rank 32 on a 7B model 0.3 GB."""
 
 
 class ModelBackend:
@@ -92,7 +87,6 @@ class ModelBackend:
         self._policies: dict[str, Policy] = {}
         self._given: dict[str, int] = {}  # how often each key was given
         self._saved: WeakValueDictionary[str, Snapshot] = WeakValueDictionary()
-        self._unnamed: dict[str, OrderedDict[str, Snapshot]] = {}  # by model, the oldest first
         self._snapshots = 0
 
     def create_model(self, model_id: str, lora: LoraParams) -> None:
@@ -124,20 +118,13 @@ class ModelBackend:
         return self._save(model_id, TRAINING, name)
 
     def save_for_sampler(self, model_id: str, name: str | None) -> str:
-        """See `Backend.save_for_sampler`.
-
-        Of a model's unnamed states the newest `KEPT_SNAPSHOTS` can be sampled from.
-        """
+        """See `Backend.save_for_sampler`."""
         if name is not None:
             return self._save(model_id, SAMPLING, name)
         snapshot = self._adapters.get(model_id).snapshot()
         self._snapshots += 1
         key = f"snapshot:{self._snapshots}:{model_id}"
         self._give(key, snapshot)
-        unnamed = self._unnamed.setdefault(model_id, OrderedDict())
-        unnamed[key] = snapshot
-        while len({id(each) for each in unnamed.values()}) > KEPT_SNAPSHOTS:
-            del self._policies[unnamed.popitem(last=False)[0]]
         return key
 
     def load_state(self, model_id: str, path: str, with_optimizer: bool) -> None:
@@ -208,9 +195,7 @@ class ModelBackend:
         self._given[key] -= 1
         if not self._given[key]:
             del self._given[key]
-            self._policies.pop(key, None)
-            for unnamed in self._unnamed.values():
-                unnamed.pop(key, None)
+            del self._policies[key]
 
     def gauges(self) -> Mapping[str, float]:
         """See `Backend.gauges`."""
@@ -238,14 +223,9 @@ class ModelBackend:
         self._given[key] = self._given.get(key, 0) + 1
 
     def _policy(self, key: str) -> Policy:
-        if key in self._policies:
-            return self._policies[key]
-        if key in self._given:
-            raise QeRLError(
-                f"This sampler's weights were given up, because {KEPT_SNAPSHOTS} newer states of its model "
-                "can be sampled from; save those that are needed for longer under a name."
-            )
-        raise QeRLError("There is no such sampler on this server; make one from saved weights.")
+        if key not in self._policies:
+            raise QeRLError("There is no such sampler on this server; make one from saved weights.")
+        return self._policies[key]
 
     def _lend(self, policy: Policy) -> AbstractContextManager[object]:
         if policy is None:
