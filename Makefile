@@ -3,6 +3,7 @@
 # make wheel   set up, then build the wheel and use it in an empty folder
 # make versions  set up, then test with the oldest and the newest versions of other libraries (not part of CI)
 # make adapters  test the adapters of openenv-core and verifiers in environments of their own (not part of CI)
+# make tinker  test the server with versions of the client of the Tinker API in environments of their own (not part of CI)
 # make tables  write the numbers of README and docs from bench/results
 # make lint    formatter, linter and type checker
 PYTHON ?= python3
@@ -14,7 +15,7 @@ PIP    := $(BIN)/pip install --quiet --no-compile
 # Idle OpenMP threads spin by default, which on few cores takes the time from those that work.
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: setup demo test adapters wheel versions tables lint clean
+.PHONY: setup demo test adapters tinker wheel versions tables lint clean
 setup: .venv/ready
 
 .venv/ready: pyproject.toml
@@ -40,6 +41,15 @@ adapters: setup
 		$(BIN)/python $(SITE) > $$(.venv-$$name/bin/python $(SITE))/tests.pth; \
 		.venv-$$name/bin/pip install --quiet --editable ".[$$name]"; \
 		.venv-$$name/bin/python -m pytest tests/unit/test_$$name.py; \
+	done
+
+# The client's versions that docs/serve.md names; `newest` is whatever is published.
+tinker: setup
+	set -e; for version in 0.25.0 0.30.4 0.36.0 0.38.0 newest; do \
+		$(PYTHON) -m venv .venv-tinker-$$version; \
+		$(BIN)/python $(SITE) > $$(.venv-tinker-$$version/bin/python $(SITE))/tests.pth; \
+		.venv-tinker-$$version/bin/pip install --quiet --upgrade $$(test $$version = newest && echo tinker || echo tinker==$$version); \
+		.venv-tinker-$$version/bin/python -m pytest tests/integration/test_tinker_sdk.py; \
 	done
 
 wheel: setup

@@ -20,6 +20,7 @@ from qerl import __version__
 from qerl.cli_results import EVAL_LISTS, add_eval, add_generate, add_report, add_watch
 from qerl.errors import QeRLError
 from qerl.ranks import is_first_process
+from qerl.serve.command import add_serve
 from qerl.settings.words import add_command, model_first, split_fields, with_underscores
 from qerl.weight_formats import DEFAULT_FORMAT, DEFAULT_ROUNDING, PACKED_FORMATS, ROUNDINGS
 
@@ -112,7 +113,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=_Command)
     for add in (
         _add_train, _add_plan, _add_demo, _add_recipes, _add_fields, _add_quantize, add_eval,
-        add_generate, add_report, add_watch, _add_study, _add_doctor,
+        add_generate, add_report, add_watch, add_serve, _add_study, _add_doctor,
     ):  # fmt: skip
         add(commands)
     return parser

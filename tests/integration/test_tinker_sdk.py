@@ -54,6 +54,31 @@ def datum(tokens: list[int], weights: list[float]) -> types.Datum:
     )
 
 
+RENAMED = {"TopkLogprobs": "TopkPromptLogprobs", "length": "prompt_length"}
+"""Our names that older clients do not have, by what those call them."""
+
+
+def test_messages_have_the_numbers_of_the_client():
+    from tinker.proto import tinker_public_pb2 as theirs
+
+    from qerl.serve import descriptors as wire
+
+    compared = 0
+    theirs_by_name = theirs.DESCRIPTOR.message_types_by_name
+    for ours in wire.ForwardBackwardRequest.DESCRIPTOR.file.message_types_by_name.values():
+        other = theirs_by_name.get(ours.name, theirs_by_name.get(RENAMED.get(ours.name, "")))
+        for field in ours.fields if other is not None else ():
+            same = other.fields_by_number.get(field.number)
+            assert same is None or same.name in (field.name, RENAMED.get(field.name))
+            enum = same is not None and same.enum_type is not None
+            assert same is None or same.type == field.type or enum, (ours.name, field.name)
+            compared += same is not None
+    assert compared > 35
+    assert dict(theirs.StopReason.items()) == {"STOP_REASON_STOP": 0, "STOP_REASON_LENGTH": 1}
+    assert theirs.DType.Value("DTYPE_FLOAT32") == wire.FLOAT32
+    assert theirs.DType.Value("DTYPE_INT64") == wire.INT64
+
+
 ADAM = types.AdamParams(learning_rate=0.5)
 
 

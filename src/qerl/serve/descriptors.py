@@ -2,8 +2,8 @@
 
 Only these few messages travel as protobuf, all else is JSON. They are declared here from their field numbers,
 with our own names for what the wire does not name, so the server needs neither the client's package nor a
-compiler. Fields that are missing here are skipped when a message is read. Checked against the client's own
-descriptors by `tests/tinker`.
+compiler. Fields that are missing here are skipped when a message is read. The tests with the real
+client compare them with its own.
 
 A map is declared as what it is on the wire: repeated entries with a key and a value.
 
