@@ -41,8 +41,11 @@ def print_status(url: str, api_key: str, console: Console) -> None:
 def _table(status: dict[str, Any]) -> Table:
     table = Table("session", "client", "heard of", "model", "rank", "steps", "samplers", box=None)
     for session in status["sessions"]:
-        who = (session["id"], session["sdk_version"], f"{session['silent_seconds']} s ago")
-        models = [(model["id"], str(model["rank"]), str(model["steps"])) for model in session["models"]]
+        who = (session["id"][:8], session["sdk_version"], f"{session['silent_seconds']} s ago")
+        models = [
+            (model["id"].partition(":")[2], str(model["rank"]), str(model["steps"]))
+            for model in session["models"]
+        ]
         for row, model in enumerate(models or [("none", "", "")]):
             table.add_row(*(("", "", "") if row else who), *model, "" if row else str(session["samplers"]))
     return table
