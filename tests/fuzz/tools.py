@@ -1,8 +1,10 @@
 """Random tools that raise, hang, return a lot or nonsense: each costs its own row, and nothing stays behind.
 
-Batches of trajectories with random budgets and limits on a scripted engine. A finding is an AssertionError:
-a trajectory that breaks its bounds or has no end, a sequence that was not finished, a batch that takes too
-long, or a thread or process that is still there at the end, when everything that hung has been let go.
+Batches of trajectories with random budgets and limits, by turns on the paged engine's session, scheduler and
+blocks, with few blocks and texts from a script, and on the portable engine with a tiny model, whose turns are
+taken for calls whatever it writes. A finding is an AssertionError: a trajectory that breaks its bounds or has
+no end, a sequence that was not finished, a block or keys and values that are still held, a batch that takes
+too long, or a thread or process that is still there at the end, when everything that hung has been let go.
 """
 
 import asyncio
@@ -11,7 +13,9 @@ import multiprocessing
 import random
 import threading
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from qerl.agents.loop import Limits, run_trajectories
 from qerl.agents.pool import THREADS, ToolPool
@@ -19,8 +23,12 @@ from qerl.agents.template import TurnTemplate
 from qerl.agents.trajectory import Trajectory
 from qerl.agents.world import TextWorld, ToolWorld, World
 from qerl.rollout.engine import SamplingParams
+from qerl.rollout.portable.engine import PortableEngine
 from tests.fuzz._print import run_and_print
-from tests.support.agents import SayingEngine, call, tool_tokenizer
+from tests.support.agents import call, tool_tokenizer
+from tests.support.books import SayingPages, blocks_of
+from tests.support.calling import CallingTemplate
+from tests.support.models import make_tiny_model
 
 ROWS = 20
 TIMEOUT = 0.05
@@ -99,11 +107,65 @@ class Talking:
         return tool(number) if tool not in (awaiting, stubborn) else None
 
 
+Played = tuple[Any, list[int], int, TurnTemplate]
+"""A session, a prompt, the tokens that its trajectories may have, and a template that finds their calls."""
+
+
+class Engines:
+    """The two engines, in sessions that must have given back everything when they end."""
+
+    def __init__(self) -> None:
+        self.tokenizer = tool_tokenizer()
+        self.texts, self.tools = TurnTemplate(self.tokenizer), TurnTemplate(self.tokenizer, tools=True)
+        sizes = {"num_hidden_layers": 1, "hidden_size": 32, "max_position_embeddings": 700}
+        self.model = make_tiny_model("llama", **sizes)
+
+    @contextlib.contextmanager
+    def paged(self, draw: random.Random, case: str) -> Iterator[Played]:
+        """Texts of a script, and blocks for one sequence or a few."""
+
+        def say(row, so_far):
+            own = random.Random(f"{case}/{row.sample}/{len(so_far)}")
+            if own.random() < 0.2:
+                return own.choice(_NONSENSE)
+            calls = [own.choice(_OFTEN).__name__ for _ in range(own.choice([1, 1, 1, 2, 3]))]
+            return "\n".join(
+                call(name, n=own.randint(0, 30)) for name in [*calls, *["nobody"] * (own.random() < 0.1)]
+            )
+
+        prompt, most = [5] * draw.randint(1, 800), draw.randint(1, 1500)
+        positions = draw.choice([700, 4000])
+        blocks = blocks_of(len(prompt), most) + draw.randint(0, 100)
+        engine = SayingPages(self.tokenizer, say, blocks, draw.choice([1, 3, 8, ROWS]), positions)
+        with engine.session(SamplingParams(most)) as session:
+            yield session, prompt, most, self.tools
+        scheduler = session._scheduler
+        assert not scheduler.busy and not scheduler.idle, case
+        assert scheduler.blocks.free == scheduler.blocks.count == blocks, f"{case}: a block is held"
+
+    @contextlib.contextmanager
+    def portable(self, draw: random.Random, case: str) -> Iterator[Played]:
+        """A model that writes at random, and room to keep all keys and values, some or none."""
+
+        def calls(token_ids, before):
+            own = random.Random(f"{case}/{before}/{sum(token_ids)}")
+            names = [own.choice(_OFTEN).__name__ for _ in range(own.choice([0, 1, 1, 1, 2, 3]))]
+            return [(name, {"n": own.randint(0, 30)}) for name in names]
+
+        prompt, most = [5] * draw.randint(1, 200), draw.randint(1, 300)
+        kept = draw.choice([0, 200_000, 1 << 30])
+        engine = PortableEngine(self.model, 0, draw.choice([1, 7, ROWS]), kept)
+        params = SamplingParams(most, seed=draw.randint(0, 99), stop_token_ids=tuple(range(1, 128, 8)))
+        with engine.session(params) as session:
+            yield session, prompt, most, CallingTemplate(calls)
+        assert not session._kept and not session._uniforms, f"{case}: keys and values are held"
+        assert not session._resumed and not session._waves, case
+
+
 def run(count: int, seed: int, folder: Path) -> dict[str, int]:
     """Counts of how trajectories ended; a defect is an AssertionError that names its batch."""
     _RELEASE.clear()
-    tokenizer = tool_tokenizer()
-    templates = TurnTemplate(tokenizer, tools=True), TurnTemplate(tokenizer)
+    engines = Engines()
     before = set(threading.enumerate())
     pool = ToolPool(TIMEOUT, output_limit=50, stuck=STUCK)
     ends: dict[str, int] = {}
@@ -111,7 +173,8 @@ def run(count: int, seed: int, folder: Path) -> dict[str, int]:
         for batch in range(-(-count // ROWS)):
             draw = random.Random(f"{seed}/{batch}")
             start = time.monotonic()
-            for found in _play(draw, pool, tokenizer, *templates, f"batch {seed}/{batch}"):
+            engine = (engines.paged, engines.portable)[batch % 2]
+            for found in _play(draw, pool, engines.texts, engine, f"batch {seed}/{batch}"):
                 ends[str(found.end)] = ends.get(str(found.end), 0) + 1
             assert time.monotonic() - start < SECONDS, f"batch {seed}/{batch} took too long"
             extra = len(set(threading.enumerate()) - before)
@@ -129,30 +192,19 @@ def run(count: int, seed: int, folder: Path) -> dict[str, int]:
 
 
 def _play(
-    draw: random.Random, pool: ToolPool, tokenizer, tools: TurnTemplate, texts: TurnTemplate, case: str
+    draw: random.Random, pool: ToolPool, texts: TurnTemplate, engine: Callable, case: str
 ) -> list[Trajectory]:
-    most, iterations = draw.randint(1, 1500), draw.choice([None, 1, 2, 5])
-    limits = Limits(iterations, draw.choice(["text", "text", "end"]))
-
-    def say(row, so_far):
-        own = random.Random(f"{case}/{row.sample}/{len(so_far)}")
-        if own.random() < 0.2:
-            return own.choice(_NONSENSE)
-        calls = [own.choice(_OFTEN).__name__ for _ in range(own.choice([1, 1, 1, 2, 3]))]
-        return "\n".join(
-            call(name, n=own.randint(0, 30)) for name in [*calls, *["nobody"] * (own.random() < 0.1)]
-        )
-
-    worlds: list[World] = [
-        TextWorld(texts, Talking()) if draw.random() < 0.3 else ToolWorld(tools, TOOLS) for _ in range(ROWS)
-    ]
-    engine = SayingEngine(tokenizer, say, positions=draw.choice([None, 700]))
-    with engine.session(SamplingParams(most)) as session:
-        found = run_trajectories(session, [[5] * draw.randint(1, 800)], ROWS, worlds, pool, limits)
+    limits = Limits(draw.choice([None, 1, 2, 5]), draw.choice(["text", "text", "end"]))
+    with engine(draw, case) as (session, prompt, most, calling):
+        worlds: list[World] = [
+            TextWorld(texts, Talking()) if draw.random() < 0.3 else ToolWorld(calling, TOOLS)
+            for _ in range(ROWS)
+        ]
+        found = run_trajectories(session, [prompt], ROWS, worlds, pool, limits)
         assert not session.busy and not pool.pending, case
         assert all(sequence.stage == "finished" for sequence in session._sequences), case
     for trajectory in found:
-        _check(trajectory, most, iterations, case)
+        _check(trajectory, most, limits.iterations, case)
     return found
 
 
