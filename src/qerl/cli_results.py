@@ -26,12 +26,14 @@ _ASKED = (
     "top_p",
     "max_tokens",
     "stop_strings",
+    "thinking_budget",
+    "thinking_end",
     "limit",
     "seed",
 )
 """Flags of `qerl eval` that are fields of a request."""
 
-EVAL_LISTS = ("--adapter", "--tools")
+EVAL_LISTS = ("--adapter", "--tools", "--stop_strings")
 """Flags of `qerl eval` that take several values."""
 
 
@@ -115,6 +117,11 @@ def _add_stops(sub: argparse.ArgumentParser) -> None:
         "--stop_strings", nargs="+", metavar="TEXT",
         help="texts that end a completion, which keeps them; default: the run's",
     )  # fmt: skip
+    sub.add_argument(
+        "--thinking_budget", type=number_from(1), metavar="N",
+        help="tokens after which thoughts are closed; default: the run's, else none",
+    )  # fmt: skip
+    sub.add_argument("--thinking_end", metavar="TEXT", help="what closes them; default: the run's")
 
 
 def _add_model(sub: argparse.ArgumentParser) -> None:
@@ -173,6 +180,8 @@ def _generate(args: argparse.Namespace) -> None:
         top_p=1.0,
         max_tokens=args.max_tokens,
         stop_strings=args.stop_strings,
+        thinking_budget=args.thinking_budget,
+        thinking_end=args.thinking_end,
         seed=args.seed,
     )
     print(answer(_source(args, args.adapter), args.prompt, request, args.console, args.system))

@@ -6,9 +6,9 @@ import yaml
 from qerl.agents.template import TurnTemplate
 from qerl.cli_results import add_eval, add_generate
 from qerl.errors import QeRLError
-from qerl.eval.policy import Policy
+from qerl.eval.policy import Ends, Policy
 from qerl.eval.request import Request
-from qerl.eval.run import _stop_strings
+from qerl.eval.run import _ends
 from qerl.eval.trained import Choices, read_trained
 from qerl.rollout.engine import SamplingParams
 from qerl.rollout.portable.engine import PortableEngine
@@ -20,10 +20,10 @@ def test_a_run_says_its_stop_strings_and_the_user_wins(tmp_path):
     (tmp_path / "adapter_config.json").write_text("{}")
     (tmp_path / "config.yaml").write_text(yaml.safe_dump({"stop_strings": ["\n\nUser:"]}))
     choices = Choices(read_trained(tmp_path, "m"))
-    assert _stop_strings(Request(), choices) == ("\n\nUser:",)
+    assert _ends(Request(), choices, 9) == Ends(("\n\nUser:",))
     assert str(choices).startswith("stop_strings ['\\n\\nUser:'] (from ")
-    assert _stop_strings(Request(stop_strings="END"), choices) == ("END",)
-    assert _stop_strings(Request(stop_strings=[]), choices) == ()
+    assert _ends(Request(stop_strings="END"), choices, 9) == Ends(("END",))
+    assert _ends(Request(stop_strings=[]), choices, 9) == Ends()
     (tmp_path / "config.yaml").write_text(yaml.safe_dump({"stop_strings": ["", 3]}))
     with pytest.raises(QeRLError, match=r"stop_strings to .*, which must be a list of texts"):
         read_trained(tmp_path, "m")
@@ -45,11 +45,11 @@ def test_a_policy_stops_at_its_tokens_and_the_texts(tiny_model, tiny_tokenizer):
     engine = PortableEngine(model, 0)
     policy = Policy(model, tiny_tokenizer, engine, (1,), loading=None)
     params = SamplingParams(8, seed=3)
-    assert policy.stopping(params, ()) == SamplingParams(8, seed=3, stop_token_ids=(1,))
+    assert policy.stopping(params, Ends()) == SamplingParams(8, seed=3, stop_token_ids=(1,))
     whole = engine.generate([[7]], 1, params).completions[0].token_ids
     text = tiny_tokenizer.decode(whole[2:4])
-    assert text and policy.stopping(params, [text]).plain == policy.stopping(params, ()).plain
-    found = engine.generate([[7]], 1, policy.stopping(params, [text])).completions[0]
+    assert text and policy.stopping(params, Ends((text,))).plain == policy.stopping(params, Ends()).plain
+    found = engine.generate([[7]], 1, policy.stopping(params, Ends((text,)))).completions[0]
     assert found.token_ids == whole[:4] and found.finish_reason == "stop"
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from qerl.agents.pool import Answer, ToolPool
+from qerl.agents.thinking import ThinkingBudget
 from qerl.agents.trajectory import EndReason, Trajectory
 from qerl.agents.world import World
 from qerl.rollout.engine import Ended, Session
@@ -28,6 +29,8 @@ class Limits:
         iterations: How often its calls are made at most; None for as often as its tokens allow.
         tool_errors: Whether the policy reads the error of a call that failed (``text``), or its trajectory
             ends (``end``).
+        thinking: What interrupts turns whose thoughts are too long, one of the session's stops; None for
+            nothing.
         texts_end_turns: Whether a turn may have been ended without the template's stop token, which others
             write then.
     """
@@ -35,6 +38,7 @@ class Limits:
     iterations: int | None = None
     tool_errors: ToolErrors = "text"
     texts_end_turns: bool = False
+    thinking: ThinkingBudget | None = None
 
 
 def run_trajectories(
@@ -88,15 +92,20 @@ class _Loop:
     def _turn(self, ended: Ended) -> None:
         """Take in a turn of the policy, and make its calls or end the trajectory."""
         trajectory, world = self._of[ended.index]
-        turn = ended.completion
-        if not turn.token_ids:
+        reason = ended.completion.finish_reason
+        if not ended.completion.token_ids:
             self._end(ended.index, "length")
             return
-        message, calls = world.read(turn.token_ids, [*trajectory.prompt_ids, *trajectory.token_ids])
-        trajectory.write(turn)
-        trajectory.messages.append(message)
-        if turn.finish_reason != "stop":
-            self._end(ended.index, turn.finish_reason)  # a call that it may hold is half a turn's
+        trajectory.write(ended.completion)
+        if reason == "pause":
+            if self._close_thoughts(ended.index, trajectory):
+                return
+            reason = "length"
+        before = [*trajectory.prompt_ids, *trajectory.token_ids[: trajectory.turn_start]]
+        message, calls = world.read(trajectory.turn, before)
+        trajectory.end_turn(message)
+        if reason != "stop":
+            self._end(ended.index, reason)  # a call that it may hold is half a turn's
         elif not calls:
             self._end(ended.index, "stop")
         elif self._limits.iterations is not None and trajectory.turns > self._limits.iterations:
@@ -104,6 +113,16 @@ class _Loop:
         else:
             trajectory.calls += len(calls)
             self._pool.submit(ended.index, calls)
+
+    def _close_thoughts(self, index: int, trajectory: Trajectory) -> bool:
+        """Go on with a turn whose thoughts are too long; False if there is no room for that."""
+        assert self._limits.thinking is not None, "nothing else pauses a turn"
+        closing_ids = self._limits.thinking.closing_ids
+        if len(closing_ids) >= self._session.room(index):
+            return False
+        trajectory.insert(closing_ids)
+        self._session.go_on(index, closing_ids)
+        return True
 
     def _answered(self, index: int, answers: Sequence[Answer]) -> None:
         """Write what was answered into the trajectory, which goes on if it can."""

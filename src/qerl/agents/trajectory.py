@@ -26,6 +26,7 @@ class Trajectory:
         logprobs: Natural log-probability of each token under the policy that drew it, 0.0 at those of others.
         entropies: Entropy in nats of the distribution that it was drawn from, 0.0 at those of others.
         messages: Its turns and the answers to them.
+        turn_start: Tokens before the policy's turn at hand, or its last one.
         turns: How often the policy wrote.
         first: Tokens of its first turn.
         calls, failures: Calls of tools or of the environment, and how many of them failed.
@@ -38,25 +39,40 @@ class Trajectory:
     logprobs: list[float] = field(default_factory=list)
     entropies: list[float] = field(default_factory=list)
     messages: list[Message] = field(default_factory=list)
+    turn_start: int = 0
     turns: int = 0
     first: int = 0
     calls: int = 0
     failures: int = 0
     end: EndReason | None = None
 
+    @property
+    def turn(self) -> list[int]:
+        """Tokens of the policy's turn, with what others wrote within it."""
+        return self.token_ids[self.turn_start :]
+
     def write(self, turn: Completion) -> None:
-        """Append a turn of the policy."""
-        self.turns += 1
+        """Append a turn of the policy, or a part of it."""
         self.token_ids += turn.token_ids
         self.written += [1] * len(turn.token_ids)
         self.logprobs += turn.logprobs
         self.entropies += turn.entropies
+
+    def end_turn(self, message: Message) -> None:
+        """Count the policy's turn, which is whole, and keep it as a message."""
+        self.turns += 1
+        self.messages.append(message)
         if self.turns == 1:
-            self.first = len(turn.token_ids)
+            self.first = len(self.token_ids)
 
     def hear(self, token_ids: Sequence[int], messages: Sequence[Message]) -> None:
-        """Append what others wrote, as tokens and as messages."""
-        self.token_ids += token_ids
+        """Append what others wrote, as tokens and as messages; the policy's next turn begins."""
+        self.insert(token_ids)
         self.messages += messages
+        self.turn_start = len(self.token_ids)
+
+    def insert(self, token_ids: Sequence[int]) -> None:
+        """Append what others wrote within a turn of the policy."""
+        self.token_ids += token_ids
         for column in (self.written, self.logprobs, self.entropies):
             column += [0] * len(token_ids)

@@ -11,6 +11,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase
+
 from qerl.agents.environment import is_text, tool_names
 from qerl.agents.pool import Answer, Call
 from qerl.agents.template import TurnTemplate
@@ -85,6 +87,28 @@ class ToolWorld(World):
         if not isinstance(arguments, dict):
             return Call(name, None, error=f"The arguments of {name} are not given by name.")
         return Call(name, self._by_name[name], arguments)
+
+
+class SilentWorld(World):
+    """Nobody answers: a trajectory is one turn, in which thoughts may be closed.
+
+    Args:
+        tokenizer: Says what the policy wrote.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer, self.environment, self.hangs = tokenizer, None, False
+
+    def read(self, token_ids: Sequence[int], prefix_ids: Sequence[int]) -> tuple[Message, list[Call]]:
+        """See `World.read`."""
+        return {
+            "role": "assistant",
+            "content": self._tokenizer.decode(list(token_ids), skip_special_tokens=True),
+        }, []
+
+    def reply(self, answers: Sequence[Answer]) -> list[Message] | None:
+        """See `World.reply`."""
+        return None
 
 
 class TextWorld(World):

@@ -7,7 +7,6 @@ in the adapter alone, as the checkpoints of a run do, share one loaded base (`On
 
 import gc
 import hashlib
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -17,6 +16,7 @@ from peft import PeftModel
 from rich.console import Console
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from qerl.agents.thinking import CLOSING, ThinkingBudget
 from qerl.eval.adapter_check import prove_adapter
 from qerl.eval.base_check import check_rounding, packing
 from qerl.eval.trained import Choices
@@ -26,7 +26,7 @@ from qerl.models.hub import local_checkpoint
 from qerl.models.load import load_model, load_tokenizer
 from qerl.rollout.engine import RolloutEngine, SamplingParams
 from qerl.rollout.select import make_engine
-from qerl.rollout.stops import StopStrings
+from qerl.rollout.stops import Stop, StopStrings
 from qerl.run_folder import ADAPTER_CONFIG_FILE, read_json
 from qerl.weight_formats import DEFAULT_FORMAT, DEFAULT_ROUNDING, FORMATS, Rounding, WeightFormatName
 
@@ -86,6 +86,22 @@ class Loading:
 
 
 @dataclass(frozen=True)
+class Ends:
+    """What ends and interrupts completions beside stop tokens, as in a recipe."""
+
+    stop_strings: tuple[str, ...] = ()
+    thinking_budget: int | None = None
+    thinking_end: str = CLOSING
+
+    def as_json(self) -> dict[str, Any]:
+        """What decides the completions, as plain JSON values; nothing where nothing is set."""
+        found: dict[str, Any] = {"stop_strings": list(self.stop_strings)} if self.stop_strings else {}
+        if self.thinking_budget is not None:
+            found |= {"thinking_budget": self.thinking_budget, "thinking_end": self.thinking_end}
+        return found
+
+
+@dataclass(frozen=True)
 class Policy:
     """A model that is ready to answer, and how it was loaded."""
 
@@ -95,10 +111,18 @@ class Policy:
     stop_token_ids: tuple[int, ...]
     loading: Loading
 
-    def stopping(self, params: SamplingParams, strings: Sequence[str]) -> SamplingParams:
-        """These parameters, by which a completion ends with a stop token or one of some texts."""
-        stops = (StopStrings(self.tokenizer, strings),) if strings else ()
-        return replace(params, stop_token_ids=self.stop_token_ids, stops=stops)
+    def stopping(self, params: SamplingParams, ends: "Ends") -> SamplingParams:
+        """These parameters, with what ends and interrupts completions.
+
+        Raises:
+            QeRLError: There is a budget of thinking and the model does not think.
+        """
+        stops: list[Stop] = []
+        if ends.stop_strings:
+            stops.append(StopStrings(self.tokenizer, ends.stop_strings))
+        if ends.thinking_budget is not None:
+            stops.append(ThinkingBudget(self.tokenizer, ends.thinking_budget, ends.thinking_end))
+        return replace(params, stop_token_ids=self.stop_token_ids, stops=tuple(stops))
 
 
 def decide(source: Source, choices: Choices) -> Loading:

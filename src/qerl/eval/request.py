@@ -3,7 +3,17 @@
 from dataclasses import dataclass, fields
 from typing import Any
 
-from qerl.settings.checks import Names, NonNegative, Passages, PositiveInt, PositiveShare, Seed, Text, checked
+from qerl.settings.checks import (
+    Names,
+    NonNegative,
+    Passage,
+    Passages,
+    PositiveInt,
+    PositiveShare,
+    Seed,
+    Text,
+    checked,
+)
 
 
 @dataclass(frozen=True)
@@ -21,7 +31,7 @@ class Request:
         temperature: Else 0 for one sample and 0.6 for several.
         top_p: Without effect at temperature 0.
         max_tokens: Longest completion.
-        stop_strings: As in a recipe.
+        stop_strings, thinking_budget, thinking_end: As in a recipe.
         limit: First problems only; None for all.
         seed: Of the sampling.
 
@@ -40,6 +50,8 @@ class Request:
     top_p: PositiveShare = 0.95
     max_tokens: PositiveInt | None = None
     stop_strings: Passages | None = None
+    thinking_budget: PositiveInt | None = None
+    thinking_end: Passage | None = None
     limit: PositiveInt | None = None
     seed: Seed = 0
 

@@ -8,21 +8,22 @@ is damaged or belongs to another model.
 
 import contextlib
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
 from rich.console import Console
 
+from qerl.agents.thinking import CLOSING
 from qerl.errors import QeRLError
 from qerl.eval.base_check import check_base
 from qerl.eval.evaluate import evaluate, held_out, versions
-from qerl.eval.policy import Loading, Policy, Source, decide, digest, load
+from qerl.eval.policy import Ends, Loading, Policy, Source, decide, digest, load
 from qerl.eval.record import Record
 from qerl.eval.request import Request
 from qerl.eval.result import EvalResult
-from qerl.eval.sampling import TurnSettings, conversations
+from qerl.eval.sampling import TurnSettings, conversations, in_one_turn
 from qerl.eval.trained import Choices, read_trained
 from qerl.lora.adapter import adapter_file
 from qerl.models.chat import Chat
@@ -51,7 +52,7 @@ class Job:
         loading: How the policy is loaded.
         source: What decides the policy and the problems, as it stands in the result.
         turns: Tools and environment; None where the policy answers in one turn.
-        stop_strings: Texts that end a completion.
+        ends: What ends and interrupts completions beside stop tokens.
     """
 
     spec: str
@@ -63,7 +64,7 @@ class Job:
     loading: Loading
     source: dict[str, Any]
     turns: TurnSettings | None = None
-    stop_strings: tuple[str, ...] = ()
+    ends: Ends = field(default_factory=Ends)
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -125,15 +126,14 @@ def prepare(source: Source, request: Request, problems: Problems, console: Conso
     get_task(spec, **options)  # a wrong name is said before a model is looked for
     loading = decide(source, choices)
     turns = _turns(request, choices, spec)
-    strings = _stop_strings(request, choices)
+    ends = _ends(request, choices, params.max_tokens)
     _say(choices, params, loading, console)
     task, chosen = problems.of(spec, options, request.limit)
     source_json = loading.as_json() | {"task_options": options, "problems": _problems_digest(chosen)}
     if turns is not None:
         source_json["turns"] = turns.as_json()
-    if strings:
-        source_json["stop_strings"] = list(strings)
-    return Job(spec, options, task, chosen, request.samples, params, loading, source_json, turns, strings)
+    source_json |= ends.as_json()
+    return Job(spec, options, task, chosen, request.samples, params, loading, source_json, turns, ends)
 
 
 def score(job: Job, policy: Policy, record: Record, console: Console) -> EvalResult:
@@ -154,7 +154,7 @@ def score(job: Job, policy: Policy, record: Record, console: Console) -> EvalRes
                 job.task,
                 job.problems,
                 samples=job.samples,
-                params=policy.stopping(job.params, job.stop_strings),
+                params=policy.stopping(job.params, job.ends),
                 console=console,
                 record=record,
                 chat=Chat(tokenizer, kwargs),
@@ -201,12 +201,12 @@ def answer(source: Source, prompt: str, request: Request, console: Console, syst
     elif system:
         messages.insert(0, {"role": "system", "content": system})
     loading = decide(source, choices)
-    strings = _stop_strings(request, choices)
+    ends = _ends(request, choices, params.max_tokens)
     _say(choices, params, loading, console)
     policy = load(loading, console)
     ids = Chat(policy.tokenizer, loading.chat_template_kwargs).ids(messages)
-    result = policy.engine.generate([ids], 1, policy.stopping(params, strings))
-    return policy.tokenizer.decode(result.completions[0].token_ids, skip_special_tokens=True)
+    (said,) = in_one_turn(policy.engine, policy.tokenizer, [ids], 1, policy.stopping(params, ends))
+    return str(said.text)
 
 
 def _choices(source: Source) -> Choices:
@@ -224,8 +224,18 @@ def _sampling(request: Request, choices: Choices) -> SamplingParams:
     return SamplingParams(tokens, temperature, request.top_p, seed=request.seed)
 
 
-def _stop_strings(request: Request, choices: Choices) -> tuple[str, ...]:
-    return tuple(choices.take("stop_strings", request.stop_strings, []))
+def _ends(request: Request, choices: Choices, max_tokens: int) -> Ends:
+    """What ends and interrupts completions; a budget that is out of their reach is refused."""
+    strings = choices.take("stop_strings", request.stop_strings, [])
+    budget = choices.take("thinking_budget", request.thinking_budget, None)
+    if budget is None:
+        return Ends(tuple(strings))
+    if budget >= max_tokens:
+        raise QeRLError(
+            f"thinking_budget is {budget}, and a completion ends at {max_tokens} tokens (--max_tokens); make "
+            "it smaller, or raise --max_tokens."
+        )
+    return Ends(tuple(strings), budget, choices.take("thinking_end", request.thinking_end, CLOSING))
 
 
 def _task(request: Request, choices: Choices) -> tuple[str, dict[str, Any]]:

@@ -17,8 +17,9 @@ from qerl.agents.environment import check_environment, is_text
 from qerl.agents.loop import Limits, ToolErrors, run_trajectories
 from qerl.agents.pool import ToolPool
 from qerl.agents.template import TurnTemplate
+from qerl.agents.thinking import thinking_of
 from qerl.agents.trajectory import Message
-from qerl.agents.world import ToolWorld, World, world_of
+from qerl.agents.world import SilentWorld, ToolWorld, World, world_of
 from qerl.environments.registry import get_environment, get_tool
 from qerl.errors import QeRLError, first_line
 from qerl.models.chat import Chat
@@ -100,9 +101,36 @@ class SingleTurns(Sampler):
     def sample(self, rows: Sequence[dict[str, Any]], samples: int, params: SamplingParams) -> list[Said]:
         """See `Sampler.sample`."""
         prompts = [self._chat.ids(row["prompt"]) for row in rows]
-        found = self._engine.generate(prompts, samples, params).completions
-        texts = self._tokenizer.batch_decode([c.token_ids for c in found], skip_special_tokens=True)
+        return in_one_turn(self._engine, self._tokenizer, prompts, samples, params)
+
+
+def in_one_turn(
+    engine: RolloutEngine,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Sequence[int]],
+    samples: int,
+    params: SamplingParams,
+) -> list[Said]:
+    """What the policy says to each prompt in one turn, in which its thoughts may be closed.
+
+    Args:
+        engine: Samples from the policy.
+        tokenizer: Of the policy.
+        prompts: Token ids of each.
+        samples: Completions of each.
+        params: How they are sampled; a budget of thinking is among the stops.
+    """
+    thinking = thinking_of(params.stops)
+    if thinking is None:
+        found = engine.generate(prompts, samples, params).completions
+        texts = tokenizer.batch_decode([c.token_ids for c in found], skip_special_tokens=True)
         return [Said(text, len(c.token_ids), c.finish_reason) for text, c in zip(texts, found, strict=True)]
+    worlds = [SilentWorld(tokenizer) for _ in range(len(prompts) * samples)]
+    pool = ToolPool(1.0, 1)  # nothing is called
+    with contextlib.closing(pool), engine.session(params) as session:
+        ended = run_trajectories(session, prompts, samples, worlds, pool, Limits(thinking=thinking))
+    texts = tokenizer.batch_decode([t.token_ids for t in ended], skip_special_tokens=True)
+    return [Said(text, sum(t.written), t.end or "stop") for text, t in zip(texts, ended, strict=True)]
 
 
 class Conversations(Sampler):
@@ -146,7 +174,9 @@ class Conversations(Sampler):
         once = prompts[::samples]
         if prompts != [prompt for prompt in once for _ in range(samples)]:  # each sample was shown its own
             once, samples = prompts, 1
-        limits = replace(self._limits, texts_end_turns=bool(params.stops))
+        thinking = thinking_of(params.stops)
+        texts_end_turns = any(stop is not thinking for stop in params.stops)
+        limits = replace(self._limits, texts_end_turns=texts_end_turns, thinking=thinking)
         with self._engine.session(params) as session:
             found = run_trajectories(session, once, samples, worlds, self._pool, limits)
         if self._make is not None:

@@ -46,6 +46,8 @@ _KNOWN: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda value: isinstance(value, list) and all(isinstance(each, str) and each for each in value),
         "a list of texts",
     ),
+    "thinking_budget": (lambda value: type(value) is int and value > 0, "a number of tokens"),
+    "thinking_end": (lambda value: isinstance(value, str), "text"),
     "temperature": (lambda value: type(value) in (int, float) and value > 0, "a positive number"),
 }
 

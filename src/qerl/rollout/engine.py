@@ -24,7 +24,7 @@ from qerl.families.parts import base_model
 from qerl.families.supported import why_not
 from qerl.rollout.stops import Stop
 
-FinishReason = Literal["stop", "length", "error"]
+FinishReason = Literal["stop", "length", "error", "pause"]
 KvCacheDtype = Literal["auto", "fp8"]
 KV_DTYPES: dict[str, torch.dtype] = {"auto": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 NormOffsets = Mapping[str, torch.Tensor]
@@ -93,8 +93,9 @@ class Completion:
             one side alone every importance weight would be too small by that factor.
         entropies: Entropy in nats of the same distribution.
         finish_reason: ``stop`` (a stop token, or a stop such as a text, whose tokens stay), ``length``
-            (max_tokens reached) or ``error`` (logits not finite; the tokens before stay, and where there are
-            none one pad token of log-probability 0 stands in).
+            (max_tokens reached), ``error`` (logits not finite; the tokens before stay, and where there are
+            none one pad token of log-probability 0 stands in) or ``pause`` (a stop after which others write
+            and the turn goes on).
     """
 
     token_ids: list[int]

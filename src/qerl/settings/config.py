@@ -29,6 +29,7 @@ from qerl.settings.checks import (
     Count,
     Names,
     NonNegative,
+    Passage,
     Passages,
     Positive,
     PositiveInt,
@@ -257,6 +258,13 @@ class QeRLConfig(GRPOConfig):
         "stop with include_stop_str_in_output.",
         factory=list,
     )
+    thinking_budget: PositiveInt | None = _help(
+        "Largest number of tokens of a turn before its thoughts, from `<think>` to `</think>`, are closed by "
+        "thinking_end, which is masked as what tools say is; the model goes on within max_completion_length. "
+        "Unset, it thinks as long as it likes.",
+        None,
+    )
+    thinking_end: Passage = _help("Text that closes thoughts, with `</think>` in it.", "\n</think>\n\n")
 
     kv_cache_dtype: KvCacheDtype = _help(
         "Format of the keys and values of rollouts: auto (bfloat16) or fp8 (E4M3 without scales, which takes "

@@ -42,6 +42,7 @@ def check(config: GRPOConfig) -> None:
     _check_correction(config)
     _check_loss(config)
     _check_curriculum(config)
+    _check_thinking(config)
     _check_workers(config)
 
 
@@ -214,6 +215,18 @@ def _check_curriculum(config: GRPOConfig) -> None:
     default = {field.name: field.default for field in dataclasses.fields(config)}["curriculum_floor"]
     if config.curriculum_floor != default and not config.curriculum:
         raise QeRLError("curriculum_floor needs a curriculum; set curriculum: true, or remove it.")
+
+
+def _check_thinking(config: GRPOConfig) -> None:
+    budget, most = config.thinking_budget, config.max_completion_length
+    if budget is not None and budget >= most:
+        raise QeRLError(
+            f"thinking_budget is {budget}, and a completion ends at {most} tokens (max_completion_length); "
+            "make it smaller, so that there is room for an answer."
+        )
+    default = {field.name: field.default for field in dataclasses.fields(config)}["thinking_end"]
+    if budget is None and config.thinking_end != default:
+        raise QeRLError("thinking_end needs a thinking_budget; set it, or remove thinking_end.")
 
 
 def _check_workers(config: GRPOConfig) -> None:

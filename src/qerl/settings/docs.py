@@ -5,6 +5,7 @@ tables of docs/configuration.md, which a test compares with the page.
 """
 
 import dataclasses
+import json
 import textwrap
 from typing import Any
 
@@ -135,7 +136,8 @@ def _shown(value: Any) -> str:
     """A value as a recipe holds it."""
     if value is None or isinstance(value, bool):
         return {None: "unset", True: "true", False: "false"}[value]
-    return str(getattr(value, "value", value))
+    text = str(getattr(value, "value", value))
+    return text if text.isprintable() else json.dumps(text)
 
 
 if __name__ == "__main__":

@@ -47,6 +47,7 @@ from qerl.trainer.prompts import short_prompts
 from qerl.trainer.ready import check_policy
 from qerl.trainer.rewards import guard_rewards, one_for_each, with_length_penalty
 from qerl.trainer.rollouts import check_data
+from qerl.trainer.sampler import stops_of
 from qerl.trainer.trl.evaluation import check_metric
 from qerl.trainer.trl.settings import as_ours
 
@@ -79,7 +80,9 @@ _OF_OTHERS = dict.fromkeys(
     ("tool_timeout", "tool_errors", "tool_output_limit", "max_tool_calling_iterations"),
     "there are neither tools nor environments",
 )
-_OF_OUR_SAMPLING = dict.fromkeys(("stop_strings",), "rollout_func samples in the engine's place")
+_OF_OUR_SAMPLING = dict.fromkeys(
+    ("stop_strings", "thinking_budget", "thinking_end"), "rollout_func samples in the engine's place"
+)
 RUN_FIELDS = frozenset(
     {*_OF_A_RUN, *_OF_A_NAMED_MODEL, *_OF_A_MADE_ENGINE, *LORA_FIELDS, "weights", "tuning", "dtype"}
     | {"max_prompt_length"}
@@ -142,6 +145,7 @@ def complete(
         model = find_model(model)
     tokenizer = _tokenizer(processing_class, model, train_dataset, settings.trust_remote_code)
     others.check_tokenizer(tokenizer)
+    stops_of(settings, tokenizer)  # refuses a model that does not think, before it is loaded
     if named:
         policy = _named_policy(model, settings, peft_config, engine)
     else:

@@ -7,10 +7,15 @@ each group drawn clean where the settings say so.
 
 from typing import Any
 
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from qerl.agents.thinking import ThinkingBudget
 from qerl.errors import QeRLError
 from qerl.rollout.engine import FinishReason, NormOffsets, RolloutEngine, RolloutResult, SamplingParams
-from qerl.rollout.stops import StopStrings
+from qerl.rollout.stops import Stop, StopStrings
 from qerl.seeding import derive_seed
+from qerl.settings.config import QeRLConfig
 from qerl.trainer.memory import PeakMemory
 from qerl.trainer.noisy_share import side_by_side
 from qerl.trainer.resume.trainer import ResumableTrainer
@@ -19,6 +24,20 @@ from qerl.trainer.timing import StepClock
 from qerl.trainer.trl.client import EngineClient
 from qerl.trainer.trl.truncation import cut_off, log_lengths
 from qerl.trainer.turns import Turns
+
+
+def stops_of(args: QeRLConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[Stop, ...]:
+    """What ends or interrupts turns beside stop tokens, by the settings.
+
+    Raises:
+        QeRLError: There is a budget of thinking and the model does not think.
+    """
+    stops: list[Stop] = []
+    if args.stop_strings:
+        stops.append(StopStrings(tokenizer, args.stop_strings))
+    if args.thinking_budget is not None:
+        stops.append(ThinkingBudget(tokenizer, args.thinking_budget, args.thinking_end))
+    return tuple(stops)
 
 
 class SamplerTrainer(ResumableTrainer):
@@ -39,10 +58,9 @@ class SamplerTrainer(ResumableTrainer):
         self.vllm_mode = "server"
         self.vllm_generation = EngineClient(self.rollout, may_differ=self.environment_factories is not None)
         self._last_loaded_step = -1
-        self._turns = Turns(self) if self.tools else None
+        self._turns = Turns(self) if self.tools or self.args.thinking_budget is not None else None
         self._written: list[list[int]] | None = None
-        strings = self.args.stop_strings
-        self._stops = (StopStrings(self._tokenizer, strings),) if strings else ()
+        self._stops = stops_of(self.args, self._tokenizer)
         self._reasons: list[FinishReason] | None = None
         self._cut_off: list[bool] = []
 
@@ -81,14 +99,15 @@ class SamplerTrainer(ResumableTrainer):
         self._memory.read()
         self.engine.release()
         self._clock.add("rollout", result.seconds)
-        if self._stops:
+        if self.args.stop_strings:
             self._reasons = [completion.finish_reason for completion in result.completions]
         if self._turns is None:
             self._rollout.add(result)
         else:
             found = self._turns.trajectories
             of_others = sum(trajectory.written.count(0) for trajectory in found)
-            self._rollout.add(result, of_others, sum(trajectory.turns for trajectory in found))
+            turns = sum(trajectory.turns for trajectory in found) if self.tools else 0
+            self._rollout.add(result, of_others, turns)
         return result
 
     def _sample(
@@ -121,14 +140,27 @@ class SamplerTrainer(ResumableTrainer):
             )
         self._reasons = None
         generated = super()._generate(prompts)
+        silent = self._turns is not None and not self.tools
+        if self._turns is not None and silent:  # TRL asks for masks where there are tools
+            generated = (*generated[:2], self._turns.for_trl()[0], *generated[3:])
         ids, self._written = generated[1:3]
         ends = {*self.eos_token_ids, self._tokenizer.pad_token_id}
         self._cut_off = cut_off(ids, self._reasons, ends)
         if self._stops:
-            mode = "train" if self.model.training else "eval"
-            lengths = [len(each) for each in ids] if self._written is None else map(sum, self._written)
-            log_lengths(self._metrics[mode], list(lengths), self._cut_off, self.accelerator)
+            written = self._written or [[1] * len(each) for each in ids]
+            self._log_lengths(written, of_others=silent)
         return generated
+
+    def _log_lengths(self, written: list[list[int]], of_others: bool) -> None:
+        """Correct what TRL has logged of completions, of which it knows neither why they ended nor, without
+        tools, which tokens others wrote."""
+        mode = "train" if self.model.training else "eval"
+        metrics = self._metrics[mode]
+        log_lengths(metrics, [sum(mask) for mask in written], self._cut_off, self.accelerator)
+        if of_others and mode == "train":
+            own = torch.tensor([sum(mask.count(0) for mask in written)], device=self.accelerator.device)
+            self.state.num_input_tokens_seen -= int(self.accelerator.gather(own).sum())
+            metrics["num_tokens"] = [self.state.num_input_tokens_seen]
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
         """Wraps TRL's: of whole trajectories it is told the first turns."""

@@ -1,4 +1,5 @@
-"""Rollouts of several turns: who answers each row, and what TRL is told of the trajectories.
+"""Rollouts of several turns, or of one in which thoughts may be closed: who answers each row, and what TRL is
+told of the trajectories.
 
 TRL renders the prompts, resets the environments of its pool and scores what comes back; between that stands
 `qerl.agents`, in the place of TRL's own loop over tools. TRL asks twice: for the completions of prompts,
@@ -9,6 +10,7 @@ Legend: B rows of a rollout, the samples of a group side by side.
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from trl import GRPOTrainer
@@ -17,8 +19,9 @@ from qerl.agents.environment import is_text
 from qerl.agents.loop import Limits, run_trajectories
 from qerl.agents.pool import ToolPool
 from qerl.agents.template import TurnTemplate
+from qerl.agents.thinking import thinking_of
 from qerl.agents.trajectory import Trajectory
-from qerl.agents.world import World, world_of
+from qerl.agents.world import SilentWorld, World, world_of
 from qerl.rollout.engine import (
     Completion,
     FinishReason,
@@ -32,7 +35,7 @@ _REASONS: dict[str | None, FinishReason] = {"length": "length", "error": "error"
 
 
 class Turns:
-    """The trajectories of a trainer with tools or environments.
+    """The trajectories of a trainer with tools or environments, or with a budget of thinking.
 
     Args:
         trainer: Its tools and environments are read for each rollout.
@@ -46,17 +49,25 @@ class Turns:
             args.tool_timeout, args.tool_output_limit, loop=getattr(trainer, "async_loop", None)
         )
         self._limits = Limits(args.max_tool_calling_iterations, args.tool_errors, bool(args.stop_strings))
-        pools = trainer._environment_pool.values() if trainer.environment_factories else ()
-        texts = any(is_text(environment) for pool in pools for environment in pool)
-        self._template = TurnTemplate(trainer._tokenizer, trainer.chat_template_kwargs, tools=not texts)
-        trainer.chat_template = (
-            self._template.chat_template
-        )  # which TRL has chosen for tools, and not for texts
+        self._template: TurnTemplate | None = None
+        if trainer.tools:
+            self._template = self._make_template(trainer)
+            # TRL has chosen one for tools, and not for texts.
+            trainer.chat_template = self._template.chat_template
         self._worlds: list[World] = []
         self._trajectories: dict[int, Trajectory] = {}
 
+    @staticmethod
+    def _make_template(trainer: GRPOTrainer) -> TurnTemplate:
+        pools = trainer._environment_pool.values() if trainer.environment_factories else ()
+        texts = any(is_text(environment) for pool in pools for environment in pool)
+        return TurnTemplate(trainer._tokenizer, trainer.chat_template_kwargs, tools=not texts)
+
     def begin(self, rows: int) -> None:
         """Make the worlds of a rollout, whose environments TRL has reset."""
+        if self._template is None:
+            self._worlds = [SilentWorld(self._trainer._tokenizer) for _ in range(rows)]
+            return
         environments = self._trainer.environments or [None] * rows
         tools = self._trainer._standalone_tools
         self._worlds = [world_of(self._template, tools, environment) for environment in environments]
@@ -81,8 +92,9 @@ class Turns:
         """
         start = time.perf_counter()
         worlds = [self._worlds[row] for row in rows]
+        limits = replace(self._limits, thinking=thinking_of(params.stops))
         with engine.session(params, norm_offsets) as session:
-            found = run_trajectories(session, prompts, samples, worlds, self._pool, self._limits)
+            found = run_trajectories(session, prompts, samples, worlds, self._pool, limits)
         for row, trajectory in zip(rows, found, strict=True):
             if not trajectory.token_ids:  # its prompt has left no room; a token that nobody counts stands in
                 trajectory.hear([self._pad], [{"role": "assistant", "content": ""}])

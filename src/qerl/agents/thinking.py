@@ -1,0 +1,81 @@
+"""A budget of thinking: a block of thoughts that is not closed in time is closed by others.
+
+A model that thinks writes its thoughts between two tokens of its own, ``<think>`` and ``</think>``. A turn in
+which that block is still open after so many drawn tokens is interrupted, the text that closes it is written,
+and the policy goes on within its limits. What was written is masked, as any text of others is: the loss
+trains the thoughts that were cut short and the answer that followed, never the closing itself.
+"""
+
+from collections.abc import Sequence
+
+from transformers import PreTrainedTokenizerBase
+
+from qerl.errors import QeRLError
+from qerl.rollout.stops import Stop
+
+OPENS, CLOSES = "<think>", "</think>"
+"""Of the families that think: Qwen3, DeepSeek-R1, SmolLM3 and what was made of them."""
+
+CLOSING = "\n</think>\n\n"
+"""What is written if nobody says otherwise: what Qwen3's template puts behind thoughts."""
+
+_BLANK = 4
+"""Tokens of white space between the one that opens a block and the turn, at most."""
+
+
+class ThinkingBudget(Stop):
+    """Interrupts a turn whose thoughts are open after so many drawn tokens.
+
+    Args:
+        tokenizer: With a token that opens a block of thoughts and one that closes it.
+        tokens: How many a turn may have before its thoughts are closed.
+        closing: What closes them.
+
+    Attributes:
+        closing_ids: The tokens of it.
+
+    Raises:
+        QeRLError: The tokenizer has no such tokens, or ``closing`` does not close thoughts.
+    """
+
+    reason = "pause"
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, tokens: int, closing: str = CLOSING) -> None:
+        found = [tokenizer.encode(text, add_special_tokens=False) for text in (OPENS, CLOSES)]
+        if any(len(ids) != 1 for ids in found):
+            name = tokenizer.name_or_path or "the tokenizer"
+            raise QeRLError(
+                f"thinking_budget closes {OPENS} with {CLOSES}, which are no tokens of {name}; remove it, or "
+                "take a model that thinks."
+            )
+        (self._opens,), (self._closes,) = found
+        self._tokenizer, self._tokens = tokenizer, tokens
+        self.closing_ids: list[int] = tokenizer.encode(closing, add_special_tokens=False)
+        if self._closes not in self.closing_ids or self._opens in self.closing_ids:
+            raise QeRLError(f"thinking_end is {closing!r}, which closes no thoughts; have {CLOSES} in it.")
+
+    def end(
+        self, prompt_ids: Sequence[int], token_ids: Sequence[int], start: int, checked: int
+    ) -> int | None:
+        """See `Stop.end`."""
+        place = start + self._tokens
+        if not checked < place <= len(token_ids):
+            return None
+        drawn = token_ids[start:place]
+        for token in reversed(drawn):
+            if token in (self._opens, self._closes):
+                return place if token == self._opens else None
+        before = [*prompt_ids, *token_ids[:start]]
+        return place if self._is_open(before[-_BLANK - 1 :]) else None
+
+    def _is_open(self, token_ids: Sequence[int]) -> bool:
+        """Whether what stands before a turn ends with the opening of a block."""
+        if self._opens not in token_ids:
+            return False
+        behind = token_ids[len(token_ids) - list(reversed(token_ids)).index(self._opens) :]
+        return not self._tokenizer.decode(behind).strip()
+
+
+def thinking_of(stops: Sequence[Stop]) -> ThinkingBudget | None:
+    """The budget of thinking among stops, if there is one."""
+    return next((stop for stop in stops if isinstance(stop, ThinkingBudget)), None)

@@ -1,0 +1,174 @@
+"""Budgets of thinking: when thoughts are closed, what is written then, and what counts it."""
+
+import pytest
+import torch
+from datasets import Dataset
+
+from qerl.agents.loop import Limits, run_trajectories
+from qerl.agents.pool import ToolPool
+from qerl.agents.template import TurnTemplate
+from qerl.agents.thinking import ThinkingBudget
+from qerl.agents.world import ToolWorld
+from qerl.errors import QeRLError
+from qerl.eval.policy import Ends
+from qerl.eval.request import Request
+from qerl.eval.run import _ends
+from qerl.eval.sampling import in_one_turn
+from qerl.eval.trained import Choices, Trained
+from qerl.rollout.engine import Completion, SamplingParams
+from qerl.rollout.portable.engine import PortableEngine
+from qerl.settings.config import QeRLConfig
+from qerl.trainer.grpo import QeRLTrainer
+from tests.support.agents import call, multiply, tool_tokenizer
+from tests.support.models import make_tiny_tokenizer
+from tests.support.sessions import WholeTurns
+from tests.support.trainer import settings
+
+
+def thinking(tokenizer):
+    tokenizer.add_tokens(["<think>", "</think>"])
+    return tokenizer
+
+
+TOKENIZER = thinking(make_tiny_tokenizer())
+
+
+def ids(text):
+    return TOKENIZER.encode(text, add_special_tokens=False)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "before", "turn", "cut"),
+    [
+        ("a<think>\n", "", "abcdef", 3),
+        ("a<think>", "", "ab", None),
+        ("a<think>\n", "", "a</think>bcd", None),
+        ("a<think>\n", "", "abc</think>d", 3),
+        ("a<think>\n\n</think>\n\n", "", "abcd", None),
+        ("write <think> first", "", "abcd", None),
+        ("a", "", "abcd", None),
+        ("a", "", "<think>bcd", 3),
+        ("a", "", "<think>b</think>d", None),
+        ("a<think>\n", "bcdefg", "abcd", None),
+        ("a<think>\n", "bcd<think>", "abcd", 3),
+        ("a<think>\n", "bc\n</think>\n\n", "abcd", None),
+    ],
+)
+def test_thoughts_that_are_open_are_interrupted(prompt, before, turn, cut):
+    budget, had = ThinkingBudget(TOKENIZER, 3), ids(before)
+    every = [*had, *ids(turn)]
+    expected = None if cut is None else len(had) + cut
+    assert budget.end(ids(prompt), every, len(had), len(had)) == expected
+    found, checked = None, len(had)
+    while found is None and checked < len(every):
+        found = budget.end(ids(prompt), every[: checked + 1], len(had), checked)
+        checked += 1
+    assert found == expected
+
+
+def test_a_model_that_does_not_think_is_refused():
+    with pytest.raises(QeRLError, match="which are no tokens of"):
+        ThinkingBudget(make_tiny_tokenizer(), 3)
+    with pytest.raises(QeRLError, match="thinking_end is 'enough', which closes no thoughts"):
+        ThinkingBudget(TOKENIZER, 3, "enough")
+
+
+def test_settings_that_leave_no_answer_are_refused(tmp_path):
+    with pytest.raises(QeRLError, match="thinking_budget is 6, and a completion ends at 6 tokens"):
+        QeRLConfig(**settings(tmp_path, thinking_budget=6))
+    with pytest.raises(QeRLError, match="thinking_end needs a thinking_budget"):
+        QeRLConfig(**settings(tmp_path, thinking_end="</think>"))
+    run = Choices(Trained(None, {"thinking_budget": 8, "thinking_end": "</think>"}))
+    assert _ends(Request(), run, 9) == Ends((), 8, "</think>")
+    assert _ends(Request(thinking_budget=3, thinking_end=" </think>"), run, 9) == Ends((), 3, " </think>")
+    with pytest.raises(QeRLError, match="thinking_budget is 8, and a completion ends at 8"):
+        _ends(Request(), run, 8)
+
+
+def test_the_policy_goes_on_behind_the_closing(tiny_model):
+    """With the numbers of its own places, and within the tokens that it has in all."""
+    engine = PortableEngine(tiny_model("llama", vocab_size=len(TOKENIZER)), 0)
+    prompts, budget = [ids("a<think>\n"), *map(ids, "bcdef")], ThinkingBudget(TOKENIZER, 5)
+    params = SamplingParams(20, seed=3, stops=(budget,))
+    whole = engine.generate(prompts, 1, SamplingParams(20, seed=3)).completions
+    found = in_one_turn(engine, TOKENIZER, prompts, 1, params)
+    closing, closed = TOKENIZER.decode(budget.closing_ids), 0
+    for prompt, said, free in zip(prompts, found, whole, strict=True):
+        if budget.end(prompt, free.token_ids, 0, 0):
+            assert said.text.startswith(
+                TOKENIZER.decode(free.token_ids[:5], skip_special_tokens=True) + closing
+            )
+            assert said.tokens == 20 - len(budget.closing_ids) and said.end == "length"
+            closed += 1
+        else:
+            assert said.text == TOKENIZER.decode(free.token_ids, skip_special_tokens=True)
+    assert 1 <= closed < len(prompts)
+    (short,) = in_one_turn(engine, TOKENIZER, prompts[:1], 1, SamplingParams(7, seed=3, stops=(budget,)))
+    assert (short.tokens, short.end) == (5, "length"), "no room to close and to go on"
+
+
+class Turns(WholeTurns):
+    """Says given parts of turns, each with the reason why it ends."""
+
+    def __init__(self, tokenizer, parts):
+        super().__init__(SamplingParams(1000), None)
+        self.tokenizer, self.parts = tokenizer, iter(parts)
+
+    def turn(self, sequence):
+        text, reason = next(self.parts)
+        drawn = self.tokenizer.encode(text, add_special_tokens=False)
+        return Completion(drawn, [-1.0] * len(drawn), [2.0] * len(drawn), reason)
+
+
+def test_a_turn_with_a_call_is_read_as_a_whole():
+    tokenizer = thinking(tool_tokenizer())
+    budget, end = ThinkingBudget(tokenizer, 3), tokenizer.eos_token
+    parts = [("abc", "pause"), (call("multiply", a=6, b=7) + end, "stop"), ("42" + end, "stop")]
+    pool, world = ToolPool(5.0, 100), ToolWorld(TurnTemplate(tokenizer, tools=True), [multiply])
+    (found,) = run_trajectories(
+        Turns(tokenizer, parts), [tokenizer.encode("q<think>")], 1, [world], pool, Limits(thinking=budget)
+    )
+    pool.close()
+    assert (found.end, found.turns, found.calls) == ("stop", 2, 1)
+    assert [message["role"] for message in found.messages] == ["assistant", "tool", "assistant"]
+    first = tokenizer.decode(found.token_ids[: found.first])
+    assert first == "abc\n</think>\n\n" + parts[1][0]
+    assert found.written[: found.first + 1] == [1, 1, 1, *[0] * len(budget.closing_ids)] + [1] * (
+        found.first - 3 - len(budget.closing_ids)
+    ) + [0]
+    assert [lp for lp, own in zip(found.logprobs, found.written, strict=True) if not own] == [0] * (
+        found.written.count(0)
+    )
+
+
+def test_training_masks_the_closing(tiny_model, tmp_path):
+    seen = []
+
+    def reward(completions, written_tokens, **_):
+        seen.extend(zip(completions, written_tokens, strict=True))
+        return [float(len(text) % 5) for text in completions]
+
+    config = QeRLConfig(
+        **settings(
+            tmp_path, tuning="full", weights="bf16", max_completion_length=16, thinking_budget=4, max_steps=1
+        )
+    )
+    data = Dataset.from_dict({"prompt": ["one<think>", "two<think>\n", "three", "four<think>\n"]})
+    model = tiny_model("llama", vocab_size=len(TOKENIZER))
+    trainer = QeRLTrainer(model, reward, config, data, processing_class=TOKENIZER)
+    trainer.model.train()
+    with torch.no_grad():
+        batch = trainer._generate_and_score_completions([row for row in data for _ in range(4)])
+    closing = trainer._stops[0].closing_ids
+    others = [(mask == 0).nonzero().flatten().tolist() for mask in batch["tool_mask"]]
+    closed = [places for places in others if places]
+    assert 6 < len(closed) <= 12 and closed == [list(range(4, 4 + len(closing)))] * len(closed)
+    assert all(row[4 : 4 + len(closing)].tolist() == closing for row in batch["completion_ids"][:2])
+    drawn = (batch["completion_mask"] * batch["tool_mask"]).sum(dim=1)
+    assert [count for _, count in seen] == drawn.tolist()
+    metrics = trainer._metrics["train"]
+    assert metrics["completions/mean_length"][-1] == pytest.approx(drawn.float().mean().item())
+    assert metrics["num_tokens"][-1] == batch["prompt_mask"].sum() + drawn.sum()
+    assert sum("\n</think>\n\n" in text for text, _ in seen) == len(closed)
+    trainer.train()
+    assert trainer.state.log_history[0]["grad_norm"] > 0
