@@ -14,6 +14,7 @@ from rich.console import Console
 
 from qerl import cli
 from qerl.cli import main
+from qerl.fp4.format import PackedRows
 from qerl.settings.recipe import load_config
 from qerl.trainer.preflight import optimizer_steps
 
@@ -36,9 +37,12 @@ def warned():
         yield given
 
 
-def test_train_eval_report(recipe, tmp_path, capsys, warned):
+def test_train_eval_report(recipe, tmp_path, capsys, warned, monkeypatch):
     run, model = tmp_path / "run", tmp_path / "model"
+    dequantised, write_dense = [], PackedRows.write_dense
+    monkeypatch.setattr(PackedRows, "write_dense", lambda *args: dequantised.append(1) or write_dense(*args))
     assert main(["train", str(recipe), "--max_steps", "3", "--noise_stages=2"]) == 0
+    assert len(dequantised) == 2 * 14, "on a CPU once for the check of joined rows and once for all steps"
     assert {"config.yaml", "metrics.jsonl", "adapter_model.safetensors", "adapter_config.json"} <= {
         path.name for path in run.iterdir()
     }

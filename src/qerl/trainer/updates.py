@@ -61,6 +61,12 @@ class UpdateTrainer(RolloutTrainer):
             partial(recompute_every_layer, self.model, self.args),
         )
 
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Wraps transformers': on a CPU each weight is dequantized once, and not for every microbatch."""
+        on_cpu = self.accelerator.device.type == "cpu"
+        with dense_weights_kept(self.model) if on_cpu else contextlib.nullcontext():
+            return super().train(*args, **kwargs)
+
     # A step
 
     def _prepare_inputs(self, generation_batch: Any) -> Batch:
@@ -80,7 +86,7 @@ class UpdateTrainer(RolloutTrainer):
         # To ask is cheaper than to tell every module again; evaluation turns off what DDP has wrapped.
         if not self.model.training:
             model.train()
-        with self._clock.microbatch(), self._dense_weights_kept():
+        with self._clock.microbatch():
             batch = self._prepare_inputs(inputs)
             if self._retry.start_step(self.state.global_step):
                 self._trials.start_step()
@@ -103,11 +109,6 @@ class UpdateTrainer(RolloutTrainer):
         """Undo every microbatch of this optimizer step. Rollouts are kept."""
         self.model.zero_grad()
         self._trials.undo_step()
-
-    def _dense_weights_kept(self) -> contextlib.AbstractContextManager[None]:
-        """On a CPU, dequantize each weight once per microbatch instead of twice per layer."""
-        on_cpu = self.accelerator.device.type == "cpu"
-        return dense_weights_kept(self.model) if on_cpu else contextlib.nullcontext()
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         """Wraps transformers', which runs ahead of the optimizer's step.
