@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 TAKE_FIELDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "train": (("--help", "--dry_run"), ()),
     "demo": (("--help", "--tools"), ()),
-    "plan": (("--help",), ("--gpu", "--processes")),
+    "plan": (("--help", "--max_context"), ("--gpu", "--processes")),
 }
 
 console = Console(quiet=not is_first_process())
@@ -143,6 +143,9 @@ def _add_plan(commands: Any) -> None:
     sub.add_argument("recipes", nargs="*", metavar="RECIPE", help="as for train")
     sub.add_argument("--gpu", default="80", metavar="GPU", help="GB, or a name such as rtx4090; default 80")
     sub.add_argument("--processes", default="1", metavar="N", help="GPUs, each with its process; default 1")
+    sub.add_argument(
+        "--max_context", action="store_true", help="say the longest completion that fits as well"
+    )
 
 
 def _add_demo(commands: Any) -> None:
@@ -250,7 +253,9 @@ def _plan(args: argparse.Namespace) -> int:
     from qerl.settings.recipe import parse_value
 
     gpu, processes = parse_value(args.gpu, "--gpu"), parse_value(args.processes, "--processes")
-    plan = plan_command(args.model, args.recipes, _values(args.fields), gpu, console, processes)
+    plan = plan_command(
+        args.model, args.recipes, _values(args.fields), gpu, console, processes, args.max_context
+    )
     return 0 if fits(plan) else 1
 
 

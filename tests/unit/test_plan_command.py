@@ -14,9 +14,9 @@ from qerl.families.sizes import SIZES, Sizes
 from qerl.families.table import FAMILIES
 from qerl.models import hub
 from qerl.plan.command import plan_command
-from qerl.plan.propose import (
-    fastest,
-)
+from qerl.plan.context import in_words, longest_completion
+from qerl.plan.phases import make_plan
+from qerl.plan.propose import fastest, fits
 from qerl.plan.settings import refuse_full_tuning_that_cannot_fit
 from qerl.settings.config import QeRLConfig
 from qerl.settings.recipe import load_config
@@ -51,6 +51,18 @@ def test_command_on_a_shape(capsys):
     assert "--gradient_checkpointing_kwargs '{\"every_n_layers\": 1}' --max_sequences 8" in printed
     assert main(["plan", "7b", "--gpu", "8", *lengths]) == 1
     assert "No settings of the update fit" in capsys.readouterr().out
+
+
+def test_the_longest_completion_is_the_last_that_fits(capsys):
+    sizes = SIZES["qwen3-8b"]
+    longest = longest_completion(make_plan(sizes, work(), GB80))
+    tokens = longest.work.completion_tokens
+    assert fits(longest) and tokens > 100_000
+    assert fastest(sizes, work(completion_tokens=tokens + 256), GB80) is None
+    said = in_words(longest)
+    assert f"fits has {tokens} tokens" in said and "The model has 40960 positions only." in said
+    assert main(["plan", "72b", "--max_context", "--gpu", "24"]) == 1
+    assert "No completion fits, not even one of 256 tokens." in capsys.readouterr().out
 
 
 def test_command_reads_a_folder_and_recipes(tiny_model, tmp_path, capsys):

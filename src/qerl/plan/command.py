@@ -6,6 +6,7 @@ from rich.console import Console
 
 from qerl.errors import QeRLError
 from qerl.kernels.cards import why_no_fp8
+from qerl.plan.context import in_words, longest_completion
 from qerl.plan.gpu import planned_gpu
 from qerl.plan.phases import MemoryPlan
 from qerl.plan.render import render
@@ -14,7 +15,13 @@ from qerl.settings.recipe import load_config
 
 
 def plan_command(
-    name: str, recipes: list[str], fields: dict[str, Any], gpu: Any, console: Console, processes: Any = 1
+    name: str,
+    recipes: list[str],
+    fields: dict[str, Any],
+    gpu: Any,
+    console: Console,
+    processes: Any = 1,
+    max_context: bool = False,
 ) -> MemoryPlan:
     """Print what fits, and return the plan of the settings as they are.
 
@@ -25,6 +32,7 @@ def plan_command(
         gpu: Memory of the GPU as its vendor counts, 80 for an H100 80GB, or its name.
         console: Where the plan is printed.
         processes: GPUs of a data-parallel run, each with a whole model.
+        max_context: Say the longest completion that fits as well.
 
     Raises:
         QeRLError: No such model or GPU, a family that is not planned, wrong settings, full tuning, FP8 keys
@@ -38,4 +46,6 @@ def plan_command(
         raise QeRLError(f"{why_no_fp8(planned.card)}; remove kv_cache_dtype: fp8.")
     plan = plan_settings(config, planned.capacity, processes)
     console.print(render(plan, propose_settings(config, plan), name))
+    if max_context:
+        console.print(in_words(longest_completion(plan)), markup=False, highlight=False, soft_wrap=True)
     return plan

@@ -1,0 +1,47 @@
+"""The longest completion with which a step fits: what `qerl plan --max_context` prints."""
+
+import dataclasses
+from bisect import bisect_left
+
+from qerl.plan.instead import LENGTH_STEP
+from qerl.plan.phases import MemoryPlan, make_plan
+from qerl.plan.propose import fastest
+from qerl.plan.work import Work
+
+LONGEST = 1 << 20
+"""Tokens of the longest completion that is tried."""
+
+
+def longest_completion(plan: MemoryPlan) -> MemoryPlan | None:
+    """The plan of the longest completion that fits, to `LENGTH_STEP` tokens, with the fastest settings of the
+    update; None if none does.
+
+    Args:
+        plan: Model, GPU and everything else that a step does. How many positions the model has is not looked
+            at.
+    """
+
+    def settings(length: int) -> Work | None:
+        work = dataclasses.replace(plan.work, completion_tokens=length)
+        return fastest(plan.sizes, work, plan.capacity)
+
+    lengths = range(LENGTH_STEP, LONGEST + 1, LENGTH_STEP)
+    fitting = bisect_left(lengths, True, key=lambda length: settings(length) is None)
+    work = settings(lengths[fitting - 1]) if fitting else None
+    return None if work is None else make_plan(plan.sizes, work, plan.capacity)
+
+
+def in_words(longest: MemoryPlan | None) -> str:
+    """What the longest completion is, with the settings with which it fits, and what the model takes."""
+    if longest is None:
+        return f"No completion fits, not even one of {LENGTH_STEP} tokens."
+    work, positions = longest.work, longest.sizes.positions
+    said = (
+        f"The longest completion that fits has {work.completion_tokens} tokens behind a prompt of "
+        f"{work.prompt_tokens}, {work.group} samples a prompt, of which {longest.sequences} decode side by "
+        f"side: --max_completion_length {work.completion_tokens} --tokens_per_forward {work.tokens} "
+        f"--gradient_checkpointing_kwargs '{{\"every_n_layers\": {work.every_n_layers}}}'."
+    )
+    if work.prompt_tokens + work.completion_tokens > positions:
+        said += f" The model has {positions} positions only."
+    return said
