@@ -7,6 +7,7 @@ import pytest
 from qerl.agents.environment import (
     Environment,
     TextEnvironment,
+    check_acts,
     check_environment,
     is_text,
     load_environment,
@@ -145,7 +146,7 @@ def broken():
 )
 def test_an_environment_without_an_other_side_is_refused(factory, said):
     with pytest.raises(QeRLError, match=said):
-        check_environment(factory)
+        check_acts(check_environment(factory))
 
 
 def test_options_that_a_class_does_not_take_are_refused(file):

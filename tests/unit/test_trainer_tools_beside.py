@@ -5,13 +5,14 @@ import torch
 from datasets import Dataset
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
+from qerl.errors import QeRLError
 from qerl.rollout.portable.engine import PortableEngine
 from qerl.trainer.grpo import QeRLTrainer
 from tests.support.agents import SayingEngine, call, multiply, tool_tokenizer
 from tests.support.calling import CallingTemplate
 from tests.support.models import TINY, make_tiny_tokenizer
 from tests.support.tools import DATA, make_args, make_policy, written_reward
-from tests.support.trainer import GROUP, logged
+from tests.support.trainer import GROUP, ScriptedEngine, logged
 
 
 class Echo:
@@ -106,3 +107,21 @@ def test_a_reward_model_reads_whole_conversations(tmp_path):
     assert len(set(scores)) == 2 * GROUP
     (row,) = logged(trainer)
     assert row["tools/call_frequency"] == 0.75 and row["loss"] != 0
+
+
+def test_an_environment_may_have_the_data_and_nothing_else(tmp_path):
+    """It says what the problem is and hears nothing; beside a data set it would have no use."""
+
+    class Sums:
+        def reset(self, **row):
+            return "What is 2 + 3?"
+
+    given = {"processing_class": tool_tokenizer(), "environment_factory": Sums}
+    args = make_args(tmp_path, max_steps=1, max_completion_length=6)
+    trainer = QeRLTrainer(make_policy(), [written_reward], args, engine=ScriptedEngine(100, stop=1), **given)
+    trainer.train()
+    (row,) = logged(trainer)
+    assert row["loss"] != 0 and "tools/call_frequency" not in row
+    assert all(prompt[-1]["content"] == "What is 2 + 3?" for prompt in trainer._logs["prompt"])
+    with pytest.raises(QeRLError, match="The environment Sums can do nothing"):
+        QeRLTrainer(make_policy(), [written_reward], args, DATA, **given)

@@ -106,8 +106,7 @@ def check_environment(factory: EnvironmentFactory) -> Any:
         The environment.
 
     Raises:
-        QeRLError: It cannot be made, has no `reset`, or has neither tools nor `respond`, or a tool lacks its
-            docstring or types.
+        QeRLError: It cannot be made, has no `reset`, or a tool lacks its docstring or types.
     """
     try:
         environment = factory()
@@ -123,12 +122,24 @@ def check_environment(factory: EnvironmentFactory) -> Any:
             f"The environment {name} has no method reset(**row), which begins an episode; add one that "
             "returns what the model is shown, or None."
         )
-    tools = tool_names(environment)
-    if not tools and not is_text(environment):
-        raise QeRLError(
-            f"The environment {name} can do nothing: give it public methods with docstring and types, which "
-            "are its tools, or respond(text), which answers what the model wrote."
-        )
-    for tool in tools:
+    for tool in tool_names(environment):
         check_tool(getattr(environment, tool))
     return environment
+
+
+def acts(environment: Any) -> bool:
+    """Whether an environment has tools or answers texts; one that does neither can only have the data."""
+    return is_text(environment) or bool(tool_names(environment))
+
+
+def check_acts(environment: Any) -> None:
+    """Refuse an environment that has no part in a conversation.
+
+    Raises:
+        QeRLError: It has neither tools nor `respond`.
+    """
+    if not acts(environment):
+        raise QeRLError(
+            f"The environment {type(environment).__name__} can do nothing: give it public methods with "
+            "docstring and types, which are its tools, or respond(text), which answers what the model wrote."
+        )

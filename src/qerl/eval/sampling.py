@@ -13,7 +13,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from qerl.agents.environment import check_environment, is_text
+from qerl.agents.environment import check_acts, check_environment, is_text
 from qerl.agents.loop import Limits, ToolErrors, run_trajectories
 from qerl.agents.pool import ToolPool
 from qerl.agents.template import TurnTemplate
@@ -153,6 +153,7 @@ class Conversations(Sampler):
         if settings.environment is not None:
             self._make = get_environment(settings.environment, settings.environment_options)
             self._environments.append(check_environment(self._make))
+            check_acts(self._environments[0])
         texts = any(map(is_text, self._environments))
         if texts and self._tools:
             raise QeRLError(
