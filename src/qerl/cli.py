@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 TAKE_FIELDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "train": (("--help", "--dry_run"), ()),
     "demo": (("--help", "--tools"), ()),
-    "plan": (("--help", "--max_context"), ("--gpu", "--processes")),
+    "plan": (("--help", "--max_context"), ("--gpu", "--processes", "--adapters")),
 }
 
 console = Console(quiet=not is_first_process())
@@ -146,6 +146,9 @@ def _add_plan(commands: Any) -> None:
     sub.add_argument(
         "--max_context", action="store_true", help="say the longest completion that fits as well"
     )
+    sub.add_argument(
+        "--adapters", default="1", metavar="N", help="adapters that `qerl serve` keeps on the GPU; default 1"
+    )
 
 
 def _add_demo(commands: Any) -> None:
@@ -253,8 +256,9 @@ def _plan(args: argparse.Namespace) -> int:
     from qerl.settings.recipe import parse_value
 
     gpu, processes = parse_value(args.gpu, "--gpu"), parse_value(args.processes, "--processes")
+    adapters = parse_value(args.adapters, "--adapters")
     plan = plan_command(
-        args.model, args.recipes, _values(args.fields), gpu, console, processes, args.max_context
+        args.model, args.recipes, _values(args.fields), gpu, console, processes, args.max_context, adapters
     )
     return 0 if fits(plan) else 1
 

@@ -44,6 +44,18 @@ PUBLISHED = {
 }
 
 
+def test_each_further_adapter_of_a_server_takes_its_gradients_and_optimizer_with_it():
+    sizes = SIZES["7b"]
+    plans = [make_plan(sizes, work(adapters=n), GB80) for n in (1, 8)]
+    parameters = Adapter(sizes, 32, LINEARS).parameters
+    lines = [{line.name: (line.rollout, line.update) for line in plan.lines} for plan in plans]
+    assert "other adapters" not in lines[0]
+    assert lines[1]["other adapters"] == (7 * 16 * parameters,) * 2
+    assert {name for name, size in lines[1].items() if size != lines[0].get(name)} <= {
+        "other adapters", "keys and values",
+    }  # fmt: skip
+
+
 # Exact counts
 
 

@@ -87,6 +87,7 @@ def test_command_reads_a_folder_and_recipes(tiny_model, tmp_path, capsys):
         (["--gpu", "nan"], "--gpu is nan"),
         (["--gpu", "true"], "--gpu is True"),
         (["--processes", "0"], "--processes is 0; it must be a number of GPUs"),
+        (["--adapters", "none"], "--adapters is none; it must be a number of adapters"),
         (["--max_completion_length", "40000"], "exceed the model's 32768 positions"),
         (["--lora_rank", "8"], "unknown key 'lora_rank'"),
     ],

@@ -22,6 +22,7 @@ def plan_command(
     console: Console,
     processes: Any = 1,
     max_context: bool = False,
+    adapters: Any = 1,
 ) -> MemoryPlan:
     """Print what fits, and return the plan of the settings as they are.
 
@@ -33,18 +34,20 @@ def plan_command(
         console: Where the plan is printed.
         processes: GPUs of a data-parallel run, each with a whole model.
         max_context: Say the longest completion that fits as well.
+        adapters: Adapters that `qerl serve` keeps on the GPU.
 
     Raises:
         QeRLError: No such model or GPU, a family that is not planned, wrong settings, full tuning, FP8 keys
             and values on a GPU that has none.
     """
     planned = planned_gpu(gpu)
-    if isinstance(processes, bool) or not isinstance(processes, int) or processes < 1:
-        raise QeRLError(f"--processes is {processes}; it must be a number of GPUs, at least 1.")
+    for flag, value, what in (("processes", processes, "GPUs"), ("adapters", adapters, "adapters")):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise QeRLError(f"--{flag} is {value}; it must be a number of {what}, at least 1.")
     config = load_config(recipes, fields | {"model": name}, required=("model",))
     if config.kv_cache_dtype == "fp8" and planned.card and not planned.card.fp8:
         raise QeRLError(f"{why_no_fp8(planned.card)}; remove kv_cache_dtype: fp8.")
-    plan = plan_settings(config, planned.capacity, processes)
+    plan = plan_settings(config, planned.capacity, processes, adapters=adapters)
     console.print(render(plan, propose_settings(config, plan), name))
     if max_context:
         console.print(in_words(longest_completion(plan)), markup=False, highlight=False, soft_wrap=True)

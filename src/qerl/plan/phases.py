@@ -70,17 +70,21 @@ def make_plan(sizes: Sizes, work: Work, capacity: int) -> MemoryPlan:
     """
     adapter, cache = Adapter(sizes, work.rank, work.targets), Cache(sizes, work)
     update = Activations(sizes, work)
+    idle = (work.adapters - 1) * (
+        adapter.bytes + adapter.gradients + work.optimizer_bytes * adapter.parameters
+    )
     resident = {
         "weights": Weights(sizes, work.format.on_engine).bytes,
         "LoRA": adapter.bytes,
         "LoRA of the reference": adapter.bytes if work.copies_adapter else 0,
         "LoRA for sampling": adapter.copies,
         "optimizer": work.optimizer_bytes * adapter.parameters,
+        "other adapters": idle,
         # DistributedDataParallel reduces copies of the gradients, which it keeps.
         "buckets of gradients": adapter.gradients if work.processes > 1 else 0,
     }
     sorting = FILTER_BYTES if work.filtered else 0
-    held = resident["weights"] + resident["LoRA"] + resident["LoRA of the reference"]
+    held = resident["weights"] + resident["LoRA"] + resident["LoRA of the reference"] + idle
     budget = cache_budget(capacity, held, adapter.parameters, work.filtered)
     # Within one backward pass, gradients grow while what was kept for them goes.
     gradients = adapter.gradients if work.passes > 1 else max(0, adapter.gradients - update.kept)

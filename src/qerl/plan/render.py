@@ -16,6 +16,7 @@ _COLORS = {
     "LoRA of the reference": "cyan",
     "LoRA for sampling": "cyan",
     "optimizer": "magenta",
+    "other adapters": "cyan",
     "buckets of gradients": "magenta",
     "keys and values": "yellow",
     "gradients": "magenta",

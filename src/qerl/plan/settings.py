@@ -24,7 +24,11 @@ DEFAULT_PROMPT = 512
 
 
 def plan_settings(
-    config: QeRLConfig, capacity: int, processes: int, found: LocalModel | None = None
+    config: QeRLConfig,
+    capacity: int,
+    processes: int,
+    found: LocalModel | None = None,
+    adapters: int = 1,
 ) -> MemoryPlan:
     """The plan of the settings as they are; what they leave open is chosen to be fast.
 
@@ -33,6 +37,7 @@ def plan_settings(
         capacity: Bytes of the GPU.
         processes: GPUs of a data-parallel run, each with a whole model.
         found: The model of the settings, where it has been found already.
+        adapters: Adapters that a server keeps on the GPU; a run has one.
 
     Returns:
         The plan, whose work has `tokens_per_forward` and `every_n_layers` as set, else as chosen. It may not
@@ -45,7 +50,7 @@ def plan_settings(
     sizes = _sizes(found or str(config.model), config)
     if config.tuning == "full":
         raise QeRLError(_full_tuning(sizes, config, capacity))
-    work = _work(config, processes)
+    work = dataclasses.replace(_work(config, processes), adapters=adapters)
     if work.prompt_tokens + work.completion_tokens > sizes.positions:
         raise QeRLError(
             f"A prompt of {work.prompt_tokens} and a completion of {work.completion_tokens} tokens exceed "

@@ -33,6 +33,8 @@ class Work:
         lora_dropout: Probability of dropout in front of the adapters.
         copies_adapter: Whether the KL penalty keeps a frozen copy of the adapter as its reference; without an
             adapter that was trained before, the model without one serves.
+        adapters: Adapters that a server keeps on the GPU, each with gradients and optimizer; one at a time is
+            sampled from or trained.
     """
 
     weights: WeightFormatName
@@ -52,6 +54,7 @@ class Work:
     processes: int = 1
     lora_dropout: float = 0.0
     copies_adapter: bool = False
+    adapters: int = 1
 
     @property
     def format(self) -> WeightFormat:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from huggingface_hub import constants
 
 from qerl.errors import QeRLError
 from qerl.eval.policy import ComputeDtype, Source, decide
@@ -121,7 +122,9 @@ def open_backend(options: BackendOptions) -> ModelBackend:
 
 
 def model_names(found: LocalModel, positions: int | None) -> list[ModelInfo]:
-    """The base by the name that the server was given and, by the folder where it lies.
+    """The base by the name that the server was given, and by the folder where it lies.
+
+    Its tokenizer is where clients find it: at the Hub if the model came from there, else in the folder.
 
     Raises:
         QeRLError: The model has no limit of positions, which clients have to be told.
@@ -129,5 +132,6 @@ def model_names(found: LocalModel, positions: int | None) -> list[ModelInfo]:
     if positions is None:
         raise QeRLError(f"{found} does not say in its config how many positions it has; add them there.")
     folder = str(found.folder.resolve())
-    tokenizer = folder if Path(found.name).expanduser().exists() else found.name
+    cached = Path(constants.HF_HUB_CACHE).resolve() in Path(folder).parents
+    tokenizer = found.name if cached else folder
     return [ModelInfo(name, positions, tokenizer) for name in dict.fromkeys((found.name, folder))]
