@@ -153,6 +153,9 @@ def score_demo(config: QeRLConfig, adapter: Path | None, console: Console) -> Ev
         environment_options=config.environment_options,
         max_tool_calling_iterations=config.max_tool_calling_iterations,
         max_tokens=config.max_completion_length,
+        stop_strings=config.stop_strings,
+        thinking_budget=config.thinking_budget,
+        thinking_end=config.thinking_end,
         limit=config.eval_samples,
     )
     job = prepare(source, request, Problems(), console)

@@ -218,7 +218,7 @@ PARENTS: dict[str, Acts | Refused | ForScripts] = {
     "top_k": Acts(Count),
     "min_p": Acts(Share | None),
     "repetition_penalty": Refused(_ENGINE),
-    "generation_kwargs": Refused(_ENGINE),
+    "generation_kwargs": Refused("the built-in engine does not read it; stop_strings is a field by itself"),
     "cache_implementation": Refused(_ENGINE),
     "use_transformers_continuous_batching": Refused(_ENGINE),
     "transformers_continuous_batching_config": Refused(_ENGINE),
