@@ -20,8 +20,8 @@ import torch
 from torch import nn
 
 from bench import first_step
-from bench.random_model import as_if_trained, random_policy
 from qerl.families.sizes import Sizes
+from qerl.measure.random_model import as_if_trained, random_policy
 from qerl.rollout.engine import KV_DTYPES, RolloutEngine, SamplingParams
 from qerl.rollout.paged.engine import PagedEngine
 

@@ -15,46 +15,31 @@ completions end at drawn places (`bench.lengths`), the same ones for every engin
 import argparse
 import gc
 import itertools
-import statistics
-import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-import triton
 
-from bench.gauge import gauge
 from bench.lengths import KINDS, call_row, draw_lengths, random_ids
 from bench.peers import vllm_decode
 from bench.peers.process import PATIENCE_MINUTES, peer_rows
 from bench.peers.vllm_decode import PEERS
-from bench.random_model import as_if_trained, random_decoder, random_policy
 from bench.result import write_result
 from qerl.families.sizes import Sizes
 from qerl.kernels.limits import PAGE
+from qerl.measure.decode import decode_speed, fill_rows, random_cache
+from qerl.measure.gauge import gauge
+from qerl.measure.random_model import as_if_trained, random_decoder, random_policy
 from qerl.rollout.engine import KV_DTYPES, SamplingParams
-from qerl.rollout.paged.blocks import BlockManager
 from qerl.rollout.paged.decode import DecodeStep
 from qerl.rollout.paged.engine import PagedEngine
-from qerl.rollout.paged.kv_cache import KVCache
 from qerl.rollout.paged.limits import BlockDemand, KVGeometry
 from qerl.rollout.paged.machine import CudaGraphs
-from qerl.rollout.paged.pace import Pace
-from qerl.rollout.paged.scheduler import Scheduler
 from qerl.rollout.paged.weights import Decoder
 from qerl.rollout.session import whole_completions
 from qerl.weight_formats import FORMATS, WeightFormatName
-
-
-def random_cache(decoder: Decoder, blocks: int, dtype: torch.dtype) -> KVCache:
-    """Normal random keys and values, made layer by layer."""
-    cache = KVCache.of_blocks(decoder, blocks, dtype)
-    for half in (cache.k, cache.v):
-        for layer in half:
-            layer.copy_(torch.randn(layer.shape, dtype=torch.bfloat16, device=layer.device))
-    return cache
 
 
 def without_adapter(decoder: Decoder) -> Decoder:
@@ -64,60 +49,6 @@ def without_adapter(decoder: Decoder) -> Decoder:
         for layer in decoder.layers
     ]
     return replace(decoder, layers=layers)
-
-
-def fill_rows(step: DecodeStep, cache: KVCache, prompt_tokens: int, group: int, decode_tokens: int) -> None:
-    """Put every row at the end of a prompt of ``prompt_tokens`` that is cached already, ``group`` rows per
-    prompt, with blocks for ``decode_tokens`` tokens."""
-    rows = step.rows.count
-    pace = Pace(round_steps=decode_tokens, spare_rounds=0)
-    scheduler = Scheduler(BlockManager(cache.blocks, PAGE), rows, pace)
-    prompts = torch.randint(0, 1000, (triton.cdiv(rows, group), prompt_tokens)).tolist()
-    scheduler.add(prompts, group, [decode_tokens] * (len(prompts) * group))
-    admitted = scheduler.next_round().admitted
-    assert len(admitted) == rows, "the cache is too small"
-    step.rows.clear()
-    for row, sequence in enumerate(admitted):
-        sequence.key = 0, row, 0
-    step.rows.place(admitted)
-    step.attend(scheduler.running)
-
-
-def measure(
-    decoder: Decoder,
-    rows: int,
-    prompt_tokens: int,
-    decode_tokens: int,
-    group: int,
-    repeats: int = 3,
-    kv_dtype: torch.dtype = torch.bfloat16,
-) -> dict[str, Any]:
-    """Times ``decode_tokens`` decode steps of ``rows`` sequences.
-
-    Returns:
-        decode_tok_s, step_ms (medians over the repeats) and spread, (largest - smallest) / median.
-    """
-    demand = BlockDemand(prompt_tokens, decode_tokens, group)
-    cache = random_cache(decoder, demand.blocks(rows), kv_dtype)
-    params = SamplingParams(decode_tokens)
-    step = DecodeStep(decoder, cache, rows, decode_tokens, demand.table_width, params, CudaGraphs())
-    step.capture()
-    times = []
-    for _ in range(repeats):
-        fill_rows(step, cache, prompt_tokens, group, decode_tokens)
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        step.decode(decode_tokens)
-        torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
-    assert int(step.rows.state.generated_T.min()) == decode_tokens
-    assert torch.isfinite(step.rows.state.out_stats_2TM).all()
-    middle = statistics.median(times)
-    return {
-        "decode_tok_s": rows * decode_tokens / middle,
-        "step_ms": middle / decode_tokens * 1e3,
-        "spread": (max(times) - min(times)) / middle,
-    }
 
 
 def measure_calls(
@@ -240,7 +171,7 @@ def _own_rows(args: argparse.Namespace, sizes: Sizes) -> Iterator[dict[str, Any]
         for batch in args.batch:
             for rank in _ranks(args):
                 fixed = (decoder if rank else without_adapter(decoder), batch, args.prompt)
-                seen = measure(*fixed, args.decode, args.group, args.repeats, kv_dtype)
+                seen = decode_speed(*fixed, args.decode, args.group, args.repeats, kv_dtype)
                 row = _own_row(args, weights, rank, batch) | seen
                 if args.profile:
                     row["kernels"] = [

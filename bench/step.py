@@ -29,16 +29,16 @@ from datasets import Dataset
 from peft import PeftModel
 
 from bench.clock import Clock, medians
-from bench.gauge import gauge
 from bench.lengths import KINDS, draw_lengths
 from bench.peers.process import PATIENCE_MINUTES, peer_rows
-from bench.random_model import random_policy
-from bench.random_task import random_prompts, random_reward, word_tokenizer
 from bench.result import write_result
 from qerl.errors import QeRLError
 from qerl.families.layer import LINEARS
 from qerl.families.sizes import Sizes
 from qerl.gpu_memory import total_bytes
+from qerl.measure.gauge import gauge
+from qerl.measure.random_model import random_policy
+from qerl.measure.random_task import random_prompts, random_reward, word_tokenizer
 from qerl.plan.propose import fastest
 from qerl.plan.work import Work
 from qerl.rollout.engine import NormOffsets, RolloutEngine, RolloutResult, SamplingParams

@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 
-from bench.random_model import as_if_trained, random_policy
 from bench.result import write_result
 from qerl.families.sizes import SIZES, Sizes
+from qerl.measure.random_model import as_if_trained, random_policy
 from qerl.rollout.engine import RolloutEngine, SamplingParams, Session
 from qerl.rollout.paged.session import PagedSession
 from qerl.rollout.portable.engine import PortableEngine

@@ -29,12 +29,12 @@ from trl import GRPOConfig, GRPOTrainer
 
 from bench.clock import Clock, medians
 from bench.lengths import draw_lengths
-from bench.model_config import model_config
 from bench.peers.checkpoint import write_zeros
 from bench.peers.process import serve
-from bench.random_task import random_prompts, random_reward, word_tokenizer
 from qerl.families.layer import LINEARS
 from qerl.families.sizes import Sizes
+from qerl.measure.model_config import model_config
+from qerl.measure.random_task import random_prompts, random_reward, word_tokenizer
 from qerl.trainer.memory import used_bytes
 
 # What vLLM takes beside weights and keys and values: a prefill of 4096 tokens, graphs, workspaces.

@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bench.lengths import call_row, draw_lengths, random_ids
-from bench.model_config import model_config
 from bench.peers.checkpoint import write_adapter
 from bench.peers.process import serve
 from qerl.families.sizes import Sizes
+from qerl.measure.model_config import model_config
 
 if TYPE_CHECKING:
     from vllm import LLM

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from qerl import __version__
-from qerl.cli_results import EVAL_LISTS, add_eval, add_generate, add_report, add_watch
+from qerl.cli_results import EVAL_LISTS, add_bench, add_eval, add_generate, add_report, add_watch
 from qerl.errors import QeRLError
 from qerl.ranks import is_first_process
 from qerl.serve.command import add_serve
@@ -113,7 +113,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=_Command)
     for add in (
         _add_train, _add_plan, _add_demo, _add_recipes, _add_fields, _add_quantize, add_eval,
-        add_generate, add_report, add_watch, add_serve, _add_study, _add_doctor,
+        add_generate, add_report, add_watch, add_bench, add_serve, _add_study, _add_doctor,
     ):  # fmt: skip
         add(commands)
     return parser

@@ -1,4 +1,4 @@
-"""The commands that score what a run has trained, and that show what it does: eval, generate, report, watch.
+"""The commands that measure and show: bench a GPU; eval, generate, report and watch what a run has trained.
 
 As in `qerl.cli`, each command is a function that describes its words beside one that runs it, which finds the
 console in its arguments.
@@ -35,6 +35,19 @@ _ASKED = (
 
 EVAL_LISTS = ("--adapter", "--tools", "--stop_strings")
 """Flags of `qerl eval` that take several values."""
+
+
+def add_bench(commands: Any) -> None:
+    sub = add_command(commands, "bench", _bench, "Measure this machine's GPU, for a file that can be sent.")
+    sub.add_argument("what", choices=("card",), help="card: decoding and whole steps of random models")
+    sub.add_argument("--out", type=Path, default=Path("card.json"), help="JSON file; default card.json")
+    sub.add_argument("--shape", help="1.5b, 3b, 7b, 14b or 32b; default: the largest that fits")
+
+
+def _bench(args: argparse.Namespace) -> None:
+    from qerl.measure.card import measure_card
+
+    measure_card(args.out, args.console, args.shape)
 
 
 def add_eval(commands: Any) -> None:

@@ -14,10 +14,10 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
 from bench.products import dequantised
-from bench.random_model import random_decoder
-from bench.rollout import fill_rows
 from qerl.families.sizes import Sizes
 from qerl.kernels.weights.dense import DenseStack
+from qerl.measure.decode import fill_rows
+from qerl.measure.random_model import random_decoder
 from qerl.rollout.engine import SamplingParams
 from qerl.rollout.paged.decode import DecodeStep
 from qerl.rollout.paged.kv_cache import KVCache

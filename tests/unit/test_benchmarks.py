@@ -13,9 +13,9 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from bench.__main__ import main
 from bench.bandwidth import DECODE, UPDATE, Work
-from bench.random_model import as_if_trained, random_decoder, random_policy
 from qerl.families.sizes import Sizes
 from qerl.kernels import decode, update
+from qerl.measure.random_model import as_if_trained, random_decoder, random_policy
 
 QWEN2 = Sizes(128, 192, 2, 2, 1, 64, 100, qkv_bias=True)
 QWEN3 = Sizes(128, 192, 2, 2, 1, 64, 100, qk_norm=True)

@@ -150,12 +150,12 @@ def walk(recorder: Recorder, target: int) -> None:
     """Launches the kernels of decode steps, prefill and update as on a GPU of this class."""
     import torch
 
-    from bench.random_model import random_decoder
     from qerl.families.sizes import Sizes
     from qerl.kernels.cards import ARCH, CARDS, card_of
     from qerl.kernels.update.rms_norm import rms_norm
     from qerl.kernels.update.rotary import rotated_heads
     from qerl.kernels.update.swiglu import swiglu
+    from qerl.measure.random_model import random_decoder
     from qerl.rollout.engine import SamplingParams
     from qerl.rollout.paged.decode import DecodeStep
     from qerl.rollout.paged.kv_cache import KVCache

@@ -6,9 +6,9 @@ import time
 
 import pytest
 
-from bench.gauge import gauge
 from bench.lengths import draw_lengths, random_ids
 from qerl.errors import QeRLError
+from qerl.measure.gauge import gauge
 
 
 def test_lengths_are_the_same_for_every_engine_and_have_their_mean():

@@ -16,13 +16,13 @@ from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from bench.lengths import draw_lengths
-from bench.model_config import model_config
 from bench.peers import process
 from bench.peers.checkpoint import write_adapter, write_zeros
 from bench.peers.process import peer_rows
 from qerl.families.sizes import Sizes
 from qerl.fp4.checkpoint import read_config
 from qerl.fp4.format import NVFP4
+from qerl.measure.model_config import model_config
 from qerl.rollout.paged.engine import PagedEngine
 from qerl.rollout.paged.machine import Eager
 from qerl.rollout.paged.pace import Pace

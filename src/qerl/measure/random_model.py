@@ -11,11 +11,11 @@ from peft import PeftModel
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from bench.model_config import model_config
 from qerl.families.sizes import Sizes
 from qerl.fp4.format import block_format
 from qerl.fp4.linear import PackedLinear
 from qerl.lora.adapter import add_lora
+from qerl.measure.model_config import model_config
 from qerl.rollout.paged.binding import Binding
 from qerl.rollout.paged.weights import Decoder
 

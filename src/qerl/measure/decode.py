@@ -1,0 +1,81 @@
+"""Decode speed of random models, from the first token behind a prompt that is cached already."""
+
+import statistics
+import time
+from typing import Any
+
+import torch
+
+from qerl.kernels.limits import PAGE
+from qerl.rollout.engine import SamplingParams
+from qerl.rollout.paged.blocks import BlockManager
+from qerl.rollout.paged.decode import DecodeStep
+from qerl.rollout.paged.kv_cache import KVCache
+from qerl.rollout.paged.limits import BlockDemand
+from qerl.rollout.paged.machine import CudaGraphs
+from qerl.rollout.paged.pace import Pace
+from qerl.rollout.paged.scheduler import Scheduler
+from qerl.rollout.paged.weights import Decoder
+
+
+def random_cache(decoder: Decoder, blocks: int, dtype: torch.dtype) -> KVCache:
+    """Normal random keys and values, made layer by layer."""
+    cache = KVCache.of_blocks(decoder, blocks, dtype)
+    for half in (cache.k, cache.v):
+        for layer in half:
+            layer.copy_(torch.randn(layer.shape, dtype=torch.bfloat16, device=layer.device))
+    return cache
+
+
+def fill_rows(step: DecodeStep, cache: KVCache, prompt_tokens: int, group: int, decode_tokens: int) -> None:
+    """Put every row at the end of a prompt of ``prompt_tokens`` that is cached already, ``group`` rows per
+    prompt, with blocks for ``decode_tokens`` tokens."""
+    rows = step.rows.count
+    pace = Pace(round_steps=decode_tokens, spare_rounds=0)
+    scheduler = Scheduler(BlockManager(cache.blocks, PAGE), rows, pace)
+    prompts = torch.randint(0, 1000, (-(-rows // group), prompt_tokens)).tolist()
+    scheduler.add(prompts, group, [decode_tokens] * (len(prompts) * group))
+    admitted = scheduler.next_round().admitted
+    assert len(admitted) == rows, "the cache is too small"
+    step.rows.clear()
+    for row, sequence in enumerate(admitted):
+        sequence.key = 0, row, 0
+    step.rows.place(admitted)
+    step.attend(scheduler.running)
+
+
+def decode_speed(
+    decoder: Decoder,
+    rows: int,
+    prompt_tokens: int,
+    decode_tokens: int,
+    group: int,
+    repeats: int = 3,
+    kv_dtype: torch.dtype = torch.bfloat16,
+) -> dict[str, Any]:
+    """Times ``decode_tokens`` decode steps of ``rows`` sequences.
+
+    Returns:
+        decode_tok_s, step_ms (medians over the repeats) and spread, (largest - smallest) / median.
+    """
+    demand = BlockDemand(prompt_tokens, decode_tokens, group)
+    cache = random_cache(decoder, demand.blocks(rows), kv_dtype)
+    params = SamplingParams(decode_tokens)
+    step = DecodeStep(decoder, cache, rows, decode_tokens, demand.table_width, params, CudaGraphs())
+    step.capture()
+    times = []
+    for _ in range(repeats):
+        fill_rows(step, cache, prompt_tokens, group, decode_tokens)
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        step.decode(decode_tokens)
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    assert int(step.rows.state.generated_T.min()) == decode_tokens
+    assert torch.isfinite(step.rows.state.out_stats_2TM).all()
+    middle = statistics.median(times)
+    return {
+        "decode_tok_s": rows * decode_tokens / middle,
+        "step_ms": middle / decode_tokens * 1e3,
+        "spread": (max(times) - min(times)) / middle,
+    }
