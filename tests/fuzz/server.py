@@ -79,7 +79,9 @@ class RandomClient:
         found = [
             (number, self._result(f"{self._model}:{number}")) for number in rng.sample(sends, len(sends))
         ]
-        for number, outcome in found:
+        outcomes = dict(found)
+        assert all(outcomes[number] == outcome for number, outcome in found), "two answers to one request"
+        for number, outcome in outcomes.items():
             failed = isinstance(outcome, dict) and "error" in outcome
             if bad is None or number < bad:
                 assert not failed, outcome
