@@ -8,6 +8,7 @@ from qerl.fp4.linear import PackedLinear
 from qerl.lora.adapter import add_lora
 from qerl.serve.seats import ALPHA
 from qerl.serve.types import AdamParams
+from qerl.update.driver import LossDriver
 from tests.support.models import make_tiny_model, pack
 from tests.support.serve import DATA, datum, lora, request, sampled, tiny_backend, weights
 
@@ -28,34 +29,44 @@ def same(one, other):
         assert torch.equal(matrix, other[name]), name
 
 
-def test_a_model_trains_as_peft_and_torch_do(tmp_path):
-    def base():
-        return pack(make_tiny_model())
-
-    backend = tiny_backend(tmp_path, base())
-    backend.create_model("a", lora(rank=8, seed=3))
-    model = add_lora(base(), rank=8, alpha=ALPHA, dropout=0.0, seed=3)
+def reference():
+    """The same adapter on the same base by PEFT alone, its parameters, and torch's AdamW of them."""
+    model = add_lora(pack(make_tiny_model()), rank=8, alpha=ALPHA, dropout=0.0, seed=3)
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(
         parameters, lr=ADAM.learning_rate, betas=(ADAM.beta1, ADAM.beta2), eps=ADAM.eps,
         weight_decay=ADAM.weight_decay,
     )  # fmt: skip
-    one = DATA[:1]  # how the driver batches several is its own affair, and its own tests'
-    for loss, norm in train(backend, "a", steps=3, data=one):
-        logits_TV = model(input_ids=one[0].tokens[None]).logits[0]
-        logprobs_T = logits_TV.log_softmax(-1).gather(-1, one[0].inputs["target_tokens"][:, None])[:, 0]
-        (-logprobs_T.sum()).backward()
-        assert loss == pytest.approx(-logprobs_T.sum().item(), rel=1e-6)
-        reference = torch.nn.utils.clip_grad_norm_(parameters, ADAM.grad_clip_norm)
-        assert norm == pytest.approx(reference.item(), rel=1e-6)
+    return model, parameters, optimizer
+
+
+@pytest.mark.parametrize("exactly", [True, False])
+def test_a_model_trains_as_peft_and_torch_do(tmp_path, exactly):
+    """Bit for bit where gradients are the driver's, and closely where they are plain autograd's."""
+    backend = tiny_backend(tmp_path, pack(make_tiny_model()))
+    backend.create_model("a", lora(rank=8, seed=3))
+    model, parameters, optimizer = reference()
+    data = DATA if exactly else DATA[:1]
+    driver = LossDriver(model)
+    for loss, norm in train(backend, "a", steps=3, data=data):
+        if exactly:
+            expected = driver.forward_backward(data, "cross_entropy").metrics["loss:sum"]
+        else:
+            logits_TV = model(input_ids=data[0].tokens[None]).logits[0]
+            targets_T1 = data[0].inputs["target_tokens"][:, None]
+            total = -logits_TV.log_softmax(-1).gather(-1, targets_T1).sum()
+            total.backward()
+            expected = total.item()
+        expected_norm = torch.nn.utils.clip_grad_norm_(parameters, ADAM.grad_clip_norm).item()
         optimizer.step()
         optimizer.zero_grad()
+        tolerance = 0 if exactly else 1e-6
+        assert (loss, norm) == pytest.approx((expected, expected_norm), rel=tolerance, abs=0)
     trained = weights(backend, "a")
     for name, parameter in model.named_parameters():
         if "lora" in name:
-            torch.testing.assert_close(
-                trained[name.replace(".default", "")], parameter.data, rtol=0, atol=1e-6
-            )
+            found = trained[name.replace(".default", "")]
+            torch.testing.assert_close(found, parameter.data, rtol=0, atol=tolerance)
 
 
 def test_models_of_other_ranks_do_not_touch_each_other(tmp_path):
