@@ -57,6 +57,33 @@ def test_every_kernel_compiles_and_fits_for_every_class_of_gpus():
             assert 0 <= row.spilled <= SPILLS.get(row.walk, 96), f"{row} spills registers"
 
 
+def test_no_kernel_is_left_out():
+    """Helpers that kernels call have names without an underscore."""
+    files = (Path(__file__).parents[2] / "src" / "qerl").rglob("*.py")
+    assert {
+        name for file in files for name in re.findall(r"@triton\.jit\ndef (_\w+)", file.read_text())
+    } == KERNELS
+
+
+def test_the_dense_weight_is_written_on_every_class_of_gpus(tmp_path):
+    """dequantize.cu; packed_gemm.cu has a test of its own."""
+    pytest.importorskip("cuda.bindings.nvrtc", reason="cuda-bindings is not installed")
+    from qerl.kernels.cards import CARDS
+    from qerl.kernels.nvrtc import compile_source
+    from qerl.kernels.weights import dequantize
+
+    cuobjdump = Path(pytest.importorskip("triton").__file__).parent / "backends/nvidia/bin/cuobjdump"
+    for card in CARDS.values():
+        for out in dequantize._OUT.values() if card.number == 80 else (0,):
+            defines = {"TILES": dequantize._TILES, "OUT": out}
+            cubin = tmp_path / f"{card.number}"
+            cubin.write_bytes(compile_source(dequantize._SOURCE, defines, card.target))
+            used = subprocess.run([cuobjdump, "--dump-resource-usage", cubin], capture_output=True, text=True)
+            registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", used.stdout).groups())
+            assert registers * 128 <= 1 << 16 and stack == 0, f"{card.number}: registers are spilled"
+    assert min(card.shared_bytes for card in CARDS.values()) >= dequantize._STAGED_BYTES
+
+
 AS_OLDER = """
 import re
 import triton
