@@ -35,7 +35,9 @@ def add_serve(commands: Any) -> None:
     sub.description = _TEXT
     sub.add_argument("model", nargs="?", metavar="MODEL", help="Hub id, local folder or .gguf file")
     sub.add_argument("--status", action="store_true", help="say how the server at --host and --port is doing")
-    sub.add_argument("--port", type=number_from(1, int, 65535), default=8000, help="default: 8000")
+    sub.add_argument(
+        "--port", type=number_from(0, int, 65535), default=8000, help="default: 8000; 0 takes a free one"
+    )
     sub.add_argument(
         "--host", default="127.0.0.1", help="address to listen on; default: 127.0.0.1, this machine alone"
     )
@@ -76,11 +78,11 @@ def _add_noise(sub: argparse.ArgumentParser) -> None:
         help="sample with adaptive quantization noise, by a schedule over so many optimizer steps of each "
         "model; default: no noise",
     )  # fmt: skip
-    sub.add_argument("--noise_sigma_start", type=number_from(0, float), default=1e-2, help="default: 0.01")
-    sub.add_argument("--noise_sigma_end", type=number_from(0, float), default=5e-4, help="default: 0.0005")
-    sub.add_argument("--noise_stages", type=number_from(2), default=10, help="default: 10")
-    sub.add_argument("--noise_schedule", choices=SCHEDULES, default="exponential")
-    sub.add_argument("--noise_scale", choices=("absolute", "relative"), default="absolute")
+    sub.add_argument("--noise_sigma_start", type=number_from(1e-12, float), help="default: 0.01")
+    sub.add_argument("--noise_sigma_end", type=number_from(1e-12, float), help="default: 0.0005")
+    sub.add_argument("--noise_stages", type=number_from(2), help="default: 10")
+    sub.add_argument("--noise_schedule", choices=SCHEDULES, help="default: exponential")
+    sub.add_argument("--noise_scale", choices=("absolute", "relative"), help="default: absolute")
 
 
 def _serve(args: argparse.Namespace) -> None:
@@ -92,9 +94,10 @@ def _serve(args: argparse.Namespace) -> None:
         return
     if args.model is None:
         raise QeRLError("MODEL is missing; name the model to serve, or ask for --status.")
+    noise = _noise(args)
     with _listen(args.host, args.port) as listening:
         api_key = _own_key(args)
-        backend = _open(args)
+        backend = _open(args, noise)
         _run(args, backend, api_key, listening)
 
 
@@ -113,7 +116,7 @@ def _check_packages() -> None:
         )
 
 
-def _open(args: argparse.Namespace) -> "Backend":
+def _open(args: argparse.Namespace, noise: "NoiseSchedule | None") -> "Backend":
     from qerl.serve.open import BackendOptions, open_backend
 
     return open_backend(
@@ -127,8 +130,8 @@ def _open(args: argparse.Namespace) -> "Backend":
             max_models=args.max_models,
             max_sequences=args.max_sequences,
             tokens_per_forward=args.tokens_per_forward,
-            noise=_noise(args),
-            noise_scale=args.noise_scale,
+            noise=noise,
+            noise_scale=args.noise_scale or "absolute",
             trust_remote_code=args.trust_remote_code == "true",
         )
     )
@@ -137,10 +140,18 @@ def _open(args: argparse.Namespace) -> "Backend":
 def _noise(args: argparse.Namespace) -> "NoiseSchedule | None":
     from qerl.noise.schedule import NoiseSchedule
 
+    names = ("noise_sigma_start", "noise_sigma_end", "noise_stages", "noise_schedule", "noise_scale")
+    given = [name for name in names if getattr(args, name) is not None]
     if args.noise_steps is None:
+        if given:
+            raise QeRLError(f"--{given[0]} has no effect without noise; give --noise_steps too.")
         return None
     return NoiseSchedule(
-        args.noise_sigma_start, args.noise_sigma_end, args.noise_stages, args.noise_steps, args.noise_schedule
+        args.noise_sigma_start or 1e-2,
+        args.noise_sigma_end or 5e-4,
+        args.noise_stages or 10,
+        args.noise_steps,
+        args.noise_schedule or "exponential",
     )
 
 

@@ -1,0 +1,64 @@
+"""The words of `qerl serve`, and what it says before a model is loaded."""
+
+import socket
+import stat
+
+import pytest
+
+pytest.importorskip("starlette", reason="needs the extra serve")
+pytest.importorskip("google.protobuf", reason="needs the extra serve")
+
+import qerl.serve.command as command
+from qerl.cli import main
+from tests.support.wire import BASE, KEY, FakeBackend, RunningServer
+
+
+def said(capsys: pytest.CaptureFixture, *words: str) -> str:
+    """What a mistake on the command line is told."""
+    assert main(["serve", *words]) == 2
+    return " ".join(capsys.readouterr().err.split())
+
+
+def test_mistakes_are_told_before_the_model_is_loaded(capsys, tmp_path):
+    folder = ["--output_dir", str(tmp_path)]
+    assert "MODEL is missing" in said(capsys, *folder)
+    assert "must begin with tml-" in said(capsys, "some/model", "--port", "0", "--api_key", "secret", *folder)
+    assert "no effect without noise" in said(capsys, "some/model", "--noise_stages", "4", *folder)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert "choose another --port" in said(capsys, "some/model", "--port", port, *folder)
+    assert "No `qerl serve` answers" in said(capsys, "--status", "--port", port, *folder)
+
+
+def test_a_server_keeps_its_key_and_says_what_to_export(monkeypatch, capsys, tmp_path):
+    ran = []
+    monkeypatch.setattr(command, "_open", lambda args, noise: FakeBackend(tmp_path))
+    monkeypatch.setattr(
+        "qerl.serve.server.Server.run", lambda self, listening: ran.append(listening.getsockname())
+    )
+    texts = []
+    for _ in range(2):
+        assert main(["serve", BASE, "--port", "0", "--output_dir", str(tmp_path)]) == 0
+        texts.append(capsys.readouterr().out)
+    file = tmp_path / "api_key"
+    key = file.read_text()
+    assert key.startswith("tml-") and stat.S_IMODE(file.stat().st_mode) == 0o600
+    for text, (host, port) in zip(texts, ran, strict=True):
+        assert host == "127.0.0.1"
+        assert f"export TINKER_BASE_URL=http://127.0.0.1:{port} TINKER_API_KEY={key}" in text
+        assert f"base_model='{BASE}'" in text
+
+
+def test_an_open_address_is_warned_of():
+    assert "nothing is encrypted" in command.greeting("m", "0.0.0.0", 1, "tml-x", None)
+    assert "encrypted" not in command.greeting("m", "127.0.0.1", 1, "tml-x", None)
+    assert "http://[::1]:1" in command.greeting("m", "::1", 1, "tml-x", None)
+
+
+def test_the_status_of_a_server_that_runs(capsys, tmp_path):
+    with RunningServer(FakeBackend(tmp_path)) as running:
+        port = running.url.rpartition(":")[2]
+        assert main(["serve", "--status", "--port", port, "--api_key", KEY]) == 0
+        out = capsys.readouterr().out
+        assert BASE in out and "No client is connected." in out and "Waiting: nothing." in out
+        assert "refuses to say (401)" in said(capsys, "--status", "--port", port, "--api_key", "tml-x")
