@@ -49,7 +49,7 @@ tinker: setup
 		$(PYTHON) -m venv .venv-tinker-$$version; \
 		$(BIN)/python $(SITE) > $$(.venv-tinker-$$version/bin/python $(SITE))/tests.pth; \
 		.venv-tinker-$$version/bin/pip install --quiet --upgrade $$(test $$version = newest && echo tinker || echo tinker==$$version); \
-		.venv-tinker-$$version/bin/python -m pytest tests/integration/test_tinker_sdk.py; \
+		.venv-tinker-$$version/bin/python -m pytest tests/integration/test_tinker_sdk.py tests/integration/test_tinker_model.py; \
 	done
 
 wheel: setup

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 import uvicorn
@@ -235,9 +236,9 @@ def limits(**changes: float) -> Limits:
 
 
 class RunningServer:
-    """A server of a fake backend, on a port of its own in a thread of this process."""
+    """A server of a backend, on a port of its own in a thread of this process."""
 
-    def __init__(self, backend: FakeBackend, **changes: float) -> None:
+    def __init__(self, backend: Any, **changes: float) -> None:
         self.backend = backend
         self.server = Server(backend, limits(**changes), KEY)
         config = uvicorn.Config(self.server.app, port=0, log_level="error", timeout_graceful_shutdown=1)

@@ -1,0 +1,117 @@
+"""The real client of the Tinker API against a real, tiny model: the same numbers however they are asked for.
+
+`make tinker` runs this too.
+"""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("tinker", reason="needs the package tinker, which `make tinker` has")
+
+os.environ["TINKER_API_KEY"] = "tml-test"
+os.environ["TINKER_TELEMETRY"] = "0"
+
+import tinker
+from tinker import types
+
+from tests.support.serve import tiny_backend
+from tests.support.wire import RunningServer
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of what later versions will call otherwise
+ADAM = types.AdamParams(learning_rate=1e-2)
+TOKENS = [[5, 9, 77, 31, 6, 80], [5, 9, 77, 100, 3], [64, 7, 8], [5, 9, 12, 90]]
+
+
+def running(folder: Path) -> RunningServer:
+    return RunningServer(tiny_backend(folder), context=512, max_models=8)
+
+
+def result(future: Any) -> Any:
+    while hasattr(future, "result"):
+        future = future.result()
+    return future
+
+
+def datums(kind: str = "cross_entropy") -> list[types.Datum]:
+    found = []
+    for tokens in TOKENS:
+        inputs: dict[str, Any] = {"target_tokens": tokens[1:]}
+        if kind == "cross_entropy":
+            inputs["weights"] = [1.0] * (len(tokens) - 1)
+        else:
+            inputs["logprobs"] = [-4.0] * (len(tokens) - 1)
+            inputs["advantages"] = [0.5] * (len(tokens) - 1)
+        found.append(types.Datum(model_input=types.ModelInput.from_ints(tokens[:-1]), loss_fn_inputs=inputs))
+    return found
+
+
+def new_model(service: Any, rank: int) -> Any:
+    return result(service.create_lora_training_client(base_model="tiny", rank=rank, seed=7))
+
+
+def train(model: Any, steps: int, kind: str = "cross_entropy") -> list[float]:
+    losses = []
+    for _ in range(steps):
+        passed, stepped = model.forward_backward(datums(kind), kind), model.optim_step(ADAM)
+        losses.append(passed.result().metrics["loss:sum"])
+        stepped.result()
+    return losses
+
+
+def test_two_clients_of_different_rank_get_what_each_gets_alone(tmp_path):
+    kinds = {8: "cross_entropy", 4: "importance_sampling"}
+    alone = {}
+    for rank, kind in kinds.items():
+        with running(tmp_path / str(rank)) as server:
+            alone[rank] = train(new_model(tinker.ServiceClient(base_url=server.url), rank), 3, kind)
+    with running(tmp_path / "both") as server:
+        models = {rank: new_model(tinker.ServiceClient(base_url=server.url), rank) for rank in kinds}
+        together: dict[int, list[float]] = {rank: [] for rank in kinds}
+        for _ in range(3):
+            passed = {
+                rank: model.forward_backward(datums(kinds[rank]), kinds[rank])
+                for rank, model in models.items()
+            }
+            stepped = [model.optim_step(ADAM) for model in models.values()]
+            for rank, future in passed.items():
+                together[rank].append(future.result().metrics["loss:sum"])
+            [future.result() for future in stepped]
+    assert together == alone
+    assert alone[8][-1] < alone[8][0]
+
+
+def test_what_is_sampled_has_the_probability_that_is_computed(tmp_path):
+    with running(tmp_path) as server:
+        model = new_model(tinker.ServiceClient(base_url=server.url), 8)
+        train(model, 1)
+        sampler = result(model.save_weights_and_get_sampling_client())
+        params = types.SamplingParams(max_tokens=6, seed=1, stop=[])
+        prompt = types.ModelInput.from_ints([5, 9, 77])
+        drawn = result(sampler.sample(prompt, num_samples=1, sampling_params=params)).sequences[0]
+        whole = [5, 9, 77, *drawn.tokens]
+        scored = result(sampler.compute_logprobs(types.ModelInput.from_ints(whole)))
+        inputs = {"target_tokens": whole[1:], "weights": [1.0] * (len(whole) - 1)}
+        datum = types.Datum(model_input=types.ModelInput.from_ints(whole[:-1]), loss_fn_inputs=inputs)
+        passed = model.forward([datum], "cross_entropy").result().loss_fn_outputs[0]["logprobs"].tolist()
+        assert scored[1:] == pytest.approx(passed, abs=1e-5)
+        assert drawn.logprobs == pytest.approx(passed[2:], abs=1e-5)
+        before = result(sampler.compute_logprobs(prompt))
+        train(model, 1)
+        assert result(sampler.compute_logprobs(prompt)) == before  # a snapshot stays as it was
+
+
+def test_a_server_that_begins_again_goes_on_bit_for_bit(tmp_path):
+    with running(tmp_path) as server:
+        model = new_model(tinker.ServiceClient(base_url=server.url), 8)
+        train(model, 2)
+        path = model.save_state("two").result().path
+        expected = train(model, 2)
+    with running(tmp_path) as server:
+        service = tinker.ServiceClient(base_url=server.url)
+        again = result(service.create_training_client_from_state_with_optimizer(path))
+        assert train(again, 2) == expected
+        fresh = result(service.create_training_client_from_state(path))
+        assert train(fresh, 2) != expected  # without the optimizer
