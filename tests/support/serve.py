@@ -60,7 +60,7 @@ def datum(tokens, weights=None) -> Datum:
 DATA = [datum([5, 9, 77, 31, 6, 80]), datum([5, 9, 77, 100, 3]), datum([64, 7, 8])]
 
 
-def request(sampler, prompt=(5, 9, 77), seed=1, max_tokens=12, **options) -> SampleRequest:
+def request(sampler, prompt=(5, 9, 77), seed=1, max_tokens=6, **options) -> SampleRequest:
     return SampleRequest(sampler, tuple(prompt), seed, max_tokens=max_tokens, **options)
 
 

@@ -65,8 +65,8 @@ def test_the_same_tokens_whoever_shares_the_batch(tmp_path):
     key, base = backend.save_for_sampler("a", None), backend.sampler("tiny")
     asked = [
         request(key, prompt, seed, max_tokens, num_samples=n, temperature=t)
-        for prompt in PROMPTS
-        for seed, max_tokens, n, t in ((1, 8, 2, 1.0), (2, 12, 1, 1.0), (1, 8, 1, 0.0), (3, 5, 1, 0.7))
+        for prompt in PROMPTS[:2]
+        for seed, max_tokens, n, t in ((1, 6, 2, 1.0), (2, 9, 1, 1.0), (1, 4, 1, 0.0), (3, 5, 1, 0.7))
     ]
     asked += [request(base, PROMPTS[0], 1), request(key, PROMPTS[0], 9, top_k=3), request(key, top_p=0.5)]
     alone = {number: sampled(backend, [each])[0] for number, each in enumerate(asked)}
