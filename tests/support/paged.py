@@ -3,6 +3,7 @@
 import torch
 
 from qerl.lora.adapter import add_lora
+from qerl.rollout.sampling import uniform_streams
 from tests.support.models import FAMILIES, move_adapter, pack
 
 
@@ -41,3 +42,30 @@ def score(model, prompt, token_ids):
     ids = torch.tensor([prompt + token_ids], device=model.device)
     logits = model(input_ids=ids).logits[0, len(prompt) - 1 : -1].float()
     return logits.log_softmax(-1).gather(-1, ids[0, len(prompt) :, None])[:, 0]
+
+
+@torch.no_grad()
+def from_uniforms(model, prompt, token_ids, key, places):
+    """How far each drawn token lies from the one that its uniform number asks for, in probability.
+
+    The number lies between two values of the cumulative distribution, those of the token drawn; 0 where it
+    does by this pass of the model too. Passes differ in the last bit, which moves such a value by some
+    thousandths; a number of another place or sequence lies a third away on average.
+
+    Args:
+        model: Its forward pass is compared.
+        prompt, token_ids: What it read, and all of the completion.
+        key: (seed, prompt number, sample) of the sequence.
+        places: Where in the completion the policy drew.
+
+    Returns:
+        fp64 [places].
+    """
+    ids = torch.tensor([prompt + token_ids], device=model.device)
+    logits_TV = model(input_ids=ids).logits[0, len(prompt) - 1 : -1].double().cpu()
+    cdf_TV = logits_TV.softmax(-1).cumsum(-1)[places]
+    drawn_T1 = torch.tensor(token_ids)[places, None]
+    above_T = cdf_TV.gather(-1, drawn_T1)[:, 0]
+    below_T = torch.where(drawn_T1 > 0, cdf_TV.gather(-1, (drawn_T1 - 1).clamp(min=0)), 0.0)[:, 0]
+    uniform_T = uniform_streams([key], len(token_ids))[0, places]
+    return (below_T - uniform_T).clamp(min=0) + (uniform_T - above_T).clamp(min=0)

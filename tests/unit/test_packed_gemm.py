@@ -260,3 +260,13 @@ def test_packed_gemm_compiles_for_every_class_and_fits(card, tmp_path):
         registers, stack, static = map(int, re.search(RESOURCES, used.stdout).groups())
         assert registers * tiling.threads <= 1 << 16 and stack == 0, "registers are spilled"
         assert static % 1024 + taken <= card.shared_bytes, "the driver's kilobyte is not the block's"
+
+
+def test_copies_of_each_thread_have_no_eviction_policy():
+    """ptxas encodes some of these wrongly for 9.0, where `QERL_ARCH=80` runs them; see the source."""
+    pytest.importorskip("cuda.bindings.nvrtc", reason="cuda-bindings is not installed")
+    card = CARDS[8, 0]
+    tiling = tiling_for(8, card)
+    defines = switches(tiling, 8, tiling.stages(8), card)
+    translated = compile_source(packed_gemm.SOURCE, defines, "compute_80")
+    assert b"cp.async.cg" in translated and b"cache_hint" not in translated

@@ -94,11 +94,12 @@ __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
       "again: mbarrier.test_wait.parity.shared.b64 done, [%0], %1;\n"
       "@!done bra again;}" ::"r"(barrier), "r"(parity) : "memory");
 }
-// By the whole warp; bytes is a multiple of 16.
-__device__ __forceinline__ void copy(u32 to, const u8* from, u32 bytes, u32, u64 policy) {
+// By the whole warp; bytes is a multiple of 16. Without an eviction policy: where the address in shared memory has a
+// part in a uniform register, ptxas (12.8, 12.9 and the driver of CUDA 13.0) encodes cp.async with one as an illegal
+// instruction for 9.0 and later.
+__device__ __forceinline__ void copy(u32 to, const u8* from, u32 bytes, u32, u64) {
   for (u32 at = threadIdx.x % 32 * 16; at < bytes; at += 512)
-    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;"
-                 ::"r"(to + at), "l"(from + at), "l"(policy) : "memory");
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to + at), "l"(from + at) : "memory");
 }
 // This lane arrives when all that it has asked for is there.
 __device__ __forceinline__ void barrier_arrive_copied(u32 barrier) {
@@ -259,10 +260,10 @@ packed_gemm(const u8* __restrict__ x, const u8* __restrict__ codes, const u8* __
 
   if (warp == CONSUMERS / 32) {
     if (lane == 0 || !BULK) {
-      u64 once, often;
+      u64 once = 0, often = 0;
+#if BULK
       asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(once));
       asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(often));
-#if BULK
       int pieces = 0;
       Piece p(begin, end, k_tiles);
       for (; p.at < end && pieces < STAGES; pieces++, p.advance()) {
