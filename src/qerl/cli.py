@@ -34,7 +34,7 @@ TAKE_FIELDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "plan": (("--help", "--max_context"), ("--gpu", "--processes", "--adapters")),
 }
 
-console = Console(quiet=not is_first_process())
+console = Console(quiet=not is_first_process(), emoji=False)  # a path may have ":train:" in it
 
 
 def main(argv: list[str] | None = None) -> int:
