@@ -40,8 +40,7 @@ def run_demo(config: QeRLConfig, console: Console) -> int:
     """Train as the settings say, and print the accuracy on `eval_samples` held-out problems before and after.
 
     Args:
-        config: Settings of the run. Model and output folder are replaced, on a GPU microbatches, and on a CPU
-            a dtype that was left open.
+        config: Settings of the run. Model, output folder and, on a GPU, microbatches are replaced.
         console: Where progress and results are shown.
 
     Returns:
@@ -51,7 +50,7 @@ def run_demo(config: QeRLConfig, console: Console) -> int:
     config = changed(config, {
         "model": _packed(config, console),
         "output_dir": str(_free(Path(str(config.output_dir)))),
-        **(one_microbatch(config) if torch.cuda.is_available() else fast_dtype(config)),
+        **(one_microbatch(config) if torch.cuda.is_available() else {}),
     })  # fmt: skip
     console.print(f"Scoring {config.eval_samples} held-out problems before training.")
     before = score_demo(config, None, console)
@@ -94,19 +93,6 @@ def one_microbatch(config: QeRLConfig) -> dict[str, Any]:
         "gradient_accumulation_steps": 1,
         "steps_per_generation": 1,
     }
-
-
-def fast_dtype(config: QeRLConfig) -> dict[str, Any]:
-    """Fields that let a CPU compute in bfloat16, if it has instructions for that and the dtype is left open.
-
-    Products then take half of the time that they take in FP32; without such instructions they take longer.
-    The adapter and its optimizer stay in FP32 either way.
-    """
-    if config.dtype != "auto" or not (
-        torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    ):
-        return {}
-    return {"dtype": "bfloat16"}
 
 
 def _packed(config: QeRLConfig, console: Console) -> str:

@@ -7,7 +7,7 @@ import torch
 from rich.console import Console
 
 from qerl.cli import main
-from qerl.demo import conversation, fast_dtype, fewer_stages, one_microbatch, score_demo
+from qerl.demo import conversation, fewer_stages, one_microbatch, score_demo
 from qerl.environments import get_environment
 from qerl.eval.policy import Loading, Policy
 from qerl.settings.recipe import changed, load_config
@@ -23,18 +23,6 @@ def test_one_microbatch_is_the_same_step() -> None:
     assert (one.per_device_train_batch_size, one.gradient_accumulation_steps) == (samples, 1)
     assert one.generation_batch_size == several.generation_batch_size == samples
     assert one_microbatch(load_config(["demo"], {"steps_per_generation": 16})) == {}
-
-
-@pytest.mark.parametrize(
-    ("avx512", "amx", "found"), [(True, False, {"dtype": "bfloat16"}), (False, False, {})]
-)
-def test_a_processor_with_bfloat16_computes_in_it(
-    monkeypatch: pytest.MonkeyPatch, avx512, amx, found
-) -> None:
-    monkeypatch.setattr("torch.cpu._is_avx512_bf16_supported", lambda: avx512)
-    monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda: amx)
-    assert fast_dtype(load_config(["demo"], {})) == found
-    assert fast_dtype(load_config(["demo"], {"dtype": "float32"})) == {}, "what is said is kept"
 
 
 def test_changed_settings_are_the_others_with_a_field_replaced() -> None:
