@@ -360,6 +360,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "demo": lambda: demo("demo-cpu"),
     "demo-tools": lambda: demo("demo-tools-cpu"),
     "turns": lambda: turn_tables.kept("turns-smollm2-cpu"),
+    "turns-gpu": lambda: turn_tables.on_gpu("turns-smollm2-h200"),
     "memory": memory,
     "small-cards": card_tables.small_cards,
     "cards": card_tables.cards,
@@ -367,6 +368,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "learning": learning,
     "noise-arms": lambda: study_tables.arms("noise-wp12"),
     "noise-comparisons": lambda: study_tables.comparisons("noise-wp12", "primary", "designs", "formats"),
+    "needle-comparisons": lambda: study_tables.comparisons(
+        "noise-needle", "primary", "designs", "correction"
+    ),
     "probe-noise": lambda: probe_tables.perturbations("probe", "start", "wp12"),
     "probe-formats": lambda: probe_tables.formats("probe", "wp12"),
     "probe-formats-wp2": lambda: probe_tables.formats("probe", "wp2"),
