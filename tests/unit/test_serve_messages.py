@@ -121,6 +121,22 @@ def test_a_damaged_sparse_tensor_is_refused(change: str):
         read_data(broken(change))
 
 
+def test_sparse_tensors_are_bounded_together_before_they_are_made_dense(monkeypatch):
+    message, made = request(), []
+    for _ in range(4):
+        tensor = add_datum(message, [1] * 3).loss_fn_inputs.add(key="weights").value
+        tensor.dtype = wire.FLOAT32
+        tensor.shape.extend([3, 100])
+        tensor.sparse_csr.crow_indices = np.zeros(4, "<i8").tobytes()
+    zeros = np.zeros
+    monkeypatch.setattr("qerl.serve.messages.np.zeros", lambda *args: made.append(args) or zeros(*args))
+    with pytest.raises(QeRLError, match="Datum 3: weights .* more than 1000 elements"):
+        read_data(message)
+    assert len(made) == 3
+    del message.data[3]
+    assert len(read_data(message)) == 3
+
+
 def test_what_does_not_fit_is_refused():
     one = np.ones(2, np.float32)
     cases = []

@@ -13,15 +13,15 @@ class Limits:
         max_models: Models of all clients together.
         body: Bytes of a request.
         datums: Datums of a request; clients cut longer batches into several requests.
-        elements: Elements of a dense tensor.
+        elements: Elements of all tensors of a request together, those that a sparse one leaves out included.
         num_samples: Completions of a request.
         topk: Most probable tokens at each position of a prompt.
-    waiting: Requests that wait or whose results nobody has fetched, of all clients together.
+        waiting: Requests that wait or whose results nobody has fetched, of all clients together.
         snapshots: Ephemeral snapshots of a session's models; the least recently used goes first.
         silence_s: A client that says nothing for so long is taken for dead and its models are dropped.
         keep_s: A result that was fetched can be fetched again for so long.
         unfetched_s: A result that nobody fetches is kept for so long.
-    poll_s: A client that asks for a result waits so long before it is told to ask again.
+        poll_s: A client that asks for a result waits so long before it is told to ask again.
         gather_s: After the first request for samples the others of a burst are waited for so long.
     """
 

@@ -59,16 +59,17 @@ class ForwardBackward:
         """The datums.
 
         Raises:
-            QeRLError: One of them is damaged, too large, or holds something that is no text.
+            QeRLError: One of them is damaged or holds something that is no text, or they are too large
+                together.
         """
         if not 0 < len(self.message.data) <= limits.datums:
             raise QeRLError(
                 f"A request for {self.loss} has {len(self.message.data)} datums; send 1 to {limits.datums}."
             )
-        found = []
+        found, room = [], _Room(limits.elements)
         for number, datum in enumerate(self.message.data):
             try:
-                found.append(_datum(datum, limits))
+                found.append(_datum(datum, limits, room))
             except QeRLError as error:
                 raise QeRLError(f"Datum {number}: {error}") from error
         return found
@@ -88,7 +89,28 @@ def read_forward_backward(body: bytes) -> ForwardBackward:
     return ForwardBackward(message.model_id, message.seq_id, message.loss_fn, message.forward_only, message)
 
 
-def _datum(message: Any, limits: Limits) -> Datum:
+@dataclass
+class _Room:
+    """How many elements the tensors of a request may still have, of `most`."""
+
+    most: int
+    taken: int = 0
+
+    def take(self, shape: tuple[int, ...], name: str) -> None:
+        """Count a tensor before there is memory for it.
+
+        Raises:
+            QeRLError: With it there are too many.
+        """
+        self.taken += math.prod(shape)
+        if self.taken > self.most:
+            raise QeRLError(
+                f"{name} has the shape {list(shape)}; with it the tensors of this request have more than "
+                f"{self.most} elements, which this server takes. Send fewer datums in a request."
+            )
+
+
+def _datum(message: Any, limits: Limits, room: _Room) -> Datum:
     chunks = []
     for chunk in message.model_input:
         if not chunk.HasField("encoded_text"):
@@ -96,7 +118,7 @@ def _datum(message: Any, limits: Limits) -> Datum:
         chunks.append(_array(chunk.encoded_text.tokens, np.dtype("<i4"), "tokens"))
     tokens_T = np.concatenate(chunks) if chunks else np.empty(0, np.int32)
     check_tokens(tokens_T, limits, "model_input")
-    inputs = {entry.key: _tensor(entry.value, entry.key, limits) for entry in message.loss_fn_inputs}
+    inputs = {entry.key: _tensor(entry.value, entry.key, room) for entry in message.loss_fn_inputs}
     for name, tensor in inputs.items():
         if not len(tensor.shape) or len(tensor) != len(tokens_T):
             raise QeRLError(
@@ -120,18 +142,16 @@ def check_tokens(tokens: np.ndarray, limits: Limits, what: str) -> None:
         raise QeRLError(f"{what} holds the token {tokens.min()}; token ids are not negative.")
 
 
-def _tensor(message: Any, name: str, limits: Limits) -> torch.Tensor:
+def _tensor(message: Any, name: str, room: _Room) -> torch.Tensor:
     dtype, shape = _DTYPES.get(message.dtype), tuple(message.shape)
     if dtype is None:
         raise QeRLError(f"{name} has dtype {message.dtype}; float32, int64 and int32 are known.")
     sparse = message.HasField("sparse_csr")
     if not shape and not sparse:
         shape = (len(message.dense) // dtype.itemsize,)
-    if min(shape, default=0) < 0 or len(shape) not in (1, 2) or math.prod(shape) > limits.elements:
-        raise QeRLError(
-            f"{name} has the shape {list(shape)}; it must be [T] or [T, K] with at most {limits.elements} "
-            "elements."
-        )
+    if min(shape, default=0) < 0 or len(shape) not in (1, 2):
+        raise QeRLError(f"{name} has the shape {list(shape)}; it must be [T] or [T, K].")
+    room.take(shape, name)
     if sparse:
         array = _dense(message.sparse_csr, dtype, shape, name)
     else:
