@@ -1,5 +1,6 @@
 """The words of `qerl serve`, and what it says before a model is loaded."""
 
+import argparse
 import socket
 import stat
 
@@ -10,6 +11,8 @@ pytest.importorskip("google.protobuf", reason="needs the extra serve")
 
 import qerl.serve.command as command
 from qerl.cli import main
+from qerl.errors import QeRLError
+from qerl.serve.gate import Gate
 from tests.support.wire import BASE, KEY, FakeBackend, RunningServer
 
 
@@ -47,6 +50,30 @@ def test_a_server_keeps_its_key_and_says_what_to_export(monkeypatch, capsys, tmp
         assert host == "127.0.0.1"
         assert f"export TINKER_BASE_URL=http://127.0.0.1:{port} TINKER_API_KEY={key}" in text
         assert f"base_model='{BASE}'" in text
+
+
+@pytest.mark.parametrize("text", ["", "  \n", "tml-", "tml-short", "another-file-with-other-words"])
+def test_a_key_file_that_holds_no_key_is_refused(capsys, tmp_path, text: str):
+    (tmp_path / "api_key").write_text(text)
+    assert "holds no key" in said(capsys, "some/model", "--port", "0", "--output_dir", str(tmp_path))
+
+
+def test_of_two_first_starts_one_key_stays(monkeypatch, tmp_path):
+    args, file = argparse.Namespace(api_key=None, output_dir=tmp_path), tmp_path / "api_key"
+    other, key = KEY + "x" * 30, command.secrets.token_urlsafe
+
+    def slowly(length: int) -> str:
+        file.write_text(other)  # the other server is first
+        return key(length)
+
+    monkeypatch.setattr(command.secrets, "token_urlsafe", slowly)
+    assert command._own_key(args) == other == file.read_text()
+    assert [*tmp_path.iterdir()] == [file]
+
+
+def test_an_empty_key_lets_nobody_in():
+    with pytest.raises(QeRLError, match="key is empty"):
+        Gate(lambda scope, receive, send: None, "", 1)
 
 
 def test_an_open_address_is_warned_of():

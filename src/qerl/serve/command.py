@@ -4,10 +4,12 @@ Imports what needs torch or HTTP inside the functions, as the rest of the comman
 """
 
 import argparse
+import contextlib
 import ipaddress
 import os
 import secrets
 import socket
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
 KEY_FILE = "api_key"
 KEY_START = "tml-"
 """Clients refuse keys that begin otherwise."""
+KEY_LENGTH = 20
+"""A key file with less was cut off or written by hand."""
 
 _TEXT = """\
 Serve MODEL to clients of the Tinker API: they sample, compute losses and train LoRA adapters, many at once,
@@ -225,18 +229,36 @@ def _own_key(args: argparse.Namespace) -> str:
     """The key of a server that begins: the one given, else that of its folder, which is made once.
 
     Raises:
-        QeRLError: No client would send it.
+        QeRLError: No client would send it, or the file holds none.
     """
     if args.api_key is not None:
-        if not args.api_key.startswith(KEY_START):
-            raise QeRLError(f"--api_key must begin with {KEY_START}; clients refuse other keys.")
+        if not args.api_key.startswith(KEY_START) or args.api_key == KEY_START:
+            raise QeRLError(f"--api_key must begin with {KEY_START} and go on; clients refuse other keys.")
         return str(args.api_key)
     path = args.output_dir / KEY_FILE
     if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        _write_key(path)
+    key = path.read_text().strip()
+    if not key.startswith(KEY_START) or len(key) < KEY_LENGTH:
+        raise QeRLError(
+            f"{path} holds no key: one begins with {KEY_START} and has at least {KEY_LENGTH} characters. "
+            "Delete the file, and a new key is made."
+        )
+    return key
+
+
+def _write_key(path: Path) -> None:
+    """Make a key at a path, whole or not at all; of two servers that begin at once the first one's stays."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f"{path.name}.")  # readable by the user alone
+    aside = Path(name)
+    try:
+        with os.fdopen(handle, "w") as file:
             file.write(KEY_START + secrets.token_urlsafe(24))
-    return str(path.read_text().strip())
+        with contextlib.suppress(FileExistsError):
+            os.link(aside, path)
+    finally:
+        aside.unlink()
 
 
 def _known_key(args: argparse.Namespace) -> str:

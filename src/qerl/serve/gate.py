@@ -6,14 +6,22 @@ from typing import Any
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from qerl.errors import QeRLError
+
 OPEN = ("/metrics", "/api/v1/healthz", "/api/v1/download/")
 """Paths that need no key; downloads are signed instead."""
 
 
 class Gate:
-    """Refuses requests without the key, and bodies that are too large, before anything reads them."""
+    """Refuses requests without the key, and bodies that are too large, before anything reads them.
+
+    Raises:
+        QeRLError: The key is empty, with which everybody would be let in.
+    """
 
     def __init__(self, app: ASGIApp, api_key: str, most: int) -> None:
+        if not api_key:
+            raise QeRLError("The server's key is empty; give it one that begins with tml-.")
         self._app, self._api_key, self._most = app, api_key.encode(), most
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
