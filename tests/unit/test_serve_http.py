@@ -1,5 +1,6 @@
 """The server over HTTP, with a backend that counts: refusals, limits, keys, what no client should send."""
 
+import asyncio
 import json
 import threading
 import time
@@ -16,6 +17,7 @@ pytest.importorskip("starlette", reason="needs the extra serve")
 from starlette.testclient import TestClient
 
 from qerl.serve import descriptors as wire
+from qerl.serve.gate import Gate
 from qerl.serve.server import Server
 from tests.support.wire import BAD_TOKEN, BASE, KEY, FakeBackend, limits
 
@@ -103,6 +105,51 @@ def test_a_large_body_is_refused_before_it_is_read(client: Client):
     assert answer.status_code == 413 and "20000 bytes" in answer.json()["detail"]
     pieces = (b"x" * 1000 for _ in range(30))  # of a length that no header says
     assert client.http.post("/api/v1/optim_step", content=pieces).status_code == 413
+
+
+def through_the_gate(
+    path: str, headers: dict[str, str], *messages: dict
+) -> tuple[list[bytes], list[int], int]:
+    """Bodies that reached the application, states that the client got, and messages that nobody took."""
+    bodies, states, waiting = [], [], [*messages]
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        bodies.append((await receive())["body"])
+
+    async def receive() -> dict:
+        return waiting.pop(0)
+
+    async def send(message: dict) -> None:
+        states.append(message.get("status", 0))
+
+    fields = [(name.encode(), value.encode()) for name, value in headers.items()]
+    scope = {"type": "http", "path": path, "headers": fields}
+    asyncio.run(Gate(app, KEY, 20_000)(scope, receive, send))
+    return bodies, [state for state in states if state], len(waiting)
+
+
+def piece(body: bytes, more: bool = False) -> dict:
+    return {"type": "http.request", "body": body, "more_body": more}
+
+
+def test_a_body_that_was_cut_off_is_not_run():
+    key, gone = {"x-api-key": KEY}, {"type": "http.disconnect"}
+    path = "/api/v1/optim_step"
+    assert through_the_gate(path, key, piece(b"{", True), piece(b"}")) == ([b"{}"], [], 0)
+    assert through_the_gate(path, key, piece(b"{}", True), gone) == ([], [400], 0)
+    assert through_the_gate(path, key | {"content-length": "2"}, piece(b"{}")) == ([b"{}"], [], 0)
+    assert through_the_gate(path, key | {"content-length": "3"}, piece(b"{}")) == ([], [400], 0)
+
+
+@pytest.mark.parametrize("length", ["9" * 5000, "-1", "x", "20001"])
+def test_a_length_that_is_none_is_refused(length: str):
+    headers = {"x-api-key": KEY, "content-length": length}
+    assert through_the_gate("/api/v1/optim_step", headers, piece(b"{}")) == ([], [413], 1)
+
+
+@pytest.mark.parametrize("path", ["/metrics", "/api/v1/healthz", "/api/v1/download/a"])
+def test_no_body_is_kept_on_paths_without_a_key(path: str):
+    assert through_the_gate(path, {}, piece(b"x" * 20_000)) == ([b""], [], 1)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,10 @@
-"""What stands before all routes: the key, and the size of a body."""
+"""What stands before all routes: the key, and the size of a body.
+
+A body is read whole before a route sees it: what a client did not finish sending is not run.
+"""
 
 import hmac
+import re
 from typing import Any
 
 from starlette.responses import JSONResponse
@@ -10,6 +14,13 @@ from qerl.errors import QeRLError
 
 OPEN = ("/metrics", "/api/v1/healthz", "/api/v1/download/")
 """Paths that need no key; downloads are signed instead."""
+
+_LENGTH = re.compile(rb"[0-9]{1,18}")
+"""A body's length in bytes; more digits name none that could be taken."""
+
+
+class _CutOffError(Exception):
+    """A client went in the middle of its body."""
 
 
 class Gate:
@@ -29,18 +40,24 @@ class Gate:
             await self._app(scope, receive, send)
             return
         headers = dict(scope["headers"])
-        refused = None
-        if not scope["path"].startswith(OPEN) and not hmac.compare_digest(
-            headers.get(b"x-api-key", b""), self._api_key
-        ):
-            refused = (
+        if scope["path"].startswith(OPEN):
+            body: bytes | None = b""  # no open path reads one
+        elif not hmac.compare_digest(headers.get(b"x-api-key", b""), self._api_key):
+            await _refuse(
                 401,
                 "The API key is not this server's; export TINKER_API_KEY as `qerl serve` printed it.",
-            )
-        elif (body := await self._body(headers, receive)) is None:
-            refused = 413, f"The body is larger than {self._most} bytes, which this server takes; send less."
-        if refused is not None:
-            await JSONResponse({"detail": refused[1]}, status_code=refused[0])(scope, receive, send)
+                scope, receive, send,
+            )  # fmt: skip
+            return
+        else:
+            try:
+                body = await self._body(headers, receive)
+            except _CutOffError:
+                await _refuse(400, "The body was cut off; send it again.", scope, receive, send)
+                return
+        if body is None:
+            too_large = f"The body is larger than {self._most} bytes, which this server takes; send less."
+            await _refuse(413, too_large, scope, receive, send)
             return
         parts = [{"type": "http.request", "body": body, "more_body": False}]
 
@@ -50,16 +67,28 @@ class Gate:
         await self._app(scope, read, send)
 
     async def _body(self, headers: dict[bytes, bytes], receive: Receive) -> bytes | None:
-        """The whole body, None if it is too large."""
-        length = headers.get(b"content-length", b"0")
-        if not length.isdigit() or int(length) > self._most:
+        """The whole body, None if it is too large.
+
+        Raises:
+            _CutOffError: The client went before all of it had come.
+        """
+        length = headers.get(b"content-length")
+        if length is not None and not (_LENGTH.fullmatch(length) and int(length) <= self._most):
             return None
         parts, size, more = [], 0, True
         while more:
             message = await receive()
+            if message["type"] != "http.request":
+                raise _CutOffError
             parts.append(message.get("body", b""))
             size += len(parts[-1])
             more = message.get("more_body", False)
             if size > self._most:
                 return None
+        if length is not None and size != int(length):
+            raise _CutOffError
         return b"".join(parts)
+
+
+async def _refuse(status: int, why: str, scope: Scope, receive: Receive, send: Send) -> None:
+    await JSONResponse({"detail": why}, status_code=status)(scope, receive, send)
