@@ -226,6 +226,19 @@ def test_a_step_does_not_use_half_a_gradient(client: Client):
     assert client.ask("optim_step", model_id=model, seq_id=5, adam_params={})["metrics"] == {"gradient": 1}
 
 
+def test_a_failure_that_was_known_before_does_not_let_a_later_one_pass(client: Client):
+    model = client.model()
+    client.send_pass(model, 1, [BAD_TOKEN])
+    assert "vocabulary" in client.result(f"{model}:1")["error"]
+    client.send_pass(model, 2, [1])
+    client.send_pass(model, 3, [BAD_TOKEN])
+    client.server.clients.futures.get(f"{model}:3").when_settled((settled := threading.Event()).set)
+    assert settled.wait(5)
+    assert "vocabulary" in client.result(f"{model}:1")["error"]  # fetched again, nothing new
+    assert "Not run" in client.ask("optim_step", model_id=model, seq_id=4, adam_params={})["error"]
+    assert client.backend.weights[model].steps == 0
+
+
 def test_a_client_hears_what_its_request_waits_for(client: Client, monkeypatch):
     model = client.model()
     object.__setattr__(client.server.clients.limits, "poll_s", 0.01)

@@ -123,10 +123,25 @@ def test_what_was_sent_before_a_failure_was_known_does_not_run():
     line.failed(wrong, Failure("that was wrong", "user"))
     refusal = line.refusal(line.pop())
     assert refusal is not None and "m:1" in refusal.error and "that was wrong" in refusal.error
-    line.told()
+    line.told("m:1")
     line.add(3, jobs[3])  # sent by a client that knew
     assert line.refusal(line.pop()) is None
     assert line.refusal(line.pop()) is None  # the failure is over, whoever came first
+
+
+@pytest.mark.parametrize(("fetched", "knows"), [("m:0", False), ("m:1", True), ("m:2", True)])
+def test_only_who_fetched_this_failure_knows_of_it(fetched: str, knows: bool):
+    line, jobs = Line(), [job([], 0, "forward"), *(job([], number) for number in range(1, 4))]
+    for number in range(3):
+        line.add(number, jobs[number])
+    for _ in range(2):  # a pass without gradients, and one with
+        taken = line.pop()
+        assert line.refusal(taken) is None
+        line.failed(taken, Failure("that was wrong", "user"))
+    assert line.refusal(line.pop()) is not None
+    line.told(fetched)
+    line.add(3, jobs[3])
+    assert (line.refusal(line.pop()) is None) == knows
 
 
 def test_a_pass_that_changes_nothing_may_fail_without_consequence():

@@ -47,6 +47,7 @@ class Line:
         self._arrivals: dict[Any, int] = {}
         self._arrived = 0
         self._failure: Failure | None = None
+        self._failed: set[str] = set()
         self._told_at: int | None = None
 
     def __len__(self) -> int:
@@ -99,20 +100,24 @@ class Line:
         arrival = self._arrivals.pop(job)
         if self._told_at is not None and arrival > self._told_at:
             self._failure = self._told_at = None
+        if self._failure is not None:
+            self._failed.add(job.future.request_id)
         return self._failure
 
     def failed(self, job: Job, failure: Failure) -> None:
         """Note that a request failed."""
         if job.kind in CHANGES and self._failure is None:
+            self._failed = {job.future.request_id}
             self._failure = Failure(
                 f"Not run, because {job.kind} (request {job.future.request_id}), which was sent before it, "
                 f"failed: {failure.error}",
                 failure.category,
             )
 
-    def told(self) -> None:
-        """Note that the client has heard of the failure."""
-        if self._failure is not None and self._told_at is None:
+    def told(self, request_id: str) -> None:
+        """Note that the client has fetched the failure of a request: it knows of the one that counts if this
+        is it, or was refused because of it."""
+        if self._failure is not None and self._told_at is None and request_id in self._failed:
             self._told_at = self._arrived
 
     def clear(self) -> list[Job]:

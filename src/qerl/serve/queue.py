@@ -101,10 +101,10 @@ class WorkQueue:
                 self._changed.notify()
             return request_id
 
-    def told(self, line: Line) -> None:
-        """Note that a line's client has heard of a failure."""
+    def told(self, line: Line, request_id: str) -> None:
+        """Note that a line's client has fetched the failure of a request."""
         with self._changed:
-            line.told()
+            line.told(request_id)
 
     def missing(self, model_id: str) -> int | None:
         """The number of a model's request for which others wait, None if none does."""

@@ -6,6 +6,7 @@ fails when its turn comes. Only a body from which no place can be read is refuse
 
 import time
 from collections.abc import Callable
+from functools import partial
 
 from qerl.errors import QeRLError
 from qerl.serve.clients import Clients, Model, unknown
@@ -186,8 +187,8 @@ class Training:
         clients.heartbeat(model.session_id)
 
         def make(request_id: str, line: Line) -> Job:
-            future = Future(request_id, kind, model.session_id, told=lambda: clients.queue.told(line))
-            return Job(clients.futures.add(future), run)
+            told = partial(clients.queue.told, line, request_id)
+            return Job(clients.futures.add(Future(request_id, kind, model.session_id, told)), run)
 
         request_id = clients.queue.submit(model_id, body.seq_id, make)
         known = clients.futures.get(request_id)
