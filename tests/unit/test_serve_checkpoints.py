@@ -37,6 +37,7 @@ def test_training_goes_on_with_the_same_bits_on_another_server(saved, tmp_path):
     backend, state, _ = saved
     assert state == "tinker://s:train:0/weights/000002"
     whole = train(backend, "s:train:0")
+    backend.close()
     other = tiny_backend(tmp_path)  # on the same folder, with nothing in memory
     other.load_state("t:train:0", state, with_optimizer=True)
     assert train(other, "t:train:0") == whole
@@ -56,6 +57,7 @@ def test_a_saved_sampler_is_the_model_as_it_was(saved, tmp_path):
     train(backend, "s:train:0")
     key = backend.sampler(path)
     assert sampled(backend, [request(key)]) == expected
+    backend.close()
     again = tiny_backend(tmp_path)
     assert sampled(again, [request(again.sampler(path))]) == expected
     assert backend.save_for_sampler("s:train:0", "000002") == path
@@ -105,12 +107,24 @@ def test_a_server_that_dies_while_it_saves_leaves_what_there_was(saved, tmp_path
     with pytest.raises(KeyboardInterrupt):
         backend.save_state("s:train:0", "000002")
     monkeypatch.undo()
+    backend.close()
     other = tiny_backend(tmp_path)
     other.load_state("t:train:0", state, with_optimizer=True)
     for name, matrix in weights(other, "t:train:0").items():
         assert torch.equal(matrix, before[name])
     other.save_state("t:train:0", "000002")
     assert len(other.checkpoints()) == 3
+
+
+def test_a_folder_belongs_to_one_server_until_that_one_ends(saved, tmp_path):
+    backend, state, _ = saved
+    part = tmp_path / ".unfinished" / "part"
+    part.mkdir(parents=True)  # as while it saves
+    with pytest.raises(QeRLError, match="Another server uses the folder.*--output_dir"):
+        tiny_backend(tmp_path)
+    assert part.is_dir()
+    backend.close()
+    assert len(tiny_backend(tmp_path).checkpoints()) == 2
 
 
 def test_no_path_leads_out_of_the_folder(saved):

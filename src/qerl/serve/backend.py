@@ -213,6 +213,7 @@ class ModelBackend:
     def close(self) -> None:
         """See `Backend.close`."""
         self._engine.release()
+        self._store.close()
 
     def _save(self, model_id: str, kind: str, name: str) -> str:
         adapter = self._adapters.get(model_id)

@@ -6,7 +6,8 @@
 Each is a plain PEFT folder, which PEFT, vLLM and `qerl eval` read, with the optimizer's moments, the seed and
 the count of steps beside it, so that training goes on with the same bits. It is written aside and renamed, as
 the checkpoints of a run are: a server that is killed while it saves leaves the former one, or none. Gradients
-that have gathered since the last optimizer step are not part of it.
+that have gathered since the last optimizer step are not part of it. A folder belongs to one server at a time,
+which holds a lock on it until it ends or is killed.
 
 A path is made of an id and a name that begin with a letter, a digit or `_`, and of nothing else that could
 mean something to a file system, so no path leads out of the folder; nor does a link in it.
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock, Timeout
 from peft import LoraConfig
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -34,6 +36,7 @@ from qerl.trainer.resume.checkpoint import clear, publish, read_manifest
 
 STATE_FILE = "state.json"
 OPTIMIZER_FILE = "optimizer.safetensors"
+LOCK_FILE = "server.lock"
 
 TRAINING, SAMPLING = "weights", "sampler_weights"
 _SCHEME = "tinker://"
@@ -69,12 +72,23 @@ class Store:
         root: Made if there is none.
         facts: What policy.json says of every adapter that is saved, "base" and "fingerprint" among it.
         settings: What config.yaml says, by which `qerl eval` finds the base in the format that was trained.
+
+    Raises:
+        QeRLError: Another server uses this folder.
     """
 
     def __init__(self, root: Path, facts: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
         self.root = root.absolute()
         self._facts, self._settings = dict(facts), dict(settings)
         self.root.mkdir(parents=True, exist_ok=True)
+        self._lock = FileLock(self.root / LOCK_FILE)
+        try:
+            self._lock.acquire(blocking=False)
+        except Timeout:
+            raise QeRLError(
+                f"Another server uses the folder {self.root}; end that one, or give this one a folder of its "
+                "own with --output_dir."
+            ) from None
         shutil.rmtree(self.root / UNFINISHED, ignore_errors=True)
 
     def save(self, model_id: str, kind: str, name: str, adapter: TrainedAdapter, config: LoraConfig) -> str:
@@ -177,6 +191,10 @@ class Store:
         folder, _ = self._about(path)
         (folder / MANIFEST_FILE).unlink()  # first, so that half a folder is none
         shutil.rmtree(folder)
+
+    def close(self) -> None:
+        """Let another server use the folder."""
+        self._lock.release()
 
     def folder(self, path: str) -> Path:
         """Where a path leads, whether or not something is there.
