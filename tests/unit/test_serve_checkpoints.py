@@ -117,10 +117,10 @@ def test_a_server_that_dies_while_it_saves_leaves_what_there_was(saved, tmp_path
 
 
 def test_a_folder_belongs_to_one_server_until_that_one_ends(saved, tmp_path):
-    backend, state, _ = saved
+    backend, _, _ = saved
     part = tmp_path / ".unfinished" / "part"
     part.mkdir(parents=True)  # as while it saves
-    with pytest.raises(QeRLError, match="Another server uses the folder.*--output_dir"):
+    with pytest.raises(QeRLError, match=r"Another server uses the folder.*--output_dir"):
         tiny_backend(tmp_path)
     assert part.is_dir()
     backend.close()

@@ -7,7 +7,9 @@ import torch
 
 from qerl.errors import QeRLError
 from qerl.noise.schedule import NoiseSchedule
+from qerl.rollout.portable.engine import PortableEngine
 from qerl.rollout.portable.runner import Runner
+from qerl.rollout.portable.session import PortableSession
 from qerl.serve.types import AdamParams
 from tests.support.models import EOS, make_tiny_tokenizer
 from tests.support.serve import DATA, base_of, datum, lora, request, sampled, tiny_backend
@@ -207,16 +209,46 @@ def test_logits_that_are_not_finite_end_in_a_sentence(tmp_path):
     assert isinstance(result, QeRLError) and "not finite" in str(result)
 
 
-def test_a_failing_session_answers_all_that_wait_in_it(tmp_path, monkeypatch):
+def test_a_failing_session_answers_all_that_wait_in_it_and_no_others(tmp_path, monkeypatch):
     backend = trained(tmp_path)
     key, base = backend.save_for_sampler("a", None), backend.sampler("tiny")
+    right, make = sampled(backend, [request(base)])[0], PortableEngine.session
 
-    def fails(requests):
-        raise QeRLError("there is no memory left")
+    def fails(engine, params, noise):
+        if params.temperature == 0.5:
+            raise RuntimeError("a defect")
+        return make(engine, params, noise)
 
-    asked = [request(key), request(key, prompt_logprobs=True), request(base)]
-    right = sampled(backend, [request(base)])[0]
-    object.__setattr__(backend._sampling._host, "score", fails)
-    results = sampled(backend, asked)
-    assert [str(results[n]) for n in (0, 1)] == ["there is no memory left"] * 2
+    monkeypatch.setattr(PortableEngine, "session", fails)
+    results = sampled(
+        backend, [request(key, temperature=0.5), request(key, (8,), temperature=0.5), request(base)]
+    )
+    assert [str(results[n]) for n in (0, 1)] == ["a defect"] * 2
     assert results[2] == right
+
+
+def test_what_is_refused_to_one_request_is_not_refused_to_its_group(tmp_path, monkeypatch):
+    backend = trained(tmp_path)
+    key = backend.save_for_sampler("a", None)
+    asked = [request(key, prompt, seed) for seed in (1, 2) for prompt in PROMPTS]
+    asked[4] = request(key, PROMPTS[1], 2, prompt_logprobs=True)
+    right, start, score = sampled(backend, asked), PortableSession.start, backend._score
+
+    def starts(session, prompts, samples, max_tokens=None, **rest):
+        if max(max_tokens) == 400:
+            raise QeRLError("it does not fit")
+        return start(session, prompts, samples, max_tokens=max_tokens, **rest)
+
+    def scores(requests):
+        if any(each.max_tokens == 7 for each in requests):
+            raise QeRLError("it cannot be scored")
+        return score(requests)
+
+    monkeypatch.setattr(PortableSession, "start", starts)
+    object.__setattr__(backend._sampling._host, "score", scores)
+    wrong = [request(key, PROMPTS[0], 3, 400), request(key, PROMPTS[1], 3, 7, prompt_logprobs=True)]
+    results = sampled(backend, [*asked, *wrong], [(), [request(key, (3,), 1, 400)]])
+    assert [str(results.pop(n)) for n in (6, 7, 8)] == [
+        "it does not fit", "it cannot be scored", "it does not fit",
+    ]  # fmt: skip
+    assert tokens(results) == tokens(right)

@@ -164,7 +164,7 @@ class ModelBackend:
 
     def sample(
         self, requests: Sequence[SampleRequest], arrived: Arrivals
-    ) -> Iterator[tuple[int, SampleResult | QeRLError]]:
+    ) -> Iterator[tuple[int, SampleResult | Exception]]:
         """See `Backend.sample`."""
         return self._sampling.answer(requests, arrived)
 

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 
 from qerl.errors import QeRLError
 from qerl.rollout.engine import Completion, NormOffsets, RolloutEngine, SamplingParams, Session
@@ -24,7 +25,7 @@ from qerl.serve.types import Arrivals, SampledSequence, SampleRequest, SampleRes
 Policy = Snapshot | None
 """A snapshot, or the base without any adapter."""
 
-Answer = tuple[int, SampleResult | QeRLError]
+Answer = tuple[int, SampleResult | Exception]
 
 
 @dataclass(frozen=True)
@@ -144,28 +145,52 @@ class Sampling:
 
     def _serve(self, desk: "_Desk", group: _Group) -> Iterator[Answer]:
         """Answer those that wait in a group, and those that join them."""
-        asked = desk.leave(lambda each: each.group == group)
-        running = _Running(asked)
+        running = _Running(desk.leave(lambda each: each.group == group))
         try:
             with self._host.lend(group.policy):
-                self._score([each for each in asked if each.scored])
+                yield from self._score(running)
                 noise = self._host.noise(group.policy) if group.temperature > 0 else {}
                 params = group.params(self._limits.positions)
                 with self._host.engine.session(params, noise) as session:
-                    running.start(session, asked)
+                    yield from running.start(session, running.unanswered)
                     while session.busy:
                         yield from running.next(session)
                         yield from desk.ask()
                         joining = desk.leave(lambda each: each.group == group and not each.scored)
-                        running.start(session, joining)
-        except QeRLError as error:
-            yield from ((number, error) for number in running.unanswered)
+                        yield from running.start(session, joining)
+        except Exception as error:  # of the engine or of the policy, so of this group alone
+            yield from ((each.number, error) for each in running.unanswered)
 
-    def _score(self, asked: Sequence[_Asked]) -> None:
-        if asked:
-            found = self._host.score([each.request for each in asked])
-            for each, scores in zip(asked, found, strict=True):
-                each.scores = scores
+    def _score(self, running: "_Running") -> Iterator[Answer]:
+        """Score prompts, each alone if together they cannot be; yields refusals."""
+        asked = [each for each in running.unanswered if each.scored]
+        for each, error in _refused(asked, self._score_together):
+            yield from running.refuse(each, error)
+
+    def _score_together(self, asked: Sequence[_Asked]) -> None:
+        found = self._host.score([each.request for each in asked])
+        for each, scores in zip(asked, found, strict=True):
+            each.scores = scores
+
+
+def _refused(
+    asked: Sequence[_Asked], do: Callable[[Sequence[_Asked]], None]
+) -> Iterator[tuple[_Asked, QeRLError]]:
+    """Do something with some requests together; if that is refused, with each alone.
+
+    Yields:
+        Those with which it is refused, and why.
+    """
+    if not asked:
+        return
+    try:
+        do(asked)
+    except QeRLError:
+        for each in asked:
+            try:
+                do([each])
+            except QeRLError as error:
+                yield each, error
 
 
 class _Desk:
@@ -232,30 +257,40 @@ class _Running:
         self._samples: dict[int, tuple[_Asked, int]] = {}
 
     @property
-    def unanswered(self) -> list[int]:
-        """Numbers of the requests without an answer."""
-        return list(self._open)
+    def unanswered(self) -> list[_Asked]:
+        """The requests without an answer."""
+        return list(self._open.values())
 
-    def start(self, session: Session, asked: Sequence[_Asked]) -> None:
-        """Begin the samples of some requests, those of equal prompts behind one prefill."""
-        by_prompt: dict[tuple[int, ...], list[tuple[_Asked, int]]] = {}
+    def refuse(self, each: _Asked, error: QeRLError) -> Iterator[Answer]:
+        """Answer a request with an error."""
+        del self._open[each.number]
+        yield each.number, error
+
+    def start(self, session: Session, asked: Sequence[_Asked]) -> Iterator[Answer]:
+        """Begin the samples of some requests, those of equal prompts behind one prefill; yields refusals."""
+        self._open |= {each.number: each for each in asked}
+        by_prompt: dict[tuple[int, ...], list[_Asked]] = {}
         for each in asked:
-            self._open[each.number] = each
-            samples = by_prompt.setdefault(each.request.prompt, [])
-            samples += [(each, index) for index in range(each.request.num_samples)]
-        by_count: dict[int, list[tuple[int, ...]]] = {}
-        for prompt, samples in by_prompt.items():
-            by_count.setdefault(len(samples), []).append(prompt)
-        for count, prompts in by_count.items():
-            begun = [sample for prompt in prompts for sample in by_prompt[prompt]]
-            indices = session.start(
-                prompts,
-                count,
-                max_tokens=[each.room for each, _ in begun],
-                seeds=[derive_seed("request", each.request.seed, index) for each, index in begun],
-                stops=[each.stops for each, _ in begun],
-            )
-            self._samples.update(zip(indices, begun, strict=True))
+            by_prompt.setdefault(each.request.prompt, []).append(each)
+        by_count: dict[int, list[_Asked]] = {}
+        for same in by_prompt.values():
+            by_count.setdefault(sum(each.request.num_samples for each in same), []).extend(same)
+        for together in by_count.values():
+            for each, error in _refused(together, partial(self._begin, session)):
+                yield from self.refuse(each, error)
+
+    def _begin(self, session: Session, asked: Sequence[_Asked]) -> None:
+        """Begin requests, those of a prompt next to each other and every prompt with as many samples."""
+        begun = [(each, index) for each in asked for index in range(each.request.num_samples)]
+        prompts = list(dict.fromkeys(each.request.prompt for each in asked))
+        indices = session.start(
+            prompts,
+            len(begun) // len(prompts),
+            max_tokens=[each.room for each, _ in begun],
+            seeds=[derive_seed("request", each.request.seed, index) for each, index in begun],
+            stops=[each.stops for each, _ in begun],
+        )
+        self._samples.update(zip(indices, begun, strict=True))
 
     def next(self, session: Session) -> Iterator[Answer]:
         """Decode on; yields the answers of requests all of whose samples have ended."""

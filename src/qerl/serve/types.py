@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from qerl.errors import QeRLError
-
 if TYPE_CHECKING:
     from qerl.update.losses import Datum, LossOutput
 
@@ -211,7 +209,7 @@ class Backend(Protocol):
 
     def sample(
         self, requests: Sequence[SampleRequest], arrived: Arrivals
-    ) -> Iterator[tuple[int, SampleResult | QeRLError]]:
+    ) -> Iterator[tuple[int, SampleResult | Exception]]:
         """Answer requests, each as soon as it is finished, with its number in the order given.
 
         Args:
@@ -219,6 +217,10 @@ class Backend(Protocol):
             arrived: Gives what has come in since it was last asked, and may be asked between rounds of
                 decoding; those requests are numbered on from the last one given, and are then the call's to
                 answer. It gives nothing while an update waits.
+
+        Returns:
+            Numbers and results; a `QeRLError` for what the client can mend, and any other exception for a
+            defect, which ends the requests that share its session and no others.
         """
 
     def model_info(self, model_id: str) -> WeightsInfo:

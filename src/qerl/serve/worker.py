@@ -100,9 +100,9 @@ class Worker(threading.Thread):
             job.future.settle(outcome)
         self._metrics.batch(count, time.monotonic() - began)
 
-    def _settle(self, job: SampleJob, result: SampleResult | QeRLError) -> None:
+    def _settle(self, job: SampleJob, result: SampleResult | Exception) -> None:
         outcome: Answer | Failure
-        if isinstance(result, QeRLError):
+        if isinstance(result, Exception):
             outcome = failure_of(result)
         else:
             outcome = Answer(sample_bytes(result, job.last_n), protobuf=True)
