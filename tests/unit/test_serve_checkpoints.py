@@ -158,6 +158,8 @@ DAMAGE = (
     (lambda f: change(f / "policy.json", fingerprint="o"), "trained on"),
     (lambda f: change(f / "state.json", rank="x"), "not saved by this server"),
     (lambda f: change(f / "state.json", rank=64), "1 to 16"),
+    (lambda f: change(f / "state.json", rank=8), "saved weights have the shape"),
+    (lambda f: change(f / "state.json", mlp=False), "saved weights have the shape"),
 )
 
 
@@ -171,6 +173,28 @@ def test_damaged_and_foreign_weights_end_in_a_sentence(saved, tmp_path):
         with pytest.raises(QeRLError, match=sentence):
             backend.load_state("n", state, with_optimizer=True)
         assert "n" not in backend._adapters
+
+
+def test_a_load_that_fails_leaves_a_model_and_its_gradients_as_they_were(saved):
+    backend, state, _ = saved
+    change(backend.checkpoints()[0].folder / "state.json", rank=8)
+    for name in ("loads", "does not"):
+        backend.create_model(name, lora(rank=8, seed=1))
+        backend.forward_backward(name, DATA, "cross_entropy", {}, False)
+    with pytest.raises(QeRLError, match="saved weights have the shape"):
+        backend.load_state("loads", state, with_optimizer=True)
+    assert backend.optim_step("loads", ADAM) == backend.optim_step("does not", ADAM)
+    for name, matrix in weights(backend, "does not").items():
+        assert torch.equal(weights(backend, "loads")[name], matrix)
+
+
+def test_weights_of_another_base_are_described_as_what_they_are(saved):
+    backend, state, path = saved
+    folders = {checkpoint.path: checkpoint.folder for checkpoint in backend.checkpoints()}
+    change(folders[state] / "policy.json", base="other", fingerprint="o")
+    change(folders[path] / "policy.json", base="/models/tiny")
+    assert backend.weights_info(state).base_model == "other"
+    assert backend.weights_info(path).base_model == "tiny"  # by the name it has now
 
 
 def test_an_optimizer_or_a_shape_that_is_not_there_is_not_made_up(saved):

@@ -252,3 +252,14 @@ def test_what_is_refused_to_one_request_is_not_refused_to_its_group(tmp_path, mo
         "it does not fit", "it cannot be scored", "it does not fit",
     ]  # fmt: skip
     assert tokens(results) == tokens(right)
+
+
+def test_joiners_do_not_keep_the_others_waiting(tmp_path, monkeypatch):
+    monkeypatch.setattr("qerl.serve.sampling.MOST_JOINERS", 4)
+    backend = tiny_backend(tmp_path)
+    base = backend.sampler("tiny")
+    other = request(base, temperature=0.5, max_tokens=1)
+    waiting = iter([[other]] + [[request(base, seed=seed, max_tokens=1)] for seed in range(20)])
+    order = [n for n, _ in backend.sample([request(base, max_tokens=1)], lambda: next(waiting, ()))]
+    assert order.index(1) < 7
+    assert sorted(order) == list(range(len(order)))

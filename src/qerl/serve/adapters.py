@@ -87,10 +87,14 @@ class TrainedAdapter:
             The norm of all gradients before it was clipped, and the number of steps taken.
 
         Raises:
-            QeRLError: A gradient is not finite. The weights stay as they are; the gradients are dropped,
-                because no step could be made with them.
+            QeRLError: There are no gradients, or one is not finite. The weights stay as they are; the gradients
+                are dropped, because no step could be made with them.
         """
         gradients = [matrix.grad for matrix in self.matrices.values() if matrix.grad is not None]
+        if not gradients:
+            raise QeRLError(
+                "There are no gradients, so no step was taken; call forward_backward before each optim_step."
+            )
         norm = get_total_norm(gradients)
         if not bool(norm.isfinite()):
             self._drop_gradients()
@@ -122,17 +126,23 @@ class TrainedAdapter:
             weights: By the names of the matrices, of their shapes.
             moments: What :meth:`moments` gave; empty for an optimizer that has not stepped.
             steps: Optimizer steps behind that state.
+
+        Raises:
+            QeRLError: They are not those of an adapter of this shape. Nothing has changed then.
         """
-        self._before_change()
-        self._drop_gradients()
-        for name, matrix in self.matrices.items():
-            matrix.copy_(weights[name])
-        self.optimizer.state.clear()
+        self._check(weights, moments)
+        states: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
         for name, moment in moments.items():
             of, _, kind = name.rpartition("/")
             matrix = self.matrices[of]
             device = HOST if kind == "step" else matrix.device  # where AdamW keeps them
-            self.optimizer.state[matrix][kind] = moment.to(device, copy=True)
+            states.setdefault(matrix, {})[kind] = moment.to(device, copy=True)
+        self._before_change()
+        for name, matrix in self.matrices.items():
+            matrix.copy_(weights[name])
+        self._drop_gradients()
+        self.optimizer.state.clear()
+        self.optimizer.state.update(states)
         self.steps = steps
 
     def moments(self) -> dict[str, torch.Tensor]:
@@ -158,6 +168,28 @@ class TrainedAdapter:
         """Bytes of matrices, gradients and moments."""
         first = next(iter(self.matrices.values()))
         return self._bytes * (1 + (first.grad is not None) + 2 * (first in self.optimizer.state))
+
+    def _check(self, weights: Mapping[str, torch.Tensor], moments: Mapping[str, torch.Tensor]) -> None:
+        """Refuse a state that cannot be taken."""
+        shapes = {name: matrix.shape for name, matrix in self.matrices.items()}
+        of_moments = {
+            f"{name}/{kind}": torch.Size() if kind == "step" else shape
+            for name, shape in shapes.items()
+            for kind in ("step", "exp_avg", "exp_avg_sq")
+        }
+        for what, found, expected in (
+            ("weights", weights, shapes), ("moments of the optimizer", moments, of_moments),
+        ):  # fmt: skip
+            if not found and what != "weights":
+                continue
+            for name in sorted(found.keys() | expected.keys()):
+                shape = tuple(found[name].shape) if name in found else None
+                wanted = tuple(expected[name]) if name in expected else None
+                if shape != wanted:
+                    raise QeRLError(
+                        f"The saved {what} have {_shown(shape)} for {name}, and this model {_shown(wanted)}; "
+                        "load a checkpoint that was trained on this base."
+                    )
 
     def _before_change(self) -> None:
         held = self._snapshot() if self._snapshot is not None else None
@@ -259,6 +291,10 @@ class Adapters:
         self._on_device.move_to_end(model_id)
         while len(self._on_device) > self._resident:
             self._on_device.popitem(last=False)[1].move(HOST)
+
+
+def _shown(shape: tuple[int, ...] | None) -> str:
+    return "nothing" if shape is None else f"the shape {list(shape)}"
 
 
 def _parameter(tensor: torch.Tensor) -> nn.Parameter:

@@ -137,10 +137,16 @@ class ModelBackend:
                     f"{path} has an adapter of {_said(saved.shape)}, and {model_id} was made with one of "
                     f"{_said(adapter.shape)}; make a model from these weights."
                 )
+            made = False
         else:
-            adapter = self._adapters.create(model_id, saved.shape, saved.seed)
+            adapter, made = self._adapters.create(model_id, saved.shape, saved.seed), True
+        try:
+            adapter.load(saved.weights, saved.moments, saved.steps if with_optimizer else 0)
+        except BaseException:
+            if made:
+                self._adapters.drop(model_id)
+            raise
         adapter.seed = saved.seed
-        adapter.load(saved.weights, saved.moments, saved.steps if with_optimizer else 0)
 
     def sampler(self, path_or_base: str) -> str:
         """See `Backend.sampler`."""
@@ -170,11 +176,12 @@ class ModelBackend:
 
     def model_info(self, model_id: str) -> WeightsInfo:
         """See `Backend.model_info`."""
-        return self._info(self._adapters.get(model_id).shape)
+        return _info(self.models[0].name, self._adapters.get(model_id).shape)
 
     def weights_info(self, path: str) -> WeightsInfo:
-        """See `Backend.weights_info`."""
-        return self._info(self._store.about(path).shape)
+        """See `Backend.weights_info`; clients give this server's base back by the name it has now."""
+        saved = self._store.about(path)
+        return _info(self.models[0].name if self._store.fits(saved) else saved.base, saved.shape)
 
     def checkpoints(self) -> Sequence[Checkpoint]:
         """See `Backend.checkpoints`."""
@@ -245,8 +252,9 @@ class ModelBackend:
     def _stop_strings(self, strings: tuple[str, ...]) -> StopStrings:
         return StopStrings(self._tokenizer, strings)
 
-    def _info(self, shape: Shape) -> WeightsInfo:
-        return WeightsInfo(self.models[0].name, shape.rank, shape.attn, shape.mlp, train_unembed=False)
+
+def _info(base: str, shape: Shape) -> WeightsInfo:
+    return WeightsInfo(base, shape.rank, shape.attn, shape.mlp, train_unembed=False)
 
 
 def _said(shape: Shape) -> str:

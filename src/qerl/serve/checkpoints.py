@@ -137,7 +137,7 @@ class Store:
                 optimizer that is asked for.
         """
         folder, about = self._about(path)
-        if about.fingerprint != self._facts.get("fingerprint"):
+        if not self.fits(about):
             raise QeRLError(
                 f"{path} was trained on {about.base}, whose norms or embeddings are not those of this "
                 f"server's model {self._facts.get('base')}; start the server with that one."
@@ -161,6 +161,10 @@ class Store:
             QeRLError: There is none at this path, or it is damaged.
         """
         return self._about(path)[1]
+
+    def fits(self, saved: Saved) -> bool:
+        """Whether what is saved was trained on this server's base, whatever that was called then."""
+        return bool(saved.fingerprint == self._facts.get("fingerprint"))
 
     def saved_at(self, path: str) -> int:
         """When a path was last saved, in nanoseconds: what tells its states apart.

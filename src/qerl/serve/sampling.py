@@ -3,7 +3,8 @@
 A client sends the 64 samples of its batch as 64 requests. Those of one policy and the same temperature,
 filters and end tokens are decoded together in a session of the engine; equal prompts among them are found and
 prefilled once. What arrives meanwhile and fits joins between rounds; what does not waits for the next
-session. Each sample has a seed of its own, so it draws the same tokens whoever shares the batch.
+session, and while it waits `MOST_JOINERS` may join, so that no client keeps the others waiting. Each sample
+has a seed of its own, so it draws the same tokens whoever shares the batch.
 
 Log-probabilities of prompts are those of the policy without noise, from a pass of their own in front of the
 session; a late request that wants them waits for the next session, because a session may be noisy.
@@ -24,6 +25,9 @@ from qerl.serve.types import Arrivals, SampledSequence, SampleRequest, SampleRes
 
 Policy = Snapshot | None
 """A snapshot, or the base without any adapter."""
+
+MOST_JOINERS = 64
+"""Requests that join a session while others wait for the next: a batch, as clients send it."""
 
 Answer = tuple[int, SampleResult | Exception]
 
@@ -153,11 +157,14 @@ class Sampling:
                 params = group.params(self._limits.positions)
                 with self._host.engine.session(params, noise) as session:
                     yield from running.start(session, running.unanswered)
+                    joined = 0  # while others waited
                     while session.busy:
                         yield from running.next(session)
                         yield from desk.ask()
-                        joining = desk.leave(lambda each: each.group == group and not each.scored)
-                        yield from running.start(session, joining)
+                        if joined < MOST_JOINERS:
+                            joining = desk.leave(lambda each: each.group == group and not each.scored)
+                            joined += len(joining) if desk.waiting else 0
+                            yield from running.start(session, joining)
         except Exception as error:  # of the engine or of the policy, so of this group alone
             yield from ((each.number, error) for each in running.unanswered)
 
