@@ -87,8 +87,8 @@ class TrainedAdapter:
             The norm of all gradients before it was clipped, and the number of steps taken.
 
         Raises:
-            QeRLError: There are no gradients, or one is not finite. The weights stay as they are; the gradients
-                are dropped, because no step could be made with them.
+            QeRLError: There are no gradients, or one is not finite. The weights stay as they are; the
+                gradients are dropped, because no step could be made with them.
         """
         gradients = [matrix.grad for matrix in self.matrices.values() if matrix.grad is not None]
         if not gradients:
