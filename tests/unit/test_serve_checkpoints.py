@@ -137,8 +137,24 @@ def test_no_path_leads_out_of_the_folder(saved):
         for ask in (backend.weights_info, backend.delete_checkpoint, backend.sampler):
             with pytest.raises(QeRLError):
                 ask(path)
-        with pytest.raises(QeRLError, match="no path of saved weights"):
+        with pytest.raises(QeRLError, match=r"not the path of a checkpoint|it must be 1 to 128"):
             backend.load_state("n", path, with_optimizer=True)
+
+
+def test_names_are_those_that_the_wire_takes(saved):
+    backend, _, _ = saved
+    path = backend.save_state("s:train:0", "-last")
+    assert backend.weights_info(path).lora_rank == 4
+    with pytest.raises(QeRLError, match=r"letters, digits and _ - \."):
+        backend.save_state("s:train:0", "a:b")
+
+
+def test_a_damaged_checkpoint_does_not_hide_the_others(saved, caplog):
+    backend, state, path = saved
+    folders = {checkpoint.path: checkpoint.folder for checkpoint in backend.checkpoints()}
+    (folders[state] / "adapter_model.safetensors").write_bytes(b"short")
+    assert [checkpoint.path for checkpoint in backend.checkpoints()] == [path]
+    assert "adapter_model.safetensors has 5 bytes" in caplog.text
 
 
 def test_a_link_does_not_lead_out_of_the_folder_either(saved, tmp_path):
@@ -148,7 +164,7 @@ def test_a_link_does_not_lead_out_of_the_folder_either(saved, tmp_path):
     (tmp_path / "linked").symlink_to(tmp_path.parent / f"{tmp_path.name}-out")
     with pytest.raises(QeRLError, match="leads out"):
         backend.weights_info(state.replace("s:train:0", "linked"))
-    with pytest.raises(QeRLError, match="no path of saved weights"):
+    with pytest.raises(QeRLError, match="not the path of a checkpoint"):
         backend.save_state("s:train:0", "../x")
 
 

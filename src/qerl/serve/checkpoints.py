@@ -9,12 +9,12 @@ the checkpoints of a run are: a server that is killed while it saves leaves the 
 that have gathered since the last optimizer step are not part of it. A folder belongs to one server at a time,
 which holds a lock on it until it ends or is killed.
 
-A path is made of an id and a name that begin with a letter, a digit or `_`, and of nothing else that could
-mean something to a file system, so no path leads out of the folder; nor does a link in it.
+A path is made of an id and a name as `qerl.serve.names` takes them, with nothing that could mean something to
+a file system, so no path leads out of the folder; nor does a link in it.
 """
 
 import json
-import re
+import logging
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -30,18 +30,18 @@ from safetensors.torch import load_file, save_file
 from qerl.errors import QeRLError
 from qerl.run_folder import ADAPTER_FILE, MANIFEST_FILE, POLICY_FILE, UNFINISHED, read_json
 from qerl.serve.adapters import TrainedAdapter
+from qerl.serve.names import KINDS, SCHEME, split_path
 from qerl.serve.seats import Shape
 from qerl.serve.types import Checkpoint
 from qerl.trainer.resume.checkpoint import clear, publish, read_manifest
+
+logger = logging.getLogger(__name__)
 
 STATE_FILE = "state.json"
 OPTIMIZER_FILE = "optimizer.safetensors"
 LOCK_FILE = "server.lock"
 
-TRAINING, SAMPLING = "weights", "sampler_weights"
-_SCHEME = "tinker://"
-_NAME = r"[A-Za-z0-9_][A-Za-z0-9_.:-]{0,127}"
-_PATH = re.compile(rf"{_SCHEME}({_NAME})/({TRAINING}|{SAMPLING})/({_NAME})", re.ASCII)
+TRAINING, SAMPLING = KINDS
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class Store:
         Raises:
             QeRLError: The name cannot be part of a path.
         """
-        path = f"{_SCHEME}{model_id}/{kind}/{name}"
+        path = f"{SCHEME}{model_id}/{kind}/{name}"
         folder = self.folder(path)
         part = self.root / UNFINISHED / "part"
         clear(part)
@@ -175,15 +175,18 @@ class Store:
         return (self._about(path)[0] / MANIFEST_FILE).stat().st_mtime_ns
 
     def list(self) -> list[Checkpoint]:
-        """All that is saved, oldest first."""
+        """All that is saved and can be described, oldest first; what is damaged is named in the log."""
         found = []
         for kind in (TRAINING, SAMPLING):
             for manifest in self.root.glob(f"*/{kind}/*/{MANIFEST_FILE}"):
                 folder = manifest.parent
-                path = f"{_SCHEME}{folder.parent.parent.name}/{kind}/{folder.name}"
-                if _PATH.fullmatch(path):
+                path = f"{SCHEME}{folder.parent.parent.name}/{kind}/{folder.name}"
+                try:
+                    self._about(path)
                     size = sum(file.stat().st_size for file in folder.iterdir())
                     found.append(Checkpoint(path, folder, size, manifest.stat().st_mtime))
+                except (QeRLError, OSError) as error:
+                    logger.warning("%s is left out of the list of checkpoints: %s", folder, error)
         return sorted(found, key=lambda checkpoint: (checkpoint.time, checkpoint.path))
 
     def delete(self, path: str) -> None:
@@ -206,14 +209,9 @@ class Store:
         Raises:
             QeRLError: It is no path of saved weights, or leads out of the server's folder.
         """
-        match = _PATH.fullmatch(path)
-        if match is None:
-            raise QeRLError(
-                f"{path[:200]!r} is no path of saved weights; one is {_SCHEME}MODEL_ID/{TRAINING}/NAME "
-                f"or {_SCHEME}MODEL_ID/{SAMPLING}/NAME, of letters, digits, and the signs _ - . :"
-            )
-        folder = self.root.joinpath(*match.groups())
-        if folder.resolve() != self.root.resolve().joinpath(*match.groups()):
+        parts = split_path(path)
+        folder = self.root.joinpath(*parts)
+        if folder.resolve() != self.root.resolve().joinpath(*parts):
             raise QeRLError(f"{path} leads out of the server's folder; nothing is read or written there.")
         return folder
 
