@@ -321,9 +321,11 @@ def test_where_one_sequence_does_not_fit_gradients_are_as_before(model, driver):
     def fill(*_):
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
+    told = LossDriver(model, advice="ask whoever runs the server")
     handle = model.get_input_embeddings().register_forward_hook(fill)
-    with pytest.raises(QeRLError, match="send shorter sequences"):
-        driver.forward_backward(data, "cross_entropy")
+    for one, advice in ((driver, "send shorter sequences"), (told, "ask whoever runs the server")):
+        with pytest.raises(QeRLError, match=advice):
+            one.forward_backward(data, "cross_entropy")
     handle.remove()
     now = [p.grad for p in model.parameters() if p.requires_grad]
     assert all(a is b for a, b in zip(kept, now, strict=True)) and all(map(torch.equal, values, now))

@@ -10,7 +10,7 @@ from qerl.serve.seats import ALPHA
 from qerl.serve.types import AdamParams
 from qerl.update.driver import LossDriver
 from tests.support.models import make_tiny_model, pack
-from tests.support.serve import DATA, datum, lora, request, sampled, tiny_backend, weights
+from tests.support.serve import DATA, base_of, datum, lora, request, sampled, tiny_backend, weights
 
 ADAM = AdamParams(learning_rate=1e-2, weight_decay=0.1, grad_clip_norm=0.5)
 
@@ -67,6 +67,22 @@ def test_a_model_trains_as_peft_and_torch_do(tmp_path, exactly):
         if "lora" in name:
             found = trained[name.replace(".default", "")]
             torch.testing.assert_close(found, parameter.data, rtol=0, atol=tolerance)
+
+
+def test_layers_that_are_computed_again_train_the_same(tmp_path):
+    found, passes = [], []
+    for folder, again in (("kept", False), ("again", True)):
+        backend = tiny_backend(tmp_path / folder)
+        if again:
+            backend._seats.recompute_layers()
+        backend.create_model("a", lora())
+        passes.append([])
+        mlp = base_of(backend).model.layers[0].mlp
+        mlp.register_forward_pre_hook(lambda *_, seen=passes[-1]: seen.append(1))
+        found.append((train(backend, "a"), weights(backend, "a")))
+    assert found[0][0] == found[1][0]
+    same(found[0][1], found[1][1])
+    assert len(passes[1]) == 2 * len(passes[0])
 
 
 def test_models_of_other_ranks_do_not_touch_each_other(tmp_path):

@@ -27,6 +27,9 @@ from qerl.serve.types import ModelInfo
 from qerl.update.driver import LossDriver
 from qerl.weight_formats import DEFAULT_ROUNDING, Rounding, WeightFormatName
 
+_ADVICE = "send shorter sequences, or train an adapter of a smaller rank"
+"""What a client is told whose sequence does not fit; it cannot change the model."""
+
 
 @dataclass(frozen=True)
 class BackendOptions:
@@ -105,13 +108,15 @@ def open_backend(options: BackendOptions) -> ModelBackend:
     if loading.rounding is not None:
         facts["rounding"] = settings["rounding"] = loading.rounding
     seats = Seats(model, options.max_rank)
+    if seats.device.type == "cuda":
+        seats.recompute_layers()
     return ModelBackend(
         models=model_names(found, positions_of(base_model(model).config.get_text_config(decoder=True))),
         seats=seats,
         engine=make_engine(
             seats.model, tokenizer.pad_token_id, options.max_sequences, options.kv_cache_dtype
         ),
-        driver=LossDriver(seats.model, tokens_per_forward=options.tokens_per_forward),
+        driver=LossDriver(seats.model, tokens_per_forward=options.tokens_per_forward, advice=_ADVICE),
         adapters=Adapters(seats, options.max_models, options.resident),
         store=Store(options.folder, facts, settings),
         tokenizer=tokenizer,

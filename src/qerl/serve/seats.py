@@ -85,6 +85,10 @@ class Seats:
         """Where the base is."""
         return base_model(self.model).device
 
+    def recompute_layers(self) -> None:
+        """Keep a layer's input alone for the backward pass, as `qerl plan` assumes, and compute it again."""
+        base_model(self.model).gradient_checkpointing_enable({"use_reentrant": False})
+
     def fresh(self, shape: Shape, seed: int) -> Matrices:
         """Matrices of a new adapter on the base's device, fp32: those of `qerl.lora.adapter.add_lora` with
         this rank and seed, so B is zero.

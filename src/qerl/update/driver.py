@@ -86,6 +86,7 @@ class LossDriver:
             on the kernels of the update; a layer that gets its adapter later keeps the code it came with.
         tokens_per_forward: Largest number of tokens in one forward pass; None is no limit, until memory runs
             out.
+        advice: What to do about one sequence that does not fit in memory by itself, as part of a sentence.
 
     Attributes:
         update_path: Which parts of the model run on this project's kernels, and why others do not.
@@ -94,12 +95,14 @@ class LossDriver:
         QeRLError: A joined row gives other log-probabilities than the sequences in it.
     """
 
-    def __init__(self, model: nn.Module, *, tokens_per_forward: int | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, *, tokens_per_forward: int | None = None, advice: str = _ADVICE
+    ) -> None:
         if tokens_per_forward is not None and tokens_per_forward < 1:
             raise QeRLError(f"tokens_per_forward is {tokens_per_forward}; set at least 1, or None.")
         self._model, self._base = model, base_model(model)
         self.update_path: UpdatePath = use_kernels(self._base)
-        self._retry = MemoryRetry(tokens_per_forward, advice=_ADVICE)
+        self._retry = MemoryRetry(tokens_per_forward, advice=advice)
         self._calls = 0
         with self._dense_weights_kept():
             check_joined_row(model, self._label_logps)
