@@ -9,8 +9,8 @@ the one that `qerl plan --gpu 24` plans for. What other programs hold counts as 
 Where CPU and GPU share their memory (DGX Spark, Jetson), the driver calls all of it the GPU's. There a
 program that takes it is not refused: the system begins to swap, kills processes or stands still. So a run
 takes three quarters, and the rest stays with the system, the page cache of checkpoints and Python's
-processes.
-The driver also calls memory used that files are only cached in; the system says how much it would give up.
+processes. The driver also calls memory used that files are only cached in; the system says how much it would
+give up.
 """
 
 import math

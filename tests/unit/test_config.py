@@ -192,3 +192,11 @@ def test_processes_that_would_each_train_alone_are_refused(monkeypatch):
     check_processes(SimpleNamespace(world_size=2))
     with pytest.raises(QeRLError, match=r"2 processes were started where there is no GPU, .* use_cpu: true"):
         check_processes(SimpleNamespace(world_size=1))
+
+
+def test_environments_handed_to_a_trainer_leave_fewer_completions_to_an_evaluation():
+    config, chosen = QeRLConfig(**MINIMAL), QeRLConfig(**(MINIMAL | {"per_device_eval_batch_size": 512}))
+    assert config.per_device_eval_batch_size == 1024
+    for each in (config, chosen):
+        each.make_room_for_environments()
+    assert config.per_device_eval_batch_size == 64 and chosen.per_device_eval_batch_size == 512

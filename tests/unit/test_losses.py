@@ -65,7 +65,7 @@ def test_a_loss_is_its_formula(name, seed):
     loss = find_loss(name)
     for config in ({}, {key: value for key, value in (CLIPS | {"beta": 0.3}).items() if key in loss.options}):
         logps, datum = sequence(seed, name)
-        loss.check(name, datum)
+        loss.check(name, datum, {})
         loss.check_config(name, config)
         value, gradient = loss(logps, datum, config)
         wanted = by_hand(name, logps.tolist(), datum, dict(loss.options) | config)
@@ -210,6 +210,11 @@ BAD = {
         "logprobs are not all finite",
     ),
     "floats": ("cross_entropy", {"target_tokens": ONES, "weights": ONES}, "target_tokens are float32"),
+    "thresholds": (
+        "ppo",
+        {"target_tokens": IDS, "logprobs": ONES, "advantages": ONES, "clip_low_threshold": 5 * ONES},
+        "clip_low_threshold is above",
+    ),
     "no sampled token": (
         "gspo",
         {"target_tokens": IDS, "logprobs": ONES, "advantages": ONES, "sequence_ratio_mask": ONES * 0},
@@ -222,12 +227,12 @@ BAD = {
 def test_bad_data_are_refused_with_a_sentence(case):
     name, inputs, message = BAD[case]
     with pytest.raises(QeRLError, match=message):
-        find_loss(name).check(name, Datum(IDS, inputs))
+        find_loss(name).check(name, Datum(IDS, inputs), {})
 
 
 def test_a_datum_without_tokens_is_refused():
     with pytest.raises(QeRLError, match="at least one"):
-        find_loss("cross_entropy").check("cross_entropy", Datum(IDS[:0], {}))
+        find_loss("cross_entropy").check("cross_entropy", Datum(IDS[:0], {}), {})
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from rich.console import Console
 from qerl.cli import main
 from qerl.families.sizes import SIZES
 from qerl.gpu_memory import usable_bytes
+from qerl.kernels import needs
 from qerl.kernels.cards import CARDS
 from qerl.plan.command import plan_command
 from qerl.plan.gpu import MEMORIES, planned_gpu
@@ -46,11 +47,13 @@ def test_what_is_no_card_is_told_which_there_are(capsys):
 
 
 @pytest.mark.parametrize("name", ["A100", "rtx3090"])
-def test_fp8_keys_and_values_are_refused_where_a_card_has_none(name, capsys):
+def test_fp8_keys_and_values_are_refused_where_a_card_has_none(name, capsys, monkeypatch):
     assert main(["plan", "7b", "--gpu", name, "--kv_cache_dtype", "fp8"]) == 2
     said = " ".join(capsys.readouterr().err.split())
     assert "FP8 keys and values need compute capability 8.9, and this is 8." in said
+    monkeypatch.setattr(needs, "RUN_AS", frozenset())
     assert main(["plan", "7b", "--gpu", "rtx4090", "--kv_cache_dtype", "fp8"]) == 0
+    assert "they were not run. To use it there: export QERL_ARCH=89." in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("gpu, models", [

@@ -80,7 +80,9 @@ def test_a_probe_measures_what_it_says(finished):
     for name, cell in cells.items():
         assert len(cell["numbers"]["right"]) == 6 and max(cell["numbers"]["right"]) <= 8, name
         if cell.get("target"):
-            assert cell["calibrated"] == pytest.approx(cell["target"], rel=0.05), name
+            # Texts of so few tokens change in steps: from one strength to one a third of a percent above, the
+            # KL was seen to go from .0173 to .0227. On a smooth curve test_probe_walk asks for 3 %.
+            assert cell["calibrated"] == pytest.approx(cell["target"], rel=0.2), name
             assert len(set(cell["solutions"]["problem"])) == 3
     assert len(results["strata"]["wp"]) == 6 and set(results["strata"]["wp"]) <= {"steps_1", "steps_2"}
     numbers = {row.cell: row.numbers for row in read_rows(results)}

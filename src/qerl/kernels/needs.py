@@ -98,7 +98,7 @@ def obstacles(fp8: bool = False) -> list[Obstacle]:
     Args:
         fp8: Whether keys and values are to be FP8.
     """
-    found = _obstacles_of_card(torch.cuda.get_device_capability(), fp8)
+    found = obstacles_of_class(torch.cuda.get_device_capability(), fp8)
     found += [
         Obstacle(f"{package.name} is not installed", how_to_install(package.name))
         for package in PACKAGES
@@ -107,7 +107,8 @@ def obstacles(fp8: bool = False) -> list[Obstacle]:
     return found
 
 
-def _obstacles_of_card(capability: Capability, fp8: bool) -> list[Obstacle]:
+def obstacles_of_class(capability: Capability, fp8: bool = False) -> list[Obstacle]:
+    """What keeps the kernels from running on GPUs of a compute capability; empty if nothing does."""
     try:
         named, card = asked(), chosen(capability, 0)
     except QeRLError as error:

@@ -6,6 +6,7 @@ from rich.console import Console
 
 from qerl.errors import QeRLError
 from qerl.kernels.cards import why_no_fp8
+from qerl.kernels.needs import obstacles_of_class
 from qerl.plan.context import in_words, longest_completion
 from qerl.plan.gpu import planned_gpu
 from qerl.plan.phases import MemoryPlan
@@ -49,6 +50,11 @@ def plan_command(
         raise QeRLError(f"{why_no_fp8(planned.card)}; remove kv_cache_dtype: fp8.")
     plan = plan_settings(config, planned.capacity, processes, adapters=adapters)
     console.print(render(plan, propose_settings(config, plan), name))
+    for obstacle in obstacles_of_class(planned.card.capability) if planned.card else ():
+        console.print(
+            f"This plans the fast engine, but {obstacle.reason}. To use it there: {obstacle.remedy}.",
+            markup=False, highlight=False, soft_wrap=True,
+        )  # fmt: skip
     if max_context:
         console.print(in_words(longest_completion(plan)), markup=False, highlight=False, soft_wrap=True)
     return plan

@@ -44,8 +44,7 @@ from qerl.settings.parents import Refused, fate_of, set_newer_names
 from qerl.weight_formats import DEFAULT_FORMAT, DEFAULT_ROUNDING, Rounding, WeightFormatName
 
 _EVALUATED_TOGETHER = 1024
-"""Completions of an evaluation's call: twice the rows of the paged engine, which are refilled until half of
-them is left."""
+"""Completions of an evaluation's call: twice the rows of the paged engine, which are refilled meanwhile."""
 
 _ENVIRONMENTS_TOGETHER = 64
 """The same where each has an environment, which may be a connection to somewhere."""
@@ -343,7 +342,7 @@ class QeRLConfig(GRPOConfig):
         if not torch.cuda.is_available():
             self.dataloader_pin_memory = False  # there is nothing to pin for
         if self.per_device_eval_batch_size is None:
-            self.per_device_eval_batch_size = self._evaluated_together()
+            self.per_device_eval_batch_size = self._evaluated_together(self.environment is not None)
         contradictions.check_evaluation(self)
         set_newer_names(self)
         try:
@@ -354,11 +353,16 @@ class QeRLConfig(GRPOConfig):
         contradictions.check_processes(self)
         contradictions.check_groups(self)
 
-    def _evaluated_together(self) -> int:
+    def _evaluated_together(self, environments: bool) -> int:
         """Completions that an evaluation samples at a time where nobody says it: at least one group."""
         group = self.num_generations_eval or self.num_generations or 1
-        most = _EVALUATED_TOGETHER if self.environment is None else _ENVIRONMENTS_TOGETHER
-        return group * max(1, most // group)
+        return group * max(1, (_ENVIRONMENTS_TOGETHER if environments else _EVALUATED_TOGETHER) // group)
+
+    def make_room_for_environments(self) -> None:
+        """The default of `per_device_eval_batch_size` becomes what it is with the field `environment`, for a
+        trainer that was handed its environments."""
+        if self.per_device_eval_batch_size == self._evaluated_together(False):
+            self.per_device_eval_batch_size = self._evaluated_together(True)
 
     @property
     def goes_by_metric(self) -> bool:

@@ -123,6 +123,8 @@ class QeRLTrainer(UpdateTrainer):
             others=others,
             refused={"quantization_config": quantization_config},
         )
+        if environment_factory is not None:
+            given.args.make_room_for_environments()
         patience, threshold = given.args.early_stopping_patience, given.args.early_stopping_threshold
         callbacks = [*(callbacks or ()), *([EarlyStop(patience, threshold)] if patience else ())]
         trained = [parameter for parameter in given.model.parameters() if parameter.requires_grad]

@@ -161,7 +161,7 @@ class LossDriver:
         here = [Datum(one.tokens.cpu(), {name: x.cpu() for name, x in one.inputs.items()}) for one in data]
         for at, datum in enumerate(here):
             try:
-                found.check(loss, datum)
+                found.check(loss, datum, config)
                 _check_model(datum, decoder)
             except QeRLError as error:
                 raise QeRLError(f"Datum {at} of {len(data)}: {error}") from None

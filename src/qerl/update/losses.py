@@ -211,7 +211,7 @@ class Loss:
                 "exchange them."
             )
 
-    def check(self, name: str, datum: Datum) -> None:
+    def check(self, name: str, datum: Datum, config: Mapping[str, float]) -> None:
         """Refuse a datum that lacks what this loss reads, or has it in other shapes, or not finite.
 
         Raises:
@@ -246,6 +246,11 @@ class Loss:
                 )
             if not value.isfinite().all():
                 raise QeRLError(f"{key} are not all finite; replace NaN and infinity.")
+        low, high = (
+            torch.as_tensor(given.get(x, config.get(x, self.options.get(x, 0.0)))) for x in _THRESHOLDS
+        )
+        if (low > high).any():
+            raise QeRLError("its clip_low_threshold is above its clip_high_threshold; exchange them.")
         if "sequence_ratio_mask" in self.inputs and not given["sequence_ratio_mask"].any():
             raise QeRLError("sequence_ratio_mask marks no token; set it to 1 on the sampled ones.")
 
