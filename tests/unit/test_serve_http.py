@@ -312,6 +312,30 @@ def test_samples_of_every_kind(client: Client):
     assert "knows no sampler" in client.result(gone["request_id"])["error"]
 
 
+def test_samplers_of_saved_weights_are_closed_and_opened_again_on_use(client: Client):
+    object.__setattr__(client.server.clients.limits, "snapshots", 2)
+    model, samplers = client.model(), []
+    for number in range(5):
+        seq_id = number + 1
+        path = client.ask("save_weights_for_sampler", model_id=model, seq_id=seq_id, path=f"n{number}")[
+            "path"
+        ]
+        body = {"session_id": client.session, "sampling_session_seq_id": number, "model_path": path}
+        samplers.append(client.post("create_sampling_session", **body)["sampling_session_id"])
+        assert len(client.backend.samplers) <= 2
+    prompt = {"chunks": [{"tokens": [1]}]}
+    for number, sampler in enumerate([*samplers, *samplers]):
+        found = client.ask("asample", sampling_session_id=sampler, seq_id=number, prompt=prompt)
+        assert isinstance(found, bytes), found
+        assert len(client.backend.samplers) <= 2
+    client.http.delete(f"/api/v1/training_runs/{model}/checkpoints/sampler_weights/n0")
+    lost = client.ask("asample", sampling_session_id=samplers[0], seq_id=20, prompt=prompt)
+    assert "Nothing is saved" in lost["error"]
+    client.http.post(f"/api/v1/sessions/{client.session}/finish")
+    client.server.clients.queue.call(lambda _: None).result()
+    assert client.backend.samplers == {}
+
+
 @pytest.mark.parametrize(
     ("stop", "ids", "strings"),
     [
@@ -336,6 +360,21 @@ def test_too_many_requests_are_put_off(client: Client):
     answers = [client.raw("optim_step", model_id=model, seq_id=n, adam_params={}) for n in range(3, 220)]
     assert {answer.status_code for answer in answers} == {200, 429}
     assert "its limit" in answers[-1].json()["detail"]
+
+
+def test_a_model_that_was_put_off_leaves_nothing_behind(client: Client):
+    model = client.model()
+    for number in range(2, 220):
+        client.raw("optim_step", model_id=model, seq_id=number, adam_params={})
+    lora = {"rank": 4}
+    body = {"session_id": client.session, "model_seq_id": 1, "base_model": BASE, "lora_config": lora}
+    assert client.raw("create_model", **body).status_code == 429
+    assert [*client.server.clients.models] == [model]
+    assert client.server.clients.queue.missing(f"{client.session}:train:1") is None
+    client.http.post(f"/api/v1/sessions/{client.session}/finish")
+    client.session = client.post("create_session")["session_id"]
+    body["session_id"] = client.session
+    assert "error" not in client.ask("create_model", **body)
 
 
 def test_links_to_downloads_are_signed(client: Client):

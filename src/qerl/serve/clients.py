@@ -55,6 +55,7 @@ class Sampler:
         ephemeral: Whether it is a snapshot that was saved under no name.
         used: When it was last asked, in seconds of `time.monotonic`.
         waiting: Requests that it has not answered.
+        open: Whether the backend has it; one of saved weights may be closed and is opened again on use.
     """
 
     id: str
@@ -65,6 +66,7 @@ class Sampler:
     ephemeral: bool
     used: float
     waiting: int = 0
+    open: bool = True
 
 
 class Clients:
@@ -118,13 +120,14 @@ class Clients:
                 del self.models[model_id]
             for sampler in samplers:
                 del self.samplers[sampler.id]
+            keys = [sampler.key for sampler in samplers if sampler.open]
         logger.info("Session %s ended: %s. It had %d models.", session_id, reason, len(models))
         self.queue.drop_samples(session_id)
         for model_id in models:
             self.queue.drop(model_id)
             self.later(methodcaller("drop", model_id))
-        for sampler in samplers:
-            self.later(methodcaller("drop_sampler", sampler.key))
+        for key in keys:
+            self.later(methodcaller("drop_sampler", key))
         self.futures.end(session_id, Failure(f"The session of this request ended: {reason}.", "user"))
 
     def sweep(self) -> None:

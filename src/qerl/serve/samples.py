@@ -4,6 +4,7 @@ import hashlib
 import time
 import uuid
 from concurrent.futures import Future as CallFuture
+from functools import partial
 
 from qerl.errors import QeRLError
 from qerl.serve.clients import Clients, Sampler
@@ -42,7 +43,10 @@ class Samples:
         sampler_id = _sampler_id(body.session_id, body.sampling_session_seq_id)
 
         def open_sampler(backend: Backend) -> str:
-            base = next(iter(clients.bases)) if body.model_path is not None else source
+            base = source
+            if body.model_path is not None:
+                base = next(iter(clients.bases))
+                self._make_room(backend, body.session_id, ephemeral=False)
             self._add(backend, sampler_id, backend.sampler(source), base, body.model_path)
             return sampler_id
 
@@ -61,7 +65,7 @@ class Samples:
             QeRLError: The model or its session is gone.
         """
         model, info, _ = self._clients.model_info(model_id)
-        self._make_room(backend, model.session_id)
+        self._make_room(backend, model.session_id, ephemeral=True)
         sampler_id = _sampler_id(model.session_id, number)
         self._add(backend, sampler_id, backend.save_for_sampler(model_id, None), info.base_model, None, True)
         return sampler_id
@@ -88,14 +92,47 @@ class Samples:
                 return request_id, sequences
             future = clients.futures.add(Future(request_id, "sample", sampler.session_id))
             sampler.used, sampler.waiting = time.monotonic(), sampler.waiting + 1
+            opening = None if sampler.open else clients.queue.call(partial(self._reopen, sampler))
         future.when_settled(lambda: self._settled(sampler))
         try:
             request = body.request(sampler.key, _seed_of(request_id), clients.limits)
         except QeRLError as error:
             future.settle(Failure(str(error), "user"))
+            return request_id, sequences
+
+        def opened(call: "CallFuture[None] | None") -> None:
+            if call is not None and (error := call.exception()) is not None:
+                future.settle(Failure(str(error), "user" if isinstance(error, QeRLError) else "server"))
+            else:
+                clients.queue.sample(future, request, body.prompt_logprobs_last_n)
+
+        if opening is None:
+            opened(None)
         else:
-            clients.queue.sample(future, request, body.prompt_logprobs_last_n)
+            opening.add_done_callback(opened)
         return request_id, sequences
+
+    def _reopen(self, sampler: Sampler, backend: Backend) -> None:
+        """Give the backend a sampler of saved weights that was closed.
+
+        Raises:
+            QeRLError: Its session ended, or the weights are others now or gone.
+        """
+        path = sampler.model_path
+        if sampler.open or path is None:
+            return
+        self._make_room(backend, sampler.session_id, ephemeral=False)
+        key = backend.sampler(path)
+        with self._clients.lock:
+            there = sampler.id in self._clients.samplers
+            sampler.open = there and key == sampler.key
+        if not sampler.open:
+            backend.drop_sampler(key)
+            raise QeRLError(
+                f"{path} was saved anew since this sampler was made; make a new one."
+                if there
+                else "The session of this sampler has ended."
+            )
 
     def _settled(self, sampler: Sampler) -> None:
         with self._clients.lock:
@@ -120,19 +157,26 @@ class Samples:
         backend.drop_sampler(key)
         raise QeRLError("The session of this sampler has ended.")
 
-    def _make_room(self, backend: Backend, session_id: str) -> None:
-        """Drop the snapshots of a session that nobody has used for longest, if it has too many."""
+    def _make_room(self, backend: Backend, session_id: str, ephemeral: bool) -> None:
+        """Give up the samplers of a session that nobody has used for longest, if it has too many open.
+
+        Snapshots are gone then; samplers of saved weights are closed, since they can be read again.
+        """
         clients = self._clients
         with clients.lock:
             mine = [
                 sampler
                 for sampler in clients.samplers.values()
-                if sampler.ephemeral and sampler.session_id == session_id
+                if sampler.session_id == session_id
+                and sampler.open
+                and (sampler.ephemeral if ephemeral else sampler.model_path is not None)
             ]
             idle = sorted((s for s in mine if not s.waiting), key=lambda sampler: sampler.used)
             surplus = idle[: max(len(mine) + 1 - clients.limits.snapshots, 0)]
             for sampler in surplus:
-                del clients.samplers[sampler.id]
+                sampler.open = False
+                if ephemeral:
+                    del clients.samplers[sampler.id]
         for sampler in surplus:
             backend.drop_sampler(sampler.key)
 

@@ -104,7 +104,11 @@ class Training:
                 return clients.refused(kind, session_id, full)
             clients.models[model_id] = Model(model_id, session_id)
             clients.queue.add_line(model_id)
-            return self._submit(OfModel(model_id=model_id, seq_id=0), kind, run)
+            try:
+                return self._submit(OfModel(model_id=model_id, seq_id=0), kind, run)
+            except QeRLError:  # as if it had not been asked for
+                self._forget(model_id, "The model of this request could not be made.")
+                raise
 
     def unload_model(self, body: OfModel) -> str:
         """Request id of a model's end."""
