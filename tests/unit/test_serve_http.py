@@ -181,6 +181,11 @@ def test_what_is_no_json_gets_a_sentence(client: Client):
     for body in (b"{", b"[1]", b"\xff", b"[" * 9000):
         assert client.http.post("/api/v1/asample", content=body).status_code == 400
     assert client.http.post("/api/v1/forward_backward", content=b"\xff\xff").status_code == 400
+    half = client.http.post("/api/v1/create_session", content=b'{"sdk_version": "\\ud800"}')
+    assert half.status_code == 400 and client.http.get("/status").status_code == 200
+    for limit in ("\u00b2", "9" * 5000):
+        answer = client.http.get("/api/v1/checkpoints", params={"limit": limit})
+        assert answer.status_code == 200 and answer.json()["cursor"]["limit"] == 100
     assert client.http.post("/api/v1/nowhere").status_code == 404
     answer = client.raw("retrieve_future", request_id="gone")
     assert answer.status_code == 404 and "fetched long ago" in answer.json()["detail"]
@@ -343,6 +348,8 @@ def test_samplers_of_saved_weights_are_closed_and_opened_again_on_use(client: Cl
         ([], (), ()),
         ([1, 2], (1, 2), ()),
         ("a", None, ("a",)),
+        ("", None, ()),
+        ([""], None, ()),
         (["a", "b"], None, ("a", "b")),
     ],
 )

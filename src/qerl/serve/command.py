@@ -116,7 +116,7 @@ def _check_packages() -> None:
             missing.append(name)
     if missing:
         raise QeRLError(
-            f"`qerl serve` needs {', '.join(missing)}; install them with `pip install 'qerl[serve]'`."
+            f"`qerl serve` needs {', '.join(missing)}; install them with `pip install -e '.[serve]'`."
         )
 
 

@@ -184,7 +184,7 @@ class Api:
         session_id = request.path_params["session_id"]
         if session_id not in self._clients.sessions:
             raise HTTPException(404, f"This server knows no session {session_id}.")
-        models, samplers = self._clients.models.values(), self._clients.samplers.values()
+        models, samplers = list(self._clients.models.values()), list(self._clients.samplers.values())
         return JSONResponse(
             {
                 "training_run_ids": [model.id for model in models if model.session_id == session_id],

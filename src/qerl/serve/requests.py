@@ -33,7 +33,9 @@ def read(kind: type[B], body: bytes) -> B:
         QeRLError: It is no JSON, or a field is missing or of another type.
     """
     try:
-        return kind.model_validate(json.loads(body or b"{}"))
+        found = json.loads(body or b"{}")
+        json.dumps(found, ensure_ascii=False).encode()  # half a surrogate pair could not be written again
+        return kind.model_validate(found)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "The body"
@@ -228,6 +230,8 @@ class Sample(Body):
                 f"topk_prompt_logprobs is {self.topk_prompt_logprobs}; it must be 0 to {limits.topk}."
             )
         stop = [asked.stop] if isinstance(asked.stop, str) else asked.stop
+        if stop and all(word == "" for word in stop):
+            stop = None  # an empty text stops nothing, and the model's own end tokens stay
         ids = tuple(word for word in stop or () if isinstance(word, int))
         strings = tuple(word for word in stop or () if isinstance(word, str) and word)
         return SampleRequest(
