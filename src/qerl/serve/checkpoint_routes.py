@@ -159,7 +159,8 @@ def _page(request: Request, items: Sequence[Any]) -> tuple[Sequence[Any], dict[s
     """The items that a request asks for by `offset` and `limit`, and which those are."""
     asked = [request.query_params.get(name, "") for name in ("offset", "limit")]
     offset, limit = (
-        int(text) if re.fullmatch("[0-9]{1,18}", text) else default for text, default in zip(asked, (0, 100), strict=True)
+        int(text) if re.fullmatch("[0-9]{1,18}", text) else default
+        for text, default in zip(asked, (0, 100), strict=True)
     )
     return items[offset : offset + limit], {"offset": offset, "limit": limit, "total_count": len(items)}
 
