@@ -106,6 +106,8 @@ def test_a_request_without_a_number_gets_the_next_one(ground: Playground):
     ground.queue.add_line("m")
     ran: list[int] = []
     assert [ground.submit(job(ran, number), None) for number in range(3)] == ["m:0", "m:1", "m:2"]
+    with pytest.raises(QeRLError, match="has just ended"):
+        ground.submit(job(ran, 0), None, "gone")
     with pytest.raises(QeRLError, match="seq_id is -1"):
         ground.submit(job(ran, 0), -1)
     with pytest.raises(QeRLError, match="without gaps"):

@@ -16,6 +16,7 @@ from concurrent.futures import Future as CallFuture
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from qerl.errors import QeRLError
 from qerl.serve.futures import Failure, Future
 from qerl.serve.line import Job, Line
 from qerl.serve.types import Backend, SampleRequest
@@ -90,10 +91,12 @@ class WorkQueue:
             The request id.
 
         Raises:
-            QeRLError: The number is out of range, or `make` refuses.
+            QeRLError: The model has ended, the number is out of range, or `make` refuses.
         """
         with self._changed:
-            line = self._lines[model_id]
+            line = self._lines.get(model_id)
+            if line is None:
+                raise QeRLError(f"The model {model_id} has just ended; make a new one.")
             number = line.place(seq_id)
             request_id = f"{model_id}:{number}"
             if not line.seen(number):
