@@ -3,6 +3,7 @@
 import io
 import json
 import math
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -73,6 +74,27 @@ def finished(probe_file) -> Path:
     return folder
 
 
+def met_or_at_a_step(target, calibrated, curve):
+    """Whether the target was met within 5 %, or lies in a step of the curve, narrowed to 2 %.
+
+    Texts of so few tokens change in steps: from one strength to one 0.35 % above, the KL was seen to go from
+    .0173 to .0227. What is taken then must be the nearer end of the step.
+    """
+    if calibrated == pytest.approx(target, rel=0.05):
+        return True
+    points = sorted(curve)
+    around = [(a, b) for a, b in pairwise(points) if a[1] <= target <= b[1]]
+    nearest = min((value for _, value in points), key=lambda value: abs(value - target))
+    return calibrated == nearest and any(b[0] / a[0] < 1.02 for a, b in around)
+
+
+def test_what_counts_as_calibrated():
+    assert met_or_at_a_step(0.02, 0.0205, [])
+    step = [(0.02869, 0.01729), (0.02879, 0.02271), (0.0694, 0.098)]
+    assert met_or_at_a_step(0.02, 0.01729, step) and not met_or_at_a_step(0.02, 0.02271, step)
+    assert not met_or_at_a_step(0.05, 0.02271, step), "not narrowed"
+
+
 def test_a_probe_measures_what_it_says(finished):
     results = read_results(finished / RESULTS_FILE)
     cells = results["cells"]
@@ -80,9 +102,7 @@ def test_a_probe_measures_what_it_says(finished):
     for name, cell in cells.items():
         assert len(cell["numbers"]["right"]) == 6 and max(cell["numbers"]["right"]) <= 8, name
         if cell.get("target"):
-            # Texts of so few tokens change in steps: from one strength to one a third of a percent above, the
-            # KL was seen to go from .0173 to .0227. On a smooth curve test_probe_walk asks for 3 %.
-            assert cell["calibrated"] == pytest.approx(cell["target"], rel=0.2), name
+            assert met_or_at_a_step(**{key: cell[key] for key in ("target", "calibrated", "curve")}), name
             assert len(set(cell["solutions"]["problem"])) == 3
     assert len(results["strata"]["wp"]) == 6 and set(results["strata"]["wp"]) <= {"steps_1", "steps_2"}
     numbers = {row.cell: row.numbers for row in read_rows(results)}

@@ -1,9 +1,10 @@
 """Strengths at which a measured quantity has wanted values.
 
 The quantity rises with the strength, about as a power of it (KL as its square), and is measured with the same
-random numbers each time, so it is a smooth curve. The first round measures a grid; every later round
-measures, for each target, the point at which the straight line in logarithms between the two neighbours of
-the target meets it. One pass of the model measures all points of a round, so four targets cost what one does.
+random numbers each time, so it is a smooth curve but for steps where one of few texts changes. The first
+round measures a grid; every later round measures, for each target, the point at which the straight line in
+logarithms between the two neighbours of the target meets it. One pass of the model measures all points of a
+round, so four targets cost what one does.
 """
 
 import math
