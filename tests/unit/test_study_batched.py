@@ -14,6 +14,7 @@ from qerl.models.chat import Chat
 from qerl.rollout.engine import SamplingParams
 from qerl.rollout.portable.engine import PortableEngine
 from qerl.study.arms import Run
+from qerl.study.batched.adapters import Adapters
 from qerl.study.batched.evaluation import pass_at
 from qerl.study.batched.model import BatchedModel
 from qerl.study.batched.rewards import Judges, Problems
@@ -131,6 +132,15 @@ def test_pieces_have_the_gradient_of_the_whole():
         assert one == pytest.approx(other, rel=1e-4, abs=1e-6)
 
 
+@pytest.mark.parametrize(("tokens", "sizes"), [(60, [2, 2, 1]), (120, [3, 2]), (1000, [5]), (1, [1] * 5)])
+def test_pieces_are_of_nearly_one_size(tokens, sizes):
+    texts = Texts.of(fixed(5, [[5, 9], [7, 30]], [[11, 3, 20, 6]] * 8), torch.device("cpu"))
+    pieces = list(texts.pieces(tokens))  # a prompt with its samples has 2 + 4 * 3 tokens, a run 28
+    found = [piece.runs.stop - piece.runs.start for piece in pieces if piece.prompts.start == 0]
+    assert found == sizes
+    assert sum(piece.prompts.stop - piece.prompts.start for piece in pieces) == 2 * len(found)
+
+
 def test_a_resumed_batch_goes_on_bit_by_bit(tmp_path):
     arm = an_arm(noise_target_kl=0.05, match_entropy="other")
     runs = Run(arm, 7, RATE), Run(arm, 8, RATE)
@@ -245,6 +255,37 @@ def test_what_an_evaluation_samples_depends_on_no_batch():
     assert seen[0][0] == pytest.approx(seen[1][0])
     assert seen[0][1][:24] == seen[1][1] and len(seen[1][1]) == 24
     assert len({tuple(ids) for ids in seen[1][1]}) > 12
+
+
+@pytest.mark.parametrize(("runs", "greedy", "prefixes"), [(1, 6, 6), (2, 8, 6), (4, 8, 8), (8, 8, 8)])
+def test_runs_share_the_evaluation_of_the_base(runs, greedy, prefixes, monkeypatch):
+    chosen = [Run(an_arm(), 7 + index, RATE) for index in range(runs)]
+    scores, rows = [], []
+    for shared in (True, False):
+        batch = a_batch(*chosen, rows_at_once=runs * 2)
+        generate, asked = batch._sampler.generate, []
+        rows.append(asked)
+
+        def counted(prompts, *args, generate=generate, asked=asked):
+            asked.extend(prompt for run in prompts for prompt in run)
+            return generate(prompts, *args)
+
+        batch._sampler.generate = counted
+        if not shared:
+            monkeypatch.setattr(Adapters, "do_nothing", False)
+        scores.append(batch.evaluate(Sums().test()))
+        batch.step()
+        batch.model.adapters.values_SE.add_(0.02)
+        scores[-1] += batch.evaluate(Sums().test())
+        monkeypatch.undo()
+    for one, other in zip(*scores, strict=True):
+        assert one == pytest.approx(other, rel=1e-6)
+    first, second = scores[0][0], scores[0][runs]
+    assert all(own == first for own in scores[0][:runs])
+    assert 0 < first["accuracy"] < 1 and second["entropy"] != pytest.approx(first["entropy"], rel=1e-4)
+    training, every = 2 * runs, 6 * runs
+    assert len(rows[0]) == greedy + prefixes + training + every
+    assert len(rows[1]) == every + prefixes + training + every
 
 
 def test_pass_at_k_and_frozen_noise():

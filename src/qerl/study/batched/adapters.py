@@ -102,6 +102,11 @@ class Adapters:
         assert start == storage_SE.shape[1] and runs == len(storage_SE)
         return found
 
+    @property
+    def do_nothing(self) -> bool:
+        """Whether every B is zero, as in fresh adapters; then the policy of each run is the base's."""
+        return not any(bool(b.any()) for adapted in self.views(self.values_SE) for b in adapted.b)
+
     def refresh(self) -> None:
         """Bring `cast_SE`, which the forward pass reads, to where the values are."""
         if self.cast_SE is not self.values_SE:

@@ -68,11 +68,14 @@ class Texts:
         return cls(samples.per_prompt, samples.prompts, *padded, tokens, mask, counts_SRC[..., :longest])
 
     def pieces(self, tokens_at_once: int) -> Iterator[Piece]:
-        """All prompts of all runs, so many at a time that a forward pass has no more tokens than this."""
+        """All prompts of all runs, so many at a time that a forward pass has no more tokens than this.
+
+        Pieces are nearly equal, so that none is much smaller than the one that needs the most memory.
+        """
         runs, prompts = self.lengths_SP.shape
         tokens = self.ids_SPT.shape[2] + self.per_prompt * (self.tokens_SRC.shape[2] - 1)
-        runs_at_once = min(runs, max(1, tokens_at_once // (tokens * prompts)))
-        prompts_at_once = min(prompts, max(1, tokens_at_once // tokens))
+        runs_at_once = _even(runs, tokens_at_once // (tokens * prompts))
+        prompts_at_once = _even(prompts, tokens_at_once // tokens)
         for run in range(0, runs, runs_at_once):
             for prompt in range(0, prompts, prompts_at_once):
                 last = min(prompt + prompts_at_once, prompts)
@@ -81,6 +84,12 @@ class Texts:
                     slice(prompt, last),
                     slice(prompt * self.per_prompt, last * self.per_prompt),
                 )
+
+
+def _even(number: int, most: int) -> int:
+    """Size of as few parts of a number as there must be where none is larger than most, or than 1."""
+    parts = -(-number // max(1, most))
+    return -(-number // parts)
 
 
 def score_piece(
