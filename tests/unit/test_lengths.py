@@ -3,12 +3,15 @@
 import json
 import statistics
 import time
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from bench.lengths import draw_lengths, random_ids
 from qerl.errors import QeRLError
 from qerl.measure.gauge import gauge
+from qerl.measure.provenance import provenance
 
 
 def test_lengths_are_the_same_for_every_engine_and_have_their_mean():
@@ -52,24 +55,61 @@ def test_no_two_prompts_of_two_calls_begin_alike():
     assert len(set(prompts)) == len(prompts)
 
 
-def test_the_gauge_reads_a_busy_gpu(tmp_path, monkeypatch):
-    (tmp_path / "nvidia-smi").write_text(
-        "#!/bin/sh\necho '3, 300, 2600, 90.0, 700.00, 30'\necho '99, 1980, 2600, 690.5, 700.00, 60'\n"
-        "echo '100, 1700, 2600, 700.5, 700.00, 64'\necho '[N/A], 1, 1, 1, 1, 1'\nexec sleep 60\n"
-    )
-    (tmp_path / "nvidia-smi").chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+@pytest.fixture
+def second_gpu(monkeypatch):
+    """torch sees one GPU, which is not the first of the machine."""
+    at = SimpleNamespace(pci_domain_id=0, pci_bus_id=0xCA, pci_device_id=0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", {0: at}.__getitem__)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+
+
+def nvidia_smi_of(monkeypatch, folder, script):
+    (folder / "nvidia-smi").write_text(f"#!/bin/sh\n{script}\n")
+    (folder / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder), prepend=":")
+
+
+def test_the_driver_is_asked_for_the_gpu_in_use(tmp_path, monkeypatch, second_gpu):
+    nvidia_smi_of(
+        monkeypatch, tmp_path, 'case "$*" in *--id=00000000:CA:00.0*) ;; *) exit 6 ;; esac\n'
+        'case "$*" in *driver*) echo 580.1 ;; *loop*) echo 99,7,7,7,7,7 ;; *) echo "1980, 2600" ;; esac'
+    )  # fmt: skip
+    said = provenance("a command")
+    assert (said["driver"], said["clocks_mhz"]) == ("580.1", {"sm": 1980, "memory": 2600})
     with gauge() as state:
-        deadline = time.monotonic() + 10
-        while (seen := state.take()) is None and time.monotonic() < deadline:
-            time.sleep(0.02)
+        assert waited_for(state)["sm_mhz"]["max"] == 7
+
+
+def test_the_gauge_reads_a_busy_gpu(tmp_path, monkeypatch, second_gpu):
+    nvidia_smi_of(
+        monkeypatch, tmp_path,
+        "echo '3, 300, 2600, 90.0, 700.00, 30'\necho '99, 1980, 2600, 690.5, 700.00, 60'\n"
+        "echo '100, 1700, 2600, 700.5, 700.00, 64'\necho '[N/A], 1, 1, 1, 1, 1'\nexec sleep 60"
+    )  # fmt: skip
+    with gauge() as state:
+        seen = waited_for(state)
         assert state.take() is None
     assert seen["sm_mhz"] == {"min": 1700, "median": 1840, "max": 1980}
     assert seen["power_w"]["max"] == 700.5
     assert json.dumps(seen)
 
 
+def waited_for(state):
+    deadline = time.monotonic() + 10
+    while (seen := state.take()) is None and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return seen
+
+
 def test_the_gauge_says_nothing_without_a_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with gauge() as state:
+        assert state.take() is None
+
+
+def test_the_gauge_says_nothing_without_nvidia_smi(monkeypatch, second_gpu):
     monkeypatch.setenv("PATH", "/nowhere")
     with gauge() as state:
         assert state.take() is None

@@ -12,6 +12,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from qerl.measure.driver import nvidia_smi
+
 _QUERY = {
     "sm_mhz": "clocks.sm",
     "memory_mhz": "clocks.mem",
@@ -27,7 +31,7 @@ State = dict[str, dict[str, float]]
 
 
 class Gauge:
-    """Readings of the first GPU since the last `take`, twice a second; made by `gauge`."""
+    """Readings of the GPU in use since the last `take`, twice a second; made by `gauge`."""
 
     def __init__(self, readings: Any) -> None:
         self._readings = readings
@@ -35,7 +39,7 @@ class Gauge:
 
     def take(self) -> State | None:
         """The least, the median and the largest of each quantity while the GPU was busy since it was last
-        asked; None where it was not, or nvidia-smi says nothing."""
+        asked; None where it was not, there is none, or nvidia-smi says nothing."""
         if self._readings is None:
             return None
         *lines, self._rest = (self._rest + self._readings.read()).split("\n")
@@ -51,11 +55,10 @@ class Gauge:
 @contextmanager
 def gauge() -> Iterator[Gauge]:
     """Readings for as long as the context lasts."""
-    asked = ",".join([_UTILIZATION, *_QUERY.values()])
-    command = [
-        "nvidia-smi", f"--query-gpu={asked}", "--format=csv,noheader,nounits", "--id=0",
-        f"--loop-ms={_EVERY_MS}",
-    ]  # fmt: skip
+    if not torch.cuda.is_available():
+        yield Gauge(None)
+        return
+    command = [*nvidia_smi(",".join([_UTILIZATION, *_QUERY.values()])), f"--loop-ms={_EVERY_MS}"]
     with tempfile.NamedTemporaryFile("r+") as file:
         try:
             process = subprocess.Popen(

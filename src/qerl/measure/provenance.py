@@ -9,6 +9,7 @@ import torch
 
 from qerl.gpu_memory import limit_gb
 from qerl.kernels.cards import ARCH
+from qerl.measure.driver import nvidia_smi
 from qerl.source import commit
 
 
@@ -35,7 +36,7 @@ def provenance(command: str) -> dict[str, Any]:
 
 
 def _clocks() -> dict[str, int] | None:
-    """The present clocks of the first GPU, None where nvidia-smi does not say them."""
+    """The present clocks of the GPU in use, None where nvidia-smi does not say them."""
     try:
         sm, memory = map(int, _query("clocks.sm,clocks.mem").split(","))
     except (OSError, subprocess.CalledProcessError, ValueError):
@@ -52,5 +53,4 @@ def _driver() -> str | None:
 
 
 def _query(fields: str) -> str:
-    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits", "--id=0"]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    return subprocess.run(nvidia_smi(fields), capture_output=True, text=True, check=True).stdout.strip()
