@@ -63,21 +63,27 @@ def graph_time(calls: Sequence[Callable[[], Any]]) -> float:
 
 def packed_tilings(tokens: int, card: Card) -> list[Tiling]:
     """Tilings worth trying on a card: stages of 9 to 74 KB of weight, at least two of them, as many tiles
-    before a wait as the registers of the teams allow."""
+    before a wait as the registers of the teams allow.
+
+    Without wgmma a thread needs some 60 registers beside its accumulators, and a quarter of the
+    multiprocessor has 512 for each lane of its warps.
+    """
     found: dict[tuple[int, ...], Tiling] = {}
     hopper = card.math == "wgmma"
     memory = (140_000, 176_000, 215_000) if hopper else (card.shared_bytes - 1024,)
-    fragments = (1,) if hopper or tokens <= 16 else (1, 2)
+    fragments = ((1, 1),) if hopper or tokens <= 16 else ((1, 1), (2, 1), (2, 2))
     spans = (2, 4, 8) if hopper else (1, 2, 4, 8)
     sizes = itertools.product((2, 3, 4), (1, 2, 3, 4), spans, memory, fragments)
-    for teams, row_groups, rounds, shared, rows in sizes:
-        if teams % row_groups or (tokens > 64 and teams > 3):
+    for teams, row_groups, rounds, shared, (rows, split) in sizes:
+        warps = teams * 4 // rows * split + 1
+        spilled = rows * tokens // split // 2 + 60 > min(255, 512 // -(-warps // 4))
+        if teams % row_groups or (tokens > 64 and teams > 3 if hopper else spilled):
             continue
         together = min(rounds, 4 if teams < 4 or tokens <= 16 else 2)
-        tiling = Tiling(teams, row_groups, teams // row_groups * rounds, together, shared, rows)
+        tiling = Tiling(teams, row_groups, teams // row_groups * rounds, together, shared, rows, split)
         stages = tiling.stages(tokens)
         if (not hopper or tiling.tiles * row_groups >= 4) and tiling.tiles * row_groups <= 32 and stages >= 2:
-            found.setdefault((teams, row_groups, rounds, stages, rows), tiling)
+            found.setdefault((teams, row_groups, rounds, stages, rows, split), tiling)
     return list(found.values())
 
 

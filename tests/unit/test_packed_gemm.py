@@ -112,7 +112,7 @@ class Block:
         self.x_bytes = self.padded * 128
         self.weight_bytes = tiling.row_groups * (CODE_BYTES + SCALE_BYTES)
         self.memory = np.full(stages * tiling.stage_bytes(self.tokens), 0xFF, np.uint8)
-        self.team = 128 // tiling.fragments
+        self.team = 128 // tiling.fragments * tiling.split
         self.warps = tiling.teams * self.team // 32
         self.full = [Barrier(32) for _ in range(stages)]
         self.empty = [Barrier(self.warps) for _ in range(stages)]
@@ -152,19 +152,21 @@ class Block:
 
     def compute(self, warp):
         """A warp that multiplies."""
-        tiling, fragments, in_warps = self.tiling, self.tiling.fragments, self.team // 32
+        tiling, in_warps = self.tiling, self.team // 32
+        fragments, split, tokens = tiling.fragments, tiling.split, self.padded // tiling.split
         row_group, k_group = warp // in_warps % tiling.row_groups, warp // in_warps // tiling.row_groups
-        in_team = (warp * 32 + LANE) % self.team
-        code_at = row_group * tiling.tiles * CODE_BYTES + (in_team + (fragments - 1) * (in_team & ~31)) * 16
+        first_fragment, first_token = warp % in_warps // split * fragments, warp % split * tokens
+        code_at = row_group * tiling.tiles * CODE_BYTES + (first_fragment * 32 + LANE) * 16
         scale_at = tiling.tiles * (tiling.row_groups * CODE_BYTES + row_group * SCALE_BYTES)
-        scale_at = scale_at + (warp % in_warps * (fragments * 8) + LANE // 4) * 8
-        acc = np.zeros((fragments, self.padded // 8, 32, 4))
+        scale_at = scale_at + (first_fragment * 8 + LANE // 4) * 8
+        acc = np.zeros((fragments, tokens // 8, 32, 4))
         stage, parity, meeting = 0, 0, 0
         for row_tile, _, count, ends in self.pieces():
             yield from self.full[stage].wait(parity)
             base = stage * tiling.stage_bytes(self.tokens)
             for t in range(k_group, count, self.k_groups):
-                self.tile(acc, base, t, base + t * CODE_BYTES + code_at, base + t * SCALE_BYTES + scale_at)
+                x_at = base + tiling.tiles * self.weight_bytes + t * self.x_bytes + first_token * 128
+                self.tile(acc, x_at, base + t * CODE_BYTES + code_at, base + t * SCALE_BYTES + scale_at)
             self.empty[stage].arrive()
             stage, parity = (0, parity ^ 1) if stage + 1 == self.stages else (stage + 1, parity)
             if not ends:
@@ -177,31 +179,36 @@ class Block:
                 acc, meeting = sum(shares), meeting + 1
             group = row_tile * tiling.row_groups + row_group
             if k_group == 0 and group < self.groups:
-                self.write(acc, row_tile, group * 64 + warp % in_warps * (fragments * 16) + LANE // 4)
+                self.write(acc, row_tile, group * 64 + first_fragment * 16 + LANE // 4, first_token)
             acc = np.zeros_like(acc)
 
-    def tile(self, acc, base, t, code_at, scale_at):
-        x_at = base + self.tiling.tiles * self.weight_bytes + LANE * 16 + t * self.x_bytes
-        for f in range(self.tiling.fragments):
+    def tile(self, acc, x_at, code_at, scale_at):
+        for f, of_fragment in enumerate(acc):
             words = np.stack([self.memory[at + f * 512 :][:16].view(np.uint32) for at in code_at])
             scales = np.stack([self.memory[at + f * 64 :][:8].view(np.uint32) for at in scale_at])
-            for two in range(2):
-                a = [decode(words[:, 2 * two + odd], scales[:, two], odd) for odd in range(2)]
-                for g in range(self.padded // 8):
-                    b = load_matrices(self.memory, x_at + g * 1024 + two * 512)
-                    acc[f, g] += multiply(a[0], b[:, :2]) + multiply(a[1], b[:, 2:])
+            for k in range(4):
+                a = decode(words[:, k], scales[:, k // 2], k % 2)
+                for g, d in enumerate(of_fragment):
+                    d += multiply(a, self.operand(x_at, g, k))
 
-    def write(self, acc, row_tile, row):
+    def operand(self, x_at, g, k):
+        """The second operand of 8 tokens and 16 k, from the loads with which the kernel gets that of more."""
+        if self.padded <= 16:
+            b = load_matrices(self.memory, x_at + g * 1024 + k // 2 * 512 + LANE * 16)
+            return b[:, k % 2 * 2 :][:, :2]
+        at = x_at + g // 2 * 2048 + k * 256 + LANE // 16 * 1024 + LANE % 16 * 16
+        return load_matrices(self.memory, at)[:, g % 2 * 2 :][:, :2]
+
+    def write(self, acc, row_tile, row, first_token):
         part = self.index - ((row_tile * self.k_tiles + 1) * self.blocks - 1) // self.total
-        flat = acc.reshape(-1, 32, 4)  # as the registers of a lane lie
-        for i in range(len(flat)):
-            m = i % (self.padded // 8) * 8 + LANE % 4 * 2
-            n = row + i // (self.padded // 8) * 16
-            for j in range(4):
-                inside = m + j % 2 < self.tokens
-                at = part, (m + j % 2)[inside], (n + 8 * (j // 2))[inside]
-                assert np.isnan(self.y[at]).all(), "written twice"
-                self.y[at] = flat[i, inside, j]
+        for f, of_fragment in enumerate(acc):
+            for g, d in enumerate(of_fragment):
+                m = first_token + g * 8 + LANE % 4 * 2
+                for j in range(4):
+                    inside = m + j % 2 < self.tokens
+                    at = part, (m + j % 2)[inside], (row + f * 16 + 8 * (j // 2))[inside]
+                    assert np.isnan(self.y[at]).all(), "written twice"
+                    self.y[at] = d[inside, j]
 
 
 @pytest.mark.parametrize(
@@ -211,6 +218,8 @@ class Block:
         (13, Tiling(4, 1, 4, 2), 1),
         (20, Tiling(4, 4, 2, 2, fragments=2), 3),
         (20, Tiling(4, 2, 2, 2, fragments=2), 2),
+        (60, Tiling(3, 3, 2, 2, fragments=2, split=2), 2),
+        (30, Tiling(4, 2, 2, 1, fragments=2, split=2), 2),
         (40, Tiling(3, 3, 1, 1, fragments=2), 2),
         (70, Tiling(2, 2, 1, 1), 2),
     ],

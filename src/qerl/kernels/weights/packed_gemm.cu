@@ -24,7 +24,8 @@
 // compiler decodes the next block while the last is multiplied. wgmma needs four warps in step and a wait; at 8 tokens
 // that took 135 instructions a tile and warp instead of 95. From 32 tokens on its second operand straight from
 // shared memory is worth that: mma.sync would read it once for every 16 rows. Cards without wgmma stay with mma.sync and
-// give a warp two fragments of 16 rows (FRAGMENTS), so that it is read half as often.
+// give a warp two fragments of 16 rows (FRAGMENTS), so that it is read half as often. Where their accumulators were too
+// many for the registers, two warps have the same fragments and half of the tokens each (SPLIT); both decode them.
 //
 // Decoding. A code s e e m becomes the bf16 bits s 0000000 ee m 000000, which is w * 2^-126, exactly, subnormal
 // included; a scale byte shifted left by 4 is sf * 2^-120. The scale is raised by 2^238 in two multiplications,
@@ -40,14 +41,17 @@
 // because every reader is a kernel of ours, and it keeps results independent of timing.
 //
 // Compile-time: TOKENS (8, 16, 32, 64 or 128), TEAMS of warps that multiply, each with 64 rows: a warpgroup, or with two
-// FRAGMENTS a warp half of one; ROW_GROUPS 64-row groups of a row tile (TEAMS / ROW_GROUPS teams share K), TILES 64-wide
+// FRAGMENTS a warp half of one, times SPLIT; ROW_GROUPS 64-row groups of a row tile (TEAMS / ROW_GROUPS teams share K), TILES 64-wide
 // k tiles a stage, TOGETHER tiles a team multiplies before it waits, STAGES, BULK and WGMMA.
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef unsigned char u8;
 
-#define TEAM (128 / FRAGMENTS)  // threads
+#if FRAGMENTS * SPLIT > 1 && (TOKENS <= 16 || WGMMA)
+#error "Fragments and a split are for more than 16 tokens without wgmma."
+#endif
+#define TEAM (128 / FRAGMENTS * SPLIT)  // threads
 #define K_GROUPS (TEAMS / ROW_GROUPS)
 #define CONSUMERS (TEAMS * TEAM)
 #define THREADS (CONSUMERS + 32)
@@ -56,7 +60,8 @@ typedef unsigned char u8;
 #define X_BYTES (TOKENS * 128)
 #define WEIGHT_BYTES (ROW_GROUPS * (CODE_BYTES + SCALE_BYTES))  // of a k tile
 #define STAGE_BYTES (TILES * (WEIGHT_BYTES + X_BYTES))
-#define VALUES (FRAGMENTS * TOKENS / 2)  // accumulators a thread
+#define WARP_TOKENS (TOKENS / SPLIT)
+#define VALUES (FRAGMENTS * WARP_TOKENS / 2)  // accumulators a thread
 #define WARPGROUP_MATH (WGMMA && TOKENS > 16)
 #define STARTS_EARLY (__CUDA_ARCH__ >= 900)
 
@@ -194,7 +199,7 @@ __device__ __forceinline__ void multiply_warp(float* d, const u32* a, u32 b0, u3
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// The second operand of two k16 blocks and 8 tokens.
+// The second operand of two k16 blocks and 8 tokens, or of one and 16.
 __device__ __forceinline__ void load_matrices(u32* b, u32 from) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(b[0]), "=r"(b[1]), "=r"(b[2]), "=r"(b[3]) : "r"(from) : "memory");
@@ -300,18 +305,19 @@ packed_gemm(const u8* __restrict__ x, const u8* __restrict__ codes, const u8* __
 
   wait_for_kernel_before();
   const int row_group = warp / (TEAM / 32) % ROW_GROUPS, k_group = warp / (TEAM / 32) / ROW_GROUPS;
-  const int in_team = threadIdx.x % TEAM;
-  const u8* code_at =
-      stages + row_group * TILES * CODE_BYTES + (in_team + (FRAGMENTS - 1) * (in_team & ~31)) * 16;
+  // Which fragments of the row group this warp has, and which share of the tokens.
+  const int first_fragment = warp % (TEAM / 32) / SPLIT * FRAGMENTS, first_token = warp % SPLIT * WARP_TOKENS;
+  const u8* code_at = stages + row_group * TILES * CODE_BYTES + (first_fragment * 32 + lane) * 16;
   const u8* scale_at = stages + TILES * (ROW_GROUPS * CODE_BYTES + row_group * SCALE_BYTES) +
-                       (warp % (TEAM / 32) * (FRAGMENTS * 8) + lane / 4) * 8;
+                       (first_fragment * 8 + lane / 4) * 8;
 
   float acc[VALUES];
 #pragma unroll
   for (int i = 0; i < VALUES; i++) acc[i] = 0.0f;
   int stage = 0, parity = 0, unit = 0;
 #if !WARPGROUP_MATH
-  const u32 matrices_at = base + TILES * WEIGHT_BYTES + lane * 16;
+  const u32 matrices_at = base + TILES * WEIGHT_BYTES + first_token * 128 +
+                         (TOKENS <= 16 ? lane * 16 : lane / 16 * 1024 + lane % 16 * 16);
 #endif
 #if TOKENS <= 16
   auto tile = [&](int t) {
@@ -334,7 +340,7 @@ packed_gemm(const u8* __restrict__ x, const u8* __restrict__ codes, const u8* __
   };
   auto await_products = [] {};
 #elif !WARPGROUP_MATH
-  // A pair of k16 blocks at a time, so that of the second operand eight tokens are held and not all.
+  // One k16 block at a time: each of its products has an accumulator of its own, so that none waits for another.
   auto tile = [&](int t) {
     uint4 code[FRAGMENTS];
     uint2 scale[FRAGMENTS];
@@ -343,24 +349,24 @@ packed_gemm(const u8* __restrict__ x, const u8* __restrict__ codes, const u8* __
       code[f] = *(const uint4*)(code_at + stage * STAGE_BYTES + t * CODE_BYTES + f * 512);
       scale[f] = *(const uint2*)(scale_at + stage * STAGE_BYTES + t * SCALE_BYTES + f * 64);
     }
+    const u32 from = matrices_at + stage * STAGE_BYTES + t * X_BYTES;
 #pragma unroll
-    for (int pair = 0; pair < 2; pair++) {
-      u32 a[FRAGMENTS][2][4];
+    for (int k = 0; k < 4; k++) {
+      u32 a[FRAGMENTS][4];
 #pragma unroll
       for (int f = 0; f < FRAGMENTS; f++) {
-        decode(pair ? code[f].z : code[f].x, pair ? scale[f].y : scale[f].x, 0, a[f][0]);
-        decode(pair ? code[f].w : code[f].y, pair ? scale[f].y : scale[f].x, 1, a[f][1]);
+        const u32 words[4] = {code[f].x, code[f].y, code[f].z, code[f].w};
+        decode(words[k], k < 2 ? scale[f].x : scale[f].y, k & 1, a[f]);
       }
 #pragma unroll
-      for (int g = 0; g < TOKENS / 8; g++) {
+      for (int g = 0; g < WARP_TOKENS / 8; g += 2) {
         u32 b[4];
-        load_matrices(b, matrices_at + stage * STAGE_BYTES + t * X_BYTES + g * 1024 + pair * 512);
+        load_matrices(b, from + g * 1024 + k * 256);
 #pragma unroll
-        for (int f = 0; f < FRAGMENTS; f++) {
-          float* d = acc + (f * (TOKENS / 8) + g) * 4;
-          multiply_warp(d, a[f][0], b[0], b[1]);
-          multiply_warp(d, a[f][1], b[2], b[3]);
-        }
+        for (int i = 0; i < 2; i++)
+#pragma unroll
+          for (int f = 0; f < FRAGMENTS; f++)
+            multiply_warp(acc + (f * (WARP_TOKENS / 8) + g + i) * 4, a[f], b[2 * i], b[2 * i + 1]);
       }
     }
   };
@@ -428,11 +434,11 @@ packed_gemm(const u8* __restrict__ x, const u8* __restrict__ codes, const u8* __
       // The block that holds the row tile's first k tile writes part 0.
       long long first = (long long)p.row_tile * k_tiles;
       int part = blockIdx.x - (int)(((first + 1) * gridDim.x - 1) / total);
-      float* to = y + (long long)part * M * N + group * 64 + warp % (TEAM / 32) * (FRAGMENTS * 16) + lane / 4;
+      float* to = y + (long long)part * M * N + group * 64 + first_fragment * 16 + lane / 4;
 #pragma unroll
       for (int i = 0; i < VALUES / 4; i++) {
-        int m = i % (TOKENS / 8) * 8 + lane % 4 * 2;
-        float* row = to + (long long)m * N + i / (TOKENS / 8) * 16;
+        int m = first_token + i % (WARP_TOKENS / 8) * 8 + lane % 4 * 2;
+        float* row = to + (long long)m * N + i / (WARP_TOKENS / 8) * 16;
         if (m < M) { row[0] = acc[i * 4]; row[8] = acc[i * 4 + 2]; }
         if (m + 1 < M) { row[N] = acc[i * 4 + 1]; row[N + 8] = acc[i * 4 + 3]; }
       }

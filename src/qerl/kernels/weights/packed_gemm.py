@@ -60,8 +60,9 @@ class Tiling:
         together: Of these, how many a team multiplies before it waits: more overlap, more registers.
         shared_bytes: Most shared memory for the stages. What is left is room for the kernels before and after
             this one to sit on the same multiprocessor.
-        fragments: 16-row fragments of a warp: 1, and a team is a warpgroup, as wgmma wants it; or 2, and it
-            is half of one.
+        fragments: 16-row fragments of a warp: 1, and a team is a warpgroup, as wgmma wants it; or 2, without
+            wgmma, from 32 tokens on.
+        split: Warps that have the same fragments, and each its share of the tokens; 1 with wgmma.
     """
 
     teams: int
@@ -70,11 +71,12 @@ class Tiling:
     together: int
     shared_bytes: int = 176_000
     fragments: int = 1
+    split: int = 1
 
     @property
     def threads(self) -> int:
         """Threads of a block: those of the teams, and a warp that loads."""
-        return self.teams * 128 // self.fragments + 32
+        return self.teams * 128 // self.fragments * self.split + 32
 
     def sums_bytes(self, tokens: int) -> int:
         """Shared memory in which teams that share K add up."""
@@ -146,6 +148,7 @@ def switches(tiling: Tiling, tokens: int, stages: int, card: Card) -> dict[str, 
         "TEAMS": tiling.teams,
         "ROW_GROUPS": tiling.row_groups,
         "FRAGMENTS": tiling.fragments,
+        "SPLIT": tiling.split,
         "TILES": tiling.tiles,
         "TOGETHER": tiling.together,
         "STAGES": stages,
