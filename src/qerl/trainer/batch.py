@@ -54,6 +54,15 @@ def group_index(batch: Batch, group_size: int) -> torch.Tensor:
     return begins_B.cumsum(dim=0) - 1
 
 
+def on_host(batch: Batch) -> Batch:
+    """Copies on the CPU of what says which tokens and samples an update computes.
+
+    From them rows are joined and divided without asking the device.
+    """
+    wanted = {"prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "tool_mask", "advantages"}
+    return {name: batch[name].cpu() for name in batch.keys() & (wanted | {GROUP_KEY})}
+
+
 def padded(batch: Batch) -> PaddedBatch:
     """The samples of a batch as the update takes them.
 

@@ -47,6 +47,7 @@ from qerl.trainer.correction import Mismatch
 from qerl.trainer.dynamic_sampling import empty_log
 from qerl.trainer.others import check_others
 from qerl.trainer.trl.evaluation import name_metrics
+from qerl.trainer.trl.late_numbers import fetch
 from qerl.trainer.trl.reference import none_by_trl
 from qerl.trainer.trl.tables import written_whole
 from qerl.trainer.updates import UpdateTrainer
@@ -190,7 +191,8 @@ class QeRLTrainer(UpdateTrainer):
         return output
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Wraps TRL's, which writes the table of completions."""
+        """Wraps TRL's, which takes the mean of each metric and writes the table of completions."""
+        fetch(self._metrics["train"])
         if not (self.log_completions and self.accelerator.is_main_process):
             return super().log(logs, start_time)
         run = Path(str(self.args.output_dir))

@@ -17,13 +17,15 @@ from trl.trainer.utils import split_tensor_dict
 from qerl.errors import QeRLError
 from qerl.families.parts import base_model
 from qerl.fp4.linear import dense_weights_kept
-from qerl.trainer.batch import NOISY_KEY, NOISY_LOGPS_KEY, Batch, padded, padded_rollout
+from qerl.kernels.upload import upload
+from qerl.trainer.batch import NOISY_KEY, NOISY_LOGPS_KEY, Batch, on_host, padded, padded_rollout
 from qerl.trainer.correction import Correction, Mismatch, loss_mask, rows_with_gradient
 from qerl.trainer.processes import rebuild_buckets
 from qerl.trainer.ready import ready_for_rows
 from qerl.trainer.rollouts import RolloutTrainer
 from qerl.trainer.trl.forward import score_rows
 from qerl.trainer.trl.known_outputs import KnownOutputs
+from qerl.trainer.trl.late_numbers import kept_on_device
 from qerl.trainer.trl.recompute import accept_every_n_layers, recompute_every_layer
 from qerl.trainer.trl.reference import add_reference
 from qerl.trainer.trl.trials import Trials
@@ -38,6 +40,9 @@ class UpdateTrainer(RolloutTrainer):
     Attributes:
         update_path: Which parts of the update run on this project's kernels, and why others do not.
     """
+
+    _tr_loss: torch.Tensor  # transformers': the loss since it was last logged
+    _loss_so_far: torch.Tensor | float
 
     def _start_update(self) -> None:
         """Make what the update needs, once TRL's constructor is through."""
@@ -54,6 +59,7 @@ class UpdateTrainer(RolloutTrainer):
             self.args.noise_share,
         )
         self._mismatch = Mismatch.none(self.accelerator.device)
+        self._on_host: tuple[list[Batch], list[Batch]] = [], []
         self._trials = Trials(self, "_mismatch")
         self._retry = MemoryRetry(
             self.args.tokens_per_forward,
@@ -79,7 +85,16 @@ class UpdateTrainer(RolloutTrainer):
         if self._step % self._generate_every == 0 or self._buffered_inputs is None:
             batch = self._with_noisy_logps(self._generate_and_score_completions(generation_batch))
             self._buffered_inputs = split_tensor_dict(batch, slices)
+        if self._on_host[0] is not self._buffered_inputs:  # one wait for the whole rollout
+            self._on_host = self._buffered_inputs, [on_host(part) for part in self._buffered_inputs]
         return self._buffered_inputs[self._step % slices]
+
+    def _host_copy(self, batch: Batch) -> Batch:
+        """What of a batch its update asks on the CPU; no wait for parts of the rollout in use."""
+        for part, copy in zip(*self._on_host, strict=True):
+            if part is batch:
+                return copy
+        return on_host(batch)
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         """Wraps TRL's: times it with its rollout, and does the step again where memory runs out."""
@@ -90,8 +105,21 @@ class UpdateTrainer(RolloutTrainer):
             batch = self._prepare_inputs(inputs)
             if self._retry.start_step(self.state.global_step):
                 self._trials.start_step()
+                self._loss_so_far = 0.0
             microbatch = partial(self._microbatch, model, num_items_in_batch)
-            return self._retry.run(batch, microbatch, self._undo_step)
+            return self._handed_on(self._retry.run(batch, microbatch, self._undo_step))
+
+    def _handed_on(self, loss: torch.Tensor) -> torch.Tensor:
+        """What transformers gets of a microbatch's loss: nothing, and with the last one that of the step.
+
+        It asks of each loss whether it is finite, which waits until the device is done with its gradient.
+        Several processes gather their losses, and keep them where they are.
+        """
+        if self.accelerator.num_processes > 1:
+            return loss
+        self._tr_loss = self._tr_loss.cpu()
+        self._loss_so_far = total = self._loss_so_far + loss
+        return total.cpu() if self.accelerator.sync_gradients else torch.zeros(())
 
     def _microbatch(self, model: Any, num_items_in_batch: Any, batch: Batch, newest: bool) -> torch.Tensor:
         """TRL's forward and backward; one that is done again is neither logged again nor ends the step."""
@@ -129,8 +157,9 @@ class UpdateTrainer(RolloutTrainer):
 
     def _compute_loss(self, model: torch.nn.Module, inputs: Batch) -> torch.Tensor:
         """Replaces TRL's loss of a microbatch: the same loss, in chunks, of samples that have a gradient."""
-        batch = padded(inputs)
-        chunks = self._retry.split(self._rows_to_compute(inputs), batch.lengths)
+        known = self._host_copy(inputs)
+        batch = padded(known)
+        chunks = self._retry.split(self._rows_to_compute(known), batch.lengths)
         if self.accelerator.num_processes > 1:  # the loss gathers: every rank computes it as many times
             rebuild_buckets(model)
             chunks = [[] for _ in range(max(self._of_ranks(len(chunks))) - len(chunks))] + chunks
@@ -147,13 +176,15 @@ class UpdateTrainer(RolloutTrainer):
         """TRL's loss of a microbatch, given the policy's outputs for these rows."""
         known = KnownOutputs(*outputs)
         mask_BC = loss_mask(inputs)
-        computed_BC = torch.zeros_like(mask_BC)
-        computed_BC[rows] = mask_BC[rows]
+        computed_B1 = torch.zeros(len(mask_BC), 1, dtype=mask_BC.dtype)
+        computed_B1[rows] = 1
+        computed_BC = mask_BC * upload(computed_B1, mask_BC.device)
         inputs, mismatch = self._correction.apply(
             inputs, known.logps_BC.detach(), known.entropy_BC, computed_BC
         )
         self._mismatch += mismatch
-        loss = super()._compute_loss(known, inputs)
+        with contextlib.nullcontext() if self.use_adaptive_entropy else kept_on_device():
+            loss = super()._compute_loss(known, inputs)
         metrics = self._metrics["train" if self.model.training else "eval"]
         metrics["entropy"].pop()  # of all rows, though only these were computed; `Mismatch` has it
         if self.loss_type == "vespo":
@@ -167,7 +198,7 @@ class UpdateTrainer(RolloutTrainer):
         return self._phi_B1
 
     def _rows_to_compute(self, inputs: Batch) -> list[int]:
-        """Rows of the microbatch that the loss forward must run."""
+        """Rows of the microbatch that the loss forward must run, by its copy on the CPU."""
         advantages, mask_BC = inputs["advantages"], loss_mask(inputs)
         if self.beta != 0.0 or self._entropy_bonus_enabled or self.top_entropy_quantile < 1.0:
             advantages = torch.ones_like(advantages)  # these terms have a gradient without an advantage
@@ -198,8 +229,9 @@ class UpdateTrainer(RolloutTrainer):
         if not self._reads_logps:
             return None, None, None
         with self._clock.part("logprob"), self._noise.in_loss(self._sampled_now()):
-            batch = padded_rollout(input_ids, attention_mask, logits_to_keep, self.num_generations)
-            rows = (attention_mask[:, -logits_to_keep:].sum(dim=1) > 0).nonzero().flatten().tolist()
+            ids, mask = input_ids.cpu(), attention_mask.cpu()
+            batch = padded_rollout(ids, mask, logits_to_keep, self.num_generations)
+            rows = (mask[:, -logits_to_keep:].sum(dim=1) > 0).nonzero().flatten().tolist()
             logps, entropy = self._scores(model, batch, rows, batch_size or len(input_ids))
         return logps, entropy if compute_entropy else None, None
 
@@ -213,11 +245,11 @@ class UpdateTrainer(RolloutTrainer):
         noisy_B1, sampler_BC = batch[NOISY_KEY][:, None], batch["sampling_per_token_logps"]
         if not self._noisy_samples:  # a step without noise, whose noisy policy is the clean one
             return batch | {NOISY_LOGPS_KEY: sampler_BC}
-        noisy = batch[NOISY_KEY].tolist()
-        rows = [row for row in self._rows_to_compute(batch) if not noisy[row]]
+        noisy, known = batch[NOISY_KEY].tolist(), on_host(batch)
+        rows = [row for row in self._rows_to_compute(known) if not noisy[row]]
         with self._clock.part("logprob"), self._noise.sampled(self.state.global_step):
             size = self.args.per_device_train_batch_size
-            logps_BC, _ = self._scores(self.model, padded(batch), rows, size)
+            logps_BC, _ = self._scores(self.model, padded(known), rows, size)
         computed_B1 = torch.zeros_like(noisy_B1)
         computed_B1[rows] = True
         others_BC = torch.where(computed_B1, logps_BC, torch.nan)
@@ -239,10 +271,12 @@ class UpdateTrainer(RolloutTrainer):
         """Log-probabilities and entropies [B, C] of these rows under the policy or its reference."""
         self._retry.note_forward(rows, batch.lengths)
         decoder = base_model(model).base_model if model is self.ref_model else self._decoder
-        return score_rows(model, decoder, batch, rows, self.update_path.by_stretch)
+        device, by_stretch = self.accelerator.device, self.update_path.by_stretch
+        return score_rows(model, decoder, batch, rows, by_stretch, device, self._entropy_bonus_enabled)
 
-    def _mean_over_ranks(self, values_BC: torch.Tensor, mask_BC: torch.Tensor) -> float:
-        """The mean over what the masks of all ranks hold; NaN, which no log has, where that is nothing."""
+    def _mean_over_ranks(self, values_BC: torch.Tensor, mask_BC: torch.Tensor) -> torch.Tensor:
+        """The mean over what the masks of all ranks hold, a scalar; NaN, which no log has, where that is
+        nothing."""
         totals = torch.stack([(values_BC * mask_BC).sum().float(), mask_BC.sum().float()]).detach()
-        total, count = self.accelerator.reduce(totals, "sum").tolist()
-        return total / count if count else float("nan")
+        total, count = self.accelerator.reduce(totals, "sum")
+        return total / count

@@ -26,6 +26,7 @@ from functools import reduce
 
 import torch
 
+from qerl.kernels.upload import upload
 from qerl.update.padded import Lengths
 
 Outputs = tuple[torch.Tensor, ...]
@@ -133,6 +134,7 @@ def _with_known(values: Outputs | None, outputs: Outputs, chunk: list[int]) -> O
     """Outputs of a chunk's samples, known values of all others."""
     if values is None:
         return outputs
-    is_new_B1 = torch.zeros(len(outputs[0]), 1, dtype=torch.bool, device=outputs[0].device)
+    is_new_B1 = torch.zeros(len(outputs[0]), 1, dtype=torch.bool)
     is_new_B1[chunk] = True
+    is_new_B1 = upload(is_new_B1, outputs[0].device)
     return tuple(torch.where(is_new_B1, *pair) for pair in zip(outputs, values, strict=True))

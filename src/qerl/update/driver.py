@@ -223,9 +223,8 @@ class LossDriver:
 
     def _label_logps(self, row: JoinedRow) -> torch.Tensor:
         """Log-probabilities [1, S] of a row's labels, for the check of rows."""
-        scored_L = (row.sample_L >= 0).cpu()
-        labels_S = row.labels_1L[0].cpu()[scored_L]
-        return target_logps(self._base, self._hidden(row), scored_L.nonzero()[:, 0], labels_S)[None]
+        scored_S = row.scored_S.cpu()
+        return target_logps(self._base, self._hidden(row), scored_S, row.labels_1L[0].cpu()[scored_S])[None]
 
     def _dense_weights_kept(self) -> contextlib.AbstractContextManager[None]:
         """On a CPU, dequantize each weight once per call instead of twice per layer."""

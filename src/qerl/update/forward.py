@@ -32,11 +32,11 @@ def row_inputs(decoder: torch.nn.Module, row: JoinedRow, by_stretch: bool) -> It
 
 
 @contextlib.contextmanager
-def scored_only(decoder: torch.nn.Module, scored_L: torch.Tensor) -> Iterator[None]:
-    """Inside the block the output head gets only these positions: shared prompts may predict nothing."""
+def scored_only(decoder: torch.nn.Module, row: JoinedRow) -> Iterator[None]:
+    """Inside the block the output head gets only scored positions: shared prompts may predict nothing."""
 
     def select(_module: torch.nn.Module, _args: Any, output: Any) -> Any:
-        output.last_hidden_state = output.last_hidden_state[:, scored_L]
+        output.last_hidden_state = output.last_hidden_state[:, row.scored_S]
         return output
 
     handle = decoder.register_forward_hook(select)

@@ -31,6 +31,7 @@ from typing import Any
 
 import torch
 
+from qerl.kernels.upload import upload
 from qerl.update.padded import PaddedBatch
 
 MaskFunction = Callable[[Any, Any, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -78,6 +79,7 @@ class JoinedRow:
         column_L: Completion column that each position predicts.
         group_L: Index of the prompt that a position belongs to, counted within the row.
         branch_L: Index of its branch of that prompt, 0 for the prompt itself.
+        scored_S: Positions that predict something.
         stretches: (group, branch, tokens) of the row's parts in order.
     """
 
@@ -88,6 +90,7 @@ class JoinedRow:
     column_L: torch.Tensor
     group_L: torch.Tensor
     branch_L: torch.Tensor
+    scored_S: torch.Tensor
     stretches: list[tuple[int, int, int]]
 
     def mask_function(self, of_sample: MaskFunction) -> MaskFunction:
@@ -135,34 +138,34 @@ class JoinedRow:
         device = self.group_L.device
         width = {group: torch.arange(part.stop - part.start) for group, part in prompts.items()}
         return Branches(
-            query_offsets_N=torch.tensor(queries, dtype=torch.int32, device=device),
-            key_offsets_N=torch.tensor(keys, dtype=torch.int32, device=device),
+            query_offsets_N=upload(torch.tensor(queries, dtype=torch.int32), device),
+            key_offsets_N=upload(torch.tensor(keys, dtype=torch.int32), device),
             longest_query=max(b - a for a, b in pairwise(queries)),
             longest_key=max(b - a for a, b in pairwise(keys)),
-            keys_M=torch.cat(gathered).to(device),
-            own_L=torch.cat(own).to(device),
+            keys_M=upload(torch.cat(gathered), device),
+            own_L=upload(torch.cat(own), device),
             copies=[
-                (prompts[group], (torch.tensor(starts)[:, None] + width[group]).to(device))
+                (prompts[group], upload(torch.tensor(starts)[:, None] + width[group], device))
                 for group, starts in copies.items()
             ],
         )
 
     def scatter(self, values_1S: torch.Tensor, batch: int, columns: int) -> torch.Tensor:
         """Values of the S positions that predict something, in the layout [B, C]; zero elsewhere."""
-        scored_L = self.sample_L >= 0
-        index_S = (self.sample_L * columns + self.column_L)[scored_L]
+        index_S = (self.sample_L * columns + self.column_L)[self.scored_S]
         flat = values_1S.new_zeros(batch * columns)
         return flat.index_put((index_S,), values_1S[0]).view(batch, columns)
 
 
-def join(batch: PaddedBatch, rows: list[int]) -> JoinedRow:
+def join(batch: PaddedBatch, rows: list[int], device: torch.device | None = None) -> JoinedRow:
     """The given samples of a batch as one row.
 
     Args:
-        batch: The samples.
+        batch: The samples. Where they are on the CPU, nothing waits for the device.
         rows: Samples to include, at least one. Groups follow one another in the order of their first sample.
+        device: Of the row; the batch's if None.
     """
-    builder, device = RowBuilder(), batch.prompt_ids_BP.device
+    builder, device = RowBuilder(), device or batch.prompt_ids_BP.device
     prompts, completions = batch.prompt_ids_BP.cpu(), batch.completion_ids_BC.cpu()
     in_prompts, in_completions = batch.prompt_mask_BP.cpu().bool(), batch.completion_mask_BC.cpu().bool()
     groups: dict[int, list[int]] = {}
@@ -223,8 +226,9 @@ class RowBuilder:
 
     def finish(self, device: torch.device) -> JoinedRow:
         """The row, on a device."""
-        tokens, positions, labels, *where = torch.cat(self._parts, dim=1).to(device)
+        on_host = torch.cat(self._parts, dim=1)
+        scored_S = upload((on_host[3] >= 0).nonzero()[:, 0], device)
+        tokens, positions, labels, *where = upload(on_host, device)
         sample, column, group, branch = where
-        return JoinedRow(
-            tokens[None], positions[None], labels[None], sample, column, group, branch, self._stretches
-        )
+        rows = tokens[None], positions[None], labels[None]
+        return JoinedRow(*rows, sample, column, group, branch, scored_S, self._stretches)

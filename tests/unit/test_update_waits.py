@@ -1,0 +1,100 @@
+"""A loss asks the device for nothing: it runs on the meta device, where no number can be read."""
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+
+from qerl.settings.config import QeRLConfig
+from qerl.trainer.correction import Mismatch
+from qerl.trainer.grpo import QeRLTrainer
+from qerl.trainer.trl.late_numbers import fetch, kept_on_device
+from tests.support.models import move_adapter
+from tests.support.trainer import DATA, ScriptedEngine, settings, sum_reward
+
+META = torch.device("meta")
+
+
+@pytest.fixture
+def loss_on_meta(tiny_model, tiny_tokenizer, tmp_path, monkeypatch):
+    """``loss_on_meta(**changes)``: loss and backward of a microbatch that was sampled on the CPU."""
+
+    def run(**changes):
+        model = get_peft_model(tiny_model("llama"), LoraConfig(r=4, target_modules=["q_proj", "down_proj"]))
+        engine = ScriptedEngine(model.config.vocab_size, tiny_tokenizer.eos_token_id)
+        args = QeRLConfig(**settings(tmp_path, **changes))
+        trainer = QeRLTrainer(
+            move_adapter(model), [sum_reward], args, DATA, engine=engine, processing_class=tiny_tokenizer
+        )
+        trainer.model.train()
+        trainer.current_gradient_accumulation_steps = 1
+        batch = trainer._prepare_inputs([row for row in DATA for _ in range(4)])
+        monkeypatch.setattr(type(trainer.accelerator), "device", META)
+        monkeypatch.setattr(torch, "is_autocast_enabled", lambda *_: False)  # it does not know this device
+        trainer.model.to(META)
+        trainer._mismatch = Mismatch.none(META)
+        on_device = {name: x.to(META) for name, x in batch.items()}
+        trainer._buffered_inputs = [on_device]
+        trainer._on_host = trainer._buffered_inputs, trainer._on_host[1]
+        loss = trainer.compute_loss(trainer.model, on_device)
+        loss.backward()
+        return trainer, loss
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"loss_type": "grpo", "vllm_importance_sampling_mode": "sequence_mask"},
+        {"loss_type": "cispo", "vllm_importance_sampling_mode": "token_one_sided"},
+        {"loss_type": "vespo"},
+        {"beta": 0.1},
+        {"entropy_coef": 0.1},
+        {"tokens_per_forward": 25},
+        {"num_iterations": 2},
+    ],
+    ids=str,
+)
+def test_a_loss_waits_for_nothing(loss_on_meta, options):
+    trainer, loss = loss_on_meta(**options)
+    assert loss.is_meta
+    trained = [p for p in trainer.model.parameters() if p.requires_grad]
+    assert trained and all(p.grad is not None and p.grad.is_meta for p in trained)
+    late = [x for values in trainer._metrics["train"].values() for x in values if torch.is_tensor(x)]
+    assert late, "TRL's metrics are still on the device"
+
+
+def test_numbers_are_fetched_as_they_were():
+    x = torch.tensor([0.1, -2.5])
+    with kept_on_device():
+        late = [x.min().item(), x.max().item()]
+    metrics = {"a": [late[0], 3.0], "b": [late[1]], "c": []}
+    fetch(metrics)
+    assert metrics == {"a": [x.min().item(), 3.0], "b": [x.max().item()], "c": []}
+    assert all(type(value) is float for values in metrics.values() for value in values)
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_a_step_hands_its_loss_on_once(tiny_model, tiny_tokenizer, tmp_path, monkeypatch, microbatches):
+    """transformers asks each loss that it gets whether it is finite, which waits."""
+    model = get_peft_model(tiny_model("llama"), LoraConfig(r=4, target_modules=["q_proj", "down_proj"]))
+    engine = ScriptedEngine(model.config.vocab_size, tiny_tokenizer.eos_token_id)
+    sizes = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": microbatches, "max_steps": 2}
+    args = QeRLConfig(**settings(tmp_path, **sizes))
+    trainer = QeRLTrainer(
+        move_adapter(model), [sum_reward], args, DATA, engine=engine, processing_class=tiny_tokenizer
+    )
+    computed, handed = [], []
+    microbatch, training_step = trainer._microbatch, trainer.training_step
+    monkeypatch.setattr(trainer, "_microbatch", lambda *a: computed.append(microbatch(*a)) or computed[-1])
+    monkeypatch.setattr(trainer, "training_step", lambda *a: handed.append(training_step(*a)) or handed[-1])
+    trainer.train()
+    assert len(computed) == len(handed) == 2 * microbatches
+    for step in (0, 1):
+        part = slice(step * microbatches, (step + 1) * microbatches)
+        *before, last = handed[part]
+        assert not any(before) and last == sum(computed[part]) != 0
+        assert [row["loss"] for row in trainer.state.log_history if "loss" in row][step] == pytest.approx(
+            last.item(), abs=1e-4
+        )
