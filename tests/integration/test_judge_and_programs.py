@@ -1,7 +1,6 @@
 """Rewards from a judge and from programs in whole runs, as docs/training.md writes them."""
 
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -17,17 +16,9 @@ from qerl.rollout.portable.engine import PortableEngine
 from qerl.settings.config import QeRLConfig
 from qerl.trainer.run import train
 from tests.support.chat_server import chat_server
+from tests.support.training_page import shown
 
-PAGE = (Path(__file__).parents[2] / "docs" / "training.md").read_text(encoding="utf-8")
 ONE_STEP = {"max_steps": 1, "save_strategy": "no", "noise": False, "eval_strategy": "no", "reward_files": []}
-
-
-def documented(heading: str, kind: str) -> str:
-    """The block of that kind below a heading; it has fewer than fifteen lines."""
-    section = PAGE.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
-    (block,) = re.findall(rf"```{kind}\n(.*?)```", section, flags=re.DOTALL)
-    assert block.count("\n") < 15
-    return block
 
 
 def metrics(fields: dict) -> dict:
@@ -41,8 +32,8 @@ def metrics(fields: dict) -> dict:
 def test_the_documented_task_of_programs_trains(tiny_run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("my").mkdir()
-    Path("my/programs.jsonl").write_text(documented("Programs as answers", "json") * 2)
-    recipe = yaml.safe_load(documented("Programs as answers", "yaml"))
+    Path("my/programs.jsonl").write_text(shown("Programs as answers", "json") * 2)
+    recipe = yaml.safe_load(shown("Programs as answers"))
     row = metrics(tiny_run(tmp_path / "run", **ONE_STEP) | recipe | {"num_generations": 4})
     assert row["rewards/tests_passed/mean"] == 0
     assert row["rewards/tests_passed/failed"] == 0
@@ -51,7 +42,7 @@ def test_the_documented_task_of_programs_trains(tiny_run, tmp_path, monkeypatch)
 def test_the_documented_judge_is_asked_and_pays(tiny_run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("JUDGE_API_KEY", "sesame")
-    recipe = yaml.safe_load(documented("A judge", "yaml"))
+    recipe = yaml.safe_load(shown("A judge"))
     with chat_server(lambda body: "It is clear.\nScore: 4") as served:
         recipe["judge"]["url"] = served.url
         row = metrics(tiny_run(tmp_path / "run", **ONE_STEP) | recipe)

@@ -1,4 +1,4 @@
-"""What docs/training.md shows as a recipe trains."""
+"""What docs/training.md shows as a recipe trains; `test_judge_and_programs` has its judge and programs."""
 
 import json
 from pathlib import Path
@@ -8,16 +8,8 @@ import yaml
 
 from qerl.cli import main
 from qerl.run_folder import read_metrics
-
-PAGE = (Path(__file__).parents[2] / "docs" / "training.md").read_text(encoding="utf-8")
-
-
-def shown(heading, language="yaml"):
-    """The first recipe under a heading, or other code."""
-    section = PAGE.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
-    lines = section.partition(f"```{language}\n")[2].partition("```")[0].splitlines()
-    assert 0 < len(lines) < (15 if language == "yaml" else 20)
-    return "\n".join(lines)
+from tests.support.agents import tool_tokenizer
+from tests.support.training_page import shown
 
 
 @pytest.fixture
@@ -29,15 +21,37 @@ def run_shown(tiny_run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
     def run(heading, **changes):
-        fields = tiny_run(
-            tmp_path / "run", **{"max_steps": 3, "eval_steps": 3, "save_strategy": "no"} | changes
-        )
+        short = {"max_steps": 3, "eval_steps": 3, "noise_stages": 3, "save_strategy": "no"}
+        fields = tiny_run(tmp_path / "run", **short | changes)
         Path("tiny.yaml").write_text(yaml.safe_dump(fields))
         Path("shown.yaml").write_text(shown(heading))
         assert main(["train", "tiny.yaml", "shown.yaml"]) == 0
         return read_metrics(tmp_path / "run")
 
     return run
+
+
+def write_shown(heading):
+    """The page's Python under a heading, as the file that its first line names."""
+    lines = shown(heading, "python")
+    Path(lines.partition("\n")[0].removeprefix("# ")).write_text(lines)
+
+
+def test_a_tool(run_shown, tiny_model, tmp_path):
+    write_shown("A tool")
+    tool_tokenizer().save_pretrained(tmp_path / "model")
+    tiny_model(max_position_embeddings=4096).save_pretrained(tmp_path / "model")
+    rows = [row for row in run_shown("A tool") if "loss" in row]
+    assert [row["tools/call_frequency"] for row in rows] == [0.0] * 3
+
+
+def test_an_environment(run_shown):
+    write_shown("An environment")
+    rows = run_shown("An environment", task_options={}, max_completion_length=60, temperature=2.0)
+    steps = [row for row in rows if "loss" in row]
+    assert len(steps) == 3
+    assert all("rewards/HigherLower/mean" in row and row["rollout/turns"] >= 1 for row in steps)
+    assert any("eval_rewards/HigherLower/mean" in row for row in rows)
 
 
 def test_several_tasks(run_shown):
@@ -54,15 +68,14 @@ def test_a_curriculum(run_shown):
 
 
 def test_a_task_of_your_own(run_shown, tmp_path):
-    (tmp_path / "my" / "doubles.py").write_text(shown("A task of your own", "python"))
+    (tmp_path / "my" / "doubles.py").write_text(shown("A task of your own", "python", under=20))
     rows = run_shown("A task of your own")
     assert any("eval_rewards/accuracy/mean" in row for row in rows)
 
 
 def test_losses_of_your_own(tiny_model, tmp_path, capsys):
     tiny_model().save_pretrained(tmp_path)
-    lines = shown("Losses of your own", "python")
-    assert len([line for line in lines.splitlines() if line]) <= 15
+    lines = shown("Losses of your own", "python", under=20)
     pair = ([5, 6, 7], [8, 9, 10])
     lines = lines.replace("    driver.forward_backward", "    output = driver.forward_backward")
     lines = lines.replace(
