@@ -5,6 +5,7 @@
 # make adapters  test the adapters of openenv-core and verifiers in environments of their own (not part of CI)
 # make tinker  test the server with versions of the client of the Tinker API in environments of their own (not part of CI)
 # make tables  write the numbers of README and docs from bench/results
+# make figures  draw the figures of the docs from bench/results, then write the tables
 # make lint    formatter, linter and type checker
 PYTHON ?= python3
 # The build of torch that is installed first, here the CPU's. On a GPU machine name the build for its CUDA version.
@@ -15,7 +16,7 @@ PIP    := $(BIN)/pip install --quiet --no-compile
 # Idle OpenMP threads spin by default, which on few cores takes the time from those that work.
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: setup demo test adapters tinker wheel versions tables lint clean
+.PHONY: setup demo test adapters tinker wheel versions tables figures lint clean
 setup: .venv/ready
 
 .venv/ready: pyproject.toml
@@ -60,6 +61,10 @@ versions: setup
 	$(BIN)/python .ci/versions newest
 
 tables: setup
+	$(BIN)/python -m bench.tables
+
+figures: setup
+	$(BIN)/python -m bench.draw
 	$(BIN)/python -m bench.tables
 
 lint: setup

@@ -7,7 +7,7 @@ in the pages (:mod:`bench.tables`). A caption names card, date, commit and files
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from bench import card_tables, probe_tables, study_tables, turn_tables
+from bench import card_tables, noise_tables, study_tables, turn_tables
 from bench.captions import card, commits_of, files, row, rows, source, table
 from bench.result import Row
 from qerl.families.sizes import SIZES
@@ -366,15 +366,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "cards": card_tables.cards,
     "runs-on": card_tables.runs_on,
     "learning": learning,
-    "noise-arms": lambda: study_tables.arms("noise-wp12"),
-    "noise-comparisons": lambda: study_tables.comparisons("noise-wp12", "primary", "designs", "formats"),
-    "needle-comparisons": lambda: study_tables.comparisons(
-        "noise-needle", "primary", "designs", "correction"
-    ),
-    "probe-noise": lambda: probe_tables.perturbations("probe", "start", "wp12"),
-    "probe-formats": lambda: probe_tables.formats("probe", "wp12"),
-    "probe-formats-wp2": lambda: probe_tables.formats("probe", "wp2"),
     "study-speed": study_speed,
+    **noise_tables.TABLES,
 }
 
 NUMBERS: dict[str, Callable[[], str]] = {
@@ -382,7 +375,7 @@ NUMBERS: dict[str, Callable[[], str]] = {
     "least-memory-32b": lambda: least_memory("32b"),
     "demo-before": lambda: f"{rows('demo-cpu')[-1]['before']:.0f} %",
     "demo-after": _demo_after,
-    "noise-runs": lambda: f"{len(study_tables.study('noise-wp12').runs)}",
+    "noise-runs": lambda: f"{study_tables.runs('noise-wp12', 'noise-wp1')}",
     "two-step-most": lambda: f"{100 * study_tables.most('noise-wp12', 'accuracy/steps_2'):.1f} %",
     "demo-minutes": lambda: f"{rows('demo-cpu')[-1]['minutes']} minutes",
 }

@@ -1,4 +1,7 @@
-"""Tables of probes for the docs, from the results of `qerl study` on a probe in bench/results."""
+"""Tables of probes for the docs, from the results of `qerl study` on a probe in bench/results.
+
+A probe that is not there yet gets a sentence in place of a table.
+"""
 
 import gzip
 import json
@@ -7,24 +10,29 @@ from typing import Any
 
 from bench.captions import table
 from bench.result import RESULTS
+from bench.study_tables import NOT_RUN, absent
 from qerl.study.probe.summary import Estimate, Row, read_rows
 
 
 @cache
-def probe(name: str) -> dict[str, Any]:
-    """The results of a probe, finished or not, by the name of their file."""
-    found: dict[str, Any] = json.loads(gzip.decompress((RESULTS / f"{name}.json.gz").read_bytes()))
+def probe(name: str) -> dict[str, Any] | None:
+    """The results of a probe, finished or not, by the name of their file; None where there are none."""
+    path = RESULTS / f"{name}.json.gz"
+    found: dict[str, Any] | None = json.loads(gzip.decompress(path.read_bytes())) if path.is_file() else None
     return found
 
 
 @cache
 def read(name: str) -> list[Row]:
     """What the cells of a probe say."""
-    return read_rows(probe(name))
+    found = probe(name)
+    return [] if found is None else read_rows(found)
 
 
 def perturbations(name: str, policy: str, task: str) -> str:
     """Table of what each perturbation changes, beside clean samples of the same problems."""
+    if probe(name) is None:
+        return absent(name)
     lines = []
     for row in read(name):
         if row.policy == policy and row.task == task and row.target is not None:
@@ -47,6 +55,8 @@ def perturbations(name: str, policy: str, task: str) -> str:
 
 def formats(name: str, task: str) -> str:
     """Table of the formats at temperature 1, beside the first; formats with several draws as a range."""
+    if probe(name) is None:
+        return absent(name)
     plain: dict[str, list[Row]] = {}
     for row in read(name):
         if row.policy is None and row.task == task and row.cell.endswith("-plain"):
@@ -68,12 +78,58 @@ def formats(name: str, task: str) -> str:
     return table(head, lines, source(name))
 
 
+def beside(start: str, trained: str, task: str, key: str) -> str:
+    """Table of what each perturbation changes for the start and for policies on their way, at equal KL.
+
+    Args:
+        start, trained: Files of two probes.
+        task: On which.
+        key: Of `qerl.study.probe.summary.read_rows`.
+    """
+    if probe(trained) is None:
+        return absent(trained)
+    here = [row for name in (trained, start) for row in read(name) if row.task == task and row.target]
+    policies = list(dict.fromkeys(row.policy for row in reversed(here) if row.policy is not None))
+    targets = sorted({row.target for row in read(trained) if row.target is not None})
+    policies.sort(key=lambda policy: int(policy.rpartition("_")[2]) if "_" in policy else 0)
+    found = {(row.what, row.target, row.policy): row for row in reversed(here)}
+    lines = []
+    for what in dict.fromkeys(row.what for row in here):
+        for target in targets:
+            cells = [found.get((what, target, policy)) for policy in policies]
+            if any(cells):
+                own = [
+                    None if row is None or key not in row.numbers else _signed(row.numbers[key])
+                    for row in cells
+                ]
+                lines.append((what, f"{target:g}", *own))
+    head = ("perturbation", "KL aimed at", *(policy.replace("_", " ") for policy in policies))
+    return table(head, lines, f"{source(trained)} The start: {start}.json.gz.")
+
+
+def more(name: str, task: str, first: str, second: str, key: str) -> str:
+    """How much more one format has than another, at temperature 1, with its interval."""
+    found = probe(name)
+    cells = {} if found is None else found["cells"]
+    wanted = [f"format-{task}-{what}-0-plain" for what in (second, first)]
+    if found is None or not cells.keys() >= set(wanted):
+        return NOT_RUN
+    formats = {what: found["probe"]["formats"][what] for what in (second, first)}
+    pair = found | {
+        "probe": found["probe"] | {"formats": formats},
+        "cells": {one: cells[one] for one in wanted},
+    }
+    (row,) = (row for row in read_rows(pair) if row.what == first)
+    return _signed(row.numbers[key]) if key in row.numbers else NOT_RUN
+
+
 _FORMAT = ("entropy_more", "prefix_more", "success", "gain")
 
 
 def source(name: str) -> str:
     """Caption: on what, how much, and the file."""
     found = probe(name)
+    assert found is not None
     spec = found["probe"]
     return (
         f"Differences, with 95 % intervals over {spec['problems']} problems; {spec['samples']} samples of "

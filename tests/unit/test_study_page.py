@@ -1,5 +1,6 @@
 """The page and the figures of a study, drawn from results alone."""
 
+import re
 import xml.dom.minidom
 
 import pytest
@@ -50,6 +51,20 @@ def test_families_have_drawings_of_their_own(tmp_path):
     names = {path.stem for path in page.write_figures(results, tmp_path / "figures")}
     assert {"accuracy-primary", "accuracy-controls"} <= names
     assert "warm" not in (tmp_path / "figures" / "accuracy-primary.svg").read_text()
+
+
+def test_curves_of_a_drawing_differ_however_many_arms_a_study_has(tmp_path):
+    pytest.importorskip("scipy")
+    arms = {f"arm_{index}": None for index in range(30)}
+    pairs = {"ends": [["arm_29", "arm_0"], ["arm_24", "arm_0"]], "others": [["arm_8", "arm_16"]]}
+    results = computed(tmp_path, arms=arms, comparisons=pairs, learning_rates=[1e-4], tuning_seeds=0)
+    page.write_figures(results, tmp_path / "figures", without=("rollout/entropy",))
+    names = {path.stem for path in (tmp_path / "figures").iterdir()}
+    assert {"accuracy-ends", "accuracy-others"} <= names and "rollout-entropy-ends" not in names
+    drawn = (tmp_path / "figures" / "accuracy-ends.svg").read_text()
+    styles = re.findall(r'<g class="(s\d d\d)" data-arm="(arm_\d+)"', drawn)
+    assert [arm for _, arm in styles] == ["arm_0", "arm_24", "arm_29"]
+    assert len({style for style, _ in styles}) == 3
 
 
 def test_a_sweep_is_drawn_by_rate_and_needs_no_scipy(tmp_path, monkeypatch):

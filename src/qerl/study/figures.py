@@ -26,7 +26,7 @@ class Band:
     """Values of one arm with their interval.
 
     Attributes:
-        index: Of the arm in the study, which decides its colour.
+        index: Of the curve in its drawing, which decides its colour.
         label: Its name.
         at: Horizontal places [points].
         mean, low, high: Mean over seeds and the bounds of its interval, each [points].

@@ -4,7 +4,7 @@ It is made from results alone, needs no network and holds no script, as the repo
 has. A study that is under way has a page too: of the runs that are finished.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from html import escape
 from pathlib import Path
 from statistics import fmean, stdev
@@ -54,13 +54,18 @@ def write_page(results: Results, path: Path) -> None:
         raise QeRLError(f"The page cannot be written to {path}: {error.strerror or error}.") from error
 
 
-def write_figures(results: Results, folder: Path) -> list[Path]:
+def write_figures(results: Results, folder: Path, without: Collection[str] = ()) -> list[Path]:
     """Write each drawing of the page as an SVG file of its own, and return the files.
+
+    Args:
+        results: Of the study.
+        folder: Where they go.
+        without: Keys of what is not drawn, as `rewards/accuracy/mean`.
 
     Raises:
         QeRLError: As :func:`write_page`.
     """
-    drawings = dict(_drawings(results, compare(results)))
+    drawings = dict(_drawings(results, compare(results), without))
     try:
         folder.mkdir(parents=True, exist_ok=True)
         paths = []
@@ -102,16 +107,22 @@ def render(results: Results, comparisons: Sequence[Comparison]) -> str:
     return document(f"QeRL study: {study.model} on {study.task}", intro, body)
 
 
-def _drawings(results: Results, comparisons: Sequence[Comparison]) -> Iterator[tuple[str, tuple[str, str]]]:
+def _drawings(
+    results: Results, comparisons: Sequence[Comparison], without: Collection[str] = ()
+) -> Iterator[tuple[str, tuple[str, str]]]:
     """Name, title and SVG of each drawing."""
+    evaluated, logged = (
+        [metric for metric in metrics if metric.key not in without]
+        for metrics in ((*EVALUATED, *_strata(results)), LOGGED)
+    )
     if comparisons:
         yield DIFFERENCES, ("Paired differences", difference_chart(comparisons))
     for group, labelled in _groups(results):
         suffix, of = (f"-{group}", f", {group}") if group else ("", "")
-        for metric in (*EVALUATED, *_strata(results)):
+        for metric in evaluated:
             if bands := list(_evaluated(metric, labelled)):
                 yield _name(metric, suffix), (f"{metric.title}{of}", band_chart(metric, bands))
-        for metric in LOGGED:
+        for metric in logged:
             if bands := _logged(metric, labelled):
                 yield _name(metric, suffix), (f"{metric.title}{of}", band_chart(metric, bands))
     for name in results.study.arms:
@@ -131,7 +142,7 @@ def _name(metric: Metric, suffix: str) -> str:
 
 
 Labelled = list[tuple[int, str, list[RunResult]]]
-"""Index for the colour, label and runs of each curve of a drawing."""
+"""Index of each curve in its drawing, which decides its colour, its label and its runs."""
 
 
 def _groups(results: Results) -> Iterator[tuple[str, Labelled]]:
@@ -150,9 +161,10 @@ def _groups(results: Results) -> Iterator[tuple[str, Labelled]]:
     families = study.comparisons or {"": [[name] for name in study.arms]}
     for family, pairs in families.items():
         wanted = {name for pair in pairs for name in pair}
+        drawn = [(name, runs) for name, runs in tested.items() if name in wanted and runs]
         yield (
             (family if len(families) > 1 else ""),
-            [(i, name, runs) for i, (name, runs) in enumerate(tested.items()) if name in wanted and runs],
+            [(i, name, runs) for i, (name, runs) in enumerate(drawn)],
         )
 
 
