@@ -3,8 +3,10 @@
 Legend: a value of a run is a number; a cell is its mean over test seeds with the 95 % interval of that mean.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from statistics import fmean
+from typing import Any
 
 import numpy as np
 
@@ -23,6 +25,7 @@ from bench.study_tables import (
     source,
     study,
 )
+from qerl.study.arms import Arm
 from qerl.study.results import ROLLOUT_ENTROPY, SIGMA, RunResult
 from qerl.study.statistics import mean_interval
 
@@ -127,12 +130,13 @@ def reached(name: str) -> str:
     results, lines = study(name), []
     if results is None:
         return absent(name)
-    clean = {run.run.seed: run for run in results.tested("none")} if "none" in results.study.arms else {}
     for arm in results.study.arms:
         runs = results.tested(arm)
         noisy = _noisy(runs[0]) if runs else []
         if len(runs) > 1 and noisy:
             first = noisy[: len(noisy) // 4 or 1]
+            control = _control(results.study.arms, arm)
+            clean = {run.run.seed: run for run in results.tested(control)} if control else {}
             pairs = [(run, clean[run.run.seed]) for run in runs if run.run.seed in clean]
             entropy = [
                 _mean(run, ROLLOUT_ENTROPY, noisy) - _mean(own, ROLLOUT_ENTROPY, noisy) for run, own in pairs
@@ -152,7 +156,7 @@ def reached(name: str) -> str:
             )
     head = (
         "arm", "noisy steps", "sigma, first", "last", "KL, first quarter of them", "KL, all of them",
-        "effective samples, share", "entropy above none's",
+        "effective samples, share", "entropy above that without noise",
     )  # fmt: skip
     return table(head, lines, f"KL(sampler || policy) in nats per token, means over seeds. {source(name)}")
 
@@ -180,6 +184,20 @@ def follows() -> str:
         "Logarithm of the followed entropy over the own, mean of the steps of a run after the first "
         f"{SETTLED} noisy ones; 95 % intervals over seeds.",
     )
+
+
+def _control(arms: Mapping[str, Arm], name: str) -> str | None:
+    """The arm that differs from one in noise alone, or else in the correction too; None where none does."""
+    usual = vars(Arm(""))
+    plain: dict[str, Any] = {
+        key: value for key, value in usual.items() if key.startswith("noise") or key == "logits_noise"
+    }
+    for correction in (arms[name].correction, usual["correction"]):
+        wanted = replace(arms[name], name="", correction=correction, **plain)
+        for other, arm in arms.items():
+            if replace(arm, name="") == wanted:
+                return other
+    return None
 
 
 def _noisy(run: RunResult) -> list[int]:

@@ -5,6 +5,7 @@ from rich.console import Console
 
 from bench import draw, noise_tables, probe_tables, study_tables
 from bench.result import RESULTS
+from qerl.study.arms import Arm
 from qerl.study.probe.summary import read_rows
 from qerl.study.results import Results, write_results
 from qerl.study.runner import Runner
@@ -82,6 +83,20 @@ def test_what_the_noise_reached(name):
     assert follows[2].startswith(
         "| wp12: temperature after aqn | 0.020 (0.010 to 0.030) | +0.010 to +0.030 | 1.000"
     )
+
+
+def test_an_arm_with_noise_stands_beside_the_same_one_without():
+    arms = {
+        "none": Arm("none"), "bf16": Arm("bf16", weights="bf16"), "bare": Arm("bare", correction="none"),
+        "aqn": Arm("aqn", noise=True), "bf16_aqn": Arm("bf16_aqn", weights="bf16", noise=True),
+        "logits": Arm("logits", logits_noise=0.3, noise_target_kl=0.1, correction="none"),
+        "half": Arm("half", noise=True, noise_share=0.5, correction="token_balance"),
+        "slow": Arm("slow", noise=True, learning_rate=1e-5),
+    }  # fmt: skip
+    found = {
+        name: noise_tables._control(arms, name) for name in ("aqn", "bf16_aqn", "logits", "half", "slow")
+    }
+    assert found == {"aqn": "none", "bf16_aqn": "bf16", "logits": "bare", "half": "none", "slow": None}
 
 
 def test_results_that_are_not_there_get_a_sentence(name):
