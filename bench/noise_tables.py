@@ -51,6 +51,9 @@ QUESTIONS = (
 )
 """Questions, and the two arms whose difference answers each."""
 
+EARLIER = {"noise-wp12": "noise-wp12-6b0a637"}
+"""Studies of an earlier commit, by the name of the one that took their place: for arms that it has not run."""
+
 FORMATS = {"bf16": "BF16", "nf4": "NF4", "mxfp4": "MXFP4"}
 SETTLED = 10
 """Noisy steps after which a temperature that follows an entropy is expected to have met it."""
@@ -68,8 +71,9 @@ def answers() -> str:
         lines,
         "Difference in the area under the curve of accuracy, first minus second arm, paired by seed, with "
         "its 95 % interval. The verdict, of the first arm, is corrected for the number of comparisons; a "
-        "pair without one was no comparison of its study. "
-        f"Files: {', '.join(f'{name}.json.gz' for name in there)}.",
+        "pair without one was no comparison of its study. An earlier study let eight other seeds choose the "
+        f"learning rate of each arm; that of none and bf16 is the same. Files: {', '.join(EARLIER.values())}, and "
+        f"otherwise {', '.join(f'{name}.json.gz' for name in there)}.",
     )
 
 
@@ -78,7 +82,16 @@ def _answer(name: str, first: str, second: str) -> str:
         if (one.first, one.second) == (first, second):
             low, high = one.interval
             return f"{one.mean:+.3f} ({low:+.3f} to {high:+.3f}), {one.seeds} seeds: **{one.verdict}**"
-    return difference(name, first, second, lambda run: run.area)
+    return _difference(name, first, second, lambda run: run.area)
+
+
+def _difference(name: str, first: str, second: str, value: Callable[[RunResult], float]) -> str:
+    """The difference in a study, or else in the earlier one."""
+    found = difference(name, first, second, value)
+    if found == NOT_RUN and name in EARLIER:
+        found = difference(EARLIER[name], first, second, value)
+        return found if found == NOT_RUN else f"{found} of an earlier study"
+    return found
 
 
 def entropies() -> str:
@@ -91,7 +104,7 @@ def entropies() -> str:
                 *(probe_tables.more("probe", task, "nvfp4", arm, "entropy_more") for task in ("wp12", "wp2")),
                 *(probe_tables.more("probe", task, "nvfp4", arm, "prefix_more") for task in ("wp12", "wp2")),
                 *(
-                    difference(TASKS[task], "none", arm, lambda run: _mean(run, ROLLOUT_ENTROPY))
+                    _difference(TASKS[task], "none", arm, lambda run: _mean(run, ROLLOUT_ENTROPY))
                     for task in ("wp12", "wp1")
                 ),
             )
@@ -114,7 +127,7 @@ def learned() -> str:
         (
             f"NVFP4 \N{MINUS SIGN} {words}",
             *(
-                difference(TASKS[task], "none", arm, lambda run: run.area - run.accuracy[0])
+                _difference(TASKS[task], "none", arm, lambda run: run.area - run.accuracy[0])
                 for task in ("wp12", "wp1")
             ),
         )
@@ -253,6 +266,10 @@ TABLES: dict[str, Callable[[], str]] = {
     "noise-entropies": entropies,
     "noise-learned": learned,
     "noise-follows": follows,
+    "earlier-arms": lambda: arms(EARLIER["noise-wp12"]),
+    "earlier-comparisons": lambda: comparisons(
+        EARLIER["noise-wp12"], "primary", "designs", "formats", "correction"
+    ),
     "noise-figures": lambda: shown("wp12", "differences", "accuracy-primary", "rollout-entropy-primary"),
     "probe-noise": lambda: probe_tables.perturbations("probe", "start", "wp12"),
     "probe-beside": lambda: probe_tables.beside("probe", "probe-trained", "wp12", "gain"),

@@ -116,6 +116,24 @@ def test_a_folder_of_another_study_is_refused_and_a_study_may_grow(tmp_path):
         Store(tmp_path, tiny_study(arms={"warm": {"temperature": 1.3}}, comparisons={}))
 
 
+def test_a_study_goes_on_from_its_results_alone(tmp_path):
+    study = tiny_study()
+    computed(tmp_path / "here", study)
+    Store(tmp_path / "here", study).write_results()
+    kept = (tmp_path / "here" / RESULTS_FILE).read_bytes()
+    there = tmp_path / "there"
+    there.mkdir()
+    (there / RESULTS_FILE).write_bytes(kept)
+    with pytest.raises(QeRLError, match="holds another study: its steps is 4 and not 5"):
+        Store(there, tiny_study(steps=5))
+    with pytest.raises(QeRLError, match="of another model than what m is now, whose fingerprint is g and not f"):
+        Runner(Store(there, study), FakeMake(facts={"fingerprint": "g"}), QUIET).run()
+    make = computed(there, tiny_study(test_seeds=4))
+    assert {run.seed for runs, _ in make.made for run in runs} == {3}
+    assert Store(there, study).write_results().runs == read_results(tmp_path / "here" / RESULTS_FILE).runs
+    assert (there / RESULTS_FILE).read_bytes() == kept
+
+
 def test_damaged_files_are_named(tmp_path):
     study = tiny_study()
     computed(tmp_path, study)

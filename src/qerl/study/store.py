@@ -14,6 +14,9 @@ A run's file is written aside and renamed: it is whole or not there, and a run t
 again. Several processes, on several GPUs, may work in one folder: each claims a batch by a lock that the
 system releases when the process ends, however it ends.
 
+A folder with nothing but results.json.gz goes on from it, so a study that was kept as that one file can grow on
+another machine.
+
 A study may grow: arms, seeds, learning rates and comparisons may be added or left out between two calls, and
 what is finished is kept. What all runs share, what an arm is, and the model may not change in a folder,
 because its runs would no longer be comparable. Another commit may go on with it, which is said: whether it
@@ -35,7 +38,7 @@ from qerl.run_folder import read_json
 from qerl.source import commit
 from qerl.study.arms import Run
 from qerl.study.files import claimed, replace
-from qerl.study.results import RESULTS_FILE, Results, RunResult, from_plain, write_results
+from qerl.study.results import RESULTS_FILE, Results, RunResult, from_plain, read_results, write_results
 from qerl.study.spec import Study
 
 STUDY_FILE = "study.json"
@@ -108,7 +111,22 @@ class Store:
             (folder / "batches").mkdir(parents=True, exist_ok=True)
             (folder / "runs").mkdir(exist_ok=True)
             with self._alone():
+                self._unpack()
                 replace(folder / STUDY_FILE, (json.dumps(self._joined(), indent=1) + "\n").encode())
+
+    def _unpack(self) -> None:
+        """Make the files of runs from the results, where there is nothing else."""
+        path = self.folder / RESULTS_FILE
+        if (self.folder / STUDY_FILE).is_file() or not path.is_file() or any(self.folder.glob("runs/*")):
+            return
+        kept = read_results(path)
+        old = kept.study.values()
+        for result in kept.runs:
+            replace(self._path(result.run), (json.dumps(result.plain(), allow_nan=False) + "\n").encode())
+        fingerprints = {result.facts["fingerprint"] for result in kept.runs if "fingerprint" in result.facts}
+        if fingerprints:
+            old["fingerprint"] = fingerprints.pop()
+        replace(self.folder / STUDY_FILE, (json.dumps(old, indent=1) + "\n").encode())
 
     def _joined(self) -> dict[str, Any]:
         """The study with all arms that the folder knows; refused where the folder is another one's."""
