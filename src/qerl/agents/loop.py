@@ -48,6 +48,7 @@ def run_trajectories(
     worlds: Sequence[World],
     pool: ToolPool,
     limits: Limits,
+    seeds: Sequence[int] | None = None,
 ) -> list[Trajectory]:
     """Sample trajectories to their ends.
 
@@ -58,13 +59,14 @@ def run_trajectories(
         worlds: The other side of each trajectory, the samples of a prompt next to each other.
         pool: Makes the calls.
         limits: Bounds.
+        seeds: As in `Session.start`.
 
     Returns:
         The trajectories in the order of the worlds.
     """
     loop = _Loop(session, pool, limits)
     try:
-        return loop.run(prompts, samples_per_prompt, worlds)
+        return loop.run(prompts, samples_per_prompt, worlds, seeds)
     finally:
         pool.abandon()
 
@@ -77,9 +79,13 @@ class _Loop:
         self._of: dict[int, tuple[Trajectory, World]] = {}
 
     def run(
-        self, prompts: Sequence[Sequence[int]], samples: int, worlds: Sequence[World]
+        self,
+        prompts: Sequence[Sequence[int]],
+        samples: int,
+        worlds: Sequence[World],
+        seeds: Sequence[int] | None,
     ) -> list[Trajectory]:
-        indices = self._session.start(prompts, samples)
+        indices = self._session.start(prompts, samples, seeds=seeds)
         trajectories = [Trajectory(prompt) for prompt in prompts for _ in range(samples)]
         self._of = dict(zip(indices, zip(trajectories, worlds, strict=True), strict=True))
         while self._session.busy or self._pool.pending:

@@ -15,7 +15,6 @@ longer (lognormal lengths, simulated with `bench.tail`). What was given up is up
 interruption.
 """
 
-from dataclasses import replace
 from datetime import UTC, datetime
 from statistics import fmean
 from typing import Any
@@ -37,7 +36,7 @@ from qerl.eval.result import EvalResult, Stratum
 from qerl.eval.sampling import Said, Sampler, SingleTurns
 from qerl.models.chat import Chat
 from qerl.rollout.engine import RolloutEngine, SamplingParams
-from qerl.seeding import derive_seed
+from qerl.seeding import ProblemSeeds, problem_key
 from qerl.tasks.base import Task
 from qerl.tasks.guard import GuardedReward, guarded, stratum
 
@@ -100,14 +99,14 @@ def evaluate(
     size = record.problems_at_a_time(-(-sampler.at_once // samples), samples)
     columns = (TextColumn("scoring"), BarColumn(bar_width=24), MofNCompleteColumn(), TimeRemainingColumn())
     done = len(record.rows) // samples
+    every = list(problems)
+    seeds = ProblemSeeds(params.seed).of([problem_key(row) for row in every], samples)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         bar = progress.add_task("", total=len(problems), completed=done)
         for start in range(done, len(problems), size):
             part = slice(start, start + size)
-            # The engine numbers prompts from 0 in each call; another seed keeps slices apart.
-            seeded = replace(params, seed=derive_seed("eval", params.seed, start))
-            rows = list(problems.select(range(len(problems))[part]))
-            found = sampler.sample(rows, samples, seeded)
+            rows = every[part]
+            found = sampler.sample(rows, samples, params, seeds[start * samples :][: len(rows) * samples])
             record.add(_scored(task, [row for row in rows for _ in range(samples)], found))
             progress.advance(bar, len(rows))
     strata = None if task.strata is None else [stratum(task.strata, v) for v in problems[task.strata]]

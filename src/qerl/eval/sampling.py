@@ -81,13 +81,16 @@ class Sampler(ABC):
     at_once: int
 
     @abstractmethod
-    def sample(self, rows: Sequence[dict[str, Any]], samples: int, params: SamplingParams) -> list[Said]:
+    def sample(
+        self, rows: Sequence[dict[str, Any]], samples: int, params: SamplingParams, seeds: Sequence[int]
+    ) -> list[Said]:
         """The completions of some problems, the samples of a problem next to each other.
 
         Args:
             rows: The problems.
             samples: Completions of each.
-            params: How they are sampled; problems are numbered from 0 in each call.
+            params: How they are sampled.
+            seeds: By which each completion is drawn, in the place of that of ``params``.
         """
 
 
@@ -98,10 +101,12 @@ class SingleTurns(Sampler):
         self._engine, self._tokenizer, self._chat = engine, tokenizer, chat
         self.at_once = engine.rows_per_call
 
-    def sample(self, rows: Sequence[dict[str, Any]], samples: int, params: SamplingParams) -> list[Said]:
+    def sample(
+        self, rows: Sequence[dict[str, Any]], samples: int, params: SamplingParams, seeds: Sequence[int]
+    ) -> list[Said]:
         """See `Sampler.sample`."""
         prompts = [self._chat.ids(row["prompt"]) for row in rows]
-        return in_one_turn(self._engine, self._tokenizer, prompts, samples, params)
+        return in_one_turn(self._engine, self._tokenizer, prompts, samples, params, seeds)
 
 
 def in_one_turn(
@@ -110,6 +115,7 @@ def in_one_turn(
     prompts: Sequence[Sequence[int]],
     samples: int,
     params: SamplingParams,
+    seeds: Sequence[int] | None = None,
 ) -> list[Said]:
     """What the policy says to each prompt in one turn, in which its thoughts may be closed.
 
@@ -119,16 +125,17 @@ def in_one_turn(
         prompts: Token ids of each.
         samples: Completions of each.
         params: How they are sampled; a budget of thinking is among the stops.
+        seeds: By which each completion is drawn; None draws them by ``params`` and their places.
     """
     thinking = thinking_of(params.stops)
     if thinking is None:
-        found = engine.generate(prompts, samples, params).completions
+        found = engine.generate(prompts, samples, params, seeds=seeds).completions
         texts = tokenizer.batch_decode([c.token_ids for c in found], skip_special_tokens=True)
         return [Said(text, len(c.token_ids), c.finish_reason) for text, c in zip(texts, found, strict=True)]
     worlds = [SilentWorld(tokenizer) for _ in range(len(prompts) * samples)]
     pool = ToolPool(1.0, 1)  # nothing is called
     with contextlib.closing(pool), engine.session(params) as session:
-        ended = run_trajectories(session, prompts, samples, worlds, pool, Limits(thinking=thinking))
+        ended = run_trajectories(session, prompts, samples, worlds, pool, Limits(thinking=thinking), seeds)
     texts = tokenizer.batch_decode([t.token_ids for t in ended], skip_special_tokens=True)
     return [Said(text, sum(t.written), t.end or "stop") for text, t in zip(texts, ended, strict=True)]
 
@@ -162,7 +169,9 @@ class Conversations(Sampler):
             )
         self._template = TurnTemplate(tokenizer, template_kwargs, tools=not texts)
 
-    def sample(self, rows: Sequence[dict[str, Any]], samples: int, params: SamplingParams) -> list[Said]:
+    def sample(
+        self, rows: Sequence[dict[str, Any]], samples: int, params: SamplingParams, seeds: Sequence[int]
+    ) -> list[Said]:
         """See `Sampler.sample`."""
         worlds: list[World] = []
         prompts: list[list[int]] = []
@@ -179,7 +188,7 @@ class Conversations(Sampler):
         texts_end_turns = any(stop is not thinking for stop in params.stops)
         limits = replace(self._limits, texts_end_turns=texts_end_turns, thinking=thinking)
         with self._engine.session(params) as session:
-            found = run_trajectories(session, once, samples, worlds, self._pool, limits)
+            found = run_trajectories(session, once, samples, worlds, self._pool, limits, seeds)
         if self._make is not None:
             for number, world in enumerate(worlds):
                 if world.hangs:
