@@ -108,6 +108,7 @@ class _Loop:
                 return
             reason = "length"
         before = [*trajectory.prompt_ids, *trajectory.token_ids[: trajectory.turn_start]]
+        self._see_thoughts(trajectory, before)
         message, calls = world.read(trajectory.turn, before)
         trajectory.end_turn(message)
         if reason != "stop":
@@ -120,6 +121,15 @@ class _Loop:
             trajectory.calls += len(calls)
             self._pool.submit(ended.index, calls)
 
+    def _see_thoughts(self, trajectory: Trajectory, before: Sequence[int]) -> None:
+        """Note whether the policy has closed thoughts of its own in the turn that has ended."""
+        thinking = self._limits.thinking
+        if thinking is None or trajectory.thoughts is not None:
+            return
+        written = trajectory.written[trajectory.turn_start :]
+        if thinking.closed_by_policy(before, trajectory.turn, written):
+            trajectory.thoughts = "model"
+
     def _close_thoughts(self, index: int, trajectory: Trajectory) -> bool:
         """Go on with a turn whose thoughts are too long; False if there is no room for that."""
         assert self._limits.thinking is not None, "nothing else pauses a turn"
@@ -127,6 +137,7 @@ class _Loop:
         if len(closing_ids) >= self._session.room(index):
             return False
         trajectory.insert(closing_ids)
+        trajectory.thoughts = "budget"
         self._session.go_on(index, closing_ids)
         return True
 

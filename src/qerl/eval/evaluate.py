@@ -28,6 +28,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from transformers import PreTrainedTokenizerBase
 
 import qerl
+from qerl.agents.thinking import thinking_of
 from qerl.agents.trajectory import Message
 from qerl.errors import QeRLError
 from qerl.eval.interval import accuracy_interval, pass_at, pass_interval
@@ -131,6 +132,7 @@ def _scored(task: Task, rows: list[dict[str, Any]], found: list[Said]) -> list[R
                 "judged": judged,
                 "finish_reason": said.end,
                 "tokens": said.tokens,
+                "thoughts_closed_by": said.thoughts,
             }
         )
     return scored
@@ -167,12 +169,19 @@ def _result(
         errors=sum(row["finish_reason"] == "error" for row in rows),
         truncated=fmean(row["finish_reason"] == "length" for row in rows),
         mean_tokens=fmean(row["tokens"] for row in rows),
+        thoughts_closed_by=_closed(rows) if thinking_of(params.stops) else {},
         settings=params.plain,
         source=source,
         versions=versions(),
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         strata={} if strata is None else _by_stratum(strata, counts, samples),
     )
+
+
+def _closed(rows: list[Row]) -> dict[str, float]:
+    """The share of completions whose thoughts the model closed, and the budget."""
+    closed = [row["thoughts_closed_by"] for row in rows]
+    return {by: closed.count(by) / len(closed) for by in ("model", "budget")}
 
 
 def _by_stratum(strata: list[str], counts: list[int], samples: int) -> dict[str, Stratum]:

@@ -23,7 +23,8 @@ SETTINGS_FILE = "settings.json"
 COMPLETIONS_FILE = "completions.jsonl"
 
 Row = dict[str, Any]
-_RESULT_KEYS = {"right", "judged", "answer", "finish_reason", "tokens"}  # what a result is counted from
+_RESULT_KEYS = {"right", "judged", "answer", "finish_reason", "tokens", "thoughts_closed_by"}
+"""What a result is counted from."""
 
 
 class Record:

@@ -18,7 +18,7 @@ from qerl.agents.loop import Limits, ToolErrors, run_trajectories
 from qerl.agents.pool import ToolPool
 from qerl.agents.template import TurnTemplate
 from qerl.agents.thinking import thinking_of
-from qerl.agents.trajectory import Message
+from qerl.agents.trajectory import Message, ThoughtsClosed, Trajectory
 from qerl.agents.world import SilentWorld, ToolWorld, World, world_of
 from qerl.environments.registry import get_environment, get_tool
 from qerl.errors import QeRLError, first_line
@@ -37,11 +37,13 @@ class Said:
         text: What the policy said, or of a conversation its messages, those of others among them.
         tokens: Number that the policy drew.
         end: Why it ended: a `FinishReason`, or an `EndReason` of a trajectory.
+        thoughts: Who closed thoughts in it, where there is a budget of thinking; None for nobody.
     """
 
     text: str | list[Message]
     tokens: int
     end: str
+    thoughts: ThoughtsClosed | None = None
 
 
 @dataclass(frozen=True)
@@ -137,7 +139,11 @@ def in_one_turn(
     with contextlib.closing(pool), engine.session(params) as session:
         ended = run_trajectories(session, prompts, samples, worlds, pool, Limits(thinking=thinking), seeds)
     texts = tokenizer.batch_decode([t.token_ids for t in ended], skip_special_tokens=True)
-    return [Said(text, sum(t.written), t.end or "stop") for text, t in zip(texts, ended, strict=True)]
+    return [_said(text, trajectory) for text, trajectory in zip(texts, ended, strict=True)]
+
+
+def _said(text: str | list[Message], trajectory: Trajectory) -> Said:
+    return Said(text, sum(trajectory.written), trajectory.end or "stop", trajectory.thoughts)
 
 
 class Conversations(Sampler):
@@ -193,7 +199,7 @@ class Conversations(Sampler):
             for number, world in enumerate(worlds):
                 if world.hangs:
                     self._environments[number] = self._make()
-        return [Said(t.messages, sum(t.written), t.end or "stop") for t in found]
+        return [_said(trajectory.messages, trajectory) for trajectory in found]
 
     def close(self) -> None:
         """Let go of what environments hold, such as a connection."""

@@ -52,7 +52,7 @@ class SamplerTrainer(ResumableTrainer):
         self._calls = 0
         self._eval_seeds: list[int] | None = None
         self._call_key: tuple[int, str] | None = None
-        self._rollout = RolloutLog()
+        self._rollout = RolloutLog(bool(self.tools), self.args.thinking_budget is not None)
         # TRL asks these four: the first three route generation to `rollout` and turn the correction on, the
         # last says with which step weights were synchronised, which the shared modules never need.
         self.use_vllm = True
@@ -102,13 +102,7 @@ class SamplerTrainer(ResumableTrainer):
         self._clock.add("rollout", result.seconds)
         if self.args.stop_strings:
             self._reasons = [completion.finish_reason for completion in result.completions]
-        if self._turns is None:
-            self._rollout.add(result)
-        else:
-            found = self._turns.trajectories
-            of_others = sum(trajectory.written.count(0) for trajectory in found)
-            turns = sum(trajectory.turns for trajectory in found) if self.tools else 0
-            self._rollout.add(result, of_others, turns)
+        self._rollout.add(result, [] if self._turns is None else self._turns.trajectories)
         return result
 
     def _sample(
