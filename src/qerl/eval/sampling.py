@@ -13,7 +13,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from qerl.agents.environment import check_acts, check_environment, is_text
+from qerl.agents.environment import check_environment, is_text, takes_turns
 from qerl.agents.loop import Limits, ToolErrors, run_trajectories
 from qerl.agents.pool import ToolPool
 from qerl.agents.template import TurnTemplate
@@ -166,13 +166,14 @@ class Conversations(Sampler):
         if settings.environment is not None:
             self._make = get_environment(settings.environment, settings.environment_options)
             self._environments.append(check_environment(self._make))
-            check_acts(self._environments[0])
         texts = any(map(is_text, self._environments))
         if texts and self._tools:
             raise QeRLError(
                 f"The environment {settings.environment} answers texts and has no tools, and there are tools "
                 "beside it; leave one of them out."
             )
+        self._one_turn = not self._tools and not any(map(takes_turns, self._environments))
+        self._tokenizer = tokenizer
         self._template = TurnTemplate(tokenizer, template_kwargs, tools=not texts)
 
     def sample(
@@ -228,6 +229,8 @@ class Conversations(Sampler):
                 ) from error
             if observation:
                 messages[-1]["content"] += observation
+        if self._one_turn:  # as in training, where a call that nobody would answer is text
+            return SilentWorld(self._tokenizer), messages
         return world_of(self._template, self._tools, environment), messages
 
 
