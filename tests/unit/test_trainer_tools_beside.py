@@ -135,3 +135,31 @@ def test_an_environment_may_have_reset_alone(tmp_path):
     shown = {row["prompt"][0]["content"] + "What is 2 + 3?" for row in DATA}
     assert {prompt[-1]["content"] for prompt in trainer._logs["prompt"]} <= shown
     assert trainer.evaluate()["eval_completions/mean_length"] > 0
+
+
+def test_the_reward_of_an_environment_may_be_called_with_environments_alone(tmp_path):
+    """As TRL's own: those of its class are scored, others have no reward."""
+
+    class Plain:
+        def reset(self, **row):
+            return None
+
+        def act(self, x: int) -> int:
+            """Acts.
+
+            Args:
+                x: A value.
+            """
+            return x
+
+    class Scored(Plain):
+        def get_reward(self):
+            return 1.0
+
+    data = Dataset.from_dict({"environment": ["a", "b", "c"]})
+    trainer = QeRLTrainer(
+        make_policy(), written_reward, make_args(tmp_path), data,
+        processing_class=tool_tokenizer(), environment_factory={"a": Scored, "b": Scored, "c": Plain},
+    )  # fmt: skip
+    assert trainer.reward_func_names == ["written_reward", "Scored"]
+    assert trainer.reward_funcs[-1](environments=[Scored(), Plain()]) == [1.0, None]
