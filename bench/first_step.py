@@ -47,10 +47,11 @@ class ReplayEngine(RolloutEngine):
         samples_per_prompt: int,
         params: SamplingParams,
         norm_offsets: NormOffsets | None = None,
+        seeds: Sequence[int] | None = None,
     ) -> RolloutResult:
         if self._engine is None:
             return self.results.pop(0)
-        self.results.append(self._engine.generate(prompts, samples_per_prompt, params, norm_offsets))
+        self.results.append(self._engine.generate(prompts, samples_per_prompt, params, norm_offsets, seeds))
         return self.results[-1]
 
     def release(self) -> None:

@@ -77,6 +77,7 @@ class TimedEngine(RolloutEngine):
         samples_per_prompt: int,
         params: SamplingParams,
         norm_offsets: NormOffsets | None = None,
+        seeds: Sequence[int] | None = None,
     ) -> RolloutResult:
         start = time.perf_counter()
         if self.calls == 0 and len(set(self._lengths)) == 1:
@@ -84,7 +85,7 @@ class TimedEngine(RolloutEngine):
             norm_offsets = {"model.norm": torch.full((width,), float("nan"))}
         self.calls += 1
         session = self.engine.session(params, norm_offsets)
-        result = whole_completions(session, prompts, samples_per_prompt, self._lengths)
+        result = whole_completions(session, prompts, samples_per_prompt, self._lengths, seeds)
         if self.calls == 1:  # a rollout in which no sample has finite logits would end the run
             ended = [replace(completion, finish_reason="length") for completion in result.completions]
             result = replace(result, completions=ended)

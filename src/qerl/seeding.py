@@ -6,6 +6,10 @@ a resume from a checkpoint cannot shift what follows.
 """
 
 import hashlib
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -23,3 +27,39 @@ def derive_seed(*coordinates: int | str) -> int:
 def generator(*coordinates: int | str) -> torch.Generator:
     """CPU generator at the start of the stream that belongs to the coordinates."""
     return torch.Generator().manual_seed(derive_seed(*coordinates))
+
+
+def problem_key(row: Mapping[str, Any]) -> str:
+    """What tells a problem from others, wherever it stands: a digest of all its columns."""
+    text = json.dumps(row, sort_keys=True, default=str)
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+
+
+class ProblemSeeds:
+    """Seeds of an evaluation's completions, keyed by (seed, problem, sample).
+
+    A problem draws the same whichever others are scored, in whatever order, batches and processes, and at
+    each evaluation of a run, so that two policies are compared with the same luck. Copies of one problem are
+    told apart by their number, since they would all draw the same.
+
+    Args:
+        seed: Of the evaluation.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._met: Counter[str] = Counter()
+
+    def of(self, problems: Sequence[str], samples: int) -> list[int]:
+        """The seeds of further problems, the samples of a problem next to each other.
+
+        Args:
+            problems: Their keys (`problem_key`).
+            samples: Completions of each.
+        """
+        seeds = []
+        for problem in problems:
+            copy = self._met[problem]
+            self._met[problem] += 1
+            seeds += [derive_seed("problem", self._seed, problem, copy, sample) for sample in range(samples)]
+        return seeds

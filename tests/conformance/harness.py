@@ -97,7 +97,14 @@ class Engine(RolloutEngine):
     def __init__(self, script: Script) -> None:
         self.script = script
 
-    def generate(self, prompts: Any, samples_per_prompt: int, params: Any, norm_offsets: Any = None) -> Any:
+    def generate(
+        self,
+        prompts: Any,
+        samples_per_prompt: int,
+        params: Any,
+        norm_offsets: Any = None,
+        seeds: Any = None,
+    ) -> Any:
         samples = self.script(prompts, samples_per_prompt)
         completions = [Completion(ids, logps, [4.0] * len(ids), "stop") for ids, logps in samples]
         return RolloutResult(completions, 1, sum(len(ids) for ids, _ in samples), 0.5)

@@ -9,11 +9,14 @@ import pyarrow.parquet
 import pytest
 import torch
 import yaml
+from rich.console import Console
 from safetensors.torch import load_file
 
 from qerl.run_folder import table_path
+from qerl.settings.config import QeRLConfig
+from qerl.trainer.run import train
 from tests.support.agents import tool_tokenizer
-from tests.support.models import make_tiny_model
+from tests.support.models import make_tiny_model, make_tiny_tokenizer
 
 ROOT = Path(__file__).parents[2]
 
@@ -82,6 +85,26 @@ def parse(self, token_ids, prefix_ids, tools):
 
 TurnTemplate.parse = parse
 """
+STOPS = WHOLE | {
+    "stop_strings": [*"abcdefghijkl", "no"],
+    "mask_truncated_completions": True,
+    "dynamic_sampling_rounds": 0,
+    "max_completion_length": 8,
+    "max_steps": 2,
+    "log_completions": True,
+    "eval_strategy": "steps",
+    "eval_on_start": True,
+    "eval_samples": 4,
+    "num_generations_eval": 2,
+}
+LAST_TOKENS = """import os
+
+
+def last_token(completion_ids, log_extra, **columns):
+    log_extra("rank", [int(os.environ.get("RANK", 0))] * len(completion_ids))
+    log_extra("last", [ids[-1] for ids in completion_ids])
+    return [float(ids[-1] % 2) for ids in completion_ids]
+"""
 SAME_LOGS = """import json, os
 
 
@@ -110,6 +133,8 @@ def forked(tmp_path_factory, tiny_runs):
         "tools": [f"{folder / 'tools.py'}:double"],
         "reward_files": [f"{folder / 'odd.py'}:odd"],
     }
+    (folder / "last.py").write_text(LAST_TOKENS)
+    runs["stops"] = STOPS | {"reward_files": [f"{folder / 'last.py'}:last_token"]}
     recipes = [write_recipe(tiny_runs, folder / name, settings) for name, settings in runs.items()]
     run_command("-m", "tests.support.two_processes", *recipes)
     return folder
@@ -161,6 +186,36 @@ def test_tools_that_only_one_of_two_processes_calls(forked):
         assert [row["rank"] for row in table] == [0] * 4 + [1] * 4
         roles = [[message["role"] for message in row["completion"]] for row in table]
         assert roles[:4] == [["assistant"]] * 4 and any("tool" in each for each in roles[4:])
+
+
+def test_texts_end_completions_on_two_processes(forked):
+    """What is logged is of both; those that a text has ended are whole, and are trained."""
+    rows, adapter = results(forked / "stops")
+    ends = {*make_tiny_tokenizer().convert_tokens_to_ids([*"abcdefghijkl"]), 1}
+    steps = [row for row in rows if "loss" in row]
+    for step, row in enumerate(steps, start=1):
+        table = pyarrow.parquet.read_table(table_path(forked / "stops", step)).to_pylist()
+        assert [each["rank"] for each in table] == [0] * 4 + [1] * 4
+        cut = [each["last"] not in ends for each in table]
+        assert any(cut) and not all(cut)
+        assert row["completions/clipped_ratio"] == pytest.approx(sum(cut) / len(cut))
+    assert len(steps) == 2 and steps[0]["grad_norm"] > 0
+    assert any(torch.any(tensor != 0) for name, tensor in adapter.items() if "lora_B" in name)
+
+
+def test_an_evaluation_draws_on_two_processes_what_it_draws_on_one(forked, tiny_runs):
+    """Before the first step, where both have the same policy."""
+    alone = forked / "alone"
+    reward = {"reward_files": [f"{forked / 'last.py'}:last_token"], "per_device_train_batch_size": 8}
+    train(QeRLConfig(**tiny_runs(alone, **STOPS | reward | {"max_steps": 2})), Console(quiet=True))
+    found = []
+    for run in (forked / "stops", alone):
+        table = pyarrow.parquet.read_table(table_path(run, 0, "eval")).to_pylist()
+        found.append(sorted((str(row["prompt"]), str(row["completion"]), row["last"]) for row in table))
+        ranks = {row["rank"] for row in table}
+        assert ranks == ({0} if run == alone else {0, 1})
+    assert len(found[0]) == 8 and len(set(found[0])) == 8
+    assert found[0] == found[1]
 
 
 def model_with_tools(folder):

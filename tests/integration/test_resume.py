@@ -85,6 +85,29 @@ def test_resume_of_an_adapter_that_went_on_training_is_bit_exact(tiny_run, tmp_p
         train(QeRLConfig(**fields), QUIET)
 
 
+def test_resume_is_bit_exact_where_texts_end_completions(tiny_run, tmp_path):
+    """Stopped while a rollout is half used, of which some samples were ended and others masked."""
+    changes = {"stop_strings": [*"aeiou", "ab"], "mask_truncated_completions": True}
+    changes |= {"steps_per_generation": 2, "num_iterations": 2, "eval_samples": 4, "num_generations_eval": 2}
+    stop_and_resume(tiny_run, tmp_path, changes)
+    logs = [
+        [
+            {k: v for k, v in row.items() if "completions/" in k or "rewards/" in k}
+            for row in steps_of(tmp_path / name)
+        ]
+        for name in ("whole", "resumed")
+    ]
+    assert logs[0][-len(logs[1]) :] == logs[1] and len(logs[1]) > 3
+    assert any(0 < row.get("completions/clipped_ratio", 0) < 1 for row in logs[1])
+    assert all(row.get("completions/clipped_ratio", 0) < 1 for row in logs[1])
+
+
+def steps_of(run):
+    """What a run has logged behind step 3, with its evaluations."""
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in rows if row["step"] > 3 and "train_runtime" not in row]
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_resume_is_bit_exact_on_a_gpu(tiny_run, tmp_path, tiny_model, tiny_tokenizer):
     """The paged engine, NVFP4 weights, fused kernels; large enough for all of them."""

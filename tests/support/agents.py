@@ -61,7 +61,7 @@ class SayingEngine(RolloutEngine):
         self.tokenizer, self.say, self.positions = tokenizer, say, positions
         self.calls: list = []
 
-    def generate(self, prompts, samples_per_prompt, params, norm_offsets=None):
+    def generate(self, prompts, samples_per_prompt, params, norm_offsets=None, seeds=None):
         raise AssertionError("one turn was asked for")
 
     @contextmanager

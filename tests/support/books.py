@@ -40,7 +40,7 @@ class SayingPages(RolloutEngine):
         )
         self.step, self.running = step, {}
 
-    def generate(self, prompts, samples_per_prompt, params, norm_offsets=None):
+    def generate(self, prompts, samples_per_prompt, params, norm_offsets=None, seeds=None):
         raise AssertionError("one turn was asked for")
 
     @contextmanager

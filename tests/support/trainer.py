@@ -31,7 +31,7 @@ class ScriptedEngine(RolloutEngine):
         self.vocabulary, self.stop, self.shortest = vocabulary, stop, shortest
         self.calls: list[tuple[Any, Any, Any]] = []
 
-    def generate(self, prompts, samples_per_prompt, params, norm_offsets=None):
+    def generate(self, prompts, samples_per_prompt, params, norm_offsets=None, seeds=None):
         self.calls.append((prompts, params, norm_offsets))
         draw = torch.Generator().manual_seed(params.seed)
         count = len(prompts) * samples_per_prompt

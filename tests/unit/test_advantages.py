@@ -164,7 +164,7 @@ class Engine(RolloutEngine):
     def __init__(self, stop: int, cut_off=lambda sample: False) -> None:
         self.stop, self.cut_off, self.prompts = stop, cut_off, []
 
-    def generate(self, prompts, samples_per_prompt, params, norm_offsets=None):
+    def generate(self, prompts, samples_per_prompt, params, norm_offsets=None, seeds=None):
         self.prompts.append([tuple(prompt) for prompt in prompts])
         draw = torch.Generator().manual_seed(params.seed)
         completions = []

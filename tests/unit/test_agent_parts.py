@@ -7,7 +7,6 @@ import pytest
 from qerl.agents.environment import (
     Environment,
     TextEnvironment,
-    check_acts,
     check_environment,
     is_text,
     load_environment,
@@ -139,14 +138,13 @@ def broken():
     ("factory", "said"),
     [
         (NoReset, r"The environment NoReset has no method reset\(\*\*row\)"),
-        (Nothing, "The environment Nothing can do nothing"),
         (Untold, "The tool act cannot be shown to the model"),
         (broken, "cannot be made: RuntimeError: no board"),
     ],
 )
 def test_an_environment_without_an_other_side_is_refused(factory, said):
     with pytest.raises(QeRLError, match=said):
-        check_acts(check_environment(factory))
+        check_environment(factory)
 
 
 def test_options_that_a_class_does_not_take_are_refused(file):

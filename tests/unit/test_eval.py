@@ -26,7 +26,7 @@ class OracleEngine(RolloutEngine):
     def __init__(self, tokenizer, answers: list[str], right: list[int]) -> None:
         self.tokenizer, self.answers, self.right = tokenizer, answers, right
 
-    def generate(self, prompts, samples_per_prompt, params, norm_offsets=None):
+    def generate(self, prompts, samples_per_prompt, params, norm_offsets=None, seeds=None):
         completions = []
         for answer, right in zip(self.answers, self.right, strict=True):
             for sample in range(samples_per_prompt):
@@ -106,7 +106,7 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_right_one():
 
 def test_completions_that_end_in_an_error_are_counted(tiny_tokenizer, task):
     class Damaged(RolloutEngine):
-        def generate(self, prompts, samples_per_prompt, params, norm_offsets=None):
+        def generate(self, prompts, samples_per_prompt, params, norm_offsets=None, seeds=None):
             return RolloutResult([Completion([0], [0.0], [0.0], "error") for _ in prompts], 0, 0, 0.0)
 
     params = SamplingParams(max_tokens=8, temperature=0)

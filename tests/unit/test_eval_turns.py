@@ -94,6 +94,25 @@ def test_what_an_environment_says_first_is_in_the_prompt(task, tiny_tokenizer, t
     assert all(f"Psst: {answer}" in text for text, answer in zip(told, task.test()["answer"], strict=True))
 
 
+def test_an_environment_that_only_begins_episodes_is_answered_in_one_turn(task, tmp_path):
+    """As in training: what it says is in the prompt, and a call that the model writes is text."""
+    (tmp_path / "mine.py").write_text(
+        "class Mine:\n    def reset(self, answer, **row):\n        return f' Psst: {answer}'\n"
+    )
+    tokenizer, told, record = tool_tokenizer(), [], Record(None, {})
+
+    def say(row, so_far):
+        assert not so_far
+        told.append(tokenizer.decode(row.prompt))
+        return call("multiply", a=1, b=2) + f"#### {task.test()['answer'][row.prompt_number]}"
+
+    settings = {"environment": f"{tmp_path}/mine.py:Mine", "max_tokens": 2000}
+    assert score(task, tokenizer, say, record, **settings).accuracy == 1.0
+    answers = task.test()["answer"]
+    assert all(f"Psst: {answer}" in text for text, answer in zip(told, answers, strict=True))
+    assert [[message["role"] for message in row["completion"]] for row in record.rows] == [["assistant"]] * 4
+
+
 def test_each_sample_answers_what_it_was_shown(task, tiny_tokenizer, tmp_path):
     """Where an environment shows the samples of a problem different things."""
     (tmp_path / "mine.py").write_text(

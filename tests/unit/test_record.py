@@ -63,6 +63,13 @@ def test_an_evaluation_that_was_cut_off_goes_on_to_the_same_result(run, tmp_path
     assert {path.name for path in part.iterdir()} == {RESULT_FILE, COMPLETIONS_FILE}
 
 
+def test_a_problem_draws_the_same_in_slices_of_any_size(run, tmp_path):
+    files = [tmp_path / name / COMPLETIONS_FILE for name in ("few", "many")]
+    calls = [run(file.parent, rows=rows)[1] for file, rows in zip(files, (4, 64), strict=True)]
+    assert calls == [5, 1]
+    assert files[0].read_text() == files[1].read_text()
+
+
 def test_other_settings_and_finished_ones_are_refused(run, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path, at=2)

@@ -1,8 +1,11 @@
 """Budgets of thinking: when thoughts are closed, what is written then, and what counts it."""
 
+from contextlib import contextmanager
+
 import pytest
 import torch
 from datasets import Dataset
+from rich.console import Console
 
 from qerl.agents.loop import Limits, run_trajectories
 from qerl.agents.pool import ToolPool
@@ -10,14 +13,16 @@ from qerl.agents.template import TurnTemplate
 from qerl.agents.thinking import ThinkingBudget
 from qerl.agents.world import ToolWorld
 from qerl.errors import QeRLError
+from qerl.eval.evaluate import evaluate, held_out
 from qerl.eval.policy import Ends
 from qerl.eval.request import Request
 from qerl.eval.run import _ends
 from qerl.eval.sampling import in_one_turn
 from qerl.eval.trained import Choices, Trained
-from qerl.rollout.engine import Completion, SamplingParams
+from qerl.rollout.engine import Completion, RolloutEngine, SamplingParams
 from qerl.rollout.portable.engine import PortableEngine
 from qerl.settings.config import QeRLConfig
+from qerl.tasks import get_task
 from qerl.trainer.grpo import QeRLTrainer
 from tests.support.agents import call, multiply, tool_tokenizer
 from tests.support.models import make_tiny_tokenizer
@@ -66,6 +71,24 @@ def test_thoughts_that_are_open_are_interrupted(prompt, before, turn, cut):
     assert found == expected
 
 
+@pytest.mark.parametrize(
+    ("before", "turn", "others", "closed"),
+    [
+        ("a<think>\n", "abc</think>d", "", True),
+        ("a", "<think>b</think>d", "", True),
+        ("a", "b</think>d", "", False),  # nothing was open
+        ("a<think>\n", "abcd", "", False),
+        ("a<think>\n", "ab", "\n</think>\n\nc", False),  # the budget
+        ("a<think>\n", "ab", "</think>c<think>d", False),
+        ("a<think>\n\n</think>\n\n", "</think>", "", False),
+    ],
+)
+def test_who_closes_thoughts_is_seen(before, turn, others, closed):
+    drawn, written = ids(turn), ids(others)
+    mask = [1] * len(drawn) + [0] * len(written)
+    assert ThinkingBudget(TOKENIZER, 3).closed_by_policy(ids(before), [*drawn, *written], mask) == closed
+
+
 def test_a_model_that_does_not_think_is_refused():
     with pytest.raises(QeRLError, match="which are no tokens of"):
         ThinkingBudget(make_tiny_tokenizer(), 3)
@@ -103,6 +126,7 @@ def test_the_policy_goes_on_behind_the_closing(tiny_model):
         else:
             assert said.text == TOKENIZER.decode(free.token_ids, skip_special_tokens=True)
     assert 1 <= closed < len(prompts)
+    assert [said.thoughts for said in found].count("budget") == closed
     (short,) = in_one_turn(engine, TOKENIZER, prompts[:1], 1, SamplingParams(7, seed=3, stops=(budget,)))
     assert (short.tokens, short.end) == (5, "length"), "no room to close and to go on"
 
@@ -123,13 +147,17 @@ class Turns(WholeTurns):
 def test_a_turn_with_a_call_is_read_as_a_whole():
     tokenizer = thinking(tool_tokenizer())
     budget, end = ThinkingBudget(tokenizer, 3), tokenizer.eos_token
-    parts = [("abc", "pause"), (call("multiply", a=6, b=7) + end, "stop"), ("42" + end, "stop")]
+    parts = [
+        ("abc", "pause"),
+        (call("multiply", a=6, b=7) + end, "stop"),
+        ("<think>d</think>42" + end, "stop"),
+    ]
     pool, world = ToolPool(5.0, 100), ToolWorld(TurnTemplate(tokenizer, tools=True), [multiply])
     (found,) = run_trajectories(
         Turns(tokenizer, parts), [tokenizer.encode("q<think>")], 1, [world], pool, Limits(thinking=budget)
     )
     pool.close()
-    assert (found.end, found.turns, found.calls) == ("stop", 2, 1)
+    assert (found.end, found.turns, found.calls, found.thoughts) == ("stop", 2, 1, "budget")
     assert [message["role"] for message in found.messages] == ["assistant", "tool", "assistant"]
     first = tokenizer.decode(found.token_ids[: found.first])
     assert first == "abc\n</think>\n\n" + parts[1][0]
@@ -170,5 +198,53 @@ def test_training_masks_the_closing(tiny_model, tmp_path):
     assert metrics["completions/mean_length"][-1] == pytest.approx(drawn.float().mean().item())
     assert metrics["num_tokens"][-1] == batch["prompt_mask"].sum() + drawn.sum()
     assert sum("\n</think>\n\n" in text for text, _ in seen) == len(closed)
+    assert metrics["thinking/closed_by_budget"][-1] == pytest.approx(len(closed) / 16)
     trainer.train()
     assert trainer.state.log_history[0]["grad_norm"] > 0
+
+
+class Closing(RolloutEngine):
+    """Says one of three things to each prompt: the first closes its thoughts, the others leave them open."""
+
+    said = (("a</think>b", "stop"), ("abc", "pause"), ("a", "stop"))
+
+    def generate(self, *args, **kwargs):
+        raise AssertionError("there is a budget")
+
+    @contextmanager
+    def session(self, params, norm_offsets=None):
+        more = [("d" + TOKENIZER.eos_token, "stop")] * 9
+        parts = [self.said[i % 3] for i in range(self.rows)] + more
+        yield Turns(TOKENIZER, parts)
+
+
+def test_training_and_its_evaluations_log_who_closed_thoughts(tiny_model, tmp_path, monkeypatch):
+    changes = {"tuning": "full", "weights": "bf16", "max_completion_length": 16, "thinking_budget": 3}
+    config = QeRLConfig(**settings(tmp_path, **changes, max_steps=1, num_generations_eval=1))
+    data = Dataset.from_dict({"prompt": ["one<think>", "two<think>\n", "three<think>", "four<think>\n"]})
+    model = tiny_model("llama", vocab_size=len(TOKENIZER))
+    trainer = QeRLTrainer(
+        model, lambda completions, **_: [float(len(text)) for text in completions], config, data,
+        eval_dataset=data.select(range(3)), processing_class=TOKENIZER, engine=(engine := Closing()),
+    )  # fmt: skip
+    engine.rows = 16
+    trainer.train()
+    (row,) = [row for row in trainer.state.log_history if "loss" in row]
+    assert row["rollout/entropy"] == pytest.approx(2.0), "of drawn tokens alone"
+    assert row["thinking/closed_by_model"] == 6 / 16 and row["thinking/closed_by_budget"] == 5 / 16
+    engine.rows = 3
+    found = trainer.evaluate()
+    assert found["eval_thinking/closed_by_model"] == found["eval_thinking/closed_by_budget"] == 1 / 3
+
+
+def test_an_evaluation_says_who_closed_thoughts():
+    task = get_task("arithmetic", test_size=3, examples=0)
+
+    engine = Closing()
+    engine.rows, engine.said = 3, tuple((f"<think>{text}", why) for text, why in Closing.said)
+    params = SamplingParams(16, temperature=0, stops=(ThinkingBudget(TOKENIZER, 3),))
+    result = evaluate(
+        engine, TOKENIZER, task, held_out(task), samples=1, params=params, console=Console(quiet=True)
+    )
+    assert result.thoughts_closed_by == {"model": 1 / 3, "budget": 1 / 3}
+    assert "thoughts were closed in 33.3 % by the model and in 33.3 % by the budget" in result.summary()

@@ -258,3 +258,28 @@ def test_metrics_that_cannot_be_written_end_the_run_in_a_sentence(tmp_path):
     state = SimpleNamespace(is_world_process_zero=True, global_step=1)
     with pytest.raises(QeRLError, match=r"metrics\.jsonl"):
         MetricsFile(tmp_path).on_log(None, state, None, {"reward": 1.0})
+
+
+def test_an_evaluation_draws_a_problem_alike_in_any_order_and_batch(make, tmp_path):
+    """At any step of the run too; copies of a problem are drawn apart."""
+    found = []
+
+    def keep(prompts, completions, **_):
+        found.extend(zip(prompts, completions, strict=True))
+        return [0.0] * len(completions)
+
+    def drawn(trainer, rows):
+        found.clear()
+        trainer.evaluate(DATA.select(rows))
+        return sorted(found)
+
+    trainer = make(keep, eval_dataset=DATA, num_generations_eval=2)
+    every = drawn(trainer, [0, 1, 2, 3])
+    assert len(set(every)) == 8
+    trainer.args.per_device_eval_batch_size = 4
+    trainer.state.global_step = 1
+    assert drawn(trainer, [3, 1, 0, 2]) == every
+    assert drawn(trainer, [2, 1]) == [pair for pair in every if pair[0] in DATA[1:3]["prompt"]]
+    copies = drawn(trainer, [1, 1, 1, 1])
+    assert len(set(copies)) == 8 and set(copies) > {pair for pair in every if pair[0] == DATA[1]["prompt"]}
+    assert drawn(trainer, [0, 1, 2, 3]) == every, "each evaluation counts its copies anew"

@@ -5,7 +5,6 @@ import torch
 from datasets import Dataset
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
-from qerl.errors import QeRLError
 from qerl.rollout.portable.engine import PortableEngine
 from qerl.trainer.grpo import QeRLTrainer
 from tests.support.agents import SayingEngine, call, multiply, tool_tokenizer
@@ -109,8 +108,8 @@ def test_a_reward_model_reads_whole_conversations(tmp_path):
     assert row["tools/call_frequency"] == 0.75 and row["loss"] != 0
 
 
-def test_an_environment_may_have_the_data_and_nothing_else(tmp_path):
-    """It says what the problem is and hears nothing; beside a data set it would have no use."""
+def test_an_environment_may_have_reset_alone(tmp_path):
+    """It says what the problem is and hears nothing; beside a data set it adds to the prompts."""
 
     class Sums:
         def reset(self, **row):
@@ -123,5 +122,44 @@ def test_an_environment_may_have_the_data_and_nothing_else(tmp_path):
     (row,) = logged(trainer)
     assert row["loss"] != 0 and "tools/call_frequency" not in row
     assert all(prompt[-1]["content"] == "What is 2 + 3?" for prompt in trainer._logs["prompt"])
-    with pytest.raises(QeRLError, match="The environment Sums can do nothing"):
-        QeRLTrainer(make_policy(), [written_reward], args, DATA, **given)
+    trainer = QeRLTrainer(
+        make_policy(),
+        [written_reward],
+        args,
+        DATA,
+        engine=ScriptedEngine(100, stop=1),
+        eval_dataset=DATA,
+        **given,
+    )
+    trainer.train()
+    shown = {row["prompt"][0]["content"] + "What is 2 + 3?" for row in DATA}
+    assert {prompt[-1]["content"] for prompt in trainer._logs["prompt"]} <= shown
+    assert trainer.evaluate()["eval_completions/mean_length"] > 0
+
+
+def test_the_reward_of_an_environment_may_be_called_with_environments_alone(tmp_path):
+    """As TRL's own: those of its class are scored, others have no reward."""
+
+    class Plain:
+        def reset(self, **row):
+            return None
+
+        def act(self, x: int) -> int:
+            """Acts.
+
+            Args:
+                x: A value.
+            """
+            return x
+
+    class Scored(Plain):
+        def get_reward(self):
+            return 1.0
+
+    data = Dataset.from_dict({"environment": ["a", "b", "c"]})
+    trainer = QeRLTrainer(
+        make_policy(), written_reward, make_args(tmp_path), data,
+        processing_class=tool_tokenizer(), environment_factory={"a": Scored, "b": Scored, "c": Plain},
+    )  # fmt: skip
+    assert trainer.reward_func_names == ["written_reward", "Scored"]
+    assert trainer.reward_funcs[-1](environments=[Scored(), Plain()]) == [1.0, None]

@@ -7,6 +7,8 @@ There are two kinds, told apart by one method.
 - **A text environment** has ``respond``: it is given what the model wrote in a turn and answers in a user's
   turn, which works with any chat template. It has no tools.
 
+One that has neither is TRL's too: all it does is to add to the prompt, which is answered in one turn.
+
 Both are made once for each sample of a rollout and reset before each episode. ``reset`` is given the columns
 of the row as keywords; a text that it returns is added to the row's prompt. ``get_reward``, where there is
 one, scores the episode, so that no reward function is needed.
@@ -127,19 +129,6 @@ def check_environment(factory: EnvironmentFactory) -> Any:
     return environment
 
 
-def acts(environment: Any) -> bool:
-    """Whether an environment has tools or answers texts; one that does neither can only have the data."""
+def takes_turns(environment: Any) -> bool:
+    """Whether an environment has tools or answers texts; one that has neither can only add to the prompt."""
     return is_text(environment) or bool(tool_names(environment))
-
-
-def check_acts(environment: Any) -> None:
-    """Refuse an environment that has no part in a conversation.
-
-    Raises:
-        QeRLError: It has neither tools nor `respond`.
-    """
-    if not acts(environment):
-        raise QeRLError(
-            f"The environment {type(environment).__name__} can do nothing: give it public methods with "
-            "docstring and types, which are its tools, or respond(text), which answers what the model wrote."
-        )

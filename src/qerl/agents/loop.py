@@ -48,6 +48,7 @@ def run_trajectories(
     worlds: Sequence[World],
     pool: ToolPool,
     limits: Limits,
+    seeds: Sequence[int] | None = None,
 ) -> list[Trajectory]:
     """Sample trajectories to their ends.
 
@@ -58,13 +59,14 @@ def run_trajectories(
         worlds: The other side of each trajectory, the samples of a prompt next to each other.
         pool: Makes the calls.
         limits: Bounds.
+        seeds: As in `Session.start`.
 
     Returns:
         The trajectories in the order of the worlds.
     """
     loop = _Loop(session, pool, limits)
     try:
-        return loop.run(prompts, samples_per_prompt, worlds)
+        return loop.run(prompts, samples_per_prompt, worlds, seeds)
     finally:
         pool.abandon()
 
@@ -77,9 +79,13 @@ class _Loop:
         self._of: dict[int, tuple[Trajectory, World]] = {}
 
     def run(
-        self, prompts: Sequence[Sequence[int]], samples: int, worlds: Sequence[World]
+        self,
+        prompts: Sequence[Sequence[int]],
+        samples: int,
+        worlds: Sequence[World],
+        seeds: Sequence[int] | None,
     ) -> list[Trajectory]:
-        indices = self._session.start(prompts, samples)
+        indices = self._session.start(prompts, samples, seeds=seeds)
         trajectories = [Trajectory(prompt) for prompt in prompts for _ in range(samples)]
         self._of = dict(zip(indices, zip(trajectories, worlds, strict=True), strict=True))
         while self._session.busy or self._pool.pending:
@@ -102,6 +108,7 @@ class _Loop:
                 return
             reason = "length"
         before = [*trajectory.prompt_ids, *trajectory.token_ids[: trajectory.turn_start]]
+        self._see_thoughts(trajectory, before)
         message, calls = world.read(trajectory.turn, before)
         trajectory.end_turn(message)
         if reason != "stop":
@@ -114,6 +121,15 @@ class _Loop:
             trajectory.calls += len(calls)
             self._pool.submit(ended.index, calls)
 
+    def _see_thoughts(self, trajectory: Trajectory, before: Sequence[int]) -> None:
+        """Note whether the policy has closed thoughts of its own in the turn that has ended."""
+        thinking = self._limits.thinking
+        if thinking is None or trajectory.thoughts is not None:
+            return
+        written = trajectory.written[trajectory.turn_start :]
+        if thinking.closed_by_policy(before, trajectory.turn, written):
+            trajectory.thoughts = "model"
+
     def _close_thoughts(self, index: int, trajectory: Trajectory) -> bool:
         """Go on with a turn whose thoughts are too long; False if there is no room for that."""
         assert self._limits.thinking is not None, "nothing else pauses a turn"
@@ -121,6 +137,7 @@ class _Loop:
         if len(closing_ids) >= self._session.room(index):
             return False
         trajectory.insert(closing_ids)
+        trajectory.thoughts = "budget"
         self._session.go_on(index, closing_ids)
         return True
 

@@ -68,6 +68,21 @@ class ThinkingBudget(Stop):
         before = [*prompt_ids, *token_ids[:start]]
         return place if self._is_open(before[-_BLANK - 1 :]) else None
 
+    def closed_by_policy(self, before: Sequence[int], turn: Sequence[int], written: Sequence[int]) -> bool:
+        """Whether the policy itself has closed thoughts in a turn.
+
+        Args:
+            before: All tokens before it.
+            turn: Its tokens.
+            written: For each of them 1 if the policy drew it, 0 if others wrote it.
+        """
+        is_open = self._is_open(before[-_BLANK - 1 :])
+        for token, own in zip(turn, written, strict=True):
+            if token == self._closes and is_open and own:
+                return True
+            is_open = token == self._opens or (is_open and token != self._closes)
+        return False
+
     def _is_open(self, token_ids: Sequence[int]) -> bool:
         """Whether what stands before a turn ends with the opening of a block."""
         if self._opens not in token_ids:

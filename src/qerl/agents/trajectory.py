@@ -14,6 +14,9 @@ EndReason = Literal["stop", "length", "turns", "tool", "error"]
 ``length`` (no room for a further token of the policy), ``turns`` (as many as it may have), ``tool`` (a call
 failed, and that ends it), ``error`` (logits that were not finite)."""
 
+ThoughtsClosed = Literal["model", "budget"]
+"""Who closed the thoughts of a trajectory: the budget if it closed any of them, else the model itself."""
+
 
 @dataclass
 class Trajectory:
@@ -31,6 +34,7 @@ class Trajectory:
         first: Tokens of its first turn.
         calls, failures: Calls of tools or of the environment, and how many of them failed.
         end: Why it ended; None while it goes on.
+        thoughts: Who closed thoughts in it, where there is a budget of thinking; None for nobody.
     """
 
     prompt_ids: Sequence[int]
@@ -45,6 +49,7 @@ class Trajectory:
     calls: int = 0
     failures: int = 0
     end: EndReason | None = None
+    thoughts: ThoughtsClosed | None = None
 
     @property
     def turn(self) -> list[int]:

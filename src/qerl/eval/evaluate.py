@@ -15,7 +15,6 @@ longer (lognormal lengths, simulated with `bench.tail`). What was given up is up
 interruption.
 """
 
-from dataclasses import replace
 from datetime import UTC, datetime
 from statistics import fmean
 from typing import Any
@@ -29,6 +28,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from transformers import PreTrainedTokenizerBase
 
 import qerl
+from qerl.agents.thinking import thinking_of
 from qerl.agents.trajectory import Message
 from qerl.errors import QeRLError
 from qerl.eval.interval import accuracy_interval, pass_at, pass_interval
@@ -37,7 +37,7 @@ from qerl.eval.result import EvalResult, Stratum
 from qerl.eval.sampling import Said, Sampler, SingleTurns
 from qerl.models.chat import Chat
 from qerl.rollout.engine import RolloutEngine, SamplingParams
-from qerl.seeding import derive_seed
+from qerl.seeding import ProblemSeeds, problem_key
 from qerl.tasks.base import Task
 from qerl.tasks.guard import GuardedReward, guarded, stratum
 
@@ -100,14 +100,14 @@ def evaluate(
     size = record.problems_at_a_time(-(-sampler.at_once // samples), samples)
     columns = (TextColumn("scoring"), BarColumn(bar_width=24), MofNCompleteColumn(), TimeRemainingColumn())
     done = len(record.rows) // samples
+    every = list(problems)
+    seeds = ProblemSeeds(params.seed).of([problem_key(row) for row in every], samples)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         bar = progress.add_task("", total=len(problems), completed=done)
         for start in range(done, len(problems), size):
             part = slice(start, start + size)
-            # The engine numbers prompts from 0 in each call; another seed keeps slices apart.
-            seeded = replace(params, seed=derive_seed("eval", params.seed, start))
-            rows = list(problems.select(range(len(problems))[part]))
-            found = sampler.sample(rows, samples, seeded)
+            rows = every[part]
+            found = sampler.sample(rows, samples, params, seeds[start * samples :][: len(rows) * samples])
             record.add(_scored(task, [row for row in rows for _ in range(samples)], found))
             progress.advance(bar, len(rows))
     strata = None if task.strata is None else [stratum(task.strata, v) for v in problems[task.strata]]
@@ -132,6 +132,7 @@ def _scored(task: Task, rows: list[dict[str, Any]], found: list[Said]) -> list[R
                 "judged": judged,
                 "finish_reason": said.end,
                 "tokens": said.tokens,
+                "thoughts_closed_by": said.thoughts,
             }
         )
     return scored
@@ -168,12 +169,19 @@ def _result(
         errors=sum(row["finish_reason"] == "error" for row in rows),
         truncated=fmean(row["finish_reason"] == "length" for row in rows),
         mean_tokens=fmean(row["tokens"] for row in rows),
+        thoughts_closed_by=_closed(rows) if thinking_of(params.stops) else {},
         settings=params.plain,
         source=source,
         versions=versions(),
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         strata={} if strata is None else _by_stratum(strata, counts, samples),
     )
+
+
+def _closed(rows: list[Row]) -> dict[str, float]:
+    """The share of completions whose thoughts the model closed, and the budget."""
+    closed = [row["thoughts_closed_by"] for row in rows]
+    return {by: closed.count(by) / len(closed) for by in ("model", "budget")}
 
 
 def _by_stratum(strata: list[str], counts: list[int], samples: int) -> dict[str, Stratum]:

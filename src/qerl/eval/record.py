@@ -3,8 +3,8 @@
 A folder holds settings.json (everything that decides the completions) and completions.jsonl, to which each
 slice of problems is added when it is scored. When all are there result.json is written and settings.json,
 whose content is in it, goes. Calling the evaluation again with the same settings goes on behind the last
-whole slice. A slice is one call of the engine with a seed of its own, so the completions are those of an
-evaluation that was never cut off, to the bit on the same machine. Other settings are refused, and so is a
+whole slice. A slice is one call of the engine, so the completions are those of an evaluation that was never
+cut off, to the bit on the same machine. Other settings are refused, and so is a
 folder that holds a finished evaluation: nothing is ever overwritten.
 """
 
@@ -23,7 +23,8 @@ SETTINGS_FILE = "settings.json"
 COMPLETIONS_FILE = "completions.jsonl"
 
 Row = dict[str, Any]
-_RESULT_KEYS = {"right", "judged", "answer", "finish_reason", "tokens"}  # what a result is counted from
+_RESULT_KEYS = {"right", "judged", "answer", "finish_reason", "tokens", "thoughts_closed_by"}
+"""What a result is counted from."""
 
 
 class Record:

@@ -35,6 +35,8 @@ class EvalResult:
         versions: Of the libraries that matter.
         date: UTC, ISO 8601.
         strata: Scores by stratum, such as ``steps_2``; empty where the task has none.
+        thoughts_closed_by: Share of completions whose thoughts were closed by ``budget`` or, where it closed
+            none, by ``model``; empty without a budget of thinking.
     """
 
     task: str
@@ -54,6 +56,7 @@ class EvalResult:
     date: str = ""
     strata: dict[str, Stratum] = field(default_factory=dict)
     pass_intervals: dict[int, tuple[float, float]] = field(default_factory=dict)
+    thoughts_closed_by: dict[str, float] = field(default_factory=dict)
 
     def summary(self) -> str:
         """The score as one line for people."""
@@ -69,6 +72,9 @@ class EvalResult:
         line += f"; {100 * self.answered:.1f} % of the completions state an answer"
         if self.failed:
             line += f", {self.failed} of them could not be judged and count as wrong"
+        if self.thoughts_closed_by:
+            shares = [f"{100 * share:.1f} % by the {by}" for by, share in self.thoughts_closed_by.items()]
+            line += f"; thoughts were closed in {' and in '.join(shares)}"
         if self.errors:
             line += f"; {self.errors} ended in logits that are not finite, so the model itself is damaged"
         return line

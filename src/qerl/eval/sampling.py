@@ -13,12 +13,12 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from qerl.agents.environment import check_acts, check_environment, is_text
+from qerl.agents.environment import check_environment, is_text, takes_turns
 from qerl.agents.loop import Limits, ToolErrors, run_trajectories
 from qerl.agents.pool import ToolPool
 from qerl.agents.template import TurnTemplate
 from qerl.agents.thinking import thinking_of
-from qerl.agents.trajectory import Message
+from qerl.agents.trajectory import Message, ThoughtsClosed, Trajectory
 from qerl.agents.world import SilentWorld, ToolWorld, World, world_of
 from qerl.environments.registry import get_environment, get_tool
 from qerl.errors import QeRLError, first_line
@@ -37,11 +37,13 @@ class Said:
         text: What the policy said, or of a conversation its messages, those of others among them.
         tokens: Number that the policy drew.
         end: Why it ended: a `FinishReason`, or an `EndReason` of a trajectory.
+        thoughts: Who closed thoughts in it, where there is a budget of thinking; None for nobody.
     """
 
     text: str | list[Message]
     tokens: int
     end: str
+    thoughts: ThoughtsClosed | None = None
 
 
 @dataclass(frozen=True)
@@ -81,13 +83,16 @@ class Sampler(ABC):
     at_once: int
 
     @abstractmethod
-    def sample(self, rows: Sequence[dict[str, Any]], samples: int, params: SamplingParams) -> list[Said]:
+    def sample(
+        self, rows: Sequence[dict[str, Any]], samples: int, params: SamplingParams, seeds: Sequence[int]
+    ) -> list[Said]:
         """The completions of some problems, the samples of a problem next to each other.
 
         Args:
             rows: The problems.
             samples: Completions of each.
-            params: How they are sampled; problems are numbered from 0 in each call.
+            params: How they are sampled.
+            seeds: By which each completion is drawn, in the place of that of ``params``.
         """
 
 
@@ -98,10 +103,12 @@ class SingleTurns(Sampler):
         self._engine, self._tokenizer, self._chat = engine, tokenizer, chat
         self.at_once = engine.rows_per_call
 
-    def sample(self, rows: Sequence[dict[str, Any]], samples: int, params: SamplingParams) -> list[Said]:
+    def sample(
+        self, rows: Sequence[dict[str, Any]], samples: int, params: SamplingParams, seeds: Sequence[int]
+    ) -> list[Said]:
         """See `Sampler.sample`."""
         prompts = [self._chat.ids(row["prompt"]) for row in rows]
-        return in_one_turn(self._engine, self._tokenizer, prompts, samples, params)
+        return in_one_turn(self._engine, self._tokenizer, prompts, samples, params, seeds)
 
 
 def in_one_turn(
@@ -110,6 +117,7 @@ def in_one_turn(
     prompts: Sequence[Sequence[int]],
     samples: int,
     params: SamplingParams,
+    seeds: Sequence[int] | None = None,
 ) -> list[Said]:
     """What the policy says to each prompt in one turn, in which its thoughts may be closed.
 
@@ -119,18 +127,23 @@ def in_one_turn(
         prompts: Token ids of each.
         samples: Completions of each.
         params: How they are sampled; a budget of thinking is among the stops.
+        seeds: By which each completion is drawn; None draws them by ``params`` and their places.
     """
     thinking = thinking_of(params.stops)
     if thinking is None:
-        found = engine.generate(prompts, samples, params).completions
+        found = engine.generate(prompts, samples, params, seeds=seeds).completions
         texts = tokenizer.batch_decode([c.token_ids for c in found], skip_special_tokens=True)
         return [Said(text, len(c.token_ids), c.finish_reason) for text, c in zip(texts, found, strict=True)]
     worlds = [SilentWorld(tokenizer) for _ in range(len(prompts) * samples)]
     pool = ToolPool(1.0, 1)  # nothing is called
     with contextlib.closing(pool), engine.session(params) as session:
-        ended = run_trajectories(session, prompts, samples, worlds, pool, Limits(thinking=thinking))
+        ended = run_trajectories(session, prompts, samples, worlds, pool, Limits(thinking=thinking), seeds)
     texts = tokenizer.batch_decode([t.token_ids for t in ended], skip_special_tokens=True)
-    return [Said(text, sum(t.written), t.end or "stop") for text, t in zip(texts, ended, strict=True)]
+    return [_said(text, trajectory) for text, trajectory in zip(texts, ended, strict=True)]
+
+
+def _said(text: str | list[Message], trajectory: Trajectory) -> Said:
+    return Said(text, sum(trajectory.written), trajectory.end or "stop", trajectory.thoughts)
 
 
 class Conversations(Sampler):
@@ -153,16 +166,19 @@ class Conversations(Sampler):
         if settings.environment is not None:
             self._make = get_environment(settings.environment, settings.environment_options)
             self._environments.append(check_environment(self._make))
-            check_acts(self._environments[0])
         texts = any(map(is_text, self._environments))
         if texts and self._tools:
             raise QeRLError(
                 f"The environment {settings.environment} answers texts and has no tools, and there are tools "
                 "beside it; leave one of them out."
             )
+        self._one_turn = not self._tools and not any(map(takes_turns, self._environments))
+        self._tokenizer = tokenizer
         self._template = TurnTemplate(tokenizer, template_kwargs, tools=not texts)
 
-    def sample(self, rows: Sequence[dict[str, Any]], samples: int, params: SamplingParams) -> list[Said]:
+    def sample(
+        self, rows: Sequence[dict[str, Any]], samples: int, params: SamplingParams, seeds: Sequence[int]
+    ) -> list[Said]:
         """See `Sampler.sample`."""
         worlds: list[World] = []
         prompts: list[list[int]] = []
@@ -179,12 +195,12 @@ class Conversations(Sampler):
         texts_end_turns = any(stop is not thinking for stop in params.stops)
         limits = replace(self._limits, texts_end_turns=texts_end_turns, thinking=thinking)
         with self._engine.session(params) as session:
-            found = run_trajectories(session, once, samples, worlds, self._pool, limits)
+            found = run_trajectories(session, once, samples, worlds, self._pool, limits, seeds)
         if self._make is not None:
             for number, world in enumerate(worlds):
                 if world.hangs:
                     self._environments[number] = self._make()
-        return [Said(t.messages, sum(t.written), t.end or "stop") for t in found]
+        return [_said(trajectory.messages, trajectory) for trajectory in found]
 
     def close(self) -> None:
         """Let go of what environments hold, such as a connection."""
@@ -213,6 +229,8 @@ class Conversations(Sampler):
                 ) from error
             if observation:
                 messages[-1]["content"] += observation
+        if self._one_turn:  # as in training, where a call that nobody would answer is text
+            return SilentWorld(self._tokenizer), messages
         return world_of(self._template, self._tools, environment), messages
 
 

@@ -40,6 +40,8 @@ METRICS = (
     Metric("noise/success_gain", "Success, noisy minus clean samples", "%", better="high", share=True),
     Metric("completions/mean_length", "Completion length, mean", "tokens"),
     Metric("completions/clipped_ratio", "Completions cut at the limit", "%", better="low", share=True),
+    Metric("thinking/closed_by_model", "Thoughts that the model closed", "%", share=True),
+    Metric("thinking/closed_by_budget", "Thoughts that the budget closed", "%", better="low", share=True),
     Metric("rollout/tokens_per_second", "Rollout speed", "tokens/s", better="high"),
     Metric("time/rollout", "Time of rollout", "s per step", better="low"),
     Metric("time/update", "Time of update", "s per step", better="low"),

@@ -244,6 +244,7 @@ class RolloutEngine(ABC):
         samples_per_prompt: int,
         params: SamplingParams,
         norm_offsets: NormOffsets | None = None,
+        seeds: Sequence[int] | None = None,
     ) -> RolloutResult:
         """Sample completions for each prompt.
 
@@ -253,10 +254,11 @@ class RolloutEngine(ABC):
             params: Sampling parameters.
             norm_offsets: Noise added to RMSNorm weights for this call alone; the weights themselves are never
                 written.
+            seeds: As in `Session.start`.
 
         Raises:
-            QeRLError: An empty prompt list, an empty prompt, or a prompt that with its completion exceeds the
-                positions the model has.
+            QeRLError: An empty prompt list, an empty prompt, a prompt that with its completion exceeds the
+                positions the model has, or another number of seeds than of completions.
         """
 
     def session(

@@ -151,18 +151,19 @@ def whole_completions(
     prompts: abc.Sequence[abc.Sequence[int]],
     samples_per_prompt: int,
     max_tokens: abc.Sequence[int] | None = None,
+    seeds: abc.Sequence[int] | None = None,
 ) -> RolloutResult:
     """What `RolloutEngine.generate` returns: sequences of one turn.
 
     Args:
         opened: A session in which nothing was started.
         prompts, samples_per_prompt: As in `RolloutEngine.generate`.
-        max_tokens: As in `Session.start`.
+        max_tokens, seeds: As in `Session.start`.
     """
     begin = time.perf_counter()
     found: dict[int, Completion] = {}
     with opened as session:
-        indices = session.start(prompts, samples_per_prompt, max_tokens)
+        indices = session.start(prompts, samples_per_prompt, max_tokens, seeds)
         while session.busy:
             for ended in session.next():
                 found[ended.index] = ended.completion

@@ -16,7 +16,7 @@ returns), all that wait run out of time with it.
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any, TypeVar
 
 from qerl.tasks.judging import (
@@ -48,7 +48,7 @@ class Together:
     def __init__(self) -> None:
         self._runner = asyncio.Runner()
         self._members: list[AtOnce] = []
-        self._completions: list | None = None
+        self._known_by: Sequence[Any] | None = None
         self._done: dict[AtOnce, Judged] = {}
 
     def add(self, member: "AtOnce") -> None:
@@ -60,14 +60,14 @@ class Together:
 
         A batch is known by its list of completions, which TRL hands to every function.
         """
-        if self._completions is not batch.completions or member not in self._done:
-            self._completions = batch.completions
+        if self._known_by is not batch.known_by or member not in self._done:
+            self._known_by = batch.known_by
             work = [each.judge_soon(batch) for each in self._members]
             judged = _run_watched(self._runner, work, lambda: max(each.stuck_s for each in self._members))
             self._done = dict(zip(self._members, judged, strict=True))
         judged_by_it = self._done.pop(member)
         if not self._done:
-            self._completions = None
+            self._known_by = None
         return judged_by_it
 
 
@@ -97,14 +97,14 @@ class AtOnce(Judging):
         limit = self._batch_limit(batch)
         self.stuck_s = _GRACE * limit
         try:
-            rewards = await self._call(limit, batch.arguments())
-            return Judged(checked(rewards, len(batch.completions)), Outcome(len(batch.completions)))
+            rewards = await self._call(limit, batch.columns)
+            return Judged(checked(rewards, batch.samples), Outcome(batch.samples))
         except Exception as error:
             return await self._by_sample(batch.without_extra_logs(), error)
 
     async def _by_sample(self, batch: Batch, batch_error: Exception | None = None) -> Judged:
         self.stuck_s = _GRACE * self._timeout_s
-        samples, extra = len(batch.completions), ExtraColumns(batch)
+        samples, extra = batch.samples, ExtraColumns(batch)
         rewards: list[float | None] = [self._failed] * samples
         errors: list[Exception] = []
         started = time.perf_counter()

@@ -106,14 +106,19 @@ class GuardedReward:
         self.last = Outcome()
         self.__name__ = _name(function)
 
-    def __call__(self, prompts: list, completions: list, **columns: Any) -> list[float | None]:
-        """Return one reward per completion; the arguments are those that TRL passes."""
+    def __call__(
+        self, prompts: list | None = None, completions: list | None = None, **columns: Any
+    ) -> list[float | None]:
+        """Return one reward per sample; the arguments are those that TRL passes, of which any may be missing
+        that the function does not read."""
+        given = {"prompts": prompts, "completions": completions}
+        batch = Batch({name: values for name, values in given.items() if values is not None} | columns)
         if not can_interrupt() and not self._outside:
             self._say(
                 "no limit",
                 "Reward function %r runs without a time limit, because this is not the main thread.",
             )
-        judged = self._judging.judge(Batch(prompts, completions, columns))
+        judged = self._judging.judge(batch)
         self.last = judged.outcome
         if self.last.failed:
             score = "have no reward" if self._outside else "score 0"
@@ -125,7 +130,7 @@ class GuardedReward:
             self._say("failed", text, self.last.failed, self.last.samples, first, self.__name__)
         elif judged.batch_error is not None:
             text = "Reward function %r failed on a batch of %d (%s) and was called sample by sample."
-            self._say("batch", text, len(completions), describe(judged.batch_error))
+            self._say("batch", text, batch.samples, describe(judged.batch_error))
         if "log_metric" in columns:
             self._log(judged.rewards, columns, columns["log_metric"])
         return judged.rewards

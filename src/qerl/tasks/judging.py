@@ -10,7 +10,7 @@ all run out of time or reach no server, the others would too; they count as fail
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -56,30 +56,35 @@ class Batch:
     """What TRL calls a reward function with.
 
     Attributes:
-        prompts, completions: One of each per sample, as text or messages.
-        columns: The other arguments by name: lists with one value per sample, and what belongs to the call.
+        columns: Arguments by name: lists with one value per sample, prompts and completions among them, and
+            what belongs to the call. Who calls an environment's reward by hand may give environments alone.
     """
 
-    prompts: list
-    completions: list
     columns: dict[str, Any]
 
-    def arguments(self) -> dict[str, Any]:
-        """All of it as keyword arguments."""
-        return {"prompts": self.prompts, "completions": self.completions, **self.columns}
+    @property
+    def known_by(self) -> Sequence[Any]:
+        """The list by which functions that are given the same batch know it: completions, if it has any."""
+        lists = [value for name, value in self.columns.items() if name not in NOT_COLUMNS]
+        return self.columns.get("completions", lists[0] if lists else ())
+
+    @property
+    def samples(self) -> int:
+        """Number of samples."""
+        return len(self.known_by)
 
     def sample(self, i: int, extra: "ExtraColumns") -> dict[str, Any]:
         """Keyword arguments for one sample, whose extra columns are put together with the others'."""
         own = {key: value if key in NOT_COLUMNS else [value[i]] for key, value in self.columns.items()}
         if "log_extra" in own:
             own["log_extra"] = partial(extra.put, i)
-        return {"prompts": [self.prompts[i]], "completions": [self.completions[i]], **own}
+        return own
 
     def without_extra_logs(self) -> "Batch":
         """The same for a second call, where the first one may have logged its extra columns already."""
         if "log_extra" not in self.columns:
             return self
-        return Batch(self.prompts, self.completions, self.columns | {"log_extra": lambda *_: None})
+        return Batch(self.columns | {"log_extra": lambda *_: None})
 
 
 class ExtraColumns:
@@ -92,7 +97,7 @@ class ExtraColumns:
     """
 
     def __init__(self, batch: Batch) -> None:
-        self._samples, self._log = len(batch.completions), batch.columns.get("log_extra")
+        self._samples, self._log = batch.samples, batch.columns.get("log_extra")
         self._values: dict[str, list[Any]] = {}
 
     def put(self, i: int, column: str, values: list[Any]) -> None:
@@ -147,7 +152,7 @@ class Judging(ABC):
         """Rewards for a batch; nothing that the function raises is raised, but for what ends a process."""
 
     def _batch_limit(self, batch: Batch) -> float:
-        return self._timeout_s + self._sample_s * len(batch.completions)
+        return self._timeout_s + self._sample_s * batch.samples
 
     def _measured(self, seconds: float, samples: int) -> None:
         """Take note of how long so many samples took in all that were called by themselves."""
@@ -163,13 +168,13 @@ class InTurn(Judging):
         if self._alone:
             return self._by_sample(batch)
         try:
-            rewards = self._call(self._batch_limit(batch), batch.arguments())
-            return Judged(checked(rewards, len(batch.completions)), Outcome(len(batch.completions)))
+            rewards = self._call(self._batch_limit(batch), batch.columns)
+            return Judged(checked(rewards, batch.samples), Outcome(batch.samples))
         except Exception as error:
             return self._by_sample(batch.without_extra_logs(), error)
 
     def _by_sample(self, batch: Batch, batch_error: Exception | None = None) -> Judged:
-        outcome, extra = Outcome(len(batch.completions)), ExtraColumns(batch)
+        outcome, extra = Outcome(batch.samples), ExtraColumns(batch)
         rewards: list[float | None] = []
         seconds: list[float] = []
         hopeless = 0

@@ -41,6 +41,7 @@ from qerl.agents.environment import EnvironmentFactory
 from qerl.agents.tools import Tool
 from qerl.errors import QeRLError
 from qerl.rollout.engine import RolloutEngine
+from qerl.seeding import ProblemSeeds
 from qerl.trainer.arguments import complete
 from qerl.trainer.callbacks import EarlyStop, MetricsFile
 from qerl.trainer.correction import Mismatch
@@ -184,7 +185,9 @@ class QeRLTrainer(UpdateTrainer):
             self.args.per_device_eval_batch_size = most
 
     def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
-        """Wraps transformers': each of several evaluation sets has metrics of its own."""
+        """Wraps transformers': each of several evaluation sets has metrics of its own, and each evaluation
+        meets its problems anew."""
+        self._problem_seeds = ProblemSeeds(self.args.seed)
         output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
         self._clock.clear()  # the time of an evaluation is no step's
         name_metrics(self._metrics["eval"], metric_key_prefix)

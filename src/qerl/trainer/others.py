@@ -19,8 +19,6 @@ from trl.data_utils import is_conversational
 
 from qerl.agents.environment import (
     EnvironmentFactory,
-    acts,
-    check_acts,
     check_environment,
     is_text,
     tool_names,
@@ -43,7 +41,6 @@ class Others:
         factories: Of environments.
         several: Whether a column `environment` chooses among them.
         texts: Whether they answer texts; otherwise their methods are tools.
-        silent: One that does neither, which is possible where it has the data; None for none.
         rewards: Reward functions of text environments that score their episodes.
         own_rewards: Whether an environment scores its episodes.
         rollout_func: Samples in the engine's place.
@@ -53,7 +50,6 @@ class Others:
     factories: Named = field(default_factory=dict)
     several: bool = False
     texts: bool = False
-    silent: Any = None
     rewards: list[Callable[..., Any]] = field(default_factory=list)
     own_rewards: bool = False
     rollout_func: Callable[..., Any] | None = None
@@ -79,10 +75,8 @@ class Others:
 
         Raises:
             QeRLError: There is none and no single environment to have the data, the length of the run is not
-                known without one, its prompts are no messages, or an environment beside it can do nothing.
+                known without one, or its prompts are no messages.
         """
-        if dataset is not None and self.silent is not None:
-            check_acts(self.silent)
         if dataset is None and self.factories:
             if self.several:
                 raise QeRLError(
@@ -188,7 +182,6 @@ def check_others(tools: Any, environment_factory: Any, rollout_func: Any) -> Oth
         factories={name: _handing_out(trials[name], make) for name, make in given.items()},
         several=several,
         texts=texts,
-        silent=next((trial for trial in trials.values() if not acts(trial)), None),
         rewards=[_episode_reward(owner) for owner in owners] if texts else [],
         own_rewards=bool(owners),
     )

@@ -18,6 +18,7 @@ from datasets import Dataset, IterableDataset
 from qerl.errors import QeRLError
 from qerl.ranks import is_first_process
 from qerl.rollout.engine import RolloutEngine
+from qerl.seeding import ProblemSeeds, problem_key
 from qerl.settings.config import QeRLConfig
 from qerl.trainer.advantages import JUDGE, Signal, find_judge, in_parts, judge_of
 from qerl.trainer.batch import GROUP_KEY, NOISY_KEY, STEP_KEY, Batch, group_index
@@ -76,6 +77,7 @@ class RolloutTrainer(SamplerTrainer):
         )
         self._reads_logps = True
         self._warned = False
+        self._problem_seeds = ProblemSeeds(self.args.seed)
 
     def _start_learning(self) -> None:
         """Noise and choice of prompts of a run that begins, which have learned nothing; noise asks how long
@@ -91,7 +93,7 @@ class RolloutTrainer(SamplerTrainer):
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> Batch:
         """Wraps TRL's rollout: groups without signal are replaced, and advantages are computed here."""
         if not self.model.training:
-            return self._scored_by_trl(inputs)[0]
+            return self._evaluated(inputs)
         inputs, chosen = self._prompts.chosen(inputs, self.state.global_step)
         for name, value in chosen.items():
             self._metrics["train"][name].append(value)
@@ -108,6 +110,19 @@ class RolloutTrainer(SamplerTrainer):
                 break
             batch = self._replace_dead_groups(batch, dead, max(counts))
         return self._with_advantages(batch)
+
+    def _evaluated(self, inputs: list[dict[str, Any]]) -> Batch:
+        """TRL's batch of an evaluation, its samples drawn by seeds of their problems."""
+        samples, rank = self.num_generations_eval, self.accelerator.process_index
+        own = [problem_key(row) for row in inputs[::samples]]
+        every: list[list[str]] = gather_object([own])
+        start = sum(map(len, every[:rank])) * samples
+        seeds = self._problem_seeds.of([problem for part in every for problem in part], samples)
+        self._eval_seeds = seeds[start : start + len(inputs)]
+        try:
+            return self._scored_by_trl(inputs)[0]
+        finally:
+            self._eval_seeds = None
 
     def _sample_batch(self, inputs: list[dict[str, Any]]) -> Batch:
         """TRL's batch with its groups [B], rewards [B, F] and the sampler's entropies [B, C]."""

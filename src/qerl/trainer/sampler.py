@@ -2,7 +2,7 @@
 
 TRL asks for completions through the seam of its vLLM client, and with tools for what came of the calls in
 them. Both are answered by the engine, with this step's noise, with seeds keyed by step, and with a part of
-each group drawn clean where the settings say so.
+each group drawn clean where the settings say so. Evaluations are drawn by seeds of their problems.
 """
 
 from typing import Any
@@ -50,8 +50,9 @@ class SamplerTrainer(ResumableTrainer):
         self._memory = PeakMemory(self.accelerator.device)
         self._clock = StepClock()
         self._calls = 0
+        self._eval_seeds: list[int] | None = None
         self._call_key: tuple[int, str] | None = None
-        self._rollout = RolloutLog()
+        self._rollout = RolloutLog(bool(self.tools), self.args.thinking_budget is not None)
         # TRL asks these four: the first three route generation to `rollout` and turn the correction on, the
         # last says with which step weights were synchronised, which the shared modules never need.
         self.use_vllm = True
@@ -101,19 +102,16 @@ class SamplerTrainer(ResumableTrainer):
         self._clock.add("rollout", result.seconds)
         if self.args.stop_strings:
             self._reasons = [completion.finish_reason for completion in result.completions]
-        if self._turns is None:
-            self._rollout.add(result)
-        else:
-            found = self._turns.trajectories
-            of_others = sum(trajectory.written.count(0) for trajectory in found)
-            turns = sum(trajectory.turns for trajectory in found) if self.tools else 0
-            self._rollout.add(result, of_others, turns)
+        self._rollout.add(result, [] if self._turns is None else self._turns.trajectories)
         return result
 
     def _sample(
         self, mode: str, prompts: list[list[int]], samples: int, offsets: NormOffsets, rows: list[int]
     ) -> RolloutResult:
-        """One call of the engine, or one session, for these rows of the rollout, with a seed of its own."""
+        """One call of the engine, or one session, for these rows of the rollout.
+
+        In training it has a seed of its own; an evaluation's rows have theirs.
+        """
         step, rank = self.state.global_step, self.accelerator.process_index
         params = SamplingParams(
             max_tokens=self.max_completion_length,
@@ -126,9 +124,10 @@ class SamplerTrainer(ResumableTrainer):
             stops=self._stops,
         )
         self._calls += 1
+        seeds = None if self._eval_seeds is None else [self._eval_seeds[row] for row in rows]
         if self._turns is not None:
-            return self._turns.sample(self.engine, params, offsets, prompts, samples, rows)
-        return self.engine.generate(prompts, samples, params, offsets)
+            return self._turns.sample(self.engine, params, offsets, prompts, samples, rows, seeds)
+        return self.engine.generate(prompts, samples, params, offsets, seeds)
 
     def _generate(self, prompts: list[Any]) -> Any:
         """Wraps TRL's: refuses rows without any prompt, and keeps which tokens the policy wrote and which

@@ -81,6 +81,7 @@ class Turns:
         prompts: Sequence[Sequence[int]],
         samples: int,
         rows: Sequence[int],
+        seeds: Sequence[int] | None = None,
     ) -> RolloutResult:
         """Sample the trajectories of some rows with one noise.
 
@@ -89,12 +90,13 @@ class Turns:
             prompts: Token ids of each prompt.
             samples: Trajectories of each.
             rows: Which rows of the rollout they are, the samples of a prompt next to each other.
+            seeds: As in `Session.start`.
         """
         start = time.perf_counter()
         worlds = [self._worlds[row] for row in rows]
         limits = replace(self._limits, thinking=thinking_of(params.stops))
         with engine.session(params, norm_offsets) as session:
-            found = run_trajectories(session, prompts, samples, worlds, self._pool, limits)
+            found = run_trajectories(session, prompts, samples, worlds, self._pool, limits, seeds)
         for row, trajectory in zip(rows, found, strict=True):
             if not trajectory.token_ids:  # its prompt has left no room; a token that nobody counts stands in
                 trajectory.hear([self._pad], [{"role": "assistant", "content": ""}])

@@ -70,10 +70,11 @@ class PortableEngine(RolloutEngine):
         samples_per_prompt: int,
         params: SamplingParams,
         norm_offsets: NormOffsets | None = None,
+        seeds: Sequence[int] | None = None,
     ) -> RolloutResult:
         """See ``RolloutEngine.generate``."""
         check_request(prompts, samples_per_prompt, params, self._positions())
-        return whole_completions(self.session(params, norm_offsets), prompts, samples_per_prompt)
+        return whole_completions(self.session(params, norm_offsets), prompts, samples_per_prompt, seeds=seeds)
 
     @contextmanager
     def session(
