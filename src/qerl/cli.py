@@ -11,17 +11,18 @@ import os
 import shlex
 import sys
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from rich.console import Console
 
 from qerl import __version__
-from qerl.cli_results import EVAL_LISTS, add_bench, add_eval, add_generate, add_report, add_watch
+from qerl.cli_results import add_bench, add_eval, add_generate, add_report, add_watch
 from qerl.errors import QeRLError
 from qerl.ranks import is_first_process
 from qerl.serve.command import add_serve
-from qerl.settings.words import add_command, model_first, split_fields, with_underscores
+from qerl.settings.words import add_command, positionals_first, split_fields, with_underscores
 from qerl.weight_formats import DEFAULT_FORMAT, DEFAULT_ROUNDING, PACKED_FORMATS, ROUNDINGS
 
 if TYPE_CHECKING:
@@ -46,8 +47,6 @@ def main(argv: list[str] | None = None) -> int:
         fields: dict[str, str] = {}
         if words and words[0] in TAKE_FIELDS:
             words, fields = split_fields(words, *TAKE_FIELDS[words[0]])
-        if words and words[0] == "eval":
-            words = model_first(words, EVAL_LISTS)
         args, unknown = _parser().parse_known_args(words)
         if unknown:
             raise QeRLError(
@@ -91,7 +90,30 @@ def _escape(text: str) -> str:
 
 
 class _Command(argparse.ArgumentParser):
-    """A command whose help ends with the fields, if it takes any."""
+    """A command whose help ends with the fields, if it takes any. Its positional words may stand anywhere."""
+
+    _greedy: Sequence[str] = ()
+    """Options of several values that were given."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        positional = [action.nargs for action in self._actions if not action.option_strings]
+        of = {option: action.nargs for action in self._actions for option in action.option_strings}
+        lists = [option for option, nargs in of.items() if nargs == "+"]
+        if set(positional) == {None}:
+            flags = [option for option, nargs in of.items() if nargs == 0]
+            args = positionals_first(args, len(positional), lists, flags)
+        self._greedy = [option for option in lists if option in args]
+        return super().parse_known_args(args, namespace)
+
+    def error(self, message: str) -> NoReturn:
+        """Says of missing words where they may have gone."""
+        if self._greedy and message.startswith("the following arguments are required"):
+            options = " and ".join(self._greedy)
+            take = "takes" if len(self._greedy) == 1 else "take"
+            message += (
+                f"; {options} {take} all words up to the next flag, so write these in front, or behind `--`"
+            )
+        super().error(message)
 
     def format_help(self) -> str:
         text = super().format_help()
@@ -303,5 +325,5 @@ def _study(args: argparse.Namespace) -> int:
     return study_command(args.studies, args.output_dir, args.figures, args.dry_run, console, args.again)
 
 
-if __name__ == "__main__":
+if __name__ == "__main__":  # what `torchrun -m` was given before `python -m qerl` was there
     sys.exit(main())

@@ -33,9 +33,6 @@ _ASKED = (
 )
 """Flags of `qerl eval` that are fields of a request."""
 
-EVAL_LISTS = ("--adapter", "--tools", "--stop_strings")
-"""Flags of `qerl eval` that take several values."""
-
 
 def add_bench(commands: Any) -> None:
     sub = add_command(commands, "bench", _bench, "Measure this machine's GPU, for a file that can be sent.")
@@ -98,7 +95,7 @@ def add_generate(commands: Any) -> None:
     sub = add_command(commands, "generate", _generate, "Answer one prompt.")
     _add_model(sub)
     sub.add_argument("--adapter", type=Path, metavar="DIR", help="folder of a PEFT adapter")
-    sub.add_argument("prompt", help="the user's message")
+    sub.add_argument("prompt", metavar="PROMPT", help="the user's message")
     sub.add_argument(
         "--system", help='system message; default: the one of the run\'s task, else none; "" for none'
     )

@@ -139,7 +139,7 @@ def test_mistakes_get_one_sentence_and_status_2(recipe, words, message, capsys):
 
 def test_ctrl_c_saves_a_checkpoint_that_can_be_resumed(recipe, tmp_path):
     run = tmp_path / "run"
-    command = [sys.executable, "-m", "qerl.cli", "train", str(recipe)]
+    command = [sys.executable, "-m", "qerl", "train", str(recipe)]
     process = subprocess.Popen(
         [*command, "--max_steps", "2000"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )

@@ -146,7 +146,7 @@ def test_a_launcher_starts_two_processes(tiny_runs, tmp_path, forked):
     In chunks, of which ranks have different numbers, the result is the same.
     """
     launch = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
-    run_command(*launch, "-m", "qerl.cli", "train", write_recipe(tiny_runs, tmp_path / "whole", WHOLE))
+    run_command(*launch, "-m", "qerl", "train", write_recipe(tiny_runs, tmp_path / "whole", WHOLE))
     rows, adapter = results(tmp_path / "whole")
     assert [row["noise/norms"] for row in rows[:4]] == [0, 0, 4, 4]
     assert any(torch.any(tensor != 0) for name, tensor in adapter.items() if "lora_B" in name)

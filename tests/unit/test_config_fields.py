@@ -11,9 +11,10 @@ from trl import GRPOConfig
 
 from qerl.errors import QeRLError
 from qerl.settings.config import QeRLConfig, default_of
+from qerl.settings.fields import OwnFields
 from qerl.settings.parents import PARENTS, ForScripts, Refused
 
-OWN = QeRLConfig.__annotations__
+OWN = OwnFields.__annotations__
 NAN, INF = float("nan"), float("inf")
 FIELDS = {spec.name: spec for spec in dataclasses.fields(QeRLConfig) if spec.init}
 

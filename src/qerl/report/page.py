@@ -245,7 +245,7 @@ def _settings(runs: Sequence[Run]) -> str:
 def differing(settings: Sequence[dict[str, Any]]) -> dict[str, list[str]]:
     """Settings whose values are not the same in all runs, each with the value of every run.
 
-    A key that a config.yaml lacks stands at its default, as `qerl.settings.config.resolved` writes them.
+    A key that a config.yaml lacks stands at its default, as `qerl.settings.recipe.resolved` writes them.
     """
     keys = list(dict.fromkeys(key for one in settings for key in one if key not in UNCOMPARED))
     rows = {}

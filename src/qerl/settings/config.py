@@ -1,9 +1,10 @@
 """Settings of a run: one flat dataclass.
 
-`QeRLConfig` is TRL's `GRPOConfig` with the fields this project adds: which weights, which adapter, which
-task, which noise. Every field is checked when settings are made, from Python, a recipe or the command line
-alike (`qerl.settings.recipe`): its type and range by its annotation (`qerl.settings.checks`), the parents'
-fields by the table in `qerl.settings.parents`, and what contradicts what in `qerl.settings.contradictions`.
+`QeRLConfig` is TRL's `GRPOConfig` with the fields this project adds (`qerl.settings.fields`): which weights,
+which adapter, which task, which noise. Every field is checked when settings are made, from Python, a recipe
+or the command line alike (`qerl.settings.recipe`): its type and range by its annotation
+(`qerl.settings.checks`), the parents' fields by the table in `qerl.settings.parents`, and what contradicts
+what in `qerl.settings.contradictions`.
 
 The fields of a run that are left to the machine are decided when it starts: `qerl.trainer.policy` writes what
 the memory plan chose (`tokens_per_forward`, `every_n_layers`) into the settings, so that the config.yaml of
@@ -11,37 +12,21 @@ the run has them.
 """
 
 import dataclasses
-from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-from pydantic import Field
 from trl import GRPOConfig
 
 from qerl.errors import QeRLError
-from qerl.noise.draw import NoiseScale
-from qerl.noise.schedule import NoiseKind, NoiseSchedule
-from qerl.rollout.engine import KvCacheDtype
+from qerl.noise.schedule import NoiseSchedule
 from qerl.settings import contradictions
 from qerl.settings.adapter import take_saved_adapter
 from qerl.settings.algorithms import ALGORITHMS
-from qerl.settings.checks import (
-    Count,
-    Names,
-    NonNegative,
-    Passage,
-    Passages,
-    Positive,
-    PositiveInt,
-    PositiveShare,
-    ShareBelow1,
-    ShareOrSteps,
-    Text,
-    checked,
-)
+from qerl.settings.checks import checked
+from qerl.settings.fields import OwnFields
 from qerl.settings.model_kwargs import take_model_kwargs
 from qerl.settings.parents import Refused, fate_of, set_newer_names
-from qerl.weight_formats import DEFAULT_FORMAT, DEFAULT_ROUNDING, Rounding, WeightFormatName
 
 _EVALUATED_TOGETHER = 1024
 """Completions of an evaluation's call: twice the rows of the paged engine, which are refilled meanwhile."""
@@ -49,281 +34,11 @@ _EVALUATED_TOGETHER = 1024
 _ENVIRONMENTS_TOGETHER = 64
 """The same where each has an environment, which may be a connection to somewhere."""
 
-LossType = Literal["grpo", "dapo", "bnpo", "dr_grpo", "luspo", "cispo", "sapo", "vespo"]
-RatioCorrection = Literal[
-    "token_truncate",
-    "token_mask",
-    "sequence_truncate",
-    "sequence_mask",
-    "token_one_sided",
-    "token_balance",
-]
-
-
-def _help(
-    text: str,
-    default: Any = dataclasses.MISSING,
-    factory: Any = dataclasses.MISSING,
-    instead_of_trl: str = "",
-    group: str = "",
-) -> Any:
-    """A field with its sentence for `qerl fields`.
-
-    Args:
-        text: The sentence.
-        default: Value where nobody sets the field.
-        factory: Makes the default, in place of ``default``.
-        instead_of_trl: Why the default differs from the parent's.
-        group: Heading that begins with this field; the fields after it belong to the same group.
-    """
-    metadata = {"help": text, "instead_of_trl": instead_of_trl, "group": group}
-    return field(default=default, default_factory=factory, metadata=metadata)
-
 
 @dataclass
-class QeRLConfig(GRPOConfig):
+class QeRLConfig(OwnFields, GRPOConfig):
     """Everything a run needs to know; the fields of `trl.GRPOConfig` and of `TrainingArguments` are valid
     too."""
-
-    model: Text | None = _help(
-        "Hub id, local folder or .gguf file of the base model; required.", None, group="Model"
-    )
-    weights: WeightFormatName = _help(
-        "Format of the frozen linear layers: nvfp4, mxfp4, nf4 or bf16 (unquantised).", DEFAULT_FORMAT
-    )
-    rounding: Rounding = _help(
-        "How an unquantised checkpoint is rounded while loading: mse (least error) or rtn (nearest).",
-        DEFAULT_ROUNDING,
-    )
-    dtype: Literal["auto", "float32", "bfloat16"] = _help(
-        "Precision of activations, embeddings, norms and head; auto is float32 on the CPU and for full "
-        "tuning, bfloat16 otherwise.",
-        "auto",
-    )
-    tuning: Literal["lora", "full"] = _help(
-        "Train LoRA adapters or all weights (full: bf16 weights only).", "lora"
-    )
-    adapter: Text | None = _help(
-        "Folder of a LoRA adapter that goes on training, with its own rank, alpha, dropout and target "
-        "modules; unset, a fresh one.",
-        None,
-        group="Adapter",
-    )
-    lora_r: PositiveInt = _help("Rank of the adapters.", 32)
-    lora_alpha: PositiveInt = _help("Numerator of LoRA's scale alpha / r.", 32)
-    lora_dropout: ShareBelow1 = _help("Dropout on the adapters' input.", 0.0)
-    lora_target_modules: Annotated[Names, Field(min_length=1)] | None = _help(
-        "Names of the linear layers that get an adapter; unset, all of the decoder.", None
-    )
-
-    task: Text | None = _help(
-        "Task to train on (gsm8k, bigmath, arithmetic, jsonl:PATH, PATH.py:Class, mixture, ...); required.",
-        None,
-        group="Task and rewards",
-    )
-    task_options: dict[str, Any] = _help(
-        "Keyword arguments of the task, for example {level: wp1}.", factory=dict
-    )
-    reward_files: Names = _help("Reward functions of your own, each PATH.py:function.", factory=list)
-    judge: dict[str, Any] = _help(
-        "A model behind an OpenAI-compatible endpoint as a reward: {url: http://127.0.0.1:8000/v1, model: "
-        "NAME}, and the other arguments of qerl.rewards.judge.Judge; empty for none.",
-        factory=dict,
-    )
-    reward_timeout: Positive = _help("Seconds a reward function may take for one sample.", 10.0)
-    reward_errors: Literal["stop", "tolerate"] = _help(
-        "A reward function that fails on every sample of a step ends the run (stop), or the run goes on "
-        "with zeros, without any reward of a judge or a sandbox (tolerate).",
-        "stop",
-    )
-    max_prompt_length: PositiveInt | None = _help(
-        "Largest number of tokens of a prompt; longer ones are left out and counted.", None
-    )
-    curriculum: bool = _help(
-        "Sample problems less that were solved always or never when they were last sampled; one other "
-        "outcome brings a problem back.",
-        False,
-    )
-    curriculum_floor: PositiveShare = _help(
-        "Smallest chance with which such a problem keeps its place in a rollout.", 0.1
-    )
-    eval_samples: PositiveInt = _help("Number of held-out problems for evaluation while training.", 64)
-    early_stopping_patience: PositiveInt | None = _help(
-        "Number of evaluations in a row without a better metric_for_best_model after which training ends; "
-        "unset, it goes on to its last step.",
-        None,
-    )
-    early_stopping_threshold: NonNegative = _help(
-        "How much the metric must be better than the best so far to count, with early_stopping_patience.", 0.0
-    )
-
-    tools: Names = _help(
-        "Functions that the model may call, each PATH.py:function or the name of a built-in one "
-        "(calculator); they need a chat template with tools.",
-        factory=list,
-        group="Tools and environments",
-    )
-    environment: Text | None = _help(
-        "Environment of each sample: PATH.py:Class, or the name of a built-in one (calculator, "
-        "guess_number).",
-        None,
-    )
-    environment_options: dict[str, Any] = _help("Keyword arguments of the environment.", factory=dict)
-    tool_timeout: Positive = _help(
-        "Seconds that a call of a tool, or an answer of an environment, may take.", 30.0
-    )
-    tool_errors: Literal["text", "end"] = _help(
-        "A call that raises or takes too long is told to the model as a text (text) or ends its trajectory "
-        "(end).",
-        "text",
-    )
-    tool_output_limit: PositiveInt = _help(
-        "Largest number of characters of what a tool or an environment answers; longer answers are cut.", 4000
-    )
-
-    algorithm: Literal["grpo", "dapo"] = _help(
-        "Preset for the fields of this group that are left unset.", "grpo", group="Algorithm"
-    )
-    loss_type: LossType | None = _help(
-        "Loss, by TRL's names; unset, the algorithm decides.",
-        None,
-        instead_of_trl="TRL's default is DAPO's loss; here `algorithm` names the loss, and it is GRPO's.",
-    )
-    epsilon_high: NonNegative | None = _help(
-        "Upper clip distance; unset, `epsilon` for GRPO and 0.28 for DAPO.", None
-    )
-    mask_truncated_completions: bool | None = _help(
-        "Leave truncated samples out of the loss; unset, the algorithm decides.",
-        None,
-        instead_of_trl="The same for GRPO; `algorithm` may turn it on.",
-    )
-    dynamic_sampling_rounds: Count | None = _help(
-        "Largest number of extra rollouts per step, each of which replaces groups without signal.", None
-    )
-    signal: Literal["accuracy", "reward"] | None = _help(
-        "Which groups have a signal: those with right and wrong samples by the reward function `accuracy` or "
-        "the only one (accuracy; right is above 0), or those whose rewards differ (reward). Unset, the "
-        "algorithm decides.",
-        None,
-    )
-    pass_at_k: Annotated[int, Field(ge=2)] | None = _help(
-        "Reward the best of k samples in place of each sample by itself, k below num_generations, with "
-        "scale_rewards: none or batch; unset, each by itself.",
-        None,
-    )
-    overlong_buffer: ShareBelow1 | None = _help(
-        "Share of max_completion_length over which the length penalty grows from 0 to -1; 0 turns it off.",
-        None,
-    )
-
-    noise: bool = _help(
-        "Adaptive quantization noise in the RMSNorm weights of rollouts.", True, group="Noise"
-    )
-    noise_scale: NoiseScale = _help(
-        "What sigma counts in: absolute, the units of the norm weights (the paper's), or relative, shares of "
-        "each norm weight, which mean the same in every layer and model.",
-        "absolute",
-    )
-    noise_sigma_start: Positive = _help("Standard deviation in the first noisy stage.", 1e-2)
-    noise_sigma_end: Positive = _help("Standard deviation in the last stage.", 5e-4)
-    noise_stages: Annotated[int, Field(ge=2)] = _help("Stages of the schedule, the first without noise.", 10)
-    noise_schedule: NoiseKind = _help("Shape of the decay over the stages.", "exponential")
-    noise_target_kl: Positive | None = _help(
-        "KL(sampler || trainer) in nats per token, 0.03 for example, to which sigma is driven in the first "
-        "noisy stage; later targets fall with the square of the schedule. Unset, the schedule says sigma.",
-        None,
-    )
-    noise_share: PositiveShare = _help(
-        "Share of the samples of each group that are drawn with noise, the others by the clean policy; below "
-        "1 each step logs which of the two finds more (noise/success_gain, noise/only_noisy_solves, ...).",
-        1.0,
-    )
-    noise_in_loss: bool = _help(
-        "The loss is computed with the noise of its rollout (forward and backward, old and reference "
-        "log-probabilities too): it trains the policy that sampled, and nothing is left to correct but "
-        "rounding.",
-        False,
-    )
-
-    max_sequences: PositiveInt | None = _help(
-        "Largest number of sequences decoded at the same time; unset, 64 (portable engine) or 512 (paged "
-        "engine).",
-        None,
-        group="Rollouts and update",
-    )
-    stop_strings: Passages = _help(
-        "Texts that end a completion, or in a trajectory of several turns a turn, with the token that "
-        "completes one; the text stays in it. For transformers' generate this is stop_strings, for vLLM "
-        "stop with include_stop_str_in_output.",
-        factory=list,
-    )
-    thinking_budget: PositiveInt | None = _help(
-        "Largest number of tokens of a turn before its thoughts, from `<think>` to `</think>`, are closed by "
-        "thinking_end, which is masked as what tools say is; the model goes on within max_completion_length. "
-        "Unset, it thinks as long as it likes.",
-        None,
-    )
-    thinking_end: Passage = _help("Text that closes thoughts, with `</think>` in it.", "\n</think>\n\n")
-
-    kv_cache_dtype: KvCacheDtype = _help(
-        "Format of the keys and values of rollouts: auto (bfloat16) or fp8 (E4M3 without scales, which takes "
-        "half the memory; paged engine only). fp8 is experimental: `python -m bench parity` measures it "
-        "on your model.",
-        "auto",
-    )
-
-    tokens_per_forward: PositiveInt | None = _help(
-        "Largest number of tokens in one forward pass of the update; a microbatch with more is computed in "
-        "chunks, with the same gradients. Unset, it is what `qerl plan` finds to fit on a GPU, and there is "
-        "no limit on the CPU.",
-        None,
-    )
-
-    # Fields of the parents whose defaults differ here, beside those that the algorithm decides.
-    bf16: bool | None = _help(
-        "Autocast is not used: `dtype` sets the precision of sampler and trainer alike.",
-        False,
-        instead_of_trl="Autocast would make the trainer's policy differ from the sampler's.",
-        group="Fields of TRL and transformers with another default or meaning",
-    )
-    metric_for_best_model: Text | None = _help(
-        "Metric by which load_best_model_at_end chooses; unset, eval_reward. Evaluations compute no loss.",
-        None,
-    )
-    per_device_eval_batch_size: PositiveInt | None = _help(
-        "Number of completions that an evaluation samples at a time on each device, in whole groups; unset, "
-        "1024, or 64 where an environment answers.",
-        None,
-        instead_of_trl="No loss bounds it by its memory, and 8 leave most rows of the engine empty.",
-    )
-    logging_steps: ShareOrSteps = _help(
-        "Number of optimizer steps between two log lines.",
-        1,
-        instead_of_trl="A step has a rollout and takes minutes; the curve of a run has few points to spare.",
-    )
-    num_completions_to_print: PositiveInt | None = _help(
-        "With log_completions: how many completions of a logged step are printed; null prints all of them.",
-        1,
-        instead_of_trl="All of them are in the run folder, where `qerl report` and `qerl watch` find them.",
-    )
-    vllm_importance_sampling_mode: RatioCorrection = _help(
-        "How the loss corrects for the ratio of trainer to sampler probabilities: by TRL's names, or "
-        "token_one_sided, from 1 to vllm_importance_sampling_clip_max on samples with a positive advantage "
-        "and from 0 to 1 on others, which is biased; or token_balance, the ratio to the mixture of clean and "
-        "noisy policy from which noise_share draws, which is at most 1 / (1 - noise_share).",
-        "token_truncate",
-        instead_of_trl="Noise shifts every token a little; over a sequence that masks most long samples.",
-    )
-    ddp_broadcast_buffers: bool | None = _help(
-        "Whether the first of several processes sends the others its buffers in every pass; it cannot be on.",
-        False,
-        instead_of_trl="The packed weights are buffers that never change; DDP would send them in every pass.",
-    )
-    ddp_find_unused_parameters: bool | None = _help(
-        "Whether several processes look for adapters without a gradient; it cannot be on.",
-        False,
-        instead_of_trl="Every backward pass computes a sample, so all adapters have a gradient.",
-    )
 
     def __post_init__(self) -> None:
         take_model_kwargs(self)
@@ -375,7 +90,7 @@ class QeRLConfig(GRPOConfig):
         for spec in dataclasses.fields(self):
             if not spec.init:
                 continue
-            parent = None if spec.name in QeRLConfig.__annotations__ else fate_of(spec.name)
+            parent = None if spec.name in OwnFields.__annotations__ else fate_of(spec.name)
             value = getattr(self, spec.name)
             if isinstance(parent, Refused):
                 default = default_of(spec)

@@ -2,7 +2,7 @@
 
 import argparse
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from qerl.errors import QeRLError
@@ -60,30 +60,43 @@ def split_fields(
     return [*kept[:1], *own, *kept[1:]], fields
 
 
-def model_first(words: Sequence[str], lists: Sequence[str]) -> list[str]:
-    """The words of a command that takes one positional word, which is in front also where it stood last.
+def positionals_first(
+    words: Sequence[str], count: int, lists: Collection[str], flags: Collection[str]
+) -> list[str]:
+    """The words of a command that takes so many positional words, with these in front.
 
-    argparse gives a flag of several values all words up to the next flag: `--adapter DIR MODEL` is then two
-    adapters and no model.
+    argparse gives an option of several values all words up to the next option: `--adapter DIR MODEL` is then
+    two adapters and no model. As the number of positional words is known, those that are missing are the last
+    of that option's. Where two options could have them, the words stay as they are.
 
     Args:
-        words: The command's name and what follows it.
-        lists: Flags that take several values; the others take one each.
+        words: What follows the command's name.
+        count: How many positional words it takes.
+        lists: Options that take several values.
+        flags: Options that take none; the others take one each.
     """
-    flag, values, behind_list = "", 0, []
-    for place, word in enumerate(words[1:], 1):
-        if word.startswith("--"):
-            flag, values = word.partition("=")[0], int("=" in word)
-        elif flag not in lists and values == (1 if flag else 0):
-            return [*words]  # this is the positional word
+    end = words.index("--") if "--" in words else len(words)
+    positional: list[int] = []  # places
+    values: list[list[int]] = []  # places of the values of each list
+    free = 0  # words that the option before takes, -1 for all
+    for place, word in enumerate(words[:end]):
+        if word.startswith("--") or word in flags:
+            option, sign, _ = word.partition("=")
+            free = 0 if sign or option in flags else -1 if option in lists else 1
+            if free < 0:
+                values.append([])
+        elif free < 0:
+            values[-1].append(place)
+        elif free:
+            free = 0
         else:
-            values += 1
-            if flag in lists and values > 1 and [*words, "--"][place + 1].startswith("--"):
-                behind_list.append(place)
-    if len(behind_list) != 1:
+            positional.append(place)
+    missing = count - len(positional) - len(words[end + 1 :])
+    having = [places for places in values if len(places) > missing]
+    if missing < 1 or len(having) != 1:
         return [*words]
-    (place,) = behind_list
-    return [words[0], words[place], *words[1:place], *words[place + 1 :]]
+    positional = sorted([*positional, *having[0][-missing:]])
+    return [words[at] for at in positional] + [word for at, word in enumerate(words) if at not in positional]
 
 
 def number_from(least: float, kind: Any = int, most: float = math.inf) -> Callable[[str], Any]:
