@@ -54,9 +54,26 @@ def test_a_step_does_not_use_half_a_gradient(client: Client):
     step = client.post("optim_step", model_id=model, seq_id=4, adam_params={})["request_id"]
     client.send_pass(model, 1, [1])  # only now can they run
     assert "Not run" in client.result(step)["error"]
-    assert "vocabulary" in client.result(f"{model}:2")["error"]
+    said = client.result(f"{model}:2")["error"]
+    assert "vocabulary" in said and said.endswith("send that whole batch again.")
     assert client.backend.weights[model].steps == 0
-    assert client.ask("optim_step", model_id=model, seq_id=5, adam_params={})["metrics"] == {"gradient": 1}
+    assert client.ask("optim_step", model_id=model, seq_id=5, adam_params={})["metrics"] == {"gradient": 0}
+
+
+def test_a_batch_that_is_sent_again_after_a_failure_counts_once(client: Client):
+    model = client.model()
+    client.send_pass(model, 1, [1, 1])
+    client.send_pass(model, 2, [BAD_TOKEN])
+    assert "gradients" in client.result(f"{model}:2")["error"]
+    for seq_id, tokens in ((3, [1, 1]), (4, [1])):
+        client.send_pass(model, seq_id, tokens)
+    assert client.ask("optim_step", model_id=model, seq_id=5, adam_params={})["metrics"] == {"gradient": 3}
+    client.send_pass(model, 6, [BAD_TOKEN])
+    assert "gradients" not in client.result(f"{model}:6")["error"]  # because there were none
+    client.send_pass(model, 7, [1])
+    assert "error" in client.ask("save_weights", model_id=model, seq_id=8, path="../x")
+    stepped = client.ask("optim_step", model_id=model, seq_id=9, adam_params={})
+    assert stepped["metrics"] == {"gradient": 1}  # what only failed to be saved changes nothing
 
 
 def test_a_failure_that_was_known_before_does_not_let_a_later_one_pass(client: Client):

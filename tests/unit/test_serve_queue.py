@@ -115,7 +115,7 @@ def test_a_request_without_a_number_gets_the_next_one(ground: Playground):
 
 
 def test_what_was_sent_before_a_failure_was_known_does_not_run():
-    line, ran = Line(), []
+    line, ran = Line("m"), []
     jobs = [job(ran, number, fails=number == 1) for number in range(5)]
     for number in (0, 1, 2, 4):  # part of a call, the step after it
         line.add(number, jobs[number])
@@ -133,7 +133,7 @@ def test_what_was_sent_before_a_failure_was_known_does_not_run():
 
 @pytest.mark.parametrize(("fetched", "knows"), [("m:0", False), ("m:1", True), ("m:2", True)])
 def test_only_who_fetched_this_failure_knows_of_it(fetched: str, knows: bool):
-    line, jobs = Line(), [job([], 0, "forward"), *(job([], number) for number in range(1, 4))]
+    line, jobs = Line("m"), [job([], 0, "forward"), *(job([], number) for number in range(1, 4))]
     for number in range(3):
         line.add(number, jobs[number])
     for _ in range(2):  # a pass without gradients, and one with
@@ -147,7 +147,7 @@ def test_only_who_fetched_this_failure_knows_of_it(fetched: str, knows: bool):
 
 
 def test_a_pass_that_changes_nothing_may_fail_without_consequence():
-    line, ran = Line(), []
+    line, ran = Line("m"), []
     for number, kind in enumerate(["forward", "optim_step"]):
         line.add(number, job(ran, number, kind))
     failed = line.pop()

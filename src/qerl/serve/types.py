@@ -190,6 +190,10 @@ class Backend(Protocol):
     def optim_step(self, model_id: str, adam: AdamParams) -> dict[str, float]:
         """One step with the gradients since the last one, which are then zero; returns metrics."""
 
+    def drop_gradients(self, model_id: str) -> bool:
+        """Forget the gradients since the last optimizer step; says whether there were any. A model that is
+        not there has none."""
+
     def save_state(self, model_id: str, name: str) -> str:
         """Write adapter and optimizer under a name, over what it held; returns their tinker:// path."""
 
