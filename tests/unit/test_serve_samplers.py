@@ -1,5 +1,6 @@
 """Requests for samples over HTTP: what may be asked for, and how long samplers stay."""
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 pytest.importorskip("google.protobuf", reason="needs the extra serve")
 pytest.importorskip("starlette", reason="needs the extra serve")
 
+from qerl.errors import QeRLError
 from qerl.serve import descriptors as wire
 from tests.support.http import Client, connected
 from tests.support.wire import BAD_TOKEN, BASE, limits
@@ -96,3 +98,27 @@ def test_stops_mean_what_they_say(stop, ids, strings):
     request = Sample.model_validate(body).request("base", 5, limits())
     assert (request.stop_token_ids, request.stop_strings, request.top_k) == (ids, strings, 0)
     assert (request.seed, request.max_tokens) == (5, None)
+
+
+@pytest.mark.parametrize("silent", [True, False])
+def test_the_backend_hears_that_a_client_is_gone_while_it_decodes(client: Client, silent: bool):
+    asked, begun, go_on = [], threading.Event(), threading.Event()
+
+    def sample(requests: Any, arrived: Any) -> Any:
+        asked.extend(requests)
+        begun.set()
+        assert go_on.wait(5)
+        yield 0, QeRLError("Nobody waits for it.")
+
+    client.backend.sample = sample
+    client.post(
+        "asample", sampling_session_id=client.sampler(), seq_id=1, prompt={"chunks": [{"tokens": [1]}]}
+    )
+    assert begun.wait(5) and asked[0].wanted()
+    if silent:
+        client.server.clients.sessions[client.session].seen -= 1000
+        client.server.clients.sweep()
+    else:
+        client.http.post(f"/api/v1/sessions/{client.session}/finish")
+    assert not asked[0].wanted()
+    go_on.set()

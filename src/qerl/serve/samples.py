@@ -4,6 +4,7 @@ import hashlib
 import time
 import uuid
 from concurrent.futures import Future as CallFuture
+from dataclasses import replace
 from functools import partial
 
 from qerl.errors import QeRLError
@@ -95,7 +96,10 @@ class Samples:
             opening = None if sampler.open else clients.queue.call(partial(self._reopen, sampler))
         future.when_settled(lambda: self._settled(sampler))
         try:
-            request = body.request(sampler.key, _seed_of(request_id), clients.limits)
+            request = replace(
+                body.request(sampler.key, _seed_of(request_id), clients.limits),
+                wanted=lambda: future.outcome is None,  # it fails as soon as its session ends
+            )
         except QeRLError as error:
             future.settle(Failure(str(error), "user"))
             return request_id, sequences
