@@ -136,6 +136,31 @@ def test_too_many_requests_are_put_off(client: Client):
     assert "its limit" in answers[-1].json()["detail"]
 
 
+def test_requests_that_are_too_large_together_are_put_off(client: Client):
+    model = client.model()
+    client.server.clients.futures._most_bytes = 20_000
+    answers = [client.send_pass(model, seq_id, [1] * 60) for seq_id in range(3, 40)]  # number 2 is missing
+    states = [answer.status_code for answer in answers]
+    assert states == sorted(states) and {*states} == {200, 429}
+    assert "--held_gb" in answers[-1].json()["detail"]
+    sent = states.count(200)
+    held = client.server.clients.gauges()["held_bytes"]
+    assert sent * 60 * 16 < held < 20_000
+    for seq_id in (1, 2):
+        client.server.clients.futures._most_bytes = 10**6
+        client.send_pass(model, seq_id, [1])
+    assert isinstance(client.result(f"{model}:{2 + sent}"), bytes)
+    client.http.post(f"/api/v1/sessions/{client.session}/finish")
+    assert client.server.clients.gauges()["held_bytes"] == 0
+
+
+def test_prompts_that_wait_count_more_than_their_digits():
+    from qerl.serve.requests import Sample, read
+
+    body = b'{"prompt": {"chunks": [{"tokens": [1, 2, 3]}]}}'
+    assert read(Sample, body).size == len(body) + 120
+
+
 def test_a_model_that_was_put_off_leaves_nothing_behind(client: Client):
     model = client.model()
     for number in range(2, 220):

@@ -91,7 +91,7 @@ class Samples:
             clients.heartbeat(sampler.session_id)
             if clients.futures.get(request_id) is not None:
                 return request_id, sequences
-            future = clients.futures.add(Future(request_id, "sample", sampler.session_id))
+            future = clients.futures.add(Future(request_id, "sample", sampler.session_id, bytes=body.size))
             sampler.used, sampler.waiting = time.monotonic(), sampler.waiting + 1
             opening = None if sampler.open else clients.queue.call(partial(self._reopen, sampler))
         future.when_settled(lambda: self._settled(sampler))
