@@ -64,6 +64,10 @@ def add_serve(commands: Any) -> None:
         "--max_models", type=number_from(1), default=8, help="models that clients train at once; default: 8"
     )
     sub.add_argument(
+        "--resident", type=number_from(1), default=2, metavar="N",
+        help="of them that stay on the GPU, those used last; default: 2",
+    )  # fmt: skip
+    sub.add_argument(
         "--held_gb", type=number_from(0.1, float), default=1.0, metavar="GB",
         help="of requests that wait and of results, in the host's memory; default: 1",
     )  # fmt: skip
@@ -136,6 +140,7 @@ def _open(args: argparse.Namespace, noise: "NoiseSchedule | None") -> "Backend":
             dtype=args.dtype,
             max_rank=args.max_rank,
             max_models=args.max_models,
+            resident=args.resident,
             max_sequences=args.max_sequences,
             tokens_per_forward=args.tokens_per_forward,
             noise=noise,
