@@ -3,7 +3,7 @@
 # make wheel   set up, then build the wheel and use it in an empty folder
 # make versions  set up, then test with the oldest and the newest versions of other libraries (not part of CI)
 # make adapters  test the adapters of openenv-core and verifiers in environments of their own (not part of CI)
-# make tinker  test the server with versions of the client of the Tinker API in environments of their own (not part of CI)
+# make tinker  test the server with versions of the client of the Tinker API in environments of their own (CI: the newest)
 # make tables  write the numbers of README and docs from bench/results
 # make figures  draw the figures of the docs from bench/results, then write the tables
 # make lint    formatter, linter and type checker
@@ -44,9 +44,10 @@ adapters: setup
 		.venv-$$name/bin/python -m pytest tests/unit/test_$$name.py; \
 	done
 
-# The client's versions that docs/serve.md names; `newest` is whatever is published.
+# The client's versions that docs/serve.md names; `newest` is whatever is published, and what CI tries.
+TINKER ?= 0.25.0 0.30.4 0.36.0 0.38.0 newest
 tinker: setup
-	set -e; for version in 0.25.0 0.30.4 0.36.0 0.38.0 newest; do \
+	set -e; for version in $(TINKER); do \
 		$(PYTHON) -m venv .venv-tinker-$$version; \
 		$(BIN)/python $(SITE) > $$(.venv-tinker-$$version/bin/python $(SITE))/tests.pth; \
 		.venv-tinker-$$version/bin/pip install --quiet --upgrade $$(test $$version = newest && echo tinker || echo tinker==$$version); \

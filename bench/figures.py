@@ -7,7 +7,7 @@ in the pages (:mod:`bench.tables`). A caption names card, date, commit and files
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from bench import card_tables, noise_tables, study_tables, turn_tables
+from bench import card_tables, noise_tables, serve_tables, study_tables, turn_tables
 from bench.captions import card, commits_of, files, row, rows, source, table
 from bench.result import Row
 from qerl.families.sizes import SIZES
@@ -366,6 +366,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "cards": card_tables.cards,
     "runs-on": card_tables.runs_on,
     "learning": learning,
+    "serve-sft": lambda: serve_tables.fine_tuning("serve-sft-smollm2-cpu"),
     "study-speed": study_speed,
     **noise_tables.TABLES,
 }

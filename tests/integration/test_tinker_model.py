@@ -15,9 +15,14 @@ os.environ["TINKER_API_KEY"] = "tml-test"
 os.environ["TINKER_TELEMETRY"] = "0"
 
 import tinker
+import torch
+from safetensors.torch import load_file
 from tinker import types
 
-from tests.support.serve import tiny_backend
+from qerl.serve.names import split_path
+from qerl.update.losses import Datum
+from tests.support import by_hand
+from tests.support.serve import small_model, tiny_backend
 from tests.support.wire import RunningServer
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of what later versions will call otherwise
@@ -115,3 +120,46 @@ def test_a_server_that_begins_again_goes_on_bit_for_bit(tmp_path):
         assert train(again, 2) == expected
         fresh = result(service.create_training_client_from_state(path))
         assert train(fresh, 2) != expected  # without the optimizer
+
+
+def saved(model: Any, name: str, folder: Path) -> dict[str, torch.Tensor]:
+    """The adapter as the server writes it."""
+    path = result(model.save_weights_for_sampler(name)).path
+    return load_file(folder.joinpath(*split_path(path)) / "adapter_model.safetensors")
+
+
+@pytest.mark.parametrize("kind", ["importance_sampling", "a loss of one's own"])
+def test_a_step_is_the_one_that_torch_alone_makes(tmp_path, kind):
+    def square(p_T: torch.Tensor, _: Any) -> torch.Tensor:
+        return 0.5 * p_T.square().sum()
+
+    def squares(data: Any, found: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
+        total = sum(square(p_T, None) for p_T in found)
+        return total, {"squares": float(total)}
+
+    own = kind != "importance_sampling"
+    with running(tmp_path) as server:
+        model = new_model(tinker.ServiceClient(base_url=server.url), 8)
+        train(model, 1)  # after which B is not 0, and A has a gradient
+        path = model.save_state("warm").result().path
+        model.load_state(path).result()  # without the optimizer
+        before = saved(model, "before", tmp_path)
+        sent = datums("cross_entropy" if own else kind)
+        passed = model.forward_backward_custom(sent, squares) if own else model.forward_backward(sent, kind)
+        result(passed)
+        model.optim_step(types.AdamParams(learning_rate=10.0, eps=100.0)).result()
+        after = saved(model, "after", tmp_path)
+    data = [
+        Datum(
+            torch.tensor(tokens[:-1]),
+            {name: tensor.to_torch() for name, tensor in datum.loss_fn_inputs.items()},
+        )
+        for tokens, datum in zip(TOKENS, sent, strict=True)
+    ]
+    loss = square if own else by_hand.LOSSES[kind]
+    expected = by_hand.step(small_model(), before, data, loss, 10.0, 100.0)
+    change = max(float((expected[name] - before[name]).abs().max()) for name in after)
+    off = max(float((after[name] - expected[name]).abs().max()) for name in after)
+    print(f"{kind}: largest change {change:.3g}, largest difference {off:.2g}, {off / change:.1g} of it")
+    assert change > 1e-3
+    assert off < 1e-5 * change

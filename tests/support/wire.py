@@ -120,6 +120,11 @@ class FakeBackend:
         weight.gradient, weight.steps = 0.0, weight.steps + 1
         return metrics
 
+    def drop_gradients(self, model_id: str) -> bool:
+        weight = self.weights.get(model_id, Weight(LoraParams(1)))
+        dropped, weight.gradient = weight.gradient != 0, 0.0
+        return dropped
+
     def _save(self, model_id: str, kind: str, name: str) -> str:
         self._work(model_id, f"save {kind}")
         weight = self._weight(model_id)

@@ -65,6 +65,16 @@ def test_the_longest_completion_is_the_last_that_fits(capsys):
     assert "No completion fits, not even one of 256 tokens." in capsys.readouterr().out
 
 
+def test_a_server_hears_what_its_adapters_take(capsys):
+    each = 16 * 80_740_352 / 1e9  # rank 32 of a 7B model, in FP32 with gradients and AdamW's moments
+    assert main(["plan", "7b", "--gpu", "16", "--adapters", "2"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"1 take {each:.1f} GB; 2 take {2 * each:.1f} GB; 4 take {4 * each:.1f} GB; " in said
+    assert f"8 take {8 * each:.1f} GB, too much. `qerl serve --resident`" in said
+    assert main(["plan", "7b", "--gpu", "80"]) == 0
+    assert "--resident" not in capsys.readouterr().out
+
+
 def test_command_reads_a_folder_and_recipes(tiny_model, tmp_path, capsys):
     tiny_model("qwen3").config.save_pretrained(tmp_path)
     recipe = tmp_path / "recipe.yaml"

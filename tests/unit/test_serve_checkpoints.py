@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import threading
 
 import pytest
 import torch
@@ -123,7 +124,9 @@ def test_a_folder_belongs_to_one_server_until_that_one_ends(saved, tmp_path):
     with pytest.raises(QeRLError, match=r"Another server uses the folder.*--output_dir"):
         tiny_backend(tmp_path)
     assert part.is_dir()
-    backend.close()
+    worker = threading.Thread(target=backend.close)  # not the thread that opened it
+    worker.start()
+    worker.join()
     assert len(tiny_backend(tmp_path).checkpoints()) == 2
 
 

@@ -52,6 +52,24 @@ def test_a_server_keeps_its_key_and_says_what_to_export(monkeypatch, capsys, tmp
         assert f"base_model='{BASE}'" in text
 
 
+def test_the_words_reach_the_server(monkeypatch, tmp_path):
+    opened, served = [], []
+
+    def open_backend(options):
+        opened.append(options)
+        return FakeBackend(tmp_path)
+
+    monkeypatch.setattr("qerl.serve.open.open_backend", open_backend)
+    monkeypatch.setattr(
+        "qerl.serve.server.Server.run", lambda self, listening: served.append(self.clients.limits)
+    )
+    words = ["--resident", "5", "--max_models", "6", "--max_rank", "7", "--held_gb", "0.5"]
+    assert main(["serve", BASE, "--port", "0", "--output_dir", str(tmp_path), *words]) == 0
+    (options,), (limits,) = opened, served
+    assert (options.resident, options.max_models, options.max_rank) == (5, 6, 7)
+    assert (limits.held, limits.max_models, limits.max_rank) == (500_000_000, 6, 7)
+
+
 @pytest.mark.parametrize("text", ["", "  \n", "tml-", "tml-short", "another-file-with-other-words"])
 def test_a_key_file_that_holds_no_key_is_refused(capsys, tmp_path, text: str):
     (tmp_path / "api_key").write_text(text)

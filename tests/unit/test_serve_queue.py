@@ -12,7 +12,7 @@ pytest.importorskip("prometheus_client", reason="needs the extra serve")
 
 from qerl.errors import QeRLError
 from qerl.serve.clients import Clients
-from qerl.serve.futures import Answer, Failure, Future, Futures
+from qerl.serve.futures import Answer, Busy, Failure, Future, Futures
 from qerl.serve.line import Job, Line
 from qerl.serve.metrics import Metrics
 from qerl.serve.queue import WorkQueue
@@ -115,7 +115,7 @@ def test_a_request_without_a_number_gets_the_next_one(ground: Playground):
 
 
 def test_what_was_sent_before_a_failure_was_known_does_not_run():
-    line, ran = Line(), []
+    line, ran = Line("m"), []
     jobs = [job(ran, number, fails=number == 1) for number in range(5)]
     for number in (0, 1, 2, 4):  # part of a call, the step after it
         line.add(number, jobs[number])
@@ -133,7 +133,7 @@ def test_what_was_sent_before_a_failure_was_known_does_not_run():
 
 @pytest.mark.parametrize(("fetched", "knows"), [("m:0", False), ("m:1", True), ("m:2", True)])
 def test_only_who_fetched_this_failure_knows_of_it(fetched: str, knows: bool):
-    line, jobs = Line(), [job([], 0, "forward"), *(job([], number) for number in range(1, 4))]
+    line, jobs = Line("m"), [job([], 0, "forward"), *(job([], number) for number in range(1, 4))]
     for number in range(3):
         line.add(number, jobs[number])
     for _ in range(2):  # a pass without gradients, and one with
@@ -147,7 +147,7 @@ def test_only_who_fetched_this_failure_knows_of_it(fetched: str, knows: bool):
 
 
 def test_a_pass_that_changes_nothing_may_fail_without_consequence():
-    line, ran = Line(), []
+    line, ran = Line("m"), []
     for number, kind in enumerate(["forward", "optim_step"]):
         line.add(number, job(ran, number, kind))
     failed = line.pop()
@@ -225,7 +225,7 @@ def test_a_batch_takes_in_what_arrives_unless_an_update_waits(ground: Playground
 
 
 def test_results_stay_for_a_while_and_not_for_ever():
-    futures = Futures(most=3, keep_s=10, unfetched_s=100)
+    futures = Futures(most=3, most_bytes=100, keep_s=10, unfetched_s=100)
     first, second = futures.add(Future("a", "x", "s")), futures.add(Future("b", "x", "s"))
     first.settle(Answer(b"1"))
     first.settle(Answer(b"2"))
@@ -242,6 +242,33 @@ def test_results_stay_for_a_while_and_not_for_ever():
         futures.add(Future(name, "x", "s"))
     with pytest.raises(QeRLError, match="its limit"):
         futures.add(Future("f", "x", "s"))
+
+
+def test_requests_and_results_are_bounded_by_their_bytes():
+    futures = Futures(most=10, most_bytes=100, keep_s=1000, unfetched_s=1000)
+    futures.add(first := Future("a", "x", "s", bytes=60))
+    futures.add(Future("a", "x", "s", bytes=40))  # sent again
+    assert futures.bytes == 60
+    with pytest.raises(Busy, match=r"holds 60 bytes .* the 41 of this request"):
+        futures.add(Future("b", "x", "s", bytes=41))
+    with pytest.raises(QeRLError, match="takes 101 bytes"):
+        futures.add(Future("b", "x", "s", bytes=101))
+    first.settle(Answer(bytes(90)))
+    assert futures.bytes == 90
+    futures.add(second := Future("b", "x", "s", bytes=10))
+    first.fetch()
+    with pytest.raises(Busy):  # it may be on its way
+        futures.add(Future("c", "x", "s", bytes=1))
+    first.fetched -= 100
+    with pytest.raises(Busy):  # even without it
+        futures.add(Future("c", "x", "s", bytes=91))
+    assert futures.get("a") is first
+    futures.add(Future("c", "x", "t", bytes=50))
+    assert futures.get("a") is None and futures.bytes == 60
+    second.settle(Failure("no", "user"))
+    assert futures.bytes == 50
+    futures.end("t", Failure("gone", "user"))
+    assert futures.bytes == 0
 
 
 def test_a_silent_client_loses_what_was_its(tmp_path: Path):

@@ -1,6 +1,7 @@
 """Sampling for a server's clients: the same tokens whoever else asks, and the policy that they are of."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -263,3 +264,28 @@ def test_joiners_do_not_keep_the_others_waiting(tmp_path, monkeypatch):
     order = [n for n, _ in backend.sample([request(base, max_tokens=1)], lambda: next(waiting, ()))]
     assert order.index(1) < 7
     assert sorted(order) == list(range(len(order)))
+
+
+class Patience:
+    """Says so many times that an answer is wanted."""
+
+    def __init__(self, times):
+        self.left = times
+
+    def __call__(self):
+        self.left -= 1
+        return self.left >= 0
+
+
+def test_what_nobody_waits_for_is_not_decoded_to_its_end(tmp_path):
+    backend = trained(tmp_path)
+    key = backend.save_for_sampler("a", None)
+    asked = [request(key, prompt, max_tokens=200, stop_token_ids=()) for prompt in PROMPTS]
+    whole = sampled(backend, asked[:1])
+    gone = replace(asked[0], num_samples=2, wanted=Patience(9))
+    found = sampled(backend, [gone, asked[1], replace(asked[2], prompt_logprobs=True, wanted=Patience(0))])
+    for number in (0, 2):
+        assert isinstance(found[number], QeRLError) and "Nobody waits" in str(found[number])
+    assert -30 < gone.wanted.left < 0  # asked once a token of each sample, of which there could be 400
+    assert tokens({1: found[1]}) == tokens({1: sampled(backend, [asked[1]])[0]})
+    assert tokens(whole) == tokens(sampled(backend, asked[:1]))

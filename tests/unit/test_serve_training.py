@@ -192,3 +192,13 @@ def test_a_dropped_model_is_gone_and_its_snapshots_are_not(tmp_path):
     backend.drop("a")
     assert sampled(backend, [request(key)]) == before
     backend.create_model("a", lora())
+
+
+def test_dropped_gradients_leave_no_trace(tmp_path):
+    backend = tiny_backend(tmp_path)
+    for model_id in "ab":
+        backend.create_model(model_id, lora())
+    backend.forward_backward("a", DATA[:2], "cross_entropy", {}, False)
+    assert backend.drop_gradients("a")
+    assert not backend.drop_gradients("a") and not backend.drop_gradients("nobody")
+    assert train(backend, "a") == train(backend, "b")

@@ -11,6 +11,7 @@ from qerl.plan.context import in_words, longest_completion
 from qerl.plan.gpu import planned_gpu
 from qerl.plan.phases import MemoryPlan
 from qerl.plan.render import render
+from qerl.plan.served import adapters_in_words
 from qerl.plan.settings import plan_settings, propose_settings
 from qerl.settings.recipe import load_config
 
@@ -55,6 +56,8 @@ def plan_command(
             f"This plans the fast engine, but {obstacle.reason}. To use it there: {obstacle.remedy}.",
             markup=False, highlight=False, soft_wrap=True,
         )  # fmt: skip
+    if adapters > 1:
+        console.print(adapters_in_words(plan), markup=False, highlight=False, soft_wrap=True)
     if max_context:
         console.print(in_words(longest_completion(plan)), markup=False, highlight=False, soft_wrap=True)
     return plan

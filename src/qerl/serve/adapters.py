@@ -97,7 +97,7 @@ class TrainedAdapter:
             )
         norm = get_total_norm(gradients)
         if not bool(norm.isfinite()):
-            self._drop_gradients()
+            self.drop_gradients()
             raise QeRLError(
                 "The gradients are not finite, so no step was taken and they were dropped; look at the "
                 "advantages and log-probabilities that were sent."
@@ -112,9 +112,16 @@ class TrainedAdapter:
         )
         self._before_change()
         self.optimizer.step()
-        self._drop_gradients()
+        self.drop_gradients()
         self.steps += 1
         return {"grad_norm": float(norm), "optim_steps": float(self.steps)}
+
+    def drop_gradients(self) -> bool:
+        """Forget the gradients; says whether there were any."""
+        found = any(matrix.grad is not None for matrix in self.matrices.values())
+        for matrix in self.matrices.values():
+            matrix.grad = None
+        return found
 
     @torch.no_grad()
     def load(
@@ -140,7 +147,7 @@ class TrainedAdapter:
         self._before_change()
         for name, matrix in self.matrices.items():
             matrix.copy_(weights[name])
-        self._drop_gradients()
+        self.drop_gradients()
         self.optimizer.state.clear()
         self.optimizer.state.update(states)
         self.steps = steps
@@ -196,10 +203,6 @@ class TrainedAdapter:
         if held is not None:
             held.keep()
         self._snapshot = None
-
-    def _drop_gradients(self) -> None:
-        for matrix in self.matrices.values():
-            matrix.grad = None
 
 
 class Adapters:

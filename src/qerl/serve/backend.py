@@ -113,6 +113,10 @@ class ModelBackend:
         """See `Backend.optim_step`."""
         return self._adapters.use(model_id).step(adam)
 
+    def drop_gradients(self, model_id: str) -> bool:
+        """See `Backend.drop_gradients`."""
+        return model_id in self._adapters and self._adapters.get(model_id).drop_gradients()
+
     def save_state(self, model_id: str, name: str) -> str:
         """See `Backend.save_state`."""
         return self._save(model_id, TRAINING, name)

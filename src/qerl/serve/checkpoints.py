@@ -81,7 +81,8 @@ class Store:
         self.root = root.absolute()
         self._facts, self._settings = dict(facts), dict(settings)
         self.root.mkdir(parents=True, exist_ok=True)
-        self._lock = FileLock(self.root / LOCK_FILE)
+        # Whoever loads the model takes the lock, and the worker, which is another thread, lets it go.
+        self._lock = FileLock(self.root / LOCK_FILE, thread_local=False)
         try:
             self._lock.acquire(blocking=False)
         except Timeout:

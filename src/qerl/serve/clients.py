@@ -88,7 +88,7 @@ class Clients:
         self.bases = {base.name: base for base in bases}
         self.limits = limits
         self.queue = WorkQueue(limits.gather_s)
-        self.futures = Futures(limits.waiting, limits.keep_s, limits.unfetched_s)
+        self.futures = Futures(limits.waiting, limits.held, limits.keep_s, limits.unfetched_s)
         self.sessions: dict[str, Session] = {}
         self.models: dict[str, Model] = {}
         self.samplers: dict[str, Sampler] = {}
@@ -193,6 +193,7 @@ class Clients:
             "models": len(self.models),
             "samplers": len(self.samplers),
             "results": len(self.futures),
+            "held_bytes": self.futures.bytes,
             **{f"waiting_{kind}": number for kind, number in self.queue.depths().items()},
         }
 

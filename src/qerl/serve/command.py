@@ -63,6 +63,14 @@ def add_serve(commands: Any) -> None:
     sub.add_argument(
         "--max_models", type=number_from(1), default=8, help="models that clients train at once; default: 8"
     )
+    sub.add_argument(
+        "--resident", type=number_from(1), default=2, metavar="N",
+        help="of them that stay on the GPU, those used last; default: 2",
+    )  # fmt: skip
+    sub.add_argument(
+        "--held_gb", type=number_from(0.1, float), default=1.0, metavar="GB",
+        help="of requests that wait and of results, in the host's memory; default: 1",
+    )  # fmt: skip
     sub.add_argument("--max_sequences", type=number_from(1), help="that are decoded at once")
     sub.add_argument(
         "--tokens_per_forward", type=number_from(1), help="of a pass; default: what fits the memory"
@@ -132,6 +140,7 @@ def _open(args: argparse.Namespace, noise: "NoiseSchedule | None") -> "Backend":
             dtype=args.dtype,
             max_rank=args.max_rank,
             max_models=args.max_models,
+            resident=args.resident,
             max_sequences=args.max_sequences,
             tokens_per_forward=args.tokens_per_forward,
             noise=noise,
@@ -164,7 +173,12 @@ def _run(args: argparse.Namespace, backend: "Backend", api_key: str, listening: 
     from qerl.serve.server import Server
 
     base = backend.models[0]
-    limits = Limits(context=base.max_context_length, max_rank=args.max_rank, max_models=args.max_models)
+    limits = Limits(
+        context=base.max_context_length,
+        max_rank=args.max_rank,
+        max_models=args.max_models,
+        held=int(args.held_gb * 1e9),
+    )
     args.console.print(
         greeting(base.name, args.host, listening.getsockname()[1], api_key, args.output_dir),
         markup=False, highlight=False, soft_wrap=True,

@@ -5,6 +5,10 @@ id, again and again, since each question is answered within half a minute. A con
 answer is on its way, so a result that was fetched stays for a while. A request that is sent again gets the id
 that it had, and so the same result.
 
+What is held in memory is bounded, by number and by bytes. Where a request does not fit, results that have
+arrived at their clients make room; where that is not enough it is refused, and its client sends it again
+later.
+
 Thread-safe: HTTP asks in one thread, the worker settles in another.
 """
 
@@ -12,9 +16,13 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 from qerl.errors import QeRLError
+
+ARRIVED_S = 30.0
+"""A result that was fetched so long ago has arrived at its client."""
 
 Category = Literal["user", "server"]
 
@@ -44,6 +52,7 @@ class Future:
         kind: What was asked for, as `forward_backward`.
         session_id: The session that it ends with.
         told: Called when a client has fetched a failure.
+        bytes: Of the request while it waits, of the result once it is there.
         outcome: The result, None while there is none.
         settled, fetched: When it came, and when a client first had it, in seconds of `time.monotonic`.
     """
@@ -52,6 +61,7 @@ class Future:
     kind: str
     session_id: str
     told: Callable[[], None] | None = None
+    bytes: int = 0
     outcome: Answer | Failure | None = None
     settled: float | None = None
     fetched: float | None = None
@@ -100,17 +110,25 @@ class Futures:
 
     Args:
         most: How many there may be.
+        most_bytes: Bytes of requests that wait and of results that there may be together.
         keep_s: A result that was fetched stays for so long.
         unfetched_s: One that was not stays for so long.
     """
 
-    def __init__(self, most: int, keep_s: float, unfetched_s: float) -> None:
-        self._most, self._keep_s, self._unfetched_s = most, keep_s, unfetched_s
+    def __init__(self, most: int, most_bytes: int, keep_s: float, unfetched_s: float) -> None:
+        self._most, self._most_bytes = most, most_bytes
+        self._keep_s, self._unfetched_s = keep_s, unfetched_s
         self._futures: dict[str, Future] = {}
+        self._bytes = 0
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
         return len(self._futures)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of requests that wait and of results."""
+        return self._bytes
 
     def get(self, request_id: str) -> Future | None:
         """The future of a request, None if it is unknown or was fetched long ago."""
@@ -120,15 +138,28 @@ class Futures:
         """Keep a new future.
 
         Raises:
-            Busy: There are too many.
+            QeRLError: It is too large for this server.
+            Busy: There are too many, or with it they are too large.
         """
+        if future.bytes > self._most_bytes:
+            raise QeRLError(
+                f"The request takes {future.bytes} bytes, and this server holds {self._most_bytes} of all "
+                "requests together (`qerl serve --held_gb`); send less at a time."
+            )
         with self._lock:
             if len(self._futures) >= self._most:
                 raise Busy(
                     f"The server has {len(self._futures)} requests that wait or were not fetched, its limit; "
                     "fetch results before you send more."
                 )
-            return self._futures.setdefault(future.request_id, future)
+            if self._bytes + future.bytes > self._most_bytes:
+                self._make_room(future.bytes)
+            kept = self._futures.setdefault(future.request_id, future)
+            if kept is future:
+                self._bytes += future.bytes
+        if kept is future:
+            future.when_settled(partial(self._settled, future))
+        return kept
 
     def sweep(self, now: float) -> None:
         """Forget results that were fetched long ago, and those that nobody fetched for longer."""
@@ -140,13 +171,43 @@ class Futures:
                     else (future.fetched, self._keep_s)
                 )
                 if since is not None and now - since > keep:
-                    del self._futures[request_id]
+                    self._remove(request_id)
 
     def end(self, session_id: str, failure: Failure) -> None:
         """Fail what a session waits for, and forget all of its results."""
         with self._lock:
             ended = [future for future in self._futures.values() if future.session_id == session_id]
             for future in ended:
-                del self._futures[future.request_id]
+                self._remove(future.request_id)
         for future in ended:
             future.settle(failure)
+
+    def _settled(self, future: Future) -> None:
+        """Count the result in the place of the request."""
+        size = len(future.outcome.body) if isinstance(future.outcome, Answer) else 0
+        with self._lock:
+            if self._futures.get(future.request_id) is future:
+                self._bytes += size - future.bytes
+                future.bytes = size
+
+    def _make_room(self, size: int) -> None:
+        """Forget results that have arrived, the first fetched first, until so many bytes fit.
+
+        Raises:
+            Busy: They do not fit.
+        """
+        until = time.monotonic() - ARRIVED_S
+        fetched = sorted((future.fetched, id_) for id_, future in self._futures.items() if future.fetched)
+        old = [id_ for at, id_ in fetched if at < until]
+        if self._bytes + size - sum(self._futures[id_].bytes for id_ in old) > self._most_bytes:
+            raise Busy(
+                f"The server holds {self._bytes} bytes of requests that wait and of results; with the {size} "
+                f"of this request they exceed its limit of {self._most_bytes} (`qerl serve --held_gb`). "
+                "Fetch results, or wait a little, before you send more."
+            )
+        for request_id in old:
+            if self._bytes + size > self._most_bytes:
+                self._remove(request_id)
+
+    def _remove(self, request_id: str) -> None:
+        self._bytes -= self._futures.pop(request_id).bytes

@@ -17,6 +17,7 @@ class Limits:
         num_samples: Completions of a request.
         topk: Most probable tokens at each position of a prompt.
         waiting: Requests that wait or whose results nobody has fetched, of all clients together.
+        held: Bytes of those together, of requests while they wait and of results until they are forgotten.
         snapshots: Ephemeral snapshots of a session's models, and as many open samplers of saved weights; the
             least recently used goes first.
         silence_s: A client that says nothing for so long is taken for dead and its models are dropped.
@@ -35,6 +36,7 @@ class Limits:
     num_samples: int = 1024
     topk: int = 128
     waiting: int = 100_000
+    held: int = 10**9
     snapshots: int = 16
     silence_s: float = 300.0
     keep_s: float = 300.0

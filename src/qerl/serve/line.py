@@ -6,7 +6,8 @@ that was seen before is a request sent again, which never runs again.
 
 A request that fails may have been part of a call, or the first of several that belong together: a gradient
 and the step that takes it. What was sent before the client heard of the failure is refused as well, with the
-cause, so no step is made with half a gradient; what is sent afterwards was sent knowing of it, and runs.
+cause, so no step is made with half a gradient; what is sent afterwards was sent knowing of it, and runs. The
+worker drops the gradients of what had run, so that a batch that is sent again counts once.
 
 No threads in here; `qerl.serve.queue` locks.
 """
@@ -39,9 +40,10 @@ class Job:
 
 
 class Line:
-    """Requests of one model that wait, and whose turn it is."""
+    """Requests of one model that wait, and whose turn it is; `model_id` is whose."""
 
-    def __init__(self) -> None:
+    def __init__(self, model_id: str) -> None:
+        self.model_id = model_id
         self.next = 0
         self._waiting: dict[int, Job] = {}
         self._arrivals: dict[Any, int] = {}

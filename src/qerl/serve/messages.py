@@ -34,13 +34,15 @@ _NO_LOGPROB = -99999.0
 
 @dataclass(frozen=True)
 class ForwardBackward:
-    """A request for a pass forward, and backward unless `forward_only`; the rest is still in the message."""
+    """A request for a pass forward, and backward unless `forward_only`; the rest is still in the message, of
+    `size` bytes."""
 
     model_id: str
     seq_id: int
     loss: str
     forward_only: bool
     message: Any
+    size: int
 
     def config(self) -> dict[str, float]:
         """Numbers of the loss; older clients send them in the first field alone, newer ones in both.
@@ -86,7 +88,9 @@ def read_forward_backward(body: bytes) -> ForwardBackward:
         message.ParseFromString(body)
     except DecodeError as error:
         raise QeRLError(f"The body is not a ForwardBackwardRequest in protobuf: {error}.") from error
-    return ForwardBackward(message.model_id, message.seq_id, message.loss_fn, message.forward_only, message)
+    return ForwardBackward(
+        message.model_id, message.seq_id, message.loss_fn, message.forward_only, message, len(body)
+    )
 
 
 @dataclass

@@ -77,7 +77,7 @@ class WorkQueue:
     def add_line(self, model_id: str) -> None:
         """Take requests of a model from now on."""
         with self._changed:
-            self._lines[model_id] = Line()
+            self._lines[model_id] = Line(model_id)
 
     def submit(self, model_id: str, seq_id: int | None, make: Callable[[str, Line], Job]) -> str:
         """Let a request of a model wait for its turn, unless it has come before.

@@ -8,7 +8,7 @@ import json
 from typing import Any, TypeVar
 
 import numpy as np
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
 
 from qerl.errors import QeRLError
 from qerl.serve.limits import Limits
@@ -21,6 +21,12 @@ class Body(BaseModel):
     """A body of which fields that nobody here knows are skipped."""
 
     model_config = ConfigDict(protected_namespaces=(), extra="ignore")
+    _sent: int = PrivateAttr(default=0)
+
+    @property
+    def size(self) -> int:
+        """Bytes that it takes while it waits: those that were sent."""
+        return self._sent
 
 
 B = TypeVar("B", bound=Body)
@@ -35,13 +41,15 @@ def read(kind: type[B], body: bytes) -> B:
     try:
         found = json.loads(body or b"{}")
         json.dumps(found, ensure_ascii=False).encode()  # half a surrogate pair could not be written again
-        return kind.model_validate(found)
+        read = kind.model_validate(found)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "The body"
         raise QeRLError(f"{where}: {first['msg'][:1].lower()}{first['msg'][1:]}.") from error
     except (ValueError, RecursionError) as error:
         raise QeRLError(f"The body is not JSON: {str(error)[:200]}.") from error
+    read._sent = len(body)
+    return read
 
 
 class CreateSession(Body):
@@ -165,6 +173,9 @@ class WeightsPath(Body):
     tinker_path: str
 
 
+TOKEN_BYTES = 40
+
+
 class _Chunk(Body):
     type: str = "encoded_text"
     tokens: list[int] | None = None
@@ -200,6 +211,11 @@ class Sample(Body):
     prompt_alt_tokens_k: int = 0
     target_prompt_logprobs: Any = None
     record_stability_info: bool | None = None
+
+    @property
+    def size(self) -> int:
+        """Bytes that it takes while it waits; a token has more as a number of Python's than as digits."""
+        return super().size + TOKEN_BYTES * sum(len(chunk.tokens or ()) for chunk in self.prompt.chunks)
 
     def request(self, sampler: str, seed: int, limits: Limits) -> SampleRequest:
         """What the backend is asked for.

@@ -4,6 +4,7 @@ import hashlib
 import time
 import uuid
 from concurrent.futures import Future as CallFuture
+from dataclasses import replace
 from functools import partial
 
 from qerl.errors import QeRLError
@@ -90,12 +91,15 @@ class Samples:
             clients.heartbeat(sampler.session_id)
             if clients.futures.get(request_id) is not None:
                 return request_id, sequences
-            future = clients.futures.add(Future(request_id, "sample", sampler.session_id))
+            future = clients.futures.add(Future(request_id, "sample", sampler.session_id, bytes=body.size))
             sampler.used, sampler.waiting = time.monotonic(), sampler.waiting + 1
             opening = None if sampler.open else clients.queue.call(partial(self._reopen, sampler))
         future.when_settled(lambda: self._settled(sampler))
         try:
-            request = body.request(sampler.key, _seed_of(request_id), clients.limits)
+            request = replace(
+                body.request(sampler.key, _seed_of(request_id), clients.limits),
+                wanted=lambda: future.outcome is None,  # it fails as soon as its session ends
+            )
         except QeRLError as error:
             future.settle(Failure(str(error), "user"))
             return request_id, sequences

@@ -8,6 +8,9 @@ has a seed of its own, so it draws the same tokens whoever shares the batch.
 
 Log-probabilities of prompts are those of the policy without noise, from a pass of their own in front of the
 session; a late request that wants them waits for the next session, because a session may be noisy.
+
+A request that nobody waits for any more, because its client is gone, is not begun, and what is being decoded
+for it ends with the engine's next look at its stops.
 """
 
 from collections import deque
@@ -113,6 +116,8 @@ class _Asked:
         return self.request.prompt_logprobs or self.request.topk_prompt_logprobs > 0
 
     def result(self) -> SampleResult | QeRLError:
+        if not self.request.wanted():
+            return given_up()
         drawn = [self.samples[index] for index in range(self.request.num_samples)]
         if any(completion.finish_reason == "error" for completion in drawn):
             return QeRLError(
@@ -124,6 +129,24 @@ class _Asked:
             for c in drawn
         ]
         return SampleResult(sequences, self.scores.logprobs, self.scores.topk)
+
+
+class _Unwanted(Stop):
+    """Ends samples for which nobody waits any more."""
+
+    def __init__(self, request: SampleRequest) -> None:
+        self._request = request
+
+    def end(
+        self, prompt_ids: Sequence[int], token_ids: Sequence[int], start: int, checked: int
+    ) -> int | None:
+        """See `Stop.end`."""
+        return None if len(token_ids) == checked or self._request.wanted() else len(token_ids)
+
+
+def given_up() -> QeRLError:
+    """The answer to a request that nobody waits for."""
+    return QeRLError("Nobody waits for these samples any more, so they were not finished.")
 
 
 class Sampling:
@@ -170,7 +193,7 @@ class Sampling:
 
     def _score(self, running: "_Running") -> Iterator[Answer]:
         """Score prompts, each alone if together they cannot be; yields refusals."""
-        asked = [each for each in running.unanswered if each.scored]
+        asked = [each for each in running.unanswered if each.scored and each.request.wanted()]
         for each, error in _refused(asked, self._score_together):
             yield from running.refuse(each, error)
 
@@ -253,7 +276,8 @@ class _Desk:
         group.params(limits.positions)  # which checks temperature and filters
         strings = request.stop_strings
         texts = (self._host.stop_strings(strings),) if strings else ()
-        return _Asked(number, request, group, min(room, request.max_tokens or room), texts)
+        ends = (*texts, _Unwanted(request))
+        return _Asked(number, request, group, min(room, request.max_tokens or room), ends)
 
 
 class _Running:
@@ -278,7 +302,10 @@ class _Running:
         self._open |= {each.number: each for each in asked}
         by_prompt: dict[tuple[int, ...], list[_Asked]] = {}
         for each in asked:
-            by_prompt.setdefault(each.request.prompt, []).append(each)
+            if each.request.wanted():
+                by_prompt.setdefault(each.request.prompt, []).append(each)
+            else:
+                yield from self.refuse(each, given_up())
         by_count: dict[int, list[_Asked]] = {}
         for same in by_prompt.values():
             by_count.setdefault(sum(each.request.num_samples for each in same), []).extend(same)

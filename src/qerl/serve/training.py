@@ -48,7 +48,7 @@ class Training:
             self._clients.check_base(body.base_model)
             backend.create_model(model_id, body.lora(self._clients.limits))
 
-        return self._new_model("create_model", body.session_id, body.model_seq_id, make)
+        return self._new_model("create_model", body.session_id, body.model_seq_id, make, body.size)
 
     def load_weights(self, body: LoadWeights) -> str:
         """Request id of a model that gets saved weights; it is made if the session names a new one.
@@ -64,7 +64,7 @@ class Training:
             backend.load_state(model_id, body.path, body.optimizer)
 
         if body.session_id is not None and body.model_seq_id is not None:
-            return self._new_model("load_weights", body.session_id, body.model_seq_id, load)
+            return self._new_model("load_weights", body.session_id, body.model_seq_id, load, body.size)
         if body.model_id is None:
             raise QeRLError("load_weights needs model_id and seq_id, or session_id and model_seq_id.")
         model_id = body.model_id
@@ -73,10 +73,10 @@ class Training:
             load(backend, model_id)
             return json_answer(path=body.path, model_id=model_id, type="load_weights")
 
-        return self._submit(OfModel(model_id=model_id, seq_id=body.seq_id), "load_weights", run)
+        return self._submit(OfModel(model_id=model_id, seq_id=body.seq_id), "load_weights", run, body.size)
 
     def _new_model(
-        self, kind: str, session_id: str, number: int, make: Callable[[Backend, str], None]
+        self, kind: str, session_id: str, number: int, make: Callable[[Backend, str], None], size: int
     ) -> str:
         """Request id of number 0 of a model's line, which makes the model."""
         clients = self._clients
@@ -105,7 +105,7 @@ class Training:
             clients.models[model_id] = Model(model_id, session_id)
             clients.queue.add_line(model_id)
             try:
-                return self._submit(OfModel(model_id=model_id, seq_id=0), kind, run)
+                return self._submit(OfModel(model_id=model_id, seq_id=0), kind, run, size)
             except QeRLError:  # as if it had not been asked for
                 self._forget(model_id, "The model of this request could not be made.")
                 raise
@@ -118,7 +118,7 @@ class Training:
             self._forget(body.model_id, "The model of this request was unloaded.")
             return json_answer(model_id=body.model_id, type="unload_model")
 
-        return self._submit(body, "unload_model", run)
+        return self._submit(body, "unload_model", run, body.size)
 
     def forward_backward(self, message: ForwardBackward) -> str:
         """Request id of a pass; seq_id 0 stands for none, as protobuf has it."""
@@ -131,7 +131,8 @@ class Training:
             )
             return Answer(loss_output_bytes(output), protobuf=True)
 
-        return self._submit(OfModel(model_id=message.model_id, seq_id=message.seq_id or None), kind, run)
+        of = OfModel(model_id=message.model_id, seq_id=message.seq_id or None)
+        return self._submit(of, kind, run, message.size)
 
     def optim_step(self, body: OptimStep) -> str:
         """Request id of a step of the optimizer."""
@@ -142,7 +143,7 @@ class Training:
                 model.steps += 1
             return json_answer(metrics=metrics)
 
-        return self._submit(body, "optim_step", run)
+        return self._submit(body, "optim_step", run, body.size)
 
     def save_weights(self, body: SaveWeights) -> str:
         """Request id of a checkpoint with optimizer."""
@@ -151,7 +152,7 @@ class Training:
             path = backend.save_state(body.model_id, check_name(body.path))
             return json_answer(path=path, type="save_weights")
 
-        return self._submit(body, "save_weights", run)
+        return self._submit(body, "save_weights", run, body.size)
 
     def save_for_sampler(self, body: SaveWeights) -> str:
         """Request id of a policy to sample from: a checkpoint if it has a name, else a new sampler."""
@@ -163,7 +164,7 @@ class Training:
             sampler_id = self._samples.snapshot(backend, body.model_id, body.sampling_session_seq_id)
             return json_answer(sampling_session_id=sampler_id, type="save_weights_for_sampler")
 
-        return self._submit(body, "save_weights_for_sampler", run)
+        return self._submit(body, "save_weights_for_sampler", run, body.size)
 
     def save_external(self, body: SaveExternal) -> str:
         """Request id of weights for other programs: those of a policy to sample from, a plain PEFT folder."""
@@ -174,13 +175,14 @@ class Training:
             external = path.replace("/sampler_weights/", "/external_weights/")
             return json_answer(path=external, type="save_weights_external")
 
-        return self._submit(body, "save_weights_external", run)
+        return self._submit(body, "save_weights_external", run, body.size)
 
-    def _submit(self, body: OfModel, kind: str, run: Run) -> str:
-        """Let a request of a model wait for its turn.
+    def _submit(self, body: OfModel, kind: str, run: Run, size: int) -> str:
+        """Let a request of a model, of so many bytes, wait for its turn.
 
         Raises:
             QeRLError: Its number is out of range, or another kind of request had it.
+            Busy: The server holds too much.
         """
         clients = self._clients
         model_id = check_id(body.model_id, "model_id")
@@ -192,7 +194,7 @@ class Training:
 
         def make(request_id: str, line: Line) -> Job:
             told = partial(clients.queue.told, line, request_id)
-            return Job(clients.futures.add(Future(request_id, kind, model.session_id, told)), run)
+            return Job(clients.futures.add(Future(request_id, kind, model.session_id, told, size)), run)
 
         request_id = clients.queue.submit(model_id, body.seq_id, make)
         known = clients.futures.get(request_id)

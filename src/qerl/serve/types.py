@@ -10,7 +10,7 @@ client hears of without its traceback. Either way the server lives on.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -69,6 +69,10 @@ class AdamParams:
     grad_clip_norm: float = 0.0
 
 
+def _always() -> bool:
+    return True
+
+
 @dataclass(frozen=True)
 class SampleRequest:
     """Completions of one prompt, as one client asks for them.
@@ -91,6 +95,8 @@ class SampleRequest:
         stop_strings: A completion ends with the token that completes the first of these.
         prompt_logprobs: Whether the log-probabilities of the prompt's tokens are wanted, without noise.
         topk_prompt_logprobs: How many of the most probable tokens are wanted at each position of the prompt.
+        wanted: Whether anybody still waits for the answer. It may be asked at any time, and once it is False
+            the samples need not be finished.
     """
 
     sampler: str
@@ -105,6 +111,7 @@ class SampleRequest:
     stop_strings: tuple[str, ...] = ()
     prompt_logprobs: bool = False
     topk_prompt_logprobs: int = 0
+    wanted: Callable[[], bool] = field(default=_always, compare=False)
 
 
 @dataclass(frozen=True)
@@ -189,6 +196,10 @@ class Backend(Protocol):
 
     def optim_step(self, model_id: str, adam: AdamParams) -> dict[str, float]:
         """One step with the gradients since the last one, which are then zero; returns metrics."""
+
+    def drop_gradients(self, model_id: str) -> bool:
+        """Forget the gradients since the last optimizer step; says whether there were any. A model that is
+        not there has none."""
 
     def save_state(self, model_id: str, name: str) -> str:
         """Write adapter and optimizer under a name, over what it held; returns their tinker:// path."""

@@ -12,7 +12,7 @@ import time
 
 from qerl.errors import QeRLError
 from qerl.serve.futures import Answer, Category, Failure
-from qerl.serve.line import Job, Line
+from qerl.serve.line import CHANGES, Job, Line
 from qerl.serve.messages import sample_bytes
 from qerl.serve.metrics import Metrics
 from qerl.serve.queue import SampleJob, WorkQueue
@@ -22,6 +22,10 @@ logger = logging.getLogger(__name__)
 
 JOBS_PER_TURN = 64
 """A model that never makes an optimizer step gets so many requests done before others have their turn."""
+
+DROPPED = (
+    "The gradients since the model's last optimizer step were dropped with it; send that whole batch again."
+)
 
 
 class Worker(threading.Thread):
@@ -69,10 +73,16 @@ class Worker(threading.Thread):
         try:
             outcome: Answer | Failure = job.run(self._backend)
         except Exception as error:
-            outcome = failure_of(error)
+            outcome = self._without_gradients(line, job, failure_of(error))
             self._queue.failed(line, job, outcome)
         self._metrics.ran(job.kind, time.monotonic() - began, outcome)
         job.future.settle(outcome)
+
+    def _without_gradients(self, line: Line, job: Job, failure: Failure) -> Failure:
+        """A failure after which the model has no gradients left of what had run before, and which says so."""
+        if job.kind not in CHANGES or not self._backend.drop_gradients(line.model_id):
+            return failure
+        return Failure(f"{failure.error} {DROPPED}", failure.category)
 
     def _samples(self) -> None:
         jobs = self._queue.take_samples()
