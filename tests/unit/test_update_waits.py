@@ -5,6 +5,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from trl.trainer import grpo_trainer
 
 from qerl.kernels.upload import upload
 from qerl.settings.config import QeRLConfig
@@ -88,6 +89,15 @@ def test_a_loss_waits_for_nothing(loss_on_meta, options):
     assert trained and all(p.grad is not None and p.grad.is_meta for p in trained)
     late = [x for values in trainer._metrics["train"].values() for x in values if torch.is_tensor(x)]
     assert late, "TRL's metrics are still on the device"
+
+
+@pytest.mark.parametrize("values", [[2.0, float("nan"), -1.0], [float("nan")] * 2, [3.0]])
+def test_extremes_without_nan_are_those_of_trl(values):
+    values = torch.tensor(values)
+    expected = [grpo_trainer.nanmin(values), grpo_trainer.nanmax(values)]
+    with kept_on_device():
+        found = [grpo_trainer.nanmin(values), grpo_trainer.nanmax(values)]
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
 
 
 def test_numbers_are_fetched_as_they_were():
