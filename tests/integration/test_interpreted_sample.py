@@ -104,6 +104,18 @@ def test_the_same_tokens_are_left_out_as_by_a_sort(monkeypatch, filters, spread)
     torch.testing.assert_close(entropy_T.double(), truth, rtol=1e-5, atol=1e-5)
 
 
+def test_the_search_tells_neighbouring_numbers_apart():
+    """Distances of 8 from the largest logit that differ in their last bit."""
+    logits_TV = 8.0 + torch.arange(64.0)[None] * 2**-20
+    logits_TV[0, 0] = 16.0
+    p = logits_TV.double().softmax(-1)[0]
+    for kept in (1, 2, 33, 64):
+        limit = float(1 - p[1 : 65 - kept].sum() - p[1] / 2)
+        found_TV = logits_TV.clone()
+        leave_out(found_TV, torch.ones(1, 1), width=1, eps=0.0, temperature=1.0, top_p=limit, min_p=0.0)
+        assert (found_TV[0] > NEVER).tolist() == [True] + [i > 64 - kept for i in range(1, 64)]
+
+
 def test_equal_logits_are_kept_together():
     logits_TV = torch.tensor([[1.0, 0.0, 0.0, 0.0, -3.0]])
     p = logits_TV.softmax(-1)[0]

@@ -54,8 +54,7 @@ def loss_on_meta(tiny_model, tiny_tokenizer, tmp_path, monkeypatch):
         trainer.model.to(META)
         trainer._mismatch = Mismatch.none(META)
         on_device = {name: x.to(META) for name, x in batch.items()}
-        trainer._buffered_inputs = [on_device]
-        trainer._on_host = trainer._buffered_inputs, trainer._on_host[1]
+        monkeypatch.setattr(trainer._microbatches, "copy_of", lambda _: batch)
         uploads = []
         for module in (chunks, joined_row, updates):
             monkeypatch.setattr(module, "upload", lambda x, device: uploads.append(x) or upload(x, device))
