@@ -27,6 +27,7 @@ class Microbatches:
         """Copy the microbatches of a rollout, unless they are known."""
         if parts is not self._parts:
             self._parts, self._copies, self._step = parts, [on_host(part) for part in parts], range(0)
+            self.forget_passes()
 
     def start_step(self, first: int, count: int) -> None:
         """Begin an optimizer step with so many microbatches, as far as they are of this rollout."""
