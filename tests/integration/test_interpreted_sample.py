@@ -12,9 +12,11 @@ if torch.cuda.is_available():
     pytest.skip("the interpreter is for machines without a GPU", allow_module_level=True)
 
 from qerl.kernels.decode import draw as kernel
+from qerl.kernels.decode import leave_out as leaving
 from qerl.kernels.decode.draw import RowState
+from qerl.kernels.decode.leave_out import NEVER, leave_out
 from qerl.rollout.engine import SamplingParams
-from qerl.rollout.paged.draw import NEVER, Draw
+from qerl.rollout.paged.draw import Draw
 from qerl.rollout.sampling import truncate
 
 BLOCK = 16
@@ -70,6 +72,56 @@ def test_a_token_of_probability_zero_is_never_drawn(monkeypatch):
         (ends + 1e-6 >= uniform_T)
         & (ends - torch.from_numpy(weights / total)[drawn_T // BLOCK] - 1e-6 <= uniform_T)
     ).all()
+
+
+FILTERS = [
+    {"top_p": 0.7}, {"top_p": 0.02}, {"top_p": 0.999}, {"min_p": 0.2}, {"min_p": 1.0},
+    {"top_p": 0.9, "min_p": 0.05},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("filters", FILTERS, ids=str)
+@pytest.mark.parametrize("spread", [0.5, 2.0, 20.0])
+def test_the_same_tokens_are_left_out_as_by_a_sort(monkeypatch, filters, spread):
+    """In FP64 by a sort, in FP32 by a search, over flat rows and peaked ones, in several blocks."""
+    monkeypatch.setattr(leaving, "BLOCK_V", 64)
+    rows, vocabulary, temperature, eps = 6, 1000, 0.8, 1e-5
+    generator = torch.Generator().manual_seed(2)
+    logits_TV = spread * torch.randn(rows, vocabulary, generator=generator)
+    squares_PT = 32 * torch.rand(2, rows, generator=generator) + 1
+    rms_T1 = torch.rsqrt(squares_PT.double().sum(0) / 64 + eps)[:, None]
+    full_TV = (logits_TV.double() * rms_T1 / temperature).log_softmax(-1)
+    params = SamplingParams(max_tokens=1, temperature=temperature, **filters)
+    wanted_TV = truncate(full_TV, params)
+    found_TV = logits_TV.clone()
+    limits = {"top_p": params.top_p, "min_p": params.min_p}
+    entropy_T = leave_out(found_TV, squares_PT, width=64, eps=eps, temperature=temperature, **limits)
+    kept_TV = wanted_TV > -torch.inf
+    assert torch.equal(found_TV > NEVER, kept_TV)
+    assert 0 < kept_TV.sum() < rows * vocabulary
+    torch.testing.assert_close(found_TV[kept_TV].double(), wanted_TV[kept_TV], rtol=1e-5, atol=1e-5)
+    truth = -torch.linalg.vecdot(full_TV.exp(), full_TV)
+    torch.testing.assert_close(entropy_T.double(), truth, rtol=1e-5, atol=1e-5)
+
+
+def test_the_search_tells_neighbouring_numbers_apart():
+    """Distances of 8 from the largest logit that differ in their last bit."""
+    logits_TV = 8.0 + torch.arange(64.0)[None] * 2**-20
+    logits_TV[0, 0] = 16.0
+    p = logits_TV.double().softmax(-1)[0]
+    for kept in (1, 2, 33, 64):
+        limit = float(1 - p[1 : 65 - kept].sum() - p[1] / 2)
+        found_TV = logits_TV.clone()
+        leave_out(found_TV, torch.ones(1, 1), width=1, eps=0.0, temperature=1.0, top_p=limit, min_p=0.0)
+        assert (found_TV[0] > NEVER).tolist() == [True] + [i > 64 - kept for i in range(1, 64)]
+
+
+def test_equal_logits_are_kept_together():
+    logits_TV = torch.tensor([[1.0, 0.0, 0.0, 0.0, -3.0]])
+    p = logits_TV.softmax(-1)[0]
+    limit = float(p[0] + p[1] / 2)  # a sort would keep one of the three
+    leave_out(logits_TV, torch.ones(1, 1), width=1, eps=0.0, temperature=1.0, top_p=limit, min_p=0.0)
+    assert (logits_TV[0] > NEVER).tolist() == [True, True, True, True, False]
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 KERNELS = {
     "_residual_norm", "_rope_kv", "_attend", "_combine_splits", "_silu_mul", "_partial_softmax",
-    "_choose", "_norm", "_norm_backward", "_swiglu", "_swiglu_backward", "_rotate",
+    "_choose", "_leave_out", "_norm", "_norm_backward", "_swiglu", "_swiglu_backward", "_rotate",
 }  # fmt: skip
 OF_FP8 = {"_rope_kv", "_attend"}
 TARGETS = (80, 86, 89, 90, 100, 120)
@@ -180,6 +180,7 @@ def walk(recorder: Recorder, target: int) -> None:
 
     from qerl.families.sizes import Sizes
     from qerl.kernels.cards import ARCH, CARDS, card_of
+    from qerl.kernels.decode.leave_out import leave_out
     from qerl.kernels.update.rms_norm import rms_norm
     from qerl.kernels.update.rotary import rotated_heads
     from qerl.kernels.update.swiglu import swiglu
@@ -209,6 +210,8 @@ def walk(recorder: Recorder, target: int) -> None:
         params = SamplingParams(8, stop_token_ids=(1, 2))
         DecodeStep(decoder, cache, tokens, 8, 2, params, NoGraphs()).run()
         if prefill:
+            filters = {"top_p": 0.9, "min_p": 0.1}
+            leave_out(torch.randn(4, 5000), torch.ones(8, 4), width=256, eps=0.0, temperature=1.0, **filters)
             Prefill(decoder, Pace().prefill_tokens).run([Span([1, 2, 3], 0, [0])], cache)
 
     recorder.walk = "many"

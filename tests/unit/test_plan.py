@@ -235,11 +235,12 @@ def test_chunks():
     assert small.update < large.update < make_plan(sizes, work(microbatches=2), GB80).update
 
 
-def test_filters_take_a_place_to_sort_in(capsys):
-    free, filtered = (
-        plan_command("7b", [], {"max_completion_length": 2048, "top_p": top_p}, 80, Console(quiet=True))
-        for top_p in (1.0, 0.9)
+def test_of_the_filters_top_k_takes_memory(capsys):
+    free, searched, filtered = (
+        plan_command("7b", [], {"max_completion_length": 2048, **filters}, 80, Console(quiet=True))
+        for filters in ({}, {"top_p": 0.9, "min_p": 0.1}, {"top_k": 50})
     )
+    assert searched.rollout == free.rollout
     assert filtered.rollout == free.rollout + FILTER_BYTES
     assert filtered.update == free.update
 

@@ -3,15 +3,36 @@
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from trl.trainer import grpo_trainer
 
+from qerl.kernels.upload import upload
 from qerl.settings.config import QeRLConfig
+from qerl.trainer import updates
 from qerl.trainer.correction import Mismatch
 from qerl.trainer.grpo import QeRLTrainer
 from qerl.trainer.trl.late_numbers import fetch, kept_on_device
+from qerl.update import chunks, joined_row
 from tests.support.models import move_adapter
 from tests.support.trainer import DATA, ScriptedEngine, settings, sum_reward
 
 META = torch.device("meta")
+
+
+class Copies(TorchDispatchMode):
+    """Counts the tensors that an operation takes from the CPU to the device."""
+
+    def __init__(self):
+        super().__init__()
+        self.made = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        given = tree_leaves((args, kwargs))
+        to_device = any(isinstance(x, torch.Tensor) and x.is_meta for x in tree_leaves(result))
+        self.made += to_device and any(isinstance(x, torch.Tensor) and x.is_cpu and x.ndim for x in given)
+        return result
 
 
 @pytest.fixture
@@ -33,10 +54,14 @@ def loss_on_meta(tiny_model, tiny_tokenizer, tmp_path, monkeypatch):
         trainer.model.to(META)
         trainer._mismatch = Mismatch.none(META)
         on_device = {name: x.to(META) for name, x in batch.items()}
-        trainer._buffered_inputs = [on_device]
-        trainer._on_host = trainer._buffered_inputs, trainer._on_host[1]
-        loss = trainer.compute_loss(trainer.model, on_device)
-        loss.backward()
+        monkeypatch.setattr(trainer._microbatches, "copy_of", lambda _: batch)
+        uploads = []
+        for module in (chunks, joined_row, updates):
+            monkeypatch.setattr(module, "upload", lambda x, device: uploads.append(x) or upload(x, device))
+        with Copies() as copies:
+            loss = trainer.compute_loss(trainer.model, on_device)
+            loss.backward()
+        assert copies.made == len(uploads) > 0, "all that the device gets comes from pinned memory"
         return trainer, loss
 
     return run
@@ -63,6 +88,15 @@ def test_a_loss_waits_for_nothing(loss_on_meta, options):
     assert trained and all(p.grad is not None and p.grad.is_meta for p in trained)
     late = [x for values in trainer._metrics["train"].values() for x in values if torch.is_tensor(x)]
     assert late, "TRL's metrics are still on the device"
+
+
+@pytest.mark.parametrize("values", [[2.0, float("nan"), -1.0], [float("nan")] * 2, [3.0]])
+def test_extremes_without_nan_are_those_of_trl(values):
+    values = torch.tensor(values)
+    expected = [grpo_trainer.nanmin(values), grpo_trainer.nanmax(values)]
+    with kept_on_device():
+        found = [grpo_trainer.nanmin(values), grpo_trainer.nanmax(values)]
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
 
 
 def test_numbers_are_fetched_as_they_were():

@@ -154,6 +154,9 @@ def _adapter(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The A [R, K] and s B [N, R] of a group, from all A and then all B of its layers."""
     all_a, all_b = matrices[: len(scalings)], matrices[len(scalings) :]
+    if len(scalings) == 1:
+        b_NR = torch.empty_like(all_b[0], dtype=dtype)
+        return all_a[0].to(dtype), torch.mul(all_b[0], scalings[0], out=b_NR)
     a_RK = torch.cat(tuple(all_a)).to(dtype)
     b_NR = a_RK.new_zeros(sum(len(b) for b in all_b), len(a_RK))
     for block, b, scaling in zip(_blocks(b_NR, all_b), all_b, scalings, strict=True):

@@ -83,7 +83,7 @@ def make_plan(sizes: Sizes, work: Work, capacity: int) -> MemoryPlan:
         # DistributedDataParallel reduces copies of the gradients, which it keeps.
         "buckets of gradients": adapter.gradients if work.processes > 1 else 0,
     }
-    sorting = FILTER_BYTES if work.filtered else 0
+    copies = FILTER_BYTES if work.filtered else 0
     held = resident["weights"] + resident["LoRA"] + resident["LoRA of the reference"] + idle
     budget = cache_budget(capacity, held, adapter.parameters, work.filtered)
     # Within one backward pass, gradients grow while what was kept for them goes.
@@ -96,6 +96,6 @@ def make_plan(sizes: Sizes, work: Work, capacity: int) -> MemoryPlan:
         Line("activations kept", 0, update.kept),
         Line("one layer or the head", 0, update.working),
         Line("dequantised weight", update.workspace, update.workspace),
-        Line("context and slack", CONTEXT_BYTES + sorting, CONTEXT_BYTES + slack),
+        Line("context and slack", CONTEXT_BYTES + copies, CONTEXT_BYTES + slack),
     )
     return MemoryPlan(sizes, work, capacity, lines, cache.sequences(budget))

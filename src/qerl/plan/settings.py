@@ -158,7 +158,7 @@ def _work(config: QeRLConfig, processes: int) -> Work:
         every_n_layers=(every_n_layers(config) or 1) if config.gradient_checkpointing else 0,
         cache_bytes=KV_DTYPES[config.kv_cache_dtype].itemsize,
         optimizer_bytes=2 if "8bit" in str(config.optim) else 2 * FULL,
-        filtered=config.top_p < 1 or bool(config.top_k) or bool(config.min_p),
+        filtered=bool(config.top_k),
         processes=processes,
         lora_dropout=config.lora_dropout,
         copies_adapter=config.beta > 0 and config.adapter is not None,

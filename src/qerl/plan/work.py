@@ -28,7 +28,7 @@ class Work:
             0: all keep them.
         optimizer_bytes: Bytes per adapter parameter: 8 for AdamW in fp32, 2 in 8 bits.
         cache_bytes: Bytes per number in keys and values: 2 for bf16, 1 for fp8.
-        filtered: Whether top-k, top-p or min-p leave tokens out, for which the engine sorts.
+        filtered: Whether top-k leaves tokens out, for which logits are copied.
         processes: GPUs that train together, each with a whole model.
         lora_dropout: Probability of dropout in front of the adapters.
         copies_adapter: Whether the KL penalty keeps a frozen copy of the adapter as its reference; without an

@@ -20,6 +20,7 @@ from qerl.fp4.linear import dense_weights_kept
 from qerl.kernels.upload import upload
 from qerl.trainer.batch import NOISY_KEY, NOISY_LOGPS_KEY, Batch, on_host, padded, padded_rollout
 from qerl.trainer.correction import Correction, Mismatch, loss_mask, rows_with_gradient
+from qerl.trainer.microbatches import Microbatches
 from qerl.trainer.processes import rebuild_buckets
 from qerl.trainer.ready import ready_for_rows
 from qerl.trainer.rollouts import RolloutTrainer
@@ -59,7 +60,7 @@ class UpdateTrainer(RolloutTrainer):
             self.args.noise_share,
         )
         self._mismatch = Mismatch.none(self.accelerator.device)
-        self._on_host: tuple[list[Batch], list[Batch]] = [], []
+        self._microbatches = Microbatches()
         self._trials = Trials(self, "_mismatch")
         self._retry = MemoryRetry(
             self.args.tokens_per_forward,
@@ -85,16 +86,8 @@ class UpdateTrainer(RolloutTrainer):
         if self._step % self._generate_every == 0 or self._buffered_inputs is None:
             batch = self._with_noisy_logps(self._generate_and_score_completions(generation_batch))
             self._buffered_inputs = split_tensor_dict(batch, slices)
-        if self._on_host[0] is not self._buffered_inputs:  # one wait for the whole rollout
-            self._on_host = self._buffered_inputs, [on_host(part) for part in self._buffered_inputs]
+        self._microbatches.know(self._buffered_inputs)
         return self._buffered_inputs[self._step % slices]
-
-    def _host_copy(self, batch: Batch) -> Batch:
-        """What of a batch its update asks on the CPU; no wait for parts of the rollout in use."""
-        for part, copy in zip(*self._on_host, strict=True):
-            if part is batch:
-                return copy
-        return on_host(batch)
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         """Wraps TRL's: times it with its rollout, and does the step again where memory runs out."""
@@ -106,6 +99,8 @@ class UpdateTrainer(RolloutTrainer):
             if self._retry.start_step(self.state.global_step):
                 self._trials.start_step()
                 self._loss_so_far = 0.0
+                first = self._step % self.args.steps_per_generation
+                self._microbatches.start_step(first, self.current_gradient_accumulation_steps)
             microbatch = partial(self._microbatch, model, num_items_in_batch)
             return self._handed_on(self._retry.run(batch, microbatch, self._undo_step))
 
@@ -127,6 +122,7 @@ class UpdateTrainer(RolloutTrainer):
         noise = self._noise.in_loss(batch)  # around backward too, which recomputes layers
         with noise, self._trials.ends_step(ends_step), self._trials.metrics_apart() as metrics:
             loss = super().training_step(model, batch, num_items_in_batch)
+            self._microbatches.end(batch)
         metrics.pop("step_time", None)  # of forward and backward alone; `_log_step` has the whole
         if newest:
             for name, values in metrics.items():
@@ -136,6 +132,7 @@ class UpdateTrainer(RolloutTrainer):
     def _undo_step(self) -> None:
         """Undo every microbatch of this optimizer step. Rollouts are kept."""
         self.model.zero_grad()
+        self._microbatches.forget_passes()
         self._trials.undo_step()
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
@@ -156,10 +153,17 @@ class UpdateTrainer(RolloutTrainer):
     # The loss
 
     def _compute_loss(self, model: torch.nn.Module, inputs: Batch) -> torch.Tensor:
-        """Replaces TRL's loss of a microbatch: the same loss, in chunks, of samples that have a gradient."""
-        known = self._host_copy(inputs)
-        batch = padded(known)
-        chunks = self._retry.split(self._rows_to_compute(known), batch.lengths)
+        """Replaces TRL's loss of a microbatch: the same loss, in chunks or in a pass that it shares with
+        others, of samples that have a gradient."""
+        known = self._microbatches.copy_of(inputs)
+        batch, rows = padded(known), self._rows_to_compute(known)
+        limit, alone = self._retry.max_tokens, self.accelerator.num_processes == 1
+        if limit is not None and alone and not self.args.noise_in_loss:  # that is put in for one microbatch
+            forward = partial(self._forward, model)
+            outputs = self._microbatches.shared_outputs(inputs, limit, self._rows_to_compute, forward)
+            if outputs is not None:
+                return self._loss_of(inputs, outputs, rows)
+        chunks = self._retry.split(rows, batch.lengths)
         if self.accelerator.num_processes > 1:  # the loss gathers: every rank computes it as many times
             rebuild_buckets(model)
             chunks = [[] for _ in range(max(self._of_ranks(len(chunks))) - len(chunks))] + chunks

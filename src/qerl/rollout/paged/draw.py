@@ -1,7 +1,7 @@
 """From the head's logits to the next token of every row, filtered by top-k, top-p and min-p if asked for.
 
-Without filters one kernel does it all. With them torch sorts the vocabulary and the kernel draws from what is
-left.
+Without filters one kernel draws. With top-p and min-p another one in front of it leaves tokens out, and with
+top-k, whose candidates are few, torch does.
 
 Shapes: T rows, V vocabulary, P partial sums of squares, K stop tokens.
 """
@@ -11,13 +11,11 @@ from dataclasses import dataclass
 import torch
 
 from qerl.kernels.decode.draw import RowState, draw_token
+from qerl.kernels.decode.leave_out import NEVER, leave_out
 from qerl.kernels.limits import PAGE
 from qerl.rollout.engine import SamplingParams
 from qerl.rollout.paged.limits import SORTED_AT_ONCE
 from qerl.rollout.sampling import truncate
-
-NEVER = -1e30
-"""Log-probability of a token that a filter left out; -inf times a probability of zero would be NaN."""
 
 
 @dataclass
@@ -30,7 +28,7 @@ class Draw:
         eps: Added to the mean square, as the final norm does.
         stop_K: int32 stop tokens.
         stats_3TB: fp32 scratch, see :func:`qerl.kernels.decode.draw.draw_token`.
-        sorted_at_once: Logits that are filtered at a time.
+        sorted_at_once: Logits of which top-k is taken at a time.
     """
 
     params: SamplingParams
@@ -49,7 +47,7 @@ class Draw:
             rows: State of the rows, advanced by one token.
         """
         if self.params.filtered:
-            entropy_T = self._filter(logits_TV, squares_PT)
+            entropy_T = self._left_out(logits_TV, squares_PT)
             ones_1T = torch.ones_like(entropy_T)[None]  # the logits are normalised already
             draw_token(
                 logits_TV, ones_1T, self.stats_3TB, self.stop_K, rows, page=PAGE, width=1, eps=0.0,
@@ -61,12 +59,19 @@ class Draw:
                 eps=self.eps, temperature=self.params.temperature,
             )  # fmt: skip
 
-    def _filter(self, logits_TV: torch.Tensor, squares_PT: torch.Tensor) -> torch.Tensor:
-        """Turn logits into log-probabilities, those that are left out into `NEVER`; return the entropies
-        before that.
+    def _left_out(self, logits_TV: torch.Tensor, squares_PT: torch.Tensor) -> torch.Tensor:
+        """Turn logits into log-probabilities in place, those that are left out into `NEVER`; return the
+        entropies before that."""
+        params = self.params
+        if params.top_k > 0:
+            return self._filter(logits_TV, squares_PT)
+        return leave_out(
+            logits_TV, squares_PT, width=self.width, eps=self.eps, temperature=params.temperature,
+            top_p=params.top_p, min_p=params.min_p,
+        )  # fmt: skip
 
-        A few rows at a time, in place: the whole of 512 x 152,064 logits would want 3 GB besides.
-        """
+    def _filter(self, logits_TV: torch.Tensor, squares_PT: torch.Tensor) -> torch.Tensor:
+        """`_left_out` by torch, a few rows at a time: all of 512 x 152,064 logits would want 3 GB besides."""
         mean_square_T = squares_PT.sum(0) / self.width
         scale_T1 = (torch.rsqrt(mean_square_T + self.eps) / self.params.temperature)[:, None]
         entropy_T = torch.empty_like(mean_square_T)

@@ -136,7 +136,7 @@ class PagedEngine(RolloutEngine):
                 self.cache,
                 self.graphs,
                 self.prefill,
-                lambda: self._machine.cache_bytes(self.model, params.filtered),
+                lambda: self._machine.cache_bytes(self.model, params.filtered and params.top_k > 0),
                 self._max_sequences,
                 self._pace,
             )

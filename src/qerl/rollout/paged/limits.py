@@ -34,10 +34,10 @@ TRAINED_BYTES = 4 + 8 + 2
 """Bytes per trained parameter beside the parameter: gradient, AdamW's moments, the engine's 16-bit copy."""
 
 SORTED_AT_ONCE = 1 << 22
-"""Logits that the engine filters at a time."""
+"""Logits of which the engine takes top-k at a time."""
 
 FILTER_BYTES = 80 * SORTED_AT_ONCE
-"""Bytes that filtering them takes beside the logits: sorted values, ids, probabilities and sums in FP64."""
+"""Bytes that top-k takes beside the logits: values, ids, probabilities and sums in FP64."""
 
 
 def rows_of_step(running: int, present: int | None, small: int) -> int:
@@ -152,7 +152,7 @@ def cache_budget(
         total: Bytes of the GPU.
         model_bytes: Bytes of parameters and buffers.
         trained: Number of trained parameters.
-        filtered: Whether top-k, top-p or min-p leave tokens out, for which logits are sorted.
+        filtered: Whether top-k leaves tokens out, for which logits are copied.
         free: Bytes that are free at the moment; None where that is not known.
         share: Share of what is left beside all that, less where several engines share a GPU.
     """

@@ -36,7 +36,7 @@ class Machine(Protocol):
 
         Args:
             model: The model beside which they lie.
-            filtered: Whether top-k, top-p or min-p leave tokens out, for which logits are sorted.
+            filtered: Whether top-k leaves tokens out, for which logits are copied.
         """
 
     def memory(self, size: int) -> Memory:

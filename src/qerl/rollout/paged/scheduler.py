@@ -279,6 +279,8 @@ class Scheduler:
                 planned.preempted[row] = victim
 
     def _admit(self, planned: Round) -> None:
+        if not self.waiting:
+            return
         free_rows = [row for row in range(self.rows) if row not in self.running]
         ahead = 1 + self.pace.spare_rounds
         spare = sum(self._missing(sequence, ahead) for sequence in self.running.values())
