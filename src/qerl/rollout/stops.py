@@ -11,14 +11,15 @@ text: the policy drew it, and its log-probability is that of the whole token.
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from qerl.errors import QeRLError
 
-if TYPE_CHECKING:  # the contract of engines imports torch and this file
+if TYPE_CHECKING:  # takes seconds
     from transformers import PreTrainedTokenizerBase
 
-    from qerl.rollout.engine import FinishReason
+FinishReason = Literal["stop", "length", "error", "pause"]
+"""Why a turn has ended."""
 
 _MARGIN = 4
 """Tokens before the earliest one in which a text can begin: a decoder may strip the space before the first
@@ -35,7 +36,7 @@ class Stop(ABC):
         reason: Why the turn has ended then.
     """
 
-    reason: "FinishReason" = "stop"
+    reason: FinishReason = "stop"
 
     @abstractmethod
     def end(
@@ -149,7 +150,7 @@ class Cut(NamedTuple):
     """
 
     tokens: int
-    reason: "FinishReason"
+    reason: FinishReason
 
 
 def first_cut(
