@@ -22,9 +22,9 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 UNCHECKED = {
     "docs/configuration.md": "written from the fields",
-    "docs/dev/log.md": "the lab book: dated, with the conditions of each figure beside it",
+    "docs/dev/log": "the lab book: dated, with the conditions of each figure beside it",
 }
-"""Pages that are not read, and why."""
+"""How the names of pages begin that are not read, and why."""
 
 _UNITS = (
     "tokens/s|tok/s|tokens (?:a|per) second|ns|us|µs|ms|s|seconds?|min|minutes?|hours?|[kMGT]i?B(?:/s)?|"
@@ -83,7 +83,7 @@ def _exempt_lines(text: str) -> set[int]:
 def pages() -> Iterator[Path]:
     """README and each page of docs that is read."""
     for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
-        if path.relative_to(ROOT).as_posix() not in UNCHECKED:
+        if not path.relative_to(ROOT).as_posix().startswith(tuple(UNCHECKED)):
             yield path
 
 

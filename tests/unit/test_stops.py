@@ -30,21 +30,43 @@ def byte_tokenizer():
     return made
 
 
+@pytest.fixture(scope="module")
+def space_tokenizer():
+    """As Llama 2's: words have their space before them, which the first token loses; the rest is bytes."""
+    pieces = ["a", "b", ":", "▁", "ab", "▁b", "▁a:", "b:▁", "▁User", "€:", "<stop>"]
+    vocab = {piece: number for number, piece in enumerate([*pieces, *(f"<0x{i:02X}>" for i in range(256))])}
+    tokenizer = Tokenizer(models.BPE(vocab, [], byte_fallback=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
+    space, bytes_, fuse = decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()
+    tokenizer.decoder = decoders.Sequence([space, bytes_, fuse, decoders.Strip(" ", 1, 0)])
+    made = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    made.add_special_tokens({"additional_special_tokens": ["<stop>"]})
+    return made
+
+
+@pytest.mark.parametrize("strings", [["b: "], [":€"], ["é", "a: b"], [" "]])
+def test_a_turn_ends_where_spaces_belong_to_the_words_behind_them(space_tokenizer, strings):
+    _compare_with_decoding_everything(space_tokenizer, strings, 11)
+
+
 @pytest.mark.parametrize("strings", [["b:"], [":€"], ["\n\nUser:", "é:"], ["a<stop>"], ["a" * 5, "o"]])
 def test_a_turn_ends_with_the_token_that_completes_a_text(byte_tokenizer, strings):
+    """The two tokens that end within a character are among the common ones."""
+    _compare_with_decoding_everything(byte_tokenizer, strings, len(PIECES) + 1)
+
+
+def _compare_with_decoding_everything(tokenizer, strings, common):
     """However the tokens of a turn are split into rounds; the reference decodes everything at every token."""
     rng = random.Random(repr(strings))
-    stop = StopStrings(byte_tokenizer, strings)
-    common = list(range(len(PIECES) + 1))  # the two that end within a character among them
-    parts = [number for text in strings for number in byte_tokenizer.encode(text)]
+    stop = StopStrings(tokenizer, strings)
+    parts = [number for text in strings for number in tokenizer.encode(text)]
     found = 0
     for _ in range(150):
-        ids = rng.choices([*common, *parts, *[len(byte_tokenizer) - 1] * 3], k=rng.randint(1, 30))
+        ids = rng.choices([*range(common), *parts, *[len(tokenizer) - 1] * 3], k=rng.randint(1, 30))
         start = rng.randint(0, min(3, len(ids) - 1))
         skips = "<stop>" not in strings[0]
         texts = [
-            byte_tokenizer.decode(ids[start:n], skip_special_tokens=skips)
-            for n in range(start + 1, len(ids) + 1)
+            tokenizer.decode(ids[start:n], skip_special_tokens=skips) for n in range(start + 1, len(ids) + 1)
         ]
         says = (start + 1 + i for i, text in enumerate(texts) if any(each in text for each in strings))
         expected, got, checked = next(says, None), None, start

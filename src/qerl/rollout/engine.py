@@ -22,9 +22,8 @@ from torch import nn
 from qerl.errors import QeRLError
 from qerl.families.parts import base_model
 from qerl.families.supported import why_not
-from qerl.rollout.stops import Stop
+from qerl.rollout.stops import FinishReason, Stop
 
-FinishReason = Literal["stop", "length", "error", "pause"]
 KvCacheDtype = Literal["auto", "fp8"]
 KV_DTYPES: dict[str, torch.dtype] = {"auto": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 NormOffsets = Mapping[str, torch.Tensor]

@@ -5,12 +5,9 @@ and the next turn begins. What both have written is one list of tokens with one 
 """
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-from qerl.rollout.stops import Cut, Stop, first_cut
-
-if TYPE_CHECKING:  # the contract of engines imports torch
-    from qerl.rollout.engine import FinishReason
+from qerl.rollout.stops import Cut, FinishReason, Stop, first_cut
 
 Stage = Literal["drawing", "between turns", "finished"]
 """Whose turn it is: the policy's, that of others, nobody's any more."""
@@ -56,7 +53,7 @@ class Sequence:
     logprobs: list[float] = field(default_factory=list)
     entropies: list[float] = field(default_factory=list)
     turn_start: int = 0
-    finish_reason: "FinishReason" = "length"
+    finish_reason: FinishReason = "length"
     stage: Stage = "drawing"
 
     @property

@@ -11,18 +11,22 @@ text: the policy drew it, and its log-probability is that of the whole token.
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from qerl.errors import QeRLError
 
-if TYPE_CHECKING:  # the contract of engines imports torch and this file
+if TYPE_CHECKING:  # takes seconds
     from transformers import PreTrainedTokenizerBase
 
-    from qerl.rollout.engine import FinishReason
+FinishReason = Literal["stop", "length", "error", "pause"]
+"""Why a turn has ended."""
 
 _MARGIN = 4
 """Tokens before the earliest one in which a text can begin: a decoder may strip the space before the first
 token that it is given, and cannot say a character whose beginning it is not given."""
+
+_HALF = "\ufffd"
+"""What a decoder says of bytes that are no whole character."""
 
 
 class Stop(ABC):
@@ -32,7 +36,7 @@ class Stop(ABC):
         reason: Why the turn has ended then.
     """
 
-    reason: "FinishReason" = "stop"
+    reason: FinishReason = "stop"
 
     @abstractmethod
     def end(
@@ -94,17 +98,28 @@ class StopStrings(Stop):
         self._silent = frozenset(tokenizer.all_special_ids)
         # Any other token says at least a byte, so a text is within as many of the last as it has bytes.
         self._most = max(len(text.encode()) for text in strings) + _MARGIN
+        # The token that completes a text says its last character, or bytes of it.
+        self._endings = {_HALF, *(text[-1] for text in strings)}
+        self._may_complete: dict[int, bool] = {}
 
     def end(
         self, prompt_ids: Sequence[int], token_ids: Sequence[int], start: int, checked: int
     ) -> int | None:
         """See `Stop.end`."""
-        if not self._is_in(token_ids[self._earliest(token_ids, start, checked + 1) :]):
-            return None
-        counts = range(checked + 1, len(token_ids) + 1)
-        return next(
-            (n for n in counts if self._is_in(token_ids[self._earliest(token_ids, start, n) : n])), None
-        )
+        for count in range(checked + 1, len(token_ids) + 1):
+            if self._may_end(token_ids[count - 1]):
+                first = self._earliest(token_ids, start, count)
+                if self._is_in(token_ids[first:count]):
+                    return count
+        return None
+
+    def _may_end(self, token_id: int) -> bool:
+        """Whether a token may complete a text. Most may not, which spares their rounds the decoding."""
+        if token_id not in self._may_complete:
+            # Twice, because a decoder may strip the space before the first.
+            said = self._tokenizer.decode([token_id, token_id], clean_up_tokenization_spaces=False)
+            self._may_complete[token_id] = any(ending in said for ending in self._endings)
+        return self._may_complete[token_id]
 
     def _earliest(self, token_ids: Sequence[int], start: int, count: int) -> int:
         """The first token in which a text may begin that the last of so many tokens completes."""
@@ -135,7 +150,7 @@ class Cut(NamedTuple):
     """
 
     tokens: int
-    reason: "FinishReason"
+    reason: FinishReason
 
 
 def first_cut(

@@ -133,7 +133,7 @@ def _outline(study: Study, folder: Path, again: Sequence[str]) -> str:
     options = f" {study.task_options}" if study.task_options else ""
     lines = [
         f"{study.model} on {study.task}{options}",
-        f"{len(study.arms)} arms: {', '.join(study.arms)}",
+        f"{len(study.arms)} arm{'s' if len(study.arms) > 1 else ''}: {', '.join(study.arms)}",
         f"of each: {tuning}{len(study.test_seeds)} test seeds at {at}",
         *(
             f"{name} at learning rate {arm.learning_rate:g} of its own"

@@ -12,8 +12,8 @@ from transformers import PreTrainedTokenizerBase
 
 from qerl.agents.thinking import ThinkingBudget
 from qerl.errors import QeRLError
-from qerl.rollout.engine import FinishReason, NormOffsets, RolloutEngine, RolloutResult, SamplingParams
-from qerl.rollout.stops import Stop, StopStrings
+from qerl.rollout.engine import NormOffsets, RolloutEngine, RolloutResult, SamplingParams
+from qerl.rollout.stops import FinishReason, Stop, StopStrings
 from qerl.seeding import derive_seed
 from qerl.settings.config import QeRLConfig
 from qerl.trainer.memory import PeakMemory

@@ -22,14 +22,8 @@ from qerl.agents.template import TurnTemplate
 from qerl.agents.thinking import thinking_of
 from qerl.agents.trajectory import Trajectory
 from qerl.agents.world import SilentWorld, World, world_of
-from qerl.rollout.engine import (
-    Completion,
-    FinishReason,
-    NormOffsets,
-    RolloutEngine,
-    RolloutResult,
-    SamplingParams,
-)
+from qerl.rollout.engine import Completion, NormOffsets, RolloutEngine, RolloutResult, SamplingParams
+from qerl.rollout.stops import FinishReason
 
 _REASONS: dict[str | None, FinishReason] = {"length": "length", "error": "error"}
 

@@ -15,11 +15,10 @@ import torch
 
 from qerl.kernels.decode.draw import RowState
 from qerl.kernels.limits import PAGE
-from qerl.rollout.engine import FinishReason
 from qerl.rollout.paged.forward import Inputs
 from qerl.rollout.paged.scheduler import Sequence
 from qerl.rollout.sampling import uniform_streams
-from qerl.rollout.stops import Cut
+from qerl.rollout.stops import Cut, FinishReason
 
 _REASONS: dict[int, FinishReason] = {1: "stop", 2: "length", 3: "error"}
 _BY_KIND = ("limit_2T", "out_stats_2TM")  # tensors whose rows are the second dimension

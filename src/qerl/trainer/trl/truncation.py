@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 import torch
 from accelerate import Accelerator
 
-from qerl.rollout.engine import FinishReason
+from qerl.rollout.stops import FinishReason
 
 
 def cut_off(
