@@ -21,7 +21,7 @@ import torch
 from bench.result import write_result
 from bench.rollout import read_bandwidth
 from qerl.families.sizes import Sizes
-from qerl.kernels.decode import residual_norm, rope_kv, silu_mul
+from qerl.kernels.decode import leave_out, residual_norm, rope_kv, silu_mul
 from qerl.kernels.decode.launch import LoraA, LoraB, LoraSum
 from qerl.kernels.limits import PAGE
 from qerl.kernels.update.rms_norm import rms_norm
@@ -137,6 +137,20 @@ def gated_product(work: Work) -> Launch:
     )
 
 
+def tokens_left_out(work: Work) -> Launch:
+    """leave_out: top-p of a row, whose logits it reads once from memory and then from the cache.
+
+    Launched again it finds log-probabilities in the place of the logits, which take it as long.
+    """
+    logits_TV = 3 * work.single(work.tokens, work.sizes.vocabulary)
+    squares = torch.ones(1, work.tokens, device=work.device)
+    filters = {"top_p": 0.95, "min_p": 0.0}
+    return Launch(
+        lambda: leave_out.leave_out(logits_TV, squares, width=1, eps=0.0, temperature=1.0, **filters),
+        2 * _bytes(logits_TV),
+    )
+
+
 def norm_of_update(work: Work) -> Launch:
     """rms_norm: forward and backward."""
     x, w_D = work.half(work.tokens, work.sizes.hidden).requires_grad_(), work.half(work.sizes.hidden)
@@ -164,7 +178,10 @@ def rotation_of_update(work: Work) -> Launch:
     return Launch(run, 4 * _bytes(qkv))
 
 
-DECODE = {"residual_norm": norm_of_residual, "rope_kv": rotation_into_cache, "silu_mul": gated_product}
+DECODE = {
+    "residual_norm": norm_of_residual, "rope_kv": rotation_into_cache, "silu_mul": gated_product,
+    "leave_out": tokens_left_out,
+}  # fmt: skip
 UPDATE = {"rms_norm": norm_of_update, "swiglu": swiglu_of_update, "rotary": rotation_of_update}
 """The launch of each kernel by the name of its file, in `qerl.kernels.decode` and `qerl.kernels.update`."""
 
