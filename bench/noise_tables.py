@@ -52,7 +52,7 @@ QUESTIONS = (
 """Questions, and the two arms whose difference answers each."""
 
 EARLIER = {"noise-wp12": "noise-wp12-6b0a637"}
-"""Studies of an earlier commit, by the name of the one that took their place: for arms that it has not run."""
+"""Studies of an earlier commit, for arms that the one in their place has not run."""
 
 FORMATS = {"bf16": "BF16", "nf4": "NF4", "mxfp4": "MXFP4"}
 SETTLED = 10
@@ -72,8 +72,8 @@ def answers() -> str:
         "Difference in the area under the curve of accuracy, first minus second arm, paired by seed, with "
         "its 95 % interval. The verdict, of the first arm, is corrected for the number of comparisons; a "
         "pair without one was no comparison of its study. An earlier study let eight other seeds choose the "
-        f"learning rate of each arm; that of none and bf16 is the same. Files: {', '.join(EARLIER.values())}, and "
-        f"otherwise {', '.join(f'{name}.json.gz' for name in there)}.",
+        "learning rate of each arm; that of none and bf16 is the same. "
+        f"Files: {', '.join(f'{name}.json.gz' for name in [*there, *EARLIER.values()])}.",
     )
 
 

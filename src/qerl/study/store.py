@@ -14,8 +14,8 @@ A run's file is written aside and renamed: it is whole or not there, and a run t
 again. Several processes, on several GPUs, may work in one folder: each claims a batch by a lock that the
 system releases when the process ends, however it ends.
 
-A folder with nothing but results.json.gz goes on from it, so a study that was kept as that one file can grow on
-another machine.
+A folder with nothing but results.json.gz goes on from it, so a study that was kept as that one file can grow
+on another machine.
 
 A study may grow: arms, seeds, learning rates and comparisons may be added or left out between two calls, and
 what is finished is kept. What all runs share, what an arm is, and the model may not change in a folder,
