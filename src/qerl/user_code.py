@@ -33,7 +33,10 @@ def load_object(spec: str, what: str, kind: str = "function") -> Any:
     """
     if not names_a_file(spec):
         form = "Class" if kind == "class" else "function"
-        raise QeRLError(f"{what.capitalize()} {spec!r} is not of the form PATH.py:{form}.")
+        raise QeRLError(
+            f"{what.capitalize()} {spec!r} is not of the form PATH.py:{form}; write the file, a colon and "
+            f"the name of the {form.lower()} in it."
+        )
     path, _, name = spec.rpartition(":")
     module = _run(Path(path).expanduser(), what)
     found = getattr(module, name, None)

@@ -87,8 +87,15 @@ def test_resume_of_an_adapter_that_went_on_training_is_bit_exact(tiny_run, tmp_p
 
 def test_resume_is_bit_exact_where_texts_end_completions(tiny_run, tmp_path):
     """Stopped while a rollout is half used, of which some samples were ended and others masked."""
-    changes = {"stop_strings": [*"aeiou", "ab"], "mask_truncated_completions": True}
-    changes |= {"steps_per_generation": 2, "num_iterations": 2, "eval_samples": 4, "num_generations_eval": 2}
+    changes = {"stop_strings": [*"abcdefghijkl", "no"], "mask_truncated_completions": True}
+    changes |= {
+        "signal": "reward",
+        "steps_per_generation": 2,
+        "num_iterations": 2,
+        "max_completion_length": 12,
+        "eval_samples": 4,
+        "num_generations_eval": 2,
+    }
     stop_and_resume(tiny_run, tmp_path, changes)
     logs = [
         [
@@ -98,6 +105,7 @@ def test_resume_is_bit_exact_where_texts_end_completions(tiny_run, tmp_path):
         for name in ("whole", "resumed")
     ]
     assert logs[0][-len(logs[1]) :] == logs[1] and len(logs[1]) > 3
+    assert any(row.get("grad_norm", 0) > 0 for row in steps_of(tmp_path / "resumed"))
     assert any(0 < row.get("completions/clipped_ratio", 0) < 1 for row in logs[1])
     assert all(row.get("completions/clipped_ratio", 0) < 1 for row in logs[1])
 

@@ -116,7 +116,8 @@ def check_environment(factory: EnvironmentFactory) -> Any:
         raise
     except Exception as error:
         raise QeRLError(
-            f"The environment cannot be made: {type(error).__name__}: {first_line(error)}."
+            f"The environment cannot be made: {type(error).__name__}: {first_line(error)}; mend its "
+            "constructor, or environment_options."
         ) from error
     name = type(environment).__name__
     if not callable(getattr(environment, "reset", None)):

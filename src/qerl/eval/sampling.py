@@ -225,7 +225,8 @@ class Conversations(Sampler):
             except Exception as error:
                 raise QeRLError(
                     f"The environment {type(environment).__name__} could not begin an episode: reset raised "
-                    f"{type(error).__name__}: {first_line(error)}."
+                    f"{type(error).__name__}: {first_line(error)}; mend it, and let it take the row's "
+                    "columns: reset(self, **row)."
                 ) from error
             if observation:
                 messages[-1]["content"] += observation

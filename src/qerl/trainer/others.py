@@ -216,7 +216,7 @@ def _checked_reset(environment: Any) -> Callable[..., Any]:
         except Exception as error:
             raise QeRLError(
                 f"The environment {name} could not begin an episode: reset raised {type(error).__name__}: "
-                f"{first_line(error)}."
+                f"{first_line(error)}; mend it, and let it take the row's columns: reset(self, **row)."
             ) from error
         if observation is not None and not isinstance(observation, str):
             raise QeRLError(
