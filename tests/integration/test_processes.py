@@ -45,10 +45,29 @@ UNEQUAL = WHOLE | {
     "noise_target_kl": 1e-4,
     "vllm_importance_sampling_mode": "token_balance",
 }
-BY_PROCESS = """import os
+BY_PROCESS = """import collections, json, os, traceback
+
+import torch.distributed as dist
+
+MEETINGS = collections.Counter()  # of processes, by the method of the trainer in which they meet
+
+
+def counted(meet):
+    def counts(*args, **kwargs):
+        frames = {frame.name for frame in traceback.extract_stack()}
+        MEETINGS.update(frames & {"_compute_loss", "_log_step", "_calculate_rewards"})
+        return meet(*args, **kwargs)
+
+    return counts
+
+
+for name in ("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "broadcast"):
+    setattr(dist, name, counted(getattr(dist, name)))
 
 
 def by_process(completions, **kwargs):
+    with open(__file__ + "." + os.environ["RANK"], "w") as file:
+        json.dump(MEETINGS, file)
     return [float(i * int(os.environ["RANK"])) for i in range(len(completions))]
 """
 TOOLS = {
@@ -207,12 +226,18 @@ def test_processes_that_differ_in_forward_passes_from_the_second_step_on(forked)
     """The first process computes one sample, the second several chunks: no collective meets another one.
 
     Nor where half of the samples are noisy, the others' probabilities under noise are computed beside them,
-    and sigma follows the KL of both processes.
+    and sigma follows the KL of both processes. In a loss there is no collective at all: its metrics travel
+    when the step ends.
     """
     rows, _ = results(forked / "unequal")
     assert [row["noise/kl_target"] for row in rows[:4]] == pytest.approx([0, 0, 1e-4, 1e-4])
     assert rows[2]["noise/kl"] > 1e-4 and rows[3]["noise/sigma"] < rows[2]["noise/sigma"]
     assert [row["grad_norm"] > 0 for row in rows[:4]] == [True] * 4
+    for rank in (0, 1):  # in front of the fourth step's rewards
+        assert json.loads((forked / f"rewards.py.{rank}").read_text()) == {
+            "_log_step": 3 * 3,
+            "_calculate_rewards": 3,
+        }
 
 
 def test_tools_that_only_one_of_two_processes_calls(forked):
