@@ -13,6 +13,7 @@ compares them (`top_entropy_quantile`) depends on which samples are in one, and 
 Legend: R processes, G groups of one process in an optimizer step.
 """
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -20,7 +21,8 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
-from qerl.trainer.batch import Batch
+from qerl.settings.config import QeRLConfig
+from qerl.trainer.batch import Batch, on_host, padded
 from qerl.trainer.dynamic_sampling import replace_groups, samples_of
 
 
@@ -59,10 +61,34 @@ def moves(owner_RG: Sequence[Sequence[int]]) -> list[Move]:
     return [Move(r, g, owner_RG[r][g], next(places[owner_RG[r][g]])) for r, g in leaving]
 
 
+def dealt(batch: Batch, rows: Sequence[int], args: QeRLConfig, pad: int, accelerator: Accelerator) -> Batch:
+    """The batch of this process once groups have changed places; every process must call this.
+
+    Args:
+        batch: Scored samples of this process, whole groups side by side.
+        rows: Those that the update will compute.
+        args: Settings of the run.
+        pad: Pad token of the ids.
+        accelerator: Of the run.
+    """
+    assert args.num_generations is not None and args.steps_per_generation is not None
+    size, in_step = (
+        args.num_generations,
+        math.gcd(args.steps_per_generation, args.gradient_accumulation_steps),
+    )
+    span, cut = divmod(in_step * args.per_device_train_batch_size, size)
+    if cut:  # a step that cuts groups is left as it is
+        return batch
+    lengths, computed = padded(on_host(batch)).lengths, set(rows)
+    groups = [range(start, start + size) for start in range(0, len(lengths.own_B), size)]
+    tokens = [lengths.tokens([row for row in group if row in computed]) for group in groups]
+    return balanced(batch, tokens, span, size, pad, accelerator)
+
+
 def balanced(
     batch: Batch, tokens: Sequence[int], span: int, size: int, pad: int, accelerator: Accelerator
 ) -> Batch:
-    """The batch of this process once groups have changed places; every process must call this.
+    """As `dealt`, by the costs of groups.
 
     Args:
         batch: Scored samples of this process, whole groups side by side.

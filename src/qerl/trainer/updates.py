@@ -8,7 +8,6 @@ Legend: B samples of a microbatch, C completion columns.
 """
 
 import contextlib
-import math
 from functools import partial
 from typing import Any
 
@@ -19,7 +18,7 @@ from qerl.errors import QeRLError
 from qerl.families.parts import base_model
 from qerl.fp4.linear import dense_weights_kept
 from qerl.kernels.upload import upload
-from qerl.trainer.balance import balanced
+from qerl.trainer.balance import dealt
 from qerl.trainer.batch import NOISY_KEY, NOISY_LOGPS_KEY, Batch, on_host, padded, padded_rollout
 from qerl.trainer.correction import Correction, Mismatch, loss_mask, rows_with_gradient
 from qerl.trainer.microbatches import Microbatches
@@ -86,23 +85,13 @@ class UpdateTrainer(RolloutTrainer):
             return generation_batch
         slices = self.args.steps_per_generation
         if self._step % self._generate_every == 0 or self._buffered_inputs is None:
-            batch = self._dealt(self._generate_and_score_completions(generation_batch))
+            batch = self._generate_and_score_completions(generation_batch)
+            if self.accelerator.num_processes > 1:
+                rows = self._rows_to_compute(on_host(batch))
+                batch = dealt(batch, rows, self.args, self._tokenizer.pad_token_id, self.accelerator)
             self._buffered_inputs = split_tensor_dict(self._with_noisy_logps(batch), slices)
         self._microbatches.know(self._buffered_inputs)
         return self._buffered_inputs[self._step % slices]
-
-    def _dealt(self, batch: Batch) -> Batch:
-        """The batch once groups have changed places, so that every process has about as much to compute."""
-        size, args = self.num_generations, self.args
-        in_step = math.gcd(args.steps_per_generation, args.gradient_accumulation_steps)
-        span, cut = divmod(in_step * args.per_device_train_batch_size, size)
-        if self.accelerator.num_processes == 1 or cut:  # a step that cuts groups is left as it is
-            return batch
-        known = on_host(batch)
-        rows, lengths = set(self._rows_to_compute(known)), padded(known).lengths
-        groups = [range(start, start + size) for start in range(0, len(lengths.own_B), size)]
-        tokens = [lengths.tokens([row for row in group if row in rows]) for group in groups]
-        return balanced(batch, tokens, span, size, self._tokenizer.pad_token_id, self.accelerator)
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         """Wraps TRL's: times it with its rollout, and does the step again where memory runs out."""
@@ -193,8 +182,7 @@ class UpdateTrainer(RolloutTrainer):
 
     @property
     def _losses_meet(self) -> bool:
-        """Whether processes must meet in a loss: where a token's place among those of all decides, or an
-        entropy bonus that follows the entropy of all."""
+        """Whether processes meet in a loss, which compares its tokens or their entropy with all."""
         return self.top_entropy_quantile < 1.0 or self.use_adaptive_entropy
 
     def _loss_of(self, inputs: Batch, outputs: Outputs, rows: list[int]) -> torch.Tensor:
@@ -214,9 +202,7 @@ class UpdateTrainer(RolloutTrainer):
         metrics["entropy"].pop()  # of all rows, though only these were computed; `Mismatch` has it
         if self.loss_type == "vespo":
             computed_B1 = computed_BC.any(dim=1, keepdim=True)
-            totals = torch.stack([(self._phi_B1 * computed_B1).sum().float(), computed_B1.sum().float()])
-            late = LateMetric(totals.detach(), "mean", of_nothing=float("nan"))  # NaN is in no log
-            metrics["vespo/phi_seq_mean"][-1] = late
+            metrics["vespo/phi_seq_mean"][-1] = LateMetric.mean_of(self._phi_B1, computed_B1)
         return loss
 
     def get_gamma_weights(self, **kwargs: Any) -> torch.Tensor:

@@ -34,6 +34,12 @@ class LateMetric:
     kind: Literal["mean", "min", "max"]
     of_nothing: float = 0.0
 
+    @classmethod
+    def mean_of(cls, values: torch.Tensor, mask: torch.Tensor) -> "LateMetric":
+        """The mean over what the masks of all processes hold; NaN, which no log has, if that is nothing."""
+        totals = torch.stack([(values * mask).sum().float(), mask.sum().float()])
+        return cls(totals.detach(), "mean", of_nothing=math.nan)
+
     def value(self, parts_Rn: torch.Tensor) -> float:
         """The number, given the parts of all R processes, on the CPU."""
         if self.kind == "mean":
