@@ -1,6 +1,9 @@
-"""A run on two processes: collectives stay in step, and the adapter that comes out has moved."""
+"""A run on two processes, of one machine or of two: collectives stay in step, and the adapter has moved."""
 
 import json
+import os
+import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -42,10 +45,32 @@ UNEQUAL = WHOLE | {
     "noise_target_kl": 1e-4,
     "vllm_importance_sampling_mode": "token_balance",
 }
-BY_PROCESS = """import os
+BY_PROCESS = """import collections, json, os, traceback
+
+import torch.distributed as dist
+
+import qerl.trainer.balance
+
+qerl.trainer.balance.moves = lambda owners: []  # or processes would differ less
+MEETINGS = collections.Counter()  # of processes, by the method of the trainer in which they meet
+
+
+def counted(meet):
+    def counts(*args, **kwargs):
+        frames = {frame.name for frame in traceback.extract_stack()}
+        MEETINGS.update(frames & {"_compute_loss", "_log_step", "_calculate_rewards"})
+        return meet(*args, **kwargs)
+
+    return counts
+
+
+for name in ("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "broadcast"):
+    setattr(dist, name, counted(getattr(dist, name)))
 
 
 def by_process(completions, **kwargs):
+    with open(__file__ + "." + os.environ["RANK"], "w") as file:
+        json.dump(MEETINGS, file)
     return [float(i * int(os.environ["RANK"])) for i in range(len(completions))]
 """
 TOOLS = {
@@ -105,6 +130,14 @@ def last_token(completion_ids, log_extra, **columns):
     log_extra("last", [ids[-1] for ids in completion_ids])
     return [float(ids[-1] % 2) for ids in completion_ids]
 """
+SLURM = {
+    "scontrol": "echo localhost; echo localhost",
+    "srun": """for node in 0 1; do "$@" >"${0%/*}/machine-$node.log" 2>&1 & jobs[node]=$!; done
+for node in 0 1; do wait "${jobs[node]}" || { status=$?; cat "${0%/*}/machine-$node.log"; }; done
+exit "${status:-0}\"""",
+    "torchrun": 'exec "$PYTHON" -m torch.distributed.run "$@"',
+}
+"""What the job calls: a step of SLURM is its command twice, one for each machine."""
 SAME_LOGS = """import json, os
 
 
@@ -136,18 +169,25 @@ def forked(tmp_path_factory, tiny_runs):
     (folder / "last.py").write_text(LAST_TOKENS)
     runs["stops"] = STOPS | {"reward_files": [f"{folder / 'last.py'}:last_token"]}
     recipes = [write_recipe(tiny_runs, folder / name, settings) for name, settings in runs.items()]
-    run_command("-m", "tests.support.two_processes", *recipes)
+    run_python("-m", "tests.support.two_processes", *recipes)
     return folder
 
 
-def test_a_launcher_starts_two_processes(tiny_runs, tmp_path, forked):
+@pytest.fixture(scope="module")
+def launched(tmp_path_factory, tiny_runs):
+    """Folder of a run whose two processes one launcher has started."""
+    run = tmp_path_factory.mktemp("launched") / "whole"
+    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
+    run_python(*launch, "-m", "qerl", "train", write_recipe(tiny_runs, run, WHOLE))
+    return run
+
+
+def test_a_launcher_starts_two_processes(launched, forked):
     """DAPO: ranks differ in samples, live groups, even in having a loss at all.
 
     In chunks, of which ranks have different numbers, the result is the same.
     """
-    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
-    run_command(*launch, "-m", "qerl", "train", write_recipe(tiny_runs, tmp_path / "whole", WHOLE))
-    rows, adapter = results(tmp_path / "whole")
+    rows, adapter = results(launched)
     assert [row["noise/norms"] for row in rows[:4]] == [0, 0, 4, 4]
     assert any(torch.any(tensor != 0) for name, tensor in adapter.items() if "lora_B" in name)
     chunk_rows, chunk_adapter = results(forked / "chunks")
@@ -158,16 +198,49 @@ def test_a_launcher_starts_two_processes(tiny_runs, tmp_path, forked):
         torch.testing.assert_close(chunk_adapter[name], tensor, rtol=0, atol=1e-4)
 
 
+def test_launchers_of_two_machines_find_each_other(launched, tiny_runs, tmp_path):
+    """The job of docs/training.md, with a stand-in for SLURM: its two launchers run here, side by side.
+
+    The adapter is that of one launcher with two processes, bit for bit.
+    """
+    job = tmp_path / "train.sh"
+    job.write_text(documented_job())
+    for name, text in SLURM.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    recipe = write_recipe(tiny_runs, tmp_path / "apart", WHOLE)
+    env = os.environ | {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "PYTHON": sys.executable,
+        "SLURM_JOB_ID": str(free_port() - 20000),
+        "SLURM_JOB_NODELIST": "localhost,localhost",
+        "SLURM_NNODES": "2",
+    }
+    run_command("bash", "-eu", str(job), recipe, env=env)
+    machines = [(tmp_path / f"machine-{node}.log").read_text() for node in (0, 1)]
+    assert sum("step 1/4" in text for text in machines) == 1, "what is said is said by one of the two"
+    adapter, alone = results(tmp_path / "apart")[1], results(launched)[1]
+    assert adapter.keys() == alone.keys()
+    for name, tensor in alone.items():
+        assert torch.equal(adapter[name], tensor), name
+
+
 def test_processes_that_differ_in_forward_passes_from_the_second_step_on(forked):
     """The first process computes one sample, the second several chunks: no collective meets another one.
 
     Nor where half of the samples are noisy, the others' probabilities under noise are computed beside them,
-    and sigma follows the KL of both processes.
+    and sigma follows the KL of both processes. In a loss there is no collective at all: its metrics travel
+    when the step ends.
     """
     rows, _ = results(forked / "unequal")
     assert [row["noise/kl_target"] for row in rows[:4]] == pytest.approx([0, 0, 1e-4, 1e-4])
     assert rows[2]["noise/kl"] > 1e-4 and rows[3]["noise/sigma"] < rows[2]["noise/sigma"]
     assert [row["grad_norm"] > 0 for row in rows[:4]] == [True] * 4
+    for rank in (0, 1):  # in front of the fourth step's rewards
+        assert json.loads((forked / f"rewards.py.{rank}").read_text()) == {
+            "_log_step": 3 * 3,
+            "_calculate_rewards": 3,
+        }
 
 
 def test_tools_that_only_one_of_two_processes_calls(forked):
@@ -234,11 +307,34 @@ def write_recipe(fields, run, settings):
     return str(recipe)
 
 
-def run_command(*words):
+def documented_job():
+    """The SLURM job of docs/training.md."""
+    text = (ROOT / "docs" / "training.md").read_text()
+    job = re.search(r"^    #!/bin/bash\n(?:(?:    .*)?\n)+", text, re.MULTILINE)
+    assert job is not None
+    return job[0].replace("\n    ", "\n").strip() + "\n"
+
+
+def free_port():
+    """A port from 20000 to 39999 on which nobody listens."""
+    for port in range(20000 + os.getpid() % 20000, 40000):
+        with socket.socket() as free:
+            if free.connect_ex(("localhost", port)):
+                return port
+    raise AssertionError("no free port")
+
+
+def run_python(*words):
     """Run Python with these arguments in the repository; what it wrote is shown where it fails."""
-    command = [sys.executable, *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, cwd=ROOT)
-    assert done.returncode == 0, done.stderr[-2000:]
+    run_command(sys.executable, *words)
+
+
+def run_command(*command, env=None):
+    """Run a command in the repository; what it wrote is shown where it fails."""
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=240, check=False, cwd=ROOT, env=env
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr)[-2000:]
 
 
 def results(run):

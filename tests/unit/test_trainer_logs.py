@@ -15,6 +15,7 @@ from qerl.run_folder import read_metrics
 from qerl.settings.config import QeRLConfig
 from qerl.trainer.callbacks import MetricsFile
 from qerl.trainer.grpo import QeRLTrainer
+from qerl.trainer.trl.late_metrics import settle
 from tests.support.trainer import DATA, GROUP, settings
 
 SCIENCE = {
@@ -186,6 +187,7 @@ def test_vespos_weight_is_of_the_computed_samples(make, monkeypatch):
 
     monkeypatch.setattr(GRPOTrainer, "get_gamma_weights", staticmethod(spy))
     trainer.compute_loss(trainer.model, batch)
+    settle(trainer._metrics["train"], trainer.accelerator)
     expected = seen["phi"][batch["advantages"] != 0].mean().item()
     assert trainer._metrics["train"]["vespo/phi_seq_mean"] == [pytest.approx(expected)]
 

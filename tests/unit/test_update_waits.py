@@ -5,14 +5,13 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from trl.trainer import grpo_trainer
 
 from qerl.kernels.upload import upload
 from qerl.settings.config import QeRLConfig
 from qerl.trainer import updates
 from qerl.trainer.correction import Mismatch
 from qerl.trainer.grpo import QeRLTrainer
-from qerl.trainer.trl.late_numbers import fetch, kept_on_device
+from qerl.trainer.trl.late_metrics import LateMetric
 from qerl.update import chunks, joined_row
 from tests.support.models import move_adapter
 from tests.support.trainer import DATA, ScriptedEngine, settings, sum_reward
@@ -86,27 +85,8 @@ def test_a_loss_waits_for_nothing(loss_on_meta, options):
     assert loss.is_meta
     trained = [p for p in trainer.model.parameters() if p.requires_grad]
     assert trained and all(p.grad is not None and p.grad.is_meta for p in trained)
-    late = [x for values in trainer._metrics["train"].values() for x in values if torch.is_tensor(x)]
-    assert late, "TRL's metrics are still on the device"
-
-
-@pytest.mark.parametrize("values", [[2.0, float("nan"), -1.0], [float("nan")] * 2, [3.0]])
-def test_extremes_without_nan_are_those_of_trl(values):
-    values = torch.tensor(values)
-    expected = [grpo_trainer.nanmin(values), grpo_trainer.nanmax(values)]
-    with kept_on_device():
-        found = [grpo_trainer.nanmin(values), grpo_trainer.nanmax(values)]
-    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
-
-
-def test_numbers_are_fetched_as_they_were():
-    x = torch.tensor([0.1, -2.5])
-    with kept_on_device():
-        late = [x.min().item(), x.max().item()]
-    metrics = {"a": [late[0], 3.0], "b": [late[1]], "c": []}
-    fetch(metrics)
-    assert metrics == {"a": [x.min().item(), 3.0], "b": [x.max().item()], "c": []}
-    assert all(type(value) is float for values in metrics.values() for value in values)
+    late = [x for values in trainer._metrics["train"].values() for x in values if isinstance(x, LateMetric)]
+    assert late and all(x.parts.is_meta for x in late), "TRL's metrics are still on the device"
 
 
 @pytest.mark.parametrize("microbatches", [1, 4])

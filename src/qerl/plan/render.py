@@ -90,8 +90,9 @@ def advice(plan: MemoryPlan, proposal: MemoryPlan | None) -> str:
 
 def _title(plan: MemoryPlan, name: str) -> str:
     work = plan.work
+    where = f", on each of {work.processes} GPUs" if work.processes > 1 else ""
     return (
-        f"{name}, {work.weights} weights, LoRA rank {work.rank}; samples of {work.prompt_tokens} + "
+        f"{name}, {work.weights} weights, LoRA rank {work.rank}{where}; samples of {work.prompt_tokens} + "
         f"{work.completion_tokens} tokens, {work.sequences} side by side in the rollout, {work.microbatch} "
         f"in a microbatch of the update, {_checkpointing(plan)}. GB are 10^9 bytes; of the GPU's memory "
         f"{_gb(plan.capacity)} of them are usable."

@@ -48,7 +48,7 @@ from qerl.trainer.correction import Mismatch
 from qerl.trainer.dynamic_sampling import empty_log
 from qerl.trainer.others import check_others
 from qerl.trainer.trl.evaluation import name_metrics
-from qerl.trainer.trl.late_numbers import fetch
+from qerl.trainer.trl.late_metrics import settle
 from qerl.trainer.trl.reference import none_by_trl
 from qerl.trainer.trl.tables import written_whole
 from qerl.trainer.updates import UpdateTrainer
@@ -195,7 +195,6 @@ class QeRLTrainer(UpdateTrainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Wraps TRL's, which takes the mean of each metric and writes the table of completions."""
-        fetch(self._metrics["train"])
         if not (self.log_completions and self.accelerator.is_main_process):
             return super().log(logs, start_time)
         run = Path(str(self.args.output_dir))
@@ -221,6 +220,7 @@ class QeRLTrainer(UpdateTrainer):
 
     def _log_step(self) -> None:
         """Log what is known of an optimizer step once it is done; reading the sums waits for the device."""
+        settle(self._metrics["train"], self.accelerator)
         metrics = self._mismatch.metrics(self.accelerator)
         self._mismatch = Mismatch.none(self.accelerator.device)
         noise_kl = metrics.pop("noise/kl")

@@ -18,6 +18,7 @@ from qerl.errors import QeRLError
 from qerl.families.parts import base_model
 from qerl.fp4.linear import dense_weights_kept
 from qerl.kernels.upload import upload
+from qerl.trainer.balance import dealt
 from qerl.trainer.batch import NOISY_KEY, NOISY_LOGPS_KEY, Batch, on_host, padded, padded_rollout
 from qerl.trainer.correction import Correction, Mismatch, loss_mask, rows_with_gradient
 from qerl.trainer.microbatches import Microbatches
@@ -26,7 +27,7 @@ from qerl.trainer.ready import ready_for_rows
 from qerl.trainer.rollouts import RolloutTrainer
 from qerl.trainer.trl.forward import score_rows
 from qerl.trainer.trl.known_outputs import KnownOutputs
-from qerl.trainer.trl.late_numbers import kept_on_device
+from qerl.trainer.trl.late_metrics import LateMetric, metrics_later
 from qerl.trainer.trl.recompute import accept_every_n_layers, recompute_every_layer
 from qerl.trainer.trl.reference import add_reference
 from qerl.trainer.trl.trials import Trials
@@ -84,8 +85,11 @@ class UpdateTrainer(RolloutTrainer):
             return generation_batch
         slices = self.args.steps_per_generation
         if self._step % self._generate_every == 0 or self._buffered_inputs is None:
-            batch = self._with_noisy_logps(self._generate_and_score_completions(generation_batch))
-            self._buffered_inputs = split_tensor_dict(batch, slices)
+            batch = self._generate_and_score_completions(generation_batch)
+            if self.accelerator.num_processes > 1:
+                rows = self._rows_to_compute(on_host(batch))
+                batch = dealt(batch, rows, self.args, self._tokenizer.pad_token_id, self.accelerator)
+            self._buffered_inputs = split_tensor_dict(self._with_noisy_logps(batch), slices)
         self._microbatches.know(self._buffered_inputs)
         return self._buffered_inputs[self._step % slices]
 
@@ -164,8 +168,8 @@ class UpdateTrainer(RolloutTrainer):
             if outputs is not None:
                 return self._loss_of(inputs, outputs, rows)
         chunks = self._retry.split(rows, batch.lengths)
-        if self.accelerator.num_processes > 1:  # the loss gathers: every rank computes it as many times
-            rebuild_buckets(model)
+        rebuild_buckets(model)
+        if self._losses_meet and self.accelerator.num_processes > 1:  # each computes as many of them
             chunks = [[] for _ in range(max(self._of_ranks(len(chunks))) - len(chunks))] + chunks
         return loss_in_chunks(
             partial(self._forward, model, batch),
@@ -175,6 +179,11 @@ class UpdateTrainer(RolloutTrainer):
             partial(self._trials.no_trace, model),
             look_ahead=self.top_entropy_quantile < 1.0,
         )
+
+    @property
+    def _losses_meet(self) -> bool:
+        """Whether processes meet in a loss, which compares its tokens or their entropy with all."""
+        return self.top_entropy_quantile < 1.0 or self.use_adaptive_entropy
 
     def _loss_of(self, inputs: Batch, outputs: Outputs, rows: list[int]) -> torch.Tensor:
         """TRL's loss of a microbatch, given the policy's outputs for these rows."""
@@ -187,13 +196,13 @@ class UpdateTrainer(RolloutTrainer):
             inputs, known.logps_BC.detach(), known.entropy_BC, computed_BC
         )
         self._mismatch += mismatch
-        with contextlib.nullcontext() if self.use_adaptive_entropy else kept_on_device():
+        with contextlib.nullcontext() if self._losses_meet else metrics_later(self):
             loss = super()._compute_loss(known, inputs)
-        metrics = self._metrics["train" if self.model.training else "eval"]
+        metrics: dict[str, list[Any]] = self._metrics["train"]
         metrics["entropy"].pop()  # of all rows, though only these were computed; `Mismatch` has it
         if self.loss_type == "vespo":
             computed_B1 = computed_BC.any(dim=1, keepdim=True)
-            metrics["vespo/phi_seq_mean"][-1] = self._mean_over_ranks(self._phi_B1, computed_B1)
+            metrics["vespo/phi_seq_mean"][-1] = LateMetric.mean_of(self._phi_B1, computed_B1)
         return loss
 
     def get_gamma_weights(self, **kwargs: Any) -> torch.Tensor:
@@ -277,10 +286,3 @@ class UpdateTrainer(RolloutTrainer):
         decoder = base_model(model).base_model if model is self.ref_model else self._decoder
         device, by_stretch = self.accelerator.device, self.update_path.by_stretch
         return score_rows(model, decoder, batch, rows, by_stretch, device, self._entropy_bonus_enabled)
-
-    def _mean_over_ranks(self, values_BC: torch.Tensor, mask_BC: torch.Tensor) -> torch.Tensor:
-        """The mean over what the masks of all ranks hold, a scalar; NaN, which no log has, where that is
-        nothing."""
-        totals = torch.stack([(values_BC * mask_BC).sum().float(), mask_BC.sum().float()]).detach()
-        total, count = self.accelerator.reduce(totals, "sum")
-        return total / count
