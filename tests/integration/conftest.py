@@ -52,6 +52,7 @@ def make_tiny_run(tiny_model, tiny_tokenizer, folder: Path) -> Callable[..., dic
             "eval_strategy": "steps",
             "eval_steps": 1,
             "eval_samples": 2,
+            "noise": True,
             "noise_sigma_start": 0.2,
             "noise_sigma_end": 0.1,
             "noise_stages": 3,

@@ -150,8 +150,8 @@ def _check_noise_share(config: GRPOConfig) -> None:
         )
     if config.vllm_importance_sampling_mode == "token_balance" and config.noise_share == 1.0:
         raise QeRLError(
-            "token_balance weighs by a mixture of clean and noisy samples; set noise_share below 1, or "
-            "vllm_importance_sampling_mode: token_truncate."
+            "token_balance weighs by a mixture of clean and noisy samples; set noise: true and noise_share "
+            "below 1, or vllm_importance_sampling_mode: token_truncate."
         )
     if config.noise_in_loss and config.noise_share < 1.0:
         raise QeRLError(
