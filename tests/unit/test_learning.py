@@ -127,9 +127,9 @@ def test_noise_is_in_the_rollouts_and_not_in_the_update(make, monkeypatch):
 
 def test_the_stage_without_noise_is_a_run_without_noise(make):
     runs = []
-    for noise in (True, False):
+    for noise in ({"noise": True, "noise_stages": 2, "noise_sigma_start": 0.3}, {"noise": False}):
         torch.manual_seed(0)
-        trainer = make(noise=noise, noise_stages=2, noise_sigma_start=0.3, max_steps=4)
+        trainer = make(max_steps=4, **noise)
         at_two = []
         log = trainer.log
         trainer.log = lambda *a, t=trainer, log=log, at=at_two: (at.append(weights(t)), log(*a))[1]
