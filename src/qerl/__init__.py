@@ -1,8 +1,8 @@
 """QeRL: reinforcement learning of large language models on few GPUs.
 
 A frozen base model in NVFP4 (4-bit floats, two-level scaling), LoRA adapters in 16 or 32 bits, GRPO or DAPO,
-and noise in the RMSNorm weights during rollouts that is annealed in stages (arXiv 2510.11696). One packed
-copy of the weights serves rollout and training.
+and, if asked for, noise in the RMSNorm weights during rollouts that is annealed in stages (arXiv 2510.11696).
+One packed copy of the weights serves rollout and training.
 
 What a script needs is imported from here: ``from qerl import QeRLConfig, QeRLTrainer``. Each name is loaded
 when it is first asked for (PEP 562), so that ``import qerl`` by itself loads neither torch nor transformers.

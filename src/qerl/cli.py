@@ -286,12 +286,11 @@ def _plan(args: argparse.Namespace) -> int:
 
 
 def _demo(args: argparse.Namespace) -> int:
-    from qerl.demo import fewer_stages, run_demo
+    from qerl.demo import run_demo
     from qerl.settings.recipe import load_config
 
-    fields = _values(args.fields)
     recipe = args.recipe or ("demo-tools" if args.tools else "demo")
-    return run_demo(load_config([recipe], fields | fewer_stages(recipe, fields)), console)
+    return run_demo(load_config([recipe], _values(args.fields)), console)
 
 
 def _recipes(_: argparse.Namespace) -> None:

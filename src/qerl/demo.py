@@ -28,7 +28,7 @@ from qerl.models.hub import local_checkpoint
 from qerl.report import terminal_curve, write_report
 from qerl.run_folder import read_metrics
 from qerl.settings.config import QeRLConfig
-from qerl.settings.recipe import changed, load_config
+from qerl.settings.recipe import changed
 from qerl.trainer.run import train
 from qerl.weight_formats import FORMATS
 
@@ -62,20 +62,6 @@ def run_demo(config: QeRLConfig, console: Console) -> int:
     _show(run.folder, before, after, console)
     console.print(f"time: {(time.perf_counter() - start) / 60:.1f} minutes, seed {config.seed}")
     return 0
-
-
-def fewer_stages(recipe: str, fields: dict[str, Any]) -> dict[str, int]:
-    """The field that fits the noise's stages to a demo that was made shorter, where nobody has said how many.
-
-    Args:
-        recipe: Name or path of the recipe.
-        fields: Fields of the command line. Those of a run that was not made shorter need nothing.
-    """
-    steps = fields.get("max_steps")
-    if not isinstance(steps, int) or steps < 2 or "noise_stages" in fields:
-        return {}
-    stages = load_config([recipe], {}).noise_stages
-    return {"noise_stages": steps} if steps < stages else {}
 
 
 def one_microbatch(config: QeRLConfig) -> dict[str, Any]:

@@ -194,6 +194,7 @@ class Bench:
             "eval_strategy": "steps",
             "eval_steps": 2,
             "eval_samples": 2,
+            "noise": True,
             "noise_sigma_start": 0.2,
             "noise_sigma_end": 0.1,
             "noise_stages": 3,

@@ -163,6 +163,7 @@ def recipe(folder: Path, model: str | None) -> dict[str, Any]:
         "eval_strategy": "steps",
         "eval_steps": 2,
         "eval_samples": 4,
+        "noise": True,
         "noise_stages": 3,
         "report_to": "none",
         "use_cpu": torch.cuda.device_count() < 2,

@@ -52,12 +52,10 @@ def make_tiny_run(tiny_model, tiny_tokenizer, folder: Path) -> Callable[..., dic
             "eval_strategy": "steps",
             "eval_steps": 1,
             "eval_samples": 2,
-            "noise_sigma_start": 0.2,
-            "noise_sigma_end": 0.1,
-            "noise_stages": 3,
             "report_to": "none",
             "use_cpu": True,
         }
-        return values | changes
+        noise = {"noise": True, "noise_sigma_start": 0.2, "noise_sigma_end": 0.1, "noise_stages": 3}
+        return values | (noise if changes.get("noise", True) else {}) | changes
 
     return fields

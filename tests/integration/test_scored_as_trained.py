@@ -15,7 +15,7 @@ from qerl.rollout.portable.engine import PortableEngine
 from qerl.settings.recipe import load_config
 from qerl.trainer.run import build
 
-ONE_STEP = {"max_steps": 1, "save_steps": 1, "noise_stages": 2, "noise": False, "eval_strategy": "no"}
+ONE_STEP = {"max_steps": 1, "save_steps": 1, "noise": False, "eval_strategy": "no"}
 
 
 def trained(tiny_run, tmp_path, capsys, **changes):

@@ -152,7 +152,7 @@ def test_settings_may_be_left_out(llama_folder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     rows = Dataset.from_dict({"prompt": ["a", "b"]})
     trainer = QeRLTrainer(str(llama_folder), ones, train_dataset=rows)
-    assert trainer.args.output_dir == "tiny-llama-GRPO" and trainer.args.noise
+    assert trainer.args.output_dir == "tiny-llama-GRPO" and not trainer.args.noise
     with pytest.raises(QeRLError, match="args is a dict; pass a QeRLConfig"):
         QeRLTrainer(str(llama_folder), ones, {"output_dir": "o"}, rows)
 
@@ -302,6 +302,6 @@ def test_the_length_penalty_is_one_of_the_rewards(make):
 def test_noise_of_a_run_that_is_too_short_is_refused_before_the_first_rollout(make):
     del make
     with pytest.raises(QeRLError, match="10 stages but the run only 3 steps"):
-        QeRLConfig(output_dir="o", max_steps=3)
+        QeRLConfig(output_dir="o", max_steps=3, noise=True)
     assert QeRLConfig(output_dir="o", max_steps=30).noise_schedule_of(30).sigma(0) == 0.0
     assert torch.tensor(QeRLConfig(output_dir="o").noise_schedule_of(30).sigma(29)) > 0

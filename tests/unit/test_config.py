@@ -14,7 +14,7 @@ from qerl.errors import QeRLError
 from qerl.settings.config import QeRLConfig
 from qerl.settings.contradictions import check_processes
 from qerl.settings.foreign import INSTEAD
-from qerl.settings.recipe import FIELDS, dump, load_config, parse_value, read_recipe
+from qerl.settings.recipe import FIELDS, dump, load_config, parse_value, read_recipe, resolved
 
 PAPER = [
     *product(["gsm8k"], ["qwen2.5-3b", "qwen2.5-7b"]),
@@ -41,6 +41,17 @@ def test_the_dump_of_a_run_is_a_recipe_that_gives_the_same_run(tmp_path):
     again = load_config([tmp_path / "config.yaml"], {})
     assert dump(again) == dump(config)
     assert again.generation_batch_size == config.generation_batch_size
+
+
+def test_noise_is_off_and_one_flag_turns_on_the_papers():
+    noise = {name: value for name, value in resolved(QeRLConfig(**MINIMAL)).items() if "noise" in name}
+    assert not noise["noise"]
+    uncorrected = QeRLConfig(**MINIMAL, noise=True, vllm_importance_sampling_correction=False)
+    for config in (QeRLConfig(**MINIMAL, noise=True), uncorrected):
+        assert {name: getattr(config, name) for name in noise} == noise | {"noise": True}
+    schedule = uncorrected.noise_schedule_of(100)
+    assert [schedule.sigma(step) for step in (9, 10, 99)] == [0.0, 1e-2, pytest.approx(5e-4)]
+    assert (noise["noise_scale"], noise["noise_schedule"]) == ("absolute", "exponential")
 
 
 def test_algorithm_fills_only_what_is_unset():

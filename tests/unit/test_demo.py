@@ -7,7 +7,7 @@ import torch
 from rich.console import Console
 
 from qerl.cli import main
-from qerl.demo import conversation, fewer_stages, one_microbatch, score_demo
+from qerl.demo import conversation, one_microbatch, score_demo
 from qerl.environments import get_environment
 from qerl.eval.policy import Loading, Policy
 from qerl.settings.recipe import changed, load_config
@@ -31,15 +31,6 @@ def test_changed_settings_are_the_others_with_a_field_replaced() -> None:
     differ = {name for name, value in after.to_dict().items() if before.to_dict()[name] != value}
     assert differ == {"seed"}
     assert before.seed != 7
-
-
-def test_a_demo_made_shorter_has_fewer_stages_of_noise() -> None:
-    assert fewer_stages("demo", {"max_steps": 2}) == {"noise_stages": 2}
-    load_config(["demo"], {"max_steps": 2} | fewer_stages("demo", {"max_steps": 2}))
-    assert fewer_stages("demo", {"max_steps": 30}) == fewer_stages("demo", {}) == {}
-    assert (
-        fewer_stages("demo", {"max_steps": 2, "noise_stages": 3}) == {}
-    )  # what is said is checked, not changed
 
 
 def multiplies(row, so_far: str) -> str:

@@ -127,9 +127,9 @@ def test_noise_is_in_the_rollouts_and_not_in_the_update(make, monkeypatch):
 
 def test_the_stage_without_noise_is_a_run_without_noise(make):
     runs = []
-    for noise in (True, False):
+    for noise in ({"noise": True, "noise_stages": 2, "noise_sigma_start": 0.3}, {"noise": False}):
         torch.manual_seed(0)
-        trainer = make(noise=noise, noise_stages=2, noise_sigma_start=0.3, max_steps=4)
+        trainer = make(max_steps=4, **noise)
         at_two = []
         log = trainer.log
         trainer.log = lambda *a, t=trainer, log=log, at=at_two: (at.append(weights(t)), log(*a))[1]
@@ -190,7 +190,8 @@ def test_layers_that_are_recomputed_have_the_noise_of_the_loss(make, monkeypatch
 def test_norms_that_train_cannot_have_noise_in_the_loss(tiny_model, tiny_tokenizer, tmp_path):
     model = add_lora(tiny_model("llama"), rank=4, alpha=8, dropout=0.0)
     model.get_submodule("base_model.model.model.layers.0.input_layernorm").weight.requires_grad_(True)
-    fields = {"output_dir": str(tmp_path), "use_cpu": True, "noise_in_loss": True, "max_steps": 10}
+    fields = {"output_dir": str(tmp_path), "use_cpu": True, "noise": True, "noise_in_loss": True}
+    fields |= {"max_steps": 10}
     with pytest.raises(QeRLError, match=r"layers\.0\.input_layernorm is one that trains; freeze"):
         QeRLTrainer(model, [share], QeRLConfig(**fields), DATA, processing_class=tiny_tokenizer)
 

@@ -111,7 +111,12 @@ def test_a_gain_is_of_the_schedule_it_was_learned_with(changes, sigma, tiny_mode
     model = tiny_model("llama")
 
     def noise_of(**fields):
-        fields = {"noise_stages": 5, "noise_schedule": "constant", "noise_target_kl": 0.03} | fields
+        fields = {
+            "noise": True,
+            "noise_stages": 5,
+            "noise_schedule": "constant",
+            "noise_target_kl": 0.03,
+        } | fields
         fields |= {"output_dir": str(tmp_path), "report_to": "none", "use_cpu": True}
         return RolloutNoise(QeRLConfig(**fields), model, lambda: 50)
 

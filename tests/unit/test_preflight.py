@@ -58,7 +58,12 @@ def test_nothing_is_loaded_for_sound_settings(tmp_path, monkeypatch):
             "A step needs 4 prompts but the task arithmetic has 3",
         ),
         (
-            {"task_options": {"train_size": 12}, "gradient_accumulation_steps": 4, "num_train_epochs": 2},
+            {
+                "task_options": {"train_size": 12},
+                "gradient_accumulation_steps": 4,
+                "num_train_epochs": 2,
+                "noise": True,
+            },
             "10 stages but the run only 6 steps",
         ),
     ],

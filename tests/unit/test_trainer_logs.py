@@ -36,7 +36,9 @@ def last_token(completion_ids, **_):
 @pytest.fixture
 def make(tiny_model, tiny_tokenizer, tmp_path):
     def build(reward=last_token, eval_dataset=None, callbacks=None, **changes):
-        values = {"max_steps": 2, "learning_rate": 1e-2, "noise_stages": 2, "noise_sigma_start": 0.3}
+        values = {"max_steps": 2, "learning_rate": 1e-2}
+        if changes.get("noise"):
+            values |= {"noise_stages": 2, "noise_sigma_start": 0.3}
         model = tiny_model("llama")
         engine = PortableEngine(model, tiny_tokenizer.pad_token_id)
         return QeRLTrainer(

@@ -124,10 +124,9 @@ def _check_noise(config: GRPOConfig) -> None:
     if config.noise:
         config.noise_schedule_of(config.max_steps if config.max_steps > 0 else config.noise_stages)
     else:
-        off = {"noise_scale": "absolute", "noise_target_kl": None, "noise_in_loss": False, "noise_share": 1.0}
-        for name, value in off.items():
-            if getattr(config, name) != value:
-                raise QeRLError(f"{name} needs noise; set noise: true, or remove it.")
+        for field in dataclasses.fields(config):
+            if field.name.startswith("noise_") and getattr(config, field.name) != field.default:
+                raise QeRLError(f"{field.name} needs noise; set noise: true, or remove it.")
     _check_noise_share(config)
     if config.noise_in_loss and config.noise_target_kl is not None:
         raise QeRLError(
@@ -150,8 +149,8 @@ def _check_noise_share(config: GRPOConfig) -> None:
         )
     if config.vllm_importance_sampling_mode == "token_balance" and config.noise_share == 1.0:
         raise QeRLError(
-            "token_balance weighs by a mixture of clean and noisy samples; set noise_share below 1, or "
-            "vllm_importance_sampling_mode: token_truncate."
+            "token_balance weighs by a mixture of clean and noisy samples; set noise: true and noise_share "
+            "below 1, or vllm_importance_sampling_mode: token_truncate."
         )
     if config.noise_in_loss and config.noise_share < 1.0:
         raise QeRLError(

@@ -196,7 +196,11 @@ class OwnFields:
     )
 
     noise: bool = _help(
-        "Adaptive quantization noise in the RMSNorm weights of rollouts.", True, group="Noise"
+        "Adaptive quantization noise in the RMSNorm weights of rollouts. Off, because it helped in no study "
+        "here (docs/method.md). True is the paper's noise, for which the loss corrects; with "
+        "vllm_importance_sampling_correction: false it does not, as in the paper.",
+        False,
+        group="Noise",
     )
     noise_scale: NoiseScale = _help(
         "What sigma counts in: absolute, the units of the norm weights (the paper's), or relative, shares of "
@@ -291,7 +295,7 @@ class OwnFields:
         "and from 0 to 1 on others, which is biased; or token_balance, the ratio to the mixture of clean and "
         "noisy policy from which noise_share draws, which is at most 1 / (1 - noise_share).",
         "token_truncate",
-        instead_of_trl="Noise shifts every token a little; over a sequence that masks most long samples.",
+        instead_of_trl="With noise each token shifts a little; over a sequence that masks most long samples.",
     )
     ddp_broadcast_buffers: bool | None = _help(
         "Whether the first of several processes sends the others its buffers in every pass; it cannot be on.",

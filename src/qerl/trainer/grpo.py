@@ -66,7 +66,7 @@ class QeRLTrainer(UpdateTrainer):
             is.
         reward_funcs: One or several: functions `f(prompts, completions, **columns) -> list[float | None]`,
             and reward models or their names.
-        args: Settings; a `GRPOConfig` of TRL keeps TRL's defaults and has no noise. None is a `QeRLConfig`
+        args: Settings; a `GRPOConfig` of TRL keeps TRL's defaults. None is a `QeRLConfig`
             with its defaults, which writes to `NAME-GRPO`.
         train_dataset: Column `prompt` and what the rewards need.
         eval_dataset: The same, for evaluation; several by name in a dictionary.

@@ -2,7 +2,7 @@
 
 A `GRPOConfig` asks for what TRL would train: its fields act as TRL's documentation says, with TRL's defaults
 where ours differ (DAPO's loss, masking of whole sequences by their importance weight, a log line every ten
-steps), and nothing is added that TRL does not know: no noise. How the model is kept (weights, LoRA rank) has
+steps), and nothing is added that TRL does not know. How the model is kept (weights, LoRA rank) has
 `QeRLConfig`'s defaults, since a `GRPOConfig` cannot say it.
 
 A dataclass does not tell which fields were set, and `GRPOConfig` derives some from others, so a field counts
@@ -48,4 +48,4 @@ def as_ours(args: GRPOConfig, **own: Any) -> QeRLConfig:
             value != getattr(plain, name) or default_of(spec) != default_of(FIELDS[name])
         ):
             values[name] = value
-    return QeRLConfig(**({"noise": False} | values | own))
+    return QeRLConfig(**(values | own))
