@@ -24,7 +24,8 @@ from qerl.kernels.weights.nvfp4 import tiling_for
 from qerl.kernels.weights.packed_gemm import OUTPUT_SCALE, Tiling, padded_tokens, switches, to_operand
 
 STACK = {128: 80}
-"""Most bytes of a thread's stack by padded tokens. At 128 the fastest tilings keep a few words there: of those that keep nothing the fastest took 12 % longer, and 23 % with 99 KB (H200 treated as 8.0)."""
+"""Most bytes of a thread's stack by padded tokens. At 128 the fastest tilings keep a few words there: of
+those that keep nothing the fastest took 12 % longer, and 23 % with 99 KB (H200 treated as 8.0)."""
 
 RESOURCES = r"REG:(\d+) STACK:(\d+) SHARED:(\d+)"
 LANE = np.arange(32)
@@ -217,14 +218,18 @@ class Block:
 @pytest.mark.parametrize(
     "tokens,tiling,stages",
     [
+        (5, Tiling(2, 1, 8, 4), 2),
         (5, Tiling(2, 2, 4, 4), 2),
         (13, Tiling(4, 1, 4, 2), 1),
         (20, Tiling(4, 4, 2, 2, fragments=2), 3),
         (20, Tiling(4, 2, 2, 2, fragments=2), 2),
+        (60, Tiling(4, 4, 4, 2, fragments=2), 2),
         (60, Tiling(3, 3, 2, 2, fragments=2, split=2), 2),
         (30, Tiling(4, 2, 2, 1, fragments=2, split=2), 2),
         (40, Tiling(3, 3, 1, 1, fragments=2), 2),
         (70, Tiling(2, 2, 1, 1), 2),
+        (70, Tiling(3, 3, 1, 1, fragments=2), 2),
+        (70, Tiling(3, 3, 2, 2, fragments=2, split=2), 2),
     ],
 )
 def test_every_lane_finds_its_weights_and_activations(monkeypatch, tokens, tiling, stages):

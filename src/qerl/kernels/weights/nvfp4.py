@@ -40,8 +40,8 @@ _WGMMA_TILINGS = {
 }
 
 # By padded tokens, without: where a block has the shared memory of compute capability 8.0, and where it has
-# less. H200 treated as 8.0, microseconds of gate_up and down of 7B; the second ones had its shared memory there,
-# and more stages than cards of 99 KB have.
+# less. H200 treated as 8.0, microseconds of gate_up and down of 7B; the second ones had as much shared memory
+# there, and more stages than in 99 KB.
 _MMA_TILINGS = {
     8: (Tiling(2, 1, 16, 4), Tiling(2, 1, 8, 4)),  # 31.9 and 17.6; 35.7 and 19.3
     16: (Tiling(2, 2, 8, 4), Tiling(2, 2, 4, 4)),  # 35.8 and 19.8; 42.9 and 22.7
