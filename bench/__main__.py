@@ -12,9 +12,10 @@ from importlib import import_module
 
 import torch
 
+from bench.result import EVERYWHERE
 from qerl.errors import QeRLError
-from qerl.gpu_memory import LIMIT, limit_gb
-from qerl.kernels.cards import ARCH, asked
+from qerl.gpu_memory import limit_gb
+from qerl.kernels.cards import asked
 
 BENCHMARKS = ("rollout", "step", "kernels", "bandwidth", "parity", "study", "turns", "tail", "acceptance")
 WITHOUT_GPU = ("turns", "tail", "acceptance")
@@ -38,13 +39,11 @@ def main(arguments: list[str]) -> int:
         )
         return 2
     everywhere = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    everywhere.add_argument("--arch")
-    everywhere.add_argument("--memory")
+    for option, variable in EVERYWHERE.items():
+        everywhere.add_argument(option, dest=variable)
     chosen, options = everywhere.parse_known_args(args.arguments)
-    if chosen.arch:
-        os.environ[ARCH] = chosen.arch  # before the kernels are imported, which look at it
-    if chosen.memory:
-        os.environ[LIMIT] = chosen.memory
+    # Before the kernels are imported, which look at it.
+    os.environ.update({variable: value for variable, value in vars(chosen).items() if value})
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # a peer's process must not outlive this one
     try:
         asked()

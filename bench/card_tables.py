@@ -2,7 +2,8 @@
 
 from rich.console import Console
 
-from bench.captions import table
+from bench.captions import card as gpu_of
+from bench.captions import files, row, source, table
 from qerl.kernels import needs
 from qerl.kernels.cards import CARDS, words
 from qerl.plan.command import plan_command
@@ -54,6 +55,50 @@ def runs_on() -> str:
         ("CPU", "portable engine", "for demos and tests"),
     ]
     return table(("runs on", "rollout", "training"), lines, "").rstrip() + "\n"
+
+
+_BESIDE = ("rollout-7b-beside-arch80-h200", "step-7b-h200")
+_TREATED = ("rollout-7b-arch80-h200", "step-7b-arch80-h200")
+_GOALS = {1: 0.92, 8: 0.92, 64: 0.85, 128: 0.70}
+_STEP_GOAL = 18.5
+
+
+def older_path() -> str:
+    """What a Hopper card loses as one of compute capability 8.0, beside what it was to keep."""
+    lines: list[tuple[str | None, ...]] = []
+    for batch in (1, 8, 64, 128, 256):
+        native, treated = (row(names[0], batch=batch)["decode_tok_s"] for names in (_BESIDE, _TREATED))
+        goal = f"{100 * _GOALS[batch]:.0f} %" if batch in _GOALS else None
+        name = f"decode, {batch} sequence{'s' if batch > 1 else ''}, tokens/s"
+        lines.append((name, f"{native:.0f}", f"{treated:.0f}", f"{100 * treated / native:.0f} %", goal))
+    steps = [row(names[1]) for names in (_BESIDE, _TREATED)]
+    seconds = [f"{r['total_s']:.2f} ({r['rollout_s']:.2f}, {r['update_s']:.2f})" for r in steps]
+    share = f"{100 * steps[0]['total_s'] / steps[1]['total_s']:.0f} %"
+    lines.append(("step of 128 x 1024, s (rollout, update)", *seconds, share, f"{_STEP_GOAL} s"))
+    return table(
+        ("7B, NVFP4, LoRA rank 32", "as 9.0", "as 8.0", "speed kept", "goal"),
+        lines,
+        f"{source(*_BESIDE, *_TREATED)} 128 decoded tokens, without quack-kernels, so that 256 sequences "
+        f"take the same products on both. {files(*_BESIDE, *_TREATED)}",
+    )
+
+
+def capped() -> str:
+    """Steps on a large card that is treated as one of 24 GB."""
+    found = row("step-7b-arch80-24gb-h200")
+    head = (
+        "7B, NVFP4, LoRA rank 32", "rollout, s", "update, s", "step, s", "peak in use, 10^9 bytes", "limit",
+    )  # fmt: skip
+    limit = "25.38"  # what QERL_MEMORY_GB=24 was then
+    name = f"{found['prompts'] * found['samples']} x {found['completion_tokens']}, three steps"
+    times = (f"{found[key]:.2f}" for key in ("rollout_s", "update_s", "total_s"))
+    return table(
+        head,
+        [(name, *times, f"{found['peak_gb']:.2f}", limit)],
+        f"{gpu_of(found)} as compute capability {words((8, 0))} with 24 GB, {found['date'][:10]}, commit "
+        f"{found['commit']}. In use is what the driver says, its context included. "
+        f"{files('step-7b-arch80-24gb-h200')}",
+    )
 
 
 _MEMORIES = (16, 24, 32, 40, 48)

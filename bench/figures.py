@@ -364,6 +364,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "memory": memory,
     "small-cards": card_tables.small_cards,
     "cards": card_tables.cards,
+    "older-path": card_tables.older_path,
+    "capped": card_tables.capped,
     "runs-on": card_tables.runs_on,
     "learning": learning,
     "serve-sft": lambda: serve_tables.fine_tuning("serve-sft-smollm2-cpu"),

@@ -5,7 +5,7 @@ included, says where it comes from:
 
 - ``commit``: of the tree that was measured (`qerl.source`), with `-dirty` where its source was another;
 - ``date``: when, as 2026-11-21 or 2026-11-21 20:42 UTC;
-- ``command``: what was run;
+- ``command``: what was run, with the options that stand for `QERL_ARCH` and `QERL_MEMORY_GB`;
 - ``gpu``, or ``machine`` where no GPU was measured; ``driver`` and ``clocks_mhz`` where they were read;
 - ``arch``, the class of GPUs as one of which it was treated, where `QERL_ARCH` or ``--arch`` named one;
 - ``memory_gb``, the memory as one with which it was treated, where `QERL_MEMORY_GB` or ``--memory`` did.
@@ -15,12 +15,18 @@ keeps a file of its own whose name ends in its commit.
 """
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
+from qerl.gpu_memory import LIMIT
+from qerl.kernels.cards import ARCH
 from qerl.measure.provenance import provenance
 
 RESULTS = Path(__file__).parent / "results"
+
+EVERYWHERE = {"--arch": ARCH, "--memory": LIMIT}
+"""Options that every benchmark has, and the environment variables that each stands for."""
 
 Row = dict[str, Any]
 
@@ -29,11 +35,13 @@ def write_result(path: Path, command: str, rows: list[Row], **shared: Any) -> No
     """Write a result file, and its folder.
 
     Args:
-        command: Name and options of the benchmark.
+        command: Name and options of the benchmark, without the options that every benchmark has.
         shared: Fields that all rows share, beside :func:`provenance`.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    found = {**provenance(f"python -m bench {command}"), **shared, "rows": rows}
+    everywhere = {option: os.environ.get(variable, "") for option, variable in EVERYWHERE.items()}
+    options = "".join(f" {option} {value}" for option, value in everywhere.items() if value)
+    found = {**provenance(f"python -m bench {command}{options}"), **shared, "rows": rows}
     path.write_text(json.dumps(found, indent=1) + "\n")
 
 

@@ -13,6 +13,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from bench.__main__ import main
 from bench.bandwidth import DECODE, UPDATE, Work
+from bench.result import write_result
 from qerl.families.sizes import Sizes
 from qerl.kernels import decode, update
 from qerl.measure.random_model import as_if_trained, random_decoder, random_policy
@@ -71,6 +72,25 @@ def test_a_benchmark_may_treat_the_gpu_as_an_older_or_smaller_one(capsys, monkey
     assert "QERL_ARCH is '7'; set one of 80" in capsys.readouterr().err
     assert main(["rollout", "--arch", "80", "--memory", "much"]) == 2
     assert "QERL_MEMORY_GB is 'much'" in capsys.readouterr().err
+
+
+def test_a_result_has_the_whole_command(monkeypatch, tmp_path):
+    def measure(options):
+        write_result(tmp_path / "result.json", " ".join(["step", *options]), [])
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("bench.__main__.import_module", lambda name: SimpleNamespace(main=measure))
+    monkeypatch.setattr("bench.result.provenance", lambda command: {"command": command})
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    monkeypatch.setenv("QERL_ARCH", "")
+    monkeypatch.setenv("QERL_MEMORY_GB", "")
+    for options, asked in (
+        (["--shape", "7b"], "--shape 7b"),
+        (["--arch", "80", "--shape", "7b", "--memory", "24"], "--shape 7b --arch 80 --memory 24"),
+    ):
+        assert main(["step", *options]) == 0
+        result = json.loads((tmp_path / "result.json").read_text())
+        assert result["command"] == f"python -m bench step {asked}"
 
 
 @pytest.mark.parametrize("weights", ["nvfp4", "mxfp4", "nf4", "bf16"])

@@ -23,6 +23,10 @@ from qerl.kernels.weights import packed_gemm
 from qerl.kernels.weights.nvfp4 import tiling_for
 from qerl.kernels.weights.packed_gemm import OUTPUT_SCALE, Tiling, padded_tokens, switches, to_operand
 
+STACK = {128: 80}
+"""Most bytes of a thread's stack by padded tokens. At 128 the fastest tilings keep a few words there: of
+those that keep nothing the fastest took 12 % longer, and 23 % with 99 KB (H200 treated as 8.0)."""
+
 RESOURCES = r"REG:(\d+) STACK:(\d+) SHARED:(\d+)"
 LANE = np.arange(32)
 CODE_BYTES, SCALE_BYTES = 2048, 256
@@ -214,14 +218,18 @@ class Block:
 @pytest.mark.parametrize(
     "tokens,tiling,stages",
     [
+        (5, Tiling(2, 1, 8, 4), 2),
         (5, Tiling(2, 2, 4, 4), 2),
         (13, Tiling(4, 1, 4, 2), 1),
         (20, Tiling(4, 4, 2, 2, fragments=2), 3),
         (20, Tiling(4, 2, 2, 2, fragments=2), 2),
+        (60, Tiling(4, 4, 4, 2, fragments=2), 2),
         (60, Tiling(3, 3, 2, 2, fragments=2, split=2), 2),
         (30, Tiling(4, 2, 2, 1, fragments=2, split=2), 2),
         (40, Tiling(3, 3, 1, 1, fragments=2), 2),
         (70, Tiling(2, 2, 1, 1), 2),
+        (70, Tiling(3, 3, 1, 1, fragments=2), 2),
+        (70, Tiling(3, 3, 2, 2, fragments=2, split=2), 2),
     ],
 )
 def test_every_lane_finds_its_weights_and_activations(monkeypatch, tokens, tiling, stages):
@@ -260,14 +268,16 @@ def test_packed_gemm_compiles_for_every_class_and_fits(card, tmp_path):
     for tokens in (8, 16, 32, 64, 128) if card.number == 86 else (16, 128):
         tiling = tiling_for(tokens, card)
         stages = tiling.stages(tokens)
-        assert stages >= 2
+        assert stages >= (3 if card.shared_bytes < CARDS[8, 0].shared_bytes else 2)
         taken = stages * tiling.stage_bytes(tokens) + tiling.sums_bytes(tokens)
         compiled = tmp_path / "cubin"
         defines = switches(tiling, tokens, stages, card)
         compiled.write_bytes(compile_source(packed_gemm.SOURCE, defines, card.target))
         used = subprocess.run([cuobjdump, "--dump-resource-usage", compiled], capture_output=True, text=True)
         registers, stack, static = map(int, re.search(RESOURCES, used.stdout).groups())
-        assert registers * tiling.threads <= 1 << 16 and stack == 0, "registers are spilled"
+        assert registers * tiling.threads <= 1 << 16 and stack <= STACK.get(tokens, 0), (
+            "registers are spilled"
+        )
         assert static % 1024 + taken <= card.shared_bytes, "the driver's kilobyte is not the block's"
 
 

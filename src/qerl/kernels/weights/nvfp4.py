@@ -14,7 +14,7 @@ from functools import cache
 
 import torch
 
-from qerl.kernels.cards import Card, card_of
+from qerl.kernels.cards import CARDS, Card, card_of
 from qerl.kernels.needs import has_module
 from qerl.kernels.weights.dequantize import dequantize_tiles
 from qerl.kernels.weights.packed_gemm import (
@@ -39,16 +39,25 @@ _WGMMA_TILINGS = {
     128: Tiling(2, 2, 4, 4, 215_000),  # 119.2 and 61.4; stages half as long 130.6 and 65.8
 }
 
-# By padded tokens, without: the first that fits a card's shared memory three times is taken. Nothing was
-# timed yet; what chose them is that no accumulator is spilled and that many rows share activations.
+# By padded tokens, without: where a block has the shared memory of compute capability 8.0, and where it has
+# less. H200 treated as 8.0, microseconds of gate_up and down of 7B; the second ones had as much shared memory
+# there, and more stages than in 99 KB.
 _MMA_TILINGS = {
-    8: (Tiling(2, 2, 8, 4), Tiling(2, 2, 4, 4)),
-    16: (Tiling(2, 2, 8, 4), Tiling(2, 2, 4, 4)),
-    32: (Tiling(4, 4, 2, 2, fragments=2),),
-    64: (Tiling(3, 3, 2, 2, fragments=2),),
-    128: (Tiling(2, 2, 1, 1),),
+    8: (Tiling(2, 1, 16, 4), Tiling(2, 1, 8, 4)),  # 31.9 and 17.6; 35.7 and 19.3
+    16: (Tiling(2, 2, 8, 4), Tiling(2, 2, 4, 4)),  # 35.8 and 19.8; 42.9 and 22.7
+    32: (  # 45.7 and 25.5; 55.9 and 30.7
+        Tiling(3, 3, 4, 4, fragments=2),
+        Tiling(3, 3, 2, 2, fragments=2),
+    ),
+    64: (  # 62.3 and 33.5, in two stages; 68.6 and 37.7
+        Tiling(4, 4, 4, 2, fragments=2),
+        Tiling(3, 3, 2, 2, fragments=2),
+    ),
+    128: (  # 115.3 and 63.1, as long without the split; 123.8 and 67.3
+        Tiling(3, 3, 2, 2, fragments=2, split=2),
+        Tiling(3, 3, 1, 1, fragments=2),
+    ),
 }
-_LEAST_STAGES = 3
 _BARRIERS = 1024  # more than the kernel's own shared memory takes
 
 
@@ -56,11 +65,9 @@ def tiling_for(tokens: int, card: Card) -> Tiling:
     """How packed_gemm.cu tiles a product of at most `MAX_TOKENS` tokens, from the tables above."""
     if card.math == "wgmma":
         return _WGMMA_TILINGS[padded_tokens(tokens)]
-    fitted = [
-        replace(tiling, shared_bytes=min(tiling.shared_bytes, card.shared_bytes - _BARRIERS))
-        for tiling in _MMA_TILINGS[padded_tokens(tokens)]
-    ]
-    return next((tiling for tiling in fitted if tiling.stages(tokens) >= _LEAST_STAGES), fitted[-1])
+    large, small = _MMA_TILINGS[padded_tokens(tokens)]
+    tiling = large if card.shared_bytes >= CARDS[8, 0].shared_bytes else small
+    return replace(tiling, shared_bytes=min(tiling.shared_bytes, card.shared_bytes - _BARRIERS))
 
 
 @cache
