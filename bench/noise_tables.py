@@ -55,6 +55,9 @@ EARLIER = {"noise-wp12": "noise-wp12-6b0a637"}
 """Studies of an earlier commit, for arms that the one in their place has not run."""
 
 FORMATS = {"bf16": "BF16", "nf4": "NF4", "mxfp4": "MXFP4"}
+FORMATTED = ("wp12", "wp1")
+"""Tasks whose comparisons of formats have a table of their own."""
+
 SETTLED = 10
 """Noisy steps after which a temperature that follows an entropy is expected to have met it."""
 
@@ -246,7 +249,13 @@ def _of_task(task: str, name: str) -> dict[str, Callable[[], str]]:
     return {
         f"{task}-arms": lambda: arms(name),
         f"{task}-comparisons": lambda: comparisons(
-            name, "primary", "designs", "others", "rate", "correction"
+            name,
+            "primary",
+            "designs",
+            "others",
+            "rate",
+            "correction",
+            *(() if task in FORMATTED else ("formats",)),
         ),
         f"{task}-reached": lambda: reached(name),
         f"{task}-figures": lambda: shown(task, ""),
@@ -279,4 +288,4 @@ TABLES: dict[str, Callable[[], str]] = {
 }
 """What the marks in the pages stand for."""
 for _task, _name in TASKS.items():
-    TABLES |= _of_task(_task, _name) | (_of_formats(_task, _name) if _task != "needle" else {})
+    TABLES |= _of_task(_task, _name) | (_of_formats(_task, _name) if _task in FORMATTED else {})
