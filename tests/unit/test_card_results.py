@@ -28,8 +28,11 @@ TINY = Sizes(64, 96, 1, 2, 1, 32, 1100)
 @pytest.fixture
 def written(monkeypatch, tmp_path):
     """The file of a faked RTX 4090 whose parts take no time."""
-    gpu = SimpleNamespace(total_memory=usable_bytes(24), is_integrated=False)
+    gpu = SimpleNamespace(
+        total_memory=usable_bytes(24), is_integrated=False, pci_domain_id=0, pci_bus_id=0xCA, pci_device_id=0
+    )
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA GeForce RTX 4090")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 9))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)

@@ -136,7 +136,7 @@ def test_memory_that_a_run_does_not_take_is_said(cuda, installed, monkeypatch):
 
 
 def test_driver_without_cuda_build_of_torch(cpu, monkeypatch):
-    monkeypatch.setattr(doctor.shutil, "which", lambda name: "/usr/bin/nvidia-smi")
+    monkeypatch.setattr(doctor.shutil, "which", {"nvidia-smi": "/usr/bin/nvidia-smi"}.get)
     monkeypatch.setattr(torch.version, "cuda", None)
     assert row("GPU", "cuda").remedy == "pip install --force-reinstall torch"
     monkeypatch.setattr(torch.version, "cuda", "13.0")
