@@ -103,8 +103,8 @@ class RandomClient:
             swept = next(self._numbers)
             body = {"model_id": self._model, "seq_id": swept, "adam_params": {"learning_rate": 0}}
             outcome = self._ask("optim_step", **body)
-        before = sum(value for number, value in parts.items() if number < bad)
-        assert outcome["metrics"]["gradient"] == before, (outcome, parts, bad)
+        # The failure took the gradients of the parts before it with it.
+        assert outcome["metrics"]["gradient"] == 0, (outcome, parts, bad)
 
     def _sample(self) -> None:
         rng, number = self._rng, next(self._numbers)

@@ -7,6 +7,7 @@ import torch
 from datasets import Dataset
 from trl import GRPOTrainer
 
+from qerl.trainer.trl.late_metrics import settle
 from tests.support.agents import multiply, tool_tokenizer
 from tests.support.models import EOS
 from tests.support.tools import (
@@ -111,6 +112,7 @@ def test_loss_and_gradients_of_several_turns_equal_trl(tmp_path, options):
     for name, grad in expected.items():
         error = (actual[name] - grad).norm() / grad.norm()
         assert error < 1e-5, f"{name}: relative error {error:.1e}"
+    settle(ours._metrics["train"], ours.accelerator)
     for name in ("tools/call_frequency", "tools/failure_frequency", "completions/mean_length", "kl"):
         theirs, found = (trainer._metrics["train"].get(name) for trainer in (reference, ours))
         assert found == pytest.approx(theirs), name

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from qerl.trainer.trl.late_metrics import settle
 from tests.support.tools import (
     gradients,
     make_trainer,
@@ -45,6 +46,7 @@ def test_tokens_of_others_change_no_loss_gradient_or_metric(tmp_path):
         trainer._metrics["train"].clear()
         loss = trainer.compute_loss(trainer.model, batch)
         loss.backward()
+        settle(trainer._metrics["train"], trainer.accelerator)
         metrics = trainer._mismatch.metrics(trainer.accelerator) | {
             name: values[-1] for name, values in trainer._metrics["train"].items() if values
         }
