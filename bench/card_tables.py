@@ -92,11 +92,15 @@ def capped() -> str:
     limit = "25.38"  # what QERL_MEMORY_GB=24 was then
     name = f"{found['prompts'] * found['samples']} x {found['completion_tokens']}, three steps"
     times = (f"{found[key]:.2f}" for key in ("rollout_s", "update_s", "total_s"))
+    plan = plan_command("7b", ["gsm8k", "nvfp4-lora", "24gb"], {}, 24, Console(quiet=True))
     return table(
         head,
         [(name, *times, f"{found['peak_gb']:.2f}", limit)],
         f"{gpu_of(found)} as compute capability {words((8, 0))} with 24 GB, {found['date'][:10]}, commit "
         f"{found['commit']}. In use is what the driver says, its context included. "
+        f"The limit is {plan.capacity / 1e9:.2f} now, below that peak, and the run was not repeated. By the "
+        f"plan the recipe takes {plan.peak / 1e9:.1f} of it with 7B and leaves "
+        f"{(plan.capacity - plan.peak) / 1e9:.1f}. "
         f"{files('step-7b-arch80-24gb-h200')}",
     )
 

@@ -129,7 +129,7 @@ def test_gpu_on_which_the_kernels_were_not_run(cuda, installed, monkeypatch):
 
 def test_memory_that_a_run_does_not_take_is_said(cuda, installed, monkeypatch):
     monkeypatch.setenv("QERL_MEMORY_GB", "24")
-    assert "80.0 GiB, of which a run takes 23.6, compute" in row("GPU", "cuda:0").finding
+    assert "80.0 GiB, of which a run takes 23.3, compute" in row("GPU", "cuda:0").finding
     monkeypatch.delenv("QERL_MEMORY_GB")
     cuda.is_integrated = True
     assert "80.0 GiB, of which a run takes 60.0, compute" in row("GPU", "cuda:0").finding

@@ -9,11 +9,24 @@ import torch
 from qerl import gpu_memory
 from qerl.errors import QeRLError
 from qerl.gpu_memory import free_bytes, keep_within_limit, total_bytes, usable_bytes
+from qerl.kernels.cards import CARDS
 from qerl.rollout.paged.limits import cache_budget
 from qerl.rollout.paged.machine import Cuda
 
 GIB = 2**30
 CUDA = torch.device("cuda", 0)
+SOLD = {
+    "RTX 4080": 16, "RTX 5080": 16, "RTX 3090": 24, "RTX 4090": 24, "A30": 24, "RTX 5090": 32,
+    "A100 40GB": 40, "RTX A6000": 48, "A100": 80, "H100": 80, "RTX PRO 6000": 96, "H200": 141, "B200": 180,
+}  # fmt: skip
+"""GB with which GPUs are sold whose memory torch shows without error correction."""
+
+
+def test_a_size_leaves_a_little_less_than_cards_show_that_are_sold_with_it():
+    shown = {name: gib for card in CARDS.values() for name, gib in card.gpus}
+    for name, size in SOLD.items():
+        assert 0.985 * shown[name] < usable_bytes(size) / GIB < shown[name], name
+    assert usable_bytes(0.1) == 0
 
 
 class Gpu:

@@ -79,8 +79,8 @@ def test_the_rollout_has_the_dequantised_weight_of_long_prompts():
 @pytest.mark.parametrize(
     "model, gpu, said",
     [
-        ("14b", 16, ["max_completion_length 1280 instead", "size of qwen3-8b", "a GPU of 24 GB"]),
-        ("32b", 32, ["max_completion_length 3840", "lora_r 16 instead", "size of 14b", "a GPU of 40 GB"]),
+        ("14b", 16, ["max_completion_length 768 instead", "size of qwen3-8b", "a GPU of 24 GB"]),
+        ("32b", 32, ["max_completion_length 3328", "lora_r 16 instead", "size of 14b", "a GPU of 40 GB"]),
         ("72b", 24, ["size of 14b", "a GPU of 80 GB"]),
     ],
 )
