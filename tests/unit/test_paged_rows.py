@@ -7,6 +7,17 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from qerl.rollout.paged.rows import Rows
 from qerl.rollout.paged.scheduler import Prompt, Sequence
+from qerl.rollout.stops import Stop, StopTokens
+
+
+class Gone(Stop):
+    """Ends a turn as soon as it is told to, whatever its tokens."""
+
+    reads_tokens = False
+    now = False
+
+    def end(self, prompt_ids, token_ids, start, checked):
+        return checked + 1 if self.now else None
 
 
 def sequence(row: int, prompt: Prompt, blocks: list[int]) -> Sequence:
@@ -54,3 +65,26 @@ def test_what_sequences_have_passes_through_their_rows_unchanged():
     rows.end({2: three, 0: one, 3: none})
     assert [(each.token_ids, each.logprobs, each.entropies) for each in (three, one)] == before
     assert none.token_ids == [] and rows.state.done_T.tolist() == [1, 1, 1, 1]
+
+
+def test_tokens_are_read_in_every_round_only_for_stops_that_look_at_them():
+    rows = Rows(count=3, max_new=8, table_width=3, tile_tokens=2, device=torch.device("cpu"))
+    prompt, gone = Prompt(0, [5, 6, 7], blocks=[11]), Gone()
+    running = {row: sequence(row, prompt, [row]) for row in range(3)}
+    running[0].stops, running[1].stops, running[2].stops = (gone,), (StopTokens([99]), gone), (gone,)
+    rows.place([*running.values()])
+    rows.state.out_token_TM[:] = torch.arange(8)
+    rows.state.generated_T[:] = 3
+    generated, ended = rows.read(running)
+    assert (generated, ended) == ({0: 3, 1: 3, 2: 3}, [])
+    assert [each.token_ids for each in running.values()] == [[], [0, 1, 2], []]
+    for each in running.values():
+        each.generated = 3
+    gone.now = True
+    rows.state.generated_T[:2] = 6
+    rows.state.done_T[2] = 3  # its logits were not finite, so it has drawn nothing
+    generated, ended = rows.read(running)
+    assert (generated, sorted(ended)) == ({0: 4, 1: 4, 2: 3}, [0, 1, 2])
+    assert [each.token_ids for each in running.values()] == [[0, 1, 2, 3], [0, 1, 2, 3], [0, 1, 2]]
+    assert [each.finish_reason for each in running.values()] == ["stop", "stop", "error"]
+    assert rows.state.done_T.tolist() == [1, 1, 3]

@@ -271,6 +271,20 @@ def test_requests_and_results_are_bounded_by_their_bytes():
     assert futures.bytes == 0
 
 
+def test_what_others_may_wait_for_is_kept_out_by_results_alone():
+    futures = Futures(most=10, most_bytes=100, keep_s=1000, unfetched_s=1000)
+    futures.add(waits := Future("b", "x", "s", bytes=90))
+    with pytest.raises(Busy):
+        futures.add(Future("a", "x", "s", bytes=60))
+    futures.add(Future("a", "x", "s", bytes=60), awaited=True)
+    assert futures.bytes == 150
+    waits.settle(Answer(bytes(95)))
+    with pytest.raises(Busy, match="holds 155 bytes"):
+        futures.add(Future("c", "x", "s", bytes=6), awaited=True)
+    futures.add(Future("c", "x", "s", bytes=5), awaited=True)
+    assert futures.bytes == 160
+
+
 def test_a_silent_client_loses_what_was_its(tmp_path: Path):
     backend = FakeBackend(tmp_path)
     clients = Clients(backend.models, limits(silence_s=0.2))

@@ -277,6 +277,20 @@ class Patience:
         return self.left >= 0
 
 
+def test_samples_without_texts_that_end_them_have_no_stop_that_reads_tokens(tmp_path, monkeypatch):
+    backend, start, seen = trained(tmp_path), PortableSession.start, []
+
+    def starts(session, *args, stops, **rest):
+        seen.extend(any(stop.reads_tokens for stop in each) for each in stops)
+        return start(session, *args, stops=stops, **rest)
+
+    monkeypatch.setattr(PortableSession, "start", starts)
+    key = backend.save_for_sampler("a", None)
+    for texts in ((), ("a",)):
+        sampled(backend, [request(key, max_tokens=1, stop_strings=texts)])
+    assert seen == [False, True]
+
+
 def test_what_nobody_waits_for_is_not_decoded_to_its_end(tmp_path):
     backend = trained(tmp_path)
     key = backend.save_for_sampler("a", None)

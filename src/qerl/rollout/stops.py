@@ -34,9 +34,12 @@ class Stop(ABC):
 
     Attributes:
         reason: Why the turn has ended then.
+        reads_tokens: Whether it looks at the tokens. If none of a sequence's stops does, the paged engine
+            leaves its tokens on the GPU while it draws.
     """
 
     reason: FinishReason = "stop"
+    reads_tokens = True
 
     @abstractmethod
     def end(
@@ -46,9 +49,11 @@ class Stop(ABC):
 
         Args:
             prompt_ids: Before the sequence.
-            token_ids: What the sequence has.
+            token_ids: What the sequence has; some or all of the turn's may be missing if no stop of the
+                sequence reads them.
             start: How many of them it had when its turn began.
-            checked: How many of them are known not to end it, at least ``start``.
+            checked: How many of them are known not to end it, at least ``start``; more than those
+                were drawn.
 
         Returns:
             How many tokens the sequence has when it ends, more than ``checked``; None if it goes on.

@@ -7,7 +7,9 @@ that it had, and so the same result.
 
 What is held in memory is bounded, by number and by bytes. Where a request does not fit, results that have
 arrived at their clients make room; where that is not enough it is refused, and its client sends it again
-later.
+later. A request whose turn it is in its model's line is not refused because of requests that wait: they may
+wait for it. So of each model one more request than fits may wait. Results may exceed the bytes, for as
+long as they are not fetched: nobody knows the size of one when its request comes, and it is never refused.
 
 Thread-safe: HTTP asks in one thread, the worker settles in another.
 """
@@ -110,7 +112,7 @@ class Futures:
 
     Args:
         most: How many there may be.
-        most_bytes: Bytes of requests that wait and of results that there may be together.
+        most_bytes: With so many bytes of requests that wait and of results together no request is added.
         keep_s: A result that was fetched stays for so long.
         unfetched_s: One that was not stays for so long.
     """
@@ -134,8 +136,13 @@ class Futures:
         """The future of a request, None if it is unknown or was fetched long ago."""
         return self._futures.get(request_id)
 
-    def add(self, future: Future) -> Future:
+    def add(self, future: Future, awaited: bool = False) -> Future:
         """Keep a new future.
+
+        Args:
+            future: Kept, unless there is one of its request id.
+            awaited: Whether requests that wait may wait for this one, so that their bytes must not keep it
+                out.
 
         Raises:
             QeRLError: It is too large for this server.
@@ -153,7 +160,7 @@ class Futures:
                     "fetch results before you send more."
                 )
             if self._bytes + future.bytes > self._most_bytes:
-                self._make_room(future.bytes)
+                self._make_room(future.bytes, awaited)
             kept = self._futures.setdefault(future.request_id, future)
             if kept is future:
                 self._bytes += future.bytes
@@ -190,16 +197,18 @@ class Futures:
                 self._bytes += size - future.bytes
                 future.bytes = size
 
-    def _make_room(self, size: int) -> None:
+    def _make_room(self, size: int, awaited: bool) -> None:
         """Forget results that have arrived, the first fetched first, until so many bytes fit.
 
         Raises:
-            Busy: They do not fit.
+            Busy: They do not fit; if the request is awaited, not even beside the results alone.
         """
         until = time.monotonic() - ARRIVED_S
         fetched = sorted((future.fetched, id_) for id_, future in self._futures.items() if future.fetched)
         old = [id_ for at, id_ in fetched if at < until]
-        if self._bytes + size - sum(self._futures[id_].bytes for id_ in old) > self._most_bytes:
+        waiting = sum(future.bytes for future in self._futures.values() if future.settled is None)
+        counted = self._bytes - waiting if awaited else self._bytes
+        if counted + size - sum(self._futures[id_].bytes for id_ in old) > self._most_bytes:
             raise Busy(
                 f"The server holds {self._bytes} bytes of requests that wait and of results; with the {size} "
                 f"of this request they exceed its limit of {self._most_bytes} (`qerl serve --held_gb`). "

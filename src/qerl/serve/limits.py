@@ -17,7 +17,8 @@ class Limits:
         num_samples: Completions of a request.
         topk: Most probable tokens at each position of a prompt.
         waiting: Requests that wait or whose results nobody has fetched, of all clients together.
-        held: Bytes of those together, of requests while they wait and of results until they are forgotten.
+        held: Bytes of those together, of requests while they wait and of results until they are forgotten;
+            `qerl.serve.futures` says what may exceed it.
         snapshots: Ephemeral snapshots of a session's models, and as many open samplers of saved weights; the
             least recently used goes first.
         silence_s: A client that says nothing for so long is taken for dead and its models are dropped.

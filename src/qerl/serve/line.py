@@ -55,6 +55,10 @@ class Line:
     def __len__(self) -> int:
         return len(self._waiting)
 
+    def request_id(self, number: int) -> str:
+        """The id of the request of a number."""
+        return f"{self.model_id}:{number}"
+
     def place(self, seq_id: int | None) -> int:
         """The number of a request; one without gets the next free one.
 

@@ -98,7 +98,7 @@ class WorkQueue:
             if line is None:
                 raise QeRLError(f"The model {model_id} has just ended; make a new one.")
             number = line.place(seq_id)
-            request_id = f"{model_id}:{number}"
+            request_id = line.request_id(number)
             if not line.seen(number):
                 line.add(number, make(request_id, line))
                 self._changed.notify()

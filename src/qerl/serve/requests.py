@@ -174,6 +174,8 @@ class WeightsPath(Body):
 
 
 TOKEN_BYTES = 40
+"""Of a token in a prompt that waits: 8 for its place in the tuple and 32 for the number, whose 28 by
+`sys.getsizeof` Python's allocator rounds up to a multiple of 16. Those up to 256 are shared and take none."""
 
 
 class _Chunk(Body):

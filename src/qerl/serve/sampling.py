@@ -134,6 +134,8 @@ class _Asked:
 class _Unwanted(Stop):
     """Ends samples for which nobody waits any more."""
 
+    reads_tokens = False
+
     def __init__(self, request: SampleRequest) -> None:
         self._request = request
 
@@ -141,7 +143,7 @@ class _Unwanted(Stop):
         self, prompt_ids: Sequence[int], token_ids: Sequence[int], start: int, checked: int
     ) -> int | None:
         """See `Stop.end`."""
-        return None if len(token_ids) == checked or self._request.wanted() else len(token_ids)
+        return None if self._request.wanted() else checked + 1
 
 
 def given_up() -> QeRLError:

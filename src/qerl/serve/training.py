@@ -194,7 +194,8 @@ class Training:
 
         def make(request_id: str, line: Line) -> Job:
             told = partial(clients.queue.told, line, request_id)
-            return Job(clients.futures.add(Future(request_id, kind, model.session_id, told, size)), run)
+            future = Future(request_id, kind, model.session_id, told, size)
+            return Job(clients.futures.add(future, awaited=request_id == line.request_id(line.next)), run)
 
         request_id = clients.queue.submit(model_id, body.seq_id, make)
         known = clients.futures.get(request_id)

@@ -207,22 +207,24 @@ class Rows:
         return generated, list(ended)
 
     def _cuts(self, running: abc.Mapping[int, Sequence], generated: abc.Mapping[int, int]) -> dict[int, Cut]:
-        """Where stops end turns, by row; tokens of sequences with stops are brought up to date."""
-        asked = {row: sequence for row, sequence in running.items() if sequence.stops}
-        if not asked:
-            return {}
-        known = torch.tensor([sequence.generated for sequence in asked.values()], device=self._device)
-        new = max(generated[row] - sequence.generated for row, sequence in asked.items())
+        """Where stops end turns, by row."""
+        asked = {row: each for row, each in running.items() if each.stops and generated[row] > each.generated}
+        readers = {row: each for row, each in asked.items() if any(stop.reads_tokens for stop in each.stops)}
+        if readers:
+            self._fetch_new(readers, generated)
+        cuts = {row: sequence.cut(sequence.generated) for row, sequence in asked.items()}
+        return {row: cut for row, cut in cuts.items() if cut}
+
+    def _fetch_new(self, rows: dict[int, Sequence], generated: abc.Mapping[int, int]) -> None:
+        """Read the tokens of the round, to go on behind those of the rounds before."""
+        known = torch.tensor([sequence.generated for sequence in rows.values()], device=self._device)
+        new = max(generated[row] - sequence.generated for row, sequence in rows.items())
         places = known[:, None] + torch.arange(new, device=self._device)
-        rows = torch.tensor(list(asked), device=self._device)[:, None]
+        at = torch.tensor(list(rows), device=self._device)[:, None]
         out_TM = self.state.out_token_TM
-        tokens = out_TM[rows, places.clamp_(max=out_TM.shape[1] - 1)].tolist()
-        cuts = {}
-        for (row, sequence), drawn in zip(asked.items(), tokens, strict=True):
+        tokens = out_TM[at, places.clamp_(max=out_TM.shape[1] - 1)].tolist()
+        for (row, sequence), drawn in zip(rows.items(), tokens, strict=True):
             sequence.token_ids += drawn[: generated[row] - sequence.generated]
-            if cut := sequence.cut(sequence.generated):
-                cuts[row] = cut
-        return cuts
 
     def _fetch(self, rows: dict[int, Sequence], generated: dict[int, int]) -> None:
         """Read tokens, log-probabilities and entropies of rows, as many as each has generated."""
