@@ -14,7 +14,7 @@ from qerl.errors import QeRLError
 from qerl.settings.config import QeRLConfig
 from qerl.settings.contradictions import check_processes
 from qerl.settings.foreign import INSTEAD
-from qerl.settings.recipe import FIELDS, dump, load_config, parse_value, read_recipe, resolved
+from qerl.settings.recipe import FIELDS, changed, dump, load_config, parse_value, read_recipe, resolved
 
 PAPER = [
     *product(["gsm8k"], ["qwen2.5-3b", "qwen2.5-7b"]),
@@ -52,6 +52,38 @@ def test_noise_is_off_and_one_flag_turns_on_the_papers():
     schedule = uncorrected.noise_schedule_of(100)
     assert [schedule.sigma(step) for step in (9, 10, 99)] == [0.0, 1e-2, pytest.approx(5e-4)]
     assert (noise["noise_scale"], noise["noise_schedule"]) == ("absolute", "exponential")
+
+
+SCHEDULE = {"noise_sigma_start": 0.02, "noise_sigma_end": 1e-3, "noise_stages": 5, "noise_schedule": "linear"}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"noise_stages": 10, "noise_sigma_start": 1e-2, "noise_sigma_end": 5e-4},  # the defaults
+        *({name: value} for name, value in SCHEDULE.items()),
+        {"noise_scale": "absolute"},
+        {"noise_share": 1.0},
+    ],
+)
+def test_who_sets_a_field_of_the_noise_says_whether_there_is_any(tmp_path, fields):
+    recipe = tmp_path / "own.yaml"
+    recipe.write_text(yaml.safe_dump(MINIMAL | fields))
+    for given in ([recipe], {}), ([], MINIMAL | fields):
+        with pytest.raises(QeRLError, match=r"noise_\w+ is set, and nothing says whether there is noise"):
+            load_config(*given)
+    assert load_config([recipe], {"noise": True}).noise
+    assert not load_config([recipe], {"noise": False}).noise
+
+
+def test_a_tuned_schedule_may_stand_beside_noise_that_is_off(tmp_path):
+    recipe, saved = tmp_path / "own.yaml", tmp_path / "config.yaml"
+    recipe.write_text(yaml.safe_dump(MINIMAL | SCHEDULE | {"noise": True}))
+    config = load_config([recipe], {"noise": False})
+    saved.write_text(dump(config))
+    for other in (load_config([saved], {}), changed(config, {}), QeRLConfig(**MINIMAL, **SCHEDULE)):
+        assert resolved(other) == resolved(config)
+    assert not config.noise and config.noise_stages == 5
 
 
 def test_algorithm_fills_only_what_is_unset():

@@ -171,10 +171,6 @@ def test_what_is_accepted(name, value, held):
         ({"noise_target_kl": 0.03}, "needs noise; set"),
         ({"noise_in_loss": True}, "needs noise; set"),
         ({"noise_scale": "relative"}, "noise_scale needs noise; set"),
-        ({"noise_sigma_start": 0.02}, "noise_sigma_start needs noise; set"),
-        ({"noise_sigma_end": 0.001}, "noise_sigma_end needs noise; set"),
-        ({"noise_stages": 5}, "noise_stages needs noise; set"),
-        ({"noise_schedule": "linear"}, "noise_schedule needs noise; set"),
         ({"noise": True, "noise_in_loss": True, "noise_target_kl": 0.1}, "set one of the two"),
         (
             {"noise": True, "noise_in_loss": True, "tuning": "full", "weights": "bf16"},

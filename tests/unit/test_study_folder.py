@@ -2,12 +2,14 @@
 
 import json
 import os
+import shutil
 import signal
 
 import pytest
 from rich.console import Console
 
 from qerl.errors import QeRLError
+from qerl.study.files import replace
 from qerl.study.plan import make_plan
 from qerl.study.results import RESULTS_FILE, Results, by_key, read_results, write_results
 from qerl.study.runner import Runner
@@ -132,6 +134,53 @@ def test_a_study_goes_on_from_its_results_alone(tmp_path):
     assert {run.seed for runs, _ in make.made for run in runs} == {3}
     assert Store(there, study).write_results().runs == read_results(tmp_path / "here" / RESULTS_FILE).runs
     assert (there / RESULTS_FILE).read_bytes() == kept
+
+
+@pytest.fixture
+def packed(tmp_path):
+    """A folder with the results of a study alone."""
+    computed(tmp_path / "here", tiny_study())
+    Store(tmp_path / "here", tiny_study()).write_results()
+    there = tmp_path / "there"
+    there.mkdir()
+    shutil.copy(tmp_path / "here" / RESULTS_FILE, there)
+    return there
+
+
+@pytest.mark.parametrize("written", [0, 1, 2, 9, 15])  # of study.json, 14 runs, study.json
+def test_unpacking_that_was_interrupted_is_done_anew(packed, monkeypatch, written):
+    study, kept, left = tiny_study(), read_results(packed / RESULTS_FILE).runs, iter(range(written))
+
+    def killed(path, content):
+        if next(left, None) is None:
+            raise KeyboardInterrupt
+        replace(path, content)
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr("qerl.study.store.replace", killed)
+        Store(packed, study)
+    assert make_plan(Store(packed, study, looking=True)).open == 0
+    assert make_plan(Store(packed, study)).open == 0
+    assert Store(packed, study).results().runs == kept
+    (packed / RESULTS_FILE).unlink()  # not needed any more
+    assert Store(packed, study).results().runs == kept
+
+
+def test_a_look_counts_runs_that_are_still_packed_and_changes_nothing(packed):
+    assert make_plan(Store(packed, tiny_study(test_seeds=4), looking=True)).open == 2
+    assert [path.name for path in packed.iterdir()] == [RESULTS_FILE]
+    with pytest.raises(QeRLError, match="holds another study: its steps is 4 and not 5"):
+        Store(packed, tiny_study(steps=5), looking=True)
+
+
+@pytest.mark.parametrize("looking", [True, False])
+def test_results_of_several_models_are_refused(packed, looking):
+    results = read_results(packed / RESULTS_FILE)
+    results.runs[3].facts["fingerprint"] = "g"
+    write_results(results, packed / RESULTS_FILE)
+    with pytest.raises(QeRLError, match="runs of several models, whose fingerprints are f, g, and they"):
+        Store(packed, tiny_study(), looking=looking)
+    assert not list(packed.glob("runs/*")) and not (packed / "study.json").exists()
 
 
 def test_damaged_files_are_named(tmp_path):

@@ -120,13 +120,18 @@ def _check_reference(config: GRPOConfig) -> None:
 
 
 def _check_noise(config: GRPOConfig) -> None:
-    """The length of a run in epochs is known with its data; `qerl.trainer.preflight` checks its stages."""
+    """The length of a run in epochs is known with its data; `qerl.trainer.preflight` checks its stages.
+
+    The schedule may stand beside `noise: false`, so that one flag turns a tuned schedule off and on; that a
+    recipe forgot `noise` is found where it is known what was given, in `qerl.settings.recipe`.
+    """
     if config.noise:
         config.noise_schedule_of(config.max_steps if config.max_steps > 0 else config.noise_stages)
     else:
-        for field in dataclasses.fields(config):
-            if field.name.startswith("noise_") and getattr(config, field.name) != field.default:
-                raise QeRLError(f"{field.name} needs noise; set noise: true, or remove it.")
+        off = {"noise_scale": "absolute", "noise_target_kl": None, "noise_in_loss": False, "noise_share": 1.0}
+        for name, value in off.items():
+            if getattr(config, name) != value:
+                raise QeRLError(f"{name} needs noise; set noise: true, or remove it.")
     _check_noise_share(config)
     if config.noise_in_loss and config.noise_target_kl is not None:
         raise QeRLError(

@@ -198,7 +198,9 @@ class OwnFields:
     noise: bool = _help(
         "Adaptive quantization noise in the RMSNorm weights of rollouts. Off, because it helped in no study "
         "here (docs/method.md). True is the paper's noise, for which the loss corrects; with "
-        "vllm_importance_sampling_correction: false it does not, as in the paper.",
+        "vllm_importance_sampling_correction: false it does not, as in the paper. A recipe or command line "
+        "that sets a field noise_... has to set this too. In Python, where nobody knows what was set, the "
+        "schedule (noise_sigma_start, noise_sigma_end, noise_stages, noise_schedule) is ignored without it.",
         False,
         group="Noise",
     )

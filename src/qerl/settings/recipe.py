@@ -155,7 +155,20 @@ def load_config(
     for name in required:
         if values.get(name) is None:
             raise QeRLError(f"{name} is not set; add it to the recipe or pass --{name}.")
-    return QeRLConfig(**values)
+    config = QeRLConfig(**values)
+    _check_noise_is_said(values)
+    return config
+
+
+def _check_noise_is_said(values: dict[str, Any]) -> None:
+    """Refuse fields of the noise of which nobody says whether there is any: who gives them means some, be it
+    by the defaults' values, and would train without."""
+    given = [name for name in values if name.startswith("noise_")]
+    if given and "noise" not in values:
+        raise QeRLError(
+            f"{given[0]} is set, and nothing says whether there is noise, which is off by default; set "
+            f"noise: true (or false), or remove {given[0]}."
+        )
 
 
 def resolved(config: QeRLConfig) -> dict[str, Any]:

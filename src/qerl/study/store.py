@@ -2,7 +2,8 @@
 
     FOLDER/
       study.json             the study with every default, all arms that ever ran here, by which commit the
-                             folder was continued last, and the fingerprint of the model
+                             folder was continued last, and the fingerprint of the model; `unpacking` while
+                             runs/ is made from results.json.gz
       runs/NAME.json         a finished run with its whole curve
       former/NAME-COMMIT.json     a run that was computed again
       batches/NAME.pt        a batch that was interrupted, to go on from
@@ -15,7 +16,7 @@ again. Several processes, on several GPUs, may work in one folder: each claims a
 system releases when the process ends, however it ends.
 
 A folder with nothing but results.json.gz goes on from it, so a study that was kept as that one file can grow
-on another machine.
+on another machine. Where making runs/ from it was interrupted, it is done anew by the next process.
 
 A study may grow: arms, seeds, learning rates and comparisons may be added or left out between two calls, and
 what is finished is kept. What all runs share, what an arm is, and the model may not change in a folder,
@@ -43,6 +44,9 @@ from qerl.study.spec import Study
 
 STUDY_FILE = "study.json"
 PAGE_FILE = "study.html"
+
+_UNPACKING = "unpacking"
+"""Key of study.json, true while runs/ may lack runs that the results have."""
 
 CHANGEABLE = (
     "learning_rates", "tuning_seeds", "test_seeds", "runs_per_batch", "tokens_per_forward", "collapse_below",
@@ -88,8 +92,8 @@ class Store:
         again: As given.
 
     Raises:
-        QeRLError: The folder holds another study or other files, or cannot be written; or `again` names an
-            arm that does not exist.
+        QeRLError: The folder holds another study, runs of several models or other files, or cannot be
+            written; or `again` names an arm that does not exist.
     """
 
     def __init__(
@@ -104,36 +108,37 @@ class Store:
                 f"There is no arm {unknown[0]!r} to compute again; there are {', '.join(study.arms)}."
             )
         self._read: dict[Path, tuple[int, RunResult]] = {}  # by time of writing; every plan asks for all runs
+        self._packed: dict[str, RunResult] = {}  # by name; what a folder that is looked at would unpack
         if looking:
-            self._joined()
+            packed = _still_packed(folder)
+            self._joined(packed)
+            self._packed = {result.run.name: result for result in packed.runs} if packed else {}
             return
         with self._writing():
             (folder / "batches").mkdir(parents=True, exist_ok=True)
             (folder / "runs").mkdir(exist_ok=True)
             with self._alone():
-                self._unpack()
-                replace(folder / STUDY_FILE, (json.dumps(self._joined(), indent=1) + "\n").encode())
+                packed = _still_packed(folder)
+                joined = self._joined(packed)
+                if packed:
+                    self._unpack(packed)
+                self._write_study(joined)
 
-    def _unpack(self) -> None:
-        """Make the files of runs from the results, where there is nothing else."""
-        path = self.folder / RESULTS_FILE
-        if (self.folder / STUDY_FILE).is_file() or not path.is_file() or any(self.folder.glob("runs/*")):
-            return
-        kept = read_results(path)
-        old = kept.study.values()
-        for result in kept.runs:
+    def _unpack(self, packed: Results) -> None:
+        """Make the files of runs; who is interrupted leaves a study.json that says so."""
+        self._write_study(_values(packed) | {_UNPACKING: True})
+        for result in packed.runs:
             replace(self._path(result.run), (json.dumps(result.plain(), allow_nan=False) + "\n").encode())
-        fingerprints = {result.facts["fingerprint"] for result in kept.runs if "fingerprint" in result.facts}
-        if fingerprints:
-            old["fingerprint"] = fingerprints.pop()
-        replace(self.folder / STUDY_FILE, (json.dumps(old, indent=1) + "\n").encode())
 
-    def _joined(self) -> dict[str, Any]:
+    def _write_study(self, values: dict[str, Any]) -> None:
+        replace(self.folder / STUDY_FILE, (json.dumps(values, indent=1) + "\n").encode())
+
+    def _joined(self, packed: Results | None) -> dict[str, Any]:
         """The study with all arms that the folder knows; refused where the folder is another one's."""
         path, new = self.folder / STUDY_FILE, self.study.values()
         if not path.is_file() and any(self.folder.glob("runs/*")):
             raise QeRLError(f"{self.folder} has runs but no {STUDY_FILE}; choose another --output_dir.")
-        old = read_json(path)
+        old = _values(packed) if packed else read_json(path)
         if old:
             self._check(old, new)
             new["arms"] = old["arms"] | new["arms"]
@@ -152,16 +157,14 @@ class Store:
         Raises:
             QeRLError: The folder's runs are of another model.
         """
-        path = self.folder / STUDY_FILE
         with self._writing(), self._alone():
-            old = read_json(path)
+            old = read_json(self.folder / STUDY_FILE)
             if old.get("fingerprint", fingerprint) != fingerprint:
                 raise QeRLError(
                     f"{self.folder} holds runs of another model than what {self.study.model} is now, whose "
                     f"fingerprint is {fingerprint} and not {old['fingerprint']}; choose another --output_dir."
                 )
-            new = old | {"commit": self.commit, "fingerprint": fingerprint}
-            replace(path, (json.dumps(new, indent=1) + "\n").encode())
+            self._write_study(old | {"commit": self.commit, "fingerprint": fingerprint})
         others = [one.commit for one in self.results().runs if one.commit != self.commit]
         if not others:
             return None
@@ -189,7 +192,7 @@ class Store:
 
     def has(self, run: Run) -> bool:
         """Whether a run is there, be it one that does not count any more."""
-        return self._path(run).is_file()
+        return run.name in self._packed or self._path(run).is_file()
 
     def read(self, runs: Iterable[Run]) -> list[RunResult]:
         """Those of the runs that are there.
@@ -198,7 +201,11 @@ class Store:
             QeRLError: The file of one is damaged.
         """
         found = []
-        for path in (self._path(run) for run in runs if self.has(run)):
+        for run in filter(self.has, runs):
+            if run.name in self._packed:
+                found.append(self._packed[run.name])
+                continue
+            path = self._path(run)
             written = path.stat().st_mtime_ns
             known = self._read.get(path)
             if known and known[0] == written:
@@ -299,3 +306,27 @@ class Store:
                 f"The study cannot be written to {self.folder}: {error.strerror or error}; choose another "
                 "--output_dir."
             ) from error
+
+
+def _still_packed(folder: Path) -> Results | None:
+    """The results of a folder that has nothing else, or whose unpacking was interrupted; else None."""
+    path, known = folder / RESULTS_FILE, read_json(folder / STUDY_FILE)
+    alone = path.is_file() and not known and not any(folder.glob("runs/*"))
+    if not alone and not known.get(_UNPACKING):
+        return None
+    return read_results(path)
+
+
+def _values(packed: Results) -> dict[str, Any]:
+    """What study.json said in the folder of which these results are all that was kept.
+
+    Raises:
+        QeRLError: They are of several models.
+    """
+    found = {one.facts["fingerprint"] for one in packed.runs if "fingerprint" in one.facts}
+    if len(found) > 1:
+        raise QeRLError(
+            f"{RESULTS_FILE} holds runs of several models, whose fingerprints are "
+            f"{', '.join(sorted(map(str, found)))}, and they cannot be compared; choose another --output_dir."
+        )
+    return packed.study.values() | ({"fingerprint": found.pop()} if found else {})
