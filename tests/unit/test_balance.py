@@ -56,18 +56,18 @@ def test_groups_alike_stay_where_they_are():
 
 
 class Meeting:
-    """Accelerate's part in two threads, each a process."""
+    """Accelerate's part in threads, each a process."""
 
-    def __init__(self):
-        self.barrier, self.given = threading.Barrier(2, timeout=10), [None, None]
+    def __init__(self, processes):
+        self.barrier, self.given = threading.Barrier(processes, timeout=10), [None] * processes
         self.rank = threading.local()
 
     def meet(self, value):
         self.given[self.rank.number] = value
         self.barrier.wait()
-        both = list(self.given)
+        every = list(self.given)
         self.barrier.wait()
-        return both
+        return every
 
     process_index = property(lambda self: self.rank.number)
     device = torch.device("cpu")
@@ -98,22 +98,40 @@ def batch_of(rank, lengths, prompt_width):
     }
 
 
-def test_samples_arrive_whole_and_stay_in_their_step(monkeypatch):
-    """Two steps of two groups each: the first process has the two long ones of the second step."""
-    meeting, lengths = Meeting(), [[1, 2, 9, 9], [2, 1, 1, 1]]
+def balanced_in_threads(monkeypatch, lengths):
+    """The batch of each process, in steps of two groups each."""
+    meeting, found = Meeting(len(lengths)), [None] * len(lengths)
     monkeypatch.setattr(balance, "gather_object", meeting.gather_object)
-    found = [None, None]
 
     def process(rank):
         meeting.rank.number = rank
         batch = batch_of(rank, lengths[rank], prompt_width=3 + rank)
-        found[rank] = balanced(batch, lengths[rank], span=2, size=SIZE, pad=0, accelerator=meeting)
+        try:
+            found[rank] = balanced(batch, lengths[rank], span=2, size=SIZE, pad=0, accelerator=meeting)
+        except Exception as error:
+            meeting.barrier.abort()  # nobody waits for who has died
+            found[rank] = error
 
-    threads = [threading.Thread(target=process, args=(rank,)) for rank in (0, 1)]
+    threads = [threading.Thread(target=process, args=(rank,)) for rank in range(len(lengths))]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
+    failed = [each for each in found if isinstance(each, Exception)]
+    assert not failed, failed
+    return found
+
+
+def test_a_process_that_keeps_its_groups_meets_those_that_change_theirs(monkeypatch):
+    found = balanced_in_threads(monkeypatch, [[9, 9], [1, 1], [5, 5]])
+    names = [sorted(batch["advantages"].long().tolist()) for batch in found]
+    assert names == [[100, 101, 202, 203], [102, 103, 200, 201], [300, 301, 302, 303]]
+
+
+def test_samples_arrive_whole_and_stay_in_their_step(monkeypatch):
+    """Two steps of two groups each: the first process has the two long ones of the second step."""
+    lengths = [[1, 2, 9, 9], [2, 1, 1, 1]]
+    found = balanced_in_threads(monkeypatch, lengths)
     names = [batch["advantages"].long().tolist() for batch in found]
     assert [name // 100 - 1 for name in names[0][:4] + names[1][:4]] == [0] * 4 + [1] * 4, "as they were"
     assert sorted(names[0][4:] + names[1][4:]) == [*range(104, 108), *range(204, 208)]

@@ -7,7 +7,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from trl.kernels import chunked_logprob as trl_head
 from trl.trainer.utils import add_fused_lm_head
 
-from qerl.trainer.trl import head
+from qerl.kernels import limits
 from qerl.trainer.trl.head import all_positions_scored
 
 POSITIONS, WIDTH, VOCABULARY = 300, 16, 1100
@@ -60,9 +60,9 @@ def outputs(model, weight):
 @pytest.mark.parametrize(
     "config", [{}, {"bias": True}, {"final_logit_softcapping": 2.0}, {"logit_scale": 0.3}], ids=str
 )
-@pytest.mark.parametrize("tile", [head.TILE, 1])
+@pytest.mark.parametrize("tile", [limits.HEAD_TILE, 1])
 def test_two_products_give_what_three_give(monkeypatch, config, tile):
-    monkeypatch.setattr(head, "TILE", tile)  # 1: tiles of 128 positions
+    monkeypatch.setattr(limits, "HEAD_TILE", tile)  # 1: tiles of 128 positions
     model, weight = Model(**config), torch.randn(1, POSITIONS, generator=torch.Generator().manual_seed(2))
     expected = outputs(model, weight)
     with all_positions_scored(entropy_has_gradient=False):
@@ -83,6 +83,20 @@ def test_products_with_the_head(monkeypatch, products, entropy_has_gradient, tra
     model = Model()
     model.head.weight.requires_grad_(trained)
     with all_positions_scored(entropy_has_gradient):
+        outputs(model, torch.ones(1, POSITIONS))
+    assert len(made) == products
+
+
+@pytest.mark.parametrize("held, products", [(torch.bfloat16, 2), (torch.float32, 3)], ids=str)
+def test_no_copy_is_made_of_a_head_that_autocast_rounds(monkeypatch, held, products):
+    """TRL's head rounds a part at a time; two products would need all of it at once."""
+    made, add = [], trl_head._addmm_fp32
+    mm = torch.mm
+    monkeypatch.setattr(torch, "mm", lambda *args, **kwargs: made.append(1) or mm(*args, **kwargs))
+    monkeypatch.setattr(trl_head, "_addmm_fp32", lambda *args: made.append(1) or add(*args))
+    model = Model()
+    model.head.to(held)
+    with all_positions_scored(entropy_has_gradient=False), torch.autocast("cpu", torch.bfloat16):
         outputs(model, torch.ones(1, POSITIONS))
     assert len(made) == products
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from trl.trainer.utils import nanmax, nanmin
 
+from qerl.errors import QeRLError
 from qerl.trainer.trl.late_metrics import LateMetric, metrics_later, settle
 
 NAN, STEPS = float("nan"), 2
@@ -81,6 +82,24 @@ def test_a_mean_of_nothing_is_what_its_metric_says():
     nothing = torch.zeros(2, 2)
     assert LateMetric(nothing[0], "mean").value(nothing) == 0.0
     assert math.isnan(LateMetric(nothing[0], "mean", of_nothing=NAN).value(nothing))
+
+
+def test_a_gathered_metric_of_an_unknown_name_is_refused():
+    trainer = Trainer()
+    with pytest.raises(QeRLError, match="'aux_loss'"), metrics_later(trainer):
+        gathered = trainer.accelerator.gather(torch.ones(1))
+        trainer._metrics["train"]["aux_loss"].append(gathered.mean().item())
+
+
+@pytest.mark.parametrize("infinite", [math.inf, -math.inf])
+def test_the_mean_of_gathered_losses_stays_infinite(infinite):
+    trainer = Trainer()
+    with metrics_later(trainer):
+        gathered = trainer.accelerator.gather(torch.tensor([infinite, NAN, 1.0]))
+        trainer._metrics["train"]["policy_loss"].append(gathered.nanmean().item())
+    trainer.accelerator.gather = lambda own: own
+    settle(trainer._metrics["train"], trainer.accelerator)
+    assert trainer._metrics["train"]["policy_loss"] == [infinite]
 
 
 def test_a_loss_that_sends_more_than_it_logs_is_an_error():

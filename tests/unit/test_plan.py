@@ -205,6 +205,19 @@ def test_sequences_that_do_not_fit_wait():
     assert block * keys_and_values.demand.blocks(plan.sequences + 1) > cache
 
 
+def test_the_head():
+    """7B: 2303 hidden states of 3584, of which 2048 predict; 1024 whole rows of 152,064 logits."""
+    hidden, scored = 2 * 2303 * 3584, 2048 * 3584
+    one = Activations(SIZES["7b"], work(tokens_per_forward=2303))
+    assert one.head == hidden + 6 * scored + 2 * 1024 * 152064
+    few = Activations(SIZES["7b"], work(prompt_tokens=1, completion_tokens=300, microbatch=1))
+    assert few.head == 8 * 300 * 3584 + 2 * 300 * 152064
+    eight = Activations(SIZES["7b"], work())  # here TRL's head takes most, which a loss with entropies runs
+    assert eight.head == 2 * 16639 * 3584 + 8 * 16384 * 3584 + 2 * 4096 * 32768
+    many = Activations(SIZES["7b"], work(microbatch=32))
+    assert many.head == 2 * (4 * 255 + 65536) * 3584 + 10 * 65536 * 3584
+
+
 def test_dropout_leaves_layers_to_peft():
     """Each of the seven inputs is kept in fp32 with a mask, instead of three in bf16; no product is joint."""
     sizes = SIZES["7b"]

@@ -14,13 +14,13 @@ from dataclasses import dataclass
 
 from qerl.families.layer import JOINT
 from qerl.families.sizes import Linear, Sizes
-from qerl.kernels.limits import pad_rank
+from qerl.kernels.limits import head_positions, pad_rank
 from qerl.plan.work import FULL, HALF, Work
 from qerl.rollout.paged.limits import BlockDemand, KVGeometry
 from qerl.weight_formats import WeightFormat
 
-HEAD_TILE = 4096 * 32768
-"""Logits that TRL's chunked head holds at a time."""
+TRL_POSITIONS, TRL_WIDTH = 4096, 32768
+"""Logits that TRL's chunked head has at a time."""
 
 
 @dataclass(frozen=True)
@@ -165,11 +165,15 @@ class Activations:
 
     @property
     def head(self) -> int:
-        """``2 T D + 10 S D`` and a tile of logits: hidden states, those that predict something (selected
-        twice), their gradient in fp32 and in bf16."""
-        d = self.sizes.hidden
-        tile = HALF * HEAD_TILE * min(1.0, self.work.scored_tokens / 4096)
-        return HALF * self.work.tokens * d + 10 * self.work.scored_tokens * d + round(tile)
+        """``2 T D + max(6 S D + tile, 10 S D, 8 S D + TRL's tile)``: hidden states, and the largest of three
+        moments. Forward has those that predict something, their gradient in fp32 and whole rows of logits
+        (`qerl.trainer.trl.head`). Backward has that gradient, its product with the loss's and that in bf16.
+        Where the loss has a term of entropies, TRL's head in backward has what predicts something, its
+        gradient in fp32 and in bf16, and logits of its own tile."""
+        s, d, vocabulary = self.work.scored_tokens, self.sizes.hidden, self.sizes.vocabulary
+        forward = 6 * s * d + HALF * head_positions(s, vocabulary) * vocabulary
+        trl = 8 * s * d + HALF * min(s, TRL_POSITIONS) * TRL_WIDTH
+        return HALF * self.work.tokens * d + max(forward, 10 * s * d, trl)
 
     @property
     def working(self) -> int:

@@ -7,8 +7,9 @@ and the step has the samples that it had; so the gradient is the same but for th
 what follows from the lengths alone, and rollouts are kept with a checkpoint as they were dealt.
 
 Groups are dealt the longest first, each to the process with the least so far that has room left (longest
-processing time first, Graham 1969). Given up: a loss that divides by the tokens of a microbatch (`bnpo`) or
-compares them (`top_entropy_quantile`) depends on which samples are in one, and they are others.
+processing time first, Graham 1969). Given up: a loss that divides by the tokens of a microbatch (`bnpo`, and
+the entropy bonus of `entropy_coef`) or compares them (`top_entropy_quantile`) depends on which samples are in
+one, and they are others.
 
 Legend: R processes, G groups of one process in an optimizer step.
 """

@@ -153,7 +153,8 @@ def empty_log(logs: dict[str, Any]) -> dict[str, Any]:
 
 def samples_of(groups: list[int], group_size: int) -> torch.Tensor:
     """Indices of the samples of these groups."""
-    return (torch.tensor(groups)[:, None] * group_size + torch.arange(group_size)).flatten()
+    first = torch.tensor(groups, dtype=torch.long)[:, None] * group_size  # of no groups it would be float32
+    return (first + torch.arange(group_size)).flatten()
 
 
 def _widen(t: torch.Tensor, width: int, side: str, value: float) -> torch.Tensor:

@@ -5,7 +5,8 @@ products with the head's weight. But the gradient of a log-probability with resp
 known as soon as the row of logits is, (onehot - p) W, and the loss only multiplies it by a number. So where
 hidden states alone have a gradient and entropies have none, whole rows of logits are computed, turned into
 that gradient in place, and multiplied with W at once; backward scales. TRL's own kernels do the rest, as they
-do where its function is kept: without a graph, where the head trains, and where the loss has an entropy term.
+do where its function is kept: without a graph, where the head trains or has another dtype than the product,
+and where the loss has an entropy term.
 
 Around its function, TRL selects the positions that have a label, which waits for the GPU to say how many. In
 a joined row all positions have one (`update.forward.scored_only`), so inside the block every position is
@@ -24,9 +25,7 @@ from torch.autograd.function import once_differentiable
 from trl.kernels import chunked_logprob as trl_head
 from trl.trainer import utils as trl_utils
 
-TILE = 5 << 25
-"""Logits of a tile: 1024 positions of a vocabulary of 152,000 in 0.3 GB, of which the second product makes
-enough blocks to fill a card with 132 multiprocessors."""
+from qerl.kernels.limits import head_positions
 
 
 @contextlib.contextmanager
@@ -63,6 +62,8 @@ class _Head:
     ) -> tuple[torch.Tensor | None, ...]:
         trained = weight_VD.requires_grad or (bias_V is not None and bias_V.requires_grad)
         whole_rows = torch.is_grad_enabled() and hidden_SD.requires_grad and not trained
+        # TRL's head rounds a part of the weight at a time, where here a copy of all of it would be needed.
+        whole_rows = whole_rows and weight_VD.dtype == _product_dtype(hidden_SD)
         if not whole_rows or set(outputs) - {"log_probs", "entropy"}:
             return trl_head.ChunkedLogProbFunction.apply(
                 *(hidden_SD, weight_VD, bias_V, target_S),
@@ -78,6 +79,12 @@ class _Head:
         return logps_S, entropy_S if "entropy" in outputs else None, None, None, None
 
 
+def _product_dtype(hidden_SD: torch.Tensor) -> torch.dtype:
+    """The dtype in which TRL's head multiplies."""
+    kind = hidden_SD.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden_SD.dtype
+
+
 class _TwoProducts(torch.autograd.Function):
     """Log-probability and entropy of each position, FP32; entropies have no gradient."""
 
@@ -91,10 +98,8 @@ class _TwoProducts(torch.autograd.Function):
         transform: dict[str, Any],
     ) -> tuple[torch.Tensor, torch.Tensor]:
         device, (positions, width), vocabulary = hidden_SD.device, hidden_SD.shape, len(weight_VD)
-        autocast = torch.is_autocast_enabled(device.type)
-        dtype = torch.get_autocast_dtype(device.type) if autocast else hidden_SD.dtype
-        weight_VD = weight_VD.to(dtype)
-        size = min(positions, max(TILE // vocabulary // 128, 1) * 128)
+        dtype = weight_VD.dtype
+        size = head_positions(positions, vocabulary)
         logits_nV = torch.empty(size, vocabulary, dtype=dtype, device=device)
         logps_S, entropy_S = (torch.empty(positions, device=device) for _ in range(2))
         # FP32 as in TRL's backward: the loss's gradient is multiplied in before anything is rounded.

@@ -18,6 +18,17 @@ import torch
 from accelerate import Accelerator
 from trl import GRPOTrainer
 
+from qerl.errors import QeRLError
+
+_Kind = Literal["mean", "min", "max"]
+
+_GATHERED: dict[str, _Kind] = {
+    "policy_loss": "mean",
+    "clip_ratio/low_min": "min",
+    "clip_ratio/high_max": "max",
+}
+"""What TRL makes of the numbers that it gathers."""
+
 
 @dataclass(frozen=True)
 class LateMetric:
@@ -31,7 +42,7 @@ class LateMetric:
     """
 
     parts: torch.Tensor
-    kind: Literal["mean", "min", "max"]
+    kind: _Kind
     of_nothing: float = 0.0
 
     @classmethod
@@ -56,7 +67,7 @@ def metrics_later(trainer: GRPOTrainer) -> Iterator[None]:
     TRL sends each metric right before it logs it, so the two are matched by their order.
     """
     accelerator, logged = trainer.accelerator, trainer._metrics["train"]
-    sent: list[LateMetric] = []
+    sent: list[LateMetric | torch.Tensor] = []  # sums and counts, or numbers that TRL would have gathered
 
     def reduce(totals: torch.Tensor, reduction: str) -> torch.Tensor:
         assert reduction == "sum"
@@ -64,7 +75,7 @@ def metrics_later(trainer: GRPOTrainer) -> Iterator[None]:
         return torch.ones(2)
 
     def gather(values: torch.Tensor) -> torch.Tensor:
-        sent.append(LateMetric(values.detach().float(), "min"))
+        sent.append(values.detach().float())
         return torch.zeros(1)
 
     apart = defaultdict[str, list[float]](list)
@@ -80,18 +91,27 @@ def metrics_later(trainer: GRPOTrainer) -> Iterator[None]:
     if "entropy_coef" in apart:  # known to all
         logged["entropy_coef"] += apart.pop("entropy_coef")
     for name, metric in zip(apart, sent, strict=True):
-        logged[name].append(_gathered(metric, name) if metric.kind != "mean" else metric)
+        logged[name].append(metric if isinstance(metric, LateMetric) else _gathered(metric, name))
 
 
-def _gathered(metric: LateMetric, name: str) -> LateMetric:
+def _gathered(numbers: torch.Tensor, name: str) -> LateMetric:
     """What TRL makes of the numbers that it gathers, NaN left out, by the name of the metric: their mean, the
-    smallest or the largest."""
-    if name == "policy_loss":
-        known = metric.parts.nan_to_num(nan=0.0), (~metric.parts.isnan()).float()
-        return LateMetric(torch.stack([part.sum() for part in known]), "mean", of_nothing=math.nan)
-    kind: Literal["min", "max"] = "min" if name.endswith("_min") else "max"
-    nothing = math.inf if kind == "min" else -math.inf
-    numbers = torch.where(metric.parts.isnan(), nothing, metric.parts)
+    smallest or the largest.
+
+    Raises:
+        QeRLError: What TRL makes of this metric is not known.
+    """
+    kind = _GATHERED.get(name)
+    if kind is None:
+        raise QeRLError(
+            f"TRL's loss gathers a metric named {name!r}, and whether processes log its mean, least or "
+            "largest number is not known; install the version of trl that this version of qerl pins."
+        )
+    unknown = numbers.isnan()
+    if kind == "mean":
+        known = numbers.where(~unknown, 0.0), (~unknown).float()
+        return LateMetric(torch.stack([part.sum() for part in known]), kind, of_nothing=math.nan)
+    numbers = numbers.where(~unknown, math.inf if kind == "min" else -math.inf)
     return LateMetric((numbers.amin() if kind == "min" else numbers.amax())[None], kind)
 
 
