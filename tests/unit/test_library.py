@@ -83,7 +83,8 @@ def test_times_are_measured():
     measured = {"demo": "demo-cpu.json", "demo-tools": "demo-tools-cpu.json"}
     assert {name for name, time in timed.items() if time != "not measured"} == set(measured)
     for name, file in measured.items():
-        minutes = [run["minutes"] for run in json.loads((RESULTS / file).read_text())["rows"]]
+        rows = json.loads((RESULTS / file).read_text())["rows"]
+        minutes = [run["minutes"] for run in rows if "minutes" in run]
         assert timed[name].startswith(f"{min(minutes)} to {max(minutes)} minutes")
 
 

@@ -39,5 +39,6 @@ def test_every_result_says_where_it_comes_from(file):
     assert rows
     for row in rows:
         assert {"commit", "date", "command"} <= row.keys() and row.keys() & {"gpu", "machine"}
-        assert re.fullmatch(r"[0-9a-f]{7}", row["commit"])
+        assert re.fullmatch(r"[0-9a-f]{7}(-dirty)?", row["commit"])
+        assert "note" in row or not row["commit"].endswith("-dirty"), "what was changed must be said"
         assert re.fullmatch(r"2\d{3}-\d\d-\d\d( \d\d:\d\d UTC)?", row["date"])
