@@ -74,8 +74,8 @@ def answers() -> str:
         lines,
         "Difference in the area under the curve of accuracy, first minus second arm, paired by seed, with "
         "its 95 % interval. The verdict, of the first arm, is corrected for the number of comparisons; a "
-        "pair of this study without one was none of its comparisons. An earlier study let eight other seeds choose the "
-        "learning rate of each arm; that of none and bf16 is the same. "
+        "pair of this study without one was none of its comparisons. An earlier study let eight other "
+        "seeds choose the learning rate of each arm; that of none and bf16 is the same. "
         f"Files: {', '.join(f'{name}.json.gz' for name in [*there, *EARLIER.values()])}.",
     )
 
