@@ -49,7 +49,7 @@ TINKER ?= 0.25.0 0.30.4 0.36.0 0.38.0 newest
 tinker: setup
 	set -e; for version in $(TINKER); do \
 		$(PYTHON) -m venv .venv-tinker-$$version; \
-		$(BIN)/python $(SITE) > $$(.venv-tinker-$$version/bin/python $(SITE))/tests.pth; \
+		{ $(BIN)/python $(SITE); echo $(CURDIR)/src; } > $$(.venv-tinker-$$version/bin/python $(SITE))/tests.pth; \
 		.venv-tinker-$$version/bin/pip install --quiet --upgrade $$(test $$version = newest && echo tinker || echo tinker==$$version); \
 		.venv-tinker-$$version/bin/python -m pytest tests/integration/test_tinker_sdk.py tests/integration/test_tinker_model.py; \
 	done
