@@ -196,6 +196,12 @@ def before_after() -> str:
     )
 
 
+def _minutes(name: str) -> str:
+    """The least and the most minutes of all runs of a demo that were timed, of whichever commit."""
+    timed = [row["minutes"] for row in rows(name) if "minutes" in row]
+    return f"{min(timed)} to {max(timed)} minutes"
+
+
 def demo(name: str) -> str:
     """The accuracy and the time of a demo, of its newest commit in this file."""
     newest = _newest_demo(name)
@@ -382,5 +388,5 @@ NUMBERS: dict[str, Callable[[], str]] = {
     "demo-after": _demo_after,
     "noise-runs": lambda: f"{study_tables.runs('noise-wp12', 'noise-wp1')}",
     "two-step-most": lambda: f"{100 * study_tables.most('noise-wp12', 'accuracy/steps_2'):.1f} %",
-    "demo-minutes": lambda: f"{rows('demo-cpu')[-1]['minutes']} minutes",
+    "demo-minutes": lambda: _minutes("demo-cpu"),
 }
