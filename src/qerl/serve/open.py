@@ -1,10 +1,12 @@
 """From what a server is told to the backend it runs: loaded, seated, with an engine and a folder."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from huggingface_hub import constants
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from qerl.errors import QeRLError
 from qerl.eval.policy import ComputeDtype, Source, decide
@@ -107,20 +109,53 @@ def open_backend(options: BackendOptions) -> ModelBackend:
     settings = {"model": options.model, "weights": loading.weights, "tuning": "lora"}
     if loading.rounding is not None:
         facts["rounding"] = settings["rounding"] = loading.rounding
+    positions = positions_of(base_model(model).config.get_text_config(decoder=True))
+    return make_backend(
+        options,
+        model,
+        tokenizer,
+        models=model_names(found, positions),
+        end_token_ids=tuple(sorted(ends)),
+        store=Store(options.folder, facts, settings),
+    )
+
+
+def make_backend(
+    options: BackendOptions,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    models: Sequence[ModelInfo],
+    end_token_ids: tuple[int, ...],
+    store: Store,
+) -> ModelBackend:
+    """A backend of a model that is loaded.
+
+    Args:
+        options: What the server was told; what says how to load is not looked at.
+        model: The base, without an adapter; it is frozen and wrapped in place.
+        tokenizer: Its tokenizer.
+        models: The base under each of its names.
+        end_token_ids: Where a completion ends if a request does not say.
+        store: The server's folder.
+
+    Raises:
+        QeRLError: The model cannot be trained in joined rows, or not sampled from as asked.
+    """
     seats = Seats(model, options.max_rank)
     if seats.device.type == "cuda":
         seats.recompute_layers()
     return ModelBackend(
-        models=model_names(found, positions_of(base_model(model).config.get_text_config(decoder=True))),
+        models=models,
         seats=seats,
         engine=make_engine(
             seats.model, tokenizer.pad_token_id, options.max_sequences, options.kv_cache_dtype
         ),
         driver=LossDriver(seats.model, tokens_per_forward=options.tokens_per_forward, advice=_ADVICE),
         adapters=Adapters(seats, options.max_models, options.resident),
-        store=Store(options.folder, facts, settings),
+        store=store,
         tokenizer=tokenizer,
-        end_token_ids=tuple(sorted(ends)),
+        end_token_ids=end_token_ids,
         noise=options.noise,
         noise_scale=options.noise_scale,
     )
