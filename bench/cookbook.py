@@ -34,7 +34,7 @@ from bench.result import Row, write_result
 from qerl.errors import QeRLError
 from qerl.models.smollm2 import HUB_ID
 
-RECIPE = "tinker_cookbook.recipes.math_rl.train"
+SERVER, RECIPE = "qerl", "tinker_cookbook.recipes.math_rl.train"
 PACKAGES = ("torch", "transformers", "peft", "tinker", "tinker-cookbook")
 KEY = "tml-bench"
 COLUMNS = {
@@ -167,7 +167,7 @@ def servers(args: argparse.Namespace, ended: contextlib.ExitStack) -> Iterator[t
                 "serve", args.model, "--port", "0", "--api_key", KEY, "--max_rank", str(args.rank),
                 "--max_models", str(2 * args.runs), "--output_dir", str(args.logs / name), *extra,
             ]  # fmt: skip
-            process = start(name, "qerl", arguments, args.logs, args.threads)
+            process = start(name, SERVER, arguments, args.logs, args.threads)
             ended.callback(process.end)
             started.setdefault(noise, []).append(process)
     for noise, processes in started.items():
