@@ -101,7 +101,8 @@ class Run:
         """Its row of the result."""
         steps = self.steps()
         found: Row = {"noise": self.noise, "learning_rate": self.learning_rate, "run": self.number}
-        found["recipe_seconds"] = round(self.process.seconds or 0.0, 1) if self.process else 0.0
+        if self.process is not None and self.process.seconds is not None:
+            found["recipe_seconds"] = round(self.process.seconds, 1)
         for name, key in COLUMNS.items():
             found[name] = [round(step[key], 6) for step in steps if key in step]
         return found
@@ -193,6 +194,8 @@ def follow(runs: Sequence[Run], deadline: float) -> None:
             print("; ".join(f"{name} {len(r)}: {r[-1]:.3f}" for name, r in rewards if r), flush=True)
         time.sleep(0.2)
     for run in left:
+        assert run.process is not None
+        run.process.seconds = time.monotonic() - run.process.began
         print(f"{run.name} is ended after {len(run.steps())} steps, because time is up", flush=True)
 
 
@@ -249,9 +252,14 @@ def main(arguments: list[str]) -> None:
             f"run {row['run']}, reward {rewards}"
         )
     if args.out:
-        shared = {
+        shared: dict[str, Any] = {
             "versions": {name: version(name) for name in PACKAGES}, "steps": args.steps,
             "groups": args.groups, "group_size": args.group_size, "max_tokens": args.max_tokens,
             "rank": args.rank, "servers": args.servers, "threads": args.threads,
         }  # fmt: skip
+        if not torch.cuda.is_available():
+            count = args.servers * len(args.noise)
+            shared["machine"] = (
+                f"{os.cpu_count()} CPU cores, {count} servers, threads of each: {args.threads}"
+            )
         write_result(args.out, " ".join(["cookbook", *arguments]), found, **shared)

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 
 from bench import cookbook
 from bench.__main__ import main
@@ -54,7 +55,8 @@ def told(tmp_path, monkeypatch):
 
 
 def test_every_arm_runs_and_what_fails_or_hangs_is_said(told, tmp_path, capsys):
-    options = ["--runs", "2", "--steps", "3", "--learning_rate", "2", "--servers", "2", "--minutes", "0.1"]
+    options = ["--runs", "2", "--steps", "3", "--learning_rate", "2", "--servers", "2"]
+    options += ["--threads", "1", "--minutes", "0.1"]
     assert main([*told, *options]) == 0
     found = json.loads((tmp_path / "found.json").read_text())
     arms = [(row["noise"], row["learning_rate"], row["run"], row["reward"]) for row in found["rows"]]
@@ -65,6 +67,9 @@ def test_every_arm_runs_and_what_fails_or_hangs_is_said(told, tmp_path, capsys):
     ]  # fmt: skip
     assert found["rows"][0]["step_seconds"] == [0.5] * 3 and found["rows"][0]["kl_sample_train"] == []
     assert (found["steps"], found["servers"]) == (3, 2)
+    assert found["rows"][0]["recipe_seconds"] < found["rows"][3]["recipe_seconds"]
+    if not torch.cuda.is_available():
+        assert "4 servers, threads of each: 1" in found["machine"]
     said = capsys.readouterr().out
     assert "aqn-control-0 ended with 1" in said and "the control has had enough" in said
     assert "plain-control-1 is ended after 3 steps, because time is up" in said
