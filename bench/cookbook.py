@@ -48,6 +48,9 @@ COLUMNS = {
 }
 """Numbers of each step, by what the recipe calls them in its metrics."""
 
+STAGES = 10
+"""Of the noise, where a run has as many steps."""
+
 _URL = re.compile(r"TINKER_BASE_URL=(\S+)")
 _TAIL = 60
 """Lines of a log that are printed when its process fails."""
@@ -160,13 +163,14 @@ def recipe_arguments(args: argparse.Namespace, run: Run, url: str, model: str) -
 def servers(args: argparse.Namespace, ended: contextlib.ExitStack) -> Iterator[tuple[bool, list[str]]]:
     """Start all servers; gives the addresses of those with each noise setting."""
     started: dict[bool, list[Process]] = {}
+    schedule = ["--noise_steps", str(args.steps), "--noise_stages", str(min(args.steps, STAGES))]
     for noise in (setting == "aqn" for setting in args.noise):
-        extra = ["--noise_steps", str(args.steps)] if noise else []
         for number in range(args.servers):
             name = f"server-{'aqn' if noise else 'plain'}-{number}"
             arguments = [
                 "serve", args.model, "--port", "0", "--api_key", KEY, "--max_rank", str(args.rank),
-                "--max_models", str(2 * args.runs), "--output_dir", str(args.logs / name), *extra,
+                "--max_models", str(2 * args.runs), "--output_dir", str(args.logs / name),
+                *(schedule if noise else []),
             ]  # fmt: skip
             process = start(name, SERVER, arguments, args.logs, args.threads)
             ended.callback(process.end)
