@@ -42,7 +42,7 @@ _PLANNED_GB = 80
 
 
 def planned(sizes: Sizes, args: argparse.Namespace, adapters: int) -> MemoryPlan:
-    """The plan of such a step, in which every layer is computed again for backward.
+    """The plan of such a step; what options leave open is what makes it fast.
 
     Raises:
         QeRLError: It does not fit.
@@ -56,7 +56,8 @@ def planned(sizes: Sizes, args: argparse.Namespace, adapters: int) -> MemoryPlan
     on_gpu = torch.cuda.is_available()
     capacity = total_bytes(torch.device("cuda")) if on_gpu else _PLANNED_GB * 2**30
     limits = [args.tokens_per_forward] if args.tokens_per_forward else None
-    found = fastest(replace(sizes, tied=False), work, capacity, limits, [1])
+    every = [args.every_n_layers] if args.every_n_layers else None
+    found = fastest(replace(sizes, tied=False), work, capacity, limits, every)
     if found is None:
         raise QeRLError(f"A step with {adapters} adapters does not fit; `qerl plan --adapters` says why.")
     return make_plan(replace(sizes, tied=False), found, capacity)
@@ -92,14 +93,18 @@ def measure(args: argparse.Namespace, sizes: Sizes, served: Served) -> Iterator[
 def rows(args: argparse.Namespace, sizes: Sizes) -> Iterator[Row]:
     """A row for each number of adapters."""
     # What the plan finds for the most adapters holds for all rows, since one server is measured.
-    tokens_per_forward = planned(sizes, args, max(args.adapters)).work.tokens_per_forward
-    args.tokens_per_forward = tokens_per_forward
+    work = planned(sizes, args, max(args.adapters)).work
+    args.tokens_per_forward, args.every_n_layers = work.tokens_per_forward, work.every_n_layers
     positions = args.prompt + args.tokens + 64
-    served = Served(sizes, args.weights, args.rank, max(args.adapters), positions, tokens_per_forward)
+    served = Served(
+        sizes, args.weights, args.rank, max(args.adapters), positions, work.tokens_per_forward,
+        work.every_n_layers,
+    )  # fmt: skip
     shared = {
         "engine": "qerl serve", "shape": args.shape, "weights": args.weights, "lora_rank": args.rank,
         "prompts": args.prompts, "samples": args.samples, "prompt_tokens": args.prompt,
-        "completion_tokens": args.tokens, "tokens_per_forward": tokens_per_forward, "every_n_layers": 1,
+        "completion_tokens": args.tokens, "tokens_per_forward": work.tokens_per_forward,
+        "every_n_layers": work.every_n_layers,
     }  # fmt: skip
     with gauge() as state:
         for found in measure(args, sizes, served):
@@ -121,6 +126,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--prompt", type=int, default=256, help="tokens")
     parser.add_argument("--tokens", type=int, default=1024, help="of each sample")
     parser.add_argument("--tokens_per_forward", type=int, help="of the update; what the plan finds")
+    parser.add_argument("--every_n_layers", type=int, help="n-th layer is recomputed; what the plan finds")
     parser.add_argument("--layers", type=int, help="fewer layers than the shape has, to try things out")
     parser.add_argument("--steps", type=int, default=3, help="steps counted, of which the median is shown")
     parser.add_argument("--out", type=Path, help="JSON file")

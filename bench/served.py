@@ -43,7 +43,7 @@ class Served:
         rank: Largest rank of an adapter.
         adapters: That there may be at once, all of which stay on the GPU.
         positions: Tokens of a prompt and its completion together.
-        tokens_per_forward: Of the update; None for no limit.
+        tokens_per_forward, every_n_layers: Of the update, as `qerl serve` takes them.
     """
 
     sizes: Sizes
@@ -52,6 +52,7 @@ class Served:
     adapters: int
     positions: int
     tokens_per_forward: int | None
+    every_n_layers: int
 
 
 class Peak:
@@ -95,7 +96,7 @@ def serving(served: Served) -> Iterator[tuple[str, Peak]]:
     ):
         options = BackendOptions(
             BASE, Path(folder), max_rank=served.rank, max_models=served.adapters, resident=served.adapters,
-            tokens_per_forward=served.tokens_per_forward,
+            tokens_per_forward=served.tokens_per_forward, every_n_layers=served.every_n_layers,
         )  # fmt: skip
         backend = make_backend(
             options, model, word_tokenizer(served.sizes.vocabulary),

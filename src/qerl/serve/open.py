@@ -47,6 +47,8 @@ class BackendOptions:
         max_sequences: Sequences that are decoded at the same time at most; None leaves it to the engine.
         kv_cache_dtype: Of the paged engine's keys and values.
         tokens_per_forward: Tokens of a forward and backward pass at most; None leaves it to memory.
+        every_n_layers: On a GPU every n-th layer is computed again for backward, the others keep their
+            activations until memory runs out.
         noise: Schedule of the noise by optimizer steps of a model; None samples without noise.
         noise_scale: Unit of its sigma.
         trust_remote_code: Whether Python code that comes with the model may run.
@@ -63,6 +65,7 @@ class BackendOptions:
     max_sequences: int | None = None
     kv_cache_dtype: KvCacheDtype = "auto"
     tokens_per_forward: int | None = None
+    every_n_layers: int = 1
     noise: NoiseSchedule | None = None
     noise_scale: NoiseScale = "absolute"
     trust_remote_code: bool = False
@@ -70,7 +73,7 @@ class BackendOptions:
     def __post_init__(self) -> None:
         if not 1 <= self.max_rank <= MAX_RANK:
             raise QeRLError(f"--max_rank is {self.max_rank}; it must be from 1 to {MAX_RANK}.")
-        for name in ("max_models", "resident"):
+        for name in ("max_models", "resident", "every_n_layers"):
             if getattr(self, name) < 1:
                 raise QeRLError(f"--{name} is {getattr(self, name)}; it must be at least 1.")
 
@@ -144,14 +147,19 @@ def make_backend(
     """
     seats = Seats(model, options.max_rank)
     if seats.device.type == "cuda":
-        seats.recompute_layers()
+        seats.recompute_layers(options.every_n_layers)
     return ModelBackend(
         models=models,
         seats=seats,
         engine=make_engine(
             seats.model, tokenizer.pad_token_id, options.max_sequences, options.kv_cache_dtype
         ),
-        driver=LossDriver(seats.model, tokens_per_forward=options.tokens_per_forward, advice=_ADVICE),
+        driver=LossDriver(
+            seats.model,
+            tokens_per_forward=options.tokens_per_forward,
+            advice=_ADVICE,
+            recompute_every_layer=seats.recompute_every_layer,
+        ),
         adapters=Adapters(seats, options.max_models, options.resident),
         store=store,
         tokenizer=tokenizer,
