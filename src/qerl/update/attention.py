@@ -136,7 +136,8 @@ def branch_attention(
             module, query_1HLE, key_1GLE, value_1GLE, attention_mask, **kwargs
         )  # fmt: skip
     _check_call(query_1HLE, value_1GLE, kwargs)
-    rows = (tensor[0].transpose(0, 1) for tensor in (query_1HLE, key_1GLE, value_1GLE))
+    # Not [0], whose backward writes the gradient into zeros of the whole.
+    rows = (tensor.squeeze(0).transpose(0, 1) for tensor in (query_1HLE, key_1GLE, value_1GLE))
     out_LHE = _BranchAttention.apply(*rows, branches, kwargs.get("scaling"))
     return out_LHE[None], None
 
