@@ -36,6 +36,7 @@ from transformers.masking_utils import (
 
 from qerl.errors import QeRLError
 from qerl.families.parts import eval_mode
+from qerl.kernels.device import multiprocessors
 from qerl.update.joined_row import Branches, MaskFunction, join
 from qerl.update.padded import PaddedBatch
 
@@ -189,8 +190,7 @@ def _extents_in_backward(
     *offsets, longest_query, longest_key = _extents(branches)
     count, (_, heads, size) = len(offsets[0]) - 1, q_LHE.shape
     blocks = -(-longest_key // (128 if size <= 128 else 64))  # as the kernel cuts keys
-    cores = torch.cuda.get_device_properties(q_LHE.device).multi_processor_count
-    empty = stretches_in_backward(count, heads, blocks, cores) - count
+    empty = stretches_in_backward(count, heads, blocks, multiprocessors(q_LHE.device)) - count
     queries, keys = (torch.cat((each, each[-1:].expand(empty))) if empty else each for each in offsets)
     return queries, keys, longest_query, longest_key
 
