@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 
 from qerl.families.sizes import SIZES
+from qerl.plan.parts import Activations
 from qerl.plan.phases import make_plan
 from qerl.plan.propose import (
     ENOUGH_TOKENS,
@@ -82,10 +83,11 @@ def test_microbatches_share_a_pass_where_memory_allows():
     assert short is not None and short.together == 16, "one pass of 8176 tokens"
 
 
-def test_of_all_layers_one_is_recomputed_at_least():
-    """The first of each n, which is the first of all where n is their number."""
-    found = fastest(SIZES["7b"], work(completion_tokens=256), GB80)
-    assert found is not None and found.every_n_layers == SIZES["7b"].layers
+def test_no_layer_is_recomputed_where_all_fit():
+    sizes = SIZES["7b"]
+    found = fastest(sizes, work(completion_tokens=256), GB80)
+    assert found is not None and found.every_n_layers == sizes.layers + 1
+    assert Activations(sizes, found).recomputed == 0
 
 
 def test_settings_that_are_given_are_kept():

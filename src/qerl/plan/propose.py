@@ -68,7 +68,7 @@ def fastest(
         limits: Values of `tokens_per_forward` to choose from.
         every: Values of `every_n_layers` to choose from.
     """
-    every = every or sorted({min(n, sizes.layers) for n in _EVERY})
+    every = every or [*(n for n in _EVERY if n < sizes.layers), sizes.layers, sizes.layers + 1]
 
     def settings(limits: Sequence[int]) -> Iterator[Work]:
         for limit in limits:

@@ -27,7 +27,7 @@ class Work:
             chunks, and microbatches of a step share a pass that has room for them
             (`qerl.update.spans`). None for one pass per microbatch.
         every_n_layers: Every n-th layer is computed again for backward, the others keep their activations;
-            0: all keep them.
+            0, or more than there are layers: all keep them.
         optimizer_bytes: Bytes per adapter parameter: 8 for AdamW in fp32, 2 in 8 bits.
         cache_bytes: Bytes per number in keys and values: 2 for bf16, 1 for fp8.
         filtered: Whether top-k leaves tokens out, for which logits are copied.
