@@ -147,7 +147,7 @@ _RECIPES_HELP = "names (see `qerl recipes`) or paths of .yaml files, merged from
 def _add_train(commands: Any) -> None:
     text = "Train as recipes say; any field can be given as --FIELD VALUE."
     sub = add_command(commands, "train", _train, text)
-    sub.add_argument("recipes", nargs="+", metavar="RECIPE", help=_RECIPES_HELP)
+    sub.add_argument("recipes", nargs="*", metavar="RECIPE", help=_RECIPES_HELP)
     sub.add_argument(
         "--dry_run",
         action="store_true",
@@ -157,19 +157,19 @@ def _add_train(commands: Any) -> None:
 
 def _add_plan(commands: Any) -> None:
     text = (
-        "Say what fits on a GPU of --gpu GB (default 80) or of that name, or on each of --processes N of "
-        "them; any field can be given as --FIELD VALUE."
+        "Say what fits on a GPU, named by --gpu with its memory in GB or its name; any field can be given as "
+        "--FIELD VALUE."
     )
     sub = add_command(commands, "plan", _plan, text)
     sub.add_argument("model", metavar="MODEL", help="Hub id, local folder, or a shape such as 32b")
     sub.add_argument("recipes", nargs="*", metavar="RECIPE", help="as for train")
-    sub.add_argument("--gpu", default="80", metavar="GPU", help="GB, or a name such as rtx4090; default 80")
-    sub.add_argument("--processes", default="1", metavar="N", help="GPUs, each with its process; default 1")
+    sub.add_argument("--gpu", default="80", metavar="GPU", help="GB, or a name such as rtx4090; default: 80")
+    sub.add_argument("--processes", default="1", metavar="N", help="GPUs, each with its process; default: 1")
     sub.add_argument(
         "--max_context", action="store_true", help="say the longest completion that fits as well"
     )
     sub.add_argument(
-        "--adapters", default="1", metavar="N", help="adapters that `qerl serve` keeps on the GPU; default 1"
+        "--adapters", default="1", metavar="N", help="adapters that `qerl serve` keeps on the GPU; default: 1"
     )
 
 
@@ -192,7 +192,7 @@ def _add_quantize(commands: Any) -> None:
     sub = add_command(commands, "quantize", _quantize, "Quantise a checkpoint, shard by shard.")
     sub.add_argument("model", metavar="MODEL", help="Hub id or local folder")
     sub.add_argument("out", type=Path, metavar="OUT", help="folder to write; must not exist")
-    sub.add_argument("--format", choices=PACKED_FORMATS, default=DEFAULT_FORMAT)
+    sub.add_argument("--format", choices=PACKED_FORMATS, default=DEFAULT_FORMAT, help="default: %(default)s")
     sub.add_argument(
         "--rounding", choices=ROUNDINGS, default=DEFAULT_ROUNDING, help="default: %(default)s, least error"
     )

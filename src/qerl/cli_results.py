@@ -37,7 +37,7 @@ _ASKED = (
 def add_bench(commands: Any) -> None:
     sub = add_command(commands, "bench", _bench, "Measure this machine's GPU, for a file that can be sent.")
     sub.add_argument("what", choices=("card",), help="card: decoding and whole steps of random models")
-    sub.add_argument("--out", type=Path, default=Path("card.json"), help="JSON file; default card.json")
+    sub.add_argument("--out", type=Path, default=Path("card.json"), help="JSON file; default: %(default)s")
     sub.add_argument("--shape", help="1.5b, 3b, 7b, 14b or 32b; default: the largest that fits")
 
 
@@ -60,34 +60,49 @@ def add_eval(commands: Any) -> None:
     sub.add_argument("--task", help="gsm8k, math500, arithmetic, jsonl:PATH, ...; default: the run's")
     sub.add_argument(
         "--task_options",
-        help="YAML mapping, for example '{level: wp1}'; default: the run's, for its own task",
+        metavar="YAML",
+        help="mapping, for example '{level: wp1}'; default: the run's, for its own task",
     )
     sub.add_argument(
         "--environment",
+        metavar="NAME",
         help="who answers the model: a name or PATH.py:Class; default: the run's, for its own task",
     )
     sub.add_argument(
         "--max_tool_calling_iterations", type=number_from(1), metavar="N",
         help="turns of the model that are answered; default: the run's, else as many as its tokens allow",
     )  # fmt: skip
-    sub.add_argument("--environment_options", help="YAML mapping; default: the run's, for its own task")
+    sub.add_argument(
+        "--environment_options", metavar="YAML", help="mapping; default: the run's, for its own task"
+    )
     sub.add_argument(
         "--tools", nargs="+", metavar="TOOL",
         help="functions that the model may call; default: the run's, for its own task",
     )  # fmt: skip
     sub.add_argument(
-        "--samples", type=number_from(1), help="samples per problem; default: 1, which decodes greedily"
+        "--samples",
+        type=number_from(1),
+        metavar="N",
+        help="samples per problem; default: 1, which decodes greedily",
     )
-    sub.add_argument("--temperature", type=number_from(0, float), help="default: 0 for one sample, else 0.6")
-    sub.add_argument("--top_p", type=number_from(1e-6, float, 1), help="default: 0.95")
     sub.add_argument(
-        "--max_tokens", type=number_from(1), help="default: the run's max_completion_length, else 4096"
+        "--temperature", type=number_from(0, float), metavar="T", help="default: 0 for one sample, else 0.6"
+    )
+    sub.add_argument("--top_p", type=number_from(1e-6, float, 1), metavar="P", help="default: 0.95")
+    sub.add_argument(
+        "--max_tokens",
+        type=number_from(1),
+        metavar="N",
+        help="default: the run's max_completion_length, else 4096",
     )
     _add_stops(sub)
-    sub.add_argument("--limit", type=number_from(1), help="problems to score; default all")
-    sub.add_argument("--seed", type=number_from(0), help="default: 0")
+    sub.add_argument("--limit", type=number_from(1), metavar="N", help="problems to score; default: all")
+    sub.add_argument("--seed", type=number_from(0), metavar="N", help="default: 0")
     sub.add_argument(
-        "--out", type=Path, help="folder for the result and the completions; one that was cut off goes on"
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="folder for the result and the completions; one that was cut off goes on",
     )
 
 
@@ -100,26 +115,38 @@ def add_generate(commands: Any) -> None:
         "--system", help='system message; default: the one of the run\'s task, else none; "" for none'
     )
     sub.add_argument(
-        "--max_tokens", type=number_from(1), help="default: the run's max_completion_length, else 256"
+        "--max_tokens",
+        type=number_from(1),
+        metavar="N",
+        help="default: the run's max_completion_length, else 256",
     )
     _add_stops(sub)
-    sub.add_argument("--temperature", type=number_from(0, float), default=0.0)
-    sub.add_argument("--seed", type=number_from(0), default=0)
+    sub.add_argument(
+        "--temperature", type=number_from(0, float), default=0.0, metavar="T", help="default: 0, greedy"
+    )
+    sub.add_argument("--seed", type=number_from(0), default=0, metavar="N", help="default: %(default)s")
 
 
 def add_report(commands: Any) -> None:
     sub = add_command(
         commands, "report", _report, "One HTML page with curves and completions of several runs."
     )
-    sub.add_argument("runs", nargs="+", type=Path, metavar="RUN")
+    sub.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="output_dir of a run")
     sub.add_argument(
-        "--scores", nargs="+", type=Path, default=[], metavar="FOLDER", help="of evaluations outside the runs"
+        "--scores",
+        nargs="+",
+        type=Path,
+        default=[],
+        metavar="DIR",
+        help="folders of evaluations (their --out) that lie outside the runs",
     )
     sub.add_argument(
         "--completions", type=number_from(0), metavar="N",
-        help="steps of which completions are shown, of runs with log_completions; default 6, 0 for none",
+        help="steps of which completions are shown, of runs with log_completions; default: 6, 0 for none",
     )  # fmt: skip
-    sub.add_argument("--out", type=Path, default=Path("report.html"))
+    sub.add_argument(
+        "--out", type=Path, default=Path("report.html"), metavar="FILE", help="page; default: %(default)s"
+    )
 
 
 def _add_stops(sub: argparse.ArgumentParser) -> None:
@@ -147,7 +174,8 @@ def _add_model(sub: argparse.ArgumentParser) -> None:
     )
     sub.add_argument(
         "--chat_template_kwargs",
-        help="YAML mapping, for example '{enable_thinking: false}'; default: the run's",
+        metavar="YAML",
+        help="mapping, for example '{enable_thinking: false}'; default: the run's",
     )
     sub.add_argument(
         "--trust_remote_code",

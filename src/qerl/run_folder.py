@@ -125,7 +125,8 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
     except FileNotFoundError as error:
         raise QeRLError(f"{run} has no {METRICS_FILE}; name the output_dir of a run.") from error
     except (OSError, UnicodeDecodeError) as error:
-        raise QeRLError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}.") from error
+        cause = getattr(error, "strerror", None) or error
+        raise QeRLError(f"{path} cannot be read ({cause}); copy the folder again.") from error
     rows = []
     for number, line in enumerate(lines, start=1):
         row = _parse(line)
@@ -176,7 +177,9 @@ def read_settings(folder: Path) -> dict[str, Any] | None:
     try:
         settings = yaml12.load(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise QeRLError(f"{path} cannot be read: {' '.join(str(error).split())}.") from error
+        raise QeRLError(
+            f"{path} cannot be read ({' '.join(str(error).split())}); restore it or delete it."
+        ) from error
     if not isinstance(settings, dict):
         raise QeRLError(f"{path} is not a mapping of settings; restore it or delete it.")
     return settings

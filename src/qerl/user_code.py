@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from qerl.errors import QeRLError
+from qerl.errors import QeRLError, first_line
 
 
 def names_a_file(spec: str) -> bool:
@@ -57,5 +57,6 @@ def _run(path: Path, what: str) -> ModuleType:
     try:
         module_spec.loader.exec_module(module)
     except Exception as error:
-        raise QeRLError(f"The {what} file {path} cannot be run: {type(error).__name__}: {error}.") from error
+        cause = f"{type(error).__name__}: {first_line(error)}"
+        raise QeRLError(f"The {what} file {path} cannot be run ({cause}); mend it.") from error
     return module

@@ -112,6 +112,15 @@ def test_text_fields_take_the_word_as_it_is(recipe, tmp_path, capsys):
     assert printed["reward_files"] == [reward]
 
 
+def test_a_run_needs_no_recipe(tmp_path, capsys):
+    words = ["train", "--task", "arithmetic", "--model", "owner/model", "--dry_run"]
+    assert main(words) == 2
+    assert "output_dir is not set" in capsys.readouterr().err
+    assert main([*words, "--output_dir", str(tmp_path)]) == 0
+    printed = yaml.safe_load(capsys.readouterr().out)
+    assert (printed["task"], printed["model"]) == ("arithmetic", "owner/model")
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -1,14 +1,13 @@
 """The Python of README runs as it stands."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
+
+from tests.support.scripts import run_offline
 
 README = Path(__file__).parents[2] / "README.md"
 MODEL = "Qwen/Qwen2.5-7B-Instruct"
@@ -26,12 +25,7 @@ def test_the_trainer_of_readme_trains(tmp_path, tiny_model, tiny_tokenizer):
         {"prompt": [{"role": "user", "content": f"Name {letter}."}], "answer": letter} for letter in "abcd"
     ]
     (tmp_path / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    offline = {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HOME": str(tmp_path / "cache")}
-    process = subprocess.run(
-        [sys.executable, "-c", script],
-        cwd=tmp_path, env=os.environ | offline, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert process.returncode == 0, process.stderr
+    run_offline(script, tmp_path)
     base = AutoModelForCausalLM.from_pretrained(tmp_path / MODEL)
     adapted = PeftModel.from_pretrained(base, tmp_path / "runs" / "mine")
     assert any(parameter.any() for name, parameter in adapted.named_parameters() if "lora_B" in name)

@@ -105,7 +105,6 @@ def test_resume_is_bit_exact_where_texts_end_completions(tiny_run, tmp_path):
         for name in ("whole", "resumed")
     ]
     assert logs[0][-len(logs[1]) :] == logs[1] and len(logs[1]) > 3
-    assert any(row.get("grad_norm", 0) > 0 for row in steps_of(tmp_path / "resumed"))
     assert any(0 < row.get("completions/clipped_ratio", 0) < 1 for row in logs[1])
     assert all(row.get("completions/clipped_ratio", 0) < 1 for row in logs[1])
 
@@ -140,6 +139,8 @@ def stop_and_resume(tiny_run, tmp_path, changes):
     for name, tensor in expected.items():
         assert tensor.equal(actual[name]), name
     assert any(not tensor.equal(at_stop[name]) for name, tensor in expected.items()), "training went on"
+    # Weight decay alone moves an adapter too.
+    assert any(row.get("grad_norm", 0) > 0 for row in steps_of(resumed)), "it learned behind the stop"
 
 
 def test_a_checkpoint_cut_off_while_it_was_written_is_not_resumed_from(tmp_path):

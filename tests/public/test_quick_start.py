@@ -5,14 +5,13 @@ folders with a tiny random model and four problems, which load under the same na
 """
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
+
+from tests.support.scripts import run_offline
 
 PROBLEMS = [("What is 1 + 1?", "$2$"), ("What is 2 + 2?", "$4$"), ("What is 3 x 3?", "$9$"), ("Why?", "$0$")]
 
@@ -63,16 +62,7 @@ def run(tmp_path, tiny_model, tiny_tokenizer):
     ]
     (data / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
-    def run(script: str) -> list[str]:
-        offline = {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HOME": str(tmp_path / "cache")}
-        process = subprocess.run(
-            [sys.executable, "-c", script],
-            cwd=tmp_path, env=os.environ | offline, capture_output=True, text=True, check=False,
-        )  # fmt: skip
-        assert process.returncode == 0, process.stderr
-        return process.stdout.splitlines()
-
-    return run
+    return lambda script: run_offline(script, tmp_path).splitlines()
 
 
 def test_trls_quick_start_runs_with_two_names_changed(run):

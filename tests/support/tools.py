@@ -81,10 +81,6 @@ def sampled(trainer, data=DATA):
     return trainer._generate_and_score_completions(rows_of(data))
 
 
-def gradients(model):
-    return {n.replace("default.", ""): p.grad for n, p in model.named_parameters() if p.grad is not None}
-
-
 class Guessing:
     """TRL's kind of game: reset says what to do, a method is the move, and the environment scores."""
 

@@ -91,3 +91,17 @@ def logged(trainer):
     """What was logged of training, without times and memory."""
     rows = [row for row in trainer.state.log_history if "loss" in row]
     return [{k: v for k, v in row.items() if "time" not in k and "memory" not in k} for row in rows]
+
+
+def gradients(model):
+    """Gradients by the names of the parameters, whatever the adapter is called."""
+    return {n.replace("default.", ""): p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def same_gradients(reference, model):
+    """Every gradient of both models agrees to 1e-5 of its norm, and none is zero."""
+    expected, actual = gradients(reference), gradients(model)
+    assert expected and expected.keys() == actual.keys()
+    for name, grad in expected.items():
+        error = (actual[name] - grad).norm() / grad.norm()
+        assert error < 1e-5, f"{name}: relative error {error:.1e}"

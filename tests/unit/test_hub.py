@@ -70,3 +70,6 @@ def test_no_hub_at_all(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not hub_answers()
     with pytest.raises(Unreachable, match="Connection refused"):
         download("owner/model", ["*.json"])
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(Unreachable, match=r"^HF_HUB_OFFLINE is set$"):
+        download("owner/model", ["*.json"])

@@ -97,7 +97,9 @@ def test_jsonl_errors_name_file_and_line(jsonl, line: Any, said: str) -> None:
 def test_jsonl_refuses_files_without_problems(jsonl, tmp_path: Path) -> None:
     with pytest.raises(QeRLError, match=r"data\.jsonl has no problems"):
         get_task(jsonl()).train()
-    with pytest.raises(QeRLError, match=r"The data file .*missing\.jsonl cannot be read: No such file"):
+    with pytest.raises(
+        QeRLError, match=r"The data file .*missing\.jsonl cannot be read \(No such file.*check the path"
+    ):
         get_task(f"jsonl:{tmp_path / 'missing.jsonl'}").train()
     (tmp_path / "latin.jsonl").write_bytes('{"question": "où?", "answer": "là"}\n'.encode("latin-1"))
     with pytest.raises(QeRLError, match=r"latin\.jsonl, line 1: this is not JSON"):

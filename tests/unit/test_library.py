@@ -108,8 +108,9 @@ def test_a_header_that_lacks_a_key_is_refused(tmp_path):
 
 def test_the_list_names_every_recipe(capsys):
     assert main(["recipes"]) == 0
-    printed = capsys.readouterr().out.split()
-    assert packaged().keys() <= set(printed)
+    printed = capsys.readouterr().out
+    assert packaged().keys() <= set(printed.split())
+    assert "time: " in printed and "not measured" not in printed
 
 
 def test_the_demo_is_complete():

@@ -86,7 +86,7 @@ def test_no_held_out_problem_is_a_training_problem():
     train, test = ({row["prompt"][0]["content"] for one in sets for row in part(one)}
                    for part in (type(sets[0]).train, type(sets[0]).test))  # fmt: skip
     assert len(train) > 900 and len(test) > 400 and not train & test
-    with pytest.raises(QeRLError, match=r"only .* test problems of needle, not 99999"):
+    with pytest.raises(QeRLError, match=r"only .* held-out problems of needle, not 99999"):
         get_task("needle", test_size=99999).test()
 
 

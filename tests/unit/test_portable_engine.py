@@ -323,6 +323,7 @@ class TestOnTheTrainingModel:
 
 def test_the_portable_engine_has_no_fp8_cache(tiny_model):
     with pytest.raises(
-        QeRLError, match=r"kv_cache_dtype: fp8 needs the paged engine, .* not on a CUDA device"
+        QeRLError,
+        match=r"fp8 needs the paged engine, .* not on a CUDA device.*; set kv_cache_dtype: auto",
     ):
         make_engine(tiny_model(), PAD, kv_cache_dtype="fp8")

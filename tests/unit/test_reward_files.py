@@ -35,8 +35,8 @@ def test_custom_reward_is_loaded_from_a_file(tmp_path: Path) -> None:
         ("other.py:brief", r"The reward file .*other\.py does not exist"),
         ("mine.py:breif", r"mine\.py has no function 'breif'; it has: brief\.$"),
         ("mine.py:limit", "has no function 'limit'"),
-        ("broken.py:brief", r"broken\.py cannot be run: ZeroDivisionError: division by zero"),
-        ("syntax.py:brief", r"syntax\.py cannot be run: SyntaxError"),
+        ("broken.py:brief", r"broken\.py cannot be run \(ZeroDivisionError: division by zero\); mend it"),
+        ("syntax.py:brief", r"syntax\.py cannot be run \(SyntaxError: .*line \d+\)\); mend it"),
     ],
 )
 def test_custom_reward_errors_say_what_to_mend(tmp_path: Path, spec: str, said: str) -> None:

@@ -14,7 +14,16 @@ from qerl.trainer.batch import GROUP_KEY
 from qerl.trainer.grpo import QeRLTrainer
 from qerl.trainer.resume.rollout_file import load_rollouts, save_rollouts
 from tests.support.models import move_adapter
-from tests.support.trainer import DATA, GROUP, ScriptedEngine, logged, settings, sum_reward
+from tests.support.trainer import (
+    DATA,
+    GROUP,
+    ScriptedEngine,
+    gradients,
+    logged,
+    same_gradients,
+    settings,
+    sum_reward,
+)
 
 
 def length_reward(completion_ids, **kwargs):
@@ -43,10 +52,6 @@ def batch_rows():
     return [row for row in DATA for _ in range(GROUP)]
 
 
-def gradients(model):
-    return {n.replace("default.", ""): p.grad for n, p in model.named_parameters() if p.grad is not None}
-
-
 @pytest.mark.parametrize("correction", ["token_truncate", "sequence_mask"])
 @pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo"])
 def test_loss_and_gradients_equal_trl(make_trainer, tiny_tokenizer, tmp_path, loss_type, correction):
@@ -62,11 +67,7 @@ def test_loss_and_gradients_equal_trl(make_trainer, tiny_tokenizer, tmp_path, lo
         loss.backward()
         losses.append(loss.item())
     assert losses[1] == pytest.approx(losses[0], rel=1e-5, abs=1e-7)
-    expected, actual = gradients(reference.model), gradients(ours.model)
-    assert expected.keys() == actual.keys()
-    for name, grad in expected.items():
-        error = (actual[name] - grad).norm() / grad.norm()
-        assert error < 1e-5, f"{name}: relative error {error:.1e}"
+    same_gradients(reference.model, ours.model)
 
 
 def trl_reference(ours, tokenizer, tmp_path, loss_type, correction):

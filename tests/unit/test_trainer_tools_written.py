@@ -5,11 +5,11 @@ import torch
 
 from qerl.trainer.trl.late_metrics import settle
 from tests.support.tools import (
-    gradients,
     make_trainer,
     sampled,
     written_reward,
 )
+from tests.support.trainer import gradients
 
 
 def test_rewards_and_the_length_penalty_count_what_the_policy_wrote(tmp_path):

@@ -117,5 +117,7 @@ def test_a_wrong_configuration_is_refused(taskset, options: dict[str, Any], said
 
 
 def test_a_task_set_that_is_not_installed_is_refused() -> None:
-    with pytest.raises(QeRLError, match=r"The task set no-such-set cannot be loaded: .*not found"):
+    with pytest.raises(
+        QeRLError, match=r"The task set no-such-set cannot be loaded \(.*not found.*\); check its name"
+    ):
         get_task("verifiers:no-such-set")

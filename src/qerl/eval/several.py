@@ -169,4 +169,6 @@ def _conclude(standings: Sequence[Standing], suite: Suite, out: Path | None, con
         try:
             (out / SUITE_FILE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
         except OSError as error:
-            raise QeRLError(f"{out / SUITE_FILE} cannot be written: {error.strerror or error}.") from error
+            raise QeRLError(
+                f"{out / SUITE_FILE} cannot be written ({error.strerror or error}); choose another --out."
+            ) from error

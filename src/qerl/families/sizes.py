@@ -90,11 +90,15 @@ class Sizes:
             full = AutoConfig.for_model(**config)
         except Exception as error:  # given a file alone; the validators of fields have classes of their own
             reason = " ".join(str(error).split()) or type(error).__name__
-            raise QeRLError(f"The config of this {model_type} model is not valid: {reason}") from error
+            raise QeRLError(
+                f"The config.json of this {model_type} model is not valid ({reason.rstrip('.')}); mend it."
+            ) from error
         sizes = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
         for name in sizes:
             if getattr(full, name) < 1:
-                raise QeRLError(f"The config of this {model_type} model has {name} {getattr(full, name)}.")
+                raise QeRLError(
+                    f"The config.json of this {model_type} model has {name} {getattr(full, name)}; mend it."
+                )
         return cls.of(full)
 
     @classmethod

@@ -126,7 +126,9 @@ def adapt(model: PreTrainedModel, config: LoraConfig, seed: int = 0) -> PeftMode
         try:
             adapted = get_peft_model(model, _with_own_layers(config, model))
         except (ValueError, TypeError, ImportError) as error:
-            raise QeRLError(f"LoRA cannot be added: {error}") from error
+            raise QeRLError(
+                f"LoRA cannot be added ({first_line(error)}); change peft_config or the fields lora_*."
+            ) from error
     _check_head(adapted)
     return _skip_packed_buffers_in_ddp(adapted)
 
@@ -226,7 +228,10 @@ def load_adapter(model: PreTrainedModel, folder: str | Path, trainable: bool = F
     except (SafetensorError, OSError) as error:
         raise QeRLError(f"The adapter {folder} is damaged or incomplete ({error}); copy it again.") from error
     except (ValueError, TypeError, RuntimeError, AttributeError, LookupError) as error:
-        raise QeRLError(f"The adapter {folder} does not fit this model: {first_line(error)}") from error
+        raise QeRLError(
+            f"The adapter {folder} does not fit this model ({first_line(error)}); give the model that it was "
+            "trained on."
+        ) from error
     unmatched = sorted(stored ^ read)
     if unmatched:
         raise QeRLError(
@@ -256,7 +261,10 @@ def exchange_adapter(model: PeftModel, folder: Path) -> None:
     except (SafetensorError, OSError) as error:
         raise QeRLError(f"The adapter {folder} is damaged or incomplete ({error}); copy it again.") from error
     except (ValueError, RuntimeError) as error:
-        raise QeRLError(f"The adapter {folder} does not fit this model: {first_line(error)}") from error
+        raise QeRLError(
+            f"The adapter {folder} does not fit this model ({first_line(error)}); give the model that it was "
+            "trained on."
+        ) from error
     if unmatched:
         raise QeRLError(f"The adapter {folder} does not fit its own config: {unmatched[0]}; copy it again.")
 

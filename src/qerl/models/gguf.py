@@ -26,7 +26,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from qerl.errors import QeRLError
+from qerl.errors import QeRLError, first_line
 from qerl.models.cache import cache_folder, made_once
 
 logger = logging.getLogger(__name__)
@@ -67,7 +67,9 @@ def _convert(gguf: Path, folder: Path) -> None:
             quantization_config=GgufConfig(dequantize=True),  # a newer one would keep what it has kernels for
         )
     except (ValueError, KeyError, NotImplementedError, OSError) as error:
-        raise QeRLError(f"transformers cannot load {gguf}: {error}") from error
+        raise QeRLError(
+            f"transformers cannot load {gguf} ({first_line(error)}); use the model's safetensors."
+        ) from error
     _mend_tokenizer(tokenizer, metadata)
     try:
         folder.mkdir()

@@ -132,7 +132,7 @@ def download(
         )
     except HFValidationError as error:
         raise QeRLError(
-            f"{name} is neither a folder, a .gguf file, nor a Hub id like owner/model."
+            f"{name} is neither a folder, a .gguf file, nor a Hub id like owner/model; mend the name."
         ) from error
     except GatedRepoError as error:
         raise QeRLError(
@@ -143,7 +143,8 @@ def download(
             f"There is no local folder and no Hub {kind} named {name}; check the name."
         ) from error
     except (OSError, httpx.HTTPError) as error:
-        raise Unreachable(first_line(error) if str(error).strip() else "") from error
+        cause = first_line(error) if str(error).strip() else ""
+        raise Unreachable("HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else cause) from error
 
 
 def hub_answers() -> bool:

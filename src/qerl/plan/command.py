@@ -50,7 +50,7 @@ def plan_command(
     if config.kv_cache_dtype == "fp8" and planned.card and not planned.card.fp8:
         raise QeRLError(f"{why_no_fp8(planned.card)}; remove kv_cache_dtype: fp8.")
     plan = plan_settings(config, planned.capacity, processes, adapters=adapters)
-    console.print(render(plan, propose_settings(config, plan), name))
+    console.print(render(plan, propose_settings(config, plan), name), soft_wrap=True)  # settings are copied
     for obstacle in obstacles_of_class(planned.card.capability) if planned.card else ():
         console.print(
             f"This plans the fast engine, but {obstacle.reason}. To use it there: {obstacle.remedy}.",

@@ -44,9 +44,7 @@ def make_engine(
         keep_within_limit(base_model(model).device)
     reasons = _obstacles(model, kv_cache_dtype == "fp8") if on_gpu else needs.NO_CUDA.reason
     if reasons and kv_cache_dtype != "auto":
-        raise QeRLError(
-            f"kv_cache_dtype: {kv_cache_dtype} needs the paged engine, which cannot run: {reasons}."
-        )
+        raise no_paged_engine(kv_cache_dtype, reasons)
     if reasons:
         if on_gpu and is_first_process():
             message = f"Rollouts take the portable engine, which is slow on a GPU: {reasons}."
@@ -56,6 +54,14 @@ def make_engine(
 
     return PagedEngine(
         model, pad_token_id, MAX_ROWS if max_sequences is None else max_sequences, kv_cache_dtype
+    )
+
+
+def no_paged_engine(kv_cache_dtype: KvCacheDtype, reasons: str) -> QeRLError:
+    """The error of settings that only the paged engine can follow, where it cannot run for these reasons."""
+    return QeRLError(
+        f"kv_cache_dtype: {kv_cache_dtype} needs the paged engine, which cannot run ({reasons}); set "
+        "kv_cache_dtype: auto."
     )
 
 

@@ -80,7 +80,7 @@ def read_header(path: Path) -> Header:
 
 
 def recipe_table() -> Table:
-    """The package's recipes with their headers, for a terminal."""
+    """The package's recipes with their headers, for a terminal, without times that nobody has measured."""
     table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
     kind = ""
     for name, path in packaged().items():
@@ -89,6 +89,7 @@ def recipe_table() -> Table:
             table.add_row(f"[bold]{'complete' if path.parent == FOLDER else kind}[/bold]")
         header = read_header(path)
         details = ("needs", header.needs), ("hardware", header.hardware), ("time", header.time)
-        lines = [escape(header.about), *(f"[dim]{key}: {escape(text)}[/dim]" for key, text in details)]
+        said = [(key, text) for key, text in details if text != "not measured"]
+        lines = [escape(header.about), *(f"[dim]{key}: {escape(text)}[/dim]" for key, text in said)]
         table.add_row(f"  {name}", "\n".join(lines))
     return table

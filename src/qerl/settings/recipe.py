@@ -36,7 +36,9 @@ def parse_value(text: str, where: str) -> Any:
     try:
         return yaml12.load(text)
     except ValueError as error:
-        raise QeRLError(f"{where} has a value that is not valid YAML: {error}.") from error
+        raise QeRLError(
+            f"{where} has a value that is not valid YAML ({error}); put text in quotes of its own, '\"...\"'."
+        ) from error
 
 
 def parse_mapping(text: str | None, flag: str) -> dict[str, Any] | None:
@@ -115,11 +117,11 @@ def read_mapping(path: Path, what: str) -> dict[str, Any]:
     try:
         values = yaml12.load(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise QeRLError(f"The {what} {path} cannot be read: {error.strerror}.") from error
+        raise QeRLError(f"The {what} {path} cannot be read ({error.strerror}); check the path.") from error
     except UnicodeDecodeError as error:
         raise QeRLError(f"The {what} {path} is not UTF-8 text; is it the right file?") from error
     except ValueError as error:
-        raise QeRLError(f"The {what} {path} is not valid YAML: {error}.") from error
+        raise QeRLError(f"The {what} {path} is not valid YAML ({error}); mend the file.") from error
     if not isinstance(values, dict):
         raise QeRLError(f"The {what} {path} must be a mapping of field names to values.")
     return values

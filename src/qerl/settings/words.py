@@ -54,7 +54,7 @@ def split_fields(
         if flag in options:
             own += [flag, value]
         elif flag[2:] in fields:
-            raise QeRLError(f"{flag} is given twice; which one is meant?")
+            raise QeRLError(f"{flag} is given twice; give it once.")
         else:
             fields[flag[2:]] = value
     return [*kept[:1], *own, *kept[1:]], fields

@@ -51,7 +51,9 @@ def write_page(results: Results, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise QeRLError(f"The page cannot be written to {path}: {error.strerror or error}.") from error
+        raise QeRLError(
+            f"The page cannot be written to {path} ({error.strerror or error}); choose another --output_dir."
+        ) from error
 
 
 def write_figures(results: Results, folder: Path, without: Collection[str] = ()) -> list[Path]:
@@ -73,7 +75,9 @@ def write_figures(results: Results, folder: Path, without: Collection[str] = ())
             paths.append(folder / f"{name}.svg")
             paths[-1].write_text(standalone(svg), encoding="utf-8")
     except OSError as error:
-        raise QeRLError(f"Figures cannot be written to {folder}: {error.strerror or error}.") from error
+        raise QeRLError(
+            f"Figures cannot be written to {folder} ({error.strerror or error}); choose another --figures."
+        ) from error
     return paths
 
 

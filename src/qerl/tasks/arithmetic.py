@@ -18,12 +18,10 @@ import hashlib
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
-
-from datasets import Dataset
+from typing import Any, Literal
 
 from qerl.errors import QeRLError
-from qerl.tasks.base import Task, as_dataset
+from qerl.tasks.drawn import DrawnTask, Set
 from qerl.tasks.formats import get_format
 
 Operation = Literal["+", "-", "*"]
@@ -193,7 +191,7 @@ def draw_problems(
     )
 
 
-class Arithmetic(Task):
+class Arithmetic(DrawnTask):
     """Generated word problems of one level. The column ``steps`` of a row is its number of operations.
 
     Args:
@@ -220,15 +218,13 @@ class Arithmetic(Task):
         test_size: int = 256,
     ) -> None:
         hashes = get_format("hashes")
-        super().__init__("arithmetic", replace(hashes, instruction=_CALCULATOR) if calculator else hashes)
+        form = replace(hashes, instruction=_CALCULATOR) if calculator else hashes
+        super().__init__("arithmetic", form, seed, train_size, test_size)
         if level not in LEVELS:
             raise QeRLError(f"Arithmetic level {level!r} is unknown; use one of: {', '.join(LEVELS)}.")
         if examples < 0:
             raise QeRLError(f"examples is {examples}; it must be 0 or more.")
         self.level = LEVELS[level]
-        self.seed = seed
-        self.train_size = train_size
-        self.test_size = test_size
         self.calculator = calculator
         self.examples = draw_problems("examples", self.level, examples, 0, operations=_OPERATIONS)
 
@@ -255,23 +251,15 @@ class Arithmetic(Task):
             return [(problem.question, self.solution(problem)) for problem in self.examples]
         return [turn for number, p in enumerate(self.examples) for turn in p.session(whole=number == 0)]
 
-    def train(self) -> Dataset:
-        """``train_size`` problems; see :meth:`Task.train`."""
-        return self._rows("train", self.train_size)
-
-    def test(self) -> Dataset:
-        """``test_size`` problems, none of which shares plot and numbers with a training problem."""
-        return self._rows("test", self.test_size)
-
-    def _rows(self, split: Split, count: int) -> Dataset:
+    def draw(self, split: Set, count: int) -> list[dict[str, Any]]:
+        """Rows of one set, none of which shares plot and numbers with a row of the other."""
         drawn = draw_problems(split, self.level, count, self.seed)
         worked = self.worked
-        rows = (
+        return [
             {
                 "prompt": self.prompt(p.question, worked),
                 "answer": str(p.answer),
                 "steps": len(p.lines),
             }
             for p in drawn
-        )
-        return as_dataset(rows, f"Task arithmetic, {split} set,")
+        ]

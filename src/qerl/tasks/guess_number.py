@@ -6,14 +6,12 @@ turns.
 """
 
 import random
-
-from datasets import Dataset
+from typing import Any
 
 from qerl.errors import QeRLError
 from qerl.tasks.answers import last_number
-from qerl.tasks.base import Task, as_dataset
+from qerl.tasks.drawn import DrawnTask, Set, first_of_split
 from qerl.tasks.formats import AnswerFormat
-from qerl.tasks.holdout import first_of_split
 
 _FORM = AnswerFormat(
     "guess",
@@ -23,7 +21,7 @@ _FORM = AnswerFormat(
 )
 
 
-class GuessNumber(Task):
+class GuessNumber(DrawnTask):
     """Ranges from 1 to some number, with a number of that range as the answer.
 
     A problem is a range and a number. A quarter of the problems is held out, whatever the seed.
@@ -38,25 +36,15 @@ class GuessNumber(Task):
     def __init__(
         self, largest: int = 100, seed: int = 0, train_size: int = 1024, test_size: int = 128
     ) -> None:
-        super().__init__("guess_number", _FORM)
+        super().__init__("guess_number", _FORM, seed, train_size, test_size)
         if not 10 <= largest <= 1000:
             raise QeRLError(
                 f"largest is {largest}; a range of guess_number ends with a number from 10 to 1000."
             )
         self.largest = largest
-        self.seed = seed
-        self.train_size = train_size
-        self.test_size = test_size
 
-    def train(self) -> Dataset:
-        """``train_size`` problems; see :meth:`Task.train`."""
-        return self._rows("train", self.train_size)
-
-    def test(self) -> Dataset:
-        """``test_size`` problems that are not among the training problems; see :meth:`Task.test`."""
-        return self._rows("test", self.test_size)
-
-    def _rows(self, split: str, count: int) -> Dataset:
+    def draw(self, split: Set, count: int) -> list[dict[str, Any]]:
+        """See :meth:`DrawnTask.draw`."""
         problems = [(end, number) for end in range(10, self.largest + 1) for number in range(1, end + 1)]
         random.Random(f"guess_number {split} {self.seed}").shuffle(problems)
         drawn = first_of_split(
@@ -67,11 +55,10 @@ class GuessNumber(Task):
             of=f"guess_number up to {self.largest}",
             remedy="raise largest or ask for fewer",
         )
-        rows = (
+        return [
             {
                 "prompt": self.prompt(f"I think of a whole number from 1 to {end}. What is it?"),
                 "answer": str(number),
             }
             for end, number in drawn
-        )
-        return as_dataset(rows, f"Task guess_number, {split} set,")
+        ]

@@ -90,7 +90,10 @@ class Jsonl(Task):
         try:
             lines = path.read_bytes().splitlines()
         except OSError as error:
-            raise QeRLError(f"The data file {path} cannot be read: {error.strerror}.") from error
+            raise QeRLError(
+                f"The data file {path} cannot be read ({error.strerror}); check the path in task and "
+                "task_options."
+            ) from error
         rows = []
         for number, line in enumerate(lines, start=1):
             if line.strip():

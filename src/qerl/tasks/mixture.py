@@ -124,7 +124,10 @@ class Mixture(Task):
         own = {name: np.flatnonzero(part_of_row == name) for name in self.parts}
         for name, indices in own.items():
             if not len(indices):
-                raise QeRLError(f"Task {name} of the mixture has no training prompt that is short enough.")
+                raise QeRLError(
+                    f"Task {name} of the mixture has no training prompt that is short enough; raise "
+                    "max_prompt_length."
+                )
         total = sum(part.weight for part in self.parts.values())
         shares = {name: part.weight / total for name, part in self.parts.items()}
         length = max(len(own[name]) / share for name, share in shares.items())

@@ -9,20 +9,18 @@ of this language.
 import itertools
 import random
 import re
-
-from datasets import Dataset
+from typing import Any
 
 from qerl.errors import QeRLError
 from qerl.models.needle.language import COUNTS, DOORS, KEYS, NOTHING, PLACES, PRIORS, RIGHT, question, walk
-from qerl.tasks.base import Task, as_dataset
+from qerl.tasks.drawn import DrawnTask, Set, first_of_split
 from qerl.tasks.formats import AnswerFormat
-from qerl.tasks.holdout import first_of_split
 
 # The key and the three words of the place.
 _PROBLEMS = ["".join(words) for words in itertools.product(KEYS, PLACES, PLACES, PLACES)]
 
 
-class Needle(Task):
+class Needle(DrawnTask):
     """Problems of one prior and one number of decisions.
 
     A problem is a key and a place. A quarter of the problems is held out, whatever the seed.
@@ -47,20 +45,9 @@ class Needle(Task):
             raise QeRLError(f"prior is {prior!r}; use one of: {', '.join(map(str, PRIORS.values()))}.")
         if decisions not in range(1, len(COUNTS) + 1):
             raise QeRLError(f"decisions is {decisions!r}; use a number from 1 to {len(COUNTS)}.")
-        super().__init__("needle", _walks(decisions))
+        super().__init__("needle", _walks(decisions), seed, train_size, test_size)
         self.prior = prior
         self.decisions = decisions
-        self.seed = seed
-        self.train_size = train_size
-        self.test_size = test_size
-
-    def train(self) -> Dataset:
-        """``train_size`` problems; see :meth:`Task.train`."""
-        return self._rows("train", self.train_size)
-
-    def test(self) -> Dataset:
-        """``test_size`` problems that are not among the training problems; see :meth:`Task.test`."""
-        return self._rows("test", self.test_size)
 
     def ask(self, system_prompt: str | None = None, answer_format: str | None = None) -> None:
         """Raises: a problem of this language has one form.
@@ -77,18 +64,18 @@ class Needle(Task):
         """True for the right walk, to the letter."""
         return answer == reference
 
-    def _rows(self, split: str, count: int) -> Dataset:
+    def draw(self, split: Set, count: int) -> list[dict[str, Any]]:
+        """See :meth:`DrawnTask.draw`."""
         order = random.Random(f"needle {split} {self.seed}").sample(range(len(_PROBLEMS)), len(_PROBLEMS))
         problems = (_PROBLEMS[i] for i in order)
         drawn = first_of_split(problems, str, split, count, of="needle", remedy="ask for fewer")
-        rows = (
+        return [
             {
                 "prompt": self.prompt(question(self.prior, self.decisions, problem[0], problem[1:])),
                 "answer": walk(RIGHT[: self.decisions], problem[0]),
             }
             for problem in drawn
-        )
-        return as_dataset(rows, f"Task needle, {split} set,")
+        ]
 
 
 def _walks(decisions: int) -> AnswerFormat:

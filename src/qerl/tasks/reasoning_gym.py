@@ -18,18 +18,14 @@ from collections.abc import Callable, Iterator
 from functools import cached_property
 from typing import Any
 
-from datasets import Dataset
-
 from qerl.errors import QeRLError, first_line
 from qerl.kernels.needs import how_to_install
+from qerl.rewards.text import Completion
 from qerl.seeding import derive_seed
-from qerl.tasks.base import Completion, Task, as_dataset
+from qerl.tasks.drawn import DrawnTask, Set, first_of_split
 from qerl.tasks.evaluated import Kind, may_be_evaluated
 from qerl.tasks.formats import get_format
 from qerl.tasks.guard import RewardFunction, judges_alone
-from qerl.tasks.holdout import holdout_rank
-
-HELD_OUT_SHARE = 1 / 4
 
 EVALUATED: dict[str, Kind] = {
     "binary_matrix": "literal",
@@ -51,7 +47,7 @@ _DRAWS_PER_PROBLEM = 20
 """So many problems are asked for at most, for each that is wanted; generators repeat themselves."""
 
 
-class ReasoningGym(Task):
+class ReasoningGym(DrawnTask):
     """Problems of one generator.
 
     Args:
@@ -73,22 +69,12 @@ class ReasoningGym(Task):
         test_size: int = 128,
         **difficulty: Any,
     ) -> None:
-        super().__init__(f"reasoning_gym:{generator}", get_format("tags"))
+        super().__init__(f"reasoning_gym:{generator}", get_format("tags"), seed, train_size, test_size)
         self.generator = generator
-        self.train_size = train_size
-        self.test_size = test_size
         most = _DRAWS_PER_PROBLEM * (train_size + test_size)
         # Generators add a problem's number to their seed, so near seeds would draw the same problems.
         apart = derive_seed("reasoning gym", seed) % 2**32
         self._problems = _make(generator, {"size": most, "seed": apart, **difficulty})
-
-    def train(self) -> Dataset:
-        """``train_size`` problems; see :meth:`Task.train`."""
-        return self._rows("training", self.train_size)
-
-    def test(self) -> Dataset:
-        """``test_size`` problems that are not among the training problems; see :meth:`Task.test`."""
-        return self._rows("held-out", self.test_size)
 
     @cached_property
     def rewards(self) -> list[RewardFunction]:
@@ -131,26 +117,28 @@ class ReasoningGym(Task):
             return 0.0
         return float(self._problems.score_answer(answer, self._problems[index]))
 
-    def _rows(self, split: str, count: int) -> Dataset:
-        rows = [
+    def draw(self, split: Set, count: int) -> list[dict[str, Any]]:
+        """See :meth:`DrawnTask.draw`."""
+        drawn = first_of_split(
+            self._different(),
+            lambda problem: problem[1],
+            split,
+            count,
+            of=f"{self.name} at this difficulty",
+            remedy="ask for fewer, or make it harder",
+        )
+        return [
             {"prompt": self.prompt(question), "answer": answer, "index": index}
-            for _, (index, question, answer) in zip(range(count), self._split(split), strict=False)
+            for index, question, answer in drawn
         ]
-        if len(rows) < count:
-            raise QeRLError(
-                f"Only {len(rows)} different {split} problems of {self.name} were found at this difficulty, "
-                f"not {count}; ask for fewer, or make it harder."
-            )
-        return as_dataset(rows, f"Task {self.name}, {split} set,")
 
-    def _split(self, split: str) -> Iterator[tuple[int, str, str]]:
-        """Number, question and answer of each different problem of a set."""
+    def _different(self) -> Iterator[tuple[int, str, str]]:
+        """Number, question and answer of each problem whose question was not asked before."""
         seen: set[str] = set()
         for index in range(len(self._problems)):
             problem = self._problems[index]
             question = problem["question"]
-            held_out = holdout_rank(question) < HELD_OUT_SHARE
-            if held_out == (split == "held-out") and question not in seen:
+            if question not in seen:
                 seen.add(question)
                 yield index, question, problem["answer"] or ""  # some generators know no single answer
 

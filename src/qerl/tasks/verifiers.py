@@ -149,7 +149,10 @@ def _load(taskset: str, limit: int, config: dict[str, Any]) -> list[Any]:
             f"Task verifiers:{taskset} refuses {where}: {first['msg']}; mend task_options."
         ) from error
     except (ImportError, AttributeError, TypeError, ValueError) as error:
-        raise QeRLError(f"The task set {taskset} cannot be loaded: {first_line(error)}.") from error
+        raise QeRLError(
+            f"The task set {taskset} cannot be loaded ({first_line(error)}); check its name, and whether it "
+            "is installed."
+        ) from error
     for task in tasks:
         if reason := _needs_more(task):
             raise QeRLError(

@@ -152,10 +152,7 @@ def complete(
         policy = _policy_in_hand(model, settings, peft_config, acted_on)
     _check_optimizer(optimizers[0], policy)
     check_policy(policy, engine)
-    every = with_length_penalty(reward_funcs, settings) + others.rewards
-    rewards = guard_rewards(every, settings.reward_timeout)
-    if settings.reward_weights is not None:  # environments weigh 1, as in TRL
-        settings.reward_weights = [*settings.reward_weights, *[1.0] * len(others.rewards)]
+    rewards = _rewards(reward_funcs, settings, others)
     limit = None if "max_prompt_length" in acted_on else settings.max_prompt_length
     short = partial(
         short_prompts, limit=limit, template_kwargs=settings.chat_template_kwargs, tokenizer=tokenizer
@@ -167,9 +164,18 @@ def complete(
         "eval_dataset": short(eval_dataset, what="evaluation prompts"),
         "processing_class": processing_class or tokenizer,
         "optimizers": optimizers,
+        **others.for_trl,
     }
-    for_trl |= others.for_trl
     return Completed(policy, settings, engine or _engine(policy, tokenizer, settings), for_trl)
+
+
+def _rewards(reward_funcs: Any, settings: QeRLConfig, others: Others) -> list[Any]:
+    """The user's rewards and those of environments, guarded; where rewards have weights, the latter weigh 1,
+    as in TRL."""
+    if settings.reward_weights is not None:
+        settings.reward_weights = [*settings.reward_weights, *[1.0] * len(others.rewards)]
+    every = with_length_penalty(reward_funcs, settings) + others.rewards
+    return guard_rewards(every, settings.reward_timeout)
 
 
 def _check_given(

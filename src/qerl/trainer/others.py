@@ -109,7 +109,10 @@ class Others:
         if self.tools or (self.factories and not self.texts):  # TRL asks for it without any tool too
             check_template(tokenizer)
         elif self.texts and tokenizer.chat_template is None:
-            raise QeRLError("An environment needs a chat template, which the model does not have.")
+            raise QeRLError(
+                "An environment needs a chat template, which the model lacks; put a chat_template.jinja "
+                "beside it."
+            )
 
     def join(self, trainer: GRPOTrainer, reward_timeout: float) -> None:
         """Finish what TRL's constructor has made of tools and environments.

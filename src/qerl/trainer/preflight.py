@@ -24,6 +24,7 @@ from qerl.errors import QeRLError
 from qerl.kernels import needs
 from qerl.models.load import check_format
 from qerl.rewards.judge import make_judge
+from qerl.rollout.select import no_paged_engine
 from qerl.settings.config import QeRLConfig
 from qerl.tasks import get_task
 from qerl.tasks.base import RewardFunction, Task
@@ -82,7 +83,11 @@ def check_length(config: QeRLConfig, prompts: int) -> None:
     """
     needed = (config.generation_batch_size or 0) // (config.num_generations or 1)
     if prompts < needed:
-        raise QeRLError(f"A step needs {needed} prompts but the task {config.task} has {prompts}.")
+        raise QeRLError(
+            f"A step needs {needed} prompts but the task {config.task} has {prompts}; give it more problems, "
+            "or lower per_device_train_batch_size or steps_per_generation (by default "
+            "gradient_accumulation_steps)."
+        )
     if config.noise:
         config.noise_schedule_of(optimizer_steps(config, prompts))
 
@@ -114,10 +119,8 @@ def _check_machine(config: QeRLConfig) -> None:
         on_gpu = config.device.type == "cuda"
         found = needs.obstacles(fp8=True) if on_gpu else [needs.NO_CUDA]
         if found:
-            raise QeRLError(
-                f"kv_cache_dtype: {config.kv_cache_dtype} needs the paged engine, which cannot run: "
-                f"{', '.join(obstacle.reason for obstacle in found)}."
-            )
+            reasons = ", ".join(obstacle.reason for obstacle in found)
+            raise no_paged_engine(config.kv_cache_dtype, reasons)
     model = str(config.model)
     if model.startswith(("/", "./", "../", "~")) and not Path(model).expanduser().exists():
         raise QeRLError(f"The model {model} is a path where nothing is; check it, or name a Hub id.")
@@ -129,7 +132,7 @@ def _check_weights(config: QeRLConfig, rewards: list[RewardFunction]) -> None:
     if weights is not None and len(weights) != len(names):
         raise QeRLError(
             f"reward_weights has {len(weights)} numbers for {len(names)} reward functions: "
-            f"{', '.join(names)}."
+            f"{', '.join(names)}; give one number for each."
         )
 
 
@@ -149,7 +152,7 @@ def _check_optimizer(config: QeRLConfig) -> None:
         optimizer = cls([torch.nn.Parameter(torch.zeros(1))], **kwargs)
     except Exception as error:  # whatever the library raises, it was given nothing but the settings
         raise QeRLError(
-            f"The optimizer {_name(config.optim)} cannot be made from optim and optim_args: {_line(error)}."
+            f"The optimizer {_name(config.optim)} cannot be made ({_line(error)}); mend optim or optim_args."
         ) from error
     steps = max(config.max_steps, 1)
     try:
@@ -162,8 +165,8 @@ def _check_optimizer(config: QeRLConfig) -> None:
         )
     except Exception as error:  # as above
         raise QeRLError(
-            f"The schedule {_name(config.lr_scheduler_type)} cannot be made from lr_scheduler_type and "
-            f"lr_scheduler_kwargs: {_line(error)}."
+            f"The schedule {_name(config.lr_scheduler_type)} cannot be made ({_line(error)}); mend "
+            "lr_scheduler_type or lr_scheduler_kwargs."
         ) from error
 
 

@@ -79,7 +79,10 @@ def _write_settings(config: QeRLConfig, folder: Path) -> None:
     try:
         (folder / CONFIG_FILE).write_text(dump(config), encoding="utf-8")
     except OSError as error:
-        raise QeRLError(f"{folder / CONFIG_FILE} cannot be written: {error.strerror or error}.") from error
+        raise QeRLError(
+            f"{folder / CONFIG_FILE} cannot be written ({error.strerror or error}); make room, or choose "
+            "another --output_dir."
+        ) from error
 
 
 @contextlib.contextmanager
@@ -156,7 +159,7 @@ def _datasets(
 
     train_set = prompts(task.train(), "training prompts")
     if len(train_set) == 0:
-        raise QeRLError(f"The task {config.task} has no training prompts.")
+        raise QeRLError(f"The task {config.task} has no training prompts; give it at least one problem.")
     train_set = task.epoch(train_set)
     check_length(config, len(train_set))
     if not config.evaluates:

@@ -325,7 +325,10 @@ class _Order:
 
     def __init__(self, problems: int, per_step: int, seed: int) -> None:
         if per_step > problems:
-            raise QeRLError(f"The task has {problems} training problems, and a step needs {per_step}.")
+            raise QeRLError(
+                f"The task has {problems} training problems, and a step needs {per_step}; give it more, or "
+                "lower prompts_per_step."
+            )
         self._per_step, self._steps = per_step, problems // per_step
         self._sampler = EpochRepeatSampler(
             range(problems), mini_repeat_count=1, batch_size=per_step, shuffle=True, seed=seed

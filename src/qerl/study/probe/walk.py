@@ -159,7 +159,7 @@ class Walker:
                     if forced is None
                     else torch.from_numpy(forced[start : start + size]).to(self._device)
                 )
-                parts.append(self._batch(rows.part(start, start + size), perturbation, given))
+                parts.append(_Batch(self, rows.part(start, start + size), perturbation, given).walk())
         return Walk.joined(parts)
 
     def _rows_in_memory(self) -> int:
@@ -190,70 +190,6 @@ class Walker:
             stack.enter_context(_unrounded_head(self._model))
             yield
 
-    def _batch(self, rows: Rows, perturbation: Perturbation, forced: torch.Tensor | None) -> Walk:
-        twins = perturbation.on_norms
-        count = len(rows)
-        strengths_B = torch.from_numpy(rows.strength).to(self._device)
-        units = [
-            perturbation.unit(*pair) for pair in zip(rows.problem.tolist(), rows.sample.tolist(), strict=True)
-        ]
-        order = {unit: index for index, unit in enumerate(dict.fromkeys(units))}
-        units_B = torch.tensor([order[unit] for unit in units], device=self._device)
-        bias_UV = None
-        if perturbation.kind == "logits_noise":
-            vocabulary = base_model(self._model).get_output_embeddings().weight.shape[0]
-            bias_UV = normals(self._seed, "logits", list(order), vocabulary, self._device)
-        noise = _Noise(self, perturbation, list(order)) if twins else None
-
-        with ExitStack() as prefill:
-            places, of_row = _contexts(rows, units, perturbation)
-            if noise is not None:
-                context_units = torch.tensor(
-                    [order.get(unit, 0) for _, unit, _ in places], device=self._device
-                )
-                context_strengths = torch.tensor([strength for _, _, strength in places], device=self._device)
-                prefill.enter_context(noise.on(context_units, context_strengths))
-            runner = Runner(self._model, self._pad)
-            logits_BV = runner.prefill([self.prompts[p] for p, _, _ in places], of_row, self._tokens)
-        streams_RT = None if forced is not None else self._uniforms(rows)
-        record = _Record(count, self._tokens, self._device)
-        at_B = torch.arange(
-            count, device=self._device
-        )  # the row of the record that each row of the batch writes
-        alive_B = torch.ones_like(at_B, dtype=torch.bool)
-        with ExitStack() as decode:
-            for step in range(self._tokens):
-                tokens_B = torch.empty_like(at_B)
-                for start in range(0, len(at_B), _DRAW_ROWS):
-                    part = slice(start, min(start + _DRAW_ROWS, len(at_B)))
-                    at = at_B[part]
-                    bias_BV = None if bias_UV is None else bias_UV[units_B[at]]
-                    mu_BV = perturbation.logits(logits_BV[part], strengths_B[at], bias_BV)
-                    pi_BV = (
-                        logits_BV[len(at_B) + part.start : len(at_B) + part.stop]
-                        if twins
-                        else logits_BV[part]
-                    )
-                    given = None if forced is None else forced[at, step]
-                    uniforms = None if streams_RT is None else streams_RT[at, step]
-                    tokens_B[part] = record.write(step, at, mu_BV, pi_BV, alive_B[part], given, uniforms)
-                alive_B = record.valid[at_B, step] & ~torch.isin(tokens_B, self._stops)
-                left = int(alive_B.sum())
-                if step + 1 == self._tokens or not left:
-                    break
-                shrinks = left <= _SHRINK * len(at_B)
-                if shrinks:
-                    kept_B = alive_B.nonzero()[:, 0]
-                    sources = torch.cat([kept_B, kept_B + len(at_B)]) if twins else kept_B
-                    runner.keep(sources.tolist())
-                    at_B, tokens_B, alive_B = at_B[kept_B], tokens_B[kept_B], alive_B[kept_B]
-                if noise is not None and (shrinks or not step):
-                    decode.close()
-                    strengths = torch.cat([strengths_B[at_B], torch.zeros_like(strengths_B[at_B])])
-                    decode.enter_context(noise.on(units_B[at_B].repeat(2), strengths))
-                logits_BV = runner.step(tokens_B.repeat(2) if twins else tokens_B)
-        return record.walk()
-
     def _uniforms(self, rows: Rows) -> torch.Tensor:
         """fp64 [R, T]: the same for a problem's sample under every policy, perturbation and strength."""
         streams = _streams(self._seed, len(self.prompts), int(rows.sample.max()) + 1, self._tokens)
@@ -265,6 +201,96 @@ def _streams(seed: int, problems: int, samples: int, tokens: int) -> torch.Tenso
     """Uniform numbers fp64 [problems, samples, tokens], which all walks over as many problems share."""
     keys = [(seed, problem, sample) for problem in range(problems) for sample in range(samples)]
     return uniform_streams(keys, tokens).view(problems, samples, tokens)
+
+
+class _Batch:
+    """Rows of a walk that are decoded together; those that have ended leave it.
+
+    Args:
+        walker: Whose policy and prompts they have.
+        rows: What is sampled.
+        perturbation: Of the sampler.
+        forced: Token ids [R, T] that are taken instead of drawn ones; None draws.
+    """
+
+    def __init__(
+        self, walker: Walker, rows: Rows, perturbation: Perturbation, forced: torch.Tensor | None
+    ) -> None:
+        self._walker, self._rows, self._perturbation, self._forced = walker, rows, perturbation, forced
+        self._model, self._device, self._tokens = walker._model, walker._device, walker._tokens
+        self._twins = perturbation.on_norms
+        numbers = zip(rows.problem.tolist(), rows.sample.tolist(), strict=True)
+        self._units = [perturbation.unit(*pair) for pair in numbers]
+        self._place = {unit: index for index, unit in enumerate(dict.fromkeys(self._units))}
+        self._units_R = torch.tensor([self._place[unit] for unit in self._units], device=self._device)
+        self._strengths_R = torch.from_numpy(rows.strength).to(self._device)
+        self._noise = _Noise(walker, perturbation, list(self._place)) if self._twins else None
+        self._bias_UV = None
+        if perturbation.kind == "logits_noise":
+            vocabulary = base_model(self._model).get_output_embeddings().weight.shape[0]
+            self._bias_UV = normals(walker._seed, "logits", list(self._place), vocabulary, self._device)
+        self._uniforms_RT = None if forced is not None else walker._uniforms(rows)
+        self._runner = Runner(self._model, walker._pad)
+        self._record = _Record(len(rows), self._tokens, self._device)
+        self._at_B = torch.arange(len(rows), device=self._device)  # the row of each row of the batch
+        self._alive_B = torch.ones_like(self._at_B, dtype=torch.bool)
+
+    def walk(self) -> Walk:
+        """Decode until all rows have ended or have T tokens."""
+        logits_BV = self._prefill()
+        with ExitStack() as noise:
+            for step in range(self._tokens):
+                tokens_B = self._draw(step, logits_BV)
+                self._alive_B = self._record.valid[self._at_B, step]
+                self._alive_B &= ~torch.isin(tokens_B, self._walker._stops)
+                left = int(self._alive_B.sum())
+                if step + 1 == self._tokens or not left:
+                    break
+                shrinks = left <= _SHRINK * len(self._at_B)
+                if shrinks:
+                    tokens_B = tokens_B[self._alive_B]
+                    self._leave()
+                if self._noise is not None and (shrinks or not step):
+                    noise.close()
+                    strengths_B = self._strengths_R[self._at_B]
+                    strengths = torch.cat([strengths_B, torch.zeros_like(strengths_B)])
+                    noise.enter_context(self._noise.on(self._units_R[self._at_B].repeat(2), strengths))
+                logits_BV = self._runner.step(tokens_B.repeat(2) if self._twins else tokens_B)
+        return self._record.walk()
+
+    def _prefill(self) -> torch.Tensor:
+        """The first logits of each row; those of the clean twins stand below."""
+        contexts, of_row = _contexts(self._rows, self._units, self._perturbation)
+        with ExitStack() as noise:
+            if self._noise is not None:
+                units = [self._place.get(unit, 0) for _, unit, _ in contexts]
+                strengths = [strength for _, _, strength in contexts]
+                given = (torch.tensor(column, device=self._device) for column in (units, strengths))
+                noise.enter_context(self._noise.on(*given))
+            prompts = [self._walker.prompts[problem] for problem, _, _ in contexts]
+            return self._runner.prefill(prompts, of_row, self._tokens)
+
+    def _draw(self, step: int, logits_BV: torch.Tensor) -> torch.Tensor:
+        """The next token of each row, int64 [B], which is noted with what both policies say of it."""
+        count = len(self._at_B)
+        tokens_B = torch.empty_like(self._at_B)
+        for start in range(0, count, _DRAW_ROWS):
+            part = slice(start, min(start + _DRAW_ROWS, count))
+            at = self._at_B[part]
+            bias_BV = None if self._bias_UV is None else self._bias_UV[self._units_R[at]]
+            mu_BV = self._perturbation.logits(logits_BV[part], self._strengths_R[at], bias_BV)
+            pi_BV = logits_BV[count + part.start : count + part.stop] if self._twins else logits_BV[part]
+            given = None if self._forced is None else self._forced[at, step]
+            uniforms = None if self._uniforms_RT is None else self._uniforms_RT[at, step]
+            tokens_B[part] = self._record.write(step, at, mu_BV, pi_BV, self._alive_B[part], given, uniforms)
+        return tokens_B
+
+    def _leave(self) -> None:
+        """Take the rows that have ended out of the batch, and their twins."""
+        kept_B = self._alive_B.nonzero()[:, 0]
+        sources = torch.cat([kept_B, kept_B + len(self._at_B)]) if self._twins else kept_B
+        self._runner.keep(sources.tolist())
+        self._at_B, self._alive_B = self._at_B[kept_B], self._alive_B[kept_B]
 
 
 class _Noise:

@@ -64,7 +64,9 @@ def prepare_folder(config: QeRLConfig, console: Console) -> str | None:
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise QeRLError(f"The output folder {folder} cannot be made: {error.strerror}.") from error
+            raise QeRLError(
+                f"The output folder {folder} cannot be made ({error.strerror}); choose another --output_dir."
+            ) from error
     return checkpoint
 
 
@@ -122,7 +124,8 @@ def _refuse_a_later_one(folder: Path, manifest: Manifest) -> None:
 def _check_settings(checkpoint: Path, manifest: Manifest, config: QeRLConfig, console: Console) -> None:
     if "optimizer.pt" not in manifest.files:
         raise QeRLError(
-            f"{checkpoint} has no state of the optimizer (save_only_model); it cannot be resumed."
+            f"{checkpoint} has no state of the optimizer (save_only_model), so it cannot be resumed; start a "
+            "new run."
         )
     then = _settings(read_mapping(checkpoint / CONFIG_FILE, "file of settings"))
     then |= {"processes": manifest.processes}

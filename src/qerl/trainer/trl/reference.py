@@ -61,7 +61,9 @@ def add_reference(trainer: GRPOTrainer) -> None:
         return
     if isinstance(policy, PeftModel):
         if args.sync_ref_model:
-            raise QeRLError("sync_ref_model needs full tuning: with LoRA the reference is the base model.")
+            raise QeRLError(
+                "sync_ref_model needs full tuning, as with LoRA the reference is the base model; remove it."
+            )
         _add_adapter(policy)
         return
     if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:

@@ -1,0 +1,83 @@
+"""Tasks that draw their own problems: so many to train on, and others that are held out."""
+
+import itertools
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Literal, TypeVar
+
+from datasets import Dataset
+
+from qerl.errors import QeRLError
+from qerl.tasks.base import Task, as_dataset
+from qerl.tasks.formats import AnswerFormat
+from qerl.tasks.holdout import holdout_rank
+
+Set = Literal["train", "test"]
+Problem = TypeVar("Problem")
+
+_HELD_OUT_SHARE = 1 / 4
+_WORDS = {"train": "training", "test": "held-out"}
+
+
+class DrawnTask(Task):
+    """A task whose seed and sizes say which problems it has; a subclass draws them.
+
+    Args:
+        name: The name by which recipes know the task.
+        answer_format: The form in which an answer is to be stated.
+        seed: Seed from which the problems of both sets are drawn.
+        train_size: Number of training problems.
+        test_size: Number of held-out problems.
+    """
+
+    def __init__(
+        self, name: str, answer_format: AnswerFormat, seed: int, train_size: int, test_size: int
+    ) -> None:
+        super().__init__(name, answer_format)
+        self.seed = seed
+        self.train_size = train_size
+        self.test_size = test_size
+
+    @abstractmethod
+    def draw(self, split: Set, count: int) -> Iterable[Mapping[str, Any]]:
+        """So many rows of one set, none of whose problems is in the other.
+
+        Raises:
+            QeRLError: There are fewer.
+        """
+
+    def train(self) -> Dataset:
+        """``train_size`` problems; see :meth:`Task.train`."""
+        return self._drawn("train", self.train_size)
+
+    def test(self) -> Dataset:
+        """``test_size`` problems that are not among the training problems; see :meth:`Task.test`."""
+        return self._drawn("test", self.test_size)
+
+    def _drawn(self, split: Set, count: int) -> Dataset:
+        return as_dataset(self.draw(split, count), f"Task {self.name}, {_WORDS[split]} set,")
+
+
+def first_of_split(
+    problems: Iterable[Problem], text: Callable[[Problem], str], split: Set, count: int, of: str, remedy: str
+) -> list[Problem]:
+    """The first so many problems of the training set or of the held-out one, which has a quarter of all.
+
+    Args:
+        problems: All problems in the order in which they are drawn, each once.
+        text: Gives the text that says where a problem belongs.
+        split: The set.
+        count: Problems that are wanted.
+        of: What they are problems of.
+        remedy: What to do where there are fewer.
+
+    Raises:
+        QeRLError: There are fewer.
+    """
+    own = (each for each in problems if (holdout_rank(text(each)) < _HELD_OUT_SHARE) == (split == "test"))
+    drawn = list(itertools.islice(own, count))
+    if len(drawn) < count:
+        raise QeRLError(
+            f"There are only {len(drawn)} {_WORDS[split]} problems of {of}, not {count}; {remedy}."
+        )
+    return drawn
