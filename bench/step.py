@@ -12,11 +12,17 @@ same work in the same run (`bench.peers`).
 
 With `--lengths` completions end at drawn places (`bench.lengths`), the same ones in every step and for every
 trainer. Then the first step's rollout is a whole one, because its tail captures one step after another.
+
+    torchrun --nproc_per_node 2 -m bench step --prompts 16 --tokens 1024 --lengths lognormal:400
+
+Under torchrun every process has a GPU and so many prompts, with lengths of its own, and all train one policy.
+A row is then of all of them (`bench.clock.of_all`).
 """
 
 import argparse
 import gc
 import itertools
+import os
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -25,10 +31,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from accelerate.utils import gather_object
 from datasets import Dataset
 from peft import PeftModel
 
-from bench.clock import Clock, medians
+from bench.clock import Clock, medians, of_all
 from bench.lengths import KINDS, draw_lengths
 from bench.peers.process import PATIENCE_MINUTES, peer_rows
 from bench.result import write_result
@@ -41,6 +49,7 @@ from qerl.measure.random_model import random_policy
 from qerl.measure.random_task import random_prompts, random_reward, word_tokenizer
 from qerl.plan.propose import fastest
 from qerl.plan.work import Work
+from qerl.ranks import is_first_process
 from qerl.rollout.engine import NormOffsets, RolloutEngine, RolloutResult, SamplingParams
 from qerl.rollout.paged.engine import PagedEngine
 from qerl.rollout.paged.limits import MAX_ROWS
@@ -53,6 +62,11 @@ from qerl.weight_formats import FORMATS, WeightFormatName
 _TRL_STEP = "bench.peers.trl_step"  # runs in the peer's process, which alone imports it
 
 _DEVICE = torch.device("cuda")
+
+
+def _processes() -> tuple[int, int]:
+    """Number of this process, and how many train together; torchrun says so."""
+    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
 
 class TimedEngine(RolloutEngine):
@@ -121,25 +135,26 @@ def measure(
     steps: int,
     profile: bool = False,
 ) -> list[dict[str, float]]:
-    """Runs GRPO steps and returns what `Clock` saw of each.
+    """Runs GRPO steps and returns what `Clock` saw of each, of all processes together.
 
     Args:
         policy: Of :func:`random_policy`; trained in place.
         engine: Samples from it; one for all rows, because it lays the policy's weights out anew.
         sizes: Its shape.
         samples: Completions a prompt.
-        prompts: Prompts a step.
+        prompts: Prompts a step, of each process.
         microbatch: Completions a loss of the update takes.
         tokens_per_forward: As in `QeRLConfig`; None for all of a microbatch.
         every_n_layers: Every n-th layer is computed again for backward.
         prompt_tokens: Of each prompt.
         tokens: Of the longest completion.
-        lengths: Tokens of each completion.
+        lengths: Tokens of each completion of this process.
         steps: Optimizer steps after the first.
         profile: Print the kernels of the last update.
     """
     tokenizer = word_tokenizer(sizes.vocabulary)
-    texts = random_prompts(prompts * (steps + 1), prompt_tokens)
+    processes = _processes()[1]
+    texts = random_prompts(processes * prompts * (steps + 1), prompt_tokens)
     watch = TimedEngine(engine, lengths, steps if profile else None)
     clock = Clock(watch)
     with tempfile.TemporaryDirectory() as folder:
@@ -163,7 +178,7 @@ def measure(
                 sort_by="self_cuda_time_total", row_limit=30, max_name_column_width=60
             )
         )
-    return clock.rows
+    return clock.rows if processes == 1 else of_all(gather_object([clock.rows]))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -193,6 +208,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _own_rows(args: argparse.Namespace, sizes: Sizes) -> Iterator[dict[str, Any]]:
     """What :func:`measure` gives for each format, rank, number of prompts and length."""
+    number, processes = _processes()
     for weights, rank in itertools.product(args.weights, args.rank):
         before = torch.cuda.memory_allocated()  # workspaces of the row before
         policy = random_policy(sizes, weights, rank, args.prompt + max(args.tokens) + 64)
@@ -200,15 +216,17 @@ def _own_rows(args: argparse.Namespace, sizes: Sizes) -> Iterator[dict[str, Any]
         resident = (torch.cuda.memory_allocated() - before) / 1e9
         for prompts, tokens in itertools.product(args.prompts, args.tokens):
             chosen = _settings(args, sizes, weights, rank, prompts, tokens)
+            own = prompts * args.samples
+            lengths = draw_lengths(args.lengths, processes * own, tokens)[number * own : (number + 1) * own]
             seen = measure(
                 policy, engine, sizes, samples=args.samples, prompts=prompts,
                 microbatch=args.microbatch or args.samples, prompt_tokens=args.prompt, tokens=tokens,
-                lengths=draw_lengths(args.lengths, prompts * args.samples, tokens), steps=args.steps,
-                profile=args.profile, **chosen,
+                lengths=lengths, steps=args.steps, profile=args.profile, **chosen,
             )  # fmt: skip
             yield {
                 "engine": "qerl", "weights": weights, "lora_rank": rank, "prompts": prompts,
-                "completion_tokens": tokens, "resident_gb": resident, **chosen, **medians(seen),
+                "processes": processes, "completion_tokens": tokens, "resident_gb": resident, **chosen,
+                **medians(seen),
                 "peak_gb": max(step[phase] for step in seen for phase in ("rollout_gb", "update_gb")),
                 "steps": seen,
             }  # fmt: skip
@@ -228,7 +246,7 @@ def _settings(
     work = Work(
         weights=weights, rank=rank, targets=LINEARS, prompt_tokens=args.prompt, completion_tokens=tokens,
         group=args.samples, sequences=min(samples, MAX_ROWS), microbatch=microbatch,
-        microbatches=samples // microbatch,
+        microbatches=samples // microbatch, processes=_processes()[1],
     )  # fmt: skip
     found = fastest(
         replace(sizes, tied=False), work, total_bytes(_DEVICE),
@@ -256,6 +274,9 @@ def _peer_rows(args: argparse.Namespace, sizes: Sizes) -> Iterator[dict[str, Any
 def main(arguments: list[str]) -> None:
     """Runs `python -m bench step` with these arguments."""
     args = _parser().parse_args(arguments)
+    if args.peers and _processes()[1] > 1:
+        raise QeRLError("--peers measures others on one GPU; run it without torchrun.")
+    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     sizes = Sizes.by_name(args.shape)
     common = {
         "shape": args.shape, "samples": args.samples, "prompt_tokens": args.prompt,
@@ -266,15 +287,20 @@ def main(arguments: list[str]) -> None:
     with gauge() as state:
         for row in itertools.chain(_own_rows(args, sizes), _peer_rows(args, sizes)):
             rows.append(common | row | {"gpu_state": state.take()})
+            if not is_first_process():
+                continue
             print(_line(rows[-1]), flush=True)
             if args.out:  # after each row, so that a run cut short keeps what it measured
                 write_result(args.out, " ".join(["step", *arguments]), rows)
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _line(row: dict[str, Any]) -> str:
     nan = float("nan")
+    gpus = f"{row['processes']} GPUs, each " if row.get("processes", 1) > 1 else ""
     return (
-        f"{row['engine']} {row['shape']} {row['weights']} r{row['lora_rank']} {row['prompts']} x "
+        f"{row['engine']} {row['shape']} {row['weights']} r{row['lora_rank']} {gpus}{row['prompts']} x "
         f"{row['samples']} x {row['completion_tokens']} {row['lengths']}: rollout {row['rollout_s']:.2f} s, "
         "update "
         f"{row['update_s']:.2f} s, step {row['total_s']:.2f} s, {row['tokens_per_s']:.0f} tokens/s; GB: "
