@@ -17,7 +17,9 @@ from qerl.errors import QeRLError
 from qerl.gpu_memory import limit_gb
 from qerl.kernels.cards import asked
 
-BENCHMARKS = ("rollout", "step", "kernels", "bandwidth", "parity", "study", "turns", "tail", "acceptance")
+BENCHMARKS = (
+    "rollout", "step", "context", "kernels", "bandwidth", "parity", "study", "turns", "tail", "acceptance",
+)  # fmt: skip
 WITHOUT_GPU = ("turns", "tail", "acceptance")
 """Benchmarks that measure the CPU where there is no GPU."""
 

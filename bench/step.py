@@ -95,7 +95,7 @@ class TimedEngine(RolloutEngine):
     ) -> RolloutResult:
         start = time.perf_counter()
         if self.calls == 0 and len(set(self._lengths)) == 1:
-            width = self.engine.decoder.sizes.hidden
+            width = self.model.config.hidden_size
             norm_offsets = {"model.norm": torch.full((width,), float("nan"))}
         self.calls += 1
         session = self.engine.session(params, norm_offsets)
@@ -128,7 +128,7 @@ def measure(
     prompts: int,
     microbatch: int,
     tokens_per_forward: int | None,
-    every_n_layers: int,
+    checkpointing: dict[str, int | bool],
     prompt_tokens: int,
     tokens: int,
     lengths: list[int],
@@ -145,31 +145,22 @@ def measure(
         prompts: Prompts a step, of each process.
         microbatch: Completions a loss of the update takes.
         tokens_per_forward: As in `QeRLConfig`; None for all of a microbatch.
-        every_n_layers: Every n-th layer is computed again for backward.
+        checkpointing: As `gradient_checkpointing_kwargs` in `QeRLConfig`.
         prompt_tokens: Of each prompt.
         tokens: Of the longest completion.
         lengths: Tokens of each completion of this process.
         steps: Optimizer steps after the first.
         profile: Print the kernels of the last update.
     """
-    tokenizer = word_tokenizer(sizes.vocabulary)
-    processes = _processes()[1]
-    texts = random_prompts(processes * prompts * (steps + 1), prompt_tokens)
     watch = TimedEngine(engine, lengths, steps if profile else None)
     clock = Clock(watch)
     with tempfile.TemporaryDirectory() as folder:
-        args = QeRLConfig(
-            output_dir=folder, num_generations=samples,
+        trainer = make_trainer(
+            policy, watch, clock, sizes, prompts, prompt_tokens, num_generations=samples,
             per_device_train_batch_size=microbatch,
             gradient_accumulation_steps=samples * prompts // microbatch,
-            tokens_per_forward=tokens_per_forward,
-            max_completion_length=tokens, max_steps=steps + 1, learning_rate=1e-5, noise=False,
-            gradient_checkpointing=True, gradient_checkpointing_kwargs={"every_n_layers": every_n_layers},
-            report_to="none", save_strategy="no", optim="adamw_torch_fused",
-        )  # fmt: skip
-        trainer = QeRLTrainer(
-            policy, [random_reward], args, Dataset.from_dict({"prompt": texts}), engine=watch,
-            processing_class=tokenizer, callbacks=[clock],
+            tokens_per_forward=tokens_per_forward, gradient_checkpointing_kwargs=checkpointing,
+            max_completion_length=tokens, max_steps=steps + 1, output_dir=folder,
         )  # fmt: skip
         trainer.train()
     if watch.trace is not None:
@@ -178,7 +169,38 @@ def measure(
                 sort_by="self_cuda_time_total", row_limit=30, max_name_column_width=60
             )
         )
-    return clock.rows if processes == 1 else of_all(gather_object([clock.rows]))
+    return clock.rows if _processes()[1] == 1 else of_all(gather_object([clock.rows]))
+
+
+def make_trainer(
+    policy: PeftModel,
+    engine: RolloutEngine,
+    clock: Clock,
+    sizes: Sizes,
+    prompts: int,
+    prompt_tokens: int,
+    **settings: Any,
+) -> QeRLTrainer:
+    """A trainer that keeps nothing, with random rewards and new prompts for each step.
+
+    Args:
+        policy: Of :func:`random_policy`; trained in place.
+        engine: Samples from it.
+        clock: Sees the steps.
+        sizes: The policy's shape.
+        prompts: Prompts a step, of each process.
+        prompt_tokens: Of each prompt.
+        settings: Of `QeRLConfig`, `output_dir` and `max_steps` among them.
+    """
+    args = QeRLConfig(
+        learning_rate=1e-5, noise=False, gradient_checkpointing=True, report_to="none", save_strategy="no",
+        optim="adamw_torch_fused", **settings,
+    )  # fmt: skip
+    texts = random_prompts(_processes()[1] * prompts * args.max_steps, prompt_tokens)
+    return QeRLTrainer(
+        policy, [random_reward], args, Dataset.from_dict({"prompt": texts}), engine=engine,
+        processing_class=word_tokenizer(sizes.vocabulary), callbacks=[clock],
+    )  # fmt: skip
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -215,18 +237,19 @@ def _own_rows(args: argparse.Namespace, sizes: Sizes) -> Iterator[dict[str, Any]
         engine = PagedEngine(policy, 0, min(args.samples * max(args.prompts), MAX_ROWS))
         resident = (torch.cuda.memory_allocated() - before) / 1e9
         for prompts, tokens in itertools.product(args.prompts, args.tokens):
-            chosen = _settings(args, sizes, weights, rank, prompts, tokens)
+            tokens_per_forward, checkpointing = _settings(args, sizes, weights, rank, prompts, tokens)
             own = prompts * args.samples
             lengths = draw_lengths(args.lengths, processes * own, tokens)[number * own : (number + 1) * own]
             seen = measure(
                 policy, engine, sizes, samples=args.samples, prompts=prompts,
                 microbatch=args.microbatch or args.samples, prompt_tokens=args.prompt, tokens=tokens,
-                lengths=lengths, steps=args.steps, profile=args.profile, **chosen,
+                tokens_per_forward=tokens_per_forward, checkpointing=checkpointing, lengths=lengths,
+                steps=args.steps, profile=args.profile,
             )  # fmt: skip
             yield {
                 "engine": "qerl", "weights": weights, "lora_rank": rank, "prompts": prompts,
-                "processes": processes, "completion_tokens": tokens, "resident_gb": resident, **chosen,
-                **medians(seen),
+                "processes": processes, "completion_tokens": tokens, "resident_gb": resident,
+                "tokens_per_forward": tokens_per_forward, **checkpointing, **medians(seen),
                 "peak_gb": max(step[phase] for step in seen for phase in ("rollout_gb", "update_gb")),
                 "steps": seen,
             }  # fmt: skip
@@ -237,11 +260,12 @@ def _own_rows(args: argparse.Namespace, sizes: Sizes) -> Iterator[dict[str, Any]
 
 def _settings(
     args: argparse.Namespace, sizes: Sizes, weights: WeightFormatName, rank: int, prompts: int, tokens: int
-) -> dict[str, Any]:
-    """How the update is computed: as asked for, else as a run would on this GPU."""
+) -> tuple[int | None, dict[str, int | bool]]:
+    """How the update is computed: as asked for, else as a run would on this GPU. `tokens_per_forward` and
+    `gradient_checkpointing_kwargs`."""
     tokens_per_forward, every = args.tokens_per_forward, args.every_n_layers
     if tokens_per_forward and every:
-        return {"tokens_per_forward": tokens_per_forward, "every_n_layers": every}
+        return tokens_per_forward, {"every_n_layers": every}
     samples, microbatch = prompts * args.samples, args.microbatch or args.samples
     work = Work(
         weights=weights, rank=rank, targets=LINEARS, prompt_tokens=args.prompt, completion_tokens=tokens,
@@ -254,7 +278,7 @@ def _settings(
     )  # fmt: skip
     if found is None:
         raise QeRLError(f"A step of {args.shape} does not fit this GPU; `qerl plan {args.shape}` says why.")
-    return {"tokens_per_forward": found.tokens_per_forward, "every_n_layers": found.every_n_layers}
+    return found.tokens_per_forward, found.checkpointing
 
 
 def _peer_rows(args: argparse.Namespace, sizes: Sizes) -> Iterator[dict[str, Any]]:
