@@ -6,6 +6,10 @@ speed, but nothing that is learned (`qerl.update.chunks`), so it follows from th
 settings compete for the same memory. A layer that keeps its activations saves its second forward pass, a
 third of its products. Fewer tokens at once make room for more such layers; but every forward pass writes
 every weight densely anew, and a group that is divided has its prompt computed in each chunk.
+
+Where no such settings fit, every layer is recomputed and its input waits in the CPU's memory. There and back
+takes a fifth of an update's time or so where samples are short, and little of it where attention is most of
+the work, as it is where that is needed.
 """
 
 import dataclasses
@@ -65,9 +69,13 @@ def fastest(
         work: What is wanted; its own settings are not looked at.
         capacity: Bytes of the GPU.
         limits: Values of `tokens_per_forward` to choose from.
-        every: Values of `every_n_layers` to choose from.
+        every: Values of `every_n_layers` to choose from; then the work says whether inputs of layers wait in
+            the CPU's memory. None: any, and there if need be, which a server does not do.
     """
-    every = every or [n for n in _EVERY if n <= sizes.layers]
+    if every is None:
+        here, there = (dataclasses.replace(work, offload=offload) for offload in (False, True))
+        found = fastest(sizes, here, capacity, limits, [n for n in _EVERY if n <= sizes.layers])
+        return found or (fastest(sizes, there, capacity, limits, [1]) if work.adapters == 1 else None)
 
     def settings(limits: Sequence[int]) -> Iterator[Work]:
         for limit in limits:

@@ -23,7 +23,7 @@ from qerl.plan.render import advice, verdict
 from qerl.plan.settings import plan_settings, propose_settings, refuse_full_tuning_that_cannot_fit
 from qerl.plan.work import Work
 from qerl.settings.config import QeRLConfig
-from qerl.trainer.trl.recompute import set_every_n_layers
+from qerl.trainer.trl.recompute import set_checkpointing
 
 
 def make_policy(
@@ -81,7 +81,7 @@ def take_plan(config: QeRLConfig, planned: Work) -> None:
     """Write what the plan chose into the settings, in transformers' terms where it has them."""
     config.tokens_per_forward = planned.tokens_per_forward
     if config.gradient_checkpointing:
-        set_every_n_layers(config, planned.every_n_layers)
+        set_checkpointing(config, **planned.checkpointing)
 
 
 def load_policy(
