@@ -45,7 +45,7 @@ from qerl.rollout.engine import Completion, NormOffsets, RolloutEngine, RolloutR
 from qerl.rollout.paged.engine import PagedEngine
 from qerl.rollout.stops import Stop
 from qerl.trainer.memory import used_bytes
-from qerl.weight_formats import FORMATS
+from qerl.weight_formats import FORMATS, WeightFormatName
 
 SHORT = 256
 """Tokens of the other completions."""
@@ -65,7 +65,7 @@ class GivenEngine(RolloutEngine):
     """
 
     seconds = rollout_gb = release_seconds = 0.0
-    trace = None
+    trace: torch.profiler.profile | None = None
 
     def __init__(self, engine: RolloutEngine, lengths: list[int]) -> None:
         self.engine, self._lengths = engine, lengths
@@ -116,7 +116,9 @@ class OneToken(Stop):
         return start + 1 if start == checked < self._before else None
 
 
-def planned(sizes: Sizes, weights: str, rank: int, prompt: int, group: int, tokens: int | None) -> MemoryPlan:
+def planned(
+    sizes: Sizes, weights: WeightFormatName, rank: int, prompt: int, group: int, tokens: int | None
+) -> MemoryPlan:
     """The plan of a step on this GPU with the longest completion that fits, or with one of so many tokens.
 
     Raises:

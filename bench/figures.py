@@ -371,6 +371,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "turns-gpu": lambda: turn_tables.on_gpu("turns-smollm2-h200"),
     "memory": memory,
     "small-cards": card_tables.small_cards,
+    "longest": card_tables.longest,
+    "context": card_tables.context,
     "cards": card_tables.cards,
     "older-path": card_tables.older_path,
     "capped": card_tables.capped,

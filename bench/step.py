@@ -42,6 +42,7 @@ from bench.peers.process import PATIENCE_MINUTES, peer_rows
 from bench.result import write_result
 from qerl.errors import QeRLError
 from qerl.families.layer import LINEARS
+from qerl.families.parts import base_model
 from qerl.families.sizes import Sizes
 from qerl.gpu_memory import total_bytes
 from qerl.measure.gauge import gauge
@@ -95,7 +96,7 @@ class TimedEngine(RolloutEngine):
     ) -> RolloutResult:
         start = time.perf_counter()
         if self.calls == 0 and len(set(self._lengths)) == 1:
-            width = self.model.config.hidden_size
+            width = base_model(self.engine.model).config.hidden_size
             norm_offsets = {"model.norm": torch.full((width,), float("nan"))}
         self.calls += 1
         session = self.engine.session(params, norm_offsets)

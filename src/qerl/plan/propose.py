@@ -70,13 +70,21 @@ def fastest(
         capacity: Bytes of the GPU.
         limits: Values of `tokens_per_forward` to choose from.
         every: Values of `every_n_layers` to choose from; then the work says whether inputs of layers wait in
-            the CPU's memory. None: any, and there if need be, which a server does not do.
+            the CPU's memory. None: any, and there if need be. A server does not do that, and a GPU that
+            shares the CPU's memory wins nothing by it.
     """
-    if every is None:
-        here, there = (dataclasses.replace(work, offload=offload) for offload in (False, True))
-        found = fastest(sizes, here, capacity, limits, [n for n in _EVERY if n <= sizes.layers])
-        return found or (fastest(sizes, there, capacity, limits, [1]) if work.adapters == 1 else None)
+    if every is not None:
+        return _fastest(sizes, work, capacity, limits, every)
+    here, there = (dataclasses.replace(work, offload=offload) for offload in (False, True))
+    found = _fastest(sizes, here, capacity, limits, [n for n in _EVERY if n <= sizes.layers])
+    if found is not None or work.adapters > 1 or work.unified:
+        return found
+    return _fastest(sizes, there, capacity, limits, [1])
 
+
+def _fastest(
+    sizes: Sizes, work: Work, capacity: int, limits: Sequence[int] | None, every: Sequence[int]
+) -> Work | None:
     def settings(limits: Sequence[int]) -> Iterator[Work]:
         for limit in limits:
             for n in every:

@@ -30,6 +30,7 @@ def plan_settings(
     processes: int,
     found: LocalModel | None = None,
     adapters: int = 1,
+    unified: bool = False,
 ) -> MemoryPlan:
     """The plan of the settings as they are; what they leave open is chosen to be fast.
 
@@ -39,6 +40,7 @@ def plan_settings(
         processes: GPUs of a data-parallel run, each with a whole model.
         found: The model of the settings, where it has been found already.
         adapters: Adapters that a server keeps on the GPU; a run has one.
+        unified: Whether the GPU's memory is the CPU's as well.
 
     Returns:
         The plan, whose work has `tokens_per_forward` and `checkpointing` as set, else as chosen. It may not
@@ -51,7 +53,7 @@ def plan_settings(
     sizes = _sizes(found or str(config.model), config)
     if config.tuning == "full":
         raise QeRLError(_full_tuning(sizes, config, capacity))
-    work = dataclasses.replace(_work(config, processes), adapters=adapters)
+    work = dataclasses.replace(_work(config, processes), adapters=adapters, unified=unified)
     if work.prompt_tokens + work.completion_tokens > sizes.positions:
         raise QeRLError(
             f"A prompt of {work.prompt_tokens} and a completion of {work.completion_tokens} tokens exceed "

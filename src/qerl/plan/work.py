@@ -34,6 +34,7 @@ class Work:
         lora_dropout: Probability of dropout in front of the adapters.
         copies_adapter: Whether the KL penalty keeps a frozen copy of the adapter as its reference; without an
             adapter that was trained before, the model without one serves.
+        unified: Whether the GPU's memory is the CPU's as well, so that nothing is won by waiting there.
         adapters: Adapters that a server keeps on the GPU, each with gradients and optimizer; one at a time is
             sampled from or trained.
     """
@@ -56,6 +57,7 @@ class Work:
     processes: int = 1
     lora_dropout: float = 0.0
     copies_adapter: bool = False
+    unified: bool = False
     adapters: int = 1
 
     @property

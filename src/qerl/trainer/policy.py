@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from qerl.errors import QeRLError
 from qerl.eval.base_check import check_base
-from qerl.gpu_memory import keep_within_limit, total_bytes
+from qerl.gpu_memory import is_unified, keep_within_limit, total_bytes
 from qerl.lora.adapter import adapt, add_lora, check_adapter, load_adapter
 from qerl.models.hub import LocalModel
 from qerl.models.load import load_model
@@ -67,7 +67,7 @@ def plan_memory(config: QeRLConfig, capacity: int, console: Console, model: Loca
     if config.tuning == "full":
         refuse_full_tuning_that_cannot_fit(config, capacity, model)
     try:
-        plan = plan_settings(config, capacity, config.world_size, model)
+        plan = plan_settings(config, capacity, config.world_size, model, unified=is_unified(config.device))
     except QeRLError as error:
         console.print(f"Memory was not planned. {error}", highlight=False)
         return
