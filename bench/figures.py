@@ -7,7 +7,7 @@ in the pages (:mod:`bench.tables`). A caption names card, date, commit and files
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from bench import card_tables, noise_tables, serve_tables, study_tables, turn_tables
+from bench import card_tables, length_tables, noise_tables, serve_tables, study_tables, turn_tables
 from bench.captions import card, commits_of, files, row, rows, source, table
 from bench.result import Row
 from qerl.families.sizes import SIZES
@@ -362,6 +362,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "first-screen": first_screen,
     "decode": decode,
     "steps": steps,
+    "steps-lengths": length_tables.steps,
     "steps-tokens": steps_tokens,
     "steps-rank": steps_rank,
     "before-after": before_after,
