@@ -19,8 +19,9 @@ from qerl.kernels.cards import asked
 
 BENCHMARKS = (
     "rollout", "step", "context", "kernels", "bandwidth", "parity", "study", "turns", "tail", "acceptance",
+    "serve", "cookbook",
 )  # fmt: skip
-WITHOUT_GPU = ("turns", "tail", "acceptance")
+WITHOUT_GPU = ("turns", "tail", "acceptance", "serve", "cookbook")
 """Benchmarks that measure the CPU where there is no GPU."""
 
 
