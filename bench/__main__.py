@@ -18,8 +18,8 @@ from qerl.gpu_memory import limit_gb
 from qerl.kernels.cards import asked
 
 BENCHMARKS = (
-    "rollout", "step", "kernels", "bandwidth", "parity", "study", "turns", "tail", "acceptance", "serve",
-    "cookbook",
+    "rollout", "step", "context", "kernels", "bandwidth", "parity", "study", "turns", "tail", "acceptance",
+    "serve", "cookbook",
 )  # fmt: skip
 WITHOUT_GPU = ("turns", "tail", "acceptance", "serve", "cookbook")
 """Benchmarks that measure the CPU where there is no GPU."""

@@ -4,9 +4,11 @@ from rich.console import Console
 
 from bench.captions import card as gpu_of
 from bench.captions import files, row, source, table
+from bench.result import RESULTS, read_rows
 from qerl.kernels import needs
 from qerl.kernels.cards import CARDS, words
 from qerl.plan.command import plan_command
+from qerl.plan.context import longest_completion
 from qerl.plan.propose import fits
 
 _SHOWN = " and ".join(words(one) for one in sorted(needs.RUN_ON))
@@ -122,9 +124,66 @@ def small_cards() -> str:
     caption = (
         f"NVFP4, LoRA rank 32, groups of 8 samples, prompts of {_PROMPT} tokens. Tokens of a completion "
         f"({', '.join(map(str, _LENGTHS))} were tried), and how many samples of that length decode side by "
-        "side. Planned, not measured."
+        "side; + with inputs of layers in the CPU's memory. Planned, not measured."
     )
     return table(("model", *(f"{size} GB" for size in _MEMORIES)), lines, caption)
+
+
+_LONGEST_ON = (80, 141)
+
+
+def longest() -> str:
+    """The longest completion of a step by the plan, inputs of layers on the GPU or in the CPU's memory."""
+    lines = []
+    for model in ("qwen3-8b", "14b", "32b"):
+        cells = [_MODELS[model]]
+        for size in _LONGEST_ON:
+            fields = {"max_prompt_length": _PROMPT, "num_generations": 8, "per_device_train_batch_size": 8}
+            fields |= {"max_completion_length": 4096, "gradient_accumulation_steps": 8}
+            plan = plan_command(model, [], fields, size, Console(quiet=True))
+            here, there = (longest_completion(plan, offload) for offload in (False, True))
+            assert here is not None and there is not None
+            cells += [f"{here.work.completion_tokens}, {here.sequences}"]
+            cells += [f"{there.work.completion_tokens}, {there.sequences} ({there.on_host / 1e9:.0f} GB)"]
+        lines.append(cells)
+    head = ["model"]
+    for size in _LONGEST_ON:
+        head += [f"{size} GB", f"{size} GB, inputs of layers in the CPU's memory"]
+    caption = (
+        f"NVFP4, LoRA rank 32, groups of 8 samples, prompts of {_PROMPT} tokens. Tokens of a completion, and "
+        "how many of that length decode side by side; the others wait. In brackets what torch pins of the "
+        "CPU's memory. How many positions a model has is not looked at. Planned."
+    )
+    return table(head, lines, caption)
+
+
+def context() -> str:
+    """What steps with the longest completions took, beside their plans."""
+    names = sorted(path.stem for path in RESULTS.glob("context-*.json"))
+    if not names:
+        return "Not measured yet; `python -m bench context` does.\n"
+    lines = [
+        (
+            f"{_MODELS[found['shape']]}, {found.get('memory_gb') or found['capacity_gb']:.0f} GB",
+            found["completion_tokens"],
+            "CPU" if found.get("offload") else "GPU",
+            f"{found['update_gb']:.1f} ({found['planned_update_gb']:.1f})",
+            f"{found['rollout_gb']:.1f} ({found['planned_rollout_gb']:.1f})",
+            f"{found['update_s']:.0f}",
+            f"{found['step_ms']:.1f}, {found['sequences']}",
+        )
+        for name in names
+        for found in read_rows(name)
+    ]
+    head = (
+        "model, memory", "tokens", "inputs of layers", "GB in update (planned)", "GB in rollout (planned)",
+        "s to update one sample", "ms of a decode step there, sequences",
+    )  # fmt: skip
+    caption = (
+        "One sample of that length in the update, of tokens that were not drawn; in the rollout so many "
+        f"sequences, prefilled to that length. {source(*names)} {files(*names)}"
+    )
+    return table(head, lines, caption)
 
 
 def _longest(model: str, size: int) -> str | None:
@@ -133,5 +192,5 @@ def _longest(model: str, size: int) -> str | None:
         fields |= {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 8}
         plan = plan_command(model, [], fields, size, Console(quiet=True))
         if fits(plan):
-            return f"{tokens}, {plan.sequences}"
+            return f"{tokens}, {plan.sequences}{' +' if plan.on_host else ''}"
     return None

@@ -71,6 +71,25 @@ class Clock(TrainerCallback):
             self.rows[-1] |= {key: float(logs[key]) for key in _LOGGED if key in logs}
 
 
+def of_all(rows_of_processes: list[list[dict[str, float]]]) -> list[dict[str, float]]:
+    """The steps of several processes that train together, from what the `Clock` of each saw.
+
+    Tokens are added up. Of times and memory the largest counts, and the update is what of a step lies behind
+    the longest rollout: a process that has sampled less waits for it. What is logged is said by the first.
+    """
+    steps = []
+    for rows in zip(*rows_of_processes, strict=True):
+        step = dict(rows[0])
+        for key in ("rollout_s", "total_s", "release_s", "rollout_gb", "update_gb", "update_allocated_gb"):
+            step[key] = max(row[key] for row in rows)
+        step["update_s"] = step["total_s"] - step["rollout_s"]
+        step["shortest_rollout_s"] = min(row["rollout_s"] for row in rows)
+        step["tokens"] = sum(row["tokens"] for row in rows)
+        step["tokens_per_s"] = step["tokens"] / step["total_s"]
+        steps.append(step)
+    return steps
+
+
 def medians(rows: list[dict[str, float]]) -> dict[str, float]:
     """Of what `Clock` saw, over the steps after the first."""
     return {key: statistics.median(row[key] for row in rows[1:]) for key in rows[1]}

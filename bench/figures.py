@@ -7,7 +7,7 @@ in the pages (:mod:`bench.tables`). A caption names card, date, commit and files
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from bench import card_tables, noise_tables, serve_tables, study_tables, turn_tables
+from bench import card_tables, length_tables, noise_tables, serve_tables, study_tables, turn_tables
 from bench.captions import card, commits_of, files, row, rows, source, table
 from bench.result import Row
 from qerl.families.sizes import SIZES
@@ -362,6 +362,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "first-screen": first_screen,
     "decode": decode,
     "steps": steps,
+    "steps-lengths": length_tables.steps,
     "steps-tokens": steps_tokens,
     "steps-rank": steps_rank,
     "before-after": before_after,
@@ -371,6 +372,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "turns-gpu": lambda: turn_tables.on_gpu("turns-smollm2-h200"),
     "memory": memory,
     "small-cards": card_tables.small_cards,
+    "longest": card_tables.longest,
+    "context": card_tables.context,
     "cards": card_tables.cards,
     "older-path": card_tables.older_path,
     "capped": card_tables.capped,

@@ -41,7 +41,9 @@ def write_result(path: Path, command: str, rows: list[Row], **shared: Any) -> No
     path.parent.mkdir(parents=True, exist_ok=True)
     everywhere = {option: os.environ.get(variable, "") for option, variable in EVERYWHERE.items()}
     options = "".join(f" {option} {value}" for option, value in everywhere.items() if value)
-    found = {**provenance(f"python -m bench {command}{options}"), **shared, "rows": rows}
+    processes = int(os.environ.get("WORLD_SIZE", 1))
+    launcher = f"torchrun --nproc_per_node {processes}" if processes > 1 else "python"
+    found = {**provenance(f"{launcher} -m bench {command}{options}"), **shared, "rows": rows}
     path.write_text(json.dumps(found, indent=1) + "\n")
 
 

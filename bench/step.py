@@ -12,11 +12,17 @@ same work in the same run (`bench.peers`).
 
 With `--lengths` completions end at drawn places (`bench.lengths`), the same ones in every step and for every
 trainer. Then the first step's rollout is a whole one, because its tail captures one step after another.
+
+    torchrun --nproc_per_node 2 -m bench step --prompts 16 --tokens 1024 --lengths lognormal:400
+
+Under torchrun every process has a GPU and so many prompts, with lengths of its own, and all train one policy.
+A row is then of all of them (`bench.clock.of_all`).
 """
 
 import argparse
 import gc
 import itertools
+import os
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -25,15 +31,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from accelerate.utils import gather_object
 from datasets import Dataset
 from peft import PeftModel
 
-from bench.clock import Clock, medians
+from bench.clock import Clock, medians, of_all
 from bench.lengths import KINDS, draw_lengths
 from bench.peers.process import PATIENCE_MINUTES, peer_rows
 from bench.result import write_result
 from qerl.errors import QeRLError
 from qerl.families.layer import LINEARS
+from qerl.families.parts import base_model
 from qerl.families.sizes import Sizes
 from qerl.gpu_memory import total_bytes
 from qerl.measure.gauge import gauge
@@ -41,6 +50,7 @@ from qerl.measure.random_model import random_policy
 from qerl.measure.random_task import random_prompts, random_reward, word_tokenizer
 from qerl.plan.propose import fastest
 from qerl.plan.work import Work
+from qerl.ranks import is_first_process
 from qerl.rollout.engine import NormOffsets, RolloutEngine, RolloutResult, SamplingParams
 from qerl.rollout.paged.engine import PagedEngine
 from qerl.rollout.paged.limits import MAX_ROWS
@@ -53,6 +63,11 @@ from qerl.weight_formats import FORMATS, WeightFormatName
 _TRL_STEP = "bench.peers.trl_step"  # runs in the peer's process, which alone imports it
 
 _DEVICE = torch.device("cuda")
+
+
+def _processes() -> tuple[int, int]:
+    """Number of this process, and how many train together; torchrun says so."""
+    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
 
 class TimedEngine(RolloutEngine):
@@ -81,7 +96,7 @@ class TimedEngine(RolloutEngine):
     ) -> RolloutResult:
         start = time.perf_counter()
         if self.calls == 0 and len(set(self._lengths)) == 1:
-            width = self.engine.decoder.sizes.hidden
+            width = base_model(self.engine.model).config.hidden_size
             norm_offsets = {"model.norm": torch.full((width,), float("nan"))}
         self.calls += 1
         session = self.engine.session(params, norm_offsets)
@@ -114,47 +129,39 @@ def measure(
     prompts: int,
     microbatch: int,
     tokens_per_forward: int | None,
-    every_n_layers: int,
+    checkpointing: dict[str, int | bool],
     prompt_tokens: int,
     tokens: int,
     lengths: list[int],
     steps: int,
     profile: bool = False,
 ) -> list[dict[str, float]]:
-    """Runs GRPO steps and returns what `Clock` saw of each.
+    """Runs GRPO steps and returns what `Clock` saw of each, of all processes together.
 
     Args:
         policy: Of :func:`random_policy`; trained in place.
         engine: Samples from it; one for all rows, because it lays the policy's weights out anew.
         sizes: Its shape.
         samples: Completions a prompt.
-        prompts: Prompts a step.
+        prompts: Prompts a step, of each process.
         microbatch: Completions a loss of the update takes.
         tokens_per_forward: As in `QeRLConfig`; None for all of a microbatch.
-        every_n_layers: Every n-th layer is computed again for backward.
+        checkpointing: As `gradient_checkpointing_kwargs` in `QeRLConfig`.
         prompt_tokens: Of each prompt.
         tokens: Of the longest completion.
-        lengths: Tokens of each completion.
+        lengths: Tokens of each completion of this process.
         steps: Optimizer steps after the first.
         profile: Print the kernels of the last update.
     """
-    tokenizer = word_tokenizer(sizes.vocabulary)
-    texts = random_prompts(prompts * (steps + 1), prompt_tokens)
     watch = TimedEngine(engine, lengths, steps if profile else None)
     clock = Clock(watch)
     with tempfile.TemporaryDirectory() as folder:
-        args = QeRLConfig(
-            output_dir=folder, num_generations=samples,
+        trainer = make_trainer(
+            policy, watch, clock, sizes, prompts, prompt_tokens, num_generations=samples,
             per_device_train_batch_size=microbatch,
             gradient_accumulation_steps=samples * prompts // microbatch,
-            tokens_per_forward=tokens_per_forward,
-            max_completion_length=tokens, max_steps=steps + 1, learning_rate=1e-5, noise=False,
-            gradient_checkpointing=True, gradient_checkpointing_kwargs={"every_n_layers": every_n_layers},
-            report_to="none", save_strategy="no", optim="adamw_torch_fused",
-        )  # fmt: skip
-        trainer = QeRLTrainer(
-            policy, [random_reward], args, Dataset.from_dict({"prompt": texts}), engine=watch,
-            processing_class=tokenizer, callbacks=[clock],
+            tokens_per_forward=tokens_per_forward, gradient_checkpointing_kwargs=checkpointing,
+            max_completion_length=tokens, max_steps=steps + 1, output_dir=folder,
         )  # fmt: skip
         trainer.train()
     if watch.trace is not None:
@@ -163,7 +170,38 @@ def measure(
                 sort_by="self_cuda_time_total", row_limit=30, max_name_column_width=60
             )
         )
-    return clock.rows
+    return clock.rows if _processes()[1] == 1 else of_all(gather_object([clock.rows]))
+
+
+def make_trainer(
+    policy: PeftModel,
+    engine: RolloutEngine,
+    clock: Clock,
+    sizes: Sizes,
+    prompts: int,
+    prompt_tokens: int,
+    **settings: Any,
+) -> QeRLTrainer:
+    """A trainer that keeps nothing, with random rewards and new prompts for each step.
+
+    Args:
+        policy: Of :func:`random_policy`; trained in place.
+        engine: Samples from it.
+        clock: Sees the steps.
+        sizes: The policy's shape.
+        prompts: Prompts a step, of each process.
+        prompt_tokens: Of each prompt.
+        settings: Of `QeRLConfig`, `output_dir` and `max_steps` among them.
+    """
+    args = QeRLConfig(
+        learning_rate=1e-5, noise=False, gradient_checkpointing=True, report_to="none", save_strategy="no",
+        optim="adamw_torch_fused", **settings,
+    )  # fmt: skip
+    texts = random_prompts(_processes()[1] * prompts * args.max_steps, prompt_tokens)
+    return QeRLTrainer(
+        policy, [random_reward], args, Dataset.from_dict({"prompt": texts}), engine=engine,
+        processing_class=word_tokenizer(sizes.vocabulary), callbacks=[clock],
+    )  # fmt: skip
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -193,22 +231,26 @@ def _parser() -> argparse.ArgumentParser:
 
 def _own_rows(args: argparse.Namespace, sizes: Sizes) -> Iterator[dict[str, Any]]:
     """What :func:`measure` gives for each format, rank, number of prompts and length."""
+    number, processes = _processes()
     for weights, rank in itertools.product(args.weights, args.rank):
         before = torch.cuda.memory_allocated()  # workspaces of the row before
         policy = random_policy(sizes, weights, rank, args.prompt + max(args.tokens) + 64)
         engine = PagedEngine(policy, 0, min(args.samples * max(args.prompts), MAX_ROWS))
         resident = (torch.cuda.memory_allocated() - before) / 1e9
         for prompts, tokens in itertools.product(args.prompts, args.tokens):
-            chosen = _settings(args, sizes, weights, rank, prompts, tokens)
+            tokens_per_forward, checkpointing = _settings(args, sizes, weights, rank, prompts, tokens)
+            own = prompts * args.samples
+            lengths = draw_lengths(args.lengths, processes * own, tokens)[number * own : (number + 1) * own]
             seen = measure(
                 policy, engine, sizes, samples=args.samples, prompts=prompts,
                 microbatch=args.microbatch or args.samples, prompt_tokens=args.prompt, tokens=tokens,
-                lengths=draw_lengths(args.lengths, prompts * args.samples, tokens), steps=args.steps,
-                profile=args.profile, **chosen,
+                tokens_per_forward=tokens_per_forward, checkpointing=checkpointing, lengths=lengths,
+                steps=args.steps, profile=args.profile,
             )  # fmt: skip
             yield {
                 "engine": "qerl", "weights": weights, "lora_rank": rank, "prompts": prompts,
-                "completion_tokens": tokens, "resident_gb": resident, **chosen, **medians(seen),
+                "processes": processes, "completion_tokens": tokens, "resident_gb": resident,
+                "tokens_per_forward": tokens_per_forward, **checkpointing, **medians(seen),
                 "peak_gb": max(step[phase] for step in seen for phase in ("rollout_gb", "update_gb")),
                 "steps": seen,
             }  # fmt: skip
@@ -219,16 +261,17 @@ def _own_rows(args: argparse.Namespace, sizes: Sizes) -> Iterator[dict[str, Any]
 
 def _settings(
     args: argparse.Namespace, sizes: Sizes, weights: WeightFormatName, rank: int, prompts: int, tokens: int
-) -> dict[str, Any]:
-    """How the update is computed: as asked for, else as a run would on this GPU."""
+) -> tuple[int | None, dict[str, int | bool]]:
+    """How the update is computed: as asked for, else as a run would on this GPU. `tokens_per_forward` and
+    `gradient_checkpointing_kwargs`."""
     tokens_per_forward, every = args.tokens_per_forward, args.every_n_layers
     if tokens_per_forward and every:
-        return {"tokens_per_forward": tokens_per_forward, "every_n_layers": every}
+        return tokens_per_forward, {"every_n_layers": every}
     samples, microbatch = prompts * args.samples, args.microbatch or args.samples
     work = Work(
         weights=weights, rank=rank, targets=LINEARS, prompt_tokens=args.prompt, completion_tokens=tokens,
         group=args.samples, sequences=min(samples, MAX_ROWS), microbatch=microbatch,
-        microbatches=samples // microbatch,
+        microbatches=samples // microbatch, processes=_processes()[1],
     )  # fmt: skip
     found = fastest(
         replace(sizes, tied=False), work, total_bytes(_DEVICE),
@@ -236,7 +279,7 @@ def _settings(
     )  # fmt: skip
     if found is None:
         raise QeRLError(f"A step of {args.shape} does not fit this GPU; `qerl plan {args.shape}` says why.")
-    return {"tokens_per_forward": found.tokens_per_forward, "every_n_layers": found.every_n_layers}
+    return found.tokens_per_forward, found.checkpointing
 
 
 def _peer_rows(args: argparse.Namespace, sizes: Sizes) -> Iterator[dict[str, Any]]:
@@ -256,6 +299,9 @@ def _peer_rows(args: argparse.Namespace, sizes: Sizes) -> Iterator[dict[str, Any
 def main(arguments: list[str]) -> None:
     """Runs `python -m bench step` with these arguments."""
     args = _parser().parse_args(arguments)
+    if args.peers and _processes()[1] > 1:
+        raise QeRLError("--peers measures others on one GPU; run it without torchrun.")
+    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     sizes = Sizes.by_name(args.shape)
     common = {
         "shape": args.shape, "samples": args.samples, "prompt_tokens": args.prompt,
@@ -266,15 +312,20 @@ def main(arguments: list[str]) -> None:
     with gauge() as state:
         for row in itertools.chain(_own_rows(args, sizes), _peer_rows(args, sizes)):
             rows.append(common | row | {"gpu_state": state.take()})
+            if not is_first_process():
+                continue
             print(_line(rows[-1]), flush=True)
             if args.out:  # after each row, so that a run cut short keeps what it measured
                 write_result(args.out, " ".join(["step", *arguments]), rows)
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _line(row: dict[str, Any]) -> str:
     nan = float("nan")
+    gpus = f"{row['processes']} GPUs, each " if row.get("processes", 1) > 1 else ""
     return (
-        f"{row['engine']} {row['shape']} {row['weights']} r{row['lora_rank']} {row['prompts']} x "
+        f"{row['engine']} {row['shape']} {row['weights']} r{row['lora_rank']} {gpus}{row['prompts']} x "
         f"{row['samples']} x {row['completion_tokens']} {row['lengths']}: rollout {row['rollout_s']:.2f} s, "
         "update "
         f"{row['update_s']:.2f} s, step {row['total_s']:.2f} s, {row['tokens_per_s']:.0f} tokens/s; GB: "

@@ -61,6 +61,14 @@ def limit_gb() -> float | None:
     return gigabytes
 
 
+def is_unified(device: torch.device) -> bool:
+    """Whether a device's memory is that of the CPU: of the CPU itself, and of a GPU that shares it."""
+    if device.type != "cuda":
+        return True
+    gpu: Any = torch.cuda.get_device_properties(device)
+    return bool(gpu.is_integrated)
+
+
 def total_bytes(device: torch.device) -> int:
     """Bytes of a GPU that a run may plan with.
 

@@ -73,6 +73,33 @@ def by_process(completions, **kwargs):
         json.dump(MEETINGS, file)
     return [float(i * int(os.environ["RANK"])) for i in range(len(completions))]
 """
+APART = WHOLE | {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
+SHARED = APART | {"tokens_per_forward": 500}
+PASSES = """import json, os
+
+import torch
+
+from qerl.trainer.updates import UpdateTrainer
+
+SAMPLES = []  # of each forward pass with a gradient
+forward = UpdateTrainer._forward
+
+
+def counted(self, model, batch, rows):
+    if torch.is_grad_enabled():
+        SAMPLES.append(len(rows))
+    return forward(self, model, batch, rows)
+
+
+UpdateTrainer._forward = counted
+
+
+def passes(completion_ids, **kwargs):
+    with open(__file__ + "." + os.environ["RANK"], "w") as file:
+        json.dump(SAMPLES, file)
+    # The second process has a group without signal.
+    return [float(ids[-1] % 7) * (i > 1 or os.environ["RANK"] == "0") for i, ids in enumerate(completion_ids)]
+"""
 TOOLS = {
     "algorithm": "dapo",
     "signal": "reward",
@@ -159,6 +186,9 @@ def forked(tmp_path_factory, tiny_runs):
         "chunks": CHUNKS,
         "unequal": UNEQUAL | {"reward_files": [f"{folder / 'rewards.py'}:by_process"]},
     }
+    for name, settings in {"apart": APART, "shared": SHARED}.items():
+        (folder / f"{name}_passes.py").write_text(PASSES)
+        runs[name] = settings | {"reward_files": [f"{folder / name}_passes.py:passes"]}
     (folder / "tools.py").write_text(ONE_CALLS)
     (folder / "odd.py").write_text(SAME_LOGS)
     runs["tools"] = TOOLS | {
@@ -241,6 +271,23 @@ def test_processes_that_differ_in_forward_passes_from_the_second_step_on(forked)
             "_log_step": 3 * 3,
             "_calculate_rewards": 3,
         }
+
+
+def test_processes_share_forward_passes_each_for_itself(forked):
+    """Gradients are averaged with the last pass of a step, and are those of one pass a microbatch."""
+    (rows, adapter), (others, expected) = (results(forked / name) for name in ("shared", "apart"))
+    for row, other in zip(rows[:4], others[:4], strict=True):
+        for name in ("loss", "grad_norm"):
+            assert row[name] == pytest.approx(other[name], rel=1e-3, abs=1e-6), name
+    assert all(row["grad_norm"] > 0 for row in rows[:4])
+    for name, tensor in expected.items():
+        torch.testing.assert_close(adapter[name], tensor, rtol=0, atol=1e-4)
+    for rank in (0, 1):  # in front of the fourth step's rewards
+        shared, apart = (
+            json.loads((forked / f"{name}_passes.py.{rank}").read_text()) for name in ("shared", "apart")
+        )
+        assert len(apart) == 3 * 4 and sum(shared) == sum(apart)
+        assert 3 <= len(shared) <= 3 * 3
 
 
 def test_tools_that_only_one_of_two_processes_calls(forked):

@@ -13,6 +13,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from bench.__main__ import main
 from bench.bandwidth import DECODE, UPDATE, Work
+from bench.clock import of_all
 from bench.result import write_result
 from qerl.families.sizes import Sizes
 from qerl.kernels import decode, update
@@ -91,6 +92,23 @@ def test_a_result_has_the_whole_command(monkeypatch, tmp_path):
         assert main(["step", *options]) == 0
         result = json.loads((tmp_path / "result.json").read_text())
         assert result["command"] == f"python -m bench step {asked}"
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["step"]) == 0
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert result["command"].startswith("torchrun --nproc_per_node 2 -m bench step ")
+
+
+def test_steps_of_several_processes_are_as_long_as_the_slowest_and_have_all_tokens():
+    def seen(rollout, total, tokens, gb, loss):
+        memory = {"rollout_gb": gb, "update_gb": 2 * gb, "update_allocated_gb": gb}
+        times = {"rollout_s": rollout, "update_s": total - rollout, "total_s": total, "release_s": 0.0}
+        return {**times, **memory, "tokens": tokens, "tokens_per_s": tokens / total, "loss": loss}
+
+    (step,) = of_all([[seen(3.0, 8.0, 100, 5.0, 0.1)], [seen(4.0, 8.1, 80, 4.0, 0.2)]])
+    assert (step["rollout_s"], step["total_s"], step["shortest_rollout_s"]) == (4.0, 8.1, 3.0)
+    assert step["update_s"] == pytest.approx(4.1)
+    assert (step["tokens"], step["update_gb"], step["loss"]) == (180, 10.0, 0.1)
+    assert step["tokens_per_s"] == pytest.approx(180 / 8.1)
 
 
 @pytest.mark.parametrize("weights", ["nvfp4", "mxfp4", "nf4", "bf16"])

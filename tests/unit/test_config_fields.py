@@ -111,7 +111,7 @@ WRONG = {
     "tokens_per_forward": [0],
     "scale_rewards": ["groups", 3],
     "reward_weights": [[], ["a"], 1.0, [NAN]],
-    "gradient_checkpointing_kwargs": [{"every_n_layers": 0}, {"every": 2}, 3],
+    "gradient_checkpointing_kwargs": [{"every_n_layers": 0}, {"every": 2}, {"offload": 1}, 3],
     "log_level": ["loud"],
     "top_entropy_quantile": [1.5],
     "save_total_limit": [0],

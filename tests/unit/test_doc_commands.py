@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from bench.__main__ import BENCHMARKS
+from bench.result import EVERYWHERE
 from qerl.cli import TAKE_FIELDS, _parser
 from qerl.settings.library import recipe_file
 from qerl.settings.recipe import check_key, parse_field
@@ -15,7 +16,7 @@ from qerl.settings.words import split_fields, with_underscores
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
-_COMMAND = r"(?:torchrun .*?-m )?qerl [^`\n]+?|python -m bench [^`\n]+?"
+_COMMAND = r"(?:torchrun .*?-m )?qerl [^`\n]+?|(?:python|torchrun .*?) -m bench [^`\n]+?"
 _BLOCK = re.compile(rf"^(?:    )?({_COMMAND})(?: +#.*)?$", flags=re.MULTILINE)
 _INLINE = re.compile(rf"`({_COMMAND})`")
 
@@ -36,8 +37,10 @@ def test_a_command_of_the_docs_is_taken(words):
         assert name in BENCHMARKS
         of_module = getattr(import_module(f"bench.{name}"), "_parser", None)
         if of_module and others and "--help" not in others:
-            at = others.index("--arch") if "--arch" in others else len(others)
-            of_module().parse_args(others[:at] + others[at + 2 :])
+            for option in EVERYWHERE:
+                at = others.index(option) if option in others else len(others)
+                others = others[:at] + others[at + 2 :]
+            of_module().parse_args(others)
     elif not others:  # a mention
         assert f"    {name} " in _parser().format_help()
     elif others != ["--help"]:

@@ -59,7 +59,7 @@ def test_fp8_keys_and_values_are_refused_where_a_card_has_none(name, capsys, mon
 @pytest.mark.parametrize("gpu, models", [
     (16, ["3b", "7b", "qwen3-8b"]),
     (24, ["3b", "7b", "qwen3-8b", "14b", "qwen3-14b"]),
-    (32, ["3b", "7b", "qwen3-8b", "14b", "qwen3-14b"]),
+    (32, ["3b", "7b", "qwen3-8b", "14b", "qwen3-14b", "32b", "qwen3-32b"]),
     (40, ["3b", "7b", "qwen3-8b", "14b", "qwen3-14b", "32b", "qwen3-32b"]),
     (48, ["3b", "7b", "qwen3-8b", "14b", "qwen3-14b", "32b", "qwen3-32b"]),
 ])  # fmt: skip
@@ -79,8 +79,12 @@ def test_the_rollout_has_the_dequantised_weight_of_long_prompts():
 @pytest.mark.parametrize(
     "model, gpu, said",
     [
-        ("14b", 16, ["max_completion_length 768 instead", "size of qwen3-8b", "a GPU of 24 GB"]),
-        ("32b", 32, ["max_completion_length 3328", "lora_r 16 instead", "size of 14b", "a GPU of 40 GB"]),
+        (
+            "14b",
+            16,
+            ["max_completion_length 3840", "lora_r 16 instead", "size of qwen3-8b", "a GPU of 24 GB"],
+        ),
+        ("32b", 28, ["max_completion_length 768 ", "lora_r 16 instead", "size of 14b", "a GPU of 32 GB"]),
         ("72b", 24, ["size of 14b", "a GPU of 80 GB"]),
     ],
 )

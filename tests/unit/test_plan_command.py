@@ -61,6 +61,10 @@ def test_the_longest_completion_is_the_last_that_fits(capsys):
     assert fastest(sizes, work(completion_tokens=tokens + 256), GB80) is None
     said = in_words(longest)
     assert f"fits has {tokens} tokens" in said and "The model has 40960 positions only." in said
+    here = longest_completion(make_plan(sizes, work(), GB80), offload=False)
+    assert 100_000 < here.work.completion_tokens < tokens and not here.work.offload
+    assert f"of the CPU's memory; without, {here.work.completion_tokens} tokens fit." in said
+    assert '{"every_n_layers": 1, "offload": true}' in said
     assert main(["plan", "72b", "--max_context", "--gpu", "24"]) == 1
     assert "No completion fits, not even one of 256 tokens." in capsys.readouterr().out
 
@@ -190,6 +194,21 @@ def test_an_unknown_size_lists_those_that_are_known(capsys):
     assert "Sizes that are known by name: 1.5b, 3b, 7b" in " ".join(capsys.readouterr().err.split())
 
 
+@pytest.mark.parametrize("kwargs", [None, {"every_n_layers": 1, "offload": True}, {"offload": True}])
+def test_a_run_puts_inputs_of_layers_where_the_plan_or_the_settings_say(kwargs):
+    fields = {
+        "max_prompt_length": 512,
+        "max_completion_length": 4096,
+        "gradient_checkpointing_kwargs": kwargs,
+    }
+    plan = plan_command("32b", [], fields, 32, Console(quiet=True))
+    config = load_config([], SHORT | fields)
+    policy.take_plan(config, plan.work)
+    assert config.gradient_checkpointing_kwargs == {"every_n_layers": 1, "offload": True}
+    large = plan_command("32b", [], fields, 80, Console(quiet=True))
+    assert large.work.offload == bool(kwargs)
+
+
 @pytest.mark.parametrize("given", [None, 5000])
 def test_a_run_on_a_gpu_takes_the_limit_of_the_plan(monkeypatch, tiny_tokenizer, given):
     """`qerl plan` and training agree on the default; what is set stays."""
@@ -202,7 +221,7 @@ def test_a_run_on_a_gpu_takes_the_limit_of_the_plan(monkeypatch, tiny_tokenizer,
 
     def load(config, model, peft_config):
         assert config.tokens_per_forward == plan.work.tokens_per_forward
-        assert config.gradient_checkpointing_kwargs == {"every_n_layers": plan.work.every_n_layers}
+        assert config.gradient_checkpointing_kwargs == plan.work.checkpointing
         raise Loading
 
     config = load_config([], SHORT | fields)

@@ -18,7 +18,7 @@ from qerl.plan.propose import (
     propose,
     tokens_that_fit,
 )
-from qerl.plan.render import verdict
+from qerl.plan.render import _title, verdict
 from tests.support.plan import GB80, work
 
 
@@ -100,6 +100,23 @@ def test_settings_that_are_given_are_kept():
     limit = fastest(sizes, wanted, GB80, limits=[5000])
     assert limit is not None and limit.tokens_per_forward == 5000
     assert fastest(sizes, wanted, GB80, limits=[16639], every=[28]) is None
+
+
+def test_inputs_of_layers_wait_in_the_cpus_memory_where_nothing_else_fits():
+    sizes, short, long = SIZES["qwen3-8b"], work(completion_tokens=98304), work(completion_tokens=131072)
+    found, there = (fastest(sizes, wanted, GB80) for wanted in (short, long))
+    assert found is not None and not found.offload
+    assert there is not None and there.checkpointing == {"every_n_layers": 1, "offload": True}
+    plan = make_plan(sizes, there, GB80)
+    assert fits(plan)
+    assert plan.on_host == 36 * 2**31  # each input has 1.08e9 bytes, of which torch pins a power of two
+    here = make_plan(sizes, dataclasses.replace(there, offload=False), GB80)
+    assert here.on_host == 0 and not fits(here)
+    assert here.update - plan.update == pytest.approx(1.12 * 35 * 2 * there.tokens * 4096)
+    assert f"{plan.on_host / 1e9:.1f} GB of the CPU's memory" in _title(plan, "8B")
+    for change in ({"unified": True}, {"adapters": 2}):
+        assert fastest(sizes, dataclasses.replace(long, **change), GB80) is None
+    assert fastest(sizes, long, GB80, every=[1]) is None, "who says which layers says where as well"
 
 
 def test_nothing_fits():

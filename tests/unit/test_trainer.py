@@ -6,10 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from torch.autograd.graph import save_on_cpu
+from transformers import modeling_utils
 from trl import GRPOConfig, GRPOTrainer
 
 from qerl.errors import QeRLError
 from qerl.settings.config import QeRLConfig
+from qerl.trainer import updates
 from qerl.trainer.batch import GROUP_KEY
 from qerl.trainer.grpo import QeRLTrainer
 from qerl.trainer.resume.rollout_file import load_rollouts, save_rollouts
@@ -299,6 +302,33 @@ def test_recomputed_layers_change_nothing(train, every):
     trainer, weights = train(gradient_checkpointing=True, gradient_checkpointing_kwargs=kwargs)
     layers = trainer.model.get_base_model().model.layers
     assert [layer.gradient_checkpointing for layer in layers] == [every <= 2, every == 1]
+    same(expected, weights)
+
+
+def test_inputs_of_layers_may_wait_elsewhere(train, monkeypatch):
+    """As on a GPU, and not pinned, because there is none; nothing else is copied, and nothing changes."""
+    _, expected = train()
+    packed = []
+
+    class Counted(save_on_cpu):
+        def __init__(self, **_):
+            super().__init__(pin_memory=True, device_type="cuda")
+            pack = self.pack_hook
+            self.pack_hook = lambda tensor: packed.append(tensor.shape) or pack(tensor)
+
+    monkeypatch.setattr(modeling_utils, "save_on_cpu", Counted)
+    monkeypatch.setattr(updates, "offload_from_gpus_alone", lambda *_: None)
+    kwargs = {"offload": True}
+    trainer, weights = train(gradient_checkpointing=True, gradient_checkpointing_kwargs=kwargs)
+    width = trainer.model.config.hidden_size
+    assert len(packed) >= 2 * 3 and all(shape[-1] == width for shape in packed)
+    same(expected, weights)
+
+
+def test_on_a_cpu_inputs_of_layers_stay_where_they_are(train):
+    _, expected = train()
+    trainer, weights = train(gradient_checkpointing=True, gradient_checkpointing_kwargs={"offload": True})
+    assert trainer.args.gradient_checkpointing_kwargs == {"offload": False}
     same(expected, weights)
 
 

@@ -217,7 +217,7 @@ def _update(sizes: Sizes, total: int) -> dict[str, Any]:
         raise QeRLError("The step does not fit this GPU; take a smaller --shape.")
     return {
         "tokens_per_forward": found.tokens_per_forward, "gradient_checkpointing": True,
-        "gradient_checkpointing_kwargs": {"every_n_layers": found.every_n_layers},
+        "gradient_checkpointing_kwargs": found.checkpointing,
     }  # fmt: skip
 
 

@@ -49,7 +49,8 @@ def plan_command(
     config = load_config(recipes, fields | {"model": name}, required=("model",))
     if config.kv_cache_dtype == "fp8" and planned.card and not planned.card.fp8:
         raise QeRLError(f"{why_no_fp8(planned.card)}; remove kv_cache_dtype: fp8.")
-    plan = plan_settings(config, planned.capacity, processes, adapters=adapters)
+    unified = planned.card is not None and planned.card.unified
+    plan = plan_settings(config, planned.capacity, processes, adapters=adapters, unified=unified)
     console.print(render(plan, propose_settings(config, plan), name), soft_wrap=True)  # settings are copied
     for obstacle in obstacles_of_class(planned.card.capability) if planned.card else ():
         console.print(

@@ -1,6 +1,7 @@
 """The longest completion with which a step fits: what `qerl plan --max_context` prints."""
 
 import dataclasses
+import json
 from bisect import bisect_left
 
 from qerl.plan.instead import LENGTH_STEP
@@ -12,18 +13,20 @@ LONGEST = 1 << 20
 """Tokens of the longest completion that is tried."""
 
 
-def longest_completion(plan: MemoryPlan) -> MemoryPlan | None:
+def longest_completion(plan: MemoryPlan, offload: bool = True) -> MemoryPlan | None:
     """The plan of the longest completion that fits, to `LENGTH_STEP` tokens, with the fastest settings of the
     update; None if none does.
 
     Args:
         plan: Model, GPU and everything else that a step does. How many positions the model has is not looked
             at.
+        offload: Whether inputs of layers may be put into the CPU's memory.
     """
 
     def settings(length: int) -> Work | None:
         work = dataclasses.replace(plan.work, completion_tokens=length)
-        return fastest(plan.sizes, work, plan.capacity)
+        found = fastest(plan.sizes, work, plan.capacity)
+        return found if found is None or offload or not found.offload else None
 
     lengths = range(LENGTH_STEP, LONGEST + 1, LENGTH_STEP)
     fitting = bisect_left(lengths, True, key=lambda length: settings(length) is None)
@@ -40,8 +43,12 @@ def in_words(longest: MemoryPlan | None) -> str:
         f"The longest completion that fits has {work.completion_tokens} tokens behind a prompt of "
         f"{work.prompt_tokens}, {work.group} samples a prompt, of which {longest.sequences} decode side by "
         f"side: --max_completion_length {work.completion_tokens} --tokens_per_forward {work.tokens} "
-        f"--gradient_checkpointing_kwargs '{{\"every_n_layers\": {work.every_n_layers}}}'."
+        f"--gradient_checkpointing_kwargs '{json.dumps(work.checkpointing)}'."
     )
+    if longest.on_host:
+        here = longest_completion(longest, offload=False)
+        said += f" That takes {longest.on_host / 1e9:.0f} GB of the CPU's memory; without, "
+        said += f"{here.work.completion_tokens} tokens fit." if here else "none fits."
     if work.prompt_tokens + work.completion_tokens > positions:
         said += f" The model has {positions} positions only."
     return said

@@ -126,8 +126,19 @@ class Activations:
 
     @property
     def inputs(self) -> int:
-        """``2 layers T D``: bytes of the input of every layer."""
-        return self.sizes.layers * HALF * self.work.tokens * self.sizes.hidden
+        """``2 layers T D``: bytes of the input of every layer; of those in the CPU's memory one is here."""
+        here = self.sizes.layers - self.recomputed + 1 if self.work.offload else self.sizes.layers
+        return here * self._input
+
+    @property
+    def on_host(self) -> int:
+        """``layers 2^ceil(log2(2 T D))``: bytes of inputs of layers in the CPU's memory, of which torch pins
+        powers of two; 0 where they stay on the GPU."""
+        return self.recomputed * (1 << (self._input - 1).bit_length()) if self.work.offload else 0
+
+    @property
+    def _input(self) -> int:
+        return HALF * self.work.tokens * self.sizes.hidden
 
     @property
     def whole_layers(self) -> int:
@@ -143,7 +154,8 @@ class Activations:
     def layer(self) -> int:
         """``2 T (3 D + 2 Q + 2 G + 3 I + 7 R)``: inputs of q/k/v and gate/up, the residual between, queries,
         keys, values and their result, gate, up and their product, and x A^T of the adapters; in fp32 one
-        number per token for both norms and each head of attention. Without joint products (NF4, dropout)
+        number per token for both norms and each head of attention. Where heads are normalised, queries and
+        keys are kept before that as well, and a number for each. Without joint products (NF4, dropout)
         layers run through PEFT, which keeps the input of each of the seven in fp32, ``4 T (5 D + Q + I)``,
         and with dropout a mask of a byte each; those of q/k/v, of gate/up and of down are then not needed in
         bf16."""
@@ -151,6 +163,9 @@ class Activations:
         wide = 3 * s.hidden + 2 * s.queries + 2 * s.keys + 3 * s.intermediate
         single = 2 + s.heads
         masks = 0
+        if s.qk_norm:
+            wide += s.queries + s.keys
+            single += s.heads + s.kv_heads
         if self.work.why_not_joint:
             inputs = 5 * s.hidden + s.queries + s.intermediate
             wide -= 2 * s.hidden + s.intermediate
@@ -178,9 +193,9 @@ class Activations:
 
     @property
     def working(self) -> int:
-        """The larger of the head, and a layer's recomputation and backward with the last hidden states."""
-        last = HALF * self.work.tokens * self.sizes.hidden
-        layer = self.backward + last + (self.layer if self.recomputed else 0)
+        """The larger of the head, and a layer's recomputation and backward with the last hidden states, which
+        are as large as the input of a layer."""
+        layer = self.backward + self._input + (self.layer if self.recomputed else 0)
         return max(self.head, layer)
 
     @property

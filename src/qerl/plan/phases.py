@@ -54,6 +54,11 @@ class MemoryPlan:
         return sum(line.update for line in self.lines)
 
     @property
+    def on_host(self) -> int:
+        """Bytes of the CPU's memory that the update takes, beside what any run does."""
+        return Activations(self.sizes, self.work).on_host
+
+    @property
     def peak(self) -> int:
         """Bytes at the peak of the step."""
         return max(self.rollout, self.update)

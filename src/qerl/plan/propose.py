@@ -6,6 +6,10 @@ speed, but nothing that is learned (`qerl.update.chunks`), so it follows from th
 settings compete for the same memory. A layer that keeps its activations saves its second forward pass, a
 third of its products. Fewer tokens at once make room for more such layers; but every forward pass writes
 every weight densely anew, and a group that is divided has its prompt computed in each chunk.
+
+Where no such settings fit, every layer is recomputed and its input waits in the CPU's memory. There and back
+takes a fifth of an update's time or so where samples are short, and little of it where attention is most of
+the work, as it is where that is needed.
 """
 
 import dataclasses
@@ -66,10 +70,23 @@ def fastest(
         work: What is wanted; its own settings are not looked at.
         capacity: Bytes of the GPU.
         limits: Values of `tokens_per_forward` to choose from.
-        every: Values of `every_n_layers` to choose from.
+        every: Values of `every_n_layers` to choose from; then the work says whether inputs of layers wait in
+            the CPU's memory. None: any, and there if need be. A server does not do that, and a GPU that
+            shares the CPU's memory wins nothing by it.
     """
-    every = every or [*(n for n in _EVERY if n < sizes.layers), sizes.layers, sizes.layers + 1]
+    if every is not None:
+        return _fastest(sizes, work, capacity, limits, every)
+    here, there = (dataclasses.replace(work, offload=offload) for offload in (False, True))
+    choices = [*(n for n in _EVERY if n < sizes.layers), sizes.layers, sizes.layers + 1]
+    found = _fastest(sizes, here, capacity, limits, choices)
+    if found is not None or work.adapters > 1 or work.unified:
+        return found
+    return _fastest(sizes, there, capacity, limits, [1])
 
+
+def _fastest(
+    sizes: Sizes, work: Work, capacity: int, limits: Sequence[int] | None, every: Sequence[int]
+) -> Work | None:
     def settings(limits: Sequence[int]) -> Iterator[Work]:
         for limit in limits:
             for n in every:

@@ -1,5 +1,7 @@
 """A plan on the terminal: a table of parts, a bar for each phase, a verdict, and settings that fit."""
 
+import json
+
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
@@ -81,7 +83,7 @@ def advice(plan: MemoryPlan, proposal: MemoryPlan | None) -> str:
     fields = {
         "tokens_per_forward": work.tokens_per_forward,
         "gradient_checkpointing": "true",
-        "gradient_checkpointing_kwargs": f"'{{\"every_n_layers\": {work.every_n_layers}}}'",
+        "gradient_checkpointing_kwargs": f"'{json.dumps(work.checkpointing)}'",
         "max_sequences": work.sequences,
     }
     flags = " ".join(f"--{name} {value}" for name, value in fields.items())
@@ -103,7 +105,10 @@ def _checkpointing(plan: MemoryPlan) -> str:
     recomputed, layers = Activations(plan.sizes, plan.work).recomputed, plan.sizes.layers
     if not recomputed:
         return "no gradient checkpointing"
-    return f"gradient checkpointing of {'all' if recomputed == layers else recomputed} of {layers} layers"
+    said = f"gradient checkpointing of {'all' if recomputed == layers else recomputed} of {layers} layers"
+    if plan.on_host:
+        said += f", whose inputs wait in {_gb(plan.on_host)} GB of the CPU's memory"
+    return said
 
 
 def _table(plan: MemoryPlan) -> Table:

@@ -6,6 +6,7 @@ Nothing is printed here.
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 from qerl.errors import QeRLError
 from qerl.families.layer import LINEARS
@@ -29,6 +30,7 @@ def plan_settings(
     processes: int,
     found: LocalModel | None = None,
     adapters: int = 1,
+    unified: bool = False,
 ) -> MemoryPlan:
     """The plan of the settings as they are; what they leave open is chosen to be fast.
 
@@ -38,9 +40,10 @@ def plan_settings(
         processes: GPUs of a data-parallel run, each with a whole model.
         found: The model of the settings, where it has been found already.
         adapters: Adapters that a server keeps on the GPU; a run has one.
+        unified: Whether the GPU's memory is the CPU's as well.
 
     Returns:
-        The plan, whose work has `tokens_per_forward` and `every_n_layers` as set, else as chosen. It may not
+        The plan, whose work has `tokens_per_forward` and `checkpointing` as set, else as chosen. It may not
         fit, see `qerl.plan.propose.fits`.
 
     Raises:
@@ -50,14 +53,17 @@ def plan_settings(
     sizes = _sizes(found or str(config.model), config)
     if config.tuning == "full":
         raise QeRLError(_full_tuning(sizes, config, capacity))
-    work = dataclasses.replace(_work(config, processes), adapters=adapters)
+    work = dataclasses.replace(_work(config, processes), adapters=adapters, unified=unified)
     if work.prompt_tokens + work.completion_tokens > sizes.positions:
         raise QeRLError(
             f"A prompt of {work.prompt_tokens} and a completion of {work.completion_tokens} tokens exceed "
             f"the model's {sizes.positions} positions; lower max_prompt_length or max_completion_length."
         )
     tokens = config.tokens_per_forward
-    left_open = config.gradient_checkpointing and every_n_layers(config) is None
+    left_open = config.gradient_checkpointing and not _checkpointing(config).keys() & {
+        "every_n_layers",
+        "offload",
+    }
     every = None if left_open else [work.every_n_layers]
     chosen = fastest(sizes, work, capacity, [tokens] if tokens else None, every)
     work = chosen or dataclasses.replace(work, tokens_per_forward=tokens or work.tokens_of(1))
@@ -117,10 +123,10 @@ def _full_tuning(sizes: Sizes, config: QeRLConfig, capacity: int) -> str:
     )
 
 
-def every_n_layers(config: QeRLConfig) -> int | None:
-    """The settings' ``every_n_layers`` of gradient checkpointing; None if they do not say."""
+def _checkpointing(config: QeRLConfig) -> dict[str, Any]:
+    """What the settings say of gradient checkpointing."""
     kwargs = config.gradient_checkpointing_kwargs
-    return kwargs.get("every_n_layers") if isinstance(kwargs, dict) else None
+    return kwargs if isinstance(kwargs, dict) else {}
 
 
 def _samples(config: QeRLConfig) -> int:
@@ -144,6 +150,7 @@ def _sizes(name: str | LocalModel, config: QeRLConfig) -> Sizes:
 
 def _work(config: QeRLConfig, processes: int) -> Work:
     assert config.num_generations is not None and config.max_completion_length is not None
+    checkpointing = _checkpointing(config)
     return Work(
         weights=config.weights,
         rank=config.lora_r,
@@ -155,7 +162,8 @@ def _work(config: QeRLConfig, processes: int) -> Work:
         microbatch=config.per_device_train_batch_size,
         microbatches=config.gradient_accumulation_steps,
         tokens_per_forward=config.tokens_per_forward,
-        every_n_layers=(every_n_layers(config) or 1) if config.gradient_checkpointing else 0,
+        every_n_layers=checkpointing.get("every_n_layers", 1) if config.gradient_checkpointing else 0,
+        offload=config.gradient_checkpointing and checkpointing.get("offload", False),
         cache_bytes=KV_DTYPES[config.kv_cache_dtype].itemsize,
         optimizer_bytes=2 if "8bit" in str(config.optim) else 2 * FULL,
         filtered=bool(config.top_k),

@@ -28,6 +28,7 @@ class Work:
             (`qerl.update.spans`). None for one pass per microbatch.
         every_n_layers: Every n-th layer is computed again for backward, the others keep their activations;
             0, or more than there are layers: all keep them.
+        offload: Whether inputs of the layers that are computed again wait in the CPU's memory.
         optimizer_bytes: Bytes per adapter parameter: 8 for AdamW in fp32, 2 in 8 bits.
         cache_bytes: Bytes per number in keys and values: 2 for bf16, 1 for fp8.
         filtered: Whether top-k leaves tokens out, for which logits are copied.
@@ -35,6 +36,7 @@ class Work:
         lora_dropout: Probability of dropout in front of the adapters.
         copies_adapter: Whether the KL penalty keeps a frozen copy of the adapter as its reference; without an
             adapter that was trained before, the model without one serves.
+        unified: Whether the GPU's memory is the CPU's as well, so that nothing is won by waiting there.
         adapters: Adapters that a server keeps on the GPU, each with gradients and optimizer; one at a time is
             sampled from or trained.
     """
@@ -50,12 +52,14 @@ class Work:
     microbatches: int = 1
     tokens_per_forward: int | None = None
     every_n_layers: int = 1
+    offload: bool = False
     optimizer_bytes: int = 2 * FULL
     cache_bytes: int = HALF
     filtered: bool = False
     processes: int = 1
     lora_dropout: float = 0.0
     copies_adapter: bool = False
+    unified: bool = False
     adapters: int = 1
 
     @property
@@ -67,6 +71,11 @@ class Work:
     def why_not_joint(self) -> str | None:
         """Why layers with an adapter run through PEFT; None where each is one product with its adapter."""
         return why_not_joint(self.weights, self.lora_dropout)
+
+    @property
+    def checkpointing(self) -> dict[str, int | bool]:
+        """`gradient_checkpointing_kwargs` of this work."""
+        return {"every_n_layers": self.every_n_layers, **({"offload": True} if self.offload else {})}
 
     def tokens_of(self, samples: int) -> int:
         """Tokens of the joined row of that many samples: each group's prompt once, without its last token,

@@ -54,11 +54,13 @@ class ForScripts:
 
 
 class Checkpointing(TypedDict, total=False):
-    """Options of gradient checkpointing: torch's, and every how many layers are recomputed."""
+    """Options of gradient checkpointing: torch's, every how many layers are recomputed, and whether what is
+    kept of those waits in the CPU's memory."""
 
     __pydantic_config__ = ConfigDict(strict=True, extra="forbid")  # type: ignore[misc]
 
     every_n_layers: PositiveInt
+    offload: bool
     use_reentrant: bool
     preserve_rng_state: bool
     determinism_check: Literal["default", "none"]

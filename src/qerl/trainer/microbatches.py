@@ -21,6 +21,7 @@ class Microbatches:
         self._parts: Sequence[Batch] = ()
         self._copies: list[Batch] = []
         self._step = range(0)
+        self._end = 0
         self._spans: Spans | None = None
 
     def know(self, parts: Sequence[Batch]) -> None:
@@ -31,7 +32,8 @@ class Microbatches:
 
     def start_step(self, first: int, count: int) -> None:
         """Begin an optimizer step with so many microbatches, as far as they are of this rollout."""
-        self._step = range(first, min(first + count, len(self._parts)))
+        self._end = first + count
+        self._step = range(first, min(self._end, len(self._parts)))
         self.forget_passes()
 
     def forget_passes(self) -> None:
@@ -48,7 +50,7 @@ class Microbatches:
         batch: Batch,
         max_tokens: int,
         rows_of: Callable[[Batch], list[int]],
-        forward: Callable[[PaddedBatch, list[int]], Outputs],
+        forward: Callable[[PaddedBatch, list[int], bool], Outputs],
     ) -> Outputs | None:
         """Outputs of a microbatch from a pass that it shares with others of the step (`qerl.update.spans`).
 
@@ -56,7 +58,7 @@ class Microbatches:
             batch: The microbatch.
             max_tokens: Largest number of tokens in a pass.
             rows_of: Samples of a microbatch that are to be computed, by its copy.
-            forward: Computes samples of a batch.
+            forward: Computes samples of a batch; the flag says whether the step ends with its backward pass.
 
         Returns:
             None where the microbatch is to be computed by itself.
@@ -69,7 +71,11 @@ class Microbatches:
             whole = _side_by_side([padded(copy) for copy in copies])
             samples = len(copies[0]["advantages"])
             rows = [[i * samples + row for row in rows_of(copy)] for i, copy in enumerate(copies)]
-            self._spans = Spans(rows, samples, whole.lengths, lambda rows: forward(whole, rows))
+            first, end = self._step.start, self._end
+            self._spans = Spans(
+                rows, samples, whole.lengths,
+                lambda rows, last: forward(whole, rows, first + last + 1 == end),
+            )  # fmt: skip
         return self._spans.outputs(number - self._step.start, max_tokens)
 
     def end(self, batch: Batch) -> None:

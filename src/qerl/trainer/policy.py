@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from qerl.errors import QeRLError
 from qerl.eval.base_check import check_base
-from qerl.gpu_memory import keep_within_limit, total_bytes
+from qerl.gpu_memory import is_unified, keep_within_limit, total_bytes
 from qerl.lora.adapter import adapt, add_lora, check_adapter, load_adapter
 from qerl.models.hub import LocalModel
 from qerl.models.load import load_model
@@ -23,7 +23,7 @@ from qerl.plan.render import advice, verdict
 from qerl.plan.settings import plan_settings, propose_settings, refuse_full_tuning_that_cannot_fit
 from qerl.plan.work import Work
 from qerl.settings.config import QeRLConfig
-from qerl.trainer.trl.recompute import set_every_n_layers
+from qerl.trainer.trl.recompute import set_checkpointing
 
 
 def make_policy(
@@ -67,7 +67,7 @@ def plan_memory(config: QeRLConfig, capacity: int, console: Console, model: Loca
     if config.tuning == "full":
         refuse_full_tuning_that_cannot_fit(config, capacity, model)
     try:
-        plan = plan_settings(config, capacity, config.world_size, model)
+        plan = plan_settings(config, capacity, config.world_size, model, unified=is_unified(config.device))
     except QeRLError as error:
         console.print(f"Memory was not planned. {error}", highlight=False)
         return
@@ -81,7 +81,7 @@ def take_plan(config: QeRLConfig, planned: Work) -> None:
     """Write what the plan chose into the settings, in transformers' terms where it has them."""
     config.tokens_per_forward = planned.tokens_per_forward
     if config.gradient_checkpointing:
-        set_every_n_layers(config, planned.every_n_layers)
+        set_checkpointing(config, **planned.checkpointing)
 
 
 def load_policy(

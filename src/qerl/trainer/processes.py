@@ -64,6 +64,24 @@ def rebuild_buckets(model: nn.Module) -> None:
         model.reducer._rebuild_buckets()
 
 
+@contextlib.contextmanager
+def averaged(model: nn.Module, whether: bool) -> Iterator[None]:
+    """Whether gradients of forward passes in the block are averaged over processes in their backward pass.
+
+    DistributedDataParallel decides that in the forward pass, which here belongs to another microbatch than
+    the backward pass does.
+    """
+    if not isinstance(model, DistributedDataParallel):
+        yield
+        return
+    before = model.require_backward_grad_sync
+    model.require_backward_grad_sync = whether
+    try:
+        yield
+    finally:
+        model.require_backward_grad_sync = before
+
+
 class _Peers:
     """The other processes, as seen from this one."""
 

@@ -22,13 +22,17 @@ from qerl.trainer.balance import dealt
 from qerl.trainer.batch import NOISY_KEY, NOISY_LOGPS_KEY, Batch, on_host, padded, padded_rollout
 from qerl.trainer.correction import Correction, Mismatch, loss_mask, rows_with_gradient
 from qerl.trainer.microbatches import Microbatches
-from qerl.trainer.processes import rebuild_buckets
+from qerl.trainer.processes import averaged, rebuild_buckets
 from qerl.trainer.ready import ready_for_rows
 from qerl.trainer.rollouts import RolloutTrainer
 from qerl.trainer.trl.forward import score_rows
 from qerl.trainer.trl.known_outputs import KnownOutputs
 from qerl.trainer.trl.late_metrics import LateMetric, metrics_later
-from qerl.trainer.trl.recompute import accept_every_n_layers, recompute_every_layer
+from qerl.trainer.trl.recompute import (
+    accept_every_n_layers,
+    offload_from_gpus_alone,
+    recompute_every_layer,
+)
 from qerl.trainer.trl.reference import add_reference
 from qerl.trainer.trl.trials import Trials
 from qerl.update.chunks import Outputs, loss_in_chunks, without_graph
@@ -49,6 +53,7 @@ class UpdateTrainer(RolloutTrainer):
     def _start_update(self) -> None:
         """Make what the update needs, once TRL's constructor is through."""
         accept_every_n_layers(self.model)
+        offload_from_gpus_alone(self.args, self.accelerator.device)
         policy = self.accelerator.unwrap_model(self.model)
         self._decoder = base_model(policy).base_model  # to unwrap is a walk over all modules
         self.update_path = ready_for_rows(policy, self.args)
@@ -161,15 +166,16 @@ class UpdateTrainer(RolloutTrainer):
         others, of samples that have a gradient."""
         known = self._microbatches.copy_of(inputs)
         batch, rows = padded(known), self._rows_to_compute(known)
-        limit, alone = self._retry.max_tokens, self.accelerator.num_processes == 1
-        if limit is not None and alone and not self.args.noise_in_loss:  # that is put in for one microbatch
-            forward = partial(self._forward, model)
+        rebuild_buckets(model)
+        meet, limit = self._losses_meet and self.accelerator.num_processes > 1, self._retry.max_tokens
+        # Noise is put in for one microbatch, and processes that meet in losses have as many of them.
+        if limit is not None and not meet and not self.args.noise_in_loss:
+            forward = partial(self._shared_forward, model)
             outputs = self._microbatches.shared_outputs(inputs, limit, self._rows_to_compute, forward)
             if outputs is not None:
                 return self._loss_of(inputs, outputs, rows)
         chunks = self._retry.split(rows, batch.lengths)
-        rebuild_buckets(model)
-        if self._losses_meet and self.accelerator.num_processes > 1:  # each computes as many of them
+        if meet:
             chunks = [[] for _ in range(max(self._of_ranks(len(chunks))) - len(chunks))] + chunks
         return loss_in_chunks(
             partial(self._forward, model, batch),
@@ -279,6 +285,13 @@ class UpdateTrainer(RolloutTrainer):
             for chunk in self._retry.split(rows[start : start + microbatch], batch.lengths)
         ]
         return without_graph(partial(self._forward, model, batch), chunks)
+
+    def _shared_forward(
+        self, model: torch.nn.Module, batch: PaddedBatch, rows: list[int], ends_step: bool
+    ) -> Outputs:
+        """`_forward` of a pass that microbatches share; whether an optimizer step ends with its backward."""
+        with averaged(model, ends_step):
+            return self._forward(model, batch, rows)
 
     def _forward(self, model: torch.nn.Module, batch: PaddedBatch, rows: list[int]) -> Outputs:
         """Log-probabilities and entropies [B, C] of these rows under the policy or its reference."""

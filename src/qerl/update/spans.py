@@ -28,7 +28,8 @@ class Spans:
         rows: Of each microbatch, the samples to compute, counted over all of them.
         samples: Of each microbatch; all have as many.
         lengths: Of all samples.
-        forward: Computes samples of any of them: outputs [B, C], zero for all others.
+        forward: Computes samples of any of them: outputs [B, C], zero for all others. It gets the samples and
+            the number of the last microbatch that shares the pass.
     """
 
     def __init__(
@@ -36,7 +37,7 @@ class Spans:
         rows: Sequence[list[int]],
         samples: int,
         lengths: Lengths,
-        forward: Callable[[list[int]], Outputs],
+        forward: Callable[[list[int], int], Outputs],
     ) -> None:
         self._rows, self._samples, self._lengths, self._forward = rows, samples, lengths, forward
         self._last = -1
@@ -61,7 +62,7 @@ class Spans:
                 rows, last = rows + self._rows[later], later
             if last <= number or not rows:
                 return None
-            self._outputs, self._last = self._forward(rows), last
+            self._outputs, self._last = self._forward(rows, last), last
             self._leaves = tuple(x.detach().requires_grad_(x.requires_grad) for x in self._outputs)
         part = slice(number * self._samples, (number + 1) * self._samples)
         return tuple(leaf[part] for leaf in self._leaves)

@@ -11,6 +11,7 @@ layers recomputes none, which takes no more memory: one layer's activations are 
 import functools
 from typing import Any, cast
 
+import torch
 from torch import nn
 from transformers import TrainingArguments
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -35,16 +36,25 @@ def accept_every_n_layers(model: nn.Module) -> None:
     cast(Any, model).gradient_checkpointing_enable = wrapped
 
 
-def set_every_n_layers(args: TrainingArguments, layers: int) -> None:
-    """Set how many layers share one recomputation, under both names that transformers has for the mapping.
+def set_checkpointing(args: TrainingArguments, **options: int | bool) -> None:
+    """Set options of gradient checkpointing, under both names that transformers has for the mapping.
 
     From 5.18 on a trainer reads `activation_checkpointing_kwargs`, and TRL reads the older name.
     """
     settings: Any = args
-    kwargs = (settings.gradient_checkpointing_kwargs or {}) | {"every_n_layers": layers}
+    kwargs = (settings.gradient_checkpointing_kwargs or {}) | options
     for name in ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"):
         if hasattr(settings, name):
             setattr(settings, name, kwargs)
+
+
+def offload_from_gpus_alone(args: TrainingArguments, device: torch.device) -> None:
+    """Take `offload` out of the settings of a run on the CPU, whose activations are in its memory already.
+
+    transformers would ask there for memory pinned for a GPU, which torch refuses.
+    """
+    if device.type == "cpu" and (args.gradient_checkpointing_kwargs or {}).get("offload"):
+        set_checkpointing(args, offload=False)
 
 
 def recompute_every_layer(model: nn.Module, args: TrainingArguments) -> bool:
@@ -56,6 +66,6 @@ def recompute_every_layer(model: nn.Module, args: TrainingArguments) -> bool:
     kwargs = cast(dict[str, Any], args.gradient_checkpointing_kwargs or {})
     if not args.gradient_checkpointing or kwargs.get("every_n_layers", 1) == 1:
         return False
-    set_every_n_layers(args, 1)
+    set_checkpointing(args, every_n_layers=1)
     cast(Any, model).gradient_checkpointing_enable(args.gradient_checkpointing_kwargs)
     return True
