@@ -75,7 +75,7 @@ def packed_tilings(tokens: int, card: Card) -> list[Tiling]:
     spans = (2, 4, 8) if hopper else (1, 2, 4, 8)
     sizes = itertools.product((2, 3, 4), (1, 2, 3, 4), spans, memory, fragments)
     for teams, row_groups, rounds, shared, (rows, split) in sizes:
-        warps = teams * 4 // rows * split + 1
+        warps = teams * 4 // rows * split + (1 if card.loader == "bulk" else 4)
         spilled = rows * tokens // split // 2 + 60 > min(255, 512 // -(-warps // 4))
         if teams % row_groups or (tokens > 64 and teams > 3 if hopper else spilled):
             continue
@@ -191,7 +191,7 @@ def measure(
 
     if "qerl" in engines and tokens <= MAX_TOKENS:
         card = card_of(torch.device("cuda", torch.cuda.current_device()))
-        chosen = tiling_for(tokens, card)
+        chosen = tiling_for(tokens, card, (rows, width))
         tilings = packed_tilings(tokens, card) if "qerl" in tune else [chosen]
         timed = [(time_packed(x_TK, weights, tiling), list(vars(tiling).values())) for tiling in tilings]
         add("qerl", size, timed, packed_error(x_TK, weights[0], chosen))

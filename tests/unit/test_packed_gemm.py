@@ -23,9 +23,9 @@ from qerl.kernels.weights import packed_gemm
 from qerl.kernels.weights.nvfp4 import tiling_for
 from qerl.kernels.weights.packed_gemm import OUTPUT_SCALE, Tiling, padded_tokens, switches, to_operand
 
-STACK = {128: 80}
-"""Most bytes of a thread's stack by padded tokens. At 128 the fastest tilings keep a few words there: of
-those that keep nothing the fastest took 12 % longer, and 23 % with 99 KB (H200 treated as 8.0)."""
+STACK = {128: 48}
+"""Most bytes of a thread's stack by padded tokens. At 128 the fastest tiling for 99 KB keeps a few words
+there; the fastest of those that keep nothing took 7 % longer (H200 treated as 8.0)."""
 
 RESOURCES = r"REG:(\d+) STACK:(\d+) SHARED:(\d+)"
 LANE = np.arange(32)
@@ -118,7 +118,7 @@ class Block:
         self.memory = np.full(stages * tiling.stage_bytes(self.tokens), 0xFF, np.uint8)
         self.team = 128 // tiling.fragments * tiling.split
         self.warps = tiling.teams * self.team // 32
-        self.full = [Barrier(32) for _ in range(stages)]
+        self.full = [Barrier(128) for _ in range(stages)]
         self.empty = [Barrier(self.warps) for _ in range(stages)]
         self.together = Barrier(self.warps)
         self.k_groups = tiling.teams // tiling.row_groups
@@ -133,26 +133,30 @@ class Block:
             yield row_tile, first, count, first + count == self.k_tiles or at + count == end
             at += count
 
-    def copy(self, to, source, start, size):
-        for lane in range(32):
-            for at in range(lane * 16, size, 512):
+    def copy(self, threads, to, source, start, size):
+        for thread in threads:
+            for at in range(thread * 16, size, 128 * 16):
                 self.memory[to + at : to + at + 16] = source[start + at : start + at + 16]
 
-    def load(self):
-        """The warp that loads."""
+    def load(self, warp):
+        """A warp that loads."""
         tiles, row_groups, s, parity = self.tiling.tiles, self.tiling.row_groups, 0, 1
+        threads = range(warp * 32, warp * 32 + 32)
         for row_tile, first, count, _ in self.pieces():
             yield from self.empty[s].wait(parity)
             stage = s * self.tiling.stage_bytes(self.tokens)
             for g in range(row_groups):
                 tile = min(row_tile * row_groups + g, self.groups - 1) * self.k_tiles + first
-                self.copy(stage + g * tiles * CODE_BYTES, self.codes, tile * CODE_BYTES, count * CODE_BYTES)
+                to = stage + g * tiles * CODE_BYTES
+                self.copy(threads, to, self.codes, tile * CODE_BYTES, count * CODE_BYTES)
                 to = stage + tiles * (row_groups * CODE_BYTES + g * SCALE_BYTES)
-                self.copy(to, self.scales, tile * SCALE_BYTES, count * SCALE_BYTES)
-            self.copy(stage + tiles * self.weight_bytes, self.x, first * self.x_bytes, count * self.x_bytes)
-            for _ in range(32):
+                self.copy(threads, to, self.scales, tile * SCALE_BYTES, count * SCALE_BYTES)
+            to = stage + tiles * self.weight_bytes
+            self.copy(threads, to, self.x, first * self.x_bytes, count * self.x_bytes)
+            for _ in threads:
                 self.full[s].arrive()
             s, parity = (0, parity ^ 1) if s + 1 == self.stages else (s + 1, parity)
+            yield
 
     def compute(self, warp):
         """A warp that multiplies."""
@@ -245,7 +249,7 @@ def test_every_lane_finds_its_weights_and_activations(monkeypatch, tokens, tilin
     order = random.Random(0)
     for index in range(blocks):
         block = Block(index, blocks, tiling, stages, x, weight, out_STN)
-        running = [block.load(), *(block.compute(warp) for warp in range(block.warps))]
+        running = [*map(block.load, range(4)), *map(block.compute, range(block.warps))]
         for _ in range(100_000):
             if not running:
                 break
@@ -265,8 +269,10 @@ def test_packed_gemm_compiles_for_every_class_and_fits(card, tmp_path):
     pytest.importorskip("cuda.bindings.nvrtc", reason="cuda-bindings is not installed")
     triton = pytest.importorskip("triton", reason="Triton is not installed")
     cuobjdump = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    for tokens in (8, 16, 32, 64, 128) if card.number == 86 else (16, 128):
-        tiling = tiling_for(tokens, card)
+    every = (8, 16, 32, 64, 128) if card.number in (80, 86) else (16, 128)
+    shapes = {64: (4096, 4096)} if card.number == 80 else {}
+    for tokens in every:
+        tiling = tiling_for(tokens, card, shapes.get(tokens, (1 << 14, 1 << 14)))
         stages = tiling.stages(tokens)
         assert stages >= (3 if card.shared_bytes < CARDS[8, 0].shared_bytes else 2)
         taken = stages * tiling.stage_bytes(tokens) + tiling.sums_bytes(tokens)
@@ -275,7 +281,7 @@ def test_packed_gemm_compiles_for_every_class_and_fits(card, tmp_path):
         compiled.write_bytes(compile_source(packed_gemm.SOURCE, defines, card.target))
         used = subprocess.run([cuobjdump, "--dump-resource-usage", compiled], capture_output=True, text=True)
         registers, stack, static = map(int, re.search(RESOURCES, used.stdout).groups())
-        assert registers * tiling.threads <= 1 << 16 and stack <= STACK.get(tokens, 0), (
+        assert registers * tiling.threads(card) <= 1 << 16 and stack <= STACK.get(tokens, 0), (
             "registers are spilled"
         )
         assert static % 1024 + taken <= card.shared_bytes, "the driver's kilobyte is not the block's"
@@ -285,7 +291,7 @@ def test_copies_of_each_thread_have_no_eviction_policy():
     """ptxas encodes some of these wrongly for 9.0, where `QERL_ARCH=80` runs them; see the source."""
     pytest.importorskip("cuda.bindings.nvrtc", reason="cuda-bindings is not installed")
     card = CARDS[8, 0]
-    tiling = tiling_for(8, card)
+    tiling = tiling_for(8, card, (4096, 4096))
     defines = switches(tiling, 8, tiling.stages(8), card)
     translated = compile_source(packed_gemm.SOURCE, defines, "compute_80")
     assert b"cp.async.cg" in translated and b"cache_hint" not in translated

@@ -1,14 +1,14 @@
 // y[s, m, n] = part s of the sum over k of x[m, k] * w[n, k], w in NVFP4, for few tokens (M <= 128).
 //
 // At these sizes a product is as fast as its weight is read, so the kernel is a stream. One block sits on each
-// multiprocessor for the whole product. One of its warps does nothing but ask for the next pieces of weight and
+// multiprocessor for the whole product. Some of its warps do nothing but ask for the next pieces of weight and
 // activations, up to STAGES of them ahead, into shared memory; the others decode and multiply. The weight does not
 // depend on the kernel before this one, so the first STAGES pieces of it are asked for before that kernel has ended:
 // its time is not lost for the memory.
 //
-// One source for every card since Ampere; qerl.kernels.cards says which switches a card has. BULK: one lane of the
-// producing warp asks the copy engine, which counts bytes on a barrier; without it each lane copies 16 bytes at a time
-// (cp.async), and the barrier counts lanes. WGMMA: see below. Below compute capability 9.0 a kernel starts when the
+// One source for every card since Ampere; qerl.kernels.cards says which switches a card has. BULK: one lane of one
+// warp asks the copy engine, which counts bytes on a barrier; without it the lanes of four warps, one on each scheduler,
+// copy 16 bytes at a time (cp.async), and the barrier counts lanes. WGMMA: see below. Below compute capability 9.0 a kernel starts when the
 // one ahead of it has ended, and a product of two bf16 numbers is a fused multiply-add whose third operand is -0.
 //
 // Weight layout (qerl.kernels.weights.tiles), the one quack-kernels uses, so that both libraries run on one resident copy:
@@ -36,7 +36,8 @@
 // FRAGMENTS a warp half of one, times SPLIT; ROW_GROUPS 64-row groups of a row tile (TEAMS / ROW_GROUPS teams share K), TILES 64-wide
 // k tiles a stage, TOGETHER tiles a team multiplies before it waits, STAGES, BULK and WGMMA.
 //
-// staging.cuh copies and waits, fragment.cuh decodes, warp_math.cuh and warpgroup_math.cuh multiply a tile.
+// staging.cuh copies and waits, bulk_loads.cuh and thread_loads.cuh load pieces, fragment.cuh decodes, warp_math.cuh and
+// warpgroup_math.cuh multiply a tile.
 
 #if FRAGMENTS * SPLIT > 1 && (TOKENS <= 16 || WGMMA)
 #error "Fragments and a split are for more than 16 tokens without wgmma."
@@ -44,7 +45,8 @@
 #define TEAM (128 / FRAGMENTS * SPLIT)  // threads
 #define K_GROUPS (TEAMS / ROW_GROUPS)
 #define CONSUMERS (TEAMS * TEAM)
-#define THREADS (CONSUMERS + 32)
+#define LOADERS (BULK ? 1 : 4)  // warps that load
+#define THREADS (CONSUMERS + 32 * LOADERS)
 #define CODE_BYTES 2048
 #define SCALE_BYTES 256
 #define X_BYTES (TOKENS * 128)
@@ -84,6 +86,10 @@ struct Piece {
   }
   __device__ __forceinline__ void measure() { count = min(min(TILES, k_tiles - first), end - at); }
   __device__ __forceinline__ bool ends_row_tile() const { return first + count == k_tiles || at + count == end; }
+  // The first tile of a row group. The last row tile may reach beyond the weight; nobody writes those rows.
+  __device__ __forceinline__ long long tile(int row_group, int groups) const {
+    return (long long)min(row_tile * ROW_GROUPS + row_group, groups - 1) * k_tiles + first;
+  }
   __device__ __forceinline__ void advance() {
     at += count;
     first += count;
@@ -92,22 +98,11 @@ struct Piece {
   }
 };
 
-__device__ __forceinline__ void load_weight(const Piece& p, u32 stage, u32 full, const u8* codes, const u8* scales,
-                                            int groups, u64 policy) {
-#pragma unroll
-  for (int g = 0; g < ROW_GROUPS; g++) {
-    // The last row tile may reach beyond the weight; nobody writes those rows.
-    int group = min(p.row_tile * ROW_GROUPS + g, groups - 1);
-    long long tile = (long long)group * p.k_tiles + p.first;
-    copy(stage + g * TILES * CODE_BYTES, codes + tile * CODE_BYTES, p.count * CODE_BYTES, full, policy);
-    copy(stage + TILES * (ROW_GROUPS * CODE_BYTES + g * SCALE_BYTES), scales + tile * SCALE_BYTES,
-         p.count * SCALE_BYTES, full, policy);
-  }
-}
-
-__device__ __forceinline__ void load_x(const Piece& p, u32 stage, u32 full, const u8* x, u64 policy) {
-  copy(stage + TILES * WEIGHT_BYTES, x + (long long)p.first * X_BYTES, p.count * X_BYTES, full, policy);
-}
+#if BULK
+#include "bulk_loads.cuh"
+#else
+#include "thread_loads.cuh"
+#endif
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 packed_gemm(const u8* __restrict__ x, const u8* __restrict__ codes, const u8* __restrict__ scales,
@@ -123,7 +118,7 @@ packed_gemm(const u8* __restrict__ x, const u8* __restrict__ codes, const u8* __
   const u32 base = shared_address(stages), full = shared_address(barriers), empty = full + STAGES * 8;
   if (threadIdx.x == 0) {
     for (int s = 0; s < STAGES; s++) {
-      barrier_init(full + s * 8, BULK ? 1 : 32);
+      barrier_init(full + s * 8, BULK ? 1 : 32 * LOADERS);
       barrier_init(empty + s * 8, CONSUMERS / 32);
     }
 #if BULK
@@ -132,43 +127,8 @@ packed_gemm(const u8* __restrict__ x, const u8* __restrict__ codes, const u8* __
   }
   __syncthreads();
 
-  if (warp == CONSUMERS / 32) {
-    if (lane == 0 || !BULK) {
-      u64 once = 0, often = 0;
-#if BULK
-      asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(once));
-      asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(often));
-      int pieces = 0;
-      Piece p(begin, end, k_tiles);
-      for (; p.at < end && pieces < STAGES; pieces++, p.advance()) {
-        barrier_expect(full + pieces * 8, p.count * (STAGE_BYTES / TILES));
-        load_weight(p, base + pieces * STAGE_BYTES, full + pieces * 8, codes, scales, groups, once);
-      }
-      wait_for_kernel_before();
-      asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-      Piece again(begin, end, k_tiles);
-      for (int s = 0; s < pieces; s++, again.advance())
-        load_x(again, base + s * STAGE_BYTES, full + s * 8, x, often);
-      for (int s = 0, round = 0; p.at < end; p.advance()) {
-        barrier_wait(empty + s * 8, round);
-        barrier_expect(full + s * 8, p.count * (STAGE_BYTES / TILES));
-        load_weight(p, base + s * STAGE_BYTES, full + s * 8, codes, scales, groups, once);
-        load_x(p, base + s * STAGE_BYTES, full + s * 8, x, often);
-        if (++s == STAGES) s = 0, round ^= 1;
-      }
-#else
-      // A barrier on which nobody has arrived lets one pass that waits for parity 1: the first STAGES pieces.
-      Piece p(begin, end, k_tiles);
-      for (int s = 0, round = 1; p.at < end; p.advance()) {
-        barrier_wait(empty + s * 8, round);
-        load_weight(p, base + s * STAGE_BYTES, full + s * 8, codes, scales, groups, once);
-        load_x(p, base + s * STAGE_BYTES, full + s * 8, x, often);
-        barrier_arrive_copied(full + s * 8);
-        if (++s == STAGES) s = 0, round ^= 1;
-      }
-      asm volatile("cp.async.wait_all;" ::: "memory");
-#endif
-    }
+  if (warp >= CONSUMERS / 32) {
+    if (lane == 0 || !BULK) load_all(Piece(begin, end, k_tiles), groups, base, full, empty, x, codes, scales);
     return;
   }
 

@@ -73,10 +73,9 @@ class Tiling:
     fragments: int = 1
     split: int = 1
 
-    @property
-    def threads(self) -> int:
-        """Threads of a block: those of the teams, and a warp that loads."""
-        return self.teams * 128 // self.fragments * self.split + 32
+    def threads(self, card: Card) -> int:
+        """Threads of a block: those of the teams, and those that load."""
+        return self.teams * 128 // self.fragments * self.split + (32 if card.loader == "bulk" else 128)
 
     def sums_bytes(self, tokens: int) -> int:
         """Shared memory in which teams that share K add up."""
@@ -128,7 +127,7 @@ def packed_gemm(x: torch.Tensor, tiles: Tiles, out_STN: torch.Tensor, tiling: Ti
     stages = tiling.stages(tokens)
     _compiled(tiling, padded, stages, x.device.index or 0)(
         (min(multiprocessors(x.device), -(-rows // (TILE * tiling.row_groups)) * (width // TILE)), 1),
-        tiling.threads,
+        tiling.threads(card_of(x.device)),
         stages * tiling.stage_bytes(tokens) + tiling.sums_bytes(tokens),
         (x, tiles.codes, tiles.scales, out_STN),
         (tokens, rows, width),
