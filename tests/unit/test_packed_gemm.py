@@ -116,7 +116,7 @@ class Block:
         self.x_bytes = self.padded * 128
         self.weight_bytes = tiling.row_groups * (CODE_BYTES + SCALE_BYTES)
         self.memory = np.full(stages * tiling.stage_bytes(self.tokens), 0xFF, np.uint8)
-        self.team = 128 // tiling.fragments * tiling.split
+        self.team = 128 // tiling.fragments
         self.warps = tiling.teams * self.team // 32
         self.full = [Barrier(128) for _ in range(stages)]
         self.empty = [Barrier(self.warps) for _ in range(stages)]
@@ -161,19 +161,19 @@ class Block:
     def compute(self, warp):
         """A warp that multiplies."""
         tiling, in_warps = self.tiling, self.team // 32
-        fragments, split, tokens = tiling.fragments, tiling.split, self.padded // tiling.split
+        fragments = tiling.fragments
         row_group, k_group = warp // in_warps % tiling.row_groups, warp // in_warps // tiling.row_groups
-        first_fragment, first_token = warp % in_warps // split * fragments, warp % split * tokens
+        first_fragment = warp % in_warps * fragments
         code_at = row_group * tiling.tiles * CODE_BYTES + (first_fragment * 32 + LANE) * 16
         scale_at = tiling.tiles * (tiling.row_groups * CODE_BYTES + row_group * SCALE_BYTES)
         scale_at = scale_at + (first_fragment * 8 + LANE // 4) * 8
-        acc = np.zeros((fragments, tokens // 8, 32, 4))
+        acc = np.zeros((fragments, self.padded // 8, 32, 4))
         stage, parity, meeting = 0, 0, 0
         for row_tile, _, count, ends in self.pieces():
             yield from self.full[stage].wait(parity)
             base = stage * tiling.stage_bytes(self.tokens)
             for t in range(k_group, count, self.k_groups):
-                x_at = base + tiling.tiles * self.weight_bytes + t * self.x_bytes + first_token * 128
+                x_at = base + tiling.tiles * self.weight_bytes + t * self.x_bytes
                 self.tile(acc, x_at, base + t * CODE_BYTES + code_at, base + t * SCALE_BYTES + scale_at)
             self.empty[stage].arrive()
             stage, parity = (0, parity ^ 1) if stage + 1 == self.stages else (stage + 1, parity)
@@ -187,7 +187,7 @@ class Block:
                 acc, meeting = sum(shares), meeting + 1
             group = row_tile * tiling.row_groups + row_group
             if k_group == 0 and group < self.groups:
-                self.write(acc, row_tile, group * 64 + first_fragment * 16 + LANE // 4, first_token)
+                self.write(acc, row_tile, group * 64 + first_fragment * 16 + LANE // 4)
             acc = np.zeros_like(acc)
 
     def tile(self, acc, x_at, code_at, scale_at):
@@ -207,11 +207,11 @@ class Block:
         at = x_at + g // 2 * 2048 + k * 256 + LANE // 16 * 1024 + LANE % 16 * 16
         return load_matrices(self.memory, at)[:, g % 2 * 2 :][:, :2]
 
-    def write(self, acc, row_tile, row, first_token):
+    def write(self, acc, row_tile, row):
         part = self.index - ((row_tile * self.k_tiles + 1) * self.blocks - 1) // self.total
         for f, of_fragment in enumerate(acc):
             for g, d in enumerate(of_fragment):
-                m = first_token + g * 8 + LANE % 4 * 2
+                m = g * 8 + LANE % 4 * 2
                 for j in range(4):
                     inside = m + j % 2 < self.tokens
                     at = part, (m + j % 2)[inside], (row + f * 16 + 8 * (j // 2))[inside]
@@ -228,12 +228,10 @@ class Block:
         (20, Tiling(4, 4, 2, 2, fragments=2), 3),
         (20, Tiling(4, 2, 2, 2, fragments=2), 2),
         (60, Tiling(4, 4, 4, 2, fragments=2), 2),
-        (60, Tiling(3, 3, 2, 2, fragments=2, split=2), 2),
-        (30, Tiling(4, 2, 2, 1, fragments=2, split=2), 2),
+        (60, Tiling(2, 2, 4, 4), 2),
         (40, Tiling(3, 3, 1, 1, fragments=2), 2),
         (70, Tiling(2, 2, 1, 1), 2),
         (70, Tiling(3, 3, 1, 1, fragments=2), 2),
-        (70, Tiling(3, 3, 2, 2, fragments=2, split=2), 2),
     ],
 )
 def test_every_lane_finds_its_weights_and_activations(monkeypatch, tokens, tiling, stages):

@@ -24,8 +24,9 @@
 // compiler decodes the next block while the last is multiplied. wgmma needs four warps in step and a wait; at 8 tokens
 // that took 135 instructions a tile and warp instead of 95. From 32 tokens on its second operand straight from
 // shared memory is worth that: mma.sync would read it once for every 16 rows. Cards without wgmma stay with mma.sync and
-// give a warp two fragments of 16 rows (FRAGMENTS), so that it is read half as often. Where their accumulators were too
-// many for the registers, two warps have the same fragments and half of the tokens each (SPLIT); both decode them.
+// may give a warp two fragments of 16 rows (FRAGMENTS), so that it is read half as often. With 128 tokens their
+// accumulators are too many for the registers; two warps with the same fragments and half of the tokens each would
+// both decode them, and there instructions take the time, not reads of shared memory.
 //
 // Work. The product is a line of (rows / ROWS) x (K / 64) tiles, rows outermost, cut into one piece of equal
 // length for each block. A block that starts or ends inside a row tile leaves a partial sum of it: contributor s
@@ -33,16 +34,16 @@
 // because every reader is a kernel of ours, and it keeps results independent of timing.
 //
 // Compile-time: TOKENS (8, 16, 32, 64 or 128), TEAMS of warps that multiply, each with 64 rows: a warpgroup, or with two
-// FRAGMENTS a warp half of one, times SPLIT; ROW_GROUPS 64-row groups of a row tile (TEAMS / ROW_GROUPS teams share K), TILES 64-wide
+// FRAGMENTS a warp half of one; ROW_GROUPS 64-row groups of a row tile (TEAMS / ROW_GROUPS teams share K), TILES 64-wide
 // k tiles a stage, TOGETHER tiles a team multiplies before it waits, STAGES, BULK and WGMMA.
 //
 // staging.cuh copies and waits, bulk_loads.cuh and thread_loads.cuh load pieces, fragment.cuh decodes, warp_math.cuh and
 // warpgroup_math.cuh multiply a tile.
 
-#if FRAGMENTS * SPLIT > 1 && (TOKENS <= 16 || WGMMA)
-#error "Fragments and a split are for more than 16 tokens without wgmma."
+#if FRAGMENTS > 1 && (TOKENS <= 16 || WGMMA)
+#error "Several fragments a warp are for more than 16 tokens without wgmma."
 #endif
-#define TEAM (128 / FRAGMENTS * SPLIT)  // threads
+#define TEAM (128 / FRAGMENTS)  // threads
 #define K_GROUPS (TEAMS / ROW_GROUPS)
 #define CONSUMERS (TEAMS * TEAM)
 #define LOADERS (BULK ? 1 : 4)  // warps that load
@@ -52,8 +53,7 @@
 #define X_BYTES (TOKENS * 128)
 #define WEIGHT_BYTES (ROW_GROUPS * (CODE_BYTES + SCALE_BYTES))  // of a k tile
 #define STAGE_BYTES (TILES * (WEIGHT_BYTES + X_BYTES))
-#define WARP_TOKENS (TOKENS / SPLIT)
-#define VALUES (FRAGMENTS * WARP_TOKENS / 2)  // accumulators a thread
+#define VALUES (FRAGMENTS * TOKENS / 2)  // accumulators a thread
 #define WARPGROUP_MATH (WGMMA && TOKENS > 16)
 #define STARTS_EARLY (__CUDA_ARCH__ >= 900)
 
@@ -134,12 +134,11 @@ packed_gemm(const u8* __restrict__ x, const u8* __restrict__ codes, const u8* __
 
   wait_for_kernel_before();
   const int row_group = warp / (TEAM / 32) % ROW_GROUPS, k_group = warp / (TEAM / 32) / ROW_GROUPS;
-  // Which fragments of the row group this warp has, and which share of the tokens.
-  const int first_fragment = warp % (TEAM / 32) / SPLIT * FRAGMENTS, first_token = warp % SPLIT * WARP_TOKENS;
+  const int first_fragment = warp % (TEAM / 32) * FRAGMENTS;  // of the row group, that this warp has
   const Operands at = {
       stages + row_group * TILES * CODE_BYTES + (first_fragment * 32 + lane) * 16,
       stages + TILES * (ROW_GROUPS * CODE_BYTES + row_group * SCALE_BYTES) + (first_fragment * 8 + lane / 4) * 8,
-      operand_address(base + TILES * WEIGHT_BYTES, first_token, lane),
+      operand_address(base + TILES * WEIGHT_BYTES, lane),
   };
 
   float acc[VALUES];
@@ -189,8 +188,8 @@ packed_gemm(const u8* __restrict__ x, const u8* __restrict__ codes, const u8* __
       float* to = y + (long long)part * M * N + group * 64 + first_fragment * 16 + lane / 4;
 #pragma unroll
       for (int i = 0; i < VALUES / 4; i++) {
-        int m = first_token + i % (WARP_TOKENS / 8) * 8 + lane % 4 * 2;
-        float* row = to + (long long)m * N + i / (WARP_TOKENS / 8) * 16;
+        int m = i % (TOKENS / 8) * 8 + lane % 4 * 2;
+        float* row = to + (long long)m * N + i / (TOKENS / 8) * 16;
         if (m < M) { row[0] = acc[i * 4]; row[8] = acc[i * 4 + 2]; }
         if (m + 1 < M) { row[N] = acc[i * 4 + 1]; row[N + 8] = acc[i * 4 + 3]; }
       }

@@ -62,7 +62,6 @@ class Tiling:
             this one to sit on the same multiprocessor.
         fragments: 16-row fragments of a warp: 1, and a team is a warpgroup, as wgmma wants it; or 2, without
             wgmma, from 32 tokens on.
-        split: Warps that have the same fragments, and each its share of the tokens; 1 with wgmma.
     """
 
     teams: int
@@ -71,11 +70,10 @@ class Tiling:
     together: int
     shared_bytes: int = 176_000
     fragments: int = 1
-    split: int = 1
 
     def threads(self, card: Card) -> int:
         """Threads of a block: those of the teams, and those that load."""
-        return self.teams * 128 // self.fragments * self.split + (32 if card.loader == "bulk" else 128)
+        return self.teams * 128 // self.fragments + (32 if card.loader == "bulk" else 128)
 
     def sums_bytes(self, tokens: int) -> int:
         """Shared memory in which teams that share K add up."""
@@ -147,7 +145,6 @@ def switches(tiling: Tiling, tokens: int, stages: int, card: Card) -> dict[str, 
         "TEAMS": tiling.teams,
         "ROW_GROUPS": tiling.row_groups,
         "FRAGMENTS": tiling.fragments,
-        "SPLIT": tiling.split,
         "TILES": tiling.tiles,
         "TOGETHER": tiling.together,
         "STAGES": stages,
