@@ -20,7 +20,8 @@ from qerl.kernels.decode.draw import RowState, draw_token
 from qerl.kernels.decode.launch import NO_B, LoraA, LoraB, LoraSum
 from qerl.kernels.needs import obstacles
 from qerl.kernels.weights.nvfp4 import tiling_for
-from qerl.kernels.weights.packed_gemm import Tiling, padded_tokens, to_operand
+from qerl.kernels.weights.packed_gemm import Ahead, Tiling, packed_gemm, padded_tokens, to_operand
+from qerl.kernels.weights.packed_gemm import partial_sums as most_partial_sums
 from tests.support.kernels import DEVICE, EPS, GPU, HALF, error, half, without_fp8
 
 
@@ -366,3 +367,18 @@ def test_packed_gemm(tokens, rows, width):
     for tiling in {chosen, *others}:
         if tiling == chosen or tokens <= 64 or tiling.teams == tiling.row_groups == 2:
             assert packed_error(x, weight, tiling) < 1e-5, tiling
+
+
+@pytest.mark.parametrize("tokens", [8, 64])
+def test_packed_gemm_with_something_ahead(tokens):
+    """What is asked of the cache for later kernels, of other sizes, changes no number of this one."""
+    if not GPU or obstacles():
+        pytest.skip("needs a GPU on which the kernels run")
+    weight, x = random_tiles(640, 2368), torch.randn(tokens, 2368, device=DEVICE).bfloat16()
+    tiling = tiling_for(tokens, card_of(weight.codes.device), weight.shape)
+    most, _ = most_partial_sums(tiling, weight.shape, weight.codes.device)
+    found = [torch.zeros(most, tokens, 640, device=DEVICE) for _ in range(2)]
+    b, a = half(640, 16), half(33, 128)
+    packed_gemm(to_operand(x), weight, found[0], tiling)
+    packed_gemm(to_operand(x), weight, found[1], tiling, Ahead(b, a, random_tiles(2176, 512)))
+    assert found[0].any() and torch.equal(*found)

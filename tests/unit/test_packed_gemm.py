@@ -20,8 +20,11 @@ from bench.random_weights import random_tiles
 from qerl.kernels.cards import CARDS
 from qerl.kernels.nvrtc import compile_source
 from qerl.kernels.weights import packed_gemm
-from qerl.kernels.weights.nvfp4 import tiling_for
+from qerl.kernels.weights.dense import DenseStack
+from qerl.kernels.weights.nvfp4 import NVFP4Stack, tiling_for
 from qerl.kernels.weights.packed_gemm import OUTPUT_SCALE, Tiling, padded_tokens, switches, to_operand
+from qerl.rollout.paged.adapter import PRODUCTS
+from qerl.rollout.paged.weights import Layer, Lora, look_ahead
 
 STACK = {128: 48}
 """Most bytes of a thread's stack by padded tokens. At 128 the fastest tiling for 99 KB keeps a few words
@@ -260,6 +263,38 @@ def test_every_lane_finds_its_weights_and_activations(monkeypatch, tokens, tilin
     found = np.nansum(out_STN, axis=0) / OUTPUT_SCALE
     expected = (x_TK.double() @ dequantised(weight).T).numpy()
     np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    "megabytes,multiprocessors,expected", [(50, 132, 3), (72, 128, 5), (6, 82, 0), (6, 40, 1)]
+)
+def test_what_is_asked_of_the_cache_for_the_next_product_is_a_third_of_it(
+    monkeypatch, megabytes, multiprocessors, expected
+):
+    monkeypatch.setattr(packed_gemm, "l2_bytes", lambda device: megabytes << 20)
+    monkeypatch.setattr(packed_gemm, "multiprocessors", lambda device: multiprocessors)
+    pieces = packed_gemm.pieces_ahead(Tiling(2, 1, 16, 4), torch.device("cpu"))
+    assert pieces == expected
+    assert pieces * 16 * (CODE_BYTES + SCALE_BYTES) * multiprocessors <= megabytes * 2**20 / 3
+
+
+def test_weights_know_what_the_kernels_after_their_product_read():
+    def layer(**lora):
+        parts = {name: NVFP4Stack(random_tiles(128, 64, device="cpu"), torch.ones(1)) for name in PRODUCTS}
+        return Layer(**parts, input_norm_D=None, bias_N=None, qk_norm_2E=None, post_norm_D=None, **lora)
+
+    adapters = {f"lora_{name}": Lora(torch.zeros(2, 64), torch.zeros(128, 2)) for name in PRODUCTS}
+    first, second = layer(**adapters), layer(lora_qkv=adapters["lora_qkv"])
+    second.o = DenseStack(torch.zeros(64, 64), torch.ones(1))
+    look_ahead([first, second])
+    b, a = first.lora_gate_up.b_NR, first.lora_down.a_RK
+    assert (first.gate_up.ahead.b_NR, first.gate_up.ahead.a_RK) == (b, a)
+    assert first.gate_up.ahead.tiles is first.down.tiles
+    across = first.down.ahead
+    assert (across.b_NR, across.a_RK) == (first.lora_down.b_NR, second.lora_qkv.a_RK)
+    assert across.tiles is second.qkv.tiles
+    assert (second.qkv.ahead.a_RK, second.qkv.ahead.tiles) == (None, None)
+    assert second.down.ahead is packed_gemm.NOTHING_AHEAD
 
 
 @pytest.mark.parametrize("card", CARDS.values(), ids=lambda card: str(card.number))

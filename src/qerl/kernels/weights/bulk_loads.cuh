@@ -19,7 +19,7 @@ __device__ __forceinline__ void load_x(const Piece& p, u32 stage, u32 full, cons
 
 // Loads all pieces of a block, weights ahead of the end of the kernel before.
 __device__ __forceinline__ void load_all(Piece p, int groups, u32 base, u32 full, u32 empty, const u8* x,
-                                         const u8* codes, const u8* scales) {
+                                         const u8* codes, const u8* scales, const Ahead&) {
   u64 once, often;
   asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(once));
   asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(often));

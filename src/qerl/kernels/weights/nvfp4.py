@@ -19,7 +19,9 @@ from qerl.kernels.needs import has_module
 from qerl.kernels.weights.dequantize import dequantize_tiles
 from qerl.kernels.weights.packed_gemm import (
     MAX_TOKENS,
+    NOTHING_AHEAD,
     OUTPUT_SCALE,
+    Ahead,
     Tiling,
     packed_gemm,
     padded_tokens,
@@ -91,11 +93,13 @@ class NVFP4Stack:
     Attributes:
         tiles: Codes and block scales of all of them.
         scale_L: fp32 [L], the reciprocal of each linear's global scale.
+        ahead: What the kernels after a product read; whoever puts products in an order sets it.
         shape: (N, K), N padded.
     """
 
     tiles: Tiles
     scale_L: torch.Tensor
+    ahead: Ahead = NOTHING_AHEAD
     shape: tuple[int, int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -128,7 +132,7 @@ class NVFP4Stack:
         tiling = self._tiling(tokens)
         most, partials_G = partial_sums(tiling, self.shape, x.device)
         out_STN = scratch[: most * tokens * rows * 4].view(torch.float32).view(most, tokens, rows)
-        packed_gemm(x, self.tiles, out_STN, tiling)
+        packed_gemm(x, self.tiles, out_STN, tiling, self.ahead)
         return Product(out_STN, partials_G, self._packed_gemm_scale_L)
 
     def _tiling(self, tokens: int) -> Tiling:

@@ -9,7 +9,8 @@
 // One source for every card since Ampere; qerl.kernels.cards says which switches a card has. BULK: one lane of one
 // warp asks the copy engine, which counts bytes on a barrier; without it the lanes of four warps, one on each scheduler,
 // copy 16 bytes at a time (cp.async), and the barrier counts lanes. WGMMA: see below. Below compute capability 9.0 a kernel starts when the
-// one ahead of it has ended, and a product of two bf16 numbers is a fused multiply-add whose third operand is -0.
+// one ahead of it has ended, and a product of two bf16 numbers is a fused multiply-add whose third operand is -0. There the
+// warps that load, once they have asked for all of their own, ask the L2 cache for what the next kernels read first.
 //
 // Weight layout (qerl.kernels.weights.tiles), the one quack-kernels uses, so that both libraries run on one resident copy:
 //   codes  [N/64, K/64, 128 threads, 16 bytes]: thread t = 32 w + l of a 64 x 64 tile holds, for each of four
@@ -98,6 +99,16 @@ struct Piece {
   }
 };
 
+// Where the tiles of a block begin on a line of so many.
+__device__ __forceinline__ int share(int total, int block) { return (int)((long long)block * total / gridDim.x); }
+
+// What the kernels after this one read first: the adapters' matrices between this product and the next, and that one's
+// weight, of which each block reads so many pieces before all others.
+struct Ahead {
+  const u8 *b, *a, *codes, *scales;
+  int b_bytes, a_bytes, N, K, pieces;
+};
+
 #if BULK
 #include "bulk_loads.cuh"
 #else
@@ -106,15 +117,15 @@ struct Piece {
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 packed_gemm(const u8* __restrict__ x, const u8* __restrict__ codes, const u8* __restrict__ scales,
-            float* __restrict__ y, int M, int N, int K) {
+            float* __restrict__ y, const u8* next_b, const u8* next_a, const u8* next_codes, const u8* next_scales, int M, int N,
+            int K, int next_b_bytes, int next_a_bytes, int next_N, int next_K, int next_pieces) {
   extern __shared__ __align__(128) u8 stages[];
   __shared__ u64 barriers[2 * STAGES];
   // Broadcast, so that the compiler knows it to be the same for the whole warp.
   const int lane = threadIdx.x % 32, warp = __shfl_sync(0xFFFFFFFFu, threadIdx.x / 32, 0);
   const int k_tiles = K / 64, groups = N / 64;
   const int total = (groups + ROW_GROUPS - 1) / ROW_GROUPS * k_tiles;
-  const int begin = (int)((long long)blockIdx.x * total / gridDim.x);
-  const int end = (int)((long long)(blockIdx.x + 1) * total / gridDim.x);
+  const int begin = share(total, blockIdx.x), end = share(total, blockIdx.x + 1);
   const u32 base = shared_address(stages), full = shared_address(barriers), empty = full + STAGES * 8;
   if (threadIdx.x == 0) {
     for (int s = 0; s < STAGES; s++) {
@@ -128,7 +139,8 @@ packed_gemm(const u8* __restrict__ x, const u8* __restrict__ codes, const u8* __
   __syncthreads();
 
   if (warp >= CONSUMERS / 32) {
-    if (lane == 0 || !BULK) load_all(Piece(begin, end, k_tiles), groups, base, full, empty, x, codes, scales);
+    const Ahead next = {next_b, next_a, next_codes, next_scales, next_b_bytes, next_a_bytes, next_N, next_K, next_pieces};
+    if (lane == 0 || !BULK) load_all(Piece(begin, end, k_tiles), groups, base, full, empty, x, codes, scales, next);
     return;
   }
 

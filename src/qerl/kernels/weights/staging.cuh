@@ -47,6 +47,8 @@ __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
 __device__ __forceinline__ void copy16(u32 to, const u8* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
+// Asks the L2 cache for the 32 bytes at an address.
+__device__ __forceinline__ void prefetch32(const u8* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
 // This thread arrives when all that it has asked for is there.
 __device__ __forceinline__ void barrier_arrive_copied(u32 barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");

@@ -33,9 +33,31 @@ struct Loads {
   }
 };
 
+// Asks the L2 cache for bytes, by the threads of several blocks that load.
+__device__ __forceinline__ void prefetch(const u8* from, int bytes, int block, int blocks) {
+  for (int at = (block * 128 + threadIdx.x - CONSUMERS) * 32; at < bytes; at += blocks * 128 * 32) prefetch32(from + at);
+}
+
+// Asks the L2 cache for what the kernels after this one read first, while they leave the memory idle.
+__device__ __forceinline__ void prefetch_ahead(const Ahead& next) {
+  prefetch(next.b, next.b_bytes, blockIdx.x, gridDim.x);
+  prefetch(next.a, next.a_bytes, blockIdx.x, gridDim.x);
+  const int groups = next.N / 64, k_tiles = next.K / 64, total = (groups + ROW_GROUPS - 1) / ROW_GROUPS * k_tiles;
+  Piece p(share(total, blockIdx.x), share(total, blockIdx.x + 1), k_tiles);
+#pragma unroll 1
+  for (int i = 0; i < next.pieces && p.at < p.end; i++, p.advance())
+#pragma unroll 1
+    for (int g = 0; g < ROW_GROUPS; g++) {
+      const long long tile = p.tile(g, groups);
+      prefetch(next.codes + tile * CODE_BYTES, p.count * CODE_BYTES, 0, 1);
+      prefetch(next.scales + tile * SCALE_BYTES, p.count * SCALE_BYTES, 0, 1);
+    }
+}
+
 // Loads all pieces of a block.
 __device__ __forceinline__ void load_all(Piece p, int groups, u32 base, u32 full, u32 empty, const u8* x,
-                                         const u8* codes, const u8* scales) {
+                                         const u8* codes, const u8* scales, const Ahead& next) {
   for (Loads loads; p.at < p.end; p.advance()) loads.fill(p, groups, base, full, empty, x, codes, scales);
+  prefetch_ahead(next);
   asm volatile("cp.async.wait_all;" ::: "memory");
 }

@@ -15,7 +15,7 @@ from qerl.kernels.decode.launch import NO_A, NO_B, NO_SUM, LoraA, LoraB, LoraSum
 from qerl.kernels.weights.product import GemmWeight, Product
 from qerl.rollout.paged.kv_cache import KVCache
 from qerl.rollout.paged.lora_sums import LoraSums
-from qerl.rollout.paged.weights import Decoder, Layer, Lora
+from qerl.rollout.paged.weights import Decoder, Layer, Lora, look_ahead
 
 
 @dataclass
@@ -61,6 +61,7 @@ class Forward:
 
         layer = decoder.layers[0]
         weights = [w for each in decoder.layers for w in (each.qkv, each.o, each.gate_up, each.down)]
+        look_ahead(decoder.layers)
         self.scratch = new(max(weight.scratch_bytes(tokens) for weight in weights), dtype=torch.uint8)
         self.residual_TD = new(tokens, hidden)
 
