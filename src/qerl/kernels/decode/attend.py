@@ -24,13 +24,12 @@ from qerl.kernels.decode.common import (
     apply_a,
     begin,
     both,
-    clear,
     in_head,
     load_a,
     load_head,
     operand_at,
 )
-from qerl.kernels.decode.launch import NO_A, NO_SUM, LoraA, LoraSum, dependent, pointers, shared_bytes
+from qerl.kernels.decode.launch import NO_A, LoraA, dependent, pointers, shared_bytes
 from qerl.kernels.limits import WHOLE_PARTS, rank_part
 
 PREFILL_ROWS = 64
@@ -108,10 +107,9 @@ def _attend(
 
 @triton.jit
 def _combine_splits(
-    out_ZTHE, lse_ZTH, a_RK, y_TC, xa_next_CTR, xa_to_clear_CTR, T,
+    out_ZTHE, lse_ZTH, a_RK, y_TC, parts_PTR, T,
     HQ: tl.constexpr, E: tl.constexpr, E_PADDED: tl.constexpr, Z: tl.constexpr,
-    A_RANKS: tl.constexpr, A_PART: tl.constexpr, NEXT_COPIES: tl.constexpr,
-    R_CLEAR: tl.constexpr, R_CLEAR_PADDED: tl.constexpr, CLEAR_COPIES: tl.constexpr,
+    A_RANKS: tl.constexpr, A_PART: tl.constexpr,
     PADDED: tl.constexpr, BLOCK_T: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0)
@@ -123,7 +121,6 @@ def _combine_splits(
     if A_RANKS > 0:
         a = load_a(a_RK, 0, c, e < E, HQ * E, A_RANKS, A_PART)
     begin(PDL)
-    clear(xa_to_clear_CTR, head, t, in_t, T, R_CLEAR, R_CLEAR_PADDED, CLEAR_COPIES)
     best = tl.full((BLOCK_T,), -float("inf"), tl.float32)
     for z in tl.static_range(Z):
         best = tl.maximum(best, tl.load(lse_ZTH + (z * T + t) * HQ + head, mask=in_t, other=0.0))
@@ -144,7 +141,7 @@ def _combine_splits(
         # instead of 3).
         tl.debug_barrier()
         y = tl.load(at, mask=both(in_t[:, None], in_e), other=0.0)
-        apply_a(xa_next_CTR, head, y, a, a_RK, c, e < E, HQ * E, t, in_t, T, A_RANKS, A_PART, NEXT_COPIES)
+        apply_a(parts_PTR, head, y, a, a_RK, c, e < E, HQ * E, t, in_t, T, A_RANKS, A_PART)
 
 
 def attend(
@@ -212,7 +209,6 @@ def combine_splits(
     *,
     padded_tokens: int = 0,
     a: LoraA = NO_A,
-    xa_to_clear: LoraSum = NO_SUM,
 ) -> None:
     """Write the attention's output y, bf16, as the output projection reads it.
 
@@ -221,7 +217,6 @@ def combine_splits(
         y_TC: Written, [T, C] or in the order of ``packed_gemm``.
         padded_tokens: Tokens that ``y_TC`` has room for in the order of ``packed_gemm``; 0 for [T, C].
         a: LoRA of the output projection.
-        xa_to_clear: A sum that earlier kernels have read.
 
     Raises:
         QeRLError: A tensor is not contiguous.
@@ -230,10 +225,10 @@ def combine_splits(
     block_t, shared = 16, shared_bytes(out_ZTHE)
     arguments = pointers(
         "combine_splits", y_TC, out_ZTHE=out_ZTHE, lse_ZTH=lse_ZTH, a_RK=a.a_RK, y_TC=y_TC,
-        xa_next_CTR=a.xa.sum_CTR, xa_to_clear_CTR=xa_to_clear.sum_CTR,
+        parts_PTR=a.xa.parts_PTR,
     )  # fmt: skip
     _combine_splits[(heads, triton.cdiv(tokens, block_t))](
         *arguments, tokens, HQ=heads, E=size, E_PADDED=triton.next_power_of_2(size), Z=splits,
-        **a.constants(rank_part(a.ranks, shared)), **xa_to_clear.clear_constants(),
+        **a.constants(rank_part(a.ranks, shared)),
         PADDED=padded_tokens, BLOCK_T=block_t, num_warps=4, **dependent(out_ZTHE),
     )  # fmt: skip

@@ -63,6 +63,8 @@ typedef unsigned char u8;
 #define WARP_TOKENS (TOKENS / SPLIT)
 #define VALUES (FRAGMENTS * WARP_TOKENS / 2)  // accumulators a thread
 #define WARPGROUP_MATH (WGMMA && TOKENS > 16)
+// Sums of LoRA come after the product where they would cost it registers that it does not have.
+#define ADD_LAST (TOKENS == 128 && !WGMMA)
 #define STARTS_EARLY (__CUDA_ARCH__ >= 900)
 
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
@@ -240,9 +242,30 @@ __device__ __forceinline__ void load_x(const Piece& p, u32 stage, u32 full, cons
   copy(stage + TILES * WEIGHT_BYTES, x + (long long)p.first * X_BYTES, p.count * X_BYTES, full, policy);
 }
 
+// x A^T of the adapters that belong to this product, `numbers` (a multiple of 8) for all tokens: the kernel before
+// has left `count` parts of each. A warp adds eight numbers: 16 pairs of lanes have every 16th part each, then the
+// pairs' sums are added, always in the same order. The loads pass by the L1 cache, where the parts of an earlier
+// layer may be.
+__device__ __forceinline__ void add_parts(const float* parts, float* sum, int count, int numbers, int warp, int lane) {
+  for (int first = (blockIdx.x + gridDim.x * warp) * 8; first < numbers; first += gridDim.x * (CONSUMERS / 32) * 8) {
+    const int at = first + lane % 2 * 4;
+    float total[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll 4
+    for (int p = lane / 2; p < count; p += 16) {
+      float4 part = __ldcg((const float4*)(parts + (long long)p * numbers + at));
+      total[0] += part.x, total[1] += part.y, total[2] += part.z, total[3] += part.w;
+    }
+#pragma unroll
+    for (int step = 2; step < 32; step *= 2)
+#pragma unroll
+      for (int i = 0; i < 4; i++) total[i] += __shfl_xor_sync(0xFFFFFFFFu, total[i], step);
+    if (lane < 2) *(float4*)(sum + at) = make_float4(total[0], total[1], total[2], total[3]);
+  }
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 packed_gemm(const u8* __restrict__ x, const u8* __restrict__ codes, const u8* __restrict__ scales,
-            float* __restrict__ y, int M, int N, int K) {
+            float* __restrict__ y, const float* xa_parts, float* xa, int M, int N, int K, int parts, int numbers) {
   extern __shared__ __align__(128) u8 stages[];
   __shared__ u64 barriers[2 * STAGES];
   // Broadcast, so that the compiler knows it to be the same for the whole warp.
@@ -304,6 +327,9 @@ packed_gemm(const u8* __restrict__ x, const u8* __restrict__ codes, const u8* __
   }
 
   wait_for_kernel_before();
+#if !ADD_LAST
+  add_parts(xa_parts, xa, parts, numbers, warp, lane);
+#endif
   const int row_group = warp / (TEAM / 32) % ROW_GROUPS, k_group = warp / (TEAM / 32) / ROW_GROUPS;
   // Which fragments of the row group this warp has, and which share of the tokens.
   const int first_fragment = warp % (TEAM / 32) / SPLIT * FRAGMENTS, first_token = warp % SPLIT * WARP_TOKENS;
@@ -446,4 +472,7 @@ packed_gemm(const u8* __restrict__ x, const u8* __restrict__ codes, const u8* __
 #pragma unroll
     for (int i = 0; i < VALUES; i++) acc[i] = 0.0f;
   }
+#if ADD_LAST
+  add_parts(xa_parts, xa, parts, numbers, warp, lane);
+#endif
 }

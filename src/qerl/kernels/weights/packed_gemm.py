@@ -14,6 +14,7 @@ from qerl.errors import QeRLError
 from qerl.kernels.cards import Card, card_of
 from qerl.kernels.device import multiprocessors
 from qerl.kernels.nvrtc import Kernel, kernel
+from qerl.kernels.weights.product import NO_SUM, LoraSum
 from qerl.kernels.weights.tiles import TILE, Tiles
 
 SOURCE = Path(__file__).with_name("packed_gemm.cu")
@@ -105,7 +106,9 @@ def partial_sums(tiling: Tiling, shape: tuple[int, int], device: torch.device) -
     return max(counts), torch.tensor(counts, dtype=torch.int32, device=device)
 
 
-def packed_gemm(x: torch.Tensor, tiles: Tiles, out_STN: torch.Tensor, tiling: Tiling) -> None:
+def packed_gemm(
+    x: torch.Tensor, tiles: Tiles, out_STN: torch.Tensor, tiling: Tiling, xa: LoraSum = NO_SUM
+) -> None:
     """Writes the partial sums of x w^T, times `OUTPUT_SCALE` and without the global scale.
 
     Args:
@@ -114,6 +117,7 @@ def packed_gemm(x: torch.Tensor, tiles: Tiles, out_STN: torch.Tensor, tiling: Ti
         out_STN: fp32, contiguous, with as many partial sums as :func:`partial_sums` says; those that a row
             does not have are left as they are.
         tiling: How the product is tiled.
+        xa: Parts that are added by the way, R a multiple of 8.
 
     Raises:
         QeRLError: Activations or output are not of the size that the weight and the number of tokens ask for.
@@ -126,12 +130,13 @@ def packed_gemm(x: torch.Tensor, tiles: Tiles, out_STN: torch.Tensor, tiling: Ti
     if out_STN.shape != (most, tokens, rows) or out_STN.dtype != torch.float32:
         raise QeRLError(f"packed_gemm writes fp32 {(most, tokens, rows)}, not {tuple(out_STN.shape)}.")
     stages = tiling.stages(tokens)
+    parts, total = (out_STN[:0] if each is None else each for each in (xa.parts_PTR, xa.sum_TR))
     _compiled(tiling, padded, stages, x.device.index or 0)(
         (min(multiprocessors(x.device), -(-rows // (TILE * tiling.row_groups)) * (width // TILE)), 1),
         tiling.threads,
         stages * tiling.stage_bytes(tokens) + tiling.sums_bytes(tokens),
-        (x, tiles.codes, tiles.scales, out_STN),
-        (tokens, rows, width),
+        (x, tiles.codes, tiles.scales, out_STN, parts, total),
+        (tokens, rows, width, parts.shape[0], total.numel()),
     )
 
 
