@@ -122,17 +122,20 @@ def _combine_splits(
         a = load_a(a_RK, 0, c, e < E, HQ * E, A_RANKS, A_PART)
     begin(PDL)
     best = tl.full((BLOCK_T,), -float("inf"), tl.float32)
-    for z in tl.static_range(Z):
-        best = tl.maximum(best, tl.load(lse_ZTH + (z * T + t) * HQ + head, mask=in_t, other=0.0))
     total = tl.zeros((BLOCK_T,), tl.float32)
     y = tl.zeros((BLOCK_T, E_PADDED), tl.float32)
+    # No load waits for another one: what a split without keys has left is loaded as well, and weighs nothing.
     for z in tl.static_range(Z):
         at = (z * T + t) * HQ + head
-        weight = tl.exp(tl.load(lse_ZTH + at, mask=in_t, other=-float("inf")) - best)
-        total += weight
-        used = both((in_t & (weight > 0))[:, None], in_e)
-        part = tl.load(out_ZTHE + at[:, None].to(tl.int64) * E + e[None, :], mask=used, other=0.0)
-        y += part * weight[:, None]
+        lse = tl.load(lse_ZTH + at, mask=in_t, other=-float("inf"))
+        inside = both(in_t[:, None], in_e)
+        part = tl.load(out_ZTHE + at[:, None].to(tl.int64) * E + e[None, :], mask=inside, other=0.0)
+        new_best = tl.maximum(best, lse)
+        shift = tl.where(new_best == -float("inf"), 0.0, new_best)
+        fade, weight = tl.exp(best - shift), tl.exp(lse - shift)
+        total = total * fade + weight
+        y = y * fade[:, None] + tl.where((weight > 0)[:, None], part * weight[:, None], 0.0)
+        best = new_best
     y = (y / total[:, None]).to(y_TC.dtype.element_ty)
     at = y_TC + operand_at(t, c, HQ * E, PADDED)
     tl.store(at, y, mask=both(in_t[:, None], in_e))
