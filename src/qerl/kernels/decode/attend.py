@@ -27,7 +27,8 @@ from qerl.kernels.decode.common import (
     in_head,
     load_a,
     load_head,
-    operand_at,
+    load_operand,
+    store_operand,
 )
 from qerl.kernels.decode.launch import NO_A, LoraA, dependent, pointers, shared_bytes
 from qerl.kernels.limits import WHOLE_PARTS, rank_part
@@ -136,14 +137,13 @@ def _combine_splits(
         total = total * fade + weight
         y = y * fade[:, None] + tl.where((weight > 0)[:, None], part * weight[:, None], 0.0)
         best = new_best
-    y = (y / total[:, None]).to(y_TC.dtype.element_ty)
-    at = y_TC + operand_at(t, c, HQ * E, PADDED)
-    tl.store(at, y, mask=both(in_t[:, None], in_e))
+    inside = both(in_t[:, None], in_e)
+    store_operand(y_TC, y / total[:, None], t, c, inside, HQ * E, PADDED)
     if A_RANKS > 0:
         # Read back rather than kept: Triton would convert every split above to the product's layout (7 us
         # instead of 3).
         tl.debug_barrier()
-        y = tl.load(at, mask=both(in_t[:, None], in_e), other=0.0)
+        y = load_operand(y_TC, t, c, inside, HQ * E, PADDED)
         apply_a(parts_PTR, head, y, a, a_RK, c, e < E, HQ * E, t, in_t, T, A_RANKS, A_PART)
 
 

@@ -144,16 +144,46 @@ def sum_partials(gemm_STN, counts, t, in_t, n, in_n, T, N, S: tl.constexpr):
 
 
 @triton.jit
-def operand_at(t, n, WIDTH, PADDED: tl.constexpr):
-    """Where the next GEMM reads x[t, n]: row by row if PADDED is 0, else in packed_gemm.cu's order for PADDED
-    tokens.
+def in_slots(x_TN):
+    """A tile whose columns, multiples of 16, are in the order of packed_gemm.cu's operand, or back from it.
 
-    That is [n / 64, t / 8, 8 chunks, 8 tokens, 8 n], where 2c + 1 and 2c + 8 of every 16 have changed places.
+    Of every 16 columns 2c + 1 and 2c + 8 have changed places: of column h c o, with one bit, two bits and one
+    bit, the slot is o c h.
     """
+    sixteens: tl.constexpr = x_TN.shape[1] // 16
+    bits = tl.permute(tl.reshape(x_TN, (x_TN.shape[0], sixteens, 2, 4, 2)), (0, 1, 4, 3, 2))
+    return tl.reshape(bits, (x_TN.shape[0], x_TN.shape[1]))
+
+
+@triton.jit
+def slots_at(t, slot, PADDED: tl.constexpr):
+    """Where the slots of an operand for PADDED tokens are: [slot / 64, t / 8, 8 chunks, 8 tokens, 8 slots].
+
+    Written with slot % 64 // 8 instead, Triton 3.6 does not see that eight slots are side by side.
+    """
+    column = slot // 8 * 64 + slot // 64 * (64 * PADDED - 512) + slot % 8
+    return (t // 8 * 512 + t % 8 * 8)[:, None] + column[None, :]
+
+
+@triton.jit
+def store_operand(to, x_TN, t, n, inside, WIDTH, PADDED: tl.constexpr):
+    """Stores a tile where the next GEMM reads it: row by row if PADDED is 0, else in packed_gemm.cu's order.
+
+    There eight slots of a token are side by side, so the tile is stored in their order. Its first column and
+    the number of those that there are is a multiple of 16, so ``inside`` is the same in either order.
+    """
+    x_TN = x_TN.to(to.dtype.element_ty)
     if PADDED == 0:
-        return t[:, None].to(tl.int64) * WIDTH + n[None, :]
+        tl.store(to + t[:, None].to(tl.int64) * WIDTH + n[None, :], x_TN, mask=inside)
+    else:
+        tl.store(to + slots_at(t, n, PADDED), in_slots(x_TN), mask=inside)
+
+
+@triton.jit
+def load_operand(source, t, n, inside, WIDTH, PADDED: tl.constexpr):
+    """Loads the tile that `store_operand` has stored, zero outside."""
+    if PADDED == 0:
+        at = source + t[:, None].to(tl.int64) * WIDTH + n[None, :]
+        return tl.load(at, mask=inside, other=0.0)
     else:  # noqa: RET505
-        i = n % 16
-        slot = tl.where((i < 8) & (i % 2 == 1), n + 7, tl.where((i >= 8) & (i % 2 == 0), n - 7, n))
-        column = slot // 64 * (64 * PADDED) + slot % 64 // 8 * 64 + slot % 8
-        return (t // 8 * 512 + t % 8 * 8)[:, None] + column[None, :]
+        return in_slots(tl.load(source + slots_at(t, n, PADDED), mask=inside, other=0.0))

@@ -18,8 +18,8 @@ from qerl.kernels.decode.common import (
     begin,
     load_a,
     load_b,
-    operand_at,
     partial_counts,
+    store_operand,
     sum_partials,
 )
 from qerl.kernels.decode.launch import (
@@ -76,7 +76,7 @@ def _residual_norm(
     tl.store(residual_TD + at, y, mask=inside)
     tl.store(squares_PT + block * T + t, tl.sum(y * y, axis=1), mask=in_t)
     u = (y * w[None, :]).to(u_TD.dtype.element_ty)
-    tl.store(u_TD + operand_at(t, d, D, PADDED), u, mask=inside)
+    store_operand(u_TD, u, t, d, inside, D, PADDED)
     if A_RANKS > 0:
         apply_a(parts_PTR, block, u, a, a_RK, d, in_d, D, t, in_t, T, A_RANKS, A_PART)
 

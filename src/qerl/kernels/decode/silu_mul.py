@@ -15,8 +15,8 @@ from qerl.kernels.decode.common import (
     inverse_rms,
     load_a,
     load_b,
-    operand_at,
     partial_counts,
+    store_operand,
     sum_partials,
 )
 from qerl.kernels.decode.launch import (
@@ -64,7 +64,7 @@ def _silu_mul(
         gate *= rms[:, None]
         up *= rms[:, None]
         h = (gate * tl.sigmoid(gate) * up).to(h_TI.dtype.element_ty)
-        tl.store(h_TI + operand_at(t, n, INNER, PADDED), h, mask=in_t[:, None] & in_n[None, :])
+        store_operand(h_TI, h, t, n, in_t[:, None] & in_n[None, :], INNER, PADDED)
         if A_RANKS > 0:
             apply_a(parts_PTR, block, h, a, a_RK, n, in_n, INNER, t, in_t, T, A_RANKS, A_PART)
 
@@ -127,6 +127,6 @@ def silu_mul(
         *arguments, tokens, columns, intermediate, width, eps,
         S=splits, SQ_P=squares, SQ_PADDED=triton.next_power_of_2(squares),
         **b.constants(rank_part(b.ranks, shared)), **a.constants(rank_part(a.ranks, shared)),
-        PADDED=padded_tokens, COLUMNS=BLOCK_I, BLOCK_T=block_t, ROUNDS=rounds, num_warps=4,
+        PADDED=padded_tokens, COLUMNS=BLOCK_I, BLOCK_T=block_t, ROUNDS=rounds, num_warps=4, num_stages=1,
         **capped, **dependent(gemm_STN),
     )  # fmt: skip

@@ -18,7 +18,7 @@
 //   scales [N/64, K/64, 32 rows r with r%16 < 8, 4 k16 blocks, (row, row+8)] E4M3
 //
 // Activations [K/64, TOKENS/8, 8 chunks, 8 tokens, 8 k]: the core matrices of wgmma's second operand without
-// swizzle. They are written in this order by the kernel that makes them (qerl.kernels.decode.common.operand_at).
+// swizzle. They are written in this order by the kernel that makes them (qerl.kernels.decode.common.store_operand).
 //
 // Multiplying. Up to 16 tokens each warp multiplies its own 16 rows (mma.sync): it waits for nobody, and the
 // compiler decodes the next block while the last is multiplied. wgmma needs four warps in step and a wait; at 8 tokens

@@ -38,7 +38,7 @@ def to_operand(x_TK: torch.Tensor) -> torch.Tensor:
     """Activations, at most 128 tokens, in the order :func:`packed_gemm` reads, flat.
 
     The kernels of a decode step write this order themselves, see
-    :func:`qerl.kernels.decode.common.operand_at`.
+    :func:`qerl.kernels.decode.common.store_operand`.
     """
     tokens, width = x_TK.shape
     padded = padded_tokens(tokens)
