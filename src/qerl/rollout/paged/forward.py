@@ -1,7 +1,8 @@
 """One forward pass of the decoder over T tokens, for decoding (inside a CUDA graph) and for prefill alike.
 
 Launches per layer: GEMM, rope_kv, attend, combine_splits, GEMM, residual_norm, GEMM, silu_mul, GEMM,
-residual_norm; with LoRA as without. See qerl.kernels.decode.common for how LoRA and normalisation ride along.
+residual_norm; with LoRA as without where packed_gemm.cu multiplies, else add_parts before each GEMM. See
+qerl.kernels.decode.common for how LoRA and normalisation ride along.
 """
 
 from dataclasses import dataclass
