@@ -297,6 +297,27 @@ def test_weights_know_what_the_kernels_after_their_product_read():
     assert second.down.ahead is packed_gemm.NOTHING_AHEAD
 
 
+@pytest.mark.parametrize(
+    "count, numbers, blocks, warps", [(28, 768, 132, 8), (148, 2048, 5, 12), (3, 16, 1, 2)]
+)
+def test_every_part_of_a_sum_is_added_once(count, numbers, blocks, warps):
+    """add_parts: which numbers of which parts each lane loads, and what its pair and the others add."""
+    parts = np.random.default_rng(0).standard_normal((count, numbers))
+    found, flat = np.full(numbers, np.nan), parts.ravel()
+    for block, warp in np.ndindex(blocks, warps):
+        for first in range((block + blocks * warp) * 8, numbers, blocks * warps * 8):
+            at, total = first + LANE % 2 * 4, np.zeros((32, 4))
+            for lane in LANE:
+                for p in range(lane // 2, count, 16):
+                    total[lane] += flat[p * numbers + at[lane] :][:4]
+            for step in (2, 4, 8, 16):
+                total = total + total[LANE ^ step]
+            for lane in range(2):
+                assert np.isnan(found[at[lane] : at[lane] + 4]).all(), "written twice"
+                found[at[lane] : at[lane] + 4] = total[lane]
+    np.testing.assert_allclose(found, parts.sum(0), rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("card", CARDS.values(), ids=lambda card: str(card.number))
 def test_packed_gemm_compiles_for_every_class_and_fits(card, tmp_path):
     pytest.importorskip("cuda.bindings.nvrtc", reason="cuda-bindings is not installed")

@@ -27,7 +27,7 @@ from qerl.kernels.weights.packed_gemm import (
     padded_tokens,
     partial_sums,
 )
-from qerl.kernels.weights.product import Product
+from qerl.kernels.weights.product import NO_SUM, LoraSum, Product
 from qerl.kernels.weights.quack_gemm import quack_gemm, quack_tile
 from qerl.kernels.weights.tiles import Tiles
 from qerl.kernels.workspace import workspace
@@ -118,10 +118,11 @@ class NVFP4Stack:
         most, _ = partial_sums(self._tiling(tokens), self.shape, self.tiles.codes.device)
         return most * tokens * self.shape[0] * 4
 
-    def multiply(self, x: torch.Tensor, tokens: int, scratch: torch.Tensor) -> Product:
+    def multiply(self, x: torch.Tensor, tokens: int, scratch: torch.Tensor, xa: LoraSum = NO_SUM) -> Product:
         """x w^T; see `GemmWeight.multiply`."""
         rows, width = self.shape
         if tokens > MAX_TOKENS:
+            xa.add()
             x_TK = x.view(-1)[: tokens * width].view(tokens, width)
             out_STN = scratch[: tokens * rows * 2].view(x.dtype).view(1, tokens, rows)
             if quack_runs(x.device):
@@ -132,7 +133,7 @@ class NVFP4Stack:
         tiling = self._tiling(tokens)
         most, partials_G = partial_sums(tiling, self.shape, x.device)
         out_STN = scratch[: most * tokens * rows * 4].view(torch.float32).view(most, tokens, rows)
-        packed_gemm(x, self.tiles, out_STN, tiling, self.ahead)
+        packed_gemm(x, self.tiles, out_STN, tiling, xa, self.ahead)
         return Product(out_STN, partials_G, self._packed_gemm_scale_L)
 
     def _tiling(self, tokens: int) -> Tiling:

@@ -19,7 +19,7 @@
 //   scales [N/64, K/64, 32 rows r with r%16 < 8, 4 k16 blocks, (row, row+8)] E4M3
 //
 // Activations [K/64, TOKENS/8, 8 chunks, 8 tokens, 8 k]: the core matrices of wgmma's second operand without
-// swizzle. They are written in this order by the kernel that makes them (qerl.kernels.decode.common.operand_at).
+// swizzle. They are written in this order by the kernel that makes them (qerl.kernels.decode.common.store_operand).
 //
 // Multiplying. Up to 16 tokens each warp multiplies its own 16 rows (mma.sync): it waits for nobody, and the
 // compiler decodes the next block while the last is multiplied. wgmma needs four warps in step and a wait; at 8 tokens
@@ -56,6 +56,8 @@
 #define STAGE_BYTES (TILES * (WEIGHT_BYTES + X_BYTES))
 #define VALUES (FRAGMENTS * TOKENS / 2)  // accumulators a thread
 #define WARPGROUP_MATH (WGMMA && TOKENS > 16)
+// Sums of LoRA come after the product where they would cost it registers that it does not have.
+#define ADD_LAST (TOKENS == 128 && !WGMMA)
 #define STARTS_EARLY (__CUDA_ARCH__ >= 900)
 
 #include "staging.cuh"
@@ -115,10 +117,32 @@ struct Ahead {
 #include "thread_loads.cuh"
 #endif
 
+// x A^T of the adapters that belong to this product, `numbers` (a multiple of 8) for all tokens: the kernel before
+// has left `count` parts of each. A warp adds eight numbers: 16 pairs of lanes have every 16th part each, then the
+// pairs' sums are added, always in the same order. The loads pass by the L1 cache, where the parts of an earlier
+// layer may be.
+__device__ __forceinline__ void add_parts(const float* parts, float* sum, int count, int numbers, int warp, int lane) {
+  for (int first = (blockIdx.x + gridDim.x * warp) * 8; first < numbers; first += gridDim.x * (CONSUMERS / 32) * 8) {
+    const int at = first + lane % 2 * 4;
+    float total[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll 4
+    for (int p = lane / 2; p < count; p += 16) {
+      float4 part = __ldcg((const float4*)(parts + (long long)p * numbers + at));
+      total[0] += part.x, total[1] += part.y, total[2] += part.z, total[3] += part.w;
+    }
+#pragma unroll
+    for (int step = 2; step < 32; step *= 2)
+#pragma unroll
+      for (int i = 0; i < 4; i++) total[i] += __shfl_xor_sync(0xFFFFFFFFu, total[i], step);
+    if (lane < 2) *(float4*)(sum + at) = make_float4(total[0], total[1], total[2], total[3]);
+  }
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 packed_gemm(const u8* __restrict__ x, const u8* __restrict__ codes, const u8* __restrict__ scales,
-            float* __restrict__ y, const u8* next_b, const u8* next_a, const u8* next_codes, const u8* next_scales, int M, int N,
-            int K, int next_b_bytes, int next_a_bytes, int next_N, int next_K, int next_pieces) {
+            float* __restrict__ y, const float* xa_parts, float* xa, const u8* next_b, const u8* next_a,
+            const u8* next_codes, const u8* next_scales, int M, int N, int K, int parts, int numbers, int next_b_bytes,
+            int next_a_bytes, int next_N, int next_K, int next_pieces) {
   extern __shared__ __align__(128) u8 stages[];
   __shared__ u64 barriers[2 * STAGES];
   // Broadcast, so that the compiler knows it to be the same for the whole warp.
@@ -145,6 +169,9 @@ packed_gemm(const u8* __restrict__ x, const u8* __restrict__ codes, const u8* __
   }
 
   wait_for_kernel_before();
+#if !ADD_LAST
+  add_parts(xa_parts, xa, parts, numbers, warp, lane);
+#endif
   const int row_group = warp / (TEAM / 32) % ROW_GROUPS, k_group = warp / (TEAM / 32) / ROW_GROUPS;
   const int first_fragment = warp % (TEAM / 32) * FRAGMENTS;  // of the row group, that this warp has
   const Operands at = {
@@ -209,4 +236,7 @@ packed_gemm(const u8* __restrict__ x, const u8* __restrict__ codes, const u8* __
 #pragma unroll
     for (int i = 0; i < VALUES; i++) acc[i] = 0.0f;
   }
+#if ADD_LAST
+  add_parts(xa_parts, xa, parts, numbers, warp, lane);
+#endif
 }

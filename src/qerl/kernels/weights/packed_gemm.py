@@ -14,6 +14,7 @@ from qerl.errors import QeRLError
 from qerl.kernels.cards import Card, card_of
 from qerl.kernels.device import l2_bytes, multiprocessors
 from qerl.kernels.nvrtc import Kernel, kernel
+from qerl.kernels.weights.product import NO_SUM, LoraSum
 from qerl.kernels.weights.tiles import TILE, TILE_BYTES, Tiles
 
 SOURCE = Path(__file__).with_name("packed_gemm.cu")
@@ -37,7 +38,7 @@ def to_operand(x_TK: torch.Tensor) -> torch.Tensor:
     """Activations, at most 128 tokens, in the order :func:`packed_gemm` reads, flat.
 
     The kernels of a decode step write this order themselves, see
-    :func:`qerl.kernels.decode.common.operand_at`.
+    :func:`qerl.kernels.decode.common.store_operand`.
     """
     tokens, width = x_TK.shape
     padded = padded_tokens(tokens)
@@ -132,7 +133,12 @@ def pieces_ahead(tiling: Tiling, device: torch.device) -> int:
 
 
 def packed_gemm(
-    x: torch.Tensor, tiles: Tiles, out_STN: torch.Tensor, tiling: Tiling, ahead: Ahead = NOTHING_AHEAD
+    x: torch.Tensor,
+    tiles: Tiles,
+    out_STN: torch.Tensor,
+    tiling: Tiling,
+    xa: LoraSum = NO_SUM,
+    ahead: Ahead = NOTHING_AHEAD,
 ) -> None:
     """Writes the partial sums of x w^T, times `OUTPUT_SCALE` and without the global scale.
 
@@ -142,6 +148,7 @@ def packed_gemm(
         out_STN: fp32, contiguous, with as many partial sums as :func:`partial_sums` says; those that a row
             does not have are left as they are.
         tiling: How the product is tiled.
+        xa: Parts that are added by the way, R a multiple of 8.
         ahead: What the kernels after this one read.
 
     Raises:
@@ -155,13 +162,14 @@ def packed_gemm(
     if out_STN.shape != (most, tokens, rows) or out_STN.dtype != torch.float32:
         raise QeRLError(f"packed_gemm writes fp32 {(most, tokens, rows)}, not {tuple(out_STN.shape)}.")
     stages, card = tiling.stages(tokens), card_of(x.device)
+    parts, total = (out_STN[:0] if each is None else each for each in (xa.parts_PTR, xa.sum_TR))
     pointers, numbers = _arguments(NOTHING_AHEAD if card.dependent_launch else ahead, tiles, tiling)
     _compiled(tiling, padded, stages, x.device.index or 0)(
         (min(multiprocessors(x.device), -(-rows // (TILE * tiling.row_groups)) * (width // TILE)), 1),
         tiling.threads(card),
         stages * tiling.stage_bytes(tokens) + tiling.sums_bytes(tokens),
-        (x, tiles.codes, tiles.scales, out_STN, *pointers),
-        (tokens, rows, width, *numbers),
+        (x, tiles.codes, tiles.scales, out_STN, parts, total, *pointers),
+        (tokens, rows, width, parts.shape[0], total.numel(), *numbers),
     )
 
 
