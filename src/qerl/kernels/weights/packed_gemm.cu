@@ -6,11 +6,12 @@
 // depend on the kernel before this one, so the first STAGES pieces of it are asked for before that kernel has ended:
 // its time is not lost for the memory.
 //
-// One source for every card since Ampere; qerl.kernels.cards says which switches a card has. BULK: one lane of one
-// warp asks the copy engine, which counts bytes on a barrier; without it the lanes of four warps, one on each scheduler,
-// copy 16 bytes at a time (cp.async), and the barrier counts lanes. WGMMA: see below. Below compute capability 9.0 a kernel starts when the
-// one ahead of it has ended, and a product of two bf16 numbers is a fused multiply-add whose third operand is -0. There the
-// warps that load, once they have asked for all of their own, ask the L2 cache for what the next kernels read first.
+// One source for every card since Ampere; qerl.kernels.cards says which switches a card has. BULK: one lane of one warp
+// asks the copy engine, which counts bytes on a barrier; without it the lanes of four warps, one on each scheduler, copy
+// 16 bytes at a time (cp.async), and the barrier counts lanes. WGMMA: see below. Below compute capability 9.0 a kernel
+// starts when the one ahead of it has ended, and a product of two bf16 numbers is a fused multiply-add whose third operand
+// is -0. There the warps that load, once they have asked for all of their own, ask the L2 cache for what the next kernels
+// read first.
 //
 // Weight layout (qerl.kernels.weights.tiles), the one quack-kernels uses, so that both libraries run on one resident copy:
 //   codes  [N/64, K/64, 128 threads, 16 bytes]: thread t = 32 w + l of a 64 x 64 tile holds, for each of four
