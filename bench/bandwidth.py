@@ -22,11 +22,12 @@ from bench.result import write_result
 from bench.rollout import read_bandwidth
 from qerl.families.sizes import Sizes
 from qerl.kernels.decode import leave_out, residual_norm, rope_kv, silu_mul
-from qerl.kernels.decode.launch import LoraA, LoraB, LoraSum
+from qerl.kernels.decode.launch import LoraA, LoraB
 from qerl.kernels.limits import PAGE
 from qerl.kernels.update.rms_norm import rms_norm
 from qerl.kernels.update.rotary import rotated_heads
 from qerl.kernels.update.swiglu import swiglu
+from qerl.kernels.weights.product import LoraSum
 
 
 @dataclass(frozen=True)
@@ -65,8 +66,12 @@ class Work:
         return torch.randn(*shape, device=self.device)
 
     def sum(self, ranks: int) -> LoraSum:
-        """The empty sum x A^T of a product."""
-        return LoraSum(torch.zeros(1, self.tokens, ranks, dtype=torch.int64, device=self.device))
+        """The sum x A^T of a product."""
+        return LoraSum(sum_TR=self.single(self.tokens, ranks))
+
+    def parts(self, count: int, ranks: int) -> LoraSum:
+        """Room for so many parts of the sum x A^T of a product."""
+        return LoraSum(self.single(count, self.tokens, ranks))
 
 
 def _bytes(*tensors: torch.Tensor | None) -> int:
@@ -80,12 +85,12 @@ def norm_of_residual(work: Work) -> Launch:
     squares = work.single(-(-d // residual_norm.block_d(t)), t)
     product, b_NR, a_RK = work.single(1, t, d), work.half(d, r), work.half(3 * r, d)
     scale = torch.ones(1, device=work.device)
-    b, a = LoraB(work.sum(r), b_NR), LoraA(a_RK, work.sum(3 * r))
+    b, a = LoraB(work.sum(r), b_NR), LoraA(a_RK, work.parts(len(squares), 3 * r))
     return Launch(
         lambda: residual_norm.residual_norm(
             residual, w_D, u_TD, squares, gemm_STN=product, scale_1=scale, b=b, a=a
         ),
-        _bytes(residual, residual, w_D, u_TD, squares, product, b_NR, a_RK, b.xa.sum_CTR, a.xa.sum_CTR),
+        _bytes(residual, residual, w_D, u_TD, squares, product, b_NR, a_RK, b.xa.sum_TR, a.xa.parts_PTR),
     )
 
 
@@ -118,7 +123,7 @@ def rotation_into_cache(work: Work) -> Launch:
             eps=1e-6,
             b=b,
         ),
-        _bytes(product, b_NR, q_THE, b.xa.sum_CTR) + written,
+        _bytes(product, b_NR, q_THE, b.xa.sum_TR) + written,
     )
 
 
@@ -128,12 +133,12 @@ def gated_product(work: Work) -> Launch:
     product, h_TI = work.single(1, t, 2 * i), work.half(t, i)
     b_NR, a_RK = work.half(2 * i, r), work.half(r, i)
     squares, scale = work.single(1, t).abs(), torch.ones(2, device=work.device)
-    b, a = LoraB(work.sum(2 * r), b_NR), LoraA(a_RK, work.sum(r))
+    b, a = LoraB(work.sum(2 * r), b_NR), LoraA(a_RK, work.parts(-(-i // silu_mul.BLOCK_I), r))
     return Launch(
         lambda: silu_mul.silu_mul(
             product, scale, squares, h_TI, intermediate=i, width=work.sizes.hidden, eps=1e-6, b=b, a=a
         ),
-        _bytes(product, h_TI, b_NR, a_RK, b.xa.sum_CTR, a.xa.sum_CTR),
+        _bytes(product, h_TI, b_NR, a_RK, b.xa.sum_TR, a.xa.parts_PTR),
     )
 
 

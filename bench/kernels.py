@@ -71,19 +71,19 @@ def packed_tilings(tokens: int, card: Card) -> list[Tiling]:
     found: dict[tuple[int, ...], Tiling] = {}
     hopper = card.math == "wgmma"
     memory = (140_000, 176_000, 215_000) if hopper else (card.shared_bytes - 1024,)
-    fragments = ((1, 1),) if hopper or tokens <= 16 else ((1, 1), (2, 1), (2, 2))
+    fragments = (1,) if hopper or tokens <= 16 else (1, 2)
     spans = (2, 4, 8) if hopper else (1, 2, 4, 8)
     sizes = itertools.product((2, 3, 4), (1, 2, 3, 4), spans, memory, fragments)
-    for teams, row_groups, rounds, shared, (rows, split) in sizes:
-        warps = teams * 4 // rows * split + 1
-        spilled = rows * tokens // split // 2 + 60 > min(255, 512 // -(-warps // 4))
+    for teams, row_groups, rounds, shared, rows in sizes:
+        warps = teams * 4 // rows + (1 if card.loader == "bulk" else 4)
+        spilled = rows * tokens // 2 + 60 > min(255, 512 // -(-warps // 4))
         if teams % row_groups or (tokens > 64 and teams > 3 if hopper else spilled):
             continue
         together = min(rounds, 4 if teams < 4 or tokens <= 16 else 2)
-        tiling = Tiling(teams, row_groups, teams // row_groups * rounds, together, shared, rows, split)
+        tiling = Tiling(teams, row_groups, teams // row_groups * rounds, together, shared, rows)
         stages = tiling.stages(tokens)
         if (not hopper or tiling.tiles * row_groups >= 4) and tiling.tiles * row_groups <= 32 and stages >= 2:
-            found.setdefault((teams, row_groups, rounds, stages, rows, split), tiling)
+            found.setdefault((teams, row_groups, rounds, stages, rows), tiling)
     return list(found.values())
 
 
@@ -191,7 +191,7 @@ def measure(
 
     if "qerl" in engines and tokens <= MAX_TOKENS:
         card = card_of(torch.device("cuda", torch.cuda.current_device()))
-        chosen = tiling_for(tokens, card)
+        chosen = tiling_for(tokens, card, (rows, width))
         tilings = packed_tilings(tokens, card) if "qerl" in tune else [chosen]
         timed = [(time_packed(x_TK, weights, tiling), list(vars(tiling).values())) for tiling in tilings]
         add("qerl", size, timed, packed_error(x_TK, weights[0], chosen))

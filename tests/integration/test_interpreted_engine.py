@@ -107,7 +107,10 @@ def test_a_pass_that_was_cut_off_leaves_nothing(adapted, monkeypatch):
         with pytest.raises(KeyboardInterrupt):
             engine.generate([[9, 4]], 1, params)
     passes = [*engine.prefill.passes.values(), *(step.forward for step in engine.graphs.steps.values())]
-    assert any(forward.sums.qkv.sum_CTR.any() for forward in passes), "the cut left a sum"
+    for forward in passes:
+        for left in (forward.sums.qkv, forward.sums.o, forward.sums.gate_up, forward.sums.down):
+            left.parts_PTR.fill_(torch.nan)
+            left.sum_TR.fill_(torch.nan)
     assert engine.generate([[9, 4]], 1, params).completions == wanted.completions
 
 

@@ -20,12 +20,15 @@ from bench.random_weights import random_tiles
 from qerl.kernels.cards import CARDS
 from qerl.kernels.nvrtc import compile_source
 from qerl.kernels.weights import packed_gemm
-from qerl.kernels.weights.nvfp4 import tiling_for
+from qerl.kernels.weights.dense import DenseStack
+from qerl.kernels.weights.nvfp4 import NVFP4Stack, tiling_for
 from qerl.kernels.weights.packed_gemm import OUTPUT_SCALE, Tiling, padded_tokens, switches, to_operand
+from qerl.rollout.paged.adapter import PRODUCTS
+from qerl.rollout.paged.weights import Layer, Lora, look_ahead
 
-STACK = {128: 80}
-"""Most bytes of a thread's stack by padded tokens. At 128 the fastest tilings keep a few words there: of
-those that keep nothing the fastest took 12 % longer, and 23 % with 99 KB (H200 treated as 8.0)."""
+STACK = {128: 48}
+"""Most bytes of a thread's stack by padded tokens. At 128 the fastest tiling for 99 KB keeps a few words
+there; the fastest of those that keep nothing took 7 % longer (H200 treated as 8.0)."""
 
 RESOURCES = r"REG:(\d+) STACK:(\d+) SHARED:(\d+)"
 LANE = np.arange(32)
@@ -116,9 +119,9 @@ class Block:
         self.x_bytes = self.padded * 128
         self.weight_bytes = tiling.row_groups * (CODE_BYTES + SCALE_BYTES)
         self.memory = np.full(stages * tiling.stage_bytes(self.tokens), 0xFF, np.uint8)
-        self.team = 128 // tiling.fragments * tiling.split
+        self.team = 128 // tiling.fragments
         self.warps = tiling.teams * self.team // 32
-        self.full = [Barrier(32) for _ in range(stages)]
+        self.full = [Barrier(128) for _ in range(stages)]
         self.empty = [Barrier(self.warps) for _ in range(stages)]
         self.together = Barrier(self.warps)
         self.k_groups = tiling.teams // tiling.row_groups
@@ -133,43 +136,47 @@ class Block:
             yield row_tile, first, count, first + count == self.k_tiles or at + count == end
             at += count
 
-    def copy(self, to, source, start, size):
-        for lane in range(32):
-            for at in range(lane * 16, size, 512):
+    def copy(self, threads, to, source, start, size):
+        for thread in threads:
+            for at in range(thread * 16, size, 128 * 16):
                 self.memory[to + at : to + at + 16] = source[start + at : start + at + 16]
 
-    def load(self):
-        """The warp that loads."""
+    def load(self, warp):
+        """A warp that loads."""
         tiles, row_groups, s, parity = self.tiling.tiles, self.tiling.row_groups, 0, 1
+        threads = range(warp * 32, warp * 32 + 32)
         for row_tile, first, count, _ in self.pieces():
             yield from self.empty[s].wait(parity)
             stage = s * self.tiling.stage_bytes(self.tokens)
             for g in range(row_groups):
                 tile = min(row_tile * row_groups + g, self.groups - 1) * self.k_tiles + first
-                self.copy(stage + g * tiles * CODE_BYTES, self.codes, tile * CODE_BYTES, count * CODE_BYTES)
+                to = stage + g * tiles * CODE_BYTES
+                self.copy(threads, to, self.codes, tile * CODE_BYTES, count * CODE_BYTES)
                 to = stage + tiles * (row_groups * CODE_BYTES + g * SCALE_BYTES)
-                self.copy(to, self.scales, tile * SCALE_BYTES, count * SCALE_BYTES)
-            self.copy(stage + tiles * self.weight_bytes, self.x, first * self.x_bytes, count * self.x_bytes)
-            for _ in range(32):
+                self.copy(threads, to, self.scales, tile * SCALE_BYTES, count * SCALE_BYTES)
+            to = stage + tiles * self.weight_bytes
+            self.copy(threads, to, self.x, first * self.x_bytes, count * self.x_bytes)
+            for _ in threads:
                 self.full[s].arrive()
             s, parity = (0, parity ^ 1) if s + 1 == self.stages else (s + 1, parity)
+            yield
 
     def compute(self, warp):
         """A warp that multiplies."""
         tiling, in_warps = self.tiling, self.team // 32
-        fragments, split, tokens = tiling.fragments, tiling.split, self.padded // tiling.split
+        fragments = tiling.fragments
         row_group, k_group = warp // in_warps % tiling.row_groups, warp // in_warps // tiling.row_groups
-        first_fragment, first_token = warp % in_warps // split * fragments, warp % split * tokens
+        first_fragment = warp % in_warps * fragments
         code_at = row_group * tiling.tiles * CODE_BYTES + (first_fragment * 32 + LANE) * 16
         scale_at = tiling.tiles * (tiling.row_groups * CODE_BYTES + row_group * SCALE_BYTES)
         scale_at = scale_at + (first_fragment * 8 + LANE // 4) * 8
-        acc = np.zeros((fragments, tokens // 8, 32, 4))
+        acc = np.zeros((fragments, self.padded // 8, 32, 4))
         stage, parity, meeting = 0, 0, 0
         for row_tile, _, count, ends in self.pieces():
             yield from self.full[stage].wait(parity)
             base = stage * tiling.stage_bytes(self.tokens)
             for t in range(k_group, count, self.k_groups):
-                x_at = base + tiling.tiles * self.weight_bytes + t * self.x_bytes + first_token * 128
+                x_at = base + tiling.tiles * self.weight_bytes + t * self.x_bytes
                 self.tile(acc, x_at, base + t * CODE_BYTES + code_at, base + t * SCALE_BYTES + scale_at)
             self.empty[stage].arrive()
             stage, parity = (0, parity ^ 1) if stage + 1 == self.stages else (stage + 1, parity)
@@ -183,7 +190,7 @@ class Block:
                 acc, meeting = sum(shares), meeting + 1
             group = row_tile * tiling.row_groups + row_group
             if k_group == 0 and group < self.groups:
-                self.write(acc, row_tile, group * 64 + first_fragment * 16 + LANE // 4, first_token)
+                self.write(acc, row_tile, group * 64 + first_fragment * 16 + LANE // 4)
             acc = np.zeros_like(acc)
 
     def tile(self, acc, x_at, code_at, scale_at):
@@ -203,11 +210,11 @@ class Block:
         at = x_at + g // 2 * 2048 + k * 256 + LANE // 16 * 1024 + LANE % 16 * 16
         return load_matrices(self.memory, at)[:, g % 2 * 2 :][:, :2]
 
-    def write(self, acc, row_tile, row, first_token):
+    def write(self, acc, row_tile, row):
         part = self.index - ((row_tile * self.k_tiles + 1) * self.blocks - 1) // self.total
         for f, of_fragment in enumerate(acc):
             for g, d in enumerate(of_fragment):
-                m = first_token + g * 8 + LANE % 4 * 2
+                m = g * 8 + LANE % 4 * 2
                 for j in range(4):
                     inside = m + j % 2 < self.tokens
                     at = part, (m + j % 2)[inside], (row + f * 16 + 8 * (j // 2))[inside]
@@ -224,12 +231,10 @@ class Block:
         (20, Tiling(4, 4, 2, 2, fragments=2), 3),
         (20, Tiling(4, 2, 2, 2, fragments=2), 2),
         (60, Tiling(4, 4, 4, 2, fragments=2), 2),
-        (60, Tiling(3, 3, 2, 2, fragments=2, split=2), 2),
-        (30, Tiling(4, 2, 2, 1, fragments=2, split=2), 2),
+        (60, Tiling(2, 2, 4, 4), 2),
         (40, Tiling(3, 3, 1, 1, fragments=2), 2),
         (70, Tiling(2, 2, 1, 1), 2),
         (70, Tiling(3, 3, 1, 1, fragments=2), 2),
-        (70, Tiling(3, 3, 2, 2, fragments=2, split=2), 2),
     ],
 )
 def test_every_lane_finds_its_weights_and_activations(monkeypatch, tokens, tiling, stages):
@@ -245,7 +250,7 @@ def test_every_lane_finds_its_weights_and_activations(monkeypatch, tokens, tilin
     order = random.Random(0)
     for index in range(blocks):
         block = Block(index, blocks, tiling, stages, x, weight, out_STN)
-        running = [block.load(), *(block.compute(warp) for warp in range(block.warps))]
+        running = [*map(block.load, range(4)), *map(block.compute, range(block.warps))]
         for _ in range(100_000):
             if not running:
                 break
@@ -260,13 +265,68 @@ def test_every_lane_finds_its_weights_and_activations(monkeypatch, tokens, tilin
     np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-9)
 
 
+@pytest.mark.parametrize(
+    "megabytes,multiprocessors,expected", [(50, 132, 3), (72, 128, 5), (6, 82, 0), (6, 40, 1)]
+)
+def test_what_is_asked_of_the_cache_for_the_next_product_is_a_third_of_it(
+    monkeypatch, megabytes, multiprocessors, expected
+):
+    monkeypatch.setattr(packed_gemm, "l2_bytes", lambda device: megabytes << 20)
+    monkeypatch.setattr(packed_gemm, "multiprocessors", lambda device: multiprocessors)
+    pieces = packed_gemm.pieces_ahead(Tiling(2, 1, 16, 4), torch.device("cpu"))
+    assert pieces == expected
+    assert pieces * 16 * (CODE_BYTES + SCALE_BYTES) * multiprocessors <= megabytes * 2**20 / 3
+
+
+def test_weights_know_what_the_kernels_after_their_product_read():
+    def layer(**lora):
+        parts = {name: NVFP4Stack(random_tiles(128, 64, device="cpu"), torch.ones(1)) for name in PRODUCTS}
+        return Layer(**parts, input_norm_D=None, bias_N=None, qk_norm_2E=None, post_norm_D=None, **lora)
+
+    adapters = {f"lora_{name}": Lora(torch.zeros(2, 64), torch.zeros(128, 2)) for name in PRODUCTS}
+    first, second = layer(**adapters), layer(lora_qkv=adapters["lora_qkv"])
+    second.o = DenseStack(torch.zeros(64, 64), torch.ones(1))
+    look_ahead([first, second])
+    b, a = first.lora_gate_up.b_NR, first.lora_down.a_RK
+    assert (first.gate_up.ahead.b_NR, first.gate_up.ahead.a_RK) == (b, a)
+    assert first.gate_up.ahead.tiles is first.down.tiles
+    across = first.down.ahead
+    assert (across.b_NR, across.a_RK) == (first.lora_down.b_NR, second.lora_qkv.a_RK)
+    assert across.tiles is second.qkv.tiles
+    assert (second.qkv.ahead.a_RK, second.qkv.ahead.tiles) == (None, None)
+    assert second.down.ahead is packed_gemm.NOTHING_AHEAD
+
+
+@pytest.mark.parametrize(
+    "count, numbers, blocks, warps", [(28, 768, 132, 8), (148, 2048, 5, 12), (3, 16, 1, 2)]
+)
+def test_every_part_of_a_sum_is_added_once(count, numbers, blocks, warps):
+    """add_parts: which numbers of which parts each lane loads, and what its pair and the others add."""
+    parts = np.random.default_rng(0).standard_normal((count, numbers))
+    found, flat = np.full(numbers, np.nan), parts.ravel()
+    for block, warp in np.ndindex(blocks, warps):
+        for first in range((block + blocks * warp) * 8, numbers, blocks * warps * 8):
+            at, total = first + LANE % 2 * 4, np.zeros((32, 4))
+            for lane in LANE:
+                for p in range(lane // 2, count, 16):
+                    total[lane] += flat[p * numbers + at[lane] :][:4]
+            for step in (2, 4, 8, 16):
+                total = total + total[LANE ^ step]
+            for lane in range(2):
+                assert np.isnan(found[at[lane] : at[lane] + 4]).all(), "written twice"
+                found[at[lane] : at[lane] + 4] = total[lane]
+    np.testing.assert_allclose(found, parts.sum(0), rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("card", CARDS.values(), ids=lambda card: str(card.number))
 def test_packed_gemm_compiles_for_every_class_and_fits(card, tmp_path):
     pytest.importorskip("cuda.bindings.nvrtc", reason="cuda-bindings is not installed")
     triton = pytest.importorskip("triton", reason="Triton is not installed")
     cuobjdump = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    for tokens in (8, 16, 32, 64, 128) if card.number == 86 else (16, 128):
-        tiling = tiling_for(tokens, card)
+    every = (8, 16, 32, 64, 128) if card.number in (80, 86) else (16, 128)
+    shapes = {64: (4096, 4096)} if card.number == 80 else {}
+    for tokens in every:
+        tiling = tiling_for(tokens, card, shapes.get(tokens, (1 << 14, 1 << 14)))
         stages = tiling.stages(tokens)
         assert stages >= (3 if card.shared_bytes < CARDS[8, 0].shared_bytes else 2)
         taken = stages * tiling.stage_bytes(tokens) + tiling.sums_bytes(tokens)
@@ -275,7 +335,7 @@ def test_packed_gemm_compiles_for_every_class_and_fits(card, tmp_path):
         compiled.write_bytes(compile_source(packed_gemm.SOURCE, defines, card.target))
         used = subprocess.run([cuobjdump, "--dump-resource-usage", compiled], capture_output=True, text=True)
         registers, stack, static = map(int, re.search(RESOURCES, used.stdout).groups())
-        assert registers * tiling.threads <= 1 << 16 and stack <= STACK.get(tokens, 0), (
+        assert registers * tiling.threads(card) <= 1 << 16 and stack <= STACK.get(tokens, 0), (
             "registers are spilled"
         )
         assert static % 1024 + taken <= card.shared_bytes, "the driver's kilobyte is not the block's"
@@ -285,7 +345,7 @@ def test_copies_of_each_thread_have_no_eviction_policy():
     """ptxas encodes some of these wrongly for 9.0, where `QERL_ARCH=80` runs them; see the source."""
     pytest.importorskip("cuda.bindings.nvrtc", reason="cuda-bindings is not installed")
     card = CARDS[8, 0]
-    tiling = tiling_for(8, card)
+    tiling = tiling_for(8, card, (4096, 4096))
     defines = switches(tiling, 8, tiling.stages(8), card)
     translated = compile_source(packed_gemm.SOURCE, defines, "compute_80")
     assert b"cp.async.cg" in translated and b"cache_hint" not in translated

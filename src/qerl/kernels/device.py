@@ -1,6 +1,7 @@
 """What launchers ask about a device."""
 
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -16,3 +17,11 @@ def multiprocessors(device: torch.device) -> int:
         return 8
     count: int = torch.cuda.get_device_properties(device).multi_processor_count
     return count
+
+
+@cache
+def l2_bytes(device: torch.device) -> int:
+    """Size of a GPU's L2 cache."""
+    properties: Any = torch.cuda.get_device_properties(device)
+    size: int = properties.L2_cache_size
+    return size

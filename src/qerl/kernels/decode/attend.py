@@ -24,13 +24,13 @@ from qerl.kernels.decode.common import (
     apply_a,
     begin,
     both,
-    clear,
     in_head,
     load_a,
     load_head,
-    operand_at,
+    load_operand,
+    store_operand,
 )
-from qerl.kernels.decode.launch import NO_A, NO_SUM, LoraA, LoraSum, dependent, pointers, shared_bytes
+from qerl.kernels.decode.launch import NO_A, LoraA, dependent, pointers, shared_bytes
 from qerl.kernels.limits import WHOLE_PARTS, rank_part
 
 PREFILL_ROWS = 64
@@ -108,10 +108,9 @@ def _attend(
 
 @triton.jit
 def _combine_splits(
-    out_ZTHE, lse_ZTH, a_RK, y_TC, xa_next_CTR, xa_to_clear_CTR, T,
+    out_ZTHE, lse_ZTH, a_RK, y_TC, parts_PTR, T,
     HQ: tl.constexpr, E: tl.constexpr, E_PADDED: tl.constexpr, Z: tl.constexpr,
-    A_RANKS: tl.constexpr, A_PART: tl.constexpr, NEXT_COPIES: tl.constexpr,
-    R_CLEAR: tl.constexpr, R_CLEAR_PADDED: tl.constexpr, CLEAR_COPIES: tl.constexpr,
+    A_RANKS: tl.constexpr, A_PART: tl.constexpr,
     PADDED: tl.constexpr, BLOCK_T: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0)
@@ -123,28 +122,29 @@ def _combine_splits(
     if A_RANKS > 0:
         a = load_a(a_RK, 0, c, e < E, HQ * E, A_RANKS, A_PART)
     begin(PDL)
-    clear(xa_to_clear_CTR, head, t, in_t, T, R_CLEAR, R_CLEAR_PADDED, CLEAR_COPIES)
     best = tl.full((BLOCK_T,), -float("inf"), tl.float32)
-    for z in tl.static_range(Z):
-        best = tl.maximum(best, tl.load(lse_ZTH + (z * T + t) * HQ + head, mask=in_t, other=0.0))
     total = tl.zeros((BLOCK_T,), tl.float32)
     y = tl.zeros((BLOCK_T, E_PADDED), tl.float32)
+    # No load waits for another one: what a split without keys has left is loaded as well, and weighs nothing.
     for z in tl.static_range(Z):
         at = (z * T + t) * HQ + head
-        weight = tl.exp(tl.load(lse_ZTH + at, mask=in_t, other=-float("inf")) - best)
-        total += weight
-        used = both((in_t & (weight > 0))[:, None], in_e)
-        part = tl.load(out_ZTHE + at[:, None].to(tl.int64) * E + e[None, :], mask=used, other=0.0)
-        y += part * weight[:, None]
-    y = (y / total[:, None]).to(y_TC.dtype.element_ty)
-    at = y_TC + operand_at(t, c, HQ * E, PADDED)
-    tl.store(at, y, mask=both(in_t[:, None], in_e))
+        lse = tl.load(lse_ZTH + at, mask=in_t, other=-float("inf"))
+        inside = both(in_t[:, None], in_e)
+        part = tl.load(out_ZTHE + at[:, None].to(tl.int64) * E + e[None, :], mask=inside, other=0.0)
+        new_best = tl.maximum(best, lse)
+        shift = tl.where(new_best == -float("inf"), 0.0, new_best)
+        fade, weight = tl.exp(best - shift), tl.exp(lse - shift)
+        total = total * fade + weight
+        y = y * fade[:, None] + tl.where((weight > 0)[:, None], part * weight[:, None], 0.0)
+        best = new_best
+    inside = both(in_t[:, None], in_e)
+    store_operand(y_TC, y / total[:, None], t, c, inside, HQ * E, PADDED)
     if A_RANKS > 0:
         # Read back rather than kept: Triton would convert every split above to the product's layout (7 us
         # instead of 3).
         tl.debug_barrier()
-        y = tl.load(at, mask=both(in_t[:, None], in_e), other=0.0)
-        apply_a(xa_next_CTR, head, y, a, a_RK, c, e < E, HQ * E, t, in_t, T, A_RANKS, A_PART, NEXT_COPIES)
+        y = load_operand(y_TC, t, c, inside, HQ * E, PADDED)
+        apply_a(parts_PTR, head, y, a, a_RK, c, e < E, HQ * E, t, in_t, T, A_RANKS, A_PART)
 
 
 def attend(
@@ -212,7 +212,6 @@ def combine_splits(
     *,
     padded_tokens: int = 0,
     a: LoraA = NO_A,
-    xa_to_clear: LoraSum = NO_SUM,
 ) -> None:
     """Write the attention's output y, bf16, as the output projection reads it.
 
@@ -221,7 +220,6 @@ def combine_splits(
         y_TC: Written, [T, C] or in the order of ``packed_gemm``.
         padded_tokens: Tokens that ``y_TC`` has room for in the order of ``packed_gemm``; 0 for [T, C].
         a: LoRA of the output projection.
-        xa_to_clear: A sum that earlier kernels have read.
 
     Raises:
         QeRLError: A tensor is not contiguous.
@@ -230,10 +228,10 @@ def combine_splits(
     block_t, shared = 16, shared_bytes(out_ZTHE)
     arguments = pointers(
         "combine_splits", y_TC, out_ZTHE=out_ZTHE, lse_ZTH=lse_ZTH, a_RK=a.a_RK, y_TC=y_TC,
-        xa_next_CTR=a.xa.sum_CTR, xa_to_clear_CTR=xa_to_clear.sum_CTR,
+        parts_PTR=a.xa.parts_PTR,
     )  # fmt: skip
     _combine_splits[(heads, triton.cdiv(tokens, block_t))](
         *arguments, tokens, HQ=heads, E=size, E_PADDED=triton.next_power_of_2(size), Z=splits,
-        **a.constants(rank_part(a.ranks, shared)), **xa_to_clear.clear_constants(),
+        **a.constants(rank_part(a.ranks, shared)),
         PADDED=padded_tokens, BLOCK_T=block_t, num_warps=4, **dependent(out_ZTHE),
     )  # fmt: skip

@@ -6,11 +6,9 @@ The step is laid out so that LoRA and normalisation cost no launch of their own:
   partial sums of squares; every reader of the GEMM's output multiplies by 1/rms, which is one number per
   token and commutes with the product.
 * x A^T (``xa`` below) is computed by the kernel that makes x, while x is in registers. Its programs hold
-  different columns of x, so they add their shares up in memory, as 64-bit fixed-point numbers: integer
-  addition does not care about order, so the sum is the same every time, which floating-point atomics could
-  not promise. Programs that add to the same few cache lines wait for each other, so a sum has a few copies,
-  which its reader adds. The kernel that reads the GEMM's output applies B, and a later kernel sets the sum
-  back to zero.
+  different columns of x, so each leaves a part of the sum. The GEMM adds the parts, in order, while it waits
+  for its first activations (packed_gemm.cu; before other products a launch does it). So the sum is the same
+  every time, which atomic additions could not promise. The kernel that reads the GEMM's output applies B.
 * A kernel takes the ranks of a large adapter in parts of at most 128 (`qerl.kernels.limits`). It loads the
   first part ahead of its wait (`begin`), as all weights, so up to 128 ranks there is no loop.
 * A GEMM may leave partial sums over K; its reader adds them in order.
@@ -19,14 +17,12 @@ Results therefore do not depend on timing, nor, in a step of a given number of r
 batch. Steps of other sizes cut products differently, and their last bits differ.
 
 Shapes: T tokens, D hidden, N out-features of a GEMM, I intermediate, H heads, R ranks stacked (each
-adapter's padded with zeros to a power of two), C copies of a sum, S partial sums of a GEMM, G 64-row groups
-of its weight, P partial sums of squares.
+adapter's padded with zeros to a power of two), S partial sums of a GEMM, G 64-row groups of its weight, P
+partial sums of squares, or parts of x A^T.
 """
 
 import triton
 import triton.language as tl
-
-FIXED_POINT = tl.constexpr(2.0**28)  # sums up to 3e10 in steps of 4e-9
 
 
 @triton.jit
@@ -77,34 +73,10 @@ def inverse_rms(squares_PT, t, in_t, T, D, eps, P: tl.constexpr, P_PADDED: tl.co
 
 
 @triton.jit
-def add_xa(xa_CTR, program, partial, t, in_t, r, in_r, T, R_TOTAL: tl.constexpr, COPIES: tl.constexpr):
-    """Adds this program's share of x A^T to one of the copies of the sum."""
-    at = xa_CTR + ((program % COPIES) * T + t[:, None]) * R_TOTAL + r[None, :]
-    fixed = (partial * FIXED_POINT).to(tl.int64)
-    tl.atomic_add(at, fixed, mask=in_t[:, None] & in_r[None, :], sem="relaxed")
-
-
-@triton.jit
-def load_xa(xa_CTR, first, t, in_t, T, R_TOTAL: tl.constexpr, R: tl.constexpr, COPIES: tl.constexpr):
+def load_xa(xa_TR, first, t, in_t, R_TOTAL: tl.constexpr, R: tl.constexpr):
     """Columns first..first+R of x A^T, fp32 [BLOCK_T, R]."""
-    at = xa_CTR + t[:, None] * R_TOTAL + first + tl.arange(0, R)[None, :]
-    total = tl.load(at, mask=in_t[:, None], other=0)
-    for copy in tl.static_range(1, COPIES):
-        total += tl.load(at + copy * T * R_TOTAL, mask=in_t[:, None], other=0)
-    return total.to(tl.float32) * (1.0 / FIXED_POINT)
-
-
-@triton.jit
-def clear(xa_CTR, program, t, in_t, T, R: tl.constexpr, R_PADDED: tl.constexpr, COPIES: tl.constexpr):
-    """Sets a sum that an earlier kernel has read back to zero; the programs share the copies."""
-    if R > 0:
-        PART: tl.constexpr = R_PADDED if R_PADDED < 512 else 512
-        for copy in range(program, COPIES, tl.num_programs(0)):
-            for first in tl.static_range(0, R, PART):
-                r = first + tl.arange(0, PART)
-                at = xa_CTR + (copy * T + t[:, None]) * R + r[None, :]
-                zero = tl.zeros((t.shape[0], PART), tl.int64)
-                tl.store(at, zero, mask=in_t[:, None] & (r < R)[None, :])
+    at = xa_TR + t[:, None] * R_TOTAL + first + tl.arange(0, R)[None, :]
+    return tl.load(at, mask=in_t[:, None], other=0.0)
 
 
 @triton.jit
@@ -123,14 +95,14 @@ def load_a(a_RK, first, k, in_k, K, R: tl.constexpr, PART: tl.constexpr):
 
 @triton.jit
 def apply_b(
-    xa_CTR, first, b, b_NR, n, in_n, t, in_t, T,
-    R_TOTAL: tl.constexpr, R: tl.constexpr, PART: tl.constexpr, COPIES: tl.constexpr,
+    xa_TR, first, b, b_NR, n, in_n, t, in_t,
+    R_TOTAL: tl.constexpr, R: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
     """(x A^T) B^T of one linear layer, whose columns of x A^T begin at ``first``; ``b`` is B's first part."""
-    xa = load_xa(xa_CTR, first, t, in_t, T, R_TOTAL, PART, COPIES)
+    xa = load_xa(xa_TR, first, t, in_t, R_TOTAL, PART)
     y = tl.dot(xa.to(b.dtype), tl.trans(b), out_dtype=tl.float32)
     for more in tl.static_range(PART, R, PART):
-        xa = load_xa(xa_CTR, first + more, t, in_t, T, R_TOTAL, PART, COPIES)
+        xa = load_xa(xa_TR, first + more, t, in_t, R_TOTAL, PART)
         b = load_b(b_NR, n, in_n, more, R, PART)
         y += tl.dot(xa.to(b.dtype), tl.trans(b), out_dtype=tl.float32)
     return y
@@ -138,16 +110,16 @@ def apply_b(
 
 @triton.jit
 def apply_a(
-    xa_next_CTR, program, x, a, a_RK, k, in_k, K, t, in_t, T,
-    R: tl.constexpr, PART: tl.constexpr, COPIES: tl.constexpr,
+    parts_PTR, program, x, a, a_RK, k, in_k, K, t, in_t, T, R: tl.constexpr, PART: tl.constexpr
 ):  # fmt: skip
-    """Adds this program's share of x A^T to the sum; ``a`` is A's first part."""
+    """Writes this program's part of x A^T; ``a`` holds A's first rows."""
     for first in tl.static_range(0, R, PART):
         if first > 0:
             a = load_a(a_RK, first, k, in_k, K, R, PART)
         r = first + tl.arange(0, PART)
         partial = tl.dot(x, tl.trans(a), out_dtype=tl.float32)
-        add_xa(xa_next_CTR, program, partial, t, in_t, r, r < R, T, R, COPIES)
+        at = parts_PTR + (program * T + t[:, None]) * R + r[None, :]
+        tl.store(at, partial, mask=in_t[:, None] & (r < R)[None, :])
 
 
 @triton.jit
@@ -172,16 +144,46 @@ def sum_partials(gemm_STN, counts, t, in_t, n, in_n, T, N, S: tl.constexpr):
 
 
 @triton.jit
-def operand_at(t, n, WIDTH, PADDED: tl.constexpr):
-    """Where the next GEMM reads x[t, n]: row by row if PADDED is 0, else in packed_gemm.cu's order for PADDED
-    tokens.
+def in_slots(x_TN):
+    """A tile whose columns, multiples of 16, are in the order of packed_gemm.cu's operand, or back from it.
 
-    That is [n / 64, t / 8, 8 chunks, 8 tokens, 8 n], where 2c + 1 and 2c + 8 of every 16 have changed places.
+    Of every 16 columns 2c + 1 and 2c + 8 have changed places: of column h c o, with one bit, two bits and one
+    bit, the slot is o c h.
     """
+    sixteens: tl.constexpr = x_TN.shape[1] // 16
+    bits = tl.permute(tl.reshape(x_TN, (x_TN.shape[0], sixteens, 2, 4, 2)), (0, 1, 4, 3, 2))
+    return tl.reshape(bits, (x_TN.shape[0], x_TN.shape[1]))
+
+
+@triton.jit
+def slots_at(t, slot, PADDED: tl.constexpr):
+    """Where the slots of an operand for PADDED tokens are: [slot / 64, t / 8, 8 chunks, 8 tokens, 8 slots].
+
+    Written with slot % 64 // 8 instead, Triton 3.6 does not see that eight slots are side by side.
+    """
+    column = slot // 8 * 64 + slot // 64 * (64 * PADDED - 512) + slot % 8
+    return (t // 8 * 512 + t % 8 * 8)[:, None] + column[None, :]
+
+
+@triton.jit
+def store_operand(to, x_TN, t, n, inside, WIDTH, PADDED: tl.constexpr):
+    """Stores a tile where the next GEMM reads it: row by row if PADDED is 0, else in packed_gemm.cu's order.
+
+    There eight slots of a token are side by side, so the tile is stored in their order. Its first column and
+    the number of those that there are is a multiple of 16, so ``inside`` is the same in either order.
+    """
+    x_TN = x_TN.to(to.dtype.element_ty)
     if PADDED == 0:
-        return t[:, None].to(tl.int64) * WIDTH + n[None, :]
+        tl.store(to + t[:, None].to(tl.int64) * WIDTH + n[None, :], x_TN, mask=inside)
+    else:
+        tl.store(to + slots_at(t, n, PADDED), in_slots(x_TN), mask=inside)
+
+
+@triton.jit
+def load_operand(source, t, n, inside, WIDTH, PADDED: tl.constexpr):
+    """Loads the tile that `store_operand` has stored, zero outside."""
+    if PADDED == 0:
+        at = source + t[:, None].to(tl.int64) * WIDTH + n[None, :]
+        return tl.load(at, mask=inside, other=0.0)
     else:  # noqa: RET505
-        i = n % 16
-        slot = tl.where((i < 8) & (i % 2 == 1), n + 7, tl.where((i >= 8) & (i % 2 == 0), n - 7, n))
-        column = slot // 64 * (64 * PADDED) + slot % 64 // 8 * 64 + slot % 8
-        return (t // 8 * 512 + t % 8 * 8)[:, None] + column[None, :]
+        return in_slots(tl.load(source + slots_at(t, n, PADDED), mask=inside, other=0.0))

@@ -4,49 +4,16 @@ A kernel that does without an argument is given some other tensor in its place, 
 constant that says so. An object without tensors (`NO_A`, `NO_B`, `NO_SUM`) stands for a linear layer without
 an adapter; its constants are the ones with which a kernel leaves LoRA out.
 
-Shapes: C copies of a sum, T tokens, R ranks stacked, K in-features, N out-features.
+Shapes: R ranks stacked, K in-features, N out-features.
 """
 
 from dataclasses import dataclass
 
 import torch
-import triton
 
 from qerl.errors import QeRLError
 from qerl.kernels.cards import card_of
-
-
-@dataclass(frozen=True)
-class LoraSum:
-    """The sum x A^T of one product.
-
-    Attributes:
-        sum_CTR: int64 [C, T, R] in fixed point, see `qerl.kernels.decode.common`. The kernel that makes x
-            adds to it, the kernel that reads the product reads it, and a later one sets it back to zero.
-    """
-
-    sum_CTR: torch.Tensor | None = None
-
-    @property
-    def copies(self) -> int:
-        """C; 1 without a sum."""
-        return 1 if self.sum_CTR is None else self.sum_CTR.shape[0]
-
-    @property
-    def ranks(self) -> int:
-        """R; 0 without a sum."""
-        return 0 if self.sum_CTR is None else self.sum_CTR.shape[2]
-
-    def clear_constants(self) -> dict[str, int]:
-        """Constants of a kernel that sets this sum back to zero."""
-        return {
-            "R_CLEAR": self.ranks,
-            "R_CLEAR_PADDED": triton.next_power_of_2(self.ranks),
-            "CLEAR_COPIES": self.copies,
-        }
-
-
-NO_SUM = LoraSum()
+from qerl.kernels.weights.product import NO_SUM, LoraSum
 
 
 @dataclass(frozen=True)
@@ -55,7 +22,7 @@ class LoraA:
 
     Attributes:
         a_RK: A of the product's linear layers on top of each other, bf16.
-        xa: The sum x A^T, zero before the kernel.
+        xa: The sum x A^T, of which the kernel writes the parts.
     """
 
     a_RK: torch.Tensor | None = None
@@ -72,7 +39,7 @@ class LoraA:
         Args:
             part: Rows of A that it holds at a time.
         """
-        return {"A_RANKS": self.ranks, "A_PART": part, "NEXT_COPIES": self.xa.copies}
+        return {"A_RANKS": self.ranks, "A_PART": part}
 
 
 NO_A = LoraA()
@@ -83,7 +50,7 @@ class LoraB:
     """What the kernel that reads a product adds to it.
 
     Attributes:
-        xa: The product's sum x A^T, complete.
+        xa: The product's sum x A^T, whose parts the product has added.
         b_NR: B of the product's linear layers on top of each other, bf16, scaled by alpha / r.
     """
 
@@ -101,7 +68,7 @@ class LoraB:
         Args:
             part: Columns of B that it holds at a time.
         """
-        return {"R": self.ranks, "PART": part, "COPIES": self.xa.copies}
+        return {"R": self.ranks, "PART": part}
 
 
 NO_B = LoraB()

@@ -16,20 +16,17 @@ from qerl.kernels.decode.common import (
     apply_a,
     apply_b,
     begin,
-    clear,
     load_a,
     load_b,
-    operand_at,
     partial_counts,
+    store_operand,
     sum_partials,
 )
 from qerl.kernels.decode.launch import (
     NO_A,
     NO_B,
-    NO_SUM,
     LoraA,
     LoraB,
-    LoraSum,
     dependent,
     pointers,
     shared_bytes,
@@ -45,12 +42,11 @@ def block_d(tokens: int) -> int:
 
 @triton.jit
 def _residual_norm(
-    gemm_STN, partials_G, scale_1, xa_CTR, b_NR, table_VD, tokens_T,
-    residual_TD, w_D, a_RK, u_TD, squares_PT, xa_next_CTR, xa_to_clear_CTR,
+    gemm_STN, partials_G, scale_1, xa_TR, b_NR, table_VD, tokens_T,
+    residual_TD, w_D, a_RK, u_TD, squares_PT, parts_PTR,
     T, D, N,
-    S: tl.constexpr, R: tl.constexpr, PART: tl.constexpr, COPIES: tl.constexpr,
-    A_RANKS: tl.constexpr, A_PART: tl.constexpr, NEXT_COPIES: tl.constexpr,
-    R_CLEAR: tl.constexpr, R_CLEAR_PADDED: tl.constexpr, CLEAR_COPIES: tl.constexpr,
+    S: tl.constexpr, R: tl.constexpr, PART: tl.constexpr,
+    A_RANKS: tl.constexpr, A_PART: tl.constexpr,
     EMBED: tl.constexpr, PADDED: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -70,20 +66,19 @@ def _residual_norm(
         scale = tl.load(scale_1)
         counts = partial_counts(partials_G, d, in_d, S)
     begin(PDL)
-    clear(xa_to_clear_CTR, block, t, in_t, T, R_CLEAR, R_CLEAR_PADDED, CLEAR_COPIES)
     if EMBED:
         token = tl.load(tokens_T + t, mask=in_t, other=0).to(tl.int64)
         y = tl.load(table_VD + token[:, None] * D + d[None, :], mask=inside, other=0.0).to(tl.float32)
     else:
         y += sum_partials(gemm_STN, counts, t, in_t, d, in_d, T, N, S) * scale
         if R > 0:
-            y += apply_b(xa_CTR, 0, b, b_NR, d, in_d, t, in_t, T, R, R, PART, COPIES)
+            y += apply_b(xa_TR, 0, b, b_NR, d, in_d, t, in_t, R, R, PART)
     tl.store(residual_TD + at, y, mask=inside)
     tl.store(squares_PT + block * T + t, tl.sum(y * y, axis=1), mask=in_t)
     u = (y * w[None, :]).to(u_TD.dtype.element_ty)
-    tl.store(u_TD + operand_at(t, d, D, PADDED), u, mask=inside)
+    store_operand(u_TD, u, t, d, inside, D, PADDED)
     if A_RANKS > 0:
-        apply_a(xa_next_CTR, block, u, a, a_RK, d, in_d, D, t, in_t, T, A_RANKS, A_PART, NEXT_COPIES)
+        apply_a(parts_PTR, block, u, a, a_RK, d, in_d, D, t, in_t, T, A_RANKS, A_PART)
 
 
 def residual_norm(
@@ -99,7 +94,6 @@ def residual_norm(
     embedding: tuple[torch.Tensor, torch.Tensor] | None = None,
     b: LoraB = NO_B,
     a: LoraA = NO_A,
-    xa_to_clear: LoraSum = NO_SUM,
 ) -> None:
     """Add a sublayer's output, or the embedding, to the residual stream and apply the next norm's weight.
 
@@ -115,7 +109,6 @@ def residual_norm(
         embedding: (table [V, D], token ids [T]), instead of a GEMM.
         b: LoRA of the sublayer's GEMM.
         a: LoRA of the next GEMM.
-        xa_to_clear: A sum that earlier kernels have read.
 
     Raises:
         QeRLError: A tensor is not contiguous.
@@ -125,15 +118,13 @@ def residual_norm(
     table, ids = embedding if embedding is not None else (None, None)
     arguments = pointers(
         "residual_norm", residual_TD, gemm_STN=gemm_STN, partials_G=partials_G, scale_1=scale_1,
-        xa_CTR=b.xa.sum_CTR, b_NR=b.b_NR, table_VD=table, tokens_T=ids, residual_TD=residual_TD, w_D=w_D,
-        a_RK=a.a_RK, u_TD=u_TD, squares_PT=squares_PT, xa_next_CTR=a.xa.sum_CTR,
-        xa_to_clear_CTR=xa_to_clear.sum_CTR,
+        xa_TR=b.xa.sum_TR, b_NR=b.b_NR, table_VD=table, tokens_T=ids, residual_TD=residual_TD, w_D=w_D,
+        a_RK=a.a_RK, u_TD=u_TD, squares_PT=squares_PT, parts_PTR=a.xa.parts_PTR,
     )  # fmt: skip
     _residual_norm[(triton.cdiv(width, columns), triton.cdiv(tokens, block_t))](
         *arguments, tokens, width, width if gemm_STN is None else gemm_STN.shape[2],
         S=1 if gemm_STN is None else gemm_STN.shape[0],
         **b.constants(rank_part(b.ranks, shared)), **a.constants(stacked_part(a.ranks, shared)),
-        **xa_to_clear.clear_constants(),
         EMBED=embedding is not None, PADDED=padded_tokens,
         BLOCK_T=block_t, BLOCK_D=columns, num_warps=4 if a.ranks <= 128 else 8,
         **dependent(residual_TD),

@@ -16,7 +16,6 @@ from qerl.kernels.decode.common import (
     apply_b,
     begin,
     both,
-    clear,
     in_head,
     inverse_rms,
     load_b,
@@ -24,18 +23,17 @@ from qerl.kernels.decode.common import (
     partial_counts,
     sum_partials,
 )
-from qerl.kernels.decode.launch import NO_B, NO_SUM, LoraB, LoraSum, dependent, pointers, shared_bytes
+from qerl.kernels.decode.launch import NO_B, LoraB, dependent, pointers, shared_bytes
 from qerl.kernels.limits import rank_part
 
 
 @triton.jit
 def _rope_kv(
-    gemm_STN, partials_G, scale_3, squares_PT, xa_CTR, xa_to_clear_CTR, b_NR, bias_N, qk_norm_2E,
+    gemm_STN, partials_G, scale_3, squares_PT, xa_TR, b_NR, bias_N, qk_norm_2E,
     cos_ME, sin_ME, position_T, slot_T, q_THE, k_cache, v_cache,
     T, N, D, eps,
     S: tl.constexpr, SQ_P: tl.constexpr, SQ_PADDED: tl.constexpr,
-    R: tl.constexpr, PART: tl.constexpr, COPIES: tl.constexpr,
-    R_CLEAR: tl.constexpr, R_CLEAR_PADDED: tl.constexpr, CLEAR_COPIES: tl.constexpr,
+    R: tl.constexpr, PART: tl.constexpr,
     HQ: tl.constexpr, HKV: tl.constexpr, E: tl.constexpr, HALF_PADDED: tl.constexpr, PAGE: tl.constexpr,
     HAS_BIAS: tl.constexpr, QK_NORM: tl.constexpr, BLOCK_T: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -61,13 +59,12 @@ def _rope_kv(
     angle = tl.load(position_T + t, mask=in_t, other=0)[:, None] * HALF + e[None, :]
     cos, sin = load_head(cos_ME + angle, in_e), load_head(sin_ME + angle, in_e)
     begin(PDL)
-    clear(xa_to_clear_CTR, head, t, in_t, T, R_CLEAR, R_CLEAR_PADDED, CLEAR_COPIES)
     rms = inverse_rms(squares_PT, t, in_t, T, D, eps, SQ_P, SQ_PADDED)
     x1 = sum_partials(gemm_STN, counts1, t, in_t, n1, every, T, N, S) * scale
     x2 = sum_partials(gemm_STN, counts2, t, in_t, n2, every, T, N, S) * scale
     if R > 0:
-        x1 += apply_b(xa_CTR, part * R, b1, b_NR, n1, every, t, in_t, T, 3 * R, R, PART, COPIES)
-        x2 += apply_b(xa_CTR, part * R, b2, b_NR, n2, every, t, in_t, T, 3 * R, R, PART, COPIES)
+        x1 += apply_b(xa_TR, part * R, b1, b_NR, n1, every, t, in_t, 3 * R, R, PART)
+        x2 += apply_b(xa_TR, part * R, b2, b_NR, n2, every, t, in_t, 3 * R, R, PART)
     x1 *= rms[:, None]
     x2 *= rms[:, None]
     if HAS_BIAS:
@@ -121,7 +118,6 @@ def rope_kv(
     bias_N: torch.Tensor | None = None,
     qk_norm_2E: torch.Tensor | None = None,
     b: LoraB = NO_B,
-    xa_to_clear: LoraSum = NO_SUM,
 ) -> None:
     """Write rotated queries to a buffer, and rotated keys and values to their slots of the cache.
 
@@ -139,8 +135,7 @@ def rope_kv(
         partials_G: int32, how many of the S partial sums each 64 columns have; None if S is 1.
         bias_N: Bias of q, k, v, any floating dtype.
         qk_norm_2E: fp32 weights of the query and key norm.
-        b: LoRA of q, k and v: the three B on top of each other, and the sum x A^T [C, T, 3 R] of all.
-        xa_to_clear: A sum that earlier kernels have read.
+        b: LoRA of q, k and v: the three B on top of each other, and the sum x A^T [T, 3 R] of all.
 
     Raises:
         QeRLError: A tensor is not contiguous.
@@ -152,14 +147,14 @@ def rope_kv(
     squares = squares_PT.shape[0]
     arguments = pointers(
         "rope_kv", gemm_STN, gemm_STN=gemm_STN, partials_G=partials_G, scale_3=scale_3,
-        squares_PT=squares_PT, xa_CTR=b.xa.sum_CTR, xa_to_clear_CTR=xa_to_clear.sum_CTR, b_NR=b.b_NR,
+        squares_PT=squares_PT, xa_TR=b.xa.sum_TR, b_NR=b.b_NR,
         bias_N=bias_N, qk_norm_2E=qk_norm_2E, cos_ME=cos_ME, sin_ME=sin_ME, position_T=position_T,
         slot_T=slot_T, q_THE=q_THE, k_cache=k_cache, v_cache=v_cache,
     )  # fmt: skip
     _rope_kv[(heads + 2 * kv_heads, triton.cdiv(tokens, block_t))](
         *arguments, tokens, columns, width, eps,
         S=splits, SQ_P=squares, SQ_PADDED=triton.next_power_of_2(squares),
-        **b.constants(rank_part(b.ranks, shared)), **xa_to_clear.clear_constants(),
+        **b.constants(rank_part(b.ranks, shared)),
         HQ=heads, HKV=kv_heads, E=size, HALF_PADDED=triton.next_power_of_2(size // 2), PAGE=page,
         HAS_BIAS=bias_N is not None, QK_NORM=qk_norm_2E is not None,
         BLOCK_T=block_t, num_warps=4, **dependent(gemm_STN),

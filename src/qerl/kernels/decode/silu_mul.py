@@ -12,21 +12,18 @@ from qerl.kernels.decode.common import (
     apply_a,
     apply_b,
     begin,
-    clear,
     inverse_rms,
     load_a,
     load_b,
-    operand_at,
     partial_counts,
+    store_operand,
     sum_partials,
 )
 from qerl.kernels.decode.launch import (
     NO_A,
     NO_B,
-    NO_SUM,
     LoraA,
     LoraB,
-    LoraSum,
     dependent,
     pointers,
     shared_bytes,
@@ -36,12 +33,10 @@ from qerl.kernels.limits import rank_part
 
 @triton.jit
 def _silu_mul(
-    gemm_STN, partials_G, scale_2, squares_PT, xa_CTR, b_NR, a_RK, h_TI, xa_next_CTR, xa_to_clear_CTR,
+    gemm_STN, partials_G, scale_2, squares_PT, xa_TR, b_NR, a_RK, h_TI, parts_PTR,
     T, N, INNER, D, eps,
     S: tl.constexpr, SQ_P: tl.constexpr, SQ_PADDED: tl.constexpr,
-    R: tl.constexpr, PART: tl.constexpr, COPIES: tl.constexpr,
-    A_RANKS: tl.constexpr, A_PART: tl.constexpr, NEXT_COPIES: tl.constexpr,
-    R_CLEAR: tl.constexpr, R_CLEAR_PADDED: tl.constexpr, CLEAR_COPIES: tl.constexpr,
+    R: tl.constexpr, PART: tl.constexpr, A_RANKS: tl.constexpr, A_PART: tl.constexpr,
     PADDED: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_T: tl.constexpr, ROUNDS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -60,19 +55,22 @@ def _silu_mul(
     for i in range(ROUNDS):
         t = (tl.program_id(1) * ROUNDS + i) * BLOCK_T + tl.arange(0, BLOCK_T)
         in_t = t < T
-        clear(xa_to_clear_CTR, block, t, in_t, T, R_CLEAR, R_CLEAR_PADDED, CLEAR_COPIES)
         rms = inverse_rms(squares_PT, t, in_t, T, D, eps, SQ_P, SQ_PADDED)
         gate = sum_partials(gemm_STN, gate_counts, t, in_t, n, in_n, T, N, S) * gate_scale
         up = sum_partials(gemm_STN, up_counts, t, in_t, INNER + n, in_n, T, N, S) * up_scale
         if R > 0:
-            gate += apply_b(xa_CTR, 0, gate_b, b_NR, n, in_n, t, in_t, T, 2 * R, R, PART, COPIES)
-            up += apply_b(xa_CTR, R, up_b, b_NR, INNER + n, in_n, t, in_t, T, 2 * R, R, PART, COPIES)
+            gate += apply_b(xa_TR, 0, gate_b, b_NR, n, in_n, t, in_t, 2 * R, R, PART)
+            up += apply_b(xa_TR, R, up_b, b_NR, INNER + n, in_n, t, in_t, 2 * R, R, PART)
         gate *= rms[:, None]
         up *= rms[:, None]
         h = (gate * tl.sigmoid(gate) * up).to(h_TI.dtype.element_ty)
-        tl.store(h_TI + operand_at(t, n, INNER, PADDED), h, mask=in_t[:, None] & in_n[None, :])
+        store_operand(h_TI, h, t, n, in_t[:, None] & in_n[None, :], INNER, PADDED)
         if A_RANKS > 0:
-            apply_a(xa_next_CTR, block, h, a, a_RK, n, in_n, INNER, t, in_t, T, A_RANKS, A_PART, NEXT_COPIES)
+            apply_a(parts_PTR, block, h, a, a_RK, n, in_n, INNER, t, in_t, T, A_RANKS, A_PART)
+
+
+BLOCK_I = 128
+"""Columns of a program."""
 
 
 def blocks_in_turn(tokens: int) -> int:
@@ -95,7 +93,6 @@ def silu_mul(
     partials_G: torch.Tensor | None = None,
     b: LoraB = NO_B,
     a: LoraA = NO_A,
-    xa_to_clear: LoraSum = NO_SUM,
 ) -> None:
     """Write silu(gate) * up, the input of the down projection.
 
@@ -109,9 +106,8 @@ def silu_mul(
         eps: Added to the mean square, as the RMSNorm does.
         padded_tokens: Tokens that ``h_TI`` has room for in the order of ``packed_gemm``; 0 for [T, I].
         partials_G: int32, how many of the S partial sums each 64 columns have; None if S is 1.
-        b: LoRA of gate and up: B of gate on top of B of up, and the sum x A^T [C, T, 2 R] of both.
+        b: LoRA of gate and up: B of gate on top of B of up, and the sum x A^T [T, 2 R] of both.
         a: LoRA of down.
-        xa_to_clear: A sum that earlier kernels have read.
 
     Raises:
         QeRLError: A tensor is not contiguous.
@@ -119,20 +115,18 @@ def silu_mul(
     splits, tokens, columns = gemm_STN.shape
     squares = squares_PT.shape[0]
     block_t = 16  # 32 tokens at once spill registers
-    block_n, rounds, shared = 128, blocks_in_turn(tokens), shared_bytes(h_TI)
+    rounds, shared = blocks_in_turn(tokens), shared_bytes(h_TI)
     # Half the registers that the compiler wants let four programs share a multiprocessor instead of two. At
     # 128 ranks shared memory has room for two anyway, and fewer registers would only spill.
     capped = {"maxnreg": 128} if tokens > 64 and b.ranks <= 64 else {}
     arguments = pointers(
         "silu_mul", h_TI, gemm_STN=gemm_STN, partials_G=partials_G, scale_2=scale_2, squares_PT=squares_PT,
-        xa_CTR=b.xa.sum_CTR, b_NR=b.b_NR, a_RK=a.a_RK, h_TI=h_TI, xa_next_CTR=a.xa.sum_CTR,
-        xa_to_clear_CTR=xa_to_clear.sum_CTR,
+        xa_TR=b.xa.sum_TR, b_NR=b.b_NR, a_RK=a.a_RK, h_TI=h_TI, parts_PTR=a.xa.parts_PTR,
     )  # fmt: skip
-    _silu_mul[(triton.cdiv(intermediate, block_n), triton.cdiv(tokens, block_t * rounds))](
+    _silu_mul[(triton.cdiv(intermediate, BLOCK_I), triton.cdiv(tokens, block_t * rounds))](
         *arguments, tokens, columns, intermediate, width, eps,
         S=splits, SQ_P=squares, SQ_PADDED=triton.next_power_of_2(squares),
         **b.constants(rank_part(b.ranks, shared)), **a.constants(rank_part(a.ranks, shared)),
-        **xa_to_clear.clear_constants(),
-        PADDED=padded_tokens, COLUMNS=block_n, BLOCK_T=block_t, ROUNDS=rounds, num_warps=4,
+        PADDED=padded_tokens, COLUMNS=BLOCK_I, BLOCK_T=block_t, ROUNDS=rounds, num_warps=4, num_stages=1,
         **capped, **dependent(gemm_STN),
     )  # fmt: skip

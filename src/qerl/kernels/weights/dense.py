@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from qerl.kernels.weights.product import Product
+from qerl.kernels.weights.product import NO_SUM, LoraSum, Product
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,8 +48,9 @@ class DenseStack:
         """Bytes of the product."""
         return tokens * self.weight_NK.shape[0] * self.weight_NK.element_size()
 
-    def multiply(self, x: torch.Tensor, tokens: int, scratch: torch.Tensor) -> Product:
+    def multiply(self, x: torch.Tensor, tokens: int, scratch: torch.Tensor, xa: LoraSum = NO_SUM) -> Product:
         """x w^T; see `GemmWeight.multiply`."""
+        xa.add()
         rows, width = self.weight_NK.shape
         x_TK = x.view(-1)[: tokens * width].view(tokens, width)
         out_STN = scratch[: tokens * rows * x.element_size()].view(x.dtype).view(1, tokens, rows)

@@ -27,7 +27,7 @@ from torch import nn
 
 from qerl.errors import QeRLError
 from qerl.kernels.needs import how_to_install
-from qerl.kernels.weights.product import Product
+from qerl.kernels.weights.product import NO_SUM, LoraSum, Product
 
 BLOCK = 64
 """Consecutive weights that share an absmax; the only block size of bitsandbytes that is taken."""
@@ -97,12 +97,13 @@ class NF4Stack:
         """0: bitsandbytes allocates the product."""
         return 0
 
-    def multiply(self, x: torch.Tensor, tokens: int, scratch: torch.Tensor) -> Product:
+    def multiply(self, x: torch.Tensor, tokens: int, scratch: torch.Tensor, xa: LoraSum = NO_SUM) -> Product:
         """x w^T in the dtype of x, by the kernel that bitsandbytes chooses; see `GemmWeight.multiply`.
 
         Raises:
             QeRLError: bitsandbytes is not installed.
         """
+        xa.add()
         width = self.shape[1]
         x_TK = x.view(-1)[: tokens * width].view(tokens, width)
         return Product(self.gemm(x_TK)[None], None, self.scale_L)

@@ -19,13 +19,15 @@ from qerl.kernels.needs import has_module
 from qerl.kernels.weights.dequantize import dequantize_tiles
 from qerl.kernels.weights.packed_gemm import (
     MAX_TOKENS,
+    NOTHING_AHEAD,
     OUTPUT_SCALE,
+    Ahead,
     Tiling,
     packed_gemm,
     padded_tokens,
     partial_sums,
 )
-from qerl.kernels.weights.product import Product
+from qerl.kernels.weights.product import NO_SUM, LoraSum, Product
 from qerl.kernels.weights.quack_gemm import quack_gemm, quack_tile
 from qerl.kernels.weights.tiles import Tiles
 from qerl.kernels.workspace import workspace
@@ -40,32 +42,40 @@ _WGMMA_TILINGS = {
 }
 
 # By padded tokens, without: where a block has the shared memory of compute capability 8.0, and where it has
-# less. H200 treated as 8.0, microseconds of gate_up and down of 7B; the second ones had as much shared memory
-# there, and more stages than in 99 KB.
+# less. H200 treated as 8.0, microseconds of gate_up and down of 7B with four warps that load; the second ones
+# had as much shared memory there, and more stages than in 99 KB. Those of 16 and 32 tokens were chosen when
+# one warp did.
 _MMA_TILINGS = {
-    8: (Tiling(2, 1, 16, 4), Tiling(2, 1, 8, 4)),  # 31.9 and 17.6; 35.7 and 19.3
-    16: (Tiling(2, 2, 8, 4), Tiling(2, 2, 4, 4)),  # 35.8 and 19.8; 42.9 and 22.7
-    32: (  # 45.7 and 25.5; 55.9 and 30.7
-        Tiling(3, 3, 4, 4, fragments=2),
-        Tiling(3, 3, 2, 2, fragments=2),
-    ),
-    64: (  # 62.3 and 33.5, in two stages; 68.6 and 37.7
+    8: (Tiling(4, 2, 8, 4), Tiling(2, 1, 8, 4)),  # 29.6 and 17.3; 31.8 and 18.6
+    16: (Tiling(2, 2, 8, 4), Tiling(2, 2, 4, 4)),
+    32: (Tiling(3, 3, 4, 4, fragments=2), Tiling(3, 3, 2, 2, fragments=2)),
+    64: (  # 57.6 and 31.9, in two stages; 68.9 and 37.9
         Tiling(4, 4, 4, 2, fragments=2),
-        Tiling(3, 3, 2, 2, fragments=2),
+        Tiling(3, 3, 2, 2),
     ),
-    128: (  # 115.3 and 63.1, as long without the split; 123.8 and 67.3
-        Tiling(3, 3, 2, 2, fragments=2, split=2),
-        Tiling(3, 3, 1, 1, fragments=2),
-    ),
+    128: (Tiling(2, 2, 2, 2), Tiling(3, 3, 1, 1)),  # 105.0 and 54.1; 122.9 and not measured
 }
+# The first of 64 tokens for weights of which a block has few tiles: q/k/v and o of 7B take 11.7 and 10.0, and
+# 13.3 and 11.8 with that above.
+_SMALL_WEIGHT = 1 << 25
+_OF_SMALL_WEIGHT = Tiling(2, 2, 4, 4)
 _BARRIERS = 1024  # more than the kernel's own shared memory takes
 
 
-def tiling_for(tokens: int, card: Card) -> Tiling:
-    """How packed_gemm.cu tiles a product of at most `MAX_TOKENS` tokens, from the tables above."""
+def tiling_for(tokens: int, card: Card, shape: tuple[int, int]) -> Tiling:
+    """How packed_gemm.cu tiles a product of at most `MAX_TOKENS` tokens, from the tables above.
+
+    Args:
+        tokens: T.
+        card: What it runs on.
+        shape: (N, K) of the weight.
+    """
+    padded = padded_tokens(tokens)
     if card.math == "wgmma":
-        return _WGMMA_TILINGS[padded_tokens(tokens)]
-    large, small = _MMA_TILINGS[padded_tokens(tokens)]
+        return _WGMMA_TILINGS[padded]
+    large, small = _MMA_TILINGS[padded]
+    if padded == 64 and shape[0] * shape[1] < _SMALL_WEIGHT:
+        large = _OF_SMALL_WEIGHT
     tiling = large if card.shared_bytes >= CARDS[8, 0].shared_bytes else small
     return replace(tiling, shared_bytes=min(tiling.shared_bytes, card.shared_bytes - _BARRIERS))
 
@@ -83,11 +93,13 @@ class NVFP4Stack:
     Attributes:
         tiles: Codes and block scales of all of them.
         scale_L: fp32 [L], the reciprocal of each linear's global scale.
+        ahead: What the kernels after a product read; whoever puts products in an order sets it.
         shape: (N, K), N padded.
     """
 
     tiles: Tiles
     scale_L: torch.Tensor
+    ahead: Ahead = NOTHING_AHEAD
     shape: tuple[int, int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -106,10 +118,11 @@ class NVFP4Stack:
         most, _ = partial_sums(self._tiling(tokens), self.shape, self.tiles.codes.device)
         return most * tokens * self.shape[0] * 4
 
-    def multiply(self, x: torch.Tensor, tokens: int, scratch: torch.Tensor) -> Product:
+    def multiply(self, x: torch.Tensor, tokens: int, scratch: torch.Tensor, xa: LoraSum = NO_SUM) -> Product:
         """x w^T; see `GemmWeight.multiply`."""
         rows, width = self.shape
         if tokens > MAX_TOKENS:
+            xa.add()
             x_TK = x.view(-1)[: tokens * width].view(tokens, width)
             out_STN = scratch[: tokens * rows * 2].view(x.dtype).view(1, tokens, rows)
             if quack_runs(x.device):
@@ -120,11 +133,11 @@ class NVFP4Stack:
         tiling = self._tiling(tokens)
         most, partials_G = partial_sums(tiling, self.shape, x.device)
         out_STN = scratch[: most * tokens * rows * 4].view(torch.float32).view(most, tokens, rows)
-        packed_gemm(x, self.tiles, out_STN, tiling)
+        packed_gemm(x, self.tiles, out_STN, tiling, xa, self.ahead)
         return Product(out_STN, partials_G, self._packed_gemm_scale_L)
 
     def _tiling(self, tokens: int) -> Tiling:
-        return tiling_for(tokens, card_of(self.tiles.codes.device))
+        return tiling_for(tokens, card_of(self.tiles.codes.device), self.shape)
 
     def _dense_gemm(self, x_TK: torch.Tensor, out_TN: torch.Tensor) -> None:
         # Codes times block scales are exact in 16 bits; the linears' own scales are left to the reader.

@@ -1,15 +1,17 @@
 // y[s, m, n] = part s of the sum over k of x[m, k] * w[n, k], w in NVFP4, for few tokens (M <= 128).
 //
 // At these sizes a product is as fast as its weight is read, so the kernel is a stream. One block sits on each
-// multiprocessor for the whole product. One of its warps does nothing but ask for the next pieces of weight and
+// multiprocessor for the whole product. Some of its warps do nothing but ask for the next pieces of weight and
 // activations, up to STAGES of them ahead, into shared memory; the others decode and multiply. The weight does not
 // depend on the kernel before this one, so the first STAGES pieces of it are asked for before that kernel has ended:
 // its time is not lost for the memory.
 //
-// One source for every card since Ampere; qerl.kernels.cards says which switches a card has. BULK: one lane of the
-// producing warp asks the copy engine, which counts bytes on a barrier; without it each lane copies 16 bytes at a time
-// (cp.async), and the barrier counts lanes. WGMMA: see below. Below compute capability 9.0 a kernel starts when the
-// one ahead of it has ended, and a product of two bf16 numbers is a fused multiply-add whose third operand is -0.
+// One source for every card since Ampere; qerl.kernels.cards says which switches a card has. BULK: one lane of one warp
+// asks the copy engine, which counts bytes on a barrier; without it the lanes of four warps, one on each scheduler, copy
+// 16 bytes at a time (cp.async), and the barrier counts lanes. WGMMA: see below. Below compute capability 9.0 a kernel
+// starts when the one ahead of it has ended, and a product of two bf16 numbers is a fused multiply-add whose third operand
+// is -0. There the warps that load, once they have asked for all of their own, ask the L2 cache for what the next kernels
+// read first.
 //
 // Weight layout (qerl.kernels.weights.tiles), the one quack-kernels uses, so that both libraries run on one resident copy:
 //   codes  [N/64, K/64, 128 threads, 16 bytes]: thread t = 32 w + l of a 64 x 64 tile holds, for each of four
@@ -18,14 +20,15 @@
 //   scales [N/64, K/64, 32 rows r with r%16 < 8, 4 k16 blocks, (row, row+8)] E4M3
 //
 // Activations [K/64, TOKENS/8, 8 chunks, 8 tokens, 8 k]: the core matrices of wgmma's second operand without
-// swizzle. They are written in this order by the kernel that makes them (qerl.kernels.decode.common.operand_at).
+// swizzle. They are written in this order by the kernel that makes them (qerl.kernels.decode.common.store_operand).
 //
 // Multiplying. Up to 16 tokens each warp multiplies its own 16 rows (mma.sync): it waits for nobody, and the
 // compiler decodes the next block while the last is multiplied. wgmma needs four warps in step and a wait; at 8 tokens
 // that took 135 instructions a tile and warp instead of 95. From 32 tokens on its second operand straight from
 // shared memory is worth that: mma.sync would read it once for every 16 rows. Cards without wgmma stay with mma.sync and
-// give a warp two fragments of 16 rows (FRAGMENTS), so that it is read half as often. Where their accumulators were too
-// many for the registers, two warps have the same fragments and half of the tokens each (SPLIT); both decode them.
+// may give a warp two fragments of 16 rows (FRAGMENTS), so that it is read half as often. With 128 tokens their
+// accumulators are too many for the registers; two warps with the same fragments and half of the tokens each would
+// both decode them, and there instructions take the time, not reads of shared memory.
 //
 // Work. The product is a line of (rows / ROWS) x (K / 64) tiles, rows outermost, cut into one piece of equal
 // length for each block. A block that starts or ends inside a row tile leaves a partial sum of it: contributor s
@@ -33,26 +36,29 @@
 // because every reader is a kernel of ours, and it keeps results independent of timing.
 //
 // Compile-time: TOKENS (8, 16, 32, 64 or 128), TEAMS of warps that multiply, each with 64 rows: a warpgroup, or with two
-// FRAGMENTS a warp half of one, times SPLIT; ROW_GROUPS 64-row groups of a row tile (TEAMS / ROW_GROUPS teams share K), TILES 64-wide
+// FRAGMENTS a warp half of one; ROW_GROUPS 64-row groups of a row tile (TEAMS / ROW_GROUPS teams share K), TILES 64-wide
 // k tiles a stage, TOGETHER tiles a team multiplies before it waits, STAGES, BULK and WGMMA.
 //
-// staging.cuh copies and waits, fragment.cuh decodes, warp_math.cuh and warpgroup_math.cuh multiply a tile.
+// staging.cuh copies and waits, bulk_loads.cuh and thread_loads.cuh load pieces, fragment.cuh decodes, warp_math.cuh and
+// warpgroup_math.cuh multiply a tile.
 
-#if FRAGMENTS * SPLIT > 1 && (TOKENS <= 16 || WGMMA)
-#error "Fragments and a split are for more than 16 tokens without wgmma."
+#if FRAGMENTS > 1 && (TOKENS <= 16 || WGMMA)
+#error "Several fragments a warp are for more than 16 tokens without wgmma."
 #endif
-#define TEAM (128 / FRAGMENTS * SPLIT)  // threads
+#define TEAM (128 / FRAGMENTS)  // threads
 #define K_GROUPS (TEAMS / ROW_GROUPS)
 #define CONSUMERS (TEAMS * TEAM)
-#define THREADS (CONSUMERS + 32)
+#define LOADERS (BULK ? 1 : 4)  // warps that load
+#define THREADS (CONSUMERS + 32 * LOADERS)
 #define CODE_BYTES 2048
 #define SCALE_BYTES 256
 #define X_BYTES (TOKENS * 128)
 #define WEIGHT_BYTES (ROW_GROUPS * (CODE_BYTES + SCALE_BYTES))  // of a k tile
 #define STAGE_BYTES (TILES * (WEIGHT_BYTES + X_BYTES))
-#define WARP_TOKENS (TOKENS / SPLIT)
-#define VALUES (FRAGMENTS * WARP_TOKENS / 2)  // accumulators a thread
+#define VALUES (FRAGMENTS * TOKENS / 2)  // accumulators a thread
 #define WARPGROUP_MATH (WGMMA && TOKENS > 16)
+// Sums of LoRA come after the product where they would cost it registers that it does not have.
+#define ADD_LAST (TOKENS == 128 && !WGMMA)
 #define STARTS_EARLY (__CUDA_ARCH__ >= 900)
 
 #include "staging.cuh"
@@ -84,6 +90,10 @@ struct Piece {
   }
   __device__ __forceinline__ void measure() { count = min(min(TILES, k_tiles - first), end - at); }
   __device__ __forceinline__ bool ends_row_tile() const { return first + count == k_tiles || at + count == end; }
+  // The first tile of a row group. The last row tile may reach beyond the weight; nobody writes those rows.
+  __device__ __forceinline__ long long tile(int row_group, int groups) const {
+    return (long long)min(row_tile * ROW_GROUPS + row_group, groups - 1) * k_tiles + first;
+  }
   __device__ __forceinline__ void advance() {
     at += count;
     first += count;
@@ -92,38 +102,59 @@ struct Piece {
   }
 };
 
-__device__ __forceinline__ void load_weight(const Piece& p, u32 stage, u32 full, const u8* codes, const u8* scales,
-                                            int groups, u64 policy) {
-#pragma unroll
-  for (int g = 0; g < ROW_GROUPS; g++) {
-    // The last row tile may reach beyond the weight; nobody writes those rows.
-    int group = min(p.row_tile * ROW_GROUPS + g, groups - 1);
-    long long tile = (long long)group * p.k_tiles + p.first;
-    copy(stage + g * TILES * CODE_BYTES, codes + tile * CODE_BYTES, p.count * CODE_BYTES, full, policy);
-    copy(stage + TILES * (ROW_GROUPS * CODE_BYTES + g * SCALE_BYTES), scales + tile * SCALE_BYTES,
-         p.count * SCALE_BYTES, full, policy);
-  }
-}
+// Where the tiles of a block begin on a line of so many.
+__device__ __forceinline__ int share(int total, int block) { return (int)((long long)block * total / gridDim.x); }
 
-__device__ __forceinline__ void load_x(const Piece& p, u32 stage, u32 full, const u8* x, u64 policy) {
-  copy(stage + TILES * WEIGHT_BYTES, x + (long long)p.first * X_BYTES, p.count * X_BYTES, full, policy);
+// What the kernels after this one read first: the adapters' matrices between this product and the next, and that one's
+// weight, of which each block reads so many pieces before all others.
+struct Ahead {
+  const u8 *b, *a, *codes, *scales;
+  int b_bytes, a_bytes, N, K, pieces;
+};
+
+#if BULK
+#include "bulk_loads.cuh"
+#else
+#include "thread_loads.cuh"
+#endif
+
+// x A^T of the adapters that belong to this product, `numbers` (a multiple of 8) for all tokens: the kernel before
+// has left `count` parts of each. A warp adds eight numbers: 16 pairs of lanes have every 16th part each, then the
+// pairs' sums are added, always in the same order. The loads pass by the L1 cache, where the parts of an earlier
+// layer may be.
+__device__ __forceinline__ void add_parts(const float* parts, float* sum, int count, int numbers, int warp, int lane) {
+  for (int first = (blockIdx.x + gridDim.x * warp) * 8; first < numbers; first += gridDim.x * (CONSUMERS / 32) * 8) {
+    const int at = first + lane % 2 * 4;
+    float total[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll 4
+    for (int p = lane / 2; p < count; p += 16) {
+      float4 part = __ldcg((const float4*)(parts + (long long)p * numbers + at));
+      total[0] += part.x, total[1] += part.y, total[2] += part.z, total[3] += part.w;
+    }
+#pragma unroll
+    for (int step = 2; step < 32; step *= 2)
+#pragma unroll
+      for (int i = 0; i < 4; i++) total[i] += __shfl_xor_sync(0xFFFFFFFFu, total[i], step);
+    if (lane < 2) *(float4*)(sum + at) = make_float4(total[0], total[1], total[2], total[3]);
+  }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 packed_gemm(const u8* __restrict__ x, const u8* __restrict__ codes, const u8* __restrict__ scales,
-            float* __restrict__ y, int M, int N, int K) {
+            float* __restrict__ y, const float* xa_parts, float* xa, const u8* next_b, const u8* next_a,
+            const u8* next_codes, const u8* next_scales, int M, int N, int K, int parts, int numbers, int next_b_bytes,
+            int next_a_bytes, int next_N, int next_K, int next_pieces) {
   extern __shared__ __align__(128) u8 stages[];
   __shared__ u64 barriers[2 * STAGES];
   // Broadcast, so that the compiler knows it to be the same for the whole warp.
   const int lane = threadIdx.x % 32, warp = __shfl_sync(0xFFFFFFFFu, threadIdx.x / 32, 0);
   const int k_tiles = K / 64, groups = N / 64;
   const int total = (groups + ROW_GROUPS - 1) / ROW_GROUPS * k_tiles;
-  const int begin = (int)((long long)blockIdx.x * total / gridDim.x);
-  const int end = (int)((long long)(blockIdx.x + 1) * total / gridDim.x);
+  const int begin = share(total, blockIdx.x), end = share(total, blockIdx.x + 1);
   const u32 base = shared_address(stages), full = shared_address(barriers), empty = full + STAGES * 8;
   if (threadIdx.x == 0) {
     for (int s = 0; s < STAGES; s++) {
-      barrier_init(full + s * 8, BULK ? 1 : 32);
+      barrier_init(full + s * 8, BULK ? 1 : 32 * LOADERS);
       barrier_init(empty + s * 8, CONSUMERS / 32);
     }
 #if BULK
@@ -132,54 +163,22 @@ packed_gemm(const u8* __restrict__ x, const u8* __restrict__ codes, const u8* __
   }
   __syncthreads();
 
-  if (warp == CONSUMERS / 32) {
-    if (lane == 0 || !BULK) {
-      u64 once = 0, often = 0;
-#if BULK
-      asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(once));
-      asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(often));
-      int pieces = 0;
-      Piece p(begin, end, k_tiles);
-      for (; p.at < end && pieces < STAGES; pieces++, p.advance()) {
-        barrier_expect(full + pieces * 8, p.count * (STAGE_BYTES / TILES));
-        load_weight(p, base + pieces * STAGE_BYTES, full + pieces * 8, codes, scales, groups, once);
-      }
-      wait_for_kernel_before();
-      asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-      Piece again(begin, end, k_tiles);
-      for (int s = 0; s < pieces; s++, again.advance())
-        load_x(again, base + s * STAGE_BYTES, full + s * 8, x, often);
-      for (int s = 0, round = 0; p.at < end; p.advance()) {
-        barrier_wait(empty + s * 8, round);
-        barrier_expect(full + s * 8, p.count * (STAGE_BYTES / TILES));
-        load_weight(p, base + s * STAGE_BYTES, full + s * 8, codes, scales, groups, once);
-        load_x(p, base + s * STAGE_BYTES, full + s * 8, x, often);
-        if (++s == STAGES) s = 0, round ^= 1;
-      }
-#else
-      // A barrier on which nobody has arrived lets one pass that waits for parity 1: the first STAGES pieces.
-      Piece p(begin, end, k_tiles);
-      for (int s = 0, round = 1; p.at < end; p.advance()) {
-        barrier_wait(empty + s * 8, round);
-        load_weight(p, base + s * STAGE_BYTES, full + s * 8, codes, scales, groups, once);
-        load_x(p, base + s * STAGE_BYTES, full + s * 8, x, often);
-        barrier_arrive_copied(full + s * 8);
-        if (++s == STAGES) s = 0, round ^= 1;
-      }
-      asm volatile("cp.async.wait_all;" ::: "memory");
-#endif
-    }
+  if (warp >= CONSUMERS / 32) {
+    const Ahead next = {next_b, next_a, next_codes, next_scales, next_b_bytes, next_a_bytes, next_N, next_K, next_pieces};
+    if (lane == 0 || !BULK) load_all(Piece(begin, end, k_tiles), groups, base, full, empty, x, codes, scales, next);
     return;
   }
 
   wait_for_kernel_before();
+#if !ADD_LAST
+  add_parts(xa_parts, xa, parts, numbers, warp, lane);
+#endif
   const int row_group = warp / (TEAM / 32) % ROW_GROUPS, k_group = warp / (TEAM / 32) / ROW_GROUPS;
-  // Which fragments of the row group this warp has, and which share of the tokens.
-  const int first_fragment = warp % (TEAM / 32) / SPLIT * FRAGMENTS, first_token = warp % SPLIT * WARP_TOKENS;
+  const int first_fragment = warp % (TEAM / 32) * FRAGMENTS;  // of the row group, that this warp has
   const Operands at = {
       stages + row_group * TILES * CODE_BYTES + (first_fragment * 32 + lane) * 16,
       stages + TILES * (ROW_GROUPS * CODE_BYTES + row_group * SCALE_BYTES) + (first_fragment * 8 + lane / 4) * 8,
-      operand_address(base + TILES * WEIGHT_BYTES, first_token, lane),
+      operand_address(base + TILES * WEIGHT_BYTES, lane),
   };
 
   float acc[VALUES];
@@ -229,8 +228,8 @@ packed_gemm(const u8* __restrict__ x, const u8* __restrict__ codes, const u8* __
       float* to = y + (long long)part * M * N + group * 64 + first_fragment * 16 + lane / 4;
 #pragma unroll
       for (int i = 0; i < VALUES / 4; i++) {
-        int m = first_token + i % (WARP_TOKENS / 8) * 8 + lane % 4 * 2;
-        float* row = to + (long long)m * N + i / (WARP_TOKENS / 8) * 16;
+        int m = i % (TOKENS / 8) * 8 + lane % 4 * 2;
+        float* row = to + (long long)m * N + i / (TOKENS / 8) * 16;
         if (m < M) { row[0] = acc[i * 4]; row[8] = acc[i * 4 + 2]; }
         if (m + 1 < M) { row[N] = acc[i * 4 + 1]; row[N + 8] = acc[i * 4 + 3]; }
       }
@@ -238,4 +237,7 @@ packed_gemm(const u8* __restrict__ x, const u8* __restrict__ codes, const u8* __
 #pragma unroll
     for (int i = 0; i < VALUES; i++) acc[i] = 0.0f;
   }
+#if ADD_LAST
+  add_parts(xa_parts, xa, parts, numbers, warp, lane);
+#endif
 }

@@ -12,9 +12,10 @@ import torch
 
 from qerl.errors import QeRLError
 from qerl.kernels.cards import Card, card_of
-from qerl.kernels.device import multiprocessors
+from qerl.kernels.device import l2_bytes, multiprocessors
 from qerl.kernels.nvrtc import Kernel, kernel
-from qerl.kernels.weights.tiles import TILE, Tiles
+from qerl.kernels.weights.product import NO_SUM, LoraSum
+from qerl.kernels.weights.tiles import TILE, TILE_BYTES, Tiles
 
 SOURCE = Path(__file__).with_name("packed_gemm.cu")
 """The kernel."""
@@ -37,7 +38,7 @@ def to_operand(x_TK: torch.Tensor) -> torch.Tensor:
     """Activations, at most 128 tokens, in the order :func:`packed_gemm` reads, flat.
 
     The kernels of a decode step write this order themselves, see
-    :func:`qerl.kernels.decode.common.operand_at`.
+    :func:`qerl.kernels.decode.common.store_operand`.
     """
     tokens, width = x_TK.shape
     padded = padded_tokens(tokens)
@@ -62,7 +63,6 @@ class Tiling:
             this one to sit on the same multiprocessor.
         fragments: 16-row fragments of a warp: 1, and a team is a warpgroup, as wgmma wants it; or 2, without
             wgmma, from 32 tokens on.
-        split: Warps that have the same fragments, and each its share of the tokens; 1 with wgmma.
     """
 
     teams: int
@@ -71,12 +71,10 @@ class Tiling:
     together: int
     shared_bytes: int = 176_000
     fragments: int = 1
-    split: int = 1
 
-    @property
-    def threads(self) -> int:
-        """Threads of a block: those of the teams, and a warp that loads."""
-        return self.teams * 128 // self.fragments * self.split + 32
+    def threads(self, card: Card) -> int:
+        """Threads of a block: those of the teams, and those that load."""
+        return self.teams * 128 // self.fragments + (32 if card.loader == "bulk" else 128)
 
     def sums_bytes(self, tokens: int) -> int:
         """Shared memory in which teams that share K add up."""
@@ -84,7 +82,7 @@ class Tiling:
 
     def stage_bytes(self, tokens: int) -> int:
         """Shared memory of one stage: codes, scales and activations."""
-        return self.tiles * (self.row_groups * 2304 + padded_tokens(tokens) * 128)
+        return self.tiles * (self.row_groups * TILE_BYTES + padded_tokens(tokens) * 128)
 
     def stages(self, tokens: int) -> int:
         """Stages that fit, at most 16."""
@@ -105,7 +103,43 @@ def partial_sums(tiling: Tiling, shape: tuple[int, int], device: torch.device) -
     return max(counts), torch.tensor(counts, dtype=torch.int32, device=device)
 
 
-def packed_gemm(x: torch.Tensor, tiles: Tiles, out_STN: torch.Tensor, tiling: Tiling) -> None:
+@dataclass(frozen=True, eq=False)
+class Ahead:
+    """What the kernels after a product read.
+
+    A card on which none of them can start before the one ahead of it has ended brings it to the L2 cache once
+    the product has asked for its own weight.
+
+    Attributes:
+        b_NR, a_RK: LoRA of the kernels up to the next product, contiguous; None without.
+        tiles: The next product's weight; None if it is in another format.
+    """
+
+    b_NR: torch.Tensor | None = None
+    a_RK: torch.Tensor | None = None
+    tiles: Tiles | None = None
+
+
+NOTHING_AHEAD = Ahead()
+
+
+def pieces_ahead(tiling: Tiling, device: torch.device) -> int:
+    """Stages' worth of the next product's weight that each block asks the L2 cache for.
+
+    All of them take a third of the cache at most: the kernels between two products need the rest.
+    """
+    share = l2_bytes(device) // 3 // multiprocessors(device)
+    return share // (tiling.tiles * tiling.row_groups * TILE_BYTES)
+
+
+def packed_gemm(
+    x: torch.Tensor,
+    tiles: Tiles,
+    out_STN: torch.Tensor,
+    tiling: Tiling,
+    xa: LoraSum = NO_SUM,
+    ahead: Ahead = NOTHING_AHEAD,
+) -> None:
     """Writes the partial sums of x w^T, times `OUTPUT_SCALE` and without the global scale.
 
     Args:
@@ -114,6 +148,8 @@ def packed_gemm(x: torch.Tensor, tiles: Tiles, out_STN: torch.Tensor, tiling: Ti
         out_STN: fp32, contiguous, with as many partial sums as :func:`partial_sums` says; those that a row
             does not have are left as they are.
         tiling: How the product is tiled.
+        xa: Parts that are added by the way, R a multiple of 8.
+        ahead: What the kernels after this one read.
 
     Raises:
         QeRLError: Activations or output are not of the size that the weight and the number of tokens ask for.
@@ -125,14 +161,25 @@ def packed_gemm(x: torch.Tensor, tiles: Tiles, out_STN: torch.Tensor, tiling: Ti
         raise QeRLError(f"packed_gemm takes {padded} x {width} activations, not {tuple(x.shape)}.")
     if out_STN.shape != (most, tokens, rows) or out_STN.dtype != torch.float32:
         raise QeRLError(f"packed_gemm writes fp32 {(most, tokens, rows)}, not {tuple(out_STN.shape)}.")
-    stages = tiling.stages(tokens)
+    stages, card = tiling.stages(tokens), card_of(x.device)
+    parts, total = (out_STN[:0] if each is None else each for each in (xa.parts_PTR, xa.sum_TR))
+    pointers, numbers = _arguments(NOTHING_AHEAD if card.dependent_launch else ahead, tiles, tiling)
     _compiled(tiling, padded, stages, x.device.index or 0)(
         (min(multiprocessors(x.device), -(-rows // (TILE * tiling.row_groups)) * (width // TILE)), 1),
-        tiling.threads,
+        tiling.threads(card),
         stages * tiling.stage_bytes(tokens) + tiling.sums_bytes(tokens),
-        (x, tiles.codes, tiles.scales, out_STN),
-        (tokens, rows, width),
+        (x, tiles.codes, tiles.scales, out_STN, parts, total, *pointers),
+        (tokens, rows, width, parts.shape[0], total.numel(), *numbers),
     )
+
+
+def _arguments(ahead: Ahead, tiles: Tiles, tiling: Tiling) -> tuple[list[torch.Tensor], list[int]]:
+    """The kernel's arguments that say what comes next; a pointer to nothing is one to ``tiles``."""
+    matrices = [tiles.codes if each is None else each for each in (ahead.b_NR, ahead.a_RK)]
+    sizes = [0 if each is None else each.nbytes for each in (ahead.b_NR, ahead.a_RK)]
+    pieces = pieces_ahead(tiling, tiles.codes.device) if ahead.tiles else 0
+    following = ahead.tiles or tiles
+    return [*matrices, following.codes, following.scales], [*sizes, *following.shape, pieces]
 
 
 @cache
@@ -148,7 +195,6 @@ def switches(tiling: Tiling, tokens: int, stages: int, card: Card) -> dict[str, 
         "TEAMS": tiling.teams,
         "ROW_GROUPS": tiling.row_groups,
         "FRAGMENTS": tiling.fragments,
-        "SPLIT": tiling.split,
         "TILES": tiling.tiles,
         "TOGETHER": tiling.together,
         "STAGES": stages,

@@ -4,13 +4,39 @@ A weight here is that of several linear layers stacked along their outputs (q, k
 one. Each format is a class of its own: `qerl.kernels.weights.nvfp4`, `nf4` and `dense`. Another format is
 another class with these four members.
 
-Shapes: S partial sums, T tokens, N outputs of all stacked linears, K inputs, L stacked linears.
+Shapes: S partial sums, T tokens, N outputs of all stacked linears, K inputs, L stacked linears, P programs
+that have a part of x A^T, R ranks stacked.
 """
 
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+
+
+@dataclass(frozen=True)
+class LoraSum:
+    """The sum x A^T of one product.
+
+    Attributes:
+        parts_PTR: fp32 [P, T, R]. Each program of the kernel that makes x writes the part that its columns of
+            x have in the sum; the next product's kernels write over it.
+        sum_TR: fp32 [T, R], written with the product and read by the kernel that reads the product.
+    """
+
+    parts_PTR: torch.Tensor | None = None
+    sum_TR: torch.Tensor | None = None
+
+    def add(self) -> None:
+        """Add the parts in order, in a launch of its own: for products whose kernel does not."""
+        if self.parts_PTR is not None and self.sum_TR is not None:
+            from qerl.kernels.decode.add_parts import add_parts  # needs Triton
+
+            add_parts(self.parts_PTR, self.sum_TR)
+
+
+NO_SUM = LoraSum()
+"""That of a product without an adapter."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,13 +76,14 @@ class GemmWeight(Protocol):
         """Bytes of scratch that :meth:`multiply` needs for so many tokens."""
         ...
 
-    def multiply(self, x: torch.Tensor, tokens: int, scratch: torch.Tensor) -> Product:
-        """x w^T, in ``scratch`` where the kernel takes a place for its output.
+    def multiply(self, x: torch.Tensor, tokens: int, scratch: torch.Tensor, xa: LoraSum = NO_SUM) -> Product:
+        """x w^T, in ``scratch`` where the kernel takes a place for its output, and the sum x A^T.
 
         Args:
             x: 16-bit activations, contiguous, flat or not, in the order that :meth:`padded_tokens` says.
             tokens: T.
             scratch: uint8, at least :meth:`scratch_bytes` long; its content is the product until the next
                 one.
+            xa: Of the adapters of the stacked linears; its parts are there, and its sum is written.
         """
         ...

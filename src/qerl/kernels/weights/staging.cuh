@@ -1,5 +1,6 @@
-// Bringing pieces of weight and activations to shared memory, and the barriers on which warps wait for them: by the
-// copy engine, which counts bytes (BULK), or by every lane of a warp, 16 bytes at a time. Included by packed_gemm.cu.
+// The barriers on which warps wait for pieces of weight and activations, and the two ways in which these get to shared
+// memory: the copy engine brings whole stretches and counts their bytes (BULK), or each thread brings 16 bytes at a
+// time. Included by packed_gemm.cu.
 
 #pragma once
 
@@ -41,14 +42,14 @@ __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
       "again: mbarrier.test_wait.parity.shared.b64 done, [%0], %1;\n"
       "@!done bra again;}" ::"r"(barrier), "r"(parity) : "memory");
 }
-// By the whole warp; bytes is a multiple of 16. Without an eviction policy: where the address in shared memory has a
-// part in a uniform register, ptxas (12.8, 12.9 and the driver of CUDA 13.0) encodes cp.async with one as an illegal
-// instruction for 9.0 and later.
-__device__ __forceinline__ void copy(u32 to, const u8* from, u32 bytes, u32, u64) {
-  for (u32 at = threadIdx.x % 32 * 16; at < bytes; at += 512)
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to + at), "l"(from + at) : "memory");
+// Without an eviction policy: where the address in shared memory has a part in a uniform register, ptxas (12.8, 12.9 and
+// the driver of CUDA 13.0) encodes cp.async with one as an illegal instruction for 9.0 and later.
+__device__ __forceinline__ void copy16(u32 to, const u8* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
-// This lane arrives when all that it has asked for is there.
+// Asks the L2 cache for the 32 bytes at an address.
+__device__ __forceinline__ void prefetch32(const u8* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
+// This thread arrives when all that it has asked for is there.
 __device__ __forceinline__ void barrier_arrive_copied(u32 barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
 }

@@ -16,6 +16,9 @@ from qerl.errors import QeRLError
 TILE = 64
 """Rows and columns of a tile."""
 
+TILE_BYTES = TILE * TILE // 2 + TILE * TILE // 16
+"""Codes and scales of a tile."""
+
 ROW_MULTIPLE = 128
 """N of a stack is padded with zeros to a multiple of this."""
 

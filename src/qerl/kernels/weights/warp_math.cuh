@@ -18,8 +18,8 @@ __device__ __forceinline__ void load_matrices(u32* b, u32 from) {
 }
 
 // This lane's rows of the activations, as ldmatrix takes their addresses.
-__device__ __forceinline__ u32 operand_address(u32 x, int first_token, int lane) {
-  return x + first_token * 128 + (TOKENS <= 16 ? lane * 16 : lane / 16 * 1024 + lane % 16 * 16);
+__device__ __forceinline__ u32 operand_address(u32 x, int lane) {
+  return x + (TOKENS <= 16 ? lane * 16 : lane / 16 * 1024 + lane % 16 * 16);
 }
 
 #if TOKENS <= 16
@@ -63,14 +63,14 @@ __device__ __forceinline__ void multiply_tile(float* acc, const Operands& at, in
       decode(words[k], k < 2 ? scale[f].x : scale[f].y, k & 1, a[f]);
     }
 #pragma unroll
-    for (int g = 0; g < WARP_TOKENS / 8; g += 2) {
+    for (int g = 0; g < TOKENS / 8; g += 2) {
       u32 b[4];
       load_matrices(b, from + g * 1024 + k * 256);
 #pragma unroll
       for (int i = 0; i < 2; i++)
 #pragma unroll
         for (int f = 0; f < FRAGMENTS; f++)
-          multiply_warp(acc + (f * (WARP_TOKENS / 8) + g + i) * 4, a[f], b[2 * i], b[2 * i + 1]);
+          multiply_warp(acc + (f * (TOKENS / 8) + g + i) * 4, a[f], b[2 * i], b[2 * i + 1]);
     }
   }
 }

@@ -39,9 +39,10 @@ __device__ __forceinline__ void commit() { asm volatile("wgmma.commit_group.sync
 __device__ __forceinline__ void finish() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
 
 // The low word of the operand's description.
-__device__ __forceinline__ u32 operand_address(u32 x, int, int) { return (x >> 4) | ((128 >> 4) << 16); }
+__device__ __forceinline__ u32 operand_address(u32 x, int) { return (x >> 4) | ((128 >> 4) << 16); }
 
-// acc += a tile of weight * its activations, asynchronously. Two k16 blocks are decoded while the two before them are multiplied.
+// acc += a tile of weight * its activations, asynchronously. Two k16 blocks are decoded while the two before them are
+// multiplied.
 __device__ __forceinline__ void multiply_tile(float* acc, const Operands& at, int stage, int t) {
   uint4 code = *(const uint4*)(at.codes + stage * STAGE_BYTES + t * CODE_BYTES);
   uint2 scale = *(const uint2*)(at.scales + stage * STAGE_BYTES + t * SCALE_BYTES);

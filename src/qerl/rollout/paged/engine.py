@@ -147,5 +147,3 @@ class PagedEngine(RolloutEngine):
         if self._binding.refresh(norm_offsets):
             self.graphs.forget()
             self.prefill.forget()
-        self.graphs.clear()
-        self.prefill.clear()

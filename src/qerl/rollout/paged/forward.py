@@ -1,7 +1,8 @@
 """One forward pass of the decoder over T tokens, for decoding (inside a CUDA graph) and for prefill alike.
 
 Launches per layer: GEMM, rope_kv, attend, combine_splits, GEMM, residual_norm, GEMM, silu_mul, GEMM,
-residual_norm; with LoRA as without. See qerl.kernels.decode.common for how LoRA and normalisation ride along.
+residual_norm; with LoRA as without where packed_gemm.cu multiplies, else add_parts before each GEMM. See
+qerl.kernels.decode.common for how LoRA and normalisation ride along.
 """
 
 from dataclasses import dataclass
@@ -11,11 +12,11 @@ import triton
 
 from qerl.kernels.decode import attend as attention
 from qerl.kernels.decode import residual_norm, rope_kv, silu_mul
-from qerl.kernels.decode.launch import NO_A, NO_B, NO_SUM, LoraA, LoraB, LoraSum
-from qerl.kernels.weights.product import GemmWeight, Product
+from qerl.kernels.decode.launch import NO_A, NO_B, LoraA, LoraB
+from qerl.kernels.weights.product import GemmWeight, LoraSum, Product
 from qerl.rollout.paged.kv_cache import KVCache
 from qerl.rollout.paged.lora_sums import LoraSums
-from qerl.rollout.paged.weights import Decoder, Layer, Lora
+from qerl.rollout.paged.weights import Decoder, Layer, Lora, look_ahead
 
 
 @dataclass
@@ -59,8 +60,8 @@ class Forward:
         def new(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
             return torch.empty(shape, dtype=dtype, device=device)
 
-        layer = decoder.layers[0]
         weights = [w for each in decoder.layers for w in (each.qkv, each.o, each.gate_up, each.down)]
+        look_ahead(decoder.layers)
         self.scratch = new(max(weight.scratch_bytes(tokens) for weight in weights), dtype=torch.uint8)
         self.residual_TD = new(tokens, hidden)
 
@@ -77,14 +78,10 @@ class Forward:
         self.q_THE = new(tokens, heads, size, dtype=decoder.dtype)
         self.out_ZTHE = new(2 * splits, tokens, heads, size)
         self.lse_ZTH = new(2 * splits, tokens, heads).fill_(-torch.inf)
-        self.sums = LoraSums.of(layer, tokens)
+        self.sums = LoraSums.of(decoder, tokens)
 
-    def clear(self) -> None:
-        """Forget what a pass that was cut off between two launches has left in the sums x A^T."""
-        self.sums.clear()
-
-    def _multiply(self, x: torch.Tensor, weight: GemmWeight) -> Product:
-        return weight.multiply(x, self.tokens, self.scratch)
+    def _multiply(self, x: torch.Tensor, weight: GemmWeight, xa: LoraSum) -> Product:
+        return weight.multiply(x, self.tokens, self.scratch, xa)
 
     def _padded(self, weight: GemmWeight) -> int:
         """Tokens for which the operand of this weight has room, 0 if it is [T, K]."""
@@ -110,12 +107,12 @@ class Forward:
     def _attention(self, layer: Layer, k: torch.Tensor, v: torch.Tensor, inputs: Inputs) -> None:
         """From the first norm's output to the second's."""
         decoder, sums = self.decoder, self.sums
-        product = self._multiply(self.u, layer.qkv)
+        product = self._multiply(self.u, layer.qkv, sums.qkv)
         rope_kv.rope_kv(
             product.out_STN, product.scale_L, self.squares_PT, decoder.cos_ME, decoder.sin_ME,
             inputs.position_T, inputs.slot_T, self.q_THE, k, v, width=decoder.sizes.hidden, eps=decoder.eps,
             partials_G=product.partials_G, bias_N=layer.bias_N, qk_norm_2E=layer.qk_norm_2E,
-            b=_b(layer.lora_qkv, sums.qkv), xa_to_clear=sums.down,
+            b=_b(layer.lora_qkv, sums.qkv),
         )  # fmt: skip
         attention.attend(
             self.q_THE, k, v, inputs.tables_GB, inputs.item_4, inputs.order, inputs.limit_2T,
@@ -123,30 +120,30 @@ class Forward:
         )  # fmt: skip
         attention.combine_splits(
             self.out_ZTHE, self.lse_ZTH, self.attended, padded_tokens=self._padded(layer.o),
-            a=_a(layer.lora_o, sums.o), xa_to_clear=sums.qkv,
+            a=_a(layer.lora_o, sums.o),
         )  # fmt: skip
         self._residual_norm(
-            self._multiply(self.attended, layer.o), layer.post_norm_D, self._padded(layer.gate_up),
-            b=_b(layer.lora_o, sums.o), a=_a(layer.lora_gate_up, sums.gate_up), xa_to_clear=NO_SUM,
+            self._multiply(self.attended, layer.o, sums.o), layer.post_norm_D, self._padded(layer.gate_up),
+            b=_b(layer.lora_o, sums.o), a=_a(layer.lora_gate_up, sums.gate_up),
         )  # fmt: skip
 
     def _mlp(self, layer: Layer, following: Layer | None) -> None:
         """From the second norm's output to the following layer's first, or to the final norm's."""
         decoder, sums = self.decoder, self.sums
-        product = self._multiply(self.u, layer.gate_up)
+        product = self._multiply(self.u, layer.gate_up, sums.gate_up)
         silu_mul.silu_mul(
             product.out_STN, product.scale_L, self.squares_PT, self.h,
             intermediate=decoder.sizes.intermediate, width=decoder.sizes.hidden, eps=decoder.eps,
             padded_tokens=self._padded(layer.down), partials_G=product.partials_G,
-            b=_b(layer.lora_gate_up, sums.gate_up), a=_a(layer.lora_down, sums.down), xa_to_clear=sums.o,
+            b=_b(layer.lora_gate_up, sums.gate_up), a=_a(layer.lora_down, sums.down),
         )  # fmt: skip
         if following is not None:
             norm, padded, lora = following.input_norm_D, self._padded(following.qkv), following.lora_qkv
         else:
             norm, padded, lora = decoder.final_norm_D, 0, None
         self._residual_norm(
-            self._multiply(self.h, layer.down), norm, padded,
-            b=_b(layer.lora_down, sums.down), a=_a(lora, sums.qkv), xa_to_clear=sums.gate_up,
+            self._multiply(self.h, layer.down, sums.down), norm, padded,
+            b=_b(layer.lora_down, sums.down), a=_a(lora, sums.qkv),
         )  # fmt: skip
 
     def _residual_norm(
@@ -157,12 +154,10 @@ class Forward:
         *,
         b: LoraB,
         a: LoraA,
-        xa_to_clear: LoraSum,
     ) -> None:
         residual_norm.residual_norm(
             self.residual_TD, norm_D, self.u, self.squares_PT, padded_tokens=padded_tokens,
             gemm_STN=product.out_STN, partials_G=product.partials_G, scale_1=product.scale_L, b=b, a=a,
-            xa_to_clear=xa_to_clear,
         )  # fmt: skip
 
 

@@ -52,11 +52,6 @@ class DecodeGraphs:
         self._max_new = max(self._max_new, max_new)
         self._table_width = max(self._table_width, table_width)
 
-    def clear(self) -> None:
-        """Zero what a call that was cut off has left in the sums of its steps."""
-        for step in self.steps.values():
-            step.forward.clear()
-
     def fit(
         self, step: DecodeStep | None, scheduler: Scheduler, entering: list[Sequence], params: SamplingParams
     ) -> DecodeStep:

@@ -36,11 +36,6 @@ class Prefill:
         """Drop the buffers of all passes; the next span makes them anew."""
         self.passes.clear()
 
-    def clear(self) -> None:
-        """Zero what a pass that was cut off has left in its sums."""
-        for forward in self.passes.values():
-            forward.clear()
-
     def run(self, spans: Sequence[Span], cache: KVCache) -> None:
         """Compute every span, in order; a span may see what spans before it wrote."""
         tokens = [(span, i) for span in spans for i in range(len(span.token_ids))]

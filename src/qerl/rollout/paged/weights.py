@@ -8,11 +8,15 @@ Shapes: D hidden, N out-features, K in-features, I intermediate, R padded rank, 
 vocabulary.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
 from qerl.families.sizes import Sizes
+from qerl.kernels.weights.nvfp4 import NVFP4Stack
+from qerl.kernels.weights.packed_gemm import Ahead
 from qerl.kernels.weights.product import GemmWeight
 
 
@@ -66,3 +70,24 @@ class Decoder:
     def dtype(self) -> torch.dtype:
         """Of activations, keys and values: bf16 on a GPU, fp32 in Triton's interpreter."""
         return self.embedding_VD.dtype
+
+
+def look_ahead(layers: Sequence[Layer]) -> None:
+    """Tells each weight in NVFP4 what the kernels after its product read in a forward pass."""
+    products = [
+        product
+        for layer in layers
+        for product in (
+            (layer.qkv, layer.lora_qkv),
+            (layer.o, layer.lora_o),
+            (layer.gate_up, layer.lora_gate_up),
+            (layer.down, layer.lora_down),
+        )
+    ]
+    for (weight, lora), (following, its_lora) in pairwise(products):
+        if isinstance(weight, NVFP4Stack):
+            weight.ahead = Ahead(
+                None if lora is None else lora.b_NR,
+                None if its_lora is None else its_lora.a_RK,
+                following.tiles if isinstance(following, NVFP4Stack) else None,
+            )
