@@ -51,7 +51,8 @@ tinker: setup
 		$(PYTHON) -m venv .venv-tinker-$$version; \
 		{ $(BIN)/python $(SITE); echo $(CURDIR)/src; } > $$(.venv-tinker-$$version/bin/python $(SITE))/tests.pth; \
 		.venv-tinker-$$version/bin/pip install --quiet --upgrade $$(test $$version = newest && echo tinker || echo tinker==$$version); \
-		.venv-tinker-$$version/bin/python -m pytest tests/integration/test_tinker_sdk.py tests/integration/test_tinker_model.py; \
+		.venv-tinker-$$version/bin/python -m pytest tests/integration/test_tinker_sdk.py tests/integration/test_tinker_model.py \
+			tests/integration/test_tinker_bench.py; \
 	done
 
 wheel: setup

@@ -17,8 +17,11 @@ from qerl.errors import QeRLError
 from qerl.gpu_memory import limit_gb
 from qerl.kernels.cards import asked
 
-BENCHMARKS = ("rollout", "step", "kernels", "bandwidth", "parity", "study", "turns", "tail", "acceptance")
-WITHOUT_GPU = ("turns", "tail", "acceptance")
+BENCHMARKS = (
+    "rollout", "step", "kernels", "bandwidth", "parity", "study", "turns", "tail", "acceptance", "serve",
+    "cookbook",
+)  # fmt: skip
+WITHOUT_GPU = ("turns", "tail", "acceptance", "serve", "cookbook")
 """Benchmarks that measure the CPU where there is no GPU."""
 
 

@@ -1,8 +1,10 @@
-"""The tables of runs of the Tinker cookbook's recipes against `qerl serve`."""
+"""The tables of the Tinker cookbook's recipes against `qerl serve`, and of what a step through it takes."""
 
+from collections.abc import Sequence
 from statistics import mean
 
-from bench.captions import files, rows, table
+from bench.captions import files, row, rows, source, table
+from bench.result import Row
 
 STEPS = 4
 """Steps that a column is the mean of, because batches differ more than the loss falls between two of them."""
@@ -18,9 +20,9 @@ def fine_tuning(name: str) -> str:
     count = len(found[0]["train_mean_nll"])
     starts = range(0, count, STEPS)
     lines = []
-    for row in found:
-        losses = [f"{mean(row['train_mean_nll'][start : start + STEPS]):.2f}" for start in starts]
-        lines.append((f"{row['learning_rate']:g}", *losses))
+    for run in found:
+        losses = [f"{mean(run['train_mean_nll'][start : start + STEPS]):.2f}" for start in starts]
+        lines.append((f"{run['learning_rate']:g}", *losses))
     first = found[0]
     versions = first["versions"]
     return table(
@@ -31,3 +33,88 @@ def fine_tuning(name: str) -> str:
         f"128 conversations, {count} steps, SmolLM2-135M in NVFP4. One run each on {first['machine']}, "
         f"{first['date'][:10]}, commit {first['commit']}. {files(name)}",
     )
+
+
+def learning(*names: str) -> str:
+    """Reward of the arithmetic recipe at its begin and its end, beside that of the same problems without
+    learning.
+
+    Args:
+        names: The result files of `bench.cookbook`, without their endings.
+    """
+    lines, sizes, sources = [], [], []
+    for name in names:
+        found = rows(name)
+        first = found[0]
+        for noise, rate in dict.fromkeys((one["noise"], one["learning_rate"]) for one in found):
+            arm = rows(name, noise=noise, learning_rate=rate)
+            lines.append((_where(first), "yes" if noise else "no", f"{rate:g}", *_changes(arm)))
+        least = min(len(one["reward"]) for one in found)
+        sizes.append(
+            f"{_where(first)} {first['groups']} problems x {first['group_size']} samples, {least} steps"
+        )
+        what = first["gpu"].removeprefix("NVIDIA ") if "gpu" in first else first["machine"]
+        sources.append(f"{what}, {first['date'][:10]}, commit {first['commit']}")
+    versions, runs = first["versions"], 1 + max(one["run"] for one in found)
+    return table(
+        (
+            "server", "noise", "learning rate", f"reward, first {STEPS} steps", f"last {STEPS}",
+            f"right answers, first {STEPS}", f"last {STEPS}",
+        ),
+        lines,
+        f"Mean of {runs} runs, and in brackets that of the lowest and of the highest. Recipe math_rl of "
+        f"tinker-cookbook {versions['tinker-cookbook']} and client {versions['tinker']}, SmolLM2-135M in "
+        f"NVFP4, adapters of rank {first['rank']}, at most {first['max_tokens']} tokens; "
+        f"{'; '.join(sizes)}. All runs see the same problems in the same order; the reward is 1 for a right "
+        f"answer, less 0.1 if it does not end. {'; '.join(sources)}. {files(*names)}",
+    )  # fmt: skip
+
+
+def _where(found: Row) -> str:
+    return {"paged": "GPU", "portable": "CPU"}[found["engine"]]
+
+
+def _changes(arm: Sequence[Row]) -> list[str]:
+    """Reward and right answers at the begin and at the end, over the steps that all runs have."""
+    steps = min(len(found["reward"]) for found in arm)
+    cells = []
+    for column in ("reward", "correct"):
+        for part in (slice(STEPS), slice(steps - STEPS, steps)):
+            means = [mean(found[column][part]) for found in arm]
+            cells.append(f"{mean(means):.3f} ({min(means):.3f} to {max(means):.3f})")
+    return cells
+
+
+def steps(name: str, beside: str) -> str:
+    """Seconds and memory of a step through the server, beside one of the trainer with as many tokens.
+
+    Args:
+        name: The result file of `bench.serve`, without its ending.
+        beside: That of `bench.step`.
+    """
+    served = rows(name)
+    first = served[0]
+    trained = row(beside, **{key: first[key] for key in _SAME})
+    own = f"{trained['rollout_s']:.2f}", f"{trained['update_s']:.2f}", f"{trained['total_s']:.2f}"
+    lines: list[tuple[str | None, ...]] = [("`qerl train`", *own, None, f"{trained['peak_gb']:.1f}", None)]
+    for found in served:
+        times = (f"{found[key]:.2f}" for key in ("sample_s", "update_s", "total_s"))
+        ratio = f"{found['total_s'] / trained['total_s']:.2f}"
+        count = found["adapters"]
+        what = f"`qerl serve`, {count} adapter{'s' if count > 1 else ''}"
+        lines.append((what, *times, ratio, f"{found['peak_gb']:.1f}", f"{found['planned_gb']:.1f}"))
+    return table(
+        ("", "rollout, s", "update, s", "step, s", "times `qerl train`", "peak, GB", "planned, GB"),
+        lines,
+        f"7B in NVFP4 with random weights, LoRA rank {first['lora_rank']}, {first['prompts']} prompts of "
+        f"{first['prompt_tokens']} tokens x {first['samples']} samples of {first['completion_tokens']}. "
+        f"Through the server seconds are those of a client with the package tinker in a process of its own. "
+        f"Peaks are read while all adapters hold gradients and moments. {source(name, beside)} "
+        f"{files(name, beside)}",
+    )
+
+
+_SAME = (
+    "shape", "weights", "lora_rank", "prompts", "samples", "prompt_tokens", "completion_tokens",
+)  # fmt: skip
+"""What a step through the server has in common with the one beside which it stands."""

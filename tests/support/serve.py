@@ -37,7 +37,7 @@ def tiny_backend(
         models=[ModelInfo("tiny", POSITIONS, "tiny")],
         seats=seats,
         engine=make_engine(seats.model),
-        driver=LossDriver(seats.model),
+        driver=LossDriver(seats.model, recompute_every_layer=seats.recompute_every_layer),
         adapters=Adapters(seats, most, resident),
         store=Store(folder, {"base": "tiny", "fingerprint": "f", "dtype": "float32"}, {"model": "tiny"}),
         tokenizer=tokenizer,

@@ -85,6 +85,34 @@ def test_layers_that_are_computed_again_train_the_same(tmp_path):
     assert len(passes[1]) == 2 * len(passes[0])
 
 
+def test_layers_keep_their_activations_until_memory_runs_out(tmp_path):
+    every = tiny_backend(tmp_path / "every", make_tiny_model(num_hidden_layers=2))
+    every._seats.recompute_layers()
+    every.create_model("a", lora())
+    wanted = train(every, "a")
+    backend = tiny_backend(tmp_path / "some", make_tiny_model(num_hidden_layers=2))
+    backend._seats.recompute_layers(2)
+    backend.create_model("a", lora())
+    passes, full = ([], []), False
+
+    def count(at):
+        passes[at].append(1)
+        if full and at == 1 and len(passes[1]) == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    for at, layer in enumerate(base_of(backend).model.layers):
+        layer.mlp.register_forward_pre_hook(lambda *_, at=at: count(at))
+    found = train(backend, "a", steps=1)
+    assert [len(seen) for seen in passes] == [2, 1]
+    full = True
+    [seen.clear() for seen in passes]
+    found += train(backend, "a", steps=1)
+    assert [len(seen) for seen in passes] == [1 + 2, 1 + 2]  # cut off, then with both computed again
+    assert not backend._seats.recompute_every_layer()
+    assert found == wanted
+    same(weights(backend, "a"), weights(every, "a"))
+
+
 def test_models_of_other_ranks_do_not_touch_each_other(tmp_path):
     ids = {"a": lora(rank=8), "b": lora(rank=4, seed=5), "c": lora(rank=4, seed=5, train_mlp=False)}
     alone = {}

@@ -48,7 +48,7 @@ def compile_source(path: Path, defines: Mapping[str, int], target: str) -> bytes
     """Machine code for ``sm_XX``, or for ``compute_XX`` the PTX that a driver translates; needs no GPU.
 
     Args:
-        path: Source file.
+        path: Source file. It may include headers (.cuh) of its folder.
         defines: Preprocessor macros, the kernel's compile-time parameters.
         target: As NVRTC's option --gpu-architecture takes it.
 
@@ -58,7 +58,10 @@ def compile_source(path: Path, defines: Mapping[str, int], target: str) -> bytes
     _, nvrtc = _bindings()
     options = [f"--gpu-architecture={target}".encode(), b"--std=c++17"]
     options += [f"-D{key}={value}".encode() for key, value in defines.items()]
-    program = _check(nvrtc.nvrtcCreateProgram(path.read_bytes(), path.name.encode(), 0, [], []), "NVRTC")
+    headers = sorted(path.parent.glob("*.cuh"))
+    names, texts = [header.name.encode() for header in headers], [header.read_bytes() for header in headers]
+    created = nvrtc.nvrtcCreateProgram(path.read_bytes(), path.name.encode(), len(headers), texts, names)
+    program = _check(created, "NVRTC")
     status = nvrtc.nvrtcCompileProgram(program, len(options), options)[0]
     if int(status) != 0:
         log = _output(program, nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog)

@@ -73,8 +73,15 @@ def add_serve(commands: Any) -> None:
     )  # fmt: skip
     sub.add_argument("--max_sequences", type=number_from(1), help="that are decoded at once")
     sub.add_argument(
-        "--tokens_per_forward", type=number_from(1), help="of a pass; default: what fits the memory"
+        "--tokens_per_forward",
+        type=number_from(1),
+        help="of a forward and backward pass at most; default: what fits the memory",
     )
+    sub.add_argument(
+        "--every_n_layers", type=number_from(1), default=1, metavar="N",
+        help="every N-th layer is computed again for the backward pass, the others keep their activations; "
+        "default: 1, the least memory",
+    )  # fmt: skip
     _add_noise(sub)
     sub.add_argument(
         "--trust_remote_code", choices=("true", "false"), default="false",
@@ -143,6 +150,7 @@ def _open(args: argparse.Namespace, noise: "NoiseSchedule | None") -> "Backend":
             resident=args.resident,
             max_sequences=args.max_sequences,
             tokens_per_forward=args.tokens_per_forward,
+            every_n_layers=args.every_n_layers,
             noise=noise,
             noise_scale=args.noise_scale or "absolute",
             trust_remote_code=args.trust_remote_code == "true",

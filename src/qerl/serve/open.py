@@ -1,10 +1,12 @@
 """From what a server is told to the backend it runs: loaded, seated, with an engine and a folder."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from huggingface_hub import constants
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from qerl.errors import QeRLError
 from qerl.eval.policy import ComputeDtype, Source, decide
@@ -45,6 +47,8 @@ class BackendOptions:
         max_sequences: Sequences that are decoded at the same time at most; None leaves it to the engine.
         kv_cache_dtype: Of the paged engine's keys and values.
         tokens_per_forward: Tokens of a forward and backward pass at most; None leaves it to memory.
+        every_n_layers: On a GPU every n-th layer is computed again for backward, the others keep their
+            activations until memory runs out.
         noise: Schedule of the noise by optimizer steps of a model; None samples without noise.
         noise_scale: Unit of its sigma.
         trust_remote_code: Whether Python code that comes with the model may run.
@@ -61,6 +65,7 @@ class BackendOptions:
     max_sequences: int | None = None
     kv_cache_dtype: KvCacheDtype = "auto"
     tokens_per_forward: int | None = None
+    every_n_layers: int = 1
     noise: NoiseSchedule | None = None
     noise_scale: NoiseScale = "absolute"
     trust_remote_code: bool = False
@@ -68,7 +73,7 @@ class BackendOptions:
     def __post_init__(self) -> None:
         if not 1 <= self.max_rank <= MAX_RANK:
             raise QeRLError(f"--max_rank is {self.max_rank}; it must be from 1 to {MAX_RANK}.")
-        for name in ("max_models", "resident"):
+        for name in ("max_models", "resident", "every_n_layers"):
             if getattr(self, name) < 1:
                 raise QeRLError(f"--{name} is {getattr(self, name)}; it must be at least 1.")
 
@@ -107,20 +112,58 @@ def open_backend(options: BackendOptions) -> ModelBackend:
     settings = {"model": options.model, "weights": loading.weights, "tuning": "lora"}
     if loading.rounding is not None:
         facts["rounding"] = settings["rounding"] = loading.rounding
+    positions = positions_of(base_model(model).config.get_text_config(decoder=True))
+    return make_backend(
+        options,
+        model,
+        tokenizer,
+        models=model_names(found, positions),
+        end_token_ids=tuple(sorted(ends)),
+        store=Store(options.folder, facts, settings),
+    )
+
+
+def make_backend(
+    options: BackendOptions,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    models: Sequence[ModelInfo],
+    end_token_ids: tuple[int, ...],
+    store: Store,
+) -> ModelBackend:
+    """A backend of a model that is loaded.
+
+    Args:
+        options: What the server was told; what says how to load is not looked at.
+        model: The base, without an adapter; it is frozen and wrapped in place.
+        tokenizer: Its tokenizer.
+        models: The base under each of its names.
+        end_token_ids: Where a completion ends if a request does not say.
+        store: The server's folder.
+
+    Raises:
+        QeRLError: The model cannot be trained in joined rows, or not sampled from as asked.
+    """
     seats = Seats(model, options.max_rank)
     if seats.device.type == "cuda":
-        seats.recompute_layers()
+        seats.recompute_layers(options.every_n_layers)
     return ModelBackend(
-        models=model_names(found, positions_of(base_model(model).config.get_text_config(decoder=True))),
+        models=models,
         seats=seats,
         engine=make_engine(
             seats.model, tokenizer.pad_token_id, options.max_sequences, options.kv_cache_dtype
         ),
-        driver=LossDriver(seats.model, tokens_per_forward=options.tokens_per_forward, advice=_ADVICE),
+        driver=LossDriver(
+            seats.model,
+            tokens_per_forward=options.tokens_per_forward,
+            advice=_ADVICE,
+            recompute_every_layer=seats.recompute_every_layer,
+        ),
         adapters=Adapters(seats, options.max_models, options.resident),
-        store=Store(options.folder, facts, settings),
+        store=store,
         tokenizer=tokenizer,
-        end_token_ids=tuple(sorted(ends)),
+        end_token_ids=end_token_ids,
         noise=options.noise,
         noise_scale=options.noise_scale,
     )

@@ -75,6 +75,7 @@ class Seats:
     def __init__(self, base: PreTrainedModel, most_rank: int) -> None:
         self._targets = _targets(base)
         self.most_rank = most_rank
+        self._some_kept = False
         self.model: PeftModel = adapt(base, self._config(Shape(most_rank)))
         self._widest = self.model.active_adapter
         self._empty(self._widest)
@@ -85,9 +86,22 @@ class Seats:
         """Where the base is."""
         return base_model(self.model).device
 
-    def recompute_layers(self) -> None:
-        """Keep a layer's input alone for the backward pass, as `qerl plan` assumes, and compute it again."""
-        base_model(self.model).gradient_checkpointing_enable({"use_reentrant": False})
+    def recompute_layers(self, every: int = 1) -> None:
+        """Of every n-th layer keep the input alone for the backward pass, as `qerl plan` counts, and compute
+        the layer again; the others keep their activations."""
+        base_model(self.model).gradient_checkpointing_enable({"use_reentrant": False}, every_n_layers=every)
+        self._some_kept = every > 1
+
+    def recompute_every_layer(self) -> bool:
+        """Let no layer keep its activations from here on.
+
+        Returns:
+            Whether layers between those that :meth:`recompute_layers` chose kept theirs before.
+        """
+        kept = self._some_kept
+        if kept:
+            self.recompute_layers()
+        return kept
 
     def fresh(self, shape: Shape, seed: int) -> Matrices:
         """Matrices of a new adapter on the base's device, fp32: those of `qerl.lora.adapter.add_lora` with

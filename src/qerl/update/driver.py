@@ -27,7 +27,7 @@ of a position in the row and a target.
 import contextlib
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -87,6 +87,7 @@ class LossDriver:
         tokens_per_forward: Largest number of tokens in one forward pass; None is no limit, until memory runs
             out.
         advice: What to do about one sequence that does not fit in memory by itself, as part of a sentence.
+        recompute_every_layer: Turns that on and says whether it was off; tried first when memory runs out.
 
     Attributes:
         update_path: Which parts of the model run on this project's kernels, and why others do not.
@@ -96,13 +97,20 @@ class LossDriver:
     """
 
     def __init__(
-        self, model: nn.Module, *, tokens_per_forward: int | None = None, advice: str = _ADVICE
+        self,
+        model: nn.Module,
+        *,
+        tokens_per_forward: int | None = None,
+        advice: str = _ADVICE,
+        recompute_every_layer: Callable[[], bool] = lambda: False,
     ) -> None:
         if tokens_per_forward is not None and tokens_per_forward < 1:
             raise QeRLError(f"tokens_per_forward is {tokens_per_forward}; set at least 1, or None.")
         self._model, self._base = model, base_model(model)
         self.update_path: UpdatePath = use_kernels(self._base)
-        self._retry = MemoryRetry(tokens_per_forward, advice=advice)
+        self._retry = MemoryRetry(
+            tokens_per_forward, recompute_every_layer=recompute_every_layer, advice=advice
+        )
         self._calls = 0
         with self._dense_weights_kept():
             check_joined_row(model, self._label_logps)

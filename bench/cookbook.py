@@ -1,0 +1,269 @@
+"""Learning through `qerl serve`: the Tinker cookbook's arithmetic recipe, unmodified, beside controls.
+
+    python -m bench cookbook --steps 15 --out bench/results/cookbook-smollm2-CARD.json
+
+Needs the packages tinker and tinker-cookbook beside this one. Servers are started with `qerl serve`, for
+noise and for none; against them runs the recipe, each run a process of its own as a user would start it, all
+of them at once. The problems of a step are the same in every run (the recipe draws them by the number of the
+step), so runs differ in their adapters' first weights and in what is sampled. A control is the same with
+learning rate 0: what its reward does, the problems do.
+
+On a machine with a GPU the servers use it. With an empty CUDA_VISIBLE_DEVICES they use the CPU; give each of
+them its threads then, and the noise settings several servers, because a server runs one model at a time.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.result import Row, write_result
+from qerl.errors import QeRLError
+from qerl.models.smollm2 import HUB_ID
+
+SERVER, RECIPE = "qerl", "tinker_cookbook.recipes.math_rl.train"
+PACKAGES = ("torch", "transformers", "peft", "tinker", "tinker-cookbook")
+KEY = "tml-bench"
+COLUMNS = {
+    "reward": "env/all/reward/total",
+    "correct": "env/all/correct",
+    "format": "env/all/format",
+    "tokens": "env/all/ac_tokens_per_turn",
+    "kl_sample_train": "optim/kl_sample_train_v1",
+    "grad_norm": "grad_norm",
+    "step_seconds": "time/total",
+}
+"""Numbers of each step, by what the recipe calls them in its metrics."""
+
+STAGES = 10
+"""Of the noise, where a run has as many steps."""
+
+_URL = re.compile(r"TINKER_BASE_URL=(\S+)")
+_TAIL = 60
+"""Lines of a log that are printed when its process fails."""
+_REPORT_S = 20.0
+
+
+@dataclass
+class Process:
+    """A process in a session of its own, and its log."""
+
+    name: str
+    popen: "subprocess.Popen[bytes]"
+    log: Path
+    began: float
+    seconds: float | None = None
+    """From start to end, once it has ended."""
+
+    def end(self) -> None:
+        """End it with all that it started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.popen.pid, signal.SIGKILL)
+        self.popen.wait()
+
+    def tail(self) -> str:
+        """The last lines of its log."""
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-_TAIL:])
+
+
+@dataclass
+class Run:
+    """A run of the recipe."""
+
+    noise: bool
+    learning_rate: float
+    number: int
+    folder: Path
+    process: Process | None = None
+
+    @property
+    def name(self) -> str:
+        """Of its folder and its log."""
+        return self.folder.name
+
+    def steps(self) -> list[dict[str, Any]]:
+        """What the recipe has logged of each step until now."""
+        file = self.folder / "metrics.jsonl"
+        lines = file.read_text().splitlines() if file.exists() else []
+        return [row for line in lines if COLUMNS["reward"] in (row := json.loads(line))]
+
+    def row(self) -> Row:
+        """Its row of the result."""
+        steps = self.steps()
+        found: Row = {"noise": self.noise, "learning_rate": self.learning_rate, "run": self.number}
+        if self.process is not None and self.process.seconds is not None:
+            found["recipe_seconds"] = round(self.process.seconds, 1)
+        for name, key in COLUMNS.items():
+            found[name] = [round(step[key], 6) for step in steps if key in step]
+        return found
+
+
+def start(name: str, module: str, arguments: Sequence[str], logs: Path, threads: int | None) -> Process:
+    """Start `python -m module` with the network's services off and so many threads."""
+    quiet = {"HF_HUB_OFFLINE": "1", "TINKER_TELEMETRY": "0", "TINKER_API_KEY": KEY, "PYTHONUNBUFFERED": "1"}
+    # Where no network answers, a name is looked up for long; the recipe asks for a list of prices.
+    quiet["RES_OPTIONS"] = "timeout:1 attempts:1"
+    if threads is not None:
+        quiet |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+    log = logs / f"{name}.log"
+    with log.open("wb") as output:
+        popen = subprocess.Popen(
+            [sys.executable, "-m", module, *arguments], env={**os.environ, **quiet},
+            stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+    return Process(name, popen, log, time.monotonic())
+
+
+def await_url(server: Process, seconds: float) -> str:
+    """Where a server listens, once its model is loaded.
+
+    Raises:
+        QeRLError: It ended, or said nothing for so long.
+    """
+    while time.monotonic() - server.began < seconds:
+        if (found := _URL.search(server.log.read_text(errors="replace"))) is not None:
+            return found[1]
+        if server.popen.poll() is not None:
+            raise QeRLError(f"{server.name} ended with {server.popen.returncode}:\n{server.tail()}")
+        time.sleep(0.2)
+    raise QeRLError(f"{server.name} said no address within {seconds:.0f} s:\n{server.tail()}")
+
+
+def folder_of(url: str) -> str:
+    """The folder of the server's model, by which a client finds the tokenizer without the Hub."""
+    request = urllib.request.Request(f"{url}/api/v1/get_server_capabilities", headers={"X-API-Key": KEY})
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return str(json.load(answer)["supported_models"][-1]["model_name"])
+
+
+def recipe_arguments(args: argparse.Namespace, run: Run, url: str, model: str) -> list[str]:
+    """The recipe's command line."""
+    return [
+        "env=arithmetic", f"base_url={url}", f"model_name={model}", f"renderer_name={args.renderer}",
+        "loss_fn=importance_sampling", f"learning_rate={run.learning_rate}", f"max_steps={args.steps}",
+        f"groups_per_batch={args.groups}", f"group_size={args.group_size}", f"max_tokens={args.max_tokens}",
+        f"lora_rank={args.rank}", f"log_path={run.folder}", "behavior_if_log_dir_exists=delete",
+        "save_every=0", "eval_every=0",
+    ]  # fmt: skip
+
+
+def servers(args: argparse.Namespace, ended: contextlib.ExitStack) -> Iterator[tuple[bool, list[str]]]:
+    """Start all servers; gives the addresses of those with each noise setting."""
+    started: dict[bool, list[Process]] = {}
+    schedule = ["--noise_steps", str(args.steps), "--noise_stages", str(min(args.steps, STAGES))]
+    for noise in (setting == "aqn" for setting in args.noise):
+        for number in range(args.servers):
+            name = f"server-{'aqn' if noise else 'plain'}-{number}"
+            arguments = [
+                "serve", args.model, "--port", "0", "--api_key", KEY, "--max_rank", str(args.rank),
+                "--max_models", str(2 * args.runs), "--output_dir", str(args.logs / name),
+                *(schedule if noise else []),
+            ]  # fmt: skip
+            process = start(name, SERVER, arguments, args.logs, args.threads)
+            ended.callback(process.end)
+            started.setdefault(noise, []).append(process)
+    for noise, processes in started.items():
+        yield noise, [await_url(process, 60 * args.minutes) for process in processes]
+
+
+def follow(runs: Sequence[Run], deadline: float) -> None:
+    """Wait until all runs have ended or time is up; says how they do, and why one failed at once."""
+    reported = time.monotonic()
+    left = list(runs)
+    while left and time.monotonic() < deadline:
+        for run in [run for run in left if run.process and run.process.popen.poll() is not None]:
+            left.remove(run)
+            assert run.process is not None
+            run.process.seconds = time.monotonic() - run.process.began
+            status = run.process.popen.returncode
+            print(f"{run.name} ended with {status} after {run.process.seconds:.0f} s", flush=True)
+            if status != 0:
+                print(run.process.tail(), flush=True)
+        if time.monotonic() - reported > _REPORT_S:
+            reported = time.monotonic()
+            rewards = ((run.name, [step[COLUMNS["reward"]] for step in run.steps()]) for run in runs)
+            print("; ".join(f"{name} {len(r)}: {r[-1]:.3f}" for name, r in rewards if r), flush=True)
+        time.sleep(0.2)
+    for run in left:
+        assert run.process is not None
+        run.process.seconds = time.monotonic() - run.process.began
+        print(f"{run.name} is ended after {len(run.steps())} steps, because time is up", flush=True)
+
+
+def measure(args: argparse.Namespace) -> Iterator[Row]:
+    """Rows of all runs, once they have ended or time is up."""
+    deadline = time.monotonic() + 60 * args.minutes
+    args.logs.mkdir(parents=True, exist_ok=True)
+    with contextlib.ExitStack() as ended:
+        runs = []
+        for noise, urls in servers(args, ended):
+            rates = (args.learning_rate, 0.0)
+            for index, (number, rate) in enumerate((n, rate) for n in range(args.runs) for rate in rates):
+                arm = ("aqn" if noise else "plain") + ("-learn" if rate else "-control")
+                run = Run(noise, rate, number, args.logs / f"{arm}-{number}")
+                url = urls[index % len(urls)]
+                command = recipe_arguments(args, run, url, folder_of(url))
+                run.process = start(run.name, RECIPE, command, args.logs, 1)
+                ended.callback(run.process.end)
+                runs.append(run)
+        follow(runs, deadline)
+    engine = "paged" if torch.cuda.is_available() else "portable"
+    for run in runs:
+        yield {"engine": engine, **run.row()}
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m bench cookbook", description=__doc__.split("\n")[0])
+    parser.add_argument("--model", default=HUB_ID, help="as for `qerl serve`")
+    parser.add_argument("--renderer", default="qwen3_instruct", help="of the cookbook; default: ChatML")
+    parser.add_argument("--noise", nargs="+", default=["none", "aqn"], choices=("none", "aqn"))
+    parser.add_argument("--runs", type=int, default=3, help="of each arm")
+    parser.add_argument("--steps", type=int, default=15)
+    parser.add_argument("--groups", type=int, default=32, help="problems a step")
+    parser.add_argument("--group_size", type=int, default=16, help="samples of a problem")
+    parser.add_argument("--max_tokens", type=int, default=12, help="of a sample")
+    parser.add_argument("--learning_rate", type=float, default=3e-4)
+    parser.add_argument("--rank", type=int, default=32)
+    parser.add_argument("--servers", type=int, default=1, help="for each noise setting")
+    parser.add_argument("--threads", type=int, help="of a server; default: torch's")
+    parser.add_argument("--minutes", type=float, default=9.0, help="after which runs are ended")
+    parser.add_argument("--logs", type=Path, default=Path("runs/cookbook"), help="folder of logs and metrics")
+    parser.add_argument("--out", type=Path, help="JSON file")
+    return parser
+
+
+def main(arguments: list[str]) -> None:
+    """Runs `python -m bench cookbook` with these arguments."""
+    args = _parser().parse_args(arguments)
+    found = list(measure(args))
+    for row in found:
+        rewards = " ".join(f"{reward:.3f}" for reward in row["reward"])
+        print(
+            f"{row['engine']}, noise {row['noise']}, learning rate {row['learning_rate']:g}, "
+            f"run {row['run']}, reward {rewards}"
+        )
+    if args.out:
+        shared: dict[str, Any] = {
+            "versions": {name: version(name) for name in PACKAGES}, "steps": args.steps,
+            "groups": args.groups, "group_size": args.group_size, "max_tokens": args.max_tokens,
+            "rank": args.rank, "servers": args.servers, "threads": args.threads,
+        }  # fmt: skip
+        if not torch.cuda.is_available():
+            count = args.servers * len(args.noise)
+            shared["machine"] = (
+                f"{os.cpu_count()} CPU cores, {count} servers, threads of each: {args.threads}"
+            )
+        write_result(args.out, " ".join(["cookbook", *arguments]), found, **shared)

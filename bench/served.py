@@ -1,0 +1,121 @@
+"""A server of a random model behind HTTP, and the memory that it takes, as `bench.serve` measures it.
+
+The backend is made by the function that `qerl serve` makes its own with, and served by the same server; only
+the weights are random. A thread reads the memory in use all the time, because keys and values of the paged
+engine come and go within a step.
+"""
+
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import uvicorn
+
+from qerl.families.sizes import Sizes
+from qerl.measure.random_model import random_policy
+from qerl.measure.random_task import word_tokenizer
+from qerl.serve.checkpoints import Store
+from qerl.serve.limits import Limits
+from qerl.serve.open import BackendOptions, make_backend
+from qerl.serve.server import Server
+from qerl.serve.types import ModelInfo
+from qerl.trainer.memory import used_bytes
+from qerl.weight_formats import WeightFormatName
+
+KEY = "tml-bench"
+BASE = "random/model"
+_READ_S = 0.02
+
+
+@dataclass(frozen=True)
+class Served:
+    """What is served.
+
+    Attributes:
+        sizes: Of the model.
+        weights: Format of its linears.
+        rank: Largest rank of an adapter.
+        adapters: That there may be at once, all of which stay on the GPU.
+        positions: Tokens of a prompt and its completion together.
+        tokens_per_forward, every_n_layers: Of the update, as `qerl serve` takes them.
+    """
+
+    sizes: Sizes
+    weights: WeightFormatName
+    rank: int
+    adapters: int
+    positions: int
+    tokens_per_forward: int | None
+    every_n_layers: int
+
+
+class Peak:
+    """The largest of many readings of the memory in use, from a thread of its own until it is closed."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._peak, self._closed = device, 0, threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+
+    def _watch(self) -> None:
+        while not self._closed.wait(_READ_S):
+            self._peak = max(self._peak, used_bytes(self._device))
+
+    def take(self) -> dict[str, float]:
+        """GB in use on the device, and in torch's tensors, at the most since this was last asked."""
+        found = {"peak_gb": max(self._peak, used_bytes(self._device)) / 1e9}
+        self._peak = 0
+        if self._device.type == "cuda":
+            found["allocated_gb"] = torch.cuda.max_memory_allocated() / 1e9
+            torch.cuda.reset_peak_memory_stats()
+        return found
+
+    def close(self) -> None:
+        """Read no more."""
+        self._closed.set()
+        self._thread.join()
+
+
+@contextmanager
+def serving(served: Served) -> Iterator[tuple[str, Peak]]:
+    """A server for as long as the context lasts: its address, and the memory of this process."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    torch.manual_seed(0)
+    model = random_policy(served.sizes, served.weights, 0, served.positions, str(device))
+    if device.type == "cpu":
+        model = model.float()
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        socket.create_server(("127.0.0.1", 0)) as listening,
+    ):
+        options = BackendOptions(
+            BASE, Path(folder), max_rank=served.rank, max_models=served.adapters, resident=served.adapters,
+            tokens_per_forward=served.tokens_per_forward, every_n_layers=served.every_n_layers,
+        )  # fmt: skip
+        backend = make_backend(
+            options, model, word_tokenizer(served.sizes.vocabulary),
+            models=[ModelInfo(BASE, served.positions, BASE)], end_token_ids=(0,),
+            store=Store(options.folder, {"base": BASE}, {"model": BASE}),
+        )  # fmt: skip
+        limits = Limits(served.positions, max_rank=served.rank, max_models=served.adapters)
+        server = Server(backend, limits, KEY)
+        http = uvicorn.Server(uvicorn.Config(server.app, log_level="warning", timeout_graceful_shutdown=1))
+        thread = threading.Thread(target=http.run, kwargs={"sockets": [listening]}, daemon=True)
+        peak = Peak(device)
+        server.start()
+        thread.start()
+        try:
+            while not http.started:
+                time.sleep(0.01)
+            yield f"http://127.0.0.1:{listening.getsockname()[1]}", peak
+        finally:
+            http.should_exit = True
+            thread.join()
+            server.stop()
+            peak.close()

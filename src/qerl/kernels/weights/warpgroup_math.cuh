@@ -1,0 +1,64 @@
+// Multiplying with wgmma: the four warps of a team in step, the second operand straight from shared memory. Included by
+// packed_gemm.cu.
+
+#pragma once
+
+#include "fragment.cuh"
+
+#define R8_0 "%0,%1,%2,%3,%4,%5,%6,%7"
+#define R8_1 "%8,%9,%10,%11,%12,%13,%14,%15"
+#define R8_2 "%16,%17,%18,%19,%20,%21,%22,%23"
+#define R8_3 "%24,%25,%26,%27,%28,%29,%30,%31"
+#define R8_4 "%32,%33,%34,%35,%36,%37,%38,%39"
+#define R8_5 "%40,%41,%42,%43,%44,%45,%46,%47"
+#define R8_6 "%48,%49,%50,%51,%52,%53,%54,%55"
+#define R8_7 "%56,%57,%58,%59,%60,%61,%62,%63"
+#define R32_0 R8_0 "," R8_1 "," R8_2 "," R8_3
+#define R32_1 R8_4 "," R8_5 "," R8_6 "," R8_7
+#define D4(i) "+f"(d[i]), "+f"(d[(i) + 1]), "+f"(d[(i) + 2]), "+f"(d[(i) + 3])
+#define D16(i) D4(i), D4((i) + 4), D4((i) + 8), D4((i) + 12)
+// The operand's description: address and 128 bytes to the next 8 k (low word), 1024 to the next 8 tokens (high).
+#define WGMMA_ASYNC(shape, registers, a_fragment, b_low, b_high, ...)                                              \
+  asm volatile("{.reg .pred p; .reg .b64 b; setp.eq.u32 p, 0, 0; mov.b64 b, {" b_low ", " b_high "};\n"      \
+               "wgmma.mma_async.sync.aligned." shape ".f32.bf16.bf16 {" registers "}, {" a_fragment           \
+               "}, b, p, 1, 1, 0;}"                                                                          \
+               : __VA_ARGS__ : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(x), "r"(1024 >> 4))
+
+// d += A * B for a k16 block, asynchronously.
+__device__ __forceinline__ void multiply(float* d, const u32* a, u32 x) {
+#if TOKENS == 32
+  WGMMA_ASYNC("m64n32k16", R8_0 "," R8_1, "%16,%17,%18,%19", "%20", "%21", D16(0));
+#elif TOKENS == 64
+  WGMMA_ASYNC("m64n64k16", R32_0, "%32,%33,%34,%35", "%36", "%37", D16(0), D16(16));
+#elif TOKENS == 128
+  WGMMA_ASYNC("m64n128k16", R32_0 "," R32_1, "%64,%65,%66,%67", "%68", "%69", D16(0), D16(16), D16(32), D16(48));
+#endif
+}
+__device__ __forceinline__ void fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void finish() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
+
+// The low word of the operand's description.
+__device__ __forceinline__ u32 operand_address(u32 x, int, int) { return (x >> 4) | ((128 >> 4) << 16); }
+
+// acc += a tile of weight * its activations, asynchronously. Two k16 blocks are decoded while the two before them are multiplied.
+__device__ __forceinline__ void multiply_tile(float* acc, const Operands& at, int stage, int t) {
+  uint4 code = *(const uint4*)(at.codes + stage * STAGE_BYTES + t * CODE_BYTES);
+  uint2 scale = *(const uint2*)(at.scales + stage * STAGE_BYTES + t * SCALE_BYTES);
+  u32 b = at.x + stage * (STAGE_BYTES >> 4) + t * (X_BYTES >> 4);
+  u32 early[2][4], late[2][4];
+  decode(code.x, scale.x, 0, early[0]);
+  decode(code.y, scale.x, 1, early[1]);
+  fence();
+  multiply(acc, early[0], b);
+  multiply(acc, early[1], b + (256 >> 4));
+  commit();
+  decode(code.z, scale.y, 0, late[0]);
+  decode(code.w, scale.y, 1, late[1]);
+  fence();
+  multiply(acc, late[0], b + (512 >> 4));
+  multiply(acc, late[1], b + (768 >> 4));
+  commit();
+}
+
+__device__ __forceinline__ void await_products() { finish(); }

@@ -1,0 +1,44 @@
+"""The benchmark of a step through the server, with the real client and a tiny model.
+
+`make tinker` runs this too.
+"""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("tinker", reason="needs the package tinker, which `make tinker` has")
+
+from bench.__main__ import main
+from qerl.families.sizes import Sizes
+
+LLAMA = Sizes(128, 192, 2, 2, 1, 64, 100)
+
+
+def test_steps_are_timed_and_their_memory_stands_beside_the_plan(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    monkeypatch.setattr("bench.serve.Sizes", SimpleNamespace(by_name=lambda name: LLAMA))
+    sizes = ["--rank", "4", "--prompts", "2", "--samples", "3", "--prompt", "9", "--tokens", "5"]
+    out = tmp_path / "serve.json"
+    assert main(["serve", "--adapters", "1", "3", "--steps", "2", *sizes, "--out", str(out)]) == 0
+    one, three = (found := json.loads(out.read_text()))["rows"]
+    assert [row["adapters"] for row in (one, three)] == [1, 3]
+    for row in (one, three):
+        assert len(row["steps"]) == 2 and row["tokens"] == 30
+        for step in row["steps"]:
+            assert step["grad_norm"] > 0
+            assert step["total_s"] == pytest.approx(step["sample_s"] + step["update_s"])
+    adapter = 4 * 4 * 2 * sum(linear.inputs + linear.outputs for linear in LLAMA.linears)
+    more = 2 * 4 * adapter / 1e9  # two more adapters, each with gradients and two moments
+    assert three["planned_gb"] - one["planned_gb"] == pytest.approx(more)
+    assert found["command"].startswith("python -m bench serve --adapters 1 3")
+    assert "2 x 3 x 5, 3 adapters" in capsys.readouterr().out
+
+
+def test_a_client_that_fails_is_said(monkeypatch, capsys):
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    monkeypatch.setattr("bench.serve.Sizes", SimpleNamespace(by_name=lambda name: LLAMA))
+    monkeypatch.setattr("bench.serve.KEY", "tml-another")
+    assert main(["serve", "--rank", "4", "--prompts", "1", "--samples", "1", "--tokens", "2"]) == 2
+    assert "client of the benchmark failed" in capsys.readouterr().err

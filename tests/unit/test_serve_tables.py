@@ -1,0 +1,66 @@
+"""The tables of recipes and steps through the server say what their results hold."""
+
+import json
+
+import pytest
+
+from bench import serve_tables
+
+HEAD = {"commit": "abcdef0", "date": "2026-11-23 05:00 UTC", "command": "python -m bench cookbook"}
+
+
+@pytest.fixture
+def results(tmp_path, monkeypatch):
+    monkeypatch.setattr("bench.result.RESULTS", tmp_path)
+
+    def write(name, found, **shared):
+        (tmp_path / f"{name}.json").write_text(json.dumps({**HEAD, **shared, "rows": found}))
+
+    return write
+
+
+def arm(noise, rate, run, rewards):
+    found = {"engine": "portable", "noise": noise, "learning_rate": rate, "run": run}
+    return {**found, "reward": rewards, "correct": [0.5 * reward for reward in rewards]}
+
+
+def test_learning_stands_beside_its_control(results):
+    shared = {"machine": "32 CPU cores", "groups": 8, "group_size": 4, "max_tokens": 12, "rank": 32}
+    versions = {"tinker-cookbook": "0.6.1", "tinker": "0.38.0"}
+    found = [
+        arm(False, 0.0, 0, [0.0] * 10),
+        arm(False, 3e-4, 0, [0.0] * 4 + [9.0] * 2 + [0.8] * 4),
+        arm(False, 3e-4, 1, [0.2] * 4 + [9.0] + [0.4] * 4),  # ended a step before the other
+        arm(True, 3e-4, 0, [0.1] * 8),
+    ]
+    results("cpu", found, versions=versions, **shared)
+    lines = serve_tables.learning("cpu").splitlines()
+    assert lines[2:5] == [
+        "| CPU | no | 0 | 0.000 (0.000 to 0.000) | 0.000 (0.000 to 0.000) | 0.000 (0.000 to 0.000) | "
+        "0.000 (0.000 to 0.000) |",
+        "| CPU | no | 0.0003 | 0.100 (0.000 to 0.200) | 1.625 (0.400 to 2.850) | 0.050 (0.000 to 0.100) | "
+        "0.812 (0.200 to 1.425) |",
+        "| CPU | yes | 0.0003 | 0.100 (0.100 to 0.100) | 0.100 (0.100 to 0.100) | 0.050 (0.050 to 0.050) | "
+        "0.050 (0.050 to 0.050) |",
+    ]
+    assert "8 problems x 4 samples, 8 steps" in lines[-1] and "32 CPU cores" in lines[-1]
+
+
+def test_a_step_stands_beside_the_trainers(results):
+    same = {"shape": "7b", "weights": "nvfp4", "lora_rank": 32, "prompts": 16, "samples": 8}
+    same |= {"prompt_tokens": 256, "completion_tokens": 1024, "gpu": "NVIDIA H200"}
+    times = {"update_s": 6.0, "total_s": 10.0}
+    trained = [
+        {**times, "rollout_s": 4.0, "peak_gb": 50.0, "completion_tokens": tokens} for tokens in (512, 1024)
+    ]
+    trained[0]["total_s"] = 1.0
+    results("step", [{**same, **one} for one in trained])
+    served = {"sample_s": 5.0, "update_s": 6.5, "total_s": 11.5, "peak_gb": 51.0, "planned_gb": 52.0}
+    results("serve", [{**same, **served, "adapters": count} for count in (1, 8)])
+    lines = serve_tables.steps("serve", "step").splitlines()
+    assert lines[2:5] == [
+        "| `qerl train` | 4.00 | 6.00 | 10.00 | | 50.0 | |",
+        "| `qerl serve`, 1 adapter | 5.00 | 6.50 | 11.50 | 1.15 | 51.0 | 52.0 |",
+        "| `qerl serve`, 8 adapters | 5.00 | 6.50 | 11.50 | 1.15 | 51.0 | 52.0 |",
+    ]
+    assert "H200, 2026-11-23, commit abcdef0" in lines[-1]
