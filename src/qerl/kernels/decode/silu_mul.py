@@ -116,6 +116,7 @@ def silu_mul(
     squares = squares_PT.shape[0]
     block_t = 16  # 32 tokens at once spill registers
     rounds, shared = blocks_in_turn(tokens), shared_bytes(h_TI)
+    # One stage: loads ahead of the next 16 tokens take shared memory, at 256 ranks more than any card has.
     # Half the registers that the compiler wants let four programs share a multiprocessor instead of two. At
     # 128 ranks shared memory has room for two anyway, and fewer registers would only spill.
     capped = {"maxnreg": 128} if tokens > 64 and b.ranks <= 64 else {}
