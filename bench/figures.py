@@ -235,7 +235,7 @@ def memory() -> str:
                 _size(found),
                 found["lora_rank"],
                 found.get("tokens_per_forward") or "a whole microbatch",
-                f"{-(-layers // every)} of {layers}",
+                f"{-(-layers // every) if every <= layers else 0} of {layers}",
                 f"{found['total_s']:.1f}",
                 f"{found['rollout_gb']:.1f}",
                 f"{found['update_gb']:.1f}",

@@ -155,10 +155,12 @@ def causal_mask_11LL(joined: JoinedRow) -> torch.Tensor:
 GROUPS = [(65, [130, 7, 64, 1]), (1, [40, 3]), (2, [90]), (200, [33, 128])]
 
 
-def test_attention_of_branches_against_fp64() -> None:
+@pytest.mark.parametrize("groups", [GROUPS, [(2, [90])], [(30, [300])]], ids=["many", "one", "long"])
+def test_attention_of_branches_against_fp64(groups) -> None:
+    """With few stretches and heads, backward is told of empty ones."""
     from qerl.update.attention import branch_attention
 
-    joined = row(GROUPS)
+    joined = row(groups)
     length = joined.input_ids_1L.shape[1]
     q, k, v = (torch.randn(1, h, length, 64, device="cuda").bfloat16().requires_grad_() for h in (6, 2, 2))
     dout = torch.randn(1, length, 6, 64, device="cuda").bfloat16()

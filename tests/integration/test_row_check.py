@@ -361,3 +361,30 @@ def test_the_kernel_takes_no_argument_that_it_would_ignore(dense_kernel, extra):
     }
     with pytest.raises(attention._Declined, match=next(iter(extra))):
         attention.branch_attention(torch.nn.Module(), heads, heads, heads, None, **(harmless | extra))
+
+
+def test_gradients_of_the_kernel_are_not_copied(monkeypatch):
+    """q, k and v lie token by token, and so do the kernel's gradients: what it writes is what leaves."""
+    written = []
+
+    class Kernel(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, *tensors):
+            ctx.save_for_backward(*tensors[:3])
+            return tensors[0].clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            written.extend(torch.empty_like(tensor) for tensor in ctx.saved_tensors)
+            return *written, None, None
+
+    monkeypatch.setattr(attention, "_BranchAttention", Kernel)
+    heads = [torch.zeros(1, 3, count, 16, requires_grad=True) for count in (4, 2, 2)]
+    products = [x * 1.0 for x in heads]
+    seen = {}
+    for number, x in enumerate(products):
+        x.register_hook(lambda gradient, number=number: seen.update({number: gradient}))
+    q, k, v = (x.transpose(1, 2) for x in products)
+    out, _ = attention.branch_attention(torch.nn.Module(), q, k, v, None, branches=object())
+    out.sum().backward()
+    assert [seen[n].data_ptr() for n in range(3)] == [gradient.data_ptr() for gradient in written]

@@ -21,6 +21,9 @@ from qerl.plan.phases import make_plan
 from qerl.plan.render import verdict
 from qerl.rollout.paged.limits import FILTER_BYTES, BlockDemand
 from qerl.trainer.trl.reference import add_reference
+from qerl.update.chunks import split_rows
+from qerl.update.padded import Lengths
+from qerl.update.spans import Spans
 from qerl.weight_formats import FORMATS
 from tests.support.models import move_adapter
 from tests.support.plan import GB80, work
@@ -216,8 +219,8 @@ def test_phases_and_sharing():
     assert kept.update > 2 * base.update
     assert base.update < half.update < kept.update
     assert kept.rollout == half.rollout == base.rollout
-    counts = [Activations(sizes, work(every_n_layers=n)).recomputed for n in (1, 2, 3, 28, 0)]
-    assert counts == [28, 14, 10, 1, 0]
+    counts = [Activations(sizes, work(every_n_layers=n)).recomputed for n in (1, 2, 3, 28, 29, 0)]
+    assert counts == [28, 14, 10, 1, 0, 0]
 
 
 def test_sequences_that_do_not_fit_wait():
@@ -281,6 +284,35 @@ def test_chunks():
     (gradients,) = [part.update for part in small.lines if part.name == "gradients"]
     assert gradients == adapter.gradients, "an earlier chunk leaves its gradients"
     assert small.update < large.update < make_plan(sizes, work(microbatches=2), GB80).update
+
+
+@pytest.mark.parametrize("limit", [8447, 16893, 16894, 26000, 10**6])
+@pytest.mark.parametrize("microbatch", [2, 8, 16])
+def test_microbatches_that_share_a_pass(limit, microbatch):
+    """A step of 48 samples of 256 + 1024 tokens has the passes and tokens that the update makes."""
+    count = 48 // microbatch
+    step = work(completion_tokens=1024, microbatch=microbatch, microbatches=count, tokens_per_forward=limit)
+    lengths = Lengths([1024] * 48, [255] * 48, [row // 8 for row in range(48)])
+    passes = []
+
+    def forward(rows, _):
+        passes.append(lengths.tokens(rows))
+        return (torch.zeros(48, 1),)
+
+    rows = [list(range(i * microbatch, (i + 1) * microbatch)) for i in range(count)]
+    spans = Spans(rows, microbatch, lengths, forward)
+    for number in range(count):
+        if spans.outputs(number, limit) is None:
+            passes += [lengths.tokens(chunk) for chunk in split_rows(rows[number], lengths, limit)]
+    assert len(passes) == step.passes
+    if microbatch % 8 == 0:
+        assert sum(passes) == step.computed_tokens
+    else:  # a pass may begin within a group, whose prompt it computes again
+        assert step.computed_tokens <= sum(passes) <= 1.02 * step.computed_tokens
+    assert max(passes) <= step.tokens == min(limit, lengths.tokens(range(48)))
+    assert step.scored_tokens == min(48 * 1024, step.tokens - 255)
+    unlimited = dataclasses.replace(step, tokens_per_forward=None)
+    assert (unlimited.passes, unlimited.tokens) == (count, step.tokens_of(microbatch))
 
 
 def test_of_the_filters_top_k_takes_memory(capsys):

@@ -214,7 +214,7 @@ def test_a_run_on_a_gpu_takes_the_limit_of_the_plan(monkeypatch, tiny_tokenizer,
     """`qerl plan` and training agree on the default; what is set stays."""
     fields = {"max_prompt_length": 256, "max_completion_length": 2048, "tokens_per_forward": given}
     plan = plan_command("7b", [], fields, 24, Console(quiet=True))
-    assert (plan.work.tokens_per_forward, plan.work.every_n_layers) == ((5000, 2) if given else (2303, 16))
+    assert (plan.work.tokens_per_forward, plan.work.every_n_layers) == ((5000, 2) if given else (2303, 29))
 
     class Loading(Exception):
         pass

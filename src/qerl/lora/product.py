@@ -106,18 +106,15 @@ class _LoraProduct(torch.autograd.Function):
         x_TK = x_BTK.reshape(-1, x_BTK.shape[-1])
         a_RK, b_NR = _adapter(matrices, scalings, x_TK.dtype)
         bias_N = _bias(bases, x_TK)
-        (tokens, k), (n, r) = x_TK.shape, b_NR.shape
+        k, (n, r) = x_TK.shape[1], b_NR.shape
+        xa_TR = x_TK @ a_RK.T
         if n > k and r % 8 == 0:
-            both_TK = x_TK.new_empty(tokens, k + r)
-            both_TK[:, :k] = x_TK
-            torch.mm(x_TK, a_RK.T, out=both_TK[:, k:])
+            both_TK = torch.cat((x_TK, xa_TR), dim=1)
             weight_NK = workspace((n, k + r), x_TK)
             _write_dense(bases, weight_NK[:, :k])
             weight_NK[:, k:] = b_NR
             y_TN = F.linear(both_TK, weight_NK, bias_N)
-            xa_TR = both_TK[:, k:].contiguous()
         else:
-            xa_TR = x_TK @ a_RK.T
             y_TN = F.linear(x_TK, _dense(bases, x_TK), bias_N).addmm_(xa_TR, b_NR.T)
         ctx.save_for_backward(x_TK, xa_TR, *matrices)
         ctx.scalings, ctx.bases = scalings, bases
@@ -129,21 +126,18 @@ class _LoraProduct(torch.autograd.Function):
         x_TK, xa_TR, *matrices = ctx.saved_tensors
         dy_TN = dy_BTN.reshape(-1, dy_BTN.shape[-1])
         a_RK, b_NR = _adapter(matrices, ctx.scalings, dy_TN.dtype)
-        (tokens, n), (r, k) = dy_TN.shape, a_RK.shape
+        n, (r, k) = dy_TN.shape[1], a_RK.shape
+        dxa_TR = dy_TN @ b_NR
         db_NR = torch.mm(dy_TN.T, xa_TR, out_dtype=torch.float32)
         dx_TK = None
         if ctx.needs_input_grad[0] and n < k and r % 8 == 0:
-            both_TN = dy_TN.new_empty(tokens, n + r)
-            both_TN[:, :n] = dy_TN
-            dxa_TR = torch.mm(dy_TN, b_NR, out=both_TN[:, n:])
+            both_TN = torch.cat((dy_TN, dxa_TR), dim=1)
             weight_NK = workspace((n + r, k), dy_TN)
             _write_dense(ctx.bases, weight_NK[:n])
             weight_NK[n:] = a_RK
             dx_TK = both_TN @ weight_NK
-        else:
-            dxa_TR = dy_TN @ b_NR
-            if ctx.needs_input_grad[0]:
-                dx_TK = (dy_TN @ _dense(ctx.bases, dy_TN)).addmm_(dxa_TR, a_RK)
+        elif ctx.needs_input_grad[0]:
+            dx_TK = (dy_TN @ _dense(ctx.bases, dy_TN)).addmm_(dxa_TR, a_RK)
         da_RK = torch.mm(dxa_TR.T, x_TK, out_dtype=torch.float32)
         dx_BTK = None if dx_TK is None else dx_TK.view(*dy_BTN.shape[:-1], k)
         return dx_BTK, None, None, *_split_gradients(da_RK, db_NR, matrices, ctx.scalings)

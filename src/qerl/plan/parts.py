@@ -121,7 +121,8 @@ class Activations:
     @property
     def recomputed(self) -> int:
         """Number of layers computed again for backward."""
-        return -(-self.sizes.layers // self.work.every_n_layers) if self.work.every_n_layers else 0
+        layers, every = self.sizes.layers, self.work.every_n_layers
+        return -(-layers // every) if 0 < every <= layers else 0
 
     @property
     def inputs(self) -> int:

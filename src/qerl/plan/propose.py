@@ -28,6 +28,10 @@ MARGIN = 1.05
 ENOUGH_TOKENS = 32768
 """Tokens per forward pass; more do not make it faster."""
 
+ENOUGH_SHARED = 16384
+"""Tokens of microbatches that share a pass, from which on no other joins them: weights are then written in
+2 % of the time, and memory that the next rollout has to take back costs more."""
+
 FEW_TOKENS = 2048
 """Tokens per forward pass; only memory asks for fewer."""
 
@@ -47,12 +51,9 @@ def fits(plan: MemoryPlan) -> bool:
 
 
 def cost(sizes: Sizes, work: Work) -> float:
-    """Duration of an update in forward passes over its tokens, as far as these settings change it."""
-    passes = 2 + Activations(sizes, work).recomputed / sizes.layers  # forward, again, gradients of the inputs
-    whole = work.tokens_of(work.microbatch)
-    chunks = -(-whole // work.tokens)
-    prompts_again = (chunks - 1) * (work.prompt_tokens - 1)
-    return passes * (1 + DENSE_TOKENS / work.tokens) * (1 + prompts_again / whole)
+    """Duration of an update in forward passes over one token, as far as these settings change it."""
+    times = 2 + Activations(sizes, work).recomputed / sizes.layers  # forward, again, gradients of the inputs
+    return times * (work.computed_tokens + DENSE_TOKENS * work.passes)
 
 
 def fastest(
@@ -76,7 +77,8 @@ def fastest(
     if every is not None:
         return _fastest(sizes, work, capacity, limits, every)
     here, there = (dataclasses.replace(work, offload=offload) for offload in (False, True))
-    found = _fastest(sizes, here, capacity, limits, [n for n in _EVERY if n <= sizes.layers])
+    any_number = [*(n for n in _EVERY if n < sizes.layers), sizes.layers, sizes.layers + 1]
+    found = _fastest(sizes, here, capacity, limits, any_number)
     if found is not None or work.adapters > 1 or work.unified:
         return found
     return _fastest(sizes, there, capacity, limits, [1])
@@ -101,11 +103,23 @@ def _fastest(
 
 
 def _limits(work: Work) -> list[int]:
-    """Tokens of all samples of a microbatch, of half of them, of a third and so on, down to few tokens."""
+    """Tokens of several microbatches, up to enough tokens; of all samples of one, of half of them, of a third
+    and so on, down to few tokens."""
     samples = {-(-work.microbatch // chunks) for chunks in range(1, work.microbatch + 1)}
     limits = sorted({work.tokens_of(n) for n in samples}, reverse=True)
     enough = [limit for limit in limits if FEW_TOKENS <= limit <= ENOUGH_TOKENS]
-    return enough or [limits[0] if limits[0] < FEW_TOKENS else limits[-1]]
+    few = [limits[0] if limits[0] < FEW_TOKENS else limits[-1]]
+    return [*_shared_limits(work), *(enough or few)]
+
+
+def _shared_limits(work: Work) -> Iterator[int]:
+    """Tokens of two microbatches, of three and so on."""
+    for count in range(2, work.microbatches + 1):
+        tokens = work.tokens_of(count * work.microbatch)
+        if work.tokens_of((count - 1) * work.microbatch) >= ENOUGH_SHARED or tokens > ENOUGH_TOKENS:
+            return
+        if tokens >= FEW_TOKENS or count == work.microbatches:
+            yield tokens
 
 
 def tokens_that_fit(sizes: Sizes, work: Work, capacity: int) -> int | None:

@@ -1,5 +1,6 @@
 """What one GRPO step does, as far as its memory depends on it."""
 
+from bisect import bisect_right
 from dataclasses import dataclass
 
 from qerl.lora.joint import why_not_joint
@@ -23,9 +24,10 @@ class Work:
         microbatch: Samples per loss.
         microbatches: Losses per optimizer step.
         tokens_per_forward: Tokens per forward and backward pass; a microbatch with more is computed in
-            chunks. None for no limit.
+            chunks, and microbatches of a step share a pass that has room for them
+            (`qerl.update.spans`). None for one pass per microbatch.
         every_n_layers: Every n-th layer is computed again for backward, the others keep their activations;
-            0: all keep them.
+            0, or more than there are layers: all keep them.
         offload: Whether inputs of the layers that are computed again wait in the CPU's memory.
         optimizer_bytes: Bytes per adapter parameter: 8 for AdamW in fp32, 2 in 8 bits.
         cache_bytes: Bytes per number in keys and values: 2 for bf16, 1 for fp8.
@@ -83,16 +85,47 @@ class Work:
 
     @property
     def tokens(self) -> int:
-        """T, tokens of a microbatch, or of its largest chunk, which holds a sample whatever the limit is."""
+        """T, tokens of the largest pass: of a microbatch, of its largest chunk, which holds a sample whatever
+        the limit is, or of as many microbatches as the limit allows, which may be more of shorter samples."""
         limit = self.tokens_per_forward or self.tokens_of(self.microbatch)
-        return min(self.tokens_of(self.microbatch), max(limit, self.tokens_of(1)))
+        return min(self.tokens_of(self._samples), max(limit, self.tokens_of(1)))
 
     @property
     def scored_tokens(self) -> int:
         """S, tokens that predict something: at most all but those of one prompt."""
-        return min(self.microbatch * self.completion_tokens, self.tokens - (self.prompt_tokens - 1))
+        return min(self._samples * self.completion_tokens, self.tokens - (self.prompt_tokens - 1))
 
     @property
     def passes(self) -> int:
         """Backward passes per optimizer step, at least."""
-        return self.microbatches * -(-self.tokens_of(self.microbatch) // self.tokens)
+        return self.microbatches * self.chunks if self.chunks > 1 else -(-self.microbatches // self.together)
+
+    @property
+    def chunks(self) -> int:
+        """Passes over a microbatch, at least."""
+        return -(-self.tokens_of(self.microbatch) // self.tokens)
+
+    @property
+    def together(self) -> int:
+        """Microbatches that share a pass; 1 where they do not, or where one takes several."""
+        counts = range(1, self.microbatches + 1 if self.shares_passes else 1)
+        return max(1, bisect_right(counts, self.tokens, key=lambda n: self.tokens_of(n * self.microbatch)))
+
+    @property
+    def computed_tokens(self) -> int:
+        """Tokens of all passes of an optimizer step, at least: prompts in each pass that computes them."""
+        whole, rest = divmod(self.microbatches, self.together)
+        tokens = whole * self.tokens_of(self.together * self.microbatch)
+        tokens += self.tokens_of(rest * self.microbatch)
+        divided = max(0, self.chunks - -(-self.microbatch // self.group))  # at least so many groups
+        return tokens + self.microbatches * divided * (self.prompt_tokens - 1)
+
+    @property
+    def shares_passes(self) -> bool:
+        """Whether microbatches may share a pass."""
+        return self.tokens_per_forward is not None
+
+    @property
+    def _samples(self) -> int:
+        """Samples among which those of a pass are."""
+        return self.microbatch * (self.microbatches if self.shares_passes else 1)

@@ -8,7 +8,8 @@ prompt needs. Backward gathers again, so nothing beyond queries, keys, values an
 gradients of a prompt's copies up in fp32, in a fixed order.
 
 FlashAttention's own backward adds the gradients of queries atomically unless told otherwise. Here it is told
-to add them in a fixed order: a resumed run must compute the same bits.
+to add them in a fixed order: a resumed run must compute the same bits. For that it adds them up in several
+FP32 copies; those that no block of keys would write are left out (`stretches_in_backward`).
 
 The implementation is registered with transformers under `NAME`. A forward pass without `branches`
 (evaluation, a padded batch) is plain SDPA.
@@ -35,6 +36,7 @@ from transformers.masking_utils import (
 
 from qerl.errors import QeRLError
 from qerl.families.parts import eval_mode
+from qerl.kernels.device import multiprocessors
 from qerl.update.joined_row import Branches, MaskFunction, join
 from qerl.update.padded import PaddedBatch
 
@@ -136,7 +138,8 @@ def branch_attention(
             module, query_1HLE, key_1GLE, value_1GLE, attention_mask, **kwargs
         )  # fmt: skip
     _check_call(query_1HLE, value_1GLE, kwargs)
-    rows = (tensor[0].transpose(0, 1) for tensor in (query_1HLE, key_1GLE, value_1GLE))
+    # Not [0], whose backward writes the gradient into zeros of the whole.
+    rows = (tensor.squeeze(0).transpose(0, 1) for tensor in (query_1HLE, key_1GLE, value_1GLE))
     out_LHE = _BranchAttention.apply(*rows, branches, kwargs.get("scaling"))
     return out_LHE[None], None
 
@@ -169,8 +172,8 @@ class _BranchAttention(torch.autograd.Function):
         k_MGE, v_MGE = k_LGE[branches.keys_M], v_LGE[branches.keys_M]
         with _deterministic():
             dq_LHE, dk_MGE, dv_MGE = torch.ops.aten._flash_attention_backward(
-                dout_LHE.contiguous(), q_LHE, k_MGE, v_MGE, out_LHE, lse, *_extents(branches), 0.0, True,
-                state, unused, scale=ctx.scale,
+                dout_LHE.contiguous(), q_LHE, k_MGE, v_MGE, out_LHE, lse,
+                *_extents_in_backward(branches, q_LHE), 0.0, True, state, unused, scale=ctx.scale,
             )  # fmt: skip
         return dq_LHE, _add_copies(dk_MGE, branches), _add_copies(dv_MGE, branches), None, None
 
@@ -178,6 +181,41 @@ class _BranchAttention(torch.autograd.Function):
 def _extents(branches: Branches) -> tuple[torch.Tensor, torch.Tensor, int, int]:
     b = branches
     return b.query_offsets_N, b.key_offsets_N, b.longest_query, b.longest_key
+
+
+def _extents_in_backward(
+    branches: Branches, q_LHE: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, int, int]:
+    """The same with empty stretches behind them, as far as they save memory."""
+    *offsets, longest_query, longest_key = _extents(branches)
+    count, (_, heads, size) = len(offsets[0]) - 1, q_LHE.shape
+    blocks = -(-longest_key // (128 if size <= 128 else 64))  # as the kernel cuts keys
+    empty = stretches_in_backward(count, heads, blocks, multiprocessors(q_LHE.device)) - count
+    queries, keys = (torch.cat((each, each[-1:].expand(empty))) if empty else each for each in offsets)
+    return queries, keys, longest_query, longest_key
+
+
+def stretches_in_backward(count: int, heads: int, blocks: int, cores: int) -> int:
+    """How many stretches to tell FlashAttention's deterministic backward of.
+
+    It adds gradients of queries up in ``cores / (stretches * heads)`` FP32 copies, rounded up, each for every
+    so-many-th block of keys, so that each multiprocessor has a block. Where there are fewer blocks of keys
+    than copies, the others are filled with zeros and never written: with few short stretches and few heads
+    they take more memory than all else in a layer. Told of more stretches, it makes fewer copies.
+
+    Args:
+        count: Stretches.
+        heads: Query heads.
+        blocks: Blocks of keys of the longest stretch.
+        cores: Multiprocessors of the GPU.
+
+    Returns:
+        At least ``count``; the smallest number with the fewest copies that leave each block of keys its own
+        where it had one.
+    """
+    most = (cores - 1) // (heads * (blocks - 1)) if blocks > 1 else -(-cores // heads)
+    copies = -(-cores // (max(count, most) * heads))
+    return max(count, -(-cores // (copies * heads)))
 
 
 def _add_copies(gradient_MGE: torch.Tensor, branches: Branches) -> torch.Tensor:

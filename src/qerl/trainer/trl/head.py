@@ -135,7 +135,8 @@ def _to_gradient(
     (n, vocabulary), on_gpu = tile_nV.shape, trl_head._use_triton(tile_nV.device)
     zeros = partial(torch.zeros, n, device=tile_nV.device)
     highest, total, weighted, target_logit, unread = zeros() - torch.inf, zeros(), zeros(), zeros(), zeros()
-    fold = trl_head._forward_kernel[(n,)] if on_gpu else trl_head._forward_tile
+    # One program reads a whole row: with TRL's 1024 logits at a time it waits for memory at each.
+    fold = partial(trl_head._forward_kernel[(n,)], num_warps=8) if on_gpu else trl_head._forward_tile
     fold(
         *(tile_nV, tile_nV.stride(0), target_n, highest, total, weighted, unread, unread, unread),
         *(target_logit, 0, vocabulary),
@@ -144,7 +145,7 @@ def _to_gradient(
         HAS_LOG_SUM_SQ_PROBS=False,
         HAS_MEAN_LOGITS=False,
         HAS_IS_TOP1=False,
-        BLOCK_SIZE=trl_head._BLOCK_SIZE,
+        BLOCK_SIZE=4 * trl_head._BLOCK_SIZE,
     )
     log_z = highest + total.log()
     blocks = -(-vocabulary // trl_head._BLOCK_SIZE)
