@@ -77,8 +77,8 @@ def fastest(
     if every is not None:
         return _fastest(sizes, work, capacity, limits, every)
     here, there = (dataclasses.replace(work, offload=offload) for offload in (False, True))
-    choices = [*(n for n in _EVERY if n < sizes.layers), sizes.layers, sizes.layers + 1]
-    found = _fastest(sizes, here, capacity, limits, choices)
+    any_number = [*(n for n in _EVERY if n < sizes.layers), sizes.layers, sizes.layers + 1]
+    found = _fastest(sizes, here, capacity, limits, any_number)
     if found is not None or work.adapters > 1 or work.unified:
         return found
     return _fastest(sizes, there, capacity, limits, [1])
@@ -114,7 +114,7 @@ def _limits(work: Work) -> list[int]:
 
 def _shared_limits(work: Work) -> Iterator[int]:
     """Tokens of two microbatches, of three and so on."""
-    for count in range(2, work.microbatches + 1 if work.processes == 1 else 0):
+    for count in range(2, work.microbatches + 1):
         tokens = work.tokens_of(count * work.microbatch)
         if work.tokens_of((count - 1) * work.microbatch) >= ENOUGH_SHARED or tokens > ENOUGH_TOKENS:
             return

@@ -123,7 +123,7 @@ class Work:
     @property
     def shares_passes(self) -> bool:
         """Whether microbatches may share a pass."""
-        return self.processes == 1 and self.tokens_per_forward is not None
+        return self.tokens_per_forward is not None
 
     @property
     def _samples(self) -> int:
