@@ -380,6 +380,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "runs-on": card_tables.runs_on,
     "learning": learning,
     "serve-sft": lambda: serve_tables.fine_tuning("serve-sft-smollm2-cpu"),
+    "serve-learning": lambda: serve_tables.learning("cookbook-smollm2-h200"),
     "study-speed": study_speed,
     **noise_tables.TABLES,
 }

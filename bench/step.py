@@ -301,7 +301,8 @@ def main(arguments: list[str]) -> None:
     args = _parser().parse_args(arguments)
     if args.peers and _processes()[1] > 1:
         raise QeRLError("--peers measures others on one GPU; run it without torchrun.")
-    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    if "LOCAL_RANK" in os.environ:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     sizes = Sizes.by_name(args.shape)
     common = {
         "shape": args.shape, "samples": args.samples, "prompt_tokens": args.prompt,

@@ -175,7 +175,9 @@ def test_prediction_of_recorded_peaks(row):
     )
     resident = sum(part.update for part in plan.lines[: 2 if "resident_without" in row else 3])
     assert resident / 1e9 == pytest.approx(row["resident_gb"], rel=0.01)
-    assert plan.update / 1e9 == pytest.approx(row["update_gb"], rel=0.05)
+    # Where passes differ in size, torch's allocator holds more than any of them needs, which can be had back.
+    least = row.get("update_allocated_gb", 0.95 * row["update_gb"])
+    assert least <= plan.update / 1e9 < 1.05 * row["update_gb"]
     # What torch's allocator still holds of the update before is in the measured figure, but can be had back.
     assert plan.rollout / 1e9 < 1.05 * row["rollout_gb"]
 
@@ -201,7 +203,9 @@ def test_prediction_of_recorded_long_completions(row):
         offload=row.get("offload", False),
     )
     plan = make_plan(sizes, asked, round(row["capacity_gb"] * 1e9))
-    assert plan.update / 1e9 == pytest.approx(row["update_gb"], rel=0.05)
+    # Where passes differ in size, torch's allocator holds more than any of them needs, which can be had back.
+    least = row.get("update_allocated_gb", 0.95 * row["update_gb"])
+    assert least <= plan.update / 1e9 < 1.05 * row["update_gb"]
     assert plan.rollout / 1e9 == pytest.approx(row["rollout_gb"], rel=0.05)
 
 

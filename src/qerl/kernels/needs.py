@@ -13,7 +13,7 @@ from qerl.kernels.cards import ARCH, CARDS, Capability, Card, asked, chosen, why
 RUN_ON: frozenset[Capability] = frozenset({(9, 0)})
 """Compute capabilities of the GPUs on which the kernels have been run."""
 
-RUN_AS: frozenset[Capability] = frozenset()
+RUN_AS: frozenset[Capability] = frozenset({(8, 0)})
 """Older classes whose code all tests have run on one of those GPUs (`QERL_ARCH`). As long as there is none,
 the other cards are refused unless `QERL_ARCH` names a class for them; with one, no card since Ampere is."""
 

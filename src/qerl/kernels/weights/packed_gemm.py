@@ -108,7 +108,7 @@ class Ahead:
     """What the kernels after a product read.
 
     A card on which none of them can start before the one ahead of it has ended brings it to the L2 cache once
-    the product has asked for its own weight.
+    the product of few tokens has asked for its own weight.
 
     Attributes:
         b_NR, a_RK: LoRA of the kernels up to the next product, contiguous; None without.
@@ -121,6 +121,10 @@ class Ahead:
 
 
 NOTHING_AHEAD = Ahead()
+
+_AHEAD_TOKENS = 64
+"""Tokens up to which it pays to ask for what comes next: an H200 treated as 8.0 decoded 7B 0.6 to 1.3 %
+faster with it at 1, 8 and 64 tokens, and 2.2 % slower at 128."""
 
 
 def pieces_ahead(tiling: Tiling, device: torch.device) -> int:
@@ -163,7 +167,9 @@ def packed_gemm(
         raise QeRLError(f"packed_gemm writes fp32 {(most, tokens, rows)}, not {tuple(out_STN.shape)}.")
     stages, card = tiling.stages(tokens), card_of(x.device)
     parts, total = (out_STN[:0] if each is None else each for each in (xa.parts_PTR, xa.sum_TR))
-    pointers, numbers = _arguments(NOTHING_AHEAD if card.dependent_launch else ahead, tiles, tiling)
+    if card.dependent_launch or tokens > _AHEAD_TOKENS:
+        ahead = NOTHING_AHEAD
+    pointers, numbers = _arguments(ahead, tiles, tiling)
     _compiled(tiling, padded, stages, x.device.index or 0)(
         (min(multiprocessors(x.device), -(-rows // (TILE * tiling.row_groups)) * (width // TILE)), 1),
         tiling.threads(card),
