@@ -85,6 +85,13 @@ def test_layers_that_are_computed_again_train_the_same(tmp_path):
     assert len(passes[1]) == 2 * len(passes[0])
 
 
+def test_no_layer_is_computed_again_with_an_n_above_their_number(tmp_path):
+    backend = tiny_backend(tmp_path, make_tiny_model(num_hidden_layers=2))
+    for n, expected in ((2, [True, False]), (3, [False, False]), (1, [True, True])):
+        backend._seats.recompute_layers(n)
+        assert [layer.gradient_checkpointing for layer in base_of(backend).model.layers] == expected
+
+
 def test_layers_keep_their_activations_until_memory_runs_out(tmp_path):
     every = tiny_backend(tmp_path / "every", make_tiny_model(num_hidden_layers=2))
     every._seats.recompute_layers()

@@ -305,6 +305,19 @@ def test_recomputed_layers_change_nothing(train, every):
     same(expected, weights)
 
 
+def test_whoever_turns_checkpointing_on_an_n_above_the_layers_recomputes_none(make_trainer):
+    """transformers calls the second where it has one, with n beside the mapping; TRL calls the first."""
+    model = make_trainer().model
+    layers = model.get_base_model().model.layers
+    names = ("gradient_checkpointing_enable", "activation_checkpointing_enable")
+    for enable in (getattr(model, name) for name in names if hasattr(model, name)):
+        for n, expected in ((2, [True, False]), (3, [False, False])):
+            enable(None, every_n_layers=n)
+            assert [layer.gradient_checkpointing for layer in layers] == expected
+    model.gradient_checkpointing_enable({"every_n_layers": 3, "use_reentrant": False})
+    assert not any(layer.gradient_checkpointing for layer in layers)
+
+
 def test_inputs_of_layers_may_wait_elsewhere(train, monkeypatch):
     """As on a GPU, and not pinned, because there is none; nothing else is copied, and nothing changes."""
     _, expected = train()

@@ -48,7 +48,7 @@ class BackendOptions:
         kv_cache_dtype: Of the paged engine's keys and values.
         tokens_per_forward: Tokens of a forward and backward pass at most; None leaves it to memory.
         every_n_layers: On a GPU every n-th layer is computed again for backward, the others keep their
-            activations until memory runs out.
+            activations until memory runs out. Above the number of layers all do.
         noise: Schedule of the noise by optimizer steps of a model; None samples without noise.
         noise_scale: Unit of its sigma.
         trust_remote_code: Whether Python code that comes with the model may run.

@@ -29,6 +29,7 @@ from qerl.errors import QeRLError
 from qerl.families.parts import base_model
 from qerl.families.supported import lora_targets
 from qerl.lora.adapter import adapt, add_adapter
+from qerl.update.recompute import accept_every_n_layers
 
 ALPHA = 32
 """LoRA's alpha, whatever the rank."""
@@ -80,6 +81,7 @@ class Seats:
         self._widest = self.model.active_adapter
         self._empty(self._widest)
         self.model.requires_grad_(False)
+        accept_every_n_layers(self.model)
 
     @property
     def device(self) -> torch.device:
@@ -88,7 +90,7 @@ class Seats:
 
     def recompute_layers(self, every: int = 1) -> None:
         """Of every n-th layer keep the input alone for the backward pass, as `qerl plan` counts, and compute
-        the layer again; the others keep their activations."""
+        the layer again; the others keep their activations: all, with an n above the number of layers."""
         base_model(self.model).gradient_checkpointing_enable({"use_reentrant": False}, every_n_layers=every)
         self._some_kept = every > 1
 

@@ -29,7 +29,6 @@ from qerl.trainer.trl.forward import score_rows
 from qerl.trainer.trl.known_outputs import KnownOutputs
 from qerl.trainer.trl.late_metrics import LateMetric, metrics_later
 from qerl.trainer.trl.recompute import (
-    accept_every_n_layers,
     offload_from_gpus_alone,
     recompute_every_layer,
 )
@@ -38,6 +37,7 @@ from qerl.trainer.trl.trials import Trials
 from qerl.update.chunks import Outputs, loss_in_chunks, without_graph
 from qerl.update.memory_retry import MemoryRetry
 from qerl.update.padded import PaddedBatch
+from qerl.update.recompute import accept_every_n_layers
 
 
 class UpdateTrainer(RolloutTrainer):

@@ -1,39 +1,10 @@
-"""Gradient checkpointing of every n-th layer through all of TRL.
+"""Settings of gradient checkpointing in the arguments of TRL and transformers."""
 
-transformers takes `every_n_layers` and `offload` out of `gradient_checkpointing_kwargs` when training begins.
-TRL 1.16 turns checkpointing off and on again around each rollout and hands the same mapping on whole, which
-torch refuses. Here the model itself accepts it, whoever turns checkpointing on.
-
-transformers counts layers from 0, so whatever n is, it recomputes the first. Here an n above the number of
-layers recomputes none, which takes no more memory: one layer's activations are there in any case.
-"""
-
-import functools
 from typing import Any, cast
 
 import torch
 from torch import nn
 from transformers import TrainingArguments
-from transformers.modeling_layers import GradientCheckpointingLayer
-
-_OF_TRANSFORMERS = ("every_n_layers", "offload")
-
-
-def accept_every_n_layers(model: nn.Module) -> None:
-    """Make the model's `gradient_checkpointing_enable` accept `every_n_layers` among torch's own settings."""
-    enable = cast(Any, model).gradient_checkpointing_enable
-
-    @functools.wraps(enable)
-    def wrapped(gradient_checkpointing_kwargs: dict[str, Any] | None = None, **kwargs: Any) -> None:
-        of_torch = dict(gradient_checkpointing_kwargs or {})
-        kwargs |= {name: of_torch.pop(name) for name in _OF_TRANSFORMERS if name in of_torch}
-        enable(gradient_checkpointing_kwargs=of_torch or None, **kwargs)
-        layers = [layer for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer)]
-        if kwargs.get("every_n_layers", 1) > len(layers):
-            for layer in layers:
-                layer.gradient_checkpointing = False
-
-    cast(Any, model).gradient_checkpointing_enable = wrapped
 
 
 def set_checkpointing(args: TrainingArguments, **options: int | bool) -> None:
