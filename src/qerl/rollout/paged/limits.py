@@ -29,7 +29,12 @@ MAX_SHARE_OF_FREE = 0.95
 """Share of the memory that is free at the moment that keys and values may take."""
 
 CONTEXT_BYTES = 1_200_000_000
-"""CUDA context, loaded kernels, cuBLAS workspaces, captured graphs and the engine's buffers, as measured."""
+"""CUDA context, loaded kernels, cuBLAS workspaces, captured graphs and the engine's buffers, as measured.
+
+The parts of x A^T (`qerl.rollout.paged.lora_sums`) are counted neither here nor by the plan: with R ranks
+mostly 4 T ceil(I / 128) R bytes, for T = 2048 and a 7B 0.04 GB at rank 32 and 0.31 at 256, for a 32B 0.06 and
+0.45. Each number of tokens that passes are made for has its own. They lie in what `CACHE_SHARE` leaves.
+"""
 
 TRAINED_BYTES = 4 + 8 + 2
 """Bytes per trained parameter beside the parameter: gradient, AdamW's moments, the engine's 16-bit copy."""

@@ -38,7 +38,7 @@ class LoraSums:
             if lora is not None
         }
         most = max((math.prod(shape) for shape in shapes.values()), default=0)
-        parts = torch.empty(most, device=layer.input_norm_D.device)
+        parts = torch.empty(most, dtype=torch.float32, device=layer.input_norm_D.device)
 
         def of(shape: tuple[int, int, int]) -> LoraSum:
             return LoraSum(parts[: math.prod(shape)].view(shape), parts.new_empty(shape[1:]))
