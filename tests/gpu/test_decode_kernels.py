@@ -16,10 +16,10 @@ from qerl.errors import QeRLError
 from qerl.kernels.cards import card_of
 from qerl.kernels.decode import attend as attention
 from qerl.kernels.decode import residual_norm, rope_kv, silu_mul
-from qerl.kernels.decode.add_parts import add_parts
 from qerl.kernels.decode.draw import RowState, draw_token
 from qerl.kernels.decode.launch import NO_B, LoraA, LoraB
 from qerl.kernels.needs import obstacles
+from qerl.kernels.weights.add_parts import add_parts
 from qerl.kernels.weights.nvfp4 import tiling_for
 from qerl.kernels.weights.packed_gemm import Ahead, Tiling, packed_gemm, padded_tokens, to_operand
 from qerl.kernels.weights.packed_gemm import partial_sums as parts_of_product

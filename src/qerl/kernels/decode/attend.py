@@ -30,7 +30,8 @@ from qerl.kernels.decode.common import (
     load_operand,
     store_operand,
 )
-from qerl.kernels.decode.launch import NO_A, LoraA, dependent, pointers, shared_bytes
+from qerl.kernels.decode.launch import NO_A, LoraA
+from qerl.kernels.launch import dependent, pointers, shared_bytes
 from qerl.kernels.limits import WHOLE_PARTS, rank_part
 
 PREFILL_ROWS = 64

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from qerl.kernels.decode.common import begin
-from qerl.kernels.decode.launch import dependent, pointers
+from qerl.kernels.launch import dependent, pointers
 
 BLOCK_V = 4096
 """Logits that one program of the first kernel takes."""

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from qerl.kernels.decode.common import begin
-from qerl.kernels.decode.launch import dependent, pointers
+from qerl.kernels.launch import dependent, pointers
 
 NEVER = -1e30
 """Log-probability of a token that a filter left out; -inf times a probability of zero would be NaN."""

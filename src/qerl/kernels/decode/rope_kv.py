@@ -23,7 +23,8 @@ from qerl.kernels.decode.common import (
     partial_counts,
     sum_partials,
 )
-from qerl.kernels.decode.launch import NO_B, LoraB, dependent, pointers, shared_bytes
+from qerl.kernels.decode.launch import NO_B, LoraB
+from qerl.kernels.launch import dependent, pointers, shared_bytes
 from qerl.kernels.limits import rank_part
 
 

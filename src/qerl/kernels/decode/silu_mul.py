@@ -19,15 +19,8 @@ from qerl.kernels.decode.common import (
     store_operand,
     sum_partials,
 )
-from qerl.kernels.decode.launch import (
-    NO_A,
-    NO_B,
-    LoraA,
-    LoraB,
-    dependent,
-    pointers,
-    shared_bytes,
-)
+from qerl.kernels.decode.launch import NO_A, NO_B, LoraA, LoraB
+from qerl.kernels.launch import dependent, pointers, shared_bytes
 from qerl.kernels.limits import rank_part
 
 

@@ -30,7 +30,7 @@ class LoraSum:
     def add(self) -> None:
         """Add the parts in order, in a launch of its own: for products whose kernel does not."""
         if self.parts_PTR is not None and self.sum_TR is not None:
-            from qerl.kernels.decode.add_parts import add_parts  # needs Triton
+            from qerl.kernels.weights.add_parts import add_parts  # Triton, without which this module loads
 
             add_parts(self.parts_PTR, self.sum_TR)
 

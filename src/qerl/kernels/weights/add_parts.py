@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from qerl.kernels.decode.common import begin
-from qerl.kernels.decode.launch import dependent, pointers
+from qerl.kernels.launch import dependent, pointers
 
 
 @triton.jit
