@@ -1,14 +1,16 @@
 """What the Triton kernels of a decode step share.
 
-The step is laid out so that LoRA and normalisation cost no launch of their own:
+The step is laid out so that normalisation costs no launch of its own, and LoRA none where packed_gemm.cu
+multiplies:
 
 * RMSNorm is applied late. A norm kernel multiplies by the norm's weight, hands that to the GEMM, and leaves
   partial sums of squares; every reader of the GEMM's output multiplies by 1/rms, which is one number per
   token and commutes with the product.
 * x A^T (``xa`` below) is computed by the kernel that makes x, while x is in registers. Its programs hold
   different columns of x, so each leaves a part of the sum. The GEMM adds the parts, in order, while it waits
-  for its first activations (packed_gemm.cu; before other products a launch does it). So the sum is the same
-  every time, which atomic additions could not promise. The kernel that reads the GEMM's output applies B.
+  for its first activations (packed_gemm.cu; before other products a small launch does it, add_parts). So the
+  sum is the same every time, which atomic additions could not promise. The kernel that reads the GEMM's
+  output applies B.
 * A kernel takes the ranks of a large adapter in parts of at most 128 (`qerl.kernels.limits`). It loads the
   first part ahead of its wait (`begin`), as all weights, so up to 128 ranks there is no loop.
 * A GEMM may leave partial sums over K; its reader adds them in order.

@@ -11,7 +11,7 @@
 // 16 bytes at a time (cp.async), and the barrier counts lanes. WGMMA: see below. Below compute capability 9.0 a kernel
 // starts when the one ahead of it has ended, and a product of two bf16 numbers is a fused multiply-add whose third operand
 // is -0. There the warps that load, once they have asked for all of their own, ask the L2 cache for what the next kernels
-// read first.
+// read (Ahead).
 //
 // Weight layout (qerl.kernels.weights.tiles), the one quack-kernels uses, so that both libraries run on one resident copy:
 //   codes  [N/64, K/64, 128 threads, 16 bytes]: thread t = 32 w + l of a 64 x 64 tile holds, for each of four
@@ -105,8 +105,9 @@ struct Piece {
 // Where the tiles of a block begin on a line of so many.
 __device__ __forceinline__ int share(int total, int block) { return (int)((long long)block * total / gridDim.x); }
 
-// What the kernels after this one read first: the adapters' matrices between this product and the next, and that one's
-// weight, of which each block reads so many pieces before all others.
+// What the kernels after this one read: the adapters' matrices between this product and the next, and that one's
+// weight, of which so many pieces of each block are asked for ahead. A block is that of this kernel's tiling and grid;
+// where the next product is tiled alike, these are the pieces that its block reads before all others.
 struct Ahead {
   const u8 *b, *a, *codes, *scales;
   int b_bytes, a_bytes, N, K, pieces;

@@ -38,7 +38,9 @@ __device__ __forceinline__ void prefetch(const u8* from, int bytes, int block, i
   for (int at = (block * 128 + threadIdx.x - CONSUMERS) * 32; at < bytes; at += blocks * 128 * 32) prefetch32(from + at);
 }
 
-// Asks the L2 cache for what the kernels after this one read first, while they leave the memory idle.
+// Asks the L2 cache for what the kernels after this one read, while they leave the memory idle. The next weight is cut
+// as this kernel's tiling and grid would cut it; where its product has others, some of these tiles are not what a block
+// reads first.
 __device__ __forceinline__ void prefetch_ahead(const Ahead& next) {
   prefetch(next.b, next.b_bytes, blockIdx.x, gridDim.x);
   prefetch(next.a, next.a_bytes, blockIdx.x, gridDim.x);
