@@ -8,6 +8,9 @@ of them at once. The problems of a step are the same in every run (the recipe dr
 step), so runs differ in their adapters' first weights and in what is sampled. A control is the same with
 learning rate 0: what its reward does, the problems do.
 
+Each row has a status: "finished", "ended after its time" with the steps that it had until then, or "failed".
+Where a run failed the result is written too, and the exit status is 1.
+
 On a machine with a GPU the servers use it. With an empty CUDA_VISIBLE_DEVICES they use the CPU; give each of
 them its threads then, and the noise settings several servers, because a server runs one model at a time.
 """
@@ -47,6 +50,9 @@ COLUMNS = {
     "step_seconds": "time/total",
 }
 """Numbers of each step, by what the recipe calls them in its metrics."""
+
+FINISHED, CUT, FAILED = "finished", "ended after its time", "failed"
+"""What became of a run."""
 
 STAGES = 10
 """Of the noise, where a run has as many steps."""
@@ -88,6 +94,8 @@ class Run:
     number: int
     folder: Path
     process: Process | None = None
+    status: str | None = None
+    """What became of it, once it has ended."""
 
     @property
     def name(self) -> str:
@@ -103,7 +111,10 @@ class Run:
     def row(self) -> Row:
         """Its row of the result."""
         steps = self.steps()
-        found: Row = {"noise": self.noise, "learning_rate": self.learning_rate, "run": self.number}
+        found: Row = {
+            "noise": self.noise, "learning_rate": self.learning_rate, "run": self.number,
+            "status": self.status,
+        }  # fmt: skip
         if self.process is not None and self.process.seconds is not None:
             found["recipe_seconds"] = round(self.process.seconds, 1)
         for name, key in COLUMNS.items():
@@ -188,9 +199,10 @@ def follow(runs: Sequence[Run], deadline: float) -> None:
             left.remove(run)
             assert run.process is not None
             run.process.seconds = time.monotonic() - run.process.began
-            status = run.process.popen.returncode
-            print(f"{run.name} ended with {status} after {run.process.seconds:.0f} s", flush=True)
-            if status != 0:
+            code = run.process.popen.returncode
+            run.status = FAILED if code else FINISHED
+            print(f"{run.name} ended with {code} after {run.process.seconds:.0f} s", flush=True)
+            if code:
                 print(run.process.tail(), flush=True)
         if time.monotonic() - reported > _REPORT_S:
             reported = time.monotonic()
@@ -200,6 +212,7 @@ def follow(runs: Sequence[Run], deadline: float) -> None:
     for run in left:
         assert run.process is not None
         run.process.seconds = time.monotonic() - run.process.began
+        run.status = CUT
         print(f"{run.name} is ended after {len(run.steps())} steps, because time is up", flush=True)
 
 
@@ -246,14 +259,18 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str]) -> None:
-    """Runs `python -m bench cookbook` with these arguments."""
+    """Runs `python -m bench cookbook` with these arguments.
+
+    Raises:
+        SystemExit: A run failed.
+    """
     args = _parser().parse_args(arguments)
     found = list(measure(args))
     for row in found:
         rewards = " ".join(f"{reward:.3f}" for reward in row["reward"])
         print(
             f"{row['engine']}, noise {row['noise']}, learning rate {row['learning_rate']:g}, "
-            f"run {row['run']}, reward {rewards}"
+            f"run {row['run']}, {row['status']}, reward {rewards}"
         )
     if args.out:
         shared: dict[str, Any] = {
@@ -267,3 +284,6 @@ def main(arguments: list[str]) -> None:
                 f"{os.cpu_count()} CPU cores, {count} servers, threads of each: {args.threads}"
             )
         write_result(args.out, " ".join(["cookbook", *arguments]), found, **shared)
+    failed = sum(row["status"] == FAILED for row in found)
+    if failed:
+        sys.exit(f"error: {failed} of {len(found)} runs failed; see above, and their logs in {args.logs}.")

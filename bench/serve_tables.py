@@ -3,8 +3,11 @@
 from collections.abc import Sequence
 from statistics import mean
 
+from bench import result
 from bench.captions import files, row, rows, source, table
+from bench.cookbook import CUT, FINISHED
 from bench.result import Row
+from qerl.errors import QeRLError
 
 STEPS = 4
 """Steps that a column is the mean of, because batches differ more than the loss falls between two of them."""
@@ -41,17 +44,20 @@ def learning(*names: str) -> str:
 
     Args:
         names: The result files of `bench.cookbook`, without their endings.
+
+    Raises:
+        QeRLError: A run failed, or the runs of a file have too few steps in common.
     """
     lines, sizes, sources = [], [], []
     for name in names:
         found = rows(name)
-        first = found[0]
+        first, least = found[0], _common(name, found)
         for noise, rate in dict.fromkeys((one["noise"], one["learning_rate"]) for one in found):
             arm = rows(name, noise=noise, learning_rate=rate)
-            lines.append((_where(first), "yes" if noise else "no", f"{rate:g}", *_changes(arm)))
-        least = min(len(one["reward"]) for one in found)
+            lines.append((_where(first), "yes" if noise else "no", f"{rate:g}", *_changes(arm, least)))
         sizes.append(
-            f"{_where(first)} {first['groups']} problems x {first['group_size']} samples, {least} steps"
+            f"{_where(first)} {first['groups']} problems x {first['group_size']} samples, the {least} of "
+            f"{first['steps']} steps that all runs made"
         )
         what = first["gpu"].removeprefix("NVIDIA ") if "gpu" in first else first["machine"]
         sources.append(f"{what}, {first['date'][:10]}, commit {first['commit']}")
@@ -74,9 +80,24 @@ def _where(found: Row) -> str:
     return {"paged": "GPU", "portable": "CPU"}[found["engine"]]
 
 
-def _changes(arm: Sequence[Row]) -> list[str]:
-    """Reward and right answers at the begin and at the end, over the steps that all runs have."""
-    steps = min(len(found["reward"]) for found in arm)
+def _common(name: str, found: Sequence[Row]) -> int:
+    """Steps that all runs of a file made, so that all of them are compared on the same problems."""
+    failed = [one for one in found if one.get("status") not in (FINISHED, CUT)]
+    if failed:
+        raise QeRLError(
+            f"{len(failed)} of {len(found)} runs in {name}.json failed or have no status; measure them again."
+        )
+    steps = min(len(one["reward"]) for one in found)
+    if steps < 2 * STEPS:
+        raise QeRLError(
+            f"The runs in {name}.json have {steps} steps in common, and the table compares the first {STEPS} "
+            f"with the last {STEPS}; measure at least {2 * STEPS}."
+        )
+    return steps
+
+
+def _changes(arm: Sequence[Row], steps: int) -> list[str]:
+    """Reward and right answers at the begin and at the end of so many steps."""
     cells = []
     for column in ("reward", "correct"):
         for part in (slice(STEPS), slice(steps - STEPS, steps)):
@@ -92,6 +113,8 @@ def steps(name: str, beside: str) -> str:
         name: The result file of `bench.serve`, without its ending.
         beside: That of `bench.step`.
     """
+    if not all((result.RESULTS / f"{one}.json").is_file() for one in (name, beside)):
+        return "Not measured yet; the command stands in [performance](performance.md#measure-it-yourself).\n"
     served = rows(name)
     first = served[0]
     trained = row(beside, **{key: first[key] for key in _SAME})

@@ -18,6 +18,7 @@ import sys
 from pathlib import Path
 
 from bench.figures import NUMBERS, TABLES
+from qerl.errors import QeRLError
 
 ROOT = Path(__file__).parents[1]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
@@ -42,13 +43,19 @@ def outdated() -> list[Path]:
 
 
 def main() -> int:
-    """Rewrite the pages, or with --check only name those that differ; returns the exit status."""
+    """Rewrite the pages, or with --check only name those that differ; returns the exit status: 2 where a
+    result cannot stand in a table."""
     parser = argparse.ArgumentParser(description="Write the numbers of README and docs from the results.")
     parser.add_argument(
         "--check", action="store_true", help="change nothing; exit status 1 if a page differs"
     )
     check = parser.parse_args().check
-    for page in (found := outdated()):
+    try:
+        found = outdated()
+    except QeRLError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    for page in found:
         print(f"{page.relative_to(ROOT)} {'differs' if check else 'written'}")
         if not check:
             page.write_text(render(page.read_text()))

@@ -57,7 +57,8 @@ def told(tmp_path, monkeypatch):
 def test_every_arm_runs_and_what_fails_or_hangs_is_said(told, tmp_path, capsys):
     options = ["--runs", "2", "--steps", "3", "--learning_rate", "2", "--servers", "2"]
     options += ["--threads", "1", "--minutes", "0.1"]
-    assert main([*told, *options]) == 0
+    with pytest.raises(SystemExit, match=r"^error: 2 of 8 runs failed"):
+        main([*told, *options])
     found = json.loads((tmp_path / "found.json").read_text())
     arms = [(row["noise"], row["learning_rate"], row["run"], row["reward"]) for row in found["rows"]]
     assert arms == [
@@ -65,6 +66,8 @@ def test_every_arm_runs_and_what_fails_or_hangs_is_said(told, tmp_path, capsys):
         (False, 0.0, 1, [0, 0, 0]), (True, 2.0, 0, [0, 2, 4]), (True, 0.0, 0, []),
         (True, 2.0, 1, [0, 2, 4]), (True, 0.0, 1, []),
     ]  # fmt: skip
+    ends = ["finished"] * 3 + ["ended after its time"] + ["finished", "failed"] * 2
+    assert [row["status"] for row in found["rows"]] == ends
     assert found["rows"][0]["step_seconds"] == [0.5] * 3 and found["rows"][0]["kl_sample_train"] == []
     assert (found["steps"], found["servers"]) == (3, 2)
     assert found["rows"][0]["recipe_seconds"] < found["rows"][3]["recipe_seconds"]

@@ -73,3 +73,14 @@ def test_no_hub_at_all(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(Unreachable, match=r"^HF_HUB_OFFLINE is set$"):
         download("owner/model", ["*.json"])
+
+
+@pytest.mark.parametrize("cause", [PermissionError(13, "Permission denied"), OSError(28, "No space left")])
+def test_a_disk_that_fails_is_told_offline_too(cause: OSError, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise cause
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("qerl.models.hub.snapshot_download", fails)
+    with pytest.raises(Unreachable, match=cause.strerror):
+        download("owner/model", ["*.json"])

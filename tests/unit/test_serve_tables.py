@@ -5,6 +5,7 @@ import json
 import pytest
 
 from bench import serve_tables
+from qerl.errors import QeRLError
 
 HEAD = {"commit": "abcdef0", "date": "2026-11-23 05:00 UTC", "command": "python -m bench cookbook"}
 
@@ -20,30 +21,49 @@ def results(tmp_path, monkeypatch):
 
 
 def arm(noise, rate, run, rewards):
-    found = {"engine": "portable", "noise": noise, "learning_rate": rate, "run": run}
+    found = {"engine": "portable", "noise": noise, "learning_rate": rate, "run": run, "status": "finished"}
     return {**found, "reward": rewards, "correct": [0.5 * reward for reward in rewards]}
 
 
+SHARED = {
+    "machine": "32 CPU cores", "groups": 8, "group_size": 4, "max_tokens": 12, "rank": 32, "steps": 10,
+    "versions": {"tinker-cookbook": "0.6.1", "tinker": "0.38.0"},
+}  # fmt: skip
+
+
 def test_learning_stands_beside_its_control(results):
-    shared = {"machine": "32 CPU cores", "groups": 8, "group_size": 4, "max_tokens": 12, "rank": 32}
-    versions = {"tinker-cookbook": "0.6.1", "tinker": "0.38.0"}
     found = [
         arm(False, 0.0, 0, [0.0] * 10),
-        arm(False, 3e-4, 0, [0.0] * 4 + [9.0] * 2 + [0.8] * 4),
-        arm(False, 3e-4, 1, [0.2] * 4 + [9.0] + [0.4] * 4),  # ended a step before the other
-        arm(True, 3e-4, 0, [0.1] * 8),
+        arm(False, 3e-4, 0, [0.0] * 4 + [9.0] + [0.8] * 4 + [7.0]),
+        arm(False, 3e-4, 1, [0.2] * 4 + [9.0] * 2 + [0.4] * 4),
+        arm(True, 3e-4, 0, [0.1] * 9) | {"status": "ended after its time"},  # a step before the others
     ]
-    results("cpu", found, versions=versions, **shared)
+    results("cpu", found, **SHARED)
     lines = serve_tables.learning("cpu").splitlines()
     assert lines[2:5] == [
         "| CPU | no | 0 | 0.000 (0.000 to 0.000) | 0.000 (0.000 to 0.000) | 0.000 (0.000 to 0.000) | "
         "0.000 (0.000 to 0.000) |",
-        "| CPU | no | 0.0003 | 0.100 (0.000 to 0.200) | 1.625 (0.400 to 2.850) | 0.050 (0.000 to 0.100) | "
-        "0.812 (0.200 to 1.425) |",
+        "| CPU | no | 0.0003 | 0.100 (0.000 to 0.200) | 1.675 (0.800 to 2.550) | 0.050 (0.000 to 0.100) | "
+        "0.837 (0.400 to 1.275) |",
         "| CPU | yes | 0.0003 | 0.100 (0.100 to 0.100) | 0.100 (0.100 to 0.100) | 0.050 (0.050 to 0.050) | "
         "0.050 (0.050 to 0.050) |",
     ]
-    assert "8 problems x 4 samples, 8 steps" in lines[-1] and "32 CPU cores" in lines[-1]
+    assert "8 problems x 4 samples, the 9 of 10 steps that all runs made" in lines[-1]
+    assert "32 CPU cores" in lines[-1]
+
+
+@pytest.mark.parametrize("status", ["failed", None])
+def test_runs_that_failed_are_refused(results, status):
+    found = [arm(False, 0.0, 0, [0.0] * 10), arm(False, 3e-4, 0, [0.0] * 10) | {"status": status}]
+    results("cpu", found, **SHARED)
+    with pytest.raises(QeRLError, match=r"^1 of 2 runs in cpu\.json failed"):
+        serve_tables.learning("cpu")
+
+
+def test_begin_and_end_do_not_overlap(results):
+    results("cpu", [arm(False, 0.0, 0, [0.0] * 10), arm(True, 0.0, 0, [0.0] * 7)], **SHARED)
+    with pytest.raises(QeRLError, match=r"cpu\.json have 7 steps in common"):
+        serve_tables.learning("cpu")
 
 
 def test_a_step_stands_beside_the_trainers(results):
@@ -55,6 +75,7 @@ def test_a_step_stands_beside_the_trainers(results):
     ]
     trained[0]["total_s"] = 1.0
     results("step", [{**same, **one} for one in trained])
+    assert serve_tables.steps("serve", "step").startswith("Not measured yet")
     served = {"sample_s": 5.0, "update_s": 6.5, "total_s": 11.5, "peak_gb": 51.0, "planned_gb": 52.0}
     results("serve", [{**same, **served, "adapters": count} for count in (1, 8)])
     lines = serve_tables.steps("serve", "step").splitlines()

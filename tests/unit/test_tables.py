@@ -7,6 +7,7 @@ import pytest
 from bench import tables
 from bench.figures import NUMBERS, TABLES
 from bench.result import RESULTS, read_rows
+from qerl.errors import QeRLError
 
 
 def test_pages_hold_what_the_results_say():
@@ -26,6 +27,16 @@ def test_a_changed_number_is_written_anew():
     assert "1 minute<" not in written and "old" not in written
     assert "| seed |" in written and written.endswith("<!-- /table -->\n")
     assert tables.render(written) == written
+
+
+def test_a_result_that_a_table_refuses_is_told(monkeypatch, capsys):
+    def refuses():
+        raise QeRLError("1 of 2 runs failed.")
+
+    monkeypatch.setitem(TABLES, "serve-learning", refuses)
+    monkeypatch.setattr("sys.argv", ["tables", "--check"])
+    assert tables.main() == 2
+    assert capsys.readouterr().err == "error: 1 of 2 runs failed.\n"
 
 
 def test_a_mark_without_a_table_is_an_error():

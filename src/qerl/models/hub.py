@@ -11,7 +11,13 @@ from pathlib import Path
 from typing import Literal
 
 from huggingface_hub import constants, get_session, snapshot_download
-from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+)
 from huggingface_hub.utils import httpx  # the client it speaks through, whose name differs by version
 
 from qerl.errors import QeRLError, first_line
@@ -143,8 +149,12 @@ def download(
             f"There is no local folder and no Hub {kind} named {name}; check the name."
         ) from error
     except (OSError, httpx.HTTPError) as error:
+        # Offline a disk that is full or a cache that cannot be read still has a cause of its own.
+        offline = isinstance(error, LocalEntryNotFoundError | OfflineModeIsEnabled)
         cause = first_line(error) if str(error).strip() else ""
-        raise Unreachable("HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else cause) from error
+        raise Unreachable(
+            "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE and offline else cause
+        ) from error
 
 
 def hub_answers() -> bool:

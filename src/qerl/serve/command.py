@@ -80,7 +80,7 @@ def add_serve(commands: Any) -> None:
     sub.add_argument(
         "--every_n_layers", type=number_from(1), default=1, metavar="N",
         help="every N-th layer is computed again for the backward pass, the others keep their activations; "
-        "default: 1, the least memory",
+        "default: 1, the least memory; on a CPU all keep theirs, whatever N is",
     )  # fmt: skip
     _add_noise(sub)
     sub.add_argument(
