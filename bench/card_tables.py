@@ -151,7 +151,8 @@ def longest() -> str:
     caption = (
         f"NVFP4, LoRA rank 32, groups of 8 samples, prompts of {_PROMPT} tokens. Tokens of a completion, and "
         "how many of that length decode side by side; the others wait. In brackets what torch pins of the "
-        "CPU's memory. How many positions a model has is not looked at. Planned."
+        "CPU's memory. How many positions a model has is not looked at. All of it is planned; below is what "
+        "was measured."
     )
     return table(head, lines, caption)
 
@@ -160,7 +161,7 @@ def context() -> str:
     """What steps with the longest completions took, beside their plans."""
     names = sorted(path.stem for path in RESULTS.glob("context-*.json"))
     if not names:
-        return "Not measured yet; `python -m bench context` does.\n"
+        return "None of it was measured yet; `python -m bench context` does that.\n"
     lines = [
         (
             f"{_MODELS[found['shape']]}, {found.get('memory_gb') or found['capacity_gb']:.0f} GB",
@@ -179,8 +180,8 @@ def context() -> str:
         "s to update one sample", "ms of a decode step there, sequences",
     )  # fmt: skip
     caption = (
-        "One sample of that length in the update, of tokens that were not drawn; in the rollout so many "
-        f"sequences, prefilled to that length. {source(*names)} {files(*names)}"
+        "Measured: one sample of that length in the update, of tokens that were not drawn; in the rollout so "
+        f"many sequences, prefilled to that length. {source(*names)} {files(*names)}"
     )
     return table(head, lines, caption)
 

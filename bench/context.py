@@ -34,7 +34,7 @@ from bench.step import make_trainer
 from qerl.errors import QeRLError
 from qerl.families.layer import LINEARS
 from qerl.families.sizes import Sizes
-from qerl.gpu_memory import keep_within_limit, total_bytes
+from qerl.gpu_memory import host_bytes, is_unified, keep_within_limit, total_bytes
 from qerl.measure.gauge import gauge
 from qerl.measure.random_model import random_policy
 from qerl.plan.context import longest_completion
@@ -128,6 +128,7 @@ def planned(
     work = Work(
         weights=weights, rank=rank, targets=LINEARS, prompt_tokens=prompt, completion_tokens=tokens or SHORT,
         group=group, sequences=group, microbatch=group, microbatches=2,
+        may_offload=not is_unified(_DEVICE), host_bytes=host_bytes(1),
     )  # fmt: skip
     if tokens is None:
         plan = longest_completion(make_plan(sizes, work, capacity))

@@ -52,6 +52,7 @@ def planned(sizes: Sizes, args: argparse.Namespace, adapters: int) -> MemoryPlan
         weights=args.weights, rank=args.rank, targets=LINEARS, prompt_tokens=args.prompt,
         completion_tokens=args.tokens, group=args.samples, sequences=min(samples, MAX_ROWS),
         microbatch=samples, tokens_per_forward=args.tokens_per_forward, adapters=adapters,
+        may_offload=False,
     )  # fmt: skip
     on_gpu = torch.cuda.is_available()
     capacity = total_bytes(torch.device("cuda")) if on_gpu else _PLANNED_GB * 2**30

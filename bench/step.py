@@ -44,7 +44,7 @@ from qerl.errors import QeRLError
 from qerl.families.layer import LINEARS
 from qerl.families.parts import base_model
 from qerl.families.sizes import Sizes
-from qerl.gpu_memory import total_bytes
+from qerl.gpu_memory import host_bytes, is_unified, total_bytes
 from qerl.measure.gauge import gauge
 from qerl.measure.random_model import random_policy
 from qerl.measure.random_task import random_prompts, random_reward, word_tokenizer
@@ -272,6 +272,7 @@ def _settings(
         weights=weights, rank=rank, targets=LINEARS, prompt_tokens=args.prompt, completion_tokens=tokens,
         group=args.samples, sequences=min(samples, MAX_ROWS), microbatch=microbatch,
         microbatches=samples // microbatch, processes=_processes()[1],
+        may_offload=not is_unified(_DEVICE), host_bytes=host_bytes(_processes()[1]),
     )  # fmt: skip
     found = fastest(
         replace(sizes, tied=False), work, total_bytes(_DEVICE),

@@ -169,7 +169,7 @@ def _add_plan(commands: Any) -> None:
         "--max_context", action="store_true", help="say the longest completion that fits as well"
     )
     sub.add_argument(
-        "--adapters", default="1", metavar="N", help="adapters that `qerl serve` keeps on the GPU; default: 1"
+        "--adapters", metavar="N", help="plan for `qerl serve`, which keeps N adapters on the GPU"
     )
 
 
@@ -278,7 +278,7 @@ def _plan(args: argparse.Namespace) -> int:
     from qerl.settings.recipe import parse_value
 
     gpu, processes = parse_value(args.gpu, "--gpu"), parse_value(args.processes, "--processes")
-    adapters = parse_value(args.adapters, "--adapters")
+    adapters = None if args.adapters is None else parse_value(args.adapters, "--adapters")
     plan = plan_command(
         args.model, args.recipes, _values(args.fields), gpu, console, processes, args.max_context, adapters
     )

@@ -34,6 +34,8 @@ users' reports of memory that ran out, where the least found was 15.45 GiB of 16
 47.37 of 48 and 79.11 of 80; drivers differ by up to 0.3. nvidia-smi shows more, 24564 MiB of an RTX 4090.
 Error correction in GDDR memory takes two GiB of 24; only a plan for a card's name knows of that."""
 
+_MEMINFO = Path("/proc/meminfo")
+
 UNIFIED_SHARE = 0.75
 """Share of a memory that CPU and GPU have together that a run takes."""
 
@@ -90,6 +92,17 @@ def free_bytes(device: torch.device) -> int:
     return max(0, free - (gpu.total_memory - total_bytes(device)))
 
 
+def host_bytes(processes: int) -> int | None:
+    """Bytes of the CPU's memory that each process of a run may take; None where the system does not say.
+
+    Args:
+        processes: Processes of the run, all on this machine unless torchrun says how many are.
+    """
+    if not _MEMINFO.is_file():
+        return None
+    return _available() // int(os.environ.get("LOCAL_WORLD_SIZE", processes))
+
+
 def keep_within_limit(device: torch.device) -> None:
     """Let torch's allocator have what :func:`total_bytes` leaves beside all that does not pass through it.
 
@@ -103,8 +116,8 @@ def keep_within_limit(device: torch.device) -> None:
         torch.cuda.set_per_process_memory_fraction(for_torch / gpu.total_memory, device)
 
 
-def _available(file: Path = Path("/proc/meminfo")) -> int:
+def _available(file: Path | None = None) -> int:
     """Bytes that the system could give a program without swapping."""
-    lines = file.read_text(encoding="ascii").splitlines()
+    lines = (file or _MEMINFO).read_text(encoding="ascii").splitlines()
     (found,) = (line.split() for line in lines if line.startswith("MemAvailable:"))
     return 1024 * int(found[1])

@@ -7,6 +7,7 @@ from transformers import TrainerCallback
 
 from qerl.errors import QeRLError
 from qerl.settings.config import QeRLConfig
+from qerl.trainer import run
 from qerl.trainer.grpo import QeRLTrainer
 from qerl.update.memory_retry import MemoryRetry
 from qerl.update.padded import Lengths
@@ -197,7 +198,41 @@ def test_several_processes_are_not_left_waiting():
         retry.note_forward(batch, Lengths(own_B=[7, 8], shared_B=[4, 4], group_B=[0, 0]))
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    retry = MemoryRetry(processes=2)
+    retry = MemoryRetry(processes=2, checkpointing={"every_n_layers": 4, "offload": True})
     retry.start_step(0)
-    with pytest.raises(QeRLError, match="it is not redone: set tokens_per_forward: 10"):
+    with pytest.raises(QeRLError, match="it is not redone: set tokens_per_forward: 10") as caught:
         retry.run([0, 1], microbatch, lambda: None)
+    assert "gradient_checkpointing_kwargs: {every_n_layers: 1, offload: true} if" in str(caught.value)
+
+
+def test_what_is_said_of_every_layer_keeps_the_other_settings(caplog):
+    def microbatch(batch, newest):
+        if not recomputed:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    recomputed = []
+    retry = MemoryRetry(
+        recompute_every_layer=lambda: not recomputed.append(True), checkpointing={"offload": False}
+    )
+    retry.start_step(0)
+    retry.run([0, 1], microbatch, lambda: None)
+    assert "gradient_checkpointing_kwargs: {offload: false, every_n_layers: 1} sets" in caplog.text
+
+
+@pytest.mark.parametrize("where", [MemoryRetry().run, None])
+def test_memory_that_cannot_be_pinned_is_said(where):
+    """torch raises this, and no `OutOfMemoryError`, where CUDA refuses to pin the CPU's memory."""
+
+    def fail(message):
+        def microbatch(batch, newest):
+            raise torch.AcceleratorError(message)
+
+        if where is not None:
+            where([0], microbatch, lambda: None)
+        with run._memory_errors_said():
+            microbatch([0], True)
+
+    with pytest.raises(QeRLError, match=r"\{offload: true\}.*\(CUDA error: out of memory\)\."):
+        fail("CUDA error: out of memory\nCUDA kernel errors might be reported later")
+    with pytest.raises(torch.AcceleratorError, match="illegal"):
+        fail("CUDA error: an illegal memory access was encountered")

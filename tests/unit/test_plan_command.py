@@ -8,10 +8,12 @@ import pytest
 import torch
 from rich.console import Console
 
+from qerl import gpu_memory
 from qerl.cli import main
 from qerl.errors import QeRLError
 from qerl.families.sizes import SIZES, Sizes
 from qerl.families.table import FAMILIES
+from qerl.gpu_memory import usable_bytes
 from qerl.models import hub
 from qerl.plan.command import plan_command
 from qerl.plan.context import in_words, longest_completion
@@ -207,6 +209,47 @@ def test_a_run_puts_inputs_of_layers_where_the_plan_or_the_settings_say(kwargs):
     assert config.gradient_checkpointing_kwargs == {"every_n_layers": 1, "offload": True}
     large = plan_command("32b", [], fields, 80, Console(quiet=True))
     assert large.work.offload == bool(kwargs)
+    assert not fits(plan_command("32b", [], fields, 32, Console(quiet=True), adapters=1)) or kwargs, (
+        "a server"
+    )
+
+
+def test_where_inputs_wait_and_which_layers_are_two_settings():
+    def chosen(gpu, **kwargs):
+        fields = {"max_prompt_length": 512, "max_completion_length": 4096}
+        fields["gradient_checkpointing_kwargs"] = kwargs
+        return plan_command("32b", [], fields, gpu, Console(quiet=True))
+
+    free, never = chosen(80), chosen(80, offload=False)
+    assert never.work == free.work and never.work.every_n_layers > 1
+    assert not fits(chosen(32, offload=False)) and not chosen(32, offload=False).work.offload
+    assert chosen(32, every_n_layers=1).work.checkpointing == {"every_n_layers": 1, "offload": True}
+    assert chosen(80, every_n_layers=2).work.checkpointing == {"every_n_layers": 2}
+
+
+@pytest.mark.parametrize(("gigabytes", "processes"), [(64, 1), (4, 1), (64, 16), (None, 1)])
+def test_a_run_says_what_it_takes_of_the_cpus_memory(capsys, monkeypatch, tmp_path, gigabytes, processes):
+    meminfo = tmp_path / "meminfo"
+    if gigabytes:
+        meminfo.write_text(f"MemFree: 1 kB\nMemAvailable: {gigabytes * 10**6} kB\n", encoding="ascii")
+    monkeypatch.setattr(gpu_memory, "_MEMINFO", meminfo)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
+    monkeypatch.setattr(policy, "is_unified", lambda device: False)
+    config = load_config(
+        [], SHORT | {"model": "32b", "max_prompt_length": 512, "max_completion_length": 4096}
+    )
+    policy.plan_memory(config, usable_bytes(32), Console())
+    said = " ".join(capsys.readouterr().out.split())
+    room = gigabytes is None or gigabytes / processes > 10
+    assert config.gradient_checkpointing_kwargs.get("offload", False) == room
+    assert ("It fits" in said) == room
+    assert ("It would fit with inputs of layers in the CPU's memory, but" in said) != room
+    assert "GB are pinned there" in said
+    assert (
+        (f"which may take {1.024 * gigabytes / processes:.1f} GB" in said)
+        if gigabytes
+        else "may take" not in said
+    )
 
 
 @pytest.mark.parametrize("given", [None, 5000])

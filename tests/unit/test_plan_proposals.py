@@ -114,9 +114,20 @@ def test_inputs_of_layers_wait_in_the_cpus_memory_where_nothing_else_fits():
     assert here.on_host == 0 and not fits(here)
     assert here.update - plan.update == pytest.approx(1.12 * 35 * 2 * there.tokens * 4096)
     assert f"{plan.on_host / 1e9:.1f} GB of the CPU's memory" in _title(plan, "8B")
-    for change in ({"unified": True}, {"adapters": 2}):
+    for change in ({"may_offload": False}, {"host_bytes": plan.on_host}):
         assert fastest(sizes, dataclasses.replace(long, **change), GB80) is None
-    assert fastest(sizes, long, GB80, every=[1]) is None, "who says which layers says where as well"
+    roomy = dataclasses.replace(long, host_bytes=round(1.06 * plan.on_host), adapters=2, rank=16)
+    assert fastest(sizes, roomy, GB80).offload, "how many adapters there are does not decide it"
+    assert fastest(sizes, long, GB80, offload=False) is None
+    assert fastest(sizes, long, GB80, every=[1]) == there, "which layers and where are two settings"
+
+
+def test_microbatches_with_noise_of_their_own_share_no_pass():
+    wanted = work(completion_tokens=32, microbatches=16, sequences=128)
+    found = fastest(SIZES["7b"], wanted, GB80)
+    noisy = fastest(SIZES["7b"], dataclasses.replace(wanted, noise_in_loss=True), GB80)
+    assert found.passes == 1 and (noisy.together, noisy.passes) == (1, 16)
+    assert noisy.tokens == wanted.tokens_of(8) and found.tokens == wanted.tokens_of(128)
 
 
 def test_nothing_fits():

@@ -330,7 +330,7 @@ def test_inputs_of_layers_may_wait_elsewhere(train, monkeypatch):
             self.pack_hook = lambda tensor: packed.append(tensor.shape) or pack(tensor)
 
     monkeypatch.setattr(modeling_utils, "save_on_cpu", Counted)
-    monkeypatch.setattr(updates, "offload_from_gpus_alone", lambda *_: None)
+    monkeypatch.setattr(updates, "no_offload_on_cpu", lambda *_: None)
     kwargs = {"offload": True}
     trainer, weights = train(gradient_checkpointing=True, gradient_checkpointing_kwargs=kwargs)
     width = trainer.model.config.hidden_size
@@ -338,9 +338,11 @@ def test_inputs_of_layers_may_wait_elsewhere(train, monkeypatch):
     same(expected, weights)
 
 
-def test_on_a_cpu_inputs_of_layers_stay_where_they_are(train):
+def test_on_a_cpu_inputs_of_layers_stay_where_they_are(train, caplog):
     _, expected = train()
+    assert "offload" not in caplog.text
     trainer, weights = train(gradient_checkpointing=True, gradient_checkpointing_kwargs={"offload": True})
+    assert caplog.text.count("{offload: true} is turned off") == 1
     assert trainer.args.gradient_checkpointing_kwargs == {"offload": False}
     same(expected, weights)
 

@@ -204,14 +204,15 @@ def whole_step(
 
 
 def _work(sequences: int, completion: int) -> Work:
+    """A step whose inputs of layers stay on the GPU: how fast a card is does not depend on its machine."""
     return Work(
         weights="nvfp4", rank=RANK, targets=LINEARS, prompt_tokens=PROMPT, completion_tokens=completion,
-        group=GROUP, sequences=sequences, microbatch=GROUP,
+        group=GROUP, sequences=sequences, microbatch=GROUP, may_offload=False,
     )  # fmt: skip
 
 
 def _update(sizes: Sizes, total: int) -> dict[str, Any]:
-    """Settings of the update, as a run on this GPU would choose them."""
+    """Settings of the update, as a run on this GPU would choose them; inputs of layers stay there."""
     found = fastest(replace(sizes, tied=False), _work(GROUP, COMPLETION), total)
     if found is None:
         raise QeRLError("The step does not fit this GPU; take a smaller --shape.")

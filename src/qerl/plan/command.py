@@ -24,7 +24,7 @@ def plan_command(
     console: Console,
     processes: Any = 1,
     max_context: bool = False,
-    adapters: Any = 1,
+    adapters: Any = None,
 ) -> MemoryPlan:
     """Print what fits, and return the plan of the settings as they are.
 
@@ -36,13 +36,14 @@ def plan_command(
         console: Where the plan is printed.
         processes: GPUs of a data-parallel run, each with a whole model.
         max_context: Say the longest completion that fits as well.
-        adapters: Adapters that `qerl serve` keeps on the GPU.
+        adapters: Adapters that `qerl serve` keeps on the GPU; None for a run, which has one.
 
     Raises:
         QeRLError: No such model or GPU, a family that is not planned, wrong settings, full tuning, FP8 keys
             and values on a GPU that has none.
     """
     planned = planned_gpu(gpu)
+    serves, adapters = adapters is not None, 1 if adapters is None else adapters
     for flag, value, what in (("processes", processes, "GPUs"), ("adapters", adapters, "adapters")):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise QeRLError(f"--{flag} is {value}; it must be a number of {what}, at least 1.")
@@ -50,7 +51,8 @@ def plan_command(
     if config.kv_cache_dtype == "fp8" and planned.card and not planned.card.fp8:
         raise QeRLError(f"{why_no_fp8(planned.card)}; remove kv_cache_dtype: fp8.")
     unified = planned.card is not None and planned.card.unified
-    plan = plan_settings(config, planned.capacity, processes, adapters=adapters, unified=unified)
+    may = not serves and not unified
+    plan = plan_settings(config, planned.capacity, processes, adapters=adapters, may_offload=may)
     console.print(render(plan, propose_settings(config, plan), name), soft_wrap=True)  # settings are copied
     for obstacle in obstacles_of_class(planned.card.capability) if planned.card else ():
         console.print(

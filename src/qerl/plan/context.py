@@ -24,9 +24,9 @@ def longest_completion(plan: MemoryPlan, offload: bool = True) -> MemoryPlan | N
     """
 
     def settings(length: int) -> Work | None:
-        work = dataclasses.replace(plan.work, completion_tokens=length)
-        found = fastest(plan.sizes, work, plan.capacity)
-        return found if found is None or offload or not found.offload else None
+        may = plan.work.may_offload and offload
+        work = dataclasses.replace(plan.work, completion_tokens=length, may_offload=may)
+        return fastest(plan.sizes, work, plan.capacity)
 
     lengths = range(LENGTH_STEP, LONGEST + 1, LENGTH_STEP)
     fitting = bisect_left(lengths, True, key=lambda length: settings(length) is None)

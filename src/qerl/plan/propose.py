@@ -46,8 +46,15 @@ _EVERY = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96)
 
 
 def fits(plan: MemoryPlan) -> bool:
-    """Whether both phases fit with the margin, and at least one sequence of full length can be decoded."""
-    return plan.sequences > 0 and plan.peak * MARGIN <= plan.capacity
+    """Whether both phases fit with the margin, inputs of layers that wait in the CPU's memory fit there, and
+    at least one sequence of full length can be decoded."""
+    return plan.sequences > 0 and plan.peak * MARGIN <= plan.capacity and fits_host(plan)
+
+
+def fits_host(plan: MemoryPlan) -> bool:
+    """Whether inputs of layers that wait in the CPU's memory fit there; true where its size is not known."""
+    room = plan.work.host_bytes
+    return room is None or plan.on_host * MARGIN <= room
 
 
 def cost(sizes: Sizes, work: Work) -> float:
@@ -62,26 +69,27 @@ def fastest(
     capacity: int,
     limits: Sequence[int] | None = None,
     every: Sequence[int] | None = None,
+    offload: bool | None = None,
 ) -> Work | None:
     """The work with the fastest settings that fit, None if no settings do.
 
     Args:
         sizes: Sizes of the model.
-        work: What is wanted; its own settings are not looked at.
+        work: What is wanted; its own settings of the update are not looked at.
         capacity: Bytes of the GPU.
         limits: Values of `tokens_per_forward` to choose from.
-        every: Values of `every_n_layers` to choose from; then the work says whether inputs of layers wait in
-            the CPU's memory. None: any, and there if need be. A server does not do that, and a GPU that
-            shares the CPU's memory wins nothing by it.
+        every: Values of `every_n_layers` to choose from. None: any, and 1 where inputs of layers wait in the
+            CPU's memory.
+        offload: Whether they wait there. None: where nothing else fits and the work may.
     """
-    if every is not None:
-        return _fastest(sizes, work, capacity, limits, every)
-    here, there = (dataclasses.replace(work, offload=offload) for offload in (False, True))
     any_number = [*(n for n in _EVERY if n < sizes.layers), sizes.layers, sizes.layers + 1]
-    found = _fastest(sizes, here, capacity, limits, any_number)
-    if found is not None or work.adapters > 1 or work.unified:
-        return found
-    return _fastest(sizes, there, capacity, limits, [1])
+    choices = ([False, True] if work.may_offload else [False]) if offload is None else [offload]
+    for there in choices:
+        tried = dataclasses.replace(work, offload=there)
+        found = _fastest(sizes, tried, capacity, limits, every or ([1] if there else any_number))
+        if found is not None:
+            return found
+    return None
 
 
 def _fastest(
@@ -113,7 +121,9 @@ def _limits(work: Work) -> list[int]:
 
 
 def _shared_limits(work: Work) -> Iterator[int]:
-    """Tokens of two microbatches, of three and so on."""
+    """Tokens of two microbatches, of three and so on; none where they cannot share a pass."""
+    if work.noise_in_loss:
+        return
     for count in range(2, work.microbatches + 1):
         tokens = work.tokens_of(count * work.microbatch)
         if work.tokens_of((count - 1) * work.microbatch) >= ENOUGH_SHARED or tokens > ENOUGH_TOKENS:

@@ -9,7 +9,7 @@ from rich.text import Text
 from qerl.plan.instead import changes
 from qerl.plan.parts import Activations
 from qerl.plan.phases import MemoryPlan
-from qerl.plan.propose import MARGIN, fits
+from qerl.plan.propose import MARGIN, fits, fits_host
 
 _WIDTH = 48  # characters of a bar, so that the line fits a terminal of 80
 _COLORS = {
@@ -54,9 +54,13 @@ def verdict(plan: MemoryPlan) -> str:
         said = f"It does not fit: the {phase} takes {peak} GB, and the GPU has {capacity}."
     elif plan.sequences == 0:
         said = "It does not fit: beside the weights there is no room for the keys and values of one sequence."
+    elif not fits_host(plan):
+        said = "It does not fit: inputs of layers have no room in the CPU's memory."
     else:
         off = f"{MARGIN - 1:.0%}"
         said = f"It is tight: {peak} of {capacity} GB in the {phase}, and a plan may be off by {off}."
+    if plan.on_host:
+        said += f" Inputs of layers wait in the CPU's memory: {on_host(plan)}."
     if 0 < plan.sequences < plan.work.sequences:
         said += (
             f" {plan.sequences} of {plan.work.sequences} sequences decode side by side at full length; the "
@@ -68,6 +72,16 @@ def verdict(plan: MemoryPlan) -> str:
     if plan.work.lora_dropout and plan.work.why_not_joint:
         said += f" Adapted layers run through PEFT, slower and larger: {plan.work.why_not_joint}."
     return said
+
+
+def on_host(plan: MemoryPlan) -> str:
+    """What inputs of layers pin of the CPU's memory, in each process, and what there is if that is known."""
+    said = f"{_gb(plan.on_host)} GB are pinned there"
+    if plan.work.processes > 1:
+        said += " by each process"
+    if plan.work.host_bytes is None:
+        return said
+    return f"{said}, which may take {_gb(plan.work.host_bytes)} GB of what is available"
 
 
 def advice(plan: MemoryPlan, proposal: MemoryPlan | None) -> str:

@@ -30,7 +30,8 @@ def plan_settings(
     processes: int,
     found: LocalModel | None = None,
     adapters: int = 1,
-    unified: bool = False,
+    may_offload: bool = True,
+    host_bytes: int | None = None,
 ) -> MemoryPlan:
     """The plan of the settings as they are; what they leave open is chosen to be fast.
 
@@ -40,11 +41,13 @@ def plan_settings(
         processes: GPUs of a data-parallel run, each with a whole model.
         found: The model of the settings, where it has been found already.
         adapters: Adapters that a server keeps on the GPU; a run has one.
-        unified: Whether the GPU's memory is the CPU's as well.
+        may_offload: Whether inputs of layers may be put into the CPU's memory where the settings leave it
+            open.
+        host_bytes: Bytes of that memory for each process; None: not known.
 
     Returns:
-        The plan, whose work has `tokens_per_forward` and `checkpointing` as set, else as chosen. It may not
-        fit, see `qerl.plan.propose.fits`.
+        The plan, whose work has `tokens_per_forward` and each key of `checkpointing` as set, else as chosen.
+        It may not fit, see `qerl.plan.propose.fits`.
 
     Raises:
         QeRLError: The model is not found or its family is not planned, full tuning, or samples beyond the
@@ -53,19 +56,20 @@ def plan_settings(
     sizes = _sizes(found or str(config.model), config)
     if config.tuning == "full":
         raise QeRLError(_full_tuning(sizes, config, capacity))
-    work = dataclasses.replace(_work(config, processes), adapters=adapters, unified=unified)
+    work = dataclasses.replace(
+        _work(config, processes), adapters=adapters, may_offload=may_offload, host_bytes=host_bytes
+    )
     if work.prompt_tokens + work.completion_tokens > sizes.positions:
         raise QeRLError(
             f"A prompt of {work.prompt_tokens} and a completion of {work.completion_tokens} tokens exceed "
             f"the model's {sizes.positions} positions; lower max_prompt_length or max_completion_length."
         )
     tokens = config.tokens_per_forward
-    left_open = config.gradient_checkpointing and not _checkpointing(config).keys() & {
-        "every_n_layers",
-        "offload",
-    }
-    every = None if left_open else [work.every_n_layers]
-    chosen = fastest(sizes, work, capacity, [tokens] if tokens else None, every)
+    given: dict[str, Any] = {"every_n_layers": 0, "offload": False}
+    if config.gradient_checkpointing:
+        given = _checkpointing(config)
+    every = [work.every_n_layers] if "every_n_layers" in given else None
+    chosen = fastest(sizes, work, capacity, [tokens] if tokens else None, every, given.get("offload"))
     work = chosen or dataclasses.replace(work, tokens_per_forward=tokens or work.tokens_of(1))
     return make_plan(sizes, work, capacity)
 
@@ -169,5 +173,6 @@ def _work(config: QeRLConfig, processes: int) -> Work:
         filtered=bool(config.top_k),
         processes=processes,
         lora_dropout=config.lora_dropout,
+        noise_in_loss=config.noise_in_loss,
         copies_adapter=config.beta > 0 and config.adapter is not None,
     )

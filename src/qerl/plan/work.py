@@ -36,7 +36,10 @@ class Work:
         lora_dropout: Probability of dropout in front of the adapters.
         copies_adapter: Whether the KL penalty keeps a frozen copy of the adapter as its reference; without an
             adapter that was trained before, the model without one serves.
-        unified: Whether the GPU's memory is the CPU's as well, so that nothing is won by waiting there.
+        may_offload: Whether the plan may choose that. Not for a server, which does not do it, nor where GPU
+            and CPU share their memory, so that nothing is won by it.
+        host_bytes: Bytes of the CPU's memory that each process may take for it; None: not known.
+        noise_in_loss: Whether microbatches are computed with noise of their own, so that none share a pass.
         adapters: Adapters that a server keeps on the GPU, each with gradients and optimizer; one at a time is
             sampled from or trained.
     """
@@ -59,7 +62,9 @@ class Work:
     processes: int = 1
     lora_dropout: float = 0.0
     copies_adapter: bool = False
-    unified: bool = False
+    may_offload: bool = True
+    host_bytes: int | None = None
+    noise_in_loss: bool = False
     adapters: int = 1
 
     @property
@@ -123,7 +128,7 @@ class Work:
     @property
     def shares_passes(self) -> bool:
         """Whether microbatches may share a pass."""
-        return self.tokens_per_forward is not None
+        return self.tokens_per_forward is not None and not self.noise_in_loss
 
     @property
     def _samples(self) -> int:

@@ -5,6 +5,7 @@ one that a recipe with the same settings trains. On a GPU the memory plan comes 
 is loaded whether the run will fit, and chooses what the settings leave open.
 """
 
+import dataclasses
 from pathlib import Path
 
 import torch
@@ -14,12 +15,12 @@ from transformers import PreTrainedModel
 
 from qerl.errors import QeRLError
 from qerl.eval.base_check import check_base
-from qerl.gpu_memory import is_unified, keep_within_limit, total_bytes
+from qerl.gpu_memory import host_bytes, is_unified, keep_within_limit, total_bytes
 from qerl.lora.adapter import adapt, add_lora, check_adapter, load_adapter
 from qerl.models.hub import LocalModel
 from qerl.models.load import load_model
 from qerl.plan.propose import fits
-from qerl.plan.render import advice, verdict
+from qerl.plan.render import advice, on_host, verdict
 from qerl.plan.settings import plan_settings, propose_settings, refuse_full_tuning_that_cannot_fit
 from qerl.plan.work import Work
 from qerl.settings.config import QeRLConfig
@@ -66,13 +67,22 @@ def plan_memory(config: QeRLConfig, capacity: int, console: Console, model: Loca
     """
     if config.tuning == "full":
         refuse_full_tuning_that_cannot_fit(config, capacity, model)
+    may = not is_unified(config.device)
+    host = host_bytes(config.world_size) if may else None
     try:
-        plan = plan_settings(config, capacity, config.world_size, model, unified=is_unified(config.device))
+        plan = plan_settings(config, capacity, config.world_size, model, may_offload=may, host_bytes=host)
     except QeRLError as error:
         console.print(f"Memory was not planned. {error}", highlight=False)
         return
     console.print(verdict(plan), highlight=False)
     if not fits(plan):
+        larger = plan_settings(config, capacity, config.world_size, model, may_offload=may)
+        if not plan.on_host and larger.on_host and fits(larger):
+            room = dataclasses.replace(larger, work=dataclasses.replace(larger.work, host_bytes=host))
+            console.print(
+                f"It would fit with inputs of layers in the CPU's memory, but {on_host(room)}.",
+                highlight=False,
+            )
         console.print(advice(plan, propose_settings(config, plan)), highlight=False)
     take_plan(config, plan.work)
 

@@ -35,6 +35,7 @@ from qerl.trainer.preflight import check_length, preflight
 from qerl.trainer.processes import ends_together
 from qerl.trainer.prompts import short_prompts
 from qerl.trainer.resume.changes import prepare_folder
+from qerl.update.memory_retry import refuse_memory_error
 
 
 @dataclass(frozen=True)
@@ -106,6 +107,9 @@ def _memory_errors_said() -> Iterator[None]:
             "GPU memory ran out outside of an update; lower max_sequences, max_completion_length or "
             f"per_device_train_batch_size, see `qerl plan` ({first_line(error)})."
         ) from error
+    except torch.AcceleratorError as error:
+        refuse_memory_error(error)
+        raise
     except MemoryError as error:
         raise QeRLError(
             "Host memory ran out; lower per_device_train_batch_size or free some, and go on with "

@@ -28,10 +28,7 @@ from qerl.trainer.rollouts import RolloutTrainer
 from qerl.trainer.trl.forward import score_rows
 from qerl.trainer.trl.known_outputs import KnownOutputs
 from qerl.trainer.trl.late_metrics import LateMetric, metrics_later
-from qerl.trainer.trl.recompute import (
-    offload_from_gpus_alone,
-    recompute_every_layer,
-)
+from qerl.trainer.trl.recompute import no_offload_on_cpu, recompute_every_layer
 from qerl.trainer.trl.reference import add_reference
 from qerl.trainer.trl.trials import Trials
 from qerl.update.chunks import Outputs, loss_in_chunks, without_graph
@@ -53,7 +50,7 @@ class UpdateTrainer(RolloutTrainer):
     def _start_update(self) -> None:
         """Make what the update needs, once TRL's constructor is through."""
         accept_every_n_layers(self.model)
-        offload_from_gpus_alone(self.args, self.accelerator.device)
+        no_offload_on_cpu(self.args, self.accelerator.device)
         policy = self.accelerator.unwrap_model(self.model)
         self._decoder = base_model(policy).base_model  # to unwrap is a walk over all modules
         self.update_path = ready_for_rows(policy, self.args)
@@ -72,6 +69,7 @@ class UpdateTrainer(RolloutTrainer):
             self.args.tokens_per_forward,
             self.accelerator.num_processes,
             partial(recompute_every_layer, self.model, self.args),
+            checkpointing=self.args.gradient_checkpointing_kwargs,
         )
 
     def train(self, *args: Any, **kwargs: Any) -> Any:

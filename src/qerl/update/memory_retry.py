@@ -15,13 +15,13 @@ there the error says what to change and ends the run. A repeated step draws new 
 import gc
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
-from qerl.errors import QeRLError
+from qerl.errors import QeRLError, first_line
 from qerl.update.chunks import split_rows
 from qerl.update.padded import Lengths
 
@@ -32,7 +32,27 @@ LIMITS_FILE = "update_limits.json"
 
 logger = logging.getLogger(__name__)
 
-_ADVICE = "lower max_completion_length, set gradient_checkpointing: true or take a smaller lora_r"
+_ADVICE = (
+    "lower max_completion_length, set gradient_checkpointing: true and with it "
+    "gradient_checkpointing_kwargs: {offload: true}, or take a smaller lora_r"
+)
+
+
+def refuse_memory_error(error: torch.AcceleratorError) -> None:
+    """Say in a sentence that memory ran out outside of torch's allocator, as where the CPU's is pinned.
+
+    Args:
+        error: Any of CUDA's; others than those of memory are left alone.
+
+    Raises:
+        QeRLError: Memory ran out.
+    """
+    if "out of memory" in str(error):
+        raise QeRLError(
+            "Memory ran out outside of torch's allocator of the GPU: where inputs of layers wait in the "
+            "CPU's memory (gradient_checkpointing_kwargs: {offload: true}), most likely there; take shorter "
+            f"samples, or free some of that memory ({first_line(error)})."
+        ) from error
 
 
 class MemoryRetry:
@@ -42,6 +62,7 @@ class MemoryRetry:
         max_tokens: Largest number of tokens per forward pass, None for no limit.
         processes: Processes of the run; with more than one nothing is done again.
         recompute_every_layer: Turns that on and says whether it was off.
+        checkpointing: `gradient_checkpointing_kwargs` of the run, in which it can be set.
         advice: What to do about one sample that does not fit by itself.
 
     Attributes:
@@ -54,10 +75,13 @@ class MemoryRetry:
         processes: int = 1,
         recompute_every_layer: Callable[[], bool] = lambda: False,
         advice: str = _ADVICE,
+        checkpointing: Mapping[str, Any] | None = None,
     ) -> None:
         self.max_tokens = max_tokens
         self._processes, self._recompute = processes, recompute_every_layer
         self._advice = advice
+        options = {**(checkpointing or {}), "every_n_layers": 1}
+        self._every_layer = ", ".join(f"{name}: {json.dumps(value)}" for name, value in options.items())
         self._lowered = self._recomputes = False
         self._newest = (0, 0)  # tokens and samples of the newest forward pass
         self._step, self._batches = -1, list[Any]()
@@ -98,7 +122,8 @@ class MemoryRetry:
             What ``microbatch`` returned for ``batch``.
 
         Raises:
-            QeRLError: One sample alone does not fit, or there are several processes.
+            QeRLError: One sample alone does not fit, there are several processes, or memory ran out that
+                torch's allocator of the GPU does not hold.
         """
         self._batches.append(batch)
         pending = [batch]
@@ -108,6 +133,9 @@ class MemoryRetry:
                 return results[-1]
             except torch.OutOfMemoryError as error:
                 self._lower_limits(error)
+            except torch.AcceleratorError as error:
+                refuse_memory_error(error)
+                raise
             # Only here, with the exception gone, do the frames of the failed attempt let go of their tensors.
             undo_step()
             gc.collect()
@@ -148,14 +176,15 @@ class MemoryRetry:
             raise QeRLError(
                 "A training step ran out of GPU memory; with several processes it is not redone: set "
                 f"tokens_per_forward: {-(-self._newest[0] // 2)}, and gradient_checkpointing_kwargs: "
-                "{every_n_layers: 1} if that is larger."
+                f"{{{self._every_layer}}} if every_n_layers is larger."
             ) from error
         if self._recompute():
             self._recomputes = True
             logger.warning(
                 "Out of GPU memory in step %d: it is redone from its start, from now on with every layer "
-                "recomputed; gradient_checkpointing_kwargs: {every_n_layers: 1} sets that from the start.",
+                "recomputed; gradient_checkpointing_kwargs: {%s} sets that from the start.",
                 self._step + 1,
+                self._every_layer,
             )
         else:
             self._halve(error)

@@ -1,10 +1,13 @@
 """Settings of gradient checkpointing in the arguments of TRL and transformers."""
 
+import logging
 from typing import Any, cast
 
 import torch
 from torch import nn
 from transformers import TrainingArguments
+
+logger = logging.getLogger(__name__)
 
 
 def set_checkpointing(args: TrainingArguments, **options: int | bool) -> None:
@@ -19,12 +22,16 @@ def set_checkpointing(args: TrainingArguments, **options: int | bool) -> None:
             setattr(settings, name, kwargs)
 
 
-def offload_from_gpus_alone(args: TrainingArguments, device: torch.device) -> None:
-    """Take `offload` out of the settings of a run on the CPU, whose activations are in its memory already.
+def no_offload_on_cpu(args: TrainingArguments, device: torch.device) -> None:
+    """Turn `offload` off and say so in a run on the CPU, whose activations are in its memory already.
 
     transformers would ask there for memory pinned for a GPU, which torch refuses.
     """
     if device.type == "cpu" and (args.gradient_checkpointing_kwargs or {}).get("offload"):
+        logger.warning(
+            "gradient_checkpointing_kwargs: {offload: true} is turned off: this run is on the CPU, in whose "
+            "memory inputs of layers are in any case."
+        )
         set_checkpointing(args, offload=False)
 
 
