@@ -24,3 +24,22 @@ def error(found, truth):
     truth = truth.double()
     assert truth.abs().max() > 0
     return float((found.double() - truth).norm() / truth.norm())
+
+
+def poison(*shape, dtype=torch.float32):
+    """NaN, which whoever forgets to write leaves."""
+    return torch.full(shape, float("nan"), device=DEVICE, dtype=dtype)
+
+
+def as_rows(flat, tokens, width, padded):
+    """[T, width] of an operand: as it is, or from the order of the small GEMM."""
+    if not padded:
+        return flat
+    x = (
+        flat.view(width // 64, padded // 8, 4, 2, 8, 8)
+        .permute(1, 4, 0, 2, 3, 5)
+        .reshape(padded, width // 16, 16)
+    )
+    slots = torch.tensor([0, 8, 2, 10, 4, 12, 6, 14, 1, 9, 3, 11, 5, 13, 7, 15], device=DEVICE)
+    assert not x[tokens:].any()
+    return x[:, :, slots].reshape(padded, width)[:tokens]

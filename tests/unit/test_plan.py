@@ -131,6 +131,10 @@ def test_rows_that_blocks_hold(prompt, completion, samples):
 
 # Measured peaks
 
+FRAGMENTED = {"step-7b-h200", "step-7b-h200-8ab9739", "step-7b-arch80-h200"}
+"""Their first passes had all samples of a step, one token of each, and left segments in torch's allocator
+that fit no later pass: in use, and to be had back. What they allocate is compared, as of all others."""
+
 
 def recorded():
     """Rows of the step benchmark whose update is this project's own."""
@@ -143,7 +147,11 @@ def recorded():
                 name = (
                     f"{row['shape']}-{row['weights']}-r{row['lora_rank']}-{row['prompts']}x{row['samples']}"
                 )
-                rows.append(pytest.param(row, id=f"{name}x{row['completion_tokens']}-{file.stem}"))
+                rows.append(
+                    pytest.param(
+                        row | {"file": file.stem}, id=f"{name}x{row['completion_tokens']}-{file.stem}"
+                    )
+                )
     assert rows, f"{RESULTS} has no step-*.json"
     return rows
 
@@ -175,9 +183,11 @@ def test_prediction_of_recorded_peaks(row):
     )
     resident = sum(part.update for part in plan.lines[: 2 if "resident_without" in row else 3])
     assert resident / 1e9 == pytest.approx(row["resident_gb"], rel=0.01)
-    # Where passes differ in size, torch's allocator holds more than any of them needs, which can be had back.
-    least = row.get("update_allocated_gb", 0.95 * row["update_gb"])
-    assert least <= plan.update / 1e9 < 1.05 * row["update_gb"]
+    if "update_allocated_gb" in row:
+        context = plan.lines[-1].update
+        assert (plan.update - context) / 1e9 == pytest.approx(row["update_allocated_gb"], rel=0.05)
+    if row["file"] not in FRAGMENTED:
+        assert plan.update / 1e9 == pytest.approx(row["update_gb"], rel=0.05)
     # What torch's allocator still holds of the update before is in the measured figure, but can be had back.
     assert plan.rollout / 1e9 < 1.05 * row["rollout_gb"]
 
@@ -203,9 +213,11 @@ def test_prediction_of_recorded_long_completions(row):
         offload=row.get("offload", False),
     )
     plan = make_plan(sizes, asked, round(row["capacity_gb"] * 1e9))
-    # Where passes differ in size, torch's allocator holds more than any of them needs, which can be had back.
-    least = row.get("update_allocated_gb", 0.95 * row["update_gb"])
-    assert least <= plan.update / 1e9 < 1.05 * row["update_gb"]
+    if "update_allocated_gb" in row:
+        context = plan.lines[-1].update
+        assert (plan.update - context) / 1e9 == pytest.approx(row["update_allocated_gb"], rel=0.05)
+    if row["file"] not in FRAGMENTED:
+        assert plan.update / 1e9 == pytest.approx(row["update_gb"], rel=0.05)
     assert plan.rollout / 1e9 == pytest.approx(row["rollout_gb"], rel=0.05)
 
 
