@@ -286,6 +286,11 @@ class OwnFields:
         1,
         instead_of_trl="A step has a rollout and takes minutes; the curve of a run has few points to spare.",
     )
+    logging_nan_inf_filter: bool = _help(
+        "Whether the logged loss leaves out losses that are not finite.",
+        False,
+        instead_of_trl="To look at each loss makes several processes wait; a gradient that is not finite ends the run.",
+    )
     num_completions_to_print: PositiveInt | None = _help(
         "With log_completions: how many completions of a logged step are printed; null prints all of them.",
         1,
