@@ -289,7 +289,8 @@ class OwnFields:
     logging_nan_inf_filter: bool = _help(
         "Whether the logged loss leaves out losses that are not finite.",
         False,
-        instead_of_trl="To look at each loss makes several processes wait; a gradient that is not finite ends the run.",
+        instead_of_trl="To look at each loss makes several processes wait; a gradient that is not finite "
+        "ends the run.",
     )
     num_completions_to_print: PositiveInt | None = _help(
         "With log_completions: how many completions of a logged step are printed; null prints all of them.",
