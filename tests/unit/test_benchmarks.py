@@ -30,6 +30,16 @@ def test_benchmarks_say_what_they_need(capsys, monkeypatch):
     assert "CUDA GPU" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("weights", ["nvfp4", "bf16"])
+def test_random_weights_are_the_same_in_every_process(weights):
+    drawn = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        drawn.append(random_policy(QWEN2, weights, 0, 64, device="cpu").state_dict())
+        assert torch.initial_seed() == seed
+    assert all(torch.equal(x, drawn[1][name]) for name, x in drawn[0].items())
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="measures the GPU where there is one")
 def test_turns_with_and_without_kept_keys_draw_the_same(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr("bench.turns.SMOLLM2", LLAMA)
