@@ -5,7 +5,7 @@ from typing import Any
 from rich.console import Console
 
 from bench.captions import card as gpu_of
-from bench.captions import files, row, source, table
+from bench.captions import files, row, rows, source, table
 from bench.result import RESULTS, Row, read_rows
 from qerl.kernels import needs
 from qerl.kernels.cards import CARDS, words
@@ -79,10 +79,13 @@ def older_path() -> str:
     seconds = [f"{r['total_s']:.2f} ({r['rollout_s']:.2f}, {r['update_s']:.2f})" for r in steps]
     kept = f"{100 * steps[0]['total_s'] / steps[1]['total_s']:.0f} %"
     lines.append(("step of 128 x 1024, s (rollout, update)", *seconds, kept, f"{_STEP_GOAL} s"))
+    decoded, stepped = zip(_BESIDE, _TREATED, strict=True)
+    (tokens,) = {found["decode_tokens"] for name in decoded for found in rows(name)}
     return table(
         ("7B, NVFP4, LoRA rank 32", "as 9.0", "as 8.0", "speed kept", "goal"),
         lines,
-        f"{source(*_BESIDE, *_TREATED)} 128 decoded tokens. {files(*_BESIDE, *_TREATED)}",
+        f"Decoding: {source(*decoded)} {tokens} decoded tokens. Step: {source(*stepped)} "
+        f"{files(*_BESIDE, *_TREATED)}",
     )
 
 
