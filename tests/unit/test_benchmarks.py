@@ -76,13 +76,17 @@ def test_a_benchmark_may_treat_the_gpu_as_an_older_or_smaller_one(capsys, monkey
     monkeypatch.setattr("signal.signal", lambda *_: None)
     monkeypatch.setenv("QERL_ARCH", "")
     monkeypatch.setenv("QERL_MEMORY_GB", "")
-    assert main(["rollout", "--shape", "7b", "--arch", "80", "--memory", "24"]) == 0
+    monkeypatch.setenv("QERL_HOST_GB", "")
+    everywhere = ["--arch", "80", "--memory", "24", "--host", "200"]
+    assert main(["rollout", "--shape", "7b", *everywhere]) == 0
     assert given == [["--shape", "7b"]]
-    assert (os.environ["QERL_ARCH"], os.environ["QERL_MEMORY_GB"]) == ("80", "24")
+    assert [os.environ[f"QERL_{name}"] for name in ("ARCH", "MEMORY_GB", "HOST_GB")] == ["80", "24", "200"]
     assert main(["rollout", "--arch", "7"]) == 2
     assert "QERL_ARCH is '7'; set one of 80" in capsys.readouterr().err
     assert main(["rollout", "--arch", "80", "--memory", "much"]) == 2
     assert "QERL_MEMORY_GB is 'much'" in capsys.readouterr().err
+    assert main(["rollout", *everywhere, "--host", "0"]) == 2
+    assert "QERL_HOST_GB is '0'; set how much of the CPU's memory" in capsys.readouterr().err
 
 
 def test_a_result_has_the_whole_command(monkeypatch, tmp_path):
@@ -95,9 +99,13 @@ def test_a_result_has_the_whole_command(monkeypatch, tmp_path):
     monkeypatch.setattr("signal.signal", lambda *_: None)
     monkeypatch.setenv("QERL_ARCH", "")
     monkeypatch.setenv("QERL_MEMORY_GB", "")
+    monkeypatch.setenv("QERL_HOST_GB", "")
     for options, asked in (
         (["--shape", "7b"], "--shape 7b"),
-        (["--arch", "80", "--shape", "7b", "--memory", "24"], "--shape 7b --arch 80 --memory 24"),
+        (
+            ["--arch", "80", "--host", "200", "--shape", "7b", "--memory", "24"],
+            "--shape 7b --arch 80 --memory 24 --host 200",
+        ),
     ):
         assert main(["step", *options]) == 0
         result = json.loads((tmp_path / "result.json").read_text())

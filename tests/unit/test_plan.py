@@ -192,35 +192,6 @@ def test_prediction_of_recorded_peaks(row):
     assert plan.rollout / 1e9 < 1.05 * row["rollout_gb"]
 
 
-def recorded_contexts():
-    return [row for file in sorted(RESULTS.glob("context-*.json")) for row in read_rows(file.stem)]
-
-
-@pytest.mark.parametrize(
-    "row", recorded_contexts(), ids=lambda row: f"{row['shape']}-{row['completion_tokens']}"
-)
-def test_prediction_of_recorded_long_completions(row):
-    """The plan as it is now, not as it was when the completion was measured."""
-    sizes = dataclasses.replace(SIZES[row["shape"]], tied=False)
-    asked = work(
-        weights=row["weights"],
-        rank=row["lora_rank"],
-        prompt_tokens=row["prompt_tokens"],
-        completion_tokens=row["completion_tokens"],
-        microbatches=2,
-        tokens_per_forward=row["tokens_per_forward"],
-        every_n_layers=row["every_n_layers"],
-        offload=row.get("offload", False),
-    )
-    plan = make_plan(sizes, asked, round(row["capacity_gb"] * 1e9))
-    if "update_allocated_gb" in row:
-        context = plan.lines[-1].update
-        assert (plan.update - context) / 1e9 == pytest.approx(row["update_allocated_gb"], rel=0.05)
-    if row["file"] not in FRAGMENTED:
-        assert plan.update / 1e9 == pytest.approx(row["update_gb"], rel=0.05)
-    assert plan.rollout / 1e9 == pytest.approx(row["rollout_gb"], rel=0.05)
-
-
 # What a plan says
 
 
