@@ -106,4 +106,9 @@ def test_the_status_of_a_server_that_runs(capsys, tmp_path):
         assert main(["serve", "--status", "--port", port, "--api_key", KEY]) == 0
         out = capsys.readouterr().out
         assert BASE in out and "No client is connected." in out and "Waiting: nothing." in out
+        assert "Updates: as many tokens as there are at a time, no layer computed again" in out
+        changed = {"update_tokens_per_forward": 4096.0, "update_every_n_layers": 1.0}
+        running.server.worker.gauges = changed
+        assert main(["serve", "--status", "--port", port, "--api_key", KEY]) == 0
+        assert "Updates: at most 4096 tokens at a time, every layer computed again" in capsys.readouterr().out
         assert "refuses to say (401)" in said(capsys, "--status", "--port", port, "--api_key", "tml-x")
