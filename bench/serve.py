@@ -6,10 +6,10 @@ The loop is that of the Tinker cookbook with the package tinker, which must be i
 for each sample by a request of its own, send all of them back with `importance_sampling`, and step the
 optimizer. The client is a process of its own that reaches the server through HTTP, so whatever the wire and
 the client cost is in the time. Nothing ends a sample before its last token and advantages are random, so a
-step has the tokens of one of `python -m bench step` with the same options, beside which it is to be read. The
-two are comparable only if both are told how to compute the update, with `--tokens_per_forward` and
-`--every_n_layers`: what the plan finds for a server with several adapters is not what it finds for a run. A row
-says too how the update was computed in the end, because memory that runs out changes it.
+step has the tokens of one of `python -m bench step` with the same options, beside which it is to be read.
+The two are comparable only if both are told how to compute the update, by `--tokens_per_forward` and
+`--every_n_layers`: for a server with several adapters the plan finds others than for a run. A row says too
+how the update was computed in the end, because memory that runs out changes it.
 
 For each number of adapters steps of the first are timed, after one that captures and compiles. Then every
 adapter holds gradients and moments at once, while the first is updated with a whole batch, and the peak of
@@ -57,7 +57,7 @@ def planned(sizes: Sizes, args: argparse.Namespace, adapters: int) -> MemoryPlan
         weights=args.weights, rank=args.rank, targets=LINEARS, prompt_tokens=args.prompt,
         completion_tokens=args.tokens, group=args.samples, sequences=min(samples, MAX_ROWS),
         microbatch=samples, tokens_per_forward=args.tokens_per_forward, adapters=adapters,
-        may_offload=False,
+        serves=True, may_offload=False,
     )  # fmt: skip
     on_gpu = torch.cuda.is_available()
     capacity = total_bytes(torch.device("cuda")) if on_gpu else _PLANNED_GB * 2**30

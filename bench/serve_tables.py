@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from statistics import mean
 
 from bench import result
-from bench.captions import files, row, rows, source, table
+from bench.captions import files, rows, source, table
 from bench.cookbook import CUT, FINISHED
 from bench.result import Row
 from qerl.errors import QeRLError

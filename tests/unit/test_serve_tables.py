@@ -90,7 +90,11 @@ def test_a_step_stands_beside_the_trainers(results):
         "| `qerl serve`, 8 adapters | | | | | 51.0 | 52.0 |",
     ]
     assert "H200, 2026-11-23, commit abcdef0" in lines[-1]
-    for said in ("4096 tokens at a time, no layer computed", "of one client", "of 3 steps, for `qerl train` of 4"):
+    for said in (
+        "4096 tokens at a time, no layer computed",
+        "of one client",
+        "of 3 steps, for `qerl train` of 4",
+    ):
         assert said in lines[-1]
 
 
@@ -100,7 +104,11 @@ def test_a_step_stands_beside_the_trainers(results):
         ({"tokens_per_forward": 8192}, {}, "step.json has 0 rows with .*tokens_per_forward 4096"),
         ({"every_n_layers": 1}, {}, "step.json has 0 rows with .*every_n_layers 29"),
         ({}, {"tokens_per_forward": 8192, "held_tokens_per_forward": 8192}, "differ in tokens_per_forward"),
-        ({}, {"held_tokens_per_forward": 2048}, "With 8 adapters tokens_per_forward was 4096 and became 2048"),
+        (
+            {},
+            {"held_tokens_per_forward": 2048},
+            "With 8 adapters tokens_per_forward was 4096 and became 2048",
+        ),
         ({}, {"held_every_n_layers": 1}, "With 8 adapters every_n_layers was 29 and became 1"),
     ],
 )

@@ -52,7 +52,9 @@ def plan_command(
         raise QeRLError(f"{why_no_fp8(planned.card)}; remove kv_cache_dtype: fp8.")
     unified = planned.card is not None and planned.card.unified
     may = not serves and not unified
-    plan = plan_settings(config, planned.capacity, processes, adapters=adapters, may_offload=may)
+    plan = plan_settings(
+        config, planned.capacity, processes, adapters=adapters, serves=serves, may_offload=may
+    )
     console.print(render(plan, propose_settings(config, plan), name), soft_wrap=True)  # settings are copied
     for obstacle in obstacles_of_class(planned.card.capability) if planned.card else ():
         console.print(

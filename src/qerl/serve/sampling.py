@@ -3,8 +3,9 @@
 A client sends the 64 samples of its batch as 64 requests. Those of one policy and the same temperature,
 filters and end tokens are decoded together in a session of the engine; equal prompts among them are found and
 prefilled once. Between rounds of the engine the desk is asked: what has arrived and fits joins those that are
-being decoded, whether or not one of them has ended; what does not fit waits for the next session, and while it waits `MOST_JOINERS` may join, so that no client keeps the others waiting. Each sample
-has a seed of its own, so it draws the same tokens whoever shares the batch.
+being decoded, whether or not one of them has ended; what does not fit waits for the next session, and while
+it waits `MOST_JOINERS` may join, so that no client keeps the others waiting. Each sample has a seed of its
+own, so it draws the same tokens whoever shares the batch.
 
 Log-probabilities of prompts are those of the policy without noise, from a pass of their own in front of the
 session; a late request that wants them waits for the next session, because a session may be noisy.
