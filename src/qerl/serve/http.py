@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable
 from operator import methodcaller
 from typing import Any
 
@@ -61,14 +61,10 @@ class Api:
         clients: Records, queue and futures behind them.
         metrics: What /metrics shows.
         api_key: What X-API-Key must be.
-        gauges: What the backend says of itself, by name, for /status.
     """
 
-    def __init__(
-        self, clients: Clients, metrics: Metrics, api_key: str, gauges: Callable[[], Mapping[str, float]]
-    ) -> None:
+    def __init__(self, clients: Clients, metrics: Metrics, api_key: str) -> None:
         self._clients, self._metrics, self._api_key = clients, metrics, api_key
-        self._gauges = gauges
         self._samples = Samples(clients)
         self._training = Training(clients, self._samples)
         self._checkpoints = CheckpointRoutes(clients, api_key)
@@ -303,7 +299,7 @@ class Api:
                     for session in list(clients.sessions.values())
                 ],
                 "waiting": clients.queue.depths(),
-                "backend": dict(self._gauges()),
+                "gauges": dict(self._metrics.watched()),
             }
         )
 

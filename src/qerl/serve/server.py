@@ -32,7 +32,7 @@ class Server:
         self.clients = Clients(backend.models, limits)
         self.worker = Worker(self.clients.queue, backend, self.metrics)
         self.metrics.watch(lambda: {**self.clients.gauges(), **self.worker.gauges})
-        self.app: Starlette = Api(self.clients, self.metrics, api_key, lambda: self.worker.gauges).app()
+        self.app: Starlette = Api(self.clients, self.metrics, api_key).app()
 
     def start(self) -> None:
         """Let the worker begin."""

@@ -32,7 +32,7 @@ class Worker(threading.Thread):
     """Runs what the queue holds until it is closed, then closes the backend.
 
     Attributes:
-        gauges: What the backend said of itself after the last turn; nothing until the worker runs.
+        gauges: What the backend said of itself after the last turn.
     """
 
     def __init__(self, queue: WorkQueue, backend: Backend, metrics: Metrics) -> None:
@@ -42,7 +42,6 @@ class Worker(threading.Thread):
 
     def run(self) -> None:
         """Take turns until the queue is closed."""
-        self.gauges = dict(self._backend.gauges())
         turns = {"calls": self._calls, "samples": self._samples, "updates": self._updates}
         while (turn := self._queue.turn()) is not None:
             turns[turn]()

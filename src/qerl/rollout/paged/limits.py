@@ -108,11 +108,11 @@ class BlockDemand:
     def ahead(self, positions: int) -> "BlockDemand":
         """A demand that holds this one and many that may follow: lengths are the next powers of two, as far
         as the model's positions go, and no sequence shares its prompt."""
-        lengths = (
+        prompt, completion = (
             min(positions, 1 << (tokens - 1).bit_length())
             for tokens in (self.prompt_tokens, self.completion_tokens)
         )
-        return BlockDemand(*lengths, samples=1)
+        return BlockDemand(prompt, completion, samples=1)
 
     @property
     def prompt_blocks(self) -> int:
