@@ -120,6 +120,20 @@ def test_keys_and_values():
     assert cache.bytes(100 * block + 1) == 100 * block
 
 
+def test_a_server_takes_room_for_what_is_to_come():
+    """As its engine does: 27 rows become 32, 300 and 1000 tokens 512 and 1024, and no prompt is shared."""
+    served = work(serves=True, prompt_tokens=300, completion_tokens=1000, sequences=27)
+    cache = Cache(SIZES["7b"], served)
+    block = cache.geometry.block_bytes
+    assert cache.bytes(10**12) == block * (32 * 16 + 33 * 8)
+    assert cache.bytes(100 * block) == 100 * block
+    settings = {"max_completion_length": 1000, "max_prompt_length": 300}
+    of_run, of_server = (
+        plan_command("7b", [], settings, 80, Console(quiet=True), adapters=adapters) for adapters in (None, 1)
+    )
+    assert not of_run.work.serves and of_server.work.serves and of_server.rollout > of_run.rollout
+
+
 @pytest.mark.parametrize("prompt, completion, samples", [(1, 1, 1), (65, 64, 8), (300, 1000, 3)])
 def test_rows_that_blocks_hold(prompt, completion, samples):
     demand = BlockDemand(prompt, completion, samples)

@@ -55,7 +55,13 @@ def plan_command(
     may = not serves and not unified
     host = asked_bytes(processes)
     plan = plan_settings(
-        config, planned.capacity, processes, adapters=adapters, may_offload=may, host_bytes=host
+        config,
+        planned.capacity,
+        processes,
+        adapters=adapters,
+        serves=serves,
+        may_offload=may,
+        host_bytes=host,
     )
     console.print(render(plan, propose_settings(config, plan), name), soft_wrap=True)  # settings are copied
     beyond = plan_beyond_host(config, plan)

@@ -30,6 +30,7 @@ def plan_settings(
     processes: int,
     found: LocalModel | None = None,
     adapters: int = 1,
+    serves: bool = False,
     may_offload: bool = True,
     host_bytes: int | None = None,
 ) -> MemoryPlan:
@@ -41,6 +42,7 @@ def plan_settings(
         processes: GPUs of a data-parallel run, each with a whole model.
         found: The model of the settings, where it has been found already.
         adapters: Adapters that a server keeps on the GPU; a run has one.
+        serves: Whether it is a server, whose engine takes room for requests that are to come.
         may_offload: Whether inputs of layers may be put into the CPU's memory where the settings leave it
             open.
         host_bytes: Bytes of that memory for each process; None: not known.
@@ -57,8 +59,9 @@ def plan_settings(
     if config.tuning == "full":
         raise QeRLError(_full_tuning(sizes, config, capacity))
     work = dataclasses.replace(
-        _work(config, processes), adapters=adapters, may_offload=may_offload, host_bytes=host_bytes
-    )
+        _work(config, processes), adapters=adapters, serves=serves, may_offload=may_offload,
+        host_bytes=host_bytes,
+    )  # fmt: skip
     if work.prompt_tokens + work.completion_tokens > sizes.positions:
         raise QeRLError(
             f"A prompt of {work.prompt_tokens} and a completion of {work.completion_tokens} tokens exceed "
