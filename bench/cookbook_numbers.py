@@ -1,8 +1,18 @@
 """How far a server's samples lie from the model that trains on them, as the cookbook's recipe measures it."""
 
+from collections.abc import Callable
+from functools import partial
 from statistics import mean
 
 from bench.captions import rows
+
+
+def cookbook_numbers(name: str) -> dict[str, Callable[[], str]]:
+    """The numbers of a result file of `bench.cookbook`, by the name of their marks."""
+    return {
+        "sample-train": partial(sample_train, name, noise=False),
+        "sample-train-noise": partial(sample_train, name, noise=True),
+    }
 
 
 def sample_train(name: str, noise: bool) -> str:

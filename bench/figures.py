@@ -9,7 +9,7 @@ from typing import Any
 
 from bench import card_tables, length_tables, noise_tables, serve_tables, study_tables, turn_tables
 from bench.captions import card, commits_of, files, row, rows, source, table
-from bench.cookbook_numbers import sample_train
+from bench.cookbook_numbers import cookbook_numbers
 from bench.result import Row
 from qerl.families.sizes import SIZES
 
@@ -394,7 +394,6 @@ NUMBERS: dict[str, Callable[[], str]] = {
     "demo-after": _demo_after,
     "noise-runs": lambda: f"{study_tables.runs('noise-wp12', 'noise-wp1')}",
     "two-step-most": lambda: f"{100 * study_tables.most('noise-wp12', 'accuracy/steps_2'):.1f} %",
-    "sample-train": lambda: sample_train("cookbook-smollm2-h200", noise=False),
-    "sample-train-noise": lambda: sample_train("cookbook-smollm2-h200", noise=True),
+    **cookbook_numbers("cookbook-smollm2-h200"),
     "demo-minutes": lambda: _minutes("demo-cpu"),
 }

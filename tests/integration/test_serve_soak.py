@@ -15,7 +15,6 @@ from tests.fuzz.server import Kind, ModelClient, run
 from tests.support.http import Client, connected
 from tests.support.serve import tiny_backend
 
-
 LAST_ANSWER_BYTES = 1000
 """May still be held; an adapter of rank 4 has sixteen times as many."""
 
