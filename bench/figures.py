@@ -17,6 +17,7 @@ from bench import (
     turn_tables,
 )
 from bench.captions import RECOMPUTES, card, commits_of, files, recomputed, row, rows, source, table
+from bench.cookbook_numbers import cookbook_numbers
 from bench.result import Row
 
 _WEIGHTS = {"nvfp4": "NVFP4", "bf16": "16-bit", "nf4": "NF4"}
@@ -352,5 +353,6 @@ NUMBERS: dict[str, Callable[[], str]] = {
     "demo-after": _demo_after,
     "noise-runs": lambda: f"{study_tables.runs('noise-wp12', 'noise-wp1')}",
     "two-step-most": lambda: f"{100 * study_tables.most('noise-wp12', 'accuracy/steps_2'):.1f} %",
+    **cookbook_numbers("cookbook-smollm2-h200"),
     "demo-minutes": lambda: _minutes("demo-cpu"),
 }

@@ -16,6 +16,11 @@ from qerl.serve.gate import Gate
 from tests.support.wire import BASE, KEY, FakeBackend, RunningServer
 
 
+@pytest.fixture(autouse=True)
+def no_key_in_the_environment(monkeypatch):
+    monkeypatch.delenv("QERL_API_KEY", raising=False)
+
+
 def said(capsys: pytest.CaptureFixture, *words: str) -> str:
     """What a mistake on the command line is told."""
     assert main(["serve", *words]) == 2
@@ -68,6 +73,22 @@ def test_the_words_reach_the_server(monkeypatch, tmp_path):
     (options,), (limits,) = opened, served
     assert (options.resident, options.max_models, options.max_rank) == (5, 6, 7)
     assert (limits.held, limits.max_models, limits.max_rank) == (500_000_000, 6, 7)
+
+
+def test_the_environment_has_a_key_that_no_process_list_shows(monkeypatch, capsys, tmp_path):
+    args = argparse.Namespace(api_key=None, output_dir=tmp_path)
+    monkeypatch.setenv("QERL_API_KEY", "tml-of-the-environment")
+    assert command._own_key(args) == command._known_key(args) == "tml-of-the-environment"
+    assert not [*tmp_path.iterdir()]
+    args.api_key = KEY
+    assert command._own_key(args) == command._known_key(args) == KEY
+    monkeypatch.setenv("QERL_API_KEY", "secret")
+    assert "QERL_API_KEY must begin with tml-" in said(
+        capsys, "some/model", "--port", "0", "--output_dir", str(tmp_path)
+    )
+    monkeypatch.setenv("QERL_API_KEY", "")
+    args.api_key = None
+    assert command._own_key(args) == (tmp_path / "api_key").read_text()
 
 
 @pytest.mark.parametrize("text", ["", "  \n", "tml-", "tml-short", "another-file-with-other-words"])
