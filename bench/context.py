@@ -45,7 +45,14 @@ from qerl.plan.context import longest_completion
 from qerl.plan.phases import MemoryPlan, make_plan
 from qerl.plan.propose import fastest
 from qerl.plan.work import Work
-from qerl.rollout.engine import Completion, NormOffsets, RolloutEngine, RolloutResult, SamplingParams
+from qerl.rollout.engine import (
+    Completion,
+    NormOffsets,
+    RolloutEngine,
+    RolloutResult,
+    SamplingParams,
+    WhenEnded,
+)
 from qerl.rollout.paged.engine import PagedEngine
 from qerl.rollout.stops import Stop
 from qerl.trainer.memory import used_bytes
@@ -83,6 +90,7 @@ class GivenEngine(RolloutEngine):
         params: SamplingParams,
         norm_offsets: NormOffsets | None = None,
         seeds: Sequence[int] | None = None,
+        ended: WhenEnded | None = None,
     ) -> RolloutResult:
         self.calls += 1
         lengths = [min(n, SHORT) for n in self._lengths] if self.calls == 1 else self._lengths

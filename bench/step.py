@@ -53,7 +53,7 @@ from qerl.plan.propose import beyond_host, fastest
 from qerl.plan.render import would_fit
 from qerl.plan.work import Work
 from qerl.ranks import is_first_process
-from qerl.rollout.engine import NormOffsets, RolloutEngine, RolloutResult, SamplingParams
+from qerl.rollout.engine import NormOffsets, RolloutEngine, RolloutResult, SamplingParams, WhenEnded
 from qerl.rollout.paged.engine import PagedEngine
 from qerl.rollout.paged.limits import MAX_ROWS
 from qerl.rollout.session import whole_completions
@@ -95,6 +95,7 @@ class TimedEngine(RolloutEngine):
         params: SamplingParams,
         norm_offsets: NormOffsets | None = None,
         seeds: Sequence[int] | None = None,
+        ended: WhenEnded | None = None,
     ) -> RolloutResult:
         start = time.perf_counter()
         if self.calls == 0 and len(set(self._lengths)) == 1:
@@ -102,10 +103,10 @@ class TimedEngine(RolloutEngine):
             norm_offsets = {"model.norm": torch.full((width,), float("nan"))}
         self.calls += 1
         session = self.engine.session(params, norm_offsets)
-        result = whole_completions(session, prompts, samples_per_prompt, self._lengths, seeds)
+        result = whole_completions(session, prompts, samples_per_prompt, self._lengths, seeds, ended)
         if self.calls == 1:  # a rollout in which no sample has finite logits would end the run
-            ended = [replace(completion, finish_reason="length") for completion in result.completions]
-            result = replace(result, completions=ended)
+            whole = [replace(completion, finish_reason="length") for completion in result.completions]
+            result = replace(result, completions=whole)
         torch.cuda.synchronize()
         self.seconds, self.tokens = time.perf_counter() - start, result.generated_tokens
         self.rollout_gb = used_bytes(_DEVICE) / 1e9

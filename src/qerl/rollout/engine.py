@@ -10,7 +10,7 @@ weights. The engine knows nothing of trainers, tasks or rewards.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
 from typing import Any, Literal
@@ -119,6 +119,10 @@ class RolloutResult:
     prompt_tokens: int
     generated_tokens: int
     seconds: float
+
+
+WhenEnded = Callable[[int, Completion], None]
+"""Is told of a finished completion: its place in `RolloutResult.completions`, and it."""
 
 
 @dataclass(frozen=True)
@@ -249,6 +253,7 @@ class RolloutEngine(ABC):
         params: SamplingParams,
         norm_offsets: NormOffsets | None = None,
         seeds: Sequence[int] | None = None,
+        ended: WhenEnded | None = None,
     ) -> RolloutResult:
         """Sample completions for each prompt.
 
@@ -259,6 +264,8 @@ class RolloutEngine(ABC):
             norm_offsets: Noise added to RMSNorm weights for this call alone; the weights themselves are never
                 written.
             seeds: As in `Session.start`.
+            ended: Called with each completion as soon as it is finished, in this thread, and while others are
+                still decoded; decoding waits for it, so it should begin work and not do it.
 
         Raises:
             QeRLError: An empty prompt list, an empty prompt, a prompt that with its completion exceeds the

@@ -17,6 +17,7 @@ from qerl.rollout.engine import (
     RolloutResult,
     SamplingParams,
     Session,
+    WhenEnded,
     check_one_each,
     check_prompts,
 )
@@ -156,6 +157,7 @@ def whole_completions(
     samples_per_prompt: int,
     max_tokens: abc.Sequence[int] | None = None,
     seeds: abc.Sequence[int] | None = None,
+    ended: WhenEnded | None = None,
 ) -> RolloutResult:
     """What `RolloutEngine.generate` returns: sequences of one turn.
 
@@ -163,15 +165,18 @@ def whole_completions(
         opened: A session in which nothing was started.
         prompts, samples_per_prompt: As in `RolloutEngine.generate`.
         max_tokens, seeds: As in `Session.start`.
+        ended: As in `RolloutEngine.generate`.
     """
     begin = time.perf_counter()
     found: dict[int, Completion] = {}
     with opened as session:
         indices = session.start(prompts, samples_per_prompt, max_tokens, seeds)
         while session.busy:
-            for ended in session.next():
-                found[ended.index] = ended.completion
-                session.finish(ended.index)
+            for turn in session.next():
+                found[turn.index] = turn.completion
+                session.finish(turn.index)
+                if ended is not None:
+                    ended(turn.index, turn.completion)
     completions = [found[index] for index in indices]
     return RolloutResult(
         completions=completions,

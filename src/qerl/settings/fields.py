@@ -115,6 +115,12 @@ class OwnFields:
         "with zeros, without any reward of a judge or a sandbox (tolerate).",
         "stop",
     )
+    early_rewards: bool = _help(
+        "Call reward functions that ask outside of this process (a judge, programs in the sandbox, your own "
+        "marked with judges_outside) for each completion as soon as it is finished, while others are "
+        "sampled; all other functions are called after the rollout, as without it.",
+        False,
+    )
     max_prompt_length: PositiveInt | None = _help(
         "Largest number of tokens of a prompt; longer ones are left out and counted.", None
     )

@@ -28,6 +28,7 @@ from qerl.rollout.engine import (
     RolloutEngine,
     RolloutResult,
     SamplingParams,
+    WhenEnded,
     check_model,
     check_request,
 )
@@ -120,10 +121,12 @@ class PagedEngine(RolloutEngine):
         params: SamplingParams,
         norm_offsets: NormOffsets | None = None,
         seeds: abc.Sequence[int] | None = None,
+        ended: WhenEnded | None = None,
     ) -> RolloutResult:
         """See ``RolloutEngine.generate``."""
         check_request(prompts, samples_per_prompt, params, self._positions)
-        return whole_completions(self.session(params, norm_offsets), prompts, samples_per_prompt, seeds=seeds)
+        opened = self.session(params, norm_offsets)
+        return whole_completions(opened, prompts, samples_per_prompt, seeds=seeds, ended=ended)
 
     @contextmanager
     def session(
