@@ -7,7 +7,7 @@ in the pages (:mod:`bench.tables`). A caption names card, date, commit and files
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from bench import card_tables, length_tables, noise_tables, serve_tables, study_tables, turn_tables
+from bench import card_tables, length_tables, noise_numbers, noise_tables, serve_tables, turn_tables
 from bench.captions import card, commits_of, files, row, rows, source, table
 from bench.result import Row
 from qerl.families.sizes import SIZES
@@ -391,7 +391,6 @@ NUMBERS: dict[str, Callable[[], str]] = {
     "least-memory-32b": lambda: least_memory("32b"),
     "demo-before": lambda: f"{rows('demo-cpu')[-1]['before']:.0f} %",
     "demo-after": _demo_after,
-    "noise-runs": lambda: f"{study_tables.runs('noise-wp12', 'noise-wp1')}",
-    "two-step-most": lambda: f"{100 * study_tables.most('noise-wp12', 'accuracy/steps_2'):.1f} %",
     "demo-minutes": lambda: _minutes("demo-cpu"),
+    **noise_numbers.NUMBERS,
 }

@@ -274,7 +274,7 @@ def test_estimates_by_hand():
         **cell,
         "what": "clean",
         "target": None,
-        "numbers": {**cell["numbers"], "right": [4, 0], "entropy": [5.0, 15.0]},
+        "numbers": {**cell["numbers"], "right": [4, 0], "answers": [5, 4], "entropy": [5.0, 15.0]},
     }
     reference = {**clean, "numbers": {**cell["numbers"], "right": [5, 0]}}
     cells = {"p-t-clean": clean, "p-t-clean-reference": reference, "p-t-a-0.1": cell}
@@ -294,5 +294,6 @@ def test_estimates_by_hand():
         "ess"
     ].value == pytest.approx(0.6)
     assert found["success/one"].value == 0.25 and found["pass@1/two"].value == 0.25
+    assert found["solved_more"].value == 0.5 and found["answers_more"].value == -1.0
     assert found["success"].low == pytest.approx(0.25) and found["pass@1"].low == pytest.approx(0.25)
     assert "success" not in rows["clean"] and np.isfinite(rows["clean"]["pass@1"].value)
