@@ -224,7 +224,7 @@ def test_a_dry_run_measures_nothing(probe_file, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"problem": 3}, "the key 'problem' is unknown; did you mean 'problems'"),
+        ({"problem": 3}, r"the key 'problem' is unknown \(did you mean 'problems'\?\)\.$"),
         ({"samples": 4}, "samples is 4; it must be at least 8"),
         ({"tasks": {}}, "tasks is empty"),
         ({"tasks": {"wp": {}}}, "tasks.wp.task is not set"),

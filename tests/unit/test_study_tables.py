@@ -1,11 +1,13 @@
 """The docs' tables of studies."""
 
+import gzip
+import json
 from dataclasses import replace
 
 import pytest
 from rich.console import Console
 
-from bench import draw, found_tables, noise_numbers, noise_tables, probe_tables, study_tables
+from bench import draw, found_tables, noise_numbers, noise_tables, probe_tables, study_tables, take
 from bench.result import RESULTS
 from qerl.study.arms import Arm
 from qerl.study.probe.summary import read_rows
@@ -206,6 +208,21 @@ def test_results_that_are_not_there_get_a_sentence(name):
     assert study_tables.runs("none") == 0
     for table in noise_tables.TABLES.values():
         assert table()
+
+
+@pytest.mark.parametrize(
+    ("model", "kept"), [("/home/x/m.gguf", "m.gguf"), ("HuggingFaceTB/SmolLM2", "HuggingFaceTB/SmolLM2")]
+)
+@pytest.mark.parametrize("kind", ["study", "probe"])
+def test_results_are_taken_without_the_path_of_a_model(model, kept, kind, tmp_path, monkeypatch):
+    monkeypatch.setattr(take, "RESULTS", tmp_path)
+    source = tmp_path / "results.json.gz"
+    source.write_bytes(gzip.compress(json.dumps({kind: {"model": model, "steps": 2}, "runs": [1]}).encode()))
+    written = json.loads(gzip.decompress(take.take(source, "new").read_bytes()))
+    assert written == {kind: {"model": kept, "steps": 2}, "runs": [1]}
+    assert (
+        take.take(tmp_path / "new.json.gz", "again").read_bytes() == (tmp_path / "new.json.gz").read_bytes()
+    )
 
 
 def test_figures_are_drawn_of_what_is_there(name, tmp_path):
