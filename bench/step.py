@@ -44,11 +44,13 @@ from qerl.errors import QeRLError
 from qerl.families.layer import LINEARS
 from qerl.families.parts import base_model
 from qerl.families.sizes import Sizes
-from qerl.gpu_memory import host_bytes, is_unified, total_bytes
+from qerl.gpu_memory import is_unified, total_bytes
+from qerl.host_memory import host_bytes
 from qerl.measure.gauge import gauge
 from qerl.measure.random_model import random_policy
 from qerl.measure.random_task import random_prompts, random_reward, word_tokenizer
-from qerl.plan.propose import fastest
+from qerl.plan.propose import beyond_host, fastest
+from qerl.plan.render import would_fit
 from qerl.plan.work import Work
 from qerl.ranks import is_first_process
 from qerl.rollout.engine import NormOffsets, RolloutEngine, RolloutResult, SamplingParams
@@ -274,13 +276,25 @@ def _settings(
         microbatches=samples // microbatch, processes=_processes()[1],
         may_offload=not is_unified(_DEVICE), host_bytes=host_bytes(_processes()[1]),
     )  # fmt: skip
-    found = fastest(
-        replace(sizes, tied=False), work, total_bytes(_DEVICE),
-        [tokens_per_forward] if tokens_per_forward else None, [every] if every else None,
-    )  # fmt: skip
+    choices = [tokens_per_forward] if tokens_per_forward else None, [every] if every else None
+    found = fastest(replace(sizes, tied=False), work, total_bytes(_DEVICE), *choices)
     if found is None:
-        raise QeRLError(f"A step of {args.shape} does not fit this GPU; `qerl plan {args.shape}` says why.")
+        raise does_not_fit(
+            f"A step of {args.shape}", replace(sizes, tied=False), work, total_bytes(_DEVICE), *choices
+        )
     return found.tokens_per_forward, found.checkpointing
+
+
+def does_not_fit(what: str, sizes: Sizes, work: Work, capacity: int, *choices: Any) -> QeRLError:
+    """The error of work that does not fit, with what the CPU's memory has to do with it.
+
+    Args:
+        what: What does not fit, the beginning of a sentence.
+        sizes, work, capacity, choices: As of `fastest`, which found nothing.
+    """
+    beyond = beyond_host(sizes, work, capacity, *choices)
+    said = f"{what} does not fit this GPU by the plan"
+    return QeRLError(f"{said}; `qerl plan` says why." if beyond is None else f"{said}. {would_fit(beyond)}")
 
 
 def _peer_rows(args: argparse.Namespace, sizes: Sizes) -> Iterator[dict[str, Any]]:

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from qerl import doctor
+from qerl import doctor, host_memory
 from qerl.doctor import OPTIONAL, Row, diagnose, print_doctor
 from qerl.kernels import needs
 from qerl.models import hub
@@ -220,13 +220,14 @@ def test_demo_model(monkeypatch):
     assert doctor._demo_model().finding == "from the Hub, which answers"
 
 
-def test_memory_limit_of_a_container(tmp_path):
-    file = tmp_path / "memory.max"
-    assert doctor._memory_limit(file) is None
-    file.write_text("max\n")
-    assert doctor._memory_limit(file) is None
-    file.write_text("2147483648\n")
-    assert doctor._memory_limit(file) == 2**31
+def test_memory_limit_of_a_container(cpu, monkeypatch, tmp_path):
+    (tmp_path / "own").write_text("0::/\n")
+    monkeypatch.setattr(host_memory, "_OWN_GROUPS", tmp_path / "own")
+    monkeypatch.setattr(host_memory, "_GROUPS", tmp_path)
+    assert "container" not in row("machine", "memory").finding
+    for name, content in (("max", 2**28), ("current", 2**20), ("stat", "inactive_file 0")):
+        (tmp_path / f"memory.{name}").write_text(f"{content}\n")
+    assert row("machine", "memory").finding.endswith("GiB, of which this container may use 0.2 GiB")
 
 
 def test_commands_name_no_index(cuda, installed):

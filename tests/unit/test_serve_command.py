@@ -106,4 +106,12 @@ def test_the_status_of_a_server_that_runs(capsys, tmp_path):
         assert main(["serve", "--status", "--port", port, "--api_key", KEY]) == 0
         out = capsys.readouterr().out
         assert BASE in out and "No client is connected." in out and "Waiting: nothing." in out
+        assert "Updates" not in out
+        for tokens, every, text in (
+            ({}, 0.0, "as many tokens as there are at a time, no layer computed again"),
+            ({"update_tokens_per_forward": 4096.0}, 1.0, "at most 4096 tokens at a time, every layer"),
+        ):
+            running.server.worker.gauges = {"update_every_n_layers": every} | tokens
+            assert main(["serve", "--status", "--port", port, "--api_key", KEY]) == 0
+            assert f"Updates: {text}" in " ".join(capsys.readouterr().out.split())
         assert "refuses to say (401)" in said(capsys, "--status", "--port", port, "--api_key", "tml-x")

@@ -83,6 +83,18 @@ def test_the_same_tokens_whoever_shares_the_batch(tmp_path):
             assert sequence.logprobs == pytest.approx(other.logprobs, abs=1e-5)
 
 
+def test_what_comes_late_joins_before_anything_has_ended(tmp_path):
+    backend = trained(tmp_path)
+    key = backend.save_for_sampler("a", None)
+    asked = [request(key, prompt, 1, 60, stop_token_ids=(), num_samples=2) for prompt in PROMPTS]
+    late = [request(key, prompt, seed, 5, stop_token_ids=()) for prompt in PROMPTS[1:] for seed in (1, 2)]
+    alone = {number: sampled(backend, [each])[0] for number, each in enumerate([*asked, *late])}
+    waiting = iter([(), (), (), late])
+    answers = list(backend.sample(asked, lambda: next(waiting, ())))
+    assert [number for number, _ in answers] == [3, 4, 5, 6, 0, 1, 2]
+    assert tokens(dict(answers)) == tokens(alone)
+
+
 def test_equal_prompts_of_a_burst_are_prefilled_once(tmp_path, monkeypatch):
     backend = trained(tmp_path)
     key = backend.save_for_sampler("a", None)
@@ -215,10 +227,10 @@ def test_a_failing_session_answers_all_that_wait_in_it_and_no_others(tmp_path, m
     key, base = backend.save_for_sampler("a", None), backend.sampler("tiny")
     right, make = sampled(backend, [request(base)])[0], PortableEngine.session
 
-    def fails(engine, params, noise):
+    def fails(engine, params, noise, **rest):
         if params.temperature == 0.5:
             raise RuntimeError("a defect")
-        return make(engine, params, noise)
+        return make(engine, params, noise, **rest)
 
     monkeypatch.setattr(PortableEngine, "session", fails)
     results = sampled(

@@ -214,8 +214,13 @@ class Session(ABC):
         """
 
     @abstractmethod
-    def next(self) -> list[Ended]:
-        """Decode until at least one sequence has ended its turn; with nothing to decode the list is empty."""
+    def next(self, one_round: bool = False) -> list[Ended]:
+        """Decode until at least one sequence has ended its turn; with nothing to decode the list is empty.
+
+        Args:
+            one_round: Decode the few steps of a round of the engine and no more, so that others can start
+                sequences before any has ended; the list may then be empty while the session is `busy`.
+        """
 
     @property
     @abstractmethod
@@ -261,7 +266,10 @@ class RolloutEngine(ABC):
         """
 
     def session(
-        self, params: SamplingParams, norm_offsets: NormOffsets | None = None
+        self,
+        params: SamplingParams,
+        norm_offsets: NormOffsets | None = None,
+        growing: bool = False,
     ) -> AbstractContextManager[Session]:
         """Sample in turns; leaving the context gives up all sequences.
 
@@ -270,6 +278,8 @@ class RolloutEngine(ABC):
         Args:
             params: Sampling parameters of all sequences.
             norm_offsets: Noise, as in `generate`.
+            growing: Whether more sequences, of other prompts and lengths, are to be expected while these are
+                decoded. An engine that takes memory by what was started then takes some more at once.
 
         Raises:
             QeRLError: The engine samples whole completions alone.

@@ -62,7 +62,7 @@ class TrackedSession(Session, Generic[S]):
 
     @abstractmethod
     def _decode(self) -> list[S]:
-        """Decode until at least one sequence has ended its turn, its tokens and reason up to date."""
+        """Decode a round; gives the sequences that have ended their turn, tokens and reason up to date."""
 
     def start(
         self,
@@ -112,10 +112,14 @@ class TrackedSession(Session, Generic[S]):
         sequence.stage = "finished"
         self._drop(sequence)
 
-    def next(self) -> list[Ended]:
+    def next(self, one_round: bool = False) -> list[Ended]:
         """See `Session.next`."""
-        full, self._full = self._full, []
-        return [self._end(sequence) for sequence in full or self._decode()]
+        ended, self._full = self._full, []
+        while not ended:
+            ended = self._decode()
+            if one_round or not self.busy:
+                break
+        return [self._end(sequence) for sequence in ended]
 
     @property
     def busy(self) -> bool:

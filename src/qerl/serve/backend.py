@@ -215,7 +215,10 @@ class ModelBackend:
             "adapters_on_device": self._adapters.resident,
             "adapter_bytes": self._adapters.bytes,
             "samplers": len(self._given),
+            "update_every_n_layers": self._seats.every_n_layers,
         }
+        if self._driver.tokens_per_forward is not None:
+            found["update_tokens_per_forward"] = self._driver.tokens_per_forward
         if self._seats.device.type == "cuda":
             found["gpu_memory_bytes"] = torch.cuda.memory_allocated(self._seats.device)
             found["gpu_peak_memory_bytes"] = torch.cuda.max_memory_allocated(self._seats.device)

@@ -299,6 +299,7 @@ class Api:
                     for session in list(clients.sessions.values())
                 ],
                 "waiting": clients.queue.depths(),
+                "gauges": dict(self._metrics.watched()),
             }
         )
 

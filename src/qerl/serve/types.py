@@ -225,7 +225,7 @@ class Backend(Protocol):
 
         Args:
             requests: Of any samplers, in order of arrival.
-            arrived: Gives what has come in since it was last asked, and may be asked between rounds of
+            arrived: Gives what has come in since it was last asked, and is asked between rounds of
                 decoding; those requests are numbered on from the last one given, and are then the call's to
                 answer. It gives nothing while an update waits.
 

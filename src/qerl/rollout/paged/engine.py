@@ -127,7 +127,10 @@ class PagedEngine(RolloutEngine):
 
     @contextmanager
     def session(
-        self, params: SamplingParams, norm_offsets: NormOffsets | None = None
+        self,
+        params: SamplingParams,
+        norm_offsets: NormOffsets | None = None,
+        growing: bool = False,
     ) -> Iterator[PagedSession]:
         """See ``RolloutEngine.session``."""
         with torch.no_grad(), current(self._device):
@@ -140,7 +143,7 @@ class PagedEngine(RolloutEngine):
                 self._max_sequences,
                 self._pace,
             )
-            yield PagedSession(params, self._positions, self._pad_token_id, parts)
+            yield PagedSession(params, self._positions, self._pad_token_id, parts, growing)
 
     def _read_weights(self, norm_offsets: NormOffsets) -> None:
         """Copy what training may have changed, and drop what was captured with buffers that were replaced."""

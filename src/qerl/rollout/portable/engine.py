@@ -78,7 +78,10 @@ class PortableEngine(RolloutEngine):
 
     @contextmanager
     def session(
-        self, params: SamplingParams, norm_offsets: NormOffsets | None = None
+        self,
+        params: SamplingParams,
+        norm_offsets: NormOffsets | None = None,
+        growing: bool = False,
     ) -> Iterator[PortableSession]:
         """See ``RolloutEngine.session``."""
         with self._ready(norm_offsets or {}):
@@ -89,6 +92,7 @@ class PortableEngine(RolloutEngine):
                 self.model,
                 self._max_sequences,
                 self._kept_bytes,
+                growing,
             )
 
     def _positions(self) -> int | None:
