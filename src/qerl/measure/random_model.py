@@ -48,7 +48,7 @@ def random_policy(
     return add_lora(model, rank=rank, alpha=2 * rank, dropout=0.0) if rank else model
 
 
-def _fill(model: nn.Module, weights: str, device: str) -> None:
+def _fill(model: PreTrainedModel, weights: str, device: str) -> None:
     """Weights of a model on the meta device, drawn on the device."""
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
