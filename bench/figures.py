@@ -11,9 +11,9 @@ from bench import (
     card_tables,
     decode_tables,
     length_tables,
+    noise_numbers,
     noise_tables,
     serve_tables,
-    study_tables,
     turn_tables,
 )
 from bench.captions import RECOMPUTES, card, commits_of, files, recomputed, row, rows, source, table
@@ -351,8 +351,7 @@ NUMBERS: dict[str, Callable[[], str]] = {
     "least-memory-32b": lambda: least_memory("32b"),
     "demo-before": lambda: f"{rows('demo-cpu')[-1]['before']:.0f} %",
     "demo-after": _demo_after,
-    "noise-runs": lambda: f"{study_tables.runs('noise-wp12', 'noise-wp1')}",
-    "two-step-most": lambda: f"{100 * study_tables.most('noise-wp12', 'accuracy/steps_2'):.1f} %",
     **cookbook_numbers("cookbook-smollm2-h200"),
     "demo-minutes": lambda: _minutes("demo-cpu"),
+    **noise_numbers.NUMBERS,
 }
