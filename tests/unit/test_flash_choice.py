@@ -2,10 +2,10 @@
 
 import sys
 import tomllib
-from importlib import metadata
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
+import packaging
 import pytest
 import torch
 from packaging.requirements import Requirement
@@ -31,15 +31,9 @@ def nothing_kept():
 
 @pytest.fixture
 def installed(monkeypatch) -> dict[str, str]:
-    """Versions of packages that appear installed; a test changes them."""
-    versions = {"flash-attn-4": "4.0.0b36"}
-
-    def version(name: str) -> str:
-        if name not in versions:
-            raise metadata.PackageNotFoundError(name)
-        return versions[name]
-
-    monkeypatch.setattr(choice.metadata, "version", version)
+    """The version of the package that appears installed; a test changes it."""
+    versions = {choice.PACKAGE: "4.0.0b36"}
+    monkeypatch.setattr(choice, "_installed", lambda: versions.get(choice.PACKAGE))
     return versions
 
 
@@ -113,10 +107,17 @@ def test_why_not_is_said(calls, installed):
         "FlashAttention-4 was seen to gain with heads of 128, and these have 64"
     )
     assert why_not_flash4(128, torch.float16, CUDA) == "FlashAttention-4 was not run in float16"
-    installed["flash-attn-4"] = "4.0.0b40"
+    installed[choice.PACKAGE] = "4.0.0b40"
     assert why_not_flash4(128, torch.bfloat16, CUDA) == (
         "flash-attn-4 4.0.0b40 is installed and 4.0.0b36 was tested: pip install 'flash-attn-4==4.0.0b36'"
     )
+
+
+def test_the_version_is_looked_up_by_the_name_of_the_package(monkeypatch):
+    monkeypatch.setattr(choice, "PACKAGE", "packaging")
+    assert choice._installed() == packaging.__version__
+    monkeypatch.setattr(choice, "PACKAGE", "no-such-package-of-qerl")
+    assert choice._installed() is None
 
 
 def test_without_the_package_long_rows_get_flash_attention_2(calls, installed):

@@ -150,13 +150,20 @@ def why_not_on(card: Card) -> str:
 
 def why_not_installed() -> str:
     """Why the package cannot be used, with the command that gets it; empty where it can."""
-    try:
-        found = metadata.version(PACKAGE)
-    except metadata.PackageNotFoundError:
+    found = _installed()
+    if found is None:
         return f"{PACKAGE} is not installed: pip install '{PACKAGE}=={TESTED}'"
     if found != TESTED:
         return f"{PACKAGE} {found} is installed and {TESTED} was tested: pip install '{PACKAGE}=={TESTED}'"
     return ""
+
+
+def _installed() -> str | None:
+    """The version of the package that is installed; None without one."""
+    try:
+        return metadata.version(PACKAGE)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def _is_long(tokens: int, stretches: int) -> bool:
