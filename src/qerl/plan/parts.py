@@ -178,7 +178,9 @@ class Activations:
     @property
     def backward(self) -> int:
         """``2 T (2 I + D)`` on top of a layer: gradients of gate and up, that of their product in the place
-        of the product itself, and the one that came in."""
+        of the product itself, and the one that came in. Attention's gradients come when those are gone, and
+        take less by either FlashAttention; FlashAttention-4's take no more than FlashAttention-2's, so the
+        plan does not ask which one a row gets."""
         return HALF * self.work.tokens * (2 * self.sizes.intermediate + self.sizes.hidden)
 
     @property
