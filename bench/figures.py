@@ -339,9 +339,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "learning": learning,
     "serve-sft": lambda: serve_tables.fine_tuning("serve-sft-smollm2-cpu"),
     "serve-learning": lambda: serve_tables.learning("cookbook-smollm2-h200"),
-    "serve-steps": lambda: serve_tables.steps(
-        "step-7b-beside-serve-h200", "serve-7b-h200", "serve-7b-adapters-h200"
-    ),
+    "serve-steps": lambda: serve_tables.steps("step-7b-beside-serve-h200", "serve-7b-h200"),
     "study-speed": study_speed,
     **noise_tables.TABLES,
 }
