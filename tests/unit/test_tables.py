@@ -38,8 +38,8 @@ def test_the_newest_decoding_of_a_card_is_shown_with_its_commit(monkeypatch, tmp
 def test_tables_say_which_commit_a_figure_is_of_and_which_layers_are_recomputed():
     decoded, stepped = TABLES["older-path"]().split("Decoding: ")[1].split("Step: ")
     for sentence, names in (
-        (decoded, ("rollout-7b-h200", "rollout-7b-arch80-h200")),
-        (stepped.split("Files: ")[0], ("step-7b-h200-8ab9739", "step-7b-arch80-h200")),
+        (decoded, ("rollout-7b-h200-4d2fa29", "rollout-7b-arch80-h200")),
+        (stepped.split("Files: ")[0], ("step-7b-beside-serve-h200", "step-7b-arch80-h200")),
     ):
         commits = {row["commit"] for name in names for row in read_rows(name)}
         assert set(re.findall(r"\b[0-9a-f]{7}\b", sentence)) == commits
