@@ -156,8 +156,8 @@ def before_after() -> str:
 
 
 def _minutes(name: str) -> str:
-    """The least and the most minutes of all runs of a demo that were timed, of whichever commit."""
-    timed = [row["minutes"] for row in rows(name) if "minutes" in row]
+    """The least and the most minutes of the newest commit's runs of a demo that were timed."""
+    timed = [row["minutes"] for row in _newest_demo(name) if "minutes" in row]
     return f"{min(timed)} to {max(timed)} minutes"
 
 
