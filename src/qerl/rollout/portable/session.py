@@ -65,7 +65,7 @@ class PortableSession(TrackedSession[Sequence]):
         self._tokens_B = torch.empty(0)
 
     def _add(self, prompts: list[list[int]], samples: int, limits: list[int]) -> list[Sequence]:
-        added = new_sequences(prompts, samples, limits, self._sequences)
+        added = new_sequences(prompts, samples, limits, self._started, self._started_prompts)
         if self._growing:
             self._joining += [sequence for sequence in added if sequence.room]
             return added
