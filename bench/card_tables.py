@@ -4,8 +4,8 @@ from typing import Any
 
 from rich.console import Console
 
+from bench.captions import attention, files, row, rows, source, table
 from bench.captions import card as gpu_of
-from bench.captions import files, row, rows, source, table
 from bench.result import RESULTS, Row, read_rows
 from qerl.kernels import needs
 from qerl.kernels.cards import CARDS, words
@@ -85,6 +85,7 @@ def older_path() -> str:
         ("7B, NVFP4, LoRA rank 32", "as 9.0", "as 8.0", "speed kept", "goal"),
         lines,
         f"Decoding: {source(*decoded)} {tokens} decoded tokens. Step: {source(*stepped)} "
+        f"Attention of its long rows is {' as 9.0 and '.join(map(attention, steps))} as 8.0. "
         f"{files(*_BESIDE, *_TREATED)}",
     )
 
