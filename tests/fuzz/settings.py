@@ -10,7 +10,7 @@ import yaml
 from qerl import yaml12
 from qerl.errors import QeRLError
 from qerl.settings.config import QeRLConfig
-from qerl.settings.fields import OwnFields
+from qerl.settings.fields import OWN_NAMES
 from qerl.settings.parents import PARENTS, Refused
 from qerl.settings.recipe import FIELDS, dump, load_config, parse_field, resolved
 from tests.fuzz._print import run_and_print
@@ -55,7 +55,7 @@ def run(count: int, seed: int, folder: Path) -> dict[str, int]:
 
 
 def _fields(draw: random.Random) -> dict[str, Any]:
-    own = list(OwnFields.__annotations__)
+    own = list(OWN_NAMES)
     names = draw.sample(own if draw.random() < 0.5 else list(FIELDS), draw.choice([1, 1, 1, 2, 3, 6]))
     return {name: _value(draw, name) for name in names}
 

@@ -6,7 +6,7 @@ import pytest
 
 from qerl.cli import main
 from qerl.settings.docs import accepted_fields, field_text, help_text, markdown, other_defaults, own_fields
-from qerl.settings.fields import OwnFields
+from qerl.settings.fields import OWN_NAMES
 from qerl.settings.parents import fate_of
 from qerl.settings.recipe import FIELDS
 
@@ -31,7 +31,7 @@ def test_each_default_that_differs_has_a_reason():
 
 def test_every_field_has_a_sentence_in_a_group():
     text, rows = help_text(), [row for group in own_fields().values() for row in group]
-    assert [name for name, *_ in rows] == list(OwnFields.__annotations__)
+    assert [name for name, *_ in rows] == list(OWN_NAMES)
     for name, _, words in rows:
         assert f"--{name} [" in text
         assert words.endswith(".")
@@ -40,7 +40,7 @@ def test_every_field_has_a_sentence_in_a_group():
 @pytest.mark.parametrize("name", FIELDS)
 def test_every_field_is_explained(name):
     text = " ".join(field_text(name).split())
-    if name in OwnFields.__annotations__:
+    if name in OWN_NAMES:
         assert FIELDS[name].metadata["help"] in text
     elif name in accepted_fields():
         assert f"--{name} [" in text and text.endswith("It acts as in TRL and transformers.")

@@ -4,58 +4,15 @@ Cache and books are the engine's own; the machine says scripted texts.
 """
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from qerl.errors import QeRLError
-from qerl.kernels.limits import PAGE
 from qerl.rollout.engine import SamplingParams
-from qerl.rollout.paged.graphs import DecodeGraphs
-from qerl.rollout.paged.kv_cache import KVCache
 from qerl.rollout.paged.limits import BlockDemand
-from qerl.rollout.paged.machine import Eager
-from tests.support.agents import tool_tokenizer
-from tests.support.books import ONE_NUMBER, SayingPages
-
-POSITIONS = 4096
-BLOCK_BYTES = 2 * PAGE * 4  # keys and values of one layer with one head of one number
-
-
-class CountedGraphs(DecodeGraphs):
-    """Knows which steps it could keep, and counts how often it drops them; the steps are the machine's."""
-
-    forgotten = -1  # it begins by forgetting
-
-    def __init__(self, cache, fit):
-        super().__init__(ONE_NUMBER, cache, Eager(), 8)
-        self.fit = fit
-
-    def forget(self):
-        super().forget()
-        self.forgotten += 1
-
-
-def made(blocks=10_000, rows=64, share=10_000):
-    """An engine whose sequences say more than they may, on a machine with so many blocks.
-
-    Args:
-        blocks: Those of all memory.
-        rows: Sequences that run side by side at most.
-        share: Blocks that the cache may have even if more are free.
-    """
-    engine = SayingPages(tool_tokenizer(), lambda row, so_far: "a" * 300, 0, rows, POSITIONS)
-    cache = KVCache(ONE_NUMBER, None, Eager().memory)
-    engine.parts = replace(
-        engine.parts,
-        cache=cache,
-        graphs=CountedGraphs(cache, engine._fit),
-        prefill=SimpleNamespace(run=lambda *_: None, forget=lambda: None),
-        budget=lambda freed: min(share * BLOCK_BYTES, (blocks - cache.blocks) * BLOCK_BYTES + freed),
-    )
-    return engine
+from tests.support.limited_pages import BLOCK_BYTES, POSITIONS, made
 
 
 def play(session, joins=()):

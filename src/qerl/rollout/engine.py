@@ -187,8 +187,8 @@ class Session(ABC):
             other; the session counts from 0.
 
         Raises:
-            QeRLError: An empty prompt list, an empty prompt, or another number of limits, seeds or
-                stops than of sequences.
+            QeRLError: An empty prompt list, an empty prompt, another number of limits, seeds or stops than
+                of sequences, or no memory for one of them; what was started before goes on.
         """
 
     @abstractmethod

@@ -126,22 +126,7 @@ class Store:
         if not overwrite and (folder / MANIFEST_FILE).is_file():
             replace = ", or replace it with save_state(..., overwrite=True)" if kind == TRAINING else ""
             raise QeRLError(f"{path} is saved already; choose another name, delete it first{replace}.")
-        part = self.root / UNFINISHED / "part"
-        clear(part)
-        config.save_pretrained(str(part))
-        _write(adapter.matrices, part / ADAPTER_FILE)
-        if kind == TRAINING:
-            _write(adapter.moments(), part / OPTIMIZER_FILE)
-        shape = adapter.shape
-        state = {
-            "rank": shape.rank,
-            "attn": shape.attn,
-            "mlp": shape.mlp,
-            "seed": adapter.seed,
-            "steps": adapter.steps,
-        }
-        (part / STATE_FILE).write_text(json.dumps(state), encoding="utf-8")
-        (part / POLICY_FILE).write_text(json.dumps(self._facts, indent=2) + "\n", encoding="utf-8")
+        part = self._written(adapter, config, with_optimizer=kind == TRAINING)
         folder.parent.mkdir(parents=True, exist_ok=True)
         try:
             if (folder / MANIFEST_FILE).is_file():
@@ -246,6 +231,26 @@ class Store:
         if folder.resolve() != self.root.resolve().joinpath(*parts):
             raise QeRLError(f"{path} leads out of the server's folder; nothing is read or written there.")
         return folder
+
+    def _written(self, adapter: TrainedAdapter, config: LoraConfig, with_optimizer: bool) -> Path:
+        """A folder aside with an adapter's files."""
+        part = self.root / UNFINISHED / "part"
+        clear(part)
+        config.save_pretrained(str(part))
+        _write(adapter.matrices, part / ADAPTER_FILE)
+        if with_optimizer:
+            _write(adapter.moments(), part / OPTIMIZER_FILE)
+        shape = adapter.shape
+        state = {
+            "rank": shape.rank,
+            "attn": shape.attn,
+            "mlp": shape.mlp,
+            "seed": adapter.seed,
+            "steps": adapter.steps,
+        }
+        (part / STATE_FILE).write_text(json.dumps(state), encoding="utf-8")
+        (part / POLICY_FILE).write_text(json.dumps(self._facts, indent=2) + "\n", encoding="utf-8")
+        return part
 
     def _put_back(self) -> None:
         """Put back what was to be replaced by something that is not there, and delete it where that is."""

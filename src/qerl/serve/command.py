@@ -77,7 +77,7 @@ def add_serve(commands: Any) -> None:
     sub.add_argument(
         "--tokens_per_forward",
         type=number_from(1),
-        help="of a forward and backward pass at most; default: what fits the memory",
+        help="of a forward and backward pass at most; default: what fits the GPU's memory, on a CPU few",
     )
     sub.add_argument(
         "--every_n_layers", type=number_from(1), default=1, metavar="N",

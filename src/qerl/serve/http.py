@@ -2,7 +2,7 @@
 
 A request that takes the model is answered at once with the id of a future, by which `retrieve_future` answers
 as soon as there is a result, or says after half a minute to ask again. Refusals are JSON with one sentence
-under `detail`. New behaviours of clients are switched by flags that the server sends, which are all off here.
+under `detail`.
 
 Every route but /metrics, healthz and signed downloads asks for the server's key in the header X-API-Key, so
 neither another user of this machine nor a page in a browser can use a server that listens locally.
@@ -11,7 +11,6 @@ neither another user of this machine nor a page in a browser can use a server th
 import asyncio
 import contextlib
 import logging
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from operator import methodcaller
 from typing import Any
@@ -33,21 +32,10 @@ from qerl.serve.messages import read_forward_backward
 from qerl.serve.metrics import Metrics
 from qerl.serve.names import split_path
 from qerl.serve.samples import Samples
+from qerl.serve.service_routes import ServiceRoutes
 from qerl.serve.training import Training
 
 logger = logging.getLogger(__name__)
-
-FLAGS = {
-    "pjwt_auth_enabled": False,
-    "parallel_fwdbwd_chunks": True,
-    "proto_compress_fwdbwd": False,
-    "sample_enable_stuck_detection": False,
-    "sample_use_retrieve_futures": False,
-    "sample_join_sampling_session": False,
-    "custom_loss_server_side": False,
-    "create_model_via_load_weights": True,
-}
-"""Behaviours of clients that their server decides; those that are not named here are off unless asked for."""
 
 SWEEP_S = 5.0
 
@@ -55,7 +43,7 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 
 class Api:
-    """The routes.
+    """The application: what clients have, ask for and get is answered here, the rest by the routes beside it.
 
     Args:
         clients: Records, queue and futures behind them.
@@ -65,16 +53,16 @@ class Api:
     """
 
     def __init__(self, clients: Clients, metrics: Metrics, api_key: str, works: Callable[[], bool]) -> None:
-        self._clients, self._metrics, self._api_key, self._works = clients, metrics, api_key, works
+        self._clients, self._api_key = clients, api_key
         self._samples = Samples(clients)
         self._training = Training(clients, self._samples)
+        self._service = ServiceRoutes(clients, metrics, works)
         self._checkpoints = CheckpointRoutes(clients, api_key)
-        self._began = time.time()
 
     def app(self) -> Starlette:
         """The application."""
         return Starlette(
-            routes=[*self._routes(), *self._checkpoints.routes()],
+            routes=[*self._routes(), *self._service.routes(), *self._checkpoints.routes()],
             middleware=[Middleware(Gate, api_key=self._api_key, most=self._clients.limits.body)],
             exception_handlers={
                 QeRLError: _refusal, HTTPException: _http_error, Exception: _defect
@@ -99,11 +87,8 @@ class Api:
             ),
         }
         posts: dict[str, Handler] = {
-            "client/config": self._config,
-            "client/dynamic_config": self._nothing,
             "create_session": self._create_session,
             "session_heartbeat": self._heartbeat,
-            "telemetry": self._telemetry,
             "get_info": self._get_info,
             "asample": self._sample,
             "create_sampling_session": self._create_sampler,
@@ -113,15 +98,11 @@ class Api:
             **{name: _future_route(submit) for name, submit in futures.items()},
         }
         gets: dict[str, Handler] = {
-            "healthz": self._health,
-            "get_server_capabilities": self._capabilities,
             "samplers/{sampler_id}": self._sampler,
             "sessions": self._sessions,
             "sessions/{session_id}": self._session,
         }
         return [
-            Route("/metrics", self._show_metrics),
-            Route("/status", self._status),
             *(Route(f"/api/v1/{path}", handler, methods=["POST"]) for path, handler in posts.items()),
             *(Route(f"/api/v1/{path}", handler, methods=["GET"]) for path, handler in gets.items()),
         ]
@@ -154,35 +135,6 @@ class Api:
         task.cancel()
 
     # Sessions.
-
-    async def _config(self, _: Request) -> Response:
-        return JSONResponse(FLAGS)
-
-    async def _nothing(self, _: Request) -> Response:
-        return JSONResponse({})
-
-    async def _telemetry(self, _: Request) -> Response:
-        return JSONResponse({"status": "accepted"})
-
-    async def _health(self, _: Request) -> Response:
-        if not self._works():
-            raise HTTPException(503, "The thread that runs the model has ended; start the server again.")
-        return JSONResponse({"status": "ok"})
-
-    async def _capabilities(self, _: Request) -> Response:
-        return JSONResponse(
-            {
-                "supported_models": [
-                    {
-                        "model_name": base.name,
-                        "max_context_length": base.max_context_length,
-                        "trainable": True,
-                        "sampleable": True,
-                    }
-                    for base in self._clients.bases.values()
-                ]
-            }
-        )
 
     async def _create_session(self, request: Request) -> Response:
         body = requests.read(requests.CreateSession, await request.body())
@@ -286,43 +238,6 @@ class Api:
             return pending
         reason = f"it waits for request {missing} of this model, which has not arrived"
         return pending | {"queue_state": "paused_capacity", "queue_state_reason": reason}
-
-    # For people.
-
-    async def _show_metrics(self, _: Request) -> Response:
-        return Response(self._metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
-
-    async def _status(self, _: Request) -> Response:
-        clients, now = self._clients, time.monotonic()
-        return JSONResponse(
-            {
-                "bases": list(clients.bases),
-                "seconds": round(time.time() - self._began),
-                "max_models": clients.limits.max_models,
-                "sessions": [
-                    {
-                        "id": session.id,
-                        "sdk_version": session.sdk_version,
-                        "silent_seconds": round(now - session.seen),
-                        "models": [
-                            {
-                                "id": model.id,
-                                "rank": model.info and model.info.lora_rank,
-                                "steps": model.steps,
-                            }
-                            for model in list(clients.models.values())
-                            if model.session_id == session.id
-                        ],
-                        "samplers": sum(
-                            sampler.session_id == session.id for sampler in list(clients.samplers.values())
-                        ),
-                    }
-                    for session in list(clients.sessions.values())
-                ],
-                "waiting": clients.queue.depths(),
-                "gauges": dict(self._metrics.watched()),
-            }
-        )
 
 
 def _future_route(submit: Callable[[bytes], str]) -> Handler:

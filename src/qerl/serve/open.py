@@ -46,7 +46,7 @@ class BackendOptions:
         resident: Those of them that stay on the GPU between uses.
         max_sequences: Sequences that are decoded at the same time at most; None leaves it to the engine.
         kv_cache_dtype: Of the paged engine's keys and values.
-        tokens_per_forward: Tokens of a forward and backward pass at most; None leaves it to memory.
+        tokens_per_forward: Tokens of a forward and backward pass at most; None is as for `LossDriver`.
         every_n_layers: On a GPU every n-th layer is computed again for backward, the others keep their
             activations until memory runs out. Above the number of layers all do.
         noise: Schedule of the noise by optimizer steps of a model; None samples without noise.

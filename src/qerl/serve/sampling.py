@@ -3,9 +3,14 @@
 A client sends the 64 samples of its batch as 64 requests. Those of one policy and the same temperature,
 filters and end tokens are decoded together in a session of the engine; equal prompts among them are found and
 prefilled once. Between rounds of the engine the desk is asked: what has arrived and fits joins those that are
-being decoded, whether or not one of them has ended; what does not fit waits for the next session, and while
+being decoded, whether or not one of them has ended. What belongs to another session waits for it, and while
 it waits `MOST_JOINERS` may join, so that no client keeps the others waiting. Each sample has a seed of its
 own, so it draws the same tokens whoever shares the batch.
+
+The engine refuses a request for which it has no memory. Beside others that decides nothing, because they, or
+what was made for them, may hold what it needs: it goes back to its place at the desk. Whenever samples have
+ended the oldest of those is tried again, and each session begins with the oldest request that waits, alone if
+need be. So every request is begun in the end, or refused with nothing beside it, which is its answer.
 
 Log-probabilities of prompts are those of the policy without noise, from a pass of their own in front of the
 session; a late request that wants them waits for the next session, because a session may be noisy.
@@ -102,19 +107,21 @@ class _Group:
 
 @dataclass
 class _Asked:
-    """A request on its way: number, group, room for tokens, stops, and the samples that are finished."""
+    """A request on its way: number, group, room for tokens, stops, what was found of its prompt if that was
+    asked for, and the samples that are finished."""
 
     number: int
     request: SampleRequest
     group: _Group
     room: int
     stops: tuple[Stop, ...]
-    scores: Scores = Scores()
+    scores: Scores | None = None
     samples: dict[int, Completion] = field(default_factory=dict)
 
     @property
-    def scored(self) -> bool:
-        return self.request.prompt_logprobs or self.request.topk_prompt_logprobs > 0
+    def to_score(self) -> bool:
+        wanted = self.request.prompt_logprobs or self.request.topk_prompt_logprobs > 0
+        return wanted and self.scores is None
 
     def result(self) -> SampleResult | QeRLError:
         if not self.request.wanted():
@@ -129,7 +136,8 @@ class _Asked:
             SampledSequence(c.token_ids, c.logprobs, "stop" if c.finish_reason == "stop" else "length")
             for c in drawn
         ]
-        return SampleResult(sequences, self.scores.logprobs, self.scores.topk)
+        scores = self.scores or Scores()
+        return SampleResult(sequences, scores.logprobs, scores.topk)
 
 
 class _Unwanted(Stop):
@@ -175,7 +183,7 @@ class Sampling:
 
     def _serve(self, desk: "_Desk", group: _Group) -> Iterator[Answer]:
         """Answer those that wait in a group, and those that join them."""
-        running = _Running(desk.leave(lambda each: each.group == group))
+        running = _Running(desk, group)
         try:
             with self._host.lend(group.policy):
                 yield from self._score(running)
@@ -188,15 +196,15 @@ class Sampling:
                         yield from running.next(session)
                         yield from desk.ask()
                         if joined < MOST_JOINERS:
-                            joining = desk.leave(lambda each: each.group == group and not each.scored)
-                            joined += len(joining) if desk.waiting else 0
-                            yield from running.start(session, joining)
+                            before = len(running.unanswered)
+                            yield from running.start(session, desk.leave(running.may_join))
+                            joined += len(running.unanswered) - before if desk.waiting else 0
         except Exception as error:  # of the engine or of the policy, so of this group alone
             yield from ((each.number, error) for each in running.unanswered)
 
     def _score(self, running: "_Running") -> Iterator[Answer]:
         """Score prompts, each alone if together they cannot be; yields refusals."""
-        asked = [each for each in running.unanswered if each.scored and each.request.wanted()]
+        asked = [each for each in running.unanswered if each.to_score and each.request.wanted()]
         for each, error in _refused(asked, self._score_together):
             yield from running.refuse(each, error)
 
@@ -218,12 +226,12 @@ def _refused(
         return
     try:
         do(asked)
-    except QeRLError:
-        for each in asked:
-            try:
-                do([each])
-            except QeRLError as error:
-                yield each, error
+    except QeRLError as error:
+        if len(asked) == 1:
+            yield asked[0], error
+        else:
+            for each in asked:
+                yield from _refused([each], do)
 
 
 class _Desk:
@@ -253,6 +261,10 @@ class _Desk:
         if found:
             self.waiting = deque(each for each in self.waiting if not wanted(each))
         return found
+
+    def put_back(self, each: _Asked) -> None:
+        """Let a request wait again, in its place by arrival."""
+        self.waiting = deque(sorted((each, *self.waiting), key=lambda other: other.number))
 
     def _admit(self, number: int, request: SampleRequest) -> _Asked:
         limits, prompt = self._limits, request.prompt
@@ -284,16 +296,27 @@ class _Desk:
 
 
 class _Running:
-    """Which sequence of a session is which sample of which request."""
+    """Which sequence of a session is which sample of which request; it begins with all of a group that wait.
 
-    def __init__(self, asked: Sequence[_Asked]) -> None:
-        self._open = {each.number: each for each in asked}
+    Args:
+        desk: Where they wait, and where those go back to that do not fit beside others.
+        group: The group.
+    """
+
+    def __init__(self, desk: _Desk, group: _Group) -> None:
+        self._desk, self._group = desk, group
+        self._open = {each.number: each for each in desk.leave(lambda each: each.group == group)}
         self._samples: dict[int, tuple[_Asked, int]] = {}
+        self._put_back: set[int] = set()  # numbers of those that are not tried again before samples end
 
     @property
     def unanswered(self) -> list[_Asked]:
         """The requests without an answer."""
         return list(self._open.values())
+
+    def may_join(self, each: _Asked) -> bool:
+        """Whether a request that waits is to be started now."""
+        return each.group == self._group and not each.to_score and each.number not in self._put_back
 
     def refuse(self, each: _Asked, error: QeRLError) -> Iterator[Answer]:
         """Answer a request with an error."""
@@ -301,7 +324,11 @@ class _Running:
         yield each.number, error
 
     def start(self, session: Session, asked: Sequence[_Asked]) -> Iterator[Answer]:
-        """Begin the samples of some requests, those of equal prompts behind one prefill; yields refusals."""
+        """Begin the samples of some requests, those of equal prompts behind one prefill.
+
+        Yields:
+            Refusals; those that are refused beside others go back to the desk instead.
+        """
         self._open |= {each.number: each for each in asked}
         by_prompt: dict[tuple[int, ...], list[_Asked]] = {}
         for each in asked:
@@ -314,7 +341,12 @@ class _Running:
             by_count.setdefault(sum(each.request.num_samples for each in same), []).extend(same)
         for together in by_count.values():
             for each, error in _refused(together, partial(self._begin, session)):
-                yield from self.refuse(each, error)
+                if session.busy:
+                    del self._open[each.number]
+                    self._put_back.add(each.number)
+                    self._desk.put_back(each)
+                else:
+                    yield from self.refuse(each, error)
 
     def _begin(self, session: Session, asked: Sequence[_Asked]) -> None:
         """Begin requests, those of a prompt next to each other and every prompt with as many samples."""
@@ -331,7 +363,10 @@ class _Running:
 
     def next(self, session: Session) -> Iterator[Answer]:
         """Decode a round; yields the answers of requests all of whose samples have ended."""
-        for ended in session.next(one_round=True):
+        turns = session.next(one_round=True)
+        if turns and self._put_back:
+            self._put_back.remove(min(self._put_back))
+        for ended in turns:
             session.finish(ended.index)
             each, index = self._samples.pop(ended.index)
             each.samples[index] = ended.completion

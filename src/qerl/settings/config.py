@@ -24,7 +24,7 @@ from qerl.settings import contradictions
 from qerl.settings.adapter import take_saved_adapter
 from qerl.settings.algorithms import ALGORITHMS
 from qerl.settings.checks import checked
-from qerl.settings.fields import OwnFields
+from qerl.settings.fields import OWN_NAMES, OwnFields
 from qerl.settings.model_kwargs import take_model_kwargs
 from qerl.settings.parents import Refused, fate_of, set_newer_names
 
@@ -90,7 +90,7 @@ class QeRLConfig(OwnFields, GRPOConfig):
         for spec in dataclasses.fields(self):
             if not spec.init:
                 continue
-            parent = None if spec.name in OwnFields.__annotations__ else fate_of(spec.name)
+            parent = None if spec.name in OWN_NAMES else fate_of(spec.name)
             value = getattr(self, spec.name)
             if isinstance(parent, Refused):
                 default = default_of(spec)

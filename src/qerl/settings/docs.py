@@ -12,7 +12,7 @@ from typing import Any
 from trl import GRPOConfig
 
 from qerl.settings.config import QeRLConfig, default_of
-from qerl.settings.fields import OwnFields
+from qerl.settings.fields import OWN_NAMES
 from qerl.settings.parents import PARENTS, Refused, fate_of
 from qerl.settings.recipe import FIELDS, check_key
 
@@ -24,7 +24,7 @@ def own_fields() -> dict[str, list[tuple[str, str, str]]]:
     """Name, default and sentence, by group, of each field that is new here or has another default."""
     groups: dict[str, list[tuple[str, str, str]]] = {}
     rows: list[tuple[str, str, str]] = []
-    for name in OwnFields.__annotations__:
+    for name in OWN_NAMES:
         metadata = FIELDS[name].metadata
         if metadata["group"]:
             rows = groups.setdefault(metadata["group"], [])
@@ -52,7 +52,7 @@ def _newer_fields() -> list[tuple[str, str]]:
     found = []
     for spec in dataclasses.fields(QeRLConfig):
         fate = fate_of(spec.name)
-        if spec.name not in PARENTS and spec.name not in OwnFields.__annotations__:
+        if spec.name not in PARENTS and spec.name not in OWN_NAMES:
             assert isinstance(fate, Refused)
             found.append((spec.name, fate.reason))
     return found
@@ -96,7 +96,7 @@ def field_text(name: str) -> str:
     """
     check_key(name, "The command line")
     spec, fate = FIELDS[name], fate_of(name)
-    if name in OwnFields.__annotations__:
+    if name in OWN_NAMES:
         text, reason = spec.metadata["help"], spec.metadata["instead_of_trl"]
         lines = _entry(name, _shown(default_of(spec)), f"{text} {reason}".strip())
     elif isinstance(fate, Refused):

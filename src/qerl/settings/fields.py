@@ -61,8 +61,8 @@ def _help(
 
 
 @dataclass
-class OwnFields:
-    """Read by `qerl.settings.config.QeRLConfig`, which is what users make."""
+class NewFields:
+    """Fields that TRL has not, and those of its algorithm whose defaults follow from `algorithm`."""
 
     model: Text | None = _help(
         "Hub id, local folder or .gguf file of the base model; required.", None, group="Model"
@@ -270,7 +270,11 @@ class OwnFields:
         None,
     )
 
-    # Fields of the parents whose defaults differ here, beside those that the algorithm decides.
+
+@dataclass
+class ChangedFields:
+    """Fields of TRL and transformers whose defaults or meaning are others here."""
+
     bf16: bool | None = _help(
         "Autocast is not used: `dtype` sets the precision of sampler and trainer alike.",
         False,
@@ -321,3 +325,11 @@ class OwnFields:
         False,
         instead_of_trl="Every backward pass computes a sample, so all adapters have a gradient.",
     )
+
+
+@dataclass
+class OwnFields(ChangedFields, NewFields):
+    """All of them, the new ones first; `qerl.settings.config.QeRLConfig` is what users make."""
+
+
+OWN_NAMES = tuple(spec.name for spec in dataclasses.fields(OwnFields))

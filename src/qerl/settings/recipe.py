@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from qerl import yaml12
 from qerl.errors import QeRLError
 from qerl.settings.config import QeRLConfig, default_of
-from qerl.settings.fields import OwnFields
+from qerl.settings.fields import OWN_NAMES
 from qerl.settings.foreign import refuse_foreign
 from qerl.settings.library import recipe_file
 from qerl.settings.parents import Refused, fate_of
@@ -70,7 +70,7 @@ def parse_field(name: str, text: str) -> Any:
 
 def _type_of(name: str) -> Any:
     parent = fate_of(name)
-    if name in OwnFields.__annotations__ or isinstance(parent, Refused):
+    if name in OWN_NAMES or isinstance(parent, Refused):
         return FIELDS[name].type
     return parent.type
 
@@ -90,7 +90,7 @@ def check_key(key: Any, where: str) -> None:
     if key in FIELDS:
         return
     refuse_foreign(str(key), where)
-    own = difflib.get_close_matches(str(key), OwnFields.__annotations__, n=1, cutoff=0.7)
+    own = difflib.get_close_matches(str(key), OWN_NAMES, n=1, cutoff=0.7)
     near = own or difflib.get_close_matches(str(key), FIELDS, n=1, cutoff=0.7)
     hint = f"did you mean {near[0]!r}?" if near else "`qerl fields` lists the fields."
     raise QeRLError(f"{where} has the unknown key {key!r}; {hint}")
@@ -177,7 +177,7 @@ def resolved(config: QeRLConfig) -> dict[str, Any]:
     """Fields that belong to this project or differ from their defaults, as plain YAML values."""
     out = {}
     for name, spec in FIELDS.items():
-        own = name in OwnFields.__annotations__
+        own = name in OWN_NAMES
         if name in _DERIVED or (not own and isinstance(fate_of(name), Refused)):  # those have their defaults
             continue
         value = getattr(config, name)

@@ -131,8 +131,7 @@ def complete(
     """Load, wrap and check what the user handed in; what can be checked without the model comes first.
 
     Args:
-        others: Tools and environments, checked.
-        refused: The arguments of `REFUSED`, as they were given.
+        others, refused: Tools and environments, checked; the arguments of `REFUSED`, as they were given.
         model, reward_funcs, args, train_dataset, eval_dataset, processing_class, reward_processing_classes,
             optimizers, peft_config, engine, acted_on: As in `QeRLTrainer`.
 
@@ -149,8 +148,7 @@ def complete(
     if early is not None and engine is not None:
         check_tells(engine)
     check_metric(settings.metric_for_best_model, eval_dataset)
-    if named:
-        model = find_model(model)
+    model = find_model(model) if named else model
     tokenizer = _tokenizer(processing_class, model, train_dataset, settings.trust_remote_code)
     others.check_tokenizer(tokenizer)
     stops_of(settings, tokenizer)  # refuses a model that does not think, before it is loaded
@@ -162,9 +160,8 @@ def complete(
     check_policy(policy, engine)
     rewards = _rewards(reward_funcs, settings, others, early)
     limit = None if "max_prompt_length" in acted_on else settings.max_prompt_length
-    short = partial(
-        short_prompts, limit=limit, template_kwargs=settings.chat_template_kwargs, tokenizer=tokenizer
-    )
+    kwargs = settings.chat_template_kwargs
+    short = partial(short_prompts, limit=limit, template_kwargs=kwargs, tokenizer=tokenizer)
     for_trl = {
         "reward_funcs": rewards,
         "reward_processing_classes": one_for_each(reward_processing_classes, reward_funcs, rewards),
@@ -174,8 +171,7 @@ def complete(
         "optimizers": optimizers,
         **others.for_trl,
     }
-    made = engine or _engine(policy, tokenizer, settings)
-    return Completed(policy, settings, made, early, for_trl)
+    return Completed(policy, settings, engine or _engine(policy, tokenizer, settings), early, for_trl)
 
 
 def _rewards(reward_funcs: Any, settings: QeRLConfig, others: Others, early: EarlyCalls | None) -> list[Any]:

@@ -19,30 +19,24 @@ from qerl.families.parts import base_model
 from qerl.fp4.linear import dense_weights_kept
 from qerl.kernels.upload import upload
 from qerl.trainer.balance import dealt
-from qerl.trainer.batch import NOISY_KEY, NOISY_LOGPS_KEY, Batch, on_host, padded, padded_rollout
-from qerl.trainer.correction import Correction, Mismatch, loss_mask, rows_with_gradient
+from qerl.trainer.batch import Batch, on_host, padded
+from qerl.trainer.correction import Correction, Mismatch, loss_mask
 from qerl.trainer.microbatches import Microbatches
-from qerl.trainer.processes import averaged, rebuild_buckets
+from qerl.trainer.processes import rebuild_buckets
 from qerl.trainer.ready import ready_for_rows
-from qerl.trainer.rollouts import RolloutTrainer
-from qerl.trainer.trl.forward import score_rows
+from qerl.trainer.scores import ScoringTrainer
 from qerl.trainer.trl.known_outputs import KnownOutputs
 from qerl.trainer.trl.late_metrics import LateMetric, metrics_later
 from qerl.trainer.trl.recompute import no_offload_on_cpu, recompute_every_layer
 from qerl.trainer.trl.reference import add_reference
 from qerl.trainer.trl.trials import Trials
-from qerl.update.chunks import Outputs, loss_in_chunks, without_graph
+from qerl.update.chunks import Outputs, loss_in_chunks
 from qerl.update.memory_retry import MemoryRetry
-from qerl.update.padded import PaddedBatch
 from qerl.update.recompute import accept_every_n_layers
 
 
-class UpdateTrainer(RolloutTrainer):
-    """`GRPOTrainer` whose loss is computed in chunks on joined rows.
-
-    Attributes:
-        update_path: Which parts of the update run on this project's kernels, and why others do not.
-    """
+class UpdateTrainer(ScoringTrainer):
+    """`GRPOTrainer` whose loss is computed in chunks on joined rows."""
 
     _tr_loss: torch.Tensor  # transformers': the loss since it was last logged
     _loss_so_far: torch.Tensor | float
@@ -213,87 +207,3 @@ class UpdateTrainer(RolloutTrainer):
         """Keeps TRL's weights of the VESPO loss, [B, 1], whose mean is logged of the computed rows alone."""
         self._phi_B1 = super().get_gamma_weights(**kwargs)
         return self._phi_B1
-
-    def _rows_to_compute(self, inputs: Batch) -> list[int]:
-        """Rows of the microbatch that the loss forward must run, by its copy on the CPU."""
-        advantages, mask_BC = inputs["advantages"], loss_mask(inputs)
-        if self.beta != 0.0 or self._entropy_bonus_enabled or self.top_entropy_quantile < 1.0:
-            advantages = torch.ones_like(advantages)  # these terms have a gradient without an advantage
-        rows = rows_with_gradient(advantages, mask_BC)
-        if not rows and self.accelerator.num_processes > 1:
-            # Every rank must run a backward pass for gradients to be averaged; this row's own is zero.
-            rows = [int(mask_BC.sum(dim=1).argmax())]
-        return rows
-
-    def _get_per_token_logps_and_entropies(
-        self,
-        model: torch.nn.Module | KnownOutputs,
-        input_ids: torch.Tensor,
-        attention_mask: torch.Tensor,
-        logits_to_keep: int,
-        batch_size: int | None = None,
-        compute_entropy: bool = False,
-        **images: Any,
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
-        """Replaces TRL's forward pass for log-probabilities and entropies, [B, C] each.
-
-        TRL calls it inside the loss, where they are known, and for a whole rollout, whose prompts are shared.
-        """
-        if isinstance(model, KnownOutputs):
-            return model.logps_BC, model.entropy_BC, None
-        if names := [name for name, value in images.items() if value is not None and value is not False]:
-            raise QeRLError(f"Only text models are supported; the batch carries {', '.join(names)}.")
-        if not self._reads_logps:
-            return None, None, None
-        with self._clock.part("logprob"), self._noise.in_loss(self._sampled_now()):
-            ids, mask = input_ids.cpu(), attention_mask.cpu()
-            batch = padded_rollout(ids, mask, logits_to_keep, self.num_generations)
-            rows = (mask[:, -logits_to_keep:].sum(dim=1) > 0).nonzero().flatten().tolist()
-            logps, entropy = self._scores(model, batch, rows, batch_size or len(input_ids))
-        return logps, entropy if compute_entropy else None, None
-
-    def _with_noisy_logps(self, batch: Batch) -> Batch:
-        """The batch with what the noisy policy makes of clean samples too, if the correction asks for it.
-
-        It costs a forward pass, without a graph, of the clean samples that have a gradient.
-        """
-        if not self._correction.needs_noisy_logps:
-            return batch
-        noisy_B1, sampler_BC = batch[NOISY_KEY][:, None], batch["sampling_per_token_logps"]
-        if not self._noisy_samples:  # a step without noise, whose noisy policy is the clean one
-            return batch | {NOISY_LOGPS_KEY: sampler_BC}
-        noisy, known = batch[NOISY_KEY].tolist(), on_host(batch)
-        rows = [row for row in self._rows_to_compute(known) if not noisy[row]]
-        with self._clock.part("logprob"), self._noise.sampled(self.state.global_step):
-            size = self.args.per_device_train_batch_size
-            logps_BC, _ = self._scores(self.model, padded(known), rows, size)
-        computed_B1 = torch.zeros_like(noisy_B1)
-        computed_B1[rows] = True
-        others_BC = torch.where(computed_B1, logps_BC, torch.nan)
-        return batch | {NOISY_LOGPS_KEY: torch.where(noisy_B1, sampler_BC, others_BC)}
-
-    def _scores(
-        self, model: torch.nn.Module, batch: PaddedBatch, rows: list[int], microbatch: int
-    ) -> Outputs:
-        """Log-probabilities and entropies [B, C] of these rows without a graph, zero elsewhere."""
-        starts = range(0, max(len(rows), 1), microbatch)
-        chunks = [
-            chunk
-            for start in starts
-            for chunk in self._retry.split(rows[start : start + microbatch], batch.lengths)
-        ]
-        return without_graph(partial(self._forward, model, batch), chunks)
-
-    def _shared_forward(
-        self, model: torch.nn.Module, batch: PaddedBatch, rows: list[int], ends_step: bool
-    ) -> Outputs:
-        """`_forward` of a pass that microbatches share; whether an optimizer step ends with its backward."""
-        with averaged(model, ends_step):
-            return self._forward(model, batch, rows)
-
-    def _forward(self, model: torch.nn.Module, batch: PaddedBatch, rows: list[int]) -> Outputs:
-        """Log-probabilities and entropies [B, C] of these rows under the policy or its reference."""
-        self._retry.note_forward(rows, batch.lengths)
-        decoder = base_model(model).base_model if model is self.ref_model else self._decoder
-        device, by_stretch = self.accelerator.device, self.update_path.by_stretch
-        return score_rows(model, decoder, batch, rows, by_stretch, device, self._entropy_bonus_enabled)

@@ -59,6 +59,55 @@ class RowState:
 
 
 @triton.jit
+def row_inverse_rms(squares_PT, t, T, D, eps, P: tl.constexpr, P_PADDED: tl.constexpr):
+    """1 / rms of one token from its partial sums of squares."""
+    p = tl.arange(0, P_PADDED)
+    return 1.0 / tl.sqrt(tl.sum(tl.load(squares_PT + p * T + t, mask=p < P, other=0.0)) / D + eps)
+
+
+@triton.jit
+def scaled_logits(logits_TV, t, v, V, factor):
+    """Logits of one token times a factor, fp32, and -inf beyond the vocabulary."""
+    x = tl.load(logits_TV + t.to(tl.int64) * V + v, mask=v < V, other=-float("inf")).to(tl.float32)
+    return x * factor
+
+
+@triton.jit
+def first_past(target, weights, at):
+    """The first place whose cumulative weight exceeds the target; rounding may leave none, then the last that
+    weighs anything."""
+    last = tl.max(tl.where(weights > 0, at, 0), axis=0)
+    passed = (tl.cumsum(weights, axis=0) > target) & (weights > 0)
+    return tl.min(tl.where(passed, at, last), axis=0)
+
+
+@triton.jit
+def entropy_of(entropy_t, shares, in_b, bests, best, fade, sums, total, FILTERED: tl.constexpr):
+    """The entropy of a token's distribution, which is known before a filter's if there is one.
+
+    Without one it follows from the sum of weight * (x - best of all), made of the sums that were taken around
+    each block's own best.
+    """
+    if FILTERED:
+        return tl.load(entropy_t)
+    else:  # noqa: RET505 (Triton needs both branches)
+        around = tl.load(shares, mask=in_b, other=0.0) * fade
+        around += tl.where(in_b & (sums > 0), sums * (bests - best), 0.0)
+        return tl.log(total) - tl.sum(around, axis=0) / total
+
+
+@triton.jit
+def ending(
+    token, n, finite, max_new_t, stop_K, STOPS: tl.constexpr, STOPS_PADDED: tl.constexpr
+):  # fmt: skip
+    """What a row's `RowState.done_T` is behind its n-th token."""
+    k = tl.arange(0, STOPS_PADDED)
+    stops = (tl.load(stop_K + k, mask=k < STOPS, other=-1) == token) & (k < STOPS)
+    stop = tl.sum(stops.to(tl.int32), axis=0) > 0
+    return tl.where(finite, tl.where(stop, 1, tl.where(n >= tl.load(max_new_t), 2, 0)), 3)
+
+
+@triton.jit
 def _partial_softmax(
     logits_TV, squares_PT, stats_3TB, T, V, D, eps, inverse_temperature, blocks,
     SQ_P: tl.constexpr, SQ_PADDED: tl.constexpr, BLOCK_V: tl.constexpr, PDL: tl.constexpr,
@@ -66,10 +115,8 @@ def _partial_softmax(
     t, block = tl.program_id(0), tl.program_id(1)
     v = block * BLOCK_V + tl.arange(0, BLOCK_V)
     begin(PDL)
-    p = tl.arange(0, SQ_PADDED)
-    rms = 1.0 / tl.sqrt(tl.sum(tl.load(squares_PT + p * T + t, mask=p < SQ_P, other=0.0)) / D + eps)
-    x = tl.load(logits_TV + t.to(tl.int64) * V + v, mask=v < V, other=-float("inf")).to(tl.float32)
-    x = x * (rms * inverse_temperature)
+    rms = row_inverse_rms(squares_PT, t, T, D, eps, SQ_P, SQ_PADDED)
+    x = scaled_logits(logits_TV, t, v, V, rms * inverse_temperature)
     best = tl.max(x, axis=0)
     weight = tl.exp(x - best)
     at = stats_3TB + t * blocks + block
@@ -80,9 +127,8 @@ def _partial_softmax(
 
 @triton.jit
 def _choose(
-    logits_TV, squares_PT, entropy_T, stats_3TB, uniform_TM, stop_K,
-    token_T, position_T, slot_T, limit_2T, own_table_TB, generated_T, max_new_T, done_T, out_token_TM,
-    out_stats_2TM,
+    logits_TV, squares_PT, entropy_T, stats_3TB, uniform_TM, stop_K, token_T, position_T, slot_T, limit_2T,
+    own_table_TB, generated_T, max_new_T, done_T, out_token_TM, out_stats_2TM,
     T, V, D, eps, inverse_temperature, blocks, M, table_width,
     GREEDY: tl.constexpr, FILTERED: tl.constexpr, STOPS: tl.constexpr, STOPS_PADDED: tl.constexpr,
     BLOCKS_PADDED: tl.constexpr, SQ_P: tl.constexpr, SQ_PADDED: tl.constexpr,
@@ -90,11 +136,9 @@ def _choose(
 ):  # fmt: skip
     t = tl.program_id(0)
     begin(PDL)
-    done = tl.load(done_T + t)
-    if done != 0:
+    if tl.load(done_T + t) != 0:
         return
-    p = tl.arange(0, SQ_PADDED)
-    rms = 1.0 / tl.sqrt(tl.sum(tl.load(squares_PT + p * T + t, mask=p < SQ_P, other=0.0)) / D + eps)
+    rms = row_inverse_rms(squares_PT, t, T, D, eps, SQ_P, SQ_PADDED)
     b = tl.arange(0, BLOCKS_PADDED)
     in_b = b < blocks
     at = stats_3TB + t * blocks + b
@@ -103,13 +147,8 @@ def _choose(
     fade = tl.where(in_b, tl.exp(bests - best), 0.0)
     sums = tl.load(at + T * blocks, mask=in_b, other=0.0) * fade
     total = tl.sum(sums, axis=0)
-    # sum of weight * (x - best of all), from the sums that were taken around each block's own best
-    if FILTERED:
-        entropy = tl.load(entropy_T + t)
-    else:
-        around = tl.load(at + 2 * T * blocks, mask=in_b, other=0.0) * fade
-        around += tl.where(in_b & (sums > 0), sums * (bests - best), 0.0)
-        entropy = tl.log(total) - tl.sum(around, axis=0) / total
+    shares = at + 2 * T * blocks
+    entropy = entropy_of(entropy_T + t, shares, in_b, bests, best, fade, sums, total, FILTERED)
     finite = (entropy == entropy) & (tl.abs(entropy) < float("inf"))
 
     n = tl.load(generated_T + t)
@@ -118,21 +157,14 @@ def _choose(
         block = tl.argmax(bests, axis=0)
     else:
         target = tl.load(uniform_TM + t * M + n).to(tl.float32) * total
-        # The first block whose cumulative sum exceeds the target; rounding may leave none, then the last.
-        last = tl.max(tl.where(sums > 0, b, 0), axis=0)
-        passed = (tl.cumsum(sums, axis=0) > target) & (sums > 0)
-        block = tl.min(tl.where(passed, b, last), axis=0)
+        block = first_past(target, sums, b)
         target = tl.maximum(target - tl.sum(tl.where(b < block, sums, 0.0), axis=0), 0.0)
     v = block * BLOCK_V + offset
-    x = tl.load(logits_TV + t.to(tl.int64) * V + v, mask=v < V, other=-float("inf")).to(tl.float32)
-    x = x * (rms * inverse_temperature)
+    x = scaled_logits(logits_TV, t, v, V, rms * inverse_temperature)
     if GREEDY:
         inner = tl.argmax(x, axis=0)
     else:
-        weight = tl.exp(x - best)
-        last = tl.max(tl.where(weight > 0, offset, 0), axis=0)
-        passed = (tl.cumsum(weight, axis=0) > target) & (weight > 0)
-        inner = tl.min(tl.where(passed, offset, last), axis=0)
+        inner = first_past(target, tl.exp(x - best), offset)
     chosen = tl.max(tl.where(offset == inner, x, -float("inf")), axis=0)
     token = (block * BLOCK_V + inner).to(tl.int32)
     logprob = chosen if FILTERED else chosen - best - tl.log(total)
@@ -143,12 +175,7 @@ def _choose(
         tl.store(out_stats_2TM + (T + t) * M + n, entropy)
         n += 1
         tl.store(generated_T + t, n)
-    k = tl.arange(0, STOPS_PADDED)
-    stop = (
-        tl.sum(((tl.load(stop_K + k, mask=k < STOPS, other=-1) == token) & (k < STOPS)).to(tl.int32), axis=0)
-        > 0
-    )
-    ended = tl.where(finite, tl.where(stop, 1, tl.where(n >= tl.load(max_new_T + t), 2, 0)), 3)
+    ended = ending(token, n, finite, max_new_T + t, stop_K, STOPS, STOPS_PADDED)
     tl.store(done_T + t, ended)
     if ended != 0:
         tl.store(slot_T + t, -1)

@@ -29,12 +29,31 @@ from qerl.kernels.limits import rank_part
 
 
 @triton.jit
+def normed_and_rotated(
+    x1, x2, cos, sin, weight_E, e, in_e, eps,
+    E: tl.constexpr, HALF: tl.constexpr, QK_NORM: tl.constexpr,
+):  # fmt: skip
+    """Both halves of a head after its norm, if queries and keys have one, and the rotary embedding."""
+    if QK_NORM:
+        norm = 1.0 / tl.sqrt((tl.sum(x1 * x1, axis=1) + tl.sum(x2 * x2, axis=1)) / E + eps)
+        x1 = x1 * norm[:, None] * load_head(weight_E + e, in_e)[None, :]
+        x2 = x2 * norm[:, None] * load_head(weight_E + HALF + e, in_e)[None, :]
+    return x1 * cos - x2 * sin, x2 * cos + x1 * sin
+
+
+@triton.jit
+def store_halves(to, x1, x2, inside, HALF: tl.constexpr):
+    """Stores both halves of a head, in the dtype of what they go to."""
+    tl.store(to, x1.to(to.dtype.element_ty), mask=inside)
+    tl.store(to + HALF, x2.to(to.dtype.element_ty), mask=inside)
+
+
+@triton.jit
 def _rope_kv(
     gemm_STN, partials_G, scale_3, squares_PT, xa_TR, b_NR, bias_N, qk_norm_2E,
     cos_ME, sin_ME, position_T, slot_T, q_THE, k_cache, v_cache,
     T, N, D, eps,
-    S: tl.constexpr, SQ_P: tl.constexpr, SQ_PADDED: tl.constexpr,
-    R: tl.constexpr, PART: tl.constexpr,
+    S: tl.constexpr, SQ_P: tl.constexpr, SQ_PADDED: tl.constexpr, R: tl.constexpr, PART: tl.constexpr,
     HQ: tl.constexpr, HKV: tl.constexpr, E: tl.constexpr, HALF_PADDED: tl.constexpr, PAGE: tl.constexpr,
     HAS_BIAS: tl.constexpr, QK_NORM: tl.constexpr, BLOCK_T: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -72,18 +91,11 @@ def _rope_kv(
         x1 += bias1[None, :]
         x2 += bias2[None, :]
     if part < 2:
-        if QK_NORM:
-            norm = 1.0 / tl.sqrt((tl.sum(x1 * x1, axis=1) + tl.sum(x2 * x2, axis=1)) / E + eps)
-            x1 = x1 * norm[:, None] * load_head(qk_norm_2E + part * E + e, in_e)[None, :]
-            x2 = x2 * norm[:, None] * load_head(qk_norm_2E + part * E + HALF + e, in_e)[None, :]
-        rotated = x1 * cos - x2 * sin
-        x2 = x2 * cos + x1 * sin
-        x1 = rotated
+        weight_E = qk_norm_2E + part * E
+        x1, x2 = normed_and_rotated(x1, x2, cos, sin, weight_E, e, in_e, eps, E, HALF, QK_NORM)
     if part == 0:
         at = (t[:, None] * HQ + head) * E + e[None, :]
-        inside = both(in_t[:, None], in_e)
-        tl.store(q_THE + at, x1.to(q_THE.dtype.element_ty), mask=inside)
-        tl.store(q_THE + at + HALF, x2.to(q_THE.dtype.element_ty), mask=inside)
+        store_halves(q_THE + at, x1, x2, both(in_t[:, None], in_e), HALF)
     else:
         kv_head = head - HQ - (part - 1) * HKV
         page = (slot // PAGE).to(tl.int64)
@@ -94,11 +106,9 @@ def _rope_kv(
             x1 = tl.clamp(x1, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
             x2 = tl.clamp(x2, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
         if part == 1:
-            tl.store(k_cache + cached, x1.to(k_cache.dtype.element_ty), mask=written)
-            tl.store(k_cache + cached + HALF, x2.to(k_cache.dtype.element_ty), mask=written)
+            store_halves(k_cache + cached, x1, x2, written, HALF)
         else:
-            tl.store(v_cache + cached, x1.to(v_cache.dtype.element_ty), mask=written)
-            tl.store(v_cache + cached + HALF, x2.to(v_cache.dtype.element_ty), mask=written)
+            store_halves(v_cache + cached, x1, x2, written, HALF)
 
 
 def rope_kv(
