@@ -11,8 +11,9 @@ import torch
 from qerl.errors import QeRLError
 from qerl.lora.adapter import add_lora
 from qerl.update import head
-from qerl.update.driver import LossDriver
+from qerl.update.driver import CPU_TOKENS, LossDriver
 from qerl.update.losses import LOSSES, Datum
+from qerl.update.memory_retry import MemoryRetry
 from tests.integration.test_row_check import ATTENTIONS, build
 from tests.support.models import make_tiny_model, move_adapter, pack
 
@@ -118,6 +119,19 @@ def test_every_kind_of_attention_and_head_in_full_tuning(name):
     wanted = plainly(model, data)
     output = LossDriver(model).forward_backward(data, "cross_entropy")
     check_against(wanted, output, gradients(model), 2e-5)
+
+
+def test_a_pass_on_a_cpu_is_bounded_unless_asked_otherwise(model, driver, monkeypatch):
+    passes = []
+    monkeypatch.setattr(
+        MemoryRetry, "note_forward", lambda _, rows, lengths: passes.append(lengths.tokens(rows))
+    )
+    data = samples("cross_entropy", [(2, (90,) * 12)])  # 2 + 12 * 89 tokens, joined
+    driver.forward(data, "cross_entropy")
+    assert len(passes) == 3 and max(passes) <= CPU_TOKENS
+    passes.clear()
+    LossDriver(model, tokens_per_forward=2000).forward(data, "cross_entropy")
+    assert len(passes) == 1
 
 
 def test_any_division_of_the_data_gives_the_same_gradient(model, driver):
