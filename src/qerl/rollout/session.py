@@ -33,13 +33,16 @@ class TrackedSession(Session, Generic[S]):
         params: Sampling parameters.
         positions: Positions that the model has; None where it sets no limit.
         pad_token_id: Stands in for a turn whose first logits were not finite.
+
+    Attributes:
+        drafted_tokens, accepted_tokens: As in `qerl.rollout.engine.RolloutResult`.
     """
 
     def __init__(self, params: SamplingParams, positions: int | None, pad_token_id: int) -> None:
         self._params, self._positions, self._pad_token_id = params, positions, pad_token_id
         self._sequences: list[S] = []
         self._full: list[S] = []  # sequences that have no room from their start, and were not returned yet
-        self._drawing = self.prefilled_tokens = 0
+        self._drawing = self.prefilled_tokens = self.drafted_tokens = self.accepted_tokens = 0
 
     @abstractmethod
     def _add(self, prompts: list[list[int]], samples: int, limits: list[int]) -> list[S]:
@@ -174,4 +177,6 @@ def whole_completions(
         prompt_tokens=session.prefilled_tokens,
         generated_tokens=sum(len(completion.token_ids) for completion in completions),
         seconds=time.perf_counter() - begin,
+        drafted_tokens=session.drafted_tokens,
+        accepted_tokens=session.accepted_tokens,
     )
