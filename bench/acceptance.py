@@ -17,7 +17,7 @@ of k tokens a step of R rows computes R (k + 1) tokens.
 
 import argparse
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from itertools import takewhile
 from pathlib import Path

@@ -6,7 +6,7 @@ that turns out too small is replaced, and what lay in it is computed again.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from qerl.kernels.limits import PAGE
 from qerl.rollout.engine import SamplingParams
@@ -55,7 +55,9 @@ class PagedSession(TrackedSession[Sequence]):
     def __init__(self, params: SamplingParams, positions: int, pad_token_id: int, parts: EngineParts) -> None:
         super().__init__(params, positions, pad_token_id)
         self._parts = parts
-        self._scheduler = Scheduler(BlockManager(parts.cache.blocks, PAGE), 0, parts.pace)
+        most = parts.pace.round_steps * (parts.graphs.drafted + 1)  # tokens that a round may give a sequence
+        pace = replace(parts.pace, round_steps=most)
+        self._scheduler = Scheduler(BlockManager(parts.cache.blocks, PAGE), 0, pace)
         self._step: DecodeStep | None = None
         self._demand: BlockDemand | None = None
 
@@ -92,15 +94,24 @@ class PagedSession(TrackedSession[Sequence]):
                 self._step.rows.end(planned.preempted)
             step = self._step = parts.graphs.fit(self._step, scheduler, planned.admitted, self._params)
             step.rows.place(planned.admitted)
-            step.attend(scheduler.running)
+            step.attend(scheduler.running, self._sequences)
             parts.prefill.run(planned.spans(), parts.cache)  # last, because uploads would wait for it
             step.decode(min(parts.pace.round_steps, self._params.max_tokens))
             generated, rows = step.rows.read(scheduler.running)
+            self._count(step)
             ended = [scheduler.running[row] for row in rows]
             scheduler.advance(generated, rows)
             if ended:
                 return ended
         return []
+
+    def _count(self, step: DecodeStep) -> None:
+        """Add up what the drafts of the last round gave."""
+        if (lanes := step.rows.lanes) is not None:
+            drafted, accepted = lanes.counts_2.tolist()
+            lanes.counts_2.zero_()
+            self.drafted_tokens += drafted
+            self.accepted_tokens += accepted
 
     def _reserve(self, demand: BlockDemand) -> None:
         """Have a cache for all sequences, made or enlarged; steps that knew a smaller one are dropped."""

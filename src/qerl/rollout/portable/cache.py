@@ -92,8 +92,8 @@ class PreallocatedLayer(CacheLayerMixin):
         self.keys, self.values = self.keys[:rows], self.values[:rows]
 
     def align(self, ends: Sequence[int], lengths: Sequence[int]) -> None:
-        """Let rows of so many tokens, whose last one is in front of column ``ends[row]``, end where the longest
-        one does that begins at the first column; what was behind is given up."""
+        """Let rows of so many tokens, which end in front of column ``ends[row]``, end where the longest does
+        if it begins at the first column; what was behind is given up."""
         self._length = max(lengths)
         for row, (end, tokens) in enumerate(zip(ends, lengths, strict=True)):
             if end != self._length:

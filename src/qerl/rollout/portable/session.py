@@ -120,7 +120,7 @@ class PortableSession(TrackedSession[Sequence]):
         )
 
     def _verify(self, runner: Runner, drafts: list[list[int]]) -> None:
-        """Draw behind each row's last token, and behind those of its draft as long as they are what is drawn."""
+        """Draw behind each row's last token, and behind those of its draft as long as they are drawn."""
         rows = self._wave.rows
         most = max(map(len, drafts))
         tokens = [
