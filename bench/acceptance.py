@@ -10,8 +10,8 @@ without drafts, and acceptance can be counted on completions that were drawn wit
 
 SmolLM2-135M-Instruct samples two tasks at temperature 1, groups of 8, each prompt twice with other seeds; the
 first half is the earlier epoch, of the very policy that draws, which flatters it. Then the second half is
-decoded again on paper, all rows of a group a pass at a time: a row looks for a draft, takes what agrees and
-one token more. What a pass costs is read off measured decode steps (`bench.tail.milliseconds`): with drafts
+decoded again on paper, all rows of a group a pass at a time or one row after another: a row looks for a
+draft, takes what agrees and one token more. What a pass costs is read off measured decode steps (`bench.tail.milliseconds`): with drafts
 of k tokens a step of R rows computes R (k + 1) tokens.
 """
 
@@ -49,7 +49,8 @@ SUBJECTS = (
 TASKS = {"arithmetic": (32, 96), "text": (16, 256)}
 """Prompts of each task, and tokens of its longest completion."""
 
-SOURCES = ("own", "own and siblings", "own, siblings and earlier epoch")
+ALONE = "own and ended siblings"
+SOURCES = ("own", "own and siblings", ALONE, "own, siblings and earlier epoch")
 LEAST, LENGTHS = (1, 2, 3, 4), (1, 2, 3, 5, 7)
 ROWS = (1, 4, 8, 16, 32, 64)
 
@@ -136,13 +137,16 @@ class Row(Text):
 
 @dataclass
 class Count:
-    """Passes of rows, tokens that they gave, drafts, and tokens drafted and accepted."""
+    """Passes of rows, tokens that they gave, drafts, and tokens drafted and accepted; and passes and tokens of
+    rows that are the last of their groups, as in the tail of a rollout."""
 
     passes: int = 0
     tokens: int = 0
     drafts: int = 0
     drafted: int = 0
     accepted: int = 0
+    last_passes: int = 0
+    last_tokens: int = 0
 
     def add(self, other: "Count") -> None:
         """Count what another has counted."""
@@ -151,7 +155,7 @@ class Count:
 
 
 def decode(group: Group, sources: str, length: int, least: int) -> Count:
-    """Decode a group's samples on paper.
+    """Decode a group's samples on paper, side by side or, with the sources `ALONE`, one after another.
 
     Args:
         group: The samples.
@@ -160,9 +164,10 @@ def decode(group: Group, sources: str, length: int, least: int) -> Count:
         least: Tokens that must agree before one is made.
     """
     rows = [Row(group.prompt, sample) for sample in group.samples]
-    earlier = [Text(group.prompt + sample) for sample in group.earlier] if sources == SOURCES[2] else []
+    earlier = [Text(group.prompt + sample) for sample in group.earlier] if sources == SOURCES[-1] else []
     count = Count()
-    while running := [row for row in rows if row.rest]:
+    while running := [row for row in rows if row.rest][: 1 if sources == ALONE else None]:
+        last = len(running) == 1
         drafts = []
         for row in running:
             siblings = [each for each in rows if each is not row] if sources != SOURCES[0] else []
@@ -171,16 +176,18 @@ def decode(group: Group, sources: str, length: int, least: int) -> Count:
             agree = zip(tokens, row.rest, strict=False)
             accepted = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], agree))
             given = min(accepted + 1, len(row.rest))
-            count.add(Count(1, given, bool(tokens), len(tokens), accepted))
+            count.add(Count(1, given, bool(tokens), len(tokens), accepted, last, last * given))
             row.draw(given)
     return count
 
 
-def rows_of(groups: list[Group], steps: dict[str, dict[int, float]]) -> Iterator[dict[str, Any]]:
+def rows_of(
+    groups: list[Group], steps: dict[str, dict[int, float]], matches: list[int], lengths: list[int]
+) -> Iterator[dict[str, Any]]:
     """A row for each way of drafting: tokens a pass, share accepted, and how much faster rows decode."""
     for sources in SOURCES:
-        for least in LEAST:
-            for length in LENGTHS:
+        for least in matches:
+            for length in lengths:
                 total = Count()
                 for group in groups:
                     total.add(decode(group, sources, length, least))
@@ -193,6 +200,7 @@ def rows_of(groups: list[Group], steps: dict[str, dict[int, float]]) -> Iterator
                     "draft": length,
                     **asdict(total),
                     "tokens_per_pass": gain,
+                    "tokens_per_last_pass": total.last_tokens / max(1, total.last_passes),
                     "accepted_share": total.accepted / max(1, total.drafted),
                     "speedup": {
                         name: {
@@ -236,6 +244,8 @@ def main(arguments: list[str]) -> None:
     )
     parser.add_argument("--adapter", type=Path, nargs="+", help="trained policies; without, the base model")
     parser.add_argument("--level", default="wp12", help="of the arithmetic")
+    parser.add_argument("--match", type=int, nargs="+", default=LEAST, help="tokens that agree at least")
+    parser.add_argument("--draft", type=int, nargs="+", default=LENGTHS, help="tokens of a draft at most")
     parser.add_argument("--samples", type=int, default=8, help="samples a prompt")
     parser.add_argument("--steps", nargs="+", default=["rollout-7b-h100", "rollout-32b-h100"], help="results")
     parser.add_argument("--out", type=Path, help="JSON file")
@@ -244,12 +254,12 @@ def main(arguments: list[str]) -> None:
     rows = []
     for policy, tasks in drawn_by_all(args).items():
         for task, groups in tasks.items():
-            for row in rows_of(groups, steps):
+            for row in rows_of(groups, steps, args.match, args.draft):
                 rows.append({"policy": policy, "task": task, **row})
                 print(
                     f"{policy}, {task}: {row['sources']}, match {row['match']}, draft {row['draft']}: "
-                    f"{row['tokens_per_pass']:.2f} tokens a pass, {row['accepted_share']:.0%} of what is "
-                    "drafted"
+                    f"{row['tokens_per_pass']:.2f} tokens a pass, {row['tokens_per_last_pass']:.2f} of a "
+                    f"group's last row, {row['accepted_share']:.0%} of what is drafted"
                 )
     if args.out:
         write_result(args.out, " ".join(["acceptance", *arguments]), rows)

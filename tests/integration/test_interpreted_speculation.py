@@ -1,5 +1,7 @@
 """Drafts of the paged engine in Triton's interpreter: what is drawn is what is drawn without them."""
 
+import random
+
 import pytest
 import torch
 
@@ -7,12 +9,15 @@ pytest.importorskip("triton", reason="Triton is not installed")
 if torch.cuda.is_available():
     pytest.skip("tests/gpu runs the engine itself", allow_module_level=True)
 
+from qerl.kernels.decode.speculate import LONGEST_MATCH, propose
 from qerl.rollout.engine import SamplingParams
 from qerl.rollout.paged.engine import PagedEngine
 from qerl.rollout.paged.limits import KVGeometry
 from qerl.rollout.paged.machine import Eager
 from qerl.rollout.paged.pace import Pace
+from qerl.rollout.paged.rows import Rows
 from qerl.rollout.portable.engine import PortableEngine
+from qerl.rollout.stops import StopTokens
 from tests.support.sessions import check_against, play
 
 BLOCK_BYTES = KVGeometry(layers=1, kv_heads=2, head_size=16, item_bytes=4).block_bytes
@@ -50,5 +55,58 @@ def test_tokens_are_those_without_drafts(model, prompts, samples, settings):
     wanted = PortableEngine(model, 0).generate(prompts, samples, params)
     result = paged(model, 3).generate(prompts, samples, params)
     same(result, wanted)
-    assert result.drafted_tokens > 0
-    print(result.drafted_tokens, result.accepted_tokens)
+    assert 0 < result.accepted_tokens < result.drafted_tokens
+
+
+def test_turns_draw_what_one_turn_would_have_drawn(model):
+    """Stop tokens, and a stop that the host finds in the middle of what a round drew."""
+    whole = (
+        PortableEngine(model, 0).generate([CYCLE, [9]], 1, SamplingParams(max_tokens=10, seed=5)).completions
+    )
+    params = SamplingParams(max_tokens=10, seed=5, stop_token_ids=(whole[0].token_ids[2],))
+    with paged(model, 3).session(params) as session:
+        session.start([CYCLE, [9]], 1, stops=[(), (StopTokens([whole[1].token_ids[4]]),)])
+        found = play(session, whole, 2)
+    check_against(found, whole)
+    assert [turns for *_, turns in found.values()] == [2, 2]
+    assert session.drafted_tokens > 0
+
+
+def test_drafts_follow_the_longest_run_of_a_row_and_stop_at_its_end():
+    """The kernel on random texts of few tokens, against a search by hand."""
+    rng = random.Random(0)
+    found = 0
+    for _ in range(60):
+        words, lanes = rng.choice([2, 4, 9]), rng.choice([2, 4])
+        rows = Rows(2, 64, 1, 4, torch.device("cpu"), drafted=lanes - 1)
+        texts = []
+        for row in range(2):
+            corpus = [rng.randrange(-1, words) for _ in range(rng.randint(1, 12))]
+            own = [rng.randrange(words) for _ in range(rng.randint(0, 12))]
+            most = rng.randint(len(own) + 1, 26)
+            rows.lanes.corpus_RC[row, : len(corpus)] = torch.tensor(corpus)
+            rows.lanes.known_R[row] = len(corpus)
+            rows.state.out_token_TM[row, : len(own)] = torch.tensor(own)
+            rows.state.generated_T[row], rows.state.max_new_T[row] = len(own), most
+            rows.state.done_T[row] = 0
+            texts.append((corpus + own, most - len(own) - 1))
+        propose(rows.state, rows.lanes, page=64)
+        for row, (text, room) in enumerate(texts):
+            expected = by_hand(text)[: min(lanes - 1, room)]
+            count = int(rows.lanes.drafts_R[row])
+            assert rows.lanes.draft_T.view(2, lanes)[row, 1 : 1 + count].tolist() == expected
+            used = rows.lanes.tokens.done_T.view(2, lanes)[row].tolist()
+            assert used == [0] * (count + 1) + [1] * (lanes - count - 1)
+            found += count
+    assert found > 60
+
+
+def by_hand(text):
+    """What followed the longest run of a text's last tokens, where it stood last."""
+    for match in range(LONGEST_MATCH, 0, -1):
+        run = text[-match:]
+        if len(run) == match and -1 not in run:
+            for end in range(len(text) - 1, match - 1, -1):
+                if text[end - match : end] == run:
+                    return text[end:]
+    return []

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from bench.acceptance import SOURCES, Group, decode
+from bench.acceptance import ALONE, SOURCES, Group, decode
 
 
 @pytest.mark.parametrize("sources", SOURCES)
@@ -29,5 +29,19 @@ def test_what_an_earlier_epoch_wrote_is_drafted_from_it_alone():
     sample = list(range(10, 50))
     group = Group([1, 2], [sample], [sample], [])
     assert decode(group, SOURCES[1], 3, 2).accepted == 0
-    again = decode(group, SOURCES[2], 3, 2)
+    again = decode(group, SOURCES[-1], 3, 2)
     assert again.passes == 10 and again.accepted == 30
+
+
+def test_samples_that_are_drawn_one_after_another_have_whole_siblings_to_draft_from():
+    sample = list(range(10, 50))
+    group = Group([1, 2], [], [sample, sample, sample], [])
+    assert decode(group, SOURCES[1], 3, 2).accepted == 0
+    alone = decode(group, ALONE, 3, 2)
+    assert (alone.passes, alone.accepted) == (40 + 2 * 10, 2 * 30)
+    assert (alone.last_passes, alone.last_tokens) == (60, 120)
+
+
+def test_the_last_row_of_a_group_is_counted_for_itself():
+    count = decode(Group([1], [], [[5, 6], list(range(10, 30))], []), SOURCES[1], 3, 1)
+    assert (count.passes, count.last_passes, count.last_tokens) == (22, 18, 18)

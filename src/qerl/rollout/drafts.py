@@ -3,12 +3,12 @@
 A token is drawn by inverting its distribution at a number that belongs to the sequence and the place alone
 (`qerl.rollout.sampling`). So an engine may compute several positions of a sequence in one pass, behind
 drafted tokens, and draw at each with the position's own number: as long as what is drawn is what was drafted,
-it is what would have been drawn one by one, and the first that is not is still drawn rightly. There is nothing
-to reject at random, and log-probabilities are those of the same distributions.
+it is what would have been drawn one by one, and the first that is not is still drawn rightly. There is
+nothing to reject at random, and log-probabilities are those of the same distributions.
 
-Only what the session itself has drawn is looked through, the sequence and its siblings. Completions of earlier
-calls would be drafts too, but a pass over more tokens adds in another order: drafts that a resumed run does
-not have would change the last bits of log-probabilities, and so the run.
+Only what the session itself has drawn is looked through, the sequence and its siblings. Completions of
+earlier calls would be drafts too, but a pass over more tokens adds in another order: drafts that a resumed
+run does not have would change the last bits of log-probabilities, and so the run.
 """
 
 from collections.abc import Iterable, Sequence

@@ -1,13 +1,13 @@
 """Several positions of a row in one decode step: drafts before it, and what is accepted behind it.
 
 Every row has L lanes, tokens of the step that lie behind each other: the row's last token and up to L - 1
-drafted ones. What a draft is, and why accepted tokens are those that would have been drawn one by one, is said
-in `qerl.rollout.drafts`. Here the text that is searched is a corpus that the host wrote, with the row's prompt
-at its end, and what the row has generated behind it.
+drafted ones. What a draft is, and why accepted tokens are those that would have been drawn one by one, is
+said in `qerl.rollout.drafts`. Here the text that is searched is a corpus that the host wrote, with the row's
+prompt at its end, and what the row has generated behind it.
 
 The step writes the keys and values of all lanes before any of them attends, and each sees the cache up to its
-own place, so a lane computes what a step of its own would. Keys of drafts that are not accepted are overwritten
-by the next step.
+own place, so a lane computes what a step of its own would. Keys of drafts that are not accepted are
+overwritten by the next step.
 
 Shapes: R rows, L lanes, T = R L tokens of the step, C tokens of a corpus, M tokens that a row may generate.
 """

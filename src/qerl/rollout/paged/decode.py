@@ -81,8 +81,8 @@ class DecodeStep:
         self._replay: Callable[[], None] | None = None
 
     def attend(self, running: abc.Mapping[int, Sequence], session: abc.Iterable[Sequence]) -> None:
-        """Write what the attention of everything that runs reads, see `Rows.attend`, and what drafts of it are
-        looked for in, see `learn`."""
+        """Write what the attention of everything that runs reads (`Rows.attend`), and where its drafts are
+        looked for (`learn`)."""
         self.rows.attend(running)
         if self.rows.lanes is not None:
             learn(self.rows.lanes, running, session)
