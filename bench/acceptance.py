@@ -11,8 +11,8 @@ without drafts, and acceptance can be counted on completions that were drawn wit
 SmolLM2-135M-Instruct samples two tasks at temperature 1, groups of 8, each prompt twice with other seeds; the
 first half is the earlier epoch, of the very policy that draws, which flatters it. Then the second half is
 decoded again on paper, all rows of a group a pass at a time or one row after another: a row looks for a
-draft, takes what agrees and one token more. What a pass costs is read off measured decode steps (`bench.tail.milliseconds`): with drafts
-of k tokens a step of R rows computes R (k + 1) tokens.
+draft, takes what agrees and one token more. What a pass costs is read off measured decode steps
+(`bench.tail.milliseconds`): with drafts of k tokens a step of R rows computes R (k + 1) tokens.
 """
 
 import argparse
@@ -137,8 +137,8 @@ class Row(Text):
 
 @dataclass
 class Count:
-    """Passes of rows, tokens that they gave, drafts, and tokens drafted and accepted; and passes and tokens of
-    rows that are the last of their groups, as in the tail of a rollout."""
+    """Passes of rows, tokens that they gave, drafts, and tokens drafted and accepted; and passes and tokens
+    of rows that are the last of their groups, as in the tail of a rollout."""
 
     passes: int = 0
     tokens: int = 0

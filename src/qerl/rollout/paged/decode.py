@@ -62,7 +62,7 @@ class DecodeStep:
         table_width: int,
         params: SamplingParams,
         graphs: Graphs,
-        drafted: int,
+        drafted: int = 0,
     ) -> None:
         device, group = decoder.embedding_VD.device, decoder.sizes.group
         tokens = rows * (drafted + 1)
@@ -80,7 +80,7 @@ class DecodeStep:
         )
         self._replay: Callable[[], None] | None = None
 
-    def attend(self, running: abc.Mapping[int, Sequence], session: abc.Iterable[Sequence]) -> None:
+    def attend(self, running: abc.Mapping[int, Sequence], session: abc.Iterable[Sequence] = ()) -> None:
         """Write what the attention of everything that runs reads (`Rows.attend`), and where its drafts are
         looked for (`learn`)."""
         self.rows.attend(running)
