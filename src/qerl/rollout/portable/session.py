@@ -123,18 +123,19 @@ class PortableSession(TrackedSession[Sequence]):
         """Draw behind each row's last token, and behind those of its draft as long as they are drawn."""
         rows = self._wave.rows
         most = max(map(len, drafts))
-        tokens = [
+        tokens_BT = [
             [row.token_ids[-1], *draft, *[self._pad_token_id] * (most - len(draft))]
             for row, draft in zip(rows, drafts, strict=True)
         ]
-        logits_BTV = runner.verify(self._on_device(tokens))
+        logits_BTV = runner.verify(self._on_device(tokens_BT))
         places = [(row, place) for row, draft in enumerate(drafts) for place in range(len(draft) + 1)]
         logits_BV = logits_BTV[tuple(self._on_device(column) for column in zip(*places, strict=True))]
         drawn = draw_tokens(logits_BV, self._uniforms_of(places).to(logits_BV.device), self._params)
         found = dict(zip(places, zip(*(column.tolist() for column in drawn), strict=True), strict=True))
         before, going = [len(row.token_ids) for row in rows], list(range(len(rows)))
         for place in range(most + 1):
-            self._wave.record(*zip(*(found[row, place] for row in going), strict=True), rows=going)
+            tokens, logprobs, entropies, finite = zip(*(found[row, place] for row in going), strict=True)
+            self._wave.record(tokens, logprobs, entropies, finite, going)
             going = [
                 row
                 for row in going
