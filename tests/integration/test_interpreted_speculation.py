@@ -72,6 +72,16 @@ def test_turns_draw_what_one_turn_would_have_drawn(model):
     assert session.drafted_tokens > 0
 
 
+def test_a_round_has_blocks_for_every_draft_that_may_be_accepted(model):
+    machine, pace = Eager(12 * BLOCK_BYTES), Pace(round_steps=20, spare_rounds=0, prefill_tokens=(8, 72))
+    for drafted, blocks in ((0, 1), (3, 2)):
+        engine = PagedEngine(model, 0, machine=machine, pace=pace, speculative_tokens=drafted)
+        with engine.session(SamplingParams(max_tokens=100)) as session:
+            session.start([[9]], 1)
+            session._scheduler.next_round()
+            assert len(session._scheduler.running[0].blocks) == blocks
+
+
 def test_drafts_follow_the_longest_run_of_a_row_and_stop_at_its_end():
     """The kernel on random texts of few tokens, against a search by hand."""
     rng = random.Random(0)

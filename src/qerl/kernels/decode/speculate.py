@@ -53,7 +53,7 @@ class LaneState:
 
 
 @triton.jit
-def _text(corpus_C, out_M, i, known, mask):
+def text_at(corpus_C, out_M, i, known, mask):
     """Tokens of a row's text: its corpus, then what it has generated."""
     of_corpus = tl.load(corpus_C + i, mask=mask & (i < known), other=-1)
     own = tl.load(out_M + i - known, mask=mask & (i >= known), other=-1)
@@ -80,8 +80,8 @@ def _propose(
         agree = end < total
         score = tl.zeros([BLOCK], tl.int32)
         for back in tl.static_range(1, MATCH + 1):
-            there = _text(corpus, out, end - back, known, agree & (end >= back))
-            here = _text(corpus, out, total - back, known, total >= back)
+            there = text_at(corpus, out, end - back, known, agree & (end >= back))
+            here = text_at(corpus, out, total - back, known, total >= back)
             agree = agree & (there == here) & (there >= 0)
             score += agree.to(tl.int32)
         best = tl.maximum(best, tl.max(tl.where(score > 0, score * MOST + end, 0), axis=0))
@@ -93,7 +93,7 @@ def _propose(
     j = tl.arange(0, LANES_PADDED)
     lane, is_lane = r * LANES + j, j < LANES
     used = j <= tl.where(running, count, -1)
-    drafted = _text(corpus, out, end + j - 1, known, used & (j > 0))
+    drafted = text_at(corpus, out, end + j - 1, known, used & (j > 0))
     token = tl.where(used & (j > 0), drafted, tl.load(token_T + r))
     at = n + tl.where(used, j, 0)
     page = tl.load(own_table_TB + r * table_width + at // PAGE, mask=used, other=0)
