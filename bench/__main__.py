@@ -1,7 +1,8 @@
 """Run a benchmark: `python -m bench NAME ...`; `python -m bench NAME --help` lists its options.
 
 With `--arch 80` after any name this GPU is treated as one of compute capability 8.0 (`qerl.kernels.cards`),
-with `--memory 24` as one that is sold with 24 GB (`qerl.gpu_memory`).
+with `--memory 24` as one that is sold with 24 GB (`qerl.gpu_memory`); with `--host 200` a run may take 200 GB
+of the CPU's memory, whatever the system says (`qerl.host_memory`).
 """
 
 import argparse
@@ -15,6 +16,7 @@ import torch
 from bench.result import EVERYWHERE
 from qerl.errors import QeRLError
 from qerl.gpu_memory import limit_gb
+from qerl.host_memory import host_gb
 from qerl.kernels.cards import asked
 
 BENCHMARKS = (
@@ -51,6 +53,7 @@ def main(arguments: list[str]) -> int:
     try:
         asked()
         limit_gb()
+        host_gb()
         import_module(f"bench.{args.name}").main(options)
     except QeRLError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from bench.result import Row, read_rows
+from qerl.families.sizes import SIZES
 
 
 def rows(name: str, /, **where: Any) -> list[Row]:
@@ -15,6 +16,12 @@ def row(name: str, /, **where: Any) -> Row:
     """The one row of a file whose fields have the given values."""
     (only,) = rows(name, **where)
     return only
+
+
+RECOMPUTES = (
+    "Of QeRL's layers the memory plan chose how many are recomputed for backward; TRL recomputes all."
+)
+"""For captions of tables with both."""
 
 
 def table(head: Sequence[str], lines: Iterable[Sequence[Any]], caption: str) -> str:
@@ -52,3 +59,9 @@ def commits_of(found: Iterable[str]) -> str:
 def files(*names: str) -> str:
     """The files of results, for a caption."""
     return "Files: " + ", ".join(f"{name}.json" for name in names) + "."
+
+
+def recomputed(found: Row) -> str:
+    """How many layers a step computed again for backward, of how many; all where its row does not say."""
+    every, layers = found.get("every_n_layers") or 1, SIZES[found["shape"]].layers
+    return f"{-(-layers // every) if every <= layers else 0} of {layers}"

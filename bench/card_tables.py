@@ -1,10 +1,12 @@
 """Tables of GPUs: which code each gets and where that was run, and what fits on small ones by the plan."""
 
+from typing import Any
+
 from rich.console import Console
 
 from bench.captions import card as gpu_of
-from bench.captions import files, row, source, table
-from bench.result import RESULTS, read_rows
+from bench.captions import files, row, rows, source, table
+from bench.result import RESULTS, Row, read_rows
 from qerl.kernels import needs
 from qerl.kernels.cards import CARDS, words
 from qerl.plan.command import plan_command
@@ -77,10 +79,13 @@ def older_path() -> str:
     seconds = [f"{r['total_s']:.2f} ({r['rollout_s']:.2f}, {r['update_s']:.2f})" for r in steps]
     kept = f"{100 * steps[0]['total_s'] / steps[1]['total_s']:.0f} %"
     lines.append(("step of 128 x 1024, s (rollout, update)", *seconds, kept, f"{_STEP_GOAL} s"))
+    decoded, stepped = zip(_BESIDE, _TREATED, strict=True)
+    (tokens,) = {found["decode_tokens"] for name in decoded for found in rows(name)}
     return table(
         ("7B, NVFP4, LoRA rank 32", "as 9.0", "as 8.0", "speed kept", "goal"),
         lines,
-        f"{source(*_BESIDE, *_TREATED)} 128 decoded tokens. {files(*_BESIDE, *_TREATED)}",
+        f"Decoding: {source(*decoded)} {tokens} decoded tokens. Step: {source(*stepped)} "
+        f"{files(*_BESIDE, *_TREATED)}",
     )
 
 
@@ -162,28 +167,31 @@ def context() -> str:
     names = sorted(path.stem for path in RESULTS.glob("context-*.json"))
     if not names:
         return "None of it was measured yet; `python -m bench context` does that.\n"
-    lines = [
-        (
-            f"{_MODELS[found['shape']]}, {found.get('memory_gb') or found['capacity_gb']:.0f} GB",
-            found["completion_tokens"],
-            "CPU" if found.get("offload") else "GPU",
-            f"{found['update_gb']:.1f} ({found['planned_update_gb']:.1f})",
-            f"{found['rollout_gb']:.1f} ({found['planned_rollout_gb']:.1f})",
-            f"{found['update_s']:.0f}",
-            f"{found['step_ms']:.1f}, {found['sequences']}",
-        )
-        for name in names
-        for found in read_rows(name)
-    ]
+    found = [row for name in names for row in read_rows(name)]
     head = (
         "model, memory", "tokens", "inputs of layers", "GB in update (planned)", "GB in rollout (planned)",
         "s to update one sample", "ms of a decode step there, sequences",
     )  # fmt: skip
+    whole = all("rollout_gb" in row for row in found)
+    cut = "" if whole else "; where its cells are empty, the run ended ahead of it"
     caption = (
         "Measured: one sample of that length in the update, of tokens that were not drawn; in the rollout so "
-        f"many sequences, prefilled to that length. {source(*names)} {files(*names)}"
+        f"many sequences, prefilled to that length{cut}. {source(*names)} {files(*names)}"
     )
-    return table(head, lines, caption)
+    return table(head, map(_context_line, found), caption)
+
+
+def _context_line(row: Row) -> tuple[Any, ...]:
+    drawn = "rollout_gb" in row
+    return (
+        f"{_MODELS[row['shape']]}, {row.get('memory_gb') or row['capacity_gb']:.0f} GB",
+        row["completion_tokens"],
+        "CPU" if row.get("offload") else "GPU",
+        f"{row['update_gb']:.1f} ({row['planned_update_gb']:.1f})",
+        f"{row['rollout_gb']:.1f} ({row['planned_rollout_gb']:.1f})" if drawn else None,
+        f"{row['update_s']:.0f}",
+        f"{row['step_ms']:.1f}, {row['sequences']}" if drawn else None,
+    )
 
 
 def _longest(model: str, size: int) -> str | None:

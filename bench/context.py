@@ -14,13 +14,16 @@ The rollout is a session of the engine, beside the optimizer's state that the up
 keys and values for a group of that length and draws a token of each; as many as the plan says run side by
 side are then given all but the last tokens of their completion, which are prefilled, and draw those.
 
+What torch's allocator holds without a use is given back before the update and before the rollout, so what the
+first step left there, whose completions are short, is in neither figure.
+
 Not measured: that the engine goes through all lengths between, and that a step does this for all its samples.
 """
 
 import argparse
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,18 +33,26 @@ import torch
 from bench.clock import Clock
 from bench.lengths import random_ids
 from bench.result import write_result
-from bench.step import make_trainer
+from bench.step import does_not_fit, make_trainer
 from qerl.errors import QeRLError
 from qerl.families.layer import LINEARS
 from qerl.families.sizes import Sizes
-from qerl.gpu_memory import host_bytes, is_unified, keep_within_limit, total_bytes
+from qerl.gpu_memory import is_unified, keep_within_limit, total_bytes
+from qerl.host_memory import host_bytes
 from qerl.measure.gauge import gauge
 from qerl.measure.random_model import random_policy
 from qerl.plan.context import longest_completion
 from qerl.plan.phases import MemoryPlan, make_plan
 from qerl.plan.propose import fastest
 from qerl.plan.work import Work
-from qerl.rollout.engine import Completion, NormOffsets, RolloutEngine, RolloutResult, SamplingParams
+from qerl.rollout.engine import (
+    Completion,
+    NormOffsets,
+    RolloutEngine,
+    RolloutResult,
+    SamplingParams,
+    WhenEnded,
+)
 from qerl.rollout.paged.engine import PagedEngine
 from qerl.rollout.stops import Stop
 from qerl.trainer.memory import used_bytes
@@ -79,6 +90,7 @@ class GivenEngine(RolloutEngine):
         params: SamplingParams,
         norm_offsets: NormOffsets | None = None,
         seeds: Sequence[int] | None = None,
+        ended: WhenEnded | None = None,
     ) -> RolloutResult:
         self.calls += 1
         lengths = [min(n, SHORT) for n in self._lengths] if self.calls == 1 else self._lengths
@@ -92,6 +104,8 @@ class GivenEngine(RolloutEngine):
 
     def release(self) -> None:
         self.engine.release()
+        # Segments that the short step left fit no long pass; whoever needs them gets them.
+        torch.cuda.empty_cache()
         keep_within_limit(_DEVICE)  # as where keys and values are given up; here there are none yet
         torch.cuda.reset_peak_memory_stats()
 
@@ -136,7 +150,7 @@ def planned(
         found = fastest(sizes, work, capacity)
         plan = None if found is None else make_plan(sizes, found, capacity)
     if plan is None:
-        raise QeRLError(f"A completion of {tokens or SHORT} tokens does not fit this GPU by the plan.")
+        raise does_not_fit(f"A completion of {tokens or SHORT} tokens", sizes, work, capacity)
     return plan
 
 
@@ -196,8 +210,8 @@ def measure_rollout(
     return {"rollout_gb": used, "prefill_s": prefill, "step_ms": drawing / DRAWN * 1e3}
 
 
-def measure(plan: MemoryPlan) -> dict[str, float]:
-    """What both phases take, on a random policy of the plan's shape."""
+def measure(plan: MemoryPlan) -> Iterator[dict[str, float]]:
+    """What the update takes, and then what the rollout takes, on a random policy of the plan's shape."""
     work, sizes = plan.work, plan.sizes
     positions = work.prompt_tokens + work.completion_tokens + DRAWN
     policy = random_policy(sizes, work.weights, work.rank, positions)
@@ -214,10 +228,10 @@ def measure(plan: MemoryPlan) -> dict[str, float]:
             max_completion_length=work.completion_tokens, max_steps=2, output_dir=folder,
             vllm_importance_sampling_correction=False,
         )  # fmt: skip
-        update = measure_update(trainer, clock)
+        yield measure_update(trainer, clock)
     # `trainer` is still there, and with it the optimizer's state.
     rows = min(plan.sequences, work.group)
-    return update | measure_rollout(engine, work.prompt_tokens, work.group, work.completion_tokens, rows)
+    yield measure_rollout(engine, work.prompt_tokens, work.group, work.completion_tokens, rows)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -247,9 +261,9 @@ def main(arguments: list[str]) -> None:
     }  # fmt: skip
     print(row, flush=True)
     with gauge() as state:
-        row |= measure(plan) | {"gpu_state": state.take()}
-    for phase in ("rollout", "update"):
-        seen, said = row[f"{phase}_gb"], row[f"planned_{phase}_gb"]
-        print(f"{phase}: {seen:.1f} GB, planned {said:.1f} ({said / seen - 1:+.1%})", flush=True)
-    if args.out:
-        write_result(args.out, " ".join(["context", *arguments]), [row])
+        for phase, found in zip(("update", "rollout"), measure(plan), strict=True):
+            row |= found | {f"gpu_state_{phase}": state.take()}
+            seen, said = row[f"{phase}_gb"], row[f"planned_{phase}_gb"]
+            print(f"{phase}: {seen:.1f} GB, planned {said:.1f} ({said / seen - 1:+.1%})", flush=True)
+            if args.out:  # after each phase, so that a run cut short keeps what it measured
+                write_result(args.out, " ".join(["context", *arguments]), [row])

@@ -7,65 +7,20 @@ in the pages (:mod:`bench.tables`). A caption names card, date, commit and files
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from bench import card_tables, length_tables, noise_tables, serve_tables, study_tables, turn_tables
-from bench.captions import card, commits_of, files, row, rows, source, table
+from bench import (
+    card_tables,
+    decode_tables,
+    length_tables,
+    noise_numbers,
+    noise_tables,
+    serve_tables,
+    turn_tables,
+)
+from bench.captions import RECOMPUTES, card, commits_of, files, recomputed, row, rows, source, table
+from bench.cookbook_numbers import cookbook_numbers
 from bench.result import Row
-from qerl.families.sizes import SIZES
 
 _WEIGHTS = {"nvfp4": "NVFP4", "bf16": "16-bit", "nf4": "NF4"}
-
-
-def _decode_row(name: str, batch: int, weights: str = "nvfp4") -> Row | None:
-    found = rows(name, batch=batch, weights=weights)
-    return found[0] if found else None
-
-
-def _tokens_s(found: Row | None) -> str | None:
-    return None if found is None else f"{found['decode_tok_s']:.0f}"
-
-
-def _h200_decode(batch: int) -> str | None:
-    """The slower of the two runs of the newest commit."""
-    name = "before-after-rollout-7b-h200"
-    newest = rows(name, batch=batch, commit=rows(name)[-1]["commit"])
-    return f"{min(found['decode_tok_s'] for found in newest):.0f}" if newest else None
-
-
-_DECODES = {
-    "7b": (
-        ("rollout-7b-h100", (1, 8, 64, 128, 256)),
-        ("rollout-7b-512-h100", (512,)),
-    ),
-    "14b": (("rollout-14b-h100", (8, 64)),),
-    "32b": (("rollout-32b-h100", (1, 8, 64, 128)),),
-    "72b": (("rollout-72b-h100", (1, 8, 32)),),
-}
-
-
-def decode() -> str:
-    """Decoded tokens per second by shape and batch."""
-    lines = []
-    for shape, parts in _DECODES.items():
-        for name, batches in parts:
-            for batch in batches:
-                nf4 = _decode_row("rollout-7b-nf4-h100", batch, "nf4") if shape == "7b" else None
-                lines.append(
-                    (
-                        f"{shape.upper()}, {batch}",
-                        _tokens_s(_decode_row(name, batch)),
-                        _tokens_s(_decode_row(name, batch, "bf16")),
-                        _tokens_s(nf4),
-                        _h200_decode(batch) if shape == "7b" else None,
-                    )
-                )
-    names = [name for parts in _DECODES.values() for name, _ in parts] + ["rollout-7b-nf4-h100"]
-    newest = rows("before-after-rollout-7b-h200")[-1]
-    return table(
-        ("tokens per second: shape, sequences", "NVFP4", "16-bit", "NF4", "NVFP4 on an H200"),
-        lines,
-        f"{source(*names)} H200: {newest['date'][:10]}, commit {newest['commit']}, 128 decoded tokens; the "
-        f"others decoded 256. Empty cells were not measured. {files(*names, 'before-after-rollout-7b-h200')}",
-    )
 
 
 def _size(found: Row) -> str:
@@ -95,6 +50,7 @@ _STEPS = (
     ("step-7b-128-h100", {"weights": "nvfp4"}),
     ("step-7b-128-trl-h100", {"engine": "qerl"}),
     ("step-7b-128-trl-h100", {"engine": "trl+vllm"}),
+    ("step-7b-h200", {"engine": "qerl"}),
 )
 
 
@@ -106,11 +62,13 @@ def steps() -> str:
         peer = found.get("engine") == "trl+vllm"
         who = f"TRL 1.16 with vLLM 0.24, {_WEIGHTS[found['weights']]}" if peer else _WEIGHTS[found["weights"]]
         beside = " (in one run with the next)" if name.endswith("trl-h100") and not peer else ""
+        beside += ", on an H200" if name.endswith("-h200") else ""
         lines.append(
             (
                 f"{found['shape'].upper()}, {who}{beside}",
                 _size(found),
                 found["lora_rank"],
+                recomputed(found),
                 *_step_cells(found),
             )
         )
@@ -120,6 +78,7 @@ def steps() -> str:
             "shape, frozen weights",
             "samples x tokens",
             "rank",
+            "layers recomputed",
             "rollout, s",
             "update, s",
             "step, s",
@@ -128,7 +87,7 @@ def steps() -> str:
             "GB in update",
         ),
         lines,
-        f"{source(*names)} {files(*names)}",
+        f"{RECOMPUTES} {source(*names)} {files(*names)}",
     )
 
 
@@ -228,14 +187,13 @@ def memory() -> str:
     lines = []
     for name, where in _MEMORY:
         found = row(name, **where)
-        every, layers = found.get("every_n_layers") or 1, SIZES[found["shape"]].layers
         lines.append(
             (
                 f"{found['shape'].upper()}, {_WEIGHTS[found['weights']]}",
                 _size(found),
                 found["lora_rank"],
                 found.get("tokens_per_forward") or "a whole microbatch",
-                f"{-(-layers // every) if every <= layers else 0} of {layers}",
+                recomputed(found),
                 f"{found['total_s']:.1f}",
                 f"{found['rollout_gb']:.1f}",
                 f"{found['update_gb']:.1f}",
@@ -360,7 +318,7 @@ def _demo_after() -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "first-screen": first_screen,
-    "decode": decode,
+    "decode": decode_tables.decode,
     "steps": steps,
     "steps-lengths": length_tables.steps,
     "steps-tokens": steps_tokens,
@@ -381,7 +339,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "learning": learning,
     "serve-sft": lambda: serve_tables.fine_tuning("serve-sft-smollm2-cpu"),
     "serve-learning": lambda: serve_tables.learning("cookbook-smollm2-h200"),
-    "serve-steps": lambda: serve_tables.steps("serve-7b-h200", "step-7b-beside-serve-h200"),
+    "serve-steps": lambda: serve_tables.steps(
+        "step-7b-beside-serve-h200", "serve-7b-h200", "serve-7b-adapters-h200"
+    ),
     "study-speed": study_speed,
     **noise_tables.TABLES,
 }
@@ -391,7 +351,7 @@ NUMBERS: dict[str, Callable[[], str]] = {
     "least-memory-32b": lambda: least_memory("32b"),
     "demo-before": lambda: f"{rows('demo-cpu')[-1]['before']:.0f} %",
     "demo-after": _demo_after,
-    "noise-runs": lambda: f"{study_tables.runs('noise-wp12', 'noise-wp1')}",
-    "two-step-most": lambda: f"{100 * study_tables.most('noise-wp12', 'accuracy/steps_2'):.1f} %",
+    **cookbook_numbers("cookbook-smollm2-h200"),
     "demo-minutes": lambda: _minutes("demo-cpu"),
+    **noise_numbers.NUMBERS,
 }

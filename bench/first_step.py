@@ -20,7 +20,14 @@ from transformers.trainer_callback import PrinterCallback
 from qerl.models.chat import Chat
 from qerl.models.hub import find_model
 from qerl.models.load import load_tokenizer
-from qerl.rollout.engine import KvCacheDtype, NormOffsets, RolloutEngine, RolloutResult, SamplingParams
+from qerl.rollout.engine import (
+    KvCacheDtype,
+    NormOffsets,
+    RolloutEngine,
+    RolloutResult,
+    SamplingParams,
+    WhenEnded,
+)
 from qerl.rollout.select import make_engine
 from qerl.settings.config import QeRLConfig
 from qerl.tasks import get_task
@@ -48,10 +55,12 @@ class ReplayEngine(RolloutEngine):
         params: SamplingParams,
         norm_offsets: NormOffsets | None = None,
         seeds: Sequence[int] | None = None,
+        ended: WhenEnded | None = None,
     ) -> RolloutResult:
         if self._engine is None:
             return self.results.pop(0)
-        self.results.append(self._engine.generate(prompts, samples_per_prompt, params, norm_offsets, seeds))
+        generate = self._engine.generate
+        self.results.append(generate(prompts, samples_per_prompt, params, norm_offsets, seeds, ended))
         return self.results[-1]
 
     def release(self) -> None:

@@ -1,6 +1,6 @@
 """The table of steps whose completions end at drawn places, on one GPU and on two, beside TRL with vLLM."""
 
-from bench.captions import files, rows, source, table
+from bench.captions import RECOMPUTES, files, recomputed, rows, source, table
 from bench.result import RESULTS, Row
 
 _STEPS = ("step-7b-lognormal-h200", "step-7b-lognormal-trl-h200", "step-7b-two-gpus-h200")
@@ -18,6 +18,7 @@ def steps() -> str:
         "7B",
         "samples",
         "tokens drawn",
+        "layers recomputed",
         "rollout, s",
         "update, s",
         "step, s",
@@ -27,7 +28,7 @@ def steps() -> str:
     caption = (
         "Lengths are lognormal with a mean of 400 tokens before they are cut at 1024, the same ones for all. "
         "Each GPU has as many samples; of two, update is what lies behind the longer rollout. Medians of the "
-        f"steps after the first. {source(*names)} {files(*names)}"
+        f"steps after the first. {RECOMPUTES} {source(*names)} {files(*names)}"
     )
     return table(head, [_line(row, one[:1]) for row in found], caption)
 
@@ -36,7 +37,8 @@ def _line(row: Row, one: list[Row]) -> tuple[object, ...]:
     gpus = row.get("processes", 1)
     who = "TRL with vLLM, 16-bit" if row["engine"] == "trl+vllm" else f"NVFP4, {gpus} GPU{'s' * (gpus > 1)}"
     return (
-        who, gpus * row["prompts"] * row["samples"], round(row["tokens"]), f"{row['rollout_s']:.2f}",
-        f"{row['update_s']:.2f}", f"{row['total_s']:.2f}", round(row["tokens_per_s"]),
+        who, gpus * row["prompts"] * row["samples"], round(row["tokens"]), recomputed(row),
+        f"{row['rollout_s']:.2f}", f"{row['update_s']:.2f}", f"{row['total_s']:.2f}",
+        round(row["tokens_per_s"]),
         f"{row['tokens_per_s'] / one[0]['tokens_per_s']:.2f}" if gpus > 1 and one else None,
     )  # fmt: skip

@@ -42,38 +42,67 @@ def perturbations(name: str, policy: str, task: str) -> str:
                     row.what,
                     f"{numbers['kl'].value:.4f}",
                     f"{numbers['entropy'].value:.2f}",
-                    *(_signed(numbers[key]) for key in ("success", "gain", "shift", "lift")),
+                    *(_signed(numbers[key]) for key in ("success", "gain", "solved_more")),
+                    _signed(numbers["answers_more"], 1),
+                    *(_signed(numbers[key]) for key in ("shift", "lift")),
                     f"{numbers['ess'].value:.2f}",
                 )
             )
     head = (
         "perturbation", "KL, nats per token", "entropy", "one sample is right", "ln P(one of 8 is right)",
-        "log-odds of right tokens", "ln mean P of right tokens", "ESS",
+        "problems solved", "distinct answers", "log-odds of right tokens", "ln mean P of right tokens", "ESS",
     )  # fmt: skip
-    return table(head, lines, source(name))
+    return table(head, lines, f"{_clean(name, policy, task)} {source(name)}")
+
+
+def _clean(name: str, policy: str, task: str) -> str:
+    """What the clean samples are that perturbed ones are compared with, as a caption's sentence."""
+    words = []
+    for row in read(name):
+        if row.policy == policy and row.task == task and row.what == "clean":
+            numbers = row.numbers
+            words = [
+                f"Clean: {numbers['pass@1'].value:.3f} of the samples are right, "
+                f"{numbers['solved'].value:.3f} of the problems are solved by one of theirs, with "
+                f"{numbers['answers'].value:.1f} distinct answers each."
+            ]
+    return "".join(words)
+
+
+def better(name: str) -> str:
+    """How many cells of a probe have a better chance that one of 8 samples is right, by their intervals."""
+    cells = [row.numbers["gain"] for row in read(name) if row.target is not None and "gain" in row.numbers]
+    if not cells:
+        return NOT_RUN
+    return f"{sum(cell.low > 0 for cell in cells) or 'none'} of {len(cells)}"
 
 
 def formats(name: str, task: str) -> str:
-    """Table of the formats at temperature 1, beside the first; formats with several draws as a range."""
+    """Table of the formats at temperature 1 and at the first one's entropy, beside the first.
+
+    Formats with several draws of their error stand as a range.
+    """
     if probe(name) is None:
         return absent(name)
-    plain: dict[str, list[Row]] = {}
+    groups: dict[tuple[bool, str], list[Row]] = {}
     for row in read(name):
-        if row.policy is None and row.task == task and row.cell.endswith("-plain"):
-            plain.setdefault(row.what, []).append(row)
+        if row.policy is None and row.task == task:
+            groups.setdefault((row.cell.endswith("-matched"), row.what), []).append(row)
     lines = []
-    for what, rows in plain.items():
-        cells = [rows[0].numbers["error"].value]
+    for (_, what), rows in sorted(groups.items(), key=lambda group: group[0][0]):
+        heats = [row.strength for row in rows]
+        heat = f"{min(heats):.3g}" + f" to {max(heats):.3g}" * (min(heats) < max(heats))
+        error = f"{groups[False, what][0].numbers['error'].value:.3f}" if (False, what) in groups else ""
         if len(rows) == 1:
             numbers = rows[0].numbers
-            own = [_signed(numbers[key]) if key in numbers else "" for key in _FORMAT]
+            own = [_signed(numbers[key], digits) if key in numbers else "" for key, digits in _FORMAT.items()]
         else:
-            own = [_range(rows, key) for key in _FORMAT]
+            own = [_range(rows, key, digits) for key, digits in _FORMAT.items()]
             what = f"{what}, {len(rows)} draws"
-        lines.append((what, f"{cells[0]:.3f}", *own))
+        lines.append((what, heat, error, *own))
     head = (
-        "weights", "relative error", "entropy, own samples", "entropy, given prefixes", "one sample is right",
-        "ln P(one of 8 is right)",
+        "weights", "temperature", "relative error", "entropy, own samples", "entropy, given prefixes",
+        "one sample is right", "ln P(one of 8 is right)", "problems solved", "distinct answers",
     )  # fmt: skip
     return table(head, lines, source(name))
 
@@ -123,7 +152,10 @@ def more(name: str, task: str, first: str, second: str, key: str) -> str:
     return _signed(row.numbers[key]) if key in row.numbers else NOT_RUN
 
 
-_FORMAT = ("entropy_more", "prefix_more", "success", "gain")
+_FORMAT = {
+    "entropy_more": 3, "prefix_more": 3, "success": 3, "gain": 3, "solved_more": 3, "answers_more": 1,
+}  # fmt: skip
+"""Numbers of a format, and how many digits each has."""
 
 
 def source(name: str) -> str:
@@ -142,6 +174,6 @@ def _signed(found: Estimate, digits: int = 3) -> str:
     return f"{found.value:+.{digits}f} ({found.low:+.{digits}f} to {found.high:+.{digits}f})"
 
 
-def _range(rows: list[Row], key: str) -> str:
-    values = [row.numbers[key].value for row in rows]
-    return f"{min(values):+.3f} to {max(values):+.3f}"
+def _range(rows: list[Row], key: str, digits: int) -> str:
+    values = [row.numbers[key].value for row in rows if key in row.numbers]
+    return f"{min(values):+.{digits}f} to {max(values):+.{digits}f}" if values else ""

@@ -5,7 +5,7 @@ included, says where it comes from:
 
 - ``commit``: of the tree that was measured (`qerl.source`), with `-dirty` where its source was another;
 - ``date``: when, as 2026-11-21 or 2026-11-21 20:42 UTC;
-- ``command``: what was run, with the options that stand for `QERL_ARCH` and `QERL_MEMORY_GB`;
+- ``command``: what was run, with the options that stand for `QERL_ARCH`, `QERL_MEMORY_GB` and `QERL_HOST_GB`;
 - ``gpu``, or ``machine`` where no GPU was measured; ``driver`` and ``clocks_mhz`` where they were read;
 - ``arch``, the class of GPUs as one of which it was treated, where `QERL_ARCH` or ``--arch`` named one;
 - ``memory_gb``, the memory as one with which it was treated, where `QERL_MEMORY_GB` or ``--memory`` did.
@@ -20,12 +20,13 @@ from pathlib import Path
 from typing import Any
 
 from qerl.gpu_memory import LIMIT
+from qerl.host_memory import HOST
 from qerl.kernels.cards import ARCH
 from qerl.measure.provenance import provenance
 
 RESULTS = Path(__file__).parent / "results"
 
-EVERYWHERE = {"--arch": ARCH, "--memory": LIMIT}
+EVERYWHERE = {"--arch": ARCH, "--memory": LIMIT, "--host": HOST}
 """Options that every benchmark has, and the environment variables that each stands for."""
 
 Row = dict[str, Any]

@@ -1,15 +1,20 @@
 """Seconds and memory of a step of reinforcement learning through `qerl serve`, on random weights.
 
-    python -m bench serve --prompts 16 --tokens 1024 --adapters 1 2 4 8 --out bench/results/serve-7b-CARD.json
+    python -m bench serve --prompts 16 --tokens 1024 --tokens_per_forward 16896 --every_n_layers 29
 
 The loop is that of the Tinker cookbook with the package tinker, which must be installed: take a snapshot, ask
 for each sample by a request of its own, send all of them back with `importance_sampling`, and step the
 optimizer. The client is a process of its own that reaches the server through HTTP, so whatever the wire and
 the client cost is in the time. Nothing ends a sample before its last token and advantages are random, so a
 step has the tokens of one of `python -m bench step` with the same options, beside which it is to be read.
+The two are comparable only if both are told how to compute the update, by `--tokens_per_forward` and
+`--every_n_layers`: for a server with several adapters the plan finds others than for a run. A row says too
+how the update was computed in the end, because memory that runs out changes it.
 
-For each number of adapters a step of the first is timed. Then every adapter holds gradients and moments at
-once, while the first is updated with a whole batch, and the peak of memory is read beside what the plan says.
+For each number of adapters steps of the first are timed, after one that captures and compiles. Then every
+adapter holds gradients and moments at once, while the first is updated with a whole batch, and the peak of
+memory is read beside what the plan says. With `--steps 1` the first step is the one that is counted, so its
+memory is of use and its time is not.
 """
 
 import argparse
@@ -52,7 +57,7 @@ def planned(sizes: Sizes, args: argparse.Namespace, adapters: int) -> MemoryPlan
         weights=args.weights, rank=args.rank, targets=LINEARS, prompt_tokens=args.prompt,
         completion_tokens=args.tokens, group=args.samples, sequences=min(samples, MAX_ROWS),
         microbatch=samples, tokens_per_forward=args.tokens_per_forward, adapters=adapters,
-        may_offload=False,
+        serves=True, may_offload=False,
     )  # fmt: skip
     on_gpu = torch.cuda.is_available()
     capacity = total_bytes(torch.device("cuda")) if on_gpu else _PLANNED_GB * 2**30
@@ -72,17 +77,17 @@ def measure(args: argparse.Namespace, sizes: Sizes, served: Served) -> Iterator[
     """
     spawn = multiprocessing.get_context("spawn")
     here, there = spawn.Pipe()
-    with serving(served) as (url, peak):
-        process = spawn.Process(target=client, args=(url, args, sizes.vocabulary, there), daemon=True)
+    with serving(served) as server:
+        process = spawn.Process(target=client, args=(server.url, args, sizes.vocabulary, there), daemon=True)
         process.start()
         there.close()
         try:
             while True:
                 said = here.recv()
                 if said is None:
-                    here.send(peak.take())
+                    here.send(server.peak.take())
                 else:
-                    yield said
+                    yield {**said, **server.held()}
         except EOFError:
             process.join()
             if process.exitcode != 0:
@@ -126,8 +131,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--samples", type=int, default=8, help="of each prompt")
     parser.add_argument("--prompt", type=int, default=256, help="tokens")
     parser.add_argument("--tokens", type=int, default=1024, help="of each sample")
-    parser.add_argument("--tokens_per_forward", type=int, help="of the update; what the plan finds")
-    parser.add_argument("--every_n_layers", type=int, help="n-th layer is recomputed; what the plan finds")
+    parser.add_argument("--tokens_per_forward", type=int, help="of the update; if none, what the plan finds")
+    parser.add_argument("--every_n_layers", type=int, help="n-th layer is recomputed; so too")
     parser.add_argument("--layers", type=int, help="fewer layers than the shape has, to try things out")
     parser.add_argument("--steps", type=int, default=3, help="steps counted, of which the median is shown")
     parser.add_argument("--out", type=Path, help="JSON file")
@@ -150,7 +155,8 @@ def main(arguments: list[str]) -> None:
             f"{row['completion_tokens']}, {row['adapters']} adapters: sample {row['sample_s']:.2f} s, update "
             f"{row['update_s']:.2f} s, step {row['total_s']:.2f} s, {row['tokens_per_s']:.0f} tokens/s; GB: "
             f"in use {row['peak_gb']:.1f}, allocated {row.get('allocated_gb', math.nan):.1f}, planned "
-            f"{row['planned_gb']:.1f}",
+            f"{row['planned_gb']:.1f}; update: {row['held_tokens_per_forward']} tokens at a time, every n-th "
+            f"layer again: {row['held_every_n_layers']}",
             flush=True,
         )
         if args.out:

@@ -4,10 +4,11 @@ from collections.abc import Sequence
 from statistics import mean
 
 from bench import result
-from bench.captions import files, row, rows, source, table
+from bench.captions import files, rows, source, table
 from bench.cookbook import CUT, FINISHED
 from bench.result import Row
 from qerl.errors import QeRLError
+from qerl.families.sizes import Sizes
 
 STEPS = 4
 """Steps that a column is the mean of, because batches differ more than the loss falls between two of them."""
@@ -106,38 +107,80 @@ def _changes(arm: Sequence[Row], steps: int) -> list[str]:
     return cells
 
 
-def steps(name: str, beside: str) -> str:
+def steps(beside: str, *names: str) -> str:
     """Seconds and memory of a step through the server, beside one of the trainer with as many tokens.
 
     Args:
-        name: The result file of `bench.serve`, without its ending.
-        beside: That of `bench.step`.
+        beside: The result file of `bench.step`, without its ending.
+        names: Those of `bench.serve`. Rows with a single counted step show their memory alone.
+
+    Raises:
+        QeRLError: The files are not of the same step, or memory ran out, which changed how it was computed.
     """
-    if not all((result.RESULTS / f"{one}.json").is_file() for one in (name, beside)):
-        return "Not measured yet; the command stands in [performance](performance.md#measure-it-yourself).\n"
-    served = rows(name)
+    missing = [f"{one}.json" for one in (beside, *names) if not (result.RESULTS / f"{one}.json").is_file()]
+    if missing:
+        return (
+            f"Not measured yet: {', '.join(missing)}; the commands stand in "
+            "[performance](performance.md#measure-it-yourself).\n"
+        )
+    served = [one for name in names for one in rows(name)]
     first = served[0]
-    trained = row(beside, **{key: first[key] for key in _SAME})
+    trained = _beside(beside, served)
     own = f"{trained['rollout_s']:.2f}", f"{trained['update_s']:.2f}", f"{trained['total_s']:.2f}"
     lines: list[tuple[str | None, ...]] = [("`qerl train`", *own, None, f"{trained['peak_gb']:.1f}", None)]
     for found in served:
-        times = (f"{found[key]:.2f}" for key in ("sample_s", "update_s", "total_s"))
-        ratio = f"{found['total_s'] / trained['total_s']:.2f}"
+        times: tuple[str | None, ...] = (None,) * 4
+        if len(found["steps"]) > 1:
+            seconds = [f"{found[key]:.2f}" for key in ("sample_s", "update_s", "total_s")]
+            times = (*seconds, f"{found['total_s'] / trained['total_s']:.2f}")
         count = found["adapters"]
         what = f"`qerl serve`, {count} adapter{'s' if count > 1 else ''}"
-        lines.append((what, *times, ratio, f"{found['peak_gb']:.1f}", f"{found['planned_gb']:.1f}"))
+        lines.append((what, *times, f"{found['peak_gb']:.1f}", f"{found['planned_gb']:.1f}"))
     return table(
         ("", "rollout, s", "update, s", "step, s", "times `qerl train`", "peak, GB", "planned, GB"),
         lines,
         f"7B in NVFP4 with random weights, LoRA rank {first['lora_rank']}, {first['prompts']} prompts of "
-        f"{first['prompt_tokens']} tokens x {first['samples']} samples of {first['completion_tokens']}. "
-        f"Through the server seconds are those of a client with the package tinker in a process of its own. "
-        f"Peaks are read while all adapters hold gradients and moments. {source(name, beside)} "
-        f"{files(name, beside)}",
+        f"{first['prompt_tokens']} tokens x {first['samples']} samples of {first['completion_tokens']}; "
+        f"updates of both at most {first['tokens_per_forward']} tokens at a time, {_again(first)}. "
+        f"Times are of one client, with the package tinker in a process of its own: medians of "
+        f"{len(first['steps'])} steps, for `qerl train` of {len(trained['steps'])}. Peaks are read while "
+        f"all adapters hold gradients and moments. {source(beside, *names)} {files(beside, *names)}",
     )
 
 
 _SAME = (
     "shape", "weights", "lora_rank", "prompts", "samples", "prompt_tokens", "completion_tokens",
+    "tokens_per_forward", "every_n_layers",
 )  # fmt: skip
 """What a step through the server has in common with the one beside which it stands."""
+
+
+def _beside(name: str, served: Sequence[Row]) -> Row:
+    """The trainer's row with what all rows of the server have in common.
+
+    Raises:
+        QeRLError: They differ, there is no such row, or memory ran out.
+    """
+    wanted = {key: served[0][key] for key in _SAME}
+    for found in served:
+        if differing := [key for key in _SAME if found[key] != wanted[key]]:
+            raise QeRLError(f"Rows of steps through the server differ in {', '.join(differing)}.")
+        for key in ("tokens_per_forward", "every_n_layers"):
+            if found[f"held_{key}"] != found[key]:
+                raise QeRLError(
+                    f"With {found['adapters']} adapters {key} was {found[key]} and became "
+                    f"{found[f'held_{key}']}, because memory ran out; measure with smaller ones."
+                )
+    matching = rows(name, **wanted)
+    if len(matching) != 1:
+        said = ", ".join(f"{key} {value}" for key, value in wanted.items())
+        raise QeRLError(f"{name}.json has {len(matching)} rows with {said}, and one is needed.")
+    return matching[0]
+
+
+def _again(found: Row) -> str:
+    """Which layers an update computes again, in words."""
+    every = found["every_n_layers"]
+    if every > Sizes.by_name(found["shape"]).layers:
+        return "no layer computed again"
+    return f"{'every layer' if every == 1 else f'one layer of {every}'} computed again"

@@ -25,6 +25,7 @@ from qerl.serve.limits import Limits
 from qerl.serve.open import BackendOptions, make_backend
 from qerl.serve.server import Server
 from qerl.serve.types import ModelInfo
+from qerl.serve.worker import Worker
 from qerl.trainer.memory import used_bytes
 from qerl.weight_formats import WeightFormatName
 
@@ -82,9 +83,33 @@ class Peak:
         self._thread.join()
 
 
+@dataclass(frozen=True)
+class Serving:
+    """A server that runs.
+
+    Attributes:
+        url: Its address.
+        peak: The memory of this process.
+        worker: Whose gauges say how updates are computed at present.
+    """
+
+    url: str
+    peak: Peak
+    worker: Worker
+
+    def held(self) -> dict[str, int | None]:
+        """How the update was computed last: a retry after memory ran out changes it for good."""
+        gauges = self.worker.gauges
+        tokens = gauges.get("update_tokens_per_forward")
+        return {
+            "held_tokens_per_forward": None if tokens is None else int(tokens),
+            "held_every_n_layers": int(gauges["update_every_n_layers"]),
+        }
+
+
 @contextmanager
-def serving(served: Served) -> Iterator[tuple[str, Peak]]:
-    """A server for as long as the context lasts: its address, and the memory of this process."""
+def serving(served: Served) -> Iterator[Serving]:
+    """A server for as long as the context lasts."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(0)
     model = random_policy(served.sizes, served.weights, 0, served.positions, str(device))
@@ -113,7 +138,7 @@ def serving(served: Served) -> Iterator[tuple[str, Peak]]:
         try:
             while not http.started:
                 time.sleep(0.01)
-            yield f"http://127.0.0.1:{listening.getsockname()[1]}", peak
+            yield Serving(f"http://127.0.0.1:{listening.getsockname()[1]}", peak, server.worker)
         finally:
             http.should_exit = True
             thread.join()

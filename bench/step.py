@@ -44,20 +44,23 @@ from qerl.errors import QeRLError
 from qerl.families.layer import LINEARS
 from qerl.families.parts import base_model
 from qerl.families.sizes import Sizes
-from qerl.gpu_memory import host_bytes, is_unified, total_bytes
+from qerl.gpu_memory import is_unified, total_bytes
+from qerl.host_memory import host_bytes
 from qerl.measure.gauge import gauge
 from qerl.measure.random_model import random_policy
 from qerl.measure.random_task import random_prompts, random_reward, word_tokenizer
-from qerl.plan.propose import fastest
+from qerl.plan.propose import beyond_host, fastest
+from qerl.plan.render import would_fit
 from qerl.plan.work import Work
 from qerl.ranks import is_first_process
-from qerl.rollout.engine import NormOffsets, RolloutEngine, RolloutResult, SamplingParams
+from qerl.rollout.engine import NormOffsets, RolloutEngine, RolloutResult, SamplingParams, WhenEnded
 from qerl.rollout.paged.engine import PagedEngine
 from qerl.rollout.paged.limits import MAX_ROWS
 from qerl.rollout.session import whole_completions
 from qerl.settings.config import QeRLConfig
 from qerl.trainer.grpo import QeRLTrainer
 from qerl.trainer.memory import used_bytes
+from qerl.update.path import attention_kernel
 from qerl.weight_formats import FORMATS, WeightFormatName
 
 _TRL_STEP = "bench.peers.trl_step"  # runs in the peer's process, which alone imports it
@@ -93,6 +96,7 @@ class TimedEngine(RolloutEngine):
         params: SamplingParams,
         norm_offsets: NormOffsets | None = None,
         seeds: Sequence[int] | None = None,
+        ended: WhenEnded | None = None,
     ) -> RolloutResult:
         start = time.perf_counter()
         if self.calls == 0 and len(set(self._lengths)) == 1:
@@ -100,10 +104,10 @@ class TimedEngine(RolloutEngine):
             norm_offsets = {"model.norm": torch.full((width,), float("nan"))}
         self.calls += 1
         session = self.engine.session(params, norm_offsets)
-        result = whole_completions(session, prompts, samples_per_prompt, self._lengths, seeds)
+        result = whole_completions(session, prompts, samples_per_prompt, self._lengths, seeds, ended)
         if self.calls == 1:  # a rollout in which no sample has finite logits would end the run
-            ended = [replace(completion, finish_reason="length") for completion in result.completions]
-            result = replace(result, completions=ended)
+            whole = [replace(completion, finish_reason="length") for completion in result.completions]
+            result = replace(result, completions=whole)
         torch.cuda.synchronize()
         self.seconds, self.tokens = time.perf_counter() - start, result.generated_tokens
         self.rollout_gb = used_bytes(_DEVICE) / 1e9
@@ -252,6 +256,7 @@ def _own_rows(args: argparse.Namespace, sizes: Sizes) -> Iterator[dict[str, Any]
                 "processes": processes, "completion_tokens": tokens, "resident_gb": resident,
                 "tokens_per_forward": tokens_per_forward, **checkpointing, **medians(seen),
                 "peak_gb": max(step[phase] for step in seen for phase in ("rollout_gb", "update_gb")),
+                "attention_kernel": attention_kernel(base_model(policy)),
                 "steps": seen,
             }  # fmt: skip
         del policy, engine
@@ -274,13 +279,25 @@ def _settings(
         microbatches=samples // microbatch, processes=_processes()[1],
         may_offload=not is_unified(_DEVICE), host_bytes=host_bytes(_processes()[1]),
     )  # fmt: skip
-    found = fastest(
-        replace(sizes, tied=False), work, total_bytes(_DEVICE),
-        [tokens_per_forward] if tokens_per_forward else None, [every] if every else None,
-    )  # fmt: skip
+    choices = [tokens_per_forward] if tokens_per_forward else None, [every] if every else None
+    found = fastest(replace(sizes, tied=False), work, total_bytes(_DEVICE), *choices)
     if found is None:
-        raise QeRLError(f"A step of {args.shape} does not fit this GPU; `qerl plan {args.shape}` says why.")
+        raise does_not_fit(
+            f"A step of {args.shape}", replace(sizes, tied=False), work, total_bytes(_DEVICE), *choices
+        )
     return found.tokens_per_forward, found.checkpointing
+
+
+def does_not_fit(what: str, sizes: Sizes, work: Work, capacity: int, *choices: Any) -> QeRLError:
+    """The error of work that does not fit, with what the CPU's memory has to do with it.
+
+    Args:
+        what: What does not fit, the beginning of a sentence.
+        sizes, work, capacity, choices: As of `fastest`, which found nothing.
+    """
+    beyond = beyond_host(sizes, work, capacity, *choices)
+    said = f"{what} does not fit this GPU by the plan"
+    return QeRLError(f"{said}; `qerl plan` says why." if beyond is None else f"{said}. {would_fit(beyond)}")
 
 
 def _peer_rows(args: argparse.Namespace, sizes: Sizes) -> Iterator[dict[str, Any]]:

@@ -4,7 +4,7 @@ A study that is not there yet, or an arm of one, gets a sentence or the words `n
 so that a page stands before its results come. `python -m bench.draw` draws the figures from the same files.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from statistics import fmean, stdev
 
@@ -13,8 +13,8 @@ import numpy as np
 from bench.captions import table
 from bench.result import RESULTS
 from qerl.report.metrics import number
-from qerl.study.results import Results, RunResult, read_results
-from qerl.study.statistics import FEWEST, Comparison, bca, compare
+from qerl.study.results import SIGMA, Results, RunResult, read_results
+from qerl.study.statistics import FEWEST, Comparison, bca, compare, mean_interval
 
 NOT_RUN = "not run"
 
@@ -82,24 +82,57 @@ def arms(name: str) -> str:
                     f"{fmean(run.accuracy[0] for run in runs):.3f}",
                     *(f"{fmean(values):.3f} ({stdev(values):.3f})" for values in (areas, ends)),
                     f"{sum(map(results.collapsed, runs))} of {len(runs)}",
+                    sum(run.accuracy[-1] < run.accuracy[0] for run in runs),
                     sum(run.diverged_at is not None for run in runs),
                     ", ".join(sorted({run.commit for run in runs})),
                 )
             )
     head = (
         "arm", "learning rate", "at the start", "area (SD)", "accuracy at the end (SD)", "collapsed",
-        "diverged", "commit",
+        "ends below its start", "diverged", "commit",
     )  # fmt: skip
-    return table(head, lines, source(name))
+    below = f"Collapsed: ends below {results.study.collapse_below:g}, wherever it began."
+    return table(head, lines, f"{source(name)} {below}")
 
 
-def most(name: str, metric: str) -> float:
-    """The largest mean of a score at the end, over the arms' test seeds; 0 where nothing has run."""
+def rates(name: str) -> str:
+    """Table of every arm at every learning rate on the seeds that choose one; the chosen one is bold."""
+    results, lines = study(name), []
+    if results is None:
+        return absent(name)
+    tried = sorted(results.study.learning_rates)
+    for arm in results.study.arms:
+        found = [results.of(arm, rate, results.study.tuning_seeds) for rate in tried]
+        if all(len(of_rate) > 1 for of_rate in found):
+            cells = []
+            for rate, of_rate in zip(tried, found, strict=True):
+                areas = [run.area for run in of_rate]
+                cell = f"{fmean(areas):.3f} ({stdev(areas):.3f})"
+                cell = f"**{cell}**" if rate == results.rate(arm) else cell
+                cells.append(f"{cell}, {sum(map(results.collapsed, of_rate))}")
+            lines.append((arm, *cells))
+    caption = (
+        f"Mean area (SD) and collapses of {len(results.study.tuning_seeds)} seeds that no comparison uses; "
+        f"bold is what was chosen. {source(name)}"
+    )
+    return table(("arm, at the learning rate", *(f"{rate:g}" for rate in tried)), lines, caption)
+
+
+def most(name: str, metric: str) -> str:
+    """The largest mean of a score at the end, over the arms' test seeds, with its interval and its arm.
+
+    An arm with a random error in its weights is no way to train and does not count.
+    """
     results = study(name)
     if results is None:
-        return 0.0
-    ends = [[run.evaluations[metric][-1] for run in results.tested(arm)] for arm in results.study.arms]
-    return max((fmean(value or 0.0 for value in end) for end in ends if len(end) > 1), default=0.0)
+        return NOT_RUN
+    ends = {
+        arm: [100 * (run.evaluations[metric][-1] or 0.0) for run in runs]
+        for arm, fields in results.study.arms.items()
+        if not fields.frozen_noise and len(runs := results.tested(arm)) > 1
+    }
+    best = max(ends, key=lambda arm: fmean(ends[arm]))
+    return f"{spread(ends[best], 1)} % (`{best}`)"
 
 
 def runs(*names: str) -> int:
@@ -125,6 +158,35 @@ def difference(
         return NOT_RUN
     low, high = bca(found)
     return f"{found.mean():+.{digits}f} ({low:+.{digits}f} to {high:+.{digits}f}), {len(found)} seeds"
+
+
+def noisy_steps(run: RunResult) -> list[int]:
+    """0-based steps with noise."""
+    return [at for at, sigma in enumerate(run.steps.get(SIGMA, [])) if sigma]
+
+
+def mean_of(run: RunResult, key: str, at: Sequence[int] | None = None) -> float:
+    """Mean of what was logged in some steps, or all, where it is a number; NaN where it never is."""
+    values = run.steps.get(key, [])
+    found = values if at is None else [values[step] for step in at if step < len(values)]
+    known = [value for value in found if value is not None]
+    return fmean(known) if known else float("nan")
+
+
+def spread(values: Sequence[float], digits: int = 3, sign: str = "") -> str:
+    """Mean over seeds with its interval; seeds without a number are left out.
+
+    Args:
+        values: One of each seed.
+        digits: After the point.
+        sign: `+` to show the sign of positive numbers.
+    """
+    known = np.array([value for value in values if np.isfinite(value)])
+    if len(known) < FEWEST:
+        return NOT_RUN
+    low, high = mean_interval(known[:, None])
+    words = [f"{value:{sign}.{digits}f}" for value in (known.mean(), low[0], high[0])]
+    return f"{words[0]} ({words[1]} to {words[2]})"
 
 
 def pair_words(first: str, second: str) -> str:

@@ -2,9 +2,10 @@
 
 TRL's `GRPOTrainer` as it comes, with `use_vllm=True` and `vllm_mode="colocate"`: BF16 weights twice, once in
 the trainer and once in vLLM, to which TRL sends the weights with LoRA merged into them at the start of every
-step. Prompts, rewards, lengths, microbatch, optimizer and gradient checkpointing are those of our own rows.
-TRL's importance-sampling correction stays on, as it is by default and as it is in our rows; TRL spends a
-forward pass on it.
+step. Prompts, rewards, lengths, microbatch and optimizer are those of our own rows. Gradient checkpointing
+is TRL's default and recomputes every layer, as `every_n_layers` of its row says. Ours recomputes the layers
+that the memory plan chose, none where memory allows it. TRL's importance-sampling correction stays on, as it
+is by default and as it is in our rows; TRL spends a forward pass on it.
 
 vLLM gets memory for the keys and values of all samples of a step at once, so that none waits. It does not
 sleep during the update: giving weights up and sending them again would only cost time where both fit. It
@@ -119,7 +120,10 @@ def run(spec: dict[str, Any], folder: Path) -> Iterator[dict[str, Any]]:
     trainer.train()
     assert clock.rows[-1]["tokens"] == sum(lengths)
     version = f"trl {trl.__version__}, vllm {vllm.__version__}"
-    yield {"engine": "trl+vllm", "version": version, **medians(clock.rows), "steps": clock.rows}
+    yield {
+        "engine": "trl+vllm", "version": version, "every_n_layers": 1, **medians(clock.rows),
+        "steps": clock.rows,
+    }  # fmt: skip
 
 
 def limit_requests(llm: Any, lengths: list[int]) -> None:

@@ -12,7 +12,6 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
-from pathlib import Path
 from typing import Literal
 
 import torch
@@ -23,6 +22,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from qerl.gpu_memory import total_bytes
+from qerl.host_memory import group_limit
 from qerl.kernels import needs
 from qerl.rewards import sandbox
 from qerl.weight_formats import DEFAULT_FORMAT, FORMATS
@@ -87,6 +87,7 @@ def diagnose() -> list[Row]:
         *_optional(),
         *_weights(),
         *_rollout(),
+        *_update(),
         _sandbox(),
         _demo_model(),
     ]
@@ -105,7 +106,7 @@ def _machine() -> Iterator[Row]:
         section, "cpu", "ok", f"{_cores()} cores for this process, {torch.get_num_threads()} torch threads"
     )
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    limit = _memory_limit()
+    limit = group_limit()
     note = f", of which this container may use {limit / 2**30:.1f} GiB" if limit and limit < total else ""
     yield Row(section, "memory", "ok", f"{total / 2**30:.1f} GiB{note}")
 
@@ -114,12 +115,6 @@ def _cores() -> int:
     if hasattr(os, "sched_getaffinity"):  # Linux; elsewhere a process is not bound to cores
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
-
-
-def _memory_limit(file: Path = Path("/sys/fs/cgroup/memory.max")) -> int | None:
-    """Bytes that the control group allows, None without a limit."""
-    text = file.read_text().strip() if file.is_file() else "max"
-    return None if text == "max" else int(text)
 
 
 def _gpus() -> Iterator[Row]:
@@ -274,6 +269,18 @@ def _rollout() -> Iterator[Row]:
             f"{needs.many_tokens_by(card)} from there; 16-bit weights: cuBLAS"
         )
         yield Row(section, "products", "ok", finding)
+
+
+def _update() -> Iterator[Row]:
+    """What computes attention in the update, where its kernels run."""
+    if not torch.cuda.is_available() or needs.obstacles():
+        return
+    from qerl.kernels.cards import chosen
+    from qerl.kernels.flash import flash_words, why_not_on
+
+    card = chosen(torch.cuda.get_device_capability(), 0)
+    why_not = why_not_on(card)
+    yield Row("update", "attention", "slow" if why_not and card.flash4 else "ok", flash_words(why_not))
 
 
 def _sandbox() -> Row:

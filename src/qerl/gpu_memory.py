@@ -13,14 +13,11 @@ processes. The driver also calls memory used that files are only cached in; the 
 give up.
 """
 
-import math
-import os
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from qerl.errors import QeRLError
+from qerl.host_memory import available_bytes, gigabytes
 
 LIMIT = "QERL_MEMORY_GB"
 """Environment variable: memory as its vendor counts, as which every GPU is treated that has more."""
@@ -33,8 +30,6 @@ DRIVER_BYTES = 2**29
 users' reports of memory that ran out, where the least found was 15.45 GiB of 16, 23.41 of 24, 31.34 of 32,
 47.37 of 48 and 79.11 of 80; drivers differ by up to 0.3. nvidia-smi shows more, 24564 MiB of an RTX 4090.
 Error correction in GDDR memory takes two GiB of 24; only a plan for a card's name knows of that."""
-
-_MEMINFO = Path("/proc/meminfo")
 
 UNIFIED_SHARE = 0.75
 """Share of a memory that CPU and GPU have together that a run takes."""
@@ -51,16 +46,7 @@ def limit_gb() -> float | None:
     Raises:
         QeRLError: It is no amount of memory.
     """
-    text = os.environ.get(LIMIT, "")
-    if not text:
-        return None
-    try:
-        gigabytes = float(text)
-    except ValueError:
-        gigabytes = math.nan
-    if not 0 < gigabytes < math.inf:
-        raise QeRLError(f"{LIMIT} is {text!r}; set a GPU's memory in GB, such as 24, or remove it.")
-    return gigabytes
+    return gigabytes(LIMIT, "a GPU's memory in GB, such as 24")
 
 
 def is_unified(device: torch.device) -> bool:
@@ -88,19 +74,8 @@ def total_bytes(device: torch.device) -> int:
 def free_bytes(device: torch.device) -> int:
     """Bytes of :func:`total_bytes` that nothing holds at the moment."""
     gpu: Any = torch.cuda.get_device_properties(device)
-    free = _available() if gpu.is_integrated else torch.cuda.mem_get_info(device)[0]
+    free = available_bytes() if gpu.is_integrated else torch.cuda.mem_get_info(device)[0]
     return max(0, free - (gpu.total_memory - total_bytes(device)))
-
-
-def host_bytes(processes: int) -> int | None:
-    """Bytes of the CPU's memory that each process of a run may take; None where the system does not say.
-
-    Args:
-        processes: Processes of the run, all on this machine unless torchrun says how many are.
-    """
-    if not _MEMINFO.is_file():
-        return None
-    return _available() // int(os.environ.get("LOCAL_WORLD_SIZE", processes))
 
 
 def keep_within_limit(device: torch.device) -> None:
@@ -114,10 +89,3 @@ def keep_within_limit(device: torch.device) -> None:
     if total < gpu.total_memory:
         for_torch = free_bytes(device) + torch.cuda.memory_reserved(device)
         torch.cuda.set_per_process_memory_fraction(for_torch / gpu.total_memory, device)
-
-
-def _available(file: Path | None = None) -> int:
-    """Bytes that the system could give a program without swapping."""
-    lines = (file or _MEMINFO).read_text(encoding="ascii").splitlines()
-    (found,) = (line.split() for line in lines if line.startswith("MemAvailable:"))
-    return 1024 * int(found[1])

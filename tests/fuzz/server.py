@@ -13,6 +13,8 @@ import random
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +22,20 @@ import numpy as np
 
 from qerl.serve import descriptors as wire
 from tests.fuzz._print import run_and_print
-from tests.support.wire import BAD_TOKEN, BASE, KEY, FakeBackend, RunningServer
+from tests.support.wire import BAD_TOKEN, KEY, FakeBackend, RunningServer
 
 CLIENTS = 8
 SILENCE_S = 10_000.0
 """Longer than the fuzzer takes: at the end the clocks of all sessions are put back by as much."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What is served, who asks it, and what a backend still holds, by name."""
+
+    backend: Callable[[Path], Any]
+    client: "type[RandomClient]"
+    held: Callable[[Any], Mapping[str, float]]
 
 
 class Died(Exception):
@@ -34,8 +45,11 @@ class Died(Exception):
 class RandomClient:
     """One client: a session, a model, and calls of several parts."""
 
-    def __init__(self, port: int, rng: random.Random, counts: Counter) -> None:
-        self._port, self._rng, self._counts = port, rng, counts
+    UNKNOWN_TOKEN = "vocabulary"
+    """Part of what the backend says of `BAD_TOKEN`."""
+
+    def __init__(self, port: int, base: str, rng: random.Random, counts: Counter) -> None:
+        self._port, self._base, self._rng, self._counts = port, base, rng, counts
         self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
         self._numbers = itertools.count(1)
 
@@ -54,7 +68,7 @@ class RandomClient:
         self._session = self._post("create_session", sdk_version="fuzz")["session_id"]
         lora = {"rank": 4}
         self._model = self._ask(
-            "create_model", session_id=self._session, model_seq_id=0, base_model=BASE, lora_config=lora
+            "create_model", session_id=self._session, model_seq_id=0, base_model=self._base, lora_config=lora
         )["model_id"]
         for _ in range(self._rng.randint(1, 6)):
             self._step()
@@ -86,13 +100,13 @@ class RandomClient:
             if bad is None or number < bad:
                 assert not failed, outcome
             if number == bad:
-                assert failed and "vocabulary" in outcome["error"], outcome
+                assert failed and self.UNKNOWN_TOKEN in outcome["error"], outcome
             if number == step:
                 self._check_step(outcome, parts, bad)
 
     def _check_step(self, outcome: Any, parts: dict[int, int], bad: int | None) -> None:
         if bad is None:
-            assert outcome["metrics"]["gradient"] == sum(parts.values()), (outcome, parts)
+            self._check_metrics(outcome["metrics"], list(parts.values()))
             self._counts["steps"] += 1
             return
         # The step may have been sent after the failure was told; else it was refused, and the rest is swept
@@ -103,8 +117,16 @@ class RandomClient:
             swept = next(self._numbers)
             body = {"model_id": self._model, "seq_id": swept, "adam_params": {"learning_rate": 0}}
             outcome = self._ask("optim_step", **body)
-        # The failure took the gradients of the parts before it with it.
-        assert outcome["metrics"]["gradient"] == 0, (outcome, parts, bad)
+        self._check_nothing_gathered(outcome)  # the failure took the gradients of the parts before it with it
+
+    def _check_metrics(self, metrics: dict[str, float], parts: list[int]) -> None:
+        assert metrics["gradient"] == sum(parts), (metrics, parts)
+
+    def _check_nothing_gathered(self, outcome: dict) -> None:
+        assert outcome["metrics"]["gradient"] == 0, outcome
+
+    def _check_tokens(self, tokens: list[int]) -> None:
+        assert tokens == [7, 8, 9]
 
     def _sample(self) -> None:
         rng, number = self._rng, next(self._numbers)
@@ -126,10 +148,10 @@ class RandomClient:
         for request_id, tokens in requests.items():
             outcome = self._result(request_id)
             if tokens == [BAD_TOKEN]:
-                assert "vocabulary" in outcome["error"], outcome
+                assert self.UNKNOWN_TOKEN in outcome["error"], outcome
                 continue
             (sequence,) = wire.SampleResponse.FromString(outcome).sequences
-            assert np.frombuffer(sequence.tokens, "<i4").tolist() == [7, 8, 9]
+            self._check_tokens(np.frombuffer(sequence.tokens, "<i4").tolist())
             self._counts["samples"] += 1
 
     def _send_part(self, number: int, value: int, bad: bool) -> None:
@@ -175,9 +197,43 @@ class RandomClient:
         return answer.status, content
 
 
-def run(count: int, seed: int, folder: Path) -> dict[str, int]:
+class ModelClient(RandomClient):
+    """A client of a real model, of whose gradients it hears the norm alone.
+
+    All parts are the same but for their weights, and no step changes the model, so the norm is as many times
+    that of one part as the weights add up to.
+    """
+
+    UNKNOWN_TOKEN = str(BAD_TOKEN)
+    _steps = 0
+    _norm = 0.0
+
+    def _check_metrics(self, metrics: dict[str, float], parts: list[int]) -> None:
+        self._steps += 1
+        assert metrics["optim_steps"] == self._steps, (metrics, self._steps)
+        total = abs(sum(parts))
+        if not self._norm and total:
+            self._norm = metrics["grad_norm"] / total
+        off = abs(metrics["grad_norm"] - total * self._norm)
+        assert off <= 1e-3 * self._norm or not self._norm, (metrics, parts, self._norm)
+
+    def _check_nothing_gathered(self, outcome: dict) -> None:
+        assert "There are no gradients" in outcome["error"], outcome
+
+    def _check_tokens(self, tokens: list[int]) -> None:
+        assert 0 < len(tokens) <= 3
+
+
+FAKE = Kind(
+    FakeBackend,
+    RandomClient,
+    lambda backend: {"weights": len(backend.weights), "samplers": len(backend.samplers)},
+)
+
+
+def run(count: int, seed: int, folder: Path, kind: Kind = FAKE) -> dict[str, int]:
     """Let clients come and go until they have sent so many requests; returns what they did."""
-    backend, counts = FakeBackend(folder), Counter()
+    backend, counts = kind.backend(folder), Counter()
     problems: list[BaseException] = []
     with RunningServer(backend, silence_s=SILENCE_S, max_models=10_000, poll_s=1.0, snapshots=2) as running:
         port = int(running.url.rpartition(":")[2])
@@ -186,7 +242,7 @@ def run(count: int, seed: int, folder: Path) -> dict[str, int]:
             rng = random.Random(f"{seed}:{number}")
             try:
                 while counts["requests"] < count and not problems:
-                    RandomClient(port, rng, counts).live()
+                    kind.client(port, backend.models[0].name, rng, counts).live()
                     counts["clients"] += 1
             except BaseException as error:
                 problems.append(error)
@@ -197,9 +253,10 @@ def run(count: int, seed: int, folder: Path) -> dict[str, int]:
         for thread in threads:
             thread.join()
         assert not problems, repr(problems[0])
-        _check_order(backend)
-        _check_nothing_stays(running)
-    assert backend.closed
+        if isinstance(backend, FakeBackend):
+            _check_order(backend)
+        _check_nothing_stays(running, kind)
+    assert not isinstance(backend, FakeBackend) or backend.closed
     return dict(counts)
 
 
@@ -214,7 +271,7 @@ def _check_order(backend: FakeBackend) -> None:
             assert "drop" not in did[:-1], (model_id, did[-3:])
 
 
-def _check_nothing_stays(running: RunningServer) -> None:
+def _check_nothing_stays(running: RunningServer, kind: Kind) -> None:
     clients = running.server.clients
     for session in list(clients.sessions.values()):
         session.seen -= 2 * SILENCE_S
@@ -222,8 +279,10 @@ def _check_nothing_stays(running: RunningServer) -> None:
     while time.monotonic() < deadline:
         clients.sweep()
         clients.futures.sweep(time.monotonic() + 2 * SILENCE_S)
-        held = {**clients.gauges(), "weights": len(running.backend.weights)}
-        held["backend_samplers"] = len(running.backend.samplers)
+        held = {
+            **clients.gauges(),
+            **{f"backend_{name}": n for name, n in kind.held(running.backend).items()},
+        }
         if not any(held.values()):
             return
         time.sleep(0.05)

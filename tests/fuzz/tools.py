@@ -159,7 +159,7 @@ class Engines:
         with engine.session(params) as session:
             yield session, prompt, most, CallingTemplate(calls)
         assert not session._kept and not session._uniforms, f"{case}: keys and values are held"
-        assert not session._resumed and not session._waves, case
+        assert not session._joining and not session._waves, case
 
 
 def run(count: int, seed: int, folder: Path) -> dict[str, int]:

@@ -24,8 +24,8 @@ def nvfp4_llama() -> Callable[..., torch.nn.Module]:
 
     def build(tiles: bool = True, device: str = "cuda", **sizes: Any) -> torch.nn.Module:
         config = LlamaConfig(
-            num_key_value_heads=2, head_dim=64, max_position_embeddings=1024, tie_word_embeddings=False,
-            initializer_range=0.05, **sizes,
+            num_key_value_heads=2, max_position_embeddings=1024, tie_word_embeddings=False,
+            initializer_range=0.05, **{"head_dim": 64, **sizes},
         )  # fmt: skip
         torch.manual_seed(0)
         model = LlamaForCausalLM(config).to(device, torch.bfloat16)

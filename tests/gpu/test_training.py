@@ -249,7 +249,8 @@ def test_fused_norm_and_swiglu_against_fp64(width: int) -> None:
 
 
 def test_memory_comes_back_at_the_same_addresses() -> None:
-    memory = SwitchedMemory(3 * 2**20)
+    # Large, because free memory is that of the device, where tests of other processes take some meanwhile.
+    memory = SwitchedMemory(2**30)
     tensor = memory.tensor((2**18,), torch.float32, offset=2**20)
     graph = torch.cuda.CUDAGraph()
     tensor.fill_(1)
@@ -257,7 +258,7 @@ def test_memory_comes_back_at_the_same_addresses() -> None:
         tensor.add_(1)
     before = torch.cuda.mem_get_info()[0]
     memory.give_up()
-    assert memory.given_up and torch.cuda.mem_get_info()[0] - before >= 3 * 2**20
+    assert memory.given_up and torch.cuda.mem_get_info()[0] - before > 2**29
     memory.take_back()
     tensor.fill_(5)
     graph.replay()
@@ -266,7 +267,7 @@ def test_memory_comes_back_at_the_same_addresses() -> None:
         memory.tensor((2**30,), torch.float32)
     free = torch.cuda.mem_get_info()[0]
     memory.close()
-    assert torch.cuda.mem_get_info()[0] > free
+    assert torch.cuda.mem_get_info()[0] - free > 2**29
 
 
 def test_memory_that_is_not_there_is_said_so() -> None:

@@ -1,4 +1,5 @@
-"""Whole training steps on a GPU: full tuning in bf16, NF4 with LoRA, and a reference of NVFP4 weights.
+"""Whole training steps on a GPU: full tuning in bf16, NF4 with LoRA, a reference of NVFP4 weights, inputs of
+layers in the CPU's memory.
 
 The engine and the trainer compute the same policy but for rounding, also after the weights have moved: a
 stale copy anywhere in the engine makes `sampling/kl` grow with the steps.
@@ -6,6 +7,8 @@ stale copy anywhere in the engine makes `sampling/kl` grow with the steps.
 
 import pytest
 import torch
+from torch.autograd.graph import save_on_cpu
+from transformers import TrainerCallback, modeling_utils
 
 pytest.importorskip("triton", reason="Triton is not installed")
 if not torch.cuda.is_available():
@@ -17,7 +20,7 @@ from qerl.models.load import load_model
 from qerl.rollout.select import make_engine
 from qerl.settings.config import QeRLConfig
 from qerl.trainer.grpo import QeRLTrainer
-from tests.support.trainer import DATA, settings, sum_reward
+from tests.support.trainer import DATA, ScriptedEngine, settings, sum_reward
 
 STEPS = 6
 ROUNDING = 3e-4  # of bf16, in nats per token; stale biases make 6e-4 to 9e-3
@@ -25,20 +28,23 @@ ROUNDING = 3e-4  # of bf16, in nats per token; stale biases make 6e-4 to 9e-3
 
 @pytest.fixture
 def run(tiny_model, tiny_tokenizer, tmp_path):
-    """``run(weights, lora, **changes)``: the trainer after its steps, and its weights before them."""
+    """``run(weights, lora, engine, callbacks, **changes)``: the trainer after its steps, and its weights
+    before them. Without an engine it is the one for this model."""
     folder = tmp_path / "model"
     tiny_model(
         "qwen2", hidden_size=256, intermediate_size=448, head_dim=64, initializer_range=0.05
     ).save_pretrained(folder)
 
-    def train(weights, lora=True, **changes):
+    def train(weights, lora=True, engine=None, callbacks=(), **changes):
         model = load_model(folder, weights, torch.bfloat16, "cuda")
         if lora:
             model = add_lora(model, rank=16, alpha=32, dropout=0.0)
         values = {"weights": weights, "max_steps": STEPS, "use_cpu": False, "max_completion_length": 16}
         args = QeRLConfig(**settings(tmp_path / "run", **(values | changes)))
-        engine = make_engine(model, tiny_tokenizer.pad_token_id)
-        trainer = QeRLTrainer(model, [sum_reward], args, DATA, engine=engine, processing_class=tiny_tokenizer)
+        trainer = QeRLTrainer(
+            model, [sum_reward], args, DATA, engine=engine or make_engine(model, tiny_tokenizer.pad_token_id),
+            processing_class=tiny_tokenizer, callbacks=list(callbacks),
+        )  # fmt: skip
         start = {name: p.detach().clone() for name, p in model.named_parameters()}
         trainer.train()
         return trainer, start
@@ -84,7 +90,9 @@ def test_a_fresh_adapter_on_nvfp4_has_the_base_model_as_its_reference(run):
     trainer, _ = run("nvfp4", learning_rate=1e-2, beta=0.1)
     assert list(trainer.model.peft_config) == ["default"]
     assert trainer.update_path.by_stretch and not trainer.update_path.is_slow
-    assert trainer.update_path.record() == {
+    record = trainer.update_path.record()
+    assert record.pop("attention kernel").startswith("FlashAttention-")
+    assert record == {
         "attention": "2/2", "norms": "5/5", "rotary embeddings": "2/2", "MLPs": "2/2",
         "adapted layers": "14/14",
     }  # fmt: skip
@@ -113,3 +121,44 @@ def test_half_of_the_samples_with_noise(run):
     assert max(kl[:3]) < ROUNDING < 10 * ROUNDING < min(kl[3:])
     assert min(of_noisy[3:]) > 10 * ROUNDING
     assert max(logged(trainer, "sampling/importance_sampling_ratio/max")) < 2.001
+
+
+class Gradients(TrainerCallback):
+    """Copies of all gradients of each optimizer step."""
+
+    def __init__(self):
+        self.steps = []
+
+    def on_pre_optimizer_step(self, args, state, control, model, **_):
+        self.steps.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
+
+
+def test_inputs_of_layers_in_the_cpus_memory_change_no_bit_of_the_gradients(run, monkeypatch):
+    """All of the same completions. The second run shows that without it two runs are equal as well."""
+    packed = []
+
+    class Counted(save_on_cpu):
+        def __init__(self, **given):
+            assert given["pin_memory"]
+            super().__init__(**given)
+            pack = self.pack_hook
+            self.pack_hook = lambda tensor: packed.append(tensor.shape) or pack(tensor)
+
+    monkeypatch.setattr(modeling_utils, "save_on_cpu", Counted)
+    found, counts = [], []
+    for offload in (False, False, True):
+        gradients, kwargs = Gradients(), {"every_n_layers": 1, "offload": offload}
+        trainer, start = run(
+            "nvfp4", engine=ScriptedEngine(100), callbacks=[gradients], learning_rate=1e-2,
+            gradient_checkpointing=True, gradient_checkpointing_kwargs=kwargs,
+        )  # fmt: skip
+        assert moved(trainer, start) == {name for name in start if "lora_" in name}
+        found.append(gradients.steps)
+        counts.append(len(packed))
+    layers = trainer.model.config.num_hidden_layers
+    assert counts[:2] == [0, 0] and counts[2] >= STEPS * layers
+    assert len(found[0]) == STEPS and all(grad.any() for grad in found[0][-1].values())
+    for other in found[1:]:
+        for expected, actual in zip(found[0], other, strict=True):
+            assert expected.keys() == actual.keys()
+            assert [name for name in expected if not torch.equal(expected[name], actual[name])] == []

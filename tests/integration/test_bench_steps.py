@@ -84,11 +84,11 @@ def test_the_longest_completion_is_given_to_the_update_and_drawn_at_its_end(monk
         microbatches=2, sequences=4, tokens_per_forward=105,
     )  # fmt: skip
     plan = SimpleNamespace(sizes=TINY, work=asked, sequences=2, plan=make_plan(TINY, asked, GB80))
-    row = context.measure(plan)
+    update, rollout = context.measure(plan)
     short = 5 + 4 * 8
     assert passes == [2 * short, short, 5 + 100, 5 + 3 * 8]
-    assert row["update_gb"] == row["rollout_gb"] == 3.0
-    assert row["update_s"] > 0 and row["prefill_s"] > 0 and row["step_ms"] > 0
+    assert update["update_gb"] == rollout["rollout_gb"] == 3.0
+    assert update["update_s"] > 0 and rollout["prefill_s"] > 0 and rollout["step_ms"] > 0
     assert len(drawn) == 1
 
 

@@ -80,3 +80,23 @@ def test_a_longer_prompt_comes_while_others_run(model):
     assert drawn[0].token_ids == whole[0].token_ids[2:]
     assert drawn[0].logprobs == pytest.approx(whole[0].logprobs[2:], abs=1e-5)
     assert drawn[1].token_ids == whole[1].token_ids[: len(drawn[1].token_ids)]
+
+
+def test_what_comes_late_joins_after_a_round(model):
+    """Before anything has ended, and both draw what they would draw alone."""
+    engine = PortableEngine(model, 0)
+    whole = [
+        engine.generate([prompt], 1, SamplingParams(max_tokens=most), seeds=[seed]).completions[0]
+        for prompt, most, seed in zip(PROMPTS, (6, 2), (5, 9), strict=True)
+    ]
+    found = []
+    with paged(model).session(SamplingParams(max_tokens=6), growing=True) as session:
+        session.start(PROMPTS[:1], 1, [6], seeds=[5])
+        assert session.next(one_round=True) == [] and session.busy
+        session.start(PROMPTS[1:], 1, [2], seeds=[9])
+        while session.busy:
+            found += session.next()
+    assert [ended.index for ended in found] == [1, 0]
+    for ended in found:
+        assert ended.completion.token_ids == whole[ended.index].token_ids
+        assert ended.completion.logprobs == pytest.approx(whole[ended.index].logprobs, abs=1e-5)

@@ -72,6 +72,23 @@ def test_turns_draw_what_one_turn_would_have_drawn(model):
     assert session.drafted_tokens > 0
 
 
+@pytest.mark.parametrize("growing", [False, True])
+def test_those_that_come_between_rounds_change_nothing(model, growing):
+    """One has a prompt of more blocks than the cache was made for, and with the last there are so many that
+    nothing is drafted for a while."""
+    prompts = [CYCLE, [9], [3] * 70, [*CYCLE, 9], [9, 9]]
+    settings = {"max_tokens": 20, "seed": 5, "temperature": 0.7, "top_k": 3}
+    whole = PortableEngine(model, 0).generate(prompts, 1, SamplingParams(**settings)).completions
+    engine, params = paged(model, 3), SamplingParams(stop_token_ids=(whole[0].token_ids[2],), **settings)
+    with engine.session(params, growing=growing) as session:
+        session.start(prompts[:1], 1)
+        found = play(session, whole, 2, late=prompts[1:])
+        assert 0 < session.accepted_tokens < session.drafted_tokens
+    assert {step.rows.lanes is None for step in engine.graphs.steps.values()} == {False, True}
+    check_against(found, whole, bound=1e-4)
+    assert max(turns for *_, turns in found.values()) > 1
+
+
 def test_a_round_has_blocks_for_every_draft_that_may_be_accepted(model):
     machine, pace = Eager(12 * BLOCK_BYTES), Pace(round_steps=20, spare_rounds=0, prefill_tokens=(8, 72))
     for drafted, blocks in ((0, 1), (3, 2)):

@@ -157,6 +157,12 @@ def last_token(completion_ids, log_extra, **columns):
     log_extra("last", [ids[-1] for ids in completion_ids])
     return [float(ids[-1] % 2) for ids in completion_ids]
 """
+BEGUN_EARLY = """
+
+from qerl.tasks.guard import judges_outside
+
+judges_outside(last_token)
+"""
 SLURM = {
     "scontrol": "echo localhost; echo localhost",
     "srun": """for node in 0 1; do "$@" >"${0%/*}/machine-$node.log" 2>&1 & jobs[node]=$!; done
@@ -198,6 +204,8 @@ def forked(tmp_path_factory, tiny_runs):
     }
     (folder / "last.py").write_text(LAST_TOKENS)
     runs["stops"] = STOPS | {"reward_files": [f"{folder / 'last.py'}:last_token"]}
+    (folder / "early.py").write_text(LAST_TOKENS + BEGUN_EARLY)
+    runs["early"] = STOPS | {"reward_files": [f"{folder / 'early.py'}:last_token"], "early_rewards": True}
     recipes = [write_recipe(tiny_runs, folder / name, settings) for name, settings in runs.items()]
     run_python("-m", "tests.support.two_processes", *recipes)
     return folder
@@ -321,6 +329,20 @@ def test_texts_end_completions_on_two_processes(forked):
         assert row["completions/clipped_ratio"] == pytest.approx(sum(cut) / len(cut))
     assert len(steps) == 2 and steps[0]["grad_norm"] > 0
     assert any(torch.any(tensor != 0) for name, tensor in adapter.items() if "lora_B" in name)
+
+
+def test_rewards_begin_early_on_two_processes(forked):
+    """Each begins those of its own samples; adapter and tables are those of rewards that begin late."""
+    (rows, adapter), (others, expected) = (results(forked / name) for name in ("early", "stops"))
+    for name, tensor in expected.items():
+        assert tensor.equal(adapter[name]), name
+    for step in (1, 2):
+        early, late = (
+            pyarrow.parquet.read_table(table_path(forked / name, step)) for name in ("early", "stops")
+        )
+        assert early.equals(late) and early.column("rank").to_pylist() == [0] * 4 + [1] * 4
+    assert all("time/reward_hidden" in row for row in rows if "loss" in row)
+    assert not any("time/reward_hidden" in row for row in others)
 
 
 def test_an_evaluation_draws_on_two_processes_what_it_draws_on_one(forked, tiny_runs):

@@ -109,6 +109,37 @@ def test_resume_is_bit_exact_where_texts_end_completions(tiny_run, tmp_path):
     assert all(row.get("completions/clipped_ratio", 0) < 1 for row in logs[1])
 
 
+EARLY = """
+import asyncio
+
+from qerl.tasks.guard import judges_outside
+
+@judges_outside
+async def late(completions, **kwargs):
+    text = completions[0][0]["content"]
+    await asyncio.sleep(len(text) % 4 / 100)  # calls end in another order than they begin
+    return [sum(map(ord, text)) % 5 / 4 if len(text) % 3 else None]
+"""
+
+
+def test_resume_is_bit_exact_where_rewards_begin_early(tiny_run, tmp_path):
+    """Stopped while a rollout is half used; and the adapter is that of a run whose rewards begin late."""
+    (tmp_path / "early.py").write_text(EARLY)
+    changes = {
+        "reward_files": [f"{tmp_path}/early.py:late"],
+        "signal": "reward",
+        "steps_per_generation": 2,
+        "num_iterations": 2,
+        "noise_share": 0.5,
+        "stop_strings": [*"abcde"],
+        "max_completion_length": 12,
+    }
+    stop_and_resume(tiny_run, tmp_path, changes | {"early_rewards": True})
+    train(QeRLConfig(**tiny_run(tmp_path / "late", **changes)), QUIET)
+    late, early = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("late", "resumed"))
+    assert all(tensor.equal(early[name]) for name, tensor in late.items())
+
+
 def steps_of(run):
     """What a run has logged behind step 3, with its evaluations."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

@@ -26,6 +26,8 @@ def test_steps_are_timed_and_their_memory_stands_beside_the_plan(monkeypatch, tm
     assert [row["adapters"] for row in (one, three)] == [1, 3]
     for row in (one, three):
         assert len(row["steps"]) == 2 and row["tokens"] == 30
+        assert row["held_tokens_per_forward"] == row["tokens_per_forward"]
+        assert row["held_every_n_layers"] == 0  # a CPU keeps all activations
         for step in row["steps"]:
             assert step["grad_norm"] > 0
             assert step["total_s"] == pytest.approx(step["sample_s"] + step["update_s"])

@@ -20,6 +20,9 @@ def blocks_of(prompt_tokens: int, max_tokens: int) -> int:
 class SayingPages(RolloutEngine):
     """Says scripted texts, a few tokens a round, each ended by the stop token unless there is no room.
 
+    Attributes:
+        parts: Of its sessions; cache and graphs are always enough.
+
     Args:
         tokenizer, say: As in `tests.support.agents.SayingEngine`.
         blocks: Blocks of the cache.
@@ -44,8 +47,8 @@ class SayingPages(RolloutEngine):
         raise AssertionError("one turn was asked for")
 
     @contextmanager
-    def session(self, params, norm_offsets=None):
-        yield PagedSession(params, self.positions, 0, self.parts)
+    def session(self, params, norm_offsets=None, growing=False):
+        yield PagedSession(params, self.positions, 0, self.parts, growing)
 
     def _fit(self, step, scheduler, entering, params):
         self.running = scheduler.running

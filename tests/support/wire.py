@@ -27,6 +27,7 @@ from qerl.serve.types import (
     Checkpoint,
     LoraParams,
     ModelInfo,
+    NotSavedError,
     SampledSequence,
     SampleRequest,
     SampleResult,
@@ -125,10 +126,12 @@ class FakeBackend:
         dropped, weight.gradient = weight.gradient != 0, 0.0
         return dropped
 
-    def _save(self, model_id: str, kind: str, name: str) -> str:
+    def _save(self, model_id: str, kind: str, name: str, overwrite: bool = False) -> str:
         self._work(model_id, f"save {kind}")
         weight = self._weight(model_id)
         folder = self.folder / model_id / kind / name
+        if folder.exists() and not overwrite:
+            raise QeRLError(f"{name} is saved already.")
         folder.mkdir(parents=True, exist_ok=True)
         state = {"w": weight.w, "steps": weight.steps, "rank": weight.lora.rank}
         (folder / "state.json").write_text(json.dumps(state))
@@ -138,11 +141,11 @@ class FakeBackend:
     def _read(self, path: str) -> dict:
         file = self.folder.joinpath(*split_path(path)) / "state.json"
         if not file.exists():
-            raise QeRLError(f"Nothing is saved at {path}.")
+            raise NotSavedError(f"Nothing is saved at {path}.")
         return json.loads(file.read_text())
 
-    def save_state(self, model_id: str, name: str) -> str:
-        return self._save(model_id, "weights", name)
+    def save_state(self, model_id: str, name: str, overwrite: bool) -> str:
+        return self._save(model_id, "weights", name, overwrite)
 
     def save_for_sampler(self, model_id: str, name: str | None) -> str:
         if name is not None:
@@ -209,10 +212,12 @@ class FakeBackend:
 
     def checkpoints(self) -> list[Checkpoint]:
         folders = sorted(self.folder.glob("*/*/*"), key=lambda folder: folder.stat().st_mtime_ns)
-        return [
-            Checkpoint(SCHEME + "/".join(folder.parts[-3:]), folder, 1, folder.stat().st_mtime)
-            for folder in folders
-        ]
+        return [self.checkpoint(SCHEME + "/".join(folder.parts[-3:])) for folder in folders]
+
+    def checkpoint(self, path: str) -> Checkpoint:
+        self._read(path)
+        folder = self.folder.joinpath(*split_path(path))
+        return Checkpoint(path, folder, 1, folder.stat().st_mtime)
 
     def delete_checkpoint(self, path: str) -> None:
         self._read(path)

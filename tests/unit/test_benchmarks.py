@@ -30,6 +30,16 @@ def test_benchmarks_say_what_they_need(capsys, monkeypatch):
     assert "CUDA GPU" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("weights", ["nvfp4", "bf16"])
+def test_random_weights_are_the_same_in_every_process(weights):
+    drawn = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        drawn.append(random_policy(QWEN2, weights, 0, 64, device="cpu").state_dict())
+        assert torch.initial_seed() == seed
+    assert all(torch.equal(x, drawn[1][name]) for name, x in drawn[0].items())
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="measures the GPU where there is one")
 def test_turns_with_and_without_kept_keys_draw_the_same(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr("bench.turns.SMOLLM2", LLAMA)
@@ -66,13 +76,17 @@ def test_a_benchmark_may_treat_the_gpu_as_an_older_or_smaller_one(capsys, monkey
     monkeypatch.setattr("signal.signal", lambda *_: None)
     monkeypatch.setenv("QERL_ARCH", "")
     monkeypatch.setenv("QERL_MEMORY_GB", "")
-    assert main(["rollout", "--shape", "7b", "--arch", "80", "--memory", "24"]) == 0
+    monkeypatch.setenv("QERL_HOST_GB", "")
+    everywhere = ["--arch", "80", "--memory", "24", "--host", "200"]
+    assert main(["rollout", "--shape", "7b", *everywhere]) == 0
     assert given == [["--shape", "7b"]]
-    assert (os.environ["QERL_ARCH"], os.environ["QERL_MEMORY_GB"]) == ("80", "24")
+    assert [os.environ[f"QERL_{name}"] for name in ("ARCH", "MEMORY_GB", "HOST_GB")] == ["80", "24", "200"]
     assert main(["rollout", "--arch", "7"]) == 2
     assert "QERL_ARCH is '7'; set one of 80" in capsys.readouterr().err
     assert main(["rollout", "--arch", "80", "--memory", "much"]) == 2
     assert "QERL_MEMORY_GB is 'much'" in capsys.readouterr().err
+    assert main(["rollout", *everywhere, "--host", "0"]) == 2
+    assert "QERL_HOST_GB is '0'; set how much of the CPU's memory" in capsys.readouterr().err
 
 
 def test_a_result_has_the_whole_command(monkeypatch, tmp_path):
@@ -85,9 +99,13 @@ def test_a_result_has_the_whole_command(monkeypatch, tmp_path):
     monkeypatch.setattr("signal.signal", lambda *_: None)
     monkeypatch.setenv("QERL_ARCH", "")
     monkeypatch.setenv("QERL_MEMORY_GB", "")
+    monkeypatch.setenv("QERL_HOST_GB", "")
     for options, asked in (
         (["--shape", "7b"], "--shape 7b"),
-        (["--arch", "80", "--shape", "7b", "--memory", "24"], "--shape 7b --arch 80 --memory 24"),
+        (
+            ["--arch", "80", "--host", "200", "--shape", "7b", "--memory", "24"],
+            "--shape 7b --arch 80 --memory 24 --host 200",
+        ),
     ):
         assert main(["step", *options]) == 0
         result = json.loads((tmp_path / "result.json").read_text())

@@ -1,8 +1,13 @@
-"""Attention of a joined row: what its kernel is told, as far as a CPU can tell."""
+"""Attention of a joined row: its stretches, with a dense kernel, and what the kernels of a GPU are told."""
+
+from itertools import pairwise
 
 import pytest
+import torch
 
-from qerl.update.attention import stretches_in_backward
+from qerl.kernels.flash.flash2 import stretches_in_backward
+from qerl.update import attention
+from qerl.update.joined_row import RowBuilder
 
 
 def copies(stretches: int, heads: int, cores: int = 132) -> int:
@@ -22,3 +27,52 @@ def test_copies_that_nothing_is_written_to_are_left_out(count, heads, blocks):
     assert after == min(before, copies(most, heads))
     rows = blocks * 128  # of queries; each stretch is padded by 128
     assert after * (rows + 128 * told) <= before * (rows + 128 * count)
+
+
+class Dense:
+    """FlashAttention's calls, each stretch by itself and dense."""
+
+    def forward(self, q_LHE, k_MGE, v_MGE, extents, scale):
+        ends, outs = [pairwise(x) for x in (o.tolist() for o in extents[:2])], []
+        for (a, b), (c, d) in zip(*ends, strict=True):
+            group = q_LHE.shape[1] // k_MGE.shape[1]
+            k, v = (x[c:d].repeat_interleave(group, dim=1) for x in (k_MGE, v_MGE))
+            scores = torch.einsum("lhe,mhe->hlm", q_LHE[a:b], k) * scale
+            unseen = torch.ones(b - a, d - c, dtype=torch.bool).triu(1 + (d - c) - (b - a))
+            outs.append(torch.einsum("hlm,mhe->lhe", scores.masked_fill(unseen, -torch.inf).softmax(-1), v))
+        return (torch.cat(outs),)
+
+    def backward(self, dout_LHE, inputs, outputs, extents, scale):
+        leaves = [x.detach().requires_grad_() for x in inputs]
+        with torch.enable_grad():
+            (out_LHE,) = self.forward(*leaves, extents, scale)
+        assert torch.equal(out_LHE, outputs[0])
+        return torch.autograd.grad(out_LHE, leaves, dout_LHE)
+
+
+@pytest.mark.parametrize("scale", [None, 0.3])
+def test_stretches_against_the_dense_mask(monkeypatch, scale):
+    monkeypatch.setattr(attention, "flash_for", lambda q_LHE, extents: Dense())
+    builder = RowBuilder()
+    for shared, branches in ((5, [4, 1, 7]), (0, [3, 2]), (2, [6])):
+        builder.begin_group(torch.ones(shared, dtype=torch.long))
+        for sample, length in enumerate(branches):
+            builder.add_branch(sample, *torch.ones(2, length, dtype=torch.long))
+    row = builder.finish(torch.device("cpu"))
+    length = row.input_ids_1L.shape[1]
+    q, k, v = (
+        torch.randn(1, heads, length, 16, dtype=torch.double, requires_grad=True) for heads in (6, 2, 2)
+    )
+    out, _ = attention.branch_attention(
+        torch.nn.Module(), q, k, v, None, branches=row.branches, scaling=scale
+    )
+    dout = torch.randn_like(out)
+    found = torch.autograd.grad(out, (q, k, v), dout)
+    index = torch.arange(length)
+    seen = row.mask_function(lambda _b, _h, query, key: key <= query)(0, 0, index[:, None], index[None, :])
+    truth = torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, attn_mask=seen, scale=scale, enable_gqa=True
+    ).transpose(1, 2)
+    torch.testing.assert_close(out, truth)
+    for one, other in zip(found, torch.autograd.grad(truth, (q, k, v), dout), strict=True):
+        torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-6)  # copies of a prompt meet in FP32

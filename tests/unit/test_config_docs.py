@@ -24,7 +24,7 @@ def test_each_default_that_differs_has_a_reason():
     assert reasons.keys() == {
         "loss_type", "mask_truncated_completions", "bf16", "logging_steps", "vllm_importance_sampling_mode",
         "num_completions_to_print", "ddp_broadcast_buffers", "ddp_find_unused_parameters",
-        "per_device_eval_batch_size",
+        "per_device_eval_batch_size", "logging_nan_inf_filter",
     }  # fmt: skip
     assert all(reason.endswith(".") for reason in reasons.values())
 

@@ -6,9 +6,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from qerl import doctor
+from qerl import doctor, host_memory
 from qerl.doctor import OPTIONAL, Row, diagnose, print_doctor
 from qerl.kernels import needs
+from qerl.kernels.flash import choice
 from qerl.models import hub
 
 GPU = SimpleNamespace(
@@ -100,6 +101,24 @@ def test_gpu_machine_without_quack(cuda, installed):
     installed -= {"quack-kernels"}
     assert row("rollout", "paged engine").state == "ok"
     assert "dequantisation and cuBLAS from there" in row("rollout", "products").finding
+
+
+def test_gpu_machine_and_flash_attention_4(cuda, installed, monkeypatch):
+    monkeypatch.setattr(choice, "_installed", lambda: "4.0.0b36")
+    attention = row("update", "attention")
+    assert (attention.state, attention.finding.partition(" (")[0]) == ("ok", "FlashAttention-4")
+    monkeypatch.setattr(choice, "_installed", lambda: "4.0.0b40")
+    attention = row("update", "attention")
+    assert attention.state == "slow"
+    assert attention.finding.startswith(
+        "FlashAttention-2 (flash-attn-4 4.0.0b40 is installed and 4.0.0b36 was"
+    )
+    cuda.major = 8
+    assert row("update", "attention") == Row(
+        "update", "attention", "ok", "FlashAttention-2 (FlashAttention-4 was not run on such GPUs)"
+    )
+    installed -= {"triton"}
+    assert "update" not in {found.section for found in diagnose()}, "nor does any kernel run"
 
 
 def test_gpu_that_is_too_old(cuda, installed):
@@ -220,13 +239,14 @@ def test_demo_model(monkeypatch):
     assert doctor._demo_model().finding == "from the Hub, which answers"
 
 
-def test_memory_limit_of_a_container(tmp_path):
-    file = tmp_path / "memory.max"
-    assert doctor._memory_limit(file) is None
-    file.write_text("max\n")
-    assert doctor._memory_limit(file) is None
-    file.write_text("2147483648\n")
-    assert doctor._memory_limit(file) == 2**31
+def test_memory_limit_of_a_container(cpu, monkeypatch, tmp_path):
+    (tmp_path / "own").write_text("0::/\n")
+    monkeypatch.setattr(host_memory, "_OWN_GROUPS", tmp_path / "own")
+    monkeypatch.setattr(host_memory, "_GROUPS", tmp_path)
+    assert "container" not in row("machine", "memory").finding
+    for name, content in (("max", 2**28), ("current", 2**20), ("stat", "inactive_file 0")):
+        (tmp_path / f"memory.{name}").write_text(f"{content}\n")
+    assert row("machine", "memory").finding.endswith("GiB, of which this container may use 0.2 GiB")
 
 
 def test_commands_name_no_index(cuda, installed):

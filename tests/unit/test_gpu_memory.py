@@ -1,12 +1,11 @@
 """How much memory a run takes for all there is: a card's own, a limit, a part of one shared with a CPU."""
 
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from qerl import gpu_memory
+from qerl import host_memory
 from qerl.errors import QeRLError
 from qerl.gpu_memory import free_bytes, keep_within_limit, total_bytes, usable_bytes
 from qerl.kernels.cards import CARDS
@@ -104,8 +103,7 @@ def test_a_memory_shared_with_the_cpu_is_not_believed(gpu, monkeypatch, tmp_path
     card = gpu(total=120 * GIB, used=100 * GIB, reserved=2 * GIB, integrated=True)
     system = tmp_path / "meminfo"
     system.write_text(f"MemTotal: {120 * 2**20} kB\nMemFree: 1 kB\nMemAvailable:   {110 * 2**20} kB\n")
-    read = gpu_memory._available
-    monkeypatch.setattr(gpu_memory, "_available", lambda: read(Path(system)))
+    monkeypatch.setattr(host_memory, "_MEMINFO", system)
     assert total_bytes(CUDA) == 90 * GIB
     assert free_bytes(CUDA) == 80 * GIB, "30 of the 110 stay with the system"
     keep_within_limit(CUDA)

@@ -162,7 +162,7 @@ def test_trl_takes_the_steps_that_are_asked(tmp_path, monkeypatch):
     assert llm.settings["max_num_seqs"] == 8
     assert llm.settings["max_model_len"] == 11
     assert 0.1 < llm.settings["gpu_memory_utilization"] < 0.11  # 8 GB beside a model of nothing
-    assert row["engine"] == "trl+vllm"
+    assert (row["engine"], row["every_n_layers"]) == ("trl+vllm", 1)
     assert len(row["steps"]) == 3
     assert row["tokens"] == sum(draw_lengths("uniform", 8, 5)) < 2 * 4 * 5
     assert 0 < row["sync_s"] < row["rollout_s"]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from qerl import gpu_memory
+from qerl import host_memory
 from qerl.cli import main
 from qerl.errors import QeRLError
 from qerl.families.sizes import SIZES, Sizes
@@ -227,12 +227,19 @@ def test_where_inputs_wait_and_which_layers_are_two_settings():
     assert chosen(80, every_n_layers=2).work.checkpointing == {"every_n_layers": 2}
 
 
-@pytest.mark.parametrize(("gigabytes", "processes"), [(64, 1), (4, 1), (64, 16), (None, 1)])
-def test_a_run_says_what_it_takes_of_the_cpus_memory(capsys, monkeypatch, tmp_path, gigabytes, processes):
+@pytest.mark.parametrize(
+    ("gigabytes", "processes", "asked"),
+    [(64, 1, ""), (4, 1, ""), (64, 16, ""), (None, 1, ""), (4, 2, "64"), (64, 1, "4"), (None, 1, "4")],
+)
+def test_a_run_says_what_it_takes_of_the_cpus_memory(
+    capsys, monkeypatch, tmp_path, gigabytes, processes, asked
+):
     meminfo = tmp_path / "meminfo"
     if gigabytes:
         meminfo.write_text(f"MemFree: 1 kB\nMemAvailable: {gigabytes * 10**6} kB\n", encoding="ascii")
-    monkeypatch.setattr(gpu_memory, "_MEMINFO", meminfo)
+    for name in ("_MEMINFO", "_OWN_GROUPS"):
+        monkeypatch.setattr(host_memory, name, meminfo if name == "_MEMINFO" else tmp_path / "none")
+    monkeypatch.setenv("QERL_HOST_GB", asked)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
     monkeypatch.setattr(policy, "is_unified", lambda device: False)
     config = load_config(
@@ -240,16 +247,28 @@ def test_a_run_says_what_it_takes_of_the_cpus_memory(capsys, monkeypatch, tmp_pa
     )
     policy.plan_memory(config, usable_bytes(32), Console())
     said = " ".join(capsys.readouterr().out.split())
-    room = gigabytes is None or gigabytes / processes > 10
+    known = float(asked) if asked else gigabytes and 1.024 * gigabytes
+    room = known is None or known / processes > 10
     assert config.gradient_checkpointing_kwargs.get("offload", False) == room
     assert ("It fits" in said) == room
     assert ("It would fit with inputs of layers in the CPU's memory, but" in said) != room
     assert "GB are pinned there" in said
-    assert (
-        (f"which may take {1.024 * gigabytes / processes:.1f} GB" in said)
-        if gigabytes
-        else "may take" not in said
-    )
+    assert (f"there, where {known / processes:.1f} GB may be taken" in said) if known else "where" not in said
+    assert ("set QERL_HOST_GB to the GB that a run may take" in said) != room
+
+
+def test_a_plan_takes_the_cpus_memory_that_it_is_told(capsys, monkeypatch):
+    command = ["plan", "32b", "--gpu", "32", "--max_prompt_length", "512", "--max_completion_length", "4096"]
+    for asked, exit_status, sentence in (
+        ("", 0, "It fits"),
+        ("24", 0, "are pinned there, where 24.0 GB may be taken."),
+        ("4", 1, "where 4.0 GB may be taken; if this machine has more than it says, set QERL_HOST_GB to"),
+        ("none", 2, "QERL_HOST_GB is 'none'; set how much of the CPU's memory a run may take in GB"),
+    ):
+        monkeypatch.setenv("QERL_HOST_GB", asked)
+        assert main(command) == exit_status
+        captured = capsys.readouterr()
+        assert sentence in " ".join((captured.out + captured.err).split())
 
 
 @pytest.mark.parametrize("given", [None, 5000])

@@ -224,7 +224,7 @@ def test_a_dry_run_measures_nothing(probe_file, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"problem": 3}, "the key 'problem' is unknown; did you mean 'problems'"),
+        ({"problem": 3}, r"the key 'problem' is unknown \(did you mean 'problems'\?\)\.$"),
         ({"samples": 4}, "samples is 4; it must be at least 8"),
         ({"tasks": {}}, "tasks is empty"),
         ({"tasks": {"wp": {}}}, "tasks.wp.task is not set"),
@@ -274,7 +274,7 @@ def test_estimates_by_hand():
         **cell,
         "what": "clean",
         "target": None,
-        "numbers": {**cell["numbers"], "right": [4, 0], "entropy": [5.0, 15.0]},
+        "numbers": {**cell["numbers"], "right": [4, 0], "answers": [5, 4], "entropy": [5.0, 15.0]},
     }
     reference = {**clean, "numbers": {**cell["numbers"], "right": [5, 0]}}
     cells = {"p-t-clean": clean, "p-t-clean-reference": reference, "p-t-a-0.1": cell}
@@ -294,5 +294,6 @@ def test_estimates_by_hand():
         "ess"
     ].value == pytest.approx(0.6)
     assert found["success/one"].value == 0.25 and found["pass@1/two"].value == 0.25
+    assert found["solved_more"].value == 0.5 and found["answers_more"].value == -1.0
     assert found["success"].low == pytest.approx(0.25) and found["pass@1"].low == pytest.approx(0.25)
     assert "success" not in rows["clean"] and np.isfinite(rows["clean"]["pass@1"].value)

@@ -1,8 +1,10 @@
 """What a server saves: plain PEFT folders from which training goes on with the same bits."""
 
+import contextlib
 import json
 import shutil
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -61,6 +63,7 @@ def test_a_saved_sampler_is_the_model_as_it_was(saved, tmp_path):
     backend.close()
     again = tiny_backend(tmp_path)
     assert sampled(again, [request(again.sampler(path))]) == expected
+    backend.delete_checkpoint(path)
     assert backend.save_for_sampler("s:train:0", "000002") == path
     newer = backend.sampler(path)
     assert newer != key
@@ -106,7 +109,7 @@ def test_a_server_that_dies_while_it_saves_leaves_what_there_was(saved, tmp_path
 
     monkeypatch.setattr("qerl.serve.checkpoints.publish", dies)
     with pytest.raises(KeyboardInterrupt):
-        backend.save_state("s:train:0", "000002")
+        backend.save_state("s:train:0", "000002", overwrite=True)
     monkeypatch.undo()
     backend.close()
     other = tiny_backend(tmp_path)
@@ -115,6 +118,60 @@ def test_a_server_that_dies_while_it_saves_leaves_what_there_was(saved, tmp_path
         assert torch.equal(matrix, before[name])
     other.save_state("t:train:0", "000002")
     assert len(other.checkpoints()) == 3
+
+
+def test_what_has_a_name_is_replaced_only_if_that_is_asked_for(saved):
+    backend, state, path = saved
+    folder = next(checkpoint.folder for checkpoint in backend.checkpoints() if checkpoint.path == state)
+    before = (folder / "optimizer.safetensors").read_bytes()
+    train(backend, "s:train:0")
+    with pytest.raises(QeRLError, match=r"saved already.*overwrite=True"):
+        backend.save_state("s:train:0", "000002")
+    with pytest.raises(QeRLError, match=r"sampler_weights/000002 is saved already; choose another name"):
+        backend.save_for_sampler("s:train:0", "000002")
+    assert (folder / "optimizer.safetensors").read_bytes() == before
+    assert backend.save_state("s:train:0", "000002", overwrite=True) == state
+    assert (folder / "optimizer.safetensors").read_bytes() != before
+    assert {checkpoint.path for checkpoint in backend.checkpoints()} == {state, path}
+    assert not (folder.parents[2] / ".replaced").exists()
+
+
+@pytest.mark.parametrize("killed_at", range(2, 8))
+def test_a_server_that_is_killed_while_it_replaces_leaves_the_former_or_the_new(
+    saved, tmp_path, monkeypatch, killed_at
+):
+    """Killed before each of the steps that move or delete something: nothing runs after that."""
+    backend, state, _ = saved
+    former = weights(backend, "s:train:0")
+    train(backend, "s:train:0")
+    new = weights(backend, "s:train:0")
+    done, dead = [], []
+
+    class Killed(BaseException):
+        pass
+
+    def step(what):
+        def run(*args, **kwargs):
+            if dead or len(done) == killed_at:
+                dead.append(what)
+                raise Killed
+            done.append(what)
+            return what(*args, **kwargs)
+
+        return run
+
+    for owner, name in ((Path, "rename"), (Path, "unlink"), (Path, "rmdir"), (shutil, "rmtree")):
+        monkeypatch.setattr(owner, name, step(getattr(owner, name)))
+    with contextlib.suppress(Killed):
+        backend.save_state("s:train:0", "000002", overwrite=True)
+    monkeypatch.undo()
+    assert dead or killed_at >= len(done)
+    backend.close()
+    other = tiny_backend(tmp_path)
+    other.load_state("t:train:0", state, with_optimizer=True)
+    found = weights(other, "t:train:0")
+    assert any(all(torch.equal(found[name], one[name]) for name in found) for one in (former, new))
+    assert len(other.checkpoints()) == 2 and not (tmp_path / ".replaced").exists()
 
 
 def test_a_folder_belongs_to_one_server_until_that_one_ends(saved, tmp_path):

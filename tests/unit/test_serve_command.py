@@ -16,6 +16,11 @@ from qerl.serve.gate import Gate
 from tests.support.wire import BASE, KEY, FakeBackend, RunningServer
 
 
+@pytest.fixture(autouse=True)
+def no_key_in_the_environment(monkeypatch):
+    monkeypatch.delenv("QERL_API_KEY", raising=False)
+
+
 def said(capsys: pytest.CaptureFixture, *words: str) -> str:
     """What a mistake on the command line is told."""
     assert main(["serve", *words]) == 2
@@ -70,6 +75,22 @@ def test_the_words_reach_the_server(monkeypatch, tmp_path):
     assert (limits.held, limits.max_models, limits.max_rank) == (500_000_000, 6, 7)
 
 
+def test_the_environment_has_a_key_that_no_process_list_shows(monkeypatch, capsys, tmp_path):
+    args = argparse.Namespace(api_key=None, output_dir=tmp_path)
+    monkeypatch.setenv("QERL_API_KEY", "tml-of-the-environment")
+    assert command._own_key(args) == command._known_key(args) == "tml-of-the-environment"
+    assert not [*tmp_path.iterdir()]
+    args.api_key = KEY
+    assert command._own_key(args) == command._known_key(args) == KEY
+    monkeypatch.setenv("QERL_API_KEY", "secret")
+    assert "QERL_API_KEY must begin with tml-" in said(
+        capsys, "some/model", "--port", "0", "--output_dir", str(tmp_path)
+    )
+    monkeypatch.setenv("QERL_API_KEY", "")
+    args.api_key = None
+    assert command._own_key(args) == (tmp_path / "api_key").read_text()
+
+
 @pytest.mark.parametrize("text", ["", "  \n", "tml-", "tml-short", "another-file-with-other-words"])
 def test_a_key_file_that_holds_no_key_is_refused(capsys, tmp_path, text: str):
     (tmp_path / "api_key").write_text(text)
@@ -106,4 +127,12 @@ def test_the_status_of_a_server_that_runs(capsys, tmp_path):
         assert main(["serve", "--status", "--port", port, "--api_key", KEY]) == 0
         out = capsys.readouterr().out
         assert BASE in out and "No client is connected." in out and "Waiting: nothing." in out
+        assert "Updates" not in out
+        for tokens, every, text in (
+            ({}, 0.0, "as many tokens as there are at a time, no layer computed again"),
+            ({"update_tokens_per_forward": 4096.0}, 1.0, "at most 4096 tokens at a time, every layer"),
+        ):
+            running.server.worker.gauges = {"update_every_n_layers": every} | tokens
+            assert main(["serve", "--status", "--port", port, "--api_key", KEY]) == 0
+            assert f"Updates: {text}" in " ".join(capsys.readouterr().out.split())
         assert "refuses to say (401)" in said(capsys, "--status", "--port", port, "--api_key", "tml-x")

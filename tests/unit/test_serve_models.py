@@ -48,6 +48,55 @@ def test_a_wrong_request_takes_its_place(client: Client):
     assert "knows no model" in client.ask("optim_step", model_id="s:train:9", adam_params={})["error"]
 
 
+NUMBERS = (
+    {"learning_rate": -1e-4}, {"learning_rate": "NaN"}, {"learning_rate": "Infinity"}, {"beta1": 1.0},
+    {"beta2": -0.1}, {"eps": "-Infinity"}, {"weight_decay": "nan"}, {"grad_clip_norm": -1},
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("numbers", NUMBERS, ids=str)
+def test_a_step_with_a_bad_number_takes_its_place(client: Client, numbers: dict):
+    model, (name,) = client.model(), numbers
+    client.send_pass(model, 1, [1])
+    said = client.ask("optim_step", model_id=model, seq_id=2, adam_params=numbers)
+    assert said["category"] == "user" and f"adam_params.{name} is" in said["error"]
+    client.send_pass(model, 3, [1, 1])
+    assert client.ask("optim_step", model_id=model, seq_id=4, adam_params={})["metrics"] == {"gradient": 2}
+    assert client.backend.weights[model].steps == 1
+
+
+UNREADABLE = (
+    ("optim_step", {}, "adam_params: field required"),
+    ("optim_step", {"adam_params": {"eps": "none"}}, "eps: input should be a valid number"),
+    ("save_weights", {"path": 3}, "path: input should be a valid string"),
+    ("save_weights", {"path": "x", "overwrite": "perhaps"}, "overwrite: input should be a valid boolean"),
+    ("save_weights_for_sampler", {"sampling_session_seq_id": "x"}, "sampling_session_seq_id"),
+    ("save_weights_for_sampler", {"kind": "inflight"}, "kind is 'inflight'"),
+    ("save_weights_external", {}, "path: field required"),
+    ("load_weights", {}, "path: field required"),
+)
+
+
+@pytest.mark.parametrize(("path", "body", "said"), UNREADABLE)
+def test_a_body_that_cannot_be_read_takes_its_place(client: Client, path: str, body: dict, said: str):
+    model = client.model()
+    for _ in range(2):
+        assert said in client.ask(path, model_id=model, seq_id=1, **body)["error"]
+    client.send_pass(model, 2, [1])
+    assert client.ask("optim_step", model_id=model, seq_id=3, adam_params={})["metrics"] == {"gradient": 1}
+
+
+def test_a_body_larger_than_all_that_is_held_takes_its_place(tmp_path: Path):
+    with connected(tmp_path, held=1000) as client:
+        model = client.model()
+        client.send_pass(model, 1, [1] * 100)
+        assert "--held_gb" in client.result(f"{model}:1")["error"]
+        client.send_pass(model, 2, [1])
+        assert client.ask("optim_step", model_id=model, seq_id=3, adam_params={})["metrics"] == {
+            "gradient": 1
+        }
+
+
 def test_a_step_does_not_use_half_a_gradient(client: Client):
     model = client.model()
     for seq_id, tokens in ((2, [BAD_TOKEN]), (3, [1])):

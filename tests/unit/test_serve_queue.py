@@ -35,7 +35,7 @@ class Playground:
     """A queue with a worker, whose jobs note that they ran."""
 
     def __init__(self, tmp_path: Path) -> None:
-        self.queue = WorkQueue(0.0)
+        self.queue = WorkQueue(0.0, 0.5)
         self.backend = FakeBackend(tmp_path)
         self.metrics = Metrics()
         self.worker = Worker(self.queue, self.backend, self.metrics)
@@ -222,6 +222,35 @@ def test_a_batch_takes_in_what_arrives_unless_an_update_waits(ground: Playground
     assert ground.backend.batches in ([], [2])  # one batch, which may not have ended yet
     time.sleep(0.15)
     assert ground.backend.batches == [2]
+
+
+@pytest.mark.parametrize(("gap", "most", "taken"), [(0.1, 5.0, 8), (0.1, 0.15, range(2, 8)), (0.0, 5.0, 1)])
+def test_the_requests_of_a_burst_are_waited_for(gap: float, most: float, taken: int | range):
+    """Eight that come 30 ms apart, more slowly than any of them would be waited for alone."""
+    queue = WorkQueue(gap, most)
+
+    def burst() -> None:
+        for number in range(8):
+            queue.sample(Future(f"s:{number}", "sample", "s"), sample_request(number))
+            time.sleep(0.03)
+
+    client = threading.Thread(target=burst)
+    client.start()
+    assert queue.turn() == "samples"
+    found = [job.request.prompt[0] for job in queue.take_samples()]
+    client.join()
+    assert len(found) in (taken if isinstance(taken, range) else [taken])
+    assert found == [*range(len(found))]
+
+
+def test_requests_that_are_given_up_are_not_waited_for(ground: Playground):
+    queue = WorkQueue(5.0, 5.0)
+    queue.sample(Future("s:0", "sample", "gone"), sample_request(1))
+    timer = threading.Timer(0.05, lambda: (queue.drop_samples("gone"), queue.close()))
+    timer.start()
+    began = time.monotonic()
+    assert queue.take_samples() == []
+    assert time.monotonic() - began < 2
 
 
 def test_results_stay_for_a_while_and_not_for_ever():

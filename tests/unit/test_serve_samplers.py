@@ -122,3 +122,14 @@ def test_the_backend_hears_that_a_client_is_gone_while_it_decodes(client: Client
         client.http.post(f"/api/v1/sessions/{client.session}/finish")
     assert not asked[0].wanted()
     go_on.set()
+
+
+def test_another_temperature_is_said_once(client: Client, caplog):
+    sampler = client.sampler()
+    for temperature in (1.0, 0.0, 0.7, 0.5):
+        client.ask(
+            "asample", sampling_session_id=sampler, prompt={"chunks": [{"tokens": [1]}]},
+            sampling_params={"temperature": temperature},
+        )  # fmt: skip
+    (said,) = (record.getMessage() for record in caplog.records if "temperature" in record.getMessage())
+    assert "at temperature 0.7" in said and "temperature 1" in said

@@ -83,6 +83,45 @@ def test_the_same_tokens_whoever_shares_the_batch(tmp_path):
             assert sequence.logprobs == pytest.approx(other.logprobs, abs=1e-5)
 
 
+def test_what_comes_late_joins_before_anything_has_ended(tmp_path):
+    backend = trained(tmp_path)
+    key = backend.save_for_sampler("a", None)
+    asked = [request(key, prompt, 1, 60, stop_token_ids=(), num_samples=2) for prompt in PROMPTS]
+    late = [request(key, prompt, seed, 5, stop_token_ids=()) for prompt in PROMPTS[1:] for seed in (1, 2)]
+    alone = {number: sampled(backend, [each])[0] for number, each in enumerate([*asked, *late])}
+    waiting = iter([(), (), (), late])
+    answers = list(backend.sample(asked, lambda: next(waiting, ())))
+    assert [number for number, _ in answers] == [3, 4, 5, 6, 0, 1, 2]
+    assert tokens(dict(answers)) == tokens(alone)
+
+
+def test_drafts_of_the_engine_change_nothing_of_what_is_sampled(tmp_path, monkeypatch):
+    accepted, accept = [], Runner.accept
+
+    def spy(runner, counts):
+        accepted.append(sum(counts) - len(counts))
+        accept(runner, counts)
+
+    monkeypatch.setattr(Runner, "accept", spy)
+    found = []
+    for drafted in (0, 3):
+        backend = trained(
+            tmp_path / str(drafted),
+            make_engine=lambda model, drafted=drafted: PortableEngine(model, 0, speculative_tokens=drafted),
+        )
+        key = backend.save_for_sampler("a", None)
+        asked = [request(key, prompt, 1, 60, stop_token_ids=(), temperature=0.2) for prompt in PROMPTS]
+        string = replace(asked[0], stop_strings=("absent",))
+        arrivals = [(), (), asked[1:2], (), (), (), [string], *[()] * 20, asked[2:]]
+        found.append(sampled(backend, asked[:1], arrivals))
+        assert bool(accepted) == bool(drafted)
+    assert sum(accepted) > 5
+    assert tokens(found[0]) == tokens(found[1]) and len(found[0]) == 4
+    for number, result in found[0].items():
+        logprobs = found[1][number].sequences[0].logprobs
+        assert logprobs == pytest.approx(result.sequences[0].logprobs, abs=1e-4)
+
+
 def test_equal_prompts_of_a_burst_are_prefilled_once(tmp_path, monkeypatch):
     backend = trained(tmp_path)
     key = backend.save_for_sampler("a", None)
@@ -215,10 +254,10 @@ def test_a_failing_session_answers_all_that_wait_in_it_and_no_others(tmp_path, m
     key, base = backend.save_for_sampler("a", None), backend.sampler("tiny")
     right, make = sampled(backend, [request(base)])[0], PortableEngine.session
 
-    def fails(engine, params, noise):
+    def fails(engine, params, noise, **rest):
         if params.temperature == 0.5:
             raise RuntimeError("a defect")
-        return make(engine, params, noise)
+        return make(engine, params, noise, **rest)
 
     monkeypatch.setattr(PortableEngine, "session", fails)
     results = sampled(

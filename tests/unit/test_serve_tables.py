@@ -66,22 +66,55 @@ def test_begin_and_end_do_not_overlap(results):
         serve_tables.learning("cpu")
 
 
+STEP = {
+    "shape": "7b", "weights": "nvfp4", "lora_rank": 32, "prompts": 16, "samples": 8, "prompt_tokens": 256,
+    "completion_tokens": 1024, "gpu": "NVIDIA H200", "tokens_per_forward": 4096, "every_n_layers": 29,
+}  # fmt: skip
+TRAINED = STEP | {"rollout_s": 4.0, "update_s": 6.0, "total_s": 10.0, "peak_gb": 50.0, "steps": [{}] * 4}
+SERVED = STEP | {
+    "sample_s": 5.0, "update_s": 6.5, "total_s": 11.5, "peak_gb": 51.0, "planned_gb": 52.0, "adapters": 1,
+    "steps": [{}] * 3, "held_tokens_per_forward": 4096, "held_every_n_layers": 29,
+}  # fmt: skip
+
+
 def test_a_step_stands_beside_the_trainers(results):
-    same = {"shape": "7b", "weights": "nvfp4", "lora_rank": 32, "prompts": 16, "samples": 8}
-    same |= {"prompt_tokens": 256, "completion_tokens": 1024, "gpu": "NVIDIA H200"}
-    times = {"update_s": 6.0, "total_s": 10.0}
-    trained = [
-        {**times, "rollout_s": 4.0, "peak_gb": 50.0, "completion_tokens": tokens} for tokens in (512, 1024)
-    ]
-    trained[0]["total_s"] = 1.0
-    results("step", [{**same, **one} for one in trained])
-    assert serve_tables.steps("serve", "step").startswith("Not measured yet")
-    served = {"sample_s": 5.0, "update_s": 6.5, "total_s": 11.5, "peak_gb": 51.0, "planned_gb": 52.0}
-    results("serve", [{**same, **served, "adapters": count} for count in (1, 8)])
-    lines = serve_tables.steps("serve", "step").splitlines()
+    results("step", [TRAINED | {"completion_tokens": 512, "total_s": 1.0}, TRAINED])
+    results("one", [SERVED])
+    assert serve_tables.steps("step", "one", "more").startswith("Not measured yet: more.json; the commands")
+    assert serve_tables.steps("no", "one", "more").startswith("Not measured yet: no.json, more.json;")
+    results("more", [SERVED | {"adapters": 8, "steps": [{}], "total_s": 99.0}])
+    lines = serve_tables.steps("step", "one", "more").splitlines()
     assert lines[2:5] == [
         "| `qerl train` | 4.00 | 6.00 | 10.00 | | 50.0 | |",
         "| `qerl serve`, 1 adapter | 5.00 | 6.50 | 11.50 | 1.15 | 51.0 | 52.0 |",
-        "| `qerl serve`, 8 adapters | 5.00 | 6.50 | 11.50 | 1.15 | 51.0 | 52.0 |",
+        "| `qerl serve`, 8 adapters | | | | | 51.0 | 52.0 |",
     ]
     assert "H200, 2026-11-23, commit abcdef0" in lines[-1]
+    for said in (
+        "4096 tokens at a time, no layer computed",
+        "of one client",
+        "of 3 steps, for `qerl train` of 4",
+    ):
+        assert said in lines[-1]
+
+
+@pytest.mark.parametrize(
+    ("trained", "more", "said"),
+    [
+        ({"tokens_per_forward": 8192}, {}, "step.json has 0 rows with .*tokens_per_forward 4096"),
+        ({"every_n_layers": 1}, {}, "step.json has 0 rows with .*every_n_layers 29"),
+        ({}, {"tokens_per_forward": 8192, "held_tokens_per_forward": 8192}, "differ in tokens_per_forward"),
+        (
+            {},
+            {"held_tokens_per_forward": 2048},
+            "With 8 adapters tokens_per_forward was 4096 and became 2048",
+        ),
+        ({}, {"held_every_n_layers": 1}, "With 8 adapters every_n_layers was 29 and became 1"),
+    ],
+)
+def test_steps_that_are_not_the_same_are_not_compared(results, trained, more, said):
+    results("step", [TRAINED | trained])
+    results("one", [SERVED])
+    results("more", [SERVED | {"adapters": 8} | more])
+    with pytest.raises(QeRLError, match=said):
+        serve_tables.steps("step", "one", "more")

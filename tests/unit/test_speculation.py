@@ -186,6 +186,45 @@ def test_turns_draw_what_one_turn_would_have_drawn(tiny_model, told, rows, kept_
     assert max(turns for *_, turns in found.values()) > 2
 
 
+@pytest.mark.parametrize(("rows", "kept_bytes"), [(64, KEPT_BYTES), (3, KEPT_BYTES), (4, 0)])
+@pytest.mark.parametrize("written", [0, 5])
+@pytest.mark.parametrize("growing", [False, True])
+def test_those_that_come_between_rounds_change_nothing(tiny_model, told, rows, kept_bytes, written, growing):
+    """They come, and others go on, while drafts are accepted."""
+    model = tiny_model("llama")
+    whole = PortableEngine(model, PAD).generate(PROMPTS[:FEW_ROWS], 1, sampled(max_tokens=60)).completions
+    told(whole)
+    engine = PortableEngine(model, PAD, rows, kept_bytes, speculative_tokens=3)
+    params = sampled(max_tokens=60, stop_token_ids=tuple(range(0, 128, 17)))
+    with engine.session(params, growing=growing) as session:
+        session.start(PROMPTS[:1], 1)
+        found = play(session, whole, written, late=PROMPTS[1:FEW_ROWS])
+        assert session.accepted_tokens > 10
+    check_against(found, whole)
+
+
+def test_whoever_comes_between_rounds_draws_in_the_next(tiny_model, told):
+    model = tiny_model("llama")
+    whole = PortableEngine(model, PAD).generate(PROMPTS[:2], 1, sampled(max_tokens=60)).completions
+    told(whole)
+    engine = PortableEngine(model, PAD, speculative_tokens=3)
+    with engine.session(sampled(max_tokens=60), growing=True) as session:
+        session.start(PROMPTS[:1], 1)
+        while not session.accepted_tokens:
+            assert session.next(one_round=True) == []
+        session.start(PROMPTS[1:2], 1)
+        before = session.room(0)
+        assert session.next(one_round=True) == []
+        assert (session.room(0), session.room(1)) == (before - 1, 59)
+        accepted = session.accepted_tokens
+        ended = []
+        while session.busy:
+            ended += session.next()
+        assert session.accepted_tokens > accepted
+    for each in ended:
+        assert each.completion.token_ids == whole[each.index].token_ids
+
+
 def test_own_limits_and_seeds_hold(tiny_model):
     found = []
     for drafted in (0, 3):

@@ -113,7 +113,7 @@ def test_mistakes(tmp_path, files, make, capsys):
     assert "none.yaml cannot be read" in said(str(tmp_path / "none.yaml"))
     (tmp_path / "arm.yaml").write_text("comparisons: {primary: [[aqm, none]]}\n")
     wrong = said(*files, str(tmp_path / "arm.yaml"))
-    assert f"In the study {files[0]}, {files[1]}" in wrong and "did you mean 'aqn'?" in wrong
+    assert f"In the study {files[0]}, {files[1]}" in wrong and "(did you mean 'aqn'?)." in wrong
     out = str(tmp_path / "out")
     assert main(["study", *files, "--output_dir", out]) == 0
     (tmp_path / "steps.yaml").write_text("steps: 5\n")

@@ -53,6 +53,18 @@ def test_families_have_drawings_of_their_own(tmp_path):
     assert "warm" not in (tmp_path / "figures" / "accuracy-primary.svg").read_text()
 
 
+def test_a_family_with_one_finished_arm_is_not_drawn(tmp_path):
+    pytest.importorskip("scipy")
+    arms = {"none": None, "aqn": {"noise": True, "noise_stages": 2}, "warm": {"temperature": 1.2}}
+    pairs = {"primary": [["aqn", "none"]], "controls": [["warm", "none"]]}
+    results = computed(tmp_path, arms=arms, comparisons=pairs, learning_rates=[1e-4], tuning_seeds=0)
+    without_warm = Results(results.study, [run for run in results.runs if run.run.arm.name != "warm"])
+    names = {path.stem for path in page.write_figures(without_warm, tmp_path / "figures")}
+    assert "accuracy-primary" in names and "accuracy-controls" not in names
+    alone = Results(results.study, results.of("none"))
+    assert "accuracy-primary" in {path.stem for path in page.write_figures(alone, tmp_path / "alone")}
+
+
 def test_curves_of_a_drawing_differ_however_many_arms_a_study_has(tmp_path):
     pytest.importorskip("scipy")
     arms = {f"arm_{index}": None for index in range(30)}

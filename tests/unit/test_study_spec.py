@@ -58,12 +58,12 @@ def test_a_sweep_runs_every_seed_at_every_rate():
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"stepz": 3}, "the key 'stepz' is unknown; did you mean 'steps'?"),
+        ({"stepz": 3}, "the key 'stepz' is unknown (did you mean 'steps'?)."),
         ({"steps": 1.5}, "steps is 1.5"),
         ({"model": None}, "model is not set"),
         ({"arms": {}}, "at least one arm"),
         ({"arms": {"a/b": {}}}, "'a/b' must be letters"),
-        ({"arms": {"a": {"noize": True}}}, "arms.a has the unknown field 'noize'; did you mean 'noise'?"),
+        ({"arms": {"a": {"noize": True}}}, "arms.a has the unknown field 'noize' (did you mean 'noise'?)."),
         ({"arms": {"a": {"lora_r": 0}}}, "arms.a.lora_r is 0; it must be at least 1."),
         ({"arms": {"a": {"weights": "int3"}}}, "arms.a.weights is 'int3'"),
         ({"arms": {"a": {"noise_share": 0.5}}, "comparisons": {}}, "does nothing without `noise: true`"),
@@ -93,7 +93,7 @@ def test_a_sweep_runs_every_seed_at_every_rate():
             {"arms": {"a": {"logits_noise": 1.0, "noise_share": 0.5}}, "comparisons": {}},
             "does nothing without `noise: true`",
         ),
-        ({"comparisons": {"primary": [["aqm", "none"]]}}, "the arm 'aqm', which does not exist; did you"),
+        ({"comparisons": {"primary": [["aqm", "none"]]}}, "the arm 'aqm', which does not exist (did you"),
         ({"comparisons": {"primary": [["none", "none"]]}}, "none with itself"),
         ({"comparisons": {"primary": [["aqn", "none"]] * 2}}, "twice"),
         ({"comparisons": {"primary": [["aqn"]]}}, "comparisons[primary] is ['aqn']"),

@@ -125,6 +125,13 @@ class TestWithScipy:
         assert one.p_equivalent == pytest.approx(2 * alone.p_equivalent)
         assert "no effect" not in one.verdict and "by less than" not in one.verdict
 
+    def test_an_interval_that_holds_0_decides_nothing(self):
+        d = np.array([-0.004] * 27 + [0.018] * 5) + 1e-5 * np.arange(32)
+        (one,) = statistics.compare(results(0.5 + d, np.full(32, 0.5)))
+        low, high = one.interval
+        assert one.holm < 0.05 and one.mean < 0 and statistics._centre(d) < 0 and low < 0 < high
+        assert one.verdict == "no effect beyond \N{PLUS-MINUS SIGN}.02"
+
     def test_a_mean_against_the_ranks_decides_nothing(self):
         d = np.array([0.01] * 28 + [-0.4] * 4) + 1e-4 * np.arange(32)
         (one,) = statistics.compare(results(0.5 + d, np.full(32, 0.5)))

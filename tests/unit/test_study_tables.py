@@ -1,9 +1,13 @@
 """The docs' tables of studies."""
 
+import gzip
+import json
+from dataclasses import replace
+
 import pytest
 from rich.console import Console
 
-from bench import draw, noise_tables, probe_tables, study_tables
+from bench import draw, found_tables, noise_numbers, noise_tables, probe_tables, study_tables, take
 from bench.result import RESULTS
 from qerl.study.arms import Arm
 from qerl.study.probe.summary import read_rows
@@ -45,9 +49,29 @@ def name(tmp_path, monkeypatch):
 
 def test_arms_have_their_rate_and_their_spread(name):
     lines = study_tables.arms(name).splitlines()
-    assert lines[2].startswith("| none | 0.0002 | 0.000 | 0.700 (0.000) | 1.400 (0.000) | 0 of 3 | 0 |")
+    assert lines[2].startswith("| none | 0.0002 | 0.000 | 0.700 (0.000) | 1.400 (0.000) | 0 of 3 | 0 | 0 |")
     assert lines[3].startswith("| aqn | 0.0002 | 0.000 | 0.852")
-    assert lines[-1] == "m on arithmetic {}: 9 runs of 14 steps, fake. File: noise-wp12.json.gz."
+    assert lines[-1].startswith("m on arithmetic {}: 9 runs of 14 steps, fake. File: noise-wp12.json.gz.")
+    assert lines[-1].endswith("Collapsed: ends below 0.4, wherever it began.")
+
+
+def test_a_run_that_ends_below_its_start_is_counted_beside_the_collapses(name):
+    results = study_tables.study(name)
+    run = results.of("none")[0]
+    run.evaluations["accuracy"] = [0.9] * (len(run.eval_at) - 1) + [0.8]
+    (line,) = (line for line in study_tables.arms(name).splitlines() if line.startswith("| none |"))
+    assert "| 0 of 3 | 1 | 0 |" in line
+
+
+def test_every_rate_that_was_tried_is_shown_and_the_chosen_one_is_bold(name, monkeypatch, tmp_path):
+    arms = {"none": None, "aqn": NOISE}
+    store = Store(tmp_path / "y", tiny_study(arms=arms, steps=14, collapse_below=0.8))
+    assert Runner(store, FakeMake(), Console(quiet=True)).run()
+    monkeypatch.setattr(study_tables, "study", {"tried": store.results()}.get)
+    lines = study_tables.rates("tried").splitlines()
+    assert lines[0] == "| arm, at the learning rate | 0.0001 | 0.0002 |"
+    assert lines[2] == "| none | 0.350 (0.000), 2 | **0.700 (0.000)**, 0 |"
+    assert lines[-1].startswith("Mean area (SD) and collapses of 2 seeds that no comparison uses; bold is")
 
 
 def test_comparisons_of_the_families_that_are_named(name):
@@ -67,11 +91,85 @@ def test_every_question_has_an_answer_or_says_that_nothing_ran(name):
         "| +0.152 (+0.1" in lines["aqn \N{MINUS SIGN} none"]
         and "3 seeds: **" in lines["aqn \N{MINUS SIGN} none"]
     )
-    assert lines["relative \N{MINUS SIGN} none"].count("not run") == 3
+    assert "relative \N{MINUS SIGN} none" not in lines  # nothing of it ran
     untested = lines["temperature \N{MINUS SIGN} none"]  # no comparison of the study, so without a verdict
     assert "3 seeds | not run | not run |" in untested
-    assert noise_tables.entropies().count("not run") == 3 * 6
-    assert noise_tables.learned().count("not run") == 3 * 2
+    assert noise_tables.entropies().count("not run") == 3 * 5
+    assert noise_tables.learned().count("not run") == 3
+
+
+def test_what_is_not_known_is_what_has_not_run_or_is_undecided(name, monkeypatch):
+    pytest.importorskip("scipy")
+    undecided, missing, probe = noise_tables.unanswered().splitlines()
+    assert undecided.startswith("- Undecided on `wp12`") and "aqn \N{MINUS SIGN} none (0." in undecided
+    assert missing.startswith("- Not run on `wp12`: late \N{MINUS SIGN} none, linear \N{MINUS SIGN} none, ")
+    assert "sharpened" in probe
+    monkeypatch.setattr(probe_tables, "probe", {"probe-trained": {}}.get)
+    monkeypatch.setattr(noise_tables, "ABLATIONS", ())
+    assert noise_tables.unanswered().splitlines()[1:] == ["- Not run on `wp12`: late \N{MINUS SIGN} none."]
+
+
+def test_arms_with_noise_that_learned_better_are_counted_and_named(name, monkeypatch):
+    pytest.importorskip("scipy")
+    assert noise_numbers.better() == "none of 1 arms with noise"  # three seeds decide nothing
+    (helps, *_) = study_tables.compared(name)
+    found = {name: [replace(helps, holm=0.01, differences=(0.1, 0.2, 0.3))]}
+    monkeypatch.setattr(noise_numbers, "compared", lambda name: found.get(name, []))
+    assert noise_numbers.better() == "1 of 1 arms with noise (`aqn` on `wp12`)"
+    low, high = helps.interval
+    assert noise_numbers.said("wp12", "aqn", "none") == f"+0.152 ({low:+.3f} to {high:+.3f}), helps"
+    assert noise_numbers.lost("wp12", "aqn", "none") == f"-0.152 ({-high:.3f} to {-low:.3f})"
+    assert noise_numbers.said("wp1", "aqn", "none") == noise_numbers.lost("wp1", "aqn", "none") == "not run"
+
+
+def test_the_first_stage_is_that_of_the_first_sigma(name):
+    for run in study_tables.study(name).of("aqn"):
+        run.steps["sampling/kl"] = [9.0, 9.0, 0.25, 0.75, *[9.0] * 10]
+        run.steps["noise/sigma"] = [0.0, 0.0, 0.5, 0.5, *[0.1] * 10]
+    assert noise_numbers.first_stage(["aqn", "late"]) == "0.50 to 0.50"
+    assert noise_numbers.first_stage(["late"]) == "not run"
+
+
+def test_when_a_needle_is_found_and_when_half_of_the_samples_find_it(name, monkeypatch):
+    pytest.importorskip("scipy")
+    results = study_tables.study(name)
+    results = replace(results, study=replace(results.study, task_options={"prior": 0.003}))
+    for run in results.runs:
+        late = 2 * (run.run.arm.name == "none")
+        right = [0.0] * (3 + run.run.seed + late) + [0.25, 0.5]
+        run.steps["rewards/accuracy/mean"] = (right + [1.0] * 14)[:14]
+    monkeypatch.setattr(found_tables, "study", lambda name: results)
+    lines = found_tables.discovery(name).splitlines()
+    assert lines[3].split("|")[3:7] == [
+        " 5.0 (4.0 to 6.0) ", " -2.0 (-2.0 to -2.0) ", " 6.0 (5.0 to 7.0) ", " -2.0 (-2.0 to -2.0) ",
+    ]  # fmt: skip
+    assert lines[2].split("|")[3:7] == [" 7.0 (6.0 to 8.0) ", " ", " 8.0 (7.0 to 9.0) ", " "]
+    assert "expected in step 5.7." in lines[-1]
+    results.runs[0].steps["rewards/accuracy/mean"] = [0.0] * 14
+    assert found_tables.first_found(results.runs[0]) == found_tables.half_found(results.runs[0]) == 15.0
+
+
+def test_noisy_and_clean_samples_are_compared_while_there_is_noise(name, monkeypatch):
+    results = study_tables.study(name)
+    arms = {
+        one: replace(arm, noise_share=0.5 if one == "aqn" else 1.0) for one, arm in results.study.arms.items()
+    }
+    halved = replace(results, study=replace(results.study, arms=arms))
+    for run in halved.of("aqn"):
+        values = {"noisy": 0.3, "clean": 0.5, "only_noisy": 0.1 * run.run.seed, "only_clean": 0.1}
+        run.steps.update({key: [9.0] * 2 + [value] * 12 for key, value in values.items()})
+    monkeypatch.setattr(found_tables, "study", {"x": halved}.get)
+    cells = [
+        cell.strip() for cell in found_tables.halves({"wp12": "x", "wp1": "y"}).splitlines()[2].split("|")
+    ]
+    assert cells[1:5] == [
+        "wp12: aqn",
+        "0.300 (0.300 to 0.300)",
+        "0.500 (0.500 to 0.500)",
+        "-0.200 (-0.200 to -0.200)",
+    ]
+    assert cells[7] == "+0.000 (-0.100 to +0.100)"
+    assert "has run yet" in found_tables.halves({"wp1": "y"})
 
 
 def test_what_the_noise_reached(name):
@@ -105,9 +203,26 @@ def test_results_that_are_not_there_get_a_sentence(name):
     assert noise_tables.reached("none") == said
     assert probe_tables.perturbations("none", "start", "wp12") == probe_tables.formats("none", "wp12") == said
     assert probe_tables.beside("probe", "none", "wp12", "gain") == said
-    assert study_tables.most("none", "accuracy") == study_tables.runs("none") == 0
+    assert study_tables.rates("none") == found_tables.discovery("none") == said
+    assert study_tables.most("none", "accuracy") == probe_tables.better("none") == "not run"
+    assert study_tables.runs("none") == 0
     for table in noise_tables.TABLES.values():
         assert table()
+
+
+@pytest.mark.parametrize(
+    ("model", "kept"), [("/home/x/m.gguf", "m.gguf"), ("HuggingFaceTB/SmolLM2", "HuggingFaceTB/SmolLM2")]
+)
+@pytest.mark.parametrize("kind", ["study", "probe"])
+def test_results_are_taken_without_the_path_of_a_model(model, kept, kind, tmp_path, monkeypatch):
+    monkeypatch.setattr(take, "RESULTS", tmp_path)
+    source = tmp_path / "results.json.gz"
+    source.write_bytes(gzip.compress(json.dumps({kind: {"model": model, "steps": 2}, "runs": [1]}).encode()))
+    written = json.loads(gzip.decompress(take.take(source, "new").read_bytes()))
+    assert written == {kind: {"model": kept, "steps": 2}, "runs": [1]}
+    assert (
+        take.take(tmp_path / "new.json.gz", "again").read_bytes() == (tmp_path / "new.json.gz").read_bytes()
+    )
 
 
 def test_figures_are_drawn_of_what_is_there(name, tmp_path):
@@ -144,6 +259,19 @@ def test_policies_on_their_way_stand_beside_the_start(monkeypatch):
     rows = [line.split("|")[1:-1] for line in lines[2:-2]]
     assert len(rows) >= 10 and {row[1].strip() for row in rows} == {"0.02", "0.1"}
     assert all(row[2] == row[3] for row in rows)  # the same cells under another name
+    assert probe_tables.better("later") == f"none of {len(cells) - 2}"
     one = probe_tables.more("probe", "wp12", "nvfp4", "bf16", "entropy_more")
     other = probe_tables.more("probe", "wp12", "bf16", "nvfp4", "entropy_more")
     assert one.startswith("+0.083 (") and other.startswith("-0.083 (")
+
+
+def test_formats_stand_at_temperature_1_and_at_equal_entropy(monkeypatch):
+    monkeypatch.setattr(probe_tables, "RESULTS", RESULTS)
+    lines = probe_tables.formats("probe", "wp12").splitlines()
+    found = {tuple(line.split("|")[1:3]): line.split("|")[3:] for line in lines}
+    plain, matched = found[" nvfp4 ", " 1 "], found[" nvfp4 ", " 0.983 "]
+    assert plain[0] == " 0.079 " and plain[2].startswith(" +0.174 (") and matched[2] == " "
+    assert plain[6].startswith(" +7.9 (")  # distinct answers more than BF16's
+    assert (" isotropic, 8 draws ", " 0.802 to 1.02 ") in found
+    clean = probe_tables.perturbations("probe", "start", "wp12").splitlines()[-1]
+    assert clean.startswith("Clean: 0.055 of the samples are right, 0.785 of the problems are solved")

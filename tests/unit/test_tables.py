@@ -1,9 +1,11 @@
 """Tables and numbers of README and docs are those of bench/results."""
 
+import json
 import re
 
 import pytest
 
+import bench.result
 from bench import tables
 from bench.figures import NUMBERS, TABLES
 from bench.result import RESULTS, read_rows
@@ -18,6 +20,32 @@ def test_every_table_and_number_stands_in_a_page():
     text = "".join(page.read_text() for page in tables.PAGES)
     assert {name for name in TABLES if f"<!-- table {name} -->" not in text} == set()
     assert {name for name in NUMBERS if f"<!-- number {name} -->" not in text} == set()
+
+
+def test_the_newest_decoding_of_a_card_is_shown_with_its_commit(monkeypatch, tmp_path):
+    for file in RESULTS.glob("rollout-*.json"):
+        content = json.loads(file.read_text())
+        if file.stem == "rollout-7b-h200":
+            newest = content["rows"][0] | {"batch": 12, "decode_tok_s": 5432.1, "decode_tokens": 96}
+            content |= {"commit": "0123abc", "rows": [newest]}
+        (tmp_path / file.name).write_text(json.dumps(content))
+    monkeypatch.setattr(bench.result, "RESULTS", tmp_path)
+    said = TABLES["decode"]()
+    assert "| 7B, 12 | | | | 5432 |" in said and "commits 0123abc and " in said
+    assert "on the H200 96 (7B) and 64 (32B)" in said
+
+
+def test_tables_say_which_commit_a_figure_is_of_and_which_layers_are_recomputed():
+    decoded, stepped = TABLES["older-path"]().split("Decoding: ")[1].split("Step: ")
+    for sentence, names in (
+        (decoded, ("rollout-7b-h200", "rollout-7b-arch80-h200")),
+        (stepped.split("Files: ")[0], ("step-7b-h200-8ab9739", "step-7b-arch80-h200")),
+    ):
+        commits = {row["commit"] for name in names for row in read_rows(name)}
+        assert set(re.findall(r"\b[0-9a-f]{7}\b", sentence)) == commits
+    steps = TABLES["steps"]()
+    assert re.search(r"TRL 1.16 [^|]*\|[^|]*\|[^|]*\| 28 of 28 \|", steps)
+    assert re.search(r"in one run with the next\) \|[^|]*\|[^|]*\| 2 of 28 \|", steps)
 
 
 def test_a_changed_number_is_written_anew():

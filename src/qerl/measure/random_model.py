@@ -25,6 +25,9 @@ def random_policy(
 ) -> PeftModel | PreTrainedModel:
     """A bfloat16 model with random frozen weights and fresh LoRA; norms are one and biases zero.
 
+    It is the same in every process: each begins with another seed on its GPU, and a sample that one process
+    draws may be another's to train on.
+
     Args:
         sizes: Biases on q, k and v make it a Qwen2, norms of q and k a Qwen3, neither a Llama.
         weights: Format of the linear layers, a name of `qerl.weight_formats.FORMATS`.
@@ -37,6 +40,16 @@ def random_policy(
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     with torch.device(device):
         model.model.rotary_emb = type(model.model.rotary_emb)(config)
+    with torch.random.fork_rng([] if device == "cpu" else [torch.cuda.current_device()]):
+        torch.manual_seed(0)
+        _fill(model, weights, device)
+    # transformers' mark of such a model, by which PEFT takes its layer for NF4 and TRL a bf16 adapter.
+    model.is_loaded_in_4bit = weights == "nf4"
+    return add_lora(model, rank=rank, alpha=2 * rank, dropout=0.0) if rank else model
+
+
+def _fill(model: PreTrainedModel, weights: str, device: str) -> None:
+    """Weights of a model on the meta device, drawn on the device."""
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if name.endswith("_proj") and weights != "bf16":
@@ -50,9 +63,6 @@ def random_policy(
                 else:
                     made.fill_(0.0 if name == "bias" else 1.0)
                 setattr(module, name, nn.Parameter(made, requires_grad=False))
-    # transformers' mark of such a model, by which PEFT takes its layer for NF4 and TRL a bf16 adapter.
-    model.is_loaded_in_4bit = weights == "nf4"
-    return add_lora(model, rank=rank, alpha=2 * rank, dropout=0.0) if rank else model
 
 
 @torch.no_grad()

@@ -5,14 +5,15 @@ from typing import Any
 from rich.console import Console
 
 from qerl.errors import QeRLError
+from qerl.host_memory import asked_bytes
 from qerl.kernels.cards import why_no_fp8
 from qerl.kernels.needs import obstacles_of_class
 from qerl.plan.context import in_words, longest_completion
 from qerl.plan.gpu import planned_gpu
 from qerl.plan.phases import MemoryPlan
-from qerl.plan.render import render
+from qerl.plan.render import render, would_fit
 from qerl.plan.served import adapters_in_words
-from qerl.plan.settings import plan_settings, propose_settings
+from qerl.plan.settings import plan_beyond_host, plan_settings, propose_settings
 from qerl.settings.recipe import load_config
 
 
@@ -40,7 +41,7 @@ def plan_command(
 
     Raises:
         QeRLError: No such model or GPU, a family that is not planned, wrong settings, full tuning, FP8 keys
-            and values on a GPU that has none.
+            and values on a GPU that has none, `QERL_HOST_GB` that is no amount of memory.
     """
     planned = planned_gpu(gpu)
     serves, adapters = adapters is not None, 1 if adapters is None else adapters
@@ -52,8 +53,20 @@ def plan_command(
         raise QeRLError(f"{why_no_fp8(planned.card)}; remove kv_cache_dtype: fp8.")
     unified = planned.card is not None and planned.card.unified
     may = not serves and not unified
-    plan = plan_settings(config, planned.capacity, processes, adapters=adapters, may_offload=may)
+    host = asked_bytes(processes)
+    plan = plan_settings(
+        config,
+        planned.capacity,
+        processes,
+        adapters=adapters,
+        serves=serves,
+        may_offload=may,
+        host_bytes=host,
+    )
     console.print(render(plan, propose_settings(config, plan), name), soft_wrap=True)  # settings are copied
+    beyond = plan_beyond_host(config, plan)
+    if beyond is not None:
+        console.print(would_fit(beyond), markup=False, highlight=False, soft_wrap=True)
     for obstacle in obstacles_of_class(planned.card.capability) if planned.card else ():
         console.print(
             f"This plans the fast engine, but {obstacle.reason}. To use it there: {obstacle.remedy}.",

@@ -16,7 +16,7 @@ from qerl.families.layer import JOINT
 from qerl.families.sizes import Linear, Sizes
 from qerl.kernels.limits import head_positions, pad_rank
 from qerl.plan.work import FULL, HALF, Work
-from qerl.rollout.paged.limits import BlockDemand, KVGeometry
+from qerl.rollout.paged.limits import BlockDemand, KVGeometry, count_for
 from qerl.weight_formats import WeightFormat
 
 TRL_POSITIONS, TRL_WIDTH = 4096, 32768
@@ -103,8 +103,10 @@ class Cache:
 
     def bytes(self, budget: int) -> int:
         """Bytes that the engine reserves if keys and values may take the budget."""
-        block = self.geometry.block_bytes
-        return block * min(self.demand.blocks(self.work.sequences), budget // block)
+        block, demand, rows = self.geometry.block_bytes, self.demand, self.work.sequences
+        if self.work.serves:
+            demand, rows = demand.ahead(self.sizes.positions), count_for(rows)
+        return block * min(demand.blocks(rows), budget // block)
 
     def sequences(self, budget: int) -> int:
         """Sequences of full length that the budget holds, up to those of the work."""
@@ -176,7 +178,9 @@ class Activations:
     @property
     def backward(self) -> int:
         """``2 T (2 I + D)`` on top of a layer: gradients of gate and up, that of their product in the place
-        of the product itself, and the one that came in."""
+        of the product itself, and the one that came in. Attention's gradients come when those are gone, and
+        take less by either FlashAttention; FlashAttention-4's take no more than FlashAttention-2's, so the
+        plan does not ask which one a row gets."""
         return HALF * self.work.tokens * (2 * self.sizes.intermediate + self.sizes.hidden)
 
     @property

@@ -92,6 +92,26 @@ def fastest(
     return None
 
 
+def beyond_host(
+    sizes: Sizes,
+    work: Work,
+    capacity: int,
+    limits: Sequence[int] | None = None,
+    every: Sequence[int] | None = None,
+    offload: bool | None = None,
+) -> MemoryPlan | None:
+    """The plan that would fit if the CPU's memory had room for inputs of layers; None where none would.
+
+    Args:
+        sizes, work, capacity, limits, every, offload: As of :func:`fastest`, which found nothing.
+    """
+    anywhere = dataclasses.replace(work, host_bytes=None)
+    found = fastest(sizes, anywhere, capacity, limits, every, offload)
+    if work.host_bytes is None or found is None:
+        return None
+    return make_plan(sizes, dataclasses.replace(found, host_bytes=work.host_bytes), capacity)
+
+
 def _fastest(
     sizes: Sizes, work: Work, capacity: int, limits: Sequence[int] | None, every: Sequence[int]
 ) -> Work | None:

@@ -6,6 +6,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from qerl.host_memory import HOST
 from qerl.plan.instead import changes
 from qerl.plan.parts import Activations
 from qerl.plan.phases import MemoryPlan
@@ -81,7 +82,20 @@ def on_host(plan: MemoryPlan) -> str:
         said += " by each process"
     if plan.work.host_bytes is None:
         return said
-    return f"{said}, which may take {_gb(plan.work.host_bytes)} GB of what is available"
+    said += f", where {_gb(plan.work.host_bytes)} GB may be taken"
+    if fits_host(plan):
+        return said
+    total = "a run" if plan.work.processes == 1 else "all its processes together"
+    return f"{said}; if this machine has more than it says, set {HOST} to the GB that {total} may take"
+
+
+def would_fit(plan: MemoryPlan) -> str:
+    """That inputs of layers in the CPU's memory would make it fit, and what keeps them from it.
+
+    Args:
+        plan: With them there, where they have no room (`qerl.plan.propose.beyond_host`).
+    """
+    return f"It would fit with inputs of layers in the CPU's memory, but {on_host(plan)}."
 
 
 def advice(plan: MemoryPlan, proposal: MemoryPlan | None) -> str:

@@ -14,7 +14,7 @@ from qerl.families.sizes import SIZES, Sizes
 from qerl.fp4.checkpoint import check_held_format, read_config
 from qerl.models.hub import LocalModel, local_config
 from qerl.plan.phases import MemoryPlan, make_plan
-from qerl.plan.propose import fastest, propose
+from qerl.plan.propose import beyond_host, fastest, fits, propose
 from qerl.plan.work import FULL, HALF, Work
 from qerl.rollout.engine import KV_DTYPES
 from qerl.rollout.paged.limits import MAX_ROWS
@@ -30,6 +30,7 @@ def plan_settings(
     processes: int,
     found: LocalModel | None = None,
     adapters: int = 1,
+    serves: bool = False,
     may_offload: bool = True,
     host_bytes: int | None = None,
 ) -> MemoryPlan:
@@ -41,6 +42,7 @@ def plan_settings(
         processes: GPUs of a data-parallel run, each with a whole model.
         found: The model of the settings, where it has been found already.
         adapters: Adapters that a server keeps on the GPU; a run has one.
+        serves: Whether it is a server, whose engine takes room for requests that are to come.
         may_offload: Whether inputs of layers may be put into the CPU's memory where the settings leave it
             open.
         host_bytes: Bytes of that memory for each process; None: not known.
@@ -57,21 +59,30 @@ def plan_settings(
     if config.tuning == "full":
         raise QeRLError(_full_tuning(sizes, config, capacity))
     work = dataclasses.replace(
-        _work(config, processes), adapters=adapters, may_offload=may_offload, host_bytes=host_bytes
-    )
+        _work(config, processes), adapters=adapters, serves=serves, may_offload=may_offload,
+        host_bytes=host_bytes,
+    )  # fmt: skip
     if work.prompt_tokens + work.completion_tokens > sizes.positions:
         raise QeRLError(
             f"A prompt of {work.prompt_tokens} and a completion of {work.completion_tokens} tokens exceed "
             f"the model's {sizes.positions} positions; lower max_prompt_length or max_completion_length."
         )
-    tokens = config.tokens_per_forward
-    given: dict[str, Any] = {"every_n_layers": 0, "offload": False}
-    if config.gradient_checkpointing:
-        given = _checkpointing(config)
-    every = [work.every_n_layers] if "every_n_layers" in given else None
-    chosen = fastest(sizes, work, capacity, [tokens] if tokens else None, every, given.get("offload"))
-    work = chosen or dataclasses.replace(work, tokens_per_forward=tokens or work.tokens_of(1))
-    return make_plan(sizes, work, capacity)
+    chosen = fastest(sizes, work, capacity, *_choices(config))
+    tokens = config.tokens_per_forward or work.tokens_of(1)
+    return make_plan(sizes, chosen or dataclasses.replace(work, tokens_per_forward=tokens), capacity)
+
+
+def plan_beyond_host(config: QeRLConfig, plan: MemoryPlan) -> MemoryPlan | None:
+    """The plan that would fit if the CPU's memory had room for inputs of layers; None where a plan fits, or
+    where that is not what keeps it from it.
+
+    Args:
+        config: Settings of the run.
+        plan: Their plan.
+    """
+    if fits(plan) or plan.on_host:
+        return None
+    return beyond_host(plan.sizes, plan.work, plan.capacity, *_choices(config))
 
 
 def propose_settings(config: QeRLConfig, plan: MemoryPlan) -> MemoryPlan | None:
@@ -131,6 +142,16 @@ def _checkpointing(config: QeRLConfig) -> dict[str, Any]:
     """What the settings say of gradient checkpointing."""
     kwargs = config.gradient_checkpointing_kwargs
     return kwargs if isinstance(kwargs, dict) else {}
+
+
+def _choices(config: QeRLConfig) -> tuple[list[int] | None, list[int] | None, bool | None]:
+    """Limits, every n-th layer and offload between which `fastest` chooses; None where they are left open."""
+    tokens = config.tokens_per_forward
+    given: dict[str, Any] = {"every_n_layers": 0, "offload": False}
+    if config.gradient_checkpointing:
+        given = _checkpointing(config)
+    every = [given["every_n_layers"]] if "every_n_layers" in given else None
+    return [tokens] if tokens else None, every, given.get("offload")
 
 
 def _samples(config: QeRLConfig) -> int:

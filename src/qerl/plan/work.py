@@ -42,6 +42,7 @@ class Work:
         noise_in_loss: Whether microbatches are computed with noise of their own, so that none share a pass.
         adapters: Adapters that a server keeps on the GPU, each with gradients and optimizer; one at a time is
             sampled from or trained.
+        serves: Whether it is the work of a server, whose engine takes room for requests that are to come.
     """
 
     weights: WeightFormatName
@@ -66,6 +67,7 @@ class Work:
     host_bytes: int | None = None
     noise_in_loss: bool = False
     adapters: int = 1
+    serves: bool = False
 
     @property
     def format(self) -> WeightFormat:

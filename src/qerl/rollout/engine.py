@@ -10,7 +10,7 @@ weights. The engine knows nothing of trainers, tasks or rewards.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
 from typing import Any, Literal
@@ -125,6 +125,10 @@ class RolloutResult:
     accepted_tokens: int = 0
 
 
+WhenEnded = Callable[[int, Completion], None]
+"""Is told of a finished completion: its place in `RolloutResult.completions`, and it."""
+
+
 @dataclass(frozen=True)
 class Ended:
     """A turn that has ended.
@@ -218,8 +222,13 @@ class Session(ABC):
         """
 
     @abstractmethod
-    def next(self) -> list[Ended]:
-        """Decode until at least one sequence has ended its turn; with nothing to decode the list is empty."""
+    def next(self, one_round: bool = False) -> list[Ended]:
+        """Decode until at least one sequence has ended its turn; with nothing to decode the list is empty.
+
+        Args:
+            one_round: Decode the few steps of a round of the engine and no more, so that others can start
+                sequences before any has ended; the list may then be empty while the session is `busy`.
+        """
 
     @property
     @abstractmethod
@@ -248,6 +257,7 @@ class RolloutEngine(ABC):
         params: SamplingParams,
         norm_offsets: NormOffsets | None = None,
         seeds: Sequence[int] | None = None,
+        ended: WhenEnded | None = None,
     ) -> RolloutResult:
         """Sample completions for each prompt.
 
@@ -258,6 +268,8 @@ class RolloutEngine(ABC):
             norm_offsets: Noise added to RMSNorm weights for this call alone; the weights themselves are never
                 written.
             seeds: As in `Session.start`.
+            ended: Called with each completion as soon as it is finished, in this thread, and while others are
+                still decoded; decoding waits for it, so it should begin work and not do it.
 
         Raises:
             QeRLError: An empty prompt list, an empty prompt, a prompt that with its completion exceeds the
@@ -265,7 +277,10 @@ class RolloutEngine(ABC):
         """
 
     def session(
-        self, params: SamplingParams, norm_offsets: NormOffsets | None = None
+        self,
+        params: SamplingParams,
+        norm_offsets: NormOffsets | None = None,
+        growing: bool = False,
     ) -> AbstractContextManager[Session]:
         """Sample in turns; leaving the context gives up all sequences.
 
@@ -274,6 +289,8 @@ class RolloutEngine(ABC):
         Args:
             params: Sampling parameters of all sequences.
             norm_offsets: Noise, as in `generate`.
+            growing: Whether more sequences, of other prompts and lengths, are to be expected while these are
+                decoded. An engine that takes memory by what was started then takes some more at once.
 
         Raises:
             QeRLError: The engine samples whole completions alone.

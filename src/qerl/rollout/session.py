@@ -17,6 +17,7 @@ from qerl.rollout.engine import (
     RolloutResult,
     SamplingParams,
     Session,
+    WhenEnded,
     check_one_each,
     check_prompts,
 )
@@ -65,7 +66,7 @@ class TrackedSession(Session, Generic[S]):
 
     @abstractmethod
     def _decode(self) -> list[S]:
-        """Decode until at least one sequence has ended its turn, its tokens and reason up to date."""
+        """Decode a round; gives the sequences that have ended their turn, tokens and reason up to date."""
 
     def start(
         self,
@@ -115,10 +116,14 @@ class TrackedSession(Session, Generic[S]):
         sequence.stage = "finished"
         self._drop(sequence)
 
-    def next(self) -> list[Ended]:
+    def next(self, one_round: bool = False) -> list[Ended]:
         """See `Session.next`."""
-        full, self._full = self._full, []
-        return [self._end(sequence) for sequence in full or self._decode()]
+        ended, self._full = self._full, []
+        while not ended:
+            ended = self._decode()
+            if one_round or not self.busy:
+                break
+        return [self._end(sequence) for sequence in ended]
 
     @property
     def busy(self) -> bool:
@@ -155,6 +160,7 @@ def whole_completions(
     samples_per_prompt: int,
     max_tokens: abc.Sequence[int] | None = None,
     seeds: abc.Sequence[int] | None = None,
+    ended: WhenEnded | None = None,
 ) -> RolloutResult:
     """What `RolloutEngine.generate` returns: sequences of one turn.
 
@@ -162,15 +168,18 @@ def whole_completions(
         opened: A session in which nothing was started.
         prompts, samples_per_prompt: As in `RolloutEngine.generate`.
         max_tokens, seeds: As in `Session.start`.
+        ended: As in `RolloutEngine.generate`.
     """
     begin = time.perf_counter()
     found: dict[int, Completion] = {}
     with opened as session:
         indices = session.start(prompts, samples_per_prompt, max_tokens, seeds)
         while session.busy:
-            for ended in session.next():
-                found[ended.index] = ended.completion
-                session.finish(ended.index)
+            for turn in session.next():
+                found[turn.index] = turn.completion
+                session.finish(turn.index)
+                if ended is not None:
+                    ended(turn.index, turn.completion)
     completions = [found[index] for index in indices]
     return RolloutResult(
         completions=completions,

@@ -117,9 +117,9 @@ class ModelBackend:
         """See `Backend.drop_gradients`."""
         return model_id in self._adapters and self._adapters.get(model_id).drop_gradients()
 
-    def save_state(self, model_id: str, name: str) -> str:
+    def save_state(self, model_id: str, name: str, overwrite: bool = False) -> str:
         """See `Backend.save_state`."""
-        return self._save(model_id, TRAINING, name)
+        return self._save(model_id, TRAINING, name, overwrite)
 
     def save_for_sampler(self, model_id: str, name: str | None) -> str:
         """See `Backend.save_for_sampler`."""
@@ -191,6 +191,10 @@ class ModelBackend:
         """See `Backend.checkpoints`."""
         return self._store.list()
 
+    def checkpoint(self, path: str) -> Checkpoint:
+        """See `Backend.checkpoint`."""
+        return self._store.checkpoint(path)
+
     def delete_checkpoint(self, path: str) -> None:
         """See `Backend.delete_checkpoint`; samplers of it go on."""
         self._store.delete(path)
@@ -215,7 +219,10 @@ class ModelBackend:
             "adapters_on_device": self._adapters.resident,
             "adapter_bytes": self._adapters.bytes,
             "samplers": len(self._given),
+            "update_every_n_layers": self._seats.every_n_layers,
         }
+        if self._driver.tokens_per_forward is not None:
+            found["update_tokens_per_forward"] = self._driver.tokens_per_forward
         if self._seats.device.type == "cuda":
             found["gpu_memory_bytes"] = torch.cuda.memory_allocated(self._seats.device)
             found["gpu_peak_memory_bytes"] = torch.cuda.max_memory_allocated(self._seats.device)
@@ -223,12 +230,15 @@ class ModelBackend:
 
     def close(self) -> None:
         """See `Backend.close`."""
-        self._engine.release()
-        self._store.close()
+        try:
+            self._engine.release()
+        finally:
+            self._store.close()
 
-    def _save(self, model_id: str, kind: str, name: str) -> str:
+    def _save(self, model_id: str, kind: str, name: str, overwrite: bool = False) -> str:
         adapter = self._adapters.get(model_id)
-        return self._store.save(model_id, kind, name, adapter, self._seats.config(adapter.shape))
+        config = self._seats.config(adapter.shape)
+        return self._store.save(model_id, kind, name, adapter, config, overwrite)
 
     def _give(self, key: str, policy: Policy) -> None:
         self._policies[key] = policy

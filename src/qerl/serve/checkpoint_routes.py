@@ -5,16 +5,18 @@ fetch it: a checkpoint as one tar file, or each of its files.
 """
 
 import asyncio
+import contextlib
 import datetime
 import hashlib
 import hmac
+import os
 import re
 import tarfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from operator import methodcaller
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -23,7 +25,7 @@ from starlette.routing import BaseRoute, Route
 
 from qerl.serve.clients import Clients
 from qerl.serve.names import KINDS, SCHEME, split_path
-from qerl.serve.types import Backend, Checkpoint, WeightsInfo
+from qerl.serve.types import Backend, Checkpoint, NotSavedError, WeightsInfo
 
 VALID_S = 3600
 _TYPES = {"weights": "training", "sampler_weights": "sampler"}
@@ -56,7 +58,10 @@ class CheckpointRoutes:
         ]
 
     async def _call(self, run: Callable[[Backend], Any]) -> Any:
-        return await asyncio.wrap_future(self._clients.queue.call(run))
+        try:
+            return await asyncio.wrap_future(self._clients.queue.call(run))
+        except NotSavedError as error:
+            raise HTTPException(404, str(error)) from error
 
     async def _saved(self) -> list[Checkpoint]:
         """All checkpoints, newest first."""
@@ -67,10 +72,8 @@ class CheckpointRoutes:
         kind = "sampler_weights" if parts["kind"] == "external_weights" else parts["kind"]
         path = f"{SCHEME}{parts['run']}/{kind}/{parts['name']}"
         split_path(path)
-        for checkpoint in await self._saved():
-            if checkpoint.path == path:
-                return checkpoint
-        raise HTTPException(404, f"Nothing is saved at {path}.")
+        found: Checkpoint = await self._call(methodcaller("checkpoint", path))
+        return found
 
     async def _all(self, request: Request) -> Response:
         saved, cursor = _page(request, await self._saved())
@@ -103,7 +106,10 @@ class CheckpointRoutes:
         for checkpoint in saved:
             run = split_path(checkpoint.path)[0]
             if run not in runs:
-                info = await self._call(methodcaller("weights_info", checkpoint.path))
+                try:
+                    info = await self._call(methodcaller("weights_info", checkpoint.path))
+                except HTTPException:  # it was deleted since it was listed
+                    continue
                 mine = [item for item in saved if split_path(item.path)[0] == run]
                 runs[run] = _described_run(run, info, checkpoint.time, mine)
         return runs
@@ -136,9 +142,10 @@ class CheckpointRoutes:
         if int(expires) < time.time():
             raise HTTPException(403, "This link has expired; ask for a new one.")
         checkpoint = await self._checkpoint(request)
+        paths = _files_of(checkpoint)
         if file == f"{request.path_params['name']}.tar":
-            return StreamingResponse(_tar(_files_of(checkpoint)), media_type="application/x-tar")
-        for path in _files_of(checkpoint):
+            return StreamingResponse(_tar(_opened(paths, checkpoint)), media_type="application/x-tar")
+        for path in paths:
             if path.name == file:
                 return FileResponse(path)
         raise HTTPException(404, f"{checkpoint.path} has no file {file}.")
@@ -196,15 +203,45 @@ def _date(seconds: float) -> str:
 
 
 def _files_of(checkpoint: Checkpoint) -> list[Path]:
-    return sorted(path for path in checkpoint.folder.iterdir() if path.is_file() and not path.is_symlink())
+    """The files of a checkpoint.
+
+    Raises:
+        HTTPException: 404, it was deleted since it was described.
+    """
+    try:
+        found = [path for path in checkpoint.folder.iterdir() if path.is_file() and not path.is_symlink()]
+    except FileNotFoundError:
+        raise _deleted(checkpoint) from None
+    return sorted(found)
 
 
-def _tar(paths: Sequence[Path]) -> Iterator[bytes]:
-    """A tar file with these files at its top, piece by piece."""
-    for path in paths:
-        with path.open("rb") as file:
-            entry = tarfile.TarInfo(path.name)
-            entry.size = path.stat().st_size
+def _opened(paths: Sequence[Path], checkpoint: Checkpoint) -> list[BinaryIO]:
+    """The files of a checkpoint, open, so that they can be read to the end if it is deleted meanwhile.
+
+    Raises:
+        HTTPException: 404, it was deleted since they were listed.
+    """
+    with contextlib.ExitStack() as stack:
+        try:
+            files: list[BinaryIO] = [stack.enter_context(path.open("rb")) for path in paths]
+        except FileNotFoundError:
+            raise _deleted(checkpoint) from None
+        stack.pop_all()
+    return files
+
+
+def _deleted(checkpoint: Checkpoint) -> HTTPException:
+    return HTTPException(404, f"{checkpoint.path} was deleted.")
+
+
+def _tar(files: Sequence[BinaryIO]) -> Iterator[bytes]:
+    """A tar file with these files at its top, piece by piece; closes them."""
+    with contextlib.ExitStack() as stack:
+        for file in files:
+            stack.enter_context(file)
+        for file in files:
+            entry = tarfile.TarInfo(Path(file.name).name)
+            entry.size = os.fstat(file.fileno()).st_size
             yield entry.tobuf()
             while piece := file.read(1 << 20):
                 yield piece

@@ -5,9 +5,10 @@
 
 Each is a plain PEFT folder, which PEFT, vLLM and `qerl eval` read, with the optimizer's moments, the seed and
 the count of steps beside it, so that training goes on with the same bits. It is written aside and renamed, as
-the checkpoints of a run are: a server that is killed while it saves leaves the former one, or none. Gradients
-that have gathered since the last optimizer step are not part of it. A folder belongs to one server at a time,
-which holds a lock on it until it ends or is killed.
+the checkpoints of a run are. What it replaces is put aside until then, and the next server puts it back if
+this one was killed in between: so there is always the former one or the new one. Gradients that have gathered
+since the last optimizer step are not part of it. A folder belongs to one server at a time, which holds a lock
+on it until it ends or is killed.
 
 A path is made of an id and a name as `qerl.serve.names` takes them, with nothing that could mean something to
 a file system, so no path leads out of the folder; nor does a link in it.
@@ -32,7 +33,7 @@ from qerl.run_folder import ADAPTER_FILE, MANIFEST_FILE, POLICY_FILE, UNFINISHED
 from qerl.serve.adapters import TrainedAdapter
 from qerl.serve.names import KINDS, SCHEME, split_path
 from qerl.serve.seats import Shape
-from qerl.serve.types import Checkpoint
+from qerl.serve.types import Checkpoint, NotSavedError
 from qerl.trainer.resume.checkpoint import clear, publish, read_manifest
 
 logger = logging.getLogger(__name__)
@@ -40,6 +41,8 @@ logger = logging.getLogger(__name__)
 STATE_FILE = "state.json"
 OPTIMIZER_FILE = "optimizer.safetensors"
 LOCK_FILE = "server.lock"
+REPLACED = ".replaced"
+"""Holds, by its path, what is being replaced."""
 
 TRAINING, SAMPLING = KINDS
 
@@ -91,9 +94,18 @@ class Store:
                 "own with --output_dir."
             ) from None
         shutil.rmtree(self.root / UNFINISHED, ignore_errors=True)
+        self._put_back()
 
-    def save(self, model_id: str, kind: str, name: str, adapter: TrainedAdapter, config: LoraConfig) -> str:
-        """Write an adapter, over what was saved under this name.
+    def save(
+        self,
+        model_id: str,
+        kind: str,
+        name: str,
+        adapter: TrainedAdapter,
+        config: LoraConfig,
+        overwrite: bool = False,
+    ) -> str:
+        """Write an adapter.
 
         Args:
             model_id: Whose it is.
@@ -101,15 +113,19 @@ class Store:
             name: As the client calls it.
             adapter: What is saved.
             config: That PEFT is to read.
+            overwrite: Whether it may replace what is saved under this name.
 
         Returns:
             Its path.
 
         Raises:
-            QeRLError: The name cannot be part of a path.
+            QeRLError: The name cannot be part of a path, or something is saved under it.
         """
         path = f"{SCHEME}{model_id}/{kind}/{name}"
         folder = self.folder(path)
+        if not overwrite and (folder / MANIFEST_FILE).is_file():
+            replace = ", or replace it with save_state(..., overwrite=True)" if kind == TRAINING else ""
+            raise QeRLError(f"{path} is saved already; choose another name, delete it first{replace}.")
         part = self.root / UNFINISHED / "part"
         clear(part)
         config.save_pretrained(str(part))
@@ -127,7 +143,14 @@ class Store:
         (part / STATE_FILE).write_text(json.dumps(state), encoding="utf-8")
         (part / POLICY_FILE).write_text(json.dumps(self._facts, indent=2) + "\n", encoding="utf-8")
         folder.parent.mkdir(parents=True, exist_ok=True)
-        publish(part, folder, adapter.steps, 1, json.dumps(self._settings, indent=1) + "\n")
+        try:
+            if (folder / MANIFEST_FILE).is_file():
+                aside = self.root / REPLACED / folder.relative_to(self.root)
+                clear(aside.parent)
+                folder.rename(aside)
+            publish(part, folder, adapter.steps, 1, json.dumps(self._settings, indent=1) + "\n")
+        finally:
+            self._put_back()
         return path
 
     def read(self, path: str, with_optimizer: bool = False) -> Saved:
@@ -167,6 +190,16 @@ class Store:
         """Whether what is saved was trained on this server's base, whatever that was called then."""
         return bool(saved.fingerprint == self._facts.get("fingerprint"))
 
+    def checkpoint(self, path: str) -> Checkpoint:
+        """What is saved at a path, as a list shows it.
+
+        Raises:
+            QeRLError: There is none at this path, or it is damaged.
+        """
+        folder, _ = self._about(path)
+        size = sum(file.stat().st_size for file in folder.iterdir())
+        return Checkpoint(path, folder, size, (folder / MANIFEST_FILE).stat().st_mtime)
+
     def saved_at(self, path: str) -> int:
         """When a path was last saved, in nanoseconds: what tells its states apart.
 
@@ -183,9 +216,7 @@ class Store:
                 folder = manifest.parent
                 path = f"{SCHEME}{folder.parent.parent.name}/{kind}/{folder.name}"
                 try:
-                    self._about(path)
-                    size = sum(file.stat().st_size for file in folder.iterdir())
-                    found.append(Checkpoint(path, folder, size, manifest.stat().st_mtime))
+                    found.append(self.checkpoint(path))
                 except (QeRLError, OSError) as error:
                     logger.warning("%s is left out of the list of checkpoints: %s", folder, error)
         return sorted(found, key=lambda checkpoint: (checkpoint.time, checkpoint.path))
@@ -216,10 +247,24 @@ class Store:
             raise QeRLError(f"{path} leads out of the server's folder; nothing is read or written there.")
         return folder
 
+    def _put_back(self) -> None:
+        """Put back what was to be replaced by something that is not there, and delete it where that is."""
+        replaced = self.root / REPLACED
+        for aside in replaced.glob(f"*/*/*/{MANIFEST_FILE}"):
+            folder = self.root / aside.parent.relative_to(replaced)
+            if (folder / MANIFEST_FILE).is_file():
+                aside.unlink()  # first, so that half a folder never comes back
+            else:
+                shutil.rmtree(folder, ignore_errors=True)
+                aside.parent.rename(folder)
+        shutil.rmtree(replaced, ignore_errors=True)
+
     def _about(self, path: str) -> tuple[Path, Saved]:
         folder = self.folder(path)
         if not (folder / MANIFEST_FILE).is_file():
-            raise QeRLError(f"Nothing is saved at {path} on this server; look at the list of checkpoints.")
+            raise NotSavedError(
+                f"Nothing is saved at {path} on this server; look at the list of checkpoints."
+            )
         read_manifest(folder)
         state, facts = read_json(folder / STATE_FILE), read_json(folder / POLICY_FILE)
         try:

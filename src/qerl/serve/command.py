@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from qerl.serve.types import Backend
 
 KEY_FILE = "api_key"
+KEY_VARIABLE = "QERL_API_KEY"
 KEY_START = "tml-"
 """Clients refuse keys that begin otherwise."""
 KEY_LENGTH = 20
@@ -47,7 +48,8 @@ def add_serve(commands: Any) -> None:
     )
     sub.add_argument(
         "--api_key", metavar="KEY",
-        help=f"begins with {KEY_START}; default: one of its own, kept in DIR/{KEY_FILE}",
+        help=f"begins with {KEY_START}; default: the environment's {KEY_VARIABLE}, which other users of this "
+        f"machine cannot read, else one of its own, kept in DIR/{KEY_FILE}",
     )  # fmt: skip
     sub.add_argument(
         "--output_dir", type=Path, default=Path("runs/serve"), metavar="DIR",
@@ -248,15 +250,18 @@ def _is_local(host: str) -> bool:
 
 
 def _own_key(args: argparse.Namespace) -> str:
-    """The key of a server that begins: the one given, else that of its folder, which is made once.
+    """The key of a server that begins: the one given, else the environment's, else that of its folder, which
+    is made once.
 
     Raises:
         QeRLError: No client would send it, or the file holds none.
     """
-    if args.api_key is not None:
-        if not args.api_key.startswith(KEY_START) or args.api_key == KEY_START:
-            raise QeRLError(f"--api_key must begin with {KEY_START} and go on; clients refuse other keys.")
-        return str(args.api_key)
+    given = _given_key(args)
+    if given is not None:
+        where, key = given
+        if not key.startswith(KEY_START) or key == KEY_START:
+            raise QeRLError(f"{where} must begin with {KEY_START} and go on; clients refuse other keys.")
+        return key
     path = args.output_dir / KEY_FILE
     if not path.exists():
         _write_key(path)
@@ -267,6 +272,14 @@ def _own_key(args: argparse.Namespace) -> str:
             "Delete the file, and a new key is made."
         )
     return key
+
+
+def _given_key(args: argparse.Namespace) -> tuple[str, str] | None:
+    """Where a key was given, and the key; an empty variable gives none."""
+    if args.api_key is not None:
+        return "--api_key", str(args.api_key)
+    key = os.environ.get(KEY_VARIABLE, "")
+    return (KEY_VARIABLE, key) if key else None
 
 
 def _write_key(path: Path) -> None:
@@ -285,7 +298,7 @@ def _write_key(path: Path) -> None:
 
 def _known_key(args: argparse.Namespace) -> str:
     """The key by which to ask a server that runs."""
-    path = args.output_dir / KEY_FILE
-    if args.api_key is not None:
-        return str(args.api_key)
+    path, given = args.output_dir / KEY_FILE, _given_key(args)
+    if given is not None:
+        return given[1]
     return path.read_text().strip() if path.exists() else os.environ.get("TINKER_API_KEY", "")

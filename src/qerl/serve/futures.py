@@ -107,6 +107,10 @@ class Busy(QeRLError):
     """The server has too much to do; what was asked for may be asked for again later."""
 
 
+class TooLarge(QeRLError):
+    """What was asked for never fits, however often it is sent."""
+
+
 class Futures:
     """All futures by request id.
 
@@ -145,11 +149,11 @@ class Futures:
                 out.
 
         Raises:
-            QeRLError: It is too large for this server.
+            TooLarge: It alone is larger than what is held of all.
             Busy: There are too many, or with it they are too large.
         """
         if future.bytes > self._most_bytes:
-            raise QeRLError(
+            raise TooLarge(
                 f"The request takes {future.bytes} bytes, and this server holds {self._most_bytes} of all "
                 "requests together (`qerl serve --held_gb`); send less at a time."
             )
@@ -187,6 +191,13 @@ class Futures:
             for future in ended:
                 self._remove(future.request_id)
         for future in ended:
+            future.settle(failure)
+
+    def fail(self, failure: Failure) -> None:
+        """Fail everything that is waited for."""
+        with self._lock:
+            waited_for = [future for future in self._futures.values() if future.settled is None]
+        for future in waited_for:
             future.settle(failure)
 
     def _settled(self, future: Future) -> None:

@@ -61,10 +61,11 @@ class Api:
         clients: Records, queue and futures behind them.
         metrics: What /metrics shows.
         api_key: What X-API-Key must be.
+        works: Whether the worker runs, without which no request is ever answered.
     """
 
-    def __init__(self, clients: Clients, metrics: Metrics, api_key: str) -> None:
-        self._clients, self._metrics, self._api_key = clients, metrics, api_key
+    def __init__(self, clients: Clients, metrics: Metrics, api_key: str, works: Callable[[], bool]) -> None:
+        self._clients, self._metrics, self._api_key, self._works = clients, metrics, api_key, works
         self._samples = Samples(clients)
         self._training = Training(clients, self._samples)
         self._checkpoints = CheckpointRoutes(clients, api_key)
@@ -82,18 +83,20 @@ class Api:
         )  # fmt: skip
 
     def _routes(self) -> list[BaseRoute]:
-        training, read = self._training, requests.read
+        training = self._training
         futures: dict[str, Callable[[bytes], str]] = {
-            "create_model": lambda body: training.create_model(read(requests.CreateModel, body)),
-            "load_weights": lambda body: training.load_weights(read(requests.LoadWeights, body)),
-            "unload_model": lambda body: training.unload_model(read(requests.OfModel, body)),
+            "create_model": lambda body: training.create_model(requests.read(requests.CreateModel, body)),
             "forward_backward": lambda body: training.forward_backward(read_forward_backward(body)),
-            "optim_step": lambda body: training.optim_step(read(requests.OptimStep, body)),
-            "save_weights": lambda body: training.save_weights(read(requests.SaveWeights, body)),
-            "save_weights_for_sampler": lambda body: training.save_for_sampler(
-                read(requests.SaveWeights, body)
+            "load_weights": self._ordered("load_weights", requests.LoadWeights, training.load_weights),
+            "unload_model": self._ordered("unload_model", requests.OfModel, training.unload_model),
+            "optim_step": self._ordered("optim_step", requests.OptimStep, training.optim_step),
+            "save_weights": self._ordered("save_weights", requests.SaveWeights, training.save_weights),
+            "save_weights_for_sampler": self._ordered(
+                "save_weights_for_sampler", requests.SaveWeights, training.save_for_sampler
             ),
-            "save_weights_external": lambda body: training.save_external(read(requests.SaveExternal, body)),
+            "save_weights_external": self._ordered(
+                "save_weights_external", requests.SaveExternal, training.save_external
+            ),
         }
         posts: dict[str, Handler] = {
             "client/config": self._config,
@@ -123,6 +126,22 @@ class Api:
             *(Route(f"/api/v1/{path}", handler, methods=["GET"]) for path, handler in gets.items()),
         ]
 
+    def _ordered(
+        self, kind: str, of: type[requests.B], submit: Callable[[requests.B], str]
+    ) -> Callable[[bytes], str]:
+        """Takes bodies of requests that run in an order; one that cannot be read takes its place there."""
+
+        def take(body: bytes) -> str:
+            try:
+                asked = requests.read(of, body)
+            except QeRLError as error:
+                if (place := requests.place_of(body)) is None:
+                    raise
+                return self._training.refuse(kind, place, error)
+            return submit(asked)
+
+        return take
+
     @contextlib.asynccontextmanager
     async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
         async def sweep() -> None:
@@ -146,6 +165,8 @@ class Api:
         return JSONResponse({"status": "accepted"})
 
     async def _health(self, _: Request) -> Response:
+        if not self._works():
+            raise HTTPException(503, "The thread that runs the model has ended; start the server again.")
         return JSONResponse({"status": "ok"})
 
     async def _capabilities(self, _: Request) -> Response:
@@ -299,6 +320,7 @@ class Api:
                     for session in list(clients.sessions.values())
                 ],
                 "waiting": clients.queue.depths(),
+                "gauges": dict(self._metrics.watched()),
             }
         )
 

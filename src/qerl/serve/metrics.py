@@ -14,7 +14,13 @@ _REQUESTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 
 
 class Metrics:
-    """Counts what the worker does, and asks for what is there when it is read."""
+    """Counts what the worker does, and asks for what is there when it is read.
+
+    Attributes:
+        watched: Gives the numbers that `watch` was told of.
+    """
+
+    watched: Callable[[], Mapping[str, float]] = dict
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -51,6 +57,7 @@ class Metrics:
 
     def watch(self, read: Callable[[], Mapping[str, float]]) -> None:
         """Report these numbers too, by name, read whenever somebody asks."""
+        self.watched = read
         self.registry.register(_Gauges(read))
 
     def text(self) -> bytes:

@@ -47,11 +47,12 @@ class WorkQueue:
     """Work that waits.
 
     Args:
-        gather_s: How long the others of a burst are waited for after the first request for samples.
+        gather_s: The others of a burst of requests for samples are waited for until none comes for so long.
+        gather_most_s: But no longer than this after the first.
     """
 
-    def __init__(self, gather_s: float) -> None:
-        self._gather_s = gather_s
+    def __init__(self, gather_s: float, gather_most_s: float) -> None:
+        self._gather_s, self._gather_most_s = gather_s, gather_most_s
         self._changed = threading.Condition()
         self._calls: deque[Call] = deque()
         self._samples: deque[SampleJob] = deque()
@@ -166,10 +167,13 @@ class WorkQueue:
             return calls
 
     def take_samples(self) -> list[SampleJob]:
-        """The requests of a burst: all that wait, after those that follow close on the first."""
+        """The requests of a burst: all that wait, after those that follow close on one another."""
         with self._changed:
-            until = self._samples[0].arrived + self._gather_s if self._samples else 0.0
-            while (left := until - time.monotonic()) > 0 and not self._closed:
+            while self._samples and not self._closed:
+                first, last = self._samples[0].arrived, self._samples[-1].arrived
+                left = min(last + self._gather_s, first + self._gather_most_s) - time.monotonic()
+                if left <= 0:
+                    break
                 self._changed.wait(left)
             return self._all_samples()
 

@@ -2,9 +2,13 @@
 
 Clients grow fields faster than servers do, so fields that are missing here are skipped, and a field that asks
 for something this server cannot do is refused with a sentence instead of being ignored.
+
+A request with a number among its model's is refused in its turn, because those after it wait for it. So what
+says whether its values may be run is a method, which the worker calls, and no constraint on a field.
 """
 
 import json
+import math
 from typing import Any, TypeVar
 
 import numpy as np
@@ -56,6 +60,16 @@ class CreateSession(Body):
     tags: list[str] = []
     sdk_version: str = "unknown"
     user_metadata: dict[str, Any] | None = None
+
+
+def place_of(body: bytes) -> "OfModel | None":
+    """The place among its model's requests that a body names, whatever else is wrong with it; None if it
+    names none."""
+    try:
+        place = read(OfModel, body)
+    except QeRLError:
+        return None
+    return None if place.seq_id is None else place
 
 
 class OfSession(Body):
@@ -110,12 +124,30 @@ class CreateModel(Body):
 
 class Adam(Body):
     type: str = "adamw"
-    learning_rate: float = Field(default=AdamParams.learning_rate, ge=0, allow_inf_nan=False)
-    beta1: float = Field(default=AdamParams.beta1, ge=0, lt=1)
-    beta2: float = Field(default=AdamParams.beta2, ge=0, lt=1)
-    eps: float = Field(default=AdamParams.eps, ge=0, allow_inf_nan=False)
-    weight_decay: float = Field(default=AdamParams.weight_decay, ge=0, allow_inf_nan=False)
-    grad_clip_norm: float = Field(default=AdamParams.grad_clip_norm, ge=0, allow_inf_nan=False)
+    learning_rate: float = AdamParams.learning_rate
+    beta1: float = AdamParams.beta1
+    beta2: float = AdamParams.beta2
+    eps: float = AdamParams.eps
+    weight_decay: float = AdamParams.weight_decay
+    grad_clip_norm: float = AdamParams.grad_clip_norm
+
+    def numbers(self) -> AdamParams:
+        """The numbers, each in its range.
+
+        Raises:
+            QeRLError: One is not.
+        """
+        found = self.model_dump(exclude={"type"})
+        for name, value in found.items():
+            below, range_ = (
+                (1, "at least 0 and below 1") if name in _BETAS else (math.inf, "finite and not negative")
+            )
+            if not 0 <= value < below:  # NaN is refused as well
+                raise QeRLError(f"adam_params.{name} is {value}; it must be {range_}.")
+        return AdamParams(**found)
+
+
+_BETAS = ("beta1", "beta2")
 
 
 class OptimStep(OfModel):
@@ -127,15 +159,25 @@ class OptimStep(OfModel):
         """The numbers of the step.
 
         Raises:
-            QeRLError: They are another optimizer's.
+            QeRLError: They are another optimizer's, or one is out of range.
         """
         Optimizer(type=self.adam_params.type).check()
-        return AdamParams(**self.adam_params.model_dump(exclude={"type"}))
+        return self.adam_params.numbers()
 
 
 class SaveWeights(OfModel):
     path: str | None = None
     sampling_session_seq_id: int | None = None
+    overwrite: bool = False
+    kind: str = "snapshot"
+
+    def check_kind(self) -> None:
+        """Refuse a sampler that follows its model."""
+        if self.kind != "snapshot":
+            raise QeRLError(
+                f"kind is {self.kind!r}, but a sampler of this server stays as it is and does not follow its "
+                "model; leave kind out, and take a new sampler after each optimizer step."
+            )
 
 
 class SaveExternal(OfModel):

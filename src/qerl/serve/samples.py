@@ -1,6 +1,7 @@
 """What clients ask of samplers: policies that stay as they are, of the base, saved weights or a snapshot."""
 
 import hashlib
+import logging
 import time
 import uuid
 from concurrent.futures import Future as CallFuture
@@ -12,7 +13,9 @@ from qerl.serve.clients import Clients, Sampler
 from qerl.serve.futures import Failure, Future
 from qerl.serve.names import check_id, split_path
 from qerl.serve.requests import CreateSampler, Sample
-from qerl.serve.types import Backend
+from qerl.serve.types import Backend, SampleRequest
+
+logger = logging.getLogger(__name__)
 
 
 class Samples:
@@ -25,6 +28,7 @@ class Samples:
     def __init__(self, clients: Clients) -> None:
         self._clients = clients
         self._opening: dict[str, CallFuture[str]] = {}
+        self._told_of_tempering = False
 
     def create_sampler(self, body: CreateSampler) -> "CallFuture[str]":
         """The id of a sampler of the base or of saved weights, once the backend has looked at it.
@@ -103,6 +107,7 @@ class Samples:
         except QeRLError as error:
             future.settle(Failure(str(error), "user"))
             return request_id, sequences
+        self._tell_of_tempering(request)
 
         def opened(call: "CallFuture[None] | None") -> None:
             if call is not None and (error := call.exception()) is not None:
@@ -115,6 +120,17 @@ class Samples:
         else:
             opening.add_done_callback(opened)
         return request_id, sequences
+
+    def _tell_of_tempering(self, request: SampleRequest) -> None:
+        """Say once in the log what log-probabilities at another temperature are, and what they are not."""
+        if not self._told_of_tempering and request.temperature not in (0, 1):
+            self._told_of_tempering = True
+            logger.warning(
+                "Samples are drawn at temperature %g, with log-probabilities at that temperature: "
+                "importance_sampling corrects for it, ppo and cispo clip it, and those of forward and "
+                "compute_logprobs are at temperature 1 (docs/serve.md).",
+                request.temperature,
+            )
 
     def _reopen(self, sampler: Sampler, backend: Backend) -> None:
         """Give the backend a sampler of saved weights that was closed.

@@ -2,9 +2,10 @@
 
 A client sends the 64 samples of its batch as 64 requests. Those of one policy and the same temperature,
 filters and end tokens are decoded together in a session of the engine; equal prompts among them are found and
-prefilled once. What arrives meanwhile and fits joins between rounds; what does not waits for the next
-session, and while it waits `MOST_JOINERS` may join, so that no client keeps the others waiting. Each sample
-has a seed of its own, so it draws the same tokens whoever shares the batch.
+prefilled once. Between rounds of the engine the desk is asked: what has arrived and fits joins those that are
+being decoded, whether or not one of them has ended; what does not fit waits for the next session, and while
+it waits `MOST_JOINERS` may join, so that no client keeps the others waiting. Each sample has a seed of its
+own, so it draws the same tokens whoever shares the batch.
 
 Log-probabilities of prompts are those of the policy without noise, from a pass of their own in front of the
 session; a late request that wants them waits for the next session, because a session may be noisy.
@@ -180,7 +181,7 @@ class Sampling:
                 yield from self._score(running)
                 noise = self._host.noise(group.policy) if group.temperature > 0 else {}
                 params = group.params(self._limits.positions)
-                with self._host.engine.session(params, noise) as session:
+                with self._host.engine.session(params, noise, growing=True) as session:
                     yield from running.start(session, running.unanswered)
                     joined = 0  # while others waited
                     while session.busy:
@@ -329,8 +330,8 @@ class _Running:
         self._samples.update(zip(indices, begun, strict=True))
 
     def next(self, session: Session) -> Iterator[Answer]:
-        """Decode on; yields the answers of requests all of whose samples have ended."""
-        for ended in session.next():
+        """Decode a round; yields the answers of requests all of whose samples have ended."""
+        for ended in session.next(one_round=True):
             session.finish(ended.index)
             each, index = self._samples.pop(ended.index)
             each.samples[index] = ended.completion

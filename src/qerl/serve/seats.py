@@ -71,12 +71,14 @@ class Seats:
     Attributes:
         model: The base with its seats, which an engine and the update compute with.
         most_rank: The largest rank of an adapter.
+        every_n_layers: Every n-th layer is computed again for backward at present; 0 if none ever was, as on
+            a CPU.
     """
 
     def __init__(self, base: PreTrainedModel, most_rank: int) -> None:
         self._targets = _targets(base)
         self.most_rank = most_rank
-        self._some_kept = False
+        self.every_n_layers = 0
         self.model: PeftModel = adapt(base, self._config(Shape(most_rank)))
         self._widest = self.model.active_adapter
         self._empty(self._widest)
@@ -92,7 +94,7 @@ class Seats:
         """Of every n-th layer keep the input alone for the backward pass, as `qerl plan` counts, and compute
         the layer again; the others keep their activations: all, with an n above the number of layers."""
         base_model(self.model).gradient_checkpointing_enable({"use_reentrant": False}, every_n_layers=every)
-        self._some_kept = every > 1
+        self.every_n_layers = every
 
     def recompute_every_layer(self) -> bool:
         """Let no layer keep its activations from here on.
@@ -100,7 +102,7 @@ class Seats:
         Returns:
             Whether layers between those that :meth:`recompute_layers` chose kept theirs before.
         """
-        kept = self._some_kept
+        kept = self.every_n_layers > 1
         if kept:
             self.recompute_layers()
         return kept

@@ -1,16 +1,21 @@
 """A server: backend, worker and HTTP put together, and run until it is told to end."""
 
 import socket
+from collections.abc import Callable
 
 import uvicorn
 from starlette.applications import Starlette
 
+from qerl.errors import QeRLError
 from qerl.serve.clients import Clients
+from qerl.serve.futures import Failure
 from qerl.serve.http import Api
 from qerl.serve.limits import Limits
 from qerl.serve.metrics import Metrics
 from qerl.serve.types import Backend
 from qerl.serve.worker import Worker
+
+_ENDING = Failure("The server is ending; what was saved is still there when it runs again.", "server")
 
 
 class Server:
@@ -31,23 +36,55 @@ class Server:
         self.metrics = Metrics()
         self.clients = Clients(backend.models, limits)
         self.worker = Worker(self.clients.queue, backend, self.metrics)
+        self.worker.on_break = lambda why: self._end(Failure(why, "server"))
         self.metrics.watch(lambda: {**self.clients.gauges(), **self.worker.gauges})
-        self.app: Starlette = Api(self.clients, self.metrics, api_key).app()
+        self.app: Starlette = Api(self.clients, self.metrics, api_key, self.worker.is_alive).app()
+        self._http: _Http | None = None
 
     def start(self) -> None:
         """Let the worker begin."""
         self.worker.start()
 
     def stop(self) -> None:
-        """Let the worker end after what it runs, and wait for it."""
-        self.clients.queue.close()
+        """Let the worker end, and wait for it.
+
+        Clients hear at once that nothing more comes. Samples that are being decoded end with it, since nobody
+        waits for them; a pass that runs is waited for.
+        """
+        self._end(_ENDING)
         self.worker.join()
 
     def run(self, listening: socket.socket) -> None:
-        """Serve at a bound socket until interrupted."""
+        """Serve at a bound socket until interrupted.
+
+        Raises:
+            QeRLError: It ended because nothing more could be run, as after a fault of the GPU.
+        """
         config = uvicorn.Config(self.app, log_level="warning", timeout_graceful_shutdown=2)
+        self._http = _Http(config, lambda: self._end(_ENDING))
         self.start()
         try:
-            uvicorn.Server(config).run(sockets=[listening])
+            self._http.run(sockets=[listening])
         finally:
             self.stop()
+        if self.worker.broken is not None:
+            raise QeRLError(self.worker.broken)
+
+    def _end(self, why: Failure) -> None:
+        self.clients.queue.close()
+        self.clients.futures.fail(why)
+        if self._http is not None:
+            self._http.should_exit = True
+
+
+class _Http(uvicorn.Server):
+    """Tells clients that the server ends while their connections are still there."""
+
+    def __init__(self, config: uvicorn.Config, end: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._end = end
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Close everything; called by uvicorn once it was told to exit."""
+        self._end()
+        await super().shutdown(sockets)

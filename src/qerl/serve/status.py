@@ -36,6 +36,16 @@ def print_status(url: str, api_key: str, console: Console) -> None:
     console.print(_table(status) if status["sessions"] else "No client is connected.")
     waiting = [f"{number} {kind}" for kind, number in status["waiting"].items() if number]
     console.print(f"Waiting: {', '.join(waiting) or 'nothing'}.")
+    if "update_every_n_layers" in status["gauges"]:  # once the worker has had something to do
+        console.print(_updates(status["gauges"]), highlight=False)
+
+
+def _updates(gauges: dict[str, float]) -> str:
+    """How updates are computed at present; memory that ran out changes it for good."""
+    tokens, every = gauges.get("update_tokens_per_forward"), int(gauges["update_every_n_layers"])
+    most = "as many tokens as there are" if tokens is None else f"at most {tokens:.0f} tokens"
+    again = {0: "no layer", 1: "every layer"}.get(every, f"one layer of {every}")
+    return f"Updates: {most} at a time, {again} computed again for backward."
 
 
 def _table(status: dict[str, Any]) -> Table:

@@ -10,7 +10,7 @@ from functools import partial
 
 from qerl.errors import QeRLError
 from qerl.serve.clients import Clients, Model, unknown
-from qerl.serve.futures import Answer, Failure, Future
+from qerl.serve.futures import Answer, Failure, Future, TooLarge
 from qerl.serve.line import Job, Line
 from qerl.serve.messages import ForwardBackward, loss_output_bytes
 from qerl.serve.names import check_id, check_name, split_path
@@ -145,11 +145,15 @@ class Training:
 
         return self._submit(body, "optim_step", run, body.size)
 
+    def refuse(self, kind: str, place: OfModel, error: QeRLError) -> str:
+        """Request id of what has a place in a model's line, but a body that cannot be read."""
+        return self._submit(place, kind, partial(_fail, error), place.size)
+
     def save_weights(self, body: SaveWeights) -> str:
         """Request id of a checkpoint with optimizer."""
 
         def run(backend: Backend) -> Answer:
-            path = backend.save_state(body.model_id, check_name(body.path))
+            path = backend.save_state(body.model_id, check_name(body.path), body.overwrite)
             return json_answer(path=path, type="save_weights")
 
         return self._submit(body, "save_weights", run, body.size)
@@ -158,6 +162,7 @@ class Training:
         """Request id of a policy to sample from: a checkpoint if it has a name, else a new sampler."""
 
         def run(backend: Backend) -> Answer:
+            body.check_kind()
             if body.path is not None:
                 path = backend.save_for_sampler(body.model_id, check_name(body.path))
                 return json_answer(path=path, type="save_weights_for_sampler")
@@ -195,7 +200,14 @@ class Training:
         def make(request_id: str, line: Line) -> Job:
             told = partial(clients.queue.told, line, request_id)
             future = Future(request_id, kind, model.session_id, told, size)
-            return Job(clients.futures.add(future, awaited=request_id == line.request_id(line.next)), run)
+            awaited = request_id == line.request_id(line.next)
+            try:
+                return Job(clients.futures.add(future, awaited), run)
+            except TooLarge as error:
+                if body.seq_id == 0:  # a model that is not made has no requests that could wait for this one
+                    raise
+                without_body = Future(request_id, kind, model.session_id, told)
+                return Job(clients.futures.add(without_body, awaited), partial(_fail, error))
 
         request_id = clients.queue.submit(model_id, body.seq_id, make)
         known = clients.futures.get(request_id)
@@ -211,3 +223,7 @@ class Training:
             self._clients.models.pop(model_id, None)
         for job in self._clients.queue.drop(model_id):
             job.future.settle(Failure(reason, "user"))
+
+
+def _fail(error: QeRLError, _: Backend) -> Answer:
+    raise error

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
+from qerl.errors import QeRLError
+
 if TYPE_CHECKING:
     from qerl.update.losses import Datum, LossOutput
 
@@ -167,6 +169,10 @@ class Checkpoint:
     time: float
 
 
+class NotSavedError(QeRLError):
+    """Nothing is saved at a tinker:// path, or not any more."""
+
+
 Arrivals = Callable[[], Sequence[SampleRequest]]
 
 
@@ -201,15 +207,17 @@ class Backend(Protocol):
         """Forget the gradients since the last optimizer step; says whether there were any. A model that is
         not there has none."""
 
-    def save_state(self, model_id: str, name: str) -> str:
-        """Write adapter and optimizer under a name, over what it held; returns their tinker:// path."""
+    def save_state(self, model_id: str, name: str, overwrite: bool) -> str:
+        """Write adapter and optimizer under a name that nothing has, or over it if `overwrite`; returns their
+        tinker:// path."""
 
     def save_for_sampler(self, model_id: str, name: str | None) -> str:
         """A policy to sample from that stays as it is now while the model goes on.
 
         Returns:
-            With a name the tinker:// path it was saved under, which outlives the server; without one the key
-            of a snapshot for `SampleRequest.sampler`, which lives until `drop_sampler`.
+            With a name, which nothing must have, the tinker:// path it was saved under, which outlives the
+            server; without one the key of a snapshot for `SampleRequest.sampler`, which lives until
+            `drop_sampler`.
         """
 
     def load_state(self, model_id: str, path: str, with_optimizer: bool) -> None:
@@ -225,7 +233,7 @@ class Backend(Protocol):
 
         Args:
             requests: Of any samplers, in order of arrival.
-            arrived: Gives what has come in since it was last asked, and may be asked between rounds of
+            arrived: Gives what has come in since it was last asked, and is asked between rounds of
                 decoding; those requests are numbered on from the last one given, and are then the call's to
                 answer. It gives nothing while an update waits.
 
@@ -243,8 +251,11 @@ class Backend(Protocol):
     def checkpoints(self) -> Sequence[Checkpoint]:
         """All saved weights, oldest first."""
 
+    def checkpoint(self, path: str) -> Checkpoint:
+        """What lies at a tinker:// path; `NotSavedError` if nothing does."""
+
     def delete_checkpoint(self, path: str) -> None:
-        """Delete what lies at a tinker:// path."""
+        """Delete what lies at a tinker:// path; `NotSavedError` if nothing does."""
 
     def drop(self, model_id: str) -> None:
         """Give up a model: adapter, gradients and optimizer, not its snapshots or what was saved."""

@@ -4,13 +4,19 @@ Sampling and updates share the weights, the memory and the processor, so they ta
 touches the backend happens here. A failure ends the request that caused it and nothing else: what the client
 can mend is its to read as a sentence, a defect is named to the client and written to the log with its
 traceback.
+
+One failure ends the worker, and with it the server: a fault of the GPU, after which nothing more can be
+computed in this process. Going on would answer every request with it and look alive.
 """
 
 import logging
 import threading
 import time
+from collections.abc import Callable
 
-from qerl.errors import QeRLError
+import torch
+
+from qerl.errors import QeRLError, first_line
 from qerl.serve.futures import Answer, Category, Failure
 from qerl.serve.line import CHANGES, Job, Line
 from qerl.serve.messages import sample_bytes
@@ -29,36 +35,68 @@ DROPPED = (
 
 
 class Worker(threading.Thread):
-    """Runs what the queue holds until it is closed, then closes the backend.
+    """Runs what the queue holds until it is closed or something breaks, then closes the backend.
 
     Attributes:
         gauges: What the backend said of itself after the last turn.
+        broken: Why nothing more can be run, in a sentence; None while nothing is broken.
+        on_break: Called with that sentence, in this thread, as soon as it is known.
     """
 
     def __init__(self, queue: WorkQueue, backend: Backend, metrics: Metrics) -> None:
         super().__init__(name="qerl-serve-worker", daemon=True)
         self._queue, self._backend, self._metrics = queue, backend, metrics
         self.gauges: dict[str, float] = {}
+        self.broken: str | None = None
+        self.on_break: Callable[[str], None] = lambda _: None
 
     def run(self) -> None:
         """Take turns until the queue is closed."""
+        try:
+            self._turns()
+        except BaseException as error:  # a defect of the worker itself
+            self._break(error)
+        try:
+            self._backend.close()
+        except Exception:
+            logger.exception("The backend could not be closed.")
+
+    def _turns(self) -> None:
         turns = {"calls": self._calls, "samples": self._samples, "updates": self._updates}
-        while (turn := self._queue.turn()) is not None:
+        while self.broken is None and (turn := self._queue.turn()) is not None:
             turns[turn]()
             self.gauges = dict(self._backend.gauges())
-        self._backend.close()
+
+    def _break(self, error: BaseException) -> None:
+        if self.broken is None:
+            logger.critical("The server ends.", exc_info=error)
+            self.broken = (
+                f"The server ends, because nothing more can be run in its process ({type(error).__name__}: "
+                f"{first_line(error)}); start it again. What was saved is still there."
+            )
+            self.on_break(self.broken)
+
+    def _failure_of(self, error: Exception) -> Failure:
+        """What a client hears of an error, which ends the worker if it is a fault of the GPU."""
+        if isinstance(error, torch.AcceleratorError) and "out of memory" not in str(error):
+            self._break(error)
+        return failure_of(error)
 
     def _calls(self) -> None:
         for call in self._queue.take_calls():
             try:
                 call.result.set_result(call.run(self._backend))
             except BaseException as error:  # goes to the thread that waits for it
+                if isinstance(error, Exception):
+                    self._failure_of(error)
                 call.result.set_exception(error)
 
     def _updates(self) -> None:
         for line in self._queue.ready_lines():
             for _ in range(JOBS_PER_TURN):
                 self._calls()
+                if self.broken is not None:
+                    return
                 if (taken := self._queue.next_update(line)) is None:
                     break
                 self._update(line, *taken)
@@ -66,6 +104,8 @@ class Worker(threading.Thread):
                     break
 
     def _update(self, line: Line, job: Job, refusal: Failure | None) -> None:
+        if job.future.outcome is not None:  # its session or the server ends
+            return
         if refusal is not None:
             job.future.settle(refusal)
             return
@@ -73,7 +113,7 @@ class Worker(threading.Thread):
         try:
             outcome: Answer | Failure = job.run(self._backend)
         except Exception as error:
-            outcome = self._without_gradients(line, job, failure_of(error))
+            outcome = self._without_gradients(line, job, self._failure_of(error))
             self._queue.failed(line, job, outcome)
         self._metrics.ran(job.kind, time.monotonic() - began, outcome)
         job.future.settle(outcome)
@@ -102,7 +142,7 @@ class Worker(threading.Thread):
             for index, result in self._backend.sample([job.request for job in jobs], arrived):
                 self._settle(open_jobs.pop(index), result)
         except Exception as error:
-            outcome = failure_of(error)
+            outcome = self._failure_of(error)
         else:
             outcome = Failure("The server failed: its sampler gave no answer to this request.", "server")
         for job in open_jobs.values():
@@ -113,7 +153,7 @@ class Worker(threading.Thread):
     def _settle(self, job: SampleJob, result: SampleResult | Exception) -> None:
         outcome: Answer | Failure
         if isinstance(result, Exception):
-            outcome = failure_of(result)
+            outcome = self._failure_of(result)
         else:
             outcome = Answer(sample_bytes(result, job.last_n), protobuf=True)
             self._metrics.sampled(len(job.request.prompt), result)

@@ -228,6 +228,11 @@ def _check_thinking(config: GRPOConfig) -> None:
             f"thinking_budget is {budget}, and a completion ends at {most} tokens (max_completion_length); "
             "make it smaller, so that there is room for an answer."
         )
+    if budget is not None and config.early_rewards:
+        raise QeRLError(
+            "early_rewards calls reward functions for completions of one turn, and thinking_budget makes "
+            "several of one; set one of the two."
+        )
     default = {field.name: field.default for field in dataclasses.fields(config)}["thinking_end"]
     if budget is None and config.thinking_end != default:
         raise QeRLError("thinking_end needs a thinking_budget; set it, or remove thinking_end.")

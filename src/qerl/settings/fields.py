@@ -116,6 +116,12 @@ class OwnFields:
         "with zeros, without any reward of a judge or a sandbox (tolerate).",
         "stop",
     )
+    early_rewards: bool = _help(
+        "Call reward functions that ask outside of this process (a judge, programs in the sandbox, your own "
+        "marked with judges_outside) for each completion as soon as it is finished, while others are "
+        "sampled; all other functions are called after the rollout, as without it.",
+        False,
+    )
     max_prompt_length: PositiveInt | None = _help(
         "Largest number of tokens of a prompt; longer ones are left out and counted.", None
     )
@@ -294,6 +300,12 @@ class OwnFields:
         "Number of optimizer steps between two log lines.",
         1,
         instead_of_trl="A step has a rollout and takes minutes; the curve of a run has few points to spare.",
+    )
+    logging_nan_inf_filter: bool = _help(
+        "Whether the logged loss leaves out losses that are not finite.",
+        False,
+        instead_of_trl="To look at each loss makes several processes wait; a gradient that is not finite "
+        "ends the run.",
     )
     num_completions_to_print: PositiveInt | None = _help(
         "With log_completions: how many completions of a logged step are printed; null prints all of them.",

@@ -128,7 +128,6 @@ PARENTS: dict[str, Acts | Refused | ForScripts] = {
     "logging_strategy": Acts(_one_of(IntervalStrategy)),
     "logging_first_step": Acts(bool),
     "log_on_each_node": Acts(bool),
-    "logging_nan_inf_filter": Acts(bool),
     "include_num_input_tokens_seen": Refused("`num_tokens` in the log counts them"),
     "log_level": Acts(_one_of(trainer_log_levels)),
     "log_level_replica": Acts(_one_of(trainer_log_levels)),

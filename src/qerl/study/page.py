@@ -163,12 +163,16 @@ def _groups(results: Results) -> Iterator[tuple[str, Labelled]]:
         return
     tested = {name: results.tested(name) for name in study.arms}
     families = study.comparisons or {"": [[name] for name in study.arms]}
+    drawn = {}
     for family, pairs in families.items():
         wanted = {name for pair in pairs for name in pair}
-        drawn = [(name, runs) for name, runs in tested.items() if name in wanted and runs]
+        drawn[family] = [(name, runs) for name, runs in tested.items() if name in wanted and runs]
+    # One curve compares nothing; before any family has two, what there is is shown.
+    several = {family: curves for family, curves in drawn.items() if len(curves) > 1}
+    for family, curves in (several or drawn).items():
         yield (
             (family if len(families) > 1 else ""),
-            [(i, name, runs) for i, (name, runs) in enumerate(drawn)],
+            [(i, name, runs) for i, (name, runs) in enumerate(curves)],
         )
 
 

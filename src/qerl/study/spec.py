@@ -243,7 +243,7 @@ def _fields(where: str, values: Any) -> dict[str, Any]:
 
 def _nearest(name: Any, known: Sequence[str]) -> str:
     near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
-    return f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(known)}"
+    return f" (did you mean {near[0]!r}?)" if near else f"; there are {', '.join(known)}"
 
 
 def _check_seeds_and_rates(study: Study) -> None:

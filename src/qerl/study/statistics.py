@@ -15,10 +15,11 @@ first - second of the area under the curve of accuracy (`RunResult.area`) on the
   whose.
 
 The verdict is a word made of the corrected p value, the sign of the mean and the test of equivalence, all
-at a level of .05; where the mean and the centre of ranks, which skewed differences may have on two sides of
-0, do not agree, nothing is decided. A family makes no false claim of an effect with probability .95, and no
-false claim of none with the same. Given up: intervals are not corrected for the number of comparisons, and
-all of it is for the study's own held-out problems and the learning rates that were chosen.
+at a level of .05. An effect is claimed of the mean, which Wilcoxon's test is not about, so the interval of
+the mean must leave out 0 too, and the centre of ranks, which skewed differences may have on the other side
+of 0, must agree with it; else nothing is decided. A family makes no false claim of an effect with probability
+.95, and no false claim of none with the same. Given up: intervals are not corrected for the number of
+comparisons, and all of it is for the study's own held-out problems and the learning rates that were chosen.
 """
 
 import warnings
@@ -82,7 +83,9 @@ class Comparison:
         """What may be claimed: `helps`, `harms`, `no effect beyond +-.02` or `undecided`."""
         margin = f"{self.equivalence:g}".removeprefix("0")
         equivalent = self.p_equivalent < LEVEL
-        if self.holm < LEVEL and self.mean * _centre(np.array(self.differences)) > 0:
+        low, high = self.interval
+        agree = low * high > 0 and self.mean * _centre(np.array(self.differences)) > 0
+        if self.holm < LEVEL and agree:
             word = "helps" if self.mean > 0 else "harms"
             return f"{word}, by less than {margin}" if equivalent else word
         return f"no effect beyond \N{PLUS-MINUS SIGN}{margin}" if equivalent else "undecided"

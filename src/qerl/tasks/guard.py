@@ -28,6 +28,7 @@ from typing import Any, TypeVar
 
 from qerl.errors import QeRLError
 from qerl.tasks.asynchronous import AtOnce, Together
+from qerl.tasks.early import Early, EarlyCalls, can_begin_early
 from qerl.tasks.judging import Batch, InTurn, Judging, Outcome, RewardFunction
 from qerl.tasks.time_limit import can_interrupt
 
@@ -63,7 +64,10 @@ def stratum(column: str, value: Any) -> str:
 
 
 def guarded(
-    function: RewardFunction, timeout_s: float = 10.0, together: Together | None = None
+    function: RewardFunction,
+    timeout_s: float = 10.0,
+    together: Together | None = None,
+    early: EarlyCalls | None = None,
 ) -> "GuardedReward":
     """Wrap a reward function so that its failures are counted instead of raised.
 
@@ -73,13 +77,14 @@ def guarded(
         timeout_s: Seconds per sample, above 0.
         together: The asynchronous functions that wait at the same time as this one, if it is asynchronous;
             None for none.
+        early: Those whose calls begin while samples are decoded, this one with them if it can; None for none.
 
     Raises:
         QeRLError: ``timeout_s`` is not a positive number.
     """
     if isinstance(function, GuardedReward):
         return function
-    return GuardedReward(function, timeout_s, together or Together())
+    return GuardedReward(function, timeout_s, together or Together(), early)
 
 
 class GuardedReward:
@@ -89,7 +94,13 @@ class GuardedReward:
         last: The outcome of the last call.
     """
 
-    def __init__(self, function: RewardFunction, timeout_s: float, together: Together) -> None:
+    def __init__(
+        self,
+        function: RewardFunction,
+        timeout_s: float,
+        together: Together,
+        early: EarlyCalls | None = None,
+    ) -> None:
         if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float):
             raise QeRLError(f"reward_timeout is {timeout_s!r}; it must be a number of seconds per sample.")
         if not 0 < timeout_s < math.inf:
@@ -97,7 +108,9 @@ class GuardedReward:
         alone = bool(getattr(function, "judges_alone", False))
         self._outside = bool(getattr(function, "judges_outside", False))
         self._judging: Judging
-        if _is_async(function):
+        if early is not None and can_begin_early(function):
+            self._judging = Early(function, timeout_s, early)
+        elif _is_async(function):
             self._judging = AtOnce(function, timeout_s, alone, self._outside, together)
         else:
             self._judging = InTurn(function, timeout_s, alone, self._outside)

@@ -226,8 +226,9 @@ def _handing_on(name: str, of_part: Mapping[str, RewardFunction]) -> RewardFunct
     joined.__name__ = name
     if not all(getattr(function, "judges_alone", False) for function in functions):
         return joined
-    outside = any(getattr(function, "judges_outside", False) for function in functions)
-    return judges_outside(joined) if outside else judges_alone(joined)
+    outside = [getattr(function, "judges_outside", False) for function in functions]
+    joined.computes_too = not all(outside)
+    return judges_outside(joined) if any(outside) else judges_alone(joined)
 
 
 def _of_rows(arguments: Mapping[str, Any], own: list[int], extra: dict[str, list[Any]]) -> dict[str, Any]:

@@ -40,12 +40,13 @@ from qerl.rollout.select import make_engine
 from qerl.settings.adapter import LORA_FIELDS, plain, take_adapter
 from qerl.settings.config import QeRLConfig, default_of
 from qerl.settings.recipe import FIELDS
+from qerl.tasks.early import EarlyCalls
 from qerl.trainer.model_in_hand import check_dtype, held, weights_of
 from qerl.trainer.others import Others
 from qerl.trainer.policy import make_policy
 from qerl.trainer.prompts import short_prompts
 from qerl.trainer.ready import check_policy
-from qerl.trainer.rewards import guard_rewards, one_for_each, with_length_penalty
+from qerl.trainer.rewards import early_calls, guard_rewards, one_for_each, with_length_penalty
 from qerl.trainer.rollouts import check_data
 from qerl.trainer.sampler import stops_of
 from qerl.trainer.trl.evaluation import check_metric
@@ -82,7 +83,8 @@ _OF_OTHERS = dict.fromkeys(
     "there are neither tools nor environments",
 )
 _OF_OUR_SAMPLING = dict.fromkeys(
-    ("stop_strings", "thinking_budget", "thinking_end"), "rollout_func samples in the engine's place"
+    ("stop_strings", "thinking_budget", "thinking_end", "early_rewards"),
+    "rollout_func samples in the engine's place",
 )
 RUN_FIELDS = frozenset(
     {*_OF_A_RUN, *_OF_A_NAMED_MODEL, *_OF_A_MADE_ENGINE, *LORA_FIELDS, "weights", "tuning", "dtype"}
@@ -99,12 +101,14 @@ class Completed:
         model: The policy, loaded and with its adapter.
         args: Settings that agree with it; a copy of the user's.
         engine: Samples from the policy.
+        early: Reward functions whose calls begin while samples are decoded; None for none.
         for_trl: Further keyword arguments of TRL's constructor.
     """
 
     model: PreTrainedModel | PeftModel
     args: QeRLConfig
     engine: RolloutEngine
+    early: EarlyCalls | None
     for_trl: dict[str, Any]
 
 
@@ -141,6 +145,7 @@ def complete(
     train_dataset = others.rows(train_dataset, settings)
     _check_fields(settings, acted_on, named, engine, others)
     check_data(settings, train_dataset)
+    early = early_calls(reward_funcs, settings)
     check_metric(settings.metric_for_best_model, eval_dataset)
     if named:
         model = find_model(model)
@@ -153,7 +158,7 @@ def complete(
         policy = _policy_in_hand(model, settings, peft_config, acted_on)
     _check_optimizer(optimizers[0], policy)
     check_policy(policy, engine)
-    rewards = _rewards(reward_funcs, settings, others)
+    rewards = _rewards(reward_funcs, settings, others, early)
     limit = None if "max_prompt_length" in acted_on else settings.max_prompt_length
     short = partial(
         short_prompts, limit=limit, template_kwargs=settings.chat_template_kwargs, tokenizer=tokenizer
@@ -167,16 +172,17 @@ def complete(
         "optimizers": optimizers,
         **others.for_trl,
     }
-    return Completed(policy, settings, engine or _engine(policy, tokenizer, settings), for_trl)
+    made = engine or _engine(policy, tokenizer, settings)
+    return Completed(policy, settings, made, early, for_trl)
 
 
-def _rewards(reward_funcs: Any, settings: QeRLConfig, others: Others) -> list[Any]:
+def _rewards(reward_funcs: Any, settings: QeRLConfig, others: Others, early: EarlyCalls | None) -> list[Any]:
     """The user's rewards and those of environments, guarded; where rewards have weights, the latter weigh 1,
     as in TRL."""
     if settings.reward_weights is not None:
         settings.reward_weights = [*settings.reward_weights, *[1.0] * len(others.rewards)]
     every = with_length_penalty(reward_funcs, settings) + others.rewards
-    return guard_rewards(every, settings.reward_timeout)
+    return guard_rewards(every, settings.reward_timeout, early)
 
 
 def _check_given(
@@ -256,6 +262,10 @@ def _check_fields(
         idle |= _OF_A_MADE_ENGINE
     if others.rollout_func is not None:
         idle |= _OF_OUR_SAMPLING
+    elif others:
+        idle["early_rewards"] = (
+            "rewards of trajectories with tools or environments are called after the rollout"
+        )
     for name in sorted(idle.keys() & _set_fields(args, acted_on, idle.keys())):
         raise QeRLError(f"{name} is set, and nothing here reads it; remove it: {idle[name]}.")
 

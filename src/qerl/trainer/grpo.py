@@ -141,7 +141,7 @@ class QeRLTrainer(UpdateTrainer):
             # TRL rounds adapters of four-bit models to bf16, in which an update of 5e-6 is mostly lost.
             parameter.data = parameter.data.to(dtype)
         others.join(self, given.args.reward_timeout)
-        self._start_rollouts(given.engine)
+        self._start_rollouts(given.engine, given.early)
         self._start_update()
         for callback in self.callback_handler.callbacks:
             if isinstance(callback, MetricsFile):

@@ -5,7 +5,6 @@ one that a recipe with the same settings trains. On a GPU the memory plan comes 
 is loaded whether the run will fit, and chooses what the settings leave open.
 """
 
-import dataclasses
 from pathlib import Path
 
 import torch
@@ -15,13 +14,19 @@ from transformers import PreTrainedModel
 
 from qerl.errors import QeRLError
 from qerl.eval.base_check import check_base
-from qerl.gpu_memory import host_bytes, is_unified, keep_within_limit, total_bytes
+from qerl.gpu_memory import is_unified, keep_within_limit, total_bytes
+from qerl.host_memory import host_bytes
 from qerl.lora.adapter import adapt, add_lora, check_adapter, load_adapter
 from qerl.models.hub import LocalModel
 from qerl.models.load import load_model
 from qerl.plan.propose import fits
-from qerl.plan.render import advice, on_host, verdict
-from qerl.plan.settings import plan_settings, propose_settings, refuse_full_tuning_that_cannot_fit
+from qerl.plan.render import advice, verdict, would_fit
+from qerl.plan.settings import (
+    plan_beyond_host,
+    plan_settings,
+    propose_settings,
+    refuse_full_tuning_that_cannot_fit,
+)
 from qerl.plan.work import Work
 from qerl.settings.config import QeRLConfig
 from qerl.trainer.trl.recompute import set_checkpointing
@@ -63,7 +68,7 @@ def plan_memory(config: QeRLConfig, capacity: int, console: Console, model: Loca
         model: The model of the settings, where it has been found already.
 
     Raises:
-        QeRLError: Full tuning cannot fit.
+        QeRLError: Full tuning cannot fit, or `QERL_HOST_GB` is no amount of memory.
     """
     if config.tuning == "full":
         refuse_full_tuning_that_cannot_fit(config, capacity, model)
@@ -76,13 +81,9 @@ def plan_memory(config: QeRLConfig, capacity: int, console: Console, model: Loca
         return
     console.print(verdict(plan), highlight=False)
     if not fits(plan):
-        larger = plan_settings(config, capacity, config.world_size, model, may_offload=may)
-        if not plan.on_host and larger.on_host and fits(larger):
-            room = dataclasses.replace(larger, work=dataclasses.replace(larger.work, host_bytes=host))
-            console.print(
-                f"It would fit with inputs of layers in the CPU's memory, but {on_host(room)}.",
-                highlight=False,
-            )
+        beyond = plan_beyond_host(config, plan)
+        if beyond is not None:
+            console.print(would_fit(beyond), highlight=False)
         console.print(advice(plan, propose_settings(config, plan)), highlight=False)
     take_plan(config, plan.work)
 

@@ -10,6 +10,7 @@ those of evaluation are not looked at: they may be a single problem on which a s
 """
 
 import functools
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,15 +20,19 @@ from accelerate.utils import gather_object
 from trl.rewards import get_soft_overlong_punishment
 
 from qerl.errors import QeRLError
+from qerl.ranks import is_first_process
 from qerl.settings.config import QeRLConfig
 from qerl.tasks.asynchronous import Together
+from qerl.tasks.early import EarlyCalls, can_begin_early
 from qerl.tasks.guard import GuardedReward, describe, guarded
+
+logger = logging.getLogger(__name__)
 
 WRITTEN_COLUMN = "written_tokens"
 """Column of the number of tokens that the policy wrote in a completion, where others wrote in it too."""
 
 
-def guard_rewards(rewards: Any, timeout_s: float) -> list[Any]:
+def guard_rewards(rewards: Any, timeout_s: float, early: EarlyCalls | None = None) -> list[Any]:
     """The reward functions guarded; reward models, and names of such, as they are.
 
     Asynchronous functions wait at the same time.
@@ -35,13 +40,36 @@ def guard_rewards(rewards: Any, timeout_s: float) -> list[Any]:
     Args:
         rewards: What TRL takes as ``reward_funcs``: one or a list.
         timeout_s: Seconds for a sample, above 0.
+        early: As in `guarded`.
     """
     every = rewards if isinstance(rewards, list) else [rewards]
     together = Together()
     return [
-        reward if isinstance(reward, str | torch.nn.Module) else guarded(reward, timeout_s, together)
+        reward if isinstance(reward, str | torch.nn.Module) else guarded(reward, timeout_s, together, early)
         for reward in every
     ]
+
+
+def early_calls(rewards: Any, args: QeRLConfig) -> EarlyCalls | None:
+    """Where calls of these functions begin while samples are decoded; None where the settings ask for none.
+
+    Raises:
+        QeRLError: None of the functions can be called so.
+    """
+    if not args.early_rewards:
+        return None
+    later = [reward for reward in as_list(rewards) if not can_begin_early(reward)]
+    names = ", ".join(getattr(reward, "__name__", type(reward).__name__) for reward in later)
+    if len(later) == len(as_list(rewards)):
+        raise QeRLError(
+            f"early_rewards has nothing to begin early: none of {names} asks outside of this process alone. "
+            "What computes in this process is called after the rollout, because it would hold up the "
+            "decoding and its time limit needs the main thread; mark a function with judges_outside "
+            "(qerl.tasks.guard) if it waits and limits its own time, or remove early_rewards."
+        )
+    if later and is_first_process():
+        logger.warning("early_rewards: what computes in this process is called after the rollout: %s.", names)
+    return EarlyCalls()
 
 
 def as_list(rewards: Any) -> list[Any]:

@@ -9,6 +9,7 @@ Legend: B samples of this process, C completion columns, F reward functions.
 """
 
 import logging
+from contextlib import nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -20,6 +21,7 @@ from qerl.ranks import is_first_process
 from qerl.rollout.engine import RolloutEngine
 from qerl.seeding import ProblemSeeds, problem_key
 from qerl.settings.config import QeRLConfig
+from qerl.tasks.early import EarlyCalls
 from qerl.trainer.advantages import JUDGE, Signal, find_judge, in_parts, judge_of
 from qerl.trainer.batch import GROUP_KEY, NOISY_KEY, STEP_KEY, Batch, group_index
 from qerl.trainer.correction import loss_mask
@@ -63,10 +65,10 @@ class RolloutTrainer(SamplerTrainer):
     _logs: dict[str, Any]
     _trials: Trials
 
-    def _start_rollouts(self, engine: RolloutEngine) -> None:
+    def _start_rollouts(self, engine: RolloutEngine, early: EarlyCalls | None) -> None:
         """Make what rollouts need, once TRL's constructor is through."""
         self._start_learning()
-        self._start_sampling(engine)
+        self._start_sampling(engine, early)
         self._signal = Signal(
             group_size=self.num_generations,
             weights_F=self.reward_weights.to(self.accelerator.device),
@@ -216,7 +218,8 @@ class RolloutTrainer(SamplerTrainer):
         masks, self.mask_truncated_completions = self.mask_truncated_completions, False
         self._reads_logps = self.model.training
         try:
-            batch = super()._generate_and_score_completions(inputs)
+            with nullcontext() if self._early is None else self._early.of(inputs):
+                batch = super()._generate_and_score_completions(inputs)
         finally:
             self.vllm_importance_sampling_correction, self._reads_logps = wanted, True
             self.mask_truncated_completions = masks
@@ -279,6 +282,7 @@ class RolloutTrainer(SamplerTrainer):
         if self._written is not None:
             lengths = [sum(mask) for mask in self._written]
             inputs = [row | {WRITTEN_COLUMN: n} for row, n in zip(inputs, lengths, strict=True)]
-        with self._clock.part("reward"):
+        waiting = nullcontext() if self._early is None else self._early.waiting(self._clock)
+        with self._clock.part("reward"), waiting:
             self._rewards_BF = super()._calculate_rewards(inputs, *args)
         return self._rewards_BF

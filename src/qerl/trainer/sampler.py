@@ -12,10 +12,12 @@ from transformers import PreTrainedTokenizerBase
 
 from qerl.agents.thinking import ThinkingBudget
 from qerl.errors import QeRLError
-from qerl.rollout.engine import NormOffsets, RolloutEngine, RolloutResult, SamplingParams
+from qerl.rollout.engine import Completion, NormOffsets, RolloutEngine, RolloutResult, SamplingParams
 from qerl.rollout.stops import FinishReason, Stop, StopStrings
 from qerl.seeding import derive_seed
 from qerl.settings.config import QeRLConfig
+from qerl.tasks.early import EarlyCalls
+from qerl.trainer.early import EarlyRewards
 from qerl.trainer.memory import PeakMemory
 from qerl.trainer.noisy_share import side_by_side
 from qerl.trainer.resume.trainer import ResumableTrainer
@@ -43,12 +45,13 @@ def stops_of(args: QeRLConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[Stop
 class SamplerTrainer(ResumableTrainer):
     """`GRPOTrainer` whose completions come from an engine."""
 
-    def _start_sampling(self, engine: RolloutEngine) -> None:
+    def _start_sampling(self, engine: RolloutEngine, early: EarlyCalls | None) -> None:
         """Make what sampling needs, once TRL's constructor is through."""
         self.engine = engine
+        self._early = None if early is None else EarlyRewards(self, early)
         self._noisy_samples = 0
         self._memory = PeakMemory(self.accelerator.device)
-        self._clock = StepClock()
+        self._clock = StepClock(hides=early is not None)
         self._calls = 0
         self._eval_seeds: list[int] | None = None
         self._call_key: tuple[int, str] | None = None
@@ -127,7 +130,14 @@ class SamplerTrainer(ResumableTrainer):
         seeds = None if self._eval_seeds is None else [self._eval_seeds[row] for row in rows]
         if self._turns is not None:
             return self._turns.sample(self.engine, params, offsets, prompts, samples, rows, seeds)
-        return self.engine.generate(prompts, samples, params, offsets, seeds)
+        if self._early is None:
+            return self.engine.generate(prompts, samples, params, offsets, seeds)
+        begin = self._early.begin
+
+        def ended(place: int, completion: Completion) -> None:
+            begin(rows[place], prompts[place // samples], completion.token_ids)
+
+        return self.engine.generate(prompts, samples, params, offsets, seeds, ended)
 
     def _generate(self, prompts: list[Any]) -> Any:
         """Wraps TRL's: refuses rows without any prompt, and keeps which tokens the policy wrote and which

@@ -6,6 +6,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 _PARTS = ("rollout", "reward", "logprob")
+HIDDEN = "reward_hidden"
+"""Seconds of rewards beside a rollout, in which they are counted already."""
 
 
 class StepClock:
@@ -14,18 +16,22 @@ class StepClock:
     The update is what the whole step takes beside the other parts, the optimizer included: the clock runs on
     after the last microbatch until the step is reported.
 
+    Args:
+        hides: Whether rewards begin while samples are decoded, which `HIDDEN` seconds are reported of.
+
     Attributes:
         running: Whether a microbatch was counted since the last report.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, hides: bool = False) -> None:
+        self._hides = hides
         self._seconds: dict[str, float] = defaultdict(float)
         self._total = 0.0
         self._last_microbatch = 0.0
         self.running = False
 
     def add(self, part: str, seconds: float) -> None:
-        """Count seconds of a part that was timed elsewhere."""
+        """Count seconds of a part that was timed elsewhere, or `HIDDEN` ones."""
         self._seconds[part] += seconds
 
     @contextlib.contextmanager
@@ -57,5 +63,7 @@ class StepClock:
         total = self._total + time.perf_counter() - self._last_microbatch
         parts = {name: self._seconds.pop(name, 0.0) for name in _PARTS}
         parts["update"] = total - sum(parts.values())
+        if self._hides:
+            parts[HIDDEN] = self._seconds.pop(HIDDEN, 0.0)
         self._total, self.running = 0.0, False
         return {"step_time": total} | {f"time/{name}": seconds for name, seconds in parts.items()}

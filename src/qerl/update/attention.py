@@ -7,9 +7,7 @@ kernel's causal mask is aligned at the ends of queries and keys, which is exactl
 prompt needs. Backward gathers again, so nothing beyond queries, keys, values and output is kept, and adds the
 gradients of a prompt's copies up in fp32, in a fixed order.
 
-FlashAttention's own backward adds the gradients of queries atomically unless told otherwise. Here it is told
-to add them in a fixed order: a resumed run must compute the same bits. For that it adds them up in several
-FP32 copies; those that no block of keys would write are left out (`stretches_in_backward`).
+Which FlashAttention that is depends on the GPU, on what is installed and on the row (`qerl.kernels.flash`).
 
 The implementation is registered with transformers under `NAME`. A forward pass without `branches`
 (evaluation, a padded batch) is plain SDPA.
@@ -17,14 +15,11 @@ The implementation is registered with transformers under `NAME`. A forward pass 
 Shapes: L tokens of the row, M keys of all stretches, H query heads, G key heads, E head size.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
-from torch.nn.attention import current_flash_attention_impl
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import (
@@ -34,9 +29,8 @@ from transformers.masking_utils import (
     sdpa_mask,
 )
 
-from qerl.errors import QeRLError
 from qerl.families.parts import eval_mode
-from qerl.kernels.device import multiprocessors
+from qerl.kernels.flash import Extents, flash_for
 from qerl.update.joined_row import Branches, MaskFunction, join
 from qerl.update.padded import PaddedBatch
 
@@ -156,66 +150,28 @@ class _BranchAttention(torch.autograd.Function):
         branches: Branches,
         scale: float | None,
     ) -> torch.Tensor:
-        k_MGE, v_MGE = k_LGE[branches.keys_M], v_LGE[branches.keys_M]
-        out_LHE, lse, state, unused, _ = torch.ops.aten._flash_attention_forward(
-            q_LHE, k_MGE, v_MGE, *_extents(branches), 0.0, True, False, scale=scale
-        )
-        ctx.save_for_backward(q_LHE, k_LGE, v_LGE, out_LHE, lse, state, unused)
-        ctx.branches, ctx.scale = branches, scale
-        return out_LHE
+        ctx.branches, ctx.scale = branches, q_LHE.shape[-1] ** -0.5 if scale is None else scale
+        keys_M, extents = branches.keys_M, _extents(branches)
+        ctx.flash = flash_for(q_LHE, extents)
+        outputs = ctx.flash.forward(q_LHE, k_LGE[keys_M], v_LGE[keys_M], extents, ctx.scale)
+        ctx.save_for_backward(q_LHE, k_LGE, v_LGE, *outputs)
+        return cast(torch.Tensor, outputs[0])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout_LHE: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        q_LHE, k_LGE, v_LGE, out_LHE, lse, state, unused = ctx.saved_tensors
+        q_LHE, k_LGE, v_LGE, *outputs = ctx.saved_tensors
         branches: Branches = ctx.branches
-        k_MGE, v_MGE = k_LGE[branches.keys_M], v_LGE[branches.keys_M]
-        with _deterministic():
-            dq_LHE, dk_MGE, dv_MGE = torch.ops.aten._flash_attention_backward(
-                dout_LHE.contiguous(), q_LHE, k_MGE, v_MGE, out_LHE, lse,
-                *_extents_in_backward(branches, q_LHE), 0.0, True, state, unused, scale=ctx.scale,
-            )  # fmt: skip
+        inputs = q_LHE, k_LGE[branches.keys_M], v_LGE[branches.keys_M]
+        dq_LHE, dk_MGE, dv_MGE = ctx.flash.backward(
+            dout_LHE.contiguous(), inputs, tuple(outputs), _extents(branches), ctx.scale
+        )
         return dq_LHE, _add_copies(dk_MGE, branches), _add_copies(dv_MGE, branches), None, None
 
 
-def _extents(branches: Branches) -> tuple[torch.Tensor, torch.Tensor, int, int]:
+def _extents(branches: Branches) -> Extents:
     b = branches
-    return b.query_offsets_N, b.key_offsets_N, b.longest_query, b.longest_key
-
-
-def _extents_in_backward(
-    branches: Branches, q_LHE: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, int, int]:
-    """The same with empty stretches behind them, as far as they save memory."""
-    *offsets, longest_query, longest_key = _extents(branches)
-    count, (_, heads, size) = len(offsets[0]) - 1, q_LHE.shape
-    blocks = -(-longest_key // (128 if size <= 128 else 64))  # as the kernel cuts keys
-    empty = stretches_in_backward(count, heads, blocks, multiprocessors(q_LHE.device)) - count
-    queries, keys = (torch.cat((each, each[-1:].expand(empty))) if empty else each for each in offsets)
-    return queries, keys, longest_query, longest_key
-
-
-def stretches_in_backward(count: int, heads: int, blocks: int, cores: int) -> int:
-    """How many stretches to tell FlashAttention's deterministic backward of.
-
-    It adds gradients of queries up in ``cores / (stretches * heads)`` FP32 copies, rounded up, each for every
-    so-many-th block of keys, so that each multiprocessor has a block. Where there are fewer blocks of keys
-    than copies, the others are filled with zeros and never written: with few short stretches and few heads
-    they take more memory than all else in a layer. Told of more stretches, it makes fewer copies.
-
-    Args:
-        count: Stretches.
-        heads: Query heads.
-        blocks: Blocks of keys of the longest stretch.
-        cores: Multiprocessors of the GPU.
-
-    Returns:
-        At least ``count``; the smallest number with the fewest copies that leave each block of keys its own
-        where it had one.
-    """
-    most = (cores - 1) // (heads * (blocks - 1)) if blocks > 1 else -(-cores // heads)
-    copies = -(-cores // (max(count, most) * heads))
-    return max(count, -(-cores // (copies * heads)))
+    return Extents(b.query_offsets_N, b.key_offsets_N, b.longest_query, b.longest_key)
 
 
 def _add_copies(gradient_MGE: torch.Tensor, branches: Branches) -> torch.Tensor:
@@ -225,31 +181,6 @@ def _add_copies(gradient_MGE: torch.Tensor, branches: Branches) -> torch.Tensor:
         copies = gradient_MGE[index_BP].sum(0, dtype=torch.float32)
         gradient_LGE[prompt] = (gradient_LGE[prompt].float() + copies).to(gradient_LGE.dtype)
     return gradient_LGE
-
-
-@contextmanager
-def _deterministic() -> Iterator[None]:
-    """Inside the block torch's own FlashAttention adds gradients in a fixed order.
-
-    Raises:
-        QeRLError: Another implementation was put in its place, which does not read this setting.
-    """
-    if other := current_flash_attention_impl():
-        raise QeRLError(
-            f"torch's FlashAttention was replaced by {other}, whose gradients are not the same twice; call "
-            "torch.nn.attention.restore_flash_attention_impl() before training."
-        )
-    before = torch.are_deterministic_algorithms_enabled()
-    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    settings: Any = torch.utils.deterministic
-    fill = settings.fill_uninitialized_memory
-    settings.fill_uninitialized_memory = False  # costs a pass over every new tensor
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before, warn_only=warn_only)
-        settings.fill_uninitialized_memory = fill
 
 
 AttentionInterface.register(NAME, branch_attention)

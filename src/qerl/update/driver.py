@@ -37,6 +37,7 @@ from torch import nn
 
 from qerl.errors import QeRLError
 from qerl.families.parts import base_model, eval_mode, train_mode
+from qerl.families.sizes import positions_of
 from qerl.fp4.linear import dense_weights_kept
 from qerl.update.forward import row_inputs
 from qerl.update.head import head_backward, target_logps
@@ -292,7 +293,7 @@ def _check_model(datum: Datum, config: Any) -> None:
     Raises:
         QeRLError: A sentence that begins with what is wrong.
     """
-    longest = getattr(config, "max_position_embeddings", None)
+    longest = positions_of(config)
     if longest and len(datum.tokens) > longest:
         raise QeRLError(f"it has {len(datum.tokens)} tokens and the model takes {longest}; shorten it.")
     for role, ids in (("tokens", datum.tokens), (TARGETS, datum.inputs[TARGETS])):

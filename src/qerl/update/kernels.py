@@ -2,8 +2,9 @@
 
 from transformers import PreTrainedModel
 
+from qerl.kernels.flash import compile_flash4
 from qerl.update.attention import use_branch_attention
-from qerl.update.path import UpdatePath, find_path, why_unfit
+from qerl.update.path import UpdatePath, find_path, heads_of, why_unfit
 
 
 def use_kernels(model: PreTrainedModel) -> UpdatePath:
@@ -19,4 +20,6 @@ def use_kernels(model: PreTrainedModel) -> UpdatePath:
         from qerl.update.fused import fuse  # needs Triton
 
         fuse(model)
+    if not why_dense_masks:
+        compile_flash4(heads_of(model))
     return find_path(model, why_dense_masks)

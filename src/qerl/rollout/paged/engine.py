@@ -28,6 +28,7 @@ from qerl.rollout.engine import (
     RolloutEngine,
     RolloutResult,
     SamplingParams,
+    WhenEnded,
     check_model,
     check_request,
 )
@@ -123,14 +124,19 @@ class PagedEngine(RolloutEngine):
         params: SamplingParams,
         norm_offsets: NormOffsets | None = None,
         seeds: abc.Sequence[int] | None = None,
+        ended: WhenEnded | None = None,
     ) -> RolloutResult:
         """See ``RolloutEngine.generate``."""
         check_request(prompts, samples_per_prompt, params, self._positions)
-        return whole_completions(self.session(params, norm_offsets), prompts, samples_per_prompt, seeds=seeds)
+        opened = self.session(params, norm_offsets)
+        return whole_completions(opened, prompts, samples_per_prompt, seeds=seeds, ended=ended)
 
     @contextmanager
     def session(
-        self, params: SamplingParams, norm_offsets: NormOffsets | None = None
+        self,
+        params: SamplingParams,
+        norm_offsets: NormOffsets | None = None,
+        growing: bool = False,
     ) -> Iterator[PagedSession]:
         """See ``RolloutEngine.session``."""
         with torch.no_grad(), current(self._device):
@@ -143,7 +149,7 @@ class PagedEngine(RolloutEngine):
                 self._max_sequences,
                 self._pace,
             )
-            yield PagedSession(params, self._positions, self._pad_token_id, parts)
+            yield PagedSession(params, self._positions, self._pad_token_id, parts, growing)
 
     def _read_weights(self, norm_offsets: NormOffsets) -> None:
         """Copy what training may have changed, and drop what was captured with buffers that were replaced."""

@@ -55,23 +55,23 @@ class KVCache:
         """
         return self.blocks >= (demand.least if self.is_limited else demand.blocks(rows))
 
-    def reserve(self, demand: BlockDemand, rows: int, budget: int) -> None:
+    def reserve(self, wanted: int, least: int, budget: int) -> None:
         """Take memory for a call, as much as it wants or as the budget gives.
 
         Args:
-            demand: Blocks that the call's sequences fill.
-            rows: Sequences that run side by side.
+            wanted: Blocks that the call would have.
+            least: Blocks of its longest sequence.
             budget: Bytes that keys and values may take.
 
         Raises:
             QeRLError: The budget does not hold one sequence.
         """
         block = self.geometry.block_bytes
-        wanted, affordable = demand.blocks(rows), budget // block
-        if affordable < demand.least:
+        affordable = budget // block
+        if affordable < least:
             raise QeRLError(
                 f"Keys and values may have {affordable * block / 1e9:.1f} GB of the GPU memory that is free "
-                f"here, and one sequence needs {demand.least * block / 1e9:.1f}: lower max_tokens, set "
+                f"here, and one sequence needs {least * block / 1e9:.1f}: lower max_tokens, set "
                 "kv_cache_dtype: fp8, or free memory."
             )
         self.is_limited = affordable < wanted

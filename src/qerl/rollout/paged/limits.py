@@ -46,6 +46,11 @@ FILTER_BYTES = 80 * SORTED_AT_ONCE
 """Bytes that top-k takes beside the logits: values, ids, probabilities and sums in FP64."""
 
 
+def count_for(rows: int) -> int:
+    """The smallest of `ROW_COUNTS` that holds so many rows."""
+    return next(count for count in ROW_COUNTS if count >= rows)
+
+
 def rows_of_step(running: int, present: int | None, small: int) -> int:
     """Rows of the step that a round is decoded with: the fewest that hold what runs.
 
@@ -57,7 +62,7 @@ def rows_of_step(running: int, present: int | None, small: int) -> int:
         small: Rows up to which no smaller step is taken, see `qerl.rollout.paged.pace.Pace`.
     """
     least = running if present is None else max(running, min(present, small))
-    return next(count for count in ROW_COUNTS if count >= least)
+    return count_for(least)
 
 
 @dataclass(frozen=True)
@@ -100,13 +105,14 @@ class BlockDemand:
     completion_tokens: int
     samples: int
 
-    def joined(self, other: "BlockDemand") -> "BlockDemand":
-        """The demand of the sequences of two calls together."""
-        return BlockDemand(
-            max(self.prompt_tokens, other.prompt_tokens),
-            max(self.completion_tokens, other.completion_tokens),
-            min(self.samples, other.samples),
+    def ahead(self, positions: int) -> "BlockDemand":
+        """A demand that holds this one and many that may follow: lengths are the next powers of two, as far
+        as the model's positions go, and no sequence shares its prompt."""
+        prompt, completion = (
+            min(positions, 1 << (tokens - 1).bit_length())
+            for tokens in (self.prompt_tokens, self.completion_tokens)
         )
+        return BlockDemand(prompt, completion, samples=1)
 
     @property
     def prompt_blocks(self) -> int:

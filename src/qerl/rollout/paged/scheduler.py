@@ -195,6 +195,11 @@ class Scheduler:
             self._give_up(sequence)
 
     @property
+    def present(self) -> list[Sequence]:
+        """Sequences that run, wait or are idle: all but those that were finished."""
+        return [*self.running.values(), *self.waiting, *self.idle.values()]
+
+    @property
     def busy(self) -> bool:
         """True while any sequence is to be decoded."""
         return bool(self.waiting or self.running)

@@ -2,7 +2,8 @@
 
 Between turns a sequence's keys and values stay in its blocks, so what others write is prefilled behind them,
 and while they write the rows are used by others. A session begins with the cache that the last one left; one
-that turns out too small is replaced, and what lay in it is computed again.
+that turns out too small is replaced with all captured steps, and what lay in it is computed again. So a
+session that grows takes more at once than its sequences need (`BlockDemand.ahead`).
 """
 
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from qerl.rollout.paged.blocks import BlockManager
 from qerl.rollout.paged.decode import DecodeStep
 from qerl.rollout.paged.graphs import DecodeGraphs
 from qerl.rollout.paged.kv_cache import KVCache
-from qerl.rollout.paged.limits import BlockDemand
+from qerl.rollout.paged.limits import BlockDemand, count_for
 from qerl.rollout.paged.pace import Pace
 from qerl.rollout.paged.prefill import Prefill
 from qerl.rollout.paged.scheduler import Scheduler, Sequence
@@ -50,27 +51,34 @@ class PagedSession(TrackedSession[Sequence]):
         positions: Positions that the model has.
         pad_token_id: Stands in for a turn whose first logits were not finite.
         parts: Of the engine; their weights are those of this session.
+        growing: Whether to take memory for sequences that are still to come.
     """
 
-    def __init__(self, params: SamplingParams, positions: int, pad_token_id: int, parts: EngineParts) -> None:
+    def __init__(
+        self,
+        params: SamplingParams,
+        positions: int,
+        pad_token_id: int,
+        parts: EngineParts,
+        growing: bool,
+    ) -> None:
         super().__init__(params, positions, pad_token_id)
-        self._parts = parts
+        self._parts, self._growing, self._most_positions = parts, growing, positions
         most = parts.pace.round_steps * (parts.graphs.drafted + 1)  # tokens that a round may give a sequence
         pace = replace(parts.pace, round_steps=most)
-        self._scheduler = Scheduler(BlockManager(parts.cache.blocks, PAGE), 0, pace)
+        self._scheduler = Scheduler(BlockManager(parts.cache.blocks, PAGE), parts.max_sequences, pace)
         self._step: DecodeStep | None = None
-        self._demand: BlockDemand | None = None
+        self._samples = 0  # of each prompt, at least
 
     def _add(self, prompts: list[list[int]], samples: int, limits: list[int]) -> list[Sequence]:
         each = [prompt for prompt in prompts for _ in range(samples)]
         with_room = [(len(p), limit) for p, limit in zip(each, limits, strict=True) if limit > 0]
         if with_room:
-            scheduler, most = self._scheduler, self._parts.max_sequences
-            scheduler.rows = min(most, scheduler.rows + len(with_room))
-            longest, limit = (max(column) for column in zip(*with_room, strict=True))
-            demand = BlockDemand(longest, limit, samples)
-            self._demand = demand if self._demand is None else self._demand.joined(demand)
-            self._reserve(self._demand)
+            present = [(len(each.prompt.token_ids), each.max_tokens) for each in self._scheduler.present]
+            self._samples = min(self._samples, samples) if present else samples
+            longest, limit = (max(column) for column in zip(*present, *with_room, strict=True))
+            rows = min(self._parts.max_sequences, len(present) + len(with_room))
+            self._reserve(BlockDemand(longest, limit, self._samples), rows)
         return self._scheduler.add(prompts, samples, limits)
 
     def _resume(self, sequence: Sequence) -> None:
@@ -85,25 +93,24 @@ class PagedSession(TrackedSession[Sequence]):
             pass
 
     def _decode(self) -> list[Sequence]:
-        """Run rounds until a sequence has ended its turn."""
+        """See `TrackedSession._decode`."""
         scheduler, parts = self._scheduler, self._parts
-        while scheduler.busy:
-            planned = scheduler.next_round()
-            self.prefilled_tokens += planned.prefilled_tokens
-            if self._step is not None:
-                self._step.rows.end(planned.preempted)
-            step = self._step = parts.graphs.fit(self._step, scheduler, planned.admitted, self._params)
-            step.rows.place(planned.admitted)
-            step.attend(scheduler.running, self._sequences)
-            parts.prefill.run(planned.spans(), parts.cache)  # last, because uploads would wait for it
-            step.decode(min(parts.pace.round_steps, self._params.max_tokens))
-            generated, rows = step.rows.read(scheduler.running)
-            self._count(step)
-            ended = [scheduler.running[row] for row in rows]
-            scheduler.advance(generated, rows)
-            if ended:
-                return ended
-        return []
+        if not scheduler.busy:
+            return []
+        planned = scheduler.next_round()
+        self.prefilled_tokens += planned.prefilled_tokens
+        if self._step is not None:
+            self._step.rows.end(planned.preempted)
+        step = self._step = parts.graphs.fit(self._step, scheduler, planned.admitted, self._params)
+        step.rows.place(planned.admitted)
+        step.attend(scheduler.running, self._sequences)
+        parts.prefill.run(planned.spans(), parts.cache)  # last, because uploads would wait for it
+        step.decode(min(parts.pace.round_steps, self._params.max_tokens))
+        generated, rows = step.rows.read(scheduler.running)
+        self._count(step)
+        ended = [scheduler.running[row] for row in rows]
+        scheduler.advance(generated, rows)
+        return ended
 
     def _count(self, step: DecodeStep) -> None:
         """Add up what the drafts of the last round gave."""
@@ -113,19 +120,27 @@ class PagedSession(TrackedSession[Sequence]):
             self.drafted_tokens += drafted
             self.accepted_tokens += accepted
 
-    def _reserve(self, demand: BlockDemand) -> None:
-        """Have a cache for all sequences, made or enlarged; steps that knew a smaller one are dropped."""
-        parts, rows = self._parts, self._scheduler.rows
-        needed = demand.completion_tokens, demand.table_width
-        if parts.graphs.serves(*needed) and parts.cache.serves(demand, rows):
+    def _reserve(self, demand: BlockDemand, rows: int) -> None:
+        """Have a cache for all sequences, made or enlarged; steps that knew a smaller one are dropped.
+
+        Args:
+            demand: Of those that are there.
+            rows: How many of them can run side by side.
+        """
+        parts, taken = self._parts, demand
+        if parts.graphs.serves(demand.completion_tokens, demand.table_width) and parts.cache.serves(
+            demand, rows
+        ):
             parts.cache.take_back()
             return
+        if self._growing:
+            taken, rows = demand.ahead(self._most_positions), min(parts.max_sequences, count_for(rows))
         if self._step is not None:
             self._step.rows.end(self._scheduler.running)
             self._step = None
         parts.graphs.forget()
         parts.prefill.forget()
         parts.cache.close()
-        parts.cache.reserve(demand, rows, parts.budget())
-        parts.graphs.make_room(*needed)
+        parts.cache.reserve(taken.blocks(rows), demand.least, parts.budget())
+        parts.graphs.make_room(taken.completion_tokens, taken.table_width)
         self._scheduler.suspend(BlockManager(parts.cache.blocks, PAGE))

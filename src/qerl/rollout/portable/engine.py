@@ -24,6 +24,7 @@ from qerl.rollout.engine import (
     RolloutEngine,
     RolloutResult,
     SamplingParams,
+    WhenEnded,
     check_model,
     check_request,
 )
@@ -75,14 +76,19 @@ class PortableEngine(RolloutEngine):
         params: SamplingParams,
         norm_offsets: NormOffsets | None = None,
         seeds: Sequence[int] | None = None,
+        ended: WhenEnded | None = None,
     ) -> RolloutResult:
         """See ``RolloutEngine.generate``."""
         check_request(prompts, samples_per_prompt, params, self._positions())
-        return whole_completions(self.session(params, norm_offsets), prompts, samples_per_prompt, seeds=seeds)
+        opened = self.session(params, norm_offsets)
+        return whole_completions(opened, prompts, samples_per_prompt, seeds=seeds, ended=ended)
 
     @contextmanager
     def session(
-        self, params: SamplingParams, norm_offsets: NormOffsets | None = None
+        self,
+        params: SamplingParams,
+        norm_offsets: NormOffsets | None = None,
+        growing: bool = False,
     ) -> Iterator[PortableSession]:
         """See ``RolloutEngine.session``."""
         with self._ready(norm_offsets or {}):
@@ -93,6 +99,7 @@ class PortableEngine(RolloutEngine):
                 self.model,
                 self._max_sequences,
                 self._kept_bytes,
+                growing,
                 self._speculative_tokens,
             )
 

@@ -3,6 +3,7 @@
 A sequence whose turn has ended leaves its wave and its keys and values are copied out of the batch. When it
 goes on it joins the running wave, or begins the next, and only what was written is computed. Every time that
 rows join, the keys and values of the whole batch are copied; so they wait until they are a fair share of it.
+In a session that grows, new sequences join as well.
 
 Where few rows run, several positions of each may be computed in one pass behind drafted tokens
 (`qerl.rollout.drafts`).
@@ -30,7 +31,7 @@ a token, beside about as much in the wave. A machine with 16 GB has room for bot
 they are full is computed again."""
 
 JOINING_SHARE = 0.25
-"""Rows that go on join a wave once they are this share of it, because its keys and values are copied then:
+"""Rows join a wave once they are this share of it, because its keys and values are copied then:
 0.6 GB for 64 x 200 tokens of that model, about as long as a decode step takes."""
 
 
@@ -44,6 +45,7 @@ class PortableSession(TrackedSession[Sequence]):
         model: The model, ready for a rollout.
         max_sequences: Sequences that are decoded at the same time at most.
         kept_bytes: Bytes of keys and values that are kept between turns at most.
+        growing: Whether new sequences join the wave that runs, instead of waiting for the next.
         speculative_tokens: Tokens of a draft at most; 0 for none.
     """
 
@@ -55,13 +57,15 @@ class PortableSession(TrackedSession[Sequence]):
         model: nn.Module,
         max_sequences: int,
         kept_bytes: int,
+        growing: bool,
         speculative_tokens: int,
     ) -> None:
         super().__init__(params, positions, pad_token_id)
         self._speculative_tokens, self._drafts = speculative_tokens, Drafts(speculative_tokens)
         self._model, self._max_sequences, self._kept_bytes = model, max_sequences, kept_bytes
+        self._growing = growing
         self._waves: deque[list[Sequence]] = deque()  # of sequences that have not begun
-        self._resumed: list[Sequence] = []
+        self._joining: list[Sequence] = []  # those that go on or, where the session grows, begin
         self._kept: dict[Sequence, list[KeysAndValues]] = {}
         self._uniforms: dict[Sequence, np.ndarray] = {}
         self._wave = Wave([], params.stop_token_ids)
@@ -69,6 +73,9 @@ class PortableSession(TrackedSession[Sequence]):
 
     def _add(self, prompts: list[list[int]], samples: int, limits: list[int]) -> list[Sequence]:
         added = new_sequences(prompts, samples, limits, self._sequences)
+        if self._growing:
+            self._joining += [sequence for sequence in added if sequence.room]
+            return added
         for wave in plan_waves(len(prompts), samples, self._max_sequences):
             planned = [added[each.prompt * samples + each.sample] for each in wave]
             with_room = [sequence for sequence in planned if sequence.room]
@@ -77,38 +84,34 @@ class PortableSession(TrackedSession[Sequence]):
         return added
 
     def _resume(self, sequence: Sequence) -> None:
-        self._resumed.append(sequence)
+        self._joining.append(sequence)
 
     def _drop(self, sequence: Sequence) -> None:
         self._kept.pop(sequence, None)
         self._uniforms.pop(sequence, None)
 
     def _decode(self) -> list[Sequence]:
-        """Decode until a sequence has ended its turn."""
+        """See `TrackedSession._decode`; a round is one step, or one pass over drafts."""
         self._leave()
-        while self._wave.rows or self._waves or self._resumed:
-            joining = len(self._resumed) >= JOINING_SHARE * len(self._wave.rows)
+        if not (self._wave.rows or self._waves or self._joining):
+            return []
+        running = len(self._wave.rows)
+        joining = min(len(self._joining), self._max_sequences - running) >= JOINING_SHARE * running
+        if self._runner is not None:
             drafts = [] if joining else self._make_drafts()
-            if self._runner is not None and any(drafts):
-                self._verify(self._runner, drafts)
-                if self._wave.ended:
-                    return list(self._wave.ended)
-                continue
-            if self._runner is not None:
-                last = [sequence.token_ids[-1] for sequence in self._wave.rows]
-                logits_BV = self._runner.step(self._on_device(last))
-                if joining:
-                    logits_BV = self._join(logits_BV)
-            elif self._waves and len(self._resumed) < JOINING_SHARE * self._max_sequences:
-                logits_BV = self._begin(self._waves.popleft())
-            else:
-                logits_BV = self._join(None)
-            uniforms_B = self._uniforms_of([(row, 0) for row in range(len(self._wave.rows))])
-            drawn = draw_tokens(logits_BV, uniforms_B.to(logits_BV.device), self._params)
-            ended = self._wave.record(*(column.tolist() for column in drawn))
-            if ended:
-                return ended
-        return []
+            if any(drafts):
+                return self._verify(self._runner, drafts)
+            last = [sequence.token_ids[-1] for sequence in self._wave.rows]
+            logits_BV = self._runner.step(self._on_device(last))
+            if joining:
+                logits_BV = self._join(logits_BV)
+        elif self._waves and len(self._joining) < JOINING_SHARE * self._max_sequences:
+            logits_BV = self._begin(self._waves.popleft())
+        else:
+            logits_BV = self._join(None)
+        uniforms_B = self._uniforms_of([(row, 0) for row in range(len(self._wave.rows))])
+        drawn = draw_tokens(logits_BV, uniforms_B.to(logits_BV.device), self._params)
+        return self._wave.record(*(column.tolist() for column in drawn))
 
     def _make_drafts(self) -> list[list[int]]:
         """A draft for each row; none at all where many run."""
@@ -119,8 +122,12 @@ class PortableSession(TrackedSession[Sequence]):
             else []
         )
 
-    def _verify(self, runner: Runner, drafts: list[list[int]]) -> None:
-        """Draw behind each row's last token, and behind those of its draft as long as they are drawn."""
+    def _verify(self, runner: Runner, drafts: list[list[int]]) -> list[Sequence]:
+        """Draw behind each row's last token, and behind those of its draft as long as they are drawn.
+
+        Returns:
+            The sequences whose turn has ended.
+        """
         rows = self._wave.rows
         most = max(map(len, drafts))
         tokens_BT = [
@@ -148,6 +155,7 @@ class PortableSession(TrackedSession[Sequence]):
         runner.accept(counts)
         self.drafted_tokens += sum(map(len, drafts))
         self.accepted_tokens += sum(counts) - len(counts)
+        return list(self._wave.ended)
 
     def _leave(self) -> None:
         """Take those whose turn has ended out of the batch, with their keys and values if they may go on."""
@@ -185,13 +193,13 @@ class PortableSession(TrackedSession[Sequence]):
         return logits_BV
 
     def _join(self, logits_BV: torch.Tensor | None) -> torch.Tensor:
-        """Let sequences that go on join the wave, or begin one; gives the logits [B, V] of all.
+        """Let those that wait for it join the wave, or begin one; gives the logits [B, V] of all.
 
         Args:
             logits_BV: Of those that run, None if none does.
         """
         free = self._max_sequences - len(self._wave.rows)
-        entering, self._resumed = self._resumed[:free], self._resumed[free:]
+        entering, self._joining = self._joining[:free], self._joining[free:]
         groups = [[s for s in entering if s in self._kept], [s for s in entering if s not in self._kept]]
         found = [] if logits_BV is None else [logits_BV]
         for sequences in filter(None, groups):
@@ -205,11 +213,14 @@ class PortableSession(TrackedSession[Sequence]):
         return torch.cat(found)
 
     def _recompute(self, runner: Runner, sequences: list[Sequence]) -> torch.Tensor:
-        """Logits of sequences that go on, from their kept keys and values, or from none of them."""
+        """Logits [B, V] of sequences that join, from their kept keys and values; where nothing is kept of
+        any, equal texts are computed once."""
         texts = [sequence.prompt.token_ids + sequence.token_ids for sequence in sequences]
         room = max(sequence.room for sequence in sequences) + self._speculative_tokens
         if sequences[0] not in self._kept:
-            return self._prefill(runner, texts, range(len(texts)), room)
+            row_of = {text: row for row, text in enumerate(dict.fromkeys(map(tuple, texts)))}
+            rows = [row_of[tuple(text)] for text in texts]
+            return self._prefill(runner, list(map(list, row_of)), rows, room)
         kept = [self._kept.pop(sequence) for sequence in sequences]
         self.prefilled_tokens += sum(
             len(text) - layers[0][0].shape[1] for text, layers in zip(texts, kept, strict=True)

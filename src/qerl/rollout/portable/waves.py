@@ -7,7 +7,8 @@ results are kept by sequence, never by row.
 
 Given up: a free row is not refilled with a waiting prompt, because in one padded batch the newcomer's prefill
 would have to wait for, or pad to, everyone else. That is what a paged engine is for. Sequences that go on do
-join a wave, several at a time, because each of them would else wait for the slowest sequence once a turn.
+join a wave, several at a time, because each of them would else wait for the slowest sequence once a turn; and
+so do those that come later to a session that grows, whose clients wait for the slowest sequence of others.
 """
 
 from collections import abc

@@ -208,4 +208,4 @@ def _name(where: str, name: Any) -> str:
 
 def _nearest(name: Any, known: Sequence[str]) -> str:
     near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
-    return f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(known)}"
+    return f" (did you mean {near[0]!r}?)" if near else f"; there are {', '.join(known)}"

@@ -77,10 +77,11 @@ def read_rows(results: Results) -> list[Row]:
         sample), `answers` (distinct ones a problem), `kl` and `entropy` a token, `ess` (share of the
         samples), `ess_token` (share of the tokens). Rows of perturbations have, paired with clean, `success`
         (difference of pass@1), `success/PART`, `gain` (of log pass@8), `per_nat` (the same divided by KL),
-        `hard` (difference of pass@1 on hard problems), and from worked solutions `shift`, `spread` and
-        `lift`. Rows of formats have, paired with the first format, `success`, `gain`, and `entropy_more`; at
-        temperature 1 also `prefix_entropy`, `prefix_more` and `prefix_kl` along given prefixes and `error`,
-        that of the weights.
+        `solved_more` and `answers_more` (of `solved` and `answers`), `hard` (difference of pass@1 on hard
+        problems), and from worked solutions `shift`, `spread` and `lift`. Rows of formats have, paired with
+        the first format, `success`, `gain`, `solved_more`, `answers_more` and `entropy_more`; at temperature
+        1 also `prefix_entropy`, `prefix_more` and `prefix_kl` along given prefixes and `error`, that of the
+        weights.
     """
     cells = results["cells"]
     rows = []
@@ -144,6 +145,10 @@ class _Boot:
         out = {
             "success": self._of(_ratio, here[0] - there[0], self._one),
             "gain": self._of(_gain, here[1], there[1]),
+            "solved_more": self._of(
+                _ratio, (own["right"] > 0).astype(np.float64) - (other["right"] > 0), self._one
+            ),
+            "answers_more": self._of(_ratio, own["answers"] - other["answers"], self._one),
             "entropy_more": self._of(
                 lambda a, n, b, m: a / n - b / m,
                 own["entropy"], own["tokens"], other["entropy"], other["tokens"],

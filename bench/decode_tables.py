@@ -1,0 +1,56 @@
+"""The table of decoded tokens per second, by shape and number of sequences."""
+
+from bench.captions import files, rows, source, table
+from bench.result import Row
+
+_H100 = {
+    "7b": (("rollout-7b-h100", (1, 8, 64, 128, 256)), ("rollout-7b-512-h100", (512,))),
+    "14b": (("rollout-14b-h100", (8, 64)),),
+    "32b": (("rollout-32b-h100", (1, 8, 64, 128)),),
+    "72b": (("rollout-72b-h100", (1, 8, 32)),),
+}
+_NF4 = "rollout-7b-nf4-h100"
+_H200 = {"7b": "rollout-7b-h200", "32b": "rollout-32b-h200"}
+"""The newest of each shape; all their rows with NVFP4 are shown."""
+
+
+def decode() -> str:
+    """Decoded tokens per second by shape and batch."""
+    lines = []
+    for shape, parts in _H100.items():
+        where = {batch: name for name, batches in parts for batch in batches}
+        newest = {row["batch"]: row for row in _of(_H200.get(shape), weights="nvfp4")}
+        for batch in sorted(where | newest):
+            lines.append(
+                (
+                    f"{shape.upper()}, {batch}",
+                    _tokens_s(_of(where.get(batch), batch=batch, weights="nvfp4")),
+                    _tokens_s(_of(where.get(batch), batch=batch, weights="bf16")),
+                    _tokens_s(_of(_NF4, batch=batch, weights="nf4")) if shape == "7b" else None,
+                    _tokens_s([newest[batch]] if batch in newest else []),
+                )
+            )
+    h100 = [*(name for parts in _H100.values() for name, _ in parts), _NF4]
+    h200 = [*_H200.values()]
+    others = " and ".join(f"{_decoded(name)} ({shape.upper()})" for shape, name in _H200.items())
+    (usual,) = {_decoded(name) for name in h100}
+    return table(
+        ("tokens per second: shape, sequences", "NVFP4", "16-bit", "NF4", "NVFP4 on an H200"),
+        lines,
+        f"{source(*h100, *h200)} On the H100 {usual} tokens were decoded, on the H200 {others}, which leaves "
+        f"fewer keys to read. Empty cells were not measured. {files(*h100, *h200)}",
+    )
+
+
+def _of(name: str | None, /, **where: object) -> list[Row]:
+    return [] if name is None else rows(name, engine="qerl", **where)
+
+
+def _tokens_s(found: list[Row]) -> str | None:
+    return f"{found[0]['decode_tok_s']:.0f}" if found else None
+
+
+def _decoded(name: str) -> int:
+    """Tokens that each sequence of a result decoded."""
+    (tokens,) = {row["decode_tokens"] for row in rows(name)}
+    return int(tokens)

@@ -1,0 +1,80 @@
+"""Sequences that come while others are decoded: what was captured serves them, and all draw what they would
+have drawn."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed")
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA GPU", allow_module_level=True)
+
+from qerl.rollout.engine import SamplingParams
+from qerl.rollout.paged.decode import DecodeStep
+from qerl.rollout.paged.engine import PagedEngine
+from qerl.rollout.paged.kv_cache import KVCache
+from tests.support.paged import from_uniforms, random_model
+
+PROMPTS = [list(range(5, 75)), [7], list(range(100, 229))]
+JOINS = [(0, 8, 150), (1, 1, 60), (2, 2, 90), (0, 4, 200), (1, 1, 256), (2, 3, 20)]
+"""Prompt, samples and tokens of each; 19 sequences of up to 129 and 256 tokens."""
+
+
+def play(engine):
+    """Start one of the joins before each round; gives the completions in the order of the sequences."""
+    found, joins = {}, list(JOINS)
+    with engine.session(SamplingParams(max_tokens=1000), growing=True) as session:
+        while session.busy or joins:
+            if joins:
+                prompt, samples, limit = joins.pop(0)
+                first = sum(one[1] for one in JOINS[: -len(joins) - 1])
+                seeds = list(range(first, first + samples))
+                session.start([PROMPTS[prompt]], samples, [limit] * samples, seeds)
+            for ended in session.next(one_round=True):
+                found[ended.index] = ended.completion
+                session.finish(ended.index)
+        assert session._scheduler.blocks.free == session._scheduler.blocks.count
+    return [found[index] for index in sorted(found)]
+
+
+def check_draws(model, completions):
+    """Each has its length, and each token is the one that the uniform number of its place asks for."""
+    asked = [(PROMPTS[prompt], limit) for prompt, samples, limit in JOINS for _ in range(samples)]
+    assert [len(one.token_ids) for one in completions] == [limit for _, limit in asked]
+    away = torch.cat(
+        [
+            from_uniforms(model, prompt, one.token_ids, (seed, 0, 0), list(range(limit)))
+            for seed, ((prompt, limit), one) in enumerate(zip(asked, completions, strict=True))
+        ]
+    )
+    print(f"{len(away)} tokens drawn, at most {away.max():.1e} away from their uniform numbers")
+    assert away.mean() < 1e-3 and away.max() < 2e-2
+
+
+@pytest.fixture
+def reserved(monkeypatch):
+    """Blocks of each cache that was made."""
+    found, reserve = [], KVCache.reserve
+    monkeypatch.setattr(KVCache, "reserve", lambda *given: found.append(given[1]) or reserve(*given))
+    return found
+
+
+def test_joins_neither_capture_anew_nor_change_tokens(monkeypatch, reserved):
+    captured, capture = [], DecodeStep.capture
+    monkeypatch.setattr(DecodeStep, "capture", lambda step: captured.append(step) or capture(step))
+    model = random_model("qwen2", "")
+    engine = PagedEngine(model, pad_token_id=0)
+    with engine.session(SamplingParams(max_tokens=1000), growing=True) as session:
+        session.start(PROMPTS[2:], 19, [200] * 19)
+    found = [play(engine) for _ in range(3)]
+    assert len(reserved) == 1
+    assert len(captured) == len(engine.graphs.steps)  # one of each size, in the first of the three
+    assert found[0] == found[1] == found[2]
+    check_draws(model, found[0])
+
+
+def test_a_cache_that_is_replaced_leaves_the_tokens_as_they_are(reserved):
+    """The same sequences where nothing was there, so that several joins replace cache and steps."""
+    model = random_model("qwen2", "")
+    completions = play(PagedEngine(model, pad_token_id=0))
+    assert len(reserved) > 1
+    check_draws(model, completions)

@@ -1,0 +1,147 @@
+"""Memory of a paged session to which sequences come later: what it takes at once, and what it keeps.
+
+Cache and books are the engine's own; the machine says scripted texts.
+"""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from qerl.errors import QeRLError
+from qerl.kernels.limits import PAGE
+from qerl.rollout.engine import SamplingParams
+from qerl.rollout.paged.graphs import DecodeGraphs
+from qerl.rollout.paged.kv_cache import KVCache
+from qerl.rollout.paged.limits import BlockDemand
+from qerl.rollout.paged.machine import Eager
+from tests.support.agents import tool_tokenizer
+from tests.support.books import SayingPages
+
+POSITIONS = 4096
+BLOCK_BYTES = 2 * PAGE * 4  # keys and values of one layer with one head of one number
+DECODER = SimpleNamespace(
+    sizes=SimpleNamespace(layers=1, kv_heads=1, head_size=1),
+    dtype=torch.float32,
+    embedding_VD=torch.empty(0),
+)
+
+
+class CountedGraphs(DecodeGraphs):
+    """Knows which steps it could keep, and counts how often it drops them; the steps are the machine's."""
+
+    forgotten = -1  # it begins by forgetting
+
+    def __init__(self, cache, fit):
+        super().__init__(DECODER, cache, Eager(), 8)
+        self.fit = fit
+
+    def forget(self):
+        super().forget()
+        self.forgotten += 1
+
+
+def made(blocks=10_000, rows=64):
+    """An engine whose sequences say more than they may, on a machine with so many blocks."""
+    engine = SayingPages(tool_tokenizer(), lambda row, so_far: "a" * 300, 0, rows, POSITIONS)
+    cache = KVCache(DECODER, None, Eager().memory)
+    engine.parts = replace(
+        engine.parts,
+        cache=cache,
+        graphs=CountedGraphs(cache, engine._fit),
+        prefill=SimpleNamespace(run=lambda *_: None, forget=lambda: None),
+        budget=lambda: blocks * BLOCK_BYTES,
+    )
+    return engine
+
+
+def play(session, joins=()):
+    """Decode to the end; before each round but the first the next of the joins starts, (prompt, samples,
+    limit). Gives the tokens of each sequence."""
+    found, joins = {}, list(joins)
+    while session.busy or joins:
+        for ended in session.next(one_round=True) if session.busy else ():
+            found[ended.index] = len(ended.completion.token_ids)
+            session.finish(ended.index)
+        if joins:
+            prompt, samples, limit = joins.pop(0)
+            session.start([[5] * prompt], samples, max_tokens=[limit] * samples)
+    return found
+
+
+PARAMS = SamplingParams(max_tokens=POSITIONS)
+JOINS = [(40, 1, 200), (300, 2, 150), (7, 1, 256), (512, 4, 40), (100, 3, 130)]
+"""With the eight of `test_joins_keep...`, 19 sequences of up to 512 and 256 tokens."""
+
+
+def test_joins_keep_what_was_captured_and_computed():
+    """A few at a time, with longer prompts and limits than those before, for which the first took room."""
+    engine = made()
+    with engine.session(PARAMS, growing=True) as session:
+        session.start([[5] * 400], 20, max_tokens=[180] * 20)
+        play(session)
+        before = engine.parts.cache.k
+        session.start([[5] * 400], 8, max_tokens=[180] * 8)
+        found = play(session, JOINS)
+        assert session.prefilled_tokens == 2 * 400 + sum(prompt for prompt, _, _ in JOINS)
+    assert engine.parts.cache.k is before
+    assert engine.parts.graphs.forgotten == 1
+    limits = [180] * 8 + [limit for _, samples, limit in JOINS for _ in range(samples)]
+    assert [found[index] for index in sorted(found)] == limits
+
+
+def test_rows_are_taken_some_at_a_time():
+    engine = made()
+    with engine.session(PARAMS, growing=True) as session:
+        session.start([[5] * 300], 1, max_tokens=[200])
+        play(session, [(300, 1, 200)] * 30)
+    # For 1, 2, 4, 8, 12, 16, 24 and 32 rows; 200 tokens are 29 rounds.
+    assert engine.parts.graphs.forgotten <= 8
+
+
+def test_what_has_ended_takes_no_room():
+    for growing in (False, True):
+        engine = made()
+        with engine.session(PARAMS, growing=growing) as session:
+            session.start([[5] * 300], 4, max_tokens=[200] * 4)
+            play(session)
+            blocks = engine.parts.cache.blocks
+            for _ in range(30):
+                session.start([[5] * 300], 4, max_tokens=[200] * 4)
+                play(session)
+        assert engine.parts.cache.blocks == blocks
+        assert engine.parts.graphs.forgotten == 1
+
+
+def test_a_session_that_does_not_grow_takes_what_the_plan_counts():
+    engine = made()
+    with engine.session(PARAMS) as session:
+        session.start([[5] * 300, [5] * 9], 3, max_tokens=[200] * 6)
+    assert engine.parts.cache.blocks == BlockDemand(300, 200, 3).blocks(6) == 6 * 4 + 3 * 5
+    engine = made()
+    with engine.session(PARAMS, growing=True) as session:
+        session.start([[5] * 300, [5] * 9], 3, max_tokens=[200] * 6)
+    assert engine.parts.cache.blocks == BlockDemand(512, 256, 1).blocks(8) == 8 * 4 + 9 * 8
+
+
+@pytest.mark.parametrize("blocks", [9, 10, 60])
+def test_room_ahead_is_taken_as_far_as_memory_goes(blocks):
+    """One sequence needs 5 + 4 blocks and, with room ahead, 8 + 8 + 4; nine hold it as it is."""
+    engine = made(blocks)
+    with engine.session(PARAMS, growing=True) as session:
+        session.start([[5] * 300], 1, max_tokens=[200])
+        assert engine.parts.cache.blocks == min(blocks, 2 * 8 + 4)
+        assert play(session, [(300, 5, 200)]) == dict.fromkeys(range(6), 200)
+    assert engine.parts.graphs.forgotten == (2 if blocks == 60 else 1)  # all there is is kept
+    engine = made(8)
+    with engine.session(PARAMS, growing=True) as session, pytest.raises(QeRLError, match="one sequence"):
+        session.start([[5] * 300], 1, max_tokens=[200])
+
+
+def test_lengths_ahead_are_no_longer_than_the_model():
+    assert BlockDemand(300, 200, 8).ahead(4096) == BlockDemand(512, 256, 1)
+    assert BlockDemand(512, 1, 8).ahead(4096) == BlockDemand(512, 1, 1)
+    assert BlockDemand(700, 513, 8).ahead(1000) == BlockDemand(1000, 1000, 1)

@@ -1,0 +1,169 @@
+"""How a server ends: told to, in the middle of samples, and by a fault of the GPU."""
+
+import contextlib
+import json
+import socket
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("google.protobuf", reason="needs the extra serve")
+pytest.importorskip("starlette", reason="needs the extra serve")
+
+from qerl.errors import QeRLError
+from qerl.serve.server import Server
+from tests.support.wire import BASE, KEY, FakeBackend, limits
+
+PATIENCE_S = 20.0
+
+
+class Broken(FakeBackend):
+    """One whose passes and samples fail as if a kernel had."""
+
+    error: Exception = torch.AcceleratorError("CUDA error: an illegal memory access was encountered\nmore")
+
+    def forward_backward(self, *_: Any) -> Any:
+        raise self.error
+
+    def sample(self, requests: Any, arrived: Any) -> Iterator[Any]:
+        yield 0, self.error
+
+    def delete_checkpoint(self, path: str) -> None:
+        raise self.error
+
+
+class Endless(FakeBackend):
+    """One that samples until nobody waits, or for very long."""
+
+    begun = threading.Event()
+
+    def sample(self, requests: Any, arrived: Any) -> Iterator[Any]:
+        self.begun.set()
+        until = time.monotonic() + PATIENCE_S
+        while any(request.wanted() for request in requests) and time.monotonic() < until:
+            time.sleep(0.01)
+        yield from ((number, QeRLError("given up")) for number in range(len(requests)))
+
+
+class Running:
+    """A server as the command runs it, in a thread; `ended` is what it raised, once it has ended."""
+
+    def __init__(self, backend: Any) -> None:
+        self.backend, self.ended = backend, None
+        self.server = Server(backend, limits(), KEY)
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        self._url = f"http://127.0.0.1:{self._socket.getsockname()[1]}/api/v1/"
+        self.thread = threading.Thread(target=self._run, daemon=True)
+        self.thread.start()
+
+    def _run(self) -> None:
+        try:
+            self.server.run(self._socket)
+        except QeRLError as error:
+            self.ended = error
+
+    def ask(self, path: str, **body: Any) -> Any:
+        request = urllib.request.Request(self._url + path, json.dumps(body).encode(), {"X-API-Key": KEY})
+        with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
+            return json.load(answer)
+
+    def session(self) -> tuple[str, str]:
+        """A session, and a sampler of the base."""
+        session = self.ask("create_session", sdk_version="0")["session_id"]
+        return session, self.ask("create_sampling_session", session_id=session, base_model=BASE)[
+            "sampling_session_id"
+        ]
+
+    def sample(self, sampler: str) -> str:
+        prompt = {"chunks": [{"tokens": [1]}]}
+        return self.ask("asample", sampling_session_id=sampler, prompt=prompt)["request_id"]
+
+
+@contextlib.contextmanager
+def running(backend: Any) -> Iterator[Running]:
+    found = Running(backend)
+    yield found
+    if found.thread.is_alive():
+        found.server._http.should_exit = True
+        found.thread.join(PATIENCE_S)
+    found._socket.close()
+
+
+@pytest.mark.parametrize("doing", ["samples", "passes", "calls"])
+def test_a_fault_of_the_gpu_ends_the_server_and_everybody_hears_of_it(tmp_path: Path, doing: str):
+    with running(Broken(tmp_path)) as server:
+        session, sampler = server.session()
+        model = {"session_id": session, "model_seq_id": 0, "base_model": BASE, "lora_config": {"rank": 4}}
+        model_id = server.ask("retrieve_future", **server.ask("create_model", **model))["model_id"]
+        waits = server.ask("unload_model", model_id=model_id, seq_id=9)  # for ever, as 1 to 8 do not come
+        backend = server.backend
+        if doing == "samples":
+            server.sample(sampler)
+        elif doing == "passes":
+            server.server.clients.queue.submit(model_id, 1, passing(server, model_id))
+        else:
+            server.server.clients.queue.call(lambda _: backend.delete_checkpoint("x"))
+        said = server.ask("retrieve_future", **waits)
+        assert said["category"] == "server"
+        assert "The server ends" in said["error"] and "illegal memory access" in said["error"]
+        server.thread.join(PATIENCE_S)
+        assert not server.thread.is_alive() and "start it again" in str(server.ended)
+        assert backend.closed
+
+
+def passing(server: Running, model_id: str) -> Any:
+    """Makes the job of a pass."""
+    from qerl.serve.futures import Future
+    from qerl.serve.line import Job
+
+    def make(request_id: str, _: Any) -> Job:
+        future = server.server.clients.futures.add(Future(request_id, "forward_backward", ""))
+        return Job(future, lambda backend: backend.forward_backward(model_id))
+
+    return make
+
+
+def test_memory_that_runs_out_ends_one_request_alone(tmp_path: Path):
+    backend = Broken(tmp_path)
+    backend.error = torch.AcceleratorError("CUDA error: out of memory")
+    with running(backend) as server:
+        _, sampler = server.session()
+        for _ in range(2):
+            said = server.ask("retrieve_future", request_id=server.sample(sampler))
+            assert "out of memory" in said["error"]
+        assert server.server.worker.broken is None and server.server.worker.is_alive()
+    assert server.ended is None
+
+
+def test_a_worker_that_breaks_ends_the_server(tmp_path: Path):
+    backend = FakeBackend(tmp_path)
+    backend.gauges = lambda: 1 / 0  # type: ignore[method-assign]
+    with running(backend) as server:
+        server.server.clients.queue.call(lambda _: None)
+        server.thread.join(PATIENCE_S)
+        assert not server.thread.is_alive() and "ZeroDivisionError" in str(server.ended)
+
+
+def test_a_server_that_is_told_to_end_does_not_wait_for_samples(tmp_path: Path):
+    with running(Endless(tmp_path)) as server:
+        _, sampler = server.session()
+        request_id = server.sample(sampler)
+        heard: list[Any] = []
+        client = threading.Thread(
+            target=lambda: heard.append(server.ask("retrieve_future", request_id=request_id))
+        )
+        client.start()
+        assert Endless.begun.wait(PATIENCE_S)
+        began = time.monotonic()
+        server.server._http.should_exit = True  # as Ctrl-C does
+        server.thread.join(PATIENCE_S)
+        client.join(PATIENCE_S)
+        assert time.monotonic() - began < PATIENCE_S / 2
+        assert "is ending" in heard[0]["error"]
+    assert server.ended is None and server.backend.closed
