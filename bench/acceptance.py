@@ -194,6 +194,7 @@ def rows_of(
                 gain = total.tokens / total.passes
                 yield {
                     "groups": len(groups),
+                    "completions": sum(len(group.samples) for group in groups),
                     "entropy": fmean(value for group in groups for value in group.entropies),
                     "sources": sources,
                     "match": least,
@@ -251,6 +252,9 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--out", type=Path, help="JSON file")
     args = parser.parse_args(arguments)
     steps = {name: nvfp4_steps(name) for name in args.steps}
+    shared = {}
+    if args.completions and args.completions.exists():
+        shared["note"] = f"the completions were read from {args.completions.name}, drawn by an earlier run"
     rows = []
     for policy, tasks in drawn_by_all(args).items():
         for task, groups in tasks.items():
@@ -262,4 +266,4 @@ def main(arguments: list[str]) -> None:
                     f"group's last row, {row['accepted_share']:.0%} of what is drafted"
                 )
     if args.out:
-        write_result(args.out, " ".join(["acceptance", *arguments]), rows)
+        write_result(args.out, " ".join(["acceptance", *arguments]), rows, **shared)
