@@ -13,8 +13,6 @@ TORCH  ?= torch==2.13.0
 BIN    := .venv/bin
 # Python compiles the modules that are imported; most of those that pip would compile never are.
 PIP    := $(BIN)/pip install --quiet --no-compile
-# Idle OpenMP threads spin by default, which on few cores takes the time from those that work.
-export OMP_WAIT_POLICY ?= passive
 
 .PHONY: setup demo test adapters tinker wheel versions tables figures lint clean
 setup: .venv/ready

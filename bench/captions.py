@@ -61,6 +61,11 @@ def files(*names: str) -> str:
     return "Files: " + ", ".join(f"{name}.json" for name in names) + "."
 
 
+def attention(found: Row) -> str:
+    """The FlashAttention of a step's long rows; results that do not say it are older than the choice."""
+    return str(found.get("attention_kernel", "FlashAttention-2")).split(" (")[0]
+
+
 def recomputed(found: Row) -> str:
     """How many layers a step computed again for backward, of how many; all where its row does not say."""
     every, layers = found.get("every_n_layers") or 1, SIZES[found["shape"]].layers

@@ -11,7 +11,7 @@ _H100 = {
 }
 _NF4 = "rollout-7b-nf4-h100"
 _H200 = {"7b": "rollout-7b-h200", "32b": "rollout-32b-h200"}
-"""The newest of each shape; all their rows with NVFP4 are shown."""
+"""The newest of each shape; all their rows are shown."""
 
 
 def decode() -> str:
@@ -19,27 +19,33 @@ def decode() -> str:
     lines = []
     for shape, parts in _H100.items():
         where = {batch: name for name, batches in parts for batch in batches}
-        newest = {row["batch"]: row for row in _of(_H200.get(shape), weights="nvfp4")}
-        for batch in sorted(where | newest):
+        newest = _H200.get(shape)
+        for batch in sorted({*where, *(row["batch"] for row in _of(newest))}):
             lines.append(
                 (
                     f"{shape.upper()}, {batch}",
                     _tokens_s(_of(where.get(batch), batch=batch, weights="nvfp4")),
                     _tokens_s(_of(where.get(batch), batch=batch, weights="bf16")),
                     _tokens_s(_of(_NF4, batch=batch, weights="nf4")) if shape == "7b" else None,
-                    _tokens_s([newest[batch]] if batch in newest else []),
+                    _tokens_s(_of(newest, batch=batch, weights="nvfp4")),
+                    _tokens_s(_of(newest, batch=batch, weights="bf16")),
                 )
             )
     h100 = [*(name for parts in _H100.values() for name, _ in parts), _NF4]
     h200 = [*_H200.values()]
-    others = " and ".join(f"{_decoded(name)} ({shape.upper()})" for shape, name in _H200.items())
     (usual,) = {_decoded(name) for name in h100}
+    decoded = {shape.upper(): _decoded(name) for shape, name in _H200.items()}
+    others = " and ".join(f"{tokens} ({shape})" for shape, tokens in decoded.items() if tokens != usual)
+    but = f", on the H200 {others}; after fewer there are fewer keys to read" if others else ""
     return table(
-        ("tokens per second: shape, sequences", "NVFP4", "16-bit", "NF4", "NVFP4 on an H200"),
+        (
+            "tokens per second: shape, sequences", "NVFP4", "16-bit", "NF4", "NVFP4 on an H200",
+            "16-bit on an H200",
+        ),
         lines,
-        f"{source(*h100, *h200)} On the H100 {usual} tokens were decoded, on the H200 {others}, which leaves "
-        f"fewer keys to read. Empty cells were not measured. {files(*h100, *h200)}",
-    )
+        f"{source(*h100, *h200)} {usual} tokens were decoded{but}. Empty cells were not measured. "
+        f"{files(*h100, *h200)}",
+    )  # fmt: skip
 
 
 def _of(name: str | None, /, **where: object) -> list[Row]:

@@ -157,8 +157,8 @@ def before_after() -> str:
 
 
 def _minutes(name: str) -> str:
-    """The least and the most minutes of all runs of a demo that were timed, of whichever commit."""
-    timed = [row["minutes"] for row in rows(name) if "minutes" in row]
+    """The least and the most minutes of the newest commit's runs of a demo that were timed."""
+    timed = [row["minutes"] for row in _newest_demo(name) if "minutes" in row]
     return f"{min(timed)} to {max(timed)} minutes"
 
 
@@ -249,44 +249,47 @@ def learning() -> str:
 
 
 def first_screen() -> str:
-    """README's table."""
-    few = {w: row("step-7b-h100", weights=w)["total_s"] for w in ("nvfp4", "bf16")}
-    many = {e: row("step-7b-128-trl-h100", engine=e)["total_s"] for e in ("qerl", "trl+vllm")}
-    decoded = {w: row("rollout-7b-h100", weights=w, batch=64)["decode_tok_s"] for w in ("nvfp4", "bf16")}
+    """The headlines: each row is one comparison in one run, or one pair of files."""
+    many = {found["engine"]: found["total_s"] for found in rows("step-7b-128-trl-h100")}
+    few = {weights: row("step-7b-h100", weights=weights)["total_s"] for weights in ("nvfp4", "bf16")}
+    drawn = {found["engine"]: found["total_s"] for found in rows("step-7b-lognormal-trl-h200")}
+    decoded = {
+        weights: row("rollout-7b-h200", weights=weights, batch=64)["decode_tok_s"]
+        for weights in ("nvfp4", "bf16")
+    }
     lines = (
         (
-            "GRPO step, 7B, 128 samples of 1024 tokens",
-            f"**{many['qerl']:.1f} s**",
-            f"{many['trl+vllm']:.1f} s (TRL with vLLM)",
+            "GRPO step, 7B, 128 samples of drawn lengths", "H200",
+            f"**{drawn['qerl']:.1f} s**", f"{drawn['trl+vllm']:.1f} s (TRL with vLLM)",
         ),
         (
-            "GRPO step, 7B, 8 samples of 2048 tokens",
-            f"**{few['nvfp4']:.1f} s**",
-            f"{few['bf16']:.1f} s (ours)",
+            "GRPO step, 7B, 128 samples of 1024 tokens", "H100",
+            f"**{many['qerl']:.1f} s**", f"{many['trl+vllm']:.1f} s (TRL with vLLM)",
         ),
         (
-            "Decoding, 7B, 64 sequences",
-            f"**{decoded['nvfp4']:.0f} tokens/s**",
-            f"{decoded['bf16']:.0f} tokens/s (ours)",
+            "GRPO step, 7B, 8 samples of 2048 tokens", "H100",
+            f"**{few['nvfp4']:.1f} s**", f"{few['bf16']:.1f} s (ours)",
         ),
         (
-            "Memory of a step, every layer recomputed, 7B and 32B",
+            "Decoding, 7B, 64 sequences", "H200",
+            f"**{decoded['nvfp4']:.0f} tokens/s**", f"{decoded['bf16']:.0f} tokens/s (ours)",
+        ),
+        (
+            "Memory of a step, every layer recomputed, 7B and 32B", "H100",
             f"**{least_memory('7b')} and {least_memory('32b')}**",
             f"{row('step-7b-h100-5ddacf3', weights='bf16')['update_gb']:.1f} GB (ours, 7B)",
         ),
-    )
+    )  # fmt: skip
     names = (
-        "step-7b-128-trl-h100",
-        "step-7b-h100",
-        "rollout-7b-h100",
-        "step-7b-h100-5ddacf3",
-        "step-32b-h100-2665039",
-    )
+        "step-7b-lognormal-trl-h200", "step-7b-128-trl-h100", "step-7b-h100", "rollout-7b-h200",
+        "step-7b-h100-5ddacf3", "step-32b-h100-2665039",
+    )  # fmt: skip
     dates = sorted({found["date"][:10] for name in names for found in rows(name)})
     return table(
-        ("one H100 80GB, LoRA rank 32", "QeRL, NVFP4", "16-bit LoRA"),
+        ("LoRA rank 32, one GPU", "", "QeRL, NVFP4", "16-bit LoRA"),
         lines,
-        f"Random weights, measured {' and '.join(dates)}. [All results and conditions](docs/performance.md)",
+        f"Random weights, measured {dates[0]} to {dates[-1]}. "
+        "[All results and conditions](docs/performance.md)",
     )
 
 
@@ -341,9 +344,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "learning": learning,
     "serve-sft": lambda: serve_tables.fine_tuning("serve-sft-smollm2-cpu"),
     "serve-learning": lambda: serve_tables.learning("cookbook-smollm2-h200"),
-    "serve-steps": lambda: serve_tables.steps(
-        "step-7b-beside-serve-h200", "serve-7b-h200", "serve-7b-adapters-h200"
-    ),
+    "serve-steps": lambda: serve_tables.steps("step-7b-beside-serve-h200", "serve-7b-h200"),
     "study-speed": study_speed,
     **noise_tables.TABLES,
 }

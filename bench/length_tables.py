@@ -1,6 +1,6 @@
 """The table of steps whose completions end at drawn places, on one GPU and on two, beside TRL with vLLM."""
 
-from bench.captions import RECOMPUTES, files, recomputed, rows, source, table
+from bench.captions import RECOMPUTES, attention, files, recomputed, rows, source, table
 from bench.result import RESULTS, Row
 
 _STEPS = ("step-7b-lognormal-h200", "step-7b-lognormal-trl-h200", "step-7b-two-gpus-h200")
@@ -28,9 +28,21 @@ def steps() -> str:
     caption = (
         "Lengths are lognormal with a mean of 400 tokens before they are cut at 1024, the same ones for all. "
         "Each GPU has as many samples; of two, update is what lies behind the longer rollout. Medians of the "
-        f"steps after the first. {RECOMPUTES} {source(*names)} {files(*names)}"
+        f"steps after the first. {_apart(one[:1], found)}{RECOMPUTES} {source(*names)} {files(*names)}"
     )
     return table(head, [_line(row, one[:1]) for row in found], caption)
+
+
+def _apart(one: list[Row], found: list[Row]) -> str:
+    """What the last column compares beside the number of GPUs, as a sentence; empty where nothing."""
+    several = [row for row in found if row.get("processes", 1) > 1]
+    said = [
+        f"{attention(row)} on {row.get('processes', 1)} GPU{'s' * (row in several)} (commit {row['commit']})"
+        for row in (*one, *several)
+    ]
+    if len({attention(row) for row in (*one, *several)}) < 2:
+        return ""
+    return f"Attention of long rows is {' and '.join(said)}, so a part of the last column may be that. "
 
 
 def _line(row: Row, one: list[Row]) -> tuple[object, ...]:

@@ -127,7 +127,9 @@ def steps(beside: str, *names: str) -> str:
     first = served[0]
     trained = _beside(beside, served)
     own = f"{trained['rollout_s']:.2f}", f"{trained['update_s']:.2f}", f"{trained['total_s']:.2f}"
-    lines: list[tuple[str | None, ...]] = [("`qerl train`", *own, None, f"{trained['peak_gb']:.1f}", None)]
+    lines: list[tuple[str | None, ...]] = [
+        ("`qerl train`", *own, None, f"{trained['peak_gb']:.1f}", None, None)
+    ]
     for found in served:
         times: tuple[str | None, ...] = (None,) * 4
         if len(found["steps"]) > 1:
@@ -135,17 +137,23 @@ def steps(beside: str, *names: str) -> str:
             times = (*seconds, f"{found['total_s'] / trained['total_s']:.2f}")
         count = found["adapters"]
         what = f"`qerl serve`, {count} adapter{'s' if count > 1 else ''}"
-        lines.append((what, *times, f"{found['peak_gb']:.1f}", f"{found['planned_gb']:.1f}"))
+        memory = (f"{found[key]:.1f}" for key in ("peak_gb", "allocated_gb", "planned_gb"))
+        lines.append((what, *times, *memory))
     return table(
-        ("", "rollout, s", "update, s", "step, s", "times `qerl train`", "peak, GB", "planned, GB"),
+        (
+            "", "rollout, s", "update, s", "step, s", "times `qerl train`", "peak, GB", "allocated, GB",
+            "planned, GB",
+        ),
         lines,
         f"7B in NVFP4 with random weights, LoRA rank {first['lora_rank']}, {first['prompts']} prompts of "
         f"{first['prompt_tokens']} tokens x {first['samples']} samples of {first['completion_tokens']}; "
         f"updates of both at most {first['tokens_per_forward']} tokens at a time, {_again(first)}. "
         f"Times are of one client, with the package tinker in a process of its own: medians of "
         f"{len(first['steps'])} steps, for `qerl train` of {len(trained['steps'])}. Peaks are read while "
-        f"all adapters hold gradients and moments. {source(beside, *names)} {files(beside, *names)}",
-    )
+        f"all adapters hold gradients and moments. Allocated is what torch's tensors take at "
+        "their peak; most of the rest are segments that torch's allocator keeps ([memory](memory.md"
+        f"#what-was-planned-and-what-was-measured)). {source(beside, *names)} {files(beside, *names)}",
+    )  # fmt: skip
 
 
 _SAME = (

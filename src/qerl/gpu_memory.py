@@ -88,4 +88,5 @@ def keep_within_limit(device: torch.device) -> None:
     total = total_bytes(device)
     if total < gpu.total_memory:
         for_torch = free_bytes(device) + torch.cuda.memory_reserved(device)
-        torch.cuda.set_per_process_memory_fraction(for_torch / gpu.total_memory, device)
+        index = torch.cuda.current_device() if device.index is None else device.index
+        torch.cuda.set_per_process_memory_fraction(for_torch / gpu.total_memory, index)

@@ -68,7 +68,7 @@ def test_samples_do_not_depend_on_who_shares_the_batch():
 class NineBlocks(Cuda):
     """The GPU, with room for nine blocks of keys and values of `random_model`'s model."""
 
-    def cache_bytes(self, model, filtered):
+    def cache_bytes(self, model, filtered, freed=0):
         return 9 * KVGeometry(layers=3, kv_heads=2, head_size=64, item_bytes=2).block_bytes
 
 

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from tests.integration.test_processes import results, run_python, write_recipe
+from tests.support.runs import results, run_python, write_recipe
 
 STEPS = {
     "algorithm": "dapo",

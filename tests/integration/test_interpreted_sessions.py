@@ -7,6 +7,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 if torch.cuda.is_available():
     pytest.skip("tests/gpu runs the engine itself", allow_module_level=True)
 
+from qerl.errors import QeRLError
 from qerl.rollout.engine import SamplingParams
 from qerl.rollout.paged.engine import PagedEngine
 from qerl.rollout.paged.limits import KVGeometry
@@ -80,6 +81,26 @@ def test_a_longer_prompt_comes_while_others_run(model):
     assert drawn[0].token_ids == whole[0].token_ids[2:]
     assert drawn[0].logprobs == pytest.approx(whole[0].logprobs[2:], abs=1e-5)
     assert drawn[1].token_ids == whole[1].token_ids[: len(drawn[1].token_ids)]
+
+
+def test_a_refused_join_changes_nothing_for_those_that_run_and_wait(model):
+    """One holds both blocks of the cache and another waits for them; what comes late needs three."""
+    whole = PortableEngine(model, 0).generate(PROMPTS, 1, SamplingParams(max_tokens=6, seed=5)).completions
+    drawn = {}
+    with paged(model, blocks=2).session(SamplingParams(max_tokens=6, seed=5), growing=True) as session:
+        session.start(PROMPTS, 1)
+        session.next(one_round=True)
+        assert [each.index for each in session._scheduler.waiting] == [1]
+        with pytest.raises(QeRLError, match="one sequence needs"):
+            session.start([[*range(60), *range(10)]], 1)
+        while session.busy:
+            for ended in session.next():
+                drawn[ended.index] = ended.completion
+                session.finish(ended.index)
+        assert session.prefilled_tokens == 3 + 1  # nothing was computed again
+    for index, completion in enumerate(whole):
+        assert drawn[index].token_ids == completion.token_ids
+        assert drawn[index].logprobs == pytest.approx(completion.logprobs, abs=1e-5)
 
 
 def test_what_comes_late_joins_after_a_round(model):

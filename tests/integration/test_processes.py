@@ -4,22 +4,20 @@ import json
 import os
 import re
 import socket
-import subprocess
 import sys
 from pathlib import Path
 
 import pyarrow.parquet
 import pytest
 import torch
-import yaml
 from rich.console import Console
-from safetensors.torch import load_file
 
 from qerl.run_folder import table_path
 from qerl.settings.config import QeRLConfig
 from qerl.trainer.run import train
 from tests.support.agents import tool_tokenizer
 from tests.support.models import make_tiny_model, make_tiny_tokenizer
+from tests.support.runs import results, run_command, run_python, write_recipe
 
 ROOT = Path(__file__).parents[2]
 
@@ -369,13 +367,6 @@ def model_with_tools(folder):
     return str(folder / "model")
 
 
-def write_recipe(fields, run, settings):
-    """The file of a recipe beside the folder that its run will make."""
-    recipe = run.with_suffix(".yaml")
-    recipe.write_text(yaml.safe_dump(fields(run, **settings)))
-    return str(recipe)
-
-
 def documented_job():
     """The SLURM job of docs/training.md."""
     text = (ROOT / "docs" / "training.md").read_text()
@@ -391,23 +382,3 @@ def free_port():
             if free.connect_ex(("localhost", port)):
                 return port
     raise AssertionError("no free port")
-
-
-def run_python(*words):
-    """Run Python with these arguments in the repository; what it wrote is shown where it fails."""
-    run_command(sys.executable, *words)
-
-
-def run_command(*command, env=None):
-    """Run a command in the repository; what it wrote is shown where it fails."""
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=240, check=False, cwd=ROOT, env=env
-    )
-    assert done.returncode == 0, (done.stdout + done.stderr)[-2000:]
-
-
-def results(run):
-    """The rows logged of training, and the adapter."""
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert rows[0]["update_path"] == {"kernels": "none (its kernels need a CUDA GPU)"}
-    return rows[1:], load_file(run / "adapter_model.safetensors")

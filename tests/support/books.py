@@ -37,7 +37,7 @@ class SayingPages(RolloutEngine):
             cache=SimpleNamespace(blocks=blocks, serves=_yes, take_back=_nothing),
             graphs=SimpleNamespace(serves=_yes, fit=self._fit, drafted=0),
             prefill=SimpleNamespace(run=_nothing),
-            budget=lambda: 0,
+            budget=lambda _: 0,
             max_sequences=rows,
             pace=Pace(round_steps=7, spare_rounds=1),
         )

@@ -25,7 +25,7 @@ class WholeTurns(TrackedSession[Sequence]):
         """What a sequence says next."""
 
     def _add(self, prompts, samples, limits):
-        added = new_sequences(prompts, samples, limits, self._sequences)
+        added = new_sequences(prompts, samples, limits, self._started, self._started_prompts)
         self._waiting += [sequence for sequence in added if sequence.room]
         return added
 

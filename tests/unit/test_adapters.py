@@ -23,6 +23,9 @@ from qerl.rollout.paged.graphs import KEPT_SETTINGS, DecodeGraphs
 from qerl.rollout.paged.kv_cache import KVCache
 from qerl.rollout.paged.machine import Eager
 from qerl.rollout.portable.engine import PortableEngine
+from qerl.update.driver import LossDriver
+from qerl.update.losses import Datum
+from tests.support.models import make_tiny_model
 
 ALL = list(LINEARS)
 PAIR = ["q_proj", "down_proj"]
@@ -213,6 +216,22 @@ def test_positions_of_a_stretched_rotary_embedding(tiny_model):
     assert positions_of(tiny_model("llama").config) == 512
     PortableEngine(model, 0).generate([[5] * 70], 1, SamplingParams(max_tokens=2))
     assert len(Binding(model, 256).decoder.cos_ME) == 256
+
+
+def test_stretched_positions_are_all_there_in_an_update():
+    """As `qerl serve` announces them: the original length times YaRN's factor."""
+    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 1e4}
+    model = make_tiny_model(max_position_embeddings=64, rope_parameters=rope)
+    model = randomized(add_lora(model, rank=4, alpha=8, dropout=0.0))
+    tokens = [torch.arange(length) % 128 for length in (256, 257)]
+    data = [Datum(each, {"target_tokens": each, "weights": torch.ones(len(each))}) for each in tokens]
+    (logprobs,) = LossDriver(model).forward(data[:1], "cross_entropy", {}).logprobs
+    with torch.no_grad():
+        logits_TV = model(input_ids=tokens[0][None]).logits[0]
+    expected = logits_TV.log_softmax(-1).gather(-1, tokens[0][:, None])[:, 0]
+    torch.testing.assert_close(logprobs, expected, rtol=0, atol=1e-4)
+    with pytest.raises(QeRLError, match="it has 257 tokens and the model takes 256"):
+        LossDriver(model).forward(data[1:], "cross_entropy", {})
 
 
 def test_what_no_engine_samples_from_is_refused_when_it_is_made(tiny_model):

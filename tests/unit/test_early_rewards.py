@@ -3,6 +3,7 @@
 import asyncio
 import threading
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from qerl.trainer.rewards import early_calls
 from qerl.trainer.trl import decoded as decoding
 from tests.support.agents import tool_tokenizer
 from tests.support.models import move_adapter
-from tests.support.trainer import DATA, logged, settings, sum_reward
+from tests.support.trainer import DATA, ScriptedEngine, logged, settings, sum_reward
 
 WAIT_S = 60  # for what comes at once; a test that waits so long fails
 
@@ -291,6 +292,27 @@ def test_a_completion_that_was_changed_afterwards_gets_no_reward_of_another():
         guard(prompts=["p"], completions=["changed"], completion_ids=[[1]])
 
 
+@pytest.mark.parametrize("wrap", [guarded, partial, lambda function: guarded(partial(function))])
+def test_marks_are_seen_through_wrappers(make, wrap):
+    """A function that is guarded already, or a partial, begins early as what it wraps does."""
+    threads = set()
+
+    @judges_outside
+    def blocks(completions, **_):
+        threads.add(threading.current_thread().name)
+        return [float(len(completions[0]))]
+
+    @judges_alone
+    def here(completions, **_):
+        return [0.0] * len(completions)
+
+    assert can_begin_early(wrap(blocks)) and not can_begin_early(wrap(here))
+    trainer = make([wrap(blocks)], early_rewards=True, max_steps=1)
+    trainer.train()
+    assert threads == {"reward-blocks"}
+    assert "rewards/blocks/mean" in logged(trainer)[0]
+
+
 # What cannot
 
 
@@ -299,11 +321,21 @@ def test_functions_that_compute_here_are_refused_or_named(tmp_path, caplog):
     alone = judges_alone(lambda completions, **_: [1.0])
     alone.__name__ = "alone"
     with pytest.raises(QeRLError, match=r"nothing to begin early: none of sum_reward, alone asks outside"):
-        early_calls([sum_reward, alone], config)
+        early_calls([sum_reward, partial(alone)], config)
     assert early_calls([sum_reward, alone, scores()[0]], config) is not None
     assert caplog.messages == [
         "early_rewards: what computes in this process is called after the rollout: sum_reward, alone."
     ]
+
+
+def test_an_engine_that_does_not_tell_what_is_finished_is_refused(tiny_model, tiny_tokenizer, tmp_path):
+    config = QeRLConfig(**settings(tmp_path, tuning="full", weights="bf16", early_rewards=True))
+    silent = ScriptedEngine(len(tiny_tokenizer))
+    said = r"generate has the argument `ended`, and that of ScriptedEngine has not; add it"
+    with pytest.raises(QeRLError, match=said):
+        QeRLTrainer(
+            tiny_model("llama"), scores(), config, LEVELS, processing_class=tiny_tokenizer, engine=silent
+        )
 
 
 def test_a_mixture_of_tasks_of_which_one_computes_here_is_called_after_the_rollout():

@@ -14,6 +14,7 @@ from qerl.errors import QeRLError
 from qerl.kernels.cards import CARDS, chosen
 from qerl.kernels.flash import choice, compile_flash4, flash_for, flash_words, why_not_flash4
 from qerl.kernels.flash.flash2 import Flash2
+from qerl.trainer import ready
 from qerl.update import kernels, path
 
 CUDA = torch.device("cuda", 0)
@@ -136,7 +137,7 @@ def test_a_package_that_cannot_be_imported_is_refused(calls, installed, monkeypa
 def test_the_version_is_the_one_that_the_extra_asks_for():
     file = Path(__file__).parents[2] / "pyproject.toml"
     extras = tomllib.loads(file.read_text())["project"]["optional-dependencies"]
-    asked = {wanted.name: wanted for wanted in map(Requirement, extras["gpu"])}
+    asked = {wanted.name: wanted for wanted in map(Requirement, extras["long"])}
     assert str(asked[choice.PACKAGE].specifier) == f"=={choice.TESTED}"
 
 
@@ -155,22 +156,69 @@ def test_it_is_compiled_for_the_heads_of_the_model_with_the_settings_of_a_step(c
     assert 128 < of_backward["max_seqlen_k"] <= choice.LEAST_MEAN
 
 
-def test_nothing_is_compiled_for_a_model_that_does_not_get_it(calls, installed):
+def test_nothing_is_compiled_for_a_model_that_does_not_get_it(calls, installed, monkeypatch):
     compile_flash4(HEADS)
+    monkeypatch.setattr(choice, "why_not_flash4", lambda *asked: "")
+    compile_flash4(HEADS, choice.LEAST_TOKENS - 1)
     assert calls == []
+    compile_flash4(HEADS, choice.LEAST_TOKENS)
+    assert [name for name, *_ in calls] == ["forward", "backward"]
+
+
+@pytest.mark.parametrize("part", ["_flash_attn_fwd", "_flash_attn_bwd"])
+def test_a_package_that_cannot_be_compiled_is_refused(calls, installed, monkeypatch, part):
+    monkeypatch.setattr(choice, "why_not_flash4", lambda *asked: "")
+    for error, raised, said in (
+        (
+            RuntimeError("no arch.\n more"),
+            QeRLError,
+            r"compiled for heads of 128 \(no arch\); .* pip uninstall",
+        ),
+        (torch.OutOfMemoryError("full"), torch.OutOfMemoryError, "full"),
+    ):
+
+        def fails(*args, error=error, **named):
+            raise error
+
+        monkeypatch.setattr(sys.modules["flash_attn.cute"].interface, part, fails)
+        with pytest.raises(raised, match=said):
+            compile_flash4(HEADS)
 
 
 def test_a_model_on_its_kernels_has_them_compiled(monkeypatch, tiny_model):
     """Where its attention reads stretches; a model that reads dense masks calls no FlashAttention."""
     model, compiled = tiny_model("llama"), []
     monkeypatch.setattr(kernels, "why_unfit", lambda model: "")
-    monkeypatch.setattr(kernels, "compile_flash4", compiled.append)
+    monkeypatch.setattr(kernels, "compile_flash4", lambda *asked: compiled.append(asked))
     monkeypatch.setattr("qerl.update.fused.fuse", lambda model: None)
     for reason in (None, "attention has dropout, which it has in training alone"):
         monkeypatch.setattr(kernels, "use_branch_attention", lambda model, reason=reason: reason)
-        kernels.use_kernels(model)
+        kernels.use_kernels(model, 4096)
     config = model.config
-    assert [heads[:2] for heads in compiled] == [(config.num_attention_heads, config.num_key_value_heads)]
+    wanted = (config.num_attention_heads, config.num_key_value_heads)
+    assert [(heads[:2], longest) for heads, longest in compiled] == [(wanted, 4096)]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "prompt", "completion", "longest"),
+    [(4096, 1000, 2000, 4096), (2048, 1000, 2000, 3000), (None, 1000, 2000, None), (4096, None, 2000, None)],
+)
+def test_a_run_says_how_long_its_rows_get(monkeypatch, tiny_model, tokens, prompt, completion, longest):
+    """A sample has a row of its own where it is longer than `tokens_per_forward`."""
+
+    class Told(Exception):
+        pass
+
+    def told(model, longest=0):
+        raise Told(longest)
+
+    monkeypatch.setattr(ready, "use_kernels", told)
+    args = SimpleNamespace(
+        tokens_per_forward=tokens, max_prompt_length=prompt, max_completion_length=completion
+    )
+    with pytest.raises(Told) as caught:
+        ready.ready_for_rows(tiny_model("llama"), args)
+    assert caught.value.args == (longest,)
 
 
 def test_a_run_says_which_one_it_takes(monkeypatch, tiny_model, calls, installed):

@@ -77,6 +77,9 @@ def test_a_limit_makes_a_card_smaller_for_plan_engine_and_torch(gpu, monkeypatch
     model = torch.nn.Linear(64, 64, bias=False)
     given = Cuda().cache_bytes(model, filtered=False)
     assert given == cache_budget(usable_bytes(24), 4 * 64 * 64, 64 * 64, False, free_bytes(CUDA))
+    beside = Cuda().cache_bytes(model, filtered=False, freed=3 * GIB)
+    free = free_bytes(CUDA) + 3 * GIB
+    assert beside == cache_budget(usable_bytes(24), 4 * 64 * 64, 64 * 64, False, free) > given
     card.used = 30 * GIB
     assert free_bytes(CUDA) == 0
 

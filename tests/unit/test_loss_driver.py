@@ -384,18 +384,3 @@ def test_bad_calls_are_refused(model, driver):
         LossDriver(model, tokens_per_forward=0)
     with pytest.raises(QeRLError, match="No parameter of the model trains"):
         LossDriver(make_tiny_model().requires_grad_(False)).forward_backward(samples("ppo"), "ppo")
-
-
-def test_stretched_positions_are_all_there():
-    """As `qerl serve` announces them: the original length times YaRN's factor."""
-    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 1e4}
-    model = adapted(make_tiny_model(max_position_embeddings=64, rope_parameters=rope))
-    tokens = [torch.arange(length) % VOCABULARY for length in (256, 257)]
-    data = [Datum(each, {"target_tokens": each, "weights": torch.ones(len(each))}) for each in tokens]
-    (logprobs,) = LossDriver(model).forward(data[:1], "cross_entropy", {}).logprobs
-    with torch.no_grad():
-        logits_TV = model(input_ids=tokens[0][None]).logits[0]
-    expected = logits_TV.log_softmax(-1).gather(-1, tokens[0][:, None])[:, 0]
-    torch.testing.assert_close(logprobs, expected, rtol=0, atol=1e-4)
-    with pytest.raises(QeRLError, match="it has 257 tokens and the model takes 256"):
-        LossDriver(model).forward(data[1:], "cross_entropy", {})

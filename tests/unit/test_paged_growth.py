@@ -44,8 +44,14 @@ class CountedGraphs(DecodeGraphs):
         self.forgotten += 1
 
 
-def made(blocks=10_000, rows=64):
-    """An engine whose sequences say more than they may, on a machine with so many blocks."""
+def made(blocks=10_000, rows=64, share=10_000):
+    """An engine whose sequences say more than they may, on a machine with so many blocks.
+
+    Args:
+        blocks: Those of all memory.
+        rows: Sequences that run side by side at most.
+        share: Blocks that the cache may have even if more are free.
+    """
     engine = SayingPages(tool_tokenizer(), lambda row, so_far: "a" * 300, 0, rows, POSITIONS)
     cache = KVCache(DECODER, None, Eager().memory)
     engine.parts = replace(
@@ -53,7 +59,7 @@ def made(blocks=10_000, rows=64):
         cache=cache,
         graphs=CountedGraphs(cache, engine._fit),
         prefill=SimpleNamespace(run=lambda *_: None, forget=lambda: None),
-        budget=lambda: blocks * BLOCK_BYTES,
+        budget=lambda freed: min(share * BLOCK_BYTES, (blocks - cache.blocks) * BLOCK_BYTES + freed),
     )
     return engine
 
@@ -139,6 +145,52 @@ def test_room_ahead_is_taken_as_far_as_memory_goes(blocks):
     engine = made(8)
     with engine.session(PARAMS, growing=True) as session, pytest.raises(QeRLError, match="one sequence"):
         session.start([[5] * 300], 1, max_tokens=[200])
+
+
+@pytest.mark.parametrize("machine", [{"blocks": 9}, {"share": 9}])
+def test_a_join_that_does_not_fit_leaves_the_others_as_they_are(machine):
+    """One of 5 + 4 blocks runs and one waits for them; what is refused needs 5 + 5."""
+    engine = made(**machine)
+    with engine.session(PARAMS, growing=True) as session:
+        session.start([[5] * 300, [6] * 300], 1, max_tokens=[200, 200])
+        session.next(one_round=True)
+        scheduler, cache = session._scheduler, engine.parts.cache
+        keys, step, manager = cache.k, session._step, scheduler.blocks
+        (running,), (waiting,) = scheduler.running.values(), scheduler.waiting
+        held = list(running.blocks)
+        assert held and step is not None and cache.blocks == 9
+        for _ in range(2):
+            with pytest.raises(QeRLError, match="one sequence needs"):
+                session.start([[5] * 300], 8, max_tokens=[300] * 8)
+        assert cache.k is keys and session._step is step and scheduler.blocks is manager
+        assert running.blocks == held and running.row is not None and list(scheduler.waiting) == [waiting]
+        assert play(session) == {0: 200, 1: 200}
+        assert session.prefilled_tokens == 600
+        session.start([[5] * 300], 8, max_tokens=[200] * 8)
+        assert play(session) == dict.fromkeys(range(2, 10), 200)
+    assert engine.parts.graphs.forgotten == 1
+
+
+def test_the_memory_of_the_cache_that_is_replaced_counts_as_free():
+    """12 blocks of 24 are held, and one sequence needs 19."""
+    engine = made(24)
+    with engine.session(PARAMS, growing=True) as session:
+        session.start([[5] * 200], 1, max_tokens=[190])
+        assert engine.parts.cache.blocks == 2 * 4 + 4 == 12
+        session.next(one_round=True)
+        assert play(session, [(850, 1, 290)]) == {0: 190, 1: 290}
+    assert engine.parts.cache.blocks == 24
+
+
+def test_a_long_prompt_and_a_long_limit_of_two_sequences_are_not_added():
+    """5 + 4 and 1 + 5 blocks fit nine, each alone; 5 + 5, which neither needs, would not."""
+    for prompts in ((300, 40), (40, 300)):
+        engine = made(9)
+        limits = {300: 200, 40: 300}
+        with engine.session(PARAMS, growing=True) as session:
+            session.start([[5] * prompts[0]], 1, max_tokens=[limits[prompts[0]]])
+            found = play(session, [(prompts[1], 1, limits[prompts[1]])])
+            assert found == {index: limits[prompt] for index, prompt in enumerate(prompts)}
 
 
 def test_lengths_ahead_are_no_longer_than_the_model():

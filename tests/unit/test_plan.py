@@ -127,10 +127,14 @@ def test_a_server_takes_room_for_what_is_to_come():
     block = cache.geometry.block_bytes
     assert cache.bytes(10**12) == block * (32 * 16 + 33 * 8)
     assert cache.bytes(100 * block) == 100 * block
+    limited = dataclasses.replace(served, max_sequences=30)
+    assert Cache(SIZES["7b"], limited).bytes(10**12) == block * (30 * 16 + 31 * 8)
     settings = {"max_completion_length": 1000, "max_prompt_length": 300}
     of_run, of_server = (
         plan_command("7b", [], settings, 80, Console(quiet=True), adapters=adapters) for adapters in (None, 1)
     )
+    few = plan_command("7b", [], settings | {"max_sequences": 30}, 80, Console(quiet=True), adapters=1)
+    assert (of_server.work.max_sequences, few.work.max_sequences) == (512, 30)
     assert not of_run.work.serves and of_server.work.serves and of_server.rollout > of_run.rollout
 
 
@@ -145,7 +149,10 @@ def test_rows_that_blocks_hold(prompt, completion, samples):
 
 # Measured peaks
 
-FRAGMENTED = {"step-7b-h200", "step-7b-h200-8ab9739", "step-7b-arch80-h200"}
+FRAGMENTED = {
+    "step-7b-h200", "step-7b-h200-8ab9739", "step-7b-beside-serve-h200", "step-7b-arch80-h200",
+    "step-7b-arch80-h200-8ab9739",
+}  # fmt: skip
 """Their first passes had all samples of a step, one token of each, and left segments in torch's allocator
 that fit no later pass: in use, and to be had back. What they allocate is compared, as of all others."""
 

@@ -24,9 +24,9 @@ PATIENCE_S = 20.0
 
 
 class Broken(FakeBackend):
-    """One whose passes and samples fail as if a kernel had."""
+    """One whose passes, samples and calls fail."""
 
-    error: Exception = torch.AcceleratorError("CUDA error: an illegal memory access was encountered\nmore")
+    error: Exception
 
     def forward_backward(self, *_: Any) -> Any:
         raise self.error
@@ -95,9 +95,28 @@ def running(backend: Any) -> Iterator[Running]:
     found._socket.close()
 
 
+FAULT = "an illegal memory access was encountered\nmore"
+
+
+@pytest.fixture(params=[torch.AcceleratorError(f"CUDA error: {FAULT}"), RuntimeError(f"Triton: {FAULT}")])
+def lost(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Exception:
+    """What a kernel's fault comes as; from then on nothing can be computed on the GPU."""
+
+    def synchronize() -> None:
+        raise torch.AcceleratorError(f"CUDA error: {FAULT}")
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    return request.param
+
+
 @pytest.mark.parametrize("doing", ["samples", "passes", "calls"])
-def test_a_fault_of_the_gpu_ends_the_server_and_everybody_hears_of_it(tmp_path: Path, doing: str):
-    with running(Broken(tmp_path)) as server:
+def test_a_fault_of_the_gpu_ends_the_server_and_everybody_hears_of_it(
+    tmp_path: Path, lost: Exception, doing: str
+):
+    broken = Broken(tmp_path)
+    broken.error = lost
+    with running(broken) as server:
         session, sampler = server.session()
         model = {"session_id": session, "model_seq_id": 0, "base_model": BASE, "lora_config": {"rank": 4}}
         model_id = server.ask("retrieve_future", **server.ask("create_model", **model))["model_id"]
@@ -129,15 +148,33 @@ def passing(server: Running, model_id: str) -> Any:
     return make
 
 
-def test_memory_that_runs_out_ends_one_request_alone(tmp_path: Path):
+@pytest.mark.parametrize("used", [False, True])
+@pytest.mark.parametrize("said", ["CUDA error: out of memory", "CUDA error: invalid argument"])
+def test_an_error_after_which_the_gpu_goes_on_ends_one_request_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str, used: bool
+):
+    asked: list[bool] = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: used)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: asked.append(True))
     backend = Broken(tmp_path)
-    backend.error = torch.AcceleratorError("CUDA error: out of memory")
+    backend.error = torch.AcceleratorError(said)
     with running(backend) as server:
         _, sampler = server.session()
         for _ in range(2):
-            said = server.ask("retrieve_future", request_id=server.sample(sampler))
-            assert "out of memory" in said["error"]
+            heard = server.ask("retrieve_future", request_id=server.sample(sampler))
+            assert said in heard["error"]
+        assert len(asked) == 2 * used
         assert server.server.worker.broken is None and server.server.worker.is_alive()
+    assert server.ended is None
+
+
+def test_a_mistake_of_a_client_does_not_ask_the_gpu(tmp_path: Path, lost: Exception):
+    backend = Broken(tmp_path)
+    backend.error = QeRLError("a mistake")
+    with running(backend) as server:
+        _, sampler = server.session()
+        said = server.ask("retrieve_future", request_id=server.sample(sampler))
+        assert said["error"] == "a mistake" and server.server.worker.broken is None
     assert server.ended is None
 
 

@@ -40,6 +40,7 @@ def test_flags_keep_new_behaviours_off(client: Client):
 def test_a_large_body_is_refused_before_it_is_read(client: Client):
     answer = client.http.post("/api/v1/optim_step", content=b"x" * 20_001)
     assert answer.status_code == 413 and "20000 bytes" in answer.json()["detail"]
+    assert "the same seq_id" in answer.json()["detail"]
     pieces = (b"x" * 1000 for _ in range(30))  # of a length that no header says
     assert client.http.post("/api/v1/optim_step", content=pieces).status_code == 413
 

@@ -72,7 +72,8 @@ STEP = {
 }  # fmt: skip
 TRAINED = STEP | {"rollout_s": 4.0, "update_s": 6.0, "total_s": 10.0, "peak_gb": 50.0, "steps": [{}] * 4}
 SERVED = STEP | {
-    "sample_s": 5.0, "update_s": 6.5, "total_s": 11.5, "peak_gb": 51.0, "planned_gb": 52.0, "adapters": 1,
+    "sample_s": 5.0, "update_s": 6.5, "total_s": 11.5, "peak_gb": 51.0, "allocated_gb": 49.5,
+    "planned_gb": 52.0, "adapters": 1,
     "steps": [{}] * 3, "held_tokens_per_forward": 4096, "held_every_n_layers": 29,
 }  # fmt: skip
 
@@ -85,14 +86,15 @@ def test_a_step_stands_beside_the_trainers(results):
     results("more", [SERVED | {"adapters": 8, "steps": [{}], "total_s": 99.0}])
     lines = serve_tables.steps("step", "one", "more").splitlines()
     assert lines[2:5] == [
-        "| `qerl train` | 4.00 | 6.00 | 10.00 | | 50.0 | |",
-        "| `qerl serve`, 1 adapter | 5.00 | 6.50 | 11.50 | 1.15 | 51.0 | 52.0 |",
-        "| `qerl serve`, 8 adapters | | | | | 51.0 | 52.0 |",
+        "| `qerl train` | 4.00 | 6.00 | 10.00 | | 50.0 | | |",
+        "| `qerl serve`, 1 adapter | 5.00 | 6.50 | 11.50 | 1.15 | 51.0 | 49.5 | 52.0 |",
+        "| `qerl serve`, 8 adapters | | | | | 51.0 | 49.5 | 52.0 |",
     ]
     assert "H200, 2026-11-23, commit abcdef0" in lines[-1]
     for said in (
         "4096 tokens at a time, no layer computed",
         "of one client",
+        "segments that torch's allocator keeps",
         "of 3 steps, for `qerl train` of 4",
     ):
         assert said in lines[-1]

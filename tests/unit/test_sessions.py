@@ -1,5 +1,7 @@
 """Sessions of the portable engine: a trajectory of several turns is one completion that was paused."""
 
+import gc
+import weakref
 from contextlib import contextmanager
 
 import pytest
@@ -174,8 +176,33 @@ def test_only_a_sequence_between_turns_can_go_on_or_finish(tiny_model):
         session.next()
         assert session.next() == []
         session.finish(0)
-        with pytest.raises(QeRLError, match="was finished"):
-            session.go_on(0, [])
+        for ask in (lambda: session.go_on(0, []), lambda: session.finish(0), lambda: session.room(0)):
+            with pytest.raises(QeRLError, match="Sequence 0 was finished"):
+                ask()
+        with pytest.raises(QeRLError, match="Sequence 1 was not started"):
+            session.finish(1)
+
+
+def test_nothing_is_kept_of_what_was_finished(tiny_model):
+    """A session may go on for as long as its server; later sequences are numbered and drawn as before."""
+    model = tiny_model("llama")
+    whole = PortableEngine(model, PAD).generate(PROMPTS, 2, sampled()).completions
+    with started(model, PROMPTS[:2]) as session:
+        held = [weakref.ref(sequence) for sequence in session._sequences.values()]
+        for each in range(2):
+            found = {}
+            while session.busy:
+                for ended in session.next():
+                    found[ended.index] = ended.completion.token_ids
+                    session.finish(ended.index)
+            session.next()
+            gc.collect()
+            assert not session._sequences and not any(reference() for reference in held)
+            if not each:
+                first = found
+                indices = session.start(PROMPTS[2:], 2)
+                assert indices == list(range(4, 10))
+        assert [(first | found)[index] for index in range(10)] == [each.token_ids for each in whole]
 
 
 def test_a_turn_without_finite_logits_ends_its_sequence_and_no_other(tiny_model):

@@ -64,14 +64,14 @@ class TestDrafts:
         one, other = Prompt(0, [1, 2]), Prompt(1, [1, 2])
         row, ended = Sequence(0, one, 0, 9), Sequence(1, one, 1, 9, token_ids=[7, 8, 9])
         strange = Sequence(2, other, 0, 9, token_ids=[7, 5, 5])
-        session, drafts = [row, ended, strange], Drafts(2)
-        assert drafts.of([row], session) == [[7, 8]]
+        one.sequences, other.sequences, drafts = [row, ended], [strange], Drafts(2)
+        assert drafts.of([row]) == [[7, 8]]
         row.token_ids.append(7)
-        assert drafts.of([row], session) == [[8, 9]]
+        assert drafts.of([row]) == [[8, 9]]
         ended.token_ids += [7, 4]
-        assert drafts.of([row, strange], session) == [[8, 9], [5]]  # three tokens agree there
+        assert drafts.of([row, strange]) == [[8, 9], [5]]  # three tokens agree there
         row.max_tokens = 2
-        assert drafts.of([row], session) == [[]]
+        assert drafts.of([row]) == [[]]
 
 
 class Told:
@@ -88,7 +88,7 @@ class Told:
         self._length = length
         return self
 
-    def of(self, rows, _session):
+    def of(self, rows):
         return [self._of(row) for row in rows]
 
     def _of(self, row):

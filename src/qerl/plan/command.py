@@ -45,9 +45,8 @@ def plan_command(
     """
     planned = planned_gpu(gpu)
     serves, adapters = adapters is not None, 1 if adapters is None else adapters
-    for flag, value, what in (("processes", processes, "GPUs"), ("adapters", adapters, "adapters")):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise QeRLError(f"--{flag} is {value}; it must be a number of {what}, at least 1.")
+    _check_number("processes", processes, "GPUs")
+    _check_number("adapters", adapters, "adapters")
     config = load_config(recipes, fields | {"model": name}, required=("model",))
     if config.kv_cache_dtype == "fp8" and planned.card and not planned.card.fp8:
         raise QeRLError(f"{why_no_fp8(planned.card)}; remove kv_cache_dtype: fp8.")
@@ -77,3 +76,8 @@ def plan_command(
     if max_context:
         console.print(in_words(longest_completion(plan)), markup=False, highlight=False, soft_wrap=True)
     return plan
+
+
+def _check_number(flag: str, value: Any, what: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise QeRLError(f"--{flag} is {value}; it must be a number of {what}, at least 1.")

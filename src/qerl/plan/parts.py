@@ -105,7 +105,8 @@ class Cache:
         """Bytes that the engine reserves if keys and values may take the budget."""
         block, demand, rows = self.geometry.block_bytes, self.demand, self.work.sequences
         if self.work.serves:
-            demand, rows = demand.ahead(self.sizes.positions), count_for(rows)
+            demand = demand.ahead(self.sizes.positions)
+            rows = max(rows, min(self.work.max_sequences, count_for(rows)))
         return block * min(demand.blocks(rows), budget // block)
 
     def sequences(self, budget: int) -> int:

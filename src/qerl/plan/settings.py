@@ -184,6 +184,7 @@ def _work(config: QeRLConfig, processes: int) -> Work:
         completion_tokens=config.max_completion_length,
         group=config.num_generations,
         sequences=min(config.max_sequences or MAX_ROWS, _samples(config), MAX_ROWS),
+        max_sequences=min(config.max_sequences or MAX_ROWS, MAX_ROWS),
         microbatch=config.per_device_train_batch_size,
         microbatches=config.gradient_accumulation_steps,
         tokens_per_forward=config.tokens_per_forward,

@@ -4,6 +4,7 @@ from bisect import bisect_right
 from dataclasses import dataclass
 
 from qerl.lora.joint import why_not_joint
+from qerl.rollout.paged.limits import MAX_ROWS
 from qerl.weight_formats import FORMATS, WeightFormat, WeightFormatName
 
 HALF, FULL = 2, 4
@@ -21,6 +22,7 @@ class Work:
         prompt_tokens, completion_tokens: Tokens of the longest prompt and of the longest completion.
         group: Samples per prompt.
         sequences: Samples that decode side by side.
+        max_sequences: Samples that the engine decodes side by side at most.
         microbatch: Samples per loss.
         microbatches: Losses per optimizer step.
         tokens_per_forward: Tokens per forward and backward pass; a microbatch with more is computed in
@@ -68,6 +70,7 @@ class Work:
     noise_in_loss: bool = False
     adapters: int = 1
     serves: bool = False
+    max_sequences: int = MAX_ROWS
 
     @property
     def format(self) -> WeightFormat:

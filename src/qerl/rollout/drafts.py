@@ -77,20 +77,14 @@ class Drafts:
         self._length = length
         self._texts: dict[Drawing, Text] = {}
 
-    def of(self, rows: Sequence[Drawing], session: Iterable[Drawing]) -> list[list[int]]:
-        """A draft for each of the sequences that run, shorter than its room.
-
-        Args:
-            rows: Those that run.
-            session: All of the session, of which the samples of the same prompts are looked through.
-        """
-        prompts = {sequence.prompt for sequence in rows}
-        groups = [sequence for sequence in session if sequence.prompt in prompts]
-        self._texts = {sequence: self._text(sequence) for sequence in groups}
+    def of(self, rows: Sequence[Drawing]) -> list[list[int]]:
+        """A draft for each of the sequences that run, shorter than its room."""
+        known = dict.fromkeys(each for row in rows for each in row.prompt.sequences)
+        self._texts = {sequence: self._text(sequence) for sequence in known}
         return [
             draft(
                 self._texts[row],
-                [self._texts[each] for each in groups if each is not row and each.prompt is row.prompt],
+                [self._texts[each] for each in row.prompt.sequences if each is not row],
                 min(self._length, row.room - 1),
             )
             for row in rows

@@ -211,11 +211,15 @@ class Session(ABC):
     @abstractmethod
     def room(self, index: int) -> int:
         """Tokens that a sequence whose turn has ended may still have, drawn or written; 0 after logits that
-        were not finite."""
+        were not finite.
+
+        Raises:
+            QeRLError: It was finished.
+        """
 
     @abstractmethod
     def finish(self, index: int) -> None:
-        """Say that a sequence whose turn has ended will not go on: its keys and values are given up.
+        """Say that a sequence whose turn has ended will not go on: all that is held of it is given up.
 
         Raises:
             QeRLError: Its turn has not ended.

@@ -20,10 +20,12 @@ class Prompt:
     Attributes:
         number: Position in the call or session, from 0.
         token_ids: All its tokens.
+        sequences: Those that continue it, finished ones too: drafts are looked for in all of them.
     """
 
     number: int
     token_ids: list[int]
+    sequences: list["Sequence"] = field(default_factory=list, repr=False)
 
 
 @dataclass(eq=False)
@@ -74,7 +76,7 @@ class Sequence:
 
 
 def new_sequences(
-    prompts: list[list[int]], samples: int, limits: list[int], after: list[Sequence]
+    prompts: list[list[int]], samples: int, limits: list[int], first: int, first_prompt: int
 ) -> list[Sequence]:
     """Sequences of so many samples of each prompt, numbered on.
 
@@ -83,12 +85,12 @@ def new_sequences(
         samples: Sequences for each.
         limits: Tokens that each sequence may have, prompts in order, the samples of a prompt next to each
             other.
-        after: All that there are, the latest last.
+        first, first_prompt: Numbers of the first sequence and of the first prompt.
     """
-    first_prompt = after[-1].prompt.number + 1 if after else 0
     made: list[Sequence] = []
     for number, token_ids in enumerate(prompts, first_prompt):
-        prompt, index = Prompt(number, token_ids), len(after) + len(made)
+        prompt, index = Prompt(number, token_ids), first + len(made)
         own = limits[len(made) : len(made) + samples]
-        made += [Sequence(index + i, prompt, i, limit) for i, limit in enumerate(own)]
+        prompt.sequences += [Sequence(index + i, prompt, i, limit) for i, limit in enumerate(own)]
+        made += prompt.sequences
     return made

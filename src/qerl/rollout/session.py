@@ -41,7 +41,8 @@ class TrackedSession(Session, Generic[S]):
 
     def __init__(self, params: SamplingParams, positions: int | None, pad_token_id: int) -> None:
         self._params, self._positions, self._pad_token_id = params, positions, pad_token_id
-        self._sequences: list[S] = []
+        self._sequences: dict[int, S] = {}  # those that were not finished, by number
+        self._started = self._started_prompts = 0
         self._full: list[S] = []  # sequences that have no room from their start, and were not returned yet
         self._drawing = self.prefilled_tokens = self.drafted_tokens = self.accepted_tokens = 0
 
@@ -89,7 +90,9 @@ class TrackedSession(Session, Generic[S]):
             shared = self._params.seed, sequence.prompt.number, sequence.sample
             sequence.key = shared if seeds is None else (seeds[place], 0, 0)
             sequence.stops = self._params.stops if stops is None else stops[place]
-        self._sequences += added
+        self._sequences |= {sequence.index: sequence for sequence in added}
+        self._started += len(added)
+        self._started_prompts += len(prompts)
         self._full += [sequence for sequence in added if not sequence.room]
         self._drawing += len(added)
         return [sequence.index for sequence in added]
@@ -108,12 +111,13 @@ class TrackedSession(Session, Generic[S]):
 
     def room(self, index: int) -> int:
         """See `Session.room`."""
-        return self._sequences[index].room
+        return self._unfinished(index).room
 
     def finish(self, index: int) -> None:
         """See `Session.finish`."""
         sequence = self._between_turns(index)
         sequence.stage = "finished"
+        del self._sequences[index]  # a server's session may have no end
         self._drop(sequence)
 
     def next(self, one_round: bool = False) -> list[Ended]:
@@ -147,11 +151,18 @@ class TrackedSession(Session, Generic[S]):
         return Ended(sequence.index, Completion(*drawn, reason))
 
     def _between_turns(self, index: int) -> S:
-        sequence = self._sequences[index]
+        sequence = self._unfinished(index)
         if sequence.stage != "between turns":
-            state = "was finished" if sequence.stage == "finished" else "has not ended its turn"
-            raise QeRLError(f"Sequence {index} {state}; only one whose turn has ended can go on or finish.")
+            raise QeRLError(
+                f"Sequence {index} has not ended its turn; only one whose turn has ended can go on or finish."
+            )
         return sequence
+
+    def _unfinished(self, index: int) -> S:
+        if index not in self._sequences:
+            state = "was finished" if 0 <= index < self._started else "was not started"
+            raise QeRLError(f"Sequence {index} {state}, so nothing is known of it; start another.")
+        return self._sequences[index]
 
 
 def whole_completions(

@@ -56,7 +56,10 @@ class Gate:
                 await _refuse(400, "The body was cut off; send it again.", scope, receive, send)
                 return
         if body is None:
-            too_large = f"The body is larger than {self._most} bytes, which this server takes; send less."
+            too_large = (
+                f"The body is larger than {self._most} bytes, which this server takes; send less, with the "
+                "same seq_id if it has one, because the later requests of its model wait for that number."
+            )
             await _refuse(413, too_large, scope, receive, send)
             return
         parts = [{"type": "http.request", "body": body, "more_body": False}]

@@ -77,8 +77,8 @@ class Worker(threading.Thread):
             self.on_break(self.broken)
 
     def _failure_of(self, error: Exception) -> Failure:
-        """What a client hears of an error, which ends the worker if it is a fault of the GPU."""
-        if isinstance(error, torch.AcceleratorError) and "out of memory" not in str(error):
+        """What a client hears of an error, which ends the worker if the GPU is lost with it."""
+        if not isinstance(error, QeRLError) and _gpu_is_lost():
             self._break(error)
         return failure_of(error)
 
@@ -159,6 +159,21 @@ class Worker(threading.Thread):
             self._metrics.sampled(len(job.request.prompt), result)
         self._metrics.ran("sample", time.monotonic() - job.arrived, outcome)
         job.future.settle(outcome)
+
+
+def _gpu_is_lost() -> bool:
+    """Whether nothing more can be computed on the GPU in this process.
+
+    The GPU itself is asked: a fault comes as an error of torch, of Triton or of the driver, and torch's class
+    for it is that of errors after which the GPU goes on as well.
+    """
+    if not torch.cuda.is_initialized():
+        return False
+    try:
+        torch.cuda.synchronize()
+    except Exception:  # of whichever class
+        return True
+    return False
 
 
 def failure_of(error: Exception) -> Failure:

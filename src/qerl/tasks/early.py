@@ -35,6 +35,8 @@ from qerl.tasks.judging import (
     checked,
     is_hopeless,
     listed,
+    mark,
+    name_of,
 )
 
 _OF_A_SAMPLE = ("prompts", "completions", "completion_ids")
@@ -43,7 +45,7 @@ _OF_A_SAMPLE = ("prompts", "completions", "completion_ids")
 
 def can_begin_early(function: Callable[..., Any]) -> bool:
     """Whether all that a function judges by lies outside of this process (`guard.judges_outside`)."""
-    return bool(getattr(function, "judges_outside", False)) and not getattr(function, "computes_too", False)
+    return bool(mark(function, "judges_outside")) and not mark(function, "computes_too")
 
 
 class EarlyCalls:
@@ -145,7 +147,7 @@ class Early(Judging):
 
     def __init__(self, function: Callable[..., Any], timeout_s: float, calls: EarlyCalls) -> None:
         super().__init__(function, timeout_s, alone=True, outside=True)
-        self._name = str(getattr(function, "__name__", type(function).__name__))
+        self._name = name_of(function)
         self._calls, self._begun, self._tries = calls, dict[int, _Call](), _Tries()
         self._loop: asyncio.AbstractEventLoop | None = None
         calls.add(self)

@@ -29,7 +29,7 @@ from typing import Any, TypeVar
 from qerl.errors import QeRLError
 from qerl.tasks.asynchronous import AtOnce, Together
 from qerl.tasks.early import Early, EarlyCalls, can_begin_early
-from qerl.tasks.judging import Batch, InTurn, Judging, Outcome, RewardFunction
+from qerl.tasks.judging import Batch, InTurn, Judging, Outcome, RewardFunction, mark, name_of
 from qerl.tasks.time_limit import can_interrupt
 
 logger = logging.getLogger(__name__)
@@ -73,7 +73,8 @@ def guarded(
 
     Args:
         function: A reward function with TRL's signature, plain or asynchronous; one that is guarded already
-            is returned as it is. The wrapper has its name, by which TRL logs.
+            is returned as it is, or guarded anew if its calls are to begin early. The wrapper has its name,
+            by which TRL logs.
         timeout_s: Seconds per sample, above 0.
         together: The asynchronous functions that wait at the same time as this one, if it is asynchronous;
             None for none.
@@ -83,7 +84,9 @@ def guarded(
         QeRLError: ``timeout_s`` is not a positive number.
     """
     if isinstance(function, GuardedReward):
-        return function
+        if early is None or not can_begin_early(function):
+            return function
+        function = function.function
     return GuardedReward(function, timeout_s, together or Together(), early)
 
 
@@ -91,7 +94,9 @@ class GuardedReward:
     """A reward function whose failures are counted; :func:`guarded` makes it.
 
     Attributes:
+        function: What is guarded.
         last: The outcome of the last call.
+        judges_alone, judges_outside, computes_too: The function's marks.
     """
 
     def __init__(
@@ -105,19 +110,21 @@ class GuardedReward:
             raise QeRLError(f"reward_timeout is {timeout_s!r}; it must be a number of seconds per sample.")
         if not 0 < timeout_s < math.inf:
             raise QeRLError(f"reward_timeout is {timeout_s}; it must be a number of seconds above 0.")
-        alone = bool(getattr(function, "judges_alone", False))
-        self._outside = bool(getattr(function, "judges_outside", False))
+        self.function = function
+        self.judges_alone = bool(mark(function, "judges_alone"))
+        self.judges_outside = bool(mark(function, "judges_outside"))
+        self.computes_too = bool(mark(function, "computes_too"))
         self._judging: Judging
         if early is not None and can_begin_early(function):
             self._judging = Early(function, timeout_s, early)
         elif _is_async(function):
-            self._judging = AtOnce(function, timeout_s, alone, self._outside, together)
+            self._judging = AtOnce(function, timeout_s, self.judges_alone, self.judges_outside, together)
         else:
-            self._judging = InTurn(function, timeout_s, alone, self._outside)
-        self._strata: str | None = getattr(function, "strata", None)
+            self._judging = InTurn(function, timeout_s, self.judges_alone, self.judges_outside)
+        self._strata: str | None = mark(function, "strata")
         self._said: set[str] = set()
         self.last = Outcome()
-        self.__name__ = _name(function)
+        self.__name__ = name_of(function)
 
     def __call__(
         self, prompts: list | None = None, completions: list | None = None, **columns: Any
@@ -126,7 +133,7 @@ class GuardedReward:
         that the function does not read."""
         given = {"prompts": prompts, "completions": completions}
         batch = Batch({name: values for name, values in given.items() if values is not None} | columns)
-        if not can_interrupt() and not self._outside:
+        if not can_interrupt() and not self.judges_outside:
             self._say(
                 "no limit",
                 "Reward function %r runs without a time limit, because this is not the main thread.",
@@ -134,7 +141,7 @@ class GuardedReward:
         judged = self._judging.judge(batch)
         self.last = judged.outcome
         if self.last.failed:
-            score = "have no reward" if self._outside else "score 0"
+            score = "have no reward" if self.judges_outside else "score 0"
             text = (
                 f"Reward function %r failed on %d of %d samples, which {score} (first failure: %s). Later "
                 "failures are counted in rewards/%s/failed."
@@ -167,12 +174,6 @@ class GuardedReward:
 def describe(error: BaseException | None) -> str:
     """The type and the message of an error, on one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(": ")
-
-
-def _name(function: Callable) -> str:
-    while isinstance(function, functools.partial):
-        function = function.func
-    return getattr(function, "__name__", type(function).__name__)
 
 
 def _is_async(function: Callable) -> bool:

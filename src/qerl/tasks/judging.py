@@ -31,6 +31,27 @@ _BATCH_SHARE = 0.01  # of the limit, added per sample of a batch
 _LARGEST = 3.4028234e38  # the largest FP32 number; TRL keeps rewards in FP32
 
 
+def mark(function: RewardFunction, name: str) -> Any:
+    """What a reward function was marked with, or what the one that it wraps was; None where neither was.
+
+    Args:
+        function: A function, a `functools.partial` of one, or what `qerl.tasks.guard.guarded` made of one.
+        name: Of the mark.
+    """
+    while True:
+        found = getattr(function, name, None)
+        if found is not None or not isinstance(function, partial):
+            return found
+        function = function.func
+
+
+def name_of(function: RewardFunction) -> str:
+    """The name of a reward function, or of what it is a partial of; of one without a name its type's."""
+    while isinstance(function, partial):
+        function = function.func
+    return str(getattr(function, "__name__", type(function).__name__))
+
+
 @dataclass
 class Outcome:
     """How one call of a guarded function went.

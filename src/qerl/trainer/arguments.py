@@ -41,6 +41,7 @@ from qerl.settings.adapter import LORA_FIELDS, plain, take_adapter
 from qerl.settings.config import QeRLConfig, default_of
 from qerl.settings.recipe import FIELDS
 from qerl.tasks.early import EarlyCalls
+from qerl.trainer.early import check_tells
 from qerl.trainer.model_in_hand import check_dtype, held, weights_of
 from qerl.trainer.others import Others
 from qerl.trainer.policy import make_policy
@@ -146,6 +147,8 @@ def complete(
     _check_fields(settings, acted_on, named, engine, others)
     check_data(settings, train_dataset)
     early = early_calls(reward_funcs, settings)
+    if early is not None and engine is not None:
+        check_tells(engine)
     check_metric(settings.metric_for_best_model, eval_dataset)
     if named:
         model = find_model(model)

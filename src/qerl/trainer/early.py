@@ -4,18 +4,37 @@ TRL calls reward functions with lists of all samples, when all are finished. Wha
 sample is known as soon as the engine has finished that one, and made here in the same way.
 """
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from trl import GRPOTrainer
 
+from qerl.errors import QeRLError
+from qerl.rollout.engine import RolloutEngine
 from qerl.tasks.early import EarlyCalls
 from qerl.trainer.timing import HIDDEN, StepClock
 from qerl.trainer.trl.decoded import decoded
 
 _NOT_HANDED_ON = ("prompt", "completion", "completion_ids")
 """Columns of the data that TRL keeps from reward functions."""
+
+
+def check_tells(engine: RolloutEngine) -> None:
+    """Refuse an engine that does not tell which completions are finished.
+
+    Raises:
+        QeRLError: Its `generate` has no argument `ended`.
+    """
+    try:
+        inspect.signature(engine.generate).bind([], 1, None, None, None, None)  # as the trainer calls it
+    except TypeError as error:
+        raise QeRLError(
+            "early_rewards needs an engine whose generate has the argument `ended`, and that of "
+            f"{type(engine).__name__} has not; add it behind `seeds`, as RolloutEngine.generate has it, or "
+            "remove early_rewards."
+        ) from error
 
 
 class EarlyRewards:

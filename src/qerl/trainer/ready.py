@@ -53,12 +53,13 @@ def ready_for_rows(model: nn.Module, args: QeRLConfig) -> UpdatePath:
 
     Raises:
         QeRLError: A joined row gives other log-probabilities than the samples in it, noise finds no norm, or
-            the loss is to have noise in norms that train.
+            the loss is to have noise in norms that train, or flash-attn-4 is installed and cannot be used.
     """
     base = base_model(model)
-    path = use_kernels(base)
-    prompt, completion = args.max_prompt_length, args.max_completion_length
+    prompt, completion, limit = args.max_prompt_length, args.max_completion_length, args.tokens_per_forward
     longest = prompt + completion if prompt and completion else None
+    # A sample that is longer than the limit has a row of its own.
+    path = use_kernels(base, max(limit, longest) if limit and longest else None)
     with dense_weights_kept(model) if base.device.type == "cpu" else nullcontext():
         if args.noise:
             _check_norms(base, find_noise_norms(model), args)

@@ -25,6 +25,7 @@ from qerl.settings.config import QeRLConfig
 from qerl.tasks.asynchronous import Together
 from qerl.tasks.early import EarlyCalls, can_begin_early
 from qerl.tasks.guard import GuardedReward, describe, guarded
+from qerl.tasks.judging import name_of
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +60,7 @@ def early_calls(rewards: Any, args: QeRLConfig) -> EarlyCalls | None:
     if not args.early_rewards:
         return None
     later = [reward for reward in as_list(rewards) if not can_begin_early(reward)]
-    names = ", ".join(getattr(reward, "__name__", type(reward).__name__) for reward in later)
+    names = ", ".join(map(name_of, later))
     if len(later) == len(as_list(rewards)):
         raise QeRLError(
             f"early_rewards has nothing to begin early: none of {names} asks outside of this process alone. "

@@ -1,12 +1,14 @@
 """Which FlashAttention computes a row: by the card, the heads and the row alone, so that a resumed run, which
 computes the same rows, computes the same bits.
 
-FlashAttention-4 (the package flash-attn-4) is faster on Hopper where a row is long enough to keep the GPU
-busy: its calls take the host 0.9 ms a layer, forward and backward. Milliseconds of both passes on an H200,
-with FlashAttention-2 and with FlashAttention-4: of 7B's 28 heads of 128 columns, one sample of 16384 tokens
-32 and 12; two groups of 8 samples of 1024 tokens, 18 stretches, 3.2 and 2.1; 14832 tokens in 36 stretches of
-drawn lengths 2.8 and 2.0; 8447 tokens in 9 stretches 1.7 and 1.1. But of SmolLM2's 9 heads of 64 columns,
-4100 tokens 0.3 and 0.9. The limits below are those of the smallest rows that gained.
+In one layer FlashAttention-4 (the package flash-attn-4) is faster on Hopper where a row is long enough to
+keep the GPU busy: its calls take the host 0.9 ms a layer, forward and backward. Milliseconds of both passes
+on an H200, with FlashAttention-2 and with FlashAttention-4: of 7B's 28 heads of 128 columns, one sample of
+16384 tokens 32 and 12; two groups of 8 samples of 1024 tokens, 18 stretches, 3.2 and 2.1; 14832 tokens in 36
+stretches of drawn lengths 2.8 and 2.0; 8447 tokens in 9 stretches 1.7 and 1.1. But of SmolLM2's 9 heads of 64
+columns, 4100 tokens 0.3 and 0.9. The limits below are those of the smallest rows that gained. Whole updates
+of 128 x 1024 were not faster with it, because they draw all the power that the GPU may take, and of longer
+samples no whole update was compared.
 """
 
 from functools import cache
@@ -15,7 +17,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from qerl.errors import QeRLError
+from qerl.errors import QeRLError, first_line
 from qerl.kernels.cards import Card, card_of
 
 PACKAGE, TESTED = "flash-attn-4", "4.0.0b36"
@@ -112,13 +114,19 @@ def flash_words(why_not: str) -> str:
     )
 
 
-def compile_flash4(heads: Heads) -> None:
+def compile_flash4(heads: Heads, longest: int | None = None) -> None:
     """Compile FlashAttention-4 for a model that may get it: 5 to 6 s once in a process, which would else be a
     part of the first step. All rows that are long enough for it use the same kernels.
 
+    Args:
+        heads: Of the model.
+        longest: Tokens of the longest row, where nothing is compiled if it is too short; None: not known.
+
     Raises:
-        QeRLError: flash-attn-4 is installed and cannot be imported.
+        QeRLError: flash-attn-4 is installed and cannot be imported or compiled.
     """
+    if longest is not None and longest < LEAST_TOKENS:
+        return
     if why_not_flash4(heads.size, heads.dtype, heads.device):
         return
     flash, tokens = _flash4(), 2 * LEAST_MEAN
@@ -126,8 +134,13 @@ def compile_flash4(heads: Heads) -> None:
     k_MGE = q_LHE.new_zeros(tokens, heads.keys, heads.size)
     offsets_N = torch.tensor([0, LEAST_MEAN, tokens], dtype=torch.int32, device=heads.device)
     extents = Extents(offsets_N, offsets_N, LEAST_MEAN, LEAST_MEAN)
-    outputs = flash.forward(q_LHE, k_MGE, k_MGE, extents, 1.0)
-    flash.backward(q_LHE, (q_LHE, k_MGE, k_MGE), outputs, extents, 1.0)
+    try:
+        outputs = flash.forward(q_LHE, k_MGE, k_MGE, extents, 1.0)
+        flash.backward(q_LHE, (q_LHE, k_MGE, k_MGE), outputs, extents, 1.0)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # its compiler raises many kinds
+        raise _unusable(f"compiled for heads of {heads.size}", error) from error
 
 
 @cache
@@ -175,8 +188,12 @@ def _flash4() -> Flash:
     try:
         from qerl.kernels.flash.flash4 import Flash4
     except ImportError as error:
-        raise QeRLError(
-            f"{PACKAGE} {TESTED} is installed and cannot be imported ({error}); install it again with pip "
-            f"install '{PACKAGE}=={TESTED}', or remove it with pip uninstall {PACKAGE}."
-        ) from error
+        raise _unusable("imported", error) from error
     return Flash4()
+
+
+def _unusable(what: str, error: Exception) -> QeRLError:
+    return QeRLError(
+        f"{PACKAGE} {TESTED} is installed and cannot be {what} ({first_line(error)}); install it again with "
+        f"pip install '{PACKAGE}=={TESTED}', or remove it with pip uninstall {PACKAGE}."
+    )

@@ -145,7 +145,9 @@ class PagedEngine(RolloutEngine):
                 self.cache,
                 self.graphs,
                 self.prefill,
-                lambda: self._machine.cache_bytes(self.model, params.filtered and params.top_k > 0),
+                lambda freed: self._machine.cache_bytes(
+                    self.model, params.filtered and params.top_k > 0, freed
+                ),
                 self._max_sequences,
                 self._pace,
             )

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 
 from qerl.errors import QeRLError
-from qerl.rollout.paged.limits import BlockDemand, KVGeometry
+from qerl.rollout.paged.limits import KVGeometry
 from qerl.rollout.paged.memory import Memory, PlainMemory
 from qerl.rollout.paged.weights import Decoder
 
@@ -48,32 +48,52 @@ class KVCache:
         """Number of blocks."""
         return self.k.shape[1]
 
-    def serves(self, demand: BlockDemand, rows: int) -> bool:
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that are free once the cache is closed."""
+        return 0 if self._memory.given_up else self.blocks * self.geometry.block_bytes
+
+    def serves(self, wanted: int, least: int) -> bool:
         """True if a call can run with the blocks there are.
 
         One that took all it may take is not made anew for a call that wants more: sequences wait instead.
+
+        Args:
+            wanted, least: As in `reserve`.
         """
-        return self.blocks >= (demand.least if self.is_limited else demand.blocks(rows))
+        return self.blocks >= (least if self.is_limited else wanted)
+
+    def affordable(self, least: int, budget: int) -> int:
+        """Blocks that a budget gives.
+
+        Args:
+            least, budget: As in `reserve`.
+
+        Raises:
+            QeRLError: The budget does not hold one sequence.
+        """
+        block = self.geometry.block_bytes
+        blocks = budget // block
+        if blocks < least:
+            raise QeRLError(
+                f"Keys and values may have {blocks * block / 1e9:.1f} GB of the GPU memory that is free "
+                f"here, and one sequence needs {least * block / 1e9:.1f}: lower max_tokens, set "
+                "kv_cache_dtype: fp8, or free memory."
+            )
+        return blocks
 
     def reserve(self, wanted: int, least: int, budget: int) -> None:
         """Take memory for a call, as much as it wants or as the budget gives.
 
         Args:
             wanted: Blocks that the call would have.
-            least: Blocks of its longest sequence.
+            least: Blocks of the sequence that fills most.
             budget: Bytes that keys and values may take.
 
         Raises:
             QeRLError: The budget does not hold one sequence.
         """
-        block = self.geometry.block_bytes
-        affordable = budget // block
-        if affordable < least:
-            raise QeRLError(
-                f"Keys and values may have {affordable * block / 1e9:.1f} GB of the GPU memory that is free "
-                f"here, and one sequence needs {least * block / 1e9:.1f}: lower max_tokens, set "
-                "kv_cache_dtype: fp8, or free memory."
-            )
+        affordable = self.affordable(least, budget)
         self.is_limited = affordable < wanted
         self._allocate(min(wanted, affordable))
 

@@ -30,7 +30,7 @@ class EngineParts:
         cache: Keys and values.
         graphs: Captured decode steps.
         prefill: Passes over what is not decoded.
-        budget: Bytes that keys and values may take, asked when the cache is closed.
+        budget: Bytes that keys and values may take once so many more bytes are free.
         max_sequences: Sequences that run side by side at most.
         pace: Lengths of rounds and passes.
     """
@@ -38,7 +38,7 @@ class EngineParts:
     cache: KVCache
     graphs: DecodeGraphs
     prefill: Prefill
-    budget: Callable[[], int]
+    budget: Callable[[int], int]
     max_sequences: int
     pace: Pace
 
@@ -75,10 +75,13 @@ class PagedSession(TrackedSession[Sequence]):
         with_room = [(len(p), limit) for p, limit in zip(each, limits, strict=True) if limit > 0]
         if with_room:
             present = [(len(each.prompt.token_ids), each.max_tokens) for each in self._scheduler.present]
-            self._samples = min(self._samples, samples) if present else samples
-            longest, limit = (max(column) for column in zip(*present, *with_room, strict=True))
-            rows = min(self._parts.max_sequences, len(present) + len(with_room))
-            self._reserve(BlockDemand(longest, limit, self._samples), rows)
+            fewest = min(self._samples, samples) if present else samples
+            together = present + with_room
+            longest, limit = (max(column) for column in zip(*together, strict=True))
+            least = max(BlockDemand(prompt, own, samples=1).least for prompt, own in set(together))
+            rows = min(self._parts.max_sequences, len(together))
+            self._reserve(BlockDemand(longest, limit, fewest), least, rows)
+            self._samples = fewest
         return self._scheduler.add(prompts, samples, limits)
 
     def _resume(self, sequence: Sequence) -> None:
@@ -103,7 +106,7 @@ class PagedSession(TrackedSession[Sequence]):
             self._step.rows.end(planned.preempted)
         step = self._step = parts.graphs.fit(self._step, scheduler, planned.admitted, self._params)
         step.rows.place(planned.admitted)
-        step.attend(scheduler.running, self._sequences)
+        step.attend(scheduler.running)
         parts.prefill.run(planned.spans(), parts.cache)  # last, because uploads would wait for it
         step.decode(min(parts.pace.round_steps, self._params.max_tokens))
         generated, rows = step.rows.read(scheduler.running)
@@ -120,19 +123,25 @@ class PagedSession(TrackedSession[Sequence]):
             self.drafted_tokens += drafted
             self.accepted_tokens += accepted
 
-    def _reserve(self, demand: BlockDemand, rows: int) -> None:
+    def _reserve(self, demand: BlockDemand, least: int, rows: int) -> None:
         """Have a cache for all sequences, made or enlarged; steps that knew a smaller one are dropped.
 
         Args:
             demand: Of those that are there.
+            least: Blocks of the one that fills most.
             rows: How many of them can run side by side.
+
+        Raises:
+            QeRLError: One of them does not fit; what was there before goes on as if nobody had asked.
         """
         parts, taken = self._parts, demand
         if parts.graphs.serves(demand.completion_tokens, demand.table_width) and parts.cache.serves(
-            demand, rows
+            demand.blocks(rows), least
         ):
             parts.cache.take_back()
             return
+        if self._scheduler.present:  # they need what is dropped below
+            parts.cache.affordable(least, parts.budget(parts.cache.held_bytes))
         if self._growing:
             taken, rows = demand.ahead(self._most_positions), min(parts.max_sequences, count_for(rows))
         if self._step is not None:
@@ -141,6 +150,6 @@ class PagedSession(TrackedSession[Sequence]):
         parts.graphs.forget()
         parts.prefill.forget()
         parts.cache.close()
-        parts.cache.reserve(taken.blocks(rows), demand.least, parts.budget())
+        parts.cache.reserve(taken.blocks(rows), least, parts.budget(0))
         parts.graphs.make_room(taken.completion_tokens, taken.table_width)
         self._scheduler.suspend(BlockManager(parts.cache.blocks, PAGE))

@@ -72,7 +72,7 @@ class PortableSession(TrackedSession[Sequence]):
         self._runner: Runner | None = None
 
     def _add(self, prompts: list[list[int]], samples: int, limits: list[int]) -> list[Sequence]:
-        added = new_sequences(prompts, samples, limits, self._sequences)
+        added = new_sequences(prompts, samples, limits, self._started, self._started_prompts)
         if self._growing:
             self._joining += [sequence for sequence in added if sequence.room]
             return added
@@ -116,11 +116,7 @@ class PortableSession(TrackedSession[Sequence]):
     def _make_drafts(self) -> list[list[int]]:
         """A draft for each row; none at all where many run."""
         rows = self._wave.rows
-        return (
-            self._drafts.of(rows, self._sequences)
-            if self._speculative_tokens and len(rows) <= FEW_ROWS
-            else []
-        )
+        return self._drafts.of(rows) if self._speculative_tokens and len(rows) <= FEW_ROWS else []
 
     def _verify(self, runner: Runner, drafts: list[list[int]]) -> list[Sequence]:
         """Draw behind each row's last token, and behind those of its draft as long as they are drawn.
