@@ -1,6 +1,7 @@
 """Drafts of the paged engine in Triton's interpreter: what is drawn is what is drawn without them."""
 
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,21 +12,26 @@ if torch.cuda.is_available():
 
 from qerl.kernels.decode.speculate import LONGEST_MATCH, propose
 from qerl.rollout.engine import SamplingParams
+from qerl.rollout.paged import decode
 from qerl.rollout.paged.engine import PagedEngine
-from qerl.rollout.paged.limits import KVGeometry
+from qerl.rollout.paged.graphs import DecodeGraphs
+from qerl.rollout.paged.lanes import learn
+from qerl.rollout.paged.limits import KVGeometry, rows_of_step
 from qerl.rollout.paged.machine import Eager
 from qerl.rollout.paged.pace import Pace
 from qerl.rollout.paged.rows import Rows
+from qerl.rollout.paged.scheduler import Prompt, Sequence
 from qerl.rollout.portable.engine import PortableEngine
 from qerl.rollout.stops import StopTokens
 from tests.support.sessions import check_against, play
+from tests.support.speculation import drop_drafts
 
 BLOCK_BYTES = KVGeometry(layers=1, kv_heads=2, head_size=16, item_bytes=4).block_bytes
 CYCLE = [5, 7, 11, 5, 7, 11, 5, 7]
 
 
-def paged(model, drafted, blocks=12):
-    pace = Pace(round_steps=2, spare_rounds=0, prefill_tokens=(8, 72))
+def paged(model, drafted, blocks=12, small_rows=1):
+    pace = Pace(round_steps=2, spare_rounds=0, small_rows=small_rows, prefill_tokens=(8, 72))
     machine = Eager(blocks * BLOCK_BYTES)
     return PagedEngine(model, 0, machine=machine, pace=pace, speculative_tokens=drafted)
 
@@ -56,6 +62,44 @@ def test_tokens_are_those_without_drafts(model, prompts, samples, settings):
     result = paged(model, 3).generate(prompts, samples, params)
     same(result, wanted)
     assert 0 < result.accepted_tokens < result.drafted_tokens
+
+
+def test_drafts_change_no_bit_in_steps_of_one_size(model, step_sizes, monkeypatch):
+    """A place has the same bits verified and as its row's first; a step becomes smaller earlier by drafts."""
+    params = SamplingParams(max_tokens=14, seed=5, temperature=0.7, top_k=2)
+    prompts, drawn = [CYCLE, [9, 9], [3] * 70], []
+    for dropped in (False, True):
+        with monkeypatch.context() as patch:
+            if dropped:
+                drop_drafts(patch, decode)
+            drawn.append(paged(model, 3, small_rows=64).generate(prompts, 1, params))
+    assert set(step_sizes) == {4}
+    assert drawn[0].completions == drawn[1].completions
+    assert drawn[0].accepted_tokens > 4 and drawn[1].accepted_tokens == 0
+
+
+@pytest.mark.parametrize(("drafted", "expected"), [(0, [8]), (1, [8, 4]), (3, [8, 4, 2]), (7, [8, 4, 2, 1])])
+def test_steps_stay_as_large_as_so_many_tokens_that_hardly_take_longer(drafted, expected):
+    """Eight of them; but what has no drafts gives way to what has."""
+    decoder = SimpleNamespace()
+    graphs = DecodeGraphs(decoder, decoder, Eager(), small_rows=8, drafted=drafted)
+    sizes = [8]
+    for running in (6, 4, 3, 2, 1):
+        sizes.append(rows_of_step(running, sizes[-1], graphs.small_rows))
+    assert list(dict.fromkeys(sizes)) == expected
+
+
+def test_without_drafts_a_step_is_what_it_was(model, monkeypatch):
+    """No kernel of drafts runs, rows have no lanes, and what a pass reads is the rows' own state."""
+    for name in ("propose", "settle", "learn"):
+        monkeypatch.setattr(decode, name, lambda *args, **kwargs: pytest.fail("drafts are off"))
+    engine = paged(model, 0)
+    result = engine.generate([CYCLE], 2, SamplingParams(max_tokens=3))
+    assert (result.drafted_tokens, result.accepted_tokens) == (0, 0)
+    for step in engine.graphs.steps.values():
+        rows = step.rows
+        assert rows.lanes is None and step.forward.tokens == rows.count
+        assert rows.inputs.token_T is rows.state.token_T and rows.inputs.limit_2T is rows.state.limit_2T
 
 
 def test_turns_draw_what_one_turn_would_have_drawn(model):
@@ -97,6 +141,19 @@ def test_a_round_has_blocks_for_every_draft_that_may_be_accepted(model):
             session.start([[9]], 1)
             session._scheduler.next_round()
             assert len(session._scheduler.running[0].blocks) == blocks
+
+
+def test_a_row_is_told_what_its_siblings_drew_and_its_prompt():
+    prompt, other = Prompt(0, [1, 2], finished=[[7, 8], [9]]), Prompt(1, [3], finished=[[6]])
+    row, idle = Sequence(0, prompt, 0, 9), Sequence(1, prompt, 1, 9, token_ids=[4], stage="between turns")
+    drawing = Sequence(2, prompt, 2, 9, token_ids=[5])
+    rows = Rows(2, 64, 1, 4, torch.device("cpu"), drafted=1)
+    learn(rows.lanes, {0: row, 1: Sequence(3, other, 0, 9)}, [row, idle, drawing])
+    found = [
+        corpus[:known].tolist()
+        for corpus, known in zip(rows.lanes.corpus_RC, rows.lanes.known_R.tolist(), strict=True)
+    ]
+    assert found == [[7, 8, -1, 9, -1, 4, -1, 1, 2], [6, -1, 3]]
 
 
 def test_drafts_follow_the_longest_run_of_a_row_and_stop_at_its_end():

@@ -64,14 +64,22 @@ class TestDrafts:
         one, other = Prompt(0, [1, 2]), Prompt(1, [1, 2])
         row, ended = Sequence(0, one, 0, 9), Sequence(1, one, 1, 9, token_ids=[7, 8, 9])
         strange = Sequence(2, other, 0, 9, token_ids=[7, 5, 5])
-        one.sequences, other.sequences, drafts = [row, ended], [strange], Drafts(2)
-        assert drafts.of([row]) == [[7, 8]]
+        session, drafts = [row, ended, strange], Drafts(2)
+        assert drafts.of([row], session) == [[7, 8]]
         row.token_ids.append(7)
-        assert drafts.of([row]) == [[8, 9]]
+        assert drafts.of([row], session) == [[8, 9]]
         ended.token_ids += [7, 4]
-        assert drafts.of([row, strange]) == [[8, 9], [5]]  # three tokens agree there
+        assert drafts.of([row, strange], session) == [[8, 9], [5]]  # three tokens agree there
         row.max_tokens = 2
-        assert drafts.of([row]) == [[]]
+        assert drafts.of([row], session) == [[]]
+
+    def test_those_that_were_finished_are_looked_through_as_long_as_their_prompt_is_there(self):
+        prompt, other = Prompt(0, [1, 2]), Prompt(1, [1, 2])
+        row, strange, drafts = Sequence(0, prompt, 0, 9), Sequence(1, other, 0, 9), Drafts(3)
+        for tokens, expected in ([7, 8, 9], [7, 8, 9]), ([6, 5], [7, 8, 9]), ([2, 4], [4]):
+            prompt.finished.append(tokens)
+            row.token_ids = [] if tokens[0] != 2 else [6, 1, 2, 2]
+            assert drafts.of([row, strange], [row, strange]) == [expected, []]
 
 
 class Told:
@@ -88,7 +96,7 @@ class Told:
         self._length = length
         return self
 
-    def of(self, rows):
+    def of(self, rows, _session):
         return [self._of(row) for row in rows]
 
     def _of(self, row):
@@ -223,6 +231,17 @@ def test_whoever_comes_between_rounds_draws_in_the_next(tiny_model, told):
         assert session.accepted_tokens > accepted
     for each in ended:
         assert each.completion.token_ids == whole[each.index].token_ids
+
+
+@pytest.mark.parametrize("drafted", [0, 3])
+def test_the_text_of_a_finished_sequence_stays_for_its_siblings_if_they_draft(tiny_model, drafted):
+    with PortableEngine(tiny_model("llama"), PAD, speculative_tokens=drafted).session(sampled()) as session:
+        session.start(PROMPTS[:1], 2, max_tokens=[3, 9])
+        ended = session.next()
+        assert [each.index for each in ended] == [0]
+        session.finish(0)
+        kept = [ended[0].completion.token_ids] if drafted else []
+        assert session._unfinished(1).prompt.finished == kept
 
 
 def test_own_limits_and_seeds_hold(tiny_model):

@@ -6,13 +6,18 @@ drafted tokens, and draw at each with the position's own number: as long as what
 it is what would have been drawn one by one, and the first that is not is still drawn rightly. There is
 nothing to reject at random, and log-probabilities are those of the same distributions.
 
+They are the same up to rounding. A pass over more tokens adds in another order, and whoever ends earlier by
+accepted drafts leaves the others in smaller passes earlier; so last bits differ as between two batch sizes,
+and a number that falls between two such sums draws another token. In FP32 that hardly ever happens.
+
 Only what the session itself has drawn is looked through, the sequence and its siblings. Completions of
-earlier calls would be drafts too, but a pass over more tokens adds in another order: drafts that a resumed
-run does not have would change the last bits of log-probabilities, and so the run.
+earlier calls would be drafts too, but a resumed run does not have them, and without them it would have other
+last bits.
 """
 
 from collections.abc import Iterable, Sequence
 
+from qerl.rollout.sequence import Prompt
 from qerl.rollout.sequence import Sequence as Drawing
 
 LONGEST_MATCH = 8
@@ -76,19 +81,33 @@ class Drafts:
     def __init__(self, length: int) -> None:
         self._length = length
         self._texts: dict[Drawing, Text] = {}
+        self._finished: dict[Prompt, list[Text]] = {}
 
-    def of(self, rows: Sequence[Drawing]) -> list[list[int]]:
-        """A draft for each of the sequences that run, shorter than its room."""
-        known = dict.fromkeys(each for row in rows for each in row.prompt.sequences)
-        self._texts = {sequence: self._text(sequence) for sequence in known}
+    def of(self, rows: Sequence[Drawing], session: Iterable[Drawing]) -> list[list[int]]:
+        """A draft for each of the sequences that run, shorter than its room.
+
+        Args:
+            rows: Those that run.
+            session: All that were not finished, of which the samples of the same prompts are looked through.
+        """
+        prompts = {sequence.prompt for sequence in rows}
+        groups = [sequence for sequence in session if sequence.prompt in prompts]
+        self._texts = {sequence: self._text(sequence) for sequence in groups}
+        self._finished = {prompt: self._texts_finished(prompt) for prompt in prompts}
         return [
             draft(
                 self._texts[row],
-                [self._texts[each] for each in row.prompt.sequences if each is not row],
+                [self._texts[each] for each in groups if each is not row and each.prompt is row.prompt]
+                + self._finished[row.prompt],
                 min(self._length, row.room - 1),
             )
             for row in rows
         ]
+
+    def _texts_finished(self, prompt: Prompt) -> list[Text]:
+        """Those of the prompt's finished sequences."""
+        known = self._finished.get(prompt, [])
+        return known + [Text([*prompt.token_ids, *tokens]) for tokens in prompt.finished[len(known) :]]
 
     def _text(self, sequence: Drawing) -> Text:
         """Prompt and tokens of a sequence, as far as they are known."""

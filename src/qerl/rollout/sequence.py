@@ -20,12 +20,12 @@ class Prompt:
     Attributes:
         number: Position in the call or session, from 0.
         token_ids: All its tokens.
-        sequences: Those that continue it, finished ones too: drafts are looked for in all of them.
+        finished: Token ids of sequences that were finished, where drafts are looked for in them.
     """
 
     number: int
     token_ids: list[int]
-    sequences: list["Sequence"] = field(default_factory=list, repr=False)
+    finished: list[list[int]] = field(default_factory=list)
 
 
 @dataclass(eq=False)
@@ -91,6 +91,5 @@ def new_sequences(
     for number, token_ids in enumerate(prompts, first_prompt):
         prompt, index = Prompt(number, token_ids), first + len(made)
         own = limits[len(made) : len(made) + samples]
-        prompt.sequences += [Sequence(index + i, prompt, i, limit) for i, limit in enumerate(own)]
-        made += prompt.sequences
+        made += [Sequence(index + i, prompt, i, limit) for i, limit in enumerate(own)]
     return made

@@ -6,7 +6,8 @@ said in `qerl.rollout.drafts`. Here the text that is searched is a corpus that t
 prompt at its end, and what the row has generated behind it.
 
 The step writes the keys and values of all lanes before any of them attends, and each sees the cache up to its
-own place, so a lane computes what a step of its own would. Keys of drafts that are not accepted are
+own place. No kernel asks in which lane a token lies, so a lane has the bits of the first lane of a step with
+as many tokens; steps of other sizes cut sums differently. Keys of drafts that are not accepted are
 overwritten by the next step.
 
 Shapes: R rows, L lanes, T = R L tokens of the step, C tokens of a corpus, M tokens that a row may generate.

@@ -80,12 +80,12 @@ class DecodeStep:
         )
         self._replay: Callable[[], None] | None = None
 
-    def attend(self, running: abc.Mapping[int, Sequence]) -> None:
+    def attend(self, running: abc.Mapping[int, Sequence], session: abc.Iterable[Sequence] = ()) -> None:
         """Write what the attention of everything that runs reads (`Rows.attend`), and where its drafts are
         looked for (`learn`)."""
         self.rows.attend(running)
         if self.rows.lanes is not None:
-            learn(self.rows.lanes, running)
+            learn(self.rows.lanes, running, session)
         self.forward.lse_ZTH.fill_(-torch.inf)  # of rows and halves that no item covers
 
     def decode(self, steps: int) -> None:

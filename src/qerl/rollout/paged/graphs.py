@@ -28,19 +28,21 @@ class DecodeGraphs:
         decoder: The weights.
         cache: Keys and values.
         machine: Where steps are captured.
-        small_rows: Rows up to which no smaller step is taken, see `Pace`; with drafts every size is.
+        small_rows: Tokens up to which no smaller step is taken, see `Pace`.
         drafted: Tokens of a draft at most in steps of few rows (`qerl.rollout.drafts`); 0 for none.
 
     Attributes:
         steps: Steps by rows and settings, the one used last at the end.
         drafted: As given.
+        small_rows: Rows up to which no smaller step is taken: as given without drafts. With them a row has
+            several tokens, and steps of more than `FEW_ROWS` rows, without drafts, give way to those with.
     """
 
     def __init__(
         self, decoder: Decoder, cache: KVCache, machine: Machine, small_rows: int, drafted: int = 0
     ) -> None:
         self._decoder, self._cache, self._machine, self.drafted = decoder, cache, machine, drafted
-        self._small = 1 if drafted else small_rows
+        self.small_rows = max(1, min(small_rows // (drafted + 1), FEW_ROWS)) if drafted else small_rows
         self._max_new = self._table_width = 0
         self.forget()
 
@@ -71,7 +73,7 @@ class DecodeGraphs:
         """
         running = scheduler.running
         present = None if step is None else step.rows.count
-        rows = rows_of_step(len(running), present, self._small)
+        rows = rows_of_step(len(running), present, self.small_rows)
         if step is not None and rows == present:
             return step
         chosen = self.step(rows, params)

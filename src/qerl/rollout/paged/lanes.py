@@ -48,19 +48,21 @@ def make_lanes(rows: int, each: int, table_width: int, device: torch.device) -> 
     )
 
 
-def learn(lanes: LaneState, running: abc.Mapping[int, Sequence]) -> None:
+def learn(lanes: LaneState, running: abc.Mapping[int, Sequence], session: abc.Iterable[Sequence]) -> None:
     """Write the corpora: completions of a row's siblings whose turns have ended, and its prompt.
 
     Args:
         lanes: Their lanes.
         running: Sequences by row.
+        session: All that were not finished.
     """
+    idle = [each for each in session if each.stage != "drawing"]
     corpus_RC = np.zeros(lanes.corpus_RC.shape, np.int32)
     known_R = np.zeros(len(corpus_RC), np.int32)
     for row, sequence in running.items():
         prompt = sequence.prompt
-        ended = [each for each in prompt.sequences if each.stage != "drawing"]  # no running one is
-        text = [token for each in ended for token in (*each.token_ids, -1)] + prompt.token_ids
+        texts = prompt.finished + [each.token_ids for each in idle if each.prompt is prompt]
+        text = [token for each in texts for token in (*each, -1)] + prompt.token_ids
         text = text[-corpus_RC.shape[1] :]
         corpus_RC[row, : len(text)], known_R[row] = text, len(text)
     lanes.corpus_RC.copy_(torch.from_numpy(corpus_RC))

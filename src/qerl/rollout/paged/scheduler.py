@@ -177,9 +177,7 @@ class Scheduler:
             first, own = self._sequences + len(added), limits[len(added) : len(added) + samples]
             if max(own) > 0:
                 self._check_fits(prompt, max(own))
-            made = [Sequence(first + i, prompt, i, limit) for i, limit in enumerate(own)]
-            prompt.sequences += made
-            added += made
+            added += [Sequence(first + i, prompt, i, limit) for i, limit in enumerate(own)]
         self._prompts, self._sequences = self._prompts + len(prompts), self._sequences + len(added)
         self.waiting.extend(sequence for sequence in added if sequence.room)
         return added

@@ -62,7 +62,7 @@ class PagedSession(TrackedSession[Sequence]):
         parts: EngineParts,
         growing: bool,
     ) -> None:
-        super().__init__(params, positions, pad_token_id)
+        super().__init__(params, positions, pad_token_id, parts.graphs.drafted)
         self._parts, self._growing, self._most_positions = parts, growing, positions
         most = parts.pace.round_steps * (parts.graphs.drafted + 1)  # tokens that a round may give a sequence
         pace = replace(parts.pace, round_steps=most)
@@ -106,7 +106,7 @@ class PagedSession(TrackedSession[Sequence]):
             self._step.rows.end(planned.preempted)
         step = self._step = parts.graphs.fit(self._step, scheduler, planned.admitted, self._params)
         step.rows.place(planned.admitted)
-        step.attend(scheduler.running)
+        step.attend(scheduler.running, self._sequences.values())
         parts.prefill.run(planned.spans(), parts.cache)  # last, because uploads would wait for it
         step.decode(min(parts.pace.round_steps, self._params.max_tokens))
         generated, rows = step.rows.read(scheduler.running)

@@ -60,8 +60,8 @@ class PortableSession(TrackedSession[Sequence]):
         growing: bool,
         speculative_tokens: int,
     ) -> None:
-        super().__init__(params, positions, pad_token_id)
-        self._speculative_tokens, self._drafts = speculative_tokens, Drafts(speculative_tokens)
+        super().__init__(params, positions, pad_token_id, speculative_tokens)
+        self._drafts = Drafts(speculative_tokens)
         self._model, self._max_sequences, self._kept_bytes = model, max_sequences, kept_bytes
         self._growing = growing
         self._waves: deque[list[Sequence]] = deque()  # of sequences that have not begun
@@ -116,7 +116,9 @@ class PortableSession(TrackedSession[Sequence]):
     def _make_drafts(self) -> list[list[int]]:
         """A draft for each row; none at all where many run."""
         rows = self._wave.rows
-        return self._drafts.of(rows) if self._speculative_tokens and len(rows) <= FEW_ROWS else []
+        if not self._speculative_tokens or len(rows) > FEW_ROWS:
+            return []
+        return self._drafts.of(rows, self._sequences.values())
 
     def _verify(self, runner: Runner, drafts: list[list[int]]) -> list[Sequence]:
         """Draw behind each row's last token, and behind those of its draft as long as they are drawn.
