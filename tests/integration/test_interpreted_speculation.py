@@ -78,11 +78,21 @@ def test_drafts_change_no_bit_in_steps_of_one_size(model, step_sizes, monkeypatc
     assert drawn[0].accepted_tokens > 4 and drawn[1].accepted_tokens == 0
 
 
-@pytest.mark.parametrize(("drafted", "expected"), [(0, [8]), (1, [8, 4]), (3, [8, 4, 2]), (7, [8, 4, 2, 1])])
-def test_steps_stay_as_large_as_so_many_tokens_that_hardly_take_longer(drafted, expected):
-    """Eight of them; but what has no drafts gives way to what has."""
+@pytest.mark.parametrize(
+    ("small_rows", "drafted", "expected"),
+    [
+        (8, 0, [8]),
+        (8, 1, [8, 4]),
+        (8, 3, [8, 4, 2]),
+        (8, 7, [8, 4, 2, 1]),
+        (8, 15, [8, 4, 2, 1]),
+        (64, 1, [8, 4]),
+    ],
+)
+def test_steps_stay_as_large_as_so_many_tokens_that_hardly_take_longer(small_rows, drafted, expected):
+    """But what has no drafts gives way to what has."""
     decoder = SimpleNamespace()
-    graphs = DecodeGraphs(decoder, decoder, Eager(), small_rows=8, drafted=drafted)
+    graphs = DecodeGraphs(decoder, decoder, Eager(), small_rows, drafted)
     sizes = [8]
     for running in (6, 4, 3, 2, 1):
         sizes.append(rows_of_step(running, sizes[-1], graphs.small_rows))
