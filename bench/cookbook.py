@@ -180,7 +180,8 @@ def servers(args: argparse.Namespace, ended: contextlib.ExitStack) -> Iterator[t
             name = f"server-{'aqn' if noise else 'plain'}-{number}"
             arguments = [
                 "serve", args.model, "--port", "0", "--api_key", KEY, "--max_rank", str(args.rank),
-                "--max_models", str(2 * args.runs), "--output_dir", str(args.logs / name),
+                "--max_models", str(len(_planned(args))), "--output_dir", str(args.logs / name),
+                "--dtype", args.dtype,
                 *(schedule if noise else []),
             ]  # fmt: skip
             process = start(name, SERVER, arguments, args.logs, args.threads)
@@ -223,8 +224,7 @@ def measure(args: argparse.Namespace) -> Iterator[Row]:
     with contextlib.ExitStack() as ended:
         runs = []
         for noise, urls in servers(args, ended):
-            rates = (args.learning_rate, 0.0)
-            for index, (number, rate) in enumerate((n, rate) for n in range(args.runs) for rate in rates):
+            for index, (number, rate) in enumerate(_planned(args)):
                 arm = ("aqn" if noise else "plain") + ("-learn" if rate else "-control")
                 run = Run(noise, rate, number, args.logs / f"{arm}-{number}")
                 url = urls[index % len(urls)]
@@ -238,12 +238,20 @@ def measure(args: argparse.Namespace) -> Iterator[Row]:
         yield {"engine": engine, **run.row()}
 
 
+def _planned(args: argparse.Namespace) -> list[tuple[int, float]]:
+    """Number and learning rate of each run with one noise setting."""
+    counts = {args.learning_rate: args.runs, 0.0: args.runs if args.controls is None else args.controls}
+    return [(n, rate) for n in range(max(counts.values())) for rate, count in counts.items() if n < count]
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m bench cookbook", description=__doc__.split("\n")[0])
     parser.add_argument("--model", default=HUB_ID, help="as for `qerl serve`")
     parser.add_argument("--renderer", default="qwen3_instruct", help="of the cookbook; default: ChatML")
     parser.add_argument("--noise", nargs="+", default=["none", "aqn"], choices=("none", "aqn"))
-    parser.add_argument("--runs", type=int, default=3, help="of each arm")
+    parser.add_argument("--dtype", default="auto", help="as for `qerl serve`")
+    parser.add_argument("--runs", type=int, default=3, help="that learn, with each noise setting")
+    parser.add_argument("--controls", type=int, help="with learning rate 0; default: as many")
     parser.add_argument("--steps", type=int, default=15)
     parser.add_argument("--groups", type=int, default=32, help="problems a step")
     parser.add_argument("--group_size", type=int, default=16, help="samples of a problem")
@@ -276,7 +284,7 @@ def main(arguments: list[str]) -> None:
         shared: dict[str, Any] = {
             "versions": {name: version(name) for name in PACKAGES}, "steps": args.steps,
             "groups": args.groups, "group_size": args.group_size, "max_tokens": args.max_tokens,
-            "rank": args.rank, "servers": args.servers, "threads": args.threads,
+            "rank": args.rank, "servers": args.servers, "threads": args.threads, "dtype": args.dtype,
         }  # fmt: skip
         if not torch.cuda.is_available():
             count = args.servers * len(args.noise)

@@ -69,7 +69,7 @@ def test_every_arm_runs_and_what_fails_or_hangs_is_said(told, tmp_path, capsys):
     ends = ["finished"] * 3 + ["ended after its time"] + ["finished", "failed"] * 2
     assert [row["status"] for row in found["rows"]] == ends
     assert found["rows"][0]["step_seconds"] == [0.5] * 3 and found["rows"][0]["kl_sample_train"] == []
-    assert (found["steps"], found["servers"]) == (3, 2)
+    assert (found["steps"], found["servers"], found["dtype"]) == (3, 2, "auto")
     assert found["rows"][0]["recipe_seconds"] < found["rows"][3]["recipe_seconds"]
     if not torch.cuda.is_available():
         assert "4 servers, threads of each: 1" in found["machine"]
@@ -77,6 +77,12 @@ def test_every_arm_runs_and_what_fails_or_hangs_is_said(told, tmp_path, capsys):
     assert "aqn-control-0 ended with 1" in said and "the control has had enough" in said
     assert "plain-control-1 is ended after 3 steps, because time is up" in said
     assert "plain-learn-0 ended with 0" in said
+
+
+def test_controls_may_be_fewer(told, tmp_path):
+    main([*told, "--runs", "2", "--controls", "1", "--steps", "2", "--noise", "none"])
+    found = json.loads((tmp_path / "found.json").read_text())["rows"]
+    assert [(row["learning_rate"] > 0, row["run"]) for row in found] == [(True, 0), (False, 0), (True, 1)]
 
 
 def test_a_server_that_ends_is_told_with_its_log(told, tmp_path, capsys):
