@@ -71,11 +71,11 @@ def total_bytes(device: torch.device) -> int:
     return total if gigabytes is None else min(total, usable_bytes(gigabytes))
 
 
-def free_bytes(device: torch.device) -> int:
-    """Bytes of :func:`total_bytes` that nothing holds at the moment."""
+def free_bytes(device: torch.device, freed: int = 0) -> int:
+    """Bytes of :func:`total_bytes` that nothing holds at the moment, or once so many more are freed."""
     gpu: Any = torch.cuda.get_device_properties(device)
     free = available_bytes() if gpu.is_integrated else torch.cuda.mem_get_info(device)[0]
-    return max(0, free - (gpu.total_memory - total_bytes(device)))
+    return max(0, free + freed - (gpu.total_memory - total_bytes(device)))
 
 
 def keep_within_limit(device: torch.device) -> None:

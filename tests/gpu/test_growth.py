@@ -8,10 +8,13 @@ pytest.importorskip("triton", reason="Triton is not installed")
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
+from qerl.errors import QeRLError
 from qerl.rollout.engine import SamplingParams
 from qerl.rollout.paged.decode import DecodeStep
 from qerl.rollout.paged.engine import PagedEngine
 from qerl.rollout.paged.kv_cache import KVCache
+from qerl.rollout.paged.limits import KVGeometry
+from qerl.rollout.paged.machine import Cuda
 from tests.support.paged import from_uniforms, random_model
 
 PROMPTS = [list(range(5, 75)), [7], list(range(100, 229))]
@@ -36,9 +39,9 @@ def play(engine):
     return [found[index] for index in sorted(found)]
 
 
-def check_draws(model, completions):
+def check_draws(model, completions, joins=JOINS):
     """Each has its length, and each token is the one that the uniform number of its place asks for."""
-    asked = [(PROMPTS[prompt], limit) for prompt, samples, limit in JOINS for _ in range(samples)]
+    asked = [(PROMPTS[prompt], limit) for prompt, samples, limit in joins for _ in range(samples)]
     assert [len(one.token_ids) for one in completions] == [limit for _, limit in asked]
     away = torch.cat(
         [
@@ -78,3 +81,30 @@ def test_a_cache_that_is_replaced_leaves_the_tokens_as_they_are(reserved):
     completions = play(PagedEngine(model, pad_token_id=0))
     assert len(reserved) > 1
     check_draws(model, completions)
+
+
+class TenBlocks(Cuda):
+    """The GPU, with room for ten blocks of keys and values of `random_model`'s model."""
+
+    def cache_bytes(self, model, filtered, freed=0):
+        return 10 * KVGeometry(layers=3, kv_heads=2, head_size=64, item_bytes=2).block_bytes
+
+
+def test_a_join_that_does_not_fit_leaves_the_others_their_memory(reserved):
+    """Two fill 2 + 3 + 3 blocks, and one that comes while they are decoded would fill 2 + 11."""
+    model, found = random_model("qwen2", ""), {}
+    engine = PagedEngine(model, pad_token_id=0, machine=TenBlocks())
+    with engine.session(SamplingParams(max_tokens=1000), growing=True) as session:
+        session.start(PROMPTS[:1], 2, [150] * 2, [0, 1])
+        session.next(one_round=True)
+        address, step = engine.cache.k.data_ptr(), session._step
+        with pytest.raises(QeRLError, match="one sequence needs"):
+            session.start(PROMPTS[2:], 1, [700])
+        assert engine.cache.k.data_ptr() == address and session._step is step
+        while session.busy:
+            for ended in session.next():
+                found[ended.index] = ended.completion
+                session.finish(ended.index)
+        assert session.prefilled_tokens == 70
+    assert len(reserved) == 1 and len(engine.graphs.steps) == 1
+    check_draws(model, [found[0], found[1]], [(0, 2, 150)])

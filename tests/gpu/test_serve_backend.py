@@ -1,6 +1,9 @@
 """The model behind a server on a GPU: adapters of different rank take turns in the paged engine's buffers,
 and what is sampled is what the update scores."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -114,3 +117,28 @@ def test_idle_adapters_wait_on_the_host_and_come_back_as_they_were(backend):
     assert not any(value.is_cuda for name, value in b.moments().items() if not name.endswith("/step"))
     train(backend, "a")
     assert backend.gauges()["adapters_on_device"] == 1
+
+
+FAULT = """
+import torch
+from qerl.serve.worker import _gpu_is_lost
+
+said = [_gpu_is_lost()]
+place = torch.tensor([1 << 20], device="cuda")
+said.append(_gpu_is_lost())
+full = lambda: torch.empty(1 << 50, device="cuda")
+beyond = lambda: torch.zeros(4, device="cuda")[place].tolist()
+for ask in (full, beyond):
+    try:
+        ask()
+    except RuntimeError:
+        said.append(_gpu_is_lost())
+print(said, flush=True)
+"""
+
+
+def test_a_fault_of_the_gpu_is_told_from_an_error_after_which_it_goes_on():
+    """Before the GPU is used, where it works, where memory runs out, and behind an index out of range; in
+    a process of its own, which can compute nothing more then."""
+    done = subprocess.run([sys.executable, "-c", FAULT], capture_output=True, text=True, timeout=120)
+    assert done.stdout.split("\n")[-2] == "[False, False, False, True]", done.stderr[-2000:]

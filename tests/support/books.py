@@ -4,12 +4,21 @@ from collections.abc import Callable
 from contextlib import contextmanager
 from types import SimpleNamespace
 
+import torch
+
 from qerl.kernels.limits import PAGE
 from qerl.rollout.engine import RolloutEngine
 from qerl.rollout.paged.pace import Pace
 from qerl.rollout.paged.session import EngineParts, PagedSession
 from tests.support.agents import Row
 from tests.support.models import EOS
+
+ONE_NUMBER = SimpleNamespace(
+    sizes=SimpleNamespace(layers=1, kv_heads=1, head_size=1),
+    dtype=torch.float32,
+    embedding_VD=torch.empty(0),
+)
+"""As much of a decoder as its cache reads: one layer with one head of one number."""
 
 
 def blocks_of(prompt_tokens: int, max_tokens: int) -> int:

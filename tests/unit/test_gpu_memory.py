@@ -35,7 +35,8 @@ class Gpu:
         self.properties = SimpleNamespace(total_memory=total, is_integrated=integrated)
         self.used, self.reserved, self.allowed = used, reserved, total
 
-    def allow(self, fraction: float, device: torch.device) -> None:
+    def allow(self, fraction: float, device: int) -> None:
+        assert device == 0, "torch takes an index, and no device without one"
         self.allowed = round(fraction * self.properties.total_memory)
 
 
@@ -69,7 +70,7 @@ def test_a_limit_makes_a_card_smaller_for_plan_engine_and_torch(gpu, monkeypatch
     monkeypatch.setenv("QERL_MEMORY_GB", "24")
     assert total_bytes(CUDA) == usable_bytes(24) < 24 * GIB
     assert free_bytes(CUDA) == usable_bytes(24) - 9 * GIB
-    keep_within_limit(CUDA)
+    keep_within_limit(torch.device("cuda"))
     assert card.allowed == pytest.approx(usable_bytes(24) - 2 * GIB, abs=1), "2 GiB do not go through torch"
     card.used += 10 * GIB  # keys and values
     keep_within_limit(CUDA)
@@ -82,6 +83,10 @@ def test_a_limit_makes_a_card_smaller_for_plan_engine_and_torch(gpu, monkeypatch
     assert beside == cache_budget(usable_bytes(24), 4 * 64 * 64, 64 * 64, False, free) > given
     card.used = 30 * GIB
     assert free_bytes(CUDA) == 0
+    assert free_bytes(CUDA, freed=20 * GIB) == usable_bytes(24) - 10 * GIB, "6 GiB above the limit go first"
+    beside = Cuda().cache_bytes(model, filtered=False, freed=10 * GIB)
+    free = usable_bytes(24) - 20 * GIB
+    assert 0 < beside == cache_budget(usable_bytes(24), 4 * 64 * 64, 64 * 64, False, free) < given
 
 
 def test_a_limit_above_what_the_card_has_changes_nothing(gpu, monkeypatch):

@@ -7,7 +7,6 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -19,15 +18,10 @@ from qerl.rollout.paged.kv_cache import KVCache
 from qerl.rollout.paged.limits import BlockDemand
 from qerl.rollout.paged.machine import Eager
 from tests.support.agents import tool_tokenizer
-from tests.support.books import SayingPages
+from tests.support.books import ONE_NUMBER, SayingPages
 
 POSITIONS = 4096
 BLOCK_BYTES = 2 * PAGE * 4  # keys and values of one layer with one head of one number
-DECODER = SimpleNamespace(
-    sizes=SimpleNamespace(layers=1, kv_heads=1, head_size=1),
-    dtype=torch.float32,
-    embedding_VD=torch.empty(0),
-)
 
 
 class CountedGraphs(DecodeGraphs):
@@ -36,7 +30,7 @@ class CountedGraphs(DecodeGraphs):
     forgotten = -1  # it begins by forgetting
 
     def __init__(self, cache, fit):
-        super().__init__(DECODER, cache, Eager(), 8)
+        super().__init__(ONE_NUMBER, cache, Eager(), 8)
         self.fit = fit
 
     def forget(self):
@@ -53,7 +47,7 @@ def made(blocks=10_000, rows=64, share=10_000):
         share: Blocks that the cache may have even if more are free.
     """
     engine = SayingPages(tool_tokenizer(), lambda row, so_far: "a" * 300, 0, rows, POSITIONS)
-    cache = KVCache(DECODER, None, Eager().memory)
+    cache = KVCache(ONE_NUMBER, None, Eager().memory)
     engine.parts = replace(
         engine.parts,
         cache=cache,
@@ -169,6 +163,31 @@ def test_a_join_that_does_not_fit_leaves_the_others_as_they_are(machine):
         session.start([[5] * 300], 8, max_tokens=[200] * 8)
         assert play(session) == dict.fromkeys(range(2, 10), 200)
     assert engine.parts.graphs.forgotten == 1
+
+
+def test_sequences_that_lost_their_cache_draw_nothing_until_there_is_another():
+    """They had 12 blocks; of the 24 that a join was promised, others took all but 3 before it had them."""
+    engine = made(24)
+    promised, taken = engine.parts.budget, True
+    engine.parts = replace(
+        engine.parts, budget=lambda freed: promised(freed) if freed or not taken else 3 * BLOCK_BYTES
+    )
+    with engine.session(PARAMS, growing=True) as session:
+        taken = False
+        session.start([[5] * 200], 1, max_tokens=[190])
+        session.start([[6] * 200], 1, max_tokens=[190])
+        session.next(one_round=True)
+        taken = True
+        with pytest.raises(QeRLError, match="one sequence needs"):
+            session.start([[5] * 850], 1, max_tokens=[290])
+        assert engine.parts.cache.blocks == 0
+        for _ in range(2):
+            with pytest.raises(QeRLError, match="none of the 2 sequences that wait fits"):
+                session.next()
+        taken = False
+        session.start([[7] * 200], 1, max_tokens=[190])
+        assert play(session) == dict.fromkeys(range(3), 190)
+        assert session.prefilled_tokens == 2 * 200 + 2 * (200 + 7) + 200
 
 
 def test_the_memory_of_the_cache_that_is_replaced_counts_as_free():

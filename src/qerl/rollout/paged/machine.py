@@ -68,7 +68,7 @@ class Cuda:
         gpu = torch.device("cuda", torch.cuda.current_device())
         held = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
         trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-        free = free_bytes(gpu) + freed
+        free = free_bytes(gpu, freed)
         return cache_budget(total_bytes(gpu), held, trained, filtered, free, self.cache_share)
 
     def memory(self, size: int) -> Memory:

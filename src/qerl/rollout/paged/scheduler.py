@@ -205,11 +205,20 @@ class Scheduler:
         return bool(self.waiting or self.running)
 
     def next_round(self) -> Round:
-        """Decide who runs in the next round, and give out its blocks."""
+        """Decide who runs in the next round, and give out its blocks.
+
+        Raises:
+            QeRLError: Nobody can, because the cache went to others.
+        """
         planned = Round()
         self._grow_running(planned)
         if not planned.preempted:
             self._admit(planned)
+        if not self.running:
+            raise QeRLError(
+                f"The cache has {self.blocks.count} blocks, and none of the {len(self.waiting)} "
+                "sequences that wait fits there: free GPU memory and start them again."
+            )
         return planned
 
     def advance(self, generated: dict[int, int], ended: abc.Iterable[int]) -> None:

@@ -132,7 +132,8 @@ class PagedSession(TrackedSession[Sequence]):
             rows: How many of them can run side by side.
 
         Raises:
-            QeRLError: One of them does not fit; what was there before goes on as if nobody had asked.
+            QeRLError: One of them does not fit; what was there before goes on as if nobody had asked, or, if
+                the memory went to others meanwhile, waits for a cache.
         """
         parts, taken = self._parts, demand
         if parts.graphs.serves(demand.completion_tokens, demand.table_width) and parts.cache.serves(
@@ -150,6 +151,7 @@ class PagedSession(TrackedSession[Sequence]):
         parts.graphs.forget()
         parts.prefill.forget()
         parts.cache.close()
+        self._scheduler.suspend(BlockManager(0, PAGE))  # before what may fail: nobody holds what is closed
         parts.cache.reserve(taken.blocks(rows), least, parts.budget(0))
         parts.graphs.make_room(taken.completion_tokens, taken.table_width)
         self._scheduler.suspend(BlockManager(parts.cache.blocks, PAGE))
