@@ -10,6 +10,7 @@ from typing import Any
 from bench import (
     card_tables,
     decode_tables,
+    draft_tables,
     length_tables,
     noise_numbers,
     noise_tables,
@@ -322,6 +323,7 @@ def _demo_after() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "first-screen": first_screen,
     "decode": decode_tables.decode,
+    "drafts": lambda: draft_tables.on_paper("acceptance-smollm2-trained-cpu"),
     "steps": steps,
     "steps-lengths": length_tables.steps,
     "steps-tokens": steps_tokens,

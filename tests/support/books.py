@@ -44,7 +44,7 @@ class SayingPages(RolloutEngine):
         step = SimpleNamespace(rows=_Rows(self), attend=_nothing, decode=self.decode)
         self.parts = EngineParts(
             cache=SimpleNamespace(blocks=blocks, serves=_yes, take_back=_nothing),
-            graphs=SimpleNamespace(serves=_yes, fit=self._fit),
+            graphs=SimpleNamespace(serves=_yes, fit=self._fit, drafted=0),
             prefill=SimpleNamespace(run=_nothing),
             budget=lambda _: 0,
             max_sequences=rows,
@@ -80,6 +80,8 @@ class SayingPages(RolloutEngine):
 
 class _Rows:
     """Stands in for the rows on a GPU; sequences have their tokens at once."""
+
+    lanes = None
 
     def __init__(self, engine: SayingPages) -> None:
         self._stop = engine.tokenizer.eos_token_id

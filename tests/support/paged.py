@@ -37,11 +37,11 @@ def random_model(family, packed, lora=True, device="cuda", **sizes):
     return model.eval()
 
 
-def score(model, prompt, token_ids):
+def score(model, prompt, token_ids, temperature=1.0):
     """Log-probability of each token behind a prompt."""
     ids = torch.tensor([prompt + token_ids], device=model.device)
     logits = model(input_ids=ids).logits[0, len(prompt) - 1 : -1].float()
-    return logits.log_softmax(-1).gather(-1, ids[0, len(prompt) :, None])[:, 0]
+    return (logits / temperature).log_softmax(-1).gather(-1, ids[0, len(prompt) :, None])[:, 0]
 
 
 @torch.no_grad()

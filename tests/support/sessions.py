@@ -46,7 +46,7 @@ class WholeTurns(TrackedSession[Sequence]):
         return ended
 
 
-def play(session, uninterrupted, written, order=lambda ended: ended):
+def play(session, uninterrupted, written, order=lambda ended: ended, late=()):
     """Play the sequences of a session to their ends, or to where nothing more can be written.
 
     Args:
@@ -54,13 +54,14 @@ def play(session, uninterrupted, written, order=lambda ended: ended):
         uninterrupted: What each sequence would have drawn in one turn.
         written: Tokens that others write after each turn.
         order: In which order sequences that end together are answered.
+        late: Prompts; behind each of the first rounds one of them is started.
 
     Returns:
         Token ids, log-probabilities (None where others wrote), and number of turns of each, by index.
     """
-    found = {}
+    found, late = {}, list(late)
     while session.busy:
-        for ended in order(session.next()):
+        for ended in order(session.next(one_round=bool(late))):
             tokens, logprobs, turns = found.get(ended.index, ([], [], 0))
             tokens, logprobs = tokens + ended.completion.token_ids, logprobs + ended.completion.logprobs
             rest = uninterrupted[ended.index].token_ids[len(tokens) :][:written]
@@ -70,6 +71,8 @@ def play(session, uninterrupted, written, order=lambda ended: ended):
             else:
                 session.finish(ended.index)
             found[ended.index] = tokens, logprobs, turns + 1
+        if late:
+            session.start([late.pop(0)], 1)
     return found
 
 

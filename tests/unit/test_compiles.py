@@ -31,7 +31,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 KERNELS = {
     "_residual_norm", "_rope_kv", "_attend", "_combine_splits", "_silu_mul", "_partial_softmax",
     "_choose", "_leave_out", "_add_parts", "_norm", "_norm_backward", "_swiglu", "_swiglu_backward",
-    "_rotate",
+    "_rotate", "_propose", "_settle",
 }  # fmt: skip
 OF_FP8 = {"_rope_kv", "_attend"}
 OF_OPERANDS = {"_residual_norm", "_silu_mul", "_combine_splits"}
@@ -223,6 +223,7 @@ def walk(recorder: Recorder, target: int) -> None:
         params = SamplingParams(8, stop_token_ids=(1, 2))
         DecodeStep(decoder, cache, tokens, 8, 2, params, NoGraphs()).run()
         if prefill:
+            DecodeStep(decoder, cache, 4, 8, 2, params, NoGraphs(), drafted=3).run()
             filters = {"top_p": 0.9, "min_p": 0.1}
             leave_out(torch.randn(4, 5000), torch.ones(8, 4), width=256, eps=0.0, temperature=1.0, **filters)
             Prefill(decoder, Pace().prefill_tokens).run([Span([1, 2, 3], 0, [0])], cache)

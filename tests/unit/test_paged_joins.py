@@ -63,15 +63,19 @@ class Switched(PlainMemory):
 
 
 class Step:
-    """Takes the place of a captured step, with its rows."""
+    """Takes the place of a captured step without drafts, with its rows."""
 
-    def __init__(self, decoder, cache, rows, max_new, table_width, params, graphs):
+    def __init__(self, decoder, cache, rows, max_new, table_width, params, graphs, drafted):
+        assert not drafted
         self.rows = Rows(rows, max_new, table_width, 3, torch.device("cpu"))
-        self.cache, self.stops, self.attend = cache, params.stop_token_ids, self.rows.attend
+        self.cache, self.stops = cache, params.stop_token_ids
         self.state, self.inputs = (
             SimpleNamespace(**{each.name: getattr(of, each.name).numpy() for each in fields(of)})
             for of in (self.rows.state, self.rows.inputs)
         )
+
+    def attend(self, running, session):
+        self.rows.attend(running)
 
     def decode(self, steps):
         assert (self.state.done_T == 0).any(), "a round in which nothing runs would never end"

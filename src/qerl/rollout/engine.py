@@ -112,6 +112,8 @@ class RolloutResult:
         prompt_tokens: Prompt tokens computed; a prompt counts once for all its samples that run together, and
             the portable engine computes once what all prompts that run together begin with.
         generated_tokens: Tokens sampled.
+        drafted_tokens: Tokens that were drafted (`qerl.rollout.drafts`).
+        accepted_tokens: Tokens that drafts gave beyond the one that every pass over a sequence gives.
         seconds: Wall-clock time of the call.
     """
 
@@ -119,6 +121,8 @@ class RolloutResult:
     prompt_tokens: int
     generated_tokens: int
     seconds: float
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 WhenEnded = Callable[[int, Completion], None]

@@ -20,10 +20,12 @@ class Prompt:
     Attributes:
         number: Position in the call or session, from 0.
         token_ids: All its tokens.
+        finished: Token ids of sequences that were finished, where drafts are looked for in them.
     """
 
     number: int
     token_ids: list[int]
+    finished: list[list[int]] = field(default_factory=list)
 
 
 @dataclass(eq=False)

@@ -34,14 +34,21 @@ class TrackedSession(Session, Generic[S]):
         params: Sampling parameters.
         positions: Positions that the model has; None where it sets no limit.
         pad_token_id: Stands in for a turn whose first logits were not finite.
+        speculative_tokens: Tokens of a draft at most; 0 for none.
+
+    Attributes:
+        drafted_tokens, accepted_tokens: As in `qerl.rollout.engine.RolloutResult`.
     """
 
-    def __init__(self, params: SamplingParams, positions: int | None, pad_token_id: int) -> None:
+    def __init__(
+        self, params: SamplingParams, positions: int | None, pad_token_id: int, speculative_tokens: int = 0
+    ) -> None:
         self._params, self._positions, self._pad_token_id = params, positions, pad_token_id
+        self._speculative_tokens = speculative_tokens
         self._sequences: dict[int, S] = {}  # those that were not finished, by number
         self._started = self._started_prompts = 0
         self._full: list[S] = []  # sequences that have no room from their start, and were not returned yet
-        self._drawing = self.prefilled_tokens = 0
+        self._drawing = self.prefilled_tokens = self.drafted_tokens = self.accepted_tokens = 0
 
     @abstractmethod
     def _add(self, prompts: list[list[int]], samples: int, limits: list[int]) -> list[S]:
@@ -115,6 +122,8 @@ class TrackedSession(Session, Generic[S]):
         sequence = self._between_turns(index)
         sequence.stage = "finished"
         del self._sequences[index]  # a server's session may have no end
+        if self._speculative_tokens:
+            sequence.prompt.finished.append(sequence.token_ids)
         self._drop(sequence)
 
     def next(self, one_round: bool = False) -> list[Ended]:
@@ -194,4 +203,6 @@ def whole_completions(
         prompt_tokens=session.prefilled_tokens,
         generated_tokens=sum(len(completion.token_ids) for completion in completions),
         seconds=time.perf_counter() - begin,
+        drafted_tokens=session.drafted_tokens,
+        accepted_tokens=session.accepted_tokens,
     )

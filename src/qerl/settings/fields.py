@@ -16,6 +16,7 @@ from qerl.noise.schedule import NoiseKind
 from qerl.rollout.engine import KvCacheDtype
 from qerl.settings.checks import (
     Count,
+    Drafted,
     Names,
     NonNegative,
     Passage,
@@ -261,6 +262,14 @@ class NewFields:
         "half the memory; paged engine only). fp8 is experimental: `python -m bench parity` measures it "
         "on your model.",
         "auto",
+    )
+
+    speculative_tokens: Drafted = _help(
+        "Largest number of tokens, up to 15, that are drafted for a sequence where at most four run, and "
+        "computed in one pass: what followed its last tokens in itself or in other samples of its prompt. "
+        "Samples are those drawn without drafts, up to rounding. 0 drafts none; whether drafts are faster "
+        "depends on how often completions repeat themselves, and is not measured on a GPU yet.",
+        0,
     )
 
     tokens_per_forward: PositiveInt | None = _help(

@@ -12,11 +12,14 @@ import triton
 
 from qerl.kernels.decode import attend as attention
 from qerl.kernels.decode.draw import BLOCK_V
+from qerl.kernels.decode.speculate import propose, settle
 from qerl.kernels.device import multiprocessors
+from qerl.kernels.limits import PAGE
 from qerl.rollout.engine import SamplingParams
 from qerl.rollout.paged.draw import Draw
 from qerl.rollout.paged.forward import Forward
 from qerl.rollout.paged.kv_cache import KVCache
+from qerl.rollout.paged.lanes import learn
 from qerl.rollout.paged.machine import Graphs
 from qerl.rollout.paged.rows import Rows
 from qerl.rollout.paged.scheduler import Sequence
@@ -43,6 +46,7 @@ class DecodeStep:
         table_width: Cache blocks that a sequence may own, and a prompt too.
         params: Temperature, filters and stop tokens; seed, max_tokens and stops play no part.
         graphs: Where the step is captured.
+        drafted: Tokens of a draft at most, which are computed in the same step; 0 for none.
 
     Attributes:
         rows: The batch.
@@ -58,25 +62,30 @@ class DecodeStep:
         table_width: int,
         params: SamplingParams,
         graphs: Graphs,
+        drafted: int = 0,
     ) -> None:
         device, group = decoder.embedding_VD.device, decoder.sizes.group
-        splits = attention_splits(rows, decoder.sizes.kv_heads, multiprocessors(device))
+        tokens = rows * (drafted + 1)
+        splits = attention_splits(tokens, decoder.sizes.kv_heads, multiprocessors(device))
         self._decoder, self._cache, self._graphs = decoder, cache, graphs
-        self.forward = Forward(decoder, rows, splits, attention.decode_rows(group))
-        self.rows = Rows(rows, max_new, table_width, self.forward.tile // group, device)
+        self.forward = Forward(decoder, tokens, splits, attention.decode_rows(group))
+        self.rows = Rows(rows, max_new, table_width, self.forward.tile // group, device, drafted)
         blocks = triton.cdiv(decoder.head_VD.shape[0], BLOCK_V)
         self._draw = Draw(
             params,
             decoder.sizes.hidden,
             decoder.eps,
             stop_K=torch.tensor(list(params.stop_token_ids), dtype=torch.int32, device=device),
-            stats_3TB=torch.empty(3, rows, blocks, device=device),
+            stats_3TB=torch.empty(3, tokens, blocks, device=device),
         )
         self._replay: Callable[[], None] | None = None
 
-    def attend(self, running: abc.Mapping[int, Sequence]) -> None:
-        """Write what the attention of everything that runs reads; see `Rows.attend`."""
+    def attend(self, running: abc.Mapping[int, Sequence], session: abc.Iterable[Sequence] = ()) -> None:
+        """Write what the attention of everything that runs reads (`Rows.attend`), and where its drafts are
+        looked for (`learn`)."""
         self.rows.attend(running)
+        if self.rows.lanes is not None:
+            learn(self.rows.lanes, running, session)
         self.forward.lse_ZTH.fill_(-torch.inf)  # of rows and halves that no item covers
 
     def decode(self, steps: int) -> None:
@@ -86,10 +95,15 @@ class DecodeStep:
             replay()
 
     def run(self) -> None:
-        """Decode one token as a captured step does, without a graph."""
+        """Decode one token, and those of its draft, as a captured step does, without a graph."""
+        state, lanes = self.rows.state, self.rows.lanes
+        if lanes is not None:
+            propose(state, lanes, page=PAGE)
         u_TD = self.forward(self._cache, self.rows.inputs)
         logits_TV = _logits(u_TD, self._decoder.head_VD)
-        self._draw(logits_TV, self.forward.squares_PT, self.rows.state)
+        self._draw(logits_TV, self.forward.squares_PT, state if lanes is None else lanes.tokens)
+        if lanes is not None:
+            settle(state, lanes, page=PAGE)
 
     def capture(self) -> Callable[[], None]:
         """Record the step, which `decode` otherwise does when it is first called."""

@@ -59,6 +59,8 @@ class PagedEngine(RolloutEngine):
             The trainer's are not rounded so, which the importance ratio has to correct.
         machine: What the engine runs on: the current GPU, or a stand-in for one.
         pace: Lengths of rounds and passes.
+        speculative_tokens: Tokens that are drafted for each sequence and computed in one step, where few
+            run; 0 for none (`qerl.rollout.drafts`).
 
     Attributes:
         cache: Keys and values.
@@ -79,6 +81,7 @@ class PagedEngine(RolloutEngine):
         kv_cache_dtype: KvCacheDtype = "auto",
         machine: Machine = _CUDA,
         pace: Pace = _PACE,
+        speculative_tokens: int = 0,
     ) -> None:
         check_model(model)
         reason = machine.why_not(model)
@@ -96,7 +99,7 @@ class PagedEngine(RolloutEngine):
         with current(self._device):
             self._binding = Binding(model, self._positions)
             self.cache = KVCache(self.decoder, kv_dtype, machine.memory)
-            self.graphs = DecodeGraphs(self.decoder, self.cache, machine, pace.small_rows)
+            self.graphs = DecodeGraphs(self.decoder, self.cache, machine, pace.small_rows, speculative_tokens)
             self.prefill = Prefill(self.decoder, pace.prefill_tokens)
 
     @property

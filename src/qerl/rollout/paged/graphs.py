@@ -8,6 +8,7 @@ with nobody waiting to the last long ones that are alone.
 
 from dataclasses import replace
 
+from qerl.rollout.drafts import FEW_ROWS
 from qerl.rollout.engine import SamplingParams
 from qerl.rollout.paged.decode import DecodeStep
 from qerl.rollout.paged.kv_cache import KVCache
@@ -27,14 +28,21 @@ class DecodeGraphs:
         decoder: The weights.
         cache: Keys and values.
         machine: Where steps are captured.
-        small_rows: Rows up to which no smaller step is taken, see `Pace`.
+        small_rows: Tokens up to which no smaller step is taken, see `Pace`.
+        drafted: Tokens of a draft at most in steps of few rows (`qerl.rollout.drafts`); 0 for none.
 
     Attributes:
         steps: Steps by rows and settings, the one used last at the end.
+        drafted: As given.
+        small_rows: Rows up to which no smaller step is taken: as given without drafts. With them a row has
+            several tokens, and steps of more than `FEW_ROWS` rows, without drafts, give way to those with.
     """
 
-    def __init__(self, decoder: Decoder, cache: KVCache, machine: Machine, small_rows: int) -> None:
-        self._decoder, self._cache, self._machine, self._small = decoder, cache, machine, small_rows
+    def __init__(
+        self, decoder: Decoder, cache: KVCache, machine: Machine, small_rows: int, drafted: int = 0
+    ) -> None:
+        self._decoder, self._cache, self._machine, self.drafted = decoder, cache, machine, drafted
+        self.small_rows = max(1, min(small_rows // (drafted + 1), FEW_ROWS)) if drafted else small_rows
         self._max_new = self._table_width = 0
         self.forget()
 
@@ -65,7 +73,7 @@ class DecodeGraphs:
         """
         running = scheduler.running
         present = None if step is None else step.rows.count
-        rows = rows_of_step(len(running), present, self._small)
+        rows = rows_of_step(len(running), present, self.small_rows)
         if step is not None and rows == present:
             return step
         chosen = self.step(rows, params)
@@ -85,8 +93,16 @@ class DecodeGraphs:
             self.steps[key] = self.steps.pop(key)
         else:
             self._evict(settings)
+            drafted = self.drafted if rows <= FEW_ROWS else 0
             self.steps[key] = DecodeStep(
-                self._decoder, self._cache, rows, self._max_new, self._table_width, params, self._graphs
+                self._decoder,
+                self._cache,
+                rows,
+                self._max_new,
+                self._table_width,
+                params,
+                self._graphs,
+                drafted,
             )
         return self.steps[key]
 

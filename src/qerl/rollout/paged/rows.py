@@ -16,6 +16,7 @@ import torch
 from qerl.kernels.decode.draw import RowState
 from qerl.kernels.limits import PAGE
 from qerl.rollout.paged.forward import Inputs
+from qerl.rollout.paged.lanes import make_lanes
 from qerl.rollout.paged.scheduler import Sequence
 from qerl.rollout.sampling import uniform_streams
 from qerl.rollout.stops import Cut, FinishReason
@@ -33,15 +34,24 @@ class Rows:
         table_width: Blocks that a sequence may own, and a prompt too.
         tile_tokens: Tokens that one attention item may hold.
         device: Where they are.
+        drafted: Tokens of a draft at most, for each of which a row has a lane beside its first.
 
     Attributes:
         state: What the kernel that draws advances.
+        lanes: Lanes of the rows, None where nothing is drafted.
         inputs: What a pass reads. Of its ``tables_GB`` [2 T, B] the first half are prompts of groups, the
-            second each row's own blocks, and so of ``item_4`` [2 T, 4] and of ``order`` [2 T].
+            second each row's own blocks; ``item_4`` [2 T, 4] and ``order`` [2 T] likewise, T there the
+            lanes of all rows.
     """
 
     def __init__(
-        self, count: int, max_new: int, table_width: int, tile_tokens: int, device: torch.device
+        self,
+        count: int,
+        max_new: int,
+        table_width: int,
+        tile_tokens: int,
+        device: torch.device,
+        drafted: int = 0,
     ) -> None:
         def integers(*shape: int) -> torch.Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
@@ -61,9 +71,12 @@ class Rows:
             out_token_TM=integers(count, max_new),
             out_stats_2TM=torch.zeros(2, count, max_new, device=device),
         )
+        self._lanes_each, tokens = drafted + 1, count * (drafted + 1)
+        self.lanes = make_lanes(count, drafted + 1, table_width, device) if drafted else None
+        read = self.state if self.lanes is None else self.lanes.tokens
         self.inputs = Inputs(
-            self.state.token_T, self.state.position_T, self.state.slot_T, self.state.limit_2T, tables_GB,
-            integers(2 * count, 4), integers(2 * count),
+            read.token_T, read.position_T, read.slot_T, read.limit_2T, tables_GB,
+            integers(2 * tokens, 4), integers(2 * tokens),
         )  # fmt: skip
         self.clear()
 
@@ -154,21 +167,24 @@ class Rows:
         A group's samples read their prompt together, in items of as many tokens as a tile takes; each sample
         reads its own tokens alone.
         """
-        rows, width = self.count, self.inputs.tables_GB.shape[1]
+        rows, lanes, width = self.count, self._lanes_each, self.inputs.tables_GB.shape[1]
+        tokens = rows * lanes
         tables_GB = np.zeros((2 * rows, width), np.int32)
-        item_4 = np.zeros((2 * rows, 4), np.int32)
-        order = np.zeros(2 * rows, np.int32)
-        order[rows:] = np.arange(rows)
-        item_4[rows:, 0] = item_4[rows:, 2] = np.arange(rows, 2 * rows)
-        item_4[rows:, 3] = 1
+        item_4 = np.zeros((2 * tokens, 4), np.int32)
+        order = np.zeros(2 * tokens, np.int32)
+        order[tokens:] = np.arange(tokens)
+        item_4[tokens:, 0] = np.arange(tokens, 2 * tokens)
+        item_4[tokens:, 2] = rows + np.arange(tokens) // lanes
+        item_4[tokens:, 3] = 1
         groups: dict[int, list[int]] = {}
         for row, sequence in running.items():
             tables_GB[rows + row, : len(sequence.blocks)] = sequence.blocks
-            item_4[rows + row, 1] = 1
-            groups.setdefault(sequence.prompt.number, []).append(row)
+            own = range(row * lanes, (row + 1) * lanes)
+            item_4[tokens + row * lanes : tokens + (row + 1) * lanes, 1] = 1
+            groups.setdefault(sequence.prompt.number, []).extend(own)
         item = place = 0
         for group, members in enumerate(groups.values()):
-            prompt = running[members[0]].prompt
+            prompt = running[members[0] // lanes].prompt
             blocks = prompt.blocks or []
             tables_GB[group, : len(blocks)] = blocks
             if not prompt.cached_tokens:

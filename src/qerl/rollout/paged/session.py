@@ -7,7 +7,7 @@ session that grows takes more at once than its sequences need (`BlockDemand.ahea
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from qerl.kernels.limits import PAGE
 from qerl.rollout.engine import SamplingParams
@@ -62,9 +62,11 @@ class PagedSession(TrackedSession[Sequence]):
         parts: EngineParts,
         growing: bool,
     ) -> None:
-        super().__init__(params, positions, pad_token_id)
+        super().__init__(params, positions, pad_token_id, parts.graphs.drafted)
         self._parts, self._growing, self._most_positions = parts, growing, positions
-        self._scheduler = Scheduler(BlockManager(parts.cache.blocks, PAGE), parts.max_sequences, parts.pace)
+        most = parts.pace.round_steps * (parts.graphs.drafted + 1)  # tokens that a round may give a sequence
+        pace = replace(parts.pace, round_steps=most)
+        self._scheduler = Scheduler(BlockManager(parts.cache.blocks, PAGE), parts.max_sequences, pace)
         self._step: DecodeStep | None = None
         self._samples = 0  # of each prompt, at least
 
@@ -104,13 +106,22 @@ class PagedSession(TrackedSession[Sequence]):
             self._step.rows.end(planned.preempted)
         step = self._step = parts.graphs.fit(self._step, scheduler, planned.admitted, self._params)
         step.rows.place(planned.admitted)
-        step.attend(scheduler.running)
+        step.attend(scheduler.running, self._sequences.values())
         parts.prefill.run(planned.spans(), parts.cache)  # last, because uploads would wait for it
         step.decode(min(parts.pace.round_steps, self._params.max_tokens))
         generated, rows = step.rows.read(scheduler.running)
+        self._count(step)
         ended = [scheduler.running[row] for row in rows]
         scheduler.advance(generated, rows)
         return ended
+
+    def _count(self, step: DecodeStep) -> None:
+        """Add up what the drafts of the last round gave."""
+        if (lanes := step.rows.lanes) is not None:
+            drafted, accepted = lanes.counts_2.tolist()
+            lanes.counts_2.zero_()
+            self.drafted_tokens += drafted
+            self.accepted_tokens += accepted
 
     def _reserve(self, demand: BlockDemand, least: int, rows: int) -> None:
         """Have a cache for all sequences, made or enlarged; steps that knew a smaller one are dropped.

@@ -91,6 +91,16 @@ class PreallocatedLayer(CacheLayerMixin):
             used[holes] = used[moves]
         self.keys, self.values = self.keys[:rows], self.values[:rows]
 
+    def align(self, ends: Sequence[int], lengths: Sequence[int]) -> None:
+        """Let rows of so many tokens, which end in front of column ``ends[row]``, end where the longest does
+        if it begins at the first column; what was behind is given up."""
+        self._length = max(lengths)
+        for row, (end, tokens) in enumerate(zip(ends, lengths, strict=True)):
+            if end != self._length:
+                for buffer in (self.keys, self.values):
+                    moved = buffer[row, :, end - tokens : end].clone()
+                    buffer[row, :, self._length - tokens : self._length] = moved
+
     def take(self, row: int, tokens: int) -> KeysAndValues:
         """Copies [H, tokens, D] of a row's last tokens."""
         last = slice(self._length - tokens, self._length)
@@ -166,6 +176,16 @@ class PreallocatedCache(Cache):
         moves_index = torch.tensor([sources[row] for row in holes], device=device, dtype=torch.long)
         for layer in self._own_layers:
             layer.keep(moves_index, holes_index, len(sources))
+
+    def align(self, ends: Sequence[int], lengths: Sequence[int]) -> None:
+        """Let all rows end at the same column again, the longest one with its beginning at the first.
+
+        Args:
+            ends: The column behind the last token of each row.
+            lengths: Tokens of each row.
+        """
+        for layer in self._own_layers:
+            layer.align(ends, lengths)
 
     def take(self, row: int, tokens: int) -> list[KeysAndValues]:
         """Copies of keys and values of a row's last tokens, layer by layer."""

@@ -46,6 +46,9 @@ class PortableEngine(RolloutEngine):
             completion whose first logits were not finite.
         max_sequences: Sequences that run at once at most. Each needs memory for the keys and values of its
             prompt and of ``max_tokens`` tokens.
+        kept_bytes: Bytes of keys and values that a session keeps between turns at most.
+        speculative_tokens: Tokens that are drafted for each sequence and verified in one pass, where few
+            run; 0 for none (`qerl.rollout.drafts`).
     """
 
     model: nn.Module
@@ -56,6 +59,7 @@ class PortableEngine(RolloutEngine):
         pad_token_id: int,
         max_sequences: int = ROWS,
         kept_bytes: int = KEPT_BYTES,
+        speculative_tokens: int = 0,
     ) -> None:
         if max_sequences < 1:
             raise QeRLError(f"max_sequences is {max_sequences}; at least one sequence must run at a time.")
@@ -63,7 +67,7 @@ class PortableEngine(RolloutEngine):
         self.model = model
         self._pad_token_id = pad_token_id
         self._max_sequences = self.rows_per_call = max_sequences
-        self._kept_bytes = kept_bytes
+        self._kept_bytes, self._speculative_tokens = kept_bytes, speculative_tokens
 
     def generate(
         self,
@@ -96,6 +100,7 @@ class PortableEngine(RolloutEngine):
                 self._max_sequences,
                 self._kept_bytes,
                 growing,
+                self._speculative_tokens,
             )
 
     def _positions(self) -> int | None:

@@ -1,9 +1,9 @@
-"""The model call: token ids in, logits of the last position out.
+"""The model call: token ids in, logits of the last positions out.
 
 One ``Runner`` serves one wave. It pads the prompts on the left so that all rows append at the same index of
 the cache, runs each prompt once, gives its samples a copy of the cache, and from then on feeds one token per
-row. Rows that go on from kept keys and values are computed from where these end, and may join a wave that
-decodes already.
+row, or several that a draft says, of which rows keep as many as they like. Rows that go on from kept keys and
+values are computed from where these end, and may join a wave that decodes already.
 
 What all prompts of a wave begin with, as a system prompt or worked examples, is computed once and the rest
 behind it: of 64 problems with one worked example, 92 tokens each, 70 are the same.
@@ -84,7 +84,7 @@ class Runner:
         self._mask = columns_T >= padding_P1
         positions_PT = (columns_T - padding_P1).clamp_(min=0)
         self._positions = positions_PT[:, -1:]
-        return self._forward(tokens_PT, self._mask, positions_PT)
+        return self._forward(tokens_PT, self._mask, positions_PT)[:, 0]
 
     def _prefill_behind(self, shared: int, prompts: Sequence[Sequence[int]]) -> torch.Tensor:
         """Logits [P, V] behind prompts whose first tokens are the same and computed once."""
@@ -123,7 +123,7 @@ class Runner:
         self._place(torch.tensor(lengths, device=self._device)[:, None], max_tokens)
         behind_T = torch.arange(1 - new, 1, device=self._device)
         positions_BT = (self._positions + behind_T).clamp_(min=0)
-        return self._forward(tokens_BT, self._mask[:, : self._length], positions_BT)
+        return self._forward(tokens_BT, self._mask[:, : self._length], positions_BT)[:, 0]
 
     def join(self, other: "Runner", max_tokens: int) -> None:
         """Append the rows of another runner, of which as of this one all tokens are computed.
@@ -150,7 +150,23 @@ class Runner:
         """Logits [B, V] after one more token in each row."""
         self._length += 1
         self._positions = self._positions + 1
-        return self._forward(tokens_B[:, None], self._mask[:, : self._length], self._positions)
+        return self._forward(tokens_B[:, None], self._mask[:, : self._length], self._positions)[:, 0]
+
+    def verify(self, tokens_BT: torch.Tensor) -> torch.Tensor:
+        """Logits [B, T, V] after each of T more tokens in each row; `accept` says how many of them stay."""
+        new = tokens_BT.shape[1]
+        positions_BT = self._positions + torch.arange(1, new + 1, device=self._device)
+        return self._forward(tokens_BT, self._mask[:, : self._length + new], positions_BT, new)
+
+    def accept(self, counts: Sequence[int]) -> None:
+        """Keep so many first tokens of what was last verified in each row, at least one."""
+        counts_B1 = torch.tensor(counts, device=self._device)[:, None]
+        self._positions = self._positions + counts_B1
+        lengths_B1 = self._positions + 1
+        self._cache.align([self._length + count for count in counts], lengths_B1[:, 0].tolist())
+        self._length = int(lengths_B1.max())
+        columns_T = torch.arange(self._mask.shape[1], device=self._device)
+        self._mask = columns_T >= self._length - lengths_B1
 
     def keep(self, sources: Sequence[int]) -> None:
         """Drop rows; ``sources`` names for each row that remains the row it was before."""
@@ -159,16 +175,19 @@ class Runner:
         self._mask = self._mask[sources_B]
         self._positions = self._positions[sources_B]
 
-    def _forward(self, tokens: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def _forward(
+        self, tokens: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor, last: int = 1
+    ) -> torch.Tensor:
+        """Logits [rows, last, V] of so many last tokens."""
         output = self._model(
             input_ids=tokens,
             attention_mask=mask,
             position_ids=positions,
             past_key_values=self._cache,
             use_cache=True,
-            logits_to_keep=1,
+            logits_to_keep=last,
         )
-        return output.logits[:, -1]
+        return output.logits[:, -last:]
 
 
 def _tokens_in_common(prompts: Sequence[Sequence[int]]) -> int:

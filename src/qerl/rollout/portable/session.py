@@ -4,6 +4,9 @@ A sequence whose turn has ended leaves its wave and its keys and values are copi
 goes on it joins the running wave, or begins the next, and only what was written is computed. Every time that
 rows join, the keys and values of the whole batch are copied; so they wait until they are a fair share of it.
 In a session that grows, new sequences join as well.
+
+Where few rows run, several positions of each may be computed in one pass behind drafted tokens
+(`qerl.rollout.drafts`).
 """
 
 from collections import abc, deque
@@ -12,6 +15,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from qerl.families.parts import base_model
+from qerl.rollout.drafts import FEW_ROWS, Drafts
 from qerl.rollout.engine import SamplingParams
 from qerl.rollout.portable.cache import KeysAndValues
 from qerl.rollout.portable.runner import Runner
@@ -41,6 +46,7 @@ class PortableSession(TrackedSession[Sequence]):
         max_sequences: Sequences that are decoded at the same time at most.
         kept_bytes: Bytes of keys and values that are kept between turns at most.
         growing: Whether new sequences join the wave that runs, instead of waiting for the next.
+        speculative_tokens: Tokens of a draft at most; 0 for none.
     """
 
     def __init__(
@@ -52,8 +58,10 @@ class PortableSession(TrackedSession[Sequence]):
         max_sequences: int,
         kept_bytes: int,
         growing: bool,
+        speculative_tokens: int,
     ) -> None:
-        super().__init__(params, positions, pad_token_id)
+        super().__init__(params, positions, pad_token_id, speculative_tokens)
+        self._drafts = Drafts(speculative_tokens)
         self._model, self._max_sequences, self._kept_bytes = model, max_sequences, kept_bytes
         self._growing = growing
         self._waves: deque[list[Sequence]] = deque()  # of sequences that have not begun
@@ -62,7 +70,6 @@ class PortableSession(TrackedSession[Sequence]):
         self._uniforms: dict[Sequence, np.ndarray] = {}
         self._wave = Wave([], params.stop_token_ids)
         self._runner: Runner | None = None
-        self._tokens_B = torch.empty(0)
 
     def _add(self, prompts: list[list[int]], samples: int, limits: list[int]) -> list[Sequence]:
         added = new_sequences(prompts, samples, limits, self._started, self._started_prompts)
@@ -84,22 +91,69 @@ class PortableSession(TrackedSession[Sequence]):
         self._uniforms.pop(sequence, None)
 
     def _decode(self) -> list[Sequence]:
-        """See `TrackedSession._decode`; a round is one step."""
+        """See `TrackedSession._decode`; a round is one step, or one pass over drafts."""
         self._leave()
         if not (self._wave.rows or self._waves or self._joining):
             return []
+        running = len(self._wave.rows)
+        joining = min(len(self._joining), self._max_sequences - running) >= JOINING_SHARE * running
         if self._runner is not None:
-            logits_BV = self._runner.step(self._tokens_B)
-            joining = min(len(self._joining), self._max_sequences - len(self._wave.rows))
-            if joining >= JOINING_SHARE * len(self._wave.rows):
+            drafts = [] if joining else self._make_drafts()
+            if any(drafts):
+                return self._verify(self._runner, drafts)
+            last = [sequence.token_ids[-1] for sequence in self._wave.rows]
+            logits_BV = self._runner.step(self._on_device(last))
+            if joining:
                 logits_BV = self._join(logits_BV)
         elif self._waves and len(self._joining) < JOINING_SHARE * self._max_sequences:
             logits_BV = self._begin(self._waves.popleft())
         else:
             logits_BV = self._join(None)
-        drawn = draw_tokens(logits_BV, self._next_uniforms().to(logits_BV.device), self._params)
-        self._tokens_B = drawn.tokens_B
+        uniforms_B = self._uniforms_of([(row, 0) for row in range(len(self._wave.rows))])
+        drawn = draw_tokens(logits_BV, uniforms_B.to(logits_BV.device), self._params)
         return self._wave.record(*(column.tolist() for column in drawn))
+
+    def _make_drafts(self) -> list[list[int]]:
+        """A draft for each row; none at all where many run."""
+        rows = self._wave.rows
+        if not self._speculative_tokens or len(rows) > FEW_ROWS:
+            return []
+        return self._drafts.of(rows, self._sequences.values())
+
+    def _verify(self, runner: Runner, drafts: list[list[int]]) -> list[Sequence]:
+        """Draw behind each row's last token, and behind those of its draft as long as they are drawn.
+
+        Returns:
+            The sequences whose turn has ended.
+        """
+        rows = self._wave.rows
+        most = max(map(len, drafts))
+        tokens_BT = [
+            [row.token_ids[-1], *draft, *[self._pad_token_id] * (most - len(draft))]
+            for row, draft in zip(rows, drafts, strict=True)
+        ]
+        logits_BTV = runner.verify(self._on_device(tokens_BT))
+        places = [(row, place) for row, draft in enumerate(drafts) for place in range(len(draft) + 1)]
+        logits_BV = logits_BTV[tuple(self._on_device(column) for column in zip(*places, strict=True))]
+        drawn = draw_tokens(logits_BV, self._uniforms_of(places).to(logits_BV.device), self._params)
+        found = dict(zip(places, zip(*(column.tolist() for column in drawn), strict=True), strict=True))
+        before, going = [len(row.token_ids) for row in rows], list(range(len(rows)))
+        for place in range(most + 1):
+            tokens, logprobs, entropies, finite = zip(*(found[row, place] for row in going), strict=True)
+            self._wave.record(tokens, logprobs, entropies, finite, going)
+            going = [
+                row
+                for row in going
+                if rows[row] not in self._wave.ended
+                and drafts[row][place : place + 1] == rows[row].token_ids[-1:]
+            ]
+            if not going:
+                break
+        counts = [max(1, len(row.token_ids) - known) for row, known in zip(rows, before, strict=True)]
+        runner.accept(counts)
+        self.drafted_tokens += sum(map(len, drafts))
+        self.accepted_tokens += sum(counts) - len(counts)
+        return list(self._wave.ended)
 
     def _leave(self) -> None:
         """Take those whose turn has ended out of the batch, with their keys and values if they may go on."""
@@ -112,7 +166,6 @@ class PortableSession(TrackedSession[Sequence]):
         sources = self._wave.compact()
         if sources:
             self._runner.keep(sources)
-            self._tokens_B = self._tokens_B[sources]
         elif not self._wave.rows:
             self._runner = None
 
@@ -161,7 +214,7 @@ class PortableSession(TrackedSession[Sequence]):
         """Logits [B, V] of sequences that join, from their kept keys and values; where nothing is kept of
         any, equal texts are computed once."""
         texts = [sequence.prompt.token_ids + sequence.token_ids for sequence in sequences]
-        room = max(sequence.room for sequence in sequences)
+        room = max(sequence.room for sequence in sequences) + self._speculative_tokens
         if sequences[0] not in self._kept:
             row_of = {text: row for row, text in enumerate(dict.fromkeys(map(tuple, texts)))}
             rows = [row_of[tuple(text)] for text in texts]
@@ -181,13 +234,20 @@ class PortableSession(TrackedSession[Sequence]):
             streams = uniform_streams([sequence.key for sequence in new], longest)
             self._uniforms.update(zip(new, streams.numpy(), strict=True))
 
-    def _next_uniforms(self) -> torch.Tensor:
-        """fp64 [B], the number of each row's next token."""
-        rows = self._wave.rows
-        return torch.tensor([self._uniforms[each][len(each.token_ids)] for each in rows], dtype=torch.float64)
+    def _uniforms_of(self, places: list[tuple[int, int]]) -> torch.Tensor:
+        """fp64 [places], the numbers of tokens: of a row, and so many behind its next."""
+        numbers = [
+            self._uniforms[sequence][len(sequence.token_ids) + place]
+            for sequence, place in ((self._wave.rows[row], place) for row, place in places)
+        ]
+        return torch.tensor(numbers, dtype=torch.float64)
+
+    def _on_device(self, values: abc.Sequence[object]) -> torch.Tensor:
+        return torch.tensor(values, device=base_model(self._model).device)
 
     def _longest_room(self) -> int:
-        return max(sequence.room for sequence in self._wave.rows)
+        """Tokens that a row may be given, those of a draft that do not stay included."""
+        return max(sequence.room for sequence in self._wave.rows) + self._speculative_tokens
 
 
 def _bytes(kept: list[KeysAndValues]) -> int:

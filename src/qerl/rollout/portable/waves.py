@@ -66,21 +66,29 @@ class Wave:
         logprobs: abc.Sequence[float],
         entropies: abc.Sequence[float],
         finite: abc.Sequence[bool],
+        rows: abc.Sequence[int] | None = None,
     ) -> list[Sequence]:
         """Append one drawn token to the sequence of each row.
+
+        Args:
+            tokens, logprobs, entropies, finite: Of each row.
+            rows: Those rows; None for all.
 
         Returns:
             The sequences whose turn has ended, with their reasons.
         """
-        for row, sequence in enumerate(self.rows):
-            if not finite[row]:
+        of_rows = self.rows if rows is None else [self.rows[row] for row in rows]
+        for sequence, token, logprob, entropy, is_finite in zip(
+            of_rows, tokens, logprobs, entropies, finite, strict=True
+        ):
+            if not is_finite:
                 sequence.finish_reason = "error"
                 self.ended.append(sequence)
                 continue
-            sequence.token_ids.append(tokens[row])
-            sequence.logprobs.append(logprobs[row])
-            sequence.entropies.append(entropies[row])
-            if tokens[row] in self._stop_token_ids:
+            sequence.token_ids.append(token)
+            sequence.logprobs.append(logprob)
+            sequence.entropies.append(entropy)
+            if token in self._stop_token_ids:
                 sequence.finish_reason = "stop"
             elif cut := sequence.cut(len(sequence.token_ids) - 1):
                 sequence.finish_reason = cut.reason
