@@ -41,6 +41,7 @@ from qerl.settings.adapter import LORA_FIELDS, plain, take_adapter
 from qerl.settings.config import QeRLConfig, default_of
 from qerl.settings.recipe import FIELDS
 from qerl.tasks.early import EarlyCalls
+from qerl.trainer.data import check_data
 from qerl.trainer.early import check_tells
 from qerl.trainer.model_in_hand import check_dtype, held, weights_of
 from qerl.trainer.others import Others
@@ -48,7 +49,6 @@ from qerl.trainer.policy import make_policy
 from qerl.trainer.prompts import short_prompts
 from qerl.trainer.ready import check_policy
 from qerl.trainer.rewards import early_calls, guard_rewards, one_for_each, with_length_penalty
-from qerl.trainer.rollouts import check_data
 from qerl.trainer.sampler import stops_of
 from qerl.trainer.trl.evaluation import check_metric
 from qerl.trainer.trl.settings import as_ours
@@ -144,7 +144,7 @@ def complete(
     settings = _settings(args, model, peft_config)
     train_dataset = others.rows(train_dataset, settings)
     _check_fields(settings, acted_on, named, engine, others)
-    check_data(settings, train_dataset)
+    check_data(settings, train_dataset, eval_dataset, bool(others.factories))
     early = early_calls(reward_funcs, settings)
     if early is not None and engine is not None:
         check_tells(engine)

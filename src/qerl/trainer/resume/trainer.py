@@ -29,6 +29,7 @@ from qerl.lora.adapter import check_adapter
 from qerl.run_folder import ADAPTER_FILE, UNFINISHED, last_checkpoint
 from qerl.settings.recipe import dump
 from qerl.trainer.batch import Batch
+from qerl.trainer.data import check_enough
 from qerl.trainer.noise import RolloutNoise
 from qerl.trainer.prompt_choice import PromptChoice
 from qerl.trainer.resume.checkpoint import clear, move_into, publish
@@ -61,8 +62,10 @@ class ResumableTrainer(GRPOTrainer):
     # Order of the data
 
     def _get_train_sampler(self, dataset: Dataset | None = None) -> EpochRepeatSampler:
+        rows = self.train_dataset if dataset is None else dataset
+        check_enough(self.args, len(rows), "train_dataset")
         self._order = EpochRepeatSampler(
-            data_source=self.train_dataset if dataset is None else dataset,
+            data_source=rows,
             mini_repeat_count=self.num_generations,
             batch_size=self.args.generation_batch_size // self.num_generations,
             repeat_count=self._generate_every,
