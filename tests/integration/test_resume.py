@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import LoraConfig
 from rich.console import Console
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from qerl.errors import QeRLError
 from qerl.run_folder import MANIFEST_FILE, UNFINISHED, checkpoints, last_checkpoint
@@ -17,6 +19,7 @@ from qerl.settings.config import QeRLConfig
 from qerl.trainer.grpo import QeRLTrainer
 from qerl.trainer.resume.changes import resume_point
 from qerl.trainer.run import train
+from tests.support.arguments import ROWS, first_letter, run_settings
 
 QUIET = Console(quiet=True)
 SHORT = {"max_steps": 2, "save_steps": 1, "noise_stages": 2, "eval_strategy": "no"}
@@ -331,3 +334,45 @@ def test_metrics_with_a_torn_last_line_go_on(saved):
     resume(max_steps=3)
     steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
     assert sorted(set(steps)) == [0, 1, 2, 3], "0 has the facts of the run"
+
+
+def test_a_trainer_made_in_python_resumes_as_a_run_does(llama_folder, tmp_path, caplog):
+    def trainer(lora=(), **fields):
+        fields = {"max_steps": 2, "save_steps": 1, "learning_rate": 1e-3} | fields
+        peft_config = LoraConfig(r=4, target_modules=["v_proj", "q_proj"], **dict(lora))
+        args = run_settings(tmp_path / "run", **fields)
+        return QeRLTrainer(str(llama_folder), first_letter, args, ROWS, peft_config=peft_config)
+
+    with pytest.raises(
+        QeRLError, match=r"run has no checkpoint to resume from; leave resume_from_checkpoint"
+    ):
+        trainer().train(resume_from_checkpoint=True)
+    trainer().train()
+    with pytest.raises(
+        QeRLError, match=r"resumed with another learning_rate \(learning_rate 0.001 -> 0.01\)"
+    ):
+        trainer(learning_rate=1e-2).train(resume_from_checkpoint=True)
+    with pytest.raises(QeRLError, match="resumed with another lora_alpha "):
+        trainer({"lora_alpha": 2}).train(resume_from_checkpoint=True)
+    caplog.clear()
+    same = trainer(max_steps=3, temperature=0.5, save_only_model=True)
+    same.train(resume_from_checkpoint=True)
+    assert same.state.global_step == 3
+    assert "checkpoint-2 was made with, which hold from here on: max_steps 2 -> 3 (" in caplog.text
+    assert "temperature 1.0 -> 0.5" in caplog.text
+    with pytest.raises(QeRLError, match=r"checkpoint-3 has no state of the optimizer \(save_only_model\)"):
+        trainer(max_steps=4).train(resume_from_checkpoint=True)
+
+
+def test_a_model_in_hand_resumes_what_a_named_one_saved(llama_folder, tiny_tokenizer, tmp_path, caplog):
+    lora = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear")
+
+    def trainer(model, steps, weights):
+        args = run_settings(tmp_path / "run", max_steps=steps, save_steps=1, weights=weights)
+        return QeRLTrainer(model, first_letter, args, ROWS, processing_class=tiny_tokenizer, peft_config=lora)
+
+    trainer(str(llama_folder), 1, "bf16").train()
+    again = trainer(AutoModelForCausalLM.from_pretrained(llama_folder), 2, "nvfp4")
+    again.train(resume_from_checkpoint=True)
+    assert again.state.global_step == 2
+    assert "lora_target_modules" not in caplog.text

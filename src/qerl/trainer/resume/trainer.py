@@ -32,6 +32,7 @@ from qerl.trainer.batch import Batch
 from qerl.trainer.data import check_enough
 from qerl.trainer.noise import RolloutNoise
 from qerl.trainer.prompt_choice import PromptChoice
+from qerl.trainer.resume.changes import checkpoint_of_a_trainer
 from qerl.trainer.resume.checkpoint import clear, move_into, publish
 from qerl.trainer.resume.provenance import write_provenance
 from qerl.trainer.resume.rollout_file import load_rollouts, save_rollouts
@@ -53,11 +54,18 @@ class ResumableTrainer(GRPOTrainer):
     _buffered_inputs: list[Batch] | None
     _order: EpochRepeatSampler | None = None  # none where the data are iterable
     _writes_to: Path | None = None
+    _is_of_a_run = False  # `trainer.run` checks what it resumes before it loads the model
 
     @property
     def _generate_every(self) -> int:
         """Microbatches that use one rollout."""
         return self.args.steps_per_generation * self.num_iterations
+
+    def train(self, resume_from_checkpoint: bool | str | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Wraps transformers', which goes on from any folder, with whatever settings."""
+        if resume_from_checkpoint and not self._is_of_a_run:
+            resume_from_checkpoint = checkpoint_of_a_trainer(resume_from_checkpoint, self.args)
+        return super().train(resume_from_checkpoint, *args, **kwargs)
 
     # Order of the data
 
