@@ -11,7 +11,8 @@ import torch
 from peft import LoraConfig
 from rich.console import Console
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from tokenizers import Tokenizer, models
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from qerl.errors import QeRLError
 from qerl.run_folder import MANIFEST_FILE, UNFINISHED, checkpoints, last_checkpoint
@@ -239,6 +240,17 @@ def test_a_disk_that_is_full_at_the_end_costs_no_checkpoint(tiny_run, tmp_path):
     assert [path.name for path in checkpoints(run)] == ["checkpoint-1", "checkpoint-2"]
     train(QeRLConfig(**tiny_run(run, resume_from_checkpoint="true", **SHORT)), QUIET)
     assert (run / "adapter_model.safetensors").exists() and not (run / UNFINISHED).exists()
+
+
+def test_a_tokenizer_that_cannot_be_written_is_a_sentence(tiny_run, tmp_path, monkeypatch):
+    def on_a_full_disk(*_args, **_kwargs):
+        Tokenizer(models.WordLevel({"a": 0}, "a")).save("/dev/full")
+
+    config = QeRLConfig(**tiny_run(tmp_path / "run", **SHORT))
+    monkeypatch.setattr(PreTrainedTokenizerBase, "save_pretrained", on_a_full_disk)
+    with pytest.raises(QeRLError, match=r"checkpoint-1 could not be saved \(No space left on device"):
+        train(config, QUIET)
+    assert not (tmp_path / "run" / UNFINISHED).exists()
 
 
 @pytest.fixture

@@ -174,7 +174,12 @@ class ResumableTrainer(GRPOTrainer):
         return checkpoint / f"rollouts_{self.accelerator.process_index}.safetensors"
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        super()._save(output_dir, state_dict)
+        try:
+            super()._save(output_dir, state_dict)
+        except Exception as error:
+            if type(error) is not Exception:
+                raise
+            raise OSError(str(error)) from error  # the tokenizers' writer raises Exception itself
         if self.args.should_save:  # transformers may call this in every process
             folder = Path(output_dir or str(self.args.output_dir))
             write_provenance(self.args, self.model, folder)
