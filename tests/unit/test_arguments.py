@@ -183,8 +183,10 @@ def test_a_tokenizer_without_chat_template_serves_plain_prompts(
     shutil.copytree(llama_folder, tiny, ignore=shutil.ignore_patterns("chat_template*", "tokenizer*"))
     plain.save_pretrained(tiny)
     QeRLTrainer(str(tiny), ones, settings(), Dataset.from_dict({"prompt": ["a", "b"]}))
-    with pytest.raises(QeRLError, match="has no chat template"):
+    with pytest.raises(QeRLError, match="has no chat template; use an instruction-tuned model"):
         QeRLTrainer(str(tiny), ones, settings(), ROWS)
+    with pytest.raises(QeRLError, match="processing_class has no chat template; set its chat_template, or"):
+        QeRLTrainer(str(tiny), ones, settings(), ROWS, processing_class=plain)
 
 
 def test_an_optimizer_of_the_users_steps(tiny_model, tiny_tokenizer, settings):
@@ -331,4 +333,15 @@ def test_fewer_rows_than_a_rollout_takes_make_no_run_without_a_step(llama_folder
     few = ROWS.select(range(rows))
     trainer = QeRLTrainer(str(llama_folder), ones, settings(per_device_train_batch_size=4), few)
     with pytest.raises(QeRLError, match=f"A step needs 2 prompts but train_dataset has {rows}; give it more"):
+        trainer.train()
+
+
+def test_a_token_that_the_model_does_not_embed_is_refused(llama_folder, settings, tiny_tokenizer):
+    larger = copy.deepcopy(tiny_tokenizer)
+    larger.add_tokens([f"<new{i}>" for i in range(1000)])
+    rows = Dataset.from_dict({"prompt": ["a", "a <new999>"]})
+    trainer = QeRLTrainer(str(llama_folder), ones, settings(max_steps=2), rows, processing_class=larger)
+    with pytest.raises(
+        QeRLError, match=r"A prompt has the token id \d+ and the model embeds \d+ tokens; give"
+    ):
         trainer.train()

@@ -370,16 +370,22 @@ def _tokenizer(
     given: Any, model: Any, train_dataset: Any, trust_remote_code: bool
 ) -> PreTrainedTokenizerBase:
     """The tokenizer that was handed in, or else the model's."""
+    template = getattr(given, "chat_template", None)
     if isinstance(given, ProcessorMixin):
         given = given.tokenizer
     if given is not None and not isinstance(given, PreTrainedTokenizerBase):
         raise QeRLError(f"processing_class is a {type(given).__name__}; pass a tokenizer of transformers.")
+    chat = is_conversational(next(iter(train_dataset), {}))
     if given is None:
         name = model if isinstance(model, LocalModel) else base_model(model).name_or_path
         if not str(name):
             raise QeRLError("The model has no name to load a tokenizer by; pass it as processing_class.")
-        chat = is_conversational(next(iter(train_dataset), {}))
         given = load_tokenizer(name, chat, trust_remote_code)
+    elif chat and template is None:
+        raise QeRLError(
+            "The prompts are chat messages and processing_class has no chat template; set its chat_template, "
+            "or make each prompt a text."
+        )
     if given.pad_token is None:
         given.pad_token = given.eos_token
     return given
