@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from filelock import FileLock
 from peft import LoraConfig
 from rich.console import Console
 from safetensors.torch import load_file
@@ -297,6 +298,20 @@ def test_what_a_checkpoint_cannot_go_on_with_is_refused(saved, tiny_model, tmp_p
     tiny_model("llama", hidden_size=32).save_pretrained(another)
     with pytest.raises(QeRLError, match=r"does not fit this run or is damaged \(size mismatch"):
         resume(model=str(another))
+
+
+def test_two_runs_do_not_write_into_one_folder(saved):
+    run, resume = saved
+    with (
+        FileLock(run / "_lock"),
+        pytest.raises(
+            QeRLError, match=r"Another run writes to .*run at present; wait for its end, or choose"
+        ),
+    ):
+        resume(max_steps=3)
+    assert last_checkpoint(run) == run / "checkpoint-2"
+    resume(max_steps=3)
+    assert last_checkpoint(run) == run / "checkpoint-3"
 
 
 def test_other_settings_on_a_resume_are_said(saved):
