@@ -8,8 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from filelock import FileLock
+from peft import LoraConfig
 from rich.console import Console
 from safetensors.torch import load_file
+from tokenizers import Tokenizer, models
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from qerl.errors import QeRLError
 from qerl.run_folder import MANIFEST_FILE, UNFINISHED, checkpoints, last_checkpoint
@@ -17,6 +21,7 @@ from qerl.settings.config import QeRLConfig
 from qerl.trainer.grpo import QeRLTrainer
 from qerl.trainer.resume.changes import resume_point
 from qerl.trainer.run import train
+from tests.support.arguments import ROWS, first_letter, run_settings
 
 QUIET = Console(quiet=True)
 SHORT = {"max_steps": 2, "save_steps": 1, "noise_stages": 2, "eval_strategy": "no"}
@@ -238,6 +243,17 @@ def test_a_disk_that_is_full_at_the_end_costs_no_checkpoint(tiny_run, tmp_path):
     assert (run / "adapter_model.safetensors").exists() and not (run / UNFINISHED).exists()
 
 
+def test_a_tokenizer_that_cannot_be_written_is_a_sentence(tiny_run, tmp_path, monkeypatch):
+    def on_a_full_disk(*_args, **_kwargs):
+        Tokenizer(models.WordLevel({"a": 0}, "a")).save("/dev/full")
+
+    config = QeRLConfig(**tiny_run(tmp_path / "run", **SHORT))
+    monkeypatch.setattr(PreTrainedTokenizerBase, "save_pretrained", on_a_full_disk)
+    with pytest.raises(QeRLError, match=r"checkpoint-1 could not be saved \(No space left on device"):
+        train(config, QUIET)
+    assert not (tmp_path / "run" / UNFINISHED).exists()
+
+
 @pytest.fixture
 def saved(tiny_run, tmp_path):
     """A run with checkpoints of steps 1 and 2, and its settings for a resume."""
@@ -282,6 +298,20 @@ def test_what_a_checkpoint_cannot_go_on_with_is_refused(saved, tiny_model, tmp_p
     tiny_model("llama", hidden_size=32).save_pretrained(another)
     with pytest.raises(QeRLError, match=r"does not fit this run or is damaged \(size mismatch"):
         resume(model=str(another))
+
+
+def test_two_runs_do_not_write_into_one_folder(saved):
+    run, resume = saved
+    with (
+        FileLock(run / "_lock"),
+        pytest.raises(
+            QeRLError, match=r"Another run writes to .*run at present; wait for its end, or choose"
+        ),
+    ):
+        resume(max_steps=3)
+    assert last_checkpoint(run) == run / "checkpoint-2"
+    resume(max_steps=3)
+    assert last_checkpoint(run) == run / "checkpoint-3"
 
 
 def test_other_settings_on_a_resume_are_said(saved):
@@ -331,3 +361,45 @@ def test_metrics_with_a_torn_last_line_go_on(saved):
     resume(max_steps=3)
     steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
     assert sorted(set(steps)) == [0, 1, 2, 3], "0 has the facts of the run"
+
+
+def test_a_trainer_made_in_python_resumes_as_a_run_does(llama_folder, tmp_path, caplog):
+    def trainer(lora=(), **fields):
+        fields = {"max_steps": 2, "save_steps": 1, "learning_rate": 1e-3} | fields
+        peft_config = LoraConfig(r=4, target_modules=["v_proj", "q_proj"], **dict(lora))
+        args = run_settings(tmp_path / "run", **fields)
+        return QeRLTrainer(str(llama_folder), first_letter, args, ROWS, peft_config=peft_config)
+
+    with pytest.raises(
+        QeRLError, match=r"run has no checkpoint to resume from; leave resume_from_checkpoint"
+    ):
+        trainer().train(resume_from_checkpoint=True)
+    trainer().train()
+    with pytest.raises(
+        QeRLError, match=r"resumed with another learning_rate \(learning_rate 0.001 -> 0.01\)"
+    ):
+        trainer(learning_rate=1e-2).train(resume_from_checkpoint=True)
+    with pytest.raises(QeRLError, match="resumed with another lora_alpha "):
+        trainer({"lora_alpha": 2}).train(resume_from_checkpoint=True)
+    caplog.clear()
+    same = trainer(max_steps=3, temperature=0.5, save_only_model=True)
+    same.train(resume_from_checkpoint=True)
+    assert same.state.global_step == 3
+    assert "checkpoint-2 was made with, which hold from here on: max_steps 2 -> 3 (" in caplog.text
+    assert "temperature 1.0 -> 0.5" in caplog.text
+    with pytest.raises(QeRLError, match=r"checkpoint-3 has no state of the optimizer \(save_only_model\)"):
+        trainer(max_steps=4).train(resume_from_checkpoint=True)
+
+
+def test_a_model_in_hand_resumes_what_a_named_one_saved(llama_folder, tiny_tokenizer, tmp_path, caplog):
+    lora = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear")
+
+    def trainer(model, steps, weights):
+        args = run_settings(tmp_path / "run", max_steps=steps, save_steps=1, weights=weights)
+        return QeRLTrainer(model, first_letter, args, ROWS, processing_class=tiny_tokenizer, peft_config=lora)
+
+    trainer(str(llama_folder), 1, "bf16").train()
+    again = trainer(AutoModelForCausalLM.from_pretrained(llama_folder), 2, "nvfp4")
+    again.train(resume_from_checkpoint=True)
+    assert again.state.global_step == 2
+    assert "lora_target_modules" not in caplog.text

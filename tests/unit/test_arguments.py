@@ -184,8 +184,10 @@ def test_a_tokenizer_without_chat_template_serves_plain_prompts(
     shutil.copytree(llama_folder, tiny, ignore=shutil.ignore_patterns("chat_template*", "tokenizer*"))
     plain.save_pretrained(tiny)
     QeRLTrainer(str(tiny), ones, settings(), Dataset.from_dict({"prompt": ["a", "b"]}))
-    with pytest.raises(QeRLError, match="has no chat template"):
+    with pytest.raises(QeRLError, match="has no chat template; use an instruction-tuned model"):
         QeRLTrainer(str(tiny), ones, settings(), ROWS)
+    with pytest.raises(QeRLError, match="processing_class has no chat template; set its chat_template, or"):
+        QeRLTrainer(str(tiny), ones, settings(), ROWS, processing_class=plain)
 
 
 def test_an_optimizer_of_the_users_steps(tiny_model, tiny_tokenizer, settings):
@@ -306,3 +308,41 @@ def test_noise_of_a_run_that_is_too_short_is_refused_before_the_first_rollout(ma
         QeRLConfig(output_dir="o", max_steps=3, noise=True)
     assert QeRLConfig(output_dir="o", max_steps=30).noise_schedule_of(30).sigma(0) == 0.0
     assert torch.tensor(QeRLConfig(output_dir="o").noise_schedule_of(30).sigma(29)) > 0
+
+
+@pytest.mark.parametrize(
+    ("train_set", "eval_set", "message"),
+    [
+        (
+            ROWS.rename_column("prompt", "question"),
+            None,
+            r"train_dataset has no column `prompt`, only question;",
+        ),
+        (ROWS, {"easy": ROWS.rename_column("prompt", "q")}, r"eval_dataset 'easy' has no column `prompt`"),
+        (ROWS.add_column("completions", ["x"] * 6), None, r"train_dataset has the column 'completions', and"),
+    ],
+)
+def test_rows_without_a_prompt_or_with_a_column_of_rewards(
+    llama_folder, settings, train_set, eval_set, message
+):
+    with pytest.raises(QeRLError, match=message):
+        QeRLTrainer(str(llama_folder), ones, settings(), train_set, eval_set)
+
+
+@pytest.mark.parametrize("rows", [0, 1])
+def test_fewer_rows_than_a_rollout_takes_make_no_run_without_a_step(llama_folder, settings, rows):
+    few = ROWS.select(range(rows))
+    trainer = QeRLTrainer(str(llama_folder), ones, settings(per_device_train_batch_size=4), few)
+    with pytest.raises(QeRLError, match=f"A step needs 2 prompts but train_dataset has {rows}; give it more"):
+        trainer.train()
+
+
+def test_a_token_that_the_model_does_not_embed_is_refused(llama_folder, settings, tiny_tokenizer):
+    larger = copy.deepcopy(tiny_tokenizer)
+    larger.add_tokens([f"<new{i}>" for i in range(1000)])
+    rows = Dataset.from_dict({"prompt": ["a", "a <new999>"]})
+    trainer = QeRLTrainer(str(llama_folder), ones, settings(max_steps=2), rows, processing_class=larger)
+    with pytest.raises(
+        QeRLError, match=r"A prompt has the token id \d+ and the model embeds \d+ tokens; give"
+    ):
+        trainer.train()

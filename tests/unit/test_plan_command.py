@@ -105,6 +105,10 @@ def test_command_reads_a_folder_and_recipes(tiny_model, tmp_path, capsys):
         (["--processes", "0"], "--processes is 0; it must be a number of GPUs"),
         (["--adapters", "none"], "--adapters is none; it must be a number of adapters"),
         (["--max_completion_length", "40000"], "exceed the model's 32768 positions"),
+        (
+            ["--model", "14b"],
+            "The model to plan for is given twice, as 7b and with --model 14b; give it once.",
+        ),
         (["--lora_rank", "8"], "unknown key 'lora_rank'"),
     ],
 )

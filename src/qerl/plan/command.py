@@ -40,13 +40,14 @@ def plan_command(
         adapters: Adapters that `qerl serve` keeps on the GPU; None for a run, which has one.
 
     Raises:
-        QeRLError: No such model or GPU, a family that is not planned, wrong settings, full tuning, FP8 keys
-            and values on a GPU that has none, `QERL_HOST_GB` that is no amount of memory.
+        QeRLError: No such model or GPU, two models, a family that is not planned, wrong settings, full
+            tuning, FP8 keys and values on a GPU that has none, `QERL_HOST_GB` that is no amount of memory.
     """
     planned = planned_gpu(gpu)
     serves, adapters = adapters is not None, 1 if adapters is None else adapters
     _check_number("processes", processes, "GPUs")
     _check_number("adapters", adapters, "adapters")
+    _check_one_model(name, fields)
     config = load_config(recipes, fields | {"model": name}, required=("model",))
     if config.kv_cache_dtype == "fp8" and planned.card and not planned.card.fp8:
         raise QeRLError(f"{why_no_fp8(planned.card)}; remove kv_cache_dtype: fp8.")
@@ -76,6 +77,14 @@ def plan_command(
     if max_context:
         console.print(in_words(longest_completion(plan)), markup=False, highlight=False, soft_wrap=True)
     return plan
+
+
+def _check_one_model(name: str, fields: dict[str, Any]) -> None:
+    if fields.get("model", name) != name:
+        raise QeRLError(
+            f"The model to plan for is given twice, as {name} and with --model {fields['model']}; give it "
+            "once."
+        )
 
 
 def _check_number(flag: str, value: Any, what: str) -> None:

@@ -41,6 +41,7 @@ from qerl.settings.adapter import LORA_FIELDS, plain, take_adapter
 from qerl.settings.config import QeRLConfig, default_of
 from qerl.settings.recipe import FIELDS
 from qerl.tasks.early import EarlyCalls
+from qerl.trainer.data import check_data
 from qerl.trainer.early import check_tells
 from qerl.trainer.model_in_hand import check_dtype, held, weights_of
 from qerl.trainer.others import Others
@@ -48,7 +49,6 @@ from qerl.trainer.policy import make_policy
 from qerl.trainer.prompts import short_prompts
 from qerl.trainer.ready import check_policy
 from qerl.trainer.rewards import early_calls, guard_rewards, one_for_each, with_length_penalty
-from qerl.trainer.rollouts import check_data
 from qerl.trainer.sampler import stops_of
 from qerl.trainer.trl.evaluation import check_metric
 from qerl.trainer.trl.settings import as_ours
@@ -144,7 +144,7 @@ def complete(
     settings = _settings(args, model, peft_config)
     train_dataset = others.rows(train_dataset, settings)
     _check_fields(settings, acted_on, named, engine, others)
-    check_data(settings, train_dataset)
+    check_data(settings, train_dataset, eval_dataset, bool(others.factories))
     early = early_calls(reward_funcs, settings)
     if early is not None and engine is not None:
         check_tells(engine)
@@ -367,16 +367,22 @@ def _tokenizer(
     given: Any, model: Any, train_dataset: Any, trust_remote_code: bool
 ) -> PreTrainedTokenizerBase:
     """The tokenizer that was handed in, or else the model's."""
+    template = getattr(given, "chat_template", None)
     if isinstance(given, ProcessorMixin):
         given = given.tokenizer
     if given is not None and not isinstance(given, PreTrainedTokenizerBase):
         raise QeRLError(f"processing_class is a {type(given).__name__}; pass a tokenizer of transformers.")
+    chat = is_conversational(next(iter(train_dataset), {}))
     if given is None:
         name = model if isinstance(model, LocalModel) else base_model(model).name_or_path
         if not str(name):
             raise QeRLError("The model has no name to load a tokenizer by; pass it as processing_class.")
-        chat = is_conversational(next(iter(train_dataset), {}))
         given = load_tokenizer(name, chat, trust_remote_code)
+    elif chat and template is None:
+        raise QeRLError(
+            "The prompts are chat messages and processing_class has no chat template; set its chat_template, "
+            "or make each prompt a text."
+        )
     if given.pad_token is None:
         given.pad_token = given.eos_token
     return given

@@ -114,6 +114,7 @@ class QeRLTrainer(UpdateTrainer):
         acted_on: Collection[str] = (),
     ) -> None:
         others = check_others(tools, environment_factory, rollout_func)
+        self._is_of_a_run = bool(acted_on)
         given = complete(
             *(model, reward_funcs, args, train_dataset, eval_dataset),
             processing_class=processing_class,

@@ -29,6 +29,7 @@ from qerl.settings.config import QeRLConfig
 from qerl.tasks import get_task
 from qerl.tasks.base import RewardFunction, Task
 from qerl.tasks.custom import load_reward
+from qerl.trainer.data import check_enough
 from qerl.trainer.others import Others, check_others
 from qerl.trainer.rewards import with_length_penalty
 
@@ -81,13 +82,7 @@ def check_length(config: QeRLConfig, prompts: int) -> None:
     Raises:
         QeRLError: The run is too short.
     """
-    needed = (config.generation_batch_size or 0) // (config.num_generations or 1)
-    if prompts < needed:
-        raise QeRLError(
-            f"A step needs {needed} prompts but the task {config.task} has {prompts}; give it more problems, "
-            "or lower per_device_train_batch_size or steps_per_generation (by default "
-            "gradient_accumulation_steps)."
-        )
+    check_enough(config, prompts, f"the task {config.task}")
     if config.noise:
         config.noise_schedule_of(optimizer_steps(config, prompts))
 

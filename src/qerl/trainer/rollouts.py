@@ -14,13 +14,10 @@ from typing import Any, TypeVar
 
 import torch
 from accelerate.utils import gather_object
-from datasets import Dataset, IterableDataset
 
-from qerl.errors import QeRLError
 from qerl.ranks import is_first_process
 from qerl.rollout.engine import RolloutEngine
 from qerl.seeding import ProblemSeeds, problem_key
-from qerl.settings.config import QeRLConfig
 from qerl.tasks.early import EarlyCalls
 from qerl.trainer.advantages import JUDGE, Signal, find_judge, in_parts, judge_of
 from qerl.trainer.batch import GROUP_KEY, NOISY_KEY, STEP_KEY, Batch, group_index
@@ -37,24 +34,6 @@ from qerl.trainer.trl.trials import Trials
 N = TypeVar("N", int, float)
 
 logger = logging.getLogger(__name__)
-
-
-def check_data(args: QeRLConfig, train_dataset: Dataset | IterableDataset) -> None:
-    """Refuse data that the settings cannot sample from.
-
-    Raises:
-        QeRLError: Dynamic sampling or a curriculum of a stream.
-    """
-    if args.curriculum and isinstance(train_dataset, IterableDataset):
-        raise QeRLError(
-            "curriculum draws some problems of the data set less than others, which an IterableDataset "
-            "cannot give; load it as a Dataset or set curriculum: false."
-        )
-    if args.dynamic_sampling_rounds and isinstance(train_dataset, IterableDataset):
-        raise QeRLError(
-            "dynamic_sampling_rounds draws other prompts of the data set, which an IterableDataset cannot "
-            "give; load it as a Dataset or set dynamic_sampling_rounds: 0."
-        )
 
 
 class RolloutTrainer(SamplerTrainer):

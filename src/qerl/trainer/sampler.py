@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from qerl.agents.thinking import ThinkingBudget
 from qerl.errors import QeRLError
+from qerl.families.parts import base_model
 from qerl.rollout.engine import Completion, NormOffsets, RolloutEngine, RolloutResult, SamplingParams
 from qerl.rollout.stops import FinishReason, Stop, StopStrings
 from qerl.seeding import derive_seed
@@ -42,6 +43,24 @@ def stops_of(args: QeRLConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[Stop
     return tuple(stops)
 
 
+def check_vocabulary(prompts: list[list[int]], embeddings: int) -> None:
+    """Refuse token ids for which the model has no embedding; on a GPU to read one ends the process.
+
+    Args:
+        prompts: Token ids of each prompt.
+        embeddings: Rows of the model's embedding.
+
+    Raises:
+        QeRLError: A prompt has such an id.
+    """
+    largest = max((max(prompt, default=0) for prompt in prompts), default=0)
+    if largest >= embeddings:
+        raise QeRLError(
+            f"A prompt has the token id {largest} and the model embeds {embeddings} tokens; give the "
+            "tokenizer that belongs to the model, or resize the model's embeddings to the tokenizer's length."
+        )
+
+
 class SamplerTrainer(ResumableTrainer):
     """`GRPOTrainer` whose completions come from an engine."""
 
@@ -65,6 +84,8 @@ class SamplerTrainer(ResumableTrainer):
         self._turns = Turns(self) if self.tools or self.args.thinking_budget is not None else None
         self._written: list[list[int]] | None = None
         self._stops = stops_of(self.args, self._tokenizer)
+        policy = self.accelerator.unwrap_model(self.model)
+        self._embeddings = base_model(policy).get_input_embeddings().weight.shape[0]
         self._reasons: list[FinishReason] | None = None
         self._cut_off: list[bool] = []
 
@@ -80,6 +101,7 @@ class SamplerTrainer(ResumableTrainer):
             samples: Completions per prompt.
             differ: The samples of a group have prompts of their own; then there is one for each sample.
         """
+        check_vocabulary(prompts, self._embeddings)
         mode = "train" if self.model.training else "eval"
         step = self.state.global_step
         if self._call_key != (step, mode):

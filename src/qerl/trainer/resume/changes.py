@@ -6,6 +6,7 @@ overwritten by the one in the optimizer's state. What says where and how often i
 Everything else is said, in one sentence.
 """
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,13 @@ from rich.console import Console
 
 from qerl.errors import QeRLError
 from qerl.lora.adapter import check_adapter
+from qerl.ranks import is_first_process
 from qerl.run_folder import ADAPTER_FILE, CONFIG_FILE, METRICS_FILE, checkpoints, last_checkpoint
 from qerl.settings.config import QeRLConfig, default_of
 from qerl.settings.recipe import FIELDS, read_mapping, resolved
 from qerl.trainer.resume.checkpoint import Manifest, read_manifest
+
+logger = logging.getLogger(__name__)
 
 # What the weights of a checkpoint, or the state of its optimizer, were made for.
 _FIXED = (
@@ -93,9 +97,33 @@ def resume_point(config: QeRLConfig, console: Console) -> str | None:
         _refuse_a_later_one(folder, manifest)
     else:
         _refuse_a_run(folder)
-    _check_settings(checkpoint, manifest, config, console)
+    said = _compare(checkpoint, manifest, config)
+    if said:
+        console.print(said, highlight=False, soft_wrap=True)
     if ADAPTER_FILE in manifest.files:
         check_adapter(checkpoint)
+    return str(checkpoint)
+
+
+def checkpoint_of_a_trainer(resume: bool | str | Path, args: QeRLConfig) -> str:
+    """The checkpoint from which a trainer that was made in Python goes on, checked as that of a run.
+
+    Which settings differ is logged. The folder may hold a later checkpoint, as in TRL.
+
+    Args:
+        resume: What ``trainer.train`` was given: True for the newest of `output_dir`, or a folder.
+        args: The trainer's settings.
+
+    Raises:
+        QeRLError: There is no checkpoint, it is damaged, or a setting differs that it cannot go on with.
+    """
+    folder = Path(str(args.output_dir))
+    checkpoint = last_checkpoint(folder) if resume is True else Path(str(resume))
+    if checkpoint is None:
+        raise QeRLError(f"{folder} has no checkpoint to resume from; leave resume_from_checkpoint out.")
+    said = _compare(checkpoint, read_manifest(checkpoint), args)
+    if said and is_first_process():
+        logger.warning(said)
     return str(checkpoint)
 
 
@@ -121,7 +149,8 @@ def _refuse_a_later_one(folder: Path, manifest: Manifest) -> None:
         )
 
 
-def _check_settings(checkpoint: Path, manifest: Manifest, config: QeRLConfig, console: Console) -> None:
+def _compare(checkpoint: Path, manifest: Manifest, config: QeRLConfig) -> str:
+    """The sentence that names the settings which differ, empty where none does."""
     if "optimizer.pt" not in manifest.files:
         raise QeRLError(
             f"{checkpoint} has no state of the optimizer (save_only_model), so it cannot be resumed; start a "
@@ -130,7 +159,12 @@ def _check_settings(checkpoint: Path, manifest: Manifest, config: QeRLConfig, co
     then = _settings(read_mapping(checkpoint / CONFIG_FILE, "file of settings"))
     then |= {"processes": manifest.processes}
     now = _settings(resolved(config)) | {"processes": config.world_size}
-    changes = [name for name in sorted(then | now) if _value(then, name) != _value(now, name)]
+    in_hand = "None" in (then["model"], now["model"])  # nobody knows its name, nor that of its adapter
+    changes = [
+        name
+        for name in sorted(then | now)
+        if _value(then, name) != _value(now, name) and not (in_hand and name in ("model", "adapter"))
+    ]
     shown = {name: f"{name} {_value(then, name)} -> {_value(now, name)}" for name in changes}
     half_used = any(name.startswith("rollouts_") for name in manifest.files)
     of_rollout = _LAYOUT + _DRAW if _value(then, "noise_in_loss") else _LAYOUT
@@ -150,13 +184,9 @@ def _check_settings(checkpoint: Path, manifest: Manifest, config: QeRLConfig, co
         for name in changes
         if not name.startswith(_QUIET)
     ]
-    if said:
-        console.print(
-            f"Other settings than {checkpoint.name} was made with, which hold from here on: "
-            f"{', '.join(said)}.",
-            highlight=False,
-            soft_wrap=True,
-        )
+    if not said:
+        return ""
+    return f"Other settings than {checkpoint.name} was made with, which hold from here on: {', '.join(said)}."
 
 
 def _settings(settings: dict[str, Any]) -> dict[str, Any]:

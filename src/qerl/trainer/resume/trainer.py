@@ -29,8 +29,10 @@ from qerl.lora.adapter import check_adapter
 from qerl.run_folder import ADAPTER_FILE, UNFINISHED, last_checkpoint
 from qerl.settings.recipe import dump
 from qerl.trainer.batch import Batch
+from qerl.trainer.data import check_enough
 from qerl.trainer.noise import RolloutNoise
 from qerl.trainer.prompt_choice import PromptChoice
+from qerl.trainer.resume.changes import checkpoint_of_a_trainer
 from qerl.trainer.resume.checkpoint import clear, move_into, publish
 from qerl.trainer.resume.provenance import write_provenance
 from qerl.trainer.resume.rollout_file import load_rollouts, save_rollouts
@@ -52,17 +54,26 @@ class ResumableTrainer(GRPOTrainer):
     _buffered_inputs: list[Batch] | None
     _order: EpochRepeatSampler | None = None  # none where the data are iterable
     _writes_to: Path | None = None
+    _is_of_a_run = False  # `trainer.run` checks what it resumes before it loads the model
 
     @property
     def _generate_every(self) -> int:
         """Microbatches that use one rollout."""
         return self.args.steps_per_generation * self.num_iterations
 
+    def train(self, resume_from_checkpoint: bool | str | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Wraps transformers', which goes on from any folder, with whatever settings."""
+        if resume_from_checkpoint and not self._is_of_a_run:
+            resume_from_checkpoint = checkpoint_of_a_trainer(resume_from_checkpoint, self.args)
+        return super().train(resume_from_checkpoint, *args, **kwargs)
+
     # Order of the data
 
     def _get_train_sampler(self, dataset: Dataset | None = None) -> EpochRepeatSampler:
+        rows = self.train_dataset if dataset is None else dataset
+        check_enough(self.args, len(rows), "train_dataset")
         self._order = EpochRepeatSampler(
-            data_source=self.train_dataset if dataset is None else dataset,
+            data_source=rows,
             mini_repeat_count=self.num_generations,
             batch_size=self.args.generation_batch_size // self.num_generations,
             repeat_count=self._generate_every,
@@ -163,7 +174,12 @@ class ResumableTrainer(GRPOTrainer):
         return checkpoint / f"rollouts_{self.accelerator.process_index}.safetensors"
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        super()._save(output_dir, state_dict)
+        try:
+            super()._save(output_dir, state_dict)
+        except Exception as error:
+            if type(error) is not Exception:
+                raise
+            raise OSError(str(error)) from error  # the tokenizers' writer raises Exception itself
         if self.args.should_save:  # transformers may call this in every process
             folder = Path(output_dir or str(self.args.output_dir))
             write_provenance(self.args, self.model, folder)

@@ -1,0 +1,79 @@
+"""What a data set must have so that a trainer can sample from it, found before the model is loaded where the
+settings and the names of the columns say it."""
+
+from typing import Any
+
+from datasets import Dataset, IterableDataset
+
+from qerl.errors import QeRLError
+from qerl.settings.config import QeRLConfig
+
+_NAMES_OF_REWARDS = ("prompts", "completions")
+"""Arguments of reward functions that TRL fills; a column of this name would be a second one."""
+
+
+def check_data(
+    args: QeRLConfig, train_dataset: Dataset | IterableDataset, eval_dataset: Any, environments: bool
+) -> None:
+    """Refuse data that the settings cannot sample from.
+
+    Args:
+        args: The settings.
+        train_dataset: Rows to train on.
+        eval_dataset: Rows to evaluate on, several sets by name in a dictionary, or None.
+        environments: Whether environments answer; they may give the prompts.
+
+    Raises:
+        QeRLError: Dynamic sampling or a curriculum of a stream, rows without a prompt, or a column that
+            reward functions could not be handed.
+    """
+    if args.curriculum and isinstance(train_dataset, IterableDataset):
+        raise QeRLError(
+            "curriculum draws some problems of the data set less than others, which an IterableDataset "
+            "cannot give; load it as a Dataset or set curriculum: false."
+        )
+    if args.dynamic_sampling_rounds and isinstance(train_dataset, IterableDataset):
+        raise QeRLError(
+            "dynamic_sampling_rounds draws other prompts of the data set, which an IterableDataset cannot "
+            "give; load it as a Dataset or set dynamic_sampling_rounds: 0."
+        )
+    held_out = eval_dataset if isinstance(eval_dataset, dict) else {"": eval_dataset}
+    every = {"train_dataset": train_dataset} | {
+        f"eval_dataset {name!r}" if name else "eval_dataset": rows for name, rows in held_out.items()
+    }
+    for what, rows in every.items():
+        # A stream that was mapped does not know its columns.
+        _check_columns(what, getattr(rows, "column_names", None) or (), environments)
+
+
+def _check_columns(what: str, columns: Any, environments: bool) -> None:
+    if columns and "prompt" not in columns and not environments:
+        raise QeRLError(
+            f"{what} has no column `prompt`, only {', '.join(columns)}; rename one of them, or make it of "
+            "them with `map` (a text, or a list of chat messages)."
+        )
+    taken = [name for name in _NAMES_OF_REWARDS if name in columns]
+    if taken:
+        raise QeRLError(
+            f"{what} has the column {taken[0]!r}, and reward functions get the samples under that name; "
+            "rename or remove the column."
+        )
+
+
+def check_enough(args: QeRLConfig, prompts: int, source: str) -> None:
+    """Refuse fewer prompts than one rollout takes, of which a training would make no step.
+
+    Args:
+        args: The settings.
+        prompts: How many prompts there are.
+        source: What has them, such as ``the task gsm8k``.
+
+    Raises:
+        QeRLError: There are too few.
+    """
+    needed = (args.generation_batch_size or 0) // (args.num_generations or 1)
+    if prompts < needed:
+        raise QeRLError(
+            f"A step needs {needed} prompts but {source} has {prompts}; give it more problems, or lower "
+            "per_device_train_batch_size or steps_per_generation (by default gradient_accumulation_steps)."
+        )
