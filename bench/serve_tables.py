@@ -57,24 +57,29 @@ def learning(*names: str) -> str:
             arm = rows(name, noise=noise, learning_rate=rate)
             lines.append((_where(first), "yes" if noise else "no", f"{rate:g}", *_changes(arm, least)))
         sizes.append(
-            f"{_where(first)} {first['groups']} problems x {first['group_size']} samples, the {least} of "
-            f"{first['steps']} steps that all runs made"
+            f"{_where(first)} {first['groups']} problems x {first['group_size']} samples, "
+            f"{_runs(found, True)} runs that learn and {_runs(found, False)} that do not with each "
+            f"setting of noise, the {least} of {first['steps']} steps that all of them made"
         )
         what = first["gpu"].removeprefix("NVIDIA ") if "gpu" in first else first["machine"]
         sources.append(f"{what}, {first['date'][:10]}, commit {first['commit']}")
-    versions, runs = first["versions"], 1 + max(one["run"] for one in found)
+    versions = first["versions"]
     return table(
         (
             "server", "noise", "learning rate", f"reward, first {STEPS} steps", f"last {STEPS}",
             f"right answers, first {STEPS}", f"last {STEPS}",
         ),
         lines,
-        f"Mean of {runs} runs, and in brackets that of the lowest and of the highest. Recipe math_rl of "
+        "Mean of the runs, and in brackets that of the lowest and of the highest. Recipe math_rl of "
         f"tinker-cookbook {versions['tinker-cookbook']} and client {versions['tinker']}, SmolLM2-135M in "
         f"NVFP4, adapters of rank {first['rank']}, at most {first['max_tokens']} tokens; "
         f"{'; '.join(sizes)}. All runs see the same problems in the same order; the reward is 1 for a right "
         f"answer, less 0.1 if it does not end. {'; '.join(sources)}. {files(*names)}",
     )  # fmt: skip
+
+
+def _runs(found: Sequence[Row], learn: bool) -> int:
+    return 1 + max(one["run"] for one in found if bool(one["learning_rate"]) is learn)
 
 
 def _where(found: Row) -> str:
