@@ -21,7 +21,7 @@ from qerl.kernels.cards import asked
 
 BENCHMARKS = (
     "rollout", "step", "context", "kernels", "bandwidth", "parity", "study", "turns", "tail", "acceptance",
-    "serve", "cookbook",
+    "drafts", "serve", "cookbook",
 )  # fmt: skip
 WITHOUT_GPU = ("turns", "tail", "acceptance", "serve", "cookbook")
 """Benchmarks that measure the CPU where there is no GPU."""

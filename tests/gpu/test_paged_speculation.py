@@ -19,7 +19,7 @@ from qerl.rollout.engine import SamplingParams
 from qerl.rollout.paged import decode
 from qerl.rollout.paged.engine import PagedEngine
 from qerl.rollout.paged.pace import Pace
-from qerl.rollout.stops import StopTokens
+from qerl.rollout.stops import Stop, StopTokens
 from tests.support.paged import from_uniforms, random_model, score
 from tests.support.sessions import check_against, play
 from tests.support.speculation import drop_drafts
@@ -31,16 +31,27 @@ ONE_SIZE = Pace(small_rows=64)
 """Whoever ends earlier by drafts leaves others in a step of the same size."""
 
 
+class OthersEnd(Stop):
+    """Ends each turn after so many tokens, but those that answer one prompt."""
+
+    def __init__(self, prompt_ids, tokens):
+        self._prompt_ids, self._tokens = list(prompt_ids), tokens
+
+    def end(self, prompt_ids, token_ids, start, checked):
+        ends = len(token_ids) >= self._tokens > checked and list(prompt_ids) != self._prompt_ids
+        return self._tokens if ends else None
+
+
 @pytest.mark.parametrize(
     ("family", "drafted", "samples"),
-    [("llama", 1, 1), ("llama", 3, 1), ("llama", 7, 1), ("llama", 3, 6), ("qwen2", 3, 1), ("qwen3", 3, 1)],
+    [("llama", 1, 1), ("llama", 3, 1), ("llama", 7, 1), ("llama", 3, 4), ("qwen2", 3, 1), ("qwen3", 3, 1)],
 )
 @pytest.mark.parametrize("packed", ["", "nvfp4"])
 def test_a_verified_position_has_the_bits_of_a_first_one(
     monkeypatch, step_sizes, packed, family, drafted, samples
 ):
-    stops = tuple(range(0, 1000, 53)) if samples > 1 else ()  # so that few rows are left
-    params = SamplingParams(max_tokens=150, seed=3, stop_token_ids=stops, **SHARP)
+    stops = (OthersEnd(PROMPTS[1], 40),) if samples > 1 else ()  # so that few rows are left
+    params = SamplingParams(max_tokens=150, seed=3, stops=stops, **SHARP)
 
     def drawn():  # a four-bit model belongs to its first engine
         engine = PagedEngine(random_model(family, packed), 0, pace=ONE_SIZE, speculative_tokens=drafted)
