@@ -1,21 +1,41 @@
-"""The table of `bench.acceptance`: what drafts of the engines' own would win, counted on paper."""
+"""The tables of drafts: what a pass costs with them on a GPU, and what they win on real completions."""
 
 from bench.captions import files, rows, source, table
-from bench.result import Row
-from bench.tail import milliseconds, nvfp4_steps
 
-_STEPS = "rollout-7b-h200"
-_ROWS = (1, 4, 8)
 _TASKS = {"arithmetic": "arithmetic, held out", "text": "explanations and stories"}
 
 
-def on_paper(name: str) -> str:
+def cost(name: str) -> str:
+    """Milliseconds of a pass in which no draft is worth anything, by rows and tokens of a draft.
+
+    Args:
+        name: The result file of `bench.drafts`, without its ending.
+    """
+    found = rows(name)
+    first, lengths = found[0], dict.fromkeys(row["draft"] for row in found)
+    lines = [
+        (count, *(f"{_pass_ms(name, length, count):.2f}" for length in lengths))
+        for count in dict.fromkeys(row["batch"] for row in found)
+    ]
+    head = ("sequences; ms a pass", *(f"drafts of {length}" if length else "none" for length in lengths))
+    return table(
+        head,
+        lines,
+        f"{first['shape'].upper()} in NVFP4 with random weights, LoRA rank {first['lora_rank']}, at "
+        "temperature 1, where hardly a draft is found and none is accepted; "
+        f"{first['decode_tokens']} tokens of each sequence, median of three calls. {source(name)} {files(name)}",
+    )
+
+
+def speed(won: str, paid: str) -> str:
     """Tokens a pass and speed relative to decoding without drafts, by task and length of a draft.
 
     Args:
-        name: The result file, without its ending.
+        won: The result file of `bench.acceptance`, without its ending.
+        paid: That of `bench.drafts`.
     """
-    found, measured = rows(name, sources="own and siblings", match=1), nvfp4_steps(_STEPS)
+    found = rows(won, sources="own and siblings", match=1)
+    counts = dict.fromkeys(row["batch"] for row in rows(paid))
     lines = [
         (
             _TASKS[row["task"]],
@@ -24,29 +44,32 @@ def on_paper(name: str) -> str:
             row["draft"],
             f"{100 * row['accepted_share']:.0f} %",
             f"{row['tokens_per_pass']:.2f}",
-            *(_speed(row, count, measured) for count in _ROWS),
+            *(f"{row['tokens_per_pass'] / _longer(paid, row['draft'], count):.2f}" for count in counts),
         )
         for row in found
     ]
     first = found[0]
     head = (
         "completions", "entropy, nats", "tokens of each", "tokens of a draft", "of them accepted",
-        "tokens a pass", *(f"speed at {count} row{'s' * (count > 1)}" for count in _ROWS),
+        "tokens a pass", *(f"speed at {count} row{'s' * (count > 1)}" for count in counts),
     )  # fmt: skip
     return table(
         head,
         lines,
         "Of SmolLM2-135M-Instruct after a demo's training in arithmetic, "
         f"{' and '.join(str(row['completions']) for row in found if row['draft'] == first['draft'])} "
-        "completions in groups that are decoded side by side, with drafts from each and its siblings. Speed "
-        "is relative to decoding without drafts: the tokens a pass, and what measured steps of a 7B take "
-        f"with so many more tokens ({source(_STEPS)[:-1]}); to find drafts counts as nothing. The engines "
-        "draft at up to 4 rows. The completions were read from a file that an earlier run had drawn. Counted "
-        f"on {first['machine']}, {first['date'][:10]}, commit {first['commit']}. {files(name, _STEPS)}",
+        "completions in groups that are decoded side by side, with drafts from each and its siblings; they "
+        "were read from a file that an earlier run had drawn. Speed is relative to decoding without drafts: "
+        "the tokens a pass, by how many times as long a pass of 7B takes in the table above. Counted on "
+        f"{first['machine']}, {first['date'][:10]}, commit {first['commit']}. {files(won, paid)}",
     )
 
 
-def _speed(row: Row, count: int, measured: dict[int, float]) -> str:
-    """By the newest steps; the result was counted with those of its time."""
-    slower = milliseconds(count * (row["draft"] + 1), measured) / milliseconds(count, measured)
-    return f"{row['tokens_per_pass'] / slower:.2f}"
+def _longer(name: str, length: int, count: int) -> float:
+    """How many times as long a pass of so many rows takes with drafts as without."""
+    return _pass_ms(name, length, count) / _pass_ms(name, 0, count)
+
+
+def _pass_ms(name: str, length: int, count: int) -> float:
+    (found,) = rows(name, draft=length, batch=count)
+    return float(found["pass_ms"])

@@ -323,7 +323,8 @@ def _demo_after() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "first-screen": first_screen,
     "decode": decode_tables.decode,
-    "drafts": lambda: draft_tables.on_paper("acceptance-smollm2-trained-cpu"),
+    "drafts-cost": lambda: draft_tables.cost("drafts-7b-h200"),
+    "drafts": lambda: draft_tables.speed("acceptance-smollm2-trained-cpu", "drafts-7b-h200"),
     "steps": steps,
     "steps-lengths": length_tables.steps,
     "steps-tokens": steps_tokens,
@@ -344,7 +345,10 @@ TABLES: dict[str, Callable[[], str]] = {
     "learning": learning,
     "serve-sft": lambda: serve_tables.fine_tuning("serve-sft-smollm2-cpu"),
     "serve-learning": lambda: serve_tables.learning("cookbook-smollm2-h200"),
-    "serve-steps": lambda: serve_tables.steps("step-7b-beside-serve-h200", "serve-7b-h200"),
+    "serve-steps": lambda: serve_tables.steps(
+        "step-7b-beside-serve-h200", "serve-7b-h200", "serve-7b-adapters-h200"
+    ),
+    "serve-rivals": lambda: serve_tables.rivals("serve-rival-4b-h200"),
     "study-speed": study_speed,
     **noise_tables.TABLES,
 }

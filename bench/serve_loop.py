@@ -9,7 +9,7 @@ import os
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -29,12 +29,16 @@ class Loop:
         args: Options of the benchmark.
         vocabulary: Tokens of the model.
         memory: Asks the server's process.
+        base: The base model, by the server's name for it.
     """
 
-    def __init__(self, url: str, args: argparse.Namespace, vocabulary: int, memory: Memory) -> None:
+    def __init__(
+        self, url: str, args: argparse.Namespace, vocabulary: int, memory: Memory, base: str = BASE
+    ) -> None:
         import tinker
 
         self._tinker, self._args, self._vocabulary, self._memory = tinker, args, vocabulary, memory
+        self._base = base
         self._draw = random.Random(0)
         self._service = tinker.ServiceClient(base_url=url)
         self._newest: list[Any] = []  # data of the newest step
@@ -43,20 +47,27 @@ class Loop:
     def grow(self, count: int) -> None:
         """Create models until there are so many."""
         while len(self.models) < count:
-            made = self._service.create_lora_training_client(base_model=BASE, rank=self._args.rank)
-            self.models.append(_result(made))
+            made = self._service.create_lora_training_client(base_model=self._base, rank=self._args.rank)
+            self.models.append(result_of(made))
 
     def sample(self, model: Any) -> list[Any]:
         """A batch of samples of a model as it is now, as data for its update."""
-        types, args = self._tinker.types, self._args
-        sampler = _result(model.save_weights_and_get_sampling_client())
-        params = types.SamplingParams(max_tokens=args.tokens, temperature=1.0, stop=[])
-        asked = []
-        for _ in range(args.prompts):
-            prompt = [self._draw.randrange(1, self._vocabulary) for _ in range(args.prompt)]
-            inputs = types.ModelInput.from_ints(prompt)
-            asked += [(prompt, sampler.sample(inputs, 1, params)) for _ in range(args.samples)]
-        return [self._datum(prompt, _result(future).sequences[0]) for prompt, future in asked]
+        sampler = result_of(model.save_weights_and_get_sampling_client())
+        asked = [
+            (prompt, sampler.sample(inputs, 1, self._params()))
+            for prompt, inputs in self._prompts()
+            for _ in range(self._args.samples)
+        ]
+        return [self._datum(prompt, result_of(future).sequences[0]) for prompt, future in asked]
+
+    def _params(self) -> Any:
+        return self._tinker.types.SamplingParams(max_tokens=self._args.tokens, temperature=1.0, stop=[])
+
+    def _prompts(self) -> Iterator[tuple[list[int], Any]]:
+        """Prompts of a step, as token ids and as the client sends them."""
+        for _ in range(self._args.prompts):
+            prompt = [self._draw.randrange(1, self._vocabulary) for _ in range(self._args.prompt)]
+            yield prompt, self._tinker.types.ModelInput.from_ints(prompt)
 
     def _datum(self, prompt: list[int], drawn: Any) -> Any:
         """A sample as the cookbook sends it: prompt and completion, of which the latter counts."""
@@ -77,7 +88,7 @@ class Loop:
         passed = model.forward_backward(data, "importance_sampling")
         stepped = model.optim_step(self._tinker.types.AdamParams(learning_rate=1e-5))
         passed.result()
-        return dict(stepped.result().metrics)
+        return {"grad_norm": stepped.result().metrics["grad_norm"]}
 
     def timed_step(self) -> Row:
         """Seconds and memory of a step of the first model."""
@@ -90,7 +101,7 @@ class Loop:
         tokens = self._args.tokens * len(self._newest)
         return {
             "sample_s": middle - start, "update_s": end - middle, "total_s": end - start, "tokens": tokens,
-            "tokens_per_s": tokens / (end - start), "grad_norm": metrics["grad_norm"], **self._memory(),
+            "tokens_per_s": tokens / (end - start), **metrics, **self._memory(),
         }  # fmt: skip
 
     def fill(self) -> dict[str, float]:
@@ -110,7 +121,7 @@ class Loop:
         return found
 
 
-def _result(future: Any) -> Any:
+def result_of(future: Any) -> Any:
     """What a call gives; some give a future of a future, and older clients what they make at once."""
     while hasattr(future, "result"):
         future = future.result()

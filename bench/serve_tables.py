@@ -161,6 +161,38 @@ def steps(beside: str, *names: str) -> str:
     )  # fmt: skip
 
 
+def rivals(name: str) -> str:
+    """What a step takes through servers of other projects, beside ours.
+
+    Args:
+        name: The result file of `bench.loop`, without its ending.
+    """
+    found = rows(name)
+    first, last = found[0], found[-1]
+    counted = " and ".join(str(len(one["steps"]) - one["warm_up"]) for one in found)
+    lines = [
+        (
+            one["server"],
+            {"nvfp4": "NVFP4", "bf16": "16-bit"}[one["weights"]],
+            *(f"{one[key]:.2f}" for key in ("sample_s", "update_s", "total_s")),
+            round(one["tokens_per_s"]),
+            f"{one['allocated_gb']:.1f}",
+        )
+        for one in found
+    ]
+    return table(
+        ("", "weights", "rollout, s", "update, s", "step, s", "tokens/s", "allocated, GB"),
+        lines,
+        f"Shape of Qwen3 4B with random weights, LoRA rank {first['lora_rank']}, {first['prompts']} prompts "
+        f"of {first['prompt_tokens']} tokens x {first['samples']} samples of {first['completion_tokens']}, "
+        "the samples of a prompt in one request. One server after the other on the same GPU; medians of "
+        f"{counted} steps behind the first, which compiles. Allocated is the peak of torch's or JAX's "
+        f"allocator. {last['server']} (JAX) was told to compute {last['settings']['train_micro_batch_size']} "
+        f"sequences a pass, the one setting that was tried, and was spoken to by client {last['client']}, "
+        f"the last that sends tensors as it reads them. {source(name)} {files(name)}",
+    )
+
+
 _SAME = (
     "shape", "weights", "lora_rank", "prompts", "samples", "prompt_tokens", "completion_tokens",
     "tokens_per_forward", "every_n_layers",

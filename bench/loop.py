@@ -1,0 +1,105 @@
+"""Seconds of a step of reinforcement learning against any server of the Tinker API, such as a rival's.
+
+    qerl serve MODEL --api_key tml-bench  # or another server; one after the other on the same GPU
+    export TINKER_API_KEY=tml-bench TINKER_TELEMETRY=0
+    python -m bench loop --url http://127.0.0.1:8000 --model MODEL --server "qerl serve" --out rows.json
+
+The loop is that of `bench.serve`, from outside: nothing of the server is asked but its API, so its memory
+is not here. The samples of a prompt are one request, which spares a server that starts with what it finds
+when it looks; the cookbook asks for each by itself, to which `--single` changes it.
+
+Servers differ in the clients that they speak with: skyrl-tx 0.3.0 reads tensors as JSON, which the package
+tinker sends up to 0.13.1. Any version from there on will do, and the row says which it was.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Sequence
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from bench.result import Row, write_result
+from bench.serve_loop import Loop, result_of
+from qerl.errors import QeRLError
+
+COUNTED = ("sample_s", "update_s", "total_s", "tokens_per_s")
+
+
+class OutsideLoop(Loop):
+    """The loop with servers that say nothing of their memory and nothing of a step."""
+
+    def sample(self, model: Any) -> list[Any]:
+        """A batch of samples of a model as it is now, as data for its update."""
+        if self._args.single:
+            return super().sample(model)
+        sampler = result_of(model.save_weights_and_get_sampling_client())
+        asked = [
+            (prompt, sampler.sample(inputs, self._args.samples, self._params()))
+            for prompt, inputs in self._prompts()
+        ]
+        return [
+            self._datum(prompt, drawn) for prompt, future in asked for drawn in result_of(future).sequences
+        ]
+
+    def update(self, model: Any, data: Sequence[Any]) -> dict[str, float]:
+        """A step of the optimizer with some data. It says how far the update's log-probabilities are from the
+        sampler's, on average, in nats."""
+        passed = model.forward_backward(data, "importance_sampling")
+        stepped = model.optim_step(self._tinker.types.AdamParams(learning_rate=1e-5))
+        outputs = result_of(passed).loss_fn_outputs
+        result_of(stepped)
+        gaps = []
+        for datum, output in zip(data, outputs, strict=True):
+            told = datum.loss_fn_inputs["logprobs"].tolist()[-self._args.tokens :]
+            found = output["logprobs"].tolist()[-self._args.tokens :]
+            gaps += [abs(one - other) for one, other in zip(told, found, strict=True)]
+        return {"logprob_gap": statistics.fmean(gaps)}
+
+
+def measure(args: argparse.Namespace) -> Row:
+    """Times the steps of one model, of which the first compile and are not counted."""
+    loop = OutsideLoop(args.url, args, args.vocabulary, dict, args.model)
+    loop.grow(1)
+    steps = []
+    for _ in range(args.warm_up + args.steps):
+        begun = time.perf_counter()
+        steps.append(loop.timed_step())
+        print(f"step {len(steps)}: {time.perf_counter() - begun:.2f} s", flush=True)
+    counted = steps[args.warm_up :]
+    return {
+        "server": args.server, "client": version("tinker"), "lora_rank": args.rank, "prompts": args.prompts,
+        "samples": args.samples, "prompt_tokens": args.prompt, "completion_tokens": args.tokens,
+        "single": args.single, "warm_up": args.warm_up,
+        **{key: statistics.median(step[key] for step in counted) for key in COUNTED}, "steps": steps,
+    }  # fmt: skip
+
+
+def main(arguments: list[str]) -> None:
+    """Runs `python -m bench loop` with these arguments."""
+    parser = argparse.ArgumentParser(prog="python -m bench loop", description=__doc__.split("\n")[0])
+    parser.add_argument("--url", required=True, help="of the server; its key is TINKER_API_KEY's")
+    parser.add_argument("--model", required=True, help="base model, by the server's name for it")
+    parser.add_argument("--server", required=True, help="what it is, for the result")
+    parser.add_argument("--vocabulary", type=int, default=151936, help="tokens that prompts are drawn of")
+    parser.add_argument("--rank", type=int, default=32, help="of the adapter")
+    parser.add_argument("--prompts", type=int, default=8, help="of a step")
+    parser.add_argument("--samples", type=int, default=8, help="of each prompt")
+    parser.add_argument("--prompt", type=int, default=256, help="tokens")
+    parser.add_argument("--tokens", type=int, default=512, help="of each sample")
+    parser.add_argument("--single", action="store_true", help="ask for each sample by itself")
+    parser.add_argument("--warm_up", type=int, default=1, help="steps that are not counted")
+    parser.add_argument("--steps", type=int, default=3, help="steps counted, of which the median is shown")
+    parser.add_argument("--out", type=Path, help="JSON file")
+    args = parser.parse_args(arguments)
+    if find_spec("tinker") is None:
+        raise QeRLError("`python -m bench loop` needs the package tinker; install it with pip.")
+    row = measure(args)
+    print(
+        f"{row['server']}: sample {row['sample_s']:.2f} s, update {row['update_s']:.2f} s, step "
+        f"{row['total_s']:.2f} s, {row['tokens_per_s']:.0f} tokens/s"
+    )
+    if args.out:
+        write_result(args.out, " ".join(["loop", *arguments]), [row])
