@@ -23,7 +23,8 @@ def cost(name: str) -> str:
         lines,
         f"{first['shape'].upper()} in NVFP4 with random weights, LoRA rank {first['lora_rank']}, at "
         "temperature 1, where hardly a draft is found and none is accepted; "
-        f"{first['decode_tokens']} tokens of each sequence, median of three calls. {source(name)} {files(name)}",
+        f"{first['decode_tokens']} tokens of each sequence, median of three calls. {source(name)} "
+        f"{files(name)}",
     )
 
 

@@ -11,6 +11,7 @@ import pytest
 pytest.importorskip("tinker", reason="needs the package tinker, which `make tinker` has")
 
 from bench.__main__ import main
+from bench.served import BASE, KEY, Served, serving
 from qerl.families.sizes import Sizes
 
 LLAMA = Sizes(128, 192, 2, 2, 1, 64, 100)
@@ -44,3 +45,33 @@ def test_a_client_that_fails_is_said(monkeypatch, capsys):
     monkeypatch.setattr("bench.serve.KEY", "tml-another")
     assert main(["serve", "--rank", "4", "--prompts", "1", "--samples", "1", "--tokens", "2"]) == 2
     assert "client of the benchmark failed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("single", [False, True])
+def test_any_server_is_timed_from_outside(monkeypatch, tmp_path, capsys, single):
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    monkeypatch.setenv("TINKER_API_KEY", KEY)
+    monkeypatch.setenv("TINKER_TELEMETRY", "0")
+    out = tmp_path / "loop.json"
+    sizes = ["--rank", "4", "--prompts", "2", "--samples", "3", "--prompt", "9", "--tokens", "5"]
+    with serving(Served(LLAMA, "nvfp4", 4, 1, 32, 64, 1)) as server:
+        words = [
+            "--url",
+            server.url,
+            "--model",
+            BASE,
+            "--server",
+            "ours",
+            "--vocabulary",
+            "100",
+            "--steps",
+            "2",
+        ]
+        assert main(["loop", *words, *sizes, *["--single"] * single, "--out", str(out)]) == 0
+    (row,) = json.loads(out.read_text())["rows"]
+    assert row["server"] == "ours" and row["single"] is single
+    warm, *counted = row["steps"]
+    assert len(counted) == 2 and row["total_s"] == pytest.approx(sum(each["total_s"] for each in counted) / 2)
+    # The sampler and the update are the same weights in FP32.
+    assert all(each["tokens"] == 30 and each["logprob_gap"] < 1e-4 for each in (warm, *counted))
+    assert "ours: sample" in capsys.readouterr().out
