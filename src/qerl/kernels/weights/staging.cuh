@@ -35,6 +35,27 @@ __device__ __forceinline__ void copy(u32 to, const void* from, u32 bytes, u32 ba
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
       ::"r"(to), "l"(from), "r"(bytes), "r"(barrier), "l"(policy) : "memory");
 }
+#if CLUSTER > 1
+// Copies to the same place in all blocks of the cluster, and counts the bytes on the same barrier in each.
+__device__ __forceinline__ void copy_to_all(u32 to, const void* from, u32 bytes, u32 barrier, u64 policy) {
+  asm volatile(
+      "{.reg .b16 all; mov.b16 all, %5;\n"
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster.L2::cache_hint "
+      "[%0], [%1], %2, [%3], all, %4;}"
+      ::"r"(to), "l"(from), "r"(bytes), "r"(barrier), "l"(policy), "n"((1 << CLUSTER) - 1) : "memory");
+}
+// Arrives on the same barrier in one block of the cluster. Without a scope, because no memory that threads have written is
+// handed over: who arrives has what it read in registers. A release to the cluster would wait for all stores of the block.
+__device__ __forceinline__ void barrier_arrive_in(u32 block, u32 barrier) {
+  asm volatile(
+      "{.reg .b32 there; mapa.shared::cluster.u32 there, %0, %1;\n"
+      "mbarrier.arrive.shared::cluster.b64 _, [there];}" ::"r"(barrier), "r"(block) : "memory");
+}
+// Waits for all threads of the cluster, and sees barriers that they have initialised.
+__device__ __forceinline__ void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned; barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+#endif
 #else
 __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
   asm volatile(
