@@ -37,7 +37,7 @@ def test_packed_gemm(tokens, rows, width):
     card = card_of(weight.codes.device)
     room = card.shared_bytes - 1024
     if card.math == "wgmma":
-        others = {Tiling(4, 1, 4, 2), Tiling(2, 2, 2, 2)}
+        others = {Tiling(4, 1, 4, 2), Tiling(2, 2, 2, 2), Tiling(2, 2, 2, 2, cluster=2)}
     else:  # teams of two and of four warps, that share K or do not
         others = {Tiling(2, 1, 2, 1, room)}
         if tokens > 16:
