@@ -53,6 +53,7 @@ __device__ __forceinline__ void barrier_arrive_in(u32 block, u32 barrier) {
 }
 // Waits for all threads of the cluster, and sees barriers that they have initialised.
 __device__ __forceinline__ void cluster_sync() {
+  __syncwarp();
   asm volatile("barrier.cluster.arrive.relaxed.aligned; barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 #endif
