@@ -243,3 +243,16 @@ def test_environments_handed_to_a_trainer_leave_fewer_completions_to_an_evaluati
     for each in (config, chosen):
         each.make_room_for_environments()
     assert config.per_device_eval_batch_size == 64 and chosen.per_device_eval_batch_size == 512
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, 1e-5),
+        ({"tuning": "full", "weights": "bf16"}, 1e-6),
+        ({"learning_rate": 1e-6}, 1e-6),
+        ({"learning_rate": 0.0}, 0.0),
+    ],
+)
+def test_the_learning_rate_follows_the_tuning_where_nobody_says_it(given, expected):
+    assert QeRLConfig(**MINIMAL, **given).learning_rate == expected

@@ -66,7 +66,7 @@ WRONG = {
     "lora_alpha": [0, 1.5],
     "lora_dropout": ["x", -0.1, 1, NAN],
     "lora_target_modules": [[], [1], 3, {"q_proj": 1}, [""]],
-    "learning_rate": ["fast", -1, NAN, INF, True, None],
+    "learning_rate": ["fast", -1, NAN, INF, True],
     "temperature": ["hot", 0, -1, NAN, INF, True, None],
     "top_k": [None, -1, 1.5],
     "top_p": [0, 1.1, NAN],

@@ -28,6 +28,9 @@ from qerl.settings.fields import OWN_NAMES, OwnFields
 from qerl.settings.model_kwargs import take_model_kwargs
 from qerl.settings.parents import Refused, fate_of, set_newer_names
 
+LEARNING_RATES = {"lora": 1e-5, "full": 1e-6}
+"""By `tuning`, where nobody says it."""
+
 _EVALUATED_TOGETHER = 1024
 """Completions of an evaluation's call: twice the rows of the paged engine, which are refilled meanwhile."""
 
@@ -52,6 +55,8 @@ class QeRLConfig(OwnFields, GRPOConfig):
                 setattr(self, name, value)
         if self.epsilon_high is None:
             self.epsilon_high = self.epsilon
+        if self.learning_rate is None:
+            self.learning_rate = LEARNING_RATES[self.tuning]
         if self.goes_by_metric and self.metric_for_best_model is None:
             self.metric_for_best_model = "eval_reward"  # an evaluation has rewards and no loss
         if not torch.cuda.is_available():

@@ -300,6 +300,11 @@ class ChangedFields:
         None,
         instead_of_trl="No loss bounds it by its memory, and 8 leave most rows of the engine empty.",
     )
+    learning_rate: NonNegative | None = _help(
+        "Initial learning rate of the optimizer; unset, 1e-5 for adapters and 1e-6 where `tuning` is full.",
+        None,
+        instead_of_trl="TRL's 1e-6 suits training all weights; the paper trains adapters on NVFP4 with 1e-5.",
+    )
     logging_steps: ShareOrSteps = _help(
         "Number of optimizer steps between two log lines.",
         1,
