@@ -359,6 +359,7 @@ NUMBERS: dict[str, Callable[[], str]] = {
     "demo-before": lambda: f"{rows('demo-cpu')[-1]['before']:.0f} %",
     "demo-after": _demo_after,
     **cookbook_numbers("cookbook-smollm2-h200"),
+    **serve_tables.rival_numbers("serve-rival-4b-h200"),
     "demo-minutes": lambda: _minutes("demo-cpu"),
     **noise_numbers.NUMBERS,
 }

@@ -1,6 +1,6 @@
 """The tables of the Tinker cookbook's recipes against `qerl serve`, and of what a step through it takes."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from statistics import mean
 
 from bench import result
@@ -191,6 +191,16 @@ def rivals(name: str) -> str:
         f"sequences a pass, the one setting that was tried, and was spoken to by client {last['client']}, "
         f"the last that sends tensors as it reads them. {source(name)} {files(name)}",
     )
+
+
+def rival_numbers(name: str) -> dict[str, Callable[[], str]]:
+    """Seconds and memory of a step through our server and through the other one, for sentences."""
+
+    def of(place: int) -> str:
+        found = rows(name)[place]
+        return f"{found['total_s']:.1f} s and {found['allocated_gb']:.0f} GB"
+
+    return {"serve-rival-ours": lambda: of(0), "serve-rival-theirs": lambda: of(-1)}
 
 
 _SAME = (
