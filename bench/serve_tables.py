@@ -58,7 +58,7 @@ def learning(*names: str) -> str:
             lines.append((_where(first), "yes" if noise else "no", f"{rate:g}", *_changes(arm, least)))
         sizes.append(
             f"{_where(first)} {first['groups']} problems x {first['group_size']} samples, "
-            f"{_runs(found, True)} runs that learn and {_runs(found, False)} that do not with each "
+            f"{_runs(found, True)} runs that learn and {_runs(found, False)} of learning rate 0 with each "
             f"setting of noise, the {least} of {first['steps']} steps that all of them made"
         )
         what = first["gpu"].removeprefix("NVIDIA ") if "gpu" in first else first["machine"]
