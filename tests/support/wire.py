@@ -154,6 +154,9 @@ class FakeBackend:
         self._snapshots += 1
         return self._sampler(f"{model_id}@{self._snapshots}", self._weight(model_id).w)
 
+    def save_external(self, model_id: str, name: str) -> str:
+        return self._save(model_id, "external_weights", name)
+
     def _sampler(self, key: str, w: float) -> str:
         self.samplers.setdefault(key, []).append(w)
         return key
@@ -212,7 +215,8 @@ class FakeBackend:
 
     def checkpoints(self) -> list[Checkpoint]:
         folders = sorted(self.folder.glob("*/*/*"), key=lambda folder: folder.stat().st_mtime_ns)
-        return [self.checkpoint(SCHEME + "/".join(folder.parts[-3:])) for folder in folders]
+        paths = ["/".join(folder.parts[-3:]) for folder in folders if folder.parts[-2] != "external_weights"]
+        return [self.checkpoint(SCHEME + path) for path in paths]
 
     def checkpoint(self, path: str) -> Checkpoint:
         self._read(path)

@@ -48,7 +48,7 @@ def test_learning_stands_beside_its_control(results):
         "| CPU | yes | 0.0003 | 0.100 (0.100 to 0.100) | 0.100 (0.100 to 0.100) | 0.050 (0.050 to 0.050) | "
         "0.050 (0.050 to 0.050) |",
     ]
-    runs = "2 runs that learn and 1 that do not with each setting of noise"
+    runs = "2 runs that learn and 1 of learning rate 0 with each setting of noise"
     assert f"8 problems x 4 samples, {runs}, the 9 of 10 steps that all of them made" in lines[-1]
     assert "32 CPU cores" in lines[-1]
 

@@ -220,6 +220,10 @@ class Backend(Protocol):
             `drop_sampler`.
         """
 
+    def save_external(self, model_id: str, name: str) -> str:
+        """Write the adapter for other programs, under a name that nothing else written so has; returns its
+        tinker:// path, which no list of checkpoints has."""
+
     def load_state(self, model_id: str, path: str, with_optimizer: bool) -> None:
         """Give a model the weights at a tinker:// path; it is made, with their rank, if there is none."""
 
