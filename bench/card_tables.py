@@ -187,7 +187,7 @@ def _context_line(row: Row) -> tuple[Any, ...]:
     return (
         f"{_MODELS[row['shape']]}, {row.get('memory_gb') or row['capacity_gb']:.0f} GB",
         row["completion_tokens"],
-        "CPU" if row.get("offload") else "GPU",
+        f"CPU, {row['planned_host_gb']:.0f} GB of it" if row.get("offload") else "GPU",
         f"{row['update_gb']:.1f} ({row['planned_update_gb']:.1f})",
         f"{row['rollout_gb']:.1f} ({row['planned_rollout_gb']:.1f})" if drawn else None,
         f"{row['update_s']:.0f}",

@@ -176,29 +176,29 @@ def rivals(name: str) -> str:
             {"nvfp4": "NVFP4", "bf16": "16-bit"}[one["weights"]],
             *(f"{one[key]:.2f}" for key in ("sample_s", "update_s", "total_s")),
             round(one["tokens_per_s"]),
-            f"{one['allocated_gb']:.1f}",
         )
         for one in found
     ]
     return table(
-        ("", "weights", "rollout, s", "update, s", "step, s", "tokens/s", "allocated, GB"),
+        ("", "weights", "rollout, s", "update, s", "step, s", "tokens/s"),
         lines,
         f"Shape of Qwen3 4B with random weights, LoRA rank {first['lora_rank']}, {first['prompts']} prompts "
         f"of {first['prompt_tokens']} tokens x {first['samples']} samples of {first['completion_tokens']}, "
         "the samples of a prompt in one request. One server after the other on the same GPU; medians of "
-        f"{counted} steps behind the first, which compiles. Allocated is the peak of torch's or JAX's "
-        f"allocator. {last['server']} (JAX) was told to compute {last['settings']['train_micro_batch_size']} "
-        f"sequences a pass, the one setting that was tried, and was spoken to by client {last['client']}, "
-        f"the last that sends tensors as it reads them. {source(name)} {files(name)}",
+        f"{counted} steps behind the first, which compiles. {first['server']} had its defaults, which "
+        f"compute every layer again for backward, and client {first['client']}. {last['server']} had its "
+        f"backend in JAX, {last['settings']['train_micro_batch_size']} sequences a pass and no layer "
+        f"computed again, the one setting that was tried, and client {last['client']}, the last that sends "
+        "tensors as it reads them; of its other backend, with vLLM, this says nothing. "
+        f"{source(name)} {files(name)}",
     )
 
 
 def rival_numbers(name: str) -> dict[str, Callable[[], str]]:
-    """Seconds and memory of a step through our server and through the other one, for sentences."""
+    """Seconds of a step through our server and through the other one, for sentences."""
 
     def of(place: int) -> str:
-        found = rows(name)[place]
-        return f"{found['total_s']:.1f} s and {found['allocated_gb']:.0f} GB"
+        return f"{rows(name)[place]['total_s']:.1f} s"
 
     return {"serve-rival-ours": lambda: of(0), "serve-rival-theirs": lambda: of(-1)}
 

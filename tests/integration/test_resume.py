@@ -286,6 +286,21 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_before_is_named(saved):
     assert optimizer.exists()
 
 
+def test_a_checkpoint_that_does_not_say_its_learning_rate_had_the_former_default(tiny_run, tmp_path):
+    fields = {"max_steps": 1, "save_steps": 1, "eval_strategy": "no", "noise": False, "learning_rate": 1e-6}
+    train(QeRLConfig(**tiny_run(tmp_path / "run", **fields)), QUIET)
+    config = tmp_path / "run" / "checkpoint-1" / "config.yaml"
+    config.write_text(config.read_text().replace("\nlearning_rate:", "\n#earning_rate:"))  # of the same size
+
+    def resume(**changes):
+        fields = {"resume_from_checkpoint": str(config.parent), "max_steps": 2, "noise": False} | changes
+        return resume_point(QeRLConfig(**tiny_run(tmp_path / "new", **fields)), QUIET)
+
+    with pytest.raises(QeRLError, match=r"another learning_rate \(learning_rate 1e-06 -> 1e-05\)"):
+        resume(learning_rate=None)
+    assert resume(learning_rate=1e-6) == str(config.parent)
+
+
 def test_what_a_checkpoint_cannot_go_on_with_is_refused(saved, tiny_model, tmp_path):
     run, resume = saved
     for name, value in {"lora_r": 8, "learning_rate": 1e-3, "weight_decay": 0.0, "model": "another"}.items():

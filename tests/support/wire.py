@@ -215,8 +215,7 @@ class FakeBackend:
 
     def checkpoints(self) -> list[Checkpoint]:
         folders = sorted(self.folder.glob("*/*/*"), key=lambda folder: folder.stat().st_mtime_ns)
-        paths = ["/".join(folder.parts[-3:]) for folder in folders if folder.parts[-2] != "external_weights"]
-        return [self.checkpoint(SCHEME + path) for path in paths]
+        return [self.checkpoint(SCHEME + "/".join(folder.parts[-3:])) for folder in folders]
 
     def checkpoint(self, path: str) -> Checkpoint:
         self._read(path)

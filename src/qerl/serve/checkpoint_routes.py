@@ -28,7 +28,7 @@ from qerl.serve.names import SCHEME, split_path
 from qerl.serve.types import Backend, Checkpoint, NotSavedError, WeightsInfo
 
 VALID_S = 3600
-_TYPES = {"weights": "training", "sampler_weights": "sampler"}
+_TYPES = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
 _RUN = "/api/v1/training_runs/{run}"
 _CHECKPOINT = _RUN + "/checkpoints/{kind}/{name}"
 

@@ -195,10 +195,9 @@ class Store:
         return (self._about(path)[0] / MANIFEST_FILE).stat().st_mtime_ns
 
     def list(self) -> list[Checkpoint]:
-        """All that clients go on from and that can be described, oldest first; what is damaged is named in
-        the log."""
+        """All that is saved and can be described, oldest first; what is damaged is named in the log."""
         found = []
-        for kind in (TRAINING, SAMPLING):
+        for kind in KINDS:
             for manifest in self.root.glob(f"*/{kind}/*/{MANIFEST_FILE}"):
                 folder = manifest.parent
                 path = f"{SCHEME}{folder.parent.parent.name}/{kind}/{folder.name}"

@@ -51,7 +51,7 @@ def split_path(path: Any) -> tuple[str, Kind, str]:
     if len(parts) != 3 or kind is None:
         raise QeRLError(
             f"{_shown(path)} is not the path of a checkpoint; such a path is "
-            f"{SCHEME}MODEL_ID/weights/NAME or {SCHEME}MODEL_ID/sampler_weights/NAME."
+            f"{SCHEME}MODEL_ID/KIND/NAME, with the kind {', '.join(KINDS[:-1])} or {KINDS[-1]}."
         )
     return check_id(parts[0], "The model id of a path"), kind, check_name(parts[2])
 

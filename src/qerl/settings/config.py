@@ -55,8 +55,8 @@ class QeRLConfig(OwnFields, GRPOConfig):
                 setattr(self, name, value)
         if self.epsilon_high is None:
             self.epsilon_high = self.epsilon
-        if self.learning_rate is None:
-            self.learning_rate = LEARNING_RATES[self.tuning]
+        self._default_rate = self.learning_rate is None
+        self.follow_tuning()
         if self.goes_by_metric and self.metric_for_best_model is None:
             self.metric_for_best_model = "eval_reward"  # an evaluation has rewards and no loss
         if not torch.cuda.is_available():
@@ -77,6 +77,11 @@ class QeRLConfig(OwnFields, GRPOConfig):
         """Completions that an evaluation samples at a time where nobody says it: at least one group."""
         group = self.num_generations_eval or self.num_generations or 1
         return group * max(1, (_ENVIRONMENTS_TOGETHER if environments else _EVALUATED_TOGETHER) // group)
+
+    def follow_tuning(self) -> None:
+        """`learning_rate` becomes the default for `tuning` where nobody gave one."""
+        if self._default_rate:
+            self.learning_rate = LEARNING_RATES[self.tuning]
 
     def make_room_for_environments(self) -> None:
         """The default of `per_device_eval_batch_size` becomes what it is with the field `environment`, for a

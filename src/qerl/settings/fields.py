@@ -267,8 +267,8 @@ class NewFields:
     speculative_tokens: Drafted = _help(
         "Largest number of tokens, up to 15, that are drafted for a sequence where at most four run, and "
         "computed in one pass: what followed its last tokens in itself or in other samples of its prompt. "
-        "Samples are those drawn without drafts, up to rounding. 0 drafts none. Drafts of one "
-        "token win on large models where completions repeat themselves; how much, docs/performance.md says.",
+        "Samples are those drawn without drafts, up to rounding. 0 drafts none. A draft costs a "
+        "large model little; what it wins depends on how often completions repeat themselves.",
         0,
     )
 

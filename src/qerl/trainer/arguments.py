@@ -332,6 +332,7 @@ def _policy_in_hand(
     for name, value in held(model).items():
         if name not in acted_on:
             setattr(args, name, value)
+    args.follow_tuning()
     return model
 
 
