@@ -177,7 +177,8 @@ def context() -> str:
     cut = "" if whole else "; where its cells are empty, the run ended ahead of it"
     caption = (
         "Measured: one sample of that length in the update, of tokens that were not drawn; in the rollout so "
-        f"many sequences, prefilled to that length{cut}. {source(*names)} {files(*names)}"
+        f"many sequences, prefilled to that length{cut}. Where the plan leaves memory, torch keeps more of "
+        f"what it has freed. {source(*names)} {files(*names)}"
     )
     return table(head, map(_context_line, found), caption)
 
