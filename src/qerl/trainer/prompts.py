@@ -1,9 +1,16 @@
-"""Which prompts of a data set are short enough."""
+"""Prompts of a data set: that each is one, that the chat template renders them, and which are short enough.
+
+A message's content may come in parts, as images need them. Of text alone the parts are joined, because many
+templates of text models add the content to a text, which fails on a list, and some leave it out.
+"""
 
 import logging
+import operator
+import reprlib
+from collections.abc import Iterator
 from typing import Any
 
-from datasets import IterableDataset
+from datasets import Dataset, IterableDataset
 from transformers import PreTrainedTokenizerBase
 
 from qerl.errors import QeRLError
@@ -11,6 +18,119 @@ from qerl.models.chat import Chat
 from qerl.ranks import is_first_process
 
 logger = logging.getLogger(__name__)
+
+_READ_AT_ONCE = 1000
+"""Rows; read one by one they take ten times as long."""
+
+
+def sound_prompts(rows: Any, what: str) -> Any:
+    """The rows of a data set, each with a prompt whose contents are text: parts of text are joined.
+
+    Args:
+        rows: A `Dataset` or `IterableDataset`, several by name in a dictionary, or None. Rows without a
+            column `prompt` are left to an environment; those of a stream are looked at when they are read.
+        what: What the rows are, such as ``train_dataset``.
+
+    Raises:
+        QeRLError: A row has no prompt, or one that is neither text nor messages with a role and a content.
+    """
+    if isinstance(rows, dict):
+        return {name: sound_prompts(some, f"{what} {name!r}") for name, some in rows.items()}
+    if isinstance(rows, IterableDataset):
+        return rows.map(lambda row: _sound_row(row, f"A row of {what}"))
+    if not isinstance(rows, Dataset) or "prompt" not in rows.column_names:
+        return rows
+    joined = [
+        sound is not prompt
+        for number, prompt in enumerate(_prompts(rows))
+        for sound in [_sound(prompt, f"Row {number} of {what}")]
+    ]
+    if not any(joined):
+        return rows
+    return rows.map(lambda row: _sound_row(row, what))
+
+
+def _prompts(rows: Dataset) -> Iterator[Any]:
+    for batch in rows.with_format(None).select_columns("prompt").iter(_READ_AT_ONCE):
+        yield from batch["prompt"]
+
+
+def _sound_row(row: dict[str, Any], where: str) -> dict[str, Any]:
+    return {"prompt": _sound(row["prompt"], where)} if "prompt" in row else {}
+
+
+def _sound(prompt: Any, where: str) -> Any:
+    """The prompt itself, or one with joined parts in its place."""
+    if isinstance(prompt, str):
+        return prompt
+    if prompt is None:
+        raise QeRLError(f"{where} has no prompt (it is None); give it one, or leave the row out.")
+    if not isinstance(prompt, list) or not prompt or not all(map(_has_a_role, prompt)):
+        raise QeRLError(
+            f"{where} has a prompt that is neither text nor chat messages but {reprlib.repr(prompt)}; make "
+            'it a text, or a list such as [{"role": "user", "content": ...}].'
+        )
+    sound = [_of_text(message, where) for message in prompt]
+    return prompt if all(map(operator.is_, sound, prompt)) else sound
+
+
+def _has_a_role(message: Any) -> bool:
+    return isinstance(message, dict) and isinstance(message.get("role"), str)
+
+
+def _of_text(message: dict[str, Any], where: str) -> dict[str, Any]:
+    """The message itself, or one whose parts are joined."""
+    content = message.get("content")
+    if isinstance(content, str) or (content is None and message.get("tool_calls")):
+        return message
+    if content is None:
+        raise QeRLError(
+            f"{where} has a message without content (role {message['role']}); give it a text, or leave it "
+            "out."
+        )
+    texts = [_text(part) for part in content] if isinstance(content, list) else [None]
+    if None in texts:
+        raise QeRLError(
+            f"{where} has a message whose content is not text alone but {reprlib.repr(content)}; models are "
+            "trained on text here, so leave other parts out."
+        )
+    return message | {"content": "".join(map(str, texts))}
+
+
+def _text(part: Any) -> str | None:
+    """The text of a part, None for a part of another kind."""
+    text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
+    return text if isinstance(text, str) else None
+
+
+def check_template(
+    rows: Any, tokenizer: PreTrainedTokenizerBase, template_kwargs: dict[str, Any] | None
+) -> None:
+    """Refuse a chat template that cannot render the prompts: tried with the first of each sequence of roles,
+    of a stream with the first of all.
+
+    Args:
+        rows: What `sound_prompts` gives.
+        tokenizer: Has the template; without one prompts are text.
+        template_kwargs: Arguments of the chat template.
+
+    Raises:
+        QeRLError: It cannot render one of them.
+    """
+    if isinstance(rows, dict):
+        for some in rows.values():
+            check_template(some, tokenizer, template_kwargs)
+        return
+    stream = isinstance(rows, IterableDataset)
+    mapped = isinstance(rows, Dataset) and "prompt" in rows.column_names
+    if tokenizer.chat_template is None or not (stream or mapped):
+        return
+    chat = Chat(tokenizer, template_kwargs)
+    tried: set[tuple[str, ...]] = set()
+    for prompt in (row.get("prompt") for row in rows.take(1)) if stream else _prompts(rows):
+        if isinstance(prompt, list) and (roles := tuple(message["role"] for message in prompt)) not in tried:
+            chat.check(prompt)
+            tried.add(roles)
 
 
 def short_prompts(

@@ -35,7 +35,7 @@ from qerl.trainer.grpo import QeRLTrainer
 from qerl.trainer.policy import make_policy
 from qerl.trainer.preflight import check_length, preflight
 from qerl.trainer.processes import ends_together
-from qerl.trainer.prompts import short_prompts
+from qerl.trainer.prompts import short_prompts, sound_prompts
 from qerl.trainer.resume.changes import prepare_folder
 from qerl.update.memory_retry import refuse_memory_error
 
@@ -192,6 +192,7 @@ def _datasets(
     task.opening = chat.opening
 
     def prompts(rows: Dataset, what: str) -> Dataset:
+        rows = sound_prompts(rows, f"the {what}")
         return short_prompts(chat.dataset(rows), config.max_prompt_length, kwargs, tokenizer, what)
 
     train_set = prompts(task.train(), "training prompts")
