@@ -19,6 +19,7 @@ from qerl.rollout.portable.engine import PortableEngine
 from qerl.settings.config import QeRLConfig
 from qerl.trainer.arguments import RUN_FIELDS
 from qerl.trainer.grpo import QeRLTrainer
+from qerl.trainer.rewards import one_for_each
 from qerl.trainer.trl.settings import as_ours
 from tests.support.arguments import ROWS, SMALL, first_letter, ones, run_settings
 
@@ -205,6 +206,14 @@ def test_an_optimizer_of_the_users_steps(tiny_model, tiny_tokenizer, settings):
     other = torch.optim.SGD(tiny_model("llama").parameters(), lr=1.0)
     with pytest.raises(QeRLError, match="has parameters that the policy does not train"):
         QeRLTrainer(model, ones, settings(), ROWS, processing_class=tiny_tokenizer, optimizers=(other, None))
+
+
+def test_rewards_and_their_tokenizers_may_stand_in_tuples(make, tiny_tokenizer):
+    trainer = make(rewards=(ones, first_letter), overlong_buffer=0.5)
+    assert trainer.reward_func_names == ["ones", "first_letter", "soft_overlong_punishment_reward"]
+    assert one_for_each((None, tiny_tokenizer), (ones, first_letter), trainer.reward_funcs) == [
+        *(None, tiny_tokenizer, None)
+    ]
 
 
 def test_several_rewards_columns_and_a_reward_model(llama_folder, settings, tiny_tokenizer, tmp_path):
