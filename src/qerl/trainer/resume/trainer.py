@@ -36,6 +36,7 @@ from qerl.trainer.resume.changes import checkpoint_of_a_trainer
 from qerl.trainer.resume.checkpoint import clear, move_into, publish
 from qerl.trainer.resume.provenance import write_provenance
 from qerl.trainer.resume.rollout_file import load_rollouts, save_rollouts
+from qerl.trainer.trl.card import CARD_FILE, name_base
 from qerl.trainer.trl.client import EpochRepeatSampler
 from qerl.trainer.trl.reference import load_reference, save_reference
 from qerl.update.memory_retry import MemoryRetry
@@ -109,6 +110,8 @@ class ResumableTrainer(GRPOTrainer):
         try:
             if self.args.should_save:
                 clear(part)
+                if (folder / CARD_FILE).is_file():  # TRL's, of a checkpoint; PEFT would begin an empty one
+                    shutil.copy(folder / CARD_FILE, part)
                 self.save_model(str(part), _internal_call=True)
                 move_into(part, folder)
             if self.args.push_to_hub:
@@ -119,6 +122,13 @@ class ResumableTrainer(GRPOTrainer):
             raise QeRLError(
                 f"The model could not be saved to {folder} ({first_line(error)}); {advice}."
             ) from error
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """Wraps TRL's, which knows no base that is not on the Hub."""
+        super().create_model_card(*args, **kwargs)
+        if self.is_world_process_zero():
+            folder = Path(str(self.args.output_dir))
+            name_base(folder / CARD_FILE, self.accelerator.unwrap_model(self.model), folder.as_posix())
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         run = Path(self._get_output_dir(trial))
