@@ -162,6 +162,30 @@ def test_a_rollout_without_one_finite_sample_ends_the_run(make):
         trainer.train()
 
 
+@pytest.mark.parametrize(
+    ("reward_of_step", "changes", "said"),
+    [
+        (lambda step, samples: [1.0] * samples, {}, "none of the rollouts (3) did"),
+        (lambda step, samples: [1.0] * samples, {"num_iterations": 2}, "none of the rollouts (2) did"),
+        (
+            lambda step, samples: [i % 4 // 2 for i in range(samples)] if step == 1 else [0.0] * samples,
+            {},
+            "",
+        ),
+    ],
+)
+def test_a_training_whose_rewards_taught_nothing_says_so(make, caplog, reward_of_step, changes, said):
+    def reward(completion_ids, trainer_state, **_):
+        return reward_of_step(trainer_state.global_step, len(completion_ids))
+
+    trainer = make(reward, max_steps=3, **changes)
+    for _ in range(2):  # a second training counts anew
+        caplog.clear()
+        trainer.train()
+        warned = [text for text in caplog.messages if "Nothing was learned from rewards" in text]
+        assert len(warned) == bool(said) and all(said in text for text in warned)
+
+
 def test_the_time_of_an_evaluation_is_no_steps(make):
     """And the times of a step add up to TRL's `step_time`, rollout included."""
 
