@@ -74,9 +74,9 @@ class RolloutTrainer(SamplerTrainer):
         if self._rollouts_without_signal and not self._had_signal and is_first_process():
             logger.warning(
                 "Nothing was learned from rewards: in none of the rollouts (%d) did any prompt have both "
-                "better and worse samples. Read some completions (log_completions: true): the problems may be "
-                "too hard or too easy for the model, its answers cut off (completions/clipped_ratio), or the "
-                "rewards may not find them.",
+                "better and worse samples. Read some completions (log_completions: true): the problems may "
+                "be too hard or too easy for the model, its answers cut off (completions/clipped_ratio), or "
+                "the rewards may not find them.",
                 self._rollouts_without_signal,
             )
         return output

@@ -14,6 +14,7 @@
 """
 
 import contextlib
+import logging
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,12 +35,15 @@ from qerl.trainer.noise import RolloutNoise
 from qerl.trainer.prompt_choice import PromptChoice
 from qerl.trainer.resume.changes import checkpoint_of_a_trainer
 from qerl.trainer.resume.checkpoint import clear, move_into, publish
+from qerl.trainer.resume.claim import claimed
 from qerl.trainer.resume.provenance import write_provenance
 from qerl.trainer.resume.rollout_file import load_rollouts, save_rollouts
 from qerl.trainer.trl.card import CARD_FILE, name_base
 from qerl.trainer.trl.client import EpochRepeatSampler
 from qerl.trainer.trl.reference import load_reference, save_reference
 from qerl.update.memory_retry import MemoryRetry
+
+logger = logging.getLogger(__name__)
 
 # What torch, safetensors and the system raise where a file cannot be written.
 _CANNOT_WRITE = (OSError, SafetensorError, RuntimeError)
@@ -63,10 +67,21 @@ class ResumableTrainer(GRPOTrainer):
         return self.args.steps_per_generation * self.num_iterations
 
     def train(self, resume_from_checkpoint: bool | str | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Wraps transformers', which goes on from any folder, with whatever settings."""
-        if resume_from_checkpoint and not self._is_of_a_run:
+        """Wraps transformers', which goes on from any folder, with whatever settings, and knows of nobody
+        else who writes there."""
+        if self._is_of_a_run:
+            return super().train(resume_from_checkpoint, *args, **kwargs)
+        if resume_from_checkpoint:
             resume_from_checkpoint = checkpoint_of_a_trainer(resume_from_checkpoint, self.args)
-        return super().train(resume_from_checkpoint, *args, **kwargs)
+        folder = Path(str(self.args.output_dir))
+        with claimed(folder, self.args.process_index) as alone:
+            if not alone:
+                logger.warning(
+                    "Another training writes to %s at present, and the checkpoints of both would replace "
+                    "each other; give one of them another output_dir.",
+                    folder,
+                )
+            return super().train(resume_from_checkpoint, *args, **kwargs)
 
     # Order of the data
 
