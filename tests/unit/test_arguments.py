@@ -150,13 +150,16 @@ def test_trls_settings_without_autocast_are_fp32_and_other_classes_are_refused(l
         as_ours(Extended(output_dir=str(tmp_path), use_cpu=True))
 
 
-def test_settings_may_be_left_out(llama_folder, tmp_path, monkeypatch):
+def test_settings_may_be_left_out(tiny_model, tiny_tokenizer, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "tiny-llama"
+    tiny_model("llama", max_position_embeddings=1024).save_pretrained(folder)
+    tiny_tokenizer.save_pretrained(folder)
     rows = Dataset.from_dict({"prompt": ["a", "b"]})
-    trainer = QeRLTrainer(str(llama_folder), ones, train_dataset=rows)
+    trainer = QeRLTrainer(str(folder), ones, train_dataset=rows)
     assert trainer.args.output_dir == "tiny-llama-GRPO" and not trainer.args.noise
     with pytest.raises(QeRLError, match="args is a dict; pass a QeRLConfig"):
-        QeRLTrainer(str(llama_folder), ones, {"output_dir": "o"}, rows)
+        QeRLTrainer(str(folder), ones, {"output_dir": "o"}, rows)
 
 
 # Data, rewards, optimizer, what is refused

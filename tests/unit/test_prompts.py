@@ -1,15 +1,17 @@
 """Prompts of a data set: what is none is said with its row, parts of text are joined, and the chat template
 is tried before the model is loaded."""
 
+import random
+
 import pytest
 from datasets import Dataset
 
 from qerl.errors import QeRLError
 from qerl.trainer import arguments
 from qerl.trainer.grpo import QeRLTrainer
-from qerl.trainer.prompts import check_template, short_prompts, sound_prompts
+from qerl.trainer.prompts import check_room, check_template, short_prompts, sound_prompts
 from tests.support.arguments import ones, run_settings
-from tests.support.models import make_tiny_tokenizer
+from tests.support.models import CHAT_TEMPLATE, make_tiny_tokenizer
 
 CHAT = [{"role": "user", "content": "two"}]
 CALL = {"type": "function", "function": {"name": "add", "arguments": "{}"}}
@@ -130,3 +132,57 @@ def test_joined_prompts_are_counted_asked_and_rewarded(llama_folder, tmp_path):
     QeRLTrainer(str(llama_folder), watching, args, rows).train()
     assert seen == [said_by("tt")] * 2
     assert len(short_prompts(sound_prompts(rows, ""), 200, None, make_tiny_tokenizer(), "rows")) == 2
+
+
+def test_prompts_that_leave_no_room_for_a_completion_are_refused(tmp_path):
+    """Wherever all tokens are counted and found too many, and nowhere else."""
+    tokenizer, args, draw = make_tiny_tokenizer(), run_settings(tmp_path), random.Random()
+    tokenizer.chat_template = CHAT_TEMPLATE.replace("message['content']", "(message['content'] or '')")
+
+    def text():
+        return "".join(draw.choices("ab \u00e9\u4e2d", k=draw.randrange(1, 60)))
+
+    chats = [said_by(text()) for _ in range(5)] + [[*said_by(text()), *said_by(text())] for _ in range(5)]
+    chats.append([{"role": "assistant", "content": None, "tool_calls": [CALL]}, *said_by(text())])
+    for prompts in (chats, [text() for _ in range(5)]):
+        render = tokenizer if isinstance(prompts[0], str) else tokenizer.apply_chat_template
+        options = {} if isinstance(prompts[0], str) else {"add_generation_prompt": True}
+        longest = max(len(render(prompt, **options)["input_ids"]) for prompt in prompts)
+        enough = longest + args.max_completion_length
+        for positions in (enough, 10 * enough, None):
+            check_room(data(*prompts), positions, args, tokenizer, "training prompts")
+        with pytest.raises(QeRLError, match=f"One of the prompts of 'a' has {longest} tokens, which with"):
+            check_room({"a": data(*prompts)}, enough - 1, args, tokenizer, "prompts")
+
+
+def test_prompts_that_have_room_by_their_length_are_not_tokenized(tmp_path, monkeypatch):
+    tokenizer, args, counted = make_tiny_tokenizer(), run_settings(tmp_path), []
+    count = tokenizer.apply_chat_template
+
+    def counting(messages, **options):
+        counted.append(messages[0]["content"])
+        return count(messages, **options)
+
+    monkeypatch.setattr(tokenizer, "apply_chat_template", counting)
+    check_room(data(*[said_by("a" * length) for length in range(20)]), 4096, args, tokenizer, "prompts")
+    assert counted == ["message0mark", ""]  # whether the template takes the roles, and how it frames them
+
+
+@pytest.mark.parametrize("in_hand", [False, True])
+def test_more_tokens_than_positions_are_found_before_the_model_is_loaded(
+    llama_folder, tiny_model, tmp_path, monkeypatch, in_hand
+):
+    monkeypatch.setattr(arguments, "make_policy", None)
+    model = tiny_model("llama") if in_hand else str(llama_folder)  # of 512 positions
+
+    def make(**fields):
+        args = run_settings(tmp_path, weights="bf16", tuning="full" if in_hand else "lora", **fields)
+        rows = data(CHAT, said_by("a" * 40))
+        return QeRLTrainer(model, ones, args, rows, processing_class=make_tiny_tokenizer())
+
+    with pytest.raises(QeRLError, match="max_completion_length is 512 and the model has 512 positions"):
+        make(max_completion_length=512)
+    with pytest.raises(QeRLError, match=r"exceed the 512 positions .* set max_prompt_length: 42, which"):
+        make(max_completion_length=470)
+    monkeypatch.undo()
+    assert len(make(max_completion_length=470, max_prompt_length=42).train_dataset) == 1

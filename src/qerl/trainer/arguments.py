@@ -32,9 +32,10 @@ from trl.data_utils import is_conversational
 
 from qerl.errors import QeRLError
 from qerl.families.parts import base_model
+from qerl.families.sizes import positions_of
 from qerl.lora.adapter import adapt, check_lora
 from qerl.models.hub import LocalModel, find_model
-from qerl.models.load import load_tokenizer
+from qerl.models.load import load_tokenizer, model_positions
 from qerl.rollout.engine import RolloutEngine
 from qerl.rollout.select import make_engine
 from qerl.settings.adapter import LORA_FIELDS, plain, take_adapter
@@ -46,7 +47,7 @@ from qerl.trainer.early import check_tells
 from qerl.trainer.model_in_hand import check_dtype, check_optimizer, held, weights_of
 from qerl.trainer.others import Others
 from qerl.trainer.policy import make_policy
-from qerl.trainer.prompts import check_template, short_prompts, sound_prompts
+from qerl.trainer.prompts import ready_prompts, sound_prompts
 from qerl.trainer.ready import check_policy
 from qerl.trainer.rewards import early_calls, guard_rewards, one_for_each, with_length_penalty
 from qerl.trainer.sampler import stops_of
@@ -154,10 +155,12 @@ def complete(
     model = find_model(model) if named else model
     tokenizer = _tokenizer(processing_class, model, train_dataset, settings.trust_remote_code)
     others.check_tokenizer(tokenizer)
-    kwargs = settings.chat_template_kwargs
-    for rows in (train_dataset, eval_dataset):
-        check_template(rows, tokenizer, kwargs)
     stops_of(settings, tokenizer)  # refuses a model that does not think, before it is loaded
+    limit = None if "max_prompt_length" in acted_on else settings.max_prompt_length
+    positions = None if others else _positions(model, settings)  # several turns end where the positions do
+    prompts = partial(ready_prompts, settings, tokenizer, limit, positions)
+    train_dataset = prompts(train_dataset, "training prompts")
+    eval_dataset = prompts(eval_dataset, "evaluation prompts")
     if named:
         policy = _named_policy(model, settings, peft_config, engine)
     else:
@@ -165,13 +168,11 @@ def complete(
     check_optimizer(optimizers[0], policy)
     check_policy(policy, engine)
     rewards = _rewards(reward_funcs, settings, others, early)
-    limit = None if "max_prompt_length" in acted_on else settings.max_prompt_length
-    short = partial(short_prompts, limit=limit, template_kwargs=kwargs, tokenizer=tokenizer)
     for_trl = {
         "reward_funcs": rewards,
         "reward_processing_classes": one_for_each(reward_processing_classes, reward_funcs, rewards),
-        "train_dataset": short(train_dataset, what="training prompts"),
-        "eval_dataset": short(eval_dataset, what="evaluation prompts"),
+        "train_dataset": train_dataset,
+        "eval_dataset": eval_dataset,
         "processing_class": processing_class or tokenizer,
         "optimizers": optimizers,
         **others.for_trl,
@@ -378,6 +379,13 @@ def _tokenizer(
     if given.pad_token is None:
         given.pad_token = given.eos_token
     return given
+
+
+def _positions(model: Any, args: QeRLConfig) -> int | None:
+    """Positions of the model, which need not be loaded."""
+    if isinstance(model, LocalModel):
+        return model_positions(model, args.trust_remote_code)
+    return positions_of(base_model(model).config.get_text_config(decoder=True))
 
 
 def _engine(

@@ -1,4 +1,5 @@
-"""Prompts of a data set: that each is one, that the chat template renders them, and which are short enough.
+"""Prompts of a data set: that each is one, that the chat template renders them, which are short enough, and
+that the model has positions for what follows.
 
 A message's content may come in parts, as images need them. Of text alone the parts are joined, because many
 templates of text models add the content to a text, which fails on a list, and some leave it out.
@@ -16,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from qerl.errors import QeRLError
 from qerl.models.chat import Chat
 from qerl.ranks import is_first_process
+from qerl.settings.config import QeRLConfig
 
 logger = logging.getLogger(__name__)
 
@@ -133,6 +135,28 @@ def check_template(
             tried.add(roles)
 
 
+def ready_prompts(
+    args: QeRLConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    limit: int | None,
+    positions: int | None,
+    rows: Any,
+    what: str,
+) -> Any:
+    """The rows whose prompts are short enough, which the template renders and the model has positions for.
+
+    Args:
+        args, tokenizer, limit, positions, rows, what: As in the functions that look after each.
+
+    Raises:
+        QeRLError: As `check_template`, `short_prompts` and `check_room`.
+    """
+    check_template(rows, tokenizer, args.chat_template_kwargs)
+    rows = short_prompts(rows, limit, args.chat_template_kwargs, tokenizer, what)
+    check_room(rows, positions, args, tokenizer, what)
+    return rows
+
+
 def short_prompts(
     rows: Any,
     limit: int | None,
@@ -163,9 +187,7 @@ def short_prompts(
     chat = Chat(tokenizer, template_kwargs) if tokenizer.chat_template else None
 
     def short(row: dict[str, Any]) -> bool:
-        prompt = row.get("prompt", "")  # an environment may give it
-        ids = tokenizer(prompt)["input_ids"] if isinstance(prompt, str) or chat is None else chat.ids(prompt)
-        return len(ids) <= limit
+        return _tokens(row.get("prompt", ""), tokenizer, chat) <= limit  # an environment may give it
 
     kept = rows.filter(short)
     if isinstance(rows, IterableDataset):
@@ -180,3 +202,57 @@ def short_prompts(
             *(len(rows) - len(kept), len(rows), what, limit),
         )
     return kept
+
+
+def _tokens(prompt: Any, tokenizer: PreTrainedTokenizerBase, chat: Chat | None) -> int:
+    if isinstance(prompt, str) or chat is None:
+        return len(tokenizer(prompt)["input_ids"])
+    return len(chat.ids(prompt))
+
+
+def check_room(
+    rows: Any, positions: int | None, args: QeRLConfig, tokenizer: PreTrainedTokenizerBase, what: str
+) -> None:
+    """Refuse prompts that with their completions have more tokens than the model has positions.
+
+    A text has at most as many tokens as bytes, so that few prompts need to be tokenized.
+
+    Args:
+        rows: What `sound_prompts` gives; those of a stream are found when they are sampled from.
+        positions: Of the model; None where it sets no limit.
+        args: Settings of the run.
+        tokenizer: Counts the tokens of a prompt, chat template included.
+        what: What the rows are, such as ``training prompts``.
+
+    Raises:
+        QeRLError: A prompt leaves too little room, or none can leave enough.
+    """
+    if positions is None or rows is None:
+        return
+    completion = args.max_completion_length or 0
+    if completion >= positions:
+        raise QeRLError(
+            f"max_completion_length is {completion} and the model has {positions} positions for a prompt and "
+            "its completion; lower max_completion_length."
+        )
+    if isinstance(rows, dict):
+        for name, some in rows.items():
+            check_room(some, positions, args, tokenizer, f"{what} of {name!r}")
+    if not isinstance(rows, Dataset) or "prompt" not in rows.column_names:
+        return
+    chat = Chat(tokenizer, args.chat_template_kwargs) if tokenizer.chat_template else None
+    framed: dict[tuple[str, ...], int] = {}  # tokens of the first prompt of these roles, frame included
+    for prompt in _prompts(rows):
+        roles = () if isinstance(prompt, str) else tuple(message["role"] for message in prompt)
+        if roles not in framed:
+            framed[roles] = _tokens(prompt, tokenizer, chat)
+        most = framed[roles] + len(str(prompt).encode("utf-8", "surrogatepass"))
+        if most <= positions - completion:
+            continue
+        tokens = _tokens(prompt, tokenizer, chat)
+        if tokens + completion > positions:
+            raise QeRLError(
+                f"One of the {what} has {tokens} tokens, which with a completion of up to {completion} "
+                f"exceed the {positions} positions of the model; lower max_completion_length, or set "
+                f"max_prompt_length: {positions - completion}, which leaves longer prompts out."
+            )

@@ -21,7 +21,7 @@ from qerl.kernels import needs
 from qerl.kernels.cards import card_of
 from qerl.models.chat import Chat
 from qerl.models.hub import find_model
-from qerl.models.load import load_tokenizer
+from qerl.models.load import load_tokenizer, model_positions
 from qerl.rollout.select import make_engine
 from qerl.run_folder import CONFIG_FILE
 from qerl.settings.config import QeRLConfig
@@ -33,7 +33,7 @@ from qerl.trainer.grpo import QeRLTrainer
 from qerl.trainer.policy import make_policy
 from qerl.trainer.preflight import check_length, preflight
 from qerl.trainer.processes import ends_together
-from qerl.trainer.prompts import short_prompts, sound_prompts
+from qerl.trainer.prompts import check_room, short_prompts, sound_prompts
 from qerl.trainer.resume.changes import prepare_folder
 from qerl.trainer.resume.claim import claimed
 from qerl.update.memory_retry import refuse_memory_error
@@ -131,6 +131,10 @@ def build(config: QeRLConfig, console: Console) -> tuple[QeRLTrainer, InterruptG
     model = find_model(config.model)
     tokenizer = load_tokenizer(model, trust_remote_code=config.trust_remote_code)
     train_set, eval_set = _datasets(config, parts.task, tokenizer)
+    if not parts.tools and parts.environment_factory is None:
+        positions = model_positions(model, config.trust_remote_code)
+        check_room(train_set, positions, config, tokenizer, "training prompts")
+        check_room(eval_set, positions, config, tokenizer, "evaluation prompts")
     policy = make_policy(config, model, console)
     guard = InterruptGuard(console)
     trainer = QeRLTrainer(
