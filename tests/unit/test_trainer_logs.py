@@ -311,3 +311,25 @@ def test_an_evaluation_draws_a_problem_alike_in_any_order_and_batch(make, tmp_pa
     copies = drawn(trainer, [1, 1, 1, 1])
     assert len(set(copies)) == 8 and set(copies) > {pair for pair in every if pair[0] == DATA[1]["prompt"]}
     assert drawn(trainer, [0, 1, 2, 3]) == every, "each evaluation counts its copies anew"
+
+
+@pytest.mark.parametrize("prefix", ["test", "eval", "eval_other"])
+def test_predictions_have_the_rewards_of_an_evaluation_and_leave_no_trace(make, prefix):
+    trainer = make(eval_dataset=DATA, num_generations_eval=2)
+    log = len(trainer.state.log_history)
+    first = trainer.predict(DATA.select([0, 1, 2]), metric_key_prefix=prefix).metrics
+    assert len(trainer.state.log_history) == log and not trainer._metrics["eval"]
+    assert not trainer._logs["prompt"]
+    expected = trainer.evaluate(DATA.select([0, 1, 2]))
+    kinds = {name.removeprefix("eval_") for name in expected} - {"epoch"}
+    assert (
+        {name.removeprefix(f"{prefix}_") for name in first} == kinds >= {"reward", "rewards/last_token/mean"}
+    )
+    for name in kinds:
+        if "runtime" not in name and "second" not in name and "time" not in name:
+            assert first[f"{prefix}_{name}"] == expected[f"eval_{name}"], name
+
+
+def test_a_prediction_of_nothing_but_failures_is_none(make):
+    trainer = make(lambda completions, **_: [None] * len(completions), eval_dataset=DATA)
+    assert trainer.predict(DATA).metrics["test_reward"] is None
