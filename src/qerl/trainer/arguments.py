@@ -18,7 +18,6 @@ is accepted and ignored, and where two of them say the same thing they must agre
 import copy
 from collections.abc import Collection, Set
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,22 +31,21 @@ from trl.data_utils import is_conversational
 
 from qerl.errors import QeRLError
 from qerl.families.parts import base_model
-from qerl.families.sizes import positions_of
 from qerl.lora.adapter import adapt, check_lora
 from qerl.models.hub import LocalModel, find_model
-from qerl.models.load import load_tokenizer, model_positions
+from qerl.models.load import load_tokenizer
 from qerl.rollout.engine import RolloutEngine
 from qerl.rollout.select import make_engine
 from qerl.settings.adapter import LORA_FIELDS, plain, take_adapter
 from qerl.settings.config import QeRLConfig, default_of
 from qerl.settings.recipe import FIELDS
 from qerl.tasks.early import EarlyCalls
-from qerl.trainer.data import check_data
+from qerl.trainer.data import sound_data
 from qerl.trainer.early import check_tells
 from qerl.trainer.model_in_hand import check_dtype, check_optimizer, held, weights_of
 from qerl.trainer.others import Others
 from qerl.trainer.policy import make_policy
-from qerl.trainer.prompts import ready_prompts, sound_prompts
+from qerl.trainer.prompts import ReadyPrompts
 from qerl.trainer.ready import check_policy
 from qerl.trainer.rewards import early_calls, guard_rewards, one_for_each, with_length_penalty
 from qerl.trainer.sampler import stops_of
@@ -145,9 +143,7 @@ def complete(
     settings = _settings(args, model, peft_config)
     train_dataset = others.rows(train_dataset, settings)
     _check_fields(settings, acted_on, named, engine, others)
-    check_data(settings, train_dataset, eval_dataset, bool(others.factories))
-    train_dataset = sound_prompts(train_dataset, "train_dataset")
-    eval_dataset = sound_prompts(eval_dataset, "eval_dataset")
+    train_dataset, eval_dataset = sound_data(settings, train_dataset, eval_dataset, bool(others.factories))
     early = early_calls(reward_funcs, settings)
     if early is not None and engine is not None:
         check_tells(engine)
@@ -156,11 +152,9 @@ def complete(
     tokenizer = _tokenizer(processing_class, model, train_dataset, settings.trust_remote_code)
     others.check_tokenizer(tokenizer)
     stops_of(settings, tokenizer)  # refuses a model that does not think, before it is loaded
-    limit = None if "max_prompt_length" in acted_on else settings.max_prompt_length
-    positions = None if others else _positions(model, settings)  # several turns end where the positions do
-    prompts = partial(ready_prompts, settings, tokenizer, limit, positions)
-    train_dataset = prompts(train_dataset, "training prompts")
-    eval_dataset = prompts(eval_dataset, "evaluation prompts")
+    ready = ReadyPrompts.of(model, settings, tokenizer, "max_prompt_length" in acted_on, bool(others))
+    train_dataset = ready(train_dataset, "training prompts")
+    eval_dataset = ready(eval_dataset, "evaluation prompts")
     if named:
         policy = _named_policy(model, settings, peft_config, engine)
     else:
@@ -379,13 +373,6 @@ def _tokenizer(
     if given.pad_token is None:
         given.pad_token = given.eos_token
     return given
-
-
-def _positions(model: Any, args: QeRLConfig) -> int | None:
-    """Positions of the model, which need not be loaded."""
-    if isinstance(model, LocalModel):
-        return model_positions(model, args.trust_remote_code)
-    return positions_of(base_model(model).config.get_text_config(decoder=True))
 
 
 def _engine(

@@ -9,13 +9,18 @@ import logging
 import operator
 import reprlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from datasets import Dataset, IterableDataset
 from transformers import PreTrainedTokenizerBase
 
 from qerl.errors import QeRLError
+from qerl.families.parts import base_model
+from qerl.families.sizes import positions_of
 from qerl.models.chat import Chat
+from qerl.models.hub import LocalModel
+from qerl.models.load import model_positions
 from qerl.ranks import is_first_process
 from qerl.settings.config import QeRLConfig
 
@@ -135,26 +140,57 @@ def check_template(
             tried.add(roles)
 
 
-def ready_prompts(
-    args: QeRLConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    limit: int | None,
-    positions: int | None,
-    rows: Any,
-    what: str,
-) -> Any:
+@dataclass(frozen=True)
+class ReadyPrompts:
     """The rows whose prompts are short enough, which the template renders and the model has positions for.
 
-    Args:
-        args, tokenizer, limit, positions, rows, what: As in the functions that look after each.
-
-    Raises:
-        QeRLError: As `check_template`, `short_prompts` and `check_room`.
+    Attributes:
+        args: Settings of the run.
+        tokenizer: Of the model.
+        limit: Most tokens of a prompt; None keeps all rows.
+        positions: Of the model; None where nothing limits completions.
     """
-    check_template(rows, tokenizer, args.chat_template_kwargs)
-    rows = short_prompts(rows, limit, args.chat_template_kwargs, tokenizer, what)
-    check_room(rows, positions, args, tokenizer, what)
-    return rows
+
+    args: QeRLConfig
+    tokenizer: PreTrainedTokenizerBase
+    limit: int | None
+    positions: int | None
+
+    @classmethod
+    def of(
+        cls, model: Any, args: QeRLConfig, tokenizer: PreTrainedTokenizerBase, are_short: bool, in_turns: bool
+    ) -> "ReadyPrompts":
+        """What a model and the settings ask for.
+
+        Args:
+            model: One in hand, or a `LocalModel`, of which no weights are read.
+            args, tokenizer: As the attributes.
+            are_short: Whether longer prompts have been left out.
+            in_turns: Whether tools, environments or a `rollout_func` take part: what they sample ends where
+                the positions do, or where they say.
+
+        Raises:
+            QeRLError: The model is damaged.
+        """
+        if in_turns:
+            positions = None
+        elif isinstance(model, LocalModel):
+            positions = model_positions(model, args.trust_remote_code)
+        else:
+            positions = positions_of(base_model(model).config.get_text_config(decoder=True))
+        return cls(args, tokenizer, None if are_short else args.max_prompt_length, positions)
+
+    def __call__(self, rows: Any, what: str) -> Any:
+        """Those of these rows; ``what`` they are called, such as ``training prompts``.
+
+        Raises:
+            QeRLError: As `check_template`, `short_prompts` and `check_room`.
+        """
+        kwargs = self.args.chat_template_kwargs
+        check_template(rows, self.tokenizer, kwargs)
+        rows = short_prompts(rows, self.limit, kwargs, self.tokenizer, what)
+        check_room(rows, self.positions, self.args, self.tokenizer, what)
+        return rows
 
 
 def short_prompts(
