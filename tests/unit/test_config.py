@@ -1,6 +1,7 @@
 """Recipes: every combination is valid, and mistakes get one clear sentence."""
 
 import dataclasses
+import inspect
 from itertools import product
 from types import SimpleNamespace
 
@@ -150,6 +151,22 @@ def test_command_line_values_are_yaml(text, value):
 def test_mistakes(fields, message):
     with pytest.raises(QeRLError, match=message):
         load_config([], MINIMAL | fields)
+
+
+@pytest.mark.parametrize(
+    ("field", "message"),
+    [
+        ("learning_rat", r"^QeRLConfig has the unknown key 'learning_rat'; did you mean 'learning_rate'\?$"),
+        ("lora_rank", "did you mean 'lora_r'"),
+        ("load_in_4bit", "set weights, which says how the model is quantised"),
+    ],
+)
+def test_a_keyword_that_is_no_field_is_a_type_error_in_a_sentence(field, message):
+    with pytest.raises(QeRLError, match=message) as caught:
+        QeRLConfig(output_dir="x", **{field: 8})
+    assert isinstance(caught.value, TypeError)
+    names = [spec.name for spec in dataclasses.fields(QeRLConfig) if spec.init]
+    assert list(inspect.signature(QeRLConfig).parameters) == names
 
 
 @pytest.mark.parametrize("words_of", [ModelConfig, ScriptArguments, GRPOScriptArguments])

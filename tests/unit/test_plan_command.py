@@ -175,6 +175,7 @@ def test_full_tuning_that_cannot_fit_is_refused_before_it_is_loaded(
 ):
     config = load_config([], SHORT | {"weights": "bf16", "tuning": "full"})
     monkeypatch.setattr(run, "find_model", lambda name: name)
+    monkeypatch.setattr(run, "model_positions", lambda *_: None)
     monkeypatch.setattr(run, "load_tokenizer", lambda *_, **__: tiny_tokenizer)
     monkeypatch.setattr(policy, "load_policy", lambda *given: pytest.fail("the model was loaded"))
     monkeypatch.setattr(QeRLConfig, "device", torch.device("cuda"))
@@ -292,6 +293,7 @@ def test_a_run_on_a_gpu_takes_the_limit_of_the_plan(monkeypatch, tiny_tokenizer,
 
     config = load_config([], SHORT | fields)
     monkeypatch.setattr(run, "find_model", lambda name: name)
+    monkeypatch.setattr(run, "model_positions", lambda *_: None)
     monkeypatch.setattr(run, "load_tokenizer", lambda *_, **__: tiny_tokenizer)
     monkeypatch.setattr(policy, "load_policy", load)
     monkeypatch.setattr(QeRLConfig, "device", torch.device("cuda"))

@@ -26,7 +26,7 @@ from typing import Any
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from qerl.errors import QeRLError
+from qerl.errors import QeRLError, first_line
 from qerl.ranks import is_first_process
 
 logger = logging.getLogger(__name__)
@@ -109,6 +109,14 @@ class Chat:
         """
         return self._apply(self.messages(prompt), return_dict=True)["input_ids"]
 
+    def check(self, prompt: Sequence[Message]) -> None:
+        """Render the messages as they are.
+
+        Raises:
+            QeRLError: The template cannot be rendered.
+        """
+        self._render(list(prompt))
+
     def dataset(self, rows: Dataset) -> Dataset:
         """The rows with the column ``prompt`` as :meth:`messages` gives it.
 
@@ -159,10 +167,10 @@ class Chat:
                 messages, add_generation_prompt=True, **options, **self._kwargs
             )
         except Exception as error:  # a template is a program of the model's author
-            cause = str(error).strip().partition("\n")[0]
             raise QeRLError(
                 f"The chat template of {self._name} cannot render a prompt ({type(error).__name__}: "
-                f"{cause}); mend the template (chat_template.jinja beside the model), or use another model."
+                f"{first_line(error)}); mend the template (chat_template.jinja beside the model), or use "
+                "another model."
             ) from error
 
     @property

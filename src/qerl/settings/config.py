@@ -12,8 +12,9 @@ the run has them.
 """
 
 import dataclasses
+import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from trl import GRPOConfig
@@ -25,6 +26,7 @@ from qerl.settings.adapter import take_saved_adapter
 from qerl.settings.algorithms import ALGORITHMS
 from qerl.settings.checks import checked
 from qerl.settings.fields import OWN_NAMES, OwnFields
+from qerl.settings.foreign import refuse_unknown
 from qerl.settings.model_kwargs import take_model_kwargs
 from qerl.settings.parents import Refused, fate_of, set_newer_names
 
@@ -38,6 +40,33 @@ _ENVIRONMENTS_TOGETHER = 64
 """The same where each has an environment, which may be a connection to somewhere."""
 
 
+Settings = TypeVar("Settings")
+
+
+class UnknownField(QeRLError, TypeError):
+    """A keyword that is no field; a `TypeError`, as a dataclass raises for it."""
+
+
+def _unknown_in_a_sentence(settings: type[Settings]) -> type[Settings]:
+    """The dataclass, which names the nearest field where it is made with a keyword that is none."""
+    kind: Any = settings
+    made = kind.__init__
+    known = [spec.name for spec in dataclasses.fields(kind) if spec.init]
+
+    @functools.wraps(made)
+    def init(self: Settings, *values: Any, **fields: Any) -> None:
+        try:
+            for name in fields:
+                refuse_unknown(name, type(self).__name__, known, OWN_NAMES)
+        except QeRLError as error:
+            raise UnknownField(str(error)) from None
+        made(self, *values, **fields)
+
+    kind.__init__ = init
+    return settings
+
+
+@_unknown_in_a_sentence
 @dataclass
 class QeRLConfig(OwnFields, GRPOConfig):
     """Everything a run needs to know; the fields of `trl.GRPOConfig` and of `TrainingArguments` are valid

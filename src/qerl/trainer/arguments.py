@@ -18,7 +18,6 @@ is accepted and ignored, and where two of them say the same thing they must agre
 import copy
 from collections.abc import Collection, Set
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,12 +40,12 @@ from qerl.settings.adapter import LORA_FIELDS, plain, take_adapter
 from qerl.settings.config import QeRLConfig, default_of
 from qerl.settings.recipe import FIELDS
 from qerl.tasks.early import EarlyCalls
-from qerl.trainer.data import check_data
+from qerl.trainer.data import sound_data
 from qerl.trainer.early import check_tells
-from qerl.trainer.model_in_hand import check_dtype, held, weights_of
+from qerl.trainer.model_in_hand import check_dtype, check_optimizer, held, weights_of
 from qerl.trainer.others import Others
 from qerl.trainer.policy import make_policy
-from qerl.trainer.prompts import short_prompts
+from qerl.trainer.prompts import ReadyPrompts
 from qerl.trainer.ready import check_policy
 from qerl.trainer.rewards import early_calls, guard_rewards, one_for_each, with_length_penalty
 from qerl.trainer.sampler import stops_of
@@ -144,7 +143,7 @@ def complete(
     settings = _settings(args, model, peft_config)
     train_dataset = others.rows(train_dataset, settings)
     _check_fields(settings, acted_on, named, engine, others)
-    check_data(settings, train_dataset, eval_dataset, bool(others.factories))
+    train_dataset, eval_dataset = sound_data(settings, train_dataset, eval_dataset, bool(others.factories))
     early = early_calls(reward_funcs, settings)
     if early is not None and engine is not None:
         check_tells(engine)
@@ -153,21 +152,21 @@ def complete(
     tokenizer = _tokenizer(processing_class, model, train_dataset, settings.trust_remote_code)
     others.check_tokenizer(tokenizer)
     stops_of(settings, tokenizer)  # refuses a model that does not think, before it is loaded
+    ready = ReadyPrompts.of(model, settings, tokenizer, "max_prompt_length" in acted_on, bool(others))
+    train_dataset = ready(train_dataset, "training prompts")
+    eval_dataset = ready(eval_dataset, "evaluation prompts")
     if named:
         policy = _named_policy(model, settings, peft_config, engine)
     else:
         policy = _policy_in_hand(model, settings, peft_config, acted_on)
-    _check_optimizer(optimizers[0], policy)
+    check_optimizer(optimizers[0], policy)
     check_policy(policy, engine)
     rewards = _rewards(reward_funcs, settings, others, early)
-    limit = None if "max_prompt_length" in acted_on else settings.max_prompt_length
-    kwargs = settings.chat_template_kwargs
-    short = partial(short_prompts, limit=limit, template_kwargs=kwargs, tokenizer=tokenizer)
     for_trl = {
         "reward_funcs": rewards,
         "reward_processing_classes": one_for_each(reward_processing_classes, reward_funcs, rewards),
-        "train_dataset": short(train_dataset, what="training prompts"),
-        "eval_dataset": short(eval_dataset, what="evaluation prompts"),
+        "train_dataset": train_dataset,
+        "eval_dataset": eval_dataset,
         "processing_class": processing_class or tokenizer,
         "optimizers": optimizers,
         **others.for_trl,
@@ -347,18 +346,6 @@ def _agree_with_model(args: QeRLConfig, acted_on: Collection[str], model: nn.Mod
             )
     for name in sorted(given & LORA_FIELDS.keys() - own.keys()):
         raise QeRLError(f"{name} is set and the model that was handed in has no LoRA adapter; remove it.")
-
-
-def _check_optimizer(optimizer: Any, model: nn.Module) -> None:
-    """Refuse an optimizer that would step other tensors than those of the policy."""
-    if optimizer is None:
-        return
-    own = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
-    if any(id(parameter) not in own for group in optimizer.param_groups for parameter in group["params"]):
-        raise QeRLError(
-            "The optimizer has parameters that the policy does not train; make it of the parameters of the "
-            "model that is handed in, after its adapter was added."
-        )
 
 
 # Tokenizer and engine

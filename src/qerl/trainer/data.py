@@ -7,15 +7,16 @@ from datasets import Dataset, IterableDataset
 
 from qerl.errors import QeRLError
 from qerl.settings.config import QeRLConfig
+from qerl.trainer.prompts import sound_prompts
 
 _NAMES_OF_REWARDS = ("prompts", "completions")
 """Arguments of reward functions that TRL fills; a column of this name would be a second one."""
 
 
-def check_data(
+def sound_data(
     args: QeRLConfig, train_dataset: Dataset | IterableDataset, eval_dataset: Any, environments: bool
-) -> None:
-    """Refuse data that the settings cannot sample from.
+) -> tuple[Any, Any]:
+    """The rows to train and to evaluate on, their prompts as `sound_prompts` gives them.
 
     Args:
         args: The settings.
@@ -24,8 +25,8 @@ def check_data(
         environments: Whether environments answer; they may give the prompts.
 
     Raises:
-        QeRLError: Dynamic sampling or a curriculum of a stream, rows without a prompt, or a column that
-            reward functions could not be handed.
+        QeRLError: The settings cannot sample from them: dynamic sampling or a curriculum of a stream, rows
+            without a prompt, or a column that reward functions could not be handed.
     """
     if args.curriculum and isinstance(train_dataset, IterableDataset):
         raise QeRLError(
@@ -44,6 +45,7 @@ def check_data(
     for what, rows in every.items():
         # A stream that was mapped does not know its columns.
         _check_columns(what, getattr(rows, "column_names", None) or (), environments)
+    return sound_prompts(train_dataset, "train_dataset"), sound_prompts(eval_dataset, "eval_dataset")
 
 
 def _check_columns(what: str, columns: Any, environments: bool) -> None:

@@ -5,7 +5,6 @@ the adapter (or, for full tuning, the model) beside the tokenizer, as TRL's `sav
 """
 
 import contextlib
-import logging
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,7 +12,6 @@ from pathlib import Path
 
 import torch
 from datasets import Dataset
-from filelock import FileLock, Timeout
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
@@ -23,7 +21,7 @@ from qerl.kernels import needs
 from qerl.kernels.cards import card_of
 from qerl.models.chat import Chat
 from qerl.models.hub import find_model
-from qerl.models.load import load_tokenizer
+from qerl.models.load import load_tokenizer, model_positions
 from qerl.rollout.select import make_engine
 from qerl.run_folder import CONFIG_FILE
 from qerl.settings.config import QeRLConfig
@@ -35,14 +33,10 @@ from qerl.trainer.grpo import QeRLTrainer
 from qerl.trainer.policy import make_policy
 from qerl.trainer.preflight import check_length, preflight
 from qerl.trainer.processes import ends_together
-from qerl.trainer.prompts import short_prompts
+from qerl.trainer.prompts import check_room, short_prompts, sound_prompts
 from qerl.trainer.resume.changes import prepare_folder
+from qerl.trainer.resume.claim import claimed
 from qerl.update.memory_retry import refuse_memory_error
-
-logger = logging.getLogger(__name__)
-
-_LOCK_FILE = "_lock"
-"""In the run folder, locked while a run writes there; no file of such a name is pushed to the Hub."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +63,11 @@ def train(config: QeRLConfig, console: Console) -> RunResult:
     folder = Path(str(config.output_dir))
     with ends_together(config), contextlib.ExitStack() as claim:
         resume = prepare_folder(config, console)
-        claim.enter_context(_alone_in(folder, config.process_index))
+        if not claim.enter_context(claimed(folder, config.process_index)):
+            raise QeRLError(
+                f"Another run writes to {folder} at present; wait for its end, or choose another "
+                "--output_dir."
+            )
         trainer, guard = build(config, console)
         if trainer.is_world_process_zero():
             _write_settings(config, folder)
@@ -82,25 +80,6 @@ def train(config: QeRLConfig, console: Console) -> RunResult:
     if interrupted:
         console.print(f"Saved {folder}/checkpoint-{step}. Go on with: --resume_from_checkpoint true")
     return RunResult(folder, interrupted, step)
-
-
-@contextlib.contextmanager
-def _alone_in(folder: Path, process: int) -> Iterator[None]:
-    """No other run writes into the folder meanwhile; the kernel frees what a process that dies has locked."""
-    lock = FileLock(folder / _LOCK_FILE)
-    try:
-        if process == 0:
-            lock.acquire(blocking=False)
-    except Timeout:
-        raise QeRLError(
-            f"Another run writes to {folder} at present; wait for its end, or choose another --output_dir."
-        ) from None
-    except NotImplementedError:
-        logger.warning("The disk of %s has no locks: see to it that no other run writes there.", folder)
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 def _write_settings(config: QeRLConfig, folder: Path) -> None:
@@ -152,6 +131,10 @@ def build(config: QeRLConfig, console: Console) -> tuple[QeRLTrainer, InterruptG
     model = find_model(config.model)
     tokenizer = load_tokenizer(model, trust_remote_code=config.trust_remote_code)
     train_set, eval_set = _datasets(config, parts.task, tokenizer)
+    if not parts.tools and parts.environment_factory is None:
+        positions = model_positions(model, config.trust_remote_code)
+        check_room(train_set, positions, config, tokenizer, "training prompts")
+        check_room(eval_set, positions, config, tokenizer, "evaluation prompts")
     policy = make_policy(config, model, console)
     guard = InterruptGuard(console)
     trainer = QeRLTrainer(
@@ -192,6 +175,7 @@ def _datasets(
     task.opening = chat.opening
 
     def prompts(rows: Dataset, what: str) -> Dataset:
+        rows = sound_prompts(rows, f"the {what}")
         return short_prompts(chat.dataset(rows), config.max_prompt_length, kwargs, tokenizer, what)
 
     train_set = prompts(task.train(), "training prompts")
