@@ -13,7 +13,6 @@ from pathlib import Path
 import torch
 from datasets import Dataset
 from rich.console import Console
-from transformers import PreTrainedTokenizerBase
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from qerl.errors import QeRLError, first_line
@@ -21,7 +20,7 @@ from qerl.kernels import needs
 from qerl.kernels.cards import card_of
 from qerl.models.chat import Chat
 from qerl.models.hub import find_model
-from qerl.models.load import load_tokenizer, model_positions
+from qerl.models.load import load_tokenizer
 from qerl.rollout.select import make_engine
 from qerl.run_folder import CONFIG_FILE
 from qerl.settings.config import QeRLConfig
@@ -33,7 +32,7 @@ from qerl.trainer.grpo import QeRLTrainer
 from qerl.trainer.policy import make_policy
 from qerl.trainer.preflight import check_length, preflight
 from qerl.trainer.processes import ends_together
-from qerl.trainer.prompts import check_room, short_prompts, sound_prompts
+from qerl.trainer.prompts import ReadyPrompts, sound_prompts
 from qerl.trainer.resume.changes import prepare_folder
 from qerl.trainer.resume.claim import claimed
 from qerl.update.memory_retry import refuse_memory_error
@@ -130,11 +129,9 @@ def build(config: QeRLConfig, console: Console) -> tuple[QeRLTrainer, InterruptG
     parts = preflight(config)
     model = find_model(config.model)
     tokenizer = load_tokenizer(model, trust_remote_code=config.trust_remote_code)
-    train_set, eval_set = _datasets(config, parts.task, tokenizer)
-    if not parts.tools and parts.environment_factory is None:
-        positions = model_positions(model, config.trust_remote_code)
-        check_room(train_set, positions, config, tokenizer, "training prompts")
-        check_room(eval_set, positions, config, tokenizer, "evaluation prompts")
+    in_turns = bool(parts.tools) or parts.environment_factory is not None
+    ready = ReadyPrompts.of(model, config, tokenizer, are_short=False, in_turns=in_turns)
+    train_set, eval_set = _datasets(config, parts.task, ready)
     policy = make_policy(config, model, console)
     guard = InterruptGuard(console)
     trainer = QeRLTrainer(
@@ -166,17 +163,14 @@ def build(config: QeRLConfig, console: Console) -> tuple[QeRLTrainer, InterruptG
     return trainer, guard
 
 
-def _datasets(
-    config: QeRLConfig, task: Task, tokenizer: PreTrainedTokenizerBase
-) -> tuple[Dataset, Dataset | None]:
+def _datasets(config: QeRLConfig, task: Task, ready: ReadyPrompts) -> tuple[Dataset, Dataset | None]:
     """Prompts to train on, and those to evaluate on if the run does; the task learns how a turn begins."""
-    kwargs = config.chat_template_kwargs
-    chat = Chat(tokenizer, kwargs)
+    chat = Chat(ready.tokenizer, config.chat_template_kwargs)
     task.opening = chat.opening
 
     def prompts(rows: Dataset, what: str) -> Dataset:
-        rows = sound_prompts(rows, f"the {what}")
-        return short_prompts(chat.dataset(rows), config.max_prompt_length, kwargs, tokenizer, what)
+        found: Dataset = ready(chat.dataset(sound_prompts(rows, f"the {what}")), what)
+        return found
 
     train_set = prompts(task.train(), "training prompts")
     if len(train_set) == 0:
