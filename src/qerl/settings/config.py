@@ -25,7 +25,7 @@ from qerl.settings import contradictions
 from qerl.settings.adapter import take_saved_adapter
 from qerl.settings.algorithms import ALGORITHMS
 from qerl.settings.checks import checked
-from qerl.settings.fields import OWN_NAMES, OwnFields
+from qerl.settings.fields import OWN_NAMES, OWN_TYPES, OwnFields
 from qerl.settings.foreign import refuse_unknown
 from qerl.settings.model_kwargs import take_model_kwargs
 from qerl.settings.parents import Refused, fate_of, set_newer_names
@@ -129,15 +129,16 @@ class QeRLConfig(OwnFields, GRPOConfig):
         for spec in dataclasses.fields(self):
             if not spec.init:
                 continue
-            parent = None if spec.name in OWN_NAMES else fate_of(spec.name)
+            parent = None if spec.name in OWN_TYPES else fate_of(spec.name)
             value = getattr(self, spec.name)
             if isinstance(parent, Refused):
                 default = default_of(spec)
-                if (value or None) != (default or None):  # "" and [] say no more than None
+                if _asked(value) != _asked(default):
                     raise QeRLError(f"{spec.name} is not supported: {parent.reason}. Remove it.")
                 setattr(self, spec.name, default)
             else:
-                setattr(self, spec.name, checked(spec.name, value, parent.type if parent else spec.type))
+                type_ = parent.type if parent else OWN_TYPES[spec.name]
+                setattr(self, spec.name, checked(spec.name, value, type_))
 
     @property
     def device(self) -> torch.device:
@@ -163,6 +164,11 @@ class QeRLConfig(OwnFields, GRPOConfig):
             total_steps=steps,
             kind=self.noise_schedule,
         )
+
+
+def _asked(value: Any) -> Any:
+    """The value, and None for "", [], False and transformers' "no", which ask for nothing either."""
+    return None if value == "no" else value or None
 
 
 def default_of(spec: dataclasses.Field) -> Any:

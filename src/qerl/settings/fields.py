@@ -3,11 +3,15 @@
 A field has a name, a type that is checked when settings are made (`qerl.settings.checks`), a default, and the
 sentence that `qerl fields`, `qerl train --help` and docs/configuration.md show. Their order here is the order
 there. What follows from fields that are set is in `qerl.settings.config`.
+
+Scripts for TRL make settings with its `TrlParser`, or transformers' `HfArgumentParser`. Both hand a field's
+metadata to argparse, which knows `help` alone, and overwrite the field's type with one that argparse calls. So
+its metadata are its `Sentence`, and its type is read from `OWN_TYPES`.
 """
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_type_hints
 
 from pydantic import Field
 
@@ -41,6 +45,18 @@ RatioCorrection = Literal[
 ]
 
 
+class Sentence(str):
+    """What `qerl fields` says of a field.
+
+    Attributes:
+        instead_of_trl: Why the default differs from the parent's; empty where it does not.
+        group: Heading that begins with this field; empty where the field belongs to the heading before.
+    """
+
+    instead_of_trl: str
+    group: str
+
+
 def _help(
     text: str,
     default: Any = dataclasses.MISSING,
@@ -48,17 +64,17 @@ def _help(
     instead_of_trl: str = "",
     group: str = "",
 ) -> Any:
-    """A field with its sentence for `qerl fields`.
+    """A field with its sentence, whose attributes are ``instead_of_trl`` and ``group``, and its default.
 
     Args:
         text: The sentence.
         default: Value where nobody sets the field.
         factory: Makes the default, in place of ``default``.
-        instead_of_trl: Why the default differs from the parent's.
-        group: Heading that begins with this field; the fields after it belong to the same group.
+        instead_of_trl, group: As of `Sentence`.
     """
-    metadata = {"help": text, "instead_of_trl": instead_of_trl, "group": group}
-    return field(default=default, default_factory=factory, metadata=metadata)
+    sentence = Sentence(text)
+    sentence.instead_of_trl, sentence.group = instead_of_trl, group
+    return field(default=default, default_factory=factory, metadata={"help": sentence})
 
 
 @dataclass
@@ -347,3 +363,6 @@ class OwnFields(ChangedFields, NewFields):
 
 
 OWN_NAMES = tuple(spec.name for spec in dataclasses.fields(OwnFields))
+
+OWN_TYPES: dict[str, Any] = get_type_hints(OwnFields, include_extras=True)
+"""Type of each of these fields by its name, with its range."""

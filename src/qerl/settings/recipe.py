@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from qerl import yaml12
 from qerl.errors import QeRLError
 from qerl.settings.config import QeRLConfig, default_of
-from qerl.settings.fields import OWN_NAMES
+from qerl.settings.fields import OWN_NAMES, OWN_TYPES
 from qerl.settings.foreign import refuse_unknown
 from qerl.settings.library import recipe_file
 from qerl.settings.parents import Refused, fate_of
@@ -68,10 +68,10 @@ def parse_field(name: str, text: str) -> Any:
 
 
 def _type_of(name: str) -> Any:
+    if name in OWN_TYPES:
+        return OWN_TYPES[name]
     parent = fate_of(name)
-    if name in OWN_NAMES or isinstance(parent, Refused):
-        return FIELDS[name].type
-    return parent.type
+    return FIELDS[name].type if isinstance(parent, Refused) else parent.type
 
 
 def _is_text(type_: Any) -> bool:
