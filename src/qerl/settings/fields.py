@@ -5,8 +5,8 @@ sentence that `qerl fields`, `qerl train --help` and docs/configuration.md show.
 there. What follows from fields that are set is in `qerl.settings.config`.
 
 Scripts for TRL make settings with its `TrlParser`, or transformers' `HfArgumentParser`. Both hand a field's
-metadata to argparse, which knows `help` alone, and overwrite the field's type with one that argparse calls. So
-its metadata are its `Sentence`, and its type is read from `OWN_TYPES`.
+metadata to argparse, which knows `help` alone, and overwrite its type with one that argparse calls. So the
+metadata are its `Sentence`, and its type is read from `OWN_TYPES`.
 """
 
 import dataclasses
