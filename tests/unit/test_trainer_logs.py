@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
 
 from qerl.errors import QeRLError
@@ -333,3 +334,17 @@ def test_predictions_have_the_rewards_of_an_evaluation_and_leave_no_trace(make, 
 def test_a_prediction_of_nothing_but_failures_is_none(make):
     trainer = make(lambda completions, **_: [None] * len(completions), eval_dataset=DATA)
     assert trainer.predict(DATA).metrics["test_reward"] is None
+
+
+def test_rows_handed_over_later_are_checked_and_cut_as_the_first(make, caplog):
+    trainer = make(max_prompt_length=24)
+    trainer.evaluate(Dataset.from_dict({"prompt": ["one two", "one two three four five six"]}))
+    assert "1 of 2 evaluation prompts are longer than 24 tokens" in caplog.text
+    missing, columns = Dataset.from_dict({"prompt": ["one", None]}), Dataset.from_dict({"text": ["one"]})
+    for score, name in ((trainer.evaluate, "eval_dataset"), (trainer.predict, "test_dataset")):
+        with pytest.raises(QeRLError, match=f"^Row 1 of {name} has no prompt"):
+            score(missing)
+        with pytest.raises(QeRLError, match=f"^{name} has no column `prompt`"):
+            score(columns)
+    with pytest.raises(QeRLError, match=r"^Row 1 of eval_dataset has no prompt"):
+        trainer.evaluate({"first": missing})

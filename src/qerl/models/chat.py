@@ -36,6 +36,8 @@ Message = dict[str, str]
 THINK = "<think>"
 _MARK = "message{}mark"
 
+_FOLDED = "the prompt as its template takes it"
+
 # What transformers' function takes itself; a template's own arguments have other names.
 _TAKEN = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) - {
     "documents",
@@ -127,7 +129,8 @@ class Chat:
         after = [self.messages(prompt) for prompt in before]
         if after == before:
             return rows
-        return rows.remove_columns("prompt").add_column("prompt", after)
+        # Without its last column a data set would have no rows either, so the new one comes first.
+        return rows.add_column(_FOLDED, after).remove_columns("prompt").rename_column(_FOLDED, "prompt")
 
     def _must_fold(self, roles: tuple[str, ...]) -> bool:
         marked = [{"role": role, "content": _MARK.format(i)} for i, role in enumerate(roles)]

@@ -102,6 +102,7 @@ class Completed:
         args: Settings that agree with it; a copy of the user's.
         engine: Samples from the policy.
         early: Reward functions whose calls begin while samples are decoded; None for none.
+        ready: Makes rows ready that are handed to `evaluate` and `predict`.
         for_trl: Further keyword arguments of TRL's constructor.
     """
 
@@ -109,6 +110,7 @@ class Completed:
     args: QeRLConfig
     engine: RolloutEngine
     early: EarlyCalls | None
+    ready: ReadyPrompts
     for_trl: dict[str, Any]
 
 
@@ -171,7 +173,7 @@ def complete(
         "optimizers": optimizers,
         **others.for_trl,
     }
-    return Completed(policy, settings, engine or _engine(policy, tokenizer, settings), early, for_trl)
+    return Completed(policy, settings, engine or _engine(policy, tokenizer, settings), early, ready, for_trl)
 
 
 def _rewards(reward_funcs: Any, settings: QeRLConfig, others: Others, early: EarlyCalls | None) -> list[Any]:

@@ -47,6 +47,7 @@ from qerl.seeding import ProblemSeeds
 from qerl.trainer.arguments import complete
 from qerl.trainer.callbacks import EarlyStop, MetricsFile
 from qerl.trainer.correction import Mismatch
+from qerl.trainer.data import sound_rows
 from qerl.trainer.dynamic_sampling import empty_log
 from qerl.trainer.others import check_others
 from qerl.trainer.trl.evaluation import mean, name_metrics
@@ -143,6 +144,7 @@ class QeRLTrainer(UpdateTrainer):
         for parameter, dtype in zip(trained, dtypes, strict=True):
             # TRL rounds adapters of four-bit models to bf16, in which an update of 5e-6 is mostly lost.
             parameter.data = parameter.data.to(dtype)
+        self._ready, self._has_environments = given.ready, environment_factory is not None
         others.join(self, given.args.reward_timeout)
         self._start_rollouts(given.engine, given.early)
         self._start_update()
@@ -165,7 +167,9 @@ class QeRLTrainer(UpdateTrainer):
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
-        """Wraps transformers': the completions of an evaluation are a table of their own."""
+        """Wraps transformers': rows are checked as those of the constructor, and the completions of an
+        evaluation are a table of their own."""
+        eval_dataset = self._sound(eval_dataset, "eval_dataset", "evaluation prompts")
         with self._table_apart(metric_key_prefix):
             return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
 
@@ -174,12 +178,19 @@ class QeRLTrainer(UpdateTrainer):
     ) -> PredictionOutput:
         """Wraps transformers', to which TRL gives no rewards: the metrics are those of an evaluation of these
         rows, and nothing is logged."""
+        test_dataset = self._sound(test_dataset, "test_dataset", "test prompts")
         with self._table_apart(""):
             output = super().predict(test_dataset, ignore_keys, metric_key_prefix)
         for name, values in self._metrics["eval"].items():
             output.metrics[f"{metric_key_prefix}_{name}"] = mean(values)
         self._metrics["eval"].clear()
         return output
+
+    def _sound(self, rows: Any, argument: str, what: str) -> Any:
+        """Rows that are handed over, checked; of several sets each is evaluated, and checked, by itself."""
+        if not isinstance(rows, Dataset | IterableDataset):
+            return rows
+        return self._ready(sound_rows(rows, argument, self._has_environments), what)
 
     @contextlib.contextmanager
     def _table_apart(self, evaluation: str) -> Iterator[None]:
