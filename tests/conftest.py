@@ -13,7 +13,11 @@ os.environ.setdefault("TRITON_INTERPRET", str(int(not torch.cuda.is_available())
 import pytest
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from tests.support.interpreter import hurry
 from tests.support.models import make_tiny_model, make_tiny_tokenizer, replace_projections
+
+if os.environ["TRITON_INTERPRET"] == "1":
+    hurry()
 
 
 @pytest.fixture(scope="session", autouse=True)
