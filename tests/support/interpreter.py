@@ -1,9 +1,10 @@
 """Triton's interpreter without what takes most of its time.
 
-While a kernel is interpreted, the functions of `triton.language` are replaced by ones that compute with NumPy.
-The interpreter replaces them anew for every device function that a kernel calls; once for a launch is enough. It
-also computes each sum and product of integers a second time in 64 bits, to find overflows of 32: compiled
-kernels are not checked so either, and no test here has sizes that come near. Each takes a third of the time.
+While a kernel is interpreted, the functions of `triton.language` are replaced by ones that compute with
+NumPy. The interpreter replaces them anew for every device function that a kernel calls; once for a launch
+is enough. It also computes each sum and product of integers a second time in 64 bits, to find overflows
+of 32: compiled kernels are not checked so either, and no test here has sizes that come near. Each takes a
+third of the time.
 """
 
 import dataclasses
