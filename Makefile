@@ -11,9 +11,9 @@ PYTHON ?= python3
 # The build of torch that is installed first, here the CPU's. On a GPU machine name the build for its CUDA version.
 TORCH  ?= torch==2.13.0
 BIN    := .venv/bin
-# Python compiles the modules that are imported; most of those that pip would compile never are. What it compiles is
-# kept, whatever the environment says: the tests start many processes, and torch and transformers take 10 s in each.
+# Python compiles the modules that are imported; most of those that pip would compile never are.
 PIP    := $(BIN)/pip install --quiet --no-compile
+# What it compiles is kept, whatever the environment says: the tests start many processes, each of which imports torch.
 export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: setup demo test adapters tinker wheel versions tables figures lint clean

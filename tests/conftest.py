@@ -3,6 +3,7 @@
 import gc
 import os
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -13,10 +14,11 @@ os.environ.setdefault("TRITON_INTERPRET", str(int(not torch.cuda.is_available())
 import pytest
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from tests.support.interpreter import hurry
 from tests.support.models import make_tiny_model, make_tiny_tokenizer, replace_projections
 
-if os.environ["TRITON_INTERPRET"] == "1":
+if os.environ["TRITON_INTERPRET"] == "1" and find_spec("triton"):
+    from tests.support.interpreter import hurry
+
     hurry()
 
 

@@ -31,6 +31,15 @@ def test_a_script_makes_settings_of_its_words(parser):
     assert (config.noise, config.loss_type, config.lora_r) == (True, "dapo", 8)
     assert (config.noise_target_kl, config.logging_steps) == (0.02, 5)
     assert config.reward_files == ["a.py:f", "b.py:g"]
+    _, mappings = made.parse_args_into_dataclasses(
+        ["--task_options", '{"level": "wp1"}', "--gradient_checkpointing_kwargs", '{"every_n_layers": 2}',
+         "--pad_to_multiple_of", "8"]
+    )  # fmt: skip
+    assert mappings.task_options == {"level": "wp1"}
+    assert mappings.gradient_checkpointing_kwargs["every_n_layers"] == 2
+    assert mappings.pad_to_multiple_of == 8
+    with pytest.raises(QeRLError, match=r"^judge is '\{url: x\}'; as text it must be valid JSON \(.+\)\.$"):
+        made.parse_args_into_dataclasses(["--judge", "{url: x}"])
     _, plain = made.parse_args_into_dataclasses(["--output_dir", "runs/a"])
     assert plain == QeRLConfig(output_dir="runs/a")
 
@@ -42,6 +51,18 @@ def test_a_file_of_trls_parser_may_hold_mappings(tmp_path):
     script, config = parser.parse_args_and_config(["--config", str(file), "--lora_r", "4"])
     assert script.dataset_name == "mine"
     assert (config.task, config.task_options, config.lora_r) == ("arithmetic", {"level": "wp1"}, 4)
+
+
+@dataclass
+class OwnConfig(QeRLConfig):
+    dataset: str = "none"
+
+
+def test_a_config_of_ones_own_may_have_further_fields():
+    (config,) = TrlParser(OwnConfig).parse_args_into_dataclasses(["--dataset", "gsm8k", "--lora_r", "4"])
+    assert (config.dataset, config.lora_r) == ("gsm8k", 4)
+    with pytest.raises(QeRLError, match="lora_r is 0"):
+        OwnConfig(lora_r=0)
 
 
 def test_ranges_hold_after_a_parser_has_seen_the_fields():

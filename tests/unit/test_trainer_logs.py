@@ -337,7 +337,8 @@ def test_a_prediction_of_nothing_but_failures_is_none(make):
 
 
 def test_rows_handed_over_later_are_checked_and_cut_as_the_first(make, caplog):
-    trainer = make(max_prompt_length=24)
+    sampled = []
+    trainer = make(lambda prompts, **_: sampled.extend(prompts) or [0.0] * len(prompts), max_prompt_length=24)
     trainer.evaluate(Dataset.from_dict({"prompt": ["one two", "one two three four five six"]}))
     assert "1 of 2 evaluation prompts are longer than 24 tokens" in caplog.text
     missing, columns = Dataset.from_dict({"prompt": ["one", None]}), Dataset.from_dict({"text": ["one"]})
@@ -346,5 +347,7 @@ def test_rows_handed_over_later_are_checked_and_cut_as_the_first(make, caplog):
             score(missing)
         with pytest.raises(QeRLError, match=f"^{name} has no column `prompt`"):
             score(columns)
-    with pytest.raises(QeRLError, match=r"^Row 1 of eval_dataset has no prompt"):
-        trainer.evaluate({"first": missing})
+    sampled.clear()
+    with pytest.raises(QeRLError, match=r"^Row 1 of eval_dataset 'second' has no prompt"):
+        trainer.evaluate({"first": DATA, "second": missing})
+    assert not sampled

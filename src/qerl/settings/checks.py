@@ -12,7 +12,7 @@ import reprlib
 from enum import Enum
 from numbers import Real
 from pathlib import PurePath
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import (
     AfterValidator,
@@ -81,6 +81,13 @@ Names = Annotated[list[Text], _One]
 
 Passages = Annotated[list[Passage], _One]
 """A list of texts; a single one is a list of one."""
+
+if TYPE_CHECKING:
+    Options = dict[str, Any]
+else:  # transformers' parser of the command line reads it as text, which `qerl.settings.parsed` decodes
+    Options = Annotated[
+        dict[str, Any] | str | None, GetPydanticSchema(lambda _, schema_of: schema_of(dict[str, Any]))
+    ]
 
 _STRICT = ConfigDict(strict=True, allow_inf_nan=False, arbitrary_types_allowed=True)
 

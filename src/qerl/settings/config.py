@@ -29,9 +29,13 @@ from qerl.settings.fields import OWN_NAMES, OWN_TYPES, OwnFields
 from qerl.settings.foreign import refuse_unknown
 from qerl.settings.model_kwargs import take_model_kwargs
 from qerl.settings.parents import Refused, fate_of, set_newer_names
+from qerl.settings.parsed import take_parsed
 
 LEARNING_RATES = {"lora": 1e-5, "full": 1e-6}
 """By `tuning`, where nobody says it."""
+
+_EMPTY: tuple[Any, ...] = (None, "", [], {})
+"""Values that ask for nothing."""
 
 _EVALUATED_TOGETHER = 1024
 """Completions of an evaluation's call: twice the rows of the paged engine, which are refilled meanwhile."""
@@ -73,6 +77,7 @@ class QeRLConfig(OwnFields, GRPOConfig):
     too."""
 
     def __post_init__(self) -> None:
+        take_parsed(self)
         take_model_kwargs(self)
         self._check_fields()
         take_saved_adapter(self)
@@ -125,15 +130,15 @@ class QeRLConfig(OwnFields, GRPOConfig):
         return bool(self.load_best_model_at_end or by_plateau or self.early_stopping_patience)
 
     def _check_fields(self) -> None:
-        """Every field by itself."""
-        for spec in dataclasses.fields(self):
+        """Every field by itself; those of a subclass are its own affair."""
+        for spec in dataclasses.fields(QeRLConfig):
             if not spec.init:
                 continue
             parent = None if spec.name in OWN_TYPES else fate_of(spec.name)
             value = getattr(self, spec.name)
             if isinstance(parent, Refused):
                 default = default_of(spec)
-                if _asked(value) != _asked(default):
+                if value != default and (default or value not in _EMPTY):
                     raise QeRLError(f"{spec.name} is not supported: {parent.reason}. Remove it.")
                 setattr(self, spec.name, default)
             else:
@@ -164,11 +169,6 @@ class QeRLConfig(OwnFields, GRPOConfig):
             total_steps=steps,
             kind=self.noise_schedule,
         )
-
-
-def _asked(value: Any) -> Any:
-    """The value, and None for "", [], False and transformers' "no", which ask for nothing either."""
-    return None if value == "no" else value or None
 
 
 def default_of(spec: dataclasses.Field) -> Any:

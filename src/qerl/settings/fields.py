@@ -23,6 +23,7 @@ from qerl.settings.checks import (
     Drafted,
     Names,
     NonNegative,
+    Options,
     Passage,
     Passages,
     Positive,
@@ -56,6 +57,11 @@ class Sentence(str):
     instead_of_trl: str
     group: str
 
+    def __new__(cls, text: str, instead_of_trl: str, group: str) -> "Sentence":
+        sentence = super().__new__(cls, text)
+        sentence.instead_of_trl, sentence.group = instead_of_trl, group
+        return sentence
+
 
 def _help(
     text: str,
@@ -64,16 +70,15 @@ def _help(
     instead_of_trl: str = "",
     group: str = "",
 ) -> Any:
-    """A field with its sentence, whose attributes are ``instead_of_trl`` and ``group``, and its default.
+    """A field: its default and the `Sentence` that describes it.
 
     Args:
         text: The sentence.
         default: Value where nobody sets the field.
         factory: Makes the default, in place of ``default``.
-        instead_of_trl, group: As of `Sentence`.
+        instead_of_trl, group: As in `Sentence`.
     """
-    sentence = Sentence(text)
-    sentence.instead_of_trl, sentence.group = instead_of_trl, group
+    sentence = Sentence(text, instead_of_trl, group)
     return field(default=default, default_factory=factory, metadata={"help": sentence})
 
 
@@ -117,11 +122,9 @@ class NewFields:
         None,
         group="Task and rewards",
     )
-    task_options: dict[str, Any] = _help(
-        "Keyword arguments of the task, for example {level: wp1}.", factory=dict
-    )
+    task_options: Options = _help("Keyword arguments of the task, for example {level: wp1}.", factory=dict)
     reward_files: Names = _help("Reward functions of your own, each PATH.py:function.", factory=list)
-    judge: dict[str, Any] = _help(
+    judge: Options = _help(
         "A model behind an OpenAI-compatible endpoint as a reward: {url: http://127.0.0.1:8000/v1, model: "
         "NAME}, and the other arguments of qerl.rewards.judge.Judge; empty for none.",
         factory=dict,
@@ -170,7 +173,7 @@ class NewFields:
         "guess_number).",
         None,
     )
-    environment_options: dict[str, Any] = _help("Keyword arguments of the environment.", factory=dict)
+    environment_options: Options = _help("Keyword arguments of the environment.", factory=dict)
     tool_timeout: Positive = _help(
         "Seconds that a call of a tool, or an answer of an environment, may take.", 30.0
     )
@@ -222,8 +225,9 @@ class NewFields:
         "Adaptive quantization noise in the RMSNorm weights of rollouts. Off, because it helped in no study "
         "here (docs/method.md). True is the paper's noise, for which the loss corrects; with "
         "vllm_importance_sampling_correction: false it does not, as in the paper. A recipe or command line "
-        "that sets a field noise_... has to set this too. In Python, where nobody knows what was set, the "
-        "schedule (noise_sigma_start, noise_sigma_end, noise_stages, noise_schedule) is ignored without it.",
+        "that sets a field noise_... has to set this too. In Python and for TRL's parsers, which do not tell "
+        "what was set, the schedule (noise_sigma_start, noise_sigma_end, noise_stages, noise_schedule) is "
+        "ignored without it.",
         False,
         group="Noise",
     )

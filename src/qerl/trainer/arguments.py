@@ -102,7 +102,7 @@ class Completed:
         args: Settings that agree with it; a copy of the user's.
         engine: Samples from the policy.
         early: Reward functions whose calls begin while samples are decoded; None for none.
-        ready: Makes rows ready that are handed to `evaluate` and `predict`.
+        ready: What made the prompts ready.
         for_trl: Further keyword arguments of TRL's constructor.
     """
 

@@ -48,8 +48,8 @@ def sound_rows(rows: Any, what: str, environments: bool) -> Any:
     """The rows, their prompts as `sound_prompts` gives them.
 
     Args:
-        rows: As there.
-        what: What they are, such as ``train_dataset``.
+        rows: As in `sound_prompts`.
+        what: What the rows are, such as ``train_dataset``.
         environments: Whether environments answer; they may give the prompts.
 
     Raises:

@@ -28,6 +28,7 @@ replaced, and why:
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Sized
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -144,7 +145,9 @@ class QeRLTrainer(UpdateTrainer):
         for parameter, dtype in zip(trained, dtypes, strict=True):
             # TRL rounds adapters of four-bit models to bf16, in which an update of 5e-6 is mostly lost.
             parameter.data = parameter.data.to(dtype)
-        self._ready, self._has_environments = given.ready, environment_factory is not None
+        # The rows of a run come cut; those that are handed over later do not.
+        self._ready = replace(given.ready, limit=given.args.max_prompt_length)
+        self._has_environments = environment_factory is not None
         others.join(self, given.args.reward_timeout)
         self._start_rollouts(given.engine, given.early)
         self._start_update()
@@ -167,8 +170,8 @@ class QeRLTrainer(UpdateTrainer):
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
-        """Wraps transformers': rows are checked as those of the constructor, and the completions of an
-        evaluation are a table of their own."""
+        """Wraps transformers': data sets are checked and cut by `max_prompt_length` as those of the
+        constructor, and the completions of an evaluation are a table of their own."""
         eval_dataset = self._sound(eval_dataset, "eval_dataset", "evaluation prompts")
         with self._table_apart(metric_key_prefix):
             return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
@@ -187,8 +190,8 @@ class QeRLTrainer(UpdateTrainer):
         return output
 
     def _sound(self, rows: Any, argument: str, what: str) -> Any:
-        """Rows that are handed over, checked; of several sets each is evaluated, and checked, by itself."""
-        if not isinstance(rows, Dataset | IterableDataset):
+        """Rows that are handed over, checked and cut; what is no data set is left to transformers."""
+        if not isinstance(rows, Dataset | IterableDataset | dict):
             return rows
         return self._ready(sound_rows(rows, argument, self._has_environments), what)
 

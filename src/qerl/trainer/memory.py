@@ -10,7 +10,7 @@ import sys
 import torch
 
 _UNIT = 1 if sys.platform == "darwin" else 1024
-"""Bytes that `ru_maxrss` counts in; macOS counts single ones."""
+"""Bytes in one of what `ru_maxrss` counts: 1 on macOS, 1024 on Linux."""
 
 
 def used_bytes(device: torch.device) -> int:

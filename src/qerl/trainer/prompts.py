@@ -228,7 +228,7 @@ def short_prompts(
     kept = rows.filter(short)
     if isinstance(rows, IterableDataset):
         return kept
-    if not len(kept):
+    if len(rows) and not len(kept):
         raise QeRLError(
             f"None of the {len(rows)} {what} has at most {limit} tokens; raise max_prompt_length."
         )
