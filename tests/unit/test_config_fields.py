@@ -60,6 +60,14 @@ def test_a_field_without_effect_is_refused_with_the_reason(name):
         made(**{name: other})
 
 
+@pytest.mark.parametrize(("name", "value"), [("data_seed", 0), ("activation_checkpointing", False)])
+def test_a_value_that_is_false_says_something_where_the_default_is_unset(name, value):
+    if name not in FIELDS:
+        pytest.skip(f"this version of transformers has no {name}")
+    with pytest.raises(QeRLError, match=f"^{name} is not supported: .+ Remove it.$"):
+        made(**{name: value})
+
+
 WRONG = {
     "max_steps": ["ten", 1.5, True, 0, -2, None, 10**20],
     "lora_r": [8.5, True, 0, -1, "8", None, [8]],

@@ -38,7 +38,7 @@ SHORT = {
 
 def a_shape_is_its_model(monkeypatch, tokenizer):
     """A shape that a run names needs no files: its tokenizer is given, and no positions limit completions."""
-    ready = ReadyPrompts(load_config([], SHORT), tokenizer, limit=None, positions=None)
+    ready = ReadyPrompts(load_config([], SHORT), tokenizer, positions=None)
     monkeypatch.setattr(run, "find_model", lambda name: name)
     monkeypatch.setattr(run, "load_tokenizer", lambda *_, **__: tokenizer)
     monkeypatch.setattr(run.ReadyPrompts, "of", lambda *_, **__: ready)

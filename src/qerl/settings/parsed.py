@@ -10,8 +10,10 @@ from typing import Any
 from trl import GRPOConfig
 
 from qerl.errors import QeRLError
+from qerl.settings.checks import Options
+from qerl.settings.fields import OWN_TYPES
 
-_MAPPINGS = ("task_options", "judge", "environment_options", *GRPOConfig._VALID_DICT_FIELDS)
+_MAPPINGS = [name for name, type_ in OWN_TYPES.items() if type_ == Options] + GRPOConfig._VALID_DICT_FIELDS
 
 
 def take_parsed(config: Any) -> None:
@@ -21,7 +23,7 @@ def take_parsed(config: Any) -> None:
         QeRLError: A text that begins as a mapping is no JSON.
     """
     for name in _MAPPINGS:
-        value = getattr(config, name, None)
+        value = getattr(config, name)
         if isinstance(value, str) and value.startswith("{"):
             try:
                 setattr(config, name, json.loads(value))

@@ -102,7 +102,7 @@ class Completed:
         args: Settings that agree with it; a copy of the user's.
         engine: Samples from the policy.
         early: Reward functions whose calls begin while samples are decoded; None for none.
-        ready: What made the prompts ready.
+        ready: Makes rows ready that are handed over later.
         for_trl: Further keyword arguments of TRL's constructor.
     """
 
@@ -154,13 +154,11 @@ def complete(
     tokenizer = _tokenizer(processing_class, model, train_dataset, settings.trust_remote_code)
     others.check_tokenizer(tokenizer)
     stops_of(settings, tokenizer)  # refuses a model that does not think, before it is loaded
-    ready = ReadyPrompts.of(model, settings, tokenizer, "max_prompt_length" in acted_on, bool(others))
-    train_dataset = ready(train_dataset, "training prompts")
-    eval_dataset = ready(eval_dataset, "evaluation prompts")
-    if named:
-        policy = _named_policy(model, settings, peft_config, engine)
-    else:
-        policy = _policy_in_hand(model, settings, peft_config, acted_on)
+    ready = ReadyPrompts.of(model, settings, tokenizer, in_turns=bool(others))
+    if "max_prompt_length" not in acted_on:  # the rows of a run have been made ready
+        train_dataset = ready(train_dataset, "training prompts")
+        eval_dataset = ready(eval_dataset, "evaluation prompts")
+    policy = _policy(model, settings, peft_config, engine, acted_on)
     check_optimizer(optimizers[0], policy)
     check_policy(policy, engine)
     rewards = _rewards(reward_funcs, settings, others, early)
@@ -276,6 +274,18 @@ def _set_fields(args: QeRLConfig, acted_on: Collection[str], fields: Set[str] = 
 
 
 # Model
+
+
+def _policy(
+    model: LocalModel | PreTrainedModel | PeftModel,
+    args: QeRLConfig,
+    peft_config: LoraConfig | None,
+    engine: RolloutEngine | None,
+    acted_on: Collection[str],
+) -> PreTrainedModel | PeftModel:
+    if isinstance(model, LocalModel):
+        return _named_policy(model, args, peft_config, engine)
+    return _policy_in_hand(model, args, peft_config, acted_on)
 
 
 def _named_policy(

@@ -28,7 +28,6 @@ replaced, and why:
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Sized
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -145,9 +144,7 @@ class QeRLTrainer(UpdateTrainer):
         for parameter, dtype in zip(trained, dtypes, strict=True):
             # TRL rounds adapters of four-bit models to bf16, in which an update of 5e-6 is mostly lost.
             parameter.data = parameter.data.to(dtype)
-        # The rows of a run come cut; those that are handed over later do not.
-        self._ready = replace(given.ready, limit=given.args.max_prompt_length)
-        self._has_environments = environment_factory is not None
+        self._ready, self._has_environments = given.ready, environment_factory is not None
         others.join(self, given.args.reward_timeout)
         self._start_rollouts(given.engine, given.early)
         self._start_update()

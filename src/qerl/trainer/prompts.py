@@ -142,30 +142,28 @@ def check_template(
 
 @dataclass(frozen=True)
 class ReadyPrompts:
-    """The rows whose prompts are short enough, which the template renders and the model has positions for.
+    """Gives the rows whose prompts are short enough, and refuses such as the template cannot render or the
+    model has no positions for.
 
     Attributes:
         args: Settings of the run.
         tokenizer: Of the model.
-        limit: Most tokens of a prompt; None keeps all rows.
         positions: Of the model; None where nothing limits completions.
     """
 
     args: QeRLConfig
     tokenizer: PreTrainedTokenizerBase
-    limit: int | None
     positions: int | None
 
     @classmethod
     def of(
-        cls, model: Any, args: QeRLConfig, tokenizer: PreTrainedTokenizerBase, are_short: bool, in_turns: bool
+        cls, model: Any, args: QeRLConfig, tokenizer: PreTrainedTokenizerBase, in_turns: bool
     ) -> "ReadyPrompts":
         """What a model and the settings ask for.
 
         Args:
             model: One in hand, or a `LocalModel`, of which no weights are read.
             args, tokenizer: As the attributes.
-            are_short: Whether longer prompts have been left out.
             in_turns: Whether tools, environments or a `rollout_func` take part: what they sample ends where
                 the positions do, or where they say.
 
@@ -178,7 +176,7 @@ class ReadyPrompts:
             positions = model_positions(model, args.trust_remote_code)
         else:
             positions = positions_of(base_model(model).config.get_text_config(decoder=True))
-        return cls(args, tokenizer, None if are_short else args.max_prompt_length, positions)
+        return cls(args, tokenizer, positions)
 
     def __call__(self, rows: Any, what: str) -> Any:
         """Those of these rows; ``what`` they are called, such as ``training prompts``.
@@ -188,7 +186,7 @@ class ReadyPrompts:
         """
         kwargs = self.args.chat_template_kwargs
         check_template(rows, self.tokenizer, kwargs)
-        rows = short_prompts(rows, self.limit, kwargs, self.tokenizer, what)
+        rows = short_prompts(rows, self.args.max_prompt_length, kwargs, self.tokenizer, what)
         check_room(rows, self.positions, self.args, self.tokenizer, what)
         return rows
 

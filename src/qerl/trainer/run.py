@@ -130,7 +130,7 @@ def build(config: QeRLConfig, console: Console) -> tuple[QeRLTrainer, InterruptG
     model = find_model(config.model)
     tokenizer = load_tokenizer(model, trust_remote_code=config.trust_remote_code)
     in_turns = bool(parts.tools) or parts.environment_factory is not None
-    ready = ReadyPrompts.of(model, config, tokenizer, are_short=False, in_turns=in_turns)
+    ready = ReadyPrompts.of(model, config, tokenizer, in_turns=in_turns)
     train_set, eval_set = _datasets(config, parts.task, ready)
     policy = make_policy(config, model, console)
     guard = InterruptGuard(console)
