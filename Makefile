@@ -13,6 +13,8 @@ TORCH  ?= torch==2.13.0
 BIN    := .venv/bin
 # Python compiles the modules that are imported; most of those that pip would compile never are.
 PIP    := $(BIN)/pip install --quiet --no-compile
+# What it compiles is kept, whatever the environment says: the tests start many processes, each of which imports torch.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: setup demo test adapters tinker wheel versions tables figures lint clean
 setup: .venv/ready

@@ -11,8 +11,7 @@ without drafts, and acceptance can be counted on completions that were drawn wit
 SmolLM2-135M-Instruct samples two tasks at temperature 1, groups of 8, each prompt twice with other seeds; the
 first half is the earlier epoch, of the very policy that draws, which flatters it. Then the second half is
 decoded again on paper, all rows of a group a pass at a time or one row after another: a row looks for a
-draft, takes what agrees and one token more. What a pass costs is read off measured decode steps
-(`bench.tail.milliseconds`): with drafts of k tokens a step of R rows computes R (k + 1) tokens.
+draft, takes what agrees and one token more. What a pass with drafts costs, `bench.drafts` measures.
 """
 
 import argparse
@@ -28,7 +27,6 @@ import torch
 from rich.console import Console
 
 from bench.result import write_result
-from bench.tail import milliseconds, nvfp4_steps
 from qerl.eval.policy import Loading, Policy, load
 from qerl.models.chat import Chat
 from qerl.models.smollm2 import HUB_ID
@@ -52,7 +50,6 @@ TASKS = {"arithmetic": (32, 96), "text": (16, 256)}
 ALONE = "own and ended siblings"
 SOURCES = ("own", "own and siblings", ALONE, "own, siblings and earlier epoch")
 LEAST, LENGTHS = (1, 2, 3, 4), (1, 2, 3, 5, 7)
-ROWS = (1, 4, 8, 16, 32, 64)
 
 Tokens = list[int]
 
@@ -181,17 +178,14 @@ def decode(group: Group, sources: str, length: int, least: int) -> Count:
     return count
 
 
-def rows_of(
-    groups: list[Group], steps: dict[str, dict[int, float]], matches: list[int], lengths: list[int]
-) -> Iterator[dict[str, Any]]:
-    """A row for each way of drafting: tokens a pass, share accepted, and how much faster rows decode."""
+def rows_of(groups: list[Group], matches: list[int], lengths: list[int]) -> Iterator[dict[str, Any]]:
+    """A row for each way of drafting: tokens a pass and share accepted."""
     for sources in SOURCES:
         for least in matches:
             for length in lengths:
                 total = Count()
                 for group in groups:
                     total.add(decode(group, sources, length, least))
-                gain = total.tokens / total.passes
                 yield {
                     "groups": len(groups),
                     "completions": sum(len(group.samples) for group in groups),
@@ -200,16 +194,9 @@ def rows_of(
                     "match": least,
                     "draft": length,
                     **asdict(total),
-                    "tokens_per_pass": gain,
+                    "tokens_per_pass": total.tokens / total.passes,
                     "tokens_per_last_pass": total.last_tokens / max(1, total.last_passes),
                     "accepted_share": total.accepted / max(1, total.drafted),
-                    "speedup": {
-                        name: {
-                            rows: gain * milliseconds(rows, of) / milliseconds(rows * (length + 1), of)
-                            for rows in ROWS
-                        }
-                        for name, of in steps.items()
-                    },
                 }
 
 
@@ -248,17 +235,15 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--match", type=int, nargs="+", default=LEAST, help="tokens that agree at least")
     parser.add_argument("--draft", type=int, nargs="+", default=LENGTHS, help="tokens of a draft at most")
     parser.add_argument("--samples", type=int, default=8, help="samples a prompt")
-    parser.add_argument("--steps", nargs="+", default=["rollout-7b-h100", "rollout-32b-h100"], help="results")
     parser.add_argument("--out", type=Path, help="JSON file")
     args = parser.parse_args(arguments)
-    steps = {name: nvfp4_steps(name) for name in args.steps}
     shared = {}
     if args.completions and args.completions.exists():
         shared["note"] = f"the completions were read from {args.completions.name}, drawn by an earlier run"
     rows = []
     for policy, tasks in drawn_by_all(args).items():
         for task, groups in tasks.items():
-            for row in rows_of(groups, steps, args.match, args.draft):
+            for row in rows_of(groups, args.match, args.draft):
                 rows.append({"policy": policy, "task": task, **row})
                 print(
                     f"{policy}, {task}: {row['sources']}, match {row['match']}, draft {row['draft']}: "

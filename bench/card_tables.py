@@ -177,7 +177,8 @@ def context() -> str:
     cut = "" if whole else "; where its cells are empty, the run ended ahead of it"
     caption = (
         "Measured: one sample of that length in the update, of tokens that were not drawn; in the rollout so "
-        f"many sequences, prefilled to that length{cut}. {source(*names)} {files(*names)}"
+        f"many sequences, prefilled to that length{cut}. Where the plan leaves memory, torch keeps more of "
+        f"what it has freed. {source(*names)} {files(*names)}"
     )
     return table(head, map(_context_line, found), caption)
 
@@ -187,7 +188,7 @@ def _context_line(row: Row) -> tuple[Any, ...]:
     return (
         f"{_MODELS[row['shape']]}, {row.get('memory_gb') or row['capacity_gb']:.0f} GB",
         row["completion_tokens"],
-        "CPU" if row.get("offload") else "GPU",
+        f"CPU, {row['planned_host_gb']:.0f} GB of it" if row.get("offload") else "GPU",
         f"{row['update_gb']:.1f} ({row['planned_update_gb']:.1f})",
         f"{row['rollout_gb']:.1f} ({row['planned_rollout_gb']:.1f})" if drawn else None,
         f"{row['update_s']:.0f}",

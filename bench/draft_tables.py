@@ -22,9 +22,10 @@ def cost(name: str) -> str:
         head,
         lines,
         f"{first['shape'].upper()} in NVFP4 with random weights, LoRA rank {first['lora_rank']}, at "
-        "temperature 1, where hardly a draft is found and none is accepted; "
-        f"{first['decode_tokens']} tokens of each sequence, median of three calls. {source(name)} "
-        f"{files(name)}",
+        "temperature 1, where hardly a draft is found and none is accepted; whole calls of "
+        f"{first['decode_tokens']} tokens a sequence behind a prompt of {first['prompt_tokens']}, by their "
+        "passes, so prefill is in them. Medians of three calls, which differ by up to "
+        f"{100 * max(row['spread'] for row in found):.0f} %. {source(name)} {files(name)}",
     )
 
 
@@ -61,14 +62,15 @@ def speed(won: str, paid: str) -> str:
         f"{' and '.join(str(row['completions']) for row in found if row['draft'] == first['draft'])} "
         "completions in groups that are decoded side by side, with drafts from each and its siblings; they "
         "were read from a file that an earlier run had drawn. Speed is relative to decoding without drafts: "
-        "the tokens a pass, by how many times as long a pass of 7B takes in the table above. Counted on "
+        "the tokens a pass, by how many times as long a pass of 7B takes in the table above; where that is "
+        "shorter than without drafts, which is chance, as long. Counted on "
         f"{first['machine']}, {first['date'][:10]}, commit {first['commit']}. {files(won, paid)}",
     )
 
 
 def _longer(name: str, length: int, count: int) -> float:
-    """How many times as long a pass of so many rows takes with drafts as without."""
-    return _pass_ms(name, length, count) / _pass_ms(name, 0, count)
+    """How many times as long a pass of so many rows takes with drafts as without, which does less."""
+    return max(1.0, _pass_ms(name, length, count) / _pass_ms(name, 0, count))
 
 
 def _pass_ms(name: str, length: int, count: int) -> float:

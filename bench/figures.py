@@ -344,7 +344,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "runs-on": card_tables.runs_on,
     "learning": learning,
     "serve-sft": lambda: serve_tables.fine_tuning("serve-sft-smollm2-cpu"),
-    "serve-learning": lambda: serve_tables.learning("cookbook-smollm2-h200"),
+    "serve-learning": lambda: serve_tables.learning("cookbook-smollm2-h200", "cookbook-smollm2-cpu"),
     "serve-steps": lambda: serve_tables.steps(
         "step-7b-beside-serve-h200", "serve-7b-h200", "serve-7b-adapters-h200"
     ),
@@ -359,6 +359,7 @@ NUMBERS: dict[str, Callable[[], str]] = {
     "demo-before": lambda: f"{rows('demo-cpu')[-1]['before']:.0f} %",
     "demo-after": _demo_after,
     **cookbook_numbers("cookbook-smollm2-h200"),
+    **serve_tables.rival_numbers("serve-rival-4b-h200"),
     "demo-minutes": lambda: _minutes("demo-cpu"),
     **noise_numbers.NUMBERS,
 }

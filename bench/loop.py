@@ -2,7 +2,8 @@
 
     qerl serve MODEL --api_key tml-bench  # or another server; one after the other on the same GPU
     export TINKER_API_KEY=tml-bench TINKER_TELEMETRY=0
-    python -m bench loop --url http://127.0.0.1:8000 --model MODEL --server "qerl serve" --out rows.json
+    python -m bench loop --url http://127.0.0.1:8000 --model MODEL --server "qerl serve" --shape qwen3-4b \
+        --weights nvfp4 --out rows.json
 
 The loop is that of `bench.serve`, from outside: nothing of the server is asked but its API, so its memory
 is not here. The samples of a prompt are one request, which spares a server that starts with what it finds
@@ -14,7 +15,6 @@ tinker sends up to 0.13.1. Any version from there on will do, and the row says w
 
 import argparse
 import statistics
-import time
 from collections.abc import Sequence
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -24,6 +24,7 @@ from typing import Any
 from bench.result import Row, write_result
 from bench.serve_loop import Loop, result_of
 from qerl.errors import QeRLError
+from qerl.weight_formats import FORMATS
 
 COUNTED = ("sample_s", "update_s", "total_s", "tokens_per_s")
 
@@ -65,15 +66,15 @@ def measure(args: argparse.Namespace) -> Row:
     loop.grow(1)
     steps = []
     for _ in range(args.warm_up + args.steps):
-        begun = time.perf_counter()
         steps.append(loop.timed_step())
-        print(f"step {len(steps)}: {time.perf_counter() - begun:.2f} s", flush=True)
+        print(f"step {len(steps)}: {steps[-1]['total_s']:.2f} s", flush=True)
     counted = steps[args.warm_up :]
     return {
-        "server": args.server, "client": version("tinker"), "lora_rank": args.rank, "prompts": args.prompts,
-        "samples": args.samples, "prompt_tokens": args.prompt, "completion_tokens": args.tokens,
-        "single": args.single, "warm_up": args.warm_up,
-        **{key: statistics.median(step[key] for step in counted) for key in COUNTED}, "steps": steps,
+        "server": args.server, "shape": args.shape, "weights": args.weights, "client": version("tinker"),
+        "lora_rank": args.rank, "prompts": args.prompts, "samples": args.samples,
+        "prompt_tokens": args.prompt, "completion_tokens": args.tokens, "single": args.single,
+        "warm_up": args.warm_up, **{key: statistics.median(step[key] for step in counted) for key in COUNTED},
+        "steps": steps,
     }  # fmt: skip
 
 
@@ -83,6 +84,8 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--url", required=True, help="of the server; its key is TINKER_API_KEY's")
     parser.add_argument("--model", required=True, help="base model, by the server's name for it")
     parser.add_argument("--server", required=True, help="what it is, for the result")
+    parser.add_argument("--shape", required=True, help="of the model, for the result")
+    parser.add_argument("--weights", required=True, choices=tuple(FORMATS), help="that it serves, likewise")
     parser.add_argument("--vocabulary", type=int, default=151936, help="tokens that prompts are drawn of")
     parser.add_argument("--rank", type=int, default=32, help="of the adapter")
     parser.add_argument("--prompts", type=int, default=8, help="of a step")

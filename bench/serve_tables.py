@@ -1,6 +1,6 @@
 """The tables of the Tinker cookbook's recipes against `qerl serve`, and of what a step through it takes."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from statistics import mean
 
 from bench import result
@@ -58,7 +58,7 @@ def learning(*names: str) -> str:
             lines.append((_where(first), "yes" if noise else "no", f"{rate:g}", *_changes(arm, least)))
         sizes.append(
             f"{_where(first)} {first['groups']} problems x {first['group_size']} samples, "
-            f"{_runs(found, True)} runs that learn and {_runs(found, False)} that do not with each "
+            f"{_runs(found, True)} runs that learn and {_runs(found, False)} of learning rate 0 with each "
             f"setting of noise, the {least} of {first['steps']} steps that all of them made"
         )
         what = first["gpu"].removeprefix("NVIDIA ") if "gpu" in first else first["machine"]
@@ -176,21 +176,31 @@ def rivals(name: str) -> str:
             {"nvfp4": "NVFP4", "bf16": "16-bit"}[one["weights"]],
             *(f"{one[key]:.2f}" for key in ("sample_s", "update_s", "total_s")),
             round(one["tokens_per_s"]),
-            f"{one['allocated_gb']:.1f}",
         )
         for one in found
     ]
     return table(
-        ("", "weights", "rollout, s", "update, s", "step, s", "tokens/s", "allocated, GB"),
+        ("", "weights", "rollout, s", "update, s", "step, s", "tokens/s"),
         lines,
         f"Shape of Qwen3 4B with random weights, LoRA rank {first['lora_rank']}, {first['prompts']} prompts "
         f"of {first['prompt_tokens']} tokens x {first['samples']} samples of {first['completion_tokens']}, "
         "the samples of a prompt in one request. One server after the other on the same GPU; medians of "
-        f"{counted} steps behind the first, which compiles. Allocated is the peak of torch's or JAX's "
-        f"allocator. {last['server']} (JAX) was told to compute {last['settings']['train_micro_batch_size']} "
-        f"sequences a pass, the one setting that was tried, and was spoken to by client {last['client']}, "
-        f"the last that sends tensors as it reads them. {source(name)} {files(name)}",
+        f"{counted} steps behind the first, which compiles. {first['server']} had its defaults, which "
+        f"compute every layer again for backward, and client {first['client']}. {last['server']} had its "
+        f"backend in JAX, {last['settings']['train_micro_batch_size']} sequences a pass and no layer "
+        f"computed again, the one setting that was tried, and client {last['client']}, the last that sends "
+        "tensors as it reads them; of its other backend, with vLLM, this says nothing. "
+        f"{source(name)} {files(name)}",
     )
+
+
+def rival_numbers(name: str) -> dict[str, Callable[[], str]]:
+    """Seconds of a step through our server and through the other one, for sentences."""
+
+    def of(place: int) -> str:
+        return f"{rows(name)[place]['total_s']:.1f} s"
+
+    return {"serve-rival-ours": lambda: of(0), "serve-rival-theirs": lambda: of(-1)}
 
 
 _SAME = (

@@ -3,6 +3,7 @@
 import gc
 import os
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -14,6 +15,11 @@ import pytest
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from tests.support.models import make_tiny_model, make_tiny_tokenizer, replace_projections
+
+if os.environ["TRITON_INTERPRET"] == "1" and find_spec("triton"):
+    from tests.support.interpreter import hurry
+
+    hurry()
 
 
 @pytest.fixture(scope="session", autouse=True)

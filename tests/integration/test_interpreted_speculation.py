@@ -66,7 +66,7 @@ def test_tokens_are_those_without_drafts(model, prompts, samples, settings):
 
 def test_drafts_change_no_bit_in_steps_of_one_size(model, step_sizes, monkeypatch):
     """A place has the same bits verified and as its row's first; a step becomes smaller earlier by drafts."""
-    params = SamplingParams(max_tokens=14, seed=5, temperature=0.7, top_k=2)
+    params = SamplingParams(max_tokens=10, seed=5, temperature=0.7, top_k=2)
     prompts, drawn = [CYCLE, [9, 9], [3] * 70], []
     for dropped in (False, True):
         with monkeypatch.context() as patch:
@@ -131,7 +131,7 @@ def test_those_that_come_between_rounds_change_nothing(model, growing):
     """One has a prompt of more blocks than the cache was made for, and with the last there are so many that
     nothing is drafted for a while."""
     prompts = [CYCLE, [9], [3] * 70, [*CYCLE, 9], [9, 9]]
-    settings = {"max_tokens": 20, "seed": 5, "temperature": 0.7, "top_k": 3}
+    settings = {"max_tokens": 12, "seed": 5, "temperature": 0.7, "top_k": 3}
     whole = PortableEngine(model, 0).generate(prompts, 1, SamplingParams(**settings)).completions
     engine, params = paged(model, 3), SamplingParams(stop_token_ids=(whole[0].token_ids[2],), **settings)
     with engine.session(params, growing=growing) as session:

@@ -1,6 +1,5 @@
 """A run that is stopped and resumed ends with the same bits as one that was not."""
 
-import io
 import json
 import resource
 import shutil
@@ -8,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from filelock import FileLock
 from peft import LoraConfig
 from rich.console import Console
 from safetensors.torch import load_file
@@ -19,7 +17,6 @@ from qerl.errors import QeRLError
 from qerl.run_folder import MANIFEST_FILE, UNFINISHED, checkpoints, last_checkpoint
 from qerl.settings.config import QeRLConfig
 from qerl.trainer.grpo import QeRLTrainer
-from qerl.trainer.resume.changes import resume_point
 from qerl.trainer.run import train
 from tests.support.arguments import ROWS, first_letter, run_settings
 
@@ -188,18 +185,6 @@ def test_a_checkpoint_cut_off_while_it_was_written_is_not_resumed_from(tmp_path)
     assert last_checkpoint(tmp_path) == tmp_path / "checkpoint-10"
 
 
-def test_a_folder_with_a_run_is_refused(tiny_run, tmp_path):
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "metrics.jsonl").write_text("")
-    with pytest.raises(QeRLError, match="already holds a run"):
-        train(QeRLConfig(**tiny_run(tmp_path / "run")), QUIET)
-
-
-def test_resume_without_a_checkpoint_is_an_error(tiny_run, tmp_path):
-    with pytest.raises(QeRLError, match="no checkpoint to resume from"):
-        train(QeRLConfig(**tiny_run(tmp_path / "none", resume_from_checkpoint="true")), QUIET)
-
-
 def test_a_checkpoint_that_cannot_be_written_costs_only_itself(tiny_run, tmp_path, monkeypatch):
     """The disk fills while step 4 is saved: one sentence, and the checkpoint of step 2 is whole."""
     from transformers import Trainer
@@ -252,115 +237,6 @@ def test_a_tokenizer_that_cannot_be_written_is_a_sentence(tiny_run, tmp_path, mo
     with pytest.raises(QeRLError, match=r"checkpoint-1 could not be saved \(No space left on device"):
         train(config, QUIET)
     assert not (tmp_path / "run" / UNFINISHED).exists()
-
-
-@pytest.fixture
-def saved(tiny_run, tmp_path):
-    """A run with checkpoints of steps 1 and 2, and its settings for a resume."""
-    run = tmp_path / "run"
-    train(QeRLConfig(**tiny_run(run, **SHORT)), QUIET)
-
-    def resume(**changes):
-        fields = tiny_run(run, resume_from_checkpoint="true", **SHORT)
-        console = Console(file=io.StringIO(), width=1000)
-        train(QeRLConfig(**fields | changes), console)
-        return console.file.getvalue()
-
-    return run, resume
-
-
-def test_a_damaged_checkpoint_is_refused_and_the_one_before_is_named(saved):
-    run, resume = saved
-    optimizer = run / "checkpoint-2" / "optimizer.pt"
-    with optimizer.open("r+b") as file:
-        file.truncate(100)
-    with pytest.raises(
-        QeRLError, match=r"optimizer.pt has 100 bytes instead of .*--resume_from_.*/checkpoint-1"
-    ):
-        resume()
-    optimizer.unlink()
-    with pytest.raises(QeRLError, match=r"checkpoint-2 is damaged: optimizer.pt is missing"):
-        resume()
-    resume(resume_from_checkpoint=str(run / "checkpoint-1"))
-    assert [path.name for path in checkpoints(run)] == ["checkpoint-1", "checkpoint-2"]
-    assert optimizer.exists()
-
-
-def test_what_a_checkpoint_cannot_go_on_with_is_refused(saved, tiny_model, tmp_path):
-    run, resume = saved
-    for name, value in {"lora_r": 8, "learning_rate": 1e-3, "weight_decay": 0.0, "model": "another"}.items():
-        with pytest.raises(QeRLError, match=f"cannot be resumed with another {name} "):
-            resume(**{name: value})
-    with pytest.raises(QeRLError, match=r"has a later checkpoint, checkpoint-2"):
-        resume(resume_from_checkpoint=str(run / "checkpoint-1"))
-    another = tmp_path / "moved" / "model"  # the same name, another width
-    shutil.copytree(tmp_path / "model", another)
-    tiny_model("llama", hidden_size=32).save_pretrained(another)
-    with pytest.raises(QeRLError, match=r"does not fit this run or is damaged \(size mismatch"):
-        resume(model=str(another))
-
-
-def test_two_runs_do_not_write_into_one_folder(saved):
-    run, resume = saved
-    with (
-        FileLock(run / "_lock"),
-        pytest.raises(
-            QeRLError, match=r"Another run writes to .*run at present; wait for its end, or choose"
-        ),
-    ):
-        resume(max_steps=3)
-    assert last_checkpoint(run) == run / "checkpoint-2"
-    resume(max_steps=3)
-    assert last_checkpoint(run) == run / "checkpoint-3"
-
-
-def test_other_settings_on_a_resume_are_said(saved):
-    run, resume = saved
-    said = resume(max_steps=3, noise_sigma_start=0.3, save_steps=3, warmup_steps=1)
-    assert "Other settings than checkpoint-2 was made with" in said
-    for change in ("max_steps 2 -> 3 (the schedules", "noise_sigma_start 0.2 -> 0.3", "warmup_steps 0 -> 1"):
-        assert change in said
-    assert "save_steps" not in said
-    assert last_checkpoint(run) == run / "checkpoint-3"
-    assert "Other settings" not in resume(max_steps=3, noise_sigma_start=0.3, warmup_steps=1)
-
-
-def test_a_half_used_rollout_is_not_cut_anew(tiny_run, tmp_path):
-    halves = {"steps_per_generation": 2, "max_steps": 3, "save_steps": 1, "eval_strategy": "no"}
-    train(QeRLConfig(**tiny_run(tmp_path / "run", **halves)), QUIET)
-    again = tiny_run(tmp_path / "run", **halves | {"resume_from_checkpoint": "true", "num_generations": 4})
-    with pytest.raises(QeRLError, match=r"half used, .*num_generations 2 -> 4"):
-        train(QeRLConfig(**again), QUIET)
-
-
-def test_a_rollout_whose_noise_the_loss_draws_again_is_not_drawn_by_other_settings(tiny_run, tmp_path):
-    halves = {"steps_per_generation": 2, "max_steps": 3, "save_steps": 1, "eval_strategy": "no"}
-    halves |= {"noise_in_loss": True}
-    train(QeRLConfig(**tiny_run(tmp_path / "run", **halves)), QUIET)
-
-    def resume(checkpoint, **changes):
-        fields = halves | {"resume_from_checkpoint": str(tmp_path / "run" / checkpoint)} | changes
-        return resume_point(QeRLConfig(**tiny_run(tmp_path / "new", **fields)), QUIET)
-
-    changes = {
-        "max_steps": 4, "num_train_epochs": 4.0, "seed": 1, "noise_scale": "relative",
-        "noise_sigma_start": 0.3, "noise_sigma_end": 0.05, "noise_stages": 2, "noise_schedule": "linear",
-        "vllm_importance_sampling_correction": False,
-    }  # fmt: skip
-    for name, value in changes.items():
-        with pytest.raises(QeRLError, match=rf"half used, so it cannot be resumed with {name} .*set it back"):
-            resume("checkpoint-3", **{name: value})
-        assert resume("checkpoint-2", **{name: value}), "its rollout is used up"
-    assert resume("checkpoint-3", temperature=0.5)
-
-
-def test_metrics_with_a_torn_last_line_go_on(saved):
-    run, resume = saved
-    metrics = run / "metrics.jsonl"
-    metrics.write_text(metrics.read_text() + '{"step": 2, "rew')
-    resume(max_steps=3)
-    steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
-    assert sorted(set(steps)) == [0, 1, 2, 3], "0 has the facts of the run"
 
 
 def test_a_trainer_made_in_python_resumes_as_a_run_does(llama_folder, tmp_path, caplog):

@@ -245,6 +245,7 @@ class Scripted(RolloutEngine):
 def start(tiny_tokenizer, tmp_path):
     def start(model, engine=None, **changes):
         settings = {"noise": False, "num_generations": 2, "per_device_train_batch_size": 2, "use_cpu": True}
+        settings |= {"max_completion_length": 32}
         args = QeRLConfig(output_dir=str(tmp_path), report_to="none", **(settings | changes))
         data = Dataset.from_dict({"prompt": ["one two"]})
         engine = engine or PortableEngine(model, tiny_tokenizer.pad_token_id)

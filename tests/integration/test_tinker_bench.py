@@ -55,21 +55,11 @@ def test_any_server_is_timed_from_outside(monkeypatch, tmp_path, capsys, single)
     out = tmp_path / "loop.json"
     sizes = ["--rank", "4", "--prompts", "2", "--samples", "3", "--prompt", "9", "--tokens", "5"]
     with serving(Served(LLAMA, "nvfp4", 4, 1, 32, 64, 1)) as server:
-        words = [
-            "--url",
-            server.url,
-            "--model",
-            BASE,
-            "--server",
-            "ours",
-            "--vocabulary",
-            "100",
-            "--steps",
-            "2",
-        ]
-        assert main(["loop", *words, *sizes, *["--single"] * single, "--out", str(out)]) == 0
+        what = ["--model", BASE, "--server", "ours", "--shape", "tiny", "--weights", "nvfp4"]
+        words = ["--url", server.url, *what, "--vocabulary", "100", "--steps", "2", *sizes]
+        assert main(["loop", *words, *["--single"] * single, "--out", str(out)]) == 0
     (row,) = json.loads(out.read_text())["rows"]
-    assert row["server"] == "ours" and row["single"] is single
+    assert (row["server"], row["shape"], row["weights"], row["single"]) == ("ours", "tiny", "nvfp4", single)
     warm, *counted = row["steps"]
     assert len(counted) == 2 and row["total_s"] == pytest.approx(sum(each["total_s"] for each in counted) / 2)
     # The sampler and the update are the same weights in FP32.

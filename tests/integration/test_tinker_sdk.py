@@ -157,6 +157,11 @@ def test_checkpoints_are_listed_downloaded_and_deleted(model, service, tmp_path:
         external = model.save_weights_external("last").result().path
         urls = result(rest.get_external_weights_urls(external)).urls
         assert urllib.request.urlopen(urls["other.bin"]).read() == bytes(700)
+        kinds = {
+            item.tinker_path: item.checkpoint_type for item in result(rest.list_checkpoints(run)).checkpoints
+        }
+        assert kinds == {path: "sampler", external: "external"}
+        result(rest.delete_checkpoint_from_tinker_path(external))
     result(rest.delete_checkpoint_from_tinker_path(path))
     assert result(rest.list_checkpoints(run)).checkpoints == []
 

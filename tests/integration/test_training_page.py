@@ -8,6 +8,8 @@ import yaml
 
 from qerl.cli import main
 from qerl.run_folder import read_metrics
+from qerl.tasks import get_task
+from qerl.trainer.prompts import sound_prompts
 from tests.support.agents import tool_tokenizer
 from tests.support.training_page import shown
 
@@ -35,6 +37,22 @@ def write_shown(heading):
     """The page's Python under a heading, as the file that its first line names."""
     lines = shown(heading, "python")
     Path(lines.partition("\n")[0].removeprefix("# ")).write_text(lines)
+
+
+def test_a_table_of_your_own(tmp_path, monkeypatch):
+    (tmp_path / "my").mkdir()
+    (tmp_path / "my" / "table.csv").write_text(
+        'task,solution,level\n"What is 7 x 6, and why?",42,1\n2 + 2?,4,2\n'
+    )
+    monkeypatch.chdir(tmp_path)
+    names = {}
+    exec(shown("Your own data and rewards", "python"), names)
+    rows = get_task("jsonl:my/problems.jsonl").train()
+    asked = [row["prompt"][-1]["content"] for row in rows]
+    assert asked == ["What is 7 x 6, and why?", "2 + 2?"] and rows["answer"] == ["42", "4"]
+    for row, content in zip(sound_prompts(names["train_dataset"], "train_dataset"), asked, strict=True):
+        assert row["prompt"] == [{"role": "user", "content": content}]
+    assert rows["level"] == [1, 2]
 
 
 def test_a_tool(run_shown, tiny_model, tmp_path):

@@ -154,6 +154,9 @@ class FakeBackend:
         self._snapshots += 1
         return self._sampler(f"{model_id}@{self._snapshots}", self._weight(model_id).w)
 
+    def save_external(self, model_id: str, name: str) -> str:
+        return self._save(model_id, "external_weights", name)
+
     def _sampler(self, key: str, w: float) -> str:
         self.samplers.setdefault(key, []).append(w)
         return key

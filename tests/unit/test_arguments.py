@@ -19,6 +19,7 @@ from qerl.rollout.portable.engine import PortableEngine
 from qerl.settings.config import QeRLConfig
 from qerl.trainer.arguments import RUN_FIELDS
 from qerl.trainer.grpo import QeRLTrainer
+from qerl.trainer.rewards import one_for_each
 from qerl.trainer.trl.settings import as_ours
 from tests.support.arguments import ROWS, SMALL, first_letter, ones, run_settings
 
@@ -149,13 +150,16 @@ def test_trls_settings_without_autocast_are_fp32_and_other_classes_are_refused(l
         as_ours(Extended(output_dir=str(tmp_path), use_cpu=True))
 
 
-def test_settings_may_be_left_out(llama_folder, tmp_path, monkeypatch):
+def test_settings_may_be_left_out(tiny_model, tiny_tokenizer, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "tiny-llama"
+    tiny_model("llama", max_position_embeddings=1024).save_pretrained(folder)
+    tiny_tokenizer.save_pretrained(folder)
     rows = Dataset.from_dict({"prompt": ["a", "b"]})
-    trainer = QeRLTrainer(str(llama_folder), ones, train_dataset=rows)
+    trainer = QeRLTrainer(str(folder), ones, train_dataset=rows)
     assert trainer.args.output_dir == "tiny-llama-GRPO" and not trainer.args.noise
     with pytest.raises(QeRLError, match="args is a dict; pass a QeRLConfig"):
-        QeRLTrainer(str(llama_folder), ones, {"output_dir": "o"}, rows)
+        QeRLTrainer(str(folder), ones, {"output_dir": "o"}, rows)
 
 
 # Data, rewards, optimizer, what is refused
@@ -205,6 +209,14 @@ def test_an_optimizer_of_the_users_steps(tiny_model, tiny_tokenizer, settings):
     other = torch.optim.SGD(tiny_model("llama").parameters(), lr=1.0)
     with pytest.raises(QeRLError, match="has parameters that the policy does not train"):
         QeRLTrainer(model, ones, settings(), ROWS, processing_class=tiny_tokenizer, optimizers=(other, None))
+
+
+def test_rewards_and_their_tokenizers_may_stand_in_tuples(make, tiny_tokenizer):
+    trainer = make(rewards=(ones, first_letter), overlong_buffer=0.5)
+    assert trainer.reward_func_names == ["ones", "first_letter", "soft_overlong_punishment_reward"]
+    assert one_for_each((None, tiny_tokenizer), (ones, first_letter), trainer.reward_funcs) == [
+        *(None, tiny_tokenizer, None)
+    ]
 
 
 def test_several_rewards_columns_and_a_reward_model(llama_folder, settings, tiny_tokenizer, tmp_path):

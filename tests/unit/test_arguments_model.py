@@ -8,13 +8,14 @@ import torch
 from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora.layer import Linear as LoraLinear
 from safetensors.torch import load_file
+from trl import GRPOConfig
 
 from qerl import add_lora, load_adapter, load_model
 from qerl.errors import QeRLError
 from qerl.fp4.linear import PackedLinear
 from qerl.rollout.portable.engine import PortableEngine
 from qerl.trainer.grpo import QeRLTrainer
-from tests.support.arguments import ROWS, first_letter, ones, run_settings
+from tests.support.arguments import ROWS, SMALL, first_letter, ones, run_settings
 from tests.support.models import move_adapter
 
 IDS = torch.arange(5, 25)[None]
@@ -133,6 +134,18 @@ def test_a_model_in_hand_is_described_by_the_settings_that_are_saved(tiny_model,
     trainer = QeRLTrainer(tiny_model("llama"), ones, settings(), ROWS, processing_class=tiny_tokenizer)
     described = (trainer.args.tuning, trainer.args.weights, trainer.args.dtype)
     assert described == ("full", "bf16", "float32")
+
+
+def test_the_learning_rate_follows_what_is_trained(tiny_model, tiny_tokenizer, settings, tmp_path):
+    def rate(args, **given):
+        given = {"processing_class": tiny_tokenizer} | given
+        return QeRLTrainer(tiny_model("llama"), ones, args, ROWS, **given).args.learning_rate
+
+    lora, theirs = {"peft_config": LoraConfig(r=2)}, GRPOConfig(output_dir=str(tmp_path), **SMALL)
+    assert rate(settings()) == 1e-6
+    assert rate(settings(learning_rate=1e-5)) == 1e-5
+    assert rate(settings(), **lora) == 1e-5
+    assert rate(theirs, **lora) == 1e-6
 
 
 def test_what_cannot_be_trained_is_refused(llama_folder, settings, tiny_model, tiny_tokenizer, tmp_path):

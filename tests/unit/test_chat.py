@@ -132,6 +132,11 @@ def test_the_data_set_renders_in_trl_as_it_does_here(template: str, kwargs: dict
     assert all(instruction in tokenizer.decode(ids) for ids in rendered)
 
 
+def test_rows_may_have_prompts_alone(with_template) -> None:
+    rows = Dataset.from_list([{"prompt": ONE_SHOT}, {"prompt": ONE_SHOT[1:]}])
+    assert list(Chat(with_template("gemma")).dataset(rows)["prompt"]) == [FOLDED, ONE_SHOT[1:]]
+
+
 def test_arguments_of_the_template_reach_it(with_template) -> None:
     tokenizer = with_template("qwen3")
     thinking, not_thinking = (

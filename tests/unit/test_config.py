@@ -1,6 +1,7 @@
 """Recipes: every combination is valid, and mistakes get one clear sentence."""
 
 import dataclasses
+import inspect
 from itertools import product
 from types import SimpleNamespace
 
@@ -152,6 +153,22 @@ def test_mistakes(fields, message):
         load_config([], MINIMAL | fields)
 
 
+@pytest.mark.parametrize(
+    ("field", "message"),
+    [
+        ("learning_rat", r"^QeRLConfig has the unknown key 'learning_rat'; did you mean 'learning_rate'\?$"),
+        ("lora_rank", "did you mean 'lora_r'"),
+        ("load_in_4bit", "set weights, which says how the model is quantised"),
+    ],
+)
+def test_a_keyword_that_is_no_field_is_a_type_error_in_a_sentence(field, message):
+    with pytest.raises(QeRLError, match=message) as caught:
+        QeRLConfig(output_dir="x", **{field: 8})
+    assert isinstance(caught.value, TypeError)
+    names = [spec.name for spec in dataclasses.fields(QeRLConfig) if spec.init]
+    assert list(inspect.signature(QeRLConfig).parameters) == names
+
+
 @pytest.mark.parametrize("words_of", [ModelConfig, ScriptArguments, GRPOScriptArguments])
 def test_words_of_trls_scripts_are_fields_or_say_what_to_do_instead(words_of):
     words = {spec.name for spec in dataclasses.fields(words_of)}
@@ -243,3 +260,16 @@ def test_environments_handed_to_a_trainer_leave_fewer_completions_to_an_evaluati
     for each in (config, chosen):
         each.make_room_for_environments()
     assert config.per_device_eval_batch_size == 64 and chosen.per_device_eval_batch_size == 512
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, 1e-5),
+        ({"tuning": "full", "weights": "bf16"}, 1e-6),
+        ({"learning_rate": 1e-6}, 1e-6),
+        ({"learning_rate": 0.0}, 0.0),
+    ],
+)
+def test_the_learning_rate_follows_the_tuning_where_nobody_says_it(given, expected):
+    assert QeRLConfig(**MINIMAL, **given).learning_rate == expected

@@ -60,13 +60,21 @@ def test_a_field_without_effect_is_refused_with_the_reason(name):
         made(**{name: other})
 
 
+@pytest.mark.parametrize(("name", "value"), [("data_seed", 0), ("activation_checkpointing", False)])
+def test_a_value_that_is_false_says_something_where_the_default_is_unset(name, value):
+    if name not in FIELDS:
+        pytest.skip(f"this version of transformers has no {name}")
+    with pytest.raises(QeRLError, match=f"^{name} is not supported: .+ Remove it.$"):
+        made(**{name: value})
+
+
 WRONG = {
     "max_steps": ["ten", 1.5, True, 0, -2, None, 10**20],
     "lora_r": [8.5, True, 0, -1, "8", None, [8]],
     "lora_alpha": [0, 1.5],
     "lora_dropout": ["x", -0.1, 1, NAN],
     "lora_target_modules": [[], [1], 3, {"q_proj": 1}, [""]],
-    "learning_rate": ["fast", -1, NAN, INF, True, None],
+    "learning_rate": ["fast", -1, NAN, INF, True],
     "temperature": ["hot", 0, -1, NAN, INF, True, None],
     "top_k": [None, -1, 1.5],
     "top_p": [0, 1.1, NAN],

@@ -191,7 +191,7 @@ def test_norms_that_train_cannot_have_noise_in_the_loss(tiny_model, tiny_tokeniz
     model = add_lora(tiny_model("llama"), rank=4, alpha=8, dropout=0.0)
     model.get_submodule("base_model.model.model.layers.0.input_layernorm").weight.requires_grad_(True)
     fields = {"output_dir": str(tmp_path), "use_cpu": True, "noise": True, "noise_in_loss": True}
-    fields |= {"max_steps": 10}
+    fields |= {"max_steps": 10, "max_completion_length": 8}
     with pytest.raises(QeRLError, match=r"layers\.0\.input_layernorm is one that trains; freeze"):
         QeRLTrainer(model, [share], QeRLConfig(**fields), DATA, processing_class=tiny_tokenizer)
 

@@ -23,6 +23,7 @@ from qerl.plan.settings import refuse_full_tuning_that_cannot_fit
 from qerl.settings.config import QeRLConfig
 from qerl.settings.recipe import load_config
 from qerl.trainer import policy, run
+from qerl.trainer.prompts import ReadyPrompts
 from tests.support.plan import GB80, work
 
 SHORT = {
@@ -33,6 +34,14 @@ SHORT = {
     "max_steps": 10,
 }
 """Fields of a run whose data are made at once."""
+
+
+def a_shape_is_its_model(monkeypatch, tokenizer):
+    """A shape that a run names needs no files: its tokenizer is given, and no positions limit completions."""
+    ready = ReadyPrompts(load_config([], SHORT), tokenizer, positions=None)
+    monkeypatch.setattr(run, "find_model", lambda name: name)
+    monkeypatch.setattr(run, "load_tokenizer", lambda *_, **__: tokenizer)
+    monkeypatch.setattr(run.ReadyPrompts, "of", lambda *_, **__: ready)
 
 
 def test_command_on_a_shape(capsys):
@@ -174,8 +183,7 @@ def test_full_tuning_that_cannot_fit_is_refused_before_it_is_loaded(
     tiny_model, tmp_path, monkeypatch, tiny_tokenizer
 ):
     config = load_config([], SHORT | {"weights": "bf16", "tuning": "full"})
-    monkeypatch.setattr(run, "find_model", lambda name: name)
-    monkeypatch.setattr(run, "load_tokenizer", lambda *_, **__: tiny_tokenizer)
+    a_shape_is_its_model(monkeypatch, tiny_tokenizer)
     monkeypatch.setattr(policy, "load_policy", lambda *given: pytest.fail("the model was loaded"))
     monkeypatch.setattr(QeRLConfig, "device", torch.device("cuda"))
     gpu = types.SimpleNamespace(total_memory=GB80, is_integrated=False)
@@ -291,8 +299,7 @@ def test_a_run_on_a_gpu_takes_the_limit_of_the_plan(monkeypatch, tiny_tokenizer,
         raise Loading
 
     config = load_config([], SHORT | fields)
-    monkeypatch.setattr(run, "find_model", lambda name: name)
-    monkeypatch.setattr(run, "load_tokenizer", lambda *_, **__: tiny_tokenizer)
+    a_shape_is_its_model(monkeypatch, tiny_tokenizer)
     monkeypatch.setattr(policy, "load_policy", load)
     monkeypatch.setattr(QeRLConfig, "device", torch.device("cuda"))
     gpu = types.SimpleNamespace(total_memory=plan.capacity, is_integrated=False)

@@ -20,7 +20,11 @@ from tests.support.plan import GB80, work
 
 
 def compare(row):
-    """Fails where the plan is more than 5 % off. It is that of today, not that of the day of the run."""
+    """Fails where the plan is more than 5 % off. It is that of today, not that of the day of the run.
+
+    What is in use is compared where the plan leaves less than a fifth of the memory: torch keeps what it has
+    freed as long as there is more, so elsewhere it says how much there was.
+    """
     sizes = dataclasses.replace(SIZES[row["shape"]], tied=False)
     asked = work(
         weights=row["weights"],
@@ -35,7 +39,8 @@ def compare(row):
     plan = make_plan(sizes, asked, round(row["capacity_gb"] * 1e9))
     allocated = plan.update - plan.lines[-1].update
     assert allocated / 1e9 == pytest.approx(row["update_allocated_gb"], rel=0.05)
-    assert plan.update / 1e9 == pytest.approx(row["update_gb"], rel=0.05)
+    if plan.update > 0.8e9 * row["capacity_gb"]:
+        assert plan.update / 1e9 == pytest.approx(row["update_gb"], rel=0.05)
     if "rollout_gb" in row:  # a run may be cut short ahead of it
         assert plan.rollout / 1e9 == pytest.approx(row["rollout_gb"], rel=0.05)
 
@@ -85,7 +90,7 @@ def test_a_new_result_is_compared_and_stands_in_the_table(on_80_gb, monkeypatch,
     (row,) = on_80_gb(tokens)
     compare(row)
     cells = f"{row['update_gb']:.1f} ({row['update_gb']:.1f}) | {row['rollout_gb']:.1f} ("
-    where = "CPU" if tokens == 131072 else "GPU"
+    where = "CPU, 77 GB of it" if tokens == 131072 else "GPU"
     assert f"| Qwen3 8B, 85 GB | {tokens} | {where} | {cells}" in card_tables.context()
     (off,) = on_80_gb(tokens, factor=1.07)
     with pytest.raises(AssertionError):

@@ -136,6 +136,20 @@ def test_what_has_a_name_is_replaced_only_if_that_is_asked_for(saved):
     assert not (folder.parents[2] / ".replaced").exists()
 
 
+def test_weights_for_other_programs_have_names_of_their_own(saved):
+    backend, state, path = saved
+    external = backend.save_external("s:train:0", "000002")
+    assert external == path.replace("sampler_weights", "external_weights")
+    one, other = backend.checkpoint(external), backend.checkpoint(path)
+    adapters = [(each.folder / "adapter_model.safetensors").read_bytes() for each in (one, other)]
+    assert adapters[0] == adapters[1] and one.folder != other.folder
+    with pytest.raises(QeRLError, match=r"external_weights/000002 is saved already; choose another name"):
+        backend.save_external("s:train:0", "000002")
+    backend.delete_checkpoint(path)
+    assert backend.checkpoint(external).path == external
+    assert {checkpoint.path for checkpoint in backend.checkpoints()} == {state, external}
+
+
 @pytest.mark.parametrize("killed_at", range(2, 8))
 def test_a_server_that_is_killed_while_it_replaces_leaves_the_former_or_the_new(
     saved, tmp_path, monkeypatch, killed_at

@@ -176,6 +176,21 @@ def test_one_checkpoint_is_found_without_a_list_of_all(client: Client, monkeypat
         assert client.http.delete(path).status_code == 404
 
 
+def test_weights_for_other_programs_are_apart_from_those_to_sample_from(client: Client):
+    model = client.model()
+    saved = client.ask("save_weights_for_sampler", model_id=model, seq_id=1, path="one")
+    external = client.ask("save_weights_external", model_id=model, seq_id=2, path="one")
+    assert external["path"] == f"tinker://{model}/external_weights/one"
+    base = f"/api/v1/training_runs/{model}/checkpoints"
+    found = client.http.get(base).json()["checkpoints"]
+    assert {item["tinker_path"]: item["checkpoint_type"] for item in found} == {
+        saved["path"]: "sampler",
+        external["path"]: "external",
+    }
+    assert client.http.delete(f"{base}/sampler_weights/one").status_code == 204
+    assert client.http.get(f"{base}/external_weights/one/external_weights_urls").json()["urls"]
+
+
 def test_what_is_deleted_meanwhile_is_not_there(client: Client, monkeypatch):
     """After it was described: before its files are listed, before they are opened, while they are read."""
     import qerl.serve.checkpoint_routes as routes

@@ -48,9 +48,28 @@ def test_learning_stands_beside_its_control(results):
         "| CPU | yes | 0.0003 | 0.100 (0.100 to 0.100) | 0.100 (0.100 to 0.100) | 0.050 (0.050 to 0.050) | "
         "0.050 (0.050 to 0.050) |",
     ]
-    runs = "2 runs that learn and 1 that do not with each setting of noise"
+    runs = "2 runs that learn and 1 of learning rate 0 with each setting of noise"
     assert f"8 problems x 4 samples, {runs}, the 9 of 10 steps that all of them made" in lines[-1]
     assert "32 CPU cores" in lines[-1]
+
+
+def test_servers_of_others_stand_beside_ours(results):
+    def server(name, weights, seconds, **more):
+        steps = [{"total_s": 9.0}, *({"total_s": one} for one in seconds)]
+        found = {"server": name, "weights": weights, "warm_up": 1, "steps": steps, "client": "0.38.0"}
+        found |= {"sample_s": 1.0, "update_s": 2.0, "total_s": 3.0, "tokens_per_s": 99.6, "lora_rank": 8}
+        return found | {"prompts": 2, "samples": 3, "prompt_tokens": 4, "completion_tokens": 5} | more
+
+    other = server("other 1.0", "bf16", [6.0], total_s=6.25, settings={"train_micro_batch_size": 7})
+    results("rivals", [server("ours", "nvfp4", [3.0, 3.0]), other], gpu="NVIDIA H200")
+    lines = serve_tables.rivals("rivals").splitlines()
+    assert lines[2:4] == [
+        "| ours | NVFP4 | 1.00 | 2.00 | 3.00 | 100 |",
+        "| other 1.0 | 16-bit | 1.00 | 2.00 | 6.25 | 100 |",
+    ]
+    assert "medians of 2 and 1 steps behind the first" in lines[-1] and "7 sequences a pass" in lines[-1]
+    said = serve_tables.rival_numbers("rivals")
+    assert (said["serve-rival-ours"](), said["serve-rival-theirs"]()) == ("3.0 s", "6.2 s")
 
 
 @pytest.mark.parametrize("status", ["failed", None])

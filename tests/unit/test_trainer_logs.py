@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
 
 from qerl.errors import QeRLError
@@ -162,6 +163,30 @@ def test_a_rollout_without_one_finite_sample_ends_the_run(make):
         trainer.train()
 
 
+@pytest.mark.parametrize(
+    ("reward_of_step", "changes", "said"),
+    [
+        (lambda step, samples: [1.0] * samples, {}, "none of the rollouts (3) did"),
+        (lambda step, samples: [1.0] * samples, {"num_iterations": 2}, "none of the rollouts (2) did"),
+        (
+            lambda step, samples: [i % 4 // 2 for i in range(samples)] if step == 1 else [0.0] * samples,
+            {},
+            "",
+        ),
+    ],
+)
+def test_a_training_whose_rewards_taught_nothing_says_so(make, caplog, reward_of_step, changes, said):
+    def reward(completion_ids, trainer_state, **_):
+        return reward_of_step(trainer_state.global_step, len(completion_ids))
+
+    trainer = make(reward, max_steps=3, **changes)
+    for _ in range(2):  # a second training counts anew
+        caplog.clear()
+        trainer.train()
+        warned = [text for text in caplog.messages if "Nothing was learned from rewards" in text]
+        assert len(warned) == bool(said) and all(said in text for text in warned)
+
+
 def test_the_time_of_an_evaluation_is_no_steps(make):
     """And the times of a step add up to TRL's `step_time`, rollout included."""
 
@@ -287,3 +312,42 @@ def test_an_evaluation_draws_a_problem_alike_in_any_order_and_batch(make, tmp_pa
     copies = drawn(trainer, [1, 1, 1, 1])
     assert len(set(copies)) == 8 and set(copies) > {pair for pair in every if pair[0] == DATA[1]["prompt"]}
     assert drawn(trainer, [0, 1, 2, 3]) == every, "each evaluation counts its copies anew"
+
+
+@pytest.mark.parametrize("prefix", ["test", "eval", "eval_other"])
+def test_predictions_have_the_rewards_of_an_evaluation_and_leave_no_trace(make, prefix):
+    trainer = make(eval_dataset=DATA, num_generations_eval=2)
+    log = len(trainer.state.log_history)
+    first = trainer.predict(DATA.select([0, 1, 2]), metric_key_prefix=prefix).metrics
+    assert len(trainer.state.log_history) == log and not trainer._metrics["eval"]
+    assert not trainer._logs["prompt"]
+    expected = trainer.evaluate(DATA.select([0, 1, 2]))
+    kinds = {name.removeprefix("eval_") for name in expected} - {"epoch"}
+    assert (
+        {name.removeprefix(f"{prefix}_") for name in first} == kinds >= {"reward", "rewards/last_token/mean"}
+    )
+    for name in kinds:
+        if "runtime" not in name and "second" not in name and "time" not in name:
+            assert first[f"{prefix}_{name}"] == expected[f"eval_{name}"], name
+
+
+def test_a_prediction_of_nothing_but_failures_is_none(make):
+    trainer = make(lambda completions, **_: [None] * len(completions), eval_dataset=DATA)
+    assert trainer.predict(DATA).metrics["test_reward"] is None
+
+
+def test_rows_handed_over_later_are_checked_and_cut_as_the_first(make, caplog):
+    sampled = []
+    trainer = make(lambda prompts, **_: sampled.extend(prompts) or [0.0] * len(prompts), max_prompt_length=24)
+    trainer.evaluate(Dataset.from_dict({"prompt": ["one two", "one two three four five six"]}))
+    assert "1 of 2 evaluation prompts are longer than 24 tokens" in caplog.text
+    missing, columns = Dataset.from_dict({"prompt": ["one", None]}), Dataset.from_dict({"text": ["one"]})
+    for score, name in ((trainer.evaluate, "eval_dataset"), (trainer.predict, "test_dataset")):
+        with pytest.raises(QeRLError, match=f"^Row 1 of {name} has no prompt"):
+            score(missing)
+        with pytest.raises(QeRLError, match=f"^{name} has no column `prompt`"):
+            score(columns)
+    sampled.clear()
+    with pytest.raises(QeRLError, match=r"^Row 1 of eval_dataset 'second' has no prompt"):
+        trainer.evaluate({"first": DATA, "second": missing})
+    assert not sampled

@@ -26,7 +26,7 @@ from typing import Any
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from qerl.errors import QeRLError
+from qerl.errors import QeRLError, first_line
 from qerl.ranks import is_first_process
 
 logger = logging.getLogger(__name__)
@@ -35,6 +35,8 @@ Message = dict[str, str]
 
 THINK = "<think>"
 _MARK = "message{}mark"
+
+_FOLDED = "the prompt as its template takes it"
 
 # What transformers' function takes itself; a template's own arguments have other names.
 _TAKEN = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) - {
@@ -109,6 +111,14 @@ class Chat:
         """
         return self._apply(self.messages(prompt), return_dict=True)["input_ids"]
 
+    def check(self, prompt: Sequence[Message]) -> None:
+        """Render the messages as they are.
+
+        Raises:
+            QeRLError: The template cannot be rendered.
+        """
+        self._render(list(prompt))
+
     def dataset(self, rows: Dataset) -> Dataset:
         """The rows with the column ``prompt`` as :meth:`messages` gives it.
 
@@ -119,7 +129,8 @@ class Chat:
         after = [self.messages(prompt) for prompt in before]
         if after == before:
             return rows
-        return rows.remove_columns("prompt").add_column("prompt", after)
+        # Without its last column a data set would have no rows either, so the new one comes first.
+        return rows.add_column(_FOLDED, after).remove_columns("prompt").rename_column(_FOLDED, "prompt")
 
     def _must_fold(self, roles: tuple[str, ...]) -> bool:
         marked = [{"role": role, "content": _MARK.format(i)} for i, role in enumerate(roles)]
@@ -159,10 +170,10 @@ class Chat:
                 messages, add_generation_prompt=True, **options, **self._kwargs
             )
         except Exception as error:  # a template is a program of the model's author
-            cause = str(error).strip().partition("\n")[0]
             raise QeRLError(
                 f"The chat template of {self._name} cannot render a prompt ({type(error).__name__}: "
-                f"{cause}); mend the template (chat_template.jinja beside the model), or use another model."
+                f"{first_line(error)}); mend the template (chat_template.jinja beside the model), or use "
+                "another model."
             ) from error
 
     @property

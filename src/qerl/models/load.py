@@ -28,6 +28,7 @@ from transformers import (
 
 from qerl.errors import QeRLError, first_line
 from qerl.families import supported as families
+from qerl.families.sizes import positions_of
 from qerl.fp4.checkpoint import Checkpoint, check_held_format, open_checkpoint
 from qerl.fp4.quantizer import QeRLQuantizationConfig
 from qerl.kernels.needs import how_to_install
@@ -139,6 +140,20 @@ def load_tokenizer(
         if tokenizer.pad_token == tokenizer.eos_token and is_first_process():
             logger.warning("%s has no padding token: EOS (%s) pads.", name_or_path, tokenizer.eos_token)
     return tokenizer
+
+
+def model_positions(model: LocalModel, trust_remote_code: bool = False) -> int | None:
+    """Positions that a model has; None where its config sets no limit. No weights are read.
+
+    Args:
+        model: The model.
+        trust_remote_code: Whether Python code that comes with it may run.
+
+    Raises:
+        QeRLError: It is damaged, or of a family that transformers does not know.
+    """
+    config = _read_config(open_checkpoint(model.folder), trust_remote_code)
+    return positions_of(config.get_text_config(decoder=True))
 
 
 def _read_config(checkpoint: Checkpoint, trust_remote_code: bool) -> PreTrainedConfig:

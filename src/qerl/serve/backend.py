@@ -27,7 +27,7 @@ from qerl.rollout.engine import NormOffsets, RolloutEngine
 from qerl.rollout.stops import StopStrings
 from qerl.seeding import derive_seed
 from qerl.serve.adapters import Adapters, Snapshot
-from qerl.serve.checkpoints import SAMPLING, TRAINING, Store
+from qerl.serve.checkpoints import EXTERNAL, SAMPLING, TRAINING, Store
 from qerl.serve.sampling import Host, Limits, Policy, Sampling, Scores
 from qerl.serve.scoring import score_prompts
 from qerl.serve.seats import Seats, Shape
@@ -130,6 +130,10 @@ class ModelBackend:
         key = f"snapshot:{self._snapshots}:{model_id}"
         self._give(key, snapshot)
         return key
+
+    def save_external(self, model_id: str, name: str) -> str:
+        """See `Backend.save_external`."""
+        return self._save(model_id, EXTERNAL, name)
 
     def load_state(self, model_id: str, path: str, with_optimizer: bool) -> None:
         """See `Backend.load_state`; without the optimizer the count of steps begins anew."""

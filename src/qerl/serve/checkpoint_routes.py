@@ -24,11 +24,11 @@ from starlette.responses import FileResponse, JSONResponse, Response, StreamingR
 from starlette.routing import BaseRoute, Route
 
 from qerl.serve.clients import Clients
-from qerl.serve.names import KINDS, SCHEME, split_path
+from qerl.serve.names import SCHEME, split_path
 from qerl.serve.types import Backend, Checkpoint, NotSavedError, WeightsInfo
 
 VALID_S = 3600
-_TYPES = {"weights": "training", "sampler_weights": "sampler"}
+_TYPES = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
 _RUN = "/api/v1/training_runs/{run}"
 _CHECKPOINT = _RUN + "/checkpoints/{kind}/{name}"
 
@@ -69,8 +69,7 @@ class CheckpointRoutes:
 
     async def _checkpoint(self, request: Request) -> Checkpoint:
         parts = request.path_params
-        kind = "sampler_weights" if parts["kind"] == "external_weights" else parts["kind"]
-        path = f"{SCHEME}{parts['run']}/{kind}/{parts['name']}"
+        path = f"{SCHEME}{parts['run']}/{parts['kind']}/{parts['name']}"
         split_path(path)
         found: Checkpoint = await self._call(methodcaller("checkpoint", path))
         return found
@@ -174,7 +173,6 @@ def _page(request: Request, items: Sequence[Any]) -> tuple[Sequence[Any], dict[s
 
 def _described(checkpoint: Checkpoint) -> dict[str, Any]:
     _, kind, name = split_path(checkpoint.path)
-    assert kind in KINDS
     return {
         "checkpoint_id": f"{kind}/{name}",
         "checkpoint_type": _TYPES[kind],

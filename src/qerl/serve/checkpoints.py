@@ -2,6 +2,7 @@
 
     ROOT/MODEL_ID/weights/NAME/             what `save_state` wrote: adapter and optimizer
     ROOT/MODEL_ID/sampler_weights/NAME/     what `save_for_sampler` wrote: the adapter alone
+    ROOT/MODEL_ID/external_weights/NAME/    what `save_external` wrote: the same, for other programs
 
 Each is a plain PEFT folder, which PEFT, vLLM and `qerl eval` read, with the optimizer's moments, the seed and
 the count of steps beside it, so that training goes on with the same bits. It is written aside and renamed, as
@@ -44,7 +45,7 @@ LOCK_FILE = "server.lock"
 REPLACED = ".replaced"
 """Holds, by its path, what is being replaced."""
 
-TRAINING, SAMPLING = KINDS
+TRAINING, SAMPLING, EXTERNAL = KINDS
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,7 @@ class Store:
 
         Args:
             model_id: Whose it is.
-            kind: `TRAINING`, with the optimizer, or `SAMPLING`.
+            kind: `TRAINING`, with the optimizer, `SAMPLING` or `EXTERNAL`.
             name: As the client calls it.
             adapter: What is saved.
             config: That PEFT is to read.
@@ -196,7 +197,7 @@ class Store:
     def list(self) -> list[Checkpoint]:
         """All that is saved and can be described, oldest first; what is damaged is named in the log."""
         found = []
-        for kind in (TRAINING, SAMPLING):
+        for kind in KINDS:
             for manifest in self.root.glob(f"*/{kind}/*/{MANIFEST_FILE}"):
                 folder = manifest.parent
                 path = f"{SCHEME}{folder.parent.parent.name}/{kind}/{folder.name}"

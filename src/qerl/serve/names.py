@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 from qerl.errors import QeRLError
 
-Kind = Literal["weights", "sampler_weights"]
-KINDS: tuple[Kind, ...] = ("weights", "sampler_weights")
+Kind = Literal["weights", "sampler_weights", "external_weights"]
+KINDS: tuple[Kind, ...] = ("weights", "sampler_weights", "external_weights")
 SCHEME = "tinker://"
 
 _ID = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.:-]{0,127}")
@@ -47,12 +47,12 @@ def split_path(path: Any) -> tuple[str, Kind, str]:
         QeRLError: It is not such a path.
     """
     parts = path.removeprefix(SCHEME).split("/") if isinstance(path, str) and path.startswith(SCHEME) else []
-    if len(parts) != 3 or parts[1] not in KINDS:
+    kind = next((kind for kind in KINDS if parts[1:2] == [kind]), None)
+    if len(parts) != 3 or kind is None:
         raise QeRLError(
             f"{_shown(path)} is not the path of a checkpoint; such a path is "
-            f"{SCHEME}MODEL_ID/weights/NAME or {SCHEME}MODEL_ID/sampler_weights/NAME."
+            f"{SCHEME}MODEL_ID/KIND/NAME, with the kind {', '.join(KINDS[:-1])} or {KINDS[-1]}."
         )
-    kind: Kind = "weights" if parts[1] == "weights" else "sampler_weights"
     return check_id(parts[0], "The model id of a path"), kind, check_name(parts[2])
 
 

@@ -172,13 +172,12 @@ class Training:
         return self._submit(body, "save_weights_for_sampler", run, body.size)
 
     def save_external(self, body: SaveExternal) -> str:
-        """Request id of weights for other programs: those of a policy to sample from, a plain PEFT folder."""
+        """Request id of weights for other programs, a plain PEFT folder."""
 
         def run(backend: Backend) -> Answer:
             body.check()
-            path = backend.save_for_sampler(body.model_id, check_name(body.path))
-            external = path.replace("/sampler_weights/", "/external_weights/")
-            return json_answer(path=external, type="save_weights_external")
+            path = backend.save_external(body.model_id, check_name(body.path))
+            return json_answer(path=path, type="save_weights_external")
 
         return self._submit(body, "save_weights_external", run, body.size)
 

@@ -157,7 +157,7 @@ class Checkpoint:
     """Saved weights in the server's folder.
 
     Attributes:
-        path: tinker://MODEL_ID/weights/NAME (with optimizer) or tinker://MODEL_ID/sampler_weights/NAME.
+        path: tinker://MODEL_ID/KIND/NAME with one of `qerl.serve.names.KINDS`; weights have an optimizer.
         folder: Where they lie, a plain PEFT folder.
         bytes: Size of its files.
         time: Seconds since the epoch when they were saved.
@@ -219,6 +219,10 @@ class Backend(Protocol):
             server; without one the key of a snapshot for `SampleRequest.sampler`, which lives until
             `drop_sampler`.
         """
+
+    def save_external(self, model_id: str, name: str) -> str:
+        """Write the adapter for other programs under a name that no other such one has; returns its tinker://
+        path."""
 
     def load_state(self, model_id: str, path: str, with_optimizer: bool) -> None:
         """Give a model the weights at a tinker:// path; it is made, with their rank, if there is none."""

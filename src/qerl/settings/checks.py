@@ -12,9 +12,17 @@ import reprlib
 from enum import Enum
 from numbers import Real
 from pathlib import PurePath
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetPydanticSchema,
+    TypeAdapter,
+    ValidationError,
+)
 
 from qerl.errors import QeRLError
 
@@ -39,8 +47,11 @@ def _whole_as_int(value: Any) -> Any:
 Steps = Annotated[PositiveInt, BeforeValidator(_whole_as_int)]
 """A number of steps; transformers' fields that may also be a share are floats, so 100.0 is one."""
 
-ShareOrSteps = Annotated[float, Field(gt=0, lt=1)] | Steps
-"""As transformers counts: below 1 a share of all steps, from 1 on steps."""
+ShareOrSteps = Annotated[
+    float, GetPydanticSchema(lambda _, schema_of: schema_of(Annotated[float, Field(gt=0, lt=1)] | Steps))
+]
+"""As transformers counts: below 1 a share of all steps, from 1 on steps. Called a float, since transformers'
+parser of the command line takes no union."""
 
 
 def _some_characters(text: str) -> str:
@@ -70,6 +81,13 @@ Names = Annotated[list[Text], _One]
 
 Passages = Annotated[list[Passage], _One]
 """A list of texts; a single one is a list of one."""
+
+if TYPE_CHECKING:
+    Options = dict[str, Any]
+else:  # transformers' parser of the command line reads it as text, which `qerl.settings.parsed` decodes
+    Options = Annotated[
+        dict[str, Any] | str | None, GetPydanticSchema(lambda _, schema_of: schema_of(dict[str, Any]))
+    ]
 
 _STRICT = ConfigDict(strict=True, allow_inf_nan=False, arbitrary_types_allowed=True)
 

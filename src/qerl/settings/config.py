@@ -12,8 +12,9 @@ the run has them.
 """
 
 import dataclasses
+import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from trl import GRPOConfig
@@ -24,9 +25,17 @@ from qerl.settings import contradictions
 from qerl.settings.adapter import take_saved_adapter
 from qerl.settings.algorithms import ALGORITHMS
 from qerl.settings.checks import checked
-from qerl.settings.fields import OWN_NAMES, OwnFields
+from qerl.settings.fields import OWN_NAMES, OWN_TYPES, OwnFields
+from qerl.settings.foreign import refuse_unknown
 from qerl.settings.model_kwargs import take_model_kwargs
 from qerl.settings.parents import Refused, fate_of, set_newer_names
+from qerl.settings.parsed import take_parsed
+
+LEARNING_RATES = {"lora": 1e-5, "full": 1e-6}
+"""By `tuning`, where nobody says it."""
+
+_EMPTY: tuple[Any, ...] = (None, "", [], {})
+"""Values that ask for nothing."""
 
 _EVALUATED_TOGETHER = 1024
 """Completions of an evaluation's call: twice the rows of the paged engine, which are refilled meanwhile."""
@@ -35,12 +44,40 @@ _ENVIRONMENTS_TOGETHER = 64
 """The same where each has an environment, which may be a connection to somewhere."""
 
 
+Settings = TypeVar("Settings")
+
+
+class UnknownField(QeRLError, TypeError):
+    """A keyword that is no field; a `TypeError`, as a dataclass raises for it."""
+
+
+def _unknown_in_a_sentence(settings: type[Settings]) -> type[Settings]:
+    """The dataclass, which names the nearest field where it is made with a keyword that is none."""
+    kind: Any = settings
+    made = kind.__init__
+    known = [spec.name for spec in dataclasses.fields(kind) if spec.init]
+
+    @functools.wraps(made)
+    def init(self: Settings, *values: Any, **fields: Any) -> None:
+        try:
+            for name in fields:
+                refuse_unknown(name, type(self).__name__, known, OWN_NAMES)
+        except QeRLError as error:
+            raise UnknownField(str(error)) from None
+        made(self, *values, **fields)
+
+    kind.__init__ = init
+    return settings
+
+
+@_unknown_in_a_sentence
 @dataclass
 class QeRLConfig(OwnFields, GRPOConfig):
     """Everything a run needs to know; the fields of `trl.GRPOConfig` and of `TrainingArguments` are valid
     too."""
 
     def __post_init__(self) -> None:
+        take_parsed(self)
         take_model_kwargs(self)
         self._check_fields()
         take_saved_adapter(self)
@@ -52,6 +89,8 @@ class QeRLConfig(OwnFields, GRPOConfig):
                 setattr(self, name, value)
         if self.epsilon_high is None:
             self.epsilon_high = self.epsilon
+        self._default_rate = self.learning_rate is None
+        self.follow_tuning()
         if self.goes_by_metric and self.metric_for_best_model is None:
             self.metric_for_best_model = "eval_reward"  # an evaluation has rewards and no loss
         if not torch.cuda.is_available():
@@ -73,6 +112,11 @@ class QeRLConfig(OwnFields, GRPOConfig):
         group = self.num_generations_eval or self.num_generations or 1
         return group * max(1, (_ENVIRONMENTS_TOGETHER if environments else _EVALUATED_TOGETHER) // group)
 
+    def follow_tuning(self) -> None:
+        """`learning_rate` becomes the default for `tuning` where nobody gave one."""
+        if self._default_rate:
+            self.learning_rate = LEARNING_RATES[self.tuning]
+
     def make_room_for_environments(self) -> None:
         """The default of `per_device_eval_batch_size` becomes what it is with the field `environment`, for a
         trainer that was handed its environments."""
@@ -86,19 +130,20 @@ class QeRLConfig(OwnFields, GRPOConfig):
         return bool(self.load_best_model_at_end or by_plateau or self.early_stopping_patience)
 
     def _check_fields(self) -> None:
-        """Every field by itself."""
-        for spec in dataclasses.fields(self):
+        """Every field by itself; those of a subclass are its own affair."""
+        for spec in dataclasses.fields(QeRLConfig):
             if not spec.init:
                 continue
-            parent = None if spec.name in OWN_NAMES else fate_of(spec.name)
+            parent = None if spec.name in OWN_TYPES else fate_of(spec.name)
             value = getattr(self, spec.name)
             if isinstance(parent, Refused):
                 default = default_of(spec)
-                if (value or None) != (default or None):  # "" and [] say no more than None
+                if value != default and (default or value not in _EMPTY):
                     raise QeRLError(f"{spec.name} is not supported: {parent.reason}. Remove it.")
                 setattr(self, spec.name, default)
             else:
-                setattr(self, spec.name, checked(spec.name, value, parent.type if parent else spec.type))
+                type_ = parent.type if parent else OWN_TYPES[spec.name]
+                setattr(self, spec.name, checked(spec.name, value, type_))
 
     @property
     def device(self) -> torch.device:

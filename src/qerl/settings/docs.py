@@ -12,7 +12,7 @@ from typing import Any
 from trl import GRPOConfig
 
 from qerl.settings.config import QeRLConfig, default_of
-from qerl.settings.fields import OWN_NAMES
+from qerl.settings.fields import OWN_NAMES, Sentence
 from qerl.settings.parents import PARENTS, Refused, fate_of
 from qerl.settings.recipe import FIELDS, check_key
 
@@ -25,10 +25,10 @@ def own_fields() -> dict[str, list[tuple[str, str, str]]]:
     groups: dict[str, list[tuple[str, str, str]]] = {}
     rows: list[tuple[str, str, str]] = []
     for name in OWN_NAMES:
-        metadata = FIELDS[name].metadata
-        if metadata["group"]:
-            rows = groups.setdefault(metadata["group"], [])
-        rows.append((name, _shown(default_of(FIELDS[name])), metadata["help"]))
+        sentence: Sentence = FIELDS[name].metadata["help"]
+        if sentence.group:
+            rows = groups.setdefault(sentence.group, [])
+        rows.append((name, _shown(default_of(FIELDS[name])), sentence))
     return groups
 
 
@@ -36,7 +36,7 @@ def other_defaults() -> list[tuple[str, str, str, str]]:
     """Name, TRL's default, ours and the reason, of every field whose default differs from TRL's."""
     theirs = {spec.name: default_of(spec) for spec in dataclasses.fields(GRPOConfig)}
     return [
-        (name, _shown(theirs[name]), _shown(default_of(spec)), spec.metadata["instead_of_trl"])
+        (name, _shown(theirs[name]), _shown(default_of(spec)), spec.metadata["help"].instead_of_trl)
         for name, spec in FIELDS.items()
         if name in theirs and default_of(spec) != theirs[name]
     ]
@@ -97,8 +97,8 @@ def field_text(name: str) -> str:
     check_key(name, "The command line")
     spec, fate = FIELDS[name], fate_of(name)
     if name in OWN_NAMES:
-        text, reason = spec.metadata["help"], spec.metadata["instead_of_trl"]
-        lines = _entry(name, _shown(default_of(spec)), f"{text} {reason}".strip())
+        sentence: Sentence = spec.metadata["help"]
+        lines = _entry(name, _shown(default_of(spec)), f"{sentence} {sentence.instead_of_trl}".strip())
     elif isinstance(fate, Refused):
         lines = _wrapped(f"{name} is not supported: {fate.reason}.", "")
     else:

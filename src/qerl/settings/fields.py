@@ -3,11 +3,15 @@
 A field has a name, a type that is checked when settings are made (`qerl.settings.checks`), a default, and the
 sentence that `qerl fields`, `qerl train --help` and docs/configuration.md show. Their order here is the order
 there. What follows from fields that are set is in `qerl.settings.config`.
+
+Scripts for TRL make settings with its `TrlParser`, or transformers' `HfArgumentParser`. Both hand a field's
+metadata to argparse, which knows `help` alone, and overwrite its type with one that argparse calls. So the
+metadata are its `Sentence`, and its type is read from `OWN_TYPES`.
 """
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_type_hints
 
 from pydantic import Field
 
@@ -19,6 +23,7 @@ from qerl.settings.checks import (
     Drafted,
     Names,
     NonNegative,
+    Options,
     Passage,
     Passages,
     Positive,
@@ -41,6 +46,23 @@ RatioCorrection = Literal[
 ]
 
 
+class Sentence(str):
+    """What `qerl fields` says of a field.
+
+    Attributes:
+        instead_of_trl: Why the default differs from the parent's; empty where it does not.
+        group: Heading that begins with this field; empty where the field belongs to the heading before.
+    """
+
+    instead_of_trl: str
+    group: str
+
+    def __new__(cls, text: str, instead_of_trl: str, group: str) -> "Sentence":
+        sentence = super().__new__(cls, text)
+        sentence.instead_of_trl, sentence.group = instead_of_trl, group
+        return sentence
+
+
 def _help(
     text: str,
     default: Any = dataclasses.MISSING,
@@ -48,17 +70,16 @@ def _help(
     instead_of_trl: str = "",
     group: str = "",
 ) -> Any:
-    """A field with its sentence for `qerl fields`.
+    """A field: its default and the `Sentence` that describes it.
 
     Args:
         text: The sentence.
         default: Value where nobody sets the field.
         factory: Makes the default, in place of ``default``.
-        instead_of_trl: Why the default differs from the parent's.
-        group: Heading that begins with this field; the fields after it belong to the same group.
+        instead_of_trl, group: As in `Sentence`.
     """
-    metadata = {"help": text, "instead_of_trl": instead_of_trl, "group": group}
-    return field(default=default, default_factory=factory, metadata=metadata)
+    sentence = Sentence(text, instead_of_trl, group)
+    return field(default=default, default_factory=factory, metadata={"help": sentence})
 
 
 @dataclass
@@ -101,11 +122,9 @@ class NewFields:
         None,
         group="Task and rewards",
     )
-    task_options: dict[str, Any] = _help(
-        "Keyword arguments of the task, for example {level: wp1}.", factory=dict
-    )
+    task_options: Options = _help("Keyword arguments of the task, for example {level: wp1}.", factory=dict)
     reward_files: Names = _help("Reward functions of your own, each PATH.py:function.", factory=list)
-    judge: dict[str, Any] = _help(
+    judge: Options = _help(
         "A model behind an OpenAI-compatible endpoint as a reward: {url: http://127.0.0.1:8000/v1, model: "
         "NAME}, and the other arguments of qerl.rewards.judge.Judge; empty for none.",
         factory=dict,
@@ -154,7 +173,7 @@ class NewFields:
         "guess_number).",
         None,
     )
-    environment_options: dict[str, Any] = _help("Keyword arguments of the environment.", factory=dict)
+    environment_options: Options = _help("Keyword arguments of the environment.", factory=dict)
     tool_timeout: Positive = _help(
         "Seconds that a call of a tool, or an answer of an environment, may take.", 30.0
     )
@@ -206,8 +225,9 @@ class NewFields:
         "Adaptive quantization noise in the RMSNorm weights of rollouts. Off, because it helped in no study "
         "here (docs/method.md). True is the paper's noise, for which the loss corrects; with "
         "vllm_importance_sampling_correction: false it does not, as in the paper. A recipe or command line "
-        "that sets a field noise_... has to set this too. In Python, where nobody knows what was set, the "
-        "schedule (noise_sigma_start, noise_sigma_end, noise_stages, noise_schedule) is ignored without it.",
+        "that sets a field noise_... has to set this too. In Python and for TRL's parsers, which do not tell "
+        "what was set, the schedule (noise_sigma_start, noise_sigma_end, noise_stages, noise_schedule) is "
+        "ignored without it.",
         False,
         group="Noise",
     )
@@ -267,8 +287,8 @@ class NewFields:
     speculative_tokens: Drafted = _help(
         "Largest number of tokens, up to 15, that are drafted for a sequence where at most four run, and "
         "computed in one pass: what followed its last tokens in itself or in other samples of its prompt. "
-        "Samples are those drawn without drafts, up to rounding. 0 drafts none. Drafts of one "
-        "token win on large models where completions repeat themselves; how much, docs/performance.md says.",
+        "Samples are those drawn without drafts, up to rounding. 0 drafts none. A draft costs a "
+        "large model little; what it wins depends on how often completions repeat themselves.",
         0,
     )
 
@@ -299,6 +319,11 @@ class ChangedFields:
         "1024, or 64 where an environment answers.",
         None,
         instead_of_trl="No loss bounds it by its memory, and 8 leave most rows of the engine empty.",
+    )
+    learning_rate: NonNegative | None = _help(
+        "Initial learning rate of the optimizer; unset, 1e-5 for adapters and 1e-6 where `tuning` is full.",
+        None,
+        instead_of_trl="TRL's 1e-6 suits training all weights; the paper trains adapters on NVFP4 with 1e-5.",
     )
     logging_steps: ShareOrSteps = _help(
         "Number of optimizer steps between two log lines.",
@@ -342,3 +367,6 @@ class OwnFields(ChangedFields, NewFields):
 
 
 OWN_NAMES = tuple(spec.name for spec in dataclasses.fields(OwnFields))
+
+OWN_TYPES: dict[str, Any] = get_type_hints(OwnFields, include_extras=True)
+"""Type of each of these fields by its name, with its range."""

@@ -4,6 +4,9 @@ Who comes from TRL's command line types the words of its `ModelConfig` and `Scri
 have a field here that does the same under another name, too far from it to be guessed from the letters.
 """
 
+import difflib
+from collections.abc import Collection
+
 from qerl.errors import QeRLError
 
 _QUANTISED = "set weights, which says how the model is quantised"
@@ -70,3 +73,23 @@ def refuse_foreign(word: str, where: str) -> None:
     """
     if word in INSTEAD:
         raise QeRLError(f"{where} has the unknown key {word!r}; {INSTEAD[word]}.")
+
+
+def refuse_unknown(key: str, where: str, fields: Collection[str], own: Collection[str]) -> None:
+    """Raise for a key that is no field, naming the field that is meant or the nearest one.
+
+    Args:
+        key: What was given.
+        where: Where it was given, as the start of a sentence.
+        fields: The names of all fields.
+        own: Those of this project, which are looked through first.
+
+    Raises:
+        QeRLError: It is no field.
+    """
+    if key in fields:
+        return
+    refuse_foreign(key, where)
+    near = [name for names in (own, fields) for name in difflib.get_close_matches(key, names, 1, 0.7)]
+    hint = f"did you mean {near[0]!r}?" if near else "`qerl fields` lists the fields."
+    raise QeRLError(f"{where} has the unknown key {key!r}; {hint}")

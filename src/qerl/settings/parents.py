@@ -91,7 +91,6 @@ PARENTS: dict[str, Acts | Refused | ForScripts] = {
     "num_train_epochs": Acts(Positive),
     "max_steps": Acts(Literal[-1] | PositiveInt),
     "gradient_accumulation_steps": Acts(PositiveInt),
-    "learning_rate": Acts(NonNegative),
     "lr_scheduler_type": Acts(_one_of(SchedulerType)),
     "lr_scheduler_kwargs": Acts(dict[str, Any] | None),
     "warmup_steps": Acts(ShareBelow1 | Steps),

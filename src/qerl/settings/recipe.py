@@ -6,7 +6,6 @@ line come last. Unknown keys are errors that name the nearest valid key.
 """
 
 import dataclasses
-import difflib
 import types
 from collections.abc import Sequence
 from enum import Enum
@@ -16,8 +15,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from qerl import yaml12
 from qerl.errors import QeRLError
 from qerl.settings.config import QeRLConfig, default_of
-from qerl.settings.fields import OWN_NAMES
-from qerl.settings.foreign import refuse_foreign
+from qerl.settings.fields import OWN_NAMES, OWN_TYPES
+from qerl.settings.foreign import refuse_unknown
 from qerl.settings.library import recipe_file
 from qerl.settings.parents import Refused, fate_of
 
@@ -69,10 +68,10 @@ def parse_field(name: str, text: str) -> Any:
 
 
 def _type_of(name: str) -> Any:
+    if name in OWN_TYPES:
+        return OWN_TYPES[name]
     parent = fate_of(name)
-    if name in OWN_NAMES or isinstance(parent, Refused):
-        return FIELDS[name].type
-    return parent.type
+    return FIELDS[name].type if isinstance(parent, Refused) else parent.type
 
 
 def _is_text(type_: Any) -> bool:
@@ -87,13 +86,7 @@ def _is_text(type_: Any) -> bool:
 
 def check_key(key: Any, where: str) -> None:
     """Raise for a key that is no field, naming the field that is meant or the nearest one."""
-    if key in FIELDS:
-        return
-    refuse_foreign(str(key), where)
-    own = difflib.get_close_matches(str(key), OWN_NAMES, n=1, cutoff=0.7)
-    near = own or difflib.get_close_matches(str(key), FIELDS, n=1, cutoff=0.7)
-    hint = f"did you mean {near[0]!r}?" if near else "`qerl fields` lists the fields."
-    raise QeRLError(f"{where} has the unknown key {key!r}; {hint}")
+    refuse_unknown(str(key), where, FIELDS, OWN_NAMES)
 
 
 def read_recipe(path: Path) -> dict[str, Any]:

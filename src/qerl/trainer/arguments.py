@@ -18,7 +18,6 @@ is accepted and ignored, and where two of them say the same thing they must agre
 import copy
 from collections.abc import Collection, Set
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,12 +40,12 @@ from qerl.settings.adapter import LORA_FIELDS, plain, take_adapter
 from qerl.settings.config import QeRLConfig, default_of
 from qerl.settings.recipe import FIELDS
 from qerl.tasks.early import EarlyCalls
-from qerl.trainer.data import check_data
+from qerl.trainer.data import sound_data
 from qerl.trainer.early import check_tells
-from qerl.trainer.model_in_hand import check_dtype, held, weights_of
+from qerl.trainer.model_in_hand import check_dtype, check_optimizer, held, weights_of
 from qerl.trainer.others import Others
 from qerl.trainer.policy import make_policy
-from qerl.trainer.prompts import short_prompts
+from qerl.trainer.prompts import ReadyPrompts
 from qerl.trainer.ready import check_policy
 from qerl.trainer.rewards import early_calls, guard_rewards, one_for_each, with_length_penalty
 from qerl.trainer.sampler import stops_of
@@ -103,6 +102,7 @@ class Completed:
         args: Settings that agree with it; a copy of the user's.
         engine: Samples from the policy.
         early: Reward functions whose calls begin while samples are decoded; None for none.
+        ready: Makes rows ready that are handed over later.
         for_trl: Further keyword arguments of TRL's constructor.
     """
 
@@ -110,6 +110,7 @@ class Completed:
     args: QeRLConfig
     engine: RolloutEngine
     early: EarlyCalls | None
+    ready: ReadyPrompts
     for_trl: dict[str, Any]
 
 
@@ -144,7 +145,7 @@ def complete(
     settings = _settings(args, model, peft_config)
     train_dataset = others.rows(train_dataset, settings)
     _check_fields(settings, acted_on, named, engine, others)
-    check_data(settings, train_dataset, eval_dataset, bool(others.factories))
+    train_dataset, eval_dataset = sound_data(settings, train_dataset, eval_dataset, bool(others.factories))
     early = early_calls(reward_funcs, settings)
     if early is not None and engine is not None:
         check_tells(engine)
@@ -153,26 +154,24 @@ def complete(
     tokenizer = _tokenizer(processing_class, model, train_dataset, settings.trust_remote_code)
     others.check_tokenizer(tokenizer)
     stops_of(settings, tokenizer)  # refuses a model that does not think, before it is loaded
-    if named:
-        policy = _named_policy(model, settings, peft_config, engine)
-    else:
-        policy = _policy_in_hand(model, settings, peft_config, acted_on)
-    _check_optimizer(optimizers[0], policy)
+    ready = ReadyPrompts.of(model, settings, tokenizer, in_turns=bool(others))
+    if "max_prompt_length" not in acted_on:  # the rows of a run have been made ready
+        train_dataset = ready(train_dataset, "training prompts")
+        eval_dataset = ready(eval_dataset, "evaluation prompts")
+    policy = _policy(model, settings, peft_config, engine, acted_on)
+    check_optimizer(optimizers[0], policy)
     check_policy(policy, engine)
     rewards = _rewards(reward_funcs, settings, others, early)
-    limit = None if "max_prompt_length" in acted_on else settings.max_prompt_length
-    kwargs = settings.chat_template_kwargs
-    short = partial(short_prompts, limit=limit, template_kwargs=kwargs, tokenizer=tokenizer)
     for_trl = {
         "reward_funcs": rewards,
         "reward_processing_classes": one_for_each(reward_processing_classes, reward_funcs, rewards),
-        "train_dataset": short(train_dataset, what="training prompts"),
-        "eval_dataset": short(eval_dataset, what="evaluation prompts"),
+        "train_dataset": train_dataset,
+        "eval_dataset": eval_dataset,
         "processing_class": processing_class or tokenizer,
         "optimizers": optimizers,
         **others.for_trl,
     }
-    return Completed(policy, settings, engine or _engine(policy, tokenizer, settings), early, for_trl)
+    return Completed(policy, settings, engine or _engine(policy, tokenizer, settings), early, ready, for_trl)
 
 
 def _rewards(reward_funcs: Any, settings: QeRLConfig, others: Others, early: EarlyCalls | None) -> list[Any]:
@@ -277,6 +276,18 @@ def _set_fields(args: QeRLConfig, acted_on: Collection[str], fields: Set[str] = 
 # Model
 
 
+def _policy(
+    model: LocalModel | PreTrainedModel | PeftModel,
+    args: QeRLConfig,
+    peft_config: LoraConfig | None,
+    engine: RolloutEngine | None,
+    acted_on: Collection[str],
+) -> PreTrainedModel | PeftModel:
+    if isinstance(model, LocalModel):
+        return _named_policy(model, args, peft_config, engine)
+    return _policy_in_hand(model, args, peft_config, acted_on)
+
+
 def _named_policy(
     model: LocalModel, args: QeRLConfig, peft_config: LoraConfig | None, engine: RolloutEngine | None
 ) -> PreTrainedModel | PeftModel:
@@ -332,6 +343,7 @@ def _policy_in_hand(
     for name, value in held(model).items():
         if name not in acted_on:
             setattr(args, name, value)
+    args.follow_tuning()
     return model
 
 
@@ -346,18 +358,6 @@ def _agree_with_model(args: QeRLConfig, acted_on: Collection[str], model: nn.Mod
             )
     for name in sorted(given & LORA_FIELDS.keys() - own.keys()):
         raise QeRLError(f"{name} is set and the model that was handed in has no LoRA adapter; remove it.")
-
-
-def _check_optimizer(optimizer: Any, model: nn.Module) -> None:
-    """Refuse an optimizer that would step other tensors than those of the policy."""
-    if optimizer is None:
-        return
-    own = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
-    if any(id(parameter) not in own for group in optimizer.param_groups for parameter in group["params"]):
-        raise QeRLError(
-            "The optimizer has parameters that the policy does not train; make it of the parameters of the "
-            "model that is handed in, after its adapter was added."
-        )
 
 
 # Tokenizer and engine

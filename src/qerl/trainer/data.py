@@ -7,15 +7,16 @@ from datasets import Dataset, IterableDataset
 
 from qerl.errors import QeRLError
 from qerl.settings.config import QeRLConfig
+from qerl.trainer.prompts import sound_prompts
 
 _NAMES_OF_REWARDS = ("prompts", "completions")
 """Arguments of reward functions that TRL fills; a column of this name would be a second one."""
 
 
-def check_data(
+def sound_data(
     args: QeRLConfig, train_dataset: Dataset | IterableDataset, eval_dataset: Any, environments: bool
-) -> None:
-    """Refuse data that the settings cannot sample from.
+) -> tuple[Any, Any]:
+    """The rows to train and to evaluate on, their prompts as `sound_prompts` gives them.
 
     Args:
         args: The settings.
@@ -24,8 +25,8 @@ def check_data(
         environments: Whether environments answer; they may give the prompts.
 
     Raises:
-        QeRLError: Dynamic sampling or a curriculum of a stream, rows without a prompt, or a column that
-            reward functions could not be handed.
+        QeRLError: The settings cannot sample from them: dynamic sampling or a curriculum of a stream, rows
+            without a prompt, or a column that reward functions could not be handed.
     """
     if args.curriculum and isinstance(train_dataset, IterableDataset):
         raise QeRLError(
@@ -37,13 +38,28 @@ def check_data(
             "dynamic_sampling_rounds draws other prompts of the data set, which an IterableDataset cannot "
             "give; load it as a Dataset or set dynamic_sampling_rounds: 0."
         )
-    held_out = eval_dataset if isinstance(eval_dataset, dict) else {"": eval_dataset}
-    every = {"train_dataset": train_dataset} | {
-        f"eval_dataset {name!r}" if name else "eval_dataset": rows for name, rows in held_out.items()
-    }
-    for what, rows in every.items():
-        # A stream that was mapped does not know its columns.
-        _check_columns(what, getattr(rows, "column_names", None) or (), environments)
+    return (
+        sound_rows(train_dataset, "train_dataset", environments),
+        sound_rows(eval_dataset, "eval_dataset", environments),
+    )
+
+
+def sound_rows(rows: Any, what: str, environments: bool) -> Any:
+    """The rows, their prompts as `sound_prompts` gives them.
+
+    Args:
+        rows: As in `sound_prompts`.
+        what: What the rows are, such as ``train_dataset``.
+        environments: Whether environments answer; they may give the prompts.
+
+    Raises:
+        QeRLError: There are rows without a prompt, or a column that reward functions could not be handed.
+    """
+    if isinstance(rows, dict):
+        return {name: sound_rows(some, f"{what} {name!r}", environments) for name, some in rows.items()}
+    # A stream that was mapped does not know its columns.
+    _check_columns(what, getattr(rows, "column_names", None) or (), environments)
+    return sound_prompts(rows, what)
 
 
 def _check_columns(what: str, columns: Any, environments: bool) -> None:

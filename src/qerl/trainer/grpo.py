@@ -26,7 +26,8 @@ replaced, and why:
   (`resume.trainer`).
 """
 
-from collections.abc import Callable, Collection, Sized
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Sized
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from datasets import Dataset, IterableDataset
 from peft import LoraConfig, PeftModel
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
+from transformers.trainer_utils import PredictionOutput
 from trl import GRPOConfig
 
 from qerl.agents.environment import EnvironmentFactory
@@ -45,9 +47,10 @@ from qerl.seeding import ProblemSeeds
 from qerl.trainer.arguments import complete
 from qerl.trainer.callbacks import EarlyStop, MetricsFile
 from qerl.trainer.correction import Mismatch
+from qerl.trainer.data import sound_rows
 from qerl.trainer.dynamic_sampling import empty_log
 from qerl.trainer.others import check_others
-from qerl.trainer.trl.evaluation import name_metrics
+from qerl.trainer.trl.evaluation import mean, name_metrics
 from qerl.trainer.trl.late_metrics import settle
 from qerl.trainer.trl.reference import none_by_trl
 from qerl.trainer.trl.tables import written_whole
@@ -141,6 +144,7 @@ class QeRLTrainer(UpdateTrainer):
         for parameter, dtype in zip(trained, dtypes, strict=True):
             # TRL rounds adapters of four-bit models to bf16, in which an update of 5e-6 is mostly lost.
             parameter.data = parameter.data.to(dtype)
+        self._ready, self._has_environments = given.ready, environment_factory is not None
         others.join(self, given.args.reward_timeout)
         self._start_rollouts(given.engine, given.early)
         self._start_update()
@@ -163,13 +167,44 @@ class QeRLTrainer(UpdateTrainer):
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
-        """Wraps transformers': the completions of an evaluation are a table of their own."""
-        former, self._evaluating = (self._evaluating, self._logs), metric_key_prefix
+        """Wraps transformers': data sets are checked and cut by `max_prompt_length` as those of the
+        constructor, and the completions of an evaluation are a table of their own."""
+        eval_dataset = self._sound(eval_dataset, "eval_dataset", "evaluation prompts")
+        with self._table_apart(metric_key_prefix):
+            return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+
+    def predict(
+        self, test_dataset: Any, ignore_keys: Any = None, metric_key_prefix: str = "test"
+    ) -> PredictionOutput:
+        """Wraps transformers', to which TRL gives no rewards: the metrics are those of an evaluation of these
+        rows, and nothing is logged."""
+        test_dataset = self._sound(test_dataset, "test_dataset", "test prompts")
+        with self._table_apart(""):
+            output = super().predict(test_dataset, ignore_keys, metric_key_prefix)
+        for name, values in self._metrics["eval"].items():
+            output.metrics[f"{metric_key_prefix}_{name}"] = mean(values)
+        self._metrics["eval"].clear()
+        return output
+
+    def _sound(self, rows: Any, argument: str, what: str) -> Any:
+        """Rows that are handed over, checked and cut; what is no data set is left to transformers."""
+        if not isinstance(rows, Dataset | IterableDataset | dict):
+            return rows
+        return self._ready(sound_rows(rows, argument, self._has_environments), what)
+
+    @contextlib.contextmanager
+    def _table_apart(self, evaluation: str) -> Iterator[None]:
+        """What is sampled in the block is in no table of training, but in that of an evaluation, if any."""
+        former, self._evaluating = (self._evaluating, self._logs), evaluation
         self._logs = empty_log(self._logs)
         try:
-            return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+            yield
         finally:
             self._evaluating, self._logs = former
+
+    def get_test_dataloader(self, test_dataset: Any) -> Any:
+        """Replaces transformers': rows are sampled from as in an evaluation."""
+        return self.get_eval_dataloader(test_dataset)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         """Wraps TRL's: a process's batch is no larger than its share, or accelerate would fill it up with
@@ -191,7 +226,8 @@ class QeRLTrainer(UpdateTrainer):
         self._problem_seeds = ProblemSeeds(self.args.seed)
         output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
         self._clock.clear()  # the time of an evaluation is no step's
-        name_metrics(self._metrics["eval"], metric_key_prefix)
+        if self._evaluating:
+            name_metrics(self._metrics["eval"], metric_key_prefix)
         return output
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:

@@ -5,8 +5,12 @@ pass through torch's allocator, so its own statistics would leave out the larger
 """
 
 import resource
+import sys
 
 import torch
+
+_UNIT = 1 if sys.platform == "darwin" else 1024
+"""Bytes in one of what `ru_maxrss` counts: 1 on macOS, 1024 on Linux."""
 
 
 def used_bytes(device: torch.device) -> int:
@@ -14,7 +18,7 @@ def used_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return total - free
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _UNIT
 
 
 class PeakMemory:

@@ -1,4 +1,4 @@
-"""What a model that was handed in says of the settings that describe one."""
+"""What a model that was handed in says of the settings that describe one, and of an optimizer beside it."""
 
 from typing import Any
 
@@ -50,4 +50,16 @@ def check_dtype(model: nn.Module) -> None:
         raise QeRLError(
             f"The model that was handed in is {str(dtype).removeprefix('torch.')}, in which small gradients "
             "vanish; load it with dtype=torch.bfloat16 or torch.float32."
+        )
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer | None, model: nn.Module) -> None:
+    """Refuse an optimizer that would step other tensors than those of the policy."""
+    if optimizer is None:
+        return
+    own = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+    if any(id(parameter) not in own for group in optimizer.param_groups for parameter in group["params"]):
+        raise QeRLError(
+            "The optimizer has parameters that the policy does not train; make it of the parameters of the "
+            "model that is handed in, after its adapter was added."
         )

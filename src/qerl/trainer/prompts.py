@@ -1,16 +1,194 @@
-"""Which prompts of a data set are short enough."""
+"""Prompts of a data set: that each is one, that the chat template renders them, which are short enough, and
+that the model has positions for what follows.
+
+A message's content may come in parts, as images need them. Of text alone the parts are joined, because many
+templates of text models add the content to a text, which fails on a list, and some leave it out.
+"""
 
 import logging
+import operator
+import reprlib
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
-from datasets import IterableDataset
+from datasets import Dataset, IterableDataset
 from transformers import PreTrainedTokenizerBase
 
 from qerl.errors import QeRLError
+from qerl.families.parts import base_model
+from qerl.families.sizes import positions_of
 from qerl.models.chat import Chat
+from qerl.models.hub import LocalModel
+from qerl.models.load import model_positions
 from qerl.ranks import is_first_process
+from qerl.settings.config import QeRLConfig
 
 logger = logging.getLogger(__name__)
+
+_READ_AT_ONCE = 1000
+"""Rows; read one by one they take ten times as long."""
+
+
+def sound_prompts(rows: Any, what: str) -> Any:
+    """The rows of a data set, each with a prompt whose contents are text: parts of text are joined.
+
+    Args:
+        rows: A `Dataset` or `IterableDataset`, several by name in a dictionary, or None. Rows without a
+            column `prompt` are left to an environment; those of a stream are looked at when they are read.
+        what: What the rows are, such as ``train_dataset``.
+
+    Raises:
+        QeRLError: A row has no prompt, or one that is neither text nor messages with a role and a content.
+    """
+    if isinstance(rows, dict):
+        return {name: sound_prompts(some, f"{what} {name!r}") for name, some in rows.items()}
+    if isinstance(rows, IterableDataset):
+        return rows.map(lambda row: _sound_row(row, f"A row of {what}"))
+    if not isinstance(rows, Dataset) or "prompt" not in rows.column_names:
+        return rows
+    joined = [
+        sound is not prompt
+        for number, prompt in enumerate(_prompts(rows))
+        for sound in [_sound(prompt, f"Row {number} of {what}")]
+    ]
+    if not any(joined):
+        return rows
+    return rows.map(lambda row: _sound_row(row, what))
+
+
+def _prompts(rows: Dataset) -> Iterator[Any]:
+    for batch in rows.with_format(None).select_columns("prompt").iter(_READ_AT_ONCE):
+        yield from batch["prompt"]
+
+
+def _sound_row(row: dict[str, Any], where: str) -> dict[str, Any]:
+    return {"prompt": _sound(row["prompt"], where)} if "prompt" in row else {}
+
+
+def _sound(prompt: Any, where: str) -> Any:
+    """The prompt itself, or one with joined parts in its place."""
+    if isinstance(prompt, str):
+        return prompt
+    if prompt is None:
+        raise QeRLError(f"{where} has no prompt (it is None); give it one, or leave the row out.")
+    if not isinstance(prompt, list) or not prompt or not all(map(_has_a_role, prompt)):
+        raise QeRLError(
+            f"{where} has a prompt that is neither text nor chat messages but {reprlib.repr(prompt)}; make "
+            'it a text, or a list such as [{"role": "user", "content": ...}].'
+        )
+    sound = [_of_text(message, where) for message in prompt]
+    return prompt if all(map(operator.is_, sound, prompt)) else sound
+
+
+def _has_a_role(message: Any) -> bool:
+    return isinstance(message, dict) and isinstance(message.get("role"), str)
+
+
+def _of_text(message: dict[str, Any], where: str) -> dict[str, Any]:
+    """The message itself, or one whose parts are joined."""
+    content = message.get("content")
+    if isinstance(content, str) or (content is None and message.get("tool_calls")):
+        return message
+    if content is None:
+        raise QeRLError(
+            f"{where} has a message without content (role {message['role']}); give it a text, or leave it "
+            "out."
+        )
+    texts = [_text(part) for part in content] if isinstance(content, list) else [None]
+    if None in texts:
+        raise QeRLError(
+            f"{where} has a message whose content is not text alone but {reprlib.repr(content)}; models are "
+            "trained on text here, so leave other parts out."
+        )
+    return message | {"content": "".join(map(str, texts))}
+
+
+def _text(part: Any) -> str | None:
+    """The text of a part, None for a part of another kind."""
+    text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
+    return text if isinstance(text, str) else None
+
+
+def check_template(
+    rows: Any, tokenizer: PreTrainedTokenizerBase, template_kwargs: dict[str, Any] | None
+) -> None:
+    """Refuse a chat template that cannot render the prompts: tried with the first of each sequence of roles,
+    of a stream with the first of all.
+
+    Args:
+        rows: What `sound_prompts` gives.
+        tokenizer: Has the template; without one prompts are text.
+        template_kwargs: Arguments of the chat template.
+
+    Raises:
+        QeRLError: It cannot render one of them.
+    """
+    if isinstance(rows, dict):
+        for some in rows.values():
+            check_template(some, tokenizer, template_kwargs)
+        return
+    stream = isinstance(rows, IterableDataset)
+    mapped = isinstance(rows, Dataset) and "prompt" in rows.column_names
+    if tokenizer.chat_template is None or not (stream or mapped):
+        return
+    chat = Chat(tokenizer, template_kwargs)
+    tried: set[tuple[str, ...]] = set()
+    for prompt in (row.get("prompt") for row in rows.take(1)) if stream else _prompts(rows):
+        if isinstance(prompt, list) and (roles := tuple(message["role"] for message in prompt)) not in tried:
+            chat.check(prompt)
+            tried.add(roles)
+
+
+@dataclass(frozen=True)
+class ReadyPrompts:
+    """Gives the rows whose prompts are short enough, and refuses such as the template cannot render or the
+    model has no positions for.
+
+    Attributes:
+        args: Settings of the run.
+        tokenizer: Of the model.
+        positions: Of the model; None where nothing limits completions.
+    """
+
+    args: QeRLConfig
+    tokenizer: PreTrainedTokenizerBase
+    positions: int | None
+
+    @classmethod
+    def of(
+        cls, model: Any, args: QeRLConfig, tokenizer: PreTrainedTokenizerBase, in_turns: bool
+    ) -> "ReadyPrompts":
+        """What a model and the settings ask for.
+
+        Args:
+            model: One in hand, or a `LocalModel`, of which no weights are read.
+            args, tokenizer: As the attributes.
+            in_turns: Whether tools, environments or a `rollout_func` take part: what they sample ends where
+                the positions do, or where they say.
+
+        Raises:
+            QeRLError: The model is damaged.
+        """
+        if in_turns:
+            positions = None
+        elif isinstance(model, LocalModel):
+            positions = model_positions(model, args.trust_remote_code)
+        else:
+            positions = positions_of(base_model(model).config.get_text_config(decoder=True))
+        return cls(args, tokenizer, positions)
+
+    def __call__(self, rows: Any, what: str) -> Any:
+        """Those of these rows; ``what`` they are called, such as ``training prompts``.
+
+        Raises:
+            QeRLError: As `check_template`, `short_prompts` and `check_room`.
+        """
+        kwargs = self.args.chat_template_kwargs
+        check_template(rows, self.tokenizer, kwargs)
+        rows = short_prompts(rows, self.args.max_prompt_length, kwargs, self.tokenizer, what)
+        check_room(rows, self.positions, self.args, self.tokenizer, what)
+        return rows
 
 
 def short_prompts(
@@ -43,14 +221,12 @@ def short_prompts(
     chat = Chat(tokenizer, template_kwargs) if tokenizer.chat_template else None
 
     def short(row: dict[str, Any]) -> bool:
-        prompt = row.get("prompt", "")  # an environment may give it
-        ids = tokenizer(prompt)["input_ids"] if isinstance(prompt, str) or chat is None else chat.ids(prompt)
-        return len(ids) <= limit
+        return _tokens(row.get("prompt", ""), tokenizer, chat) <= limit  # an environment may give it
 
     kept = rows.filter(short)
     if isinstance(rows, IterableDataset):
         return kept
-    if not len(kept):
+    if len(rows) and not len(kept):
         raise QeRLError(
             f"None of the {len(rows)} {what} has at most {limit} tokens; raise max_prompt_length."
         )
@@ -60,3 +236,57 @@ def short_prompts(
             *(len(rows) - len(kept), len(rows), what, limit),
         )
     return kept
+
+
+def _tokens(prompt: Any, tokenizer: PreTrainedTokenizerBase, chat: Chat | None) -> int:
+    if isinstance(prompt, str) or chat is None:
+        return len(tokenizer(prompt)["input_ids"])
+    return len(chat.ids(prompt))
+
+
+def check_room(
+    rows: Any, positions: int | None, args: QeRLConfig, tokenizer: PreTrainedTokenizerBase, what: str
+) -> None:
+    """Refuse prompts that with their completions have more tokens than the model has positions.
+
+    A text has at most as many tokens as bytes, so that few prompts need to be tokenized.
+
+    Args:
+        rows: What `sound_prompts` gives; those of a stream are found when they are sampled from.
+        positions: Of the model; None where it sets no limit.
+        args: Settings of the run.
+        tokenizer: Counts the tokens of a prompt, chat template included.
+        what: What the rows are, such as ``training prompts``.
+
+    Raises:
+        QeRLError: A prompt leaves too little room, or none can leave enough.
+    """
+    if positions is None or rows is None:
+        return
+    completion = args.max_completion_length or 0
+    if completion >= positions:
+        raise QeRLError(
+            f"max_completion_length is {completion} and the model has {positions} positions for a prompt and "
+            "its completion; lower max_completion_length."
+        )
+    if isinstance(rows, dict):
+        for name, some in rows.items():
+            check_room(some, positions, args, tokenizer, f"{what} of {name!r}")
+    if not isinstance(rows, Dataset) or "prompt" not in rows.column_names:
+        return
+    chat = Chat(tokenizer, args.chat_template_kwargs) if tokenizer.chat_template else None
+    framed: dict[tuple[str, ...], int] = {}  # tokens of the first prompt of these roles, frame included
+    for prompt in _prompts(rows):
+        roles = () if isinstance(prompt, str) else tuple(message["role"] for message in prompt)
+        if roles not in framed:
+            framed[roles] = _tokens(prompt, tokenizer, chat)
+        most = framed[roles] + len(str(prompt).encode("utf-8", "surrogatepass"))
+        if most <= positions - completion:
+            continue
+        tokens = _tokens(prompt, tokenizer, chat)
+        if tokens + completion > positions:
+            raise QeRLError(
+                f"One of the {what} has {tokens} tokens, which with a completion of up to {completion} "
+                f"exceed the {positions} positions of the model; lower max_completion_length, or set "
+                f"max_prompt_length: {positions - completion}, which leaves longer prompts out."
+            )

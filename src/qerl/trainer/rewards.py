@@ -39,15 +39,14 @@ def guard_rewards(rewards: Any, timeout_s: float, early: EarlyCalls | None = Non
     Asynchronous functions wait at the same time.
 
     Args:
-        rewards: What TRL takes as ``reward_funcs``: one or a list.
+        rewards: One, or several in a list or tuple.
         timeout_s: Seconds for a sample, above 0.
         early: As in `guarded`.
     """
-    every = rewards if isinstance(rewards, list) else [rewards]
     together = Together()
     return [
         reward if isinstance(reward, str | torch.nn.Module) else guarded(reward, timeout_s, together, early)
-        for reward in every
+        for reward in as_list(rewards)
     ]
 
 
@@ -74,10 +73,10 @@ def early_calls(rewards: Any, args: QeRLConfig) -> EarlyCalls | None:
 
 
 def as_list(rewards: Any) -> list[Any]:
-    """What TRL takes as ``reward_funcs`` (None, one or a list) as a new list."""
+    """Reward functions (None, one, or several in a list or tuple) as a new list; TRL would call a tuple."""
     if rewards is None:
         return []
-    return [*rewards] if isinstance(rewards, list) else [rewards]
+    return [*rewards] if isinstance(rewards, list | tuple) else [rewards]
 
 
 def with_length_penalty(rewards: Any, args: QeRLConfig) -> list[Any]:
@@ -112,7 +111,7 @@ def one_for_each(classes: Any, given: Any, rewards: list[Any]) -> Any:
     """
     if classes is None:
         return None
-    every = [*classes] if isinstance(classes, list) else [classes]
+    every = [*classes] if isinstance(classes, list | tuple) else [classes]
     added = len(rewards) - len(as_list(given))
     return every + [None] * added
 

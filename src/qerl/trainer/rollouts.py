@@ -66,6 +66,20 @@ class RolloutTrainer(SamplerTrainer):
         policy = self.accelerator.unwrap_model(self.model)
         self._noise = RolloutNoise(self.args, policy, lambda: self.state.max_steps)
         self._prompts = PromptChoice(self.args, self.train_dataset, self.accelerator)
+        self._rollouts_without_signal, self._had_signal = 0, False
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Wraps transformers': a training whose rewards taught nothing says so at its end."""
+        output = super().train(*args, **kwargs)
+        if self._rollouts_without_signal and not self._had_signal and is_first_process():
+            logger.warning(
+                "Nothing was learned from rewards: in none of the rollouts (%d) did any prompt have both "
+                "better and worse samples. Read some completions (log_completions: true): the problems may "
+                "be too hard or too easy for the model, its answers cut off (completions/clipped_ratio), or "
+                "the rewards may not find them.",
+                self._rollouts_without_signal,
+            )
+        return output
 
     def _init_training_state(self, *args: Any) -> tuple[int, int]:
         self._start_learning()
@@ -162,7 +176,10 @@ class RolloutTrainer(SamplerTrainer):
         rewards_BF = self.accelerator.gather(own_BF)
         self._warn_of_judge(rewards_BF)
         advantages_B = self._signal.advantages(rewards_BF)
-        self._logs["advantages"].extend(advantages_B.tolist())
+        advantages = advantages_B.tolist()
+        self._had_signal |= any(advantages)
+        self._rollouts_without_signal += not any(advantages)
+        self._logs["advantages"].extend(advantages)
         return batch | {"advantages": self._own_rows(advantages_B, len(own_BF))}
 
     def _warn_of_judge(self, rewards_BF: torch.Tensor) -> None:

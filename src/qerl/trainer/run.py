@@ -5,7 +5,6 @@ the adapter (or, for full tuning, the model) beside the tokenizer, as TRL's `sav
 """
 
 import contextlib
-import logging
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,9 +12,7 @@ from pathlib import Path
 
 import torch
 from datasets import Dataset
-from filelock import FileLock, Timeout
 from rich.console import Console
-from transformers import PreTrainedTokenizerBase
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from qerl.errors import QeRLError, first_line
@@ -35,14 +32,10 @@ from qerl.trainer.grpo import QeRLTrainer
 from qerl.trainer.policy import make_policy
 from qerl.trainer.preflight import check_length, preflight
 from qerl.trainer.processes import ends_together
-from qerl.trainer.prompts import short_prompts
+from qerl.trainer.prompts import ReadyPrompts, sound_prompts
 from qerl.trainer.resume.changes import prepare_folder
+from qerl.trainer.resume.claim import claimed
 from qerl.update.memory_retry import refuse_memory_error
-
-logger = logging.getLogger(__name__)
-
-_LOCK_FILE = "_lock"
-"""In the run folder, locked while a run writes there; no file of such a name is pushed to the Hub."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +62,11 @@ def train(config: QeRLConfig, console: Console) -> RunResult:
     folder = Path(str(config.output_dir))
     with ends_together(config), contextlib.ExitStack() as claim:
         resume = prepare_folder(config, console)
-        claim.enter_context(_alone_in(folder, config.process_index))
+        if not claim.enter_context(claimed(folder, config.process_index)):
+            raise QeRLError(
+                f"Another run writes to {folder} at present; wait for its end, or choose another "
+                "--output_dir."
+            )
         trainer, guard = build(config, console)
         if trainer.is_world_process_zero():
             _write_settings(config, folder)
@@ -82,25 +79,6 @@ def train(config: QeRLConfig, console: Console) -> RunResult:
     if interrupted:
         console.print(f"Saved {folder}/checkpoint-{step}. Go on with: --resume_from_checkpoint true")
     return RunResult(folder, interrupted, step)
-
-
-@contextlib.contextmanager
-def _alone_in(folder: Path, process: int) -> Iterator[None]:
-    """No other run writes into the folder meanwhile; the kernel frees what a process that dies has locked."""
-    lock = FileLock(folder / _LOCK_FILE)
-    try:
-        if process == 0:
-            lock.acquire(blocking=False)
-    except Timeout:
-        raise QeRLError(
-            f"Another run writes to {folder} at present; wait for its end, or choose another --output_dir."
-        ) from None
-    except NotImplementedError:
-        logger.warning("The disk of %s has no locks: see to it that no other run writes there.", folder)
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 def _write_settings(config: QeRLConfig, folder: Path) -> None:
@@ -151,7 +129,9 @@ def build(config: QeRLConfig, console: Console) -> tuple[QeRLTrainer, InterruptG
     parts = preflight(config)
     model = find_model(config.model)
     tokenizer = load_tokenizer(model, trust_remote_code=config.trust_remote_code)
-    train_set, eval_set = _datasets(config, parts.task, tokenizer)
+    in_turns = bool(parts.tools) or parts.environment_factory is not None
+    ready = ReadyPrompts.of(model, config, tokenizer, in_turns=in_turns)
+    train_set, eval_set = _datasets(config, parts.task, ready)
     policy = make_policy(config, model, console)
     guard = InterruptGuard(console)
     trainer = QeRLTrainer(
@@ -183,16 +163,14 @@ def build(config: QeRLConfig, console: Console) -> tuple[QeRLTrainer, InterruptG
     return trainer, guard
 
 
-def _datasets(
-    config: QeRLConfig, task: Task, tokenizer: PreTrainedTokenizerBase
-) -> tuple[Dataset, Dataset | None]:
+def _datasets(config: QeRLConfig, task: Task, ready: ReadyPrompts) -> tuple[Dataset, Dataset | None]:
     """Prompts to train on, and those to evaluate on if the run does; the task learns how a turn begins."""
-    kwargs = config.chat_template_kwargs
-    chat = Chat(tokenizer, kwargs)
+    chat = Chat(ready.tokenizer, config.chat_template_kwargs)
     task.opening = chat.opening
 
     def prompts(rows: Dataset, what: str) -> Dataset:
-        return short_prompts(chat.dataset(rows), config.max_prompt_length, kwargs, tokenizer, what)
+        found: Dataset = ready(chat.dataset(sound_prompts(rows, f"the {what}")), what)
+        return found
 
     train_set = prompts(task.train(), "training prompts")
     if len(train_set) == 0:

@@ -46,6 +46,8 @@ _QUIET = (
     "tokens_per_forward", "gradient_checkpointing", "max_sequences", "speculative_tokens", "reward_timeout",
     "early_rewards", "ddp_", "dataloader_", "torch_empty_cache_steps", "use_cpu", "restore_callback",
 )  # fmt: skip
+# Of checkpoints whose settings do not say it: they leave out what was the default, and that was TRL's.
+_FORMER_RATE = 1e-6
 _EFFECTS = {
     "max_steps": "the schedules of learning rate and noise are those of the new length",
     "num_train_epochs": "the schedules of learning rate and noise are those of the new length",
@@ -157,7 +159,7 @@ def _compare(checkpoint: Path, manifest: Manifest, config: QeRLConfig) -> str:
             "new run."
         )
     then = _settings(read_mapping(checkpoint / CONFIG_FILE, "file of settings"))
-    then |= {"processes": manifest.processes}
+    then = {"learning_rate": _FORMER_RATE} | then | {"processes": manifest.processes}
     now = _settings(resolved(config)) | {"processes": config.world_size}
     in_hand = "None" in (then["model"], now["model"])  # nobody knows its name, nor that of its adapter
     changes = [

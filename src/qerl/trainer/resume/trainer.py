@@ -14,6 +14,7 @@
 """
 
 import contextlib
+import logging
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,11 +35,15 @@ from qerl.trainer.noise import RolloutNoise
 from qerl.trainer.prompt_choice import PromptChoice
 from qerl.trainer.resume.changes import checkpoint_of_a_trainer
 from qerl.trainer.resume.checkpoint import clear, move_into, publish
+from qerl.trainer.resume.claim import claimed
 from qerl.trainer.resume.provenance import write_provenance
 from qerl.trainer.resume.rollout_file import load_rollouts, save_rollouts
+from qerl.trainer.trl.card import CARD_FILE, name_base
 from qerl.trainer.trl.client import EpochRepeatSampler
 from qerl.trainer.trl.reference import load_reference, save_reference
 from qerl.update.memory_retry import MemoryRetry
+
+logger = logging.getLogger(__name__)
 
 # What torch, safetensors and the system raise where a file cannot be written.
 _CANNOT_WRITE = (OSError, SafetensorError, RuntimeError)
@@ -62,10 +67,21 @@ class ResumableTrainer(GRPOTrainer):
         return self.args.steps_per_generation * self.num_iterations
 
     def train(self, resume_from_checkpoint: bool | str | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Wraps transformers', which goes on from any folder, with whatever settings."""
-        if resume_from_checkpoint and not self._is_of_a_run:
+        """Wraps transformers', which goes on from any folder, with whatever settings, and knows of nobody
+        else who writes there."""
+        if self._is_of_a_run:
+            return super().train(resume_from_checkpoint, *args, **kwargs)
+        if resume_from_checkpoint:
             resume_from_checkpoint = checkpoint_of_a_trainer(resume_from_checkpoint, self.args)
-        return super().train(resume_from_checkpoint, *args, **kwargs)
+        folder = Path(str(self.args.output_dir))
+        with claimed(folder, self.args.process_index) as alone:
+            if not alone:
+                logger.warning(
+                    "Another training writes to %s at present, and the checkpoints of both would replace "
+                    "each other; give one of them another output_dir.",
+                    folder,
+                )
+            return super().train(resume_from_checkpoint, *args, **kwargs)
 
     # Order of the data
 
@@ -109,6 +125,8 @@ class ResumableTrainer(GRPOTrainer):
         try:
             if self.args.should_save:
                 clear(part)
+                if (folder / CARD_FILE).is_file():  # TRL's, of a checkpoint; PEFT would begin an empty one
+                    shutil.copy(folder / CARD_FILE, part)
                 self.save_model(str(part), _internal_call=True)
                 move_into(part, folder)
             if self.args.push_to_hub:
@@ -119,6 +137,13 @@ class ResumableTrainer(GRPOTrainer):
             raise QeRLError(
                 f"The model could not be saved to {folder} ({first_line(error)}); {advice}."
             ) from error
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """Wraps TRL's, which knows no base that is not on the Hub."""
+        super().create_model_card(*args, **kwargs)
+        if self.is_world_process_zero():
+            folder = Path(str(self.args.output_dir))
+            name_base(folder / CARD_FILE, self.accelerator.unwrap_model(self.model), folder.as_posix())
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         run = Path(self._get_output_dir(trial))

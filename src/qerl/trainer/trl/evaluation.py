@@ -5,6 +5,7 @@ policy that drew them, whatever their rewards, so it would cost a forward pass a
 checkpoint is the one with the highest `eval_reward`.
 """
 
+import math
 from typing import Any
 
 from qerl.errors import QeRLError
@@ -41,3 +42,9 @@ def name_metrics(metrics: dict[str, list[float]], prefix: str) -> None:
     if name:
         for key in list(metrics):
             metrics[f"{name}_{key}"] = metrics.pop(key)
+
+
+def mean(values: list[float]) -> float | None:
+    """The mean of a metric as TRL logs it: without what is not a number, and None of nothing."""
+    valid = [value for value in values if not math.isnan(value)]
+    return sum(valid) / len(valid) if valid else None
