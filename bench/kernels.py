@@ -81,7 +81,9 @@ def packed_tilings(tokens: int, card: Card) -> list[Tiling]:
         if teams % row_groups or (tokens > 64 and teams > 3 if hopper else spilled):
             continue
         together = min(rounds, 4 if teams < 4 or tokens <= 16 else 2)
-        tiling = Tiling(teams, row_groups, teams // row_groups * rounds, together, shared, rows, cluster)
+        registers = 160 if hopper and tokens > 64 and teams == 3 else 0
+        span = teams // row_groups * rounds
+        tiling = Tiling(teams, row_groups, span, together, shared, rows, cluster, registers)
         stages = tiling.stages(tokens)
         if (not hopper or tiling.tiles * row_groups >= 4) and tiling.tiles * row_groups <= 32 and stages >= 2:
             found.setdefault((teams, row_groups, rounds, stages, rows, cluster), tiling)

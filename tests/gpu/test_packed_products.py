@@ -42,10 +42,9 @@ def test_packed_gemm(tokens, rows, width):
         others = {Tiling(2, 1, 2, 1, room)}
         if tokens > 16:
             others |= {Tiling(4, 2, 2, 1, room, 2), Tiling(2, 2, 1, 1, room, 2)}
-    chosen = tiling_for(tokens, card, (rows, width))
-    others |= {tiling_for(tokens, card, (1 << 16, 1 << 16))}  # of large weights
-    for tiling in {chosen, *others}:
-        if tiling == chosen or tokens <= 64 or tiling.teams == tiling.row_groups == 2:
+    chosen = {tiling_for(tokens, card, shape) for shape in ((rows, width), (1 << 16, 1 << 16))}
+    for tiling in chosen | others:
+        if tiling in chosen or tokens <= 64 or tiling.teams == tiling.row_groups == 2:
             assert packed_error(x, weight, tiling) < 1e-5, tiling
 
 

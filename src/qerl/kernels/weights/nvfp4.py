@@ -32,15 +32,20 @@ from qerl.kernels.weights.quack_gemm import quack_gemm, quack_tile
 from qerl.kernels.weights.tiles import Tiles
 from qerl.kernels.workspace import workspace
 
-# By padded tokens, with wgmma. H100, microseconds of gate_up and down of 32B, beside what other tilings took,
-# all without clusters.
+_SMALL_WEIGHT = 1 << 25
+"""Numbers of a weight below which a block has few tiles of it."""
+
+# By padded tokens, with wgmma. Microseconds of gate_up and down of 32B on an H100, at 128 tokens on an H200, beside what
+# other tilings took.
 _WGMMA_TILINGS = {
     8: Tiling(2, 2, 8, 4),  # 57.1 and 30.5; four warpgroups on 256 rows 57.9 and 31.2
     16: Tiling(2, 2, 8, 4),  # 57.8 and 32.3; four warpgroups on 256 rows 58.3 and 32.5
     32: Tiling(3, 3, 4, 4),  # 62.0 and 34.0; four warpgroups on 256 rows 61.8 and 34.6
     64: Tiling(3, 3, 4, 4, 200_000),  # 77.1 and 40.9; two warpgroups on 128 rows 83.2 and 43.8
-    128: Tiling(2, 2, 4, 4, 215_000, cluster=2),  # 119.2 and 61.4; stages half as long 130.6 and 65.8
+    128: Tiling(3, 3, 4, 4, 215_000, cluster=2, registers=160),  # 117.0 and 65.3; as small weights 124.9 and 66.9
 }
+# For small weights: q/k/v and o of 7B take 12.7 and 10.7, and 13.5 and 11.9 with that above.
+_WGMMA_OF_SMALL_WEIGHT = _WGMMA_TILINGS | {128: Tiling(2, 2, 4, 4, 215_000, cluster=2)}
 
 # By padded tokens, without: where a block has the shared memory of compute capability 8.0, and where it has
 # less. H200 treated as 8.0, microseconds of gate_up and down of 7B with four warps that load; the second ones
@@ -56,9 +61,7 @@ _MMA_TILINGS = {
     ),
     128: (Tiling(2, 2, 2, 2), Tiling(3, 3, 1, 1)),  # 105.0 and 54.1; 122.9 and not measured
 }
-# The first of 64 tokens for weights of which a block has few tiles: q/k/v and o of 7B take 11.7 and 10.0, and
-# 13.3 and 11.8 with that above.
-_SMALL_WEIGHT = 1 << 25
+# The first of 64 tokens for small weights: q/k/v and o of 7B take 11.7 and 10.0, and 13.3 and 11.8 with that above.
 _OF_SMALL_WEIGHT = Tiling(2, 2, 4, 4)
 _BARRIERS = 1024  # more than the kernel's own shared memory takes
 
@@ -71,11 +74,11 @@ def tiling_for(tokens: int, card: Card, shape: tuple[int, int]) -> Tiling:
         card: What it runs on.
         shape: (N, K) of the weight.
     """
-    padded = padded_tokens(tokens)
+    padded, small_weight = padded_tokens(tokens), shape[0] * shape[1] < _SMALL_WEIGHT
     if card.math == "wgmma":
-        return _WGMMA_TILINGS[padded]
+        return (_WGMMA_OF_SMALL_WEIGHT if small_weight else _WGMMA_TILINGS)[padded]
     large, small = _MMA_TILINGS[padded]
-    if padded == 64 and shape[0] * shape[1] < _SMALL_WEIGHT:
+    if padded == 64 and small_weight:
         large = _OF_SMALL_WEIGHT
     tiling = large if card.shared_bytes >= CARDS[8, 0].shared_bytes else small
     return replace(tiling, shared_bytes=min(tiling.shared_bytes, card.shared_bytes - _BARRIERS))

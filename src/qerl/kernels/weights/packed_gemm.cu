@@ -35,14 +35,19 @@
 // of a row tile writes part s, and whoever reads the output adds the parts in order. That costs no launch here,
 // because every reader is a kernel of ours, and it keeps results independent of timing.
 //
-// Clusters. From 64 tokens on a block reads more activations than weight, and the L2 cache takes as long for them as
-// multiplying does. So CLUSTER blocks share one row tile, ROW_GROUPS of its 64-row groups each, and walk along K together:
-// each copies its share of the activations to all of them. The line of tiles is then cut into as many pieces as there are
-// clusters. bulk_loads.cuh has the order in which they wait for one another.
+// Clusters. At 128 tokens a block reads several times as many bytes of activations as of weight, and a GPU is at its limit
+// of power: what the L2 cache does not send leaves power for the clock. So CLUSTER blocks share one row tile, ROW_GROUPS of
+// its 64-row groups each, and walk along K together: each copies its share of the activations to all of them. The line of
+// tiles is then cut into as many pieces as there are clusters. bulk_loads.cuh has the order in which they wait for one
+// another.
+//
+// Registers. Three warpgroups with 128 tokens each need more registers than all threads can have. So a whole warpgroup
+// loads, or is there for nothing else than to give its registers to the others.
 //
 // Compile-time: TOKENS (8, 16, 32, 64 or 128), TEAMS of warps that multiply, each with 64 rows: a warpgroup, or with two
 // FRAGMENTS a warp half of one; ROW_GROUPS 64-row groups of a row tile (TEAMS / ROW_GROUPS teams share K), TILES 64-wide
-// k tiles a stage, TOGETHER tiles a team multiplies before it waits, STAGES, CLUSTER (1, or 2 with BULK), BULK and WGMMA.
+// k tiles a stage, TOGETHER tiles a team multiplies before it waits, STAGES, CLUSTER (1, or 2 with BULK), REGISTERS (of a
+// thread that multiplies, where four warps that load give up theirs; 0: all have as many), BULK and WGMMA.
 //
 // staging.cuh copies and waits, bulk_loads.cuh and thread_loads.cuh load pieces, fragment.cuh decodes, warp_math.cuh and
 // warpgroup_math.cuh multiply a tile.
@@ -53,10 +58,13 @@
 #if CLUSTER > 1 && !BULK
 #error "Blocks of a cluster share activations by the copy engine."
 #endif
+#if REGISTERS && !(BULK && WGMMA)
+#error "Registers change hands between warpgroups of 9.0."
+#endif
 #define TEAM (128 / FRAGMENTS)  // threads
 #define K_GROUPS (TEAMS / ROW_GROUPS)
 #define CONSUMERS (TEAMS * TEAM)
-#define LOADERS (BULK ? 1 : 4)  // warps that load
+#define LOADERS (BULK && !REGISTERS ? 1 : 4)  // warps that load; with REGISTERS one of them does
 #define THREADS (CONSUMERS + 32 * LOADERS)
 #define CODE_BYTES 2048
 #define SCALE_BYTES 256
@@ -195,10 +203,17 @@ packed_gemm(const u8* __restrict__ x, const u8* __restrict__ codes, const u8* __
 
   if (warp >= CONSUMERS / 32) {
     const Ahead next = {next_b, next_a, next_codes, next_scales, next_b_bytes, next_a_bytes, next_N, next_K, next_pieces};
-    if (lane == 0 || !BULK) load_all(Piece(begin, end, k_tiles), groups, base, full, empty, x, codes, scales, next);
+#if REGISTERS
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+#endif
+    if ((lane == 0 && warp == CONSUMERS / 32) || !BULK)
+      load_all(Piece(begin, end, k_tiles), groups, base, full, empty, x, codes, scales, next);
     return;
   }
 
+#if REGISTERS
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+#endif
   wait_for_kernel_before();
 #if !ADD_LAST
   add_parts(xa_parts, xa, parts, numbers, warp, lane);

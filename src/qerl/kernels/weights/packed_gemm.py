@@ -64,6 +64,8 @@ class Tiling:
         fragments: 16-row fragments of a warp: 1, and a team is a warpgroup, as wgmma wants it; or 2, without
             wgmma, from 32 tokens on.
         cluster: Blocks that share a row tile and its activations: 1, or 2 with the copy engine.
+        registers: Of a thread that multiplies, a multiple of 8, where a warpgroup that loads gives up all but
+            24 of its own; with wgmma. 0: all threads have as many.
     """
 
     teams: int
@@ -73,10 +75,11 @@ class Tiling:
     shared_bytes: int = 176_000
     fragments: int = 1
     cluster: int = 1
+    registers: int = 0
 
     def threads(self, card: Card) -> int:
         """Threads of a block: those of the teams, and those that load."""
-        return self.teams * 128 // self.fragments + (32 if card.loader == "bulk" else 128)
+        return self.teams * 128 // self.fragments + (32 if card.loader == "bulk" and not self.registers else 128)
 
     def sums_bytes(self, tokens: int) -> int:
         """Shared memory in which teams that share K add up."""
@@ -216,6 +219,7 @@ def switches(tiling: Tiling, tokens: int, stages: int, card: Card) -> dict[str, 
         "TOGETHER": tiling.together,
         "STAGES": stages,
         "CLUSTER": tiling.cluster,
+        "REGISTERS": tiling.registers,
         "BULK": int(card.loader == "bulk"),
         "WGMMA": int(card.math == "wgmma"),
     }
