@@ -35,14 +35,15 @@ from qerl.kernels.workspace import workspace
 _SMALL_WEIGHT = 1 << 25
 """Numbers of a weight below which a block has few tiles of it."""
 
-# By padded tokens, with wgmma. Microseconds of gate_up and down of 32B on an H100, at 128 tokens on an H200, beside what
-# other tilings took.
+# By padded tokens, with wgmma. Microseconds of gate_up and down of 32B, beside what other tilings took: on an
+# H100, at 128 tokens on an H200.
 _WGMMA_TILINGS = {
     8: Tiling(2, 2, 8, 4),  # 57.1 and 30.5; four warpgroups on 256 rows 57.9 and 31.2
     16: Tiling(2, 2, 8, 4),  # 57.8 and 32.3; four warpgroups on 256 rows 58.3 and 32.5
     32: Tiling(3, 3, 4, 4),  # 62.0 and 34.0; four warpgroups on 256 rows 61.8 and 34.6
     64: Tiling(3, 3, 4, 4, 200_000),  # 77.1 and 40.9; two warpgroups on 128 rows 83.2 and 43.8
-    128: Tiling(3, 3, 4, 4, 215_000, cluster=2, registers=160),  # 117.0 and 65.3; as small weights 124.9 and 66.9
+    # 117.0 and 65.3; as small weights 124.9 and 66.9
+    128: Tiling(3, 3, 4, 4, 215_000, cluster=2, registers=160),
 }
 # For small weights: q/k/v and o of 7B take 12.7 and 10.7, and 13.5 and 11.9 with that above.
 _WGMMA_OF_SMALL_WEIGHT = _WGMMA_TILINGS | {128: Tiling(2, 2, 4, 4, 215_000, cluster=2)}
@@ -61,7 +62,8 @@ _MMA_TILINGS = {
     ),
     128: (Tiling(2, 2, 2, 2), Tiling(3, 3, 1, 1)),  # 105.0 and 54.1; 122.9 and not measured
 }
-# The first of 64 tokens for small weights: q/k/v and o of 7B take 11.7 and 10.0, and 13.3 and 11.8 with that above.
+# The first of 64 tokens for small weights: q/k/v and o of 7B take 11.7 and 10.0, and 13.3 and 11.8 with that
+# above.
 _OF_SMALL_WEIGHT = Tiling(2, 2, 4, 4)
 _BARRIERS = 1024  # more than the kernel's own shared memory takes
 

@@ -79,7 +79,8 @@ class Tiling:
 
     def threads(self, card: Card) -> int:
         """Threads of a block: those of the teams, and those that load."""
-        return self.teams * 128 // self.fragments + (32 if card.loader == "bulk" and not self.registers else 128)
+        one_warp = card.loader == "bulk" and not self.registers
+        return self.teams * 128 // self.fragments + (32 if one_warp else 128)
 
     def sums_bytes(self, tokens: int) -> int:
         """Shared memory in which teams that share K add up."""
