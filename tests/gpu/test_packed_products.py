@@ -26,10 +26,11 @@ from qerl.kernels.weights.product import LoraSum
 from tests.support.kernels import DEVICE, GPU, as_rows, error, half, poison
 
 
-@pytest.mark.parametrize("tokens", [1, 8, 13, 32, 50, 64, 100])
-@pytest.mark.parametrize("rows,width", [(128, 64), (384, 192), (640, 2368), (2176, 512)])
+@pytest.mark.parametrize("tokens", [1, 8, 13, 32, 50, 64, 65, 100, 128])
+@pytest.mark.parametrize("rows,width", [(128, 64), (384, 192), (640, 2368), (2176, 512), (4160, 9216)])
 def test_packed_gemm(tokens, rows, width):
-    """Shapes with fewer tiles than multiprocessors, odd ones, and row tiles that reach beyond the weight."""
+    """Shapes with fewer tiles than multiprocessors, odd ones, row tiles that reach beyond the weight, and one
+    of which each block uses its stages again."""
     if not GPU or obstacles():
         pytest.skip("needs a GPU on which the kernels run")
     weight, x = random_tiles(rows, width), torch.randn(tokens, width, device=DEVICE).bfloat16()

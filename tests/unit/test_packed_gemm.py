@@ -342,9 +342,8 @@ def test_packed_gemm_compiles_for_every_class_and_fits(card, tmp_path):
         compiled.write_bytes(compile_source(packed_gemm.SOURCE, defines, card.target))
         used = subprocess.run([cuobjdump, "--dump-resource-usage", compiled], capture_output=True, text=True)
         registers, stack, static = map(int, re.search(RESOURCES, used.stdout).groups())
-        assert registers * tiling.threads(card) <= 1 << 16 and stack <= STACK.get(tokens, 0), (
-            "registers are spilled"
-        )
+        allowed = 0 if card.math == "wgmma" else STACK.get(tokens, 0)
+        assert registers * tiling.threads(card) <= 1 << 16 and stack <= allowed, "registers are spilled"
         assert static % 1024 + taken <= card.shared_bytes, "the driver's kilobyte is not the block's"
 
 

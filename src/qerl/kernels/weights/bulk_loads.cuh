@@ -34,12 +34,8 @@ __device__ __forceinline__ void load_weight(const Piece& p, u32 stage, u32 full,
 __device__ __forceinline__ void load_x(const Piece& p, u32 stage, u32 full, const u8* x, u64 policy) {
   stage += TILES * WEIGHT_BYTES;
   x += (long long)p.first * X_BYTES;
-#if CLUSTER > 1
   const u32 bytes = p.count * (X_BYTES / CLUSTER), first = rank() * bytes;
   copy_to_all(stage + first, x + first, bytes, full, policy);
-#else
-  copy(stage, x, p.count * X_BYTES, full, policy);
-#endif
 }
 
 // Loads all pieces of a block, weights ahead of the end of the kernel before.

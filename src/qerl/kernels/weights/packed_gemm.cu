@@ -31,18 +31,20 @@
 // both decode them, and there instructions take the time, not reads of shared memory.
 //
 // Work. The product is a line of (rows / ROWS) x (K / 64) tiles, rows outermost, cut into one piece of equal
-// length for each block. A block that starts or ends inside a row tile leaves a partial sum of it: contributor s
+// length for each block (for each cluster, where rows of a row tile are those of its blocks). A block that starts or ends inside a row tile leaves a partial sum of it: contributor s
 // of a row tile writes part s, and whoever reads the output adds the parts in order. That costs no launch here,
 // because every reader is a kernel of ours, and it keeps results independent of timing.
 //
-// Clusters. At 128 tokens a block reads several times as many bytes of activations as of weight, and a GPU is at its limit
-// of power: what the L2 cache does not send leaves power for the clock. So CLUSTER blocks share one row tile, ROW_GROUPS of
-// its 64-row groups each, and walk along K together: each copies its share of the activations to all of them. The line of
-// tiles is then cut into as many pieces as there are clusters. bulk_loads.cuh has the order in which they wait for one
-// another.
+// Clusters. At 128 tokens a block reads several times as many bytes of activations as of weight from the L2 cache, and an
+// H200 is at its limit of power: what the cache does not send leaves power for the clock. So CLUSTER blocks share one row
+// tile, ROW_GROUPS of its 64-row groups each, and walk along K together: each copies its share of the activations to all of
+// them. The line of tiles is then cut into as many pieces as there are clusters. bulk_loads.cuh has the order in which they
+// wait for one another.
 //
-// Registers. Three warpgroups with 128 tokens each need more registers than all threads can have. So a whole warpgroup
-// loads, or is there for nothing else than to give its registers to the others.
+// Registers. All threads of a block get as many, and of those of three warpgroups and one warp more a quarter of the
+// multiprocessor has room for 128 each, too few for 128 tokens. So there are four warps that load: one does, and all give
+// their registers up. The block then has all registers of the multiprocessor, and no block of the kernels before and after
+// fits beside it.
 //
 // Compile-time: TOKENS (8, 16, 32, 64 or 128), TEAMS of warps that multiply, each with 64 rows: a warpgroup, or with two
 // FRAGMENTS a warp half of one; ROW_GROUPS 64-row groups of a row tile (TEAMS / ROW_GROUPS teams share K), TILES 64-wide
@@ -66,6 +68,10 @@
 #define CONSUMERS (TEAMS * TEAM)
 #define LOADERS (BULK && !REGISTERS ? 1 : 4)  // warps that load; with REGISTERS one of them does
 #define THREADS (CONSUMERS + 32 * LOADERS)
+#define KEPT_REGISTERS 24  // of a thread that gives up the others
+#if REGISTERS && CONSUMERS * REGISTERS + 32 * LOADERS * KEPT_REGISTERS > 65536 / THREADS / 8 * 8 * THREADS
+#error "So many registers are not there, and whoever asks for them waits for ever."
+#endif
 #define CODE_BYTES 2048
 #define SCALE_BYTES 256
 #define X_BYTES (TOKENS * 128)
@@ -191,20 +197,13 @@ packed_gemm(const u8* __restrict__ x, const u8* __restrict__ codes, const u8* __
 #if BULK
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 #endif
-#if CLUSTER > 1
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-#endif
   }
-#if CLUSTER > 1
   cluster_sync();  // nobody counts bytes on barriers that are not there, or arrives on them
-#else
-  __syncthreads();
-#endif
 
   if (warp >= CONSUMERS / 32) {
     const Ahead next = {next_b, next_a, next_codes, next_scales, next_b_bytes, next_a_bytes, next_N, next_K, next_pieces};
 #if REGISTERS
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(KEPT_REGISTERS));
 #endif
     if ((lane == 0 && warp == CONSUMERS / 32) || !BULK)
       load_all(Piece(begin, end, k_tiles), groups, base, full, empty, x, codes, scales, next);
@@ -243,11 +242,7 @@ packed_gemm(const u8* __restrict__ x, const u8* __restrict__ codes, const u8* __
       await_products();
     }
     __syncwarp();
-#if CLUSTER > 1
-    if (lane < CLUSTER) barrier_arrive_in(lane, empty + stage * 8);
-#else
-    if (lane == 0) barrier_arrive(empty + stage * 8);
-#endif
+    barrier_arrive_in_all(lane, empty + stage * 8);
     if (++stage == STAGES) stage = 0, parity ^= 1;
     if (!p.ends_row_tile()) continue;
 
