@@ -175,10 +175,15 @@ def context() -> str:
     )  # fmt: skip
     whole = all("rollout_gb" in row for row in found)
     cut = "" if whole else "; where its cells are empty, the run ended ahead of it"
+    held = "".join(
+        f"{_MODELS[row['shape']]}'s update was given {row['held_gb']:.1f} GB at most. "
+        for row in found
+        if "held_gb" in row
+    )
     caption = (
         "Measured: one sample of that length in the update, of tokens that were not drawn; in the rollout so "
         f"many sequences, prefilled to that length{cut}. Where the plan leaves memory, torch keeps more of "
-        f"what it has freed. {source(*names)} {files(*names)}"
+        f"what it has freed. {held}{source(*names)} {files(*names)}"
     )
     return table(head, map(_context_line, found), caption)
 

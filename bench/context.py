@@ -15,12 +15,15 @@ keys and values for a group of that length and draws a token of each; as many as
 side are then given all but the last tokens of their completion, which are prefilled, and draw those.
 
 What torch's allocator holds without a use is given back before the update and before the rollout, so what the
-first step left there, whose completions are short, is in neither figure.
+first step left there, whose completions are short, is in neither figure. Where a GPU has more memory than the
+update needs, torch keeps more of what it has freed; ``--hold`` does not let it, and so tests the plan.
 
 Not measured: that the engine goes through all lengths between, and that a step does this for all its samples.
 """
 
 import argparse
+import contextlib
+import os
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -37,7 +40,7 @@ from bench.step import does_not_fit, make_trainer
 from qerl.errors import QeRLError
 from qerl.families.layer import LINEARS
 from qerl.families.sizes import Sizes
-from qerl.gpu_memory import is_unified, keep_within_limit, total_bytes
+from qerl.gpu_memory import DRIVER_BYTES, LIMIT, USABLE, is_unified, keep_within_limit, total_bytes
 from qerl.host_memory import host_bytes
 from qerl.measure.gauge import gauge
 from qerl.measure.random_model import random_policy
@@ -210,8 +213,28 @@ def measure_rollout(
     return {"rollout_gb": used, "prefill_s": prefill, "step_ms": drawing / DRAWN * 1e3}
 
 
-def measure(plan: MemoryPlan) -> Iterator[dict[str, float]]:
-    """What the update takes, and then what the rollout takes, on a random policy of the plan's shape."""
+@contextlib.contextmanager
+def held_to(gigabytes: float) -> Iterator[None]:
+    """Within it torch gets so many 10^9 bytes of the GPU, less what others hold."""
+    before = os.environ.get(LIMIT)
+    os.environ[LIMIT] = str((gigabytes * 1e9 + DRIVER_BYTES) / (2**30 * USABLE))
+    try:
+        yield
+    finally:
+        os.environ.pop(LIMIT)
+        if before is not None:
+            os.environ[LIMIT] = before
+        torch.cuda.empty_cache()
+        keep_within_limit(_DEVICE)
+
+
+def measure(plan: MemoryPlan, hold: bool = False) -> Iterator[dict[str, float]]:
+    """What the update takes, and then what the rollout takes, on a random policy of the plan's shape.
+
+    Args:
+        plan: Of the step.
+        hold: The update gets 5 % more memory than the plan says, and no more.
+    """
     work, sizes = plan.work, plan.sizes
     positions = work.prompt_tokens + work.completion_tokens + DRAWN
     policy = random_policy(sizes, work.weights, work.rank, positions)
@@ -228,7 +251,13 @@ def measure(plan: MemoryPlan) -> Iterator[dict[str, float]]:
             max_completion_length=work.completion_tokens, max_steps=2, output_dir=folder,
             vllm_importance_sampling_correction=False,
         )  # fmt: skip
-        yield measure_update(trainer, clock)
+        if hold:
+            held_gb = 1.05 * plan.update / 1e9
+            with held_to(held_gb):
+                found = measure_update(trainer, clock) | {"held_gb": held_gb}
+        else:
+            found = measure_update(trainer, clock)
+        yield found
     # `trainer` is still there, and with it the optimizer's state.
     rows = min(plan.sequences, work.group)
     yield measure_rollout(engine, work.prompt_tokens, work.group, work.completion_tokens, rows)
@@ -242,6 +271,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--prompt", type=int, default=256, help="tokens")
     parser.add_argument("--samples", type=int, default=8, help="samples a prompt")
     parser.add_argument("--tokens", type=int, help="of the completion; the most that fit by the plan")
+    parser.add_argument("--hold", action="store_true", help="give the update 5 %% more than its plan at most")
     parser.add_argument("--out", type=Path, help="JSON file")
     return parser
 
@@ -261,7 +291,7 @@ def main(arguments: list[str]) -> None:
     }  # fmt: skip
     print(row, flush=True)
     with gauge() as state:
-        for phase, found in zip(("update", "rollout"), measure(plan), strict=True):
+        for phase, found in zip(("update", "rollout"), measure(plan, args.hold), strict=True):
             row |= found | {f"gpu_state_{phase}": state.take()}
             seen, said = row[f"{phase}_gb"], row[f"planned_{phase}_gb"]
             print(f"{phase}: {seen:.1f} GB, planned {said:.1f} ({said / seen - 1:+.1%})", flush=True)

@@ -305,7 +305,7 @@ def study_speed() -> str:
     keys = ("seed_step_s", "step_s", "rollout_s", "reward_s", "update_s")
     lines = [
         (r["runs"], *(f"{r[key]:.3f}" for key in keys), f"{r['evaluation_s']:.1f}", f"{r['peak_gb']:.0f}")
-        for r in rows("study-h200")
+        for r in sorted(rows("study-h200"), key=lambda r: r["runs"])
     ]
     head = ("runs", "s per seed-step", "step", "rollout", "rewards", "update", "evaluation", "peak, GB")
     return table(head, lines, f"{source('study-h200')} {files('study-h200')}")

@@ -19,6 +19,8 @@ IN_TEXT = (
     ("wp12", "in_loss", "none"),
     ("wp12", "half", "none"),
     ("wp12", "bf16_aqn", "bf16"),
+    ("wp12", "cosine", "aqn"),
+    ("wp12", "logarithmic", "aqn"),
 )
 """Comparisons that a sentence speaks of: task and the two arms."""
 
@@ -56,7 +58,8 @@ def better() -> str:
         for one in compared(TASKS[task]):
             assert results is not None
             first, second = (results.study.arms[name] for name in (one.first, one.second))
-            if _noisy(first) and not _noisy(second) and second.match_entropy is None:
+            alike = first.learning_rate == second.learning_rate and second.match_entropy is None
+            if _noisy(first) and not _noisy(second) and alike:
                 tried[one.first] = None
                 found += [f"`{one.first}` on `{task}`"] if one.verdict.startswith("helps") else []
     which = f" ({', '.join(found)})" if found else ""
@@ -90,6 +93,8 @@ NUMBERS: dict[str, Callable[[], str]] = {
     "two-step-most": lambda: study_tables.most(TASKS["wp12"], "accuracy/steps_2"),
     "probe-better": lambda: probe_tables.better("probe"),
     "probe-trained-better": lambda: probe_tables.better("probe-trained"),
+    "probe-trained-decode-0.02": lambda: probe_tables.gain("probe-trained", "decode", 0.02),
+    "probe-trained-decode-0.1": lambda: probe_tables.gain("probe-trained", "decode", 0.1),
 }
 """What the marks in the pages stand for."""
 for _one in IN_TEXT:

@@ -44,6 +44,8 @@ QUESTIONS = (
     ("the same uncorrected", "relative_uncorrected", "none_uncorrected"),
     ("the same at half the learning rate", "relative_slow", "none_slow"),
     ("the same in the loss too", "in_loss", "none"),
+    ("the same for each sample, in decoding only", "decode", "none"),
+    ("that at a larger distance", "decode_far", "none"),
     ("the same for half of each group", "half", "none"),
     ("Is temperature as good? The noise against the temperature with its entropy", "relative", "temperature"),
     ("that temperature against none", "temperature", "none"),

@@ -77,6 +77,13 @@ def better(name: str) -> str:
     return f"{sum(cell.low > 0 for cell in cells) or 'none'} of {len(cells)}"
 
 
+def gain(name: str, what: str, target: float) -> str:
+    """By how much a perturbation at a KL changes ln P(one of 8 is right), of a probe with one policy."""
+    found = [row for row in read(name) if (row.what, row.target) == (what, target)]
+    assert len(found) < 2, f"{name} has {len(found)} policies"
+    return _signed(found[0].numbers["gain"]) if found else NOT_RUN
+
+
 def formats(name: str, task: str) -> str:
     """Table of the formats at temperature 1 and at the first one's entropy, beside the first.
 

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from rich.console import Console
+from safetensors.torch import load_file
 
 from qerl import yaml12
 from qerl.errors import QeRLError
@@ -135,6 +137,24 @@ def test_policies_are_adapters_of_a_clean_run(probe_file, tmp_path):
     assert "Training" not in said.file.getvalue()
     assert kept[0] == (tmp_path / "policies" / "step_1" / ADAPTER_FILE).stat().st_mtime_ns
     assert any("lora_B" in name for name, _ in adapted.named_parameters())
+
+
+def test_clean_runs_of_several_seeds(probe_file, tmp_path):
+    train = {"task": "wp", "steps": [1, 2], "seeds": [3, 5], "prompts_per_step": 4, "samples_per_prompt": 2}
+    values = yaml12.load(probe_file.read_text()) | {"policies": {}, "train": train}
+    probe = read_probe("", values)
+    names = ["seed_3_step_1", "seed_3_step_2", "seed_5_step_1", "seed_5_step_2"]
+    assert probe.policy_names == names
+    command.Policies(probe, tmp_path, QUIET).policy("seed_5_step_2")
+    adapters = [(tmp_path / "policies" / name / ADAPTER_FILE).read_bytes() for name in names]
+    assert adapters[0] != adapters[2] and adapters[1] != adapters[3]
+    alone = read_probe("", values | {"train": train | {"seeds": [5]}})
+    command.Policies(alone, tmp_path / "alone", QUIET).policy("step_2")
+    kept = load_file(tmp_path / "alone" / "policies" / "step_2" / ADAPTER_FILE)
+    for name, tensor in load_file(tmp_path / "policies" / names[3] / ADAPTER_FILE).items():
+        torch.testing.assert_close(tensor, kept[name], rtol=1e-3, atol=1e-5)
+    with pytest.raises(QeRLError, match=r"2 policies are called 'seed_3_step_1'"):
+        read_probe("", values | {"train": train | {"seeds": [3, 3]}})
 
 
 def test_the_page_and_the_figures_come_from_the_results_alone(finished, tmp_path):

@@ -1,10 +1,10 @@
-"""The policies of a probe: models in their formats, with adapters, and the clean run that makes some of them.
+"""The policies of a probe: models in their formats, with adapters, and the clean runs that make some of them.
 
 Two models are in memory at most, the one that is sampled and the one whose prefixes are read; jobs come
 ordered by policy, so each is loaded once or twice.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +117,7 @@ class Policies:
         return folder
 
     def _train(self) -> None:
-        """Train the clean run and keep its adapters."""
+        """Train the clean runs and keep their adapters."""
         training = self._probe.train
         assert training is not None
         self._console.print(
@@ -129,7 +129,7 @@ class Policies:
             self._load(Format(self._probe.weights, self._probe.rounding)),
             load_tokenizer(self._probe.model),
             get_task(choice.task, **choice.task_options),
-            [Run(arm, training.seed, training.learning_rate)],
+            [Run(arm, seed, training.learning_rate) for seed in training.seeds],
             Settings(
                 steps=max(training.steps),
                 prompts_per_step=training.prompts_per_step,
@@ -138,16 +138,21 @@ class Policies:
             ),
         )
         for step in range(1, max(training.steps) + 1):
-            (record,) = trainer.step()
-            if record["diverged"]:
-                raise QeRLError(
-                    f"The clean run diverged in step {step}; lower train.learning_rate, or give adapters in "
-                    "policies."
-                )
-            folder = self._folder / "policies" / f"step_{step}"
-            if step in training.steps and not folder.exists():
-                aside = folder.with_name(f".{folder.name}")
-                trainer.save_adapter(0, aside)
+            for run, (seed, record) in enumerate(zip(training.seeds, trainer.step(), strict=True)):
+                if record["diverged"]:
+                    raise QeRLError(
+                        f"The clean run of seed {seed} diverged in step {step}; lower "
+                        "train.learning_rate, or give adapters in policies."
+                    )
+                self._keep(trainer, run, [name for name, at in training.policies(seed).items() if at == step])
+
+    def _keep(self, trainer: BatchedTrainer, run: int, names: Iterable[str]) -> None:
+        """Save a run's adapter under these names, where they are not there yet."""
+        for name in names:
+            folder = self._folder / "policies" / name
+            if not folder.exists():
+                aside = folder.with_name(f".{name}")
+                trainer.save_adapter(run, aside)
                 aside.rename(folder)
 
 

@@ -6,8 +6,9 @@
     tasks:
       wp12: {task: arithmetic, task_options: {level: wp12, examples: 2}}
     policies: {start: null, trained: runs/x}       # an adapter's folder, null for none
-    train: {task: wp12, steps: [5, 10, 20]}        # more policies: adapters of a clean run after so many
-    steps target_kl: [0.005, 0.02, 0.05, 0.1]            # nats per token perturbations:
+    train: {task: wp12, steps: [5, 10, 20]}        # more policies: a clean run's adapters after so many steps
+    target_kl: [0.005, 0.02, 0.05, 0.1]            # nats per token
+    perturbations:
       aqn: {kind: noise}
       relative: {kind: noise, noise_scale: relative}
     formats:                          # compared at temperature 1 and at the entropy of the first
@@ -20,6 +21,7 @@ Keys are the fields of `Probe`; each is checked by its annotation, as the settin
 
 import dataclasses
 import difflib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, TypeVar, get_type_hints
@@ -62,20 +64,26 @@ class Format:
 
 @dataclass(frozen=True)
 class Training:
-    """A clean run whose adapters are policies of the probe.
+    """Clean runs whose adapters are policies of the probe.
 
     Attributes:
         task: Name of one of the probe's tasks.
         steps: After how many steps an adapter is kept.
-        learning_rate, seed, prompts_per_step, samples_per_prompt: As in a study.
+        seeds: Of the runs, one each.
+        learning_rate, prompts_per_step, samples_per_prompt: As in a study.
     """
 
     task: str
     steps: Annotated[list[PositiveInt], Field(min_length=1)]
     learning_rate: Positive = 2e-4
-    seed: Seed = 0
+    seeds: Annotated[list[Seed], Field(min_length=1)] = field(default_factory=lambda: [0])
     prompts_per_step: PositiveInt = 8
     samples_per_prompt: Annotated[PositiveInt, Field(ge=2)] = 8
+
+    def policies(self, seed: int) -> dict[str, int]:
+        """Names of the policies of a run, each with its number of steps."""
+        of_seed = f"seed_{seed}_" if len(self.seeds) > 1 else ""
+        return {f"{of_seed}step_{step}": step for step in self.steps}
 
 
 @dataclass(frozen=True)
@@ -90,7 +98,7 @@ class Probe:
         formats: Untrained policies by name; the first is what the others are compared with. Empty for none.
         weights, rounding: Format of the policies that are perturbed.
         policies: Folder of the adapter of each policy, by name; null for the model itself.
-        train: More policies, `step_N` each.
+        train: More policies, `step_N` each, or `seed_S_step_N` where there are several seeds.
         problems: Held-out problems of each task.
         samples: Samples of each problem.
         max_completion_length: Most new tokens of a sample.
@@ -124,7 +132,9 @@ class Probe:
     @property
     def policy_names(self) -> list[str]:
         """All policies, those that are trained here last."""
-        return [*self.policies, *(f"step_{step}" for step in (self.train.steps if self.train else []))]
+        train = self.train
+        trained = [name for seed in train.seeds for name in train.policies(seed)] if train else []
+        return [*self.policies, *trained]
 
     def values(self) -> dict[str, Any]:
         """The probe as plain values, every default written out; `make_probe` makes the same of them."""
@@ -172,6 +182,11 @@ def make_probe(values: Mapping[str, Any]) -> Probe:
             raise QeRLError(f"formats.{name}.error_of names {format.error_of!r}{near}.")
     if probe.train is not None and probe.train.task not in probe.tasks:
         raise QeRLError(f"train.task names {probe.train.task!r}{_nearest(probe.train.task, [*probe.tasks])}.")
+    for name, count in Counter(probe.policy_names).items():
+        if count > 1:
+            raise QeRLError(
+                f"{count} policies are called {name!r}; see policies, train.steps and train.seeds."
+            )
     return probe
 
 
