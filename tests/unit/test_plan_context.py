@@ -85,17 +85,18 @@ def on_80_gb(monkeypatch, tmp_path):
     for module in (bench.result, card_tables):
         monkeypatch.setattr(module, "RESULTS", tmp_path)
 
-    def run(tokens, factor=1.0, cut=False):
+    def run(tokens, factor=1.0, cut=False, options=()):
         def measure(plan, hold):
             took = factor * plan.update / 1e9
             allocated = factor * (plan.update - plan.lines[-1].update) / 1e9
-            yield {"update_s": 9.0, "update_gb": took, "update_allocated_gb": allocated}
+            held = {"held_gb": 1.05 * plan.update / 1e9} if hold else {}
+            yield {"update_s": 9.0, "update_gb": took, "update_allocated_gb": allocated} | held
             if cut:
                 raise CutShort
             yield {"rollout_gb": factor * plan.rollout / 1e9, "prefill_s": 8.0, "step_ms": 7.0}
 
         monkeypatch.setattr(context, "measure", measure)
-        context.main(["--tokens", str(tokens), "--out", str(tmp_path / "context-made-up.json")])
+        context.main(["--tokens", str(tokens), "--out", str(tmp_path / "context-made-up.json"), *options])
         return read_rows("context-made-up")
 
     return run
@@ -123,6 +124,18 @@ def test_a_run_that_is_cut_short_keeps_its_update(on_80_gb, monkeypatch, tmp_pat
     compare(read_rows("context-made-up")[0])
     said = card_tables.context()
     assert "| 9 | |" in said and "the run ended ahead of it" in said
+
+
+def test_an_update_that_was_held_is_compared_wherever_there_is_more_memory(on_80_gb, monkeypatch):
+    monkeypatch.setenv("QERL_HOST_GB", "200")
+    (row,) = on_80_gb(131072, options=["--hold"])
+    assert row["planned_update_gb"] < 0.8 * row["capacity_gb"]
+    compare(row)
+    assert f"Qwen3 8B's update was given {row['held_gb']:.1f} GB at most. " in card_tables.context()
+    (more,) = on_80_gb(131072, options=["--hold"])
+    with pytest.raises(AssertionError):
+        compare(more | {"update_gb": 1.07 * more["update_gb"]})
+    compare({key: value for key, value in more.items() if key != "held_gb"} | {"update_gb": 60.0})
 
 
 def test_where_the_cpus_memory_has_no_room_the_refusal_says_so(on_80_gb, monkeypatch):

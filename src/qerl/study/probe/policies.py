@@ -4,7 +4,7 @@ Two models are in memory at most, the one that is sampled and the one whose pref
 ordered by policy, so each is loaded once or twice.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -144,16 +144,16 @@ class Policies:
                         f"The clean run of seed {seed} diverged in step {step}; lower "
                         "train.learning_rate, or give adapters in policies."
                     )
-                self._keep(trainer, run, [name for name, at in training.policies(seed).items() if at == step])
+                if step in training.steps:
+                    self._keep(trainer, run, training.policy(seed, step))
 
-    def _keep(self, trainer: BatchedTrainer, run: int, names: Iterable[str]) -> None:
-        """Save a run's adapter under these names, where they are not there yet."""
-        for name in names:
-            folder = self._folder / "policies" / name
-            if not folder.exists():
-                aside = folder.with_name(f".{name}")
-                trainer.save_adapter(run, aside)
-                aside.rename(folder)
+    def _keep(self, trainer: BatchedTrainer, run: int, name: str) -> None:
+        """Save a run's adapter as a policy, where it is not there yet."""
+        folder = self._folder / "policies" / name
+        if not folder.exists():
+            aside = folder.with_name(f".{name}")
+            trainer.save_adapter(run, aside)
+            aside.rename(folder)
 
 
 @torch.no_grad()

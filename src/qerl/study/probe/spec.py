@@ -24,6 +24,7 @@ import difflib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Annotated, Any, TypeVar, get_type_hints
 
 from pydantic import Field
@@ -80,10 +81,9 @@ class Training:
     prompts_per_step: PositiveInt = 8
     samples_per_prompt: Annotated[PositiveInt, Field(ge=2)] = 8
 
-    def policies(self, seed: int) -> dict[str, int]:
-        """Names of the policies of a run, each with its number of steps."""
-        of_seed = f"seed_{seed}_" if len(self.seeds) > 1 else ""
-        return {f"{of_seed}step_{step}": step for step in self.steps}
+    def policy(self, seed: int, step: int) -> str:
+        """Name of the policy that the run of a seed is after a step."""
+        return f"seed_{seed}_step_{step}" if len(self.seeds) > 1 else f"step_{step}"
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ class Probe:
     def policy_names(self) -> list[str]:
         """All policies, those that are trained here last."""
         train = self.train
-        trained = [name for seed in train.seeds for name in train.policies(seed)] if train else []
+        trained = [train.policy(*each) for each in product(train.seeds, train.steps)] if train else []
         return [*self.policies, *trained]
 
     def values(self) -> dict[str, Any]:
