@@ -73,17 +73,20 @@ def packed_tilings(tokens: int, card: Card) -> list[Tiling]:
     memory = (140_000, 176_000, 215_000) if hopper else (card.shared_bytes - 1024,)
     fragments = (1,) if hopper or tokens <= 16 else (1, 2)
     spans = (2, 4, 8) if hopper else (1, 2, 4, 8)
-    sizes = itertools.product((2, 3, 4), (1, 2, 3, 4), spans, memory, fragments)
-    for teams, row_groups, rounds, shared, rows in sizes:
+    clusters = (1, 2) if hopper and tokens > 32 else (1,)
+    sizes = itertools.product((2, 3, 4), (1, 2, 3, 4), spans, memory, fragments, clusters)
+    for teams, row_groups, rounds, shared, rows, cluster in sizes:
         warps = teams * 4 // rows + (1 if card.loader == "bulk" else 4)
         spilled = rows * tokens // 2 + 60 > min(255, 512 // -(-warps // 4))
         if teams % row_groups or (tokens > 64 and teams > 3 if hopper else spilled):
             continue
         together = min(rounds, 4 if teams < 4 or tokens <= 16 else 2)
-        tiling = Tiling(teams, row_groups, teams // row_groups * rounds, together, shared, rows)
+        registers = 160 if hopper and tokens > 64 and teams == 3 else 0
+        span = teams // row_groups * rounds
+        tiling = Tiling(teams, row_groups, span, together, shared, rows, cluster, registers)
         stages = tiling.stages(tokens)
         if (not hopper or tiling.tiles * row_groups >= 4) and tiling.tiles * row_groups <= 32 and stages >= 2:
-            found.setdefault((teams, row_groups, rounds, stages, rows), tiling)
+            found.setdefault((teams, row_groups, rounds, stages, rows, cluster), tiling)
     return list(found.values())
 
 

@@ -26,10 +26,11 @@ from qerl.kernels.weights.product import LoraSum
 from tests.support.kernels import DEVICE, GPU, as_rows, error, half, poison
 
 
-@pytest.mark.parametrize("tokens", [1, 8, 13, 32, 50, 64, 100])
-@pytest.mark.parametrize("rows,width", [(128, 64), (384, 192), (640, 2368), (2176, 512)])
+@pytest.mark.parametrize("tokens", [1, 8, 13, 32, 50, 64, 65, 100, 128])
+@pytest.mark.parametrize("rows,width", [(128, 64), (384, 192), (640, 2368), (2176, 512), (4160, 9216)])
 def test_packed_gemm(tokens, rows, width):
-    """Shapes with fewer tiles than multiprocessors, odd ones, and row tiles that reach beyond the weight."""
+    """Shapes with fewer tiles than multiprocessors, odd ones, row tiles that reach beyond the weight, and one
+    of which each block uses its stages again."""
     if not GPU or obstacles():
         pytest.skip("needs a GPU on which the kernels run")
     weight, x = random_tiles(rows, width), torch.randn(tokens, width, device=DEVICE).bfloat16()
@@ -37,15 +38,14 @@ def test_packed_gemm(tokens, rows, width):
     card = card_of(weight.codes.device)
     room = card.shared_bytes - 1024
     if card.math == "wgmma":
-        others = {Tiling(4, 1, 4, 2), Tiling(2, 2, 2, 2)}
+        others = {Tiling(4, 1, 4, 2), Tiling(2, 2, 2, 2), Tiling(2, 2, 2, 2, cluster=2)}
     else:  # teams of two and of four warps, that share K or do not
         others = {Tiling(2, 1, 2, 1, room)}
         if tokens > 16:
             others |= {Tiling(4, 2, 2, 1, room, 2), Tiling(2, 2, 1, 1, room, 2)}
-    chosen = tiling_for(tokens, card, (rows, width))
-    others |= {tiling_for(tokens, card, (1 << 16, 1 << 16))}  # of large weights
-    for tiling in {chosen, *others}:
-        if tiling == chosen or tokens <= 64 or tiling.teams == tiling.row_groups == 2:
+    chosen = {tiling_for(tokens, card, shape) for shape in ((rows, width), (1 << 16, 1 << 16))}
+    for tiling in chosen | others:
+        if tiling in chosen or tokens <= 64 or tiling.teams == tiling.row_groups == 2:
             assert packed_error(x, weight, tiling) < 1e-5, tiling
 
 

@@ -115,7 +115,7 @@ class Block:
         self.padded = padded_tokens(self.tokens)
         self.x, self.codes, self.scales = x, tiles.codes.numpy().ravel(), tiles.scales.numpy().ravel()
         self.groups, self.k_tiles = tiles.shape[0] // 64, tiles.shape[1] // 64
-        self.total = -(-self.groups // tiling.row_groups) * self.k_tiles
+        self.total = -(-self.groups // (tiling.row_groups * tiling.cluster)) * self.k_tiles
         self.x_bytes = self.padded * 128
         self.weight_bytes = tiling.row_groups * (CODE_BYTES + SCALE_BYTES)
         self.memory = np.full(stages * tiling.stage_bytes(self.tokens), 0xFF, np.uint8)
@@ -136,6 +136,12 @@ class Block:
             yield row_tile, first, count, first + count == self.k_tiles or at + count == end
             at += count
 
+    def first_group(self, row_tile):
+        return row_tile * self.tiling.row_groups
+
+    def release(self, stage):
+        self.empty[stage].arrive()
+
     def copy(self, threads, to, source, start, size):
         for thread in threads:
             for at in range(thread * 16, size, 128 * 16):
@@ -149,7 +155,7 @@ class Block:
             yield from self.empty[s].wait(parity)
             stage = s * self.tiling.stage_bytes(self.tokens)
             for g in range(row_groups):
-                tile = min(row_tile * row_groups + g, self.groups - 1) * self.k_tiles + first
+                tile = min(self.first_group(row_tile) + g, self.groups - 1) * self.k_tiles + first
                 to = stage + g * tiles * CODE_BYTES
                 self.copy(threads, to, self.codes, tile * CODE_BYTES, count * CODE_BYTES)
                 to = stage + tiles * (row_groups * CODE_BYTES + g * SCALE_BYTES)
@@ -178,7 +184,7 @@ class Block:
             for t in range(k_group, count, self.k_groups):
                 x_at = base + tiling.tiles * self.weight_bytes + t * self.x_bytes
                 self.tile(acc, x_at, base + t * CODE_BYTES + code_at, base + t * SCALE_BYTES + scale_at)
-            self.empty[stage].arrive()
+            self.release(stage)
             stage, parity = (0, parity ^ 1) if stage + 1 == self.stages else (stage + 1, parity)
             if not ends:
                 continue
@@ -188,7 +194,7 @@ class Block:
                 yield from self.together.wait(meeting % 2)
                 shares = [self.sums[meeting, row_group, warp % in_warps, k] for k in range(self.k_groups)]
                 acc, meeting = sum(shares), meeting + 1
-            group = row_tile * tiling.row_groups + row_group
+            group = self.first_group(row_tile) + row_group
             if k_group == 0 and group < self.groups:
                 self.write(acc, row_tile, group * 64 + first_fragment * 16 + LANE // 4)
             acc = np.zeros_like(acc)
@@ -323,10 +329,11 @@ def test_packed_gemm_compiles_for_every_class_and_fits(card, tmp_path):
     pytest.importorskip("cuda.bindings.nvrtc", reason="cuda-bindings is not installed")
     triton = pytest.importorskip("triton", reason="Triton is not installed")
     cuobjdump = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    every = (8, 16, 32, 64, 128) if card.number in (80, 86) else (16, 128)
-    shapes = {64: (4096, 4096)} if card.number == 80 else {}
-    for tokens in every:
-        tiling = tiling_for(tokens, card, shapes.get(tokens, (1 << 14, 1 << 14)))
+    some = {80: (8, 16, 32, 128), 86: (8, 16, 32, 64, 128), 90: (16, 64, 128)}.get(card.number, (16, 128))
+    cases = [(tokens, (1 << 14, 1 << 14)) for tokens in some]
+    cases += [(tokens, (4096, 4096)) for tokens in {80: [64], 90: [128]}.get(card.number, [])]
+    for tokens, shape in cases:
+        tiling = tiling_for(tokens, card, shape)
         stages = tiling.stages(tokens)
         assert stages >= (3 if card.shared_bytes < CARDS[8, 0].shared_bytes else 2)
         taken = stages * tiling.stage_bytes(tokens) + tiling.sums_bytes(tokens)
@@ -335,9 +342,8 @@ def test_packed_gemm_compiles_for_every_class_and_fits(card, tmp_path):
         compiled.write_bytes(compile_source(packed_gemm.SOURCE, defines, card.target))
         used = subprocess.run([cuobjdump, "--dump-resource-usage", compiled], capture_output=True, text=True)
         registers, stack, static = map(int, re.search(RESOURCES, used.stdout).groups())
-        assert registers * tiling.threads(card) <= 1 << 16 and stack <= STACK.get(tokens, 0), (
-            "registers are spilled"
-        )
+        allowed = 0 if card.math == "wgmma" else STACK.get(tokens, 0)
+        assert registers * tiling.threads(card) <= 1 << 16 and stack <= allowed, "registers are spilled"
         assert static % 1024 + taken <= card.shared_bytes, "the driver's kilobyte is not the block's"
 
 

@@ -32,14 +32,20 @@ from qerl.kernels.weights.quack_gemm import quack_gemm, quack_tile
 from qerl.kernels.weights.tiles import Tiles
 from qerl.kernels.workspace import workspace
 
-# By padded tokens, with wgmma. H100, microseconds of gate_up and down of 32B, beside what other tilings took.
+# By padded tokens, with wgmma. Microseconds of gate_up and down of 32B, beside what other tilings took: on an
+# H100, at 128 tokens on an H200.
 _WGMMA_TILINGS = {
     8: Tiling(2, 2, 8, 4),  # 57.1 and 30.5; four warpgroups on 256 rows 57.9 and 31.2
     16: Tiling(2, 2, 8, 4),  # 57.8 and 32.3; four warpgroups on 256 rows 58.3 and 32.5
     32: Tiling(3, 3, 4, 4),  # 62.0 and 34.0; four warpgroups on 256 rows 61.8 and 34.6
     64: Tiling(3, 3, 4, 4, 200_000),  # 77.1 and 40.9; two warpgroups on 128 rows 83.2 and 43.8
-    128: Tiling(2, 2, 4, 4, 215_000),  # 119.2 and 61.4; stages half as long 130.6 and 65.8
+    128: Tiling(2, 2, 4, 4, 215_000, cluster=2),  # 124.9 and 66.9; without clusters 126.4 and 66.4
 }
+# At 128 tokens, for weights of so many numbers: 117.0 and 65.3. A block of it has all registers of its
+# multiprocessor, so kernels before and after do not overlap with it, and whole steps decide. On an H200 they
+# become faster with it for gate_up of 7B to 32B, slower for down of 7B and 14B, and neither for down of 32B.
+_LARGE_WEIGHT = 3 << 25
+_WGMMA_OF_LARGE_WEIGHT = Tiling(3, 3, 4, 4, 215_000, cluster=2, registers=160)
 
 # By padded tokens, without: where a block has the shared memory of compute capability 8.0, and where it has
 # less. H200 treated as 8.0, microseconds of gate_up and down of 7B with four warps that load; the second ones
@@ -55,8 +61,8 @@ _MMA_TILINGS = {
     ),
     128: (Tiling(2, 2, 2, 2), Tiling(3, 3, 1, 1)),  # 105.0 and 54.1; 122.9 and not measured
 }
-# The first of 64 tokens for weights of which a block has few tiles: q/k/v and o of 7B take 11.7 and 10.0, and
-# 13.3 and 11.8 with that above.
+# The first of 64 tokens for weights of fewer numbers, of which a block has few tiles: q/k/v and o of 7B take
+# 11.7 and 10.0, and 13.3 and 11.8 with that above.
 _SMALL_WEIGHT = 1 << 25
 _OF_SMALL_WEIGHT = Tiling(2, 2, 4, 4)
 _BARRIERS = 1024  # more than the kernel's own shared memory takes
@@ -70,11 +76,12 @@ def tiling_for(tokens: int, card: Card, shape: tuple[int, int]) -> Tiling:
         card: What it runs on.
         shape: (N, K) of the weight.
     """
-    padded = padded_tokens(tokens)
+    padded, weight = padded_tokens(tokens), shape[0] * shape[1]
     if card.math == "wgmma":
-        return _WGMMA_TILINGS[padded]
+        large_weight = padded == 128 and weight >= _LARGE_WEIGHT
+        return _WGMMA_OF_LARGE_WEIGHT if large_weight else _WGMMA_TILINGS[padded]
     large, small = _MMA_TILINGS[padded]
-    if padded == 64 and shape[0] * shape[1] < _SMALL_WEIGHT:
+    if padded == 64 and weight < _SMALL_WEIGHT:
         large = _OF_SMALL_WEIGHT
     tiling = large if card.shared_bytes >= CARDS[8, 0].shared_bytes else small
     return replace(tiling, shared_bytes=min(tiling.shared_bytes, card.shared_bytes - _BARRIERS))

@@ -31,13 +31,25 @@
 // both decode them, and there instructions take the time, not reads of shared memory.
 //
 // Work. The product is a line of (rows / ROWS) x (K / 64) tiles, rows outermost, cut into one piece of equal
-// length for each block. A block that starts or ends inside a row tile leaves a partial sum of it: contributor s
-// of a row tile writes part s, and whoever reads the output adds the parts in order. That costs no launch here,
-// because every reader is a kernel of ours, and it keeps results independent of timing.
+// length for each block (for each cluster, where rows of a row tile are those of its blocks). A block that starts
+// or ends inside a row tile leaves a partial sum of it: contributor s of a row tile writes part s, and whoever
+// reads the output adds the parts in order. That costs no launch here, because every reader is a kernel of ours,
+// and it keeps results independent of timing.
+//
+// Clusters. At 128 tokens a block reads several times as many bytes of activations as of weight from the L2 cache. So
+// CLUSTER blocks share one row tile, ROW_GROUPS of its 64-row groups each, and walk along K together: each copies its
+// share of the activations to all of them. The line of tiles is then cut into as many pieces as there are clusters.
+// bulk_loads.cuh has the order in which they wait for one another.
+//
+// Registers. All threads of a block get as many, and of those of three warpgroups and one warp more a quarter of the
+// multiprocessor has room for 128 each, too few for 128 tokens. So there are four warps that load: one does, and all give
+// their registers up. The block then has all registers of the multiprocessor, and no block of the kernels before and after
+// fits beside it.
 //
 // Compile-time: TOKENS (8, 16, 32, 64 or 128), TEAMS of warps that multiply, each with 64 rows: a warpgroup, or with two
 // FRAGMENTS a warp half of one; ROW_GROUPS 64-row groups of a row tile (TEAMS / ROW_GROUPS teams share K), TILES 64-wide
-// k tiles a stage, TOGETHER tiles a team multiplies before it waits, STAGES, BULK and WGMMA.
+// k tiles a stage, TOGETHER tiles a team multiplies before it waits, STAGES, CLUSTER (1, or 2 with BULK), REGISTERS (of a
+// thread that multiplies, where four warps that load give up theirs; 0: all have as many), BULK and WGMMA.
 //
 // staging.cuh copies and waits, bulk_loads.cuh and thread_loads.cuh load pieces, fragment.cuh decodes, warp_math.cuh and
 // warpgroup_math.cuh multiply a tile.
@@ -45,11 +57,21 @@
 #if FRAGMENTS > 1 && (TOKENS <= 16 || WGMMA)
 #error "Several fragments a warp are for more than 16 tokens without wgmma."
 #endif
+#if CLUSTER > 1 && !BULK
+#error "Blocks of a cluster share activations by the copy engine."
+#endif
+#if REGISTERS && !(BULK && WGMMA)
+#error "Registers change hands between warpgroups of 9.0."
+#endif
 #define TEAM (128 / FRAGMENTS)  // threads
 #define K_GROUPS (TEAMS / ROW_GROUPS)
 #define CONSUMERS (TEAMS * TEAM)
-#define LOADERS (BULK ? 1 : 4)  // warps that load
+#define LOADERS (BULK && !REGISTERS ? 1 : 4)  // warps that load; with REGISTERS one of them does
 #define THREADS (CONSUMERS + 32 * LOADERS)
+#define KEPT_REGISTERS 24  // of a thread that gives up the others
+#if REGISTERS && CONSUMERS * REGISTERS + 32 * LOADERS * KEPT_REGISTERS > 65536 / THREADS / 8 * 8 * THREADS
+#error "So many registers are not there, and whoever asks for them waits for ever."
+#endif
 #define CODE_BYTES 2048
 #define SCALE_BYTES 256
 #define X_BYTES (TOKENS * 128)
@@ -60,6 +82,11 @@
 // Sums of LoRA come after the product where they would cost it registers that it does not have.
 #define ADD_LAST (TOKENS == 128 && !WGMMA)
 #define STARTS_EARLY (__CUDA_ARCH__ >= 900)
+#if CLUSTER > 1
+#define IN_CLUSTERS __cluster_dims__(CLUSTER, 1, 1)
+#else
+#define IN_CLUSTERS
+#endif
 
 #include "staging.cuh"
 
@@ -81,7 +108,12 @@ __device__ __forceinline__ void wait_for_kernel_before() {
 #endif
 }
 
-// A block's tiles, as stretches of one row tile that fit a stage.
+// Of this block in its cluster, and of its cluster in the grid.
+__device__ __forceinline__ int rank() { return blockIdx.x % CLUSTER; }
+__device__ __forceinline__ u32 cluster() { return blockIdx.x / CLUSTER; }
+__device__ __forceinline__ u32 clusters() { return gridDim.x / CLUSTER; }
+
+// A cluster's tiles, as stretches of one row tile that fit a stage.
 struct Piece {
   int at, end, k_tiles, row_tile, first, count;  // count k tiles from the first on
   __device__ __forceinline__ Piece(int begin, int end, int k_tiles)
@@ -90,9 +122,13 @@ struct Piece {
   }
   __device__ __forceinline__ void measure() { count = min(min(TILES, k_tiles - first), end - at); }
   __device__ __forceinline__ bool ends_row_tile() const { return first + count == k_tiles || at + count == end; }
-  // The first tile of a row group. The last row tile may reach beyond the weight; nobody writes those rows.
+  // Where one of this block's row groups is in the weight. The last row tile may reach beyond; nobody writes those rows.
+  __device__ __forceinline__ int group(int row_group) const {
+    return (row_tile * CLUSTER + rank()) * ROW_GROUPS + row_group;
+  }
+  // The first tile of a row group.
   __device__ __forceinline__ long long tile(int row_group, int groups) const {
-    return (long long)min(row_tile * ROW_GROUPS + row_group, groups - 1) * k_tiles + first;
+    return (long long)min(group(row_group), groups - 1) * k_tiles + first;
   }
   __device__ __forceinline__ void advance() {
     at += count;
@@ -102,8 +138,8 @@ struct Piece {
   }
 };
 
-// Where the tiles of a block begin on a line of so many.
-__device__ __forceinline__ int share(int total, int block) { return (int)((long long)block * total / gridDim.x); }
+// Where the tiles of a cluster begin on a line of so many.
+__device__ __forceinline__ int share(int total, int cluster) { return (int)((long long)cluster * total / clusters()); }
 
 // What the kernels after this one read: the adapters' matrices between this product and the next, and that one's
 // weight, of which so many pieces of each block are asked for ahead. A block is that of this kernel's tiling and grid;
@@ -140,7 +176,7 @@ __device__ __forceinline__ void add_parts(const float* parts, float* sum, int co
   }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
+extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1)
 packed_gemm(const u8* __restrict__ x, const u8* __restrict__ codes, const u8* __restrict__ scales,
             float* __restrict__ y, const float* xa_parts, float* xa, const u8* next_b, const u8* next_a,
             const u8* next_codes, const u8* next_scales, int M, int N, int K, int parts, int numbers, int next_b_bytes,
@@ -150,26 +186,33 @@ packed_gemm(const u8* __restrict__ x, const u8* __restrict__ codes, const u8* __
   // Broadcast, so that the compiler knows it to be the same for the whole warp.
   const int lane = threadIdx.x % 32, warp = __shfl_sync(0xFFFFFFFFu, threadIdx.x / 32, 0);
   const int k_tiles = K / 64, groups = N / 64;
-  const int total = (groups + ROW_GROUPS - 1) / ROW_GROUPS * k_tiles;
-  const int begin = share(total, blockIdx.x), end = share(total, blockIdx.x + 1);
+  const int total = (groups + CLUSTER * ROW_GROUPS - 1) / (CLUSTER * ROW_GROUPS) * k_tiles;
+  const int begin = share(total, cluster()), end = share(total, cluster() + 1);
   const u32 base = shared_address(stages), full = shared_address(barriers), empty = full + STAGES * 8;
   if (threadIdx.x == 0) {
     for (int s = 0; s < STAGES; s++) {
       barrier_init(full + s * 8, BULK ? 1 : 32 * LOADERS);
-      barrier_init(empty + s * 8, CONSUMERS / 32);
+      barrier_init(empty + s * 8, CLUSTER * CONSUMERS / 32);
     }
 #if BULK
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 #endif
   }
-  __syncthreads();
+  cluster_sync();  // nobody counts bytes on barriers that are not there, or arrives on them
 
   if (warp >= CONSUMERS / 32) {
     const Ahead next = {next_b, next_a, next_codes, next_scales, next_b_bytes, next_a_bytes, next_N, next_K, next_pieces};
-    if (lane == 0 || !BULK) load_all(Piece(begin, end, k_tiles), groups, base, full, empty, x, codes, scales, next);
+#if REGISTERS
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(KEPT_REGISTERS));
+#endif
+    if ((lane == 0 && warp == CONSUMERS / 32) || !BULK)
+      load_all(Piece(begin, end, k_tiles), groups, base, full, empty, x, codes, scales, next);
     return;
   }
 
+#if REGISTERS
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+#endif
   wait_for_kernel_before();
 #if !ADD_LAST
   add_parts(xa_parts, xa, parts, numbers, warp, lane);
@@ -199,7 +242,7 @@ packed_gemm(const u8* __restrict__ x, const u8* __restrict__ codes, const u8* __
       await_products();
     }
     __syncwarp();
-    if (lane == 0) barrier_arrive(empty + stage * 8);
+    barrier_arrive_in_all(lane, empty + stage * 8);
     if (++stage == STAGES) stage = 0, parity ^= 1;
     if (!p.ends_row_tile()) continue;
 
@@ -221,11 +264,11 @@ packed_gemm(const u8* __restrict__ x, const u8* __restrict__ codes, const u8* __
     }
 #endif
     unit++;
-    int group = p.row_tile * ROW_GROUPS + row_group;
+    int group = p.group(row_group);
     if (k_group == 0 && group < groups) {
-      // The block that holds the row tile's first k tile writes part 0.
+      // Whoever holds the row tile's first k tile writes part 0.
       long long first = (long long)p.row_tile * k_tiles;
-      int part = blockIdx.x - (int)(((first + 1) * gridDim.x - 1) / total);
+      int part = cluster() - (int)(((first + 1) * clusters() - 1) / total);
       float* to = y + (long long)part * M * N + group * 64 + first_fragment * 16 + lane / 4;
 #pragma unroll
       for (int i = 0; i < VALUES / 4; i++) {

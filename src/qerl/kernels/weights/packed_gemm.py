@@ -56,13 +56,16 @@ class Tiling:
 
     Attributes:
         teams: Teams of warps that multiply, 2 to 4, with 64 rows each.
-        row_groups: 64-row groups of a row tile, one team each; teams that are left share K.
+        row_groups: 64-row groups of a block's row tile, one team each; teams that are left share K.
         tiles: 64-wide tiles of K in a stage.
         together: Of these, how many a team multiplies before it waits: more overlap, more registers.
         shared_bytes: Most shared memory for the stages. What is left is room for the kernels before and after
             this one to sit on the same multiprocessor.
         fragments: 16-row fragments of a warp: 1, and a team is a warpgroup, as wgmma wants it; or 2, without
             wgmma, from 32 tokens on.
+        cluster: Blocks that share a row tile and its activations: 1, or 2 with the copy engine.
+        registers: Of a thread that multiplies, a multiple of 8, where four warps that load give up theirs;
+            with wgmma. The block then has all of a multiprocessor's. 0: all threads have as many.
     """
 
     teams: int
@@ -71,10 +74,13 @@ class Tiling:
     together: int
     shared_bytes: int = 176_000
     fragments: int = 1
+    cluster: int = 1
+    registers: int = 0
 
     def threads(self, card: Card) -> int:
         """Threads of a block: those of the teams, and those that load."""
-        return self.teams * 128 // self.fragments + (32 if card.loader == "bulk" else 128)
+        one_warp = card.loader == "bulk" and not self.registers
+        return self.teams * 128 // self.fragments + (32 if one_warp else 128)
 
     def sums_bytes(self, tokens: int) -> int:
         """Shared memory in which teams that share K add up."""
@@ -93,14 +99,23 @@ class Tiling:
 def partial_sums(tiling: Tiling, shape: tuple[int, int], device: torch.device) -> tuple[int, torch.Tensor]:
     """Partial sums that a product leaves: the most of any row, and those of each 64 rows, int32 [N/64]."""
     groups, k_tiles = shape[0] // TILE, shape[1] // TILE
-    total = -(-groups // tiling.row_groups) * k_tiles
-    blocks = min(multiprocessors(device), total)
+    total, clusters = _tiles(tiling, shape), _clusters(tiling, shape, device)
     counts = []
     for group in range(groups):
-        first = group // tiling.row_groups * k_tiles
-        ends = [((at + 1) * blocks - 1) // total for at in (first, first + k_tiles - 1)]
+        first = group // (tiling.row_groups * tiling.cluster) * k_tiles
+        ends = [((at + 1) * clusters - 1) // total for at in (first, first + k_tiles - 1)]
         counts.append(ends[1] - ends[0] + 1)
     return max(counts), torch.tensor(counts, dtype=torch.int32, device=device)
+
+
+def _tiles(tiling: Tiling, shape: tuple[int, int]) -> int:
+    """Tiles of K of all row tiles, one row tile for each cluster."""
+    return -(-shape[0] // (TILE * tiling.row_groups * tiling.cluster)) * (shape[1] // TILE)
+
+
+def _clusters(tiling: Tiling, shape: tuple[int, int], device: torch.device) -> int:
+    """Clusters among which a product's tiles are divided; their blocks have a multiprocessor each."""
+    return min(multiprocessors(device) // tiling.cluster, _tiles(tiling, shape))
 
 
 @dataclass(frozen=True, eq=False)
@@ -171,7 +186,7 @@ def packed_gemm(
         ahead = NOTHING_AHEAD
     pointers, numbers = _arguments(ahead, tiles, tiling)
     _compiled(tiling, padded, stages, x.device.index or 0)(
-        (min(multiprocessors(x.device), -(-rows // (TILE * tiling.row_groups)) * (width // TILE)), 1),
+        (tiling.cluster * _clusters(tiling, tiles.shape, x.device), 1),
         tiling.threads(card),
         stages * tiling.stage_bytes(tokens) + tiling.sums_bytes(tokens),
         (x, tiles.codes, tiles.scales, out_STN, parts, total, *pointers),
@@ -204,6 +219,8 @@ def switches(tiling: Tiling, tokens: int, stages: int, card: Card) -> dict[str, 
         "TILES": tiling.tiles,
         "TOGETHER": tiling.together,
         "STAGES": stages,
+        "CLUSTER": tiling.cluster,
+        "REGISTERS": tiling.registers,
         "BULK": int(card.loader == "bulk"),
         "WGMMA": int(card.math == "wgmma"),
     }

@@ -35,6 +35,30 @@ __device__ __forceinline__ void copy(u32 to, const void* from, u32 bytes, u32 ba
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
       ::"r"(to), "l"(from), "r"(bytes), "r"(barrier), "l"(policy) : "memory");
 }
+#if CLUSTER > 1
+// Copies to the same place in all blocks of the cluster, and counts the bytes on the same barrier in each.
+__device__ __forceinline__ void copy_to_all(u32 to, const void* from, u32 bytes, u32 barrier, u64 policy) {
+  asm volatile(
+      "{.reg .b16 all; mov.b16 all, %5;\n"
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster.L2::cache_hint "
+      "[%0], [%1], %2, [%3], all, %4;}"
+      ::"r"(to), "l"(from), "r"(bytes), "r"(barrier), "l"(policy), "n"((1 << CLUSTER) - 1) : "memory");
+}
+// A warp arrives on the same barrier in all blocks of the cluster. To release to this block alone is enough, because no
+// memory that threads have written is handed over: what the warp has read it has in registers, and wgmma has ended.
+__device__ __forceinline__ void barrier_arrive_in_all(int lane, u32 barrier) {
+  if (lane < CLUSTER)
+    asm volatile(
+        "{.reg .b32 there; mapa.shared::cluster.u32 there, %0, %1;\n"
+        "mbarrier.arrive.shared::cluster.b64 _, [there];}" ::"r"(barrier), "r"(lane) : "memory");
+}
+// Waits for all threads of the cluster, and sees barriers that one of each block has initialised.
+__device__ __forceinline__ void cluster_sync() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  __syncwarp();
+  asm volatile("barrier.cluster.arrive.relaxed.aligned; barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+#endif
 #else
 __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
   asm volatile(
@@ -53,4 +77,15 @@ __device__ __forceinline__ void prefetch32(const u8* from) { asm volatile("prefe
 __device__ __forceinline__ void barrier_arrive_copied(u32 barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
 }
+#endif
+#if CLUSTER == 1
+#if BULK
+__device__ __forceinline__ void copy_to_all(u32 to, const void* from, u32 bytes, u32 barrier, u64 policy) {
+  copy(to, from, bytes, barrier, policy);
+}
+#endif
+__device__ __forceinline__ void barrier_arrive_in_all(int lane, u32 barrier) {
+  if (lane == 0) barrier_arrive(barrier);
+}
+__device__ __forceinline__ void cluster_sync() { __syncthreads(); }
 #endif

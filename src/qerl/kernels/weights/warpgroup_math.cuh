@@ -38,8 +38,9 @@ __device__ __forceinline__ void fence() { asm volatile("wgmma.fence.sync.aligned
 __device__ __forceinline__ void commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void finish() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
 
-// The low word of the operand's description.
-__device__ __forceinline__ u32 operand_address(u32 x, int) { return (x >> 4) | ((128 >> 4) << 16); }
+// The low word of the operand's description. Its 18 bits of address are a block's own: those above say which block of a
+// cluster, and would be read as part of the distance.
+__device__ __forceinline__ u32 operand_address(u32 x, int) { return ((x & 0x3FFFF) >> 4) | ((128 >> 4) << 16); }
 
 // acc += a tile of weight * its activations, asynchronously. Two k16 blocks are decoded while the two before them are
 // multiplied.
