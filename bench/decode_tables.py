@@ -1,4 +1,6 @@
-"""The table of decoded tokens per second, by shape and number of sequences."""
+"""Tables of decoded tokens per second: by shape and number of sequences, and by ways to multiply."""
+
+from statistics import fmean
 
 from bench.captions import files, rows, source, table
 from bench.result import Row
@@ -12,6 +14,7 @@ _H100 = {
 _NF4 = "rollout-7b-nf4-h100"
 _H200 = {"7b": "rollout-7b-h200", "32b": "rollout-32b-h200"}
 """The newest of each shape; all their rows are shown."""
+_WAYS = "decode-128-ways-h200"
 
 
 def decode() -> str:
@@ -46,6 +49,39 @@ def decode() -> str:
         f"{source(*h100, *h200)} {usual} tokens were decoded{but}. Empty cells were not measured. "
         f"{files(*h100, *h200)}",
     )  # fmt: skip
+
+
+def ways_of_128() -> str:
+    """What clusters and three warpgroups do to the speed of steps of 128 sequences, by shape."""
+    shapes = ("7b", "qwen3-8b", "14b", "32b")
+    compared = (
+        ("clusters, where two warpgroups multiply all weights", "pairs", "single"),
+        ("three warpgroups for gate_up, beside that", "three", "pairs"),
+        ("for down, too", "three-down", "three"),
+        ("all weights without clusters", "none", "three"),
+    )
+    lines = []
+    for what, first, second in compared:
+        changes = [_change(shape, first, second, "decode_tok_s") for shape in shapes]
+        lines.append((what, *changes))
+        if second == "single":
+            lines.append(("the clock by it", *(_change(shape, first, second, "sm_mhz") for shape in shapes)))
+    return table(
+        ("tokens per second change by", *(shape.upper().removeprefix("QWEN3-") for shape in shapes)),
+        lines,
+        f"Steps of 128 sequences, two rounds in one process, the second in reverse order. {source(_WAYS)} {files(_WAYS)}",
+    )
+
+
+def _change(shape: str, first: str, second: str, key: str) -> str | None:
+    """By how much one way's mean is above another's in the first machine that ran both; None where none did."""
+    for lease in (0, 1):
+        found = [
+            [row[key] for row in rows(_WAYS, shape=shape, lease=lease, way=way)] for way in (first, second)
+        ]
+        if all(found):
+            return f"{100 * (fmean(found[0]) / fmean(found[1]) - 1):+.1f} %"
+    return None
 
 
 def _of(name: str | None, /, **where: object) -> list[Row]:

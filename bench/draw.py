@@ -9,7 +9,7 @@ there yet get a sentence. The pages show what is there once `python -m bench.tab
 import shutil
 from pathlib import Path
 
-from bench.probe_tables import probe
+from bench.probe_tables import TRAINED, probe
 from bench.study_tables import absent, study
 from qerl.study import page
 from qerl.study.probe import page as probe_page
@@ -18,7 +18,7 @@ IMAGES = Path(__file__).parents[1] / "docs" / "images"
 """Where the figures go."""
 STUDIES = {"wp12": "noise-wp12", "wp1": "noise-wp1", "needle": "noise-needle"}
 """Files of the studies by the name of their task, which is that of their folder."""
-PROBES = ("probe", "probe-trained")
+PROBES = ("probe", *TRAINED)
 WITHOUT = ("rewards/accuracy/mean", "accuracy/steps_1", "entropy")
 """Not drawn for the docs, which show what the sampler has; a study's own page has them."""
 

@@ -323,6 +323,7 @@ def _demo_after() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "first-screen": first_screen,
     "decode": decode_tables.decode,
+    "decode-ways": decode_tables.ways_of_128,
     "drafts-cost": lambda: draft_tables.cost("drafts-7b-h200"),
     "drafts": lambda: draft_tables.speed("acceptance-smollm2-trained-cpu", "drafts-7b-h200"),
     "steps": steps,

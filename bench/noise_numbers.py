@@ -1,5 +1,6 @@
 """What sentences of README and docs say of noise, with intervals, from results of studies and probes."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
 from statistics import fmean
@@ -18,6 +19,10 @@ IN_TEXT = (
     ("wp1", "aqn_uncorrected", "aqn"),
     ("wp12", "in_loss", "none"),
     ("wp12", "half", "none"),
+    ("wp12", "decode", "none"),
+    ("wp12", "decode_far", "none"),
+    ("wp12", "relative_slow", "none_slow"),
+    ("wp12", "linear", "aqn"),
     ("wp12", "bf16_aqn", "bf16"),
     ("wp12", "cosine", "aqn"),
     ("wp12", "logarithmic", "aqn"),
@@ -92,10 +97,12 @@ NUMBERS: dict[str, Callable[[], str]] = {
     "aqn-first-kl": lambda: first_stage(("aqn", "aqn_uncorrected")),
     "two-step-most": lambda: study_tables.most(TASKS["wp12"], "accuracy/steps_2"),
     "probe-better": lambda: probe_tables.better("probe"),
-    "probe-trained-better": lambda: probe_tables.better("probe-trained"),
-    "probe-trained-decode-0.02": lambda: probe_tables.gain("probe-trained", "decode", 0.02),
-    "probe-trained-decode-0.1": lambda: probe_tables.gain("probe-trained", "decode", 0.1),
+    "probe-trained-better": lambda: probe_tables.better(*probe_tables.TRAINED),
 }
 """What the marks in the pages stand for."""
+for _what, _target in itertools.product(("decode", "temperature"), (0.02, 0.1)):
+    NUMBERS[f"probe-trained-{_what}-{_target}"] = partial(
+        probe_tables.gains, probe_tables.TRAINED, _what, _target
+    )
 for _one in IN_TEXT:
     NUMBERS["-".join(_one)] = partial(said, *_one)

@@ -10,8 +10,8 @@ from typing import Any
 
 from bench import found_tables, probe_tables
 from bench.captions import table
+from bench.draw import PROBES, shown
 from bench.draw import STUDIES as TASKS
-from bench.draw import shown
 from bench.study_tables import (
     NOT_RUN,
     absent,
@@ -254,7 +254,7 @@ def _later(run: RunResult) -> list[int]:
 def _of_task(task: str, name: str) -> dict[str, Callable[[], str]]:
     """The tables and figures of one study, by their marks."""
     own = ("formats", "noise_by_format") if task == "wp12" else ()
-    families = ("primary", "designs", "others", "rate", "correction", "formats")
+    families = ("primary", "designs", "by_sample", "others", "rate", "correction", "formats")
     return {
         f"{task}-arms": lambda: arms(name),
         f"{task}-comparisons": lambda: comparisons(name, *(one for one in families if one not in own)),
@@ -278,10 +278,10 @@ TABLES: dict[str, Callable[[], str]] = {
     "earlier-comparisons": lambda: comparisons(EARLIER, "primary", "designs", "formats", "correction"),
     "noise-figures": lambda: shown("wp12", "differences", "accuracy-primary", "rollout-entropy-primary"),
     "probe-noise": lambda: probe_tables.perturbations("probe", "start", "wp12"),
-    "probe-beside": lambda: probe_tables.beside("probe", "probe-trained", "wp12", "gain"),
+    "probe-beside": lambda: probe_tables.beside("probe", probe_tables.TRAINED, "wp12", "gain"),
     "probe-formats": lambda: probe_tables.formats("probe", "wp12"),
     "probe-formats-wp2": lambda: probe_tables.formats("probe", "wp2"),
-    "probe-figures": lambda: shown("probe", "") + shown("probe-trained", ""),
+    "probe-figures": lambda: "".join(shown(name, "") for name in PROBES),
 }
 """What the marks in the pages stand for."""
 for _task, _name in TASKS.items():

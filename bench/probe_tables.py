@@ -5,6 +5,7 @@ A probe that is not there yet gets a sentence in place of a table.
 
 import gzip
 import json
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -12,6 +13,9 @@ from bench.captions import table
 from bench.result import RESULTS
 from bench.study_tables import NOT_RUN, absent
 from qerl.study.probe.summary import Estimate, Row, read_rows
+
+TRAINED = ("probe-trained", "probe-seeds")
+"""Probes of policies after some steps of clean runs."""
 
 
 @cache
@@ -69,19 +73,19 @@ def _clean(name: str, policy: str, task: str) -> str:
     return "".join(words)
 
 
-def better(name: str) -> str:
-    """How many cells of a probe have a better chance that one of 8 samples is right, by their intervals."""
-    cells = [row.numbers["gain"] for row in read(name) if row.target is not None and "gain" in row.numbers]
+def better(*names: str) -> str:
+    """How many cells of some probes have a better chance that one of 8 samples is right, by their intervals."""
+    rows = [row for name in names for row in read(name)]
+    cells = [row.numbers["gain"] for row in rows if row.target is not None and "gain" in row.numbers]
     if not cells:
         return NOT_RUN
     return f"{sum(cell.low > 0 for cell in cells) or 'none'} of {len(cells)}"
 
 
-def gain(name: str, what: str, target: float) -> str:
-    """By how much a perturbation at a KL changes ln P(one of 8 is right), of a probe with one policy."""
-    found = [row for row in read(name) if (row.what, row.target) == (what, target)]
-    assert len(found) < 2, f"{name} has {len(found)} policies"
-    return _signed(found[0].numbers["gain"]) if found else NOT_RUN
+def gains(names: Sequence[str], what: str, target: float) -> str:
+    """By how much a perturbation at a KL changes ln P(one of 8 is right), for each policy of some probes."""
+    found = [row for name in names for row in read(name) if (row.what, row.target) == (what, target)]
+    return ", ".join(_signed(row.numbers["gain"]) for row in found) or NOT_RUN
 
 
 def formats(name: str, task: str) -> str:
@@ -114,21 +118,22 @@ def formats(name: str, task: str) -> str:
     return table(head, lines, source(name))
 
 
-def beside(start: str, trained: str, task: str, key: str) -> str:
+def beside(start: str, trained: Sequence[str], task: str, key: str) -> str:
     """Table of what each perturbation changes for the start and for policies on their way, at equal KL.
 
     Args:
-        start, trained: Files of two probes.
+        start: File of the probe of the untrained policy.
+        trained: Files of the probes of the others, whose targets are the table's.
         task: On which.
         key: Of `qerl.study.probe.summary.read_rows`.
     """
-    if probe(trained) is None:
-        return absent(trained)
-    here = [row for name in (trained, start) for row in read(name) if row.task == task and row.target]
-    policies = list(dict.fromkeys(row.policy for row in reversed(here) if row.policy is not None))
-    targets = sorted({row.target for row in read(trained) if row.target is not None})
+    if not (there := [name for name in trained if probe(name) is not None]):
+        return absent(trained[0])
+    here = [row for name in (*there, start) for row in read(name) if row.task == task and row.target]
+    policies = list(dict.fromkeys(row.policy for row in here if row.policy is not None))
+    targets = sorted({row.target for name in there for row in read(name) if row.target is not None})
     policies.sort(key=lambda policy: int(policy.rpartition("_")[2]) if "_" in policy else 0)
-    found = {(row.what, row.target, row.policy): row for row in reversed(here)}
+    found = {(row.what, row.target, row.policy): row for row in here}
     lines = []
     for what in dict.fromkeys(row.what for row in here):
         for target in targets:
@@ -140,7 +145,7 @@ def beside(start: str, trained: str, task: str, key: str) -> str:
                 ]
                 lines.append((what, f"{target:g}", *own))
     head = ("perturbation", "KL aimed at", *(policy.replace("_", " ") for policy in policies))
-    return table(head, lines, f"{source(trained)} The start: {start}.json.gz.")
+    return table(head, lines, f"{' '.join(source(name) for name in there)} The start: {start}.json.gz.")
 
 
 def more(name: str, task: str, first: str, second: str, key: str) -> str:

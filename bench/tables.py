@@ -23,8 +23,8 @@ from qerl.errors import QeRLError
 ROOT = Path(__file__).parents[1]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 
-_TABLE = re.compile(r"(<!-- table ([\w-]+) -->\n)(.*?)(<!-- /table -->)", re.DOTALL)
-_NUMBER = re.compile(r"(<!-- number ([\w-]+) -->)(.*?)(<!-- / -->)", re.DOTALL)
+_TABLE = re.compile(r"(<!-- table (\S+) -->\n)(.*?)(<!-- /table -->)", re.DOTALL)
+_NUMBER = re.compile(r"(<!-- number (\S+) -->)(.*?)(<!-- / -->)", re.DOTALL)
 
 
 def render(page: str) -> str:

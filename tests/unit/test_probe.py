@@ -235,6 +235,14 @@ def test_a_folder_of_another_probe_is_refused(probe_file, finished):
     assert (finished / "probe.json").read_bytes() == before
 
 
+def test_results_alone_are_not_written_over(probe_file, finished, tmp_path):
+    kept = (finished / RESULTS_FILE).read_bytes()
+    (tmp_path / RESULTS_FILE).write_bytes(kept)
+    with pytest.raises(QeRLError, match=f"has {RESULTS_FILE} without the cells"):
+        run(probe_file, tmp_path)
+    assert (tmp_path / RESULTS_FILE).read_bytes() == kept
+
+
 def test_a_dry_run_measures_nothing(probe_file, tmp_path, capsys):
     values = yaml12.load(probe_file.read_text())
     assert command.run_probe("", values, tmp_path / "x", None, True, Console()) == 0

@@ -202,7 +202,7 @@ def test_results_that_are_not_there_get_a_sentence(name):
     assert study_tables.arms("none") == study_tables.comparisons("none", "primary") == said
     assert noise_tables.reached("none") == said
     assert probe_tables.perturbations("none", "start", "wp12") == probe_tables.formats("none", "wp12") == said
-    assert probe_tables.beside("probe", "none", "wp12", "gain") == said
+    assert probe_tables.beside("probe", ["none"], "wp12", "gain") == said
     assert study_tables.rates("none") == found_tables.discovery("none") == said
     assert study_tables.most("none", "accuracy") == probe_tables.better("none") == "not run"
     assert study_tables.runs("none") == 0
@@ -233,7 +233,7 @@ def test_figures_are_drawn_of_what_is_there(name, tmp_path):
     said = draw.draw()
     assert "figures of noise-wp12.json.gz" in said[0] and not old.exists()
     assert said[1:] == [study_tables.absent(one).strip() for one in (
-        "noise-wp1", "noise-needle", "probe", "probe-trained",
+        "noise-wp1", "noise-needle", "probe", "probe-trained", "probe-seeds",
     )]  # fmt: skip
     drawn = {path.stem for path in old.parent.iterdir()}
     assert {"differences", "accuracy-primary", "accuracy-other", "rollout-entropy-other"} <= drawn
@@ -246,19 +246,22 @@ def test_figures_are_drawn_of_what_is_there(name, tmp_path):
 def test_policies_on_their_way_stand_beside_the_start(monkeypatch):
     monkeypatch.setattr(probe_tables, "RESULTS", RESULTS)
     found = probe_tables.probe("probe")
-    cells = {
-        key.replace("start", "step_10"): cell | {"policy": "step_10"}
-        for key, cell in found["cells"].items()
-        if cell["policy"] == "start" and cell.get("target") in (None, 0.02, 0.1)
-    }
-    both = {"probe": found, "later": found | {"cells": cells}}
-    monkeypatch.setattr(probe_tables, "probe", both.get)
-    monkeypatch.setattr(probe_tables, "read", lambda name: read_rows(both[name]))
-    lines = probe_tables.beside("probe", "later", "wp12", "gain").splitlines()
-    assert lines[0] == "| perturbation | KL aimed at | start | step 10 |"
+    every = {"probe": found}
+    for name, policy in (("later", "step_10"), ("others", "seed_2_step_10")):
+        cells = {
+            key.replace("start", policy): cell | {"policy": policy}
+            for key, cell in found["cells"].items()
+            if cell["policy"] == "start" and cell.get("target") in (None, 0.02, 0.1)
+        }
+        every[name] = found | {"cells": cells}
+    monkeypatch.setattr(probe_tables, "probe", every.get)
+    monkeypatch.setattr(probe_tables, "read", lambda name: read_rows(every[name]))
+    lines = probe_tables.beside("probe", ["later", "missing", "others"], "wp12", "gain").splitlines()
+    assert lines[0] == "| perturbation | KL aimed at | start | step 10 | seed 2 step 10 |"
+    assert probe_tables.gains(["later", "others"], "aqn", 0.02).count("to") == 2
     rows = [line.split("|")[1:-1] for line in lines[2:-2]]
     assert len(rows) >= 10 and {row[1].strip() for row in rows} == {"0.02", "0.1"}
-    assert all(row[2] == row[3] for row in rows)  # the same cells under another name
+    assert all(row[2] == row[3] == row[4] for row in rows)  # the same cells under another name
     assert probe_tables.better("later") == f"none of {len(cells) - 2}"
     one = probe_tables.more("probe", "wp12", "nvfp4", "bf16", "entropy_more")
     other = probe_tables.more("probe", "wp12", "bf16", "nvfp4", "entropy_more")

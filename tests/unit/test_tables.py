@@ -93,9 +93,12 @@ def test_a_result_that_a_table_refuses_is_told(monkeypatch, capsys):
     assert capsys.readouterr().err == "error: 1 of 2 runs failed.\n"
 
 
-def test_a_mark_without_a_table_is_an_error():
-    with pytest.raises(KeyError, match="unheard"):
-        tables.render("<!-- table unheard -->\n<!-- /table -->\n")
+@pytest.mark.parametrize("name", ["unheard", "un-0.1"])
+def test_a_mark_without_a_table_or_number_is_an_error(name):
+    with pytest.raises(KeyError, match=name):
+        tables.render(f"<!-- table {name} -->\n<!-- /table -->\n")
+    with pytest.raises(KeyError, match=name):
+        tables.render(f"It takes <!-- number {name} -->1<!-- / --> s.\n")
 
 
 @pytest.mark.parametrize("file", sorted(RESULTS.glob("*.json")), ids=lambda file: file.stem)
