@@ -69,12 +69,13 @@ def ways_of_128() -> str:
     return table(
         ("tokens per second change by", *(shape.upper().removeprefix("QWEN3-") for shape in shapes)),
         lines,
-        f"Steps of 128 sequences, two rounds in one process, the second in reverse order. {source(_WAYS)} {files(_WAYS)}",
+        "Steps of 128 sequences, two rounds in one process, the second in reverse order. "
+        f"{source(_WAYS)} {files(_WAYS)}",
     )
 
 
 def _change(shape: str, first: str, second: str, key: str) -> str | None:
-    """By how much one way's mean is above another's in the first machine that ran both; None where none did."""
+    """How much more one way's mean is than another's on the first machine with both; None where none had."""
     for lease in (0, 1):
         found = [
             [row[key] for row in rows(_WAYS, shape=shape, lease=lease, way=way)] for way in (first, second)

@@ -58,8 +58,8 @@ class Store:
                     raise QeRLError(f"{folder} holds another probe{why}; choose another --output_dir.")
                 if not old and (folder / RESULTS_FILE).exists():
                     raise QeRLError(
-                        f"{folder} has {RESULTS_FILE} without the cells and adapters that a probe goes on from, "
-                        "and would write over it; choose another --output_dir."
+                        f"{folder} has {RESULTS_FILE} without the cells and adapters that a probe goes on "
+                        "from, and it would be written over; choose another --output_dir."
                     )
                 replace(folder / PROBE_FILE, (json.dumps(head, indent=1) + "\n").encode())
         except OSError as error:
