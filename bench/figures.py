@@ -362,5 +362,6 @@ NUMBERS: dict[str, Callable[[], str]] = {
     **cookbook_numbers("cookbook-smollm2-h200"),
     **serve_tables.rival_numbers("serve-rival-4b-h200"),
     "demo-minutes": lambda: _minutes("demo-cpu"),
+    "decode-128-faster-7b": lambda: decode_tables.faster_128("7b"),
     **noise_numbers.NUMBERS,
 }

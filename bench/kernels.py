@@ -74,6 +74,7 @@ def packed_tilings(tokens: int, card: Card) -> list[Tiling]:
     fragments = (1,) if hopper or tokens <= 16 else (1, 2)
     spans = (2, 4, 8) if hopper else (1, 2, 4, 8)
     clusters = (1, 2) if hopper and tokens > 32 else (1,)
+    most = tiling_for(tokens, card, (1 << 16, 1 << 16))  # of a large weight
     sizes = itertools.product((2, 3, 4), (1, 2, 3, 4), spans, memory, fragments, clusters)
     for teams, row_groups, rounds, shared, rows, cluster in sizes:
         warps = teams * 4 // rows + (1 if card.loader == "bulk" else 4)
@@ -81,7 +82,7 @@ def packed_tilings(tokens: int, card: Card) -> list[Tiling]:
         if teams % row_groups or (tokens > 64 and teams > 3 if hopper else spilled):
             continue
         together = min(rounds, 4 if teams < 4 or tokens <= 16 else 2)
-        registers = 160 if hopper and tokens > 64 and teams == 3 else 0
+        registers = most.registers if teams == most.teams else 0
         span = teams // row_groups * rounds
         tiling = Tiling(teams, row_groups, span, together, shared, rows, cluster, registers)
         stages = tiling.stages(tokens)

@@ -1,6 +1,5 @@
 """What sentences of README and docs say of noise, with intervals, from results of studies and probes."""
 
-import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
 from statistics import fmean
@@ -100,9 +99,13 @@ NUMBERS: dict[str, Callable[[], str]] = {
     "probe-trained-better": lambda: probe_tables.better(*probe_tables.TRAINED),
 }
 """What the marks in the pages stand for."""
-for _what, _target in itertools.product(("decode", "temperature"), (0.02, 0.1)):
-    NUMBERS[f"probe-trained-{_what}-{_target}"] = partial(
-        probe_tables.gains, probe_tables.TRAINED, _what, _target
+for _target in (0.02, 0.1):
+    NUMBERS[f"probe-trained-decode-{_target}"] = partial(
+        probe_tables.gains, probe_tables.TRAINED, "decode", _target
     )
+    for _other in ("temperature", "relative"):
+        NUMBERS[f"probe-trained-decode-{_other}-{_target}"] = partial(
+            probe_tables.gains_over, probe_tables.TRAINED, "decode", _other, _target
+        )
 for _one in IN_TEXT:
     NUMBERS["-".join(_one)] = partial(said, *_one)

@@ -12,7 +12,7 @@ from typing import Any
 from bench.captions import table
 from bench.result import RESULTS
 from bench.study_tables import NOT_RUN, absent
-from qerl.study.probe.summary import Estimate, Row, read_rows
+from qerl.study.probe.summary import Estimate, Row, gain_over, read_rows
 
 TRAINED = ("probe-trained", "probe-seeds")
 """Probes of policies after some steps of clean runs."""
@@ -86,6 +86,18 @@ def gains(names: Sequence[str], what: str, target: float) -> str:
     """By how much a perturbation at a KL changes ln P(one of 8 is right), for each policy of some probes."""
     found = [row for name in names for row in read(name) if (row.what, row.target) == (what, target)]
     return ", ".join(_signed(row.numbers["gain"]) for row in found) or NOT_RUN
+
+
+def gains_over(names: Sequence[str], what: str, other: str, target: float) -> str:
+    """How much more of that one perturbation gains than another at the same KL, for each policy with both."""
+    found = []
+    for name in names:
+        cells = {(row.policy, row.what): row.cell for row in read(name) if row.target == target}
+        results = probe(name)
+        for policy in dict.fromkeys(policy for policy, _ in cells):
+            if results is not None and {(policy, what), (policy, other)} <= cells.keys():
+                found.append(gain_over(results, cells[policy, what], cells[policy, other]))
+    return ", ".join(map(_signed, found)) or NOT_RUN
 
 
 def formats(name: str, task: str) -> str:

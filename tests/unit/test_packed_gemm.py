@@ -344,7 +344,29 @@ def test_packed_gemm_compiles_for_every_class_and_fits(card, tmp_path):
         registers, stack, static = map(int, re.search(RESOURCES, used.stdout).groups())
         allowed = 0 if card.math == "wgmma" else STACK.get(tokens, 0)
         assert registers * tiling.threads(card) <= 1 << 16 and stack <= allowed, "registers are spilled"
+        if tiling.registers:  # what is given up must be there, or whoever asks for it waits for ever
+            assert registers * tiling.threads(card) == 1 << 16
         assert static % 1024 + taken <= card.shared_bytes, "the driver's kilobyte is not the block's"
+
+
+@pytest.mark.parametrize(
+    ("tokens", "shape", "teams", "cluster"),
+    [
+        (65, (37888, 3584), 3, 2),  # gate_up of 7B
+        (128, (24576, 4096), 3, 2),  # of Qwen3-8B, the smallest
+        (128, (24512, 4096), 2, 2),
+        (128, (3584, 18944), 2, 2),  # down of 7B
+        (64, (37888, 3584), 3, 1),
+        (8, (37888, 3584), 2, 1),
+    ],
+)
+def test_large_weights_have_three_warpgroups_above_64_tokens(tokens, shape, teams, cluster):
+    tiling = tiling_for(tokens, CARDS[9, 0], shape)
+    assert (tiling.teams, tiling.cluster) == (teams, cluster)
+    assert bool(tiling.registers) == (tokens > 64 and teams == 3)
+    assert all(
+        tiling_for(tokens, card, shape).cluster == 1 for card in CARDS.values() if card.math != "wgmma"
+    )
 
 
 def test_copies_of_each_thread_have_no_eviction_policy():

@@ -236,10 +236,12 @@ def test_a_folder_of_another_probe_is_refused(probe_file, finished):
 
 
 def test_results_alone_are_not_written_over(probe_file, finished, tmp_path):
-    kept = (finished / RESULTS_FILE).read_bytes()
+    kept, values = (finished / RESULTS_FILE).read_bytes(), yaml12.load(probe_file.read_text())
     (tmp_path / RESULTS_FILE).write_bytes(kept)
-    with pytest.raises(QeRLError, match=f"has {RESULTS_FILE} without the cells"):
-        run(probe_file, tmp_path)
+    for dry_run in (True, False):
+        with pytest.raises(QeRLError, match=f"has {RESULTS_FILE} without the cells"):
+            command.run_probe("", values, tmp_path, None, dry_run, QUIET)
+        (tmp_path / "probe.json").write_bytes((finished / "probe.json").read_bytes())
     assert (tmp_path / RESULTS_FILE).read_bytes() == kept
 
 

@@ -1,19 +1,19 @@
 // Loading with the copy engine, by one lane. Included by packed_gemm.cu.
 //
-// In clusters the lane that loads copies its block's own weight, and one share of the activations to all blocks, at the
-// same place of the same stage, counted on the same barrier in each. All blocks of a cluster walk through the same pieces,
-// so use n of a stage is the same piece in all of them:
-//   full[s] of a block: one arrival, of its own loading lane, with all bytes that come: its weight, and of the activations
-//     every share, its own and the others'. The others' bytes may be counted before that arrival: the phase cannot end
-//     without it.
-//   empty[s] of a block: one arrival of each warp that multiplies, of every block of the cluster, once it has read use n.
-//     With all of them the lane may copy use n + 1 to all blocks.
-// No barrier is two phases ahead of who waits. Another block copies use n + 1 only when all warps here have arrived for use
-// n, so they have seen the end of full[s]'s phase n, and its bytes count in the next. A warp arrives for use n + 1 only
-// after full[s]'s next phase has ended, which takes this block's lane, which has seen the end of empty[s]'s phase n.
-// Nobody waits in a circle: what copies use n + 1 waits for is reading of use n, and that waits for copies of use n only,
-// in all blocks, which run at the same time as a cluster does. The first use of a stage waits for no arrivals, but
-// activations for all blocks to have initialised their barriers.
+// In clusters the lane that loads copies its block's own weight, and one share of the activations to all blocks, at
+// the same place of the same stage, counted on the same barrier in each. All blocks of a cluster walk through the
+// same pieces, so use n of a stage is the same piece in all of them:
+//   full[s] of a block: one arrival, of its own loading lane, with all bytes that come: its weight, and of the
+//     activations every share, its own and the others'. The others' bytes may be counted before that arrival: the
+//     phase cannot end without it.
+//   empty[s] of a block: one arrival of each warp that multiplies, of every block of the cluster, once it has read
+//     use n. With all of them the lane may copy use n + 1 to all blocks.
+// No barrier is two phases ahead of who waits. Another block copies use n + 1 only when all warps here have arrived
+// for use n, so they have seen the end of full[s]'s phase n, and its bytes count in the next. A warp arrives for use
+// n + 1 only after full[s]'s next phase has ended, which takes this block's lane, which has seen the end of
+// empty[s]'s phase n. Nobody waits in a circle: what copies use n + 1 waits for is reading of use n, and that waits
+// for copies of use n only, in all blocks, which run at the same time as a cluster does. The first use of a stage
+// waits for no arrivals; its activations are copied once all blocks have initialised their barriers.
 // A block may end when nobody will write to its shared memory or arrive on its barriers: after the last pieces its lane
 // waits for all arrivals on all empty[s] that are still to come. Those of its own warps say that all copies have come.
 

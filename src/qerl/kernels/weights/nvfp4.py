@@ -1,10 +1,10 @@
 """NVFP4 weights on top of each other, and which kernel multiplies with them.
 
 Up to as many tokens as packed_gemm.cu takes it is the faster one (gate_up of 32B on an H100: 57 us, and 84
-with quack-kernels, at 8 tokens, 77 and 104 at 64, 119 and 132 at 128), and quack-kernels from then on; both
-read the same bytes. Where quack-kernels is not installed or has no kernel for the card, the weight is
-dequantised and cuBLAS multiplies, as in the update: eight times the bytes, which from some hundred tokens on
-take less time than the product.
+with quack-kernels, at 8 tokens, 77 and 104 at 64), and quack-kernels from then on; both read the same bytes.
+Where quack-kernels is not installed or has no kernel for the card, the weight is dequantised and cuBLAS
+multiplies, as in the update: eight times the bytes, which from some hundred tokens on take less time than the
+product.
 
 Shapes: T tokens, N outputs, K inputs, L stacked linears.
 """
@@ -41,9 +41,10 @@ _WGMMA_TILINGS = {
     64: Tiling(3, 3, 4, 4, 200_000),  # 77.1 and 40.9; two warpgroups on 128 rows 83.2 and 43.8
     128: Tiling(2, 2, 4, 4, 215_000, cluster=2),  # 124.9 and 66.9; without clusters 126.4 and 66.4
 }
-# At 128 tokens, for weights of so many numbers: 117.0 and 65.3. A block of it has all registers of its
-# multiprocessor, so kernels before and after do not overlap with it, and whole steps decide. On an H200 they
-# become faster with it for gate_up of 7B to 32B, slower for down of 7B and 14B, and neither for down of 32B.
+# At 128 tokens, for weights of so many numbers: 117.0 and 65.3, without clusters 116.9 and 63.8. A block has
+# all registers of its multiprocessor, so kernels before and after do not overlap with it, and whole steps
+# decide (docs/dev/decode-kernels.md): on an H200 they become faster with it for gate_up of 7B to 32B, slower
+# for down of 7B and 14B, and neither for down of 32B.
 _LARGE_WEIGHT = 3 << 25
 _WGMMA_OF_LARGE_WEIGHT = Tiling(3, 3, 4, 4, 215_000, cluster=2, registers=160)
 

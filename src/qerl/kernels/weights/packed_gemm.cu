@@ -31,25 +31,27 @@
 // both decode them, and there instructions take the time, not reads of shared memory.
 //
 // Work. The product is a line of (rows / ROWS) x (K / 64) tiles, rows outermost, cut into one piece of equal
-// length for each block (for each cluster, where rows of a row tile are those of its blocks). A block that starts
-// or ends inside a row tile leaves a partial sum of it: contributor s of a row tile writes part s, and whoever
-// reads the output adds the parts in order. That costs no launch here, because every reader is a kernel of ours,
-// and it keeps results independent of timing.
+// length for each block, or for each cluster, whose blocks share the rows of a row tile (ROWS are theirs together).
+// Who starts or ends inside a row tile leaves a partial sum of it: contributor s of a row tile writes part s, and
+// whoever reads the output adds the parts in order. That costs no launch here, because every reader is a kernel of
+// ours, and it keeps results independent of timing.
 //
 // Clusters. At 128 tokens a block reads several times as many bytes of activations as of weight from the L2 cache. So
 // CLUSTER blocks share one row tile, ROW_GROUPS of its 64-row groups each, and walk along K together: each copies its
 // share of the activations to all of them. The line of tiles is then cut into as many pieces as there are clusters.
 // bulk_loads.cuh has the order in which they wait for one another.
 //
-// Registers. All threads of a block get as many, and of those of three warpgroups and one warp more a quarter of the
-// multiprocessor has room for 128 each, too few for 128 tokens. So there are four warps that load: one does, and all give
-// their registers up. The block then has all registers of the multiprocessor, and no block of the kernels before and after
-// fits beside it.
+// Registers. A launch gives all threads of a block equally many. With three warpgroups that multiply and a warp that
+// loads that is at most 128 for each (a quarter of the multiprocessor has four of these warps), too few for 128
+// tokens. So with REGISTERS there are four warps that load, of which one does, and all four give registers up to
+// those that multiply. The block then has all registers of the multiprocessor, and no block of the kernels before and
+// after fits beside it.
 //
-// Compile-time: TOKENS (8, 16, 32, 64 or 128), TEAMS of warps that multiply, each with 64 rows: a warpgroup, or with two
-// FRAGMENTS a warp half of one; ROW_GROUPS 64-row groups of a row tile (TEAMS / ROW_GROUPS teams share K), TILES 64-wide
-// k tiles a stage, TOGETHER tiles a team multiplies before it waits, STAGES, CLUSTER (1, or 2 with BULK), REGISTERS (of a
-// thread that multiplies, where four warps that load give up theirs; 0: all have as many), BULK and WGMMA.
+// Compile-time: TOKENS (8, 16, 32, 64 or 128), TEAMS of warps that multiply, each with 64 rows: a warpgroup, or with
+// two FRAGMENTS a warp half of one; ROW_GROUPS 64-row groups that a block has of a row tile (TEAMS / ROW_GROUPS teams
+// share K), TILES 64-wide k tiles a stage, TOGETHER tiles a team multiplies before it waits, STAGES, CLUSTER (1, or 2
+// with BULK), REGISTERS (of a thread that multiplies, where four warps that load give up theirs; 0: all have as
+// many), BULK and WGMMA.
 //
 // staging.cuh copies and waits, bulk_loads.cuh and thread_loads.cuh load pieces, fragment.cuh decodes, warp_math.cuh and
 // warpgroup_math.cuh multiply a tile.
@@ -122,7 +124,7 @@ struct Piece {
   }
   __device__ __forceinline__ void measure() { count = min(min(TILES, k_tiles - first), end - at); }
   __device__ __forceinline__ bool ends_row_tile() const { return first + count == k_tiles || at + count == end; }
-  // Where one of this block's row groups is in the weight. The last row tile may reach beyond; nobody writes those rows.
+  // Where one of this block's row groups is in the weight. The last row tile may reach beyond; nobody writes there.
   __device__ __forceinline__ int group(int row_group) const {
     return (row_tile * CLUSTER + rank()) * ROW_GROUPS + row_group;
   }

@@ -56,14 +56,15 @@ class Tiling:
 
     Attributes:
         teams: Teams of warps that multiply, 2 to 4, with 64 rows each.
-        row_groups: 64-row groups of a block's row tile, one team each; teams that are left share K.
+        row_groups: 64-row groups that a block has of a row tile, one team each; teams that are left share K.
         tiles: 64-wide tiles of K in a stage.
         together: Of these, how many a team multiplies before it waits: more overlap, more registers.
         shared_bytes: Most shared memory for the stages. What is left is room for the kernels before and after
             this one to sit on the same multiprocessor.
         fragments: 16-row fragments of a warp: 1, and a team is a warpgroup, as wgmma wants it; or 2, without
             wgmma, from 32 tokens on.
-        cluster: Blocks that share a row tile and its activations: 1, or 2 with the copy engine.
+        cluster: Blocks that share a row tile and its activations: 1, or 2 with the copy engine. A row tile
+            has `row_groups` groups of each.
         registers: Of a thread that multiplies, a multiple of 8, where four warps that load give up theirs;
             with wgmma. The block then has all of a multiprocessor's. 0: all threads have as many.
     """

@@ -28,7 +28,7 @@ from qerl.study.probe.perturb import CLEAN, Perturbation
 from qerl.study.probe.plan import Job, all_cells, cells_of, jobs_of
 from qerl.study.probe.policies import Policies
 from qerl.study.probe.spec import Probe, make_probe, read_probe
-from qerl.study.probe.store import PAGE_FILE, Cell, Store, read_results
+from qerl.study.probe.store import PAGE_FILE, Cell, Store, read_results, refuse_results_alone
 from qerl.study.probe.walk import Floats, Rows, Walk, Walker
 
 TEMPERATURES = (0.25, 4.0)
@@ -62,6 +62,7 @@ def run_probe(
     probe = read_probe(where, values)
     policies = Policies(probe, folder, console)
     policies.check()
+    refuse_results_alone(folder)
     jobs = jobs_of(probe)
     if dry_run:
         count = sum(len(cells_of(probe, job)) for job in jobs)

@@ -41,7 +41,7 @@ class Store:
         head: The same as plain values.
 
     Raises:
-        QeRLError: The folder holds another probe, or results alone, or cannot be written.
+        QeRLError: The folder holds another probe, or cannot be written.
     """
 
     def __init__(self, folder: Path, head: dict[str, Any]) -> None:
@@ -56,11 +56,6 @@ class Store:
                 if differ or (not old and any((folder / "cells").iterdir())):
                     why = f": its {differ[0]} is another one" if differ else ""
                     raise QeRLError(f"{folder} holds another probe{why}; choose another --output_dir.")
-                if not old and (folder / RESULTS_FILE).exists():
-                    raise QeRLError(
-                        f"{folder} has {RESULTS_FILE} without the cells and adapters that a probe goes on "
-                        "from, and it would be written over; choose another --output_dir."
-                    )
                 replace(folder / PROBE_FILE, (json.dumps(head, indent=1) + "\n").encode())
         except OSError as error:
             raise QeRLError(
@@ -112,6 +107,19 @@ class Store:
 
     def _path(self, name: str) -> Path:
         return self.folder / "cells" / f"{name}.json"
+
+
+def refuse_results_alone(folder: Path) -> None:
+    """Nothing where a folder may be measured in.
+
+    Raises:
+        QeRLError: It has results, which would be written over, but none of the cells that they are made of.
+    """
+    if (folder / RESULTS_FILE).exists() and not any(folder.glob("cells/*.json")):
+        raise QeRLError(
+            f"{folder} has {RESULTS_FILE} without the cells and adapters that a probe goes on from, and it "
+            "would be written over; choose another --output_dir."
+        )
 
 
 def read_results(file: Path) -> dict[str, Any]:

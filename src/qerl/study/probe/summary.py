@@ -103,6 +103,13 @@ def read_rows(results: Results) -> list[Row]:
     return rows
 
 
+def gain_over(results: Results, cell: str, other: str) -> Estimate:
+    """How much more log pass@8 one cell has than another one of the same task, paired by problem."""
+    one, two = results["cells"][cell], results["cells"][other]
+    boot = _Boot(one, results["probe"]["samples"], results["strata"][one["task"]])
+    return boot.paired(two)["gain"]
+
+
 def _clean_of(results: Results, cell: dict[str, Any]) -> str:
     """Name of the cell that one is compared with."""
     if cell["policy"] is not None:
