@@ -95,8 +95,8 @@ NUMBERS: dict[str, Callable[[], str]] = {
     "noise-lost-wp1": lambda: lost("wp1", "aqn", "none"),
     "aqn-first-kl": lambda: first_stage(("aqn", "aqn_uncorrected")),
     "two-step-most": lambda: study_tables.most(TASKS["wp12"], "accuracy/steps_2"),
-    "probe-better": lambda: probe_tables.better("probe"),
-    "probe-trained-better": lambda: probe_tables.better(*probe_tables.TRAINED),
+    "probe-better": lambda: probe_tables.better(["probe"]),
+    "probe-trained-better": lambda: probe_tables.better(probe_tables.TRAINED),
 }
 """What the marks in the pages stand for."""
 for _target in (0.02, 0.1):

@@ -73,7 +73,7 @@ def _clean(name: str, policy: str, task: str) -> str:
     return "".join(words)
 
 
-def better(*names: str) -> str:
+def better(names: Sequence[str]) -> str:
     """How many cells of probes have a better chance that one of 8 samples is right, by their intervals."""
     rows = [row for name in names for row in read(name)]
     cells = [row.numbers["gain"] for row in rows if row.target is not None and "gain" in row.numbers]

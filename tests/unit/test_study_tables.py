@@ -204,7 +204,7 @@ def test_results_that_are_not_there_get_a_sentence(name):
     assert probe_tables.perturbations("none", "start", "wp12") == probe_tables.formats("none", "wp12") == said
     assert probe_tables.beside("probe", ["none"], "wp12", "gain") == said
     assert study_tables.rates("none") == found_tables.discovery("none") == said
-    assert study_tables.most("none", "accuracy") == probe_tables.better("none") == "not run"
+    assert study_tables.most("none", "accuracy") == probe_tables.better(["none"]) == "not run"
     assert study_tables.runs("none") == 0
     for table in noise_tables.TABLES.values():
         assert table()
@@ -259,10 +259,15 @@ def test_policies_on_their_way_stand_beside_the_start(monkeypatch):
     lines = probe_tables.beside("probe", ["later", "missing", "others"], "wp12", "gain").splitlines()
     assert lines[0] == "| perturbation | KL aimed at | start | step 10 | seed 2 step 10 |"
     assert probe_tables.gains(["later", "others"], "aqn", 0.02).count("to") == 2
+    assert probe_tables.gains(["later"], "aqn", 0.02) == "-0.062 (-0.132 to +0.001)"
+    more = probe_tables.gains_over(["later", "others"], "aqn", "temperature", 0.02)
+    less = probe_tables.gains_over(["later"], "temperature", "aqn", 0.02)
+    assert more.startswith("+0.161 (") and more.count("to") == 2 and less.startswith("-0.161 (")
+    assert probe_tables.gains_over(["later"], "aqn", "unmeasured", 0.02) == "not run"
     rows = [line.split("|")[1:-1] for line in lines[2:-2]]
     assert len(rows) >= 10 and {row[1].strip() for row in rows} == {"0.02", "0.1"}
     assert all(row[2] == row[3] == row[4] for row in rows)  # the same cells under another name
-    assert probe_tables.better("later") == f"none of {len(cells) - 2}"
+    assert probe_tables.better(["later"]) == f"none of {len(cells) - 2}"
     one = probe_tables.more("probe", "wp12", "nvfp4", "bf16", "entropy_more")
     other = probe_tables.more("probe", "wp12", "bf16", "nvfp4", "entropy_more")
     assert one.startswith("+0.083 (") and other.startswith("-0.083 (")
