@@ -31,7 +31,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 KERNELS = {
     "_residual_norm", "_rope_kv", "_attend", "_combine_splits", "_silu_mul", "_partial_softmax",
     "_choose", "_leave_out", "_add_parts", "_norm", "_norm_backward", "_swiglu", "_swiglu_backward",
-    "_rotate", "_propose", "_settle",
+    "_rotate", "_propose", "_settle", "_token_logps",
 }  # fmt: skip
 OF_FP8 = {"_rope_kv", "_attend"}
 OF_OPERANDS = {"_residual_norm", "_silu_mul", "_combine_splits"}
@@ -193,6 +193,7 @@ def walk(recorder: Recorder, target: int) -> None:
     from qerl.kernels.update.rms_norm import rms_norm
     from qerl.kernels.update.rotary import rotated_heads
     from qerl.kernels.update.swiglu import swiglu
+    from qerl.kernels.update.token_logps import token_logps
     from qerl.kernels.weights.dense import DenseStack
     from qerl.kernels.weights.nvfp4 import NVFP4Stack
     from qerl.measure.random_model import random_decoder
@@ -235,6 +236,8 @@ def walk(recorder: Recorder, target: int) -> None:
     x = torch.randn(4, 3584, dtype=torch.bfloat16, requires_grad=True)
     rms_norm(x, torch.ones(3584, dtype=torch.bfloat16), 1e-6).sum().backward()
     swiglu(x, x).sum().backward()
+    gradient, pulls = torch.empty(4, 5000, dtype=torch.bfloat16), (torch.ones(4), torch.ones(4))
+    token_logps(torch.randn(4, 5000), torch.ones(4, dtype=torch.int64), 1.0, 30.0, 1.0, gradient, pulls)
     table = torch.ones(1, x.shape[0], 128, dtype=torch.bfloat16)
     rotated_heads(x[None], table, table, 20, 4)[0].sum().backward()
     if target in (LEAST_MEMORY, HOPPER, 100):

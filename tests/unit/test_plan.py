@@ -247,13 +247,11 @@ def test_the_head():
     """7B: 2303 hidden states of 3584, of which 2048 predict; 1024 whole rows of 152,064 logits."""
     hidden, scored = 2 * 2303 * 3584, 2048 * 3584
     one = Activations(SIZES["7b"], work(tokens_per_forward=2303))
-    assert one.head == hidden + 6 * scored + 2 * 1024 * 152064
+    assert one.head == hidden + 8 * scored + 4 * 1024 * 152064
     few = Activations(SIZES["7b"], work(prompt_tokens=1, completion_tokens=300, microbatch=1))
-    assert few.head == 8 * 300 * 3584 + 2 * 300 * 152064
-    eight = Activations(SIZES["7b"], work())  # here TRL's head takes most, which a loss with entropies runs
-    assert eight.head == 2 * 16639 * 3584 + 8 * 16384 * 3584 + 2 * 4096 * 32768
-    many = Activations(SIZES["7b"], work(microbatch=32))
-    assert many.head == 2 * (4 * 255 + 65536) * 3584 + 10 * 65536 * 3584
+    assert few.head == 10 * 300 * 3584 + 4 * 300 * 152064
+    many = Activations(SIZES["7b"], work(microbatch=64))
+    assert many.head == 2 * (8 * 255 + 131072) * 3584 + 10 * 131072 * 3584
 
 
 def test_normalised_heads_are_kept_twice():

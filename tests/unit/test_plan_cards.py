@@ -84,7 +84,7 @@ def test_the_rollout_has_the_dequantised_weight_of_long_prompts():
             16,
             ["max_completion_length 3840", "lora_r 16 instead", "size of qwen3-8b", "a GPU of 24 GB"],
         ),
-        ("32b", 28, ["max_completion_length 768 ", "lora_r 16 instead", "size of 14b", "a GPU of 32 GB"]),
+        ("32b", 28, ["max_completion_length 512 ", "lora_r 16 instead", "size of 14b", "a GPU of 32 GB"]),
         ("72b", 24, ["size of 14b", "a GPU of 80 GB"]),
     ],
 )

@@ -21,7 +21,7 @@ WHOLE_PARTS = 160 * 1024
 """Shared memory of a block, bytes, from which on kernels hold these many at once; with less, half of them."""
 
 HEAD_TILE = 5 << 25
-"""Logits that the output head of the update has at a time: 1024 positions of a vocabulary of 152,000 in 0.3
+"""Logits that the output head of the update has at a time: 1024 positions of a vocabulary of 152,000 in 0.6
 GB, of which its second product makes enough blocks to fill a card with 132 multiprocessors."""
 
 

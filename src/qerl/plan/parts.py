@@ -19,9 +19,6 @@ from qerl.plan.work import FULL, HALF, Work
 from qerl.rollout.paged.limits import BlockDemand, KVGeometry, count_for
 from qerl.weight_formats import WeightFormat
 
-TRL_POSITIONS, TRL_WIDTH = 4096, 32768
-"""Logits that TRL's chunked head has at a time."""
-
 
 @dataclass(frozen=True)
 class Weights:
@@ -186,15 +183,13 @@ class Activations:
 
     @property
     def head(self) -> int:
-        """``2 T D + max(6 S D + tile, 10 S D, 8 S D + TRL's tile)``: hidden states, and the largest of three
-        moments. Forward has those that predict something, their gradient in fp32 and whole rows of logits
-        (`qerl.trainer.trl.head`). Backward has that gradient, its product with the loss's and that in bf16.
-        Where the loss has a term of entropies, TRL's head in backward has what predicts something, its
-        gradient in fp32 and in bf16, and logits of its own tile."""
+        """``2 T D + max(8 S D + tile, 10 S D)``: hidden states, and the larger of two moments
+        (`qerl.update.head`). Beside a tile, whole rows of logits in fp32, stand what predicts something, its
+        gradient in fp32 and, where the loss has a term of entropies, that in bf16. Without a tile stand the
+        gradient in fp32, its product with the loss's and that in bf16."""
         s, d, vocabulary = self.work.scored_tokens, self.sizes.hidden, self.sizes.vocabulary
-        forward = 6 * s * d + HALF * head_positions(s, vocabulary) * vocabulary
-        trl = 8 * s * d + HALF * min(s, TRL_POSITIONS) * TRL_WIDTH
-        return HALF * self.work.tokens * d + max(forward, 10 * s * d, trl)
+        tile = FULL * head_positions(s, vocabulary) * vocabulary
+        return HALF * self.work.tokens * d + max(8 * s * d + tile, 10 * s * d)
 
     @property
     def working(self) -> int:

@@ -15,6 +15,7 @@ from qerl.kernels.decode.draw import BLOCK_V
 from qerl.kernels.decode.speculate import propose, settle
 from qerl.kernels.device import multiprocessors
 from qerl.kernels.limits import PAGE
+from qerl.kernels.logits import product
 from qerl.rollout.engine import SamplingParams
 from qerl.rollout.paged.draw import Draw
 from qerl.rollout.paged.forward import Forward
@@ -100,7 +101,7 @@ class DecodeStep:
         if lanes is not None:
             propose(state, lanes, page=PAGE)
         u_TD = self.forward(self._cache, self.rows.inputs)
-        logits_TV = _logits(u_TD, self._decoder.head_VD)
+        logits_TV = product(u_TD, self._decoder.head_VD.T)
         self._draw(logits_TV, self.forward.squares_PT, state if lanes is None else lanes.tokens)
         if lanes is not None:
             settle(state, lanes, page=PAGE)
@@ -117,10 +118,3 @@ class DecodeStep:
             state.done_T.copy_(done_T)
             state.slot_T.copy_(slot_T)
         return self._replay
-
-
-def _logits(u_TD: torch.Tensor, head_VD: torch.Tensor) -> torch.Tensor:
-    """fp32 logits; only on a GPU can a product of 16-bit numbers be had unrounded."""
-    if u_TD.is_cuda:
-        return torch.mm(u_TD, head_VD.T, out_dtype=torch.float32)
-    return (u_TD @ head_VD.T).float()

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from qerl.families.parts import base_model
+from qerl.kernels.logits import unrounded_logits
 from qerl.rollout.portable.cache import KeysAndValues, PreallocatedCache
 
 WORTH_SHARING = 64
@@ -179,14 +180,15 @@ class Runner:
         self, tokens: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor, last: int = 1
     ) -> torch.Tensor:
         """Logits [rows, last, V] of so many last tokens."""
-        output = self._model(
-            input_ids=tokens,
-            attention_mask=mask,
-            position_ids=positions,
-            past_key_values=self._cache,
-            use_cache=True,
-            logits_to_keep=last,
-        )
+        with unrounded_logits(base_model(self._model)):
+            output = self._model(
+                input_ids=tokens,
+                attention_mask=mask,
+                position_ids=positions,
+                past_key_values=self._cache,
+                use_cache=True,
+                logits_to_keep=last,
+            )
         return output.logits[:, -last:]
 
 

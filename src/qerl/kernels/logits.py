@@ -1,0 +1,87 @@
+"""Logits in FP32 of 16-bit hidden states and a 16-bit head, unrounded, for every engine and for the update.
+
+Tokens are likely or not by differences of logits. Those of trained models are near 25, where neighbouring
+bf16 numbers are 0.125 apart, so a head that rounds its product to 16 bits moves every log-probability, and
+sampler and trainer agree only if neither rounds. The product of 16-bit numbers is summed in FP32 anyway; here
+it is also stored so. The gradient of logits is rounded to 16 bits before its own products, as every other
+gradient of the update is: its rounding errors have no common sign, and its products run on tensor cores.
+
+On a CPU both operands are converted first, since no product of 16-bit numbers can be had there unrounded.
+
+Shapes: n positions, V vocabulary, D hidden size.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+
+def product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """``a @ b`` in FP32, without rounding it to the dtype of a and b.
+
+    Args:
+        a, b: Matrices of one dtype.
+        out: FP32, written and returned.
+    """
+    if a.is_cuda and a.dtype != torch.float32:
+        extra = {} if out is None else {"out": out}
+        return torch.mm(a, b, out_dtype=torch.float32, **extra)
+    return torch.mm(a.float(), b.float(), out=out)
+
+
+def add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """``total += a @ b`` for an FP32 total, a and b being of one dtype."""
+    if total.is_cuda and a.dtype != torch.float32:
+        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+    else:
+        total.addmm_(a.float(), b.float())
+
+
+@contextlib.contextmanager
+def unrounded_logits(model: nn.Module) -> Iterator[None]:
+    """Inside the block a transformers model gives FP32 logits, with and without a graph.
+
+    Only an output head that is a plain linear of 16 bits is meant; one that an adapter or another module
+    wraps keeps its own code, and its own rounding.
+    """
+    head = model.get_output_embeddings()
+    if type(head) is not nn.Linear or "forward" in head.__dict__ or head.weight.dtype == torch.float32:
+        yield
+        return
+    head.forward = lambda x: _Linear.apply(x, head.weight, head.bias)
+    try:
+        yield
+    finally:
+        del head.forward
+
+
+class _Linear(torch.autograd.Function):
+    """A linear layer whose result is FP32."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight_VD: torch.Tensor, bias_V: torch.Tensor | None
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x, weight_VD)
+        ctx.bias_dtype = None if bias_V is None else bias_V.dtype
+        y_nV = product(x.flatten(0, -2), weight_VD.T)
+        if bias_V is not None:
+            y_nV += bias_V
+        return y_nV.view(*x.shape[:-1], -1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight_VD = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad
+        dy_nV = dy.flatten(0, -2)
+        rounded_nV = dy_nV.to(weight_VD.dtype)
+        return (
+            product(rounded_nV, weight_VD).to(x.dtype).view(x.shape) if needs_x else None,
+            product(rounded_nV.T, x.flatten(0, -2)).to(weight_VD.dtype) if needs_weight else None,
+            dy_nV.sum(0).to(ctx.bias_dtype) if needs_bias else None,
+        )
