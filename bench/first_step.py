@@ -6,6 +6,8 @@ The GPU path samples and trains as a run does: paged engine, 16-bit activations,
 fused kernels. The portable path is given the same completions and computes the same step on the CPU in FP32,
 with a dense mask and transformers' own layers. LoRA's B is random instead of zero, because otherwise every
 gradient of A would be zero.
+
+With `--steps`, the divergence of sampler and trainer over some steps instead, on the GPU, into a result.
 """
 
 import logging
@@ -85,14 +87,16 @@ class GradientRecorder(TrainerCallback):
             self.loss = float(logs["loss"])
 
 
-def settings(model: str, on_cpu: bool, folder: str) -> QeRLConfig:
+def settings(model: str, on_cpu: bool, folder: str, **changes: Any) -> QeRLConfig:
     """One step of the arithmetic task, 4 prompts x 8 samples."""
-    return QeRLConfig(
-        model=model, task="arithmetic", task_options={"level": "wp1", "examples": 1, "train_size": 64},
-        output_dir=folder, num_generations=8, per_device_train_batch_size=8, gradient_accumulation_steps=4,
-        max_completion_length=24, max_steps=1, max_grad_norm=0.0, loss_type="dapo", noise=False,
-        gradient_checkpointing=False, report_to="none", save_strategy="no", use_cpu=on_cpu,
-    )  # fmt: skip
+    fields: dict[str, Any] = {
+        "model": model, "task": "arithmetic", "output_dir": folder, "num_generations": 8,
+        "task_options": {"level": "wp1", "examples": 1, "train_size": 64}, "per_device_train_batch_size": 8,
+        "gradient_accumulation_steps": 4, "max_completion_length": 24, "max_steps": 1, "max_grad_norm": 0.0,
+        "loss_type": "dapo", "noise": False, "gradient_checkpointing": False, "report_to": "none",
+        "save_strategy": "no", "use_cpu": on_cpu,
+    }  # fmt: skip
+    return QeRLConfig(**fields | changes)
 
 
 def adapted_policy(args: QeRLConfig) -> PreTrainedModel:
@@ -116,6 +120,36 @@ def sampler(
     chat = Chat(tokenizer, args.chat_template_kwargs)
     prompts = [chat.ids(row) for row in rows]
     return policy, make_engine(policy, tokenizer.pad_token_id, None, kv_cache_dtype), prompts
+
+
+def sampling_gap(model: str, steps: int) -> dict[str, Any]:
+    """How far sampler and trainer of a real model are apart, of 128 samples of up to 256 tokens a step.
+
+    No step changes a weight, and samples have seeds, so two trees whose samplers are the same score the same
+    tokens.
+
+    Returns:
+        tokens, kl (mean over all of them, nats per token) and kl_of_steps.
+    """
+    logging.getLogger("qerl").setLevel(logging.ERROR)
+    with tempfile.TemporaryDirectory() as folder:
+        args = settings(
+            model, False, folder, gradient_accumulation_steps=16, max_completion_length=256, logging_steps=1,
+            learning_rate=0.0, temperature=1.0, max_steps=steps,
+        )  # fmt: skip
+        policy, tokenizer = adapted_policy(args), load_tokenizer(model)
+        task = get_task(args.task or "", **args.task_options)
+        trainer = QeRLTrainer(
+            policy, list(task.rewards), args, task.train(), acted_on=RUN_FIELDS, processing_class=tokenizer,
+            engine=make_engine(policy, tokenizer.pad_token_id),
+        )  # fmt: skip
+        trainer.remove_callback(PrinterCallback)
+        trainer.train()
+    logs = [row for row in trainer.state.log_history if "sampling/kl" in row]
+    tokens = [128 * row["completions/mean_length"] for row in logs]
+    kl = [row["sampling/kl"] for row in logs]
+    mean = sum(one * count for one, count in zip(kl, tokens, strict=True)) / sum(tokens)
+    return {"model": model, "tokens": round(sum(tokens)), "kl": mean, "kl_of_steps": kl}
 
 
 def step(model: str, on_cpu: bool, results: list[RolloutResult]) -> GradientRecorder:

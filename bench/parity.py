@@ -15,11 +15,13 @@ With `--model`, a real model: its policy, and its first step, see `bench.first_s
 import argparse
 import copy
 import dataclasses
+from pathlib import Path
 
 import torch
 from torch import nn
 
 from bench import first_step
+from bench.result import write_result
 from qerl.families.sizes import Sizes
 from qerl.measure.random_model import as_if_trained, random_policy
 from qerl.rollout.engine import KV_DTYPES, RolloutEngine, SamplingParams
@@ -82,7 +84,16 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--tokens", type=int, default=1024, help="tokens compared")
     parser.add_argument("--kv_cache_dtype", default="auto", choices=KV_DTYPES, help="of the engine")
     parser.add_argument("--model", help="Hub id or folder: compare the first step of a real model")
+    parser.add_argument("--steps", type=int, help="with --model: steps over which sampling/kl is measured")
+    parser.add_argument("--out", type=Path, help="with --steps: the result file")
     args = parser.parse_args(arguments)
+    if args.model and args.steps:
+        found = first_step.sampling_gap(args.model, args.steps)
+        print(f"sampling/kl {found['kl']:.3e} nats a token, mean of {found['tokens']}")
+        if args.out:
+            command = f"parity --model {Path(args.model).name} --steps {args.steps}"
+            write_result(args.out, command, [found])
+        return
     if args.model:
         policy, engine, prompts = first_step.sampler(args.model, args.kv_cache_dtype)
         print(f"4 prompts, 8 samples: {compare(policy.eval(), engine, prompts, 8, 32)}")

@@ -13,11 +13,14 @@ Shapes: n positions, V vocabulary, D hidden size.
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 def product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -42,21 +45,21 @@ def add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
 
 
 @contextlib.contextmanager
-def unrounded_logits(model: nn.Module) -> Iterator[None]:
+def unrounded_logits(model: "PreTrainedModel") -> Iterator[None]:
     """Inside the block a transformers model gives FP32 logits, with and without a graph.
 
     Only an output head that is a plain linear of 16 bits is meant; one that an adapter or another module
     wraps keeps its own code, and its own rounding.
     """
     head = model.get_output_embeddings()
-    if type(head) is not nn.Linear or "forward" in head.__dict__ or head.weight.dtype == torch.float32:
+    if type(head) is not nn.Linear or "forward" in vars(head) or head.weight.dtype == torch.float32:
         yield
         return
-    head.forward = lambda x: _Linear.apply(x, head.weight, head.bias)
+    vars(head)["forward"] = lambda x: _Linear.apply(x, head.weight, head.bias)
     try:
         yield
     finally:
-        del head.forward
+        del vars(head)["forward"]
 
 
 class _Linear(torch.autograd.Function):

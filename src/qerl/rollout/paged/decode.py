@@ -26,13 +26,23 @@ from qerl.rollout.paged.rows import Rows
 from qerl.rollout.paged.scheduler import Sequence
 from qerl.rollout.paged.weights import Decoder
 
+PAGES_PER_SPLIT = 4
+"""Pages of one table that a split reads at least, where there are so many."""
 
-def attention_splits(rows: int, kv_heads: int, multiprocessors: int) -> int:
+
+def attention_splits(rows: int, kv_heads: int, multiprocessors: int, pages: int) -> int:
     """Into how many splits the keys of an attention item are divided, so that few rows still fill the GPU.
 
-    It is a power of two up to 8. Twice as many cost more to combine than they gained (H100).
+    It is a power of two up to 8. Twice as many cost more to combine than they gained (H100), and a split of a
+    short context has nothing to read while its part of the result is combined like the others.
+
+    Args:
+        rows: Tokens of the step.
+        kv_heads: Heads of keys.
+        multiprocessors: Of the GPU.
+        pages: Cache blocks of the longest table.
     """
-    wanted = max(1, multiprocessors // (rows * kv_heads))
+    wanted = max(1, min(multiprocessors // (rows * kv_heads), pages // PAGES_PER_SPLIT))
     return min(8, 1 << (wanted.bit_length() - 1))
 
 
@@ -67,7 +77,7 @@ class DecodeStep:
     ) -> None:
         device, group = decoder.embedding_VD.device, decoder.sizes.group
         tokens = rows * (drafted + 1)
-        splits = attention_splits(tokens, decoder.sizes.kv_heads, multiprocessors(device))
+        splits = attention_splits(tokens, decoder.sizes.kv_heads, multiprocessors(device), table_width)
         self._decoder, self._cache, self._graphs = decoder, cache, graphs
         self.forward = Forward(decoder, tokens, splits, attention.decode_rows(group))
         self.rows = Rows(rows, max_new, table_width, self.forward.tile // group, device, drafted)
