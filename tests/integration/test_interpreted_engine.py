@@ -14,6 +14,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 if torch.cuda.is_available():
     pytest.skip("tests/gpu runs the engine itself", allow_module_level=True)
 
+from qerl.errors import QeRLError
 from qerl.kernels.decode import attend as attention
 from qerl.kernels.weights.nf4 import NF4Stack
 from qerl.lora.adapter import add_lora
@@ -66,6 +67,14 @@ def test_both_engines_sample_the_same(adapted, family):
     params = SamplingParams(max_tokens=4, seed=1)
     wanted = PortableEngine(model, 0).generate(PROMPTS, 2, params, noise)
     close(paged(model).generate(PROMPTS, 2, params, noise), wanted)
+
+
+def test_fp8_keys_are_refused_where_keys_have_a_bias(tiny_model):
+    for family, changes in (("qwen2", {}), ("llama", {"attention_bias": True})):
+        with pytest.raises(QeRLError, match="too large for E4M3; set kv_cache_dtype: auto"):
+            paged(tiny_model(family, **changes), kv_cache_dtype="fp8")
+    for family, changes in (("llama", {}), ("qwen3", {"attention_bias": True})):
+        assert paged(tiny_model(family, **changes), kv_cache_dtype="fp8")
 
 
 def test_nf4_weights(adapted, to_nf4):
