@@ -17,7 +17,7 @@ from qerl.families.layer import JOINT
 from qerl.families.sizes import Linear, Sizes
 from qerl.kernels.limits import head_positions, pad_rank
 from qerl.plan.work import FULL, HALF, Work
-from qerl.rollout.paged.limits import BlockDemand, KVGeometry, count_for
+from qerl.rollout.paged.limits import BlockDemand, KVGeometry, count_for, state_bytes
 from qerl.weight_formats import WeightFormat
 
 TRL_POSITIONS, TRL_WIDTH = 4096, 32768
@@ -104,11 +104,24 @@ class Cache:
 
     def bytes(self, budget: int) -> int:
         """Bytes that the engine reserves if keys and values may take the budget."""
-        block, demand, rows = self.geometry.block_bytes, self.demand, self.work.sequences
-        if self.work.serves:
-            demand = demand.ahead(self.sizes.positions)
-            rows = max(rows, min(self.work.max_sequences, count_for(rows)))
+        block, (demand, rows) = self.geometry.block_bytes, self._taken
         return block * min(demand.blocks(rows), budget // block)
+
+    @property
+    def state(self) -> int:
+        """``16 rows tokens`` for each number of rows that a rollout goes through: what sequences have drawn,
+        and the numbers they draw by. All run side by side as long as they are short."""
+        demand, rows = self._taken
+        return state_bytes(rows, demand.completion_tokens)
+
+    @property
+    def _taken(self) -> tuple[BlockDemand, int]:
+        """What the engine takes room for, and for how many rows."""
+        demand, rows = self.demand, self.work.sequences
+        if not self.work.serves:
+            return demand, rows
+        rows = max(rows, min(self.work.max_sequences, count_for(rows)))
+        return demand.ahead(self.sizes.positions), rows
 
     def sequences(self, budget: int) -> int:
         """Sequences of full length that the budget holds, up to those of the work."""
