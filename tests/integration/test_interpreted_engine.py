@@ -14,12 +14,13 @@ pytest.importorskip("triton", reason="Triton is not installed")
 if torch.cuda.is_available():
     pytest.skip("tests/gpu runs the engine itself", allow_module_level=True)
 
+from qerl.errors import QeRLError
 from qerl.kernels.decode import attend as attention
 from qerl.kernels.weights.nf4 import NF4Stack
 from qerl.lora.adapter import add_lora
 from qerl.rollout.engine import SamplingParams
 from qerl.rollout.paged.engine import PagedEngine
-from qerl.rollout.paged.limits import KVGeometry
+from qerl.rollout.paged.limits import ROW_TOKEN_BYTES, KVGeometry, state_bytes
 from qerl.rollout.paged.machine import Eager
 from qerl.rollout.paged.pace import Pace
 from qerl.rollout.portable.engine import PortableEngine
@@ -66,6 +67,14 @@ def test_both_engines_sample_the_same(adapted, family):
     params = SamplingParams(max_tokens=4, seed=1)
     wanted = PortableEngine(model, 0).generate(PROMPTS, 2, params, noise)
     close(paged(model).generate(PROMPTS, 2, params, noise), wanted)
+
+
+def test_fp8_keys_are_refused_where_keys_have_a_bias(tiny_model):
+    for family, changes in (("qwen2", {}), ("llama", {"attention_bias": True})):
+        with pytest.raises(QeRLError, match="too large for E4M3; set kv_cache_dtype: auto"):
+            paged(tiny_model(family, **changes), kv_cache_dtype="fp8")
+    for family, changes in (("llama", {}), ("qwen3", {"attention_bias": True})):
+        assert paged(tiny_model(family, **changes), kv_cache_dtype="fp8")
 
 
 def test_nf4_weights(adapted, to_nf4):
@@ -133,6 +142,21 @@ def test_the_step_changes_its_size(adapted, step_sizes, prompts, samples, blocks
     wanted = PortableEngine(model, 0).generate(prompts, samples, params)
     close(paged(model, blocks, pace).generate(prompts, samples, params), wanted)
     assert list(dict.fromkeys(step_sizes)) == expected, step_sizes
+
+
+def test_settings_share_the_state_of_rows_that_the_plan_counts(adapted):
+    model, pace = adapted("llama"), dataclasses.replace(PACE, small_rows=1)
+    engine = paged(model, pace=pace)
+    for temperature in (1.0, 0.6):
+        params = SamplingParams(4, temperature, seed=5, stop_token_ids=tuple(range(0, 61, 4)))
+        close(engine.generate([[9]], 4, params), PortableEngine(model, 0).generate([[9]], 4, params))
+    steps = engine.graphs.steps
+    counts = {rows for rows, _ in steps}
+    assert len(steps) > len(counts) > 1, steps
+    states = {id(step.rows): step.rows.state for step in steps.values()}.values()
+    held = sum(x.nbytes for each in states for x in (each.uniform_TM, each.out_token_TM, each.out_stats_2TM))
+    assert held == ROW_TOKEN_BYTES * 4 * sum(counts)
+    assert state_bytes(3, 4) == ROW_TOKEN_BYTES * 4 * (1 + 2 + 4)
 
 
 def test_rows_are_refilled_and_a_changed_adapter_is_seen(adapted):

@@ -16,7 +16,9 @@ from qerl.kernels.decode import leave_out as leaving
 from qerl.kernels.decode.draw import RowState
 from qerl.kernels.decode.leave_out import NEVER, leave_out
 from qerl.rollout.engine import SamplingParams
+from qerl.rollout.paged import rows as placing
 from qerl.rollout.paged.draw import Draw
+from qerl.rollout.paged.scheduler import Prompt, Sequence
 from qerl.rollout.sampling import truncate
 
 BLOCK = 16
@@ -72,6 +74,33 @@ def test_a_token_of_probability_zero_is_never_drawn(monkeypatch):
         (ends + 1e-6 >= uniform_T)
         & (ends - torch.from_numpy(weights / total)[drawn_T // BLOCK] - 1e-6 <= uniform_T)
     ).all()
+
+
+def test_rounding_draws_no_token_that_weighs_next_to_nothing(monkeypatch):
+    """By uniforms at the ends of blocks, where a scan in FP32 steps to a token of 1e-15, and just below 1."""
+    monkeypatch.setattr(kernel, "BLOCK_V", 64)
+    generator = torch.Generator().manual_seed(1)
+    logits_V = 8 * torch.randn(761, generator=generator)
+    p_V = logits_V.double().softmax(0)
+    ends = p_V.cumsum(0)[63::64].numpy().astype(np.float32)
+    steps = np.arange(-3, 4) * np.spacing(ends)[:, None]
+    uniform_T = torch.from_numpy(np.append(ends[:, None] + steps, 1 - np.float32([2, 1]) * 2**-24))
+    uniform_T = uniform_T[uniform_T < 1].float()
+    drawn_T, _ = draw(logits_V.repeat(len(uniform_T), 1), uniform_T)
+    assert p_V[drawn_T].min() > 1e-11
+    before_T, after_T = (p_V.cumsum(0) - p_V)[drawn_T], p_V.cumsum(0)[drawn_T]
+    assert ((before_T - 1e-6 <= uniform_T) & (uniform_T <= after_T + 1e-6)).all()
+
+
+def test_a_uniform_just_below_one_stays_below_it_in_fp32(monkeypatch):
+    near = torch.full((1, 2), 1 - 2.0**-26, dtype=torch.float64)
+    monkeypatch.setattr(placing, "uniform_streams", lambda *_: near)
+    rows = placing.Rows(count=1, max_new=3, table_width=1, tile_tokens=1, device=torch.device("cpu"))
+    rows.place([Sequence(0, Prompt(0, [5], blocks=[]), 0, max_tokens=2, blocks=[0], row=0)])
+    logits_TV = torch.full((1, 9000), -34.0)
+    logits_TV[0, 1] = 0.0  # all tokens behind it weigh 2e-11 together
+    drawn_T, _ = draw(logits_TV, rows.state.uniform_TM[:, 0])
+    assert rows.state.uniform_TM.max() == 1 - 2.0**-24 and drawn_T.tolist() == [1]
 
 
 FILTERS = [

@@ -1,6 +1,9 @@
 """How much memory a run takes for all there is: a card's own, a limit, a part of one shared with a CPU."""
 
+import sys
+from enum import IntEnum
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -11,6 +14,7 @@ from qerl.gpu_memory import free_bytes, keep_within_limit, total_bytes, usable_b
 from qerl.kernels.cards import CARDS
 from qerl.rollout.paged.limits import cache_budget
 from qerl.rollout.paged.machine import Cuda
+from qerl.rollout.paged.memory import SwitchedMemory
 
 GIB = 2**30
 CUDA = torch.device("cuda", 0)
@@ -118,3 +122,72 @@ def test_a_memory_shared_with_the_cpu_is_not_believed(gpu, monkeypatch, tmp_path
     assert card.allowed == pytest.approx(82 * GIB, abs=1)
     monkeypatch.setenv("QERL_MEMORY_GB", "16")
     assert total_bytes(CUDA) == usable_bytes(16)
+
+
+class Status(IntEnum):
+    CUDA_SUCCESS = 0
+    CUDA_ERROR_OUT_OF_MEMORY = 2
+
+
+class Driver(MagicMock):
+    """What `cuda.bindings.driver` does about memory under one range; the call named ``fails`` fails once."""
+
+    fails, created, held, mapped = "", 0, (), ()
+
+    def _result(self, name, *values):
+        if name == self.fails:
+            self.fails = ""
+            return Status.CUDA_ERROR_OUT_OF_MEMORY, None
+        return Status.CUDA_SUCCESS, *values
+
+    def cuMemGetAllocationGranularity(self, *_):
+        return Status.CUDA_SUCCESS, 2**21
+
+    def cuMemAddressReserve(self, *_):
+        return Status.CUDA_SUCCESS, 2**40
+
+    def cuMemCreate(self, *_):
+        result = self._result("cuMemCreate", self.created)
+        if not result[0]:
+            self.held, self.created = (*self.held, self.created), self.created + 1
+        return result
+
+    def cuMemMap(self, address, size, offset, handle, flags):
+        result = self._result("cuMemMap")
+        if not result[0]:
+            assert not self.mapped, "the range has memory already"
+            self.mapped = (handle,)
+        return result
+
+    def cuMemSetAccess(self, *_):
+        return self._result("cuMemSetAccess")
+
+    def cuMemUnmap(self, *_):
+        assert self.mapped
+        self.mapped = ()
+        return (Status.CUDA_SUCCESS,)
+
+    def cuMemRelease(self, handle):
+        assert handle not in self.mapped
+        self.held = tuple(each for each in self.held if each != handle)
+        return (Status.CUDA_SUCCESS,)
+
+
+@pytest.mark.parametrize("fails", ["cuMemCreate", "cuMemMap", "cuMemSetAccess"])
+def test_a_failed_mapping_holds_nothing_and_the_next_one_is_right(gpu, monkeypatch, fails):
+    gpu(total=80 * GIB, used=0, reserved=0)
+    driver = Driver()
+    monkeypatch.setitem(sys.modules, "cuda.bindings", SimpleNamespace(driver=driver))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    memory = SwitchedMemory(GIB)
+    memory.give_up()
+    assert memory.given_up and driver.held == driver.mapped == ()
+    driver.fails = fails
+    with pytest.raises(QeRLError, match=f"{fails} failed with CUDA_ERROR_OUT_OF_MEMORY"):
+        memory.take_back()
+    assert memory.given_up and driver.held == driver.mapped == ()
+    memory.take_back()
+    assert not memory.given_up and driver.held == driver.mapped != ()
+    memory.close()
+    assert driver.held == driver.mapped == ()

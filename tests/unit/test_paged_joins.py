@@ -65,9 +65,9 @@ class Switched(PlainMemory):
 class Step:
     """Takes the place of a captured step without drafts, with its rows."""
 
-    def __init__(self, decoder, cache, rows, max_new, table_width, params, graphs, drafted):
+    def __init__(self, decoder, cache, rows, max_new, table_width, params, graphs, drafted, present):
         assert not drafted
-        self.rows = Rows(rows, max_new, table_width, 3, torch.device("cpu"))
+        self.rows = present or Rows(rows, max_new, table_width, 3, torch.device("cpu"))
         self.cache, self.stops = cache, params.stop_token_ids
         self.state, self.inputs = (
             SimpleNamespace(**{each.name: getattr(of, each.name).numpy() for each in fields(of)})

@@ -22,6 +22,7 @@ from qerl.plan.render import verdict
 from qerl.rollout.paged.limits import FILTER_BYTES, BlockDemand
 from qerl.trainer.trl.reference import add_reference
 from qerl.update.chunks import split_rows
+from qerl.update.joined_row import RowBuilder
 from qerl.update.padded import Lengths
 from qerl.update.spans import Spans
 from qerl.weight_formats import FORMATS
@@ -252,6 +253,32 @@ def test_the_head():
     assert few.head == 10 * 300 * 3584 + 4 * 300 * 152064
     many = Activations(SIZES["7b"], work(microbatch=64))
     assert many.head == 2 * (8 * 255 + 131072) * 3584 + 10 * 131072 * 3584
+
+
+def test_attention_reads_a_long_prompt_once_for_each_of_its_samples():
+    """7B: 16 samples of 512 behind 16384 tokens; 28 query heads share 4 key heads."""
+    sizes, long = SIZES["7b"], work(prompt_tokens=16384, completion_tokens=512, group=16, microbatch=16)
+    t, m = 16383 + 16 * 512, 17 * 16383 + 16 * 512
+    assert (long.tokens, long.keys) == (t, m)
+    kept = 2 * t * (3584 + 2 * 3584 + 2 * 512 + 3 * 32) + 4 * t * (1 + 28)
+    gradients = 2 * t * (3584 + 4 * 3584) + m * (8 * 512 + 4 * 3584)
+    assert Activations(sizes, long).working == kept + gradients + 2 * t * 3584
+    alone = dataclasses.replace(long, group=1, microbatch=1)
+    assert Activations(sizes, alone).backward == 2 * alone.tokens * (2 * sizes.intermediate + 3584)
+
+
+@pytest.mark.parametrize("limit, samples", [(None, 6), (40, 6), (39, 5), (31, 3), (16, 2), (3, 1)])
+def test_keys_of_a_pass(limit, samples):
+    """As the row of a pass gathers them, of two groups of 3 samples of 4 tokens behind prompts of 9."""
+    step = work(prompt_tokens=9, completion_tokens=4, group=3, microbatch=6, tokens_per_forward=limit)
+    row, left = RowBuilder(), samples
+    while left:
+        row.begin_group(torch.arange(8))
+        for _ in range(min(3, left)):
+            left -= 1
+            row.add_branch(0, torch.arange(4), torch.arange(4))
+    gathered = row.finish(torch.device("cpu"))
+    assert step.keys - step.tokens == len(gathered.branches.keys_M) - gathered.input_ids_1L.numel()
 
 
 def test_normalised_heads_are_kept_twice():

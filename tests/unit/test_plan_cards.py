@@ -48,12 +48,18 @@ def test_what_is_no_card_is_told_which_there_are(capsys):
 
 @pytest.mark.parametrize("name", ["A100", "rtx3090"])
 def test_fp8_keys_and_values_are_refused_where_a_card_has_none(name, capsys, monkeypatch):
-    assert main(["plan", "7b", "--gpu", name, "--kv_cache_dtype", "fp8"]) == 2
+    assert main(["plan", "qwen3-8b", "--gpu", name, "--kv_cache_dtype", "fp8"]) == 2
     said = " ".join(capsys.readouterr().err.split())
     assert "FP8 keys and values need compute capability 8.9, and this is 8." in said
     monkeypatch.setattr(needs, "RUN_AS", frozenset())
-    assert main(["plan", "7b", "--gpu", "rtx4090", "--kv_cache_dtype", "fp8"]) == 0
+    assert main(["plan", "qwen3-8b", "--gpu", "rtx4090", "--kv_cache_dtype", "fp8"]) == 0
     assert "they were not run. To use it there: export QERL_ARCH=89." in capsys.readouterr().out
+
+
+def test_fp8_keys_are_refused_for_a_model_whose_keys_have_a_bias(capsys):
+    assert main(["plan", "7b", "--gpu", "rtx4090", "--kv_cache_dtype", "fp8"]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "biased keys are too large for E4M3; set kv_cache_dtype: auto" in said
 
 
 @pytest.mark.parametrize("gpu, models", [

@@ -6,8 +6,9 @@ says by which formula; counts of parameters and bytes of weights, adapter and op
 are those of this project's update on CUDA (`qerl.lora.product`, `qerl.update.attention`,
 `qerl.kernels.update`) at the moment at which most of them are alive.
 
-Bytes everywhere. T tokens in the joined row of a forward pass, S of them predict something, D hidden size, I
-intermediate size, Q and G all query and all key heads together, R LoRA rank, V vocabulary.
+Bytes everywhere. T tokens in the joined row of a forward pass, S of them predict something, M keys that its
+stretches attend to, D hidden size, I intermediate size, Q and G all query and all key heads together, R LoRA
+rank, V vocabulary.
 """
 
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from qerl.families.layer import JOINT
 from qerl.families.sizes import Linear, Sizes
 from qerl.kernels.limits import head_positions, pad_rank
 from qerl.plan.work import FULL, HALF, Work
-from qerl.rollout.paged.limits import BlockDemand, KVGeometry, count_for
+from qerl.rollout.paged.limits import BlockDemand, KVGeometry, count_for, state_bytes
 from qerl.weight_formats import WeightFormat
 
 
@@ -100,11 +101,24 @@ class Cache:
 
     def bytes(self, budget: int) -> int:
         """Bytes that the engine reserves if keys and values may take the budget."""
-        block, demand, rows = self.geometry.block_bytes, self.demand, self.work.sequences
-        if self.work.serves:
-            demand = demand.ahead(self.sizes.positions)
-            rows = max(rows, min(self.work.max_sequences, count_for(rows)))
+        block, (demand, rows) = self.geometry.block_bytes, self._taken
         return block * min(demand.blocks(rows), budget // block)
+
+    @property
+    def state(self) -> int:
+        """``16 rows tokens`` for each number of rows that a rollout goes through: what sequences have drawn,
+        and the numbers they draw by. All run side by side as long as they are short."""
+        demand, rows = self._taken
+        return state_bytes(rows, demand.completion_tokens)
+
+    @property
+    def _taken(self) -> tuple[BlockDemand, int]:
+        """What the engine takes room for, and for how many rows."""
+        demand, rows = self.demand, self.work.sequences
+        if not self.work.serves:
+            return demand, rows
+        rows = max(rows, min(self.work.max_sequences, count_for(rows)))
+        return demand.ahead(self.sizes.positions), rows
 
     def sequences(self, budget: int) -> int:
         """Sequences of full length that the budget holds, up to those of the work."""
@@ -152,34 +166,62 @@ class Activations:
 
     @property
     def layer(self) -> int:
-        """``2 T (3 D + 2 Q + 2 G + 3 I + 7 R)``: inputs of q/k/v and gate/up, the residual between, queries,
-        keys, values and their result, gate, up and their product, and x A^T of the adapters; in fp32 one
-        number per token for both norms and each head of attention. Where heads are normalised, queries and
-        keys are kept before that as well, and a number for each. Without joint products (NF4, dropout)
-        layers run through PEFT, which keeps the input of each of the seven in fp32, ``4 T (5 D + Q + I)``,
-        and with dropout a mask of a byte each; those of q/k/v, of gate/up and of down are then not needed in
-        bf16."""
-        s, t = self.sizes, self.work.tokens
-        wide = 3 * s.hidden + 2 * s.queries + 2 * s.keys + 3 * s.intermediate
-        single = 2 + s.heads
-        masks = 0
+        """``2 T (3 D + 2 Q + 2 G + 3 I + 7 R)``: what is kept up to attention, and behind it."""
+        return self._up_to_attention + self._behind_attention
+
+    @property
+    def _up_to_attention(self) -> int:
+        """``2 T (D + 2 Q + 2 G + 3 R)``: the input of q/k/v, queries, keys, values and their result, and
+        x A^T of the adapters; in fp32 one number per token for the norm and each head of attention. Where
+        heads are normalised, queries and keys are kept before that as well, and a number for each. Without
+        joint products (NF4, dropout) layers run through PEFT, which keeps the input of each linear in fp32,
+        here ``4 T 3 D``, instead of one in bf16, and with dropout a mask of a byte for each number."""
+        s = self.sizes
+        wide, single, inputs = s.hidden + 2 * s.queries + 2 * s.keys, 1 + s.heads, 3 * s.hidden
         if s.qk_norm:
             wide += s.queries + s.keys
             single += s.heads + s.kv_heads
         if self.work.why_not_joint:
-            inputs = 5 * s.hidden + s.queries + s.intermediate
-            wide -= 2 * s.hidden + s.intermediate
+            wide -= s.hidden
+        return self._kept(wide + 3 * self.work.rank, single, inputs)
+
+    @property
+    def _behind_attention(self) -> int:
+        """``2 T (2 D + 3 I + 4 R)``: the residual, the input of gate/up, gate, up and their product, and
+        x A^T of the adapters; in fp32 one number per token for the norm. Through PEFT ``4 T (2 D + Q + I)``
+        instead of the inputs of gate/up and of down in bf16."""
+        s = self.sizes
+        wide, inputs = 2 * s.hidden + 3 * s.intermediate, 2 * s.hidden + s.queries + s.intermediate
+        if self.work.why_not_joint:
+            wide -= s.hidden + s.intermediate
+        return self._kept(wide + 4 * self.work.rank, 1, inputs)
+
+    def _kept(self, wide: int, single: int, inputs: int) -> int:
+        """Bytes of so many numbers per token in bf16 and in fp32, and of the inputs that PEFT keeps."""
+        work = self.work
+        if work.why_not_joint:
             single += inputs
-            masks = inputs if self.work.lora_dropout else 0
-        return HALF * t * (wide + 7 * self.work.rank) + FULL * t * single + t * masks
+        masks = inputs if work.why_not_joint and work.lora_dropout else 0
+        return work.tokens * (HALF * wide + FULL * single + masks)
 
     @property
     def backward(self) -> int:
-        """``2 T (2 I + D)`` on top of a layer: gradients of gate and up, that of their product in the place
-        of the product itself, and the one that came in. Attention's gradients come when those are gone, and
-        take less by either FlashAttention; FlashAttention-4's take no more than FlashAttention-2's, so the
-        plan does not ask which one a row gets."""
-        return HALF * self.work.tokens * (2 * self.sizes.intermediate + self.sizes.hidden)
+        """The larger of two moments, on top of a layer.
+
+        Of the MLP ``2 T (2 I + D)``: gradients of gate and up, that of their product in the place of the
+        product itself, and the one that came in.
+
+        Of attention, when what is kept behind it is gone, ``2 T (D + 4 Q) + 8 M G + 4 M Q``: the gradient
+        that came in, those of attention's result and of the queries, the latter in fp32 as well; keys and
+        values gathered for all stretches, with their gradients; and where query heads share key heads, a
+        gradient of keys and values for each query head, which FlashAttention-2 adds up afterwards. With long
+        prompts of many samples M is many times T. FlashAttention-4 takes no more, so the plan does not ask
+        which one a row gets."""
+        s, t, m = self.sizes, self.work.tokens, self.work.keys
+        mlp = HALF * t * (2 * s.intermediate + s.hidden)
+        per_head = 2 * s.queries if s.heads != s.kv_heads else 0
+        attention = HALF * (t * (s.hidden + 4 * s.queries) + m * (4 * s.keys + per_head))
+        return max(mlp, attention - self._behind_attention)
 
     @property
     def head(self) -> int:

@@ -83,6 +83,7 @@ def make_plan(sizes: Sizes, work: Work, capacity: int) -> MemoryPlan:
         "LoRA": adapter.bytes,
         "LoRA of the reference": adapter.bytes if work.copies_adapter else 0,
         "LoRA for sampling": adapter.copies,
+        "sequences' state": cache.state,
         "optimizer": work.optimizer_bytes * adapter.parameters,
         "other adapters": idle,
         # DistributedDataParallel reduces copies of the gradients, which it keeps.

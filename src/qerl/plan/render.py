@@ -18,6 +18,7 @@ _COLORS = {
     "LoRA": "cyan",
     "LoRA of the reference": "cyan",
     "LoRA for sampling": "cyan",
+    "sequences' state": "yellow",
     "optimizer": "magenta",
     "other adapters": "cyan",
     "buckets of gradients": "magenta",

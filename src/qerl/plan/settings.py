@@ -16,7 +16,7 @@ from qerl.models.hub import LocalModel, local_config
 from qerl.plan.phases import MemoryPlan, make_plan
 from qerl.plan.propose import beyond_host, fastest, fits, propose
 from qerl.plan.work import FULL, HALF, Work
-from qerl.rollout.engine import KV_DTYPES
+from qerl.rollout.engine import KV_DTYPES, check_keys
 from qerl.rollout.paged.limits import MAX_ROWS
 from qerl.settings.config import QeRLConfig
 
@@ -52,10 +52,11 @@ def plan_settings(
         It may not fit, see `qerl.plan.propose.fits`.
 
     Raises:
-        QeRLError: The model is not found or its family is not planned, full tuning, or samples beyond the
-            model's positions.
+        QeRLError: The model is not found or its family is not planned, full tuning, FP8 keys of a model
+            whose keys have a bias, or samples beyond the model's positions.
     """
     sizes = _sizes(found or str(config.model), config)
+    check_keys(config.kv_cache_dtype, sizes)
     if config.tuning == "full":
         raise QeRLError(_full_tuning(sizes, config, capacity))
     work = dataclasses.replace(

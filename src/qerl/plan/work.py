@@ -101,6 +101,13 @@ class Work:
         return min(self.tokens_of(self._samples), max(limit, self.tokens_of(1)))
 
     @property
+    def keys(self) -> int:
+        """M, keys that attention gathers in that pass: its tokens, and for each of its samples their prompt
+        once more. Of samples that reach the limit; of shorter ones more share a pass and read a prompt."""
+        fitting = bisect_right(range(1, self._samples + 1), self.tokens, key=self.tokens_of)
+        return self.tokens + max(1, fitting) * (self.prompt_tokens - 1)
+
+    @property
     def scored_tokens(self) -> int:
         """S, tokens that predict something: at most all but those of one prompt."""
         return min(self._samples * self.completion_tokens, self.tokens - (self.prompt_tokens - 1))

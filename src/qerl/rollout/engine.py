@@ -21,6 +21,7 @@ from torch import nn
 
 from qerl.errors import QeRLError
 from qerl.families.parts import base_model
+from qerl.families.sizes import Sizes
 from qerl.families.supported import why_not
 from qerl.rollout.stops import FinishReason, Stop
 
@@ -354,6 +355,26 @@ def check_one_each(what: str, given: Sequence[object], sequences: int) -> None:
     """
     if len(given) != sequences:
         raise QeRLError(f"There are {len(given)} {what} for {sequences} sequences; pass one for each.")
+
+
+def check_keys(kv_cache_dtype: KvCacheDtype, sizes: Sizes) -> None:
+    """Refuse FP8 keys of a model whose keys have a bias and are not normalised behind it.
+
+    On some channels such a bias is far larger than what the text adds to it. E4M3 keeps four bits of the sum,
+    so little of the text is left, and what is sampled becomes nonsense.
+
+    Args:
+        kv_cache_dtype: Dtype of keys and values.
+        sizes: Of the model.
+
+    Raises:
+        QeRLError: It is ``fp8``, and the model is such a one.
+    """
+    if kv_cache_dtype == "fp8" and sizes.qkv_bias and not sizes.qk_norm:
+        raise QeRLError(
+            "kv_cache_dtype: fp8 spoils what a model samples whose keys have a bias, as those of Qwen2 and "
+            "Qwen2.5 do, because biased keys are too large for E4M3; set kv_cache_dtype: auto."
+        )
 
 
 def check_request(

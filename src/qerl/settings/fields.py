@@ -280,7 +280,7 @@ class NewFields:
     kv_cache_dtype: KvCacheDtype = _help(
         "Format of the keys and values of rollouts: auto (bfloat16) or fp8 (E4M3 without scales, which takes "
         "half the memory; paged engine only). fp8 is experimental: `python -m bench parity` measures it "
-        "on your model.",
+        "on your model. It is refused for models whose keys have a bias (Qwen2, Qwen2.5).",
         "auto",
     )
 

@@ -3,9 +3,9 @@
 The token is found by inverting the cumulative distribution at one uniform number, as qerl.rollout.sampling
 does, so a sequence's draw depends on its own stream alone. First every block of the vocabulary leaves its
 largest logit, its sum of exponentials and its share of the entropy; then one program for each sequence finds
-the block in which the cumulative sum passes the uniform, and the token within that block. What is left of the
-target there may be off in its last bit, because a scan and a sum add in different orders; so blocks and
-tokens that weigh nothing are passed over, never counted.
+the block in which the cumulative sum passes the uniform, and the token within that block. Both are searched
+in FP64: an FP32 sum is off by 1e-7 of the whole, and where it is, a token that weighs next to nothing would
+be drawn once in some ten million times. Blocks and tokens that weigh nothing are passed over, never counted.
 
 A finished sequence keeps its row, stops writing, and is noticed by the host a few steps later.
 
@@ -73,12 +73,17 @@ def scaled_logits(logits_TV, t, v, V, factor):
 
 
 @triton.jit
-def first_past(target, weights, at):
-    """The first place whose cumulative weight exceeds the target; rounding may leave none, then the last that
-    weighs anything."""
+def first_past(share, weights, at):
+    """The first place by which the cumulative weight exceeds a share of the whole, and how far into that
+    place's own weight the share reaches. Rounding may leave no such place, then it is the last that weighs
+    anything."""
+    scan = tl.cumsum(weights.to(tl.float64), axis=0)
+    target = share * tl.max(scan, axis=0)
     last = tl.max(tl.where(weights > 0, at, 0), axis=0)
-    passed = (tl.cumsum(weights, axis=0) > target) & (weights > 0)
-    return tl.min(tl.where(passed, at, last), axis=0)
+    place = tl.min(tl.where((scan > target) & (weights > 0), at, last), axis=0)
+    before = tl.max(tl.where(at < place, scan, 0.0), axis=0)
+    own = tl.sum(tl.where(at == place, weights, 0.0), axis=0)
+    return place, tl.maximum(target - before, 0.0) / own
 
 
 @triton.jit
@@ -156,15 +161,13 @@ def _choose(
     if GREEDY:
         block = tl.argmax(bests, axis=0)
     else:
-        target = tl.load(uniform_TM + t * M + n).to(tl.float32) * total
-        block = first_past(target, sums, b)
-        target = tl.maximum(target - tl.sum(tl.where(b < block, sums, 0.0), axis=0), 0.0)
+        block, share = first_past(tl.load(uniform_TM + t * M + n).to(tl.float64), sums, b)
     v = block * BLOCK_V + offset
     x = scaled_logits(logits_TV, t, v, V, rms * inverse_temperature)
     if GREEDY:
         inner = tl.argmax(x, axis=0)
     else:
-        inner = first_past(target, tl.exp(x - best), offset)
+        inner, _ = first_past(share, tl.exp(x - best), offset)
     chosen = tl.max(tl.where(offset == inner, x, -float("inf")), axis=0)
     token = (block * BLOCK_V + inner).to(tl.int32)
     logprob = chosen if FILTERED else chosen - best - tl.log(total)

@@ -58,6 +58,7 @@ class DecodeStep:
         params: Temperature, filters and stop tokens; seed, max_tokens and stops play no part.
         graphs: Where the step is captured.
         drafted: Tokens of a draft at most, which are computed in the same step; 0 for none.
+        present: Rows of another step that differs in ``params`` alone, which this one then shares.
 
     Attributes:
         rows: The batch.
@@ -74,13 +75,15 @@ class DecodeStep:
         params: SamplingParams,
         graphs: Graphs,
         drafted: int = 0,
+        present: Rows | None = None,
     ) -> None:
         device, group = decoder.embedding_VD.device, decoder.sizes.group
         tokens = rows * (drafted + 1)
         splits = attention_splits(tokens, decoder.sizes.kv_heads, multiprocessors(device), table_width)
         self._decoder, self._cache, self._graphs = decoder, cache, graphs
         self.forward = Forward(decoder, tokens, splits, attention.decode_rows(group))
-        self.rows = Rows(rows, max_new, table_width, self.forward.tile // group, device, drafted)
+        tile = self.forward.tile // group
+        self.rows = present or Rows(rows, max_new, table_width, tile, device, drafted)
         blocks = triton.cdiv(decoder.head_VD.shape[0], BLOCK_V)
         self._draw = Draw(
             params,

@@ -19,7 +19,7 @@ from torch import nn
 
 from qerl.errors import QeRLError
 from qerl.families.parts import base_model
-from qerl.families.sizes import positions_of
+from qerl.families.sizes import Sizes, positions_of
 from qerl.kernels.nvrtc import current
 from qerl.rollout.engine import (
     KV_DTYPES,
@@ -29,6 +29,7 @@ from qerl.rollout.engine import (
     RolloutResult,
     SamplingParams,
     WhenEnded,
+    check_keys,
     check_model,
     check_request,
 )
@@ -68,7 +69,7 @@ class PagedEngine(RolloutEngine):
         prefill: Passes over prompts.
 
     Raises:
-        QeRLError: The engine cannot run this model; the message says why.
+        QeRLError: The engine cannot run this model, or not with FP8 keys; the message says why.
     """
 
     model: nn.Module
@@ -87,6 +88,8 @@ class PagedEngine(RolloutEngine):
         reason = machine.why_not(model)
         if reason is not None:
             raise QeRLError(f"The paged engine cannot run this model: {reason}. Use the portable engine.")
+        config = base_model(model).config.get_text_config(decoder=True)
+        check_keys(kv_cache_dtype, Sizes.of(config))
         if not 1 <= max_sequences <= MAX_ROWS:
             raise QeRLError(f"max_sequences is {max_sequences}; it must be between 1 and {MAX_ROWS}.")
         self.model = model
@@ -94,7 +97,7 @@ class PagedEngine(RolloutEngine):
         self._machine, self._pace = machine, pace
         self.rows_per_call = 8 * max_sequences  # rows are refilled until an eighth of the call is left
         self._device = base_model(model).device
-        self._positions = positions_of(base_model(model).config.get_text_config(decoder=True)) or 0
+        self._positions = positions_of(config) or 0
         kv_dtype = None if kv_cache_dtype == "auto" else KV_DTYPES[kv_cache_dtype]
         with current(self._device):
             self._binding = Binding(model, self._positions)

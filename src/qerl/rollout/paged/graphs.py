@@ -94,6 +94,8 @@ class DecodeGraphs:
         else:
             self._evict(settings)
             drafted = self.drafted if rows <= FEW_ROWS else 0
+            # One step is in use at a time, and begins with nothing in its rows.
+            present = next((step.rows for (count, _), step in self.steps.items() if count == rows), None)
             self.steps[key] = DecodeStep(
                 self._decoder,
                 self._cache,
@@ -103,6 +105,7 @@ class DecodeGraphs:
                 params,
                 self._graphs,
                 drafted,
+                present,
             )
         return self.steps[key]
 

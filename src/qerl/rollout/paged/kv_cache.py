@@ -77,8 +77,7 @@ class KVCache:
         if blocks < least:
             raise QeRLError(
                 f"Keys and values may have {blocks * block / 1e9:.1f} GB of the GPU memory that is free "
-                f"here, and one sequence needs {least * block / 1e9:.1f}: lower max_tokens, set "
-                "kv_cache_dtype: fp8, or free memory."
+                f"here, and one sequence needs {least * block / 1e9:.1f}: lower max_tokens or free memory."
             )
         return blocks
 

@@ -14,13 +14,17 @@ from qerl.kernels.limits import PAGE
 ROW_COUNTS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256, 512)
 """Numbers of rows for which decode steps are captured, each when it is first needed.
 
-A step takes 16 bytes of state for each row and token that a row may generate, so all of these together take
-1.2 times the state of powers of two alone; the graphs share their memory. On an H200 a step of 192 rows took
+A step has a state of its own (`state_bytes`), so all of these together take 1.2 times the state of powers of
+two alone; the graphs share their memory. On an H200 a step of 192 rows took
 longer than one of 256, and one of 384 longer than two of 256 (rollout-7b-h200-8ab9739.json).
 """
 
 MAX_ROWS = ROW_COUNTS[-1]
 """Sequences that decode side by side at most."""
+
+ROW_TOKEN_BYTES = 16
+"""Bytes of a row for each token that it may generate: its uniform number, the token, its log-probability and
+the entropy (`qerl.rollout.paged.rows`)."""
 
 CACHE_SHARE = 0.6
 """Share of the memory beside the model and its training state that keys and values may take."""
@@ -49,6 +53,17 @@ FILTER_BYTES = 80 * SORTED_AT_ONCE
 def count_for(rows: int) -> int:
     """The smallest of `ROW_COUNTS` that holds so many rows."""
     return next(count for count in ROW_COUNTS if count >= rows)
+
+
+def state_bytes(rows: int, tokens: int) -> int:
+    """Bytes of the rows' state, which stays: of the step that so many rows begin with, and of all smaller
+    ones, through which they go as sequences end. Settings of sampling share it.
+
+    Args:
+        rows: Sequences that run side by side.
+        tokens: That each may generate.
+    """
+    return ROW_TOKEN_BYTES * tokens * sum(count for count in ROW_COUNTS if count <= count_for(rows))
 
 
 def rows_of_step(running: int, present: int | None, small: int) -> int:

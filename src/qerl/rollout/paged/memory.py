@@ -10,6 +10,7 @@ torch's allocator keeps what training freed; when the driver has too little left
 
 import math
 import weakref
+from contextlib import ExitStack
 from typing import Any, Protocol
 
 import torch
@@ -120,7 +121,7 @@ class SwitchedMemory:
         """Put memory of undefined content under the addresses again.
 
         Raises:
-            QeRLError: The GPU has not that much memory left.
+            QeRLError: The GPU has not that much memory left, or the driver refuses; nothing is held then.
         """
         if self._handle:
             return
@@ -132,12 +133,16 @@ class SwitchedMemory:
                 f"Keys and values need {self.size / 1e9:.1f} GB of GPU memory and {free / 1e9:.1f} GB are "
                 "free: lower max_sequences or max_completion_length."
             )
-        handle = self._call("cuMemCreate", self.size, self._location, 0)
-        self._call("cuMemMap", self._address, self.size, 0, handle, 0)
-        access = self._driver.CUmemAccessDesc()
-        access.location = self._location.location
-        access.flags = self._driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
-        self._call("cuMemSetAccess", self._address, self.size, [access], 1)
+        with ExitStack() as undone:
+            handle = self._call("cuMemCreate", self.size, self._location, 0)
+            undone.callback(self._driver.cuMemRelease, handle)
+            self._call("cuMemMap", self._address, self.size, 0, handle, 0)
+            undone.callback(self._driver.cuMemUnmap, self._address, self.size)
+            access = self._driver.CUmemAccessDesc()
+            access.location = self._location.location
+            access.flags = self._driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+            self._call("cuMemSetAccess", self._address, self.size, [access], 1)
+            undone.pop_all()
         self._handle.append(handle)
         keep_within_limit(self._device)
 

@@ -23,6 +23,7 @@ from qerl.rollout.stops import Cut, FinishReason
 
 _REASONS: dict[int, FinishReason] = {1: "stop", 2: "length", 3: "error"}
 _BY_KIND = ("limit_2T", "out_stats_2TM")  # tensors whose rows are the second dimension
+_BELOW_ONE = 1 - 2**-24  # the largest FP32 number below 1; FP64 between the two would be rounded to 1
 
 
 class Rows:
@@ -105,8 +106,9 @@ class Rows:
             of_rows.index_copy_(0, at, values[:, column])
         state.limit_2T.index_copy_(1, at, values[:, len(by_column) :].T.contiguous())
         longest = max(sequence.max_tokens for sequence in sequences)
-        streams = uniform_streams([each.key for each in sequences], longest).float().to(self._device)
-        state.uniform_TM[:, : streams.shape[1]].index_copy_(0, at, streams)
+        streams = uniform_streams([each.key for each in sequences], longest)
+        uniforms = streams.float().clamp_(max=_BELOW_ONE).to(self._device)
+        state.uniform_TM[:, : uniforms.shape[1]].index_copy_(0, at, uniforms)
         self._write_outputs([sequence for sequence in sequences if sequence.token_ids])
 
     @staticmethod
