@@ -88,6 +88,7 @@ def test_a_tuned_schedule_may_stand_beside_noise_that_is_off(tmp_path):
 
 
 def test_algorithm_fills_only_what_is_unset():
+    assert load_config([], MINIMAL).loss_type == "dapo", "as TRL's default"
     config = load_config([], MINIMAL | {"algorithm": "dapo"})
     assert (config.loss_type, config.epsilon_high, config.mask_truncated_completions) == ("dapo", 0.28, False)
     assert (config.dynamic_sampling_rounds, config.overlong_buffer, config.signal) == (2, 0.2, "accuracy")

@@ -22,7 +22,7 @@ def test_the_page_has_the_tables_as_they_are(heading):
 def test_each_default_that_differs_has_a_reason():
     reasons = {name: reason for name, *_, reason in other_defaults()}
     assert reasons.keys() == {
-        "loss_type", "mask_truncated_completions", "bf16", "learning_rate", "logging_steps",
+        "bf16", "learning_rate", "logging_steps",
         "vllm_importance_sampling_mode",
         "num_completions_to_print", "ddp_broadcast_buffers", "ddp_find_unused_parameters",
         "per_device_eval_batch_size", "logging_nan_inf_filter",
