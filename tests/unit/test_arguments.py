@@ -124,16 +124,36 @@ def test_trls_settings_keep_trls_defaults(llama_folder, tmp_path):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"use_vllm": True}, "use_vllm is not supported: rollouts run on the built-in engine"),
-        ({"repetition_penalty": 1.1}, "repetition_penalty is not supported"),
+        ({"repetition_penalty": 1.1}, "repetition_penalty is not supported: .* another policy"),
+        ({"generation_kwargs": {"num_beams": 2}}, "generation_kwargs has num_beams, which is not supported"),
+        ({"vllm_structured_outputs_regex": "a"}, "regex is not supported"),
         ({"bf16": False, "fp16": True}, "fp16 is not supported"),
-        ({"load_best_model_at_end": True, "eval_strategy": "steps", "save_strategy": "steps",
-          "per_device_eval_batch_size": 2}, "metric_for_best_model is eval_loss, which"),
     ],
-)  # fmt: skip
+)
 def test_what_is_refused_of_trls_settings(llama_folder, tmp_path, fields, message):
     with pytest.raises(QeRLError, match=message):
         QeRLTrainer(str(llama_folder), ones, GRPOConfig(output_dir=str(tmp_path), **SMALL, **fields), ROWS)
+
+
+def test_what_asks_for_speed_is_answered_in_one_line(llama_folder, tmp_path, caplog):
+    speed = {
+        "use_vllm": True,
+        "vllm_mode": "server",
+        "use_liger_kernel": True,
+        "cache_implementation": "static",
+    }
+    speed |= {
+        "generation_kwargs": {"top_k": 5, "do_sample": True},
+        "accelerator_config": {"non_blocking": True},
+    }
+    given = GRPOConfig(output_dir=str(tmp_path), save_strategy="no", **SMALL, **speed)
+    trainer = QeRLTrainer(str(llama_folder), ones, given, ROWS)
+    (line,) = [record.getMessage() for record in caplog.records if "built in" in record.getMessage()]
+    assert "cache_implementation, use_vllm, vllm_mode: rollouts run on the built-in engine" in line
+    assert "use_liger_kernel: the update has fused layers" in line
+    assert trainer.top_k == 5 and trainer.args.accelerator_config.non_blocking
+    trainer.train()
+    assert trainer.state.global_step > 0
 
 
 @dataclasses.dataclass

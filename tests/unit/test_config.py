@@ -135,7 +135,7 @@ def test_command_line_values_are_yaml(text, value):
         ({"bf16": True}, "set dtype instead"),
         ({"num_generations": 1}, "num_generations is 1; it must be at least 2"),
         ({"model": None}, "model is not set"),
-        ({"use_vllm": True}, "use_vllm"),
+        ({"use_vllm": "yes"}, "use_vllm is .yes.; it must be true or false"),
         ({"ddp_broadcast_buffers": True}, "ddp_broadcast_buffers would send the packed weights"),
         (
             {"gradient_checkpointing_kwargs": {"every_n_layers": 0}},

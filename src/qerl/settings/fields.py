@@ -313,7 +313,8 @@ class ChangedFields:
         group="Fields of TRL and transformers with another default or meaning",
     )
     metric_for_best_model: Text | None = _help(
-        "Metric by which load_best_model_at_end chooses; unset, eval_reward. Evaluations compute no loss.",
+        "Metric by which load_best_model_at_end chooses; unset, eval_reward. Evaluations compute no loss: "
+        "eval_loss is minus eval_reward.",
         None,
     )
     per_device_eval_batch_size: PositiveInt | None = _help(

@@ -27,6 +27,7 @@ replaced, and why:
 """
 
 import contextlib
+import logging
 from collections.abc import Callable, Collection, Iterator, Sized
 from pathlib import Path
 from typing import Any
@@ -42,8 +43,10 @@ from trl import GRPOConfig
 from qerl.agents.environment import EnvironmentFactory
 from qerl.agents.tools import Tool
 from qerl.errors import QeRLError
+from qerl.ranks import is_first_process
 from qerl.rollout.engine import RolloutEngine
 from qerl.seeding import ProblemSeeds
+from qerl.settings.parents import replacements
 from qerl.trainer.arguments import complete
 from qerl.trainer.callbacks import EarlyStop, MetricsFile
 from qerl.trainer.correction import Mismatch
@@ -55,6 +58,8 @@ from qerl.trainer.trl.late_metrics import settle
 from qerl.trainer.trl.reference import none_by_trl
 from qerl.trainer.trl.tables import written_whole
 from qerl.trainer.updates import UpdateTrainer
+
+logger = logging.getLogger(__name__)
 
 
 class QeRLTrainer(UpdateTrainer):
@@ -129,6 +134,8 @@ class QeRLTrainer(UpdateTrainer):
             others=others,
             refused={"quantization_config": quantization_config},
         )
+        if given.args.replaced and is_first_process():
+            logger.warning(replacements(given.args.replaced))
         if environment_factory is not None:
             given.args.make_room_for_environments()
         patience, threshold = given.args.early_stopping_patience, given.args.early_stopping_threshold
@@ -160,7 +167,7 @@ class QeRLTrainer(UpdateTrainer):
     def prediction_step(
         self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None
     ) -> tuple:
-        """Replaces TRL's loss of an evaluation: it samples and scores, and there is no loss to report."""
+        """Replaces TRL's loss of an evaluation: it samples and scores, and computes no loss."""
         self._prepare_inputs(inputs)
         return None, None, None
 
@@ -221,10 +228,13 @@ class QeRLTrainer(UpdateTrainer):
             self.args.per_device_eval_batch_size = most
 
     def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
-        """Wraps transformers': each of several evaluation sets has metrics of its own, and each evaluation
-        meets its problems anew."""
+        """Wraps transformers': each of several evaluation sets has metrics of its own, each evaluation meets
+        its problems anew, and its loss is minus its reward."""
         self._problem_seeds = ProblemSeeds(self.args.seed)
         output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
+        reward = mean(self._metrics["eval"]["reward"])
+        if reward is not None:
+            output.metrics[f"{metric_key_prefix}_loss"] = -reward
         self._clock.clear()  # the time of an evaluation is no step's
         if self._evaluating:
             name_metrics(self._metrics["eval"], metric_key_prefix)
