@@ -28,7 +28,7 @@ from qerl.settings.checks import checked
 from qerl.settings.fields import OWN_NAMES, OWN_TYPES, OwnFields
 from qerl.settings.foreign import refuse_unknown
 from qerl.settings.kwargs import take_generation_kwargs, take_model_kwargs
-from qerl.settings.parents import Refused, Replaced, fate_of, set_newer_names, says_as_older
+from qerl.settings.parents import Refused, Replaced, fate_of, says_as_older, set_newer_names
 from qerl.settings.parsed import take_parsed
 
 LEARNING_RATES = {"lora": 1e-5, "full": 1e-6}
