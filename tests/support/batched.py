@@ -84,8 +84,8 @@ def the_trainer(folder: Path, seed: int, family: str = "llama", **changes: Any) 
     values = {
         "output_dir": str(folder), "num_generations": 4, "per_device_train_batch_size": 8, "max_steps": 4,
         "max_completion_length": 6, "loss_type": "grpo", "gradient_checkpointing": False, "use_cpu": True,
-        "learning_rate": RATE, "lr_scheduler_type": "constant", "adam_beta2": 0.99, "seed": seed, "report_to": "none",
-        "save_strategy": "no", "disable_tqdm": True, "noise": True, "noise_stages": 2,
+        "learning_rate": RATE, "lr_scheduler_type": "constant", "adam_beta2": 0.99, "seed": seed,
+        "report_to": "none", "save_strategy": "no", "disable_tqdm": True, "noise": True, "noise_stages": 2,
         "noise_sigma_start": 0.05,
     }  # fmt: skip
     return QeRLTrainer(

@@ -78,9 +78,8 @@ def check_ratios(config: GRPOConfig) -> None:
     """
     if config.loss_type == "cispo" and config.epsilon_high < 1:
         raise QeRLError(
-            f"loss_type cispo takes epsilon_high as the largest ratio itself, and {config.epsilon_high} would "
-            "take the place of nearly every ratio; set epsilon_high to 1 or more, 5.0 as in TRL's "
-            "documentation."
+            f"loss_type cispo takes epsilon_high as the largest ratio itself, and {config.epsilon_high} is "
+            "below nearly every ratio; set it to 1 or more, 5.0 as in TRL's documentation."
         )
 
 
@@ -96,8 +95,8 @@ def check_rollout_size(config: GRPOConfig, said: int | None) -> None:
     """
     if said is not None and said != config.generation_batch_size:
         raise QeRLError(
-            f"generation_batch_size is {said}, and steps_per_generation = {config.steps_per_generation} makes "
-            f"it {config.generation_batch_size}; remove one of the two."
+            f"generation_batch_size is {said}, and steps_per_generation = {config.steps_per_generation} "
+            f"makes it {config.generation_batch_size}; remove one of the two."
         )
 
 

@@ -48,7 +48,7 @@ from qerl.rollout.engine import RolloutEngine
 from qerl.seeding import ProblemSeeds
 from qerl.settings.parents import replacements
 from qerl.trainer.arguments import complete
-from qerl.trainer.callbacks import EarlyStop, MetricsFile
+from qerl.trainer.callbacks import EarlyStop, MetricsFile, check_callbacks
 from qerl.trainer.correction import Mismatch
 from qerl.trainer.data import sound_rows
 from qerl.trainer.dynamic_sampling import empty_log
@@ -121,6 +121,7 @@ class QeRLTrainer(UpdateTrainer):
         engine: RolloutEngine | None = None,
         acted_on: Collection[str] = (),
     ) -> None:
+        check_callbacks(callbacks)
         others = check_others(tools, environment_factory, rollout_func)
         self._is_of_a_run = bool(acted_on)
         given = complete(
@@ -194,8 +195,9 @@ class QeRLTrainer(UpdateTrainer):
         return output
 
     def _sound(self, rows: Any, argument: str, what: str) -> Any:
-        """Rows that are handed over, checked and cut; what is no data set is left to transformers."""
-        if not isinstance(rows, Dataset | IterableDataset | dict):
+        """Rows that are handed over, checked and cut. None, and the name of a set that the trainer has, are
+        left to transformers; streams are made sound when they are read."""
+        if rows is None or isinstance(rows, str | IterableDataset):
             return rows
         return self._ready(sound_rows(rows, argument, self._has_environments), what)
 
@@ -214,10 +216,13 @@ class QeRLTrainer(UpdateTrainer):
         return self.get_eval_dataloader(test_dataset)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        """Wraps TRL's: a process's batch is no larger than its share, or accelerate would fill it up with
-        problems that others have."""
+        """Wraps TRL's: rows of a stream are checked and cut as they are read, and a process's batch is no
+        larger than its share, or accelerate would fill it up with problems that others have."""
         given = self.eval_dataset if eval_dataset is None else eval_dataset
         found = self.eval_dataset[given] if isinstance(given, str) else given
+        if isinstance(found, IterableDataset):
+            rows = sound_rows(found, "eval_dataset", self._has_environments)
+            eval_dataset = self._ready(rows, "evaluation prompts")
         most = self.args.per_device_eval_batch_size
         if isinstance(found, Sized):
             share = -(-len(found) // self.accelerator.num_processes) * self.num_generations_eval
