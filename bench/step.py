@@ -198,8 +198,8 @@ def make_trainer(
         settings: Of `QeRLConfig`, `output_dir` and `max_steps` among them.
     """
     args = QeRLConfig(
-        learning_rate=1e-5, noise=False, gradient_checkpointing=True, report_to="none", save_strategy="no",
-        optim="adamw_torch_fused", **settings,
+        learning_rate=1e-5, loss_type="grpo", noise=False, gradient_checkpointing=True, report_to="none",
+        save_strategy="no", optim="adamw_torch_fused", **settings,
     )  # fmt: skip
     texts = random_prompts(_processes()[1] * prompts * args.max_steps, prompt_tokens)
     return QeRLTrainer(

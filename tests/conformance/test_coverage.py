@@ -1,4 +1,4 @@
-"""Nothing of TRL is accepted and ignored: it is compared here, tested elsewhere or refused."""
+"""Nothing of TRL's is accepted and ignored: it is compared here, tested elsewhere, replaced or refused."""
 
 import dataclasses
 import inspect
@@ -9,7 +9,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from qerl.errors import QeRLError
 from qerl.settings.config import QeRLConfig
-from qerl.settings.parents import PARENTS, Refused
+from qerl.settings.parents import PARENTS, Refused, Replaced
 from qerl.trainer.grpo import QeRLTrainer
 from tests.conformance.harness import OWN, SHARED, Bench
 from tests.conformance.test_rewards_and_data import REWARDS
@@ -27,6 +27,7 @@ ELSEWHERE = {
     "top_p": "the engine draws: tests/unit/test_sampling.py",
     "top_k": "the engine draws: tests/unit/test_sampling.py",
     "min_p": "the engine draws: tests/unit/test_sampling.py",
+    "generation_kwargs": "set fields of sampling: tests/unit/test_config_adapter.py",
     "model_init_kwargs": "set the loader's fields: tests/unit/test_config_adapter.py",
     "trust_remote_code": "the loader's: tests/unit/test_model.py",
     "router_aux_loss_coef": "must be 0 for a mixture of experts: below",
@@ -40,7 +41,7 @@ ELSEWHERE = {
 TOGETHER = [
     ({"sync_ref_model": True, "beta": 0.1}, "sync_ref_model needs tuning: full"),
     ({"sync_ref_model": True}, "sync_ref_model has no reference to move"),
-    ({"metric_for_best_model": "eval_loss"}, "which an evaluation does not compute"),
+    ({"loss_type": "cispo"}, "cispo takes epsilon_high as the largest ratio itself"),
     (
         {"loss_type": "vespo", "vllm_importance_sampling_mode": "sequence_mask"},
         "vespo needs ratios per token",
@@ -50,11 +51,11 @@ TOGETHER = [
 ]
 
 
-def test_every_field_of_trl_is_compared_or_refused() -> None:
+def test_every_field_of_trl_is_compared_replaced_or_refused() -> None:
     fields = {f.name for f in dataclasses.fields(GRPOConfig)} - {
         f.name for f in dataclasses.fields(TrainingArguments)
     }
-    refused = {name for name, fate in PARENTS.items() if isinstance(fate, Refused)}
+    refused = {name for name, fate in PARENTS.items() if isinstance(fate, Refused | Replaced)}
     assert fields - COMPARED - ELSEWHERE.keys() == fields & refused
     assert not (COMPARED | ELSEWHERE.keys()) & refused
     assert ELSEWHERE.keys() <= fields - COMPARED

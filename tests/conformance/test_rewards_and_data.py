@@ -143,7 +143,8 @@ NOT_EVALUATED = re.compile("time|per_second|eval_loss|eval_entropy|clip_ratio|sa
 
 @pytest.mark.parametrize("samples", [None, 1, 2])
 def test_evaluation_reports_what_it_does_in_trl(bench: Bench, samples: int | None) -> None:
-    """Except a loss; and each of several sets has metrics of its own, which in TRL overwrite each other."""
+    """Except a loss, which is minus the reward; and each of several sets has metrics of its own, which in TRL
+    overwrite each other."""
     sets = {"easy": DATA, "hard": Dataset.from_dict({"prompt": ["x", "yy"]}).to_iterable_dataset()}
     theirs, _ = bench.trainer(False, "lora", num_generations_eval=samples)
     ours, _ = bench.trainer(True, "lora", num_generations_eval=samples, eval_dataset=sets)
@@ -153,4 +154,4 @@ def test_evaluation_reports_what_it_does_in_trl(bench: Bench, samples: int | Non
         for key, value in metrics.items():
             if not NOT_EVALUATED.search(key):
                 assert found[key.replace("eval_", f"eval_{name}_", 1)] == pytest.approx(value), key
-    assert not any("loss" in key for key in found)
+        assert found[f"eval_{name}_loss"] == -found[f"eval_{name}_reward"]

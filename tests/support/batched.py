@@ -83,9 +83,9 @@ def the_trainer(folder: Path, seed: int, family: str = "llama", **changes: Any) 
     task, model = Sums(), add_lora(tiny_base(family), 4, 4, 0.0, seed=seed)
     values = {
         "output_dir": str(folder), "num_generations": 4, "per_device_train_batch_size": 8, "max_steps": 4,
-        "max_completion_length": 6, "gradient_checkpointing": False, "use_cpu": True, "learning_rate": RATE,
-        "lr_scheduler_type": "constant", "adam_beta2": 0.99, "seed": seed, "report_to": "none",
-        "save_strategy": "no", "disable_tqdm": True, "noise": True, "noise_stages": 2,
+        "max_completion_length": 6, "loss_type": "grpo", "gradient_checkpointing": False, "use_cpu": True,
+        "learning_rate": RATE, "lr_scheduler_type": "constant", "adam_beta2": 0.99, "seed": seed,
+        "report_to": "none", "save_strategy": "no", "disable_tqdm": True, "noise": True, "noise_stages": 2,
         "noise_sigma_start": 0.05,
     }  # fmt: skip
     return QeRLTrainer(

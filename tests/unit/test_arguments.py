@@ -8,9 +8,9 @@ import shutil
 
 import pytest
 import torch
-from datasets import Dataset, DatasetDict
+from datasets import Dataset, DatasetDict, IterableDataset
 from peft import LoraConfig, get_peft_model
-from transformers import LlamaConfig, LlamaForSequenceClassification
+from transformers import LlamaConfig, LlamaForSequenceClassification, TrainerCallback
 from trl import GRPOConfig
 
 from qerl import add_lora
@@ -124,16 +124,36 @@ def test_trls_settings_keep_trls_defaults(llama_folder, tmp_path):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"use_vllm": True}, "use_vllm is not supported: rollouts run on the built-in engine"),
-        ({"repetition_penalty": 1.1}, "repetition_penalty is not supported"),
+        ({"repetition_penalty": 1.1}, "repetition_penalty is not supported: .* another policy"),
+        ({"generation_kwargs": {"num_beams": 2}}, "generation_kwargs has num_beams, which is not supported"),
+        ({"vllm_structured_outputs_regex": "a"}, "regex is not supported"),
         ({"bf16": False, "fp16": True}, "fp16 is not supported"),
-        ({"load_best_model_at_end": True, "eval_strategy": "steps", "save_strategy": "steps",
-          "per_device_eval_batch_size": 2}, "metric_for_best_model is eval_loss, which"),
     ],
-)  # fmt: skip
+)
 def test_what_is_refused_of_trls_settings(llama_folder, tmp_path, fields, message):
     with pytest.raises(QeRLError, match=message):
         QeRLTrainer(str(llama_folder), ones, GRPOConfig(output_dir=str(tmp_path), **SMALL, **fields), ROWS)
+
+
+def test_what_asks_for_speed_is_answered_in_one_line(llama_folder, tmp_path, caplog):
+    speed = {
+        "use_vllm": True,
+        "vllm_mode": "server",
+        "use_liger_kernel": True,
+        "cache_implementation": "static",
+    }
+    speed |= {
+        "generation_kwargs": {"top_k": 5, "do_sample": True},
+        "accelerator_config": {"non_blocking": True},
+    }
+    given = GRPOConfig(output_dir=str(tmp_path), save_strategy="no", **SMALL, **speed)
+    trainer = QeRLTrainer(str(llama_folder), ones, given, ROWS)
+    (line,) = [record.getMessage() for record in caplog.records if "built in" in record.getMessage()]
+    assert "cache_implementation, use_vllm, vllm_mode: rollouts run on the built-in engine" in line
+    assert "use_liger_kernel: the update has fused layers" in line
+    assert trainer.top_k == 5 and trainer.args.accelerator_config.non_blocking
+    trainer.train()
+    assert trainer.state.global_step > 0
 
 
 @dataclasses.dataclass
@@ -168,6 +188,37 @@ def test_settings_may_be_left_out(tiny_model, tiny_tokenizer, tmp_path, monkeypa
 def test_a_quantization_config_is_refused(llama_folder, settings):
     with pytest.raises(QeRLError, match=r"quantization_config is not supported: .*; leave it out"):
         QeRLTrainer(str(llama_folder), ones, settings(), ROWS, quantization_config=[ones])
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"callbacks": TrainerCallback()}, "callbacks is a TrainerCallback; pass a list"),
+        ({"callbacks": [3]}, "callbacks has the type int; each must be a TrainerCallback"),
+        ({"engine": object()}, "engine is a object; leave it out"),
+        ({"reward_weights": [1.0, 2.0]}, "reward_weights has 2 numbers, and there are 1 reward functions;"),
+        (
+            {"reward_weights": [1.0], "overlong_buffer": 0.5},
+            r"has 1 numbers, and there are 2 .*, the length penalty \(overlong_buffer\) among them",
+        ),
+    ],
+)
+def test_arguments_of_another_kind(llama_folder, settings, given, message):
+    fields = {name: given.pop(name) for name in ("reward_weights", "overlong_buffer") if name in given}
+    with pytest.raises(QeRLError, match=message):
+        QeRLTrainer(str(llama_folder), ones, settings(**fields), ROWS, **given)
+
+
+def test_a_column_of_any_other_name_reaches_the_rewards(llama_folder, settings):
+    seen = []
+
+    def reward(completions, **columns):
+        seen.extend(columns["self"])
+        return [0.0] * len(completions)
+
+    rows = ROWS.add_column("self", list(range(6)))
+    QeRLTrainer(str(llama_folder), reward, settings(max_steps=1, save_strategy="no"), rows).train()
+    assert seen
 
 
 def test_arguments_that_are_missing(llama_folder, settings):
@@ -265,10 +316,11 @@ def test_long_prompts_are_left_out_of_evaluation_too(llama_folder, settings, cap
     given = settings(max_prompt_length=40)
     trainer = QeRLTrainer(str(llama_folder), ones, given, ROWS, eval_dataset=sets(ROWS))
     held_out = trainer.eval_dataset
-    rows = held_out["hard"] if isinstance(held_out, dict) else held_out
-    assert [len(row["prompt"][0]["content"]) for row in rows] == [2, 3, 4]
-    if isinstance(rows, Dataset):
-        name = " of 'hard'" if isinstance(held_out, dict) else ""
+    name = next(iter(held_out)) if isinstance(held_out, dict) else None
+    rows = trainer.get_eval_dataloader(name).dataset
+    assert {len(row["prompt"][0]["content"]) for row in rows} == {2, 3, 4}
+    if not isinstance(held_out, IterableDataset):
+        name = f" of {name!r}" if name else ""
         assert f"3 of 6 evaluation prompts{name} are longer than 40 tokens and are left out." in caplog.text
 
 
@@ -332,20 +384,37 @@ def test_noise_of_a_run_that_is_too_short_is_refused_before_the_first_rollout(ma
         ),
         (ROWS, {"easy": ROWS.rename_column("prompt", "q")}, r"eval_dataset 'easy' has no column `prompt`"),
         (ROWS.add_column("completions", ["x"] * 6), None, r"train_dataset has the column 'completions', and"),
+        (ROWS, "rows.json", "eval_dataset is a str; pass a Dataset or IterableDataset"),
+        (ROWS, {"easy": [{"prompt": "x"}]}, "eval_dataset 'easy' is a list; pass a Dataset"),
+        (ROWS, ROWS.select([]), "eval_dataset has no row"),
+        (IterableDataset.from_generator(lambda: iter(())), None, "is an IterableDataset without a row"),
     ],
 )
-def test_rows_without_a_prompt_or_with_a_column_of_rewards(
-    llama_folder, settings, train_set, eval_set, message
-):
+def test_rows_that_no_trainer_can_read(llama_folder, settings, train_set, eval_set, message):
     with pytest.raises(QeRLError, match=message):
-        QeRLTrainer(str(llama_folder), ones, settings(), train_set, eval_set)
+        QeRLTrainer(str(llama_folder), ones, settings(max_steps=1), train_set, eval_set)
 
 
-@pytest.mark.parametrize("rows", [0, 1])
-def test_fewer_rows_than_a_rollout_takes_make_no_run_without_a_step(llama_folder, settings, rows):
-    few = ROWS.select(range(rows))
+def test_a_stream_says_nothing_of_the_length_of_a_run(llama_folder, settings):
+    with pytest.raises(QeRLError, match="whose length nobody knows; set max_steps"):
+        QeRLTrainer(str(llama_folder), ones, settings(), ROWS.to_iterable_dataset())
+
+
+def test_a_stream_to_evaluate_on_stays_as_it_was_given(llama_folder, settings):
+    parts = [{"prompt": [{"role": "user", "content": [{"type": "text", "text": text}]}]} for text in "ab"]
+    sets = {"parts": Dataset.from_list(parts).to_iterable_dataset(), "rows": ROWS.to_iterable_dataset()}
+    trainer = QeRLTrainer(str(llama_folder), ones, settings(), ROWS, sets)
+    assert all(trainer.eval_dataset[name] is rows for name, rows in sets.items())
+    assert trainer.evaluate().keys() >= {"eval_parts_reward", "eval_rows_reward"}
+    assert trainer.evaluate(sets["parts"])["eval_reward"] == 1.0
+    with pytest.raises(QeRLError, match="eval_dataset has no column `prompt`"):
+        trainer.evaluate(ROWS.rename_column("prompt", "q").to_iterable_dataset())
+
+
+def test_fewer_rows_than_a_rollout_takes_make_no_run_without_a_step(llama_folder, settings):
+    few = ROWS.select(range(1))
     trainer = QeRLTrainer(str(llama_folder), ones, settings(per_device_train_batch_size=4), few)
-    with pytest.raises(QeRLError, match=f"A step needs 2 prompts but train_dataset has {rows}; give it more"):
+    with pytest.raises(QeRLError, match="A step needs 2 prompts but train_dataset has 1; give it more"):
         trainer.train()
 
 

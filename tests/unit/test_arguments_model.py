@@ -120,6 +120,9 @@ def test_which_layers_a_peft_config_adapts(llama_folder, settings, targets, laye
         (LoraConfig(target_modules=["query"]), {}, "names query, which LlamaForCausalLM does not have"),
         (LoraConfig(use_dora=True), {}, "use_dora needs dense weights, and these are packed"),
         (LoraConfig(init_lora_weights="pissa"), {}, "'pissa' starts from dense weights"),
+        (LoraConfig(lora_dropout=1.0), {}, "which drops every input of the adapter; set it below 1"),
+        (LoraConfig(modules_to_save=["q_proj"]), {}, "modules_to_save has q_proj, and the weight of model"),
+        (LoraConfig(modules_to_save=["mlp"]), {}, "modules_to_save has mlp, and the weight of model"),
         (LoraConfig(task_type="SEQ_CLS"), {}, "task_type SEQ_CLS; set it to CAUSAL_LM"),
         (LoraConfig(inference_mode=True), {}, "nothing would be trained"),
         (IA3Config(), {}, "peft_config is a IA3Config; only peft.LoraConfig is supported"),
@@ -161,6 +164,10 @@ def test_what_cannot_be_trained_is_refused(llama_folder, settings, tiny_model, t
     frozen = PeftModel.from_pretrained(tiny_model("llama"), tmp_path / "adapter")
     with pytest.raises(QeRLError, match="frozen; load it with is_trainable=True"):
         QeRLTrainer(frozen, ones, settings(), ROWS, processing_class=tiny_tokenizer)
+    with pytest.raises(QeRLError, match="LlamaModel that was handed in has no output head"):
+        QeRLTrainer(tiny_model("llama").model, ones, settings(), ROWS, processing_class=tiny_tokenizer)
+    with pytest.raises(QeRLError, match="is on the meta device, where weights have no values"):
+        QeRLTrainer(tiny_model("llama").to("meta"), ones, settings(), ROWS, processing_class=tiny_tokenizer)
     with pytest.raises(QeRLError, match="model is a int; pass a Hub id"):
         QeRLTrainer(3, ones, settings(), ROWS)
 

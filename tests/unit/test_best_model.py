@@ -132,9 +132,12 @@ def test_several_evaluation_sets_have_metrics_of_their_own(trainer):
 
 
 @pytest.mark.parametrize("name", ["loss", "eval_loss"])
-def test_a_loss_is_refused_as_the_metric(tmp_path, name):
-    with pytest.raises(QeRLError, match="eval_loss, which an evaluation does not compute"):
-        QeRLConfig(**settings(tmp_path, metric_for_best_model=name))
+def test_the_loss_of_an_evaluation_is_minus_its_reward(trainer, name):
+    one = trainer(load_best_model_at_end=True, metric_for_best_model=name)
+    one.train()
+    assert one.state.best_metric == pytest.approx(-0.9) and one.state.best_global_step == 2
+    rows = [row for row in one.state.log_history if "eval_reward" in row]
+    assert [row["eval_loss"] for row in rows] == pytest.approx([-reward for reward in BY_STEP])
 
 
 def test_a_learning_rate_on_a_plateau_goes_by_the_reward(tmp_path):

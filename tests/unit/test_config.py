@@ -88,6 +88,7 @@ def test_a_tuned_schedule_may_stand_beside_noise_that_is_off(tmp_path):
 
 
 def test_algorithm_fills_only_what_is_unset():
+    assert load_config([], MINIMAL).loss_type == "dapo", "as TRL's default"
     config = load_config([], MINIMAL | {"algorithm": "dapo"})
     assert (config.loss_type, config.epsilon_high, config.mask_truncated_completions) == ("dapo", 0.28, False)
     assert (config.dynamic_sampling_rounds, config.overlong_buffer, config.signal) == (2, 0.2, "accuracy")
@@ -134,7 +135,7 @@ def test_command_line_values_are_yaml(text, value):
         ({"bf16": True}, "set dtype instead"),
         ({"num_generations": 1}, "num_generations is 1; it must be at least 2"),
         ({"model": None}, "model is not set"),
-        ({"use_vllm": True}, "use_vllm"),
+        ({"use_vllm": "yes"}, "use_vllm is .yes.; it must be true or false"),
         ({"ddp_broadcast_buffers": True}, "ddp_broadcast_buffers would send the packed weights"),
         (
             {"gradient_checkpointing_kwargs": {"every_n_layers": 0}},

@@ -76,6 +76,26 @@ def test_arguments_of_the_loader_set_the_fields_that_mean_the_same():
     assert QeRLConfig(output_dir="o", model_init_kwargs={"dtype": "bfloat16"}).dtype == "bfloat16"
 
 
+def test_arguments_of_the_sampler_set_the_fields_that_mean_the_same():
+    given = {"temperature": 0.7, "max_new_tokens": 9, "stop_strings": "</a>", "do_sample": True}
+    config = QeRLConfig(output_dir="o", generation_kwargs=given)
+    assert (config.temperature, config.max_completion_length, config.stop_strings) == (0.7, 9, ["</a>"])
+    assert config.generation_kwargs is None
+    for wrong, message in (
+        ({"temperature": 0.0}, "temperature is 0.0"),
+        ({"repetition_penalty": 1.2}, "another policy"),
+        (
+            {"min_tokens": 3},
+            "has min_tokens, which is not supported: the engines draw from the policy itself",
+        ),
+        ({"stop": ["a"]}, "set stop_strings, which keeps the text"),
+    ):
+        with pytest.raises(QeRLError, match=message):
+            QeRLConfig(output_dir="o", generation_kwargs=wrong)
+    with pytest.raises(QeRLError, match="top_k is 3 and generation_kwargs has top_k 4; remove one of them"):
+        QeRLConfig(output_dir="o", top_k=3, generation_kwargs={"top_k": 4})
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [

@@ -7,13 +7,16 @@ import pytest
 from qerl.cli import main
 from qerl.settings.docs import accepted_fields, field_text, help_text, markdown, other_defaults, own_fields
 from qerl.settings.fields import OWN_NAMES
-from qerl.settings.parents import fate_of
+from qerl.settings.parents import Replaced, fate_of
 from qerl.settings.recipe import FIELDS
 
 PAGE = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("heading", ["Fields", "Defaults that differ from TRL's", "Fields that are refused"])
+@pytest.mark.parametrize(
+    "heading",
+    ["Fields", "Defaults that differ from TRL's", "Fields that ask for speed", "Fields that are refused"],
+)
 def test_the_page_has_the_tables_as_they_are(heading):
     section = PAGE.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
     assert markdown()[heading] in section, "python -m qerl.settings.docs prints the tables"
@@ -22,7 +25,7 @@ def test_the_page_has_the_tables_as_they_are(heading):
 def test_each_default_that_differs_has_a_reason():
     reasons = {name: reason for name, *_, reason in other_defaults()}
     assert reasons.keys() == {
-        "loss_type", "mask_truncated_completions", "bf16", "learning_rate", "logging_steps",
+        "bf16", "learning_rate", "logging_steps",
         "vllm_importance_sampling_mode",
         "num_completions_to_print", "ddp_broadcast_buffers", "ddp_find_unused_parameters",
         "per_device_eval_batch_size", "logging_nan_inf_filter",
@@ -45,6 +48,8 @@ def test_every_field_is_explained(name):
         assert FIELDS[name].metadata["help"] in text
     elif name in accepted_fields():
         assert f"--{name} [" in text and text.endswith("It acts as in TRL and transformers.")
+    elif isinstance(fate_of(name), Replaced):
+        assert text == f"{name} is accepted and changes nothing: {fate_of(name).by}."
     else:
         assert text == f"{name} is not supported: {fate_of(name).reason}."
 

@@ -13,6 +13,7 @@ from qerl.errors import QeRLError
 from qerl.settings.config import QeRLConfig, default_of
 from qerl.settings.fields import OWN_NAMES
 from qerl.settings.parents import PARENTS, ForScripts, Refused
+from qerl.settings.recipe import resolved
 
 OWN = set(OWN_NAMES)
 NAN, INF = float("nan"), float("inf")
@@ -40,6 +41,13 @@ def test_each_field_of_the_parents_acts_or_is_refused():
 
 def test_every_default_is_valid():
     made()
+
+
+@pytest.mark.parametrize("change", [{}, {"max_steps": 1}, {"accelerator_config": {"non_blocking": True}}])
+def test_settings_can_be_copied_with_changes(change):
+    given = made(steps_per_generation=2, gradient_checkpointing=False)
+    copy = dataclasses.replace(given, **change)
+    assert resolved(copy) == resolved(given) | change
 
 
 def test_a_field_that_a_newer_parent_adds_is_refused(monkeypatch):
@@ -155,6 +163,7 @@ def test_a_wrong_value_is_named_in_one_sentence(name, value):
         ("chat_template_kwargs", {"enable_thinking": False}, {"enable_thinking": False}),
         ("output_dir", Path("runs/a"), "runs/a"),
         ("seed", np.int64(3), 3),
+        ("noise", np.bool_(True), True),
         ("learning_rate", np.float32(0.5), 0.5),
         ("save_steps", 500.0, 500),
         ("logging_steps", 1.0, 1),
@@ -230,7 +239,10 @@ def test_what_is_accepted(name, value, held):
         ),
         ({"use_adaptive_entropy": True, "entropy_coef_min": 2.0}, "entropy_coef_min is 2.0"),
         ({"dataloader_persistent_workers": True}, "set dataloader_num_workers"),
-        ({"generation_batch_size": 8, "steps_per_generation": 1}, "contradict each other"),
+        ({"generation_batch_size": 16, "steps_per_generation": 1}, "is 16, .* = 1 makes it 8; remove"),
+        ({"loss_type": "cispo"}, "the largest ratio itself, and 0.2 is below"),
+        ({"loss_type": "cispo", "algorithm": "dapo"}, "and 0.28 is below"),
+        ({"accelerator_config": {"split_batches": True}}, "split_batches"),
         ({"per_device_train_batch_size": 6, "num_generations": 4}, "contradict each other"),
         ({"ddp_find_unused_parameters": True}, "there are none; remove it"),
         ({"eval_on_start": True, "per_device_eval_batch_size": 3}, "do not divide"),

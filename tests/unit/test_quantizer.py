@@ -272,11 +272,19 @@ def test_truncated_and_missing_shards(saved) -> None:
 
 
 @pytest.mark.parametrize("weights", ["nvfp4", "mxfp4"])
-def test_width_that_the_block_does_not_divide(saved, weights: str) -> None:
-    with pytest.raises(
-        QeRLError, match=r"model\.layers\.0\.mlp\.down_proj has 104 inputs, not a multiple of"
-    ):
-        load(saved(intermediate_size=104), weights)
+def test_layers_of_a_width_that_no_blocks_divide_stay_as_they_are(saved, tmp_path, caplog, weights) -> None:
+    folder = saved(intermediate_size=104)
+    model = load(folder, weights)
+    assert "2 of 14 layers stay unquantised" in caplog.text and "down_proj has 104 inputs" in caplog.text
+    layers, narrow = packed_layers(model), "model.layers.0.mlp.down_proj"
+    assert len(layers) == 12 and narrow not in layers
+    (stored,) = (held[key] for shard in folder.glob("*.safetensors") for held in [load_file(shard)]
+                 for key in held if key == f"{narrow}.weight")  # fmt: skip
+    assert model.get_submodule(narrow).weight.equal(stored)
+    model.save_pretrained(tmp_path / "packed")
+    assert logits(load(tmp_path / "packed", weights)).equal(logits(model))
+    with pytest.raises(QeRLError, match=r"inputs, not a multiple of .*, nor has any layer; load .*: bf16"):
+        load(saved(hidden_size=40, intermediate_size=104, num_attention_heads=5, head_dim=8), weights)
 
 
 def test_unknown_format_and_method() -> None:

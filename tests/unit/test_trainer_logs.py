@@ -274,6 +274,27 @@ def test_a_tools_tokens_are_in_no_ratio_and_no_mean(make, mode, loss_type, tmp_p
     assert logged["sampling/sampling_logp_difference/max"] < 10
 
 
+@pytest.mark.parametrize(
+    "options", [{"beta": 0.1}, {"beta": 0.1, "num_iterations": 2}, {"num_iterations": 2}]
+)
+@pytest.mark.parametrize("value", [1e4, -1e4, torch.inf])
+def test_no_value_at_a_tools_tokens_reaches_the_loss(make, options, value):
+    trainer = make(**options)
+    trainer.rollout_func = with_tool_output
+    batch, found = rollout(trainer), []
+    said = (batch["completion_mask"] * (1 - batch["tool_mask"])).bool()
+    strange = {name: batch[name].masked_fill(said, value) for name in batch if name.endswith("_logps")}
+    assert said.any() and len(strange) >= 2
+    for each in (batch, batch | strange):
+        trainer.model.zero_grad()
+        loss = trainer.compute_loss(trainer.model, each)
+        loss.backward()
+        found.append((loss.item(), [p.grad.clone() for p in trainer.model.parameters() if p.requires_grad]))
+    (loss, gradients), (other, others) = found
+    assert other == pytest.approx(loss) and any(gradient.any() for gradient in gradients)
+    assert all(gradient.equal(same) for gradient, same in zip(gradients, others, strict=True))
+
+
 def test_a_trainer_made_in_python_writes_what_a_run_writes(make, tmp_path):
     trainer = make(noise=False, callbacks=[MetricsFile(tmp_path)])
     logged = trained(trainer)

@@ -18,6 +18,7 @@ transformers catches exceptions inside a conversion and goes on loading. A bad w
 and raised when loading has ended.
 """
 
+import logging
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -38,7 +39,10 @@ from qerl.fp4.format import block_format
 from qerl.fp4.groups import fused_group, is_quantized, left_out
 from qerl.fp4.linear import PackedLinear
 from qerl.fp4.rounding import check_rounding, largest_magnitude, quantize
+from qerl.ranks import is_first_process
 from qerl.weight_formats import DEFAULT_FORMAT, DEFAULT_ROUNDING, FORMATS, Rounding
+
+logger = logging.getLogger(__name__)
 
 QUANT_METHOD = "qerl_nvfp4"
 
@@ -99,6 +103,7 @@ class QeRLQuantizer(HfQuantizer):
         super().__init__(quantization_config, **kwargs)
         self.format = block_format(quantization_config.format)
         self.failure: QeRLError | None = None
+        self._narrow: set[str] = set()  # layers whose inputs no blocks divide, which stay as they are
         self._shapes: dict[str, torch.Size] = {}
         self._kept_in_fp32: set[str] = set()  # of the family itself
         self._file_of: dict[str, str] = {}
@@ -127,7 +132,7 @@ class QeRLQuantizer(HfQuantizer):
 
     def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **_: Any) -> bool:
         module = param_name.removesuffix(".weight")
-        if module == param_name or not is_quantized(module):
+        if module == param_name or not is_quantized(module) or module in self._narrow:
             return False
         return isinstance(model.get_submodule(module), nn.Linear)
 
@@ -161,8 +166,8 @@ class QeRLQuantizer(HfQuantizer):
                     f"{list(expected)}; the two do not belong together."
                 )
         dense = list(_linears(model))
-        missing = [name for name in dense if is_quantized(name) and not self.pre_quantized]
-        if missing:
+        missing = [name for name in dense if is_quantized(name) and name not in self._narrow]
+        if missing and not self.pre_quantized:
             raise QeRLError(f"The checkpoint has no tensor {missing[0]}.weight; fetch it again.")
         self.quantization_config.ignore = dense
         if not self.pre_quantized:
@@ -178,7 +183,11 @@ class QeRLQuantizer(HfQuantizer):
                     f"{type(model).__name__}; this model family is not supported."
                 )
             linear = linears[name]
-            self._check_width(name, linear)
+            if not self._fits(linear):
+                raise QeRLError(
+                    f"{name} has {linear.in_features} inputs, not a multiple of {self.format.block_size}, so "
+                    f"{self.format.name} cannot store it; the checkpoint is damaged."
+                )
             empty = PackedLinear(
                 linear.in_features,
                 linear.out_features,
@@ -202,22 +211,36 @@ class QeRLQuantizer(HfQuantizer):
                 f"{type(model).__name__} has linear layers that are not named *_proj ({half}) and would stay "
                 "unquantised; load it with weights: bf16."
             )
-        for name, linear in linears.items():
-            self._check_width(name, linear)
+        self._leave_narrow(linears)
         # transformers casts a tensor to the model's dtype before it is quantised here; FP32 loses nothing.
         self._kept_in_fp32 = set(model._keep_in_fp32_modules_strict or ())
-        exactly = {f"^{re.escape(name)}\\.weight$" for name in linears}
+        exactly = {f"^{re.escape(name)}\\.weight$" for name in linears.keys() - self._narrow}
         model._keep_in_fp32_modules_strict = self._kept_in_fp32 | exactly
         for file in checkpoint_files:
             with safe_open(file, framework="pt") as shard:
                 self._file_of |= dict.fromkeys(shard.keys(), file)
 
-    def _check_width(self, name: str, linear: nn.Linear) -> None:
-        if linear.in_features % self.format.block_size:
-            raise QeRLError(
-                f"{name} has {linear.in_features} inputs, not a multiple of {self.format.block_size}, so "
-                f"{self.format.name} cannot store it; load the model with other weights."
+    def _leave_narrow(self, linears: dict[str, nn.Linear]) -> None:
+        """Set aside the layers that the format cannot store, and say so once.
+
+        Raises:
+            QeRLError: It can store none.
+        """
+        self._narrow = {name for name, linear in linears.items() if not self._fits(linear)}
+        if not self._narrow:
+            return
+        first = min(self._narrow)
+        words = f"{first} has {linears[first].in_features} inputs, not a multiple of {self.format.block_size}"
+        if len(self._narrow) == len(linears):
+            raise QeRLError(f"{words}, nor has any layer; load the model with weights: bf16.")
+        if is_first_process():
+            logger.warning(
+                "%s of %s layers stay unquantised, since %s cannot store them: %s.",
+                *(len(self._narrow), len(linears), self.format.name, words),
             )
+
+    def _fits(self, linear: nn.Linear) -> bool:
+        return linear.in_features % self.format.block_size == 0
 
     def group_amax(self, key: str) -> float:
         """Largest magnitude of all weights that share a global scale with this tensor of the checkpoint.

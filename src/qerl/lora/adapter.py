@@ -112,8 +112,9 @@ def adapt(model: PreTrainedModel, config: LoraConfig, seed: int = 0) -> PeftMode
             the model does not have, or PEFT refuses it.
     """
     check_lora(config)
-    if any(isinstance(module, PackedLinear) for module in model.modules()):
-        _check_packed(config)
+    packed = [name for name, module in model.named_modules() if isinstance(module, PackedLinear)]
+    if packed:
+        _check_packed(config, packed)
     config = copy.deepcopy(config)
     config.task_type = "CAUSAL_LM"
     if config.target_modules == "all-linear":
@@ -170,7 +171,8 @@ def check_lora(config: Any) -> None:
         config: What a user handed over as ``peft_config``.
 
     Raises:
-        QeRLError: It is not a `LoraConfig`, or one of another task or with activation tokens.
+        QeRLError: It is not a `LoraConfig`, or one of another task, with activation tokens, or that learns
+            nothing.
     """
     if not isinstance(config, LoraConfig):
         raise QeRLError(f"peft_config is a {type(config).__name__}; only peft.LoraConfig is supported.")
@@ -178,13 +180,28 @@ def check_lora(config: Any) -> None:
         raise QeRLError(f"peft_config has task_type {config.task_type}; set it to CAUSAL_LM.")
     if config.inference_mode:
         raise QeRLError("peft_config has inference_mode=True, so nothing would be trained; remove it.")
+    if config.lora_dropout >= 1:
+        raise QeRLError(
+            f"lora_dropout is {config.lora_dropout}, which drops every input of the adapter; set it below 1."
+        )
     if config.alora_invocation_tokens is not None:
         raise QeRLError("peft_config asks for activated LoRA (aLoRA); only plain LoRA is supported.")
 
 
-def _check_packed(config: LoraConfig) -> None:
-    """Refuse what reads or changes the dense weight of a layer, which packed layers do not have."""
+def _check_packed(config: LoraConfig, packed: list[str]) -> None:
+    """Refuse what reads, changes or trains the dense weight of a layer, which packed layers do not have.
+
+    Args:
+        config: The adapter's.
+        packed: Qualified names of the packed layers.
+    """
     advice = "load the model with weights: bf16"
+    for saved in config.modules_to_save or ():
+        if name := next((name for name in packed if f"{saved}." in f"{name}."), None):
+            raise QeRLError(
+                f"modules_to_save has {saved}, and the weight of {name} is packed, so it cannot train; name "
+                f"it in target_modules, or {advice}."
+            )
     if variant := next((name for name in _NEEDS_DENSE if getattr(config, name, None)), None):
         raise QeRLError(f"{variant} needs dense weights, and these are packed; remove it, or {advice}.")
     kind = config.init_lora_weights

@@ -14,6 +14,7 @@ from numbers import Real
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Annotated, Any
 
+import numpy as np
 from pydantic import (
     AfterValidator,
     BeforeValidator,
@@ -114,8 +115,8 @@ def checked(name: str, value: Any, type_: Any) -> Any:
 
     Args:
         name: Of the field, for the message.
-        value: A member of an enumeration counts as its value, a path as its text, a number of numpy as
-            Python's, a tuple as a list.
+        value: A member of an enumeration counts as its value, a path as its text, a number or a truth
+            value of numpy as Python's, a tuple as a list.
         type_: The field's annotation.
 
     Raises:
@@ -133,7 +134,7 @@ def _plain(value: Any) -> Any:
         return value.value
     if isinstance(value, PurePath):
         return str(value)
-    if isinstance(value, Real) and hasattr(value, "item"):
+    if isinstance(value, Real | np.bool_) and hasattr(value, "item"):
         return value.item()
     return list(value) if isinstance(value, tuple) else value
 

@@ -27,8 +27,8 @@ from qerl.settings.algorithms import ALGORITHMS
 from qerl.settings.checks import checked
 from qerl.settings.fields import OWN_NAMES, OWN_TYPES, OwnFields
 from qerl.settings.foreign import refuse_unknown
-from qerl.settings.model_kwargs import take_model_kwargs
-from qerl.settings.parents import Refused, fate_of, set_newer_names
+from qerl.settings.kwargs import take_generation_kwargs, take_model_kwargs
+from qerl.settings.parents import Refused, Replaced, fate_of, says_as_older, set_newer_names
 from qerl.settings.parsed import take_parsed
 
 LEARNING_RATES = {"lora": 1e-5, "full": 1e-6}
@@ -74,12 +74,18 @@ def _unknown_in_a_sentence(settings: type[Settings]) -> type[Settings]:
 @dataclass
 class QeRLConfig(OwnFields, GRPOConfig):
     """Everything a run needs to know; the fields of `trl.GRPOConfig` and of `TrainingArguments` are valid
-    too."""
+    too.
+
+    Attributes:
+        replaced: Names of fields that were set and ask for speed alone, in which their default stands again;
+            a run says what takes their place (`qerl.settings.parents.replacements`).
+    """
 
     def __post_init__(self) -> None:
         take_parsed(self)
         take_model_kwargs(self)
-        self._check_fields()
+        take_generation_kwargs(self)
+        self.replaced = self._check_fields()
         take_saved_adapter(self)
         contradictions.check(self)
         if self.mask_truncated_completions and self.overlong_buffer is None:
@@ -89,15 +95,19 @@ class QeRLConfig(OwnFields, GRPOConfig):
                 setattr(self, name, value)
         if self.epsilon_high is None:
             self.epsilon_high = self.epsilon
+        contradictions.check_ratios(self)
         self._default_rate = self.learning_rate is None
         self.follow_tuning()
         if self.goes_by_metric and self.metric_for_best_model is None:
-            self.metric_for_best_model = "eval_reward"  # an evaluation has rewards and no loss
+            self.metric_for_best_model = "eval_reward"
         if not torch.cuda.is_available():
             self.dataloader_pin_memory = False  # there is nothing to pin for
         if self.per_device_eval_batch_size is None:
             self.per_device_eval_batch_size = self._evaluated_together(self.environment is not None)
         contradictions.check_evaluation(self)
+        rollout = self.generation_batch_size
+        if self.steps_per_generation is not None:
+            self.generation_batch_size = None  # TRL takes one of the two, and computes the other
         set_newer_names(self)
         try:
             super().__post_init__()
@@ -105,6 +115,7 @@ class QeRLConfig(OwnFields, GRPOConfig):
             raise QeRLError(f"The settings contradict each other: {' '.join(str(error).split())}") from error
         self._n_gpu: int = min(self.n_gpu, 1)  # one process drives one GPU; torchrun starts one for each
         contradictions.check_processes(self)
+        contradictions.check_rollout_size(self, rollout)
         contradictions.check_groups(self)
 
     def _evaluated_together(self, environments: bool) -> int:
@@ -129,8 +140,13 @@ class QeRLConfig(OwnFields, GRPOConfig):
         by_plateau = self.lr_scheduler_type == "reduce_lr_on_plateau"
         return bool(self.load_best_model_at_end or by_plateau or self.early_stopping_patience)
 
-    def _check_fields(self) -> None:
-        """Every field by itself; those of a subclass are its own affair."""
+    def _check_fields(self) -> list[str]:
+        """Every field by itself; those of a subclass are its own affair.
+
+        Returns:
+            Names of those that are replaced.
+        """
+        replaced = []
         for spec in dataclasses.fields(QeRLConfig):
             if not spec.init:
                 continue
@@ -138,12 +154,18 @@ class QeRLConfig(OwnFields, GRPOConfig):
             value = getattr(self, spec.name)
             if isinstance(parent, Refused):
                 default = default_of(spec)
-                if value != default and (default or value not in _EMPTY):
+                said = value != default and (default or value not in _EMPTY)
+                if said and not says_as_older(self, spec.name):
                     raise QeRLError(f"{spec.name} is not supported: {parent.reason}. Remove it.")
                 setattr(self, spec.name, default)
-            else:
-                type_ = parent.type if parent else OWN_TYPES[spec.name]
-                setattr(self, spec.name, checked(spec.name, value, type_))
+                continue
+            value = checked(spec.name, value, parent.type if parent else OWN_TYPES[spec.name])
+            if isinstance(parent, Replaced):
+                if value != default_of(spec):
+                    replaced.append(spec.name)
+                value = default_of(spec)
+            setattr(self, spec.name, value)
+        return replaced
 
     @property
     def device(self) -> torch.device:

@@ -70,6 +70,36 @@ def check_evaluation(config: GRPOConfig) -> None:
         )
 
 
+def check_ratios(config: GRPOConfig) -> None:
+    """Refuse a bound of the ratio that means something else in this loss; the algorithm's are filled in.
+
+    Raises:
+        QeRLError: It is no bound of CISPO's.
+    """
+    if config.loss_type == "cispo" and config.epsilon_high < 1:
+        raise QeRLError(
+            f"loss_type cispo takes epsilon_high as the largest ratio itself, and {config.epsilon_high} is "
+            "below nearly every ratio; set it to 1 or more, 5.0 as in TRL's documentation."
+        )
+
+
+def check_rollout_size(config: GRPOConfig, said: int | None) -> None:
+    """Refuse two fields that say how much a rollout samples, and say different things.
+
+    Args:
+        config: Settings, with the number that follows from `steps_per_generation`.
+        said: `generation_batch_size` as it was given.
+
+    Raises:
+        QeRLError: They differ.
+    """
+    if said is not None and said != config.generation_batch_size:
+        raise QeRLError(
+            f"generation_batch_size is {said}, and steps_per_generation = {config.steps_per_generation} "
+            f"makes it {config.generation_batch_size}; remove one of the two."
+        )
+
+
 def check_groups(config: GRPOConfig) -> None:
     """Refuse groups that rollouts would spread over processes: each computes a group's prompt once.
 
@@ -207,11 +237,6 @@ def _check_loss(config: GRPOConfig) -> None:
         raise QeRLError(
             f"entropy_coef_min is {config.entropy_coef_min} and entropy_coef_max {config.entropy_coef_max}; "
             "swap them."
-        )
-    if config.metric_for_best_model in ("loss", "eval_loss"):
-        raise QeRLError(
-            "metric_for_best_model is eval_loss, which an evaluation does not compute (a GRPOConfig that "
-            "names none has it too); set it to eval_reward or another metric of the evaluation."
         )
 
 

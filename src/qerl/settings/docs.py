@@ -13,7 +13,7 @@ from trl import GRPOConfig
 
 from qerl.settings.config import QeRLConfig, default_of
 from qerl.settings.fields import OWN_NAMES, Sentence
-from qerl.settings.parents import PARENTS, Refused, fate_of
+from qerl.settings.parents import PARENTS, Refused, Replaced, fate_of
 from qerl.settings.recipe import FIELDS, check_key
 
 _WIDTH = 100
@@ -47,6 +47,11 @@ def refused_fields() -> list[tuple[str, str]]:
     return [(name, fate.reason) for name, fate in PARENTS.items() if isinstance(fate, Refused)]
 
 
+def replaced_fields() -> list[tuple[str, str]]:
+    """Name of every field of TRL and transformers that asks for speed or memory, and what takes its place."""
+    return [(name, fate.by) for name, fate in PARENTS.items() if isinstance(fate, Replaced)]
+
+
 def _newer_fields() -> list[tuple[str, str]]:
     """Names and reasons of the refused fields that only the installed transformers or TRL has."""
     found = []
@@ -60,7 +65,7 @@ def _newer_fields() -> list[tuple[str, str]]:
 
 def accepted_fields() -> list[str]:
     """Names of the fields of TRL and transformers that act as they do there."""
-    return sorted(name for name, fate in PARENTS.items() if not isinstance(fate, Refused))
+    return sorted(name for name, fate in PARENTS.items() if not isinstance(fate, Refused | Replaced))
 
 
 def help_text() -> str:
@@ -84,6 +89,8 @@ def all_fields_text() -> str:
         for line in _wrapped(f"{name}: {reason}", "  ")
     )
     lines.append(f"Fields of {_PARENTS}, as there:\n" + "\n".join(accepted))
+    replaced = _wrapped(", ".join(name for name, _ in replaced_fields()), "  ")
+    lines.append(f"Fields of {_PARENTS} that ask for speed or memory alone:\n" + "\n".join(replaced))
     lines.append(f"Fields of {_PARENTS} that are refused:\n{refused}")
     return "\n\n".join(lines)
 
@@ -101,6 +108,8 @@ def field_text(name: str) -> str:
         lines = _entry(name, _shown(default_of(spec)), f"{sentence} {sentence.instead_of_trl}".strip())
     elif isinstance(fate, Refused):
         lines = _wrapped(f"{name} is not supported: {fate.reason}.", "")
+    elif isinstance(fate, Replaced):
+        lines = _wrapped(f"{name} is accepted and changes nothing: {fate.by}.", "")
     else:
         text = " ".join(str(spec.metadata.get("help") or "").split())
         said = text or f"It is a field of {_PARENTS}, whose documentation explains it."
@@ -114,6 +123,7 @@ def markdown() -> dict[str, str]:
     return {
         "Fields": "\n\n".join(f"### {group}\n\n{_table(head, rows)}" for group, rows in own_fields().items()),
         "Defaults that differ from TRL's": _table(("field", "TRL", "here", "why"), other_defaults()),
+        "Fields that ask for speed": _table(("field", "what takes its place"), replaced_fields()),
         "Fields that are refused": _table(("field", "why"), refused_fields()),
     }
 

@@ -189,18 +189,20 @@ class NewFields:
     algorithm: Literal["grpo", "dapo"] = _help(
         "Preset for the fields of this group that are left unset.", "grpo", group="Algorithm"
     )
-    loss_type: LossType | None = _help(
-        "Loss, by TRL's names; unset, the algorithm decides.",
-        None,
-        instead_of_trl="TRL's default is DAPO's loss; here `algorithm` names the loss, and it is GRPO's.",
+    loss_type: LossType = _help(
+        "Loss, by TRL's names, with either algorithm: dapo is the mean over all tokens of the batch; grpo, "
+        "that of GRPO's paper, the mean of each sample's own mean, in which a token of a long sample counts "
+        "less, so that wrong answers grow long; docs/numerics.md has the others.",
+        "dapo",
     )
     epsilon_high: NonNegative | None = _help(
         "Upper clip distance; unset, `epsilon` for GRPO and 0.28 for DAPO.", None
     )
-    mask_truncated_completions: bool | None = _help(
-        "Leave truncated samples out of the loss; unset, the algorithm decides.",
-        None,
-        instead_of_trl="The same for GRPO; `algorithm` may turn it on.",
+    mask_truncated_completions: bool = _help(
+        "Leave truncated samples out of the loss, and out of the mean and standard deviation of their group, "
+        "in which TRL leaves them, so that the advantages that the loss sees add up to 0 "
+        "(docs/numerics.md).",
+        False,
     )
     dynamic_sampling_rounds: Count | None = _help(
         "Largest number of extra rollouts per step, each of which replaces groups without signal.", None
@@ -311,7 +313,8 @@ class ChangedFields:
         group="Fields of TRL and transformers with another default or meaning",
     )
     metric_for_best_model: Text | None = _help(
-        "Metric by which load_best_model_at_end chooses; unset, eval_reward. Evaluations compute no loss.",
+        "Metric by which load_best_model_at_end chooses; unset, eval_reward. Evaluations compute no loss: "
+        "eval_loss is minus eval_reward.",
         None,
     )
     per_device_eval_batch_size: PositiveInt | None = _help(

@@ -1,12 +1,13 @@
 """What becomes of every field of TRL's `GRPOConfig` and transformers' `TrainingArguments`.
 
-A field acts, or it is refused with the reason when it is set: nothing is accepted and ignored. Three
-fields are for scripts around a trainer and are left alone, as `Trainer` itself leaves them. Where a
-parent's annotation says less than what is accepted (`str` where six words are valid, `int` where 0 is
-not), the type stands here. A test compares this table with the classes: a field that a new TRL adds fails
-it until somebody has decided.
+A field acts, or it is refused with the reason when it is set. One that asks for speed or memory and for no
+other result is accepted, and each run says once what takes its place. Three fields are for scripts around a
+trainer and are left alone, as `Trainer` itself leaves them. Where a parent's annotation says less than what
+is accepted (`str` where six words are valid, `int` where 0 is not), the type stands here. A test compares
+this table with the classes: a field that a new TRL adds fails it until somebody has decided.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -47,10 +48,33 @@ class Refused:
 
 
 @dataclass(frozen=True)
+class Replaced:
+    """A field that asks how fast or in how much memory something is done, which is done otherwise here.
+
+    Attributes:
+        type: What it accepts; its value is not kept.
+        by: What takes its place, as a whole clause.
+    """
+
+    type: Any
+    by: str
+
+
+@dataclass(frozen=True)
 class ForScripts:
     """A field that no trainer reads; ``type`` is what it accepts."""
 
     type: Any
+
+
+class Dispatch(TypedDict, total=False):
+    """Options of accelerate that leave batches as they are: which process reads a stream, and how batches get
+    to the device."""
+
+    __pydantic_config__ = ConfigDict(strict=True, extra="forbid")  # type: ignore[misc]
+
+    dispatch_batches: bool
+    non_blocking: bool
 
 
 class Checkpointing(TypedDict, total=False):
@@ -76,15 +100,21 @@ def _list_of(type_: Any) -> Any:
 
 
 _REPORTERS: Any = _one_of(["none", "all", *INTEGRATION_TO_CALLBACK])
-_ENGINE = "rollouts run on the built-in engine, which does not know it"
-_VLLM = "rollouts run on the built-in engine, not on vLLM"
+_ENGINE = "rollouts run on the built-in engine, on the weights that train"
+_LAYERS = "the update has fused layers of its own"
+_DIVIDED = "an update that runs out of memory divides itself"
 _ONE_COPY = "the packed weights are one copy per GPU; data parallelism over torchrun is what there is"
 _NO_LOGITS = "evaluation scores samples by their rewards and keeps no logits"
 _AUTOCAST = "autocast would make the trainer's policy differ from the sampler's; set dtype"
-_COMPILE = "rows of the update have another length in every step, for each of which it would compile anew"
 _BATCHES = "a process must get whole groups, in an order that a resume can repeat"
 
-PARENTS: dict[str, Acts | Refused | ForScripts] = {
+_CACHES = Literal[
+    "dynamic", "dynamic_full", "static", "offloaded", "offloaded_static", "offloaded_hybrid",
+    "offloaded_hybrid_chunked", "hybrid", "hybrid_chunked", "sliding_window",
+]  # fmt: skip
+"""Kinds of transformers' cache that round nothing."""
+
+PARENTS: dict[str, Acts | Replaced | Refused | ForScripts] = {
     # Length of the run, batches, optimizer
     "output_dir": Acts(Text | None),
     "per_device_train_batch_size": Acts(PositiveInt),
@@ -105,7 +135,7 @@ PARENTS: dict[str, Acts | Refused | ForScripts] = {
     "average_tokens_across_devices": Refused("the loss of GRPO has normalisers of its own; see loss_type"),
     "label_smoothing_factor": Refused("there are no labels"),
     "neftune_noise_alpha": Refused("it would make the trainer's policy differ from the sampler's"),
-    "auto_find_batch_size": Refused("a smaller batch would cut groups; the update divides itself instead"),
+    "auto_find_batch_size": Replaced(bool, _DIVIDED),
     # Precision, memory, compilation
     "fp16": Refused(_AUTOCAST),
     "bf16_full_eval": Refused(_AUTOCAST),
@@ -113,12 +143,12 @@ PARENTS: dict[str, Acts | Refused | ForScripts] = {
     "tf32": Acts(bool | None),
     "gradient_checkpointing": Acts(bool),
     "gradient_checkpointing_kwargs": Acts(Checkpointing | None),
-    "torch_compile": Refused(_COMPILE),
-    "torch_compile_backend": Refused(_COMPILE),
-    "torch_compile_mode": Refused(_COMPILE),
-    "use_liger_kernel": Refused("the update has fused layers of its own"),
-    "liger_kernel_config": Refused("the update has fused layers of its own"),
-    "use_cache": Refused("an update needs no cache, and the engine has its own"),
+    "torch_compile": Replaced(bool, _LAYERS),
+    "torch_compile_backend": Replaced(Text | None, _LAYERS),
+    "torch_compile_mode": Replaced(Text | None, _LAYERS),
+    "use_liger_kernel": Replaced(bool, _LAYERS),
+    "liger_kernel_config": Replaced(dict[str, Any] | None, _LAYERS),
+    "use_cache": Replaced(bool, _ENGINE),
     "torch_empty_cache_steps": Acts(PositiveInt | None),
     "cast_lm_head_to_fp32": Acts(bool),
     "disable_dropout": Acts(bool),
@@ -188,7 +218,7 @@ PARENTS: dict[str, Acts | Refused | ForScripts] = {
     "dataloader_in_order": Acts(bool),
     "train_sampling_strategy": Refused(_BATCHES),
     "length_column_name": Refused(_BATCHES),
-    "accelerator_config": Refused(_BATCHES),
+    "accelerator_config": Acts(Dispatch | None),
     "use_cpu": Acts(bool),
     "local_rank": Refused("torchrun tells each process its rank"),
     "ddp_bucket_cap_mb": Acts(PositiveInt | None),
@@ -217,28 +247,31 @@ PARENTS: dict[str, Acts | Refused | ForScripts] = {
     "top_p": Acts(PositiveShare),
     "top_k": Acts(Count),
     "min_p": Acts(Share | None),
-    "repetition_penalty": Refused(_ENGINE),
-    "generation_kwargs": Refused("the built-in engine does not read it; stop_strings is a field by itself"),
-    "cache_implementation": Refused(_ENGINE),
-    "use_transformers_continuous_batching": Refused(_ENGINE),
-    "transformers_continuous_batching_config": Refused(_ENGINE),
-    "use_transformers_paged": Refused(_ENGINE),
+    "repetition_penalty": Refused(
+        "the engines draw from the policy itself; a penalty makes another policy of it, whose probabilities "
+        "they do not compute"
+    ),
+    "generation_kwargs": Acts(dict[str, Any] | None),
+    "cache_implementation": Replaced(_CACHES | None, _ENGINE),
+    "use_transformers_continuous_batching": Replaced(bool, _ENGINE),
+    "transformers_continuous_batching_config": Replaced(dict[str, Any] | None, _ENGINE),
+    "use_transformers_paged": Replaced(bool | None, _ENGINE),
     "max_tool_calling_iterations": Acts(PositiveInt | None),
     "chat_template_kwargs": Acts(dict[str, Any] | None),
     "pad_to_multiple_of": Acts(PositiveInt | Literal["auto"] | None),
-    "use_vllm": Refused(_VLLM),
-    "vllm_mode": Refused(_VLLM),
-    "vllm_model_impl": Refused(_VLLM),
-    "vllm_enable_sleep_mode": Refused(_VLLM),
-    "vllm_structured_outputs_regex": Refused(_VLLM),
-    "vllm_server_base_url": Refused(_VLLM),
-    "vllm_server_host": Refused(_VLLM),
-    "vllm_server_port": Refused(_VLLM),
-    "vllm_server_timeout": Refused(_VLLM),
-    "vllm_group_port": Refused(_VLLM),
-    "vllm_gpu_memory_utilization": Refused(_VLLM),
-    "vllm_max_model_length": Refused(_VLLM),
-    "vllm_tensor_parallel_size": Refused(_VLLM),
+    "use_vllm": Replaced(bool, _ENGINE),
+    "vllm_mode": Replaced(Literal["server", "colocate"], _ENGINE),
+    "vllm_model_impl": Replaced(Literal["vllm", "transformers", "auto"], _ENGINE),
+    "vllm_enable_sleep_mode": Replaced(bool, _ENGINE),
+    "vllm_structured_outputs_regex": Refused("the engines draw every token from the whole vocabulary"),
+    "vllm_server_base_url": Replaced(Text | None, _ENGINE),
+    "vllm_server_host": Replaced(Text, _ENGINE),
+    "vllm_server_port": Replaced(PositiveInt, _ENGINE),
+    "vllm_server_timeout": Replaced(NonNegative, _ENGINE),
+    "vllm_group_port": Replaced(PositiveInt, _ENGINE),
+    "vllm_gpu_memory_utilization": Replaced(PositiveShare, _ENGINE),
+    "vllm_max_model_length": Replaced(PositiveInt | None, _ENGINE),
+    "vllm_tensor_parallel_size": Replaced(PositiveInt, _ENGINE),
     # Loss
     "beta": Acts(NonNegative),
     "num_iterations": Acts(PositiveInt),
@@ -282,9 +315,26 @@ _NEWER_NAMES = {
 }
 
 
-def fate_of(name: str) -> Acts | Refused | ForScripts:
+def fate_of(name: str) -> Acts | Replaced | Refused | ForScripts:
     """What becomes of a parent's field; one that a newer transformers adds is refused."""
     return PARENTS.get(name) or _NEWER_NAMES.get(name, _NEWER)
+
+
+def replacements(names: Sequence[str]) -> str:
+    """The line in which a run says what takes the place of these fields."""
+    by: dict[str, list[str]] = {}
+    for name in names:
+        fate = PARENTS[name]
+        assert isinstance(fate, Replaced)
+        by.setdefault(fate.by, []).append(name)
+    said = "; ".join(f"{', '.join(group)}: {clause}" for clause, group in by.items())
+    return f"Settings that ask for speed or memory are answered by what is built in. {said}."
+
+
+def says_as_older(config: Any, name: str) -> bool:
+    """Whether a field is a newer name of one that has the same value, as in a copy of settings."""
+    older = _ACTIVATION_CHECKPOINTING.get(name)
+    return older is not None and getattr(config, name) == getattr(config, older)
 
 
 def set_newer_names(config: Any) -> None:

@@ -19,6 +19,7 @@ from qerl.settings.fields import OWN_NAMES, OWN_TYPES
 from qerl.settings.foreign import refuse_unknown
 from qerl.settings.library import recipe_file
 from qerl.settings.parents import Refused, fate_of
+from qerl.settings.parsed import of_accelerate
 
 FIELDS = {spec.name: spec for spec in dataclasses.fields(QeRLConfig) if spec.init}
 
@@ -174,6 +175,7 @@ def resolved(config: QeRLConfig) -> dict[str, Any]:
         if name in _DERIVED or (not own and isinstance(fate_of(name), Refused)):  # those have their defaults
             continue
         value = getattr(config, name)
+        value = of_accelerate(value) if name == "accelerator_config" else value
         if own or value != default_of(spec):
             out[name] = value.value if isinstance(value, Enum) else value
     if config.pad_to_multiple_of is None:  # what transformers makes of its default, auto

@@ -127,7 +127,7 @@ class GuardedReward:
         self.__name__ = name_of(function)
 
     def __call__(
-        self, prompts: list | None = None, completions: list | None = None, **columns: Any
+        self, /, prompts: list | None = None, completions: list | None = None, **columns: Any
     ) -> list[float | None]:
         """Return one reward per sample; the arguments are those that TRL passes, of which any may be missing
         that the function does not read."""

@@ -40,9 +40,9 @@ from qerl.settings.adapter import LORA_FIELDS, plain, take_adapter
 from qerl.settings.config import QeRLConfig, default_of
 from qerl.settings.recipe import FIELDS
 from qerl.tasks.early import EarlyCalls
-from qerl.trainer.data import sound_data
+from qerl.trainer.data import sound_data, streams_as_given
 from qerl.trainer.early import check_tells
-from qerl.trainer.model_in_hand import check_dtype, check_optimizer, held, weights_of
+from qerl.trainer.model_in_hand import check_dtype, check_optimizer, check_whole, held, weights_of
 from qerl.trainer.others import Others
 from qerl.trainer.policy import make_policy
 from qerl.trainer.prompts import ReadyPrompts
@@ -140,11 +140,12 @@ def complete(
     Raises:
         QeRLError: An argument is missing, is refused, contradicts another one, or cannot be loaded.
     """
-    _check_given(model, reward_funcs, train_dataset, peft_config, others, refused)
+    _check_given(model, reward_funcs, train_dataset, peft_config, engine, others, refused)
     named = isinstance(model, str | Path)
     settings = _settings(args, model, peft_config)
     train_dataset = others.rows(train_dataset, settings)
     _check_fields(settings, acted_on, named, engine, others)
+    given_rows = eval_dataset
     train_dataset, eval_dataset = sound_data(settings, train_dataset, eval_dataset, bool(others.factories))
     early = early_calls(reward_funcs, settings)
     if early is not None and engine is not None:
@@ -166,7 +167,7 @@ def complete(
         "reward_funcs": rewards,
         "reward_processing_classes": one_for_each(reward_processing_classes, reward_funcs, rewards),
         "train_dataset": train_dataset,
-        "eval_dataset": eval_dataset,
+        "eval_dataset": streams_as_given(given_rows, eval_dataset),
         "processing_class": processing_class or tokenizer,
         "optimizers": optimizers,
         **others.for_trl,
@@ -176,8 +177,19 @@ def complete(
 
 def _rewards(reward_funcs: Any, settings: QeRLConfig, others: Others, early: EarlyCalls | None) -> list[Any]:
     """The user's rewards and those of environments, guarded; where rewards have weights, the latter weigh 1,
-    as in TRL."""
+    as in TRL.
+
+    Raises:
+        QeRLError: There are weights, and not one for each of the user's.
+    """
     if settings.reward_weights is not None:
+        given = len(with_length_penalty(reward_funcs, settings))
+        if len(settings.reward_weights) != given:
+            penalty = ", the length penalty (overlong_buffer) among them" if settings.overlong_buffer else ""
+            raise QeRLError(
+                f"reward_weights has {len(settings.reward_weights)} numbers, and there are {given} reward "
+                f"functions{penalty}; give one for each."
+            )
         settings.reward_weights = [*settings.reward_weights, *[1.0] * len(others.rewards)]
     every = with_length_penalty(reward_funcs, settings) + others.rewards
     return guard_rewards(every, settings.reward_timeout, early)
@@ -188,6 +200,7 @@ def _check_given(
     reward_funcs: Any,
     train_dataset: Any,
     peft_config: Any,
+    engine: Any,
     others: Others,
     refused: dict[str, Any],
 ) -> None:
@@ -214,8 +227,15 @@ def _check_given(
             f"model is a {type(model).__name__}; pass a Hub id, a folder, or a causal language model of "
             "transformers."
         )
+    if isinstance(model, nn.Module):
+        check_whole(model)
     if peft_config is not None:
         check_lora(peft_config)
+    if engine is not None and not isinstance(engine, RolloutEngine):
+        raise QeRLError(
+            f"engine is a {type(engine).__name__}; leave it out, or pass what "
+            "qerl.rollout.select.make_engine made of the model."
+        )
 
 
 # Settings

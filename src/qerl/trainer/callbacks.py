@@ -47,6 +47,20 @@ _SHOWN = (
 )
 
 
+def check_callbacks(callbacks: Any) -> None:
+    """Refuse what the trainer could not call.
+
+    Raises:
+        QeRLError: It is no list of callbacks, or of their classes.
+    """
+    if callbacks is not None and not isinstance(callbacks, list | tuple):
+        raise QeRLError(f"callbacks is a {type(callbacks).__name__}; pass a list of TrainerCallback objects.")
+    for each in callbacks or ():
+        kind = each if isinstance(each, type) else type(each)
+        if not issubclass(kind, TrainerCallback):
+            raise QeRLError(f"callbacks has the type {kind.__name__}; each must be a TrainerCallback.")
+
+
 class MetricsFile(TrainerCallback):
     """Writes one JSON object per log call to metrics.jsonl; a resumed run goes on where its checkpoint stood.
 

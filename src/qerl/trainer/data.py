@@ -25,9 +25,11 @@ def sound_data(
         environments: Whether environments answer; they may give the prompts.
 
     Raises:
-        QeRLError: The settings cannot sample from them: dynamic sampling or a curriculum of a stream, rows
-            without a prompt, or a column that reward functions could not be handed.
+        QeRLError: The settings cannot sample from them: a stream without `max_steps`, dynamic sampling or a
+            curriculum of one; or as `sound_rows`.
     """
+    if isinstance(train_dataset, IterableDataset):
+        _check_stream(args, train_dataset)
     if args.curriculum and isinstance(train_dataset, IterableDataset):
         raise QeRLError(
             "curriculum draws some problems of the data set less than others, which an IterableDataset "
@@ -44,6 +46,16 @@ def sound_data(
     )
 
 
+def _check_stream(args: QeRLConfig, stream: IterableDataset) -> None:
+    if args.max_steps <= 0:
+        raise QeRLError(
+            "train_dataset is an IterableDataset, whose length nobody knows; set max_steps to the length of "
+            "the run."
+        )
+    if next(iter(stream), None) is None:
+        raise QeRLError("train_dataset is an IterableDataset without a row; check where its rows come from.")
+
+
 def sound_rows(rows: Any, what: str, environments: bool) -> Any:
     """The rows, their prompts as `sound_prompts` gives them.
 
@@ -53,13 +65,30 @@ def sound_rows(rows: Any, what: str, environments: bool) -> Any:
         environments: Whether environments answer; they may give the prompts.
 
     Raises:
-        QeRLError: There are rows without a prompt, or a column that reward functions could not be handed.
+        QeRLError: It is no data set, has no row, or has rows without a prompt or a column that reward
+            functions could not be handed.
     """
+    if rows is None:
+        return None
+    if not isinstance(rows, dict | Dataset | IterableDataset):
+        raise QeRLError(
+            f"{what} is a {type(rows).__name__}; pass a Dataset or IterableDataset, or several by name in a "
+            "dictionary."
+        )
+    if isinstance(rows, Dataset) and not len(rows):
+        raise QeRLError(f"{what} has no row; check how it was filtered.")
     if isinstance(rows, dict):
         return {name: sound_rows(some, f"{what} {name!r}", environments) for name, some in rows.items()}
     # A stream that was mapped does not know its columns.
     _check_columns(what, getattr(rows, "column_names", None) or (), environments)
     return sound_prompts(rows, what)
+
+
+def streams_as_given(given: Any, sound: Any) -> Any:
+    """The sound rows, but streams as they were given: a trainer makes these sound when it reads them."""
+    if isinstance(given, dict):
+        return {name: streams_as_given(rows, sound[name]) for name, rows in given.items()}
+    return given if isinstance(given, IterableDataset) else sound
 
 
 def _check_columns(what: str, columns: Any, environments: bool) -> None:

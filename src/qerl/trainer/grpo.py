@@ -27,6 +27,7 @@ replaced, and why:
 """
 
 import contextlib
+import logging
 from collections.abc import Callable, Collection, Iterator, Sized
 from pathlib import Path
 from typing import Any
@@ -42,10 +43,12 @@ from trl import GRPOConfig
 from qerl.agents.environment import EnvironmentFactory
 from qerl.agents.tools import Tool
 from qerl.errors import QeRLError
+from qerl.ranks import is_first_process
 from qerl.rollout.engine import RolloutEngine
 from qerl.seeding import ProblemSeeds
+from qerl.settings.parents import replacements
 from qerl.trainer.arguments import complete
-from qerl.trainer.callbacks import EarlyStop, MetricsFile
+from qerl.trainer.callbacks import EarlyStop, MetricsFile, check_callbacks
 from qerl.trainer.correction import Mismatch
 from qerl.trainer.data import sound_rows
 from qerl.trainer.dynamic_sampling import empty_log
@@ -55,6 +58,8 @@ from qerl.trainer.trl.late_metrics import settle
 from qerl.trainer.trl.reference import none_by_trl
 from qerl.trainer.trl.tables import written_whole
 from qerl.trainer.updates import UpdateTrainer
+
+logger = logging.getLogger(__name__)
 
 
 class QeRLTrainer(UpdateTrainer):
@@ -116,6 +121,7 @@ class QeRLTrainer(UpdateTrainer):
         engine: RolloutEngine | None = None,
         acted_on: Collection[str] = (),
     ) -> None:
+        check_callbacks(callbacks)
         others = check_others(tools, environment_factory, rollout_func)
         self._is_of_a_run = bool(acted_on)
         given = complete(
@@ -129,6 +135,8 @@ class QeRLTrainer(UpdateTrainer):
             others=others,
             refused={"quantization_config": quantization_config},
         )
+        if given.args.replaced and is_first_process():
+            logger.warning(replacements(given.args.replaced))
         if environment_factory is not None:
             given.args.make_room_for_environments()
         patience, threshold = given.args.early_stopping_patience, given.args.early_stopping_threshold
@@ -160,7 +168,7 @@ class QeRLTrainer(UpdateTrainer):
     def prediction_step(
         self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None
     ) -> tuple:
-        """Replaces TRL's loss of an evaluation: it samples and scores, and there is no loss to report."""
+        """Replaces TRL's loss of an evaluation: it samples and scores, and computes no loss."""
         self._prepare_inputs(inputs)
         return None, None, None
 
@@ -187,8 +195,9 @@ class QeRLTrainer(UpdateTrainer):
         return output
 
     def _sound(self, rows: Any, argument: str, what: str) -> Any:
-        """Rows that are handed over, checked and cut; what is no data set is left to transformers."""
-        if not isinstance(rows, Dataset | IterableDataset | dict):
+        """Rows that are handed over, checked and cut. None, and the name of a set that the trainer has, are
+        left to transformers; streams are made sound when they are read."""
+        if rows is None or isinstance(rows, str | IterableDataset):
             return rows
         return self._ready(sound_rows(rows, argument, self._has_environments), what)
 
@@ -207,10 +216,13 @@ class QeRLTrainer(UpdateTrainer):
         return self.get_eval_dataloader(test_dataset)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        """Wraps TRL's: a process's batch is no larger than its share, or accelerate would fill it up with
-        problems that others have."""
+        """Wraps TRL's: rows of a stream are checked and cut as they are read, and a process's batch is no
+        larger than its share, or accelerate would fill it up with problems that others have."""
         given = self.eval_dataset if eval_dataset is None else eval_dataset
         found = self.eval_dataset[given] if isinstance(given, str) else given
+        if isinstance(found, IterableDataset):
+            rows = sound_rows(found, "eval_dataset", self._has_environments)
+            eval_dataset = self._ready(rows, "evaluation prompts")
         most = self.args.per_device_eval_batch_size
         if isinstance(found, Sized):
             share = -(-len(found) // self.accelerator.num_processes) * self.num_generations_eval
@@ -221,10 +233,13 @@ class QeRLTrainer(UpdateTrainer):
             self.args.per_device_eval_batch_size = most
 
     def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
-        """Wraps transformers': each of several evaluation sets has metrics of its own, and each evaluation
-        meets its problems anew."""
+        """Wraps transformers': each of several evaluation sets has metrics of its own, each evaluation meets
+        its problems anew, and its loss is minus its reward."""
         self._problem_seeds = ProblemSeeds(self.args.seed)
         output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
+        reward = mean(self._metrics["eval"]["reward"])
+        if reward is not None:
+            output.metrics[f"{metric_key_prefix}_loss"] = -reward
         self._clock.clear()  # the time of an evaluation is no step's
         if self._evaluating:
             name_metrics(self._metrics["eval"], metric_key_prefix)

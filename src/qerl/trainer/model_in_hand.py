@@ -43,6 +43,21 @@ def weights_of(model: nn.Module) -> str:
     return "nf4" if getattr(base_model(model), "is_loaded_in_4bit", False) else "bf16"
 
 
+def check_whole(model: nn.Module) -> None:
+    """Refuse a model that cannot say how likely a token is: without an output head, or without weights."""
+    base = base_model(model)
+    if base.get_output_embeddings() is None:
+        raise QeRLError(
+            f"The {type(base).__name__} that was handed in has no output head, so it predicts no tokens; "
+            "load it with AutoModelForCausalLM."
+        )
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise QeRLError(
+            "The model that was handed in is on the meta device, where weights have no values; load it with "
+            "from_pretrained."
+        )
+
+
 def check_dtype(model: nn.Module) -> None:
     """Refuse a model in a precision that nothing here trains in, or that evaluation could not be told."""
     dtype = base_model(model).dtype

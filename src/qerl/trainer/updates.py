@@ -25,7 +25,7 @@ from qerl.trainer.microbatches import Microbatches
 from qerl.trainer.processes import rebuild_buckets
 from qerl.trainer.ready import ready_for_rows
 from qerl.trainer.scores import ScoringTrainer
-from qerl.trainer.trl.known_outputs import KnownOutputs
+from qerl.trainer.trl.known_outputs import known_where
 from qerl.trainer.trl.late_metrics import LateMetric, metrics_later
 from qerl.trainer.trl.recompute import no_offload_on_cpu, recompute_every_layer
 from qerl.trainer.trl.reference import add_reference
@@ -185,8 +185,8 @@ class UpdateTrainer(ScoringTrainer):
 
     def _loss_of(self, inputs: Batch, outputs: Outputs, rows: list[int]) -> torch.Tensor:
         """TRL's loss of a microbatch, given the policy's outputs for these rows."""
-        known = KnownOutputs(*outputs)
         mask_BC = loss_mask(inputs)
+        known, inputs = known_where(mask_BC, outputs, inputs)
         computed_B1 = torch.zeros(len(mask_BC), 1, dtype=mask_BC.dtype)
         computed_B1[rows] = 1
         computed_BC = mask_BC * upload(computed_B1, mask_BC.device)

@@ -1,10 +1,10 @@
 """GRPO of S runs at once: the steps of a study.
 
-A step is one of `QeRLTrainer`'s with the defaults of `QeRLConfig`: a rollout of each run with its noise,
-rewards, advantages within groups, one loss, one move of AdamW. The loss is GRPO's at the point where the
-policy sampled: its ratio to the old policy is 1, so nothing is clipped, and its gradient is that of the
-advantage times the correction's weight times the log-probability. Data, fresh adapters, noise and sampling
-have the same keys as there, so a run of a batch does what a run by itself would.
+A step is one of `QeRLTrainer`'s with `loss_type: grpo` and the other defaults of `QeRLConfig`: a rollout of
+each run with its noise, rewards, advantages within groups, one loss, one move of AdamW. The loss is GRPO's at
+the point where the policy sampled: its ratio to the old policy is 1, so nothing is clipped, and its gradient
+is that of the advantage times the correction's weight times the log-probability. Data, fresh adapters, noise
+and sampling have the same keys as there, so a run of a batch does what a run by itself would.
 
 Where a run's gradient or a logit is not finite the run has diverged: it stays as it is, and says so in each
 record from there on. The others do not notice.

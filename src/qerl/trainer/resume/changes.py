@@ -44,7 +44,8 @@ _QUIET = (
     "num_completions_to_print", "disable_tqdm", "save_", "hub_", "push_to_hub", "eval_", "do_eval",
     "per_device_eval", "num_generations_eval", "load_best_model", "metric_for_best", "greater_is_better",
     "tokens_per_forward", "gradient_checkpointing", "max_sequences", "speculative_tokens", "reward_timeout",
-    "early_rewards", "ddp_", "dataloader_", "torch_empty_cache_steps", "use_cpu", "restore_callback",
+    "early_rewards", "accelerator_config", "ddp_", "dataloader_", "torch_empty_cache_steps", "use_cpu",
+    "restore_callback",
 )  # fmt: skip
 # Of checkpoints whose settings do not say it: they leave out what was the default, and that was TRL's.
 _FORMER_RATE = 1e-6

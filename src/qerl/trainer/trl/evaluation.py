@@ -2,7 +2,8 @@
 
 An evaluation samples and scores, and computes no loss: GRPO's loss on fresh samples is near zero at the
 policy that drew them, whatever their rewards, so it would cost a forward pass and choose nothing. The best
-checkpoint is the one with the highest `eval_reward`.
+checkpoint is the one with the highest `eval_reward`. Scripts that look for `eval_loss`, or choose by it, find
+minus that reward under the name.
 """
 
 import math
