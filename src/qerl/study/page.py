@@ -265,7 +265,7 @@ def _verdicts(comparisons: Sequence[Comparison]) -> str:
     return (
         "<h2>Comparisons</h2><p>Difference in the area under the curve of greedy accuracy, paired by seed; "
         "its BCa bootstrap interval; Wilcoxon's signed-rank test and two one-sided t tests against "
-        f"\N{PLUS-MINUS SIGN}{comparisons[0].equivalence:g}, both with Holm's correction within the family; "
+        f"\N{PLUS-MINUS SIGN}{comparisons[0].equivalence:g}, both with Holm's correction over all comparisons; "
         "the smallest difference that would have been found with power .8; runs that collapsed, with "
         "McNemar's test.</p>" + _table(heads, rows)
     )
