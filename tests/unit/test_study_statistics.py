@@ -1,12 +1,13 @@
 """Statistics of a study against hand-computed and textbook values, and the verdicts made of them."""
 
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
 import pytest
 
 from qerl.errors import QeRLError
-from qerl.study import statistics
+from qerl.study import page, statistics
 from qerl.study.results import Results, RunResult
 from tests.support.study import tiny_study
 
@@ -139,6 +140,23 @@ class TestWithScipy:
         (one,) = statistics.compare(results(second + d, second, arms=arms, comparisons=planned))
         assert one.p_equivalent == pytest.approx(2 * alone.p_equivalent)
         assert "no effect" not in one.verdict and "by less than" not in one.verdict
+
+    def test_an_arm_that_leaves_its_control_before_the_noise_begins_is_told(self):
+        found = results([0.6, 0.7, 0.8], [0.5, 0.5, 0.5])
+        for run in found.runs:
+            noisy = run.run.arm.noise
+            run.steps["noise/sigma"] = [0.0, 0.0, 0.5 * noisy, 0.1 * noisy]
+            run.steps["rollout/entropy"] = [1.0, 0.9, 0.8 + noisy, 0.7]
+        assert statistics.compare(found)[0].apart == 0
+        for run in found.runs[:2]:
+            run.steps["rollout/entropy"][1] = 0.91
+        (one,) = statistics.compare(found)
+        assert one.apart == 2
+        words = "in 2 of 3 seeds the two differ before the noise begins"
+        assert words in page.render(found, [one]) and words not in page.render(found, [replace(one, apart=0)])
+        for run in found.runs:
+            run.steps["noise/sigma"] = [0.0] * 4
+        assert statistics.compare(found)[0].apart == 0  # formats, say, differ from the first step on
 
     def test_an_interval_that_holds_0_decides_nothing(self):
         d = np.array([-0.004] * 27 + [0.018] * 5) + 1e-5 * np.arange(32)

@@ -28,13 +28,12 @@ learning rates that were chosen.
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from qerl.errors import QeRLError
 from qerl.kernels.needs import has_module, how_to_install
-from qerl.study.results import Results
+from qerl.study.results import ROLLOUT_ENTROPY, SIGMA, Results, RunResult
 
 LEVEL = 0.05
 POWER = 0.8
@@ -67,6 +66,8 @@ class Comparison:
         collapses: Runs of the first and of the second arm that collapsed.
         p_collapse: Of McNemar's test.
         differences: Seed by seed.
+        apart: Of a pair of which one arm has noise, the seeds in which the two differ before it begins: their
+            difference is then not the noise's alone.
     """
 
     family: str
@@ -84,6 +85,7 @@ class Comparison:
     collapses: tuple[int, int]
     p_collapse: float
     differences: tuple[float, ...]
+    apart: int
 
     @property
     def verdict(self) -> str:
@@ -143,18 +145,31 @@ def compare(results: Results) -> list[Comparison]:
                 collapses=(sum(a for a, _ in fell), sum(b for _, b in fell)),
                 p_collapse=mcnemar(sum(a > b for a, b in fell), sum(b > a for a, b in fell)),
                 differences=tuple(map(float, d)),
+                apart=sum(_apart(a, b) for a, b in rows),
             )
         )
     return found
 
 
-def _paired(results: Results, first: str, second: str) -> list[tuple[Any, Any]]:
+def _paired(results: Results, first: str, second: str) -> list[tuple[RunResult, RunResult]]:
     """Results of two arms for each test seed that both have finished."""
     others = {result.run.seed: result for result in results.tested(second)}
     return [(one, others[one.run.seed]) for one in results.tested(first) if one.run.seed in others]
 
 
-def differences(rows: Sequence[tuple[Any, Any]]) -> np.ndarray:
+def _apart(one: RunResult, other: RunResult) -> bool:
+    """Whether two runs, of which one has noise, drew from different policies before it began."""
+    begins = [
+        next((at for at, sigma in enumerate(run.steps.get(SIGMA, [])) if sigma), None) for run in (one, other)
+    ]
+    clean = [at for at in begins if at is not None]
+    if len(clean) != 1:
+        return False
+    first, second = (run.steps.get(ROLLOUT_ENTROPY, [])[: clean[0]] for run in (one, other))
+    return first != second
+
+
+def differences(rows: Sequence[tuple[RunResult, RunResult]]) -> np.ndarray:
     """Differences [seeds] in area under the curve."""
     return np.array([first.area - second.area for first, second in rows])
 
