@@ -59,7 +59,13 @@ class TestWithScipy:
 
     @pytest.mark.parametrize(
         "ranks",
-        [[1, 2, 3, 4, 5, 6, 7], [1, 1, 1, -2, 2, 3, 3, -3], [-1, 1, 2, 2, -2, 2, 5], [0, 0, -1, 1, 1, 4], [2]],
+        [
+            [1, 2, 3, 4, 5, 6, 7],
+            [1, 1, 1, -2, 2, 3, 3, -3],
+            [-1, 1, 2, 2, -2, 2, 5],
+            [0, 0, -1, 1, 1, 4],
+            [2],
+        ],
     )
     def test_wilcoxon_is_the_share_of_signs_as_far_out(self, ranks):
         d = np.array(ranks) / 5120 + 1e-7 * np.arange(len(ranks))  # results are kept to six digits
