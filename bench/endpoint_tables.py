@@ -63,10 +63,10 @@ def paper() -> str:
                 cells = [estimate(over_runs(names, first, second, value)) for value in (area, at_the_end)]
                 lines.append((of, *cells, " and ".join(collapses(names, arm) for arm in (first, second))))
     return table(
-        ("AQN minus the same without noise", "accuracy over the run", "accuracy at the end", "collapsed"),
+        ("AQN minus the same without", "mean held-out accuracy over the run", "at the end", "collapsed"),
         lines,
-        "Of greedy held-out accuracy; its mean over the run is the area under its curve. Paired by "
-        "seed, with 95 % intervals over seeds. Two runs of each seed, at two commits, are averaged by seed.",
+        "Greedy accuracy without noise, paired by seed, with 95 % intervals over seeds. Two runs of each "
+        "seed, at two commits, are averaged by seed.",
     )
 
 

@@ -21,6 +21,7 @@ from bench.study_tables import (
     after_the_fact,
     arms,
     by_seed,
+    claimed,
     compared,
     comparisons,
     difference,
@@ -305,11 +306,13 @@ TABLES: dict[str, Callable[[], str]] = {
     "earlier-rates": lambda: rates(EARLIER),
     "earlier-arms": lambda: arms(EARLIER),
     "earlier-comparisons": lambda: comparisons(EARLIER, "primary", "designs", "formats", "correction"),
+    "verdict-rates": claimed,
     "noise-figures": lambda: shown("wp12", "differences", "accuracy-primary", "rollout-entropy-primary"),
     "probe-noise": lambda: probe_tables.perturbations("probe", "start", "wp12"),
     "probe-beside": lambda: probe_tables.beside("probe", probe_tables.TRAINED, "wp12", "gain"),
     "probe-formats": lambda: probe_tables.formats("probe", "wp12"),
     "probe-formats-wp2": lambda: probe_tables.formats("probe", "wp2"),
+    "rounding-kl": lambda: probe_tables.roundings("probe"),
     "probe-figures": lambda: "".join(shown(name, "") for name in PROBES),
 }
 """What the marks in the pages stand for."""

@@ -11,7 +11,7 @@ from statistics import fmean, stdev
 import numpy as np
 
 from bench.captions import table
-from bench.result import RESULTS
+from bench.result import RESULTS, read_rows
 from qerl.report.metrics import number
 from qerl.study.arms import Arm
 from qerl.study.results import SIGMA, Results, RunResult, read_results
@@ -135,6 +135,32 @@ def rates(name: str) -> str:
         f"bold is what was chosen. {source(name)}"
     )
     return table(("arm, at the learning rate", *(f"{rate:g}" for rate in tried)), lines, caption)
+
+
+def claimed() -> str:
+    """Table of how often an effect is claimed of differences whose mean is 0."""
+    rows = read_rows("verdicts")
+    lines = [
+        (
+            row["differences"],
+            row["comparisons"],
+            *(f"{row[key]:.3f}" for key in ("helps", "harms", "outside")),
+        )
+        for row in rows
+    ]
+    return table(
+        (
+            "32 differences with a mean of 0",
+            "comparisons of the study",
+            "helps",
+            "harms",
+            "interval without 0",
+        ),
+        lines,
+        f"Shares of {rows[0]['draws']} draws of the comparison with the smallest p. "
+        f"{rows[0]['machine']}, {rows[0]['date'][:10]}, commit {rows[0]['commit']}. "
+        "File: verdicts.json.",
+    )
 
 
 def tested(name: str, arm: str) -> list[RunResult]:
