@@ -21,9 +21,9 @@ from qerl.kernels.cards import asked
 
 BENCHMARKS = (
     "rollout", "step", "context", "kernels", "bandwidth", "parity", "study", "turns", "tail", "acceptance",
-    "drafts", "serve", "loop", "cookbook",
+    "drafts", "serve", "loop", "cookbook", "verdicts",
 )  # fmt: skip
-WITHOUT_GPU = ("turns", "tail", "acceptance", "serve", "loop", "cookbook")
+WITHOUT_GPU = ("turns", "tail", "acceptance", "serve", "loop", "cookbook", "verdicts")
 """Benchmarks that measure the CPU where there is no GPU."""
 
 

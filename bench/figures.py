@@ -11,6 +11,7 @@ from bench import (
     card_tables,
     decode_tables,
     draft_tables,
+    headline_tables,
     length_tables,
     noise_numbers,
     noise_tables,
@@ -248,51 +249,6 @@ def learning() -> str:
     )
 
 
-def first_screen() -> str:
-    """The headlines: each row is one comparison in one run, or one pair of files."""
-    many = {found["engine"]: found["total_s"] for found in rows("step-7b-128-trl-h100")}
-    few = {weights: row("step-7b-h100", weights=weights)["total_s"] for weights in ("nvfp4", "bf16")}
-    drawn = {found["engine"]: found["total_s"] for found in rows("step-7b-lognormal-trl-h200")}
-    decoded = {
-        weights: row("rollout-7b-h200", weights=weights, batch=64)["decode_tok_s"]
-        for weights in ("nvfp4", "bf16")
-    }
-    lines = (
-        (
-            "GRPO step, 7B, 128 samples of drawn lengths", "H200",
-            f"**{drawn['qerl']:.1f} s**", f"{drawn['trl+vllm']:.1f} s (TRL with vLLM)",
-        ),
-        (
-            "GRPO step, 7B, 128 samples of 1024 tokens", "H100",
-            f"**{many['qerl']:.1f} s**", f"{many['trl+vllm']:.1f} s (TRL with vLLM)",
-        ),
-        (
-            "GRPO step, 7B, 8 samples of 2048 tokens", "H100",
-            f"**{few['nvfp4']:.1f} s**", f"{few['bf16']:.1f} s (ours)",
-        ),
-        (
-            "Decoding, 7B, 64 sequences", "H200",
-            f"**{decoded['nvfp4']:.0f} tokens/s**", f"{decoded['bf16']:.0f} tokens/s (ours)",
-        ),
-        (
-            "Memory of a step, every layer recomputed, 7B and 32B", "H100",
-            f"**{least_memory('7b')} and {least_memory('32b')}**",
-            f"{row('step-7b-h100-5ddacf3', weights='bf16')['update_gb']:.1f} GB (ours, 7B)",
-        ),
-    )  # fmt: skip
-    names = (
-        "step-7b-lognormal-trl-h200", "step-7b-128-trl-h100", "step-7b-h100", "rollout-7b-h200",
-        "step-7b-h100-5ddacf3", "step-32b-h100-2665039",
-    )  # fmt: skip
-    dates = sorted({found["date"][:10] for name in names for found in rows(name)})
-    return table(
-        ("LoRA rank 32, one GPU", "", "QeRL, NVFP4", "16-bit LoRA"),
-        lines,
-        f"Random weights, measured {dates[0]} to {dates[-1]}. "
-        "[All results and conditions](docs/performance.md)",
-    )
-
-
 def least_memory(shape: str) -> str:
     """GB of a step of 8 x 2048 with every layer recomputed."""
     name, where = _MEMORY[-1] if shape == "7b" else _MEMORY[-2]
@@ -321,7 +277,7 @@ def _demo_after() -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    "first-screen": first_screen,
+    "first-screen": headline_tables.first_screen,
     "decode": decode_tables.decode,
     "decode-ways": decode_tables.ways_of_128,
     "drafts-cost": lambda: draft_tables.cost("drafts-7b-h200"),

@@ -5,6 +5,7 @@ Legend: a value of a run is a number; a cell is its mean over test seeds with th
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from statistics import fmean
 from typing import Any
 
@@ -12,27 +13,36 @@ from bench import found_tables, probe_tables
 from bench.captions import table
 from bench.draw import PROBES, shown
 from bench.draw import STUDIES as TASKS
+from bench.endpoint_tables import PLAIN, controls, paper, two_steps
 from bench.study_tables import (
+    EARLIER,
     NOT_RUN,
     absent,
+    after_the_fact,
     arms,
+    by_seed,
+    claimed,
     compared,
     comparisons,
     difference,
+    early,
+    estimate,
     mean_of,
     noisy_steps,
     pair_words,
+    paired,
     rates,
     source,
     spread,
     study,
 )
 from qerl.study.arms import Arm
-from qerl.study.results import ROLLOUT_ENTROPY, SIGMA, RunResult
+from qerl.study.results import ROLLOUT_ENTROPY, SIGMA
+from qerl.study.statistics import FEWEST
 
 QUESTIONS = (
-    ("Does AQN help, with the correction?", "aqn", "none"),
-    ("Does it uncorrected, as in the paper?", "aqn_uncorrected", "none_uncorrected"),
+    ("Does AQN help uncorrected, as in the paper?", "aqn_uncorrected", "none_uncorrected"),
+    ("Does it with the correction?", "aqn", "none"),
     ("with a linear schedule", "linear", "none"),
     ("with a cosine", "cosine", "none"),
     ("with a logarithmic one", "logarithmic", "none"),
@@ -43,11 +53,11 @@ QUESTIONS = (
     ("the same with the one-sided correction", "one_sided", "none_one_sided"),
     ("the same uncorrected", "relative_uncorrected", "none_uncorrected"),
     ("the same at half the learning rate", "relative_slow", "none_slow"),
-    ("the same in the loss too", "in_loss", "none"),
+    ("the same in the loss too", "in_loss", "none_uncorrected"),
     ("the same for each sample, in decoding only", "decode", "none"),
     ("that at a larger distance", "decode_far", "none"),
-    ("the same for half of each group", "half", "none"),
-    ("Is temperature as good? The noise against the temperature with its entropy", "relative", "temperature"),
+    ("the same for half of each group", "half", "none_uncorrected"),
+    ("The noise against a temperature that follows its entropy, and lags", "relative", "temperature"),
     ("that temperature against none", "temperature", "none"),
     ("a fixed temperature of 1.25 against none", "warm", "none"),
     ("Do other ways? Noise on logits", "logits", "none"),
@@ -61,16 +71,10 @@ QUESTIONS = (
 )
 """Questions, and the two arms whose difference answers each."""
 
-EARLIER = "noise-wp12-6b0a637"
-"""A study of an earlier commit, which chose a learning rate for each arm."""
-
 FORMATS = {"bf16": "BF16", "nf4": "NF4", "mxfp4": "MXFP4"}
 
 ABLATIONS = ("linear", "cosine", "logarithmic", "rank_32", "rank_64", "rank_128")
 """Arms of `bench/studies/ablations.yaml`, which are compared with `none`."""
-
-SETTLED = 10
-"""Noisy steps after which a temperature that follows an entropy is expected to have met it."""
 
 
 def answers() -> str:
@@ -84,19 +88,20 @@ def answers() -> str:
     return table(
         ("question", "arms", *TASKS),
         lines,
-        "Difference in the area under the curve of accuracy, first minus second arm, paired by seed, with "
-        "its 95 % interval. The verdict, of the first arm, is corrected for the number of comparisons; a "
-        f"pair without one was none of the study's comparisons. Files: {', '.join(there)}.",
+        "Difference in the area under the curve of accuracy, first minus second arm, paired by seed, each "
+        "with a 95 % interval of its own. The verdict, of the first arm, is corrected for the number of "
+        "comparisons of its study; a pair with a p was none of them and is looked at after the fact. "
+        f"Files: {', '.join(there)}.",
     )
 
 
 def answer(name: str, first: str, second: str) -> str:
-    """The difference of two arms of a study with interval, seeds and, where it was planned, verdict."""
+    """The difference of two arms of a study with interval, seeds and verdict, or p where none was planned."""
     for one in compared(name):
         if (one.first, one.second) == (first, second):
             low, high = one.interval
             return f"{one.mean:+.3f} ({low:+.3f} to {high:+.3f}), {one.seeds} seeds: **{one.verdict}**"
-    return difference(name, first, second, lambda run: run.area)
+    return after_the_fact(name, first, second)
 
 
 def unanswered() -> str:
@@ -145,6 +150,17 @@ def entropies() -> str:
                 difference(TASKS["wp12"], "none", arm, lambda run: mean_of(run, ROLLOUT_ENTROPY)),
             )
         )
+    lines.append(
+        (
+            "NVFP4 with `rtn` \N{MINUS SIGN} BF16",
+            *(
+                probe_tables.more("probe", task, "nvfp4-rtn", "bf16", key)
+                for key in ("entropy_more", "prefix_more")
+                for task in ("wp12", "wp2")
+            ),
+            NOT_RUN,
+        )
+    )
     head = (
         "entropy, nats per token", "own samples, wp12", "own samples, wp2", "given prefixes, wp12",
         "given prefixes, wp2", "while training, wp12",
@@ -158,15 +174,20 @@ def entropies() -> str:
 
 
 def learned() -> str:
-    """What training adds to each format: the area above the accuracy at the start."""
+    """What training adds to each format above the accuracy at the start: over the run, and at the end."""
     lines = [
         (
             f"NVFP4 \N{MINUS SIGN} {words}",
             difference(TASKS["wp12"], "none", arm, lambda run: run.area - run.accuracy[0]),
+            difference(TASKS["wp12"], "none", arm, lambda run: run.accuracy[-1] - run.accuracy[0]),
         )
         for arm, words in FORMATS.items()
     ]
-    return table(("area above the start", "wp12"), lines, "Paired by seed, with 95 % intervals over seeds.")
+    return table(
+        ("above the start, wp12", "area", "at the end"),
+        lines,
+        "Paired by seed, with 95 % intervals over seeds.",
+    )
 
 
 def reached(name: str) -> str:
@@ -178,7 +199,7 @@ def reached(name: str) -> str:
         runs = results.tested(arm)
         noisy = noisy_steps(runs[0]) if runs else []
         if len(runs) > 1 and noisy:
-            first = noisy[: len(noisy) // 4 or 1]
+            first = early(noisy)
             control = _control(results.study.arms, arm)
             clean = {run.run.seed: run for run in results.tested(control)} if control else {}
             pairs = [(run, clean[run.run.seed]) for run in runs if run.run.seed in clean]
@@ -207,27 +228,39 @@ def reached(name: str) -> str:
 
 
 def follows() -> str:
-    """How well the controlled temperature met the entropy that it follows."""
+    """The entropy that noise adds, and that which a temperature adds that follows it, early and later."""
     lines = []
     for task, name in TASKS.items():
         results = study(name)
         for arm, fields in results.study.arms.items() if results is not None else ():
-            runs = results.tested(arm) if results is not None and fields.match_entropy else []
-            later = [_later(run) for run in runs]
-            if len(runs) > 1 and all(later):
-                errors = [mean_of(run, "temperature/error", at) for run, at in zip(runs, later, strict=True)]
-                heats = [mean_of(run, "temperature", at) for run, at in zip(runs, later, strict=True)]
-                each = f"{min(errors):+.3f} to {max(errors):+.3f}"
+            assert results is not None
+            followed = fields.match_entropy
+            runs = [] if followed is None else results.tested(followed)
+            if followed is None or len(runs) < FEWEST or len(results.tested(arm)) < FEWEST:
+                continue
+            noisy = noisy_steps(runs[0])
+            for at in (early(noisy), noisy[len(early(noisy)) :]):
+                entropy = partial(mean_of, key=ROLLOUT_ENTROPY, at=at)
+                clean, own, other = (by_seed(name, one, entropy) for one in (PLAIN, followed, arm))
                 lines.append(
-                    (f"{task}: {arm} after {fields.match_entropy}", spread(errors), each, spread(heats))
+                    (
+                        f"{task}: {arm} after {followed}, steps {at[0] + 1} to {at[-1] + 1}",
+                        spread([mean_of(run, "sampling/kl", at) for run in runs], 4),
+                        *(estimate(paired(*two)) for two in ((own, clean), (other, clean), (other, own))),
+                        spread([mean_of(run, "temperature", at) for run in results.tested(arm)]),
+                    )
                 )
     if not lines:
         return "No study with a temperature that follows an entropy has run yet.\n"
+    head = (
+        "study and arms", "KL of the noise", "entropy that the noise adds", "that the temperature adds",
+        "temperature \N{MINUS SIGN} noise", "temperature",
+    )  # fmt: skip
     return table(
-        ("study and arm", "temperature/error", "least to most of a seed", "temperature"),
+        head,
         lines,
-        "Logarithm of the followed entropy over the own, mean of the steps of a run after the first "
-        f"{SETTLED} noisy ones; 95 % intervals over seeds.",
+        "The first quarter of the noisy steps, and the others. Nats per token; entropies of the rollouts "
+        f"above `{PLAIN}`, paired by seed, with 95 % intervals over seeds.",
     )
 
 
@@ -243,12 +276,6 @@ def _control(arms: Mapping[str, Arm], name: str) -> str | None:
             if replace(arm, name="") == wanted:
                 return other
     return None
-
-
-def _later(run: RunResult) -> list[int]:
-    """0-based steps in which the followed run has noise, without the first."""
-    sigmas = [] if run.followed is None else run.followed.sigma
-    return [at for at, sigma in enumerate(sigmas) if sigma][SETTLED:]
 
 
 def _of_task(task: str, name: str) -> dict[str, Callable[[], str]]:
@@ -268,6 +295,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "noise-unanswered": unanswered,
     "noise-entropies": entropies,
     "noise-learned": learned,
+    "noise-paper": paper,
+    "noise-controls": controls,
+    "noise-two-steps": two_steps,
     "noise-follows": follows,
     "noise-halves": lambda: found_tables.halves(TASKS),
     "needle-discovery": lambda: found_tables.discovery(TASKS["needle"]),
@@ -276,11 +306,13 @@ TABLES: dict[str, Callable[[], str]] = {
     "earlier-rates": lambda: rates(EARLIER),
     "earlier-arms": lambda: arms(EARLIER),
     "earlier-comparisons": lambda: comparisons(EARLIER, "primary", "designs", "formats", "correction"),
+    "verdict-rates": claimed,
     "noise-figures": lambda: shown("wp12", "differences", "accuracy-primary", "rollout-entropy-primary"),
     "probe-noise": lambda: probe_tables.perturbations("probe", "start", "wp12"),
     "probe-beside": lambda: probe_tables.beside("probe", probe_tables.TRAINED, "wp12", "gain"),
     "probe-formats": lambda: probe_tables.formats("probe", "wp12"),
     "probe-formats-wp2": lambda: probe_tables.formats("probe", "wp2"),
+    "rounding-kl": lambda: probe_tables.roundings("probe"),
     "probe-figures": lambda: "".join(shown(name, "") for name in PROBES),
 }
 """What the marks in the pages stand for."""

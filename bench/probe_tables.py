@@ -82,6 +82,56 @@ def better(names: Sequence[str]) -> str:
     return f"{sum(cell.low > 0 for cell in cells) or 'none'} of {len(cells)}"
 
 
+def better_than_reference(names: Sequence[str]) -> str:
+    """The same beside another set of clean samples of each policy, whose uniform numbers are its own."""
+    cells = []
+    for name in names:
+        found = probe(name)
+        for row in read(name):
+            reference = f"{row.policy}-{row.task}-clean-reference"
+            if found is not None and row.target is not None and reference in found["cells"]:
+                cells.append(gain_over(found, row.cell, reference))
+    return f"{sum(cell.low > 0 for cell in cells) or 'none'} of {len(cells)}" if cells else NOT_RUN
+
+
+def roundings(name: str) -> str:
+    """Table of what each format and rounding changes along given text and in own samples, by task."""
+    found = probe(name)
+    if found is None:
+        return absent(name)
+    cells: dict[tuple[str, str], list[Row]] = {}
+    for row in read(name):
+        if row.policy is None and "prefix_kl" in row.numbers:
+            cells.setdefault((row.what, row.task), []).append(row)
+    tasks, lines = list(found["probe"]["tasks"]), []
+    for what in dict.fromkeys(what for what, _ in cells):
+        every = [cells.get((what, task), []) for task in tasks]
+        error = every[0][0].numbers["error"].value
+        words = f"{what}, {len(every[0])} draws" if len(every[0]) > 1 else what
+        kl = [_plain(rows, "prefix_kl") if error else None for rows in every]
+        lines.append((words, f"{error:.3f}", *kl, *(_plain(rows, "pass@1") for rows in every)))
+    head = (
+        "weights", "relative error", *(f"KL, {task}" for task in tasks),
+        *(f"right samples, {task}" for task in tasks),
+    )  # fmt: skip
+    spec = found["probe"]
+    return table(
+        head,
+        lines,
+        "KL(unrounded || rounded) in nats per token along what the unrounded policy wrote; with 95 % "
+        f"intervals over {spec['problems']} problems, of several draws least to most. {spec['model']}, "
+        f"{found['device']}, {found['date'][:10]}, commit {found['commit']}. File: {name}.json.gz.",
+    )
+
+
+def _plain(rows: list[Row], key: str) -> str:
+    """A number of a format with its interval, or of several draws the least and the most."""
+    values = [row.numbers[key] for row in rows]
+    if len(values) > 1:
+        return f"{min(one.value for one in values):.3f} to {max(one.value for one in values):.3f}"
+    return f"{values[0].value:.3f} ({values[0].low:.3f} to {values[0].high:.3f})"
+
+
 def gains(names: Sequence[str], what: str, target: float) -> str:
     """By how much a perturbation at a KL changes ln P(one of 8 is right), for each policy of some probes."""
     found = [row for name in names for row in read(name) if (row.what, row.target) == (what, target)]

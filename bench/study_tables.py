@@ -4,19 +4,23 @@ A study that is not there yet, or an arm of one, gets a sentence or the words `n
 so that a page stands before its results come. `python -m bench.draw` draws the figures from the same files.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from statistics import fmean, stdev
 
 import numpy as np
 
 from bench.captions import table
-from bench.result import RESULTS
+from bench.result import RESULTS, read_rows
 from qerl.report.metrics import number
+from qerl.study.arms import Arm
 from qerl.study.results import SIGMA, Results, RunResult, read_results
-from qerl.study.statistics import FEWEST, Comparison, bca, compare, mean_interval
+from qerl.study.statistics import FEWEST, Comparison, bca, compare, mean_interval, wilcoxon
 
 NOT_RUN = "not run"
+
+EARLIER = "noise-wp12-6b0a637"
+"""A study of an earlier commit, which chose a learning rate for each arm."""
 
 
 @cache
@@ -63,7 +67,22 @@ def comparisons(name: str, *families: str) -> str:
     missing = ", ".join(pair_words(first, second) for _, first, second in planned)
     if not lines:
         return f"{name}.json.gz has no finished comparison of this kind{f': {missing}' * bool(missing)}.\n"
-    return table(head, lines, source(name) + f" Not run: {missing}." * bool(missing))
+    apart = ", ".join(
+        pair_words(one.first, one.second) for one in compared(name) if one.apart and one.family in families
+    )
+    return table(
+        head,
+        lines,
+        f"{source(name)} p is corrected over all {count(name)} comparisons of the study."
+        + f" Not the noise's alone, since the two differ before it begins: {apart}." * bool(apart)
+        + f" Not run: {missing}." * bool(missing),
+    )
+
+
+def count(name: str) -> int:
+    """How many comparisons a study has."""
+    results = study(name)
+    return 0 if results is None else sum(map(len, results.study.comparisons.values()))
 
 
 def arms(name: str) -> str:
@@ -118,51 +137,103 @@ def rates(name: str) -> str:
     return table(("arm, at the learning rate", *(f"{rate:g}" for rate in tried)), lines, caption)
 
 
-def most(name: str, metric: str) -> str:
-    """The largest mean of a score at the end, over the arms' test seeds, with its interval and its arm.
+def claimed() -> str:
+    """Table of how often an effect is claimed of differences whose mean is 0."""
+    rows = read_rows("verdicts")
+    lines = [
+        (
+            row["differences"],
+            row["comparisons"],
+            *(f"{row[key]:.3f}" for key in ("helps", "harms", "outside")),
+        )
+        for row in rows
+    ]
+    return table(
+        (
+            "32 differences with a mean of 0",
+            "comparisons of the study",
+            "helps",
+            "harms",
+            "interval without 0",
+        ),
+        lines,
+        f"Shares of {rows[0]['draws']} draws of the comparison with the smallest p. "
+        f"{rows[0]['machine']}, {rows[0]['date'][:10]}, commit {rows[0]['commit']}. "
+        "File: verdicts.json.",
+    )
 
-    An arm with a random error in its weights is no way to train and does not count.
-    """
+
+def tested(name: str, arm: str) -> list[RunResult]:
+    """The test runs of an arm of a study; none where either is not there."""
     results = study(name)
-    if results is None:
+    return [] if results is None or arm not in results.study.arms else results.tested(arm)
+
+
+def by_seed(name: str, arm: str, value: Callable[[RunResult], float]) -> dict[int, float]:
+    """A value of each test run of an arm, by its seed; none where it has not run."""
+    return {run.run.seed: value(run) for run in tested(name, arm)}
+
+
+def paired(first: Mapping[int, float], second: Mapping[int, float]) -> np.ndarray:
+    """Differences [seeds], first minus second, of the seeds that both have; those without a number are left
+    out."""
+    found = np.array([first[seed] - second[seed] for seed in first if seed in second])
+    return found[np.isfinite(found)]
+
+
+def estimate(differences: np.ndarray, digits: int = 3) -> str:
+    """Mean of paired differences [seeds] with its interval."""
+    if len(differences) < FEWEST:
         return NOT_RUN
-    ends = {
-        arm: [100 * (run.evaluations[metric][-1] or 0.0) for run in runs]
-        for arm, fields in results.study.arms.items()
-        if not fields.frozen_noise and len(runs := results.tested(arm)) > 1
-    }
-    best = max(ends, key=lambda arm: fmean(ends[arm]))
-    return f"{spread(ends[best], 1)} % (`{best}`)"
-
-
-def runs(*names: str) -> int:
-    """How many runs studies have, together."""
-    return sum(len(results.runs) for results in map(study, names) if results is not None)
+    low, high = bca(differences)
+    return f"{differences.mean():+.{digits}f} ({low:+.{digits}f} to {high:+.{digits}f})"
 
 
 def difference(
     name: str, first: str, second: str, value: Callable[[RunResult], float], digits: int = 3
 ) -> str:
-    """Mean difference of two arms in a value of a run, paired by seed, with its interval and the seeds.
+    """Mean difference of two arms in a value of a run, paired by seed, with its interval and the seeds."""
+    found = paired(by_seed(name, first, value), by_seed(name, second, value))
+    words = estimate(found, digits)
+    return words if words == NOT_RUN else f"{words}, {len(found)} seeds"
 
-    Seeds for which the value of a run is no number are left out.
-    """
-    results = study(name)
-    if results is None or not {first, second} <= results.study.arms.keys():
-        return NOT_RUN
-    others = {run.run.seed: run for run in results.tested(second)}
-    pairs = [(run, others[run.run.seed]) for run in results.tested(first) if run.run.seed in others]
-    found = np.array([value(one) - value(other) for one, other in pairs])
-    found = found[np.isfinite(found)]
-    if len(found) < FEWEST:
-        return NOT_RUN
-    low, high = bca(found)
-    return f"{found.mean():+.{digits}f} ({low:+.{digits}f} to {high:+.{digits}f}), {len(found)} seeds"
+
+def area(run: RunResult) -> float:
+    """Area under the curve of accuracy."""
+    return run.area
+
+
+def after_the_fact(name: str, first: str, second: str) -> str:
+    """The difference of areas of a pair that was no comparison of its study, with Wilcoxon's p alone."""
+    found = paired(by_seed(name, first, area), by_seed(name, second, area))
+    words = estimate(found)
+    return words if words == NOT_RUN else f"{words}, p {number(wilcoxon(found))} uncorrected"
+
+
+def collapses(names: Sequence[str], arm: str) -> str:
+    """How many test runs of an arm collapsed in some studies together, of how many."""
+    found = [
+        results.collapsed(run)
+        for name in names
+        if (results := study(name)) is not None
+        for run in tested(name, arm)
+    ]
+    return f"{sum(found)} of {len(found)}"
+
+
+def has_noise(arm: Arm) -> bool:
+    """Whether an arm's sampler has noise, in norms or in logits."""
+    return arm.noise or arm.logits_noise > 0
 
 
 def noisy_steps(run: RunResult) -> list[int]:
     """0-based steps with noise."""
     return [at for at, sigma in enumerate(run.steps.get(SIGMA, [])) if sigma]
+
+
+def early(noisy: Sequence[int]) -> list[int]:
+    """The first quarter of the steps with noise, while it is large."""
+    return list(noisy[: len(noisy) // 4 or 1])
 
 
 def mean_of(run: RunResult, key: str, at: Sequence[int] | None = None) -> float:

@@ -172,6 +172,11 @@ def test_weights_of_the_loss(monkeypatch, tmp_path, correction):
             torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
             checked += int((expected - 1).abs().max() > 0.05)
     assert checked > 4 or correction == "none"
+    beyond = [record["sampling/ratio/truncated"] for record in seen["records"]]
+    if correction in ("none", "token_balance"):  # which have no bound
+        assert beyond == [0.0, 0.0]
+    else:
+        assert all(0 < share < 1 for share in beyond)
 
 
 def test_logits_noise_and_its_target():

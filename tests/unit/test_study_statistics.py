@@ -1,10 +1,13 @@
 """Statistics of a study against hand-computed and textbook values, and the verdicts made of them."""
 
+from dataclasses import replace
+from itertools import product
+
 import numpy as np
 import pytest
 
 from qerl.errors import QeRLError
-from qerl.study import statistics
+from qerl.study import page, statistics
 from qerl.study.results import Results, RunResult
 from tests.support.study import tiny_study
 
@@ -53,6 +56,25 @@ class TestWithScipy:
     def test_wilcoxon_of_six_positive_differences(self):
         assert statistics.wilcoxon(np.arange(1.0, 7)) == pytest.approx(2 / 2**6)
         assert statistics.wilcoxon(np.zeros(5)) == 1.0
+
+    @pytest.mark.parametrize(
+        "ranks",
+        [
+            [1, 2, 3, 4, 5, 6, 7],
+            [1, 1, 1, -2, 2, 3, 3, -3],
+            [-1, 1, 2, 2, -2, 2, 5],
+            [0, 0, -1, 1, 1, 4],
+            [2],
+        ],
+    )
+    def test_wilcoxon_is_the_share_of_signs_as_far_out(self, ranks):
+        d = np.array(ranks) / 5120 + 1e-7 * np.arange(len(ranks))  # results are kept to six digits
+        size = np.array([abs(rank) for rank in ranks if rank])
+        mid = (size[:, None] > size).sum(axis=1) + ((size[:, None] == size).sum(axis=1) + 1) / 2
+        sums = np.array([mid[np.array(signs)].sum() for signs in product([True, False], repeat=len(mid))])
+        seen = mid[[rank > 0 for rank in ranks if rank]].sum()
+        share = min(1.0, 2 * min((sums <= seen).mean(), (sums >= seen).mean()))
+        assert statistics.wilcoxon(d) == pytest.approx(share, rel=1e-12)
 
     def test_equivalence_needs_both_sides(self):
         near = np.array([0.001, -0.001, 0.002, -0.002] * 4)
@@ -107,12 +129,12 @@ class TestWithScipy:
     def test_a_planned_comparison_counts_before_it_is_computed(self):
         noise = 0.01 * np.tile([1.0, -1.0, 0.5, -0.5], 2)
         arms = {"none": None, "aqn": {"noise": True, "noise_stages": 2}, "later": {"lora_r": 8}}
-        planned = {"primary": [["aqn", "none"], ["later", "none"]]}
+        planned = {"primary": [["aqn", "none"]], "another": [["later", "none"]]}
         (alone,) = statistics.compare(results(0.55 + noise, np.full(8, 0.5)))
         (one,) = statistics.compare(results(0.55 + noise, np.full(8, 0.5), arms=arms, comparisons=planned))
         assert alone.holm == alone.p and one.holm == pytest.approx(2 * one.p)
 
-    def test_no_effect_is_claimed_with_the_correction_of_the_family(self):
+    def test_no_effect_is_claimed_with_the_correction_of_the_study(self):
         d = 0.02 * np.tile([1.0, -1.0, 0.5, -0.5], 4) + 0.0125
         second = np.full(16, 0.5)
         (alone,) = statistics.compare(results(second + d, second))
@@ -120,10 +142,27 @@ class TestWithScipy:
         assert alone.p_equivalent < 0.05 < 2 * alone.p_equivalent
         assert "no effect" in alone.verdict or "by less than" in alone.verdict
         arms = {"none": None, "aqn": {"noise": True, "noise_stages": 2}, "later": {"lora_r": 8}}
-        planned = {"primary": [["aqn", "none"], ["later", "none"]]}
+        planned = {"primary": [["aqn", "none"]], "another": [["later", "none"]]}
         (one,) = statistics.compare(results(second + d, second, arms=arms, comparisons=planned))
         assert one.p_equivalent == pytest.approx(2 * alone.p_equivalent)
         assert "no effect" not in one.verdict and "by less than" not in one.verdict
+
+    def test_an_arm_that_leaves_its_control_before_the_noise_begins_is_told(self):
+        found = results([0.6, 0.7, 0.8], [0.5, 0.5, 0.5])
+        for run in found.runs:
+            noisy = run.run.arm.noise
+            run.steps["noise/sigma"] = [0.0, 0.0, 0.5 * noisy, 0.1 * noisy]
+            run.steps["rollout/entropy"] = [1.0, 0.9, 0.8 + noisy, 0.7]
+        assert statistics.compare(found)[0].apart == 0
+        for run in found.runs[:2]:
+            run.steps["rollout/entropy"][1] = 0.91
+        (one,) = statistics.compare(found)
+        assert one.apart == 2
+        words = "in 2 of 3 seeds the two differ before the noise begins"
+        assert words in page.render(found, [one]) and words not in page.render(found, [replace(one, apart=0)])
+        for run in found.runs:
+            run.steps["noise/sigma"] = [0.0] * 4
+        assert statistics.compare(found)[0].apart == 0  # formats, say, differ from the first step on
 
     def test_an_interval_that_holds_0_decides_nothing(self):
         d = np.array([-0.004] * 27 + [0.018] * 5) + 1e-5 * np.arange(32)

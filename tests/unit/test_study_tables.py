@@ -7,7 +7,16 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from bench import draw, found_tables, noise_numbers, noise_tables, probe_tables, study_tables, take
+from bench import (
+    draw,
+    endpoint_tables,
+    found_tables,
+    noise_numbers,
+    noise_tables,
+    probe_tables,
+    study_tables,
+    take,
+)
 from bench.result import RESULTS
 from qerl.study.arms import Arm
 from qerl.study.probe.summary import read_rows
@@ -93,9 +102,9 @@ def test_every_question_has_an_answer_or_says_that_nothing_ran(name):
     )
     assert "relative \N{MINUS SIGN} none" not in lines  # nothing of it ran
     untested = lines["temperature \N{MINUS SIGN} none"]  # no comparison of the study, so without a verdict
-    assert "3 seeds | not run | not run |" in untested
-    assert noise_tables.entropies().count("not run") == 3 * 5
-    assert noise_tables.learned().count("not run") == 3
+    assert "p 1 uncorrected | not run | not run |" in untested
+    assert noise_tables.entropies().count("not run") == 4 * 5
+    assert noise_tables.learned().count("not run") == 2 * 3
 
 
 def test_what_is_not_known_is_what_has_not_run_or_is_undecided(name, monkeypatch):
@@ -118,16 +127,64 @@ def test_arms_with_noise_that_learned_better_are_counted_and_named(name, monkeyp
     assert noise_numbers.better() == "1 of 1 arms with noise (`aqn` on `wp12`)"
     low, high = helps.interval
     assert noise_numbers.said("wp12", "aqn", "none") == f"+0.152 ({low:+.3f} to {high:+.3f}), helps"
-    assert noise_numbers.lost("wp12", "aqn", "none") == f"-0.152 ({-high:.3f} to {-low:.3f})"
-    assert noise_numbers.said("wp1", "aqn", "none") == noise_numbers.lost("wp1", "aqn", "none") == "not run"
+    assert noise_numbers.said("wp1", "aqn", "none") == "not run"
 
 
-def test_the_first_stage_is_that_of_the_first_sigma(name):
+def test_the_first_dose_is_that_of_the_first_quarter_of_the_noisy_steps(name):
     for run in study_tables.study(name).of("aqn"):
-        run.steps["sampling/kl"] = [9.0, 9.0, 0.25, 0.75, *[9.0] * 10]
-        run.steps["noise/sigma"] = [0.0, 0.0, 0.5, 0.5, *[0.1] * 10]
-    assert noise_numbers.first_stage(["aqn", "late"]) == "0.50 to 0.50"
-    assert noise_numbers.first_stage(["late"]) == "not run"
+        run.steps["sampling/kl"] = [9.0, 9.0, 0.25, 0.5, 0.75, *[9.0] * 9]
+        run.steps["noise/sigma"] = [0.0, 0.0, *[0.5] * 12]
+    assert noise_numbers.first_kl("aqn", "late") == noise_numbers.doses() == "0.50 to 0.50"
+    assert noise_numbers.first_kl("late") == "not run"
+
+
+def test_the_runs_behind_a_count_of_arms_are_counted_once(name):
+    pytest.importorskip("scipy")
+    assert noise_numbers.runs() == "6"  # aqn and none, not the temperature
+
+
+def test_what_aqn_changes_is_shown_of_both_runs_of_the_same_seeds(name, tmp_path):
+    """Of two studies by the same seeds the mean of each seed, over the run and at the end."""
+    pytest.importorskip("scipy")
+    results = study_tables.study(name)
+    none, (first, *_) = results.of("none"), results.of("aqn")
+    others = [replace(run, run=replace(run.run, arm=results.study.arms["aqn"])) for run in none]
+    others[0].evaluations["accuracy"] = [value - 0.3 for value in none[0].evaluations["accuracy"]]
+    study_tables.study.cache_clear()
+    write_results(Results(results.study, [*none, *others]), tmp_path / f"{study_tables.EARLIER}.json.gz")
+    names = (name, study_tables.EARLIER)
+    more = endpoint_tables.over_runs(names, "aqn", "none", study_tables.area)
+    alone = study_tables.paired(
+        *(study_tables.by_seed(name, arm, study_tables.area) for arm in ("aqn", "none"))
+    )
+    assert first.run.seed == 0 and more == pytest.approx(alone / 2)  # the same records in `none` and `others`
+    (line,) = (line for line in endpoint_tables.paper().splitlines() if "two runs of each seed" in line)
+    assert line.endswith("| 0 of 6 and 0 of 6 |")
+
+
+def test_a_run_that_leaves_the_plateau_is_counted(name):
+    pytest.importorskip("scipy")
+    for run in study_tables.study(name).runs:
+        values = [0.02] * len(run.eval_at)
+        if (run.run.arm.name, run.run.seed) in {("aqn", 1), ("temperature", 2)}:
+            values[-1] = 0.3
+        run.evaluations["accuracy/steps_2"] = values
+    lines = endpoint_tables.two_steps().splitlines()
+    assert lines[2].startswith("| none | 2.0 (2.0 to 2.0) | | | 0 of 3 | 2.0 |")
+    assert lines[3].startswith("| aqn | 11.3 (") and lines[3].endswith("| 1 of 3 | 30.0 |")
+    assert endpoint_tables.escaped() == "2 of 9" and endpoint_tables.escaped("none") == "0 of 3"
+    assert endpoint_tables.still_rising() == "2 of 2"
+
+
+def test_a_comparison_whose_arms_part_before_the_noise_is_named(name):
+    pytest.importorskip("scipy")
+    assert "Not the noise's alone, since the two differ before it begins: aqn" in study_tables.comparisons(
+        name, "primary"
+    )  # the fixture moves the entropy of aqn in every step
+    for run in study_tables.study(name).of("aqn"):
+        run.steps["rollout/entropy"] = [value - 0.5 for value in run.steps["rollout/entropy"]]
+    study_tables.compared.cache_clear()
+    assert "Not the noise's alone" not in study_tables.comparisons(name, "primary")
 
 
 def test_when_a_needle_is_found_and_when_half_of_the_samples_find_it(name, monkeypatch):
@@ -178,9 +235,11 @@ def test_what_the_noise_reached(name):
     assert lines[2].startswith("| aqn | 3 to 14 | 0.5 | 0.5 | 0.0300 (0.0300 to 0.0300) | 0.0300 (")
     assert "| 0.500 (0.500 to 0.500) |" in lines[2] and lines[3] == ""
     follows = noise_tables.follows().splitlines()
-    assert follows[2].startswith(
-        "| wp12: temperature after aqn | 0.020 (0.010 to 0.030) | +0.010 to +0.030 | 1.000"
+    assert follows[2] == (
+        "| wp12: temperature after aqn, steps 3 to 5 | 0.0300 (0.0300 to 0.0300) | +0.500 (+0.500 to +0.500) "
+        "| +0.000 (+0.000 to +0.000) | -0.500 (-0.500 to -0.500) | 1.000 (1.000 to 1.000) |"
     )
+    assert follows[3].startswith("| wp12: temperature after aqn, steps 6 to 14 | 0.0300 ")
 
 
 def test_an_arm_with_noise_stands_beside_the_same_one_without():
@@ -204,8 +263,7 @@ def test_results_that_are_not_there_get_a_sentence(name):
     assert probe_tables.perturbations("none", "start", "wp12") == probe_tables.formats("none", "wp12") == said
     assert probe_tables.beside("probe", ["none"], "wp12", "gain") == said
     assert study_tables.rates("none") == found_tables.discovery("none") == said
-    assert study_tables.most("none", "accuracy") == probe_tables.better(["none"]) == "not run"
-    assert study_tables.runs("none") == 0
+    assert probe_tables.better(["none"]) == study_tables.difference("none", "aqn", "none", len) == "not run"
     for table in noise_tables.TABLES.values():
         assert table()
 

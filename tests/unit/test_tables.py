@@ -35,6 +35,31 @@ def test_the_newest_decoding_of_a_card_is_shown_with_its_commit(monkeypatch, tmp
     assert "256 tokens were decoded, on the H200 96 (7B) and 64 (32B); after" in said
 
 
+def test_the_first_screen_is_of_one_card_and_of_what_is_measured(monkeypatch, tmp_path):
+    rate = {"engine": "qerl", "weights": "nvfp4", "batch": 64, "decode_tok_s": 900.0}
+    dense, theirs = rate | {"weights": "bf16", "decode_tok_s": 500.0}, rate | {"decode_tok_s": 400.0}
+    theirs |= {"engine": "vllm-humming", "version": "vllm 0.33.0"}
+    slower = theirs | {"engine": "vllm-bf16", "weights": "bf16", "decode_tok_s": 300.0}
+    monkeypatch.setattr(bench.result, "RESULTS", tmp_path)
+
+    def lines(*rows, gpu="NVIDIA H200"):
+        shared = {"gpu": gpu, "date": "2026-11-24", "rows": rows}
+        (tmp_path / "rollout-7b-h200.json").write_text(json.dumps(shared))
+        return TABLES["first-screen"]().splitlines()
+
+    assert lines(rate, dense)[2:4] == [
+        "| Decoding, 7B, 64 sequences | **900 tokens/s** | 500 tokens/s (ours, 16-bit) |", "",
+    ]  # fmt: skip
+    assert lines(rate, dense, slower, theirs)[2].endswith("| 400 tokens/s (vLLM 0.33, NVFP4) |")
+    alone = rate | {"batch": 1}
+    assert "1 sequence " not in "".join(lines(rate, dense, alone))  # nothing stands beside it
+    step = {"engine": "qerl", "weights": "nvfp4", "total_s": 7.0, "gpu": "NVIDIA H100", "date": "2026-11-21"}
+    both = [step, step | {"engine": "trl+vllm", "weights": "bf16", "version": "trl 1.16.0, vllm 0.24.0"}]
+    (tmp_path / "step-7b-128-trl-h200.json").write_text(json.dumps({"rows": both}))
+    with pytest.raises(ValueError, match="too many values"):
+        lines(rate, dense)
+
+
 def test_16_bit_weights_stand_beside_nvfp4_on_both_cards():
     cells = [
         f"{row['decode_tok_s']:.0f}"

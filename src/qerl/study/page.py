@@ -265,9 +265,19 @@ def _verdicts(comparisons: Sequence[Comparison]) -> str:
     return (
         "<h2>Comparisons</h2><p>Difference in the area under the curve of greedy accuracy, paired by seed; "
         "its BCa bootstrap interval; Wilcoxon's signed-rank test and two one-sided t tests against "
-        f"\N{PLUS-MINUS SIGN}{comparisons[0].equivalence:g}, both with Holm's correction within the family; "
-        "the smallest difference that would have been found with power .8; runs that collapsed, with "
-        "McNemar's test.</p>" + _table(heads, rows)
+        f"\N{PLUS-MINUS SIGN}{comparisons[0].equivalence:g}, both with Holm's correction over all "
+        "comparisons; the smallest difference that would have been found with power .8; runs that "
+        "collapsed, with McNemar's test.</p>" + _table(heads, rows) + "".join(map(_apart, comparisons))
+    )
+
+
+def _apart(one: Comparison) -> str:
+    """A warning under the table where an arm with noise and its control differ before the noise begins."""
+    if not one.apart:
+        return ""
+    return (
+        f"<p>{escape(one.first)} \N{MINUS SIGN} {escape(one.second)}: in {one.apart} of {one.seeds} seeds "
+        "the two differ before the noise begins, so their difference is not the noise's alone.</p>"
     )
 
 

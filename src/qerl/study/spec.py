@@ -64,7 +64,8 @@ class Study:
         collapse_below: A run whose last accuracy is below this has collapsed.
         equivalence: Difference of areas under the curve that does not matter.
         arms: The arms by name.
-        comparisons: Pairs of arms by family. Within a family p values are corrected for their number.
+        comparisons: Pairs of arms by family, in which they are shown and drawn together. p values are
+            corrected for the number of all pairs.
     """
 
     model: Text

@@ -128,8 +128,9 @@ def gspo(
     """PPO's loss with one ratio s for all tokens of a sequence, the geometric mean of theirs (GSPO-token,
     Zheng et al., arXiv 2507.18071): - sum min(s_t A, clip(s_t, low, high) A), s_t = sg(s) p_t / sg(p_t).
 
-    The mean is over the tokens where `sequence_ratio_mask` is not 0, the sampled ones. Thresholds 0.9997 and
-    1.0004 where nothing else is said, the paper's.
+    The mean of the ratio is over the tokens where `sequence_ratio_mask` is not 0, the sampled ones. The loss
+    is a sum over tokens, while the paper's is their mean in each sequence: that takes advantages divided by
+    their number. Thresholds are 0.9997 and 1.0004 where nothing else is said, the paper's.
     """
     in_ratio_T = sequence_ratio_mask != 0
     log_ratio = (logps_T.detach() - logprobs)[in_ratio_T].mean()

@@ -19,6 +19,9 @@ from qerl.trainer.correction import (
     weights,
 )
 
+BOUNDED = ("token_truncate", "token_one_sided")
+"""Corrections whose factor is the ratio within bounds."""
+
 
 @dataclass
 class Outcome:
@@ -83,6 +86,7 @@ class Outcome:
         mask = self.mask_SRC
         noisy = mask & self.noisy_R[:, None]
         kl_SRC = sampler_trainer_kl(self.logps_SRC, self.sampler_SRC, mask)
+        bounded_S = torch.tensor([run.arm.correction in BOUNDED for run in self.runs], device=mask.device)
         moved = (self.weights_SRC - self.ratio_SRC).abs() > 1e-3 * self.ratio_SRC
         total = _sum(self.ratio_SRC, mask)
         return {
@@ -91,7 +95,7 @@ class Outcome:
             "rollout/entropy": _mean(self.sampler_entropies_SRC, mask),
             "sampling/kl": _mean(kl_SRC, noisy),
             "sampling/ratio/mean": _mean(self.ratio_SRC, mask),
-            "sampling/ratio/truncated": _mean(moved, mask),
+            "sampling/ratio/truncated": _mean(moved & bounded_S[:, None, None], mask),
             "sampling/ratio/effective_sample_size": total**2
             / (_sum(mask, mask) * _sum(self.ratio_SRC.double().square(), mask)),
             "sampling/importance_sampling_ratio/mean": _mean(self.weights_SRC, mask),
