@@ -5,10 +5,12 @@ the optimizer subtracts learning rate times gradient, and every log-probability 
 was added twice, or a step out of order, shows.
 """
 
+import contextlib
 import json
 import shutil
 import threading
 import time
+import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +20,7 @@ import torch
 import uvicorn
 
 from qerl.errors import QeRLError
+from qerl.serve.command import _listen
 from qerl.serve.limits import Limits
 from qerl.serve.names import SCHEME, split_path
 from qerl.serve.server import Server
@@ -39,6 +42,8 @@ BASE = "tests/tiny"
 KEY = "tml-test"
 BAD_TOKEN, DEFECT_TOKEN = 666, 667
 """Tokens for which a pass or a request for samples fails, by the user's fault and by the server's."""
+PATIENCE_S = 20.0
+"""Nothing takes as long, unless something is wrong."""
 
 
 @dataclass
@@ -271,3 +276,48 @@ class RunningServer:
         self._uvicorn.should_exit = True
         self._thread.join()
         self.server.stop()
+
+
+class Running:
+    """A server as the command runs it, in a thread; `ended` is what it raised, once it has ended."""
+
+    def __init__(self, backend: Any, **changes: float) -> None:
+        self.backend, self.ended = backend, None
+        self.server = Server(backend, limits(**changes), KEY)
+        self._socket = _listen("127.0.0.1", 0)
+        self.address = self._socket.getsockname()
+        self._url = f"http://127.0.0.1:{self.address[1]}/api/v1/"
+        self.thread = threading.Thread(target=self._run, daemon=True)
+        self.thread.start()
+
+    def _run(self) -> None:
+        try:
+            self.server.run(self._socket)
+        except QeRLError as error:
+            self.ended = error
+
+    def ask(self, path: str, **body: Any) -> Any:
+        request = urllib.request.Request(self._url + path, json.dumps(body).encode(), {"X-API-Key": KEY})
+        with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
+            return json.load(answer)
+
+    def session(self) -> tuple[str, str]:
+        """A session, and a sampler of the base."""
+        session = self.ask("create_session", sdk_version="0")["session_id"]
+        return session, self.ask("create_sampling_session", session_id=session, base_model=BASE)[
+            "sampling_session_id"
+        ]
+
+    def sample(self, sampler: str) -> str:
+        prompt = {"chunks": [{"tokens": [1]}]}
+        return self.ask("asample", sampling_session_id=sampler, prompt=prompt)["request_id"]
+
+
+@contextlib.contextmanager
+def running(backend: Any, **changes: float) -> Iterator[Running]:
+    found = Running(backend, **changes)
+    yield found
+    if found.thread.is_alive():
+        found.server._http.should_exit = True
+        found.thread.join(PATIENCE_S)
+    found._socket.close()

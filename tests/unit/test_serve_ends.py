@@ -1,11 +1,7 @@
 """How a server ends: told to, in the middle of samples, and by a fault of the GPU."""
 
-import contextlib
-import json
-import socket
 import threading
 import time
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,10 +13,7 @@ pytest.importorskip("google.protobuf", reason="needs the extra serve")
 pytest.importorskip("starlette", reason="needs the extra serve")
 
 from qerl.errors import QeRLError
-from qerl.serve.server import Server
-from tests.support.wire import BASE, KEY, FakeBackend, limits
-
-PATIENCE_S = 20.0
+from tests.support.wire import BASE, PATIENCE_S, FakeBackend, Running, running
 
 
 class Broken(FakeBackend):
@@ -49,50 +42,6 @@ class Endless(FakeBackend):
         while any(request.wanted() for request in requests) and time.monotonic() < until:
             time.sleep(0.01)
         yield from ((number, QeRLError("given up")) for number in range(len(requests)))
-
-
-class Running:
-    """A server as the command runs it, in a thread; `ended` is what it raised, once it has ended."""
-
-    def __init__(self, backend: Any) -> None:
-        self.backend, self.ended = backend, None
-        self.server = Server(backend, limits(), KEY)
-        self._socket = socket.create_server(("127.0.0.1", 0))
-        self._url = f"http://127.0.0.1:{self._socket.getsockname()[1]}/api/v1/"
-        self.thread = threading.Thread(target=self._run, daemon=True)
-        self.thread.start()
-
-    def _run(self) -> None:
-        try:
-            self.server.run(self._socket)
-        except QeRLError as error:
-            self.ended = error
-
-    def ask(self, path: str, **body: Any) -> Any:
-        request = urllib.request.Request(self._url + path, json.dumps(body).encode(), {"X-API-Key": KEY})
-        with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
-            return json.load(answer)
-
-    def session(self) -> tuple[str, str]:
-        """A session, and a sampler of the base."""
-        session = self.ask("create_session", sdk_version="0")["session_id"]
-        return session, self.ask("create_sampling_session", session_id=session, base_model=BASE)[
-            "sampling_session_id"
-        ]
-
-    def sample(self, sampler: str) -> str:
-        prompt = {"chunks": [{"tokens": [1]}]}
-        return self.ask("asample", sampling_session_id=sampler, prompt=prompt)["request_id"]
-
-
-@contextlib.contextmanager
-def running(backend: Any) -> Iterator[Running]:
-    found = Running(backend)
-    yield found
-    if found.thread.is_alive():
-        found.server._http.should_exit = True
-        found.thread.join(PATIENCE_S)
-    found._socket.close()
 
 
 FAULT = "an illegal memory access was encountered\nmore"

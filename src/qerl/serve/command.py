@@ -179,6 +179,7 @@ def _noise(args: argparse.Namespace) -> "NoiseSchedule | None":
 
 
 def _run(args: argparse.Namespace, backend: "Backend", api_key: str, listening: socket.socket) -> None:
+    from qerl.serve.connections import room_for_connections
     from qerl.serve.limits import Limits
     from qerl.serve.server import Server
 
@@ -187,6 +188,7 @@ def _run(args: argparse.Namespace, backend: "Backend", api_key: str, listening: 
         context=base.max_context_length,
         max_rank=args.max_rank,
         max_models=args.max_models,
+        connections=room_for_connections(),
         held=int(args.held_gb * 1e9),
     )
     args.console.print(
@@ -221,7 +223,9 @@ def _listen(host: str, port: int) -> socket.socket:
         QeRLError: The address cannot be had.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listening = socket.socket(family, socket.SOCK_STREAM)
+    # asyncio switches TCP_NODELAY on where the protocol is named; without it the second part of every answer
+    # waits for the client's acknowledgement of the first.
+    listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listening.bind((host, port))

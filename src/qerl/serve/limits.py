@@ -11,6 +11,8 @@ class Limits:
         context: Tokens of a prompt with its completion, or of a datum.
         max_rank: Largest rank of an adapter.
         max_models: Models of all clients together.
+        connections: Connections of all clients together; a client is told to have no more than half of them
+            wait for samples.
         body: Bytes of a request.
         datums: Datums of a request; clients cut longer batches into several requests.
         elements: Elements of all tensors of a request together, those that a sparse one leaves out included.
@@ -32,6 +34,7 @@ class Limits:
     context: int
     max_rank: int = 32
     max_models: int = 8
+    connections: int = 512
     body: int = 64 << 20
     datums: int = 4096
     elements: int = 1 << 24
