@@ -5,7 +5,6 @@ the optimizer subtracts learning rate times gradient, and every log-probability 
 was added twice, or a step out of order, shows.
 """
 
-import contextlib
 import json
 import shutil
 import threading
@@ -17,10 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import uvicorn
 
 from qerl.errors import QeRLError
-from qerl.serve.command import _listen
+from qerl.serve.command import listen
 from qerl.serve.limits import Limits
 from qerl.serve.names import SCHEME, split_path
 from qerl.serve.server import Server
@@ -39,7 +37,7 @@ from qerl.serve.types import (
 from qerl.update.losses import Datum, LossOutput
 
 BASE = "tests/tiny"
-KEY = "tml-test"
+KEY = "tml-of-the-tests-0123456789"
 BAD_TOKEN, DEFECT_TOKEN = 666, 667
 """Tokens for which a pass or a request for samples fails, by the user's fault and by the server's."""
 PATIENCE_S = 20.0
@@ -254,41 +252,33 @@ def limits(**changes: float) -> Limits:
 
 
 class RunningServer:
-    """A server of a backend, on a port of its own in a thread of this process."""
+    """A server as the command runs it, on a port of its own in a thread of this process.
 
-    def __init__(self, backend: Any, **changes: float) -> None:
-        self.backend = backend
-        self.server = Server(backend, limits(**changes), KEY)
-        config = uvicorn.Config(self.server.app, port=0, log_level="error", timeout_graceful_shutdown=1)
-        self._uvicorn = uvicorn.Server(config)
-        self._thread = threading.Thread(target=self._uvicorn.run, daemon=True)
-
-    def __enter__(self) -> "RunningServer":
-        self.server.start()
-        self._thread.start()
-        while not self._uvicorn.started:
-            time.sleep(0.01)
-        port = self._uvicorn.servers[0].sockets[0].getsockname()[1]
-        self.url = f"http://127.0.0.1:{port}"
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._uvicorn.should_exit = True
-        self._thread.join()
-        self.server.stop()
-
-
-class Running:
-    """A server as the command runs it, in a thread; `ended` is what it raised, once it has ended."""
+    Attributes:
+        server, backend: What runs.
+        address, url: Where it listens.
+        thread: Which runs it.
+        ended: What it raised, once it has ended.
+    """
 
     def __init__(self, backend: Any, **changes: float) -> None:
         self.backend, self.ended = backend, None
         self.server = Server(backend, limits(**changes), KEY)
-        self._socket = _listen("127.0.0.1", 0)
+        self._socket = listen("127.0.0.1", 0)
         self.address = self._socket.getsockname()
-        self._url = f"http://127.0.0.1:{self.address[1]}/api/v1/"
+        self.url = f"http://127.0.0.1:{self.address[1]}"
         self.thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> "RunningServer":
         self.thread.start()
+        self.ask("client/config")  # answered once it runs
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.thread.is_alive():
+            self.server.end()
+            self.thread.join(PATIENCE_S)
+        self._socket.close()
 
     def _run(self) -> None:
         try:
@@ -297,7 +287,8 @@ class Running:
             self.ended = error
 
     def ask(self, path: str, **body: Any) -> Any:
-        request = urllib.request.Request(self._url + path, json.dumps(body).encode(), {"X-API-Key": KEY})
+        url, headers = f"{self.url}/api/v1/{path}", {"X-API-Key": KEY}
+        request = urllib.request.Request(url, json.dumps(body).encode(), headers)
         with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
             return json.load(answer)
 
@@ -311,13 +302,3 @@ class Running:
     def sample(self, sampler: str) -> str:
         prompt = {"chunks": [{"tokens": [1]}]}
         return self.ask("asample", sampling_session_id=sampler, prompt=prompt)["request_id"]
-
-
-@contextlib.contextmanager
-def running(backend: Any, **changes: float) -> Iterator[Running]:
-    found = Running(backend, **changes)
-    yield found
-    if found.thread.is_alive():
-        found.server._http.should_exit = True
-        found.thread.join(PATIENCE_S)
-    found._socket.close()

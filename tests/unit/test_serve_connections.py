@@ -1,4 +1,4 @@
-"""Connections of a server as the command runs it: how fast it answers, and what those that bring nothing cost."""
+"""Connections of a server as the command runs it: how fast it answers, and who holds one for nothing."""
 
 import http.client
 import resource
@@ -13,7 +13,7 @@ pytest.importorskip("google.protobuf", reason="needs the extra serve")
 pytest.importorskip("starlette", reason="needs the extra serve")
 
 from qerl.serve import connections
-from tests.support.wire import KEY, FakeBackend, Running, running
+from tests.support.wire import KEY, FakeBackend, RunningServer
 
 HEALTH = b"GET /api/v1/healthz HTTP/1.1\r\nHost: x\r\n\r\n"
 MOST = 8
@@ -40,13 +40,13 @@ def answered(connection: socket.socket) -> bool:
     return False
 
 
-def connect(server: Running) -> socket.socket:
+def connect(server: RunningServer) -> socket.socket:
     return socket.create_connection(server.address, timeout=20)
 
 
 def test_no_answer_waits_for_an_acknowledgement(tmp_path: Path):
     """A client acknowledges after 40 ms what nothing follows; the median does not mind a busy machine."""
-    with running(FakeBackend(tmp_path)) as server:
+    with RunningServer(FakeBackend(tmp_path)) as server:
         client = http.client.HTTPConnection(*server.address, timeout=20)
         seconds = []
         for _ in range(20):
@@ -60,7 +60,7 @@ def test_no_answer_waits_for_an_acknowledgement(tmp_path: Path):
 
 def test_connections_that_bring_nothing_lock_nobody_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(connections, "_PATIENCE_S", 1.0)
-    with running(FakeBackend(tmp_path), connections=MOST) as server:
+    with RunningServer(FakeBackend(tmp_path), connections=MOST) as server:
         before = connect(server)
         before.sendall(HEALTH)
         assert answered(before)
@@ -87,7 +87,7 @@ def test_a_body_that_does_not_come_is_not_waited_for(
     """Neither with the key, nor once the request was refused without it, however often a byte comes."""
     monkeypatch.setattr(connections, "_PATIENCE_S", 0.5)
     head = f"POST /api/v1/asample HTTP/1.1\r\nHost: x\r\nX-API-Key: {key}\r\nContent-Length: 9000\r\n\r\n"
-    with running(FakeBackend(tmp_path)) as server, connect(server) as slow:
+    with RunningServer(FakeBackend(tmp_path)) as server, connect(server) as slow:
         slow.sendall(head.encode())
         began, heard = time.monotonic(), b""
         slow.settimeout(0.1)

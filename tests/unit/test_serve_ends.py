@@ -13,7 +13,7 @@ pytest.importorskip("google.protobuf", reason="needs the extra serve")
 pytest.importorskip("starlette", reason="needs the extra serve")
 
 from qerl.errors import QeRLError
-from tests.support.wire import BASE, PATIENCE_S, FakeBackend, Running, running
+from tests.support.wire import BASE, PATIENCE_S, FakeBackend, RunningServer
 
 
 class Broken(FakeBackend):
@@ -65,7 +65,7 @@ def test_a_fault_of_the_gpu_ends_the_server_and_everybody_hears_of_it(
 ):
     broken = Broken(tmp_path)
     broken.error = lost
-    with running(broken) as server:
+    with RunningServer(broken) as server:
         session, sampler = server.session()
         model = {"session_id": session, "model_seq_id": 0, "base_model": BASE, "lora_config": {"rank": 4}}
         model_id = server.ask("retrieve_future", **server.ask("create_model", **model))["model_id"]
@@ -85,7 +85,7 @@ def test_a_fault_of_the_gpu_ends_the_server_and_everybody_hears_of_it(
         assert backend.closed
 
 
-def passing(server: Running, model_id: str) -> Any:
+def passing(server: RunningServer, model_id: str) -> Any:
     """Makes the job of a pass."""
     from qerl.serve.futures import Future
     from qerl.serve.line import Job
@@ -107,7 +107,7 @@ def test_an_error_after_which_the_gpu_goes_on_ends_one_request_alone(
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: asked.append(True))
     backend = Broken(tmp_path)
     backend.error = torch.AcceleratorError(said)
-    with running(backend) as server:
+    with RunningServer(backend) as server:
         _, sampler = server.session()
         for _ in range(2):
             heard = server.ask("retrieve_future", request_id=server.sample(sampler))
@@ -120,7 +120,7 @@ def test_an_error_after_which_the_gpu_goes_on_ends_one_request_alone(
 def test_a_mistake_of_a_client_does_not_ask_the_gpu(tmp_path: Path, lost: Exception):
     backend = Broken(tmp_path)
     backend.error = QeRLError("a mistake")
-    with running(backend) as server:
+    with RunningServer(backend) as server:
         _, sampler = server.session()
         said = server.ask("retrieve_future", request_id=server.sample(sampler))
         assert said["error"] == "a mistake" and server.server.worker.broken is None
@@ -130,14 +130,14 @@ def test_a_mistake_of_a_client_does_not_ask_the_gpu(tmp_path: Path, lost: Except
 def test_a_worker_that_breaks_ends_the_server(tmp_path: Path):
     backend = FakeBackend(tmp_path)
     backend.gauges = lambda: 1 / 0  # type: ignore[method-assign]
-    with running(backend) as server:
+    with RunningServer(backend) as server:
         server.server.clients.queue.call(lambda _: None)
         server.thread.join(PATIENCE_S)
         assert not server.thread.is_alive() and "ZeroDivisionError" in str(server.ended)
 
 
 def test_a_server_that_is_told_to_end_does_not_wait_for_samples(tmp_path: Path):
-    with running(Endless(tmp_path)) as server:
+    with RunningServer(Endless(tmp_path)) as server:
         _, sampler = server.session()
         request_id = server.sample(sampler)
         heard: list[Any] = []
@@ -147,7 +147,7 @@ def test_a_server_that_is_told_to_end_does_not_wait_for_samples(tmp_path: Path):
         client.start()
         assert Endless.begun.wait(PATIENCE_S)
         began = time.monotonic()
-        server.server._http.should_exit = True  # as Ctrl-C does
+        server.server.end()
         server.thread.join(PATIENCE_S)
         client.join(PATIENCE_S)
         assert time.monotonic() - began < PATIENCE_S / 2

@@ -23,7 +23,7 @@ def client(tmp_path: Path) -> Iterator[Client]:
 
 
 def test_a_key_is_asked_for(client: Client):
-    for key in ("", "tml-wrong", "tml-tes"):
+    for key in ("", "tml-wrong", KEY[:-1]):
         answer = client.http.get("/api/v1/get_server_capabilities", headers={"X-API-Key": key})
         assert answer.status_code == 401 and "not this server's" in answer.json()["detail"]
     for path in ("/metrics", "/api/v1/healthz"):
@@ -35,6 +35,12 @@ def test_flags_keep_new_behaviours_off(client: Client):
     flags = client.post("client/config", sdk_version="9.9")
     assert not flags["pjwt_auth_enabled"] and not flags["proto_compress_fwdbwd"]
     assert not flags["sample_use_retrieve_futures"] and not flags["custom_loss_server_side"]
+
+
+def test_a_client_is_told_how_many_samples_it_may_wait_for(tmp_path: Path):
+    for most, told in ((400, 200), (50_000, 2000)):  # each takes a connection
+        with connected(tmp_path, connections=most) as client:
+            assert client.post("client/config")["sample_max_concurrent_requests"] == told
 
 
 def test_a_large_body_is_refused_before_it_is_read(client: Client):

@@ -1,15 +1,14 @@
 """Connections of clients: no more than there are descriptors for, and none that brings nothing.
 
-A client of the Tinker API holds a connection for every sample that it waits for, so hundreds are the rule. Each
-takes one of the process' descriptors, and without descriptors neither a client can connect nor a checkpoint be
-written. So some are kept back, a connection beyond the others is closed as soon as it is there, and one that
-brings no whole request is closed after a while; that holds before anything is known of its key.
+A client of the Tinker API holds a connection for every sample that it waits for, so hundreds are the rule.
+Each takes one of the process' descriptors, and without descriptors neither a client can connect nor a
+checkpoint be written. So some are kept back, a connection beyond the others is closed as soon as it is there,
+and one that brings no whole request is closed after a while; that holds before anything is known of its key.
 """
 
 import asyncio
 import logging
 import resource
-from typing import Any
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -100,11 +99,10 @@ class Connection(H11Protocol):
             self.transport.abort()
 
     def _tell(self) -> None:
-        of_all: Any = type(self)
-        if not of_all._told:
-            of_all._told = True
+        if not self._told:
+            type(self)._told = True
             logger.warning(
-                "There are %d connections, and the process has descriptors for no more; further ones are closed "
-                "while it is so. A larger `ulimit -Hn` allows more.",
+                "There are %d connections, half as many as the process has descriptors; further ones are "
+                "closed while it is so. A larger `ulimit -Hn` allows more.",
                 self.most,
             )

@@ -55,6 +55,10 @@ class Server:
         self._end(_ENDING)
         self.worker.join()
 
+    def end(self) -> None:
+        """Let :meth:`run`, in another thread, return, as an interrupt does."""
+        self._end(_ENDING)
+
     def run(self, listening: socket.socket) -> None:
         """Serve at a bound socket until interrupted.
 
