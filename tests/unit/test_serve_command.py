@@ -135,7 +135,7 @@ def test_of_two_first_starts_one_key_stays(monkeypatch, tmp_path):
 
 def test_an_empty_key_lets_nobody_in():
     with pytest.raises(QeRLError, match="key is empty"):
-        Gate(lambda scope, receive, send: None, "", 1)
+        Gate(lambda scope, receive, send: None, "", 1, 1, 1)
 
 
 def test_an_open_address_is_warned_of():

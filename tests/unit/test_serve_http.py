@@ -51,6 +51,56 @@ def test_a_large_body_is_refused_before_it_is_read(client: Client):
     assert client.http.post("/api/v1/optim_step", content=pieces).status_code == 413
 
 
+def test_a_body_of_json_is_no_longer_than_a_prompt_may_be(tmp_path: Path):
+    """It is parsed in the thread that answers everybody; tensors are not."""
+    prompt = {"chunks": [{"tokens": [123456] * 200_000}]}
+    with connected(tmp_path, context=64) as client:
+        answer = client.raw("asample", sampling_session_id=client.sampler(), prompt=prompt)
+        assert answer.status_code == 413 and f"{16 * 64 + (1 << 20)} bytes" in answer.json()["detail"]
+        tensors = client.send_pass(client.model(), 1, [1] * 200_000)
+        assert tensors.status_code == 200
+        assert "takes 1 to 64" in client.result(tensors.json()["request_id"])["error"]
+
+
+@pytest.mark.parametrize("declared", [True, False])
+def test_bodies_that_are_on_their_way_are_bounded_together(declared: bool):
+    """Whether their length is known or not; those that have come, or have been cut off, count no more."""
+    order: list[str] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        order.append(f"{scope['client']} read {len((await receive())['body'])}")
+
+    gate = Gate(app, KEY, 6000, 6000, 10_000)
+
+    async def upload(name: str, *pieces: int, ends: bool = True) -> None:
+        left = list(pieces)
+
+        async def receive() -> dict:
+            await asyncio.sleep(0.02)
+            if not left and not ends:
+                return {"type": "http.disconnect"}
+            return {"type": "http.request", "body": bytes(left.pop(0)), "more_body": bool(left) or not ends}
+
+        async def send(message: dict) -> None:
+            if "status" in message:
+                order.append(f"{name} {message['status']}")
+
+        fields = {"x-api-key": KEY} | ({"content-length": str(sum(pieces))} if declared else {})
+        headers = [(key.encode(), value.encode()) for key, value in fields.items()]
+        scope = {"type": "http", "path": "/api/v1/forward_backward", "headers": headers, "client": name}
+        await gate(scope, receive, send)
+
+    async def uploads() -> None:
+        await asyncio.gather(upload("one", 3000, 3000, 0), upload("two", 3000, 3000, 0))
+        await asyncio.gather(upload("three", 5000, 0), upload("four", 5000, 0))
+        await upload("five", 3000, 3000, ends=False)
+        await asyncio.gather(upload("six", 5000, 0), upload("seven", 5000, 0))
+
+    asyncio.run(uploads())
+    assert sorted(order[:2]) == ["one read 6000", "two 429"]
+    assert [line.split()[1] for line in order[2:]] == ["read", "read", "400", "read", "read"]
+
+
 def through_the_gate(
     path: str, headers: dict[str, str], *messages: dict
 ) -> tuple[list[bytes], list[int], int]:
@@ -68,7 +118,7 @@ def through_the_gate(
 
     fields = [(name.encode(), value.encode()) for name, value in headers.items()]
     scope = {"type": "http", "path": path, "headers": fields}
-    asyncio.run(Gate(app, KEY, 20_000)(scope, receive, send))
+    asyncio.run(Gate(app, KEY, 20_000, 20_000, 20_000)(scope, receive, send))
     return bodies, [state for state in states if state], len(waiting)
 
 

@@ -61,9 +61,17 @@ class Api:
 
     def app(self) -> Starlette:
         """The application."""
+        limits = self._clients.limits
+        gate = Middleware(
+            Gate,
+            api_key=self._api_key,
+            most=limits.body,
+            most_json=limits.json,
+            most_coming=max(limits.held, limits.body),
+        )
         return Starlette(
             routes=[*self._routes(), *self._service.routes(), *self._checkpoints.routes()],
-            middleware=[Middleware(Gate, api_key=self._api_key, most=self._clients.limits.body)],
+            middleware=[gate],
             exception_handlers={
                 QeRLError: _refusal, HTTPException: _http_error, Exception: _defect
             },

@@ -7,7 +7,6 @@ A request with a number among its model's is refused in its turn, because those 
 says whether its values may be run is a method, which the worker calls, and no constraint on a field.
 """
 
-import json
 import math
 from typing import Any, TypeVar
 
@@ -43,15 +42,15 @@ def read(kind: type[B], body: bytes) -> B:
         QeRLError: It is no JSON, or a field is missing or of another type.
     """
     try:
-        found = json.loads(body or b"{}")
-        json.dumps(found, ensure_ascii=False).encode()  # half a surrogate pair could not be written again
-        read = kind.model_validate(found)
+        read = kind.model_validate_json(body or b"{}")
     except ValidationError as error:
-        first = error.errors()[0]
+        first = error.errors(include_url=False, include_input=False)[0]
+        if first["type"] == "json_invalid":
+            raise QeRLError(
+                f"The body is not JSON: {first['msg'].removeprefix('Invalid JSON: ')}."
+            ) from error
         where = ".".join(map(str, first["loc"])) or "The body"
         raise QeRLError(f"{where}: {first['msg'][:1].lower()}{first['msg'][1:]}.") from error
-    except (ValueError, RecursionError) as error:
-        raise QeRLError(f"The body is not JSON: {str(error)[:200]}.") from error
     read._sent = len(body)
     return read
 
@@ -139,15 +138,22 @@ class Adam(Body):
         """
         found = self.model_dump(exclude={"type"})
         for name, value in found.items():
-            below, range_ = (
-                (1, "at least 0 and below 1") if name in _BETAS else (math.inf, "finite and not negative")
-            )
-            if not 0 <= value < below:  # NaN is refused as well
+            least, most, range_ = _RANGES.get(name, (0, _MOST, f"from 0 to {_MOST:g}"))
+            if not least <= value <= most:  # NaN is refused as well
                 raise QeRLError(f"adam_params.{name} is {value}; it must be {range_}.")
         return AdamParams(**found)
 
 
-_BETAS = ("beta1", "beta2")
+_MOST = 1e18
+"""Of a number of AdamW: products and quotients of two of them are within float32."""
+_LEAST_EPS = 1e-30
+"""A smaller one is 0 on devices that have no subnormal numbers, and 0 / 0 is what it is there against."""
+_BELOW_1 = (0, math.nextafter(1, 0), "at least 0 and below 1")
+_RANGES = {
+    "beta1": _BELOW_1,
+    "beta2": _BELOW_1,
+    "eps": (_LEAST_EPS, _MOST, f"from {_LEAST_EPS:g} to {_MOST:g}"),
+}
 
 
 class OptimStep(OfModel):
@@ -219,6 +225,9 @@ TOKEN_BYTES = 40
 """Of a token in a prompt that waits: 8 for its place in the tuple and 32 for the number, whose 28 by
 `sys.getsizeof` Python's allocator rounds up to a multiple of 16. Those up to 256 are shared and take none."""
 
+_LEAST_TEMPERATURE = 1e-6
+"""Logits that are divided by it are still far within float32."""
+
 
 class _Chunk(Body):
     type: str = "encoded_text"
@@ -288,6 +297,11 @@ class Sample(Body):
         if not 0 <= self.topk_prompt_logprobs <= limits.topk:
             raise QeRLError(
                 f"topk_prompt_logprobs is {self.topk_prompt_logprobs}; it must be 0 to {limits.topk}."
+            )
+        if 0 < asked.temperature < _LEAST_TEMPERATURE:
+            raise QeRLError(
+                f"temperature is {asked.temperature}; it must be at least {_LEAST_TEMPERATURE:g}, or 0, "
+                "which takes the most probable token."
             )
         stop = [asked.stop] if isinstance(asked.stop, str) else asked.stop
         if stop and all(word == "" for word in stop):
