@@ -11,7 +11,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from qerl.serve.types import (
     Checkpoint,
     LoraParams,
     ModelInfo,
+    Notes,
     NotSavedError,
     SampledSequence,
     SampleRequest,
@@ -129,14 +130,14 @@ class FakeBackend:
         dropped, weight.gradient = weight.gradient != 0, 0.0
         return dropped
 
-    def _save(self, model_id: str, kind: str, name: str, overwrite: bool = False) -> str:
+    def _save(self, model_id: str, kind: str, name: str, notes: Notes, overwrite: bool = False) -> str:
         self._work(model_id, f"save {kind}")
         weight = self._weight(model_id)
         folder = self.folder / model_id / kind / name
         if folder.exists() and not overwrite:
             raise QeRLError(f"{name} is saved already.")
         folder.mkdir(parents=True, exist_ok=True)
-        state = {"w": weight.w, "steps": weight.steps, "rank": weight.lora.rank}
+        state = {"w": weight.w, "steps": weight.steps, "rank": weight.lora.rank, "notes": asdict(notes)}
         (folder / "state.json").write_text(json.dumps(state))
         (folder / "other.bin").write_bytes(bytes(700))
         return f"{SCHEME}{model_id}/{kind}/{name}"
@@ -147,18 +148,18 @@ class FakeBackend:
             raise NotSavedError(f"Nothing is saved at {path}.")
         return json.loads(file.read_text())
 
-    def save_state(self, model_id: str, name: str, overwrite: bool) -> str:
-        return self._save(model_id, "weights", name, overwrite)
+    def save_state(self, model_id: str, name: str, overwrite: bool, notes: Notes) -> str:
+        return self._save(model_id, "weights", name, notes, overwrite)
 
-    def save_for_sampler(self, model_id: str, name: str | None) -> str:
+    def save_for_sampler(self, model_id: str, name: str | None, notes: Notes) -> str:
         if name is not None:
-            return self._save(model_id, "sampler_weights", name)
+            return self._save(model_id, "sampler_weights", name, notes)
         self._work(model_id, "snapshot")
         self._snapshots += 1
         return self._sampler(f"{model_id}@{self._snapshots}", self._weight(model_id).w)
 
-    def save_external(self, model_id: str, name: str) -> str:
-        return self._save(model_id, "external_weights", name)
+    def save_external(self, model_id: str, name: str, notes: Notes) -> str:
+        return self._save(model_id, "external_weights", name, notes)
 
     def _sampler(self, key: str, w: float) -> str:
         self.samplers.setdefault(key, []).append(w)
@@ -221,13 +222,23 @@ class FakeBackend:
         return [self.checkpoint(SCHEME + "/".join(folder.parts[-3:])) for folder in folders]
 
     def checkpoint(self, path: str) -> Checkpoint:
-        self._read(path)
+        notes = Notes(**self._read(path)["notes"])
         folder = self.folder.joinpath(*split_path(path))
-        return Checkpoint(path, folder, 1, folder.stat().st_mtime)
+        return Checkpoint(path, folder, 1, folder.stat().st_mtime, notes)
 
     def delete_checkpoint(self, path: str) -> None:
         self._read(path)
         shutil.rmtree(self.folder.joinpath(*split_path(path)))
+
+    def expire_checkpoint(self, path: str, expires: float | None) -> None:
+        state = self._read(path)
+        state["notes"]["expires"] = expires
+        (self.folder.joinpath(*split_path(path)) / "state.json").write_text(json.dumps(state))
+
+    def delete_expired(self) -> None:
+        for checkpoint in self.checkpoints():
+            if checkpoint.notes.expires is not None and checkpoint.notes.expires <= time.time():
+                self.delete_checkpoint(checkpoint.path)
 
     def drop(self, model_id: str) -> None:
         self._work(model_id, "drop")

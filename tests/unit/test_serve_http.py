@@ -2,7 +2,10 @@
 
 import asyncio
 import json
+import threading
+import time
 from collections.abc import Iterator
+from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
@@ -274,13 +277,61 @@ def test_what_is_deleted_meanwhile_is_not_there(client: Client, monkeypatch):
             assert answer.content == whole
         else:
             assert answer.status_code == 404 and "deleted" in answer.json()["detail"]
-    client.ask("save_weights", model_id=model, seq_id=4, path="one")
-    found_one = client.backend.checkpoint
 
-    def deleted(path):
-        checkpoint = found_one(path)
-        client.backend.delete_checkpoint(path)
-        return checkpoint
 
-    monkeypatch.setattr(client.backend, "checkpoint", deleted)
-    assert client.http.delete(base).status_code == 404
+def test_what_a_client_notes_of_its_work_is_answered(client: Client):
+    session = client.post("create_session", user_metadata={"recipe": "sl"}, display_name="mine")["session_id"]
+    found = client.http.get(f"/api/v1/sessions/{session}").json()
+    assert found["user_metadata"] == {"recipe": "sl"} and found["display_name"] == "mine"
+    model = client.model(user_metadata={"renderer_name": "qwen3", "rank": 4})
+    of_run = {"renderer_name": "qwen3", "rank": "4"}
+    runs = f"/api/v1/training_runs/{model}"
+    assert client.http.get(runs).json()["user_metadata"] == of_run
+    body = {"model_id": model, "path": "one", "user_metadata": {"step": "3"}, "ttl_seconds": 7200}
+    client.ask("save_weights", seq_id=1, **body)
+    client.ask("save_weights_for_sampler", seq_id=2, model_id=model, path="one")
+    kept = {
+        item["checkpoint_type"]: item for item in client.http.get(f"{runs}/checkpoints").json()["checkpoints"]
+    }
+    assert kept["training"]["user_metadata"] == {"step": "3"} and kept["sampler"]["user_metadata"] == {}
+    client.http.post(f"/api/v1/sessions/{client.session}/finish")
+    assert client.http.get(runs).json()["user_metadata"] == of_run  # as it was saved
+    assert kept["training"]["expires_at"] is not None and kept["sampler"]["expires_at"] is None
+    long = client.raw("create_session", user_metadata={"x": "y" * 17_000})
+    assert long.status_code == 400 and "keeps 16384" in long.json()["detail"]
+
+
+def test_a_checkpoint_expires_if_its_client_says_so(client: Client, monkeypatch: pytest.MonkeyPatch):
+    model = client.model()
+    for number, name in enumerate(("one", "two", "three"), start=1):
+        client.ask("save_weights", model_id=model, seq_id=number, path=name, ttl_seconds=3600)
+    wrong = client.ask("save_weights", model_id=model, seq_id=4, path="four", ttl_seconds=60)
+    assert "3600 to 315360000" in wrong["error"]
+    checkpoints = f"/api/v1/training_runs/{model}/checkpoints"
+    for name, seconds in (("one", None), ("two", 10 * 3600)):
+        path = f"{checkpoints}/weights/{name}/ttl"
+        assert client.http.put(path, json={"ttl_seconds": seconds}).status_code == 204
+    assert client.http.put(path, json={"ttl_seconds": 1}).status_code == 400
+    assert client.http.put(f"{checkpoints}/weights/none/ttl", json={}).status_code == 404
+    now = time.time()
+
+    def left(hours: float) -> list[str]:
+        monkeypatch.setattr(time, "time", lambda: now + 3600 * hours)
+        client.server.clients.queue.call(methodcaller("delete_expired")).result()
+        found = client.http.get(checkpoints).json()["checkpoints"]
+        return [item["checkpoint_id"].partition("/")[2] for item in found]
+
+    assert left(0.9) == ["three", "two", "one"]
+    assert left(1.1) == ["two", "one"]
+    assert left(10.1) == ["one"]
+
+
+def test_what_has_expired_is_looked_for(client: Client):
+    called = threading.Event()
+    client.backend.delete_expired = called.set
+    client.server.clients.sweep()
+    client.server.clients.queue.call(lambda _: None).result()
+    assert not called.is_set()
+    client.server.clients._expired -= 61
+    client.server.clients.sweep()
+    assert called.wait(20)

@@ -7,11 +7,23 @@ A request with a number among its model's is refused in its turn, because those 
 says whether its values may be run is a method, which the worker calls, and no constraint on a field.
 """
 
+import json
 import math
-from typing import Any, TypeVar
+import time
+from typing import Annotated, Any, TypeVar
 
 import numpy as np
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
+from pydantic import (
+    AfterValidator,
+    AliasChoices,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    ValidationError,
+)
+from pydantic_core import PydanticCustomError
 
 from qerl.errors import QeRLError
 from qerl.serve.limits import Limits
@@ -55,10 +67,22 @@ def read(kind: type[B], body: bytes) -> B:
     return read
 
 
+def _texts(found: dict[str, Any]) -> dict[str, str]:
+    """What a client notes, by key, its values as texts."""
+    texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in found.items()}
+    if (size := sum(len(key) + len(text) for key, text in texts.items())) > _NOTED:
+        raise PydanticCustomError("too_long", f"it has {size} characters, and this server keeps {_NOTED}")
+    return texts
+
+
+_NOTED = 1 << 14
+Texts = Annotated[dict[str, Any], AfterValidator(_texts), BeforeValidator(lambda found: found or {})]
+
+
 class CreateSession(Body):
-    tags: list[str] = []
     sdk_version: str = "unknown"
-    user_metadata: dict[str, Any] | None = None
+    display_name: str | None = Field(default=None, max_length=1000)
+    user_metadata: Texts = {}
 
 
 def place_of(body: bytes) -> "OfModel | None":
@@ -78,6 +102,31 @@ class OfSession(Body):
 class OfModel(Body):
     model_id: str
     seq_id: int | None = None
+
+
+class Ttl(Body):
+    """How long something is kept; `ttl_seconds` None keeps it for ever."""
+
+    ttl_seconds: int | None = None
+
+    def expires(self) -> float | None:
+        """Seconds since the epoch from which on it may be deleted, counted from now.
+
+        Raises:
+            QeRLError: It is shorter than an hour or longer than ten years.
+        """
+        if self.ttl_seconds is None:
+            return None
+        if not HOUR_S <= self.ttl_seconds <= TEN_YEARS_S:
+            raise QeRLError(
+                f"ttl_seconds is {self.ttl_seconds}; it must be {HOUR_S} to {TEN_YEARS_S}, which is an hour "
+                "to ten years."
+            )
+        return time.time() + self.ttl_seconds
+
+
+HOUR_S = 3600
+TEN_YEARS_S = 10 * 365 * 24 * HOUR_S
 
 
 class Optimizer(Body):
@@ -101,6 +150,7 @@ class CreateModel(Body):
     session_id: str
     model_seq_id: int = Field(ge=0)
     base_model: str
+    user_metadata: Texts = {}
     lora_config: Lora | None = None
     optimizer_config: Optimizer = Optimizer()
 
@@ -171,8 +221,9 @@ class OptimStep(OfModel):
         return self.adam_params.numbers()
 
 
-class SaveWeights(OfModel):
+class SaveWeights(OfModel, Ttl):
     path: str | None = None
+    user_metadata: Texts = {}
     sampling_session_seq_id: int | None = None
     overwrite: bool = False
     kind: str = "snapshot"
@@ -186,7 +237,7 @@ class SaveWeights(OfModel):
             )
 
 
-class SaveExternal(OfModel):
+class SaveExternal(OfModel, Ttl):
     path: str
     age_encryption_recipients: list[str] | None = None
 
@@ -201,6 +252,8 @@ class LoadWeights(Body):
     seq_id: int | None = None
     session_id: str | None = None
     model_seq_id: int | None = Field(default=None, ge=0)
+    base_model: str | None = None
+    user_metadata: Texts = {}
     path: str
     optimizer: bool = False
     optimizer_config: Optimizer | None = None
