@@ -39,7 +39,7 @@ from qerl.models.smollm2 import HUB_ID
 
 SERVER, RECIPE = "qerl", "tinker_cookbook.recipes.math_rl.train"
 PACKAGES = ("torch", "transformers", "peft", "tinker", "tinker-cookbook")
-KEY = "tml-bench"
+KEY = "tml-of-the-benchmarks"
 COLUMNS = {
     "reward": "env/all/reward/total",
     "correct": "env/all/correct",

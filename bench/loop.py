@@ -1,7 +1,7 @@
 """Seconds of a step of reinforcement learning against any server of the Tinker API, such as a rival's.
 
-    qerl serve MODEL --api_key tml-bench  # or another server; one after the other on the same GPU
-    export TINKER_API_KEY=tml-bench TINKER_TELEMETRY=0
+    qerl serve MODEL --api_key tml-of-the-benchmarks  # or another server; one after the other on the same GPU
+    export TINKER_API_KEY=tml-of-the-benchmarks TINKER_TELEMETRY=0
     python -m bench loop --url http://127.0.0.1:8000 --model MODEL --server "qerl serve" --shape qwen3-4b \
         --weights nvfp4 --out rows.json
 

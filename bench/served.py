@@ -5,22 +5,20 @@ the weights are random. A thread reads the memory in use all the time, because k
 engine come and go within a step.
 """
 
-import socket
 import tempfile
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import uvicorn
 
 from qerl.families.sizes import Sizes
 from qerl.measure.random_model import random_policy
 from qerl.measure.random_task import word_tokenizer
 from qerl.serve.checkpoints import Store
+from qerl.serve.command import listen
 from qerl.serve.limits import Limits
 from qerl.serve.open import BackendOptions, make_backend
 from qerl.serve.server import Server
@@ -29,7 +27,7 @@ from qerl.serve.worker import Worker
 from qerl.trainer.memory import used_bytes
 from qerl.weight_formats import WeightFormatName
 
-KEY = "tml-bench"
+KEY = "tml-of-the-benchmarks"
 BASE = "random/model"
 _READ_S = 0.02
 
@@ -117,7 +115,7 @@ def serving(served: Served) -> Iterator[Serving]:
         model = model.float()
     with (
         tempfile.TemporaryDirectory() as folder,
-        socket.create_server(("127.0.0.1", 0)) as listening,
+        listen("127.0.0.1", 0) as listening,
     ):
         options = BackendOptions(
             BASE, Path(folder), max_rank=served.rank, max_models=served.adapters, resident=served.adapters,
@@ -130,17 +128,12 @@ def serving(served: Served) -> Iterator[Serving]:
         )  # fmt: skip
         limits = Limits(served.positions, max_rank=served.rank, max_models=served.adapters)
         server = Server(backend, limits, KEY)
-        http = uvicorn.Server(uvicorn.Config(server.app, log_level="warning", timeout_graceful_shutdown=1))
-        thread = threading.Thread(target=http.run, kwargs={"sockets": [listening]}, daemon=True)
+        thread = threading.Thread(target=server.run, args=(listening,), daemon=True)
         peak = Peak(device)
-        server.start()
         thread.start()
         try:
-            while not http.started:
-                time.sleep(0.01)
             yield Serving(f"http://127.0.0.1:{listening.getsockname()[1]}", peak, server.worker)
         finally:
-            http.should_exit = True
+            server.end()
             thread.join()
-            server.stop()
             peak.close()

@@ -32,7 +32,7 @@ def process(model: Path, folder: Path) -> Iterator[tuple[subprocess.Popen, Clien
         try:
             said = next(line for line in server.stdout or () if "TINKER_BASE_URL" in line)
             url = re.search(r"http://\S+", said)
-            assert url is not None and KEY in said
+            assert url is not None and KEY not in said
             with httpx.Client(base_url=url[0], headers={"X-API-Key": KEY}, timeout=60) as http:
                 backend = SimpleNamespace(models=[SimpleNamespace(name=str(model))])
                 yield server, Client(http, None, backend)

@@ -11,7 +11,9 @@ import pytest
 
 pytest.importorskip("tinker", reason="needs the package tinker, which `make tinker` has")
 
-os.environ["TINKER_API_KEY"] = "tml-test"
+from tests.support.wire import KEY, RunningServer
+
+os.environ["TINKER_API_KEY"] = KEY
 os.environ["TINKER_TELEMETRY"] = "0"
 
 import tinker
@@ -23,7 +25,6 @@ from qerl.serve.names import split_path
 from qerl.update.losses import Datum
 from tests.support import by_hand
 from tests.support.serve import small_model, tiny_backend
-from tests.support.wire import RunningServer
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of what later versions will call otherwise
 ADAM = types.AdamParams(learning_rate=1e-2)

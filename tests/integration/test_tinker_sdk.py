@@ -12,14 +12,14 @@ import pytest
 
 pytest.importorskip("tinker", reason="needs the package tinker, which `make tinker` has")
 
-os.environ["TINKER_API_KEY"] = "tml-test"
+from tests.support.wire import BAD_TOKEN, BASE, DEFECT_TOKEN, KEY, FakeBackend, RunningServer
+
+os.environ["TINKER_API_KEY"] = KEY
 os.environ["TINKER_TELEMETRY"] = "0"
 
 import tinker
 import torch
 from tinker import types
-
-from tests.support.wire import BAD_TOKEN, BASE, DEFECT_TOKEN, FakeBackend, RunningServer
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of what later versions will call otherwise
 

@@ -9,15 +9,16 @@ import json
 import shutil
 import threading
 import time
+import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-import uvicorn
 
 from qerl.errors import QeRLError
+from qerl.serve.command import listen
 from qerl.serve.limits import Limits
 from qerl.serve.names import SCHEME, split_path
 from qerl.serve.server import Server
@@ -27,6 +28,7 @@ from qerl.serve.types import (
     Checkpoint,
     LoraParams,
     ModelInfo,
+    Notes,
     NotSavedError,
     SampledSequence,
     SampleRequest,
@@ -36,9 +38,11 @@ from qerl.serve.types import (
 from qerl.update.losses import Datum, LossOutput
 
 BASE = "tests/tiny"
-KEY = "tml-test"
+KEY = "tml-of-the-tests-0123456789"
 BAD_TOKEN, DEFECT_TOKEN = 666, 667
 """Tokens for which a pass or a request for samples fails, by the user's fault and by the server's."""
+PATIENCE_S = 20.0
+"""Nothing takes as long, unless something is wrong."""
 
 
 @dataclass
@@ -126,14 +130,14 @@ class FakeBackend:
         dropped, weight.gradient = weight.gradient != 0, 0.0
         return dropped
 
-    def _save(self, model_id: str, kind: str, name: str, overwrite: bool = False) -> str:
+    def _save(self, model_id: str, kind: str, name: str, notes: Notes, overwrite: bool = False) -> str:
         self._work(model_id, f"save {kind}")
         weight = self._weight(model_id)
         folder = self.folder / model_id / kind / name
         if folder.exists() and not overwrite:
             raise QeRLError(f"{name} is saved already.")
         folder.mkdir(parents=True, exist_ok=True)
-        state = {"w": weight.w, "steps": weight.steps, "rank": weight.lora.rank}
+        state = {"w": weight.w, "steps": weight.steps, "rank": weight.lora.rank, "notes": asdict(notes)}
         (folder / "state.json").write_text(json.dumps(state))
         (folder / "other.bin").write_bytes(bytes(700))
         return f"{SCHEME}{model_id}/{kind}/{name}"
@@ -144,18 +148,18 @@ class FakeBackend:
             raise NotSavedError(f"Nothing is saved at {path}.")
         return json.loads(file.read_text())
 
-    def save_state(self, model_id: str, name: str, overwrite: bool) -> str:
-        return self._save(model_id, "weights", name, overwrite)
+    def save_state(self, model_id: str, name: str, overwrite: bool, notes: Notes) -> str:
+        return self._save(model_id, "weights", name, notes, overwrite)
 
-    def save_for_sampler(self, model_id: str, name: str | None) -> str:
+    def save_for_sampler(self, model_id: str, name: str | None, notes: Notes) -> str:
         if name is not None:
-            return self._save(model_id, "sampler_weights", name)
+            return self._save(model_id, "sampler_weights", name, notes)
         self._work(model_id, "snapshot")
         self._snapshots += 1
         return self._sampler(f"{model_id}@{self._snapshots}", self._weight(model_id).w)
 
-    def save_external(self, model_id: str, name: str) -> str:
-        return self._save(model_id, "external_weights", name)
+    def save_external(self, model_id: str, name: str, notes: Notes) -> str:
+        return self._save(model_id, "external_weights", name, notes)
 
     def _sampler(self, key: str, w: float) -> str:
         self.samplers.setdefault(key, []).append(w)
@@ -218,13 +222,23 @@ class FakeBackend:
         return [self.checkpoint(SCHEME + "/".join(folder.parts[-3:])) for folder in folders]
 
     def checkpoint(self, path: str) -> Checkpoint:
-        self._read(path)
+        notes = Notes(**self._read(path)["notes"])
         folder = self.folder.joinpath(*split_path(path))
-        return Checkpoint(path, folder, 1, folder.stat().st_mtime)
+        return Checkpoint(path, folder, 1, folder.stat().st_mtime, notes)
 
     def delete_checkpoint(self, path: str) -> None:
         self._read(path)
         shutil.rmtree(self.folder.joinpath(*split_path(path)))
+
+    def expire_checkpoint(self, path: str, expires: float | None) -> None:
+        state = self._read(path)
+        state["notes"]["expires"] = expires
+        (self.folder.joinpath(*split_path(path)) / "state.json").write_text(json.dumps(state))
+
+    def delete_expired(self) -> None:
+        for checkpoint in self.checkpoints():
+            if checkpoint.notes.expires is not None and checkpoint.notes.expires <= time.time():
+                self.delete_checkpoint(checkpoint.path)
 
     def drop(self, model_id: str) -> None:
         self._work(model_id, "drop")
@@ -249,25 +263,53 @@ def limits(**changes: float) -> Limits:
 
 
 class RunningServer:
-    """A server of a backend, on a port of its own in a thread of this process."""
+    """A server as the command runs it, on a port of its own in a thread of this process.
+
+    Attributes:
+        server, backend: What runs.
+        address, url: Where it listens.
+        thread: Which runs it.
+        ended: What it raised, once it has ended.
+    """
 
     def __init__(self, backend: Any, **changes: float) -> None:
-        self.backend = backend
+        self.backend, self.ended = backend, None
         self.server = Server(backend, limits(**changes), KEY)
-        config = uvicorn.Config(self.server.app, port=0, log_level="error", timeout_graceful_shutdown=1)
-        self._uvicorn = uvicorn.Server(config)
-        self._thread = threading.Thread(target=self._uvicorn.run, daemon=True)
+        self._socket = listen("127.0.0.1", 0)
+        self.address = self._socket.getsockname()
+        self.url = f"http://127.0.0.1:{self.address[1]}"
+        self.thread = threading.Thread(target=self._run, daemon=True)
 
     def __enter__(self) -> "RunningServer":
-        self.server.start()
-        self._thread.start()
-        while not self._uvicorn.started:
-            time.sleep(0.01)
-        port = self._uvicorn.servers[0].sockets[0].getsockname()[1]
-        self.url = f"http://127.0.0.1:{port}"
+        self.thread.start()
+        self.ask("client/config")  # answered once it runs
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._uvicorn.should_exit = True
-        self._thread.join()
-        self.server.stop()
+        if self.thread.is_alive():
+            self.server.end()
+            self.thread.join(PATIENCE_S)
+        self._socket.close()
+
+    def _run(self) -> None:
+        try:
+            self.server.run(self._socket)
+        except QeRLError as error:
+            self.ended = error
+
+    def ask(self, path: str, **body: Any) -> Any:
+        url, headers = f"{self.url}/api/v1/{path}", {"X-API-Key": KEY}
+        request = urllib.request.Request(url, json.dumps(body).encode(), headers)
+        with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
+            return json.load(answer)
+
+    def session(self) -> tuple[str, str]:
+        """A session, and a sampler of the base."""
+        session = self.ask("create_session", sdk_version="0")["session_id"]
+        return session, self.ask("create_sampling_session", session_id=session, base_model=BASE)[
+            "sampling_session_id"
+        ]
+
+    def sample(self, sampler: str) -> str:
+        prompt = {"chunks": [{"tokens": [1]}]}
+        return self.ask("asample", sampling_session_id=sampler, prompt=prompt)["request_id"]

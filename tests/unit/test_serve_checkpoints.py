@@ -1,6 +1,7 @@
 """What a server saves: plain PEFT folders from which training goes on with the same bits."""
 
 import contextlib
+import errno
 import json
 import shutil
 import threading
@@ -9,11 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 from peft import PeftModel
+from safetensors import SafetensorError
 
 from qerl.errors import QeRLError
 from qerl.eval.trained import read_trained
 from qerl.lora.adapter import load_adapter
-from qerl.serve.types import AdamParams, WeightsInfo
+from qerl.serve.types import AdamParams, Notes, WeightsInfo
 from tests.support.serve import DATA, lora, request, sampled, small_model, tiny_backend, weights
 
 ADAM = AdamParams(learning_rate=1e-2, weight_decay=0.01)
@@ -223,12 +225,66 @@ def test_names_are_those_that_the_wire_takes(saved):
         backend.save_state("s:train:0", "a:b")
 
 
-def test_a_damaged_checkpoint_does_not_hide_the_others(saved, caplog):
+def test_a_damaged_checkpoint_is_listed_replaced_and_deleted(saved, tmp_path, caplog):
     backend, state, path = saved
-    folders = {checkpoint.path: checkpoint.folder for checkpoint in backend.checkpoints()}
-    (folders[state] / "adapter_model.safetensors").write_bytes(b"short")
-    assert [checkpoint.path for checkpoint in backend.checkpoints()] == [path]
+    damaged = backend.checkpoint(path).folder / "adapter_model.safetensors"
+    whole = damaged.read_bytes()
+    damaged.write_bytes(b"short")
+    assert [checkpoint.path for checkpoint in backend.checkpoints()] == [state, path]
     assert "adapter_model.safetensors has 5 bytes" in caplog.text
+    for ask in (backend.weights_info, backend.checkpoint, backend.sampler):
+        with pytest.raises(QeRLError, match=rf"^{path} is damaged.*can be deleted, or replaced") as refused:
+            ask(path)
+        assert str(tmp_path) not in str(refused.value)
+    assert backend.save_for_sampler("s:train:0", "000002") == path
+    assert damaged.read_bytes() == whole
+    damaged.write_bytes(b"short")
+    backend.delete_checkpoint(path)
+    assert [checkpoint.path for checkpoint in backend.checkpoints()] == [state]
+
+
+FULL = {
+    "qerl.serve.checkpoints.save_file": SafetensorError("I/O error: No space left on device (os error 28)"),
+    "pathlib.Path.write_text": OSError(errno.ENOSPC, "No space left on device", "/path/of/the/server"),
+}
+"""What fills up, and how it says so."""
+
+
+@pytest.mark.parametrize("writes", FULL)
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_full_disk_is_said_and_holds_nothing_half_written(saved, tmp_path, monkeypatch, writes, overwrite):
+    backend, state, _ = saved
+
+    def fails(*args, **options):
+        raise FULL[writes]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(writes, fails)
+        with pytest.raises(QeRLError, match=r"was not saved.*disk is full; delete checkpoints") as refused:
+            backend.save_state("s:train:0", "000002" if overwrite else "next", overwrite)
+    assert "/path/of/the/server" not in str(refused.value)
+    assert not (tmp_path / ".unfinished").exists() and not (tmp_path / ".replaced").exists()
+    backend.load_state("t:train:0", state, with_optimizer=True)
+    assert train(backend, "s:train:0") == train(backend, "t:train:0")
+    backend.save_state("s:train:0", "next")
+
+
+def test_notes_and_expiry_outlive_the_server(saved, tmp_path):
+    backend, state, path = saved
+    run, own = {"renderer_name": "qwen3"}, {"step": "3"}
+    kept = backend.save_state("s:train:0", "kept", notes=Notes(run, own, 4e9))
+    backend.expire_checkpoint(path, 1.0)
+    backend.expire_checkpoint(state, 1.0)
+    backend.expire_checkpoint(state, None)
+    backend.close()
+    other = tiny_backend(tmp_path)
+    assert other.checkpoint(kept).notes == Notes(run, own, 4e9)
+    assert other.checkpoint(path).notes == Notes(expires=1.0)
+    other.delete_expired()
+    assert {checkpoint.path for checkpoint in other.checkpoints()} == {state, kept}
+    assert other.checkpoint(state).notes == Notes()
+    with pytest.raises(QeRLError, match="Nothing is saved"):
+        other.expire_checkpoint(path, None)
 
 
 def test_a_link_does_not_lead_out_of_the_folder_either(saved, tmp_path):

@@ -3,6 +3,7 @@
 import argparse
 import socket
 import stat
+import sys
 
 import pytest
 
@@ -30,7 +31,9 @@ def said(capsys: pytest.CaptureFixture, *words: str) -> str:
 def test_mistakes_are_told_before_the_model_is_loaded(capsys, tmp_path):
     folder = ["--output_dir", str(tmp_path)]
     assert "MODEL is missing" in said(capsys, *folder)
-    assert "must begin with tml-" in said(capsys, "some/model", "--port", "0", "--api_key", "secret", *folder)
+    for key in ("secret", "a-secret-of-twenty-characters", "tml-", "tml-of-15-chars"):
+        words = ["--port", "0", "--api_key", key, *folder]
+        assert "must begin with tml-" in said(capsys, "some/model", *words)
     assert "no effect without noise" in said(capsys, "some/model", "--noise_stages", "4", *folder)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
@@ -53,8 +56,28 @@ def test_a_server_keeps_its_key_and_says_what_to_export(monkeypatch, capsys, tmp
     assert key.startswith("tml-") and stat.S_IMODE(file.stat().st_mode) == 0o600
     for text, (host, port) in zip(texts, ran, strict=True):
         assert host == "127.0.0.1"
-        assert f"export TINKER_BASE_URL=http://127.0.0.1:{port} TINKER_API_KEY={key}" in text
+        assert f"export TINKER_BASE_URL=http://127.0.0.1:{port} TINKER_API_KEY=$(cat {file})\n" in text
+        assert key not in text  # which a log would keep
         assert f"base_model='{BASE}'" in text
+
+
+@pytest.mark.parametrize(
+    ("word", "variable", "terminal", "shown"),
+    [
+        (KEY, "", False, "TINKER_API_KEY='the KEY of --api_key'\n"),
+        (None, KEY, False, "TINKER_API_KEY=$QERL_API_KEY\n"),
+        (None, KEY, True, f"TINKER_API_KEY={KEY}\n"),
+    ],
+)
+def test_a_key_is_shown_to_a_terminal_alone(monkeypatch, capsys, tmp_path, word, variable, terminal, shown):
+    monkeypatch.setattr(command, "_open", lambda args, noise: FakeBackend(tmp_path))
+    monkeypatch.setattr("qerl.serve.server.Server.run", lambda self, listening: None)
+    monkeypatch.setenv("QERL_API_KEY", variable)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
+    monkeypatch.setenv("FORCE_COLOR", "1")  # makes no terminal of what is none
+    words = ["--api_key", word] if word else []
+    assert main(["serve", BASE, "--port", "0", "--output_dir", str(tmp_path), *words]) == 0
+    assert shown in capsys.readouterr().out
 
 
 def test_the_words_reach_the_server(monkeypatch, tmp_path):
@@ -112,7 +135,7 @@ def test_of_two_first_starts_one_key_stays(monkeypatch, tmp_path):
 
 def test_an_empty_key_lets_nobody_in():
     with pytest.raises(QeRLError, match="key is empty"):
-        Gate(lambda scope, receive, send: None, "", 1)
+        Gate(lambda scope, receive, send: None, "", 1, 1, 1)
 
 
 def test_an_open_address_is_warned_of():
@@ -136,3 +159,13 @@ def test_the_status_of_a_server_that_runs(capsys, tmp_path):
             assert main(["serve", "--status", "--port", port, "--api_key", KEY]) == 0
             assert f"Updates: {text}" in " ".join(capsys.readouterr().out.split())
         assert "refuses to say (401)" in said(capsys, "--status", "--port", port, "--api_key", "tml-x")
+
+
+def test_the_text_of_a_client_is_shown_and_does_nothing(capsys, tmp_path):
+    with RunningServer(FakeBackend(tmp_path)) as running:
+        for version in ("[/x][red]", "\x1b]0;owned\x07"):
+            running.server.clients.create_session(version)
+        assert main(["serve", "--status", "--port", running.url.rpartition(":")[2], "--api_key", KEY]) == 0
+    out = capsys.readouterr().out
+    assert "[/x][red]" in out and "owned" in out
+    assert "\x1b]" not in out and "\x07" not in out

@@ -1,11 +1,7 @@
 """How a server ends: told to, in the middle of samples, and by a fault of the GPU."""
 
-import contextlib
-import json
-import socket
 import threading
 import time
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,10 +13,7 @@ pytest.importorskip("google.protobuf", reason="needs the extra serve")
 pytest.importorskip("starlette", reason="needs the extra serve")
 
 from qerl.errors import QeRLError
-from qerl.serve.server import Server
-from tests.support.wire import BASE, KEY, FakeBackend, limits
-
-PATIENCE_S = 20.0
+from tests.support.wire import BASE, PATIENCE_S, FakeBackend, RunningServer
 
 
 class Broken(FakeBackend):
@@ -51,50 +44,6 @@ class Endless(FakeBackend):
         yield from ((number, QeRLError("given up")) for number in range(len(requests)))
 
 
-class Running:
-    """A server as the command runs it, in a thread; `ended` is what it raised, once it has ended."""
-
-    def __init__(self, backend: Any) -> None:
-        self.backend, self.ended = backend, None
-        self.server = Server(backend, limits(), KEY)
-        self._socket = socket.create_server(("127.0.0.1", 0))
-        self._url = f"http://127.0.0.1:{self._socket.getsockname()[1]}/api/v1/"
-        self.thread = threading.Thread(target=self._run, daemon=True)
-        self.thread.start()
-
-    def _run(self) -> None:
-        try:
-            self.server.run(self._socket)
-        except QeRLError as error:
-            self.ended = error
-
-    def ask(self, path: str, **body: Any) -> Any:
-        request = urllib.request.Request(self._url + path, json.dumps(body).encode(), {"X-API-Key": KEY})
-        with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
-            return json.load(answer)
-
-    def session(self) -> tuple[str, str]:
-        """A session, and a sampler of the base."""
-        session = self.ask("create_session", sdk_version="0")["session_id"]
-        return session, self.ask("create_sampling_session", session_id=session, base_model=BASE)[
-            "sampling_session_id"
-        ]
-
-    def sample(self, sampler: str) -> str:
-        prompt = {"chunks": [{"tokens": [1]}]}
-        return self.ask("asample", sampling_session_id=sampler, prompt=prompt)["request_id"]
-
-
-@contextlib.contextmanager
-def running(backend: Any) -> Iterator[Running]:
-    found = Running(backend)
-    yield found
-    if found.thread.is_alive():
-        found.server._http.should_exit = True
-        found.thread.join(PATIENCE_S)
-    found._socket.close()
-
-
 FAULT = "an illegal memory access was encountered\nmore"
 
 
@@ -116,7 +65,7 @@ def test_a_fault_of_the_gpu_ends_the_server_and_everybody_hears_of_it(
 ):
     broken = Broken(tmp_path)
     broken.error = lost
-    with running(broken) as server:
+    with RunningServer(broken) as server:
         session, sampler = server.session()
         model = {"session_id": session, "model_seq_id": 0, "base_model": BASE, "lora_config": {"rank": 4}}
         model_id = server.ask("retrieve_future", **server.ask("create_model", **model))["model_id"]
@@ -136,7 +85,7 @@ def test_a_fault_of_the_gpu_ends_the_server_and_everybody_hears_of_it(
         assert backend.closed
 
 
-def passing(server: Running, model_id: str) -> Any:
+def passing(server: RunningServer, model_id: str) -> Any:
     """Makes the job of a pass."""
     from qerl.serve.futures import Future
     from qerl.serve.line import Job
@@ -158,7 +107,7 @@ def test_an_error_after_which_the_gpu_goes_on_ends_one_request_alone(
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: asked.append(True))
     backend = Broken(tmp_path)
     backend.error = torch.AcceleratorError(said)
-    with running(backend) as server:
+    with RunningServer(backend) as server:
         _, sampler = server.session()
         for _ in range(2):
             heard = server.ask("retrieve_future", request_id=server.sample(sampler))
@@ -171,7 +120,7 @@ def test_an_error_after_which_the_gpu_goes_on_ends_one_request_alone(
 def test_a_mistake_of_a_client_does_not_ask_the_gpu(tmp_path: Path, lost: Exception):
     backend = Broken(tmp_path)
     backend.error = QeRLError("a mistake")
-    with running(backend) as server:
+    with RunningServer(backend) as server:
         _, sampler = server.session()
         said = server.ask("retrieve_future", request_id=server.sample(sampler))
         assert said["error"] == "a mistake" and server.server.worker.broken is None
@@ -181,14 +130,14 @@ def test_a_mistake_of_a_client_does_not_ask_the_gpu(tmp_path: Path, lost: Except
 def test_a_worker_that_breaks_ends_the_server(tmp_path: Path):
     backend = FakeBackend(tmp_path)
     backend.gauges = lambda: 1 / 0  # type: ignore[method-assign]
-    with running(backend) as server:
+    with RunningServer(backend) as server:
         server.server.clients.queue.call(lambda _: None)
         server.thread.join(PATIENCE_S)
         assert not server.thread.is_alive() and "ZeroDivisionError" in str(server.ended)
 
 
 def test_a_server_that_is_told_to_end_does_not_wait_for_samples(tmp_path: Path):
-    with running(Endless(tmp_path)) as server:
+    with RunningServer(Endless(tmp_path)) as server:
         _, sampler = server.session()
         request_id = server.sample(sampler)
         heard: list[Any] = []
@@ -198,7 +147,7 @@ def test_a_server_that_is_told_to_end_does_not_wait_for_samples(tmp_path: Path):
         client.start()
         assert Endless.begun.wait(PATIENCE_S)
         began = time.monotonic()
-        server.server._http.should_exit = True  # as Ctrl-C does
+        server.server.end()
         server.thread.join(PATIENCE_S)
         client.join(PATIENCE_S)
         assert time.monotonic() - began < PATIENCE_S / 2

@@ -2,7 +2,10 @@
 
 import asyncio
 import json
+import threading
+import time
 from collections.abc import Iterator
+from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +26,7 @@ def client(tmp_path: Path) -> Iterator[Client]:
 
 
 def test_a_key_is_asked_for(client: Client):
-    for key in ("", "tml-wrong", "tml-tes"):
+    for key in ("", "tml-wrong", KEY[:-1]):
         answer = client.http.get("/api/v1/get_server_capabilities", headers={"X-API-Key": key})
         assert answer.status_code == 401 and "not this server's" in answer.json()["detail"]
     for path in ("/metrics", "/api/v1/healthz"):
@@ -37,12 +40,68 @@ def test_flags_keep_new_behaviours_off(client: Client):
     assert not flags["sample_use_retrieve_futures"] and not flags["custom_loss_server_side"]
 
 
+def test_a_client_is_told_how_many_samples_it_may_wait_for(tmp_path: Path):
+    for most, told in ((400, 200), (50_000, 2000)):  # each takes a connection
+        with connected(tmp_path, connections=most) as client:
+            assert client.post("client/config")["sample_max_concurrent_requests"] == told
+
+
 def test_a_large_body_is_refused_before_it_is_read(client: Client):
     answer = client.http.post("/api/v1/optim_step", content=b"x" * 20_001)
     assert answer.status_code == 413 and "20000 bytes" in answer.json()["detail"]
     assert "the same seq_id" in answer.json()["detail"]
     pieces = (b"x" * 1000 for _ in range(30))  # of a length that no header says
     assert client.http.post("/api/v1/optim_step", content=pieces).status_code == 413
+
+
+def test_a_body_of_json_is_no_longer_than_a_prompt_may_be(tmp_path: Path):
+    """It is parsed in the thread that answers everybody; tensors are not."""
+    prompt = {"chunks": [{"tokens": [123456] * 200_000}]}
+    with connected(tmp_path, context=64) as client:
+        answer = client.raw("asample", sampling_session_id=client.sampler(), prompt=prompt)
+        assert answer.status_code == 413 and f"{16 * 64 + (1 << 20)} bytes" in answer.json()["detail"]
+        tensors = client.send_pass(client.model(), 1, [1] * 200_000)
+        assert tensors.status_code == 200
+        assert "takes 1 to 64" in client.result(tensors.json()["request_id"])["error"]
+
+
+@pytest.mark.parametrize("declared", [True, False])
+def test_bodies_that_are_on_their_way_are_bounded_together(declared: bool):
+    """Whether their length is known or not; those that have come, or have been cut off, count no more."""
+    order: list[str] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        order.append(f"{scope['client']} read {len((await receive())['body'])}")
+
+    gate = Gate(app, KEY, 6000, 6000, 10_000)
+
+    async def upload(name: str, *pieces: int, ends: bool = True) -> None:
+        left = list(pieces)
+
+        async def receive() -> dict:
+            await asyncio.sleep(0.02)
+            if not left and not ends:
+                return {"type": "http.disconnect"}
+            return {"type": "http.request", "body": bytes(left.pop(0)), "more_body": bool(left) or not ends}
+
+        async def send(message: dict) -> None:
+            if "status" in message:
+                order.append(f"{name} {message['status']}")
+
+        fields = {"x-api-key": KEY} | ({"content-length": str(sum(pieces))} if declared else {})
+        headers = [(key.encode(), value.encode()) for key, value in fields.items()]
+        scope = {"type": "http", "path": "/api/v1/forward_backward", "headers": headers, "client": name}
+        await gate(scope, receive, send)
+
+    async def uploads() -> None:
+        await asyncio.gather(upload("one", 3000, 3000, 0), upload("two", 3000, 3000, 0))
+        await asyncio.gather(upload("three", 5000, 0), upload("four", 5000, 0))
+        await upload("five", 3000, 3000, ends=False)
+        await asyncio.gather(upload("six", 5000, 0), upload("seven", 5000, 0))
+
+    asyncio.run(uploads())
+    assert sorted(order[:2]) == ["one read 6000", "two 429"]
+    assert [line.split()[1] for line in order[2:]] == ["read", "read", "400", "read", "read"]
 
 
 def through_the_gate(
@@ -62,7 +121,7 @@ def through_the_gate(
 
     fields = [(name.encode(), value.encode()) for name, value in headers.items()]
     scope = {"type": "http", "path": path, "headers": fields}
-    asyncio.run(Gate(app, KEY, 20_000)(scope, receive, send))
+    asyncio.run(Gate(app, KEY, 20_000, 20_000, 20_000)(scope, receive, send))
     return bodies, [state for state in states if state], len(waiting)
 
 
@@ -218,13 +277,61 @@ def test_what_is_deleted_meanwhile_is_not_there(client: Client, monkeypatch):
             assert answer.content == whole
         else:
             assert answer.status_code == 404 and "deleted" in answer.json()["detail"]
-    client.ask("save_weights", model_id=model, seq_id=4, path="one")
-    found_one = client.backend.checkpoint
 
-    def deleted(path):
-        checkpoint = found_one(path)
-        client.backend.delete_checkpoint(path)
-        return checkpoint
 
-    monkeypatch.setattr(client.backend, "checkpoint", deleted)
-    assert client.http.delete(base).status_code == 404
+def test_what_a_client_notes_of_its_work_is_answered(client: Client):
+    session = client.post("create_session", user_metadata={"recipe": "sl"}, display_name="mine")["session_id"]
+    found = client.http.get(f"/api/v1/sessions/{session}").json()
+    assert found["user_metadata"] == {"recipe": "sl"} and found["display_name"] == "mine"
+    model = client.model(user_metadata={"renderer_name": "qwen3", "rank": 4})
+    of_run = {"renderer_name": "qwen3", "rank": "4"}
+    runs = f"/api/v1/training_runs/{model}"
+    assert client.http.get(runs).json()["user_metadata"] == of_run
+    body = {"model_id": model, "path": "one", "user_metadata": {"step": "3"}, "ttl_seconds": 7200}
+    client.ask("save_weights", seq_id=1, **body)
+    client.ask("save_weights_for_sampler", seq_id=2, model_id=model, path="one")
+    kept = {
+        item["checkpoint_type"]: item for item in client.http.get(f"{runs}/checkpoints").json()["checkpoints"]
+    }
+    assert kept["training"]["user_metadata"] == {"step": "3"} and kept["sampler"]["user_metadata"] == {}
+    client.http.post(f"/api/v1/sessions/{client.session}/finish")
+    assert client.http.get(runs).json()["user_metadata"] == of_run  # as it was saved
+    assert kept["training"]["expires_at"] is not None and kept["sampler"]["expires_at"] is None
+    long = client.raw("create_session", user_metadata={"x": "y" * 17_000})
+    assert long.status_code == 400 and "keeps 16384" in long.json()["detail"]
+
+
+def test_a_checkpoint_expires_if_its_client_says_so(client: Client, monkeypatch: pytest.MonkeyPatch):
+    model = client.model()
+    for number, name in enumerate(("one", "two", "three"), start=1):
+        client.ask("save_weights", model_id=model, seq_id=number, path=name, ttl_seconds=3600)
+    wrong = client.ask("save_weights", model_id=model, seq_id=4, path="four", ttl_seconds=60)
+    assert "3600 to 315360000" in wrong["error"]
+    checkpoints = f"/api/v1/training_runs/{model}/checkpoints"
+    for name, seconds in (("one", None), ("two", 10 * 3600)):
+        path = f"{checkpoints}/weights/{name}/ttl"
+        assert client.http.put(path, json={"ttl_seconds": seconds}).status_code == 204
+    assert client.http.put(path, json={"ttl_seconds": 1}).status_code == 400
+    assert client.http.put(f"{checkpoints}/weights/none/ttl", json={}).status_code == 404
+    now = time.time()
+
+    def left(hours: float) -> list[str]:
+        monkeypatch.setattr(time, "time", lambda: now + 3600 * hours)
+        client.server.clients.queue.call(methodcaller("delete_expired")).result()
+        found = client.http.get(checkpoints).json()["checkpoints"]
+        return [item["checkpoint_id"].partition("/")[2] for item in found]
+
+    assert left(0.9) == ["three", "two", "one"]
+    assert left(1.1) == ["two", "one"]
+    assert left(10.1) == ["one"]
+
+
+def test_what_has_expired_is_looked_for(client: Client):
+    called = threading.Event()
+    client.backend.delete_expired = called.set
+    client.server.clients.sweep()
+    client.server.clients.queue.call(lambda _: None).result()
+    assert not called.is_set()
+    client.server.clients._expired -= 61
+    client.server.clients.sweep()
+    assert called.wait(20)

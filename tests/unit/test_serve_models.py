@@ -51,6 +51,7 @@ def test_a_wrong_request_takes_its_place(client: Client):
 NUMBERS = (
     {"learning_rate": -1e-4}, {"learning_rate": "NaN"}, {"learning_rate": "Infinity"}, {"beta1": 1.0},
     {"beta2": -0.1}, {"eps": "-Infinity"}, {"weight_decay": "nan"}, {"grad_clip_norm": -1},
+    {"eps": 0}, {"eps": 1e-46}, {"learning_rate": 1e38}, {"weight_decay": 1e30},
 )  # fmt: skip
 
 

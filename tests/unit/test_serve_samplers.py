@@ -48,6 +48,7 @@ def test_samples_of_every_kind(client: Client):
         ([1], {}, {"topk_sample_logprobs": 1}, "topk_sample_logprobs is not known"),
         ([1], {}, {"record_stability_info": True}, "stable_reinforce"),
         ([1], {}, {"prompt_logprobs": True, "prompt_logprobs_last_n": 0}, "at least 1"),
+        ([1], {"temperature": 1e-40}, {}, "at least 1e-06, or 0"),
         ([BAD_TOKEN], {}, {}, "vocabulary"),
     ]):  # fmt: skip
         assert said in sample(10 + number, tokens, params, **fields)

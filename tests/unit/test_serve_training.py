@@ -193,6 +193,29 @@ def test_gradients_that_are_not_finite_end_in_a_sentence(tmp_path):
     train(backend, "a", steps=1)
 
 
+@pytest.mark.parametrize(
+    ("steps", "adam"),
+    [
+        (0, AdamParams(eps=0.0)),  # B is 0 in the beginning, so A has no gradient: 0 / 0
+        (1, AdamParams(1e18, weight_decay=1e18)),
+        (0, AdamParams(1e38)),  # which AdamW divides by 1 - beta1, and then it is no float32
+        (1, AdamParams(1e38)),
+    ],
+)
+def test_a_step_that_would_destroy_the_weights_is_not_taken(tmp_path, steps, adam):
+    """Whatever fails in it, the model goes on as one that was never asked for it."""
+    backend = tiny_backend(tmp_path)
+    for name in "ab":
+        backend.create_model(name, lora())
+        train(backend, name, steps)
+    backend.forward_backward("a", DATA[:1], "cross_entropy", {}, False)
+    with pytest.raises((QeRLError, RuntimeError), match=r"not finite|without overflow"):
+        backend.optim_step("a", adam)
+    same(weights(backend, "a"), weights(backend, "b"))
+    assert train(backend, "a") == train(backend, "b")
+    same(weights(backend, "a"), weights(backend, "b"))
+
+
 BAD = (
     (lambda b: b.create_model("a", lora()), "already"),
     (lambda b: b.create_model("b", lora(rank=17)), "1 to 16"),

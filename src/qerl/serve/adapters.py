@@ -11,7 +11,7 @@ until it is sampled from. A snapshot that nobody holds any more is not copied.
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -87,8 +87,8 @@ class TrainedAdapter:
             The norm of all gradients before it was clipped, and the number of steps taken.
 
         Raises:
-            QeRLError: There are no gradients, or one is not finite. The weights stay as they are; the
-                gradients are dropped, because no step could be made with them.
+            QeRLError: There are no gradients, one is not finite, or the step would make weights that are not.
+                The model stays as it is; the gradients are dropped, because no step could be made with them.
         """
         gradients = [matrix.grad for matrix in self.matrices.values() if matrix.grad is not None]
         if not gradients:
@@ -111,10 +111,36 @@ class TrainedAdapter:
             weight_decay=adam.weight_decay,
         )
         self._before_change()
-        self.optimizer.step()
-        self.drop_gradients()
+        matrices = [matrix.detach().clone() for matrix in self.matrices.values()]
+        state = {
+            matrix: {kind: value.clone() for kind, value in found.items()}
+            for matrix, found in self.optimizer.state.items()
+        }
+        finite = False
+        try:
+            self.optimizer.step()
+            finite = bool(get_total_norm(self.matrices.values()).isfinite())
+        finally:
+            self.drop_gradients()
+            if not finite:
+                self._take_back(matrices, state)
+        if not finite:
+            raise QeRLError(
+                "The step would have made weights whose norm is not finite, so it was not taken and the "
+                "gradients were dropped; look at learning_rate, weight_decay and eps."
+            )
         self.steps += 1
         return {"grad_norm": float(norm), "optim_steps": float(self.steps)}
+
+    @torch.no_grad()
+    def _take_back(
+        self, matrices: Sequence[torch.Tensor], state: dict[torch.Tensor, dict[str, torch.Tensor]]
+    ) -> None:
+        """Be as before a step, given what the matrices and the optimizer's state were."""
+        for matrix, before in zip(self.matrices.values(), matrices, strict=True):
+            matrix.copy_(before)
+        self.optimizer.state.clear()
+        self.optimizer.state.update(state)
 
     def drop_gradients(self) -> bool:
         """Forget the gradients; says whether there were any."""

@@ -37,6 +37,7 @@ from qerl.serve.types import (
     Checkpoint,
     LoraParams,
     ModelInfo,
+    Notes,
     SampleRequest,
     SampleResult,
     WeightsInfo,
@@ -45,6 +46,8 @@ from qerl.update.driver import LossDriver
 
 if TYPE_CHECKING:
     from qerl.update.losses import Datum, LossOutput
+
+_NO_NOTES = Notes()
 
 
 class ModelBackend:
@@ -117,23 +120,23 @@ class ModelBackend:
         """See `Backend.drop_gradients`."""
         return model_id in self._adapters and self._adapters.get(model_id).drop_gradients()
 
-    def save_state(self, model_id: str, name: str, overwrite: bool = False) -> str:
+    def save_state(self, model_id: str, name: str, overwrite: bool = False, notes: Notes = _NO_NOTES) -> str:
         """See `Backend.save_state`."""
-        return self._save(model_id, TRAINING, name, overwrite)
+        return self._save(model_id, TRAINING, name, notes, overwrite)
 
-    def save_for_sampler(self, model_id: str, name: str | None) -> str:
+    def save_for_sampler(self, model_id: str, name: str | None, notes: Notes = _NO_NOTES) -> str:
         """See `Backend.save_for_sampler`."""
         if name is not None:
-            return self._save(model_id, SAMPLING, name)
+            return self._save(model_id, SAMPLING, name, notes)
         snapshot = self._adapters.get(model_id).snapshot()
         self._snapshots += 1
         key = f"snapshot:{self._snapshots}:{model_id}"
         self._give(key, snapshot)
         return key
 
-    def save_external(self, model_id: str, name: str) -> str:
+    def save_external(self, model_id: str, name: str, notes: Notes = _NO_NOTES) -> str:
         """See `Backend.save_external`."""
-        return self._save(model_id, EXTERNAL, name)
+        return self._save(model_id, EXTERNAL, name, notes)
 
     def load_state(self, model_id: str, path: str, with_optimizer: bool) -> None:
         """See `Backend.load_state`; without the optimizer the count of steps begins anew."""
@@ -203,6 +206,14 @@ class ModelBackend:
         """See `Backend.delete_checkpoint`; samplers of it go on."""
         self._store.delete(path)
 
+    def expire_checkpoint(self, path: str, expires: float | None) -> None:
+        """See `Backend.expire_checkpoint`."""
+        self._store.expire(path, expires)
+
+    def delete_expired(self) -> None:
+        """See `Backend.delete_expired`."""
+        self._store.delete_expired()
+
     def drop(self, model_id: str) -> None:
         """See `Backend.drop`."""
         self._adapters.drop(model_id)
@@ -239,10 +250,10 @@ class ModelBackend:
         finally:
             self._store.close()
 
-    def _save(self, model_id: str, kind: str, name: str, overwrite: bool = False) -> str:
+    def _save(self, model_id: str, kind: str, name: str, notes: Notes, overwrite: bool = False) -> str:
         adapter = self._adapters.get(model_id)
         config = self._seats.config(adapter.shape)
-        return self._store.save(model_id, kind, name, adapter, config, overwrite)
+        return self._store.save(model_id, kind, name, adapter, config, notes, overwrite)
 
     def _give(self, key: str, policy: Policy) -> None:
         self._policies[key] = policy

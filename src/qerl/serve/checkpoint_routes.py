@@ -1,4 +1,4 @@
-"""Routes that list, delete and download what is saved.
+"""Routes that list, delete and download what is saved, and say when it expires.
 
 A download is a link that is signed with the server's key and works for an hour, so that any HTTP client can
 fetch it: a checkpoint as one tar file, or each of its files.
@@ -13,7 +13,7 @@ import os
 import re
 import tarfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import methodcaller
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -23,8 +23,10 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import BaseRoute, Route
 
+from qerl.errors import QeRLError
 from qerl.serve.clients import Clients
 from qerl.serve.names import SCHEME, split_path
+from qerl.serve.requests import Ttl, read
 from qerl.serve.types import Backend, Checkpoint, NotSavedError, WeightsInfo
 
 VALID_S = 3600
@@ -52,6 +54,7 @@ class CheckpointRoutes:
             Route(_RUN, self._run, methods=["GET"]),
             Route(_RUN + "/checkpoints", self._of_run, methods=["GET"]),
             Route(_CHECKPOINT, self._delete, methods=["DELETE"]),
+            Route(_CHECKPOINT + "/ttl", self._ttl, methods=["PUT"]),
             Route(_CHECKPOINT + "/archive", self._archive, methods=["GET"]),
             Route(_CHECKPOINT + "/external_weights_urls", self._files, methods=["GET"]),
             Route("/api/v1/download/{run}/{kind}/{name}/{file}", self._download, methods=["GET"]),
@@ -68,10 +71,7 @@ class CheckpointRoutes:
         return [*reversed(await self._call(methodcaller("checkpoints")))]
 
     async def _checkpoint(self, request: Request) -> Checkpoint:
-        parts = request.path_params
-        path = f"{SCHEME}{parts['run']}/{parts['kind']}/{parts['name']}"
-        split_path(path)
-        found: Checkpoint = await self._call(methodcaller("checkpoint", path))
+        found: Checkpoint = await self._call(methodcaller("checkpoint", _path(request)))
         return found
 
     async def _all(self, request: Request) -> Response:
@@ -101,21 +101,25 @@ class CheckpointRoutes:
         for model in list(self._clients.models.values()):
             if model.info is not None:
                 mine = [item for item in saved if split_path(item.path)[0] == model.id]
-                runs[model.id] = _described_run(model.id, model.info, model.used, mine)
+                runs[model.id] = _described_run(model.id, model.info, model.used, mine, model.notes)
         for checkpoint in saved:
             run = split_path(checkpoint.path)[0]
             if run not in runs:
                 try:
                     info = await self._call(methodcaller("weights_info", checkpoint.path))
-                except HTTPException:  # it was deleted since it was listed
+                except (HTTPException, QeRLError):  # it was deleted since it was listed, or is damaged
                     continue
                 mine = [item for item in saved if split_path(item.path)[0] == run]
-                runs[run] = _described_run(run, info, checkpoint.time, mine)
+                runs[run] = _described_run(run, info, checkpoint.time, mine, checkpoint.notes.run)
         return runs
 
     async def _delete(self, request: Request) -> Response:
-        checkpoint = await self._checkpoint(request)
-        await self._call(methodcaller("delete_checkpoint", checkpoint.path))
+        await self._call(methodcaller("delete_checkpoint", _path(request)))
+        return Response(status_code=204)
+
+    async def _ttl(self, request: Request) -> Response:
+        expires = read(Ttl, await request.body()).expires()
+        await self._call(methodcaller("expire_checkpoint", _path(request), expires))
         return Response(status_code=204)
 
     async def _archive(self, request: Request) -> Response:
@@ -161,6 +165,18 @@ class CheckpointRoutes:
         return hmac.new(self._secret, f"{path}?{expires}".encode(), hashlib.sha256).hexdigest()
 
 
+def _path(request: Request) -> str:
+    """The tinker:// path that a route names.
+
+    Raises:
+        QeRLError: It is none.
+    """
+    parts = request.path_params
+    path = f"{SCHEME}{parts['run']}/{parts['kind']}/{parts['name']}"
+    split_path(path)
+    return path
+
+
 def _page(request: Request, items: Sequence[Any]) -> tuple[Sequence[Any], dict[str, int]]:
     """The items that a request asks for by `offset` and `limit`, and which those are."""
     asked = [request.query_params.get(name, "") for name in ("offset", "limit")]
@@ -179,10 +195,14 @@ def _described(checkpoint: Checkpoint) -> dict[str, Any]:
         "time": _date(checkpoint.time),
         "tinker_path": checkpoint.path,
         "size_bytes": checkpoint.bytes,
+        "user_metadata": dict(checkpoint.notes.own),
+        "expires_at": None if checkpoint.notes.expires is None else _date(checkpoint.notes.expires),
     }
 
 
-def _described_run(run: str, info: WeightsInfo, used: float, saved: Sequence[Checkpoint]) -> dict[str, Any]:
+def _described_run(
+    run: str, info: WeightsInfo, used: float, saved: Sequence[Checkpoint], notes: Mapping[str, str]
+) -> dict[str, Any]:
     last = {split_path(item.path)[1]: _described(item) for item in reversed(saved)}
     return {
         "training_run_id": run,
@@ -193,6 +213,7 @@ def _described_run(run: str, info: WeightsInfo, used: float, saved: Sequence[Che
         "last_request_time": _date(used),
         "last_checkpoint": last.get("weights"),
         "last_sampler_checkpoint": last.get("sampler_weights"),
+        "user_metadata": dict(notes),
     }
 
 

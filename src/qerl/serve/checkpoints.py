@@ -5,8 +5,9 @@
     ROOT/MODEL_ID/external_weights/NAME/    what `save_external` wrote: the same, for other programs
 
 Each is a plain PEFT folder, which PEFT, vLLM and `qerl eval` read, with the optimizer's moments, the seed and
-the count of steps beside it, so that training goes on with the same bits. It is written aside and renamed, as
-the checkpoints of a run are. What it replaces is put aside until then, and the next server puts it back if
+the count of steps beside it, so that training goes on with the same bits. What the client said of it lies
+there too, and in a file of its own when it expires, since that may change. It is written aside and renamed,
+as the checkpoints of a run are. What it replaces is put aside until then, and the next server puts it back if
 this one was killed in between: so there is always the former one or the new one. Gradients that have gathered
 since the last optimizer step are not part of it. A folder belongs to one server at a time, which holds a lock
 on it until it ends or is killed.
@@ -15,10 +16,12 @@ A path is made of an id and a name as `qerl.serve.names` takes them, with nothin
 a file system, so no path leads out of the folder; nor does a link in it.
 """
 
+import errno
 import json
 import logging
 import shutil
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,12 +37,13 @@ from qerl.run_folder import ADAPTER_FILE, MANIFEST_FILE, POLICY_FILE, UNFINISHED
 from qerl.serve.adapters import TrainedAdapter
 from qerl.serve.names import KINDS, SCHEME, split_path
 from qerl.serve.seats import Shape
-from qerl.serve.types import Checkpoint, NotSavedError
+from qerl.serve.types import Checkpoint, Notes, NotSavedError
 from qerl.trainer.resume.checkpoint import clear, publish, read_manifest
 
 logger = logging.getLogger(__name__)
 
 STATE_FILE = "state.json"
+EXPIRY_FILE = "expires.json"
 OPTIMIZER_FILE = "optimizer.safetensors"
 LOCK_FILE = "server.lock"
 REPLACED = ".replaced"
@@ -104,9 +108,10 @@ class Store:
         name: str,
         adapter: TrainedAdapter,
         config: LoraConfig,
+        notes: Notes,
         overwrite: bool = False,
     ) -> str:
-        """Write an adapter.
+        """Write an adapter; what is damaged under its name is replaced.
 
         Args:
             model_id: Whose it is.
@@ -114,29 +119,41 @@ class Store:
             name: As the client calls it.
             adapter: What is saved.
             config: That PEFT is to read.
+            notes: What its client says beside it.
             overwrite: Whether it may replace what is saved under this name.
 
         Returns:
             Its path.
 
         Raises:
-            QeRLError: The name cannot be part of a path, or something is saved under it.
+            QeRLError: The name cannot be part of a path, something is saved under it, or the disk is full.
         """
         path = f"{SCHEME}{model_id}/{kind}/{name}"
         folder = self.folder(path)
-        if not overwrite and (folder / MANIFEST_FILE).is_file():
+        if not overwrite and _is_whole(folder):
             replace = ", or replace it with save_state(..., overwrite=True)" if kind == TRAINING else ""
             raise QeRLError(f"{path} is saved already; choose another name, delete it first{replace}.")
-        part = self._written(adapter, config, with_optimizer=kind == TRAINING)
-        folder.parent.mkdir(parents=True, exist_ok=True)
         try:
-            if (folder / MANIFEST_FILE).is_file():
-                aside = self.root / REPLACED / folder.relative_to(self.root)
-                clear(aside.parent)
-                folder.rename(aside)
-            publish(part, folder, adapter.steps, 1, json.dumps(self._settings, indent=1) + "\n")
-        finally:
-            self._put_back()
+            part = self._written(adapter, config, notes, with_optimizer=kind == TRAINING)
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                if (folder / MANIFEST_FILE).is_file():
+                    aside = self.root / REPLACED / folder.relative_to(self.root)
+                    clear(aside.parent)
+                    folder.rename(aside)
+                publish(part, folder, adapter.steps, 1, json.dumps(self._settings, indent=1) + "\n")
+            finally:
+                self._put_back()
+            if notes.expires is not None:
+                _write_expiry(folder, notes.expires)
+        except (OSError, SafetensorError) as error:
+            shutil.rmtree(self.root / UNFINISHED, ignore_errors=True)  # which may be what fills the disk
+            if not _is_full(error):
+                raise
+            raise QeRLError(
+                f"{path} was not saved, because the server's disk is full; delete checkpoints that nobody "
+                "needs and save again. What was saved before is still there, and training can go on."
+            ) from error
         return path
 
     def read(self, path: str, with_optimizer: bool = False) -> Saved:
@@ -161,7 +178,8 @@ class Store:
             weights = load_file(folder / ADAPTER_FILE)
             moments = load_file(folder / OPTIMIZER_FILE) if with_optimizer else {}
         except (SafetensorError, OSError) as error:
-            raise QeRLError(f"{path} is damaged ({error}); load another checkpoint.") from error
+            why = error.strerror if isinstance(error, OSError) else error
+            raise QeRLError(f"{path} is damaged ({why}); load another checkpoint.") from error
         return Saved(**vars(about) | {"weights": weights, "moments": moments})
 
     def about(self, path: str) -> Saved:
@@ -182,9 +200,7 @@ class Store:
         Raises:
             QeRLError: There is none at this path, or it is damaged.
         """
-        folder, _ = self._about(path)
-        size = sum(file.stat().st_size for file in folder.iterdir())
-        return Checkpoint(path, folder, size, (folder / MANIFEST_FILE).stat().st_mtime)
+        return _described(path, self._about(path)[0])
 
     def saved_at(self, path: str) -> int:
         """When a path was last saved, in nanoseconds: what tells its states apart.
@@ -195,27 +211,41 @@ class Store:
         return (self._about(path)[0] / MANIFEST_FILE).stat().st_mtime_ns
 
     def list(self) -> list[Checkpoint]:
-        """All that is saved and can be described, oldest first; what is damaged is named in the log."""
+        """All that is saved, oldest first; what is damaged is named in the log too."""
         found = []
-        for kind in KINDS:
-            for manifest in self.root.glob(f"*/{kind}/*/{MANIFEST_FILE}"):
-                folder = manifest.parent
-                path = f"{SCHEME}{folder.parent.parent.name}/{kind}/{folder.name}"
-                try:
-                    found.append(self.checkpoint(path))
-                except (QeRLError, OSError) as error:
-                    logger.warning("%s is left out of the list of checkpoints: %s", folder, error)
+        for path, folder in self._all():
+            try:
+                read_manifest(folder)
+            except QeRLError as error:
+                logger.warning("Clients can delete %s, and save another under its name: %s", path, error)
+            found.append(_described(path, folder))
         return sorted(found, key=lambda checkpoint: (checkpoint.time, checkpoint.path))
 
     def delete(self, path: str) -> None:
-        """Delete what is saved at a path.
+        """Delete what is saved at a path, damaged or not.
 
         Raises:
             QeRLError: There is nothing.
         """
-        folder, _ = self._about(path)
+        folder = self._there(path)
         (folder / MANIFEST_FILE).unlink()  # first, so that half a folder is none
         shutil.rmtree(folder)
+
+    def expire(self, path: str, at: float | None) -> None:
+        """Say from when on what is saved at a path may be deleted, as in `Notes`.
+
+        Raises:
+            QeRLError: There is nothing.
+        """
+        _write_expiry(self._there(path), at)
+
+    def delete_expired(self) -> None:
+        """Delete what may be deleted by now."""
+        for path, folder in self._all():
+            expires = _read_expiry(folder)
+            if expires is not None and expires <= time.time():
+                logger.info("%s has expired and is deleted.", path)
+                self.delete(path)
 
     def close(self) -> None:
         """Let another server use the folder."""
@@ -233,7 +263,9 @@ class Store:
             raise QeRLError(f"{path} leads out of the server's folder; nothing is read or written there.")
         return folder
 
-    def _written(self, adapter: TrainedAdapter, config: LoraConfig, with_optimizer: bool) -> Path:
+    def _written(
+        self, adapter: TrainedAdapter, config: LoraConfig, notes: Notes, with_optimizer: bool
+    ) -> Path:
         """A folder aside with an adapter's files."""
         part = self.root / UNFINISHED / "part"
         clear(part)
@@ -248,6 +280,8 @@ class Store:
             "mlp": shape.mlp,
             "seed": adapter.seed,
             "steps": adapter.steps,
+            "run_notes": dict(notes.run),
+            "notes": dict(notes.own),
         }
         (part / STATE_FILE).write_text(json.dumps(state), encoding="utf-8")
         (part / POLICY_FILE).write_text(json.dumps(self._facts, indent=2) + "\n", encoding="utf-8")
@@ -265,14 +299,34 @@ class Store:
                 aside.parent.rename(folder)
         shutil.rmtree(replaced, ignore_errors=True)
 
-    def _about(self, path: str) -> tuple[Path, Saved]:
+    def _all(self) -> Sequence[tuple[str, Path]]:
+        """Path and folder of all that is saved."""
+        return [
+            (f"{SCHEME}{manifest.parent.relative_to(self.root)}", manifest.parent)
+            for kind in KINDS
+            for manifest in self.root.glob(f"*/{kind}/*/{MANIFEST_FILE}")
+        ]
+
+    def _there(self, path: str) -> Path:
+        """Where a path leads, if something is saved there."""
         folder = self.folder(path)
         if not (folder / MANIFEST_FILE).is_file():
             raise NotSavedError(
                 f"Nothing is saved at {path} on this server; look at the list of checkpoints."
             )
-        read_manifest(folder)
-        state, facts = read_json(folder / STATE_FILE), read_json(folder / POLICY_FILE)
+        return folder
+
+    def _about(self, path: str) -> tuple[Path, Saved]:
+        folder = self._there(path)
+        try:
+            read_manifest(folder)
+            state, facts = read_json(folder / STATE_FILE), read_json(folder / POLICY_FILE)
+        except QeRLError as error:
+            logger.warning("%s is damaged: %s", path, error)
+            raise QeRLError(  # of which a client need not hear where the server has its files
+                f"{path} is damaged: files of it are missing or cut short. Load another checkpoint; this one "
+                "can be deleted, or replaced by saving under its name."
+            ) from error
         try:
             shape = Shape(int(state["rank"]), bool(state["attn"]), bool(state["mlp"]))
             saved = Saved(
@@ -284,6 +338,55 @@ class Store:
                 "another checkpoint."
             ) from error
         return folder, saved
+
+
+def _is_whole(folder: Path) -> bool:
+    """Whether something is saved in a folder, with all of its files."""
+    try:
+        read_manifest(folder)
+    except QeRLError:
+        return False
+    return True
+
+
+def _is_full(error: Exception) -> bool:
+    """Whether a disk, or the share of it that a user has, was full; safetensors says so in words alone."""
+    if isinstance(error, OSError):
+        return error.errno in _FULL
+    return any(f"(os error {number})" in str(error) for number in _FULL)
+
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+def _described(path: str, folder: Path) -> Checkpoint:
+    """What is saved in a folder, as a list shows it."""
+    try:
+        state = read_json(folder / STATE_FILE)
+    except QeRLError:  # it is damaged
+        state = {}
+    notes = Notes(state.get("run_notes") or {}, state.get("notes") or {}, _read_expiry(folder))
+    size = sum(file.stat().st_size for file in folder.iterdir())
+    return Checkpoint(path, folder, size, (folder / MANIFEST_FILE).stat().st_mtime, notes)
+
+
+def _write_expiry(folder: Path, at: float | None) -> None:
+    file = folder / EXPIRY_FILE
+    if at is None:
+        file.unlink(missing_ok=True)
+        return
+    part = file.with_suffix(".part")
+    part.write_text(json.dumps({"at": at}), encoding="utf-8")
+    part.replace(file)
+
+
+def _read_expiry(folder: Path) -> float | None:
+    """When what is saved in a folder may be deleted; None if that is not said, or not in a way to be read."""
+    try:
+        at = read_json(folder / EXPIRY_FILE).get("at")
+    except QeRLError:
+        return None
+    return float(at) if isinstance(at, int | float) else None
 
 
 def _write(tensors: Mapping[str, torch.Tensor], file: Path) -> None:

@@ -9,7 +9,7 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future as CallFuture
 from dataclasses import dataclass, field
 from operator import methodcaller
@@ -24,23 +24,30 @@ from qerl.serve.types import Backend, ModelInfo, WeightsInfo
 
 logger = logging.getLogger(__name__)
 
+EXPIRY_S = 60.0
+"""How often what has expired is looked for."""
+
 
 @dataclass(eq=False)
 class Session:
-    """One client, from its first word to its last."""
+    """One client, from its first word to its last, with what it says of itself."""
 
     id: str
     sdk_version: str
     seen: float
     began: float
+    display_name: str | None = None
+    notes: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
 class Model:
-    """An adapter that a session trains; `info` is there once the backend has made it."""
+    """An adapter that a session trains, and what its client notes of it; `info` is there once the backend has
+    made it."""
 
     id: str
     session_id: str
+    notes: Mapping[str, str] = field(default_factory=dict)
     info: WeightsInfo | None = None
     steps: int = 0
     used: float = field(default_factory=time.time)
@@ -93,10 +100,15 @@ class Clients:
         self.models: dict[str, Model] = {}
         self.samplers: dict[str, Sampler] = {}
         self.lock = threading.RLock()
+        self._expired = time.monotonic()
 
-    def create_session(self, sdk_version: str) -> str:
+    def create_session(
+        self, sdk_version: str, display_name: str | None = None, notes: Mapping[str, str] | None = None
+    ) -> str:
         """A new session's id."""
-        session = Session(uuid.uuid4().hex, sdk_version[:40], time.monotonic(), time.time())
+        session = Session(
+            uuid.uuid4().hex, sdk_version[:40], time.monotonic(), time.time(), display_name, notes or {}
+        )
         with self.lock:
             self.sessions[session.id] = session
         logger.info("Session %s began (client version %s).", session.id, session.sdk_version)
@@ -131,12 +143,15 @@ class Clients:
         self.futures.end(session_id, Failure(f"The session of this request ended: {reason}.", "user"))
 
     def sweep(self) -> None:
-        """End sessions that have been silent for too long, and forget old results."""
+        """End sessions that have been silent for too long, forget old results and delete what has expired."""
         now = time.monotonic()
         for session in list(self.sessions.values()):
             if now - session.seen > self.limits.silence_s:
                 self.finish(session.id, f"its client was silent for {self.limits.silence_s:.0f} seconds")
         self.futures.sweep(now)
+        if now - self._expired > EXPIRY_S:
+            self._expired = now
+            self.later(methodcaller("delete_expired"))
 
     def check_session(self, session_id: str) -> None:
         """Refuse a session that is unknown.

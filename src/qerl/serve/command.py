@@ -8,6 +8,7 @@ import contextlib
 import ipaddress
 import os
 import secrets
+import shlex
 import socket
 import tempfile
 from pathlib import Path
@@ -26,7 +27,7 @@ KEY_VARIABLE = "QERL_API_KEY"
 KEY_START = "tml-"
 """Clients refuse keys that begin otherwise."""
 KEY_LENGTH = 20
-"""A key file with less was cut off or written by hand."""
+"""A shorter key may be guessed: whoever has a link to a download, which it signs, can try them all."""
 
 _TEXT = """\
 Serve MODEL to clients of the Tinker API: they sample, compute losses and train LoRA adapters, many at once,
@@ -48,8 +49,9 @@ def add_serve(commands: Any) -> None:
     )
     sub.add_argument(
         "--api_key", metavar="KEY",
-        help=f"begins with {KEY_START}; default: the environment's {KEY_VARIABLE}, which other users of this "
-        f"machine cannot read, else one of its own, kept in DIR/{KEY_FILE}",
+        help=f"begins with {KEY_START} and has {KEY_LENGTH} characters or more; default: the environment's "
+        f"{KEY_VARIABLE}, which other users of this machine cannot read, else one of its own, kept in "
+        f"DIR/{KEY_FILE}",
     )  # fmt: skip
     sub.add_argument(
         "--output_dir", type=Path, default=Path("runs/serve"), metavar="DIR",
@@ -116,7 +118,7 @@ def _serve(args: argparse.Namespace) -> None:
     if args.model is None:
         raise QeRLError("MODEL is missing; name the model to serve, or ask for --status.")
     noise = _noise(args)
-    with _listen(args.host, args.port) as listening:
+    with listen(args.host, args.port) as listening:
         api_key = _own_key(args)
         backend = _open(args, noise)
         _run(args, backend, api_key, listening)
@@ -179,6 +181,7 @@ def _noise(args: argparse.Namespace) -> "NoiseSchedule | None":
 
 
 def _run(args: argparse.Namespace, backend: "Backend", api_key: str, listening: socket.socket) -> None:
+    from qerl.serve.connections import room_for_connections
     from qerl.serve.limits import Limits
     from qerl.serve.server import Server
 
@@ -187,17 +190,27 @@ def _run(args: argparse.Namespace, backend: "Backend", api_key: str, listening: 
         context=base.max_context_length,
         max_rank=args.max_rank,
         max_models=args.max_models,
+        connections=room_for_connections(),
         held=int(args.held_gb * 1e9),
     )
+    # A stream that is no terminal is often a log, which others can read.
+    shown = api_key if args.console.file.isatty() else _where_key_is(args)
     args.console.print(
-        greeting(base.name, args.host, listening.getsockname()[1], api_key, args.output_dir),
+        greeting(base.name, args.host, listening.getsockname()[1], shown, args.output_dir),
         markup=False, highlight=False, soft_wrap=True,
     )  # fmt: skip
     Server(backend, limits, api_key).run(listening)
 
 
 def greeting(model: str, host: str, port: int, api_key: str, folder: Path) -> str:
-    """What a user must know of a server that has begun: what to export, and a line to try."""
+    """What a user must know of a server that has begun: what to export, and a line to try.
+
+    Args:
+        model: Name of the base.
+        host, port: Where it listens.
+        api_key: Its key, or what a shell replaces by it.
+        folder: Where weights are saved.
+    """
     url = f"http://{_address(host)}:{port}"
     lines = [
         f"Serving {model} at {url}; weights that clients save go to {folder}. Ctrl-C ends it.",
@@ -214,14 +227,16 @@ def greeting(model: str, host: str, port: int, api_key: str, folder: Path) -> st
     return "\n".join(lines)
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int) -> socket.socket:
     """A socket at the address, before the model is loaded.
 
     Raises:
         QeRLError: The address cannot be had.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listening = socket.socket(family, socket.SOCK_STREAM)
+    # asyncio switches TCP_NODELAY on where the protocol is named; without it the second part of every answer
+    # waits for the client's acknowledgement of the first.
+    listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listening.bind((host, port))
@@ -259,19 +274,34 @@ def _own_key(args: argparse.Namespace) -> str:
     given = _given_key(args)
     if given is not None:
         where, key = given
-        if not key.startswith(KEY_START) or key == KEY_START:
-            raise QeRLError(f"{where} must begin with {KEY_START} and go on; clients refuse other keys.")
+        if not _may_be_key(key):
+            raise QeRLError(
+                f"{where} must begin with {KEY_START}, as clients demand, and have at least {KEY_LENGTH} "
+                "characters; without it the server makes a key of its own."
+            )
         return key
     path = args.output_dir / KEY_FILE
     if not path.exists():
         _write_key(path)
     key = path.read_text().strip()
-    if not key.startswith(KEY_START) or len(key) < KEY_LENGTH:
+    if not _may_be_key(key):
         raise QeRLError(
             f"{path} holds no key: one begins with {KEY_START} and has at least {KEY_LENGTH} characters. "
             "Delete the file, and a new key is made."
         )
     return key
+
+
+def _may_be_key(key: str) -> bool:
+    return key.startswith(KEY_START) and len(key) >= KEY_LENGTH
+
+
+def _where_key_is(args: argparse.Namespace) -> str:
+    """What a shell replaces by the key of a server that has one, or names it."""
+    given = _given_key(args)
+    if given is None:
+        return f"$(cat {shlex.quote(str((args.output_dir / KEY_FILE).absolute()))})"
+    return f"${KEY_VARIABLE}" if given[0] == KEY_VARIABLE else "'the KEY of --api_key'"
 
 
 def _given_key(args: argparse.Namespace) -> tuple[str, str] | None:

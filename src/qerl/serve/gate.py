@@ -1,6 +1,9 @@
 """What stands before all routes: the key, and the size of a body.
 
-A body is read whole before a route sees it: what a client did not finish sending is not run.
+A body is read whole before a route sees it: what a client did not finish sending is not run. While it comes
+it counts among the bodies that come, and beside too many of them it is refused, to be sent again. (What waits
+to be run is counted elsewhere, since a body that comes may be the one that others wait for.) A body of JSON
+may be no longer than a prompt of the whole context, because it is parsed where all clients are answered.
 """
 
 import hmac
@@ -19,27 +22,45 @@ _LENGTH = re.compile(rb"[0-9]{1,18}")
 """A body's length in bytes; more digits name none that could be taken."""
 
 
+TENSORS = "/api/v1/forward_backward"
+"""The path whose bodies are no JSON."""
+
+
 class _CutOffError(Exception):
     """A client went in the middle of its body."""
+
+
+class _TooManyError(Exception):
+    """With a body those that come take too much memory."""
 
 
 class Gate:
     """Refuses requests without the key, and bodies that are too large, before anything reads them.
 
+    Args:
+        app: What is behind it.
+        api_key: What X-API-Key must be.
+        most: Bytes of a body of tensors.
+        most_json: Bytes of any other.
+        most_coming: Bytes of all bodies together of which the end has not come.
+
     Raises:
         QeRLError: The key is empty, with which everybody would be let in.
     """
 
-    def __init__(self, app: ASGIApp, api_key: str, most: int) -> None:
+    def __init__(self, app: ASGIApp, api_key: str, most: int, most_json: int, most_coming: int) -> None:
         if not api_key:
             raise QeRLError("The server's key is empty; give it one that begins with tml-.")
-        self._app, self._api_key, self._most = app, api_key.encode(), most
+        self._app, self._api_key = app, api_key.encode()
+        self._most, self._most_json, self._most_coming = most, most_json, most_coming
+        self._coming = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         headers = dict(scope["headers"])
+        most = self._most if scope["path"] == TENSORS else self._most_json
         if scope["path"].startswith(OPEN):
             body: bytes | None = b""  # no open path reads one
         elif not hmac.compare_digest(headers.get(b"x-api-key", b""), self._api_key):
@@ -51,13 +72,20 @@ class Gate:
             return
         else:
             try:
-                body = await self._body(headers, receive)
+                body = await self._body(headers, receive, most)
             except _CutOffError:
                 await _refuse(400, "The body was cut off; send it again.", scope, receive, send)
                 return
+            except _TooManyError:
+                full = (
+                    f"Bodies that are being sent take {self._coming} bytes, and with this one more than "
+                    f"{self._most_coming} (`qerl serve --held_gb`); send it again in a moment."
+                )
+                await _refuse(429, full, scope, receive, send)
+                return
         if body is None:
             too_large = (
-                f"The body is larger than {self._most} bytes, which this server takes; send less, with the "
+                f"The body is larger than {most} bytes, which this server takes; send less, with the "
                 "same seq_id if it has one, because the later requests of its model wait for that number."
             )
             await _refuse(413, too_large, scope, receive, send)
@@ -69,26 +97,35 @@ class Gate:
 
         await self._app(scope, read, send)
 
-    async def _body(self, headers: dict[bytes, bytes], receive: Receive) -> bytes | None:
-        """The whole body, None if it is too large.
+    async def _body(self, headers: dict[bytes, bytes], receive: Receive, most: int) -> bytes | None:
+        """The whole body, None if it is larger than `most` bytes.
 
         Raises:
             _CutOffError: The client went before all of it had come.
+            _TooManyError: With it bodies that come take too much.
         """
         length = headers.get(b"content-length")
-        if length is not None and not (_LENGTH.fullmatch(length) and int(length) <= self._most):
+        if length is not None and not (_LENGTH.fullmatch(length) and int(length) <= most):
             return None
-        parts, size, more = [], 0, True
-        while more:
-            message = await receive()
-            if message["type"] != "http.request":
-                raise _CutOffError
-            parts.append(message.get("body", b""))
-            size += len(parts[-1])
-            more = message.get("more_body", False)
-            if size > self._most:
-                return None
-        if length is not None and size != int(length):
+        declared = int(length or 0)
+        parts, size, counted, more = [], 0, 0, True
+        try:
+            while more:
+                if (new := max(declared, size) - counted) > 0:
+                    if self._coming + new > self._most_coming:
+                        raise _TooManyError
+                    self._coming, counted = self._coming + new, counted + new
+                message = await receive()
+                if message["type"] != "http.request":
+                    raise _CutOffError
+                parts.append(message.get("body", b""))
+                size += len(parts[-1])
+                more = message.get("more_body", False)
+                if size > most:
+                    return None
+        finally:
+            self._coming -= counted
+        if length is not None and size != declared:
             raise _CutOffError
         return b"".join(parts)
 

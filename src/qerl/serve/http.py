@@ -61,9 +61,17 @@ class Api:
 
     def app(self) -> Starlette:
         """The application."""
+        limits = self._clients.limits
+        gate = Middleware(
+            Gate,
+            api_key=self._api_key,
+            most=limits.body,
+            most_json=limits.json,
+            most_coming=max(limits.held, limits.body),
+        )
         return Starlette(
             routes=[*self._routes(), *self._service.routes(), *self._checkpoints.routes()],
-            middleware=[Middleware(Gate, api_key=self._api_key, most=self._clients.limits.body)],
+            middleware=[gate],
             exception_handlers={
                 QeRLError: _refusal, HTTPException: _http_error, Exception: _defect
             },
@@ -138,7 +146,8 @@ class Api:
 
     async def _create_session(self, request: Request) -> Response:
         body = requests.read(requests.CreateSession, await request.body())
-        return JSONResponse({"session_id": self._clients.create_session(body.sdk_version)})
+        session_id = self._clients.create_session(body.sdk_version, body.display_name, body.user_metadata)
+        return JSONResponse({"session_id": session_id})
 
     async def _heartbeat(self, request: Request) -> Response:
         body = requests.read(requests.OfSession, await request.body())
@@ -155,13 +164,16 @@ class Api:
 
     async def _session(self, request: Request) -> Response:
         session_id = request.path_params["session_id"]
-        if session_id not in self._clients.sessions:
+        session = self._clients.sessions.get(session_id)
+        if session is None:
             raise HTTPException(404, f"This server knows no session {session_id}.")
         models, samplers = list(self._clients.models.values()), list(self._clients.samplers.values())
         return JSONResponse(
             {
                 "training_run_ids": [model.id for model in models if model.session_id == session_id],
                 "sampler_ids": [sampler.id for sampler in samplers if sampler.session_id == session_id],
+                "display_name": session.display_name,
+                "user_metadata": dict(session.notes),
             }
         )
 

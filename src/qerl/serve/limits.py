@@ -11,14 +11,16 @@ class Limits:
         context: Tokens of a prompt with its completion, or of a datum.
         max_rank: Largest rank of an adapter.
         max_models: Models of all clients together.
-        body: Bytes of a request.
+        connections: Connections of all clients together; a client is told to have no more than half of them
+            wait for samples.
+        body: Bytes of a request that brings tensors; :attr:`json` bounds the others.
         datums: Datums of a request; clients cut longer batches into several requests.
         elements: Elements of all tensors of a request together, those that a sparse one leaves out included.
         num_samples: Completions of a request.
         topk: Most probable tokens at each position of a prompt.
         waiting: Requests that wait or whose results nobody has fetched, of all clients together.
         held: Bytes of those together, of requests while they wait and of results until they are forgotten;
-            `qerl.serve.futures` says what may exceed it.
+            `qerl.serve.futures` says what may exceed it. Bodies that are on their way may take as much again.
         snapshots: Ephemeral snapshots of a session's models, and as many open samplers of saved weights; the
             least recently used goes first.
         silence_s: A client that says nothing for so long is taken for dead and its models are dropped.
@@ -32,6 +34,7 @@ class Limits:
     context: int
     max_rank: int = 32
     max_models: int = 8
+    connections: int = 512
     body: int = 64 << 20
     datums: int = 4096
     elements: int = 1 << 24
@@ -46,3 +49,8 @@ class Limits:
     poll_s: float = 30.0
     gather_s: float = 0.02
     gather_most_s: float = 0.5
+
+    @property
+    def json(self) -> int:
+        """Bytes of a request in JSON: 16 for each token of the context, and 1 MB for all else."""
+        return min(self.body, 16 * self.context + (1 << 20))

@@ -9,10 +9,21 @@ says whether its values may be run is a method, which the worker calls, and no c
 
 import json
 import math
-from typing import Any, TypeVar
+import time
+from typing import Annotated, Any, TypeVar
 
 import numpy as np
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
+from pydantic import (
+    AfterValidator,
+    AliasChoices,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    ValidationError,
+)
+from pydantic_core import PydanticCustomError
 
 from qerl.errors import QeRLError
 from qerl.serve.limits import Limits
@@ -43,23 +54,35 @@ def read(kind: type[B], body: bytes) -> B:
         QeRLError: It is no JSON, or a field is missing or of another type.
     """
     try:
-        found = json.loads(body or b"{}")
-        json.dumps(found, ensure_ascii=False).encode()  # half a surrogate pair could not be written again
-        read = kind.model_validate(found)
+        read = kind.model_validate_json(body or b"{}")
     except ValidationError as error:
-        first = error.errors()[0]
+        first = error.errors(include_url=False, include_input=False)[0]
+        if first["type"] == "json_invalid":
+            raise QeRLError(
+                f"The body is not JSON: {first['msg'].removeprefix('Invalid JSON: ')}."
+            ) from error
         where = ".".join(map(str, first["loc"])) or "The body"
         raise QeRLError(f"{where}: {first['msg'][:1].lower()}{first['msg'][1:]}.") from error
-    except (ValueError, RecursionError) as error:
-        raise QeRLError(f"The body is not JSON: {str(error)[:200]}.") from error
     read._sent = len(body)
     return read
 
 
+def _texts(found: dict[str, Any]) -> dict[str, str]:
+    """What a client notes, by key, its values as texts."""
+    texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in found.items()}
+    if (size := sum(len(key) + len(text) for key, text in texts.items())) > _NOTED:
+        raise PydanticCustomError("too_long", f"it has {size} characters, and this server keeps {_NOTED}")
+    return texts
+
+
+_NOTED = 1 << 14
+Texts = Annotated[dict[str, Any], AfterValidator(_texts), BeforeValidator(lambda found: found or {})]
+
+
 class CreateSession(Body):
-    tags: list[str] = []
     sdk_version: str = "unknown"
-    user_metadata: dict[str, Any] | None = None
+    display_name: str | None = Field(default=None, max_length=1000)
+    user_metadata: Texts = {}
 
 
 def place_of(body: bytes) -> "OfModel | None":
@@ -79,6 +102,31 @@ class OfSession(Body):
 class OfModel(Body):
     model_id: str
     seq_id: int | None = None
+
+
+class Ttl(Body):
+    """How long something is kept; `ttl_seconds` None keeps it for ever."""
+
+    ttl_seconds: int | None = None
+
+    def expires(self) -> float | None:
+        """Seconds since the epoch from which on it may be deleted, counted from now.
+
+        Raises:
+            QeRLError: It is shorter than an hour or longer than ten years.
+        """
+        if self.ttl_seconds is None:
+            return None
+        if not HOUR_S <= self.ttl_seconds <= TEN_YEARS_S:
+            raise QeRLError(
+                f"ttl_seconds is {self.ttl_seconds}; it must be {HOUR_S} to {TEN_YEARS_S}, which is an hour "
+                "to ten years."
+            )
+        return time.time() + self.ttl_seconds
+
+
+HOUR_S = 3600
+TEN_YEARS_S = 10 * 365 * 24 * HOUR_S
 
 
 class Optimizer(Body):
@@ -102,6 +150,7 @@ class CreateModel(Body):
     session_id: str
     model_seq_id: int = Field(ge=0)
     base_model: str
+    user_metadata: Texts = {}
     lora_config: Lora | None = None
     optimizer_config: Optimizer = Optimizer()
 
@@ -139,15 +188,22 @@ class Adam(Body):
         """
         found = self.model_dump(exclude={"type"})
         for name, value in found.items():
-            below, range_ = (
-                (1, "at least 0 and below 1") if name in _BETAS else (math.inf, "finite and not negative")
-            )
-            if not 0 <= value < below:  # NaN is refused as well
+            least, most, range_ = _RANGES.get(name, (0, _MOST, f"from 0 to {_MOST:g}"))
+            if not least <= value <= most:  # NaN is refused as well
                 raise QeRLError(f"adam_params.{name} is {value}; it must be {range_}.")
         return AdamParams(**found)
 
 
-_BETAS = ("beta1", "beta2")
+_MOST = 1e18
+"""Of a number of AdamW: products and quotients of two of them are within float32."""
+_LEAST_EPS = 1e-30
+"""A smaller one is 0 on devices that have no subnormal numbers, and 0 / 0 is what it is there against."""
+_BELOW_1 = (0, math.nextafter(1, 0), "at least 0 and below 1")
+_RANGES = {
+    "beta1": _BELOW_1,
+    "beta2": _BELOW_1,
+    "eps": (_LEAST_EPS, _MOST, f"from {_LEAST_EPS:g} to {_MOST:g}"),
+}
 
 
 class OptimStep(OfModel):
@@ -165,8 +221,9 @@ class OptimStep(OfModel):
         return self.adam_params.numbers()
 
 
-class SaveWeights(OfModel):
+class SaveWeights(OfModel, Ttl):
     path: str | None = None
+    user_metadata: Texts = {}
     sampling_session_seq_id: int | None = None
     overwrite: bool = False
     kind: str = "snapshot"
@@ -180,7 +237,7 @@ class SaveWeights(OfModel):
             )
 
 
-class SaveExternal(OfModel):
+class SaveExternal(OfModel, Ttl):
     path: str
     age_encryption_recipients: list[str] | None = None
 
@@ -195,6 +252,8 @@ class LoadWeights(Body):
     seq_id: int | None = None
     session_id: str | None = None
     model_seq_id: int | None = Field(default=None, ge=0)
+    base_model: str | None = None
+    user_metadata: Texts = {}
     path: str
     optimizer: bool = False
     optimizer_config: Optimizer | None = None
@@ -218,6 +277,9 @@ class WeightsPath(Body):
 TOKEN_BYTES = 40
 """Of a token in a prompt that waits: 8 for its place in the tuple and 32 for the number, whose 28 by
 `sys.getsizeof` Python's allocator rounds up to a multiple of 16. Those up to 256 are shared and take none."""
+
+_LEAST_TEMPERATURE = 1e-6
+"""Logits that are divided by it are still far within float32."""
 
 
 class _Chunk(Body):
@@ -288,6 +350,11 @@ class Sample(Body):
         if not 0 <= self.topk_prompt_logprobs <= limits.topk:
             raise QeRLError(
                 f"topk_prompt_logprobs is {self.topk_prompt_logprobs}; it must be 0 to {limits.topk}."
+            )
+        if 0 < asked.temperature < _LEAST_TEMPERATURE:
+            raise QeRLError(
+                f"temperature is {asked.temperature}; it must be at least {_LEAST_TEMPERATURE:g}, or 0, "
+                "which takes the most probable token."
             )
         stop = [asked.stop] if isinstance(asked.stop, str) else asked.stop
         if stop and all(word == "" for word in stop):

@@ -13,7 +13,7 @@ from qerl.serve.clients import Clients, Sampler
 from qerl.serve.futures import Failure, Future
 from qerl.serve.names import check_id, split_path
 from qerl.serve.requests import CreateSampler, Sample
-from qerl.serve.types import Backend, SampleRequest
+from qerl.serve.types import Backend, Notes, SampleRequest
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +72,14 @@ class Samples:
         model, info, _ = self._clients.model_info(model_id)
         self._make_room(backend, model.session_id, ephemeral=True)
         sampler_id = _sampler_id(model.session_id, number)
-        self._add(backend, sampler_id, backend.save_for_sampler(model_id, None), info.base_model, None, True)
+        self._add(
+            backend,
+            sampler_id,
+            backend.save_for_sampler(model_id, None, Notes()),
+            info.base_model,
+            None,
+            True,
+        )
         return sampler_id
 
     def sample(self, body: Sample) -> tuple[str, list[str]]:

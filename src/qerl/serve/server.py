@@ -8,6 +8,7 @@ from starlette.applications import Starlette
 
 from qerl.errors import QeRLError
 from qerl.serve.clients import Clients
+from qerl.serve.connections import backlog_of, connection_type
 from qerl.serve.futures import Failure
 from qerl.serve.http import Api
 from qerl.serve.limits import Limits
@@ -54,13 +55,24 @@ class Server:
         self._end(_ENDING)
         self.worker.join()
 
+    def end(self) -> None:
+        """Let :meth:`run`, in another thread, return, as an interrupt does."""
+        self._end(_ENDING)
+
     def run(self, listening: socket.socket) -> None:
         """Serve at a bound socket until interrupted.
 
         Raises:
             QeRLError: It ended because nothing more could be run, as after a fault of the GPU.
         """
-        config = uvicorn.Config(self.app, log_level="warning", timeout_graceful_shutdown=2)
+        most = self.clients.limits.connections
+        config = uvicorn.Config(
+            self.app,
+            http=connection_type(most),
+            backlog=backlog_of(most),
+            log_level="warning",
+            timeout_graceful_shutdown=2,
+        )
         self._http = _Http(config, lambda: self._end(_ENDING))
         self.start()
         try:

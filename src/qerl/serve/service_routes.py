@@ -27,6 +27,9 @@ FLAGS = {
 }
 """Behaviours of clients that their server decides; those that are not named here are off unless asked for."""
 
+_SAMPLES = 2000
+"""Samples for which a client waits at once by itself, each with a connection."""
+
 
 class ServiceRoutes:
     """The routes.
@@ -54,7 +57,8 @@ class ServiceRoutes:
         ]
 
     async def _config(self, _: Request) -> Response:
-        return JSONResponse(FLAGS)
+        samples = min(self._clients.limits.connections // 2, _SAMPLES)
+        return JSONResponse(FLAGS | {"sample_max_concurrent_requests": samples})
 
     async def _nothing(self, _: Request) -> Response:
         return JSONResponse({})

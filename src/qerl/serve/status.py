@@ -7,8 +7,10 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from qerl.errors import QeRLError
+from qerl.report.visible import visible
 
 
 def print_status(url: str, api_key: str, console: Console) -> None:
@@ -57,5 +59,6 @@ def _table(status: dict[str, Any]) -> Table:
             for model in session["models"]
         ]
         for row, model in enumerate(models or [("none", "", "")]):
-            table.add_row(*(("", "", "") if row else who), *model, "" if row else str(session["samplers"]))
+            cells = (*(("", "", "") if row else who), *model, "" if row else str(session["samplers"]))
+            table.add_row(*(Text(visible(cell)) for cell in cells))  # some of it is a client's text
     return table

@@ -5,7 +5,7 @@ fails when its turn comes. Only a body from which no place can be read is refuse
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 
 from qerl.errors import QeRLError
@@ -25,7 +25,7 @@ from qerl.serve.requests import (
     model_id_of,
 )
 from qerl.serve.samples import Samples
-from qerl.serve.types import Backend
+from qerl.serve.types import Backend, Notes
 
 Run = Callable[[Backend], Answer]
 
@@ -48,7 +48,7 @@ class Training:
             self._clients.check_base(body.base_model)
             backend.create_model(model_id, body.lora(self._clients.limits))
 
-        return self._new_model("create_model", body.session_id, body.model_seq_id, make, body.size)
+        return self._new_model("create_model", body.session_id, body.model_seq_id, make, body)
 
     def load_weights(self, body: LoadWeights) -> str:
         """Request id of a model that gets saved weights; it is made if the session names a new one.
@@ -60,11 +60,13 @@ class Training:
         def load(backend: Backend, model_id: str) -> None:
             if body.optimizer_config is not None:
                 body.optimizer_config.check()
+            if body.base_model is not None:
+                self._clients.check_base(body.base_model)
             split_path(body.path)
             backend.load_state(model_id, body.path, body.optimizer)
 
         if body.session_id is not None and body.model_seq_id is not None:
-            return self._new_model("load_weights", body.session_id, body.model_seq_id, load, body.size)
+            return self._new_model("load_weights", body.session_id, body.model_seq_id, load, body)
         if body.model_id is None:
             raise QeRLError("load_weights needs model_id and seq_id, or session_id and model_seq_id.")
         model_id = body.model_id
@@ -76,7 +78,12 @@ class Training:
         return self._submit(OfModel(model_id=model_id, seq_id=body.seq_id), "load_weights", run, body.size)
 
     def _new_model(
-        self, kind: str, session_id: str, number: int, make: Callable[[Backend, str], None], size: int
+        self,
+        kind: str,
+        session_id: str,
+        number: int,
+        make: Callable[[Backend, str], None],
+        body: CreateModel | LoadWeights,
     ) -> str:
         """Request id of number 0 of a model's line, which makes the model."""
         clients = self._clients
@@ -102,10 +109,10 @@ class Training:
                     "it with more (`qerl serve --max_models`)."
                 )
                 return clients.refused(kind, session_id, full)
-            clients.models[model_id] = Model(model_id, session_id)
+            clients.models[model_id] = Model(model_id, session_id, body.user_metadata)
             clients.queue.add_line(model_id)
             try:
-                return self._submit(OfModel(model_id=model_id, seq_id=0), kind, run, size)
+                return self._submit(OfModel(model_id=model_id, seq_id=0), kind, run, body.size)
             except QeRLError:  # as if it had not been asked for
                 self._forget(model_id, "The model of this request could not be made.")
                 raise
@@ -153,7 +160,8 @@ class Training:
         """Request id of a checkpoint with optimizer."""
 
         def run(backend: Backend) -> Answer:
-            path = backend.save_state(body.model_id, check_name(body.path), body.overwrite)
+            notes = self._notes(body, body.user_metadata)
+            path = backend.save_state(body.model_id, check_name(body.path), body.overwrite, notes)
             return json_answer(path=path, type="save_weights")
 
         return self._submit(body, "save_weights", run, body.size)
@@ -164,7 +172,8 @@ class Training:
         def run(backend: Backend) -> Answer:
             body.check_kind()
             if body.path is not None:
-                path = backend.save_for_sampler(body.model_id, check_name(body.path))
+                notes = self._notes(body, body.user_metadata)
+                path = backend.save_for_sampler(body.model_id, check_name(body.path), notes)
                 return json_answer(path=path, type="save_weights_for_sampler")
             sampler_id = self._samples.snapshot(backend, body.model_id, body.sampling_session_seq_id)
             return json_answer(sampling_session_id=sampler_id, type="save_weights_for_sampler")
@@ -176,10 +185,14 @@ class Training:
 
         def run(backend: Backend) -> Answer:
             body.check()
-            path = backend.save_external(body.model_id, check_name(body.path))
+            path = backend.save_external(body.model_id, check_name(body.path), self._notes(body, {}))
             return json_answer(path=path, type="save_weights_external")
 
         return self._submit(body, "save_weights_external", run, body.size)
+
+    def _notes(self, body: SaveWeights | SaveExternal, own: Mapping[str, str]) -> Notes:
+        model = self._clients.models.get(body.model_id)
+        return Notes({} if model is None else model.notes, own, body.expires())
 
     def _submit(self, body: OfModel, kind: str, run: Run, size: int) -> str:
         """Let a request of a model, of so many bytes, wait for its turn.

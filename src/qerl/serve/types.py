@@ -153,6 +153,21 @@ class WeightsInfo:
 
 
 @dataclass(frozen=True)
+class Notes:
+    """What a client says beside what it saves.
+
+    Attributes:
+        run: Texts about its model, by key.
+        own: Texts about these weights, by key.
+        expires: Seconds since the epoch from which on they may be deleted; None keeps them.
+    """
+
+    run: Mapping[str, str] = field(default_factory=dict)
+    own: Mapping[str, str] = field(default_factory=dict)
+    expires: float | None = None
+
+
+@dataclass(frozen=True)
 class Checkpoint:
     """Saved weights in the server's folder.
 
@@ -161,12 +176,14 @@ class Checkpoint:
         folder: Where they lie, a plain PEFT folder.
         bytes: Size of its files.
         time: Seconds since the epoch when they were saved.
+        notes: What their client said beside them.
     """
 
     path: str
     folder: Path
     bytes: int
     time: float
+    notes: Notes = Notes()
 
 
 class NotSavedError(QeRLError):
@@ -207,11 +224,11 @@ class Backend(Protocol):
         """Forget the gradients since the last optimizer step; says whether there were any. A model that is
         not there has none."""
 
-    def save_state(self, model_id: str, name: str, overwrite: bool) -> str:
+    def save_state(self, model_id: str, name: str, overwrite: bool, notes: Notes) -> str:
         """Write adapter and optimizer under a name that nothing has, or over it if `overwrite`; returns their
         tinker:// path."""
 
-    def save_for_sampler(self, model_id: str, name: str | None) -> str:
+    def save_for_sampler(self, model_id: str, name: str | None, notes: Notes) -> str:
         """A policy to sample from that stays as it is now while the model goes on.
 
         Returns:
@@ -220,7 +237,7 @@ class Backend(Protocol):
             `drop_sampler`.
         """
 
-    def save_external(self, model_id: str, name: str) -> str:
+    def save_external(self, model_id: str, name: str, notes: Notes) -> str:
         """Write the adapter for other programs under a name that no other such one has; returns its tinker://
         path."""
 
@@ -253,13 +270,20 @@ class Backend(Protocol):
         """What lies at a tinker:// path."""
 
     def checkpoints(self) -> Sequence[Checkpoint]:
-        """All saved weights, oldest first."""
+        """All saved weights, oldest first, damaged ones among them."""
 
     def checkpoint(self, path: str) -> Checkpoint:
         """What lies at a tinker:// path; `NotSavedError` if nothing does."""
 
     def delete_checkpoint(self, path: str) -> None:
-        """Delete what lies at a tinker:// path; `NotSavedError` if nothing does."""
+        """Delete what lies at a tinker:// path, damaged or not; `NotSavedError` if nothing does."""
+
+    def expire_checkpoint(self, path: str, expires: float | None) -> None:
+        """Say when what lies at a tinker:// path may be deleted, as in `Notes`; `NotSavedError` if nothing
+        does."""
+
+    def delete_expired(self) -> None:
+        """Delete the saved weights whose time has come."""
 
     def drop(self, model_id: str) -> None:
         """Give up a model: adapter, gradients and optimizer, not its snapshots or what was saved."""

@@ -1,0 +1,108 @@
+"""Connections of clients: no more than there are descriptors for, and none that brings nothing.
+
+A client of the Tinker API holds a connection for every sample that it waits for, so hundreds are the rule.
+Each takes one of the process' descriptors, and without descriptors neither a client can connect nor a
+checkpoint be written. So some are kept back, a connection beyond the others is closed as soon as it is there,
+and one that brings no whole request is closed after a while; that holds before anything is known of its key.
+"""
+
+import asyncio
+import logging
+import resource
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+logger = logging.getLogger(__name__)
+
+_ENOUGH = 1 << 16
+"""More descriptors are not asked for."""
+
+_PATIENCE_S = 10.0
+_LEAST_BYTES = 1 << 16
+"""A connection brings a whole request, or so many bytes of one, in so many seconds. No head is as long."""
+
+
+def room_for_connections() -> int:
+    """Let the process have as many descriptors as its hard limit allows, 65,536 at most.
+
+    Returns:
+        How many connections there may be at once: half as many as descriptors. The rest is for files, the GPU
+        and those that are accepted and not counted yet, up to three times :func:`backlog_of`.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _ENOUGH if hard == resource.RLIM_INFINITY else min(hard, _ENOUGH)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        soft = wanted
+    return (_ENOUGH if soft == resource.RLIM_INFINITY else soft) // 2
+
+
+def backlog_of(most: int) -> int:
+    """How many connections may be accepted at a time, of `most` that there may be."""
+    return max(min(most // 4, 2048), 64)
+
+
+def connection_type(most: int) -> type[H11Protocol]:
+    """What uvicorn makes of each connection of a server that has at most so many."""
+    return type("ServedConnection", (Connection,), {"most": most})
+
+
+class Connection(H11Protocol):
+    """One connection, closed if there are too many or if it brings nothing.
+
+    Attributes:
+        most: Connections that there may be; uvicorn's own limit would answer none of them once it is reached.
+    """
+
+    most = 512
+    _told = False
+    _look_again: asyncio.TimerHandle | None = None
+    _brought = 0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Called by asyncio once it is there."""
+        super().connection_made(transport)
+        if len(self.connections) > self.most:
+            self._tell()
+            transport.abort()
+        else:
+            self._wait()
+
+    def data_received(self, data: bytes) -> None:
+        """Called by asyncio with what it brings."""
+        if self.timeout_keep_alive_task is not None:  # a further request begins
+            self._wait()
+        self._brought += len(data)
+        super().data_received(data)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Called by asyncio once it is gone."""
+        if self._look_again is not None:
+            self._look_again.cancel()
+        super().connection_lost(exc)
+
+    def _wait(self) -> None:
+        """Look in a while at what has come since."""
+        if self._look_again is not None:
+            self._look_again.cancel()
+        self._brought = 0
+        self._look_again = self.loop.call_later(_PATIENCE_S, self._look)
+
+    def _look(self) -> None:
+        whole = self.conn.their_state not in (h11.IDLE, h11.SEND_BODY)
+        idle = self.timeout_keep_alive_task is not None  # between two requests, which uvicorn bounds
+        answered = self.conn.our_state is h11.DONE  # refused before all of it had come
+        if whole or idle or (self._brought >= _LEAST_BYTES and not answered):
+            self._wait()
+        else:
+            self.transport.abort()
+
+    def _tell(self) -> None:
+        if not self._told:
+            type(self)._told = True
+            logger.warning(
+                "There are %d connections, half as many as the process has descriptors; further ones are "
+                "closed while it is so. A larger `ulimit -Hn` allows more.",
+                self.most,
+            )
