@@ -29,7 +29,7 @@ _NAMING = ("task", "task_options", "tools", "environment", "environment_options"
 
 
 def foreign_code(value: Any) -> str | None:
-    """The first name in a setting, its keys and parts included, whose code is not QeRL's; None without one."""
+    """The first name in a setting, keys and parts included, whose code is not QeRL's; None without one."""
     if isinstance(value, Mapping):
         value = [*value, *value.values()]
     if isinstance(value, list | tuple):
