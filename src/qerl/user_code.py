@@ -91,7 +91,7 @@ def _run(path: Path, what: str) -> ModuleType:
     module = importlib.util.module_from_spec(module_spec)
     try:
         module_spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         cause = f"{type(error).__name__}: {first_line(error)}"
         raise QeRLError(f"The {what} file {path} cannot be run ({cause}); mend it.") from error
     return module
