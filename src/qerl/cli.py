@@ -23,6 +23,7 @@ from qerl.errors import QeRLError
 from qerl.ranks import is_first_process
 from qerl.serve.command import add_serve
 from qerl.settings.words import add_command, positionals_first, split_fields, with_underscores
+from qerl.user_code import named_again
 from qerl.weight_formats import DEFAULT_FORMAT, DEFAULT_ROUNDING, PACKED_FORMATS, ROUNDINGS
 
 if TYPE_CHECKING:
@@ -258,18 +259,21 @@ def _train(args: argparse.Namespace) -> int:
     result = train(config, console)
     if result.interrupted:
         return 130
-    score = eval_command(str(config.model), result.folder, config.tuning, trusts=config.trust_remote_code)
+    again = named_again(vars(config))
+    trusts = config.trust_remote_code
+    score = eval_command(str(config.model), result.folder, config.tuning, trusts=trusts, again=again)
     console.print(
         f"Saved to {result.folder}. Score it with: {score}", markup=False, highlight=False, soft_wrap=True
     )
     return 0
 
 
-def eval_command(model: str, run: Path, tuning: str, trusts: bool = False) -> str:
-    """The shell command that scores a finished run; the run itself says how it is to be scored."""
+def eval_command(model: str, run: Path, tuning: str, trusts: bool = False, again: Sequence[str] = ()) -> str:
+    """The shell command that scores a finished run; the run itself says how it is to be scored, but for code
+    that is not QeRL's (``trusts``, ``again``), which is named in the command."""
     policy = [str(run)] if tuning == "full" else [model, "--adapter", str(run)]
     trusted = ["--trust_remote_code", "true"] if trusts else []
-    return shlex.join(["qerl", "eval", *policy, *trusted, "--out", str(run / "eval")])
+    return shlex.join(["qerl", "eval", *policy, *trusted, *again, "--out", str(run / "eval")])
 
 
 def _plan(args: argparse.Namespace) -> int:

@@ -1,11 +1,14 @@
 """Functions and classes of the user's own, named in a recipe as ``PATH.py:NAME``.
 
 The file is run as a module with all the rights of this process. It is the user's own code, named in the
-user's own recipe.
+user's own recipe or command. What the folder of a run names is neither, because a folder may be anybody's:
+there `foreign_code` finds such names, and they have to be named again.
 """
 
 import importlib.util
 import inspect
+import json
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,6 +20,38 @@ def names_a_file(spec: str) -> bool:
     """Whether a name is of the form ``PATH.py:NAME``."""
     path, separator, _ = spec.rpartition(":")
     return bool(separator) and path.endswith(".py")
+
+
+FOREIGN_FAMILIES = ("openenv", "verifiers")
+"""Families of environments and tasks (``FAMILY:NAME``) whose names are imported, or are a server's."""
+
+_NAMING = ("task", "task_options", "tools", "environment", "environment_options")
+
+
+def foreign_code(value: Any) -> str | None:
+    """The first name in a setting, keys and parts included, whose code is not QeRL's; None without one."""
+    if isinstance(value, Mapping):
+        value = [*value, *value.values()]
+    if isinstance(value, list | tuple):
+        return next((name for part in value if (name := foreign_code(part)) is not None), None)
+    if isinstance(value, str) and (names_a_file(value) or value.partition(":")[0] in FOREIGN_FAMILIES):
+        return value
+    return None
+
+
+def named_again(settings: Mapping[str, Any]) -> list[str]:
+    """The words of a command line that name what `qerl eval` does not take from the folder of a run."""
+    words: list[str] = []
+    for name in _NAMING:
+        value = settings.get(name)
+        if foreign_code(value) is not None:
+            words.append(f"--{name}")
+            words += value if isinstance(value, list) else [_one_word(value)]
+    return words
+
+
+def _one_word(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def load_object(spec: str, what: str, kind: str = "function") -> Any:
@@ -56,7 +91,7 @@ def _run(path: Path, what: str) -> ModuleType:
     module = importlib.util.module_from_spec(module_spec)
     try:
         module_spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         cause = f"{type(error).__name__}: {first_line(error)}"
         raise QeRLError(f"The {what} file {path} cannot be run ({cause}); mend it.") from error
     return module

@@ -10,12 +10,12 @@ from rich.console import Console
 from qerl.errors import QeRLError
 from qerl.models.chat import Chat
 from qerl.rewards import judge as judge_module
-from qerl.rewards import sandbox
 from qerl.rollout.engine import SamplingParams
 from qerl.rollout.portable.engine import PortableEngine
 from qerl.settings.config import QeRLConfig
 from qerl.trainer.run import train
 from tests.support.chat_server import chat_server
+from tests.support.sandbox import needs_sandbox
 from tests.support.training_page import shown
 
 ONE_STEP = {"max_steps": 1, "save_strategy": "no", "noise": False, "eval_strategy": "no", "reward_files": []}
@@ -28,7 +28,7 @@ def metrics(fields: dict) -> dict:
     return row
 
 
-@pytest.mark.skipif(sandbox.obstacle() is not None, reason=str(sandbox.obstacle()))
+@needs_sandbox
 @pytest.mark.parametrize("early", [False, True])
 def test_the_documented_task_of_programs_trains(tiny_run, tmp_path, monkeypatch, early):
     monkeypatch.chdir(tmp_path)

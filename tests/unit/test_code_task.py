@@ -9,11 +9,11 @@ from qerl.errors import QeRLError
 from qerl.rewards import sandbox
 from qerl.rewards.code_tests import CodeTest, read_tests, share_passed
 from qerl.rewards.sandbox import Limits
-from qerl.tasks import get_task
+from qerl.tasks import code, get_task
 from qerl.tasks.code import passes_tests
 from qerl.tasks.guard import guarded
+from tests.support.sandbox import needs_sandbox
 
-needs_sandbox = pytest.mark.skipif(sandbox.obstacle() is not None, reason=str(sandbox.obstacle()))
 SUM = [{"stdin": "3 4", "stdout": "7"}, {"stdin": "1 1", "stdout": "2"}]
 RIGHT = "print(sum(map(int, input().split())))"
 ROWS = [
@@ -53,6 +53,22 @@ def test_a_program_earns_the_share_of_tests_that_it_passes_or_all_or_nothing(pro
     tests = read_tests(SUM)
     assert share_passed(program, tests, Limits(), only_all=False) == share
     assert share_passed(program, tests, Limits(), only_all=True) == float(share == 1)
+
+
+@needs_sandbox
+@pytest.mark.parametrize("between", ["\f", "\v", "\x1c", "\x85", "\u2028", "\r"])
+def test_only_a_newline_begins_a_line_of_output(between):
+    tests = [CodeTest(stdout="1\n2")]
+    assert share_passed(f"print('1' + {between!r} + '2')", tests, Limits(), only_all=True) == 0
+    assert share_passed("print('1\\r\\n2')", tests, Limits(), only_all=True) == 1
+
+
+def test_programs_at_the_same_time_fit_into_the_memory_that_is_left(monkeypatch):
+    most = Limits(memory_mb=1000).most_mb * 2**20
+    monkeypatch.setattr(code.os, "sched_getaffinity", lambda _: range(64))
+    for left, at_once in ((None, 64), (1, 1), (3.5 * most, 3), (99 * most, 64)):
+        monkeypatch.setattr(code, "host_bytes", lambda _, left=left: left)
+        assert code._at_once(Limits(memory_mb=1000)) == at_once
 
 
 @needs_sandbox

@@ -80,7 +80,7 @@ def test_what_an_environment_says_first_is_in_the_prompt(task, tiny_tokenizer, t
     (tmp_path / "mine.py").write_text(
         "class Mine:\n"
         "    def __init__(self, word):\n        self.word = word\n"
-        "    def reset(self, answer, **row):\n        return f' {self.word}: {answer}'\n"
+        "    def reset(self, answer, **row):\n        return f' {self.word}: {answer}\\ud800'\n"
         "    def respond(self, text):\n        return None\n"
     )
     told = []
@@ -152,11 +152,14 @@ def test_what_cannot_be_a_conversation_is_refused(task, tiny_tokenizer, tmp_path
         "class Raises:\n    def reset(self, **row):\n        raise ValueError('no')\n"
         "    def respond(self, text):\n        return None\n"
     )
+    (tmp_path / "leaves.py").write_text("raise SystemExit(0)")
     refused = {
         "has no tools, and there are tools": {"environment": "calculator", "tools": ("calculator",)},
         "has no tools; use a model": {"tools": ("calculator",)},
         "is unknown": {"environment": "calculater"},
         "reset raised ValueError: no": {"environment": f"{tmp_path}/raises.py:Raises"},
+        "Two tools are called calculator": {"tools": ("calculator", "calculator")},
+        r"cannot be run \(SystemExit: 0\)": {"tools": (f"{tmp_path}/leaves.py:f",)},
     }
     for message, settings in refused.items():
         with pytest.raises(QeRLError, match=message):

@@ -1,6 +1,7 @@
 """Problems of the user's own: a file with one JSON object per line."""
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,21 @@ GOOD = {"question": "fine?", "answer": "yes"}
 def test_jsonl_errors_name_file_and_line(jsonl, line: Any, said: str) -> None:
     with pytest.raises(QeRLError, match=rf"data\.jsonl, line 3: .*{said}"):
         get_task(jsonl(GOOD, "", line, GOOD)).train()
+
+
+@pytest.mark.parametrize("name", ["pipe", "/dev/zero"])
+def test_what_can_be_read_only_once_or_without_end_is_no_file_of_problems(name: str, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(QeRLError, match="is a pipe or a device, and a task is read more than once"):
+        get_task(f"jsonl:{tmp_path / name}").train()
+
+
+@pytest.mark.parametrize(
+    ("name", "said"), [("n" * 300, "too long"), ("a\0b", "null byte"), ("", "directory")]
+)
+def test_a_name_that_no_file_can_have_is_said(name: str, said: str, tmp_path: Path) -> None:
+    with pytest.raises(QeRLError, match=rf"(?s)The data file .* cannot be read \(.*{said}"):
+        get_task(f"jsonl:{tmp_path / name}").train()
 
 
 def test_jsonl_refuses_files_without_problems(jsonl, tmp_path: Path) -> None:

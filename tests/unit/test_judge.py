@@ -140,6 +140,74 @@ def test_a_reply_without_a_score_is_not_kept(tmp_path):
         assert judged(judge, "a") == [0.4]
 
 
+@pytest.mark.parametrize(
+    ("reply", "scores", "reward"),
+    [
+        ("Score: -5", (-5, 5), 0.0),
+        ("score: -0.5", (-1, 1), 0.25),
+        ("**Score:** \u22121", (-1, 1), 0.0),
+        ("Score: .5", (0, 1), 0.5),
+        ("Score: 1e3", (0, 1000), 1.0),
+        ("Score: 7/10", (0, 10), 0.7),
+        ("Score: -1", (0, 10), None),
+        ("Score:-7", (0, 10), None),
+        ("Score: 1e3", (0, 10), None),
+        ("Score: 1e999", (0, 10), None),
+    ],
+)
+def test_a_score_is_read_with_its_sign_and_its_exponent(reply, scores, reward):
+    with chat_server(lambda body: reply) as served:
+        assert judged(Judge(served.url, "m", scores=scores), "a") == [reward]
+
+
+@pytest.mark.parametrize(
+    "answer", [(401, b"bad key sesame-123"), (500, b"x" * 95 + b"sesame-123"), "sesame-123"]
+)
+def test_keys_and_passwords_are_in_no_message_and_in_no_kept_reply(answer, monkeypatch, caplog, tmp_path):
+    monkeypatch.setenv("CRITIC_KEY", "sesame-123")
+    with chat_server(lambda body: answer) as served:
+        url = served.url.replace("http://", "http://ann:sesame-123@")
+        judge = Judge(url, "m", tries=1, cache=tmp_path, api_key_env="CRITIC_KEY")
+        assert judged(judge, "a") == [None]
+        assert served.headers[0]["Authorization"].startswith("Basic ")
+    assert "sesame" not in caplog.text and "ann" not in caplog.text
+    with chat_server(lambda body: "Score: 1") as served:
+        assert judged(Judge(url.replace(url[-8:], served.url[-8:]), "m", cache=tmp_path), "a") == [0.1]
+    (kept,) = tmp_path.rglob("*.json")
+    assert "sesame" not in kept.read_text()
+    with pytest.raises(QeRLError) as refused:
+        Judge("ftp://ann:sesame@x", "m")
+    assert "sesame" not in str(refused.value)
+
+
+@pytest.mark.parametrize("key", ["sesame\nmore", "ses ame", "s\u00e9same", "ses\x00ame"])
+def test_a_key_that_http_cannot_send_is_refused_when_the_judge_is_made(key, monkeypatch):
+    monkeypatch.setattr(module.os, "environ", {"CRITIC_KEY": key})
+    with pytest.raises(QeRLError, match="CRITIC_KEY holds no key that HTTP could send") as refused:
+        Judge("http://x", "m", api_key_env="CRITIC_KEY")
+    assert "same" not in str(refused.value)
+
+
+def test_a_reply_is_read_as_far_as_one_may_be_long(monkeypatch, caplog):
+    monkeypatch.setattr(module, "_MOST_BYTES", 2**20)
+    with chat_server(lambda body: (200, b" " * 2**21)) as served:
+        assert judged(Judge(served.url, "m"), "a") == [None]
+        assert f"the judge at {served.url} answers more than 1 MiB" in caplog.text
+    assert len(served.requests) == 1
+
+
+def test_replies_that_are_nested_without_end_are_none(tmp_path):
+    deep = b"[" * 10**5
+    answers = iter([(200, deep), "Score: 4", "Score: 4"])
+    with chat_server(lambda body: next(answers)) as served:
+        judge = Judge(served.url, "m", cache=tmp_path)
+        assert judged(judge, "a") == [0.4]
+        (kept,) = tmp_path.rglob("*.json")
+        kept.write_bytes(deep)
+        assert judged(judge, "a") == [0.4]
+    assert len(served.requests) == 3
+
+
 def test_the_key_comes_from_the_environment_alone(monkeypatch):
     monkeypatch.setenv("CRITIC_KEY", "sesame")
     with chat_server(lambda body: "Score: 3") as served:
@@ -172,6 +240,9 @@ def test_the_key_comes_from_the_environment_alone(monkeypatch):
         ({"url": "http://x", "model": "m", "at_once": 0}, "at_once of the judge is 0"),
         ({"url": "http://x", "model": "m", "timeout": "long"}, "timeout of the judge is 'long'"),
         ({"url": "http://x", "model": "m", "request": 1}, "request of the judge is 1"),
+        ({"url": "http://[x", "model": "m"}, "url of the judge is no URL"),
+        ({"url": "http://x", "model": "m", "request": {"seed": {1}}}, "request of the judge cannot be sent"),
+        ({"url": "http://x", "model": "m", "request": {"top_p": float("nan")}}, "cannot be sent as JSON"),
     ],
 )
 def test_wrong_options_are_refused_in_a_sentence(options, said):

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,8 @@ import pytest
 from qerl.errors import QeRLError
 from qerl.rewards import sandbox
 from qerl.rewards.sandbox import Limits, run_python
+from tests.support.sandbox import REQUIRED, needs_sandbox, skips
 
-needs_sandbox = pytest.mark.skipif(sandbox.obstacle() is not None, reason=str(sandbox.obstacle()))
 LIMITS = Limits(seconds=1.5, memory_mb=128, processes=6, output_kb=16)
 
 
@@ -143,12 +144,88 @@ def test_a_program_does_not_get_more_memory_than_its_limit():
         "libc.memfd_create(b'x', 0)",
         "libc.unshare(0x10000000)",
         "libc.ptrace(0)",
+        "libc.inotify_init1(0)",
+        "libc.mq_open(b'/x', os.O_CREAT | os.O_RDWR, 0o600, None)",
+        "libc.vmsplice(os.pipe()[1], ctypes.create_string_buffer(bytes(16)), 0, 0)",
+        "libc.process_vm_readv(os.getpid(), None, 0, None, 0, 0)",
+        "libc.process_vm_writev(os.getpid(), None, 0, None, 0, 0)",
+        "libc.fcntl(os.pipe()[1], 1031, 2**20)",  # F_SETPIPE_SZ
     ],
 )
 def test_calls_that_get_around_the_limits_are_refused(call):
     program = f"import ctypes, os\nlibc = ctypes.CDLL(None, use_errno=True)\nprint({call} < 0)\n"
     ran = run_python(program + "print(os.strerror(ctypes.get_errno()))", limits=LIMITS)
     assert ran.stdout == "True\nOperation not permitted\n"
+
+
+@needs_sandbox
+def test_calls_that_are_newer_than_the_filter_fail_as_on_an_older_kernel():
+    later = {"open_tree": 428, "fsopen": 430, "pidfd_open": 434, "pidfd_getfd": 438, "memfd_secret": 447}
+    program = f"""
+import ctypes, os
+libc = ctypes.CDLL(None, use_errno=True)
+for number in (*{list(later.values())}, 999):
+    print(libc.syscall(number, 0, 0, 0), os.strerror(ctypes.get_errno()))
+"""
+    assert run_python(program, limits=LIMITS).stdout == "-1 Function not implemented\n" * (len(later) + 1)
+
+
+@needs_sandbox
+def test_sockets_are_of_the_sandbox_alone():
+    program = """
+import socket
+for family, kind in (("VSOCK", "STREAM"), ("NETLINK", "RAW"), ("PACKET", "RAW"), ("ALG", "SEQPACKET")):
+    try:
+        socket.socket(getattr(socket, "AF_" + family), getattr(socket, "SOCK_" + kind))
+        print("there is", family)
+    except OSError as error:
+        assert error.errno == 97, error
+with socket.create_server(("127.0.0.1", 0)) as server:
+    with socket.create_connection(server.getsockname()) as client:
+        client.send(b"within")
+    print(server.accept()[0].recv(9), socket.socketpair()[0].family.name)
+"""
+    ran = run_python(program, limits=LIMITS)
+    assert (ran.stdout, ran.stderr) == ("b'within' AF_UNIX\n", "")
+
+
+@needs_sandbox
+@pytest.mark.parametrize("option", [7, 8, 32, 33])
+def test_buffers_of_sockets_do_not_grow_beyond_the_limit_of_memory(option):
+    program = f"""
+import socket
+kept, sent = [], 0
+try:
+    while True:
+        kept += socket.socketpair()
+        for end in kept[-2:]:
+            try:
+                end.setsockopt(socket.SOL_SOCKET, {option}, 2**26)
+                print("a larger buffer")
+            except PermissionError:
+                pass
+            end.setblocking(False)
+            try:
+                while True:
+                    sent += end.send(bytes(2**16))
+            except BlockingIOError:
+                pass
+except OSError:
+    print(len(kept) <= 32, sent < 2**24)
+"""
+    assert run_python(program, limits=LIMITS).stdout == "True True\n"
+
+
+@needs_sandbox
+@pytest.mark.skipif(os.geteuid() != 0, reason="programs of other users share the user that runs them")
+def test_programs_at_the_same_time_have_users_of_their_own(monkeypatch):
+    monkeypatch.setattr(sandbox, "_FREE_UIDS", range(61184, 61188))
+    program = "import os, time\ntime.sleep(0.5)\nprint(os.getuid())"
+    with ThreadPoolExecutor(4) as pool:
+        users = [ran.stdout for ran in pool.map(run_python, [program] * 4)]
+    assert len(set(users)) == 4
+    with sandbox._free_uid() as first, sandbox._free_uid() as second:
+        assert first != second
 
 
 @needs_sandbox
@@ -260,6 +337,18 @@ def test_where_bubblewrap_may_make_no_namespaces_nothing_runs_and_its_own_words_
     finally:
         monkeypatch.undo()
         sandbox.obstacle.cache_clear()
+
+
+def test_tests_are_not_skipped_where_the_sandbox_is_required(monkeypatch):
+    monkeypatch.setattr(sandbox, "obstacle", lambda: "There is no sandbox.")
+    monkeypatch.delenv(REQUIRED, raising=False)
+    assert skips()
+    monkeypatch.setenv(REQUIRED, "bubblewrap")
+    assert not skips()
+
+
+def test_the_memory_of_a_program_is_that_of_all_its_processes():
+    assert 4 * 512 < Limits().most_mb < 2 * 4 * 512
 
 
 @pytest.mark.parametrize(

@@ -49,20 +49,30 @@ def test_a_turn_ends_where_spaces_belong_to_the_words_behind_them(space_tokenize
     _compare_with_decoding_everything(space_tokenizer, strings, 11)
 
 
+@pytest.mark.parametrize(
+    "strings", [["🙂"], ["\u200d"], ["👩\u200d👩\u200d👧"], ["\U0001f643END"], ["<a>"], ["ﬁ", "é:"]]
+)
+def test_a_turn_ends_where_bytes_are_characters_only_together(space_tokenizer, strings):
+    bytes_ = [space_tokenizer.convert_tokens_to_ids(f"<0x{i:02X}>") for i in (0x99, 0xF0, 0x41, 0xE2)]
+    _compare_with_decoding_everything(space_tokenizer, strings, 11, bytes_)
+
+
 @pytest.mark.parametrize("strings", [["b:"], [":€"], ["\n\nUser:", "é:"], ["a<stop>"], ["a" * 5, "o"]])
 def test_a_turn_ends_with_the_token_that_completes_a_text(byte_tokenizer, strings):
     """The two tokens that end within a character are among the common ones."""
     _compare_with_decoding_everything(byte_tokenizer, strings, len(PIECES) + 1)
 
 
-def _compare_with_decoding_everything(tokenizer, strings, common):
+def _compare_with_decoding_everything(tokenizer, strings, common, more=()):
     """However the tokens of a turn are split into rounds; the reference decodes everything at every token."""
     rng = random.Random(repr(strings))
     stop = StopStrings(tokenizer, strings)
-    parts = [number for text in strings for number in tokenizer.encode(text)]
+    spelled = [tokenizer.encode(text) for text in strings]
+    parts = [*range(common), *more, *[len(tokenizer) - 1] * 3, *(number for ids in spelled for number in ids)]
+    pieces = [[number] for number in parts] + (spelled * 3 if more else [])
     found = 0
     for _ in range(150):
-        ids = rng.choices([*range(common), *parts, *[len(tokenizer) - 1] * 3], k=rng.randint(1, 30))
+        ids = [number for piece in rng.choices(pieces, k=rng.randint(1, 30)) for number in piece]
         start = rng.randint(0, min(3, len(ids) - 1))
         skips = "<stop>" not in strings[0]
         texts = [

@@ -4,6 +4,7 @@ import pytest
 from datasets import Dataset
 
 from qerl.errors import QeRLError
+from tests.support.agents import multiply
 from tests.support.models import make_tiny_tokenizer
 from tests.support.tools import (
     DATA,
@@ -38,6 +39,25 @@ class Numbered(Silent):
         return 3
 
 
+class Leaving(Silent):
+    def reset(self, **row):
+        raise SystemExit(2)
+
+
+class Slotted:
+    __slots__ = ("board",)
+
+    def reset(self, **row):
+        return None
+
+    def respond(self, text):
+        return None
+
+
+def a_class():
+    return Guessing
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [
@@ -47,6 +67,20 @@ class Numbered(Silent):
         ({"environment_factory": 3}, "environment_factory is not callable"),
         ({"environment_factory": {}}, "environment_factory is not callable"),
         ({"environment_factory": {"a": Guessing}, "data": None}, "Several environments need a train_dataset"),
+        (
+            {"environment_factory": {"a": Guessing, "b": Guessing}, "data": DATA},
+            "has the environment None; its column `environment` must name one of: a, b",
+        ),
+        (
+            {
+                "environment_factory": {"a": Guessing, "b": Guessing},
+                "data": DATA.add_column("environment", ["a", "c"]),
+            },
+            "has the environment 'c'; its column `environment` must name one of: a, b",
+        ),
+        ({"environment_factory": a_class}, "returned the class Guessing and not an environment"),
+        ({"environment_factory": Slotted, "tools": ()}, "The environment Slotted has __slots__"),
+        ({"tools": [multiply, multiply]}, "Two tools are called multiply; rename one"),
         ({"rollout_func": own_rollout}, "rollout_func samples by itself"),
         ({"tools": (), "tool_timeout": 3.0}, "tool_timeout is set.*there are neither tools nor environments"),
         ({"environment": "calculator"}, "hand the class to the trainer as environment_factory"),
@@ -64,6 +98,7 @@ def test_what_cannot_work_is_refused_in_a_sentence(tmp_path, given, said):
     [
         (Silent, None, "reset of the environment Silent returned no observation"),
         (Rude, DATA, "The environment Rude could not begin an episode: reset raised KeyError: 'board'"),
+        (Leaving, DATA, "The environment Leaving could not begin an episode: reset raised SystemExit: 2"),
         (Numbered, DATA, "reset of the environment Numbered returned a int"),
     ],
 )

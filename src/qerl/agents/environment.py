@@ -20,10 +20,11 @@ another one.
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
-from qerl.agents.tools import check_tool
+from qerl.agents.text import whole
+from qerl.agents.tools import Tool, check_tool, tool_name
 from qerl.errors import QeRLError, first_line
 from qerl.user_code import load_object
 
@@ -119,6 +120,11 @@ def check_environment(factory: EnvironmentFactory) -> Any:
             f"The environment cannot be made: {type(error).__name__}: {first_line(error)}; mend its "
             "constructor, or environment_options."
         ) from error
+    if inspect.isclass(environment):
+        raise QeRLError(
+            f"The environment factory returned the class {environment.__name__} and not an environment; pass "
+            "the class itself, or call it."
+        )
     name = type(environment).__name__
     if not callable(getattr(environment, "reset", None)):
         raise QeRLError(
@@ -133,3 +139,52 @@ def check_environment(factory: EnvironmentFactory) -> Any:
 def takes_turns(environment: Any) -> bool:
     """Whether an environment has tools or answers texts; one that has neither can only add to the prompt."""
     return is_text(environment) or bool(tool_names(environment))
+
+
+def check_names(tools: Sequence[Tool], environments: Iterable[Any]) -> None:
+    """Refuse tools that a model, which calls them by name, cannot tell apart.
+
+    Args:
+        tools: Functions, each checked.
+        environments: Whose methods are tools beside them; those of different environments never meet.
+
+    Raises:
+        QeRLError: Two tools have one name.
+    """
+    names = [tool_name(tool) for tool in tools]
+    for name in names:
+        if names.count(name) > 1:
+            raise QeRLError(f"Two tools are called {name}; rename one of them, or give it once.")
+    for name in (method for environment in environments for method in tool_names(environment)):
+        if name in names:
+            raise QeRLError(
+                f"The tool {name} has the name of a method of the environment; rename one of them."
+            )
+
+
+def begin_episode(name: str, reset: Callable[..., Any], row: Mapping[str, Any]) -> str | None:
+    """What an environment shows at the beginning of an episode, as text that a tokenizer takes.
+
+    Args:
+        name: Of the environment's class.
+        reset: Its method.
+        row: The columns of the data set's row.
+
+    Raises:
+        QeRLError: `reset` raises something, ends the process, or returns something else than a text or None.
+    """
+    try:
+        observation = reset(**row)
+    except QeRLError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise QeRLError(
+            f"The environment {name} could not begin an episode: reset raised {type(error).__name__}: "
+            f"{first_line(error)}; mend it, and let it take the row's columns: reset(self, **row)."
+        ) from error
+    if observation is not None and not isinstance(observation, str):
+        raise QeRLError(
+            f"reset of the environment {name} returned a {type(observation).__name__}; return a text, or "
+            "None."
+        )
+    return whole(observation)

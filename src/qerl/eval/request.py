@@ -3,6 +3,7 @@
 from dataclasses import dataclass, fields
 from typing import Any
 
+from qerl.errors import QeRLError
 from qerl.settings.checks import (
     Names,
     NonNegative,
@@ -14,6 +15,9 @@ from qerl.settings.checks import (
     Text,
     checked,
 )
+
+MOST_SAMPLES = 2**16
+"""Completions of a problem at most, which one call of the engine samples before any of them is kept."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +31,7 @@ class Request:
         environment: As in a recipe.
         environment_options: Its keyword arguments.
         max_tool_calling_iterations: Turns of the policy that are answered; else as many as its tokens allow.
-        samples: Completions for each problem.
+        samples: Completions for each problem, at most `MOST_SAMPLES`.
         temperature: Else 0 for one sample and 0.6 for several.
         top_p: Without effect at temperature 0.
         max_tokens: Longest completion.
@@ -58,3 +62,7 @@ class Request:
     def __post_init__(self) -> None:
         for spec in fields(self):
             object.__setattr__(self, spec.name, checked(spec.name, getattr(self, spec.name), spec.type))
+        if self.samples > MOST_SAMPLES:
+            raise QeRLError(
+                f"samples is {self.samples}; at most {MOST_SAMPLES} completions of a problem are sampled."
+            )

@@ -195,7 +195,11 @@ def answer(source: Source, prompt: str, request: Request, console: Console, syst
         request = replace(request, max_tokens=ANSWER_TOKENS)
     params = _sampling(request, choices)
     messages = [{"role": "user", "content": prompt}]
-    if system is None and (request.task or choices.trained.settings.get("task")):
+    of_run = choices.trained.settings
+    if system is None and (request.task or of_run.get("task")):
+        if request.task is None:
+            named = [of_run["task"], of_run.get("task_options")]
+            choices.trained.refuse_foreign(named, 'give the system message with --system, "" for none')
         name, options = _task(request, choices)
         messages = get_task(name, **options).prompt(prompt)
     elif system:

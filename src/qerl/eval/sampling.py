@@ -13,7 +13,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from qerl.agents.environment import check_environment, is_text, takes_turns
+from qerl.agents.environment import begin_episode, check_environment, check_names, is_text, takes_turns
 from qerl.agents.loop import Limits, ToolErrors, run_trajectories
 from qerl.agents.pool import ToolPool
 from qerl.agents.template import TurnTemplate
@@ -21,7 +21,7 @@ from qerl.agents.thinking import thinking_of
 from qerl.agents.trajectory import Message, ThoughtsClosed, Trajectory
 from qerl.agents.world import SilentWorld, ToolWorld, World, world_of
 from qerl.environments.registry import get_environment, get_tool
-from qerl.errors import QeRLError, first_line
+from qerl.errors import QeRLError
 from qerl.models.chat import Chat
 from qerl.rollout.engine import RolloutEngine, SamplingParams
 
@@ -166,6 +166,7 @@ class Conversations(Sampler):
         if settings.environment is not None:
             self._make = get_environment(settings.environment, settings.environment_options)
             self._environments.append(check_environment(self._make))
+        check_names(self._tools, self._environments)
         texts = any(map(is_text, self._environments))
         if texts and self._tools:
             raise QeRLError(
@@ -218,16 +219,7 @@ class Conversations(Sampler):
             environment = self._environments[number]
         messages = [dict(message) for message in row["prompt"]]
         if environment is not None:
-            try:
-                observation = environment.reset(**row)
-            except QeRLError:
-                raise
-            except Exception as error:
-                raise QeRLError(
-                    f"The environment {type(environment).__name__} could not begin an episode: reset raised "
-                    f"{type(error).__name__}: {first_line(error)}; mend it, and let it take the row's "
-                    "columns: reset(self, **row)."
-                ) from error
+            observation = begin_episode(type(environment).__name__, environment.reset, row)
             if observation:
                 messages[-1]["content"] += observation
         if self._one_turn:  # as in training, where a call that nobody would answer is text

@@ -3,12 +3,14 @@
 Whoever saves a policy writes config.yaml and policy.json beside it (`qerl.trainer.resume.provenance`). From
 there evaluation takes what it is not told: the format and rounding of the weights, the dtype, the task with
 its options, the length of a completion, and the arguments of the chat template. What is told always wins,
-and where each value came from is kept, to be said once before anything is scored.
+and where each value came from is kept, to be said once before anything is scored. Names of code that is not
+QeRL's have to be told, because whoever made the folder wrote them.
 
 The file lies beside an adapter, or beside the weights of a fully tuned model. An older checkpoint-N folder
 has none; its run's lies one folder up.
 """
 
+import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +19,7 @@ from typing import Any
 from qerl.errors import QeRLError
 from qerl.run_folder import CONFIG_FILE, policy_folders, read_policy, read_settings
 from qerl.settings.recipe import FIELDS
+from qerl.user_code import foreign_code, named_again
 from qerl.weight_formats import FORMATS, ROUNDINGS
 
 
@@ -67,6 +70,23 @@ class Trained:
 
     where: Path | None = None
     settings: dict[str, Any] = field(default_factory=dict)
+
+    def refuse_foreign(self, value: Any, instead: str) -> None:
+        """Refuse a value of these settings that names code which is not QeRL's.
+
+        Args:
+            value: The value.
+            instead: What the user can do.
+
+        Raises:
+            QeRLError: It does.
+        """
+        name = foreign_code(value)
+        if name is not None:
+            raise QeRLError(
+                f"{self.where} names {name!r}, whose code is not QeRL's and may be anybody's, as the folder "
+                f"may; {instead}."
+            )
 
 
 def read_trained(adapter: Path | None, model: str) -> Trained:
@@ -121,11 +141,16 @@ class Choices:
             given: What the user said.
             default: Where neither says anything.
             key: The run's name for it, if it is another one; empty where the run has no say.
+
+        Raises:
+            QeRLError: What the run says names code that is not QeRL's.
         """
         of_run = self.trained.settings.get(name if key is None else key)
         if given is not None:
             return self.note(name, given, f"from --{name}")
         if of_run is not None:
+            again = shlex.join(named_again({name: of_run}))
+            self.trained.refuse_foreign(of_run, f"if you trust it, name it yourself with {again}")
             return self.note(name, of_run, f"from {self.trained.where}")
         return self.note(name, default, "default")
 

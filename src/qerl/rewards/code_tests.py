@@ -83,4 +83,4 @@ def share_passed(program: str, tests: Sequence[CodeTest], limits: Limits, only_a
 
 
 def _lines(text: str) -> list[str]:
-    return [line.rstrip() for line in text.rstrip().splitlines()]
+    return [line.rstrip() for line in text.rstrip().split("\n")]

@@ -15,14 +15,18 @@ whatever the judge likes, flattery and orders included; read some of what it pay
 """
 
 import asyncio
+import base64
 import inspect
+import json
 import math
 import os
 import random
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
 from huggingface_hub.utils import httpx  # the client it speaks through, whose name differs by version
 
@@ -46,17 +50,22 @@ sentences and end with a line of the form "Score: 7".
 """
 """What the judge is asked where nobody says otherwise."""
 
+SCORE = r"[Ss]core:[^\w.+\u2212-]*([+\u2212-]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?)"
+"""Where its score is looked for: a number with its sign and exponent, behind nothing but signs of markup."""
+
 _PLACES = re.compile(r"\{(prompt|completion|answer)\}")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _AGAIN = frozenset({408, 409, 429, 500, 502, 503, 504})
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 20.0
+_MOST_BYTES = 16 * 2**20  # of a reply; what a server sends beyond it is not read
 
 
 class Judge:
     """A reward function that asks a model; an instance is handed to a trainer as any other function.
 
     Args:
-        url: Of the endpoint, up to and with its version: ``http://127.0.0.1:8000/v1``.
+        url: Of the endpoint, up to and with its version: ``http://127.0.0.1:8000/v1``. A user and a password
+            in it are sent, and stand in no message and in no kept reply.
         model: Name of the judge there.
         prompt: What it is asked, with the places {prompt}, {completion} and {answer} (the column; empty
             without one).
@@ -81,7 +90,7 @@ class Judge:
         url: str,
         model: str,
         prompt: str = PROMPT,
-        score: str = r"[Ss]core:\W*(-?\d+(?:\.\d+)?)",
+        score: str = SCORE,
         scores: Sequence[float] = (0, 10),
         api_key_env: str | None = None,
         request: Mapping[str, Any] | None = None,
@@ -101,18 +110,22 @@ class Judge:
             if not isinstance(text, str) or not text.strip():
                 raise QeRLError(f"{what} of the judge is {text!r}; it must be text.")
         if not url.startswith(("http://", "https://")):
-            raise QeRLError(f"url of the judge is {url!r}; it must begin with http:// or https://.")
+            shown = url.rpartition("@")[2]
+            raise QeRLError(f"url of the judge is {shown!r}; it must begin with http:// or https://.")
+        self._url = url.rstrip("/")
+        self._place, passwords = _without_user(self._url)
         if "{completion}" not in prompt:
             raise QeRLError("prompt of the judge lacks {completion}, the place of what it is to judge.")
         if request is not None and not isinstance(request, Mapping):
             raise QeRLError(f"request of the judge is {request!r}; it must be a mapping.")
         self.__name__ = name
-        self._url = url.rstrip("/")
         self._prompt = prompt
         self._score = _pattern(score)
         self._lowest, self._highest = _ends(scores)
-        self._fields = {"temperature": 0, **(request or {}), "model": model}
-        self._headers = _headers(api_key_env)
+        self._fields = _as_json({"temperature": 0, **(request or {}), "model": model})
+        key = _key(api_key_env)
+        self._headers = {"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {key}"} if key else {})
+        self._secrets = [secret for secret in (key, *passwords) if secret]
         self._at_once = int(_number("at_once", at_once, 1))
         self._tries = int(_number("tries", tries, 1))
         self._timeout = _number("timeout", timeout, 0.01)
@@ -146,7 +159,7 @@ class Judge:
         texts = {"prompt": _problem(prompt), "completion": completion_text(completion), "answer": str(answer)}
         asked = _PLACES.sub(lambda place: texts[place[1]], self._prompt)
         body = {**self._fields, "messages": [{"role": "user", "content": asked}]}
-        kept = self._replies.get(self._url, body) if self._replies is not None else None
+        kept = self._replies.get(self._place, body) if self._replies is not None else None
         if kept is not None:
             return self._read(kept)
         async with self._slots:
@@ -155,11 +168,11 @@ class Judge:
                     reply = await self._ask(body)
             except TimeoutError:
                 raise TimeoutError(
-                    f"the judge at {self._url} gave no reply within {self._timeout:g} s"
+                    f"the judge at {self._place} gave no reply within {self._timeout:g} s"
                 ) from None
         reward = self._read(reply)
         if self._replies is not None:
-            self._replies.put(self._url, body, reply)
+            self._replies.put(self._place, body, reply)
         return reward
 
     async def _ask(self, body: dict[str, Any]) -> str:
@@ -169,31 +182,52 @@ class Judge:
             await asyncio.sleep(pause)
             pause = min(_FIRST_PAUSE_S * 2**attempt, _LONGEST_PAUSE_S) * random.uniform(0.75, 1.25)
             try:
-                response = await self._client.post(f"{self._url}/chat/completions", json=body)
+                answer = await self._post(body)
             except httpx.HTTPError as error:
-                failure = f"cannot be reached ({first_line(error) or type(error).__name__})"
+                cause = self._masked(first_line(error)) or type(error).__name__
+                failure = f"cannot be reached ({cause})"
                 continue
-            if response.status_code in _AGAIN:
-                failure = f"answers {_status(response)}"
-                pause = max(pause, _wanted_pause(response))
-            elif not response.is_success:
-                raise ValueError(f"the judge at {self._url} refuses the request: {_status(response)}")
+            if answer.status in _AGAIN:
+                failure = f"answers {answer.status} {self._start(answer.text)}"
+                pause = max(pause, answer.wanted_pause)
+            elif not 200 <= answer.status < 300:
+                said = f"{answer.status} {self._start(answer.text)}"
+                raise ValueError(f"the judge at {self._place} refuses the request: {said}")
+            elif answer.reply is None:
+                failure = f"answers something else than a chat completion ({self._start(answer.text)})"
             else:
-                reply = _reply(response)
-                if reply is not None:
-                    return reply
-                failure = f"answers something else than a chat completion ({_start(response.text)})"
+                return answer.reply
         times = "once" if self._tries == 1 else f"{self._tries} times"
-        raise ConnectionError(f"the judge at {self._url}, asked {times}, {failure}")
+        raise ConnectionError(f"the judge at {self._place}, asked {times}, {failure}")
+
+    async def _post(self, body: dict[str, Any]) -> "_Answer":
+        """What the server answers to one request, which is read as far as a reply may be long."""
+        content = b""
+        async with self._client.stream("POST", f"{self._url}/chat/completions", json=body) as response:
+            async for part in response.aiter_raw():
+                content += part
+                if len(content) > _MOST_BYTES:
+                    raise ValueError(f"the judge at {self._place} answers more than {_MOST_BYTES >> 20} MiB")
+            return _Answer(response.status_code, content, response.headers.get("retry-after", ""))
+
+    def _masked(self, text: str) -> str:
+        for secret in self._secrets:
+            text = text.replace(secret, "***")
+        return text
+
+    def _start(self, text: str) -> str:
+        """The beginning of what a server says, without what it must not say again."""
+        line = " ".join(self._masked(text).split())
+        return repr(line if len(line) <= 100 else f"{line[:100]}...")
 
     def _read(self, reply: str) -> float:
         found = self._score.findall(reply)
         if not found:
-            raise ValueError(f"the judge's reply has no score ({self._score.pattern}): {_start(reply)}")
+            raise ValueError(f"the judge's reply has no score ({self._score.pattern}): {self._start(reply)}")
         try:
-            score = float(found[-1])
+            score = float(found[-1].replace("\u2212", "-"))
         except ValueError:
-            raise ValueError(f"the judge's score is {found[-1]!r}, which is no number") from None
+            raise ValueError(f"the judge's score is {self._start(found[-1])}, which is no number") from None
         if not self._lowest <= score <= self._highest:
             raise ValueError(f"the judge's score {score:g} is not in {self._lowest:g} to {self._highest:g}")
         return (score - self._lowest) / (self._highest - self._lowest)
@@ -225,28 +259,31 @@ def _problem(prompt: str | list[Message]) -> str:
     return "\n\n".join(message["content"] for message in prompt if message["role"] != "system")
 
 
-def _reply(response: Any) -> str | None:
-    """The text of a chat completion; None if the response is none."""
-    try:
-        text = response.json()["choices"][0]["message"]["content"]
-    except (ValueError, LookupError, TypeError):
-        return None
-    return text if isinstance(text, str) else None
+@dataclass(frozen=True)
+class _Answer:
+    """What a server answered to one request."""
 
+    status: int
+    content: bytes
+    retry_after: str
 
-def _status(response: Any) -> str:
-    return f"{response.status_code} {_start(response.text)}".rstrip()
+    @property
+    def text(self) -> str:
+        return self.content.decode("utf-8", "replace")
 
+    @property
+    def reply(self) -> str | None:
+        """The text of a chat completion; None if this is none."""
+        try:
+            text = json.loads(self.content)["choices"][0]["message"]["content"]
+        except (ValueError, LookupError, TypeError, RecursionError):
+            return None
+        return text if isinstance(text, str) else None
 
-def _start(text: str) -> str:
-    line = " ".join(text.split())
-    return repr(line if len(line) <= 100 else f"{line[:100]}...")
-
-
-def _wanted_pause(response: Any) -> float:
-    """Seconds that the server asks to wait, bounded; 0 where it says none."""
-    text = response.headers.get("retry-after", "")
-    return min(float(text), _LONGEST_PAUSE_S) if text.isdecimal() else 0.0
+    @property
+    def wanted_pause(self) -> float:
+        """Seconds that the server asks to wait, bounded; 0 where it says none."""
+        return min(float(self.retry_after), _LONGEST_PAUSE_S) if self.retry_after.isdecimal() else 0.0
 
 
 def _pattern(text: str) -> re.Pattern[str]:
@@ -274,9 +311,34 @@ def _number(name: str, value: Any, least: float) -> float:
     return value
 
 
-def _headers(variable: str | None) -> dict[str, str]:
+def _as_json(fields: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a request, which can be sent."""
+    try:
+        json.dumps(fields, allow_nan=False, ensure_ascii=False).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise QeRLError(
+            f"request of the judge cannot be sent as JSON ({first_line(error)}); give texts, numbers, "
+            "lists and mappings."
+        ) from error
+    return fields
+
+
+def _without_user(url: str) -> tuple[str, list[str]]:
+    """A URL without user and password, and the forms of the password in which others may say it."""
+    try:
+        parts = urlsplit(url)
+        user, password = unquote(parts.username or ""), unquote(parts.password or "")
+    except ValueError as error:
+        raise QeRLError(f"url of the judge is no URL ({first_line(error)}); mend it.") from None
+    place = parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
+    basic = base64.b64encode(f"{user}:{password}".encode()).decode()  # as the header has it
+    return place, [basic, password or user, parts.password or ""] if user or password else []
+
+
+def _key(variable: str | None) -> str | None:
+    """The key in a variable of the environment; None where there is no variable."""
     if variable is None:
-        return {}
+        return None
     if not isinstance(variable, str) or not _NAME.fullmatch(variable):
         raise QeRLError(
             "api_key_env of the judge must be the name of an environment variable, never the key itself."
@@ -286,4 +348,9 @@ def _headers(variable: str | None) -> dict[str, str]:
         raise QeRLError(
             f"The judge's key is to be in the environment variable {variable}, which is not set; export it."
         )
-    return {"Authorization": f"Bearer {key}"}
+    if not (key.isascii() and key.isprintable() and " " not in key):
+        raise QeRLError(
+            f"The environment variable {variable} holds no key that HTTP could send: it has a space, a line "
+            "break or a character beyond ASCII in it; export the key alone."
+        )
+    return key

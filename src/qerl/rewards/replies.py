@@ -35,7 +35,7 @@ class Replies:
         """The reply to a request, None if there is none."""
         try:
             reply = json.loads(self._file(url, body).read_bytes())["reply"]
-        except (OSError, ValueError, LookupError, TypeError):
+        except (OSError, ValueError, LookupError, TypeError, RecursionError):
             return None
         return reply if isinstance(reply, str) else None
 

@@ -8,18 +8,23 @@ because output goes to a file in memory and not to a pipe that somebody would ha
 would get around them are refused (:mod:`qerl.rewards.seccomp`). When the program
 ends, or its time is up, all that it started is killed with its process namespace.
 
-Where this process is root, the program runs under a user id that nobody else has, because the kernel counts
-no processes of root. Elsewhere it runs in a user namespace of its own.
+Where this process is root, the program runs under a user id that no other program has at that time, because
+the kernel counts processes by user, and none of root's. Elsewhere it runs in a user namespace of its own.
 
 Given up:
 
-* The memory of a program is bounded for each of its processes, not in sum: in the worst case it is
-  ``memory_mb`` times ``processes``, and a fifth of ``memory_mb`` in files.
+* Memory is bounded for each process of a program, not in sum, and what the kernel keeps for a process is no
+  part of its address space: buffers of sockets (about 15 MB for each TCP connection within the sandbox, and a
+  process has descriptors for 15 at most), and names of files, which a process makes at about 100 MB a
+  second. :attr:`Limits.most_mb` is the worst case of all but the names. A control group around the whole
+  training process bounds those too.
+* Processor time is bounded for each process, too: in the worst case it is ``seconds`` times ``processes``.
 * The kernel is the wall. Programs that attack the kernel itself need a virtual machine around all of this.
 * A check runs in the process of the program (:func:`run_python`). A program that searches that process for
   the token of the check can claim to have passed; comparing output cannot be cheated so.
 """
 
+import contextlib
 import functools
 import json
 import math
@@ -28,10 +33,12 @@ import platform
 import random
 import secrets
 import shutil
+import socket
 import subprocess
 import sys
 import sysconfig
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -47,6 +54,9 @@ _STARTED = b"started "
 _FILTER = seccomp_filter()
 # User ids that systemd gives to services for as long as they run; nobody's files have them.
 _FREE_UIDS = range(61184, 65520)
+_DESCRIPTORS = 32
+_SOCKETS_MB = _DESCRIPTORS / 2 * 15  # of a process, all of its descriptors being ends of TCP connections
+_SHARE_OF_FILES = 5  # files in /tmp take at most this part of `memory_mb`
 
 
 @dataclass(frozen=True)
@@ -62,7 +72,7 @@ class Limits:
 
     seconds: float = 5.0
     memory_mb: int = 512
-    processes: int = 8
+    processes: int = 4
     output_kb: int = 256
 
     def __post_init__(self) -> None:
@@ -71,6 +81,11 @@ class Limits:
             given = getattr(self, name)
             if isinstance(given, bool) or not isinstance(given, int | float) or not value <= given < math.inf:
                 raise QeRLError(f"{name} of a program is {given!r}; it must be a number, at least {value}.")
+
+    @property
+    def most_mb(self) -> float:
+        """Memory in MiB that a program takes in the worst case: of its processes, their sockets and files."""
+        return self.processes * (self.memory_mb + _SOCKETS_MB) + self.memory_mb / _SHARE_OF_FILES
 
 
 @dataclass(frozen=True)
@@ -135,20 +150,50 @@ def obstacle() -> str | None:
 
 
 def _run(code: str, stdin: str, limits: Limits, check: str) -> Ran:
+    if os.geteuid() != 0:
+        return _run_as(None, code, stdin, limits, check)
+    with _free_uid() as uid:
+        return _run_as(uid, code, stdin, limits, check)
+
+
+@contextlib.contextmanager
+def _free_uid() -> Iterator[int]:
+    """A user id that no other program on this machine runs under.
+
+    A name that a socket has without a file belongs to one process, and is free again when that ends.
+    """
+    with socket.socket(socket.AF_UNIX) as claim:
+        for uid in random.SystemRandom().sample(_FREE_UIDS, len(_FREE_UIDS)):
+            with contextlib.suppress(OSError):
+                claim.bind(f"\0qerl-sandbox-{uid}")
+                break
+        else:
+            raise QeRLError(
+                f"{len(_FREE_UIDS)} programs run in sandboxes on this machine; let some end first."
+            )
+        yield uid
+
+
+def _run_as(uid: int | None, code: str, stdin: str, limits: Limits, check: str) -> Ran:
     token = secrets.token_hex(16)
-    root = os.geteuid() == 0
     job = {
         "program": code,
         "check": check,
         "token": token,
-        "uid": random.SystemRandom().choice(_FREE_UIDS) if root else None,
+        "uid": uid,
         "limits": _resource_limits(limits),
     }
     texts = (stdin.encode("utf-8", "surrogatepass"), b"", b"", json.dumps(job).encode(), b"", _FILTER or b"")
     files = [_memory_file(text) for text in texts]
     try:
         source, out, error, job_fd, report_fd, filter_fd = files
-        command = [*_bubblewrap(root, limits, filter_fd), *_PYTHON, _INSIDE, str(job_fd), str(report_fd)]
+        command = [
+            *_bubblewrap(uid is not None, limits, filter_fd),
+            *_PYTHON,
+            _INSIDE,
+            str(job_fd),
+            str(report_fd),
+        ]
         started = time.monotonic()
         code_of_exit = _wait(command, (source, out, error), (job_fd, report_fd, filter_fd), limits.seconds)
         seconds = time.monotonic() - started
@@ -201,7 +246,7 @@ def _bubblewrap(root: bool, limits: Limits, filter_fd: int) -> list[str]:
         *(rights if root else ["--unshare-user"]),
         "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try",
         *_system_folders(),
-        "--perms", "1777", "--size", str(limits.memory_mb * 2**20 // 5), "--tmpfs", "/tmp",
+        "--perms", "1777", "--size", str(limits.memory_mb * 2**20 // _SHARE_OF_FILES), "--tmpfs", "/tmp",
         *(word for name in ("null", "zero", "random", "urandom") for word in _device(name)),
         "--remount-ro", "/",
         "--chdir", "/tmp",
@@ -241,7 +286,7 @@ def _resource_limits(limits: Limits) -> dict[str, int]:
         "RLIMIT_CPU": math.ceil(limits.seconds),
         "RLIMIT_FSIZE": int(limits.output_kb * 1024),
         "RLIMIT_NPROC": int(limits.processes),
-        "RLIMIT_NOFILE": 64,
+        "RLIMIT_NOFILE": _DESCRIPTORS,
         "RLIMIT_CORE": 0,
     }
 

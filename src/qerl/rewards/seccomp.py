@@ -1,69 +1,164 @@
 """System calls that a program in the sandbox has no use for, as the filter that bubblewrap installs.
 
-A filter is a program of classic BPF that the kernel runs on each system call (seccomp(2)). This one refuses
-with "not permitted" what would get around the limits (shared memory of System V and files in memory are not
-part of a process's address space) and what opens parts of the kernel that programs seldom touch: namespaces,
-tracing, keys, BPF, performance counters, io_uring. All other calls go through.
+A filter is a program of classic BPF that the kernel runs on each system call (seccomp(2)). This one lets
+through calls that Linux 5.0 has, without those below. Every later call is "not implemented", as on an older
+kernel, for which C libraries have a way to fall back to: what Linux gets tomorrow (a mount API, io_uring,
+memory that belongs to no process) is no way out.
+
+The calls below are "not permitted". They get around the limits (shared memory, files in memory and pages in
+pipes are part of no address space, and the buffers of sockets and pipes can be enlarged), read other
+processes, or open parts of the kernel that programs seldom touch: namespaces, mounts, tracing, keys, BPF,
+performance counters, modules, clocks.
+
+Sockets are those of this machine and of the Internet protocols; the sandbox has a network of its own, with
+nobody in it. Other families, such as that of virtual machines and their hosts (AF_VSOCK), know no network
+namespaces, and do not exist.
 """
 
 import platform
 import struct
 
-# (audit architecture, number of clone, numbers of the calls that are refused)
-_CALLS = {
-    "x86_64": (
-        0xC000003E,
-        56,
-        {"msgget": 68, "semget": 64, "shmget": 29, "shmat": 30, "memfd_create": 319, "ptrace": 101}
-        | {"unshare": 272, "setns": 308, "mount": 165, "add_key": 248, "request_key": 249, "keyctl": 250}
-        | {"bpf": 321, "perf_event_open": 298, "userfaultfd": 323},
-    ),
-    "aarch64": (
-        0xC00000B7,
-        220,
-        {"msgget": 186, "semget": 190, "shmget": 194, "shmat": 196, "memfd_create": 279, "ptrace": 117}
-        | {"unshare": 97, "setns": 268, "mount": 40, "add_key": 217, "request_key": 218, "keyctl": 219}
-        | {"bpf": 280, "perf_event_open": 241, "userfaultfd": 282},
-    ),
+# Name -> its numbers on x86_64 and aarch64; None where there is no such call.
+_REFUSED: dict[str, tuple[int | None, int | None]] = {
+    # Memory that is in no address space.
+    "shmget": (29, 194),
+    "shmat": (30, 196),
+    "msgget": (68, 186),
+    "semget": (64, 190),
+    "mq_open": (240, 180),
+    "memfd_create": (319, 279),
+    "splice": (275, 76),
+    "tee": (276, 77),
+    "vmsplice": (278, 75),
+    "io_setup": (206, 0),
+    "inotify_init": (253, None),
+    "inotify_init1": (294, 26),
+    "fanotify_init": (300, 262),
+    # Other processes, and where memory lies.
+    "ptrace": (101, 117),
+    "process_vm_readv": (310, 270),
+    "process_vm_writev": (311, 271),
+    "kcmp": (312, 272),
+    "migrate_pages": (256, 238),
+    "move_pages": (279, 239),
+    "mbind": (237, 235),
+    "set_mempolicy": (238, 237),
+    # Namespaces and file systems.
+    "unshare": (272, 97),
+    "setns": (308, 268),
+    "mount": (165, 40),
+    "umount2": (166, 39),
+    "pivot_root": (155, 41),
+    "chroot": (161, 51),
+    "quotactl": (179, 60),
+    "acct": (163, 89),
+    "swapon": (167, 224),
+    "swapoff": (168, 225),
+    "name_to_handle_at": (303, 264),
+    "open_by_handle_at": (304, 265),
+    "lookup_dcookie": (212, 18),
+    "nfsservctl": (180, 42),
+    # Parts of the kernel.
+    "add_key": (248, 217),
+    "request_key": (249, 218),
+    "keyctl": (250, 219),
+    "bpf": (321, 280),
+    "perf_event_open": (298, 241),
+    "userfaultfd": (323, 282),
+    "init_module": (175, 105),
+    "finit_module": (313, 273),
+    "delete_module": (176, 106),
+    "kexec_load": (246, 104),
+    "kexec_file_load": (320, 294),
+    "reboot": (169, 142),
+    "syslog": (103, 116),
+    "vhangup": (153, 58),
+    "personality": (135, 92),
+    "uselib": (134, None),
+    "modify_ldt": (154, None),
+    "iopl": (172, None),
+    "ioperm": (173, None),
+    "sethostname": (170, 161),
+    "setdomainname": (171, 162),
+    "adjtimex": (159, 171),
+    "settimeofday": (164, 170),
+    "clock_settime": (227, 112),
+    "clock_adjtime": (305, 266),
 }
-_EVERYWHERE = {"io_uring_setup": 425, "io_uring_enter": 426, "io_uring_register": 427}
-_CLONE3 = 435
+_BY_ARGUMENTS = {
+    "clone": (56, 220),
+    "socket": (41, 198),
+    "socketpair": (53, 199),
+    "setsockopt": (54, 208),
+    "fcntl": (72, 25),
+}
+
+# Processor -> its place above, its audit architecture, and the first number that Linux 5.0 does not have.
+_PROCESSORS = {"x86_64": (0, 0xC000003E, 335), "aarch64": (1, 0xC00000B7, 295)}
+
 _NEW_NAMESPACE = 0x7E020000  # flags of clone
-_FOREIGN_NUMBERS = 0x40000000  # calls of the x32 architecture, which have numbers of their own
+_FAMILIES = (1, 2, 10)  # AF_UNIX, AF_INET, AF_INET6
+_SOL_SOCKET = 1
+_LARGER_BUFFERS = (7, 8, 32, 33)  # SO_SNDBUF, SO_RCVBUF, and both with FORCE
+_F_SETPIPE_SZ = 1031
 
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
-_NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT = 0, 4, 16  # offsets in what a filter sees of a call
+_NUMBER, _ARCHITECTURE, _ARGUMENTS = 0, 4, (16, 24, 32)  # offsets in what a filter sees of a call
 _ALLOW, _KILL, _FAIL = 0x7FFF0000, 0x80000000, 0x00050000
-_EPERM, _ENOSYS = 1, 38
+_EPERM, _ENOSYS, _EAFNOSUPPORT = 1, 38, 97
 
 
 def seccomp_filter() -> bytes | None:
     """The filter for this machine's processor; None if the numbers of its calls are not known here."""
-    if platform.machine() not in _CALLS:
+    if platform.machine() not in _PROCESSORS:
         return None
-    architecture, clone, refused = _CALLS[platform.machine()]
+    place, architecture, first_unknown = _PROCESSORS[platform.machine()]
+    number_of = {name: numbers[place] for name, numbers in _BY_ARGUMENTS.items()}
     program = [
         _step(_LOAD, _ARCHITECTURE),
         _step(_EQUAL, architecture, yes=1),
         _step(_RETURN, _KILL),
         _step(_LOAD, _NUMBER),
-        *_answer(_AT_LEAST, _FOREIGN_NUMBERS, _EPERM),
-        *_answer(_EQUAL, _CLONE3, _ENOSYS),  # its flags lie in memory; the C library falls back to clone
+        *_fail(_AT_LEAST, first_unknown, _ENOSYS),
     ]
-    for number in (*refused.values(), *_EVERYWHERE.values()):
-        program += _answer(_EQUAL, number, _EPERM)
-    program += [
-        _step(_EQUAL, clone, no=3),
-        _step(_LOAD, _FIRST_ARGUMENT),
-        *_answer(_ANY_BIT, _NEW_NAMESPACE, _EPERM),
-        _step(_RETURN, _ALLOW),
-    ]
-    return b"".join(program)
+    for numbers in _REFUSED.values():
+        number = numbers[place]
+        if number is not None:
+            program += _fail(_EQUAL, number, _EPERM)
+    program += _of_call(
+        number_of["clone"], _step(_LOAD, _ARGUMENTS[0]), *_fail(_ANY_BIT, _NEW_NAMESPACE, _EPERM)
+    )
+    for name in ("socket", "socketpair"):
+        families = [step for family in _FAMILIES for step in _answer(_EQUAL, family, _ALLOW)]
+        other = _step(_RETURN, _FAIL | _EAFNOSUPPORT)
+        program += _of_call(number_of[name], _step(_LOAD, _ARGUMENTS[0]), *families, other)
+    larger = [step for option in _LARGER_BUFFERS for step in _fail(_EQUAL, option, _EPERM)]
+    program += _of_call(
+        number_of["setsockopt"],
+        _step(_LOAD, _ARGUMENTS[1]),
+        _step(_EQUAL, _SOL_SOCKET, no=1 + len(larger)),
+        _step(_LOAD, _ARGUMENTS[2]),
+        *larger,
+    )
+    program += _of_call(
+        number_of["fcntl"], _step(_LOAD, _ARGUMENTS[1]), *_fail(_EQUAL, _F_SETPIPE_SZ, _EPERM)
+    )
+    return b"".join([*program, _step(_RETURN, _ALLOW)])
 
 
-def _answer(compare: int, value: int, error: int) -> list[bytes]:
+def _of_call(number: int, *steps: bytes) -> list[bytes]:
+    """Steps for the call of this number alone, which is let through where none of them answers."""
+    return [_step(_EQUAL, number, no=len(steps) + 1), *steps, _step(_RETURN, _ALLOW)]
+
+
+def _fail(compare: int, value: int, error: int) -> list[bytes]:
     """Fail with the error where the comparison holds, else go on."""
-    return [_step(compare, value, no=1), _step(_RETURN, _FAIL | error)]
+    return _answer(compare, value, _FAIL | error)
+
+
+def _answer(compare: int, value: int, answer: int) -> list[bytes]:
+    """Answer the call so where the comparison holds, else go on."""
+    return [_step(compare, value, no=1), _step(_RETURN, answer)]
 
 
 def _step(code: int, value: int, yes: int = 0, no: int = 0) -> bytes:

@@ -9,6 +9,7 @@ A turn ends with the token that completes the text. That token stays whole, even
 text: the policy drew it, and its log-probability is that of the whole token.
 """
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple
@@ -27,6 +28,9 @@ token that it is given, and cannot say a character whose beginning it is not giv
 
 _HALF = "\ufffd"
 """What a decoder says of bytes that are no whole character."""
+
+_BYTE = re.compile("<0x[0-9A-F]{2}>")
+"""Names of tokens that are one byte, in vocabularies that fall back to bytes."""
 
 
 class Stop(ABC):
@@ -106,6 +110,7 @@ class StopStrings(Stop):
         # The token that completes a text says its last character, or bytes of it.
         self._endings = {_HALF, *(text[-1] for text in strings)}
         self._may_complete: dict[int, bool] = {}
+        self._one_byte: dict[int, bool] = {}
 
     def end(
         self, prompt_ids: Sequence[int], token_ids: Sequence[int], start: int, checked: int
@@ -127,12 +132,22 @@ class StopStrings(Stop):
         return self._may_complete[token_id]
 
     def _earliest(self, token_ids: Sequence[int], start: int, count: int) -> int:
-        """The first token in which a text may begin that the last of so many tokens completes."""
+        """The first token in which a text may begin that the last of so many tokens completes.
+
+        Bytes in a row are characters together or none of them is, so it is never within such a row.
+        """
         place, saying = count, 0
-        while place > start and saying < self._most:
+        while place > start and (saying < self._most or self._is_byte(token_ids[place])):
             place -= 1
             saying += token_ids[place] not in self._silent
         return place
+
+    def _is_byte(self, token_id: int) -> bool:
+        """Whether a token stands for one byte by its name; one that says nothing divides no row of them."""
+        if token_id not in self._one_byte:
+            name = self._tokenizer.convert_ids_to_tokens(token_id)
+            self._one_byte[token_id] = token_id in self._silent or bool(_BYTE.fullmatch(name or ""))
+        return self._one_byte[token_id]
 
     def _is_in(self, token_ids: Sequence[int]) -> bool:
         ids = list(token_ids)

@@ -20,6 +20,7 @@ from functools import cached_property, partial
 from typing import Any
 
 from qerl.errors import QeRLError
+from qerl.host_memory import host_bytes
 from qerl.rewards import sandbox
 from qerl.rewards.code_tests import read_tests, share_passed
 from qerl.rewards.sandbox import Limits
@@ -78,7 +79,7 @@ def passes_tests(
 ) -> RewardFunction:
     """A reward function that runs the program of each completion on the tests in the column ``tests``.
 
-    As many programs run at a time as this process has cores.
+    As many programs run at a time as this process has cores, and no more than the memory that is left holds.
 
     Args:
         share: Whether a program earns the share of the tests that it passes (then the function is called
@@ -93,7 +94,7 @@ def passes_tests(
     if obstacle is not None:
         raise QeRLError(obstacle)
     program_of = extract or (lambda completion: get_format("code").extract(completion_text(completion)))
-    workers = ThreadPoolExecutor(len(os.sched_getaffinity(0)), "sandbox")
+    workers = ThreadPoolExecutor(_at_once(limits), "sandbox")
 
     async def accuracy(completions: list[Completion], tests: list[Any], **_: Any) -> list[float | None]:
         async def judge(program: str | None, value: Any) -> float:
@@ -108,3 +109,9 @@ def passes_tests(
     if share:
         accuracy.__name__ = "tests_passed"
     return judges_outside(accuracy)
+
+
+def _at_once(limits: Limits) -> int:
+    """How many programs may run at a time, at least one."""
+    cores, left = len(os.sched_getaffinity(0)), host_bytes(1)
+    return cores if left is None else max(1, min(cores, int(left / 2**20 / limits.most_mb)))

@@ -16,6 +16,7 @@ file.
 
 import json
 import math
+import stat
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -88,11 +89,16 @@ class Jsonl(Task):
 
     def _read(self, path: Path) -> list[dict[str, Any]]:
         try:
+            if stat.S_IFMT(path.stat().st_mode) not in (stat.S_IFREG, stat.S_IFDIR):
+                raise QeRLError(
+                    f"The data file {path} is a pipe or a device, and a task is read more than once; write "
+                    "the problems to a file."
+                )
             lines = path.read_bytes().splitlines()
-        except OSError as error:
+        except (OSError, ValueError) as error:  # the latter of a name that no file can have
+            cause = getattr(error, "strerror", None) or error
             raise QeRLError(
-                f"The data file {path} cannot be read ({error.strerror}); check the path in task and "
-                "task_options."
+                f"The data file {path} cannot be read ({cause}); check the path in task and task_options."
             ) from error
         rows = []
         for number, line in enumerate(lines, start=1):

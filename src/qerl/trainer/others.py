@@ -19,13 +19,14 @@ from trl.data_utils import is_conversational
 
 from qerl.agents.environment import (
     EnvironmentFactory,
+    begin_episode,
     check_environment,
+    check_names,
     is_text,
-    tool_names,
 )
 from qerl.agents.template import check_template
 from qerl.agents.tools import Tool, check_tool
-from qerl.errors import QeRLError, first_line
+from qerl.errors import QeRLError
 from qerl.tasks.guard import guarded
 
 Named = dict[str | None, EnvironmentFactory]
@@ -75,7 +76,7 @@ class Others:
 
         Raises:
             QeRLError: There is none and no single environment to have the data, the length of the run is not
-                known without one, or its prompts are no messages.
+                known without one, its prompts are no messages, or a row names no environment that there is.
         """
         if dataset is None and self.factories:
             if self.several:
@@ -93,6 +94,14 @@ class Others:
             )
             return Dataset.from_dict({"prompt": prompts})
         first: Mapping[str, Any] = next(iter(dataset if dataset is not None else ()), {})
+        if self.several and dataset is not None:
+            whole = isinstance(dataset, Dataset) and "environment" in dataset.column_names
+            for name in dataset.unique("environment") if whole else [first.get("environment")]:
+                if name not in self.factories:
+                    raise QeRLError(
+                        f"A row of the train_dataset has the environment {name!r}; its column `environment` "
+                        f"must name one of: {', '.join(map(str, self.factories))}."
+                    )
         if (self.tools or self.factories) and "prompt" in first and not is_conversational(first):
             raise QeRLError(
                 "Tools and environments need prompts of messages and the data set has texts; make each "
@@ -175,9 +184,7 @@ def check_others(tools: Any, environment_factory: Any, rollout_func: Any) -> Oth
             "An environment with respond(text) has no tools, and there are tools beside it; give the tools "
             "to an environment without respond, or leave them out."
         )
-    names = [name for trial in trials.values() for name in tool_names(trial)]
-    for name in {tool.__name__ for tool in functions} & set(names):
-        raise QeRLError(f"The tool {name} has the name of a method of the environment; rename one of them.")
+    check_names(functions, trials.values())
     # In the order in which they are given, which is the same in every process.
     owners = dict.fromkeys(type(trial) for trial in trials.values() if hasattr(trial, "get_reward"))
     return Others(
@@ -202,7 +209,13 @@ def _handing_out(trial: Any, make: EnvironmentFactory) -> EnvironmentFactory:
 
     def hand_out() -> Any:
         environment = next(environments)
-        environment.reset = _checked_reset(environment)
+        try:
+            environment.reset = _checked_reset(environment)
+        except AttributeError as error:
+            raise QeRLError(
+                f"The environment {type(environment).__name__} has __slots__ and takes no attribute; add "
+                '"__dict__" to them, or remove them.'
+            ) from error
         return environment
 
     return hand_out
@@ -212,21 +225,7 @@ def _checked_reset(environment: Any) -> Callable[..., Any]:
     name, reset = type(environment).__name__, environment.reset
 
     def checked(**row: Any) -> str | None:
-        try:
-            observation = reset(**row)
-        except QeRLError:
-            raise
-        except Exception as error:
-            raise QeRLError(
-                f"The environment {name} could not begin an episode: reset raised {type(error).__name__}: "
-                f"{first_line(error)}; mend it, and let it take the row's columns: reset(self, **row)."
-            ) from error
-        if observation is not None and not isinstance(observation, str):
-            raise QeRLError(
-                f"reset of the environment {name} returned a {type(observation).__name__}; return a text, or "
-                "None."
-            )
-        return observation
+        return begin_episode(name, reset, row)
 
     return checked
 
