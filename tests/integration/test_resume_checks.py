@@ -23,7 +23,7 @@ def test_a_folder_with_a_run_is_refused(tiny_run, tmp_path):
     (tmp_path / "run" / "metrics.jsonl").write_text("")
     with pytest.raises(QeRLError, match="already holds a run"):
         train(QeRLConfig(**tiny_run(tmp_path / "run")), QUIET)
-    with pytest.raises(QeRLError, match="no checkpoint to resume it from.*or delete that run"):
+    with pytest.raises(QeRLError, match=r"no checkpoint to resume it from.*or delete that run"):
         train(QeRLConfig(**tiny_run(tmp_path / "run", resume_from_checkpoint="true")), QUIET)
 
 

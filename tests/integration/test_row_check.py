@@ -241,10 +241,10 @@ def test_errors_of_the_model_are_told_from_those_around_it(monkeypatch):
         with pytest.raises(AttributeError, match="'scatter'"):
             check(model)
     model.model.register_forward_hook(lambda *_: ModelOutput(logits=torch.zeros(1)))
-    with pytest.raises(QeRLError, match="cannot run a joined row.*last_hidden_state"):
+    with pytest.raises(QeRLError, match=r"cannot run a joined row.*last_hidden_state"):
         check(model)
     model.model.rotary_emb = torch.nn.Identity()
-    with pytest.raises(QeRLError, match="cannot run a joined row.*TypeError"):
+    with pytest.raises(QeRLError, match=r"cannot run a joined row.*TypeError"):
         check(model)
 
 

@@ -46,7 +46,7 @@ def test_files_and_modules_that_are_named_exist(page):
 
 
 def defines(name: str) -> bool:
-    """Whether a dotted name is a module of the package, or the module that its first parts name has the rest."""
+    """Whether a dotted name is that of a module of the package, or of something in one."""
     parts = name.split(".")
     for depth in range(len(parts), 0, -1):
         folder = PACKAGE.joinpath(*parts[:depth])

@@ -172,7 +172,7 @@ def test_an_adapter_beside_a_model_is_not_loaded_with_it(name, plain, tmp_path, 
     folder = shutil.copytree(plain, tmp_path / "both")
     (folder / "adapter_config.json").write_text("{}")
     monkeypatch.setattr(hub, "snapshot_download", lambda *args, **kwargs: str(folder))
-    with pytest.raises(QeRLError, match="holds a LoRA adapter beside its model.*give that as the adapter"):
+    with pytest.raises(QeRLError, match=r"holds a LoRA adapter beside its model.*give that as the adapter"):
         hub.local_checkpoint(name if "/" in name else folder)
 
 

@@ -91,8 +91,8 @@ def resume_point(config: QeRLConfig, console: Console) -> str | None:
         console: Where it is said which settings differ from the checkpoint's.
 
     Raises:
-        QeRLError: The folder holds another run or a model, there is no checkpoint, it is damaged, or a setting differs
-            that it cannot go on with.
+        QeRLError: The folder holds another run or a model, there is no checkpoint, it is damaged, or a
+            setting differs that it cannot go on with.
     """
     folder, resume = Path(str(config.output_dir)), str(config.resume_from_checkpoint)
     if resume.lower() in ("none", "false"):
@@ -146,8 +146,8 @@ def _refuse_a_run(folder: Path) -> None:
         )
     if (folder / METRICS_FILE).exists():
         raise QeRLError(
-            f"{folder} already holds a run, and no checkpoint to resume it from; choose another --output_dir, "
-            "or delete that run."
+            f"{folder} already holds a run, and no checkpoint to resume it from; choose another "
+            "--output_dir, or delete that run."
         )
     held = {"config.json": "a model", ADAPTER_CONFIG_FILE: "an adapter"}
     for file, what in held.items():
