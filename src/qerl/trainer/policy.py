@@ -44,14 +44,9 @@ def make_policy(
         peft_config: A fresh adapter; None takes the saved or the fresh one that the settings describe.
 
     Raises:
-        QeRLError: The model cannot be loaded in this format or lies in `output_dir`, full tuning cannot fit
-            the GPU, or the saved adapter is damaged or another model's.
+        QeRLError: The model cannot be loaded in this format, full tuning cannot fit the GPU, or the saved
+            adapter is damaged or another model's.
     """
-    if model.folder.resolve() == Path(str(config.output_dir)).resolve():
-        raise QeRLError(
-            f"output_dir is the folder of the model, {model.folder}, whose files the run would write over; "
-            "choose another one."
-        )
     if config.adapter is not None:
         check_adapter(Path(config.adapter).expanduser())
         warning = check_base(Path(config.adapter).expanduser(), model)
