@@ -6,6 +6,8 @@ function that describes its words (`_add_train`) beside one that runs it (`_trai
 """
 
 import argparse
+import contextlib
+import errno
 import logging
 import os
 import shlex
@@ -45,6 +47,7 @@ def main(argv: list[str] | None = None) -> int:
     words = with_underscores(sys.argv[1:] if argv is None else argv)
     _quiet_libraries()
     try:
+        _refuse_nul(words)
         fields: dict[str, str] = {}
         if words and words[0] in TAKE_FIELDS:
             words, fields = split_fields(words, *TAKE_FIELDS[words[0]])
@@ -55,15 +58,56 @@ def main(argv: list[str] | None = None) -> int:
                 "takes."
             )
         args.fields, args.console = fields, console
-        return args.run(args) or 0
+        status = args.run(args) or 0
+        sys.stdout.flush()
+        return status
     except QeRLError as error:
-        Console(stderr=True).print(
-            f"[red]error:[/red] {_escape(str(error))}", highlight=False, soft_wrap=True
-        )
-        return 2
+        return _say(str(error))
+    except OSError as error:
+        remedy = _REMEDIES.get(error.errno or 0)
+        if remedy is None:
+            raise
+        _forget_output()
+        return _say(f"{_shortened(error.filename or 'The output')}: {error.strerror}; {remedy}.")
     except KeyboardInterrupt:
         Console(stderr=True).print("interrupted")
         return 130
+
+
+# Names and disks that no file can be opened by or written to, wherever a command meets them.
+_REMEDIES = {
+    errno.ENAMETOOLONG: "give a shorter name",
+    errno.ELOOP: "give another path",
+    errno.EACCES: "give another path, or the right to this one",
+    errno.EROFS: "give a path that can be written to",
+    errno.ENOSPC: "make room",
+    errno.EDQUOT: "make room",
+}
+
+
+def _refuse_nul(words: Sequence[str]) -> None:
+    bad = next((word for word in words if "\0" in word), None)
+    if bad is not None:
+        raise QeRLError(f"{_shortened(repr(bad))} holds a NUL character, which no name or path has; mend it.")
+
+
+def _say(message: str) -> int:
+    Console(stderr=True).print(f"[red]error:[/red] {_escape(message)}", highlight=False, soft_wrap=True)
+    return 2
+
+
+def _shortened(name: Any) -> str:
+    text = str(name)
+    return text if len(text) <= 200 else f"{text[:100]}...{text[-50:]}"
+
+
+def _forget_output() -> None:
+    """What could not be printed is not tried again when Python ends, which would be a second error."""
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+        return
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _quiet_libraries() -> None:
@@ -142,13 +186,15 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-_RECIPES_HELP = "names (see `qerl recipes`) or paths of .yaml files, merged from left to right"
-
-
 def _add_train(commands: Any) -> None:
     text = "Train as recipes say; any field can be given as --FIELD VALUE."
     sub = add_command(commands, "train", _train, text)
-    sub.add_argument("recipes", nargs="*", metavar="RECIPE", help=_RECIPES_HELP)
+    sub.add_argument(
+        "recipes",
+        nargs="*",
+        metavar="RECIPE",
+        help="names (see `qerl recipes`) or paths of .yaml files, merged from left to right",
+    )
     sub.add_argument(
         "--dry_run",
         action="store_true",
@@ -162,8 +208,11 @@ def _add_plan(commands: Any) -> None:
         "--FIELD VALUE."
     )
     sub = add_command(commands, "plan", _plan, text)
-    sub.add_argument("model", metavar="MODEL", help="Hub id, local folder, or a shape such as 32b")
-    sub.add_argument("recipes", nargs="*", metavar="RECIPE", help="as for train")
+    sub.add_argument(
+        "words", nargs="*", metavar="[MODEL] RECIPE",
+        help="recipes as for train; and the model where neither they nor --model name it, as a Hub id, a local "
+        "folder, or a shape such as 32b",
+    )  # fmt: skip
     sub.add_argument("--gpu", default="80", metavar="GPU", help="GB, or a name such as rtx4090; default: 80")
     sub.add_argument("--processes", default="1", metavar="N", help="GPUs, each with its process; default: 1")
     sub.add_argument(
@@ -277,14 +326,20 @@ def eval_command(model: str, run: Path, tuning: str, trusts: bool = False, again
 
 
 def _plan(args: argparse.Namespace) -> int:
-    from qerl.plan.command import plan_command
+    from qerl.plan.command import model_and_recipes, plan_command
     from qerl.plan.propose import fits
     from qerl.settings.recipe import parse_value
 
     gpu, processes = parse_value(args.gpu, "--gpu"), parse_value(args.processes, "--processes")
     adapters = None if args.adapters is None else parse_value(args.adapters, "--adapters")
     plan = plan_command(
-        args.model, args.recipes, _values(args.fields), gpu, console, processes, args.max_context, adapters
+        *model_and_recipes(args.words),
+        _values(args.fields),
+        gpu,
+        console,
+        processes,
+        args.max_context,
+        adapters,
     )
     return 0 if fits(plan) else 1
 

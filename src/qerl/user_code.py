@@ -1,5 +1,7 @@
 """Functions and classes of the user's own, named in a recipe as ``PATH.py:NAME``.
 
+The name may be left out where the file has one such thing that is public.
+
 The file is run as a module with all the rights of this process. It is the user's own code, named in the
 user's own recipe or command. What the folder of a run names is neither, because a folder may be anybody's:
 there `foreign_code` finds such names, and they have to be named again.
@@ -55,7 +57,7 @@ def _one_word(value: Any) -> str:
 
 
 def load_object(spec: str, what: str, kind: str = "function") -> Any:
-    """The function or class that ``PATH.py:NAME`` names.
+    """The function or class that ``PATH.py:NAME`` names, or the only public one that ``PATH.py`` defines.
 
     Args:
         spec: Where it is.
@@ -66,20 +68,27 @@ def load_object(spec: str, what: str, kind: str = "function") -> Any:
         QeRLError: The specification is malformed, the file is missing or fails to run, or it holds no such
             thing.
     """
-    if not names_a_file(spec):
+    if not names_a_file(spec) and not spec.endswith(".py"):
         form = "Class" if kind == "class" else "function"
         raise QeRLError(
             f"{what.capitalize()} {spec!r} is not of the form PATH.py:{form}; write the file, a colon and "
             f"the name of the {form.lower()} in it."
         )
-    path, _, name = spec.rpartition(":")
+    path, _, name = spec.rpartition(":") if names_a_file(spec) else (spec, "", "")
     module = _run(Path(path).expanduser(), what)
+    is_one = inspect.isclass if kind == "class" else inspect.isfunction
+    own = [n for n, f in inspect.getmembers(module, is_one) if f.__module__ == module.__name__]
+    public = [n for n in own if not n.startswith("_")]
+    if not name:
+        if len(public) != 1:
+            raise QeRLError(
+                f"{path} has {len(public)} of what a {what} may be ({', '.join(public) or 'none'}); write "
+                f"{path}:NAME for the one that is meant."
+            )
+        (name,) = public
     found = getattr(module, name, None)
     if not (inspect.isclass(found) if kind == "class" else callable(found)):
-        wanted = inspect.isclass if kind == "class" else inspect.isfunction
-        own = [n for n, f in inspect.getmembers(module, wanted) if f.__module__ == module.__name__]
-        public = ", ".join(n for n in own if not n.startswith("_"))
-        raise QeRLError(f"{path} has no {kind} {name!r}; it has: {public or 'none'}.")
+        raise QeRLError(f"{path} has no {kind} {name!r}; it has: {', '.join(public) or 'none'}.")
     return found
 
 

@@ -7,6 +7,8 @@ import json
 
 import pytest
 import torch
+import transformers
+from safetensors.torch import save_file
 
 from qerl.errors import QeRLError
 from qerl.fp4.quantize import quantize_checkpoint
@@ -18,9 +20,22 @@ from qerl.rollout.portable.engine import PortableEngine
 from qerl.trainer.trl.forward import score
 from qerl.update.row_check import check_joined_row
 from tests.integration.test_row_check import ALTERNATING, build, with_head
-from tests.support.models import move_adapter
+from tests.support.models import TINY, move_adapter
 
 LLAMA = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
+YARN = {
+    "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16,
+    "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
+}  # fmt: skip
+"""Of Ministral 3, whose queries are scaled by their position as well; samples go beyond the 16."""
+GEMMA4 = {
+    "global_head_dim": 32,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "hidden_size_per_layer_input": 0,
+    "final_logit_softcapping": 5.0,
+}
+"""A dense model without inputs by layer, whose full layers have other heads than its windows."""
 FOUR_BIT = {
     "Llama-80": ("Llama", {"head_dim": 80}, LLAMA, 4),
     "Gemma2": ("Gemma2", ALTERNATING | {"attn_logit_softcapping": 5.0}, LLAMA, 4),
@@ -29,6 +44,10 @@ FOUR_BIT = {
     "Granite": ("Granite", {}, LLAMA, 4),
     "Cohere2": ("Cohere2", ALTERNATING, LLAMA, 2),
     "Olmo2": ("Olmo2", {}, LLAMA, 0),
+    "Ministral3": ("Ministral3", {"rope_parameters": YARN}, LLAMA, 4),
+    "GraniteSWA": ("GraniteSWA", ALTERNATING, LLAMA, 4),
+    "Gemma3": ("Gemma3", ALTERNATING | {"query_pre_attn_scalar": 16}, LLAMA, 4),
+    "Gemma4": ("Gemma4", ALTERNATING | GEMMA4, LLAMA, 4),
 }
 UNQUANTISED = {
     "Falcon": {"head_dim": "unset", "new_decoder_architecture": True, "num_kv_heads": 2},
@@ -96,6 +115,40 @@ def test_a_family_with_other_projections_is_not_quantised_by_half(saved, tmp_pat
     with pytest.raises(QeRLError, match=r"named \*_proj"):
         quantize_checkpoint(folder, tmp_path / "packed")
     assert not (tmp_path / "packed").exists()
+
+
+TEXT = TINY | {"max_position_embeddings": 64}
+SIGHT = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 16,
+    "patch_size": 8,
+}
+WRAPPERS = {
+    "Gemma3": {"text_config": TEXT, "vision_config": SIGHT, "mm_tokens_per_image": 4},
+    "Gemma4": {"text_config": TEXT | GEMMA4, "vision_config": SIGHT, "audio_config": None},
+    "Mistral3": {
+        "text_config": TEXT | {"model_type": "ministral3"},
+        "vision_config": SIGHT | {"model_type": "pixtral"},
+    },
+    "Qwen3VL": {
+        "text_config": TEXT,
+        "vision_config": {"depth": 1, "hidden_size": 32, "num_heads": 2, "out_hidden_size": 64},
+    },
+}
+
+
+@pytest.mark.parametrize("family", WRAPPERS)
+def test_a_text_model_inside_a_model_for_images_is_refused_for_what_it_is(tmp_path, family):
+    getattr(transformers, f"{family}Config")(**WRAPPERS[family]).save_pretrained(tmp_path)
+    save_file({"x": torch.zeros(1)}, tmp_path / "model.safetensors")
+    for weights in ("nvfp4", "bf16"):
+        with pytest.raises(QeRLError, match="use a checkpoint of the text model alone"):
+            load(tmp_path, weights)
+    with pytest.raises(QeRLError, match="use a checkpoint of the text model alone"):
+        quantize_checkpoint(tmp_path, tmp_path / "packed")
 
 
 @pytest.mark.parametrize("family", EXPERTS)

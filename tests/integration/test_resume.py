@@ -177,7 +177,11 @@ def stop_and_resume(tiny_run, tmp_path, changes):
 
 
 def test_a_checkpoint_cut_off_while_it_was_written_is_not_resumed_from(tmp_path):
-    for step, complete in ((3, True), (10, True), (12, False)):
+    for step, complete in (
+        (10, True),
+        (3, True),
+        (12, False),
+    ):  # the last one that was made is not the newest
         folder = tmp_path / f"checkpoint-{step}"
         folder.mkdir()
         if complete:

@@ -23,6 +23,18 @@ def test_a_folder_with_a_run_is_refused(tiny_run, tmp_path):
     (tmp_path / "run" / "metrics.jsonl").write_text("")
     with pytest.raises(QeRLError, match="already holds a run"):
         train(QeRLConfig(**tiny_run(tmp_path / "run")), QUIET)
+    with pytest.raises(QeRLError, match=r"no checkpoint to resume it from.*or delete that run"):
+        train(QeRLConfig(**tiny_run(tmp_path / "run", resume_from_checkpoint="true")), QUIET)
+
+
+def test_a_run_does_not_write_among_the_files_of_a_model_or_an_adapter(tiny_run, tmp_path):
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
+    before = sorted(tmp_path.rglob("*"))
+    for name, file in (("model", "config.json"), ("adapter", "adapter_config.json")):
+        with pytest.raises(QeRLError, match=f"{file}.*choose another --output_dir"):
+            train(QeRLConfig(**tiny_run(tmp_path / name)), QUIET)
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_resume_without_a_checkpoint_is_an_error(tiny_run, tmp_path):

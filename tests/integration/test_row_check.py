@@ -9,6 +9,7 @@ import torch
 import transformers
 from datasets import Dataset
 from peft import PromptTuningConfig, get_peft_model
+from transformers.utils import ModelOutput
 from trl.trainer.utils import add_fused_lm_head
 
 from qerl.errors import QeRLError
@@ -62,7 +63,7 @@ SAMPLES = [
 
 def build(family: str, attention: str = "sdpa", **changes) -> transformers.PreTrainedModel:
     settings = TINY | {"max_position_embeddings": 64}
-    text = "Text" if family in ("Gemma3", "Llama4") else ""
+    text = "Text" if family in ("Gemma3", "Gemma4", "Llama4") else ""
     given = {name: value for name, value in (settings | changes).items() if value != "unset"}
     config = getattr(transformers, f"{family}{text}Config")(**given)
     config._attn_implementation = attention
@@ -231,6 +232,20 @@ def test_other_constructions_that_look_at_the_whole_row_are_refused(family, chan
         with pytest.raises(QeRLError, match="within 20 tokens"):
             check(model)
         check(model, longest=20)
+
+
+def test_errors_of_the_model_are_told_from_those_around_it(monkeypatch):
+    model = with_head(build("Llama"))
+    with monkeypatch.context() as broken:
+        broken.delattr(JoinedRow, "scatter")
+        with pytest.raises(AttributeError, match="'scatter'"):
+            check(model)
+    model.model.register_forward_hook(lambda *_: ModelOutput(logits=torch.zeros(1)))
+    with pytest.raises(QeRLError, match=r"cannot run a joined row.*last_hidden_state"):
+        check(model)
+    model.model.rotary_emb = torch.nn.Identity()
+    with pytest.raises(QeRLError, match=r"cannot run a joined row.*TypeError"):
+        check(model)
 
 
 # At the start of a run

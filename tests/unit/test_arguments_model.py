@@ -64,6 +64,13 @@ def test_the_name_stands_in_one_place(llama_folder, settings):
     )
 
 
+def test_a_model_is_not_trained_into_its_own_folder(llama_folder, settings):
+    files = sorted(llama_folder.iterdir())
+    with pytest.raises(QeRLError, match="output_dir is the folder of the model"):
+        QeRLTrainer(str(llama_folder), ones, settings(output_dir=str(llama_folder / ".")), ROWS)
+    assert sorted(llama_folder.iterdir()) == files
+
+
 def test_a_peft_config_is_what_peft_makes_of_it(llama_folder, settings, tiny_model):
     config = LoraConfig(
         r=8, lora_alpha=4, use_rslora=True, rank_pattern={"k_proj": 2}, layers_to_transform=[1],

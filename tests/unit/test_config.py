@@ -128,6 +128,7 @@ def test_command_line_values_are_yaml(text, value):
         ({"learning_rat": 8}, "did you mean 'learning_rate'"),
         ({"model_name_or_path": "m"}, "unknown key 'model_name_or_path'; its name here is model."),
         ({"dataset_name": "d"}, "unknown key 'dataset_name'; set task, which names the data"),
+        ({"dataset": "d.jsonl"}, "unknown key 'dataset'; set task, .*--task jsonl:PATH"),
         ({"weights": "int4"}, "weights is 'int4'; it must be 'nvfp4'"),
         ({"tuning": "full"}, "cannot train packed nvfp4 weights"),
         ({"noise_stages": 1}, "noise_stages is 1; it must be at least 2"),

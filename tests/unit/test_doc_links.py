@@ -1,4 +1,4 @@
-"""What the docs point to is there: files behind links, and files and modules that prose names."""
+"""What docs and docstrings point to is there: files behind links, and files and modules that prose names."""
 
 import re
 from pathlib import Path
@@ -12,6 +12,9 @@ _LINK = re.compile(r"\]\(([^)\s]+)\)")
 _FILE = re.compile(r"`((?:qerl|src|tests|docs|bench)/[\w./-]+|(?!my/)[\w-]+/[\w./-]*(?:\.\w+|/))`")
 _PLACES = (ROOT, ROOT / "src", ROOT / "src" / "qerl")
 _MODULE = re.compile(r"`(qerl(?:\.[a-z_]\w*)+)`")
+PACKAGE = ROOT / "src" / "qerl"
+_DOTTED = re.compile(r"`(?:qerl\.)?([a-z_]\w*(?:\.\w+)+)(?:\(\))?`")
+_OF_OBJECTS = {"trainer.train", "trainer.engine"}
 
 
 def anchors(page: Path) -> set[str]:
@@ -40,3 +43,24 @@ def test_files_and_modules_that_are_named_exist(page):
     for name in named:
         paths = [place / end for place in _PLACES for end in (name, f"{name}.py")]
         assert any(path.exists() for path in paths), name
+
+
+def defines(name: str) -> bool:
+    """Whether a dotted name is that of a module of the package, or of something in one."""
+    parts = name.split(".")
+    for depth in range(len(parts), 0, -1):
+        folder = PACKAGE.joinpath(*parts[:depth])
+        file = folder / "__init__.py" if folder.is_dir() else folder.with_suffix(".py")
+        if depth == len(parts) and (folder.is_dir() or file.is_file()):
+            return True
+        if file.is_file():
+            return re.search(rf"\b{parts[depth]}\b", file.read_text()) is not None
+    return False
+
+
+def test_modules_that_docstrings_name_exist():
+    rooms = {path.stem for path in PACKAGE.iterdir()}
+    for path in PACKAGE.rglob("*.py"):
+        for name in _DOTTED.findall(path.read_text()):
+            if name.partition(".")[0] in rooms and name not in _OF_OBJECTS:
+                assert defines(name), f"{path.relative_to(ROOT)}: {name}"

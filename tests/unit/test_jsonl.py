@@ -51,6 +51,12 @@ def test_jsonl_takes_text_and_messages(jsonl) -> None:
     assert r"\boxed{}" in get_task(spec).train()[0]["prompt"][0]["content"]
 
 
+def test_a_path_in_jsonl_is_a_task_by_itself(jsonl) -> None:
+    spec = jsonl({"question": "7 x 6?", "answer": 42})
+    task = get_task(spec.removeprefix("jsonl:"), answer_format="hashes")
+    assert task.name == spec and task.train()["answer"] == ["42"]
+
+
 def test_jsonl_keeps_columns_that_only_later_lines_have(jsonl) -> None:
     spec = jsonl({"question": "a?", "answer": "1"}, {"question": "b?", "answer": "2", "source": "book"})
     assert get_task(spec).train()["source"] == [None, "book"]

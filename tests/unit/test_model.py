@@ -2,6 +2,7 @@
 
 import logging
 import multiprocessing
+import shutil
 from pathlib import Path
 
 import gguf
@@ -163,6 +164,16 @@ def test_folders_that_are_no_models(tmp_path) -> None:
     (tmp_path / "adapter_config.json").write_text("{}")
     with pytest.raises(QeRLError, match="is a LoRA adapter"):
         load_model(tmp_path, "nvfp4", torch.float32, "cpu")
+
+
+@pytest.mark.parametrize("name", ["a folder", "owner/model"])
+def test_an_adapter_beside_a_model_is_not_loaded_with_it(name, plain, tmp_path, monkeypatch) -> None:
+    """transformers puts it into the model without a word, so the weights would be neither's."""
+    folder = shutil.copytree(plain, tmp_path / "both")
+    (folder / "adapter_config.json").write_text("{}")
+    monkeypatch.setattr(hub, "snapshot_download", lambda *args, **kwargs: str(folder))
+    with pytest.raises(QeRLError, match=r"holds a LoRA adapter beside its model.*give that as the adapter"):
+        hub.local_checkpoint(name if "/" in name else folder)
 
 
 def test_a_snapshot_without_weights_is_none(tmp_path, monkeypatch) -> None:

@@ -110,6 +110,7 @@ def test_command_reads_a_folder_and_recipes(tiny_model, tmp_path, capsys):
         (["--tuning", "full", "--weights", "bf16", "--dtype", "bfloat16"], "at least 60.9 GB on each GPU"),
         (["--tuning", "full", "--weights", "bf16", "--beta", "0.04"], "at least 152.3 GB on each GPU"),
         (["--gpu", "nan"], "--gpu is nan"),
+        (["--gpu", "0.001"], "--gpu is 0.001; it must be the GPU's memory in GB"),
         (["--gpu", "true"], "--gpu is True"),
         (["--processes", "0"], "--processes is 0; it must be a number of GPUs"),
         (["--adapters", "none"], "--adapters is none; it must be a number of adapters"),
@@ -119,11 +120,36 @@ def test_command_reads_a_folder_and_recipes(tiny_model, tmp_path, capsys):
             "The model to plan for is given twice, as 7b and with --model 14b; give it once.",
         ),
         (["--lora_rank", "8"], "unknown key 'lora_rank'"),
+        (["gsm8kk"], "There is no recipe named 'gsm8kk'; did you mean 'gsm8k'"),
     ],
 )
 def test_mistakes(words, message, capsys):
     assert main(["plan", "7b", *words]) == 2
     assert message in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "MODEL gsm8k nvfp4-lora 24gb",
+        "gsm8k nvfp4-lora 24gb --model MODEL",
+        "gsm8k nvfp4-lora MODEL 24gb",
+        "gsm8k nvfp4-lora mine.yaml 24gb",
+    ],
+)
+def test_the_words_of_train_are_words_of_plan(words, tmp_path, capsys, monkeypatch):
+    """Recipes, one of which may name the model; or a model among them."""
+    monkeypatch.chdir(tmp_path)
+    Path("mine.yaml").write_text("model: 7b\n")
+    assert main(["plan", "7B", "gsm8k", "nvfp4-lora", "24gb", "--gpu", "24"]) == 0
+    wanted = capsys.readouterr().out.replace("7B", "7b")
+    assert main(["plan", *words.replace("MODEL", "7b").split(), "--gpu", "24"]) == 0
+    assert capsys.readouterr().out == wanted
+
+
+def test_a_plan_needs_a_model(capsys):
+    assert main(["plan", "gsm8k", "--gpu", "24"]) == 2
+    assert "model is not set; add it to the recipe or pass --model." in capsys.readouterr().err
 
 
 def test_other_families_and_formats(tmp_path, capsys):

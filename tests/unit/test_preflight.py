@@ -33,7 +33,7 @@ def test_nothing_is_loaded_for_sound_settings(tmp_path, monkeypatch):
         ({"task_options": {"level": 3}}, "level"),
         ({"task": "jsonl:/nowhere.jsonl"}, "nowhere.jsonl"),
         ({"reward_files": "nowhere.py:f"}, "does not exist"),
-        ({"reward_files": "a.py"}, "not of the form PATH.py:function"),
+        ({"reward_files": "a"}, "not of the form PATH.py:function"),
         ({"tools": "nowhere.py:f"}, "The tool file nowhere.py does not exist"),
         ({"tools": "abacus"}, "The tool 'abacus' is unknown"),
         ({"environment": "chess"}, "The environment 'chess' is unknown"),

@@ -20,9 +20,10 @@ limit = 3
 """
 
 
-def test_custom_reward_is_loaded_from_a_file(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", [":brief", ""])
+def test_custom_reward_is_loaded_from_a_file(tmp_path: Path, name: str) -> None:
     (tmp_path / "mine.py").write_text(REWARDS)
-    reward = load_reward(f"{tmp_path / 'mine.py'}:brief")
+    reward = load_reward(f"{tmp_path / 'mine.py'}{name}")
     assert reward.__name__ == "brief"
     assert reward(prompts=["p"] * 2, completions=["ab", "abcd"], answer=["", ""]) == [0.5, 0.25]
 
@@ -30,7 +31,9 @@ def test_custom_reward_is_loaded_from_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("spec", "said"),
     [
-        ("mine.py", "not of the form PATH.py:function"),
+        ("mine", "not of the form PATH.py:function"),
+        ("two.py", r"two\.py has 2 of what a reward may be \(brief, short\); write .*two\.py:NAME"),
+        ("none.py", r"none\.py has 0 of what a reward may be \(none\)"),
         ("mine.txt:brief", "not of the form PATH.py:function"),
         ("other.py:brief", r"The reward file .*other\.py does not exist"),
         ("mine.py:breif", r"mine\.py has no function 'breif'; it has: brief\.$"),
@@ -41,6 +44,8 @@ def test_custom_reward_is_loaded_from_a_file(tmp_path: Path) -> None:
 )
 def test_custom_reward_errors_say_what_to_mend(tmp_path: Path, spec: str, said: str) -> None:
     (tmp_path / "mine.py").write_text(REWARDS)
+    (tmp_path / "two.py").write_text(f"{REWARDS}\ndef short(completions, **columns):\n    return []\n")
+    (tmp_path / "none.py").write_text("from math import isclose\n")
     (tmp_path / "broken.py").write_text("1 / 0\n")
     (tmp_path / "syntax.py").write_text("def brief(:\n")
     with pytest.raises(QeRLError, match=said):

@@ -84,7 +84,8 @@ class Sizes:
         model_type = str(config.get("model_type"))
         if model_type not in FAMILIES:
             raise QeRLError(
-                f"Memory is planned for the model families {', '.join(FAMILIES)}, not for {model_type}."
+                f"Memory is planned for the model families {', '.join(FAMILIES)}, not for {model_type}; "
+                "docs/families.md says which others train, without a plan."
             )
         try:
             full = AutoConfig.for_model(**config)

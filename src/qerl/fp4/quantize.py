@@ -21,7 +21,7 @@ from rich.progress import Progress
 from safetensors.torch import save_file
 
 from qerl.errors import QeRLError
-from qerl.families.supported import check_dense
+from qerl.families.supported import check_dense, wrapped
 from qerl.fp4.checkpoint import (
     INDEX_FILE,
     SINGLE_FILE,
@@ -156,6 +156,8 @@ def _layers_to_quantize(checkpoint: Checkpoint, format: BlockFormat) -> dict[str
                     f"{format.block_size}, so {format.name} cannot store it."
                 )
             layers[module] = header
+    if not layers and "text_config" in checkpoint.config:
+        raise wrapped(str(checkpoint.folder))
     if not layers:
         raise QeRLError(
             f"{checkpoint.folder} has no decoder layers with projections named *_proj, as Llama, Qwen and "

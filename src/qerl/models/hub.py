@@ -24,7 +24,7 @@ from qerl.errors import QeRLError, first_line
 from qerl.models.gguf import gguf_to_folder
 from qerl.models.needle.folder import NEEDLE, needle_folder
 from qerl.models.smollm2 import HUB_ID, PACKAGE, packaged_smollm2
-from qerl.run_folder import ADAPTER_CONFIG_FILE
+from qerl.run_folder import ADAPTER_CONFIG_FILE, ADAPTER_FILE
 
 HUB_TIMEOUT = 5.0
 """Seconds to wait for the Hub's first answer before it counts as out of reach."""
@@ -66,8 +66,8 @@ def local_checkpoint(name: str | Path | LocalModel) -> Path:
             model that has been found.
 
     Raises:
-        QeRLError: The name is none of these, the model does not exist or is gated, or neither the Hub nor its
-            cache has safetensors of it.
+        QeRLError: The name is none of these, the model does not exist or is gated, neither the Hub nor its
+            cache has safetensors of it, or it is an adapter or has one beside it.
     """
     if isinstance(name, LocalModel):
         return name.folder
@@ -75,7 +75,7 @@ def local_checkpoint(name: str | Path | LocalModel) -> Path:
     if path.suffix == ".gguf":
         return gguf_to_folder(path)
     if path.is_dir():
-        return _checked_folder(path)
+        return _checked_folder(path, path)
     if str(name) == NEEDLE:
         return needle_folder()
     return _from_hub(str(name), READ, "*.safetensors")
@@ -96,7 +96,7 @@ def local_config(name: str | Path | LocalModel) -> Path:
     if path.suffix == ".gguf":
         raise QeRLError(f"{name} has no config.json; name the model that it was made from.")
     if path.is_dir():
-        return _checked_folder(path)
+        return _checked_folder(path, path)
     if str(name) == NEEDLE:
         return needle_folder()
     return _from_hub(str(name), CONFIG, "config.json")
@@ -173,17 +173,25 @@ def _from_hub(name: str, patterns: list[str], needed: str) -> Path:
         return _without_hub(name, needed, error)
     if not any(folder.glob(needed)):  # offline, the cache may have the config alone
         return _without_hub(name, needed, None)
-    return folder
+    return _checked_folder(folder, name)
 
 
-def _checked_folder(path: Path) -> Path:
-    if (path / "config.json").is_file():
-        return path
-    if (path / ADAPTER_CONFIG_FILE).is_file():
+def _checked_folder(folder: Path, name: str | Path) -> Path:
+    """The folder, if it holds a model and nothing that would change its weights when it is loaded."""
+    adapts = (folder / ADAPTER_CONFIG_FILE).is_file()
+    if (folder / "config.json").is_file():
+        if adapts:
+            raise QeRLError(
+                f"{name} holds a LoRA adapter beside its model, which would be loaded with it unasked; move "
+                f"{ADAPTER_CONFIG_FILE} and {ADAPTER_FILE} to a folder of their own and give that as the "
+                "adapter."
+            )
+        return folder
+    if adapts:
         raise QeRLError(
-            f"{path} is a LoRA adapter; name the model it belongs to, and give this as the adapter."
+            f"{name} is a LoRA adapter; name the model it belongs to, and give this as the adapter."
         )
-    raise QeRLError(f"The folder {path} has no config.json, so it is not a model; check the path.")
+    raise QeRLError(f"The folder {folder} has no config.json, so it is not a model; check the path.")
 
 
 def _without_hub(name: str, needed: str, error: Unreachable | None) -> Path:

@@ -169,6 +169,8 @@ def _skeleton(config: PreTrainedConfig, checkpoint: Checkpoint, trust_remote_cod
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     except Exception as error:  # sizes that no tensor can have end in torch's own classes
+        if hasattr(config, "text_config"):
+            raise families.wrapped(str(checkpoint.folder)) from error
         raise _unsupported(checkpoint, error) from error
 
 
@@ -176,6 +178,8 @@ def _check_family(config: PreTrainedConfig, skeleton: PreTrainedModel, targets: 
     if reason := families.why_not(config, type(skeleton)):
         raise QeRLError(f"{reason}; use a family of docs/families.md.")
     families.check_dense(type(skeleton).__name__, (name for name, _ in skeleton.named_parameters()))
+    if hasattr(skeleton.config, "text_config"):
+        raise families.wrapped(type(skeleton).__name__)
     if targets is not None:
         families.lora_targets(skeleton, targets)
 

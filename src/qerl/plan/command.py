@@ -1,10 +1,12 @@
 """`qerl plan`: what fits on a GPU, printed before anything is loaded."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
 
 from qerl.errors import QeRLError
+from qerl.families.sizes import SIZES
 from qerl.host_memory import asked_bytes
 from qerl.kernels.cards import why_no_fp8
 from qerl.kernels.needs import obstacles_of_class
@@ -14,11 +16,32 @@ from qerl.plan.phases import MemoryPlan
 from qerl.plan.render import render, would_fit
 from qerl.plan.served import adapters_in_words
 from qerl.plan.settings import plan_beyond_host, plan_settings, propose_settings
+from qerl.settings.library import packaged
 from qerl.settings.recipe import load_config
 
 
+def model_and_recipes(words: Sequence[str]) -> tuple[str | None, list[str]]:
+    """The words of `qerl plan`, which are those of `qerl train` and, among them, a model.
+
+    Args:
+        words: Recipes as for training, and at most one model: a Hub id, a local folder, or a name of
+            `qerl.families.sizes.SIZES`, which goes before a recipe of the same name.
+
+    Returns:
+        The model, None where no word names one, and the other words.
+    """
+    known = packaged()
+    models = [word for word in words if word.lower() in SIZES]
+    models += [word for word in words if word not in known and not word.endswith((".yaml", ".yml"))]
+    if not models:
+        return None, [*words]
+    recipes = [*words]
+    recipes.remove(models[0])
+    return models[0], recipes
+
+
 def plan_command(
-    name: str,
+    name: str | None,
     recipes: list[str],
     fields: dict[str, Any],
     gpu: Any,
@@ -30,7 +53,8 @@ def plan_command(
     """Print what fits, and return the plan of the settings as they are.
 
     Args:
-        name: Local folder, Hub id, or a name of `qerl.families.sizes.SIZES` such as ``32b``.
+        name: Local folder, Hub id, or a name of `qerl.families.sizes.SIZES` such as ``32b``; None for the one
+            that a recipe or a field names.
         recipes: As for training; none are needed.
         fields: Settings over those of the recipes.
         gpu: Memory of the GPU as its vendor counts, 80 for an H100 80GB, or its name.
@@ -47,8 +71,10 @@ def plan_command(
     serves, adapters = adapters is not None, 1 if adapters is None else adapters
     _check_number("processes", processes, "GPUs")
     _check_number("adapters", adapters, "adapters")
-    _check_one_model(name, fields)
-    config = load_config(recipes, fields | {"model": name}, required=("model",))
+    if name is not None:
+        _check_one_model(name, fields)
+        fields = fields | {"model": name}
+    config = load_config(recipes, fields, required=("model",))
     if config.kv_cache_dtype == "fp8" and planned.card and not planned.card.fp8:
         raise QeRLError(f"{why_no_fp8(planned.card)}; remove kv_cache_dtype: fp8.")
     unified = planned.card is not None and planned.card.unified
@@ -63,7 +89,8 @@ def plan_command(
         may_offload=may,
         host_bytes=host,
     )
-    console.print(render(plan, propose_settings(config, plan), name), soft_wrap=True)  # settings are copied
+    proposed = propose_settings(config, plan)
+    console.print(render(plan, proposed, str(config.model)), soft_wrap=True)  # settings are copied
     beyond = plan_beyond_host(config, plan)
     if beyond is not None:
         console.print(would_fit(beyond), markup=False, highlight=False, soft_wrap=True)

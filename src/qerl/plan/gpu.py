@@ -40,7 +40,8 @@ def planned_gpu(asked: Any) -> PlannedGpu:
     if _plain(str(asked)) in named:
         gib, card = named[_plain(str(asked))]
         return PlannedGpu(round(gib * 2**30 * (UNIFIED_SHARE if card.unified else 1)), card)
-    if isinstance(asked, bool) or not isinstance(asked, int | float) or not 0 < asked < math.inf:
+    number = isinstance(asked, int | float) and not isinstance(asked, bool) and asked < math.inf
+    if not number or usable_bytes(asked) <= 0:
         names = ", ".join(name for card in CARDS.values() for name, _ in card.gpus)
         raise QeRLError(
             f"--gpu is {asked}; it must be the GPU's memory in GB, such as 80, or a name: {names}."

@@ -161,8 +161,8 @@ def _samples(config: QeRLConfig) -> int:
 
 
 def _sizes(name: str | LocalModel, config: QeRLConfig) -> Sizes:
-    if isinstance(name, str) and name in SIZES and not Path(name).is_dir():
-        return SIZES[name]
+    if isinstance(name, str) and name.lower() in SIZES and not Path(name).is_dir():
+        return SIZES[name.lower()]
     try:
         folder = local_config(name)
     except QeRLError as error:

@@ -123,7 +123,10 @@ class NewFields:
         group="Task and rewards",
     )
     task_options: Options = _help("Keyword arguments of the task, for example {level: wp1}.", factory=dict)
-    reward_files: Names = _help("Reward functions of your own, each PATH.py:function.", factory=list)
+    reward_files: Names = _help(
+        "Reward functions of your own, each PATH.py:function, or PATH.py where the file has only one.",
+        factory=list,
+    )
     judge: Options = _help(
         "A model behind an OpenAI-compatible endpoint as a reward: {url: http://127.0.0.1:8000/v1, model: "
         "NAME}, and the other arguments of qerl.rewards.judge.Judge; empty for none.",

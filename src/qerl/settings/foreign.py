@@ -10,7 +10,7 @@ from collections.abc import Collection
 from qerl.errors import QeRLError
 
 _QUANTISED = "set weights, which says how the model is quantised"
-_DATA = "set task, which names the data and their splits (jsonl:PATH for a file of your own)"
+_DATA = "set task, which names the data and their splits (--task jsonl:PATH for a file of your own)"
 _LORA_CONFIG = "a LoraConfig can ask for it, which QeRLTrainer takes as peft_config"
 _REWARD = "set reward_files, each PATH.py:function"
 _REVISION = "download it with `hf download NAME --revision REVISION` and give the folder as model"
@@ -45,6 +45,9 @@ INSTEAD = {
     "use_rslora": _LORA_CONFIG,
     "use_dora": _LORA_CONFIG,
     # Data and rewards
+    "dataset": _DATA,
+    "train_dataset": _DATA,
+    "dataset_path": _DATA,
     "dataset_name": _DATA,
     "dataset_config": _DATA,
     "dataset_train_split": _DATA,

@@ -54,7 +54,8 @@ def get_task(spec: str, **options: Any) -> Task:
 
     Args:
         spec: A name from :data:`TASKS`, or a family of :data:`FAMILIES` and what it is to make, such as
-            ``jsonl:PATH`` for the user's own file; or ``PATH.py:Class`` for the user's own class.
+            ``jsonl:PATH`` for the user's own file, which a path in .jsonl means as well; or ``PATH.py:Class``
+            for the user's own class.
         options: The task's options, which its class documents, and those of :meth:`Task.ask`.
 
     Raises:
@@ -85,9 +86,13 @@ def _maker(spec: str) -> Callable[..., Task]:
         return partial(FAMILIES[family][0], name)
     if names_a_file(spec):
         return load_task(spec)
+    if spec.endswith(".jsonl"):
+        return partial(Jsonl, spec)
     if spec not in TASKS:
+        on_hub = [task for task, source in SOURCES.items() if source.dataset == spec]
+        near = f" (did you mean {on_hub[0]!r}?)" if on_hub else _nearest(spec, [*TASKS])
         raise QeRLError(
-            f"Task {spec!r} is unknown{_nearest(spec, [*TASKS])}; the tasks are: {', '.join(TASKS)}, and "
+            f"Task {spec!r} is unknown{near}; the tasks are: {', '.join(TASKS)}, and "
             f"{', '.join(what for _, what in FAMILIES.values())}, PATH.py:Class for a class of your own."
         )
     return TASKS[spec]

@@ -314,6 +314,11 @@ def _named_policy(
     """The model of this name as `qerl train` would load it, with the adapter that the user describes."""
     if args.model not in (None, model.name):
         raise QeRLError(f"model is {model} and args.model is {args.model}; leave one of them out.")
+    if model.folder.resolve() == Path(str(args.output_dir)).resolve():
+        raise QeRLError(
+            f"output_dir is the folder of the model, {model.folder}, whose files training would write over; "
+            "choose another one."
+        )
     if engine is not None and engine.model is not None:
         raise QeRLError(
             "An engine samples from the model that trains, and here that is loaded by its name; leave "

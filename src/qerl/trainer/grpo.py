@@ -1,10 +1,11 @@
 """GRPO and DAPO on TRL's `GRPOTrainer`, with this project's engine, noise and update. Tied to trl 1.16.
 
-The overrides of TRL's methods stand in five classes, one on top of the other, and each says what it replaces:
-resuming (`resume.trainer`), sampling (`sampler`), scoring (`rollouts`), the update (`updates`), and here the
-constructor, evaluation and what is logged of a step. `trl` holds what stands in the place of TRL's parts, and
-`update.forward` calls the policy through TRL's output head. Nothing else touches TRL's internals. What is
-replaced, and why:
+The overrides of TRL's methods stand in six classes, one on top of the other, and each says what it replaces:
+resuming (`resume.trainer`), sampling (`sampler`), rewards (`rollouts`), forward passes (`scores`), the update
+(`updates`), and here the constructor, evaluation and what is logged of a step. `trl` holds what stands in the
+place of TRL's parts; `trl.forward` calls the policy through TRL's output head. The six classes, and `turns`,
+`others` and `early` beside them, override private methods and read private attributes of TRL's trainer, so
+another version of TRL may change any of them. What is replaced, and why:
 
 - **Rollout.** The engine takes the place of TRL's vLLM client: TRL then keeps the log-probabilities of the
   sampler and multiplies each token's loss by pi_trainer / pi_sampler. Samples come from the noisy policy, and
@@ -14,7 +15,7 @@ replaced, and why:
 - **Advantages** are computed here (`advantages`): those of groups that teach nothing are exactly zero.
 - **Old log-probabilities.** When every rollout is used for one optimizer step, the policy has not moved since
   it sampled, and the loss forward's own detached values are the old ones: TRL's second forward is left out.
-  The importance ratio is computed inside the loss in either case, and measured there (`update.correction`).
+  The importance ratio is computed inside the loss in either case, and measured there (`correction`).
 - **The loss forward** runs the prompt of a group once (`update.joined_row`), and leaves out samples without
   advantage: their gradient is zero. A microbatch of more than `tokens_per_forward` tokens is computed in
   chunks (`update.chunks`), and in smaller ones where memory runs out (`update.memory_retry`). Loss formulas,

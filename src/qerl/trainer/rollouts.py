@@ -206,7 +206,7 @@ class RolloutTrainer(SamplerTrainer):
     def _scored_by_trl(self, inputs: list[dict[str, Any]]) -> tuple[Batch, dict[str, float]]:
         """TRL's batch, and the metrics of the rollout.
 
-        Without the correction, which is applied in the loss (`update.correction`), TRL computes old
+        Without the correction, which is applied in the loss (`trainer.correction`), TRL computes old
         log-probabilities only where the policy will have moved since the rollout. Evaluation has no loss that
         would read any. What was cut off is masked here, by what the engine says.
         """

@@ -21,12 +21,14 @@ Legend: T tokens of a sample, N tokens of a completion, V vocabulary.
 """
 
 import re
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.utils import ModelOutput
 
 from qerl.errors import QeRLError
 from qerl.families.parts import base_model, eval_mode
@@ -83,6 +85,8 @@ def check_joined_row(
         except (torch.OutOfMemoryError, torch.AcceleratorError):
             raise
         except (TypeError, ValueError, KeyError, AttributeError, RuntimeError) as error:
+            if not _is_of_the_model(error):
+                raise
             reason = str(error).partition("\n")[0].rstrip(".")
             raise QeRLError(
                 f"{type(base).__name__} cannot run a joined row, on which updates are computed "
@@ -98,6 +102,19 @@ def check_joined_row(
     if eps > torch.finfo(torch.float32).eps:
         rounding += _SIXTEEN_BITS
     _judge(type(base).__name__, config, length, found, noise, rounding)
+
+
+def _is_of_the_model(error: Exception) -> bool:
+    """Whether an error was raised by the model's code, or because the model lacks what an update reads of it.
+
+    One that was raised in the code around the model, which is this package's and TRL's, is a defect there.
+    """
+    if isinstance(error, AttributeError) and isinstance(
+        error.obj, torch.nn.Module | PreTrainedConfig | ModelOutput
+    ):
+        return True
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return frame.f_globals.get("__name__", "").partition(".")[0] not in ("qerl", "trl")
 
 
 def _judge(

@@ -116,7 +116,7 @@ class NormNoise:
         strengths_B: torch.Tensor,
         scale: Literal["absolute", "relative"],
     ) -> dict[str, torch.Tensor]:
-        """Z by name of its norm, fp32 [B, 1, D], as `qerl.noise.noisy_norms` takes it.
+        """Z by name of its norm, fp32 [B, 1, D], as `qerl.noise.norms.noisy_norms` takes it.
 
         Args:
             eps_UW: Standard normal numbers of each unit.
