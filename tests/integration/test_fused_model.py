@@ -3,6 +3,7 @@
 Attention is a dense one here, because the kernel of stretches has no CPU form; tests/gpu runs it.
 """
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -17,6 +18,9 @@ pytest.importorskip("triton", reason="Triton is not installed")
 if torch.cuda.is_available():
     pytest.skip("tests/gpu runs the kernels themselves", allow_module_level=True)
 
+from qerl.fp4.format import NVFP4
+from qerl.fp4.linear import PackedLinear
+from qerl.fp4.rounding import quantize
 from qerl.lora import product as lora_product
 from qerl.lora.adapter import adapt, add_lora
 from qerl.lora.joint import why_not_joint
@@ -104,6 +108,21 @@ def test_logits_and_gradients_are_those_of_the_plain_model(adapted, calls, monke
     assert found_gradients.keys() == gradients.keys() and len(gradients) == 2 * 7 * 2
     for name, gradient in gradients.items():
         assert (found_gradients[name] - gradient).norm() < 1e-4 * gradient.norm(), name
+
+
+@pytest.mark.parametrize("shapes", [[(576, 384)], [(384, 576)], [(576, 384), (64, 384)]], ids=str)
+def test_products_in_16_bits_round_no_packed_weight(shapes):
+    """Rounding y and dx to bf16 leaves 0.16 % of error; a W rounded once more would make it 0.23 %."""
+    drawn = partial(torch.randn, generator=torch.Generator().manual_seed(0))
+    bases = [PackedLinear.of(quantize(0.02 * drawn(shape), NVFP4, "mse", 0.15)) for shape in shapes]
+    exact_NK = torch.cat([base.dense() for base in bases]).double()
+    n, k = exact_NK.shape
+    adapters = [torch.zeros(8, k) for _ in shapes] + [torch.zeros(rows, 8) for rows, _ in shapes]
+    x, dy = drawn(256, k).bfloat16().requires_grad_(), drawn(256, n).bfloat16()
+    y = lora_product._LoraProduct.apply(x, bases, [2.0] * len(bases), *adapters)
+    y.backward(dy)
+    for found, truth in ((y, x.double() @ exact_NK.T), (x.grad, dy.double() @ exact_NK)):
+        assert (found.double() - truth).norm() < 1.9e-3 * truth.norm()
 
 
 @pytest.mark.parametrize("wrap", [get_peft_model, adapt], ids=["PEFT's layers", "our layers"])

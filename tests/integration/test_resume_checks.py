@@ -9,7 +9,7 @@ from filelock import FileLock
 from rich.console import Console
 
 from qerl.errors import QeRLError
-from qerl.run_folder import checkpoints, last_checkpoint
+from qerl.run_folder import MANIFEST_FILE, checkpoints, last_checkpoint
 from qerl.settings.config import QeRLConfig
 from qerl.trainer.resume.changes import resume_point
 from qerl.trainer.run import train
@@ -126,6 +126,19 @@ def test_other_settings_on_a_resume_are_said(saved):
     assert "save_steps" not in said
     assert last_checkpoint(run) == run / "checkpoint-3"
     assert "Other settings" not in resume(max_steps=3, noise_sigma_start=0.3, warmup_steps=1)
+
+
+def test_another_device_on_a_resume_is_said(saved):
+    """A GPU's multiprocessors decide how the products of a rollout are cut along K."""
+    run, resume = saved
+    h100 = {"device": "NVIDIA H100 with 132 multiprocessors"}
+    for checkpoint in checkpoints(run):
+        manifest = json.loads((checkpoint / MANIFEST_FILE).read_text())
+        assert manifest["device"] == "the CPU"
+        (checkpoint / MANIFEST_FILE).write_text(json.dumps(manifest | h100))
+    said = resume(max_steps=3)
+    assert "checkpoint-2 was made on NVIDIA H100 with 132 multiprocessors and goes on on the CPU" in said
+    assert "was made on" not in resume(max_steps=3)
 
 
 def test_a_half_used_rollout_is_not_cut_anew(tiny_run, tmp_path):

@@ -1,15 +1,17 @@
 """Packed linear layers: gradients, what autograd keeps, casts and moves, the `dense_weights_kept` block."""
 
 import copy
+import dataclasses
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from qerl.fp4.format import BLOCK_FORMATS, NVFP4, dequantize
+from qerl.fp4.format import BLOCK_FORMATS, MXFP4, NVFP4, dequantize
 from qerl.fp4.linear import PackedLinear, dense_weights_kept
 from qerl.fp4.rounding import quantize
+from qerl.fp4.storage import stack_tiles
 from qerl.kernels.workspace import workspace
 
 FORMAT_NAMES = sorted(BLOCK_FORMATS)
@@ -62,9 +64,28 @@ def test_autograd_keeps_packed_tensors_only() -> None:
     with torch.autograd.graph.saved_tensors_hooks(saved.append, lambda tensor: tensor):
         y = layer(torch.randn(2, 512, requires_grad=True))
     assert saved == []
-    (kept,) = vars(y.grad_fn).values()
+    kept, factor = vars(y.grad_fn).values()
+    assert factor == 1
     assert kept.tensors().keys() == dict(layer.named_buffers()).keys()
     assert all(tensor is layer.get_buffer(name) for name, tensor in kept.tensors().items())
+
+
+@pytest.mark.parametrize("tiles", [False, True])
+def test_sixteen_bits_hold_the_weight_over_its_factor(tiles: bool) -> None:
+    """Against code times scale in FP64: whatever the global scale is, no bit is rounded away."""
+    packed = quantize(0.03 * torch.randn(64, 128), NVFP4, "mse")
+    packed.scales.view(torch.uint8)[:, ::3].random_(1, 0x7F)  # every scale, subnormal included
+    layer = PackedLinear.of(stack_tiles([packed])[1][0] if tiles else packed)
+    values = dequantize(dataclasses.replace(packed, global_scale=torch.ones(1))).double()
+    for scale in (float(packed.global_scale), 3e-4, 2.0**20, 2.0**-4, 1.9 * 2.0**110):
+        layer.weight_global_scale.fill_(scale)
+        weight, factor = layer.exact()
+        dense = torch.empty(64, 128, dtype=torch.bfloat16)
+        weight.write_dense(dense)
+        exact = values / layer.weight_global_scale.double()
+        torch.testing.assert_close(factor * dense.double(), exact, rtol=1e-15, atol=0)
+        assert 0.5 < factor <= 1 and (factor == 1) == (scale in (2.0**20, 2.0**-4))
+    assert PackedLinear.of(quantize(torch.randn(64, 128), MXFP4, "rtn")).exact()[1] == 1
 
 
 def test_frozen_weight_is_no_parameter() -> None:

@@ -13,9 +13,15 @@ instead. PEFT asks quantised layers for ``qweight`` to learn the device, and tha
 Casting a model (``.to(torch.bfloat16)``, ``.half()``) changes the bias but neither scales nor codes: they are
 the weight's content, not its precision. Moving it to another device moves everything.
 
+A code times its block scale has 6 significant bits at most, so 16 bits hold it exactly; divided by a global
+scale they do not. On a GPU, products in 16 bits therefore multiply with codes times block scales over a power
+of two, and what is left of the global scale is a factor of the product before it is rounded
+(:meth:`PackedLinear.exact`). So the weight is that of the paged engine, which does the same.
+
 Shapes: B batch, T tokens, N outputs, K inputs.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -66,6 +72,7 @@ class PackedLinear(nn.Module):
         self.register_buffer("weight_global_scale", global_scale)
         self.bias = nn.Parameter(torch.empty(n, device=device, dtype=dtype)) if bias else None
         self._storage_type: type[PackedWeight] = PackedRows
+        self._global: tuple[torch.Tensor, int | None, torch.Tensor, float] | None = None  # see `exact`
         self._blocks_open = 0  # how many `dense_weights_kept` blocks are open around this layer
         self._dense_NK: torch.Tensor | None = None  # kept while one is open
 
@@ -87,6 +94,23 @@ class PackedLinear(nn.Module):
         """
         tensors = {name: tensor for name, tensor in self._buffers.items() if tensor is not None}
         return self._storage_type.of_tensors(tensors, self.format)
+
+    def exact(self) -> tuple[PackedWeight, float]:
+        """The weight over a number from 1/2 to 1, such that 16 bits hold it exactly, and that number.
+
+        The global scale is read from its device when this is first called, and again when it was replaced.
+        """
+        own = self.weight_global_scale
+        if own is None:
+            return self.storage, 1.0
+        version = None if own.is_inference() else own._version
+        if self._global is None or self._global[0] is not own or self._global[1] != version:
+            mantissa, exponent = math.frexp(float(own))
+            power = torch.full_like(own, math.ldexp(1.0, exponent - 1))
+            self._global = own, version, power, 1 / (2 * mantissa)
+        _, _, power, factor = self._global
+        tensors = self.storage.tensors() | {"weight_global_scale": power}
+        return self._storage_type.of_tensors(tensors, self.format), factor
 
     def use(self, weight: PackedWeight) -> None:
         """Makes the buffers those of ``weight``, the same matrix with its bytes in any order or place."""
@@ -122,7 +146,8 @@ class PackedLinear(nn.Module):
         bias = None if self.bias is None else self.bias.to(x_BTK.dtype)
         if self._blocks_open:
             return F.linear(x_BTK, self.dense(x_BTK.dtype), bias)
-        return _PackedProduct.apply(x_BTK, bias, self.storage)
+        rounds = x_BTK.is_cuda and x_BTK.dtype != torch.float32
+        return _PackedProduct.apply(x_BTK, bias, *(self.exact() if rounds else (self.storage, 1.0)))
 
     def extra_repr(self) -> str:
         bias = self.bias is not None
@@ -143,26 +168,41 @@ class PackedLinear(nn.Module):
         return self
 
 
+def scaled_product(
+    x_TK: torch.Tensor, w_KN: torch.Tensor, factor: float, bias_N: torch.Tensor | None = None
+) -> torch.Tensor:
+    """``factor x w + b`` [T, N] in the dtype of ``x``, rounded once."""
+    if bias_N is not None:
+        return torch.addmm(bias_N, x_TK, w_KN, alpha=factor)
+    if factor == 1:
+        return x_TK @ w_KN
+    return torch.addmm(x_TK.new_empty(1), x_TK, w_KN, beta=0, alpha=factor)
+
+
 class _PackedProduct(torch.autograd.Function):
-    """``x W^T + b`` that keeps the packed W for backward, and dequantises it there again."""
+    """``factor x W^T + b`` that keeps the packed W for backward, and dequantises it there again."""
 
     @staticmethod
     def forward(
-        ctx: Any, x_BTK: torch.Tensor, bias_N: torch.Tensor | None, weight: PackedWeight
+        ctx: Any, x_BTK: torch.Tensor, bias_N: torch.Tensor | None, weight: PackedWeight, factor: float
     ) -> torch.Tensor:
         # Not saved with `save_for_backward`, whose hooks would copy bytes that stay where they are anyway.
-        ctx.weight = weight
-        return F.linear(x_BTK, _in_workspace(weight, x_BTK), bias_N)
+        ctx.weight, ctx.factor = weight, factor
+        x_TK = x_BTK.reshape(-1, x_BTK.shape[-1])
+        y_TN = scaled_product(x_TK, _in_workspace(weight, x_BTK).T, factor, bias_N)
+        return y_TN.view(*x_BTK.shape[:-1], y_TN.shape[-1])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy_BTN: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         dx_BTK = dbias_N = None
+        dy_TN = dy_BTN.reshape(-1, dy_BTN.shape[-1])
         if ctx.needs_input_grad[0]:
-            dx_BTK = dy_BTN @ _in_workspace(ctx.weight, dy_BTN)
+            dx_TK = scaled_product(dy_TN, _in_workspace(ctx.weight, dy_BTN), ctx.factor)
+            dx_BTK = dx_TK.view(*dy_BTN.shape[:-1], dx_TK.shape[-1])
         if ctx.needs_input_grad[1]:
-            dbias_N = dy_BTN.flatten(0, -2).sum(0)
-        return dx_BTK, dbias_N, None
+            dbias_N = dy_TN.sum(0)
+        return dx_BTK, dbias_N, None, None
 
 
 def _in_workspace(weight: PackedWeight, like: torch.Tensor) -> torch.Tensor:

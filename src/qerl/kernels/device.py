@@ -19,6 +19,13 @@ def multiprocessors(device: torch.device) -> int:
     return count
 
 
+def device_words(device: torch.device) -> str:
+    """A device as far as it decides how sums are cut, and so their last bits."""
+    if device.type != "cuda":
+        return "the CPU"
+    return f"{torch.cuda.get_device_name(device)} with {multiprocessors(device)} multiprocessors"
+
+
 @cache
 def l2_bytes(device: torch.device) -> int:
     """Size of a GPU's L2 cache."""

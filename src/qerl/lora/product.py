@@ -16,7 +16,10 @@ wider than x it rides along instead: x gets R more columns, x A^T, W gets R more
 does both. Backward does the same with dy and A where dx is the wider one.
 
 The dense W is written into a workspace shared by all layers, for this one product: nothing dequantised is
-kept for backward, which writes it again. Kept are x and x A^T.
+kept for backward, which writes it again. Kept are x and x A^T. A packed W is written over a factor, so that
+it is exact (`qerl.fp4.linear`), and the product is multiplied by that before it is rounded; A and s B that
+ride along are divided by it. Layers that share a global scale, as those of a joint product do in checkpoints
+made for engines, have it in common; otherwise each W is rounded to the activations' dtype.
 
 Shapes: B batch, T tokens, N outputs, K inputs, R rank; N and R of a whole group where layers are joined.
 """
@@ -29,9 +32,9 @@ from peft.tuners.lora.layer import Linear as LoraLinear
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from torch.autograd.function import once_differentiable
-from torch.nn import functional as F
 
-from qerl.fp4.linear import PackedLinear
+from qerl.fp4.linear import PackedLinear, scaled_product
+from qerl.fp4.storage import PackedWeight
 from qerl.kernels.workspace import workspace
 from qerl.lora.joint import OTHER_LAYER, dropout_reason
 from qerl.lora.kinds import active_adapter, why_not
@@ -96,6 +99,7 @@ def why_not_fused(layer: nn.Module, training: bool) -> str | None:
 
 
 Base = PackedLinear | nn.Linear
+Weight = PackedWeight | torch.Tensor
 
 
 class _LoraProduct(torch.autograd.Function):
@@ -105,19 +109,19 @@ class _LoraProduct(torch.autograd.Function):
     ) -> torch.Tensor:
         x_TK = x_BTK.reshape(-1, x_BTK.shape[-1])
         a_RK, b_NR = _adapter(matrices, scalings, x_TK.dtype)
-        bias_N = _bias(bases, x_TK)
+        bias_N, (weights, factor) = _bias(bases, x_TK), _weights(bases)
         k, (n, r) = x_TK.shape[1], b_NR.shape
         xa_TR = x_TK @ a_RK.T
         if n > k and r % 8 == 0:
             both_TK = torch.cat((x_TK, xa_TR), dim=1)
             weight_NK = workspace((n, k + r), x_TK)
-            _write_dense(bases, weight_NK[:, :k])
-            weight_NK[:, k:] = b_NR
-            y_TN = F.linear(both_TK, weight_NK, bias_N)
+            _write_dense(weights, weight_NK[:, :k])
+            torch.div(b_NR, factor, out=weight_NK[:, k:])
+            y_TN = scaled_product(both_TK, weight_NK.T, factor, bias_N)
         else:
-            y_TN = F.linear(x_TK, _dense(bases, x_TK), bias_N).addmm_(xa_TR, b_NR.T)
+            y_TN = scaled_product(x_TK, _dense(weights, x_TK).T, factor, bias_N).addmm_(xa_TR, b_NR.T)
         ctx.save_for_backward(x_TK, xa_TR, *matrices)
-        ctx.scalings, ctx.bases = scalings, bases
+        ctx.scalings, ctx.weights, ctx.factor = scalings, weights, factor
         return y_TN.view(*x_BTK.shape[:-1], n)
 
     @staticmethod
@@ -133,11 +137,11 @@ class _LoraProduct(torch.autograd.Function):
         if ctx.needs_input_grad[0] and n < k and r % 8 == 0:
             both_TN = torch.cat((dy_TN, dxa_TR), dim=1)
             weight_NK = workspace((n + r, k), dy_TN)
-            _write_dense(ctx.bases, weight_NK[:n])
-            weight_NK[n:] = a_RK
-            dx_TK = both_TN @ weight_NK
+            _write_dense(ctx.weights, weight_NK[:n])
+            torch.div(a_RK, ctx.factor, out=weight_NK[n:])
+            dx_TK = scaled_product(both_TN, weight_NK, ctx.factor)
         elif ctx.needs_input_grad[0]:
-            dx_TK = (dy_TN @ _dense(ctx.bases, dy_TN)).addmm_(dxa_TR, a_RK)
+            dx_TK = scaled_product(dy_TN, _dense(ctx.weights, dy_TN), ctx.factor).addmm_(dxa_TR, a_RK)
         da_RK = torch.mm(dxa_TR.T, x_TK, out_dtype=torch.float32)
         dx_BTK = None if dx_TK is None else dx_TK.view(*dy_BTN.shape[:-1], k)
         return dx_BTK, None, None, *_split_gradients(da_RK, db_NR, matrices, ctx.scalings)
@@ -185,19 +189,30 @@ def _bias(bases: Sequence[Base], like: torch.Tensor) -> torch.Tensor | None:
     return torch.cat([part.to(like.dtype) for part in parts])
 
 
-def _dense(bases: Sequence[Base], like: torch.Tensor) -> torch.Tensor:
+def _weights(bases: Sequence[Base]) -> tuple[list[Weight], float]:
+    """The weights of a group over a factor that they have in common, and that factor."""
+    if all(isinstance(base, PackedLinear) for base in bases):
+        exact = [cast(PackedLinear, base).exact() for base in bases]
+        factors = {factor for _, factor in exact}
+        if len(factors) == 1:
+            return [weight for weight, _ in exact], factors.pop()
+    return [base.storage if isinstance(base, PackedLinear) else base.weight for base in bases], 1.0
+
+
+def _dense(weights: Sequence[Weight], like: torch.Tensor) -> torch.Tensor:
     """The dense W [N, K] of a group, for one product."""
-    if len(bases) == 1 and type(bases[0]) is nn.Linear:
-        return bases[0].weight.to(like.dtype)
-    weight_NK = workspace((sum(base.out_features for base in bases), bases[0].in_features), like)
-    _write_dense(bases, weight_NK)
+    if len(weights) == 1 and isinstance(weights[0], torch.Tensor):
+        return weights[0].to(like.dtype)
+    rows = sum(weight.shape[0] for weight in weights)
+    weight_NK = workspace((rows, weights[0].shape[1]), like)
+    _write_dense(weights, weight_NK)
     return weight_NK
 
 
-def _write_dense(bases: Sequence[Base], out_NK: torch.Tensor) -> None:
+def _write_dense(weights: Sequence[Weight], out_NK: torch.Tensor) -> None:
     """Write the dense W of each layer into part of the workspace, one below the other."""
-    for base, rows in zip(bases, out_NK.split([base.out_features for base in bases]), strict=True):
-        if isinstance(base, PackedLinear):
-            base.storage.write_dense(rows)
+    for weight, rows in zip(weights, out_NK.split([weight.shape[0] for weight in weights]), strict=True):
+        if isinstance(weight, torch.Tensor):
+            rows.copy_(weight)
         else:
-            rows.copy_(base.weight)
+            weight.write_dense(rows)

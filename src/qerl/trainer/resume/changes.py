@@ -13,6 +13,7 @@ from typing import Any
 from rich.console import Console
 
 from qerl.errors import QeRLError
+from qerl.kernels.device import device_words
 from qerl.lora.adapter import check_adapter
 from qerl.ranks import is_first_process
 from qerl.run_folder import (
@@ -174,7 +175,7 @@ def _refuse_a_later_one(folder: Path, manifest: Manifest) -> None:
 
 
 def _compare(checkpoint: Path, manifest: Manifest, config: QeRLConfig) -> str:
-    """The sentence that names the settings which differ, empty where none does."""
+    """The sentences that name the settings and the device which differ, empty where none does."""
     if "optimizer.pt" not in manifest.files:
         raise QeRLError(
             f"{checkpoint} has no state of the optimizer (save_only_model), so it cannot be resumed; start a "
@@ -208,9 +209,19 @@ def _compare(checkpoint: Path, manifest: Manifest, config: QeRLConfig) -> str:
         for name in changes
         if not name.startswith(_QUIET)
     ]
-    if not said:
-        return ""
-    return f"Other settings than {checkpoint.name} was made with, which hold from here on: {', '.join(said)}."
+    sentences = []
+    if said:
+        listed = ", ".join(said)
+        sentences.append(
+            f"Other settings than {checkpoint.name} was made with, which hold from here on: {listed}."
+        )
+    here = device_words(config.device)
+    if manifest.device not in (None, here):
+        sentences.append(
+            f"{checkpoint.name} was made on {manifest.device} and goes on on {here}, which adds in another "
+            "order: from here on numbers differ in their last bits from those of a run that nobody stopped."
+        )
+    return " ".join(sentences)
 
 
 def _settings(settings: dict[str, Any]) -> dict[str, Any]:

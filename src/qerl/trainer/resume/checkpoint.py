@@ -27,11 +27,13 @@ class Manifest:
         step: Optimizer steps done.
         processes: Processes of the run that saved it.
         files: Sizes in bytes by path within the folder.
+        device: What its first process computed on (`qerl.kernels.device.device_words`); None: not known.
     """
 
     step: int
     processes: int
     files: dict[str, int]
+    device: str | None = None
 
 
 def clear(folder: Path) -> None:
@@ -40,7 +42,9 @@ def clear(folder: Path) -> None:
     folder.mkdir(parents=True)
 
 
-def publish(part: Path, checkpoint: Path, step: int, processes: int, settings: str) -> None:
+def publish(
+    part: Path, checkpoint: Path, step: int, processes: int, settings: str, device: str | None = None
+) -> None:
     """Turn a folder with everything in it into a checkpoint, in one rename.
 
     Args:
@@ -49,12 +53,13 @@ def publish(part: Path, checkpoint: Path, step: int, processes: int, settings: s
         step: Optimizer steps done.
         processes: Processes of the run.
         settings: The run's settings as a recipe.
+        device: What this process computes on.
     """
     (part / CONFIG_FILE).write_text(settings, encoding="utf-8")
     files = {
         str(path.relative_to(part)): path.stat().st_size for path in sorted(part.rglob("*")) if path.is_file()
     }
-    manifest = Manifest(step, processes, files)
+    manifest = Manifest(step, processes, files, device)
     (part / MANIFEST_FILE).write_text(json.dumps(asdict(manifest), indent=1), encoding="utf-8")
     if checkpoint.exists():
         shutil.rmtree(checkpoint)

@@ -26,6 +26,7 @@ from transformers.trainer_utils import rotate_checkpoints
 from trl import GRPOTrainer
 
 from qerl.errors import QeRLError, first_line
+from qerl.kernels.device import device_words
 from qerl.lora.adapter import check_adapter
 from qerl.run_folder import ADAPTER_FILE, UNFINISHED, last_checkpoint
 from qerl.settings.recipe import dump
@@ -160,7 +161,8 @@ class ResumableTrainer(GRPOTrainer):
             if self.args.should_save:
                 self.state.save_to_json(str(part / "trainer_state.json"))
                 processes = self.accelerator.num_processes
-                publish(part, checkpoint, self.state.global_step, processes, dump(self.args))
+                device = device_words(self.args.device)
+                publish(part, checkpoint, self.state.global_step, processes, dump(self.args), device)
                 best = self.state.best_model_checkpoint
                 rotate_checkpoints(str(run), self.args.save_total_limit, best)
             self.accelerator.wait_for_everyone()
