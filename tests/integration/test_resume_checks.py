@@ -18,11 +18,23 @@ QUIET = Console(quiet=True)
 SHORT = {"max_steps": 2, "save_steps": 1, "noise_stages": 2, "eval_strategy": "no"}
 
 
-def test_a_folder_with_a_run_is_refused(tiny_run, tmp_path):
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "metrics.jsonl").write_text("")
-    with pytest.raises(QeRLError, match="already holds a run"):
+@pytest.mark.parametrize(
+    ("file", "message"),
+    [
+        ("checkpoint-1/checkpoint.json", "already holds a run; resume it with"),
+        ("metrics.jsonl", "already holds a run, which has no checkpoint to resume from; .* delete the folder"),
+        ("config.json", "holds a model, over which this run would write; choose another"),
+        ("adapter_config.json", "holds an adapter, over which this run would write; choose another"),
+    ],
+)
+def test_a_folder_that_holds_something_is_refused(tiny_run, tmp_path, file, message):
+    (tmp_path / "run" / file).parent.mkdir(parents=True)
+    (tmp_path / "run" / file).write_text("{}")
+    with pytest.raises(QeRLError, match=message):
         train(QeRLConfig(**tiny_run(tmp_path / "run")), QUIET)
+    if "checkpoint-1" not in file:  # there is nothing to resume, and the sentence says as much
+        with pytest.raises(QeRLError, match=message):
+            train(QeRLConfig(**tiny_run(tmp_path / "run", resume_from_checkpoint="true")), QUIET)
 
 
 def test_resume_without_a_checkpoint_is_an_error(tiny_run, tmp_path):
@@ -84,10 +96,10 @@ def test_what_a_checkpoint_cannot_go_on_with_is_refused(saved, tiny_model, tmp_p
             resume(**{name: value})
     with pytest.raises(QeRLError, match=r"has a later checkpoint, checkpoint-2"):
         resume(resume_from_checkpoint=str(run / "checkpoint-1"))
-    another = tmp_path / "moved" / "model"  # the same name, another width
+    another = tmp_path / "moved" / "model"  # the same name and shape, other weights
     shutil.copytree(tmp_path / "model", another)
-    tiny_model("llama", hidden_size=32).save_pretrained(another)
-    with pytest.raises(QeRLError, match=r"does not fit this run or is damaged \(size mismatch"):
+    tiny_model("llama", seed=1).save_pretrained(another)
+    with pytest.raises(QeRLError, match=r"checkpoint-2 was trained on another model than .*moved/model, whose"):
         resume(model=str(another))
 
 

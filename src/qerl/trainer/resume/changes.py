@@ -15,7 +15,14 @@ from rich.console import Console
 from qerl.errors import QeRLError
 from qerl.lora.adapter import check_adapter
 from qerl.ranks import is_first_process
-from qerl.run_folder import ADAPTER_FILE, CONFIG_FILE, METRICS_FILE, checkpoints, last_checkpoint
+from qerl.run_folder import (
+    ADAPTER_CONFIG_FILE,
+    ADAPTER_FILE,
+    CONFIG_FILE,
+    METRICS_FILE,
+    checkpoints,
+    last_checkpoint,
+)
 from qerl.settings.config import QeRLConfig, default_of
 from qerl.settings.recipe import FIELDS, read_mapping, resolved
 from qerl.trainer.resume.checkpoint import Manifest, read_manifest
@@ -94,6 +101,7 @@ def resume_point(config: QeRLConfig, console: Console) -> str | None:
         return None
     checkpoint = last_checkpoint(folder) if resume.lower() == "true" else Path(resume)
     if checkpoint is None:
+        _refuse_a_run(folder)  # which has none either, so that to start would be refused as well
         raise QeRLError(f"{folder} has no checkpoint to resume from; start without --resume_from_checkpoint.")
     manifest = read_manifest(checkpoint)
     if checkpoint.resolve().parent == folder.resolve():
@@ -131,11 +139,22 @@ def checkpoint_of_a_trainer(resume: bool | str | Path, args: QeRLConfig) -> str:
 
 
 def _refuse_a_run(folder: Path) -> None:
-    if (folder / METRICS_FILE).exists() or last_checkpoint(folder):
+    """Refuse a folder in which something lies over which a run that begins would write its own."""
+    if last_checkpoint(folder):
         raise QeRLError(
             f"{folder} already holds a run; resume it with --resume_from_checkpoint true or choose another "
             "--output_dir."
         )
+    if (folder / METRICS_FILE).exists():
+        raise QeRLError(
+            f"{folder} already holds a run, which has no checkpoint to resume from; choose another "
+            "--output_dir, or delete the folder to start anew."
+        )
+    for file, what in (("config.json", "a model"), (ADAPTER_CONFIG_FILE, "an adapter")):
+        if (folder / file).exists():
+            raise QeRLError(
+                f"{folder} holds {what}, over which this run would write; choose another --output_dir."
+            )
 
 
 def _refuse_a_later_one(folder: Path, manifest: Manifest) -> None:
