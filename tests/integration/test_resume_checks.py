@@ -22,7 +22,10 @@ SHORT = {"max_steps": 2, "save_steps": 1, "noise_stages": 2, "eval_strategy": "n
     ("file", "message"),
     [
         ("checkpoint-1/checkpoint.json", "already holds a run; resume it with"),
-        ("metrics.jsonl", "already holds a run, which has no checkpoint to resume from; .* delete the folder"),
+        (
+            "metrics.jsonl",
+            "already holds a run, which has no checkpoint to resume from; .* delete the folder",
+        ),
         ("config.json", "holds a model, over which this run would write; choose another"),
         ("adapter_config.json", "holds an adapter, over which this run would write; choose another"),
     ],
@@ -99,7 +102,9 @@ def test_what_a_checkpoint_cannot_go_on_with_is_refused(saved, tiny_model, tmp_p
     another = tmp_path / "moved" / "model"  # the same name and shape, other weights
     shutil.copytree(tmp_path / "model", another)
     tiny_model("llama", seed=1).save_pretrained(another)
-    with pytest.raises(QeRLError, match=r"checkpoint-2 was trained on another model than .*moved/model, whose"):
+    with pytest.raises(
+        QeRLError, match=r"checkpoint-2 was trained on another model than .*moved/model, whose"
+    ):
         resume(model=str(another))
 
 
