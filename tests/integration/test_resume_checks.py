@@ -18,26 +18,23 @@ QUIET = Console(quiet=True)
 SHORT = {"max_steps": 2, "save_steps": 1, "noise_stages": 2, "eval_strategy": "no"}
 
 
-@pytest.mark.parametrize(
-    ("file", "message"),
-    [
-        ("checkpoint-1/checkpoint.json", "already holds a run; resume it with"),
-        (
-            "metrics.jsonl",
-            "already holds a run, which has no checkpoint to resume from; .* delete the folder",
-        ),
-        ("config.json", "holds a model, over which this run would write; choose another"),
-        ("adapter_config.json", "holds an adapter, over which this run would write; choose another"),
-    ],
-)
-def test_a_folder_that_holds_something_is_refused(tiny_run, tmp_path, file, message):
-    (tmp_path / "run" / file).parent.mkdir(parents=True)
-    (tmp_path / "run" / file).write_text("{}")
-    with pytest.raises(QeRLError, match=message):
+def test_a_folder_with_a_run_is_refused(tiny_run, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").write_text("")
+    with pytest.raises(QeRLError, match="already holds a run"):
         train(QeRLConfig(**tiny_run(tmp_path / "run")), QUIET)
-    if "checkpoint-1" not in file:  # there is nothing to resume, and the sentence says as much
-        with pytest.raises(QeRLError, match=message):
-            train(QeRLConfig(**tiny_run(tmp_path / "run", resume_from_checkpoint="true")), QUIET)
+    with pytest.raises(QeRLError, match=r"no checkpoint to resume it from.*or delete that run"):
+        train(QeRLConfig(**tiny_run(tmp_path / "run", resume_from_checkpoint="true")), QUIET)
+
+
+def test_a_run_does_not_write_among_the_files_of_a_model_or_an_adapter(tiny_run, tmp_path):
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
+    before = sorted(tmp_path.rglob("*"))
+    for name, file in (("model", "config.json"), ("adapter", "adapter_config.json")):
+        with pytest.raises(QeRLError, match=f"{file}.*choose another --output_dir"):
+            train(QeRLConfig(**tiny_run(tmp_path / name)), QUIET)
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_resume_without_a_checkpoint_is_an_error(tiny_run, tmp_path):

@@ -92,8 +92,8 @@ def resume_point(config: QeRLConfig, console: Console) -> str | None:
         console: Where it is said which settings differ from the checkpoint's.
 
     Raises:
-        QeRLError: The folder holds another run, there is no checkpoint, it is damaged, or a setting differs
-            that it cannot go on with.
+        QeRLError: The folder holds another run or a model, there is no checkpoint, it is damaged, or a
+            setting differs that it cannot go on with.
     """
     folder, resume = Path(str(config.output_dir)), str(config.resume_from_checkpoint)
     if resume.lower() in ("none", "false"):
@@ -101,7 +101,7 @@ def resume_point(config: QeRLConfig, console: Console) -> str | None:
         return None
     checkpoint = last_checkpoint(folder) if resume.lower() == "true" else Path(resume)
     if checkpoint is None:
-        _refuse_a_run(folder)  # which has none either, so that to start would be refused as well
+        _refuse_a_run(folder)
         raise QeRLError(f"{folder} has no checkpoint to resume from; start without --resume_from_checkpoint.")
     manifest = read_manifest(checkpoint)
     if checkpoint.resolve().parent == folder.resolve():
@@ -139,7 +139,7 @@ def checkpoint_of_a_trainer(resume: bool | str | Path, args: QeRLConfig) -> str:
 
 
 def _refuse_a_run(folder: Path) -> None:
-    """Refuse a folder in which something lies over which a run that begins would write its own."""
+    """Refuse a folder in which the files of another run, or of a model, would be written over."""
     if last_checkpoint(folder):
         raise QeRLError(
             f"{folder} already holds a run; resume it with --resume_from_checkpoint true or choose another "
@@ -147,13 +147,15 @@ def _refuse_a_run(folder: Path) -> None:
         )
     if (folder / METRICS_FILE).exists():
         raise QeRLError(
-            f"{folder} already holds a run, which has no checkpoint to resume from; choose another "
-            "--output_dir, or delete the folder to start anew."
+            f"{folder} already holds a run, and no checkpoint to resume it from; choose another "
+            "--output_dir, or delete that run."
         )
-    for file, what in (("config.json", "a model"), (ADAPTER_CONFIG_FILE, "an adapter")):
+    held = {"config.json": "a model", ADAPTER_CONFIG_FILE: "an adapter"}
+    for file, what in held.items():
         if (folder / file).exists():
             raise QeRLError(
-                f"{folder} holds {what}, over which this run would write; choose another --output_dir."
+                f"{folder} holds {what} ({file}), among whose files those of the run would be written; "
+                "choose another --output_dir."
             )
 
 
