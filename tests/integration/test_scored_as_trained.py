@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import shutil
 from pathlib import Path
 
 import pytest
@@ -113,6 +114,14 @@ def test_adapters_of_another_base_or_rounding_or_with_nan_are_refused(
     tiny_model("llama", seed=1).save_pretrained(other)
     tiny_tokenizer.save_pretrained(other)
     refused(other, "was trained on")
+    merged = tmp_path / "merged"  # norms and embeddings stay as they were
+    shutil.copytree(model, merged)
+    tensors = load_file(merged / "model.safetensors")
+    tensors["model.layers.0.self_attn.q_proj.weight"] *= 1.1
+    save_file(tensors, merged / "model.safetensors", metadata={"format": "pt"})
+    for name, doubt in ((merged, True), (model, False)):
+        assert main(["eval", str(name), "--adapter", str(run), "--limit", "1"]) == 0
+        assert ("this one comes on top of it" in capsys.readouterr().out) == doubt
     (run / "policy.json").unlink()
     refused(other, "was trained on")
     for method in ("rtn", "mse"):

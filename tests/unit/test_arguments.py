@@ -196,6 +196,10 @@ def test_a_quantization_config_is_refused(llama_folder, settings):
         ({"callbacks": TrainerCallback()}, "callbacks is a TrainerCallback; pass a list"),
         ({"callbacks": [3]}, "callbacks has the type int; each must be a TrainerCallback"),
         ({"engine": object()}, "engine is a object; leave it out"),
+        (
+            {"reward_funcs": "no/such/model"},
+            r"reward_funcs names no/such/model, and a reward model is not found",
+        ),
         ({"reward_weights": [1.0, 2.0]}, "reward_weights has 2 numbers, and there are 1 reward functions;"),
         (
             {"reward_weights": [1.0], "overlong_buffer": 0.5},
@@ -206,7 +210,9 @@ def test_a_quantization_config_is_refused(llama_folder, settings):
 def test_arguments_of_another_kind(llama_folder, settings, given, message):
     fields = {name: given.pop(name) for name in ("reward_weights", "overlong_buffer") if name in given}
     with pytest.raises(QeRLError, match=message):
-        QeRLTrainer(str(llama_folder), ones, settings(**fields), ROWS, **given)
+        QeRLTrainer(
+            str(llama_folder), **{"reward_funcs": ones} | given, args=settings(**fields), train_dataset=ROWS
+        )
 
 
 def test_a_column_of_any_other_name_reaches_the_rewards(llama_folder, settings):

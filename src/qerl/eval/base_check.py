@@ -3,17 +3,14 @@
 The adapter's policy.json has the fingerprint of its base (`qerl.models.fingerprint`). An adapter that was
 made elsewhere has none; then the base that its adapter_config.json names is looked at, if it is on this
 machine. Where it is not, names are all there is: other names may be the same model, so that is said and no
-error.
+error. So is a base whose linear layers alone are other ones.
 """
 
 from pathlib import Path
 
-from huggingface_hub import try_to_load_from_cache
-from huggingface_hub.errors import HFValidationError
-
 from qerl.errors import QeRLError
 from qerl.fp4.checkpoint import read_config
-from qerl.models.fingerprint import checkpoint_fingerprint
+from qerl.models.fingerprint import checkpoint_fingerprint, folder_here, linears_fingerprint
 from qerl.models.hub import LocalModel, local_checkpoint
 from qerl.run_folder import ADAPTER_CONFIG_FILE, read_json, read_policy
 
@@ -26,12 +23,13 @@ def check_base(adapter: Path, model: str | LocalModel) -> str:
         model: The model that it is to be put on.
 
     Returns:
-        A sentence for the user where it cannot be told, else nothing.
+        A sentence for the user where it cannot be told or is in doubt, else nothing.
 
     Raises:
         QeRLError: The adapter belongs to another model, or a file that says so cannot be read.
     """
-    found = checkpoint_fingerprint(local_checkpoint(model))
+    folder = local_checkpoint(model)
+    found = checkpoint_fingerprint(folder)
     recorded = read_policy(adapter)
     named = str(
         recorded.get("base") or read_json(adapter / ADAPTER_CONFIG_FILE).get("base_model_name_or_path") or ""
@@ -48,6 +46,12 @@ def check_base(adapter: Path, model: str | LocalModel) -> str:
         raise QeRLError(
             f"The adapter {adapter} was trained on {named}, whose norms or embeddings are not those of "
             f"{model}; give the model that it was trained on, or a copy of it that `qerl quantize` made."
+        )
+    linears, own = recorded.get("linears"), linears_fingerprint(folder)
+    if None not in (linears, own) and linears != own:
+        return (
+            f"The linear layers of {model} are not those of {named}, which the adapter was trained on, though "
+            "norms and embeddings are: if an adapter was merged into them, this one comes on top of it."
         )
     return ""
 
@@ -85,11 +89,8 @@ def _same_name(named: str, model: str) -> bool:
 
 def _fingerprint_here(named: str) -> str | None:
     """Fingerprint of a model that is on this machine, None where it is not, or not whole."""
-    path = Path(named).expanduser()
+    folder = folder_here(named)
     try:
-        if path.is_dir() or path.is_file():
-            return checkpoint_fingerprint(local_checkpoint(path))
-        cached = try_to_load_from_cache(named, "config.json")
-        return checkpoint_fingerprint(Path(cached).parent) if isinstance(cached, str) else None
-    except (QeRLError, HFValidationError):
+        return None if folder is None else checkpoint_fingerprint(folder)
+    except QeRLError:
         return None

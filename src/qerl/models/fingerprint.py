@@ -4,8 +4,12 @@ An adapter that is put on another base than its own still runs and is still scor
 tell: folders are moved, a Hub id becomes a snapshot folder, and a packed copy has a name of its own. So a
 base is known by what every copy of it keeps in 16 bits: the weights of its norms and a part of its token
 embeddings. These are rounded to bfloat16 first, so that a model loaded in FP32 equals the file that it was
-loaded from. Quantising leaves them alone; fine-tuning does not, and neither do methods that move scales from
-weights into norms, on whose result the adapter of the original would be wrong too.
+loaded from. Quantising leaves them alone; fine-tuning of all weights does not, and neither do methods that
+move scales from weights into norms, on whose result the adapter of the original would be wrong too.
+
+A copy into whose linear layers an adapter was merged has the norms and embeddings of the original. Where both
+are in 16 bits, a row of each linear layer tells them apart (`linears_fingerprint`); from packed weights nothing
+does.
 """
 
 import hashlib
@@ -13,8 +17,13 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import torch
+from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
 
+from qerl.errors import QeRLError
 from qerl.fp4.checkpoint import open_checkpoint
+from qerl.fp4.groups import is_quantized
+from qerl.models.hub import local_checkpoint
 
 _EMBEDDING_ROWS = 512
 
@@ -46,6 +55,39 @@ def checkpoint_fingerprint(folder: Path) -> str | None:
     checkpoint = open_checkpoint(folder)
     shards = [shard for shard, headers in checkpoint.shards.items() if any(map(_is_looked_at, headers))]
     return fingerprint(pair for shard in shards for pair in checkpoint.read(shard))
+
+
+def linears_fingerprint(folder: Path) -> str | None:
+    """Hash of a row of each projection of the base model in a folder; None where they are packed.
+
+    Raises:
+        QeRLError: The folder is not a complete checkpoint.
+    """
+    checkpoint = open_checkpoint(folder)
+    if checkpoint.format is not None:
+        return None
+    rows = {
+        name: tensor[len(tensor) // 2]
+        for shard in checkpoint.shards
+        for name, tensor in checkpoint.read(shard)
+        if name.endswith(".weight") and is_quantized(name.removesuffix(".weight"))
+    }
+    digest = hashlib.blake2b(digest_size=16)
+    for name in sorted(rows):
+        digest.update(rows[name].to(torch.bfloat16).view(torch.int16).numpy().tobytes())
+    return digest.hexdigest() if rows else None
+
+
+def folder_here(name: str) -> Path | None:
+    """Folder of the model of this name, None where it is not on this machine, or not whole."""
+    path = Path(name).expanduser()
+    try:
+        if path.is_dir() or path.is_file():
+            return local_checkpoint(path)
+        cached = try_to_load_from_cache(name, "config.json")
+        return Path(cached).parent if isinstance(cached, str) else None
+    except (QeRLError, HFValidationError):
+        return None
 
 
 def _is_looked_at(name: str) -> bool:

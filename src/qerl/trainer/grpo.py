@@ -54,6 +54,7 @@ from qerl.trainer.correction import Mismatch
 from qerl.trainer.data import sound_rows
 from qerl.trainer.dynamic_sampling import empty_log
 from qerl.trainer.others import check_others
+from qerl.trainer.rewards import reward_models_found
 from qerl.trainer.trl.evaluation import mean, name_metrics
 from qerl.trainer.trl.late_metrics import settle
 from qerl.trainer.trl.reference import none_by_trl
@@ -144,7 +145,7 @@ class QeRLTrainer(UpdateTrainer):
         callbacks = [*(callbacks or ()), *([EarlyStop(patience, threshold)] if patience else ())]
         trained = [parameter for parameter in given.model.parameters() if parameter.requires_grad]
         dtypes = [parameter.dtype for parameter in trained]
-        with none_by_trl(given.args):
+        with none_by_trl(given.args), reward_models_found(given.for_trl["reward_funcs"]):
             super().__init__(model=given.model, args=given.args, callbacks=callbacks, **given.for_trl)
         if self.aux_loss_enabled:
             raise QeRLError(

@@ -9,9 +9,10 @@ raises the same sentence, and none waits for another in a collective. Rollouts t
 those of evaluation are not looked at: they may be a single problem on which a sound function fails.
 """
 
+import contextlib
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from trl.rewards import get_soft_overlong_punishment
 
-from qerl.errors import QeRLError
+from qerl.errors import QeRLError, first_line
 from qerl.ranks import is_first_process
 from qerl.settings.config import QeRLConfig
 from qerl.tasks.asynchronous import Together
@@ -48,6 +49,25 @@ def guard_rewards(rewards: Any, timeout_s: float, early: EarlyCalls | None = Non
         reward if isinstance(reward, str | torch.nn.Module) else guarded(reward, timeout_s, together, early)
         for reward in as_list(rewards)
     ]
+
+
+@contextlib.contextmanager
+def reward_models_found(rewards: Sequence[Any]) -> Iterator[None]:
+    """A block in which TRL loads the reward models that are named among the rewards.
+
+    Raises:
+        QeRLError: One of them is not found.
+    """
+    names = [reward for reward in rewards if isinstance(reward, str)]
+    try:
+        yield
+    except OSError as error:
+        if not names:
+            raise
+        raise QeRLError(
+            f"reward_funcs names {', '.join(names)}, and a reward model is not found ({first_line(error)}); "
+            "give its folder or Hub id, or a function."
+        ) from error
 
 
 def early_calls(rewards: Any, args: QeRLConfig) -> EarlyCalls | None:

@@ -3,9 +3,10 @@
 Wherever the trainer saves (the run folder, each checkpoint, `save_model` from Python) it also writes
 config.yaml, the settings of the run, and policy.json, which says what settings cannot: the dtype that
 ``dtype: auto`` stood for on that machine, the rounding that a packed checkpoint was made with, whatever
-``rounding`` says, and for an adapter the fingerprint of its base (`qerl.models.fingerprint`).
+``rounding`` says, and for an adapter the fingerprints of its base (`qerl.models.fingerprint`).
 """
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,9 @@ from typing import Any
 from peft import PeftModel
 from torch import nn
 
+from qerl.errors import QeRLError
 from qerl.families.parts import base_model
-from qerl.models.fingerprint import fingerprint
+from qerl.models.fingerprint import fingerprint, folder_here, linears_fingerprint
 from qerl.run_folder import CONFIG_FILE, POLICY_FILE
 from qerl.settings.config import QeRLConfig
 from qerl.settings.recipe import dump
@@ -34,5 +36,16 @@ def write_provenance(config: QeRLConfig, model: nn.Module, folder: Path) -> None
         facts["rounding"] = getattr(base.config, "qerl_rounding", None)  # unknown where others packed it
     if isinstance(model, PeftModel):
         facts |= {"base": base.name_or_path, "fingerprint": fingerprint(base.named_parameters())}
+        facts["linears"] = _linears_of(base.name_or_path)
     (folder / CONFIG_FILE).write_text(dump(config), encoding="utf-8")
     (folder / POLICY_FILE).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+
+
+@functools.cache
+def _linears_of(name: str) -> str | None:
+    """`linears_fingerprint` of a base by its name, None where that is not on this machine; read once."""
+    folder = folder_here(name) if name else None
+    try:
+        return None if folder is None else linears_fingerprint(folder)
+    except QeRLError:
+        return None

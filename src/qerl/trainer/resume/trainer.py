@@ -26,9 +26,11 @@ from transformers.trainer_utils import rotate_checkpoints
 from trl import GRPOTrainer
 
 from qerl.errors import QeRLError, first_line
+from qerl.families.parts import base_model
 from qerl.kernels.device import device_words
 from qerl.lora.adapter import check_adapter
-from qerl.run_folder import ADAPTER_FILE, UNFINISHED, last_checkpoint
+from qerl.models.fingerprint import fingerprint
+from qerl.run_folder import ADAPTER_FILE, UNFINISHED, last_checkpoint, read_policy
 from qerl.settings.recipe import dump
 from qerl.trainer.batch import Batch
 from qerl.trainer.data import check_enough
@@ -216,9 +218,20 @@ class ResumableTrainer(GRPOTrainer):
     def _load_from_checkpoint(self, checkpoint: str, model: Any = None) -> None:
         if (Path(checkpoint) / ADAPTER_FILE).is_file():
             check_adapter(Path(checkpoint))
+            self._check_base(Path(checkpoint))
         with _fits(checkpoint):
             if not load_reference(self, Path(checkpoint)):
                 super()._load_from_checkpoint(checkpoint, model)
+
+    def _check_base(self, checkpoint: Path) -> None:
+        """Refuse a checkpoint of an adapter on another model, which may have the same name."""
+        base = base_model(self.accelerator.unwrap_model(self.model))
+        expected = read_policy(checkpoint).get("fingerprint")
+        if expected is not None and expected != fingerprint(base.named_parameters()):
+            raise QeRLError(
+                f"{checkpoint} was trained on another model than {base.name_or_path}, whose norms or "
+                "embeddings are not the same; give the model that it was made with."
+            )
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
