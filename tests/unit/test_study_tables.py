@@ -42,7 +42,8 @@ def name(tmp_path, monkeypatch):
         run.steps["temperature"] = [1.0] * 14
     for run in results.of("aqn"):
         run.steps["sampling/kl"] = [0.0] * 2 + [0.03] * 12
-        run.steps["rollout/entropy"] = [value + 0.5 for value in run.steps["rollout/entropy"]]
+        clean, noisy = run.steps["rollout/entropy"][:2], run.steps["rollout/entropy"][2:]
+        run.steps["rollout/entropy"] = [*clean, *(value + 0.5 for value in noisy)]
     monkeypatch.setattr(study_tables, "RESULTS", tmp_path)
     monkeypatch.setattr(probe_tables, "RESULTS", tmp_path)
     monkeypatch.setattr(draw, "IMAGES", tmp_path / "images")
@@ -176,15 +177,16 @@ def test_a_run_that_leaves_the_plateau_is_counted(name):
     assert endpoint_tables.still_rising() == "2 of 2"
 
 
-def test_a_comparison_whose_arms_part_before_the_noise_is_named(name):
+def test_a_comparison_whose_arms_part_before_the_noise_is_named_and_leaves_nothing_open(name):
     pytest.importorskip("scipy")
-    assert "Not the noise's alone, since the two differ before it begins: aqn" in study_tables.comparisons(
-        name, "primary"
-    )  # the fixture moves the entropy of aqn in every step
+    words = "Not the noise's alone, since the two differ before it begins: aqn \N{MINUS SIGN} none"
+    assert words not in study_tables.comparisons(name, "primary")
+    assert "aqn \N{MINUS SIGN} none" in noise_tables.unanswered()
     for run in study_tables.study(name).of("aqn"):
-        run.steps["rollout/entropy"] = [value - 0.5 for value in run.steps["rollout/entropy"]]
+        run.steps["rollout/entropy"][1] += 0.1
     study_tables.compared.cache_clear()
-    assert "Not the noise's alone" not in study_tables.comparisons(name, "primary")
+    assert words in study_tables.comparisons(name, "primary")
+    assert "aqn \N{MINUS SIGN} none (" not in noise_tables.unanswered()
 
 
 def test_when_a_needle_is_found_and_when_half_of_the_samples_find_it(name, monkeypatch):
