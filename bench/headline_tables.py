@@ -59,7 +59,8 @@ HEADLINES = (
 
 def first_screen() -> str:
     """The headlines whose results are there."""
-    lines, shown = [], []
+    lines: list[tuple[str, ...]] = []
+    shown: list[Row] = []
     for headline in HEADLINES:
         found = _found(headline)
         if found is not None:
