@@ -49,7 +49,7 @@ HEADLINES = (
     *(
         Headline(
             f"Memory of a step, {size}B, every layer recomputed", f"step-{size}b-recomputed-h200", {},
-            "update_gb", "{:.1f} GB",
+            "peak_gb", "{:.1f} GB",
         )
         for size in (7, 32)
     ),
