@@ -49,7 +49,7 @@ HEADLINES = (
     *(
         Headline(
             f"Memory of a step, {size}B, every layer recomputed", f"step-{size}b-recomputed-h200", {},
-            "update_gb", "{:.1f} GB",
+            "peak_gb", "{:.1f} GB",
         )
         for size in (7, 32)
     ),
@@ -59,7 +59,8 @@ HEADLINES = (
 
 def first_screen() -> str:
     """The headlines whose results are there."""
-    lines, shown = [], []
+    lines: list[tuple[str, ...]] = []
+    shown: list[Row] = []
     for headline in HEADLINES:
         found = _found(headline)
         if found is not None:

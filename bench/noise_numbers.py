@@ -74,7 +74,8 @@ def counted() -> dict[tuple[str, str], list[Comparison]]:
         for one in compared(TASKS[task]):
             assert results is not None
             first, second = (results.study.arms[name] for name in (one.first, one.second))
-            alike = first.learning_rate == second.learning_rate and second.match_entropy is None
+            warmed = second.match_entropy is not None or second.temperature_stages is not None
+            alike = first.learning_rate == second.learning_rate and not warmed
             if has_noise(first) and not has_noise(second) and alike:
                 found.setdefault((task, one.first), []).append(one)
     return found

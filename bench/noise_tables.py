@@ -110,7 +110,7 @@ def unanswered() -> str:
     for task in ("wp12", "wp1"):
         name = TASKS[task]
         found = compared(name)
-        undecided = [one for one in found if one.verdict == "undecided"]
+        undecided = [one for one in found if one.verdict == "undecided" and not one.apart]
         pairs = ", ".join(f"{pair_words(one.first, one.second)} ({one.detectable:.3f})" for one in undecided)
         if pairs:
             lines.append(

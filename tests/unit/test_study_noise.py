@@ -219,6 +219,13 @@ def test_a_temperature_follows_the_entropy_of_noise():
         a_batch(run, followed=[followed(curve[:2])])
 
 
+def test_a_temperature_by_stage_is_the_samplers_alone():
+    arm = an_arm(noise=False, temperature=1.5, temperature_stages=[1.0, 1.2])
+    rows = [row for batch in [a_batch(Run(arm, 7, RATE))] for _ in range(4) for row in batch.step()]
+    assert [row["temperature"] for row in rows] == pytest.approx([1.5, 1.5, 1.8, 1.8])
+    assert rows[0]["sampling/kl"] < 1e-6 < rows[2]["sampling/kl"], "the policy stays at its own temperature"
+
+
 def test_a_temperature_is_one_wherever_the_followed_run_has_no_noise():
     temperature = FollowingTemperature(Followed("x", [1.0, 2.0, 2.0, 2.0], [0.0, 0.1, 0.0, 0.1]))
     factors = []

@@ -81,6 +81,12 @@ def test_a_sweep_runs_every_seed_at_every_rate():
             {"arms": {"a": {"match_entropy": "b", "learning_rate": 1e-3}, "b": {"noise": True}}},
             "one of the two has a learning_rate of its own; give both the same",
         ),
+        (
+            {"arms": {"a": {"match_entropy": "b", "temperature_stages": [1.1]}, "b": {"noise": True}}},
+            "which controls the temperature, and temperature_stages; choose one",
+        ),
+        ({"arms": {"a": {"temperature_stages": [1.0] * 9}}, "steps": 8}, "9 stages and the run only 8 steps"),
+        ({"arms": {"a": {"temperature_stages": []}}}, "it must not be empty"),
         ({"arms": {"a": {"pass_at_k": 9}}}, "the arm a has pass_at_k 9, more than the 8 samples_per_prompt."),
         ({"arms": {"a": {"noise": True, "logits_noise": 1.0}}}, "in norms and in logits"),
         ({"arms": {"a": {"noise": True, "noise_share": 0.01}}}, "is none of 8 samples"),

@@ -4,6 +4,7 @@ import gzip
 import json
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from rich.console import Console
 
@@ -16,6 +17,7 @@ from bench import (
     probe_tables,
     study_tables,
     take,
+    verdicts,
 )
 from bench.result import RESULTS
 from qerl.study.arms import Arm
@@ -42,7 +44,8 @@ def name(tmp_path, monkeypatch):
         run.steps["temperature"] = [1.0] * 14
     for run in results.of("aqn"):
         run.steps["sampling/kl"] = [0.0] * 2 + [0.03] * 12
-        run.steps["rollout/entropy"] = [value + 0.5 for value in run.steps["rollout/entropy"]]
+        clean, noisy = run.steps["rollout/entropy"][:2], run.steps["rollout/entropy"][2:]
+        run.steps["rollout/entropy"] = [*clean, *(value + 0.5 for value in noisy)]
     monkeypatch.setattr(study_tables, "RESULTS", tmp_path)
     monkeypatch.setattr(probe_tables, "RESULTS", tmp_path)
     monkeypatch.setattr(draw, "IMAGES", tmp_path / "images")
@@ -176,15 +179,25 @@ def test_a_run_that_leaves_the_plateau_is_counted(name):
     assert endpoint_tables.still_rising() == "2 of 2"
 
 
-def test_a_comparison_whose_arms_part_before_the_noise_is_named(name):
+def test_a_comparison_whose_arms_part_before_the_noise_is_named_and_leaves_nothing_open(name):
     pytest.importorskip("scipy")
-    assert "Not the noise's alone, since the two differ before it begins: aqn" in study_tables.comparisons(
-        name, "primary"
-    )  # the fixture moves the entropy of aqn in every step
+    words = "Not the noise's alone, since the two differ before it begins: aqn \N{MINUS SIGN} none"
+    assert words not in study_tables.comparisons(name, "primary")
+    assert "aqn \N{MINUS SIGN} none" in noise_tables.unanswered()
     for run in study_tables.study(name).of("aqn"):
-        run.steps["rollout/entropy"] = [value - 0.5 for value in run.steps["rollout/entropy"]]
+        run.steps["rollout/entropy"][1] += 0.1
     study_tables.compared.cache_clear()
-    assert "Not the noise's alone" not in study_tables.comparisons(name, "primary")
+    assert words in study_tables.comparisons(name, "primary")
+    assert "aqn \N{MINUS SIGN} none (" not in noise_tables.unanswered()
+
+
+def test_how_often_a_verdict_is_claimed():
+    pytest.importorskip("scipy")
+    better = verdicts.rates(lambda rng: rng.normal(0.05, 0.01, verdicts.SEEDS), 40, 5)
+    assert better == {"helps": 1.0, "harms": 0.0, "outside": 1.0}
+    unequal = verdicts.kinds()["6 % collapse, the others gain"]
+    drawn = np.concatenate([unequal(np.random.default_rng(seed)) for seed in range(2000)])
+    assert abs(drawn.mean()) < 1e-3 < np.median(drawn)
 
 
 def test_when_a_needle_is_found_and_when_half_of_the_samples_find_it(name, monkeypatch):

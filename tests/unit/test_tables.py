@@ -66,7 +66,7 @@ def test_16_bit_weights_stand_beside_nvfp4_on_both_cards():
         for name in ("rollout-7b-h100", "rollout-7b-h200")
         for weights in ("nvfp4", "bf16")
         for row in read_rows(name)
-        if (row["batch"], row["weights"]) == (64, weights)
+        if (row["engine"], row["batch"], row["weights"]) == ("qerl", 64, weights)
     ]
     nvfp4, dense, *newer = cells
     nf4 = next(f"{row['decode_tok_s']:.0f}" for row in read_rows("rollout-7b-nf4-h100") if row["batch"] == 64)

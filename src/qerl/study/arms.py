@@ -6,7 +6,7 @@ alone: ways of exploring that need no noise in the weights. What a field takes i
 `qerl.study.spec` checks where an arm comes from a file.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -44,6 +44,8 @@ class Arm:
         temperature: Of sampling.
         match_entropy: Name of an arm with noise whose rollout entropy a controlled temperature follows, seed
             by seed and step by step.
+        temperature_stages: Factors of the sampler's temperature, one for each of as many stages of a run as
+            of a noise schedule; the loss stays that of the policy at `temperature`. None for 1 throughout.
         logits_noise: Standard deviation of Gaussian noise on the logits, one draw per token id and step.
         entropy_bonus: Coefficient of the policy's entropy in the objective.
         pass_at_k: k of pass@k advantages, which are in units of the reward (`scale_rewards: none`); None
@@ -71,6 +73,9 @@ class Arm:
     correction_max: Annotated[float, Field(ge=1)] = 3.0
     temperature: Positive = 1.0
     match_entropy: Text | None = None
+    temperature_stages: Annotated[list[Positive], Field(min_length=1)] | None = field(
+        default=None, hash=False
+    )
     logits_noise: NonNegative = 0.0
     entropy_bonus: NonNegative = 0.0
     pass_at_k: PositiveInt | None = None
@@ -97,6 +102,8 @@ def contradiction(arm: Arm, samples_per_prompt: int) -> str | None:
         return "has noise_target_kl, which needs `noise: true` or a logits_noise above 0"
     if arm.correction == "token_balance" and not (arm.noise and noisy < samples_per_prompt):
         return "has the correction token_balance, which needs `noise: true` and a noise_share below 1"
+    if arm.match_entropy is not None and arm.temperature_stages is not None:
+        return "has match_entropy, which controls the temperature, and temperature_stages; choose one"
     if arm.pass_at_k is not None and arm.pass_at_k > samples_per_prompt:
         return f"has pass_at_k {arm.pass_at_k}, more than the {samples_per_prompt} samples_per_prompt"
     return None

@@ -279,6 +279,11 @@ def _check_arms(study: Study) -> None:
                 )
             except QeRLError as error:
                 raise QeRLError(f"arms.{name}: {error}") from None
+        stages = len(arm.temperature_stages or [])
+        if stages > study.steps:
+            raise QeRLError(
+                f"arms.{name}.temperature_stages has {stages} stages and the run only {study.steps} steps."
+            )
         if arm.match_entropy is not None:
             followed = study.arms.get(arm.match_entropy)
             if followed is None:

@@ -114,15 +114,18 @@ def compare(results: Results) -> list[Comparison]:
     """
     if results.study.comparisons and not has_module("scipy"):
         raise QeRLError(f"The statistics of a study need scipy; run `{how_to_install('scipy')}`.")
-    planned = [(family, *pair) for family, pairs in results.study.comparisons.items() for pair in pairs]
-    paired = [(*names, _paired(results, *names[1:])) for names in planned]
+    paired = [
+        (family, first, second, _paired(results, first, second))
+        for family, pairs in results.study.comparisons.items()
+        for first, second in pairs
+    ]
     members = [member for member in paired if len(member[-1]) >= FEWEST]
     margin, each = results.study.equivalence, [differences(rows) for *_, rows in members]
     p_values = [wilcoxon(d) for d in each]
     # A comparison that is planned and not computed yet counts, or looking early would make it easier.
-    open_ones = [1.0] * (len(planned) - len(members))
-    adjusted_p = holm([*p_values, *open_ones])
-    equivalent_p = holm([*(equivalence(d, margin) for d in each), *open_ones])
+    not_yet = [1.0] * (len(paired) - len(members))
+    adjusted_p = holm([*p_values, *not_yet])
+    equivalent_p = holm([*(equivalence(d, margin) for d in each), *not_yet])
     found = []
     for (family, first, second, rows), d, p, adjusted, equivalent in zip(
         members, each, p_values, adjusted_p, equivalent_p, strict=False
@@ -141,7 +144,7 @@ def compare(results: Results) -> list[Comparison]:
                 holm=adjusted,
                 p_equivalent=equivalent,
                 equivalence=margin,
-                detectable=detectable(float(d.std(ddof=1)), len(d), LEVEL / len(planned)),
+                detectable=detectable(float(d.std(ddof=1)), len(d), LEVEL / len(paired)),
                 collapses=(sum(a for a, _ in fell), sum(b for _, b in fell)),
                 p_collapse=mcnemar(sum(a > b for a, b in fell), sum(b > a for a, b in fell)),
                 differences=tuple(map(float, d)),

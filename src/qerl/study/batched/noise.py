@@ -85,7 +85,7 @@ class Explorers:
         group: int,
         followed: Sequence[Followed | None] | None,
     ) -> None:
-        self._model, self._runs = model, runs
+        self._model, self._runs, self._steps = model, runs, steps
         arm = runs[0].arm
         for run in runs:
             if reason := contradiction(run.arm, group):
@@ -121,7 +121,9 @@ class Explorers:
             self._noisy_R,
             self._logits_noise(step, sigmas),
             [
-                run.arm.temperature * (1.0 if own is None else own.factor(step))
+                run.arm.temperature
+                * _of_stage(run.arm, self._steps, step)
+                * (1.0 if own is None else own.factor(step))
                 for run, own in zip(self._runs, self._temperatures, strict=True)
             ],
             sigmas,
@@ -221,6 +223,13 @@ def _schedule(arm: Arm, steps: int) -> NoiseSchedule | None:
     return NoiseSchedule(
         arm.noise_sigma_start, arm.noise_sigma_end, arm.noise_stages, steps, arm.noise_schedule
     )
+
+
+def _of_stage(arm: Arm, steps: int, step: int) -> float:
+    """Factor of the temperature that an arm names for the stage of a 0-based step; steps that are left over
+    belong to the last stage."""
+    factors = arm.temperature_stages or [1.0]
+    return factors[min(step // (steps // len(factors)), len(factors) - 1)]
 
 
 def _temperature(arm: Arm, steps: int, followed: Followed | None) -> FollowingTemperature | None:
