@@ -20,6 +20,7 @@ from tests.fuzz._tiny import save_model
 from tests.support.http import Client
 from tests.support.wire import KEY
 
+NAME = "some/Name-1.5B"
 ADAM = {"learning_rate": 0.01, "weight_decay": 0.1}
 
 
@@ -27,6 +28,7 @@ ADAM = {"learning_rate": 0.01, "weight_decay": 0.1}
 def process(model: Path, folder: Path) -> Iterator[tuple[subprocess.Popen, Client]]:
     """A server of a model in a process of its own, and a client of it; it is killed at the end."""
     command = [sys.executable, "-m", "qerl", "serve", str(model), "--port", "0", "--output_dir", str(folder)]
+    command += ["--served_name", NAME]
     environment = os.environ | {"QERL_API_KEY": KEY, "PYTHONUNBUFFERED": "1"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as server:
         try:
@@ -34,7 +36,7 @@ def process(model: Path, folder: Path) -> Iterator[tuple[subprocess.Popen, Clien
             url = re.search(r"http://\S+", said)
             assert url is not None and KEY not in said
             with httpx.Client(base_url=url[0], headers={"X-API-Key": KEY}, timeout=60) as http:
-                backend = SimpleNamespace(models=[SimpleNamespace(name=str(model))])
+                backend = SimpleNamespace(models=[SimpleNamespace(name=NAME)])
                 yield server, Client(http, None, backend)
         finally:
             server.kill()
@@ -55,6 +57,8 @@ def test_a_server_that_is_killed_goes_on_with_the_same_bits(tmp_path: Path):
     model, folder = tmp_path / "model", tmp_path / "served"
     save_model(model)
     with process(model, folder) as (server, client):
+        served = client.http.get("/api/v1/get_server_capabilities").json()["supported_models"]
+        assert [each["model_name"] for each in served] == [NAME]  # and not where it lies
         trained = client.model(rank=4)
         train(client, trained, 1, 2)
         path = client.ask("save_weights", model_id=trained, seq_id=5, path="two")["path"]

@@ -166,6 +166,23 @@ def test_checkpoints_are_listed_downloaded_and_deleted(model, service, tmp_path:
     assert result(rest.list_checkpoints(run)).checkpoints == []
 
 
+def test_what_a_recipe_notes_is_there_when_it_goes_on(service):
+    notes = {"renderer_name": "qwen3"}
+    model = result(service.create_lora_training_client(base_model=BASE, rank=8, user_metadata=notes))
+    path = model.save_state("noted", ttl_seconds=7200).result().path
+    rest = service.create_rest_client()
+    assert result(rest.get_training_run_by_tinker_path(path)).user_metadata == notes
+
+    def expires() -> Any:
+        return result(rest.list_checkpoints(path.split("/")[2])).checkpoints[0].expires_at
+
+    assert expires() is not None
+    result(rest.set_checkpoint_ttl_from_tinker_path(path, None))
+    assert expires() is None
+    again = result(service.create_training_client_from_state(path, user_metadata={"again": "yes"}))
+    assert result(rest.get_training_run(result(again.get_info()).model_id)).user_metadata == {"again": "yes"}
+
+
 def test_a_custom_loss_is_a_pass_and_its_gradient(model):
     def loss(data: list, logprobs: list) -> tuple:
         return sum((3 * item).sum() for item in logprobs), {"mine": 1.0}

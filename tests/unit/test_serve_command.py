@@ -34,6 +34,10 @@ def test_mistakes_are_told_before_the_model_is_loaded(capsys, tmp_path):
     for key in ("secret", "a-secret-of-twenty-characters", "tml-", "tml-of-15-chars"):
         words = ["--port", "0", "--api_key", key, *folder]
         assert "must begin with tml-" in said(capsys, "some/model", *words)
+    for name in ("tinker://x", "", "a b", "/models/x"):
+        assert "as in Qwen/Qwen3-8B" in said(
+            capsys, "some/model", "--port", "0", "--served_name", name, *folder
+        )
     assert "no effect without noise" in said(capsys, "some/model", "--noise_stages", "4", *folder)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
@@ -92,9 +96,11 @@ def test_the_words_reach_the_server(monkeypatch, tmp_path):
         "qerl.serve.server.Server.run", lambda self, listening: served.append(self.clients.limits)
     )
     words = ["--resident", "5", "--max_models", "6", "--max_rank", "7", "--held_gb", "0.5"]
+    words += ["--served_name", "Qwen/Qwen3-8B"]
     assert main(["serve", BASE, "--port", "0", "--output_dir", str(tmp_path), *words]) == 0
     (options,), (limits,) = opened, served
     assert (options.resident, options.max_models, options.max_rank) == (5, 6, 7)
+    assert options.served_name == "Qwen/Qwen3-8B"
     assert (limits.held, limits.max_models, limits.max_rank) == (500_000_000, 6, 7)
 
 

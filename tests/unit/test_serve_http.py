@@ -182,7 +182,10 @@ def test_what_is_no_json_gets_a_sentence(client: Client):
     for limit in ("\u00b2", "9" * 5000):
         answer = client.http.get("/api/v1/checkpoints", params={"limit": limit})
         assert answer.status_code == 200 and answer.json()["cursor"]["limit"] == 100
-    assert client.http.post("/api/v1/nowhere").status_code == 404
+    for method, path in (("POST", "nowhere"), ("POST", "sessions/search"), ("GET", "asample"), ("PATCH", "")):
+        answer = client.http.request(method, f"/api/v1/{path}")
+        assert answer.status_code == 404
+        assert f"This server has no {method} /api/v1/{path};" in answer.json()["detail"]
     answer = client.raw("retrieve_future", request_id="gone")
     assert answer.status_code == 404 and "fetched long ago" in answer.json()["detail"]
     assert client.raw("retrieve_future", request_id="s:sample:0:1").status_code == 410

@@ -43,6 +43,8 @@ def test_a_wrong_request_takes_its_place(client: Client):
     assert failed["category"] == "user" and "vocabulary" in failed["error"]
     client.send_pass(model, 2, [1])
     assert client.ask("optim_step", model_id=model, seq_id=3, adam_params={})["metrics"] == {"gradient": 1}
+    saved = {"session_id": client.session, "model_seq_id": 1, "path": f"tinker://{model}/weights/x"}
+    assert "'no/such' is not on" in client.ask("load_weights", base_model="no/such", **saved)["error"]
     unknown = client.ask("optim_step", model_id=model, seq_id=4, optimizer_params={"type": "dimuon"})
     assert "dimuon" in unknown["error"]
     assert "knows no model" in client.ask("optim_step", model_id="s:train:9", adam_params={})["error"]
@@ -153,7 +155,8 @@ def test_models_are_limited(client: Client):
     for number in range(4):
         client.model(number)
     body = {"session_id": client.session, "model_seq_id": 4, "base_model": BASE, "lora_config": {"rank": 1}}
-    assert "holds 4 models" in client.ask("create_model", **body)["error"]
+    full = client.ask("create_model", **body)
+    assert "holds 4 models" in full["error"] and "all of them yours" in full["error"]
     assert client.ask("unload_model", model_id=f"{client.session}:train:0")["type"] == "unload_model"
     assert "error" not in client.ask("create_model", **body)
     for lora, said in (({"rank": 17}, "takes 1 to 16"), ({"rank": 0}, "takes 1 to 16"), (None, "is missing")):
@@ -162,6 +165,25 @@ def test_models_are_limited(client: Client):
         client.session = client.post("create_session")["session_id"]
         assert said in client.ask("create_model", **body | {"session_id": client.session})["error"]
         assert client.server.clients.models == {}
+
+
+def test_models_of_clients_that_are_gone_make_room(client: Client):
+    """The one that has been silent for longest; nobody who lives, and then a client asks again by itself."""
+    others = [Client(client.http, client.server, client.backend) for _ in range(3)]
+    for each in (*others, others[0]):
+        each.model(number=1 + (each.backend.weights != {}))
+    body = {"session_id": client.session, "model_seq_id": 0, "base_model": BASE, "lora_config": {"rank": 1}}
+    sessions = client.server.clients.sessions
+    for each, silent in zip(others, (5, 59, 40), strict=True):
+        sessions[each.session].seen -= silent
+    lives = client.raw("create_model", **body)
+    assert lives.status_code == 429 and "--max_models" in lives.json()["detail"]
+    assert len(client.backend.weights) == 4
+    for each, silent in zip(others, (0, 2, 25), strict=True):
+        sessions[each.session].seen -= silent
+    assert "error" not in client.ask("create_model", **body)
+    assert [each.session in sessions for each in others] == [True, True, False]
+    assert len(client.backend.weights) == 4
 
 
 def test_a_session_that_ends_takes_its_own_along(client: Client):

@@ -101,8 +101,8 @@ def test_stops_mean_what_they_say(stop, ids, strings):
     assert (request.seed, request.max_tokens) == (5, None)
 
 
-@pytest.mark.parametrize("silent", [True, False])
-def test_the_backend_hears_that_a_client_is_gone_while_it_decodes(client: Client, silent: bool):
+@pytest.mark.parametrize("how", ["silent", "finished", "cancelled"])
+def test_the_backend_hears_that_nobody_waits_while_it_decodes(client: Client, how: str):
     asked, begun, go_on = [], threading.Event(), threading.Event()
 
     def sample(requests: Any, arrived: Any) -> Any:
@@ -112,17 +112,28 @@ def test_the_backend_hears_that_a_client_is_gone_while_it_decodes(client: Client
         yield 0, QeRLError("Nobody waits for it.")
 
     client.backend.sample = sample
-    client.post(
-        "asample", sampling_session_id=client.sampler(), seq_id=1, prompt={"chunks": [{"tokens": [1]}]}
-    )
+    body = {"sampling_session_id": client.sampler(), "seq_id": 1, "prompt": {"chunks": [{"tokens": [1]}]}}
+    waits = client.post("asample", **body)["request_id"]
     assert begun.wait(5) and asked[0].wanted()
-    if silent:
+    if how == "silent":
         client.server.clients.sessions[client.session].seen -= 1000
         client.server.clients.sweep()
+    elif how == "cancelled":
+        assert client.raw("cancel_future", request_id=waits).status_code == 204
+        assert "cancelled" in client.result(waits)["error"]
     else:
         client.http.post(f"/api/v1/sessions/{client.session}/finish")
     assert not asked[0].wanted()
     go_on.set()
+
+
+def test_samples_alone_are_cancelled(client: Client):
+    model = client.model()
+    client.send_pass(model, 2, [1])
+    for request_id in (f"{model}:2", "unknown"):
+        assert client.raw("cancel_future", request_id=request_id).status_code == 204
+    client.send_pass(model, 1, [1])
+    assert isinstance(client.result(f"{model}:2"), bytes)
 
 
 def test_another_temperature_is_said_once(client: Client, caplog):

@@ -16,7 +16,7 @@ from operator import methodcaller
 from typing import Any
 
 from qerl.errors import QeRLError
-from qerl.serve.futures import Failure, Future, Futures
+from qerl.serve.futures import Busy, Failure, Future, Futures
 from qerl.serve.limits import Limits
 from qerl.serve.names import check_id
 from qerl.serve.queue import WorkQueue
@@ -141,6 +141,31 @@ class Clients:
         for key in keys:
             self.later(methodcaller("drop_sampler", key))
         self.futures.end(session_id, Failure(f"The session of this request ended: {reason}.", "user"))
+
+    def make_room(self, session_id: str) -> None:
+        """See to it that a session may have one more model: if there are as many as there may be, the client
+        that has been silent for longest is taken for dead already after `Limits.gone_s`.
+
+        Raises:
+            Busy: All of the other clients that have models live; some will end.
+            QeRLError: The session itself has all models.
+        """
+        with self.lock:
+            if len(self.models) < self.limits.max_models:
+                return
+            others = {model.session_id for model in self.models.values()} & self.sessions.keys() - {
+                session_id
+            }
+            full = f"The server holds {len(self.models)} models, its limit (`qerl serve --max_models`)"
+            if not others:
+                raise QeRLError(f"{full}, all of them yours; unload one, or start it with more.")
+            now = time.monotonic()
+            silent, longest = max((now - self.sessions[other].seen, other) for other in others)
+            if silent < self.limits.gone_s:
+                raise Busy(f"{full}, and the clients of all of them live; try again once one has ended.")
+            self.finish(
+                longest, f"its client was silent for {silent:.0f} seconds, and another needed the room"
+            )
 
     def sweep(self) -> None:
         """End sessions that have been silent for too long, forget old results and delete what has expired."""

@@ -40,6 +40,10 @@ def add_serve(commands: Any) -> None:
     sub = add_command(commands, "serve", _serve, "Serve a model to clients of the Tinker API.")
     sub.description = _TEXT
     sub.add_argument("model", nargs="?", metavar="MODEL", help="Hub id, local folder or .gguf file")
+    sub.add_argument(
+        "--served_name", metavar="NAME",
+        help="by which clients ask for the model; default: MODEL, and the folder where it lies",
+    )  # fmt: skip
     sub.add_argument("--status", action="store_true", help="say how the server at --host and --port is doing")
     sub.add_argument(
         "--port", type=number_from(0, int, 65535), default=8000, help="default: 8000; 0 takes a free one"
@@ -145,6 +149,7 @@ def _open(args: argparse.Namespace, noise: "NoiseSchedule | None") -> "Backend":
     return open_backend(
         BackendOptions(
             model=args.model,
+            served_name=args.served_name,
             folder=args.output_dir,
             weights=args.weights,
             rounding=args.rounding,

@@ -2,13 +2,15 @@
 
 A client of the Tinker API holds a connection for every sample that it waits for, so hundreds are the rule.
 Each takes one of the process' descriptors, and without descriptors neither a client can connect nor a
-checkpoint be written. So some are kept back, a connection beyond the others is closed as soon as it is there,
-and one that brings no whole request is closed after a while; that holds before anything is known of its key.
+checkpoint be written. So some are kept back, and a connection that brings no whole request is closed after a
+while, or as soon as there are too many and it is the oldest of those. That holds before anything is known of
+its key.
 """
 
 import asyncio
 import logging
 import resource
+from typing import ClassVar
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -45,17 +47,19 @@ def backlog_of(most: int) -> int:
 
 def connection_type(most: int) -> type[H11Protocol]:
     """What uvicorn makes of each connection of a server that has at most so many."""
-    return type("ServedConnection", (Connection,), {"most": most})
+    return type("ServedConnection", (Connection,), {"most": most, "by_age": {}})
 
 
 class Connection(H11Protocol):
-    """One connection, closed if there are too many or if it brings nothing.
+    """One connection, closed if it brings nothing.
 
     Attributes:
         most: Connections that there may be; uvicorn's own limit would answer none of them once it is reached.
+        by_age: All that there are, the oldest first.
     """
 
     most = 512
+    by_age: ClassVar[dict["Connection", None]] = {}
     _told = False
     _look_again: asyncio.TimerHandle | None = None
     _brought = 0
@@ -63,11 +67,12 @@ class Connection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Called by asyncio once it is there."""
         super().connection_made(transport)
+        self.by_age[self] = None
+        self._wait()
         if len(self.connections) > self.most:
             self._tell()
-            transport.abort()
-        else:
-            self._wait()
+            owing = (other for other in self.by_age if other._owes() and not other.transport.is_closing())
+            next(owing, self).transport.abort()
 
     def data_received(self, data: bytes) -> None:
         """Called by asyncio with what it brings."""
@@ -80,6 +85,7 @@ class Connection(H11Protocol):
         """Called by asyncio once it is gone."""
         if self._look_again is not None:
             self._look_again.cancel()
+        self.by_age.pop(self, None)
         super().connection_lost(exc)
 
     def _wait(self) -> None:
@@ -89,20 +95,23 @@ class Connection(H11Protocol):
         self._brought = 0
         self._look_again = self.loop.call_later(_PATIENCE_S, self._look)
 
+    def _owes(self) -> bool:
+        """Whether it is there for a request of which the end has not come; how long it may be idle between
+        two requests is for uvicorn to bound."""
+        return self.timeout_keep_alive_task is None and self.conn.their_state in (h11.IDLE, h11.SEND_BODY)
+
     def _look(self) -> None:
-        whole = self.conn.their_state not in (h11.IDLE, h11.SEND_BODY)
-        idle = self.timeout_keep_alive_task is not None  # between two requests, which uvicorn bounds
         answered = self.conn.our_state is h11.DONE  # refused before all of it had come
-        if whole or idle or (self._brought >= _LEAST_BYTES and not answered):
-            self._wait()
-        else:
+        if self._owes() and (self._brought < _LEAST_BYTES or answered):
             self.transport.abort()
+        else:
+            self._wait()
 
     def _tell(self) -> None:
         if not self._told:
             type(self)._told = True
             logger.warning(
-                "There are %d connections, half as many as the process has descriptors; further ones are "
-                "closed while it is so. A larger `ulimit -Hn` allows more.",
+                "There are %d connections, half as many as the process has descriptors; those that bring no "
+                "request are closed for others. A larger `ulimit -Hn` allows more.",
                 self.most,
             )

@@ -70,7 +70,7 @@ class Api:
             most_coming=max(limits.held, limits.body),
         )
         return Starlette(
-            routes=[*self._routes(), *self._service.routes(), *self._checkpoints.routes()],
+            routes=[*self._routes(), *self._service.routes(), *self._checkpoints.routes(), _ANY],
             middleware=[gate],
             exception_handlers={
                 QeRLError: _refusal, HTTPException: _http_error, Exception: _defect
@@ -101,6 +101,7 @@ class Api:
             "asample": self._sample,
             "create_sampling_session": self._create_sampler,
             "retrieve_future": self._retrieve,
+            "cancel_future": self._cancel,
             "weights_info": self._weights_info,
             "sessions/{session_id}/finish": self._finish,
             **{name: _future_route(submit) for name, submit in futures.items()},
@@ -242,6 +243,15 @@ class Api:
             return JSONResponse({"error": outcome.error, "category": outcome.category})
         return _response(outcome)
 
+    async def _cancel(self, request: Request) -> Response:
+        """Give up samples; other requests are not given up, because those after them wait for them."""
+        request_id = requests.read(requests.Retrieve, await request.body()).request_id
+        future = self._clients.futures.get(request_id)
+        if future is not None and future.kind == "sample":
+            future.settle(Failure("Its client has cancelled this request.", "user"))
+            future.fetch()  # nobody else will
+        return Response(status_code=204)
+
     def _pending(self, request_id: str) -> dict[str, Any]:
         model_id, _, number = request_id.rpartition(":")
         missing = self._clients.queue.missing(model_id)
@@ -257,6 +267,15 @@ def _future_route(submit: Callable[[bytes], str]) -> Handler:
         return JSONResponse({"request_id": submit(await request.body())})
 
     return route
+
+
+async def _nowhere(request: Request) -> Response:
+    asked = f"{request.method} {request.url.path}"[:200]
+    raise HTTPException(404, f"This server has no {asked}; docs/serve.md of QeRL says what it offers.")
+
+
+_ANY = Route("/{path:path}", _nowhere, methods=["GET", "POST", "PUT", "PATCH", "DELETE"])
+"""After all others: what is nowhere."""
 
 
 async def _settled(future: Future, seconds: float) -> None:

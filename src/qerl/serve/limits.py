@@ -24,6 +24,8 @@ class Limits:
         snapshots: Ephemeral snapshots of a session's models, and as many open samplers of saved weights; the
             least recently used goes first.
         silence_s: A client that says nothing for so long is taken for dead and its models are dropped.
+        gone_s: One that is silent for so long loses its models already if there is no room for another's.
+            Clients of the package `tinker` speak every 10 seconds.
         keep_s: A result that was fetched can be fetched again for so long.
         unfetched_s: A result that nobody fetches is kept for so long.
         poll_s: A client that asks for a result waits so long before it is told to ask again.
@@ -44,6 +46,7 @@ class Limits:
     held: int = 10**9
     snapshots: int = 16
     silence_s: float = 300.0
+    gone_s: float = 60.0
     keep_s: float = 300.0
     unfetched_s: float = 3600.0
     poll_s: float = 30.0

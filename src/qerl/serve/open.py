@@ -1,5 +1,6 @@
 """From what a server is told to the backend it runs: loaded, seated, with an engine and a folder."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,7 @@ from qerl.serve.types import ModelInfo
 from qerl.update.driver import LossDriver
 from qerl.weight_formats import DEFAULT_ROUNDING, Rounding, WeightFormatName
 
+_SERVED = re.compile(r"[A-Za-z0-9_.-]+(/[A-Za-z0-9_.-]+)*")
 _ADVICE = "send shorter sequences, or train an adapter of a smaller rank"
 """What a client is told whose sequence does not fit; it cannot change the model."""
 
@@ -40,6 +42,7 @@ class BackendOptions:
     Attributes:
         model: Hub id, local folder or .gguf file.
         folder: Where saved weights go.
+        served_name: By which clients ask for the model; None stands for its own names.
         weights, rounding, dtype: As for `qerl eval`; None takes those of a packed checkpoint, else nvfp4.
         max_rank: The largest rank of an adapter, by which the paged engine's buffers are sized.
         max_models: Adapters that there may be at once.
@@ -56,6 +59,7 @@ class BackendOptions:
 
     model: str
     folder: Path
+    served_name: str | None = None
     weights: WeightFormatName | None = None
     rounding: Rounding | None = None
     dtype: ComputeDtype | None = None
@@ -73,6 +77,11 @@ class BackendOptions:
     def __post_init__(self) -> None:
         if not 1 <= self.max_rank <= MAX_RANK:
             raise QeRLError(f"--max_rank is {self.max_rank}; it must be from 1 to {MAX_RANK}.")
+        if self.served_name is not None and not _SERVED.fullmatch(self.served_name):
+            raise QeRLError(
+                f"--served_name is {self.served_name!r}; it must be of letters, digits and _ - . /, as in "
+                "Qwen/Qwen3-8B."
+            )
         for name in ("max_models", "resident", "every_n_layers"):
             if getattr(self, name) < 1:
                 raise QeRLError(f"--{name} is {getattr(self, name)}; it must be at least 1.")
@@ -117,7 +126,7 @@ def open_backend(options: BackendOptions) -> ModelBackend:
         options,
         model,
         tokenizer,
-        models=model_names(found, positions),
+        models=model_names(found, positions, options.served_name),
         end_token_ids=tuple(sorted(ends)),
         store=Store(options.folder, facts, settings),
     )
@@ -169,8 +178,9 @@ def make_backend(
     )
 
 
-def model_names(found: LocalModel, positions: int | None) -> list[ModelInfo]:
-    """The base by the name that the server was given, and by the folder where it lies.
+def model_names(found: LocalModel, positions: int | None, served_name: str | None = None) -> list[ModelInfo]:
+    """The base by the name that clients are to use; without one by the name that the server was given, and by
+    the folder where it lies.
 
     Its tokenizer is where clients find it: at the Hub if the model came from there, else in the folder.
 
@@ -182,4 +192,5 @@ def model_names(found: LocalModel, positions: int | None) -> list[ModelInfo]:
     folder = str(found.folder.resolve())
     cached = Path(constants.HF_HUB_CACHE).resolve() in Path(folder).parents
     tokenizer = found.name if cached else folder
-    return [ModelInfo(name, positions, tokenizer) for name in dict.fromkeys((found.name, folder))]
+    names = (found.name, folder) if served_name is None else (served_name,)
+    return [ModelInfo(name, positions, tokenizer) for name in dict.fromkeys(names)]

@@ -165,8 +165,8 @@ class CreateModel(Body):
             raise QeRLError("lora_config is missing; this server trains adapters alone.")
         if not 1 <= self.lora_config.rank <= limits.max_rank:
             raise QeRLError(
-                f"The rank is {self.lora_config.rank}; this server takes 1 to {limits.max_rank} "
-                "(`qerl serve --max_rank`)."
+                f"The rank is {self.lora_config.rank}; this server takes 1 to {limits.max_rank}. Ask for "
+                "one of those (recipes call it lora_rank), or start the server with a larger --max_rank."
             )
         return LoraParams(**self.lora_config.model_dump())
 

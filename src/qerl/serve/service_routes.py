@@ -50,7 +50,7 @@ class ServiceRoutes:
             Route("/metrics", self._show_metrics),
             Route("/status", self._status),
             Route("/api/v1/client/config", self._config, methods=["POST"]),
-            Route("/api/v1/client/dynamic_config", self._nothing, methods=["POST"]),
+            Route("/api/v1/client/dynamic_config", self._dynamic_config, methods=["POST"]),
             Route("/api/v1/telemetry", self._telemetry, methods=["POST"]),
             Route("/api/v1/healthz", self._health, methods=["GET"]),
             Route("/api/v1/get_server_capabilities", self._capabilities, methods=["GET"]),
@@ -60,8 +60,8 @@ class ServiceRoutes:
         samples = min(self._clients.limits.connections // 2, _SAMPLES)
         return JSONResponse(FLAGS | {"sample_max_concurrent_requests": samples})
 
-    async def _nothing(self, _: Request) -> Response:
-        return JSONResponse({})
+    async def _dynamic_config(self, _: Request) -> Response:
+        return JSONResponse({"sample_cancel_enabled": True})
 
     async def _telemetry(self, _: Request) -> Response:
         return JSONResponse({"status": "accepted"})

@@ -10,7 +10,7 @@ from functools import partial
 
 from qerl.errors import QeRLError
 from qerl.serve.clients import Clients, Model, unknown
-from qerl.serve.futures import Answer, Failure, Future, TooLarge
+from qerl.serve.futures import Answer, Busy, Failure, Future, TooLarge
 from qerl.serve.line import Job, Line
 from qerl.serve.messages import ForwardBackward, loss_output_bytes
 from qerl.serve.names import check_id, check_name, split_path
@@ -85,7 +85,11 @@ class Training:
         make: Callable[[Backend, str], None],
         body: CreateModel | LoadWeights,
     ) -> str:
-        """Request id of number 0 of a model's line, which makes the model."""
+        """Request id of number 0 of a model's line, which makes the model.
+
+        Raises:
+            Busy: There is no room for it at present.
+        """
         clients = self._clients
         model_id = model_id_of(session_id, number)
         clients.check_session(session_id)
@@ -103,12 +107,12 @@ class Training:
         with clients.lock:
             if clients.futures.get(f"{model_id}:0") is not None or model_id in clients.models:
                 return f"{model_id}:0"
-            if len(clients.models) >= clients.limits.max_models:
-                full = (
-                    f"The server holds {len(clients.models)} models, its limit; end another client, or start "
-                    "it with more (`qerl serve --max_models`)."
-                )
-                return clients.refused(kind, session_id, full)
+            try:
+                clients.make_room(session_id)
+            except Busy:
+                raise
+            except QeRLError as error:
+                return clients.refused(kind, session_id, str(error))
             clients.models[model_id] = Model(model_id, session_id, body.user_metadata)
             clients.queue.add_line(model_id)
             try:
