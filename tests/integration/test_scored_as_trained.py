@@ -46,6 +46,31 @@ def jsonl(tmp_path):
     return {"task": f"jsonl:{path}", "task_options": {"test_size": 3, "answer_format": "number"}}
 
 
+OWN = """
+from datasets import Dataset
+from qerl.tasks import Task, get_format
+
+
+class Own(Task):
+    def __init__(self, test_size):
+        super().__init__("own", get_format("number"))
+        self.test_size = test_size
+
+    def train(self):
+        rows = [{"prompt": self.prompt(f"{i} + 1?"), "answer": str(i + 1)} for i in range(8)]
+        return Dataset.from_list(rows)
+
+    def test(self):
+        return self.train().select(range(self.test_size))
+"""
+
+
+def own(tmp_path):
+    path = tmp_path / "my task.py"
+    path.write_text(OWN)
+    return {"task": f"{path}:Own", "task_options": {"test_size": 3}}
+
+
 ARITHMETIC = {"task_options": {"level": "wp2", "examples": 0, "train_size": 6, "test_size": 5}}
 
 
@@ -53,6 +78,7 @@ ARITHMETIC = {"task_options": {"level": "wp2", "examples": 0, "train_size": 6, "
     ("task", "changes", "expected"),
     [
         (jsonl, {"weights": "bf16"}, {"weights": "bf16", "rounding": None}),
+        (own, {"weights": "bf16"}, {"weights": "bf16"}),
         (lambda _: ARITHMETIC, {"rounding": "rtn"}, {"weights": "nvfp4", "rounding": "rtn"}),
         (
             lambda _: ARITHMETIC,
@@ -60,7 +86,7 @@ ARITHMETIC = {"task_options": {"level": "wp2", "examples": 0, "train_size": 6, "
             {"weights": "bf16", "dtype": "bfloat16"},
         ),
     ],
-    ids=["lora-jsonl", "lora-arithmetic", "full"],
+    ids=["lora-jsonl", "lora-own", "lora-arithmetic", "full"],
 )
 def test_the_printed_command_scores_what_was_trained(tiny_run, tmp_path, capsys, task, changes, expected):
     settings = task(tmp_path) | changes

@@ -134,12 +134,17 @@ def broken():
     raise RuntimeError("no board")
 
 
+def leaving():
+    raise SystemExit(0)
+
+
 @pytest.mark.parametrize(
     ("factory", "said"),
     [
         (NoReset, r"The environment NoReset has no method reset\(\*\*row\)"),
         (Untold, "The tool act cannot be shown to the model"),
         (broken, "cannot be made: RuntimeError: no board"),
+        (leaving, "cannot be made: SystemExit: 0"),
     ],
 )
 def test_an_environment_without_an_other_side_is_refused(factory, said):

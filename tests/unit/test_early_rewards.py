@@ -254,6 +254,21 @@ def test_a_server_that_cannot_be_reached_is_not_asked_for_every_sample():
     assert begun(guard, calls, ["290"] * 3) == [None] * 3 and len(tried) == 3, "the next batch is asked again"
 
 
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_function_that_would_end_the_process_fails_on_its_sample_alone(waits):
+    def plain(completions, **_):
+        if "3" in completions:
+            raise SystemExit(0)
+        return [1.0]
+
+    async def waiting(completions, **_):
+        return plain(completions)
+
+    guard, calls = early(judges_outside(waiting if waits else plain))
+    assert begun(guard, calls, ["1", "3"]) == [1.0, None]
+    assert "SystemExit (0)" in str(guard.last.first)
+
+
 def test_keyboard_interrupt_ends_the_run():
     @judges_outside
     async def reward(completions, **_):

@@ -313,6 +313,17 @@ def test_in_a_thread_it_works_without_limit_and_says_so_once(caplog) -> None:
     assert ["failed on 1 of 4 samples" in text for text in said] == [False, True]
 
 
+def test_a_function_that_would_end_the_process_fails_on_its_sample_alone() -> None:
+    def reward(prompts: list, completions: list) -> list[float | None]:
+        if "3" in completions:
+            raise SystemExit(0)
+        return [float(completion) for completion in completions]
+
+    guard = guarded(reward, LIMIT_S)
+    assert guard(prompts=PROMPTS, completions=["1", "2", "3", "4"]) == [1.0, 2.0, 0.0, 4.0]
+    assert guard.last.failed == 1 and "SystemExit (0)" in str(guard.last.first)
+
+
 def test_keyboard_interrupt_ends_the_run() -> None:
     def reward(prompts: list, completions: list) -> list[float | None]:
         raise KeyboardInterrupt

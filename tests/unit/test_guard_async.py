@@ -193,6 +193,17 @@ def test_in_a_thread_coroutines_keep_their_limit():
     assert results == [[0.0]]
 
 
+def test_a_function_that_would_end_the_process_fails_on_its_sample_alone():
+    async def reward(completions: list[str], **columns: Any) -> list[float | None]:
+        if "3" in completions:
+            raise SystemExit(0)
+        return [float(completion) for completion in completions]
+
+    guard = guarded(reward, 5.0)
+    assert call(guard, ["1", "3"]) == [1.0, 0.0]
+    assert "SystemExit (0)" in str(guard.last.first)
+
+
 def test_keyboard_interrupt_ends_the_run():
     ended = []
 

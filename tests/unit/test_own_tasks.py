@@ -68,6 +68,7 @@ def test_a_part_of_a_mixture_may_be_one(task, tmp_path):
         (("self.largest = largest", "self.largest = int('many')"), r"in __init__ \(ValueError: invalid"),
         (("def __init__(self, largest=4)", "def __init__(self, largest)"), r"in __init__ \(TypeError: "),
         (("range(self.largest)", "self.largest"), r"fails in train \(TypeError: "),
+        (("range(self.largest)", "exit(0)"), r"fails in train \(SystemExit: 0"),
         (("Dataset.from_list(", "list("), "have to give a datasets.Dataset, not a list"),
         (('"answer":', '"solution":'), "its rows have no column answer, but prompt, solution"),
         (("self.prompt(f", "(f"), "the prompt of row 0 is not a list of chat messages"),

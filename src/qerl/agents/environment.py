@@ -115,7 +115,7 @@ def check_environment(factory: EnvironmentFactory) -> Any:
         environment = factory()
     except QeRLError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise QeRLError(
             f"The environment cannot be made: {type(error).__name__}: {first_line(error)}; mend its "
             "constructor, or environment_options."

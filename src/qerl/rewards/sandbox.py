@@ -30,7 +30,6 @@ import json
 import math
 import os
 import platform
-import random
 import secrets
 import shutil
 import socket
@@ -158,12 +157,13 @@ def _run(code: str, stdin: str, limits: Limits, check: str) -> Ran:
 
 @contextlib.contextmanager
 def _free_uid() -> Iterator[int]:
-    """A user id that no other program on this machine runs under.
+    """A user id that no other program in a sandbox of this machine runs under.
 
     A name that a socket has without a file belongs to one process, and is free again when that ends.
     """
     with socket.socket(socket.AF_UNIX) as claim:
-        for uid in random.SystemRandom().sample(_FREE_UIDS, len(_FREE_UIDS)):
+        first = secrets.randbelow(len(_FREE_UIDS))
+        for uid in (*_FREE_UIDS[first:], *_FREE_UIDS[:first]):
             with contextlib.suppress(OSError):
                 claim.bind(f"\0qerl-sandbox-{uid}")
                 break

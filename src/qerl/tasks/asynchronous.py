@@ -28,6 +28,7 @@ from qerl.tasks.judging import (
     Outcome,
     checked,
     is_hopeless,
+    left,
     listed,
 )
 from qerl.tasks.time_limit import TimeUp, alarm, can_interrupt, rearm
@@ -135,7 +136,9 @@ class AtOnce(Judging):
                 return listed(await self._function(**arguments))
         except TimeUp:
             raise TimeoutError(f"no result within {seconds:g} s, and nothing was awaited") from None
-        except (KeyboardInterrupt, SystemExit) as error:
+        except SystemExit as error:
+            raise left(error) from error
+        except KeyboardInterrupt as error:
             raise _ProcessEnds(error) from None
         except TimeoutError as error:
             raise TimeoutError(str(error) or f"no result within {seconds:g} s") from error

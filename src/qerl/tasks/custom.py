@@ -62,7 +62,7 @@ def _watched(spec: str, method: Callable[..., Any], wrong: Callable[[Any, Any], 
             result = method(task, *args, **kwargs)
         except QeRLError:
             raise
-        except Exception as error:  # the user's own code
+        except (Exception, SystemExit) as error:  # the user's own code
             cause = f"{type(error).__name__}: {first_line(error)}"
             raise QeRLError(f"Task {spec} fails in {method.__name__} ({cause}); mend the class.") from error
         fault = wrong(task, result)

@@ -34,6 +34,7 @@ from qerl.tasks.judging import (
     Outcome,
     checked,
     is_hopeless,
+    left,
     listed,
     mark,
     name_of,
@@ -208,21 +209,27 @@ class Early(Judging):
         tries.tasks.add(task)
         self._calls.count(1)
         try:
-            rewards = self._function(**arguments)
-            (reward,) = checked(listed(await rewards if inspect.isawaitable(rewards) else rewards), 1)
+            (reward,) = checked(await self._given(arguments), 1)
         except Exception as error:
             tries.errors.append(error)
             if tries.hopeless:
                 for other in tries.tasks - {task}:
                     other.cancel()
             raise
-        except (KeyboardInterrupt, SystemExit) as error:
+        except KeyboardInterrupt as error:
             raise _ProcessEnds(error) from None
         finally:
             self._calls.count(-1)
             tries.tasks.discard(task)
         tries.given += 1
         return reward
+
+    async def _given(self, arguments: dict[str, Any]) -> list[Any]:
+        try:
+            rewards = self._function(**arguments)
+            return listed(await rewards if inspect.isawaitable(rewards) else rewards)
+        except SystemExit as error:
+            raise left(error) from error
 
     def _running_loop(self) -> asyncio.AbstractEventLoop:
         """The function's loop; its thread ends with the process, whatever still runs in it."""

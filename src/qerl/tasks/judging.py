@@ -170,7 +170,7 @@ class Judging(ABC):
 
     @abstractmethod
     def judge(self, batch: Batch) -> Judged:
-        """Rewards for a batch; nothing that the function raises is raised, but for what ends a process."""
+        """Rewards for a batch; nothing that the function raises is raised, but for KeyboardInterrupt."""
 
     def _batch_limit(self, batch: Batch) -> float:
         return self._timeout_s + self._sample_s * batch.samples
@@ -219,7 +219,10 @@ class InTurn(Judging):
     def _call(self, seconds: float, arguments: dict[str, Any]) -> list[Any]:
         # A generator computes while it is read, so it is read within the limit too.
         def call() -> list[Any]:
-            return listed(self._function(**arguments))
+            try:
+                return listed(self._function(**arguments))
+            except SystemExit as error:
+                raise left(error) from error
 
         return call() if self._outside else call_within(seconds, call)
 
@@ -227,6 +230,11 @@ class InTurn(Judging):
 def is_hopeless(error: Exception) -> bool:
     """Whether an error says that other samples would fail as well."""
     return isinstance(error, TimeoutError | ConnectionError)
+
+
+def left(error: SystemExit) -> Exception:
+    """What a reward function has failed with that would have ended the run without a word."""
+    return RuntimeError(f"SystemExit ({error}), which would end the process")
 
 
 def listed(rewards: Any) -> list[Any]:
