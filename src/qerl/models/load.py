@@ -28,7 +28,7 @@ from transformers import (
 
 from qerl.errors import QeRLError, first_line
 from qerl.families import supported as families
-from qerl.families.sizes import positions_of
+from qerl.families.sizes import check_counts, positions_of
 from qerl.fp4.checkpoint import Checkpoint, check_held_format, open_checkpoint
 from qerl.fp4.quantizer import QeRLQuantizationConfig
 from qerl.kernels.needs import how_to_install
@@ -76,6 +76,7 @@ def load_model(
     config = _read_config(checkpoint, trust_remote_code)
     skeleton = _skeleton(copy.deepcopy(config), checkpoint, trust_remote_code)  # some classes change theirs
     _check_family(config, skeleton, lora_targets)
+    _check_shapes(skeleton, checkpoint)
     settings: dict[str, Any] = {
         "dtype": dtype,
         "device_map": None if device.type == "cpu" else {"": device},
@@ -158,9 +159,11 @@ def model_positions(model: LocalModel, trust_remote_code: bool = False) -> int |
 
 def _read_config(checkpoint: Checkpoint, trust_remote_code: bool) -> PreTrainedConfig:
     try:
-        return AutoConfig.from_pretrained(checkpoint.folder, trust_remote_code=trust_remote_code)
+        config = AutoConfig.from_pretrained(checkpoint.folder, trust_remote_code=trust_remote_code)
     except Exception as error:  # given a file alone; the validators of fields have classes of their own
         raise _unsupported(checkpoint, error) from error
+    check_counts(config.get_text_config(decoder=True))
+    return config
 
 
 def _skeleton(config: PreTrainedConfig, checkpoint: Checkpoint, trust_remote_code: bool) -> PreTrainedModel:
@@ -235,14 +238,26 @@ def _quantization_config(
     )
 
 
+def _check_shapes(skeleton: PreTrainedModel, checkpoint: Checkpoint) -> None:
+    """Refuse tensors that the config wants in another shape, before memory is taken for that."""
+    wanted = {name: tensor.shape for name, tensor in skeleton.state_dict().items()}
+    for headers in checkpoint.shards.values():
+        for name, header in headers.items():
+            if header.dtype != "U8" and header.shape != wanted.get(name, header.shape):
+                raise _mismatch(name, header.shape, wanted[name], checkpoint.folder)
+
+
+def _mismatch(name: str, stored: Sequence[int], wanted: Sequence[int], folder: Path) -> QeRLError:
+    return QeRLError(
+        f"{name} has shape {list(stored)} in the checkpoint {folder} but its config asks for {list(wanted)}; "
+        "the two do not belong together."
+    )
+
+
 def _check_report(report: dict[str, Any], folder: Path) -> None:
     if report["missing_keys"]:
         names = sorted(report["missing_keys"])
         rest = f" and {len(names) - 1} more tensors" if len(names) > 1 else ""
         raise QeRLError(f"The checkpoint {folder} lacks {names[0]}{rest}; fetch it again.")
     if report["mismatched_keys"]:
-        name, stored, expected = sorted(report["mismatched_keys"])[0]
-        raise QeRLError(
-            f"{name} has shape {list(stored)} in the checkpoint {folder} but its config asks for "
-            f"{list(expected)}; the two do not belong together."
-        )
+        raise _mismatch(*sorted(report["mismatched_keys"])[0], folder)
