@@ -209,8 +209,8 @@ def _add_plan(commands: Any) -> None:
     sub = add_command(commands, "plan", _plan, text)
     sub.add_argument(
         "words", nargs="*", metavar="[MODEL] RECIPE",
-        help="recipes as for train; and the model where neither they nor --model name it, as a Hub id, a local "
-        "folder, or a shape such as 32b",
+        help="recipes as for train; and the model where neither they nor --model name it, as a Hub id, a "
+        "local folder, or a shape such as 32b",
     )  # fmt: skip
     sub.add_argument("--gpu", default="80", metavar="GPU", help="GB, or a name such as rtx4090; default: 80")
     sub.add_argument("--processes", default="1", metavar="N", help="GPUs, each with its process; default: 1")
