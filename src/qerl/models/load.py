@@ -68,15 +68,8 @@ def load_model(
         QeRLError: The model is not found, damaged, of a family that is not taken or not to be had in this
             format, or has no such layers; before weights are read wherever config and names tell.
     """
-    if weights not in FORMATS:
-        raise QeRLError(f"There is no weight format {weights}; choose one of {', '.join(FORMATS)}.")
     device = torch.device(device)
-    checkpoint = open_checkpoint(local_checkpoint(name_or_path))
-    check_held_format(str(name_or_path), checkpoint.format, weights)
-    config = _read_config(checkpoint, trust_remote_code)
-    skeleton = _skeleton(copy.deepcopy(config), checkpoint, trust_remote_code)  # some classes change theirs
-    _check_family(config, skeleton, lora_targets)
-    _check_shapes(skeleton, checkpoint)
+    checkpoint, config, skeleton = _checked(name_or_path, weights, trust_remote_code, lora_targets)
     settings: dict[str, Any] = {
         "dtype": dtype,
         "device_map": None if device.type == "cpu" else {"": device},
@@ -99,6 +92,37 @@ def load_model(
     # What an adapter's config and saved folders refer to is the name that the user gave.
     model.name_or_path = model.config._name_or_path = str(name_or_path)
     return model
+
+
+def check_model(
+    name_or_path: str | Path | LocalModel,
+    weights: WeightFormatName,
+    trust_remote_code: bool = False,
+    lora_targets: Sequence[str] | None = None,
+) -> None:
+    """Refuse a model that `load_model` would refuse before it reads weights; arguments and errors as there.
+
+    Nothing that a user adds to such a model helps, so this comes before its tokenizer is looked at.
+    """
+    _checked(name_or_path, weights, trust_remote_code, lora_targets)
+
+
+def _checked(
+    name_or_path: str | Path | LocalModel,
+    weights: WeightFormatName,
+    trust_remote_code: bool,
+    lora_targets: Sequence[str] | None,
+) -> tuple[Checkpoint, PreTrainedConfig, PreTrainedModel]:
+    """The checkpoint, its config, and the model without memory; its family and format are taken."""
+    if weights not in FORMATS:
+        raise QeRLError(f"There is no weight format {weights}; choose one of {', '.join(FORMATS)}.")
+    checkpoint = open_checkpoint(local_checkpoint(name_or_path))
+    check_held_format(str(name_or_path), checkpoint.format, weights)
+    config = _read_config(checkpoint, trust_remote_code)
+    skeleton = _skeleton(copy.deepcopy(config), checkpoint, trust_remote_code)  # some classes change theirs
+    _check_family(config, skeleton, lora_targets)
+    _check_shapes(skeleton, checkpoint)
+    return checkpoint, config, skeleton
 
 
 def load_tokenizer(
