@@ -1,7 +1,10 @@
 """The commands as a user types them, on a tiny model."""
 
+import errno
+import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -92,6 +95,40 @@ def test_a_reader_that_stops_early_sees_no_traceback(monkeypatch, capsys):
         with pytest.raises(SystemExit):
             main(["fields"])
     assert not capsys.readouterr().err
+
+
+def test_a_disk_without_room_for_what_is_printed_is_one_sentence(monkeypatch, capsys):
+    class Full(io.StringIO):
+        def write(self, text):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(cli, "console", Console(file=Full()))
+    assert main(["recipes"]) == 2
+    assert "The output: No space left on device; make room." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["watch", "d/" * 2500],
+        ["plan", "n" * 300],
+        ["generate", "n" * 5000, "hi"],
+        ["quantize", "MODEL", "n" * 300],
+        ["study", "n" * 300],
+        ["train", "RECIPE", "--output_dir", "n" * 300],
+        ["train", "RECIPE", "--output_dir", "n" * 300, "--dry_run"],
+        ["train", "RECIPE", "--reward_files", "n" * 300 + ".py:f"],
+    ],
+)
+def test_names_that_no_file_can_have_end_in_one_sentence(recipe, tmp_path, words, capsys):
+    places = {"MODEL": str(tmp_path / "model"), "RECIPE": str(recipe)}
+    words = [places.get(word, word) for word in words]
+    assert main(words) == 2
+    printed = capsys.readouterr().err
+    assert re.search(r"\.\.\..*: File name too long; give a shorter name\.", printed), printed
+    assert len(printed) < 400, "a name without end is shortened"
+    assert main([*words, "a\0b"]) == 2
+    assert "holds a NUL character" in capsys.readouterr().err
 
 
 def test_text_fields_take_the_word_as_it_is(recipe, tmp_path, capsys):

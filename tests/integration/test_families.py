@@ -10,6 +10,7 @@ import torch
 import transformers
 from safetensors.torch import save_file
 
+from qerl.cli import main
 from qerl.errors import QeRLError
 from qerl.fp4.quantize import quantize_checkpoint
 from qerl.lora.adapter import add_lora
@@ -167,6 +168,27 @@ def test_layers_with_a_state_are_refused_before_weights_are_read(saved, monkeypa
     monkeypatch.setattr("transformers.PreTrainedModel.from_pretrained", lambda *_, **__: pytest.fail("read"))
     with pytest.raises(QeRLError, match="carry a state from token to token"):
         load(folder)
+
+
+@pytest.mark.parametrize("command", ["train", "eval", "generate"])
+def test_what_nobody_can_mend_is_said_before_a_tokenizer_that_is_missing(saved, tmp_path, capsys, command):
+    folder = str(saved("Mamba", STATES["Mamba"]))
+    words = {
+        "train": [
+            "--task",
+            "arithmetic",
+            "--model",
+            folder,
+            "--output_dir",
+            str(tmp_path),
+            "--use_cpu",
+            "true",
+        ],
+        "eval": [folder, "--task", "arithmetic"],
+        "generate": [folder, "hello"],
+    }
+    assert main([command, *words[command]]) == 2
+    assert "carry a state from token to token" in " ".join(capsys.readouterr().err.split())
 
 
 def test_encoder_decoders_are_refused_before_weights_are_read(saved, monkeypatch):

@@ -71,6 +71,12 @@ def test_a_model_is_not_trained_into_its_own_folder(llama_folder, settings):
     assert sorted(llama_folder.iterdir()) == files
 
 
+def test_a_hub_that_is_not_there_is_said_before_the_first_step(llama_folder, settings, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(QeRLError, match=r"The repository of push_to_hub cannot be made \(.*hf auth login"):
+        QeRLTrainer(str(llama_folder), ones, settings(push_to_hub=True), ROWS)
+
+
 def test_a_peft_config_is_what_peft_makes_of_it(llama_folder, settings, tiny_model):
     config = LoraConfig(
         r=8, lora_alpha=4, use_rslora=True, rank_pattern={"k_proj": 2}, layers_to_transform=[1],

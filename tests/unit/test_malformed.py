@@ -29,6 +29,8 @@ def test_sound_files_are_read(cases):
         ("tokenizer.json", {"truncation": 1e20}, "tokenizer of .* cannot be loaded"),
         ("config.json", {"attention_bias": {}}, "cannot be loaded"),
         ("config.json", {"head_dim": 10**20}, "cannot be loaded"),
+        ("config.json", {"hidden_size": 10**12}, "has shape .* but its config asks for .*000000000000"),
+        ("config.json", {"num_hidden_layers": -1}, "has num_hidden_layers -1"),
         ("planned", {"initializer_range": 1.5}, "config.json of this llama model is not valid"),
         ("planned", {"num_hidden_layers": -1}, "has num_hidden_layers -1"),
     ],

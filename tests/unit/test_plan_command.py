@@ -40,6 +40,7 @@ def a_shape_is_its_model(monkeypatch, tokenizer):
     """A shape that a run names needs no files: its tokenizer is given, and no positions limit completions."""
     ready = ReadyPrompts(load_config([], SHORT), tokenizer, positions=None)
     monkeypatch.setattr(run, "find_model", lambda name: name)
+    monkeypatch.setattr(run, "check_trainable", lambda *_: None)
     monkeypatch.setattr(run, "load_tokenizer", lambda *_, **__: tokenizer)
     monkeypatch.setattr(run.ReadyPrompts, "of", lambda *_, **__: ready)
 

@@ -197,6 +197,15 @@ def test_shares_are_shown_in_per_cent_and_best_with_its_step(tmp_path):
     assert "a, step 2: 75 %" in text
 
 
+def test_what_only_an_own_reward_judges_has_its_curve_of_held_out_problems(tmp_path):
+    """The task's accuracy is 0 throughout where its answers mean nothing to the user's reward."""
+    zero = dict.fromkeys(("rewards/accuracy/mean", "eval_rewards/accuracy/mean"), lambda step: 0.0)
+    run = make_run(tmp_path / "a", **zero, eval_reward=lambda step: step / 12)
+    write_report([run], tmp_path / "report.html")
+    text = (tmp_path / "report.html").read_text()
+    assert ("a", "eval_reward") in Page(text).curves() and "Reward on held-out problems" in text
+
+
 def test_names_are_escaped(tmp_path):
     names = ['<b>&"x"', "plain"]
     runs = [make_run(tmp_path / name, steps=2, settings={"task": name}) for name in names]

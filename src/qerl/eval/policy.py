@@ -23,7 +23,7 @@ from qerl.eval.trained import Choices
 from qerl.lora.adapter import adapter_file, check_adapter, exchange_adapter, load_adapter
 from qerl.models.fingerprint import checkpoint_fingerprint
 from qerl.models.hub import local_checkpoint
-from qerl.models.load import load_model, load_tokenizer
+from qerl.models.load import check_model, load_model, load_tokenizer
 from qerl.rollout.engine import RolloutEngine, SamplingParams
 from qerl.rollout.select import make_engine
 from qerl.rollout.stops import Stop, StopStrings
@@ -161,6 +161,7 @@ def load(loading: Loading, console: Console) -> Policy:
         QeRLError: Something cannot be loaded, or the adapter changes nothing.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    check_model(loading.model, loading.weights, loading.trust_remote_code)
     tokenizer = load_tokenizer(loading.model, trust_remote_code=loading.trust_remote_code)
     model: Any = load_model(
         loading.model,

@@ -94,12 +94,7 @@ class Sizes:
             raise QeRLError(
                 f"The config.json of this {model_type} model is not valid ({reason.rstrip('.')}); mend it."
             ) from error
-        sizes = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-        for name in sizes:
-            if getattr(full, name) < 1:
-                raise QeRLError(
-                    f"The config.json of this {model_type} model has {name} {getattr(full, name)}; mend it."
-                )
+        check_counts(full)
         return cls.of(full)
 
     @classmethod
@@ -232,6 +227,27 @@ SIZES = {
     "mistral-7b": Sizes(4096, 14336, 32, 32, 8, 128, 32768, positions=32768),
 }
 """Well-known models: Qwen2.5 unless the name says otherwise; mistral-7b is version 0.3."""
+
+
+def check_counts(config: Any) -> None:
+    """Raise for a config with less than one of what every model has, layers and heads among them.
+
+    Args:
+        config: The config of the text model, a ``transformers.PreTrainedConfig``.
+
+    Raises:
+        QeRLError: A size, or the number of layers or heads, is below 1.
+    """
+    for name in (
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "vocab_size",
+    ):
+        count = getattr(config, name, None)
+        if isinstance(count, int) and count < 1:
+            raise QeRLError(f"The config.json of this {config.model_type} model has {name} {count}; mend it.")
 
 
 def positions_of(config: Any) -> int | None:

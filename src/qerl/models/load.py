@@ -28,7 +28,7 @@ from transformers import (
 
 from qerl.errors import QeRLError, first_line
 from qerl.families import supported as families
-from qerl.families.sizes import positions_of
+from qerl.families.sizes import check_counts, positions_of
 from qerl.fp4.checkpoint import Checkpoint, check_held_format, open_checkpoint
 from qerl.fp4.quantizer import QeRLQuantizationConfig
 from qerl.kernels.needs import how_to_install
@@ -68,14 +68,8 @@ def load_model(
         QeRLError: The model is not found, damaged, of a family that is not taken or not to be had in this
             format, or has no such layers; before weights are read wherever config and names tell.
     """
-    if weights not in FORMATS:
-        raise QeRLError(f"There is no weight format {weights}; choose one of {', '.join(FORMATS)}.")
     device = torch.device(device)
-    checkpoint = open_checkpoint(local_checkpoint(name_or_path))
-    check_held_format(str(name_or_path), checkpoint.format, weights)
-    config = _read_config(checkpoint, trust_remote_code)
-    skeleton = _skeleton(copy.deepcopy(config), checkpoint, trust_remote_code)  # some classes change theirs
-    _check_family(config, skeleton, lora_targets)
+    checkpoint, config, skeleton = _checked(name_or_path, weights, trust_remote_code, lora_targets)
     settings: dict[str, Any] = {
         "dtype": dtype,
         "device_map": None if device.type == "cpu" else {"": device},
@@ -98,6 +92,37 @@ def load_model(
     # What an adapter's config and saved folders refer to is the name that the user gave.
     model.name_or_path = model.config._name_or_path = str(name_or_path)
     return model
+
+
+def check_model(
+    name_or_path: str | Path | LocalModel,
+    weights: WeightFormatName,
+    trust_remote_code: bool = False,
+    lora_targets: Sequence[str] | None = None,
+) -> None:
+    """Refuse a model that `load_model` would refuse before it reads weights; arguments and errors as there.
+
+    Nothing that a user adds to such a model helps, so this comes before its tokenizer is looked at.
+    """
+    _checked(name_or_path, weights, trust_remote_code, lora_targets)
+
+
+def _checked(
+    name_or_path: str | Path | LocalModel,
+    weights: WeightFormatName,
+    trust_remote_code: bool,
+    lora_targets: Sequence[str] | None,
+) -> tuple[Checkpoint, PreTrainedConfig, PreTrainedModel]:
+    """The checkpoint, its config, and the model without memory; its family and format are taken."""
+    if weights not in FORMATS:
+        raise QeRLError(f"There is no weight format {weights}; choose one of {', '.join(FORMATS)}.")
+    checkpoint = open_checkpoint(local_checkpoint(name_or_path))
+    check_held_format(str(name_or_path), checkpoint.format, weights)
+    config = _read_config(checkpoint, trust_remote_code)
+    skeleton = _skeleton(copy.deepcopy(config), checkpoint, trust_remote_code)  # some classes change theirs
+    _check_family(config, skeleton, lora_targets)
+    _check_shapes(skeleton, checkpoint)
+    return checkpoint, config, skeleton
 
 
 def load_tokenizer(
@@ -158,9 +183,11 @@ def model_positions(model: LocalModel, trust_remote_code: bool = False) -> int |
 
 def _read_config(checkpoint: Checkpoint, trust_remote_code: bool) -> PreTrainedConfig:
     try:
-        return AutoConfig.from_pretrained(checkpoint.folder, trust_remote_code=trust_remote_code)
+        config = AutoConfig.from_pretrained(checkpoint.folder, trust_remote_code=trust_remote_code)
     except Exception as error:  # given a file alone; the validators of fields have classes of their own
         raise _unsupported(checkpoint, error) from error
+    check_counts(config.get_text_config(decoder=True))
+    return config
 
 
 def _skeleton(config: PreTrainedConfig, checkpoint: Checkpoint, trust_remote_code: bool) -> PreTrainedModel:
@@ -235,14 +262,26 @@ def _quantization_config(
     )
 
 
+def _check_shapes(skeleton: PreTrainedModel, checkpoint: Checkpoint) -> None:
+    """Refuse tensors that the config wants in another shape, before memory is taken for that."""
+    wanted = {name: tensor.shape for name, tensor in skeleton.state_dict().items()}
+    for headers in checkpoint.shards.values():
+        for name, header in headers.items():
+            if header.dtype != "U8" and header.shape != wanted.get(name, header.shape):
+                raise _mismatch(name, header.shape, wanted[name], checkpoint.folder)
+
+
+def _mismatch(name: str, stored: Sequence[int], wanted: Sequence[int], folder: Path) -> QeRLError:
+    return QeRLError(
+        f"{name} has shape {list(stored)} in the checkpoint {folder} but its config asks for {list(wanted)}; "
+        "the two do not belong together."
+    )
+
+
 def _check_report(report: dict[str, Any], folder: Path) -> None:
     if report["missing_keys"]:
         names = sorted(report["missing_keys"])
         rest = f" and {len(names) - 1} more tensors" if len(names) > 1 else ""
         raise QeRLError(f"The checkpoint {folder} lacks {names[0]}{rest}; fetch it again.")
     if report["mismatched_keys"]:
-        name, stored, expected = sorted(report["mismatched_keys"])[0]
-        raise QeRLError(
-            f"{name} has shape {list(stored)} in the checkpoint {folder} but its config asks for "
-            f"{list(expected)}; the two do not belong together."
-        )
+        raise _mismatch(*sorted(report["mismatched_keys"])[0], folder)

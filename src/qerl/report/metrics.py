@@ -32,6 +32,7 @@ class Metric:
 
 METRICS = (
     Metric("reward", "Reward", better="high"),
+    Metric("eval_reward", "Reward on held-out problems", better="high"),
     Metric("rewards/accuracy/mean", "Accuracy of samples", "%", better="high", share=True),
     Metric("eval_rewards/accuracy/mean", "Accuracy on held-out problems", "%", better="high", share=True),
     Metric("entropy", "Policy entropy", "nats per token"),

@@ -44,7 +44,7 @@ from qerl.trainer.data import sound_data, streams_as_given
 from qerl.trainer.early import check_tells
 from qerl.trainer.model_in_hand import check_dtype, check_optimizer, check_whole, held, weights_of
 from qerl.trainer.others import Others
-from qerl.trainer.policy import make_policy
+from qerl.trainer.policy import check_trainable, make_policy
 from qerl.trainer.prompts import ReadyPrompts
 from qerl.trainer.ready import check_policy
 from qerl.trainer.rewards import early_calls, guard_rewards, one_for_each, with_length_penalty
@@ -151,7 +151,9 @@ def complete(
     if early is not None and engine is not None:
         check_tells(engine)
     check_metric(settings.metric_for_best_model, eval_dataset)
-    model = find_model(model) if named else model
+    if named:
+        model = find_model(model)
+        check_trainable(settings, model)
     tokenizer = _tokenizer(processing_class, model, train_dataset, settings.trust_remote_code)
     others.check_tokenizer(tokenizer)
     stops_of(settings, tokenizer)  # refuses a model that does not think, before it is loaded

@@ -18,7 +18,7 @@ from qerl.gpu_memory import is_unified, keep_within_limit, total_bytes
 from qerl.host_memory import host_bytes
 from qerl.lora.adapter import adapt, add_lora, check_adapter, load_adapter
 from qerl.models.hub import LocalModel
-from qerl.models.load import load_model
+from qerl.models.load import check_model, load_model
 from qerl.plan.propose import fits
 from qerl.plan.render import advice, verdict, would_fit
 from qerl.plan.settings import (
@@ -56,6 +56,19 @@ def make_policy(
         keep_within_limit(config.device)
         plan_memory(config, total_bytes(config.device), console, model)
     return load_policy(config, model, peft_config)
+
+
+def check_trainable(config: QeRLConfig, model: LocalModel) -> None:
+    """Refuse a model that cannot be the policy of these settings, by its config and the names of its tensors.
+
+    Raises:
+        QeRLError: As `load_model`, before it reads weights.
+    """
+    check_model(model, config.weights, config.trust_remote_code, _targets(config))
+
+
+def _targets(config: QeRLConfig) -> list[str] | None:
+    return config.lora_target_modules if config.tuning == "lora" else None
 
 
 def plan_memory(config: QeRLConfig, capacity: int, console: Console, model: LocalModel | None = None) -> None:
@@ -106,7 +119,7 @@ def load_policy(
         device=config.device,
         rounding=config.rounding,
         trust_remote_code=config.trust_remote_code,
-        lora_targets=config.lora_target_modules if config.tuning == "lora" else None,
+        lora_targets=_targets(config),
     )
     if config.tuning == "full":
         return model

@@ -29,7 +29,7 @@ from qerl.tasks.base import Task
 from qerl.trainer.arguments import RUN_FIELDS
 from qerl.trainer.callbacks import InterruptGuard, MetricsFile, ProgressBar
 from qerl.trainer.grpo import QeRLTrainer
-from qerl.trainer.policy import make_policy
+from qerl.trainer.policy import check_trainable, make_policy
 from qerl.trainer.preflight import check_length, preflight
 from qerl.trainer.processes import ends_together
 from qerl.trainer.prompts import ReadyPrompts, sound_prompts
@@ -128,6 +128,7 @@ def build(config: QeRLConfig, console: Console) -> tuple[QeRLTrainer, InterruptG
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     parts = preflight(config)
     model = find_model(config.model)
+    check_trainable(config, model)
     tokenizer = load_tokenizer(model, trust_remote_code=config.trust_remote_code)
     in_turns = bool(parts.tools) or parts.environment_factory is not None
     ready = ReadyPrompts.of(model, config, tokenizer, in_turns=in_turns)

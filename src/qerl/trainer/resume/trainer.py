@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
+from huggingface_hub.utils import httpx  # the client it speaks through, whose name differs by version
 from safetensors import SafetensorError
 from transformers.trainer_utils import rotate_checkpoints
 from trl import GRPOTrainer
@@ -122,7 +123,7 @@ class ResumableTrainer(GRPOTrainer):
         """Write the model or adapter and its tokenizer into the run folder, whole or not at all.
 
         Raises:
-            QeRLError: It cannot be written; checkpoints are untouched.
+            QeRLError: It cannot be written, which leaves checkpoints untouched, or not be pushed.
         """
         part = folder / UNFINISHED
         try:
@@ -132,14 +133,20 @@ class ResumableTrainer(GRPOTrainer):
                     shutil.copy(folder / CARD_FILE, part)
                 self.save_model(str(part), _internal_call=True)
                 move_into(part, folder)
-            if self.args.push_to_hub:
-                self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
         except _CANNOT_WRITE as error:
             last = last_checkpoint(folder)
             advice = f"make room and go on from {last}, which is untouched" if last else "make room"
             raise QeRLError(
                 f"The model could not be saved to {folder} ({first_line(error)}); {advice}."
             ) from error
+        if self.args.push_to_hub:
+            with _hub_errors_said(f"The model was saved to {folder} and not pushed"):
+                self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def init_hf_repo(self, *args: Any, **kwargs: Any) -> None:
+        """Wraps transformers', which makes the repository of `push_to_hub` before the first step."""
+        with _hub_errors_said("The repository of push_to_hub cannot be made"):
+            super().init_hf_repo(*args, **kwargs)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Wraps TRL's, which knows no base that is not on the Hub."""
@@ -256,4 +263,16 @@ def _fits(checkpoint: str) -> Iterator[None]:
         raise QeRLError(
             f"The checkpoint {checkpoint} does not fit this run or is damaged ({first_line(error)}); "
             "give the model and the settings that it was made with."
+        ) from error
+
+
+@contextlib.contextmanager
+def _hub_errors_said(what: str) -> Iterator[None]:
+    """Inside the block a Hub that does not answer or refuses ends in a sentence that begins so."""
+    try:
+        yield
+    except (OSError, ValueError, httpx.HTTPError) as error:  # ValueError: an id that is none
+        raise QeRLError(
+            f"{what} ({first_line(error)}); see to the network, `hf auth login` and hub_model_id, or remove "
+            "push_to_hub."
         ) from error
