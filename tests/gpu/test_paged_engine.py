@@ -17,6 +17,7 @@ from qerl.rollout.paged.engine import PagedEngine
 from qerl.rollout.paged.limits import KVGeometry
 from qerl.rollout.paged.machine import Cuda
 from qerl.rollout.paged.pace import Pace
+from qerl.rollout.paged.prefill import Prefill
 from qerl.rollout.paged.scheduler import Scheduler
 from qerl.rollout.sampling import truncate
 from qerl.rollout.stops import StopTokens
@@ -63,6 +64,25 @@ def test_samples_do_not_depend_on_who_shares_the_batch():
     first = engine.generate([PROMPTS[0], PROMPTS[1]], 2, params).completions[:2]
     second = engine.generate([PROMPTS[0], PROMPTS[2]], 2, params).completions[:2]
     assert first == second
+
+
+def test_the_host_does_not_wait_for_a_pass_of_prefill(monkeypatch):
+    """Of several passes: what the next one reads is uploaded while the one before runs."""
+    engine = PagedEngine(random_model("qwen2", ""), pad_token_id=0, pace=Pace(prefill_tokens=(64,)))
+    params, run, passes = SamplingParams(max_tokens=4, seed=3), Prefill.run, []
+    engine.generate(PROMPTS, 2, params)
+
+    def watched(self, spans, cache):
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            run(self, spans, cache)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        passes.append(sum(len(span.token_ids) for span in spans) / 64)
+
+    monkeypatch.setattr(Prefill, "run", watched)
+    engine.generate(PROMPTS, 2, params)
+    assert max(passes) > 2
 
 
 class NineBlocks(Cuda):

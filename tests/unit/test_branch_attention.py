@@ -1,11 +1,12 @@
 """Attention of a joined row: its stretches, with a dense kernel, and what the kernels of a GPU are told."""
 
+import threading
 from itertools import pairwise
 
 import pytest
 import torch
 
-from qerl.kernels.flash.flash2 import stretches_in_backward
+from qerl.kernels.flash.flash2 import _deterministic, stretches_in_backward
 from qerl.update import attention
 from qerl.update.joined_row import RowBuilder
 
@@ -48,6 +49,33 @@ class Dense:
             (out_LHE,) = self.forward(*leaves, extents, scale)
         assert torch.equal(out_LHE, outputs[0])
         return torch.autograd.grad(out_LHE, leaves, dout_LHE)
+
+
+def test_threads_do_not_undo_each_others_switch():
+    """A second backward pass begins while a first one runs, and ends after it."""
+    inside, go_on, seen = threading.Event(), threading.Event(), []
+
+    def first():
+        with _deterministic():
+            inside.set()
+            go_on.wait(10)
+            seen.append(torch.are_deterministic_algorithms_enabled())
+
+    def second():
+        with _deterministic():
+            inside.set()
+            seen.append(torch.are_deterministic_algorithms_enabled())
+
+    threads = [threading.Thread(target=first), threading.Thread(target=second)]
+    threads[0].start()
+    assert inside.wait(10)
+    inside.clear()
+    threads[1].start()
+    assert not inside.wait(0.1)
+    go_on.set()
+    for thread in threads:
+        thread.join(10)
+    assert seen == [True, True] and not torch.are_deterministic_algorithms_enabled()
 
 
 @pytest.mark.parametrize("scale", [None, 0.3])

@@ -106,7 +106,8 @@ class PackedLinear(nn.Module):
         version = None if own.is_inference() else own._version
         if self._global is None or self._global[0] is not own or self._global[1] != version:
             mantissa, exponent = math.frexp(float(own))
-            power = torch.full_like(own, math.ldexp(1.0, exponent - 1))
+            with torch.inference_mode(False):  # a rollout may ask first, and training then reads it
+                power = torch.full_like(own, math.ldexp(1.0, exponent - 1))
             self._global = own, version, power, 1 / (2 * mantissa)
         _, _, power, factor = self._global
         tensors = self.storage.tensors() | {"weight_global_scale": power}

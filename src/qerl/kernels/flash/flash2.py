@@ -5,6 +5,7 @@ fixed order, which it does in several FP32 copies; those that no block of keys w
 (`stretches_in_backward`).
 """
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,6 +16,8 @@ from torch.nn.attention import current_flash_attention_impl
 from qerl.errors import QeRLError
 from qerl.kernels.device import multiprocessors
 from qerl.kernels.flash.choice import Extents
+
+_ONE_THREAD = threading.Lock()
 
 
 class Flash2:
@@ -85,6 +88,9 @@ def stretches_in_backward(count: int, heads: int, blocks: int, cores: int) -> in
 def _deterministic() -> Iterator[None]:
     """Inside the block torch's own FlashAttention adds gradients in a fixed order.
 
+    torch offers that as a setting of the whole process, so threads take turns here. Whatever else another
+    thread asks of a GPU meanwhile must have a deterministic form, or torch refuses it.
+
     Raises:
         QeRLError: Another implementation was put in its place, which does not read this setting.
     """
@@ -93,14 +99,15 @@ def _deterministic() -> Iterator[None]:
             f"torch's FlashAttention was replaced by {other}, whose gradients are not the same twice; call "
             "torch.nn.attention.restore_flash_attention_impl() before training."
         )
-    before = torch.are_deterministic_algorithms_enabled()
-    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    settings: Any = torch.utils.deterministic
-    fill = settings.fill_uninitialized_memory
-    settings.fill_uninitialized_memory = False  # costs a pass over every new tensor
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before, warn_only=warn_only)
-        settings.fill_uninitialized_memory = fill
+    with _ONE_THREAD:
+        before = torch.are_deterministic_algorithms_enabled()
+        warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+        settings: Any = torch.utils.deterministic
+        fill = settings.fill_uninitialized_memory
+        settings.fill_uninitialized_memory = False  # costs a pass over every new tensor
+        torch.use_deterministic_algorithms(True)
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(before, warn_only=warn_only)
+            settings.fill_uninitialized_memory = fill
