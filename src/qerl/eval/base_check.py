@@ -50,8 +50,9 @@ def check_base(adapter: Path, model: str | LocalModel) -> str:
     linears, own = recorded.get("linears"), linears_fingerprint(folder)
     if None not in (linears, own) and linears != own:
         return (
-            f"The linear layers of {model} are not those of {named}, which the adapter was trained on, though "
-            "norms and embeddings are: if an adapter was merged into them, this one comes on top of it."
+            f"The linear layers of {model} are not those of {named}, which the adapter was trained on, "
+            "though norms and embeddings are: if an adapter was merged into them, this one comes on top of "
+            "it."
         )
     return ""
 

@@ -8,8 +8,7 @@ loaded from. Quantising leaves them alone; fine-tuning of all weights does not, 
 move scales from weights into norms, on whose result the adapter of the original would be wrong too.
 
 A copy into whose linear layers an adapter was merged has the norms and embeddings of the original. Where both
-are in 16 bits, a row of each linear layer tells them apart (`linears_fingerprint`); from packed weights nothing
-does.
+are in 16 bits, a row of each linear layer tells them apart (`linears_fingerprint`); packed weights do not.
 """
 
 import hashlib

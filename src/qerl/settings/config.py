@@ -105,9 +105,7 @@ class QeRLConfig(OwnFields, GRPOConfig):
         if self.per_device_eval_batch_size is None:
             self.per_device_eval_batch_size = self._evaluated_together(self.environment is not None)
         contradictions.check_evaluation(self)
-        rollout = self.generation_batch_size
-        if self.steps_per_generation is not None:
-            self.generation_batch_size = None  # TRL takes one of the two, and computes the other
+        rollout = contradictions.take_rollout_size(self)
         set_newer_names(self)
         try:
             super().__post_init__()

@@ -83,6 +83,15 @@ def check_ratios(config: GRPOConfig) -> None:
         )
 
 
+def take_rollout_size(config: GRPOConfig) -> int | None:
+    """`generation_batch_size` as it was given; unset where `steps_per_generation` says the same, because TRL
+    takes one of the two and computes the other."""
+    said: int | None = config.generation_batch_size
+    if config.steps_per_generation is not None:
+        config.generation_batch_size = None
+    return said
+
+
 def check_rollout_size(config: GRPOConfig, said: int | None) -> None:
     """Refuse two fields that say how much a rollout samples, and say different things.
 
