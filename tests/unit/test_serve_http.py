@@ -14,6 +14,7 @@ import pytest
 pytest.importorskip("google.protobuf", reason="needs the extra serve")
 pytest.importorskip("starlette", reason="needs the extra serve")
 
+from qerl.serve.checkpoints import EXPIRY_FILE
 from qerl.serve.gate import Gate
 from tests.support.http import Client, connected
 from tests.support.wire import BASE, KEY
@@ -315,6 +316,9 @@ def test_a_checkpoint_expires_if_its_client_says_so(client: Client, monkeypatch:
         path = f"{checkpoints}/weights/{name}/ttl"
         assert client.http.put(path, json={"ttl_seconds": seconds}).status_code == 204
     assert client.http.put(path, json={"ttl_seconds": 1}).status_code == 400
+    client.backend.folder.joinpath(model, "weights", "one", EXPIRY_FILE).touch()
+    urls = client.http.get(f"{checkpoints}/weights/one/external_weights_urls").json()["urls"]
+    assert {*urls} == {"state.json", "other.bin"}
     assert client.http.put(f"{checkpoints}/weights/none/ttl", json={}).status_code == 404
     now = time.time()
 

@@ -43,7 +43,8 @@ from qerl.trainer.resume.checkpoint import clear, publish, read_manifest
 logger = logging.getLogger(__name__)
 
 STATE_FILE = "state.json"
-EXPIRY_FILE = "expires.json"
+EXPIRY_FILE = ".expires.json"
+"""Hidden, so that it is not downloaded: another server to whose folder it came would delete what it lies with."""
 OPTIMIZER_FILE = "optimizer.safetensors"
 LOCK_FILE = "server.lock"
 REPLACED = ".replaced"
