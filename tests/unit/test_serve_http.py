@@ -316,8 +316,8 @@ def test_a_checkpoint_expires_if_its_client_says_so(client: Client, monkeypatch:
         path = f"{checkpoints}/weights/{name}/ttl"
         assert client.http.put(path, json={"ttl_seconds": seconds}).status_code == 204
     assert client.http.put(path, json={"ttl_seconds": 1}).status_code == 400
-    client.backend.folder.joinpath(model, "weights", "one", EXPIRY_FILE).touch()
-    urls = client.http.get(f"{checkpoints}/weights/one/external_weights_urls").json()["urls"]
+    client.backend.folder.joinpath(model, "weights", "three", EXPIRY_FILE).touch()
+    urls = client.http.get(f"{checkpoints}/weights/three/external_weights_urls").json()["urls"]
     assert {*urls} == {"state.json", "other.bin"}
     assert client.http.put(f"{checkpoints}/weights/none/ttl", json={}).status_code == 404
     now = time.time()
@@ -339,6 +339,6 @@ def test_what_has_expired_is_looked_for(client: Client):
     client.server.clients.sweep()
     client.server.clients.queue.call(lambda _: None).result()
     assert not called.is_set()
-    client.server.clients._expired -= 61
+    client.server.clients._looked_for_expired -= 61
     client.server.clients.sweep()
     assert called.wait(20)

@@ -16,6 +16,7 @@ A path is made of an id and a name as `qerl.serve.names` takes them, with nothin
 a file system, so no path leads out of the folder; nor does a link in it.
 """
 
+import contextlib
 import errno
 import json
 import logging
@@ -44,7 +45,7 @@ logger = logging.getLogger(__name__)
 
 STATE_FILE = "state.json"
 EXPIRY_FILE = ".expires.json"
-"""Hidden, so that it is not downloaded: another server to whose folder it came would delete what it lies with."""
+"""Hidden, so that it is not downloaded: in the folder of another server it would delete what it lies with."""
 OPTIMIZER_FILE = "optimizer.safetensors"
 LOCK_FILE = "server.lock"
 REPLACED = ".replaced"
@@ -219,7 +220,8 @@ class Store:
                 read_manifest(folder)
             except QeRLError as error:
                 logger.warning("Clients can delete %s, and save another under its name: %s", path, error)
-            found.append(_described(path, folder))
+            with contextlib.suppress(FileNotFoundError):  # somebody has just deleted it by hand
+                found.append(_described(path, folder))
         return sorted(found, key=lambda checkpoint: (checkpoint.time, checkpoint.path))
 
     def delete(self, path: str) -> None:
