@@ -22,7 +22,7 @@ import json
 import logging
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -244,7 +244,7 @@ class Store:
 
     def delete_expired(self) -> None:
         """Delete what may be deleted by now."""
-        for path, folder in self._all():
+        for path, folder in list(self._all()):
             expires = _read_expiry(folder)
             if expires is not None and expires <= time.time():
                 logger.info("%s has expired and is deleted.", path)
@@ -302,13 +302,15 @@ class Store:
                 aside.parent.rename(folder)
         shutil.rmtree(replaced, ignore_errors=True)
 
-    def _all(self) -> Sequence[tuple[str, Path]]:
-        """Path and folder of all that is saved."""
-        return [
-            (f"{SCHEME}{manifest.parent.relative_to(self.root)}", manifest.parent)
-            for kind in KINDS
-            for manifest in self.root.glob(f"*/{kind}/*/{MANIFEST_FILE}")
-        ]
+    def _all(self) -> Iterator[tuple[str, Path]]:
+        """Path and folder of all that is saved; what no client could have saved there is named in the log."""
+        for kind in KINDS:
+            for manifest in self.root.glob(f"*/{kind}/*/{MANIFEST_FILE}"):
+                path = f"{SCHEME}{manifest.parent.relative_to(self.root)}"
+                try:
+                    yield path, self.folder(path)
+                except QeRLError as error:
+                    logger.warning("%s is left out of the list of checkpoints: %s", manifest.parent, error)
 
     def _there(self, path: str) -> Path:
         """Where a path leads, if something is saved there."""
