@@ -111,7 +111,7 @@ class Clients:
         )
         with self.lock:
             self.sessions[session.id] = session
-        logger.info("Session %s began (client version %s).", session.id, session.sdk_version)
+        logger.info("Session %s began (client version %r).", session.id, session.sdk_version)
         return session.id
 
     def heartbeat(self, session_id: str) -> bool:
