@@ -294,6 +294,8 @@ def test_a_link_does_not_lead_out_of_the_folder_either(saved, tmp_path):
     (tmp_path / "linked").symlink_to(tmp_path.parent / f"{tmp_path.name}-out")
     with pytest.raises(QeRLError, match="leads out"):
         backend.weights_info(state.replace("s:train:0", "linked"))
+    shutil.copytree(tmp_path / "s:train:0", tmp_path / "of nobody")
+    assert {checkpoint.path.split("/")[2] for checkpoint in backend.checkpoints()} == {"s:train:0"}
     with pytest.raises(QeRLError, match="not the path of a checkpoint"):
         backend.save_state("s:train:0", "../x")
 

@@ -14,6 +14,7 @@ import pytest
 pytest.importorskip("google.protobuf", reason="needs the extra serve")
 pytest.importorskip("starlette", reason="needs the extra serve")
 
+from qerl.serve.checkpoints import EXPIRY_FILE
 from qerl.serve.gate import Gate
 from tests.support.http import Client, connected
 from tests.support.wire import BASE, KEY
@@ -315,6 +316,9 @@ def test_a_checkpoint_expires_if_its_client_says_so(client: Client, monkeypatch:
         path = f"{checkpoints}/weights/{name}/ttl"
         assert client.http.put(path, json={"ttl_seconds": seconds}).status_code == 204
     assert client.http.put(path, json={"ttl_seconds": 1}).status_code == 400
+    client.backend.folder.joinpath(model, "weights", "three", EXPIRY_FILE).touch()
+    urls = client.http.get(f"{checkpoints}/weights/three/external_weights_urls").json()["urls"]
+    assert {*urls} == {"state.json", "other.bin"}
     assert client.http.put(f"{checkpoints}/weights/none/ttl", json={}).status_code == 404
     now = time.time()
 
@@ -335,6 +339,6 @@ def test_what_has_expired_is_looked_for(client: Client):
     client.server.clients.sweep()
     client.server.clients.queue.call(lambda _: None).result()
     assert not called.is_set()
-    client.server.clients._expired -= 61
+    client.server.clients._looked_for_expired -= 61
     client.server.clients.sweep()
     assert called.wait(20)

@@ -222,13 +222,17 @@ def _date(seconds: float) -> str:
 
 
 def _files_of(checkpoint: Checkpoint) -> list[Path]:
-    """The files of a checkpoint.
+    """The files of a checkpoint that a client may have.
 
     Raises:
         HTTPException: 404, it was deleted since it was described.
     """
     try:
-        found = [path for path in checkpoint.folder.iterdir() if path.is_file() and not path.is_symlink()]
+        found = [
+            path
+            for path in checkpoint.folder.iterdir()
+            if path.is_file() and not path.is_symlink() and not path.name.startswith(".")
+        ]
     except FileNotFoundError:
         raise _deleted(checkpoint) from None
     return sorted(found)

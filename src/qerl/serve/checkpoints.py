@@ -16,12 +16,13 @@ A path is made of an id and a name as `qerl.serve.names` takes them, with nothin
 a file system, so no path leads out of the folder; nor does a link in it.
 """
 
+import contextlib
 import errno
 import json
 import logging
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,8 @@ from qerl.trainer.resume.checkpoint import clear, publish, read_manifest
 logger = logging.getLogger(__name__)
 
 STATE_FILE = "state.json"
-EXPIRY_FILE = "expires.json"
+EXPIRY_FILE = ".expires.json"
+"""Hidden, so that it is not downloaded: in the folder of another server it would delete what it lies with."""
 OPTIMIZER_FILE = "optimizer.safetensors"
 LOCK_FILE = "server.lock"
 REPLACED = ".replaced"
@@ -218,7 +220,8 @@ class Store:
                 read_manifest(folder)
             except QeRLError as error:
                 logger.warning("Clients can delete %s, and save another under its name: %s", path, error)
-            found.append(_described(path, folder))
+            with contextlib.suppress(FileNotFoundError):  # somebody has just deleted it by hand
+                found.append(_described(path, folder))
         return sorted(found, key=lambda checkpoint: (checkpoint.time, checkpoint.path))
 
     def delete(self, path: str) -> None:
@@ -241,7 +244,7 @@ class Store:
 
     def delete_expired(self) -> None:
         """Delete what may be deleted by now."""
-        for path, folder in self._all():
+        for path, folder in list(self._all()):
             expires = _read_expiry(folder)
             if expires is not None and expires <= time.time():
                 logger.info("%s has expired and is deleted.", path)
@@ -299,13 +302,15 @@ class Store:
                 aside.parent.rename(folder)
         shutil.rmtree(replaced, ignore_errors=True)
 
-    def _all(self) -> Sequence[tuple[str, Path]]:
-        """Path and folder of all that is saved."""
-        return [
-            (f"{SCHEME}{manifest.parent.relative_to(self.root)}", manifest.parent)
-            for kind in KINDS
-            for manifest in self.root.glob(f"*/{kind}/*/{MANIFEST_FILE}")
-        ]
+    def _all(self) -> Iterator[tuple[str, Path]]:
+        """Path and folder of all that is saved; what no client could have saved there is named in the log."""
+        for kind in KINDS:
+            for manifest in self.root.glob(f"*/{kind}/*/{MANIFEST_FILE}"):
+                path = f"{SCHEME}{manifest.parent.relative_to(self.root)}"
+                try:
+                    yield path, self.folder(path)
+                except QeRLError as error:
+                    logger.warning("%s is left out of the list of checkpoints: %s", manifest.parent, error)
 
     def _there(self, path: str) -> Path:
         """Where a path leads, if something is saved there."""

@@ -100,7 +100,7 @@ class Clients:
         self.models: dict[str, Model] = {}
         self.samplers: dict[str, Sampler] = {}
         self.lock = threading.RLock()
-        self._expired = time.monotonic()
+        self._looked_for_expired = time.monotonic()
 
     def create_session(
         self, sdk_version: str, display_name: str | None = None, notes: Mapping[str, str] | None = None
@@ -111,7 +111,7 @@ class Clients:
         )
         with self.lock:
             self.sessions[session.id] = session
-        logger.info("Session %s began (client version %s).", session.id, session.sdk_version)
+        logger.info("Session %s began (client version %r).", session.id, session.sdk_version)
         return session.id
 
     def heartbeat(self, session_id: str) -> bool:
@@ -153,9 +153,8 @@ class Clients:
         with self.lock:
             if len(self.models) < self.limits.max_models:
                 return
-            others = {model.session_id for model in self.models.values()} & self.sessions.keys() - {
-                session_id
-            }
+            holders = {model.session_id for model in self.models.values()} & self.sessions.keys()
+            others = holders - {session_id}
             full = f"The server holds {len(self.models)} models, its limit (`qerl serve --max_models`)"
             if not others:
                 raise QeRLError(f"{full}, all of them yours; unload one, or start it with more.")
@@ -174,8 +173,8 @@ class Clients:
             if now - session.seen > self.limits.silence_s:
                 self.finish(session.id, f"its client was silent for {self.limits.silence_s:.0f} seconds")
         self.futures.sweep(now)
-        if now - self._expired > EXPIRY_S:
-            self._expired = now
+        if now - self._looked_for_expired > EXPIRY_S:
+            self._looked_for_expired = now
             self.later(methodcaller("delete_expired"))
 
     def check_session(self, session_id: str) -> None:

@@ -8,6 +8,7 @@ its key.
 """
 
 import asyncio
+import contextlib
 import logging
 import resource
 from typing import ClassVar
@@ -35,8 +36,9 @@ def room_for_connections() -> int:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _ENOUGH if hard == resource.RLIM_INFINITY else min(hard, _ENOUGH)
     if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-        soft = wanted
+        with contextlib.suppress(ValueError, OSError):  # macOS has a limit of its own below an infinite one
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            soft = wanted
     return (_ENOUGH if soft == resource.RLIM_INFINITY else soft) // 2
 
 

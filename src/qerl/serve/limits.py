@@ -55,5 +55,5 @@ class Limits:
 
     @property
     def json(self) -> int:
-        """Bytes of a request in JSON: 16 for each token of the context, and 1 MB for all else."""
+        """Bytes of a request in JSON: 16 for each token of the context, and 1 MiB for all else."""
         return min(self.body, 16 * self.context + (1 << 20))

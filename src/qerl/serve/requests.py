@@ -76,7 +76,9 @@ def _texts(found: dict[str, Any]) -> dict[str, str]:
 
 
 _NOTED = 1 << 14
-Texts = Annotated[dict[str, Any], AfterValidator(_texts), BeforeValidator(lambda found: found or {})]
+Texts = Annotated[
+    dict[str, Any], AfterValidator(_texts), BeforeValidator(lambda found: {} if found is None else found)
+]
 
 
 class CreateSession(Body):
