@@ -123,7 +123,10 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except FileNotFoundError as error:
-        raise QeRLError(f"{run} has no {METRICS_FILE}; name the output_dir of a run.") from error
+        raise QeRLError(
+            f"{run} has no {METRICS_FILE}; name the output_dir of a run (a trainer made in Python writes one "
+            "with the callback MetricsFile of qerl.trainer.callbacks)."
+        ) from error
     except (OSError, UnicodeDecodeError) as error:
         cause = getattr(error, "strerror", None) or error
         raise QeRLError(f"{path} cannot be read ({cause}); copy the folder again.") from error

@@ -190,6 +190,23 @@ def test_mse_is_no_worse_than_rtn_in_any_block_and_near_the_best_scale_there_is(
     assert mse_errors.sum() < best.sum() * 1.001
 
 
+@pytest.mark.parametrize("smaller", [4e5, 1e6, 2e6])
+def test_mse_keeps_a_block_that_is_far_below_the_maximum(smaller):
+    """Its rtn scale rounds to zero from 4.6e5 times smaller on, where the smallest E4M3 scale holds it."""
+    torch.manual_seed(1)
+    weight = torch.randn(1, 64).clamp(-1, 1)
+    weight[0, 0], weight[0, 20] = 1.0, 1.0
+    weight[0, 16:32] /= smaller
+    assert block_errors(weight, quantize(weight, NVFP4, "mse"))[0, 1] < weight[0, 16:32].square().sum() / 2
+
+
+@pytest.mark.parametrize("rounding", ["rtn", "mse"])
+def test_mxfp4_stays_finite_up_to_the_end_of_fp32(rounding):
+    weight = torch.full((2, 32), torch.finfo(torch.float32).max)
+    weight[1] = 2.5e38
+    assert relative_error(error_sums(weight, quantize(weight, MXFP4, rounding))) < 0.3
+
+
 def test_mse_maps_a_block_to_four_where_that_is_exact():
     # 0.75 and 1 are 3 and 4 with a block scale of 1/4, but 4.5 and 6 with the rtn scale of 1/6.
     weight = torch.tensor([[1.0, 0.75] * 8])

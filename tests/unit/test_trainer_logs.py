@@ -2,7 +2,7 @@
 
 import copy
 import time
-from itertools import product
+from itertools import count, product
 from types import SimpleNamespace
 
 import pytest
@@ -200,6 +200,17 @@ def test_the_time_of_an_evaluation_is_no_steps(make):
         assert row["step_time"] == pytest.approx(
             sum(row[f"time/{x}"] for x in ("rollout", "reward", "update"))
         )
+
+
+def test_a_clock_that_is_set_back_makes_no_negative_times(make, monkeypatch):
+    trainer = make(eval_dataset=DATA, eval_strategy="steps", eval_steps=1)
+    clock = count(1e9, -1)
+    monkeypatch.setattr(time, "time", lambda: float(next(clock)))
+    trainer.train()
+    logged = [*trainer.state.log_history, trainer.predict(DATA).metrics]
+    names = {name for row in logged for name in row if "_runtime" in name or "_per_second" in name}
+    assert names >= {"train_runtime", "eval_samples_per_second", "test_steps_per_second"}
+    assert all(row[name] >= 0 for row in logged for name in names & row.keys())
 
 
 def test_vespos_weight_is_of_the_computed_samples(make, monkeypatch):

@@ -45,7 +45,8 @@ class BlockFormat:
     Attributes:
         name: Its name in `qerl.weight_formats`.
         scale_dtype: ``float8_e4m3fn``, or ``uint8`` for an E8M0 exponent with bias 127.
-        scale_bytes: The lowest and the highest byte that a block scale may have.
+        scale_bytes: The lowest and the highest byte that rounding gives a block scale: E4M3's smallest and
+            largest number; and of the powers of two those of which FP32 holds six.
         search_steps: The scales that ``mse`` tries, counted in representable scales from that of ``rtn``.
         checkpoint_format: Name of the format in compressed-tensors' ``config.json``.
     """
@@ -84,7 +85,7 @@ NVFP4 = BlockFormat(
 MXFP4 = BlockFormat(
     "mxfp4",
     scale_dtype=torch.uint8,
-    scale_bytes=(0, 254),
+    scale_bytes=(0, 252),
     search_steps=(-1,),
     checkpoint_format="mxfp4-pack-quantized",
 )

@@ -19,6 +19,7 @@ from qerl.fp4.format import (
     E2M1_MAX,
     E2M1_VALUES,
     E4M3_MAX,
+    MXFP4,
     BlockFormat,
     PackedRows,
     block_steps,
@@ -159,12 +160,13 @@ def _e8m0_scales(block_amax: torch.Tensor) -> torch.Tensor:
     """E8M0 bytes [n, G] of 2^(floor(log2 amax) - 2), doubled where amax >= 1.75 * 2^floor(log2 amax).
 
     2 is the exponent of 6, E2M1's maximum (OCP MX 1.0, section 6.3). Doubling for blocks that would reach 7
-    and more, and so be clipped, departs from the standard's example and is what compressed-tensors does.
+    and more, and so be clipped, departs from the standard's example and is what compressed-tensors does. From
+    2.9e38 on that would be infinite in FP32, where compressed-tensors stores 1; there blocks are clipped.
     """
     mantissa, exponent = torch.frexp(block_amax)  # amax = mantissa * 2^exponent, mantissa in [0.5, 1)
     floor_log2 = exponent - 1 + (mantissa >= 0.875)
     byte = torch.where(block_amax == 0, 0, floor_log2 - 2 + 127)
-    return byte.clamp(0, 254).to(torch.uint8)
+    return byte.clamp(*MXFP4.scale_bytes).to(torch.uint8)
 
 
 def _search_scales(
@@ -173,7 +175,8 @@ def _search_scales(
     """Scales [n, G] with the smallest squared error of each block among the neighbours of the rtn ``scales``.
 
     Positive E4M3 numbers and E8M0 exponents are both ordered like their bytes, so a neighbour is the byte
-    plus or minus one. The rtn scale wins ties, so no block is worse than with rtn.
+    plus or minus one. The rtn scale wins ties, so no block is worse than with rtn. A block so far below the
+    matrix's maximum that its rtn scale rounds to zero has the lowest scales for neighbours.
     """
 
     def block_error(candidate: torch.Tensor) -> torch.Tensor:
@@ -182,9 +185,11 @@ def _search_scales(
 
     lowest, highest = format.scale_bytes
     rtn_bytes = scales.view(torch.uint8)
+    lost = (blocks.abs().amax(-1, keepdim=True) < block_steps(scales, global_scale)).squeeze(-1)
+    middle = torch.where(lost, lowest, rtn_bytes.int())
     best_bytes, best_error = rtn_bytes, block_error(scales)
     for step in format.search_steps:
-        candidate = (rtn_bytes.int() + step).clamp(lowest, highest).to(torch.uint8)
+        candidate = (middle + step).clamp(lowest, highest).to(torch.uint8)
         error = block_error(candidate.view(format.scale_dtype))
         better = error < best_error
         best_bytes = torch.where(better, candidate, best_bytes)

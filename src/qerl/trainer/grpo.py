@@ -191,6 +191,7 @@ class QeRLTrainer(UpdateTrainer):
         test_dataset = self._sound(test_dataset, "test_dataset", "test prompts")
         with self._table_apart(""):
             output = super().predict(test_dataset, ignore_keys, metric_key_prefix)
+        self._runtimes.put_into(output.metrics)
         for name, values in self._metrics["eval"].items():
             output.metrics[f"{metric_key_prefix}_{name}"] = mean(values)
         self._metrics["eval"].clear()
@@ -238,6 +239,7 @@ class QeRLTrainer(UpdateTrainer):
         """Wraps transformers': each of several evaluation sets has metrics of its own, each evaluation meets
         its problems anew, and its loss is minus its reward."""
         self._problem_seeds = ProblemSeeds(self.args.seed)
+        self._runtimes.begin(metric_key_prefix)
         output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
         reward = mean(self._metrics["eval"]["reward"])
         if reward is not None:
@@ -249,6 +251,7 @@ class QeRLTrainer(UpdateTrainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Wraps TRL's, which takes the mean of each metric and writes the table of completions."""
+        self._runtimes.put_into(logs)
         if not (self.log_completions and self.accelerator.is_main_process):
             return super().log(logs, start_time)
         run = Path(str(self.args.output_dir))

@@ -70,6 +70,7 @@ class RolloutTrainer(SamplerTrainer):
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Wraps transformers': a training whose rewards taught nothing says so at its end."""
+        self._runtimes.begin("train")
         output = super().train(*args, **kwargs)
         if self._rollouts_without_signal and not self._had_signal and is_first_process():
             logger.warning(

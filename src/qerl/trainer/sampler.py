@@ -23,7 +23,7 @@ from qerl.trainer.memory import PeakMemory
 from qerl.trainer.noisy_share import side_by_side
 from qerl.trainer.resume.trainer import ResumableTrainer
 from qerl.trainer.rollout_log import RolloutLog
-from qerl.trainer.timing import StepClock
+from qerl.trainer.timing import Runtimes, StepClock
 from qerl.trainer.trl.client import EngineClient
 from qerl.trainer.trl.truncation import cut_off, log_lengths
 from qerl.trainer.turns import Turns
@@ -71,6 +71,7 @@ class SamplerTrainer(ResumableTrainer):
         self._noisy_samples = 0
         self._memory = PeakMemory(self.accelerator.device)
         self._clock = StepClock(hides=early is not None)
+        self._runtimes = Runtimes()
         self._calls = 0
         self._eval_seeds: list[int] | None = None
         self._call_key: tuple[int, str] | None = None

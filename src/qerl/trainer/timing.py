@@ -1,4 +1,4 @@
-"""Where the seconds of an optimizer step go."""
+"""Where the seconds of an optimizer step go, and how long trainings and evaluations take."""
 
 import contextlib
 import time
@@ -67,3 +67,28 @@ class StepClock:
             parts[HIDDEN] = self._seconds.pop(HIDDEN, 0.0)
         self._total, self.running = 0.0, False
         return {"step_time": total} | {f"time/{name}": seconds for name, seconds in parts.items()}
+
+
+class Runtimes:
+    """Seconds of a training and of evaluations, by a clock that nobody sets.
+
+    transformers reads theirs from the time of day: where that is set back meanwhile, they are negative.
+    """
+
+    def __init__(self) -> None:
+        self._began: dict[str, float] = {}
+
+    def begin(self, split: str) -> None:
+        """A training or an evaluation begins; `split` is how its metrics begin, such as ``eval``."""
+        self._began[split] = time.monotonic()
+
+    def put_into(self, metrics: dict[str, float]) -> None:
+        """Replace transformers' runtime, if these metrics have it, and the rates that follow from it."""
+        for split, began in self._began.items():
+            if (theirs := metrics.get(f"{split}_runtime")) is None:
+                continue
+            seconds = time.monotonic() - began
+            metrics[f"{split}_runtime"] = round(seconds, 4)
+            for name in (f"{split}_samples_per_second", f"{split}_steps_per_second"):
+                if name in metrics:
+                    metrics[name] = round(metrics[name] * theirs / seconds, 3)
