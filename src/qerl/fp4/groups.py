@@ -14,7 +14,7 @@ import re
 
 from qerl.families.layer import JOINT
 
-# "layers" at the start or right after "model": the text decoder, in any wrapper, and no vision encoder.
+# "layers" at the start or right after "model": the text decoder, and no vision encoder.
 _DECODER_LAYER = re.compile(r"(?:^|.*\bmodel\.)layers\.\d+\.")
 _PROJECTION = re.compile(_DECODER_LAYER.pattern + r"(?:.+\.)?\w+_proj")
 

@@ -284,4 +284,5 @@ def _check_report(report: dict[str, Any], folder: Path) -> None:
         rest = f" and {len(names) - 1} more tensors" if len(names) > 1 else ""
         raise QeRLError(f"The checkpoint {folder} lacks {names[0]}{rest}; fetch it again.")
     if report["mismatched_keys"]:
-        raise _mismatch(*sorted(report["mismatched_keys"])[0], folder)
+        name, stored, wanted = sorted(report["mismatched_keys"])[0]
+        raise _mismatch(name, stored, wanted, folder)
