@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
+import qerl.cli
 from lab.__main__ import main
 from lab.study.library import FOLDER, study_file
 from lab.study.probe.plan import all_cells
@@ -101,6 +102,11 @@ def test_without_scipy_the_results_are_safe(tmp_path, files, make, monkeypatch, 
     assert "No page was drawn. The statistics of a study need scipy" in capsys.readouterr().out
     assert (tmp_path / "out" / RESULTS_FILE).is_file()
     assert main(["study", str(tmp_path / "out")]) == 2
+
+
+def test_the_package_says_where_studies_are(capsys):
+    assert qerl.cli.main(["study", "sweep", "--dry-run"]) == 2
+    assert "in a clone, type `python -m lab study`." in " ".join(capsys.readouterr().err.split())
 
 
 def test_where_a_missing_study_went_is_said(capsys):

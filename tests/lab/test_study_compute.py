@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from lab.__main__ import main
 from lab.study.compute import StudyMake
 from lab.study.followed import Followed
 from lab.study.spec import make_study
 from qerl import yaml12
-from qerl.cli import main
 from qerl.errors import QeRLError
 from qerl.models.fingerprint import checkpoint_fingerprint
 from qerl.source import commit
