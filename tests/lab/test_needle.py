@@ -3,6 +3,7 @@
 import itertools
 import logging
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -27,6 +28,8 @@ from qerl.models.load import load_model, load_tokenizer
 from qerl.rollout.engine import SamplingParams
 from qerl.rollout.portable.engine import PortableEngine
 from qerl.settings.config import QeRLConfig
+from qerl.settings.recipe import load_config
+from qerl.tasks import get_task
 from qerl.trainer.grpo import QeRLTrainer
 from tests.support.trainer import settings
 
@@ -147,6 +150,12 @@ def test_the_policy_is_made_once_and_anew_when_its_source_changes(monkeypatch, t
     assert load_tokenizer(find_model("needle")).eos_token_id == policy.config.eos_token_id
     monkeypatch.setattr(folder, "SOURCES", (training,))
     assert folder.needle_folder() != first and len(made) == 2
+
+
+def test_the_recipe_is_a_run_of_this_task(monkeypatch):
+    monkeypatch.chdir(Path(__file__).parents[2])
+    config = load_config(["lab/needle/recipe.yaml"], {"model": "needle"})
+    assert get_task(config.task, **config.task_options).name == "needle"
 
 
 def test_grpo_finds_the_needle(needle, tmp_path):
