@@ -10,7 +10,7 @@ from qerl.settings.words import with_underscores
 COMMANDS = {
     "study": "study.command",
     "speed": "speed",
-    "verdicts": "verdicts",
+    "verdicts": "writers.verdicts",
     "needle": "needle.folder",
     "tables": "writers.tables",
     "draw": "writers.draw",
