@@ -63,11 +63,11 @@ versions: setup
 	$(BIN)/python .ci/versions newest
 
 tables: setup
-	$(BIN)/python -m bench.tables
+	$(BIN)/python -m lab tables
 
 figures: setup
-	$(BIN)/python -m bench.draw
-	$(BIN)/python -m bench.tables
+	$(BIN)/python -m lab draw
+	$(BIN)/python -m lab tables
 
 lint: setup
 	$(BIN)/ruff format --check .

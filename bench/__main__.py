@@ -20,10 +20,10 @@ from qerl.host_memory import host_gb
 from qerl.kernels.cards import asked
 
 BENCHMARKS = (
-    "rollout", "step", "context", "kernels", "bandwidth", "parity", "study", "turns", "tail", "acceptance",
-    "drafts", "serve", "loop", "cookbook", "verdicts",
+    "rollout", "step", "context", "kernels", "bandwidth", "parity", "turns", "tail", "acceptance", "drafts",
+    "serve", "loop", "cookbook",
 )  # fmt: skip
-WITHOUT_GPU = ("turns", "tail", "acceptance", "serve", "loop", "cookbook", "verdicts")
+WITHOUT_GPU = ("turns", "tail", "acceptance", "serve", "loop", "cookbook")
 """Benchmarks that measure the CPU where there is no GPU."""
 
 

@@ -32,11 +32,12 @@ EVERYWHERE = {"--arch": ARCH, "--memory": LIMIT, "--host": HOST}
 Row = dict[str, Any]
 
 
-def write_result(path: Path, command: str, rows: list[Row], **shared: Any) -> None:
+def write_result(path: Path, command: str, rows: list[Row], program: str = "bench", **shared: Any) -> None:
     """Write a result file, and its folder.
 
     Args:
         command: Name and options of the benchmark, without the options that every benchmark has.
+        program: Module whose benchmark it is.
         shared: Fields that all rows share, beside :func:`provenance`.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -44,7 +45,7 @@ def write_result(path: Path, command: str, rows: list[Row], **shared: Any) -> No
     options = "".join(f" {option} {value}" for option, value in everywhere.items() if value)
     processes = int(os.environ.get("WORLD_SIZE", 1))
     launcher = f"torchrun --nproc_per_node {processes}" if processes > 1 else "python"
-    found = {**provenance(f"{launcher} -m bench {command}{options}"), **shared, "rows": rows}
+    found = {**provenance(f"{launcher} -m {program} {command}{options}"), **shared, "rows": rows}
     path.write_text(json.dumps(found, indent=1) + "\n")
 
 

@@ -13,7 +13,7 @@ import os
 import shlex
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -44,21 +44,14 @@ console = Console(quiet=not is_first_process(), emoji=False)  # a path may have 
 def main(argv: list[str] | None = None) -> int:
     """Entry point; returns the exit status: 0 done, 1 what was planned does not fit, 2 a mistake the user can
     mend, 130 interrupted."""
-    words = with_underscores(sys.argv[1:] if argv is None else argv)
+    return status_of(lambda: _run(with_underscores(sys.argv[1:] if argv is None else argv)))
+
+
+def status_of(command: Callable[[], int | None]) -> int:
+    """Exit status of a command; what the user can mend, and Ctrl-C, are told in a sentence on stderr."""
     _quiet_libraries()
     try:
-        _refuse_nul(words)
-        fields: dict[str, str] = {}
-        if words and words[0] in TAKE_FIELDS:
-            words, fields = split_fields(words, *TAKE_FIELDS[words[0]])
-        args, unknown = _parser().parse_known_args(words)
-        if unknown:
-            raise QeRLError(
-                f"`qerl {words[0]}` does not take {' '.join(unknown)}; `qerl {words[0]} --help` says what it "
-                "takes."
-            )
-        args.fields, args.console = fields, console
-        status = args.run(args) or 0
+        status = command() or 0
         sys.stdout.flush()
         return status
     except QeRLError as error:
@@ -72,6 +65,26 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         Console(stderr=True).print("interrupted")
         return 130
+
+
+def _run(words: list[str]) -> int | None:
+    _refuse_nul(words)
+    if words[:1] == ["study"]:
+        raise QeRLError(
+            "Studies lie in QeRL's repository and not in the package; in a clone, type `python -m lab study`."
+        )
+    fields: dict[str, str] = {}
+    if words and words[0] in TAKE_FIELDS:
+        words, fields = split_fields(words, *TAKE_FIELDS[words[0]])
+    args, unknown = _parser().parse_known_args(words)
+    if unknown:
+        raise QeRLError(
+            f"`qerl {words[0]}` does not take {' '.join(unknown)}; `qerl {words[0]} --help` says what it "
+            "takes."
+        )
+    args.fields, args.console = fields, console
+    status: int | None = args.run(args)
+    return status
 
 
 # Names and disks that no file can be opened by or written to, wherever a command meets them.
@@ -134,7 +147,7 @@ def _escape(text: str) -> str:
     return text.replace("[", r"\[")
 
 
-class _Command(argparse.ArgumentParser):
+class Command(argparse.ArgumentParser):
     """A command whose help ends with the fields, if it takes any. Its positional words may stand anywhere."""
 
     _greedy: Sequence[str] = ()
@@ -177,10 +190,10 @@ def _parser() -> argparse.ArgumentParser:
         prog="qerl", description="RL of language models on few GPUs, on NVFP4 weights."
     )
     parser.add_argument("--version", action="version", version=__version__)
-    commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=_Command)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=Command)
     for add in (
         _add_train, _add_plan, _add_demo, _add_recipes, _add_fields, _add_quantize, add_eval,
-        add_generate, add_report, add_watch, add_bench, add_serve, _add_study, _add_doctor,
+        add_generate, add_report, add_watch, add_bench, add_serve, _add_doctor,
     ):  # fmt: skip
         add(commands)
     return parser
@@ -245,34 +258,6 @@ def _add_quantize(commands: Any) -> None:
     sub.add_argument("--format", choices=PACKED_FORMATS, default=DEFAULT_FORMAT, help="default: %(default)s")
     sub.add_argument(
         "--rounding", choices=ROUNDINGS, default=DEFAULT_ROUNDING, help="default: %(default)s, least error"
-    )
-
-
-_STUDY_HELP = """\
-Train many small runs side by side, arms x seeds x learning rates, and compare them on one page.
-
-STUDY is a .yaml file, or the name of a study of this package (sweep); of several, keys of later ones go over
-those of earlier ones, and arms and comparisons are put together. Finished runs in its folder are not computed
-again: the same command goes on after Ctrl-C, and started once for each GPU it shares the work. The folder of
-a study, or its results.json.gz, in place of STUDY draws its page again. docs/studies.md says how a study is
-written."""
-
-
-def _add_study(commands: Any) -> None:
-    sub = add_command(commands, "study", _study, "Many runs side by side: arms x seeds x learning rates.")
-    sub.description, sub.formatter_class = _STUDY_HELP, argparse.RawDescriptionHelpFormatter
-    sub.add_argument("studies", nargs="+", metavar="STUDY", help="a .yaml file, a name, a folder or results")
-    sub.add_argument("--output_dir", type=Path, metavar="DIR", help="the study's folder; default: runs/NAME")
-    sub.add_argument("--figures", type=Path, metavar="DIR", help="write the figures there too, as SVG files")
-    sub.add_argument(
-        "--again",
-        nargs="+",
-        default=(),
-        metavar="ARM",
-        help="compute runs of other commits of these arms again",
-    )
-    sub.add_argument(
-        "--dry_run", action="store_true", help="check the study and say what there is to compute"
     )
 
 
@@ -375,12 +360,6 @@ def _doctor(_: argparse.Namespace) -> None:
     from qerl.doctor import print_doctor
 
     print_doctor()
-
-
-def _study(args: argparse.Namespace) -> int:
-    from qerl.study.command import study_command
-
-    return study_command(args.studies, args.output_dir, args.figures, args.dry_run, console, args.again)
 
 
 if __name__ == "__main__":  # what `torchrun -m` was given before `python -m qerl` was there

@@ -13,7 +13,7 @@ def named_file(word: str, known: Mapping[str, Path], what: str) -> Path:
     Args:
         word: A name or a path.
         known: Files of the package by name.
-        what: What such a file is, such as ``study``.
+        what: What such a file is, such as ``suite``.
 
     Raises:
         QeRLError: The package has none of this name.

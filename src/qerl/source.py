@@ -22,7 +22,8 @@ def commit() -> str:
             "ls-files", "--error-unmatch", Path(__file__).name
         )  # git may know a folder around the package only
         found = _git("rev-parse", "--short=7", "HEAD")
-        changed = _git("status", "--porcelain", "--", ".", ":(top,glob)bench/**/*.py")
+        beside = (f":(top,glob){folder}/**/*.py" for folder in ("bench", "lab"))
+        changed = _git("status", "--porcelain", "--", ".", *beside)
     except (OSError, subprocess.CalledProcessError):
         return UNKNOWN
     return f"{found}-dirty" if changed else found

@@ -6,7 +6,7 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
-from qerl.study.arms import Run
+from lab.study.arms import Run
 from tests.support.batched import RATE, a_batch, an_arm
 
 

@@ -51,7 +51,7 @@ LONGER = {"level": "wp1", "examples": 0, "train_size": 16, "test_size": 4}
                 "task": "mixture",
                 "task_options": {
                     "words": {"task": "arithmetic", "task_options": {"train_size": 3, "test_size": 2}},
-                    "needle": {"weight": 2, "task_options": {"train_size": 3, "test_size": 2}},
+                    "arithmetic": {"weight": 2, "task_options": {"train_size": 3, "test_size": 2}},
                 },
                 "curriculum": True,
                 "dynamic_sampling_rounds": 1,

@@ -6,12 +6,12 @@ from typing import Any
 import torch
 from datasets import Dataset
 
+from lab.study.arms import Arm, Run
+from lab.study.batched.trainer import BatchedTrainer, Settings
 from qerl.lora.adapter import add_lora
 from qerl.rewards.text import completion_text
 from qerl.rollout.portable.engine import PortableEngine
 from qerl.settings.config import QeRLConfig
-from qerl.study.arms import Arm, Run
-from qerl.study.batched.trainer import BatchedTrainer, Settings
 from qerl.tasks.base import Task
 from qerl.tasks.formats import get_format
 from qerl.tasks.guard import judges_alone

@@ -6,11 +6,11 @@ from typing import Any
 
 from rich.console import Console
 
-from qerl.study.arms import Run
-from qerl.study.followed import Followed
-from qerl.study.runner import Runner
-from qerl.study.spec import Study, make_study
-from qerl.study.store import Store
+from lab.study.arms import Run
+from lab.study.followed import Followed
+from lab.study.runner import Runner
+from lab.study.spec import Study, make_study
+from lab.study.store import Store
 
 QUIET = Console(quiet=True)
 

@@ -10,10 +10,10 @@ import torch
 from datasets import Dataset, IterableDataset
 from trl import GRPOTrainer
 
+from lab.study.arms import Run
 from qerl.errors import QeRLError
 from qerl.rollout.engine import Completion, RolloutEngine, RolloutResult
 from qerl.settings.config import QeRLConfig
-from qerl.study.arms import Run
 from qerl.trainer.advantages import Signal, best_of_k, judge_of
 from qerl.trainer.grpo import QeRLTrainer
 from tests.support.batched import RATE, a_batch, an_arm

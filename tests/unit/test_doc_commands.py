@@ -9,6 +9,8 @@ import pytest
 
 from bench.__main__ import BENCHMARKS
 from bench.result import EVERYWHERE
+from lab.__main__ import COMMANDS
+from lab.study.library import study_file
 from qerl.cli import TAKE_FIELDS, _parser
 from qerl.settings.library import recipe_file
 from qerl.settings.recipe import check_key, parse_field
@@ -16,7 +18,7 @@ from qerl.settings.words import split_fields, with_underscores
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
-_COMMAND = r"(?:torchrun .*?-m )?qerl [^`\n]+?|(?:python|torchrun .*?) -m bench [^`\n]+?"
+_COMMAND = r"(?:torchrun .*?-m )?qerl [^`\n]+?|(?:python|torchrun .*?) -m (?:bench|lab) [^`\n]+?"
 _BLOCK = re.compile(rf"^(?:    )?({_COMMAND})(?: +#.*)?$", flags=re.MULTILINE)
 _INLINE = re.compile(rf"`({_COMMAND})`")
 
@@ -26,7 +28,7 @@ def shown():
     for page in PAGES:
         for command in _BLOCK.findall(page.read_text()) + _INLINE.findall(page.read_text()):
             words = shlex.split(re.sub(r"(?<=RECIPE)\.\.\.| \.\.\.$", "", command))
-            words = words[words.index("qerl" if "qerl" in words else "bench") :]
+            words = words[next(i for i, word in enumerate(words) if word in ("qerl", "bench", "lab")) :]
             yield pytest.param(words, id=f"{page.name}: {command}")
 
 
@@ -41,6 +43,13 @@ def test_a_command_of_the_docs_is_taken(words):
                 at = others.index(option) if option in others else len(others)
                 others = others[:at] + others[at + 2 :]
             of_module().parse_args(others)
+    elif program == "lab":
+        of_module = getattr(import_module(f"lab.{COMMANDS[name]}"), "_parser", None)
+        if of_module and others:
+            args = of_module().parse_args(others)
+            for study in getattr(args, "studies", ()):
+                assert "/" in study or study == "my.yaml" or study_file(study).exists()
+                assert not study.startswith("lab/") or (ROOT / study).exists()
     elif not others:  # a mention
         assert f"    {name} " in _parser().format_help()
     elif others != ["--help"]:
@@ -53,8 +62,6 @@ def test_a_command_of_the_docs_is_taken(words):
             parse_field(field, text)
         for recipe in getattr(args, "recipes", ()):
             assert recipe.isupper() or recipe_file(recipe).exists()
-        for study in getattr(args, "studies", ()):
-            assert not study.startswith("bench/") or (ROOT / study).exists()
 
 
 def test_the_docs_show_commands():

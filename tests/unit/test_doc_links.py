@@ -9,9 +9,9 @@ ROOT = Path(__file__).parents[2]
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
 DATED = ("CHANGELOG.md", "log")  # changelog and lab book, which speak of files of their time
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
-_FILE = re.compile(r"`((?:qerl|src|tests|docs|bench)/[\w./-]+|(?!my/)[\w-]+/[\w./-]*(?:\.\w+|/))`")
+_FILE = re.compile(r"`((?:qerl|src|tests|docs|bench|lab)/[\w./-]+|(?!my/)[\w-]+/[\w./-]*(?:\.\w+|/))`")
 _PLACES = (ROOT, ROOT / "src", ROOT / "src" / "qerl")
-_MODULE = re.compile(r"`(qerl(?:\.[a-z_]\w*)+)`")
+_MODULE = re.compile(r"`((?:qerl|lab)(?:\.[a-z_]\w*)+)`")
 PACKAGE = ROOT / "src" / "qerl"
 _DOTTED = re.compile(r"`(?:qerl\.)?([a-z_]\w*(?:\.\w+)+)(?:\(\))?`")
 _OF_OBJECTS = {"trainer.train", "trainer.engine"}
@@ -39,17 +39,17 @@ def test_links_lead_somewhere(page):
 )
 def test_files_and_modules_that_are_named_exist(page):
     text = page.read_text()
-    named = _FILE.findall(text) + [f"qerl/{name[5:].replace('.', '/')}" for name in _MODULE.findall(text)]
+    named = _FILE.findall(text) + [name.replace(".", "/") for name in _MODULE.findall(text)]
     for name in named:
         paths = [place / end for place in _PLACES for end in (name, f"{name}.py")]
         assert any(path.exists() for path in paths), name
 
 
-def defines(name: str) -> bool:
-    """Whether a dotted name is that of a module of the package, or of something in one."""
+def defines(name: str, place: Path) -> bool:
+    """Whether a dotted name is that of a module below a folder, or of something in one."""
     parts = name.split(".")
     for depth in range(len(parts), 0, -1):
-        folder = PACKAGE.joinpath(*parts[:depth])
+        folder = place.joinpath(*parts[:depth])
         file = folder / "__init__.py" if folder.is_dir() else folder.with_suffix(".py")
         if depth == len(parts) and (folder.is_dir() or file.is_file()):
             return True
@@ -60,7 +60,9 @@ def defines(name: str) -> bool:
 
 def test_modules_that_docstrings_name_exist():
     rooms = {path.stem for path in PACKAGE.iterdir()}
-    for path in PACKAGE.rglob("*.py"):
+    for path in [*PACKAGE.rglob("*.py"), *(ROOT / "lab").rglob("*.py")]:
         for name in _DOTTED.findall(path.read_text()):
-            if name.partition(".")[0] in rooms and name not in _OF_OBJECTS:
-                assert defines(name), f"{path.relative_to(ROOT)}: {name}"
+            first = name.partition(".")[0]
+            if first == "lab" or (first in rooms and name not in _OF_OBJECTS):
+                place = ROOT if first == "lab" else PACKAGE
+                assert defines(name, place), f"{path.relative_to(ROOT)}: {name}"

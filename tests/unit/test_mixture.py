@@ -128,11 +128,11 @@ def test_every_beginning_of_the_held_out_problems_has_the_proportion_of_the_weig
 
 def test_recipes_name_the_tasks_with_weights_and_options():
     tasks = get_task("mixture", words={"task": "arithmetic", "weight": 2, "task_options": {"test_size": 4}},
-                     needle={"task_options": {"test_size": 2}})  # fmt: skip
-    assert {name: part.weight for name, part in tasks.parts.items()} == {"words": 2.0, "needle": 1.0}
-    assert Counter(tasks.test()["task"]) == {"words": 4, "needle": 2}
+                     arithmetic={"task_options": {"test_size": 2}})  # fmt: skip
+    assert {name: part.weight for name, part in tasks.parts.items()} == {"words": 2.0, "arithmetic": 1.0}
+    assert Counter(tasks.test()["task"]) == {"words": 4, "arithmetic": 2}
     tasks.opening = "<think>"
-    assert tasks.opening == tasks.parts["needle"].task.opening == "<think>"
+    assert tasks.opening == tasks.parts["arithmetic"].task.opening == "<think>"
     assert not tasks.on_hub and get_task("mixture", gsm8k={}).on_hub
 
 
@@ -169,7 +169,7 @@ def test_a_question_has_no_form_before_its_task_is_named():
 
 def test_a_dry_run_counts_the_prompts_of_an_epoch():
     parts = {"a": {"task": "arithmetic", "task_options": {"train_size": 2}},
-             "needle": {"weight": 3, "task_options": {"train_size": 2}}}  # fmt: skip
+             "arithmetic": {"weight": 3, "task_options": {"train_size": 2}}}  # fmt: skip
     fields = {"model": "nowhere/at-all", "task": "mixture", "task_options": parts, "output_dir": "o"}
     fields |= {"noise": False, "num_generations": 8, "report_to": "none"}
     preflight(QeRLConfig(**fields, per_device_train_batch_size=64))

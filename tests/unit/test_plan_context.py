@@ -11,8 +11,9 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed")
 
 import bench.result
-from bench import card_tables, context
+from bench import context
 from bench.result import RESULTS, read_rows
+from lab.writers import card_tables
 from qerl.errors import QeRLError
 from qerl.families.sizes import SIZES
 from qerl.gpu_memory import LIMIT, limit_gb, usable_bytes

@@ -44,6 +44,10 @@ def test_a_commit_its_changes_and_what_has_none(tmp_path):
     assert said(package) == head
     (tmp_path / "notes.md").write_text("no source")
     assert said(package) == head
+    for folder in (package, tmp_path / "bench", tmp_path / "lab" / "study"):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "new.py").write_text("")
+        assert said(package) == f"{head}-dirty"
+        (folder / "new.py").unlink()
     (package / "new.py").write_text("")
-    assert said(package) == f"{head}-dirty"
     assert said(package, QERL_COMMIT="1234567") == "1234567"

@@ -75,7 +75,6 @@ def test_the_way_to_ask_moves_no_problem_into_the_other_set(own_file):
         ("gsm8k", {"answer_format": ["boxed"]}, r"Answer format \['boxed'\] is unknown"),
         ("gsm8k", {"system_prompt": 3}, "system_prompt is 3; it must be text, empty for none"),
         ("gsm8k", {"system_promt": "x"}, r"'system_promt' \(did you mean 'system_prompt'\?\)"),
-        ("needle", {"answer_format": "tags"}, "Task needle has a language of its own"),
         ("mixture", {"gsm8k": {}, "system_prompt": "x"}, r"in the task_options of its tasks \(gsm8k\)"),
         ("arithmetic", {"calculator": True, "answer_format": "tags"}, "an answer format of its own; remove"),
     ],

@@ -69,7 +69,6 @@ def test_a_prompt_may_look_like_a_flag():
         ("eval --adapter a M --tools f g", "MODEL; --adapter and --tools take all"),
         ("generate --stop_strings a b", "MODEL, PROMPT; --stop_strings takes all"),
         ("report --scores a RUN", "RUN; --scores takes all"),
-        ("study --again a STUDY", "STUDY; --again takes all"),
     ],
 )
 def test_where_missing_words_went_is_said(words, missing, capsys):

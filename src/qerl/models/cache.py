@@ -1,4 +1,4 @@
-"""Where converted, quantised and trained models are kept, and how each is made there once."""
+"""Where converted and quantised models are kept, and how each is made there once."""
 
 import os
 import shutil

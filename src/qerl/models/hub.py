@@ -1,9 +1,9 @@
 """From the name of a model to a folder on disk.
 
 Everything past this point (loading, quantising, prescanning shards) reads a local folder of safetensors, so
-a name is resolved once, here: a folder is itself, a GGUF file is converted, a Hub id is downloaded into the
-Hub's own cache, and `needle` is trained here. Without network the Hub's cache is used as it is, after one
-attempt that fails within seconds.
+a name is resolved once, here: a folder is itself, a GGUF file is converted, and a Hub id is downloaded into
+the Hub's own cache. Without network the Hub's cache is used as it is, after one attempt that fails within
+seconds.
 """
 
 from dataclasses import dataclass
@@ -22,7 +22,6 @@ from huggingface_hub.utils import httpx  # the client it speaks through, whose n
 
 from qerl.errors import QeRLError, first_line
 from qerl.models.gguf import gguf_to_folder
-from qerl.models.needle.folder import NEEDLE, needle_folder
 from qerl.models.smollm2 import HUB_ID, PACKAGE, packaged_smollm2
 from qerl.run_folder import ADAPTER_CONFIG_FILE, ADAPTER_FILE
 
@@ -62,8 +61,7 @@ def local_checkpoint(name: str | Path | LocalModel) -> Path:
     """Local folder of the model's safetensors, config and tokenizer.
 
     Args:
-        name: Local folder, ``.gguf`` file, Hub id (``owner/model``), ``needle`` (`qerl.models.needle`), or a
-            model that has been found.
+        name: Local folder, ``.gguf`` file, Hub id (``owner/model``), or a model that has been found.
 
     Raises:
         QeRLError: The name is none of these, the model does not exist or is gated, neither the Hub nor its
@@ -76,8 +74,6 @@ def local_checkpoint(name: str | Path | LocalModel) -> Path:
         return gguf_to_folder(path)
     if path.is_dir():
         return _checked_folder(path, path)
-    if str(name) == NEEDLE:
-        return needle_folder()
     return _from_hub(str(name), READ, "*.safetensors")
 
 
@@ -85,7 +81,7 @@ def local_config(name: str | Path | LocalModel) -> Path:
     """Local folder of the model's config; of a model on the Hub nothing else is downloaded.
 
     Args:
-        name: Local folder, Hub id (``owner/model``), ``needle``, or a model that has been found.
+        name: Local folder, Hub id (``owner/model``), or a model that has been found.
 
     Raises:
         QeRLError: As `local_checkpoint`, or it is a ``.gguf`` file, which has no config.json.
@@ -97,8 +93,6 @@ def local_config(name: str | Path | LocalModel) -> Path:
         raise QeRLError(f"{name} has no config.json; name the model that it was made from.")
     if path.is_dir():
         return _checked_folder(path, path)
-    if str(name) == NEEDLE:
-        return needle_folder()
     return _from_hub(str(name), CONFIG, "config.json")
 
 

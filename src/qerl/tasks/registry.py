@@ -23,7 +23,6 @@ from qerl.tasks.guess_number import GuessNumber
 from qerl.tasks.hub import SOURCES, HubTask, bigmath
 from qerl.tasks.jsonl import Jsonl
 from qerl.tasks.mixture import make_mixture
-from qerl.tasks.needle import Needle
 from qerl.tasks.reasoning_gym import ReasoningGym
 from qerl.tasks.verifiers import Verifiers
 from qerl.user_code import names_a_file
@@ -32,7 +31,6 @@ TASKS: dict[str, Callable[..., Task]] = {
     "arithmetic": Arithmetic,
     **{name: partial(HubTask, name, source) for name, source in SOURCES.items()},
     "bigmath": bigmath,
-    "needle": Needle,
     "guess_number": GuessNumber,
     "mixture": lambda **parts: make_mixture(get_task, parts),
 }

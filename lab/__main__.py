@@ -1,0 +1,38 @@
+"""Commands of the laboratory: `python -m lab NAME ...`; `python -m lab NAME --help` lists the options."""
+
+import argparse
+import sys
+from importlib import import_module
+
+from qerl.cli import status_of
+from qerl.settings.words import with_underscores
+
+COMMANDS = {
+    "study": "study.command",
+    "speed": "speed",
+    "verdicts": "writers.verdicts",
+    "needle": "needle.folder",
+    "tables": "writers.tables",
+    "draw": "writers.draw",
+    "numbers": "writers.numbers",
+    "take": "writers.take",
+}
+"""Modules by the name of their command; each has a ``main`` that takes the words after the name."""
+
+
+def main(arguments: list[str]) -> int:
+    """Run the command that the command line names.
+
+    Returns:
+        Exit status: 2 for a mistake that the user can mend, 130 where Ctrl-C ended it.
+    """
+    parser = argparse.ArgumentParser(prog="python -m lab", description=__doc__)
+    parser.add_argument("name", choices=COMMANDS, help="what is done")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="options of the command")
+    args = parser.parse_args(arguments)
+    words = with_underscores(args.arguments)
+    return status_of(lambda: import_module(f"lab.{COMMANDS[args.name]}").main(words))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

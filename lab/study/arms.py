@@ -1,0 +1,123 @@
+"""An arm of a study: one way of training, of which a study compares several.
+
+The fields have the names and units of `QeRLConfig` where that has them, so that what a study finds can be
+typed into a recipe; the defaults are those of a small study. The others are controls that exist for studies
+alone: ways of exploring that need no noise in the weights. What a field takes is its annotation, which
+`lab.study.spec` checks where an arm comes from a file.
+"""
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from qerl.noise.schedule import NoiseKind
+from qerl.settings.checks import NonNegative, Positive, PositiveInt, PositiveShare, Text
+from qerl.weight_formats import DEFAULT_FORMAT, DEFAULT_ROUNDING, Rounding, WeightFormatName
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One way of training.
+
+    Attributes:
+        name: Unique within a study.
+        weights: Format of the frozen linear layers, by its name in `qerl.weight_formats`.
+        rounding: How an unquantised checkpoint is rounded, `mse` or `rtn`.
+        frozen_noise: Relative error (root mean square) of Gaussian noise that is added once to the frozen
+            linear weights: the control for "any error of the weights would do".
+        lora_r: Rank of the adapters; alpha is the same.
+        learning_rate: The arm trains at this one alone; None for those of the study.
+        noise: Whether the norms of rollouts get noise; the `noise_` fields say which.
+        noise_sigma_start, noise_sigma_end, noise_stages, noise_schedule: The schedule of sigma.
+        noise_scale: `absolute`, Z = sigma eps, or `relative`, Z = sigma |w| eps.
+        noise_target_kl: Mean KL(sampler || trainer) in nats per token to which sigma is driven at the
+            schedule's start; it falls with the square of the schedule. None leaves sigma to the schedule.
+        noise_per: One Z for a `step`, or one for each `sample`.
+        noise_where: Whether the noise acts on the prompt too (`all`) or in decoding only (`decode`).
+        noise_share: Share of the samples of each group that are drawn with noise.
+        noise_in_loss: The loss's forward pass has the rollout's Z too.
+        correction: How the loss corrects for the ratio of trainer to sampler: `none`; `token_truncate`, at
+            most `correction_max`; `token_one_sided`; `token_balance` against the mixture of clean and noisy
+            samples.
+        correction_max: Upper bound of the ratio.
+        temperature: Of sampling.
+        match_entropy: Name of an arm with noise whose rollout entropy a controlled temperature follows, seed
+            by seed and step by step.
+        temperature_stages: Factors of the sampler's temperature, one for each of as many stages of a run as
+            of a noise schedule; the loss stays that of the policy at `temperature`. None for 1 throughout.
+        logits_noise: Standard deviation of Gaussian noise on the logits, one draw per token id and step.
+        entropy_bonus: Coefficient of the policy's entropy in the objective.
+        pass_at_k: k of pass@k advantages, which are in units of the reward (`scale_rewards: none`); None
+            means advantages of GRPO.
+    """
+
+    name: Text
+    weights: WeightFormatName = DEFAULT_FORMAT
+    rounding: Rounding = DEFAULT_ROUNDING
+    frozen_noise: NonNegative = 0.0
+    lora_r: PositiveInt = 16
+    learning_rate: Positive | None = None
+    noise: bool = False
+    noise_sigma_start: Positive = 1e-2
+    noise_sigma_end: Positive = 5e-4
+    noise_stages: Annotated[int, Field(ge=2)] = 5
+    noise_schedule: NoiseKind = "exponential"
+    noise_scale: Literal["absolute", "relative"] = "absolute"
+    noise_target_kl: Positive | None = None
+    noise_per: Literal["step", "sample"] = "step"
+    noise_where: Literal["all", "decode"] = "all"
+    noise_share: PositiveShare = 1.0
+    noise_in_loss: bool = False
+    correction: Literal["none", "token_truncate", "token_one_sided", "token_balance"] = "token_truncate"
+    correction_max: Annotated[float, Field(ge=1)] = 3.0
+    temperature: Positive = 1.0
+    match_entropy: Text | None = None
+    temperature_stages: Annotated[list[Positive], Field(min_length=1)] | None = field(
+        default=None, hash=False
+    )
+    logits_noise: NonNegative = 0.0
+    entropy_bonus: NonNegative = 0.0
+    pass_at_k: PositiveInt | None = None
+
+    @property
+    def scheduled(self) -> bool:
+        """Whether the arm has noise with a schedule, which begins after steps without."""
+        return self.noise or self.noise_target_kl is not None
+
+
+def contradiction(arm: Arm, samples_per_prompt: int) -> str | None:
+    """Which of an arm's fields contradict each other, as the predicate of a sentence; None where none do.
+
+    Args:
+        arm: The arm.
+        samples_per_prompt: Size of a group.
+    """
+    noisy = round(arm.noise_share * samples_per_prompt)
+    if noisy == 0:
+        return f"has a noise_share of {arm.noise_share}, which is none of {samples_per_prompt} samples"
+    if arm.noise and arm.logits_noise:
+        return "has noise in norms and in logits; choose one"
+    if arm.noise_target_kl is not None and not (arm.noise or arm.logits_noise):
+        return "has noise_target_kl, which needs `noise: true` or a logits_noise above 0"
+    if arm.correction == "token_balance" and not (arm.noise and noisy < samples_per_prompt):
+        return "has the correction token_balance, which needs `noise: true` and a noise_share below 1"
+    if arm.match_entropy is not None and arm.temperature_stages is not None:
+        return "has match_entropy, which controls the temperature, and temperature_stages; choose one"
+    if arm.pass_at_k is not None and arm.pass_at_k > samples_per_prompt:
+        return f"has pass_at_k {arm.pass_at_k}, more than the {samples_per_prompt} samples_per_prompt"
+    return None
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of a study: an arm with a seed and a learning rate."""
+
+    arm: Arm
+    seed: int
+    learning_rate: float
+
+    @property
+    def name(self) -> str:
+        """Unique within a study; of its file, too."""
+        return f"{self.arm.name}-lr{self.learning_rate!r}-s{self.seed}"

@@ -1,0 +1,221 @@
+"""The forward pass of a decoder with S adapters on one base.
+
+A token stream is [S, T, D], the tokens of a run one after the other, whatever they belong to. A frozen weight
+meets all of them in one product [S T, K]; the adapters of a product are two batched products with a matrix
+per run. Norms compute in FP32 and round once, clean or noisy (`qerl.noise` says why), so that both are the
+same code with other weights. Which token sees which is the caller's affair: `layers` hands queries, keys
+and values to a function and goes on with what it returns.
+
+Legend: S runs, T tokens of a run, D hidden width, K inputs, N outputs, H query heads, G key heads, W width
+of a head, V vocabulary, L positions.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+from lab.study.batched.adapters import Adapted, Adapters, Place
+from lab.study.weights import dense_weight
+from qerl.errors import QeRLError
+from qerl.families.layer import PRODUCTS
+from qerl.families.sizes import Sizes
+from qerl.families.table import FAMILIES
+from qerl.seeding import derive_seed
+
+Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""`attend(layer, queries [S, T, H, W], keys [S, T, G, W], values [S, T, G, W])` -> [S, T, H W]."""
+
+NormWeight = Callable[[int], torch.Tensor]
+"""Weight of a norm by its number among those that noise acts on: fp32, [S, T, D] or what broadcasts to it."""
+
+_ROPE = frozenset({"default", "linear", "llama3", "yarn"})  # kinds whose angles do not depend on the length
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """The frozen weight [N, K] of a product, its bias [N] or None, and how many outputs each linear has."""
+
+    weight_NK: torch.Tensor
+    bias_N: torch.Tensor | None
+    outputs: tuple[int, ...]
+
+    def __call__(self, x_STK: torch.Tensor, adapted: Adapted) -> list[torch.Tensor]:
+        """What each linear of the product makes of x, [S, T, N] each."""
+        y_STN = F.linear(x_STK.flatten(0, 1), self.weight_NK, self.bias_N).unflatten(0, x_STK.shape[:2])
+        parts = list(y_STN.split(self.outputs, dim=-1))
+        xa_STR = torch.bmm(x_STK, adapted.a.mT)
+        each = xa_STR.chunk(len(parts), dim=-1)
+        add = torch.baddbmm if torch.is_grad_enabled() else torch.Tensor.baddbmm_  # in place saves a copy
+        return [add(part, xa, b.mT) for part, xa, b in zip(parts, each, adapted.b, strict=True)]
+
+
+class BatchedModel:
+    """A decoder of Llama's kind with an adapter per run.
+
+    Args:
+        base: A causal LM with packed, NF4 or dense linears, without an adapter. It is read once and not
+            changed; embedding, head and norms are shared with it.
+        runs: S.
+        lora_r: Rank of the adapters, which are on every linear of the decoder.
+        seeds: One per run, which decides its A.
+        frozen_noise: Relative error (root mean square) of Gaussian noise that is added to each linear weight,
+            the same for all runs.
+
+    Attributes:
+        adapters: The trained matrices.
+        norm_names: Norms that noise acts on, by their names in `base`: the two of each layer, in order.
+        norm_weights_ND: Their clean weights, fp32.
+        name: Name or path of the base.
+
+    Raises:
+        QeRLError: The model is of a kind that this forward pass does not compute.
+    """
+
+    def __init__(
+        self,
+        base: PreTrainedModel,
+        runs: int,
+        lora_r: int,
+        seeds: Sequence[int],
+        frozen_noise: float = 0.0,
+    ) -> None:
+        _check(base)
+        config = base.config
+        self.sizes = Sizes.from_config(config.to_dict())
+        self.runs, self.dtype, self.device = runs, base.dtype, base.device
+        self.name, self._eps = base.name_or_path, config.rms_norm_eps
+        decoder = base.get_decoder()
+        self.embedding_VD = decoder.embed_tokens.weight.detach()
+        self._head_VD = base.get_output_embeddings().weight.detach()
+        self._rotary = decoder.rotary_emb
+        self._final_D = decoder.norm.weight.detach().float()
+        self._products: list[list[Frozen]] = []
+        self._head_norms: list[tuple[torch.Tensor, torch.Tensor] | None] = []
+        places, norms = [], []
+        self.norm_names: list[str] = []
+        for index, layer in enumerate(decoder.layers):
+            prefix = f"model.layers.{index}."
+            linears = [[layer.get_submodule(place) for place in group] for group in PRODUCTS.values()]
+            self._products.append([_frozen(group, base.dtype) for group in linears])
+            for group, product in zip(PRODUCTS.values(), self._products[-1], strict=True):
+                names = tuple(prefix + place for place in group)
+                places.append(Place(names, product.weight_NK.shape[1], product.outputs))
+            attention = layer.self_attn
+            self._head_norms.append(
+                (attention.q_norm.weight.detach().float(), attention.k_norm.weight.detach().float())
+                if self.sizes.qk_norm
+                else None
+            )
+            for name in ("input_layernorm", "post_attention_layernorm"):
+                self.norm_names.append(prefix + name)
+                norms.append(layer.get_submodule(name).weight.detach().float())
+        self.norm_weights_ND = torch.stack(norms)
+        self.adapters = Adapters(places, lora_r, seeds, self.device, self.dtype)
+        if frozen_noise:
+            self._add_noise(frozen_noise)
+
+    @torch.no_grad()
+    def _add_noise(self, relative_error: float) -> None:
+        """Gaussian noise on each linear weight, of this share of the weight's root mean square."""
+        for layer, products in enumerate(self._products):
+            for index, product in enumerate(products):
+                draw = torch.Generator(self.device).manual_seed(derive_seed("frozen noise", layer, index))
+                for rows_NK in product.weight_NK.split(product.outputs):
+                    wide_NK = rows_NK.float()
+                    noise_NK = torch.empty_like(wide_NK).normal_(generator=draw)
+                    scale = relative_error * wide_NK.square().mean().sqrt()
+                    rows_NK.copy_(wide_NK + scale * noise_NK)
+
+    @contextmanager
+    def base_only(self) -> Iterator[None]:
+        """Inside the block the adapters are zero."""
+        values_SE = self.adapters.values_SE
+        kept_SE = values_SE.clone()
+        values_SE.zero_()
+        try:
+            yield
+        finally:
+            values_SE.copy_(kept_SE)
+
+    def angles(self, positions: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines [L, W] of the rotary embedding, in the dtype of activations."""
+        at_1L = torch.arange(positions, device=self.device)[None]
+        cosine_1LW, sine_1LW = self._rotary(self.embedding_VD, at_1L)
+        return cosine_1LW[0], sine_1LW[0]
+
+    def layers(
+        self,
+        x_STD: torch.Tensor,
+        angles: tuple[torch.Tensor, torch.Tensor],
+        attend: Attend,
+        adapted: Sequence[Adapted],
+        norm_weight: NormWeight,
+    ) -> torch.Tensor:
+        """The decoder layers, and not the final norm.
+
+        Args:
+            x_STD: Embedded tokens; S may be some of the runs.
+            angles: Cosines and sines of the tokens' positions, [S, T, 1, W] each.
+            attend: Attention.
+            adapted: Adapters of these runs, one entry per product.
+            norm_weight: Weights of the norms before linears.
+        """
+        for index, products in enumerate(self._products):
+            (qkv, output, gate_up, down), own = products, adapted[4 * index : 4 * index + 4]
+            h_STD = rms_norm(x_STD, norm_weight(2 * index), self._eps)
+            q, k, v = (y.unflatten(-1, (-1, self.sizes.head_size)) for y in qkv(h_STD, own[0]))
+            if (norms := self._head_norms[index]) is not None:
+                q, k = rms_norm(q, norms[0], self._eps), rms_norm(k, norms[1], self._eps)
+            attended = attend(index, _turned(q, *angles), _turned(k, *angles), v)
+            x_STD = x_STD + output(attended, own[1])[0]
+            h_STD = rms_norm(x_STD, norm_weight(2 * index + 1), self._eps)
+            gate, up = gate_up(h_STD, own[2])
+            x_STD = x_STD + down(F.silu(gate) * up, own[3])[0]
+        return x_STD
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        """Logits [..., V] in fp32 of what the last layer returned, [..., D]."""
+        return F.linear(rms_norm(x, self._final_D, self._eps), self._head_VD).float()
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x / rms(x) * weight over the last axis, in fp32 and rounded once to the dtype of x."""
+    return (F.rms_norm(x.float(), x.shape[-1:], None, eps) * weight).to(x.dtype)
+
+
+def _turned(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
+    """Heads [S, T, H, W] turned by the angles of their positions."""
+    left, right = x.chunk(2, dim=-1)
+    return x * cosine + torch.cat([-right, left], dim=-1) * sine
+
+
+def _frozen(linears: Sequence[torch.nn.Module], dtype: torch.dtype) -> Frozen:
+    """The product of linears with one input, dense."""
+    weight_NK = torch.cat([dense_weight(linear, dtype) for linear in linears])
+    biases = [
+        linear.get_parameter("bias").detach().to(dtype) for linear in linears if linear.bias is not None
+    ]
+    outputs = tuple(cast(int, linear.out_features) for linear in linears)
+    return Frozen(weight_NK, torch.cat(biases) if biases else None, outputs)
+
+
+def _check(base: PreTrainedModel) -> None:
+    config = base.config
+    kind = str(getattr(config, "model_type", None))
+    family = FAMILIES.get(kind)
+    name, why = type(base).__name__, None
+    if family is None or not hasattr(base.get_decoder(), "layers"):
+        why = f"is of the family {kind}; known are {', '.join(FAMILIES)}"
+    elif family.slides(config):
+        why = "attends to a sliding window"
+    elif config.hidden_act != "silu":
+        why = f"has the activation {config.hidden_act}"
+    elif (rope := (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")) not in _ROPE:
+        why = f"has rotary angles ({rope}) that depend on a sequence's length"
+    if why is not None:
+        raise QeRLError(f"Runs cannot be batched on this {name}, which {why}; train them one by one.")

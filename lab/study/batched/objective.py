@@ -1,0 +1,187 @@
+"""The losses of a step, and what is measured of sampler and policy.
+
+Legend: S runs (s of a piece), R samples of a run, C tokens.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from lab.study.arms import Arm, Run
+from lab.study.batched.sampler import Samples
+from lab.study.batched.score import Piece, Texts
+from qerl.trainer.correction import (
+    balance_ratio,
+    importance_ratio,
+    one_sided_bounds,
+    sampler_trainer_kl,
+    weights,
+)
+
+BOUNDED = ("token_truncate", "token_one_sided")
+"""Corrections whose factor is the ratio within bounds."""
+
+
+@dataclass
+class Outcome:
+    """What a step's loss reads, and what the update fills in piece by piece.
+
+    Attributes:
+        runs: The runs.
+        advantages_SR: fp32.
+        mask_SRC, sampler_SRC, sampler_entropies_SRC: Of the samples: tokens that count, and their
+            log-probabilities and entropies under the policy that drew them.
+        noisy_R: Which samples were drawn with noise.
+        share: Their share.
+        noisy_SRC: Log-probabilities of all samples under the noisy policy, where the correction needs them.
+        logps_SRC, entropies_SRC: Under the policy.
+        ratio_SRC, weights_SRC: pi / mu, and what the loss is multiplied by.
+        loss_S: Of each run.
+    """
+
+    runs: Sequence[Run]
+    advantages_SR: torch.Tensor
+    mask_SRC: torch.Tensor
+    sampler_SRC: torch.Tensor
+    sampler_entropies_SRC: torch.Tensor
+    noisy_R: torch.Tensor
+    share: float
+    noisy_SRC: torch.Tensor | None = None
+    logps_SRC: torch.Tensor = field(init=False)
+    entropies_SRC: torch.Tensor = field(init=False)
+    ratio_SRC: torch.Tensor = field(init=False)
+    weights_SRC: torch.Tensor = field(init=False)
+    loss_S: torch.Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        for name in ("logps_SRC", "entropies_SRC", "ratio_SRC", "weights_SRC"):
+            setattr(self, name, torch.zeros_like(self.sampler_SRC))
+        self.loss_S = torch.zeros_like(self.sampler_SRC[:, 0, 0])
+
+    @classmethod
+    def of(
+        cls,
+        runs: Sequence[Run],
+        samples: Samples,
+        texts: Texts,
+        advantages_SR: torch.Tensor,
+        noisy_R: Sequence[bool],
+        share: float,
+    ) -> "Outcome":
+        """What is known before the update; tensors are cut to the longest completion."""
+        columns, device = texts.mask_SRC.shape[2], texts.mask_SRC.device
+        return cls(
+            runs,
+            advantages_SR.to(device),
+            texts.mask_SRC,
+            samples.logprobs_SRC[..., :columns],
+            samples.entropies_SRC[..., :columns],
+            torch.tensor(list(noisy_R), device=device),
+            share,
+        )
+
+    def columns(self) -> dict[str, torch.Tensor]:
+        """What is logged of the tokens of each run, [S] each."""
+        mask = self.mask_SRC
+        noisy = mask & self.noisy_R[:, None]
+        kl_SRC = sampler_trainer_kl(self.logps_SRC, self.sampler_SRC, mask)
+        bounded_S = torch.tensor([run.arm.correction in BOUNDED for run in self.runs], device=mask.device)
+        moved = (self.weights_SRC - self.ratio_SRC).abs() > 1e-3 * self.ratio_SRC
+        total = _sum(self.ratio_SRC, mask)
+        return {
+            "loss": self.loss_S,
+            "entropy": _mean(self.entropies_SRC, mask),
+            "rollout/entropy": _mean(self.sampler_entropies_SRC, mask),
+            "sampling/kl": _mean(kl_SRC, noisy),
+            "sampling/ratio/mean": _mean(self.ratio_SRC, mask),
+            "sampling/ratio/truncated": _mean(moved & bounded_S[:, None, None], mask),
+            "sampling/ratio/effective_sample_size": total**2
+            / (_sum(mask, mask) * _sum(self.ratio_SRC.double().square(), mask)),
+            "sampling/importance_sampling_ratio/mean": _mean(self.weights_SRC, mask),
+            "completions/mean_length": mask.sum(dim=2).double().mean(dim=1),
+        }
+
+
+def loss_of(
+    outcome: Outcome, piece: Piece, logps_sRC: torch.Tensor, entropies_sRC: torch.Tensor
+) -> torch.Tensor:
+    """The part [s] of the runs' losses that the samples of a piece have; they add up over pieces.
+
+    Args:
+        outcome: Takes what was computed.
+        logps_sRC, entropies_sRC: Under the policy, with gradient.
+    """
+    at = piece.runs, piece.samples
+    mask = outcome.mask_SRC[at]
+    weights_sRC = _weigh(outcome, piece, logps_sRC.detach())
+    ratio_sRC = torch.exp(logps_sRC - logps_sRC.detach())
+    per_token = -ratio_sRC * outcome.advantages_SR[at][..., None] * weights_sRC
+    per_sample = (per_token * mask).sum(dim=2) / mask.sum(dim=2).clamp(min=1)
+    loss_s = per_sample.sum(dim=1) / outcome.mask_SRC.shape[1]
+    bonuses = [run.arm.entropy_bonus for run in outcome.runs[piece.runs]]
+    if any(bonuses):
+        tokens_s = outcome.mask_SRC[piece.runs].sum(dim=(1, 2)).clamp(min=1)
+        bonus_s = (entropies_sRC * mask).sum(dim=(1, 2)) / tokens_s
+        loss_s = loss_s - bonus_s * torch.tensor(bonuses, device=loss_s.device)
+    outcome.loss_S[piece.runs] += loss_s.detach()
+    outcome.logps_SRC[at], outcome.entropies_SRC[at] = logps_sRC.detach(), entropies_sRC.detach()
+    return loss_s
+
+
+def _weigh(outcome: Outcome, piece: Piece, logps_sRC: torch.Tensor) -> torch.Tensor:
+    """Factors of the loss of a piece, by each run's correction."""
+    at = piece.runs, piece.samples
+    mask, sampler = outcome.mask_SRC[at], outcome.sampler_SRC[at]
+    flat = logps_sRC.flatten(0, 1), sampler.flatten(0, 1), mask.flatten(0, 1)
+    ratio_sRC = importance_ratio(*flat, "token_truncate").view_as(logps_sRC)
+    arms = [run.arm for run in outcome.runs[piece.runs]]
+    noisy = None if outcome.noisy_SRC is None else outcome.noisy_SRC[at]
+    each = [
+        _weights(
+            arm,
+            ratio,
+            logps,
+            own,
+            advantages[:, None],
+            outcome.share,
+            None if noisy is None else noisy[index],
+        )
+        for index, (arm, ratio, logps, own, advantages) in enumerate(
+            zip(arms, ratio_sRC, logps_sRC, mask, outcome.advantages_SR[at], strict=True)
+        )
+    ]
+    outcome.ratio_SRC[at], outcome.weights_SRC[at] = ratio_sRC, torch.stack(each)
+    return outcome.weights_SRC[at]
+
+
+def _weights(
+    arm: Arm,
+    ratio_RC: torch.Tensor,
+    logps_RC: torch.Tensor,
+    mask_RC: torch.Tensor,
+    advantages_R1: torch.Tensor,
+    share: float,
+    noisy_RC: torch.Tensor | None,
+) -> torch.Tensor:
+    """Factors of the loss of one run's samples."""
+    if arm.correction == "none":
+        return torch.ones_like(ratio_RC)
+    if arm.correction == "token_balance":
+        # Without noise in this step, the mixture is the policy.
+        return (
+            torch.ones_like(ratio_RC)
+            if noisy_RC is None
+            else balance_ratio(logps_RC, noisy_RC, share, mask_RC)
+        )
+    if arm.correction == "token_one_sided":
+        return weights(ratio_RC, arm.correction, *one_sided_bounds(advantages_R1, arm.correction_max))
+    return weights(ratio_RC, arm.correction, None, arm.correction_max)
+
+
+def _sum(values_SRC: torch.Tensor, mask_SRC: torch.Tensor) -> torch.Tensor:
+    return (values_SRC.double() * mask_SRC).sum(dim=(1, 2))
+
+
+def _mean(values_SRC: torch.Tensor, mask_SRC: torch.Tensor) -> torch.Tensor:
+    return _sum(values_SRC, mask_SRC) / mask_SRC.sum(dim=(1, 2))

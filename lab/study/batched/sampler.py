@@ -1,0 +1,319 @@
+"""Rollouts of S runs at once.
+
+Prompts are computed once for the samples that share them. Then every run draws a token for each of its
+samples in each step, whether it has ended or not: rows are static, and so is every address, so on a GPU one
+step (model, draw, bookkeeping) is one CUDA graph, which is replayed until all have ended. Rows that have
+ended cost their share of a step. That is little where completions are short, and what a study of small
+models has.
+
+Tokens are drawn as the rollout engines draw them (`qerl.rollout.sampling`): with the same seed, a run of a
+batch and a run by itself draw the same tokens.
+
+Legend: S runs, P prompts of a run, U prompts computed for a run, n samples of each, R = U n samples of a run,
+B = S R rows, C tokens of a completion, T tokens of the longest prompt, N norms, D hidden width, V vocabulary.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from lab.study.batched.attention import attend_samples, by_head
+from lab.study.batched.model import BatchedModel
+from lab.study.batched.norms import Norms
+from lab.study.batched.prompts import Prompts, pad_prompts, shared_tokens
+from qerl.rollout.engine import SamplingParams, check_request
+from qerl.rollout.sampling import draw_tokens, uniform_streams
+
+_LOOK_EVERY = 8
+"""Decode steps between two looks at whether all rows have ended, for each of which the host waits."""
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Completions of a rollout.
+
+    Attributes:
+        prompts: Token ids by run and prompt.
+        per_prompt: Samples of each prompt; the samples of a prompt are adjacent.
+        tokens_SRC: int64, the pad token behind the end.
+        mask_SRC: True up to and with the stop token.
+        logprobs_SRC, entropies_SRC: fp32, of the policy that sampled, at its temperature; 0 outside the mask.
+        finite_S: False for a run in which a logit was not finite.
+    """
+
+    prompts: list[list[list[int]]]
+    per_prompt: int
+    tokens_SRC: torch.Tensor
+    mask_SRC: torch.Tensor
+    logprobs_SRC: torch.Tensor
+    entropies_SRC: torch.Tensor
+    finite_S: torch.Tensor
+
+    def completions(self) -> list[list[list[int]]]:
+        """Token ids by run and sample, without padding."""
+        lengths_SR = self.mask_SRC.sum(dim=-1).tolist()
+        return [
+            [ids[:length] for ids, length in zip(rows, lengths, strict=True)]
+            for rows, lengths in zip(self.tokens_SRC.tolist(), lengths_SR, strict=True)
+        ]
+
+
+class Shape(NamedTuple):
+    """Sizes on which a decode step depends."""
+
+    runs: int
+    prompts: int
+    samples: int
+    width: int
+    tokens: int
+    norm_rows: int
+    greedy: bool
+
+
+class Sampler:
+    """Samples from a batched model.
+
+    Args:
+        model: The model; its adapters are read at each call.
+        pad: Token that fills what is masked.
+        prompt_width: Tokens to which prompts are padded at least. Calls with prompts of one width share
+        buffers
+            and graphs.
+    """
+
+    def __init__(self, model: BatchedModel, pad: int, prompt_width: int = 0) -> None:
+        self.model, self._pad, self._width = model, pad, prompt_width
+        self._decoders: dict[tuple[Shape, tuple[int, ...]], _Decoder] = {}
+        self._pool = torch.cuda.graph_pool_handle() if model.device.type == "cuda" else None
+
+    @torch.no_grad()
+    def generate(
+        self,
+        prompts: Sequence[Sequence[Sequence[int]]],
+        samples_per_prompt: int,
+        params: SamplingParams,
+        uniforms_SRC: torch.Tensor | None = None,
+        norms: Norms | None = None,
+        temperature_S: torch.Tensor | None = None,
+        logits_noise_SV: torch.Tensor | None = None,
+    ) -> Samples:
+        """Sample completions for the prompts of each run.
+
+        Args:
+            prompts: Token ids by run and prompt, equally many prompts in each run.
+            samples_per_prompt: n times the number of ways in which a prompt is computed.
+            params: Lengths, stop tokens, and whether to be greedy (temperature 0); its seed is not read.
+            uniforms_SRC: Numbers in [0, 1), fp64, one per token; not needed to be greedy.
+            norms: Weights of the norms; None for the clean ones.
+            temperature_S: Temperature of each run, in place of that of ``params``.
+            logits_noise_SV: Added to the logits of every token that a run draws.
+
+        Raises:
+            QeRLError: An empty prompt, or one that with its completion exceeds the model's positions.
+        """
+        model = self.model
+        every = [prompt for run in prompts for prompt in run]
+        check_request(every, samples_per_prompt, params, model.sizes.positions or None)
+        rows = len(prompts[0]) * samples_per_prompt
+        if norms is None:
+            norms = clean_norms(model, rows)
+        sharing = norms.sharing(samples_per_prompt)
+        width = max(self._width, max(map(len, every)))
+        ids_SPT, lengths_SP = pad_prompts(prompts, width, self._pad, model.device)
+        padded = Prompts(ids_SPT, lengths_SP, shared_tokens(prompts, norms)).copies(
+            samples_per_prompt // sharing
+        )
+        steady = len(set(norms.of_own_R)) == 1
+        shape = Shape(
+            len(prompts), padded.lengths_SU.shape[1], sharing, width, params.max_tokens,
+            1 if steady else rows, params.temperature == 0,
+        )  # fmt: skip
+        key = shape, params.stop_token_ids
+        if key not in self._decoders:
+            self._decoders[key] = _Decoder(model, shape, params.stop_token_ids, self._pad, self._pool)
+        if temperature_S is None:
+            temperature_S = torch.full((shape.runs,), params.temperature or 1.0)
+        decoder = self._decoders[key]
+        if uniforms_SRC is None:
+            uniforms_SRC = torch.zeros(shape.runs, rows, params.max_tokens)
+        decoder.start(padded, norms, uniforms_SRC.flatten(0, 1), temperature_S, logits_noise_SV)
+        return decoder.run([list(map(list, run)) for run in prompts], samples_per_prompt)
+
+
+def keyed_uniforms(seeds: Sequence[int], prompts: int, samples: int, tokens: int) -> torch.Tensor:
+    """The numbers [S, R, C] with which a rollout engine draws from the same seeds, one per run."""
+    rows = [(prompt, sample) for prompt in range(prompts) for sample in range(samples)]
+    streams = {seed: uniform_streams([(seed, *row) for row in rows], tokens) for seed in set(seeds)}
+    return torch.stack([streams[seed] for seed in seeds])
+
+
+def clean_norms(model: BatchedModel, samples: int) -> Norms:
+    """The clean weights for every token."""
+    weights_NSD = model.norm_weights_ND[:, None].expand(-1, model.runs, -1)
+    return Norms.same(weights_NSD, samples)
+
+
+class _Decoder:
+    """Buffers of rollouts of one shape, and the step that advances them."""
+
+    def __init__(
+        self,
+        model: BatchedModel,
+        shape: Shape,
+        stops: tuple[int, ...],
+        pad: int,
+        pool: Any,
+    ) -> None:
+        self._model, self._shape, self._pad = model, shape, pad
+        sizes, device, dtype = model.sizes, model.device, model.dtype
+        s, u, n, width, tokens = shape[:5]
+        rows = s * u * n
+        cache = (sizes.layers, 2, s * u, sizes.kv_heads)
+        self._prompt = torch.zeros(*cache, width, sizes.head_size, dtype=dtype, device=device)
+        self._own = torch.zeros(*cache, n, max(tokens - 1, 1), sizes.head_size, dtype=dtype, device=device)
+        self._cosine, self._sine = model.angles(width + tokens)
+        norms = len(model.norm_names)
+        self._norms_NSRD = torch.zeros(norms, s, shape.norm_rows, sizes.hidden, device=device)
+        self._adapted = model.adapters.views(model.adapters.cast_SE)
+        self._hidden_UP = torch.zeros(s * u, width, dtype=torch.bool, device=device)
+        self._length_SR = torch.zeros(s, u * n, dtype=torch.long, device=device)
+        self._temperature_S = torch.ones(s, device=device)
+        self._noise_SV = torch.zeros(s, sizes.vocabulary, device=device)
+        self._uniforms_BC = torch.zeros(rows, tokens, dtype=torch.float64, device=device)
+        self._stops_K = torch.tensor(stops or (-1,), device=device)
+        self._columns = torch.arange(self._own.shape[-2], device=device)
+        self._at = torch.zeros(1, dtype=torch.long, device=device)
+        """Tokens drawn so far."""
+        self._token_B = torch.zeros(rows, dtype=torch.long, device=device)
+        self._ended_B = torch.zeros(rows, dtype=torch.bool, device=device)
+        self._tokens_BC = torch.zeros(rows, tokens, dtype=torch.long, device=device)
+        self._mask_BC = torch.zeros(rows, tokens, dtype=torch.bool, device=device)
+        self._logprobs_BC = torch.zeros(rows, tokens, device=device)
+        self._entropies_BC = torch.zeros(rows, tokens, device=device)
+        self._finite_B = torch.ones(rows, dtype=torch.bool, device=device)
+        self._params = SamplingParams(max_tokens=tokens, temperature=0.0 if shape.greedy else 1.0)
+        self._graph = self._captured(pool) if device.type == "cuda" and tokens > 1 else None
+
+    def _captured(self, pool: Any) -> torch.cuda.CUDAGraph:
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):  # libraries allocate in their first calls, which cannot be captured
+            for _ in range(2):
+                self._at.fill_(1)
+                self._advance()
+            self._at.fill_(1)
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool):
+            self._advance()
+        return graph
+
+    def start(
+        self,
+        prompts: Prompts,
+        norms: Norms,
+        uniforms_BC: torch.Tensor,
+        temperature_S: torch.Tensor,
+        logits_noise_SV: torch.Tensor | None,
+    ) -> None:
+        """Compute the prompts and draw the first token of each row."""
+        model, shape = self._model, self._shape
+        model.adapters.refresh()
+        own = norms.of_own_R[:1] if shape.norm_rows == 1 else norms.of_own_R
+        index = torch.tensor(own, device=model.device)
+        self._norms_NSRD.copy_(norms.weights_NSVD.index_select(2, index))
+        self._uniforms_BC.copy_(uniforms_BC)
+        self._temperature_S.copy_(temperature_S)
+        self._noise_SV.zero_() if logits_noise_SV is None else self._noise_SV.copy_(logits_noise_SV)
+        columns = torch.arange(shape.width, device=model.device)
+        self._hidden_UP.copy_(columns >= prompts.lengths_SU.flatten()[:, None])
+        self._length_SR.copy_(prompts.lengths_SU.repeat_interleave(shape.samples, dim=1))
+        for buffer in (self._at, self._ended_B, self._mask_BC, self._logprobs_BC, self._entropies_BC):
+            buffer.zero_()
+        self._tokens_BC.fill_(self._pad)
+        self._finite_B.fill_(True)
+        last_SUD = self._prefill(prompts, norms)
+        self._draw(model.logits(last_SUD).repeat_interleave(shape.samples, dim=1))
+
+    def _prefill(self, prompts: Prompts, norms: Norms) -> torch.Tensor:
+        """Keys and values of the prompts into the cache; what the last layer makes of each one's end."""
+        model = self._model
+
+        def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            out, keys, values = prompts.attend(q, k, v)
+            self._prompt[layer, 0].copy_(keys)
+            self._prompt[layer, 1].copy_(values)
+            return out
+
+        at_L = prompts.positions_L
+        angles = self._cosine[at_L][None, :, None], self._sine[at_L][None, :, None]
+        weight = norms.weight(*prompts.stretches(norms.of_prompt_R[:: self._shape.samples]))
+        x_SLD = torch.nn.functional.embedding(prompts.ids_SL, model.embedding_VD)
+        return prompts.ends(model.layers(x_SLD, angles, attend, self._adapted, weight))
+
+    def run(self, prompts: list[list[list[int]]], per_prompt: int) -> Samples:
+        """Draw until every row has ended; the samples are copies of the buffers."""
+        tokens = self._shape.tokens
+        look_every = _LOOK_EVERY if self._graph is not None else 1
+        for done in range(1, tokens):
+            if done % look_every == 0 and bool(self._ended_B.all()):
+                break
+            self._graph.replay() if self._graph is not None else self._advance()
+        s = self._shape.runs
+
+        def by_run(buffer_BC: torch.Tensor) -> torch.Tensor:
+            return buffer_BC.clone().unflatten(0, (s, -1))
+
+        return Samples(
+            prompts=prompts,
+            per_prompt=per_prompt,
+            tokens_SRC=by_run(self._tokens_BC),
+            mask_SRC=by_run(self._mask_BC),
+            logprobs_SRC=by_run(self._logprobs_BC),
+            entropies_SRC=by_run(self._entropies_BC),
+            finite_S=self._finite_B.view(s, -1).all(dim=1),
+        )
+
+    def _advance(self) -> None:
+        """The model on the tokens that were drawn last, and a draw; one CUDA graph."""
+        model, shape = self._model, self._shape
+        s, u, n = shape[:3]
+        slot = self._at - 1
+        at_SR = self._length_SR + slot
+        angles = self._cosine[at_SR][:, :, None], self._sine[at_SR][:, :, None]
+        hidden_1O = (self._columns > slot)[None]
+
+        def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            q, k, v = (x.reshape(s * u, n, 1, *x.shape[2:]) for x in (q, k, v))
+            own = self._own[layer]
+            own[0].index_copy_(3, slot, by_head(k))
+            own[1].index_copy_(3, slot, by_head(v))
+            prompt = self._prompt[layer]
+            out = attend_samples(q, (prompt[0], prompt[1]), (own[0], own[1]), self._hidden_UP, hidden_1O)
+            return out.view(s, u * n, -1)
+
+        x_SRD = torch.nn.functional.embedding(self._token_B.view(s, -1), model.embedding_VD)
+        x_SRD = model.layers(x_SRD, angles, attend, self._adapted, lambda norm: self._norms_NSRD[norm])
+        self._draw(model.logits(x_SRD))
+
+    def _draw(self, logits_SRV: torch.Tensor) -> None:
+        """Draw the next token of each row, and write down those of rows that had not ended."""
+        logits_SRV = (logits_SRV + self._noise_SV[:, None]) / self._temperature_S[:, None, None]
+        drawn = draw_tokens(
+            logits_SRV.flatten(0, 1), self._uniforms_BC.index_select(1, self._at)[:, 0], self._params
+        )
+        runs_B = ~self._ended_B & drawn.finite_B
+        self._finite_B &= drawn.finite_B | self._ended_B
+        # Not `torch.where` with a number, which on a GPU is copied there and cannot be captured.
+        self._token_B.copy_(drawn.tokens_B.masked_fill(~runs_B, self._pad))
+        self._tokens_BC.index_copy_(1, self._at, self._token_B[:, None])
+        self._mask_BC.index_copy_(1, self._at, runs_B[:, None])
+        for buffer, values in (
+            (self._logprobs_BC, drawn.logprobs_B),
+            (self._entropies_BC, drawn.entropies_B),
+        ):
+            buffer.index_copy_(1, self._at, values.masked_fill(~runs_B, 0.0)[:, None])
+        self._ended_B.copy_(~runs_B | (self._token_B[:, None] == self._stops_K).any(dim=1))
+        self._at += 1

@@ -1,0 +1,205 @@
+"""Log-probabilities and entropies of completions under the policies of S runs.
+
+Prompts stand once for the samples that share them, as in the sampler, and the attention is the sampler's. The
+stream of a run has its prompts first and then its completions without their last tokens, which predict
+nothing. Only tokens that count go through the output head, a chunk of the vocabulary's logits at a time: a
+chunk is computed again in backward, so the logits of a whole update never exist.
+
+Legend: S runs (s of a piece), P prompts of a run, U = P times the ways in which each is computed, n samples
+of each of those, R samples of a run, C tokens of a completion, T tokens of a prompt, L tokens of a stream,
+D hidden width, M tokens that count.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from lab.study.batched.adapters import Adapted
+from lab.study.batched.attention import attend_samples, by_head
+from lab.study.batched.model import BatchedModel
+from lab.study.batched.norms import Norms
+from lab.study.batched.prompts import Prompts, pad_prompts, shared_tokens
+from lab.study.batched.sampler import Samples
+
+_LOGITS_AT_ONCE = 2**27
+"""Logits of the head that exist at a time, in fp32, and as many of each that are computed from them."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Some prompts of some runs, with all of their samples, that go through the model at once."""
+
+    runs: slice
+    prompts: slice
+    samples: slice
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Completions of S runs, cut to the longest.
+
+    Attributes:
+        per_prompt: Samples of each prompt.
+        prompts: Token ids by run and prompt.
+        ids_SPT, lengths_SP: The same, padded behind their end.
+        tokens_SRC, mask_SRC: Completions.
+        counts_SRC: The mask on the CPU.
+    """
+
+    per_prompt: int
+    prompts: list[list[list[int]]]
+    ids_SPT: torch.Tensor
+    lengths_SP: torch.Tensor
+    tokens_SRC: torch.Tensor
+    mask_SRC: torch.Tensor
+    counts_SRC: torch.Tensor
+
+    @classmethod
+    def of(cls, samples: Samples, device: torch.device) -> "Texts":
+        """The completions of a rollout; waits for its mask."""
+        counts_SRC = samples.mask_SRC.cpu()
+        longest = max(2, int(counts_SRC.sum(dim=-1).max()))
+        width = max(len(prompt) for run in samples.prompts for prompt in run)
+        padded = pad_prompts(samples.prompts, width, 0, device)
+        tokens, mask = samples.tokens_SRC[..., :longest], samples.mask_SRC[..., :longest]
+        return cls(samples.per_prompt, samples.prompts, *padded, tokens, mask, counts_SRC[..., :longest])
+
+    def pieces(self, tokens_at_once: int) -> Iterator[Piece]:
+        """All prompts of all runs, so many at a time that a forward pass has no more tokens than this.
+
+        Pieces are nearly equal, so that none is much smaller than the one that needs the most memory.
+        """
+        runs, prompts = self.lengths_SP.shape
+        tokens = self.ids_SPT.shape[2] + self.per_prompt * (self.tokens_SRC.shape[2] - 1)
+        runs_at_once = _even(runs, tokens_at_once // (tokens * prompts))
+        prompts_at_once = _even(prompts, tokens_at_once // tokens)
+        for run in range(0, runs, runs_at_once):
+            for prompt in range(0, prompts, prompts_at_once):
+                last = min(prompt + prompts_at_once, prompts)
+                yield Piece(
+                    slice(run, min(run + runs_at_once, runs)),
+                    slice(prompt, last),
+                    slice(prompt * self.per_prompt, last * self.per_prompt),
+                )
+
+
+def _even(number: int, most: int) -> int:
+    """Size of as few parts of a number as there must be where none is larger than most, or than 1."""
+    parts = -(-number // max(1, most))
+    return -(-number // parts)
+
+
+def score_piece(
+    model: BatchedModel,
+    texts: Texts,
+    piece: Piece,
+    adapted: Sequence[Adapted],
+    norms: Norms,
+    temperature_S: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities and entropies [s, R, C] of a piece, zero where the mask is.
+
+    Args:
+        adapted: Adapters of the piece's runs.
+        norms: Weights of the norms, of all runs and samples.
+        temperature_S: Divides the logits of each run.
+    """
+    norms = norms.of_runs(piece.runs).of_samples(piece.samples)
+    n = norms.sharing(texts.per_prompt)
+    copies = texts.per_prompt // n
+    at = piece.runs, piece.prompts
+    shared = shared_tokens([run[piece.prompts] for run in texts.prompts[piece.runs]], norms)
+    prompts = Prompts(texts.ids_SPT[at], texts.lengths_SP[at], shared).copies(copies)
+    tokens_sRC = texts.tokens_SRC[piece.runs, piece.samples]
+    s, samples, columns = tokens_sRC.shape
+    x_sLD = _layers(model, prompts, tokens_sRC[..., :-1], adapted, norms, n)
+    front = prompts.ids_SL.shape[1]
+    first_sR1D = prompts.ends(x_sLD[:, :front]).repeat_interleave(n, dim=1)[:, :, None]
+    others_sROD = x_sLD[:, front:].unflatten(1, (samples, columns - 1))
+    hidden = torch.cat([first_sR1D, others_sROD], dim=2).flatten(0, 2)
+    counts = texts.counts_SRC[piece.runs, piece.samples]
+    index_M = counts.flatten().nonzero()[:, 0].to(model.device)
+    temperature_M = temperature_S[piece.runs].repeat_interleave(samples * columns)[index_M]
+    logps_M, entropies_M = _head(
+        model, hidden.index_select(0, index_M), tokens_sRC.flatten()[index_M], temperature_M
+    )
+    zeros = logps_M.new_zeros(s * samples * columns)
+    logps, entropies = (zeros.index_put((index_M,), values) for values in (logps_M, entropies_M))
+    return logps.view(s, -1, columns), entropies.view(s, -1, columns)
+
+
+@torch.no_grad()
+def score(
+    model: BatchedModel,
+    texts: Texts,
+    norms: Norms,
+    temperature_S: torch.Tensor,
+    tokens_at_once: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities and entropies [S, R, C] of completions, without gradient."""
+    logps, entropies = (torch.zeros(texts.mask_SRC.shape, device=model.device) for _ in range(2))
+    adapters = model.adapters
+    adapters.refresh()
+    for piece in texts.pieces(tokens_at_once):
+        adapted = adapters.views(adapters.cast_SE[piece.runs])
+        at = piece.runs, piece.samples
+        logps[at], entropies[at] = score_piece(model, texts, piece, adapted, norms, temperature_S)
+    return logps, entropies
+
+
+def _layers(
+    model: BatchedModel,
+    prompts: Prompts,
+    inputs_sRO: torch.Tensor,
+    adapted: Sequence[Adapted],
+    norms: Norms,
+    n: int,
+) -> torch.Tensor:
+    """What the last layer makes of prompts and completions, [s, L, D]."""
+    (s, u, width), (_, samples, own) = prompts.ids_SUT.shape, inputs_sRO.shape
+    ids_sL, at_O = prompts.ids_SL, torch.arange(own, device=model.device)
+    front = ids_sL.shape[1]
+    at_sRO = prompts.lengths_SU.repeat_interleave(n, dim=1)[..., None] + at_O
+    at_sL = torch.cat([prompts.positions_L.expand(s, -1), at_sRO.flatten(1)], dim=1)
+    cosine, sine = model.angles(width + own)
+    at_T = torch.arange(width, device=model.device)
+    hidden_UT = (at_T >= prompts.lengths_SU[..., None]).flatten(0, 1)
+    hidden_OO = at_O > at_O[:, None]
+
+    def attend(_layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        first, rest = zip(*(x.split([front, samples * own], dim=1) for x in (q, k, v)), strict=True)
+        on_prompts, *prompt = prompts.attend(*first)
+        q, k, v = (x.reshape(s * u, n, own, *x.shape[2:]) for x in rest)
+        on_samples = attend_samples(q, (prompt[0], prompt[1]), (by_head(k), by_head(v)), hidden_UT, hidden_OO)
+        return torch.cat([on_prompts, on_samples.view(s, samples * own, -1)], dim=1)
+
+    variants, tokens = prompts.stretches(norms.of_prompt_R[::n])
+    weight = norms.weight([*variants, *norms.of_own_R], [*tokens, *[own] * samples])
+    x_sLD = F.embedding(torch.cat([ids_sL, inputs_sRO.flatten(1)], dim=1), model.embedding_VD)
+    return model.layers(x_sLD, (cosine[at_sL][:, :, None], sine[at_sL][:, :, None]), attend, adapted, weight)
+
+
+def _head(
+    model: BatchedModel, hidden_MD: torch.Tensor, labels_M: torch.Tensor, temperature_M: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities of the labels and entropies, [M] each."""
+
+    def chunk(
+        hidden: torch.Tensor, labels: torch.Tensor, temperature: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        logps = torch.log_softmax(model.logits(hidden) / temperature[:, None], dim=-1)
+        return logps.gather(-1, labels[:, None])[:, 0], -(logps.exp() * logps).sum(dim=-1)
+
+    size = max(1, _LOGITS_AT_ONCE // model.sizes.vocabulary)
+    chunks = zip(hidden_MD.split(size), labels_M.split(size), temperature_M.split(size), strict=True)
+    if torch.is_grad_enabled():
+        parts = [
+            checkpoint(chunk, *tensors, use_reentrant=False, preserve_rng_state=False) for tensors in chunks
+        ]
+    else:
+        parts = [chunk(*tensors) for tensors in chunks]
+    logps, entropies = zip(*parts, strict=True)
+    return torch.cat(logps), torch.cat(entropies)

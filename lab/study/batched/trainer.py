@@ -1,0 +1,344 @@
+"""GRPO of S runs at once: the steps of a study.
+
+A step is one of `QeRLTrainer`'s with `loss_type: grpo` and the other defaults of `QeRLConfig`: a rollout of
+each run with its noise, rewards, advantages within groups, one loss, one move of AdamW. The loss is GRPO's at
+the point where the policy sampled: its ratio to the old policy is 1, so nothing is clipped, and its gradient
+is that of the advantage times the correction's weight times the log-probability. Data, fresh adapters, noise
+and sampling have the same keys as there, so a run of a batch does what a run by itself would.
+
+Where a run's gradient or a logit is not finite the run has diverged: it stays as it is, and says so in each
+record from there on. The others do not notice.
+
+The learning rate is constant by default and AdamW's beta2 0.99, as in the recipe of the demo, which trains
+such models on such tasks.
+
+Legend: S runs, P prompts of a run, R = P times the size of a group samples of a run, C tokens, F rewards.
+"""
+
+import time
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from datasets import Dataset
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from lab.study.arms import Run
+from lab.study.batched.adapters import AdamW
+from lab.study.batched.evaluation import Evaluation
+from lab.study.batched.model import BatchedModel
+from lab.study.batched.noise import Exploration, Explorers, same_batch
+from lab.study.batched.objective import Outcome, loss_of
+from lab.study.batched.rewards import training_problems
+from lab.study.batched.sampler import Sampler, Samples, clean_norms, keyed_uniforms
+from lab.study.batched.score import Texts, score, score_piece
+from lab.study.followed import Followed
+from qerl.errors import QeRLError
+from qerl.rollout.engine import SamplingParams
+from qerl.seeding import derive_seed
+from qerl.tasks.base import Task
+from qerl.trainer.advantages import Signal
+from qerl.trainer.trl.client import EpochRepeatSampler
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What all runs of a study share.
+
+    Attributes:
+        steps: Optimizer steps of a run.
+        prompts_per_step: Prompts of a run in each step.
+        samples_per_prompt: Size of a group.
+        max_completion_length: Tokens of a completion at most, at least 2.
+        lr_scheduler: `constant`, or `linear` to 0 at the last step.
+        adam_beta2, max_grad_norm: As in `QeRLConfig`.
+        tokens_per_forward: Largest number of tokens in one forward pass of the update, over all runs; what is
+            too much goes through it in pieces, with the same gradients.
+        rows_at_once: Largest number of samples, over all runs, that an evaluation decodes at once.
+    """
+
+    steps: int
+    prompts_per_step: int = 8
+    samples_per_prompt: int = 8
+    max_completion_length: int = 24
+    lr_scheduler: Literal["constant", "linear"] = "constant"
+    adam_beta2: float = 0.99
+    max_grad_norm: float = 1.0
+    tokens_per_forward: int = 32768
+    rows_at_once: int = 2048
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "prompts_per_step", "tokens_per_forward", "rows_at_once"):
+            if getattr(self, name) < 1:
+                raise QeRLError(f"{name} is {getattr(self, name)}; it must be at least 1.")
+        for name in ("samples_per_prompt", "max_completion_length"):
+            if getattr(self, name) < 2:
+                raise QeRLError(f"{name} is {getattr(self, name)}; it must be at least 2.")
+
+    def rate(self, step: int) -> float:
+        """Factor of the learning rate at a 0-based step."""
+        return 1.0 if self.lr_scheduler == "constant" else 1.0 - step / self.steps
+
+
+class BatchedTrainer:
+    """Trains the runs of a batch.
+
+    Args:
+        base: The model in the format of the runs' arms, as `qerl.models.load.load_model` gives it; it is read
+            and not changed.
+        tokenizer: Of the model.
+        task: What is trained on.
+        runs: The runs, whose arms fit into one batch (`same_batch`).
+        settings: What they share.
+        followed: For each run of an arm with `match_entropy` the run that it follows.
+
+    Attributes:
+        done: Steps done.
+        seconds: What the last step's rollout, reward and update took.
+
+    Raises:
+        QeRLError: Arms that contradict themselves or each other, a model of another kind, or a task whose
+            rewards or prompts do not fit.
+    """
+
+    def __init__(
+        self,
+        base: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        task: Task,
+        runs: Sequence[Run],
+        settings: Settings,
+        followed: Sequence[Followed | None] | None = None,
+    ) -> None:
+        if not runs:
+            raise QeRLError("There is no run to train; give at least one.")
+        self.runs, self.settings, self.done = list(runs), settings, 0
+        self.seconds: dict[str, float] = {}
+        arm = runs[0].arm
+        for run in runs:
+            if not same_batch(arm, run.arm):
+                raise QeRLError(
+                    f"Arms {arm.name} and {run.arm.name} differ in their base or in how noise is applied, so "
+                    "they cannot share a batch; train them in batches of their own."
+                )
+        seeds = [run.seed for run in runs]
+        self.model = BatchedModel(base, len(runs), arm.lora_r, seeds, arm.frozen_noise)
+        self._problems = training_problems(task, tokenizer)
+        self._eos = int(tokenizer.eos_token_id)
+        width = max(map(len, self._problems.ids))
+        self._sampler = Sampler(self.model, int(tokenizer.pad_token_id), width)
+        self._orders = {
+            seed: _Order(len(self._problems.ids), settings.prompts_per_step, seed) for seed in seeds
+        }
+        groups = settings.prompts_per_step, settings.samples_per_prompt
+        self._explorers = Explorers(self.model, self.runs, settings.steps, *groups, followed)
+        self._adapters = self.model.adapters
+        self._optimizer = AdamW(self._adapters, settings.adam_beta2, settings.max_grad_norm)
+        device = self.model.device
+        self._alive_S = torch.ones(len(runs), dtype=torch.bool, device=device)
+        self._rates_S = torch.tensor([run.learning_rate for run in runs], device=device)
+        self._policy_temperature_S = torch.tensor([run.arm.temperature for run in runs], device=device)
+        weights = torch.ones(len(self._problems.reward_names))
+        self._signals = {
+            # Divided by the standard deviation of their group, advantages of pass@k would be those of GRPO.
+            k: Signal(groups[1], weights, "none" if k else "group", "sum_then_normalize", pass_at_k=k)
+            for k in {run.arm.pass_at_k for run in runs}
+        }
+        self._evaluation = Evaluation(
+            self.model,
+            self._sampler,
+            task,
+            tokenizer,
+            seeds,
+            self._params(0.0),
+            settings.rows_at_once,
+            settings.tokens_per_forward,
+        )
+
+    def step(self) -> list[dict[str, float]]:
+        """One optimizer step of every run.
+
+        Returns:
+            For each run what is logged of it: `reward`, `rewards/NAME/mean`, `loss`, `grad_norm`,
+            `learning_rate`, `entropy` (of the policy), `rollout/entropy` (of the sampler), `sampling/kl` (of
+            the samples drawn with noise), `sampling/ratio/...`, `completions/mean_length`, `signal` (share of
+            groups that teach), `noise/sigma`, `temperature`, `diverged` (0 or 1); where the temperature
+            follows another run `temperature/error`; and where a share of each group is clean `noisy`, `clean`
+            (their accuracy), `only_noisy`, `only_clean` (share of the problems that only one of them solves).
+        """
+        if self.done >= self.settings.steps:
+            raise QeRLError(f"All {self.settings.steps} steps are done.")
+        clock = [time.perf_counter()]
+        exploration = self._explorers.at(self.done)
+        picked = [self._orders[run.seed].batch(self.done) for run in self.runs]
+        samples = self._sample(picked, exploration)
+        completions = samples.completions()  # waits for the rollout
+        clock.append(time.perf_counter())
+        rewards_SRF = self._rewards(picked, completions)
+        clock.append(time.perf_counter())
+        advantages_SR = self._advantages(rewards_SRF)
+        outcome = self._backward(samples, advantages_SR, exploration)
+        rates_S = self._rates_S * self.settings.rate(self.done)
+        finite_S = self._alive_S & samples.finite_S & outcome.loss_S.isfinite()
+        norms_S, self._alive_S = self._optimizer.step(rates_S, finite_S)
+        measured = outcome.columns() | {
+            "grad_norm": norms_S,
+            "diverged": ~self._alive_S,
+            "learning_rate": rates_S,
+        }
+        table_MS = torch.stack([column.double() for column in measured.values()]).tolist()
+        seen = dict(zip(measured, table_MS, strict=True))
+        seen |= self._rewarded(rewards_SRF, advantages_SR, exploration)
+        seen |= {"noise/sigma": exploration.sigma_S, "temperature": exploration.temperature_S}
+        parts = [after - before for before, after in pairwise([*clock, time.perf_counter()])]
+        self.seconds = dict(zip(("rollout", "reward", "update"), parts, strict=True))
+        seen |= self._explorers.observe(self.done, seen["sampling/kl"], seen["rollout/entropy"])
+        self.done += 1
+        return [{name: float(seen[name][index]) for name in seen} for index in range(len(self.runs))]
+
+    def evaluate(self, problems: Dataset, samples: int = 0) -> list[dict[str, float]]:
+        """Score the clean policy of every run; see `Evaluation`."""
+        return self._evaluation.run(problems, samples, self.done)
+
+    def save_adapter(self, run: int, folder: str | Path) -> None:
+        """Write the adapter of a run as a folder of PEFT."""
+        self._adapters.save(run, folder, self.model.name)
+
+    def state(self) -> dict[str, Any]:
+        """All that a batch needs to go on as if it had not been interrupted; tensors on the CPU."""
+        optimizer = self._optimizer
+        return {
+            "done": self.done,
+            "values": self._adapters.values_SE.cpu(),
+            "mean": optimizer.mean_SE.cpu(),
+            "square": optimizer.square_SE.cpu(),
+            "alive": self._alive_S.cpu(),
+            "explorers": self._explorers.state(),
+        }
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Go on where `state` was taken, with the same runs and settings.
+
+        Raises:
+            QeRLError: It is another batch's.
+        """
+        if state["values"].shape != self._adapters.values_SE.shape or state["done"] > self.settings.steps:
+            raise QeRLError("The saved state belongs to another batch of runs; remove it to start anew.")
+        self.done = self._optimizer.steps = state["done"]
+        self._adapters.values_SE.copy_(state["values"])
+        self._optimizer.mean_SE.copy_(state["mean"])
+        self._optimizer.square_SE.copy_(state["square"])
+        self._alive_S.copy_(state["alive"])
+        self._explorers.restore(state["explorers"])
+
+    def _params(self, temperature: float) -> SamplingParams:
+        return SamplingParams(
+            max_tokens=self.settings.max_completion_length,
+            temperature=temperature,
+            stop_token_ids=(self._eos,),
+        )
+
+    def _sample(self, picked: list[list[int]], exploration: Exploration) -> Samples:
+        settings = self.settings
+        seeds = [derive_seed("rollout", run.seed, "train", self.done, 0, 0) for run in self.runs]
+        sizes = settings.prompts_per_step, settings.samples_per_prompt, settings.max_completion_length
+        return self._sampler.generate(
+            [[self._problems.ids[problem] for problem in own] for own in picked],
+            settings.samples_per_prompt,
+            self._params(1.0),
+            keyed_uniforms(seeds, *sizes),
+            exploration.norms,
+            torch.tensor(exploration.temperature_S),
+            exploration.logits_noise_SV,
+        )
+
+    def _rewards(self, picked: list[list[int]], completions: list[list[list[int]]]) -> torch.Tensor:
+        """Rewards [S, R, F] on the CPU."""
+        size = self.settings.samples_per_prompt
+        problems = [problem for own in picked for problem in own for _ in range(size)]
+        texts = [ids for run in completions for ids in run]
+        return self._problems.judge(problems, texts).unflatten(0, (len(self.runs), -1))
+
+    def _advantages(self, rewards_SRF: torch.Tensor) -> torch.Tensor:
+        each = [
+            self._signals[run.arm.pass_at_k].advantages(own)
+            for run, own in zip(self.runs, rewards_SRF, strict=True)
+        ]
+        return torch.stack(each)
+
+    def _backward(self, samples: Samples, advantages_SR: torch.Tensor, exploration: Exploration) -> Outcome:
+        """Gradients of every run's loss, and what the update saw."""
+        model, arm, at_once = self.model, self.runs[0].arm, self.settings.tokens_per_forward
+        texts = Texts.of(samples, model.device)
+        clean = clean_norms(model, advantages_SR.shape[1])
+        norms = exploration.norms if arm.noise_in_loss and exploration.norms is not None else clean
+        temperature_S = self._policy_temperature_S
+        noisy_SRC = clean_SRC = None
+        if arm.correction == "token_balance" and exploration.all_noisy is not None:
+            noisy_SRC = score(model, texts, exploration.all_noisy, temperature_S, at_once)[0]
+        if norms is not clean:
+            clean_SRC = score(model, texts, clean, temperature_S, at_once)
+        outcome = Outcome.of(
+            self.runs, samples, texts, advantages_SR, exploration.noisy_R, self._explorers.share
+        )
+        outcome.noisy_SRC = noisy_SRC
+        self._adapters.refresh()
+        with torch.enable_grad(), warnings.catch_warnings():
+            # Gradients lie as the matrices do, in rows of runs, and torch would have them without gaps.
+            warnings.filterwarnings("ignore", "grad and param do not obey the gradient layout contract")
+            for piece in texts.pieces(at_once):
+                leaves = self._adapters.leaves(piece.runs)
+                logps, entropies = score_piece(model, texts, piece, leaves, norms, temperature_S)
+                loss_S = loss_of(outcome, piece, logps, entropies)
+                loss_S.sum().backward()
+                self._adapters.collect(piece.runs)
+        if clean_SRC is not None:
+            outcome.logps_SRC, outcome.entropies_SRC = clean_SRC
+        return outcome
+
+    def _rewarded(
+        self, rewards_SRF: torch.Tensor, advantages_SR: torch.Tensor, exploration: Exploration
+    ) -> dict[str, list[float]]:
+        """What is logged of rewards, by name and run."""
+        names, size = self._problems.reward_names, self.settings.samples_per_prompt
+        seen = {"reward": rewards_SRF.nansum(dim=2).mean(dim=1)}
+        for name, values_SR in zip(names, rewards_SRF.unbind(2), strict=True):
+            seen[f"rewards/{name}/mean"] = values_SR.nanmean(dim=1)
+        seen["signal"] = (advantages_SR.unflatten(1, (-1, size)) != 0).any(dim=2).float().mean(dim=1)
+        noisy_G = torch.tensor(exploration.noisy_R[:size])
+        if not noisy_G.all():
+            right_SPG = (rewards_SRF[..., 0] > 0).unflatten(1, (-1, size))
+            noisy, clean = right_SPG[..., noisy_G], right_SPG[..., ~noisy_G]
+            seen["noisy"], seen["clean"] = noisy.float().mean(dim=(1, 2)), clean.float().mean(dim=(1, 2))
+            found_noisy, found_clean = noisy.any(dim=2), clean.any(dim=2)
+            seen["only_noisy"] = (found_noisy & ~found_clean).float().mean(dim=1)
+            seen["only_clean"] = (found_clean & ~found_noisy).float().mean(dim=1)
+        return {name: values.tolist() for name, values in seen.items()}
+
+
+class _Order:
+    """Which problems a run sees in which step: those of `QeRLTrainer`'s sampler with the run's seed."""
+
+    def __init__(self, problems: int, per_step: int, seed: int) -> None:
+        if per_step > problems:
+            raise QeRLError(
+                f"The task has {problems} training problems, and a step needs {per_step}; give it more, or "
+                "lower prompts_per_step."
+            )
+        self._per_step, self._steps = per_step, problems // per_step
+        self._sampler = EpochRepeatSampler(
+            range(problems), mini_repeat_count=1, batch_size=per_step, shuffle=True, seed=seed
+        )
+        self._epoch, self._known = 0, list(self._sampler)
+
+    def batch(self, step: int) -> list[int]:
+        """Indices of the problems of a 0-based step."""
+        epoch, place = divmod(step, self._steps)
+        if epoch != self._epoch:
+            self._sampler.set_epoch(epoch)
+            self._epoch, self._known = epoch, list(self._sampler)
+        return self._known[place * self._per_step : (place + 1) * self._per_step]

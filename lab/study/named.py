@@ -1,0 +1,27 @@
+"""From the names in a study's file to its model and its task: QeRL's, and the needle of the laboratory."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from lab.needle.folder import NEEDLE, needle_folder
+from lab.needle.task import Needle
+from qerl.models import hub
+from qerl.models.hub import LocalModel
+from qerl.tasks.base import Task
+from qerl.tasks.registry import TASKS, get_task
+
+TASKS[NEEDLE] = Needle
+
+
+def find_model(name: str) -> LocalModel:
+    """The model of a study; ``needle`` is trained on the first call.
+
+    Raises:
+        QeRLError: As `qerl.models.hub.find_model`, or the needle's policy has other priors than it should.
+    """
+    return LocalModel(NEEDLE, needle_folder()) if name == NEEDLE else hub.find_model(name)
+
+
+def find_task(name: str, options: Mapping[str, Any]) -> Task:
+    """The task of a study with its options; errors are those of `qerl.tasks.get_task`."""
+    return get_task(name, **options)

@@ -1,0 +1,304 @@
+"""Computing what a study lacks: batches of runs, one after the other, until all are finished.
+
+Which batches there are is `lab.study.plan`'s to say. Processes that work in the same folder take the next
+one that nobody has claimed.
+
+The computing itself is handed in (`Make`): this module knows no model, so that its tests train nothing. On
+Ctrl-C or SIGTERM the present batch is saved after its step, and so it is every five minutes.
+"""
+
+import gc
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from datetime import date
+from statistics import fmean
+from typing import Any, Protocol
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from lab.study.arms import Run
+from lab.study.followed import Followed
+from lab.study.plan import Batch, make_plan
+from lab.study.results import DIVERGED, RunResult, by_key
+from lab.study.store import Checkpoint, Store
+from qerl.errors import QeRLError, first_line
+from qerl.trainer.callbacks import InterruptGuard
+
+SAVE_EVERY = 300.0
+"""Seconds between two checkpoints of a batch."""
+
+LOOK_EVERY = 2.0
+"""Seconds between two looks whether other processes have finished what the rest waits for."""
+
+
+class BatchTrainer(Protocol):
+    """Trains the runs of one batch side by side; each list has one item a run, in the order of the runs."""
+
+    def step(self) -> list[dict[str, float]]:
+        """One optimizer step of every run, and what it logs."""
+
+    def evaluate(self, samples: int) -> list[dict[str, float]]:
+        """Scores of every run's clean policy on the held-out problems; ``samples`` more of each, sampled."""
+
+    def state(self) -> dict[str, Any]:
+        """All that the next step depends on, as containers of tensors and numbers."""
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Go on from a state."""
+
+
+class Make(Protocol):
+    """Makes trainers of batches."""
+
+    facts: Mapping[str, Any]
+    """What is written down with each run: versions, device, `fingerprint` of the model."""
+
+    def __call__(self, runs: Sequence[Run], followed: Sequence[Followed | None]) -> BatchTrainer:
+        """A trainer of some runs of one arm.
+
+        Args:
+            runs: The runs.
+            followed: What the temperature of each follows; None for none.
+        """
+
+
+class Runner:
+    """Computes what a study lacks.
+
+    Args:
+        store: The study's folder.
+        make: Makes what computes.
+        console: Where progress is shown.
+    """
+
+    def __init__(self, store: Store, make: Make, console: Console) -> None:
+        self.store = store
+        self.study = store.study
+        self.make = make
+        self.console = console
+        self.guard = InterruptGuard(console)
+        self._failed: dict[str, Exception] = {}
+        self._second_turn: set[str] = set()
+        self._said: int | None = None
+        self._start, self._open_at_start = time.monotonic(), 0
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            TextColumn("{task.percentage:.0f} %"),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(elapsed_when_finished=True),
+            console=console,
+            disable=not console.is_terminal,
+        )
+
+    def run(self) -> bool:
+        """Compute until nothing is left for this process; false if Ctrl-C or SIGTERM came before that.
+
+        A batch that fails is left out, so that the others are computed all the same, and its error is raised
+        at the end. Where memory ran out, which another process may have taken, it is tried once more first.
+
+        Raises:
+            QeRLError: The folder cannot be written or holds runs of another model; memory ran out in a batch,
+                or its arm cannot be computed.
+        """
+        if warning := self.store.continue_with(self.make.facts["fingerprint"]):
+            self._say(warning)
+        with self.guard, self._bar:
+            runs = sum(map(self.study.count, self.study.arms.values()))
+            self._task = self._bar.add_task("", total=runs * self.study.steps)
+            self._open_at_start = make_plan(self.store).open
+            while not self.guard.interrupted and self._round(runs):
+                pass
+        if self._failed:
+            raise next(iter(self._failed.values()))
+        return not self.guard.interrupted or not make_plan(self.store).open
+
+    def _round(self, runs: int) -> bool:
+        """Compute one batch, or wait for other processes; false where there is nothing to do or wait for."""
+        plan = make_plan(self.store)
+        self._say_time_left(plan.open)
+        self._bar.update(self._task, completed=(runs - plan.open) * self.study.steps)
+        others = False
+        for batch in sorted(plan.batches, key=lambda batch: batch.name in self._second_turn):
+            if batch.name in self._failed:
+                continue
+            if self._take(batch):
+                return True
+            others = True
+        if others and plan.waiting:
+            time.sleep(LOOK_EVERY)
+            return True
+        if others:
+            self.console.print(f"Other processes compute the {plan.open} runs that are left.")
+        return False
+
+    def _say_time_left(self, open_: int) -> None:
+        """A line for those who see no bar: what is left, at the pace of all processes so far."""
+        if self._bar.disable and 0 < open_ < self._open_at_start and open_ != self._said:
+            self._said = open_
+            pace = (time.monotonic() - self._start) / (self._open_at_start - open_)
+            self.console.print(f"{open_} runs are left, about {pace * open_ / 60:.0f} min.")
+
+    def _take(self, batch: Batch) -> bool:
+        """Compute a batch unless another process does; whether it was this one's."""
+        with self.store.claimed(batch.name) as mine:
+            if not mine:
+                return False
+            done = {result.run.name for result in self.store.results().runs}
+            missing = [i for i, run in enumerate(batch.runs) if run.name not in done]
+            if missing:
+                try:
+                    self._compute(batch.of(missing))
+                except Exception as error:
+                    self._put_aside(batch, error)
+            return True
+
+    def _put_aside(self, batch: Batch, error: Exception) -> None:
+        """A batch for which memory ran out has a second turn after the others; any other failure is final."""
+        again = isinstance(error.__cause__, torch.OutOfMemoryError) and batch.name not in self._second_turn
+        if again:
+            self._second_turn.add(batch.name)
+        else:
+            self._failed[batch.name] = error
+        _let_go(error)
+        self._say(
+            f"{batch.title} failed: {first_line(error)}" + (" It is tried again after the others." * again)
+        )
+
+    def _compute(self, batch: Batch) -> None:
+        if again := self.store.read(batch.runs):
+            self._say(f"{batch.title}: {len(again)} runs are computed again, as {self._why(again)}.")
+        try:
+            work = _Work(self.store, batch, self.make(batch.runs, batch.followed), self._say)
+            while not work.done and not self.guard.interrupted:
+                work.step()
+                self._bar.update(
+                    self._task, advance=len(batch.runs), description=f"{batch.title}  {work.shown()}"
+                )
+        except torch.OutOfMemoryError as error:
+            raise QeRLError(
+                f"GPU memory ran out in {batch.title}; lower runs_per_batch or tokens_per_forward "
+                f"({first_line(error)})."
+            ) from error
+        if work.done:
+            work.finish(self.make.facts)
+            self._say(f"{batch.title}: {work.summary()}")
+        else:
+            work.save()
+
+    def _why(self, again: Sequence[RunResult]) -> str:
+        """Why runs that are there do not count."""
+        arm = again[0].run.arm
+        if arm.name in self.store.again:
+            return f"they are of commit {', '.join(sorted({one.commit for one in again}))}"
+        return f"they followed other curves of {arm.match_entropy} than it has now"
+
+    def _say(self, text: str) -> None:
+        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def _let_go(error: BaseException | None) -> None:
+    """Free what the frames of an error hold, a batch's memory above all; its lines stay readable."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+class _Work:
+    """A batch under way, from where it was left."""
+
+    def __init__(self, store: Store, batch: Batch, trainer: BatchTrainer, say: Callable[[str], None]) -> None:
+        self.store, self.batch, self.trainer = store, batch, trainer
+        self.study = store.study
+        self.names = [run.name for run in batch.runs]
+        self.followed = [None if one is None else asdict(one) for one in batch.followed]
+        self.records: list[list[dict[str, float]]] = []
+        self.evaluations: list[list[dict[str, float]]] = []
+        kept = store.checkpoint(batch.name)
+        if kept and (other := self._other(kept)):
+            say(f"{batch.title} begins anew, as what was kept of it is of {other}.")
+            kept = None
+        if kept:
+            trainer.load_state(kept.state)
+            self.records, self.evaluations = kept.records, kept.evaluations
+        self.start = self.saved = time.monotonic()
+        self.start -= kept.seconds if kept else 0.0
+        self._evaluate()
+
+    def _other(self, kept: Checkpoint) -> str | None:
+        """In what a checkpoint is not this batch's; None if in nothing."""
+        if kept.names != self.names:
+            return "other runs"
+        if kept.commit != self.store.commit:
+            return f"commit {kept.commit}, and this is {self.store.commit}"
+        return None if kept.followed == self.followed else "runs that followed other curves of entropy"
+
+    @property
+    def done(self) -> bool:
+        return len(self.records) == self.study.steps
+
+    def step(self) -> None:
+        self.records.append(self.trainer.step())
+        self._evaluate()
+        if not self.done and time.monotonic() - self.saved > SAVE_EVERY:
+            self.save()
+
+    def _evaluate(self) -> None:
+        """Score where it is time for that and it has not been done."""
+        at, step = self.study.eval_at, len(self.records)
+        if step in at and len(self.evaluations) == at.index(step):
+            self.evaluations.append(self.trainer.evaluate(self.study.final_completions if self.done else 0))
+
+    def save(self) -> None:
+        state, seconds = self.trainer.state(), time.monotonic() - self.start
+        done = self.names, self.records, self.evaluations
+        kept = Checkpoint(*done, state, seconds, self.followed, self.store.commit)
+        self.store.save_checkpoint(self.batch.name, kept)
+        self.saved = time.monotonic()
+
+    def finish(self, facts: Mapping[str, Any]) -> None:
+        seconds, runs = time.monotonic() - self.start, len(self.names)
+        when = {"date": date.today().isoformat(), "seconds": round(seconds / runs, 3)}
+        facts = {**facts, "commit": self.store.commit, **when}
+        self.results = [self._result(i, facts) for i in range(runs)]
+        for result in self.results:
+            self.store.write(result)
+        self.store.drop_checkpoint(self.batch.name)
+        self.seconds = seconds
+
+    def _result(self, i: int, facts: dict[str, Any]) -> RunResult:
+        records = [step[i] for step in self.records]
+        diverged = next((n for n, record in enumerate(records, start=1) if record[DIVERGED]), None)
+        evaluations = by_key(evaluation[i] for evaluation in self.evaluations)
+        return RunResult(
+            self.batch.runs[i],
+            by_key(records),
+            self.study.eval_at,
+            evaluations,
+            diverged,
+            facts,
+            self.batch.followed[i],
+        )
+
+    def shown(self) -> str:
+        """The present step, for the progress bar."""
+        accuracy = fmean(one["accuracy"] for one in self.evaluations[-1])
+        return f"step {len(self.records)}/{self.study.steps}  accuracy {accuracy:.3f}"
+
+    def summary(self) -> str:
+        """How the finished batch went, in a line."""
+        accuracy = fmean(result.accuracy[-1] for result in self.results)
+        area = fmean(result.area for result in self.results)
+        diverged = sum(result.diverged_at is not None for result in self.results)
+        return (
+            f"{len(self.names)} runs in {self.seconds:.0f} s, mean accuracy {accuracy:.3f} at the end and "
+            f"{area:.3f} over the curve" + (f"; {diverged} diverged" if diverged else "")
+        )

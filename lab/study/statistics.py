@@ -1,0 +1,277 @@
+"""What a comparison of two arms says, seed by seed, and what it cannot say.
+
+Arms share their seeds (same data, same fresh adapter, same uniforms), so the outcome is the paired difference
+first - second of the area under the curve of accuracy (`RunResult.area`) on the test seeds. Of it:
+
+- the mean, with the bias-corrected and accelerated (BCa) bootstrap interval of 95 % over seeds;
+- Wilcoxon's signed-rank test, because the differences have heavy tails, with the exact distribution of its
+  midranks, its p value corrected over all comparisons of the study by Holm's method;
+- two one-sided t tests against +- the study's `equivalence`, their p value corrected in the same way: only
+  they allow to say that there is no effect, which a large p value never does, and of many pairs that differ
+  by the margin one in twenty would pass uncorrected;
+- the smallest true difference that this many seeds would have found with power .8: the paired t test at the
+  level that Holm's method gives to the smallest p value of the study;
+- collapses by McNemar's exact test: of the seeds in which exactly one of the two collapsed, how many were
+  whose.
+
+The verdict is a word made of the corrected p value, the sign of the mean and the test of equivalence, all
+at a level of .05. An effect is claimed of the mean, which Wilcoxon's test is not about, so the interval of
+the mean must leave out 0 too, and the centre of ranks, which skewed differences may have on the other side
+of 0, must agree with it; else nothing is decided. If no two arms that a study compares differ, it claims no
+effect with probability .95; it claims no equivalence that does not hold with the same. If two arms differ and
+the means of their areas do not, because one is a little better and collapses now and then, an effect may be
+claimed more often than that: seeds that hold no collapse cannot show one. How often,
+`lab.writers.verdicts` counts.
+Given up: intervals are each of one comparison, and all of it is for the study's own held-out problems and the
+learning rates that were chosen.
+"""
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from lab.study.results import ROLLOUT_ENTROPY, SIGMA, Results, RunResult
+from qerl.errors import QeRLError
+from qerl.kernels.needs import has_module, how_to_install
+
+LEVEL = 0.05
+POWER = 0.8
+RESAMPLES = 10_000
+FEWEST = 2
+"""Seeds below which nothing can be said about a difference."""
+
+TIE = 2e-6
+"""Differences of areas that are no farther apart are equal: results are kept to six digits, and areas of a
+few hundred problems differ by a hundred times as much or not at all."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two arms, paired by seed.
+
+    Attributes:
+        family: The group of comparisons that it is shown with.
+        first, second: Names of the arms.
+        seeds: Number of seeds that both have finished.
+        mean: Of the differences first - second in area under the curve.
+        sd: Their standard deviation.
+        interval: BCa interval of the mean, 95 %.
+        p: Of Wilcoxon's test.
+        holm: The same, corrected over the study.
+        p_equivalent: Of the test that the mean is within +- the study's `equivalence`, corrected over the
+            study.
+        equivalence: That margin.
+        detectable: Smallest mean that would have been found with power .8.
+        collapses: Runs of the first and of the second arm that collapsed.
+        p_collapse: Of McNemar's test.
+        differences: Seed by seed.
+        apart: Of a pair of which one arm has noise, the seeds in which the two differ before it begins: their
+            difference is then not the noise's alone.
+    """
+
+    family: str
+    first: str
+    second: str
+    seeds: int
+    mean: float
+    sd: float
+    interval: tuple[float, float]
+    p: float
+    holm: float
+    p_equivalent: float
+    equivalence: float
+    detectable: float
+    collapses: tuple[int, int]
+    p_collapse: float
+    differences: tuple[float, ...]
+    apart: int
+
+    @property
+    def verdict(self) -> str:
+        """What may be claimed: `helps`, `harms`, `no effect beyond +-.02` or `undecided`."""
+        margin = f"{self.equivalence:g}".removeprefix("0")
+        equivalent = self.p_equivalent < LEVEL
+        low, high = self.interval
+        agree = low * high > 0 and self.mean * _centre(np.array(self.differences)) > 0
+        if self.holm < LEVEL and agree:
+            word = "helps" if self.mean > 0 else "harms"
+            return f"{word}, by less than {margin}" if equivalent else word
+        return f"no effect beyond \N{PLUS-MINUS SIGN}{margin}" if equivalent else "undecided"
+
+
+def _centre(d: np.ndarray) -> float:
+    """Hodges and Lehmann's estimate, the median of all pairs' means: what Wilcoxon's test says is not 0."""
+    i, j = np.triu_indices(len(d))
+    return float(np.median((d[i] + d[j]) / 2))
+
+
+def compare(results: Results) -> list[Comparison]:
+    """All comparisons of a study that have enough finished seeds, families in the study's order.
+
+    Raises:
+        QeRLError: scipy is not installed.
+    """
+    if results.study.comparisons and not has_module("scipy"):
+        raise QeRLError(f"The statistics of a study need scipy; run `{how_to_install('scipy')}`.")
+    paired = [
+        (family, first, second, _paired(results, first, second))
+        for family, pairs in results.study.comparisons.items()
+        for first, second in pairs
+    ]
+    members = [member for member in paired if len(member[-1]) >= FEWEST]
+    margin, each = results.study.equivalence, [differences(rows) for *_, rows in members]
+    p_values = [wilcoxon(d) for d in each]
+    # A comparison that is planned and not computed yet counts, or looking early would make it easier.
+    not_yet = [1.0] * (len(paired) - len(members))
+    adjusted_p = holm([*p_values, *not_yet])
+    equivalent_p = holm([*(equivalence(d, margin) for d in each), *not_yet])
+    found = []
+    for (family, first, second, rows), d, p, adjusted, equivalent in zip(
+        members, each, p_values, adjusted_p, equivalent_p, strict=False
+    ):
+        fell = [(results.collapsed(a), results.collapsed(b)) for a, b in rows]
+        found.append(
+            Comparison(
+                family=family,
+                first=first,
+                second=second,
+                seeds=len(d),
+                mean=float(d.mean()),
+                sd=float(d.std(ddof=1)),
+                interval=bca(d),
+                p=p,
+                holm=adjusted,
+                p_equivalent=equivalent,
+                equivalence=margin,
+                detectable=detectable(float(d.std(ddof=1)), len(d), LEVEL / len(paired)),
+                collapses=(sum(a for a, _ in fell), sum(b for _, b in fell)),
+                p_collapse=mcnemar(sum(a > b for a, b in fell), sum(b > a for a, b in fell)),
+                differences=tuple(map(float, d)),
+                apart=sum(_apart(a, b) for a, b in rows),
+            )
+        )
+    return found
+
+
+def _paired(results: Results, first: str, second: str) -> list[tuple[RunResult, RunResult]]:
+    """Results of two arms for each test seed that both have finished."""
+    others = {result.run.seed: result for result in results.tested(second)}
+    return [(one, others[one.run.seed]) for one in results.tested(first) if one.run.seed in others]
+
+
+def _apart(one: RunResult, other: RunResult) -> bool:
+    """Whether two runs, of which one has noise, drew from different policies before it began."""
+    begins = [
+        next((at for at, sigma in enumerate(run.steps.get(SIGMA, [])) if sigma), None) for run in (one, other)
+    ]
+    clean = [at for at in begins if at is not None]
+    if len(clean) != 1:
+        return False
+    first, second = (run.steps.get(ROLLOUT_ENTROPY, [])[: clean[0]] for run in (one, other))
+    return first != second
+
+
+def differences(rows: Sequence[tuple[RunResult, RunResult]]) -> np.ndarray:
+    """Differences [seeds] in area under the curve."""
+    return np.array([first.area - second.area for first, second in rows])
+
+
+def bca(d: np.ndarray) -> tuple[float, float]:
+    """BCa interval of the mean of d [seeds], 95 %; of equal numbers, that number twice."""
+    from scipy.stats import bootstrap
+
+    if np.ptp(d) == 0:
+        return float(d[0]), float(d[0])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of two or three seeds, of which it says what their number says too
+        found = bootstrap(
+            (d,), np.mean, n_resamples=RESAMPLES, method="BCa", rng=np.random.default_rng(0)
+        ).confidence_interval
+    return float(found.low), float(found.high)
+
+
+def wilcoxon(d: np.ndarray) -> float:
+    """Exact two-sided p value of the signed-rank test on d [seeds]; 1 where all are zero.
+
+    Zeros are left out and differences that are equal share their mean rank (`TIE`); the distribution is that
+    of these ranks when each sign is tossed, so it is exact with ties too.
+    """
+    size = np.abs(d)
+    by_size = np.argsort(size)
+    by_size = by_size[size[by_size] > TIE]
+    if not len(by_size):
+        return 1.0
+    starts = np.flatnonzero(np.diff(size[by_size], prepend=-1.0) > TIE)
+    ends = np.append(starts[1:], len(by_size))
+    doubled = np.repeat(starts + ends + 1, ends - starts)  # twice the mean of the ranks start + 1, ..., end
+    chances = np.ones(1)  # of each sum of the doubled ranks with a positive sign
+    for rank in doubled:
+        chances = (np.append(chances, np.zeros(rank)) + np.append(np.zeros(rank), chances)) / 2
+    positive = int(doubled[d[by_size] > 0].sum())
+    return float(min(1.0, 2 * min(chances[: positive + 1].sum(), chances[positive:].sum())))
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """p values of a study, corrected by Holm's step-down method."""
+    corrected = [0.0] * len(p_values)
+    largest = 0.0
+    for rank, i in enumerate(sorted(range(len(p_values)), key=lambda i: p_values[i])):
+        largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[i]))
+        corrected[i] = largest
+    return corrected
+
+
+def equivalence(d: np.ndarray, margin: float) -> float:
+    """p value of the two one-sided t tests that the mean of d [seeds] is within +- margin, uncorrected."""
+    from scipy.stats import ttest_1samp
+
+    if np.ptp(d) == 0:
+        return 0.0 if abs(d[0]) < margin else 1.0
+    above = ttest_1samp(d, -margin, alternative="greater").pvalue
+    below = ttest_1samp(d, margin, alternative="less").pvalue
+    return float(max(above, below))
+
+
+def detectable(sd: float, seeds: int, level: float) -> float:
+    """Smallest mean difference that a two-sided paired t test finds with power .8.
+
+    Args:
+        sd: Standard deviation of the differences.
+        seeds: Their number, at least two.
+        level: Of the test.
+    """
+    from scipy.optimize import brentq
+    from scipy.stats import nct, t
+
+    if sd == 0:
+        return 0.0
+    freedom = seeds - 1
+    bound = t.ppf(1 - level / 2, freedom)
+    standard_errors = brentq(lambda shift: nct.sf(bound, freedom, shift) - POWER, 0, 3 * bound + 5)
+    return float(standard_errors * sd / seeds**0.5)
+
+
+def mcnemar(only_first: int, only_second: int) -> float:
+    """Exact two-sided p value of McNemar's test for so many pairs in which one of the two collapsed."""
+    from scipy.stats import binomtest
+
+    discordant = only_first + only_second
+    return 1.0 if discordant == 0 else float(binomtest(only_first, discordant).pvalue)
+
+
+def mean_interval(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Bootstrap percentile interval (95 %) of the mean over seeds, point by point.
+
+    Args:
+        values: [seeds, points].
+
+    Returns:
+        Lower and upper bound, each [points]; resamples are the same at all points.
+    """
+    rng = np.random.default_rng(0)
+    drawn = rng.integers(len(values), size=(RESAMPLES // 5, len(values)))
+    means = values[drawn].mean(axis=1)
+    low, high = np.percentile(means, [2.5, 97.5], axis=0)
+    return low, high

@@ -1,0 +1,119 @@
+"""Tables of decoded tokens per second: by shape and number of sequences, and by ways to multiply."""
+
+from statistics import fmean
+
+from bench.result import Row
+from lab.writers.captions import files, rows, source, table
+
+_H100 = {
+    "7b": (("rollout-7b-h100", (1, 8, 64, 128, 256)), ("rollout-7b-512-h100", (512,))),
+    "14b": (("rollout-14b-h100", (8, 64)),),
+    "32b": (("rollout-32b-h100", (1, 8, 64, 128)),),
+    "72b": (("rollout-72b-h100", (1, 8, 32)),),
+}
+_NF4 = "rollout-7b-nf4-h100"
+_H200 = {"7b": "rollout-7b-h200", "32b": "rollout-32b-h200"}
+"""The newest of each shape; all their rows are shown."""
+_WAYS = "decode-128-ways-h200"
+
+
+def decode() -> str:
+    """Decoded tokens per second by shape and batch."""
+    lines = []
+    for shape, parts in _H100.items():
+        where = {batch: name for name, batches in parts for batch in batches}
+        newest = _H200.get(shape)
+        for batch in sorted({*where, *(row["batch"] for row in _of(newest))}):
+            lines.append(
+                (
+                    f"{shape.upper()}, {batch}",
+                    _tokens_s(_of(where.get(batch), batch=batch, weights="nvfp4")),
+                    _tokens_s(_of(where.get(batch), batch=batch, weights="bf16")),
+                    _tokens_s(_of(_NF4, batch=batch, weights="nf4")) if shape == "7b" else None,
+                    _tokens_s(_of(newest, batch=batch, weights="nvfp4")),
+                    _tokens_s(_of(newest, batch=batch, weights="bf16")),
+                )
+            )
+    h100 = [*(name for parts in _H100.values() for name, _ in parts), _NF4]
+    h200 = [*_H200.values()]
+    (usual,) = {_decoded(name) for name in h100}
+    decoded = {shape.upper(): _decoded(name) for shape, name in _H200.items()}
+    others = " and ".join(f"{tokens} ({shape})" for shape, tokens in decoded.items() if tokens != usual)
+    but = f", on the H200 {others}; after fewer there are fewer keys to read" if others else ""
+    return table(
+        (
+            "tokens per second: shape, sequences", "NVFP4", "16-bit", "NF4", "NVFP4 on an H200",
+            "16-bit on an H200",
+        ),
+        lines,
+        f"{source(*h100, *h200)} {usual} tokens were decoded{but}. Empty cells were not measured. "
+        f"{files(*h100, *h200)}",
+    )  # fmt: skip
+
+
+def ways_of_128() -> str:
+    """What clusters and three warpgroups do to the speed of steps of 128 sequences, by shape."""
+    shapes = ("7b", "qwen3-8b", "14b", "32b")
+    compared = (
+        ("clusters, with two warpgroups", "pairs", "single", 1),
+        ("clusters, with three for gate_up", "three", "none", 2),
+        ("of these, those of gate_up alone", "three", "three-alone", 1),
+        ("three warpgroups for gate_up, with clusters", "three", "pairs", 1),
+        ("", "three", "pairs", 2),
+        ("for down, too", "three-down", "three", 1),
+        ("", "three-down", "three", 2),
+        ("all of it", "three", "single", 1),
+    )
+    lines = []
+    for what, first, second, machine in compared:
+        changes = [_changes(shape, first, second, machine) for shape in shapes]
+        lines.append((what, machine, *changes))
+    apart = max(
+        max(found) / min(found)
+        for machine in (1, 2)
+        for way in {row["way"] for row in rows(_WAYS, machine=machine)}
+        for shape in shapes
+        if (found := _values("decode_tok_s", shape, way, machine))
+    )
+    return table(
+        ("change by", "machine", *(shape.upper().removeprefix("QWEN3-") for shape in shapes)),
+        lines,
+        "Tokens per second, and in brackets the clock, in steps of 128 sequences. All ways in turn in one "
+        "process for a shape on each machine, twice, the second time in reverse order; the two times differ "
+        f"by at most {100 * (apart - 1):.1f} %. {source(_WAYS)} {files(_WAYS)}",
+    )
+
+
+def faster_128(shape: str) -> str:
+    """By how much clusters and three warpgroups make steps of 128 sequences faster."""
+    return _change("decode_tok_s", shape, "three", "single", 1).removeprefix("+")
+
+
+def _changes(shape: str, first: str, second: str, machine: int) -> str | None:
+    if not all(_values("decode_tok_s", shape, way, machine) for way in (first, second)):
+        return None
+    speed, clock = (_change(key, shape, first, second, machine) for key in ("decode_tok_s", "sm_mhz"))
+    return f"{speed} ({clock})"
+
+
+def _change(key: str, shape: str, first: str, second: str, machine: int) -> str:
+    means = [fmean(_values(key, shape, way, machine)) for way in (first, second)]
+    return f"{100 * (means[0] / means[1] - 1):+.1f} %"
+
+
+def _values(key: str, shape: str, way: str, machine: int) -> list[float]:
+    return [row[key] for row in rows(_WAYS, shape=shape, way=way, machine=machine)]
+
+
+def _of(name: str | None, /, **where: object) -> list[Row]:
+    return [] if name is None else rows(name, engine="qerl", **where)
+
+
+def _tokens_s(found: list[Row]) -> str | None:
+    return f"{found[0]['decode_tok_s']:.0f}" if found else None
+
+
+def _decoded(name: str) -> int:
+    """Tokens that each sequence of a result decoded."""
+    (tokens,) = {row["decode_tokens"] for row in rows(name)}
+    return int(tokens)

@@ -1,0 +1,323 @@
+"""What the tables and numbers of README and docs say, from the JSON files in bench/results.
+
+Each function reads results and returns Markdown; :data:`TABLES` and :data:`NUMBERS` name them for the marks
+in the pages (:mod:`lab.writers.tables`). A caption names card, date, commit and files.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from bench.result import Row
+from lab.writers import (
+    card_tables,
+    decode_tables,
+    draft_tables,
+    headline_tables,
+    length_tables,
+    noise_numbers,
+    noise_tables,
+    serve_tables,
+    turn_tables,
+)
+from lab.writers.captions import RECOMPUTES, card, commits_of, files, recomputed, row, rows, source, table
+from lab.writers.cookbook_numbers import cookbook_numbers
+
+_WEIGHTS = {"nvfp4": "NVFP4", "bf16": "16-bit", "nf4": "NF4"}
+
+
+def _size(found: Row) -> str:
+    return f"{found['prompts'] * found['samples']} x {found['completion_tokens']}"
+
+
+def _step_cells(found: Row) -> tuple[Any, ...]:
+    return (
+        f"{found['rollout_s']:.2f}",
+        f"{found['update_s']:.2f}",
+        f"{found['total_s']:.2f}",
+        f"{found['tokens_per_s']:.0f}",
+        f"{found['rollout_gb']:.1f}",
+        f"{found['update_gb']:.1f}",
+    )
+
+
+_STEPS = (
+    ("step-7b-h100", {"weights": "nvfp4"}),
+    ("step-7b-h100", {"weights": "bf16"}),
+    ("step-7b-nf4-h100", {"weights": "nf4"}),
+    ("step-14b-h100", {"weights": "nvfp4"}),
+    ("step-14b-h100", {"weights": "bf16"}),
+    ("step-32b-h100", {"weights": "nvfp4", "prompts": 1}),
+    ("step-32b-h100", {"weights": "nvfp4", "prompts": 4}),
+    ("step-72b-h100", {"weights": "nvfp4"}),
+    ("step-7b-128-h100", {"weights": "nvfp4"}),
+    ("step-7b-128-trl-h100", {"engine": "qerl"}),
+    ("step-7b-128-trl-h100", {"engine": "trl+vllm"}),
+    ("step-7b-h200", {"engine": "qerl"}),
+)
+
+
+def steps() -> str:
+    """Seconds and memory of whole GRPO steps."""
+    lines = []
+    for name, where in _STEPS:
+        found = row(name, **where)
+        peer = found.get("engine") == "trl+vllm"
+        who = f"TRL 1.16 with vLLM 0.24, {_WEIGHTS[found['weights']]}" if peer else _WEIGHTS[found["weights"]]
+        beside = " (in one run with the next)" if name.endswith("trl-h100") and not peer else ""
+        beside += ", on an H200" if name.endswith("-h200") else ""
+        lines.append(
+            (
+                f"{found['shape'].upper()}, {who}{beside}",
+                _size(found),
+                found["lora_rank"],
+                recomputed(found),
+                *_step_cells(found),
+            )
+        )
+    names = list(dict.fromkeys(name for name, _ in _STEPS))
+    return table(
+        (
+            "shape, frozen weights",
+            "samples x tokens",
+            "rank",
+            "layers recomputed",
+            "rollout, s",
+            "update, s",
+            "step, s",
+            "tokens/s",
+            "GB in rollout",
+            "GB in update",
+        ),
+        lines,
+        f"{RECOMPUTES} {source(*names)} {files(*names)}",
+    )
+
+
+def steps_tokens() -> str:
+    """A 7B step against the number of tokens."""
+    found = [*rows("step-7b-tokens-h100"), row("step-7b-128-h100", weights="nvfp4")]
+    found.sort(key=lambda r: (r["tokens"], r["prompts"]))
+    lines = [
+        (
+            _size(r),
+            f"{r['tokens']:.0f}",
+            *_step_cells(r)[:4],
+            f"{1e6 * r['update_s'] / r['tokens']:.0f}",
+        )
+        for r in found
+    ]
+    names = ("step-7b-tokens-h100", "step-7b-128-h100")
+    return table(
+        (
+            "7B: samples x tokens",
+            "tokens per step",
+            "rollout, s",
+            "update, s",
+            "step, s",
+            "tokens/s",
+            "ms of update per 1000 tokens",
+        ),
+        lines,
+        f"{source(*names)} {files(*names)}",
+    )
+
+
+def steps_rank() -> str:
+    """A 7B step against LoRA's rank."""
+    found = sorted(rows("step-7b-rank-h100"), key=lambda r: r["lora_rank"])
+    lines = [(r["lora_rank"], *_step_cells(r)[:3], f"{r['update_gb']:.1f}") for r in found]
+    return table(
+        ("rank, 7B, 8 x 1024", "rollout, s", "update, s", "step, s", "GB in update"),
+        lines,
+        f"{source('step-7b-rank-h100')} {files('step-7b-rank-h100')}",
+    )
+
+
+def before_after() -> str:
+    """Two commits on one H200."""
+    steps = rows("before-after-step-7b-h200")
+    commits = [found["commit"] for found in steps]
+    lines: list[Sequence[Any]] = []
+    for batch in (8, 64, 128):
+        cells = [
+            ", ".join(
+                f"{found['decode_tok_s']:.0f}"
+                for found in rows("before-after-rollout-7b-h200", commit=commit, batch=batch)
+            )
+            for commit in commits
+        ]
+        lines.append((f"decode, {batch} sequences, tokens/s", *cells))
+    seconds = [f"{r['total_s']:.2f} ({r['rollout_s']:.2f}, {r['update_s']:.2f})" for r in steps]
+    lines.append(("step of 32 x 1024, s (rollout, update)", *seconds))
+    return table(
+        ("7B, NVFP4, LoRA rank 32", *commits),
+        lines,
+        f"{card(steps[0])}, {steps[0]['date'][:10]}, the two commits by turns; medians of "
+        f"three steps. {files('before-after-rollout-7b-h200', 'before-after-step-7b-h200')}",
+    )
+
+
+def _minutes(name: str) -> str:
+    """The least and the most minutes of the newest commit's runs of a demo that were timed."""
+    timed = [row["minutes"] for row in _newest_demo(name) if "minutes" in row]
+    return f"{min(timed)} to {max(timed)} minutes"
+
+
+def demo(name: str) -> str:
+    """The accuracy and the time of a demo, of its newest commit in this file."""
+    newest = _newest_demo(name)
+    lines = [
+        (r["seed"], f"{r['before']:.0f}", f"{r['after']:.0f}", r.get("minutes", "not timed")) for r in newest
+    ]
+    return table(
+        ("seed", "right answers before, %", "after, %", "minutes, both scores included"),
+        lines,
+        f"Greedy, 128 held-out problems; two CPU cores per run, {newest[0]['date']}, commit "
+        f"{newest[0]['commit']}. {files(name)}",
+    )
+
+
+_MEMORY = (
+    *_STEPS[:9],
+    ("step-32b-h100-2665039", {"prompts": 1}),
+    ("step-7b-h100-5ddacf3", {"weights": "nvfp4"}),
+)
+
+
+def memory() -> str:
+    """Peaks of memory by how many layers are recomputed."""
+    lines = []
+    for name, where in _MEMORY:
+        found = row(name, **where)
+        lines.append(
+            (
+                f"{found['shape'].upper()}, {_WEIGHTS[found['weights']]}",
+                _size(found),
+                found["lora_rank"],
+                found.get("tokens_per_forward") or "a whole microbatch",
+                recomputed(found),
+                f"{found['total_s']:.1f}",
+                f"{found['rollout_gb']:.1f}",
+                f"{found['update_gb']:.1f}",
+            )
+        )
+    names = list(dict.fromkeys(name for name, _ in _MEMORY))
+    return table(
+        (
+            "shape, frozen weights",
+            "samples x tokens",
+            "rank",
+            "tokens per forward pass",
+            "layers recomputed",
+            "step, s",
+            "GB in rollout",
+            "GB in update",
+        ),
+        lines,
+        f"{source(*names)} {files(*names)}",
+    )
+
+
+_RUNS = (
+    (1, "base", "noise 1e-2 to 5e-4, learning rate 3e-4"),
+    (1, "small-noise", "noise 3e-3 to 5e-4, learning rate 3e-4"),
+    (1, "nonoise", "no noise, learning rate 3e-4"),
+    (1, "lr5", "noise, learning rate 5e-4"),
+    (1, "lr10", "noise, learning rate 1e-3"),
+    (2, "C8x8", "noise, learning rate 3e-4, 24 new tokens, 20 steps"),
+)
+
+
+def learning() -> str:
+    """Final accuracy of the demo's task by settings and seed."""
+    first = rows("learning-smollm2-h100")[0]
+    lines = []
+    for wave, setting, words in _RUNS:
+        finals = [
+            row("learning-smollm2-h100", wave=wave, name=f"{setting}-s{seed}")["greedy_accuracy_by_step"][-1][
+                1
+            ]
+            for seed in (1, 2, 3)
+        ]
+        lines.append((words, *(f"{final:.3f}".removeprefix("0") for final in finals)))
+    commits = sorted({found["commit"] for found in rows("learning-smollm2-h100") if found["wave"] in (1, 2)})
+    return table(
+        ("GRPO, 25 steps of 8 x 8 samples, 32 new tokens", "seed 1", "seed 2", "seed 3"),
+        lines,
+        f"Final accuracy. {card(first)}, {first['date']}, "
+        f"{commits_of(commits)}. {files('learning-smollm2-h100')}",
+    )
+
+
+def least_memory(shape: str) -> str:
+    """GB of a step of 8 x 2048 with every layer recomputed."""
+    name, where = _MEMORY[-1] if shape == "7b" else _MEMORY[-2]
+    found = row(name, **where)
+    return f"{max(found['rollout_gb'], found['update_gb']):.1f} GB"
+
+
+def study_speed() -> str:
+    """Seconds per seed-step of a study, by the number of runs side by side."""
+    keys = ("seed_step_s", "step_s", "rollout_s", "reward_s", "update_s")
+    lines = [
+        (r["runs"], *(f"{r[key]:.3f}" for key in keys), f"{r['evaluation_s']:.1f}", f"{r['peak_gb']:.0f}")
+        for r in sorted(rows("study-h200"), key=lambda r: r["runs"])
+    ]
+    head = ("runs", "s per seed-step", "step", "rollout", "rewards", "update", "evaluation", "peak, GB")
+    return table(head, lines, f"{source('study-h200')} {files('study-h200')}")
+
+
+def _newest_demo(name: str) -> list[Row]:
+    return rows(name, commit=rows(name)[-1]["commit"])
+
+
+def _demo_after() -> str:
+    after = [found["after"] for found in _newest_demo("demo-cpu")]
+    return f"{min(after):.0f} to {max(after):.0f} %"
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "first-screen": headline_tables.first_screen,
+    "decode": decode_tables.decode,
+    "decode-ways": decode_tables.ways_of_128,
+    "drafts-cost": lambda: draft_tables.cost("drafts-7b-h200"),
+    "drafts": lambda: draft_tables.speed("acceptance-smollm2-trained-cpu", "drafts-7b-h200"),
+    "steps": steps,
+    "steps-lengths": length_tables.steps,
+    "steps-tokens": steps_tokens,
+    "steps-rank": steps_rank,
+    "before-after": before_after,
+    "demo": lambda: demo("demo-cpu"),
+    "demo-tools": lambda: demo("demo-tools-cpu"),
+    "turns": lambda: turn_tables.kept("turns-smollm2-cpu"),
+    "turns-gpu": lambda: turn_tables.on_gpu("turns-smollm2-h200"),
+    "memory": memory,
+    "small-cards": card_tables.small_cards,
+    "longest": card_tables.longest,
+    "context": card_tables.context,
+    "cards": card_tables.cards,
+    "older-path": card_tables.older_path,
+    "capped": card_tables.capped,
+    "runs-on": card_tables.runs_on,
+    "learning": learning,
+    "serve-sft": lambda: serve_tables.fine_tuning("serve-sft-smollm2-cpu"),
+    "serve-learning": lambda: serve_tables.learning("cookbook-smollm2-h200", "cookbook-smollm2-cpu"),
+    "serve-steps": lambda: serve_tables.steps(
+        "step-7b-beside-serve-h200", "serve-7b-h200", "serve-7b-adapters-h200"
+    ),
+    "serve-rivals": lambda: serve_tables.rivals("serve-rival-4b-h200"),
+    "study-speed": study_speed,
+    **noise_tables.TABLES,
+}
+
+NUMBERS: dict[str, Callable[[], str]] = {
+    "least-memory-7b": lambda: least_memory("7b"),
+    "least-memory-32b": lambda: least_memory("32b"),
+    "demo-before": lambda: f"{rows('demo-cpu')[-1]['before']:.0f} %",
+    "demo-after": _demo_after,
+    **cookbook_numbers("cookbook-smollm2-h200"),
+    **serve_tables.rival_numbers("serve-rival-4b-h200"),
+    "demo-minutes": lambda: _minutes("demo-cpu"),
+    "decode-128-faster-7b": lambda: decode_tables.faster_128("7b"),
+    **noise_numbers.NUMBERS,
+}

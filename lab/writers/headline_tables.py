@@ -1,0 +1,102 @@
+"""The table on README's first screen: each row one comparison on one card, from results that are there.
+
+A row names a result of QeRL with NVFP4 and what stands beside it: another engine where one was measured, else
+our own 16-bit weights. A row without both is left out.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from bench import result
+from bench.result import Row
+from lab.writers.captions import card, rows, table
+
+
+@dataclass(frozen=True)
+class Headline:
+    """A row of the table.
+
+    Attributes:
+        words: What is compared.
+        file: Name of the results that hold both, in ``bench/results``.
+        where: Fields that both have.
+        key: The field that is shown.
+        words_of: How it is written.
+        most: Whether more is better.
+    """
+
+    words: str
+    file: str
+    where: dict[str, Any]
+    key: str
+    words_of: str
+    most: bool = False
+
+
+HEADLINES = (
+    Headline(
+        "GRPO step, 7B, 128 samples of drawn lengths", "step-7b-lognormal-trl-h200", {}, "total_s", "{:.1f} s"
+    ),
+    Headline("GRPO step, 7B, 128 samples of 1024 tokens", "step-7b-128-trl-h200", {}, "total_s", "{:.1f} s"),
+    Headline("GRPO step, 7B, 8 samples of 2048 tokens", "step-7b-2048-h200", {}, "total_s", "{:.1f} s"),
+    *(
+        Headline(
+            f"Decoding, 7B, {batch} sequence{'s' * (batch > 1)}", "rollout-7b-h200", {"batch": batch},
+            "decode_tok_s", "{:.0f} tokens/s", most=True,
+        )
+        for batch in (1, 64)
+    ),
+    *(
+        Headline(
+            f"Memory of a step, {size}B, every layer recomputed", f"step-{size}b-recomputed-h200", {},
+            "peak_gb", "{:.1f} GB",
+        )
+        for size in (7, 32)
+    ),
+)  # fmt: skip
+"""Each from results of an H200; the card is checked to be one."""
+
+
+def first_screen() -> str:
+    """The headlines whose results are there."""
+    lines: list[tuple[str, ...]] = []
+    shown: list[Row] = []
+    for headline in HEADLINES:
+        found = _found(headline)
+        if found is not None:
+            ours, beside = (headline.words_of.format(one[headline.key]) for one in found)
+            lines.append((headline.words, f"**{ours}**", f"{beside} ({_who(found[1])})"))
+            shown += found
+    (gpu,) = {card(one) for one in shown}
+    dates = sorted({one["date"][:10] for one in shown})
+    return table(
+        (f"LoRA rank 32, one {gpu}", "QeRL, NVFP4", "beside it"),
+        lines,
+        f"Random weights, measured {' to '.join(dict.fromkeys((dates[0], dates[-1])))}. "
+        "[All results and conditions](docs/performance.md)",
+    )
+
+
+def _found(headline: Headline) -> tuple[Row, Row] | None:
+    """QeRL's row with NVFP4 and the best of those beside it; None where one is not measured."""
+    if not (result.RESULTS / f"{headline.file}.json").is_file():
+        return None
+    every = rows(headline.file, **headline.where)
+    ours = [one for one in every if one["engine"] == "qerl" and one["weights"] == "nvfp4"]
+    others = [one for one in every if one["engine"] != "qerl"]
+    others = others or [one for one in every if one["weights"] == "bf16"]
+    if not ours or not others:
+        return None
+    (mine,) = ours
+    return mine, (max if headline.most else min)(others, key=lambda one: one[headline.key])
+
+
+def _who(found: Row) -> str:
+    """Which engine a row is of, with its versions, and its weights."""
+    weights = {"bf16": "16-bit", "nvfp4": "NVFP4"}[found["weights"]]
+    if found["engine"] == "qerl":
+        return f"ours, {weights}"
+    engines = {"trl": "TRL", "vllm": "vLLM"}
+    versions = [one.split() for one in found["version"].split(", ")]
+    named = [f"{engines[name]} {version.removesuffix('.0')}" for name, version in versions]
+    return f"{' with '.join(named)}, {weights}"

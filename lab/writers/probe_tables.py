@@ -1,0 +1,253 @@
+"""Tables of probes for the docs, from the results of `python -m lab study` on a probe in bench/results.
+
+A probe that is not there yet gets a sentence in place of a table.
+"""
+
+import gzip
+import json
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+from bench.result import RESULTS
+from lab.study.probe.summary import Estimate, Row, gain_over, read_rows
+from lab.writers.captions import table
+from lab.writers.study_tables import NOT_RUN, absent
+
+TRAINED = ("probe-trained", "probe-seeds")
+"""Probes of policies after some steps of clean runs."""
+
+
+@cache
+def probe(name: str) -> dict[str, Any] | None:
+    """The results of a probe, finished or not, by the name of their file; None where there are none."""
+    path = RESULTS / f"{name}.json.gz"
+    found: dict[str, Any] | None = json.loads(gzip.decompress(path.read_bytes())) if path.is_file() else None
+    return found
+
+
+@cache
+def read(name: str) -> list[Row]:
+    """What the cells of a probe say."""
+    found = probe(name)
+    return [] if found is None else read_rows(found)
+
+
+def perturbations(name: str, policy: str, task: str) -> str:
+    """Table of what each perturbation changes, beside clean samples of the same problems."""
+    if probe(name) is None:
+        return absent(name)
+    lines = []
+    for row in read(name):
+        if row.policy == policy and row.task == task and row.target is not None:
+            numbers = row.numbers
+            lines.append(
+                (
+                    row.what,
+                    f"{numbers['kl'].value:.4f}",
+                    f"{numbers['entropy'].value:.2f}",
+                    *(_signed(numbers[key]) for key in ("success", "gain", "solved_more")),
+                    _signed(numbers["answers_more"], 1),
+                    *(_signed(numbers[key]) for key in ("shift", "lift")),
+                    f"{numbers['ess'].value:.2f}",
+                )
+            )
+    head = (
+        "perturbation", "KL, nats per token", "entropy", "one sample is right", "ln P(one of 8 is right)",
+        "problems solved", "distinct answers", "log-odds of right tokens", "ln mean P of right tokens", "ESS",
+    )  # fmt: skip
+    return table(head, lines, f"{_clean(name, policy, task)} {source(name)}")
+
+
+def _clean(name: str, policy: str, task: str) -> str:
+    """What the clean samples are that perturbed ones are compared with, as a caption's sentence."""
+    words = []
+    for row in read(name):
+        if row.policy == policy and row.task == task and row.what == "clean":
+            numbers = row.numbers
+            words = [
+                f"Clean: {numbers['pass@1'].value:.3f} of the samples are right, "
+                f"{numbers['solved'].value:.3f} of the problems are solved by one of theirs, with "
+                f"{numbers['answers'].value:.1f} distinct answers each."
+            ]
+    return "".join(words)
+
+
+def better(names: Sequence[str]) -> str:
+    """How many cells of probes have a better chance that one of 8 samples is right, by their intervals."""
+    rows = [row for name in names for row in read(name)]
+    cells = [row.numbers["gain"] for row in rows if row.target is not None and "gain" in row.numbers]
+    if not cells:
+        return NOT_RUN
+    return f"{sum(cell.low > 0 for cell in cells) or 'none'} of {len(cells)}"
+
+
+def better_than_reference(names: Sequence[str]) -> str:
+    """The same beside another set of clean samples of each policy, whose uniform numbers are its own."""
+    cells = []
+    for name in names:
+        found = probe(name)
+        for row in read(name):
+            reference = f"{row.policy}-{row.task}-clean-reference"
+            if found is not None and row.target is not None and reference in found["cells"]:
+                cells.append(gain_over(found, row.cell, reference))
+    return f"{sum(cell.low > 0 for cell in cells) or 'none'} of {len(cells)}" if cells else NOT_RUN
+
+
+def roundings(name: str) -> str:
+    """Table of what each format and rounding changes along given text and in own samples, by task."""
+    found = probe(name)
+    if found is None:
+        return absent(name)
+    cells: dict[tuple[str, str], list[Row]] = {}
+    for row in read(name):
+        if row.policy is None and "prefix_kl" in row.numbers:
+            cells.setdefault((row.what, row.task), []).append(row)
+    tasks, lines = list(found["probe"]["tasks"]), []
+    for what in dict.fromkeys(what for what, _ in cells):
+        every = [cells.get((what, task), []) for task in tasks]
+        error = every[0][0].numbers["error"].value
+        words = f"{what}, {len(every[0])} draws" if len(every[0]) > 1 else what
+        kl = [_plain(rows, "prefix_kl") if error else None for rows in every]
+        lines.append((words, f"{error:.3f}", *kl, *(_plain(rows, "pass@1") for rows in every)))
+    head = (
+        "weights", "relative error", *(f"KL, {task}" for task in tasks),
+        *(f"right samples, {task}" for task in tasks),
+    )  # fmt: skip
+    spec = found["probe"]
+    return table(
+        head,
+        lines,
+        "KL(unrounded || rounded) in nats per token along what the unrounded policy wrote; with 95 % "
+        f"intervals over {spec['problems']} problems, of several draws least to most. {spec['model']}, "
+        f"{found['device']}, {found['date'][:10]}, commit {found['commit']}. File: {name}.json.gz.",
+    )
+
+
+def _plain(rows: list[Row], key: str) -> str:
+    """A number of a format with its interval, or of several draws the least and the most."""
+    values = [row.numbers[key] for row in rows]
+    if len(values) > 1:
+        return f"{min(one.value for one in values):.3f} to {max(one.value for one in values):.3f}"
+    return f"{values[0].value:.3f} ({values[0].low:.3f} to {values[0].high:.3f})"
+
+
+def gains(names: Sequence[str], what: str, target: float) -> str:
+    """By how much a perturbation at a KL changes ln P(one of 8 is right), for each policy of some probes."""
+    found = [row for name in names for row in read(name) if (row.what, row.target) == (what, target)]
+    return ", ".join(_signed(row.numbers["gain"]) for row in found) or NOT_RUN
+
+
+def gains_over(names: Sequence[str], what: str, other: str, target: float) -> str:
+    """How much more of that one perturbation gains than another at the same KL, for each policy with both."""
+    found = []
+    for name in names:
+        cells = {(row.policy, row.what): row.cell for row in read(name) if row.target == target}
+        results = probe(name)
+        for policy in dict.fromkeys(policy for policy, _ in cells):
+            if results is not None and {(policy, what), (policy, other)} <= cells.keys():
+                found.append(gain_over(results, cells[policy, what], cells[policy, other]))
+    return ", ".join(map(_signed, found)) or NOT_RUN
+
+
+def formats(name: str, task: str) -> str:
+    """Table of the formats at temperature 1 and at the first one's entropy, beside the first.
+
+    Formats with several draws of their error stand as a range.
+    """
+    if probe(name) is None:
+        return absent(name)
+    groups: dict[tuple[bool, str], list[Row]] = {}
+    for row in read(name):
+        if row.policy is None and row.task == task:
+            groups.setdefault((row.cell.endswith("-matched"), row.what), []).append(row)
+    lines = []
+    for (_, what), rows in sorted(groups.items(), key=lambda group: group[0][0]):
+        heats = [row.strength for row in rows]
+        heat = f"{min(heats):.3g}" + f" to {max(heats):.3g}" * (min(heats) < max(heats))
+        error = f"{groups[False, what][0].numbers['error'].value:.3f}" if (False, what) in groups else ""
+        if len(rows) == 1:
+            numbers = rows[0].numbers
+            own = [_signed(numbers[key], digits) if key in numbers else "" for key, digits in _FORMAT.items()]
+        else:
+            own = [_range(rows, key, digits) for key, digits in _FORMAT.items()]
+            what = f"{what}, {len(rows)} draws"
+        lines.append((what, heat, error, *own))
+    head = (
+        "weights", "temperature", "relative error", "entropy, own samples", "entropy, given prefixes",
+        "one sample is right", "ln P(one of 8 is right)", "problems solved", "distinct answers",
+    )  # fmt: skip
+    return table(head, lines, source(name))
+
+
+def beside(start: str, trained: Sequence[str], task: str, key: str) -> str:
+    """Table of what each perturbation changes for the start and for policies on their way, at equal KL.
+
+    Args:
+        start: File of the probe of the untrained policy.
+        trained: Files of the probes of the others, whose targets are the table's.
+        task: On which.
+        key: Of `lab.study.probe.summary.read_rows`.
+    """
+    if not (there := [name for name in trained if probe(name) is not None]):
+        return absent(trained[0])
+    here = [row for name in (*there, start) for row in read(name) if row.task == task and row.target]
+    policies = list(dict.fromkeys(row.policy for row in here if row.policy is not None))
+    targets = sorted({row.target for name in there for row in read(name) if row.target is not None})
+    policies.sort(key=lambda policy: int(policy.rpartition("_")[2]) if "_" in policy else 0)
+    found = {(row.what, row.target, row.policy): row for row in here}
+    lines = []
+    for what in dict.fromkeys(row.what for row in here):
+        for target in targets:
+            cells = [found.get((what, target, policy)) for policy in policies]
+            if any(cells):
+                own = [
+                    None if row is None or key not in row.numbers else _signed(row.numbers[key])
+                    for row in cells
+                ]
+                lines.append((what, f"{target:g}", *own))
+    head = ("perturbation", "KL aimed at", *(policy.replace("_", " ") for policy in policies))
+    return table(head, lines, f"{' '.join(source(name) for name in there)} The start: {start}.json.gz.")
+
+
+def more(name: str, task: str, first: str, second: str, key: str) -> str:
+    """How much more one format has than another, at temperature 1, with its interval."""
+    found = probe(name)
+    cells = {} if found is None else found["cells"]
+    wanted = [f"format-{task}-{what}-0-plain" for what in (second, first)]
+    if found is None or not cells.keys() >= set(wanted):
+        return NOT_RUN
+    formats = {what: found["probe"]["formats"][what] for what in (second, first)}
+    pair = found | {
+        "probe": found["probe"] | {"formats": formats},
+        "cells": {one: cells[one] for one in wanted},
+    }
+    (row,) = (row for row in read_rows(pair) if row.what == first)
+    return _signed(row.numbers[key]) if key in row.numbers else NOT_RUN
+
+
+_FORMAT = {
+    "entropy_more": 3, "prefix_more": 3, "success": 3, "gain": 3, "solved_more": 3, "answers_more": 1,
+}  # fmt: skip
+"""Numbers of a format, and how many digits each has."""
+
+
+def source(name: str) -> str:
+    """Caption: on what, how much, and the file."""
+    found = probe(name)
+    assert found is not None
+    spec = found["probe"]
+    return (
+        f"Differences, with 95 % intervals over {spec['problems']} problems; {spec['samples']} samples of "
+        f"each; {spec['model']}, {found['device']}, {found['date'][:10]}, commit {found['commit']}. "
+        f"File: {name}.json.gz."
+    )
+
+
+def _signed(found: Estimate, digits: int = 3) -> str:
+    return f"{found.value:+.{digits}f} ({found.low:+.{digits}f} to {found.high:+.{digits}f})"
+
+
+def _range(rows: list[Row], key: str, digits: int) -> str:
+    values = [row.numbers[key].value for row in rows if key in row.numbers]
+    return f"{min(values):+.{digits}f} to {max(values):+.{digits}f}" if values else ""

@@ -1,0 +1,276 @@
+"""Tables of studies for the docs, from the results of `python -m lab study` in bench/results.
+
+A study that is not there yet, or an arm of one, gets a sentence or the words `not run` in place of numbers,
+so that a page stands before its results come. `python -m lab draw` draws the figures from the same files.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from statistics import fmean, stdev
+
+import numpy as np
+
+from bench.result import RESULTS, read_rows
+from lab.study.arms import Arm
+from lab.study.results import SIGMA, Results, RunResult, read_results
+from lab.study.statistics import FEWEST, Comparison, bca, compare, mean_interval, wilcoxon
+from lab.writers.captions import table
+from qerl.report.metrics import number
+
+NOT_RUN = "not run"
+
+EARLIER = "noise-wp12-6b0a637"
+"""A study of an earlier commit, which chose a learning rate for each arm."""
+
+
+@cache
+def study(name: str) -> Results | None:
+    """The results of a study by the name of their file; None where there are none."""
+    path = RESULTS / f"{name}.json.gz"
+    return read_results(path) if path.is_file() else None
+
+
+@cache
+def compared(name: str) -> list[Comparison]:
+    """All comparisons of a study whose arms have run."""
+    results = study(name)
+    return [] if results is None else compare(results)
+
+
+def absent(name: str) -> str:
+    """What a page says in place of a table of results that are not there."""
+    return f"No results yet: bench/results has no {name}.json.gz.\n"
+
+
+def comparisons(name: str, *families: str) -> str:
+    """Table of the comparisons of some families, in the study's order, and which of them have not run."""
+    results, lines = study(name), []
+    if results is None:
+        return absent(name)
+    planned = [(family, *pair) for family in families for pair in results.study.comparisons.get(family, [])]
+    for one in compared(name):
+        if one.family in families:
+            planned.remove((one.family, one.first, one.second))
+            low, high = one.interval
+            lines.append(
+                (
+                    pair_words(one.first, one.second),
+                    f"{one.mean:+.3f}",
+                    f"{low:+.3f} to {high:+.3f}",
+                    number(one.holm),
+                    f"{one.detectable:.3f}",
+                    f"{one.collapses[0]} and {one.collapses[1]} of {one.seeds}",
+                    one.verdict,
+                )
+            )
+    head = ("arms", "difference of area", "95 % interval", "p, Holm", "detectable", "collapses", "verdict")
+    missing = ", ".join(pair_words(first, second) for _, first, second in planned)
+    if not lines:
+        return f"{name}.json.gz has no finished comparison of this kind{f': {missing}' * bool(missing)}.\n"
+    apart = ", ".join(
+        pair_words(one.first, one.second) for one in compared(name) if one.apart and one.family in families
+    )
+    return table(
+        head,
+        lines,
+        f"{source(name)} p is corrected over all {count(name)} comparisons of the study."
+        + f" Not the noise's alone, since the two differ before it begins: {apart}." * bool(apart)
+        + f" Not run: {missing}." * bool(missing),
+    )
+
+
+def count(name: str) -> int:
+    """How many comparisons a study has."""
+    results = study(name)
+    return 0 if results is None else sum(map(len, results.study.comparisons.values()))
+
+
+def arms(name: str) -> str:
+    """Table of the arms of a study on the test seeds, each at its learning rate."""
+    results, lines = study(name), []
+    if results is None:
+        return absent(name)
+    for arm in results.study.arms:
+        runs = results.tested(arm)
+        if len(runs) > 1:
+            areas, ends = [run.area for run in runs], [run.accuracy[-1] for run in runs]
+            lines.append(
+                (
+                    arm,
+                    f"{results.rate(arm):g}",
+                    f"{fmean(run.accuracy[0] for run in runs):.3f}",
+                    *(f"{fmean(values):.3f} ({stdev(values):.3f})" for values in (areas, ends)),
+                    f"{sum(map(results.collapsed, runs))} of {len(runs)}",
+                    sum(run.accuracy[-1] < run.accuracy[0] for run in runs),
+                    sum(run.diverged_at is not None for run in runs),
+                    ", ".join(sorted({run.commit for run in runs})),
+                )
+            )
+    head = (
+        "arm", "learning rate", "at the start", "area (SD)", "accuracy at the end (SD)", "collapsed",
+        "ends below its start", "diverged", "commit",
+    )  # fmt: skip
+    below = f"Collapsed: ends below {results.study.collapse_below:g}, wherever it began."
+    return table(head, lines, f"{source(name)} {below}")
+
+
+def rates(name: str) -> str:
+    """Table of every arm at every learning rate on the seeds that choose one; the chosen one is bold."""
+    results, lines = study(name), []
+    if results is None:
+        return absent(name)
+    tried = sorted(results.study.learning_rates)
+    for arm in results.study.arms:
+        found = [results.of(arm, rate, results.study.tuning_seeds) for rate in tried]
+        if all(len(of_rate) > 1 for of_rate in found):
+            cells = []
+            for rate, of_rate in zip(tried, found, strict=True):
+                areas = [run.area for run in of_rate]
+                cell = f"{fmean(areas):.3f} ({stdev(areas):.3f})"
+                cell = f"**{cell}**" if rate == results.rate(arm) else cell
+                cells.append(f"{cell}, {sum(map(results.collapsed, of_rate))}")
+            lines.append((arm, *cells))
+    caption = (
+        f"Mean area (SD) and collapses of {len(results.study.tuning_seeds)} seeds that no comparison uses; "
+        f"bold is what was chosen. {source(name)}"
+    )
+    return table(("arm, at the learning rate", *(f"{rate:g}" for rate in tried)), lines, caption)
+
+
+def claimed() -> str:
+    """Table of how often an effect is claimed of differences whose mean is 0."""
+    rows = read_rows("verdicts")
+    lines = [
+        (
+            row["differences"],
+            row["comparisons"],
+            *(f"{row[key]:.3f}" for key in ("helps", "harms", "outside")),
+        )
+        for row in rows
+    ]
+    return table(
+        (
+            "32 differences with a mean of 0",
+            "comparisons of the study",
+            "helps",
+            "harms",
+            "interval without 0",
+        ),
+        lines,
+        f"Shares of {rows[0]['draws']} draws of the comparison with the smallest p. "
+        f"{rows[0]['machine']}, {rows[0]['date'][:10]}, commit {rows[0]['commit']}. "
+        "File: verdicts.json.",
+    )
+
+
+def tested(name: str, arm: str) -> list[RunResult]:
+    """The test runs of an arm of a study; none where either is not there."""
+    results = study(name)
+    return [] if results is None or arm not in results.study.arms else results.tested(arm)
+
+
+def by_seed(name: str, arm: str, value: Callable[[RunResult], float]) -> dict[int, float]:
+    """A value of each test run of an arm, by its seed; none where it has not run."""
+    return {run.run.seed: value(run) for run in tested(name, arm)}
+
+
+def paired(first: Mapping[int, float], second: Mapping[int, float]) -> np.ndarray:
+    """Differences [seeds], first minus second, of the seeds that both have; those without a number are left
+    out."""
+    found = np.array([first[seed] - second[seed] for seed in first if seed in second])
+    return found[np.isfinite(found)]
+
+
+def estimate(differences: np.ndarray, digits: int = 3) -> str:
+    """Mean of paired differences [seeds] with its interval."""
+    if len(differences) < FEWEST:
+        return NOT_RUN
+    low, high = bca(differences)
+    return f"{differences.mean():+.{digits}f} ({low:+.{digits}f} to {high:+.{digits}f})"
+
+
+def difference(
+    name: str, first: str, second: str, value: Callable[[RunResult], float], digits: int = 3
+) -> str:
+    """Mean difference of two arms in a value of a run, paired by seed, with its interval and the seeds."""
+    found = paired(by_seed(name, first, value), by_seed(name, second, value))
+    words = estimate(found, digits)
+    return words if words == NOT_RUN else f"{words}, {len(found)} seeds"
+
+
+def area(run: RunResult) -> float:
+    """Area under the curve of accuracy."""
+    return run.area
+
+
+def after_the_fact(name: str, first: str, second: str) -> str:
+    """The difference of areas of a pair that was no comparison of its study, with Wilcoxon's p alone."""
+    found = paired(by_seed(name, first, area), by_seed(name, second, area))
+    words = estimate(found)
+    return words if words == NOT_RUN else f"{words}, p {number(wilcoxon(found))} uncorrected"
+
+
+def collapses(names: Sequence[str], arm: str) -> str:
+    """How many test runs of an arm collapsed in some studies together, of how many."""
+    found = [
+        results.collapsed(run)
+        for name in names
+        if (results := study(name)) is not None
+        for run in tested(name, arm)
+    ]
+    return f"{sum(found)} of {len(found)}"
+
+
+def has_noise(arm: Arm) -> bool:
+    """Whether an arm's sampler has noise, in norms or in logits."""
+    return arm.noise or arm.logits_noise > 0
+
+
+def noisy_steps(run: RunResult) -> list[int]:
+    """0-based steps with noise."""
+    return [at for at, sigma in enumerate(run.steps.get(SIGMA, [])) if sigma]
+
+
+def early(noisy: Sequence[int]) -> list[int]:
+    """The first quarter of the steps with noise, while it is large."""
+    return list(noisy[: len(noisy) // 4 or 1])
+
+
+def mean_of(run: RunResult, key: str, at: Sequence[int] | None = None) -> float:
+    """Mean of what was logged in some steps, or all, where it is a number; NaN where it never is."""
+    values = run.steps.get(key, [])
+    found = values if at is None else [values[step] for step in at if step < len(values)]
+    known = [value for value in found if value is not None]
+    return fmean(known) if known else float("nan")
+
+
+def spread(values: Sequence[float], digits: int = 3, sign: str = "") -> str:
+    """Mean over seeds with its interval; seeds without a number are left out.
+
+    Args:
+        values: One of each seed.
+        digits: After the point.
+        sign: `+` to show the sign of positive numbers.
+    """
+    known = np.array([value for value in values if np.isfinite(value)])
+    if len(known) < FEWEST:
+        return NOT_RUN
+    low, high = mean_interval(known[:, None])
+    words = [f"{value:{sign}.{digits}f}" for value in (known.mean(), low[0], high[0])]
+    return f"{words[0]} ({words[1]} to {words[2]})"
+
+
+def pair_words(first: str, second: str) -> str:
+    """A pair of arms in words."""
+    return f"{first} \N{MINUS SIGN} {second}"
+
+
+def source(name: str) -> str:
+    """Caption: how many runs, on what, and the file."""
+    results = study(name)
+    assert results is not None
+    devices = ", ".join(sorted({str(run.facts["device"]) for run in results.runs}))
+    return (
+        f"{results.study.model.split('/')[-1]} on {results.study.task} {results.study.task_options}: "
+        f"{len(results.runs)} runs of {results.study.steps} steps, {devices}. File: {name}.json.gz."
+    )

@@ -1,0 +1,59 @@
+"""The numbers of README and docs, written from the results.
+
+A page holds a generated table between ``<!-- table NAME -->`` and ``<!-- /table -->``, and a generated number
+within a sentence between ``<!-- number NAME -->`` and ``<!-- / -->``; none of these marks is seen when the
+page is rendered. What stands between them is made by the function of that name in ``TABLES`` or
+``NUMBERS`` from the JSON files in bench/results
+(:mod:`lab.writers.figures`)::
+
+    python -m lab tables            # rewrite README.md and docs
+    python -m lab tables --check    # say which pages differ from the results
+
+So a number in a page is a number in a file, and a page that was edited by hand fails a test.
+"""
+
+import argparse
+import re
+from pathlib import Path
+
+from lab.writers.figures import NUMBERS, TABLES
+
+ROOT = Path(__file__).parents[2]
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
+
+_TABLE = re.compile(r"(<!-- table (\S+) -->\n)(.*?)(<!-- /table -->)", re.DOTALL)
+_NUMBER = re.compile(r"(<!-- number (\S+) -->)(.*?)(<!-- / -->)", re.DOTALL)
+
+
+def render(page: str) -> str:
+    """The page with its tables and numbers made anew.
+
+    Raises:
+        KeyError: A mark names a table or number that does not exist.
+    """
+    page = _TABLE.sub(lambda m: f"{m[1]}{TABLES[m[2]]()}{m[4]}", page)
+    return _NUMBER.sub(lambda m: f"{m[1]}{NUMBERS[m[2]]()}{m[4]}", page)
+
+
+def outdated() -> list[Path]:
+    """Pages that differ from the results."""
+    return [page for page in PAGES if render(text := page.read_text()) != text]
+
+
+def main(arguments: list[str]) -> int:
+    """Rewrite the pages, or with --check only name those that differ; returns the exit status.
+
+    Raises:
+        QeRLError: A result cannot stand in a table.
+    """
+    parser = argparse.ArgumentParser(prog="python -m lab tables", description=__doc__.split("\n")[0])
+    parser.add_argument(
+        "--check", action="store_true", help="change nothing; exit status 1 if a page differs"
+    )
+    check = parser.parse_args(arguments).check
+    found = outdated()
+    for page in found:
+        print(f"{page.relative_to(ROOT)} {'differs' if check else 'written'}")
+        if not check:
+            page.write_text(render(page.read_text()))
+    return int(check and bool(found))

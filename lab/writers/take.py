@@ -1,0 +1,40 @@
+"""Take the results of a study or probe into bench/results, without this machine's path to the model.
+
+    python -m lab take runs/wp12/results.json.gz noise-wp12
+
+Which model it was is its fingerprint in the facts of each run; the name of the file is kept for the reader.
+"""
+
+import argparse
+import gzip
+import json
+from pathlib import Path, PurePath
+
+from bench.result import RESULTS
+
+
+def take(source: Path, name: str) -> Path:
+    """Write what is in ``source`` as ``NAME.json.gz`` and return that file; equal results give equal bytes.
+
+    Raises:
+        OSError: A file cannot be read or written.
+        ValueError: The source holds no compressed JSON.
+        StopIteration: It holds neither a study nor a probe.
+    """
+    plain = json.loads(gzip.decompress(source.read_bytes()))
+    spec = next(plain[key] for key in ("study", "probe") if key in plain)
+    if PurePath(spec["model"]).is_absolute():  # the id of a hub's model has a slash, too
+        spec["model"] = PurePath(spec["model"]).name
+    path = RESULTS / f"{name}.json.gz"
+    text = json.dumps(plain, allow_nan=False, separators=(",", ":"))
+    path.write_bytes(gzip.compress(text.encode(), mtime=0))
+    return path
+
+
+def main(arguments: list[str]) -> None:
+    """Runs `python -m lab take` with these arguments."""
+    parser = argparse.ArgumentParser(prog="python -m lab take", description=__doc__.split("\n")[0])
+    parser.add_argument("source", type=Path, help="a results.json.gz")
+    parser.add_argument("name", help="of the file in bench/results, as noise-wp12")
+    wanted = parser.parse_args(arguments)
+    print(take(wanted.source, wanted.name))

@@ -1,1 +1,0 @@
-"""A tiny policy, trained here, whose right strategy has a known probability."""

@@ -1,0 +1,121 @@
+"""The page and the figures of a study, drawn from results alone."""
+
+import re
+import xml.dom.minidom
+
+import pytest
+from rich.console import Console
+
+from lab.study import page
+from lab.study.results import Results
+from lab.study.runner import Runner
+from lab.study.store import Store
+from qerl.errors import QeRLError
+from tests.support.study import FakeMake, tiny_study
+
+
+def computed(folder, **fields) -> Results:
+    store = Store(folder, tiny_study(**fields))
+    assert Runner(store, FakeMake(), Console(quiet=True)).run()
+    return store.results()
+
+
+def test_the_page_shows_every_arm_and_rate_and_needs_no_network(tmp_path):
+    pytest.importorskip("scipy")
+    results = computed(tmp_path, test_seeds=[0, 1, 666])
+    page.write_page(results, tmp_path / "study.html")
+    text = (tmp_path / "study.html").read_text()
+    assert "aqn \N{MINUS SIGN} none" in text and "chosen 0.0002" in text
+    assert text.count('data-arm="aqn"') == text.count('data-arm="none"') >= 3
+    assert 'data-pair="aqn none"' in text
+    assert "noise_stages" in text  # in what the arms differ
+    for word in ("http://", "https://", "<script", "src="):
+        assert word not in text
+
+
+def test_figures_are_files_that_stand_alone(tmp_path):
+    pytest.importorskip("scipy")
+    paths = page.write_figures(computed(tmp_path), tmp_path / "figures")
+    names = {path.name for path in paths}
+    assert {"differences.svg", "accuracy.svg", "rates.svg", "rollout-entropy.svg"} <= names
+    for path in paths:
+        root = xml.dom.minidom.parse(str(path)).documentElement
+        assert root.tagName == "svg" and root.getElementsByTagName("style")
+
+
+def test_families_have_drawings_of_their_own(tmp_path):
+    pytest.importorskip("scipy")
+    arms = {"none": None, "aqn": {"noise": True, "noise_stages": 2}, "warm": {"temperature": 1.2}}
+    pairs = {"primary": [["aqn", "none"]], "controls": [["warm", "none"]]}
+    results = computed(tmp_path, arms=arms, comparisons=pairs)
+    names = {path.stem for path in page.write_figures(results, tmp_path / "figures")}
+    assert {"accuracy-primary", "accuracy-controls"} <= names
+    assert "warm" not in (tmp_path / "figures" / "accuracy-primary.svg").read_text()
+
+
+def test_a_family_with_one_finished_arm_is_not_drawn(tmp_path):
+    pytest.importorskip("scipy")
+    arms = {"none": None, "aqn": {"noise": True, "noise_stages": 2}, "warm": {"temperature": 1.2}}
+    pairs = {"primary": [["aqn", "none"]], "controls": [["warm", "none"]]}
+    results = computed(tmp_path, arms=arms, comparisons=pairs, learning_rates=[1e-4], tuning_seeds=0)
+    without_warm = Results(results.study, [run for run in results.runs if run.run.arm.name != "warm"])
+    names = {path.stem for path in page.write_figures(without_warm, tmp_path / "figures")}
+    assert "accuracy-primary" in names and "accuracy-controls" not in names
+    alone = Results(results.study, results.of("none"))
+    assert "accuracy-primary" in {path.stem for path in page.write_figures(alone, tmp_path / "alone")}
+
+
+def test_curves_of_a_drawing_differ_however_many_arms_a_study_has(tmp_path):
+    pytest.importorskip("scipy")
+    arms = {f"arm_{index}": None for index in range(30)}
+    pairs = {"ends": [["arm_29", "arm_0"], ["arm_24", "arm_0"]], "others": [["arm_8", "arm_16"]]}
+    results = computed(tmp_path, arms=arms, comparisons=pairs, learning_rates=[1e-4], tuning_seeds=0)
+    page.write_figures(results, tmp_path / "figures", without=("rollout/entropy",))
+    names = {path.stem for path in (tmp_path / "figures").iterdir()}
+    assert {"accuracy-ends", "accuracy-others"} <= names and "rollout-entropy-ends" not in names
+    drawn = (tmp_path / "figures" / "accuracy-ends.svg").read_text()
+    styles = re.findall(r'<g class="(s\d d\d)" data-arm="(arm_\d+)"', drawn)
+    assert [arm for _, arm in styles] == ["arm_0", "arm_24", "arm_29"]
+    assert len({style for style, _ in styles}) == 3
+
+
+def test_a_sweep_is_drawn_by_rate_and_needs_no_scipy(tmp_path, monkeypatch):
+    monkeypatch.setattr("lab.study.statistics.has_module", lambda name: False)
+    results = computed(tmp_path, tuning_seeds=0, comparisons={}, arms={"run": None})
+    page.write_page(results, tmp_path / "study.html")
+    text = (tmp_path / "study.html").read_text()
+    assert "0.0001 (3 seeds)" in text and "Comparisons" not in text
+
+
+def test_samples_with_and_without_noise_are_drawn_side_by_side(tmp_path):
+    results = computed(tmp_path, comparisons={})
+    for run in results.tested("aqn"):
+        run.steps.update(noisy=[0.1, 0.2, 0.3, 0.4], clean=[0.2, 0.2, 0.2, 0.2])
+    paths = {path.stem: path.read_text() for path in page.write_figures(results, tmp_path / "figures")}
+    assert {name for name in paths if name.startswith("found")} == {"found-aqn"}
+    assert "noisy samples (3 seeds)" in paths["found-aqn"] and "clean samples" in paths["found-aqn"]
+
+
+def test_what_is_rounding_alone_is_not_drawn(tmp_path):
+    results = computed(tmp_path, comparisons={})
+    for value, drawn in ((1e-12, False), (1e-3, True)):
+        for run in results.runs:
+            run.steps["sampling/kl"] = [0.0, 0.0, value, 0.0]
+        page.write_page(results, tmp_path / "study.html")
+        assert ("KL of sampler and trainer" in (tmp_path / "study.html").read_text()) == drawn
+
+
+def test_a_study_under_way_has_a_page(tmp_path):
+    results = computed(tmp_path, comparisons={})
+    half = Results(results.study, results.runs[:3])
+    page.write_page(half, tmp_path / "study.html")
+    assert "3 finished runs" in (tmp_path / "study.html").read_text()
+
+
+def test_what_the_disk_refuses_is_said(tmp_path):
+    results = computed(tmp_path / "x", comparisons={})
+    (tmp_path / "file").write_text("")
+    with pytest.raises(QeRLError, match="cannot be written"):
+        page.write_page(results, tmp_path / "file" / "study.html")
+    with pytest.raises(QeRLError, match="cannot be written"):
+        page.write_figures(results, tmp_path / "file" / "figures")

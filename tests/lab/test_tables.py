@@ -1,0 +1,138 @@
+"""Tables and numbers of README and docs are those of bench/results."""
+
+import json
+import re
+
+import pytest
+
+import bench.result
+from bench.result import RESULTS, read_rows
+from lab.__main__ import main
+from lab.writers import length_tables, tables
+from lab.writers.figures import NUMBERS, TABLES
+from qerl.errors import QeRLError
+
+
+def test_pages_hold_what_the_results_say():
+    assert [page.name for page in tables.outdated()] == [], "run: python -m lab tables"
+
+
+def test_every_table_and_number_stands_in_a_page():
+    text = "".join(page.read_text() for page in tables.PAGES)
+    assert {name for name in TABLES if f"<!-- table {name} -->" not in text} == set()
+    assert {name for name in NUMBERS if f"<!-- number {name} -->" not in text} == set()
+
+
+def test_the_newest_decoding_of_a_card_is_shown_with_its_commit(monkeypatch, tmp_path):
+    for file in RESULTS.glob("rollout-*.json"):
+        content = json.loads(file.read_text())
+        if file.stem == "rollout-7b-h200":
+            newest = content["rows"][0] | {"batch": 12, "decode_tok_s": 5432.1, "decode_tokens": 96}
+            content |= {"commit": "0123abc", "rows": [newest]}
+        (tmp_path / file.name).write_text(json.dumps(content))
+    monkeypatch.setattr(bench.result, "RESULTS", tmp_path)
+    said = TABLES["decode"]()
+    assert "| 7B, 12 | | | | 5432 | |" in said and "commits 0123abc and " in said
+    assert "256 tokens were decoded, on the H200 96 (7B) and 64 (32B); after" in said
+
+
+def test_the_first_screen_is_of_one_card_and_of_what_is_measured(monkeypatch, tmp_path):
+    rate = {"engine": "qerl", "weights": "nvfp4", "batch": 64, "decode_tok_s": 900.0}
+    dense, theirs = rate | {"weights": "bf16", "decode_tok_s": 500.0}, rate | {"decode_tok_s": 400.0}
+    theirs |= {"engine": "vllm-humming", "version": "vllm 0.33.0"}
+    slower = theirs | {"engine": "vllm-bf16", "weights": "bf16", "decode_tok_s": 300.0}
+    monkeypatch.setattr(bench.result, "RESULTS", tmp_path)
+
+    def lines(*rows, gpu="NVIDIA H200"):
+        shared = {"gpu": gpu, "date": "2026-11-24", "rows": rows}
+        (tmp_path / "rollout-7b-h200.json").write_text(json.dumps(shared))
+        return TABLES["first-screen"]().splitlines()
+
+    assert lines(rate, dense)[2:4] == [
+        "| Decoding, 7B, 64 sequences | **900 tokens/s** | 500 tokens/s (ours, 16-bit) |", "",
+    ]  # fmt: skip
+    assert lines(rate, dense, slower, theirs)[2].endswith("| 400 tokens/s (vLLM 0.33, NVFP4) |")
+    alone = rate | {"batch": 1}
+    assert "1 sequence " not in "".join(lines(rate, dense, alone))  # nothing stands beside it
+    step = {"engine": "qerl", "weights": "nvfp4", "total_s": 7.0, "gpu": "NVIDIA H100", "date": "2026-11-21"}
+    both = [step, step | {"engine": "trl+vllm", "weights": "bf16", "version": "trl 1.16.0, vllm 0.24.0"}]
+    (tmp_path / "step-7b-128-trl-h200.json").write_text(json.dumps({"rows": both}))
+    with pytest.raises(ValueError, match="too many values"):
+        lines(rate, dense)
+
+
+def test_16_bit_weights_stand_beside_nvfp4_on_both_cards():
+    cells = [
+        f"{row['decode_tok_s']:.0f}"
+        for name in ("rollout-7b-h100", "rollout-7b-h200")
+        for weights in ("nvfp4", "bf16")
+        for row in read_rows(name)
+        if (row["engine"], row["batch"], row["weights"]) == ("qerl", 64, weights)
+    ]
+    nvfp4, dense, *newer = cells
+    nf4 = next(f"{row['decode_tok_s']:.0f}" for row in read_rows("rollout-7b-nf4-h100") if row["batch"] == 64)
+    said = TABLES["decode"]()
+    assert f"| 7B, 64 | {nvfp4} | {dense} | {nf4} | {newer[0]} | {newer[1]} |" in said
+    assert "on the H200 64 (32B);" in said, "of 7B as many tokens were decoded on both"
+
+
+def test_tables_say_which_commit_a_figure_is_of_and_which_layers_are_recomputed():
+    decoded, stepped = TABLES["older-path"]().split("Decoding: ")[1].split("Step: ")
+    for sentence, names in (
+        (decoded, ("rollout-7b-h200-4d2fa29", "rollout-7b-arch80-h200")),
+        (stepped.split("Files: ")[0], ("step-7b-beside-serve-h200", "step-7b-arch80-h200")),
+    ):
+        commits = {row["commit"] for name in names for row in read_rows(name)}
+        assert set(re.findall(r"\b[0-9a-f]{7}\b", sentence)) == commits
+    steps = TABLES["steps"]()
+    assert re.search(r"TRL 1.16 [^|]*\|[^|]*\|[^|]*\| 28 of 28 \|", steps)
+    assert re.search(r"in one run with the next\) \|[^|]*\|[^|]*\| 2 of 28 \|", steps)
+
+
+def test_captions_say_where_attention_differs_between_what_is_compared():
+    said = TABLES["older-path"]()
+    assert "Attention of its long rows is FlashAttention-4 as 9.0 and FlashAttention-2 as 8.0." in said
+    one, *_ = read_rows("step-7b-lognormal-h200")
+    (two,) = read_rows("step-7b-two-gpus-h200")
+    words = f"FlashAttention-2 on 1 GPU (commit {one['commit']}) and FlashAttention-4 on 2 GPUs (commit "
+    assert words + f"{two['commit']}), so" in TABLES["steps-lengths"]()
+    alike = one | {"attention_kernel": two["attention_kernel"]}
+    assert length_tables._apart([alike], [alike, two]) == "" != length_tables._apart([one], [one, two])
+
+
+def test_a_changed_number_is_written_anew():
+    sentence = "It takes <!-- number demo-minutes -->1 minute<!-- / -->.\n"
+    page = f"{sentence}\n<!-- table demo -->\nold\n<!-- /table -->\n"
+    written = tables.render(page)
+    assert "1 minute<" not in written and "old" not in written
+    assert "| seed |" in written and written.endswith("<!-- /table -->\n")
+    assert tables.render(written) == written
+
+
+def test_a_result_that_a_table_refuses_is_told(monkeypatch, capsys):
+    def refuses():
+        raise QeRLError("1 of 2 runs failed.")
+
+    monkeypatch.setitem(TABLES, "serve-learning", refuses)
+    assert main(["tables", "--check"]) == 2
+    assert capsys.readouterr().err == "error: 1 of 2 runs failed.\n"
+
+
+@pytest.mark.parametrize("name", ["unheard", "un-0.1"])
+def test_a_mark_without_a_table_or_number_is_an_error(name):
+    with pytest.raises(KeyError, match=name):
+        tables.render(f"<!-- table {name} -->\n<!-- /table -->\n")
+    with pytest.raises(KeyError, match=name):
+        tables.render(f"It takes <!-- number {name} -->1<!-- / --> s.\n")
+
+
+@pytest.mark.parametrize("file", sorted(RESULTS.glob("*.json")), ids=lambda file: file.stem)
+def test_every_result_says_where_it_comes_from(file):
+    rows = read_rows(file.stem)
+    assert rows
+    for row in rows:
+        assert {"commit", "date", "command"} <= row.keys() and row.keys() & {"gpu", "machine"}
+        assert re.fullmatch(r"[0-9a-f]{7}(-dirty)?", row["commit"])
+        assert "note" in row or not row["commit"].endswith("-dirty"), "what was changed must be said"
+        assert re.fullmatch(r"2\d{3}-\d\d-\d\d( \d\d:\d\d UTC)?", row["date"])
+    assert not re.search(r"[\s\"]/(tmp|home|root|work)/", file.read_text()), "a path of one machine"
