@@ -51,6 +51,30 @@ def decode() -> str:
     )  # fmt: skip
 
 
+def beside_vllm() -> str:
+    """Decoded tokens per second beside vLLM, all in one run."""
+    name = _H200["7b"]
+    found = {
+        (row["engine"], row["weights"], row["batch"]): float(row["decode_tok_s"])
+        for row in rows(name)
+        if row["lora_rank"]
+    }
+    who = (("qerl", "nvfp4"), ("qerl", "bf16"), ("vllm-humming", "nvfp4"), ("vllm-bf16", "bf16"))
+    lines = []
+    for batch in sorted({batch for *_, batch in found}):
+        ours, *others = (found[*each, batch] for each in who)
+        best = max(others[1:])
+        lines.append((batch, *(f"{each:.0f}" for each in (ours, *others)), f"{ours / best:.2f}"))
+    (version,) = {row["version"].removesuffix(".0") for row in rows(name) if row["engine"] != "qerl"}
+    vllm = version.replace("vllm", "vLLM")
+    return table(
+        ("7B, sequences", "NVFP4", "16-bit", f"{vllm}, NVFP4", f"{vllm}, 16-bit", "NVFP4 over vLLM's better"),
+        lines,
+        f"Tokens per second with LoRA of rank 32, {_decoded(name)} decoded behind prompts of 256, in groups of "
+        f"8. vLLM's NVFP4 product is humming's. {source(name)} {files(name)}",
+    )
+
+
 def ways_of_128() -> str:
     """What clusters and three warpgroups do to the speed of steps of 128 sequences, by shape."""
     shapes = ("7b", "qwen3-8b", "14b", "32b")

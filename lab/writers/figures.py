@@ -267,6 +267,11 @@ def study_speed() -> str:
     return table(head, lines, f"{source('study-h200')} {files('study-h200')}")
 
 
+def _logits_kl(which: int) -> str:
+    """`sampling/kl` of a real model with the update's logits rounded to bf16 (0) and in FP32 (1)."""
+    return f"{rows('sampling-kl-smollm2-h200')[which]['kl']:.5f}"
+
+
 def _newest_demo(name: str) -> list[Row]:
     return rows(name, commit=rows(name)[-1]["commit"])
 
@@ -279,6 +284,7 @@ def _demo_after() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "first-screen": headline_tables.first_screen,
     "decode": decode_tables.decode,
+    "decode-vllm": decode_tables.beside_vllm,
     "decode-ways": decode_tables.ways_of_128,
     "drafts-cost": lambda: draft_tables.cost("drafts-7b-h200"),
     "drafts": lambda: draft_tables.speed("acceptance-smollm2-trained-cpu", "drafts-7b-h200"),
@@ -319,5 +325,7 @@ NUMBERS: dict[str, Callable[[], str]] = {
     **serve_tables.rival_numbers("serve-rival-4b-h200"),
     "demo-minutes": lambda: _minutes("demo-cpu"),
     "decode-128-faster-7b": lambda: decode_tables.faster_128("7b"),
+    "logits-kl-rounded": lambda: _logits_kl(0),
+    "logits-kl": lambda: _logits_kl(1),
     **noise_numbers.NUMBERS,
 }
