@@ -23,10 +23,11 @@ from bench.rollout import read_bandwidth
 from qerl.families.sizes import Sizes
 from qerl.kernels.decode import leave_out, residual_norm, rope_kv, silu_mul
 from qerl.kernels.decode.launch import LoraA, LoraB
-from qerl.kernels.limits import PAGE
+from qerl.kernels.limits import PAGE, head_positions
 from qerl.kernels.update.rms_norm import rms_norm
 from qerl.kernels.update.rotary import rotated_heads
 from qerl.kernels.update.swiglu import swiglu
+from qerl.kernels.update.token_logps import token_logps
 from qerl.kernels.weights.product import LoraSum
 
 
@@ -187,7 +188,25 @@ DECODE = {
     "residual_norm": norm_of_residual, "rope_kv": rotation_into_cache, "silu_mul": gated_product,
     "leave_out": tokens_left_out,
 }  # fmt: skip
-UPDATE = {"rms_norm": norm_of_update, "swiglu": swiglu_of_update, "rotary": rotation_of_update}
+
+
+def head_of_update(work: Work) -> Launch:
+    """token_logps: a tile of logits, read twice, and their gradient in its place."""
+    rows = head_positions(work.tokens, work.sizes.vocabulary)
+    logits = work.single(rows, work.sizes.vocabulary)
+    gradient = logits.view(work.dtype)[:, : work.sizes.vocabulary]
+    target = torch.zeros(rows, dtype=torch.int64, device=work.device)
+    return Launch(
+        lambda: token_logps(logits, target, 1.0, None, 1.0, gradient), 2 * _bytes(logits) + _bytes(gradient)
+    )
+
+
+UPDATE = {
+    "rms_norm": norm_of_update,
+    "swiglu": swiglu_of_update,
+    "rotary": rotation_of_update,
+    "token_logps": head_of_update,
+}
 """The launch of each kernel by the name of its file, in `qerl.kernels.decode` and `qerl.kernels.update`."""
 
 
