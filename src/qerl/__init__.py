@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from qerl.settings.config import QeRLConfig
     from qerl.trainer.grpo import QeRLTrainer
 
-__version__ = "0.2.0"
+__version__ = "0.3.0.dev0"
 
 __all__ = [
     "QeRLConfig",
