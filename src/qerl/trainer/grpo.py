@@ -18,8 +18,8 @@ another version of TRL may change any of them. What is replaced, and why:
   The importance ratio is computed inside the loss in either case, and measured there (`correction`).
 - **The loss forward** runs the prompt of a group once (`update.joined_row`), and leaves out samples without
   advantage: their gradient is zero. A microbatch of more than `tokens_per_forward` tokens is computed in
-  chunks (`update.chunks`), and in smaller ones where memory runs out (`update.memory_retry`). Loss formulas,
-  normalisers and options stay TRL's (`trl.known_outputs`).
+  chunks (`update.chunks`), and in smaller ones where memory runs out (`update.memory_retry`). Losses are
+  those of TRL's names, with their options (`update.policy_loss`).
 - **Groups** are an index that travels with the samples (`batch`), so that nobody has to guess from tokens
   which samples share a prompt.
 - **Trajectories** of several turns are sampled by `qerl.agents`, in place of TRL's loop over tools (`turns`).
@@ -50,13 +50,11 @@ from qerl.seeding import ProblemSeeds
 from qerl.settings.parents import replacements
 from qerl.trainer.arguments import complete
 from qerl.trainer.callbacks import EarlyStop, MetricsFile, check_callbacks
-from qerl.trainer.correction import Mismatch
 from qerl.trainer.data import sound_rows
 from qerl.trainer.dynamic_sampling import empty_log
 from qerl.trainer.others import check_others
 from qerl.trainer.rewards import reward_models_found
 from qerl.trainer.trl.evaluation import mean, name_metrics
-from qerl.trainer.trl.late_metrics import settle
 from qerl.trainer.trl.reference import none_by_trl
 from qerl.trainer.trl.tables import written_whole
 from qerl.trainer.updates import UpdateTrainer
@@ -274,9 +272,10 @@ class QeRLTrainer(UpdateTrainer):
 
     def _log_step(self) -> None:
         """Log what is known of an optimizer step once it is done; reading the sums waits for the device."""
-        settle(self._metrics["train"], self.accelerator)
+        for name, values in self._metrics_of_losses().items():
+            self._metrics["train"][name] += values
         metrics = self._mismatch.metrics(self.accelerator)
-        self._mismatch = Mismatch.none(self.accelerator.device)
+        self._forget_losses()
         noise_kl = metrics.pop("noise/kl")
         self._noise.observe(noise_kl)
         # Where all samples are alike it is sampling/kl again, said only beside the target it is driven to.

@@ -16,7 +16,6 @@ from qerl.trainer.correction import Correction, loss_mask, rows_with_gradient
 from qerl.trainer.processes import averaged
 from qerl.trainer.rollouts import RolloutTrainer
 from qerl.trainer.trl.forward import score_rows
-from qerl.trainer.trl.known_outputs import KnownOutputs
 from qerl.update.chunks import Outputs, without_graph
 from qerl.update.memory_retry import MemoryRetry
 from qerl.update.padded import PaddedBatch
@@ -48,7 +47,7 @@ class ScoringTrainer(RolloutTrainer):
 
     def _get_per_token_logps_and_entropies(
         self,
-        model: torch.nn.Module | KnownOutputs,
+        model: torch.nn.Module,
         input_ids: torch.Tensor,
         attention_mask: torch.Tensor,
         logits_to_keep: int,
@@ -56,12 +55,8 @@ class ScoringTrainer(RolloutTrainer):
         compute_entropy: bool = False,
         **images: Any,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
-        """Replaces TRL's forward pass for log-probabilities and entropies, [B, C] each.
-
-        TRL calls it inside the loss, where they are known, and for a whole rollout, whose prompts are shared.
-        """
-        if isinstance(model, KnownOutputs):
-            return model.logps_BC, model.entropy_BC, None
+        """Replaces TRL's forward pass for log-probabilities and entropies, [B, C] each, of a whole rollout,
+        whose prompts are shared."""
         if names := [name for name, value in images.items() if value is not None and value is not False]:
             raise QeRLError(f"Only text models are supported; the batch carries {', '.join(names)}.")
         if not self._reads_logps:

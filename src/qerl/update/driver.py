@@ -192,7 +192,7 @@ class LossDriver:
         self._calls += 1
         self._retry.start_step(self._calls)
         try:
-            return self._retry.run(one, lambda batch, _: self._run(batch), undo)
+            return self._retry.run(one, self._run, undo)
         finally:
             self._retry.forget_step()
 
