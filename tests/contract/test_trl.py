@@ -5,7 +5,7 @@ import inspect
 import textwrap
 
 from trl import GRPOTrainer
-from trl.trainer.utils import RepeatSampler, add_fused_lm_head
+from trl.trainer.utils import RepeatSampler
 
 from qerl.trainer.batch import PADDED_ON
 from qerl.trainer.trl.client import EngineClient
@@ -60,9 +60,3 @@ def test_the_order_of_the_data_has_the_parts_that_are_replaced() -> None:
     } <= names.keys()
     source = inspect.getsource(RepeatSampler.__init__)
     assert "self.generator" in source and "self.seed" in source and "self.shuffle" in source
-
-
-def test_the_output_head_can_return_log_probabilities_and_entropies() -> None:
-    assert {"temperature", "outputs", "cast_lm_head_to_fp32"} <= inspect.signature(
-        add_fused_lm_head
-    ).parameters.keys()

@@ -3,12 +3,12 @@
 The overrides of TRL's methods stand in six classes, one on top of the other, and each says what it replaces:
 resuming (`resume.trainer`), sampling (`sampler`), rewards (`rollouts`), forward passes (`scores`), the update
 (`updates`), and here the constructor, evaluation and what is logged of a step. `trl` holds what stands in the
-place of TRL's parts; `trl.forward` calls the policy through TRL's output head. The six classes, and `turns`,
-`others` and `early` beside them, override private methods and read private attributes of TRL's trainer, so
-another version of TRL may change any of them. What is replaced, and why:
+place of TRL's parts. The six classes, and `turns`, `others` and `early` beside them, override private methods
+and read private attributes of TRL's trainer, so another version of TRL may change any of them. What is
+replaced, and why:
 
 - **Rollout.** The engine takes the place of TRL's vLLM client: TRL then keeps the log-probabilities of the
-  sampler and multiplies each token's loss by pi_trainer / pi_sampler. Samples come from the noisy policy, and
+  sampler, and the loss of each token is multiplied by pi_trainer / pi_sampler. Samples come from the noisy policy, and
   the ratio makes each choice of a token count as often as the clean policy makes it; in which contexts it
   stood, and how the answer went on, stays the noisy policy's (docs/numerics.md says what follows). Nothing is
   synced, since engine and trainer run the same modules.

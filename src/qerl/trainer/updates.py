@@ -49,7 +49,7 @@ class UpdateTrainer(ScoringTrainer):
         accept_every_n_layers(self.model)
         no_offload_on_cpu(self.args, self.accelerator.device)
         policy = self.accelerator.unwrap_model(self.model)
-        self._decoder = base_model(policy).base_model  # to unwrap is a walk over all modules
+        self._base = base_model(policy)  # to unwrap is a walk over all modules
         self.update_path = ready_for_rows(policy, self.args)
         add_reference(self)
         self._correction = Correction(
