@@ -8,10 +8,10 @@ and read private attributes of TRL's trainer, so another version of TRL may chan
 replaced, and why:
 
 - **Rollout.** The engine takes the place of TRL's vLLM client: TRL then keeps the log-probabilities of the
-  sampler, and the loss of each token is multiplied by pi_trainer / pi_sampler. Samples come from the noisy policy, and
-  the ratio makes each choice of a token count as often as the clean policy makes it; in which contexts it
-  stood, and how the answer went on, stays the noisy policy's (docs/numerics.md says what follows). Nothing is
-  synced, since engine and trainer run the same modules.
+  sampler, and the loss of each token is multiplied by pi_trainer / pi_sampler. Samples come from the noisy
+  policy, and the ratio makes each choice of a token count as often as the clean policy makes it; in which
+  contexts it stood, and how the answer went on, stays the noisy policy's (docs/numerics.md says what
+  follows). Nothing is synced, since engine and trainer run the same modules.
 - **Advantages** are computed here (`advantages`): those of groups that teach nothing are exactly zero.
 - **Old log-probabilities.** When every rollout is used for one optimizer step, the policy has not moved since
   it sampled, and the loss forward's own detached values are the old ones: TRL's second forward is left out.
