@@ -61,11 +61,11 @@ class Transform:
         return cls(scale, getattr(config, "final_logit_softcapping", None), temperature)
 
     def __call__(self, product_nV: torch.Tensor) -> torch.Tensor:
-        """Logits from the head's product."""
-        z_nV = product_nV * self.scale
+        """Logits from the head's product; the product itself where nothing is done to it."""
+        z_nV = product_nV if self.scale == 1.0 else product_nV * self.scale
         if self.cap is not None:
             z_nV = self.cap * torch.tanh(z_nV / self.cap)
-        return z_nV / self.temperature
+        return z_nV if self.temperature == 1.0 else z_nV / self.temperature
 
 
 @dataclass(frozen=True)
