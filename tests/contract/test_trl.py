@@ -5,11 +5,10 @@ import inspect
 import textwrap
 
 from trl import GRPOTrainer
-from trl.trainer.utils import RepeatSampler, add_fused_lm_head
+from trl.trainer.utils import RepeatSampler
 
 from qerl.trainer.batch import PADDED_ON
 from qerl.trainer.trl.client import EngineClient
-from qerl.trainer.trl.trials import _COUNTED_BY_TRL
 
 # Tensors of a rollout without a token axis, what only images have, and what the loss computes itself here.
 _OTHERS = {"advantages", "num_items_in_batch", "importance_sampling_ratio"}
@@ -27,29 +26,6 @@ def calls(method, name: str) -> list[ast.Call]:
     """Calls of `self.NAME` or `self.….NAME` in a method."""
     nodes = (node for node in ast.walk(tree(method)) if isinstance(node, ast.Call))
     return [node for node in nodes if isinstance(node.func, ast.Attribute) and node.func.attr == name]
-
-
-def test_the_loss_hands_the_model_on_and_does_nothing_else_with_it() -> None:
-    """`KnownOutputs` stands in its place."""
-    loads = [
-        node
-        for node in ast.walk(tree(GRPOTrainer._compute_loss))
-        if isinstance(node, ast.Name) and node.id == "model"
-    ]
-    (call,) = calls(GRPOTrainer._compute_loss, "_get_per_token_logps_and_entropies")
-    assert isinstance(call.args[0], ast.Name) and call.args[0].id == "model" and len(loads) == 1
-
-
-def test_a_microbatch_changes_no_other_attribute_than_trials_put_back() -> None:
-    changed = {
-        target.attr
-        for method in (GRPOTrainer._compute_loss, GRPOTrainer.training_step, GRPOTrainer.compute_loss)
-        for node in ast.walk(tree(method))
-        if isinstance(node, ast.Assign | ast.AugAssign)
-        for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
-        if isinstance(target, ast.Attribute)
-    }
-    assert changed == {*_COUNTED_BY_TRL, "_current_train_step_time"}, "the time is measured here"
 
 
 def test_every_tensor_of_a_rollout_is_known() -> None:
@@ -84,9 +60,3 @@ def test_the_order_of_the_data_has_the_parts_that_are_replaced() -> None:
     } <= names.keys()
     source = inspect.getsource(RepeatSampler.__init__)
     assert "self.generator" in source and "self.seed" in source and "self.shuffle" in source
-
-
-def test_the_output_head_can_return_log_probabilities_and_entropies() -> None:
-    assert {"temperature", "outputs", "cast_lm_head_to_fp32"} <= inspect.signature(
-        add_fused_lm_head
-    ).parameters.keys()

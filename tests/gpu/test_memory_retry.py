@@ -56,11 +56,11 @@ def test_a_step_that_does_not_fit(limit, fits: int, tokens: int) -> None:
         retry.note_forward(rows, LENGTHS)
         return forward(rows)
 
-    def microbatch(batch: list[int], newest: bool) -> torch.Tensor:
-        loss = loss_in_chunks(
+    def microbatch(batch: list[int]) -> torch.Tensor:
+        loss, _ = loss_in_chunks(
             noted,
             retry.split(batch, LENGTHS),
-            lambda outputs, rows: outputs[0].sum(),
+            lambda outputs, rows: (outputs[0].sum(), None),
             torch.Tensor.backward,
             contextlib.nullcontext,
             look_ahead=False,

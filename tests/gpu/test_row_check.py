@@ -14,12 +14,11 @@ from transformers import (
     MistralConfig,
     MistralForCausalLM,
 )
-from trl.trainer.utils import add_fused_lm_head
 
 from qerl.errors import QeRLError
-from qerl.trainer.trl.forward import score
 from qerl.update import joined_row
 from qerl.update.attention import use_branch_attention
+from qerl.update.forward import score
 from qerl.update.fused import fuse
 from qerl.update.row_check import check_joined_row
 
@@ -46,7 +45,6 @@ def built(name):
     settings = config(**SIZES, **changes)
     settings._attn_implementation = "eager" if name == "gemma2-eager" else "sdpa"
     model = family(settings).bfloat16().cuda().requires_grad_(False)
-    add_fused_lm_head(model, outputs=("log_probs", "entropy"))
     assert (use_branch_attention(model) is None) == by_kernel
     fuse(model)
     return model, by_kernel
@@ -57,7 +55,7 @@ def test_a_right_row_passes_and_a_wrong_one_does_not(name, monkeypatch):
     model, by_kernel = built(name)
 
     def logps(row):
-        return score(model, model.base_model, row, by_kernel)[0]
+        return score(model, model, row, by_kernel)[0]
 
     state = torch.cuda.get_rng_state()
     check_joined_row(model, logps)

@@ -18,9 +18,9 @@ from qerl.models.load import load_model
 from qerl.noise.norms import find_noise_norms
 from qerl.rollout.engine import SamplingParams
 from qerl.rollout.portable.engine import PortableEngine
-from qerl.trainer.trl.forward import score
+from qerl.update.forward import score
 from qerl.update.row_check import check_joined_row
-from tests.integration.test_row_check import ALTERNATING, build, with_head
+from tests.integration.test_row_check import ALTERNATING, build
 from tests.support.models import TINY, move_adapter
 
 LLAMA = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
@@ -84,8 +84,8 @@ def works(folder, weights) -> tuple[list[str], torch.nn.Module]:
     logits = model(input_ids=torch.tensor([prompt + sample.token_ids]), use_cache=False).logits[0]
     wanted = logits[2:-1].log_softmax(-1).gather(1, torch.tensor(sample.token_ids)[:, None])[:, 0]
     torch.testing.assert_close(torch.tensor(sample.logprobs), wanted, rtol=0, atol=1e-4)
-    base = with_head(model.get_base_model())
-    check_joined_row(model, lambda row: score(model, base.base_model, row, False)[0], 0.8)
+    base = model.get_base_model().train()
+    check_joined_row(model, lambda row: score(model, base, row, False, 0.8)[0], 0.8)
     return sorted(model.peft_config["default"].target_modules), model
 
 

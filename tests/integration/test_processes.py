@@ -56,7 +56,7 @@ MEETINGS = collections.Counter()  # of processes, by the method of the trainer i
 def counted(meet):
     def counts(*args, **kwargs):
         frames = {frame.name for frame in traceback.extract_stack()}
-        MEETINGS.update(frames & {"_compute_loss", "_log_step", "_calculate_rewards"})
+        MEETINGS.update(frames & {"compute_loss", "_log_step", "_calculate_rewards"})
         return meet(*args, **kwargs)
 
     return counts

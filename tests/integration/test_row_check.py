@@ -10,15 +10,15 @@ import transformers
 from datasets import Dataset
 from peft import PromptTuningConfig, get_peft_model
 from transformers.utils import ModelOutput
-from trl.trainer.utils import add_fused_lm_head
 
 from qerl.errors import QeRLError
 from qerl.rollout.engine import RolloutEngine
 from qerl.rollout.portable.engine import PortableEngine
 from qerl.settings.config import QeRLConfig
 from qerl.trainer.grpo import QeRLTrainer
-from qerl.trainer.trl.forward import score
 from qerl.update import attention, masks
+from qerl.update.forward import score
+from qerl.update.head import Transform
 from qerl.update.joined_row import JoinedRow, join
 from qerl.update.padded import PaddedBatch
 from qerl.update.row_check import check_joined_row
@@ -142,19 +142,14 @@ def test_masks_are_the_models_own_again_after_a_row(model):
 LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [9.0] * 8}
 
 
-def with_head(model: transformers.PreTrainedModel) -> transformers.PreTrainedModel:
-    add_fused_lm_head(model, temperature=0.8, outputs=("log_probs", "entropy"))
-    return model.train()
-
-
 def check(model, longest=None) -> None:
-    check_joined_row(model, lambda row: score(model, model.base_model, row, False)[0], 0.8, longest)
+    check_joined_row(model, lambda row: score(model, model, row, False, 0.8)[0], 0.8, longest)
 
 
 @pytest.mark.parametrize("name", [name for name in ATTENTIONS if name != "llama4-chunks"])
 def test_the_check_takes_what_is_right_and_leaves_nothing_behind(name):
     family, attention, changes = ATTENTIONS[name]
-    model = with_head(build(family, attention, **changes))
+    model = build(family, attention, **changes).train()
     model.gradient_checkpointing_enable()
     model.base_model.embed_tokens.eval()  # a mode that somebody set on purpose
     modes = [module.training for module in model.modules()]
@@ -181,7 +176,7 @@ def test_the_check_takes_what_is_right_and_leaves_nothing_behind(name):
 )
 def test_the_check_sees_a_wrong_mask(monkeypatch, name, broken, dtype):
     family, attention, changes = ATTENTIONS[name]
-    model = with_head(build(family, attention, **changes)).to(dtype)
+    model = build(family, attention, **changes).train().to(dtype)
     check(model)
     monkeypatch.setattr(JoinedRow, "mask_function", broken)
     with pytest.raises(QeRLError, match=r"other log-probabilities in a joined row than alone, \S+ nats"):
@@ -194,14 +189,25 @@ def causal_in_branch(row, query, key) -> torch.Tensor:
     return (group[query] == group[key]) & own & (position[query] >= position[key])
 
 
+@pytest.mark.parametrize("name", ["gemma2-soft-caps", "cohere2-alternating"])
+def test_the_check_sees_what_a_model_does_to_logits_by_another_name(monkeypatch, name):
+    family, attention, changes = ATTENTIONS[name]
+    model = build(family, attention, **changes).train()
+    model.get_output_embeddings().weight.data *= 20
+    check(model)
+    monkeypatch.setattr(Transform, "of", lambda config, temperature: Transform(temperature=temperature))
+    with pytest.raises(QeRLError, match="other log-probabilities in a joined row than alone"):
+        check(model)
+
+
 def test_the_check_goes_as_far_as_the_run():
     """A window that no sample reaches cannot do harm; one that is reached is crossed."""
     lengths = []
-    model = with_head(build("Mistral", sliding_window=30))
+    model = build("Mistral", sliding_window=30).train()
 
     def spy(row):
         lengths.append(int(row.position_ids_1L.max()) + 1)
-        return score(model, model.base_model, row, False)[0]
+        return score(model, model, row, False, 0.8)[0]
 
     for longest in (None, 50, 34, 30, 12, 2):
         check_joined_row(model, spy, 0.8, longest)
@@ -225,7 +231,7 @@ def test_the_check_goes_as_far_as_the_run():
     ],
 )
 def test_other_constructions_that_look_at_the_whole_row_are_refused(family, changes):
-    model = with_head(build(family, "eager", **changes))
+    model = build(family, "eager", **changes).train()
     with pytest.raises(QeRLError, match="other log-probabilities in a joined row than alone"):
         check(model)
     if family == "Phi3":
@@ -235,7 +241,7 @@ def test_other_constructions_that_look_at_the_whole_row_are_refused(family, chan
 
 
 def test_errors_of_the_model_are_told_from_those_around_it(monkeypatch):
-    model = with_head(build("Llama"))
+    model = build("Llama").train()
     with monkeypatch.context() as broken:
         broken.delattr(JoinedRow, "scatter")
         with pytest.raises(AttributeError, match="'scatter'"):

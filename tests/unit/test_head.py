@@ -2,15 +2,11 @@
 
 import pytest
 import torch
-from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
-from transformers.modeling_outputs import BaseModelOutput
-from trl.trainer.utils import add_fused_lm_head
+from transformers import CONFIG_MAPPING
 
 from qerl.kernels import limits, logits
-from qerl.trainer.trl.head import all_positions_scored
 from qerl.update import head
-from qerl.update.head import Transform, head_backward, logps_and_entropies, target_logps
+from qerl.update.head import Head, Transform, head_backward, logps_and_entropies, target_logps
 
 POSITIONS, WIDTH, VOCABULARY = 300, 16, 1100
 TRANSFORMS = [Transform(temperature=0.7), Transform(scale=0.3, cap=2.0)]
@@ -59,7 +55,8 @@ def test_values_and_gradients(monkeypatch, fold, transform, entropies, trained, 
     pull_2S = torch.randn(2, POSITIONS, dtype=torch.float64) * torch.tensor([[1.0], [entropies]])
     padded = [None] * (3 - len(inputs))
     outs = exact(*truth, *padded, target_S, transform)
-    ours = logps_and_entropies(*found, *padded, target_S, transform, torch.float32, entropies)
+    head = Head(*found[1:], *padded, transform)
+    ours = logps_and_entropies(found[0], head, target_S, entropies)
     sum((out * pull).sum() for out, pull in zip(outs, pull_2S, strict=True)).backward()
     sum(
         (out * pull).sum() for out, pull in zip(ours, pull_2S[: 1 + entropies].float(), strict=False)
@@ -71,74 +68,51 @@ def test_values_and_gradients(monkeypatch, fold, transform, entropies, trained, 
         assert one.grad is None or error(one.grad, other.grad) < 5e-6
 
 
-class Config:
-    """A decoder without a transform of its logits."""
-
-    model_type = "any"
-    final_logit_softcapping = logit_scale = logits_scaling = output_multiplier = lm_head_multiplier = None
-
-    def get_text_config(self):
-        return self
-
-
-class Model(nn.Module):
-    """Hidden states that are given, and TRL's head on them."""
-
-    def __init__(self, dtype=torch.float32):
-        super().__init__()
-        torch.manual_seed(0)
-        self.config = Config()
-        self.hidden = nn.Parameter(torch.randn(1, POSITIONS, WIDTH, dtype=dtype))
-        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False, dtype=dtype).requires_grad_(False)
-        self.base_model = lambda **_: BaseModelOutput(last_hidden_state=self.hidden)
-        add_fused_lm_head(self, temperature=0.7, outputs=("log_probs", "entropy"))
-
-    def get_output_embeddings(self):
-        return self.head
-
-    def forward(self):
-        raise NotImplementedError
-
-    def score(self):
-        labels = torch.randint(VOCABULARY, (1, POSITIONS), generator=torch.Generator().manual_seed(1))
-        return self.forward(shift_labels=labels, fused_lm_head=True), labels[0]
+@pytest.mark.parametrize("transform", TRANSFORMS, ids=str)
+@pytest.mark.parametrize("biased", [False, True])
+def test_the_drivers_values_and_gradients(monkeypatch, transform, biased):
+    """Several targets at a position, and none at some; hidden states and head train."""
+    monkeypatch.setattr(head, "TILE", 64 * VOCABULARY)
+    inputs = [torch.randn(shape, dtype=torch.float64) for shape in ((POSITIONS, WIDTH), (VOCABULARY, WIDTH))]
+    inputs += [torch.randn(VOCABULARY, dtype=torch.float64)] * biased
+    truth = [x.clone().requires_grad_() for x in inputs]
+    hidden, weight, *bias = [x.float().requires_grad_() for x in inputs]
+    position_P, target_P = torch.randint(POSITIONS, (500,)), torch.randint(VOCABULARY, (500,))
+    pull_P = torch.randn(500, dtype=torch.float64) * (torch.arange(500) % 3 > 0)
+    wanted, _ = exact(truth[0][position_P], truth[1], truth[2] if biased else None, target_P, transform)
+    ours = Head(weight, bias[0] if biased else None, transform)
+    assert error(target_logps(ours, hidden.detach(), position_P, target_P), wanted) < 1e-6
+    (wanted * pull_P).sum().backward()
+    found = [head_backward(ours, hidden, position_P, target_P, pull_P.float()), weight.grad]
+    found += [x.grad for x in bias]
+    for mine, other in zip(found, truth, strict=True):
+        assert error(mine, other.grad) < 5e-6
 
 
-def test_the_trainers_logits_are_not_rounded(fold):
+def test_logits_are_not_rounded(fold):
     """A head scaled by 20 has logits as trained models have them, where bf16 numbers are far apart."""
-    model = Model(torch.bfloat16)
-    model.head.weight.data *= 20
-    with all_positions_scored(entropy_has_gradient=False):
-        found, labels = model.score()
-    rounded, _ = model.score()
-    truth, entropy = exact(
-        model.hidden[0].double(), model.head.weight.double(), None, labels, Transform(temperature=0.7)
-    )
-    gaps = [(out.log_probs[0].double() - truth).abs().max().item() for out in (found, rounded)]
-    assert gaps[0] < 1e-4 < 1e-2 < gaps[1]
-    assert error(found.entropy[0], entropy) < 1e-5
-
-
-def test_the_drivers_logits_are_not_rounded():
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, **sizes)).bfloat16()
-    model.lm_head.weight.data *= 500
-    hidden_LD = torch.randn(40, 32, dtype=torch.bfloat16, requires_grad=True)
-    position_P, target_P = torch.arange(40), torch.randint(VOCABULARY, (40,))
-    inputs = [
-        hidden_LD.detach().double().requires_grad_(),
-        model.lm_head.weight.detach().double(),
-        None,
-        target_P,
+    hidden_SD = torch.randn(POSITIONS, WIDTH, dtype=torch.bfloat16, requires_grad=True)
+    weight_VD = 20 * torch.nn.Linear(WIDTH, VOCABULARY).weight.detach().bfloat16()
+    target_S, transform = torch.randint(VOCABULARY, (POSITIONS,)), Transform(temperature=0.7)
+    doubles = [hidden_SD.detach().double().requires_grad_(), weight_VD.double()]
+    truth, entropy = exact(*doubles, None, target_S, transform)
+    rounded = (hidden_SD @ weight_VD.T).double().div(0.7).log_softmax(-1)
+    rounded = rounded.gather(1, target_S[:, None])[:, 0]
+    ours = Head(weight_VD, None, transform)
+    logps, entropies = logps_and_entropies(hidden_SD, ours, target_S, False)
+    position_S = torch.arange(POSITIONS)
+    gaps = [
+        (found.double() - truth).abs().max().item()
+        for found in (logps, target_logps(ours, hidden_SD.detach(), position_S, target_S), rounded)
     ]
-    truth, _ = exact(*inputs, Transform())
-    found = target_logps(model, hidden_LD.detach(), position_P, target_P)
-    assert (found.double() - truth).abs().max() < 1e-4
+    assert max(gaps[:2]) < 1e-4 < 1e-2 < gaps[2]
+    assert error(entropies, entropy) < 1e-5
     truth.sum().backward()
-    gradient = head_backward(model, hidden_LD, position_P, target_P, torch.ones(40))
-    assert error(gradient, inputs[0].grad) < 6e-3  # rounded to bf16, as gradients are
-    assert "forward" not in model.lm_head.__dict__
+    logps.sum().backward()
+    gradient = head_backward(ours, hidden_SD, position_S, target_S, torch.ones(POSITIONS))
+    for found in (hidden_SD.grad, gradient):
+        assert error(found, doubles[0].grad) < 6e-3  # rounded to bf16, as gradients are
 
 
 @pytest.mark.parametrize(
@@ -150,26 +124,27 @@ def test_products_with_the_head(monkeypatch, products, entropy_has_gradient, tra
     for name in ("product", "add_product"):
         real = getattr(logits, name)
         monkeypatch.setattr(head, name, lambda *a, real=real, **k: made.append(1) or real(*a, **k))
-    model = Model()
-    model.head.weight.requires_grad_(trained)
-    with all_positions_scored(entropy_has_gradient):
-        out, _ = model.score()
-    (out.log_probs.sum() + (out.entropy.sum() if entropy_has_gradient else 0)).backward()
+    hidden_SD = torch.randn(POSITIONS, WIDTH, requires_grad=True)
+    ours = Head(torch.randn(VOCABULARY, WIDTH, requires_grad=trained))
+    target_S = torch.randint(VOCABULARY, (POSITIONS,))
+    logps, entropies = logps_and_entropies(hidden_SD, ours, target_S, entropy_has_gradient)
+    (logps.sum() + (entropies.sum() if entropy_has_gradient else 0)).backward()
     assert len(made) == products
     made.clear()
-    with all_positions_scored(entropy_has_gradient), torch.no_grad():
-        model.score()
+    with torch.no_grad():
+        logps_and_entropies(hidden_SD, ours, target_S, entropy_has_gradient)
     assert len(made) == 1
 
 
-def test_a_head_of_another_dtype_is_converted_a_part_at_a_time(monkeypatch):
-    """A copy of a whole head takes gigabytes."""
-    monkeypatch.setattr(head, "PART", 500)
-    converted, model = [], Model()
-    real = logits.product
-    monkeypatch.setattr(head, "product", lambda a, b, out: converted.append(b.shape) or real(a, b, out))
-    with all_positions_scored(entropy_has_gradient=False), torch.autocast("cpu", torch.bfloat16):
-        found, _ = model.score()
-    truth, _ = model.score()
-    assert converted == [(WIDTH, 500), (WIDTH, 500), (WIDTH, 100)]
-    torch.testing.assert_close(found.log_probs, truth.log_probs, rtol=0, atol=0.05)
+@pytest.mark.parametrize(
+    "family, changes, transform",
+    [
+        ("llama", {}, Transform()),
+        ("gemma2", {"final_logit_softcapping": 5.0}, Transform(cap=5.0)),
+        ("cohere", {"logit_scale": 0.5}, Transform(0.5)),
+        ("granite", {"logits_scaling": 4.0}, Transform(0.25)),
+        ("falcon_h1", {"lm_head_multiplier": 3.0}, Transform(3.0)),
+    ],
+)
+def test_what_a_family_does_to_logits(family, changes, transform):
+    assert Transform.of(CONFIG_MAPPING[family](**changes)) == transform

@@ -58,7 +58,7 @@ def test_a_group_shares_its_prompt_in_whatever_order_its_samples_come():
 def test_scatter_puts_values_where_their_tokens_are():
     batch = padded_batch([[5, 6], [5, 6], [4]], [[8, 9], [1], [10, 11, 12]])
     row = join(batch, rows=[0, 2])
-    values = row.labels_1L[:, row.sample_L >= 0].float()
+    values = row.labels_1L[0, row.sample_L >= 0].float()
     assert row.scatter(values, 3, 3).tolist() == [[8, 9, 0], [0, 0, 0], [10, 11, 12]]
 
 
@@ -121,7 +121,7 @@ def test_log_probs_and_gradients_equal_the_padded_batch(tiny_model, family, chec
     ).logits
     labels = row.labels_1L.clamp(min=0)
     values = logits.log_softmax(-1).gather(-1, labels[..., None])[..., 0]
-    shared = row.scatter(values[:, row.sample_L >= 0], *batch.completion_ids_BC.shape)
+    shared = row.scatter(values[0, row.sample_L >= 0], *batch.completion_ids_BC.shape)
     torch.testing.assert_close(shared, padded * batch.completion_mask_BC, rtol=0, atol=1e-11)
     actual = gradients(model, (shared * weight).sum())
     for name, grad in expected.items():

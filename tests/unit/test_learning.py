@@ -64,15 +64,15 @@ def test_reward_rises(make, algorithm):
 def test_a_gradient_that_is_not_finite_ends_the_run_and_changes_no_weight(make, monkeypatch, max_grad_norm):
     """transformers logs its loss as 0, and the policy of NaN would end each answer at its first token."""
     trainer = make(max_steps=4, max_grad_norm=max_grad_norm)
-    inner, kept = trainer._loss_of, []
+    inner, kept = trainer.compute_loss, []
 
-    def loss_of(*args):
+    def compute_loss(*args, **kwargs):
         if trainer.state.global_step < 2:
-            return inner(*args)
+            return inner(*args, **kwargs)
         kept.extend(weights(trainer))
-        return inner(*args) * float("nan")
+        return inner(*args, **kwargs) * float("nan")
 
-    monkeypatch.setattr(trainer, "_loss_of", loss_of)
+    monkeypatch.setattr(trainer, "compute_loss", compute_loss)
     with pytest.raises(QeRLError, match="gradient of step 3 is not finite"):
         trainer.train()
     assert all(map(torch.equal, weights(trainer), kept)) and all(map(torch.any, kept))

@@ -3,15 +3,13 @@ has it; what a loss cannot use is refused with a sentence.
 """
 
 import math
-from types import SimpleNamespace
-from unittest.mock import MagicMock
 
 import pytest
 import torch
-from trl import GRPOTrainer
 
 from qerl.errors import QeRLError
 from qerl.update.losses import LOSSES, Datum, find_loss
+from tests.support.trl_loss import trl_loss
 
 T = 9
 CLIPS = {"clip_low_threshold": 0.9, "clip_high_threshold": 1.15}
@@ -114,29 +112,13 @@ def test_a_token_without_advantage_pulls_at_nothing_whatever_its_ratio(name):
 # TRL
 
 
-def trl_loss(logps_BT, old_BT, advantages_B, mask_BT, **settings) -> torch.Tensor:
-    """`GRPOTrainer._compute_loss` on given log-probabilities, as a sum over tokens."""
-    trainer = MagicMock()
-    trainer.configure_mock(
-        **{
-            "top_entropy_quantile": 1.0, "off_policy_mask_threshold": None, "beta": 0.0, "use_vllm": False,
-            "importance_sampling_level": "token", "loss_type": "dr_grpo", "epsilon_low": 0.2,
-            "epsilon_high": 0.2, "max_completion_length": mask_BT.size(1), "aux_loss_enabled": False,
-            "current_gradient_accumulation_steps": 1, "_entropy_bonus_enabled": False,
-        }
-        | settings
-    )  # fmt: skip
-    trainer.args = SimpleNamespace(delta=None, steps_per_generation=1)
-    trainer.accelerator.num_processes = 1
-    trainer.accelerator.gather = lambda values: values
-    trainer._get_per_token_logps_and_entropies = lambda *_, **__: (logps_BT, torch.zeros_like(logps_BT), None)
-    batch = {
-        "prompt_ids": torch.ones(len(mask_BT), 1), "prompt_mask": torch.ones(len(mask_BT), 1),
-        "completion_ids": mask_BT, "completion_mask": mask_BT, "advantages": advantages_B,
-        "old_per_token_logps": old_BT, "num_items_in_batch": torch.tensor(1.0),
-    }  # fmt: skip
-    loss = GRPOTrainer._compute_loss(trainer, None, batch)
-    return loss if settings.get("loss_type") == "cispo" else loss * mask_BT.numel()
+def trl_sum(logps_BT, old_BT, advantages_B, mask_BT, **settings) -> torch.Tensor:
+    """TRL's loss as a sum over tokens."""
+    batch = {"completion_mask": mask_BT, "advantages": advantages_B, "old_per_token_logps": old_BT}
+    batch["importance_sampling_ratio"] = torch.ones_like(mask_BT)
+    options = {"loss_type": "dr_grpo", "max_completion_length": mask_BT.size(1)} | settings
+    loss, _ = trl_loss(logps_BT, torch.zeros_like(logps_BT), batch, **options)
+    return loss if options["loss_type"] == "cispo" else loss * mask_BT.numel()
 
 
 TRL = {
@@ -157,7 +139,7 @@ def test_a_loss_that_trl_has_is_trls(name):
     old_BT = logps_BT.detach() + torch.randn(4, 9, generator=draw, dtype=torch.float64).float() * 0.3
     old_BT = old_BT.float().double()
     advantages_B = torch.tensor([1.5, -0.5, 0.25, -1.0], dtype=torch.float64)
-    wanted = trl_loss(logps_BT, old_BT, advantages_B, mask_BT, **settings)
+    wanted = trl_sum(logps_BT, old_BT, advantages_B, mask_BT, **settings)
     (gradient_BT,) = torch.autograd.grad(wanted, logps_BT)
     total = 0.0
     for row, n in enumerate(lengths):

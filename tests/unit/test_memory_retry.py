@@ -194,7 +194,7 @@ def test_one_sample_that_does_not_fit_is_an_error(train):
 
 
 def test_several_processes_are_not_left_waiting():
-    def microbatch(batch, newest):
+    def microbatch(batch):
         retry.note_forward(batch, Lengths(own_B=[7, 8], shared_B=[4, 4], group_B=[0, 0]))
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
@@ -206,7 +206,7 @@ def test_several_processes_are_not_left_waiting():
 
 
 def test_what_is_said_of_every_layer_keeps_the_other_settings(caplog):
-    def microbatch(batch, newest):
+    def microbatch(batch):
         if not recomputed:
             raise torch.OutOfMemoryError("CUDA out of memory.")
 
@@ -224,13 +224,13 @@ def test_memory_that_cannot_be_pinned_is_said(where):
     """torch raises this, and no `OutOfMemoryError`, where CUDA refuses to pin the CPU's memory."""
 
     def fail(message):
-        def microbatch(batch, newest):
+        def microbatch(batch):
             raise torch.AcceleratorError(message)
 
         if where is not None:
             where([0], microbatch, lambda: None)
         with run._memory_errors_said():
-            microbatch([0], True)
+            microbatch([0])
 
     with pytest.raises(QeRLError, match=r"\{offload: true\}.*\(CUDA error: out of memory\)\."):
         fail("CUDA error: out of memory\nCUDA kernel errors might be reported later")

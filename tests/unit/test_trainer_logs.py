@@ -16,7 +16,8 @@ from qerl.run_folder import read_metrics
 from qerl.settings.config import QeRLConfig
 from qerl.trainer.callbacks import MetricsFile
 from qerl.trainer.grpo import QeRLTrainer
-from qerl.trainer.trl.late_metrics import settle
+from qerl.update import policy_loss
+from qerl.update.token_losses import gamma_weight
 from tests.support.trainer import DATA, GROUP, settings
 
 SCIENCE = {
@@ -216,18 +217,16 @@ def test_a_clock_that_is_set_back_makes_no_negative_times(make, monkeypatch):
 def test_vespos_weight_is_of_the_computed_samples(make, monkeypatch):
     trainer = make(loss_type="vespo")
     batch = rollout(trainer)
-    seen = {}
-    inner = GRPOTrainer.get_gamma_weights
+    seen = []
 
-    def spy(**kwargs):
-        seen["phi"] = inner(**kwargs)
-        return seen["phi"]
+    def spy(*args):
+        seen.append(gamma_weight(*args))
+        return seen[-1]
 
-    monkeypatch.setattr(GRPOTrainer, "get_gamma_weights", staticmethod(spy))
+    monkeypatch.setattr(policy_loss, "gamma_weight", spy)
     trainer.compute_loss(trainer.model, batch)
-    settle(trainer._metrics["train"], trainer.accelerator)
-    expected = seen["phi"][batch["advantages"] != 0].mean().item()
-    assert trainer._metrics["train"]["vespo/phi_seq_mean"] == [pytest.approx(expected)]
+    expected = seen[0][batch["advantages"] != 0].mean().item()
+    assert trainer._metrics_of_losses()["vespo/phi_seq_mean"] == [pytest.approx(expected)]
 
 
 # Tokens that the policy did not write

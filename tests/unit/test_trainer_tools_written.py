@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from qerl.trainer.trl.late_metrics import settle
 from tests.support.tools import (
     make_trainer,
     sampled,
@@ -42,13 +41,11 @@ def test_tokens_of_others_change_no_loss_gradient_or_metric(tmp_path):
         assert others.any()
         for name in ("sampling_per_token_logps", "sampling_entropies", "ref_per_token_logps"):
             batch[name] = batch[name] + noise * others
-        trainer._mismatch = type(trainer._mismatch).none(torch.device("cpu"))
-        trainer._metrics["train"].clear()
+        trainer._forget_losses()
         loss = trainer.compute_loss(trainer.model, batch)
         loss.backward()
-        settle(trainer._metrics["train"], trainer.accelerator)
         metrics = trainer._mismatch.metrics(trainer.accelerator) | {
-            name: values[-1] for name, values in trainer._metrics["train"].items() if values
+            name: value for name, (value,) in trainer._metrics_of_losses().items()
         }
         results.append((loss.item(), gradients(trainer.model), metrics))
     (loss, grads, metrics), (other_loss, other_grads, other_metrics) = results

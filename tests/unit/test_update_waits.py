@@ -11,7 +11,6 @@ from qerl.settings.config import QeRLConfig
 from qerl.trainer import updates
 from qerl.trainer.correction import Mismatch
 from qerl.trainer.grpo import QeRLTrainer
-from qerl.trainer.trl.late_metrics import LateMetric
 from qerl.update import chunks, joined_row
 from tests.support.models import move_adapter
 from tests.support.trainer import DATA, ScriptedEngine, settings, sum_reward
@@ -85,8 +84,8 @@ def test_a_loss_waits_for_nothing(loss_on_meta, options):
     assert loss.is_meta
     trained = [p for p in trainer.model.parameters() if p.requires_grad]
     assert trained and all(p.grad is not None and p.grad.is_meta for p in trained)
-    late = [x for values in trainer._metrics["train"].values() for x in values if isinstance(x, LateMetric)]
-    assert late and all(x.parts.is_meta for x in late), "TRL's metrics are still on the device"
+    (metrics,) = trainer._losses
+    assert all(metric.parts.is_meta for metric in metrics.values()), "what it reports is still on the device"
 
 
 @pytest.mark.parametrize("microbatches", [1, 4])

@@ -13,11 +13,10 @@ Shapes: n positions, V vocabulary, D hidden size.
 
 import contextlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -46,7 +45,7 @@ def add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
 
 @contextlib.contextmanager
 def unrounded_logits(model: "PreTrainedModel") -> Iterator[None]:
-    """Inside the block a transformers model gives FP32 logits, with and without a graph.
+    """Inside the block a transformers model gives FP32 logits; for passes without a graph.
 
     Only an output head that is a plain linear of 16 bits is meant; one that an adapter or another module
     wraps keeps its own code, and its own rounding.
@@ -55,36 +54,15 @@ def unrounded_logits(model: "PreTrainedModel") -> Iterator[None]:
     if type(head) is not nn.Linear or "forward" in vars(head) or head.weight.dtype == torch.float32:
         yield
         return
-    vars(head)["forward"] = lambda x: _Linear.apply(x, head.weight, head.bias)
+    vars(head)["forward"] = lambda x: _linear(x, head.weight, head.bias)
     try:
         yield
     finally:
         del vars(head)["forward"]
 
 
-class _Linear(torch.autograd.Function):
-    """A linear layer whose result is FP32."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, weight_VD: torch.Tensor, bias_V: torch.Tensor | None
-    ) -> torch.Tensor:
-        ctx.save_for_backward(x, weight_VD)
-        ctx.bias_dtype = None if bias_V is None else bias_V.dtype
-        y_nV = product(x.flatten(0, -2), weight_VD.T)
-        if bias_V is not None:
-            y_nV += bias_V
-        return y_nV.view(*x.shape[:-1], -1)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, weight_VD = ctx.saved_tensors
-        needs_x, needs_weight, needs_bias = ctx.needs_input_grad
-        dy_nV = dy.flatten(0, -2)
-        rounded_nV = dy_nV.to(weight_VD.dtype)
-        return (
-            product(rounded_nV, weight_VD).to(x.dtype).view(x.shape) if needs_x else None,
-            product(rounded_nV.T, x.flatten(0, -2)).to(weight_VD.dtype) if needs_weight else None,
-            dy_nV.sum(0).to(ctx.bias_dtype) if needs_bias else None,
-        )
+def _linear(x: torch.Tensor, weight_VD: torch.Tensor, bias_V: torch.Tensor | None) -> torch.Tensor:
+    y_nV = product(x.flatten(0, -2), weight_VD.T)
+    if bias_V is not None:
+        y_nV += bias_V
+    return y_nV.view(*x.shape[:-1], -1)

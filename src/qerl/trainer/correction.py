@@ -254,8 +254,8 @@ class Correction:
 
     def apply(
         self, batch: Batch, logps_BC: torch.Tensor, entropy_BC: torch.Tensor, mask_BC: torch.Tensor
-    ) -> tuple[Batch, Mismatch]:
-        """The batch with the importance weights of its loss, and how far sampler and trainer are apart.
+    ) -> tuple[torch.Tensor, Mismatch]:
+        """The importance weights of a loss, [B, C] or [B, 1], and how far sampler and trainer are apart.
 
         Args:
             batch: The rollout's tensors, among them `sampling_per_token_logps`, `sampling_entropies`, and
@@ -278,7 +278,7 @@ class Correction:
             *(trainer_BC, sampler_BC, entropy_BC, batch["sampling_entropies"], batch["rollout_entropy"]),
             *(mask_BC, ratio, weight, bounds, noisy_B1),
         )
-        return batch | {"importance_sampling_ratio": weight}, mismatch
+        return weight, mismatch
 
     def _bounds(self, batch: Batch) -> tuple[Bound, Bound]:
         if self.mode == "token_one_sided":

@@ -3,23 +3,23 @@
 The overrides of TRL's methods stand in six classes, one on top of the other, and each says what it replaces:
 resuming (`resume.trainer`), sampling (`sampler`), rewards (`rollouts`), forward passes (`scores`), the update
 (`updates`), and here the constructor, evaluation and what is logged of a step. `trl` holds what stands in the
-place of TRL's parts; `trl.forward` calls the policy through TRL's output head. The six classes, and `turns`,
-`others` and `early` beside them, override private methods and read private attributes of TRL's trainer, so
-another version of TRL may change any of them. What is replaced, and why:
+place of TRL's parts. The six classes, and `turns`, `others` and `early` beside them, override private methods
+and read private attributes of TRL's trainer, so another version of TRL may change any of them. What is
+replaced, and why:
 
 - **Rollout.** The engine takes the place of TRL's vLLM client: TRL then keeps the log-probabilities of the
-  sampler and multiplies each token's loss by pi_trainer / pi_sampler. Samples come from the noisy policy, and
-  the ratio makes each choice of a token count as often as the clean policy makes it; in which contexts it
-  stood, and how the answer went on, stays the noisy policy's (docs/numerics.md says what follows). Nothing is
-  synced, since engine and trainer run the same modules.
+  sampler, and the loss of each token is multiplied by pi_trainer / pi_sampler. Samples come from the noisy
+  policy, and the ratio makes each choice of a token count as often as the clean policy makes it; in which
+  contexts it stood, and how the answer went on, stays the noisy policy's (docs/numerics.md says what
+  follows). Nothing is synced, since engine and trainer run the same modules.
 - **Advantages** are computed here (`advantages`): those of groups that teach nothing are exactly zero.
 - **Old log-probabilities.** When every rollout is used for one optimizer step, the policy has not moved since
   it sampled, and the loss forward's own detached values are the old ones: TRL's second forward is left out.
   The importance ratio is computed inside the loss in either case, and measured there (`correction`).
 - **The loss forward** runs the prompt of a group once (`update.joined_row`), and leaves out samples without
   advantage: their gradient is zero. A microbatch of more than `tokens_per_forward` tokens is computed in
-  chunks (`update.chunks`), and in smaller ones where memory runs out (`update.memory_retry`). Loss formulas,
-  normalisers and options stay TRL's (`trl.known_outputs`).
+  chunks (`update.chunks`), and in smaller ones where memory runs out (`update.memory_retry`). Losses are
+  those of TRL's names, with their options (`update.policy_loss`).
 - **Groups** are an index that travels with the samples (`batch`), so that nobody has to guess from tokens
   which samples share a prompt.
 - **Trajectories** of several turns are sampled by `qerl.agents`, in place of TRL's loop over tools (`turns`).
@@ -50,13 +50,11 @@ from qerl.seeding import ProblemSeeds
 from qerl.settings.parents import replacements
 from qerl.trainer.arguments import complete
 from qerl.trainer.callbacks import EarlyStop, MetricsFile, check_callbacks
-from qerl.trainer.correction import Mismatch
 from qerl.trainer.data import sound_rows
 from qerl.trainer.dynamic_sampling import empty_log
 from qerl.trainer.others import check_others
 from qerl.trainer.rewards import reward_models_found
 from qerl.trainer.trl.evaluation import mean, name_metrics
-from qerl.trainer.trl.late_metrics import settle
 from qerl.trainer.trl.reference import none_by_trl
 from qerl.trainer.trl.tables import written_whole
 from qerl.trainer.updates import UpdateTrainer
@@ -277,9 +275,10 @@ class QeRLTrainer(UpdateTrainer):
 
     def _log_step(self) -> None:
         """Log what is known of an optimizer step once it is done; reading the sums waits for the device."""
-        settle(self._metrics["train"], self.accelerator)
+        for name, values in self._metrics_of_losses().items():
+            self._metrics["train"][name] += values
         metrics = self._mismatch.metrics(self.accelerator)
-        self._mismatch = Mismatch.none(self.accelerator.device)
+        self._forget_losses()
         noise_kl = metrics.pop("noise/kl")
         self._noise.observe(noise_kl)
         # Where all samples are alike it is sampling/kl again, said only beside the target it is driven to.

@@ -1,13 +1,12 @@
 """What a trainer asks of the policy that it is given: that its update on joined rows is possible and right.
 
 What the policy's class and config say is checked before anything is built around it. What has to be measured
-is checked once it is in place and has its output head.
+is checked once it is in place.
 """
 
 import logging
 from contextlib import nullcontext
 
-import torch
 from torch import nn
 
 from qerl.errors import QeRLError
@@ -16,8 +15,7 @@ from qerl.fp4.linear import dense_weights_kept
 from qerl.noise.norms import find_noise_norms
 from qerl.rollout.engine import RolloutEngine, check_model
 from qerl.settings.config import QeRLConfig
-from qerl.trainer.trl.forward import score
-from qerl.update.joined_row import JoinedRow
+from qerl.update.forward import score
 from qerl.update.kernels import use_kernels
 from qerl.update.path import UpdatePath
 from qerl.update.row_check import check_joined_row
@@ -45,7 +43,7 @@ def ready_for_rows(model: nn.Module, args: QeRLConfig) -> UpdatePath:
     """Give the policy its kernels for joined rows and measure that its updates are right.
 
     Args:
-        model: The policy where it trains, PEFT-wrapped or not, with TRL's chunked output head.
+        model: The policy where it trains, PEFT-wrapped or not.
         args: Settings of the run.
 
     Returns:
@@ -63,11 +61,12 @@ def ready_for_rows(model: nn.Module, args: QeRLConfig) -> UpdatePath:
     with dense_weights_kept(model) if base.device.type == "cpu" else nullcontext():
         if args.noise:
             _check_norms(base, find_noise_norms(model), args)
-
-        def logps(row: JoinedRow) -> torch.Tensor:
-            return score(model, base.base_model, row, path.by_stretch)[0]
-
-        check_joined_row(model, logps, args.temperature, longest)
+        check_joined_row(
+            model,
+            lambda row: score(model, base, row, path.by_stretch, args.temperature)[0],
+            args.temperature,
+            longest,
+        )
     if path.is_slow and args.process_index == 0:
         logger.warning(path.sentence())
     return path

@@ -9,6 +9,7 @@ Legend: B samples of this process, C completion columns, F reward functions.
 """
 
 import logging
+from collections import defaultdict
 from contextlib import nullcontext
 from typing import Any, TypeVar
 
@@ -29,7 +30,6 @@ from qerl.trainer.noisy_share import compare, is_noisy
 from qerl.trainer.prompt_choice import PromptChoice
 from qerl.trainer.rewards import WRITTEN_COLUMN, stop_if_all_failed
 from qerl.trainer.sampler import SamplerTrainer
-from qerl.trainer.trl.trials import Trials
 
 N = TypeVar("N", int, float)
 
@@ -42,7 +42,6 @@ class RolloutTrainer(SamplerTrainer):
     vllm_importance_sampling_correction: bool
     mask_truncated_completions: bool
     _logs: dict[str, Any]
-    _trials: Trials
 
     def _start_rollouts(self, engine: RolloutEngine, early: EarlyCalls | None) -> None:
         """Make what rollouts need, once TRL's constructor is through."""
@@ -262,11 +261,11 @@ class RolloutTrainer(SamplerTrainer):
     def _sample_apart(self, rows: list[dict[str, Any]]) -> tuple[Batch, dict[str, Any]]:
         """A further rollout of a step, and its table of completions; its metrics are dropped."""
         log, self._logs = self._logs, empty_log(self._logs)
+        metrics, self._metrics["train"] = self._metrics["train"], defaultdict(list)
         try:
-            with self._trials.metrics_apart():
-                return self._sample_batch(rows), self._logs
+            return self._sample_batch(rows), self._logs
         finally:
-            self._logs = log
+            self._logs, self._metrics["train"] = log, metrics
 
     def _of_ranks(self, number: N) -> list[N]:
         return self.accelerator.gather(torch.tensor([number], device=self.accelerator.device)).tolist()

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from transformers import PreTrainedModel
 
 from qerl.errors import QeRLError
 from qerl.families.parts import base_model
@@ -15,9 +15,9 @@ from qerl.trainer.batch import NOISY_KEY, NOISY_LOGPS_KEY, Batch, on_host, padde
 from qerl.trainer.correction import Correction, loss_mask, rows_with_gradient
 from qerl.trainer.processes import averaged
 from qerl.trainer.rollouts import RolloutTrainer
-from qerl.trainer.trl.forward import score_rows
-from qerl.trainer.trl.known_outputs import KnownOutputs
 from qerl.update.chunks import Outputs, without_graph
+from qerl.update.forward import score
+from qerl.update.joined_row import join
 from qerl.update.memory_retry import MemoryRetry
 from qerl.update.padded import PaddedBatch
 from qerl.update.path import UpdatePath
@@ -31,7 +31,7 @@ class ScoringTrainer(RolloutTrainer):
     """
 
     update_path: UpdatePath
-    _decoder: nn.Module
+    _base: PreTrainedModel
     _correction: Correction
     _retry: MemoryRetry
 
@@ -48,7 +48,7 @@ class ScoringTrainer(RolloutTrainer):
 
     def _get_per_token_logps_and_entropies(
         self,
-        model: torch.nn.Module | KnownOutputs,
+        model: torch.nn.Module,
         input_ids: torch.Tensor,
         attention_mask: torch.Tensor,
         logits_to_keep: int,
@@ -56,12 +56,8 @@ class ScoringTrainer(RolloutTrainer):
         compute_entropy: bool = False,
         **images: Any,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
-        """Replaces TRL's forward pass for log-probabilities and entropies, [B, C] each.
-
-        TRL calls it inside the loss, where they are known, and for a whole rollout, whose prompts are shared.
-        """
-        if isinstance(model, KnownOutputs):
-            return model.logps_BC, model.entropy_BC, None
+        """Replaces TRL's forward pass for log-probabilities and entropies, [B, C] each, of a whole rollout,
+        whose prompts are shared."""
         if names := [name for name, value in images.items() if value is not None and value is not False]:
             raise QeRLError(f"Only text models are supported; the batch carries {', '.join(names)}.")
         if not self._reads_logps:
@@ -113,8 +109,21 @@ class ScoringTrainer(RolloutTrainer):
             return self._forward(model, batch, rows)
 
     def _forward(self, model: torch.nn.Module, batch: PaddedBatch, rows: list[int]) -> Outputs:
-        """Log-probabilities and entropies [B, C] of these rows under the policy or its reference."""
+        """Log-probabilities and entropies [B, C] of these rows under the policy or its reference, else zero.
+
+        Without any rows the zeros are connected to the weights: the optimizer sees zero gradients, as it
+        would in TRL.
+        """
         self._retry.note_forward(rows, batch.lengths)
-        decoder = base_model(model).base_model if model is self.ref_model else self._decoder
-        device, by_stretch = self.accelerator.device, self.update_path.by_stretch
-        return score_rows(model, decoder, batch, rows, by_stretch, device, self._entropy_bonus_enabled)
+        shape, device = batch.completion_ids_BC.shape, self.accelerator.device
+        if not rows:
+            zeros_BC = torch.zeros(shape, device=device)
+            anchor = sum((p.sum() * 0.0 for p in model.parameters() if p.requires_grad), torch.zeros(()))
+            return zeros_BC + anchor.to(zeros_BC), zeros_BC
+        base = base_model(model) if model is self.ref_model else self._base
+        row = join(batch, rows, device)
+        outputs = score(
+            *(model, base, row, self.update_path.by_stretch),
+            *(self.temperature, self._entropy_bonus_enabled),
+        )
+        return tuple(row.scatter(values_S, *shape) for values_S in outputs)

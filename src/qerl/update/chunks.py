@@ -23,11 +23,14 @@ Legend: B samples, C padded completion length.
 import contextlib
 from collections.abc import Callable
 from functools import reduce
+from typing import TypeVar
 
 import torch
 
 from qerl.kernels.upload import upload
 from qerl.update.padded import Lengths
+
+T = TypeVar("T")
 
 Outputs = tuple[torch.Tensor, ...]
 """Tensors [B, C] of a forward pass, zero outside of its samples."""
@@ -91,23 +94,25 @@ def _spread(units: list[list[int]], lengths: Lengths, count: int) -> list[list[i
 def loss_in_chunks(
     forward: Callable[[list[int]], Outputs],
     chunks: list[list[int]],
-    loss: Callable[[Outputs, list[int]], torch.Tensor],
+    loss: Callable[[Outputs, list[int]], tuple[torch.Tensor, T]],
     backward: Callable[[torch.Tensor], None],
     apart: Callable[[], contextlib.AbstractContextManager[object]],
     look_ahead: bool,
-) -> torch.Tensor:
+) -> tuple[torch.Tensor, T]:
     """The loss of a microbatch; gradients of all chunks but the last are added, the last keeps its graph.
 
     Args:
         forward: Computes the outputs of a chunk.
         chunks: Samples, each in one chunk; at least one chunk. A single one is run as it is.
-        loss: Computes the loss from outputs and the samples that have any; those of all others are zero.
+        loss: Computes the loss from outputs and the samples that have any; those of all others are zero. What
+            it reports beside the loss is returned with that of the last chunk.
         backward: Adds the gradients of a loss to those that are there.
         apart: Surrounds forward, loss and backward of a chunk that is not the last.
         look_ahead: Whether the loss of a sample depends on the outputs of others.
 
     Returns:
-        A scalar with the value of the undivided loss, for which backward is still to be called.
+        A scalar with the value of the undivided loss, for which backward is still to be called; and what the
+        undivided loss reports.
     """
     rows = [row for chunk in chunks for row in chunk]
     values, done = None, 0
@@ -118,7 +123,7 @@ def loss_in_chunks(
         done += len(chunk)
         with apart():
             outputs = _with_known(values, forward(chunk), chunk)
-            backward(loss(outputs, rows if look_ahead else rows[:done]))
+            backward(loss(outputs, rows if look_ahead else rows[:done])[0])
         values = tuple(output.detach() for output in outputs)
         del outputs  # the next chunk begins without what is left of this one's graph
     return loss(_with_known(values, forward(chunks[-1]), chunks[-1]), rows)

@@ -39,8 +39,8 @@ from qerl.errors import QeRLError
 from qerl.families.parts import base_model, eval_mode, train_mode
 from qerl.families.sizes import positions_of
 from qerl.fp4.linear import dense_weights_kept
-from qerl.update.forward import row_inputs
-from qerl.update.head import head_backward, target_logps
+from qerl.update.forward import hidden_states, score
+from qerl.update.head import Head, head_backward, target_logps
 from qerl.update.joined_row import IGNORE, JoinedRow, RowBuilder
 from qerl.update.kernels import use_kernels
 from qerl.update.losses import TARGETS, Datum, Loss, LossOutput, find_loss
@@ -124,7 +124,7 @@ class LossDriver:
         )
         self._calls = 0
         with self._dense_weights_kept():
-            check_joined_row(model, self._label_logps)
+            check_joined_row(model, lambda row: score(model, self._base, row, self.update_path.by_stretch)[0])
         if self.update_path.is_slow:
             logger.warning(self.update_path.sentence())
 
@@ -192,7 +192,7 @@ class LossDriver:
         self._calls += 1
         self._retry.start_step(self._calls)
         try:
-            return self._retry.run(one, lambda batch, _: self._run(batch), undo)
+            return self._retry.run(one, self._run, undo)
         finally:
             self._retry.forget_step()
 
@@ -214,11 +214,12 @@ class LossDriver:
         """Forward of some data and, where gradients are on, backward; their loss."""
         self._retry.note_forward(chunk, one.lengths)
         row, places = _join(one, chunk, self._base.device)
-        hidden_LD = self._hidden(row)
+        hidden_LD = hidden_states(self._base.base_model, row, self.update_path.by_stretch)
+        head = Head.of(self._base)
         targets = [one.data[at].inputs[TARGETS].long() for at in chunk]
         position_P = torch.cat([_like(*pair).flatten() for pair in zip(places, targets, strict=True)])
         target_P = torch.cat([target.flatten() for target in targets])
-        logps_P = target_logps(self._base, hidden_LD.detach(), position_P, target_P).cpu()
+        logps_P = target_logps(head, hidden_LD.detach(), position_P, target_P).cpu()
         total, gradients = 0.0, []
         of_data = logps_P.split([target.numel() for target in targets])
         for at, target, logps in zip(chunk, targets, of_data, strict=True):
@@ -228,22 +229,10 @@ class LossDriver:
             gradients.append(gradient.flatten())
         if torch.is_grad_enabled():
             gradient_P = torch.cat(gradients)
-            gradient_LD = head_backward(self._base, hidden_LD, position_P, target_P, gradient_P)
+            gradient_LD = head_backward(head, hidden_LD, position_P, target_P, gradient_P)
             if hidden_LD.requires_grad:  # not where the head alone trains
                 hidden_LD.backward(gradient_LD)
         return total
-
-    def _hidden(self, row: JoinedRow) -> torch.Tensor:
-        """What the decoder makes of a row, [L, D]."""
-        decoder = self._base.base_model
-        with row_inputs(decoder, row, self.update_path.by_stretch) as inputs:
-            hidden_1LD: torch.Tensor = decoder(**inputs, use_cache=False).last_hidden_state
-        return hidden_1LD[0]
-
-    def _label_logps(self, row: JoinedRow) -> torch.Tensor:
-        """Log-probabilities [1, S] of a row's labels, for the check of rows."""
-        scored_S = row.scored_S.cpu()
-        return target_logps(self._base, self._hidden(row), scored_S, row.labels_1L[0].cpu()[scored_S])[None]
 
     def _dense_weights_kept(self) -> contextlib.AbstractContextManager[None]:
         """On a CPU, dequantize each weight once per call instead of twice per layer."""

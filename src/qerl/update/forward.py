@@ -1,25 +1,25 @@
-"""A forward pass of a joined row: what the model is called with, and which positions its output head sees.
+"""A forward pass of a joined row.
 
-Legend: L tokens of the joined row.
+Legend: L tokens of the joined row, S positions of it that predict something, D hidden size.
 """
 
 import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from qerl.update.attention import attention_kwargs
+from qerl.update.head import Head, logps_and_entropies
 from qerl.update.joined_row import JoinedRow
 from qerl.update.masks import masked_by_branch
 
 
-@contextlib.contextmanager
-def row_inputs(decoder: torch.nn.Module, row: JoinedRow, by_stretch: bool) -> Iterator[dict[str, Any]]:
-    """Yields the arguments of a forward pass of a row; it must run inside the block.
+def hidden_states(decoder: torch.nn.Module, row: JoinedRow, by_stretch: bool) -> torch.Tensor:
+    """What the part of a model in front of its output head makes of a row, [L, D].
 
     Args:
-        decoder: The part of the model in front of its output head.
+        decoder: That part.
         row: The samples.
         by_stretch: Whether the model's attention reads stretches instead of a dense mask.
 
@@ -28,19 +28,44 @@ def row_inputs(decoder: torch.nn.Module, row: JoinedRow, by_stretch: bool) -> It
     """
     stretches = contextlib.nullcontext(attention_kwargs(row.branches)) if by_stretch else None
     with stretches or masked_by_branch(decoder.config, row) as attention:
-        yield {"input_ids": row.input_ids_1L, "position_ids": row.position_ids_1L, **attention}
+        out = decoder(
+            input_ids=row.input_ids_1L, position_ids=row.position_ids_1L, use_cache=False, **attention
+        )
+    hidden_1LD: torch.Tensor = out.last_hidden_state
+    return hidden_1LD[0]
 
 
-@contextlib.contextmanager
-def scored_only(decoder: torch.nn.Module, row: JoinedRow) -> Iterator[None]:
-    """Inside the block the output head gets only scored positions: shared prompts may predict nothing."""
+def score(
+    model: torch.nn.Module,
+    base: PreTrainedModel,
+    row: JoinedRow,
+    by_stretch: bool,
+    temperature: float = 1.0,
+    entropy_has_gradient: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probability of each label of a row and entropy of its distribution in nats, [S] each.
 
-    def select(_module: torch.nn.Module, _args: Any, output: Any) -> Any:
-        output.last_hidden_state = output.last_hidden_state[:, row.scored_S]
-        return output
+    Args:
+        model: The transformers model as it trains, wrapped by PEFT and for several processes or not. The
+            wrappers see a forward pass, since gradients are averaged over processes only after one.
+        base: The transformers model in it.
+        row, by_stretch: As in `hidden_states`.
+        temperature: Divides logits.
+        entropy_has_gradient: Whether entropies are differentiated, too.
+    """
 
-    handle = decoder.register_forward_hook(select)
+    def forward(*_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden_SD = hidden_states(base.base_model, row, by_stretch)[row.scored_S]
+        labels_S = row.labels_1L[0, row.scored_S]
+        return logps_and_entropies(hidden_SD, Head.of(base, temperature), labels_S, entropy_has_gradient)
+
+    own = vars(base).get("forward")
+    vars(base)["forward"] = forward
     try:
-        yield
+        logps_S, entropy_S = model(input_ids=row.input_ids_1L)
     finally:
-        handle.remove()
+        if own is None:
+            del vars(base)["forward"]
+        else:
+            vars(base)["forward"] = own
+    return logps_S, entropy_S

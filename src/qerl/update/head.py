@@ -12,8 +12,7 @@ Elsewhere backward computes each tile again: three products, and one more where 
 `target_logps` and `head_backward` are `LossDriver`'s. Any number of targets stands at a position, so soft
 targets, and samples that share a prompt, cost one product with the head per position; and tiles are computed
 again with those positions alone whose targets pull at anything: in a batch of samples with prompts, prompts
-do not. From hidden states to logits a model may scale, cap or add; each family has its own names for it. So
-there the model's own forward pass is run with its decoder replaced by the hidden states of the tile.
+do not.
 
 Legend: L tokens of a row, S positions that are scored, D hidden size, V vocabulary, P pairs of a position and
 a target, n positions of a tile.
@@ -26,13 +25,9 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
-from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from qerl.kernels.limits import head_positions
-from qerl.kernels.logits import add_product, product, unrounded_logits
-
-PART = 32768
-"""Rows of a head in another dtype than its product that are converted at a time."""
+from qerl.kernels.logits import add_product, product
 
 TILE = 1 << 26
 """Logits of a tile: 256 MB in float32, and some times that while their gradient is computed."""
@@ -52,29 +47,69 @@ class Transform:
     cap: float | None = None
     temperature: float = 1.0
 
+    @classmethod
+    def of(cls, config: Any, temperature: float = 1.0) -> "Transform":
+        """That of a model, by the names that the configs of transformers' families have for it.
+
+        A family with another name for it is refused by `qerl.update.row_check`, which runs its own code, too.
+        """
+        names = ("logit_scale", "output_multiplier", "lm_head_multiplier", "logits_scaling")
+        given = ((name, getattr(config, name, None)) for name in names)
+        name, scale = next(((name, scale) for name, scale in given if scale is not None), ("", 1.0))
+        if name == "logits_scaling" and config.model_type != "hyperclovax":
+            scale = 1 / scale
+        return cls(scale, getattr(config, "final_logit_softcapping", None), temperature)
+
+    def __call__(self, product_nV: torch.Tensor) -> torch.Tensor:
+        """Logits from the head's product; the product itself where nothing is done to it."""
+        z_nV = product_nV if self.scale == 1.0 else product_nV * self.scale
+        if self.cap is not None:
+            z_nV = self.cap * torch.tanh(z_nV / self.cap)
+        return z_nV if self.temperature == 1.0 else z_nV / self.temperature
+
+
+@dataclass(frozen=True)
+class Head:
+    """The output head of a model.
+
+    Attributes:
+        weight_VD, bias_V: Of its product, which is taken in the weight's dtype and not rounded.
+        transform: What happens to the product.
+    """
+
+    weight_VD: torch.Tensor
+    bias_V: torch.Tensor | None = None
+    transform: Transform = Transform()
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, temperature: float = 1.0) -> "Head":
+        """That of a transformers model; logits are divided by the temperature."""
+        linear: Any = model.get_output_embeddings()
+        transform = Transform.of(model.config.get_text_config(decoder=True), temperature)
+        return cls(linear.weight, linear.bias, transform)
+
+    def product(self, hidden_nD: torch.Tensor) -> torch.Tensor:
+        """[n, V], FP32, without a graph."""
+        product_nV = product(hidden_nD.to(self.weight_VD.dtype), self.weight_VD.T)
+        return product_nV if self.bias_V is None else product_nV + self.bias_V
+
 
 def logps_and_entropies(
-    hidden_SD: torch.Tensor,
-    weight_VD: torch.Tensor,
-    bias_V: torch.Tensor | None,
-    target_S: torch.Tensor,
-    transform: Transform,
-    dtype: torch.dtype,
-    entropy_has_gradient: bool,
+    hidden_SD: torch.Tensor, head: Head, target_S: torch.Tensor, entropy_has_gradient: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probability [S] of each position's target and entropy [S] in nats, FP32.
 
     Args:
         hidden_SD: What the decoder gave.
-        weight_VD, bias_V: The output head.
+        head: The output head.
         target_S: int64.
-        transform: What happens to its product.
-        dtype: In which the head and the gradient of logits are multiplied.
         entropy_has_gradient: Whether entropies are differentiated, too.
     """
     if not torch.is_grad_enabled():  # a function of autograd is not told
         hidden_SD = hidden_SD.detach()
-    return _Logps.apply(hidden_SD, weight_VD, bias_V, target_S, transform, dtype, entropy_has_gradient)
+    return _Logps.apply(
+        hidden_SD, head.weight_VD, head.bias_V, target_S, head.transform, entropy_has_gradient
+    )
 
 
 class _Logps(torch.autograd.Function):
@@ -86,13 +121,12 @@ class _Logps(torch.autograd.Function):
         bias_V: torch.Tensor | None,
         target_S: torch.Tensor,
         transform: Transform,
-        dtype: torch.dtype,
         entropy_has_gradient: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         needs_hidden, *needs_head = ctx.needs_input_grad[:3]
         ctx.at_once = needs_hidden and not any(needs_head) and not entropy_has_gradient
-        ctx.transform, ctx.dtype = transform, dtype
-        tiles = _Tiles(hidden_SD, weight_VD, bias_V, target_S, transform, dtype, with_gradient=ctx.at_once)
+        ctx.transform = transform
+        tiles = _Tiles(hidden_SD, weight_VD, bias_V, target_S, transform, with_gradient=ctx.at_once)
         logps_S, entropy_S = (torch.empty(len(hidden_SD), device=hidden_SD.device) for _ in range(2))
         # FP32, because the loss's gradient is multiplied in before anything is rounded.
         gradient_SD = torch.zeros_like(hidden_SD, dtype=torch.float32) if ctx.at_once else None
@@ -116,38 +150,38 @@ class _Logps(torch.autograd.Function):
     ) -> tuple[torch.Tensor | None, ...]:
         if ctx.at_once:
             (gradient_SD,) = ctx.saved_tensors
-            return (gradient_SD * dlogps_S[:, None]).to(ctx.hidden_dtype), *[None] * 6
+            return (gradient_SD * dlogps_S[:, None]).to(ctx.hidden_dtype), *[None] * 5
         hidden_SD, weight_VD, bias_V, target_S = ctx.saved_tensors
         found = [
             torch.zeros_like(x, dtype=torch.float32) if needed else None
             for x, needed in zip((hidden_SD, weight_VD, bias_V), ctx.needs_input_grad[:3], strict=True)
         ]
         dhidden_SD, dweight_VD, dbias_V = found
-        tiles = _Tiles(hidden_SD, weight_VD, bias_V, target_S, ctx.transform, ctx.dtype, with_gradient=True)
+        tiles = _Tiles(hidden_SD, weight_VD, bias_V, target_S, ctx.transform, with_gradient=True)
         for part in tiles.parts:
             tiles.run(part, (dlogps_S[part].float(), dentropy_S[part].float()))
             if dhidden_SD is not None:
                 tiles.add_to_hidden(dhidden_SD[part])
             if dweight_VD is not None:
-                add_product(dweight_VD, tiles.gradient_nV.T, hidden_SD[part].to(ctx.dtype))
+                add_product(dweight_VD, tiles.gradient_nV.T, hidden_SD[part].to(weight_VD.dtype))
             if dbias_V is not None:
                 dbias_V += tiles.gradient_nV.sum(0, dtype=torch.float32)
         inputs = (hidden_SD, weight_VD, bias_V)
         return *(None if g is None else g.to(x.dtype) for g, x in zip(found, inputs, strict=True)), *[
             None
-        ] * 4
+        ] * 3
 
 
 class _Tiles:
     """Whole rows of logits of some positions at a time, and the gradient of the head's product.
 
     Args:
-        hidden_SD, weight_VD, bias_V, target_S, transform, dtype: As in `logps_and_entropies`.
+        hidden_SD, weight_VD, bias_V, target_S, transform: As in `logps_and_entropies`.
         with_gradient: Whether `run` writes `gradient_nV`.
 
     Attributes:
         parts: The positions of each tile.
-        gradient_nV: Of the last tile, in the dtype of products, in the place of its logits.
+        gradient_nV: Of the last tile, in the weight's dtype, in the place of its logits.
     """
 
     gradient_nV: torch.Tensor
@@ -159,15 +193,10 @@ class _Tiles:
         bias_V: torch.Tensor | None,
         target_S: torch.Tensor,
         transform: Transform,
-        dtype: torch.dtype,
         with_gradient: bool,
     ) -> None:
         self._hidden_SD, self._target_S, self._bias_V = hidden_SD, target_S, bias_V
-        self._transform, self._dtype = transform, dtype
-        # A head of another dtype is converted a part at a time: a copy of all of it may take gigabytes.
-        rows = len(weight_VD) if weight_VD.dtype == dtype else PART
-        self._weights = weight_VD.split(rows)
-        self._columns = [slice(start, start + rows) for start in range(0, len(weight_VD), rows)]
+        self._transform, self._weight_VD = transform, weight_VD
         positions, vocabulary = len(hidden_SD), len(weight_VD)
         size = head_positions(positions, vocabulary)
         self.parts = [slice(start, start + size) for start in range(0, positions, size)]
@@ -184,14 +213,13 @@ class _Tiles:
             weights: Gradients [n] of log-probabilities and entropies; None for 1 and 0.
         """
         target_n = self._target_S[part]
-        logits_nV, hidden_nD = self._logits[: len(target_n)], self._hidden_SD[part].to(self._dtype)
-        for columns, weight_VD in zip(self._columns, self._weights, strict=True):
-            product(hidden_nD, weight_VD.to(self._dtype).T, out=logits_nV[:, columns])
+        logits_nV, dtype = self._logits[: len(target_n)], self._weight_VD.dtype
+        product(self._hidden_SD[part].to(dtype), self._weight_VD.T, out=logits_nV)
         if self._bias_V is not None:
             logits_nV += self._bias_V
         gradient_nV = None
         if self._with_gradient:
-            gradient_nV = self.gradient_nV = logits_nV.view(self._dtype)[:, : logits_nV.shape[1]]
+            gradient_nV = self.gradient_nV = logits_nV.view(dtype)[:, : logits_nV.shape[1]]
         fold = _fold
         if logits_nV.is_cuda:
             from qerl.kernels.update.token_logps import token_logps as fold
@@ -200,8 +228,7 @@ class _Tiles:
 
     def add_to_hidden(self, total_nD: torch.Tensor) -> None:
         """Add the gradient of the last tile's hidden states."""
-        for columns, weight_VD in zip(self._columns, self._weights, strict=True):
-            add_product(total_nD, self.gradient_nV[:, columns], weight_VD.to(self._dtype))
+        add_product(total_nD, self.gradient_nV, self._weight_VD)
 
 
 def _fold(
@@ -235,26 +262,25 @@ def _fold(
 
 
 def target_logps(
-    model: PreTrainedModel, hidden_LD: torch.Tensor, position_P: torch.Tensor, target_P: torch.Tensor
+    head: Head, hidden_LD: torch.Tensor, position_P: torch.Tensor, target_P: torch.Tensor
 ) -> torch.Tensor:
     """Log-probability [P] of each target at its position, float32, without a graph.
 
     Args:
-        model: The transformers model.
-        hidden_LD: What its decoder gave for the row.
+        head: The output head.
+        hidden_LD: What the decoder gave for the row.
         position_P, target_P: int64 on the CPU.
     """
     logps_P = torch.empty(len(position_P), device=hidden_LD.device)
     with torch.no_grad():
-        for rows_n, pairs, local in _tiles(position_P, _positions(model)):
-            logits_nV = logits(model, hidden_LD[rows_n.to(hidden_LD.device)])
-            found = _logps(logits_nV, local, target_P[pairs])
-            logps_P[pairs.to(hidden_LD.device)] = found
+        for rows_n, pairs, local in _tiles(position_P, _positions(head)):
+            product_nV = head.product(hidden_LD[rows_n.to(hidden_LD.device)])
+            logps_P[pairs.to(hidden_LD.device)] = _logps(head.transform(product_nV), local, target_P[pairs])
     return logps_P
 
 
 def head_backward(
-    model: PreTrainedModel,
+    head: Head,
     hidden_LD: torch.Tensor,
     position_P: torch.Tensor,
     target_P: torch.Tensor,
@@ -263,40 +289,34 @@ def head_backward(
     """The gradient [L, D] of hidden states from those of log-probabilities; adds to that of the head.
 
     Args:
-        model, hidden_LD, position_P, target_P: As in `target_logps`.
+        head, hidden_LD, position_P, target_P: As in `target_logps`.
         gradient_P: Of a loss with respect to each log-probability, on the CPU; pairs where it is 0 cost
             nothing.
     """
+    weight_VD, bias_V = head.weight_VD.detach(), head.bias_V
     gradient_LD = torch.zeros_like(hidden_LD, requires_grad=False)
+    dweight_VD = torch.zeros_like(weight_VD, dtype=torch.float32) if head.weight_VD.requires_grad else None
+    dbias_V = torch.zeros_like(bias_V) if bias_V is not None and bias_V.requires_grad else None
     pulls = gradient_P.nonzero()[:, 0]
     position_P, target_P, gradient_P = position_P[pulls], target_P[pulls], gradient_P[pulls]
-    for rows_n, pairs, local in _tiles(position_P, _positions(model)):
+    for rows_n, pairs, local in _tiles(position_P, _positions(head)):
         rows_n = rows_n.to(hidden_LD.device)
-        hidden_nD = hidden_LD[rows_n].detach().requires_grad_()
+        hidden_nD = hidden_LD[rows_n].detach()
+        with torch.no_grad():
+            product_nV = head.product(hidden_nD)
         with torch.enable_grad():
-            logps = _logps(logits(model, hidden_nD), local, target_P[pairs])
-        logps.backward(gradient_P[pairs].to(logps))
-        assert hidden_nD.grad is not None
-        gradient_LD[rows_n] = hidden_nD.grad
+            logps = _logps(head.transform(product_nV.requires_grad_()), local, target_P[pairs])
+        (dproduct_nV,) = torch.autograd.grad(logps, product_nV, gradient_P[pairs].to(logps))
+        rounded_nV = dproduct_nV.to(weight_VD.dtype)
+        gradient_LD[rows_n] = product(rounded_nV, weight_VD).to(hidden_LD.dtype)
+        if dweight_VD is not None:
+            add_product(dweight_VD, rounded_nV.T, hidden_nD.to(weight_VD.dtype))
+        if dbias_V is not None:
+            dbias_V += dproduct_nV.sum(0)
+    for parameter, found in ((head.weight_VD, dweight_VD), (bias_V, dbias_V)):
+        if parameter is not None and found is not None:
+            parameter.backward(found.to(parameter.dtype))
     return gradient_LD
-
-
-def logits(model: PreTrainedModel, hidden_nD: torch.Tensor) -> torch.Tensor:
-    """Logits [n, V] of hidden states, float32, by the model's own code."""
-    decoder = model.base_model
-    own = decoder.__dict__.get("forward")
-    # Mixtures of experts look for what their router said, too; here it said nothing.
-    decoder.forward = lambda *_, **__: MoeModelOutputWithPast(last_hidden_state=hidden_nD[None])
-    try:
-        ids = torch.zeros(1, len(hidden_nD), dtype=torch.long, device=hidden_nD.device)
-        with unrounded_logits(model):
-            out = model(input_ids=ids)
-    finally:
-        if own is None:
-            del decoder.forward
-        else:
-            decoder.forward = own
-    return out.logits[0].float()
 
 
 def _logps(logits_nV: torch.Tensor, local: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -305,9 +325,9 @@ def _logps(logits_nV: torch.Tensor, local: torch.Tensor, target: torch.Tensor) -
     return logits_nV[local, target] - logits_nV.logsumexp(dim=-1)[local]
 
 
-def _positions(model: PreTrainedModel) -> int:
+def _positions(head: Head) -> int:
     """Positions of a tile."""
-    return max(1, TILE // model.config.get_text_config(decoder=True).vocab_size)
+    return max(1, TILE // len(head.weight_VD))
 
 
 def _tiles(position_P: torch.Tensor, size: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:

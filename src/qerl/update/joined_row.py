@@ -150,11 +150,11 @@ class JoinedRow:
             ],
         )
 
-    def scatter(self, values_1S: torch.Tensor, batch: int, columns: int) -> torch.Tensor:
+    def scatter(self, values_S: torch.Tensor, batch: int, columns: int) -> torch.Tensor:
         """Values of the S positions that predict something, in the layout [B, C]; zero elsewhere."""
         index_S = (self.sample_L * columns + self.column_L)[self.scored_S]
-        flat = values_1S.new_zeros(batch * columns)
-        return flat.index_put((index_S,), values_1S[0]).view(batch, columns)
+        flat = values_S.new_zeros(batch * columns)
+        return flat.index_put((index_S,), values_S).view(batch, columns)
 
 
 def join(batch: PaddedBatch, rows: list[int], device: torch.device | None = None) -> JoinedRow:

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from qerl.errors import QeRLError
+from qerl.update.token_losses import clipped, weighted
 
 TARGETS = "target_tokens"
 
@@ -85,7 +86,7 @@ def ppo(
     Thresholds are of the ratio itself, 0.8 and 1.2 where nothing else is said.
     """
     ratio_T = _ratio(logps_T, logprobs, advantages)
-    return _clipped(ratio_T, advantages, clip_low_threshold, clip_high_threshold)
+    return clipped(ratio_T, advantages, clip_low_threshold, clip_high_threshold).sum()
 
 
 def cispo(
@@ -100,9 +101,8 @@ def cispo(
 
     Thresholds 0 and 4 where nothing else is said: no lower bound.
     """
-    ratio_T = _ratio(logps_T, logprobs, advantages).detach()
-    weight_T = ratio_T.clamp(clip_low_threshold, clip_high_threshold)
-    return -(weight_T * logps_T * advantages).sum()
+    ratio_T = _ratio(logps_T, logprobs, advantages)
+    return weighted(ratio_T.clamp(clip_low_threshold, clip_high_threshold), logps_T, advantages).sum()
 
 
 def dro(
@@ -135,17 +135,11 @@ def gspo(
     in_ratio_T = sequence_ratio_mask != 0
     log_ratio = (logps_T.detach() - logprobs)[in_ratio_T].mean()
     ratio_T = torch.exp(log_ratio + logps_T - logps_T.detach())
-    return _clipped(ratio_T, advantages, clip_low_threshold, clip_high_threshold)
+    return clipped(ratio_T, advantages, clip_low_threshold, clip_high_threshold).sum()
 
 
 def _ratio(logps_T: torch.Tensor, logprobs_T: torch.Tensor, advantages_T: torch.Tensor) -> torch.Tensor:
     return torch.where(advantages_T == 0, 0.0, logps_T - logprobs_T).exp()
-
-
-def _clipped(
-    ratio_T: torch.Tensor, advantages_T: torch.Tensor, low: torch.Tensor, high: torch.Tensor
-) -> torch.Tensor:
-    return -torch.minimum(ratio_T * advantages_T, ratio_T.clamp(low, high) * advantages_T).sum()
 
 
 @dataclass(frozen=True)

@@ -109,13 +109,12 @@ class MemoryRetry:
         """Note the samples of the forward pass that begins next."""
         self._newest = lengths.tokens(rows), len(rows)
 
-    def run(self, batch: B, microbatch: Callable[[B, bool], T], undo_step: Callable[[], None]) -> T:
+    def run(self, batch: B, microbatch: Callable[[B], T], undo_step: Callable[[], None]) -> T:
         """Run forward and backward of one more microbatch.
 
         Args:
             batch: Its tensors.
-            microbatch: Runs a batch; the flag tells the newest from those that are done again. It splits its
-                samples by :meth:`split`.
+            microbatch: Runs a batch, whose samples it splits by :meth:`split`.
             undo_step: Undoes what the microbatches of this step have done to gradients and counters.
 
         Returns:
@@ -129,8 +128,7 @@ class MemoryRetry:
         pending = [batch]
         while True:
             try:
-                results = [microbatch(one, i == len(pending) - 1) for i, one in enumerate(pending)]
-                return results[-1]
+                return [microbatch(one) for one in pending][-1]
             except torch.OutOfMemoryError as error:
                 self._lower_limits(error)
             except torch.AcceleratorError as error:

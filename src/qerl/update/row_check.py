@@ -65,7 +65,7 @@ def check_joined_row(
 
     Args:
         model: The policy as it trains, PEFT-wrapped or not.
-        score: Log-probabilities [1, S] of a row's labels, at the positions that predict something, computed
+        score: Log-probabilities [S] of a row's labels, at the positions that predict something, computed
             as the update computes them.
         temperature: What `score` divides logits by.
         longest: Tokens of the run's longest sample, prompt and completion; None where it is unknown.

@@ -28,7 +28,6 @@ from torch import nn
 from transformers import PreTrainedModel
 from trl import GRPOTrainer
 from trl.trainer.callbacks import SyncRefModelCallback
-from trl.trainer.utils import add_fused_lm_head
 
 from qerl.errors import QeRLError
 
@@ -70,7 +69,7 @@ def add_reference(trainer: GRPOTrainer) -> None:
         raise QeRLError(
             "beta > 0 with full tuning does not run under DeepSpeed or FSDP; set beta: 0 or use LoRA."
         )
-    trainer.ref_model = _copy(cast(PreTrainedModel, policy), args)
+    trainer.ref_model = _copy(cast(PreTrainedModel, policy))
     if args.sync_ref_model:
         trainer.add_callback(SyncRefModelCallback(trainer.ref_model, trainer.accelerator))
 
@@ -104,17 +103,11 @@ def _is_fresh(model: PeftModel, config: Any) -> bool:
     )
 
 
-def _copy(policy: PreTrainedModel, args: Any) -> PreTrainedModel:
+def _copy(policy: PreTrainedModel) -> PreTrainedModel:
     reference = copy.deepcopy(policy).eval().requires_grad_(False)
     # These two belong to the policy, whose weights their closures hold.
     for module in (reference, cast(nn.Module, reference.get_output_embeddings())):
         module.__dict__.pop("forward", None)
-    add_fused_lm_head(
-        reference,
-        temperature=args.temperature,
-        cast_lm_head_to_fp32=args.cast_lm_head_to_fp32,
-        outputs=("log_probs", "entropy"),
-    )
     return reference
 
 

@@ -1,0 +1,269 @@
+"""GRPO and its relatives: the loss of a microbatch of samples, and what is logged of it.
+
+With r the ratio of the policy to the one that sampled (of a token, or the geometric mean of a sample's) and A
+the advantage of a sample, the loss of a token is
+
+    l = term(r, A) keep w + beta KL
+
+where `term` is that of the loss's name (`qerl.update.token_losses`), `keep` is 0 for samples and tokens that
+an option leaves out, and w is the importance correction. What it is divided by, before all are added, is
+again of the name (`_divisor`). The entropy bonus, if any, is subtracted. Names and options are TRL's.
+
+Losses are pure functions of tensors. They read no number from the device, and what they report stays there
+(`qerl.update.metrics`).
+
+Legend: B samples of a microbatch, C completion columns.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from qerl.update.metrics import Metric, Metrics
+from qerl.update.token_losses import clipped, gamma_weight, kl_to, softly_gated, weighted
+
+_OF_STEP = ("dapo", "cispo", "vespo")
+"""Losses that are logged as the microbatch's part of the step's, others as if it were a step."""
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """What a loss reads of the sampled tokens.
+
+    Attributes:
+        mask_BC: 1 on tokens that the policy wrote and the loss sees. What stands elsewhere in the tensors
+            below may be anything, and changes nothing.
+        advantages_B: Of the samples.
+        logps_BC: Log-probabilities under the policy, with its gradient.
+        entropy_BC: Entropies of its distributions in nats.
+        old_BC: Log-probabilities under the policy that the ratio is taken to; None is the policy as it is.
+        sampler_BC: Those under the policy that sampled, NaN where unknown; None is the old policy.
+        reference_BC: Those under the reference; None where `beta` is 0.
+        correction: w, [B, C] with 1 outside of the mask, or [B, 1]; None is 1.
+        high_entropy_BC: Tokens that `high_entropy` keeps; None keeps all.
+    """
+
+    mask_BC: torch.Tensor
+    advantages_B: torch.Tensor
+    logps_BC: torch.Tensor
+    entropy_BC: torch.Tensor
+    old_BC: torch.Tensor | None = None
+    sampler_BC: torch.Tensor | None = None
+    reference_BC: torch.Tensor | None = None
+    correction: torch.Tensor | None = None
+    high_entropy_BC: torch.Tensor | None = None
+
+    def masked(self) -> "Tokens":
+        """The same with 0 outside of the mask: what overflows there would be infinite, and NaN times 0."""
+        outside_BC = ~self.mask_BC.bool()
+        names = ("logps_BC", "entropy_BC", "old_BC", "sampler_BC", "reference_BC")
+        given = {name: getattr(self, name) for name in names}
+        return replace(self, **{n: x.masked_fill(outside_BC, 0.0) for n, x in given.items() if x is not None})
+
+
+@dataclass(frozen=True)
+class Share:
+    """Which part of an optimizer step a microbatch is.
+
+    Attributes:
+        microbatches: How many the step has.
+        tokens: How many tokens the losses of the step see, divided by the number of processes; a scalar.
+    """
+
+    microbatches: int
+    tokens: torch.Tensor
+
+
+@dataclass(frozen=True)
+class PolicyLoss:
+    """A loss by name, and its options.
+
+    Attributes:
+        name: TRL's `loss_type`: "grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo" or "vespo".
+        of_sequence: Whether the ratio is one of samples, the geometric mean of their tokens' (GSPO, arXiv
+            2507.18071).
+        epsilon_low, epsilon_high: Bounds of the ratio are 1 - epsilon_low and 1 + epsilon_high; for "cispo"
+            `epsilon_high` is the upper bound itself, and there is no lower one.
+        delta: See `qerl.update.token_losses.clipped`.
+        beta: Weight of the KL divergence to the reference.
+        kl_times_ratio: Whether each token's divergence is multiplied by r, whose gradient it then has too
+            (DeepSeek-V3.2, arXiv 2512.02556).
+        off_policy_threshold: Samples of negative advantage are left out if they are less likely under the
+            policy than under the sampler by more than this, in nats per token on average; None keeps all
+            (DeepSeek-V3.2, equation 9).
+        sapo: Temperatures of "sapo" for positive and other advantages.
+        vespo_positive, vespo_negative: (k, lambda) of "vespo" for advantages that are not negative, and the
+            others.
+        longest: Tokens of the longest completion that the run allows, the divisor of "dr_grpo".
+        entropy_bonus: Whether an entropy bonus may be subtracted.
+    """
+
+    name: str
+    of_sequence: bool = False
+    epsilon_low: float = 0.2
+    epsilon_high: float = 0.2
+    delta: float | None = None
+    beta: float = 0.0
+    kl_times_ratio: bool = True
+    off_policy_threshold: float | None = None
+    sapo: tuple[float, float] = (1.0, 1.05)
+    vespo_positive: tuple[float, float] = (2.0, 3.0)
+    vespo_negative: tuple[float, float] = (3.0, 2.0)
+    longest: int = 1
+    entropy_bonus: bool = False
+
+    def __call__(
+        self, tokens: Tokens, share: Share, entropy_coef: float = 0.0
+    ) -> tuple[torch.Tensor, Metrics]:
+        """The loss of a microbatch, a scalar; those of a step's microbatches add up to the step's.
+
+        Args:
+            tokens: Of its samples.
+            share: Of the step.
+            entropy_coef: Weight of the entropy bonus, which is the mean entropy of the tokens that the loss
+                keeps.
+
+        Returns:
+            The loss, and what is logged of it under TRL's names. With an entropy bonus also the sums
+            "entropy_bonus/nats" and "entropy_bonus/tokens", by which the adaptive one is controlled.
+        """
+        t, mask_BC = tokens.masked(), tokens.mask_BC
+        advantages_B1 = t.advantages_B[:, None]
+        old_BC = t.logps_BC.detach() if t.old_BC is None else t.old_BC
+        log_ratio = log_ratio_BC = t.logps_BC - old_BC
+        if self.of_sequence:
+            log_ratio = _mean_of_samples(log_ratio_BC, mask_BC)
+        ratio = log_ratio.exp()
+        metrics: dict[str, Metric] = {}
+
+        loss = self._terms(t, ratio, log_ratio_BC, metrics)
+        if self.off_policy_threshold is not None:
+            sampler_BC = old_BC if t.sampler_BC is None else t.sampler_BC
+            gap_BC = (sampler_BC - t.logps_BC.detach()).nan_to_num(nan=0.0)
+            near_B1 = _mean_of_samples(gap_BC, mask_BC) <= self.off_policy_threshold
+            loss = loss * ((advantages_B1 >= 0) | near_B1)
+        if t.high_entropy_BC is not None:
+            loss = loss * t.high_entropy_BC
+        if t.correction is not None and self.name != "vespo":  # whose weight has it as a factor
+            loss = loss * t.correction
+        if self.beta:
+            assert t.reference_BC is not None
+            kl_BC = kl_to(t.reference_BC, t.logps_BC)
+            if self.kl_times_ratio:
+                kl_BC = kl_BC * ratio
+            loss = loss + self.beta * kl_BC
+            metrics["kl"] = Metric.mean(kl_BC, mask_BC)
+        total = (loss * mask_BC / _divisor(self.name, mask_BC, share, self.longest)).sum()
+
+        if self.entropy_bonus:
+            kept_BC = mask_BC if t.high_entropy_BC is None else mask_BC * t.high_entropy_BC
+            nats, count = (t.entropy_BC * kept_BC).sum(), kept_BC.sum()
+            policy = total.detach() * (1 if self.name in _OF_STEP else share.microbatches)
+            metrics["policy_loss"] = Metric.mean(policy, ~policy.isnan(), of_nothing=torch.nan)
+            metrics |= {"entropy_bonus/nats": Metric.sum(nats), "entropy_bonus/tokens": Metric.sum(count)}
+            total = total - entropy_coef * nats / count.clamp(min=1.0) / share.microbatches
+        return total, metrics
+
+    def _terms(
+        self, t: Tokens, ratio: torch.Tensor, log_ratio_BC: torch.Tensor, metrics: dict[str, Metric]
+    ) -> torch.Tensor:
+        """The policy's part of the loss of each token, [B, C] or [B, 1]; adds what is logged of it."""
+        advantages_B1 = t.advantages_B[:, None]
+        if self.name == "cispo":
+            is_clipped = (ratio > self.epsilon_high) & (advantages_B1 > 0)
+            metrics["cispo_clip_ratio"] = _mean_of(is_clipped, t.mask_BC)
+            return weighted(ratio.clamp(max=self.epsilon_high), t.logps_BC, advantages_B1)
+        if self.name == "sapo":
+            return softly_gated(ratio, advantages_B1, *self.sapo)
+        if self.name == "vespo":
+            phi_B1 = gamma_weight(
+                *(log_ratio_BC, t.correction, t.mask_BC, advantages_B1),
+                *(self.vespo_positive, self.vespo_negative),
+            )
+            pulls_B1 = (advantages_B1 != 0) & t.mask_BC.any(dim=-1, keepdim=True)
+            metrics["vespo/phi_seq_mean"] = Metric.mean(phi_B1, pulls_B1, of_nothing=torch.nan)
+            return weighted(phi_B1, t.logps_BC, advantages_B1)
+        low, high = 1 - self.epsilon_low, 1 + self.epsilon_high
+        metrics |= _clip_metrics(ratio, advantages_B1, t.mask_BC, low, high, self.delta)
+        return clipped(ratio, advantages_B1, low, high, self.delta)
+
+
+def high_entropy(entropy_BC: torch.Tensor, mask_BC: torch.Tensor, threshold: torch.Tensor) -> torch.Tensor:
+    """The tokens [B, C] of the mask whose entropy is at least the threshold, a scalar: those that alone carry
+    the gradient in "Beyond the 80/20 Rule" (arXiv 2506.01939)."""
+    return (entropy_BC >= threshold) & mask_BC.bool()
+
+
+def adapted_entropy_coef(
+    coef: float, entropy: float, target: float, step: float, least: float, most: float
+) -> float:
+    """The weight of the adaptive entropy bonus after an optimizer step: larger if the entropy was no higher
+    than its target, else smaller (Skywork-OR1, arXiv 2505.22312). The bonus is applied in the next step only
+    if this step's entropy is no higher than the target.
+    """
+    return min(coef + step, most) if entropy <= target else max(coef - step, least)
+
+
+def _divisor(name: str, mask_BC: torch.Tensor, share: Share, longest: int) -> torch.Tensor | float:
+    """What the loss of a token is divided by, before all are added: a scalar, or [B, 1] of samples.
+
+    With n the tokens of a sample, N those of the microbatch and S those of the step in all microbatches and
+    processes, for a step of one microbatch:
+
+    - "grpo": B n, so that samples count alike (GRPO, arXiv 2402.03300); "sapo" too (arXiv 2511.20347).
+    - "bnpo": N, so that tokens of a microbatch count alike.
+    - "dr_grpo": B longest, the same in every microbatch (Dr. GRPO, arXiv 2503.20783).
+    - "luspo": B, so that a sample counts as often as it has tokens (LUSPO, arXiv 2602.05261).
+    - "dapo": S, so that tokens of a step count alike (DAPO, arXiv 2503.14476); "cispo" (MiniMax-M1, arXiv
+      2506.13585) and "vespo" (arXiv 2602.10693) too.
+    """
+    samples, times = len(mask_BC), share.microbatches
+    match name:
+        case "grpo" | "sapo":
+            return samples * mask_BC.sum(-1, keepdim=True).clamp(min=1.0) * times
+        case "bnpo":
+            return mask_BC.sum().clamp(min=1.0) * times
+        case "dr_grpo":
+            return samples * longest * times
+        case "luspo":
+            return samples * times
+        case _:
+            return share.tokens
+
+
+# Metrics
+
+
+def _mean_of_samples(values_BC: torch.Tensor, mask_BC: torch.Tensor) -> torch.Tensor:
+    """The mean [B, 1] over the tokens of each sample, 0 for a sample without any."""
+    return (values_BC * mask_BC).sum(-1, keepdim=True) / mask_BC.sum(-1, keepdim=True).clamp(min=1.0)
+
+
+def _mean_of(chosen: torch.Tensor, mask_BC: torch.Tensor) -> Metric:
+    """The share of tokens [B, C] that are chosen, or of samples [B, 1]."""
+    counted = mask_BC if chosen.size(1) == mask_BC.size(1) else torch.ones_like(chosen)
+    return Metric.mean(chosen.float(), counted)
+
+
+def _clip_metrics(
+    ratio: torch.Tensor,
+    advantages_B1: torch.Tensor,
+    mask_BC: torch.Tensor,
+    low: float,
+    high: float,
+    delta: float | None,
+) -> dict[str, Metric]:
+    """The share of tokens, or of samples, whose gradient a bound of the ratio takes; and of all samples'
+    shares the least of the lower bound and the largest of the upper one."""
+    bounded = ratio if delta is None else ratio.clamp(max=delta)
+    below, above = (bounded < low) & (advantages_B1 < 0), (bounded > high) & (advantages_B1 > 0)
+    shares = [
+        x[:, 0].float() if x.size(1) == 1 else (x * mask_BC).sum(-1) / mask_BC.sum(-1) for x in (below, above)
+    ]
+    return {
+        "clip_ratio/low_mean": _mean_of(below, mask_BC),
+        "clip_ratio/high_mean": _mean_of(above, mask_BC),
+        "clip_ratio/region_mean": _mean_of(below | above, mask_BC),
+        "clip_ratio/low_min": Metric.least(shares[0]),
+        "clip_ratio/high_max": Metric.largest(shares[1]),
+    }
