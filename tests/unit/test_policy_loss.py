@@ -19,6 +19,7 @@ OPTIONS = {
     "KL": ({"beta": 0.3, "kl_times_ratio": False}, {"beta": 0.3, "use_bias_correction_kl": False}),
     "KL times the ratio": ({"beta": 0.3}, {"beta": 0.3}),
     "delta": ({"delta": 1.5}, {"delta": 1.5}),
+    "delta below the upper bound": ({"delta": 1.1}, {"delta": 1.1}),
     "bounds": ({"epsilon_low": 0.05, "epsilon_high": 1.4}, {"epsilon_low": 0.05, "epsilon_high": 1.4}),
     "off-policy mask": ({"off_policy_threshold": 0.1}, {"off_policy_mask_threshold": 0.1}),
     "temperatures": (

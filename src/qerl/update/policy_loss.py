@@ -177,14 +177,15 @@ class PolicyLoss:
             return softly_gated(ratio, advantages_B1, *self.sapo)
         if self.name == "vespo":
             phi_B1 = gamma_weight(
-                *(log_ratio_BC, t.correction, t.mask_BC, advantages_B1),
+                *(log_ratio_BC, t.correction, advantages_B1),
                 *(self.vespo_positive, self.vespo_negative),
             )
             pulls_B1 = (advantages_B1 != 0) & t.mask_BC.any(dim=-1, keepdim=True)
             metrics["vespo/phi_seq_mean"] = Metric.mean(phi_B1, pulls_B1, of_nothing=torch.nan)
             return weighted(phi_B1, t.logps_BC, advantages_B1)
         low, high = 1 - self.epsilon_low, 1 + self.epsilon_high
-        metrics |= _clip_metrics(ratio, advantages_B1, t.mask_BC, low, high, self.delta)
+        bounded = ratio if self.delta is None else ratio.clamp(max=self.delta)
+        metrics |= _clip_metrics(bounded, advantages_B1, t.mask_BC, low, high)
         return clipped(ratio, advantages_B1, low, high, self.delta)
 
 
@@ -251,12 +252,10 @@ def _clip_metrics(
     mask_BC: torch.Tensor,
     low: float,
     high: float,
-    delta: float | None,
 ) -> dict[str, Metric]:
     """The share of tokens, or of samples, whose gradient a bound of the ratio takes; and of all samples'
     shares the least of the lower bound and the largest of the upper one."""
-    bounded = ratio if delta is None else ratio.clamp(max=delta)
-    below, above = (bounded < low) & (advantages_B1 < 0), (bounded > high) & (advantages_B1 > 0)
+    below, above = (ratio < low) & (advantages_B1 < 0), (ratio > high) & (advantages_B1 > 0)
     shares = [
         x[:, 0].float() if x.size(1) == 1 else (x * mask_BC).sum(-1) / mask_BC.sum(-1) for x in (below, above)
     ]

@@ -28,8 +28,8 @@ def clipped(
         ratio, advantages: r and A.
         low, high: Bounds of the ratio itself, 0.8 and 1.2 for example; of different width is DAPO's
             clip-higher (arXiv 2503.14476).
-        delta: Largest r in the first term, which has no bound where A is negative; above `high`. Two-sided
-            clipping (INTELLECT-2, arXiv 2505.07291).
+        delta: Largest r in the first term, which else has no bound where A is negative: two-sided clipping
+            (INTELLECT-2, arXiv 2505.07291).
     """
     bounded = ratio if delta is None else ratio.clamp(max=delta)
     bounds: Any = low, high
@@ -63,7 +63,6 @@ def softly_gated(
 def gamma_weight(
     log_ratio_BC: torch.Tensor,
     correction_BC: torch.Tensor | None,
-    mask_BC: torch.Tensor,
     advantages_B1: torch.Tensor,
     positive: tuple[float, float],
     negative: tuple[float, float],
@@ -72,13 +71,12 @@ def gamma_weight(
     towards 0 on both sides (VESPO, arXiv 2602.10693).
 
     Args:
-        log_ratio_BC: p - q, 0 outside of the mask.
-        correction_BC: The importance correction of each token, 1 outside of the mask, a factor of w.
-        mask_BC: 1 on tokens that count.
+        log_ratio_BC: p - q, 0 on tokens that do not count.
+        correction_BC: The importance correction of each token, a factor of w; 1 on tokens that do not count.
         advantages_B1: A.
         positive, negative: (k, l) where A is not negative, and where it is.
     """
-    log_w_B1 = (log_ratio_BC.clamp(-20.0, 20.0) * mask_BC).sum(-1, keepdim=True)
+    log_w_B1 = log_ratio_BC.clamp(-20.0, 20.0).sum(-1, keepdim=True)
     if correction_BC is not None:
         log_w_B1 += correction_BC.log().clamp(_LEAST_LOG, _LARGEST_LOG).sum(-1, keepdim=True)
     log_w_B1 = log_w_B1.clamp(_LEAST_LOG, _LARGEST_LOG)
