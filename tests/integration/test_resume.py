@@ -37,14 +37,7 @@ LONGER = {"level": "wp1", "examples": 0, "train_size": 16, "test_size": 4}
             {"dynamic_sampling_rounds": 1, "algorithm": "dapo", "signal": "reward"}, id="dynamic sampling"
         ),
         pytest.param(
-            {
-                "noise_target_kl": 1e-4,
-                "noise_scale": "relative",
-                "noise_share": 0.5,
-                "vllm_importance_sampling_mode": "token_balance",
-                "steps_per_generation": 2,
-            },
-            id="sigma driven to a target, in half of the samples",
+            {"noise_scale": "relative", "steps_per_generation": 2}, id="noise relative to the weights"
         ),
         pytest.param(
             {
@@ -132,7 +125,6 @@ def test_resume_is_bit_exact_where_rewards_begin_early(tiny_run, tmp_path):
         "signal": "reward",
         "steps_per_generation": 2,
         "num_iterations": 2,
-        "noise_share": 0.5,
         "stop_strings": [*"abcde"],
         "max_completion_length": 12,
     }

@@ -14,7 +14,7 @@ from qerl.cli import main
 from qerl.errors import QeRLError
 from qerl.settings.config import QeRLConfig
 from qerl.settings.contradictions import check_processes
-from qerl.settings.foreign import INSTEAD
+from qerl.settings.foreign import GONE, INSTEAD
 from qerl.settings.recipe import FIELDS, changed, dump, load_config, parse_value, read_recipe, resolved
 
 PAPER = [
@@ -64,7 +64,6 @@ SCHEDULE = {"noise_sigma_start": 0.02, "noise_sigma_end": 1e-3, "noise_stages": 
         {"noise_stages": 10, "noise_sigma_start": 1e-2, "noise_sigma_end": 5e-4},  # the defaults
         *({name: value} for name, value in SCHEDULE.items()),
         {"noise_scale": "absolute"},
-        {"noise_share": 1.0},
     ],
 )
 def test_who_sets_a_field_of_the_noise_says_whether_there_is_any(tmp_path, fields):
@@ -148,6 +147,10 @@ def test_command_line_values_are_yaml(text, value):
             "leaves out the samples that overlong_buffer punishes",
         ),
         ({"tokens_per_forward": 0}, "tokens_per_forward is 0; it must be at least 1"),
+        *(
+            ({"vllm_importance_sampling_mode": mode}, f"is '{mode}'; it left the trainer for the studies in")
+            for mode in ("token_one_sided", "token_balance")
+        ),
     ],
 )
 def test_mistakes(fields, message):
@@ -169,6 +172,22 @@ def test_a_keyword_that_is_no_field_is_a_type_error_in_a_sentence(field, message
     assert isinstance(caught.value, TypeError)
     names = [spec.name for spec in dataclasses.fields(QeRLConfig) if spec.init]
     assert list(inspect.signature(QeRLConfig).parameters) == names
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("noise_target_kl", 0.03), ("noise_share", 0.5), ("noise_in_loss", True)]
+)
+def test_a_field_that_studies_alone_have_is_refused_unless_it_asks_for_nothing(tmp_path, field, value):
+    """A run of QeRL 0.2 has written all fields into its config.yaml, which is a recipe."""
+    written = tmp_path / "config.yaml"
+    written.write_text(dump(QeRLConfig(**MINIMAL, noise=True)) + yaml.safe_dump(GONE))
+    assert load_config([written], {}) == QeRLConfig(**MINIMAL, noise=True)
+    written.write_text(yaml.safe_dump(MINIMAL | {"noise": True, field: value}))
+    message = f"the unknown key '{field}'; it left the trainer for the studies in lab/"
+    with pytest.raises(QeRLError, match=f"^The recipe .* has {message}"):
+        load_config([written], {})
+    with pytest.raises(QeRLError, match=f"^QeRLConfig has {message}"):
+        QeRLConfig(**MINIMAL, noise=True, **{field: value})
 
 
 @pytest.mark.parametrize("words_of", [ModelConfig, ScriptArguments, GRPOScriptArguments])

@@ -6,11 +6,8 @@ import pytest
 import torch
 
 from qerl.trainer.correction import (
-    Correction,
     Mismatch,
-    balance_ratio,
     importance_ratio,
-    one_sided_bounds,
     rows_with_gradient,
     sampler_trainer_kl,
     weights,
@@ -34,30 +31,6 @@ MASK = torch.tensor([[1, 1], [1, 0]])
 def test_ratio(mode, low, high, expected):
     ratio = weights(importance_ratio(TRAINER, SAMPLER, MASK, mode), mode, low, high)
     torch.testing.assert_close(ratio, torch.tensor(expected))
-
-
-def test_one_sided_ratio():
-    """Ratios 2, 9 and 0.5, 1: of a good sample they count 1 to 3, of a bad one 0 to 1."""
-    ratio = importance_ratio(TRAINER, SAMPLER, MASK, "token_one_sided")
-    good, bad = torch.ones(2, 1), -torch.ones(2, 1)
-
-    def bounded(advantages_B1, clip_max):
-        return weights(ratio, "token_one_sided", *one_sided_bounds(advantages_B1, clip_max))
-
-    torch.testing.assert_close(bounded(good, 3.0), torch.tensor([[2.0, 3.0], [1.0, 1.0]]))
-    torch.testing.assert_close(bounded(bad, 3.0), torch.tensor([[1.0, 1.0], [0.5, 1.0]]))
-    torch.testing.assert_close(bounded(good, None)[0], torch.tensor([2.0, 9.0]))
-
-
-def test_balance_ratio():
-    """0.4 / (0.25 x 0.2 + 0.75 x 0.4), and so on; never above 1 / (1 - 0.25)."""
-    ratio = balance_ratio(TRAINER, SAMPLER, 0.25, MASK)
-    torch.testing.assert_close(ratio, torch.tensor([[0.4 / 0.35, 0.9 / 0.7], [0.1 / 0.125, 1.0]]))
-    never_by_noise = balance_ratio(torch.zeros(1, 1), torch.full((1, 1), -1e4), 0.5, torch.ones(1, 1))
-    assert never_by_noise.item() == 2.0
-    hardly_by_trainer = balance_ratio(torch.full((1, 1), -1e4), torch.zeros(1, 1), 0.5, torch.ones(1, 1))
-    assert hardly_by_trainer.item() == 0.0
-    assert balance_ratio(TRAINER, SAMPLER * math.nan, 0.5, MASK).eq(1).all()
 
 
 def test_unknown_sampler_log_prob_is_no_mismatch():
@@ -93,43 +66,18 @@ class Alone:
         return torch.cat([values] * self.processes)
 
 
-def test_each_sample_has_bounds_of_its_own():
-    """Ratios 2, 9 of a good sample and 0.5, 1 of a bad one, for which none is too low."""
-    batch = {
-        "sampling_per_token_logps": SAMPLER,
-        "sampling_entropies": torch.zeros(2, 2),
-        "rollout_entropy": torch.tensor(1.0),
-        "advantages": torch.tensor([0.7, -0.7]),
-    }
-    corrected, mismatch = Correction(True, "token_one_sided", None, 3.0).apply(
-        batch, TRAINER, torch.zeros(2, 2), MASK
-    )
-    torch.testing.assert_close(corrected[0], torch.tensor([2.0, 3.0]))
-    torch.testing.assert_close(corrected[1], torch.tensor([0.5, 1.0]))
-    assert mismatch.metrics(Alone())["sampling/ratio/truncated"] == pytest.approx(1 / 3)
-
-
-def test_kl_of_noisy_samples_is_apart_from_that_of_all():
-    """Of the first sample alone, ratios 2 and 9; NaN where none is noisy."""
-    logged = mismatch("token_truncate", MASK, noisy=torch.tensor([[True], [False]])).metrics(Alone())
-    assert logged["noise/kl"] == pytest.approx(sampler_trainer_kl(TRAINER, SAMPLER, MASK)[0].sum().item() / 2)
-    assert mismatch("token_truncate", MASK).metrics(Alone())["noise/kl"] == logged["sampling/kl"]
-    none = mismatch("token_truncate", MASK, noisy=torch.zeros(2, 1, dtype=torch.bool))
-    assert math.isnan(none.metrics(Alone())["noise/kl"])
-
-
 @pytest.mark.parametrize("mode", ["token_truncate", "token_mask"])
 def test_a_ratio_without_bounds(mode):
     ratio = importance_ratio(TRAINER, SAMPLER, MASK, mode)
     assert weights(ratio, mode, None, None).equal(ratio)
 
 
-def mismatch(mode, mask, sampler=SAMPLER, noisy=None):
+def mismatch(mode, mask, sampler=SAMPLER):
     ratio = importance_ratio(TRAINER, sampler, mask, mode)
     entropies = torch.full((2, 2), 2.0), torch.full((2, 2), 1.5)
     bounded = weights(ratio, mode, None, 3.0)
     entropy = torch.tensor(1.0)
-    return Mismatch.of(TRAINER, sampler, *entropies, entropy, mask, ratio, bounded, (None, 3.0), noisy)
+    return Mismatch.of(TRAINER, sampler, *entropies, entropy, mask, ratio, bounded, (None, 3.0))
 
 
 def test_mismatch_of_tokens_is_measured_before_truncation():

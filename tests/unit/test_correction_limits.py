@@ -13,7 +13,7 @@ from qerl.noise.norms import noisy_norms
 from qerl.noise.schedule import NoiseSchedule
 from qerl.rollout.engine import SamplingParams
 from qerl.rollout.portable.engine import PortableEngine
-from qerl.trainer.correction import balance_ratio, importance_ratio, one_sided_bounds, weights
+from qerl.trainer.correction import importance_ratio
 
 PROMPT = [5, 9, 3]
 V = 64
@@ -59,28 +59,6 @@ def test_one_token_has_the_clean_gradient(policies):
     uncorrected = gradient(model, (mu_V.exp() * advantages_V * pi_V).sum())
     assert error(corrected, exact) < 1e-5
     assert error(uncorrected, exact) > 0.3
-
-
-def test_one_token_of_a_mixture_has_the_clean_gradient_and_one_sided_bounds_have_not(policies):
-    """With weights of the mixture, which need no bound; one-sided ones are biased on purpose."""
-    model, noise = policies
-    advantages_V = torch.randn(V, generator=torch.Generator().manual_seed(1))
-    with torch.no_grad(), noisy_norms(model, noise):
-        mu_V = next_logps(model, [PROMPT])[0]
-    pi_V = next_logps(model, [PROMPT])[0]
-    clean_V = pi_V.detach()
-    exact = gradient(model, (pi_V.exp() * advantages_V).sum())
-    share = 0.25
-    drawn_V = share * mu_V.exp() + (1 - share) * clean_V.exp()
-    rho_V = balance_ratio(clean_V[None], mu_V[None], share, torch.ones(1, V))[0]
-    balanced = gradient(model, (drawn_V * rho_V * advantages_V * next_logps(model, [PROMPT])[0]).sum())
-    assert error(balanced, exact) < 1e-5
-    assert rho_V.max() <= 1 / (1 - share)
-    rho_V1 = ratio(clean_V[:, None], mu_V[:, None], "token_one_sided")
-    bounds = one_sided_bounds(advantages_V[:, None], 3.0)
-    rho_V = weights(rho_V1, "token_one_sided", *bounds)[:, 0]
-    biased = gradient(model, (mu_V.exp() * rho_V * advantages_V * next_logps(model, [PROMPT])[0]).sum())
-    assert error(biased, exact) > 0.1
 
 
 def test_samples_of_the_noisy_engine_have_it_in_the_mean(policies):

@@ -71,7 +71,7 @@ LEVELS = DATA.add_column("level", [0.1, 0.2, 0.3, 0.4])
         pytest.param(
             {"signal": "reward", "dynamic_sampling_rounds": 1, "max_completion_length": 2}, id="sampled again"
         ),
-        pytest.param({"noise": True, "noise_share": 0.5, "noise_stages": 2}, id="in two calls of the engine"),
+        pytest.param({"noise": True, "noise_stages": 2}, id="noise"),
         pytest.param({"num_iterations": 2}, id="rollouts used twice"),
     ],
 )

@@ -122,19 +122,6 @@ def test_inputs_of_layers_wait_in_the_cpus_memory_where_nothing_else_fits():
     assert fastest(sizes, long, GB80, every=[1]) == there, "which layers and where are two settings"
 
 
-def test_microbatches_with_noise_of_their_own_share_no_pass():
-    wanted = work(completion_tokens=32, microbatches=16, sequences=128)
-    found = fastest(SIZES["7b"], wanted, GB80)
-    noise = dataclasses.replace(wanted, noise_in_loss=True)
-    noisy = fastest(SIZES["7b"], noise, GB80)
-    limited = fastest(SIZES["7b"], noise, GB80, limits=[found.tokens])
-    assert found.passes == 1 and found.tokens == wanted.tokens_of(128)
-    assert noisy.tokens_per_forward == wanted.tokens_of(8)
-    for work_with_noise in (noisy, limited):
-        assert (work_with_noise.together, work_with_noise.passes) == (1, 16)
-        assert work_with_noise.tokens == wanted.tokens_of(8)
-
-
 def test_nothing_fits():
     sizes = SIZES["72b"]
     assert propose(sizes, work(weights="bf16"), GB80, samples=8) is None

@@ -70,7 +70,7 @@ def loss_on_meta(tiny_model, tiny_tokenizer, tmp_path, monkeypatch):
     [
         {},
         {"loss_type": "grpo", "vllm_importance_sampling_mode": "sequence_mask"},
-        {"loss_type": "cispo", "epsilon_high": 2.0, "vllm_importance_sampling_mode": "token_one_sided"},
+        {"loss_type": "cispo", "epsilon_high": 2.0},
         {"loss_type": "vespo"},
         {"beta": 0.1},
         {"entropy_coef": 0.1},

@@ -4,8 +4,8 @@ Numbers are keyed by (seed, step), so runs with one seed have the same noise, an
 `QeRLTrainer` would give it (`qerl.noise.draw`). Noise by sample has no counterpart there; it is drawn on the
 device, as it is a hundred times more, and differs between kinds of devices.
 
-Two controllers have a state: sigma is driven to a target of KL by `qerl.noise.target`, and a temperature
-follows the entropy of another run's rollouts by `lab.study.batched.temperature`.
+Two controllers have a state: sigma is driven to a target of KL by `lab.study.batched.target`, and a
+temperature follows the entropy of another run's rollouts by `lab.study.batched.temperature`.
 
 Legend: N norms that noise acts on, S runs, R samples of a run, D hidden width, V vocabulary.
 """
@@ -21,12 +21,12 @@ from lab.study.arms import Arm, Run, contradiction
 from lab.study.batched.model import BatchedModel
 from lab.study.batched.norms import Norms
 from lab.study.batched.sampler import clean_norms
+from lab.study.batched.target import KLTarget
 from lab.study.batched.temperature import FollowingTemperature
 from lab.study.followed import Followed
 from qerl.errors import QeRLError
 from qerl.noise.draw import unit_noise
 from qerl.noise.schedule import NoiseSchedule
-from qerl.noise.target import KLTarget
 from qerl.seeding import derive_seed, generator
 
 _SHARED = (

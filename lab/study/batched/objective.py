@@ -9,15 +9,10 @@ from dataclasses import dataclass, field
 import torch
 
 from lab.study.arms import Arm, Run
+from lab.study.batched.corrections import balance_ratio, one_sided
 from lab.study.batched.sampler import Samples
 from lab.study.batched.score import Piece, Texts
-from qerl.trainer.correction import (
-    balance_ratio,
-    importance_ratio,
-    one_sided_bounds,
-    sampler_trainer_kl,
-    weights,
-)
+from qerl.trainer.correction import importance_ratio, sampler_trainer_kl, weights
 
 BOUNDED = ("token_truncate", "token_one_sided")
 """Corrections whose factor is the ratio within bounds."""
@@ -175,7 +170,7 @@ def _weights(
             else balance_ratio(logps_RC, noisy_RC, share, mask_RC)
         )
     if arm.correction == "token_one_sided":
-        return weights(ratio_RC, arm.correction, *one_sided_bounds(advantages_R1, arm.correction_max))
+        return one_sided(ratio_RC, advantages_R1, arm.correction_max)
     return weights(ratio_RC, arm.correction, None, arm.correction_max)
 
 

@@ -9,6 +9,6 @@ which is the same as scaling input channel i of the next weight by Z_i / w_i + 1
 rows of W^T that costs one vector per norm. One Z serves q/k/v (the norm before attention), one gate/up (the
 norm before the MLP); o and down get none. sigma falls in K stages over the run, stage 0 is without noise.
 
-``schedule`` says how large sigma is at a step, ``target`` corrects it until sampler and trainer are as far
-apart as asked for, ``draw`` makes Z, and ``norms`` finds the norms and lends them w + Z.
+``schedule`` says how large sigma is at a step, ``draw`` makes Z, and ``norms`` finds the norms and lends them
+w + Z.
 """

@@ -73,17 +73,16 @@ class AdaptiveNoise:
         base = base_model(model)
         self._norms = [base.get_submodule(name) for name in self.norm_names]
 
-    def offsets(self, step: int, gain: float = 1.0) -> dict[str, torch.Tensor]:
+    def offsets(self, step: int) -> dict[str, torch.Tensor]:
         """Z of one optimizer step.
 
         Args:
             step: 0-based global step; the same step gives the same noise in every process.
-            gain: Factor of the schedule's sigma.
 
         Returns:
             Z by norm name, each fp32 on the CPU, of the norm's width. Empty where sigma is 0.
         """
-        sigma = self.schedule.sigma(step) * gain
+        sigma = self.schedule.sigma(step)
         if sigma == 0:
             return {}
         return {

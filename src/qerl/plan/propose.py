@@ -142,8 +142,6 @@ def _limits(work: Work) -> list[int]:
 
 def _shared_limits(work: Work) -> Iterator[int]:
     """Tokens of two microbatches, of three and so on; none where they cannot share a pass."""
-    if work.noise_in_loss:
-        return
     for count in range(2, work.microbatches + 1):
         tokens = work.tokens_of(count * work.microbatch)
         if work.tokens_of((count - 1) * work.microbatch) >= ENOUGH_SHARED or tokens > ENOUGH_TOKENS:

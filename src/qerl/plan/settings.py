@@ -196,6 +196,5 @@ def _work(config: QeRLConfig, processes: int) -> Work:
         filtered=bool(config.top_k),
         processes=processes,
         lora_dropout=config.lora_dropout,
-        noise_in_loss=config.noise_in_loss,
         copies_adapter=config.beta > 0 and config.adapter is not None,
     )

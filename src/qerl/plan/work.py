@@ -41,7 +41,6 @@ class Work:
         may_offload: Whether the plan may choose that. Not for a server, which does not do it, nor where GPU
             and CPU share their memory, so that nothing is won by it.
         host_bytes: Bytes of the CPU's memory that each process may take for it; None: not known.
-        noise_in_loss: Whether microbatches are computed with noise of their own, so that none share a pass.
         adapters: Adapters that a server keeps on the GPU, each with gradients and optimizer; one at a time is
             sampled from or trained.
         serves: Whether it is the work of a server, whose engine takes room for requests that are to come.
@@ -67,7 +66,6 @@ class Work:
     copies_adapter: bool = False
     may_offload: bool = True
     host_bytes: int | None = None
-    noise_in_loss: bool = False
     adapters: int = 1
     serves: bool = False
     max_sequences: int = MAX_ROWS
@@ -140,7 +138,7 @@ class Work:
     @property
     def shares_passes(self) -> bool:
         """Whether microbatches may share a pass."""
-        return self.tokens_per_forward is not None and not self.noise_in_loss
+        return self.tokens_per_forward is not None
 
     @property
     def _samples(self) -> int:

@@ -38,7 +38,6 @@ METRICS = (
     Metric("entropy", "Policy entropy", "nats per token"),
     Metric("rollout/entropy", "Entropy of the sampler, noise included", "nats per token"),
     Metric("noise/sigma", "Noise sigma", smooth=False),
-    Metric("noise/success_gain", "Success, noisy minus clean samples", "%", better="high", share=True),
     Metric("completions/mean_length", "Completion length, mean", "tokens"),
     Metric("completions/clipped_ratio", "Completions cut at the limit", "%", better="low", share=True),
     Metric("thinking/closed_by_model", "Thoughts that the model closed", "%", share=True),

@@ -22,9 +22,6 @@ _OFF = {
 _OF_VESPO = ("token_truncate", "token_mask")
 """Modes of the importance correction that TRL's VESPO loss accepts."""
 
-_OWN_MODES = ("token_one_sided", "token_balance")
-"""Modes of the importance correction that TRL does not have, so that whoever names one wants it."""
-
 
 def check(config: GRPOConfig) -> None:
     """Refuse fields that contradict each other, as they were given: the algorithm's are not filled in yet.
@@ -39,7 +36,6 @@ def check(config: GRPOConfig) -> None:
     _keep_off(config)
     _check_reference(config)
     _check_noise(config)
-    _check_correction(config)
     _check_loss(config)
     _check_curriculum(config)
     _check_thinking(config)
@@ -166,61 +162,14 @@ def _check_noise(config: GRPOConfig) -> None:
     """
     if config.noise:
         config.noise_schedule_of(config.max_steps if config.max_steps > 0 else config.noise_stages)
-    else:
-        off = {"noise_scale": "absolute", "noise_target_kl": None, "noise_in_loss": False, "noise_share": 1.0}
-        for name, value in off.items():
-            if getattr(config, name) != value:
-                raise QeRLError(f"{name} needs noise; set noise: true, or remove it.")
-    _check_noise_share(config)
-    if config.noise_in_loss and config.noise_target_kl is not None:
-        raise QeRLError(
-            "noise_target_kl needs the KL to the clean policy, which a loss with noise (noise_in_loss) does "
-            "not compute; set one of the two."
-        )
-    if config.noise_in_loss and config.tuning == "full":
-        raise QeRLError(
-            "noise_in_loss puts other weights in the place of norms, and with tuning: full these train; set "
-            "tuning: lora, or remove noise_in_loss."
-        )
-
-
-def _check_noise_share(config: GRPOConfig) -> None:
-    noisy = config.noise_share * config.num_generations
-    if abs(noisy - round(noisy)) > 1e-6 or round(noisy) == 0:
-        raise QeRLError(
-            f"noise_share {config.noise_share} of {config.num_generations} samples (num_generations) is "
-            f"{noisy:g}; choose a share that is a whole number of them."
-        )
-    if config.vllm_importance_sampling_mode == "token_balance" and config.noise_share == 1.0:
-        raise QeRLError(
-            "token_balance weighs by a mixture of clean and noisy samples; set noise: true and noise_share "
-            "below 1, or vllm_importance_sampling_mode: token_truncate."
-        )
-    if config.noise_in_loss and config.noise_share < 1.0:
-        raise QeRLError(
-            "noise_in_loss computes all samples with noise, and noise_share draws some without; set one of "
-            "the two."
-        )
-
-
-def _check_correction(config: GRPOConfig) -> None:
-    mode, highest = config.vllm_importance_sampling_mode, config.vllm_importance_sampling_clip_max
-    if mode in _OWN_MODES and not config.vllm_importance_sampling_correction:
-        raise QeRLError(
-            f"vllm_importance_sampling_mode {mode} says how to correct, and "
-            "vllm_importance_sampling_correction: false turns that off; remove one of the two."
-        )
-    if mode == "token_one_sided" and highest is not None and highest < 1:
-        raise QeRLError(
-            f"vllm_importance_sampling_clip_max is {highest}, and token_one_sided weighs samples with a "
-            "positive advantage by at least 1; set it to 1 or more."
-        )
+    elif config.noise_scale != "absolute":
+        raise QeRLError("noise_scale needs noise; set noise: true, or remove it.")
 
 
 def _check_loss(config: GRPOConfig) -> None:
     if config.loss_type == "vespo" and config.vllm_importance_sampling_mode not in _OF_VESPO:
         raise QeRLError(
-            "loss_type vespo needs ratios per token, of either sign of the advantage; set "
+            "loss_type vespo needs ratios per token; set "
             f"vllm_importance_sampling_mode to {' or '.join(_OF_VESPO)}."
         )
     if config.pass_at_k is not None and config.pass_at_k >= config.num_generations:

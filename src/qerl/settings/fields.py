@@ -13,7 +13,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, get_type_hints
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from qerl.noise.draw import NoiseScale
 from qerl.noise.schedule import NoiseKind
@@ -33,16 +33,13 @@ from qerl.settings.checks import (
     ShareOrSteps,
     Text,
 )
+from qerl.settings.foreign import not_of_studies_alone
 from qerl.weight_formats import DEFAULT_FORMAT, DEFAULT_ROUNDING, Rounding, WeightFormatName
 
 LossType = Literal["grpo", "dapo", "bnpo", "dr_grpo", "luspo", "cispo", "sapo", "vespo"]
-RatioCorrection = Literal[
-    "token_truncate",
-    "token_mask",
-    "sequence_truncate",
-    "sequence_mask",
-    "token_one_sided",
-    "token_balance",
+RatioCorrection = Annotated[
+    Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"],
+    BeforeValidator(not_of_studies_alone),
 ]
 
 
@@ -245,22 +242,6 @@ class NewFields:
     noise_sigma_end: Positive = _help("Standard deviation in the last stage.", 5e-4)
     noise_stages: Annotated[int, Field(ge=2)] = _help("Stages of the schedule, the first without noise.", 10)
     noise_schedule: NoiseKind = _help("Shape of the decay over the stages.", "exponential")
-    noise_target_kl: Positive | None = _help(
-        "KL(sampler || trainer) in nats per token, 0.03 for example, to which sigma is driven in the first "
-        "noisy stage; later targets fall with the square of the schedule. Unset, the schedule says sigma.",
-        None,
-    )
-    noise_share: PositiveShare = _help(
-        "Share of the samples of each group that are drawn with noise, the others by the clean policy; below "
-        "1 each step logs which of the two finds more (noise/success_gain, noise/only_noisy_solves, ...).",
-        1.0,
-    )
-    noise_in_loss: bool = _help(
-        "The loss is computed with the noise of its rollout (forward and backward, old and reference "
-        "log-probabilities too): it trains the policy that sampled, and nothing is left to correct but "
-        "rounding.",
-        False,
-    )
 
     max_sequences: PositiveInt | None = _help(
         "Largest number of sequences decoded at the same time; unset, 64 (portable engine) or 512 (paged "
@@ -348,10 +329,8 @@ class ChangedFields:
         instead_of_trl="All of them are in the run folder, where `qerl report` and `qerl watch` find them.",
     )
     vllm_importance_sampling_mode: RatioCorrection = _help(
-        "How the loss corrects for the ratio of trainer to sampler probabilities: by TRL's names, or "
-        "token_one_sided, from 1 to vllm_importance_sampling_clip_max on samples with a positive advantage "
-        "and from 0 to 1 on others, which is biased; or token_balance, the ratio to the mixture of clean and "
-        "noisy policy from which noise_share draws, which is at most 1 / (1 - noise_share).",
+        "How the loss corrects for the ratio of trainer to sampler probabilities, per token or per sequence: "
+        "truncated at the bounds, or masked beyond them.",
         "token_truncate",
         instead_of_trl="With noise each token shifts a little; over a sequence that masks most long samples.",
     )

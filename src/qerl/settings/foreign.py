@@ -1,14 +1,20 @@
 """Words of TRL's scripts, of `from_pretrained` and of `qerl plan` that are no field, and what to do instead.
 
 Who comes from TRL's command line types the words of its `ModelConfig` and `ScriptArguments`. Most of them
-have a field here that does the same under another name, too far from it to be guessed from the letters.
+have a field here that does the same under another name, too far from it to be guessed from the letters. Who
+comes from QeRL 0.2 may type what is in no trainer any more.
 """
 
 import difflib
 from collections.abc import Collection
+from typing import Any
 
 from qerl.errors import QeRLError
 
+GONE = {"noise_target_kl": None, "noise_share": 1.0, "noise_in_loss": False}
+"""Fields of QeRL 0.2 that studies alone have, by the value that asks for nothing."""
+
+_IN_STUDIES = "it left the trainer for the studies in lab/, as it helped in none of them: remove it"
 _QUANTISED = "set weights, which says how the model is quantised"
 _DATA = "set task, which names the data and their splits (--task jsonl:PATH for a file of your own)"
 _LORA_CONFIG = "a LoraConfig can ask for it, which QeRLTrainer takes as peft_config"
@@ -55,6 +61,8 @@ INSTEAD = {
     "dataset_streaming": _DATA,
     "reward_funcs": _REWARD,
     "reward_model_name_or_path": "QeRLTrainer takes reward models as reward_funcs",
+    # The noise
+    **dict.fromkeys(GONE, _IN_STUDIES),
     # The command
     "config": "recipes are given without a flag: `qerl train RECIPE.yaml`",
     "ignore_bias_buffers": "there are no buffers that it would be needed for",
@@ -62,6 +70,22 @@ INSTEAD = {
     "processes": "`qerl plan` takes it, as --processes; for a run, torchrun starts the processes",
 }
 """The same of every word that somebody may take for a field."""
+
+
+def without_gone(values: dict[str, Any]) -> dict[str, Any]:
+    """Settings of a file without those of `GONE` that ask for nothing: runs of QeRL 0.2 wrote all fields."""
+    return {name: value for name, value in values.items() if name not in GONE or value != GONE[name]}
+
+
+def not_of_studies_alone(mode: Any) -> Any:
+    """The mode of the importance correction, which a check of its field's type takes from here.
+
+    Raises:
+        ValueError: It is one that studies alone have.
+    """
+    if mode in ("token_one_sided", "token_balance"):
+        raise ValueError(_IN_STUDIES)
+    return mode
 
 
 def refuse_foreign(word: str, where: str) -> None:

@@ -16,7 +16,7 @@ from qerl import yaml12
 from qerl.errors import QeRLError
 from qerl.settings.config import QeRLConfig, default_of
 from qerl.settings.fields import OWN_NAMES, OWN_TYPES
-from qerl.settings.foreign import refuse_unknown
+from qerl.settings.foreign import refuse_unknown, without_gone
 from qerl.settings.library import recipe_file
 from qerl.settings.parents import Refused, fate_of
 from qerl.settings.parsed import of_accelerate
@@ -96,7 +96,7 @@ def read_recipe(path: Path) -> dict[str, Any]:
     Raises:
         QeRLError: The file is missing, is not a YAML mapping, or has an unknown key.
     """
-    values = read_mapping(path, "recipe")
+    values = without_gone(read_mapping(path, "recipe"))
     for key in values:
         check_key(key, f"The recipe {path}")
     return values

@@ -17,15 +17,6 @@ GROUP_KEY = "group"
 """Key of the index [B] of each sample's prompt within its rollout, int64: of its group, unless an environment
 has shown the samples of a group different prompts."""
 
-STEP_KEY = "rollout_step"
-"""Key of the 0-based optimizer step in which the samples were drawn, an int64 scalar."""
-
-NOISY_KEY = "noisy"
-"""Key of the mask [B], bool, of samples drawn with noise, in rollouts that have both kinds."""
-
-NOISY_LOGPS_KEY = "noisy_per_token_logps"
-"""Key of the log-probabilities [B, C] under the noisy policy, whoever drew the tokens; NaN if not known."""
-
 PADDED_ON = {
     "prompt_ids": "left",
     "prompt_mask": "left",

@@ -14,16 +14,15 @@ Legend: B samples, C completion columns.
 
 import math
 from dataclasses import dataclass
-from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
 
-from qerl.trainer.batch import NOISY_KEY, NOISY_LOGPS_KEY, Batch
+from qerl.trainer.batch import Batch
 
 _SUMS = (
     "tokens", "samples", "kl", "difference", "entropy", "entropy_excess", "ratios", "ratio", "ratio_squared",
-    "truncated", "weight", "losses", "rollout_entropy", "noisy_tokens", "noisy_kl",
+    "truncated", "weight", "losses", "rollout_entropy",
 )  # fmt: skip
 _MAXIMA = ("difference", "ratio", "weight", "minus_weight")
 
@@ -51,63 +50,21 @@ def importance_ratio(
     return difference_BC.exp()
 
 
-Bound = torch.Tensor | float | None
-"""Of the ratio: of each sample [B, 1], of all, or none."""
-
-
-def weights(ratio: torch.Tensor, mode: str, low: Bound, high: Bound) -> torch.Tensor:
+def weights(ratio: torch.Tensor, mode: str, low: float | None, high: float | None) -> torch.Tensor:
     """Factors of the loss: ratios within bounds. Truncation moves others to a bound, a mask mode drops them.
 
     Args:
         ratio, mode: As in `importance_ratio`.
-        low, high: Bounds of the ratio.
+        low, high: Bounds of the ratio, None for none.
     """
     if mode.endswith("mask"):
         return ratio.masked_fill(_outside(ratio, low, high), 0.0)
     if low is None and high is None:
         return ratio
-    return ratio.clamp(min=cast(Any, low), max=cast(Any, high))
+    return ratio.clamp(min=low, max=high)
 
 
-def one_sided_bounds(
-    advantages_B1: torch.Tensor, clip_max: float | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Bounds by which what the sampler found counts and what it broke does not, [B, 1] each.
-
-    A token of a good sample (advantage above 0) counts at least as often as it was drawn, 1 to `clip_max`: a
-    success that is rare under the trainer is learned at the rate at which the sampler found it. A token of a
-    bad sample counts at most as often, 0 to 1: a failure that the trainer would hardly have made is nearly
-    ignored. Both bounds bias the gradient, towards the sampler's successes.
-
-    Args:
-        advantages_B1: Of the samples.
-        clip_max: Upper bound for good samples, None for none.
-    """
-    good_B1 = advantages_B1 > 0
-    highest = math.inf if clip_max is None else clip_max
-    return good_B1.float(), torch.where(good_B1, highest, 1.0)
-
-
-def balance_ratio(
-    trainer_logps_BC: torch.Tensor, noisy_logps_BC: torch.Tensor, share: float, mask_BC: torch.Tensor
-) -> torch.Tensor:
-    """pi / (share mu + (1 - share) pi) [B, C]: the ratio to the mixture from which a group was drawn.
-
-    It is at most 1 / (1 - share) and so needs no bound; weighing all samples by the mixture is the balance
-    heuristic of multiple importance sampling (Veach and Guibas 1995).
-
-    Args:
-        trainer_logps_BC: Log-probabilities under the clean policy pi, of clean and noisy samples alike.
-        noisy_logps_BC: The same tokens under the noisy policy mu, whoever drew them; NaN counts as no
-            mismatch.
-        share: Share of the samples that mu drew, above 0 and below 1.
-        mask_BC: 1 on tokens that count; elsewhere the ratio is 1.
-    """
-    difference_BC = torch.nan_to_num((noisy_logps_BC - trainer_logps_BC) * mask_BC, nan=0.0)
-    return 1.0 / (share * difference_BC.exp() + (1.0 - share))
-
-
-def _outside(ratio: torch.Tensor, low: Bound, high: Bound) -> torch.Tensor:
+def _outside(ratio: torch.Tensor, low: float | None, high: float | None) -> torch.Tensor:
     return (ratio < (-math.inf if low is None else low)) | (ratio > (math.inf if high is None else high))
 
 
@@ -152,8 +109,7 @@ class Mismatch:
         mask_BC: torch.Tensor,
         ratio: torch.Tensor,
         weight: torch.Tensor,
-        bounds: tuple[Bound, Bound],
-        noisy_B1: torch.Tensor | None = None,
+        bounds: tuple[float | None, float | None],
     ) -> "Mismatch":
         """The sums of the tokens in the mask whose log-probability the sampler knows.
 
@@ -165,12 +121,10 @@ class Mismatch:
             mask_BC: 1 on tokens that count.
             ratio, weight: pi / mu, and what the loss is multiplied by; [B, C], or [B, 1] for samples.
             bounds: Bounds of the ratio.
-            noisy_B1: True on samples drawn with noise; None where the sampler drew all alike.
         """
         known_BC = mask_BC.bool() & ~sampler_logps_BC.isnan()
         delta_BC = (trainer_logps_BC - sampler_logps_BC).abs()
         kl_BC = sampler_trainer_kl(trainer_logps_BC, sampler_logps_BC, known_BC)
-        noisy_BC = known_BC if noisy_B1 is None else known_BC & noisy_B1
         counted = known_BC if ratio.size(1) == mask_BC.size(1) else known_BC.any(dim=1, keepdim=True)
         sums = (
             (known_BC, known_BC),
@@ -186,8 +140,6 @@ class Mismatch:
             (weight, counted),
             (known_BC.new_ones(()), known_BC.new_ones(())),
             (rollout_entropy, known_BC.new_ones(())),
-            (noisy_BC, noisy_BC),
-            (kl_BC, noisy_BC),
         )
         maxima = ((delta_BC, known_BC), (ratio, counted), (weight, counted), (-weight, counted))
         return cls(
@@ -215,7 +167,6 @@ class Mismatch:
             + total["entropy_excess"] / tokens,
             "entropy/computed": total["entropy"] / tokens,
             "sampling/kl": total["kl"] / tokens,
-            "noise/kl": total["noisy_kl"] / (total["noisy_tokens"] or math.nan),
             "sampling/kl_sequence": total["kl"] / (total["samples"] or math.nan),
             "sampling/sampling_logp_difference/mean": total["difference"] / tokens,
             "sampling/sampling_logp_difference/max": maxima["difference"],
@@ -236,21 +187,13 @@ class Correction:
     Attributes:
         correction: Whether the loss is corrected; the mismatch is measured in any case.
         mode: See :func:`importance_ratio`.
-        clip_min, clip_max: Bounds of the ratio, None for no bound; `token_one_sided` has its own, but for
-            clip_max, and `token_balance` needs none.
-        noisy_share: Share of the samples that are drawn with noise.
+        clip_min, clip_max: Bounds of the ratio, None for no bound.
     """
 
     correction: bool
     mode: str
     clip_min: float | None
     clip_max: float | None
-    noisy_share: float = 1.0
-
-    @property
-    def needs_noisy_logps(self) -> bool:
-        """Whether the batch must say what the noisy policy makes of all samples."""
-        return self.correction and self.mode == "token_balance"
 
     def apply(
         self, batch: Batch, logps_BC: torch.Tensor, entropy_BC: torch.Tensor, mask_BC: torch.Tensor
@@ -258,29 +201,18 @@ class Correction:
         """The importance weights of a loss, [B, C] or [B, 1], and how far sampler and trainer are apart.
 
         Args:
-            batch: The rollout's tensors, among them `sampling_per_token_logps`, `sampling_entropies`, and
-                `NOISY_LOGPS_KEY` for `token_balance`.
+            batch: The rollout's tensors, among them `sampling_per_token_logps` and `sampling_entropies`.
             logps_BC: Log-probabilities under the trainer's policy; old ones in the batch go before them.
             entropy_BC: Entropies under the trainer's policy in nats.
             mask_BC: 1 on the tokens that were computed and that the loss sees.
         """
-        bounds = self._bounds(batch)
+        bounds = self.clip_min, self.clip_max
         trainer_BC = batch.get("old_per_token_logps", logps_BC)
         sampler_BC = batch["sampling_per_token_logps"]
         ratio = importance_ratio(trainer_BC, sampler_BC, mask_BC, self.mode)
-        weight = torch.ones_like(ratio)
-        if self.needs_noisy_logps:
-            weight = balance_ratio(trainer_BC, batch[NOISY_LOGPS_KEY], self.noisy_share, mask_BC)
-        elif self.correction:
-            weight = weights(ratio, self.mode, *bounds)
-        noisy_B1 = batch[NOISY_KEY][:, None] if NOISY_KEY in batch else None
+        weight = weights(ratio, self.mode, *bounds) if self.correction else torch.ones_like(ratio)
         mismatch = Mismatch.of(
             *(trainer_BC, sampler_BC, entropy_BC, batch["sampling_entropies"], batch["rollout_entropy"]),
-            *(mask_BC, ratio, weight, bounds, noisy_B1),
+            *(mask_BC, ratio, weight, bounds),
         )
         return weight, mismatch
-
-    def _bounds(self, batch: Batch) -> tuple[Bound, Bound]:
-        if self.mode == "token_one_sided":
-            return one_sided_bounds(batch["advantages"][:, None], self.clip_max)
-        return (None, None) if self.mode == "token_balance" else (self.clip_min, self.clip_max)

@@ -279,11 +279,6 @@ class QeRLTrainer(UpdateTrainer):
             self._metrics["train"][name] += values
         metrics = self._mismatch.metrics(self.accelerator)
         self._forget_losses()
-        noise_kl = metrics.pop("noise/kl")
-        self._noise.observe(noise_kl)
-        # Where all samples are alike it is sampling/kl again, said only beside the target it is driven to.
-        if self._noise.is_shared or self.args.noise_target_kl is not None:
-            metrics["noise/kl"] = noise_kl
         metrics |= self._clock.report()
         metrics["memory/peak_gb"] = max(self._of_ranks(self._memory.report_gb()))
         for name, value in metrics.items():

@@ -51,7 +51,7 @@ def ready_for_rows(model: nn.Module, args: QeRLConfig) -> UpdatePath:
 
     Raises:
         QeRLError: A joined row gives other log-probabilities than the samples in it, noise finds no norm, or
-            the loss is to have noise in norms that train, or flash-attn-4 is installed and cannot be used.
+            flash-attn-4 is installed and cannot be used.
     """
     base = base_model(model)
     prompt, completion, limit = args.max_prompt_length, args.max_completion_length, args.tokens_per_forward
@@ -60,7 +60,7 @@ def ready_for_rows(model: nn.Module, args: QeRLConfig) -> UpdatePath:
     path = use_kernels(base, max(limit, longest) if limit and longest else None)
     with dense_weights_kept(model) if base.device.type == "cpu" else nullcontext():
         if args.noise:
-            _check_norms(base, find_noise_norms(model), args)
+            find_noise_norms(model)  # which refuses a model without any
         check_joined_row(
             model,
             lambda row: score(model, base, row, path.by_stretch, args.temperature)[0],
@@ -70,12 +70,3 @@ def ready_for_rows(model: nn.Module, args: QeRLConfig) -> UpdatePath:
     if path.is_slow and args.process_index == 0:
         logger.warning(path.sentence())
     return path
-
-
-def _check_norms(base: nn.Module, names: list[str], args: QeRLConfig) -> None:
-    trained = [name for name in names if base.get_submodule(name).get_parameter("weight").requires_grad]
-    if args.noise_in_loss and trained:
-        raise QeRLError(
-            f"noise_in_loss puts other weights in the place of norms, and {trained[0]} is one that trains; "
-            "freeze the norms, or remove noise_in_loss."
-        )

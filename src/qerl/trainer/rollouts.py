@@ -21,12 +21,11 @@ from qerl.rollout.engine import RolloutEngine
 from qerl.seeding import ProblemSeeds, problem_key
 from qerl.tasks.early import EarlyCalls
 from qerl.trainer.advantages import JUDGE, Signal, find_judge, in_parts, judge_of
-from qerl.trainer.batch import GROUP_KEY, NOISY_KEY, STEP_KEY, Batch, group_index
+from qerl.trainer.batch import GROUP_KEY, Batch, group_index
 from qerl.trainer.correction import loss_mask
 from qerl.trainer.curriculum import settled_groups
 from qerl.trainer.dynamic_sampling import empty_log, replace_groups, replace_log_rows, samples_of
 from qerl.trainer.noise import RolloutNoise
-from qerl.trainer.noisy_share import compare, is_noisy
 from qerl.trainer.prompt_choice import PromptChoice
 from qerl.trainer.rewards import WRITTEN_COLUMN, stop_if_all_failed
 from qerl.trainer.sampler import SamplerTrainer
@@ -60,8 +59,8 @@ class RolloutTrainer(SamplerTrainer):
         self._problem_seeds = ProblemSeeds(self.args.seed)
 
     def _start_learning(self) -> None:
-        """Noise and choice of prompts of a run that begins, which have learned nothing; noise asks how long
-        the run is."""
+        """Noise and choice of prompts of a run that begins: noise asks how long that is, and the choice has
+        learned nothing."""
         policy = self.accelerator.unwrap_model(self.model)
         self._noise = RolloutNoise(self.args, policy, lambda: self.state.max_steps)
         self._prompts = PromptChoice(self.args, self.train_dataset, self.accelerator)
@@ -123,12 +122,7 @@ class RolloutTrainer(SamplerTrainer):
         """TRL's batch with its groups [B], rewards [B, F] and the sampler's entropies [B, C]."""
         batch, logged = self._scored_by_trl(inputs)
         batch[GROUP_KEY] = group_index(batch, self.num_generations)
-        batch |= self._sampled_now()
         batch["rollout_entropy"] = torch.tensor(logged["rollout/entropy"], device=self.accelerator.device)
-        if self._noise.is_shared:
-            noisy_B = is_noisy(len(inputs), self.num_generations, self._noisy_samples)
-            batch[NOISY_KEY] = noisy_B.to(self.accelerator.device)
-            self._log_what_noise_finds()
         if self._prompts.learns:
             self._prompts.observe(inputs, self._settled())
         rewards_BF = self._own_rows(self._rewards_BF, len(inputs))
@@ -143,24 +137,6 @@ class RolloutTrainer(SamplerTrainer):
         if judge is None:
             return self._signal.dead(self._rewards_BF).tolist()
         return settled_groups(self._rewards_BF[:, judge], self.num_generations)
-
-    def _sampled_now(self) -> Batch:
-        """What a batch says of when it was sampled."""
-        return {STEP_KEY: torch.tensor(self.state.global_step)}
-
-    def _log_what_noise_finds(self) -> None:
-        """Metrics of the noisy samples of all processes beside the clean ones of the same prompts."""
-        if not self._noisy_samples:
-            return
-        judge = find_judge(self.reward_func_names)
-        verdict_B = self._rewards_BF[:, judge] if judge is not None else None
-        right_B = (
-            None if verdict_B is None else (verdict_B > 0).double().masked_fill(verdict_B.isnan(), torch.nan)
-        )
-        total_B = self._signal.total(self._rewards_BF)
-        found = compare(total_B, right_B, self.num_generations, self._noisy_samples)
-        for name, value in found.items():
-            self._metrics["train"][name].append(value)
 
     def _own_rows(self, gathered: Any, count: int) -> Any:
         """This process's part of the gathered samples of all processes."""

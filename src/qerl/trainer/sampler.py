@@ -1,8 +1,8 @@
 """The part of a rollout that samples: prompts in, completions or whole trajectories of the policy out.
 
 TRL asks for completions through the seam of its vLLM client, and with tools for what came of the calls in
-them. Both are answered by the engine, with this step's noise, with seeds keyed by step, and with a part of
-each group drawn clean where the settings say so. Evaluations are drawn by seeds of their problems.
+them. Both are answered by the engine, with this step's noise and with seeds keyed by step. Evaluations are
+drawn by seeds of their problems.
 """
 
 from typing import Any
@@ -20,7 +20,6 @@ from qerl.settings.config import QeRLConfig
 from qerl.tasks.early import EarlyCalls
 from qerl.trainer.early import EarlyRewards
 from qerl.trainer.memory import PeakMemory
-from qerl.trainer.noisy_share import side_by_side
 from qerl.trainer.resume.trainer import ResumableTrainer
 from qerl.trainer.rollout_log import RolloutLog
 from qerl.trainer.timing import Runtimes, StepClock
@@ -68,7 +67,6 @@ class SamplerTrainer(ResumableTrainer):
         """Make what sampling needs, once TRL's constructor is through."""
         self.engine = engine
         self._early = None if early is None else EarlyRewards(self, early)
-        self._noisy_samples = 0
         self._memory = PeakMemory(self.accelerator.device)
         self._clock = StepClock(hides=early is not None)
         self._runtimes = Runtimes()
@@ -110,19 +108,7 @@ class SamplerTrainer(ResumableTrainer):
         offsets, logged = self._noise.for_rollout(step) if mode == "train" else ({}, {})
         for name, value in logged.items():
             self._metrics[mode][name].append(value)
-        self._noisy_samples = self._noise.noisy_samples(samples) if offsets else 0
-        groups = len(prompts) // samples if differ else len(prompts)
-        if self._turns is not None:
-            self._turns.begin(groups * samples)
-        parts: list[tuple[range, NormOffsets]]
-        parts = [(range(self._noisy_samples), offsets), (range(self._noisy_samples, samples), {})]
-        results = []
-        for part, noise in parts:
-            rows = [group * samples + sample for group in range(groups) for sample in part]
-            own, count = ([prompts[row] for row in rows], 1) if differ else (prompts, len(part))
-            if rows:
-                results.append(self._sample(mode, own, count, noise, rows))
-        result = side_by_side(results, groups)
+        result = self._sample(mode, prompts, 1 if differ else samples, offsets)
         self._memory.read()
         self.engine.release()
         self._clock.add("rollout", result.seconds)
@@ -132,11 +118,11 @@ class SamplerTrainer(ResumableTrainer):
         return result
 
     def _sample(
-        self, mode: str, prompts: list[list[int]], samples: int, offsets: NormOffsets, rows: list[int]
+        self, mode: str, prompts: list[list[int]], samples: int, offsets: NormOffsets
     ) -> RolloutResult:
-        """One call of the engine, or one session, for these rows of the rollout.
+        """One call of the engine, or one session, with so many samples of each prompt.
 
-        In training it has a seed of its own; an evaluation's rows have theirs.
+        In training it has a seed of its own; an evaluation's samples have theirs.
         """
         step, rank = self.state.global_step, self.accelerator.process_index
         params = SamplingParams(
@@ -150,15 +136,15 @@ class SamplerTrainer(ResumableTrainer):
             stops=self._stops,
         )
         self._calls += 1
-        seeds = None if self._eval_seeds is None else [self._eval_seeds[row] for row in rows]
+        seeds = self._eval_seeds
         if self._turns is not None:
-            return self._turns.sample(self.engine, params, offsets, prompts, samples, rows, seeds)
+            return self._turns.sample(self.engine, params, offsets, prompts, samples, seeds)
         if self._early is None:
             return self.engine.generate(prompts, samples, params, offsets, seeds)
         begin = self._early.begin
 
         def ended(place: int, completion: Completion) -> None:
-            begin(rows[place], prompts[place // samples], completion.token_ids)
+            begin(place, prompts[place // samples], completion.token_ids)
 
         return self.engine.generate(prompts, samples, params, offsets, seeds, ended)
 

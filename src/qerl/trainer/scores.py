@@ -11,8 +11,8 @@ from transformers import PreTrainedModel
 
 from qerl.errors import QeRLError
 from qerl.families.parts import base_model
-from qerl.trainer.batch import NOISY_KEY, NOISY_LOGPS_KEY, Batch, on_host, padded, padded_rollout
-from qerl.trainer.correction import Correction, loss_mask, rows_with_gradient
+from qerl.trainer.batch import Batch, padded_rollout
+from qerl.trainer.correction import loss_mask, rows_with_gradient
 from qerl.trainer.processes import averaged
 from qerl.trainer.rollouts import RolloutTrainer
 from qerl.update.chunks import Outputs, without_graph
@@ -32,7 +32,6 @@ class ScoringTrainer(RolloutTrainer):
 
     update_path: UpdatePath
     _base: PreTrainedModel
-    _correction: Correction
     _retry: MemoryRetry
 
     def _rows_to_compute(self, inputs: Batch) -> list[int]:
@@ -62,32 +61,12 @@ class ScoringTrainer(RolloutTrainer):
             raise QeRLError(f"Only text models are supported; the batch carries {', '.join(names)}.")
         if not self._reads_logps:
             return None, None, None
-        with self._clock.part("logprob"), self._noise.in_loss(self._sampled_now()):
+        with self._clock.part("logprob"):
             ids, mask = input_ids.cpu(), attention_mask.cpu()
             batch = padded_rollout(ids, mask, logits_to_keep, self.num_generations)
             rows = (mask[:, -logits_to_keep:].sum(dim=1) > 0).nonzero().flatten().tolist()
             logps, entropy = self._scores(model, batch, rows, batch_size or len(input_ids))
         return logps, entropy if compute_entropy else None, None
-
-    def _with_noisy_logps(self, batch: Batch) -> Batch:
-        """The batch with what the noisy policy makes of clean samples too, if the correction asks for it.
-
-        It costs a forward pass, without a graph, of the clean samples that have a gradient.
-        """
-        if not self._correction.needs_noisy_logps:
-            return batch
-        noisy_B1, sampler_BC = batch[NOISY_KEY][:, None], batch["sampling_per_token_logps"]
-        if not self._noisy_samples:  # a step without noise, whose noisy policy is the clean one
-            return batch | {NOISY_LOGPS_KEY: sampler_BC}
-        noisy, known = batch[NOISY_KEY].tolist(), on_host(batch)
-        rows = [row for row in self._rows_to_compute(known) if not noisy[row]]
-        with self._clock.part("logprob"), self._noise.sampled(self.state.global_step):
-            size = self.args.per_device_train_batch_size
-            logps_BC, _ = self._scores(self.model, padded(known), rows, size)
-        computed_B1 = torch.zeros_like(noisy_B1)
-        computed_B1[rows] = True
-        others_BC = torch.where(computed_B1, logps_BC, torch.nan)
-        return batch | {NOISY_LOGPS_KEY: torch.where(noisy_B1, sampler_BC, others_BC)}
 
     def _scores(
         self, model: torch.nn.Module, batch: PaddedBatch, rows: list[int], microbatch: int

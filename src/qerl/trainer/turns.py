@@ -33,6 +33,9 @@ class Turns:
 
     Args:
         trainer: Its tools and environments are read for each rollout.
+
+    Attributes:
+        trajectories: Those of the rollout at hand, by row.
     """
 
     def __init__(self, trainer: GRPOTrainer) -> None:
@@ -49,7 +52,7 @@ class Turns:
             # TRL has chosen one for tools, and not for texts.
             trainer.chat_template = self._template.chat_template
         self._worlds: list[World] = []
-        self._trajectories: dict[int, Trajectory] = {}
+        self.trajectories: list[Trajectory] = []
 
     @staticmethod
     def _make_template(trainer: GRPOTrainer) -> TurnTemplate:
@@ -57,15 +60,13 @@ class Turns:
         texts = any(is_text(environment) for pool in pools for environment in pool)
         return TurnTemplate(trainer._tokenizer, trainer.chat_template_kwargs, tools=not texts)
 
-    def begin(self, rows: int) -> None:
-        """Make the worlds of a rollout, whose environments TRL has reset."""
+    def _worlds_of(self, rows: int) -> list[World]:
+        """The worlds of a rollout, whose environments TRL has reset."""
         if self._template is None:
-            self._worlds = [SilentWorld(self._trainer._tokenizer) for _ in range(rows)]
-            return
+            return [SilentWorld(self._trainer._tokenizer) for _ in range(rows)]
         environments = self._trainer.environments or [None] * rows
         tools = self._trainer._standalone_tools
-        self._worlds = [world_of(self._template, tools, environment) for environment in environments]
-        self._trajectories = {}
+        return [world_of(self._template, tools, environment) for environment in environments]
 
     def sample(
         self,
@@ -74,27 +75,25 @@ class Turns:
         norm_offsets: NormOffsets,
         prompts: Sequence[Sequence[int]],
         samples: int,
-        rows: Sequence[int],
         seeds: Sequence[int] | None = None,
     ) -> RolloutResult:
-        """Sample the trajectories of some rows with one noise.
+        """Sample the trajectories of a rollout, the samples of a prompt next to each other.
 
         Args:
             engine, params, norm_offsets: Of the session.
             prompts: Token ids of each prompt.
             samples: Trajectories of each.
-            rows: Which rows of the rollout they are, the samples of a prompt next to each other.
             seeds: As in `Session.start`.
         """
         start = time.perf_counter()
-        worlds = [self._worlds[row] for row in rows]
+        self._worlds = self._worlds_of(len(prompts) * samples)
         limits = replace(self._limits, thinking=thinking_of(params.stops))
         with engine.session(params, norm_offsets) as session:
-            found = run_trajectories(session, prompts, samples, worlds, self._pool, limits, seeds)
-        for row, trajectory in zip(rows, found, strict=True):
+            found = run_trajectories(session, prompts, samples, self._worlds, self._pool, limits, seeds)
+        for trajectory in found:
             if not trajectory.token_ids:  # its prompt has left no room; a token that nobody counts stands in
                 trajectory.hear([self._pad], [{"role": "assistant", "content": ""}])
-            self._trajectories[row] = trajectory
+        self.trajectories = found
         return RolloutResult(
             completions=[
                 Completion(t.token_ids, t.logprobs, t.entropies, _REASONS.get(t.end, "stop")) for t in found
@@ -103,11 +102,6 @@ class Turns:
             generated_tokens=sum(sum(t.written) for t in found),
             seconds=time.perf_counter() - start,
         )
-
-    @property
-    def trajectories(self) -> list[Trajectory]:
-        """Those of the rollout at hand, by row."""
-        return [self._trajectories[row] for row in range(len(self._worlds))]
 
     def first_turns(self) -> tuple[list[list[int]], list[list[float]]]:
         """Token ids and log-probabilities of each row's first turn."""

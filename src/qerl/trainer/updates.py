@@ -57,7 +57,6 @@ class UpdateTrainer(ScoringTrainer):
             self.vllm_importance_sampling_mode,
             self.vllm_importance_sampling_clip_min,
             self.vllm_importance_sampling_clip_max,
-            self.args.noise_share,
         )
         self._policy_loss = _policy_loss(self.args)
         self._microbatches = Microbatches()
@@ -89,7 +88,7 @@ class UpdateTrainer(ScoringTrainer):
             if self.accelerator.num_processes > 1:
                 rows = self._rows_to_compute(on_host(batch))
                 batch = dealt(batch, rows, self.args, self._tokenizer.pad_token_id, self.accelerator)
-            self._buffered_inputs = split_tensor_dict(self._with_noisy_logps(batch), slices)
+            self._buffered_inputs = split_tensor_dict(batch, slices)
         self._microbatches.know(self._buffered_inputs)
         return self._buffered_inputs[self._step % slices]
 
@@ -125,9 +124,8 @@ class UpdateTrainer(ScoringTrainer):
 
     def _microbatch(self, model: Any, num_items_in_batch: Any, batch: Batch) -> torch.Tensor:
         """transformers' forward and backward of a microbatch."""
-        with self._noise.in_loss(batch):  # around backward too, which recomputes layers
-            loss: torch.Tensor = super(GRPOTrainer, self).training_step(model, batch, num_items_in_batch)
-            self._microbatches.end(batch)
+        loss: torch.Tensor = super(GRPOTrainer, self).training_step(model, batch, num_items_in_batch)
+        self._microbatches.end(batch)
         return loss
 
     def _undo_step(self) -> None:
@@ -194,8 +192,8 @@ class UpdateTrainer(ScoringTrainer):
         batch, rows = padded(known), self._rows_to_compute(known)
         rebuild_buckets(model)
         meet, limit = self._losses_meet and self.accelerator.num_processes > 1, self._retry.max_tokens
-        # Noise is put in for one microbatch, and processes that meet in losses have as many of them.
-        if limit is not None and not meet and not self.args.noise_in_loss:
+        # Processes that meet in losses have as many of them.
+        if limit is not None and not meet:
             forward = partial(self._shared_forward, model)
             outputs = self._microbatches.shared_outputs(inputs, limit, self._rows_to_compute, forward)
             if outputs is not None:

@@ -25,6 +25,7 @@ from qerl.run_folder import (
     last_checkpoint,
 )
 from qerl.settings.config import QeRLConfig, default_of
+from qerl.settings.foreign import without_gone
 from qerl.settings.recipe import FIELDS, read_mapping, resolved
 from qerl.trainer.resume.checkpoint import Manifest, read_manifest
 
@@ -35,16 +36,10 @@ _FIXED = (
     "model", "weights", "rounding", "tuning", "adapter", "lora_r", "lora_alpha", "lora_target_modules",
     "optim", "optim_args", "learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon",
 )  # fmt: skip
-# What a rollout that later steps still use was cut by, and what decides which of its tensors the loss reads.
+# What a rollout that later steps still use was cut by.
 _LAYOUT = (
     "processes", "per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation",
-    "generation_batch_size", "num_generations", "num_iterations", "noise_share", "noise_in_loss",
-    "vllm_importance_sampling_mode", "vllm_importance_sampling_correction",
-)  # fmt: skip
-# What the noise of such a rollout was drawn by: a loss with noise draws it again.
-_DRAW = (
-    "max_steps", "num_train_epochs", "seed", "noise_scale", "noise_sigma_start", "noise_sigma_end",
-    "noise_stages", "noise_schedule",
+    "generation_batch_size", "num_generations", "num_iterations",
 )  # fmt: skip
 # What neither data, samples nor gradients depend on, by the beginnings of names.
 _QUIET = (
@@ -181,7 +176,7 @@ def _compare(checkpoint: Path, manifest: Manifest, config: QeRLConfig) -> str:
             f"{checkpoint} has no state of the optimizer (save_only_model), so it cannot be resumed; start a "
             "new run."
         )
-    then = _settings(read_mapping(checkpoint / CONFIG_FILE, "file of settings"))
+    then = _settings(without_gone(read_mapping(checkpoint / CONFIG_FILE, "file of settings")))
     then = {"learning_rate": _FORMER_RATE} | then | {"processes": manifest.processes}
     now = _settings(resolved(config)) | {"processes": config.world_size}
     in_hand = "None" in (then["model"], now["model"])  # nobody knows its name, nor that of its adapter
@@ -192,14 +187,13 @@ def _compare(checkpoint: Path, manifest: Manifest, config: QeRLConfig) -> str:
     ]
     shown = {name: f"{name} {_value(then, name)} -> {_value(now, name)}" for name in changes}
     half_used = any(name.startswith("rollouts_") for name in manifest.files)
-    of_rollout = _LAYOUT + _DRAW if _value(then, "noise_in_loss") else _LAYOUT
     for name in changes:
         if name in _FIXED:
             raise QeRLError(
                 f"{checkpoint} cannot be resumed with another {name} ({shown[name]}): its weights and the "
                 f"state of its optimizer belong to {_value(then, name)}; set it back, or start a new run."
             )
-        if name in of_rollout and half_used:
+        if name in _LAYOUT and half_used:
             raise QeRLError(
                 f"{checkpoint} holds a rollout that is half used, so it cannot be resumed with "
                 f"{shown[name]}; set it back."

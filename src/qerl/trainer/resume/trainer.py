@@ -7,8 +7,8 @@
   with a short step where the steps do not divide it, so the count does not follow from the step alone; it
   does from the place in the epoch, since an epoch holds whole rollouts.
 - **Rollouts that are half used** are saved: sampled again they would come from another policy.
-- **What was learned on the way** is saved: limits of memory, the gain of the noise, and which problems
-  a curriculum has found settled.
+- **What was learned on the way** is saved: limits of memory, and which problems a curriculum has found
+  settled.
 - **Saving** goes into a folder aside, which is renamed when all processes have written their part
   (`qerl.trainer.resume.checkpoint`). Older checkpoints are deleted after that.
 """
@@ -35,7 +35,6 @@ from qerl.run_folder import ADAPTER_FILE, UNFINISHED, last_checkpoint, read_poli
 from qerl.settings.recipe import dump
 from qerl.trainer.batch import Batch
 from qerl.trainer.data import check_enough
-from qerl.trainer.noise import RolloutNoise
 from qerl.trainer.prompt_choice import PromptChoice
 from qerl.trainer.resume.changes import checkpoint_of_a_trainer
 from qerl.trainer.resume.checkpoint import clear, move_into, publish
@@ -57,7 +56,6 @@ class ResumableTrainer(GRPOTrainer):
     """`GRPOTrainer` that goes on from a checkpoint as if it had never stopped."""
 
     _retry: MemoryRetry
-    _noise: RolloutNoise
     _prompts: PromptChoice
     _step: int
     _buffered_inputs: list[Batch] | None
@@ -198,7 +196,6 @@ class ResumableTrainer(GRPOTrainer):
         save_reference(self, part)
         if self.args.should_save:
             self._retry.save(part)
-            self._noise.save(part)
             self._prompts.save(part)
         if self._step % self._generate_every != 0 and self._buffered_inputs is not None:
             save_rollouts(self._buffered_inputs, self._rollout_file(part))
@@ -246,7 +243,6 @@ class ResumableTrainer(GRPOTrainer):
         with _fits(checkpoint):
             super()._load_optimizer_and_scheduler(checkpoint)
             self._retry.load(Path(checkpoint))
-            self._noise.load(Path(checkpoint))
             self._prompts.load(Path(checkpoint))
             file = self._rollout_file(Path(checkpoint))
             if file.exists():

@@ -89,18 +89,11 @@ class KLTarget:
             "sampled_log_gain": self._sampled_log_gain,
         }
 
-    def restore(self, state: TargetState, sigma_start: float | None = None) -> None:
-        """Go on where `state` was taken.
-
-        Args:
-            state: What was learned.
-            sigma_start: Of the schedule that it was learned with, if that may be another: a gain is a factor
-                of the schedule's sigma, and it is sigma that stays.
-        """
-        shift = 0.0 if sigma_start is None else math.log(sigma_start / self._schedule.sigma_start)
-        self._log_gain = _clip(state["log_gain"] + shift, _LARGEST_GAIN)
+    def restore(self, state: TargetState) -> None:
+        """Go on where `state` was taken."""
+        self._log_gain = state["log_gain"]
         self._sampled_step = state["sampled_step"]
-        self._sampled_log_gain = state["sampled_log_gain"] + shift
+        self._sampled_log_gain = state["sampled_log_gain"]
 
 
 def _clip(value: float, bound: float) -> float:

@@ -2,15 +2,12 @@
 
 import json
 import math
-from dataclasses import replace
 
 import pytest
 
+from lab.study.batched.target import KLTarget
 from qerl.errors import QeRLError
 from qerl.noise.schedule import NoiseSchedule
-from qerl.noise.target import KLTarget
-from qerl.settings.config import QeRLConfig
-from qerl.trainer.noise import RolloutNoise
 
 SCHEDULE = NoiseSchedule(sigma_start=1e-2, sigma_end=1e-3, stages=5, total_steps=50)
 
@@ -94,48 +91,6 @@ def test_a_resume_goes_on_bit_for_bit():
         resumed.observe(0.01 * (1 + step % 7))
     assert again == gains[-len(again) :]
     assert resumed.state() == through.state()
-
-
-@pytest.mark.parametrize(
-    ("changes", "sigma"),
-    [
-        pytest.param({}, 0.01 / math.sqrt(2), id="the same"),
-        pytest.param({"noise_sigma_start": 0.04}, 0.01 / math.sqrt(2), id="another start"),
-        pytest.param({"noise_sigma_start": 1e-5}, 1e-3, id="a start more than a hundred times smaller"),
-        pytest.param({"noise_scale": "relative"}, 0.01, id="other units"),
-        pytest.param({"noise_scale": "relative", "noise_sigma_start": 0.2}, 0.2, id="other units and start"),
-    ],
-)
-def test_a_gain_is_of_the_schedule_it_was_learned_with(changes, sigma, tiny_model, tmp_path):
-    """KL four times too high takes sigma down by sqrt 2; a resume goes on with that sigma, not that gain."""
-    model = tiny_model("llama")
-
-    def noise_of(**fields):
-        fields = {
-            "noise": True,
-            "noise_stages": 5,
-            "noise_schedule": "constant",
-            "noise_target_kl": 0.03,
-        } | fields
-        fields |= {"output_dir": str(tmp_path), "report_to": "none", "use_cpu": True}
-        return RolloutNoise(QeRLConfig(**fields), model, lambda: 50)
-
-    learning = noise_of()
-    learning.for_rollout(10)
-    learning.observe(0.12)
-    learning.save(tmp_path)
-    resumed = noise_of(**changes)
-    resumed.load(tmp_path)
-    assert resumed.for_rollout(11)[1]["noise/sigma"] == pytest.approx(sigma)
-
-
-def test_a_measurement_after_a_resume_is_of_the_sigma_that_sampled():
-    """A rollout is half used: its KL is met with sigma_start 0.01, whatever the schedule starts from now."""
-    learning, target = KLTarget(SCHEDULE, 0.03), KLTarget(replace(SCHEDULE, sigma_start=0.04), 0.03)
-    learning.gain_for_rollout(10)
-    target.restore(learning.state(), 0.01)
-    target.observe(0.03)
-    assert 0.04 * target.gain_for_rollout(11) == pytest.approx(0.01)
 
 
 @pytest.mark.parametrize("bad", [0.0, -1.0, math.nan, math.inf])
