@@ -121,16 +121,25 @@ def test_two_runs_do_not_write_into_one_folder(saved):
 
 def test_other_settings_on_a_resume_are_said(saved):
     run, resume = saved
-    config = run / "checkpoint-2" / "config.yaml"
-    config.write_text(config.read_text() + "noise_share: 1.0\nnoise_in_loss: true\n")  # by QeRL 0.2
     said = resume(max_steps=3, noise_sigma_start=0.3, save_steps=3, warmup_steps=1)
-    assert "noise_in_loss True -> None" in said and "noise_share" not in said
     assert "Other settings than checkpoint-2 was made with" in said
     for change in ("max_steps 2 -> 3 (the schedules", "noise_sigma_start 0.2 -> 0.3", "warmup_steps 0 -> 1"):
         assert change in said
     assert "save_steps" not in said
     assert last_checkpoint(run) == run / "checkpoint-3"
     assert "Other settings" not in resume(max_steps=3, noise_sigma_start=0.3, warmup_steps=1)
+
+
+def test_fields_that_studies_alone_have_are_said_on_a_resume_where_they_asked_for_something(saved):
+    """As QeRL 0.2 wrote them into the settings of a checkpoint."""
+    run, resume = saved
+    config, file = (run / "checkpoint-2" / name for name in ("config.yaml", MANIFEST_FILE))
+    config.write_text(config.read_text() + "noise_share: 1.0\nnoise_target_kl: null\nnoise_in_loss: true\n")
+    manifest = json.loads(file.read_text())
+    manifest["files"]["config.yaml"] = config.stat().st_size
+    file.write_text(json.dumps(manifest))
+    said = resume(max_steps=3)
+    assert "noise_in_loss True -> None" in said and "noise_share" not in said and "target_kl" not in said
 
 
 def test_another_device_on_a_resume_is_said(saved):
