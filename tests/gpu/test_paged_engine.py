@@ -89,7 +89,7 @@ class NineBlocks(Cuda):
     """The GPU, with room for nine blocks of keys and values of `random_model`'s model."""
 
     def cache_bytes(self, model, filtered, freed=0):
-        return 9 * KVGeometry(layers=3, kv_heads=2, head_size=64, item_bytes=2).block_bytes
+        return 9 * KVGeometry(((2, 64),) * 3, 2).block_bytes
 
 
 def test_preemption_is_invisible_and_rows_are_refilled(monkeypatch):
@@ -192,11 +192,11 @@ def test_a_cache_that_took_all_it_may_is_kept():
     engine = PagedEngine(random_model("qwen2", ""), pad_token_id=0, machine=Cuda(cache_share=1e-4))
     params = SamplingParams(max_tokens=100, seed=5)
     first = engine.generate(PROMPTS, 100, params)
-    address, steps = engine.cache.k.data_ptr(), dict(engine.graphs.steps)
+    address, steps = engine.cache.k[0].data_ptr(), dict(engine.graphs.steps)
     assert engine.cache.is_limited
     engine.release()
     second = engine.generate(PROMPTS, 100, params)
-    assert engine.cache.k.data_ptr() == address and engine.graphs.steps == steps
+    assert engine.cache.k[0].data_ptr() == address and engine.graphs.steps == steps
     assert first.generated_tokens == second.generated_tokens == 30000
 
 

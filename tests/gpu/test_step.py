@@ -23,7 +23,7 @@ from qerl.rollout.paged.decode import DecodeStep
 from qerl.rollout.paged.kv_cache import KVCache
 from qerl.rollout.paged.machine import NoGraphs
 
-SIZES = Sizes(384, 448, 3, 6, 2, 64, 1000, qkv_bias=True)
+SIZES = Sizes.uniform(384, 448, 3, 6, 2, 64, 1000, qkv_bias=True)
 
 
 def dense(stack):
@@ -38,8 +38,8 @@ def output(decoder, rows, passes=1):
     """The last pass's output; every pass computes the same token."""
     torch.manual_seed(1)
     cache = KVCache.of_blocks(decoder, 4 * rows)
-    cache.k.normal_()
-    cache.v.normal_()
+    for layer in (*cache.k, *cache.v):
+        layer.normal_()
     step = DecodeStep(decoder, cache, rows, 4, 2, SamplingParams(4), NoGraphs())
     fill_rows(step, cache, 70, 4, 4)
     for _ in range(passes):

@@ -31,7 +31,7 @@ class FifteenBlocks(Cuda):
     """The GPU, with room for one long sequence of `random_model` and little more."""
 
     def cache_bytes(self, model, filtered, freed=0):
-        return 15 * KVGeometry(layers=3, kv_heads=2, head_size=64, item_bytes=2).block_bytes
+        return 15 * KVGeometry(((2, 64),) * 3, 2).block_bytes
 
 
 @torch.no_grad()

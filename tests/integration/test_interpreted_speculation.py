@@ -26,7 +26,7 @@ from qerl.rollout.stops import StopTokens
 from tests.support.sessions import check_against, play
 from tests.support.speculation import drop_drafts
 
-BLOCK_BYTES = KVGeometry(layers=1, kv_heads=2, head_size=16, item_bytes=4).block_bytes
+BLOCK_BYTES = KVGeometry(((2, 16),) * 1, 4).block_bytes
 CYCLE = [5, 7, 11, 5, 7, 11, 5, 7]
 
 

@@ -109,14 +109,14 @@ class Step:
 
 
 def write(cache, block, offset, token, position):
-    cache.k.numpy()[0, block, 0, offset, 0] = token
-    cache.v.numpy()[0, block, 0, offset, 0] = position
+    cache.k[0].numpy()[block, 0, offset, 0] = token
+    cache.v[0].numpy()[block, 0, offset, 0] = position
 
 
 def held(cache, blocks, tokens):
     """Tokens and positions [2, tokens] in the first places of some blocks."""
-    places = 0, blocks[: -(-tokens // PAGE)], 0, slice(None), 0
-    return np.stack([each.numpy()[places].reshape(-1)[:tokens] for each in (cache.k, cache.v)])
+    places = blocks[: -(-tokens // PAGE)], 0, slice(None), 0
+    return np.stack([each.numpy()[places].reshape(-1)[:tokens] for each in (cache.k[0], cache.v[0])])
 
 
 class Filled:
