@@ -80,7 +80,7 @@ def _measure(llm: "LLM", adapter: Any, batch: int, spec: dict[str, Any]) -> dict
     decoded = spec["decode_tokens"]
     group = min(spec["group"], batch)
     first = range(1, 1 + spec["prompt_tokens"])
-    vocabulary = spec["sizes"]["vocabulary"]
+    vocabulary = spec["config"]["vocab_size"]
     prompts = [
         {"prompt_token_ids": [(token + 1000 * (i // group)) % vocabulary for token in first]}
         for i in range(batch)

@@ -31,7 +31,12 @@ def dense(stack):
 
 
 def as_dense(layer, names=("qkv", "o", "gate_up", "down")):
-    return dataclasses.replace(layer, **{name: dense(getattr(layer, name)) for name in names})
+    def part(weights):
+        packed = {name: getattr(weights, name) for name in names if hasattr(weights, name)}
+        plain = {name: dataclasses.replace(each, weight=dense(each.weight)) for name, each in packed.items()}
+        return dataclasses.replace(weights, **plain)
+
+    return dataclasses.replace(layer, mixer=part(layer.mixer), mlp=part(layer.mlp))
 
 
 def output(decoder, rows, passes=1):

@@ -304,7 +304,7 @@ def test_weights_know_what_the_kernels_after_their_product_read():
     assert (across.b_NR, across.a_RK) == (down.lora.b_NR, qkv.lora.a_RK)
     assert across.tiles is qkv.weight.tiles
     assert (qkv.weight.ahead.a_RK, qkv.weight.ahead.tiles) == (None, None)
-    assert second.down.ahead is packed_gemm.NOTHING_AHEAD
+    assert second.mlp.down.weight.ahead is packed_gemm.NOTHING_AHEAD
 
 
 @pytest.mark.parametrize(

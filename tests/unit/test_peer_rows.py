@@ -211,7 +211,7 @@ def test_rollout_benchmark_adds_peers_to_its_rows(no_gpu_needed, tmp_path, capsy
     assert rows[0]["gb_s"] * 10e6 == pytest.approx(head + linears * 2, rel=0.03)
     assert rows[0]["limit_fraction"] == rows[0]["gb_s"] / 3000
     assert {spec["quantization"] for *_, spec in no_gpu_needed} == {None, "humming"}
-    assert all(spec["sizes"]["layers"] == 2 for *_, spec in no_gpu_needed)
+    assert all(spec["config"]["num_hidden_layers"] == 2 for *_, spec in no_gpu_needed)
     assert {module for _, module, _ in no_gpu_needed} == {vllm_decode.__name__}
     assert capsys.readouterr().out.count("vllm-") == 3
 
@@ -226,7 +226,7 @@ def test_rollout_benchmark_times_calls_of_drawn_lengths(no_gpu_needed, tmp_path,
     )
     made = rollout.random_policy
     monkeypatch.setattr(rollout, "random_policy", lambda *args: made(*args, device="cpu").float())
-    monkeypatch.setattr(rollout.Sizes, "by_name", lambda name: replace(LLAMA, layers=1, vocabulary=1001))
+    monkeypatch.setattr(rollout.Sizes, "by_name", lambda name: replace(LLAMA.with_layers(1), vocabulary=1001))
     out = tmp_path / "rollout.json"
     flags = "--rank 0 --batch 2 --prompt 3 --decode 4 --group 2 --repeats 1 --lengths uniform"
     rollout.main(["--weights", "bf16", *flags.split(), "--out", str(out)])
