@@ -35,7 +35,7 @@ def play(engine):
             for ended in session.next(one_round=True):
                 found[ended.index] = ended.completion
                 session.finish(ended.index)
-        assert session._scheduler.blocks.free == session._scheduler.blocks.count
+        assert session._scheduler.memory.free == session._scheduler.memory.count
     return [found[index] for index in sorted(found)]
 
 

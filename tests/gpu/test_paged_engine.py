@@ -146,7 +146,7 @@ def test_turns_draw_by_the_numbers_of_one_turn(machine):
     assert max(turns for *_, turns in found.values()) > 3
     check_uniforms(model, 3, 5, [found[index][:2] for index in range(9)])
     assert not session._scheduler.idle
-    assert session._scheduler.blocks.free == session._scheduler.blocks.count
+    assert session._scheduler.memory.free == session._scheduler.memory.count
 
 
 def test_stops_of_the_host_and_stop_tokens_end_the_same_turns():
@@ -159,7 +159,7 @@ def test_stops_of_the_host_and_stop_tokens_end_the_same_turns():
         with engine.session(SamplingParams(max_tokens=100, seed=5, **ended_by)) as session:
             session.start(PROMPTS, 3)
             played.append(play(session, whole, 7))
-            assert session._scheduler.blocks.free == session._scheduler.blocks.count
+            assert session._scheduler.memory.free == session._scheduler.memory.count
     assert played[0] == played[1]
     assert sum(turns for *_, turns in played[0].values()) > 18
 

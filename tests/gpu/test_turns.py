@@ -74,7 +74,7 @@ def test_tools_that_answer_late(packed, machine):
         assert session.prefilled_tokens > sum(map(len, PROMPTS)) + heard, "and given up where memory is short"
     scheduler = session._scheduler
     assert not scheduler.idle and not scheduler.busy
-    assert scheduler.blocks.free == scheduler.blocks.count
+    assert scheduler.memory.free == scheduler.memory.count
 
 
 class Echo:

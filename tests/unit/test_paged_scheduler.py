@@ -41,14 +41,14 @@ def consistent(scheduler):
     for row, sample in scheduler.running.items():
         assert sample.row == row
         own += sample.blocks
-        assert len(sample.blocks) * scheduler.blocks.block_tokens >= sample.own_tokens_after(
+        assert len(sample.blocks) * scheduler.memory.block_tokens >= sample.own_tokens_after(
             scheduler.pace.round_steps
         )
         prompts[id(sample.prompt)] = sample.prompt
     shared = [block for prompt in prompts.values() for block in prompt.blocks]
     used = own + shared
     assert len(used) == len(set(used))
-    assert len(used) + scheduler.blocks.free == scheduler.blocks.count
+    assert len(used) + scheduler.memory.free == scheduler.memory.count
 
 
 def test_the_scheduler_needs_no_torch():

@@ -4,7 +4,8 @@ A layer adds ``mixer(norm(x))`` to its input and then ``mlp(norm(x))`` to that. 
 the kinds of the described families; each says which products it has. Four-bit scales, LoRA, memory plan and
 paged engine read linears and products from here, so a further kind is a class here and a function in each
 of them: a delta net is a mixer beside `Attention`, routed experts stand beside `SwiGLU`. What layers of one
-model differ in, such as a window, sinks, the size of heads or no rotary embedding, is a field of their kind.
+model differ in, such as a window, sinks, the size of heads or no rotary embedding, is a field of their kind;
+a layer that is a mixer or an MLP alone leaves out the other.
 
 Nothing here needs torch.
 """

@@ -23,7 +23,7 @@ from qerl.rollout.paged.kv_cache import KVCache
 from qerl.rollout.paged.lanes import learn
 from qerl.rollout.paged.machine import Graphs
 from qerl.rollout.paged.rows import Rows
-from qerl.rollout.paged.scheduler import Sequence
+from qerl.rollout.paged.sequences import Sequence
 from qerl.rollout.paged.weights import Decoder
 
 PAGES_PER_SPLIT = 4

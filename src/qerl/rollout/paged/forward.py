@@ -7,7 +7,7 @@ What a layer computes, by the names of transformers and vLLM, with ours behind t
     q, k, v = qkv_proj(h)                              # Layer.mixer.qkv: fused QKV
     q, k = rope(head_norm(q), head_norm(k), position)  # rope_kv; head_norm in Qwen3 alone (qk_norm)
     kv_cache[slot] = k, v                              # the page and the place in it (slot_T; slot mapping)
-    y = paged_attention(q, kv_cache, block_tables)     # attend and combine_splits; shared prompt, then own pages
+    y = paged_attention(q, kv_cache, block_tables)     # attend, combine_splits: the prompt's pages, its own
     x = x + o_proj(y)                                  # Layer.mixer.o; the sum is in the next residual_norm
     h = rmsnorm(x, post_attention_layernorm)
     gate, up = gate_up_proj(h)                         # Layer.mlp.gate_up
