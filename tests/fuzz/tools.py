@@ -141,7 +141,7 @@ class Engines:
             yield session, prompt, most, self.tools
         scheduler = session._scheduler
         assert not scheduler.busy and not scheduler.idle, case
-        assert scheduler.blocks.free == scheduler.blocks.count == blocks, f"{case}: a block is held"
+        assert scheduler.memory.free == scheduler.memory.count == blocks, f"{case}: a block is held"
 
     @contextlib.contextmanager
     def portable(self, draw: random.Random, case: str) -> Iterator[Played]:
