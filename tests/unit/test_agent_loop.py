@@ -10,6 +10,7 @@ from qerl.agents.loop import Limits, run_trajectories
 from qerl.agents.pool import Call, ToolPool
 from qerl.agents.template import TurnTemplate
 from qerl.agents.world import TextWorld, ToolWorld
+from qerl.calls.beside import Beside
 from qerl.errors import QeRLError
 from qerl.rollout.engine import SamplingParams
 from tests.support.agents import SayingEngine, call, multiply, tool_tokenizer
@@ -218,23 +219,24 @@ def test_an_environment_hears_the_last_turn_that_it_may():
 def test_threads_that_hang_are_bounded_and_end_when_they_can():
     before = set(threading.enumerate())  # threads of other tests may end at any time
     release = threading.Event()
-    pool = ToolPool(timeout=0.01, output_limit=10, threads=4, stuck=3)
+    beside = Beside(at_once=4, stuck=3)
+    pool = ToolPool(timeout=0.01, output_limit=100, beside=beside)
     for key in range(8):
         pool.submit(key, [Call("wait", release.wait, {"timeout": 20})])
     found = {}
     while pool.pending:
         found |= dict(pool.collect(wait=True))
     assert sorted(found) == list(range(8)) and all(answers[0].failed for answers in found.values())
-    assert 3 <= pool.stuck <= 4 + 3 and len(set(threading.enumerate()) - before) == pool.stuck
+    assert 3 <= beside.stuck <= 4 + 3 and len(set(threading.enumerate()) - before) == beside.stuck + 1
     pool.submit(9, [Call("wait", release.wait)])
     ((_, (answer,)),) = pool.collect(wait=True)
-    assert "calls of tools hang" in answer.text
+    assert "calls hang" in answer.text
     release.set()
     until = time.monotonic() + 5
-    while pool.stuck and time.monotonic() < until:
+    while beside.stuck and time.monotonic() < until:
         time.sleep(0.01)
-    assert set(threading.enumerate()) <= before
     pool.close()
+    assert set(threading.enumerate()) <= before
 
 
 def test_quick_answers_come_together_and_in_order():
