@@ -279,6 +279,24 @@ def test_keyboard_interrupt_ends_the_run():
         begun(guard, calls, ["1", "2"])
 
 
+def test_calls_that_began_on_a_loop_that_was_left_behind_are_made_again():
+    @judges_outside
+    async def blocks(completions, **_):
+        time.sleep(1.5)  # longer than the limit of 0.1 s and its grace
+        return [1.0]
+
+    @judges_outside
+    async def waits(completions, **_):
+        return [float(completions[0])]
+
+    calls = Together(early=True)
+    first, second = (guarded(function, 0.1, calls) for function in (blocks, waits))
+    assert begun(first, calls, batch := ["1", "2", "3"]) == [None] * 3
+    ids = [[0], [1], [2]]
+    assert "nothing was awaited" in str(first.last.first)
+    assert second(prompts=["p"] * 3, completions=batch, completion_ids=ids) == [1.0, 2.0, 3.0]
+
+
 def test_calls_of_a_rollout_that_fails_are_given_up_and_the_next_is_judged_anew():
     ended = threading.Event()
 

@@ -71,29 +71,24 @@ class Beside:
     def __init__(self, at_once: int = AT_ONCE, stuck: int = STUCK) -> None:
         self._at_once, self._most_stuck = at_once, stuck
         self.slots = asyncio.Semaphore(at_once)
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread = threading.Thread()
+        self._turning: _LoopThread | None = None
         self._open: set[Future[Any]] = set()
-        self._left: list[threading.Thread] = []
+        self._left: list[_LoopThread | _CallThread] = []
         self._turned, self._since, self._interrupted = threading.Event(), 0.0, False
-
-    @property
-    def stuck(self) -> int:
-        """Threads that were left behind and still run."""
-        return sum(thread.is_alive() for thread in [*self._left])
 
     def start(self, work: Coroutine[Any, Any, Result]) -> "Future[Result]":
         """Begin a coroutine, which may use :meth:`call`.
 
         Its future is cancelled if its loop had to be left behind; to cancel it gives up its calls.
         """
-        if self._loop is None:
-            self._loop, self.slots = asyncio.new_event_loop(), asyncio.Semaphore(self._at_once)
-            self._thread = threading.Thread(target=_run, args=(self._loop,), name="qerl-calls", daemon=True)
-            self._thread.start()
+        if self._turning is None:
+            self._turning, self.slots = _LoopThread(), asyncio.Semaphore(self._at_once)
+            self._turning.start()
             self._turned.set()
-            weakref.finalize(self, _stop, self._loop)
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+            weakref.finalize(self, self._turning.stop)
+        for left in [*self._left]:
+            left.interrupt()  # it may have swallowed the first one
+        future = asyncio.run_coroutine_threadsafe(work, self._turning.loop)
         self._open.add(future)
         future.add_done_callback(self._open.discard)
         return future
@@ -115,18 +110,18 @@ class Beside:
 
         If it does not end then, the loop is left behind.
         """
-        if self._loop is None:
+        if self._turning is None:
             return
         held = time.monotonic() - self._since
         if self._turned.is_set():
             self._turned, self._since, self._interrupted = threading.Event(), time.monotonic(), False
-            self._loop.call_soon_threadsafe(self._turned.set)
+            self._turning.loop.call_soon_threadsafe(self._turned.set)
         elif held > held_s + _HELD_GRACE_S:
-            self._left.append(self._thread)
+            self._left.append(self._turning)
             self._leave_loop()
         elif held > held_s and not self._interrupted:
             self._interrupted = True
-            _raise_in(self._thread)
+            self._turning.interrupt()
 
     async def call(self, function: Callable[[], Any], seconds: float | None) -> Any:
         """What a function returns, or the coroutine that it makes; awaited in what :meth:`start` was given.
@@ -138,17 +133,31 @@ class Beside:
         Raises:
             TimeoutError: Its time is up; StillRunsError if it has not ended yet, as plain functions have not.
             EndsProcess: It raised what would end the process.
-            RuntimeError: It was cancelled by itself, or too many calls hang for another thread.
+            RuntimeError: Too many calls hang for another thread.
         """
+        try:
+            return await self._limited(function, seconds)
+        except TimeUp:
+            limit = "" if seconds is None else f"no result within {seconds:g} s, and "
+            raise TimeoutError(f"{limit}nothing was awaited") from None
+
+    def close(self) -> None:
+        """Give up all calls, and end the loop."""
+        thread = self._turning
+        self._leave_loop()
+        if thread is not None:
+            thread.join(_HELD_GRACE_S)
+            thread.interrupt()  # a step that holds it up
+            thread.join(_HELD_GRACE_S)
+
+    async def _limited(self, function: Callable[[], Any], seconds: float | None) -> Any:
         thread = None if is_async(function) else self._start_thread(function)
-        work = asyncio.ensure_future(_told(function)) if thread is None else thread.outcome
+        work = asyncio.ensure_future(self._awaited(function)) if thread is None else thread.outcome
+        work.add_done_callback(lambda done: done.cancelled() or done.exception())  # else asyncio may log it
         try:
             await asyncio.wait({work}, timeout=seconds)
             if work.done():
                 return work.result()
-        except TimeUp:
-            limit = "" if seconds is None else f"no result within {seconds:g} s, and "
-            raise TimeoutError(f"{limit}nothing was awaited") from None
         finally:
             if not work.done():
                 work.cancel()
@@ -159,18 +168,23 @@ class Beside:
         error = TimeoutError if thread is None and work.done() else StillRunsError
         raise error(f"no result within {seconds:g} s")
 
-    def close(self) -> None:
-        """Give up all calls, and end the loop."""
-        thread = self._thread
-        self._leave_loop()
-        if thread.is_alive():
-            thread.join(2 * _HELD_GRACE_S)
+    async def _awaited(self, function: Callable[[], Any]) -> Any:
+        """What a coroutine function returns."""
+        if self._turning is None or asyncio.get_running_loop() is not self._turning.loop:  # it is left behind
+            raise asyncio.CancelledError
+        task = asyncio.current_task()
+        try:
+            return await function()
+        except TimeUp:
+            self._since, self._interrupted = time.monotonic(), False  # others' steps have their own time
+            raise
+        except BaseException as error:
+            if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+                raise
+            raise _harmless(error) from error
 
     def _start_thread(self, function: Callable[[], Any]) -> "_CallThread":
         self._left = [thread for thread in self._left if thread.is_alive()]
-        for left in self._left:
-            if isinstance(left, _CallThread):
-                left.interrupt()  # it may have swallowed the first one
         if len(self._left) >= self._most_stuck:
             raise RuntimeError(f"{self._most_stuck} calls hang, so no further one is made")
         thread = _CallThread(function)
@@ -180,9 +194,43 @@ class Beside:
     def _leave_loop(self) -> None:
         for future in [*self._open]:
             future.cancel()
-        if self._loop is not None:
-            _stop(self._loop)
-        self._loop = None
+        if self._turning is not None:
+            self._turning.stop()
+        self._turning = None
+
+
+class _LoopThread(threading.Thread):
+    """The thread of an event loop, which turns until it is stopped, then cancels what is left.
+
+    Attributes:
+        loop: The loop.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(name="qerl-calls", daemon=True)
+        self.loop, self._stopped = asyncio.new_event_loop(), False
+
+    def run(self) -> None:
+        while not self._stopped:
+            with contextlib.suppress(TimeUp):  # raised in the loop itself, as the step that was meant ended
+                self.loop.run_forever()
+        with contextlib.suppress(TimeUp):
+            if tasks := asyncio.all_tasks(self.loop):
+                for task in tasks:
+                    task.cancel()
+                self.loop.run_until_complete(asyncio.wait(tasks, timeout=_HELD_GRACE_S))
+            self.loop.run_until_complete(self.loop.shutdown_asyncgens())
+        self.loop.close()
+
+    def interrupt(self) -> None:
+        """Raise TimeUp in the step that goes on."""
+        _raise_in(self)
+
+    def stop(self) -> None:
+        """End the loop once it turns."""
+        self._stopped = True
+        with contextlib.suppress(RuntimeError):  # it has been closed
+            self.loop.call_soon_threadsafe(self.loop.stop)
 
 
 class _CallThread(threading.Thread):
@@ -225,18 +273,6 @@ def is_async(function: Callable[..., Any]) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
-async def _told(function: Callable[[], Any]) -> Any:
-    task = asyncio.current_task()
-    try:
-        return await function()
-    except TimeUp:
-        raise
-    except BaseException as error:
-        if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
-            raise
-        raise _harmless(error) from error
-
-
 def _harmless(error: BaseException) -> BaseException:
     """What a call has raised, in a form that neither a future nor a loop takes for something of its own."""
     if isinstance(error, KeyboardInterrupt | SystemExit):
@@ -250,26 +286,3 @@ def _raise_in(thread: threading.Thread) -> None:
     # The number of a thread that has ended may be another one's by now.
     if thread.ident is not None and thread.is_alive():
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(TimeUp))
-
-
-def _run(loop: asyncio.AbstractEventLoop) -> None:
-    """The loop's thread: turns until it is stopped, then cancels what is left."""
-    stopped = False
-    while not stopped:
-        with contextlib.suppress(
-            TimeUp
-        ):  # raised in the loop itself, as the step that it was meant for ended
-            loop.run_forever()
-            stopped = True
-    with contextlib.suppress(TimeUp):
-        if tasks := asyncio.all_tasks(loop):
-            for task in tasks:
-                task.cancel()
-            loop.run_until_complete(asyncio.wait(tasks, timeout=_HELD_GRACE_S))
-        loop.run_until_complete(loop.shutdown_asyncgens())
-    loop.close()
-
-
-def _stop(loop: asyncio.AbstractEventLoop) -> None:
-    with contextlib.suppress(RuntimeError):  # it has been closed
-        loop.call_soon_threadsafe(loop.stop)

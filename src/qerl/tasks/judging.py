@@ -169,18 +169,19 @@ class Judging:
         self._timeout_s = timeout_s
         self._alone = alone or outside
         self._outside = outside
+        self._failed: float | None = None if outside else 0.0
         self._sample_s = _BATCH_SHARE * timeout_s
 
     def judge(self, batch: Batch) -> Judged:
         """Rewards for a batch; nothing that the function raises is raised, but for KeyboardInterrupt."""
         try:
-            self._judge(batch).send(None)
+            self.judge_soon(batch).send(None)
         except StopIteration as ended:
             return ended.value
         raise AssertionError("nothing waits here")
 
-    async def _judge(self, batch: Batch) -> Judged:
-        """As :meth:`judge`."""
+    async def judge_soon(self, batch: Batch) -> Judged:
+        """As :meth:`judge`, awaited where the function is called."""
         batch_error = None
         if not self._alone:
             try:
@@ -193,8 +194,7 @@ class Judging:
             self._sample_s = 2 * tries.seconds / tries.given / min(self.at_once, batch.samples)
         _hand_on(batch, calls)
         failed = [call.error or tries.errors[0] for call in calls if not call.rewards]
-        missing = [None if self._outside else 0.0]
-        rewards = [reward for call in calls for reward in call.rewards or missing]
+        rewards = [reward for call in calls for reward in call.rewards or [self._failed]]
         return Judged(rewards, len(failed), next(iter(failed), None), batch_error)
 
     async def _by_sample(self, batch: Batch) -> tuple[list[SampleCall], Tries]:

@@ -24,6 +24,7 @@ from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import CancelledError, Future
 from typing import Any, TypeVar
 
+from qerl.calls.alarm import TimeUp
 from qerl.calls.beside import Beside, EndsProcess, is_async
 from qerl.errors import QeRLError
 from qerl.tasks.judging import (
@@ -142,7 +143,7 @@ class Together:
             return dict(zip(members, judged, strict=True))
         except EndsProcess as error:
             raise error.cause from None
-        except CancelledError:
+        except (CancelledError, TimeUp):  # the latter where it hit what waits for the call that was meant
             return {}
         finally:
             future.cancel()
@@ -183,14 +184,10 @@ class Waiting(Judging):
         """See :meth:`Judging.judge`."""
         return self._together.judge(self, batch)
 
-    async def judge_soon(self, batch: Batch) -> Judged:
-        """As :meth:`judge`, on the loop."""
-        return await self._judge(batch)
-
     def lost(self, batch: Batch) -> Judged:
         """What comes of a batch for which the function has held up the loop until it was left behind."""
         error = TimeoutError(f"no result within {self.held_s:g} s, and nothing was awaited")
-        return Judged([None if self._outside else 0.0] * batch.samples, batch.samples, error)
+        return Judged([self._failed] * batch.samples, batch.samples, error)
 
     def begin(self, place: int, arguments: dict[str, Any]) -> None:
         """See :meth:`Together.begin`."""
@@ -202,7 +199,8 @@ class Waiting(Judging):
         for _, future in self._begun.values():
             future.cancel()
         self._begun, self._tries = {}, Tries()
-        self._slots, self._tasks = asyncio.Semaphore(self.at_once), set()
+        self._slots = asyncio.Semaphore(self.at_once)
+        self._tasks: set[asyncio.Task[Any]] = set()
 
     def check_begun(self, batch: Batch) -> None:
         """Refuse that a sample gets a reward that is another's.
@@ -230,6 +228,7 @@ class Waiting(Judging):
     async def _try(self, call: SampleCall, tries: Tries) -> None:
         """As for :class:`Judging`; once it is hopeless, calls that go on are given up."""
         task, tasks = asyncio.current_task(), self._tasks
+        assert task is not None  # it runs on a loop
         async with self._slots:
             tasks.add(task)
             self._together.count(1)
