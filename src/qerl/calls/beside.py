@@ -214,7 +214,7 @@ class _LoopThread(threading.Thread):
         while not self._stopped:
             with contextlib.suppress(TimeUp):  # raised in the loop itself, as the step that was meant ended
                 self.loop.run_forever()
-        with contextlib.suppress(TimeUp):
+        with contextlib.suppress(TimeUp, RuntimeError):  # interrupted, or stopped once more
             if tasks := asyncio.all_tasks(self.loop):
                 for task in tasks:
                     task.cancel()
