@@ -116,12 +116,12 @@ class Beside:
         if self._turned.is_set():
             self._turned, self._since, self._interrupted = threading.Event(), time.monotonic(), False
             self._turning.loop.call_soon_threadsafe(self._turned.set)
-        elif held > held_s + _HELD_GRACE_S:
+        elif not self._interrupted and held > held_s:
+            self._interrupted, self._since = True, time.monotonic()
+            self._turning.interrupt()
+        elif self._interrupted and held > _HELD_GRACE_S:
             self._left.append(self._turning)
             self._leave_loop()
-        elif held > held_s and not self._interrupted:
-            self._interrupted = True
-            self._turning.interrupt()
 
     async def call(self, function: Callable[[], Any], seconds: float | None) -> Any:
         """What a function returns, or the coroutine that it makes; awaited in what :meth:`start` was given.

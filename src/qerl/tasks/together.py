@@ -186,7 +186,7 @@ class Waiting(Judging):
 
     def lost(self, batch: Batch) -> Judged:
         """What comes of a batch for which the function has held up the loop until it was left behind."""
-        error = TimeoutError(f"no result within {self.held_s:g} s, and nothing was awaited")
+        error = TimeoutError(f"no result within {self._timeout_s:g} s, and nothing was awaited")
         return Judged([self._failed] * batch.samples, batch.samples, error)
 
     def begin(self, place: int, arguments: dict[str, Any]) -> None:
