@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from qerl import yaml12
+from qerl.atomic import write_text
 from qerl.errors import QeRLError
 
 logger = logging.getLogger(__name__)
@@ -156,10 +157,7 @@ def _parse(line: str) -> dict[str, Any] | None:
 
 def write_metrics(run: Path, rows: Iterable[dict[str, Any]]) -> None:
     """Replace the metrics of a run by these rows, whole or not at all."""
-    path = run / METRICS_FILE
-    whole = path.with_suffix(".tmp")
-    whole.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    whole.replace(path)
+    write_text(run / METRICS_FILE, "".join(json.dumps(row) + "\n" for row in rows))
 
 
 def append_metrics(run: Path, row: dict[str, Any]) -> None:
