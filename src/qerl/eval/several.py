@@ -12,15 +12,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
 from rich.console import Console
 
 from qerl.errors import QeRLError
 from qerl.eval.policy import OneAtATime, Source
 from qerl.eval.record import Record
-from qerl.eval.result import EvalResult, result_from_json
+from qerl.eval.request import Suite
+from qerl.eval.result import EvalResult, Standing, best_first, table, verdict
 from qerl.eval.run import Job, Problems, prepare, score
-from qerl.eval.standings import Standing, best_first, table, verdict
-from qerl.eval.suite import Suite
 from qerl.run_folder import RESULT_FILE, path_labels, read_json
 
 SUITE_FILE = "suite.json"
@@ -68,7 +68,7 @@ def evaluate_all(
                 console.print(f"{known.summary()} (finished before)", markup=False, soft_wrap=True)
             else:
                 known = score(job, policies.get(job.loading), records[label, name], console)
-            results[name or job.spec] = known
+            results[name or str(job.asked.task)] = known
         standings.append(Standing(label, results))
     _conclude(standings, suite, out, console)
     return standings
@@ -117,10 +117,11 @@ def _refuse_different_tasks(jobs: dict[tuple[str, str], Job]) -> None:
     by_name: dict[str, Job] = {}
     for (_, name), job in jobs.items():
         first = by_name.setdefault(name, job)
-        if (job.spec, job.options) != (first.spec, first.options):
+        here, there = first.asked, job.asked
+        if (here.task, here.task_options) != (there.task, there.task_options):
             raise QeRLError(
-                f"The adapters were trained on different tasks ({first.spec} {first.options or ''}, "
-                f"{job.spec} {job.options or ''}); name one with --task, and its --task_options."
+                f"The adapters were trained on different tasks ({here.task} {here.task_options or ''}, "
+                f"{there.task} {there.task_options or ''}); name one with --task, and its --task_options."
             )
 
 
@@ -140,12 +141,14 @@ def _finished(folder: Path | None, job: Job) -> EvalResult | None:
         return None
     kept = read_json(folder / RESULT_FILE)
     try:
-        result = result_from_json(kept)
-        then = {"samples": result.samples, **result.settings, **result.source, "versions": result.versions}
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        result = TypeAdapter(EvalResult).validate_python(kept)
+    except ValidationError as error:
+        fault = error.errors()[0]
         raise QeRLError(
-            f"{folder / RESULT_FILE} is not the result of an evaluation ({error}); remove it."
+            f"{folder / RESULT_FILE} is not the result of an evaluation ({'.'.join(map(str, fault['loc']))}: "
+            f"{fault['msg']}); remove it."
         ) from error
+    then = {"samples": result.samples, **result.settings, **result.source, "versions": result.versions}
     now: dict[str, Any] = json.loads(json.dumps(job.settings))
     for name in now.keys() - {"task", _OF_THE_RUN_OF_A_MODEL}:
         if now[name] != then.get(name):

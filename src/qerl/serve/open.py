@@ -10,8 +10,7 @@ from huggingface_hub import constants
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from qerl.errors import QeRLError
-from qerl.eval.policy import ComputeDtype, Source, decide
-from qerl.eval.trained import Choices, Trained
+from qerl.eval.policy import Choices, ComputeDtype, Source, decide
 from qerl.families.parts import base_model
 from qerl.families.sizes import positions_of
 from qerl.kernels.limits import MAX_RANK
@@ -100,7 +99,7 @@ def open_backend(options: BackendOptions) -> ModelBackend:
         dtype=options.dtype,
         trust_remote_code=options.trust_remote_code,
     )
-    loading = decide(source, Choices(Trained()))
+    loading = decide(source, Choices())
     found = find_model(options.model)
     tokenizer = load_tokenizer(found, chat=False, trust_remote_code=options.trust_remote_code)
     model = load_model(
