@@ -1,1 +1,1 @@
-"""Scoring policies: `run` is what the commands call, `policy` what is scored, `evaluate` gives the numbers."""
+"""Scoring policies: `run` is what commands call, `policy` what is scored, `evaluate` gives the numbers."""
