@@ -30,6 +30,11 @@ class Run:
     rows: list[dict[str, Any]]
     settings: dict[str, Any] | None
 
+    @property
+    def last_step(self) -> int:
+        """Steps that it has done, as far as they are logged."""
+        return max((row["step"] for row in self.rows), default=0)
+
 
 @dataclass(frozen=True)
 class Series:

@@ -43,6 +43,12 @@ class Score:
     interval: tuple[float, float]
     weights: str
 
+    @property
+    def checkpoint(self) -> str:
+        """Name of the checkpoint that it scored, empty for another policy."""
+        name = Path(self.what).name
+        return name if name.startswith("checkpoint-") else ""
+
 
 def read_scores(runs: Sequence[Run], more: Sequence[Path] = ()) -> list[Score]:
     """Scores of the runs in their order, then those of other policies.
