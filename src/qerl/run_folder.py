@@ -22,7 +22,9 @@ import logging
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
 
 from qerl import yaml12
 from qerl.errors import QeRLError
@@ -201,6 +203,30 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise QeRLError(f"{path} is not a JSON object; copy the folder again.")
     return content
+
+
+Result = TypeVar("Result")
+
+
+def read_result(folder: Path, kind: type[Result]) -> Result:
+    """The result of the evaluation in a folder.
+
+    Args:
+        folder: Where its result.json lies.
+        kind: A dataclass with those of its fields that are wanted.
+
+    Raises:
+        QeRLError: The file cannot be read, or lacks one of the fields.
+    """
+    path = folder / RESULT_FILE
+    try:
+        return TypeAdapter(kind).validate_json(path.read_bytes())
+    except (OSError, ValueError) as error:
+        cause: object = error
+        if isinstance(error, ValidationError):
+            fault = error.errors(include_url=False)[0]
+            cause = ": ".join([".".join(map(str, fault["loc"])), fault["msg"]]).removeprefix(": ")
+        raise QeRLError(f"{path} is not the result of an evaluation ({cause}); remove it.") from error
 
 
 def read_policy(folder: Path) -> dict[str, Any]:

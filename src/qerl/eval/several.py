@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
 from rich.console import Console
 
 from qerl.errors import QeRLError
@@ -21,7 +20,7 @@ from qerl.eval.record import Record
 from qerl.eval.request import Suite
 from qerl.eval.result import EvalResult, Standing, best_first, table, verdict
 from qerl.eval.run import Job, Problems, prepare, score
-from qerl.run_folder import RESULT_FILE, path_labels, read_json
+from qerl.run_folder import RESULT_FILE, path_labels, read_result
 
 SUITE_FILE = "suite.json"
 
@@ -139,15 +138,7 @@ def _finished(folder: Path | None, job: Job) -> EvalResult | None:
     """
     if folder is None or not (folder / RESULT_FILE).is_file():
         return None
-    kept = read_json(folder / RESULT_FILE)
-    try:
-        result = TypeAdapter(EvalResult).validate_python(kept)
-    except ValidationError as error:
-        fault = error.errors()[0]
-        raise QeRLError(
-            f"{folder / RESULT_FILE} is not the result of an evaluation ({'.'.join(map(str, fault['loc']))}: "
-            f"{fault['msg']}); remove it."
-        ) from error
+    result = read_result(folder, EvalResult)
     then = {"samples": result.samples, **result.settings, **result.source, "versions": result.versions}
     now: dict[str, Any] = json.loads(json.dumps(job.settings))
     for name in now.keys() - {"task", _OF_THE_RUN_OF_A_MODEL}:
