@@ -32,8 +32,8 @@ from qerl.families.parts import eval_mode
 from qerl.fp4.checkpoint import read_config
 from qerl.lora.adapter import adapter_file, check_adapter, exchange_adapter, load_adapter
 from qerl.models.fingerprint import checkpoint_fingerprint
-from qerl.models.hub import local_checkpoint
-from qerl.models.load import check_model, load_model, load_tokenizer
+from qerl.models.hub import LocalModel, find_model
+from qerl.models.load import check_model, end_token_ids, load_model, load_tokenizer
 from qerl.rollout.engine import RolloutEngine, SamplingParams
 from qerl.rollout.select import make_engine
 from qerl.rollout.stops import Stop, StopStrings
@@ -210,7 +210,7 @@ def _read_run(folder: Path, whole: bool) -> tuple[dict[str, Any], Path | None]:
 class Loading:
     """How a policy is loaded, with nothing left open; no rounding where none is done or known."""
 
-    model: str
+    model: LocalModel
     adapter: Path | None
     weights: WeightFormatName
     rounding: Rounding | None
@@ -220,10 +220,9 @@ class Loading:
 
     def as_json(self) -> dict[str, Any]:
         """What decides the policy and its prompts, the contents of the files included."""
-        folder = local_checkpoint(self.model)
         return {
-            "model": self.model,
-            "fingerprint": checkpoint_fingerprint(folder),
+            "model": self.model.name,
+            "fingerprint": checkpoint_fingerprint(self.model.folder),
             "adapter": str(self.adapter) if self.adapter else None,
             "adapter_digest": digest(adapter_file(self.adapter).read_bytes()) if self.adapter else None,
             "weights": self.weights,
@@ -232,6 +231,21 @@ class Loading:
             "chat_template_kwargs": self.chat_template_kwargs,
             "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         }
+
+    def load(self) -> PreTrainedModel:
+        """The model without its adapter, on the GPU if there is one.
+
+        Raises:
+            QeRLError: As `load_model`.
+        """
+        return load_model(
+            self.model,
+            self.weights,
+            dtype=self.dtype,
+            device="cuda" if torch.cuda.is_available() else "cpu",
+            rounding=self.rounding or DEFAULT_ROUNDING,
+            trust_remote_code=self.trust_remote_code,
+        )
 
 
 @dataclass(frozen=True)
@@ -265,7 +279,8 @@ def decide(source: Source, choices: Choices) -> Loading:
     Raises:
         QeRLError: The model is not found, the adapter is damaged, or it was trained on another rounding.
     """
-    config, _, format = read_config(local_checkpoint(source.model))
+    model = find_model(source.model)
+    config, _, format = read_config(model.folder)
     packed, packed_with = (None, None) if format is None else (format.name, config.get("qerl_rounding"))
     if packed and source.adapter is None and source.weights is None:
         weights = choices.note("weights", packed, source.model)
@@ -285,7 +300,7 @@ def decide(source: Source, choices: Choices) -> Loading:
         choices.note("dtype", dtype, "which is auto on this machine")
     kwargs = choices.take("chat_template_kwargs", source.chat_template_kwargs, {})
     trusts = source.trust_remote_code
-    return Loading(source.model, source.adapter, weights, rounding, getattr(torch, dtype), kwargs, trusts)
+    return Loading(model, source.adapter, weights, rounding, getattr(torch, dtype), kwargs, trusts)
 
 
 def _check_rounding(model: str, packed: str | None, trained: str | None) -> None:
@@ -305,24 +320,14 @@ def load(loading: Loading, console: Console) -> Policy:
     Raises:
         QeRLError: Something cannot be loaded, or the adapter changes nothing.
     """
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     check_model(loading.model, loading.weights, loading.trust_remote_code)
     tokenizer = load_tokenizer(loading.model, trust_remote_code=loading.trust_remote_code)
-    model: Any = load_model(
-        loading.model,
-        loading.weights,
-        dtype=loading.dtype,
-        device=device,
-        rounding=loading.rounding or DEFAULT_ROUNDING,
-        trust_remote_code=loading.trust_remote_code,
-    )
+    model: Any = loading.load()
     if loading.adapter is not None:
         model = load_adapter(model, loading.adapter)
         _say_proof(model, tokenizer, console)
-    stops = model.generation_config.eos_token_id
-    stop_ids = {tokenizer.eos_token_id, *([stops] if isinstance(stops, int) else stops or [])}
     engine = make_engine(model, tokenizer.pad_token_id)
-    return Policy(model, tokenizer, engine, tuple(sorted(stop_ids)), loading)
+    return Policy(model, tokenizer, engine, end_token_ids(model, tokenizer), loading)
 
 
 class OneAtATime:
