@@ -82,10 +82,18 @@ def policy_folders(run: Path) -> tuple[Path, ...]:
     return (run,) if checkpoint_step(run) is None else (run, run.absolute().parent)
 
 
-def path_labels(folders: Sequence[Path]) -> list[str]:
-    """The shortest ends of different paths that tell them apart."""
-    for depth in range(1, max(len(folder.parts) for folder in folders) + 1):
-        labels = ["/".join(folder.parts[-depth:]) for folder in folders]
+def path_labels(folders: Sequence[Path], what: str) -> list[str]:
+    """The shortest ends of the folders' paths that tell them apart; ``what`` they are called in an error.
+
+    Raises:
+        QeRLError: A folder is given twice.
+    """
+    paths = [folder.resolve() for folder in folders]
+    for folder, path in zip(folders, paths, strict=True):
+        if paths.count(path) > 1:
+            raise QeRLError(f"The {what} {folder} is given more than once; name each {what} once.")
+    for depth in range(1, max(len(path.parts) for path in paths) + 1):
+        labels = ["/".join(path.parts[-depth:]) for path in paths]
         if len(set(labels)) == len(labels):
             return labels
     raise AssertionError("different paths have different parts")

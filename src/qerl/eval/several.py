@@ -24,9 +24,6 @@ from qerl.run_folder import RESULT_FILE, path_labels, read_result
 
 SUITE_FILE = "suite.json"
 
-_OF_THE_RUN_OF_A_MODEL = "stop_token_ids"
-"""The one setting of a finished evaluation that is known when its model is loaded, and not before."""
-
 
 def evaluate_all(
     sources: Sequence[Source], suite: Suite, out: Path | None, console: Console
@@ -45,7 +42,9 @@ def evaluate_all(
     Raises:
         QeRLError: Anything the user can mend.
     """
-    labels = _labels(sources)
+    labels = [""]  # alone it needs no name
+    if len(sources) > 1:
+        labels = path_labels([source.adapter or Path(source.model) for source in sources], "adapter")
     problems = _load(suite)
     jobs: dict[tuple[str, str], Job] = {}
     for label, source in zip(labels, sources, strict=True):
@@ -77,17 +76,6 @@ def _say(label: str, name: str, console: Console) -> None:
     """Whose evaluation on what the next lines are about."""
     words = " on ".join(word for word in (label, name) if word)
     console.print(words, style="bold", markup=False, highlight=False, soft_wrap=True)
-
-
-def _labels(sources: Sequence[Source]) -> list[str]:
-    """What the policies are called, by the ends of the adapters' paths that differ; alone, by nothing."""
-    if len(sources) == 1:
-        return [""]
-    folders = [(source.adapter or Path(source.model)).resolve() for source in sources]
-    for folder, source in zip(folders, sources, strict=True):
-        if folders.count(folder) > 1:
-            raise QeRLError(f"The adapter {source.adapter} is given more than once; name each one once.")
-    return path_labels(folders)
 
 
 def _load(suite: Suite) -> Problems:
@@ -141,7 +129,7 @@ def _finished(folder: Path | None, job: Job) -> EvalResult | None:
     result = read_result(folder, EvalResult)
     then = {"samples": result.samples, **result.settings, **result.source, "versions": result.versions}
     now: dict[str, Any] = json.loads(json.dumps(job.settings))
-    for name in now.keys() - {"task", _OF_THE_RUN_OF_A_MODEL}:
+    for name in now.keys() - {"task", "stop_token_ids"}:  # which only the loaded model tells
         if now[name] != then.get(name):
             raise QeRLError(
                 f"{folder} holds a finished evaluation with {name} {then.get(name)!r}, not {now[name]!r}; "
