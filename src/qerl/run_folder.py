@@ -27,6 +27,7 @@ from typing import Any, TypeVar
 from pydantic import TypeAdapter, ValidationError
 
 from qerl import yaml12
+from qerl.atomic import write_whole
 from qerl.errors import QeRLError
 
 logger = logging.getLogger(__name__)
@@ -166,10 +167,7 @@ def _parse(line: str) -> dict[str, Any] | None:
 
 def write_metrics(run: Path, rows: Iterable[dict[str, Any]]) -> None:
     """Replace the metrics of a run by these rows, whole or not at all."""
-    path = run / METRICS_FILE
-    whole = path.with_suffix(".tmp")
-    whole.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    whole.replace(path)
+    write_whole(run / METRICS_FILE, "".join(json.dumps(row) + "\n" for row in rows))
 
 
 def append_metrics(run: Path, row: dict[str, Any]) -> None:

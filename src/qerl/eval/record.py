@@ -15,6 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from qerl.atomic import write_whole
 from qerl.errors import QeRLError
 from qerl.eval.result import EvalResult
 from qerl.run_folder import RESULT_FILE
@@ -57,7 +58,7 @@ class Record:
         if self.folder is not None:
             with _writing(self.folder):
                 self._write_settings(self.folder)
-                _replace(self.folder / COMPLETIONS_FILE, "".join(map(_line, self.rows)))
+                write_whole(self.folder / COMPLETIONS_FILE, "".join(map(_line, self.rows)))
         return size
 
     def add(self, rows: list[Row]) -> None:
@@ -72,7 +73,7 @@ class Record:
         """Keep the result."""
         if self.folder is not None:
             with _writing(self.folder):
-                _replace(self.folder / RESULT_FILE, json.dumps(asdict(result), indent=2) + "\n")
+                write_whole(self.folder / RESULT_FILE, json.dumps(asdict(result), indent=2) + "\n")
                 (self.folder / SETTINGS_FILE).unlink()
 
     def _open(self, folder: Path) -> None:
@@ -120,7 +121,7 @@ class Record:
         self._settings["problems_at_a_time"] = size
 
     def _write_settings(self, folder: Path) -> None:
-        _replace(folder / SETTINGS_FILE, json.dumps(self._settings, indent=2) + "\n")
+        write_whole(folder / SETTINGS_FILE, json.dumps(self._settings, indent=2) + "\n")
 
 
 @contextmanager
@@ -145,13 +146,6 @@ def _read_rows(path: Path) -> list[Row]:
 
 def _line(row: Row) -> str:
     return json.dumps(row, ensure_ascii=False) + "\n"
-
-
-def _replace(path: Path, text: str) -> None:
-    """Write a file that is there as a whole or not at all."""
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
 
 
 def _short(value: Any) -> str:
