@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from qerl.errors import QeRLError
-from qerl.named_files import named_file
 from qerl.settings.checks import (
     Names,
     NonNegative,
@@ -30,6 +29,7 @@ from qerl.settings.checks import (
     Text,
     checked,
 )
+from qerl.settings.library import named_file
 from qerl.settings.recipe import read_mapping
 
 SUITES = Path(__file__).parent / "suites"

@@ -14,6 +14,7 @@ from typing import Any
 
 from rich.console import Console
 
+from qerl.atomic import write_whole, writing
 from qerl.errors import QeRLError
 from qerl.eval.policy import OneAtATime, Source
 from qerl.eval.record import Record
@@ -148,9 +149,5 @@ def _conclude(standings: Sequence[Standing], suite: Suite, out: Path | None, con
     if out is not None:
         best = best_first(standings)[0].label if several else None
         content = {"suite": suite.name, "best": best, "policies": [one.as_json() for one in standings]}
-        try:
-            (out / SUITE_FILE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise QeRLError(
-                f"{out / SUITE_FILE} cannot be written ({error.strerror or error}); choose another --out."
-            ) from error
+        with writing(f"{out / SUITE_FILE} cannot be written"):
+            write_whole(out / SUITE_FILE, json.dumps(content, indent=2) + "\n")

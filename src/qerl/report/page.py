@@ -21,6 +21,7 @@ import jinja2
 from markupsafe import Markup
 
 from qerl import __version__
+from qerl.atomic import writing
 from qerl.errors import QeRLError
 from qerl.report.completions import Table, longest_text, read_tables, shown_groups
 from qerl.report.metrics import METRICS, Metric, number
@@ -61,13 +62,9 @@ def write_report(
         raise QeRLError(f"No step is logged in the {METRICS_FILE} of {folders} yet; wait for the first step.")
     tables = [read_tables(run, completions) for run in read]
     page = render(read, curves, read_scores(read, scores), tables)
-    try:
+    with writing(f"The report cannot be written to {out}"):
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(page, encoding="utf-8")
-    except OSError as error:
-        raise QeRLError(
-            f"The report cannot be written to {out}: {error.strerror}; choose another --out."
-        ) from error
 
 
 def _curves(runs: Sequence[Run]) -> Curves:
