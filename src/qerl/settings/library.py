@@ -76,7 +76,7 @@ def named_file(
     if word.endswith(_ENDINGS) or "/" in word:
         return Path(word).expanduser()
     if word not in known:
-        near = difflib.get_close_matches(word, known, n=3, cutoff=0.5)
+        near = difflib.get_close_matches(word, known, n=3)
         hint = f"did you mean {' or '.join(map(repr, near))}?" if near else listed
         hint = hint or f"there are: {', '.join(known)}."
         raise QeRLError(
