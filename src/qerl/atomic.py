@@ -1,6 +1,7 @@
-"""Files and folders that are there as a whole or not at all: written aside, then renamed.
+"""Files and folders that are there as a whole or not at all, and what the disk refuses as one sentence.
 
-Given up: flushing to the disk. A process that is killed loses nothing by that; a power failure may.
+They are written aside, then renamed. Given up: flushing to the disk. A process that is killed loses nothing
+by that; a power failure may.
 """
 
 import os
@@ -11,15 +12,39 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from qerl.errors import QeRLError
 
-def write_text(path: Path, text: str) -> None:
-    """Write a file or replace it; whoever reads it finds the old text or the new one, in UTF-8."""
+
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Write a file or replace it; whoever reads it finds the old content or the new one.
+
+    Args:
+        path: The file; its folder exists.
+        content: What it is to hold, text as UTF-8.
+    """
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        partial.write_text(text, encoding="utf-8")
+        partial.write_bytes(content if isinstance(content, bytes) else content.encode())
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+@contextmanager
+def writing(what: str, advice: str = "choose another --out") -> Iterator[None]:
+    """A block in which what the disk refuses becomes one sentence.
+
+    Args:
+        what: The beginning of the sentence, which says what cannot be written where.
+        advice: What the user can do.
+
+    Raises:
+        QeRLError: The disk refused.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise QeRLError(f"{what}: {error.strerror or error}; {advice}.") from error
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from qerl.atomic import write_text
+from qerl.atomic import write_whole
 from qerl.errors import QeRLError
 
 
@@ -43,7 +43,7 @@ class Replies:
         """Keep a reply."""
         file = self._file(url, body)
         file.parent.mkdir(exist_ok=True)
-        write_text(file, json.dumps({"url": url, "request": body, "reply": reply}))
+        write_whole(file, json.dumps({"url": url, "request": body, "reply": reply}))
 
     def _file(self, url: str, body: dict[str, Any]) -> Path:
         asked = json.dumps([url, body], sort_keys=True).encode()
