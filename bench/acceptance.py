@@ -29,6 +29,7 @@ from rich.console import Console
 from bench.result import write_result
 from qerl.eval.policy import Loading, Policy, load
 from qerl.models.chat import Chat
+from qerl.models.hub import find_model
 from qerl.models.smollm2 import HUB_ID
 from qerl.rollout.drafts import Text, draft
 from qerl.rollout.engine import SamplingParams
@@ -71,10 +72,10 @@ def load_policy(adapter: Path | None) -> Policy:
     Args:
         adapter: Folder of the adapter.
     """
-    dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
+    model, dtype = find_model(HUB_ID), torch.bfloat16 if torch.cuda.is_available() else torch.float32
     if adapter is None:
-        return load(Loading(HUB_ID, None, "bf16", None, dtype), Console())
-    return load(Loading(HUB_ID, adapter, "nvfp4", "mse", dtype), Console())
+        return load(Loading(model, None, "bf16", None, dtype), Console())
+    return load(Loading(model, adapter, "nvfp4", "mse", dtype), Console())
 
 
 def sample(

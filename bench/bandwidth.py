@@ -97,7 +97,8 @@ def norm_of_residual(work: Work) -> Launch:
 
 def rotation_into_cache(work: Work) -> Launch:
     """rope_kv: q, k and v turned, and k and v written to the cache."""
-    s, t, r = work.sizes, work.tokens, work.rank
+    hidden, s = work.sizes.hidden, work.sizes.spec.mixer
+    t, r = work.tokens, work.rank
     columns = s.queries + 2 * s.keys
     product, b_NR = work.single(1, t, columns), work.half(columns, r)
     cos_ME, sin_ME = work.single(512, s.head_size // 2), work.single(512, s.head_size // 2)
@@ -120,7 +121,7 @@ def rotation_into_cache(work: Work) -> Launch:
             q_THE,
             k_cache,
             v_cache,
-            width=s.hidden,
+            width=hidden,
             eps=1e-6,
             b=b,
         ),
@@ -130,7 +131,7 @@ def rotation_into_cache(work: Work) -> Launch:
 
 def gated_product(work: Work) -> Launch:
     """silu_mul: silu(gate) * up, and A of down."""
-    t, i, r = work.tokens, work.sizes.intermediate, work.rank
+    t, i, r = work.tokens, work.sizes.spec.mlp.intermediate, work.rank
     product, h_TI = work.single(1, t, 2 * i), work.half(t, i)
     b_NR, a_RK = work.half(2 * i, r), work.half(r, i)
     squares, scale = work.single(1, t).abs(), torch.ones(2, device=work.device)
@@ -166,14 +167,14 @@ def norm_of_update(work: Work) -> Launch:
 
 def swiglu_of_update(work: Work) -> Launch:
     """swiglu: forward and backward."""
-    x = work.half(work.tokens, 2 * work.sizes.intermediate).requires_grad_()
-    dy = work.half(work.tokens, work.sizes.intermediate)
+    x = work.half(work.tokens, 2 * work.sizes.spec.mlp.intermediate).requires_grad_()
+    dy = work.half(work.tokens, work.sizes.spec.mlp.intermediate)
     return Launch(lambda: torch.autograd.grad(swiglu(x), x, dy), 3 * _bytes(x) + 2 * _bytes(dy))
 
 
 def rotation_of_update(work: Work) -> Launch:
     """rotary: queries, keys and values of the update, forward and backward."""
-    s, t = work.sizes, work.tokens
+    s, t = work.sizes.spec.mixer, work.tokens
     qkv = work.half(1, t, s.queries + 2 * s.keys).requires_grad_()
     cos, sin = work.half(2, 1, t, s.head_size)
 

@@ -38,7 +38,6 @@ from bench.lengths import random_ids
 from bench.result import write_result
 from bench.step import does_not_fit, make_trainer
 from qerl.errors import QeRLError
-from qerl.families.layer import LINEARS
 from qerl.families.sizes import Sizes
 from qerl.gpu_memory import DRIVER_BYTES, LIMIT, USABLE, is_unified, keep_within_limit, total_bytes
 from qerl.host_memory import host_bytes
@@ -143,7 +142,8 @@ def planned(
     """
     capacity = total_bytes(_DEVICE)
     work = Work(
-        weights=weights, rank=rank, targets=LINEARS, prompt_tokens=prompt, completion_tokens=tokens or SHORT,
+        weights=weights, rank=rank, targets=sizes.targets, prompt_tokens=prompt,
+        completion_tokens=tokens or SHORT,
         group=group, sequences=group, microbatch=group, microbatches=2,
         may_offload=not is_unified(_DEVICE), host_bytes=host_bytes(1),
     )  # fmt: skip

@@ -233,7 +233,8 @@ def main(arguments: list[str]) -> None:
     args = parser.parse_args(arguments)
     result: list[dict[str, Any]] = []
     for name in args.shape:
-        for label, rows, width, _ in Sizes.by_name(name).products:
+        for product in Sizes.by_name(name).spec.products:
+            label, rows, width = product.name, product.outputs, product.inputs
             for tokens in args.tokens:
                 found = measure(name, (label, rows, width), tokens, args.engine, args.tune)
                 result += found

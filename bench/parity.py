@@ -103,7 +103,7 @@ def main(arguments: list[str]) -> None:
         return
     sizes = Sizes.by_name(args.shape)
     torch.manual_seed(0)
-    sizes = dataclasses.replace(sizes, layers=args.layers or sizes.layers)
+    sizes = sizes.with_layers(args.layers or sizes.layers)
     model = as_if_trained(random_policy(sizes, "nvfp4", rank=32, positions=4096)).eval()
     prompt = torch.randint(0, sizes.vocabulary, (100,)).tolist()
     reference = trainer_logprobs(model, prompt[:50], prompt[50:])

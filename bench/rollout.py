@@ -16,7 +16,7 @@ import argparse
 import gc
 import itertools
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,23 +31,27 @@ from qerl.families.sizes import Sizes
 from qerl.kernels.limits import PAGE
 from qerl.measure.decode import decode_speed, fill_rows, random_cache
 from qerl.measure.gauge import gauge
+from qerl.measure.model_config import model_config
 from qerl.measure.random_model import as_if_trained, random_decoder, random_policy
 from qerl.rollout.engine import KV_DTYPES, SamplingParams
 from qerl.rollout.paged.decode import DecodeStep
 from qerl.rollout.paged.engine import PagedEngine
 from qerl.rollout.paged.limits import BlockDemand, KVGeometry
 from qerl.rollout.paged.machine import CudaGraphs
-from qerl.rollout.paged.weights import Decoder
+from qerl.rollout.paged.weights import Decoder, Projection
 from qerl.rollout.session import whole_completions
 from qerl.weight_formats import FORMATS, WeightFormatName
 
 
 def without_adapter(decoder: Decoder) -> Decoder:
     """The same weights without LoRA."""
-    layers = [
-        replace(layer, lora_qkv=None, lora_o=None, lora_gate_up=None, lora_down=None)
-        for layer in decoder.layers
-    ]
+
+    def plain(part: Any) -> Any:
+        parts = {field.name: getattr(part, field.name) for field in fields(part)}
+        bare = {name: replace(one, lora=None) for name, one in parts.items() if isinstance(one, Projection)}
+        return replace(part, **bare)
+
+    layers = [replace(each, mixer=plain(each.mixer), mlp=plain(each.mlp)) for each in decoder.layers]
     return replace(decoder, layers=layers)
 
 
@@ -88,11 +92,15 @@ def step_bytes(
     """Bytes one decode step must read: weights, head, LoRA and, at half of the completion, keys and
     values."""
     per_weight = FORMATS[weights].on_engine.bytes_per_element
-    layer = sum(n * k * per_weight + (n + k * parts) * rank * 2 for _, n, k, parts in sizes.products)
+    layers = sum(
+        run.layers * (p.outputs * p.inputs * per_weight + (p.outputs + p.inputs * len(p.linears)) * rank * 2)
+        for run in sizes.runs
+        for p in run.spec.products
+    )
     groups = -(-rows // group)
-    geometry = KVGeometry(sizes.layers, sizes.kv_heads, sizes.head_size, kv_bytes)
+    geometry = KVGeometry.of(sizes, kv_bytes)
     cache = (groups * prompt + rows * decoded / 2) * geometry.block_bytes / PAGE
-    return sizes.layers * layer + cache + sizes.vocabulary * sizes.hidden * 2
+    return layers + cache + sizes.vocabulary * sizes.hidden * 2
 
 
 def profile(
@@ -210,7 +218,8 @@ def _ranks(args: argparse.Namespace) -> list[int]:
 def _peer_rows(args: argparse.Namespace, sizes: Sizes) -> Iterator[dict[str, Any]]:
     """The same of other engines, each in a process of its own."""
     spec = {
-        "sizes": asdict(sizes), "batches": args.batch, "prompt_tokens": args.prompt,
+        "config": model_config(sizes, "bf16", sizes.positions).to_dict(),
+        "batches": args.batch, "prompt_tokens": args.prompt,
         "decode_tokens": args.decode, "group": args.group, "repeats": args.repeats, "lengths": args.lengths,
     }  # fmt: skip
     for peer, rank in itertools.product(args.peers, _ranks(args)):
@@ -254,7 +263,7 @@ def main(arguments: list[str]) -> None:
     """Runs `python -m bench rollout` with these arguments."""
     args = _parser().parse_args(arguments)
     sizes = Sizes.by_name(args.shape)
-    sizes = replace(sizes, layers=args.layers or sizes.layers)
+    sizes = sizes.with_layers(args.layers or sizes.layers)
     if args.lengths:
         draw_lengths(args.lengths, 1, args.decode)  # a mistake is said before anything is made
     limit = read_bandwidth()

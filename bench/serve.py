@@ -32,7 +32,6 @@ from bench.result import Row, write_result
 from bench.serve_loop import client
 from bench.served import KEY, Served, serving
 from qerl.errors import QeRLError
-from qerl.families.layer import LINEARS
 from qerl.families.sizes import Sizes
 from qerl.gpu_memory import total_bytes
 from qerl.measure.gauge import gauge
@@ -54,7 +53,7 @@ def planned(sizes: Sizes, args: argparse.Namespace, adapters: int) -> MemoryPlan
     """
     samples = args.prompts * args.samples
     work = Work(
-        weights=args.weights, rank=args.rank, targets=LINEARS, prompt_tokens=args.prompt,
+        weights=args.weights, rank=args.rank, targets=sizes.targets, prompt_tokens=args.prompt,
         completion_tokens=args.tokens, group=args.samples, sequences=min(samples, MAX_ROWS),
         microbatch=samples, tokens_per_forward=args.tokens_per_forward, adapters=adapters,
         serves=True, may_offload=False,
@@ -146,7 +145,7 @@ def main(arguments: list[str]) -> None:
         raise QeRLError("`python -m bench serve` needs the package tinker; install it with pip.")
     os.environ |= {"TINKER_API_KEY": KEY, "TINKER_TELEMETRY": "0"}  # of the client's process
     sizes = Sizes.by_name(args.shape)
-    sizes = replace(sizes, layers=args.layers or sizes.layers)
+    sizes = sizes.with_layers(args.layers or sizes.layers)
     found: list[Row] = []
     for row in rows(args, sizes):
         found.append(row)

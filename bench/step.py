@@ -26,7 +26,7 @@ import os
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,12 +41,12 @@ from bench.lengths import KINDS, draw_lengths
 from bench.peers.process import PATIENCE_MINUTES, peer_rows
 from bench.result import write_result
 from qerl.errors import QeRLError
-from qerl.families.layer import LINEARS
 from qerl.families.parts import base_model
 from qerl.families.sizes import Sizes
 from qerl.gpu_memory import is_unified, total_bytes
 from qerl.host_memory import host_bytes
 from qerl.measure.gauge import gauge
+from qerl.measure.model_config import model_config
 from qerl.measure.random_model import random_policy
 from qerl.measure.random_task import random_prompts, random_reward, word_tokenizer
 from qerl.plan.propose import beyond_host, fastest
@@ -274,7 +274,8 @@ def _settings(
         return tokens_per_forward, {"every_n_layers": every}
     samples, microbatch = prompts * args.samples, args.microbatch or args.samples
     work = Work(
-        weights=weights, rank=rank, targets=LINEARS, prompt_tokens=args.prompt, completion_tokens=tokens,
+        weights=weights, rank=rank, targets=sizes.targets, prompt_tokens=args.prompt,
+        completion_tokens=tokens,
         group=args.samples, sequences=min(samples, MAX_ROWS), microbatch=microbatch,
         microbatches=samples // microbatch, processes=_processes()[1],
         may_offload=not is_unified(_DEVICE), host_bytes=host_bytes(_processes()[1]),
@@ -304,7 +305,8 @@ def _peer_rows(args: argparse.Namespace, sizes: Sizes) -> Iterator[dict[str, Any
     """The same of other trainers, each row in a process of its own."""
     for peer, rank, prompts, tokens in itertools.product(args.peers, args.rank, args.prompts, args.tokens):
         spec = {
-            "sizes": asdict(sizes), "rank": rank, "prompts": prompts, "samples": args.samples,
+            "config": model_config(sizes, "bf16", sizes.positions).to_dict(),
+            "rank": rank, "prompts": prompts, "samples": args.samples,
             "microbatch": args.microbatch or args.samples, "prompt_tokens": args.prompt, "tokens": tokens,
             "lengths": args.lengths, "steps": args.steps,
         }  # fmt: skip

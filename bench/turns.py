@@ -15,7 +15,6 @@ import random
 import statistics
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,7 @@ from qerl.rollout.portable.engine import PortableEngine
 from qerl.rollout.select import make_engine
 from qerl.weight_formats import FORMATS
 
-SMOLLM2 = Sizes(576, 1536, 30, 9, 3, 64, 49152, tied=True)
+SMOLLM2 = Sizes.uniform(576, 1536, 30, 9, 3, 64, 49152, tied=True)
 """SmolLM2-135M, which `qerl.families.sizes` does not list."""
 
 EVERY_TOKEN_ALIKE = 1e4
@@ -102,7 +101,7 @@ def rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     positions = args.prompt + max_tokens(args, max(args.turns))
     device = "cuda" if args.on_gpu else "cpu"
     torch.manual_seed(0)
-    sizes = replace(sizes, layers=args.layers or sizes.layers)
+    sizes = sizes.with_layers(args.layers or sizes.layers)
     model = as_if_trained(random_policy(sizes, args.weights, args.rank, positions, device)).eval()
     if not args.on_gpu:
         model = model.float()

@@ -49,14 +49,14 @@ def write_adapter(folder: Path, sizes: Sizes, rank: int) -> list[str]:
     """
     folder.mkdir()
     tensors: dict[str, torch.Tensor] = {}
-    for layer in range(sizes.layers):
-        for linear in sizes.linears:
+    for layer, spec in enumerate(sizes.specs):
+        for linear in spec.linears:
             prefix = f"base_model.model.model.layers.{layer}.{linear.place}"
             a_RK = torch.randn(rank, linear.inputs, dtype=torch.bfloat16) * linear.inputs**-0.5
             b_NR = torch.randn(linear.outputs, rank, dtype=torch.bfloat16) * 0.01
             tensors |= {f"{prefix}.lora_A.weight": a_RK, f"{prefix}.lora_B.weight": b_NR}
     save_file(tensors, folder / "adapter_model.safetensors")
-    targets = [linear.name for linear in sizes.linears]
+    targets = list(sizes.targets)
     config = {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": rank, "lora_alpha": 2 * rank, "bias": "none",
         "target_modules": targets,

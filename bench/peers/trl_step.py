@@ -32,7 +32,6 @@ from bench.clock import Clock, medians
 from bench.lengths import draw_lengths
 from bench.peers.checkpoint import write_zeros
 from bench.peers.process import serve
-from qerl.families.layer import LINEARS
 from qerl.families.sizes import Sizes
 from qerl.measure.model_config import model_config
 from qerl.measure.random_task import random_prompts, random_reward, word_tokenizer
@@ -92,7 +91,7 @@ def run(spec: dict[str, Any], folder: Path) -> Iterator[dict[str, Any]]:
     """One row, in the peer's process.
 
     Args:
-        spec: ``sizes`` (fields of `Sizes`), ``rank``, ``prompts``, ``samples``, ``microbatch``,
+        spec: ``config`` (a config.json's content), ``rank``, ``prompts``, ``samples``, ``microbatch``,
             ``prompt_tokens``, ``tokens``, ``lengths`` and ``steps``, as `bench.step.measure` has them.
         folder: Gets the model's folder and TRL's.
 
@@ -101,7 +100,7 @@ def run(spec: dict[str, Any], folder: Path) -> Iterator[dict[str, Any]]:
     """
     import vllm
 
-    sizes = Sizes(**spec["sizes"])
+    sizes = Sizes.from_config(spec["config"])
     model = _model(sizes, spec["prompt_tokens"] + spec["tokens"], folder / "model")
     count = spec["prompts"] * (spec["steps"] + 1)
     trainer = GRPOTrainer(
@@ -109,7 +108,7 @@ def run(spec: dict[str, Any], folder: Path) -> Iterator[dict[str, Any]]:
         Dataset.from_dict({"prompt": random_prompts(count, spec["prompt_tokens"])}),
         processing_class=word_tokenizer(sizes.vocabulary),
         peft_config=LoraConfig(
-            r=spec["rank"], lora_alpha=2 * spec["rank"], lora_dropout=0.0, target_modules=list(LINEARS),
+            r=spec["rank"], lora_alpha=2 * spec["rank"], lora_dropout=0.0, target_modules=list(sizes.targets),
             task_type="CAUSAL_LM",
         ),
     )  # fmt: skip
@@ -174,7 +173,7 @@ def _settings(sizes: Sizes, spec: dict[str, Any], folder: Path) -> GRPOConfig:
 def _vllm_share(sizes: Sizes, samples: int, positions: int) -> float:
     """Part of the GPU's memory with which vLLM holds its weights and all samples of a step at once."""
     weights = 2 * replace(sizes, tied=False).parameters
-    cache = samples * positions * 2 * 2 * sizes.layers * sizes.keys  # keys and values in bf16
+    cache = samples * positions * 2 * 2 * sizes.layers * sizes.spec.mixer.keys  # keys and values in bf16
     return (weights + cache + _VLLM_BYTES) / torch.cuda.mem_get_info()[1]
 
 

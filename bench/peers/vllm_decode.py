@@ -38,9 +38,9 @@ def run(spec: dict[str, Any], folder: Path) -> Iterator[dict[str, Any]]:
     """A row for each batch, in the peer's process.
 
     Args:
-        spec: ``sizes`` (fields of `Sizes`), ``weights`` and ``quantization`` (of `PEERS`), ``rank`` (0 for
-            no adapter), ``batches``, ``prompt_tokens``, ``decode_tokens``, ``group`` (samples a prompt),
-            ``repeats`` and ``lengths``, as `bench.lengths.draw_lengths` takes them, or None.
+        spec: ``config`` (a config.json's content), ``weights`` and ``quantization`` (of `PEERS`),
+            ``rank`` (0 for no adapter), ``batches``, ``prompt_tokens``, ``decode_tokens``, ``group`` (samples
+            a prompt), ``repeats`` and ``lengths``, as `bench.lengths.draw_lengths` takes them, or None.
         folder: Gets config and adapter.
 
     Returns:
@@ -48,7 +48,7 @@ def run(spec: dict[str, Any], folder: Path) -> Iterator[dict[str, Any]]:
     """
     import vllm
 
-    sizes = Sizes(**spec["sizes"])
+    sizes = Sizes.from_config(spec["config"])
     positions = spec["prompt_tokens"] + spec["decode_tokens"] + 16
     model_config(sizes, spec["weights"], positions).save_pretrained(folder / "model")
     adapter, lora = None, {}
@@ -80,7 +80,7 @@ def _measure(llm: "LLM", adapter: Any, batch: int, spec: dict[str, Any]) -> dict
     decoded = spec["decode_tokens"]
     group = min(spec["group"], batch)
     first = range(1, 1 + spec["prompt_tokens"])
-    vocabulary = spec["sizes"]["vocabulary"]
+    vocabulary = spec["config"]["vocab_size"]
     prompts = [
         {"prompt_token_ids": [(token + 1000 * (i // group)) % vocabulary for token in first]}
         for i in range(batch)

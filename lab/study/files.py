@@ -1,7 +1,6 @@
-"""Files of a folder that several processes share: who computes what, files that are whole or absent."""
+"""The lock of a folder that several processes share: who computes what."""
 
 import contextlib
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,10 +23,3 @@ def claimed(lock_file: Path) -> Iterator[bool]:
         yield True
     finally:
         lock.release()
-
-
-def replace(path: Path, content: bytes) -> None:
-    """Write a file that is there as a whole or not at all."""
-    part = path.with_name(f".{path.name}.{os.getpid()}")
-    part.write_bytes(content)
-    part.replace(path)

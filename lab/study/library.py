@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from qerl.named_files import named_file
+from qerl.settings.library import named_file
 
 FOLDER = Path(__file__).parents[1] / "studies"
 

@@ -14,7 +14,7 @@ import numpy as np
 from lab.study.figures import Band, band, band_chart, difference_chart, standalone
 from lab.study.results import ACCURACY, ROLLOUT_ENTROPY, Results, RunResult, Values
 from lab.study.statistics import Comparison, compare
-from qerl.errors import QeRLError
+from qerl.atomic import writing
 from qerl.report.metrics import Metric, number
 from qerl.report.page import differing, document
 
@@ -47,13 +47,9 @@ def write_page(results: Results, path: Path) -> None:
         QeRLError: A comparison needs scipy and it is not installed, or the file cannot be written.
     """
     text = render(results, compare(results))
-    try:
+    with writing(f"The page cannot be written to {path}", "choose another --output_dir"):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise QeRLError(
-            f"The page cannot be written to {path} ({error.strerror or error}); choose another --output_dir."
-        ) from error
 
 
 def write_figures(results: Results, folder: Path, without: Collection[str] = ()) -> list[Path]:
@@ -68,16 +64,12 @@ def write_figures(results: Results, folder: Path, without: Collection[str] = ())
         QeRLError: As :func:`write_page`.
     """
     drawings = dict(_drawings(results, compare(results), without))
-    try:
+    with writing(f"Figures cannot be written to {folder}", "choose another --figures"):
         folder.mkdir(parents=True, exist_ok=True)
         paths = []
         for name, (_, svg) in drawings.items():
             paths.append(folder / f"{name}.svg")
             paths[-1].write_text(standalone(svg), encoding="utf-8")
-    except OSError as error:
-        raise QeRLError(
-            f"Figures cannot be written to {folder} ({error.strerror or error}); choose another --figures."
-        ) from error
     return paths
 
 

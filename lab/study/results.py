@@ -19,9 +19,9 @@ from statistics import fmean
 from typing import Any
 
 from lab.study.arms import Arm, Run
-from lab.study.files import replace
 from lab.study.followed import Followed
 from lab.study.spec import Study, make_study
+from qerl.atomic import write_whole
 from qerl.errors import QeRLError
 from qerl.source import UNKNOWN
 
@@ -201,7 +201,7 @@ def write_results(results: Results, path: Path) -> None:
     bytes."""
     plain = {"study": results.study.values(), "runs": [result.plain() for result in results.runs]}
     text = json.dumps(plain, allow_nan=False, separators=(",", ":"))
-    replace(path, gzip.compress(text.encode(), mtime=0))
+    write_whole(path, gzip.compress(text.encode(), mtime=0))
 
 
 def read_results(path: Path) -> Results:

@@ -35,9 +35,10 @@ import torch
 from filelock import FileLock
 
 from lab.study.arms import Run
-from lab.study.files import claimed, replace
+from lab.study.files import claimed
 from lab.study.results import RESULTS_FILE, Results, RunResult, from_plain, read_results, write_results
 from lab.study.spec import Study
+from qerl.atomic import write_whole
 from qerl.errors import QeRLError
 from qerl.run_folder import read_json
 from qerl.source import commit
@@ -128,10 +129,10 @@ class Store:
         """Make the files of runs; who is interrupted leaves a study.json that says so."""
         self._write_study(_values(packed) | {_UNPACKING: True})
         for result in packed.runs:
-            replace(self._path(result.run), (json.dumps(result.plain(), allow_nan=False) + "\n").encode())
+            write_whole(self._path(result.run), (json.dumps(result.plain(), allow_nan=False) + "\n").encode())
 
     def _write_study(self, values: dict[str, Any]) -> None:
-        replace(self.folder / STUDY_FILE, (json.dumps(values, indent=1) + "\n").encode())
+        write_whole(self.folder / STUDY_FILE, (json.dumps(values, indent=1) + "\n").encode())
 
     def _joined(self, packed: Results | None) -> dict[str, Any]:
         """The study with all arms that the folder knows; refused where the folder is another one's."""
@@ -229,7 +230,7 @@ class Store:
                 (before,) = self.read([result.run])
                 (self.folder / "former").mkdir(exist_ok=True)
                 path.replace(self.folder / "former" / f"{result.run.name}-{before.commit}.json")
-            replace(path, (json.dumps(result.plain(), allow_nan=False) + "\n").encode())
+            write_whole(path, (json.dumps(result.plain(), allow_nan=False) + "\n").encode())
 
     def _path(self, run: Run) -> Path:
         return self.folder / "runs" / f"{run.name}.json"

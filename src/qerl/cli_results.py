@@ -5,6 +5,7 @@ console in its arguments.
 """
 
 import argparse
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,24 +15,6 @@ from qerl.weight_formats import DEFAULT_FORMAT, DEFAULT_ROUNDING, FORMATS, ROUND
 
 if TYPE_CHECKING:
     from qerl.eval.policy import Source
-
-
-_ASKED = (
-    "task",
-    "tools",
-    "environment",
-    "max_tool_calling_iterations",
-    "samples",
-    "temperature",
-    "top_p",
-    "max_tokens",
-    "stop_strings",
-    "thinking_budget",
-    "thinking_end",
-    "limit",
-    "seed",
-)
-"""Flags of `qerl eval` that are fields of a request."""
 
 
 def add_bench(commands: Any) -> None:
@@ -186,16 +169,14 @@ def _add_model(sub: argparse.ArgumentParser) -> None:
 
 
 def _eval(args: argparse.Namespace) -> None:
-    from qerl.eval.request import Request
+    from qerl.eval.request import Request, Suite, load_suite
     from qerl.eval.run import evaluate_model
     from qerl.eval.several import evaluate_all
-    from qerl.eval.suite import Suite, load_suite
     from qerl.settings.recipe import parse_mapping
 
-    asked = {name: getattr(args, name) for name in _ASKED} | {
-        name: parse_mapping(getattr(args, name), f"--{name}")
-        for name in ("task_options", "environment_options")
-    }
+    asked = {spec.name: getattr(args, spec.name) for spec in fields(Request)}
+    for name in ("task_options", "environment_options"):
+        asked[name] = parse_mapping(asked[name], f"--{name}")
     given = {name: value for name, value in asked.items() if value is not None}
     sources = [_source(args, adapter) for adapter in args.adapter or [None]]
     if args.suite is not None:

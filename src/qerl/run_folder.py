@@ -22,9 +22,12 @@ import logging
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
 
 from qerl import yaml12
+from qerl.atomic import write_whole
 from qerl.errors import QeRLError
 
 logger = logging.getLogger(__name__)
@@ -80,10 +83,18 @@ def policy_folders(run: Path) -> tuple[Path, ...]:
     return (run,) if checkpoint_step(run) is None else (run, run.absolute().parent)
 
 
-def path_labels(folders: Sequence[Path]) -> list[str]:
-    """The shortest ends of different paths that tell them apart."""
-    for depth in range(1, max(len(folder.parts) for folder in folders) + 1):
-        labels = ["/".join(folder.parts[-depth:]) for folder in folders]
+def path_labels(folders: Sequence[Path], what: str) -> list[str]:
+    """The shortest ends of the folders' paths that tell them apart; ``what`` they are called in an error.
+
+    Raises:
+        QeRLError: A folder is given twice.
+    """
+    paths = [folder.resolve() for folder in folders]
+    for folder, path in zip(folders, paths, strict=True):
+        if paths.count(path) > 1:
+            raise QeRLError(f"The {what} {folder} is given more than once; name each {what} once.")
+    for depth in range(1, max(len(path.parts) for path in paths) + 1):
+        labels = ["/".join(path.parts[-depth:]) for path in paths]
         if len(set(labels)) == len(labels):
             return labels
     raise AssertionError("different paths have different parts")
@@ -156,10 +167,7 @@ def _parse(line: str) -> dict[str, Any] | None:
 
 def write_metrics(run: Path, rows: Iterable[dict[str, Any]]) -> None:
     """Replace the metrics of a run by these rows, whole or not at all."""
-    path = run / METRICS_FILE
-    whole = path.with_suffix(".tmp")
-    whole.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    whole.replace(path)
+    write_whole(run / METRICS_FILE, "".join(json.dumps(row) + "\n" for row in rows))
 
 
 def append_metrics(run: Path, row: dict[str, Any]) -> None:
@@ -201,6 +209,30 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise QeRLError(f"{path} is not a JSON object; copy the folder again.")
     return content
+
+
+Result = TypeVar("Result")
+
+
+def read_result(folder: Path, kind: type[Result]) -> Result:
+    """The result of the evaluation in a folder.
+
+    Args:
+        folder: Where its result.json lies.
+        kind: A dataclass with those of its fields that are wanted.
+
+    Raises:
+        QeRLError: The file cannot be read, or lacks one of the fields.
+    """
+    path = folder / RESULT_FILE
+    try:
+        return TypeAdapter(kind).validate_json(path.read_bytes())
+    except (OSError, ValueError) as error:
+        cause: object = error
+        if isinstance(error, ValidationError):
+            fault = error.errors(include_url=False)[0]
+            cause = ": ".join([".".join(map(str, fault["loc"])), fault["msg"]]).removeprefix(": ")
+        raise QeRLError(f"{path} is not the result of an evaluation ({cause}); remove it.") from error
 
 
 def read_policy(folder: Path) -> dict[str, Any]:

@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from qerl.agents.loop import Limits, run_trajectories
-from qerl.agents.pool import THREADS, ToolPool
+from qerl.agents.pool import ToolPool
 from qerl.agents.template import TurnTemplate
 from qerl.agents.trajectory import Trajectory
 from qerl.agents.world import TextWorld, ToolWorld, World
+from qerl.calls.beside import AT_ONCE, Beside
 from qerl.rollout.engine import SamplingParams
 from qerl.rollout.portable.engine import PortableEngine
 from tests.fuzz._print import run_and_print
@@ -141,7 +142,7 @@ class Engines:
             yield session, prompt, most, self.tools
         scheduler = session._scheduler
         assert not scheduler.busy and not scheduler.idle, case
-        assert scheduler.blocks.free == scheduler.blocks.count == blocks, f"{case}: a block is held"
+        assert scheduler.memory.free == scheduler.memory.count == blocks, f"{case}: a block is held"
 
     @contextlib.contextmanager
     def portable(self, draw: random.Random, case: str) -> Iterator[Played]:
@@ -167,7 +168,7 @@ def run(count: int, seed: int, folder: Path) -> dict[str, int]:
     _RELEASE.clear()
     engines = Engines()
     before = set(threading.enumerate())
-    pool = ToolPool(TIMEOUT, output_limit=50, stuck=STUCK)
+    pool = ToolPool(TIMEOUT, output_limit=50, beside=Beside(stuck=STUCK))
     ends: dict[str, int] = {}
     try:
         for batch in range(-(-count // ROWS)):
@@ -178,7 +179,7 @@ def run(count: int, seed: int, folder: Path) -> dict[str, int]:
                 ends[str(found.end)] = ends.get(str(found.end), 0) + 1
             assert time.monotonic() - start < SECONDS, f"batch {seed}/{batch} took too long"
             extra = len(set(threading.enumerate()) - before)
-            assert extra <= STUCK + 2 * THREADS + 1, f"batch {seed}/{batch}: {extra} threads"
+            assert extra <= STUCK + 2 * AT_ONCE + 1, f"batch {seed}/{batch}: {extra} threads"
     finally:
         _RELEASE.set()
         pool.close()

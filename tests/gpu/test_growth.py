@@ -35,7 +35,7 @@ def play(engine):
             for ended in session.next(one_round=True):
                 found[ended.index] = ended.completion
                 session.finish(ended.index)
-        assert session._scheduler.blocks.free == session._scheduler.blocks.count
+        assert session._scheduler.memory.free == session._scheduler.memory.count
     return [found[index] for index in sorted(found)]
 
 
@@ -87,7 +87,7 @@ class TenBlocks(Cuda):
     """The GPU, with room for ten blocks of keys and values of `random_model`'s model."""
 
     def cache_bytes(self, model, filtered, freed=0):
-        return 10 * KVGeometry(layers=3, kv_heads=2, head_size=64, item_bytes=2).block_bytes
+        return 10 * KVGeometry(((2, 64),) * 3, 2).block_bytes
 
 
 def test_a_join_that_does_not_fit_leaves_the_others_their_memory(reserved):
@@ -97,10 +97,10 @@ def test_a_join_that_does_not_fit_leaves_the_others_their_memory(reserved):
     with engine.session(SamplingParams(max_tokens=1000), growing=True) as session:
         session.start(PROMPTS[:1], 2, [150] * 2, [0, 1])
         session.next(one_round=True)
-        address, step = engine.cache.k.data_ptr(), session._step
+        address, step = engine.cache.k[0].data_ptr(), session._step
         with pytest.raises(QeRLError, match="one sequence needs"):
             session.start(PROMPTS[2:], 1, [700])
-        assert engine.cache.k.data_ptr() == address and session._step is step
+        assert engine.cache.k[0].data_ptr() == address and session._step is step
         while session.busy:
             for ended in session.next():
                 found[ended.index] = ended.completion

@@ -89,7 +89,7 @@ class NineBlocks(Cuda):
     """The GPU, with room for nine blocks of keys and values of `random_model`'s model."""
 
     def cache_bytes(self, model, filtered, freed=0):
-        return 9 * KVGeometry(layers=3, kv_heads=2, head_size=64, item_bytes=2).block_bytes
+        return 9 * KVGeometry(((2, 64),) * 3, 2).block_bytes
 
 
 def test_preemption_is_invisible_and_rows_are_refilled(monkeypatch):
@@ -146,7 +146,7 @@ def test_turns_draw_by_the_numbers_of_one_turn(machine):
     assert max(turns for *_, turns in found.values()) > 3
     check_uniforms(model, 3, 5, [found[index][:2] for index in range(9)])
     assert not session._scheduler.idle
-    assert session._scheduler.blocks.free == session._scheduler.blocks.count
+    assert session._scheduler.memory.free == session._scheduler.memory.count
 
 
 def test_stops_of_the_host_and_stop_tokens_end_the_same_turns():
@@ -159,7 +159,7 @@ def test_stops_of_the_host_and_stop_tokens_end_the_same_turns():
         with engine.session(SamplingParams(max_tokens=100, seed=5, **ended_by)) as session:
             session.start(PROMPTS, 3)
             played.append(play(session, whole, 7))
-            assert session._scheduler.blocks.free == session._scheduler.blocks.count
+            assert session._scheduler.memory.free == session._scheduler.memory.count
     assert played[0] == played[1]
     assert sum(turns for *_, turns in played[0].values()) > 18
 
@@ -192,11 +192,11 @@ def test_a_cache_that_took_all_it_may_is_kept():
     engine = PagedEngine(random_model("qwen2", ""), pad_token_id=0, machine=Cuda(cache_share=1e-4))
     params = SamplingParams(max_tokens=100, seed=5)
     first = engine.generate(PROMPTS, 100, params)
-    address, steps = engine.cache.k.data_ptr(), dict(engine.graphs.steps)
+    address, steps = engine.cache.k[0].data_ptr(), dict(engine.graphs.steps)
     assert engine.cache.is_limited
     engine.release()
     second = engine.generate(PROMPTS, 100, params)
-    assert engine.cache.k.data_ptr() == address and engine.graphs.steps == steps
+    assert engine.cache.k[0].data_ptr() == address and engine.graphs.steps == steps
     assert first.generated_tokens == second.generated_tokens == 30000
 
 

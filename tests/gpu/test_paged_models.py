@@ -16,7 +16,6 @@ if not torch.cuda.is_available():
 from peft import LoraConfig, get_peft_model
 
 from qerl.errors import QeRLError
-from qerl.families.layer import LINEARS
 from qerl.kernels.needs import obstacles
 from qerl.lora.adapter import add_lora
 from qerl.rollout.engine import SamplingParams
@@ -25,6 +24,7 @@ from qerl.rollout.paged.machine import Cuda
 from qerl.rollout.portable.engine import PortableEngine
 from qerl.rollout.select import make_engine
 from tests.support.models import FAMILIES, move_adapter, pack
+from tests.support.plan import LINEARS
 
 PROMPTS = [list(range(5, 105)), [7], list(range(200, 330))]
 

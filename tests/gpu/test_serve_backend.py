@@ -67,11 +67,19 @@ def test_adapters_of_different_rank_take_turns_in_the_same_buffers(backend):
     keys = {name: backend.save_for_sampler(name, None) for name in RANKS} | {"base": backend.sampler("tiny")}
     first = {name: drawn(ask(backend, key)) for name, key in keys.items()}
     decoder = backend._engine.decoder
-    held = [lora.a_RK.data_ptr() for layer in decoder.layers for lora in (layer.lora_qkv, layer.lora_down)]
+    held = [
+        lora.a_RK.data_ptr()
+        for layer in decoder.layers
+        for lora in (layer.mixer.qkv.lora, layer.mlp.down.lora)
+    ]
     for name in ("b", "base", "a", "b"):
         assert drawn(ask(backend, keys[name])) == first[name]
     assert first["a"] != first["b"] and first["b"] != first["base"]
-    now = [lora.a_RK.data_ptr() for layer in decoder.layers for lora in (layer.lora_qkv, layer.lora_down)]
+    now = [
+        lora.a_RK.data_ptr()
+        for layer in decoder.layers
+        for lora in (layer.mixer.qkv.lora, layer.mlp.down.lora)
+    ]
     assert now == held
     for name in RANKS:
         train(backend, name)

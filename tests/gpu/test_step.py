@@ -23,7 +23,7 @@ from qerl.rollout.paged.decode import DecodeStep
 from qerl.rollout.paged.kv_cache import KVCache
 from qerl.rollout.paged.machine import NoGraphs
 
-SIZES = Sizes(384, 448, 3, 6, 2, 64, 1000, qkv_bias=True)
+SIZES = Sizes.uniform(384, 448, 3, 6, 2, 64, 1000, qkv_bias=True)
 
 
 def dense(stack):
@@ -31,15 +31,20 @@ def dense(stack):
 
 
 def as_dense(layer, names=("qkv", "o", "gate_up", "down")):
-    return dataclasses.replace(layer, **{name: dense(getattr(layer, name)) for name in names})
+    def part(weights):
+        packed = {name: getattr(weights, name) for name in names if hasattr(weights, name)}
+        plain = {name: dataclasses.replace(each, weight=dense(each.weight)) for name, each in packed.items()}
+        return dataclasses.replace(weights, **plain)
+
+    return dataclasses.replace(layer, mixer=part(layer.mixer), mlp=part(layer.mlp))
 
 
 def output(decoder, rows, passes=1):
     """The last pass's output; every pass computes the same token."""
     torch.manual_seed(1)
     cache = KVCache.of_blocks(decoder, 4 * rows)
-    cache.k.normal_()
-    cache.v.normal_()
+    for layer in (*cache.k, *cache.v):
+        layer.normal_()
     step = DecodeStep(decoder, cache, rows, 4, 2, SamplingParams(4), NoGraphs())
     fill_rows(step, cache, 70, 4, 4)
     for _ in range(passes):

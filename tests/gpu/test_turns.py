@@ -31,7 +31,7 @@ class FifteenBlocks(Cuda):
     """The GPU, with room for one long sequence of `random_model` and little more."""
 
     def cache_bytes(self, model, filtered, freed=0):
-        return 15 * KVGeometry(layers=3, kv_heads=2, head_size=64, item_bytes=2).block_bytes
+        return 15 * KVGeometry(((2, 64),) * 3, 2).block_bytes
 
 
 @torch.no_grad()
@@ -74,7 +74,7 @@ def test_tools_that_answer_late(packed, machine):
         assert session.prefilled_tokens > sum(map(len, PROMPTS)) + heard, "and given up where memory is short"
     scheduler = session._scheduler
     assert not scheduler.idle and not scheduler.busy
-    assert scheduler.blocks.free == scheduler.blocks.count
+    assert scheduler.memory.free == scheduler.memory.count
 
 
 class Echo:

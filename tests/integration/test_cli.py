@@ -114,7 +114,6 @@ def test_a_disk_without_room_for_what_is_printed_is_one_sentence(monkeypatch, ca
         ["plan", "n" * 300],
         ["generate", "n" * 5000, "hi"],
         ["quantize", "MODEL", "n" * 300],
-        ["study", "n" * 300],
         ["train", "RECIPE", "--output_dir", "n" * 300],
         ["train", "RECIPE", "--output_dir", "n" * 300, "--dry_run"],
         ["train", "RECIPE", "--reward_files", "n" * 300 + ".py:f"],

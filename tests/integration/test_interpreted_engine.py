@@ -28,7 +28,7 @@ from tests.support.models import move_adapter
 
 PROMPTS = [list(range(3, 8)), [9]]
 PACE = Pace(round_steps=2, prefill_tokens=(8, 80))
-BLOCK_BYTES = KVGeometry(layers=2, kv_heads=2, head_size=16, item_bytes=4).block_bytes
+BLOCK_BYTES = KVGeometry(((2, 16),) * 2, 4).block_bytes
 
 
 def paged(model, blocks=12, pace=PACE, **settings):
@@ -82,7 +82,7 @@ def test_nf4_weights(adapted, to_nf4):
     params = SamplingParams(max_tokens=4, seed=1)
     wanted = PortableEngine(model, 0).generate(PROMPTS, 2, params)
     engine = paged(model)
-    assert isinstance(engine.decoder.layers[0].gate_up, NF4Stack)
+    assert isinstance(engine.decoder.layers[0].mlp.gate_up.weight, NF4Stack)
     close(engine.generate(PROMPTS, 2, params), wanted)
     close(PortableEngine(model, 0).generate(PROMPTS, 2, params), wanted)
 
@@ -117,7 +117,7 @@ def test_a_pass_that_was_cut_off_leaves_nothing(adapted, monkeypatch):
             engine.generate([[9, 4]], 1, params)
     passes = [*engine.prefill.passes.values(), *(step.forward for step in engine.graphs.steps.values())]
     for forward in passes:
-        for left in (forward.sums.qkv, forward.sums.o, forward.sums.gate_up, forward.sums.down):
+        for left in forward.sums.values():
             left.parts_PTR.fill_(torch.nan)
             left.sum_TR.fill_(torch.nan)
     assert engine.generate([[9, 4]], 1, params).completions == wanted.completions

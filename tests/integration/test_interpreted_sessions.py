@@ -19,7 +19,7 @@ from qerl.rollout.stops import StopTokens
 from tests.support.sessions import check_against, play
 
 PROMPTS = [[5, 7, 11], [9]]
-BLOCK_BYTES = KVGeometry(layers=1, kv_heads=2, head_size=16, item_bytes=4).block_bytes
+BLOCK_BYTES = KVGeometry(((2, 16),) * 1, 4).block_bytes
 
 
 def paged(model, blocks=12, **settings):
@@ -54,7 +54,7 @@ def test_turns_draw_what_one_turn_would_have_drawn(model, monkeypatch, kept):
         session.start(PROMPTS, 1, stops=[(), (StopTokens([whole[1].token_ids[2]]),)])
         found = play(session, whole, 3)
         assert not session._scheduler.idle
-        assert session._scheduler.blocks.free == session._scheduler.blocks.count
+        assert session._scheduler.memory.free == session._scheduler.memory.count
     check_against(found, whole)
     assert [turns for *_, turns in found.values()] == [2, 2]
     # The prompts, and for each what was written and the token before it; or all but the last token.

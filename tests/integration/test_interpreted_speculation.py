@@ -20,13 +20,13 @@ from qerl.rollout.paged.limits import KVGeometry, rows_of_step
 from qerl.rollout.paged.machine import Eager
 from qerl.rollout.paged.pace import Pace
 from qerl.rollout.paged.rows import Rows
-from qerl.rollout.paged.scheduler import Prompt, Sequence
+from qerl.rollout.paged.sequences import Prompt, Sequence
 from qerl.rollout.portable.engine import PortableEngine
 from qerl.rollout.stops import StopTokens
 from tests.support.sessions import check_against, play
 from tests.support.speculation import drop_drafts
 
-BLOCK_BYTES = KVGeometry(layers=1, kv_heads=2, head_size=16, item_bytes=4).block_bytes
+BLOCK_BYTES = KVGeometry(((2, 16),) * 1, 4).block_bytes
 CYCLE = [5, 7, 11, 5, 7, 11, 5, 7]
 
 

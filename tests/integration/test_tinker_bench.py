@@ -14,7 +14,7 @@ from bench.__main__ import main
 from bench.served import BASE, KEY, Served, serving
 from qerl.families.sizes import Sizes
 
-LLAMA = Sizes(128, 192, 2, 2, 1, 64, 100)
+LLAMA = Sizes.uniform(128, 192, 2, 2, 1, 64, 100)
 
 
 def test_steps_are_timed_and_their_memory_stands_beside_the_plan(monkeypatch, tmp_path, capsys):

@@ -8,12 +8,12 @@ import signal
 import pytest
 from rich.console import Console
 
-from lab.study.files import replace
 from lab.study.plan import make_plan
 from lab.study.results import RESULTS_FILE, Results, by_key, read_results, write_results
 from lab.study.runner import Runner
 from lab.study.spec import make_study
 from lab.study.store import Store
+from qerl.atomic import write_whole
 from qerl.errors import QeRLError
 from tests.support.study import QUIET, FakeMake, computed, tiny_study
 
@@ -154,10 +154,10 @@ def test_unpacking_that_was_interrupted_is_done_anew(packed, monkeypatch, writte
     def killed(path, content):
         if next(left, None) is None:
             raise KeyboardInterrupt
-        replace(path, content)
+        write_whole(path, content)
 
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr("lab.study.store.replace", killed)
+        patched.setattr("lab.study.store.write_whole", killed)
         Store(packed, study)
     assert make_plan(Store(packed, study, looking=True)).open == 0
     assert make_plan(Store(packed, study)).open == 0

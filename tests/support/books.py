@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import torch
 
+from qerl.families.sizes import Sizes
 from qerl.kernels.limits import PAGE
 from qerl.rollout.engine import RolloutEngine
 from qerl.rollout.paged.pace import Pace
@@ -14,7 +15,7 @@ from tests.support.agents import Row
 from tests.support.models import EOS
 
 ONE_NUMBER = SimpleNamespace(
-    sizes=SimpleNamespace(layers=1, kv_heads=1, head_size=1),
+    sizes=Sizes.uniform(1, 1, 1, 1, 1, 1, 1),
     dtype=torch.float32,
     embedding_VD=torch.empty(0),
 )

@@ -1,8 +1,9 @@
 """A GPU and a step that tests of the plan begin with."""
 
-from qerl.families.layer import LINEARS
+from qerl.families.sizes import SIZES
 from qerl.plan.work import Work
 
+LINEARS = SIZES["7b"].targets
 GB80 = 84_600_000_000
 
 

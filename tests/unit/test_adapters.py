@@ -9,7 +9,6 @@ from peft import LoraConfig, get_peft_model
 from transformers import MambaConfig, MambaForCausalLM
 
 from qerl.errors import QeRLError
-from qerl.families.layer import LINEARS
 from qerl.families.sizes import positions_of
 from qerl.fp4.format import NVFP4
 from qerl.fp4.linear import PackedLinear
@@ -26,6 +25,7 @@ from qerl.rollout.portable.engine import PortableEngine
 from qerl.update.driver import LossDriver
 from qerl.update.losses import Datum
 from tests.support.models import make_tiny_model
+from tests.support.plan import LINEARS
 
 ALL = list(LINEARS)
 PAIR = ["q_proj", "down_proj"]
@@ -72,10 +72,10 @@ def test_adapters_that_the_engine_applies(tiny_model, config):
     for layer, bound in zip(base.model.layers, decoder.layers, strict=True):
         attention = layer.self_attn
         parts = (attention.q_proj, attention.k_proj, attention.v_proj)
-        assert torch.equal(bound.bias_N, torch.cat([part.bias for part in parts]))
-        groups = [(bound.lora_qkv, parts), (bound.lora_o, (attention.o_proj,)),
-                  (bound.lora_gate_up, (layer.mlp.gate_proj, layer.mlp.up_proj)),
-                  (bound.lora_down, (layer.mlp.down_proj,))]  # fmt: skip
+        assert torch.equal(bound.mixer.bias_N, torch.cat([part.bias for part in parts]))
+        groups = [(bound.mixer.qkv.lora, parts), (bound.mixer.o.lora, (attention.o_proj,)),
+                  (bound.mlp.gate_up.lora, (layer.mlp.gate_proj, layer.mlp.up_proj)),
+                  (bound.mlp.down.lora, (layer.mlp.down_proj,))]  # fmt: skip
         for found, modules in groups:
             row = 0
             for index, module in enumerate(modules):
@@ -124,21 +124,23 @@ def test_a_smaller_adapter_after_a_larger_one_leaves_nothing_behind(tiny_model):
     binding.refresh({})
     bound = binding.decoder.layers[0]
     down = model.get_base_model().model.layers[0].mlp.down_proj
-    torch.testing.assert_close(bound.lora_down.b_NR @ bound.lora_down.a_RK, down.get_delta_weight("small"))
-    assert not bound.lora_down.a_RK[4:].any() and not bound.lora_down.b_NR[:, 4:].any()
-    assert not bound.lora_o.a_RK.any() and not bound.lora_o.b_NR.any()
+    torch.testing.assert_close(
+        bound.mlp.down.lora.b_NR @ bound.mlp.down.lora.a_RK, down.get_delta_weight("small")
+    )
+    assert not bound.mlp.down.lora.a_RK[4:].any() and not bound.mlp.down.lora.b_NR[:, 4:].any()
+    assert not bound.mixer.o.lora.a_RK.any() and not bound.mixer.o.lora.b_NR.any()
 
 
 def test_an_adapter_that_comes_later_is_seen(tiny_model):
     base = tiny_model("llama")
     binding = Binding(base, 64)
-    assert binding.refresh({}) is False and binding.decoder.layers[0].lora_qkv is None
+    assert binding.refresh({}) is False and binding.decoder.layers[0].mixer.qkv.lora is None
     model = randomized(get_peft_model(base, lora()))
-    assert binding.refresh({}) is True and binding.decoder.layers[0].lora_qkv is not None
-    assert binding.decoder.layers[1].lora_down.b_NR.any()
+    assert binding.refresh({}) is True and binding.decoder.layers[0].mixer.qkv.lora is not None
+    assert binding.decoder.layers[1].mlp.down.lora.b_NR.any()
     assert binding.refresh({}) is False
     model.add_adapter("larger", lora(r=20))
-    assert binding.refresh({}) is True and binding.decoder.layers[0].lora_o.b_NR.shape[1] == 32
+    assert binding.refresh({}) is True and binding.decoder.layers[0].mixer.o.lora.b_NR.shape[1] == 32
     model.base_model.set_adapter(["default", "larger"])
     with pytest.raises(QeRLError, match=r"several active adapters \(default, larger\)"):
         binding.refresh({})
@@ -148,15 +150,15 @@ def test_merged_and_replaced_weights(tiny_model):
     model = randomized(get_peft_model(tiny_model("llama"), lora()))
     binding = Binding(model, 64)
     binding.refresh({})
-    product = binding.decoder.layers[0].down.weight_NK
+    product = binding.decoder.layers[0].mlp.down.weight.weight_NK
     before = product.clone()
     model.merge_adapter()
     binding.refresh({})
     assert not torch.equal(product, before), "the sum is in the weights that the engine reads"
-    assert not binding.decoder.layers[0].lora_down.b_NR.any()
+    assert not binding.decoder.layers[0].mlp.down.lora.b_NR.any()
     model.unmerge_adapter()
     binding.refresh({})
-    assert binding.decoder.layers[0].lora_down.b_NR.any()
+    assert binding.decoder.layers[0].mlp.down.lora.b_NR.any()
     model.merge_adapter(safe_merge=True)
     with pytest.raises(QeRLError, match=r"q_proj was replaced"):
         binding.refresh({})
@@ -167,9 +169,9 @@ def test_a_disabled_adapter_is_not_applied(tiny_model):
     binding = Binding(model, 64)
     with model.disable_adapter():
         binding.refresh({})
-        assert not binding.decoder.layers[0].lora_qkv.b_NR.any()
+        assert not binding.decoder.layers[0].mixer.qkv.lora.b_NR.any()
     binding.refresh({})
-    assert binding.decoder.layers[0].lora_qkv.b_NR.any()
+    assert binding.decoder.layers[0].mixer.qkv.lora.b_NR.any()
 
 
 def test_a_head_that_was_cast_is_followed(tiny_model):

@@ -19,9 +19,9 @@ from qerl.families.sizes import Sizes
 from qerl.kernels import decode, update
 from qerl.measure.random_model import as_if_trained, random_decoder, random_policy
 
-QWEN2 = Sizes(128, 192, 2, 2, 1, 64, 100, qkv_bias=True)
-QWEN3 = Sizes(128, 192, 2, 2, 1, 64, 100, qk_norm=True)
-LLAMA = Sizes(128, 192, 2, 2, 1, 64, 100)
+QWEN2 = Sizes.uniform(128, 192, 2, 2, 1, 64, 100, qkv_bias=True)
+QWEN3 = Sizes.uniform(128, 192, 2, 2, 1, 64, 100, qk_norm=True)
+LLAMA = Sizes.uniform(128, 192, 2, 2, 1, 64, 100)
 
 
 def test_benchmarks_say_what_they_need(capsys, monkeypatch):
@@ -150,9 +150,9 @@ def test_a_random_decoder_has_every_part(sizes, rank):
     decoder = random_decoder(sizes, "nvfp4", rank, 64, device="cpu")
     assert (len(decoder.layers), decoder.sizes) == (2, replace(sizes, positions=decoder.sizes.positions))
     for layer in decoder.layers:
-        assert (layer.bias_N is not None) == sizes.qkv_bias
-        assert (layer.qk_norm_2E is not None) == sizes.qk_norm
-        assert (layer.lora_down is not None) == (rank > 0)
+        assert (layer.mixer.bias_N is not None) == sizes.spec.mixer.qkv_bias
+        assert (layer.mixer.qk_norm_2E is not None) == sizes.spec.mixer.qk_norm
+        assert (layer.mlp.down.lora is not None) == (rank > 0)
         assert layer.input_norm_D.std() > 0.1
 
 

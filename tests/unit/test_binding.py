@@ -47,8 +47,8 @@ def test_one_copy_of_the_weights(plain):
     """q, k and v are views of the matrix that the engine reads, as are gate and up."""
     model = load_model(plain, "nvfp4", torch.float32, "cpu")
     layer = Binding(model, positions=64).decoder.layers[0]
-    for stacked, module in ((layer.qkv, model.model.layers[0].self_attn.k_proj),
-                            (layer.gate_up, model.model.layers[0].mlp.up_proj)):  # fmt: skip
+    for stacked, module in ((layer.mixer.qkv.weight, model.model.layers[0].self_attn.k_proj),
+                            (layer.mlp.gate_up.weight, model.model.layers[0].mlp.up_proj)):  # fmt: skip
         storage = stacked.tiles.codes.untyped_storage()
         assert module.weight_packed.untyped_storage().data_ptr() == storage.data_ptr()
 
@@ -66,7 +66,7 @@ def test_noise_and_adapter_are_copied_not_merged(plain):
     assert torch.equal(layer.input_norm_D, clean + 0.25)
     assert torch.equal(norm.weight, clean)
     down = base.model.layers[1].mlp.down_proj
-    assert layer.lora_down is not None
-    assert torch.equal(layer.lora_down.b_NR[:, :4], 2 * down.lora_B["default"].weight)
+    assert layer.mlp.down.lora is not None
+    assert torch.equal(layer.mlp.down.lora.b_NR[:, :4], 2 * down.lora_B["default"].weight)
     binding.refresh({})
     assert torch.equal(layer.input_norm_D, clean)

@@ -22,7 +22,7 @@ from qerl.rollout.paged import engine as paged
 from qerl.rollout.portable.engine import PortableEngine
 
 SENT = Path(__file__).parents[2] / "bench" / "results" / "cards"
-TINY = Sizes(64, 96, 1, 2, 1, 32, 1100)
+TINY = Sizes.uniform(64, 96, 1, 2, 1, 32, 1100)
 
 
 @pytest.fixture

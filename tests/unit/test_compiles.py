@@ -218,7 +218,7 @@ def walk(recorder: Recorder, target: int) -> None:
     def decode(tokens: int, rank: int, size: int, fp8: bool, prefill: bool = False) -> None:
         norm = tokens > 8
         dtype = torch.float8_e4m3fn if fp8 and card.fp8 else torch.bfloat16
-        sizes = Sizes(256, 512, 1, 28, 4, size, 5000, qkv_bias=not norm, qk_norm=norm)
+        sizes = Sizes.uniform(256, 512, 1, 28, 4, size, 5000, qkv_bias=not norm, qk_norm=norm)
         decoder = random_decoder(sizes, "bf16", rank, 256, device="cpu")
         cache = KVCache.of_blocks(decoder, 4, dtype)
         params = SamplingParams(8, stop_token_ids=(1, 2))

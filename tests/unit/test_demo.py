@@ -1,6 +1,7 @@
 """The demo's settings, and how it plays with an environment; the demo itself runs in `make demo`."""
 
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from qerl.cli import main
 from qerl.demo import conversation, one_microbatch, score_demo
 from qerl.environments import get_environment
 from qerl.eval.policy import Loading, Policy
+from qerl.models.hub import LocalModel
 from qerl.settings.recipe import changed, load_config
 from qerl.tasks import get_task
 from tests.support.agents import SayingEngine
@@ -46,8 +48,8 @@ def multiplies(row, so_far: str) -> str:
 def policy_that_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = make_tiny_tokenizer()
     policy = Policy(None, tokenizer, SayingEngine(tokenizer, multiplies), (tokenizer.eos_token_id,), None)
-    loading = Loading("a model", None, "nvfp4", None, torch.float32)
-    monkeypatch.setattr(Loading, "as_json", lambda self: {"model": self.model})
+    loading = Loading(LocalModel("a model", Path()), None, "nvfp4", None, torch.float32)
+    monkeypatch.setattr(Loading, "as_json", lambda self: {"model": self.model.name})
     monkeypatch.setattr("qerl.eval.run.decide", lambda source, choices: loading)
     monkeypatch.setattr("qerl.demo.load", lambda loading, console: policy)
 

@@ -14,12 +14,12 @@ from qerl.errors import QeRLError
 from qerl.rollout.engine import SamplingParams
 from qerl.rollout.portable.engine import PortableEngine
 from qerl.settings.config import QeRLConfig
-from qerl.tasks.early import EarlyCalls, can_begin_early
 from qerl.tasks.guard import guarded, judges_alone, judges_outside
 from qerl.tasks.mixture import Mixture, Part
 from qerl.tasks.registry import get_task
+from qerl.tasks.together import Together, can_begin_early
 from qerl.trainer.grpo import QeRLTrainer
-from qerl.trainer.rewards import early_calls
+from qerl.trainer.rewards import calls_of
 from qerl.trainer.trl import decoded as decoding
 from tests.support.agents import tool_tokenizer
 from tests.support.models import move_adapter
@@ -196,8 +196,8 @@ def begun(guard, calls, completions, **columns):
 
 
 def early(function):
-    calls = EarlyCalls()
-    return guarded(function, 0.1, early=calls), calls
+    calls = Together(early=True)
+    return guarded(function, 0.1, calls), calls
 
 
 def test_what_calls_log_stands_in_the_order_of_the_samples():
@@ -232,7 +232,7 @@ def test_samples_on_which_a_function_fails_have_no_reward(plain):
     guard, calls = early(judges_outside((lambda completions, **_: judge(completions)) if plain else reward))
     for _ in range(2):
         assert begun(guard, calls, ["1", "x", "many", "stop", "2"]) == [1.0, None, None, None, 2.0]
-        assert (guard.last.failed, guard.last.samples) == (3, 5)
+        assert (guard.last.failed, len(guard.last.rewards)) == (3, 5)
         assert "could not convert string to float: 'x'" in str(guard.last.first)
 
 
@@ -248,7 +248,7 @@ def test_a_server_that_cannot_be_reached_is_not_asked_for_every_sample():
     guard, calls = early(reward)
     started = time.perf_counter()
     assert begun(guard, calls, [str(i) for i in range(300)]) == [None] * 300
-    assert (guard.last.failed, guard.last.samples, str(guard.last.first)) == (300, 300, "refused")
+    assert (guard.last.failed, len(guard.last.rewards), str(guard.last.first)) == (300, 300, "refused")
     assert len(tried) <= 20 and time.perf_counter() - started < WAIT_S
     tried.clear()
     assert begun(guard, calls, ["290"] * 3) == [None] * 3 and len(tried) == 3, "the next batch is asked again"
@@ -277,6 +277,24 @@ def test_keyboard_interrupt_ends_the_run():
     guard, calls = early(reward)
     with pytest.raises(KeyboardInterrupt):
         begun(guard, calls, ["1", "2"])
+
+
+def test_calls_that_began_on_a_loop_that_was_left_behind_are_made_again():
+    @judges_outside
+    async def blocks(completions, **_):
+        time.sleep(1.5)  # longer than the limit of 0.1 s and its grace
+        return [1.0]
+
+    @judges_outside
+    async def waits(completions, **_):
+        return [float(completions[0])]
+
+    calls = Together(early=True)
+    first, second = (guarded(function, 0.1, calls) for function in (blocks, waits))
+    assert begun(first, calls, batch := ["1", "2", "3"]) == [None] * 3
+    ids = [[0], [1], [2]]
+    assert "nothing was awaited" in str(first.last.first)
+    assert second(prompts=["p"] * 3, completions=batch, completion_ids=ids) == [1.0, 2.0, 3.0]
 
 
 def test_calls_of_a_rollout_that_fails_are_given_up_and_the_next_is_judged_anew():
@@ -324,7 +342,7 @@ def test_marks_are_seen_through_wrappers(make, wrap):
     assert can_begin_early(wrap(blocks)) and not can_begin_early(wrap(here))
     trainer = make([wrap(blocks)], early_rewards=True, max_steps=1)
     trainer.train()
-    assert threads == {"reward-blocks"}
+    assert threads == {"qerl-call"}
     assert "rewards/blocks/mean" in logged(trainer)[0]
 
 
@@ -336,8 +354,8 @@ def test_functions_that_compute_here_are_refused_or_named(tmp_path, caplog):
     alone = judges_alone(lambda completions, **_: [1.0])
     alone.__name__ = "alone"
     with pytest.raises(QeRLError, match=r"nothing to begin early: none of sum_reward, alone asks outside"):
-        early_calls([sum_reward, partial(alone)], config)
-    assert early_calls([sum_reward, alone, scores()[0]], config) is not None
+        calls_of([sum_reward, partial(alone)], config)
+    assert calls_of([sum_reward, alone, scores()[0]], config).early
     assert caplog.messages == [
         "early_rewards: what computes in this process is called after the rollout: sum_reward, alone."
     ]

@@ -8,9 +8,9 @@ import pytest
 from rich.console import Console
 
 from qerl.errors import QeRLError
-from qerl.eval.adapter_check import prove_adapter
 from qerl.eval.evaluate import evaluate, held_out
 from qerl.eval.interval import pass_at
+from qerl.eval.policy import prove_adapter
 from qerl.eval.record import Record
 from qerl.lora.adapter import add_lora, check_adapter
 from qerl.rollout.engine import Completion, RolloutEngine, RolloutResult, SamplingParams

@@ -6,10 +6,9 @@ import yaml
 from qerl.agents.template import TurnTemplate
 from qerl.cli_results import add_eval, add_generate
 from qerl.errors import QeRLError
-from qerl.eval.policy import Ends, Policy
+from qerl.eval.policy import Policy, Source, choices_of
 from qerl.eval.request import Request
-from qerl.eval.run import _ends
-from qerl.eval.trained import Choices, read_trained
+from qerl.eval.run import _sampled
 from qerl.rollout.engine import SamplingParams
 from qerl.rollout.portable.engine import PortableEngine
 from tests.support.agents import tool_tokenizer
@@ -17,16 +16,21 @@ from tests.support.models import EOS
 
 
 def test_a_run_says_its_stop_strings_and_the_user_wins(tmp_path):
-    (tmp_path / "adapter_config.json").write_text("{}")
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (tmp_path / name).touch()
     (tmp_path / "config.yaml").write_text(yaml.safe_dump({"stop_strings": ["\n\nUser:"]}))
-    choices = Choices(read_trained(tmp_path, "m"))
-    assert _ends(Request(), choices, 9) == Ends(("\n\nUser:",))
-    assert str(choices).startswith("stop_strings ['\\n\\nUser:'] (from ")
-    assert _ends(Request(stop_strings="END"), choices, 9) == Ends(("END",))
-    assert _ends(Request(stop_strings=[]), choices, 9) == Ends()
+    choices = choices_of(Source("m", tmp_path))
+
+    def ends(**asked):
+        return _sampled(Request(**asked), choices)[0].ends
+
+    assert ends() == {"stop_strings": ["\n\nUser:"]}
+    assert f"stop_strings ['\\n\\nUser:'] (from {tmp_path}" in str(choices)
+    assert ends(stop_strings="END") == {"stop_strings": ["END"]}
+    assert ends(stop_strings=[]) == {}
     (tmp_path / "config.yaml").write_text(yaml.safe_dump({"stop_strings": ["", 3]}))
-    with pytest.raises(QeRLError, match=r"stop_strings to .*, which must be a list of texts"):
-        read_trained(tmp_path, "m")
+    with pytest.raises(QeRLError, match=r"config.yaml is not as a run wrote it: stop_strings\[0\] is ''"):
+        choices_of(Source("m", tmp_path))
 
 
 @pytest.mark.parametrize("add", [add_eval, add_generate])
@@ -45,11 +49,12 @@ def test_a_policy_stops_at_its_tokens_and_the_texts(tiny_model, tiny_tokenizer):
     engine = PortableEngine(model, 0)
     policy = Policy(model, tiny_tokenizer, engine, (1,), loading=None)
     params = SamplingParams(8, seed=3)
-    assert policy.stopping(params, Ends()) == SamplingParams(8, seed=3, stop_token_ids=(1,))
+    assert policy.stopping(params, Request()) == SamplingParams(8, seed=3, stop_token_ids=(1,))
     whole = engine.generate([[7]], 1, params).completions[0].token_ids
     text = tiny_tokenizer.decode(whole[2:4])
-    assert text and policy.stopping(params, Ends((text,))).plain == policy.stopping(params, Ends()).plain
-    found = engine.generate([[7]], 1, policy.stopping(params, Ends((text,)))).completions[0]
+    until = policy.stopping(params, Request(stop_strings=text))
+    assert text and until.plain == policy.stopping(params, Request()).plain
+    found = engine.generate([[7]], 1, until).completions[0]
     assert found.token_ids == whole[:4] and found.finish_reason == "stop"
 
 

@@ -9,7 +9,7 @@ from rich.console import Console
 from qerl.errors import QeRLError
 from qerl.eval.evaluate import evaluate, held_out
 from qerl.eval.record import Record
-from qerl.eval.sampling import TurnSettings, conversations
+from qerl.eval.sampling import Conversations, TurnSettings
 from qerl.rollout.engine import SamplingParams
 from qerl.tasks import get_task
 from tests.support.agents import SayingEngine, call, tool_tokenizer
@@ -29,10 +29,10 @@ def task():
 def score(task, tokenizer, say, record=None, samples=1, max_tokens=200, **settings):
     engine = SayingEngine(tokenizer, say)
     params = SamplingParams(max_tokens=max_tokens, temperature=0, stop_token_ids=(tokenizer.eos_token_id,))
-    with conversations(engine, tokenizer, {}, TurnSettings(**(DEFAULTS | settings))) as sampler:
+    with Conversations(engine, tokenizer, {}, TurnSettings(**(DEFAULTS | settings))) as conversations:
         return evaluate(
             engine, tokenizer, task, held_out(task), samples=samples, params=params, console=QUIET,
-            record=record, sampler=sampler,
+            record=record, conversations=conversations,
         )  # fmt: skip
 
 

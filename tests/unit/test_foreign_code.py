@@ -10,10 +10,9 @@ from rich.console import Console
 from qerl.cli import eval_command
 from qerl.environments import registry as environments
 from qerl.errors import QeRLError
-from qerl.eval.policy import Source
+from qerl.eval.policy import Source, choices_of
 from qerl.eval.request import Request
 from qerl.eval.run import _task, _turns, answer
-from qerl.eval.trained import Choices, read_trained
 from qerl.tasks import registry as tasks
 from qerl.user_code import foreign_code, named_again
 
@@ -64,7 +63,7 @@ def test_code_that_the_folder_of_a_run_names_is_refused_with_what_to_type(folder
     def at(value):
         return json.loads(json.dumps(value).replace("{evil}", str(tmp_path / "evil.py")))
 
-    choices = Choices(read_trained(folder(**at(settings)), "m"))
+    choices = choices_of(Source("m", folder(**at(settings))))
     with pytest.raises(QeRLError, match="may be anybody's") as refused:
         turns(choices)
     assert f"name it yourself with {shlex.join(at(flags))}." in str(refused.value)
@@ -73,7 +72,7 @@ def test_code_that_the_folder_of_a_run_names_is_refused_with_what_to_type(folder
 def test_a_task_that_the_user_names_does_not_bring_tools_of_the_run(folder, tmp_path):
     task = f"{tmp_path / 'evil.py'}:Task"
     settings = folder(task=task, tools=["calculator"], environment=task)
-    choices = Choices(read_trained(settings, "m"))
+    choices = choices_of(Source("m", settings))
     assert _task(Request(task=task), choices) == (task, {})
     with pytest.raises(QeRLError, match=r"name it yourself with --environment .*evil.py:Task"):
         _turns(Request(task=task), choices, task)

@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 import torch
 
+from qerl.calls.alarm import call_within
 from qerl.errors import QeRLError
 from qerl.tasks import get_task
 from qerl.tasks.guard import guarded, judges_alone
-from qerl.tasks.time_limit import call_within
 
 LIMIT_S = 0.15
 PROMPTS = ["p0", "p1", "p2", "p3"]
@@ -213,7 +213,7 @@ def test_a_function_that_hangs_on_everything_is_not_tried_on_every_sample() -> N
     started = time.perf_counter()
     assert guard(prompts=["p"] * 500, completions=["c"] * 500) == [0.0] * 500
     assert time.perf_counter() - started < 0.02 + 5 * 0.02 + 16 * 0.02 + 0.5
-    assert (guard.last.failed, guard.last.samples) == (500, 500)
+    assert (guard.last.failed, len(guard.last.rewards)) == (500, 500)
 
 
 def test_a_function_that_judges_alone_is_never_called_twice_for_a_sample() -> None:

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from qerl.tasks.asynchronous import Together
 from qerl.tasks.guard import GuardedReward, guarded, judges_alone, judges_outside
 from qerl.tasks.mixture import Mixture, Part
 from qerl.tasks.registry import get_task
+from qerl.tasks.together import Together
 
 LIMIT_S = 0.4
 
@@ -157,7 +157,7 @@ def test_a_server_that_cannot_be_reached_is_not_asked_for_every_sample(error):
 
     guard = guarded(reward, LIMIT_S)
     assert call(guard, [str(i) for i in range(300)]) == [None] * 300
-    assert (guard.last.failed, guard.last.samples, str(guard.last.first)) == (300, 300, str(error))
+    assert (guard.last.failed, len(guard.last.rewards), str(guard.last.first)) == (300, 300, str(error))
     assert tried == 20
 
 

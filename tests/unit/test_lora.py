@@ -12,12 +12,12 @@ from safetensors.torch import load_file, save_file
 from torch.nn.parallel import DistributedDataParallel
 
 from qerl.errors import QeRLError
-from qerl.families.layer import LINEARS
 from qerl.fp4.format import dequantize
 from qerl.fp4.linear import PackedLinear
 from qerl.lora.adapter import PackedLoraLinear, add_lora, load_adapter
 from qerl.lora.product import _adapter, _split_gradients
 from qerl.models.load import load_model
+from tests.support.plan import LINEARS
 
 IDS = torch.arange(40).reshape(2, 20)
 

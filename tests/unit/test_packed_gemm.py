@@ -23,8 +23,7 @@ from qerl.kernels.weights import packed_gemm
 from qerl.kernels.weights.dense import DenseStack
 from qerl.kernels.weights.nvfp4 import NVFP4Stack, tiling_for
 from qerl.kernels.weights.packed_gemm import OUTPUT_SCALE, Tiling, padded_tokens, switches, to_operand
-from qerl.rollout.paged.adapter import PRODUCTS
-from qerl.rollout.paged.weights import Layer, Lora, look_ahead
+from qerl.rollout.paged.weights import AttentionWeights, Layer, Lora, Projection, SwiGLUWeights, look_ahead
 
 STACK = {128: 48}
 """Most bytes of a thread's stack by padded tokens. At 128 the fastest tiling for 99 KB keeps a few words
@@ -285,22 +284,27 @@ def test_what_is_asked_of_the_cache_for_the_next_product_is_a_third_of_it(
 
 
 def test_weights_know_what_the_kernels_after_their_product_read():
-    def layer(**lora):
-        parts = {name: NVFP4Stack(random_tiles(128, 64, device="cpu"), torch.ones(1)) for name in PRODUCTS}
-        return Layer(**parts, input_norm_D=None, bias_N=None, qk_norm_2E=None, post_norm_D=None, **lora)
+    def layer(adapted):
+        def projection(name):
+            tiles = NVFP4Stack(random_tiles(128, 64, device="cpu"), torch.ones(1))
+            lora = Lora(torch.zeros(2, 64), torch.zeros(128, 2)) if name in adapted else None
+            return Projection(tiles, lora)
 
-    adapters = {f"lora_{name}": Lora(torch.zeros(2, 64), torch.zeros(128, 2)) for name in PRODUCTS}
-    first, second = layer(**adapters), layer(lora_qkv=adapters["lora_qkv"])
-    second.o = DenseStack(torch.zeros(64, 64), torch.ones(1))
+        qkv, o, gate_up, down = map(projection, ("qkv", "o", "gate_up", "down"))
+        return Layer(None, None, AttentionWeights(qkv, o), None, SwiGLUWeights(gate_up, down))
+
+    first, second = layer({"qkv", "o", "gate_up", "down"}), layer({"qkv"})
+    second.mixer.o.weight = DenseStack(torch.zeros(64, 64), torch.ones(1))
     look_ahead([first, second])
-    b, a = first.lora_gate_up.b_NR, first.lora_down.a_RK
-    assert (first.gate_up.ahead.b_NR, first.gate_up.ahead.a_RK) == (b, a)
-    assert first.gate_up.ahead.tiles is first.down.tiles
-    across = first.down.ahead
-    assert (across.b_NR, across.a_RK) == (first.lora_down.b_NR, second.lora_qkv.a_RK)
-    assert across.tiles is second.qkv.tiles
-    assert (second.qkv.ahead.a_RK, second.qkv.ahead.tiles) == (None, None)
-    assert second.down.ahead is packed_gemm.NOTHING_AHEAD
+    gate_up, down, qkv = first.mlp.gate_up, first.mlp.down, second.mixer.qkv
+    ahead = gate_up.weight.ahead
+    assert (ahead.b_NR, ahead.a_RK) == (gate_up.lora.b_NR, down.lora.a_RK)
+    assert ahead.tiles is down.weight.tiles
+    across = down.weight.ahead
+    assert (across.b_NR, across.a_RK) == (down.lora.b_NR, qkv.lora.a_RK)
+    assert across.tiles is qkv.weight.tiles
+    assert (qkv.weight.ahead.a_RK, qkv.weight.ahead.tiles) == (None, None)
+    assert second.mlp.down.weight.ahead is packed_gemm.NOTHING_AHEAD
 
 
 @pytest.mark.parametrize(

@@ -106,14 +106,14 @@ def test_a_join_that_does_not_fit_leaves_the_others_as_they_are(machine):
         session.start([[5] * 300, [6] * 300], 1, max_tokens=[200, 200])
         session.next(one_round=True)
         scheduler, cache = session._scheduler, engine.parts.cache
-        keys, step, manager = cache.k, session._step, scheduler.blocks
+        keys, step, manager = cache.k, session._step, scheduler.memory
         (running,), (waiting,) = scheduler.running.values(), scheduler.waiting
         held = list(running.blocks)
         assert held and step is not None and cache.blocks == 9
         for _ in range(2):
             with pytest.raises(QeRLError, match="one sequence needs"):
                 session.start([[5] * 300], 8, max_tokens=[300] * 8)
-        assert cache.k is keys and session._step is step and scheduler.blocks is manager
+        assert cache.k is keys and session._step is step and scheduler.memory is manager
         assert running.blocks == held and running.row is not None and list(scheduler.waiting) == [waiting]
         assert play(session) == {0: 200, 1: 200}
         assert session.prefilled_tokens == 600

@@ -109,14 +109,14 @@ class Step:
 
 
 def write(cache, block, offset, token, position):
-    cache.k.numpy()[0, block, 0, offset, 0] = token
-    cache.v.numpy()[0, block, 0, offset, 0] = position
+    cache.k[0].numpy()[block, 0, offset, 0] = token
+    cache.v[0].numpy()[block, 0, offset, 0] = position
 
 
 def held(cache, blocks, tokens):
     """Tokens and positions [2, tokens] in the first places of some blocks."""
-    places = 0, blocks[: -(-tokens // PAGE)], 0, slice(None), 0
-    return np.stack([each.numpy()[places].reshape(-1)[:tokens] for each in (cache.k, cache.v)])
+    places = blocks[: -(-tokens // PAGE)], 0, slice(None), 0
+    return np.stack([each.numpy()[places].reshape(-1)[:tokens] for each in (cache.k[0], cache.v[0])])
 
 
 class Filled:
@@ -209,7 +209,7 @@ class Game:
         session, scheduler = self.session, self.session._scheduler
         return {
             "keys": self.machine.cache.k, "step": session._step, "samples": session._samples,
-            "manager": scheduler.blocks, "free": scheduler.blocks.free,
+            "manager": scheduler.memory, "free": scheduler.memory.free,
             "running": dict(scheduler.running), "waiting": [*scheduler.waiting], "idle": dict(scheduler.idle),
             "blocks": {each.index: [*each.blocks] for each in scheduler.present},
         }  # fmt: skip
@@ -271,13 +271,13 @@ class Game:
         holding = [each for each in present if each.blocks]
         prompts = {id(each.prompt): each.prompt for each in holding}
         used = [block for each in (*holding, *prompts.values()) for block in each.blocks]
-        assert len(used) == len(set(used)) and len(used) + scheduler.blocks.free == scheduler.blocks.count
+        assert len(used) == len(set(used)) and len(used) + scheduler.memory.free == scheduler.memory.count
         for prompt in prompts.values():
             assert prompt.readers == sum(each.prompt is prompt for each in holding)
         assert len(present) == len({each.index for each in present})
         assert {each.index for each in present} <= set(session._sequences)
         if holding:
-            assert scheduler.blocks.count == self.machine.cache.blocks
+            assert scheduler.memory.count == self.machine.cache.blocks
         assert len(scheduler.running) <= self.machine.parts.max_sequences
 
 
@@ -294,7 +294,7 @@ def play(game, starts):
         chosen()
         game.check()
     assert not (calls or session._sequences or session._scheduler.present)
-    assert session._scheduler.blocks.free == session._scheduler.blocks.count
+    assert session._scheduler.memory.free == session._scheduler.memory.count
 
 
 def test_random_joins_turns_and_refusals_draw_what_each_would_draw_alone(monkeypatch):

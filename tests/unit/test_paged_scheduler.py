@@ -41,14 +41,14 @@ def consistent(scheduler):
     for row, sample in scheduler.running.items():
         assert sample.row == row
         own += sample.blocks
-        assert len(sample.blocks) * scheduler.blocks.block_tokens >= sample.own_tokens_after(
+        assert len(sample.blocks) * scheduler.memory.block_tokens >= sample.own_tokens_after(
             scheduler.pace.round_steps
         )
         prompts[id(sample.prompt)] = sample.prompt
     shared = [block for prompt in prompts.values() for block in prompt.blocks]
     used = own + shared
     assert len(used) == len(set(used))
-    assert len(used) + scheduler.blocks.free == scheduler.blocks.count
+    assert len(used) + scheduler.memory.free == scheduler.memory.count
 
 
 def test_the_scheduler_needs_no_torch():
@@ -188,3 +188,54 @@ def test_misuse_of_blocks_is_an_error():
         blocks.release(taken[:1])
     with pytest.raises(QeRLError, match="cannot be shared"):
         blocks.share(taken[:1])
+
+
+class Slots:
+    """Another memory of sequences: a slot for each, of any length, into which a prompt's state is copied."""
+
+    def __init__(self, count):
+        self.count, self.holders, self.copied, self.known = count, set(), [], set()
+
+    @property
+    def free(self):
+        return self.count - len(self.holders)
+
+    def check(self, prompt, limit):
+        assert self.count
+
+    def held(self, sequence):
+        return int(sequence in self.holders)
+
+    def missing(self, sequence, steps):
+        return 1 - self.held(sequence)
+
+    def prompt_missing(self, sequence):
+        return 0
+
+    def copy(self, sequence):
+        self.copied.append((sequence.prompt.number, sequence.sample))
+        fresh = sequence.prompt.number not in self.known
+        self.known.add(sequence.prompt.number)
+        return fresh
+
+    def reserve(self, sequence, steps):
+        if self.missing(sequence, steps):
+            assert self.free
+            self.holders.add(sequence)
+
+    def give_up(self, sequence):
+        self.holders.discard(sequence)
+        sequence.cached = 0
+
+
+def test_memory_may_be_of_another_kind():
+    """The scheduler knows no pages: with five slots for six rows, five run, each with its prompt's state."""
+    memory = Slots(5)
+    scheduler = Scheduler(memory, rows=6, pace=Pace(round_steps=4, spare_rounds=0))
+    samples = scheduler.add([[1, 2, 3], [4, 5]], 4, [10, 20, 30, 40] * 2)
+    planned = scheduler.next_round()
+    assert len(scheduler.running) == 5 and [prompt.number for prompt in planned.prompts] == [0, 1]
+    rounds, preempted = run(scheduler, {sample: sample.max_tokens for sample in samples})
+    assert rounds > 5 and not preempted
+    assert sorted(memory.copied) == [(prompt, sample) for prompt in range(2) for sample in range(4)]
+    assert memory.free == 5 and not scheduler.present

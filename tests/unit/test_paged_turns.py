@@ -63,7 +63,7 @@ class Machine:
         prompts = {sequence.prompt.number: sequence.prompt for sequence in holding}
         used = [block for each in (*holding, *prompts.values()) for block in each.blocks]
         assert len(used) == len(set(used))
-        assert len(used) + scheduler.blocks.free == scheduler.blocks.count
+        assert len(used) + scheduler.memory.free == scheduler.memory.count
 
 
 def play(machine, sequences, most_turns=6):
@@ -87,7 +87,7 @@ def play(machine, sequences, most_turns=6):
                 scheduler.finish(sequence)
         answers = [(late - 1, sequence) for late, sequence in answers if late > 0]
     assert not scheduler.idle
-    assert scheduler.blocks.free == scheduler.blocks.count
+    assert scheduler.memory.free == scheduler.memory.count
     return turns
 
 

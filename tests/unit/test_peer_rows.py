@@ -4,7 +4,7 @@ import json
 import os
 import sys
 import time
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,6 +15,7 @@ from safetensors import safe_open
 from bench.lengths import draw_lengths
 from bench.peers import process
 from bench.peers.process import peer_rows
+from qerl.measure.model_config import model_config
 from qerl.rollout.paged.engine import PagedEngine
 from qerl.rollout.paged.machine import Eager
 from qerl.rollout.paged.pace import Pace
@@ -56,7 +57,8 @@ def fake_vllm(tmp_path, monkeypatch):
     monkeypatch.setenv("QERL_PEER_PATH", str(tmp_path / "site"))
     monkeypatch.setenv("SEEN", str(tmp_path / "seen.json"))
     return {
-        "sizes": asdict(TINY), "weights": "nvfp4", "quantization": "humming", "rank": 24, "batches": [8, 1],
+        "config": model_config(TINY, "bf16", 128).to_dict(),
+        "weights": "nvfp4", "quantization": "humming", "rank": 24, "batches": [8, 1],
         "prompt_tokens": 16, "decode_tokens": 100, "group": 2, "repeats": 2, "lengths": None,
     }  # fmt: skip
 
@@ -153,7 +155,8 @@ def test_trl_takes_the_steps_that_are_asked(tmp_path, monkeypatch):
         monkeypatch.setattr(torch.cuda, name, lambda: 0)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (0, int(80e9)))
     spec = {
-        "sizes": asdict(TINY), "rank": 8, "prompts": 2, "samples": 4, "microbatch": 4, "prompt_tokens": 6,
+        "config": model_config(TINY, "bf16", 128).to_dict(),
+        "rank": 8, "prompts": 2, "samples": 4, "microbatch": 4, "prompt_tokens": 6,
         "tokens": 5, "steps": 2, "lengths": "uniform",
     }  # fmt: skip
     (row,) = trl_step.run(spec, tmp_path)
@@ -208,7 +211,7 @@ def test_rollout_benchmark_adds_peers_to_its_rows(no_gpu_needed, tmp_path, capsy
     assert rows[0]["gb_s"] * 10e6 == pytest.approx(head + linears * 2, rel=0.03)
     assert rows[0]["limit_fraction"] == rows[0]["gb_s"] / 3000
     assert {spec["quantization"] for *_, spec in no_gpu_needed} == {None, "humming"}
-    assert all(spec["sizes"]["layers"] == 2 for *_, spec in no_gpu_needed)
+    assert all(spec["config"]["num_hidden_layers"] == 2 for *_, spec in no_gpu_needed)
     assert {module for _, module, _ in no_gpu_needed} == {vllm_decode.__name__}
     assert capsys.readouterr().out.count("vllm-") == 3
 
@@ -223,7 +226,7 @@ def test_rollout_benchmark_times_calls_of_drawn_lengths(no_gpu_needed, tmp_path,
     )
     made = rollout.random_policy
     monkeypatch.setattr(rollout, "random_policy", lambda *args: made(*args, device="cpu").float())
-    monkeypatch.setattr(rollout.Sizes, "by_name", lambda name: replace(LLAMA, layers=1, vocabulary=1001))
+    monkeypatch.setattr(rollout.Sizes, "by_name", lambda name: replace(LLAMA.with_layers(1), vocabulary=1001))
     out = tmp_path / "rollout.json"
     flags = "--rank 0 --batch 2 --prompt 3 --decode 4 --group 2 --repeats 1 --lengths uniform"
     rollout.main(["--weights", "bf16", *flags.split(), "--out", str(out)])

@@ -10,12 +10,13 @@ from rich.console import Console
 
 from bench.result import RESULTS, read_rows
 from qerl.cli import main
-from qerl.families.layer import LINEARS
-from qerl.families.sizes import SIZES, Sizes
+from qerl.errors import QeRLError
+from qerl.families.sizes import SIZES, Run, Sizes
 from qerl.fp4.linear import PackedLinear
 from qerl.lora.adapter import add_lora
 from qerl.models.load import load_model
 from qerl.plan.command import plan_command
+from qerl.plan.layers import LayerActivations
 from qerl.plan.parts import Activations, Adapter, Cache, Weights
 from qerl.plan.phases import make_plan
 from qerl.plan.render import verdict
@@ -27,7 +28,7 @@ from qerl.update.padded import Lengths
 from qerl.update.spans import Spans
 from qerl.weight_formats import FORMATS
 from tests.support.models import move_adapter
-from tests.support.plan import GB80, work
+from tests.support.plan import GB80, LINEARS, work
 
 # Parameters as published with the models.
 PUBLISHED = {
@@ -58,6 +59,12 @@ def test_each_further_adapter_of_a_server_takes_its_gradients_and_optimizer_with
     assert {name for name, size in lines[1].items() if size != lines[0].get(name)} <= {
         "other adapters", "keys and values",
     }  # fmt: skip
+
+
+def with_mixer(sizes, **changes):
+    """The same sizes with other attention in each layer."""
+    mixer = dataclasses.replace(sizes.spec.mixer, **changes)
+    return dataclasses.replace(sizes, runs=(Run(sizes.layers, dataclasses.replace(sizes.spec, mixer=mixer)),))
 
 
 # Exact counts
@@ -183,9 +190,8 @@ def test_prediction_of_recorded_peaks(row):
     samples = row["prompts"] * row["samples"]
     plan = make_plan(
         dataclasses.replace(
-            SIZES[row["shape"]],
-            qkv_bias=True,  # the benchmark builds Qwen2 models of any shape, whose embeddings are not tied
-            qk_norm=False,
+            # the benchmark builds Qwen2 models of any shape, whose embeddings are not tied
+            with_mixer(SIZES[row["shape"]], qkv_bias=True, qk_norm=False),
             tied=False,
             positions=row["prompt_tokens"] + row["completion_tokens"] + 64,
         ),
@@ -232,6 +238,35 @@ def test_phases_and_sharing():
     assert counts == [28, 14, 10, 1, 0, 0]
 
 
+@pytest.mark.parametrize("every", [1, 2, 3, 28])
+def test_layers_are_summed_by_their_own_sizes(every):
+    """A 7B of which seven layers have narrower heads and a smaller MLP; every n-th is computed again."""
+    sizes, step = SIZES["7b"], work(every_n_layers=every)
+    (run,) = sizes.runs
+    cut = dataclasses.replace(sizes, runs=(Run(7, run.spec), Run(1, run.spec), Run(20, run.spec)))
+    assert make_plan(cut, step, GB80).lines == make_plan(sizes, step, GB80).lines
+    narrow = with_mixer(sizes, head_size=64).spec
+    small = dataclasses.replace(narrow, mlp=dataclasses.replace(narrow.mlp, intermediate=1024))
+    mixed = dataclasses.replace(sizes, runs=(Run(7, small), Run(21, run.spec)))
+    other = dataclasses.replace(sizes, runs=(Run(28, small),))
+    large, little = (Activations(each, step) for each in (sizes, other))
+    again = -(-7 // every)
+    kept = [LayerActivations(spec, step).kept for spec in (small, run.spec)]
+    found = Activations(mixed, step)
+    assert found.recomputed == large.recomputed
+    assert found.whole_layers == (7 - again) * kept[0] + (21 - large.recomputed + again) * kept[1]
+    assert found.workspace == large.workspace > little.workspace
+    for count in (
+        lambda each: each.parameters - each.vocabulary * each.hidden * 2 - each.hidden,
+        lambda each: Weights(each, FORMATS["nvfp4"]).linears,
+        lambda each: Adapter(each, 32, LINEARS).parameters,
+        lambda each: Cache(each, step).geometry.block_bytes,
+    ):
+        assert 4 * count(mixed) == count(other) + 3 * count(sizes)
+    with pytest.raises(QeRLError, match="layers of this model differ"):
+        _ = mixed.spec
+
+
 def test_sequences_that_do_not_fit_wait():
     sizes = SIZES["72b"]
     plan = make_plan(sizes, work(sequences=128, completion_tokens=8192, microbatch=1), GB80)
@@ -264,7 +299,8 @@ def test_attention_reads_a_long_prompt_once_for_each_of_its_samples():
     gradients = 2 * t * (3584 + 4 * 3584) + m * (8 * 512 + 4 * 3584)
     assert Activations(sizes, long).working == kept + gradients + 2 * t * 3584
     alone = dataclasses.replace(long, group=1, microbatch=1)
-    assert Activations(sizes, alone).backward == 2 * alone.tokens * (2 * sizes.intermediate + 3584)
+    mlp = 2 * alone.tokens * (2 * sizes.spec.mlp.intermediate + 3584)
+    assert LayerActivations(sizes.spec, alone).backward == mlp
 
 
 @pytest.mark.parametrize("limit, samples", [(None, 6), (40, 6), (39, 5), (31, 3), (16, 2), (3, 1)])
@@ -283,21 +319,24 @@ def test_keys_of_a_pass(limit, samples):
 
 def test_normalised_heads_are_kept_twice():
     sizes = SIZES["qwen3-8b"]
-    plain = Activations(dataclasses.replace(sizes, qk_norm=False), work())
+    plain, normalised = (
+        LayerActivations(with_mixer(sizes, qk_norm=there).spec, work()) for there in (False, True)
+    )
     heads, kv_heads, size = 32, 8, 128
     a_token = 2 * (heads + kv_heads) * size + 4 * (heads + kv_heads)
-    assert Activations(sizes, work()).layer - plain.layer == work().tokens * a_token
+    assert normalised.kept - plain.kept == work().tokens * a_token
 
 
 def test_dropout_leaves_layers_to_peft():
     """Each of the seven inputs is kept in fp32 with a mask, instead of three in bf16; no product is joint."""
     sizes = SIZES["7b"]
-    joint, alone = (Activations(sizes, work(lora_dropout=p)) for p in (0.0, 0.1))
-    nf4, nf4_dropout = (Activations(sizes, work(weights="nf4", lora_dropout=p)) for p in (0.0, 0.1))
-    tokens = work().tokens
-    inputs = tokens * (5 * sizes.hidden + sizes.queries + sizes.intermediate)
-    assert alone.layer - joint.layer == 5 * inputs - 2 * tokens * (2 * sizes.hidden + sizes.intermediate)
-    assert nf4_dropout.layer - nf4.layer == inputs and alone.layer == nf4_dropout.layer
+    spec = sizes.spec
+    joint, alone = (LayerActivations(spec, work(lora_dropout=p)) for p in (0.0, 0.1))
+    nf4, nf4_dropout = (LayerActivations(spec, work(weights="nf4", lora_dropout=p)) for p in (0.0, 0.1))
+    tokens, intermediate = work().tokens, spec.mlp.intermediate
+    inputs = tokens * (5 * spec.hidden + spec.mixer.queries + intermediate)
+    assert alone.kept - joint.kept == 5 * inputs - 2 * tokens * (2 * spec.hidden + intermediate)
+    assert nf4_dropout.kept - nf4.kept == inputs and alone.kept == nf4_dropout.kept
     assert alone.workspace < joint.workspace, "gate and up are written one after the other"
     said = verdict(make_plan(sizes, work(lora_dropout=0.1), GB80))
     assert "run through PEFT, slower and larger: lora_dropout is 0.1." in said

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from qerl.errors import QeRLError
 from qerl.fp4 import quantize as quantize_module
-from qerl.fp4.checkpoint import INDEX_FILE, Checkpoint, new_folder, open_checkpoint
+from qerl.fp4.checkpoint import INDEX_FILE, Checkpoint, new_checkpoint, open_checkpoint
 from qerl.fp4.format import BLOCK_FORMATS, MXFP4, NVFP4, dequantize
 from qerl.fp4.groups import fused_group, is_quantized
 from qerl.fp4.quantize import quantize_checkpoint
@@ -153,7 +153,7 @@ def test_existing_target_is_left_alone(source, tmp_path):
 
 
 def test_target_that_appears_meanwhile_is_left_alone(tmp_path):
-    with pytest.raises(QeRLError, match="could not be written"), new_folder(tmp_path / "target"):
+    with pytest.raises(QeRLError, match="could not be written"), new_checkpoint(tmp_path / "target"):
         (tmp_path / "target").mkdir()
         (tmp_path / "target" / "precious").write_text("data")
     assert [path.relative_to(tmp_path).as_posix() for path in sorted(tmp_path.rglob("*"))] == [
@@ -163,7 +163,7 @@ def test_target_that_appears_meanwhile_is_left_alone(tmp_path):
 
 
 def test_two_runs_with_one_target(source, tmp_path):
-    with new_folder(tmp_path / "target") as partial:
+    with new_checkpoint(tmp_path / "target") as partial:
         with pytest.raises(QeRLError, match="Another run is writing"):
             quantize_checkpoint(source, tmp_path / "target")
         assert partial.is_dir()

@@ -12,10 +12,9 @@ import pytest
 
 from qerl.cli import main
 from qerl.report import write_report
-from qerl.report.completions import Message, read_table, spread
-from qerl.report.page import document
+from qerl.report.completions import CHARACTERS, SAMPLES, Message, read_table, spread
+from qerl.report.page import document, filter_script
 from qerl.report.runs import read_runs
-from qerl.report.transcripts import CHARACTERS, SAMPLES, filter_script
 from qerl.report.visible import shortened, visible
 from qerl.run_folder import table_path
 from tests.unit.test_report import Page, make_run

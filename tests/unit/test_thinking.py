@@ -14,11 +14,10 @@ from qerl.agents.thinking import ThinkingBudget
 from qerl.agents.world import ToolWorld
 from qerl.errors import QeRLError
 from qerl.eval.evaluate import evaluate, held_out
-from qerl.eval.policy import Ends
+from qerl.eval.policy import Choices
 from qerl.eval.request import Request
-from qerl.eval.run import _ends
+from qerl.eval.run import _sampled
 from qerl.eval.sampling import in_one_turn
-from qerl.eval.trained import Choices, Trained
 from qerl.rollout.engine import Completion, RolloutEngine, SamplingParams
 from qerl.rollout.portable.engine import PortableEngine
 from qerl.settings.config import QeRLConfig
@@ -101,11 +100,13 @@ def test_settings_that_leave_no_answer_are_refused(tmp_path):
         QeRLConfig(**settings(tmp_path, thinking_budget=6))
     with pytest.raises(QeRLError, match="thinking_end needs a thinking_budget"):
         QeRLConfig(**settings(tmp_path, thinking_end="</think>"))
-    run = Choices(Trained(None, {"thinking_budget": 8, "thinking_end": "</think>"}))
-    assert _ends(Request(), run, 9) == Ends((), 8, "</think>")
-    assert _ends(Request(thinking_budget=3, thinking_end=" </think>"), run, 9) == Ends((), 3, " </think>")
+    run = Choices({"thinking_budget": 8, "thinking_end": "</think>"})
+    asked, _ = _sampled(Request(max_tokens=9), run)
+    assert asked.ends == {"thinking_budget": 8, "thinking_end": "</think>"}
+    own = {"thinking_budget": 3, "thinking_end": " </think>"}
+    assert _sampled(Request(max_tokens=9, **own), run)[0].ends == own
     with pytest.raises(QeRLError, match="thinking_budget is 8, and a completion ends at 8"):
-        _ends(Request(), run, 8)
+        _sampled(Request(max_tokens=8), run)
 
 
 def test_the_policy_goes_on_behind_the_closing(tiny_model):

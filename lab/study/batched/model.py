@@ -22,7 +22,6 @@ from transformers import PreTrainedModel
 from lab.study.batched.adapters import Adapted, Adapters, Place
 from lab.study.weights import dense_weight
 from qerl.errors import QeRLError
-from qerl.families.layer import PRODUCTS
 from qerl.families.sizes import Sizes
 from qerl.families.table import FAMILIES
 from qerl.seeding import derive_seed
@@ -100,15 +99,16 @@ class BatchedModel:
         self.norm_names: list[str] = []
         for index, layer in enumerate(decoder.layers):
             prefix = f"model.layers.{index}."
-            linears = [[layer.get_submodule(place) for place in group] for group in PRODUCTS.values()]
+            groups = [[each.place for each in p.linears] for p in self.sizes.spec.products]
+            linears = [[layer.get_submodule(place) for place in group] for group in groups]
             self._products.append([_frozen(group, base.dtype) for group in linears])
-            for group, product in zip(PRODUCTS.values(), self._products[-1], strict=True):
+            for group, product in zip(groups, self._products[-1], strict=True):
                 names = tuple(prefix + place for place in group)
                 places.append(Place(names, product.weight_NK.shape[1], product.outputs))
             attention = layer.self_attn
             self._head_norms.append(
                 (attention.q_norm.weight.detach().float(), attention.k_norm.weight.detach().float())
-                if self.sizes.qk_norm
+                if self.sizes.spec.mixer.qk_norm
                 else None
             )
             for name in ("input_layernorm", "post_attention_layernorm"):
@@ -168,7 +168,7 @@ class BatchedModel:
         for index, products in enumerate(self._products):
             (qkv, output, gate_up, down), own = products, adapted[4 * index : 4 * index + 4]
             h_STD = rms_norm(x_STD, norm_weight(2 * index), self._eps)
-            q, k, v = (y.unflatten(-1, (-1, self.sizes.head_size)) for y in qkv(h_STD, own[0]))
+            q, k, v = (y.unflatten(-1, (-1, self.sizes.spec.mixer.head_size)) for y in qkv(h_STD, own[0]))
             if (norms := self._head_norms[index]) is not None:
                 q, k = rms_norm(q, norms[0], self._eps), rms_norm(k, norms[1], self._eps)
             attended = attend(index, _turned(q, *angles), _turned(k, *angles), v)

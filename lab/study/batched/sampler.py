@@ -167,12 +167,13 @@ class _Decoder:
         pool: Any,
     ) -> None:
         self._model, self._shape, self._pad = model, shape, pad
-        sizes, device, dtype = model.sizes, model.device, model.dtype
+        sizes, mixer = model.sizes, model.sizes.spec.mixer
+        device, dtype = model.device, model.dtype
         s, u, n, width, tokens = shape[:5]
         rows = s * u * n
-        cache = (sizes.layers, 2, s * u, sizes.kv_heads)
-        self._prompt = torch.zeros(*cache, width, sizes.head_size, dtype=dtype, device=device)
-        self._own = torch.zeros(*cache, n, max(tokens - 1, 1), sizes.head_size, dtype=dtype, device=device)
+        cache = (sizes.layers, 2, s * u, mixer.kv_heads)
+        self._prompt = torch.zeros(*cache, width, mixer.head_size, dtype=dtype, device=device)
+        self._own = torch.zeros(*cache, n, max(tokens - 1, 1), mixer.head_size, dtype=dtype, device=device)
         self._cosine, self._sine = model.angles(width + tokens)
         norms = len(model.norm_names)
         self._norms_NSRD = torch.zeros(norms, s, shape.norm_rows, sizes.hidden, device=device)

@@ -27,7 +27,7 @@ from lab.study.probe.walk import Floats, Rows, Walk, Walker
 from qerl.eval.evaluate import versions
 from qerl.families.parts import base_model
 from qerl.models.fingerprint import checkpoint_fingerprint
-from qerl.models.load import load_tokenizer
+from qerl.models.load import end_token_ids, load_tokenizer
 from qerl.source import UNKNOWN, commit
 
 TEMPERATURES = (0.25, 4.0)
@@ -253,12 +253,10 @@ class Run:
         return self._written[task]
 
     def _walker(self, model: nn.Module, prompts: Sequence[Sequence[int]], seed: int | None = None) -> Walker:
-        stops = base_model(model).generation_config.eos_token_id
-        ids = {self._tokenizer.eos_token_id, *([stops] if isinstance(stops, int) else stops or [])}
         return Walker(
             model,
             prompts,
-            sorted(ids),
+            list(end_token_ids(base_model(model), self._tokenizer)),
             self._tokenizer.pad_token_id,
             self._probe.max_completion_length,
             self._probe.seed if seed is None else seed,

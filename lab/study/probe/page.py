@@ -9,7 +9,7 @@ from lab.study.figures import standalone
 from lab.study.probe.plan import all_cells
 from lab.study.probe.spec import make_probe
 from lab.study.probe.summary import GROUP, HARD, Estimate, Results, Row, by, read_rows
-from qerl.errors import QeRLError
+from qerl.atomic import writing
 from qerl.report.page import document
 from qerl.report.svg import tick, ticks
 
@@ -88,11 +88,9 @@ def write_figures(results: Results, folder: Path) -> list[Path]:
 
 
 def _write(out: Path, text: str) -> None:
-    try:
+    with writing(f"{out} cannot be written", "choose another folder"):
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise QeRLError(f"{out} cannot be written: {error.strerror}; choose another folder.") from error
 
 
 def _figures(rows: Sequence[Row]) -> list[tuple[str, str, str]]:

@@ -21,10 +21,10 @@ from lab.study.named import find_model, find_task
 from lab.study.probe.spec import Format, Probe
 from lab.study.weights import dense_weight
 from qerl.errors import QeRLError
-from qerl.eval.base_check import check_base
 from qerl.families.parts import base_model
 from qerl.fp4.groups import is_quantized
 from qerl.lora.adapter import check_adapter, load_adapter
+from qerl.models.fingerprint import check_base
 from qerl.models.hub import LocalModel
 from qerl.models.load import check_format, load_model, load_tokenizer
 from qerl.seeding import generator

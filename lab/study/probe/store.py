@@ -21,7 +21,8 @@ from typing import Any
 
 from filelock import FileLock
 
-from lab.study.files import claimed, replace
+from lab.study.files import claimed
+from qerl.atomic import write_whole
 from qerl.errors import QeRLError
 from qerl.run_folder import read_json
 
@@ -56,7 +57,7 @@ class Store:
                 if differ or (not old and any((folder / "cells").iterdir())):
                     why = f": its {differ[0]} is another one" if differ else ""
                     raise QeRLError(f"{folder} holds another probe{why}; choose another --output_dir.")
-                replace(folder / PROBE_FILE, (json.dumps(head, indent=1) + "\n").encode())
+                write_whole(folder / PROBE_FILE, (json.dumps(head, indent=1) + "\n").encode())
         except OSError as error:
             raise QeRLError(
                 f"{folder} cannot be written: {error.strerror}; choose another --output_dir."
@@ -80,7 +81,7 @@ class Store:
 
     def write(self, name: str, cell: Cell) -> None:
         """Keep a cell."""
-        replace(self._path(name), (json.dumps(cell, allow_nan=False) + "\n").encode())
+        write_whole(self._path(name), (json.dumps(cell, allow_nan=False) + "\n").encode())
 
     def read(self, name: str) -> Cell:
         """A cell.
@@ -102,7 +103,7 @@ class Store:
     def write_results(self, results: dict[str, Any]) -> Path:
         """Write the results of all cells into one file."""
         path = self.folder / RESULTS_FILE
-        replace(path, gzip.compress(json.dumps(results, allow_nan=False).encode(), mtime=0))
+        write_whole(path, gzip.compress(json.dumps(results, allow_nan=False).encode(), mtime=0))
         return path
 
     def _path(self, name: str) -> Path:

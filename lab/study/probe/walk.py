@@ -173,7 +173,8 @@ class Walker:
         config = base_model(self._model).config.get_text_config(decoder=True)
         sizes = Sizes.from_config(config.to_dict())
         tokens = max(map(len, self.prompts)) + self._tokens
-        cache = 2 * sizes.layers * sizes.keys * tokens * base_model(self._model).dtype.itemsize
+        keys = sum(spec.mixer.keys for spec in sizes.specs)
+        cache = 2 * keys * tokens * base_model(self._model).dtype.itemsize
         row = 2 * cache + 4 * (2 * sizes.vocabulary + 3 * self._norms.width)
         return max(2, int(_SHARE * total_bytes(self._device) / row))
 

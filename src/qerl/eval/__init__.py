@@ -1,1 +1,1 @@
-"""Scoring policies: `evaluate` for the numbers, `adapter_check` for the proof that an adapter is in use."""
+"""Scoring policies: `run` is what commands call, `policy` what is scored, `evaluate` gives the numbers."""

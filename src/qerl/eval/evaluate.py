@@ -34,7 +34,7 @@ from qerl.errors import QeRLError
 from qerl.eval.interval import accuracy_interval, pass_at, pass_interval
 from qerl.eval.record import Record, Row
 from qerl.eval.result import EvalResult, Stratum
-from qerl.eval.sampling import Said, Sampler, SingleTurns
+from qerl.eval.sampling import Conversations, Said, in_one_turn
 from qerl.models.chat import Chat
 from qerl.rollout.engine import RolloutEngine, SamplingParams
 from qerl.seeding import ProblemSeeds, problem_key
@@ -71,7 +71,7 @@ def evaluate(
     record: Record | None = None,
     chat: Chat | None = None,
     source: dict[str, Any] | None = None,
-    sampler: Sampler | None = None,
+    conversations: Conversations | None = None,
 ) -> EvalResult:
     """Sample completions for the problems and compare their answers.
 
@@ -86,7 +86,7 @@ def evaluate(
         record: Keeps the completions, and may hold those of an evaluation that was cut off.
         chat: Renders prompts; None renders them without arguments of the template.
         source: What is scored, kept in the result.
-        sampler: Gives the completions; None takes one turn of the engine for each.
+        conversations: Give the completions; None takes one turn of the engine for each.
 
     Raises:
         QeRLError: A prompt cannot be rendered, the engine refuses, or the record cannot be written.
@@ -96,8 +96,8 @@ def evaluate(
     record = record or Record(None, {})
     chat = chat or Chat(tokenizer)
     task.opening = chat.opening
-    sampler = sampler or SingleTurns(engine, tokenizer, chat)
-    size = record.problems_at_a_time(-(-sampler.at_once // samples), samples)
+    at_once = (conversations or engine).rows_per_call
+    size = record.problems_at_a_time(-(-at_once // samples), samples)
     columns = (TextColumn("scoring"), BarColumn(bar_width=24), MofNCompleteColumn(), TimeRemainingColumn())
     done = len(record.rows) // samples
     every = list(problems)
@@ -107,7 +107,12 @@ def evaluate(
         for start in range(done, len(problems), size):
             part = slice(start, start + size)
             rows = every[part]
-            found = sampler.sample(rows, samples, params, seeds[start * samples :][: len(rows) * samples])
+            own = seeds[start * samples :][: len(rows) * samples]
+            if conversations is not None:
+                found = conversations.sample(rows, samples, params, own)
+            else:
+                prompts = [chat.ids(row["prompt"]) for row in rows]
+                found = in_one_turn(engine, tokenizer, prompts, samples, params, own)
             record.add(_scored(task, [row for row in rows for _ in range(samples)], found))
             progress.advance(bar, len(rows))
     strata = None if task.strata is None else [stratum(task.strata, v) for v in problems[task.strata]]

@@ -9,15 +9,16 @@ folder that holds a finished evaluation: nothing is ever overwritten.
 """
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from qerl.atomic import write_whole, writing
 from qerl.errors import QeRLError
 from qerl.eval.result import EvalResult
-from qerl.run_folder import RESULT_FILE
+from qerl.run_folder import RESULT_FILE, read_json
+from qerl.settings.checks import PositiveInt, checked
 
 SETTINGS_FILE = "settings.json"
 COMPLETIONS_FILE = "completions.jsonl"
@@ -46,7 +47,7 @@ class Record:
         self.rows: list[Row] = []
         self._settings = json.loads(json.dumps(settings))
         if folder is not None:
-            with _writing(folder):
+            with self._writing():
                 self._open(folder)
 
     def problems_at_a_time(self, wanted: int, samples: int) -> int:
@@ -55,9 +56,9 @@ class Record:
         whole = len(self.rows) // (size * samples) * (size * samples)
         self.rows = self.rows[:whole]
         if self.folder is not None:
-            with _writing(self.folder):
+            with self._writing():
                 self._write_settings(self.folder)
-                _replace(self.folder / COMPLETIONS_FILE, "".join(map(_line, self.rows)))
+                write_whole(self.folder / COMPLETIONS_FILE, "".join(map(_line, self.rows)))
         return size
 
     def add(self, rows: list[Row]) -> None:
@@ -65,15 +66,18 @@ class Record:
         self.rows += rows
         if self.folder is not None:
             path = self.folder / COMPLETIONS_FILE
-            with _writing(self.folder), path.open("a", encoding="utf-8") as file:
+            with self._writing(), path.open("a", encoding="utf-8") as file:
                 file.write("".join(map(_line, rows)))
 
     def finish(self, result: EvalResult) -> None:
         """Keep the result."""
         if self.folder is not None:
-            with _writing(self.folder):
-                _replace(self.folder / RESULT_FILE, json.dumps(asdict(result), indent=2) + "\n")
+            with self._writing():
+                write_whole(self.folder / RESULT_FILE, json.dumps(asdict(result), indent=2) + "\n")
                 (self.folder / SETTINGS_FILE).unlink()
+
+    def _writing(self) -> AbstractContextManager[None]:
+        return writing(f"The evaluation cannot be written to {self.folder}")
 
     def _open(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -90,18 +94,9 @@ class Record:
         if not self.rows:
             return
         try:
-            former = json.loads((folder / SETTINGS_FILE).read_text(encoding="utf-8"))
-            size = former.pop("problems_at_a_time")
-            if type(size) is not int or size < 1:
-                raise ValueError(f"problems_at_a_time is {size!r}")
-        except (
-            FileNotFoundError,
-            LookupError,
-            ValueError,
-            TypeError,
-            AttributeError,
-            RecursionError,
-        ) as error:
+            former = read_json(folder / SETTINGS_FILE)
+            size = checked("problems_at_a_time", former.pop("problems_at_a_time", None), PositiveInt)
+        except QeRLError as error:
             raise QeRLError(
                 f"{folder / COMPLETIONS_FILE} has completions but no readable {SETTINGS_FILE} says of what; "
                 "choose another --out."
@@ -120,18 +115,7 @@ class Record:
         self._settings["problems_at_a_time"] = size
 
     def _write_settings(self, folder: Path) -> None:
-        _replace(folder / SETTINGS_FILE, json.dumps(self._settings, indent=2) + "\n")
-
-
-@contextmanager
-def _writing(folder: Path) -> Iterator[None]:
-    """A block in which what the disk refuses becomes one sentence."""
-    try:
-        yield
-    except OSError as error:
-        raise QeRLError(
-            f"The evaluation cannot be written to {folder}: {error.strerror}; choose another --out."
-        ) from error
+        write_whole(folder / SETTINGS_FILE, json.dumps(self._settings, indent=2) + "\n")
 
 
 def _read_rows(path: Path) -> list[Row]:
@@ -145,13 +129,6 @@ def _read_rows(path: Path) -> list[Row]:
 
 def _line(row: Row) -> str:
     return json.dumps(row, ensure_ascii=False) + "\n"
-
-
-def _replace(path: Path, text: str) -> None:
-    """Write a file that is there as a whole or not at all."""
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
 
 
 def _short(value: Any) -> str:

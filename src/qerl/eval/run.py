@@ -1,14 +1,14 @@
 """Evaluation and single answers, from names to numbers: what `qerl eval` and `qerl generate` do.
 
 A policy is scored as it was trained: what the user does not say is taken from config.yaml of the run
-(`qerl.eval.trained`), and one line names every value and where it came from. All that can be refused without
+(`qerl.eval.policy`), and one line names every value and where it came from. All that can be refused without
 the model is refused before it is loaded: settings, the task and its data, the output folder, an adapter that
 is damaged or belongs to another model.
 """
 
 import contextlib
 import json
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +17,14 @@ from rich.console import Console
 
 from qerl.agents.thinking import CLOSING
 from qerl.errors import QeRLError
-from qerl.eval.base_check import check_base
 from qerl.eval.evaluate import evaluate, held_out, versions
-from qerl.eval.policy import Ends, Loading, Policy, Source, decide, digest, load
+from qerl.eval.policy import Choices, Loading, Policy, Source, choices_of, decide, digest, load
 from qerl.eval.record import Record
 from qerl.eval.request import Request
 from qerl.eval.result import EvalResult
-from qerl.eval.sampling import TurnSettings, conversations, in_one_turn
-from qerl.eval.trained import Choices, read_trained
-from qerl.lora.adapter import adapter_file
+from qerl.eval.sampling import Conversations, TurnSettings, in_one_turn
 from qerl.models.chat import Chat
+from qerl.models.fingerprint import check_base
 from qerl.rollout.engine import SamplingParams
 from qerl.settings.recipe import FIELDS
 from qerl.tasks import Task, get_task
@@ -43,35 +41,29 @@ class Job:
     """A policy and the problems that it is scored on, with nothing left open; no model is loaded yet.
 
     Attributes:
-        spec: The task, as in a recipe.
-        options: Its options.
+        asked: The task, and how it is sampled.
+        params: The same for an engine, without what only the loaded policy knows.
         task: The task.
         problems: Those of its problems that are scored.
-        samples: Completions for each problem.
-        params: How they are sampled.
+        turns: Tools and environment; None where the policy answers in one turn.
         loading: How the policy is loaded.
         source: What decides the policy and the problems, as it stands in the result.
-        turns: Tools and environment; None where the policy answers in one turn.
-        ends: What ends and interrupts completions beside stop tokens.
     """
 
-    spec: str
-    options: dict[str, Any]
+    asked: Request
+    params: SamplingParams
     task: Task
     problems: Dataset
-    samples: int
-    params: SamplingParams
+    turns: TurnSettings | None
     loading: Loading
     source: dict[str, Any]
-    turns: TurnSettings | None = None
-    ends: Ends = field(default_factory=Ends)
 
     @property
     def settings(self) -> dict[str, Any]:
         """Everything that decides the completions, as plain JSON values."""
         return {
-            "task": self.spec,
-            "samples": self.samples,
+            "task": self.asked.task,
+            "samples": self.asked.samples,
             **self.params.plain,
             **self.source,
             "versions": versions(),
@@ -120,20 +112,20 @@ def prepare(source: Source, request: Request, problems: Problems, console: Conso
     Raises:
         QeRLError: Anything that can be refused without the model.
     """
-    choices = _choices(source)
-    params = _sampling(request, choices)
+    choices = choices_of(source)
+    asked, params = _sampled(request, choices)
     spec, options = _task(request, choices)
     get_task(spec, **options)  # a wrong name is said before a model is looked for
     loading = decide(source, choices)
     turns = _turns(request, choices, spec)
-    ends = _ends(request, choices, params.max_tokens)
     _say(choices, params, loading, console)
     task, chosen = problems.of(spec, options, request.limit)
-    source_json = loading.as_json() | {"task_options": options, "problems": _problems_digest(chosen)}
+    contents = digest(json.dumps(list(chosen), sort_keys=True, default=str).encode())
+    source_json = loading.as_json() | {"task_options": options, "problems": contents}
     if turns is not None:
         source_json["turns"] = turns.as_json()
-    source_json |= ends.as_json()
-    return Job(spec, options, task, chosen, request.samples, params, loading, source_json, turns, ends)
+    asked = replace(asked, task=spec, task_options=options)
+    return Job(asked, params, task, chosen, turns, loading, source_json | asked.ends)
 
 
 def score(job: Job, policy: Policy, record: Record, console: Console) -> EvalResult:
@@ -145,26 +137,26 @@ def score(job: Job, policy: Policy, record: Record, console: Console) -> EvalRes
     engine, tokenizer, kwargs = policy.engine, policy.tokenizer, job.loading.chat_template_kwargs
     talk: Any = contextlib.nullcontext()
     if job.turns is not None:
-        talk = conversations(engine, tokenizer, kwargs, job.turns)
+        talk = Conversations(engine, tokenizer, kwargs, job.turns)
     try:
-        with talk as sampler:
+        with talk as conversations:
             result = evaluate(
                 engine,
                 tokenizer,
                 job.task,
                 job.problems,
-                samples=job.samples,
-                params=policy.stopping(job.params, job.ends),
+                samples=job.asked.samples,
+                params=policy.stopping(job.params, job.asked),
                 console=console,
                 record=record,
                 chat=Chat(tokenizer, kwargs),
                 source=job.source,
-                sampler=sampler,
+                conversations=conversations,
             )
     except KeyboardInterrupt:
         if record.folder is not None:
             console.print(
-                f"{len(record.rows)} of {len(job.problems) * job.samples} completions are kept in "
+                f"{len(record.rows)} of {len(job.problems) * job.asked.samples} completions are kept in "
                 f"{record.folder}; the same command goes on from there.",
                 markup=False,
                 soft_wrap=True,
@@ -190,56 +182,51 @@ def answer(source: Source, prompt: str, request: Request, console: Console, syst
     for text in (prompt, system or ""):
         if not _is_text(text):
             raise QeRLError("The prompt is not valid text: it has bytes that are not UTF-8; encode it anew.")
-    choices = _choices(source)
-    if request.max_tokens is None and "max_completion_length" not in choices.trained.settings:
+    choices = choices_of(source)
+    of_run = choices.of_run
+    if request.max_tokens is None and "max_completion_length" not in of_run:
         request = replace(request, max_tokens=ANSWER_TOKENS)
-    params = _sampling(request, choices)
+    asked, params = _sampled(request, choices)
     messages = [{"role": "user", "content": prompt}]
-    of_run = choices.trained.settings
     if system is None and (request.task or of_run.get("task")):
         if request.task is None:
             named = [of_run["task"], of_run.get("task_options")]
-            choices.trained.refuse_foreign(named, 'give the system message with --system, "" for none')
+            choices.refuse_foreign(named, 'give the system message with --system, "" for none')
         name, options = _task(request, choices)
         messages = get_task(name, **options).prompt(prompt)
     elif system:
         messages.insert(0, {"role": "system", "content": system})
     loading = decide(source, choices)
-    ends = _ends(request, choices, params.max_tokens)
     _say(choices, params, loading, console)
     policy = load(loading, console)
     ids = Chat(policy.tokenizer, loading.chat_template_kwargs).ids(messages)
-    (said,) = in_one_turn(policy.engine, policy.tokenizer, [ids], 1, policy.stopping(params, ends))
+    (said,) = in_one_turn(policy.engine, policy.tokenizer, [ids], 1, policy.stopping(params, asked))
     return str(said.text)
 
 
-def _choices(source: Source) -> Choices:
-    """What the run says that made the policy; a folder without an adapter is refused before what it lacks."""
-    trained = read_trained(source.adapter, source.model)
-    if source.adapter is not None:
-        adapter_file(source.adapter)
-    return Choices(trained)
-
-
-def _sampling(request: Request, choices: Choices) -> SamplingParams:
+def _sampled(request: Request, choices: Choices) -> tuple[Request, SamplingParams]:
+    """The request with nothing left open of how it is sampled; a budget out of reach is refused."""
     tokens = choices.take("max_tokens", request.max_tokens, EVAL_TOKENS, key="max_completion_length")
     default = 0.0 if request.samples == 1 else 0.6
     temperature = choices.take("temperature", request.temperature, default, key="")
-    return SamplingParams(tokens, temperature, request.top_p, seed=request.seed)
-
-
-def _ends(request: Request, choices: Choices, max_tokens: int) -> Ends:
-    """What ends and interrupts completions; a budget that is out of their reach is refused."""
     strings = choices.take("stop_strings", request.stop_strings, [])
-    budget = choices.take("thinking_budget", request.thinking_budget, None)
-    if budget is None:
-        return Ends(tuple(strings))
-    if budget >= max_tokens:
-        raise QeRLError(
-            f"thinking_budget is {budget}, and a completion ends at {max_tokens} tokens (--max_tokens); make "
-            "it smaller, or raise --max_tokens."
-        )
-    return Ends(tuple(strings), budget, choices.take("thinking_end", request.thinking_end, CLOSING))
+    budget, end = choices.take("thinking_budget", request.thinking_budget, None), request.thinking_end
+    if budget is not None:
+        if budget >= tokens:
+            raise QeRLError(
+                f"thinking_budget is {budget}, and a completion ends at {tokens} tokens (--max_tokens); make "
+                "it smaller, or raise --max_tokens."
+            )
+        end = choices.take("thinking_end", end, CLOSING)
+    asked = replace(
+        request,
+        max_tokens=tokens,
+        temperature=temperature,
+        stop_strings=strings,
+        thinking_budget=budget,
+        thinking_end=end,
+    )
+    return asked, SamplingParams(tokens, temperature, request.top_p, seed=request.seed)
 
 
 def _task(request: Request, choices: Choices) -> tuple[str, dict[str, Any]]:
@@ -247,14 +234,14 @@ def _task(request: Request, choices: Choices) -> tuple[str, dict[str, Any]]:
     name = choices.take("task", request.task, None)
     if name is None:
         raise QeRLError("No task is given and no run says one; pass --task, for example --task gsm8k.")
-    same = name == choices.trained.settings.get("task")
+    same = name == choices.of_run.get("task")
     options = choices.take("task_options", request.task_options, {}, key="task_options" if same else "")
     return name, options
 
 
 def _turns(request: Request, choices: Choices, spec: str) -> TurnSettings | None:
     """Tools and environment, None without any; those of the run belong to its own task."""
-    same = spec == choices.trained.settings.get("task")
+    same = spec == choices.of_run.get("task")
 
     def take(name: str, given: Any, default: Any) -> Any:
         return choices.take(name, given, default, key=name if same else "")
@@ -276,16 +263,12 @@ def _turns(request: Request, choices: Choices, spec: str) -> TurnSettings | None
 
 def _say(choices: Choices, params: SamplingParams, loading: Loading, console: Console) -> None:
     """One line with the values and where they came from; a doubt about the adapter's base."""
-    trained_at = choices.trained.settings.get("temperature", params.temperature)
+    trained_at = choices.of_run.get("temperature", params.temperature)
     of_run = "" if trained_at == params.temperature else f" The run sampled at temperature {trained_at}."
     console.print(f"Settings: {choices}.{of_run}", markup=False, highlight=False, soft_wrap=True)
     doubt = check_base(loading.adapter, loading.model) if loading.adapter is not None else ""
     if doubt:
         console.print(doubt, markup=False, highlight=False, soft_wrap=True)
-
-
-def _problems_digest(problems: Dataset) -> str:
-    return digest(json.dumps(list(problems), sort_keys=True, default=str).encode())
 
 
 def _is_text(text: str) -> bool:

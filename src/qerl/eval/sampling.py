@@ -6,10 +6,9 @@ answers becomes tokens by the chat template.
 """
 
 import contextlib
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 from transformers import PreTrainedTokenizerBase
 
@@ -22,7 +21,6 @@ from qerl.agents.trajectory import Message, ThoughtsClosed, Trajectory
 from qerl.agents.world import SilentWorld, ToolWorld, World, world_of
 from qerl.environments.registry import get_environment, get_tool
 from qerl.errors import QeRLError
-from qerl.models.chat import Chat
 from qerl.rollout.engine import RolloutEngine, SamplingParams
 
 _CONVERSATIONS = 1024
@@ -73,44 +71,6 @@ class TurnSettings:
         return asdict(self) | {"tools": list(self.tools)}
 
 
-class Sampler(ABC):
-    """Gives the completions of problems.
-
-    Attributes:
-        at_once: Completions that a call should have where there are many to make.
-    """
-
-    at_once: int
-
-    @abstractmethod
-    def sample(
-        self, rows: Sequence[dict[str, Any]], samples: int, params: SamplingParams, seeds: Sequence[int]
-    ) -> list[Said]:
-        """The completions of some problems, the samples of a problem next to each other.
-
-        Args:
-            rows: The problems.
-            samples: Completions of each.
-            params: How they are sampled.
-            seeds: By which each completion is drawn, in the place of that of ``params``.
-        """
-
-
-class SingleTurns(Sampler):
-    """One turn of the policy for each sample."""
-
-    def __init__(self, engine: RolloutEngine, tokenizer: PreTrainedTokenizerBase, chat: Chat) -> None:
-        self._engine, self._tokenizer, self._chat = engine, tokenizer, chat
-        self.at_once = engine.rows_per_call
-
-    def sample(
-        self, rows: Sequence[dict[str, Any]], samples: int, params: SamplingParams, seeds: Sequence[int]
-    ) -> list[Said]:
-        """See `Sampler.sample`."""
-        prompts = [self._chat.ids(row["prompt"]) for row in rows]
-        return in_one_turn(self._engine, self._tokenizer, prompts, samples, params, seeds)
-
-
 def in_one_turn(
     engine: RolloutEngine,
     tokenizer: PreTrainedTokenizerBase,
@@ -146,8 +106,21 @@ def _said(text: str | list[Message], trajectory: Trajectory) -> Said:
     return Said(text, sum(trajectory.written), trajectory.end or "stop", trajectory.thoughts)
 
 
-class Conversations(Sampler):
-    """Conversations of the policy with tools or environments; made by `conversations`."""
+class Conversations:
+    """Conversations of the policy with tools or environments; a context, at whose end calls are given up.
+
+    Args:
+        engine: Samples from the policy.
+        tokenizer: With a chat template.
+        template_kwargs: Its arguments.
+        settings: Tools and environment.
+
+    Attributes:
+        rows_per_call: As of the engine; fewer, since each conversation may have an environment of its own.
+
+    Raises:
+        QeRLError: A tool or the environment cannot be made, or the model's template has no tools.
+    """
 
     def __init__(
         self,
@@ -155,10 +128,9 @@ class Conversations(Sampler):
         tokenizer: PreTrainedTokenizerBase,
         template_kwargs: dict[str, Any],
         settings: TurnSettings,
-        pool: ToolPool,
     ) -> None:
-        self._engine, self._pool = engine, pool
-        self.at_once = min(_CONVERSATIONS, engine.rows_per_call)
+        self._engine, self._tokenizer = engine, tokenizer
+        self.rows_per_call = min(_CONVERSATIONS, engine.rows_per_call)
         self._limits = Limits(settings.max_tool_calling_iterations, settings.tool_errors)
         self._tools = [get_tool(spec) for spec in settings.tools]
         self._make = None
@@ -174,13 +146,30 @@ class Conversations(Sampler):
                 "beside it; leave one of them out."
             )
         self._one_turn = not self._tools and not any(map(takes_turns, self._environments))
-        self._tokenizer = tokenizer
         self._template = TurnTemplate(tokenizer, template_kwargs, tools=not texts)
+        self._pool = ToolPool(settings.tool_timeout, settings.tool_output_limit)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Let go of what environments hold, such as a connection, and of the calls."""
+        with contextlib.closing(self._pool):
+            for environment in self._environments:
+                if is_text(environment) and callable(close := getattr(environment, "close", None)):
+                    close()
 
     def sample(
         self, rows: Sequence[dict[str, Any]], samples: int, params: SamplingParams, seeds: Sequence[int]
     ) -> list[Said]:
-        """See `Sampler.sample`."""
+        """What comes of some problems, the samples of a problem next to each other.
+
+        Args:
+            rows: The problems.
+            samples: Conversations of each.
+            params: How the policy is sampled.
+            seeds: By which each conversation is drawn, in the place of that of ``params``.
+        """
         worlds: list[World] = []
         prompts: list[list[int]] = []
         for row in rows:
@@ -203,12 +192,6 @@ class Conversations(Sampler):
                     self._environments[number] = self._make()
         return [_said(trajectory.messages, trajectory) for trajectory in found]
 
-    def close(self) -> None:
-        """Let go of what environments hold, such as a connection."""
-        for environment in self._environments:
-            if is_text(environment) and callable(close := getattr(environment, "close", None)):
-                close()
-
     def _begin(self, row: dict[str, Any], number: int) -> tuple[World, list[Message]]:
         """The other side of a conversation, by its number in the call, and the prompt with what it says
         first."""
@@ -225,29 +208,3 @@ class Conversations(Sampler):
         if self._one_turn:  # as in training, where a call that nobody would answer is text
             return SilentWorld(self._tokenizer), messages
         return world_of(self._template, self._tools, environment), messages
-
-
-@contextlib.contextmanager
-def conversations(
-    engine: RolloutEngine,
-    tokenizer: PreTrainedTokenizerBase,
-    template_kwargs: dict[str, Any],
-    settings: TurnSettings,
-) -> Iterator[Conversations]:
-    """Conversations, whose calls are given up at the end.
-
-    Args:
-        engine: Samples from the policy.
-        tokenizer: With a chat template.
-        template_kwargs: Its arguments.
-        settings: Tools and environment.
-
-    Raises:
-        QeRLError: A tool or the environment cannot be made, or the model's template has no tools.
-    """
-    with contextlib.ExitStack() as stack:
-        pool = ToolPool(settings.tool_timeout, settings.tool_output_limit)
-        stack.callback(pool.close)
-        sampler = Conversations(engine, tokenizer, template_kwargs, settings, pool)
-        stack.callback(sampler.close)
-        yield sampler

@@ -14,19 +14,16 @@ from typing import Any
 
 from rich.console import Console
 
+from qerl.atomic import write_whole, writing
 from qerl.errors import QeRLError
 from qerl.eval.policy import OneAtATime, Source
 from qerl.eval.record import Record
-from qerl.eval.result import EvalResult, result_from_json
+from qerl.eval.request import Suite
+from qerl.eval.result import EvalResult, Standing, best_first, table, verdict
 from qerl.eval.run import Job, Problems, prepare, score
-from qerl.eval.standings import Standing, best_first, table, verdict
-from qerl.eval.suite import Suite
-from qerl.run_folder import RESULT_FILE, path_labels, read_json
+from qerl.run_folder import RESULT_FILE, path_labels, read_result
 
 SUITE_FILE = "suite.json"
-
-_OF_THE_RUN_OF_A_MODEL = "stop_token_ids"
-"""The one setting of a finished evaluation that is known when its model is loaded, and not before."""
 
 
 def evaluate_all(
@@ -46,7 +43,9 @@ def evaluate_all(
     Raises:
         QeRLError: Anything the user can mend.
     """
-    labels = _labels(sources)
+    labels = [""]  # alone it needs no name
+    if len(sources) > 1:
+        labels = path_labels([source.adapter or Path(source.model) for source in sources], "adapter")
     problems = _load(suite)
     jobs: dict[tuple[str, str], Job] = {}
     for label, source in zip(labels, sources, strict=True):
@@ -68,7 +67,7 @@ def evaluate_all(
                 console.print(f"{known.summary()} (finished before)", markup=False, soft_wrap=True)
             else:
                 known = score(job, policies.get(job.loading), records[label, name], console)
-            results[name or job.spec] = known
+            results[name or str(job.asked.task)] = known
         standings.append(Standing(label, results))
     _conclude(standings, suite, out, console)
     return standings
@@ -78,17 +77,6 @@ def _say(label: str, name: str, console: Console) -> None:
     """Whose evaluation on what the next lines are about."""
     words = " on ".join(word for word in (label, name) if word)
     console.print(words, style="bold", markup=False, highlight=False, soft_wrap=True)
-
-
-def _labels(sources: Sequence[Source]) -> list[str]:
-    """What the policies are called, by the ends of the adapters' paths that differ; alone, by nothing."""
-    if len(sources) == 1:
-        return [""]
-    folders = [(source.adapter or Path(source.model)).resolve() for source in sources]
-    for folder, source in zip(folders, sources, strict=True):
-        if folders.count(folder) > 1:
-            raise QeRLError(f"The adapter {source.adapter} is given more than once; name each one once.")
-    return path_labels(folders)
 
 
 def _load(suite: Suite) -> Problems:
@@ -117,10 +105,11 @@ def _refuse_different_tasks(jobs: dict[tuple[str, str], Job]) -> None:
     by_name: dict[str, Job] = {}
     for (_, name), job in jobs.items():
         first = by_name.setdefault(name, job)
-        if (job.spec, job.options) != (first.spec, first.options):
+        here, there = first.asked, job.asked
+        if (here.task, here.task_options) != (there.task, there.task_options):
             raise QeRLError(
-                f"The adapters were trained on different tasks ({first.spec} {first.options or ''}, "
-                f"{job.spec} {job.options or ''}); name one with --task, and its --task_options."
+                f"The adapters were trained on different tasks ({here.task} {here.task_options or ''}, "
+                f"{there.task} {there.task_options or ''}); name one with --task, and its --task_options."
             )
 
 
@@ -138,16 +127,10 @@ def _finished(folder: Path | None, job: Job) -> EvalResult | None:
     """
     if folder is None or not (folder / RESULT_FILE).is_file():
         return None
-    kept = read_json(folder / RESULT_FILE)
-    try:
-        result = result_from_json(kept)
-        then = {"samples": result.samples, **result.settings, **result.source, "versions": result.versions}
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
-        raise QeRLError(
-            f"{folder / RESULT_FILE} is not the result of an evaluation ({error}); remove it."
-        ) from error
+    result = read_result(folder, EvalResult)
+    then = {"samples": result.samples, **result.settings, **result.source, "versions": result.versions}
     now: dict[str, Any] = json.loads(json.dumps(job.settings))
-    for name in now.keys() - {"task", _OF_THE_RUN_OF_A_MODEL}:
+    for name in now.keys() - {"task", "stop_token_ids"}:  # which only the loaded model tells
         if now[name] != then.get(name):
             raise QeRLError(
                 f"{folder} holds a finished evaluation with {name} {then.get(name)!r}, not {now[name]!r}; "
@@ -166,9 +149,5 @@ def _conclude(standings: Sequence[Standing], suite: Suite, out: Path | None, con
     if out is not None:
         best = best_first(standings)[0].label if several else None
         content = {"suite": suite.name, "best": best, "policies": [one.as_json() for one in standings]}
-        try:
-            (out / SUITE_FILE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise QeRLError(
-                f"{out / SUITE_FILE} cannot be written ({error.strerror or error}); choose another --out."
-            ) from error
+        with writing(f"{out / SUITE_FILE} cannot be written"):
+            write_whole(out / SUITE_FILE, json.dumps(content, indent=2) + "\n")

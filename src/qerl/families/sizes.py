@@ -5,70 +5,56 @@ and their peers. Nothing here needs torch.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from qerl.errors import QeRLError
-from qerl.families.layer import PRODUCTS
+from qerl.families.layer import Attention, LayerSpec, SwiGLU
 
 
-@dataclass(frozen=True)
-class Linear:
-    """A linear layer [outputs, inputs] of a decoder layer.
+class Run(NamedTuple):
+    """Neighbouring layers that are equal."""
 
-    Attributes:
-        place: Its qualified name inside the decoder layer, such as ``self_attn.q_proj``.
-    """
-
-    place: str
-    outputs: int
-    inputs: int
-    bias: bool
-
-    @property
-    def name(self) -> str:
-        """The last part of its name, as LoRA's targets are given."""
-        return self.place.rpartition(".")[2]
-
-    @property
-    def elements(self) -> int:
-        """Elements of its weight."""
-        return self.outputs * self.inputs
-
-
-class Product(NamedTuple):
-    """Linears on top of each other that multiply the same input: [outputs, inputs] all together."""
-
-    name: str
-    outputs: int
-    inputs: int
-    linears: int
+    layers: int
+    spec: LayerSpec
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of a decoder whose layers are Llama's.
+    """Sizes of a decoder.
 
     Attributes:
+        runs: Its layers, in order.
         positions: Longest sequence.
-        qkv_bias, o_bias, mlp_bias: Which projections have a bias.
-        qk_norm: Whether heads of queries and keys are normalised.
         tied: Whether the output head is the embedding.
     """
 
-    hidden: int
-    intermediate: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_size: int
     vocabulary: int
+    runs: tuple[Run, ...]
     positions: int = 32768
-    qkv_bias: bool = False
-    o_bias: bool = False
-    mlp_bias: bool = False
-    qk_norm: bool = False
     tied: bool = False
+
+    @classmethod
+    def uniform(
+        cls,
+        hidden: int,
+        intermediate: int,
+        layers: int,
+        heads: int,
+        kv_heads: int,
+        head_size: int,
+        vocabulary: int,
+        positions: int = 32768,
+        qkv_bias: bool = False,
+        o_bias: bool = False,
+        mlp_bias: bool = False,
+        qk_norm: bool = False,
+        tied: bool = False,
+    ) -> "Sizes":
+        """Sizes of a decoder whose layers all are the same attention and SwiGLU."""
+        mixer = Attention(heads, kv_heads, head_size, qkv_bias, o_bias, qk_norm)
+        spec = LayerSpec(hidden, mixer, SwiGLU(intermediate, mlp_bias))
+        return cls(vocabulary, (Run(layers, spec),), positions, tied)
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "Sizes":
@@ -104,7 +90,7 @@ class Sizes:
 
         family = FAMILIES[config.model_type]
         attention_bias = bool(getattr(config, "attention_bias", False))
-        return cls(
+        return cls.uniform(
             hidden=config.hidden_size,
             intermediate=config.intermediate_size,
             layers=config.num_hidden_layers,
@@ -132,60 +118,57 @@ class Sizes:
         return SIZES[name]
 
     @property
-    def queries(self) -> int:
-        """Q, the width of all query heads."""
-        return self.heads * self.head_size
+    def layers(self) -> int:
+        """Number of decoder layers."""
+        return sum(run.layers for run in self.runs)
 
     @property
-    def keys(self) -> int:
-        """G, the width of all key heads."""
-        return self.kv_heads * self.head_size
+    def hidden(self) -> int:
+        """D, width of the residual stream."""
+        return self.runs[0].spec.hidden
 
     @property
-    def group(self) -> int:
-        """Query heads that share a key head."""
-        return self.heads // self.kv_heads
+    def spec(self) -> LayerSpec:
+        """The description that all layers have.
+
+        Raises:
+            QeRLError: They differ.
+        """
+        first, *others = {run.spec for run in self.runs}
+        if others:
+            raise QeRLError("The layers of this model differ; one description does not hold for all of them.")
+        return first
 
     @property
-    def linears(self) -> tuple[Linear, ...]:
-        """The seven linears of one decoder layer."""
-        d, i, q, g = self.hidden, self.intermediate, self.queries, self.keys
-        shapes = {
-            "qkv": ((q, d), (g, d), (g, d)),
-            "o": ((d, q),),
-            "gate_up": ((i, d), (i, d)),
-            "down": ((d, i),),
-        }
-        biases = {
-            "qkv": self.qkv_bias, "o": self.o_bias, "gate_up": self.mlp_bias, "down": self.mlp_bias,
-        }  # fmt: skip
-        return tuple(
-            Linear(place, outputs, inputs, biases[product])
-            for product, places in PRODUCTS.items()
-            for place, (outputs, inputs) in zip(places, shapes[product], strict=True)
-        )
+    def specs(self) -> list[LayerSpec]:
+        """The description of each layer."""
+        return [run.spec for run in self.runs for _ in range(run.layers)]
 
     @property
-    def products(self) -> list[Product]:
-        """The four products of one decoder layer."""
-        linears = {linear.place: linear for linear in self.linears}
-        return [
-            Product(name, sum(linears[at].outputs for at in places), linears[places[0]].inputs, len(places))
-            for name, places in PRODUCTS.items()
-        ]
+    def targets(self) -> tuple[str, ...]:
+        """Names of the linears of decoder layers, as LoRA's targets are given."""
+        return tuple(dict.fromkeys(linear.name for run in self.runs for linear in run.spec.linears))
+
+    def with_layers(self, layers: int) -> "Sizes":
+        """Sizes of a decoder of so many layers of the kind that all have."""
+        return replace(self, runs=(Run(layers, self.spec),))
 
     @property
     def parameters(self) -> int:
         """All parameters, tied ones once."""
-        return self.layers * sum(linear.elements for linear in self.linears) + self.dense_parameters
+        elements = sum(run.layers * linear.elements for run in self.runs for linear in run.spec.linears)
+        return elements + self.dense_parameters
 
     @property
     def dense_parameters(self) -> int:
         """Parameters that stay in 16 bits: embedding, head, norms, biases."""
-        biases = sum(linear.outputs for linear in self.linears if linear.bias)
-        norms = 2 * self.hidden + (2 * self.head_size if self.qk_norm else 0)
-        tables = self.vocabulary * self.hidden * (1 if self.tied else 2)
-        return tables + self.layers * (biases + norms) + self.hidden
+        biases = sum(run.layers * run.spec.biases for run in self.runs)
+        return self.vocabulary * self.hidden * (1 if self.tied else 2) + biases + self.norms
+
+    @property
+    def norms(self) -> int:
+        """Elements of all norms, the final one among them."""
+        return sum(run.layers * run.spec.norms for run in self.runs) + self.hidden
 
 
 def _qwen25(
@@ -197,7 +180,7 @@ def _qwen25(
     vocabulary: int,
     tied: bool = False,
 ) -> Sizes:
-    return Sizes(
+    return Sizes.uniform(
         hidden, intermediate, layers, heads, kv_heads, 128, vocabulary, 32768, qkv_bias=True, tied=tied
     )
 
@@ -205,7 +188,7 @@ def _qwen25(
 def _qwen3(
     hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, tied: bool = False
 ) -> Sizes:
-    return Sizes(
+    return Sizes.uniform(
         hidden, intermediate, layers, heads, kv_heads, 128, 151936, positions=40960, qk_norm=True, tied=tied
     )
 
@@ -221,10 +204,10 @@ SIZES = {
     "qwen3-8b": _qwen3(4096, 12288, 36, 32, 8),
     "qwen3-14b": _qwen3(5120, 17408, 40, 40, 8),
     "qwen3-32b": _qwen3(5120, 25600, 64, 64, 8),
-    "llama3-8b": Sizes(4096, 14336, 32, 32, 8, 128, 128256, positions=8192),
-    "llama3-70b": Sizes(8192, 28672, 80, 64, 8, 128, 128256, positions=8192),
-    "llama3.1-8b": Sizes(4096, 14336, 32, 32, 8, 128, 128256, positions=131072),
-    "mistral-7b": Sizes(4096, 14336, 32, 32, 8, 128, 32768, positions=32768),
+    "llama3-8b": Sizes.uniform(4096, 14336, 32, 32, 8, 128, 128256, positions=8192),
+    "llama3-70b": Sizes.uniform(8192, 28672, 80, 64, 8, 128, 128256, positions=8192),
+    "llama3.1-8b": Sizes.uniform(4096, 14336, 32, 32, 8, 128, 128256, positions=131072),
+    "mistral-7b": Sizes.uniform(4096, 14336, 32, 32, 8, 128, 32768, positions=32768),
 }
 """Well-known models: Qwen2.5 unless the name says otherwise; mistral-7b is version 0.3."""
 

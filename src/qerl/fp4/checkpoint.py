@@ -20,9 +20,6 @@ Shapes: N outputs, K inputs, G = K / block size.
 """
 
 import json
-import shutil
-import signal
-import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,6 +29,7 @@ from typing import Any, Literal
 import torch
 from safetensors import SafetensorError, safe_open
 
+from qerl.atomic import new_folder
 from qerl.errors import QeRLError
 from qerl.fp4.format import BLOCK_FORMATS, NVFP4, BlockFormat, PackedRows
 
@@ -191,55 +189,28 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 @contextmanager
-def new_folder(target: Path) -> Iterator[Path]:
-    """A folder that appears under its name complete or not at all.
+def new_checkpoint(target: Path) -> Iterator[Path]:
+    """A folder that appears under its name complete or not at all (:func:`qerl.atomic.new_folder`).
 
-    Yields a hidden sibling to write into, which is renamed to ``target`` at the end. If the body fails, or is
-    ended by Ctrl-C or SIGTERM, the sibling is deleted. Only SIGKILL or a power cut leave it behind; the next
-    run says so instead of guessing whether it is still being written.
+    What a killed run has left behind is said instead of guessing whether it is still being written.
 
     Raises:
         QeRLError: ``target`` exists, another run is writing it, or the disk refuses (full, read-only).
     """
     if target.exists():
         raise QeRLError(f"{target} exists and is not overwritten; choose another folder or remove it first.")
-    partial = target.with_name(f".{target.name}.partial")
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        partial.mkdir()
+        with new_folder(target) as partial:
+            yield partial
     except FileExistsError as error:
         raise QeRLError(
-            f"Another run is writing {target}, or was killed while it did; wait for it, or remove {partial}."
+            f"Another run is writing {target}, or was killed while it did; wait for it, or remove "
+            f"{error.filename}."
         ) from error
-    except OSError as error:
-        raise QeRLError(f"{target} could not be made ({error}); choose another folder.") from error
-    try:
-        with _sigterm_as_exit():
-            yield partial
-            partial.rename(target)
     except (OSError, SafetensorError) as error:
         raise QeRLError(
-            f"{target} could not be written ({error}) and was removed; make room or choose another disk."
+            f"{target} could not be written ({error}) and was removed; make room or choose another folder."
         ) from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-
-
-@contextmanager
-def _sigterm_as_exit() -> Iterator[None]:
-    """Turns SIGTERM, which ends Python on the spot, into SystemExit, which runs ``finally`` blocks."""
-    if threading.current_thread() is not threading.main_thread():  # only that one may set handlers
-        yield
-        return
-
-    def leave(signum: int, _frame: object) -> None:
-        raise SystemExit(128 + signum)
-
-    previous = signal.signal(signal.SIGTERM, leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)
 
 
 def _packing(folder: Path, config: dict[str, Any]) -> tuple[Layout, BlockFormat | None]:

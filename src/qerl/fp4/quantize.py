@@ -27,7 +27,7 @@ from qerl.fp4.checkpoint import (
     SINGLE_FILE,
     Checkpoint,
     Header,
-    new_folder,
+    new_checkpoint,
     open_checkpoint,
     packed_tensors,
     quantization_config,
@@ -118,7 +118,7 @@ def quantize_checkpoint(
         )
     layers = _layers_to_quantize(checkpoint, blocks)
     console = Console()
-    with new_folder(target) as folder, Progress(console=console, transient=True) as progress:
+    with new_checkpoint(target) as folder, Progress(console=console, transient=True) as progress:
         _check_room(checkpoint, layers, blocks, folder)
         amax = _group_amax(checkpoint, layers, progress)
         written = _write_shards(checkpoint, folder, amax, blocks, rounding, progress)

@@ -51,7 +51,7 @@ def unrounded_logits(model: "PreTrainedModel") -> Iterator[None]:
     wraps keeps its own code, and its own rounding.
     """
     head = model.get_output_embeddings()
-    if type(head) is not nn.Linear or "forward" in vars(head) or head.weight.dtype == torch.float32:
+    if type(head) is not nn.Linear or "forward" in vars(head) or head.weight.dtype.itemsize != 2:
         yield
         return
     vars(head)["forward"] = lambda x: _linear(x, head.weight, head.bias)

@@ -26,7 +26,6 @@ from torch import nn
 
 import qerl
 from qerl.errors import QeRLError
-from qerl.families.layer import LINEARS
 from qerl.families.sizes import SIZES, Sizes
 from qerl.gpu_memory import total_bytes
 from qerl.kernels import needs
@@ -52,7 +51,7 @@ PROMPT, DECODED, COMPLETION, GROUP, RANK, STEPS = 256, 256, 1024, 8, 32, 2
 PARITY = 1.2
 """How much farther the engine may be from FP32 than the trainer, by mean difference of log-probabilities."""
 
-SMALL = Sizes(384, 448, 3, 6, 2, 64, 1000, qkv_bias=True)
+SMALL = Sizes.uniform(384, 448, 3, 6, 2, 64, 1000, qkv_bias=True)
 """The model of the parity check."""
 
 REQUIRED: dict[str, type | tuple[type, ...]] = {
@@ -130,10 +129,10 @@ def largest_shape(total: int) -> str:
     """
     for shape in reversed(SHAPES):
         sizes = replace(SIZES[shape], tied=False)
-        work = _work(ROWS[-1], DECODED)
-        held = Weights(sizes, work.format).bytes + Adapter(sizes, RANK, LINEARS).copies + CONTEXT_BYTES
+        work = _work(sizes, ROWS[-1], DECODED)
+        held = Weights(sizes, work.format).bytes + Adapter(sizes, RANK, sizes.targets).copies + CONTEXT_BYTES
         cache = Cache(sizes, work).bytes(total)
-        if MARGIN * (held + cache) <= total and fastest(sizes, _work(GROUP, COMPLETION), total):
+        if MARGIN * (held + cache) <= total and fastest(sizes, _work(sizes, GROUP, COMPLETION), total):
             return shape
     raise QeRLError(f"Not even {SHAPES[0]} fits in {total / 1e9:.1f} GB.")
 
@@ -203,17 +202,17 @@ def whole_step(
     return {"samples": GROUP, "completion_tokens": completion, **update, **seen, "peak_gb": peak}
 
 
-def _work(sequences: int, completion: int) -> Work:
+def _work(sizes: Sizes, sequences: int, completion: int) -> Work:
     """A step whose inputs of layers stay on the GPU: how fast a card is does not depend on its machine."""
     return Work(
-        weights="nvfp4", rank=RANK, targets=LINEARS, prompt_tokens=PROMPT, completion_tokens=completion,
+        weights="nvfp4", rank=RANK, targets=sizes.targets, prompt_tokens=PROMPT, completion_tokens=completion,
         group=GROUP, sequences=sequences, microbatch=GROUP, may_offload=False,
     )  # fmt: skip
 
 
 def _update(sizes: Sizes, total: int) -> dict[str, Any]:
     """Settings of the update, as a run on this GPU would choose them; inputs of layers stay there."""
-    found = fastest(replace(sizes, tied=False), _work(GROUP, COMPLETION), total)
+    found = fastest(replace(sizes, tied=False), _work(sizes, GROUP, COMPLETION), total)
     if found is None:
         raise QeRLError("The step does not fit this GPU; take a smaller --shape.")
     return {

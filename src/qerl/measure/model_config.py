@@ -15,12 +15,13 @@ def model_config(sizes: Sizes, weights: str, positions: int) -> PreTrainedConfig
         weights: ``bf16`` or ``nvfp4``, the latter as compressed-tensors declares it.
         positions: Positions the model has.
     """
-    kind = Qwen2Config if sizes.qkv_bias else Qwen3Config if sizes.qk_norm else LlamaConfig
+    mixer = sizes.spec.mixer
+    kind = Qwen2Config if mixer.qkv_bias else Qwen3Config if mixer.qk_norm else LlamaConfig
     quantised = {} if weights == "bf16" else {"quantization_config": quantization_config(NVFP4, ["lm_head"])}
     return kind(
-        vocab_size=sizes.vocabulary, hidden_size=sizes.hidden, intermediate_size=sizes.intermediate,
-        num_hidden_layers=sizes.layers, num_attention_heads=sizes.heads,
-        num_key_value_heads=sizes.kv_heads, head_dim=sizes.head_size, max_position_embeddings=positions,
+        vocab_size=sizes.vocabulary, hidden_size=sizes.hidden, intermediate_size=sizes.spec.mlp.intermediate,
+        num_hidden_layers=sizes.layers, num_attention_heads=mixer.heads,
+        num_key_value_heads=mixer.kv_heads, head_dim=mixer.head_size, max_position_embeddings=positions,
         tie_word_embeddings=False, rms_norm_eps=1e-6, dtype="bfloat16", eos_token_id=None,
         architectures=[kind.__name__.replace("Config", "ForCausalLM")], **quantised,
     )  # fmt: skip

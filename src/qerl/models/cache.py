@@ -1,11 +1,12 @@
 """Where converted and quantised models are kept, and how each is made there once."""
 
 import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 from filelock import FileLock
+
+from qerl.atomic import new_folder
 
 
 def cache_folder() -> Path:
@@ -21,17 +22,12 @@ def made_once(name: str, make: Callable[[Path], None]) -> Path:
 
     Args:
         name: Of the folder; another content needs another name.
-        make: Writes the content into the folder that it is given, which does not exist yet.
+        make: Writes the content into the folder that it is given, which is empty.
     """
     folder = cache_folder() / name
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):
         if not folder.is_dir():
-            partial = folder.with_name(folder.name + ".partial")
-            shutil.rmtree(partial, ignore_errors=True)  # left by a process that was killed
-            try:
+            with new_folder(folder, locked=True) as partial:
                 make(partial)
-                partial.rename(folder)
-            finally:
-                shutil.rmtree(partial, ignore_errors=True)
     return folder

@@ -9,6 +9,12 @@ move scales from weights into norms, on whose result the adapter of the original
 
 A copy into whose linear layers an adapter was merged has the norms and embeddings of the original. Where both
 are in 16 bits, a row of each linear layer tells them apart (`linears_fingerprint`); packed weights do not.
+
+Whoever saves an adapter writes both into its policy.json, so `check_base` can say, before a model is loaded,
+whether the adapter belongs to it. An adapter that was made elsewhere has no such file; then the base that its
+adapter_config.json names is looked at, if it is on this machine. Where it is not, names are all there is:
+other names may be the same model, so that is said and no error. So is a base whose linear layers alone are
+other ones.
 """
 
 import hashlib
@@ -22,7 +28,8 @@ from huggingface_hub.errors import HFValidationError
 from qerl.errors import QeRLError
 from qerl.fp4.checkpoint import open_checkpoint
 from qerl.fp4.groups import is_quantized
-from qerl.models.hub import local_checkpoint
+from qerl.models.hub import LocalModel, local_checkpoint
+from qerl.run_folder import ADAPTER_CONFIG_FILE, read_json, read_policy
 
 _EMBEDDING_ROWS = 512
 
@@ -86,6 +93,63 @@ def folder_here(name: str) -> Path | None:
         cached = try_to_load_from_cache(name, "config.json")
         return Path(cached).parent if isinstance(cached, str) else None
     except (QeRLError, HFValidationError):
+        return None
+
+
+def check_base(adapter: Path, model: str | LocalModel) -> str:
+    """Raise for an adapter of another base model.
+
+    Args:
+        adapter: Folder of a PEFT adapter.
+        model: The model that it is to be put on.
+
+    Returns:
+        A sentence for the user where it cannot be told or is in doubt, else nothing.
+
+    Raises:
+        QeRLError: The adapter belongs to another model, or a file that says so cannot be read.
+    """
+    folder = local_checkpoint(model)
+    found = checkpoint_fingerprint(folder)
+    recorded = read_policy(adapter)
+    named = str(
+        recorded.get("base") or read_json(adapter / ADAPTER_CONFIG_FILE).get("base_model_name_or_path") or ""
+    )
+    expected = recorded.get("fingerprint")
+    if expected is None and named and not _same_name(named, str(model)):
+        expected = _fingerprint_here(named)
+        if expected is None:
+            return (
+                f"The adapter names {named} as its base, which is not on this machine: whether {model} is "
+                "the same model cannot be checked."
+            )
+    if expected is not None and found != expected:
+        raise QeRLError(
+            f"The adapter {adapter} was trained on {named}, whose norms or embeddings are not those of "
+            f"{model}; give the model that it was trained on, or a copy of it that `qerl quantize` made."
+        )
+    linears, own = recorded.get("linears"), linears_fingerprint(folder)
+    if None not in (linears, own) and linears != own:
+        return (
+            f"The linear layers of {model} are not those of {named}, which the adapter was trained on, "
+            "though norms and embeddings are: if an adapter was merged into them, this one comes on top of "
+            "it."
+        )
+    return ""
+
+
+def _same_name(named: str, model: str) -> bool:
+    if named == model:
+        return True
+    return Path(named).expanduser().resolve() == Path(model).expanduser().resolve()
+
+
+def _fingerprint_here(named: str) -> str | None:
+    """Fingerprint of a model that is on this machine, None where it is not, or not whole."""
+    folder = folder_here(named)
+    try:
+        return None if folder is None else checkpoint_fingerprint(folder)
+    except QeRLError:
         return None
 
 

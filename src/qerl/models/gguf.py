@@ -72,7 +72,6 @@ def _convert(gguf: Path, folder: Path) -> None:
         ) from error
     _mend_tokenizer(tokenizer, metadata)
     try:
-        folder.mkdir()
         tokenizer.save_pretrained(folder)
         _save_model(model, tokenizer, folder)
     except (OSError, SafetensorError) as error:

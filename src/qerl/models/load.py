@@ -167,6 +167,12 @@ def load_tokenizer(
     return tokenizer
 
 
+def end_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Tokens that end a completion: the tokenizer's end of text, and what the model's own settings name."""
+    own = model.generation_config.eos_token_id
+    return tuple(sorted({tokenizer.eos_token_id, *([own] if isinstance(own, int) else own or [])}))
+
+
 def model_positions(model: LocalModel, trust_remote_code: bool = False) -> int | None:
     """Positions that a model has; None where its config sets no limit. No weights are read.
 

@@ -4,18 +4,18 @@ A step has two phases that want the same memory at different times: the rollout,
 update, with activations. Weights, adapter and optimizer are there in both. Each class below is one part and
 says by which formula; counts of parameters and bytes of weights, adapter and optimizer are exact, activations
 are those of this project's update on CUDA (`qerl.lora.product`, `qerl.update.attention`,
-`qerl.kernels.update`) at the moment at which most of them are alive.
+`qerl.kernels.update`) at the moment at which most of them are alive. What one layer keeps and computes
+depends on its kind (`qerl.plan.layers`); here layers are summed.
 
-Bytes everywhere. T tokens in the joined row of a forward pass, S of them predict something, M keys that its
-stretches attend to, D hidden size, I intermediate size, Q and G all query and all key heads together, R LoRA
-rank, V vocabulary.
+Bytes everywhere. T tokens in the joined row of a forward pass, S of them predict something, D hidden size, R
+LoRA rank, V vocabulary.
 """
 
 from dataclasses import dataclass
 
-from qerl.families.layer import JOINT
-from qerl.families.sizes import Linear, Sizes
+from qerl.families.sizes import Sizes
 from qerl.kernels.limits import head_positions, pad_rank
+from qerl.plan.layers import LayerActivations
 from qerl.plan.work import FULL, HALF, Work
 from qerl.rollout.paged.limits import BlockDemand, KVGeometry, count_for, state_bytes
 from qerl.weight_formats import WeightFormat
@@ -31,7 +31,8 @@ class Weights:
     @property
     def linears(self) -> int:
         """Bytes of the linears of all decoder layers, scales included."""
-        return self.sizes.layers * sum(self.format.matrix_bytes(x.elements) for x in self.sizes.linears)
+        matrices = self.format.matrix_bytes
+        return sum(run.layers * matrices(x.elements) for run in self.sizes.runs for x in run.spec.linears)
 
     @property
     def dense(self) -> int:
@@ -55,8 +56,7 @@ class Adapter:
     @property
     def parameters(self) -> int:
         """Number of trained parameters."""
-        widths = sum(x.inputs + x.outputs for x in self.sizes.linears if x.name in self.targets)
-        return self.sizes.layers * self.rank * widths
+        return self.rank * self._widths(self.targets)
 
     @property
     def bytes(self) -> int:
@@ -70,17 +70,25 @@ class Adapter:
 
     @property
     def copies(self) -> int:
-        """Bytes of the engine's copies: LoRA of all seven linears in bf16, R padded, norms and rotary table
-        in fp32."""
-        sizes, rank = self.sizes, pad_rank(self.rank)
-        widths = sum(linear.inputs + linear.outputs for linear in sizes.linears)
-        norms = sizes.layers * (2 * sizes.hidden + 2 * sizes.head_size * sizes.qk_norm) + sizes.hidden
-        return HALF * sizes.layers * rank * widths + FULL * (norms + sizes.positions * sizes.head_size)
+        """Bytes of the engine's copies: LoRA of all linears in bf16, R padded, norms and a rotary table for
+        each size of heads in fp32."""
+        sizes = self.sizes
+        angles = sizes.positions * sum({run.spec.mixer.head_size for run in sizes.runs})
+        return HALF * pad_rank(self.rank) * self._widths(sizes.targets) + FULL * (sizes.norms + angles)
+
+    def _widths(self, targets: tuple[str, ...]) -> int:
+        """Inputs and outputs of all linears of these names."""
+        return sum(
+            run.layers * (linear.inputs + linear.outputs)
+            for run in self.sizes.runs
+            for linear in run.spec.linears
+            if linear.name in targets
+        )
 
 
 @dataclass(frozen=True)
 class Cache:
-    """Keys and values: ``2 layers G`` numbers per token, in blocks of 64, prompts once per group.
+    """Keys and values: ``2 G`` numbers per token and layer, in blocks of 64, prompts once per group.
 
     The paged engine reserves them by the same functions (`qerl.rollout.paged.limits`).
     """
@@ -91,8 +99,7 @@ class Cache:
     @property
     def geometry(self) -> KVGeometry:
         """Shape of the cache."""
-        sizes = self.sizes
-        return KVGeometry(sizes.layers, sizes.kv_heads, sizes.head_size, self.work.cache_bytes)
+        return KVGeometry.of(self.sizes, self.work.cache_bytes)
 
     @property
     def demand(self) -> BlockDemand:
@@ -135,8 +142,16 @@ class Activations:
     @property
     def recomputed(self) -> int:
         """Number of layers computed again for backward."""
-        layers, every = self.sizes.layers, self.work.every_n_layers
-        return -(-layers // every) if 0 < every <= layers else 0
+        return sum(self._recomputed)
+
+    @property
+    def _recomputed(self) -> list[int]:
+        """Of each run, the layers computed again: every n-th of the decoder, from the first on."""
+        counts, end, every = [], 0, self.work.every_n_layers
+        for run in self.sizes.runs:
+            start, end = end, end + run.layers
+            counts.append(-(-end // every) - -(-start // every) if every else 0)
+        return counts if every <= end else [0] * len(counts)
 
     @property
     def inputs(self) -> int:
@@ -157,71 +172,13 @@ class Activations:
     @property
     def whole_layers(self) -> int:
         """Bytes of everything inside the layers that are not computed again."""
-        return (self.sizes.layers - self.recomputed) * self.layer
+        runs = zip(self.sizes.runs, self._kinds, self._recomputed, strict=True)
+        return sum((run.layers - again) * kind.kept for run, kind, again in runs)
 
     @property
     def kept(self) -> int:
         """Bytes kept from the forward to the backward pass."""
         return self.inputs + self.whole_layers
-
-    @property
-    def layer(self) -> int:
-        """``2 T (3 D + 2 Q + 2 G + 3 I + 7 R)``: what is kept up to attention, and behind it."""
-        return self._up_to_attention + self._behind_attention
-
-    @property
-    def _up_to_attention(self) -> int:
-        """``2 T (D + 2 Q + 2 G + 3 R)``: the input of q/k/v, queries, keys, values and their result, and
-        x A^T of the adapters; in fp32 one number per token for the norm and each head of attention. Where
-        heads are normalised, queries and keys are kept before that as well, and a number for each. Without
-        joint products (NF4, dropout) layers run through PEFT, which keeps the input of each linear in fp32,
-        here ``4 T 3 D``, instead of one in bf16, and with dropout a mask of a byte for each number."""
-        s = self.sizes
-        wide, single, inputs = s.hidden + 2 * s.queries + 2 * s.keys, 1 + s.heads, 3 * s.hidden
-        if s.qk_norm:
-            wide += s.queries + s.keys
-            single += s.heads + s.kv_heads
-        if self.work.why_not_joint:
-            wide -= s.hidden
-        return self._kept(wide + 3 * self.work.rank, single, inputs)
-
-    @property
-    def _behind_attention(self) -> int:
-        """``2 T (2 D + 3 I + 4 R)``: the residual, the input of gate/up, gate, up and their product, and
-        x A^T of the adapters; in fp32 one number per token for the norm. Through PEFT ``4 T (2 D + Q + I)``
-        instead of the inputs of gate/up and of down in bf16."""
-        s = self.sizes
-        wide, inputs = 2 * s.hidden + 3 * s.intermediate, 2 * s.hidden + s.queries + s.intermediate
-        if self.work.why_not_joint:
-            wide -= s.hidden + s.intermediate
-        return self._kept(wide + 4 * self.work.rank, 1, inputs)
-
-    def _kept(self, wide: int, single: int, inputs: int) -> int:
-        """Bytes of so many numbers per token in bf16 and in fp32, and of the inputs that PEFT keeps."""
-        work = self.work
-        if work.why_not_joint:
-            single += inputs
-        masks = inputs if work.why_not_joint and work.lora_dropout else 0
-        return work.tokens * (HALF * wide + FULL * single + masks)
-
-    @property
-    def backward(self) -> int:
-        """The larger of two moments, on top of a layer.
-
-        Of the MLP ``2 T (2 I + D)``: gradients of gate and up, that of their product in the place of the
-        product itself, and the one that came in.
-
-        Of attention, when what is kept behind it is gone, ``2 T (D + 4 Q) + 8 M G + 4 M Q``: the gradient
-        that came in, those of attention's result and of the queries, the latter in fp32 as well; keys and
-        values gathered for all stretches, with their gradients; and where query heads share key heads, a
-        gradient of keys and values for each query head, which FlashAttention-2 adds up afterwards. With long
-        prompts of many samples M is many times T. FlashAttention-4 takes no more, so the plan does not ask
-        which one a row gets."""
-        s, t, m = self.sizes, self.work.tokens, self.work.keys
-        mlp = HALF * t * (2 * s.intermediate + s.hidden)
-        per_head = 2 * s.queries if s.heads != s.kv_heads else 0
-        attention = HALF * (t * (s.hidden + 4 * s.queries) + m * (4 * s.keys + per_head))
-        return max(mlp, attention - self._behind_attention)
 
     @property
     def head(self) -> int:
@@ -235,35 +192,18 @@ class Activations:
 
     @property
     def working(self) -> int:
-        """The larger of the head, and a layer's recomputation and backward with the last hidden states, which
-        are as large as the input of a layer."""
-        layer = self.backward + self._input + (self.layer if self.recomputed else 0)
-        return max(self.head, layer)
+        """The largest of the head, and each kind of layer's recomputation and backward with the last hidden
+        states, which are as large as the input of a layer."""
+        runs = zip(self._kinds, self._recomputed, strict=True)
+        layer = max(kind.backward + (kind.kept if again else 0) for kind, again in runs)
+        return max(self.head, layer + self._input)
 
     @property
     def workspace(self) -> int:
-        """The largest weight in bf16 with R more rows or columns, shared by all layers: mostly that of gate
-        and up together."""
-        return HALF * max(self._written_at_once(group) for group in self._groups)
+        """The largest weight in bf16 with R more rows or columns, shared by all layers."""
+        return max(kind.workspace for kind in self._kinds)
 
     @property
-    def _groups(self) -> list[list[Linear]]:
-        """Linears whose products the update computes as one (`qerl.update.fused`).
-
-        Only where all of them are adapted and none runs through PEFT, and q, k and v not where heads are
-        normalised.
-        """
-        by_name = {linear.name: linear for linear in self.sizes.linears}
-        joint = [
-            [by_name.pop(name) for name in names]
-            for names in JOINT
-            if not self.work.why_not_joint
-            and set(names) <= set(self.work.targets)
-            and not ("q_proj" in names and self.sizes.qk_norm)
-        ]
-        return joint + [[linear] for linear in by_name.values()]
-
-    def _written_at_once(self, group: list[Linear]) -> int:
-        rows = sum(linear.outputs for linear in group)
-        rank = self.work.rank * len(group)
-        return rows * group[0].inputs + rank * max(rows, group[0].inputs)
+    def _kinds(self) -> list[LayerActivations]:
+        """What one layer of each run keeps and computes."""
+        return [LayerActivations(run.spec, self.work) for run in self.sizes.runs]

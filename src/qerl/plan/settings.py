@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from qerl.errors import QeRLError
-from qerl.families.layer import LINEARS
 from qerl.families.sizes import SIZES, Sizes
 from qerl.fp4.checkpoint import check_held_format, read_config
 from qerl.models.hub import LocalModel, local_config
@@ -60,7 +59,7 @@ def plan_settings(
     if config.tuning == "full":
         raise QeRLError(_full_tuning(sizes, config, capacity))
     work = dataclasses.replace(
-        _work(config, processes), adapters=adapters, serves=serves, may_offload=may_offload,
+        _work(config, sizes, processes), adapters=adapters, serves=serves, may_offload=may_offload,
         host_bytes=host_bytes,
     )  # fmt: skip
     if work.prompt_tokens + work.completion_tokens > sizes.positions:
@@ -174,13 +173,13 @@ def _sizes(name: str | LocalModel, config: QeRLConfig) -> Sizes:
     return Sizes.from_config(content)
 
 
-def _work(config: QeRLConfig, processes: int) -> Work:
+def _work(config: QeRLConfig, sizes: Sizes, processes: int) -> Work:
     assert config.num_generations is not None and config.max_completion_length is not None
     checkpointing = _checkpointing(config)
     return Work(
         weights=config.weights,
         rank=config.lora_r,
-        targets=tuple(config.lora_target_modules or LINEARS),
+        targets=tuple(config.lora_target_modules or sizes.targets),
         prompt_tokens=config.max_prompt_length or DEFAULT_PROMPT,
         completion_tokens=config.max_completion_length,
         group=config.num_generations,

@@ -6,6 +6,11 @@ Which columns are rewards is known from the metrics. A group is what `num_genera
 run without that file has the samples grouped that follow each other and have the same prompt.
 
 A table that a killed run has left half written is left out, which is said.
+
+A long run stays a small page: the chosen steps, the best and the worst group of each, at most `SAMPLES`
+samples of a group, the best and the worst of them, and at most `CHARACTERS` characters of all models
+together, of which each text has its share. What was given up is looking at any completion of any step; those
+are in the tables of the run.
 """
 
 import itertools
@@ -24,6 +29,15 @@ from qerl.report.runs import Run
 from qerl.run_folder import table_paths
 
 logger = logging.getLogger(__name__)
+
+SAMPLES = 8
+"""Largest number of samples that are shown of a group."""
+
+CHARACTERS = 500_000
+"""Of all texts of the page together; with the marks around them a page has at most a few megabytes."""
+
+LONGEST = 6_000
+"""Characters of one text, however few there are."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +99,61 @@ class Table:
     step: int
     evaluation: str
     groups: tuple[Group, ...]
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A group as the page shows it.
+
+    Attributes:
+        run: Index of its run.
+        step: The step that it is of, in words.
+        rank: ``best``, ``worst`` or, where a step has one group, ``only``.
+        which: The rank in words.
+        group: Itself.
+    """
+
+    run: int
+    step: str
+    rank: str
+    which: str
+    group: Group
+
+    @property
+    def samples(self) -> tuple[Sample, ...]:
+        """Those that are shown: the first and the last, if there are too many."""
+        own = self.group.samples
+        return own if len(own) <= SAMPLES else own[: SAMPLES // 2] + own[-(SAMPLES // 2) :]
+
+
+def shown_groups(tables: Sequence[Sequence[Table]]) -> list[Shown]:
+    """The best and the worst group of each table.
+
+    Args:
+        tables: For each run, the steps of which completions are shown.
+    """
+    shown = []
+    for run, found in enumerate(tables):
+        for table in found:
+            step = f"step {table.step}" + (f", {table.evaluation}" if table.evaluation else "")
+            count = len(table.groups)
+            if count == 1:
+                shown.append(Shown(run, step, "only", "only group", table.groups[0]))
+                continue
+            for rank, group in (("best", table.groups[0]), ("worst", table.groups[-1])):
+                shown.append(Shown(run, step, rank, f"{rank} of {count} groups", group))
+    return shown
+
+
+def longest_text(shown: Sequence[Shown]) -> int:
+    """Characters that each text of the page may have."""
+    turns = [
+        turn
+        for one in shown
+        for turn in (*one.group.prompt, *(turn for sample in one.samples for turn in sample.messages))
+    ]
+    texts = sum(1 + len(turn.calls) for turn in turns)
+    return max(min(LONGEST, CHARACTERS // max(texts, 1)), 1)
 
 
 def read_tables(run: Run, count: int) -> list[Table]:

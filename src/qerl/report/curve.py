@@ -7,6 +7,8 @@ It is drawn in Braille characters: each is a grid of 2 x 4 dots, so a plot of 60
 import math
 from collections.abc import Sequence
 
+import numpy as np
+
 from qerl.errors import QeRLError
 from qerl.report.metrics import number
 
@@ -58,18 +60,10 @@ def terminal_curve(
 def _columns(values: Sequence[float], columns: int) -> list[float]:
     """The curve's value at each column of dots: means of what falls into it, or straight lines between."""
     count = len(values)
-    out = []
-    for column in range(columns):
-        if count > columns:
-            part = values[column * count // columns : (column + 1) * count // columns]
-            part = [value for value in part if math.isfinite(value)]
-            out.append(sum(part) / len(part) if part else math.nan)
-        else:
-            place = column / max(columns - 1, 1) * (count - 1)
-            before = int(place)
-            after = min(before + 1, count - 1)
-            out.append(values[before] + (place - before) * (values[after] - values[before]))
-    return out
+    if count <= columns:
+        return np.interp(np.linspace(0, count - 1, columns), range(count), values).tolist()
+    parts = [part[np.isfinite(part)] for part in np.array_split(values, columns)]
+    return [float(part.mean()) if len(part) else math.nan for part in parts]
 
 
 def _cells(curve: Sequence[float], span: tuple[float, float], width: int, height: int) -> list[list[int]]:

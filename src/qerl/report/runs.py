@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from qerl.errors import QeRLError
 from qerl.run_folder import LARGEST, path_labels, read_metrics, read_settings
 
 
@@ -29,6 +28,11 @@ class Run:
     folder: Path
     rows: list[dict[str, Any]]
     settings: dict[str, Any] | None
+
+    @property
+    def last_step(self) -> int:
+        """Steps that it has done, as far as they are logged."""
+        return max((row["step"] for row in self.rows), default=0)
 
 
 @dataclass(frozen=True)
@@ -63,20 +67,12 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
     Raises:
         QeRLError: A folder is given twice or is not a run.
     """
-    resolved = [folder.resolve() for folder in folders]
-    for folder, path in zip(folders, resolved, strict=True):
-        if resolved.count(path) > 1:
-            raise QeRLError(f"The run {folder} is given more than once; name each run once.")
-    labels = path_labels(resolved)
-    return [
-        Run(label, folder, read_metrics(folder), _flat_settings(folder))
-        for label, folder in zip(labels, folders, strict=True)
-    ]
-
-
-def _flat_settings(folder: Path) -> dict[str, Any] | None:
-    settings = read_settings(folder)
-    return None if settings is None else _flatten(settings)
+    runs = []
+    for label, folder in zip(path_labels(folders, "run"), folders, strict=True):
+        settings = read_settings(folder)
+        flat = None if settings is None else _flatten(settings)
+        runs.append(Run(label, folder, read_metrics(folder), flat))
+    return runs
 
 
 def _flatten(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -5,16 +5,28 @@ three levels down) belong to that run. Results elsewhere are named, and belong t
 model they scored; what is left, such as the base model, stands for itself.
 """
 
-import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from qerl.errors import QeRLError
 from qerl.report.runs import Run
-from qerl.run_folder import RESULT_FILE
+from qerl.run_folder import RESULT_FILE, read_result
 
 _PLACES = ("", "*/", "*/*/", "*/*/*/")
+
+
+@dataclass(frozen=True)
+class Result:
+    """What is shown of a result.json (`qerl.eval.result.EvalResult`)."""
+
+    task: str
+    problems: int
+    samples: int
+    accuracy: float
+    interval: tuple[float, float]
+    source: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -24,24 +36,28 @@ class Score:
     Attributes:
         run: Index of the run that it scored, None for a policy of no run that is shown.
         folder: Where its result.json lies.
-        what: The scored adapter or model, as the evaluation was told.
-        task: Name of the task.
-        measure: ``accuracy``, or ``avg@K`` with K samples for each problem.
-        problems: Problems scored.
-        accuracy: A share of one.
-        interval: 95 % interval of it.
-        weights: Format that the policy was scored on.
+        result: What that says.
     """
 
     run: int | None
     folder: Path
-    what: str
-    task: str
-    measure: str
-    problems: int
-    accuracy: float
-    interval: tuple[float, float]
-    weights: str
+    result: Result
+
+    @property
+    def what(self) -> str:
+        """The scored adapter or model, as the evaluation was told."""
+        return str(self.result.source.get("adapter") or self.result.source.get("model"))
+
+    @property
+    def checkpoint(self) -> str:
+        """Name of the checkpoint that it scored, empty for another policy."""
+        name = Path(self.what).name
+        return name if name.startswith("checkpoint-") else ""
+
+    @property
+    def measure(self) -> str:
+        """``accuracy``, or ``avg@K`` with K samples for each problem."""
+        return "accuracy" if self.result.samples == 1 else f"avg@{self.result.samples}"
 
 
 def read_scores(runs: Sequence[Run], more: Sequence[Path] = ()) -> list[Score]:
@@ -57,46 +73,17 @@ def read_scores(runs: Sequence[Run], more: Sequence[Path] = ()) -> list[Score]:
     found: dict[Path, int | None] = {}
     for index, run in enumerate(runs):
         for place in _PLACES:
-            found |= {path.resolve(): index for path in sorted(run.folder.glob(place + RESULT_FILE))}
+            found |= {path.resolve().parent: index for path in sorted(run.folder.glob(place + RESULT_FILE))}
     for folder in more:
         if not (folder / RESULT_FILE).is_file():
             raise QeRLError(f"{folder} has no {RESULT_FILE}; name the --out of a finished evaluation.")
-        found.setdefault((folder / RESULT_FILE).resolve(), None)
-    scores = [_read(path, index, runs) for path, index in found.items()]
-    return sorted(scores, key=lambda score: len(runs) if score.run is None else score.run)
+        found.setdefault(folder.resolve(), None)
+    scores = [Score(index, folder, read_result(folder, Result)) for folder, index in found.items()]
+    owned = [replace(score, run=_run_of(score, runs)) if score.run is None else score for score in scores]
+    return sorted(owned, key=lambda score: len(runs) if score.run is None else score.run)
 
 
-def _read(path: Path, run: int | None, runs: Sequence[Run]) -> Score:
-    try:
-        result = json.loads(path.read_text(encoding="utf-8"))
-        source = result["source"]
-        what = str(source.get("adapter") or source.get("model"))
-        samples = int(result["samples"])
-        low, high = result["interval"]
-        return Score(
-            run=_run_of(Path(what), runs) if run is None else run,
-            folder=path.parent,
-            what=what,
-            task=str(result["task"]),
-            measure="accuracy" if samples == 1 else f"avg@{samples}",
-            problems=int(result["problems"]),
-            accuracy=float(result["accuracy"]),
-            interval=(float(low), float(high)),
-            weights=str(source.get("weights", "")),
-        )
-    except (
-        OSError,
-        ArithmeticError,
-        LookupError,
-        ValueError,
-        TypeError,
-        AttributeError,
-        RecursionError,
-    ) as error:
-        raise QeRLError(f"{path} is not the result of an evaluation ({error}); remove it.") from error
-
-
-def _run_of(policy: Path, runs: Sequence[Run]) -> int | None:
-    """The run that saved a policy, at its end or in a checkpoint."""
-    places = (policy.resolve(), policy.resolve().parent)
-    return next((i for i, run in enumerate(runs) if run.folder.resolve() in places), None)
+def _run_of(score: Score, runs: Sequence[Run]) -> int | None:
+    """The run that saved what was scored, at its end or in a checkpoint."""
+    policy = Path(score.what).resolve()
+    return next((i for i, run in enumerate(runs) if run.folder.resolve() in (policy, policy.parent)), None)

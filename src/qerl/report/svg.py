@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
+from typing import NamedTuple
 
 from qerl.report.metrics import Metric, number
 from qerl.report.runs import Series
@@ -19,6 +20,14 @@ WIDTH, HEIGHT = 520, 280
 LEFT, RIGHT, TOP, BOTTOM = 74, 14, 12, 44
 DASHES = 3
 """Kinds of dashes in the style sheet: runs beyond the eighth repeat the colours, dashed."""
+
+
+class Curve(NamedTuple):
+    """A metric of one run: the run's index, which decides the colour, its label and the values."""
+
+    run: int
+    label: str
+    data: Series
 
 
 @dataclass(frozen=True)
@@ -55,20 +64,20 @@ def swatch(index: int) -> str:
     )
 
 
-def chart(metric: Metric, curves: Sequence[tuple[int, str, Series]], steps: tuple[int, int]) -> str:
+def chart(metric: Metric, curves: Sequence[Curve], steps: tuple[int, int]) -> str:
     """SVG element with a curve for each run.
 
     Args:
         metric: What is drawn.
-        curves: Index (for the colour), label and values of each run that has the metric.
+        curves: Of each run that has the metric.
         steps: First and last step of the axis, the same for all charts of a page.
     """
     first, last = steps
-    values = [value * metric.scale for _, _, data in curves for value in data.values]
+    values = [value * metric.scale for curve in curves for value in curve.data.values]
     y_ticks = ticks(min(0.0, *values), max(0.0, *values), 5)
     frame = Frame((first, max(last, first + 1)), (y_ticks[0], y_ticks[-1]))
     body = [axes(frame, y_ticks, step_ticks(frame), metric.unit, "step")]
-    body += [_curve(metric, frame, *curve) for curve in curves]
+    body += [_curve(metric, frame, curve) for curve in curves]
     return (
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(metric.title)} by step">'
         + "".join(body)
@@ -142,7 +151,8 @@ def tick(value: float) -> str:
     return number(round(value, 12) + 0.0)  # neither -0 nor the tail of 3 * 0.1
 
 
-def _curve(metric: Metric, frame: Frame, index: int, label: str, data: Series) -> str:
+def _curve(metric: Metric, frame: Frame, curve: Curve) -> str:
+    index, label, data = curve
     raw = [value * metric.scale for value in data.values]
     strong = [value * metric.scale for value in data.smoothed] if metric.smooth else raw
     marks = f'data-metric="{escape(metric.key)}" data-run="{escape(label)}"'

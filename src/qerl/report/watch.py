@@ -136,7 +136,7 @@ def render(view: View, now: float, width: int) -> RenderableType:
 def _progress(view: View, now: float) -> RenderableType:
     """One line: steps done, a bar where their number is known, and the time that is left."""
     rows = view.run.rows
-    done = max((row["step"] for row in rows), default=0)
+    done = view.run.last_step
     total = next((row["max_steps"] for row in reversed(rows) if isinstance(row.get("max_steps"), int)), None)
     words = [f"step {done}" + (f" of {total}" if total else "")]
     seconds = series(rows, "step_time")

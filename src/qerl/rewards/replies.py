@@ -7,10 +7,10 @@ is written anew.
 
 import hashlib
 import json
-import os
 from pathlib import Path
 from typing import Any
 
+from qerl.atomic import write_whole
 from qerl.errors import QeRLError
 
 
@@ -43,9 +43,7 @@ class Replies:
         """Keep a reply."""
         file = self._file(url, body)
         file.parent.mkdir(exist_ok=True)
-        partial = file.with_suffix(f".{os.getpid()}.partial")
-        partial.write_text(json.dumps({"url": url, "request": body, "reply": reply}), encoding="utf-8")
-        partial.replace(file)
+        write_whole(file, json.dumps({"url": url, "request": body, "reply": reply}))
 
     def _file(self, url: str, body: dict[str, Any]) -> Path:
         asked = json.dumps([url, body], sort_keys=True).encode()

@@ -370,7 +370,8 @@ def check_keys(kv_cache_dtype: KvCacheDtype, sizes: Sizes) -> None:
     Raises:
         QeRLError: It is ``fp8``, and the model is such a one.
     """
-    if kv_cache_dtype == "fp8" and sizes.qkv_bias and not sizes.qk_norm:
+    mixers = [run.spec.mixer for run in sizes.runs]
+    if kv_cache_dtype == "fp8" and any(each.qkv_bias and not each.qk_norm for each in mixers):
         raise QeRLError(
             "kv_cache_dtype: fp8 spoils what a model samples whose keys have a bias, as those of Qwen2 and "
             "Qwen2.5 do, because biased keys are too large for E4M3; set kv_cache_dtype: auto."

@@ -33,6 +33,7 @@ from peft import LoraConfig
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from qerl.atomic import write_whole
 from qerl.errors import QeRLError
 from qerl.run_folder import ADAPTER_FILE, MANIFEST_FILE, POLICY_FILE, UNFINISHED, read_json
 from qerl.serve.adapters import TrainedAdapter
@@ -380,9 +381,7 @@ def _write_expiry(folder: Path, at: float | None) -> None:
     if at is None:
         file.unlink(missing_ok=True)
         return
-    part = file.with_suffix(".part")
-    part.write_text(json.dumps({"at": at}), encoding="utf-8")
-    part.replace(file)
+    write_whole(file, json.dumps({"at": at}))
 
 
 def _read_expiry(folder: Path) -> float | None:

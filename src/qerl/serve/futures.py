@@ -14,12 +14,13 @@ long as they are not fetched: nobody knows the size of one when its request come
 Thread-safe: HTTP asks in one thread, the worker settles in another.
 """
 
+import json
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal
+from typing import Any, Literal, Self
 
 from qerl.errors import QeRLError
 
@@ -35,6 +36,11 @@ class Answer:
 
     body: bytes
     protobuf: bool = False
+
+    @classmethod
+    def of(cls, **fields: Any) -> Self:
+        """A result in JSON."""
+        return cls(json.dumps(fields).encode())
 
 
 @dataclass(frozen=True)

@@ -5,19 +5,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from huggingface_hub import constants
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from qerl.errors import QeRLError
-from qerl.eval.policy import ComputeDtype, Source, decide
-from qerl.eval.trained import Choices, Trained
+from qerl.eval.policy import Choices, ComputeDtype, Source, decide
 from qerl.families.parts import base_model
 from qerl.families.sizes import positions_of
 from qerl.kernels.limits import MAX_RANK
 from qerl.models.fingerprint import fingerprint
-from qerl.models.hub import LocalModel, find_model
-from qerl.models.load import load_model, load_tokenizer
+from qerl.models.hub import LocalModel
+from qerl.models.load import end_token_ids, load_tokenizer
 from qerl.noise.draw import NoiseScale
 from qerl.noise.schedule import NoiseSchedule
 from qerl.rollout.engine import KvCacheDtype
@@ -28,7 +26,7 @@ from qerl.serve.checkpoints import Store
 from qerl.serve.seats import Seats
 from qerl.serve.types import ModelInfo
 from qerl.update.driver import LossDriver
-from qerl.weight_formats import DEFAULT_ROUNDING, Rounding, WeightFormatName
+from qerl.weight_formats import Rounding, WeightFormatName
 
 _SERVED = re.compile(r"[A-Za-z0-9_.-]+(/[A-Za-z0-9_.-]+)*")
 _ADVICE = "send shorter sequences, or train an adapter of a smaller rank"
@@ -100,19 +98,9 @@ def open_backend(options: BackendOptions) -> ModelBackend:
         dtype=options.dtype,
         trust_remote_code=options.trust_remote_code,
     )
-    loading = decide(source, Choices(Trained()))
-    found = find_model(options.model)
-    tokenizer = load_tokenizer(found, chat=False, trust_remote_code=options.trust_remote_code)
-    model = load_model(
-        found,
-        loading.weights,
-        dtype=loading.dtype,
-        device=torch.device("cuda" if torch.cuda.is_available() else "cpu"),
-        rounding=loading.rounding or DEFAULT_ROUNDING,
-        trust_remote_code=options.trust_remote_code,
-    )
-    stops = model.generation_config.eos_token_id
-    ends = {tokenizer.eos_token_id, *([stops] if isinstance(stops, int) else stops or [])}
+    loading = decide(source, Choices())
+    tokenizer = load_tokenizer(loading.model, chat=False, trust_remote_code=options.trust_remote_code)
+    model = loading.load()
     facts = {
         "dtype": str(loading.dtype).removeprefix("torch."),
         "base": options.model,
@@ -126,8 +114,8 @@ def open_backend(options: BackendOptions) -> ModelBackend:
         options,
         model,
         tokenizer,
-        models=model_names(found, positions, options.served_name),
-        end_token_ids=tuple(sorted(ends)),
+        models=model_names(loading.model, positions, options.served_name),
+        end_token_ids=end_token_ids(model, tokenizer),
         store=Store(options.folder, facts, settings),
     )
 

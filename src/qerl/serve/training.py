@@ -14,7 +14,6 @@ from qerl.serve.futures import Answer, Busy, Failure, Future, TooLarge
 from qerl.serve.line import Job, Line
 from qerl.serve.messages import ForwardBackward, loss_output_bytes
 from qerl.serve.names import check_id, check_name, split_path
-from qerl.serve.replies import json_answer
 from qerl.serve.requests import (
     CreateModel,
     LoadWeights,
@@ -73,7 +72,7 @@ class Training:
 
         def run(backend: Backend) -> Answer:
             load(backend, model_id)
-            return json_answer(path=body.path, model_id=model_id, type="load_weights")
+            return Answer.of(path=body.path, model_id=model_id, type="load_weights")
 
         return self._submit(OfModel(model_id=model_id, seq_id=body.seq_id), "load_weights", run, body.size)
 
@@ -102,7 +101,7 @@ class Training:
                 raise
             if (model := clients.models.get(model_id)) is not None:
                 model.info = backend.model_info(model_id)
-            return json_answer(model_id=model_id, type=kind)
+            return Answer.of(model_id=model_id, type=kind)
 
         with clients.lock:
             if clients.futures.get(f"{model_id}:0") is not None or model_id in clients.models:
@@ -127,7 +126,7 @@ class Training:
         def run(backend: Backend) -> Answer:
             backend.drop(body.model_id)
             self._forget(body.model_id, "The model of this request was unloaded.")
-            return json_answer(model_id=body.model_id, type="unload_model")
+            return Answer.of(model_id=body.model_id, type="unload_model")
 
         return self._submit(body, "unload_model", run, body.size)
 
@@ -152,7 +151,7 @@ class Training:
             metrics = backend.optim_step(body.model_id, body.adam())
             if (model := self._clients.models.get(body.model_id)) is not None:
                 model.steps += 1
-            return json_answer(metrics=metrics)
+            return Answer.of(metrics=metrics)
 
         return self._submit(body, "optim_step", run, body.size)
 
@@ -166,7 +165,7 @@ class Training:
         def run(backend: Backend) -> Answer:
             notes = self._notes(body, body.user_metadata)
             path = backend.save_state(body.model_id, check_name(body.path), body.overwrite, notes)
-            return json_answer(path=path, type="save_weights")
+            return Answer.of(path=path, type="save_weights")
 
         return self._submit(body, "save_weights", run, body.size)
 
@@ -178,9 +177,9 @@ class Training:
             if body.path is not None:
                 notes = self._notes(body, body.user_metadata)
                 path = backend.save_for_sampler(body.model_id, check_name(body.path), notes)
-                return json_answer(path=path, type="save_weights_for_sampler")
+                return Answer.of(path=path, type="save_weights_for_sampler")
             sampler_id = self._samples.snapshot(backend, body.model_id, body.sampling_session_seq_id)
-            return json_answer(sampling_session_id=sampler_id, type="save_weights_for_sampler")
+            return Answer.of(sampling_session_id=sampler_id, type="save_weights_for_sampler")
 
         return self._submit(body, "save_weights_for_sampler", run, body.size)
 
@@ -190,7 +189,7 @@ class Training:
         def run(backend: Backend) -> Answer:
             body.check()
             path = backend.save_external(body.model_id, check_name(body.path), self._notes(body, {}))
-            return json_answer(path=path, type="save_weights_external")
+            return Answer.of(path=path, type="save_weights_external")
 
         return self._submit(body, "save_weights_external", run, body.size)
 

@@ -23,13 +23,33 @@ from qerl.errors import QeRLError
 from qerl.noise.schedule import NoiseSchedule
 from qerl.settings import contradictions
 from qerl.settings.adapter import take_saved_adapter
-from qerl.settings.algorithms import ALGORITHMS
 from qerl.settings.checks import checked
 from qerl.settings.fields import OWN_NAMES, OWN_TYPES, OwnFields
 from qerl.settings.foreign import refuse_unknown
 from qerl.settings.kwargs import take_generation_kwargs, take_model_kwargs
 from qerl.settings.parents import Refused, Replaced, fate_of, says_as_older, set_newer_names
 from qerl.settings.parsed import take_parsed
+
+ALGORITHMS: dict[str, dict[str, Any]] = {
+    "grpo": {
+        "dynamic_sampling_rounds": 0,
+        "overlong_buffer": 0.0,
+        "signal": "reward",
+    },
+    "dapo": {
+        "epsilon_high": 0.28,
+        "dynamic_sampling_rounds": 2,
+        "overlong_buffer": 0.2,
+        "signal": "accuracy",
+    },
+}
+"""What an algorithm sets where the recipe says nothing.
+
+GRPO's groups and advantages are those of arXiv 2402.03300. DAPO is that of arXiv 2503.14476, sections 3.1
+(clip-higher) to 3.4 (soft overlong punishment, whose interval there is a fifth of the longest response).
+DAPO's authors punish truncated samples instead of masking them; both at once would leave short wrong answers
+with an advantage and nothing against it.
+"""
 
 LEARNING_RATES = {"lora": 1e-5, "full": 1e-6}
 """By `tuning`, where nobody says it."""

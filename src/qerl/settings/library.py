@@ -8,6 +8,7 @@ recipe of the package, nor the other way around. Each recipe of the package begi
 """
 
 import difflib
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from qerl.errors import QeRLError
+
+_ENDINGS = (".yaml", ".yml")
 
 FOLDER = Path(__file__).parents[1] / "recipes"
 
@@ -48,19 +51,36 @@ def recipe_file(word: str) -> Path:
     Raises:
         QeRLError: The package has no recipe of this name; the message says which names are near.
     """
-    is_file = word.endswith((".yaml", ".yml"))
     name, sign, value = word.partition("=")
-    if sign and name.isidentifier() and not is_file:
+    if sign and name.isidentifier() and not word.endswith(_ENDINGS):
         raise QeRLError(f"{word!r} is no recipe; a field is set with two dashes: --{name} {value}.")
-    if is_file or "/" in word:
+    also = ", a task without a recipe as --task NAME"
+    return named_file(word, packaged(), "recipe", "see `qerl recipes`.", also)
+
+
+def named_file(
+    word: str, known: Mapping[str, Path], what: str, listed: str | None = None, also: str = ""
+) -> Path:
+    """The file that a word on the command line means: a path, or one of the package by its name.
+
+    Args:
+        word: The word; with .yaml at its end or a slash in it a path.
+        known: Files of the package by name.
+        what: What such a file is, such as ``suite``.
+        listed: Where their names are found; None lists them.
+        also: What else may have been meant, as the end of a sentence.
+
+    Raises:
+        QeRLError: The package has none of this name.
+    """
+    if word.endswith(_ENDINGS) or "/" in word:
         return Path(word).expanduser()
-    known = packaged()
     if word not in known:
-        near = difflib.get_close_matches(word, known, n=3, cutoff=0.5)
-        hint = f"did you mean {' or '.join(map(repr, near))}?" if near else "see `qerl recipes`."
+        near = difflib.get_close_matches(word, known, n=3)
+        hint = f"did you mean {' or '.join(map(repr, near))}?" if near else listed
+        hint = hint or f"there are: {', '.join(known)}."
         raise QeRLError(
-            f"There is no recipe named {word!r}; {hint} A file is given as a path in .yaml, a task without a "
-            "recipe as --task NAME."
+            f"There is no {what} named {word!r}; {hint} A file is given as a path in .yaml{also}."
         )
     return known[word]
 

@@ -63,12 +63,13 @@ def parse_field(name: str, text: str) -> Any:
     """
     check_key(name, "The command line")
     quoted = text[:1] in ("'", '"')
-    if not quoted and text not in ("null", "~") and _is_text(_type_of(name)):
+    if not quoted and text not in ("null", "~") and _is_text(type_of(name)):
         return text
     return parse_value(text, f"--{name}")
 
 
-def _type_of(name: str) -> Any:
+def type_of(name: str) -> Any:
+    """What a field accepts, in the terms of `qerl.settings.checks.checked`."""
     if name in OWN_TYPES:
         return OWN_TYPES[name]
     parent = fate_of(name)

@@ -2,7 +2,7 @@
 
 A guarded function is called with the whole batch, as TRL calls it. If that call raises, runs out of time or
 returns nonsense, and only then, the function is called again for each sample, each time within the time
-limit (:mod:`qerl.tasks.judging`, and :mod:`qerl.tasks.asynchronous` for coroutines). A sample that fails
+limit (:mod:`qerl.tasks.judging`, and :mod:`qerl.tasks.together` for coroutines). A sample that fails
 scores 0, the first failure is logged, and every batch reports the share of failed samples through TRL's
 ``log_metric`` as ``rewards/<name>/failed``. Whether a function that fails on all samples ends the run is
 decided by the trainer (:mod:`qerl.trainer.rewards`), which sees the samples of all processes.
@@ -16,21 +16,19 @@ Those that ask something outside of this process (:func:`judges_outside`: a serv
 time limits, and a sample on which they fail has no reward, because the fault is not the sample's.
 
 Given up: the second call repeats side effects, and a reward that compares the samples of a batch with each
-other sees only one sample there. :mod:`qerl.tasks.time_limit` says what a time limit cannot interrupt.
+other sees only one sample there. :mod:`qerl.calls` says what a time limit cannot interrupt.
 """
 
-import functools
-import inspect
 import logging
 import math
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from qerl.calls.alarm import can_interrupt
+from qerl.calls.beside import is_async
 from qerl.errors import QeRLError
-from qerl.tasks.asynchronous import AtOnce, Together
-from qerl.tasks.early import Early, EarlyCalls, can_begin_early
-from qerl.tasks.judging import Batch, InTurn, Judging, Outcome, RewardFunction, mark, name_of
-from qerl.tasks.time_limit import can_interrupt
+from qerl.tasks.judging import Batch, Judged, Judging, RewardFunction, mark, name_of
+from qerl.tasks.together import Together, Waiting, can_begin_early
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +65,6 @@ def guarded(
     function: RewardFunction,
     timeout_s: float = 10.0,
     together: Together | None = None,
-    early: EarlyCalls | None = None,
 ) -> "GuardedReward":
     """Wrap a reward function so that its failures are counted instead of raised.
 
@@ -76,18 +73,17 @@ def guarded(
             is returned as it is, or guarded anew if its calls are to begin early. The wrapper has its name,
             by which TRL logs.
         timeout_s: Seconds per sample, above 0.
-        together: The asynchronous functions that wait at the same time as this one, if it is asynchronous;
+        together: The functions that wait at the same time as this one, if it is asynchronous or begins early;
             None for none.
-        early: Those whose calls begin while samples are decoded, this one with them if it can; None for none.
 
     Raises:
         QeRLError: ``timeout_s`` is not a positive number.
     """
     if isinstance(function, GuardedReward):
-        if early is None or not can_begin_early(function):
+        if together is None or not together.early or not can_begin_early(function):
             return function
         function = function.function
-    return GuardedReward(function, timeout_s, together or Together(), early)
+    return GuardedReward(function, timeout_s, together or Together())
 
 
 class GuardedReward:
@@ -95,17 +91,11 @@ class GuardedReward:
 
     Attributes:
         function: What is guarded.
-        last: The outcome of the last call.
+        last: What came of the last call.
         judges_alone, judges_outside, computes_too: The function's marks.
     """
 
-    def __init__(
-        self,
-        function: RewardFunction,
-        timeout_s: float,
-        together: Together,
-        early: EarlyCalls | None = None,
-    ) -> None:
+    def __init__(self, function: RewardFunction, timeout_s: float, together: Together) -> None:
         if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float):
             raise QeRLError(f"reward_timeout is {timeout_s!r}; it must be a number of seconds per sample.")
         if not 0 < timeout_s < math.inf:
@@ -114,16 +104,17 @@ class GuardedReward:
         self.judges_alone = bool(mark(function, "judges_alone"))
         self.judges_outside = bool(mark(function, "judges_outside"))
         self.computes_too = bool(mark(function, "computes_too"))
-        self._judging: Judging
-        if early is not None and can_begin_early(function):
-            self._judging = Early(function, timeout_s, early)
-        elif _is_async(function):
-            self._judging = AtOnce(function, timeout_s, self.judges_alone, self.judges_outside, together)
-        else:
-            self._judging = InTurn(function, timeout_s, self.judges_alone, self.judges_outside)
+        marks = (self.judges_alone, self.judges_outside)
+        early = together.early and can_begin_early(function)
+        self._waits = early or is_async(function)
+        self._judging = (
+            Waiting(function, timeout_s, *marks, together, early)
+            if self._waits
+            else Judging(function, timeout_s, *marks)
+        )
         self._strata: str | None = mark(function, "strata")
         self._said: set[str] = set()
-        self.last = Outcome()
+        self.last = Judged([])
         self.__name__ = name_of(function)
 
     def __call__(
@@ -133,13 +124,12 @@ class GuardedReward:
         that the function does not read."""
         given = {"prompts": prompts, "completions": completions}
         batch = Batch({name: values for name, values in given.items() if values is not None} | columns)
-        if not can_interrupt() and not self.judges_outside:
+        if not self._waits and not self.judges_outside and not can_interrupt():
             self._say(
                 "no limit",
                 "Reward function %r runs without a time limit, because this is not the main thread.",
             )
-        judged = self._judging.judge(batch)
-        self.last = judged.outcome
+        self.last = judged = self._judging.judge(batch)
         if self.last.failed:
             score = "have no reward" if self.judges_outside else "score 0"
             text = (
@@ -147,7 +137,7 @@ class GuardedReward:
                 "failures are counted in rewards/%s/failed."
             )
             first = describe(self.last.first)
-            self._say("failed", text, self.last.failed, self.last.samples, first, self.__name__)
+            self._say("failed", text, self.last.failed, batch.samples, first, self.__name__)
         elif judged.batch_error is not None:
             text = "Reward function %r failed on a batch of %d (%s) and was called sample by sample."
             self._say("batch", text, batch.samples, describe(judged.batch_error))
@@ -158,7 +148,7 @@ class GuardedReward:
     def _log(
         self, rewards: list[float | None], columns: dict[str, Any], log: Callable[[str, float], None]
     ) -> None:
-        log(f"rewards/{self.__name__}/failed", self.last.failed / max(self.last.samples, 1))
+        log(f"rewards/{self.__name__}/failed", self.last.failed / max(len(rewards), 1))
         if self._strata is not None:
             # One call for each sample: the trainer takes the mean of what it is told, over all processes.
             for value, reward in zip(columns.get(self._strata, ()), rewards, strict=False):
@@ -174,9 +164,3 @@ class GuardedReward:
 def describe(error: BaseException | None) -> str:
     """The type and the message of an error, on one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(": ")
-
-
-def _is_async(function: Callable) -> bool:
-    while isinstance(function, functools.partial):
-        function = function.func
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)

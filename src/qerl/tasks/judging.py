@@ -9,13 +9,12 @@ all run out of time or reach no server, the others would too; they count as fail
 """
 
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from qerl.tasks.time_limit import call_within
+from qerl.calls.alarm import call_within
 
 RewardFunction = Callable[..., Any]
 """``f(prompts, completions, answer, **columns) -> rewards``, plain or ``async def``: a list with one number
@@ -52,26 +51,6 @@ def name_of(function: RewardFunction) -> str:
     return str(getattr(function, "__name__", type(function).__name__))
 
 
-@dataclass
-class Outcome:
-    """How one call of a guarded function went.
-
-    Attributes:
-        samples: Number of completions that the function was to judge.
-        failed: Number of completions on which the function failed.
-        first: The first failure; None if there was none.
-    """
-
-    samples: int = 0
-    failed: int = 0
-    first: Exception | None = None
-
-    def add(self, error: Exception, samples: int = 1) -> None:
-        """Count samples on which the function failed with this error."""
-        self.failed += samples
-        self.first = self.first or error
-
-
 @dataclass(frozen=True)
 class Batch:
     """What TRL calls a reward function with.
@@ -94,12 +73,10 @@ class Batch:
         """Number of samples."""
         return len(self.known_by)
 
-    def sample(self, i: int, extra: "ExtraColumns") -> dict[str, Any]:
-        """Keyword arguments for one sample, whose extra columns are put together with the others'."""
+    def sample(self, i: int) -> "SampleCall":
+        """A call for one sample."""
         own = {key: value if key in NOT_COLUMNS else [value[i]] for key, value in self.columns.items()}
-        if "log_extra" in own:
-            own["log_extra"] = partial(extra.put, i)
-        return own
+        return SampleCall(own)
 
     def without_extra_logs(self) -> "Batch":
         """The same for a second call, where the first one may have logged its extra columns already."""
@@ -108,49 +85,73 @@ class Batch:
         return Batch(self.columns | {"log_extra": lambda *_: None})
 
 
-class ExtraColumns:
-    """Extra columns of TRL's table of completions, put together from calls for one sample each.
-
-    TRL wants a value for each sample, in their order; calls may fail, skip a column, or end in another order.
+class SampleCall:
+    """A call for one sample: what it is given, what it logs, and what comes of it.
 
     Args:
-        batch: Whose samples they are.
+        arguments: What TRL would call the function with for this sample alone.
+
+    Attributes:
+        arguments: The same, with logs that are kept until the batch is judged.
+        rewards: The one that it gives; none unless it has succeeded.
+        error: What it failed with.
+        metrics, columns: What it has logged: names and values.
     """
 
-    def __init__(self, batch: Batch) -> None:
-        self._samples, self._log = batch.samples, batch.columns.get("log_extra")
-        self._values: dict[str, list[Any]] = {}
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        logs = {"log_metric": self._log_metric, "log_extra": self._log_extra}
+        self.arguments = {name: logs.get(name, value) for name, value in arguments.items()}
+        self.rewards: list[float | None] = []
+        self.error: Exception | None = None
+        self.metrics: list[tuple[str, float]] = []
+        self.columns: list[tuple[str, Any]] = []
 
-    def put(self, i: int, column: str, values: list[Any]) -> None:
-        """Take what the call for a sample logs."""
+    def _log_metric(self, name: str, value: float) -> None:
+        self.metrics.append((name, value))
+
+    def _log_extra(self, column: str, values: list[Any]) -> None:
         if len(values) != 1:
             raise ValueError(f"log_extra was given {len(values)} values of {column!r} for one completion")
-        self._values.setdefault(column, [None] * self._samples)[i] = values[0]
-
-    def log(self) -> None:
-        """Hand the columns to TRL, None where a sample has no value."""
-        for column, values in self._values.items():
-            assert self._log is not None  # somebody has called `put`
-            self._log(column, values)
+        self.columns.append((column, values[0]))
 
 
-@dataclass(frozen=True)
+class Tries:
+    """How the calls for the samples of a batch go: errors in their order, and how many gave rewards in which
+    time in all."""
+
+    def __init__(self) -> None:
+        self.errors: list[Exception] = []
+        self.given, self.seconds = 0, 0.0
+
+    @property
+    def hopeless(self) -> bool:
+        """Whether those that are left need not be made."""
+        first = self.errors[:HOPELESS]
+        never = all(isinstance(error, TimeoutError | ConnectionError) for error in first)
+        return len(first) == HOPELESS and not self.given and never
+
+
+@dataclass
 class Judged:
     """What came of a batch.
 
     Attributes:
         rewards: One per completion, None where there is none.
-        outcome: How many samples the function failed on.
+        failed: Completions on which the function failed.
+        first: The first failure; None if there was none.
         batch_error: Why the call with the whole batch failed and was made for each sample, if it was.
     """
 
     rewards: list[float | None]
-    outcome: Outcome
+    failed: int = 0
+    first: Exception | None = None
     batch_error: Exception | None = None
 
 
-class Judging(ABC):
-    """A reward function with its limits.
+class Judging:
+    """A reward function with its limits, called in this thread, for one sample after the other.
+
+    Its methods are coroutines for those functions that are called elsewhere; here none of them waits.
 
     Args:
         function: With TRL's signature.
@@ -160,76 +161,88 @@ class Judging(ABC):
             sample on which it fails has no reward, where otherwise it has 0.
     """
 
+    at_once = 1
+    """Calls for samples that go on at the same time."""
+
     def __init__(self, function: Callable[..., Any], timeout_s: float, alone: bool, outside: bool) -> None:
-        self._function = function
+        self.function = function
         self._timeout_s = timeout_s
         self._alone = alone or outside
         self._outside = outside
         self._failed: float | None = None if outside else 0.0
         self._sample_s = _BATCH_SHARE * timeout_s
 
-    @abstractmethod
     def judge(self, batch: Batch) -> Judged:
         """Rewards for a batch; nothing that the function raises is raised, but for KeyboardInterrupt."""
-
-    def _batch_limit(self, batch: Batch) -> float:
-        return self._timeout_s + self._sample_s * batch.samples
-
-    def _measured(self, seconds: float, samples: int) -> None:
-        """Take note of how long so many samples took in all that were called by themselves."""
-        if samples:
-            self._sample_s = 2 * seconds / samples
-
-
-class InTurn(Judging):
-    """A plain function, called for one sample after the other where it is called for samples."""
-
-    def judge(self, batch: Batch) -> Judged:
-        """See :meth:`Judging.judge`."""
-        if self._alone:
-            return self._by_sample(batch)
         try:
-            rewards = self._call(self._batch_limit(batch), batch.columns)
-            return Judged(checked(rewards, batch.samples), Outcome(batch.samples))
-        except Exception as error:
-            return self._by_sample(batch.without_extra_logs(), error)
+            self.judge_soon(batch).send(None)
+        except StopIteration as ended:
+            return ended.value
+        raise AssertionError("nothing waits here")
 
-    def _by_sample(self, batch: Batch, batch_error: Exception | None = None) -> Judged:
-        outcome, extra = Outcome(batch.samples), ExtraColumns(batch)
-        rewards: list[float | None] = []
-        seconds: list[float] = []
-        hopeless = 0
-        for i in range(outcome.samples):
-            started = time.perf_counter()
+    async def judge_soon(self, batch: Batch) -> Judged:
+        """As :meth:`judge`, awaited where the function is called."""
+        batch_error = None
+        if not self._alone:
             try:
-                rewards += checked(self._call(self._timeout_s, batch.sample(i, extra)), 1)
-                seconds.append(time.perf_counter() - started)
+                limit = self._timeout_s + self._sample_s * batch.samples
+                return Judged(checked(await self._call(limit, batch.columns), batch.samples))
             except Exception as error:
-                rewards.append(self._failed)
-                outcome.add(error)
-                hopeless += is_hopeless(error)
-                if hopeless == HOPELESS == len(rewards):
-                    rewards += [self._failed] * (outcome.samples - HOPELESS)
-                    outcome.add(error, outcome.samples - HOPELESS)
-                    break
-        self._measured(sum(seconds), len(seconds))
-        extra.log()
-        return Judged(rewards, outcome, batch_error)
+                batch_error, batch = error, batch.without_extra_logs()
+        calls, tries = await self._by_sample(batch)
+        if tries.given:
+            self._sample_s = 2 * tries.seconds / tries.given / min(self.at_once, batch.samples)
+        _hand_on(batch, calls)
+        failed = [call.error or tries.errors[0] for call in calls if not call.rewards]
+        rewards = [reward for call in calls for reward in call.rewards or [self._failed]]
+        return Judged(rewards, len(failed), next(iter(failed), None), batch_error)
 
-    def _call(self, seconds: float, arguments: dict[str, Any]) -> list[Any]:
+    async def _by_sample(self, batch: Batch) -> tuple[list[SampleCall], Tries]:
+        """Calls for the samples of a batch."""
+        calls, tries = [batch.sample(i) for i in range(batch.samples)], Tries()
+        for call in calls:
+            await self._try(call, tries)
+        return calls, tries
+
+    async def _try(self, call: SampleCall, tries: Tries) -> None:
+        """Call for one sample, unless that is hopeless."""
+        if tries.hopeless:
+            return
+        started = time.perf_counter()
+        try:
+            call.rewards = checked(await self._call(self._timeout_s, call.arguments), 1)
+            tries.given += 1
+            tries.seconds += time.perf_counter() - started
+        except Exception as error:
+            call.error = error
+            tries.errors.append(error)
+
+    async def _call(self, seconds: float, arguments: dict[str, Any]) -> list[Any]:
+        """What the function returns within a limit, which it has where it does not ask outside."""
+
         # A generator computes while it is read, so it is read within the limit too.
         def call() -> list[Any]:
             try:
-                return listed(self._function(**arguments))
+                return listed(self.function(**arguments))
             except SystemExit as error:
                 raise left(error) from error
 
         return call() if self._outside else call_within(seconds, call)
 
 
-def is_hopeless(error: Exception) -> bool:
-    """Whether an error says that other samples would fail as well."""
-    return isinstance(error, TimeoutError | ConnectionError)
+def _hand_on(batch: Batch, calls: Sequence[SampleCall]) -> None:
+    """Log what calls for the samples of a batch have logged, in the order of the samples.
+
+    TRL wants a value of an extra column for each sample: None where a call has not logged it.
+    """
+    columns: dict[str, list[Any]] = {}
+    for i, call in enumerate(calls):
+        for metric in call.metrics:
+            batch.columns["log_metric"](*metric)
+        for column, value in call.columns:
+            columns.setdefault(column, [None] * len(calls))[i] = value
+    for column, values in columns.items():
+        batch.columns["log_extra"](column, values)
 
 
 def left(error: SystemExit) -> Exception:

@@ -39,7 +39,7 @@ from qerl.rollout.select import make_engine
 from qerl.settings.adapter import LORA_FIELDS, plain, take_adapter
 from qerl.settings.config import QeRLConfig, default_of
 from qerl.settings.recipe import FIELDS
-from qerl.tasks.early import EarlyCalls
+from qerl.tasks.together import Together
 from qerl.trainer.data import sound_data, streams_as_given
 from qerl.trainer.early import check_tells
 from qerl.trainer.model_in_hand import check_dtype, check_optimizer, check_whole, held, weights_of
@@ -47,7 +47,7 @@ from qerl.trainer.others import Others
 from qerl.trainer.policy import check_trainable, make_policy
 from qerl.trainer.prompts import ReadyPrompts
 from qerl.trainer.ready import check_policy
-from qerl.trainer.rewards import early_calls, guard_rewards, one_for_each, with_length_penalty
+from qerl.trainer.rewards import calls_of, guard_rewards, one_for_each, with_length_penalty
 from qerl.trainer.sampler import stops_of
 from qerl.trainer.trl.evaluation import check_metric
 from qerl.trainer.trl.settings import as_ours
@@ -101,7 +101,7 @@ class Completed:
         model: The policy, loaded and with its adapter.
         args: Settings that agree with it; a copy of the user's.
         engine: Samples from the policy.
-        early: Reward functions whose calls begin while samples are decoded; None for none.
+        calls: Where reward functions and tools wait.
         ready: Makes rows ready that are handed over later.
         for_trl: Further keyword arguments of TRL's constructor.
     """
@@ -109,7 +109,7 @@ class Completed:
     model: PreTrainedModel | PeftModel
     args: QeRLConfig
     engine: RolloutEngine
-    early: EarlyCalls | None
+    calls: Together
     ready: ReadyPrompts
     for_trl: dict[str, Any]
 
@@ -147,8 +147,8 @@ def complete(
     _check_fields(settings, acted_on, named, engine, others)
     given_rows = eval_dataset
     train_dataset, eval_dataset = sound_data(settings, train_dataset, eval_dataset, bool(others.factories))
-    early = early_calls(reward_funcs, settings)
-    if early is not None and engine is not None:
+    calls = calls_of(reward_funcs, settings)
+    if calls.early and engine is not None:
         check_tells(engine)
     check_metric(settings.metric_for_best_model, eval_dataset)
     if named:
@@ -164,7 +164,7 @@ def complete(
     policy = _policy(model, settings, peft_config, engine, acted_on)
     check_optimizer(optimizers[0], policy)
     check_policy(policy, engine)
-    rewards = _rewards(reward_funcs, settings, others, early)
+    rewards = _rewards(reward_funcs, settings, others, calls)
     for_trl = {
         "reward_funcs": rewards,
         "reward_processing_classes": one_for_each(reward_processing_classes, reward_funcs, rewards),
@@ -174,10 +174,10 @@ def complete(
         "optimizers": optimizers,
         **others.for_trl,
     }
-    return Completed(policy, settings, engine or _engine(policy, tokenizer, settings), early, ready, for_trl)
+    return Completed(policy, settings, engine or _engine(policy, tokenizer, settings), calls, ready, for_trl)
 
 
-def _rewards(reward_funcs: Any, settings: QeRLConfig, others: Others, early: EarlyCalls | None) -> list[Any]:
+def _rewards(reward_funcs: Any, settings: QeRLConfig, others: Others, calls: Together) -> list[Any]:
     """The user's rewards and those of environments, guarded; where rewards have weights, the latter weigh 1,
     as in TRL.
 
@@ -194,7 +194,7 @@ def _rewards(reward_funcs: Any, settings: QeRLConfig, others: Others, early: Ear
             )
         settings.reward_weights = [*settings.reward_weights, *[1.0] * len(others.rewards)]
     every = with_length_penalty(reward_funcs, settings) + others.rewards
-    return guard_rewards(every, settings.reward_timeout, early)
+    return guard_rewards(every, settings.reward_timeout, calls)
 
 
 def _check_given(

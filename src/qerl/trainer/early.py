@@ -13,7 +13,7 @@ from trl import GRPOTrainer
 
 from qerl.errors import QeRLError
 from qerl.rollout.engine import RolloutEngine
-from qerl.tasks.early import EarlyCalls
+from qerl.tasks.together import Together
 from qerl.trainer.timing import HIDDEN, StepClock
 from qerl.trainer.trl.decoded import decoded
 
@@ -42,10 +42,10 @@ class EarlyRewards:
 
     Args:
         trainer: Its tokenizer and state are read.
-        calls: Of its reward functions.
+        calls: Its reward functions, of which some begin early.
     """
 
-    def __init__(self, trainer: GRPOTrainer, calls: EarlyCalls) -> None:
+    def __init__(self, trainer: GRPOTrainer, calls: Together) -> None:
         self._trainer, self._calls = trainer, calls
         self._inputs: list[dict[str, Any]] = []
 

@@ -153,8 +153,8 @@ class QeRLTrainer(UpdateTrainer):
             # TRL rounds adapters of four-bit models to bf16, in which an update of 5e-6 is mostly lost.
             parameter.data = parameter.data.to(dtype)
         self._ready, self._has_environments = given.ready, environment_factory is not None
-        others.join(self, given.args.reward_timeout)
-        self._start_rollouts(given.engine, given.early)
+        others.join(self, given.args.reward_timeout, given.calls)
+        self._start_rollouts(given.engine, given.calls)
         self._start_update()
         for callback in self.callback_handler.callbacks:
             if isinstance(callback, MetricsFile):

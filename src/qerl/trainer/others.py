@@ -28,6 +28,7 @@ from qerl.agents.template import check_template
 from qerl.agents.tools import Tool, check_tool
 from qerl.errors import QeRLError
 from qerl.tasks.guard import guarded
+from qerl.tasks.together import Together
 
 Named = dict[str | None, EnvironmentFactory]
 """Factories by the name in the column `environment`; None names the only one."""
@@ -123,7 +124,7 @@ class Others:
                 "beside it."
             )
 
-    def join(self, trainer: GRPOTrainer, reward_timeout: float) -> None:
+    def join(self, trainer: GRPOTrainer, reward_timeout: float, calls: Together) -> None:
         """Finish what TRL's constructor has made of tools and environments.
 
         Text environments get into its pool, and rewards of environments are guarded like other functions.
@@ -131,6 +132,7 @@ class Others:
         Args:
             trainer: TRL's constructor is through.
             reward_timeout: Seconds that an environment may take to score an episode.
+            calls: Where its tools and asynchronous rewards wait, on one event loop.
         """
         if self.texts:
             trainer.environment_factories = self.factories
@@ -145,11 +147,10 @@ class Others:
         for index, (reward, name) in enumerate(
             zip(trainer.reward_funcs, trainer.reward_func_names, strict=True)
         ):
-            # Asynchronous ones stay on TRL's event loop, where the environment's tools run too.
-            own = getattr(reward, "__name__", "") == "get_reward" and not iscoroutinefunction(reward)
+            own = getattr(reward, "__name__", "") == "get_reward"
             if own and not isinstance(reward, torch.nn.Module):
                 reward.__name__ = name
-                trainer.reward_funcs[index] = guarded(reward, reward_timeout)
+                trainer.reward_funcs[index] = guarded(reward, reward_timeout, calls)
 
 
 def check_others(tools: Any, environment_factory: Any, rollout_func: Any) -> Others:

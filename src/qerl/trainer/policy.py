@@ -13,10 +13,10 @@ from rich.console import Console
 from transformers import PreTrainedModel
 
 from qerl.errors import QeRLError
-from qerl.eval.base_check import check_base
 from qerl.gpu_memory import is_unified, keep_within_limit, total_bytes
 from qerl.host_memory import host_bytes
 from qerl.lora.adapter import adapt, add_lora, check_adapter, load_adapter
+from qerl.models.fingerprint import check_base
 from qerl.models.hub import LocalModel
 from qerl.models.load import check_model, load_model
 from qerl.plan.propose import fits

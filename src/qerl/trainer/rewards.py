@@ -23,10 +23,9 @@ from trl.rewards import get_soft_overlong_punishment
 from qerl.errors import QeRLError, first_line
 from qerl.ranks import is_first_process
 from qerl.settings.config import QeRLConfig
-from qerl.tasks.asynchronous import Together
-from qerl.tasks.early import EarlyCalls, can_begin_early
 from qerl.tasks.guard import GuardedReward, describe, guarded
 from qerl.tasks.judging import name_of
+from qerl.tasks.together import Together, can_begin_early
 
 logger = logging.getLogger(__name__)
 
@@ -34,19 +33,16 @@ WRITTEN_COLUMN = "written_tokens"
 """Column of the number of tokens that the policy wrote in a completion, where others wrote in it too."""
 
 
-def guard_rewards(rewards: Any, timeout_s: float, early: EarlyCalls | None = None) -> list[Any]:
+def guard_rewards(rewards: Any, timeout_s: float, together: Together) -> list[Any]:
     """The reward functions guarded; reward models, and names of such, as they are.
-
-    Asynchronous functions wait at the same time.
 
     Args:
         rewards: One, or several in a list or tuple.
         timeout_s: Seconds for a sample, above 0.
-        early: As in `guarded`.
+        together: As in `guarded`.
     """
-    together = Together()
     return [
-        reward if isinstance(reward, str | torch.nn.Module) else guarded(reward, timeout_s, together, early)
+        reward if isinstance(reward, str | torch.nn.Module) else guarded(reward, timeout_s, together)
         for reward in as_list(rewards)
     ]
 
@@ -70,14 +66,14 @@ def reward_models_found(rewards: Sequence[Any]) -> Iterator[None]:
         ) from error
 
 
-def early_calls(rewards: Any, args: QeRLConfig) -> EarlyCalls | None:
-    """Where calls of these functions begin while samples are decoded; None where the settings ask for none.
+def calls_of(rewards: Any, args: QeRLConfig) -> Together:
+    """Where functions of a run wait, and begin while samples are decoded where the settings ask for that.
 
     Raises:
         QeRLError: None of the functions can be called so.
     """
     if not args.early_rewards:
-        return None
+        return Together()
     later = [reward for reward in as_list(rewards) if not can_begin_early(reward)]
     names = ", ".join(map(name_of, later))
     if len(later) == len(as_list(rewards)):
@@ -89,7 +85,7 @@ def early_calls(rewards: Any, args: QeRLConfig) -> EarlyCalls | None:
         )
     if later and is_first_process():
         logger.warning("early_rewards: what computes in this process is called after the rollout: %s.", names)
-    return EarlyCalls()
+    return Together(early=True)
 
 
 def as_list(rewards: Any) -> list[Any]:
@@ -145,7 +141,7 @@ def stop_if_all_failed(rewards: Sequence[Callable[..., Any]], accelerator: Accel
     functions = [reward for reward in rewards if isinstance(reward, GuardedReward)]
     if not functions:
         return
-    counts = [[reward.last.failed, reward.last.samples] for reward in functions]
+    counts = [[reward.last.failed, len(reward.last.rewards)] for reward in functions]
     counts_RF2 = accelerator.gather(torch.tensor([counts], device=accelerator.device))  # R ranks, F functions
     for reward, (failed, samples) in zip(functions, counts_RF2.sum(0).tolist(), strict=True):
         if 0 < samples == failed:

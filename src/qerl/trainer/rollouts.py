@@ -19,7 +19,7 @@ from accelerate.utils import gather_object
 from qerl.ranks import is_first_process
 from qerl.rollout.engine import RolloutEngine
 from qerl.seeding import ProblemSeeds, problem_key
-from qerl.tasks.early import EarlyCalls
+from qerl.tasks.together import Together
 from qerl.trainer.advantages import JUDGE, Signal, find_judge, in_parts, judge_of
 from qerl.trainer.batch import GROUP_KEY, Batch, group_index
 from qerl.trainer.correction import loss_mask
@@ -42,10 +42,10 @@ class RolloutTrainer(SamplerTrainer):
     mask_truncated_completions: bool
     _logs: dict[str, Any]
 
-    def _start_rollouts(self, engine: RolloutEngine, early: EarlyCalls | None) -> None:
+    def _start_rollouts(self, engine: RolloutEngine, calls: Together) -> None:
         """Make what rollouts need, once TRL's constructor is through."""
         self._start_learning()
-        self._start_sampling(engine, early)
+        self._start_sampling(engine, calls)
         self._signal = Signal(
             group_size=self.num_generations,
             weights_F=self.reward_weights.to(self.accelerator.device),

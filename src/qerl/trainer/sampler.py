@@ -17,7 +17,7 @@ from qerl.rollout.engine import Completion, NormOffsets, RolloutEngine, RolloutR
 from qerl.rollout.stops import FinishReason, Stop, StopStrings
 from qerl.seeding import derive_seed
 from qerl.settings.config import QeRLConfig
-from qerl.tasks.early import EarlyCalls
+from qerl.tasks.together import Together
 from qerl.trainer.early import EarlyRewards
 from qerl.trainer.memory import PeakMemory
 from qerl.trainer.resume.trainer import ResumableTrainer
@@ -63,12 +63,12 @@ def check_vocabulary(prompts: list[list[int]], embeddings: int) -> None:
 class SamplerTrainer(ResumableTrainer):
     """`GRPOTrainer` whose completions come from an engine."""
 
-    def _start_sampling(self, engine: RolloutEngine, early: EarlyCalls | None) -> None:
+    def _start_sampling(self, engine: RolloutEngine, calls: Together) -> None:
         """Make what sampling needs, once TRL's constructor is through."""
         self.engine = engine
-        self._early = None if early is None else EarlyRewards(self, early)
+        self._early = EarlyRewards(self, calls) if calls.early else None
         self._memory = PeakMemory(self.accelerator.device)
-        self._clock = StepClock(hides=early is not None)
+        self._clock = StepClock(hides=calls.early)
         self._runtimes = Runtimes()
         self._calls = 0
         self._eval_seeds: list[int] | None = None
@@ -80,7 +80,8 @@ class SamplerTrainer(ResumableTrainer):
         self.vllm_mode = "server"
         self.vllm_generation = EngineClient(self.rollout, may_differ=self.environment_factories is not None)
         self._last_loaded_step = -1
-        self._turns = Turns(self) if self.tools or self.args.thinking_budget is not None else None
+        speaks = self.tools or self.args.thinking_budget is not None
+        self._turns = Turns(self, calls.beside) if speaks else None
         self._written: list[list[int]] | None = None
         self._stops = stops_of(self.args, self._tokenizer)
         policy = self.accelerator.unwrap_model(self.model)

@@ -22,6 +22,7 @@ from qerl.agents.template import TurnTemplate
 from qerl.agents.thinking import thinking_of
 from qerl.agents.trajectory import Trajectory
 from qerl.agents.world import SilentWorld, World, world_of
+from qerl.calls.beside import Beside
 from qerl.rollout.engine import Completion, NormOffsets, RolloutEngine, RolloutResult, SamplingParams
 from qerl.rollout.stops import FinishReason
 
@@ -33,18 +34,17 @@ class Turns:
 
     Args:
         trainer: Its tools and environments are read for each rollout.
+        beside: Where tools are called.
 
     Attributes:
         trajectories: Those of the rollout at hand, by row.
     """
 
-    def __init__(self, trainer: GRPOTrainer) -> None:
+    def __init__(self, trainer: GRPOTrainer, beside: Beside) -> None:
         args = trainer.args
         self._trainer = trainer
         self._pad = trainer._tokenizer.pad_token_id
-        self._pool = ToolPool(
-            args.tool_timeout, args.tool_output_limit, loop=getattr(trainer, "async_loop", None)
-        )
+        self._pool = ToolPool(args.tool_timeout, args.tool_output_limit, beside)
         self._limits = Limits(args.max_tool_calling_iterations, args.tool_errors, bool(args.stop_strings))
         self._template: TurnTemplate | None = None
         if trainer.tools:

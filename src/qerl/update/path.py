@@ -20,6 +20,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from transformers import PreTrainedModel
 
+from qerl.families.layer import Attention, SwiGLU, names
 from qerl.families.table import FAMILIES
 from qerl.kernels.flash import Heads, flash_words, why_not_flash4
 from qerl.lora.product import why_not_fused
@@ -193,7 +194,7 @@ def _computes_rms_norm(norm: Any) -> bool:
 
 def attentions(model: nn.Module) -> Iterator[nn.Module]:
     """The model's attention modules."""
-    return (m for m in model.modules() if _has(m, "q_proj", "k_proj", "v_proj"))
+    return (m for m in model.modules() if _has(m, *names(Attention.PLACES["qkv"])))
 
 
 def why_not_rotary(attention: Any) -> str | None:
@@ -206,13 +207,14 @@ def why_not_rotary(attention: Any) -> str | None:
     rope = getattr(attention.config, "rope_parameters", None) or {}
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
         return "a part of each head is not turned"
-    projections = (attention.q_proj, attention.k_proj, attention.v_proj)
+    projections = [getattr(attention, name) for name in names(Attention.PLACES["qkv"])]
     return next(filter(None, (why_not_fused(layer, training=True) for layer in projections)), None)
 
 
 def mlps(model: nn.Module) -> Iterator[nn.Module]:
     """The model's gated MLPs."""
-    return (m for m in model.modules() if _has(m, "gate_proj", "up_proj", "down_proj"))
+    linears = [name for places in SwiGLU.PLACES.values() for name in names(places)]
+    return (m for m in model.modules() if _has(m, *linears))
 
 
 def why_not_swiglu(mlp: Any) -> str | None:

@@ -4,8 +4,8 @@ The buffers keep their addresses while the adapter's layers and its padded rank 
 captured graphs see what every call copies. They are zeroed first: a smaller adapter in the place of a larger
 one must leave nothing of it behind.
 
-Kernels apply one adapter to the seven linears of a decoder layer. What else PEFT may have done to a model is
-found by walking all its modules, so that nothing is left out because nobody thought of it.
+Kernels apply one adapter to the linears that a decoder layer's description has. What else PEFT may have done
+to a model is found by walking all its modules, so that nothing is left out because nobody thought of it.
 """
 
 from collections.abc import Iterator
@@ -16,9 +16,11 @@ import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 from torch import nn
+from transformers import PreTrainedModel
 
 from qerl.errors import QeRLError
-from qerl.families.layer import LINEARS, PRODUCTS
+from qerl.families.layer import Product
+from qerl.families.sizes import Sizes
 from qerl.kernels.limits import MAX_RANK, pad_rank
 from qerl.lora.kinds import active_adapter, why_not
 from qerl.rollout.paged.weights import Decoder, Lora
@@ -27,14 +29,15 @@ _WHOLE = ("embed_tokens", "lm_head")
 """Modules that may be trained as a whole beside an adapter; norms may too."""
 
 
-def why_not_with_adapters(base: nn.Module) -> str | None:
+def why_not_with_adapters(base: PreTrainedModel) -> str | None:
     """Why the engine would compute something else than this model with its adapters as they are now."""
+    linears = Sizes.of(base.config.get_text_config(decoder=True)).targets
     for name, module in base.named_modules():
         last = name.split(".")[-1]
         if isinstance(module, BaseTunerLayer):
             if reason := why_not(module):
                 return f"{name} {reason}"
-            if last not in LINEARS and active_adapter(module) is not None:
+            if last not in linears and active_adapter(module) is not None:
                 return f"{name} carries an adapter, and only the linears of decoder layers may"
         elif isinstance(module, AuxiliaryTrainingWrapper):
             whole = isinstance(module, ModulesToSaveWrapper) and (last in _WHOLE or last.endswith("norm"))
@@ -55,9 +58,9 @@ def inner(module: nn.Module) -> nn.Module:
     return module.base_layer if isinstance(module, BaseTunerLayer) else module
 
 
-def projections(layer: nn.Module, product: str) -> list[nn.Module]:
-    """The linear layers, adapted or not, of one product (a key of `PRODUCTS`) of a decoder layer."""
-    return [layer.get_submodule(name) for name in PRODUCTS[product]]
+def linears_of(layer: nn.Module, product: Product) -> list[nn.Module]:
+    """The linear layers, adapted or not, of one product of a decoder layer."""
+    return [layer.get_submodule(linear.place) for linear in product.linears]
 
 
 @dataclass
@@ -97,14 +100,18 @@ class Adapter:
         """
         highest = highest_rank(self.base)
         rank = pad_rank(highest) if highest else 0
-        parts = [part for layer in self.layers for name in PRODUCTS for part in projections(layer, name)]
+        bound = [
+            (projection, linears_of(layer, product))
+            for layer, read in zip(self.layers, decoder.layers, strict=True)
+            for product, projection in zip(read.spec.products, read.projections, strict=True)
+        ]
+        parts = [linear for _, linears in bound for linear in linears]
         same = len(parts) == len(self._parts) and all(a is b for a, b in zip(parts, self._parts, strict=True))
         if same and rank == self.rank:
             return False
         self.rank, self._parts, self._places = rank, parts, []
-        for layer, bound in zip(self.layers, decoder.layers, strict=True):
-            for product in PRODUCTS:
-                setattr(bound, f"lora_{product}", self._buffers(projections(layer, product)))
+        for projection, linears in bound:
+            projection.lora = self._buffers(linears)
         return True
 
     def copy(self) -> None:
@@ -139,7 +146,7 @@ class Adapter:
         return lora
 
 
-def check_adapter(base: nn.Module) -> None:
+def check_adapter(base: PreTrainedModel) -> None:
     """Raises QeRLError where `why_not_with_adapters` has found something since the engine was made."""
     if reason := why_not_with_adapters(base):
         raise QeRLError(

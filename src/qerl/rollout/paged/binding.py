@@ -18,6 +18,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from qerl.errors import QeRLError
+from qerl.families.layer import LayerSpec, Product
 from qerl.families.parts import base_model
 from qerl.families.sizes import Sizes
 from qerl.families.table import FAMILIES
@@ -26,9 +27,8 @@ from qerl.fp4.storage import stack_tiles, why_no_tiles
 from qerl.kernels.weights import nf4
 from qerl.kernels.weights.dense import DenseStack
 from qerl.kernels.weights.nvfp4 import NVFP4Stack
-from qerl.kernels.weights.product import GemmWeight
-from qerl.rollout.paged.adapter import Adapter, check_adapter, inner, projections, why_not_with_adapters
-from qerl.rollout.paged.weights import Decoder, Layer
+from qerl.rollout.paged.adapter import Adapter, check_adapter, inner, linears_of, why_not_with_adapters
+from qerl.rollout.paged.weights import AttentionWeights, Decoder, Layer, Projection, SwiGLUWeights
 
 HEAD_SIZES = (16, 32, 64, 80, 96, 128, 256)
 MOST_GROUPED = 64
@@ -57,21 +57,21 @@ def _why_not_with_sizes(base: PreTrainedModel) -> str | None:
         return f"its rotary embedding is of the type {rope['rope_type']}, which changes with the length"
     if FAMILIES[config.model_type].slides(config):
         return "it attends to a sliding window"
-    size = cast(Any, base).model.layers[0].self_attn.head_dim
+    mixer = Sizes.of(config).spec.mixer
+    size = mixer.head_size
     if size not in HEAD_SIZES:
         return f"its heads are {size} wide, and the kernels take {', '.join(map(str, HEAD_SIZES))}"
     if 2 * cast(Any, base).model.rotary_emb.inv_freq.numel() != size:
         return "its rotary embedding covers a part of each head"
-    grouped = config.num_attention_heads // config.num_key_value_heads
-    if grouped > MOST_GROUPED:
-        return f"{grouped} query heads share a key head, and the kernels take {MOST_GROUPED}"
+    if mixer.group > MOST_GROUPED:
+        return f"{mixer.group} query heads share a key head, and the kernels take {MOST_GROUPED}"
     return None
 
 
 def _why_not_with_linears(base: PreTrainedModel) -> str | None:
     """Why the kernels cannot multiply with one of the layers."""
-    for name, layer in _linears(base):
-        if getattr(layer, "bias", None) is not None and name.split(".")[-1][0] not in "qkv":
+    for name, product, layer in _linears(base):
+        if getattr(layer, "bias", None) is not None and product.name != "qkv":
             return f"{name} has a bias"
         if nf4.quant_state(layer) is not None:
             if reason := nf4.why_not(layer):
@@ -85,10 +85,13 @@ def _why_not_with_linears(base: PreTrainedModel) -> str | None:
     return None
 
 
-def _linears(base: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    for name, module in base.named_modules():
-        if name.endswith("_proj"):
-            yield name, inner(module)
+def _linears(base: PreTrainedModel) -> Iterator[tuple[str, Product, nn.Module]]:
+    """The linears of all decoder layers below their adapters, each with its name and the product it is of."""
+    specs = Sizes.of(base.config.get_text_config(decoder=True)).specs
+    for index, (layer, spec) in enumerate(zip(cast(Any, base).model.layers, specs, strict=True)):
+        for product in spec.products:
+            for linear, module in zip(product.linears, linears_of(layer, product), strict=True):
+                yield f"model.layers.{index}.{linear.place}", product, inner(module)
 
 
 class Binding:
@@ -112,19 +115,20 @@ class Binding:
         self._copied: set[str] = set()  # of embedding and head, those that are no longer the first views
         self._names = {module: name for name, module in self._base.named_modules()}
         frequency = body.rotary_emb.inv_freq.float()
+        sizes = Sizes.of(config)
         angle = torch.arange(positions, device=frequency.device)[:, None] * frequency[None, :]
         scaling = body.rotary_emb.attention_scaling
         self.decoder = Decoder(
             embedding_VD=self._of_vocabulary(body.embed_tokens),
-            layers=[self._layer(layer) for layer in body.layers],
+            layers=[self._layer(*each) for each in zip(body.layers, sizes.specs, strict=True)],
             final_norm_D=self._norm(body.norm),
             head_VD=self._of_vocabulary(self._base.get_output_embeddings()),
             cos_ME=angle.cos() * scaling,
             sin_ME=angle.sin() * scaling,
-            sizes=Sizes.of(config),
+            sizes=sizes,
             eps=config.rms_norm_eps,
         )
-        self._bound = [(name, _address(layer)) for name, layer in _linears(self._base)]
+        self._bound = [(name, _address(layer)) for name, _, layer in _linears(self._base)]
         self._adapter = Adapter(self._base, list(body.layers), self._dtype)
         self._adapter.bind(self.decoder)
 
@@ -142,7 +146,7 @@ class Binding:
         """
         self._check_offsets(norm_offsets)
         check_adapter(self._base)
-        for (name, address), (_, layer) in zip(self._bound, _linears(self._base), strict=True):
+        for (name, address), (*_, layer) in zip(self._bound, _linears(self._base), strict=True):
             if _address(layer) != address:
                 raise QeRLError(
                     f"The weight of {name} was replaced after the paged engine was made; make a new engine "
@@ -194,25 +198,23 @@ class Binding:
             changed = True
         return changed
 
-    def _layer(self, layer: Any) -> Layer:
-        attention = layer.self_attn
-        qkv = projections(layer, "qkv")
-        norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
-        qk_norm_2E = None
-        if norms[0] is not None:
-            qk_norm_2E = torch.empty(2, attention.head_dim, device=self._base.device)
-            for row, norm in zip(qk_norm_2E, cast(list[nn.Module], norms), strict=True):
-                self._norms.append((row, self._names[norm], norm))
-        return Layer(
-            input_norm_D=self._norm(layer.input_layernorm),
-            qkv=_stack(qkv),
-            bias_N=self._bias([inner(module) for module in qkv]),
-            qk_norm_2E=qk_norm_2E,
-            o=_stack(projections(layer, "o")),
-            post_norm_D=self._norm(layer.post_attention_layernorm),
-            gate_up=_stack(projections(layer, "gate_up")),
-            down=_stack(projections(layer, "down")),
+    def _layer(self, layer: Any, spec: LayerSpec) -> Layer:
+        qkv, o, gate_up, down = (linears_of(layer, product) for product in spec.products)
+        mixer = AttentionWeights(
+            _stack(qkv),
+            _stack(o),
+            self._bias([inner(module) for module in qkv]),
+            self._head_norms(layer.self_attn) if spec.mixer.qk_norm else None,
         )
+        mlp = SwiGLUWeights(_stack(gate_up), _stack(down))
+        norms = self._norm(layer.input_layernorm), self._norm(layer.post_attention_layernorm)
+        return Layer(spec, norms[0], mixer, norms[1], mlp)
+
+    def _head_norms(self, attention: Any) -> torch.Tensor:
+        qk_norm_2E = torch.empty(2, attention.head_dim, device=self._base.device)
+        for row, norm in zip(qk_norm_2E, (attention.q_norm, attention.k_norm), strict=True):
+            self._norms.append((row, self._names[norm], norm))
+        return qk_norm_2E
 
     def _bias(self, linears: list[nn.Module]) -> torch.Tensor | None:
         if getattr(linears[0], "bias", None) is None:
@@ -227,17 +229,17 @@ class Binding:
         return buffer
 
 
-def _stack(adapted: list[nn.Module]) -> GemmWeight:
+def _stack(adapted: list[nn.Module]) -> Projection:
     """The weights of linears, adapted or not, stacked for one product; the layers' own become views."""
     layers = [cast(Any, inner(module)) for module in adapted]
     if nf4.quant_state(layers[0]) is not None:
-        return nf4.NF4Stack.of(layers)
+        return Projection(nf4.NF4Stack.of(layers))
     if not isinstance(layers[0], PackedLinear):
-        return DenseStack.of(layers)
+        return Projection(DenseStack.of(layers))
     tiles, parts = stack_tiles([layer.storage for layer in layers])
     for layer, part in zip(layers, parts, strict=True):
         layer.use(part)
-    return NVFP4Stack(tiles, torch.stack([1.0 / part.global_scale[0] for part in parts]))
+    return Projection(NVFP4Stack(tiles, torch.stack([1.0 / part.global_scale[0] for part in parts])))
 
 
 def _address(layer: nn.Module) -> int:

@@ -9,10 +9,11 @@ price of less than one block per prompt.
 from collections import Counter
 
 from qerl.errors import QeRLError
+from qerl.rollout.paged.sequences import Prompt, Sequence
 
 
 class BlockManager:
-    """Reference-counted blocks.
+    """Reference-counted blocks; a `qerl.rollout.paged.sequences.SequenceMemory`.
 
     Args:
         count: Number of blocks in the cache.
@@ -62,3 +63,55 @@ class BlockManager:
             if not self._holders[block]:
                 del self._holders[block]
                 self._free.append(block)
+
+    def check(self, prompt: Prompt, limit: int) -> None:
+        """See `SequenceMemory.check`."""
+        needed = self.blocks_for(prompt.cached_tokens) + self.blocks_for(limit)
+        if needed > self.count:
+            raise QeRLError(
+                f"Prompt {prompt.number} has {len(prompt.token_ids)} tokens and with {limit} new ones needs "
+                f"{needed} cache blocks of {self.block_tokens} tokens; the cache has {self.count}: free GPU "
+                "memory, or lower max_tokens."
+            )
+
+    def held(self, sequence: Sequence) -> int:
+        """See `SequenceMemory.held`."""
+        return len(sequence.blocks)
+
+    def missing(self, sequence: Sequence, steps: int) -> int:
+        """See `SequenceMemory.missing`."""
+        return max(0, self.blocks_for(sequence.own_tokens_after(steps)) - len(sequence.blocks))
+
+    def prompt_missing(self, sequence: Sequence) -> int:
+        """See `SequenceMemory.prompt_missing`."""
+        prompt = sequence.prompt
+        return 0 if prompt.blocks is not None else self.blocks_for(prompt.cached_tokens)
+
+    def copy(self, sequence: Sequence) -> bool:
+        """See `SequenceMemory.copy`; blocks of a prompt are never written to again, so they are shared."""
+        prompt = sequence.prompt
+        if sequence.blocks:
+            return False
+        fresh = prompt.blocks is None
+        if prompt.blocks is None:
+            prompt.blocks = self.take(self.blocks_for(prompt.cached_tokens))
+        else:
+            self.share(prompt.blocks)
+        prompt.readers += 1
+        return fresh
+
+    def reserve(self, sequence: Sequence, steps: int) -> None:
+        """See `SequenceMemory.reserve`."""
+        sequence.blocks += self.take(self.missing(sequence, steps))
+
+    def give_up(self, sequence: Sequence) -> None:
+        """See `SequenceMemory.give_up`."""
+        prompt = sequence.prompt
+        if sequence.blocks:
+            assert prompt.blocks is not None
+            self.release(sequence.blocks)
+            self.release(prompt.blocks)
+            prompt.readers -= 1
+            if prompt.readers == 0:
+                prompt.blocks = None
+        sequence.blocks, sequence.cached = [], 0

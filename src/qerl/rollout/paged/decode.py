@@ -23,7 +23,7 @@ from qerl.rollout.paged.kv_cache import KVCache
 from qerl.rollout.paged.lanes import learn
 from qerl.rollout.paged.machine import Graphs
 from qerl.rollout.paged.rows import Rows
-from qerl.rollout.paged.scheduler import Sequence
+from qerl.rollout.paged.sequences import Sequence
 from qerl.rollout.paged.weights import Decoder
 
 LONG, FEW = 64, 8
@@ -81,12 +81,12 @@ class DecodeStep:
         drafted: int = 0,
         present: Rows | None = None,
     ) -> None:
-        device, group = decoder.embedding_VD.device, decoder.sizes.group
+        device, mixer = decoder.embedding_VD.device, decoder.sizes.spec.mixer
         tokens = rows * (drafted + 1)
-        splits = attention_splits(tokens, decoder.sizes.kv_heads, multiprocessors(device), table_width)
+        splits = attention_splits(tokens, mixer.kv_heads, multiprocessors(device), table_width)
         self._decoder, self._cache, self._graphs = decoder, cache, graphs
-        self.forward = Forward(decoder, tokens, splits, attention.decode_rows(group))
-        tile = self.forward.tile // group
+        self.forward = Forward(decoder, tokens, splits, attention.decode_rows(mixer.group))
+        tile = self.forward.tile // mixer.group
         self.rows = present or Rows(rows, max_new, table_width, tile, device, drafted)
         blocks = triton.cdiv(decoder.head_VD.shape[0], BLOCK_V)
         self._draw = Draw(

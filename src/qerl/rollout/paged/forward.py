@@ -1,5 +1,18 @@
 """One forward pass of the decoder over T tokens, for decoding (inside a CUDA graph) and for prefill alike.
 
+What a layer computes, by the names of transformers and vLLM, with ours behind them (each ``*_proj`` is a
+`Projection`, weight and LoRA):
+
+    h = rmsnorm(x, input_layernorm)                    # residual_norm; 1/rms is applied behind the next GEMM
+    q, k, v = qkv_proj(h)                              # Layer.mixer.qkv: fused QKV
+    q, k = rope(head_norm(q), head_norm(k), position)  # rope_kv; head_norm in Qwen3 alone (qk_norm)
+    kv_cache[slot] = k, v                              # the page and the place in it (slot_T; slot mapping)
+    y = paged_attention(q, kv_cache, block_tables)     # attend, combine_splits: the prompt's pages, its own
+    x = x + o_proj(y)                                  # Layer.mixer.o; the sum is in the next residual_norm
+    h = rmsnorm(x, post_attention_layernorm)
+    gate, up = gate_up_proj(h)                         # Layer.mlp.gate_up
+    x = x + down_proj(silu(gate) * up)                 # silu_mul, then Layer.mlp.down
+
 Launches per layer: GEMM, rope_kv, attend, combine_splits, GEMM, residual_norm, GEMM, silu_mul, GEMM,
 residual_norm; with LoRA as without where packed_gemm.cu multiplies, else add_parts before each GEMM. See
 qerl.kernels.decode.common for how LoRA and normalisation ride along.
@@ -13,10 +26,10 @@ import triton
 from qerl.kernels.decode import attend as attention
 from qerl.kernels.decode import residual_norm, rope_kv, silu_mul
 from qerl.kernels.decode.launch import NO_A, NO_B, LoraA, LoraB
-from qerl.kernels.weights.product import GemmWeight, LoraSum, Product
+from qerl.kernels.weights.product import LoraSum, Product
 from qerl.rollout.paged.kv_cache import KVCache
-from qerl.rollout.paged.lora_sums import LoraSums
-from qerl.rollout.paged.weights import Decoder, Layer, Lora, look_ahead
+from qerl.rollout.paged.lora_sums import lora_sums
+from qerl.rollout.paged.weights import Decoder, Layer, Projection, look_ahead
 
 
 @dataclass
@@ -52,15 +65,15 @@ class Forward:
 
     def __init__(self, decoder: Decoder, tokens: int, splits: int, tile: int) -> None:
         device = decoder.embedding_VD.device
-        sizes = decoder.sizes
-        hidden, heads, size = sizes.hidden, sizes.heads, sizes.head_size
+        spec = decoder.sizes.spec
+        hidden, heads, size = spec.hidden, spec.mixer.heads, spec.mixer.head_size
         self.decoder, self.tokens, self.splits = decoder, tokens, splits
         self.tile = tile
 
         def new(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
             return torch.empty(shape, dtype=dtype, device=device)
 
-        weights = [w for each in decoder.layers for w in (each.qkv, each.o, each.gate_up, each.down)]
+        weights = [each.weight for layer in decoder.layers for each in layer.projections]
         look_ahead(decoder.layers)
         self.scratch = new(max(weight.scratch_bytes(tokens) for weight in weights), dtype=torch.uint8)
         self.residual_TD = new(tokens, hidden)
@@ -71,33 +84,33 @@ class Forward:
             padded = max(tokens, *(weight.padded_tokens(tokens) for weight in weights))
             return torch.zeros(padded * width, dtype=decoder.dtype, device=device)
 
-        self.u, self.attended, self.h = operand(hidden), operand(heads * size), operand(sizes.intermediate)
+        self.u, self.attended, self.h = operand(hidden), operand(heads * size), operand(spec.mlp.intermediate)
         self.u_TD = self.u[: tokens * hidden].view(tokens, hidden)
         columns = triton.cdiv(hidden, residual_norm.block_d(tokens))
         self.squares_PT = new(columns, tokens)
         self.q_THE = new(tokens, heads, size, dtype=decoder.dtype)
         self.out_ZTHE = new(2 * splits, tokens, heads, size)
         self.lse_ZTH = new(2 * splits, tokens, heads).fill_(-torch.inf)
-        self.sums = LoraSums.of(decoder, tokens)
+        self.sums = lora_sums(decoder, tokens)
 
-    def _multiply(self, x: torch.Tensor, weight: GemmWeight, xa: LoraSum) -> Product:
-        return weight.multiply(x, self.tokens, self.scratch, xa)
+    def _multiply(self, x: torch.Tensor, projection: Projection, xa: LoraSum) -> Product:
+        return projection.weight.multiply(x, self.tokens, self.scratch, xa)
 
-    def _padded(self, weight: GemmWeight) -> int:
+    def _padded(self, projection: Projection) -> int:
         """Tokens for which the operand of this weight has room, 0 if it is [T, K]."""
-        return weight.padded_tokens(self.tokens)
+        return projection.weight.padded_tokens(self.tokens)
 
     def __call__(self, cache: KVCache, inputs: Inputs) -> torch.Tensor:
         """Write the tokens' keys and values and return the final norm's output [T, D] without its 1/rms.
 
         The partial sums of squares that 1/rms comes from are in ``squares_PT``.
         """
-        decoder, sums = self.decoder, self.sums
+        decoder = self.decoder
         first = decoder.layers[0]
         residual_norm.residual_norm(
             self.residual_TD, first.input_norm_D, self.u, self.squares_PT,
-            padded_tokens=self._padded(first.qkv), embedding=(decoder.embedding_VD, inputs.token_T),
-            a=_a(first.lora_qkv, sums.qkv),
+            padded_tokens=self._padded(first.mixer.qkv), embedding=(decoder.embedding_VD, inputs.token_T),
+            a=_a(first.mixer.qkv, self.sums["qkv"]),
         )  # fmt: skip
         for i, layer in enumerate(decoder.layers):
             self._attention(layer, cache.k[i], cache.v[i], inputs)
@@ -106,44 +119,46 @@ class Forward:
 
     def _attention(self, layer: Layer, k: torch.Tensor, v: torch.Tensor, inputs: Inputs) -> None:
         """From the first norm's output to the second's."""
-        decoder, sums = self.decoder, self.sums
-        product = self._multiply(self.u, layer.qkv, sums.qkv)
+        decoder, mixer, following = self.decoder, layer.mixer, layer.mlp.gate_up
+        qkv, o, gate_up = self.sums["qkv"], self.sums["o"], self.sums["gate_up"]
+        product = self._multiply(self.u, mixer.qkv, qkv)
         rope_kv.rope_kv(
             product.out_STN, product.scale_L, self.squares_PT, decoder.cos_ME, decoder.sin_ME,
-            inputs.position_T, inputs.slot_T, self.q_THE, k, v, width=decoder.sizes.hidden, eps=decoder.eps,
-            partials_G=product.partials_G, bias_N=layer.bias_N, qk_norm_2E=layer.qk_norm_2E,
-            b=_b(layer.lora_qkv, sums.qkv),
+            inputs.position_T, inputs.slot_T, self.q_THE, k, v, width=layer.spec.hidden, eps=decoder.eps,
+            partials_G=product.partials_G, bias_N=mixer.bias_N, qk_norm_2E=mixer.qk_norm_2E,
+            b=_b(mixer.qkv, qkv),
         )  # fmt: skip
         attention.attend(
             self.q_THE, k, v, inputs.tables_GB, inputs.item_4, inputs.order, inputs.limit_2T,
             self.out_ZTHE, self.lse_ZTH, splits=self.splits, rows=self.tile,
         )  # fmt: skip
         attention.combine_splits(
-            self.out_ZTHE, self.lse_ZTH, self.attended, padded_tokens=self._padded(layer.o),
-            a=_a(layer.lora_o, sums.o),
+            self.out_ZTHE, self.lse_ZTH, self.attended, padded_tokens=self._padded(mixer.o),
+            a=_a(mixer.o, o),
         )  # fmt: skip
         self._residual_norm(
-            self._multiply(self.attended, layer.o, sums.o), layer.post_norm_D, self._padded(layer.gate_up),
-            b=_b(layer.lora_o, sums.o), a=_a(layer.lora_gate_up, sums.gate_up),
+            self._multiply(self.attended, mixer.o, o), layer.post_norm_D, self._padded(following),
+            b=_b(mixer.o, o), a=_a(following, gate_up),
         )  # fmt: skip
 
     def _mlp(self, layer: Layer, following: Layer | None) -> None:
         """From the second norm's output to the following layer's first, or to the final norm's."""
-        decoder, sums = self.decoder, self.sums
-        product = self._multiply(self.u, layer.gate_up, sums.gate_up)
+        decoder, spec, mlp = self.decoder, layer.spec, layer.mlp
+        gate_up, down = self.sums["gate_up"], self.sums["down"]
+        product = self._multiply(self.u, mlp.gate_up, gate_up)
         silu_mul.silu_mul(
             product.out_STN, product.scale_L, self.squares_PT, self.h,
-            intermediate=decoder.sizes.intermediate, width=decoder.sizes.hidden, eps=decoder.eps,
-            padded_tokens=self._padded(layer.down), partials_G=product.partials_G,
-            b=_b(layer.lora_gate_up, sums.gate_up), a=_a(layer.lora_down, sums.down),
+            intermediate=spec.mlp.intermediate, width=spec.hidden, eps=decoder.eps,
+            padded_tokens=self._padded(mlp.down), partials_G=product.partials_G,
+            b=_b(mlp.gate_up, gate_up), a=_a(mlp.down, down),
         )  # fmt: skip
         if following is not None:
-            norm, padded, lora = following.input_norm_D, self._padded(following.qkv), following.lora_qkv
+            qkv = following.mixer.qkv
+            norm, padded, a = following.input_norm_D, self._padded(qkv), _a(qkv, self.sums["qkv"])
         else:
-            norm, padded, lora = decoder.final_norm_D, 0, None
+            norm, padded, a = decoder.final_norm_D, 0, NO_A
         self._residual_norm(
-            self._multiply(self.h, layer.down, sums.down), norm, padded,
-            b=_b(layer.lora_down, sums.down), a=_a(lora, sums.qkv),
+            self._multiply(self.h, mlp.down, down), norm, padded, b=_b(mlp.down, down), a=a
         )  # fmt: skip
 
     def _residual_norm(
@@ -161,11 +176,11 @@ class Forward:
         )  # fmt: skip
 
 
-def _a(lora: Lora | None, xa: LoraSum) -> LoraA:
+def _a(projection: Projection, xa: LoraSum) -> LoraA:
     """What leaves x A^T for a product; nothing without an adapter."""
-    return NO_A if lora is None else LoraA(lora.a_RK, xa)
+    return NO_A if projection.lora is None else LoraA(projection.lora.a_RK, xa)
 
 
-def _b(lora: Lora | None, xa: LoraSum) -> LoraB:
+def _b(projection: Projection, xa: LoraSum) -> LoraB:
     """What adds (x A^T) B^T to a product; nothing without an adapter."""
-    return NO_B if lora is None else LoraB(xa, lora.b_NR)
+    return NO_B if projection.lora is None else LoraB(xa, projection.lora.b_NR)

@@ -14,7 +14,8 @@ from qerl.rollout.paged.decode import DecodeStep
 from qerl.rollout.paged.kv_cache import KVCache
 from qerl.rollout.paged.limits import rows_of_step
 from qerl.rollout.paged.machine import Machine
-from qerl.rollout.paged.scheduler import Scheduler, Sequence
+from qerl.rollout.paged.scheduler import Scheduler
+from qerl.rollout.paged.sequences import Sequence
 from qerl.rollout.paged.weights import Decoder
 
 KEPT_SETTINGS = 3

@@ -23,15 +23,15 @@ class KVCache:
         memory: Makes a range of so many bytes.
 
     Attributes:
-        k, v: Each [layers, blocks, kv heads, block tokens, head size].
+        k, v: Of each layer [blocks, kv heads, block tokens, head size].
+        blocks: Number of blocks.
         geometry: Shape and size of a block.
         is_limited: True if the blocks were reserved for a call that wanted more of them than its budget gave.
     """
 
     def __init__(self, decoder: Decoder, dtype: torch.dtype | None, memory: Callable[[int], Memory]) -> None:
         self._dtype, self._make_memory = dtype or decoder.dtype, memory
-        sizes = decoder.sizes
-        self.geometry = KVGeometry(sizes.layers, sizes.kv_heads, sizes.head_size, self._dtype.itemsize)
+        self.geometry = KVGeometry.of(decoder.sizes, self._dtype.itemsize)
         self._device = decoder.embedding_VD.device
         self._set(PlainMemory(0, self._device), 0)
         self.is_limited = False
@@ -42,11 +42,6 @@ class KVCache:
         cache = cls(decoder, dtype, lambda size: PlainMemory(size, decoder.embedding_VD.device))
         cache._allocate(blocks)
         return cache
-
-    @property
-    def blocks(self) -> int:
-        """Number of blocks."""
-        return self.k.shape[1]
 
     @property
     def held_bytes(self) -> int:
@@ -116,11 +111,17 @@ class KVCache:
         self._clear()
 
     def _set(self, memory: Memory, blocks: int) -> None:
-        self._memory, shape = memory, self.geometry.shape(blocks)
-        self.k = memory.tensor(shape, self._dtype)
-        self.v = memory.tensor(shape, self._dtype, blocks * self.geometry.block_bytes // 2)
+        self._memory, self.blocks = memory, blocks
+        self.k, self.v = self._views(0), self._views(blocks * self.geometry.block_bytes // 2)
+
+    def _views(self, offset: int) -> list[torch.Tensor]:
+        """Keys or values of each layer, which lie one after the other from this byte on."""
+        views = []
+        for shape in self.geometry.shapes(self.blocks):
+            views.append(self._memory.tensor(shape, self._dtype, offset))
+            offset += views[-1].nbytes
+        return views
 
     def _clear(self) -> None:
         """Fresh memory may hold NaN, which a masked key would carry into a product with zero."""
-        self.k.zero_()
-        self.v.zero_()
+        self._memory.tensor((self.blocks * self.geometry.block_bytes,), torch.uint8).zero_()

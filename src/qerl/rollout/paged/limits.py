@@ -9,6 +9,7 @@ token, which the first decode step reads; each sample has blocks of its own for 
 
 from dataclasses import dataclass
 
+from qerl.families.sizes import Sizes
 from qerl.kernels.limits import PAGE
 
 ROW_COUNTS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256, 512)
@@ -85,25 +86,27 @@ class KVGeometry:
     """Shape and size of a model's cache.
 
     Attributes:
-        layers: Layers with attention.
-        kv_heads: Heads of keys, and as many of values.
-        head_size: Numbers per head and token.
+        heads: Of each layer with attention, heads of keys (as many of values) and numbers per head and token.
         item_bytes: Bytes per number: 2 for bf16, 1 for E4M3.
     """
 
-    layers: int
-    kv_heads: int
-    head_size: int
+    heads: tuple[tuple[int, int], ...]
     item_bytes: int
+
+    @classmethod
+    def of(cls, sizes: Sizes, item_bytes: int) -> "KVGeometry":
+        """The cache of a model of these sizes."""
+        mixers = (spec.mixer for spec in sizes.specs)
+        return cls(tuple((mixer.kv_heads, mixer.head_size) for mixer in mixers), item_bytes)
 
     @property
     def block_bytes(self) -> int:
         """Bytes of one block: keys and values of all layers."""
-        return 2 * self.layers * self.kv_heads * PAGE * self.head_size * self.item_bytes
+        return 2 * PAGE * self.item_bytes * sum(count * size for count, size in self.heads)
 
-    def shape(self, blocks: int) -> tuple[int, int, int, int, int]:
-        """Shape of the keys, and of the values, in that many blocks."""
-        return self.layers, blocks, self.kv_heads, PAGE, self.head_size
+    def shapes(self, blocks: int) -> list[tuple[int, int, int, int]]:
+        """Shape of the keys, and of the values, in that many blocks, of each layer."""
+        return [(blocks, count, PAGE, size) for count, size in self.heads]
 
 
 @dataclass(frozen=True)

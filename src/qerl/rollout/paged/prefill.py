@@ -87,7 +87,7 @@ class Prefill:
     def _items(self, pieces: list[Piece]) -> tuple[list[list[int]], list[list[int]]]:
         """Attention items and block tables of a pass: each span at its own keys, and at its prompt if it has
         one."""
-        tile = attention.PREFILL_ROWS // self._decoder.sizes.group
+        tile = attention.PREFILL_ROWS // self._decoder.sizes.spec.mixer.group
         width = max(max(len(piece.span.blocks), len(piece.span.prompt_blocks)) for piece in pieces)
         items: list[list[int]] = []
         tables: list[list[int]] = []

@@ -17,7 +17,7 @@ from qerl.kernels.decode.draw import RowState
 from qerl.kernels.limits import PAGE
 from qerl.rollout.paged.forward import Inputs
 from qerl.rollout.paged.lanes import make_lanes
-from qerl.rollout.paged.scheduler import Sequence
+from qerl.rollout.paged.sequences import Sequence
 from qerl.rollout.sampling import uniform_streams
 from qerl.rollout.stops import Cut, FinishReason
 

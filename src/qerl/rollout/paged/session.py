@@ -18,7 +18,8 @@ from qerl.rollout.paged.kv_cache import KVCache
 from qerl.rollout.paged.limits import BlockDemand, count_for
 from qerl.rollout.paged.pace import Pace
 from qerl.rollout.paged.prefill import Prefill
-from qerl.rollout.paged.scheduler import Scheduler, Sequence
+from qerl.rollout.paged.scheduler import Scheduler
+from qerl.rollout.paged.sequences import Sequence
 from qerl.rollout.session import TrackedSession
 
 

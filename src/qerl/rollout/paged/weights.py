@@ -14,6 +14,7 @@ from itertools import pairwise
 
 import torch
 
+from qerl.families.layer import LayerSpec
 from qerl.families.sizes import Sizes
 from qerl.kernels.weights.nvfp4 import NVFP4Stack
 from qerl.kernels.weights.packed_gemm import Ahead
@@ -29,21 +30,54 @@ class Lora:
 
 
 @dataclass
-class Layer:
-    """One decoder layer; ``lora_*`` is None without an adapter."""
+class Projection:
+    """One GEMM of a layer: the stacked linears of a product (`qerl.families.layer`), and their adapter.
 
+    Attributes:
+        lora: None without an adapter.
+    """
+
+    weight: GemmWeight
+    lora: Lora | None = None
+
+
+@dataclass
+class AttentionWeights:
+    """What `qerl.families.layer.Attention` computes with.
+
+    Attributes:
+        bias_N: Of q, k and v together; None where they have none.
+        qk_norm_2E: Weights of the norms of query and key heads; None where heads are not normalised.
+    """
+
+    qkv: Projection
+    o: Projection
+    bias_N: torch.Tensor | None = None
+    qk_norm_2E: torch.Tensor | None = None
+
+
+@dataclass
+class SwiGLUWeights:
+    """What `qerl.families.layer.SwiGLU` computes with."""
+
+    gate_up: Projection
+    down: Projection
+
+
+@dataclass
+class Layer:
+    """One decoder layer, with the weights of the norms in front of its two parts."""
+
+    spec: LayerSpec
     input_norm_D: torch.Tensor
-    qkv: GemmWeight
-    bias_N: torch.Tensor | None
-    qk_norm_2E: torch.Tensor | None
-    o: GemmWeight
+    mixer: AttentionWeights
     post_norm_D: torch.Tensor
-    gate_up: GemmWeight
-    down: GemmWeight
-    lora_qkv: Lora | None = None
-    lora_o: Lora | None = None
-    lora_gate_up: Lora | None = None
-    lora_down: Lora | None = None
+    mlp: SwiGLUWeights
+
+    @property
+    def projections(self) -> tuple[Projection, ...]:
+        """All GEMMs, in the order of the description's products."""
+        return self.mixer.qkv, self.mixer.o, self.mlp.gate_up, self.mlp.down
 
 
 @dataclass
@@ -74,20 +108,11 @@ class Decoder:
 
 def look_ahead(layers: Sequence[Layer]) -> None:
     """Tells each weight in NVFP4 what the kernels after its product read in a forward pass."""
-    products = [
-        product
-        for layer in layers
-        for product in (
-            (layer.qkv, layer.lora_qkv),
-            (layer.o, layer.lora_o),
-            (layer.gate_up, layer.lora_gate_up),
-            (layer.down, layer.lora_down),
-        )
-    ]
-    for (weight, lora), (following, its_lora) in pairwise(products):
-        if isinstance(weight, NVFP4Stack):
-            weight.ahead = Ahead(
-                None if lora is None else lora.b_NR,
-                None if its_lora is None else its_lora.a_RK,
-                following.tiles if isinstance(following, NVFP4Stack) else None,
+    projections = [projection for layer in layers for projection in layer.projections]
+    for each, following in pairwise(projections):
+        if isinstance(each.weight, NVFP4Stack):
+            each.weight.ahead = Ahead(
+                None if each.lora is None else each.lora.b_NR,
+                None if following.lora is None else following.lora.a_RK,
+                following.weight.tiles if isinstance(following.weight, NVFP4Stack) else None,
             )

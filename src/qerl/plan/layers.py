@@ -1,0 +1,104 @@
+"""Bytes that one decoder layer keeps and computes in the update, by its description.
+
+T tokens in the joined row of a forward pass, M keys that its stretches attend to, D hidden size, I
+intermediate size, Q and G all query and all key heads together, R LoRA rank. bf16 unless said otherwise.
+"""
+
+from dataclasses import dataclass
+
+from qerl.families.layer import JOINT, LayerSpec, Linear
+from qerl.plan.work import FULL, HALF, Work
+
+
+@dataclass(frozen=True)
+class LayerActivations:
+    """Bytes of a layer of attention and SwiGLU. Other mixers and MLPs would have formulas beside these."""
+
+    spec: LayerSpec
+    work: Work
+
+    @property
+    def kept(self) -> int:
+        """``2 T (3 D + 2 Q + 2 G + 3 I + 7 R)``: what is kept up to attention, and behind it."""
+        return self._up_to_attention + self._behind_attention
+
+    @property
+    def _up_to_attention(self) -> int:
+        """``2 T (D + 2 Q + 2 G + 3 R)``: the input of q/k/v, queries, keys, values and their result, and
+        x A^T of the adapters; in fp32 one number per token for the norm and each head of attention. Where
+        heads are normalised, queries and keys are kept before that as well, and a number for each. Without
+        joint products (NF4, dropout) layers run through PEFT, which keeps the input of each linear in fp32,
+        here ``4 T 3 D``, instead of one in bf16, and with dropout a mask of a byte for each number."""
+        hidden, m = self.spec.hidden, self.spec.mixer
+        wide, single, inputs = hidden + 2 * m.queries + 2 * m.keys, 1 + m.heads, 3 * hidden
+        if m.qk_norm:
+            wide += m.queries + m.keys
+            single += m.heads + m.kv_heads
+        if self.work.why_not_joint:
+            wide -= hidden
+        return self._kept(wide + 3 * self.work.rank, single, inputs)
+
+    @property
+    def _behind_attention(self) -> int:
+        """``2 T (2 D + 3 I + 4 R)``: the residual, the input of gate/up, gate, up and their product, and
+        x A^T of the adapters; in fp32 one number per token for the norm. Through PEFT ``4 T (2 D + Q + I)``
+        instead of the inputs of gate/up and of down in bf16."""
+        hidden, intermediate = self.spec.hidden, self.spec.mlp.intermediate
+        wide, inputs = 2 * hidden + 3 * intermediate, 2 * hidden + self.spec.mixer.queries + intermediate
+        if self.work.why_not_joint:
+            wide -= hidden + intermediate
+        return self._kept(wide + 4 * self.work.rank, 1, inputs)
+
+    def _kept(self, wide: int, single: int, inputs: int) -> int:
+        """Bytes of so many numbers per token in bf16 and in fp32, and of the inputs that PEFT keeps."""
+        work = self.work
+        if work.why_not_joint:
+            single += inputs
+        masks = inputs if work.why_not_joint and work.lora_dropout else 0
+        return work.tokens * (HALF * wide + FULL * single + masks)
+
+    @property
+    def backward(self) -> int:
+        """The larger of two moments, on top of a layer.
+
+        Of the MLP ``2 T (2 I + D)``: gradients of gate and up, that of their product in the place of the
+        product itself, and the one that came in.
+
+        Of attention, when what is kept behind it is gone, ``2 T (D + 4 Q) + 8 M G + 4 M Q``: the gradient
+        that came in, those of attention's result and of the queries, the latter in fp32 as well; keys and
+        values gathered for all stretches, with their gradients; and where query heads share key heads, a
+        gradient of keys and values for each query head, which FlashAttention-2 adds up afterwards. With long
+        prompts of many samples M is many times T. FlashAttention-4 takes no more, so the plan does not ask
+        which one a row gets."""
+        hidden, mixer, t = self.spec.hidden, self.spec.mixer, self.work.tokens
+        mlp = HALF * t * (2 * self.spec.mlp.intermediate + hidden)
+        per_head = 2 * mixer.queries if mixer.heads != mixer.kv_heads else 0
+        attention = t * (hidden + 4 * mixer.queries) + self.work.keys * (4 * mixer.keys + per_head)
+        return max(mlp, HALF * attention - self._behind_attention)
+
+    @property
+    def workspace(self) -> int:
+        """The largest weight in bf16 with R more rows or columns: mostly that of gate and up together."""
+        return HALF * max(self._written_at_once(group) for group in self._groups)
+
+    @property
+    def _groups(self) -> list[list[Linear]]:
+        """Linears whose products the update computes as one (`qerl.update.fused`).
+
+        Only where all of them are adapted and none runs through PEFT, and q, k and v not where heads are
+        normalised.
+        """
+        by_name = {linear.name: linear for linear in self.spec.linears}
+        joint = [
+            [by_name.pop(name) for name in names]
+            for names in JOINT
+            if not self.work.why_not_joint
+            and set(names) <= set(self.work.targets)
+            and not ("q_proj" in names and self.spec.mixer.qk_norm)
+        ]
+        return joint + [[linear] for linear in by_name.values()]
+
+    def _written_at_once(self, group: list[Linear]) -> int:
+        rows = sum(linear.outputs for linear in group)
+        rank = self.work.rank * len(group)
+        return rows * group[0].inputs + rank * max(rows, group[0].inputs)
