@@ -216,7 +216,7 @@ def _source(args: argparse.Namespace, adapter: Path | None) -> "Source":
 
 
 def _report(args: argparse.Namespace) -> None:
-    from qerl.report import COMPLETIONS, write_report
+    from qerl.report.page import COMPLETIONS, write_report
 
     count = COMPLETIONS if args.completions is None else args.completions
     write_report(args.runs, args.out, args.scores, count)

@@ -25,7 +25,8 @@ from qerl.eval.run import Problems, prepare, score
 from qerl.fp4.quantize import quantize_checkpoint
 from qerl.models.cache import cache_folder
 from qerl.models.hub import local_checkpoint
-from qerl.report import terminal_curve, write_report
+from qerl.report.curve import terminal_curve
+from qerl.report.page import write_report
 from qerl.run_folder import read_metrics
 from qerl.settings.config import QeRLConfig
 from qerl.settings.recipe import changed

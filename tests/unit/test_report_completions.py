@@ -11,9 +11,8 @@ import pyarrow.parquet
 import pytest
 
 from qerl.cli import main
-from qerl.report import write_report
 from qerl.report.completions import CHARACTERS, SAMPLES, Message, read_table, spread
-from qerl.report.page import document, filter_script
+from qerl.report.page import document, filter_script, write_report
 from qerl.report.runs import read_runs
 from qerl.report.visible import shortened, visible
 from qerl.run_folder import table_path

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from qerl.report import write_report
+from qerl.report.page import write_report
 from tests.unit.test_report import VOID, make_run
 from tests.unit.test_report_completions import answers, keep
 

@@ -84,7 +84,7 @@ def test_others_read_what_was_saved(saved):
             logits_TV = read(small_model(), folder)(input_ids=torch.tensor([prompt])).logits[0]
         found = logits_TV.log_softmax(-1)[range(3), prompt[1:]]
         assert scored.prompt_logprobs[1:] == pytest.approx(found.tolist(), abs=1e-5)
-    assert choices_of(Source("tiny", folder)).of_run["model"] == "tiny"
+    assert choices_of(Source("tiny", folder)).of_run["dtype"] == "float32"
 
 
 def test_what_is_saved_is_listed_described_and_deleted(saved, tmp_path):

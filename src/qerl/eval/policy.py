@@ -57,7 +57,6 @@ _READ = (
     "rounding",
     "dtype",
     "tuning",
-    "model",
     "task",
     "task_options",
     "chat_template_kwargs",
