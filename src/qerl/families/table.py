@@ -2,9 +2,9 @@
 
 All of them have RMSNorm in front of attention and MLP, rotary embedding of whole heads, several query heads
 per key head, SwiGLU, and keys and values of every token as their state. The description says in what they
-differ; `qerl.families.sizes` makes layers of it and of a config (`qerl.families.layer`). A family that differs
-in nothing else is a line here. Another kind of norm, attention, MLP or state needs a kind of layer and one
-kernel or function per reader; ARCHITECTURE says where each would lie.
+differ; `qerl.families.sizes` makes layers of it and of a config (`qerl.families.layer`). A family that
+differs in nothing else is a line here. Another kind of norm, attention, MLP or state needs a kind of layer
+and one kernel or function per reader; ARCHITECTURE says where each would lie.
 
 What samples and trains without these kernels needs no entry: the portable engine and the update check a
 model by what it computes (`qerl.families.supported`, `qerl.update.row_check`), and noise finds norms

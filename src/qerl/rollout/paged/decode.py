@@ -23,8 +23,8 @@ from qerl.rollout.paged.kv_cache import KVCache
 from qerl.rollout.paged.lanes import learn
 from qerl.rollout.paged.machine import Graphs
 from qerl.rollout.paged.rows import Rows
-from qerl.rollout.paged.sequences import Sequence
 from qerl.rollout.paged.weights import Decoder
+from qerl.rollout.sequence import Sequence
 
 PAGES_PER_SPLIT = 4
 """Pages of one table that a split reads at least, where there are so many."""
