@@ -64,7 +64,7 @@ def rounds(lengths: Sequence[int], group: int, rows: int, choose: Choice) -> lis
     """
     pace = Pace()
     scheduler = Scheduler(BlockManager(len(lengths) * (max(lengths) // 64 + 8), 64), rows, pace)
-    added = scheduler.add([[0] * 256] * (len(lengths) // group), group, lengths)
+    added = scheduler.add([[0] * 256] * (len(lengths) // group), group, list(lengths))
     wanted = dict(zip(added, lengths, strict=True))
     taken: list[int] = []
     while scheduler.busy:

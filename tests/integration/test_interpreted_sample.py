@@ -18,8 +18,8 @@ from qerl.kernels.decode.leave_out import NEVER, leave_out
 from qerl.rollout.engine import SamplingParams
 from qerl.rollout.paged import rows as placing
 from qerl.rollout.paged.draw import Draw
-from qerl.rollout.paged.sequences import Prompt, Sequence
 from qerl.rollout.sampling import truncate
+from qerl.rollout.sequence import Prompt, Sequence
 
 BLOCK = 16
 

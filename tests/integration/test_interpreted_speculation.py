@@ -20,8 +20,8 @@ from qerl.rollout.paged.limits import KVGeometry, rows_of_step
 from qerl.rollout.paged.machine import Eager
 from qerl.rollout.paged.pace import Pace
 from qerl.rollout.paged.rows import Rows
-from qerl.rollout.paged.sequences import Prompt, Sequence
 from qerl.rollout.portable.engine import PortableEngine
+from qerl.rollout.sequence import Prompt, Sequence
 from qerl.rollout.stops import StopTokens
 from tests.support.sessions import check_against, play
 from tests.support.speculation import drop_drafts

@@ -13,7 +13,7 @@ from qerl.rollout.sequence import Sequence, new_sequences
 from qerl.rollout.session import TrackedSession
 
 
-class WholeTurns(TrackedSession[Sequence]):
+class WholeTurns(TrackedSession):
     """A session without a model, in which every turn is made at once."""
 
     def __init__(self, params, positions) -> None:

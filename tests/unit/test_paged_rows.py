@@ -6,7 +6,7 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from qerl.rollout.paged.rows import Rows
-from qerl.rollout.paged.sequences import Prompt, Sequence
+from qerl.rollout.sequence import Prompt, Sequence
 from qerl.rollout.stops import Stop, StopTokens
 
 

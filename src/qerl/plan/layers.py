@@ -4,9 +4,10 @@ T tokens in the joined row of a forward pass, M keys that its stretches attend t
 intermediate size, Q and G all query and all key heads together, R LoRA rank. bf16 unless said otherwise.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from qerl.families.layer import JOINT, LayerSpec, Linear
+from qerl.families.layer import LayerSpec, Linear
 from qerl.plan.work import FULL, HALF, Work
 
 
@@ -82,23 +83,21 @@ class LayerActivations:
         return HALF * max(self._written_at_once(group) for group in self._groups)
 
     @property
-    def _groups(self) -> list[list[Linear]]:
+    def _groups(self) -> Iterator[tuple[Linear, ...]]:
         """Linears whose products the update computes as one (`qerl.update.fused`).
 
         Only where all of them are adapted and none runs through PEFT, and q, k and v not where heads are
         normalised.
         """
-        by_name = {linear.name: linear for linear in self.spec.linears}
-        joint = [
-            [by_name.pop(name) for name in names]
-            for names in JOINT
-            if not self.work.why_not_joint
-            and set(names) <= set(self.work.targets)
-            and not ("q_proj" in names and self.spec.mixer.qk_norm)
-        ]
-        return joint + [[linear] for linear in by_name.values()]
+        for product in self.spec.products:
+            adapted = {linear.name for linear in product.linears} <= set(self.work.targets)
+            alone = product.name == "qkv" and self.spec.mixer.qk_norm
+            if self.work.why_not_joint or not adapted or alone:
+                yield from ((linear,) for linear in product.linears)
+            else:
+                yield product.linears
 
-    def _written_at_once(self, group: list[Linear]) -> int:
+    def _written_at_once(self, group: tuple[Linear, ...]) -> int:
         rows = sum(linear.outputs for linear in group)
         rank = self.work.rank * len(group)
         return rows * group[0].inputs + rank * max(rows, group[0].inputs)

@@ -21,11 +21,21 @@ class Prompt:
         number: Position in the call or session, from 0.
         token_ids: All its tokens.
         finished: Token ids of sequences that were finished, where drafts are looked for in them.
+        blocks: In the paged engine, blocks of its keys and values, shared by its sequences; None while none
+            of them holds any.
+        readers: Sequences that hold them.
     """
 
     number: int
     token_ids: list[int]
     finished: list[list[int]] = field(default_factory=list)
+    blocks: list[int] | None = None
+    readers: int = 0
+
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens in the blocks: all but the last, which each sequence decodes itself."""
+        return len(self.token_ids) - 1
 
 
 @dataclass(eq=False)
@@ -43,6 +53,12 @@ class Sequence:
         turn_start: Tokens that it had when its turn began.
         finish_reason: Why its last turn ended.
         stage: Whose turn it is.
+        generated: In the paged engine, which reads `token_ids` and the rest when the sequence leaves its row
+            (of one that has stops, the tokens after each round), tokens that it has, as the host knows it.
+        cached: Of its own tokens, which begin with the prompt's last, those whose keys and values its blocks
+            held when it left its row.
+        blocks: Blocks of its own tokens, which it may keep while others write.
+        row: Row of the batch while it runs.
     """
 
     index: int
@@ -57,11 +73,27 @@ class Sequence:
     turn_start: int = 0
     finish_reason: FinishReason = "length"
     stage: Stage = "drawing"
+    generated: int = 0
+    cached: int = 0
+    blocks: list[int] = field(default_factory=list)
+    row: int | None = None
 
     @property
     def room(self) -> int:
         """Tokens that it may still have; 0 after logits that were not finite."""
         return 0 if self.finish_reason == "error" else max(0, self.max_tokens - len(self.token_ids))
+
+    @property
+    def last_token(self) -> int:
+        """The token that the next decode step reads."""
+        return self.token_ids[-1] if self.token_ids else self.prompt.token_ids[-1]
+
+    def own_tokens_after(self, steps: int) -> int:
+        """Tokens that its own blocks must hold after so many more steps, and for the token after them.
+
+        The prompt's last token and all of its own are cached, except the very last.
+        """
+        return min(self.generated + steps + 1, self.max_tokens)
 
     def cut(self, checked: int) -> Cut | None:
         """Where its stops end its turn, if they do; so many of its tokens are known not to."""

@@ -8,7 +8,6 @@ import time
 from abc import abstractmethod
 from collections import abc
 from contextlib import AbstractContextManager
-from typing import Generic, TypeVar
 
 from qerl.errors import QeRLError
 from qerl.rollout.engine import (
@@ -24,10 +23,8 @@ from qerl.rollout.engine import (
 from qerl.rollout.sequence import Sequence
 from qerl.rollout.stops import Stop
 
-S = TypeVar("S", bound=Sequence)
 
-
-class TrackedSession(Session, Generic[S]):
+class TrackedSession(Session):
     """A session that knows what its sequences have, and asks a subclass to draw.
 
     Args:
@@ -45,13 +42,13 @@ class TrackedSession(Session, Generic[S]):
     ) -> None:
         self._params, self._positions, self._pad_token_id = params, positions, pad_token_id
         self._speculative_tokens = speculative_tokens
-        self._sequences: dict[int, S] = {}  # those that were not finished, by number
+        self._sequences: dict[int, Sequence] = {}  # those that were not finished, by number
         self._started = self._started_prompts = 0
-        self._full: list[S] = []  # sequences that have no room from their start, and were not returned yet
+        self._full: list[Sequence] = []  # without room from their start, and not returned yet
         self._drawing = self.prefilled_tokens = self.drafted_tokens = self.accepted_tokens = 0
 
     @abstractmethod
-    def _add(self, prompts: list[list[int]], samples: int, limits: list[int]) -> list[S]:
+    def _add(self, prompts: list[list[int]], samples: int, limits: list[int]) -> list[Sequence]:
         """Make sequences, numbered on from those there are, and queue those that have room.
 
         Args:
@@ -62,15 +59,15 @@ class TrackedSession(Session, Generic[S]):
         """
 
     @abstractmethod
-    def _resume(self, sequence: S) -> None:
+    def _resume(self, sequence: Sequence) -> None:
         """Queue a sequence to which others have written."""
 
     @abstractmethod
-    def _drop(self, sequence: S) -> None:
+    def _drop(self, sequence: Sequence) -> None:
         """Give up what is held of a sequence that will not go on."""
 
     @abstractmethod
-    def _decode(self) -> list[S]:
+    def _decode(self) -> list[Sequence]:
         """Decode a round; gives the sequences that have ended their turn, tokens and reason up to date."""
 
     def start(
@@ -147,7 +144,7 @@ class TrackedSession(Session, Generic[S]):
             limits.append(self._positions - prompt_tokens)
         return min(limits)
 
-    def _end(self, sequence: S) -> Ended:
+    def _end(self, sequence: Sequence) -> Ended:
         sequence.stage = "between turns"
         self._drawing -= 1
         turn, reason = slice(sequence.turn_start, None), sequence.finish_reason
@@ -156,7 +153,7 @@ class TrackedSession(Session, Generic[S]):
             drawn = [self._pad_token_id], [0.0], [0.0]
         return Ended(sequence.index, Completion(*drawn, reason))
 
-    def _between_turns(self, index: int) -> S:
+    def _between_turns(self, index: int) -> Sequence:
         sequence = self._unfinished(index)
         if sequence.stage != "between turns":
             raise QeRLError(
@@ -164,7 +161,7 @@ class TrackedSession(Session, Generic[S]):
             )
         return sequence
 
-    def _unfinished(self, index: int) -> S:
+    def _unfinished(self, index: int) -> Sequence:
         if index not in self._sequences:
             state = "was finished" if 0 <= index < self._started else "was not started"
             raise QeRLError(f"Sequence {index} {state}, so nothing is known of it; start another.")
@@ -172,7 +169,7 @@ class TrackedSession(Session, Generic[S]):
 
 
 def whole_completions(
-    opened: AbstractContextManager["TrackedSession[S]"],
+    opened: AbstractContextManager[TrackedSession],
     prompts: abc.Sequence[abc.Sequence[int]],
     samples_per_prompt: int,
     max_tokens: abc.Sequence[int] | None = None,

@@ -9,11 +9,11 @@ price of less than one block per prompt.
 from collections import Counter
 
 from qerl.errors import QeRLError
-from qerl.rollout.paged.sequences import Prompt, Sequence
+from qerl.rollout.sequence import Prompt, Sequence
 
 
 class BlockManager:
-    """Reference-counted blocks; a `qerl.rollout.paged.sequences.SequenceMemory`.
+    """Reference-counted blocks; a `qerl.rollout.paged.scheduler.SequenceMemory`.
 
     Args:
         count: Number of blocks in the cache.

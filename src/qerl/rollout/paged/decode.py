@@ -23,8 +23,8 @@ from qerl.rollout.paged.kv_cache import KVCache
 from qerl.rollout.paged.lanes import learn
 from qerl.rollout.paged.machine import Graphs
 from qerl.rollout.paged.rows import Rows
-from qerl.rollout.paged.sequences import Sequence
 from qerl.rollout.paged.weights import Decoder
+from qerl.rollout.sequence import Sequence
 
 LONG, FEW = 64, 8
 """Pages of a table from which on few rows, at most these many, take twice the splits that fill the GPU."""

@@ -15,8 +15,8 @@ from qerl.rollout.paged.kv_cache import KVCache
 from qerl.rollout.paged.limits import rows_of_step
 from qerl.rollout.paged.machine import Machine
 from qerl.rollout.paged.scheduler import Scheduler
-from qerl.rollout.paged.sequences import Sequence
 from qerl.rollout.paged.weights import Decoder
+from qerl.rollout.sequence import Sequence
 
 KEPT_SETTINGS = 3
 """Temperatures, filters and stops whose steps are kept: training's, evaluation's and one more."""

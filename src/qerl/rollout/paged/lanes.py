@@ -10,7 +10,7 @@ import torch
 
 from qerl.kernels.decode.draw import RowState
 from qerl.kernels.decode.speculate import LaneState
-from qerl.rollout.paged.sequences import Sequence
+from qerl.rollout.sequence import Sequence
 
 CORPUS = 8192
 """Tokens of a corpus at most, the last ones; a row's prompt stands at its end."""

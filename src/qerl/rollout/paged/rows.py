@@ -17,8 +17,8 @@ from qerl.kernels.decode.draw import RowState
 from qerl.kernels.limits import PAGE
 from qerl.rollout.paged.forward import Inputs
 from qerl.rollout.paged.lanes import make_lanes
-from qerl.rollout.paged.sequences import Sequence
 from qerl.rollout.sampling import uniform_streams
+from qerl.rollout.sequence import Sequence
 from qerl.rollout.stops import Cut, FinishReason
 
 _REASONS: dict[int, FinishReason] = {1: "stop", 2: "length", 3: "error"}

@@ -18,10 +18,11 @@ block. So prefill needs no sampling, and a prompt of one token needs no prefill.
 
 from collections import abc, deque
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from qerl.errors import QeRLError
 from qerl.rollout.paged.pace import Pace
-from qerl.rollout.paged.sequences import Prompt, Sequence, SequenceMemory
+from qerl.rollout.sequence import Prompt, Sequence, new_sequences
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,57 @@ class Round:
         return own + sum(len(prompt.token_ids) for prompt in self.prompts)
 
 
+class SequenceMemory(Protocol):
+    """Who holds how much of the memory in which a model keeps what it has read of sequences.
+
+    Keys and values in pages are one kind (`qerl.rollout.paged.blocks.BlockManager`), whose unit is a page. A
+    mixer that carries a state has one of a slot per sequence, in which `copy` also has the prompt's state
+    copied, because a state is overwritten and a page is not. The numbers lie in `KVCache`.
+
+    Attributes:
+        count: Units in all.
+    """
+
+    count: int
+
+    @property
+    def free(self) -> int:
+        """Units that nobody holds."""
+
+    def check(self, prompt: Prompt, limit: int) -> None:
+        """Raise for a prompt of which one sequence with so many tokens of its own exceeds all memory.
+
+        Raises:
+            QeRLError: It does.
+        """
+
+    def held(self, sequence: Sequence) -> int:
+        """Units that a sequence holds beside its prompt's."""
+
+    def missing(self, sequence: Sequence, steps: int) -> int:
+        """Units that a sequence lacks for so many steps; it never needs more than its last token does."""
+
+    def prompt_missing(self, sequence: Sequence) -> int:
+        """Units that the prompt of a sequence lacks; 0 where another sequence has it there."""
+
+    def copy(self, sequence: Sequence) -> bool:
+        """Let an entering sequence have what its prompt left, unless it has it still.
+
+        Returns:
+            Whether the prompt must be computed first.
+        """
+
+    def reserve(self, sequence: Sequence, steps: int) -> None:
+        """Give a sequence what it lacks for so many steps, which must be free.
+
+        Raises:
+            QeRLError: It is not.
+        """
+
+    def give_up(self, sequence: Sequence) -> None:
+        """Take back all that a sequence holds, its share of its prompt's included."""
+
+
 class Scheduler:
     """Continuous batching over a fixed number of rows.
 
@@ -104,27 +156,19 @@ class Scheduler:
         self.idle: dict[int, Sequence] = {}
         self._prompts = self._sequences = 0
 
-    def add(
-        self, prompts: abc.Sequence[abc.Sequence[int]], samples: int, limits: abc.Sequence[int]
-    ) -> list[Sequence]:
+    def add(self, prompts: list[list[int]], samples: int, limits: list[int]) -> list[Sequence]:
         """Make ``samples`` sequences for each prompt, numbered on, and queue those that have room.
 
         Args:
-            prompts: Token ids of each.
-            samples: Sequences for each.
-            limits: Tokens that each sequence may have, prompts in order, the samples of a prompt next to each
-                other.
+            prompts, samples, limits: As in `qerl.rollout.sequence.new_sequences`.
 
         Raises:
             QeRLError: A prompt whose one sequence would not fit an empty cache.
         """
-        added: list[Sequence] = []
-        for token_ids in prompts:
-            prompt = Prompt(self._prompts + len(added) // samples, list(token_ids))
-            first, own = self._sequences + len(added), limits[len(added) : len(added) + samples]
-            if max(own) > 0:
-                self.memory.check(prompt, max(own))
-            added += [Sequence(first + i, prompt, i, limit) for i, limit in enumerate(own)]
+        added = new_sequences(prompts, samples, limits, self._sequences, self._prompts)
+        for sequence in added:
+            if sequence.room:
+                self.memory.check(sequence.prompt, sequence.max_tokens)
         self._prompts, self._sequences = self._prompts + len(prompts), self._sequences + len(added)
         self.waiting.extend(sequence for sequence in added if sequence.room)
         return added

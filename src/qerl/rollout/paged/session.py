@@ -19,7 +19,7 @@ from qerl.rollout.paged.limits import BlockDemand, count_for
 from qerl.rollout.paged.pace import Pace
 from qerl.rollout.paged.prefill import Prefill
 from qerl.rollout.paged.scheduler import Scheduler
-from qerl.rollout.paged.sequences import Sequence
+from qerl.rollout.sequence import Sequence
 from qerl.rollout.session import TrackedSession
 
 
@@ -44,7 +44,7 @@ class EngineParts:
     pace: Pace
 
 
-class PagedSession(TrackedSession[Sequence]):
+class PagedSession(TrackedSession):
     """See `qerl.rollout.engine.Session`.
 
     Args:

@@ -35,7 +35,7 @@ JOINING_SHARE = 0.25
 0.6 GB for 64 x 200 tokens of that model, about as long as a decode step takes."""
 
 
-class PortableSession(TrackedSession[Sequence]):
+class PortableSession(TrackedSession):
     """See ``qerl.rollout.engine.Session``.
 
     Args:
