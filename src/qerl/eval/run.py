@@ -254,10 +254,10 @@ def _turns(request: Request, choices: Choices, spec: str) -> dict[str, Any]:
         "tools": list(tools),
         "environment": environment,
         "environment_options": take("environment_options", request.environment_options, {}),
+        **{name: take(name, None, FIELDS[name].default) for name in _OF_TURNS},
         "max_tool_calling_iterations": take(
             "max_tool_calling_iterations", request.max_tool_calling_iterations, None
         ),
-        **{name: take(name, None, FIELDS[name].default) for name in _OF_TURNS},
     }
 
 
