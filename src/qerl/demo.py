@@ -134,7 +134,7 @@ def score_demo(config: QeRLConfig, adapter: Path | None, console: Console) -> Ev
     job = prepare(source, request, Problems(), console)
     record = Record(adapter / "eval" if adapter else None, job.settings)
     result = score(job, load(job.loading, console), record, console)
-    if job.turns is not None:
+    if job.turns:
         for problem, row in list(zip(job.problems, record.rows, strict=True))[:_SHOWN]:
             question = problem["prompt"][-1]["content"]
             console.print(conversation(question, row["completion"]), markup=False, highlight=False)

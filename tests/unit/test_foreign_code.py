@@ -76,7 +76,7 @@ def test_a_task_that_the_user_names_does_not_bring_tools_of_the_run(folder, tmp_
     assert _task(Request(task=task), choices) == (task, {})
     with pytest.raises(QeRLError, match=r"name it yourself with --environment .*evil.py:Task"):
         _turns(Request(task=task), choices, task)
-    assert _turns(Request(task=task, environment=task), choices, task).tools == ("calculator",)
+    assert _turns(Request(task=task, environment=task), choices, task)["tools"] == ["calculator"]
 
 
 def test_generate_takes_no_such_task_for_its_system_message(folder, tmp_path):

@@ -22,7 +22,7 @@ from qerl.eval.policy import Choices, Loading, Policy, Source, choices_of, decid
 from qerl.eval.record import Record
 from qerl.eval.request import Request
 from qerl.eval.result import EvalResult
-from qerl.eval.sampling import Conversations, TurnSettings, in_one_turn
+from qerl.eval.sampling import Conversations, in_one_turn
 from qerl.models.chat import Chat
 from qerl.models.fingerprint import check_base
 from qerl.rollout.engine import SamplingParams
@@ -45,7 +45,7 @@ class Job:
         params: The same for an engine, without what only the loaded policy knows.
         task: The task.
         problems: Those of its problems that are scored.
-        turns: Tools and environment; None where the policy answers in one turn.
+        turns: Tools and environment, as `Conversations` takes them; empty where one turn is all.
         loading: How the policy is loaded.
         source: What decides the policy and the problems, as it stands in the result.
     """
@@ -54,7 +54,7 @@ class Job:
     params: SamplingParams
     task: Task
     problems: Dataset
-    turns: TurnSettings | None
+    turns: dict[str, Any]
     loading: Loading
     source: dict[str, Any]
 
@@ -122,8 +122,8 @@ def prepare(source: Source, request: Request, problems: Problems, console: Conso
     task, chosen = problems.of(spec, options, request.limit)
     contents = digest(json.dumps(list(chosen), sort_keys=True, default=str).encode())
     source_json = loading.as_json() | {"task_options": options, "problems": contents}
-    if turns is not None:
-        source_json["turns"] = turns.as_json()
+    if turns:
+        source_json["turns"] = turns
     asked = replace(asked, task=spec, task_options=options)
     return Job(asked, params, task, chosen, turns, loading, source_json | asked.ends)
 
@@ -136,8 +136,8 @@ def score(job: Job, policy: Policy, record: Record, console: Console) -> EvalRes
     """
     engine, tokenizer, kwargs = policy.engine, policy.tokenizer, job.loading.chat_template_kwargs
     talk: Any = contextlib.nullcontext()
-    if job.turns is not None:
-        talk = Conversations(engine, tokenizer, kwargs, job.turns)
+    if job.turns:
+        talk = Conversations(engine, tokenizer, kwargs, **job.turns)
     try:
         with talk as conversations:
             result = evaluate(
@@ -239,8 +239,8 @@ def _task(request: Request, choices: Choices) -> tuple[str, dict[str, Any]]:
     return name, options
 
 
-def _turns(request: Request, choices: Choices, spec: str) -> TurnSettings | None:
-    """Tools and environment, None without any; those of the run belong to its own task."""
+def _turns(request: Request, choices: Choices, spec: str) -> dict[str, Any]:
+    """Tools and environment, as `Conversations` takes them; those of the run belong to its own task."""
     same = spec == choices.of_run.get("task")
 
     def take(name: str, given: Any, default: Any) -> Any:
@@ -249,16 +249,16 @@ def _turns(request: Request, choices: Choices, spec: str) -> TurnSettings | None
     tools = take("tools", request.tools, [])
     environment = take("environment", request.environment, None)
     if not tools and environment is None:
-        return None
-    return TurnSettings(
-        tools=tuple(tools),
-        environment=environment,
-        environment_options=take("environment_options", request.environment_options, {}),
-        max_tool_calling_iterations=take(
+        return {}
+    return {
+        "tools": list(tools),
+        "environment": environment,
+        "environment_options": take("environment_options", request.environment_options, {}),
+        **{name: take(name, None, FIELDS[name].default) for name in _OF_TURNS},
+        "max_tool_calling_iterations": take(
             "max_tool_calling_iterations", request.max_tool_calling_iterations, None
         ),
-        **{name: take(name, None, FIELDS[name].default) for name in _OF_TURNS},
-    )
+    }
 
 
 def _say(choices: Choices, params: SamplingParams, loading: Loading, console: Console) -> None:

@@ -7,7 +7,7 @@ answers becomes tokens by the chat template.
 
 import contextlib
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from transformers import PreTrainedTokenizerBase
@@ -42,33 +42,6 @@ class Said:
     tokens: int
     end: str
     thoughts: ThoughtsClosed | None = None
-
-
-@dataclass(frozen=True)
-class TurnSettings:
-    """Tools and environment of an evaluation, by the names that a recipe gives them.
-
-    Attributes:
-        tools: Functions that the model may call.
-        environment: Who answers the model; None where there are tools alone.
-        environment_options: Its keyword arguments.
-        tool_timeout: Seconds that a call may take.
-        tool_errors: Whether an error is told or ends the conversation.
-        tool_output_limit: Characters of an answer.
-        max_tool_calling_iterations: Turns that are answered; None for as many as the tokens allow.
-    """
-
-    tools: tuple[str, ...]
-    environment: str | None
-    environment_options: dict[str, Any]
-    tool_timeout: float
-    tool_errors: ToolErrors
-    tool_output_limit: int
-    max_tool_calling_iterations: int | None
-
-    def as_json(self) -> dict[str, Any]:
-        """What decides the conversations, as plain JSON values."""
-        return asdict(self) | {"tools": list(self.tools)}
 
 
 def in_one_turn(
@@ -113,7 +86,13 @@ class Conversations:
         engine: Samples from the policy.
         tokenizer: With a chat template.
         template_kwargs: Its arguments.
-        settings: Tools and environment.
+        tools: Functions that the model may call, by their names in a recipe.
+        environment: Who answers the model, by its name in a recipe; None where there are tools alone.
+        environment_options: Its keyword arguments.
+        max_tool_calling_iterations: Turns that are answered; None for as many as the tokens allow.
+        tool_timeout: Seconds that a call may take.
+        tool_errors: Whether an error is told or ends the conversation.
+        tool_output_limit: Characters of an answer.
 
     Attributes:
         rows_per_call: As of the engine; fewer, since each conversation may have an environment of its own.
@@ -127,27 +106,34 @@ class Conversations:
         engine: RolloutEngine,
         tokenizer: PreTrainedTokenizerBase,
         template_kwargs: dict[str, Any],
-        settings: TurnSettings,
+        *,
+        tools: Sequence[str],
+        environment: str | None,
+        environment_options: dict[str, Any],
+        max_tool_calling_iterations: int | None,
+        tool_timeout: float,
+        tool_errors: ToolErrors,
+        tool_output_limit: int,
     ) -> None:
         self._engine, self._tokenizer = engine, tokenizer
         self.rows_per_call = min(_CONVERSATIONS, engine.rows_per_call)
-        self._limits = Limits(settings.max_tool_calling_iterations, settings.tool_errors)
-        self._tools = [get_tool(spec) for spec in settings.tools]
+        self._limits = Limits(max_tool_calling_iterations, tool_errors)
+        self._tools = [get_tool(spec) for spec in tools]
         self._make = None
         self._environments: list[Any] = []  # one for each conversation at a time, reset for the next one
-        if settings.environment is not None:
-            self._make = get_environment(settings.environment, settings.environment_options)
+        if environment is not None:
+            self._make = get_environment(environment, environment_options)
             self._environments.append(check_environment(self._make))
         check_names(self._tools, self._environments)
         texts = any(map(is_text, self._environments))
         if texts and self._tools:
             raise QeRLError(
-                f"The environment {settings.environment} answers texts and has no tools, and there are tools "
+                f"The environment {environment} answers texts and has no tools, and there are tools "
                 "beside it; leave one of them out."
             )
         self._one_turn = not self._tools and not any(map(takes_turns, self._environments))
         self._template = TurnTemplate(tokenizer, template_kwargs, tools=not texts)
-        self._pool = ToolPool(settings.tool_timeout, settings.tool_output_limit)
+        self._pool = ToolPool(tool_timeout, tool_output_limit)
 
     def __enter__(self) -> Self:
         return self
