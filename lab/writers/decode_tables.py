@@ -12,8 +12,9 @@ _H100 = {
     "72b": (("rollout-72b-h100", (1, 8, 32)),),
 }
 _NF4 = "rollout-7b-nf4-h100"
-_H200 = {"7b": "rollout-7b-h200", "32b": "rollout-32b-h200"}
-"""The newest of each shape; all their rows are shown."""
+BESIDE_VLLM = "rollout-7b-vllm-h200"
+_H200 = {"7b": ("rollout-7b-h200", BESIDE_VLLM), "32b": ("rollout-32b-h200",)}
+"""Of each shape, the newest first; a row is shown of the first file that has it."""
 _WAYS = "decode-128-ways-h200"
 
 
@@ -22,22 +23,22 @@ def decode() -> str:
     lines = []
     for shape, parts in _H100.items():
         where = {batch: name for name, batches in parts for batch in batches}
-        newest = _H200.get(shape)
-        for batch in sorted({*where, *(row["batch"] for row in _of(newest))}):
+        newest = _H200.get(shape, ())
+        for batch in sorted({*where, *(row["batch"] for name in newest for row in _of(name))}):
             lines.append(
                 (
                     f"{shape.upper()}, {batch}",
                     _tokens_s(_of(where.get(batch), batch=batch, weights="nvfp4")),
                     _tokens_s(_of(where.get(batch), batch=batch, weights="bf16")),
                     _tokens_s(_of(_NF4, batch=batch, weights="nf4")) if shape == "7b" else None,
-                    _tokens_s(_of(newest, batch=batch, weights="nvfp4")),
-                    _tokens_s(_of(newest, batch=batch, weights="bf16")),
+                    _tokens_s(_first(newest, batch=batch, weights="nvfp4")),
+                    _tokens_s(_first(newest, batch=batch, weights="bf16")),
                 )
             )
     h100 = [*(name for parts in _H100.values() for name, _ in parts), _NF4]
-    h200 = [*_H200.values()]
+    h200 = [name for names in _H200.values() for name in names]
     (usual,) = {_decoded(name) for name in h100}
-    decoded = {shape.upper(): _decoded(name) for shape, name in _H200.items()}
+    decoded = {shape.upper(): _decoded(names[0]) for shape, names in _H200.items()}
     others = " and ".join(f"{tokens} ({shape})" for shape, tokens in decoded.items() if tokens != usual)
     but = f", on the H200 {others}; after fewer there are fewer keys to read" if others else ""
     return table(
@@ -53,7 +54,7 @@ def decode() -> str:
 
 def beside_vllm() -> str:
     """Decoded tokens per second beside vLLM, all in one run."""
-    name = _H200["7b"]
+    name = BESIDE_VLLM
     found = {
         (row["engine"], row["weights"], row["batch"]): float(row["decode_tok_s"])
         for row in rows(name)
@@ -131,6 +132,11 @@ def _values(key: str, shape: str, way: str, machine: int) -> list[float]:
 
 def _of(name: str | None, /, **where: object) -> list[Row]:
     return [] if name is None else rows(name, engine="qerl", **where)
+
+
+def _first(names: tuple[str, ...], /, **where: object) -> list[Row]:
+    """Rows of the first of these files that has any."""
+    return next((found for name in names if (found := _of(name, **where))), [])
 
 
 def _tokens_s(found: list[Row]) -> str | None:

@@ -41,7 +41,7 @@ HEADLINES = (
     Headline("GRPO step, 7B, 8 samples of 2048 tokens", "step-7b-2048-h200", {}, "total_s", "{:.1f} s"),
     *(
         Headline(
-            f"Decoding, 7B, {batch} sequence{'s' * (batch > 1)}", "rollout-7b-h200", {"batch": batch},
+            f"Decoding, 7B, {batch} sequence{'s' * (batch > 1)}", "rollout-7b-vllm-h200", {"batch": batch},
             "decode_tok_s", "{:.0f} tokens/s", most=True,
         )
         for batch in (1, 64)

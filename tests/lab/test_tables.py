@@ -45,7 +45,7 @@ def test_the_first_screen_is_of_one_card_and_of_what_is_measured(monkeypatch, tm
 
     def lines(*rows, gpu="NVIDIA H200"):
         shared = {"gpu": gpu, "date": "2026-11-24", "rows": rows}
-        (tmp_path / "rollout-7b-h200.json").write_text(json.dumps(shared))
+        (tmp_path / "rollout-7b-vllm-h200.json").write_text(json.dumps(shared))
         return TABLES["first-screen"]().splitlines()
 
     assert lines(rate, dense)[2:4] == [
