@@ -148,3 +148,18 @@ def test_products_with_the_head(monkeypatch, products, entropy_has_gradient, tra
 )
 def test_what_a_family_does_to_logits(family, changes, transform):
     assert Transform.of(CONFIG_MAPPING[family](**changes)) == transform
+
+
+def test_a_logit_of_minus_infinity_weighs_nothing(fold):
+    hidden_SD, weight_VD = torch.randn(POSITIONS, WIDTH), torch.randn(VOCABULARY, WIDTH)
+    bias_V = torch.zeros(VOCABULARY)
+    bias_V[7:] = -torch.inf
+    target_S = torch.randint(7, (POSITIONS,))
+    found = []
+    for head_of in (Head(weight_VD, bias_V), Head(weight_VD[:7])):
+        inputs = hidden_SD.clone().requires_grad_()
+        logps_S, entropy_S = logps_and_entropies(inputs, head_of, target_S, True)
+        (logps_S.sum() + entropy_S.sum()).backward()
+        found.append((logps_S, entropy_S, inputs.grad))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)

@@ -34,7 +34,6 @@ from qerl.errors import QeRLError
 from qerl.settings.checks import Count, Positive, PositiveInt, Seed, Text, checked
 from qerl.weight_formats import DEFAULT_FORMAT, DEFAULT_ROUNDING, Rounding, WeightFormatName
 
-KIND = "probe"
 Record = TypeVar("Record")
 
 

@@ -25,6 +25,7 @@ Given up:
 """
 
 import contextlib
+import errno
 import functools
 import json
 import math
@@ -157,16 +158,19 @@ def _run(code: str, stdin: str, limits: Limits, check: str) -> Ran:
 
 @contextlib.contextmanager
 def _free_uid() -> Iterator[int]:
-    """A user id that no other program in a sandbox of this machine runs under.
+    """A user id that no other program in a sandbox runs under, of all in this network namespace.
 
     A name that a socket has without a file belongs to one process, and is free again when that ends.
     """
     with socket.socket(socket.AF_UNIX) as claim:
         first = secrets.randbelow(len(_FREE_UIDS))
         for uid in (*_FREE_UIDS[first:], *_FREE_UIDS[:first]):
-            with contextlib.suppress(OSError):
+            try:
                 claim.bind(f"\0qerl-sandbox-{uid}")
                 break
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise
         else:
             raise QeRLError(
                 f"{len(_FREE_UIDS)} programs run in sandboxes on this machine; let some end first."

@@ -187,7 +187,9 @@ class NewFields:
     )
 
     algorithm: Literal["grpo", "dapo"] = _help(
-        "Preset for the fields of this group that are left unset.", "grpo", group="Algorithm"
+        "Preset for the other fields of this group, but for the loss, that are left unset.",
+        "grpo",
+        group="Algorithm",
     )
     loss_type: LossType = _help(
         "Loss, by TRL's names, with either algorithm: dapo is the mean over all tokens of the batch; grpo, "

@@ -158,8 +158,9 @@ class _Logps(torch.autograd.Function):
         ]
         dhidden_SD, dweight_VD, dbias_V = found
         tiles = _Tiles(hidden_SD, weight_VD, bias_V, target_S, ctx.transform, with_gradient=True)
+        pulls_2S = torch.stack((dlogps_S, dentropy_S)).float()  # contiguous, which those of a sum are not
         for part in tiles.parts:
-            tiles.run(part, (dlogps_S[part].float(), dentropy_S[part].float()))
+            tiles.run(part, (pulls_2S[0, part], pulls_2S[1, part]))
             if dhidden_SD is not None:
                 tiles.add_to_hidden(dhidden_SD[part])
             if dweight_VD is not None:
@@ -195,7 +196,7 @@ class _Tiles:
         transform: Transform,
         with_gradient: bool,
     ) -> None:
-        self._hidden_SD, self._target_S, self._bias_V = hidden_SD, target_S, bias_V
+        self._hidden_SD, self._target_S, self._bias_V = hidden_SD, target_S.contiguous(), bias_V
         self._transform, self._weight_VD = transform, weight_VD
         positions, vocabulary = len(hidden_SD), len(weight_VD)
         size = head_positions(positions, vocabulary)
@@ -246,7 +247,9 @@ def _fold(
         z_nV = cap * torch.tanh(z_nV / cap)
     logp_nV = (z_nV / temperature).log_softmax(-1)
     p_nV = logp_nV.exp()
-    logp_n, entropy_n = logp_nV.gather(1, target_n[:, None])[:, 0], -(p_nV * logp_nV).sum(-1)
+    logp_n = logp_nV.gather(1, target_n[:, None])[:, 0]
+    logp_nV = logp_nV.masked_fill(p_nV == 0, 0.0)  # a logit may be -inf, and 0 times that is NaN
+    entropy_n = -(p_nV * logp_nV).sum(-1)
     if gradient_nV is not None:
         dlogp_n, dentropy_n = (torch.ones_like(logp_n), None) if weights is None else weights
         if dentropy_n is not None:

@@ -45,7 +45,7 @@ def _token_logps(
         e = tl.where(inside, tl.exp(z - new), 0.0)
         before = tl.exp(highest - new)
         total = total * before + tl.sum(e, axis=0)
-        weighted = weighted * before + tl.sum(e * z, axis=0)
+        weighted = weighted * before + tl.sum(tl.where(e > 0, e * z, 0.0), axis=0)
         highest = new
     log_z = highest + tl.log(total)
     entropy = log_z - weighted / total
@@ -65,7 +65,7 @@ def _token_logps(
             p = tl.exp(log_p)
             gradient = dlogp * (tl.where(start + columns == target, 1.0, 0.0) - p)
             if WEIGHTED:
-                gradient -= dentropy * p * (log_p + entropy)
+                gradient -= dentropy * tl.where(p > 0, p * (log_p + entropy), 0.0)
             if CAPPED:
                 t = z / (cap * over_temperature)
                 gradient *= 1 - t * t
@@ -93,8 +93,10 @@ def token_logps(
         temperature: Divides them last.
         gradient_nV: Written with the gradient of the product; of any floating dtype. Its rows may begin where
             those of the logits do.
-        weights: Gradients [n] of log-probabilities and entropies, FP32; None for 1 and 0.
+        weights: Gradients [n] of log-probabilities and entropies, FP32, contiguous; None for 1 and 0.
     """
+    for x_n in (target_n, *(weights or ())):
+        assert x_n.is_contiguous(), "the kernel reads the numbers of rows one behind the other"
     (n, vocabulary), device = logits_nV.shape, logits_nV.device
     logp_n, entropy_n = (torch.empty(n, device=device) for _ in range(2))
     dlogp_n, dentropy_n = (logp_n, entropy_n) if weights is None else weights

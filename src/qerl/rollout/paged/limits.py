@@ -16,8 +16,8 @@ ROW_COUNTS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256, 512)
 """Numbers of rows for which decode steps are captured, each when it is first needed.
 
 A step has a state of its own (`state_bytes`), so all of these together take 1.2 times the state of powers of
-two alone; the graphs share their memory. On an H200 a step of 192 rows took
-longer than one of 256, and one of 384 longer than two of 256 (rollout-7b-h200-8ab9739.json).
+two alone; the graphs share their memory. On an H200 a step of 192 rows took longer than one of 256, and one
+of 384 longer than two of 256 (rollout-7b-h200-8ab9739.json).
 """
 
 MAX_ROWS = ROW_COUNTS[-1]

@@ -1,8 +1,8 @@
 """Settings of TRL's own class, `GRPOConfig`, as ours.
 
 A `GRPOConfig` asks for what TRL would train: its fields act as TRL's documentation says, with TRL's defaults
-where ours differ (DAPO's loss, masking of whole sequences by their importance weight, a learning rate of 1e-6
-also for adapters, a log line every ten steps), and nothing is added that TRL does not know. How the model is
+where ours differ (masking of whole sequences by their importance weight, a learning rate of 1e-6 also for
+adapters, a log line every ten steps), and nothing is added that TRL does not know. How the model is
 kept (weights, LoRA rank) has `QeRLConfig`'s defaults, since a `GRPOConfig` cannot say it.
 
 A dataclass does not tell which fields were set, and `GRPOConfig` derives some from others, so a field counts
