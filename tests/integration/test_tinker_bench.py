@@ -32,7 +32,7 @@ def test_steps_are_timed_and_their_memory_stands_beside_the_plan(monkeypatch, tm
         for step in row["steps"]:
             assert step["grad_norm"] > 0
             assert step["total_s"] == pytest.approx(step["sample_s"] + step["update_s"])
-    adapter = 4 * 4 * 2 * sum(linear.inputs + linear.outputs for linear in LLAMA.linears)
+    adapter = 4 * 4 * 2 * sum(linear.inputs + linear.outputs for linear in LLAMA.spec.linears)
     more = 2 * 4 * adapter / 1e9  # two more adapters, each with gradients and two moments
     assert three["planned_gb"] - one["planned_gb"] == pytest.approx(more)
     assert found["command"].startswith("python -m bench serve --adapters 1 3")
