@@ -4,6 +4,7 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING
 
+from qerl.errors import QeRLError
 from qerl.kernels import limits, logits
 from qerl.update import head
 from qerl.update.head import Head, Transform, head_backward, logps_and_entropies, target_logps
@@ -163,3 +164,9 @@ def test_a_logit_of_minus_infinity_weighs_nothing(fold):
         found.append((logps_S, entropy_S, inputs.grad))
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_a_head_of_64_bits_is_refused():
+    inputs = torch.randn(4, WIDTH, dtype=torch.float64), Head(torch.randn(9, WIDTH, dtype=torch.float64))
+    with pytest.raises(QeRLError, match="64-bit weights"):
+        logps_and_entropies(*inputs, torch.zeros(4, dtype=torch.int64), False)

@@ -26,6 +26,7 @@ import torch
 from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
+from qerl.errors import QeRLError
 from qerl.kernels.limits import head_positions
 from qerl.kernels.logits import add_product, product
 
@@ -197,6 +198,8 @@ class _Tiles:
         with_gradient: bool,
     ) -> None:
         self._hidden_SD, self._target_S, self._bias_V = hidden_SD, target_S.contiguous(), bias_V
+        if weight_VD.dtype.itemsize > 4:
+            raise QeRLError("The output head has 64-bit weights; load the model in float32 or in 16 bits.")
         self._transform, self._weight_VD = transform, weight_VD
         positions, vocabulary = len(hidden_SD), len(weight_VD)
         size = head_positions(positions, vocabulary)
