@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from transformers import TrainerCallback
 
-from qerl.trainer.memory import used_bytes
+from qerl.trainer.step_log import used_bytes
 
 _LOGGED = ("loss", "grad_norm", "time/logprob", "sampling/kl")
 

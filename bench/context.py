@@ -57,7 +57,7 @@ from qerl.rollout.engine import (
 )
 from qerl.rollout.paged.engine import PagedEngine
 from qerl.rollout.stops import Stop
-from qerl.trainer.memory import used_bytes
+from qerl.trainer.step_log import used_bytes
 from qerl.weight_formats import FORMATS, WeightFormatName
 
 SHORT = 256

@@ -24,7 +24,7 @@ from qerl.serve.open import BackendOptions, make_backend
 from qerl.serve.server import Server
 from qerl.serve.types import ModelInfo
 from qerl.serve.worker import Worker
-from qerl.trainer.memory import used_bytes
+from qerl.trainer.step_log import used_bytes
 from qerl.weight_formats import WeightFormatName
 
 KEY = "tml-of-the-benchmarks"

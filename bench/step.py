@@ -59,7 +59,7 @@ from qerl.rollout.paged.limits import MAX_ROWS
 from qerl.rollout.session import whole_completions
 from qerl.settings.config import QeRLConfig
 from qerl.trainer.grpo import QeRLTrainer
-from qerl.trainer.memory import used_bytes
+from qerl.trainer.step_log import used_bytes
 from qerl.update.path import attention_kernel
 from qerl.weight_formats import FORMATS, WeightFormatName
 

@@ -35,7 +35,7 @@ from bench.peers.process import serve
 from qerl.families.sizes import Sizes
 from qerl.measure.model_config import model_config
 from qerl.measure.random_task import random_prompts, random_reward, word_tokenizer
-from qerl.trainer.memory import used_bytes
+from qerl.trainer.step_log import used_bytes
 
 # What vLLM takes beside weights and keys and values: a prefill of 4096 tokens, graphs, workspaces.
 _VLLM_BYTES = 8e9

@@ -42,7 +42,7 @@ from qerl.rollout.engine import SamplingParams
 from qerl.seeding import derive_seed
 from qerl.tasks.base import Task
 from qerl.trainer.advantages import Signal
-from qerl.trainer.trl.client import EpochRepeatSampler
+from qerl.trainer.order import RepeatedRows
 
 
 @dataclass(frozen=True)
@@ -330,9 +330,7 @@ class _Order:
                 "lower prompts_per_step."
             )
         self._per_step, self._steps = per_step, problems // per_step
-        self._sampler = EpochRepeatSampler(
-            range(problems), mini_repeat_count=1, batch_size=per_step, shuffle=True, seed=seed
-        )
+        self._sampler = RepeatedRows(range(problems), samples=1, prompts=per_step, seed=seed)
         self._epoch, self._known = 0, list(self._sampler)
 
     def batch(self, step: int) -> list[int]:

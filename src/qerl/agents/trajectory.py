@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from qerl.rollout.engine import Completion
+from qerl.rollout.engine import Completion, FinishReason
 
 Message = dict[str, Any]
 """A message as chat templates take it: a role, a content, perhaps calls of tools."""
@@ -50,6 +50,11 @@ class Trajectory:
     failures: int = 0
     end: EndReason | None = None
     thoughts: ThoughtsClosed | None = None
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        """Why it ended, as an engine says it of a completion."""
+        return self.end if self.end in ("length", "error") else "stop"
 
     @property
     def turn(self) -> list[int]:

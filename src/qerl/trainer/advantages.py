@@ -132,6 +132,31 @@ class Signal:
             advantages_B = (total_B - total_B.nanmean()) / (_std(total_B, 0) + 1e-4)
         return advantages_B.nan_to_num(nan=0.0).masked_fill(dead_B, 0.0).float()
 
+    def statistics(self, rewards_BF: torch.Tensor, size: int, names: Sequence[str]) -> dict[str, float]:
+        """What is logged of rewards, under TRL's names.
+
+        Args:
+            rewards_BF: Of whole groups of all processes.
+            size: Samples of a group, which an evaluation may have others of.
+            names: Of the reward functions.
+        """
+        found: dict[str, float] = {}
+        for name, rewards_B in zip(names, rewards_BF.unbind(1), strict=True):
+            found |= {f"rewards/{name}/mean": rewards_B.nanmean().item()}
+            found |= {f"rewards/{name}/std": _std(rewards_B, 0).item()}
+        total_B = self.total(rewards_BF).float()
+        found |= {"reward": total_B.nanmean().item(), "reward_std": _std(total_B, 0).item()}
+        if self.aggregation == "normalize_then_sum":
+            whole = replace(self, group_size=size)
+            each = [whole._centred(rewards_B, "group") for rewards_B in rewards_BF.double().unbind(1)]
+            total_B = self.total(torch.stack(each, dim=1))
+        by_batch = self.aggregation == "normalize_then_sum" or self.scale == "batch"
+        values = total_B[None] if by_batch and size > 1 else total_B.unflatten(0, (-1, size))
+        if values.size(1) == 1:  # one sample does not differ
+            return found | {"frac_reward_zero_std": 1.0}
+        spread = _std(values, 1)
+        return found | {"frac_reward_zero_std": torch.isclose(spread, spread * 0).float().mean().item()}
+
     def overruled(self, rewards_BF: torch.Tensor) -> bool:
         """True if no group teaches although rewards differ: the judge finds all right or all wrong."""
         any_difference = replace(self, judge=None)

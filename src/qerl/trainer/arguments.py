@@ -1,4 +1,4 @@
-"""What a user hands to `QeRLTrainer`, completed to what TRL's constructor and the rollouts take.
+"""What a user hands to `QeRLTrainer`, completed to what a trainer is made of.
 
 The constructor has TRL's parameters. Each of them acts as TRL documents, or is refused with the reason; none
 is accepted and ignored, and where two of them say the same thing they must agree.
@@ -8,7 +8,7 @@ is accepted and ignored, and where two of them say the same thing they must agre
   `PeftModel` in hand is taken as it is. The settings that describe a model (``weights``, ``lora_r``, ...)
   must then agree with it. Those that are not set are taken from it, because they are saved beside the
   weights and evaluation reads them.
-- **args** may be a `QeRLConfig`, TRL's `GRPOConfig` (see `qerl.trainer.trl.settings`) or missing. The
+- **args** may be a `QeRLConfig`, TRL's `GRPOConfig` (see `qerl.settings.from_trl`) or missing. The
   trainer works with a copy.
 - **Fields that only a run has** (``task``, ``reward_files``, ``eval_samples``) name a source of what is
   handed in here; they are refused where they are set. `trainer.run` acts on them before there is a trainer,
@@ -29,6 +29,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixi
 from trl import GRPOConfig
 from trl.data_utils import is_conversational
 
+from qerl.agents.conversations import Others, check_others, rows_for
+from qerl.agents.template import check_template
+from qerl.agents.thinking import ThinkingBudget
 from qerl.errors import QeRLError
 from qerl.families.parts import base_model
 from qerl.lora.adapter import adapt, check_lora
@@ -36,21 +39,25 @@ from qerl.models.hub import LocalModel, find_model
 from qerl.models.load import load_tokenizer
 from qerl.rollout.engine import RolloutEngine
 from qerl.rollout.select import make_engine
+from qerl.rollout.stops import Stop, StopStrings
 from qerl.settings.adapter import LORA_FIELDS, plain, take_adapter
 from qerl.settings.config import QeRLConfig, default_of
+from qerl.settings.from_trl import as_ours
 from qerl.settings.recipe import FIELDS
 from qerl.tasks.together import Together
-from qerl.trainer.data import sound_data, streams_as_given
-from qerl.trainer.early import check_tells
+from qerl.trainer.data import check_metric, sound_data, streams_as_given
 from qerl.trainer.model_in_hand import check_dtype, check_optimizer, check_whole, held, weights_of
-from qerl.trainer.others import Others
 from qerl.trainer.policy import check_trainable, make_policy
 from qerl.trainer.prompts import ReadyPrompts
 from qerl.trainer.ready import check_policy
-from qerl.trainer.rewards import calls_of, guard_rewards, one_for_each, with_length_penalty
-from qerl.trainer.sampler import stops_of
-from qerl.trainer.trl.evaluation import check_metric
-from qerl.trainer.trl.settings import as_ours
+from qerl.trainer.rewards import (
+    calls_of,
+    check_tells,
+    episode_rewards_of,
+    guard_rewards,
+    one_for_each,
+    with_length_penalty,
+)
 
 REFUSED = {
     "quantization_config": "the field `weights` of the settings says how a model is quantised",
@@ -101,17 +108,32 @@ class Completed:
         model: The policy, loaded and with its adapter.
         args: Settings that agree with it; a copy of the user's.
         engine: Samples from the policy.
+        tokenizer: The policy's.
+        processing_class: The same, or the processor that was handed in.
+        train_dataset, eval_dataset: Checked and cut; a stream to evaluate on as it was given.
+        rewards: Functions and reward models, those of environments last.
+        episode_rewards: Those of environments, each of weight 1, as in TRL.
+        reward_processing_classes: Tokenizers of reward models, one entry for each reward.
         calls: Where reward functions and tools wait.
+        others: Tools and environments.
+        stops: What ends or interrupts turns beside stop tokens.
         ready: Makes rows ready that are handed over later.
-        for_trl: Further keyword arguments of TRL's constructor.
     """
 
     model: PreTrainedModel | PeftModel
     args: QeRLConfig
     engine: RolloutEngine
+    tokenizer: PreTrainedTokenizerBase
+    processing_class: Any
+    train_dataset: Any
+    eval_dataset: Any
+    rewards: list[Any]
+    episode_rewards: list[Any]
+    reward_processing_classes: Any
     calls: Together
+    others: Others
+    stops: tuple[Stop, ...]
     ready: ReadyPrompts
-    for_trl: dict[str, Any]
 
 
 def complete(
@@ -127,24 +149,29 @@ def complete(
     peft_config: Any,
     engine: RolloutEngine | None,
     acted_on: Collection[str],
-    others: Others,
+    tools: Any,
+    environment_factory: Any,
+    rollout_func: Any,
     refused: dict[str, Any],
 ) -> Completed:
     """Load, wrap and check what the user handed in; what can be checked without the model comes first.
 
     Args:
-        others, refused: Tools and environments, checked; the arguments of `REFUSED`, as they were given.
         model, reward_funcs, args, train_dataset, eval_dataset, processing_class, reward_processing_classes,
-            optimizers, peft_config, engine, acted_on: As in `QeRLTrainer`.
+            optimizers, peft_config, engine, acted_on, tools, environment_factory, rollout_func: As in
+            `QeRLTrainer`.
+        refused: The arguments of `REFUSED`, as they were given.
 
     Raises:
         QeRLError: An argument is missing, is refused, contradicts another one, or cannot be loaded.
     """
+    others = _others(tools, environment_factory, rollout_func)
     _check_given(model, reward_funcs, train_dataset, peft_config, engine, others, refused)
     named = isinstance(model, str | Path)
     settings = _settings(args, model, peft_config)
-    train_dataset = others.rows(train_dataset, settings)
-    _check_fields(settings, acted_on, named, engine, others)
+    prompts = (settings.generation_batch_size or 0) // (settings.num_generations or 1)
+    train_dataset = rows_for(others, train_dataset, prompts, settings.max_steps)
+    _check_fields(settings, acted_on, named, engine, others, rollout_func)
     given_rows = eval_dataset
     train_dataset, eval_dataset = sound_data(settings, train_dataset, eval_dataset, bool(others.factories))
     calls = calls_of(reward_funcs, settings)
@@ -155,31 +182,80 @@ def complete(
         model = find_model(model)
         check_trainable(settings, model)
     tokenizer = _tokenizer(processing_class, model, train_dataset, settings.trust_remote_code)
-    others.check_tokenizer(tokenizer)
-    stops_of(settings, tokenizer)  # refuses a model that does not think, before it is loaded
-    ready = ReadyPrompts.of(model, settings, tokenizer, in_turns=bool(others))
+    _check_template(others, tokenizer)
+    stops = stops_of(settings, tokenizer)  # refuses a model that does not think, before it is loaded
+    in_turns = bool(others) or rollout_func is not None
+    ready = ReadyPrompts.of(model, settings, tokenizer, in_turns=in_turns)
     if "max_prompt_length" not in acted_on:  # the rows of a run have been made ready
         train_dataset = ready(train_dataset, "training prompts")
         eval_dataset = ready(eval_dataset, "evaluation prompts")
     policy = _policy(model, settings, peft_config, engine, acted_on)
     check_optimizer(optimizers[0], policy)
     check_policy(policy, engine)
-    rewards = _rewards(reward_funcs, settings, others, calls)
-    for_trl = {
-        "reward_funcs": rewards,
-        "reward_processing_classes": one_for_each(reward_processing_classes, reward_funcs, rewards),
-        "train_dataset": train_dataset,
-        "eval_dataset": streams_as_given(given_rows, eval_dataset),
-        "processing_class": processing_class or tokenizer,
-        "optimizers": optimizers,
-        **others.for_trl,
-    }
-    return Completed(policy, settings, engine or _engine(policy, tokenizer, settings), calls, ready, for_trl)
+    episode_rewards = episode_rewards_of(others.judges)
+    rewards = _rewards(reward_funcs, settings, episode_rewards, calls)
+    if others.factories:
+        settings.make_room_for_environments()
+    return Completed(
+        model=policy,
+        args=settings,
+        engine=engine or _engine(policy, tokenizer, settings),
+        tokenizer=tokenizer,
+        processing_class=processing_class or tokenizer,
+        train_dataset=train_dataset,
+        eval_dataset=streams_as_given(given_rows, eval_dataset),
+        rewards=rewards,
+        episode_rewards=episode_rewards,
+        reward_processing_classes=one_for_each(reward_processing_classes, reward_funcs, rewards),
+        calls=calls,
+        others=others,
+        stops=stops,
+        ready=ready,
+    )
 
 
-def _rewards(reward_funcs: Any, settings: QeRLConfig, others: Others, calls: Together) -> list[Any]:
-    """The user's rewards and those of environments, guarded; where rewards have weights, the latter weigh 1,
-    as in TRL.
+def _others(tools: Any, environment_factory: Any, rollout_func: Any) -> Others:
+    """Tools and environments, checked; nobody beside a `rollout_func`, which samples by itself."""
+    if rollout_func is None:
+        return check_others(tools, environment_factory)
+    if not callable(rollout_func):
+        raise QeRLError(f"rollout_func is a {type(rollout_func).__name__}; pass a function.")
+    if tools or environment_factory:
+        raise QeRLError(
+            "rollout_func samples by itself, so nobody would call tools or environments; pass one of them."
+        )
+    return Others()
+
+
+def _check_template(others: Others, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuse a model that cannot take part in the conversation."""
+    if others and not others.texts:  # also for an environment without a tool, as in TRL
+        check_template(tokenizer)
+    elif others.texts and tokenizer.chat_template is None:
+        raise QeRLError(
+            "An environment needs a chat template, which the model lacks; put a chat_template.jinja beside "
+            "it."
+        )
+
+
+def stops_of(args: QeRLConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[Stop, ...]:
+    """What ends or interrupts turns beside stop tokens, by the settings.
+
+    Raises:
+        QeRLError: There is a budget of thinking and the model does not think.
+    """
+    stops: list[Stop] = []
+    if args.stop_strings:
+        stops.append(StopStrings(tokenizer, args.stop_strings))
+    if args.thinking_budget is not None:
+        stops.append(ThinkingBudget(tokenizer, args.thinking_budget, args.thinking_end))
+    return tuple(stops)
+
+
+def _rewards(
+    reward_funcs: Any, settings: QeRLConfig, episode_rewards: list[Any], calls: Together
+) -> list[Any]:
+    """The user's rewards and those of environments, guarded.
 
     Raises:
         QeRLError: There are weights, and not one for each of the user's.
@@ -192,8 +268,7 @@ def _rewards(reward_funcs: Any, settings: QeRLConfig, others: Others, calls: Tog
                 f"reward_weights has {len(settings.reward_weights)} numbers, and there are {given} reward "
                 f"functions{penalty}; give one for each."
             )
-        settings.reward_weights = [*settings.reward_weights, *[1.0] * len(others.rewards)]
-    every = with_length_penalty(reward_funcs, settings) + others.rewards
+    every = with_length_penalty(reward_funcs, settings) + episode_rewards
     return guard_rewards(every, settings.reward_timeout, calls)
 
 
@@ -210,7 +285,7 @@ def _check_given(
     for name, value in refused.items():
         if value:
             raise QeRLError(f"{name} is not supported: {REFUSED[name]}; leave it out.")
-    if not reward_funcs and not others.own_rewards:
+    if not reward_funcs and not others.judges:
         raise QeRLError(
             "reward_funcs is missing; pass a reward function, a list of them, or an environment with "
             "get_reward()."
@@ -271,16 +346,17 @@ def _check_fields(
     named: bool,
     engine: RolloutEngine | None,
     others: Others,
+    rollout_func: Any,
 ) -> None:
     """Refuse fields that nothing here acts on."""
     idle = dict(_OF_A_RUN)
-    if not others:
+    if not others and rollout_func is None:
         idle |= _OF_OTHERS
     if not named:
         idle |= _OF_A_NAMED_MODEL
     if engine is not None:
         idle |= _OF_A_MADE_ENGINE
-    if others.rollout_func is not None:
+    if rollout_func is not None:
         idle |= _OF_OUR_SAMPLING
     elif others:
         idle["early_rewards"] = (

@@ -16,6 +16,7 @@ Legend: R processes, G groups of one process in an optimizer step.
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -23,8 +24,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 
 from qerl.settings.config import QeRLConfig
-from qerl.trainer.batch import Batch, on_host, padded
-from qerl.trainer.dynamic_sampling import replace_groups, samples_of
+from qerl.update.joined_row import Lengths, Sample
 
 
 class Move(NamedTuple):
@@ -62,14 +62,15 @@ def moves(owner_RG: Sequence[Sequence[int]]) -> list[Move]:
     return [Move(r, g, owner_RG[r][g], next(places[owner_RG[r][g]])) for r, g in leaving]
 
 
-def dealt(batch: Batch, rows: Sequence[int], args: QeRLConfig, pad: int, accelerator: Accelerator) -> Batch:
-    """The batch of this process once groups have changed places; every process must call this.
+def dealt(
+    samples: list[Sample], computed: Sequence[int], args: QeRLConfig, accelerator: Accelerator
+) -> list[Sample]:
+    """The samples of this process once groups have changed places; every process must call this.
 
     Args:
-        batch: Scored samples of this process, whole groups side by side.
-        rows: Those that the update will compute.
+        samples: Scored, of this process, whole groups side by side.
+        computed: Indices of those that the update will compute.
         args: Settings of the run.
-        pad: Pad token of the ids.
         accelerator: Of the run.
     """
     assert args.num_generations is not None and args.steps_per_generation is not None
@@ -79,24 +80,23 @@ def dealt(batch: Batch, rows: Sequence[int], args: QeRLConfig, pad: int, acceler
     )
     span, cut = divmod(in_step * args.per_device_train_batch_size, size)
     if cut:  # a step that cuts groups is left as it is
-        return batch
-    lengths, computed = padded(on_host(batch)).lengths, set(rows)
-    groups = [range(start, start + size) for start in range(0, len(lengths.own_B), size)]
-    tokens = [lengths.tokens([row for row in group if row in computed]) for group in groups]
-    return balanced(batch, tokens, span, size, pad, accelerator)
+        return samples
+    lengths, rows = Lengths.of(samples), set(computed)
+    groups = [range(start, start + size) for start in range(0, len(samples), size)]
+    tokens = [lengths.tokens([row for row in group if row in rows]) for group in groups]
+    return balanced(samples, tokens, span, size, accelerator)
 
 
 def balanced(
-    batch: Batch, tokens: Sequence[int], span: int, size: int, pad: int, accelerator: Accelerator
-) -> Batch:
+    samples: list[Sample], tokens: Sequence[int], span: int, size: int, accelerator: Accelerator
+) -> list[Sample]:
     """As `dealt`, by the costs of groups.
 
     Args:
-        batch: Scored samples of this process, whole groups side by side.
+        samples: Of this process, whole groups side by side.
         tokens: What each of its groups costs.
         span: Groups that are surely of one optimizer step; groups change places within such a span.
         size: Samples of a group.
-        pad: Pad token of the ids.
         accelerator: Of the run.
     """
     own = torch.tensor([list(tokens)], device=accelerator.device)
@@ -107,17 +107,16 @@ def balanced(
         for move in moves(owners([row[start : start + span] for row in every_RG]))
     ]
     if not moved:
-        return batch
+        return samples
     rank = accelerator.process_index
-    leaving = samples_of([move.group for move in moved if move.source == rank], size)
-    sent: list[Batch] = gather_object(
-        [{key: (t if t.ndim == 0 else t[leaving.to(t.device)]).cpu() for key, t in batch.items()}]
-    )
+    leaving = [samples[m.group * size : (m.group + 1) * size] for m in moved if m.source == rank]
+    sent: list[list[list[Sample]]] = gather_object([leaving])
+    found = list(samples)
     for source, arrived in enumerate(sent):
         of_source = [move for move in moved if move.source == source]
-        mine = [(at, move.place) for at, move in enumerate(of_source) if move.target == rank]
-        if mine:
-            on_device = {key: t.to(batch[key].device) for key, t in arrived.items()}
-            at, places = ([pair[side] for pair in mine] for side in (0, 1))
-            batch = replace_groups(batch, places, on_device, at, size, pad)
-    return batch
+        for move, group in zip(of_source, arrived, strict=True):
+            if move.target == rank:
+                place = slice(move.place * size, (move.place + 1) * size)
+                first = samples[place.start].group
+                found[place] = [replace(each, group=first + each.group - group[0].group) for each in group]
+    return found

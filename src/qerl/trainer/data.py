@@ -122,3 +122,23 @@ def check_enough(args: QeRLConfig, prompts: int, source: str) -> None:
             f"A step needs {needed} prompts but {source} has {prompts}; give it more problems, or lower "
             "per_device_train_batch_size or steps_per_generation (by default gradient_accumulation_steps)."
         )
+
+
+def check_metric(metric: str | None, eval_sets: Any) -> None:
+    """Refuse a choice of the best checkpoint that names none of several evaluation sets.
+
+    Args:
+        metric: `metric_for_best_model`.
+        eval_sets: What the trainer is given as `eval_dataset`.
+
+    Raises:
+        QeRLError: The sets have names, and the metric begins with none of them.
+    """
+    if metric is None or not isinstance(eval_sets, dict):
+        return
+    if not any(metric.removeprefix("eval_").startswith(f"{name}_") for name in eval_sets):
+        choices = ", ".join(f"eval_{name}_reward" for name in eval_sets)
+        raise QeRLError(
+            f"metric_for_best_model is {metric}, but there are several evaluation sets; choose one "
+            f"of {choices}."
+        )

@@ -1,69 +1,105 @@
-"""GRPO and DAPO on TRL's `GRPOTrainer`, with this project's engine, noise and update. Tied to trl 1.16.
+"""`QeRLTrainer`: GRPO, DAPO and their relatives, with the arguments of TRL's `GRPOTrainer`, on transformers'
+    loop.
 
-The overrides of TRL's methods stand in six classes, one on top of the other, and each says what it replaces:
-resuming (`resume.trainer`), sampling (`sampler`), rewards (`rollouts`), forward passes (`scores`), the update
-(`updates`), and here the constructor, evaluation and what is logged of a step. `trl` holds what stands in the
-place of TRL's parts. The six classes, and `turns`, `others` and `early` beside them, override private methods
-and read private attributes of TRL's trainer, so another version of TRL may change any of them. What is
-replaced, and why:
+A step, in order:
 
-- **Rollout.** The engine takes the place of TRL's vLLM client: TRL then keeps the log-probabilities of the
-  sampler, and the loss of each token is multiplied by pi_trainer / pi_sampler. Samples come from the noisy
-  policy, and the ratio makes each choice of a token count as often as the clean policy makes it; in which
-  contexts it stood, and how the answer went on, stays the noisy policy's (docs/numerics.md says what
-  follows). Nothing is synced, since engine and trainer run the same modules.
-- **Advantages** are computed here (`advantages`): those of groups that teach nothing are exactly zero.
-- **Old log-probabilities.** When every rollout is used for one optimizer step, the policy has not moved since
-  it sampled, and the loss forward's own detached values are the old ones: TRL's second forward is left out.
-  The importance ratio is computed inside the loss in either case, and measured there (`correction`).
-- **The loss forward** runs the prompt of a group once (`update.joined_row`), and leaves out samples without
-  advantage: their gradient is zero. A microbatch of more than `tokens_per_forward` tokens is computed in
-  chunks (`update.chunks`), and in smaller ones where memory runs out (`update.memory_retry`). Losses are
-  those of TRL's names, with their options (`update.policy_loss`).
-- **Groups** are an index that travels with the samples (`batch`), so that nobody has to guess from tokens
-  which samples share a prompt.
-- **Trajectories** of several turns are sampled by `qerl.agents`, in place of TRL's loop over tools (`turns`).
-- **Dynamic sampling** is added. Sampling seeds are keyed by step, so a resume draws what the run would have
-  (`resume.trainer`).
+    transformers' loop      asks for as many batches of rows as the step has microbatches, and for each calls
+    training_step           which, when a rollout is due, makes one (`rollout_step.RolloutStep`):
+        rows                  a curriculum may replace some
+        samples               the engine draws them, noisy if that is asked for
+        rewards               functions are called; dynamic sampling replaces groups that teach nothing
+        advantages            and log-probabilities under the old and the reference policy, where the loss
+        reads them
+      and with the last microbatch computes the update (`update_step.UpdateStep`):
+        chunks                samples that have a gradient, by tokens; forward, loss and backward of one at a
+        time
+    transformers' loop      clips the gradient and steps the optimizer
+    log                     means of what was logged of the steps since
+
+Engine and update run the same modules, so nothing is synchronised between them. A rollout is divided into
+`steps_per_generation` microbatches, groups staying together, and is used `num_iterations` times.
+
+What TRL says publicly is used (its settings, its functions for chat templates, `SyncRefModelCallback`);
+nothing of its trainer is. Of transformers' `Trainer` seven private methods are overridden: of the epoch
+(`_run_epoch`), the gradient's norm, and of checkpoints.
 """
 
 import contextlib
+import functools
 import logging
+import shutil
 from collections.abc import Callable, Collection, Iterator, Sized
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
+from accelerate.utils import set_seed
 from datasets import Dataset, IterableDataset
+from huggingface_hub import CommitScheduler, create_repo
+from huggingface_hub.utils import httpx  # the client it speaks through, whose name differs by version
 from peft import LoraConfig, PeftModel
+from safetensors import SafetensorError
 from torch.optim.lr_scheduler import LRScheduler
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
-from transformers.trainer_utils import PredictionOutput
+from torch.utils.data import DataLoader
+from transformers import (
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    ProcessorMixin,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+)
+from transformers.trainer_utils import PredictionOutput, rotate_checkpoints, seed_worker
 from trl import GRPOConfig
 
+from qerl.agents.conversations import Conversations
 from qerl.agents.environment import EnvironmentFactory
+from qerl.agents.loop import Limits
+from qerl.agents.pool import ToolPool
 from qerl.agents.tools import Tool
-from qerl.errors import QeRLError
+from qerl.errors import QeRLError, first_line
+from qerl.families.parts import base_model
+from qerl.fp4.linear import dense_weights_kept
+from qerl.kernels.device import device_words
+from qerl.lora.adapter import check_adapter
+from qerl.models.fingerprint import fingerprint
+from qerl.noise.draw import AdaptiveNoise
 from qerl.ranks import is_first_process
-from qerl.rollout.engine import RolloutEngine
-from qerl.seeding import ProblemSeeds
+from qerl.rollout.engine import RolloutEngine, RolloutResult
+from qerl.run_folder import ADAPTER_FILE, UNFINISHED, last_checkpoint, read_policy
 from qerl.settings.parents import replacements
+from qerl.settings.recipe import dump
+from qerl.trainer.advantages import Signal, judge_of
 from qerl.trainer.arguments import complete
+from qerl.trainer.balance import dealt
 from qerl.trainer.callbacks import EarlyStop, MetricsFile, check_callbacks
-from qerl.trainer.data import sound_rows
-from qerl.trainer.dynamic_sampling import empty_log
-from qerl.trainer.others import check_others
-from qerl.trainer.rewards import reward_models_found
-from qerl.trainer.trl.evaluation import mean, name_metrics
-from qerl.trainer.trl.reference import none_by_trl
-from qerl.trainer.trl.tables import written_whole
-from qerl.trainer.updates import UpdateTrainer
+from qerl.trainer.card import CARD_FILE, model_card
+from qerl.trainer.data import check_enough, sound_rows
+from qerl.trainer.order import RepeatedRows, repeated_stream
+from qerl.trainer.prompt_choice import PromptChoice
+from qerl.trainer.ready import ready_for_rows
+from qerl.trainer.reference import Reference, load_adapters
+from qerl.trainer.resume.changes import checkpoint_of_a_trainer
+from qerl.trainer.resume.checkpoint import clear, load_rollouts, move_into, publish, save_rollouts
+from qerl.trainer.resume.claim import claimed
+from qerl.trainer.resume.provenance import write_provenance
+from qerl.trainer.rewards import Scorer
+from qerl.trainer.rollout_step import RolloutStep
+from qerl.trainer.step_log import StepLog, print_table
+from qerl.trainer.update_step import Microbatch, UpdateStep
+from qerl.update.recompute import accept_every_n_layers, no_offload_on_cpu, recompute_every_layer
 
 logger = logging.getLogger(__name__)
 
+TAGS = ["qerl", "trl", "grpo"]
 
-class QeRLTrainer(UpdateTrainer):
-    """`GRPOTrainer` whose rollouts run on the training modules and may be noisy.
+# What torch, safetensors and the system raise where a file cannot be written.
+_CANNOT_WRITE = (OSError, SafetensorError, RuntimeError)
+
+
+class QeRLTrainer(Trainer):
+    """A trainer with the signature of TRL's `GRPOTrainer`, whose rollouts run on the training modules.
 
     The parameters before ``engine`` are TRL's, in TRL's order, and act as TRL documents except where it is
     said here.
@@ -91,15 +127,15 @@ class QeRLTrainer(UpdateTrainer):
         acted_on: Fields of the settings that the caller has acted on; see `arguments`.
 
     Attributes:
+        engine: Samples completions.
+        rollouts, updates: The two halves of a step.
         update_path: Which parts of the update run on this project's kernels, and why others do not.
+        reward_funcs, reward_func_names, reward_weights: As in TRL, those that the settings add among them.
 
     Raises:
         QeRLError: An argument is missing, is refused or contradicts another one, or the model cannot be
             loaded or trained.
     """
-
-    _tag_names = ["qerl", "trl", "grpo"]  # noqa: RUF012 - TRL reads it from the class
-    _evaluating = ""
 
     def __init__(
         self,
@@ -122,7 +158,6 @@ class QeRLTrainer(UpdateTrainer):
         acted_on: Collection[str] = (),
     ) -> None:
         check_callbacks(callbacks)
-        others = check_others(tools, environment_factory, rollout_func)
         self._is_of_a_run = bool(acted_on)
         given = complete(
             *(model, reward_funcs, args, train_dataset, eval_dataset),
@@ -132,67 +167,380 @@ class QeRLTrainer(UpdateTrainer):
             peft_config=peft_config,
             engine=engine,
             acted_on=acted_on,
-            others=others,
+            tools=tools,
+            environment_factory=environment_factory,
+            rollout_func=rollout_func,
             refused={"quantization_config": quantization_config},
         )
-        if given.args.replaced and is_first_process():
-            logger.warning(replacements(given.args.replaced))
-        if environment_factory is not None:
-            given.args.make_room_for_environments()
-        patience, threshold = given.args.early_stopping_patience, given.args.early_stopping_threshold
+        settings, policy = given.args, given.model
+        if settings.replaced and is_first_process():
+            logger.warning(replacements(settings.replaced))
+        patience, threshold = settings.early_stopping_patience, settings.early_stopping_threshold
         callbacks = [*(callbacks or ()), *([EarlyStop(patience, threshold)] if patience else ())]
-        trained = [parameter for parameter in given.model.parameters() if parameter.requires_grad]
-        dtypes = [parameter.dtype for parameter in trained]
-        with none_by_trl(given.args), reward_models_found(given.for_trl["reward_funcs"]):
-            super().__init__(model=given.model, args=given.args, callbacks=callbacks, **given.for_trl)
-        if self.aux_loss_enabled:
-            raise QeRLError(
-                "A mixture of experts trains without its router loss: pass router_aux_loss_coef=0."
-            )
-        for parameter, dtype in zip(trained, dtypes, strict=True):
-            # TRL rounds adapters of four-bit models to bf16, in which an update of 5e-6 is mostly lost.
-            parameter.data = parameter.data.to(dtype)
-        self._ready, self._has_environments = given.ready, environment_factory is not None
-        others.join(self, given.args.reward_timeout, given.calls)
-        self._start_rollouts(given.engine, given.calls)
-        self._start_update()
+        self._eos = _stop_tokens(policy, given.tokenizer)
+        if isinstance(policy, PeftModel) and settings.gradient_checkpointing:
+            policy.enable_input_require_grads()
+        super().__init__(
+            model=policy,
+            args=settings,
+            data_collator=list,  # rows as they are
+            train_dataset=given.train_dataset,
+            eval_dataset=given.eval_dataset,
+            processing_class=given.processing_class,
+            callbacks=[_Hooks(self), *callbacks],
+            optimizers=optimizers,
+        )
+        self.model.add_model_tags(TAGS)
+        set_seed(settings.seed, device_specific=True)  # dropout differs between processes
+        if settings.disable_dropout:
+            for module in policy.modules():
+                if isinstance(module, torch.nn.Dropout):
+                    module.p = 0.0
+        self.engine, self.tools = given.engine, given.others.tools
+        self._ready, self._has_environments = given.ready, bool(given.others.factories)
+        self._start_update(policy)
+        self._start_rollouts(given, rollout_func)
         for callback in self.callback_handler.callbacks:
             if isinstance(callback, MetricsFile):
                 callback.facts["update_path"] = self.update_path.record()
 
-    def _send_telemetry(self) -> None:
-        """Replaces TRL's report to its server: nothing is sent anywhere."""
+    def _start_update(self, policy: Any) -> None:
+        args = self.args
+        self._base = base_model(policy)
+        accept_every_n_layers(self.model)
+        no_offload_on_cpu(args, self.accelerator.device)
+        self.update_path = ready_for_rows(policy, args)
+        self._reference = Reference(args, policy) if args.beta != 0.0 else None
+        if self._reference is not None and (moves := self._reference.callback()) is not None:
+            self.add_callback(moves)
+        recompute = functools.partial(recompute_every_layer, self.model, args)
+        self.updates = UpdateStep(args, self._base, self.update_path, self.accelerator, recompute)
+        self._rollout_every = args.steps_per_generation * args.num_iterations
+        # An optimizer step that a rollout outlives trains on samples of an older policy than its own.
+        self._keeps_old = args.gradient_accumulation_steps % self._rollout_every != 0
+        self._microbatch = 0  # of the epoch
+        self._buffer: list[Microbatch] = []  # of the rollout in use
+        self._due: list[Microbatch] = []  # of the optimizer step under way
+        self._order: RepeatedRows | None = None  # none where the data are a stream
+        self._writes_to: Path | None = None
+
+    def _start_rollouts(self, given: Any, rollout_func: Callable[..., Any] | None) -> None:
+        args, tokenizer, others = self.args, given.tokenizer, given.others
+        scorer = Scorer(
+            *(given.rewards, given.reward_processing_classes, given.calls),
+            *(self.accelerator, lambda: self.state, args),
+        )
+        self.reward_funcs, self.reward_func_names = scorer.functions, scorer.names
+        self.reward_processing_classes = scorer.processing_classes
+        weights = args.reward_weights or [1.0] * (len(scorer.names) - len(given.episode_rewards))
+        self.reward_weights = torch.tensor([*weights, *[1.0] * len(given.episode_rewards)])
+        signal = Signal(
+            group_size=args.num_generations,
+            weights_F=self.reward_weights,
+            scale=args.scale_rewards,
+            aggregation=args.multi_objective_aggregation,
+            judge=judge_of(scorer.names) if args.signal == "accuracy" else None,
+            pass_at_k=args.pass_at_k,
+        )
+        self._conversations = None
+        if others or args.thinking_budget is not None:
+            pool = ToolPool(args.tool_timeout, args.tool_output_limit, given.calls.beside)
+            limits = Limits(args.max_tool_calling_iterations, args.tool_errors, bool(args.stop_strings))
+            self._conversations = Conversations(tokenizer, args.chat_template_kwargs, others, pool, limits)
+        self._log = StepLog(self.accelerator.device, given.calls.early, args.generation_batch_size)
+        self.rollouts = RolloutStep(
+            args=args,
+            engine=self.engine,
+            tokenizer=tokenizer,
+            renderer=self.processing_class,
+            eos_token_ids=self._eos,
+            embeddings=self._base.get_input_embeddings().weight.shape[0],
+            scorer=scorer,
+            signal=signal,
+            prompts=self._prompt_choice(),
+            conversations=self._conversations,
+            noise=self._noise(),
+            stops=given.stops,
+            rollout_func=None if rollout_func is None else lambda prompts: rollout_func(prompts, self),
+            log=self._log,
+            accelerator=self.accelerator,
+            state=lambda: self.state,
+        )
+        if args.log_completions and args.log_completions_hub_repo and self.accelerator.is_main_process:
+            repo, folder = args.log_completions_hub_repo, Path(str(args.output_dir)) / "completions"
+            create_repo(repo, private=args.hub_private_repo, repo_type="dataset", exist_ok=True)
+            self._commits = CommitScheduler(
+                repo_id=repo, repo_type="dataset", folder_path=folder, every=2, allow_patterns=["*.parquet"]
+            )
+
+    def _prompt_choice(self) -> PromptChoice | None:
+        args = self.args
+        if not (args.curriculum or args.dynamic_sampling_rounds):
+            return None
+        return PromptChoice(args, self.train_dataset, self.accelerator)
+
+    def _noise(self) -> Callable[[], AdaptiveNoise] | None:
+        """Makes the noise when it is first asked for, since it runs the policy once and asks how long the run
+        is."""
+        args, policy = self.args, self.accelerator.unwrap_model(self.model)
+        if not args.noise:
+            return None
+        return functools.cache(
+            lambda: AdaptiveNoise(
+                policy, args.noise_schedule_of(self.state.max_steps), args.seed, args.noise_scale
+            )
+        )
+
+    # Training
+
+    def train(self, resume_from_checkpoint: bool | str | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Wraps transformers', which goes on from any folder, with whatever settings, and knows of nobody
+        else who writes there. A training whose rewards taught nothing says so at its end."""
+        self.rollouts.begin_training(self._noise(), self._prompt_choice())
+        self._buffer, self._due, self._microbatch = [], [], 0
+        self._log.begin("train")
+        on_cpu = self.accelerator.device.type == "cpu"  # where a weight is dequantized once
+        with contextlib.ExitStack() as block:
+            if on_cpu:
+                block.enter_context(dense_weights_kept(self.model))
+            if not self._is_of_a_run:
+                if resume_from_checkpoint:
+                    resume_from_checkpoint = checkpoint_of_a_trainer(resume_from_checkpoint, self.args)
+                folder = Path(str(self.args.output_dir))
+                if not block.enter_context(claimed(folder, self.args.process_index)):
+                    logger.warning(
+                        "Another training writes to %s at present, and the checkpoints of both would replace "
+                        "each other; give one of them another output_dir.",
+                        folder,
+                    )
+            output = super().train(resume_from_checkpoint, *args, **kwargs)
+        if self.rollouts.without_signal and not self.rollouts.had_signal and is_first_process():
+            logger.warning(
+                "Nothing was learned from rewards: in none of the rollouts (%d) did any prompt have both "
+                "better and worse samples. Read some completions (log_completions: true): the problems may "
+                "be too hard or too easy for the model, its answers cut off (completions/clipped_ratio), or "
+                "the rewards may not find them.",
+                self.rollouts.without_signal,
+            )
+        return output
+
+    def _run_epoch(self, **where: Any) -> None:
+        """Wraps transformers': tells the epoch to the order of the data, and where in a rollout it begins.
+
+        transformers and accelerate tell the epoch to samplers that they find by looking two wrappers deep;
+        the loader of a resumed epoch on several processes has three. An epoch holds whole rollouts.
+        """
+        if self.state.global_step >= self.state.max_steps:  # a run that was ended before its model was saved
+            self.control.should_training_stop = True
+            return
+        if self._order is not None:
+            self._order.set_epoch(where["epoch"])
+        resumed = where["resume_from_checkpoint"] is not None and where["epoch"] == where["epochs_trained"]
+        self._microbatch = where["steps_trained_in_current_epoch"] if resumed else 0
+        super()._run_epoch(**where)
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        """Replaces transformers': a rollout if one is due, and with a step's last microbatch its update.
+
+        Returns:
+            The loss of the step with its last microbatch, else 0.
+        """
+        if not self.model.training:  # to ask is cheaper than to tell every module again
+            model.train()
+        with self._log.microbatch():
+            if self._microbatch % self._rollout_every == 0 or not self._buffer:
+                self._buffer = self._rollout(model, inputs)
+            self._due.append(self._buffer[self._microbatch % self.args.steps_per_generation])
+            self._microbatch += 1
+            if not self.accelerator.sync_gradients:
+                return torch.zeros((), device=self.args.device)
+            due, self._due = self._due, []
+            loss = self.updates.run(model, due, self.state.global_step + 1)
+            every = self.args.torch_empty_cache_steps
+            if every is not None and self.state.global_step % every == 0 and torch.cuda.is_available():
+                torch.cuda.empty_cache()
+            return loss
+
+    def _rollout(self, model: Any, rows: list[dict[str, Any]]) -> list[Microbatch]:
+        """The microbatches of a rollout, groups staying together."""
+        first_group = self._microbatch // self._rollout_every * len(rows)
+        found = self.rollouts.train(rows, first_group)
+        samples = found.samples
+        if self._keeps_old:
+            with self._log.part("logprob"):
+                for sample, values in zip(samples, self.updates.logprobs(model, samples), strict=True):
+                    sample.old_logprobs = values
+        if self._reference is not None:
+            policy = self.accelerator.unwrap_model(self.model)
+            with self._log.part("logprob"), self._reference.active(policy, model) as (reference, base):
+                values_BC = self.updates.logprobs(reference, samples, base)
+            for sample, values in zip(samples, values_BC, strict=True):
+                sample.reference_logprobs = values
+        if self.accelerator.num_processes > 1:
+            samples = dealt(samples, self.updates.rows(samples), self.args, self.accelerator)
+        size = len(samples) // self.args.steps_per_generation
+        return [
+            Microbatch(samples[start : start + size], found.tokens, found.entropy)
+            for start in range(0, size * self.args.steps_per_generation, size)
+        ]
+
+    def rollout(self, prompts: list[list[int]], samples: int) -> RolloutResult:
+        """Sample completions of the present policy as a rollout does, for a `rollout_func`.
+
+        Args:
+            prompts: Token ids of each prompt.
+            samples: Completions per prompt.
+        """
+        return self.rollouts.sample(prompts, samples, "train" if self.model.training else "eval")
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        """Wraps transformers', which runs ahead of the optimizer's step.
+
+        Raises:
+            QeRLError: The norm is not finite; the step would turn weights and the optimizer's state into NaN.
+        """
+        norm = super()._get_grad_norm(model, grad_norm=grad_norm)
+        if not torch.as_tensor(norm).isfinite():
+            raise QeRLError(
+                f"The gradient of step {self.state.global_step + 1} is not finite ({float(norm)}); no weight "
+                "was changed. Go on from the last checkpoint with a lower max_grad_norm, or start anew with "
+                "a lower learning_rate."
+            )
+        return norm
+
+    def end_step(self) -> None:
+        """Log what is known of an optimizer step once it is done; reading the numbers waits for the
+        device."""
+        for name, values in self.updates.metrics().items():
+            self._log.metrics["train"][name] += values
+        of_step = self._log.end_step()
+        if "memory/peak_gb" in of_step and self.accelerator.num_processes > 1:
+            own = torch.tensor([of_step["memory/peak_gb"]], device=self.accelerator.device)
+            of_step["memory/peak_gb"] = float(self.accelerator.gather(own).max())
+        self._log.add("train", of_step)
+
+    # Data
+
+    def get_train_dataloader(self) -> DataLoader:
+        """Replaces transformers': a batch is a process's part of a rollout, see `qerl.trainer.order`."""
+        args, rows = self.args, self.train_dataset
+        prompts = args.generation_batch_size // args.num_generations
+        if isinstance(rows, IterableDataset):
+            rows = rows.shuffle(seed=args.seed) if args.shuffle_dataset else rows
+            rows = repeated_stream(rows, args.num_generations, prompts, self._rollout_every)
+        else:
+            check_enough(args, len(rows), "train_dataset")
+            seed = args.seed if args.shuffle_dataset else None
+            self._order = RepeatedRows(rows, args.num_generations, prompts, self._rollout_every, seed)
+        return self._loader(rows, args.per_device_train_batch_size * args.steps_per_generation, self._order)
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
+        """Replaces transformers': rows are as often as they are sampled; those of a stream are checked and
+        cut as they are read; and a process's batch is no larger than its share, or accelerate would fill it
+        up with problems that others have."""
+        rows = self.eval_dataset if eval_dataset is None else eval_dataset
+        rows = self.eval_dataset[rows] if isinstance(rows, str) else rows
+        if rows is None:
+            raise ValueError("Trainer: evaluation requires an eval_dataset.")
+        args, samples, order = self.args, self._eval_samples, None
+        batch = args.per_device_eval_batch_size
+        if isinstance(rows, IterableDataset):
+            rows = self._ready(sound_rows(rows, "eval_dataset", self._has_environments), "evaluation prompts")
+            rows = repeated_stream(rows.shuffle(seed=args.seed), samples)
+        else:
+            order = RepeatedRows(rows, samples, seed=args.seed)
+            batch = min(batch, -(-len(cast(Sized, rows)) // self.accelerator.num_processes) * samples)
+        return self._loader(rows, batch, order)
+
+    def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
+        """Replaces transformers': rows are sampled from as in an evaluation."""
+        return self.get_eval_dataloader(test_dataset)
+
+    @property
+    def _eval_samples(self) -> int:
+        return self.args.num_generations_eval or self.args.num_generations
+
+    def _loader(self, rows: Any, batch: int, order: RepeatedRows | None) -> DataLoader:
+        args, streamed = self.args, order is None
+        if args.remove_unused_columns and (names := getattr(rows, "column_names", None)):
+            rows = rows.remove_columns([name for name in names if name != "prompt"])
+        if streamed and args.dataloader_num_workers:
+            logger.warning(
+                "A stream is read by one worker, which keeps groups whole: dataloader_num_workers is 0."
+            )
+        workers = 0 if streamed else args.dataloader_num_workers
+        options: dict[str, Any] = {}
+        if workers:
+            options = {
+                "persistent_workers": args.dataloader_persistent_workers,
+                "multiprocessing_context": args.dataloader_multiprocessing_context,
+                "prefetch_factor": args.dataloader_prefetch_factor,
+                "in_order": args.dataloader_in_order,
+                "worker_init_fn": functools.partial(
+                    seed_worker, num_workers=workers, rank=args.process_index
+                ),
+            }
+        if not streamed:
+            options |= {"sampler": order, "drop_last": args.dataloader_drop_last}
+        if streamed:  # batches of texts cannot be sent from one process to others
+            self.accelerator.dataloader_config.dispatch_batches = False
+        return self.accelerator.prepare(
+            DataLoader(
+                rows,
+                batch_size=batch,
+                collate_fn=self.data_collator,
+                num_workers=workers,
+                pin_memory=args.dataloader_pin_memory,
+                **options,
+            )
+        )
 
     # Evaluation and logs
 
     def prediction_step(
         self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None
     ) -> tuple:
-        """Replaces TRL's loss of an evaluation: it samples and scores, and computes no loss."""
-        self._prepare_inputs(inputs)
+        """Replaces transformers': an evaluation samples and scores, and computes no loss.
+
+        GRPO's loss on fresh samples is near zero at the policy that drew them, whatever their rewards, so it
+        would cost a forward pass and choose nothing.
+        """
+        self.rollouts.evaluate(inputs)
         return None, None, None
 
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
         """Wraps transformers': data sets are checked and cut by `max_prompt_length` as those of the
-        constructor, and the completions of an evaluation are a table of their own."""
-        eval_dataset = self._sound(eval_dataset, "eval_dataset", "evaluation prompts")
-        with self._table_apart(metric_key_prefix):
-            return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+        constructor, and the completions of an evaluation are a table of their own.
+
+        Raises:
+            QeRLError: `metric_for_best_model` is none of this run's metrics.
+        """
+        given = self._sound(eval_dataset, "eval_dataset", "evaluation prompts")
+        with self._log.apart(metric_key_prefix):
+            metrics = super().evaluate(given, ignore_keys, metric_key_prefix)
+        if eval_dataset is None and self.args.goes_by_metric:
+            name = f"eval_{str(self.args.metric_for_best_model).removeprefix('eval_')}"
+            if name not in metrics:
+                known = ", ".join(metric for metric in metrics if "reward" in metric)
+                raise QeRLError(
+                    f"metric_for_best_model is {self.args.metric_for_best_model}, which the evaluations of "
+                    f"this run do not have; choose one of theirs, for example of: {known}."
+                )
+        return metrics
 
     def predict(
         self, test_dataset: Any, ignore_keys: Any = None, metric_key_prefix: str = "test"
     ) -> PredictionOutput:
-        """Wraps transformers', to which TRL gives no rewards: the metrics are those of an evaluation of these
-        rows, and nothing is logged."""
+        """Wraps transformers', whose metrics become those of an evaluation of these rows; nothing is
+        logged."""
         test_dataset = self._sound(test_dataset, "test_dataset", "test prompts")
-        with self._table_apart(""):
+        with self._log.apart(metric_key_prefix):
             output = super().predict(test_dataset, ignore_keys, metric_key_prefix)
-        self._runtimes.put_into(output.metrics)
-        for name, values in self._metrics["eval"].items():
-            output.metrics[f"{metric_key_prefix}_{name}"] = mean(values)
-        self._metrics["eval"].clear()
+        self._log.put_runtimes(output.metrics)
+        for name, value in self._log.means("eval").items():
+            cast(dict[str, Any], output.metrics)[f"{metric_key_prefix}_{name}"] = value
         return output
 
     def _sound(self, rows: Any, argument: str, what: str) -> Any:
@@ -202,84 +550,238 @@ class QeRLTrainer(UpdateTrainer):
             return rows
         return self._ready(sound_rows(rows, argument, self._has_environments), what)
 
-    @contextlib.contextmanager
-    def _table_apart(self, evaluation: str) -> Iterator[None]:
-        """What is sampled in the block is in no table of training, but in that of an evaluation, if any."""
-        former, self._evaluating = (self._evaluating, self._logs), evaluation
-        self._logs = empty_log(self._logs)
-        try:
-            yield
-        finally:
-            self._evaluating, self._logs = former
-
-    def get_test_dataloader(self, test_dataset: Any) -> Any:
-        """Replaces transformers': rows are sampled from as in an evaluation."""
-        return self.get_eval_dataloader(test_dataset)
-
-    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        """Wraps TRL's: rows of a stream are checked and cut as they are read, and a process's batch is no
-        larger than its share, or accelerate would fill it up with problems that others have."""
-        given = self.eval_dataset if eval_dataset is None else eval_dataset
-        found = self.eval_dataset[given] if isinstance(given, str) else given
-        if isinstance(found, IterableDataset):
-            rows = sound_rows(found, "eval_dataset", self._has_environments)
-            eval_dataset = self._ready(rows, "evaluation prompts")
-        most = self.args.per_device_eval_batch_size
-        if isinstance(found, Sized):
-            share = -(-len(found) // self.accelerator.num_processes) * self.num_generations_eval
-            self.args.per_device_eval_batch_size = min(most, share)
-        try:
-            return super().get_eval_dataloader(eval_dataset)
-        finally:
-            self.args.per_device_eval_batch_size = most
-
     def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
-        """Wraps transformers': each of several evaluation sets has metrics of its own, each evaluation meets
-        its problems anew, and its loss is minus its reward."""
-        self._problem_seeds = ProblemSeeds(self.args.seed)
-        self._runtimes.begin(metric_key_prefix)
+        """Wraps transformers': each evaluation meets its problems anew, and its loss is minus its reward, for
+        scripts that look for one or choose by it."""
+        self.rollouts.begin_evaluation()
+        self._log.begin(metric_key_prefix)
         output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
-        reward = mean(self._metrics["eval"]["reward"])
-        if reward is not None:
-            output.metrics[f"{metric_key_prefix}_loss"] = -reward
-        self._clock.clear()  # the time of an evaluation is no step's
-        if self._evaluating:
-            name_metrics(self._metrics["eval"], metric_key_prefix)
+        rewards = self._log.metrics["eval"]["reward"]
+        valid = [value for value in rewards if value == value]
+        if valid:
+            output.metrics[f"{metric_key_prefix}_loss"] = -sum(valid) / len(valid)
+        self._log.clear_clock()  # the time of an evaluation is no step's
         return output
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Wraps TRL's, which takes the mean of each metric and writes the table of completions."""
-        self._runtimes.put_into(logs)
-        if not (self.log_completions and self.accelerator.is_main_process):
-            return super().log(logs, start_time)
-        run = Path(str(self.args.output_dir))
-        with written_whole(run, self.state.global_step, self._evaluating, self._logs):
-            return super().log(logs, start_time)
+        """Wraps transformers': adds the mean of each metric, and writes the table of completions."""
+        self._log.put_runtimes(logs)
+        prefix = self._log.evaluation
+        means = self._log.means("eval" if prefix else "train")
+        named = {f"{prefix}_{name}" if prefix else name: value for name, value in means.items()}
+        cast(dict[str, Any], logs).update(named)  # in place: an evaluation returns them
+        super().log(logs, start_time)
+        if not (self.args.log_completions and self.accelerator.is_main_process):
+            return
+        step = self.state.global_step
+        table = self._log.write_table(Path(str(self.args.output_dir)), step)
+        print_table(table, step, self.args.num_completions_to_print)
+        shown = table[~table["prompt"].astype(str).duplicated()] if self.args.log_unique_prompts else table
+        for reporter in _table_reporters(self.args.report_to or ()):
+            reporter.log({"completions": reporter.Table(dataframe=shown)})
 
-    def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
-        """Wraps transformers': a metric that evaluations do not have is a sentence."""
+    # Saving
+
+    def save_final(self, folder: Path) -> None:
+        """Write the model or adapter and its tokenizer into the run folder, whole or not at all.
+
+        Raises:
+            QeRLError: It cannot be written, which leaves checkpoints untouched, or not be pushed.
+        """
+        part = folder / UNFINISHED
         try:
-            return super()._determine_best_metric(metrics, trial)
-        except KeyError as error:
-            known = ", ".join(name for name in metrics if "reward" in name)
+            if self.args.should_save:
+                clear(part)
+                if (folder / CARD_FILE).is_file():  # of a checkpoint; PEFT would begin an empty one
+                    shutil.copy(folder / CARD_FILE, part)
+                self.save_model(str(part), _internal_call=True)
+                move_into(part, folder)
+        except _CANNOT_WRITE as error:
+            last = last_checkpoint(folder)
+            advice = f"make room and go on from {last}, which is untouched" if last else "make room"
             raise QeRLError(
-                f"metric_for_best_model is {self.args.metric_for_best_model}, which the evaluations of this "
-                f"run do not have; choose one of theirs, for example of: {known}."
+                f"The model could not be saved to {folder} ({first_line(error)}); {advice}."
             ) from error
+        if self.args.push_to_hub:
+            with _hub_errors_said(f"The model was saved to {folder} and not pushed"):
+                self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
-    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        """Wraps transformers' hook behind the optimizer's step, and behind an epoch."""
-        if self._clock.running:
-            self._log_step()
-        super()._maybe_log_save_evaluate(*args, **kwargs)
+    def init_hf_repo(self, *args: Any, **kwargs: Any) -> None:
+        """Wraps transformers', which makes the repository of `push_to_hub` before the first step."""
+        with _hub_errors_said("The repository of push_to_hub cannot be made"):
+            super().init_hf_repo(*args, **kwargs)
 
-    def _log_step(self) -> None:
-        """Log what is known of an optimizer step once it is done; reading the sums waits for the device."""
-        for name, values in self._metrics_of_losses().items():
-            self._metrics["train"][name] += values
-        metrics = self._mismatch.metrics(self.accelerator)
-        self._forget_losses()
-        metrics |= self._clock.report()
-        metrics["memory/peak_gb"] = max(self._of_ranks(self._memory.report_gb()))
-        for name, value in metrics.items():
-            self._metrics["train"][name].append(value)
+    def create_model_card(self, *_: Any, **kwargs: Any) -> None:
+        """Replaces transformers', whose card says nothing of the method; arguments are the same."""
+        if not self.is_world_process_zero():
+            return
+        folder = Path(str(self.args.output_dir))
+        folder.mkdir(parents=True, exist_ok=True)
+        given = kwargs.get("tags") or []
+        tags = [*TAGS, *([given] if isinstance(given, str) else given)]
+        saved_as = self.args.hub_model_id or folder.as_posix()
+        policy = self.accelerator.unwrap_model(self.model)
+        name = kwargs.get("model_name") or Path(saved_as).name
+        model_card(policy, name, saved_as, tags, kwargs.get("dataset_name")).save(folder / CARD_FILE)
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """Wraps transformers': a checkpoint is written into a folder aside, which is renamed when all
+        processes have written their part, and has what else a resume needs. Older checkpoints are deleted
+        after that."""
+        run = Path(str(self.args.output_dir))
+        part = run / UNFINISHED / f"checkpoint-{self.state.global_step}"
+        checkpoint = run / part.name
+        try:
+            self.create_model_card()
+            if self.args.should_save:
+                clear(part.parent)
+            self.accelerator.wait_for_everyone()
+            self._write_checkpoint(model, trial, part)
+            self.accelerator.wait_for_everyone()
+            if self.state.best_global_step == self.state.global_step:
+                self.state.best_model_checkpoint = str(checkpoint)
+            if self.args.should_save:
+                self.state.save_to_json(str(part / "trainer_state.json"))
+                processes = self.accelerator.num_processes
+                device = device_words(self.args.device)
+                publish(part, checkpoint, self.state.global_step, processes, dump(self.args), device)
+                best = self.state.best_model_checkpoint
+                rotate_checkpoints(str(run), self.args.save_total_limit, best)
+            self.accelerator.wait_for_everyone()
+        except _CANNOT_WRITE as error:
+            shutil.rmtree(part.parent, ignore_errors=True)
+            raise QeRLError(
+                f"The checkpoint {checkpoint} could not be saved ({first_line(error)}); earlier "
+                "checkpoints are untouched."
+            ) from error
+        if self.args.push_to_hub:
+            self._push_from_checkpoint(str(checkpoint))
+
+    def _write_checkpoint(self, model: Any, trial: Any, part: Path) -> None:
+        """Write this process's part of a checkpoint; what transformers does with a whole one is left out."""
+        settings = {name: getattr(self.args, name) for name in ("save_total_limit", "push_to_hub")}
+        self.args.save_total_limit, self.args.push_to_hub = None, False
+        self._writes_to = part.parent
+        try:
+            super()._save_checkpoint(model, trial)
+        finally:
+            self._writes_to = None
+            for name, value in settings.items():
+                setattr(self.args, name, value)
+        if self._reference is not None:
+            self._reference.save(part)
+        if self.args.should_save:
+            self.updates.save(part)
+            self.rollouts.save(part)
+        # Sampled again, they would come from another policy.
+        if self._microbatch % self._rollout_every != 0 and self._buffer:
+            save_rollouts(self._buffer, self._rollout_file(part))
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return str(self._writes_to or super()._get_output_dir(trial))
+
+    def _rollout_file(self, checkpoint: Path) -> Path:
+        return checkpoint / f"rollouts_{self.accelerator.process_index}.json"
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        try:
+            super()._save(output_dir, state_dict)
+        except Exception as error:
+            if type(error) is not Exception:
+                raise
+            raise OSError(str(error)) from error  # the tokenizers' writer raises Exception itself
+        if self.args.should_save:  # transformers may call this in every process
+            folder = Path(output_dir or str(self.args.output_dir))
+            write_provenance(self.args, self.model, folder)
+
+    # Resuming
+
+    def _load_from_checkpoint(self, checkpoint: str, model: Any = None) -> None:
+        folder, policy = Path(checkpoint), self.accelerator.unwrap_model(self.model)
+        if (folder / ADAPTER_FILE).is_file():
+            check_adapter(folder)
+            expected = read_policy(folder).get("fingerprint")
+            if expected is not None and expected != fingerprint(self._base.named_parameters()):
+                raise QeRLError(
+                    f"{checkpoint} was trained on another model than {self._base.name_or_path}, whose norms "
+                    "or embeddings are not the same; give the model that it was made with."
+                )
+        with _fits(checkpoint):
+            if isinstance(policy, PeftModel) and load_adapters(policy, folder, self._reference is not None):
+                return
+            if self._reference is not None:
+                self._reference.load(folder)
+            super()._load_from_checkpoint(checkpoint, model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        with _fits(checkpoint):
+            super()._load_optimizer_and_scheduler(checkpoint)
+            self.updates.load(Path(checkpoint))
+            self.rollouts.load(Path(checkpoint))
+            self._buffer = load_rollouts(self._rollout_file(Path(checkpoint)))
+
+
+class _Hooks(TrainerCallback):
+    """What a trainer does at places of transformers' loop that only callbacks see."""
+
+    def __init__(self, trainer: QeRLTrainer) -> None:
+        self._trainer = trainer
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        state.compute_steps(args, state.max_steps)  # those of a checkpoint would win over the settings
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._trainer.end_step()
+
+
+def _stop_tokens(policy: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Tokens that end a completion: every one that the model declares, and the tokenizer's.
+
+    The pad token is told to the model, too, as its configs are saved beside its weights.
+    """
+    policy.config.get_text_config().pad_token_id = tokenizer.pad_token_id
+    policy.generation_config.pad_token_id = tokenizer.pad_token_id
+    declared = policy.generation_config.eos_token_id
+    ids = [] if declared is None else [declared] if isinstance(declared, int) else list(declared)
+    return ids if tokenizer.eos_token_id in ids else [tokenizer.eos_token_id, *ids]
+
+
+def _table_reporters(names: Collection[str]) -> Iterator[Any]:
+    """Modules of the reporters that show tables and are under way."""
+    if "wandb" in names:
+        import wandb
+
+        if wandb.run is not None:
+            yield wandb
+    if "trackio" in names:
+        import trackio
+
+        yield trackio
+
+
+@contextlib.contextmanager
+def _fits(checkpoint: str) -> Iterator[None]:
+    """Inside the block a checkpoint of another model, or a damaged one, ends in a sentence."""
+    try:
+        yield
+    except (RuntimeError, ValueError, KeyError, TypeError, *_CANNOT_WRITE) as error:
+        if isinstance(error, QeRLError):
+            raise
+        raise QeRLError(
+            f"The checkpoint {checkpoint} does not fit this run or is damaged ({first_line(error)}); "
+            "give the model and the settings that it was made with."
+        ) from error
+
+
+@contextlib.contextmanager
+def _hub_errors_said(what: str) -> Iterator[None]:
+    """Inside the block a Hub that does not answer or refuses ends in a sentence that begins so."""
+    try:
+        yield
+    except (OSError, ValueError, httpx.HTTPError) as error:  # ValueError: an id that is none
+        raise QeRLError(
+            f"{what} ({first_line(error)}); see to the network, `hf auth login` and hub_model_id, or remove "
+            "push_to_hub."
+        ) from error

@@ -29,7 +29,7 @@ from qerl.plan.settings import (
 )
 from qerl.plan.work import Work
 from qerl.settings.config import QeRLConfig
-from qerl.trainer.trl.recompute import set_checkpointing
+from qerl.update.recompute import set_checkpointing
 
 
 def make_policy(

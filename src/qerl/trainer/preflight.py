@@ -17,6 +17,7 @@ import torch
 from transformers import Trainer, get_scheduler
 from transformers.integrations.integration_utils import get_available_reporting_integrations
 
+from qerl.agents.conversations import Others, check_others
 from qerl.agents.environment import EnvironmentFactory
 from qerl.agents.tools import Tool
 from qerl.environments.registry import get_environment, get_tool
@@ -30,7 +31,6 @@ from qerl.tasks import get_task
 from qerl.tasks.base import RewardFunction, Task
 from qerl.tasks.custom import load_reward
 from qerl.trainer.data import check_enough
-from qerl.trainer.others import Others, check_others
 from qerl.trainer.rewards import with_length_penalty
 
 
@@ -102,10 +102,10 @@ def _others(config: QeRLConfig) -> Others:
     tools = [get_tool(spec) for spec in config.tools]
     if config.environment is not None:
         make = get_environment(config.environment, config.environment_options)
-        return check_others(tools, make, None)
+        return check_others(tools, make)
     if config.environment_options:
         raise QeRLError("environment_options is set, and there is no environment; set one, or remove it.")
-    return check_others(tools, None, None)
+    return check_others(tools, None)
 
 
 def _check_machine(config: QeRLConfig) -> None:

@@ -21,10 +21,7 @@ import time
 from collections.abc import Iterator
 from datetime import timedelta
 
-import torch
 import torch.distributed as dist
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from transformers import TrainingArguments
 
 from qerl.errors import QeRLError
@@ -52,34 +49,6 @@ def ends_together(args: TrainingArguments) -> Iterator[None]:
         peers.fail(error)
         raise
     peers.arrive()
-
-
-def rebuild_buckets(model: nn.Module) -> None:
-    """Let DistributedDataParallel order its buckets anew here, where all processes are at the same place.
-
-    It does so once, after the first gradients, by broadcasts in front of a forward pass. Which of a loss's
-    chunks that would be differs between processes, and so would the collectives that they meet in.
-    """
-    if isinstance(model, DistributedDataParallel) and torch.is_grad_enabled():
-        model.reducer._rebuild_buckets()
-
-
-@contextlib.contextmanager
-def averaged(model: nn.Module, whether: bool) -> Iterator[None]:
-    """Whether gradients of forward passes in the block are averaged over processes in their backward pass.
-
-    DistributedDataParallel decides that in the forward pass, which here belongs to another microbatch than
-    the backward pass does.
-    """
-    if not isinstance(model, DistributedDataParallel):
-        yield
-        return
-    before = model.require_backward_grad_sync
-    model.require_backward_grad_sync = whether
-    try:
-        yield
-    finally:
-        model.require_backward_grad_sync = before
 
 
 class _Peers:

@@ -1,4 +1,8 @@
-"""Reward functions of a run: guarded, and the end of the run when one of them fails on everything.
+"""Rewards of a run's samples: functions and models that are called, and the end of a run on which one always
+fails.
+
+Every function is guarded (`qerl.tasks.guard`), whether it is asynchronous or not. What it is called with is
+what TRL calls it with.
 
 A reward that fails on some samples is noise, which is counted. One that fails on every sample of a step is a
 defect (a misspelled column, a judge that cannot be reached), and a run that goes on learns from zeros. It
@@ -9,19 +13,24 @@ raises the same sentence, and none waits for another in a collective. Rollouts t
 those of evaluation are not looked at: they may be a single problem on which a sound function fails.
 """
 
-import contextlib
 import functools
+import inspect
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from inspect import iscoroutinefunction
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
+from torch import nn
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
 from trl.rewards import get_soft_overlong_punishment
 
 from qerl.errors import QeRLError, first_line
 from qerl.ranks import is_first_process
+from qerl.rollout.engine import RolloutEngine
 from qerl.settings.config import QeRLConfig
 from qerl.tasks.guard import GuardedReward, describe, guarded
 from qerl.tasks.judging import name_of
@@ -31,6 +40,9 @@ logger = logging.getLogger(__name__)
 
 WRITTEN_COLUMN = "written_tokens"
 """Column of the number of tokens that the policy wrote in a completion, where others wrote in it too."""
+
+_NOT_HANDED_ON = ("prompt", "completion", "completion_ids")
+"""Columns of the data that are kept from reward functions, which get samples under these names."""
 
 
 def guard_rewards(rewards: Any, timeout_s: float, together: Together) -> list[Any]:
@@ -42,28 +54,9 @@ def guard_rewards(rewards: Any, timeout_s: float, together: Together) -> list[An
         together: As in `guarded`.
     """
     return [
-        reward if isinstance(reward, str | torch.nn.Module) else guarded(reward, timeout_s, together)
+        reward if isinstance(reward, str | nn.Module) else guarded(reward, timeout_s, together)
         for reward in as_list(rewards)
     ]
-
-
-@contextlib.contextmanager
-def reward_models_found(rewards: Sequence[Any]) -> Iterator[None]:
-    """A block in which TRL loads the reward models that are named among the rewards.
-
-    Raises:
-        QeRLError: One of them is not found.
-    """
-    names = [reward for reward in rewards if isinstance(reward, str)]
-    try:
-        yield
-    except OSError as error:
-        if not names:
-            raise
-        raise QeRLError(
-            f"reward_funcs names {', '.join(names)}, and a reward model is not found ({first_line(error)}); "
-            "give its folder or Hub id, or a function."
-        ) from error
 
 
 def calls_of(rewards: Any, args: QeRLConfig) -> Together:
@@ -150,3 +143,230 @@ def stop_if_all_failed(rewards: Sequence[Callable[..., Any]], accelerator: Accel
                 f"The reward function {reward.__name__!r} failed on all {samples} samples of a step; its "
                 f"first error is {first}. Mend it, or set reward_errors: tolerate to go on without it."
             )
+
+
+def check_tells(engine: RolloutEngine) -> None:
+    """Refuse an engine that does not tell which completions are finished.
+
+    Raises:
+        QeRLError: Its `generate` has no argument `ended`.
+    """
+    try:
+        inspect.signature(engine.generate).bind([], 1, None, None, None, None)  # as the rollout calls it
+    except TypeError as error:
+        raise QeRLError(
+            "early_rewards needs an engine whose generate has the argument `ended`, and that of "
+            f"{type(engine).__name__} has not; add it behind `seeds`, as RolloutEngine.generate has it, or "
+            "remove early_rewards."
+        ) from error
+
+
+def episode_rewards_of(judges: Sequence[type]) -> list[Callable[..., Any]]:
+    """Reward functions of environments that score their episodes, one for each class; none for others'
+    rows."""
+    return [_episode_reward(judge) for judge in judges]
+
+
+def _episode_reward(judge: Any) -> Callable[..., Any]:
+    async def awaited(environments: list[Any], **_: Any) -> list[float | None]:
+        return [await each.get_reward() if type(each) is judge else None for each in environments]
+
+    def at_once(environments: list[Any], **_: Any) -> list[float | None]:
+        return [each.get_reward() if type(each) is judge else None for each in environments]
+
+    score: Callable[..., Any] = awaited if iscoroutinefunction(judge.get_reward) else at_once
+    score.__name__ = judge.__name__
+    return score
+
+
+class Scorer:
+    """Calls the reward functions and reward models of a run.
+
+    Args:
+        functions: Guarded functions, reward models, or their names.
+        processing_classes: Tokenizers of reward models, one entry for each function; None loads the models'
+            own.
+        calls: Where functions wait, and begin early.
+        accelerator: Of the run.
+        state: Gives transformers' state of the trainer.
+        args: Settings of the run.
+
+    Attributes:
+        functions, processing_classes: As they are called.
+        names: Of the functions, by which they are logged.
+        early: Whether calls begin as samples are finished.
+
+    Raises:
+        QeRLError: A named reward model is not found.
+    """
+
+    def __init__(
+        self,
+        functions: Sequence[Any],
+        processing_classes: Sequence[Any] | None,
+        calls: Together,
+        accelerator: Accelerator,
+        state: Callable[[], Any],
+        args: QeRLConfig,
+    ) -> None:
+        self._calls, self._accelerator, self._state, self._args = calls, accelerator, state, args
+        self.early = calls.early
+        self.functions = [self._loaded(function) for function in functions]
+        self.processing_classes = [*(processing_classes or [None] * len(self.functions))]
+        if len(self.processing_classes) != len(self.functions):
+            raise QeRLError(
+                f"reward_processing_classes has {len(self.processing_classes)} entries for "
+                f"{len(self.functions)} reward functions; give one for each."
+            )
+        self.names = [_name_of(function) for function in self.functions]
+        for at, model in enumerate(self.functions):
+            if isinstance(model, PreTrainedModel):
+                self.processing_classes[at] = _tokenizer_of(model, self.processing_classes[at], args)
+                self.functions[at] = accelerator.prepare_model(
+                    model, evaluation_mode=True, device_placement=True
+                )
+        self._begun: list[dict[str, Any]] = []
+        self._extra: dict[str, list[Any]] = defaultdict(list)
+        self._metrics: dict[str, list[float]] = defaultdict(list)
+
+    def _loaded(self, function: Any) -> Any:
+        if not isinstance(function, str):
+            return function
+        kwargs = {"trust_remote_code": self._args.trust_remote_code} | (self._args.model_init_kwargs or {})
+        try:
+            return AutoModelForSequenceClassification.from_pretrained(function, num_labels=1, **kwargs)
+        except OSError as error:
+            raise QeRLError(
+                f"reward_funcs names {function}, and no reward model is found there ({first_line(error)}); "
+                "give its folder or Hub id, or a function."
+            ) from error
+
+    def expect(self, rows: list[dict[str, Any]]) -> None:
+        """The samples that finish next are those of these rows; calls for others are given up."""
+        self._begun = rows
+        self._calls.take_seconds()  # which nobody asked for
+        self._calls.abandon()
+
+    def begin(self, row: int, completion: Any, token_ids: list[int]) -> None:
+        """Begin the calls for a finished sample of those functions that begin early."""
+        given = self._begun[row]
+        columns = self._columns([given]) | {
+            "prompts": [given["prompt"]],
+            "completions": [completion],
+            "completion_ids": [token_ids],
+        }
+        self._calls.begin(row, columns)
+
+    def hidden_seconds(self) -> float:
+        """Seconds of calls that went on beside the rollout, since this was last asked."""
+        return self._calls.take_seconds()
+
+    def _columns(self, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """What functions are handed beside the samples."""
+        names = [name for name in rows[0] if name not in _NOT_HANDED_ON]
+        columns: dict[str, Any] = {name: [row[name] for row in rows] for name in names}
+        return columns | {
+            "trainer_state": self._state(),
+            "log_extra": lambda column, values: self._extra[column].extend(values),
+            "log_metric": lambda name, value: self._metrics[name].append(value),
+        }
+
+    def score(
+        self,
+        rows: Sequence[dict[str, Any]],
+        prompts: list[Any],
+        completions: list[Any],
+        completion_ids: list[list[int]],
+        environments: list[Any] | None,
+    ) -> torch.Tensor:
+        """The rewards [B, F] of this process's samples, fp32; NaN where a function gives none.
+
+        Args:
+            rows: Of the data set, one for each sample.
+            prompts, completions, completion_ids: The samples, as functions get them.
+            environments: Of the samples, if there are any.
+        """
+        columns = self._columns(rows)
+        if environments is not None:
+            columns["environments"] = environments
+        device = self._accelerator.device
+        rewards_BF = torch.full((len(rows), len(self.functions)), torch.nan, device=device)
+        for at, function in enumerate(self.functions):
+            if isinstance(function, nn.Module):
+                rewards_BF[:, at] = self._judged_by(
+                    function, self.processing_classes[at], prompts, completions
+                )
+                continue
+            given = function(
+                prompts=prompts, completions=completions, completion_ids=completion_ids, **columns
+            )
+            rewards_BF[:, at] = torch.tensor([torch.nan if reward is None else reward for reward in given])
+        self._calls.take_seconds()
+        unscored = rewards_BF.isnan().all(dim=1).nonzero().flatten().tolist()
+        if unscored:
+            logger.warning(
+                "No reward function scored %d of %d samples, the first of them for the prompt %r with the "
+                "completion %r.",
+                *(len(unscored), len(rows), prompts[unscored[0]], completions[unscored[0]]),
+            )
+        return rewards_BF
+
+    def _judged_by(self, model: nn.Module, tokenizer: Any, prompts: list[Any], completions: list[Any]) -> Any:
+        """What a reward model gives, [B]."""
+        if isinstance(prompts[0], str):
+            texts = [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
+        else:
+            kwargs = self._args.chat_template_kwargs or {}
+            texts = [
+                tokenizer.apply_chat_template([*prompt, *completion], tokenize=False, **kwargs)
+                for prompt, completion in zip(prompts, completions, strict=True)
+            ]
+        inputs = tokenizer(
+            text=texts, return_tensors="pt", padding=True, padding_side="right", add_special_tokens=False
+        )
+        with torch.inference_mode():
+            return model(**inputs.to(self._accelerator.device)).logits[:, 0].float()
+
+    def take_logged(self, count: int) -> tuple[dict[str, list[Any]], dict[str, float]]:
+        """Columns for the table of completions, of all processes, and metrics that functions have logged.
+
+        Every process must call this. Names are gathered and sorted, because processes may differ in them.
+
+        Args:
+            count: Samples of this process.
+        """
+        extra, metrics = dict(self._extra), dict(self._metrics)
+        self._extra.clear()
+        self._metrics.clear()
+        columns = {
+            name: gather_object(extra.get(name, [None] * count))
+            for name in sorted(set(gather_object(list(extra))))
+        }
+        means = {}
+        for name in sorted(set(gather_object(list(metrics)))):
+            values = metrics.get(name, [])
+            own = torch.tensor(
+                [[sum(values), len(values)]], dtype=torch.float, device=self._accelerator.device
+            )
+            total, number = self._accelerator.gather(own).sum(dim=0).tolist()
+            means[name] = total / number
+        return columns, means
+
+
+def _name_of(function: Any) -> str:
+    if isinstance(function, nn.Module):
+        config: Any = function.config
+        return str(config._name_or_path).split("/")[-1]
+    return name_of(function)
+
+
+def _tokenizer_of(model: PreTrainedModel, given: Any, args: QeRLConfig) -> Any:
+    """The tokenizer of a reward model, and its pad token in the model's config, by which it finds the last
+    token."""
+    tokenizer = given or AutoTokenizer.from_pretrained(
+        model.config._name_or_path, trust_remote_code=args.trust_remote_code
+    )
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
+    return tokenizer

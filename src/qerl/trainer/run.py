@@ -35,7 +35,7 @@ from qerl.trainer.processes import ends_together
 from qerl.trainer.prompts import ReadyPrompts, sound_prompts
 from qerl.trainer.resume.changes import prepare_folder
 from qerl.trainer.resume.claim import claimed
-from qerl.update.memory_retry import refuse_memory_error
+from qerl.update.chunks import refuse_memory_error
 
 
 @dataclass(frozen=True)

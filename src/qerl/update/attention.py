@@ -31,8 +31,7 @@ from transformers.masking_utils import (
 
 from qerl.families.parts import eval_mode
 from qerl.kernels.flash import Extents, flash_for
-from qerl.update.joined_row import Branches, MaskFunction, join
-from qerl.update.padded import PaddedBatch
+from qerl.update.joined_row import Branches, MaskFunction, Sample, join
 
 NAME = "qerl_branches"
 
@@ -68,8 +67,7 @@ def why_not(model: PreTrainedModel) -> str | None:
     if getattr(model.config.get_text_config(decoder=True), "attention_dropout", None):
         return "attention has dropout, which it has in training alone"
     before = model.config._attn_implementation
-    ones = torch.ones(2, 2, dtype=torch.long, device=model.device)
-    row = join(PaddedBatch(ones, ones, ones, ones, group_B=torch.zeros_like(ones[0])), rows=[0, 1])
+    row = join([Sample([1, 1], [1, 1], [], [])] * 2, [0, 1], model.device)
     model.set_attn_implementation(NAME)
     if model.config.get_text_config(decoder=True)._attn_implementation != NAME:
         return f"{type(model).__name__} lets nobody replace its attention"

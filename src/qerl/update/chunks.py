@@ -1,39 +1,49 @@
-"""A microbatch with more tokens than one forward pass may hold is computed in chunks.
+"""An update in forward passes that fit: its samples in chunks, and in smaller ones where memory runs out.
 
-Activations grow with the tokens of the joined row (`qerl.update.joined_row`), not with its samples:
-eight short answers may take less memory than one long one. So the limit is a number of tokens. The samples
-of a microbatch are spread over as few chunks as hold them, balanced: the longest first, each to the chunk
-that it leaves the lightest (longest processing time first, Graham 1969). A chunk computes a prompt once for
-all of its samples of that group; groups are divided as far as more chunks would be needed otherwise, no
-further.
-
+Activations grow with the tokens of the joined row (`qerl.update.joined_row`), not with its samples: eight
+short answers may take less memory than one long one. So the limit is a number of tokens. The samples of an
+optimizer step are spread over as few chunks as hold them, balanced: the longest first, each to the chunk that
+it leaves the lightest (longest processing time first, Graham 1969). A chunk computes a prompt once for all of
+its samples of that group; groups are divided as far as more chunks would be needed otherwise, no further.
 Each chunk is run forward and backward before the next begins, so that one at a time is in memory, and nothing
-is computed twice: a token's gradient needs its own log-probability, its sample's, and normalisers known
-beforehand, but never what the model says of other samples. The loss still sees the whole microbatch: computed
-samples as numbers, the chunk's with their graph, those to come as zeros, which get no gradient. At the last
-chunk all are there, so that this loss is the one to report and its metrics are those of the undivided batch.
+is computed twice.
 
-One option of TRL breaks this independence: `top_entropy_quantile` compares the tokens of a whole microbatch,
-which then runs forward once more, without a graph, ahead of the chunks. GradCache (Gao et al., arXiv
-2101.06983) does that for every loss.
+How much memory a step takes depends on how long its samples turned out, so a run may do well for hours and
+then meet one batch that does not fit. What is sampled is kept; the update is done again from its start
+(`MemoryRetry`): the gradients of the step so far are dropped, since a backward pass that was interrupted has
+left a part of its own in them, and every chunk runs again: first with every layer recomputed for backward,
+where some kept their activations, then with half as many tokens per forward pass. Neither changes a gradient.
+What was changed stays for the rest of the run, and for whatever the same trainer trains after it, and goes
+into its checkpoints, so that a resumed run computes what this one would have.
 
-Legend: B samples, C padded completion length.
+Given up: several processes. One that repeats its step would leave the others waiting in their all-reduce, so
+there the error says what to change and ends the run. A repeated step draws new masks where LoRA has dropout.
+
+Legend: B samples.
 """
 
-import contextlib
-from collections.abc import Callable
-from functools import reduce
-from typing import TypeVar
+import gc
+import json
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 
-from qerl.kernels.upload import upload
-from qerl.update.padded import Lengths
+from qerl.errors import QeRLError, first_line
+from qerl.update.joined_row import Lengths
 
 T = TypeVar("T")
 
-Outputs = tuple[torch.Tensor, ...]
-"""Tensors [B, C] of a forward pass, zero outside of its samples."""
+LIMITS_FILE = "update_limits.json"
+
+logger = logging.getLogger(__name__)
+
+_ADVICE = (
+    "lower max_completion_length, set gradient_checkpointing: true and with it "
+    "gradient_checkpointing_kwargs: {offload: true}, or take a smaller lora_r"
+)
 
 
 def split_rows(rows: list[int], lengths: Lengths, max_tokens: int | None) -> list[list[int]]:
@@ -91,55 +101,146 @@ def _spread(units: list[list[int]], lengths: Lengths, count: int) -> list[list[i
     return chunks
 
 
-def loss_in_chunks(
-    forward: Callable[[list[int]], Outputs],
-    chunks: list[list[int]],
-    loss: Callable[[Outputs, list[int]], tuple[torch.Tensor, T]],
-    backward: Callable[[torch.Tensor], None],
-    apart: Callable[[], contextlib.AbstractContextManager[object]],
-    look_ahead: bool,
-) -> tuple[torch.Tensor, T]:
-    """The loss of a microbatch; gradients of all chunks but the last are added, the last keeps its graph.
+def refuse_memory_error(error: torch.AcceleratorError) -> None:
+    """Say in a sentence that memory ran out outside of torch's allocator, as where the CPU's is pinned.
 
     Args:
-        forward: Computes the outputs of a chunk.
-        chunks: Samples, each in one chunk; at least one chunk. A single one is run as it is.
-        loss: Computes the loss from outputs and the samples that have any; those of all others are zero. What
-            it reports beside the loss is returned with that of the last chunk.
-        backward: Adds the gradients of a loss to those that are there.
-        apart: Surrounds forward, loss and backward of a chunk that is not the last.
-        look_ahead: Whether the loss of a sample depends on the outputs of others.
+        error: Any of CUDA's; others than those of memory are left alone.
 
-    Returns:
-        A scalar with the value of the undivided loss, for which backward is still to be called; and what the
-        undivided loss reports.
+    Raises:
+        QeRLError: Memory ran out.
     """
-    rows = [row for chunk in chunks for row in chunk]
-    values, done = None, 0
-    if look_ahead and len(chunks) > 1:
-        with apart():
-            values = without_graph(forward, chunks)
-    for chunk in chunks[:-1]:
-        done += len(chunk)
-        with apart():
-            outputs = _with_known(values, forward(chunk), chunk)
-            backward(loss(outputs, rows if look_ahead else rows[:done])[0])
-        values = tuple(output.detach() for output in outputs)
-        del outputs  # the next chunk begins without what is left of this one's graph
-    return loss(_with_known(values, forward(chunks[-1]), chunks[-1]), rows)
+    if "out of memory" in str(error):
+        raise QeRLError(
+            "Memory ran out outside of torch's allocator of the GPU: where inputs of layers wait in the "
+            "CPU's memory (gradient_checkpointing_kwargs: {offload: true}), most likely there; take shorter "
+            f"samples, or free some of that memory ({first_line(error)})."
+        ) from error
 
 
-def without_graph(forward: Callable[[list[int]], Outputs], chunks: list[list[int]]) -> Outputs:
-    """Outputs of all chunks together; one chunk at a time is in memory."""
-    with torch.no_grad():
-        return reduce(lambda known, new: tuple(map(torch.add, known, new)), map(forward, chunks))
+class MemoryRetry:
+    """Runs an update, again where memory ran out.
 
+    Args:
+        max_tokens: Largest number of tokens per forward pass, None for no limit.
+        processes: Processes of the run; with more than one nothing is done again.
+        recompute_every_layer: Turns that on and says whether it was off.
+        checkpointing: `gradient_checkpointing_kwargs` of the run, in which it can be set.
+        advice: What to do about one sample that does not fit by itself.
 
-def _with_known(values: Outputs | None, outputs: Outputs, chunk: list[int]) -> Outputs:
-    """Outputs of a chunk's samples, known values of all others."""
-    if values is None:
-        return outputs
-    is_new_B1 = torch.zeros(len(outputs[0]), 1, dtype=torch.bool)
-    is_new_B1[chunk] = True
-    is_new_B1 = upload(is_new_B1, outputs[0].device)
-    return tuple(torch.where(is_new_B1, *pair) for pair in zip(outputs, values, strict=True))
+    Attributes:
+        max_tokens: The limit that holds at present; lower once memory has run out.
+    """
+
+    def __init__(
+        self,
+        max_tokens: int | None = None,
+        processes: int = 1,
+        recompute_every_layer: Callable[[], bool] = lambda: False,
+        advice: str = _ADVICE,
+        checkpointing: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.max_tokens = max_tokens
+        self._processes, self._recompute = processes, recompute_every_layer
+        self._advice = advice
+        options = {**(checkpointing or {}), "every_n_layers": 1}
+        self._every_layer = ", ".join(f"{name}: {json.dumps(value)}" for name, value in options.items())
+        self._lowered = self._recomputes = False
+        self._newest = (0, 0)  # tokens and samples of the newest forward pass
+
+    def split(self, rows: list[int], lengths: Lengths) -> list[list[int]]:
+        """Samples as chunks of which each fits one forward pass."""
+        return split_rows(rows, lengths, self.max_tokens)
+
+    def note_forward(self, rows: list[int], lengths: Lengths) -> None:
+        """Note the samples of the forward pass that begins next."""
+        self._newest = lengths.tokens(rows), len(rows)
+
+    def run(self, step: int, update: Callable[[], T], undo: Callable[[], None]) -> T:
+        """What an update returns, once it got through.
+
+        Args:
+            step: Number of the optimizer step, from 1, for messages.
+            update: Forward and backward passes of all of the step's samples, which it divides by `split`.
+            undo: Drops what an attempt that failed has left in gradients.
+
+        Raises:
+            QeRLError: One sample alone does not fit, there are several processes, or memory ran out that
+                torch's allocator of the GPU does not hold.
+        """
+        while True:
+            try:
+                return update()
+            except torch.OutOfMemoryError as error:
+                self._lower_limits(step, error)
+            except torch.AcceleratorError as error:
+                refuse_memory_error(error)
+                raise
+            # Only here, with the exception gone, do the frames of the failed attempt let go of their tensors.
+            undo()
+            gc.collect()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+
+    def save(self, folder: Path) -> None:
+        """Write limits that differ from the settings into a checkpoint."""
+        if self._lowered or self._recomputes:
+            folder.mkdir(parents=True, exist_ok=True)
+            limits = {
+                "tokens_per_forward": self.max_tokens if self._lowered else None,
+                "recompute_every_layer": self._recomputes,
+            }
+            (folder / LIMITS_FILE).write_text(json.dumps(limits), encoding="utf-8")
+
+    def load(self, folder: Path) -> None:
+        """Take over the limits of a checkpoint, unless the setting is lower still."""
+        file = folder / LIMITS_FILE
+        if not file.is_file():
+            return
+        limits = json.loads(file.read_text(encoding="utf-8"))
+        if limits["recompute_every_layer"]:
+            self._recomputes = True
+            self._recompute()
+        found = limits["tokens_per_forward"]
+        if found is not None:
+            self.max_tokens, self._lowered = min(found, self.max_tokens or found), True
+
+    def _lower_limits(self, step: int, error: torch.OutOfMemoryError) -> None:
+        """Choose how the next attempt takes less memory.
+
+        Raises:
+            QeRLError: Nothing is left to do, or there are several processes.
+        """
+        if self._processes > 1:
+            raise QeRLError(
+                "A training step ran out of GPU memory; with several processes it is not redone: set "
+                f"tokens_per_forward: {-(-self._newest[0] // 2)}, and gradient_checkpointing_kwargs: "
+                f"{{{self._every_layer}}} if every_n_layers is larger."
+            ) from error
+        if self._recompute():
+            self._recomputes = True
+            logger.warning(
+                "Out of GPU memory in step %d: it is redone from its start, from now on with every layer "
+                "recomputed; gradient_checkpointing_kwargs: {%s} sets that from the start.",
+                step,
+                self._every_layer,
+            )
+        else:
+            self._halve(step, error)
+
+    def _halve(self, step: int, error: torch.OutOfMemoryError) -> None:
+        tokens, samples = self._newest
+        half = -(-tokens // 2)
+        if samples <= 1:
+            raise QeRLError(
+                f"A training step ran out of GPU memory with a single sample in it; {self._advice}."
+            ) from error
+        self.max_tokens, self._lowered = half, True
+        logger.warning(
+            "Out of GPU memory in step %d: it is redone from its start, from now on with at most %d instead "
+            "of %d tokens in one forward pass; tokens_per_forward: %d sets that from the start.",
+            step,
+            half,
+            tokens,
+            half,
+        )

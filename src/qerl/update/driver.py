@@ -6,7 +6,7 @@ it are the parts that GRPO's update runs on. Sequences that begin alike are foun
 stand in one joined row, their common beginning once (`qerl.update.joined_row`). A row with more than
 `tokens_per_forward` tokens is divided into chunks, each run forward and backward before the next
 (`qerl.update.chunks`). The head never holds the logits of a row (`qerl.update.head`). When memory runs out,
-the call is done again with smaller chunks (`qerl.update.memory_retry`).
+the call is done again with smaller chunks (`qerl.update.chunks.MemoryRetry`).
 
 Sequences whose loss pulls at nothing, all advantages being 0, run forward alone.
 
@@ -39,13 +39,12 @@ from qerl.errors import QeRLError
 from qerl.families.parts import base_model, eval_mode, train_mode
 from qerl.families.sizes import positions_of
 from qerl.fp4.linear import dense_weights_kept
+from qerl.update.chunks import MemoryRetry
 from qerl.update.forward import hidden_states, score
 from qerl.update.head import Head, head_backward, target_logps
-from qerl.update.joined_row import IGNORE, JoinedRow, RowBuilder
+from qerl.update.joined_row import IGNORE, JoinedRow, Lengths, RowBuilder
 from qerl.update.kernels import use_kernels
 from qerl.update.losses import TARGETS, Datum, Loss, LossOutput, find_loss
-from qerl.update.memory_retry import MemoryRetry
-from qerl.update.padded import Lengths
 from qerl.update.path import UpdatePath
 from qerl.update.prefixes import shared_prefixes
 from qerl.update.row_check import check_joined_row
@@ -190,11 +189,7 @@ class LossDriver:
 
     def _retried(self, one: _Pass, undo: Any) -> LossOutput:
         self._calls += 1
-        self._retry.start_step(self._calls)
-        try:
-            return self._retry.run(one, self._run, undo)
-        finally:
-            self._retry.forget_step()
+        return self._retry.run(self._calls, lambda: self._run(one), undo)
 
     def _run(self, one: _Pass) -> LossOutput:
         """All chunks of a call."""

@@ -11,8 +11,7 @@ from transformers import PreTrainedModel
 
 from qerl.update.attention import attention_kwargs
 from qerl.update.head import Head, logps_and_entropies
-from qerl.update.joined_row import JoinedRow
-from qerl.update.masks import masked_by_branch
+from qerl.update.joined_row import JoinedRow, masked_by_branch
 
 
 def hidden_states(decoder: torch.nn.Module, row: JoinedRow, by_stretch: bool) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 A row of L positions has L x V logits, gigabytes for the vocabularies of today. Here positions go through the
 output head some at a time; of each tile only the log-probabilities of the targets are kept. Logits are FP32
-and never rounded (`qerl.kernels.logits`).
+and never rounded (`qerl.kernels.tensors`).
 
 `logps_and_entropies` is the trainer's: one target a position, with entropies. Where hidden states alone have
 a gradient and entropies have none, the gradient of a log-probability is known as soon as its row of logits
@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 
 from qerl.errors import QeRLError
 from qerl.kernels.limits import head_positions
-from qerl.kernels.logits import add_product, product
+from qerl.kernels.tensors import add_product, product
 
 TILE = 1 << 26
 """Logits of a tile: 256 MB in float32, and some times that while their gradient is computed."""

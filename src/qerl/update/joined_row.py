@@ -6,39 +6,116 @@ that last token and continues with the completion,
 
     prompt[:-1] | prompt[-1] c1 .. c(n-1) | prompt[-1] c1' .. c(m-1)' | next prompt[:-1] | ...
 
-so that every position of a branch predicts exactly one completion token and nothing is computed for padding.
-A branch attends to its prompt and to itself; positions count from the start of the sample, so rotary
-embeddings see what they would see in a row of its own. Gradients through the shared prompt add up over its
-branches, which is what the padded batch computes sample by sample.
+so that every position of a branch predicts exactly one completion token and nothing is padded. A branch
+attends to its prompt and to itself; positions count from the start of the sample, so rotary embeddings see
+what they would see in a row of its own. Gradients through the shared prompt add up over its branches, which
+is what a padded batch computes sample by sample.
 
 The row says which tokens attend to which in two forms. `Branches` lists the stretches of the row for a kernel
-that computes only what is seen (`qerl.update.attention`); `mask_function` answers for any two tokens,
-from which a model's own dense masks are made (`qerl.update.masks`), at a cost of L^2 whatever they
-mask.
+that computes only what is seen (`qerl.update.attention`); `mask_function` answers for any two tokens, from
+which the model's own code makes its dense masks (`masked_by_branch`), at a cost of L^2 whatever they mask. A
+mask made here would have to be made for every family again, and would be wrong without a word for each that
+was forgotten. Given up: models that make masks in some other way. `qerl.update.row_check` finds them.
 
 A layer with a recurrent state would need a third form: where in the row a state starts, and the position
 whose state each branch continues. The stretches hold both.
 
-Legend: B samples, C padded completion length, L tokens of the row, S positions of L that predict something,
-N stretches and one, M keys of all stretches.
+Legend: B samples, C completion columns, L tokens of the row, S positions of L that predict something, N
+stretches and one, M keys of all stretches.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
 import torch
+from transformers import PreTrainedConfig
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
 
-from qerl.kernels.upload import upload
-from qerl.update.padded import PaddedBatch
+from qerl.errors import QeRLError
+from qerl.kernels.tensors import upload
 
 MaskFunction = Callable[[Any, Any, torch.Tensor, torch.Tensor], torch.Tensor]
 """transformers' form of a mask: by index of batch, head, query and key, whether the query sees the key."""
 
 IGNORE = -100
 """Label of positions that predict nothing, as in transformers."""
+
+
+@dataclass
+class Sample:
+    """One completion of a prompt, from its rollout to its update: plain lists on the host, nothing padded.
+
+    Attributes:
+        prompt: Token ids, at least one.
+        tokens: Token ids of the completion, at least one.
+        logprobs: Natural log-probability of each token under the policy that drew it; NaN where unknown.
+        entropies: Entropy in nats of the distribution that each was drawn from; NaN where unknown.
+        group: Number of its prompt among those of an optimizer step; samples with one number share it.
+        written: For each token 1 if the policy wrote it, 0 if somebody else did; None for all of them.
+        truncated: Whether the completion was cut off.
+        masked: Whether the loss sees none of its tokens.
+        rewards: One for each reward function; NaN where it gave none.
+        advantage: What its rewards come to.
+        old_logprobs: Of the tokens under the policy that the loss takes the ratio to; None: as it updates.
+        reference_logprobs: Of the tokens under the reference policy; None without one.
+        extras: Further values of a sample, by name.
+    """
+
+    prompt: list[int]
+    tokens: list[int]
+    logprobs: list[float]
+    entropies: list[float]
+    group: int = 0
+    written: list[int] | None = None
+    truncated: bool = False
+    masked: bool = False
+    rewards: list[float] = field(default_factory=list)
+    advantage: float = 0.0
+    old_logprobs: list[float] | None = None
+    reference_logprobs: list[float] | None = None
+    extras: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def loss_mask(self) -> list[int]:
+        """1 for each token that the loss sees, else 0."""
+        if self.masked:
+            return [0] * len(self.tokens)
+        return self.written or [1] * len(self.tokens)
+
+    @property
+    def computed(self) -> list[int]:
+        """The tokens that an update computes: all, or the first alone where the loss sees none of them."""
+        return self.tokens[:1] if self.masked else self.tokens
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Number of tokens that each sample adds to a row.
+
+    Attributes:
+        own_B: Tokens of each sample's completion.
+        shared_B: Tokens of its prompt but the last one, which the row holds once per group.
+        group_B: Number of its group.
+    """
+
+    own_B: list[int]
+    shared_B: list[int]
+    group_B: list[int]
+
+    @classmethod
+    def of(cls, samples: Sequence[Sample]) -> "Lengths":
+        """Those of samples."""
+        own = [len(sample.computed) for sample in samples]
+        return cls(own, [len(sample.prompt) - 1 for sample in samples], [sample.group for sample in samples])
+
+    def tokens(self, rows: Sequence[int]) -> int:
+        """Number of tokens in the row that holds these samples."""
+        shared = {self.group_B[row]: self.shared_B[row] for row in rows}
+        return sum(self.own_B[row] for row in rows) + sum(shared.values())
 
 
 @dataclass(frozen=True)
@@ -69,13 +146,13 @@ class Branches:
 
 @dataclass(frozen=True)
 class JoinedRow:
-    """One row that holds many samples. Tensors are int64 on the batch's device.
+    """One row that holds many samples. Tensors are int64 on one device.
 
     Attributes:
         input_ids_1L: Tokens.
         position_ids_1L: Position of each token in its own sample.
         labels_1L: Completion token predicted at each position, `IGNORE` on prompts.
-        sample_L: Row of the padded batch that each position belongs to, -1 on prompts.
+        sample_L: Sample that each position belongs to, -1 on prompts.
         column_L: Completion column that each position predicts.
         group_L: Index of the prompt that a position belongs to, counted within the row.
         branch_L: Index of its branch of that prompt, 0 for the prompt itself.
@@ -157,26 +234,24 @@ class JoinedRow:
         return flat.index_put((index_S,), values_S).view(batch, columns)
 
 
-def join(batch: PaddedBatch, rows: list[int], device: torch.device | None = None) -> JoinedRow:
-    """The given samples of a batch as one row.
+def join(samples: Sequence[Sample], rows: Sequence[int], device: torch.device) -> JoinedRow:
+    """The samples with these indices as one row; groups stand in the order of their first sample.
 
     Args:
-        batch: The samples. Where they are on the CPU, nothing waits for the device.
-        rows: Samples to include, at least one. Groups follow one another in the order of their first sample.
-        device: Of the row; the batch's if None.
+        samples: Of which some are joined.
+        rows: Indices of those, at least one.
+        device: Of the row; nothing waits for it.
     """
-    builder, device = RowBuilder(), device or batch.prompt_ids_BP.device
-    prompts, completions = batch.prompt_ids_BP.cpu(), batch.completion_ids_BC.cpu()
-    in_prompts, in_completions = batch.prompt_mask_BP.cpu().bool(), batch.completion_mask_BC.cpu().bool()
+    builder = RowBuilder()
     groups: dict[int, list[int]] = {}
     for row in rows:
-        groups.setdefault(batch.lengths.group_B[row], []).append(row)
+        groups.setdefault(samples[row].group, []).append(row)
     for members in groups.values():
-        prompt = prompts[members[0]][in_prompts[members[0]]]
-        builder.begin_group(prompt[:-1])
+        prompt = samples[members[0]].prompt
+        builder.begin_group(torch.tensor(prompt[:-1], dtype=torch.long))
         for row in members:
-            completion = completions[row][in_completions[row]]
-            builder.add_branch(row, torch.cat([prompt[-1:], completion[:-1]]), completion)
+            tokens = samples[row].computed
+            builder.add_branch(row, torch.tensor([prompt[-1], *tokens[:-1]]), torch.tensor(tokens))
     return builder.finish(device)
 
 
@@ -202,7 +277,7 @@ class RowBuilder:
         """Add a sample of the group that was begun last.
 
         Args:
-            sample: Its row of the batch.
+            sample: Its index.
             tokens: Those that follow the shared ones, at least one.
             labels: What each of them predicts.
 
@@ -232,3 +307,47 @@ class RowBuilder:
         sample, column, group, branch = where
         rows = tokens[None], positions[None], labels[None]
         return JoinedRow(*rows, sample, column, group, branch, scored_S, self._stretches)
+
+
+@contextmanager
+def masked_by_branch(config: PreTrainedConfig, row: JoinedRow) -> Iterator[dict[str, Any]]:
+    """Yields arguments of a forward pass; inside the block the model's masks are those of the joined row.
+
+    Which tokens of a sample attend to which is the model's affair: a layer attends to all that came before,
+    to a window, to a block. transformers writes it as a function of two positions, from which the model's
+    attention implementation makes a tensor, and looks that maker up by name; the entry is replaced for the
+    length of one forward pass. Masks are made in front of the decoder's layers, so layers that are computed
+    again for the backward pass read the ones that were made.
+
+    Args:
+        config: Config of the model, or of the decoder in it.
+        row: The row.
+
+    Raises:
+        QeRLError: The model's attention implementation makes no such masks.
+    """
+    name = config.get_text_config(decoder=True)._attn_implementation
+    make = ALL_MASK_ATTENTION_FUNCTIONS.get(name)
+
+    def make_for_row(*, mask_function: MaskFunction = causal_mask_function, **settings: Any) -> Any:
+        settings |= {"attention_mask": None, "allow_is_causal_skip": False}
+        mask = make(mask_function=row.mask_function(mask_function), **settings)
+        if mask is None or mask.ndim != 4:
+            raise _no_masks(name)
+        return mask
+
+    if make is None:
+        raise _no_masks(name)
+    ALL_MASK_ATTENTION_FUNCTIONS[name] = make_for_row
+    try:
+        # Without a mask, transformers would guess from the positions where a sample ends.
+        yield {"attention_mask": torch.ones_like(row.input_ids_1L)}
+    finally:
+        del ALL_MASK_ATTENTION_FUNCTIONS[name]
+
+
+def _no_masks(name: str) -> QeRLError:
+    return QeRLError(
+        f"The model asks {name} attention for a mask that cannot be restricted to the samples of a joined "
+        "row; load it with attn_implementation='sdpa' or 'eager', or use a model family of docs/families.md."
+    )

@@ -1,20 +1,24 @@
-"""Gradient checkpointing of every n-th layer, whoever turns it on.
+"""Gradient checkpointing: of every n-th layer, whoever turns it on, and its settings in transformers'
+arguments.
 
 transformers counts layers from 0, so whatever n is, it recomputes the first. Here an n above the number of
 layers recomputes none, which takes no more memory: one layer's activations are there in any case.
-
-transformers takes `every_n_layers` and `offload` out of `gradient_checkpointing_kwargs` when training begins.
-TRL 1.16 turns checkpointing off and on again around each rollout and hands the same mapping on whole, which
-torch refuses. Here the model itself accepts it.
+transformers takes `every_n_layers` and `offload` out of `gradient_checkpointing_kwargs` when training begins;
+others hand the mapping on whole, which torch refuses, so here the model itself accepts it.
 """
 
 import functools
+import logging
 from typing import Any, cast
 
+import torch
 from torch import nn
+from transformers import TrainingArguments
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from qerl.families.parts import base_model
+
+logger = logging.getLogger(__name__)
 
 _OF_TRANSFORMERS = ("every_n_layers", "offload")
 
@@ -43,3 +47,42 @@ def accept_every_n_layers(model: nn.Module) -> None:
                 layer.gradient_checkpointing = False
 
     inner.gradient_checkpointing_enable = wrapped
+
+
+def set_checkpointing(args: TrainingArguments, **options: int | bool) -> None:
+    """Set options of gradient checkpointing, under both names that transformers has for the mapping.
+
+    From 5.18 on a trainer reads `activation_checkpointing_kwargs`; what reads the older name is still about.
+    """
+    settings: Any = args
+    kwargs = (settings.gradient_checkpointing_kwargs or {}) | options
+    for name in ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"):
+        if hasattr(settings, name):
+            setattr(settings, name, kwargs)
+
+
+def no_offload_on_cpu(args: TrainingArguments, device: torch.device) -> None:
+    """Turn `offload` off and say so in a run on the CPU, whose activations are in its memory already.
+
+    transformers would ask there for memory pinned for a GPU, which torch refuses.
+    """
+    if device.type == "cpu" and (args.gradient_checkpointing_kwargs or {}).get("offload"):
+        logger.warning(
+            "gradient_checkpointing_kwargs: {offload: true} is turned off: this run is on the CPU, in whose "
+            "memory inputs of layers are in any case."
+        )
+        set_checkpointing(args, offload=False)
+
+
+def recompute_every_layer(model: nn.Module, args: TrainingArguments) -> bool:
+    """Recompute the activations of every layer from here on.
+
+    Returns:
+        Whether some layers kept theirs before.
+    """
+    kwargs = cast(dict[str, Any], args.gradient_checkpointing_kwargs or {})
+    if not args.gradient_checkpointing or kwargs.get("every_n_layers", 1) == 1:
+        return False
+    set_checkpointing(args, every_n_layers=1)
+    cast(Any, model).gradient_checkpointing_enable(args.gradient_checkpointing_kwargs)
+    return True

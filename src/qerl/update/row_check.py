@@ -23,7 +23,6 @@ Legend: T tokens of a sample, N tokens of a completion, V vocabulary.
 import re
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,8 +32,7 @@ from transformers.utils import ModelOutput
 from qerl.errors import QeRLError
 from qerl.families.parts import base_model, eval_mode
 from qerl.seeding import generator
-from qerl.update.joined_row import JoinedRow, join
-from qerl.update.padded import PaddedBatch
+from qerl.update.joined_row import JoinedRow, Sample, join
 
 _FP32_SUMS = 1e-4
 _NOISE = 4
@@ -45,12 +43,6 @@ _BEYOND = 8  # tokens of the long sample past a length at which something change
 _PADDING = 3
 _LENGTH = re.compile("(window|chunk)(?!_layers)")
 _ROPE_BY_LENGTH = ("dynamic", "longrope")
-
-
-@dataclass(frozen=True)
-class _Sample:
-    prompt: list[int]
-    completion: list[int]
 
 
 def check_joined_row(
@@ -154,7 +146,7 @@ def _turning_points(config: dict[str, Any]) -> Iterator[int]:
             yield value
 
 
-def _samples(config: PreTrainedConfig, vocabulary: int, length: int) -> list[_Sample]:
+def _samples(config: PreTrainedConfig, vocabulary: int, length: int) -> list[Sample]:
     """Two samples of one prompt and one of another; the first has `length` tokens."""
     rng = generator("joined row")
     taken = set(_special_tokens(config.to_dict()))
@@ -165,7 +157,8 @@ def _samples(config: PreTrainedConfig, vocabulary: int, length: int) -> list[_Sa
 
     n = min(_COMPLETION, length // 2)
     prompt = draw(length - n)
-    return [_Sample(prompt, draw(n)), _Sample(prompt, draw(max(n - 2, 1))), _Sample(draw(n), draw(n))]
+    drawn = (prompt, draw(n)), (prompt, draw(max(n - 2, 1))), (draw(n), draw(n))
+    return [Sample(*pair, [], [], group) for pair, group in zip(drawn, (0, 0, 1), strict=True)]
 
 
 def _special_tokens(config: dict[str, Any]) -> Iterator[int]:
@@ -178,36 +171,31 @@ def _special_tokens(config: dict[str, Any]) -> Iterator[int]:
 
 
 def _joined(
-    device: torch.device, score: Callable[[JoinedRow], torch.Tensor], samples: list[_Sample]
+    device: torch.device, score: Callable[[JoinedRow], torch.Tensor], samples: list[Sample]
 ) -> list[torch.Tensor]:
     """Log-probabilities [N] of each sample's completion, from one row."""
-    prompts, completions = [s.prompt for s in samples], [s.completion for s in samples]
-    prompt_ids, prompt_mask = _padded(prompts, device, left=True)
-    ids_BN, mask_BN = _padded(completions, device, left=False)
-    group_B = torch.tensor([prompts.index(prompt) for prompt in prompts], device=device)
-    batch = PaddedBatch(prompt_ids, prompt_mask, ids_BN, mask_BN, group_B)
-    row = join(batch, rows=list(range(len(samples))))
-    logps_BN = row.scatter(score(row).float(), *ids_BN.shape)
-    return [logps_N[: len(tokens)] for logps_N, tokens in zip(logps_BN, completions, strict=True)]
+    row = join(samples, range(len(samples)), device)
+    logps_BN = row.scatter(score(row).float(), len(samples), max(len(s.tokens) for s in samples))
+    return [logps_N[: len(s.tokens)] for logps_N, s in zip(logps_BN, samples, strict=True)]
 
 
-def _plain(base: PreTrainedModel, samples: list[_Sample]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def _plain(base: PreTrainedModel, samples: list[Sample]) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Logits [N, V] and labels [N] of each sample's completion; several are padded, one needs no mask."""
     padding = [] if len(samples) == 1 else [[0] * (max(_tokens(s) for s in samples) + _PADDING)]
-    ids, mask = _padded([s.prompt + s.completion for s in samples] + padding, base.device, left=True)
+    ids, mask = _padded([s.prompt + s.tokens for s in samples] + padding, base.device, left=True)
     ids, mask = ids[: len(samples)], mask[: len(samples)]
     settings: dict[str, Any] = {}
     if padding:
         settings = {"attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp(min=0)}
     logits_BNV = base(input_ids=ids, use_cache=False, logits_to_keep=_COMPLETION + 1, **settings).logits
     return [
-        (logits_NV[-1 - len(s.completion) : -1].float(), torch.tensor(s.completion, device=base.device))
+        (logits_NV[-1 - len(s.tokens) : -1].float(), torch.tensor(s.tokens, device=base.device))
         for logits_NV, s in zip(logits_BNV, samples, strict=True)
     ]
 
 
-def _tokens(sample: _Sample) -> int:
-    return len(sample.prompt) + len(sample.completion)
+def _tokens(sample: Sample) -> int:
+    return len(sample.prompt) + len(sample.tokens)
 
 
 def _logps(logits_NV: torch.Tensor, labels_N: torch.Tensor, temperature: float) -> torch.Tensor:

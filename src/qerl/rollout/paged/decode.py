@@ -15,7 +15,7 @@ from qerl.kernels.decode.draw import BLOCK_V
 from qerl.kernels.decode.speculate import propose, settle
 from qerl.kernels.device import multiprocessors
 from qerl.kernels.limits import PAGE
-from qerl.kernels.logits import product
+from qerl.kernels.tensors import product
 from qerl.rollout.engine import SamplingParams
 from qerl.rollout.paged.draw import Draw
 from qerl.rollout.paged.forward import Forward

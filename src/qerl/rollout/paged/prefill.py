@@ -13,7 +13,7 @@ import torch
 
 from qerl.kernels.decode import attend as attention
 from qerl.kernels.limits import PAGE
-from qerl.kernels.upload import upload
+from qerl.kernels.tensors import upload
 from qerl.rollout.paged.forward import Forward, Inputs
 from qerl.rollout.paged.kv_cache import KVCache
 from qerl.rollout.paged.scheduler import Span

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from qerl.families.parts import base_model
-from qerl.kernels.logits import unrounded_logits
+from qerl.kernels.tensors import unrounded_logits
 from qerl.rollout.portable.cache import KeysAndValues, PreallocatedCache
 
 WORTH_SHARING = 64

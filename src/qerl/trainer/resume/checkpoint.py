@@ -17,6 +17,8 @@ from pathlib import Path
 
 from qerl.errors import QeRLError
 from qerl.run_folder import CONFIG_FILE, MANIFEST_FILE, checkpoint_step, checkpoints
+from qerl.trainer.update_step import Microbatch
+from qerl.update.joined_row import Sample
 
 
 @dataclass(frozen=True)
@@ -121,3 +123,26 @@ def _before(checkpoint: Path) -> str:
             continue
         return f" Go on with --resume_from_checkpoint {other}"
     return " There is none before it; copy it again or start anew."
+
+
+def save_rollouts(buffer: list[Microbatch], file: Path) -> None:
+    """Write the microbatches of a rollout that later steps still use."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps([asdict(part) for part in buffer]), encoding="utf-8")
+
+
+def load_rollouts(file: Path) -> list[Microbatch]:
+    """Read what `save_rollouts` wrote, none where the checkpoint has no such file.
+
+    Raises:
+        QeRLError: It was written by an earlier version.
+    """
+    if file.with_suffix(".safetensors").is_file():
+        raise QeRLError(
+            f"{file.parent} holds a rollout that is half used, as QeRL 0.2 wrote it; resume with that "
+            "version, or from a checkpoint without such a file."
+        )
+    if not file.is_file():
+        return []
+    parts = json.loads(file.read_text(encoding="utf-8"))
+    return [Microbatch(**part | {"samples": [Sample(**each) for each in part["samples"]]}) for part in parts]

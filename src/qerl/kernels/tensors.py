@@ -1,12 +1,17 @@
-"""Logits in FP32 of 16-bit hidden states and a 16-bit head, unrounded, for every engine and for the update.
+"""Products of 16-bit matrices in FP32, and small tensors on their way to a GPU.
 
-Tokens are likely or not by differences of logits. Those of trained models are near 25, where neighbouring
-bf16 numbers are 0.125 apart, so a head that rounds its product to 16 bits moves every log-probability, and
-sampler and trainer agree only if neither rounds. The product of 16-bit numbers is summed in FP32 anyway; here
-it is also stored so. The gradient of logits is rounded to 16 bits before its own products, as every other
-gradient of the update is: its rounding errors have no common sign, and its products run on tensor cores.
+Engines and update take logits from here, in FP32 and unrounded. Tokens are likely or not by differences of
+logits. Those of trained models are near 25, where neighbouring bf16 numbers are 0.125 apart, so a head that
+rounds its product to 16 bits moves every log-probability, and sampler and trainer agree only if neither
+rounds. The product of 16-bit numbers is summed in FP32 anyway; here it is also stored so. The gradient of
+logits is rounded to 16 bits before its own products, as every other gradient of the update is: its rounding
+errors have no common sign, and its products run on tensor cores.
 
 On a CPU both operands are converted first, since no product of 16-bit numbers can be had there unrounded.
+
+`tensor.to("cuda")` copies from memory that the system may move, so it returns only once the GPU has done all
+that was asked of it before. From pinned memory (`upload`) the copy waits in line like any other work. torch
+keeps the pinned memory until the copy is done, and uses it again.
 
 Shapes: n positions, V vocabulary, D hidden size.
 """
@@ -41,6 +46,13 @@ def add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
         torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
     else:
         total.addmm_(a.float(), b.float())
+
+
+def upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor of the CPU on a device; the host goes on at once."""
+    if device.type != "cuda":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 @contextlib.contextmanager

@@ -6,31 +6,23 @@ in docs/numerics.md: the contexts in which tokens were drawn, and what came afte
 
 `Mismatch` measures how far the two are apart, as sums and maxima over the tokens of an optimizer step that
 the update computed, whatever path they came by: old log-probabilities given or not, correction on or off.
-Sums can be added over microbatches and processes; a mean of means would weigh a short microbatch like a long
-one. All sums travel in one message, once a step.
+Sums are added over processes; a mean of means would weigh few tokens like many. All travel in one message,
+once a step.
 
 Legend: B samples, C completion columns.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from accelerate import Accelerator
-
-from qerl.trainer.batch import Batch
 
 _SUMS = (
     "tokens", "samples", "kl", "difference", "entropy", "entropy_excess", "ratios", "ratio", "ratio_squared",
-    "truncated", "weight", "losses", "rollout_entropy",
+    "truncated", "weight",
 )  # fmt: skip
 _MAXIMA = ("difference", "ratio", "weight", "minus_weight")
-
-
-def loss_mask(batch: Batch) -> torch.Tensor:
-    """The mask [B, C] of tokens that the policy wrote and the loss sees; a tool's output is in neither."""
-    mask_BC = batch["completion_mask"]
-    return mask_BC * batch["tool_mask"] if "tool_mask" in batch else mask_BC
 
 
 def importance_ratio(
@@ -80,23 +72,12 @@ def sampler_trainer_kl(
     return (torch.expm1(d_BC) - d_BC) * mask_BC
 
 
-def rows_with_gradient(advantages_B: torch.Tensor, mask_BC: torch.Tensor) -> list[int]:
-    """Samples that can move the policy: their advantage is not zero and the loss sees at least one token."""
-    return ((advantages_B != 0) & (mask_BC.sum(dim=-1) > 0)).nonzero().flatten().tolist()
-
-
 @dataclass(frozen=True)
 class Mismatch:
-    """Sums and maxima over tokens, fp64, in the order of `_SUMS` and `_MAXIMA`; two of them can be added."""
+    """Sums and maxima over tokens, fp64, in the order of `_SUMS` and `_MAXIMA`."""
 
     sums: torch.Tensor
     maxima: torch.Tensor
-
-    @classmethod
-    def none(cls, device: torch.device) -> "Mismatch":
-        """The sums of no tokens."""
-        sums = torch.zeros(len(_SUMS), dtype=torch.double, device=device)
-        return cls(sums, torch.full((len(_MAXIMA),), -math.inf, dtype=torch.double, device=device))
 
     @classmethod
     def of(
@@ -105,7 +86,6 @@ class Mismatch:
         sampler_logps_BC: torch.Tensor,
         entropy_BC: torch.Tensor,
         sampler_entropy_BC: torch.Tensor,
-        rollout_entropy: torch.Tensor,
         mask_BC: torch.Tensor,
         ratio: torch.Tensor,
         weight: torch.Tensor,
@@ -116,8 +96,6 @@ class Mismatch:
         Args:
             trainer_logps_BC, sampler_logps_BC: As in `importance_ratio`.
             entropy_BC, sampler_entropy_BC: Entropies of both policies at each token, in nats.
-            rollout_entropy: Mean entropy of the sampler over all tokens of the rollout, computed or not; a
-                scalar.
             mask_BC: 1 on tokens that count.
             ratio, weight: pi / mu, and what the loss is multiplied by; [B, C], or [B, 1] for samples.
             bounds: Bounds of the ratio.
@@ -138,8 +116,6 @@ class Mismatch:
             (ratio.double().square(), counted),
             (_outside(ratio, *bounds), counted),
             (weight, counted),
-            (known_BC.new_ones(()), known_BC.new_ones(())),
-            (rollout_entropy, known_BC.new_ones(())),
         )
         maxima = ((delta_BC, known_BC), (ratio, counted), (weight, counted), (-weight, counted))
         return cls(
@@ -149,22 +125,24 @@ class Mismatch:
             ),
         )
 
-    def __add__(self, other: "Mismatch") -> "Mismatch":
-        return Mismatch(self.sums + other.sums, torch.maximum(self.maxima, other.maxima))
+    def metrics(
+        self, gather: Callable[[torch.Tensor], torch.Tensor], rollout_entropy: float
+    ) -> dict[str, float]:
+        """The metrics of all processes, each of which must call this; NaN where there is no token.
 
-    def metrics(self, accelerator: Accelerator) -> dict[str, float]:
-        """The metrics of all processes, each of which must call this; NaN where there is no token."""
-        gathered = accelerator.gather(torch.cat([self.sums, self.maxima])[None]).split(
-            [len(_SUMS), len(_MAXIMA)], dim=1
-        )
+        Args:
+            gather: From this process's [1, n] to [R, n] of all, as accelerate's.
+            rollout_entropy: Mean entropy of the sampler over all tokens of the step's rollouts, computed or
+                not.
+        """
+        gathered = gather(torch.cat([self.sums, self.maxima])[None]).split([len(_SUMS), len(_MAXIMA)], dim=1)
         total = dict(zip(_SUMS, gathered[0].sum(dim=0).tolist(), strict=True))
         maxima = dict(zip(_MAXIMA, gathered[1].amax(dim=0).tolist(), strict=True))
         tokens, ratios = total["tokens"] or math.nan, total["ratios"] or math.nan
         maxima = {name: value if tokens == tokens else math.nan for name, value in maxima.items()}
         squares = total["ratio_squared"] or math.nan
         return {
-            "entropy": total["rollout_entropy"] / (total["losses"] or math.nan)
-            + total["entropy_excess"] / tokens,
+            "entropy": rollout_entropy + total["entropy_excess"] / tokens,
             "entropy/computed": total["entropy"] / tokens,
             "sampling/kl": total["kl"] / tokens,
             "sampling/kl_sequence": total["kl"] / (total["samples"] or math.nan),
@@ -195,24 +173,14 @@ class Correction:
     clip_min: float | None
     clip_max: float | None
 
-    def apply(
-        self, batch: Batch, logps_BC: torch.Tensor, entropy_BC: torch.Tensor, mask_BC: torch.Tensor
-    ) -> tuple[torch.Tensor, Mismatch]:
-        """The importance weights of a loss, [B, C] or [B, 1], and how far sampler and trainer are apart.
+    def ratio(
+        self, trainer_logps_BC: torch.Tensor, sampler_logps_BC: torch.Tensor, mask_BC: torch.Tensor
+    ) -> torch.Tensor:
+        """See :func:`importance_ratio`."""
+        return importance_ratio(trainer_logps_BC, sampler_logps_BC, mask_BC, self.mode)
 
-        Args:
-            batch: The rollout's tensors, among them `sampling_per_token_logps` and `sampling_entropies`.
-            logps_BC: Log-probabilities under the trainer's policy; old ones in the batch go before them.
-            entropy_BC: Entropies under the trainer's policy in nats.
-            mask_BC: 1 on the tokens that were computed and that the loss sees.
-        """
-        bounds = self.clip_min, self.clip_max
-        trainer_BC = batch.get("old_per_token_logps", logps_BC)
-        sampler_BC = batch["sampling_per_token_logps"]
-        ratio = importance_ratio(trainer_BC, sampler_BC, mask_BC, self.mode)
-        weight = weights(ratio, self.mode, *bounds) if self.correction else torch.ones_like(ratio)
-        mismatch = Mismatch.of(
-            *(trainer_BC, sampler_BC, entropy_BC, batch["sampling_entropies"], batch["rollout_entropy"]),
-            *(mask_BC, ratio, weight, bounds),
-        )
-        return weight, mismatch
+    def weight(self, ratio: torch.Tensor) -> torch.Tensor:
+        """What the loss is multiplied by: the ratio within its bounds, or 1 without the correction."""
+        if not self.correction:
+            return torch.ones_like(ratio)
+        return weights(ratio, self.mode, self.clip_min, self.clip_max)

@@ -1,0 +1,277 @@
+"""Conversations of the policy with tools and environments: who answers each row, and what comes of it.
+
+Training and evaluation both sample through here, so that a problem's environment is told its row, and what it
+answers becomes tokens, in one way. Environments are made when a call needs more of them at a time than there
+are, reset for each conversation, and kept for the next call; one in which a call still runs is given up.
+
+Legend: B rows of a call, the samples of a group side by side.
+"""
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from datasets import Dataset
+from transformers import PreTrainedTokenizerBase
+
+from qerl.agents.environment import (
+    EnvironmentFactory,
+    begin_episode,
+    check_environment,
+    check_names,
+    is_text,
+    takes_turns,
+)
+from qerl.agents.loop import Limits, run_trajectories
+from qerl.agents.pool import ToolPool
+from qerl.agents.template import TurnTemplate
+from qerl.agents.thinking import thinking_of
+from qerl.agents.tools import Tool, check_tool
+from qerl.agents.trajectory import Message, Trajectory
+from qerl.agents.world import SilentWorld, ToolWorld, World, world_of
+from qerl.errors import QeRLError
+from qerl.rollout.engine import NormOffsets, RolloutEngine, SamplingParams
+
+Named = dict[str | None, EnvironmentFactory]
+"""Factories by the name in the column `environment` of a row; None names the only one."""
+
+NO_PROMPT: list[Message] = [{"role": "user", "content": ""}]
+"""The prompt of a row that has none, to which its environment adds."""
+
+
+@dataclass(frozen=True)
+class Others:
+    """Who answers the policy, checked; nobody by default.
+
+    Attributes:
+        tools: Functions that the model may call.
+        factories: Of environments.
+        first: An environment of each, made for trial.
+    """
+
+    tools: list[Tool] = field(default_factory=list)
+    factories: Named = field(default_factory=dict)
+    first: dict[str | None, Any] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        """Whether there is anybody."""
+        return bool(self.tools or self.factories)
+
+    @property
+    def several(self) -> bool:
+        """Whether a column `environment` chooses among environments."""
+        return bool(self.factories) and None not in self.factories
+
+    @property
+    def texts(self) -> bool:
+        """Whether environments answer texts; otherwise their methods are tools."""
+        return any(map(is_text, self.first.values()))
+
+    @property
+    def take_turns(self) -> bool:
+        """Whether anybody answers; an environment without tools only adds to the prompt."""
+        return bool(self.tools) or any(map(takes_turns, self.first.values()))
+
+    @property
+    def judges(self) -> list[type]:
+        """Classes of environments that score their episodes, in the order in which they are given."""
+        return [*dict.fromkeys(type(each) for each in self.first.values() if hasattr(each, "get_reward"))]
+
+
+def check_others(tools: Any, environment_factory: Any) -> Others:
+    """Tools and environments as a user hands them in, checked; of each environment one is made for trial.
+
+    Args:
+        tools: A function, or several; None for none.
+        environment_factory: Makes environments; several by name in a dictionary; None for none.
+
+    Raises:
+        QeRLError: One of them is not what it should be, or two of them contradict each other.
+    """
+    functions = [check_tool(tool) for tool in ([tools] if callable(tools) else tools or [])]
+    several = isinstance(environment_factory, Mapping)
+    given: Named = {}
+    if environment_factory is not None:
+        given = dict(environment_factory) if several else {None: environment_factory}
+    if not all(map(callable, given.values())) or (several and not given):
+        raise QeRLError("environment_factory is not callable; pass a class, a function, or several by name.")
+    others = Others(functions, given, {name: check_environment(make) for name, make in given.items()})
+    if others.texts and (functions or not all(map(is_text, others.first.values()))):
+        raise QeRLError(
+            "An environment with respond(text) has no tools, and there are tools beside it; give the tools "
+            "to an environment without respond, or leave them out."
+        )
+    check_names(functions, others.first.values())
+    return others
+
+
+class Conversations:
+    """The conversations of one policy; a context, at whose end calls and environments are let go of.
+
+    Args:
+        tokenizer: Of the policy; with a chat template where there are others.
+        template_kwargs: The template's own arguments.
+        others: Who answers; nobody, where there is only a budget of thinking.
+        pool: Makes the calls.
+        limits: Bounds of a conversation beside its tokens.
+
+    Attributes:
+        has_others: Whether there is anybody.
+        take_turns: Whether anybody answers; an environment without tools only adds to the prompt.
+        environments: Those of the rows that were opened last; None where there are none.
+
+    Raises:
+        QeRLError: The model's template has no tools, or cannot go on with a conversation.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        template_kwargs: Mapping[str, Any] | None,
+        others: Others,
+        pool: ToolPool,
+        limits: Limits,
+    ) -> None:
+        self._tokenizer, self._others, self._pool, self._limits = tokenizer, others, pool, limits
+        self._template = TurnTemplate(tokenizer, template_kwargs, tools=not others.texts) if others else None
+        self._made = {name: [first] for name, first in others.first.items()}
+        self._worlds: list[World] = []
+        self.has_others, self.take_turns = bool(others), others.take_turns
+        self.environments: list[Any] | None = None
+
+    def __enter__(self) -> "Conversations":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with contextlib.closing(self._pool):
+            for environment in (each for made in self._made.values() for each in made):
+                if is_text(environment) and callable(close := getattr(environment, "close", None)):
+                    close()
+
+    def open(self, rows: Sequence[Mapping[str, Any]]) -> list[list[Message]]:
+        """Begin an episode for each row, and give its prompt with what its environment shows.
+
+        Args:
+            rows: Of the data set, one for each conversation.
+
+        Raises:
+            QeRLError: An environment cannot begin, or there is neither a prompt nor anything shown.
+        """
+        used: dict[str | None, int] = {}
+        self._worlds, prompts, environments = [], list[list[Message]](), list[Any]()
+        for row in rows:
+            messages = [dict(message) for message in row.get("prompt") or NO_PROMPT]
+            environment = self._environment(row, used) if self._others.factories else None
+            if environment is not None:
+                hidden = {"environment"} if self._others.several else set[str]()
+                told = {name: value for name, value in row.items() if name not in hidden}
+                shown = begin_episode(type(environment).__name__, environment.reset, told)
+                messages[-1]["content"] = (messages[-1].get("content") or "") + (shown or "")
+                if not messages[-1]["content"]:
+                    raise QeRLError(
+                        f"reset of the environment {type(environment).__name__} returned no observation, and "
+                        "the data have no prompt; return a text that says what to do."
+                    )
+            prompts.append(messages)
+            environments.append(environment)
+            self._worlds.append(self._world(environment))
+        self.environments = environments if self._others.factories else None
+        return prompts
+
+    def _environment(self, row: Mapping[str, Any], used: dict[str | None, int]) -> Any:
+        name = row.get("environment") if self._others.several else None
+        if name not in self._others.factories:
+            raise QeRLError(
+                f"A row has the environment {name!r}; its column `environment` must name one of: "
+                f"{', '.join(map(str, self._others.factories))}."
+            )
+        made, number = self._made[name], used.get(name, 0)
+        used[name] = number + 1
+        if number == len(made):
+            made.append(self._others.factories[name]())
+        return made[number]
+
+    def _world(self, environment: Any) -> World:
+        if self._template is None or not self._others.take_turns:  # a call that nobody answers is text
+            return SilentWorld(self._tokenizer)
+        return world_of(self._template, self._others.tools, environment)
+
+    def prompt_ids(self, prompts: Sequence[Sequence[Message]]) -> list[list[int]]:
+        """Token ids of the prompts of the rows that were opened last, each with its own tools."""
+        assert self._template is not None, "prompts without others are rendered by their owner"
+        tools = [world.tools if isinstance(world, ToolWorld) else () for world in self._worlds]
+        return [self._template.prompt_ids(*pair) for pair in zip(prompts, tools, strict=True)]
+
+    def sample(
+        self,
+        engine: RolloutEngine,
+        params: SamplingParams,
+        norm_offsets: NormOffsets,
+        prompt_ids: Sequence[Sequence[int]],
+        samples: int,
+        seeds: Sequence[int] | None = None,
+    ) -> list[Trajectory]:
+        """What comes of the conversations, the samples of a prompt next to each other.
+
+        Args:
+            engine: Samples from the policy.
+            params, norm_offsets: Of the session; a budget of thinking is among the stops.
+            prompt_ids: Token ids of each prompt.
+            samples: Conversations of each.
+            seeds: By which each is drawn; None draws them by ``params`` and their places.
+        """
+        if not self._others:
+            self._worlds = [SilentWorld(self._tokenizer) for _ in range(len(prompt_ids) * samples)]
+        thinking = thinking_of(params.stops)
+        texts_end_turns = any(stop is not thinking for stop in params.stops)
+        limits = replace(self._limits, texts_end_turns=texts_end_turns, thinking=thinking)
+        with engine.session(params, norm_offsets) as session:
+            found = run_trajectories(session, prompt_ids, samples, self._worlds, self._pool, limits, seeds)
+        hanging = {id(world.environment) for world in self._worlds if world.hangs}
+        for name, made in self._made.items():
+            make = self._others.factories[name]
+            made[:] = [make() if id(environment) in hanging else environment for environment in made]
+        return found
+
+
+def rows_for(others: Others, dataset: Any, rows: int, max_steps: int) -> Any:
+    """The data set; where an environment has the data, rows with empty prompts for it to fill.
+
+    Args:
+        others: Who answers.
+        dataset: What the user handed in, or None.
+        rows: How many rows one rollout takes.
+        max_steps: Length of the run, where it is set.
+
+    Raises:
+        QeRLError: There is none and no single environment to have the data, the length of the run is not
+            known without one, its prompts are no messages, or a row names no environment that there is.
+    """
+    if dataset is None and others.factories:
+        if others.several:
+            raise QeRLError(
+                "Several environments need a train_dataset, whose column `environment` names one for each "
+                "row."
+            )
+        if max_steps <= 0:
+            raise QeRLError(
+                "Without a train_dataset the environment has the data, and nothing says how long the run is; "
+                "set max_steps."
+            )
+        return Dataset.from_dict({"prompt": [NO_PROMPT] * rows})
+    first: Mapping[str, Any] = next(iter(dataset if dataset is not None else ()), {})
+    if others.several and dataset is not None:
+        whole = isinstance(dataset, Dataset) and "environment" in dataset.column_names
+        for name in dataset.unique("environment") if whole else [first.get("environment")]:
+            if name not in others.factories:
+                raise QeRLError(
+                    f"A row of the train_dataset has the environment {name!r}; its column `environment` must "
+                    f"name one of: {', '.join(map(str, others.factories))}."
+                )
+    if others and isinstance(first.get("prompt"), str):
+        raise QeRLError(
+            "Tools and environments need prompts of messages and the data set has texts; make each prompt a "
+            'list such as [{"role": "user", "content": ...}].'
+        )
+    return dataset

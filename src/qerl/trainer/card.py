@@ -1,0 +1,68 @@
+"""The model card that is written beside a trained model."""
+
+from importlib.metadata import version
+from pathlib import Path
+
+from huggingface_hub import ModelCard, ModelCardData
+from torch import nn
+
+from qerl.families.parts import base_model
+
+CARD_FILE = "README.md"
+
+_LIBRARIES = ("qerl", "trl", "transformers", "peft", "torch")
+
+_TEXT = """---
+{data}
+---
+
+# {name}
+
+This model is a fine-tuned version of {base}.
+It was trained by reinforcement learning with QeRL, with the arguments of TRL's GRPO trainer, a method
+introduced in [DeepSeekMath](https://huggingface.co/papers/2402.03300).
+
+## Quick start
+
+```python
+from transformers import pipeline
+
+generator = pipeline("text-generation", model="{saved_as}", device_map="auto")
+output = generator([{{"role": "user", "content": "What is 6 times 7?"}}], max_new_tokens=128,
+return_full_text=False) print(output[0]["generated_text"]) ```
+
+## Framework versions
+
+{versions}
+"""
+
+
+def model_card(model: nn.Module, name: str, saved_as: str, tags: list[str], dataset: str | None) -> ModelCard:
+    """The card of a policy.
+
+    Args:
+        model: The policy, PEFT-wrapped or not.
+        name: Of the card.
+        saved_as: What the example loads: the name on the Hub, or the run folder.
+        tags: For the Hub.
+        dataset: Name of the data set, if it has one on the Hub.
+    """
+    base = base_model(model)
+    given = base.name_or_path
+    on_hub = bool(given) and not Path(given).expanduser().exists()
+    own = Path(given).name or f"a {type(base).__name__} without a name"
+    data = ModelCardData(
+        base_model=given if on_hub else None,
+        datasets=dataset,
+        library_name="transformers",
+        model_name=name,
+        tags=["generated_from_trainer", *tags],
+    )
+    text = _TEXT.format(
+        data=data.to_yaml(),
+        name=name,
+        base=f"[{given}](https://huggingface.co/{given})" if on_hub else own,
+        saved_as=saved_as,
+        versions="\n".join(f"- {library} {version(library)}" for library in _LIBRARIES),
+    )
+    return ModelCard(text)

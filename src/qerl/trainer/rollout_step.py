@@ -1,0 +1,646 @@
+"""A rollout of a trainer: rows of the data in, scored samples with advantages out.
+
+1. **Prompts.** The order of the data proposes rows, each as often as it is sampled; a curriculum may replace
+some. 2. **Samples.** The engine draws completions under this step's noise; with tools or environments, or a
+budget of
+   thinking, it draws conversations (`qerl.agents`). `rollout_func` samples in its place. Seeds are keyed by
+   step, so a resumed run draws what it would have; an evaluation's by its problems, so that it draws the same
+   whenever it comes.
+3. **Rewards** (`qerl.trainer.rewards`), and with dynamic sampling further rollouts in the place of groups
+   that teach nothing.
+4. **Advantages** (`qerl.trainer.advantages`), and log-probabilities under the old and the reference policy
+   where the loss reads them. When every rollout is used for one optimizer step, the policy has not moved
+   since it sampled, and the update's own values are the old ones: no forward pass is made for them.
+
+A rollout holds whole groups, the samples of a group side by side. What is logged of a step is that of its
+first rollout, an unbiased sample of the data.
+
+Legend: B samples of this process, F reward functions.
+"""
+
+import copy
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+from transformers import PreTrainedTokenizerBase, TrainerState
+from trl.chat_template_utils import parse_response
+
+from qerl.agents.conversations import Conversations
+from qerl.agents.trajectory import Trajectory
+from qerl.errors import QeRLError
+from qerl.noise.draw import AdaptiveNoise
+from qerl.ranks import is_first_process
+from qerl.rollout.engine import Completion, NormOffsets, RolloutEngine, RolloutResult, SamplingParams
+from qerl.seeding import ProblemSeeds, derive_seed, problem_key
+from qerl.settings.config import QeRLConfig
+from qerl.trainer.advantages import JUDGE, Signal, find_judge, in_parts
+from qerl.trainer.curriculum import settled_groups
+from qerl.trainer.prompt_choice import PromptChoice
+from qerl.trainer.rewards import WRITTEN_COLUMN, Scorer, stop_if_all_failed
+from qerl.trainer.step_log import HIDDEN, Record, StepLog
+from qerl.update.joined_row import Sample
+
+logger = logging.getLogger(__name__)
+
+Row = dict[str, Any]
+
+
+@dataclass
+class Drawn:
+    """What the engine, or `rollout_func`, made of some rows.
+
+    Attributes:
+        rows: Of the data set, one for each sample.
+        prompts: As reward functions get them, with what environments have shown.
+        samples: Without rewards.
+        completions: As reward functions get them: texts, or messages.
+        trajectories: Where samples are conversations.
+        environments: Of the samples, if there are any.
+        result: What the engine counted; None where it was not asked.
+    """
+
+    rows: list[Row]
+    prompts: list[Any]
+    samples: list[Sample]
+    completions: list[Any]
+    trajectories: list[Trajectory] = field(default_factory=list)
+    environments: list[Any] | None = None
+    result: RolloutResult | None = None
+
+
+@dataclass
+class Rollout:
+    """Scored samples, whole groups of this process.
+
+    Attributes:
+        samples: With rewards and advantages.
+        tokens: Tokens that losses see, of all processes.
+        entropy: Mean entropy of the sampler in nats over the tokens of the first rollout, of all processes.
+    """
+
+    samples: list[Sample]
+    tokens: int
+    entropy: float
+
+
+class RolloutStep:
+    """Makes the rollouts of a trainer.
+
+    Args:
+        args: Settings of the run.
+        engine: Samples from the policy.
+        tokenizer: Of the policy.
+        renderer: Renders chat messages: the tokenizer, or a processor that has it.
+        eos_token_ids: Tokens that end a completion.
+        embeddings: Rows of the policy's embedding.
+        scorer: Calls the reward functions.
+        signal: Makes advantages of rewards.
+        prompts: Chooses rows; None takes them as they come.
+        conversations: Of samples that are no single completion; None where all are.
+        noise: Gives Z for each norm; None without noise.
+        stops: What ends or interrupts turns beside stop tokens.
+        rollout_func: Samples in the engine's place: its output, for prompts; None for the engine.
+        log: Takes what is logged.
+        accelerator: Of the run.
+        state: Gives transformers' state of the trainer.
+
+    Attributes:
+        had_signal: Whether any sample of any rollout had an advantage.
+        without_signal: Rollouts in which none had.
+    """
+
+    def __init__(
+        self,
+        args: QeRLConfig,
+        engine: RolloutEngine,
+        tokenizer: PreTrainedTokenizerBase,
+        renderer: Any,
+        eos_token_ids: Sequence[int],
+        embeddings: int,
+        scorer: Scorer,
+        signal: Signal,
+        prompts: PromptChoice | None,
+        conversations: Conversations | None,
+        noise: Callable[[], AdaptiveNoise] | None,
+        stops: tuple[Any, ...],
+        rollout_func: Callable[[list[Any]], Mapping[str, Any]] | None,
+        log: StepLog,
+        accelerator: Accelerator,
+        state: Callable[[], TrainerState],
+    ) -> None:
+        self._args, self._engine, self._tokenizer, self._renderer = args, engine, tokenizer, renderer
+        self._eos, self._embeddings = eos_token_ids, embeddings
+        self._scorer, self._signal, self._prompts = scorer, signal, prompts
+        self._conversations, self._noise, self._stops = conversations, noise, stops
+        self._rollout_func, self._log, self._accelerator, self._state = rollout_func, log, accelerator, state
+        self._talks = conversations is not None and (
+            args.thinking_budget is not None or conversations.take_turns
+        )
+        self._group = args.num_generations or 1
+        self._ends = {*eos_token_ids, tokenizer.pad_token_id}  # TRL counts the pad token as a stop token, too
+        self._problem_seeds = ProblemSeeds(args.seed)
+        self._warned = False
+        self.had_signal, self.without_signal = False, 0
+        self._call_key: tuple[int, str] | None = None
+        self._calls = 0
+
+    # A rollout
+
+    def train(self, rows: list[Row], first_group: int) -> Rollout:
+        """The samples of a rollout of this process.
+
+        Args:
+            rows: Proposed by the order of the data, each as often as it is sampled, side by side.
+            first_group: Number of its first group; no two rollouts of an optimizer step have groups in
+                common.
+
+        Raises:
+            QeRLError: The rows are not whole groups, a reward function fails on all samples, or an
+                environment or the engine cannot go on.
+        """
+        if self._prompts is not None:
+            rows, chosen = self._prompts.chosen(rows, self._state().global_step)
+            self._log.add("train", chosen)
+        samples, records, entropy = self._sampled(rows)
+        if self._args.reward_errors == "stop":
+            stop_if_all_failed(self._scorer.functions, self._accelerator)
+        self._replace_dead_groups(samples, records)
+        self._advantages(samples, records)
+        self._log.keep(records)
+        size = self._group
+        for at, sample in enumerate(samples):
+            new = at % size == 0 or sample.prompt != samples[at - 1].prompt  # an environment may show others
+            sample.group = first_group + at if new else samples[at - 1].group
+        tokens = sum(sum(sample.loss_mask) for sample in samples)
+        return Rollout(samples, sum(self._of_ranks(tokens)), entropy)
+
+    def evaluate(self, rows: list[Row]) -> None:
+        """Sample and score rows of an evaluation, of which nothing but what is logged is kept."""
+        samples, rank = self._args.num_generations_eval or self._group, self._rank
+        own = [problem_key(row) for row in rows[::samples]]
+        every: list[list[str]] = gather_object([own])
+        start = sum(map(len, every[:rank])) * samples
+        seeds = self._problem_seeds.of([problem for part in every for problem in part], samples)
+        _, records, _ = self._sampled(rows, "eval", seeds[start : start + len(rows)])
+        self._log.keep(records)
+
+    def begin_evaluation(self) -> None:
+        """Meet the problems of an evaluation anew."""
+        self._problem_seeds = ProblemSeeds(self._args.seed)
+
+    def begin_training(self, noise: Callable[[], AdaptiveNoise] | None, prompts: PromptChoice | None) -> None:
+        """Begin a training: a step that was cut off before samples as it did, and nothing has been
+        learned."""
+        self._noise, self._prompts, self._call_key = noise, prompts, None
+        self.had_signal, self.without_signal = False, 0
+
+    def save(self, folder: Path) -> None:
+        """Write into a checkpoint what the choice of prompts has learned."""
+        if self._prompts is not None:
+            self._prompts.save(folder)
+
+    def load(self, folder: Path) -> None:
+        """Go on with what `save` has written."""
+        if self._prompts is not None:
+            self._prompts.load(folder)
+
+    def _sampled(
+        self, rows: list[Row], mode: str = "train", seeds: Sequence[int] | None = None
+    ) -> tuple[list[Sample], list[Record], float]:
+        """Samples with their rewards, their records of all processes, and the sampler's mean entropy."""
+        size = self._group
+        if mode == "eval":
+            size = self._args.num_generations_eval or size
+        if self._scorer.early:
+            self._scorer.expect(rows)
+        try:
+            drawn = self._draw(rows, size, mode, seeds)
+            self._log_lengths(drawn, mode)
+            if self._args.mask_truncated_completions:
+                for sample in drawn.samples:
+                    sample.masked = sample.truncated
+            records, rewards_BF = self._score(drawn, size, mode)
+        finally:
+            if self._scorer.early:
+                self._scorer.expect([])
+        logged = self._count(drawn)
+        self._log.add(mode, logged)
+        if mode == "train" and self._prompts is not None and self._prompts.learns:
+            self._prompts.observe(rows, self._settled(rewards_BF))
+        return drawn.samples, records, logged["rollout/entropy"]
+
+    # Samples
+
+    def _draw(self, rows: list[Row], size: int, mode: str, seeds: Sequence[int] | None) -> Drawn:
+        if self._conversations is not None and self._conversations.has_others:
+            prompts: list[Any] = self._conversations.open(rows)
+            environments = self._conversations.environments
+        else:
+            prompts, environments = [row["prompt"] for row in rows], None
+        if self._rollout_func is not None:
+            return self._drawn_by_others(rows, prompts)
+        if environments is not None or self._talks:
+            ids = self._rendered(prompts)
+        else:
+            _check_groups(prompts, size)
+            ids = [each for each in self._rendered(prompts[::size]) for _ in range(size)]
+        once = ids[::size]
+        differ = ids != [each for each in once for _ in range(size)]
+        if differ and environments is None:
+            _check_groups(ids, size)
+        drawn = Drawn(rows, prompts, [], [], environments=environments)
+        drawn.result = self.sample(ids if differ else once, 1 if differ else size, mode, seeds, drawn)
+        found = drawn.result.completions
+        written: list[Any] = [t.written for t in drawn.trajectories] or [None] * len(found)
+        drawn.samples = [
+            Sample(prompt, c.token_ids, c.logprobs, c.entropies, written=mask, truncated=self._is_cut_off(c))
+            for prompt, c, mask in zip(ids, found, written, strict=True)
+        ]
+        if self._talks and self._conversations is not None and self._conversations.has_others:
+            drawn.completions = [trajectory.messages for trajectory in drawn.trajectories]
+        else:
+            drawn.completions = self._said(prompts, drawn.samples)
+        return drawn
+
+    def sample(
+        self,
+        prompt_ids: list[list[int]],
+        samples: int,
+        mode: str = "train",
+        seeds: Sequence[int] | None = None,
+        drawn: Drawn | None = None,
+    ) -> RolloutResult:
+        """Sample completions of the present policy, with this step's noise while training.
+
+        Args:
+            prompt_ids: Token ids of each prompt.
+            samples: Completions per prompt.
+            mode: ``train`` or ``eval``.
+            seeds: By which each is drawn; None draws them by the step.
+            drawn: Gets the trajectories, and is scored meanwhile; None for samples that nobody scores.
+        """
+        check_vocabulary(prompt_ids, self._embeddings)
+        step = self._state().global_step
+        if self._call_key != (step, mode):
+            self._call_key, self._calls = (step, mode), 0
+        offsets: NormOffsets = {}
+        if mode == "train" and self._noise is not None:
+            noise = self._noise()
+            offsets = noise.offsets(step)
+            self._log.add(
+                mode, {"noise/sigma": noise.schedule.sigma(step), "noise/norms": float(len(offsets))}
+            )
+        args = self._args
+        params = SamplingParams(
+            max_tokens=args.max_completion_length,
+            temperature=args.temperature,
+            top_p=args.top_p,
+            top_k=args.top_k,
+            min_p=args.min_p or 0.0,
+            stop_token_ids=tuple(self._eos),
+            seed=derive_seed("rollout", args.seed, mode, step, self._calls, self._rank),
+            stops=self._stops,
+        )
+        self._calls += 1
+        if self._talks and self._conversations is not None:
+            result, trajectories = self._conversed(params, offsets, prompt_ids, samples, seeds)
+            if drawn is not None:
+                drawn.trajectories = trajectories
+        elif not self._scorer.early or drawn is None:
+            result = self._engine.generate(prompt_ids, samples, params, offsets, seeds)
+        else:
+            result = self._engine.generate(
+                prompt_ids, samples, params, offsets, seeds, self._begin_rewards(drawn, prompt_ids, samples)
+            )
+        self._log.read_memory()
+        self._engine.release()
+        self._log.add_seconds("rollout", result.seconds)
+        return result
+
+    def _begin_rewards(
+        self, drawn: Drawn, prompt_ids: list[list[int]], samples: int
+    ) -> Callable[[int, Completion], None]:
+        """Begins the rewards of samples as the engine finishes them."""
+
+        def ended(place: int, completion: Completion) -> None:
+            ids = completion.token_ids
+            sample = Sample(prompt_ids[place // samples], ids, [], [])
+            (said,) = self._said([drawn.prompts[place]], [sample])
+            self._scorer.begin(place, said, ids)
+
+        return ended
+
+    def _conversed(
+        self,
+        params: SamplingParams,
+        offsets: NormOffsets,
+        prompt_ids: list[list[int]],
+        samples: int,
+        seeds: Sequence[int] | None,
+    ) -> tuple[RolloutResult, list[Trajectory]]:
+        assert self._conversations is not None
+        start = time.perf_counter()
+        found = self._conversations.sample(self._engine, params, offsets, prompt_ids, samples, seeds)
+        for trajectory in found:
+            if not trajectory.token_ids:  # its prompt has left no room; a token that nobody counts stands in
+                trajectory.hear([self._tokenizer.pad_token_id], [{"role": "assistant", "content": ""}])
+        completions = [Completion(t.token_ids, t.logprobs, t.entropies, t.finish_reason) for t in found]
+        tokens = sum(sum(t.written) for t in found)
+        return RolloutResult(
+            completions, sum(map(len, prompt_ids)), tokens, time.perf_counter() - start
+        ), found
+
+    def _drawn_by_others(self, rows: list[Row], prompts: list[Any]) -> Drawn:
+        """What `rollout_func` gives, with its further columns among those of the rows."""
+        assert self._rollout_func is not None
+        output = dict(self._rollout_func(copy.deepcopy(prompts)))
+        missing = sorted({"prompt_ids", "completion_ids", "logprobs"} - output.keys())
+        if missing:
+            raise QeRLError(f"rollout_func returned no {', '.join(missing)}; return a mapping that has them.")
+        prompt_ids, ids, logprobs = (
+            output.pop(name) for name in ("prompt_ids", "completion_ids", "logprobs")
+        )
+        masks = output.pop("env_mask", None) or [None] * len(ids)
+        if len(ids) != len(rows) or not all(ids):
+            raise QeRLError(
+                f"rollout_func returned {sum(map(bool, ids))} completions with tokens for {len(rows)} "
+                "prompts; return one for each."
+            )
+        logprobs = logprobs or [[torch.nan] * len(each) for each in ids]
+        samples = [
+            Sample([*p], [*c], [math.nan if x is None else x for x in lp], [math.nan] * len(c), written=mask)
+            for p, c, lp, mask in zip(prompt_ids, ids, logprobs, masks, strict=True)
+        ]
+        for sample in samples:
+            sample.truncated = self._is_cut_off(Completion(sample.tokens, [], [], "stop"))
+        rows = [
+            row | {name: values[i] if isinstance(values, list) else values for name, values in output.items()}
+            for i, row in enumerate(rows)
+        ]
+        return Drawn(rows, prompts, samples, self._said(prompts, samples))
+
+    def _rendered(self, prompts: Sequence[Any]) -> list[list[int]]:
+        """Token ids of prompts, texts or messages."""
+        if self._conversations is not None and self._conversations.has_others:
+            return self._conversations.prompt_ids(prompts)
+        if isinstance(prompts[0], str):
+            return self._tokenizer(text=list(prompts))["input_ids"]
+        kwargs = self._args.chat_template_kwargs or {}
+        rendered = self._renderer.apply_chat_template(
+            list(prompts), add_generation_prompt=True, tokenize=True, return_dict=True, **kwargs
+        )
+        return rendered["input_ids"]
+
+    def _said(self, prompts: Sequence[Any], samples: Sequence[Sample]) -> list[Any]:
+        """Completions as reward functions get them: texts, or messages where prompts are messages."""
+        if not isinstance(prompts[0], str) and _parses(self._tokenizer):
+            return [[parse_response(self._tokenizer, s.tokens, prefix=s.prompt, tools=[])] for s in samples]
+        ids = [sample.tokens for sample in samples]
+        texts = self._tokenizer.batch_decode(ids, skip_special_tokens=True)
+        if isinstance(prompts[0], str):
+            return texts
+        return [[{"role": "assistant", "content": text}] for text in texts]
+
+    def _is_cut_off(self, completion: Completion) -> bool:
+        """Whether a completion ended without a stop token, and, where texts may end it, without one of those."""
+        if self._args.stop_strings and completion.finish_reason == "stop":
+            return False
+        return completion.token_ids[-1] not in self._ends
+
+    # Rewards and advantages
+
+    def _score(self, drawn: Drawn, size: int, mode: str) -> tuple[list[Record], torch.Tensor]:
+        """Give samples their rewards; records and rewards [B, F] of all processes.
+
+        Where others wrote in the completions, rewards are told how many tokens the policy wrote.
+        """
+        rows = drawn.rows
+        if any(sample.written is not None for sample in drawn.samples):
+            counts = [len(s.tokens) if s.written is None else sum(s.written) for s in drawn.samples]
+            rows = [row | {WRITTEN_COLUMN: count} for row, count in zip(rows, counts, strict=True)]
+        if self._scorer.early:
+            self._log.add_seconds(HIDDEN, self._scorer.hidden_seconds())
+        with self._log.part("reward"):
+            ids = [sample.tokens for sample in drawn.samples]
+            own_BF = self._scorer.score(rows, drawn.prompts, drawn.completions, ids, drawn.environments)
+        for sample, rewards in zip(drawn.samples, own_BF.tolist(), strict=True):
+            sample.rewards = rewards
+        rewards_BF = self._accelerator.gather(own_BF).cpu()
+        self._log.add(mode, self._signal.statistics(rewards_BF, size, self._scorer.names))
+        extra, means = self._scorer.take_logged(len(rows))
+        self._log.add(mode, means)
+        prompts, completions = gather_object(drawn.prompts), gather_object(drawn.completions)
+        records = [
+            Record(prompt, said, dict(zip(self._scorer.names, rewards, strict=True)))
+            for prompt, said, rewards in zip(prompts, completions, rewards_BF.tolist(), strict=True)
+        ]
+        for name, values in extra.items():
+            for record, value in zip(records, values, strict=False):
+                record.extra[name] = value
+        return records, rewards_BF
+
+    def _learned_from(self, samples: Sequence[Sample]) -> torch.Tensor:
+        """The rewards [B, F] by which samples are compared: none of those of which the loss sees nothing."""
+        unseen = [not any(sample.loss_mask) for sample in samples]
+        rewards_BF = torch.tensor([sample.rewards for sample in samples])
+        return rewards_BF.masked_fill(torch.tensor(unseen)[:, None], torch.nan)
+
+    def _replace_dead_groups(self, samples: list[Sample], records: list[Record]) -> None:
+        """Dynamic sampling: groups without signal give their places to groups of further rollouts that have
+        one.
+
+        Every process draws as many groups, because rewards are gathered over processes.
+        """
+        size, rank = self._group, self._rank
+        for extra in range(self._args.dynamic_sampling_rounds or 0):
+            dead = self._signal.dead(self._learned_from(samples)).nonzero().flatten().tolist()
+            counts = self._of_ranks(len(dead))
+            if extra == 0:
+                share = sum(counts) / len(counts) * size / len(samples)
+                self._log.add("train", {"dynamic_sampling/groups_without_signal": share})
+            if not any(counts):
+                return
+            assert self._prompts is not None, "it draws the fresh prompts"
+            draws = max(counts)
+            with self._log.apart():
+                fresh, fresh_records, _ = self._sampled(self._prompts.others(draws))
+            without = set(self._signal.dead(self._learned_from(fresh)).nonzero().flatten().tolist())
+            pairs = list(zip(dead, (group for group in range(draws) if group not in without), strict=False))
+            self._log.add(
+                "train", {"dynamic_sampling/replaced_groups": float(sum(self._of_ranks(len(pairs))))}
+            )
+            moved = []
+            for target, source in pairs:
+                for i in range(size):
+                    to, of = target * size + i, source * size + i
+                    samples[to] = fresh[of]
+                    moved.append((to + rank * len(samples), of + rank * draws * size))
+            for to, of in gather_object(moved):
+                records[to] = fresh_records[of]
+
+    def _advantages(self, samples: list[Sample], records: list[Record]) -> None:
+        """Give samples their advantages, once no group of them will be replaced."""
+        own_BF = self._learned_from(samples).to(self._accelerator.device)
+        rewards_BF = self._accelerator.gather(own_BF).cpu()
+        self._warn_of_judge(rewards_BF)
+        advantages = self._signal.advantages(rewards_BF).tolist()
+        self.had_signal |= any(advantages)
+        self.without_signal += not any(advantages)
+        for record, advantage in zip(records, advantages, strict=True):
+            record.advantage = advantage
+        own = advantages[self._rank * len(samples) :]
+        for sample, advantage in zip(samples, own, strict=False):
+            sample.advantage = advantage
+
+    def _settled(self, rewards_BF: torch.Tensor) -> list[bool | None]:
+        """Of the groups of all processes, whether samples were all right or all wrong; without a judge,
+        whether they were all rewarded alike."""
+        judge = find_judge(self._scorer.names)
+        if judge is None:
+            return self._signal.dead(rewards_BF).tolist()
+        return settled_groups(rewards_BF[:, judge], self._group)
+
+    def _warn_of_judge(self, rewards_BF: torch.Tensor) -> None:
+        """Say once that the reward that is taken for a verdict may be none."""
+        judge, text = self._signal.judge, ""
+        if self._warned or judge is None:
+            return
+        name = self._scorer.names[judge]
+        if name != JUDGE and self._signal.overruled(rewards_BF):
+            text = (
+                "Rewards differ in this step but no group has both right samples (%s above 0) and wrong "
+                "ones, so nothing is learned from it; if that reward is not a verdict, set signal: reward."
+            )
+        elif in_parts(rewards_BF[:, judge]):
+            text = (
+                "The reward %s has several values above 0, each of which counts as right; if it gives credit "
+                "for parts of an answer, let a reward called accuracy be 0 or 1 beside it, or set signal: "
+                "reward."
+            )
+        self._warned = bool(text)
+        if text and is_first_process():
+            logger.warning(text, name)
+
+    # What is logged
+
+    def _log_lengths(self, drawn: Drawn, mode: str) -> None:
+        """Log lengths of completions, those of all processes, and count tokens."""
+        own = [
+            [len(s.tokens) if s.written is None else sum(s.written), s.truncated, len(s.prompt)]
+            for s in drawn.samples
+        ]
+        device = self._accelerator.device
+        lengths_B, cut_B, prompts_B = (
+            self._accelerator.gather(torch.tensor(own, dtype=torch.double, device=device)).cpu().unbind(1)
+        )
+        state = self._state()
+        if mode == "train":
+            state.num_input_tokens_seen += int(prompts_B.sum() + lengths_B.sum())
+        self._log.metrics[mode]["num_tokens"] = [state.num_input_tokens_seen]
+        whole_B = lengths_B[cut_B == 0]
+        found = {"clipped_ratio": cut_B.mean()}
+        for kind, values in (("", lengths_B), ("terminated_", whole_B if len(whole_B) else torch.zeros(1))):
+            found |= {f"mean_{kind}length": values.mean(), f"min_{kind}length": values.min()}
+            found[f"max_{kind}length"] = values.max()
+        self._log.add(mode, {f"completions/{name}": value.item() for name, value in found.items()})
+        if self._talks and self._conversations is not None and self._conversations.take_turns:
+            calls = sum(self._of_ranks(sum(t.calls for t in drawn.trajectories)))
+            failures = sum(self._of_ranks(sum(t.failures for t in drawn.trajectories)))
+            self._log.add(
+                mode,
+                {
+                    "tools/call_frequency": calls / len(lengths_B),
+                    "tools/failure_frequency": failures / calls if calls else 0.0,
+                },
+            )
+
+    def _count(self, drawn: Drawn) -> dict[str, float]:
+        """What the engine reports of a rollout, of all processes, each of which must call this.
+
+        Raises:
+            QeRLError: No sample of any process got through to its end, because logits were not finite.
+        """
+        result, found = drawn.result, drawn.trajectories
+        completions = result.completions if result is not None else []
+        own = (
+            sum(sum(c.entropies) for c in completions),
+            sum(len(c.entropies) for c in completions) - sum(t.written.count(0) for t in found),
+            sum(c.finish_reason == "error" for c in completions),
+            result.generated_tokens if result is not None else 0,
+            len(completions),
+            sum(t.turns for t in found),
+            *(sum(t.thoughts == by for t in found) for by in ("model", "budget")),
+            result.seconds if result is not None else 0.0,
+        )
+        ranks = self._accelerator.gather(
+            torch.tensor([own], dtype=torch.double, device=self._accelerator.device)
+        )
+        entropy, tokens, errors, generated, samples, turns, *closed, _ = ranks.sum(dim=0).tolist()
+        if 0 < samples == errors:
+            raise QeRLError(
+                f"The logits of all {samples:.0f} samples of a rollout were not finite: the weights hold NaN "
+                "or, with noise or in this dtype, overflow; lower noise_sigma_start or set dtype: bfloat16."
+            )
+        slowest = float(ranks[:, -1].max())
+        more: dict[str, float] = {}
+        if self._conversations is not None and self._conversations.take_turns:
+            more["rollout/turns"] = turns / samples
+        if self._args.thinking_budget is not None:
+            by_model, by_budget = (count / samples for count in closed)
+            more |= {"thinking/closed_by_model": by_model, "thinking/closed_by_budget": by_budget}
+        return more | {
+            "rollout/entropy": entropy / tokens if tokens else float("nan"),
+            "rollout/errors": errors,
+            "rollout/tokens_per_second": generated / slowest if slowest else float("nan"),
+        }
+
+    # Processes
+
+    @property
+    def _rank(self) -> int:
+        return self._accelerator.process_index
+
+    def _of_ranks(self, number: int) -> list[int]:
+        own = torch.tensor([number], device=self._accelerator.device)
+        return self._accelerator.gather(own).tolist()
+
+
+def check_vocabulary(prompts: Sequence[Sequence[int]], embeddings: int) -> None:
+    """Refuse token ids for which the model has no embedding; on a GPU to read one ends the process.
+
+    Args:
+        prompts: Token ids of each prompt.
+        embeddings: Rows of the model's embedding.
+
+    Raises:
+        QeRLError: A prompt has such an id.
+    """
+    largest = max((max(prompt, default=0) for prompt in prompts), default=0)
+    if largest >= embeddings:
+        raise QeRLError(
+            f"A prompt has the token id {largest} and the model embeds {embeddings} tokens; give the "
+            "tokenizer that belongs to the model, or resize the model's embeddings to the tokenizer's length."
+        )
+
+
+def _check_groups(prompts: Sequence[Any], size: int) -> None:
+    """Refuse rows that are not each prompt as often as it is sampled, side by side."""
+    if any(prompts[at] != prompts[at - at % size] for at in range(len(prompts))):
+        raise QeRLError(
+            f"The samples of a rollout are not {size} of each prompt, side by side; sample the data with the "
+            "trainer's own sampler."
+        )
+
+
+def _parses(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether a tokenizer says how to find thoughts and calls in what its model writes."""
+    names = ("response_template", "response_schema")
+    return any(getattr(tokenizer, name, None) is not None for name in names)

@@ -1,0 +1,276 @@
+"""What a trainer logs between two log lines: metrics, where seconds and memory went, and the table of
+completions.
+
+Metrics are lists of values by name; a log line has their means, without what is not a number. Samples of
+training and those of each evaluation stand in tables of their own, because an evaluation within a rollout's
+steps would else replace what that rollout sampled.
+
+Parquet wants one type for each value of a table. The arguments of tool calls have none: each tool has its
+own, a model writes what it likes, and a call without arguments is a structure without a field, which Parquet
+refuses. So arguments are written as JSON text, the form in which OpenAI's interface has them.
+"""
+
+import contextlib
+import json
+import math
+import resource
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pyarrow
+import torch
+from rich.console import Console
+from rich.table import Table as RichTable
+
+from qerl.errors import QeRLError, first_line
+from qerl.run_folder import COMPLETIONS_FOLDER, table_path
+
+HIDDEN = "reward_hidden"
+"""Seconds of rewards beside a rollout, in which they are counted already."""
+
+_PARTS = ("rollout", "reward", "logprob")
+_RU_MAXRSS = 1 if sys.platform == "darwin" else 1024
+"""Bytes in one of what `ru_maxrss` counts: 1 on macOS, 1024 on Linux."""
+
+
+def used_bytes(device: torch.device) -> int:
+    """Bytes in use on a GPU, by any process; on the CPU the largest number that this process has had.
+
+    On a GPU that is what the device says, CUDA's context included: keys and values of the paged engine do not
+    pass through torch's allocator, so its own statistics would leave out the larger half of a rollout.
+    """
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return total - free
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _RU_MAXRSS
+
+
+@dataclass
+class Record:
+    """A sample as the table of completions has it; `extra` has what reward functions add."""
+
+    prompt: Any
+    completion: Any
+    rewards: dict[str, float]
+    advantage: float | None = None
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+class StepLog:
+    """Metrics, times, memory and samples of a trainer.
+
+    Args:
+        device: Whose memory is read.
+        hides: Whether rewards begin while samples are decoded, which `HIDDEN` seconds are reported of.
+        longest: Samples that a table keeps, the newest.
+
+    Attributes:
+        metrics: Values since the last log line by name, of ``train`` and of ``eval``.
+        records: Samples of the newest rollouts, of all processes.
+        evaluation: Prefix of the evaluation under way, ``eval`` or ``eval_NAME``; empty in training.
+    """
+
+    def __init__(self, device: torch.device, hides: bool, longest: int) -> None:
+        self._device, self._hides, self._longest = device, hides, longest
+        self.metrics: dict[str, dict[str, list[float]]] = {
+            "train": defaultdict(list),
+            "eval": defaultdict(list),
+        }
+        self.records: list[Record] = []
+        self.evaluation = ""
+        self._began: dict[str, float] = {}
+        self._seconds: dict[str, float] = defaultdict(float)
+        self._peak = 0
+        self._total, self._last_microbatch, self._running = 0.0, 0.0, False
+
+    # Metrics
+
+    def add(self, mode: str, values: Mapping[str, float]) -> None:
+        """Add a value of each of these metrics."""
+        for name, value in values.items():
+            self.metrics[mode][name].append(value)
+
+    def means(self, mode: str) -> dict[str, float | None]:
+        """The mean of each metric since this was last asked; None where none of its values is a number."""
+        found = {name: mean(values) for name, values in self.metrics[mode].items()}
+        self.metrics[mode].clear()
+        return found
+
+    @contextlib.contextmanager
+    def apart(self, evaluation: str | None = None) -> Iterator[None]:
+        """Samples of the block are kept in a table of their own; metrics of training are dropped.
+
+        Args:
+            evaluation: Prefix of the evaluation that the block is; None for a further rollout of a step.
+        """
+        former = self.records, self.metrics["train"], self.evaluation
+        self.records = []
+        if evaluation is None:
+            self.metrics["train"] = defaultdict(list)
+        else:
+            self.evaluation = evaluation
+        try:
+            yield
+        finally:
+            self.records, self.metrics["train"], self.evaluation = former
+
+    # Times: seconds of an optimizer step, of trainings and of evaluations
+
+    def add_seconds(self, part: str, seconds: float) -> None:
+        """Count seconds of a part of the step that was timed elsewhere, or `HIDDEN` ones."""
+        self._seconds[part] += seconds
+
+    @contextlib.contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Count the block as part of the step: rollout, reward or logprob."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds[name] += time.perf_counter() - start
+
+    @contextlib.contextmanager
+    def microbatch(self) -> Iterator[None]:
+        """Count the block, which holds all of a microbatch, and what follows it until the step ends."""
+        start, self._running = time.perf_counter(), True
+        try:
+            yield
+        finally:
+            self._last_microbatch = time.perf_counter()
+            self._total += self._last_microbatch - start
+
+    def clear_clock(self) -> None:
+        """Forget what was counted so far, which belongs to no step."""
+        self._seconds.clear()
+        self._total, self._last_microbatch, self._running = 0.0, 0.0, False
+
+    def end_step(self) -> dict[str, float]:
+        """Seconds of the step that ends here, and its peak of memory in 10^9 bytes; nothing if there was
+        none.
+
+        The update is what the whole step takes beside the other parts, the optimizer included.
+        """
+        if not self._running:
+            return {}
+        total = self._total + time.perf_counter() - self._last_microbatch
+        parts = {name: self._seconds.pop(name, 0.0) for name in _PARTS}
+        parts["update"] = total - sum(parts.values())
+        if self._hides:
+            parts[HIDDEN] = self._seconds.pop(HIDDEN, 0.0)
+        self._total, self._running = 0.0, False
+        self.read_memory()  # torch keeps what it has freed, so a reading at the end shows the update's peak
+        peak, self._peak = self._peak, 0
+        times = {f"time/{name}": seconds for name, seconds in parts.items()}
+        return {"step_time": total} | times | {"memory/peak_gb": peak / 1e9}
+
+    def read_memory(self) -> None:
+        """Take a reading of the memory in use."""
+        self._peak = max(self._peak, used_bytes(self._device))
+
+    def begin(self, split: str) -> None:
+        """A training or an evaluation begins; ``split`` is how its metrics begin, such as ``eval``."""
+        self._began[split] = time.monotonic()
+
+    def put_runtimes(self, metrics: dict[str, float]) -> None:
+        """Replace transformers' runtime, if these metrics have it, and the rates that follow from it.
+
+        transformers reads it from the time of day: where that is set back meanwhile, it is negative.
+        """
+        for split, began in self._began.items():
+            if (theirs := metrics.get(f"{split}_runtime")) is None:
+                continue
+            seconds = time.monotonic() - began
+            metrics[f"{split}_runtime"] = round(seconds, 4)
+            for name in (f"{split}_samples_per_second", f"{split}_steps_per_second"):
+                if name in metrics:
+                    metrics[name] = round(metrics[name] * theirs / seconds, 3)
+
+    # The table of completions
+
+    def keep(self, records: Sequence[Record]) -> None:
+        """Take the samples of a rollout into the table."""
+        self.records = [*self.records, *records][-self._longest :]
+
+    def table(self, step: int) -> pd.DataFrame:
+        """The samples of the newest rollouts, a row each."""
+        names = dict.fromkeys(name for record in self.records for name in record.rewards)
+        extras = dict.fromkeys(name for record in self.records for name in record.extra)
+        columns: dict[str, list[Any]] = {
+            "step": [step] * len(self.records),
+            "prompt": [_with_text_arguments(record.prompt) for record in self.records],
+            "completion": [_with_text_arguments(record.completion) for record in self.records],
+        }
+        columns |= {name: [record.rewards.get(name) for record in self.records] for name in names}
+        columns |= {name: [record.extra.get(name) for record in self.records] for name in extras}
+        return pd.DataFrame(columns | {"advantage": [record.advantage for record in self.records]})
+
+    def write_table(self, run: Path, step: int) -> pd.DataFrame:
+        """Write the table of a step into the run folder.
+
+        Raises:
+            QeRLError: It cannot be written.
+        """
+        table = self.table(step)
+        try:
+            path = table_path(run, step, self.evaluation)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            table.to_parquet(path)
+        except (OSError, pyarrow.ArrowException) as error:
+            raise QeRLError(
+                f"The completions of step {step} cannot be written to {run / COMPLETIONS_FOLDER} "
+                f"({first_line(error)}); make room, or set log_completions: false."
+            ) from error
+        return table
+
+
+def mean(values: Sequence[float]) -> float | None:
+    """The mean of what is a number; None of nothing."""
+    valid = [value for value in values if not math.isnan(value)]
+    return sum(valid) / len(valid) if valid else None
+
+
+def print_table(table: pd.DataFrame, step: int, most: int | None) -> None:
+    """Show completions in the terminal, ``most`` of them drawn anew each time; None for all."""
+    rows = table if most is None or most >= len(table) else table.sample(most)
+    shown = RichTable(title=f"Step {step}", expand=True, show_lines=True)
+    columns = [name for name in rows.columns if name != "step"]
+    for name in columns:
+        shown.add_column(name, overflow="fold")
+    for row in rows[columns].itertuples(index=False):
+        shown.add_row(*(f"{value:.2f}" if isinstance(value, float) else _text(value) for value in row))
+    Console().print(shown)
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, list):
+        return "\n".join(f"{message.get('role')}: {message.get('content')}" for message in value)
+    return str(value)
+
+
+def _with_text_arguments(conversation: Any) -> Any:
+    """The same conversation, arguments of tool calls as JSON text; text stays as it is."""
+    if not isinstance(conversation, list):
+        return conversation
+    return [
+        {**message, "tool_calls": [_call(call) for call in message["tool_calls"]]}
+        if isinstance(message, dict) and message.get("tool_calls")
+        else message
+        for message in conversation
+    ]
+
+
+def _call(call: Any) -> Any:
+    if not isinstance(call, dict):
+        return call
+    if isinstance(call.get("function"), dict):
+        return {**call, "function": _call(call["function"])}
+    arguments = call.get("arguments")
+    if arguments is None or isinstance(arguments, str):
+        return call
+    return {**call, "arguments": json.dumps(arguments, ensure_ascii=False, default=str)}

@@ -1,1 +1,0 @@
-"""What touches TRL's internals, beside the trainer's own overrides: it may break when the pin moves."""

@@ -1,0 +1,437 @@
+"""The update of an optimizer step: scored samples in, gradients in `.grad` and a loss out.
+
+All microbatches of the step are computed together, when the last of them is due, since the weights do not
+move in between. The samples that have a gradient are divided into chunks by their number of tokens, whichever
+microbatch they are of (`qerl.update.chunks`), and each chunk is one joined row (`qerl.update.joined_row`),
+run forward and backward before the next. A loss still sees its whole microbatch: computed samples as numbers,
+the chunk's with their graph, those to come as zeros, which get no gradient. A token's gradient needs its own
+log-probability, its sample's, and normalisers known beforehand, but never what the model says of other
+samples; so at a microbatch's last chunk its loss is the one to report, and its metrics are those of the
+undivided batch.
+
+One option of TRL breaks this independence: `top_entropy_quantile` compares the tokens of a whole microbatch
+with those of other processes. The step then runs forward once more, without a graph, ahead of its chunks.
+
+Legend: B samples of a step, or of a microbatch of it; C completion columns.
+"""
+
+import contextlib
+import functools
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from transformers import PreTrainedModel
+
+from qerl.kernels.tensors import upload
+from qerl.settings.config import QeRLConfig
+from qerl.update.chunks import MemoryRetry
+from qerl.update.correction import Correction, Mismatch
+from qerl.update.forward import score
+from qerl.update.joined_row import Lengths, Sample, join
+from qerl.update.path import UpdatePath
+from qerl.update.policy_loss import (
+    Metrics,
+    PolicyLoss,
+    Share,
+    Tokens,
+    adapted_entropy_coef,
+    gathered,
+    high_entropy,
+)
+
+ENTROPY_FILE = "entropy_ctrl_state.json"
+"""In a checkpoint: state of the adaptive entropy bonus, under TRL's name."""
+
+Outputs = tuple[torch.Tensor, torch.Tensor]
+"""Log-probabilities and entropies [B, C], zero outside of the samples that were computed."""
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """What one loss sees: samples, and what their rollout came to.
+
+    Attributes:
+        samples: As many in every microbatch of a run.
+        rollout_tokens: Tokens of the whole rollout, of all processes, that losses see.
+        rollout_entropy: Mean entropy in nats of the sampler over all tokens of the rollout.
+    """
+
+    samples: list[Sample]
+    rollout_tokens: int
+    rollout_entropy: float
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What losses read of samples, [B, C] on the device, zero behind a completion's end.
+
+    Attributes:
+        mask_BC: 1 on tokens that the loss sees.
+        advantages_B: Of the samples.
+        sampler_BC, sampler_entropy_BC: Log-probabilities and entropies under the sampler.
+        old_BC, reference_BC: Log-probabilities under other policies; None where samples have none.
+    """
+
+    mask_BC: torch.Tensor
+    advantages_B: torch.Tensor
+    sampler_BC: torch.Tensor
+    sampler_entropy_BC: torch.Tensor
+    old_BC: torch.Tensor | None
+    reference_BC: torch.Tensor | None
+
+    @classmethod
+    def of(cls, samples: Sequence[Sample], device: torch.device) -> "Inputs":
+        """Those of samples, in one upload."""
+        columns: list[list[Any]] = [
+            [sample.loss_mask for sample in samples],
+            [sample.logprobs for sample in samples],
+            [sample.entropies for sample in samples],
+        ]
+        others = [
+            [getattr(sample, name) for sample in samples] for name in ("old_logprobs", "reference_logprobs")
+        ]
+        given = [None not in values for values in others]
+        columns += [values for values, has in zip(others, given, strict=True) if has]
+        width = max(len(sample.tokens) for sample in samples)
+        host = torch.zeros(len(columns), len(samples), width)
+        for at, rows in enumerate(columns):
+            for row_C, values in zip(host[at], rows, strict=True):
+                row_C[: len(values)] = torch.tensor(values)
+        mask, sampler, entropy, *rest = upload(host, device)
+        found = iter(rest)
+        old, reference = (next(found) if has else None for has in given)
+        advantages = upload(torch.tensor([sample.advantage for sample in samples]), device)
+        return cls(mask, advantages, sampler, entropy, old, reference)
+
+    def part(self, rows: slice) -> "Inputs":
+        """Those of some of the samples."""
+        return Inputs(
+            *(self.mask_BC[rows], self.advantages_B[rows], self.sampler_BC[rows]),
+            self.sampler_entropy_BC[rows],
+            None if self.old_BC is None else self.old_BC[rows],
+            None if self.reference_BC is None else self.reference_BC[rows],
+        )
+
+
+class UpdateStep:
+    """Gradients of optimizer steps, and log-probabilities of samples.
+
+    Args:
+        args: Settings of the run.
+        base: The transformers model in the policy.
+        path: Which of the project's kernels it runs on.
+        accelerator: Of the run.
+        recompute_every_layer: Turns that on and says whether it was off.
+
+    Attributes:
+        retry: Divides steps into chunks, and halves these where memory runs out.
+    """
+
+    def __init__(
+        self,
+        args: QeRLConfig,
+        base: PreTrainedModel,
+        path: UpdatePath,
+        accelerator: Accelerator,
+        recompute_every_layer: Callable[[], bool],
+    ) -> None:
+        self._args, self._base, self._path, self._accelerator = args, base, path, accelerator
+        self._loss = policy_loss(args)
+        self._correction = Correction(
+            args.vllm_importance_sampling_correction,
+            args.vllm_importance_sampling_mode,
+            args.vllm_importance_sampling_clip_min,
+            args.vllm_importance_sampling_clip_max,
+        )
+        self.retry = MemoryRetry(
+            args.tokens_per_forward,
+            accelerator.num_processes,
+            recompute_every_layer,
+            checkpointing=args.gradient_checkpointing_kwargs,
+        )
+        self._entropy_coef, self._last_entropy = args.entropy_coef, torch.inf  # of the step before
+        self._losses: list[Metrics] = []
+        self._mismatch: Mismatch | None = None
+        self._rollout_entropy = torch.nan
+
+    def run(self, model: nn.Module, microbatches: Sequence[Microbatch], step: int) -> torch.Tensor:
+        """The loss of an optimizer step, a scalar on the device; adds its gradients to those that are there.
+
+        Args:
+            model: The policy as it trains, wrapped by PEFT and for several processes or not.
+            microbatches: Of the step.
+            step: Its number from 1.
+
+        Raises:
+            QeRLError: One sample alone does not fit into memory, or there are several processes.
+        """
+        rebuild_buckets(model)
+        work = functools.partial(self._attempt, model, microbatches)
+        return self.retry.run(step, work, model.zero_grad)
+
+    def _attempt(self, model: nn.Module, microbatches: Sequence[Microbatch]) -> torch.Tensor:
+        samples = [sample for part in microbatches for sample in part.samples]
+        inputs, lengths = Inputs.of(samples, self._accelerator.device), Lengths.of(samples)
+        size = len(samples) // len(microbatches)
+        rows = self.rows(samples)
+        chunks = self._chunks(rows, lengths, size)
+        forward = functools.partial(self._forward, model, samples, lengths)
+        thresholds = self._entropy_thresholds(forward, chunks, inputs, size)
+        losses = [functools.partial(self._loss_of, part, len(microbatches)) for part in microbatches]
+        reports: dict[int, tuple[torch.Tensor, Metrics]] = {}
+        values, done = None, list[int]()
+        for number, chunk in enumerate(chunks):
+            done += chunk
+            touched = sorted({row // size for row in chunk})
+            if number == len(chunks) - 1:  # and those of which nothing is computed
+                touched = sorted({*touched, *(set(range(len(microbatches))) - reports.keys())})
+            apart = number < len(chunks) - 1
+            with self._accelerator.no_sync(model) if apart else contextlib.nullcontext():
+                outputs = _with_known(values, forward(chunk), chunk)
+                computed_BC = inputs.mask_BC * _rows_mask(done, len(samples), inputs.mask_BC)
+                total = torch.zeros((), device=inputs.mask_BC.device)
+                for at in touched:
+                    rows_at = slice(at * size, (at + 1) * size)
+                    loss, metrics = losses[at](
+                        inputs.part(rows_at),
+                        (outputs[0][rows_at], outputs[1][rows_at]),
+                        computed_BC[rows_at],
+                        thresholds[at] if thresholds else None,
+                    )
+                    total = total + loss
+                    reports[at] = loss.detach(), metrics
+                self._accelerator.backward(total)
+            values = outputs[0].detach(), outputs[1].detach()
+            del outputs, total, loss  # the next chunk begins without what is left of this one's graph
+        assert values is not None, "there is at least one chunk"
+        self._note(microbatches, reports, inputs, values, computed_BC)
+        return torch.stack([loss for loss, _ in reports.values()]).sum()
+
+    def _note(
+        self,
+        microbatches: Sequence[Microbatch],
+        reports: dict[int, tuple[torch.Tensor, Metrics]],
+        inputs: Inputs,
+        values: Outputs,
+        computed_BC: torch.Tensor,
+    ) -> None:
+        """Keep what is to be logged of a step; nothing is read from the device."""
+        self._losses = [reports[at][1] for at in range(len(microbatches))]
+        entropies = [part.rollout_entropy for part in microbatches]
+        self._rollout_entropy = sum(entropies) / len(entropies)
+        trainer_BC = values[0] if inputs.old_BC is None else inputs.old_BC
+        ratio = self._correction.ratio(trainer_BC, inputs.sampler_BC, computed_BC)
+        self._mismatch = Mismatch.of(
+            *(trainer_BC, inputs.sampler_BC, values[1], inputs.sampler_entropy_BC, computed_BC),
+            *(ratio, self._correction.weight(ratio)),
+            (self._correction.clip_min, self._correction.clip_max),
+        )
+
+    def metrics(self) -> dict[str, list[float]]:
+        """What the losses of the last step have reported, a number of each; every process must call this.
+
+        Reading the numbers waits for the device. Sets the weight of the adaptive entropy bonus.
+        """
+        if self._mismatch is None:
+            return {}
+        gather, args = self._accelerator.gather, self._args
+        found = gathered(self._losses, gather)
+        found |= {
+            name: [value] for name, value in self._mismatch.metrics(gather, self._rollout_entropy).items()
+        }
+        self._losses, self._mismatch = [], None
+        if not self._loss.entropy_bonus:
+            return found
+        nats, tokens = (sum(found.pop(f"entropy_bonus/{part}")) for part in ("nats", "tokens"))
+        if args.use_adaptive_entropy:
+            self._last_entropy = nats / max(tokens, 1.0)
+            self._entropy_coef = adapted_entropy_coef(
+                *(self._entropy_coef, self._last_entropy, args.entropy_target, args.entropy_coef_delta),
+                *(args.entropy_coef_min, args.entropy_coef_max),
+            )
+        return found | {"entropy_coef": [self._entropy_coef]}
+
+    def save(self, folder: Path) -> None:
+        """Write limits of memory, and the state of the adaptive entropy bonus, into a checkpoint."""
+        self.retry.save(folder)
+        if self._args.use_adaptive_entropy:
+            state = {"entropy_coef": self._entropy_coef, "last_world_entropy": self._last_entropy}
+            (folder / ENTROPY_FILE).write_text(json.dumps(state), encoding="utf-8")
+
+    def load(self, folder: Path) -> None:
+        """Go on with what `save` has written."""
+        self.retry.load(folder)
+        if self._args.use_adaptive_entropy and (folder / ENTROPY_FILE).is_file():
+            state = json.loads((folder / ENTROPY_FILE).read_text(encoding="utf-8"))
+            self._entropy_coef, self._last_entropy = state["entropy_coef"], state["last_world_entropy"]
+
+    def logprobs(
+        self, model: nn.Module, samples: Sequence[Sample], base: PreTrainedModel | None = None
+    ) -> list[list[float]]:
+        """Log-probabilities of the tokens of samples under a model, without a graph; 0 where a sample is
+        masked.
+
+        Args:
+            model: The policy as it trains, or another one of its kind.
+            samples: Of whole groups.
+            base: The transformers model in ``model``; None: the policy's.
+        """
+        lengths = Lengths.of(samples)
+        rows = [row for row, sample in enumerate(samples) if not sample.masked]
+        chunks = self._chunks(rows, lengths, self._args.per_device_train_batch_size)
+        with torch.no_grad():
+            outputs = [self._forward(model, samples, lengths, chunk, base)[0] for chunk in chunks]
+        logps = sum(outputs[1:], outputs[0]).tolist()
+        return [row[: len(sample.tokens)] for row, sample in zip(logps, samples, strict=True)]
+
+    # Which samples, in which passes
+
+    def rows(self, samples: Sequence[Sample]) -> list[int]:
+        """Indices of the samples whose tokens have a gradient."""
+        args = self._args
+        all_pull = args.beta != 0.0 or self._loss.entropy_bonus or args.top_entropy_quantile < 1.0
+        seen = [sum(sample.loss_mask) for sample in samples]
+        rows = [row for row, s in enumerate(samples) if seen[row] and (all_pull or s.advantage != 0.0)]
+        if not rows and self._accelerator.num_processes > 1:
+            # Every process must run a backward pass for gradients to be averaged; this sample's own is zero.
+            rows = [seen.index(max(seen))]
+        return rows
+
+    def _chunks(self, rows: list[int], lengths: Lengths, size: int) -> list[list[int]]:
+        """Samples by forward pass, at least one; without a limit of tokens by microbatches of this size."""
+        if self.retry.max_tokens is not None:
+            return self.retry.split(rows, lengths)
+        parts: dict[int, list[int]] = {}
+        for row in rows:
+            parts.setdefault(row // size, []).append(row)
+        return [*parts.values()] or [[]]
+
+    def _forward(
+        self,
+        model: nn.Module,
+        samples: Sequence[Sample],
+        lengths: Lengths,
+        rows: list[int],
+        base: PreTrainedModel | None = None,
+    ) -> Outputs:
+        """Log-probabilities and entropies [B, C] of these samples, zero elsewhere.
+
+        Without any the zeros are connected to the weights: the optimizer sees zero gradients.
+        """
+        self.retry.note_forward(rows, lengths)
+        shape, device = (len(samples), max(len(s.tokens) for s in samples)), self._accelerator.device
+        if not rows:
+            zeros_BC = torch.zeros(shape, device=device)
+            anchor = sum((p.sum() * 0.0 for p in model.parameters() if p.requires_grad), torch.zeros(()))
+            return zeros_BC + anchor.to(zeros_BC), zeros_BC
+        row = join(samples, rows, device)
+        logps_S, entropy_S = score(
+            *(model, base or self._base, row, self._path.by_stretch),
+            *(self._args.temperature, self._loss.entropy_bonus),
+        )
+        return row.scatter(logps_S, *shape), row.scatter(entropy_S, *shape)
+
+    # The loss
+
+    def _entropy_thresholds(
+        self, forward: Callable[[list[int]], Outputs], chunks: list[list[int]], inputs: Inputs, size: int
+    ) -> list[torch.Tensor]:
+        """For each microbatch the entropy from which on its tokens count, of all processes; else nothing."""
+        quantile = self._args.top_entropy_quantile
+        if quantile >= 1.0:
+            return []
+        with torch.no_grad():
+            parts = [forward(chunk)[1] for chunk in chunks]
+        entropy_BC, mask_BC = sum(parts[1:], parts[0]), inputs.mask_BC.bool()
+        found = []
+        for start in range(0, len(mask_BC), size):
+            own = entropy_BC[start : start + size][mask_BC[start : start + size]]
+            own = nn.functional.pad(own, (0, 1), value=torch.nan)
+            padded = self._accelerator.pad_across_processes(own, pad_index=torch.nan)
+            # NaN of no token, which keeps none.
+            found.append(self._accelerator.gather(padded).nanquantile(1 - quantile))
+        return found
+
+    def _loss_of(
+        self,
+        microbatch: Microbatch,
+        microbatches: int,
+        inputs: Inputs,
+        outputs: Outputs,
+        computed_BC: torch.Tensor,
+        threshold: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, Metrics]:
+        """The loss of a microbatch, given the policy's outputs for the tokens that are computed."""
+        (logps_BC, entropy_BC), mask_BC = outputs, inputs.mask_BC
+        trainer_BC = logps_BC.detach() if inputs.old_BC is None else inputs.old_BC
+        ratio = self._correction.ratio(trainer_BC, inputs.sampler_BC, computed_BC)
+        tokens = Tokens(
+            mask_BC=mask_BC,
+            advantages_B=inputs.advantages_B,
+            logps_BC=logps_BC,
+            entropy_BC=entropy_BC,
+            old_BC=inputs.old_BC,
+            sampler_BC=inputs.sampler_BC,
+            reference_BC=inputs.reference_BC,
+            correction=self._correction.weight(ratio),
+            high_entropy_BC=None
+            if threshold is None
+            else high_entropy(entropy_BC.detach(), mask_BC, threshold),
+        )
+        args = self._args
+        part = microbatches / (args.steps_per_generation or 1) / self._accelerator.num_processes
+        seen = max(microbatch.rollout_tokens, 1) * part
+        waits = args.use_adaptive_entropy and self._last_entropy > args.entropy_target
+        return self._loss(tokens, Share(microbatches, seen), 0.0 if waits else self._entropy_coef)
+
+
+def policy_loss(args: QeRLConfig) -> PolicyLoss:
+    """The loss that the settings name."""
+    assert args.epsilon_high is not None, "the settings have filled it in"
+    return PolicyLoss(
+        name=args.loss_type,
+        of_sequence=args.importance_sampling_level == "sequence",
+        epsilon_low=args.epsilon,
+        epsilon_high=args.epsilon_high,
+        delta=args.delta,
+        beta=args.beta,
+        kl_times_ratio=args.use_bias_correction_kl,
+        off_policy_threshold=args.off_policy_mask_threshold,
+        sapo=(args.sapo_temperature_pos, args.sapo_temperature_neg),
+        vespo_positive=(args.vespo_k_pos, args.vespo_lambda_pos),
+        vespo_negative=(args.vespo_k_neg, args.vespo_lambda_neg),
+        longest=args.max_completion_length,
+        entropy_bonus=args.entropy_coef != 0.0 or args.use_adaptive_entropy,
+    )
+
+
+def rebuild_buckets(model: nn.Module) -> None:
+    """Let DistributedDataParallel order its buckets anew here, where all processes are at the same place.
+
+    It does so once, after the first gradients, by broadcasts in front of a forward pass. Which of a step's
+    chunks that would be differs between processes, and so would the collectives that they meet in.
+    """
+    if isinstance(model, DistributedDataParallel) and torch.is_grad_enabled():
+        model.reducer._rebuild_buckets()
+
+
+def _rows_mask(rows: Sequence[int], count: int, like: torch.Tensor) -> torch.Tensor:
+    """[count, 1], 1 for these rows."""
+    mask_B1 = torch.zeros(count, 1)
+    mask_B1[list(rows)] = 1
+    return upload(mask_B1, like.device)
+
+
+def _with_known(values: Outputs | None, outputs: Outputs, chunk: Sequence[int]) -> Outputs:
+    """Outputs of a chunk's samples, known values of all others."""
+    if values is None:
+        return outputs
+    new_B1 = _rows_mask(chunk, len(outputs[0]), outputs[0]).bool()
+    return torch.where(new_B1, outputs[0], values[0]), torch.where(new_B1, outputs[1], values[1])
