@@ -41,7 +41,7 @@ adapters: setup
 		$(PYTHON) -m venv .venv-$$name; \
 		$(BIN)/python $(SITE) > $$(.venv-$$name/bin/python $(SITE))/tests.pth; \
 		.venv-$$name/bin/pip install --quiet --editable ".[$$name]"; \
-		.venv-$$name/bin/python -m pytest tests/unit/test_$$name.py; \
+		.venv-$$name/bin/python -m pytest tests/*/test_$$name.py; \
 	done
 
 # The client's versions that docs/serve.md names; `newest` is whatever is published, and what CI tries.
@@ -51,8 +51,8 @@ tinker: setup
 		$(PYTHON) -m venv .venv-tinker-$$version; \
 		{ $(BIN)/python $(SITE); echo $(CURDIR)/src; } > $$(.venv-tinker-$$version/bin/python $(SITE))/tests.pth; \
 		.venv-tinker-$$version/bin/pip install --quiet --upgrade $$(test $$version = newest && echo tinker || echo tinker==$$version); \
-		.venv-tinker-$$version/bin/python -m pytest tests/integration/test_tinker_sdk.py tests/integration/test_tinker_model.py \
-			tests/integration/test_tinker_bench.py; \
+		.venv-tinker-$$version/bin/python -m pytest tests/serve/test_tinker_sdk.py tests/serve/test_tinker_model.py \
+			tests/serve/test_tinker_bench.py; \
 	done
 
 wheel: setup

@@ -20,8 +20,8 @@ from qerl.rollout.engine import SamplingParams
 from qerl.rollout.portable.engine import PortableEngine
 from qerl.update.forward import score
 from qerl.update.row_check import check_joined_row
-from tests.integration.test_row_check import ALTERNATING, build
 from tests.support.models import TINY, move_adapter
+from tests.update.test_row_check import ALTERNATING, build
 
 LLAMA = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
 YARN = {

@@ -1,7 +1,7 @@
 """packed_gemm.cu in clusters of two blocks, without a GPU: who waits for whom, where shared activations come.
 
 One lane of each block asks for copies, which come late and in any order, to one block earlier than to the
-other. Warps multiply as in `tests.unit.test_packed_gemm`.
+other. Warps multiply as in `tests.kernels.test_packed_gemm`.
 """
 
 import random
@@ -14,7 +14,7 @@ from bench.products import dequantised
 from bench.random_weights import random_tiles
 from qerl.kernels.weights import packed_gemm
 from qerl.kernels.weights.packed_gemm import OUTPUT_SCALE, Tiling, to_operand
-from tests.unit.test_packed_gemm import CODE_BYTES, SCALE_BYTES, Barrier, Block
+from tests.kernels.test_packed_gemm import CODE_BYTES, SCALE_BYTES, Barrier, Block
 
 
 class CountingBarrier(Barrier):

@@ -16,7 +16,7 @@ from qerl.report.page import document, filter_script, write_report
 from qerl.report.runs import read_runs
 from qerl.report.visible import shortened, visible
 from qerl.run_folder import table_path
-from tests.unit.test_report import Page, make_run
+from tests.report.test_page import Page, make_run
 
 HOSTILE = (
     '</pre></details></script><script>alert("x")</script><img src=x onerror=alert(1)>'

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from qerl.report.page import write_report
-from tests.unit.test_report import VOID, make_run
-from tests.unit.test_report_completions import answers, keep
+from tests.report.test_completions import answers, keep
+from tests.report.test_page import VOID, make_run
 
 NODE = shutil.which("node")
 DOM = Path(__file__).parents[1] / "support" / "page_dom.js"

@@ -11,7 +11,7 @@ from qerl import cli
 from qerl.errors import QeRLError
 from qerl.report.watch import look, render, watch
 from qerl.run_folder import CONFIG_FILE, METRICS_FILE, append_metrics, table_path
-from tests.unit.test_report_completions import HOSTILE, answers, keep
+from tests.report.test_completions import HOSTILE, answers, keep
 
 NOW = 1_000_000.0
 

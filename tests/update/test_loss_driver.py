@@ -14,8 +14,8 @@ from qerl.update import head
 from qerl.update.driver import CPU_TOKENS, LossDriver
 from qerl.update.losses import LOSSES, Datum
 from qerl.update.memory_retry import MemoryRetry
-from tests.integration.test_row_check import ATTENTIONS, build
 from tests.support.models import make_tiny_model, move_adapter, pack
+from tests.update.test_row_check import ATTENTIONS, build
 
 VOCABULARY = 128
 ROUNDING = 1e-5
