@@ -9,6 +9,10 @@ Compiling takes the time, so a class gets what differs there, and of that the la
 every class many tokens with LoRA of rank 32; Hopper and the class with the least shared memory large ranks,
 and few tokens or heads of 80; one class for each kind of tensor cores the widest heads. 8.9 is 8.6 with FP8,
 so it gets what reads or writes keys and values.
+
+As many processes compile as there are cores. What the compiler said of a launch is kept in pytest's cache,
+under a name made of all that it depends on, so a launch is compiled again only when it, Triton or this file
+changes. `pytest --cache-clear` compiles everything.
 """
 
 import gc
@@ -20,6 +24,8 @@ import sys
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import redirect_stdout
 from dataclasses import dataclass
+from functools import partial
+from hashlib import sha256
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -39,8 +45,9 @@ TARGETS = (80, 86, 89, 90, 100, 120)
 LEAST_MEMORY, HOPPER = 86, 90
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_every_kernel_compiles_and_fits_for_every_class_of_gpus():
+def test_every_kernel_compiles_and_fits_for_every_class_of_gpus(pytestconfig):
     import torch
 
     if torch.cuda.is_available():
@@ -48,7 +55,8 @@ def test_every_kernel_compiles_and_fits_for_every_class_of_gpus():
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     if (oldest := Path(sys.prefix, "oldest")).exists():
         environment["PYTHONPATH"] = os.pathsep.join([str(oldest), environment.get("PYTHONPATH", "")])
-    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True)
+    kept = str(pytestconfig.cache.mkdir("compiled-kernels"))
+    done = subprocess.run([sys.executable, __file__, kept], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     rows = [Compiled.of(line) for line in done.stdout.splitlines() if line.startswith("_")]
     for target in TARGETS:
@@ -275,18 +283,28 @@ JOBS: list[tuple[int, str, Any, dict[str, Any], dict[Any, Any]]] = []
 """What to compile; the processes that compile are forks, so they have it."""
 
 
-def compile_one(number: int) -> str:
-    """One launch compiled to machine code, as a line of `Compiled`; otherwise what went wrong."""
+def compile_one(number: int, folder: Path) -> str:
+    """One launch compiled to machine code, as a line of `Compiled`, which the folder may have from an earlier
+    run; otherwise what went wrong."""
     import triton
     from triton import knobs
     from triton.backends.compiler import GPUTarget
+    from triton.compiler.compiler import make_backend
+    from triton.runtime.cache import get_cache_key
 
     target, name, source, options, constants = JOBS[number]
+    card = GPUTarget("cuda", target, 32)
+    backend = make_backend(card)
+    key = get_cache_key(source, backend, backend.parse_options(options), {})
+    made_of = f"{key} {target} {name} {Path(__file__).read_text()}"
+    kept = folder / sha256(made_of.encode()).hexdigest()
+    if kept.exists():
+        return kept.read_text()
     knobs.nvidia.dump_ptxas_log = True
     log = io.StringIO()
     try:
         with redirect_stdout(log):
-            kernel = triton.compile(source, target=GPUTarget("cuda", target, 32), options=options)
+            kernel = triton.compile(source, target=card, options=options)
     except Exception as error:
         return f"{source.fn.__name__} for {target} of {constants}: {error}"
     registers, spilled = (
@@ -295,6 +313,9 @@ def compile_one(number: int) -> str:
     )
     halves = len(re.findall(r"st[.]global[.]b16", kernel.asm["ptx"]))
     found = Compiled(source.fn.__name__, target, name, kernel.metadata.shared, registers, spilled, halves)
+    aside = kept.with_suffix(f".{os.getpid()}")
+    aside.write_text(found.line())
+    aside.replace(kept)
     return found.line()
 
 
@@ -310,10 +331,11 @@ def main() -> None:
         recorder.met.clear()
         walk(recorder, target)
         JOBS.extend((target, *launch) for launch in wanted(recorder, target))
-    # A cache that is there already would not say what the compiler had said.
-    with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(2, get_context("fork")) as pool:
+    # Triton's cache keeps machine code, and not what the compiler had said of it.
+    cores = len(os.sched_getaffinity(0))
+    with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(cores, get_context("fork")) as pool:
         os.environ["TRITON_CACHE_DIR"] = folder
-        lines = list(pool.map(compile_one, range(len(JOBS))))
+        lines = list(pool.map(partial(compile_one, folder=Path(sys.argv[1])), range(len(JOBS))))
     print("\n".join(lines))
     sys.exit(any(not line.startswith("_") or "\t" not in line for line in lines))
 
