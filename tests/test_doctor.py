@@ -213,12 +213,6 @@ def test_commands_install_what_the_extras_ask_for(monkeypatch):
     assert needs.how_to_install("humming") == "pip install 'humming'"
 
 
-def test_package_that_is_not_installed():
-    assert doctor._version("no-such-package-of-qerl") is None
-    assert not needs.has_module("no_such_module_of_qerl.inner")
-    assert needs.has_module("torch.nn")
-
-
 def test_qerl_that_is_not_installed(monkeypatch):
     only_installed(monkeypatch)
     assert [(r.name, r.remedy) for r in doctor._required()] == [("qerl", "pip install -e .")]

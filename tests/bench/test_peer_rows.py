@@ -13,8 +13,6 @@ import torch
 from safetensors import safe_open
 
 from bench.lengths import draw_lengths
-from bench.peers import process
-from bench.peers.process import peer_rows
 from qerl.measure.model_config import model_config
 from qerl.rollout.paged.engine import PagedEngine
 from qerl.rollout.paged.machine import Eager
@@ -24,7 +22,7 @@ from tests.support.peers import LLAMA, TINY
 FAKE_VLLM = """
 import json, os, time
 from types import SimpleNamespace
-now = [0.0]  # the only clock of this process, so that times are exact
+now = [0.0]  # the only clock, so that times are exact
 time.perf_counter = lambda: now[0]
 __version__ = "0.0"
 class SamplingParams:
@@ -46,7 +44,6 @@ class LLM:
 @pytest.fixture
 def fake_vllm(tmp_path, monkeypatch):
     """A package `vllm` for a peer, and what the peer is asked for."""
-    monkeypatch.setattr(process.tempfile, "gettempdir", lambda: str(tmp_path))
     site = tmp_path / "site/vllm"
     (site / "lora").mkdir(parents=True)
     (site / "__init__.py").write_text(FAKE_VLLM)
@@ -54,7 +51,6 @@ def fake_vllm(tmp_path, monkeypatch):
     (site / "lora/request.py").write_text(
         "class LoRARequest:\n    def __init__(self, name, number, path): self.path = path\n"
     )
-    monkeypatch.setenv("QERL_PEER_PATH", str(tmp_path / "site"))
     monkeypatch.setenv("SEEN", str(tmp_path / "seen.json"))
     return {
         "config": model_config(TINY, "bf16", 128).to_dict(),
@@ -63,17 +59,24 @@ def fake_vllm(tmp_path, monkeypatch):
     }  # fmt: skip
 
 
-def test_vllm_ends_each_request_at_its_own_length(fake_vllm, tmp_path, monkeypatch):
+@pytest.fixture
+def vllm_rows(fake_vllm, tmp_path, monkeypatch):
+    """``vllm_rows(**changes)``: the rows of `bench.peers.vllm_decode` in this process."""
     from bench.peers import vllm_decode
 
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
     monkeypatch.setattr(time, "perf_counter", time.perf_counter)  # which the stand-in replaces
-    for name in ("vllm", "vllm.lora", "vllm.lora.request"):
+    names = ("vllm", "vllm.lora", "vllm.lora.request")
+    for name in names:
         monkeypatch.delitem(sys.modules, name, raising=False)
     (tmp_path / "work").mkdir()
-    first, second = vllm_decode.run(fake_vllm | {"lengths": "lognormal:40"}, tmp_path / "work")
-    for name in ("vllm", "vllm.lora", "vllm.lora.request"):
+    yield lambda **changes: list(vllm_decode.run(fake_vllm | changes, tmp_path / "work"))
+    for name in names:
         del sys.modules[name]
+
+
+def test_vllm_ends_each_request_at_its_own_length(vllm_rows, tmp_path):
+    first, second = vllm_rows(lengths="lognormal:40")
     lengths = draw_lengths("lognormal:40", 8, 100)
     assert (first["tokens"], first["longest"]) == (sum(lengths), max(lengths))
     assert first["call_s"] == pytest.approx(0.05 + 0.001 * max(lengths))  # prefill and all
@@ -83,8 +86,8 @@ def test_vllm_ends_each_request_at_its_own_length(fake_vllm, tmp_path, monkeypat
     assert settings["compilation_config"] == {}
 
 
-def test_vllm_decodes_what_is_asked(fake_vllm, tmp_path):
-    rows = list(peer_rows("vllm-humming", "bench.peers.vllm_decode", fake_vllm))
+def test_vllm_decodes_what_is_asked(vllm_rows, tmp_path):
+    rows = vllm_rows()
     assert [row["batch"] for row in rows] == [8, 1]
     assert rows[0]["version"] == "vllm 0.0"
     # 1 ms a token; what a call costs before its first token is not in it.

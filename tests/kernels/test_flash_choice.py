@@ -5,7 +5,6 @@ import tomllib
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
-import packaging
 import pytest
 import torch
 from packaging.requirements import Requirement
@@ -112,13 +111,6 @@ def test_why_not_is_said(calls, installed):
     assert why_not_flash4(128, torch.bfloat16, CUDA) == (
         "flash-attn-4 4.0.0b40 is installed and 4.0.0b36 was tested: pip install 'flash-attn-4==4.0.0b36'"
     )
-
-
-def test_the_version_is_looked_up_by_the_name_of_the_package(monkeypatch):
-    monkeypatch.setattr(choice, "PACKAGE", "packaging")
-    assert choice._installed() == packaging.__version__
-    monkeypatch.setattr(choice, "PACKAGE", "no-such-package-of-qerl")
-    assert choice._installed() is None
 
 
 def test_without_the_package_long_rows_get_flash_attention_2(calls, installed):

@@ -8,7 +8,7 @@ import pytest
 import bench.result
 from bench.result import RESULTS, read_rows
 from lab.__main__ import main
-from lab.writers import length_tables, tables
+from lab.writers import tables
 from lab.writers.figures import NUMBERS, TABLES
 from qerl.errors import QeRLError
 
@@ -59,45 +59,6 @@ def test_the_first_screen_is_of_one_card_and_of_what_is_measured(monkeypatch, tm
     (tmp_path / "step-7b-128-trl-h200.json").write_text(json.dumps({"rows": both}))
     with pytest.raises(ValueError, match="too many values"):
         lines(rate, dense)
-
-
-def test_16_bit_weights_stand_beside_nvfp4_on_both_cards():
-    cells = [
-        f"{row['decode_tok_s']:.0f}"
-        for name in ("rollout-7b-h100", "rollout-7b-h200", "rollout-7b-vllm-h200")
-        for weights in ("nvfp4", "bf16")
-        for row in read_rows(name)
-        if (row["engine"], row["batch"], row["weights"]) == ("qerl", 64, weights)
-    ]
-    nvfp4, dense, *newer = cells
-    nf4 = next(f"{row['decode_tok_s']:.0f}" for row in read_rows("rollout-7b-nf4-h100") if row["batch"] == 64)
-    said = TABLES["decode"]()
-    assert f"| 7B, 64 | {nvfp4} | {dense} | {nf4} | {newer[0]} | {newer[-1]} |" in said
-    assert "on the H200 64 (32B);" in said, "of 7B as many tokens were decoded on both"
-
-
-def test_tables_say_which_commit_a_figure_is_of_and_which_layers_are_recomputed():
-    decoded, stepped = TABLES["older-path"]().split("Decoding: ")[1].split("Step: ")
-    for sentence, names in (
-        (decoded, ("rollout-7b-h200-4d2fa29", "rollout-7b-arch80-h200")),
-        (stepped.split("Files: ")[0], ("step-7b-beside-serve-h200", "step-7b-arch80-h200")),
-    ):
-        commits = {row["commit"] for name in names for row in read_rows(name)}
-        assert set(re.findall(r"\b[0-9a-f]{7}\b", sentence)) == commits
-    steps = TABLES["steps"]()
-    assert re.search(r"TRL 1.16 [^|]*\|[^|]*\|[^|]*\| 28 of 28 \|", steps)
-    assert re.search(r"in one run with the next\) \|[^|]*\|[^|]*\| 2 of 28 \|", steps)
-
-
-def test_captions_say_where_attention_differs_between_what_is_compared():
-    said = TABLES["older-path"]()
-    assert "Attention of its long rows is FlashAttention-4 as 9.0 and FlashAttention-2 as 8.0." in said
-    one, *_ = read_rows("step-7b-lognormal-h200")
-    (two,) = read_rows("step-7b-two-gpus-h200")
-    words = f"FlashAttention-2 on 1 GPU (commit {one['commit']}) and FlashAttention-4 on 2 GPUs (commit "
-    assert words + f"{two['commit']}), so" in TABLES["steps-lengths"]()
-    alike = one | {"attention_kernel": two["attention_kernel"]}
-    assert length_tables._apart([alike], [alike, two]) == "" != length_tables._apart([one], [one, two])
 
 
 def test_a_changed_number_is_written_anew():

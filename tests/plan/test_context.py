@@ -152,13 +152,3 @@ def test_where_the_cpus_memory_has_no_room_the_refusal_says_so(on_80_gb, monkeyp
         on_80_gb(131072)
     with pytest.raises(QeRLError, match=r"does not fit this GPU by the plan; `qerl plan` says why\."):
         on_80_gb(10**6)
-
-
-def test_nothing_but_the_long_completion_is_in_the_peak_of_the_update(monkeypatch):
-    called = []
-    monkeypatch.setattr(context, "keep_within_limit", lambda device: called.append("limit"))
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: called.append("empty"))
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: called.append("reset"))
-    engine = SimpleNamespace(model=None, release=lambda: called.append("release"))
-    context.GivenEngine(engine, []).release()
-    assert called == ["release", "empty", "limit", "reset"]
