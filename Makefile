@@ -1,5 +1,6 @@
 # make demo    set up, then train a real model on this machine (CPU is enough) and score the result
-# make test    set up, then run the tests
+# make quick   set up, then run the tests that take no second, in about two minutes
+# make test    set up, then run all tests
 # make wheel   set up, then build the wheel and use it in an empty folder
 # make versions  set up, then test with the oldest and the newest versions of other libraries (not part of CI)
 # make adapters  test the adapters of openenv-core and verifiers in environments of their own (not part of CI)
@@ -16,7 +17,7 @@ PIP    := $(BIN)/pip install --quiet --no-compile
 # What it compiles is kept, whatever the environment says: the tests start many processes, each of which imports torch.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup demo test adapters tinker wheel versions tables figures lint clean
+.PHONY: setup demo quick test adapters tinker wheel versions tables figures lint clean
 setup: .venv/ready
 
 .venv/ready: pyproject.toml
@@ -31,8 +32,13 @@ setup: .venv/ready
 demo: setup
 	$(BIN)/qerl demo
 
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 2 --dist worksteal
+
+quick: setup
+	$(PYTEST) -m "not slow"
+
 test: setup
-	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 2 --dist worksteal
+	$(PYTEST)
 
 # These packages bring many others, so each gets an environment that sees that of the tests.
 SITE   := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
