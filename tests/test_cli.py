@@ -40,6 +40,7 @@ def warned():
         yield given
 
 
+@pytest.mark.slow
 def test_train_eval_report(recipe, tmp_path, capsys, warned, monkeypatch):
     run, model = tmp_path / "run", tmp_path / "model"
     dequantised, write_dense = [], PackedRows.write_dense
@@ -182,6 +183,7 @@ def test_mistakes_get_one_sentence_and_status_2(recipe, words, message, capsys):
     assert "Traceback" not in printed
 
 
+@pytest.mark.slow
 def test_ctrl_c_saves_a_checkpoint_that_can_be_resumed(recipe, tmp_path):
     run = tmp_path / "run"
     command = [sys.executable, "-m", "qerl", "train", str(recipe)]
@@ -215,6 +217,7 @@ def test_dry_run_looks_at_the_folder_and_the_length_of_the_run(recipe, tmp_path,
     assert "already holds a run" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fields", [{"num_iterations": 2}, {"steps_per_generation": 4}])
 def test_the_length_of_a_run_in_epochs_is_known_before(recipe, tmp_path, fields):
     values = {

@@ -137,6 +137,7 @@ def test_whatever_a_tool_does_the_policy_is_told(text, answer):
     assert found.end == "stop" and found.failures == (0 if "big" in text else 1)
 
 
+@pytest.mark.slow
 def test_who_calls_after_the_loop_was_held_up_gets_a_new_one():
     def say(track, so_far):
         return [call("block", seconds=3), call("later", seconds=0.01), "So it is."][
@@ -182,6 +183,7 @@ def test_the_number_of_answers_is_bounded():
     assert (found.end, found.turns, found.calls) == ("turns", 4, 3)
 
 
+@pytest.mark.slow
 def test_nobody_waits_for_a_slow_tool():
     """The other sequence plays all its turns while the first one's tool works."""
     ends = []

@@ -54,6 +54,7 @@ def told(tmp_path, monkeypatch):
     return ["cookbook", "--logs", str(tmp_path / "logs"), "--out", str(tmp_path / "found.json")]
 
 
+@pytest.mark.slow
 def test_every_arm_runs_and_what_fails_or_hangs_is_said(told, tmp_path, capsys):
     options = ["--runs", "2", "--steps", "3", "--learning_rate", "2", "--servers", "2"]
     options += ["--threads", "1", "--minutes", "0.1"]
@@ -79,6 +80,7 @@ def test_every_arm_runs_and_what_fails_or_hangs_is_said(told, tmp_path, capsys):
     assert "plain-learn-0 ended with 0" in said
 
 
+@pytest.mark.slow
 def test_controls_may_be_fewer(told, tmp_path):
     main([*told, "--runs", "2", "--controls", "1", "--steps", "2", "--noise", "none"])
     found = json.loads((tmp_path / "found.json").read_text())["rows"]

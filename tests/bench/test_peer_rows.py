@@ -219,6 +219,7 @@ def test_rollout_benchmark_adds_peers_to_its_rows(no_gpu_needed, tmp_path, capsy
     assert capsys.readouterr().out.count("vllm-") == 3
 
 
+@pytest.mark.slow
 def test_rollout_benchmark_times_calls_of_drawn_lengths(no_gpu_needed, tmp_path, monkeypatch):
     """Of the paged engine in Triton's interpreter; peers are asked for the same, with and without adapter."""
     from bench import rollout

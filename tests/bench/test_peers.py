@@ -19,6 +19,8 @@ from qerl.fp4.format import NVFP4
 from qerl.measure.model_config import model_config
 from tests.support.peers import LLAMA, TINY
 
+pytestmark = pytest.mark.slow
+
 QWEN3 = Sizes.uniform(
     hidden=64, intermediate=96, layers=2, heads=4, kv_heads=2, head_size=32, vocabulary=1003, qk_norm=True
 )

@@ -21,6 +21,8 @@ from qerl.rollout.portable.engine import PortableEngine
 from qerl.update.memory_retry import MemoryRetry
 from tests.support.plan import GB80, work
 
+pytestmark = pytest.mark.slow
+
 TINY = Sizes.uniform(64, 96, 2, 4, 2, 16, vocabulary=1003, positions=512, qk_norm=True)
 
 

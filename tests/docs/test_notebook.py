@@ -3,9 +3,12 @@
 from pathlib import Path
 
 import nbformat
+import pytest
 from nbclient import NotebookClient
 
 from tests.support.models import make_tiny_model, make_tiny_tokenizer
+
+pytestmark = pytest.mark.slow
 
 NOTEBOOK = Path(__file__).parents[2] / "docs" / "demo.ipynb"
 

@@ -4,10 +4,13 @@ import json
 import re
 from pathlib import Path
 
+import pytest
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from tests.support.scripts import run_offline
+
+pytestmark = pytest.mark.slow
 
 README = Path(__file__).parents[2] / "README.md"
 MODEL = "Qwen/Qwen2.5-7B-Instruct"

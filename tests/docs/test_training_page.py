@@ -13,6 +13,8 @@ from qerl.trainer.prompts import sound_prompts
 from tests.support.agents import tool_tokenizer
 from tests.support.training_page import shown
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def run_shown(tiny_run, tmp_path, monkeypatch):

@@ -14,6 +14,8 @@ from qerl.models.load import load_model
 from qerl.rollout.portable.engine import PortableEngine
 from tests.support.models import make_tiny_model, make_tiny_tokenizer, move_adapter
 
+pytestmark = pytest.mark.slow
+
 LEVELS = {"wp1": {"level": "wp1"}, "wp2": {"level": "wp2"}}
 
 

@@ -5,6 +5,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.slow
+
 
 def test_killed_runs_end_as_if_nobody_had_killed_them():
     """One process and two: signals to one and to both, a failure of one, a full disk, within an epoch."""

@@ -47,6 +47,7 @@ def test_a_value_that_no_reader_expects_is_one_sentence(cases, name, changes, me
     assert re.search(message, printed), printed
 
 
+@pytest.mark.slow
 def test_nesting_without_end_is_one_sentence(cases, capsys):
     for name in ("recipe", "data", "metrics", "planned", "adapter adapter_config.json"):
         path, words = cases[name]

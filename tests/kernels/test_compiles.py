@@ -79,6 +79,7 @@ def test_no_kernel_is_left_out():
     } == KERNELS
 
 
+@pytest.mark.slow
 def test_the_dense_weight_is_written_on_every_class_of_gpus(tmp_path):
     """dequantize.cu; packed_gemm.cu has a test of its own."""
     pytest.importorskip("cuda.bindings.nvrtc", reason="cuda-bindings is not installed")
@@ -112,6 +113,7 @@ print(re.findall(r"[.]target (\\w+)", kernel.asm["ptx"])[0], kernel.asm["cubin"]
 """
 
 
+@pytest.mark.slow
 def test_a_card_treated_as_an_older_one_assembles_that_classs_code_for_itself(tmp_path):
     environment = {**os.environ, "QERL_ARCH": "80", "TRITON_CACHE_DIR": str(tmp_path)}
     environment.pop("TRITON_INTERPRET", None)

@@ -227,6 +227,7 @@ class Block:
                     self.y[at] = d[inside, j]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "tokens,tiling,stages",
     [
@@ -328,6 +329,7 @@ def test_every_part_of_a_sum_is_added_once(count, numbers, blocks, warps):
     np.testing.assert_allclose(found, parts.sum(0), rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("card", CARDS.values(), ids=lambda card: str(card.number))
 def test_packed_gemm_compiles_for_every_class_and_fits(card, tmp_path):
     pytest.importorskip("cuda.bindings.nvrtc", reason="cuda-bindings is not installed")

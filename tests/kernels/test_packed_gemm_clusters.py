@@ -16,6 +16,8 @@ from qerl.kernels.weights import packed_gemm
 from qerl.kernels.weights.packed_gemm import OUTPUT_SCALE, Tiling, to_operand
 from tests.kernels.test_packed_gemm import CODE_BYTES, SCALE_BYTES, Barrier, Block
 
+pytestmark = pytest.mark.slow
+
 
 class CountingBarrier(Barrier):
     """One whose phase ends when all have arrived and all bytes that they expect have come."""

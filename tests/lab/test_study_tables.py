@@ -189,6 +189,7 @@ def test_a_comparison_whose_arms_part_before_the_noise_is_named_and_leaves_nothi
     assert "aqn \N{MINUS SIGN} none (" not in noise_tables.unanswered()
 
 
+@pytest.mark.slow
 def test_how_often_a_verdict_is_claimed():
     pytest.importorskip("scipy")
     better = verdicts.rates(lambda rng: rng.normal(0.05, 0.01, verdicts.SEEDS), 40, 5)

@@ -13,6 +13,7 @@ from lab.writers.figures import NUMBERS, TABLES
 from qerl.errors import QeRLError
 
 
+@pytest.mark.slow
 def test_pages_hold_what_the_results_say():
     assert [page.name for page in tables.outdated()] == [], "run: python -m lab tables"
 
@@ -70,10 +71,13 @@ def test_a_changed_number_is_written_anew():
     assert tables.render(written) == written
 
 
-def test_a_result_that_a_table_refuses_is_told(monkeypatch, capsys):
+def test_a_result_that_a_table_refuses_is_told(monkeypatch, tmp_path, capsys):
     def refuses():
         raise QeRLError("1 of 2 runs failed.")
 
+    page = tmp_path / "page.md"
+    page.write_text("<!-- table serve-learning -->\n<!-- /table -->\n")
+    monkeypatch.setattr(tables, "PAGES", (page,))
     monkeypatch.setitem(TABLES, "serve-learning", refuses)
     assert main(["tables", "--check"]) == 2
     assert capsys.readouterr().err == "error: 1 of 2 runs failed.\n"

@@ -205,6 +205,7 @@ def test_sizes_that_no_kernel_takes(tiny_model, sizes, reason):
     assert found is None if reason is None else reason in found
 
 
+@pytest.mark.slow
 def test_part_of_a_head_rotated(tiny_model):
     model = tiny_model("llama").bfloat16()
     model.model.rotary_emb.inv_freq = model.model.rotary_emb.inv_freq[:4]

@@ -99,6 +99,7 @@ def test_a_card_on_which_nothing_fits():
         card.largest_shape(10**9)
 
 
+@pytest.mark.slow
 def test_parity_and_a_whole_step_run(monkeypatch):
     """On the CPU the portable engine stands in; it computes as the trainer does."""
     monkeypatch.setattr(card, "SMALL", TINY)

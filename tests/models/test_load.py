@@ -69,6 +69,7 @@ def test_weights_that_cannot_be_had(plain, monkeypatch) -> None:
         load_model(plain, "nf4", torch.float32, "cuda")
 
 
+@pytest.mark.slow
 def test_unknown_families(plain, tmp_path) -> None:
     config = plain / "config.json"
     config.write_text(config.read_text().replace('"model_type": "llama"', '"model_type": "lama"'))

@@ -15,6 +15,8 @@ import pytest
 from qerl.fp4.checkpoint import open_checkpoint
 from qerl.fp4.quantize import quantize_checkpoint
 
+pytestmark = pytest.mark.slow
+
 SHARD = 20_000_000
 
 LOAD = """

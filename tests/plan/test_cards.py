@@ -108,6 +108,7 @@ def test_what_would_fit_is_said_and_does(model, gpu, said, capsys):
             assert fits(plan_command(model, [], fields, gpu, Console(quiet=True)))
 
 
+@pytest.mark.slow
 def test_changes_go_no_further_than_they_must():
     plan = make_plan(SIZES["14b"], work(prompt_tokens=512, completion_tokens=4096), usable_bytes(16))
     (length,) = (int(one.split()[1]) for one in changes(plan) if one.startswith("max_completion"))

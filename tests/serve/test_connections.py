@@ -58,6 +58,7 @@ def test_no_answer_waits_for_an_acknowledgement(tmp_path: Path):
     assert statistics.median(seconds) < 0.03
 
 
+@pytest.mark.slow
 def test_connections_that_bring_nothing_lock_nobody_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(connections, "_PATIENCE_S", 1.0)
     with RunningServer(FakeBackend(tmp_path), connections=MOST) as server:
@@ -80,6 +81,7 @@ def test_connections_that_bring_nothing_lock_nobody_out(tmp_path: Path, monkeypa
             each.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("key", "answer"), [("none", b"401"), (KEY, b"")])
 def test_a_body_that_does_not_come_is_not_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, answer: bytes

@@ -20,6 +20,8 @@ from tests.fuzz._tiny import save_model
 from tests.support.http import Client
 from tests.support.wire import KEY
 
+pytestmark = pytest.mark.slow
+
 NAME = "some/Name-1.5B"
 ADAM = {"learning_rate": 0.01, "weight_decay": 0.1}
 

@@ -330,6 +330,7 @@ def test_samples_without_texts_that_end_them_have_no_stop_that_reads_tokens(tmp_
     assert seen == [False, True]
 
 
+@pytest.mark.slow
 def test_what_nobody_waits_for_is_not_decoded_to_its_end(tmp_path):
     backend = trained(tmp_path)
     key = backend.save_for_sampler("a", None)

@@ -15,6 +15,8 @@ from tests.fuzz.server import Kind, ModelClient, run
 from tests.support.http import Client, connected
 from tests.support.serve import tiny_backend
 
+pytestmark = pytest.mark.slow
+
 LAST_ANSWER_BYTES = 1000
 """May still be held; an adapter of rank 4 has sixteen times as many."""
 

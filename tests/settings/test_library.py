@@ -55,6 +55,7 @@ def test_a_model_fits_on_the_gpus_of_its_header_and_on_no_other(name, console):
     assert said == planned
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", recipes_of("cards"))
 def test_models_up_to_14b_fit_on_a_card_with_its_recipe(name, console):
     """Groups of 8 with at least 4096 tokens a sample, planned for its size and its smallest card."""

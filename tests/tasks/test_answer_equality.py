@@ -258,6 +258,7 @@ def test_an_answer_of_the_data_sets_equals_its_own_spellings(gold: str) -> None:
         assert equal(text, gold), text
 
 
+@pytest.mark.slow
 def test_answers_of_the_data_sets_differ_from_each_other() -> None:
     rng = random.Random(5)
     for _ in range(120):

@@ -191,6 +191,7 @@ def test_a_batch_may_take_longer_than_a_sample_and_is_called_once() -> None:
     assert calls == [400]
 
 
+@pytest.mark.slow
 def test_a_slow_function_is_measured_once_and_given_its_time() -> None:
     calls = []
 
@@ -365,6 +366,7 @@ def test_asynchronous_functions_have_their_limit_too(function: Any) -> None:
         assert len(function.loops) == 1
 
 
+@pytest.mark.slow
 def test_an_asynchronous_function_that_never_awaits_is_interrupted() -> None:
     async def reward(prompts: list, completions: list, **columns: Any) -> list[float | None]:
         return [float(c) if c != "bad" else fail_looping() for c in completions]
@@ -395,6 +397,7 @@ def test_a_timer_that_ran_before_goes_on_with_the_time_passed_taken_off() -> Non
     assert rung[0] - started == pytest.approx(0.3, abs=0.1)
 
 
+@pytest.mark.slow
 def test_a_completion_that_is_slow_to_compare_costs_itself_alone() -> None:
     task = get_task("arithmetic", train_size=1, test_size=1)
     accuracy = guarded(task.rewards[0], timeout_s=1.0)

@@ -56,6 +56,7 @@ def test_each_batch_is_judged_anew_even_if_one_function_was_not_asked_for_the_la
     assert call(second, ["4"]) == [4.0]
 
 
+@pytest.mark.slow
 def test_a_function_that_fails_costs_the_others_nothing():
     async def raising(completions: list[str], **columns: Any) -> list[float | None]:
         await asyncio.sleep(0.01)
@@ -161,6 +162,7 @@ def test_a_server_that_cannot_be_reached_is_not_asked_for_every_sample(error):
     assert tried == 20
 
 
+@pytest.mark.slow
 def test_a_task_that_asks_outside_does_not_take_the_limit_from_the_others_of_a_mixture():
     @judges_outside
     async def accuracy(completions: list[str], **columns: Any) -> list[float | None]:

@@ -20,6 +20,7 @@ EASY = {"min_terms": 2, "max_terms": 2, "min_digits": 2, "max_digits": 2}
 SIZES = {"train_size": 30, "test_size": 10}
 
 
+@pytest.mark.slow
 @needs_package
 def test_rows_are_problems_of_the_difficulty_in_the_format_that_is_rewarded() -> None:
     task = get_task("reasoning_gym:chain_sum", **EASY, **SIZES)

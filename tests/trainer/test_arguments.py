@@ -135,6 +135,7 @@ def test_what_is_refused_of_trls_settings(llama_folder, tmp_path, fields, messag
         QeRLTrainer(str(llama_folder), ones, GRPOConfig(output_dir=str(tmp_path), **SMALL, **fields), ROWS)
 
 
+@pytest.mark.slow
 def test_what_asks_for_speed_is_answered_in_one_line(llama_folder, tmp_path, caplog):
     speed = {
         "use_vllm": True,
@@ -161,6 +162,7 @@ class Extended(GRPOConfig):
     mine: int = 0
 
 
+@pytest.mark.slow
 def test_trls_settings_without_autocast_are_fp32_and_other_classes_are_refused(llama_folder, tmp_path):
     given = GRPOConfig(output_dir=str(tmp_path), bf16=False, **SMALL)
     assert QeRLTrainer(str(llama_folder), ones, given, ROWS).args.dtype == "float32"
@@ -215,6 +217,7 @@ def test_arguments_of_another_kind(llama_folder, settings, given, message):
         )
 
 
+@pytest.mark.slow
 def test_a_column_of_any_other_name_reaches_the_rewards(llama_folder, settings):
     seen = []
 
@@ -251,6 +254,7 @@ def test_a_tokenizer_without_chat_template_serves_plain_prompts(
         QeRLTrainer(str(tiny), ones, settings(), ROWS, processing_class=plain)
 
 
+@pytest.mark.slow
 def test_an_optimizer_of_the_users_steps(tiny_model, tiny_tokenizer, settings):
     model = get_peft_model(tiny_model("llama"), LoraConfig(r=2))
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)
@@ -276,6 +280,7 @@ def test_rewards_and_their_tokenizers_may_stand_in_tuples(make, tiny_tokenizer):
     ]
 
 
+@pytest.mark.slow
 def test_several_rewards_columns_and_a_reward_model(llama_folder, settings, tiny_tokenizer, tmp_path):
     """A reward model has its own tokenizer; the length penalty, which the settings add, has none."""
     classifier = tmp_path / "judge"
@@ -417,6 +422,7 @@ def test_a_stream_to_evaluate_on_stays_as_it_was_given(llama_folder, settings):
         trainer.evaluate(ROWS.rename_column("prompt", "q").to_iterable_dataset())
 
 
+@pytest.mark.slow
 def test_fewer_rows_than_a_rollout_takes_make_no_run_without_a_step(llama_folder, settings):
     few = ROWS.select(range(1))
     trainer = QeRLTrainer(str(llama_folder), ones, settings(per_device_train_batch_size=4), few)
@@ -424,6 +430,7 @@ def test_fewer_rows_than_a_rollout_takes_make_no_run_without_a_step(llama_folder
         trainer.train()
 
 
+@pytest.mark.slow
 def test_a_token_that_the_model_does_not_embed_is_refused(llama_folder, settings, tiny_tokenizer):
     larger = copy.deepcopy(tiny_tokenizer)
     larger.add_tokens([f"<new{i}>" for i in range(1000)])

@@ -34,6 +34,7 @@ def wrapped(model) -> int:
 # Model and adapter
 
 
+@pytest.mark.slow
 def test_a_named_model_is_loaded_as_the_settings_say(llama_folder, settings):
     given = settings(lora_r=4, rounding="rtn", lora_target_modules=["q_proj"], max_sequences=2)
     trainer = QeRLTrainer(str(llama_folder), ones, given, ROWS)
@@ -223,6 +224,7 @@ def adapter(llama_folder, tmp_path):
     return tmp_path / "adapter"
 
 
+@pytest.mark.slow
 def test_an_adapter_goes_on_training(llama_folder, settings, adapter):
     """Its weights begin where they were saved, move, and are the reference of the KL penalty."""
     saved = load_file(adapter / "adapter_model.safetensors")
@@ -257,6 +259,7 @@ def test_an_adapter_of_another_model_and_a_second_one_are_refused(
         )
 
 
+@pytest.mark.slow
 def test_a_peft_model_of_the_users_goes_on_training(llama_folder, settings, adapter):
     model = load_adapter(load_model(llama_folder, "nvfp4", torch.float32, "cpu"), adapter, trainable=True)
     trainer = QeRLTrainer(model, ones, settings(), ROWS)

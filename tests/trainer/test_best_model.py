@@ -13,6 +13,8 @@ from qerl.settings.config import QeRLConfig
 from qerl.trainer.grpo import QeRLTrainer
 from tests.support.trainer import DATA, ScriptedEngine, settings
 
+pytestmark = pytest.mark.slow
+
 BY_STEP = [0.2, 0.9, 0.5, 0.4]
 """Rewards of the evaluations after each step."""
 SAVING = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}

@@ -18,6 +18,8 @@ from qerl.trainer.grpo import QeRLTrainer
 from qerl.trainer.prompt_choice import PromptChoice
 from tests.support.trainer import GROUP, ScriptedEngine, settings
 
+pytestmark = pytest.mark.slow
+
 DATA = Dataset.from_dict({"prompt": [f"p{i}" for i in range(8)], "answer": [str(i) for i in range(8)]})
 NAN = float("nan")
 

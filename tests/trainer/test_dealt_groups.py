@@ -7,6 +7,8 @@ import torch
 
 from tests.support.runs import results, run_python, write_recipe
 
+pytestmark = pytest.mark.slow
+
 STEPS = {
     "algorithm": "dapo",
     "signal": "reward",  # random text is never right

@@ -63,6 +63,7 @@ def scores():
 LEVELS = DATA.add_column("level", [0.1, 0.2, 0.3, 0.4])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [
@@ -279,6 +280,7 @@ def test_keyboard_interrupt_ends_the_run():
         begun(guard, calls, ["1", "2"])
 
 
+@pytest.mark.slow
 def test_calls_that_began_on_a_loop_that_was_left_behind_are_made_again():
     @judges_outside
     async def blocks(completions, **_):

@@ -12,6 +12,8 @@ from qerl.settings.library import recipe_file
 from qerl.settings.recipe import read_recipe
 from qerl.trainer.grpo import QeRLTrainer
 
+pytestmark = pytest.mark.slow
+
 DATA = Dataset.from_dict({"prompt": [f"prompt {i}" for i in range(16)]})
 
 

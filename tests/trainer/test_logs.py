@@ -74,6 +74,7 @@ PATHS = {
 }
 
 
+@pytest.mark.slow
 def test_every_path_logs_the_same(make):
     """At the first update all of them are the same; one step is noisy, with ratios beyond the bound."""
     logs = {name: trained(make(noise=True, max_steps=4, **path)) for name, path in PATHS.items()}
@@ -188,6 +189,7 @@ def test_a_training_whose_rewards_taught_nothing_says_so(make, caplog, reward_of
         assert len(warned) == bool(said) and all(said in text for text in warned)
 
 
+@pytest.mark.slow
 def test_the_time_of_an_evaluation_is_no_steps(make):
     """And the times of a step add up to TRL's `step_time`, rollout included."""
 

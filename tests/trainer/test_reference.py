@@ -14,6 +14,8 @@ from qerl.trainer.grpo import QeRLTrainer
 from tests.support.models import move_adapter
 from tests.support.trainer import DATA, ScriptedEngine, settings, sum_reward
 
+pytestmark = pytest.mark.slow
+
 FULL = {"tuning": "full", "weights": "bf16"}
 SYNC = {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.5}
 STEPS = {"max_steps": 4, "save_strategy": "steps", "save_steps": 3, "learning_rate": 2e-2, "beta": 0.2}

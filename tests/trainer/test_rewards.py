@@ -83,6 +83,7 @@ async def hanging(completions, **kwargs):
 """
 
 
+@pytest.mark.slow
 def test_asynchronous_rewards_of_a_run_wait_at_the_same_time_within_their_limit(tiny_run, tmp_path) -> None:
     (tmp_path / "asynchronous.py").write_text(ASYNCHRONOUS)
     files = [f"{tmp_path}/asynchronous.py:{name}" for name in ("first", "second", "hanging")]

@@ -11,6 +11,8 @@ from qerl.update.spans import Spans
 from tests.support.models import move_adapter
 from tests.support.trainer import DATA, GROUP, ScriptedEngine, logged, settings, sum_reward
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def train(tiny_model, tiny_tokenizer, tmp_path):

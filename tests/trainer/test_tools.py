@@ -21,6 +21,8 @@ from tests.support.tools import (
 )
 from tests.support.trainer import GROUP, logged
 
+pytestmark = pytest.mark.slow
+
 
 def test_a_calculator_trains_as_with_trl(tmp_path):
     trainer = make_trainer(tmp_path, max_steps=2)

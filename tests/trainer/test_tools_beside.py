@@ -13,6 +13,8 @@ from tests.support.models import TINY, make_tiny_tokenizer
 from tests.support.tools import DATA, make_args, make_policy, written_reward
 from tests.support.trainer import GROUP, ScriptedEngine, logged
 
+pytestmark = pytest.mark.slow
+
 
 class Echo:
     def reset(self, **row):

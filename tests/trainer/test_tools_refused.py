@@ -111,6 +111,7 @@ def test_an_environment_that_cannot_begin_is_said(tmp_path, environment, data, s
         sampled(trainer, trainer.train_dataset)
 
 
+@pytest.mark.slow
 def test_an_environment_in_which_a_call_hangs_is_not_used_again(tmp_path):
     class Stuck(Riddle):
         def respond(self, text):

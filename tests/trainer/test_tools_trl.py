@@ -19,6 +19,8 @@ from tests.support.tools import (
 )
 from tests.support.trainer import same_gradients
 
+pytestmark = pytest.mark.slow
+
 
 class SayingClient:
     """TRL's vLLM client that says what the engine says, turn by turn."""

@@ -10,6 +10,8 @@ from tests.support.tools import (
 )
 from tests.support.trainer import gradients
 
+pytestmark = pytest.mark.slow
+
 
 def test_rewards_and_the_length_penalty_count_what_the_policy_wrote(tmp_path):
     lengths = []

@@ -243,6 +243,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("tokens", [25, 1])
 def test_chunks_change_nothing(train, options, tokens):
@@ -278,6 +279,7 @@ def test_chunks_are_chunks(make_trainer):
     assert -(-passes[None][0] // 25) <= len(passes[25]) < 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
 @pytest.mark.parametrize("microbatch, tokens", [(4, None), (1, None), (8, 25)])
 def test_dividing_a_batch_into_microbatches_changes_nothing(train, loss_type, microbatch, tokens):

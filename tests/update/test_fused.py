@@ -92,6 +92,7 @@ def joined_row():
     return {"branches": object(), "attention_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", TURNED)
 @pytest.mark.parametrize("weights", ["nvfp4", "bf16"])
 def test_logits_and_gradients_are_those_of_the_plain_model(adapted, calls, monkeypatch, family, weights):
@@ -241,6 +242,7 @@ def test_layers_that_are_not_all_adapted_are_computed_one_by_one(adapted, calls)
     assert ("swiglu", 2) in calls and ("swiglu", 1) not in calls
 
 
+@pytest.mark.slow
 def test_noise_in_a_fused_model_is_that_of_the_plain_one(adapted, calls):
     """The kernel takes w + Z as it is: no hook, forward and backward."""
     model = adapted("llama")

@@ -39,6 +39,7 @@ def error(found, truth):
     return float(((found.double() - truth).norm() / truth.norm()).detach())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transform", TRANSFORMS, ids=str)
 @pytest.mark.parametrize("entropies, trained", [(False, False), (True, False), (False, True), (True, True)])
 @pytest.mark.parametrize("tile, biased", [(limits.HEAD_TILE, False), (1, True)])
@@ -90,6 +91,7 @@ def test_the_drivers_values_and_gradients(monkeypatch, transform, biased):
         assert error(mine, other.grad) < 5e-6
 
 
+@pytest.mark.slow
 def test_logits_are_not_rounded(fold):
     """A head scaled by 20 has logits as trained models have them, where bf16 numbers are far apart."""
     torch.manual_seed(0)
@@ -151,6 +153,7 @@ def test_what_a_family_does_to_logits(family, changes, transform):
     assert Transform.of(CONFIG_MAPPING[family](**changes)) == transform
 
 
+@pytest.mark.slow
 def test_a_logit_of_minus_infinity_weighs_nothing(fold):
     hidden_SD, weight_VD = torch.randn(POSITIONS, WIDTH), torch.randn(VOCABULARY, WIDTH)
     bias_V = torch.zeros(VOCABULARY)

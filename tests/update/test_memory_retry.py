@@ -14,6 +14,8 @@ from qerl.update.padded import Lengths
 from tests.support.models import move_adapter
 from tests.support.trainer import DATA, GROUP, ScriptedEngine, logged, settings, sum_reward
 
+pytestmark = pytest.mark.slow
+
 
 class SmallMemory:
     """Raises CUDA's error where a forward pass holds too many tokens.

@@ -76,6 +76,7 @@ def test_a_token_of_probability_zero_is_never_drawn(monkeypatch):
     ).all()
 
 
+@pytest.mark.slow
 def test_rounding_draws_no_token_that_weighs_next_to_nothing(monkeypatch):
     """By uniforms at the ends of blocks, where a scan in FP32 steps to a token of 1e-15, and just below 1."""
     monkeypatch.setattr(kernel, "BLOCK_V", 64)
@@ -109,6 +110,7 @@ FILTERS = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("filters", FILTERS, ids=str)
 @pytest.mark.parametrize("spread", [0.5, 2.0, 20.0])
 def test_the_same_tokens_are_left_out_as_by_a_sort(monkeypatch, filters, spread):

@@ -77,6 +77,7 @@ def test_fp8_keys_are_refused_where_keys_have_a_bias(tiny_model):
         assert paged(tiny_model(family, **changes), kv_cache_dtype="fp8")
 
 
+@pytest.mark.slow
 def test_nf4_weights(adapted, to_nf4):
     model = adapted("qwen2", to_nf4)
     params = SamplingParams(max_tokens=4, seed=1)
@@ -87,6 +88,7 @@ def test_nf4_weights(adapted, to_nf4):
     close(PortableEngine(model, 0).generate(PROMPTS, 2, params), wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [40, 256])  # padded to 64, and in parts; others on a GPU
 def test_any_rank(adapted, rank):
     model = adapted("llama", rank=rank)
@@ -99,6 +101,7 @@ def test_any_rank(adapted, rank):
     assert without.completions[0].logprobs != pytest.approx(wanted.completions[0].logprobs, abs=1e-3)
 
 
+@pytest.mark.slow
 def test_a_pass_that_was_cut_off_leaves_nothing(adapted, monkeypatch):
     model, params = adapted("llama"), SamplingParams(max_tokens=1, seed=1)
     engine = paged(model)
@@ -126,6 +129,7 @@ def test_a_pass_that_was_cut_off_leaves_nothing(adapted, monkeypatch):
 LONG = list(range(60)) + list(range(1, 7))  # two blocks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "prompts, samples, blocks, stops, expected",
     [
@@ -144,6 +148,7 @@ def test_the_step_changes_its_size(adapted, step_sizes, prompts, samples, blocks
     assert list(dict.fromkeys(step_sizes)) == expected, step_sizes
 
 
+@pytest.mark.slow
 def test_settings_share_the_state_of_rows_that_the_plan_counts(adapted):
     model, pace = adapted("llama"), dataclasses.replace(PACE, small_rows=1)
     engine = paged(model, pace=pace)
@@ -159,6 +164,7 @@ def test_settings_share_the_state_of_rows_that_the_plan_counts(adapted):
     assert state_bytes(3, 4) == ROW_TOKEN_BYTES * 4 * (1 + 2 + 4)
 
 
+@pytest.mark.slow
 def test_rows_are_refilled_and_a_changed_adapter_is_seen(adapted):
     """Six sequences in two rows, a prompt longer than a page, top-p, stop tokens; then again after a step."""
     model = adapted("qwen3")

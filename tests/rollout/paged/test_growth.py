@@ -59,6 +59,7 @@ def test_rows_are_taken_some_at_a_time():
     assert engine.parts.graphs.forgotten <= 8
 
 
+@pytest.mark.slow
 def test_what_has_ended_takes_no_room():
     for growing in (False, True):
         engine = made()

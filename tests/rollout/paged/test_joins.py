@@ -30,6 +30,8 @@ from qerl.rollout.sampling import uniform_streams
 from qerl.rollout.stops import Stop, StopTokens
 from tests.support.books import ONE_NUMBER, blocks_of
 
+pytestmark = pytest.mark.slow
+
 BLOCK_BYTES = 2 * PAGE * 4
 POSITIONS, TOKENS = 700, 89
 CALLED = 7  # a stop token of every session

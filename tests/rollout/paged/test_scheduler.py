@@ -56,6 +56,7 @@ def test_the_scheduler_needs_no_torch():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+@pytest.mark.slow
 def test_no_block_leaks_after_100_000_random_requests():
     rng = random.Random(0)
     blocks = BlockManager(60, 8)

@@ -18,6 +18,8 @@ from qerl.rollout.portable.engine import PortableEngine
 from qerl.rollout.stops import StopTokens
 from tests.support.sessions import check_against, play
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = [[5, 7, 11], [9]]
 BLOCK_BYTES = KVGeometry(((2, 16),) * 1, 4).block_bytes
 

@@ -26,6 +26,8 @@ from qerl.rollout.stops import StopTokens
 from tests.support.sessions import check_against, play
 from tests.support.speculation import drop_drafts
 
+pytestmark = pytest.mark.slow
+
 BLOCK_BYTES = KVGeometry(((2, 16),) * 1, 4).block_bytes
 CYCLE = [5, 7, 11, 5, 7, 11, 5, 7]
 

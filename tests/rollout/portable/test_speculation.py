@@ -281,6 +281,7 @@ def test_logits_that_are_not_finite_end_a_row_behind_its_accepted_tokens(tiny_mo
         assert (each.finish_reason == "error") == (len(each.token_ids) < 40)
 
 
+@pytest.mark.slow
 def test_real_completions_of_groups_end_at_the_same_texts(capsys):
     """With top_p: a number that falls among tokens of 1e-7 draws another one after any rounding."""
     model: torch.nn.Module = load_model(HUB_ID, "bf16", dtype=torch.float32, device=torch.device("cpu"))

@@ -14,6 +14,8 @@ from qerl.settings.config import QeRLConfig
 from qerl.trainer.resume.changes import resume_point
 from qerl.trainer.run import train
 
+pytestmark = pytest.mark.slow
+
 QUIET = Console(quiet=True)
 SHORT = {"max_steps": 2, "save_steps": 1, "noise_stages": 2, "eval_strategy": "no"}
 

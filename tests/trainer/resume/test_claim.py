@@ -25,6 +25,7 @@ def said(caplog):
     return [text for text in caplog.messages if "Another training writes to" in text]
 
 
+@pytest.mark.slow
 def test_a_trainer_whose_folder_another_one_writes_to_says_so(make, tmp_path, caplog):
     class Second(TrainerCallback):
         def on_step_end(self, *_, **__):

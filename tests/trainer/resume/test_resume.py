@@ -20,6 +20,8 @@ from qerl.trainer.grpo import QeRLTrainer
 from qerl.trainer.run import train
 from tests.support.arguments import ROWS, first_letter, run_settings
 
+pytestmark = pytest.mark.slow
+
 QUIET = Console(quiet=True)
 SHORT = {"max_steps": 2, "save_steps": 1, "noise_stages": 2, "eval_strategy": "no"}
 # Two rollouts of four microbatches an epoch: steps of 3, 3 and 2.
