@@ -73,7 +73,6 @@ def test_a_benchmark_may_treat_the_gpu_as_an_older_or_smaller_one(capsys, monkey
     given = []
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("bench.__main__.import_module", lambda name: SimpleNamespace(main=given.append))
-    monkeypatch.setattr("signal.signal", lambda *_: None)
     monkeypatch.setenv("QERL_ARCH", "")
     monkeypatch.setenv("QERL_MEMORY_GB", "")
     monkeypatch.setenv("QERL_HOST_GB", "")
@@ -96,7 +95,6 @@ def test_a_result_has_the_whole_command(monkeypatch, tmp_path):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("bench.__main__.import_module", lambda name: SimpleNamespace(main=measure))
     monkeypatch.setattr("bench.result.provenance", lambda command: {"command": command})
-    monkeypatch.setattr("signal.signal", lambda *_: None)
     monkeypatch.setenv("QERL_ARCH", "")
     monkeypatch.setenv("QERL_MEMORY_GB", "")
     monkeypatch.setenv("QERL_HOST_GB", "")

@@ -50,7 +50,6 @@ def told(tmp_path, monkeypatch):
     monkeypatch.setattr(cookbook, "SERVER", "fake_server")
     monkeypatch.setattr(cookbook, "RECIPE", "fake_recipe")
     monkeypatch.setattr(cookbook, "PACKAGES", ("torch",))
-    monkeypatch.setattr("signal.signal", lambda *_: None)
     return ["cookbook", "--logs", str(tmp_path / "logs"), "--out", str(tmp_path / "found.json")]
 
 

@@ -33,6 +33,8 @@ from qerl.tasks import get_task
 from qerl.trainer.grpo import QeRLTrainer
 from tests.support.trainer import settings
 
+pytestmark = pytest.mark.slow
+
 CELLS = [*itertools.product(PRIORS.values(), range(1, len(COUNTS) + 1))]
 
 
@@ -107,7 +109,6 @@ def test_an_option_that_the_model_does_not_know_is_refused(options, error):
         find_task("needle", options)
 
 
-@pytest.mark.slow
 def test_a_prior_is_exact_and_what_sampling_gives(policy, needle):
     """All walks together have probability 1, and the engine draws the right one as often as it says."""
     keys, places = torch.tensor([3]), torch.tensor([[0, 1, 2]])
@@ -159,7 +160,6 @@ def test_the_recipe_is_a_run_of_this_task(monkeypatch):
     assert get_task(config.task, **config.task_options).name == "needle"
 
 
-@pytest.mark.slow
 def test_grpo_finds_the_needle(needle, tmp_path):
     """A prior of .1 passes a half within twenty steps: the whole loop learns what its reward says."""
     task = Needle(prior=0.1, decisions=1, train_size=512)

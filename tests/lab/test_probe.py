@@ -25,6 +25,8 @@ from qerl.models.fingerprint import checkpoint_fingerprint
 from qerl.run_folder import ADAPTER_FILE
 from tests.support.models import move_adapter, pack
 
+pytestmark = pytest.mark.slow
+
 QUIET = Console(quiet=True)
 
 TEXT = """
@@ -97,7 +99,6 @@ def test_what_counts_as_calibrated():
     assert not met_or_at_a_step(0.05, 0.02271, step), "not narrowed"
 
 
-@pytest.mark.slow
 def test_a_probe_measures_what_it_says(finished):
     results = read_results(finished / RESULTS_FILE)
     cells = results["cells"]
@@ -140,7 +141,6 @@ def test_policies_are_adapters_of_a_clean_run(probe_file, tmp_path):
     assert any("lora_B" in name for name, _ in adapted.named_parameters())
 
 
-@pytest.mark.slow
 def test_clean_runs_of_several_seeds(probe_file, tmp_path):
     train = {"task": "wp", "steps": [1, 2], "seeds": [3, 5], "prompts_per_step": 4, "samples_per_prompt": 2}
     values = yaml12.load(probe_file.read_text()) | {"policies": {}, "train": train}
@@ -168,7 +168,6 @@ def test_the_page_and_the_figures_come_from_the_results_alone(finished, tmp_path
     assert (tmp_path / "figures" / "probe-wp-formats-prefix_more.svg").read_text().startswith("<svg xmlns=")
 
 
-@pytest.mark.slow
 def test_an_interrupted_probe_goes_on(probe_file, finished, tmp_path):
     """Stopped within a job: what is measured stays as it is, and the rest comes out as if never stopped."""
 

@@ -17,6 +17,8 @@ from qerl.rewards import sandbox
 from qerl.rewards.sandbox import Limits, run_python
 from tests.support.sandbox import REQUIRED, needs_sandbox, skips
 
+pytestmark = pytest.mark.slow
+
 LIMITS = Limits(seconds=1.5, memory_mb=128, processes=6, output_kb=16)
 
 
