@@ -1,4 +1,4 @@
-"""Runs on a tiny model: everything that has state is on, and a reward that random text can earn."""
+"""Fixtures of runs on a tiny model with all that has state on, and a reward that random text can earn."""
 
 from collections.abc import Callable
 from pathlib import Path
