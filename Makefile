@@ -1,5 +1,6 @@
 # make demo    set up, then train a real model on this machine (CPU is enough) and score the result
-# make test    set up, then run the tests
+# make quick   set up, then run the tests that take no second, in about two minutes
+# make test    set up, then run all tests
 # make wheel   set up, then build the wheel and use it in an empty folder
 # make versions  set up, then test with the oldest and the newest versions of other libraries (not part of CI)
 # make adapters  test the adapters of openenv-core and verifiers in environments of their own (not part of CI)
@@ -16,7 +17,7 @@ PIP    := $(BIN)/pip install --quiet --no-compile
 # What it compiles is kept, whatever the environment says: the tests start many processes, each of which imports torch.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup demo test adapters tinker wheel versions tables figures lint clean
+.PHONY: setup demo quick test adapters tinker wheel versions tables figures lint clean
 setup: .venv/ready
 
 .venv/ready: pyproject.toml
@@ -31,8 +32,13 @@ setup: .venv/ready
 demo: setup
 	$(BIN)/qerl demo
 
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 2 --dist worksteal
+
+quick: setup
+	$(PYTEST) -m "not slow"
+
 test: setup
-	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 2 --dist worksteal
+	$(PYTEST)
 
 # These packages bring many others, so each gets an environment that sees that of the tests.
 SITE   := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
@@ -41,7 +47,7 @@ adapters: setup
 		$(PYTHON) -m venv .venv-$$name; \
 		$(BIN)/python $(SITE) > $$(.venv-$$name/bin/python $(SITE))/tests.pth; \
 		.venv-$$name/bin/pip install --quiet --editable ".[$$name]"; \
-		.venv-$$name/bin/python -m pytest tests/unit/test_$$name.py; \
+		.venv-$$name/bin/python -m pytest tests/*/test_$$name.py; \
 	done
 
 # The client's versions that docs/serve.md names; `newest` is whatever is published, and what CI tries.
@@ -51,8 +57,8 @@ tinker: setup
 		$(PYTHON) -m venv .venv-tinker-$$version; \
 		{ $(BIN)/python $(SITE); echo $(CURDIR)/src; } > $$(.venv-tinker-$$version/bin/python $(SITE))/tests.pth; \
 		.venv-tinker-$$version/bin/pip install --quiet --upgrade $$(test $$version = newest && echo tinker || echo tinker==$$version); \
-		.venv-tinker-$$version/bin/python -m pytest tests/integration/test_tinker_sdk.py tests/integration/test_tinker_model.py \
-			tests/integration/test_tinker_bench.py; \
+		.venv-tinker-$$version/bin/python -m pytest tests/serve/test_tinker_sdk.py tests/serve/test_tinker_model.py \
+			tests/serve/test_tinker_bench.py; \
 	done
 
 wheel: setup

@@ -21,6 +21,8 @@ if os.environ["TRITON_INTERPRET"] == "1" and find_spec("triton"):
 
     hurry()
 
+pytest_plugins = ["tests.support.tiny_run"]
+
 
 @pytest.fixture(scope="session", autouse=True)
 def imports_are_not_garbage() -> Iterator[None]:

@@ -6,6 +6,8 @@ import pytest
 
 from tests.conformance.harness import SAME, Bench, Run, sum_reward
 
+pytestmark = pytest.mark.slow
+
 # An option that changes weights less than this has not been tested.
 FELT = 2e-3
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported
 os.environ.setdefault("TQDM_DISABLE", "1")
-NAMES = sorted(path.stem for path in Path(__file__).parent.glob("[a-z]*.py"))
+FILES = Path(__file__).parent.glob("[a-z]*.py")
+NAMES = sorted(path.stem for path in FILES if not path.stem.startswith("test_"))
 
 if __name__ == "__main__":
     name = sys.argv[1] if len(sys.argv) > 1 else ""

@@ -15,7 +15,7 @@ from qerl.update import attention
 from qerl.update.attention import branch_attention
 from qerl.update.driver import LossDriver
 from qerl.update.joined_row import Branches, RowBuilder
-from tests.unit.test_loss_driver import VOCABULARY, samples
+from tests.update.test_loss_driver import VOCABULARY, samples
 
 GPU = torch.device("cuda", 0)
 WHY_NOT = why_not_flash4(128, torch.bfloat16, GPU)

@@ -8,7 +8,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
 from qerl.update.driver import LossDriver
-from tests.unit.test_loss_driver import VOCABULARY, samples
+from tests.update.test_loss_driver import VOCABULARY, samples
 
 SIZES = {
     "vocab_size": VOCABULARY,

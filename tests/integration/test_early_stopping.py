@@ -1,10 +1,13 @@
 """A recipe that stops early and keeps its best policy, as a user runs it."""
 
+import pytest
 import yaml
 from safetensors.torch import load_file
 
 from qerl.cli import main
 from qerl.run_folder import ADAPTER_FILE, CONFIG_FILE, read_metrics
+
+pytestmark = pytest.mark.slow
 
 REWARD = """
 def falling(completions, trainer_state, **kwargs):

@@ -12,6 +12,8 @@ from transformers import AutoModelForCausalLM
 from qerl.settings.config import QeRLConfig
 from qerl.trainer.run import train
 
+pytestmark = pytest.mark.slow
+
 QUIET = Console(quiet=True)
 FULL = {
     "tuning": "full", "weights": "bf16", "noise": False, "eval_strategy": "no", "max_steps": 4,

@@ -18,6 +18,8 @@ from tests.support.chat_server import chat_server
 from tests.support.sandbox import needs_sandbox
 from tests.support.training_page import shown
 
+pytestmark = pytest.mark.slow
+
 ONE_STEP = {"max_steps": 1, "save_strategy": "no", "noise": False, "eval_strategy": "no", "reward_files": []}
 
 

@@ -9,6 +9,8 @@ from qerl.trainer.batch import padded
 from qerl.trainer.run import build
 from tests.support.models import move_adapter
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize(("dtype", "bound"), [("float32", 1e-5), ("bfloat16", 2e-3)])
 @pytest.mark.parametrize("weights", ["nvfp4", "mxfp4", "bf16"])

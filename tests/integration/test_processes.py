@@ -19,6 +19,8 @@ from tests.support.agents import tool_tokenizer
 from tests.support.models import make_tiny_model, make_tiny_tokenizer
 from tests.support.runs import results, run_command, run_python, write_recipe
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 
 

@@ -16,6 +16,8 @@ from qerl.rollout.portable.engine import PortableEngine
 from qerl.settings.recipe import load_config
 from qerl.trainer.run import build
 
+pytestmark = pytest.mark.slow
+
 ONE_STEP = {"max_steps": 1, "save_steps": 1, "noise": False, "eval_strategy": "no"}
 
 

@@ -15,6 +15,8 @@ from qerl.tasks import get_task
 from qerl.trainer.grpo import QeRLTrainer
 from tests.support.trainer import settings
 
+pytestmark = pytest.mark.slow
+
 # Like Qwen3's: thinking that is turned off is an empty section, which the prompt has already.
 TEMPLATE = (
     "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"

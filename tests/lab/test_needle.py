@@ -33,6 +33,8 @@ from qerl.tasks import get_task
 from qerl.trainer.grpo import QeRLTrainer
 from tests.support.trainer import settings
 
+pytestmark = pytest.mark.slow
+
 CELLS = [*itertools.product(PRIORS.values(), range(1, len(COUNTS) + 1))]
 
 

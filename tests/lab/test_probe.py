@@ -25,6 +25,8 @@ from qerl.models.fingerprint import checkpoint_fingerprint
 from qerl.run_folder import ADAPTER_FILE
 from tests.support.models import move_adapter, pack
 
+pytestmark = pytest.mark.slow
+
 QUIET = Console(quiet=True)
 
 TEXT = """

@@ -152,6 +152,7 @@ def test_the_model_is_left_as_it_was(model, walker):
     assert "forward" not in vars(model.get_output_embeddings())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["absolute", "temperature", "logits"])
 def test_calibration_hits_its_targets(walker, name):
     kind = KINDS[name]

@@ -11,6 +11,8 @@ from lab.study.store import Store
 from qerl.settings.recipe import read_mapping
 from tests.support.batched import TOKENIZER, Sums, tiny_base
 
+pytestmark = pytest.mark.slow
+
 ORDER = ("noise", "designs", "formats", "ablations")
 
 

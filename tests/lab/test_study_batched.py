@@ -26,6 +26,8 @@ from qerl.rollout.portable.engine import PortableEngine
 from tests.support.batched import RATE, TOKENIZER, Sums, a_batch, an_arm, the_trainer, tiny_base
 from tests.support.models import make_tiny_model
 
+pytestmark = pytest.mark.slow
+
 BOUND = 1e-5
 """Relative difference of FP32 losses and gradients that are the same by other sums."""
 

@@ -69,6 +69,7 @@ def test_a_study_is_computed_drawn_and_drawn_again(tmp_path, files, make, monkey
     assert (tmp_path / "elsewhere" / "study.html").read_bytes() == page
 
 
+@pytest.mark.slow
 def test_arms_of_several_files_are_put_together(tmp_path, files, make, capsys):
     more = tmp_path / "more.yaml"
     more.write_text("arms: {slow: {learning_rate: 5.0e-5}}\ncomparisons: {rates: [[slow, none]]}\n")

@@ -38,6 +38,7 @@ def values(llama_folder):
     }
 
 
+@pytest.mark.slow
 def test_a_study_trains_a_model(values, tmp_path):
     file, out = tmp_path / "x.yaml", tmp_path / "out"
     file.write_text(yaml12.dump(values))

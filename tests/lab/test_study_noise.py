@@ -148,6 +148,7 @@ def test_noise_in_the_loss_makes_the_ratio_one(monkeypatch):
         assert clean["records"][0]["grad_norm"] != pytest.approx(seen["records"][0]["grad_norm"], rel=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("correction", ["none", "token_truncate", "token_one_sided", "token_balance"])
 def test_weights_of_the_loss(monkeypatch, tmp_path, correction):
     share = 0.5 if correction == "token_balance" else 1.0

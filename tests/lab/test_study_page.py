@@ -65,6 +65,7 @@ def test_a_family_with_one_finished_arm_is_not_drawn(tmp_path):
     assert "accuracy-primary" in {path.stem for path in page.write_figures(alone, tmp_path / "alone")}
 
 
+@pytest.mark.slow
 def test_curves_of_a_drawing_differ_however_many_arms_a_study_has(tmp_path):
     pytest.importorskip("scipy")
     arms = {f"arm_{index}": None for index in range(30)}

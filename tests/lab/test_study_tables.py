@@ -8,9 +8,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from bench.result import RESULTS
 from lab.study.arms import Arm
-from lab.study.probe.summary import read_rows
 from lab.study.results import Results, write_results
 from lab.study.runner import Runner
 from lab.study.store import Store
@@ -191,6 +189,7 @@ def test_a_comparison_whose_arms_part_before_the_noise_is_named_and_leaves_nothi
     assert "aqn \N{MINUS SIGN} none (" not in noise_tables.unanswered()
 
 
+@pytest.mark.slow
 def test_how_often_a_verdict_is_claimed():
     pytest.importorskip("scipy")
     better = verdicts.rates(lambda rng: rng.normal(0.05, 0.01, verdicts.SEEDS), 40, 5)
@@ -312,45 +311,3 @@ def test_figures_are_drawn_of_what_is_there(name, tmp_path):
     shown = draw.shown("wp12", "differences", "accuracy-primary")
     assert "![differences, wp12](images/wp12/differences.svg)" in shown and shown.count("![") == 2
     assert "are not drawn yet" in draw.shown("wp1", "")
-
-
-def test_policies_on_their_way_stand_beside_the_start(monkeypatch):
-    monkeypatch.setattr(probe_tables, "RESULTS", RESULTS)
-    found = probe_tables.probe("probe")
-    every = {"probe": found}
-    for name, policy in (("later", "step_10"), ("others", "seed_2_step_10")):
-        cells = {
-            key.replace("start", policy): cell | {"policy": policy}
-            for key, cell in found["cells"].items()
-            if cell["policy"] == "start" and cell.get("target") in (None, 0.02, 0.1)
-        }
-        every[name] = found | {"cells": cells}
-    monkeypatch.setattr(probe_tables, "probe", every.get)
-    monkeypatch.setattr(probe_tables, "read", lambda name: read_rows(every[name]))
-    lines = probe_tables.beside("probe", ["later", "missing", "others"], "wp12", "gain").splitlines()
-    assert lines[0] == "| perturbation | KL aimed at | start | step 10 | seed 2 step 10 |"
-    assert probe_tables.gains(["later", "others"], "aqn", 0.02).count("to") == 2
-    assert probe_tables.gains(["later"], "aqn", 0.02) == "-0.062 (-0.132 to +0.001)"
-    more = probe_tables.gains_over(["later", "others"], "aqn", "temperature", 0.02)
-    less = probe_tables.gains_over(["later"], "temperature", "aqn", 0.02)
-    assert more.startswith("+0.161 (") and more.count("to") == 2 and less.startswith("-0.161 (")
-    assert probe_tables.gains_over(["later"], "aqn", "unmeasured", 0.02) == "not run"
-    rows = [line.split("|")[1:-1] for line in lines[2:-2]]
-    assert len(rows) >= 10 and {row[1].strip() for row in rows} == {"0.02", "0.1"}
-    assert all(row[2] == row[3] == row[4] for row in rows)  # the same cells under another name
-    assert probe_tables.better(["later"]) == f"none of {len(cells) - 2}"
-    one = probe_tables.more("probe", "wp12", "nvfp4", "bf16", "entropy_more")
-    other = probe_tables.more("probe", "wp12", "bf16", "nvfp4", "entropy_more")
-    assert one.startswith("+0.083 (") and other.startswith("-0.083 (")
-
-
-def test_formats_stand_at_temperature_1_and_at_equal_entropy(monkeypatch):
-    monkeypatch.setattr(probe_tables, "RESULTS", RESULTS)
-    lines = probe_tables.formats("probe", "wp12").splitlines()
-    found = {tuple(line.split("|")[1:3]): line.split("|")[3:] for line in lines}
-    plain, matched = found[" nvfp4 ", " 1 "], found[" nvfp4 ", " 0.983 "]
-    assert plain[0] == " 0.079 " and plain[2].startswith(" +0.174 (") and matched[2] == " "
-    assert plain[6].startswith(" +7.9 (")  # distinct answers more than BF16's
-    assert (" isotropic, 8 draws ", " 0.802 to 1.02 ") in found
-    clean = probe_tables.perturbations("probe", "start", "wp12").splitlines()[-1]
-    assert clean.startswith("Clean: 0.055 of the samples are right, 0.785 of the problems are solved")

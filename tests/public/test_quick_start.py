@@ -13,6 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from tests.support.scripts import run_offline
 
+pytestmark = pytest.mark.slow
+
 PROBLEMS = [("What is 1 + 1?", "$2$"), ("What is 2 + 2?", "$4$"), ("What is 3 x 3?", "$9$"), ("Why?", "$0$")]
 
 # https://huggingface.co/docs/trl/grpo_trainer, "Quick start".

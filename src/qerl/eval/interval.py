@@ -16,7 +16,7 @@ added to these a problems, and the same closed form is taken for n / r' trials::
     r' = (a r + 1) / (a + 1),  n <= n / r' <= nK
 
 So 30 problems that are all wrong are 30 trials for any K, and the interval has a width where all shares are
-the same. In simulations (`tests/unit/test_interval.py`) with 10 to 200 problems, K of 1, 4 and 16, accuracies
+the same. In simulations (`tests/eval/test_interval.py`) with 10 to 200 problems, K of 1, 4 and 16, accuracies
 from 2 to 98 % and difficulties from equal to all or nothing it covers in 94.5 % of the cases or more, where a
 normal interval over problems covers in 87 % and less. What was given up: it is up to a fifth wider than
 needed where few problems are right or wrong.

@@ -1,0 +1,122 @@
+"""What `bench step` and `bench context` do, on a tiny model and the CPU: everything but the GPU's clocks."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed")
+if torch.cuda.is_available():
+    pytest.skip("the benchmarks themselves measure a GPU", allow_module_level=True)
+
+from bench import clock, context, step
+from qerl.families.sizes import Sizes
+from qerl.lora.adapter import add_lora
+from qerl.measure.random_model import random_policy
+from qerl.plan.phases import make_plan
+from qerl.rollout.paged.engine import PagedEngine
+from qerl.rollout.paged.machine import Eager
+from qerl.rollout.paged.pace import Pace
+from qerl.rollout.portable.engine import PortableEngine
+from qerl.update.memory_retry import MemoryRetry
+from tests.support.plan import GB80, work
+
+pytestmark = pytest.mark.slow
+
+TINY = Sizes.uniform(64, 96, 2, 4, 2, 16, vocabulary=1003, positions=512, qk_norm=True)
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch):
+    """Nothing is asked of a GPU, and 3 GB of one are in use."""
+    for name in ("synchronize", "reset_peak_memory_stats", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: None)
+    for name in ("max_memory_reserved", "memory_reserved", "max_memory_allocated"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: 0)
+    for module in (clock, step, context):
+        monkeypatch.setattr(module, "used_bytes", lambda _: 3_000_000_000)
+    monkeypatch.setattr(context, "keep_within_limit", lambda _: None)
+    monkeypatch.setattr(context, "random_policy", lambda *given: random_policy(*given, device="cpu"))
+    monkeypatch.setattr(context, "DRAWN", 4)
+
+
+@pytest.fixture
+def passes(monkeypatch):
+    """Tokens of each forward pass of an update."""
+    seen = []
+    noted = MemoryRetry.note_forward
+
+    def note(self, rows, lengths):
+        seen.append(lengths.tokens(rows))
+        return noted(self, rows, lengths)
+
+    monkeypatch.setattr(MemoryRetry, "note_forward", note)
+    return seen
+
+
+@pytest.mark.parametrize("lengths", [[6] * 8, [1, 6, 3, 2, 5, 4, 6, 1]])
+def test_a_step_samples_what_it_is_told(lengths):
+    policy = random_policy(TINY, "bf16", 4, 64, device="cpu")
+    rows = step.measure(
+        policy, PortableEngine(policy, 0), TINY, samples=4, prompts=2, microbatch=4, tokens_per_forward=40,
+        checkpointing={"every_n_layers": 2}, prompt_tokens=5, tokens=6, lengths=lengths, steps=2,
+    )  # fmt: skip
+    assert len(rows) == 3
+    assert all(row["tokens"] == sum(lengths) for row in rows[1:])
+    assert all(row["total_s"] > row["rollout_s"] > 0 and row["update_gb"] == 3.0 for row in rows)
+    assert all(row["loss"] == row["loss"] and row["grad_norm"] > 0 for row in rows[1:])
+
+
+def test_the_longest_completion_is_given_to_the_update_and_drawn_at_its_end(monkeypatch, passes):
+    """It is a pass by itself, after the short group's, in the second step alone; then the rollout follows."""
+    monkeypatch.setattr(context, "SHORT", 8)
+    drawn = []
+
+    class Engine(PortableEngine):
+        def __init__(self, policy, pad, rows):
+            super().__init__(policy, pad, rows)
+
+        def session(self, *given):
+            drawn.append(super().session(*given))
+            return drawn[-1]
+
+    monkeypatch.setattr(context, "PagedEngine", Engine)
+    asked = work(
+        weights="bf16", rank=4, prompt_tokens=6, completion_tokens=100, group=4, microbatch=4,
+        microbatches=2, sequences=4, tokens_per_forward=105,
+    )  # fmt: skip
+    plan = SimpleNamespace(sizes=TINY, work=asked, sequences=2, plan=make_plan(TINY, asked, GB80))
+    update, rollout = context.measure(plan)
+    short = 5 + 4 * 8
+    assert passes == [2 * short, short, 5 + 100, 5 + 3 * 8]
+    assert update["update_gb"] == rollout["rollout_gb"] == 3.0
+    assert update["update_s"] > 0 and rollout["prefill_s"] > 0 and rollout["step_ms"] > 0
+    assert len(drawn) == 1
+
+
+def test_both_engines_end_turns_where_the_benchmark_needs_it(tiny_model):
+    model = add_lora(tiny_model("qwen3", vocab_size=1003), rank=4, alpha=8, dropout=0.0).eval()
+    eager = PagedEngine(model, 0, 4, machine=Eager(), pace=Pace(round_steps=2, prefill_tokens=(8, 80)))
+    prefilled = []
+    for engine in (PortableEngine(model, 0), eager):
+        session = engine.session
+
+        def kept(*given, session=session):
+            opened = session(*given)
+
+            class Kept:
+                def __enter__(self):
+                    prefilled.append(opened.__enter__())
+                    return prefilled[-1]
+
+                def __exit__(self, *raised):
+                    return opened.__exit__(*raised)
+
+            return Kept()
+
+        engine.session = kept
+        context.measure_rollout(engine, prompt=5, group=4, tokens=90, rows=2)
+    for session in prefilled:
+        lengths = {index: len(sequence.token_ids) for index, sequence in session._sequences.items()}
+        assert lengths == {0: 90, 1: 90}  # the others were finished
+        assert session.prefilled_tokens >= 2 * (90 - 4 - 2)

@@ -1,0 +1,232 @@
+"""Each family works whole (quantised, adapted, sampled, trained) or is refused before weights are read.
+
+Tiny random models with the defaults of their families elsewhere.
+"""
+
+import json
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import save_file
+
+from qerl.cli import main
+from qerl.errors import QeRLError
+from qerl.fp4.quantize import quantize_checkpoint
+from qerl.lora.adapter import add_lora
+from qerl.models.load import load_model
+from qerl.noise.norms import find_noise_norms
+from qerl.rollout.engine import SamplingParams
+from qerl.rollout.portable.engine import PortableEngine
+from qerl.update.forward import score
+from qerl.update.row_check import check_joined_row
+from tests.support.models import TINY, move_adapter
+from tests.update.test_row_check import ALTERNATING, build
+
+LLAMA = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
+YARN = {
+    "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16,
+    "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
+}  # fmt: skip
+"""Of Ministral 3, whose queries are scaled by their position as well; samples go beyond the 16."""
+GEMMA4 = {
+    "global_head_dim": 32,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "hidden_size_per_layer_input": 0,
+    "final_logit_softcapping": 5.0,
+}
+"""A dense model without inputs by layer, whose full layers have other heads than its windows."""
+FOUR_BIT = {
+    "Llama-80": ("Llama", {"head_dim": 80}, LLAMA, 4),
+    "Gemma2": ("Gemma2", ALTERNATING | {"attn_logit_softcapping": 5.0}, LLAMA, 4),
+    "Phi3": ("Phi3", {}, ["down_proj", "gate_up_proj", "o_proj", "qkv_proj"], 4),
+    "SmolLM3": ("SmolLM3", {}, LLAMA, 4),
+    "Granite": ("Granite", {}, LLAMA, 4),
+    "Cohere2": ("Cohere2", ALTERNATING, LLAMA, 2),
+    "Olmo2": ("Olmo2", {}, LLAMA, 0),
+    "Ministral3": ("Ministral3", {"rope_parameters": YARN}, LLAMA, 4),
+    "GraniteSWA": ("GraniteSWA", ALTERNATING, LLAMA, 4),
+    "Gemma3": ("Gemma3", ALTERNATING | {"query_pre_attn_scalar": 16}, LLAMA, 4),
+    "Gemma4": ("Gemma4", ALTERNATING | GEMMA4, LLAMA, 4),
+}
+UNQUANTISED = {
+    "Falcon": {"head_dim": "unset", "new_decoder_architecture": True, "num_kv_heads": 2},
+    "Starcoder2": {},
+    "GPTNeoX": {},
+}
+EXPERTS = {
+    "Mixtral": {"num_local_experts": 2},
+    "Qwen3Moe": {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 32},
+}
+STATES = {"Mamba": {"num_heads": 4}, "Jamba": {"num_experts": 1, "mamba_d_state": 4}}
+
+
+@pytest.fixture
+def saved(tmp_path):
+    def saved(family, changes):
+        build(family, "eager", **changes).save_pretrained(tmp_path / "model")
+        return tmp_path / "model"
+
+    return saved
+
+
+def load(folder, weights="nvfp4", **settings):
+    return load_model(folder, weights, torch.float32, "cpu", **settings)
+
+
+def works(folder, weights) -> tuple[list[str], torch.nn.Module]:
+    """Adapted layers, and the model; its sampler and its joined rows are right."""
+    model = add_lora(load(folder, weights), rank=4, alpha=8, dropout=0.0)
+    move_adapter(model)
+    prompt = [5, 6, 7]
+    (sample,) = PortableEngine(model, 0).generate([prompt], 1, SamplingParams(20, seed=1)).completions
+    logits = model(input_ids=torch.tensor([prompt + sample.token_ids]), use_cache=False).logits[0]
+    wanted = logits[2:-1].log_softmax(-1).gather(1, torch.tensor(sample.token_ids)[:, None])[:, 0]
+    torch.testing.assert_close(torch.tensor(sample.logprobs), wanted, rtol=0, atol=1e-4)
+    base = model.get_base_model().train()
+    check_joined_row(model, lambda row: score(model, base, row, False, 0.8)[0], 0.8)
+    return sorted(model.peft_config["default"].target_modules), model
+
+
+@pytest.mark.parametrize("name", FOUR_BIT)
+def test_a_family_in_four_bits_works_whole(saved, tmp_path, name):
+    family, changes, targets, norms = FOUR_BIT[name]
+    folder = saved(family, changes)
+    adapted, model = works(folder, "nvfp4")
+    assert adapted == targets
+    if norms:
+        assert len(find_noise_norms(model)) == norms
+    else:
+        with pytest.raises(QeRLError, match="turn noise off"):
+            find_noise_norms(model)
+    quantize_checkpoint(folder, tmp_path / "packed")
+    packed = load(tmp_path / "packed").state_dict()
+    for name, tensor in model.get_base_model().state_dict().items():
+        if name.endswith("base_layer.weight_packed"):
+            assert torch.equal(packed[name.replace("base_layer.", "")], tensor)
+
+
+@pytest.mark.parametrize("family", UNQUANTISED)
+def test_a_family_with_other_projections_is_not_quantised_by_half(saved, tmp_path, family):
+    folder = saved(family, UNQUANTISED[family])
+    works(folder, "bf16")
+    with pytest.raises(QeRLError, match=r"named \*_proj"):
+        load(folder)
+    with pytest.raises(QeRLError, match=r"named \*_proj"):
+        quantize_checkpoint(folder, tmp_path / "packed")
+    assert not (tmp_path / "packed").exists()
+
+
+TEXT = TINY | {"max_position_embeddings": 64}
+SIGHT = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 16,
+    "patch_size": 8,
+}
+WRAPPERS = {
+    "Gemma3": {"text_config": TEXT, "vision_config": SIGHT, "mm_tokens_per_image": 4},
+    "Gemma4": {"text_config": TEXT | GEMMA4, "vision_config": SIGHT, "audio_config": None},
+    "Mistral3": {
+        "text_config": TEXT | {"model_type": "ministral3"},
+        "vision_config": SIGHT | {"model_type": "pixtral"},
+    },
+    "Qwen3VL": {
+        "text_config": TEXT,
+        "vision_config": {"depth": 1, "hidden_size": 32, "num_heads": 2, "out_hidden_size": 64},
+    },
+}
+
+
+@pytest.mark.parametrize("family", WRAPPERS)
+def test_a_text_model_inside_a_model_for_images_is_refused_for_what_it_is(tmp_path, family):
+    getattr(transformers, f"{family}Config")(**WRAPPERS[family]).save_pretrained(tmp_path)
+    save_file({"x": torch.zeros(1)}, tmp_path / "model.safetensors")
+    for weights in ("nvfp4", "bf16"):
+        with pytest.raises(QeRLError, match="use a checkpoint of the text model alone"):
+            load(tmp_path, weights)
+    with pytest.raises(QeRLError, match="use a checkpoint of the text model alone"):
+        quantize_checkpoint(tmp_path, tmp_path / "packed")
+
+
+@pytest.mark.parametrize("family", EXPERTS)
+def test_mixtures_of_experts_are_refused_everywhere_for_the_same_reason(saved, tmp_path, family):
+    folder = saved(family, EXPERTS[family])
+    for weights in ("nvfp4", "bf16"):
+        with pytest.raises(QeRLError, match="mixture of experts"):
+            load(folder, weights)
+    with pytest.raises(QeRLError, match="mixture of experts"):
+        quantize_checkpoint(folder, tmp_path / "packed")
+
+
+@pytest.mark.parametrize("family", STATES)
+def test_layers_with_a_state_are_refused_before_weights_are_read(saved, monkeypatch, family):
+    folder = saved(family, STATES[family])
+    monkeypatch.setattr("transformers.PreTrainedModel.from_pretrained", lambda *_, **__: pytest.fail("read"))
+    with pytest.raises(QeRLError, match="carry a state from token to token"):
+        load(folder)
+
+
+@pytest.mark.parametrize("command", ["train", "eval", "generate"])
+def test_what_nobody_can_mend_is_said_before_a_tokenizer_that_is_missing(saved, tmp_path, capsys, command):
+    folder = str(saved("Mamba", STATES["Mamba"]))
+    words = {
+        "train": [
+            "--task",
+            "arithmetic",
+            "--model",
+            folder,
+            "--output_dir",
+            str(tmp_path),
+            "--use_cpu",
+            "true",
+        ],
+        "eval": [folder, "--task", "arithmetic"],
+        "generate": [folder, "hello"],
+    }
+    assert main([command, *words[command]]) == 2
+    assert "carry a state from token to token" in " ".join(capsys.readouterr().err.split())
+
+
+def test_encoder_decoders_are_refused_before_weights_are_read(saved, monkeypatch):
+    folder = saved("Bart", {})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"is_encoder_decoder": True}))
+    monkeypatch.setattr("transformers.PreTrainedModel.from_pretrained", lambda *_, **__: pytest.fail("read"))
+    with pytest.raises(QeRLError, match="encoder-decoder"):
+        load(folder, "bf16")
+
+
+@pytest.mark.parametrize("targets", [["wq", "wv"], ["q_proj", "gate_projj"], ["proj"]])
+def test_lora_targets_that_match_nothing_are_named_before_weights_are_read(saved, monkeypatch, targets):
+    folder = saved("Llama", {})
+    model = load(folder)
+    with pytest.raises(QeRLError, match=f"{targets[-1]}, which LlamaForCausalLM does not have.*q_proj"):
+        add_lora(model, rank=4, alpha=8, dropout=0.0, target_modules=targets)
+    monkeypatch.setattr("transformers.PreTrainedModel.from_pretrained", lambda *_, **__: pytest.fail("read"))
+    with pytest.raises(QeRLError, match=targets[-1]):
+        load(folder, lora_targets=targets)
+
+
+def test_lora_targets_may_be_longer_parts_of_names(saved):
+    model = add_lora(
+        load(saved("Llama", {})),
+        rank=4,
+        alpha=8,
+        dropout=0.0,
+        target_modules=["0.self_attn.q_proj", "down_proj"],
+    )
+    adapted = {name for name, _ in model.named_parameters() if "lora_A" in name}
+    assert len(adapted) == 3
+
+
+def test_scores_with_a_soft_cap_are_not_left_to_sdpa(saved):
+    capped = load(saved("Gemma2", {"attn_logit_softcapping": 5.0}), "bf16")
+    assert capped.config._attn_implementation == "eager"
+    torch.manual_seed(0)
+    ids = torch.randint(2, 128, (1, 20))
+    reference = build("Gemma2", "eager", attn_logit_softcapping=5.0)
+    torch.testing.assert_close(capped(ids).logits, reference(ids).logits, rtol=0, atol=1e-4)

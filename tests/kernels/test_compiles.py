@@ -1,0 +1,350 @@
+"""Every Triton kernel compiles for each class of GPUs, on a machine without one, and fits its memory.
+
+Triton's interpreter, in which the other tests run the kernels, takes what the compiler refuses. Here steps
+are run whose launches are recorded, and what was recorded is compiled, in a process of its own, because a
+kernel is either interpreted or compiled from its definition on. `make setup` brings the oldest allowed Triton
+for this, which refuses more than the installed one; its interpreter does not run beside the present NumPy.
+
+Compiling takes the time, so a class gets what differs there, and of that the largest launch of each kernel:
+every class many tokens with LoRA of rank 32; Hopper and the class with the least shared memory large ranks,
+and few tokens or heads of 80; one class for each kind of tensor cores the widest heads. 8.9 is 8.6 with FP8,
+so it gets what reads or writes keys and values.
+
+As many processes compile as there are cores. What the compiler said of a launch is kept in pytest's cache,
+under a name made of all that it depends on, so a launch is compiled again only when it, Triton or this file
+changes. `pytest --cache-clear` compiles everything.
+"""
+
+import gc
+import io
+import os
+import re
+import subprocess
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from functools import partial
+from hashlib import sha256
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+KERNELS = {
+    "_residual_norm", "_rope_kv", "_attend", "_combine_splits", "_silu_mul", "_partial_softmax",
+    "_choose", "_leave_out", "_add_parts", "_norm", "_norm_backward", "_swiglu", "_swiglu_backward",
+    "_rotate", "_propose", "_settle", "_token_logps",
+}  # fmt: skip
+OF_FP8 = {"_rope_kv", "_attend"}
+OF_OPERANDS = {"_residual_norm", "_silu_mul", "_combine_splits"}
+TARGETS = (80, 86, 89, 90, 100, 120)
+LEAST_MEMORY, HOPPER = 86, 90
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_every_kernel_compiles_and_fits_for_every_class_of_gpus(pytestconfig):
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("tests/gpu runs the kernels themselves")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    if (oldest := Path(sys.prefix, "oldest")).exists():
+        environment["PYTHONPATH"] = os.pathsep.join([str(oldest), environment.get("PYTHONPATH", "")])
+    kept = str(pytestconfig.cache.mkdir("compiled-kernels"))
+    done = subprocess.run([sys.executable, __file__, kept], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    rows = [Compiled.of(line) for line in done.stdout.splitlines() if line.startswith("_")]
+    for target in TARGETS:
+        found = [row for row in rows if row.target == target]
+        assert {row.kernel for row in found} == (OF_FP8 if target == 89 else KERNELS), target
+        assert max(row.shared for row in found if row.kernel == "_attend") > 32 * 1024, "pages of keys"
+        for row in found:
+            assert row.shared <= limit(target), f"{row} wants too much shared memory"
+            assert 0 <= row.spilled <= SPILLS.get(row.walk, 96), f"{row} spills registers"
+            assert not row.halves or row.kernel not in OF_OPERANDS, (
+                f"{row} stores an operand number by number"
+            )
+
+
+def test_no_kernel_is_left_out():
+    """Helpers that kernels call have names without an underscore."""
+    files = (Path(__file__).parents[2] / "src" / "qerl").rglob("*.py")
+    assert {
+        name for file in files for name in re.findall(r"@triton\.jit\ndef (_\w+)", file.read_text())
+    } == KERNELS
+
+
+@pytest.mark.slow
+def test_the_dense_weight_is_written_on_every_class_of_gpus(tmp_path):
+    """dequantize.cu; packed_gemm.cu has a test of its own."""
+    pytest.importorskip("cuda.bindings.nvrtc", reason="cuda-bindings is not installed")
+    from qerl.kernels.cards import CARDS
+    from qerl.kernels.nvrtc import compile_source
+    from qerl.kernels.weights import dequantize
+
+    cuobjdump = Path(pytest.importorskip("triton").__file__).parent / "backends/nvidia/bin/cuobjdump"
+    for card in CARDS.values():
+        for out in dequantize._OUT.values() if card.number == 80 else (0,):
+            defines = {"TILES": dequantize._TILES, "OUT": out}
+            cubin = tmp_path / f"{card.number}"
+            cubin.write_bytes(compile_source(dequantize._SOURCE, defines, card.target))
+            used = subprocess.run([cuobjdump, "--dump-resource-usage", cubin], capture_output=True, text=True)
+            registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", used.stdout).groups())
+            assert registers * 128 <= 1 << 16 and stack == 0, f"{card.number}: registers are spilled"
+    assert min(card.shared_bytes for card in CARDS.values()) >= dequantize._STAGED_BYTES
+
+
+AS_OLDER = """
+import re
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from qerl.kernels.update.rms_norm import _norm
+signature = {"x_TD": "*bf16", "w_D": "*bf16", "y_TD": "*bf16", "rstd_T": "*fp32", "D": "i32", "eps": "fp32"}
+constants = {"ROUND_UNIT": True, "BLOCK": 512}
+source = ASTSource(_norm, signature | dict.fromkeys(constants, "constexpr"), constants, {})
+kernel = triton.compile(source, target=GPUTarget("cuda", 90, 32))
+print(re.findall(r"[.]target (\\w+)", kernel.asm["ptx"])[0], kernel.asm["cubin"][49])
+"""
+
+
+@pytest.mark.slow
+def test_a_card_treated_as_an_older_one_assembles_that_classs_code_for_itself(tmp_path):
+    environment = {**os.environ, "QERL_ARCH": "80", "TRITON_CACHE_DIR": str(tmp_path)}
+    environment.pop("TRITON_INTERPRET", None)
+    run = [sys.executable, "-W", "ignore", "-c", AS_OLDER]
+    done = subprocess.run(run, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.split() == ["sm_80", str(90)], "PTX of 8.0, and machine code of 9.0"
+
+
+SPILLS = {"heads of 256": 512, "rank 256": 1536}
+"""Bytes that a thread may spill, by walk; sizes that few models and adapters have."""
+
+
+def limit(target: int) -> int:
+    """Bytes of shared memory that a program may have."""
+    from qerl.kernels.cards import CARDS
+
+    return CARDS[target // 10, target % 10].shared_bytes
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What the compiler says of a launch: bytes of shared memory, a thread's registers and bytes spilled, and
+    its stores of single 16-bit numbers."""
+
+    kernel: str
+    target: int
+    walk: str
+    shared: int
+    registers: int
+    spilled: int
+    halves: int
+
+    @classmethod
+    def of(cls, line: str) -> "Compiled":
+        kernel, target, walk, *numbers = line.split("\t")
+        return cls(kernel, int(target), walk, *map(int, numbers))
+
+    def line(self) -> str:
+        return "\t".join(map(str, vars(self).values()))
+
+
+class Recorder:
+    """Stands in for `triton.JITFunction.run`; keeps each kind of launch once, with the walk that met it."""
+
+    def __init__(self) -> None:
+        self.met: dict[tuple[Any, ...], tuple[str, Any, dict[str, Any], dict[Any, Any]]] = {}
+        self.walk = ""
+
+    def run(self, function: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        import torch
+
+        types = {
+            torch.bfloat16: "bf16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64",
+            torch.float8_e4m3fn: "fp8e4nv",
+        }  # fmt: skip
+        values = dict(zip(function.arg_names, args, strict=False))
+        options = {name: value for name, value in kwargs.items() if name not in function.arg_names}
+        values |= {name: value for name, value in kwargs.items() if name in function.arg_names}
+        signature, constants, attributes = {}, {}, {}
+        for i, parameter in enumerate(function.params):
+            value = values[parameter.name]
+            if parameter.is_constexpr:
+                signature[parameter.name], constants[parameter.name] = "constexpr", value
+            elif isinstance(value, torch.Tensor):
+                signature[parameter.name] = "*" + types[value.dtype]
+                attributes[(i,)] = [["tt.divisibility", 16]]
+            else:
+                signature[parameter.name] = "fp32" if isinstance(value, float) else "i32"
+                if isinstance(value, int) and value % 16 == 0:
+                    attributes[(i,)] = [["tt.divisibility", 16]]  # as a launch finds out
+        key = (function.__name__, *signature.values(), *constants.values(), *options.values())
+        if key not in self.met:
+            from triton.compiler import ASTSource
+
+            source = ASTSource(function, signature, constants, attributes)
+            self.met[key] = self.walk, source, options, constants
+
+
+def walk(recorder: Recorder, target: int) -> None:
+    """Launches the kernels of decode steps, prefill and update as on a GPU of this class."""
+    import torch
+
+    from qerl.families.sizes import Sizes
+    from qerl.kernels.cards import ARCH, CARDS, card_of
+    from qerl.kernels.decode.leave_out import leave_out
+    from qerl.kernels.update.rms_norm import rms_norm
+    from qerl.kernels.update.rotary import rotated_heads
+    from qerl.kernels.update.swiglu import swiglu
+    from qerl.kernels.update.token_logps import token_logps
+    from qerl.kernels.weights.dense import DenseStack
+    from qerl.kernels.weights.nvfp4 import NVFP4Stack
+    from qerl.measure.random_model import random_decoder
+    from qerl.rollout.engine import SamplingParams
+    from qerl.rollout.paged.decode import DecodeStep
+    from qerl.rollout.paged.kv_cache import KVCache
+    from qerl.rollout.paged.machine import NoGraphs
+    from qerl.rollout.paged.pace import Pace
+    from qerl.rollout.paged.prefill import Prefill
+    from qerl.rollout.paged.scheduler import Span
+
+    os.environ[ARCH] = str(target)
+    card_of.cache_clear()
+    card = CARDS[target // 10, target % 10]
+    for module in [m for name, m in sys.modules.items() if name.startswith("qerl.kernels")]:
+        if hasattr(module, "dependent"):
+            launch = {"PDL": True, "launch_pdl": True} if card.dependent_launch else {"PDL": False}
+            module.dependent = lambda tensor, launch=launch: launch
+
+    DenseStack.padded_tokens = NVFP4Stack.padded_tokens  # type: ignore[method-assign]  # operands as on a GPU
+
+    def decode(tokens: int, rank: int, size: int, fp8: bool, prefill: bool = False) -> None:
+        norm = tokens > 8
+        dtype = torch.float8_e4m3fn if fp8 and card.fp8 else torch.bfloat16
+        sizes = Sizes.uniform(256, 512, 1, 28, 4, size, 5000, qkv_bias=not norm, qk_norm=norm)
+        decoder = random_decoder(sizes, "bf16", rank, 256, device="cpu")
+        cache = KVCache.of_blocks(decoder, 4, dtype)
+        params = SamplingParams(8, stop_token_ids=(1, 2))
+        DecodeStep(decoder, cache, tokens, 8, 2, params, NoGraphs()).run()
+        if prefill:
+            DecodeStep(decoder, cache, 4, 8, 2, params, NoGraphs(), drafted=3).run()
+            filters = {"top_p": 0.9, "min_p": 0.1}
+            leave_out(torch.randn(4, 5000), torch.ones(8, 4), width=256, eps=0.0, temperature=1.0, **filters)
+            Prefill(decoder, Pace().prefill_tokens).run([Span([1, 2, 3], 0, [0])], cache)
+
+    recorder.walk = "many"
+    decode(128, 32, 128, fp8=True, prefill=True)
+    if target == 89:
+        return
+    x = torch.randn(4, 3584, dtype=torch.bfloat16, requires_grad=True)
+    rms_norm(x, torch.ones(3584, dtype=torch.bfloat16), 1e-6).sum().backward()
+    swiglu(x, x).sum().backward()
+    gradient, pulls = torch.empty(4, 5000, dtype=torch.bfloat16), (torch.ones(4), torch.ones(4))
+    token_logps(torch.randn(4, 5000), torch.ones(4, dtype=torch.int64), 1.0, 30.0, 1.0, gradient, pulls)
+    table = torch.ones(1, x.shape[0], 128, dtype=torch.bfloat16)
+    rotated_heads(x[None], table, table, 20, 4)[0].sum().backward()
+    if target in (LEAST_MEMORY, HOPPER, 100):
+        recorder.walk = "heads of 256"
+        decode(128, 32, 256, fp8=False, prefill=True)
+    if target in (LEAST_MEMORY, HOPPER):
+        recorder.walk = "rank 256"
+        decode(128, 256, 128, fp8=True)
+    if target == LEAST_MEMORY:
+        recorder.walk = "heads of 80"
+        decode(128, 32, 80, fp8=False)
+    if target == HOPPER:
+        recorder.walk = "noise"  # a norm's weight in fp32
+        rms_norm(x, torch.ones(3584), 1e-6).sum().backward()
+        recorder.walk = "few"
+        decode(8, 32, 128, fp8=False)
+
+
+def wanted(recorder: Recorder, target: int) -> list[Any]:
+    """The launches that this class compiles: the largest of each kernel in each walk, which for attention is
+    that of prefill and that of decoding."""
+    largest: dict[Any, tuple[int, Any]] = {}
+    for launch in recorder.met.values():
+        name, source, _, constants = launch
+        kernel = source.fn.__name__
+        if (target == 89 and kernel not in OF_FP8) or (name == "heads of 256" and kernel != "_attend"):
+            continue
+        size = sum(value for value in constants.values() if value)
+        key = name, kernel, constants.get("ROWS") if name == "many" else None
+        largest[key] = max(largest.get(key, (-1, None)), (size, launch), key=lambda pair: pair[0])
+    return [launch for _, launch in largest.values()]
+
+
+JOBS: list[tuple[int, str, Any, dict[str, Any], dict[Any, Any]]] = []
+"""What to compile; the processes that compile are forks, so they have it."""
+
+
+def compile_one(number: int, folder: Path) -> str:
+    """One launch compiled to machine code, as a line of `Compiled`, which the folder may have from an earlier
+    run; otherwise what went wrong."""
+    import triton
+    from triton import knobs
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler.compiler import make_backend
+    from triton.runtime.cache import get_cache_key
+
+    target, name, source, options, constants = JOBS[number]
+    card = GPUTarget("cuda", target, 32)
+    backend = make_backend(card)
+    key = get_cache_key(source, backend, backend.parse_options(options), {})
+    made_of = f"{key} {target} {name} {Path(__file__).read_text()}"
+    kept = folder / sha256(made_of.encode()).hexdigest()
+    if kept.exists():
+        return kept.read_text()
+    knobs.nvidia.dump_ptxas_log = True
+    log = io.StringIO()
+    try:
+        with redirect_stdout(log):
+            kernel = triton.compile(source, target=card, options=options)
+    except Exception as error:
+        return f"{source.fn.__name__} for {target} of {constants}: {error}"
+    registers, spilled = (
+        max(map(int, re.findall(pattern, log.getvalue())), default=-1)
+        for pattern in (r"Used (\d+) registers", r"(\d+) bytes spill stores")
+    )
+    halves = len(re.findall(r"st[.]global[.]b16", kernel.asm["ptx"]))
+    found = Compiled(source.fn.__name__, target, name, kernel.metadata.shared, registers, spilled, halves)
+    aside = kept.with_suffix(f".{os.getpid()}")
+    aside.write_text(found.line())
+    aside.replace(kept)
+    return found.line()
+
+
+def main() -> None:
+    import tempfile
+
+    import triton
+
+    gc.disable()  # a collection walks all that torch and transformers brought: a sixth of the time
+    recorder = Recorder()
+    triton.JITFunction.run = lambda *args, **kwargs: recorder.run(*args, **kwargs)  # binds the function
+    for target in TARGETS:
+        recorder.met.clear()
+        walk(recorder, target)
+        JOBS.extend((target, *launch) for launch in wanted(recorder, target))
+    # Triton's cache keeps machine code, and not what the compiler had said of it.
+    cores = len(os.sched_getaffinity(0))
+    with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(cores, get_context("fork")) as pool:
+        os.environ["TRITON_CACHE_DIR"] = folder
+        lines = list(pool.map(partial(compile_one, folder=Path(sys.argv[1])), range(len(JOBS))))
+    print("\n".join(lines))
+    sys.exit(any(not line.startswith("_") or "\t" not in line for line in lines))
+
+
+if __name__ == "__main__":
+    # A third of the time that imports take; nothing here needs them.
+    sys.modules.update(dict.fromkeys(["bitsandbytes", "scipy"]))
+    root = Path(__file__).parents[2]
+    sys.path[:0] = [str(root / "src"), str(root)]
+    main()

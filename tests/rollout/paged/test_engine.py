@@ -1,0 +1,186 @@
+"""The paged engine in Triton's interpreter: the same completions as the portable engine, without a GPU.
+
+What cannot run here is left out: CUDA graphs and memory that is mapped and unmapped, for which the machine
+`Eager` stands in, and the NVFP4 kernel, so weights are dense, or NF4 by bitsandbytes' CPU build, and the rest
+is FP32.
+"""
+
+import dataclasses
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed")
+if torch.cuda.is_available():
+    pytest.skip("tests/gpu runs the engine itself", allow_module_level=True)
+
+from qerl.errors import QeRLError
+from qerl.kernels.decode import attend as attention
+from qerl.kernels.weights.nf4 import NF4Stack
+from qerl.lora.adapter import add_lora
+from qerl.rollout.engine import SamplingParams
+from qerl.rollout.paged.engine import PagedEngine
+from qerl.rollout.paged.limits import ROW_TOKEN_BYTES, KVGeometry, state_bytes
+from qerl.rollout.paged.machine import Eager
+from qerl.rollout.paged.pace import Pace
+from qerl.rollout.portable.engine import PortableEngine
+from tests.support.models import move_adapter
+
+PROMPTS = [list(range(3, 8)), [9]]
+PACE = Pace(round_steps=2, prefill_tokens=(8, 80))
+BLOCK_BYTES = KVGeometry(((2, 16),) * 2, 4).block_bytes
+
+
+def paged(model, blocks=12, pace=PACE, **settings):
+    """The engine on a machine without a GPU whose cache has so many blocks at most."""
+    return PagedEngine(model, 0, machine=Eager(blocks * BLOCK_BYTES), pace=pace, **settings)
+
+
+@pytest.fixture
+def adapted(tiny_model):
+    """A tiny model with an adapter whose B is not zero, ``prepared`` before."""
+
+    def build(family, prepared=lambda model: model, rank=4):
+        torch.manual_seed(0)
+        model = add_lora(prepared(tiny_model(family, vocab_size=61)), rank=rank, alpha=2 * rank, dropout=0.0)
+        return move_adapter(model, 0.4 / rank**0.5).eval()
+
+    return build
+
+
+def close(found, wanted):
+    for a, b in zip(found.completions, wanted.completions, strict=True):
+        assert a.token_ids == b.token_ids
+        assert a.finish_reason == b.finish_reason
+        assert a.logprobs == pytest.approx(b.logprobs, abs=1e-5)
+        assert a.entropies == pytest.approx(b.entropies, abs=1e-5)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_both_engines_sample_the_same(adapted, family):
+    model = adapted(family)
+    noise = {
+        f"model.layers.{i}.{name}": torch.randn(64) * 0.1
+        for i in range(2)
+        for name in ("input_layernorm", "post_attention_layernorm")
+    }
+    params = SamplingParams(max_tokens=4, seed=1)
+    wanted = PortableEngine(model, 0).generate(PROMPTS, 2, params, noise)
+    close(paged(model).generate(PROMPTS, 2, params, noise), wanted)
+
+
+def test_fp8_keys_are_refused_where_keys_have_a_bias(tiny_model):
+    for family, changes in (("qwen2", {}), ("llama", {"attention_bias": True})):
+        with pytest.raises(QeRLError, match="too large for E4M3; set kv_cache_dtype: auto"):
+            paged(tiny_model(family, **changes), kv_cache_dtype="fp8")
+    for family, changes in (("llama", {}), ("qwen3", {"attention_bias": True})):
+        assert paged(tiny_model(family, **changes), kv_cache_dtype="fp8")
+
+
+@pytest.mark.slow
+def test_nf4_weights(adapted, to_nf4):
+    model = adapted("qwen2", to_nf4)
+    params = SamplingParams(max_tokens=4, seed=1)
+    wanted = PortableEngine(model, 0).generate(PROMPTS, 2, params)
+    engine = paged(model)
+    assert isinstance(engine.decoder.layers[0].mlp.gate_up.weight, NF4Stack)
+    close(engine.generate(PROMPTS, 2, params), wanted)
+    close(PortableEngine(model, 0).generate(PROMPTS, 2, params), wanted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [40, 256])  # padded to 64, and in parts; others on a GPU
+def test_any_rank(adapted, rank):
+    model = adapted("llama", rank=rank)
+    params = SamplingParams(max_tokens=2, seed=1)
+    prompts = PROMPTS[:1]
+    wanted = PortableEngine(model, 0).generate(prompts, 1, params)
+    close(paged(model).generate(prompts, 1, params), wanted)
+    with model.disable_adapter():
+        without = PortableEngine(model, 0).generate(prompts, 1, params)
+    assert without.completions[0].logprobs != pytest.approx(wanted.completions[0].logprobs, abs=1e-3)
+
+
+@pytest.mark.slow
+def test_a_pass_that_was_cut_off_leaves_nothing(adapted, monkeypatch):
+    model, params = adapted("llama"), SamplingParams(max_tokens=1, seed=1)
+    engine = paged(model)
+    wanted = engine.generate([[9, 4]], 1, params)
+    combine, calls = attention.combine_splits, []
+
+    def cut_off(*args, **kwargs):
+        calls.append(args)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        combine(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(attention, "combine_splits", cut_off)
+        with pytest.raises(KeyboardInterrupt):
+            engine.generate([[9, 4]], 1, params)
+    passes = [*engine.prefill.passes.values(), *(step.forward for step in engine.graphs.steps.values())]
+    for forward in passes:
+        for left in forward.sums.values():
+            left.parts_PTR.fill_(torch.nan)
+            left.sum_TR.fill_(torch.nan)
+    assert engine.generate([[9, 4]], 1, params).completions == wanted.completions
+
+
+LONG = list(range(60)) + list(range(1, 7))  # two blocks
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "prompts, samples, blocks, stops, expected",
+    [
+        pytest.param([[9]], 9, 12, range(0, 61, 5), [12, 8, 4, 1], id="fewer and fewer are left"),
+        pytest.param(
+            [LONG, [9], [2]], 3, 6, (11, 12, 13), [4, 8, 2], id="more fit when the long prompt is gone"
+        ),
+    ],
+)
+def test_the_step_changes_its_size(adapted, step_sizes, prompts, samples, blocks, stops, expected):
+    pace = dataclasses.replace(PACE, small_rows=1, spare_rounds=0)
+    model = adapted("llama")
+    params = SamplingParams(max_tokens=10, seed=5, stop_token_ids=tuple(stops))
+    wanted = PortableEngine(model, 0).generate(prompts, samples, params)
+    close(paged(model, blocks, pace).generate(prompts, samples, params), wanted)
+    assert list(dict.fromkeys(step_sizes)) == expected, step_sizes
+
+
+@pytest.mark.slow
+def test_settings_share_the_state_of_rows_that_the_plan_counts(adapted):
+    model, pace = adapted("llama"), dataclasses.replace(PACE, small_rows=1)
+    engine = paged(model, pace=pace)
+    for temperature in (1.0, 0.6):
+        params = SamplingParams(4, temperature, seed=5, stop_token_ids=tuple(range(0, 61, 4)))
+        close(engine.generate([[9]], 4, params), PortableEngine(model, 0).generate([[9]], 4, params))
+    steps = engine.graphs.steps
+    counts = {rows for rows, _ in steps}
+    assert len(steps) > len(counts) > 1, steps
+    states = {id(step.rows): step.rows.state for step in steps.values()}.values()
+    held = sum(x.nbytes for each in states for x in (each.uniform_TM, each.out_token_TM, each.out_stats_2TM))
+    assert held == ROW_TOKEN_BYTES * 4 * sum(counts)
+    assert state_bytes(3, 4) == ROW_TOKEN_BYTES * 4 * (1 + 2 + 4)
+
+
+@pytest.mark.slow
+def test_rows_are_refilled_and_a_changed_adapter_is_seen(adapted):
+    """Six sequences in two rows, a prompt longer than a page, top-p, stop tokens; then again after a step."""
+    model = adapted("qwen3")
+    engine, reference = paged(model, max_sequences=2), PortableEngine(model, 0)
+    prompts = [[5, *range(60), 7, 11, 13, 17, 19, 23], [9, 4, 7], [2]]
+    stops = tuple(range(0, 61, 4))
+    params = SamplingParams(max_tokens=4, seed=3, temperature=0.8, top_p=0.7, stop_token_ids=stops)
+    first = engine.generate(prompts, 2, params)
+    close(first, reference.generate(prompts, 2, params))
+    assert {c.finish_reason for c in first.completions} == {"stop", "length"}
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter *= -2
+    second = engine.generate(prompts[1:], 1, params)
+    assert {tuple(c.logprobs) for c in second.completions}.isdisjoint(
+        tuple(c.logprobs) for c in first.completions
+    )
+    close(second, reference.generate(prompts[1:], 1, params))

@@ -1,0 +1,242 @@
+"""Block manager and scheduler of the paged engine: no block leaks, nobody starves, nothing shared is lost."""
+
+import random
+import subprocess
+import sys
+
+import pytest
+
+from qerl.errors import QeRLError
+from qerl.rollout.paged.blocks import BlockManager
+from qerl.rollout.paged.pace import Pace
+from qerl.rollout.paged.scheduler import Scheduler
+
+
+def run(scheduler, lengths, check=None):
+    """Drives the scheduler as the engine does; returns rounds and preemptions."""
+    rounds = preempted = 0
+    while scheduler.busy:
+        planned = scheduler.next_round()
+        preempted += len(planned.preempted)
+        rounds += 1
+        assert scheduler.running, "a round in which nothing runs would never end"
+        if check:
+            check(scheduler)
+        generated, finished = {}, []
+        for row, sample in scheduler.running.items():
+            count = min(sample.generated + scheduler.pace.round_steps, lengths[sample])
+            generated[row] = count
+            if count == lengths[sample]:
+                finished.append(row)
+        ended = [scheduler.running[row] for row in finished]
+        scheduler.advance(generated, finished)
+        for sample in ended:
+            scheduler.finish(sample)
+    return rounds, preempted
+
+
+def consistent(scheduler):
+    """Own blocks are disjoint, prompts' blocks are held once a reader, and held plus free is everything."""
+    own, prompts = [], {}
+    for row, sample in scheduler.running.items():
+        assert sample.row == row
+        own += sample.blocks
+        assert len(sample.blocks) * scheduler.memory.block_tokens >= sample.own_tokens_after(
+            scheduler.pace.round_steps
+        )
+        prompts[id(sample.prompt)] = sample.prompt
+    shared = [block for prompt in prompts.values() for block in prompt.blocks]
+    used = own + shared
+    assert len(used) == len(set(used))
+    assert len(used) + scheduler.memory.free == scheduler.memory.count
+
+
+def test_the_scheduler_needs_no_torch():
+    code = "import sys, qerl.rollout.paged.scheduler; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.slow
+def test_no_block_leaks_after_100_000_random_requests():
+    rng = random.Random(0)
+    blocks = BlockManager(60, 8)
+    requests = preempted = 0
+    while requests < 100_000:
+        scheduler = Scheduler(
+            blocks, rows=rng.choice([1, 4, 16]), pace=Pace(round_steps=rng.choice([1, 4, 16]))
+        )
+        prompts = [[0] * rng.randint(1, 60) for _ in range(rng.randint(1, 200))]
+        samples, most = rng.randint(1, 16), rng.randint(1, 100)
+        added = scheduler.add(prompts, samples, [most] * (len(prompts) * samples))
+        requests += len(added)
+        lengths = {sample: rng.randint(1, most) for sample in added}
+        preempted += run(scheduler, lengths, consistent if requests < 5_000 else None)[1]
+        assert blocks.free == blocks.count
+    assert preempted > 1_000
+
+
+def test_a_group_prefills_its_prompt_once_and_shares_its_blocks():
+    blocks = BlockManager(100, 8)
+    scheduler = Scheduler(blocks, rows=8, pace=Pace(round_steps=4))
+    scheduler.add([[0] * 17], 8, [10] * 8)
+    planned = scheduler.next_round()
+    assert len(planned.prompts) == 1
+    assert len(planned.admitted) == 8
+    assert 100 - blocks.free == 2 + 8  # 16 cached prompt tokens; one own block each
+
+
+def test_a_prompt_of_one_token_needs_no_prompt_block():
+    scheduler = Scheduler(BlockManager(4, 8), rows=2, pace=Pace(round_steps=4))
+    added = scheduler.add([[5]], 2, [3] * 2)
+    planned = scheduler.next_round()
+    assert planned.prompts[0].blocks == []
+    assert [len(s.blocks) for s in added] == [1, 1]
+
+
+def test_the_last_admitted_is_preempted_and_comes_back_with_its_tokens():
+    blocks = BlockManager(4, 8)
+    scheduler = Scheduler(blocks, rows=2, pace=Pace(round_steps=7, spare_rounds=0))
+    first, second = scheduler.add([[0]], 2, [32] * 2)
+    scheduler.next_round()
+    scheduler.advance({0: 7, 1: 7}, [])
+    scheduler.next_round()
+    scheduler.advance({0: 14, 1: 14}, [])
+    planned = scheduler.next_round()
+    assert planned.preempted == {1: second}
+    assert second.generated == 14
+    assert first.row == 0
+    scheduler.advance({0: 21}, [0])
+    scheduler.finish(first)
+    assert scheduler.next_round().admitted == [second]
+
+
+def test_a_finished_row_is_refilled_at_once():
+    scheduler = Scheduler(BlockManager(100, 8), rows=2, pace=Pace(round_steps=4))
+    added = scheduler.add([[0, 0]], 3, [8] * 3)
+    scheduler.next_round()
+    scheduler.advance({0: 2, 1: 4}, [0])
+    assert scheduler.next_round().admitted == [added[2]]
+    assert added[2].row == 0
+
+
+def test_room_that_is_left_free_spares_prefilling_again():
+    """Tokens of preempted sequences that are computed again, with and without room at admission."""
+
+    def recomputed(spare):
+        rng = random.Random(0)
+        scheduler = Scheduler(BlockManager(800, 64), rows=128, pace=Pace(round_steps=16, spare_rounds=spare))
+        added = scheduler.add([[0] * 200] * 32, 8, [2048] * 256)
+        lengths = {sample: min(2048, 20 + int(rng.expovariate(1 / 700))) for sample in added}
+        tokens = 0
+
+        def count(scheduler):
+            nonlocal tokens
+            # Whoever has tokens and has just been given blocks computes them again.
+            entered = {id(s) for s in scheduler.running.values()} - running
+            tokens += sum(s.generated for s in scheduler.running.values() if id(s) in entered)
+            running.clear()
+            running.update(id(s) for s in scheduler.running.values())
+
+        running = set()
+        rounds, _ = run(scheduler, lengths, count)
+        return tokens, rounds
+
+    (with_room, rounds), (without, before) = recomputed(Pace().spare_rounds), recomputed(0)
+    print(f"prefilled again: {without} tokens in {before} rounds, with room {with_room} in {rounds}")
+    assert with_room < without / 2
+    assert rounds < 1.1 * before
+
+
+@pytest.mark.parametrize("most", [1, 64, 128, 300])
+def test_a_cache_with_room_for_every_row_fills_every_row(most):
+    """Room is left free for what those that run may still need, and not beyond their last token."""
+    rows = 16
+    scheduler = Scheduler(BlockManager(rows * -(-most // 64), 64), rows, pace=Pace(round_steps=16))
+    lengths = {
+        sample: 1 + 37 * i % most
+        for i, sample in enumerate(scheduler.add([[0]], 5 * rows, [most] * (5 * rows)))
+    }
+
+    def full(scheduler):
+        assert len(scheduler.running) == rows or not scheduler.waiting
+
+    assert run(scheduler, lengths, full)[1] == 0
+
+
+def test_running_sequences_are_moved_into_the_first_rows():
+    scheduler = Scheduler(BlockManager(100, 4), rows=6, pace=Pace(round_steps=2))
+    samples = scheduler.add([[1, 2, 3]], 6, [8] * 6)
+    scheduler.next_round()
+    scheduler.advance(dict.fromkeys(range(6), 2), ended=[0, 2, 4])
+    assert scheduler.compact(3) == {1: 1, 3: 0, 5: 2}
+    assert {row: sample.index for row, sample in scheduler.running.items()} == {1: 1, 0: 3, 2: 5}
+    assert [samples[i].row for i in (1, 3, 5)] == [1, 0, 2]
+
+
+def test_a_prompt_that_never_fits_is_refused():
+    scheduler = Scheduler(BlockManager(4, 8), rows=2, pace=Pace(round_steps=4))
+    with pytest.raises(QeRLError, match="Prompt 1 has 30 tokens"):
+        scheduler.add([[0] * 5, [0] * 30], 1, [16, 16])
+
+
+def test_misuse_of_blocks_is_an_error():
+    blocks = BlockManager(2, 8)
+    taken = blocks.take(2)
+    with pytest.raises(QeRLError, match="are free"):
+        blocks.take(1)
+    blocks.release(taken)
+    with pytest.raises(QeRLError, match="more often"):
+        blocks.release(taken[:1])
+    with pytest.raises(QeRLError, match="cannot be shared"):
+        blocks.share(taken[:1])
+
+
+class Slots:
+    """Another memory of sequences: a slot for each, of any length, into which a prompt's state is copied."""
+
+    def __init__(self, count):
+        self.count, self.holders, self.copied, self.known = count, set(), [], set()
+
+    @property
+    def free(self):
+        return self.count - len(self.holders)
+
+    def check(self, prompt, limit):
+        assert self.count
+
+    def held(self, sequence):
+        return int(sequence in self.holders)
+
+    def missing(self, sequence, steps):
+        return 1 - self.held(sequence)
+
+    def prompt_missing(self, sequence):
+        return 0
+
+    def copy(self, sequence):
+        self.copied.append((sequence.prompt.number, sequence.sample))
+        fresh = sequence.prompt.number not in self.known
+        self.known.add(sequence.prompt.number)
+        return fresh
+
+    def reserve(self, sequence, steps):
+        if self.missing(sequence, steps):
+            assert self.free
+            self.holders.add(sequence)
+
+    def give_up(self, sequence):
+        self.holders.discard(sequence)
+        sequence.cached = 0
+
+
+def test_memory_may_be_of_another_kind():
+    """The scheduler knows no pages: with five slots for six rows, five run, each with its prompt's state."""
+    memory = Slots(5)
+    scheduler = Scheduler(memory, rows=6, pace=Pace(round_steps=4, spare_rounds=0))
+    samples = scheduler.add([[1, 2, 3], [4, 5]], 4, [10, 20, 30, 40] * 2)
+    planned = scheduler.next_round()
+    assert len(scheduler.running) == 5 and [prompt.number for prompt in planned.prompts] == [0, 1]
+    rounds, preempted = run(scheduler, {sample: sample.max_tokens for sample in samples})
+    assert rounds > 5 and not preempted
+    assert sorted(memory.copied) == [(prompt, sample) for prompt in range(2) for sample in range(4)]
+    assert memory.free == 5 and not scheduler.present

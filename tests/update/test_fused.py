@@ -1,0 +1,281 @@
+"""The model as the update runs it on a GPU, in FP32 and Triton's interpreter, against plain transformers.
+
+Attention is a dense one here, because the kernel of stretches has no CPU form; tests/gpu runs it.
+"""
+
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers.models.cohere.modeling_cohere import CohereLayerNorm
+from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
+from transformers.models.xglm.modeling_xglm import XGLMAttention
+
+pytest.importorskip("triton", reason="Triton is not installed")
+if torch.cuda.is_available():
+    pytest.skip("tests/gpu runs the kernels themselves", allow_module_level=True)
+
+from qerl.fp4.format import NVFP4
+from qerl.fp4.linear import PackedLinear
+from qerl.fp4.rounding import quantize
+from qerl.lora import product as lora_product
+from qerl.lora.adapter import adapt, add_lora
+from qerl.lora.joint import why_not_joint
+from qerl.models.load import load_model
+from qerl.noise.norms import find_noise_norms, is_norm, noisy_norms
+from qerl.update import fused
+from qerl.update import path as update_path
+from qerl.update.path import Share, find_path
+from tests.support.models import move_adapter
+
+IDS = torch.randint(3, 60, (1, 17), generator=torch.Generator().manual_seed(0))
+TURNED = {"llama": 2, "mistral": 2, "qwen2": 2, "qwen3": 0}  # layers whose heads the kernel turns
+
+
+def dense_attention(module, q, k, v, mask, *, scaling, branches, **_):
+    out = torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, is_causal=True, scale=scaling, enable_gqa=True
+    )
+    return out.transpose(1, 2), None
+
+
+@pytest.fixture(autouse=True)
+def calls(monkeypatch):
+    """Kernels' names in the order of their calls; everything is taken as if it were 16-bit on a GPU."""
+    made = []
+
+    def counted(name):
+        kernel = getattr(fused, name)
+
+        def call(*args):
+            made.append((name, len(args)))
+            return kernel(*args)
+
+        monkeypatch.setattr(fused, name, call)
+
+    for name in ("rms_norm", "swiglu", "rotated_heads"):
+        counted(name)
+    for module in (lora_product, fused):
+        monkeypatch.setattr(module, "is_16bit_cuda", lambda x: True)
+    monkeypatch.setattr(fused, "branch_attention", dense_attention)
+    mm = torch.mm
+    monkeypatch.setattr(torch, "mm", lambda a, b, out_dtype=None, **kwargs: mm(a, b, **kwargs))
+    return made
+
+
+@pytest.fixture
+def adapted(tiny_model, tmp_path):
+    """``adapted(family, weights, targets)``: a tiny model in FP32 with an adapter whose B is not zero."""
+
+    def build(family, weights="nvfp4", dropout=0.0, **kwargs):
+        torch.manual_seed(0)
+        tiny_model(family, vocab_size=61).save_pretrained(tmp_path / family)
+        model = load_model(tmp_path / family, weights, torch.float32, "cpu").requires_grad_(False)
+        model = add_lora(model, rank=8, alpha=16, dropout=dropout, **kwargs)
+        return move_adapter(model, 0.2).train()
+
+    return build
+
+
+def logits_and_gradients(model, **kwargs):
+    model.zero_grad()
+    logits = model(input_ids=IDS, use_cache=False, **kwargs).logits
+    logits.square().mean().backward()
+    return logits.detach(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def joined_row():
+    """What marks a forward pass of a joined row: somebody to attend along, and a mask that nobody reads."""
+    return {"branches": object(), "attention_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", TURNED)
+@pytest.mark.parametrize("weights", ["nvfp4", "bf16"])
+def test_logits_and_gradients_are_those_of_the_plain_model(adapted, calls, monkeypatch, family, weights):
+    model = adapted(family, weights)
+    with monkeypatch.context() as plain:
+        plain.setattr(lora_product, "is_16bit_cuda", lambda x: False)
+        logits, gradients = logits_and_gradients(model)
+    assert not calls
+    fused.fuse(model)
+    found, found_gradients = logits_and_gradients(model, **(joined_row() if TURNED[family] else {}))
+    assert calls.count(("rotated_heads", 5)) == TURNED[family]
+    assert calls.count(("swiglu", 1)) == 2, "gate and up side by side"
+    torch.testing.assert_close(found, logits, rtol=1e-4, atol=1e-5)
+    assert found_gradients.keys() == gradients.keys() and len(gradients) == 2 * 7 * 2
+    for name, gradient in gradients.items():
+        assert (found_gradients[name] - gradient).norm() < 1e-4 * gradient.norm(), name
+
+
+@pytest.mark.parametrize("shapes", [[(576, 384)], [(384, 576)], [(576, 384), (64, 384)]], ids=str)
+def test_products_in_16_bits_round_no_packed_weight(shapes):
+    """Rounding y and dx to bf16 leaves 0.16 % of error; a W rounded once more would make it 0.23 %."""
+    drawn = partial(torch.randn, generator=torch.Generator().manual_seed(0))
+    bases = [PackedLinear.of(quantize(0.02 * drawn(shape), NVFP4, "mse", 0.15)) for shape in shapes]
+    exact_NK = torch.cat([base.dense() for base in bases]).double()
+    n, k = exact_NK.shape
+    adapters = [torch.zeros(8, k) for _ in shapes] + [torch.zeros(rows, 8) for rows, _ in shapes]
+    x, dy = drawn(256, k).bfloat16().requires_grad_(), drawn(256, n).bfloat16()
+    y = lora_product._LoraProduct.apply(x, bases, [2.0] * len(bases), *adapters)
+    y.backward(dy)
+    for found, truth in ((y, x.double() @ exact_NK.T), (x.grad, dy.double() @ exact_NK)):
+        assert (found.double() - truth).norm() < 1.9e-3 * truth.norm()
+
+
+@pytest.mark.parametrize("wrap", [get_peft_model, adapt], ids=["PEFT's layers", "our layers"])
+def test_adapted_layers_are_one_product_whoever_made_them(tiny_model, monkeypatch, wrap):
+    made = []
+    product = lora_product._LoraProduct
+    counting = SimpleNamespace(apply=lambda *args: made.append(1) or product.apply(*args))
+    model = wrap(tiny_model("llama", vocab_size=61), LoraConfig(r=8, target_modules="all-linear"))
+    move_adapter(model, 0.2).train()
+    with monkeypatch.context() as plain:
+        plain.setattr(lora_product, "is_16bit_cuda", lambda x: False)
+        logits, gradients = logits_and_gradients(model)
+    path = fit(monkeypatch, model)
+    assert path.products == Share(14, 14)
+    fused.fuse(model)
+    monkeypatch.setattr(lora_product, "_LoraProduct", counting)
+    found, found_gradients = logits_and_gradients(model, **joined_row())
+    assert len(made) == 2 * 4, "q, k and v; o; gate and up; down"
+    torch.testing.assert_close(found, logits, rtol=1e-4, atol=1e-5)
+    for name, gradient in gradients.items():
+        assert (found_gradients[name] - gradient).norm() < 1e-4 * gradient.norm(), name
+
+
+PATHS = {
+    "llama": {"attention": "2/2", "norms": "5/5", "rotary embeddings": "2/2", "MLPs": "2/2"}
+    | {"adapted layers": "14/14"},
+    "qwen3": {
+        "attention": "2/2",
+        "norms": "9/9",
+        "rotary embeddings": "0/2 (heads are normalised before they are turned)",
+        "MLPs": "2/2",
+        "adapted layers": "14/14",
+    },
+}
+
+
+@pytest.mark.parametrize("family", PATHS)
+def test_the_path_says_what_the_kernels_do(adapted, calls, monkeypatch, family):
+    """How often each kernel is called in a forward pass is what the path counts."""
+    model = adapted(family)
+    path = fit(monkeypatch, model)
+    attention = {"attention kernel": "FlashAttention-2 (FlashAttention-4 needs a CUDA GPU)"}
+    assert path.record() == PATHS[family] | attention and path.by_stretch and not path.is_slow
+    fused.fuse(model)
+    with torch.no_grad():
+        model(input_ids=IDS, use_cache=False, **joined_row())
+    names = [name for name, _ in calls]
+    assert [names.count(name) for name in ("rms_norm", "rotated_heads", "swiglu")] == [
+        path.norms.fused, path.rotary.fused, path.mlps.fused,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("weights", "dropout"), [("nvfp4", 0.0), ("nvfp4", 0.05), ("bf16", 0.1)])
+def test_the_plan_knows_from_settings_which_layers_are_joint(adapted, monkeypatch, weights, dropout):
+    path = fit(monkeypatch, adapted("llama", weights, dropout=dropout))
+    assert (path.products.why_not or None) == why_not_joint(weights, dropout)
+    assert path.is_slow == (dropout > 0)
+    if dropout:
+        assert (
+            path.products.fused == 0 and f"adapted layers 0/14 (lora_dropout is {dropout})" in path.sentence()
+        )
+        assert path.rotary.fused == 0, "it takes q, k and v as one product leaves them"
+
+
+def test_nf4_layers_are_left_to_peft(tiny_model, to_nf4, monkeypatch):
+    model = add_lora(to_nf4(tiny_model("llama")), rank=4, alpha=8, dropout=0.0)
+    assert fit(monkeypatch, model).products.why_not == why_not_joint("nf4", 0.0)
+
+
+def test_norms_are_fused_for_what_they_compute(adapted, monkeypatch):
+    """Not for their names: one trains, one centres, one adds to its weight, one has a gate."""
+    model = adapted("llama").get_base_model()
+    first, second, *_ = (module for module in model.modules() if is_norm(module))
+    first.weight.requires_grad_(True)
+    assert fit(monkeypatch, model).norms == Share(4, 5, "their weights train")
+    first.weight.requires_grad_(False)
+    for kind in (CohereLayerNorm, GemmaRMSNorm, Qwen3NextRMSNormGated):
+        other = kind(64)
+        other.variance_epsilon, other.weight = second.variance_epsilon, second.weight
+        model.model.layers[0].input_layernorm = other
+        assert fit(monkeypatch, model).norms == Share(4, 5, f"{kind.__name__} is no plain RMSNorm")
+
+
+def test_attention_that_does_not_know_its_config_is_left_as_it_is():
+    assert update_path.why_not_rotary(XGLMAttention(8, 2)) == "XGLMAttention is not known"
+
+
+def test_a_model_on_a_cpu_has_no_kernel(adapted):
+    path = find_path(adapted("llama").get_base_model(), None)
+    assert not path.by_stretch and not path.is_slow
+    assert path.sentence() == "The update runs on plain PyTorch: its kernels need a CUDA GPU."
+
+
+def test_a_model_in_fp32_on_a_gpu_is_said_to_be_slow(adapted, monkeypatch):
+    model = adapted("llama").get_base_model()
+    monkeypatch.setattr(type(model), "device", torch.device("cuda"))
+    path = find_path(model, None)
+    assert path.is_slow and not path.by_stretch
+    assert path.sentence() == (
+        "The update runs on plain PyTorch: its kernels need bfloat16 and the model is float32; set dtype: "
+        "bfloat16, or load it so."
+    )
+
+
+def fit(monkeypatch, model):
+    """The path of a model as if it were in 16 bits on a GPU."""
+    monkeypatch.setattr(update_path, "why_unfit", lambda model: "")
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return find_path(base, None)
+
+
+def test_layers_that_are_not_all_adapted_are_computed_one_by_one(adapted, calls):
+    model = adapted("llama", target_modules=("q_proj", "v_proj", "up_proj"))
+    fused.fuse(model)
+    logits_and_gradients(model)
+    assert ("swiglu", 2) in calls and ("swiglu", 1) not in calls
+
+
+@pytest.mark.slow
+def test_noise_in_a_fused_model_is_that_of_the_plain_one(adapted, calls):
+    """The kernel takes w + Z as it is: no hook, forward and backward."""
+    model = adapted("llama")
+    offsets = {name: 0.1 * torch.randn(64) for name in find_noise_norms(model)}
+    clean, _ = logits_and_gradients(model)
+    with noisy_norms(model, offsets):
+        logits, gradients = logits_and_gradients(model)
+    fused.fuse(model)
+    calls.clear()
+    with noisy_norms(model, offsets):
+        assert not any(is_norm(m) and (m._forward_pre_hooks or m._forward_hooks) for m in model.modules())
+        found, found_gradients = logits_and_gradients(model, **joined_row())
+    assert calls.count(("rms_norm", 3)) == 5
+    assert (logits - clean).abs().mean() > 1e-2
+    torch.testing.assert_close(found, logits, rtol=1e-4, atol=1e-5)
+    for name, gradient in gradients.items():
+        assert (found_gradients[name] - gradient).norm() < 1e-4 * gradient.norm(), name
+
+
+def test_noise_finds_its_norms_in_a_fused_model(adapted, calls):
+    model = adapted("qwen2")
+    before = find_noise_norms(model)
+    fused.fuse(model)
+    assert len(before) == 4 and find_noise_norms(model) == before
+    logits_and_gradients(model)
+    assert ("swiglu", 1) in calls, "joined again once the hooks are gone"
+
+
+def test_a_bias_that_trains_gets_its_gradient(adapted):
+    model = adapted("qwen2", "bf16")
+    for name, parameter in model.named_parameters():
+        if name.endswith("k_proj.base_layer.bias"):
+            parameter.requires_grad_(True)
+    fused.fuse(model)
+    _, gradients = logits_and_gradients(model, **joined_row())
+    assert sum(name.endswith("bias") for name in gradients) == 2
