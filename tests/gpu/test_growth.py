@@ -86,7 +86,7 @@ def test_a_cache_that_is_replaced_leaves_the_tokens_as_they_are(reserved):
 class TenBlocks(Cuda):
     """The GPU, with room for ten blocks of keys and values of `random_model`'s model."""
 
-    def cache_bytes(self, model, filtered, freed=0):
+    def cache_bytes(self, model, freed=0):
         return 10 * KVGeometry(((2, 64),) * 3, 2).block_bytes
 
 

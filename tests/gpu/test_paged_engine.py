@@ -16,9 +16,8 @@ from qerl.rollout.engine import SamplingParams
 from qerl.rollout.paged.engine import PagedEngine
 from qerl.rollout.paged.limits import KVGeometry
 from qerl.rollout.paged.machine import Cuda
-from qerl.rollout.paged.pace import Pace
 from qerl.rollout.paged.prefill import Prefill
-from qerl.rollout.paged.scheduler import Scheduler
+from qerl.rollout.paged.scheduler import Pace, Scheduler
 from qerl.rollout.sampling import truncate
 from qerl.rollout.stops import StopTokens
 from tests.support.paged import from_uniforms, random_model, score
@@ -88,7 +87,7 @@ def test_the_host_does_not_wait_for_a_pass_of_prefill(monkeypatch):
 class NineBlocks(Cuda):
     """The GPU, with room for nine blocks of keys and values of `random_model`'s model."""
 
-    def cache_bytes(self, model, filtered, freed=0):
+    def cache_bytes(self, model, freed=0):
         return 9 * KVGeometry(((2, 64),) * 3, 2).block_bytes
 
 

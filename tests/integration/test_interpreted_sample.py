@@ -11,13 +11,14 @@ pytest.importorskip("triton", reason="Triton is not installed")
 if torch.cuda.is_available():
     pytest.skip("the interpreter is for machines without a GPU", allow_module_level=True)
 
+from qerl.rollout.paged.draw import Draw
+
 from qerl.kernels.decode import draw as kernel
 from qerl.kernels.decode import leave_out as leaving
 from qerl.kernels.decode.draw import RowState
 from qerl.kernels.decode.leave_out import NEVER, leave_out
 from qerl.rollout.engine import SamplingParams
 from qerl.rollout.paged import rows as placing
-from qerl.rollout.paged.draw import Draw
 from qerl.rollout.sampling import truncate
 from qerl.rollout.sequence import Prompt, Sequence
 

@@ -1,5 +1,7 @@
 """Sessions of the paged engine in Triton's interpreter: several turns draw what one turn would have drawn."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -12,8 +14,7 @@ from qerl.rollout.engine import SamplingParams
 from qerl.rollout.paged.engine import PagedEngine
 from qerl.rollout.paged.limits import KVGeometry
 from qerl.rollout.paged.machine import Eager
-from qerl.rollout.paged.pace import Pace
-from qerl.rollout.paged.scheduler import Scheduler
+from qerl.rollout.paged.scheduler import Pace, Scheduler
 from qerl.rollout.portable.engine import PortableEngine
 from qerl.rollout.stops import StopTokens
 from tests.support.sessions import check_against, play
@@ -51,7 +52,7 @@ def test_turns_draw_what_one_turn_would_have_drawn(model, monkeypatch, kept):
     whole = PortableEngine(model, 0).generate(PROMPTS, 1, SamplingParams(max_tokens=8, seed=5)).completions
     params = SamplingParams(max_tokens=8, seed=5, stop_token_ids=(whole[0].token_ids[1],))
     with paged(model, max_sequences=1).session(params) as session:
-        session.start(PROMPTS, 1, stops=[(), (StopTokens([whole[1].token_ids[2]]),)])
+        session.start(PROMPTS, 1, [params, replace(params, stops=(StopTokens([whole[1].token_ids[2]]),))])
         found = play(session, whole, 3)
         assert not session._scheduler.idle
         assert session._scheduler.memory.free == session._scheduler.memory.count
@@ -112,9 +113,9 @@ def test_what_comes_late_joins_after_a_round(model):
     ]
     found = []
     with paged(model).session(SamplingParams(max_tokens=6), growing=True) as session:
-        session.start(PROMPTS[:1], 1, [6], seeds=[5])
+        session.start(PROMPTS[:1], 1, seeds=[5])
         assert session.next(one_round=True) == [] and session.busy
-        session.start(PROMPTS[1:], 1, [2], seeds=[9])
+        session.start(PROMPTS[1:], 1, [SamplingParams(max_tokens=2)], seeds=[9])
         while session.busy:
             found += session.next()
     assert [ended.index for ended in found] == [1, 0]

@@ -25,8 +25,9 @@ KEYS_OF_A_TOKEN = 2 * 2 * 2 * 16 * 4
 
 @contextmanager
 def started(model, prompts=PROMPTS, samples=2, limits=None, rows=64, kept_bytes=KEPT_BYTES, **settings):
+    own = limits and [sampled(**settings | {"max_tokens": limit}) for limit in limits]
     with PortableEngine(model, PAD, rows, kept_bytes).session(sampled(**settings)) as session:
-        session.start(prompts, samples, limits)
+        session.start(prompts, samples, own)
         yield session
 
 
@@ -143,7 +144,7 @@ def test_a_seed_of_its_own_draws_what_it_would_draw_alone(tiny_model):
 
 def test_a_sequence_ends_at_its_own_limit_and_at_the_models_last_position(tiny_model):
     model = tiny_model("llama", max_position_embeddings=16)
-    with started(model, [[1] * 10, [1] * 10, [1] * 16, [1]], 1, [3, 99, 5, -2]) as session:
+    with started(model, [[1] * 10, [1] * 10, [1] * 16, [1] * 18], 1, [3, 99, 5, 5]) as session:
         assert [session.room(index) for index in range(4)] == [3, 6, 0, 0]
         ended = []
         while session.busy:
@@ -225,7 +226,8 @@ def test_samples_of_a_group_end_at_limits_of_their_own(tiny_model):
     limits = [1 + (5 * i) % 12 for i in range(len(whole))]
     for rows in (64, 3):
         engine = PortableEngine(model, PAD, rows)
-        cut = whole_completions(engine.session(sampled(max_tokens=12)), PROMPTS, 2, limits)
+        own = [sampled(max_tokens=limit) for limit in limits]
+        cut = whole_completions(engine.session(sampled(max_tokens=12)), PROMPTS, 2, own)
         for short, long, limit in zip(cut.completions, whole, limits, strict=True):
             assert (short.token_ids, short.finish_reason) == (long.token_ids[:limit], "length")
 
@@ -236,8 +238,8 @@ def test_bad_prompts_are_refused(tiny_model):
             session.start([], 1)
         with pytest.raises(QeRLError, match="Prompt 1 is empty"):
             session.start([[1], []], 1)
-        with pytest.raises(QeRLError, match="There are 2 limits for 4 sequences"):
-            session.start([[1], [2]], 2, [3, 4])
+        with pytest.raises(QeRLError, match="There are 2 sampling parameters for 4 sequences"):
+            session.start([[1], [2]], 2, [sampled()] * 2)
         assert not session.busy
 
 

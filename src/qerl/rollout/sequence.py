@@ -5,9 +5,12 @@ and the next turn begins. What both have written is one list of tokens with one 
 """
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from qerl.rollout.stops import Cut, FinishReason, Stop, first_cut
+
+if TYPE_CHECKING:  # the contract needs torch
+    from qerl.rollout.engine import SamplingParams
 
 Stage = Literal["drawing", "between turns", "finished"]
 """Whose turn it is: the policy's, that of others, nobody's any more."""
@@ -46,9 +49,11 @@ class Sequence:
         index: Position in the call or session, from 0.
         prompt: The prompt that it continues.
         sample: Number among the prompt's sequences, from 0.
-        max_tokens: Tokens that it may have, drawn or written; at most 0 for one without room.
+        params: How its tokens are drawn, and which end its turns.
+        max_tokens: Tokens that it may have, drawn or written, as its parameters and the model's positions
+            say; at most 0 for one without room.
         key: Seed, prompt and sample by which its uniform numbers are keyed.
-        stops: What ends its turns beside stop tokens.
+        stops: What the host looks for beside the end tokens that the drawing engine looks for itself.
         token_ids, logprobs, entropies: What it has, the latter two 0.0 where others wrote.
         turn_start: Tokens that it had when its turn began.
         finish_reason: Why its last turn ended.
@@ -64,6 +69,7 @@ class Sequence:
     index: int
     prompt: Prompt
     sample: int
+    params: "SamplingParams"
     max_tokens: int
     key: tuple[int, int, int] = (0, 0, 0)
     stops: tuple[Stop, ...] = ()
@@ -108,20 +114,27 @@ class Sequence:
 
 
 def new_sequences(
-    prompts: list[list[int]], samples: int, limits: list[int], first: int, first_prompt: int
+    prompts: list[list[int]],
+    params: "list[SamplingParams]",
+    positions: int | None = None,
+    first: int = 0,
+    first_prompt: int = 0,
 ) -> list[Sequence]:
-    """Sequences of so many samples of each prompt, numbered on.
+    """Sequences of as many samples of each prompt, numbered on.
 
     Args:
         prompts: Token ids of each.
-        samples: Sequences for each.
-        limits: Tokens that each sequence may have, prompts in order, the samples of a prompt next to each
-            other.
+        params: Of each sequence, prompts in order, the samples of a prompt next to each other.
+        positions: Positions that the model has, None where it sets no limit.
         first, first_prompt: Numbers of the first sequence and of the first prompt.
     """
+    samples = len(params) // len(prompts)
     made: list[Sequence] = []
     for number, token_ids in enumerate(prompts, first_prompt):
-        prompt, index = Prompt(number, token_ids), first + len(made)
-        own = limits[len(made) : len(made) + samples]
-        made += [Sequence(index + i, prompt, i, limit) for i, limit in enumerate(own)]
+        prompt = Prompt(number, token_ids)
+        for sample in range(samples):
+            own = params[len(made)]
+            most = own.max_tokens
+            limit = most if positions is None else min(most, positions - len(token_ids))
+            made.append(Sequence(first + len(made), prompt, sample, own, limit, stops=own.stops))
     return made

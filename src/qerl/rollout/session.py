@@ -20,15 +20,14 @@ from qerl.rollout.engine import (
     check_one_each,
     check_prompts,
 )
-from qerl.rollout.sequence import Sequence
-from qerl.rollout.stops import Stop
+from qerl.rollout.sequence import Sequence, new_sequences
 
 
 class TrackedSession(Session):
     """A session that knows what its sequences have, and asks a subclass to draw.
 
     Args:
-        params: Sampling parameters.
+        params: Sampling parameters of sequences without their own.
         positions: Positions that the model has; None where it sets no limit.
         pad_token_id: Stands in for a turn whose first logits were not finite.
         speculative_tokens: Tokens of a draft at most; 0 for none.
@@ -48,15 +47,8 @@ class TrackedSession(Session):
         self._drawing = self.prefilled_tokens = self.drafted_tokens = self.accepted_tokens = 0
 
     @abstractmethod
-    def _add(self, prompts: list[list[int]], samples: int, limits: list[int]) -> list[Sequence]:
-        """Make sequences, numbered on from those there are, and queue those that have room.
-
-        Args:
-            prompts: Token ids of each.
-            samples: Sequences for each prompt.
-            limits: Tokens that each sequence may have, prompts in order, the samples of a prompt next to each
-                other.
-        """
+    def _add(self, sequences: list[Sequence]) -> None:
+        """Queue those of new sequences that have room; what is there goes on if it raises."""
 
     @abstractmethod
     def _resume(self, sequence: Sequence) -> None:
@@ -74,23 +66,23 @@ class TrackedSession(Session):
         self,
         prompts: abc.Sequence[abc.Sequence[int]],
         samples_per_prompt: int,
-        max_tokens: abc.Sequence[int] | None = None,
+        params: abc.Sequence[SamplingParams] | None = None,
         seeds: abc.Sequence[int] | None = None,
-        stops: abc.Sequence[tuple[Stop, ...]] | None = None,
     ) -> list[int]:
         """See `Session.start`."""
         check_prompts(prompts, samples_per_prompt)
-        each = [prompt for prompt in prompts for _ in range(samples_per_prompt)]
-        own = [self._params.max_tokens] * len(each) if max_tokens is None else max_tokens
-        for what, given in (("limits", own), ("seeds", seeds), ("stops", stops)):
+        count = len(prompts) * samples_per_prompt
+        for what, given in (("sampling parameters", params), ("seeds", seeds)):
             if given is not None:
-                check_one_each(what, given, len(each))
-        limits = [self._limit(len(prompt), most) for prompt, most in zip(each, own, strict=True)]
-        added = self._add([list(prompt) for prompt in prompts], samples_per_prompt, limits)
+                check_one_each(what, given, count)
+        own = [self._params] * count if params is None else list(params)
+        added = new_sequences(
+            [list(prompt) for prompt in prompts], own, self._positions, self._started, self._started_prompts
+        )
         for place, sequence in enumerate(added):
-            shared = self._params.seed, sequence.prompt.number, sequence.sample
+            shared = sequence.params.seed, sequence.prompt.number, sequence.sample
             sequence.key = shared if seeds is None else (seeds[place], 0, 0)
-            sequence.stops = self._params.stops if stops is None else stops[place]
+        self._add(added)
         self._sequences |= {sequence.index: sequence for sequence in added}
         self._started += len(added)
         self._started_prompts += len(prompts)
@@ -137,13 +129,6 @@ class TrackedSession(Session):
         """See `Session.busy`."""
         return self._drawing > 0
 
-    def _limit(self, prompt_tokens: int, most: int) -> int:
-        """Tokens that a sequence may have: of the session, of its own, and of the model's positions."""
-        limits = [self._params.max_tokens, most]
-        if self._positions is not None:
-            limits.append(self._positions - prompt_tokens)
-        return min(limits)
-
     def _end(self, sequence: Sequence) -> Ended:
         sequence.stage = "between turns"
         self._drawing -= 1
@@ -172,7 +157,7 @@ def whole_completions(
     opened: AbstractContextManager[TrackedSession],
     prompts: abc.Sequence[abc.Sequence[int]],
     samples_per_prompt: int,
-    max_tokens: abc.Sequence[int] | None = None,
+    params: abc.Sequence[SamplingParams] | None = None,
     seeds: abc.Sequence[int] | None = None,
     ended: WhenEnded | None = None,
 ) -> RolloutResult:
@@ -181,13 +166,13 @@ def whole_completions(
     Args:
         opened: A session in which nothing was started.
         prompts, samples_per_prompt: As in `RolloutEngine.generate`.
-        max_tokens, seeds: As in `Session.start`.
+        params, seeds: As in `Session.start`.
         ended: As in `RolloutEngine.generate`.
     """
     begin = time.perf_counter()
     found: dict[int, Completion] = {}
     with opened as session:
-        indices = session.start(prompts, samples_per_prompt, max_tokens, seeds)
+        indices = session.start(prompts, samples_per_prompt, params, seeds)
         while session.busy:
             for turn in session.next():
                 found[turn.index] = turn.completion
