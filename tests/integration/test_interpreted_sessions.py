@@ -122,3 +122,41 @@ def test_what_comes_late_joins_after_a_round(model):
     for ended in found:
         assert ended.completion.token_ids == whole[ended.index].token_ids
         assert ended.completion.logprobs == pytest.approx(whole[ended.index].logprobs, abs=1e-5)
+
+
+MIXED = [
+    {}, {"temperature": 0.0}, {"temperature": 0.6, "max_tokens": 3}, {"top_k": 3}, {"top_p": 0.5, "seed": 8},
+    {"temperature": 1.4, "min_p": 0.3}, {"top_k": 9, "top_p": 0.8},
+    {"stop_token_ids": tuple(range(0, 61, 2))},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("drafted", [0, 2])
+def test_each_of_a_mixed_batch_draws_what_it_draws_among_its_like(model, drafted):
+    """In rows that are refilled and steps that change their size, with the same log-probabilities; and
+    sessions of other settings replace no step."""
+    mixed = [SamplingParams(**{"max_tokens": 5, "seed": 5} | kind) for kind in MIXED]
+    prompts = [PROMPTS[place % 2] for place in range(len(mixed))]
+
+    def drawn(engine, session_params, own=None):
+        with engine.session(session_params) as session:
+            session.start(prompts, 1, own)
+            found = {}
+            while session.busy:
+                for ended in session.next():
+                    found[ended.index] = ended.completion
+                    session.finish(ended.index)
+        return found
+
+    engine, portable = paged(model, max_sequences=5, speculative_tokens=drafted), PortableEngine(model, 0, 5)
+    for found in (drawn(engine, mixed[0], mixed), drawn(portable, mixed[0], mixed)):
+        for place, params in enumerate(mixed):
+            own = drawn(portable, params)[place]
+            assert found[place].token_ids == own.token_ids
+            assert found[place].finish_reason == own.finish_reason
+            assert found[place].logprobs == pytest.approx(own.logprobs, abs=1e-5)
+            assert found[place].entropies == pytest.approx(own.entropies, abs=1e-5)
+    steps = dict(engine.graphs.steps)
+    for place, params in enumerate(mixed):
+        assert drawn(engine, params)[place].token_ids == found[place].token_ids
+    assert engine.graphs.steps.items() >= steps.items()

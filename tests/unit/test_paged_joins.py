@@ -97,7 +97,8 @@ class Step:
         token = following(tokens, state.uniform_TM[row, place])
         state.out_token_TM[row, place], state.out_stats_2TM[:, row, place] = token, (-token, token)
         state.generated_T[row] += 1
-        state.done_T[row] = 1 if token in self.settings.end_RK[row] else 2 * (place + 1 >= state.max_new_T[row])
+        ends, full = token in self.settings.end_RK[row], place + 1 >= state.max_new_T[row]
+        state.done_T[row] = 1 if ends else 2 * full
         if state.done_T[row]:
             state.slot_T[row] = -1
             return

@@ -12,6 +12,7 @@ from qerl.rollout.engine import Completion
 from qerl.rollout.portable.engine import PortableEngine
 from qerl.rollout.portable.session import KEPT_BYTES
 from qerl.rollout.session import whole_completions
+from tests.support.paged import score
 from tests.support.portable import PAD, PROMPTS, sampled
 from tests.support.sessions import check_against, play
 from tests.support.trainer import ScriptedEngine
@@ -140,6 +141,24 @@ def test_a_seed_of_its_own_draws_what_it_would_draw_alone(tiny_model):
         assert [found[first + place] for place in range(4)] == alone
         with pytest.raises(QeRLError, match="There are 1 seeds for 4 sequences"):
             session.start(PROMPTS[:2], 2, seeds=[3])
+
+
+def test_each_of_a_mixed_batch_draws_what_it_draws_among_its_like(tiny_model):
+    """Log-probabilities are those at the sequence's temperature before its filters, greedy ones at 1."""
+    kinds = [{}, {"temperature": 0.0}, {"temperature": 0.6, "max_tokens": 3}, {"top_k": 3}, {"min_p": 0.2}]
+    kinds += [{"top_p": 0.5, "seed": 8}, {"temperature": 1.4, "top_k": 9, "top_p": 0.8}]
+    kinds += [{"stop_token_ids": STOPS}, {"temperature": 0.6, "stop_token_ids": STOPS[1:2]}, {}]
+    mixed, model = [sampled(**kind) for kind in kinds], tiny_model("llama")
+    for rows in (64, 3):
+        found = whole_completions(PortableEngine(model, PAD, rows).session(mixed[0]), PROMPTS, 2, mixed)
+        for place, params in enumerate(mixed):
+            own = PortableEngine(model, PAD, rows).generate(PROMPTS, 2, params).completions[place]
+            one = found.completions[place]
+            assert (one.token_ids, one.finish_reason) == (own.token_ids, own.finish_reason)
+            assert one.logprobs == pytest.approx(own.logprobs, abs=1e-5)
+            assert one.entropies == pytest.approx(own.entropies, abs=1e-5)
+            exact = score(model, PROMPTS[place // 2], one.token_ids, params.temperature or 1.0)
+            assert one.logprobs == pytest.approx(exact.tolist(), abs=1e-4)
 
 
 def test_a_sequence_ends_at_its_own_limit_and_at_the_models_last_position(tiny_model):

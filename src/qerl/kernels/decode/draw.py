@@ -179,10 +179,9 @@ def _choose(
         block = tl.argmax(bests, axis=0)
     v = block * BLOCK_V + offset
     x = scaled_logits(logits_TV, t, v, V, factor)
+    inner, _ = first_past(share, tl.exp(x - best), offset)
     if mode == GREEDY:
         inner = tl.argmax(x, axis=0)
-    else:
-        inner, _ = first_past(share, tl.exp(x - best), offset)
     chosen = tl.max(tl.where(offset == inner, x, -float("inf")), axis=0)
     token = (block * BLOCK_V + inner).to(tl.int32)
     logprob = tl.where(filtered, chosen, chosen - best - tl.log(total))
