@@ -19,7 +19,7 @@ from qerl.rollout.engine import SamplingParams
 from qerl.rollout.paged.blocks import BlockManager
 from qerl.rollout.paged.limits import MAX_ROWS, ROW_COUNTS, rows_of_step
 from qerl.rollout.paged.scheduler import Pace, Scheduler
-from qerl.rollout.sequence import new_sequences
+from qerl.rollout.session import new_sequences
 
 POWERS = tuple(count for count in ROW_COUNTS if count & (count - 1) == 0)
 

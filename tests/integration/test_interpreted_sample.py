@@ -20,7 +20,7 @@ from qerl.kernels.limits import END_TOKENS
 from qerl.rollout.engine import SamplingParams
 from qerl.rollout.paged import rows as placing
 from qerl.rollout.sampling import truncate
-from qerl.rollout.sequence import Prompt, Sequence
+from qerl.rollout.session import Prompt, Sequence
 
 BLOCK = 16
 

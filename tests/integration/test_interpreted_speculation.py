@@ -21,7 +21,7 @@ from qerl.rollout.paged.machine import Eager
 from qerl.rollout.paged.rows import Rows, learn
 from qerl.rollout.paged.scheduler import Pace
 from qerl.rollout.portable.engine import PortableEngine
-from qerl.rollout.sequence import Prompt, Sequence
+from qerl.rollout.session import Prompt, Sequence
 from qerl.rollout.stops import StopTokens
 from tests.support.sessions import check_against, play
 from tests.support.speculation import drop_drafts

@@ -1,7 +1,7 @@
 """Sequences for tests of what holds them."""
 
 from qerl.rollout.engine import SamplingParams
-from qerl.rollout.sequence import new_sequences
+from qerl.rollout.session import new_sequences
 
 
 def queued(scheduler, prompts, limits):

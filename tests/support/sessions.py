@@ -9,8 +9,7 @@ from abc import abstractmethod
 import pytest
 
 from qerl.rollout.engine import Completion
-from qerl.rollout.sequence import Sequence
-from qerl.rollout.session import TrackedSession
+from qerl.rollout.session import Sequence, TrackedSession
 
 
 class WholeTurns(TrackedSession):

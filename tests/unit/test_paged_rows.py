@@ -7,7 +7,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from qerl.rollout.engine import SamplingParams
 from qerl.rollout.paged.rows import Rows
-from qerl.rollout.sequence import Prompt, Sequence
+from qerl.rollout.session import Prompt, Sequence
 from qerl.rollout.stops import Stop, StopTokens
 
 

@@ -5,7 +5,7 @@ import random
 from qerl.rollout.engine import SamplingParams
 from qerl.rollout.paged.blocks import BlockManager
 from qerl.rollout.paged.scheduler import Pace, Scheduler
-from qerl.rollout.sequence import new_sequences
+from qerl.rollout.session import new_sequences
 from tests.support.sequences import queued
 
 BLOCK = 4

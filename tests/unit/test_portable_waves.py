@@ -9,7 +9,7 @@ from qerl.rollout.portable import runner
 from qerl.rollout.portable.cache import PreallocatedCache
 from qerl.rollout.portable.engine import PortableEngine
 from qerl.rollout.portable.session import SequenceId, Wave, plan_waves
-from qerl.rollout.sequence import new_sequences
+from qerl.rollout.session import new_sequences
 from tests.support.portable import PAD, PROMPTS, sampled
 
 

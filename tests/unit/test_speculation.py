@@ -18,7 +18,7 @@ from qerl.rollout.portable import session as portable_session
 from qerl.rollout.portable.engine import PortableEngine
 from qerl.rollout.portable.runner import Runner
 from qerl.rollout.portable.session import KEPT_BYTES
-from qerl.rollout.sequence import Prompt, Sequence
+from qerl.rollout.session import Prompt, Sequence
 from qerl.rollout.stops import StopStrings
 from tests.support.portable import PAD, PROMPTS, sampled
 from tests.support.sessions import check_against, play

@@ -15,7 +15,7 @@ from qerl.rollout.paged.limits import BlockDemand
 from qerl.rollout.paged.machine import CudaGraphs
 from qerl.rollout.paged.scheduler import Pace, Scheduler
 from qerl.rollout.paged.weights import Decoder
-from qerl.rollout.sequence import new_sequences
+from qerl.rollout.session import new_sequences
 
 
 def random_cache(decoder: Decoder, blocks: int, dtype: torch.dtype) -> KVCache:

@@ -30,7 +30,7 @@ from qerl.rollout.paged.machine import Graphs, Machine
 from qerl.rollout.paged.rows import Rows, learn
 from qerl.rollout.paged.scheduler import Scheduler
 from qerl.rollout.paged.weights import Decoder
-from qerl.rollout.sequence import Sequence
+from qerl.rollout.session import Sequence
 
 LONG, FEW = 64, 8
 """Pages of a table from which on few rows, at most these many, take twice the splits that fill the GPU."""

@@ -24,7 +24,7 @@ from qerl.kernels.limits import END_TOKENS, PAGE
 from qerl.rollout.engine import SamplingParams
 from qerl.rollout.paged.forward import Inputs
 from qerl.rollout.sampling import uniform_streams
-from qerl.rollout.sequence import Sequence
+from qerl.rollout.session import Sequence
 from qerl.rollout.stops import Cut, FinishReason
 
 CORPUS = 8192

@@ -16,12 +16,16 @@ A prompt is prefilled without its last token; each sequence decodes that token i
 block. So prefill needs no sampling, and a prompt of one token needs no prefill.
 """
 
+from __future__ import annotations
+
 from collections import abc, deque
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from qerl.errors import QeRLError
-from qerl.rollout.sequence import Prompt, Sequence
+
+if TYPE_CHECKING:  # the contract that sequences come from needs torch
+    from qerl.rollout.session import Prompt, Sequence
 
 
 @dataclass(frozen=True)

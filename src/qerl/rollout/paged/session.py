@@ -17,8 +17,7 @@ from qerl.rollout.paged.kv_cache import KVCache
 from qerl.rollout.paged.limits import BlockDemand, count_for
 from qerl.rollout.paged.prefill import Prefill
 from qerl.rollout.paged.scheduler import Pace, Scheduler
-from qerl.rollout.sequence import Sequence
-from qerl.rollout.session import TrackedSession
+from qerl.rollout.session import Sequence, TrackedSession
 from qerl.rollout.stops import StopTokens
 
 

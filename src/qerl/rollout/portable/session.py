@@ -33,8 +33,7 @@ from qerl.rollout.engine import SamplingParams
 from qerl.rollout.portable.cache import KeysAndValues
 from qerl.rollout.portable.runner import Runner
 from qerl.rollout.sampling import Drawn, draw_rows, uniform_streams
-from qerl.rollout.sequence import Sequence
-from qerl.rollout.session import TrackedSession
+from qerl.rollout.session import Sequence, TrackedSession
 
 KEPT_BYTES = 4 << 30
 """Keys and values that are kept between turns: of 64 sequences of 1,400 tokens of SmolLM2-135M in FP32, 46 kB
@@ -169,7 +168,7 @@ class PortableSession(TrackedSession):
         speculative_tokens: int,
     ) -> None:
         super().__init__(params, positions, pad_token_id, speculative_tokens)
-        self._drafts = Drafts(speculative_tokens)
+        self._drafts = Drafts(speculative_tokens) if speculative_tokens else None
         self._model, self._max_sequences, self._kept_bytes = model, max_sequences, kept_bytes
         self._growing = growing
         self._waves: deque[list[Sequence]] = deque()  # of sequences that have not begun
@@ -223,7 +222,7 @@ class PortableSession(TrackedSession):
     def _make_drafts(self) -> list[list[int]]:
         """A draft for each row; none at all where many run."""
         rows = self._wave.rows
-        if not self._speculative_tokens or len(rows) > FEW_ROWS:
+        if self._drafts is None or len(rows) > FEW_ROWS:
             return []
         return self._drafts.of(rows, self._sequences.values())
 
