@@ -1,17 +1,18 @@
 """One forward pass of the decoder over T tokens, for decoding (inside a CUDA graph) and for prefill alike.
 
-What a layer computes, by the names of transformers and vLLM, with ours behind them (each ``*_proj`` is a
-`Projection`, weight and LoRA):
+What a layer computes, by the names of transformers and vLLM, with ours behind them:
 
+    proj(h) = h W^T + (h A^T) (B alpha / r)^T          # Projection: a GEMM, whose partial sums its reader adds;
+                                                       # h A^T by the kernel that makes h, B by the reader
     h = rmsnorm(x, input_layernorm)                    # residual_norm; 1/rms is applied behind the next GEMM
     q, k, v = qkv_proj(h)                              # Layer.mixer.qkv: fused QKV
     q, k = rope(head_norm(q), head_norm(k), position)  # rope_kv; head_norm in Qwen3 alone (qk_norm)
     kv_cache[slot] = k, v                              # the page and the place in it (slot_T; slot mapping)
     y = paged_attention(q, kv_cache, block_tables)     # attend, combine_splits: the prompt's pages, its own
     x = x + o_proj(y)                                  # Layer.mixer.o; the sum is in the next residual_norm
-    h = rmsnorm(x, post_attention_layernorm)
+    h = rmsnorm(x, post_attention_layernorm)           # residual_norm
     gate, up = gate_up_proj(h)                         # Layer.mlp.gate_up
-    x = x + down_proj(silu(gate) * up)                 # silu_mul, then Layer.mlp.down
+    x = x + down_proj(silu(gate) * up)                 # silu_mul: SwiGLU; then Layer.mlp.down
 
 Launches per layer: GEMM, rope_kv, attend, combine_splits, GEMM, residual_norm, GEMM, silu_mul, GEMM,
 residual_norm; with LoRA as without where packed_gemm.cu multiplies, else add_parts before each GEMM. See
