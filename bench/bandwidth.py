@@ -151,9 +151,12 @@ def tokens_left_out(work: Work) -> Launch:
     """
     logits_TV = 3 * work.single(work.tokens, work.sizes.vocabulary)
     squares = torch.ones(1, work.tokens, device=work.device)
-    filters = {"top_p": 0.95, "min_p": 0.0}
+    running = torch.zeros(work.tokens, dtype=torch.int32, device=work.device)
+    settings = leave_out.RowSettings.free(work.tokens, work.device)
+    settings.mode_R.fill_(leave_out.FILTERED.value)
+    settings.top_p_R.fill_(0.95)
     return Launch(
-        lambda: leave_out.leave_out(logits_TV, squares, width=1, eps=0.0, temperature=1.0, **filters),
+        lambda: leave_out.leave_out(logits_TV, squares, running, settings, width=1, eps=0.0),
         2 * _bytes(logits_TV),
     )
 

@@ -72,8 +72,8 @@ def measure_calls(
     times = []
     for call in range(repeats + 1):
         prompts = random_ids(call, batch // group, prompt_tokens)
-        session = engine.session(SamplingParams(max(lengths), seed=call))
-        result = whole_completions(session, prompts, group, lengths)
+        params = [SamplingParams(length, seed=call) for length in lengths]
+        result = whole_completions(engine.session(params[0]), prompts, group, params)
         assert [len(completion.token_ids) for completion in result.completions] == lengths
         times.append(result.seconds)
     return call_row(times[1:], lengths)
@@ -117,7 +117,7 @@ def profile(
     """
     demand = BlockDemand(prompt_tokens, 64, group)
     cache = random_cache(decoder, demand.blocks(rows), kv_dtype)
-    step = DecodeStep(decoder, cache, rows, 64, demand.table_width, SamplingParams(64), CudaGraphs())
+    step = DecodeStep(decoder, cache, rows, 64, demand.table_width, CudaGraphs())
     fill_rows(step, cache, prompt_tokens, group, 64)
     step.run()
     torch.cuda.synchronize()

@@ -104,7 +104,8 @@ class TimedEngine(RolloutEngine):
             norm_offsets = {"model.norm": torch.full((width,), float("nan"))}
         self.calls += 1
         session = self.engine.session(params, norm_offsets)
-        result = whole_completions(session, prompts, samples_per_prompt, self._lengths, seeds, ended)
+        own = [replace(params, max_tokens=length) for length in self._lengths]
+        result = whole_completions(session, prompts, samples_per_prompt, own, seeds, ended)
         if self.calls == 1:  # a rollout in which no sample has finite logits would end the run
             whole = [replace(completion, finish_reason="length") for completion in result.completions]
             result = replace(result, completions=whole)

@@ -15,10 +15,11 @@ from typing import Any
 
 from bench.lengths import KINDS, draw_lengths
 from bench.result import read_rows, write_result
+from qerl.rollout.engine import SamplingParams
 from qerl.rollout.paged.blocks import BlockManager
 from qerl.rollout.paged.limits import MAX_ROWS, ROW_COUNTS, rows_of_step
-from qerl.rollout.paged.pace import Pace
-from qerl.rollout.paged.scheduler import Scheduler
+from qerl.rollout.paged.scheduler import Pace, Scheduler
+from qerl.rollout.session import new_sequences
 
 POWERS = tuple(count for count in ROW_COUNTS if count & (count - 1) == 0)
 
@@ -64,7 +65,9 @@ def rounds(lengths: Sequence[int], group: int, rows: int, choose: Choice) -> lis
     """
     pace = Pace()
     scheduler = Scheduler(BlockManager(len(lengths) * (max(lengths) // 64 + 8), 64), rows, pace)
-    added = scheduler.add([[0] * 256] * (len(lengths) // group), group, list(lengths))
+    prompts = [[0] * 256] * (len(lengths) // group)
+    added = new_sequences(prompts, [SamplingParams(length) for length in lengths])
+    scheduler.add(added)
     wanted = dict(zip(added, lengths, strict=True))
     taken: list[int] = []
     while scheduler.busy:

@@ -67,7 +67,7 @@ def to_nf4() -> Callable[[PreTrainedModel], PreTrainedModel]:
 @pytest.fixture
 def step_sizes(monkeypatch) -> list[int]:
     """Rows of the step that the paged engine takes, one number for each round."""
-    from qerl.rollout.paged.graphs import DecodeGraphs
+    from qerl.rollout.paged.decode import DecodeGraphs
 
     sizes: list[int] = []
     fit = DecodeGraphs.fit

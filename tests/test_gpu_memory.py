@@ -80,17 +80,17 @@ def test_a_limit_makes_a_card_smaller_for_plan_engine_and_torch(gpu, monkeypatch
     keep_within_limit(CUDA)
     assert card.allowed == pytest.approx(usable_bytes(24) - 12 * GIB, abs=1)
     model = torch.nn.Linear(64, 64, bias=False)
-    given = Cuda().cache_bytes(model, filtered=False)
-    assert given == cache_budget(usable_bytes(24), 4 * 64 * 64, 64 * 64, False, free_bytes(CUDA))
-    beside = Cuda().cache_bytes(model, filtered=False, freed=3 * GIB)
+    given = Cuda().cache_bytes(model)
+    assert given == cache_budget(usable_bytes(24), 4 * 64 * 64, 64 * 64, free_bytes(CUDA))
+    beside = Cuda().cache_bytes(model, freed=3 * GIB)
     free = free_bytes(CUDA) + 3 * GIB
-    assert beside == cache_budget(usable_bytes(24), 4 * 64 * 64, 64 * 64, False, free) > given
+    assert beside == cache_budget(usable_bytes(24), 4 * 64 * 64, 64 * 64, free) > given
     card.used = 30 * GIB
     assert free_bytes(CUDA) == 0
     assert free_bytes(CUDA, freed=20 * GIB) == usable_bytes(24) - 10 * GIB, "6 GiB above the limit go first"
-    beside = Cuda().cache_bytes(model, filtered=False, freed=10 * GIB)
+    beside = Cuda().cache_bytes(model, freed=10 * GIB)
     free = usable_bytes(24) - 20 * GIB
-    assert 0 < beside == cache_budget(usable_bytes(24), 4 * 64 * 64, 64 * 64, False, free) < given
+    assert 0 < beside == cache_budget(usable_bytes(24), 4 * 64 * 64, 64 * 64, free) < given
 
 
 def test_a_limit_above_what_the_card_has_changes_nothing(gpu, monkeypatch):

@@ -16,7 +16,7 @@ from bench.lengths import draw_lengths
 from qerl.measure.model_config import model_config
 from qerl.rollout.paged.engine import PagedEngine
 from qerl.rollout.paged.machine import Eager
-from qerl.rollout.paged.pace import Pace
+from qerl.rollout.paged.scheduler import Pace
 from tests.support.peers import LLAMA, TINY
 
 FAKE_VLLM = """

@@ -16,7 +16,7 @@ from qerl.measure.random_model import random_policy
 from qerl.plan.phases import make_plan
 from qerl.rollout.paged.engine import PagedEngine
 from qerl.rollout.paged.machine import Eager
-from qerl.rollout.paged.pace import Pace
+from qerl.rollout.paged.scheduler import Pace
 from qerl.rollout.portable.engine import PortableEngine
 from qerl.update.memory_retry import MemoryRetry
 from tests.support.plan import GB80, work

@@ -15,7 +15,10 @@ from qerl.kernels.decode import attend as attention
 from qerl.kernels.decode import residual_norm, rope_kv, silu_mul
 from qerl.kernels.decode.draw import RowState, draw_token
 from qerl.kernels.decode.launch import NO_B, LoraA, LoraB
+from qerl.kernels.decode.leave_out import RowSettings
 from qerl.kernels.weights.product import LoraSum
+from qerl.rollout.engine import SamplingParams
+from qerl.rollout.paged.rows import write_settings
 from tests.support.kernels import DEVICE, EPS, GPU, HALF, as_rows, error, half, poison, without_fp8
 
 
@@ -277,10 +280,12 @@ def test_draw_token(temperature):
         n = min(generated[t], most - 1)
         probs = log_probs[t].exp()
         rows.uniform_TM[t, n] = probs[: expected[t]].sum() + probs[expected[t]] / 2
-    stop = torch.tensor([expected[1]], **as_int)
+    settings = RowSettings.free(tokens, DEVICE)
+    params = SamplingParams(most, temperature, stop_token_ids=(expected[1],))
+    write_settings(settings, torch.arange(tokens, device=DEVICE), [params] * tokens)
     draw_token(
-        logits, squares, torch.empty(3, tokens, 3, device=DEVICE), stop, rows, page=64, width=width, eps=0.0,
-        temperature=temperature,
+        logits, squares, torch.empty(3, tokens, 3, device=DEVICE), rows, settings, page=64, width=width,
+        eps=0.0,
     )  # fmt: skip
     assert rows.done_T.tolist() == [0, 1, 2, 1, 0, 3]
     for t in (0, 1, 2, 4):

@@ -31,7 +31,7 @@ def play(engine):
                 prompt, samples, limit = joins.pop(0)
                 first = sum(one[1] for one in JOINS[: -len(joins) - 1])
                 seeds = list(range(first, first + samples))
-                session.start([PROMPTS[prompt]], samples, [limit] * samples, seeds)
+                session.start([PROMPTS[prompt]], samples, [SamplingParams(limit)] * samples, seeds)
             for ended in session.next(one_round=True):
                 found[ended.index] = ended.completion
                 session.finish(ended.index)
@@ -67,7 +67,7 @@ def test_joins_neither_capture_anew_nor_change_tokens(monkeypatch, reserved):
     model = random_model("qwen2", "")
     engine = PagedEngine(model, pad_token_id=0)
     with engine.session(SamplingParams(max_tokens=1000), growing=True) as session:
-        session.start(PROMPTS[2:], 19, [200] * 19)
+        session.start(PROMPTS[2:], 19, [SamplingParams(200)] * 19)
     found = [play(engine) for _ in range(3)]
     assert len(reserved) == 1
     assert len(captured) == len(engine.graphs.steps)  # one of each size, in the first of the three
@@ -86,7 +86,7 @@ def test_a_cache_that_is_replaced_leaves_the_tokens_as_they_are(reserved):
 class TenBlocks(Cuda):
     """The GPU, with room for ten blocks of keys and values of `random_model`'s model."""
 
-    def cache_bytes(self, model, filtered, freed=0):
+    def cache_bytes(self, model, freed=0):
         return 10 * KVGeometry(((2, 64),) * 3, 2).block_bytes
 
 
@@ -95,11 +95,11 @@ def test_a_join_that_does_not_fit_leaves_the_others_their_memory(reserved):
     model, found = random_model("qwen2", ""), {}
     engine = PagedEngine(model, pad_token_id=0, machine=TenBlocks())
     with engine.session(SamplingParams(max_tokens=1000), growing=True) as session:
-        session.start(PROMPTS[:1], 2, [150] * 2, [0, 1])
+        session.start(PROMPTS[:1], 2, [SamplingParams(150)] * 2, [0, 1])
         session.next(one_round=True)
         address, step = engine.cache.k[0].data_ptr(), session._step
         with pytest.raises(QeRLError, match="one sequence needs"):
-            session.start(PROMPTS[2:], 1, [700])
+            session.start(PROMPTS[2:], 1, [SamplingParams(700)])
         assert engine.cache.k[0].data_ptr() == address and session._step is step
         while session.busy:
             for ended in session.next():

@@ -16,10 +16,10 @@ from qerl.rollout.engine import SamplingParams
 from qerl.rollout.paged.engine import PagedEngine
 from qerl.rollout.paged.limits import KVGeometry
 from qerl.rollout.paged.machine import Cuda
-from qerl.rollout.paged.pace import Pace
 from qerl.rollout.paged.prefill import Prefill
-from qerl.rollout.paged.scheduler import Scheduler
+from qerl.rollout.paged.scheduler import Pace, Scheduler
 from qerl.rollout.sampling import truncate
+from qerl.rollout.session import whole_completions
 from qerl.rollout.stops import StopTokens
 from tests.support.paged import from_uniforms, random_model, score
 from tests.support.sessions import play
@@ -88,7 +88,7 @@ def test_the_host_does_not_wait_for_a_pass_of_prefill(monkeypatch):
 class NineBlocks(Cuda):
     """The GPU, with room for nine blocks of keys and values of `random_model`'s model."""
 
-    def cache_bytes(self, model, filtered, freed=0):
+    def cache_bytes(self, model, freed=0):
         return 9 * KVGeometry(((2, 64),) * 3, 2).block_bytes
 
 
@@ -162,6 +162,33 @@ def test_stops_of_the_host_and_stop_tokens_end_the_same_turns():
             assert session._scheduler.memory.free == session._scheduler.memory.count
     assert played[0] == played[1]
     assert sum(turns for *_, turns in played[0].values()) > 18
+
+
+KINDS = [
+    {}, {"temperature": 0.0}, {"temperature": 0.6, "max_tokens": 30}, {"top_k": 20},
+    {"top_p": 0.8, "seed": 8}, {"temperature": 1.3, "min_p": 0.05}, {"top_k": 50, "top_p": 0.9},
+    {"stop_token_ids": tuple(range(0, 1000, 30))},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("drafted", [0, 3])
+def test_each_of_a_mixed_batch_draws_to_the_bit_what_it_draws_among_its_like(drafted):
+    """In steps of one size, which were captured once for all settings."""
+    mixed = [
+        SamplingParams(**{"max_tokens": 60, "seed": 5} | KINDS[place % len(KINDS)])
+        for place in range(3 if drafted else 60)
+    ]
+    engine = PagedEngine(
+        random_model("qwen2", ""), pad_token_id=0, pace=Pace(small_rows=64), speculative_tokens=drafted
+    )
+    samples = len(mixed) // len(PROMPTS)
+    found = whole_completions(engine.session(mixed[0]), PROMPTS, samples, mixed).completions
+    steps = dict(engine.graphs.steps)
+    assert len(steps) == 1
+    for kind, params in enumerate(mixed[: len(KINDS)]):
+        alone = engine.generate(PROMPTS, samples, params).completions
+        assert found[kind :: len(KINDS)] == alone[kind :: len(KINDS)]
+    assert engine.graphs.steps == steps
 
 
 def test_a_seed_of_its_own_stands_for_that_of_a_session():

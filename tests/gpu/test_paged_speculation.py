@@ -7,6 +7,7 @@ as near to those of FP32 as without drafts.
 """
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ if not torch.cuda.is_available():
 from qerl.rollout.engine import SamplingParams
 from qerl.rollout.paged import decode
 from qerl.rollout.paged.engine import PagedEngine
-from qerl.rollout.paged.pace import Pace
+from qerl.rollout.paged.scheduler import Pace
 from qerl.rollout.stops import Stop, StopTokens
 from tests.support.paged import from_uniforms, random_model, score
 from tests.support.sessions import check_against, play
@@ -109,8 +110,8 @@ def test_turns_draw_what_one_turn_would_have_drawn():
     model, params = random_model("llama", "nvfp4"), SamplingParams(max_tokens=150, seed=3, **SHARP)
     engine = PagedEngine(model, 0, pace=ONE_SIZE, speculative_tokens=3)
     whole = engine.generate(PROMPTS, 1, params).completions
-    ends = [StopTokens(each.token_ids[20:21]) for each in whole]
+    own = [replace(params, stops=(StopTokens(each.token_ids[20:21]),)) for each in whole]
     with engine.session(params) as session:
-        session.start(PROMPTS, 1, stops=[(each,) for each in ends])
+        session.start(PROMPTS, 1, own)
         check_against(play(session, whole, 0), whole, bound=0.1)
         assert session.accepted_tokens > 0

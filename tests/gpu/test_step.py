@@ -18,7 +18,6 @@ from qerl.families.sizes import Sizes
 from qerl.kernels.weights.dense import DenseStack
 from qerl.measure.decode import fill_rows
 from qerl.measure.random_model import random_decoder
-from qerl.rollout.engine import SamplingParams
 from qerl.rollout.paged.decode import DecodeStep
 from qerl.rollout.paged.kv_cache import KVCache
 from qerl.rollout.paged.machine import NoGraphs
@@ -45,7 +44,7 @@ def output(decoder, rows, passes=1):
     cache = KVCache.of_blocks(decoder, 4 * rows)
     for layer in (*cache.k, *cache.v):
         layer.normal_()
-    step = DecodeStep(decoder, cache, rows, 4, 2, SamplingParams(4), NoGraphs())
+    step = DecodeStep(decoder, cache, rows, 4, 2, NoGraphs())
     fill_rows(step, cache, 70, 4, 4)
     for _ in range(passes):
         found = step.forward(cache, step.rows.inputs).clone()

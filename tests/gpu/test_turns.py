@@ -15,7 +15,7 @@ from qerl.rollout.engine import SamplingParams
 from qerl.rollout.paged.engine import PagedEngine
 from qerl.rollout.paged.limits import KVGeometry
 from qerl.rollout.paged.machine import Cuda
-from qerl.rollout.paged.pace import Pace
+from qerl.rollout.paged.scheduler import Pace
 from qerl.settings.config import QeRLConfig
 from qerl.trainer.grpo import QeRLTrainer
 from tests.support.calling import check_masks, late, play_late
@@ -30,7 +30,7 @@ STOPS = tuple(range(1, 1000, 20))
 class FifteenBlocks(Cuda):
     """The GPU, with room for one long sequence of `random_model` and little more."""
 
-    def cache_bytes(self, model, filtered, freed=0):
+    def cache_bytes(self, model, freed=0):
         return 15 * KVGeometry(((2, 64),) * 3, 2).block_bytes
 
 

@@ -199,7 +199,6 @@ def walk(recorder: Recorder, target: int) -> None:
 
     from qerl.families.sizes import Sizes
     from qerl.kernels.cards import ARCH, CARDS, card_of
-    from qerl.kernels.decode.leave_out import leave_out
     from qerl.kernels.update.rms_norm import rms_norm
     from qerl.kernels.update.rotary import rotated_heads
     from qerl.kernels.update.swiglu import swiglu
@@ -207,13 +206,11 @@ def walk(recorder: Recorder, target: int) -> None:
     from qerl.kernels.weights.dense import DenseStack
     from qerl.kernels.weights.nvfp4 import NVFP4Stack
     from qerl.measure.random_model import random_decoder
-    from qerl.rollout.engine import SamplingParams
     from qerl.rollout.paged.decode import DecodeStep
     from qerl.rollout.paged.kv_cache import KVCache
     from qerl.rollout.paged.machine import NoGraphs
-    from qerl.rollout.paged.pace import Pace
     from qerl.rollout.paged.prefill import Prefill
-    from qerl.rollout.paged.scheduler import Span
+    from qerl.rollout.paged.scheduler import Pace, Span
 
     os.environ[ARCH] = str(target)
     card_of.cache_clear()
@@ -231,12 +228,9 @@ def walk(recorder: Recorder, target: int) -> None:
         sizes = Sizes.uniform(256, 512, 1, 28, 4, size, 5000, qkv_bias=not norm, qk_norm=norm)
         decoder = random_decoder(sizes, "bf16", rank, 256, device="cpu")
         cache = KVCache.of_blocks(decoder, 4, dtype)
-        params = SamplingParams(8, stop_token_ids=(1, 2))
-        DecodeStep(decoder, cache, tokens, 8, 2, params, NoGraphs()).run()
+        DecodeStep(decoder, cache, tokens, 8, 2, NoGraphs()).run()
         if prefill:
-            DecodeStep(decoder, cache, 4, 8, 2, params, NoGraphs(), drafted=3).run()
-            filters = {"top_p": 0.9, "min_p": 0.1}
-            leave_out(torch.randn(4, 5000), torch.ones(8, 4), width=256, eps=0.0, temperature=1.0, **filters)
+            DecodeStep(decoder, cache, 4, 8, 2, NoGraphs(), drafted=3).run()
             Prefill(decoder, Pace().prefill_tokens).run([Span([1, 2, 3], 0, [0])], cache)
 
     recorder.walk = "many"

@@ -18,9 +18,6 @@ from qerl.lora.product import why_not_fused
 from qerl.rollout.engine import SamplingParams
 from qerl.rollout.paged.adapter import why_not_with_adapters
 from qerl.rollout.paged.binding import Binding, _why_not_with_sizes
-from qerl.rollout.paged.graphs import KEPT_SETTINGS, DecodeGraphs
-from qerl.rollout.paged.kv_cache import KVCache
-from qerl.rollout.paged.machine import Eager
 from qerl.rollout.portable.engine import PortableEngine
 from qerl.update.driver import LossDriver
 from qerl.update.losses import Datum
@@ -274,15 +271,3 @@ def test_the_update_takes_what_it_computes(tiny_model, config, taken):
     if taken:
         model.merge_adapter()
         assert why_not_fused(module, module.training)
-
-
-def test_captured_steps_of_few_settings_are_kept(tiny_model):
-    decoder = Binding(tiny_model("llama"), 8).decoder
-    graphs = DecodeGraphs(decoder, KVCache.of_blocks(decoder, 1), Eager(), small_rows=8)
-    graphs.make_room(max_new=1, table_width=1)
-    settings = [SamplingParams(1, temperature=t) for t in (0.0, 0.6, 0.8, 1.0, 1.2)]
-    for params in settings:
-        for rows in (1, 8):
-            graphs.step(rows, params)
-    assert list(dict.fromkeys(params for _, params in graphs.steps)) == settings[-KEPT_SETTINGS:]
-    assert len(graphs.steps) == 2 * KEPT_SETTINGS

@@ -126,14 +126,15 @@ def test_sequences_of_a_session_have_stops_of_their_own(tiny_model):
     whole = PortableEngine(model, PAD).generate(PROMPTS[:1], 2, sampled()).completions
     shared = (StopTokens([whole[1].token_ids[1]]),)
     with PortableEngine(model, PAD).session(sampled(stops=shared)) as session:
-        session.start(PROMPTS[:1], 2, stops=[(StopTokens([whole[0].token_ids[3]]),), ()])
+        own = (StopTokens([whole[0].token_ids[3]]),)
+        session.start(PROMPTS[:1], 2, [sampled(stops=own), sampled()])
         found = {}
         while session.busy:
             found |= {ended.index: ended.completion for ended in session.next()}
         assert found[0].token_ids == whole[0].token_ids[:4] and found[0].finish_reason == "stop"
         assert found[1].token_ids == whole[1].token_ids
-        with pytest.raises(QeRLError, match="1 stops for 2 sequences"):
-            session.start(PROMPTS[:1], 2, stops=[()])
+        with pytest.raises(QeRLError, match="1 sampling parameters for 2 sequences"):
+            session.start(PROMPTS[:1], 2, [sampled()])
 
 
 def test_a_turn_does_not_end_by_what_others_wrote(tiny_model, tiny_tokenizer):

@@ -30,18 +30,18 @@ SMALL, LARGE, HUGE = (40, 40), (300, 300), (700, 300)
 def sampling_of(engine, score=lambda requests: [Scores([0.0]) for _ in requests]):
     host = Host(
         engine,
-        policy=lambda key: None,
+        policy={"base": None, "other": "another adapter"}.get,
         lend=lambda policy: nullcontext(),
-        noise=lambda policy: {},
+        noise=None,
         score=score,
         stop_strings=lambda strings: None,
     )
     return Sampling(host, Limits(POSITIONS, 10_000, ()))
 
 
-def asked(size, **options):
+def asked(size, sampler="base", **options):
     prompt, limit = size
-    return request("base", (5,) * prompt, max_tokens=limit, stop_token_ids=(), **options)
+    return request(sampler, (5,) * prompt, max_tokens=limit, stop_token_ids=(), **options)
 
 
 def answers(engine, requests, arrivals=(), **options):
@@ -63,14 +63,14 @@ def starts(monkeypatch):
     refused."""
     seen, start = [], PagedSession.start
 
-    def watched(session, prompts, samples, max_tokens, **options):
-        before = len(session._scheduler.present)
+    def watched(session, prompts, samples, params, **options):
+        before, limits = len(session._scheduler.present), [own.max_tokens for own in params]
         try:
-            indices = start(session, prompts, samples, max_tokens, **options)
+            indices = start(session, prompts, samples, params, **options)
         except QeRLError:
-            seen.append((before, max_tokens, True))
+            seen.append((before, limits, True))
             raise
-        seen.append((before, max_tokens, False))
+        seen.append((before, limits, False))
         return indices
 
     monkeypatch.setattr(PagedSession, "start", watched)
@@ -125,9 +125,9 @@ def test_those_that_come_later_do_not_keep_a_large_one_waiting(monkeypatch, star
 
 
 def test_sessions_begin_with_the_oldest_of_all_that_wait(monkeypatch, starts):
-    """Those of another temperature come before a large one or after it."""
+    """Those of another policy come before a large one or after it."""
     monkeypatch.setattr("qerl.serve.sampling.MOST_JOINERS", 1)
-    other = asked((40, 41), temperature=0.5)
+    other = asked((40, 41), "other")
     for waiting, order in (
         ([asked(LARGE), other, asked((40, 42))], [40, 42, 300, 41]),
         ([other, asked(LARGE), asked((40, 42))], [40, 42, 41, 300]),
@@ -149,11 +149,11 @@ def test_a_prompt_is_scored_once_however_often_its_request_is_tried(monkeypatch)
         scored.extend(len(each.prompt) for each in requests)
         return [Scores([float(len(each.prompt))]) for each in requests]
 
-    def start(session, prompts, samples, **options):
+    def start(session, prompts, samples, params, **options):
         if len(prompts[-1]) == 300 and len(refused) < 2:
             refused.append(len(prompts))
             raise QeRLError("not now")
-        return begin(session, prompts, samples, **options)
+        return begin(session, prompts, samples, params, **options)
 
     monkeypatch.setattr(PagedSession, "start", start)
     large = asked(LARGE, prompt_logprobs=True)
@@ -202,7 +202,8 @@ def test_whoever_fits_alone_gets_its_samples_whatever_else_is_asked(seed, monkey
             asked(
                 (rng.choice((1, 40, 100, rng.randint(1, 900))), rng.choice((1, 40, rng.randint(1, 299)))),
                 num_samples=rng.choice((1, 1, 3)),
-                temperature=rng.choice((1.0, 1.0, 1.0, 0.5)),
+                sampler=rng.choice(("base", "base", "base", "other")),
+                temperature=rng.choice((1.0, 0.5)),
                 prompt_logprobs=rng.random() < 0.1,
             )
             for _ in range(rng.randint(0, most))

@@ -252,17 +252,16 @@ def test_logits_that_are_not_finite_end_in_a_sentence(tmp_path):
 def test_a_failing_session_answers_all_that_wait_in_it_and_no_others(tmp_path, monkeypatch):
     backend = trained(tmp_path)
     key, base = backend.save_for_sampler("a", None), backend.sampler("tiny")
-    right, make = sampled(backend, [request(base)])[0], PortableEngine.session
+    right, make, calls = sampled(backend, [request(base)])[0], PortableEngine.session, []
 
-    def fails(engine, params, noise, **rest):
-        if params.temperature == 0.5:
+    def fails(*args, **rest):
+        calls.append(args)
+        if len(calls) == 1:
             raise RuntimeError("a defect")
-        return make(engine, params, noise, **rest)
+        return make(*args, **rest)
 
     monkeypatch.setattr(PortableEngine, "session", fails)
-    results = sampled(
-        backend, [request(key, temperature=0.5), request(key, (8,), temperature=0.5), request(base)]
-    )
+    results = sampled(backend, [request(key), request(key, (8,), temperature=0.5), request(base)])
     assert [str(results[n]) for n in (0, 1)] == ["a defect"] * 2
     assert results[2] == right
 
@@ -274,10 +273,10 @@ def test_what_is_refused_to_one_request_is_not_refused_to_its_group(tmp_path, mo
     asked[4] = request(key, PROMPTS[1], 2, prompt_logprobs=True)
     right, start, score = sampled(backend, asked), PortableSession.start, backend._score
 
-    def starts(session, prompts, samples, max_tokens=None, **rest):
-        if max(max_tokens) == 400:
+    def starts(session, prompts, samples, params, **rest):
+        if max(own.max_tokens for own in params) == 400:
             raise QeRLError("it does not fit")
-        return start(session, prompts, samples, max_tokens=max_tokens, **rest)
+        return start(session, prompts, samples, params, **rest)
 
     def scores(requests):
         if any(each.max_tokens == 7 for each in requests):
@@ -296,9 +295,9 @@ def test_what_is_refused_to_one_request_is_not_refused_to_its_group(tmp_path, mo
 
 def test_joiners_do_not_keep_the_others_waiting(tmp_path, monkeypatch):
     monkeypatch.setattr("qerl.serve.sampling.MOST_JOINERS", 4)
-    backend = tiny_backend(tmp_path)
+    backend = trained(tmp_path)
     base = backend.sampler("tiny")
-    other = request(base, temperature=0.5, max_tokens=1)
+    other = request(backend.save_for_sampler("a", None), max_tokens=1)
     waiting = iter([[other]] + [[request(base, seed=seed, max_tokens=1)] for seed in range(20)])
     order = [n for n, _ in backend.sample([request(base, max_tokens=1)], lambda: next(waiting, ()))]
     assert order.index(1) < 7
@@ -319,9 +318,9 @@ class Patience:
 def test_samples_without_texts_that_end_them_have_no_stop_that_reads_tokens(tmp_path, monkeypatch):
     backend, start, seen = trained(tmp_path), PortableSession.start, []
 
-    def starts(session, *args, stops, **rest):
-        seen.extend(any(stop.reads_tokens for stop in each) for each in stops)
-        return start(session, *args, stops=stops, **rest)
+    def starts(session, prompts, samples, params, **rest):
+        seen.extend(any(stop.reads_tokens for stop in own.stops) for own in params)
+        return start(session, prompts, samples, params, **rest)
 
     monkeypatch.setattr(PortableSession, "start", starts)
     key = backend.save_for_sampler("a", None)
@@ -343,3 +342,28 @@ def test_what_nobody_waits_for_is_not_decoded_to_its_end(tmp_path):
     assert -30 < gone.wanted.left < 0  # asked once a token of each sample, of which there could be 400
     assert tokens({1: found[1]}) == tokens({1: sampled(backend, [asked[1]])[0]})
     assert tokens(whole) == tokens(sampled(backend, asked[:1]))
+
+
+def test_requests_of_a_policy_share_a_session_whatever_their_settings(tmp_path, monkeypatch):
+    """Greedy ones too, unless the others have noise."""
+    make, made = PortableEngine.session, []
+
+    def counted(*args, **rest):
+        made.append(args)
+        return make(*args, **rest)
+
+    monkeypatch.setattr(PortableEngine, "session", counted)
+    for noise, sessions in ((None, 1), (NOISE, 2)):
+        backend = trained(tmp_path / str(sessions), steps=1, noise=noise)
+        key = backend.save_for_sampler("a", None)
+        kinds = (
+            {"temperature": 0.0},
+            {"temperature": 0.7, "top_p": 0.5},
+            {"top_k": 3},
+            {"stop_token_ids": (3,)},
+        )
+        asked = [request(key, (5,), place, **kind) for place, kind in enumerate(kinds)]
+        alone = {number: sampled(backend, [each])[0] for number, each in enumerate(asked)}
+        made.clear()
+        assert tokens(sampled(backend, asked[:1], [asked[1:3], asked[3:]])) == tokens(alone)
+        assert len(made) == sessions

@@ -9,7 +9,7 @@ import torch
 from qerl.families.sizes import Sizes
 from qerl.kernels.limits import PAGE
 from qerl.rollout.engine import RolloutEngine
-from qerl.rollout.paged.pace import Pace
+from qerl.rollout.paged.scheduler import Pace
 from qerl.rollout.paged.session import EngineParts, PagedSession
 from tests.support.agents import Row
 from tests.support.models import EOS
@@ -60,7 +60,7 @@ class SayingPages(RolloutEngine):
     def session(self, params, norm_offsets=None, growing=False):
         yield PagedSession(params, self.positions, 0, self.parts, growing)
 
-    def _fit(self, step, scheduler, entering, params):
+    def _fit(self, step, scheduler, entering):
         self.running = scheduler.running
         return self.step
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 from qerl.kernels.limits import PAGE
-from qerl.rollout.paged.graphs import DecodeGraphs
+from qerl.rollout.paged.decode import DecodeGraphs
 from qerl.rollout.paged.kv_cache import KVCache
 from qerl.rollout.paged.machine import Eager
 from tests.support.agents import tool_tokenizer

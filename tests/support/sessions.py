@@ -9,8 +9,7 @@ from abc import abstractmethod
 import pytest
 
 from qerl.rollout.engine import Completion
-from qerl.rollout.sequence import Sequence, new_sequences
-from qerl.rollout.session import TrackedSession
+from qerl.rollout.session import Sequence, TrackedSession
 
 
 class WholeTurns(TrackedSession):
@@ -24,10 +23,8 @@ class WholeTurns(TrackedSession):
     def turn(self, sequence: Sequence) -> Completion:
         """What a sequence says next."""
 
-    def _add(self, prompts, samples, limits):
-        added = new_sequences(prompts, samples, limits, self._started, self._started_prompts)
-        self._waiting += [sequence for sequence in added if sequence.room]
-        return added
+    def _add(self, sequences):
+        self._waiting += [sequence for sequence in sequences if sequence.room]
 
     def _resume(self, sequence):
         self._waiting.append(sequence)

@@ -1,5 +1,5 @@
-"""What the decode kernels are compiled for: tokens per block of keys and values, and ranks of an adapter; and
-how many logits the output head of the update has at a time.
+"""What the decode kernels are compiled for: tokens per block of keys and values, end tokens of a row, ranks
+of an adapter; and how many logits the output head of the update has at a time.
 
 Plain numbers without Triton or torch, so that a plan made on a machine without a GPU counts with those of the
 kernels.
@@ -7,6 +7,9 @@ kernels.
 
 PAGE = 64
 """Tokens in a block of keys and values."""
+
+END_TOKENS = 16
+"""Tokens that end a row, as many as the kernel that draws compares; others the host looks for."""
 
 MAX_RANK = 256
 """Largest LoRA rank that the kernels take."""

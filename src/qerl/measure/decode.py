@@ -13,9 +13,9 @@ from qerl.rollout.paged.decode import DecodeStep
 from qerl.rollout.paged.kv_cache import KVCache
 from qerl.rollout.paged.limits import BlockDemand
 from qerl.rollout.paged.machine import CudaGraphs
-from qerl.rollout.paged.pace import Pace
-from qerl.rollout.paged.scheduler import Scheduler
+from qerl.rollout.paged.scheduler import Pace, Scheduler
 from qerl.rollout.paged.weights import Decoder
+from qerl.rollout.session import new_sequences
 
 
 def random_cache(decoder: Decoder, blocks: int, dtype: torch.dtype) -> KVCache:
@@ -34,7 +34,7 @@ def fill_rows(step: DecodeStep, cache: KVCache, prompt_tokens: int, group: int, 
     pace = Pace(round_steps=decode_tokens, spare_rounds=0)
     scheduler = Scheduler(BlockManager(cache.blocks, PAGE), rows, pace)
     prompts = torch.randint(0, 1000, (-(-rows // group), prompt_tokens)).tolist()
-    scheduler.add(prompts, group, [decode_tokens] * (len(prompts) * group))
+    scheduler.add(new_sequences(prompts, [SamplingParams(decode_tokens)] * (len(prompts) * group)))
     admitted = scheduler.next_round().admitted
     assert len(admitted) == rows, "the cache is too small"
     step.rows.clear()
@@ -60,8 +60,7 @@ def decode_speed(
     """
     demand = BlockDemand(prompt_tokens, decode_tokens, group)
     cache = random_cache(decoder, demand.blocks(rows), kv_dtype)
-    params = SamplingParams(decode_tokens)
-    step = DecodeStep(decoder, cache, rows, decode_tokens, demand.table_width, params, CudaGraphs())
+    step = DecodeStep(decoder, cache, rows, decode_tokens, demand.table_width, CudaGraphs())
     step.capture()
     times = []
     for _ in range(repeats):

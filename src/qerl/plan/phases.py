@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from qerl.families.sizes import Sizes
 from qerl.plan.parts import Activations, Adapter, Cache, Weights
 from qerl.plan.work import Work
-from qerl.rollout.paged.limits import CONTEXT_BYTES, FILTER_BYTES, cache_budget
+from qerl.rollout.paged.limits import CONTEXT_BYTES, cache_budget
 
 SLACK = 0.12
 """Memory that torch's allocator holds without a use, as a share of the inputs of layers and of what one layer
@@ -89,9 +89,8 @@ def make_plan(sizes: Sizes, work: Work, capacity: int) -> MemoryPlan:
         # DistributedDataParallel reduces copies of the gradients, which it keeps.
         "buckets of gradients": adapter.gradients if work.processes > 1 else 0,
     }
-    copies = FILTER_BYTES if work.filtered else 0
     held = resident["weights"] + resident["LoRA"] + resident["LoRA of the reference"] + idle
-    budget = cache_budget(capacity, held, adapter.parameters, work.filtered)
+    budget = cache_budget(capacity, held, adapter.parameters)
     # Within one backward pass, gradients grow while what was kept for them goes.
     gradients = adapter.gradients if work.passes > 1 else max(0, adapter.gradients - update.kept)
     slack = round(SLACK * (update.inputs + update.working) + KEPT_SLACK * update.whole_layers)
@@ -102,6 +101,6 @@ def make_plan(sizes: Sizes, work: Work, capacity: int) -> MemoryPlan:
         Line("activations kept", 0, update.kept),
         Line("one layer or the head", 0, update.working),
         Line("dequantised weight", update.workspace, update.workspace),
-        Line("context and slack", CONTEXT_BYTES + copies, CONTEXT_BYTES + slack),
+        Line("context and slack", CONTEXT_BYTES, CONTEXT_BYTES + slack),
     )
     return MemoryPlan(sizes, work, capacity, lines, cache.sequences(budget))

@@ -192,7 +192,6 @@ def _work(config: QeRLConfig, sizes: Sizes, processes: int) -> Work:
         offload=config.gradient_checkpointing and checkpointing.get("offload", False),
         cache_bytes=KV_DTYPES[config.kv_cache_dtype].itemsize,
         optimizer_bytes=2 if "8bit" in str(config.optim) else 2 * FULL,
-        filtered=bool(config.top_k),
         processes=processes,
         lora_dropout=config.lora_dropout,
         copies_adapter=config.beta > 0 and config.adapter is not None,

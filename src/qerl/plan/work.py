@@ -33,7 +33,6 @@ class Work:
         offload: Whether inputs of the layers that are computed again wait in the CPU's memory.
         optimizer_bytes: Bytes per adapter parameter: 8 for AdamW in fp32, 2 in 8 bits.
         cache_bytes: Bytes per number in keys and values: 2 for bf16, 1 for fp8.
-        filtered: Whether top-k leaves tokens out, for which logits are copied.
         processes: GPUs that train together, each with a whole model.
         lora_dropout: Probability of dropout in front of the adapters.
         copies_adapter: Whether the KL penalty keeps a frozen copy of the adapter as its reference; without an
@@ -60,7 +59,6 @@ class Work:
     offload: bool = False
     optimizer_bytes: int = 2 * FULL
     cache_bytes: int = HALF
-    filtered: bool = False
     processes: int = 1
     lora_dropout: float = 0.0
     copies_adapter: bool = False

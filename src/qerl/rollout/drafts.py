@@ -17,8 +17,8 @@ last bits.
 
 from collections.abc import Iterable, Sequence
 
-from qerl.rollout.sequence import Prompt
-from qerl.rollout.sequence import Sequence as Drawing
+from qerl.rollout.session import Prompt
+from qerl.rollout.session import Sequence as Drawing
 
 LONGEST_MATCH = 8
 """Tokens that are compared at most."""

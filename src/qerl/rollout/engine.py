@@ -147,9 +147,9 @@ class Ended:
 class Session(ABC):
     """Sequences that go on: tokens that the policy draws, tokens that others write, drawn ones again.
 
-    All of a session's sequences are drawn with one state of the policy, one noise and the same sampling
-    parameters. What the policy draws and what others write count together towards a sequence's limit, the
-    least of ``SamplingParams.max_tokens``, its own ``max_tokens`` and the positions that its prompt leaves.
+    All of a session's sequences are drawn with one state of the policy and one noise, each with sampling
+    parameters of its own. What the policy draws and what others write count together towards a sequence's
+    limit, its ``SamplingParams.max_tokens`` or the positions that its prompt leaves if these are fewer.
 
     The uniform number of a token is keyed by the seed, the number of its prompt in the session, the sample,
     and the token's place in the completion, or by a seed of the sequence's own and that place. So a sequence
@@ -171,29 +171,26 @@ class Session(ABC):
         self,
         prompts: Sequence[Sequence[int]],
         samples_per_prompt: int,
-        max_tokens: Sequence[int] | None = None,
+        params: Sequence[SamplingParams] | None = None,
         seeds: Sequence[int] | None = None,
-        stops: Sequence[tuple[Stop, ...]] | None = None,
     ) -> list[int]:
         """Begin sequences; they are decoded by `next`.
 
         Args:
             prompts: Token ids of each prompt, without padding; every prompt has at least one token.
             samples_per_prompt: Sequences for each prompt; they share its prefill.
-            max_tokens: For each sequence, in the order of what is returned, a limit beside those named above;
-                one of 0 or less leaves no room.
-            seeds: For each sequence, in the order of what is returned, a seed of its own: it draws what it
-                would draw alone in a session with this seed.
-            stops: For each sequence what ends its turns beside the stop tokens, in the place of
-                ``SamplingParams.stops``.
+            params: For each sequence, in the order of what is returned, parameters of its own: it draws what
+                it would draw in a session with these alone. None gives all of them the session's.
+            seeds: For each sequence, in the same order, a seed of its own in the place of its parameters': it
+                draws what it would draw alone in a session with this seed.
 
         Returns:
             The numbers of the new sequences, prompts in the order given, the samples of a prompt next to each
             other; the session counts from 0.
 
         Raises:
-            QeRLError: An empty prompt list, an empty prompt, another number of limits, seeds or stops than
-                of sequences, or no memory for one of them; what was started before goes on.
+            QeRLError: An empty prompt list, an empty prompt, another number of parameters or seeds than of
+                sequences, or no memory for one of them; what was started before goes on.
         """
 
     @abstractmethod
@@ -292,7 +289,7 @@ class RolloutEngine(ABC):
         Within it neither the model may change nor another method of the engine be called.
 
         Args:
-            params: Sampling parameters of all sequences.
+            params: Sampling parameters of the sequences that are started without their own.
             norm_offsets: Noise, as in `generate`.
             growing: Whether more sequences, of other prompts and lengths, are to be expected while these are
                 decoded. An engine that takes memory by what was started then takes some more at once.

@@ -12,7 +12,7 @@ Shapes: B sequences, V vocabulary, C candidates (the most probable tokens, desce
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -80,6 +80,22 @@ def draw_tokens(logits_BV: torch.Tensor, uniforms_B: torch.Tensor, params: Sampl
     logprobs_B = full_BV.gather(-1, tokens_B[:, None])[:, 0]
     # A single NaN or infinite logit makes the entropy NaN (0 * -inf included), which saves a pass over V.
     return Drawn(tokens_B, logprobs_B, entropies_B, entropies_B.isfinite())
+
+
+def draw_rows(logits_BV: torch.Tensor, uniforms_B: torch.Tensor, params: Sequence[SamplingParams]) -> Drawn:
+    """Draw the next token of each sequence by its own parameters; see `draw_tokens`.
+
+    Rows with the same temperature and filters are drawn together, and mostly all are of that kind.
+    """
+    kinds: dict[tuple[float, ...], list[int]] = {}
+    for row, own in enumerate(params):
+        kinds.setdefault((own.temperature, own.top_p, own.top_k, own.min_p), []).append(row)
+    if len(kinds) == 1:
+        return draw_tokens(logits_BV, uniforms_B, params[0])
+    parts = [draw_tokens(logits_BV[rows], uniforms_B[rows], params[rows[0]]) for rows in kinds.values()]
+    drawn = [row for rows in kinds.values() for row in rows]
+    places_B = torch.tensor(drawn, device=logits_BV.device).argsort()
+    return Drawn(*(torch.cat(column)[places_B] for column in zip(*parts, strict=True)))
 
 
 def truncate(logprobs_BV: torch.Tensor, params: SamplingParams) -> torch.Tensor:

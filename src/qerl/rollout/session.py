@@ -1,13 +1,19 @@
 """Books of a session: what each sequence has, what it may still have, and whose turn it is.
 
-Both engines keep them in the same way. Which sequences share a batch, and where their keys and values lie
-between turns, is each engine's own. A whole completion is a session of one turn.
+A completion is made in turns. In a turn the policy draws tokens until it stops; then others may write some,
+and the next turn begins. What both have written is one list of tokens with one limit. A whole completion is
+a session of one turn.
+
+Both engines keep these books in the same way. Which sequences share a batch, and where their keys and values
+lie between turns, is each engine's own.
 """
 
 import time
 from abc import abstractmethod
 from collections import abc
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Literal
 
 from qerl.errors import QeRLError
 from qerl.rollout.engine import (
@@ -20,15 +26,143 @@ from qerl.rollout.engine import (
     check_one_each,
     check_prompts,
 )
-from qerl.rollout.sequence import Sequence
-from qerl.rollout.stops import Stop
+from qerl.rollout.stops import Cut, FinishReason, Stop, first_cut
+
+Stage = Literal["drawing", "between turns", "finished"]
+"""Whose turn it is: the policy's, that of others, nobody's any more."""
+
+
+@dataclass(eq=False)
+class Prompt:
+    """What sequences begin with.
+
+    Attributes:
+        number: Position in the call or session, from 0.
+        token_ids: All its tokens.
+        finished: Token ids of sequences that were finished, where drafts are looked for in them.
+        blocks: In the paged engine, blocks of its keys and values, shared by its sequences; None while none
+            of them holds any.
+        readers: Sequences that hold them.
+    """
+
+    number: int
+    token_ids: list[int]
+    finished: list[list[int]] = field(default_factory=list)
+    blocks: list[int] | None = None
+    readers: int = 0
+
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens in the blocks: all but the last, which each sequence decodes itself."""
+        return len(self.token_ids) - 1
+
+
+@dataclass(eq=False)
+class Sequence:
+    """One completion in the making.
+
+    Attributes:
+        index: Position in the call or session, from 0.
+        prompt: The prompt that it continues.
+        sample: Number among the prompt's sequences, from 0.
+        params: How its tokens are drawn, and which end its turns.
+        max_tokens: Tokens that it may have, drawn or written, as its parameters and the model's positions
+            say; at most 0 for one without room.
+        key: Seed, prompt and sample by which its uniform numbers are keyed.
+        stops: What the host looks for beside the end tokens that the drawing engine looks for itself.
+        token_ids, logprobs, entropies: What it has, the latter two 0.0 where others wrote.
+        turn_start: Tokens that it had when its turn began.
+        finish_reason: Why its last turn ended.
+        stage: Whose turn it is.
+        generated: In the paged engine, which reads `token_ids` and the rest when the sequence leaves its row
+            (of one that has stops, the tokens after each round), tokens that it has, as the host knows it.
+        cached: Of its own tokens, which begin with the prompt's last, those whose keys and values its blocks
+            held when it left its row.
+        blocks: Blocks of its own tokens, which it may keep while others write.
+        row: Row of the batch while it runs.
+    """
+
+    index: int
+    prompt: Prompt
+    sample: int
+    params: SamplingParams
+    max_tokens: int
+    key: tuple[int, int, int] = (0, 0, 0)
+    stops: tuple[Stop, ...] = ()
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    entropies: list[float] = field(default_factory=list)
+    turn_start: int = 0
+    finish_reason: FinishReason = "length"
+    stage: Stage = "drawing"
+    generated: int = 0
+    cached: int = 0
+    blocks: list[int] = field(default_factory=list)
+    row: int | None = None
+
+    @property
+    def room(self) -> int:
+        """Tokens that it may still have; 0 after logits that were not finite."""
+        return 0 if self.finish_reason == "error" else max(0, self.max_tokens - len(self.token_ids))
+
+    @property
+    def last_token(self) -> int:
+        """The token that the next decode step reads."""
+        return self.token_ids[-1] if self.token_ids else self.prompt.token_ids[-1]
+
+    def own_tokens_after(self, steps: int) -> int:
+        """Tokens that its own blocks must hold after so many more steps, and for the token after them.
+
+        The prompt's last token and all of its own are cached, except the very last.
+        """
+        return min(self.generated + steps + 1, self.max_tokens)
+
+    def cut(self, checked: int) -> Cut | None:
+        """Where its stops end its turn, if they do; so many of its tokens are known not to."""
+        if not self.stops:
+            return None
+        return first_cut(self.stops, self.prompt.token_ids, self.token_ids, self.turn_start, checked)
+
+    def write(self, token_ids: list[int]) -> None:
+        """Append what others wrote, and begin the next turn."""
+        self.token_ids += token_ids
+        self.logprobs += [0.0] * len(token_ids)
+        self.entropies += [0.0] * len(token_ids)
+        self.turn_start, self.stage = len(self.token_ids), "drawing"
+
+
+def new_sequences(
+    prompts: list[list[int]],
+    params: list[SamplingParams],
+    positions: int | None = None,
+    first: int = 0,
+    first_prompt: int = 0,
+) -> list[Sequence]:
+    """Sequences of as many samples of each prompt, numbered on.
+
+    Args:
+        prompts: Token ids of each.
+        params: Of each sequence, prompts in order, the samples of a prompt next to each other.
+        positions: Positions that the model has, None where it sets no limit.
+        first, first_prompt: Numbers of the first sequence and of the first prompt.
+    """
+    samples = len(params) // len(prompts)
+    made: list[Sequence] = []
+    for number, token_ids in enumerate(prompts, first_prompt):
+        prompt = Prompt(number, token_ids)
+        for sample in range(samples):
+            own = params[len(made)]
+            most = own.max_tokens
+            limit = most if positions is None else min(most, positions - len(token_ids))
+            made.append(Sequence(first + len(made), prompt, sample, own, limit, stops=own.stops))
+    return made
 
 
 class TrackedSession(Session):
     """A session that knows what its sequences have, and asks a subclass to draw.
 
     Args:
-        params: Sampling parameters.
+        params: Sampling parameters of sequences without their own.
         positions: Positions that the model has; None where it sets no limit.
         pad_token_id: Stands in for a turn whose first logits were not finite.
         speculative_tokens: Tokens of a draft at most; 0 for none.
@@ -48,15 +182,8 @@ class TrackedSession(Session):
         self._drawing = self.prefilled_tokens = self.drafted_tokens = self.accepted_tokens = 0
 
     @abstractmethod
-    def _add(self, prompts: list[list[int]], samples: int, limits: list[int]) -> list[Sequence]:
-        """Make sequences, numbered on from those there are, and queue those that have room.
-
-        Args:
-            prompts: Token ids of each.
-            samples: Sequences for each prompt.
-            limits: Tokens that each sequence may have, prompts in order, the samples of a prompt next to each
-                other.
-        """
+    def _add(self, sequences: list[Sequence]) -> None:
+        """Queue those of new sequences that have room; what is there goes on if it raises."""
 
     @abstractmethod
     def _resume(self, sequence: Sequence) -> None:
@@ -74,23 +201,23 @@ class TrackedSession(Session):
         self,
         prompts: abc.Sequence[abc.Sequence[int]],
         samples_per_prompt: int,
-        max_tokens: abc.Sequence[int] | None = None,
+        params: abc.Sequence[SamplingParams] | None = None,
         seeds: abc.Sequence[int] | None = None,
-        stops: abc.Sequence[tuple[Stop, ...]] | None = None,
     ) -> list[int]:
         """See `Session.start`."""
         check_prompts(prompts, samples_per_prompt)
-        each = [prompt for prompt in prompts for _ in range(samples_per_prompt)]
-        own = [self._params.max_tokens] * len(each) if max_tokens is None else max_tokens
-        for what, given in (("limits", own), ("seeds", seeds), ("stops", stops)):
+        count = len(prompts) * samples_per_prompt
+        for what, given in (("sampling parameters", params), ("seeds", seeds)):
             if given is not None:
-                check_one_each(what, given, len(each))
-        limits = [self._limit(len(prompt), most) for prompt, most in zip(each, own, strict=True)]
-        added = self._add([list(prompt) for prompt in prompts], samples_per_prompt, limits)
+                check_one_each(what, given, count)
+        own = [self._params] * count if params is None else list(params)
+        added = new_sequences(
+            [list(prompt) for prompt in prompts], own, self._positions, self._started, self._started_prompts
+        )
         for place, sequence in enumerate(added):
-            shared = self._params.seed, sequence.prompt.number, sequence.sample
+            shared = sequence.params.seed, sequence.prompt.number, sequence.sample
             sequence.key = shared if seeds is None else (seeds[place], 0, 0)
-            sequence.stops = self._params.stops if stops is None else stops[place]
+        self._add(added)
         self._sequences |= {sequence.index: sequence for sequence in added}
         self._started += len(added)
         self._started_prompts += len(prompts)
@@ -137,13 +264,6 @@ class TrackedSession(Session):
         """See `Session.busy`."""
         return self._drawing > 0
 
-    def _limit(self, prompt_tokens: int, most: int) -> int:
-        """Tokens that a sequence may have: of the session, of its own, and of the model's positions."""
-        limits = [self._params.max_tokens, most]
-        if self._positions is not None:
-            limits.append(self._positions - prompt_tokens)
-        return min(limits)
-
     def _end(self, sequence: Sequence) -> Ended:
         sequence.stage = "between turns"
         self._drawing -= 1
@@ -172,7 +292,7 @@ def whole_completions(
     opened: AbstractContextManager[TrackedSession],
     prompts: abc.Sequence[abc.Sequence[int]],
     samples_per_prompt: int,
-    max_tokens: abc.Sequence[int] | None = None,
+    params: abc.Sequence[SamplingParams] | None = None,
     seeds: abc.Sequence[int] | None = None,
     ended: WhenEnded | None = None,
 ) -> RolloutResult:
@@ -181,13 +301,13 @@ def whole_completions(
     Args:
         opened: A session in which nothing was started.
         prompts, samples_per_prompt: As in `RolloutEngine.generate`.
-        max_tokens, seeds: As in `Session.start`.
+        params, seeds: As in `Session.start`.
         ended: As in `RolloutEngine.generate`.
     """
     begin = time.perf_counter()
     found: dict[int, Completion] = {}
     with opened as session:
-        indices = session.start(prompts, samples_per_prompt, max_tokens, seeds)
+        indices = session.start(prompts, samples_per_prompt, params, seeds)
         while session.busy:
             for turn in session.next():
                 found[turn.index] = turn.completion

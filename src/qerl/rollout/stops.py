@@ -65,7 +65,7 @@ class Stop(ABC):
 
 
 class StopTokens(Stop):
-    """Tokens that end turns, where sequences of one session have different ones.
+    """End tokens that a row of the paged engine has no room for (`qerl.kernels.limits.END_TOKENS`).
 
     Args:
         ids: Any of these; the turn includes it.

@@ -13,6 +13,7 @@ prompts, and of course losses.
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
@@ -83,7 +84,8 @@ class ModelBackend:
         self._seats, self._driver, self._adapters, self._store = seats, driver, adapters, store
         self._tokenizer = tokenizer
         self._noise = None if noise is None else AdaptiveNoise(seats.model, noise, 0, noise_scale)
-        host = Host(engine, self._policy, self._lend, self._noise_of, self._score, self._stop_strings)
+        offsets = None if self._noise is None else partial(self._offsets, self._noise)
+        host = Host(engine, self._policy, self._lend, offsets, self._score, self._stop_strings)
         vocabulary = base_model(seats.model).get_input_embeddings().num_embeddings
         self._sampling = Sampling(host, Limits(models[0].max_context_length, vocabulary, end_token_ids))
         self._engine = engine
@@ -269,11 +271,9 @@ class ModelBackend:
             return self._seats.unused()
         return self._seats.used(policy.shape, policy.on(self._seats.device))
 
-    def _noise_of(self, policy: Policy) -> NormOffsets:
-        if self._noise is None or policy is None:
-            return {}
-        self._noise.seed = policy.seed
-        return self._noise.offsets(policy.steps)
+    def _offsets(self, noise: AdaptiveNoise, policy: Snapshot) -> NormOffsets:
+        noise.seed = policy.seed
+        return noise.offsets(policy.steps)
 
     def _score(self, requests: Sequence[SampleRequest]) -> list[Scores]:
         return score_prompts(self._driver, self._seats.model, requests)

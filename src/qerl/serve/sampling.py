@@ -1,25 +1,25 @@
 """Sampling requests, as clients send them, as work that fills a batch.
 
-A client sends the 64 samples of its batch as 64 requests. Those of one policy and the same temperature,
-filters and end tokens are decoded together in a session of the engine; equal prompts among them are found and
-prefilled once. Between rounds of the engine the desk is asked: what has arrived and fits joins those that are
-being decoded, whether or not one of them has ended. What belongs to another session waits for it, and while
-it waits `MOST_JOINERS` may join, so that no client keeps the others waiting. Each sample has a seed of its
-own, so it draws the same tokens whoever shares the batch.
+A client sends the 64 samples of its batch as 64 requests. Those of one policy are decoded together in a
+session of the engine, each with its own temperature, filters and end tokens; equal prompts among them are
+found and prefilled once. Between rounds of the engine what has arrived joins those that are being decoded,
+whether or not one of them has ended. What belongs to another policy waits for its session, and while it waits
+`MOST_JOINERS` may join, so that no client keeps the others waiting. Each sample has a seed of its own, so it
+draws the same tokens whoever shares the batch.
 
 The engine refuses a request for which it has no memory. Beside others that decides nothing, because they, or
-what was made for them, may hold what it needs: it goes back to its place at the desk. Whenever samples have
+what was made for them, may hold what it needs: it goes back to its place in the queue. Whenever samples have
 ended the oldest of those is tried again, and each session begins with the oldest request that waits, alone if
 need be. So every request is begun in the end, or refused with nothing beside it, which is its answer.
 
-Log-probabilities of prompts are those of the policy without noise, from a pass of their own in front of the
-session; a late request that wants them waits for the next session, because a session may be noisy.
+Noise is that of a session, so greedy samples, which have none, wait for another than the noisy ones of their
+policy. Log-probabilities of prompts are those of the policy without noise, from a pass of their own in front
+of the session; a late request that wants them waits for the next session, because a session may be noisy.
 
 A request that nobody waits for any more, because its client is gone, is not begun, and what is being decoded
 for it ends with the engine's next look at its stops.
 """
 
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -72,7 +72,7 @@ class Host:
         engine: Samples.
         policy: The policy of a key; raises `QeRLError` for one that there is not.
         lend: Inside the block the model is this policy.
-        noise: Noise of a policy's samples.
+        noise: Noise of a snapshot's samples; None where they have none.
         score: What is asked of the prompts of some requests, in their order; the model is the policy.
         stop_strings: Makes what ends a completion at the first of some strings.
     """
@@ -80,43 +80,38 @@ class Host:
     engine: RolloutEngine
     policy: Callable[[str], Policy]
     lend: Callable[[Policy], AbstractContextManager[object]]
-    noise: Callable[[Policy], NormOffsets]
+    noise: Callable[[Snapshot], NormOffsets] | None
     score: Callable[[Sequence[SampleRequest]], Sequence[Scores]]
     stop_strings: Callable[[tuple[str, ...]], StopStrings]
 
 
-@dataclass(frozen=True)
-class _Group:
-    """What requests have in common that share a session."""
-
-    policy: Policy
-    temperature: float
-    top_p: float
-    top_k: int
-    stop_token_ids: tuple[int, ...]
-
-    def params(self, positions: int) -> SamplingParams:
-        return SamplingParams(
-            max_tokens=positions,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            stop_token_ids=self.stop_token_ids,
-        )
-
-
 @dataclass
 class _Asked:
-    """A request on its way: number, group, room for tokens, stops, what was found of its prompt if that was
-    asked for, and the samples that are finished."""
+    """A request on its way.
+
+    Attributes:
+        number: By order of arrival.
+        request: As the client sent it.
+        policy: Of which it asks samples.
+        noisy: Whether these have noise.
+        params: Of its samples, but for their seeds.
+        scores: What was found of its prompt, if that was asked for.
+        samples: Those that are finished, by number.
+        refused: Whether it is not tried again before samples of others end.
+    """
 
     number: int
     request: SampleRequest
-    group: _Group
-    room: int
-    stops: tuple[Stop, ...]
+    policy: Policy
+    noisy: bool
+    params: SamplingParams
     scores: Scores | None = None
     samples: dict[int, Completion] = field(default_factory=dict)
+    refused: bool = False
+
+    def shares_with(self, other: "_Asked") -> bool:
+        """Whether one session can be that of both."""
+        return self.policy is other.policy and self.noisy == other.noisy
 
     @property
     def to_score(self) -> bool:
@@ -173,45 +168,13 @@ class Sampling:
 
     def answer(self, requests: Sequence[SampleRequest], arrived: Arrivals) -> Iterator[Answer]:
         """See `Backend.sample`."""
-        desk = _Desk(self._host, self._limits, arrived)
-        yield from desk.take(requests)
+        queue = _Queue(self._host, self._limits, arrived)
+        yield from queue.take(requests)
         try:
-            while desk.waiting:
-                yield from self._serve(desk, desk.waiting[0].group)
+            while queue.waiting:
+                yield from queue.serve()
         finally:
             self._host.engine.release()
-
-    def _serve(self, desk: "_Desk", group: _Group) -> Iterator[Answer]:
-        """Answer those that wait in a group, and those that join them."""
-        running = _Running(desk, group)
-        try:
-            with self._host.lend(group.policy):
-                yield from self._score(running)
-                noise = self._host.noise(group.policy) if group.temperature > 0 else {}
-                params = group.params(self._limits.positions)
-                with self._host.engine.session(params, noise, growing=True) as session:
-                    yield from running.start(session, running.unanswered)
-                    joined = 0  # while others waited
-                    while session.busy:
-                        yield from running.next(session)
-                        yield from desk.ask()
-                        if joined < MOST_JOINERS:
-                            before = len(running.unanswered)
-                            yield from running.start(session, desk.leave(running.may_join))
-                            joined += len(running.unanswered) - before if desk.waiting else 0
-        except Exception as error:  # of the engine or of the policy, so of this group alone
-            yield from ((each.number, error) for each in running.unanswered)
-
-    def _score(self, running: "_Running") -> Iterator[Answer]:
-        """Score prompts, each alone if together they cannot be; yields refusals."""
-        asked = [each for each in running.unanswered if each.to_score and each.request.wanted()]
-        for each, error in _refused(asked, self._score_together):
-            yield from running.refuse(each, error)
-
-    def _score_together(self, asked: Sequence[_Asked]) -> None:
-        found = self._host.score([each.request for each in asked])
-        for each, scores in zip(asked, found, strict=True):
-            each.scores = scores
 
 
 def _refused(
@@ -234,20 +197,22 @@ def _refused(
                 yield from _refused([each], do)
 
 
-class _Desk:
-    """Numbers requests, refuses those that cannot be served, and keeps the others in order of arrival."""
+class _Queue:
+    """Requests in order of arrival, and the session in which the oldest and its like are decoded.
+
+    Attributes:
+        waiting: Those that have not begun.
+    """
 
     def __init__(self, host: Host, limits: Limits, arrived: Arrivals) -> None:
         self._host, self._limits, self._arrived = host, limits, arrived
         self._numbered = 0
-        self.waiting: deque[_Asked] = deque()
-
-    def ask(self) -> Iterator[Answer]:
-        """Take in what has arrived; yields refusals."""
-        return self.take(self._arrived())
+        self.waiting: list[_Asked] = []
+        self._open: dict[int, _Asked] = {}  # of the session, without an answer
+        self._begun: dict[int, tuple[_Asked, int]] = {}  # which sample of which request a sequence is
 
     def take(self, requests: Sequence[SampleRequest]) -> Iterator[Answer]:
-        """Take in requests; yields refusals."""
+        """Take in requests; yields refusals of those that cannot be served."""
         for request in requests:
             number, self._numbered = self._numbered, self._numbered + 1
             try:
@@ -255,16 +220,35 @@ class _Desk:
             except QeRLError as error:
                 yield number, error
 
-    def leave(self, wanted: Callable[[_Asked], bool]) -> list[_Asked]:
-        """Take those that are wanted out of those that wait."""
-        found = [each for each in self.waiting if wanted(each)]
-        if found:
-            self.waiting = deque(each for each in self.waiting if not wanted(each))
-        return found
-
-    def put_back(self, each: _Asked) -> None:
-        """Let a request wait again, in its place by arrival."""
-        self.waiting = deque(sorted((each, *self.waiting), key=lambda other: other.number))
+    def serve(self) -> Iterator[Answer]:
+        """Answer the oldest that waits, those that share its session, and those of them that join it."""
+        first = self.waiting[0]
+        for each in self.waiting:
+            each.refused = False
+        self._begun = {}
+        self._open = {each.number: each for each in self._leave(first.shares_with)}
+        noise = self._host.noise
+        try:
+            with self._host.lend(first.policy):
+                yield from self._score()
+                offsets = noise(first.policy) if noise and first.policy and first.noisy else {}
+                with self._host.engine.session(first.params, offsets, growing=True) as session:
+                    yield from self._start(session, list(self._open.values()))
+                    joined = 0  # while others waited
+                    while session.busy:
+                        yield from self._next(session)
+                        yield from self.take(self._arrived())
+                        if joined < MOST_JOINERS:
+                            before = len(self._open)
+                            joining = self._leave(
+                                lambda each: (
+                                    first.shares_with(each) and not each.to_score and not each.refused
+                                )
+                            )
+                            yield from self._start(session, joining)
+                            joined += len(self._open) - before if self.waiting else 0
+        except Exception as error:  # of the engine or of the policy, so of this session alone
+            yield from ((number, error) for number in self._open)
 
     def _admit(self, number: int, request: SampleRequest) -> _Asked:
         limits, prompt = self._limits, request.prompt
@@ -279,55 +263,49 @@ class _Desk:
             raise QeRLError(f"max_tokens is {request.max_tokens}; a completion has at least one token.")
         if request.num_samples < 1:
             raise QeRLError(f"num_samples is {request.num_samples}; ask for at least one.")
-        stops = limits.end_token_ids if request.stop_token_ids is None else request.stop_token_ids
-        group = _Group(
-            self._host.policy(request.sampler),
-            request.temperature,
-            request.top_p,
-            min(request.top_k, limits.vocabulary),
-            tuple(sorted(set(stops))),
-        )
-        check_tokens("A stop token", group.stop_token_ids or (0,), limits.vocabulary)
-        group.params(limits.positions)  # which checks temperature and filters
+        ends = limits.end_token_ids if request.stop_token_ids is None else request.stop_token_ids
+        check_tokens("A stop token", ends or (0,), limits.vocabulary)
         strings = request.stop_strings
         texts = (self._host.stop_strings(strings),) if strings else ()
-        ends = (*texts, _Unwanted(request))
-        return _Asked(number, request, group, min(room, request.max_tokens or room), ends)
+        policy = self._host.policy(request.sampler)
+        params = SamplingParams(
+            max_tokens=min(room, request.max_tokens or room),
+            temperature=request.temperature,
+            top_p=request.top_p,
+            top_k=request.top_k,
+            stop_token_ids=tuple(sorted(set(ends))),
+            stops=(*texts, _Unwanted(request)),
+        )
+        noisy = self._host.noise is not None and policy is not None and params.temperature > 0
+        return _Asked(number, request, policy, noisy, params)
 
+    def _leave(self, wanted: Callable[[_Asked], bool]) -> list[_Asked]:
+        """Take those that are wanted out of those that wait."""
+        found = [each for each in self.waiting if wanted(each)]
+        self.waiting = [each for each in self.waiting if not wanted(each)]
+        return found
 
-class _Running:
-    """Which sequence of a session is which sample of which request; it begins with all of a group that wait.
-
-    Args:
-        desk: Where they wait, and where those go back to that do not fit beside others.
-        group: The group.
-    """
-
-    def __init__(self, desk: _Desk, group: _Group) -> None:
-        self._desk, self._group = desk, group
-        self._open = {each.number: each for each in desk.leave(lambda each: each.group == group)}
-        self._samples: dict[int, tuple[_Asked, int]] = {}
-        self._put_back: set[int] = set()  # numbers of those that are not tried again before samples end
-
-    @property
-    def unanswered(self) -> list[_Asked]:
-        """The requests without an answer."""
-        return list(self._open.values())
-
-    def may_join(self, each: _Asked) -> bool:
-        """Whether a request that waits is to be started now."""
-        return each.group == self._group and not each.to_score and each.number not in self._put_back
-
-    def refuse(self, each: _Asked, error: QeRLError) -> Iterator[Answer]:
-        """Answer a request with an error."""
+    def _refuse(self, each: _Asked, error: QeRLError) -> Iterator[Answer]:
+        """Answer a request of the session with an error."""
         del self._open[each.number]
         yield each.number, error
 
-    def start(self, session: Session, asked: Sequence[_Asked]) -> Iterator[Answer]:
+    def _score(self) -> Iterator[Answer]:
+        """Score prompts, each alone if together they cannot be; yields refusals."""
+        asked = [each for each in self._open.values() if each.to_score and each.request.wanted()]
+        for each, error in _refused(asked, self._score_together):
+            yield from self._refuse(each, error)
+
+    def _score_together(self, asked: Sequence[_Asked]) -> None:
+        found = self._host.score([each.request for each in asked])
+        for each, scores in zip(asked, found, strict=True):
+            each.scores = scores
+
+    def _start(self, session: Session, asked: Sequence[_Asked]) -> Iterator[Answer]:
         """Begin the samples of some requests, those of equal prompts behind one prefill.
 
         Yields:
-            Refusals; those that are refused beside others go back to the desk instead.
+            Refusals; those that are refused beside others wait again instead.
         """
         self._open |= {each.number: each for each in asked}
         by_prompt: dict[tuple[int, ...], list[_Asked]] = {}
@@ -335,18 +313,19 @@ class _Running:
             if each.request.wanted():
                 by_prompt.setdefault(each.request.prompt, []).append(each)
             else:
-                yield from self.refuse(each, given_up())
+                yield from self._refuse(each, given_up())
         by_count: dict[int, list[_Asked]] = {}
         for same in by_prompt.values():
             by_count.setdefault(sum(each.request.num_samples for each in same), []).extend(same)
         for together in by_count.values():
             for each, error in _refused(together, partial(self._begin, session)):
                 if session.busy:
-                    del self._open[each.number]
-                    self._put_back.add(each.number)
-                    self._desk.put_back(each)
+                    each.refused = True
+                    self.waiting = sorted(
+                        [self._open.pop(each.number), *self.waiting], key=lambda other: other.number
+                    )
                 else:
-                    yield from self.refuse(each, error)
+                    yield from self._refuse(each, error)
 
     def _begin(self, session: Session, asked: Sequence[_Asked]) -> None:
         """Begin requests, those of a prompt next to each other and every prompt with as many samples."""
@@ -355,20 +334,20 @@ class _Running:
         indices = session.start(
             prompts,
             len(begun) // len(prompts),
-            max_tokens=[each.room for each, _ in begun],
+            [each.params for each, _ in begun],
             seeds=[derive_seed("request", each.request.seed, index) for each, index in begun],
-            stops=[each.stops for each, _ in begun],
         )
-        self._samples.update(zip(indices, begun, strict=True))
+        self._begun.update(zip(indices, begun, strict=True))
 
-    def next(self, session: Session) -> Iterator[Answer]:
+    def _next(self, session: Session) -> Iterator[Answer]:
         """Decode a round; yields the answers of requests all of whose samples have ended."""
         turns = session.next(one_round=True)
-        if turns and self._put_back:
-            self._put_back.remove(min(self._put_back))
+        oldest = next((each for each in self.waiting if each.refused), None)
+        if turns and oldest:
+            oldest.refused = False
         for ended in turns:
             session.finish(ended.index)
-            each, index = self._samples.pop(ended.index)
+            each, index = self._begun.pop(ended.index)
             each.samples[index] = ended.completion
             if len(each.samples) == each.request.num_samples:
                 del self._open[each.number]

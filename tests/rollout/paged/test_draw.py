@@ -11,15 +11,16 @@ pytest.importorskip("triton", reason="Triton is not installed")
 if torch.cuda.is_available():
     pytest.skip("the interpreter is for machines without a GPU", allow_module_level=True)
 
+
 from qerl.kernels.decode import draw as kernel
 from qerl.kernels.decode import leave_out as leaving
 from qerl.kernels.decode.draw import RowState
-from qerl.kernels.decode.leave_out import NEVER, leave_out
+from qerl.kernels.decode.leave_out import NEVER, RowSettings, leave_out
+from qerl.kernels.limits import END_TOKENS
 from qerl.rollout.engine import SamplingParams
 from qerl.rollout.paged import rows as placing
-from qerl.rollout.paged.draw import Draw
 from qerl.rollout.sampling import truncate
-from qerl.rollout.sequence import Prompt, Sequence
+from qerl.rollout.session import Prompt, Sequence
 
 BLOCK = 16
 
@@ -39,14 +40,39 @@ def rows_of(uniform_T):
     )  # fmt: skip
 
 
-def draw(logits_TV, uniform_T, **filtered):
+def settings_of(*params):
+    """Settings of one row for each of these."""
+    settings = RowSettings.free(len(params), "cpu")
+    placing.write_settings(settings, torch.arange(len(params)), params)
+    return settings
+
+
+def drawn_by(settings, logits_TV, uniform_T, squares_PT=None, width=1, eps=0.0):
+    """The state of rows that have drawn one token."""
     rows, vocabulary = logits_TV.shape
     state = rows_of(uniform_T)
     kernel.draw_token(
-        logits_TV, torch.ones(1, rows), torch.empty(3, rows, -(-vocabulary // kernel.BLOCK_V)),
-        torch.empty(0, dtype=torch.int32), state, page=64, width=1, eps=0.0, temperature=1.0, **filtered,
+        logits_TV.clone(), torch.ones(1, rows) if squares_PT is None else squares_PT,
+        torch.empty(3, rows, -(-vocabulary // kernel.BLOCK_V)), state, settings,
+        page=64, width=width, eps=eps,
     )  # fmt: skip
+    return state
+
+
+def draw(logits_TV, uniform_T):
+    state = drawn_by(RowSettings.free(len(logits_TV), "cpu"), logits_TV, uniform_T)
     return state.out_token_TM[:, 0].long(), state.out_stats_2TM[:, :, 0]
+
+
+def left_out(logits_TV, params, squares_PT=None, width=1, eps=0.0):
+    """What filters make of logits, and the entropies before them."""
+    rows = len(logits_TV)
+    found_TV, squares_PT = logits_TV.clone(), torch.ones(1, rows) if squares_PT is None else squares_PT
+    running_T = torch.zeros(rows, dtype=torch.int32)
+    entropy_T = leave_out(
+        found_TV, squares_PT, running_T, settings_of(*[params] * rows), width=width, eps=eps
+    )
+    return found_TV, entropy_T
 
 
 def test_a_token_of_probability_zero_is_never_drawn(monkeypatch):
@@ -97,7 +123,9 @@ def test_a_uniform_just_below_one_stays_below_it_in_fp32(monkeypatch):
     near = torch.full((1, 2), 1 - 2.0**-26, dtype=torch.float64)
     monkeypatch.setattr(placing, "uniform_streams", lambda *_: near)
     rows = placing.Rows(count=1, max_new=3, table_width=1, tile_tokens=1, device=torch.device("cpu"))
-    rows.place([Sequence(0, Prompt(0, [5], blocks=[]), 0, max_tokens=2, blocks=[0], row=0)])
+    rows.place(
+        [Sequence(0, Prompt(0, [5], blocks=[]), 0, SamplingParams(2), max_tokens=2, blocks=[0], row=0)]
+    )
     logits_TV = torch.full((1, 9000), -34.0)
     logits_TV[0, 1] = 0.0  # all tokens behind it weigh 2e-11 together
     drawn_T, _ = draw(logits_TV, rows.state.uniform_TM[:, 0])
@@ -106,7 +134,8 @@ def test_a_uniform_just_below_one_stays_below_it_in_fp32(monkeypatch):
 
 FILTERS = [
     {"top_p": 0.7}, {"top_p": 0.02}, {"top_p": 0.999}, {"min_p": 0.2}, {"min_p": 1.0},
-    {"top_p": 0.9, "min_p": 0.05},
+    {"top_p": 0.9, "min_p": 0.05}, {"top_k": 1}, {"top_k": 7}, {"top_k": 500}, {"top_k": 40, "top_p": 0.6},
+    {"top_k": 30, "top_p": 0.95, "min_p": 0.01},
 ]  # fmt: skip
 
 
@@ -124,9 +153,7 @@ def test_the_same_tokens_are_left_out_as_by_a_sort(monkeypatch, filters, spread)
     full_TV = (logits_TV.double() * rms_T1 / temperature).log_softmax(-1)
     params = SamplingParams(max_tokens=1, temperature=temperature, **filters)
     wanted_TV = truncate(full_TV, params)
-    found_TV = logits_TV.clone()
-    limits = {"top_p": params.top_p, "min_p": params.min_p}
-    entropy_T = leave_out(found_TV, squares_PT, width=64, eps=eps, temperature=temperature, **limits)
+    found_TV, entropy_T = left_out(logits_TV, params, squares_PT, width=64, eps=eps)
     kept_TV = wanted_TV > -torch.inf
     assert torch.equal(found_TV > NEVER, kept_TV)
     assert 0 < kept_TV.sum() < rows * vocabulary
@@ -142,42 +169,64 @@ def test_the_search_tells_neighbouring_numbers_apart():
     p = logits_TV.double().softmax(-1)[0]
     for kept in (1, 2, 33, 64):
         limit = float(1 - p[1 : 65 - kept].sum() - p[1] / 2)
-        found_TV = logits_TV.clone()
-        leave_out(found_TV, torch.ones(1, 1), width=1, eps=0.0, temperature=1.0, top_p=limit, min_p=0.0)
+        found_TV, _ = left_out(logits_TV, SamplingParams(1, top_p=limit))
         assert (found_TV[0] > NEVER).tolist() == [True] + [i > 64 - kept for i in range(1, 64)]
 
 
 def test_equal_logits_are_kept_together():
     logits_TV = torch.tensor([[1.0, 0.0, 0.0, 0.0, -3.0]])
     p = logits_TV.softmax(-1)[0]
-    limit = float(p[0] + p[1] / 2)  # a sort would keep one of the three
-    leave_out(logits_TV, torch.ones(1, 1), width=1, eps=0.0, temperature=1.0, top_p=limit, min_p=0.0)
-    assert (logits_TV[0] > NEVER).tolist() == [True, True, True, True, False]
+    for filters in ({"top_p": float(p[0] + p[1] / 2)}, {"top_k": 2}):  # a sort would keep one of the three
+        found_TV, _ = left_out(logits_TV, SamplingParams(1, **filters))
+        assert (found_TV[0] > NEVER).tolist() == [True, True, True, True, False]
 
 
-@pytest.mark.parametrize(
-    "filters", [{"top_k": 5}, {"top_p": 0.7}, {"min_p": 0.2}, {"top_k": 9, "top_p": 0.5}]
-)
-def test_filters_take_a_few_rows_at_a_time(filters):
-    """Log-probability and entropy are those before the filters; a row of NaN ends with a reason."""
+def test_top_k_above_the_vocabulary_leaves_nothing_out():
+    for most in (5, 6, 2**40):
+        found_TV, _ = left_out(torch.arange(5.0)[None], SamplingParams(1, top_k=most))
+        assert (found_TV > NEVER).all()
+
+
+KINDS = [
+    {}, {"temperature": 0.7}, {"temperature": 0.0}, {"temperature": 0.0, "top_p": 0.1}, {"top_k": 5},
+    {"top_p": 0.7}, {"temperature": 1.3, "min_p": 0.2}, {"temperature": 0.8, "top_k": 9, "top_p": 0.5},
+    {"stop_token_ids": tuple(range(0, 61, 2))},
+]  # fmt: skip
+
+
+def test_every_row_draws_by_its_own_settings_what_it_draws_among_its_like():
+    """Bit for bit; log-probability and entropy are those before the filters, of a greedy row at temperature
+    1; a row of NaN ends with a reason."""
     generator = torch.Generator().manual_seed(1)
-    rows, vocabulary = 5, 61
+    rows, vocabulary, width = 4 * len(KINDS), 61, 64
     logits_TV = 2 * torch.randn(rows, vocabulary, generator=generator)
-    logits_TV[3, 7] = float("nan")
-    params = SamplingParams(max_tokens=1, temperature=0.8, **filters)
-    state = rows_of(torch.rand(rows, generator=generator))
-    none = torch.empty(0, dtype=torch.int32)
-    draw_next = Draw(
-        params, 64, 0.0, none, torch.empty(3, rows, 1), sorted_at_once=130
-    )  # two, two and one row
-    full_TV = (logits_TV.double() / 0.8).log_softmax(-1)
-    left_TV = truncate(full_TV, params)
-    draw_next(logits_TV.clone(), torch.full((1, rows), 64.0), state)
-    assert state.done_T.tolist() == [2, 2, 2, 3, 2]
-    good = torch.tensor([0, 1, 2, 4])
-    drawn = state.out_token_TM[good].long()
-    assert left_TV[good].gather(1, drawn).isfinite().all()
-    logprob, entropy = state.out_stats_2TM[:, good, 0]
-    torch.testing.assert_close(logprob.double(), full_TV[good].gather(1, drawn)[:, 0], atol=1e-5, rtol=0)
-    truth = -torch.linalg.vecdot(full_TV.exp(), full_TV)[good]
-    torch.testing.assert_close(entropy.double(), truth, atol=1e-5, rtol=0)
+    logits_TV[[3, 3 + len(KINDS)], 7] = float("nan")
+    uniform_T, squares_PT = torch.rand(rows, generator=generator), torch.full((1, rows), 64.0)
+    params = [SamplingParams(max_tokens=1, **kind) for kind in KINDS] * 4
+    mixed = drawn_by(settings_of(*params), logits_TV, uniform_T, squares_PT, width)
+    for place, own in enumerate(params):
+        alike = drawn_by(settings_of(*[own] * rows), logits_TV, uniform_T, squares_PT, width)
+        assert mixed.done_T[place] == alike.done_T[place]
+        assert mixed.out_token_TM[place] == alike.out_token_TM[place]
+        assert torch.equal(mixed.out_stats_2TM[:, place], alike.out_stats_2TM[:, place])
+        if place in (3, 3 + len(KINDS)):
+            assert mixed.done_T[place] == 3
+            continue
+        token = int(mixed.out_token_TM[place])
+        assert mixed.done_T[place] == (1 if token in own.stop_token_ids[:END_TOKENS] else 2)
+        full_V = (logits_TV[place].double() / (own.temperature or 1.0)).log_softmax(-1)
+        assert truncate(full_V[None], own)[0, token].isfinite()
+        if own.temperature == 0:
+            assert token == full_V.argmax()
+        logprob, entropy = mixed.out_stats_2TM[:, place, 0].double()
+        torch.testing.assert_close(logprob, full_V[token], atol=1e-5, rtol=0)
+        torch.testing.assert_close(entropy, -(full_V.exp() @ full_V), atol=1e-5, rtol=0)
+
+
+def test_a_row_that_filters_and_has_ended_is_left_as_it_is():
+    logits_TV = torch.randn(3, 50, generator=torch.Generator().manual_seed(0))
+    found_TV = logits_TV.clone()
+    settings = settings_of(*[SamplingParams(1, top_k=2)] * 3)
+    done_T = torch.tensor([0, 1, 2], dtype=torch.int32)
+    leave_out(found_TV, torch.ones(1, 3), done_T, settings, width=1, eps=0.0)
+    assert (found_TV[0] > NEVER).sum() == 2 and torch.equal(found_TV[1:], logits_TV[1:])

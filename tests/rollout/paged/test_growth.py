@@ -25,7 +25,7 @@ def play(session, joins=()):
             session.finish(ended.index)
         if joins:
             prompt, samples, limit = joins.pop(0)
-            session.start([[5] * prompt], samples, max_tokens=[limit] * samples)
+            session.start([[5] * prompt], samples, [SamplingParams(limit)] * samples)
     return found
 
 
@@ -38,10 +38,10 @@ def test_joins_keep_what_was_captured_and_computed():
     """A few at a time, with longer prompts and limits than those before, for which the first took room."""
     engine = made()
     with engine.session(PARAMS, growing=True) as session:
-        session.start([[5] * 400], 20, max_tokens=[180] * 20)
+        session.start([[5] * 400], 20, [SamplingParams(180)] * 20)
         play(session)
         before = engine.parts.cache.k
-        session.start([[5] * 400], 8, max_tokens=[180] * 8)
+        session.start([[5] * 400], 8, [SamplingParams(180)] * 8)
         found = play(session, JOINS)
         assert session.prefilled_tokens == 2 * 400 + sum(prompt for prompt, _, _ in JOINS)
     assert engine.parts.cache.k is before
@@ -53,7 +53,7 @@ def test_joins_keep_what_was_captured_and_computed():
 def test_rows_are_taken_some_at_a_time():
     engine = made()
     with engine.session(PARAMS, growing=True) as session:
-        session.start([[5] * 300], 1, max_tokens=[200])
+        session.start([[5] * 300], 1, [SamplingParams(200)])
         play(session, [(300, 1, 200)] * 30)
     # For 1, 2, 4, 8, 12, 16, 24 and 32 rows; 200 tokens are 29 rounds.
     assert engine.parts.graphs.forgotten <= 8
@@ -64,11 +64,11 @@ def test_what_has_ended_takes_no_room():
     for growing in (False, True):
         engine = made()
         with engine.session(PARAMS, growing=growing) as session:
-            session.start([[5] * 300], 4, max_tokens=[200] * 4)
+            session.start([[5] * 300], 4, [SamplingParams(200)] * 4)
             play(session)
             blocks = engine.parts.cache.blocks
             for _ in range(30):
-                session.start([[5] * 300], 4, max_tokens=[200] * 4)
+                session.start([[5] * 300], 4, [SamplingParams(200)] * 4)
                 play(session)
         assert engine.parts.cache.blocks == blocks
         assert engine.parts.graphs.forgotten == 1
@@ -77,11 +77,11 @@ def test_what_has_ended_takes_no_room():
 def test_a_session_that_does_not_grow_takes_what_the_plan_counts():
     engine = made()
     with engine.session(PARAMS) as session:
-        session.start([[5] * 300, [5] * 9], 3, max_tokens=[200] * 6)
+        session.start([[5] * 300, [5] * 9], 3, [SamplingParams(200)] * 6)
     assert engine.parts.cache.blocks == BlockDemand(300, 200, 3).blocks(6) == 6 * 4 + 3 * 5
     engine = made()
     with engine.session(PARAMS, growing=True) as session:
-        session.start([[5] * 300, [5] * 9], 3, max_tokens=[200] * 6)
+        session.start([[5] * 300, [5] * 9], 3, [SamplingParams(200)] * 6)
     assert engine.parts.cache.blocks == BlockDemand(512, 256, 1).blocks(8) == 8 * 4 + 9 * 8
 
 
@@ -90,13 +90,13 @@ def test_room_ahead_is_taken_as_far_as_memory_goes(blocks):
     """One sequence needs 5 + 4 blocks and, with room ahead, 8 + 8 + 4; nine hold it as it is."""
     engine = made(blocks)
     with engine.session(PARAMS, growing=True) as session:
-        session.start([[5] * 300], 1, max_tokens=[200])
+        session.start([[5] * 300], 1, [SamplingParams(200)])
         assert engine.parts.cache.blocks == min(blocks, 2 * 8 + 4)
         assert play(session, [(300, 5, 200)]) == dict.fromkeys(range(6), 200)
     assert engine.parts.graphs.forgotten == (2 if blocks == 60 else 1)  # all there is is kept
     engine = made(8)
     with engine.session(PARAMS, growing=True) as session, pytest.raises(QeRLError, match="one sequence"):
-        session.start([[5] * 300], 1, max_tokens=[200])
+        session.start([[5] * 300], 1, [SamplingParams(200)])
 
 
 @pytest.mark.parametrize("machine", [{"blocks": 9}, {"share": 9}])
@@ -104,7 +104,7 @@ def test_a_join_that_does_not_fit_leaves_the_others_as_they_are(machine):
     """One of 5 + 4 blocks runs and one waits for them; what is refused needs 5 + 5."""
     engine = made(**machine)
     with engine.session(PARAMS, growing=True) as session:
-        session.start([[5] * 300, [6] * 300], 1, max_tokens=[200, 200])
+        session.start([[5] * 300, [6] * 300], 1, [SamplingParams(200)] * 2)
         session.next(one_round=True)
         scheduler, cache = session._scheduler, engine.parts.cache
         keys, step, manager = cache.k, session._step, scheduler.memory
@@ -113,12 +113,12 @@ def test_a_join_that_does_not_fit_leaves_the_others_as_they_are(machine):
         assert held and step is not None and cache.blocks == 9
         for _ in range(2):
             with pytest.raises(QeRLError, match="one sequence needs"):
-                session.start([[5] * 300], 8, max_tokens=[300] * 8)
+                session.start([[5] * 300], 8, [SamplingParams(300)] * 8)
         assert cache.k is keys and session._step is step and scheduler.memory is manager
         assert running.blocks == held and running.row is not None and list(scheduler.waiting) == [waiting]
         assert play(session) == {0: 200, 1: 200}
         assert session.prefilled_tokens == 600
-        session.start([[5] * 300], 8, max_tokens=[200] * 8)
+        session.start([[5] * 300], 8, [SamplingParams(200)] * 8)
         assert play(session) == dict.fromkeys(range(2, 10), 200)
     assert engine.parts.graphs.forgotten == 1
 
@@ -132,18 +132,18 @@ def test_sequences_that_lost_their_cache_draw_nothing_until_there_is_another():
     )
     with engine.session(PARAMS, growing=True) as session:
         taken = False
-        session.start([[5] * 200], 1, max_tokens=[190])
-        session.start([[6] * 200], 1, max_tokens=[190])
+        session.start([[5] * 200], 1, [SamplingParams(190)])
+        session.start([[6] * 200], 1, [SamplingParams(190)])
         session.next(one_round=True)
         taken = True
         with pytest.raises(QeRLError, match="one sequence needs"):
-            session.start([[5] * 850], 1, max_tokens=[290])
+            session.start([[5] * 850], 1, [SamplingParams(290)])
         assert engine.parts.cache.blocks == 0
         for _ in range(2):
             with pytest.raises(QeRLError, match="none of the 2 sequences that wait fits"):
                 session.next()
         taken = False
-        session.start([[7] * 200], 1, max_tokens=[190])
+        session.start([[7] * 200], 1, [SamplingParams(190)])
         assert play(session) == dict.fromkeys(range(3), 190)
         assert session.prefilled_tokens == 2 * 200 + 2 * (200 + 7) + 200
 
@@ -152,7 +152,7 @@ def test_the_memory_of_the_cache_that_is_replaced_counts_as_free():
     """12 blocks of 24 are held, and one sequence needs 19."""
     engine = made(24)
     with engine.session(PARAMS, growing=True) as session:
-        session.start([[5] * 200], 1, max_tokens=[190])
+        session.start([[5] * 200], 1, [SamplingParams(190)])
         assert engine.parts.cache.blocks == 2 * 4 + 4 == 12
         session.next(one_round=True)
         assert play(session, [(850, 1, 290)]) == {0: 190, 1: 290}
@@ -165,7 +165,7 @@ def test_a_long_prompt_and_a_long_limit_of_two_sequences_are_not_added():
         engine = made(9)
         limits = {300: 200, 40: 300}
         with engine.session(PARAMS, growing=True) as session:
-            session.start([[5] * prompts[0]], 1, max_tokens=[limits[prompts[0]]])
+            session.start([[5] * prompts[0]], 1, [SamplingParams(limits[prompts[0]])])
             found = play(session, [(prompts[1], 1, limits[prompts[1]])])
             assert found == {index: limits[prompt] for index, prompt in enumerate(prompts)}
 

@@ -7,7 +7,7 @@ lost, shared by mistake, read too far or not computed again changes the tokens t
 
 import random
 from collections import Counter
-from dataclasses import fields
+from dataclasses import fields, replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -19,22 +19,22 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from qerl.errors import QeRLError
 from qerl.kernels.limits import PAGE
 from qerl.rollout.engine import SamplingParams
-from qerl.rollout.paged.graphs import DecodeGraphs
+from qerl.rollout.paged.decode import DecodeGraphs
 from qerl.rollout.paged.kv_cache import KVCache
 from qerl.rollout.paged.machine import Eager
 from qerl.rollout.paged.memory import PlainMemory
-from qerl.rollout.paged.pace import Pace
 from qerl.rollout.paged.rows import Rows
+from qerl.rollout.paged.scheduler import Pace
 from qerl.rollout.paged.session import EngineParts, PagedSession
 from qerl.rollout.sampling import uniform_streams
-from qerl.rollout.stops import Stop, StopTokens
+from qerl.rollout.stops import Stop
 from tests.support.books import ONE_NUMBER, blocks_of
 
 pytestmark = pytest.mark.slow
 
 BLOCK_BYTES = 2 * PAGE * 4
 POSITIONS, TOKENS = 700, 89
-CALLED = 7  # a stop token of every session
+FEW, MANY = (7,), (7, *range(60, 78), 3)  # end tokens of sequences, of which rows have room for 16
 
 
 def following(tokens, uniform):
@@ -67,13 +67,12 @@ class Switched(PlainMemory):
 class Step:
     """Takes the place of a captured step without drafts, with its rows."""
 
-    def __init__(self, decoder, cache, rows, max_new, table_width, params, graphs, drafted, present):
+    def __init__(self, decoder, cache, rows, max_new, table_width, graphs, drafted):
         assert not drafted
-        self.rows = present or Rows(rows, max_new, table_width, 3, torch.device("cpu"))
-        self.cache, self.stops = cache, params.stop_token_ids
-        self.state, self.inputs = (
+        self.rows, self.cache = Rows(rows, max_new, table_width, 3, torch.device("cpu")), cache
+        self.state, self.settings, self.inputs = (
             SimpleNamespace(**{each.name: getattr(of, each.name).numpy() for each in fields(of)})
-            for of in (self.rows.state, self.rows.inputs)
+            for of in (self.rows.state, self.rows.settings, self.rows.inputs)
         )
 
     def attend(self, running, session):
@@ -100,7 +99,8 @@ class Step:
         token = following(tokens, state.uniform_TM[row, place])
         state.out_token_TM[row, place], state.out_stats_2TM[:, row, place] = token, (-token, token)
         state.generated_T[row] += 1
-        state.done_T[row] = 1 if token in self.stops else 2 * (place + 1 >= state.max_new_T[row])
+        ends, full = token in self.settings.end_RK[row], place + 1 >= state.max_new_T[row]
+        state.done_T[row] = 1 if ends else 2 * full
         if state.done_T[row]:
             state.slot_T[row] = -1
             return
@@ -172,25 +172,29 @@ class Game:
 
     def __init__(self, machine, rng, seen):
         self.machine, self.rng, self.seen = machine, rng, seen
-        params = SamplingParams(max_tokens=rng.randint(1, 300), seed=3, stop_token_ids=(CALLED,))
+        params = SamplingParams(max_tokens=rng.randint(1, 300), seed=3, stop_token_ids=FEW)
         self.session = PagedSession(params, POSITIONS, 0, machine.parts, growing=rng.random() < 0.5)
         self.texts, self.limits, self.gone, self.between = {}, {}, {}, []
 
     def start(self):
         rng, session = self.rng, self.session
         samples = rng.randint(1, 4)
-        lengths = rng.choices([1, 40, 65, 300], k=rng.randint(1, 3))
+        lengths = rng.choices([1, 40, 65, 300, POSITIONS], [6, 6, 6, 6, 1], k=rng.randint(1, 3))
         prompts = [rng.choices(range(TOKENS), k=length) for length in lengths]
         each = [prompt for prompt in prompts for _ in range(samples)]
-        asked = [rng.choice([0, 1, 60, 150, 300]) for _ in each]
+        asked = [rng.choice([1, 60, 150, 300]) for _ in each]
         seeds = rng.choice([None, [rng.randrange(99) for _ in each]])
         gone = [Gone() for _ in each]
-        stops = [rng.choice([(), (one,), (StopTokens([3]), one)]) for one in gone]
-        limits = [min(session._params.max_tokens, most) for most in asked]
+        stops = [rng.choice([(), (one,)]) for one in gone]
+        limits = [min(most, POSITIONS - len(prompt)) for prompt, most in zip(each, asked, strict=True)]
+        params = [
+            replace(session._params, max_tokens=most, stops=own, stop_token_ids=rng.choice([FEW, MANY]))
+            for most, own in zip(asked, stops, strict=True)
+        ]
         filled = [blocks_of(len(p), limit) for p, limit in zip(each, limits, strict=True) if limit]
         present, before = self.present(), self.books()
         try:
-            indices = session.start(prompts, samples, asked, seeds, stops)
+            indices = session.start(prompts, samples, params, seeds)
         except QeRLError as error:
             self.refused(error, filled + present, before)
             return
@@ -238,7 +242,7 @@ class Game:
         assert found.logprobs == [-token for token in found.token_ids]
         assert found.entropies == found.token_ids
         uniforms = uniform_streams([sequence.key], max(1, self.limits[index]))[0].float()
-        ends = {CALLED, *([3] if len(sequence.stops) == 2 else [])}
+        ends = {*sequence.params.stop_token_ids}
         for token in found.token_ids:
             assert token == following(text, uniforms[len(text) - prompt])
             text.append(token)
@@ -300,9 +304,9 @@ def play(game, starts):
 
 
 def test_random_joins_turns_and_refusals_draw_what_each_would_draw_alone(monkeypatch):
-    monkeypatch.setattr("qerl.rollout.paged.graphs.DecodeStep", Step)
+    monkeypatch.setattr("qerl.rollout.paged.decode.DecodeStep", Step)
     seen = Counter()
-    for seed in range(32):
+    for seed in range(64):
         rng = random.Random(seed)
         machine = Machine(rng)
         for _ in range(3):

@@ -5,8 +5,9 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
+from qerl.rollout.engine import SamplingParams
 from qerl.rollout.paged.rows import Rows
-from qerl.rollout.sequence import Prompt, Sequence
+from qerl.rollout.session import Prompt, Sequence
 from qerl.rollout.stops import Stop, StopTokens
 
 
@@ -21,7 +22,7 @@ class Gone(Stop):
 
 
 def sequence(row: int, prompt: Prompt, blocks: list[int]) -> Sequence:
-    return Sequence(row, prompt, 0, max_tokens=8, blocks=blocks, row=row)
+    return Sequence(row, prompt, 0, SamplingParams(8), max_tokens=8, blocks=blocks, row=row)
 
 
 def test_a_groups_samples_read_their_prompt_together_and_their_own_tokens_alone():

@@ -8,8 +8,8 @@ import pytest
 
 from qerl.errors import QeRLError
 from qerl.rollout.paged.blocks import BlockManager
-from qerl.rollout.paged.pace import Pace
-from qerl.rollout.paged.scheduler import Scheduler
+from qerl.rollout.paged.scheduler import Pace, Scheduler
+from tests.support.sequences import queued
 
 
 def run(scheduler, lengths, check=None):
@@ -67,7 +67,7 @@ def test_no_block_leaks_after_100_000_random_requests():
         )
         prompts = [[0] * rng.randint(1, 60) for _ in range(rng.randint(1, 200))]
         samples, most = rng.randint(1, 16), rng.randint(1, 100)
-        added = scheduler.add(prompts, samples, [most] * (len(prompts) * samples))
+        added = queued(scheduler, prompts, [most] * (len(prompts) * samples))
         requests += len(added)
         lengths = {sample: rng.randint(1, most) for sample in added}
         preempted += run(scheduler, lengths, consistent if requests < 5_000 else None)[1]
@@ -78,7 +78,7 @@ def test_no_block_leaks_after_100_000_random_requests():
 def test_a_group_prefills_its_prompt_once_and_shares_its_blocks():
     blocks = BlockManager(100, 8)
     scheduler = Scheduler(blocks, rows=8, pace=Pace(round_steps=4))
-    scheduler.add([[0] * 17], 8, [10] * 8)
+    queued(scheduler, [[0] * 17], [10] * 8)
     planned = scheduler.next_round()
     assert len(planned.prompts) == 1
     assert len(planned.admitted) == 8
@@ -87,7 +87,7 @@ def test_a_group_prefills_its_prompt_once_and_shares_its_blocks():
 
 def test_a_prompt_of_one_token_needs_no_prompt_block():
     scheduler = Scheduler(BlockManager(4, 8), rows=2, pace=Pace(round_steps=4))
-    added = scheduler.add([[5]], 2, [3] * 2)
+    added = queued(scheduler, [[5]], [3] * 2)
     planned = scheduler.next_round()
     assert planned.prompts[0].blocks == []
     assert [len(s.blocks) for s in added] == [1, 1]
@@ -96,7 +96,7 @@ def test_a_prompt_of_one_token_needs_no_prompt_block():
 def test_the_last_admitted_is_preempted_and_comes_back_with_its_tokens():
     blocks = BlockManager(4, 8)
     scheduler = Scheduler(blocks, rows=2, pace=Pace(round_steps=7, spare_rounds=0))
-    first, second = scheduler.add([[0]], 2, [32] * 2)
+    first, second = queued(scheduler, [[0]], [32] * 2)
     scheduler.next_round()
     scheduler.advance({0: 7, 1: 7}, [])
     scheduler.next_round()
@@ -112,7 +112,7 @@ def test_the_last_admitted_is_preempted_and_comes_back_with_its_tokens():
 
 def test_a_finished_row_is_refilled_at_once():
     scheduler = Scheduler(BlockManager(100, 8), rows=2, pace=Pace(round_steps=4))
-    added = scheduler.add([[0, 0]], 3, [8] * 3)
+    added = queued(scheduler, [[0, 0]], [8] * 3)
     scheduler.next_round()
     scheduler.advance({0: 2, 1: 4}, [0])
     assert scheduler.next_round().admitted == [added[2]]
@@ -125,7 +125,7 @@ def test_room_that_is_left_free_spares_prefilling_again():
     def recomputed(spare):
         rng = random.Random(0)
         scheduler = Scheduler(BlockManager(800, 64), rows=128, pace=Pace(round_steps=16, spare_rounds=spare))
-        added = scheduler.add([[0] * 200] * 32, 8, [2048] * 256)
+        added = queued(scheduler, [[0] * 200] * 32, [2048] * 256)
         lengths = {sample: min(2048, 20 + int(rng.expovariate(1 / 700))) for sample in added}
         tokens = 0
 
@@ -153,8 +153,7 @@ def test_a_cache_with_room_for_every_row_fills_every_row(most):
     rows = 16
     scheduler = Scheduler(BlockManager(rows * -(-most // 64), 64), rows, pace=Pace(round_steps=16))
     lengths = {
-        sample: 1 + 37 * i % most
-        for i, sample in enumerate(scheduler.add([[0]], 5 * rows, [most] * (5 * rows)))
+        sample: 1 + 37 * i % most for i, sample in enumerate(queued(scheduler, [[0]], [most] * (5 * rows)))
     }
 
     def full(scheduler):
@@ -165,7 +164,7 @@ def test_a_cache_with_room_for_every_row_fills_every_row(most):
 
 def test_running_sequences_are_moved_into_the_first_rows():
     scheduler = Scheduler(BlockManager(100, 4), rows=6, pace=Pace(round_steps=2))
-    samples = scheduler.add([[1, 2, 3]], 6, [8] * 6)
+    samples = queued(scheduler, [[1, 2, 3]], [8] * 6)
     scheduler.next_round()
     scheduler.advance(dict.fromkeys(range(6), 2), ended=[0, 2, 4])
     assert scheduler.compact(3) == {1: 1, 3: 0, 5: 2}
@@ -176,7 +175,7 @@ def test_running_sequences_are_moved_into_the_first_rows():
 def test_a_prompt_that_never_fits_is_refused():
     scheduler = Scheduler(BlockManager(4, 8), rows=2, pace=Pace(round_steps=4))
     with pytest.raises(QeRLError, match="Prompt 1 has 30 tokens"):
-        scheduler.add([[0] * 5, [0] * 30], 1, [16, 16])
+        queued(scheduler, [[0] * 5, [0] * 30], [16, 16])
 
 
 def test_misuse_of_blocks_is_an_error():
@@ -233,7 +232,7 @@ def test_memory_may_be_of_another_kind():
     """The scheduler knows no pages: with five slots for six rows, five run, each with its prompt's state."""
     memory = Slots(5)
     scheduler = Scheduler(memory, rows=6, pace=Pace(round_steps=4, spare_rounds=0))
-    samples = scheduler.add([[1, 2, 3], [4, 5]], 4, [10, 20, 30, 40] * 2)
+    samples = queued(scheduler, [[1, 2, 3], [4, 5]], [10, 20, 30, 40] * 2)
     planned = scheduler.next_round()
     assert len(scheduler.running) == 5 and [prompt.number for prompt in planned.prompts] == [0, 1]
     rounds, preempted = run(scheduler, {sample: sample.max_tokens for sample in samples})

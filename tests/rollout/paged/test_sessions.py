@@ -1,5 +1,7 @@
 """Sessions of the paged engine in Triton's interpreter: several turns draw what one turn would have drawn."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -12,8 +14,7 @@ from qerl.rollout.engine import SamplingParams
 from qerl.rollout.paged.engine import PagedEngine
 from qerl.rollout.paged.limits import KVGeometry
 from qerl.rollout.paged.machine import Eager
-from qerl.rollout.paged.pace import Pace
-from qerl.rollout.paged.scheduler import Scheduler
+from qerl.rollout.paged.scheduler import Pace, Scheduler
 from qerl.rollout.portable.engine import PortableEngine
 from qerl.rollout.stops import StopTokens
 from tests.support.sessions import check_against, play
@@ -53,7 +54,7 @@ def test_turns_draw_what_one_turn_would_have_drawn(model, monkeypatch, kept):
     whole = PortableEngine(model, 0).generate(PROMPTS, 1, SamplingParams(max_tokens=8, seed=5)).completions
     params = SamplingParams(max_tokens=8, seed=5, stop_token_ids=(whole[0].token_ids[1],))
     with paged(model, max_sequences=1).session(params) as session:
-        session.start(PROMPTS, 1, stops=[(), (StopTokens([whole[1].token_ids[2]]),)])
+        session.start(PROMPTS, 1, [params, replace(params, stops=(StopTokens([whole[1].token_ids[2]]),))])
         found = play(session, whole, 3)
         assert not session._scheduler.idle
         assert session._scheduler.memory.free == session._scheduler.memory.count
@@ -114,12 +115,50 @@ def test_what_comes_late_joins_after_a_round(model):
     ]
     found = []
     with paged(model).session(SamplingParams(max_tokens=6), growing=True) as session:
-        session.start(PROMPTS[:1], 1, [6], seeds=[5])
+        session.start(PROMPTS[:1], 1, seeds=[5])
         assert session.next(one_round=True) == [] and session.busy
-        session.start(PROMPTS[1:], 1, [2], seeds=[9])
+        session.start(PROMPTS[1:], 1, [SamplingParams(max_tokens=2)], seeds=[9])
         while session.busy:
             found += session.next()
     assert [ended.index for ended in found] == [1, 0]
     for ended in found:
         assert ended.completion.token_ids == whole[ended.index].token_ids
         assert ended.completion.logprobs == pytest.approx(whole[ended.index].logprobs, abs=1e-5)
+
+
+MIXED = [
+    {}, {"temperature": 0.0}, {"temperature": 0.6, "max_tokens": 3}, {"top_k": 3}, {"top_p": 0.5, "seed": 8},
+    {"temperature": 1.4, "min_p": 0.3}, {"top_k": 9, "top_p": 0.8},
+    {"stop_token_ids": tuple(range(0, 61, 2))},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("drafted", [0, 2])
+def test_each_of_a_mixed_batch_draws_what_it_draws_among_its_like(model, drafted):
+    """In rows that are refilled and steps that change their size, with the same log-probabilities; and
+    sessions of other settings replace no step."""
+    mixed = [SamplingParams(**{"max_tokens": 5, "seed": 5} | kind) for kind in MIXED]
+    prompts = [PROMPTS[place % 2] for place in range(len(mixed))]
+
+    def drawn(engine, session_params, own=None):
+        with engine.session(session_params) as session:
+            session.start(prompts, 1, own)
+            found = {}
+            while session.busy:
+                for ended in session.next():
+                    found[ended.index] = ended.completion
+                    session.finish(ended.index)
+        return found
+
+    engine, portable = paged(model, max_sequences=5, speculative_tokens=drafted), PortableEngine(model, 0, 5)
+    for found in (drawn(engine, mixed[0], mixed), drawn(portable, mixed[0], mixed)):
+        for place, params in enumerate(mixed):
+            own = drawn(portable, params)[place]
+            assert found[place].token_ids == own.token_ids
+            assert found[place].finish_reason == own.finish_reason
+            assert found[place].logprobs == pytest.approx(own.logprobs, abs=1e-5)
+            assert found[place].entropies == pytest.approx(own.entropies, abs=1e-5)
+    steps = dict(engine.graphs.steps)
+    for place, params in enumerate(mixed):
+        assert drawn(engine, params)[place].token_ids == found[place].token_ids
+    assert engine.graphs.steps.items() >= steps.items()

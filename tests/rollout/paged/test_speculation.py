@@ -1,6 +1,7 @@
 """Drafts of the paged engine in Triton's interpreter: what is drawn is what is drawn without them."""
 
 import random
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -13,15 +14,14 @@ if torch.cuda.is_available():
 from qerl.kernels.decode.speculate import LONGEST_MATCH, propose
 from qerl.rollout.engine import SamplingParams
 from qerl.rollout.paged import decode
+from qerl.rollout.paged.decode import DecodeGraphs
 from qerl.rollout.paged.engine import PagedEngine
-from qerl.rollout.paged.graphs import DecodeGraphs
-from qerl.rollout.paged.lanes import learn
 from qerl.rollout.paged.limits import KVGeometry, rows_of_step
 from qerl.rollout.paged.machine import Eager
-from qerl.rollout.paged.pace import Pace
-from qerl.rollout.paged.rows import Rows
+from qerl.rollout.paged.rows import Rows, learn
+from qerl.rollout.paged.scheduler import Pace
 from qerl.rollout.portable.engine import PortableEngine
-from qerl.rollout.sequence import Prompt, Sequence
+from qerl.rollout.session import Prompt, Sequence
 from qerl.rollout.stops import StopTokens
 from tests.support.sessions import check_against, play
 from tests.support.speculation import drop_drafts
@@ -121,7 +121,8 @@ def test_turns_draw_what_one_turn_would_have_drawn(model):
     )
     params = SamplingParams(max_tokens=10, seed=5, stop_token_ids=(whole[0].token_ids[2],))
     with paged(model, 3).session(params) as session:
-        session.start([CYCLE, [9]], 1, stops=[(), (StopTokens([whole[1].token_ids[4]]),)])
+        own = replace(params, stops=(StopTokens([whole[1].token_ids[4]]),))
+        session.start([CYCLE, [9]], 1, [params, own])
         found = play(session, whole, 2)
     check_against(found, whole)
     assert [turns for *_, turns in found.values()] == [2, 2]
@@ -157,10 +158,12 @@ def test_a_round_has_blocks_for_every_draft_that_may_be_accepted(model):
 
 def test_a_row_is_told_what_its_siblings_drew_and_its_prompt():
     prompt, other = Prompt(0, [1, 2], finished=[[7, 8], [9]]), Prompt(1, [3], finished=[[6]])
-    row, idle = Sequence(0, prompt, 0, 9), Sequence(1, prompt, 1, 9, token_ids=[4], stage="between turns")
-    drawing = Sequence(2, prompt, 2, 9, token_ids=[5])
+    nine = SamplingParams(max_tokens=9)
+    row = Sequence(0, prompt, 0, nine, 9)
+    idle = Sequence(1, prompt, 1, nine, 9, token_ids=[4], stage="between turns")
+    drawing = Sequence(2, prompt, 2, nine, 9, token_ids=[5])
     rows = Rows(2, 64, 1, 4, torch.device("cpu"), drafted=1)
-    learn(rows.lanes, {0: row, 1: Sequence(3, other, 0, 9)}, [row, idle, drawing])
+    learn(rows.lanes, {0: row, 1: Sequence(3, other, 0, nine, 9)}, [row, idle, drawing])
     found = [
         corpus[:known].tolist()
         for corpus, known in zip(rows.lanes.corpus_RC, rows.lanes.known_R.tolist(), strict=True)

@@ -2,9 +2,11 @@
 
 import random
 
+from qerl.rollout.engine import SamplingParams
 from qerl.rollout.paged.blocks import BlockManager
-from qerl.rollout.paged.pace import Pace
-from qerl.rollout.paged.scheduler import Scheduler
+from qerl.rollout.paged.scheduler import Pace, Scheduler
+from qerl.rollout.session import new_sequences
+from tests.support.sequences import queued
 
 BLOCK = 4
 
@@ -99,7 +101,7 @@ def test_random_turns_end_and_leave_no_block():
         prompts = [[rng.random() for _ in range(rng.randint(1, 17))] for _ in range(rng.randint(1, 6))]
         samples = rng.randint(1, 5)
         limits = [rng.randint(1, 30) for _ in range(len(prompts) * samples)]
-        sequences = machine.scheduler.add(prompts, samples, limits)
+        sequences = queued(machine.scheduler, prompts, limits)
         turns = play(machine, sequences)
         assert min(turns.values()) >= 1
         preempted += machine.preempted
@@ -109,7 +111,7 @@ def test_random_turns_end_and_leave_no_block():
 def idle_pair(blocks):
     """Two sequences of one prompt, the first idle after four tokens, the second running."""
     machine = Machine(blocks, rows=2, seed=0, round_steps=4)
-    first, second = machine.scheduler.add([[0.5] * 9], 2, [24] * 2)
+    first, second = queued(machine.scheduler, [[0.5] * 9], [24] * 2)
     first.stop, second.stop = 4, 99
     assert machine.round() == [first]
     return machine, first, second
@@ -144,7 +146,7 @@ def test_idle_sequences_lose_their_blocks_before_any_that_runs():
 
 def test_a_sequence_that_goes_on_enters_before_those_that_have_not_begun():
     machine = Machine(100, rows=1, seed=0, round_steps=4)
-    first, second, third = machine.scheduler.add([[0.5]], 3, [24] * 3)
+    first, second, third = queued(machine.scheduler, [[0.5]], [24] * 3)
     first.stop, second.stop, third.stop = 4, 4, 4
     machine.round()
     machine.round()
@@ -167,7 +169,8 @@ def test_another_cache_is_filled_anew():
 
 def test_a_sequence_without_room_is_never_queued():
     scheduler = Scheduler(BlockManager(2, BLOCK), 2, Pace())
-    none, some = scheduler.add([[0] * 100, [0]], 1, [0, 3])
+    none, some = sequences = new_sequences([[0] * 100, [0]], [SamplingParams(3)] * 2, positions=100)
+    scheduler.add(sequences)
     assert list(scheduler.waiting) == [some]
     scheduler.finish(none)
     assert [none.index, some.index] == [0, 1] and some.prompt.number == 1

@@ -12,6 +12,7 @@ from qerl.rollout.engine import Completion
 from qerl.rollout.portable.engine import PortableEngine
 from qerl.rollout.portable.session import KEPT_BYTES
 from qerl.rollout.session import whole_completions
+from tests.support.paged import score
 from tests.support.portable import PAD, PROMPTS, sampled
 from tests.support.sessions import check_against, play
 from tests.support.trainer import ScriptedEngine
@@ -25,8 +26,9 @@ KEYS_OF_A_TOKEN = 2 * 2 * 2 * 16 * 4
 
 @contextmanager
 def started(model, prompts=PROMPTS, samples=2, limits=None, rows=64, kept_bytes=KEPT_BYTES, **settings):
+    own = limits and [sampled(**settings | {"max_tokens": limit}) for limit in limits]
     with PortableEngine(model, PAD, rows, kept_bytes).session(sampled(**settings)) as session:
-        session.start(prompts, samples, limits)
+        session.start(prompts, samples, own)
         yield session
 
 
@@ -141,9 +143,27 @@ def test_a_seed_of_its_own_draws_what_it_would_draw_alone(tiny_model):
             session.start(PROMPTS[:2], 2, seeds=[3])
 
 
+def test_each_of_a_mixed_batch_draws_what_it_draws_among_its_like(tiny_model):
+    """Log-probabilities are those at the sequence's temperature before its filters, greedy ones at 1."""
+    kinds = [{}, {"temperature": 0.0}, {"temperature": 0.6, "max_tokens": 3}, {"top_k": 3}, {"min_p": 0.2}]
+    kinds += [{"top_p": 0.5, "seed": 8}, {"temperature": 1.4, "top_k": 9, "top_p": 0.8}]
+    kinds += [{"stop_token_ids": STOPS}, {"temperature": 0.6, "stop_token_ids": STOPS[1:2]}, {}]
+    mixed, model = [sampled(**kind) for kind in kinds], tiny_model("llama")
+    for rows in (64, 3):
+        found = whole_completions(PortableEngine(model, PAD, rows).session(mixed[0]), PROMPTS, 2, mixed)
+        for place, params in enumerate(mixed):
+            own = PortableEngine(model, PAD, rows).generate(PROMPTS, 2, params).completions[place]
+            one = found.completions[place]
+            assert (one.token_ids, one.finish_reason) == (own.token_ids, own.finish_reason)
+            assert one.logprobs == pytest.approx(own.logprobs, abs=1e-5)
+            assert one.entropies == pytest.approx(own.entropies, abs=1e-5)
+            exact = score(model, PROMPTS[place // 2], one.token_ids, params.temperature or 1.0)
+            assert one.logprobs == pytest.approx(exact.tolist(), abs=1e-4)
+
+
 def test_a_sequence_ends_at_its_own_limit_and_at_the_models_last_position(tiny_model):
     model = tiny_model("llama", max_position_embeddings=16)
-    with started(model, [[1] * 10, [1] * 10, [1] * 16, [1]], 1, [3, 99, 5, -2]) as session:
+    with started(model, [[1] * 10, [1] * 10, [1] * 16, [1] * 18], 1, [3, 99, 5, 5]) as session:
         assert [session.room(index) for index in range(4)] == [3, 6, 0, 0]
         ended = []
         while session.busy:
@@ -225,7 +245,8 @@ def test_samples_of_a_group_end_at_limits_of_their_own(tiny_model):
     limits = [1 + (5 * i) % 12 for i in range(len(whole))]
     for rows in (64, 3):
         engine = PortableEngine(model, PAD, rows)
-        cut = whole_completions(engine.session(sampled(max_tokens=12)), PROMPTS, 2, limits)
+        own = [sampled(max_tokens=limit) for limit in limits]
+        cut = whole_completions(engine.session(sampled(max_tokens=12)), PROMPTS, 2, own)
         for short, long, limit in zip(cut.completions, whole, limits, strict=True):
             assert (short.token_ids, short.finish_reason) == (long.token_ids[:limit], "length")
 
@@ -236,8 +257,8 @@ def test_bad_prompts_are_refused(tiny_model):
             session.start([], 1)
         with pytest.raises(QeRLError, match="Prompt 1 is empty"):
             session.start([[1], []], 1)
-        with pytest.raises(QeRLError, match="There are 2 limits for 4 sequences"):
-            session.start([[1], [2]], 2, [3, 4])
+        with pytest.raises(QeRLError, match="There are 2 sampling parameters for 4 sequences"):
+            session.start([[1], [2]], 2, [sampled()] * 2)
         assert not session.busy
 
 

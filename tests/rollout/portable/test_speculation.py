@@ -18,11 +18,12 @@ from qerl.rollout.portable import session as portable_session
 from qerl.rollout.portable.engine import PortableEngine
 from qerl.rollout.portable.runner import Runner
 from qerl.rollout.portable.session import KEPT_BYTES
-from qerl.rollout.sequence import Prompt, Sequence
+from qerl.rollout.session import Prompt, Sequence
 from qerl.rollout.stops import StopStrings
 from tests.support.portable import PAD, PROMPTS, sampled
 from tests.support.sessions import check_against, play
 
+NINE = sampled(max_tokens=9)
 CONFIGS = [
     ("llama", {}),
     ("qwen3", {"num_key_value_heads": 1, "head_dim": 24}),
@@ -62,8 +63,8 @@ class TestDrafts:
 
     def test_siblings_are_looked_through_and_other_prompts_are_not(self):
         one, other = Prompt(0, [1, 2]), Prompt(1, [1, 2])
-        row, ended = Sequence(0, one, 0, 9), Sequence(1, one, 1, 9, token_ids=[7, 8, 9])
-        strange = Sequence(2, other, 0, 9, token_ids=[7, 5, 5])
+        row, ended = Sequence(0, one, 0, NINE, 9), Sequence(1, one, 1, NINE, 9, token_ids=[7, 8, 9])
+        strange = Sequence(2, other, 0, NINE, 9, token_ids=[7, 5, 5])
         session, drafts = [row, ended, strange], Drafts(2)
         assert drafts.of([row], session) == [[7, 8]]
         row.token_ids.append(7)
@@ -75,7 +76,7 @@ class TestDrafts:
 
     def test_those_that_were_finished_are_looked_through_as_long_as_their_prompt_is_there(self):
         prompt, other = Prompt(0, [1, 2]), Prompt(1, [1, 2])
-        row, strange, drafts = Sequence(0, prompt, 0, 9), Sequence(1, other, 0, 9), Drafts(3)
+        row, strange, drafts = Sequence(0, prompt, 0, NINE, 9), Sequence(1, other, 0, NINE, 9), Drafts(3)
         for tokens, expected in ([7, 8, 9], [7, 8, 9]), ([6, 5], [7, 8, 9]), ([2, 4], [4]):
             prompt.finished.append(tokens)
             row.token_ids = [] if tokens[0] != 2 else [6, 1, 2, 2]
@@ -236,7 +237,7 @@ def test_whoever_comes_between_rounds_draws_in_the_next(tiny_model, told):
 @pytest.mark.parametrize("drafted", [0, 3])
 def test_the_text_of_a_finished_sequence_stays_for_its_siblings_if_they_draft(tiny_model, drafted):
     with PortableEngine(tiny_model("llama"), PAD, speculative_tokens=drafted).session(sampled()) as session:
-        session.start(PROMPTS[:1], 2, max_tokens=[3, 9])
+        session.start(PROMPTS[:1], 2, [sampled(max_tokens=3), sampled(max_tokens=9)])
         ended = session.next()
         assert [each.index for each in ended] == [0]
         session.finish(0)
@@ -248,8 +249,9 @@ def test_own_limits_and_seeds_hold(tiny_model):
     found = []
     for drafted in (0, 3):
         engine = PortableEngine(tiny_model("llama"), PAD, speculative_tokens=drafted)
-        with engine.session(sampled(max_tokens=30, temperature=0.6, top_k=4)) as session:
-            session.start(PROMPTS[:3], 1, max_tokens=[1, 30, 17], seeds=[5, 6, 7])
+        own = [sampled(max_tokens=most, temperature=0.6, top_k=4) for most in (1, 30, 17)]
+        with engine.session(sampled()) as session:
+            session.start(PROMPTS[:3], 1, own, seeds=[5, 6, 7])
             ended = {}
             while session.busy:
                 for each in session.next():

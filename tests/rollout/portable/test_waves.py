@@ -4,11 +4,12 @@ import pytest
 import torch
 from transformers.cache_utils import DynamicCache
 
-from qerl.rollout.portable import attention
+from qerl.rollout.engine import SamplingParams
+from qerl.rollout.portable import runner
 from qerl.rollout.portable.cache import PreallocatedCache
 from qerl.rollout.portable.engine import PortableEngine
-from qerl.rollout.portable.waves import SequenceId, Wave, plan_waves
-from qerl.rollout.sequence import Prompt, Sequence
+from qerl.rollout.portable.session import SequenceId, Wave, plan_waves
+from qerl.rollout.session import new_sequences
 from tests.support.portable import PAD, PROMPTS, sampled
 
 
@@ -36,8 +37,8 @@ class TestPlan:
 
 class TestWave:
     def wave(self, size, max_tokens=3, stops=(9,)):
-        prompt = Prompt(0, [1])
-        return Wave([Sequence(index, prompt, index, max_tokens) for index in range(size)], stops)
+        params = SamplingParams(max_tokens, stop_token_ids=stops)
+        return Wave(new_sequences([[1]], [params] * size))
 
     def test_ends_on_stop_length_and_error(self):
         wave = self.wave(4)
@@ -144,7 +145,7 @@ class TestAttention:
             for n, tokens in ((heads, 1), (kv_heads, 7), (kv_heads, 7))
         )
         mask = (torch.rand(3, 1, 1, 7, generator=generator) < 0.7) if masked else None
-        got, _ = attention._grouped_decode_attention(torch.nn.Module(), query, key, value, mask, scaling=0.9)
+        got, _ = runner._grouped_decode_attention(torch.nn.Module(), query, key, value, mask, scaling=0.9)
         key, value = (states.repeat_interleave(heads // kv_heads, dim=1) for states in (key, value))
         scores = query @ key.mT * 0.9
         if masked:
@@ -158,5 +159,5 @@ class TestAttention:
         model, seen = tiny_model("llama", attn_implementation=implementation), set()
         model.register_forward_pre_hook(lambda *_: seen.add(model.config._attn_implementation))
         PortableEngine(model, PAD).generate(PROMPTS, 1, sampled())
-        assert seen == {attention._NAME if implementation == "sdpa" else "eager"}
+        assert seen == {runner._GROUPED_DECODE if implementation == "sdpa" else "eager"}
         assert model.config._attn_implementation == implementation

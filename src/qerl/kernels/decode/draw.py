@@ -9,8 +9,11 @@ be drawn once in some ten million times. Blocks and tokens that weigh nothing ar
 
 A finished sequence keeps its row, stops writing, and is noticed by the host a few steps later.
 
-Shapes: T rows, V vocabulary, K stop tokens, M tokens that a row may generate, B blocks that a row may own, P
-partial sums of squares.
+Temperature, filters and end tokens are read of each row (`RowSettings`), so one captured step serves them
+all. Rows that filter have passed `leave_out`, which makes log-probabilities of their logits.
+
+Shapes: R rows, T tokens (of each row as many; one if nothing is drafted), V vocabulary, K end tokens, M
+tokens that a row may generate, B blocks that a row may own, P partial sums of squares.
 """
 
 from dataclasses import dataclass
@@ -20,7 +23,9 @@ import triton
 import triton.language as tl
 
 from qerl.kernels.decode.common import begin
+from qerl.kernels.decode.leave_out import FILTERED, GREEDY, RowSettings, leave_out
 from qerl.kernels.launch import dependent, pointers
+from qerl.kernels.limits import END_TOKENS
 
 BLOCK_V = 4096
 """Logits that one program of the first kernel takes."""
@@ -38,7 +43,7 @@ class RowState:
         own_table_TB: int32, blocks that the sequence itself owns.
         generated_T: int32, tokens generated so far.
         max_new_T: int32, tokens that may be generated.
-        done_T: int32, 0 while the sequence runs, else why it ended: 1 stop token, 2 length, 3 logits that are
+        done_T: int32, 0 while the sequence runs, else why it ended: 1 end token, 2 length, 3 logits that are
             not finite.
         uniform_TM: fp32 in [0, 1), one for each token that may be generated.
         out_token_TM: int32, tokens generated.
@@ -66,6 +71,18 @@ def row_inverse_rms(squares_PT, t, T, D, eps, P: tl.constexpr, P_PADDED: tl.cons
 
 
 @triton.jit
+def row_factor(
+    squares_PT, mode_R, inverse_temperature_R, t, T, D, eps,
+    LANES: tl.constexpr, P: tl.constexpr, P_PADDED: tl.constexpr,
+):  # fmt: skip
+    """What the logits of a token are multiplied by: 1/rms through its temperature, or 1 where they are
+    log-probabilities at temperature already."""
+    r = t // LANES
+    factor = row_inverse_rms(squares_PT, t, T, D, eps, P, P_PADDED) * tl.load(inverse_temperature_R + r)
+    return tl.where(tl.load(mode_R + r) == FILTERED, 1.0, factor)
+
+
+@triton.jit
 def scaled_logits(logits_TV, t, v, V, factor):
     """Logits of one token times a factor, fp32, and -inf beyond the vocabulary."""
     x = tl.load(logits_TV + t.to(tl.int64) * V + v, mask=v < V, other=-float("inf")).to(tl.float32)
@@ -87,41 +104,35 @@ def first_past(share, weights, at):
 
 
 @triton.jit
-def entropy_of(entropy_t, shares, in_b, bests, best, fade, sums, total, FILTERED: tl.constexpr):
-    """The entropy of a token's distribution, which is known before a filter's if there is one.
+def entropy_of(shares, in_b, bests, best, fade, sums, total):
+    """The entropy of a token's distribution.
 
-    Without one it follows from the sum of weight * (x - best of all), made of the sums that were taken around
-    each block's own best.
+    It follows from the sum of weight * (x - best of all), made of the sums that were taken around each
+    block's own best.
     """
-    if FILTERED:
-        return tl.load(entropy_t)
-    else:  # noqa: RET505 (Triton needs both branches)
-        around = tl.load(shares, mask=in_b, other=0.0) * fade
-        around += tl.where(in_b & (sums > 0), sums * (bests - best), 0.0)
-        return tl.log(total) - tl.sum(around, axis=0) / total
+    around = tl.load(shares, mask=in_b, other=0.0) * fade
+    around += tl.where(in_b & (sums > 0), sums * (bests - best), 0.0)
+    return tl.log(total) - tl.sum(around, axis=0) / total
 
 
 @triton.jit
-def ending(
-    token, n, finite, max_new_t, stop_K, STOPS: tl.constexpr, STOPS_PADDED: tl.constexpr
-):  # fmt: skip
+def ending(token, n, finite, max_new_t, end_K, K: tl.constexpr):
     """What a row's `RowState.done_T` is behind its n-th token."""
-    k = tl.arange(0, STOPS_PADDED)
-    stops = (tl.load(stop_K + k, mask=k < STOPS, other=-1) == token) & (k < STOPS)
-    stop = tl.sum(stops.to(tl.int32), axis=0) > 0
+    stop = tl.sum((tl.load(end_K + tl.arange(0, K)) == token).to(tl.int32), axis=0) > 0
     return tl.where(finite, tl.where(stop, 1, tl.where(n >= tl.load(max_new_t), 2, 0)), 3)
 
 
 @triton.jit
 def _partial_softmax(
-    logits_TV, squares_PT, stats_3TB, T, V, D, eps, inverse_temperature, blocks,
-    SQ_P: tl.constexpr, SQ_PADDED: tl.constexpr, BLOCK_V: tl.constexpr, PDL: tl.constexpr,
+    logits_TV, squares_PT, stats_3TB, mode_R, inverse_temperature_R, T, V, D, eps, blocks,
+    LANES: tl.constexpr, SQ_P: tl.constexpr, SQ_PADDED: tl.constexpr,
+    BLOCK_V: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     t, block = tl.program_id(0), tl.program_id(1)
     v = block * BLOCK_V + tl.arange(0, BLOCK_V)
     begin(PDL)
-    rms = row_inverse_rms(squares_PT, t, T, D, eps, SQ_P, SQ_PADDED)
-    x = scaled_logits(logits_TV, t, v, V, rms * inverse_temperature)
+    factor = row_factor(squares_PT, mode_R, inverse_temperature_R, t, T, D, eps, LANES, SQ_P, SQ_PADDED)
+    x = scaled_logits(logits_TV, t, v, V, factor)
     best = tl.max(x, axis=0)
     weight = tl.exp(x - best)
     at = stats_3TB + t * blocks + block
@@ -132,18 +143,22 @@ def _partial_softmax(
 
 @triton.jit
 def _choose(
-    logits_TV, squares_PT, entropy_T, stats_3TB, uniform_TM, stop_K, token_T, position_T, slot_T, limit_2T,
-    own_table_TB, generated_T, max_new_T, done_T, out_token_TM, out_stats_2TM,
-    T, V, D, eps, inverse_temperature, blocks, M, table_width,
-    GREEDY: tl.constexpr, FILTERED: tl.constexpr, STOPS: tl.constexpr, STOPS_PADDED: tl.constexpr,
-    BLOCKS_PADDED: tl.constexpr, SQ_P: tl.constexpr, SQ_PADDED: tl.constexpr,
-    BLOCK_V: tl.constexpr, PAGE: tl.constexpr, PDL: tl.constexpr,
+    logits_TV, squares_PT, entropy_T, stats_3TB, mode_R, inverse_temperature_R, end_RK, uniform_TM,
+    token_T, position_T, slot_T, limit_2T, own_table_TB, generated_T, max_new_T, done_T, out_token_TM,
+    out_stats_2TM,
+    T, V, D, eps, blocks, M, table_width,
+    LANES: tl.constexpr, ENDS: tl.constexpr, BLOCKS_PADDED: tl.constexpr,
+    SQ_P: tl.constexpr, SQ_PADDED: tl.constexpr, BLOCK_V: tl.constexpr, PAGE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(0)
+    r = t // LANES
     begin(PDL)
     if tl.load(done_T + t) != 0:
         return
-    rms = row_inverse_rms(squares_PT, t, T, D, eps, SQ_P, SQ_PADDED)
+    mode = tl.load(mode_R + r)
+    filtered = mode == FILTERED
+    factor = row_factor(squares_PT, mode_R, inverse_temperature_R, t, T, D, eps, LANES, SQ_P, SQ_PADDED)
     b = tl.arange(0, BLOCKS_PADDED)
     in_b = b < blocks
     at = stats_3TB + t * blocks + b
@@ -152,25 +167,24 @@ def _choose(
     fade = tl.where(in_b, tl.exp(bests - best), 0.0)
     sums = tl.load(at + T * blocks, mask=in_b, other=0.0) * fade
     total = tl.sum(sums, axis=0)
-    shares = at + 2 * T * blocks
-    entropy = entropy_of(entropy_T + t, shares, in_b, bests, best, fade, sums, total, FILTERED)
+    entropy = entropy_of(at + 2 * T * blocks, in_b, bests, best, fade, sums, total)
+    # Where filters left tokens out, the distribution is the one before them.
+    entropy = tl.where(filtered, tl.load(entropy_T + t, mask=filtered, other=0.0), entropy)
     finite = (entropy == entropy) & (tl.abs(entropy) < float("inf"))
 
     n = tl.load(generated_T + t)
     offset = tl.arange(0, BLOCK_V)
-    if GREEDY:
+    block, share = first_past(tl.load(uniform_TM + t * M + n).to(tl.float64), sums, b)
+    if mode == GREEDY:
         block = tl.argmax(bests, axis=0)
-    else:
-        block, share = first_past(tl.load(uniform_TM + t * M + n).to(tl.float64), sums, b)
     v = block * BLOCK_V + offset
-    x = scaled_logits(logits_TV, t, v, V, rms * inverse_temperature)
-    if GREEDY:
+    x = scaled_logits(logits_TV, t, v, V, factor)
+    inner, _ = first_past(share, tl.exp(x - best), offset)
+    if mode == GREEDY:
         inner = tl.argmax(x, axis=0)
-    else:
-        inner, _ = first_past(share, tl.exp(x - best), offset)
     chosen = tl.max(tl.where(offset == inner, x, -float("inf")), axis=0)
     token = (block * BLOCK_V + inner).to(tl.int32)
-    logprob = chosen if FILTERED else chosen - best - tl.log(total)
+    logprob = tl.where(filtered, chosen, chosen - best - tl.log(total))
 
     if finite:
         tl.store(out_token_TM + t * M + n, token)
@@ -178,7 +192,7 @@ def _choose(
         tl.store(out_stats_2TM + (T + t) * M + n, entropy)
         n += 1
         tl.store(generated_T + t, n)
-    ended = ending(token, n, finite, max_new_T + t, stop_K, STOPS, STOPS_PADDED)
+    ended = ending(token, n, finite, max_new_T + t, end_RK + r * ENDS, ENDS)
     tl.store(done_T + t, ended)
     if ended != 0:
         tl.store(slot_T + t, -1)
@@ -195,29 +209,28 @@ def draw_token(
     logits_TV: torch.Tensor,
     squares_PT: torch.Tensor,
     stats_3TB: torch.Tensor,
-    stop_K: torch.Tensor,
     rows: RowState,
+    settings: RowSettings,
     *,
     page: int,
     width: int,
     eps: float,
-    temperature: float,
-    entropy_T: torch.Tensor | None = None,
 ) -> None:
     """Draw a token for each sequence that has not ended, and prepare its next step.
 
+    Its log-probability and the entropy are those of the distribution at the row's temperature, before its
+    filters; of a greedy row's at temperature 1.
+
     Args:
-        logits_TV: fp32 or bf16 logits before the final norm's 1/rms.
+        logits_TV: fp32 or bf16 logits before the final norm's 1/rms; overwritten in rows that filter, for
+            which they must be fp32.
         squares_PT: Partial sums of squares of the final norm's input.
         stats_3TB: fp32 scratch [3, T, ceil(V / `BLOCK_V`)].
-        stop_K: int32 stop tokens, possibly none.
         rows: State of the sequences, advanced by one token.
+        settings: Of the rows, each of which has as many tokens.
         page: Tokens in a block of the cache.
         width: Hidden size of the final norm.
         eps: Added to the mean square, as the final norm does.
-        temperature: Divides the logits; 0 is greedy.
-        entropy_T: fp32, given where the logits are log-probabilities of which a filter left some (-1e30 for
-            the others): the token's log-probability and entropy are then those before the filter.
 
     Raises:
         QeRLError: A tensor is not contiguous.
@@ -225,24 +238,25 @@ def draw_token(
     tokens, vocabulary = logits_TV.shape
     blocks = stats_3TB.shape[2]
     squares = squares_PT.shape[0]
-    inverse = 1.0 / (temperature or 1.0)
-    padded = triton.next_power_of_2(squares)
+    shared = {
+        "LANES": settings.of_each(tokens), "SQ_P": squares, "SQ_PADDED": triton.next_power_of_2(squares),
+        "BLOCK_V": BLOCK_V, "num_warps": 8, **dependent(logits_TV),
+    }  # fmt: skip
+    entropy_T = leave_out(logits_TV, squares_PT, rows.done_T, settings, width=width, eps=eps)
     arguments = pointers(
         "draw_token", stats_3TB, logits_TV=logits_TV, squares_PT=squares_PT, entropy_T=entropy_T,
-        stats_3TB=stats_3TB, uniform_TM=rows.uniform_TM, stop_K=stop_K, token_T=rows.token_T,
+        stats_3TB=stats_3TB, mode_R=settings.mode_R, inverse_temperature_R=settings.inverse_temperature_R,
+        end_RK=settings.end_RK, uniform_TM=rows.uniform_TM, token_T=rows.token_T,
         position_T=rows.position_T, slot_T=rows.slot_T, limit_2T=rows.limit_2T,
         own_table_TB=rows.own_table_TB, generated_T=rows.generated_T, max_new_T=rows.max_new_T,
         done_T=rows.done_T, out_token_TM=rows.out_token_TM, out_stats_2TM=rows.out_stats_2TM,
     )  # fmt: skip
     _partial_softmax[(tokens, blocks)](
-        logits_TV, squares_PT, stats_3TB, tokens, vocabulary, width, eps, inverse, blocks,
-        SQ_P=squares, SQ_PADDED=padded, BLOCK_V=BLOCK_V, num_warps=8, **dependent(logits_TV),
+        logits_TV, squares_PT, stats_3TB, settings.mode_R, settings.inverse_temperature_R,
+        tokens, vocabulary, width, eps, blocks, **shared,
     )  # fmt: skip
     _choose[(tokens,)](
-        *arguments, tokens, vocabulary, width, eps, inverse, blocks, rows.uniform_TM.shape[1],
+        *arguments, tokens, vocabulary, width, eps, blocks, rows.uniform_TM.shape[1],
         rows.own_table_TB.shape[1],
-        GREEDY=temperature == 0, FILTERED=entropy_T is not None, STOPS=stop_K.numel(),
-        STOPS_PADDED=triton.next_power_of_2(max(stop_K.numel(), 1)),
-        BLOCKS_PADDED=triton.next_power_of_2(blocks), SQ_P=squares, SQ_PADDED=padded,
-        BLOCK_V=BLOCK_V, PAGE=page, num_warps=8, **dependent(logits_TV),
+        ENDS=END_TOKENS, BLOCKS_PADDED=triton.next_power_of_2(blocks), PAGE=page, **shared,
     )  # fmt: skip

@@ -1,18 +1,22 @@
-"""top-p and min-p without a sort: logits become log-probabilities, of which some are left out.
+"""top-k, top-p and min-p without a sort: logits become log-probabilities, of which some are left out.
 
-top-p keeps the most probable tokens whose mass reaches p. That set is all tokens down to some probability, so
-it is enough to find that one number, and the mass above a number is a sum over the row. Numbers are compared
-by their bits, which for distances from the largest logit are in the order of the numbers: a search among 2^31
-candidates, of which each pass over the row asks several at once. One program has a row, whose logits stay in
-the L2 cache. A sort of a row of 152,000 makes several passes over keys and indices and wants memory for both.
+Each of the three keeps all tokens down to some probability, so it is enough to find that number: top-k's is
+where the count of tokens above it reaches k, top-p's where their mass reaches p of what top-k keeps. Numbers
+are compared by their bits, which for distances from the largest logit are in the order of the numbers: a
+search among 2^31 candidates, of which each pass over the row asks several at once. One program has a row,
+whose logits stay in the L2 cache. A sort of a row of 152,000 makes several passes over keys and indices and
+wants memory for both.
+
+Every row has its own settings. The program of a row from which nothing is left out returns at once, so one
+captured step serves all settings, and where no row has a filter the launch takes next to nothing.
 
 Sums are taken in a fixed order, in FP32. Tokens that have exactly the same logit as the last one kept are
 kept with it, where a sort would choose among them.
 
-Shapes: T rows, V vocabulary, P partial sums of squares.
+Shapes: R rows, T tokens (of each row as many), V vocabulary, P partial sums of squares, K end tokens.
 """
 
-import math
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -20,6 +24,10 @@ import triton.language as tl
 
 from qerl.kernels.decode.common import begin
 from qerl.kernels.launch import dependent, pointers
+from qerl.kernels.limits import END_TOKENS
+
+GREEDY, FREE, FILTERED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+"""How a row draws: the most probable token, any token, or one of those that filters keep."""
 
 NEVER = -1e30
 """Log-probability of a token that a filter left out; -inf times a probability of zero would be NaN."""
@@ -43,17 +51,86 @@ def _passes(numbers: int) -> int:
 _PASSES = _passes(_LARGEST + 1)
 
 
+@dataclass
+class RowSettings:
+    """How the tokens of each row are drawn, and which end it. The host writes a row when a sequence enters.
+
+    Attributes:
+        mode_R: int32, `GREEDY`, `FREE` or `FILTERED`.
+        inverse_temperature_R: fp32, 1 where a row is greedy.
+        top_k_R: int32, tokens kept; 0 for all.
+        top_p_R: fp32, mass that the tokens kept reach; 1 for all.
+        farthest_R: fp32, how far the log-probability of a token kept may lie below the largest; infinite for
+            all.
+        end_RK: int32, tokens that end a row; -1 is none.
+    """
+
+    mode_R: torch.Tensor
+    inverse_temperature_R: torch.Tensor
+    top_k_R: torch.Tensor
+    top_p_R: torch.Tensor
+    farthest_R: torch.Tensor
+    end_RK: torch.Tensor
+
+    @classmethod
+    def free(cls, rows: int, device: torch.device | str) -> "RowSettings":
+        """Settings of rows that draw any token at temperature 1 and that no token ends."""
+
+        def integers(value: int, *shape: int) -> torch.Tensor:
+            return torch.full((rows, *shape), value, dtype=torch.int32, device=device)
+
+        ones = torch.ones(3, rows, device=device)
+        return cls(
+            integers(FREE.value), ones[0], integers(0), ones[1], ones[2] * torch.inf, integers(-1, END_TOKENS)
+        )
+
+    def of_each(self, tokens: int) -> int:
+        """Tokens of each row, if a step has so many."""
+        return tokens // len(self.mode_R)
+
+
+@triton.jit
+def _narrowest(
+    row, V, scale, best, high, wanted,
+    COUNT: tl.constexpr, PASSES: tl.constexpr, WAYS: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """Bits of the least distance within which tokens, counted or weighed, reach what is wanted; `high` if
+    none less does."""
+    low = tl.full((), -1, tl.int32)  # of what lies within it, it is known that it is too little
+    way, offset = tl.arange(0, WAYS), tl.arange(0, BLOCK_V)
+    for _ in range(PASSES):
+        step = (high - low - 1) // WAYS + 1
+        asked = low + tl.minimum((way + 1) * step, high - low)
+        masses = tl.zeros((BLOCK_V, WAYS), tl.float32)
+        for first in range(0, V, BLOCK_V):
+            v = first + offset
+            distance = best - tl.load(row + v, mask=v < V, other=-float("inf")) * scale
+            weight = tl.where(v < V, 1.0 if COUNT else tl.exp(-distance), 0.0)
+            within = distance.to(tl.int32, bitcast=True)[:, None] <= asked[None, :]
+            masses += tl.where(within, weight[:, None], 0.0)
+        small = tl.sum((tl.sum(masses, axis=0) < wanted).to(tl.int32), axis=0)
+        small = tl.minimum(small, WAYS - 1)
+        end = low + tl.minimum((small + 1) * step, high - low)
+        low += tl.minimum(small * step, high - low - 1)
+        high = end
+    return high
+
+
 @triton.jit
 def _leave_out(
-    logits_TV, squares_PT, entropy_T, T, V, D, eps, inverse_temperature, top_p, farthest, never, largest,
-    TOP_P: tl.constexpr, MIN_P: tl.constexpr, PASSES: tl.constexpr, WAYS: tl.constexpr,
+    logits_TV, squares_PT, entropy_T, done_T, mode_R, inverse_temperature_R, top_k_R, top_p_R, farthest_R,
+    T, V, D, eps, never, largest,
+    LANES: tl.constexpr, PASSES: tl.constexpr, WAYS: tl.constexpr,
     SQ_P: tl.constexpr, SQ_PADDED: tl.constexpr, BLOCK_V: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(0)
+    r = t // LANES
     begin(PDL)
+    if (tl.load(mode_R + r) != FILTERED) | (tl.load(done_T + t) != 0):
+        return
     p = tl.arange(0, SQ_PADDED)
     rms = 1.0 / tl.sqrt(tl.sum(tl.load(squares_PT + p * T + t, mask=p < SQ_P, other=0.0)) / D + eps)
-    scale = rms * inverse_temperature
+    scale = rms * tl.load(inverse_temperature_R + r)
     row = logits_TV + t.to(tl.int64) * V
     offset = tl.arange(0, BLOCK_V)
     bests = tl.full((BLOCK_V,), -float("inf"), tl.float32)
@@ -72,58 +149,50 @@ def _leave_out(
     log_total = tl.log(total)
     tl.store(entropy_T + t, log_total - tl.sum(around, axis=0) / total)
 
-    # Bits of distances: of the mass up to `low` it is known that it is too small, up to `high` it is not.
-    low, high = tl.full((), -1, tl.int32), tl.full((), 0, tl.int32) + largest
-    if TOP_P:
-        way = tl.arange(0, WAYS)
-        for _ in range(PASSES):
-            step = (high - low - 1) // WAYS + 1
-            asked = low + tl.minimum((way + 1) * step, high - low)
-            masses = tl.zeros((BLOCK_V, WAYS), tl.float32)
-            for first in range(0, V, BLOCK_V):
-                v = first + offset
-                distance = best - tl.load(row + v, mask=v < V, other=-float("inf")) * scale
-                weight = tl.where(v < V, tl.exp(-distance), 0.0)
-                within = distance.to(tl.int32, bitcast=True)[:, None] <= asked[None, :]
-                masses += tl.where(within, weight[:, None], 0.0)
-            small = tl.sum((tl.sum(masses, axis=0) < top_p * total).to(tl.int32), axis=0)
-            small = tl.minimum(small, WAYS - 1)
-            end = low + tl.minimum((small + 1) * step, high - low)
-            low += tl.minimum(small * step, high - low - 1)
-            high = end
+    high, mass = tl.full((), 0, tl.int32) + largest, total
+    top_k, top_p = tl.load(top_k_R + r), tl.load(top_p_R + r)
+    if top_k > 0:
+        high = _narrowest(row, V, scale, best, high, top_k.to(tl.float32), True, PASSES, WAYS, BLOCK_V)
+        weights = tl.zeros((BLOCK_V,), tl.float32)
+        for first in range(0, V, BLOCK_V):
+            v = first + offset
+            distance = best - tl.load(row + v, mask=v < V, other=-float("inf")) * scale
+            kept = (v < V) & (distance.to(tl.int32, bitcast=True) <= high)
+            weights += tl.where(kept, tl.exp(-distance), 0.0)
+        mass = tl.sum(weights, axis=0)
+    if top_p < 1:
+        high = _narrowest(row, V, scale, best, high, top_p * mass, False, PASSES, WAYS, BLOCK_V)
+    farthest = tl.load(farthest_R + r)
     for first in range(0, V, BLOCK_V):
         v = first + offset
         distance = best - tl.load(row + v, mask=v < V, other=-float("inf")) * scale
-        kept = distance.to(tl.int32, bitcast=True) <= high
-        if MIN_P:
-            kept = kept & (distance <= farthest)
+        kept = (distance.to(tl.int32, bitcast=True) <= high) & (distance <= farthest)
         tl.store(row + v, tl.where(kept, -distance - log_total, never), mask=v < V)
 
 
 def leave_out(
     logits_TV: torch.Tensor,
     squares_PT: torch.Tensor,
+    done_T: torch.Tensor,
+    settings: RowSettings,
     *,
     width: int,
     eps: float,
-    temperature: float,
-    top_p: float,
-    min_p: float,
 ) -> torch.Tensor:
-    """Turn logits into log-probabilities in place, those of tokens that are left out into `NEVER`.
+    """Turn logits into log-probabilities in place, those of tokens that are left out into `NEVER`, in rows
+    that filter and have not ended; other rows are not touched.
 
     Args:
         logits_TV: fp32, before the final norm's 1/rms; a row with one that is not finite gets an entropy
             that is not.
         squares_PT: Partial sums of squares of the final norm's input.
+        done_T: int32, 0 where a token is to be drawn.
+        settings: Of the rows.
         width: Hidden size of the final norm.
         eps: Added to the mean square, as the final norm does.
-        temperature: Divides the logits; above 0.
-        top_p: Mass that the tokens kept reach; 1 keeps all.
-        min_p: Probability of a token that is kept, as a share of the largest; 0 keeps all.
 
     Returns:
-        fp32 [T], entropies in nats before anything is left out.
+        fp32 [T], entropies in nats before anything is left out; without meaning in other rows.
 
     Raises:
         QeRLError: A tensor is not contiguous.
@@ -132,12 +201,13 @@ def leave_out(
     entropy_T = torch.empty(tokens, device=logits_TV.device)
     squares = squares_PT.shape[0]
     arguments = pointers(
-        "leave_out", entropy_T, logits_TV=logits_TV, squares_PT=squares_PT, entropy_T=entropy_T
-    )
+        "leave_out", entropy_T, logits_TV=logits_TV, squares_PT=squares_PT, entropy_T=entropy_T,
+        done_T=done_T, mode_R=settings.mode_R, inverse_temperature_R=settings.inverse_temperature_R,
+        top_k_R=settings.top_k_R, top_p_R=settings.top_p_R, farthest_R=settings.farthest_R,
+    )  # fmt: skip
     _leave_out[(tokens,)](
-        *arguments, tokens, vocabulary, width, eps, 1.0 / temperature, top_p,
-        -math.log(min_p) if min_p else 0.0, NEVER, _LARGEST,
-        TOP_P=top_p < 1, MIN_P=min_p > 0, PASSES=_PASSES, WAYS=_WAYS,
+        *arguments, tokens, vocabulary, width, eps, NEVER, _LARGEST,
+        LANES=settings.of_each(tokens), PASSES=_PASSES, WAYS=_WAYS,
         SQ_P=squares, SQ_PADDED=triton.next_power_of_2(squares), BLOCK_V=BLOCK_V, num_warps=_WARPS,
         enable_fp_fusion=False,  # a distance must have the same bits in every pass
         **dependent(logits_TV),

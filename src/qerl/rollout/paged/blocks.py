@@ -6,10 +6,15 @@ block even where the prompt's last block has room: nothing is ever copied or wri
 price of less than one block per prompt.
 """
 
+from __future__ import annotations
+
 from collections import Counter
+from typing import TYPE_CHECKING
 
 from qerl.errors import QeRLError
-from qerl.rollout.sequence import Prompt, Sequence
+
+if TYPE_CHECKING:  # the contract that sequences come from needs torch
+    from qerl.rollout.session import Prompt, Sequence
 
 
 class BlockManager:

@@ -1,7 +1,13 @@
-"""A decode step of a fixed number of rows, captured once and replayed.
+"""Decode steps of fixed numbers of rows, each captured once and replayed.
 
 Everything a step needs is on the GPU and is advanced there by the kernel that draws (see rows), so replaying
-the graph n times decodes n tokens without the host.
+the graph n times decodes n tokens without the host. How a row draws is among that, so the steps serve all
+temperatures, filters and end tokens.
+
+A step takes as long as its rows say, used or not, so there are steps of many sizes, each captured when it is
+first needed. Every round takes the smallest that holds what runs. To move to another costs some copies on the
+GPU, a hundredth of a round; a smaller step saves a tenth to a third of it, from the first sequence that ends
+with nobody waiting to the last long ones that are alone.
 """
 
 from collections import abc
@@ -11,20 +17,20 @@ import torch
 import triton
 
 from qerl.kernels.decode import attend as attention
-from qerl.kernels.decode.draw import BLOCK_V
+from qerl.kernels.decode.draw import BLOCK_V, draw_token
 from qerl.kernels.decode.speculate import propose, settle
 from qerl.kernels.device import multiprocessors
 from qerl.kernels.limits import PAGE
 from qerl.kernels.tensors import product
-from qerl.rollout.engine import SamplingParams
-from qerl.rollout.paged.draw import Draw
+from qerl.rollout.drafts import FEW_ROWS
 from qerl.rollout.paged.forward import Forward
 from qerl.rollout.paged.kv_cache import KVCache
-from qerl.rollout.paged.lanes import learn
-from qerl.rollout.paged.machine import Graphs
-from qerl.rollout.paged.rows import Rows
+from qerl.rollout.paged.limits import rows_of_step
+from qerl.rollout.paged.machine import Graphs, Machine
+from qerl.rollout.paged.rows import Rows, learn
+from qerl.rollout.paged.scheduler import Scheduler
 from qerl.rollout.paged.weights import Decoder
-from qerl.rollout.sequence import Sequence
+from qerl.rollout.session import Sequence
 
 LONG, FEW = 64, 8
 """Pages of a table from which on few rows, at most these many, take twice the splits that fill the GPU."""
@@ -59,10 +65,8 @@ class DecodeStep:
         rows: Sequences that run side by side.
         max_new: Tokens that a sequence may generate.
         table_width: Cache blocks that a sequence may own, and a prompt too.
-        params: Temperature, filters and stop tokens; seed, max_tokens and stops play no part.
         graphs: Where the step is captured.
         drafted: Tokens of a draft at most, which are computed in the same step; 0 for none.
-        present: Rows of another step that differs in ``params`` alone, which this one then shares.
 
     Attributes:
         rows: The batch.
@@ -76,10 +80,8 @@ class DecodeStep:
         rows: int,
         max_new: int,
         table_width: int,
-        params: SamplingParams,
         graphs: Graphs,
         drafted: int = 0,
-        present: Rows | None = None,
     ) -> None:
         device, mixer = decoder.embedding_VD.device, decoder.sizes.spec.mixer
         tokens = rows * (drafted + 1)
@@ -87,15 +89,9 @@ class DecodeStep:
         self._decoder, self._cache, self._graphs = decoder, cache, graphs
         self.forward = Forward(decoder, tokens, splits, attention.decode_rows(mixer.group))
         tile = self.forward.tile // mixer.group
-        self.rows = present or Rows(rows, max_new, table_width, tile, device, drafted)
+        self.rows = Rows(rows, max_new, table_width, tile, device, drafted)
         blocks = triton.cdiv(decoder.head_VD.shape[0], BLOCK_V)
-        self._draw = Draw(
-            params,
-            decoder.sizes.hidden,
-            decoder.eps,
-            stop_K=torch.tensor(list(params.stop_token_ids), dtype=torch.int32, device=device),
-            stats_3TB=torch.empty(3, tokens, blocks, device=device),
-        )
+        self._stats_3TB = torch.empty(3, tokens, blocks, device=device)
         self._replay: Callable[[], None] | None = None
 
     def attend(self, running: abc.Mapping[int, Sequence], session: abc.Iterable[Sequence] = ()) -> None:
@@ -119,7 +115,10 @@ class DecodeStep:
             propose(state, lanes, page=PAGE)
         u_TD = self.forward(self._cache, self.rows.inputs)
         logits_TV = product(u_TD, self._decoder.head_VD.T)
-        self._draw(logits_TV, self.forward.squares_PT, state if lanes is None else lanes.tokens)
+        draw_token(
+            logits_TV, self.forward.squares_PT, self._stats_3TB, state if lanes is None else lanes.tokens,
+            self.rows.settings, page=PAGE, width=self._decoder.sizes.hidden, eps=self._decoder.eps,
+        )  # fmt: skip
         if lanes is not None:
             settle(state, lanes, page=PAGE)
 
@@ -135,3 +134,79 @@ class DecodeStep:
             state.done_T.copy_(done_T)
             state.slot_T.copy_(slot_T)
         return self._replay
+
+
+class DecodeGraphs:
+    """Steps of one model over one cache.
+
+    Args:
+        decoder: The weights.
+        cache: Keys and values.
+        machine: Where steps are captured.
+        small_rows: Tokens up to which no smaller step is taken, see `Pace`.
+        drafted: Tokens of a draft at most in steps of few rows (`qerl.rollout.drafts`); 0 for none.
+
+    Attributes:
+        steps: Steps by rows.
+        drafted: As given.
+        small_rows: Rows up to which no smaller step is taken: as given without drafts. With them a row has
+            several tokens, and steps of more than `FEW_ROWS` rows, without drafts, give way to those with.
+    """
+
+    def __init__(
+        self, decoder: Decoder, cache: KVCache, machine: Machine, small_rows: int, drafted: int = 0
+    ) -> None:
+        self._decoder, self._cache, self._machine, self.drafted = decoder, cache, machine, drafted
+        self.small_rows = max(1, min(small_rows // (drafted + 1), FEW_ROWS)) if drafted else small_rows
+        self._max_new = self._table_width = 0
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop all steps, with their buffers and graph memory."""
+        self.steps: dict[int, DecodeStep] = {}
+        self._graphs = self._machine.graphs()
+
+    def serves(self, max_new: int, table_width: int) -> bool:
+        """True if steps take sequences of so many new tokens and tables of so many blocks."""
+        return max_new <= self._max_new and table_width <= self._table_width
+
+    def make_room(self, max_new: int, table_width: int) -> None:
+        """Forget the present steps, and make those to come large enough for such sequences and tables."""
+        self._max_new = max(self._max_new, max_new)
+        self._table_width = max(self._table_width, table_width)
+
+    def fit(self, step: DecodeStep | None, scheduler: Scheduler, entering: list[Sequence]) -> DecodeStep:
+        """Switch to the smallest step that holds what runs.
+
+        Args:
+            step: The step in use; None at the start of a call.
+            scheduler: What runs; its sequences are moved into the first rows if the step changes.
+            entering: Those of them that are in no row on the GPU yet.
+        """
+        running = scheduler.running
+        present = None if step is None else step.rows.count
+        rows = rows_of_step(len(running), present, self.small_rows)
+        if step is not None and rows == present:
+            return step
+        chosen = self.step(rows)
+        new = set(entering)
+        staying = [row for row, sequence in running.items() if sequence not in new]
+        moved = scheduler.compact(chosen.rows.count)
+        chosen.rows.clear()
+        if step is not None:
+            chosen.rows.move(step.rows, {row: moved[row] for row in staying})
+        return chosen
+
+    def step(self, rows: int) -> DecodeStep:
+        """The step of so many rows, one of `qerl.rollout.paged.limits.ROW_COUNTS`."""
+        if rows not in self.steps:
+            self.steps[rows] = DecodeStep(
+                self._decoder,
+                self._cache,
+                rows,
+                self._max_new,
+                self._table_width,
+                self._graphs,
+                self.drafted if rows <= FEW_ROWS else 0,
+            )
+        return self.steps[rows]

@@ -1,7 +1,7 @@
 """The rollout engine for CUDA, on the very modules that train.
 
 What outlives a call: weights, which are bound once (see binding), keys and values (kv_cache), and captured
-steps for a few numbers of rows (graphs). A new training step costs a copy of LoRA and norm weights, never a
+steps for a few numbers of rows (decode). A new training step costs a copy of LoRA and norm weights, never a
 recapture.
 
 A call is a session, which runs in rounds: decide who enters and who is preempted (scheduler), prefill what
@@ -34,12 +34,12 @@ from qerl.rollout.engine import (
     check_request,
 )
 from qerl.rollout.paged.binding import Binding
-from qerl.rollout.paged.graphs import DecodeGraphs
+from qerl.rollout.paged.decode import DecodeGraphs
 from qerl.rollout.paged.kv_cache import KVCache
 from qerl.rollout.paged.limits import MAX_ROWS
 from qerl.rollout.paged.machine import Cuda, Machine
-from qerl.rollout.paged.pace import Pace
 from qerl.rollout.paged.prefill import Prefill
+from qerl.rollout.paged.scheduler import Pace
 from qerl.rollout.paged.session import EngineParts, PagedSession
 from qerl.rollout.paged.weights import Decoder
 from qerl.rollout.session import whole_completions
@@ -148,9 +148,7 @@ class PagedEngine(RolloutEngine):
                 self.cache,
                 self.graphs,
                 self.prefill,
-                lambda freed: self._machine.cache_bytes(
-                    self.model, params.filtered and params.top_k > 0, freed
-                ),
+                lambda freed: self._machine.cache_bytes(self.model, freed),
                 self._max_sequences,
                 self._pace,
             )

@@ -1,23 +1,25 @@
 """One forward pass of the decoder over T tokens, for decoding (inside a CUDA graph) and for prefill alike.
 
-What a layer computes, by the names of transformers and vLLM, with ours behind them (each ``*_proj`` is a
-`Projection`, weight and LoRA):
+What a layer computes, by the names of transformers and vLLM, with ours behind them:
 
+    proj(h) = h W^T + (h A^T) (B alpha / r)^T          # Projection: a GEMM, whose partial sums its reader adds;
+                                                       # h A^T by the kernel that makes h, B by the reader
     h = rmsnorm(x, input_layernorm)                    # residual_norm; 1/rms is applied behind the next GEMM
     q, k, v = qkv_proj(h)                              # Layer.mixer.qkv: fused QKV
     q, k = rope(head_norm(q), head_norm(k), position)  # rope_kv; head_norm in Qwen3 alone (qk_norm)
     kv_cache[slot] = k, v                              # the page and the place in it (slot_T; slot mapping)
     y = paged_attention(q, kv_cache, block_tables)     # attend, combine_splits: the prompt's pages, its own
     x = x + o_proj(y)                                  # Layer.mixer.o; the sum is in the next residual_norm
-    h = rmsnorm(x, post_attention_layernorm)
+    h = rmsnorm(x, post_attention_layernorm)           # residual_norm
     gate, up = gate_up_proj(h)                         # Layer.mlp.gate_up
-    x = x + down_proj(silu(gate) * up)                 # silu_mul, then Layer.mlp.down
+    x = x + down_proj(silu(gate) * up)                 # silu_mul: SwiGLU; then Layer.mlp.down
 
 Launches per layer: GEMM, rope_kv, attend, combine_splits, GEMM, residual_norm, GEMM, silu_mul, GEMM,
 residual_norm; with LoRA as without where packed_gemm.cu multiplies, else add_parts before each GEMM. See
 qerl.kernels.decode.common for how LoRA and normalisation ride along.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -26,9 +28,8 @@ import triton
 from qerl.kernels.decode import attend as attention
 from qerl.kernels.decode import residual_norm, rope_kv, silu_mul
 from qerl.kernels.decode.launch import NO_A, NO_B, LoraA, LoraB
-from qerl.kernels.weights.product import LoraSum, Product
+from qerl.kernels.weights.product import NO_SUM, LoraSum, Product
 from qerl.rollout.paged.kv_cache import KVCache
-from qerl.rollout.paged.lora_sums import lora_sums
 from qerl.rollout.paged.weights import Decoder, Layer, Projection, look_ahead
 
 
@@ -91,7 +92,7 @@ class Forward:
         self.q_THE = new(tokens, heads, size, dtype=decoder.dtype)
         self.out_ZTHE = new(2 * splits, tokens, heads, size)
         self.lse_ZTH = new(2 * splits, tokens, heads).fill_(-torch.inf)
-        self.sums = lora_sums(decoder, tokens)
+        self.sums = _lora_sums(decoder, tokens)
 
     def _multiply(self, x: torch.Tensor, projection: Projection, xa: LoraSum) -> Product:
         return projection.weight.multiply(x, self.tokens, self.scratch, xa)
@@ -174,6 +175,31 @@ class Forward:
             self.residual_TD, norm_D, self.u, self.squares_PT, padded_tokens=padded_tokens,
             gemm_STN=product.out_STN, partials_G=product.partials_G, scale_1=product.scale_L, b=b, a=a,
         )  # fmt: skip
+
+
+def _lora_sums(decoder: Decoder, tokens: int) -> dict[str, LoraSum]:
+    """The sums x A^T of a pass over ``tokens`` tokens, by product; used again by every layer.
+
+    Those of products without an adapter are empty. The parts of a sum live from the kernel that makes x to
+    the product after it, so those of all products lie in one place. All layers have the first one's
+    description and adapters.
+    """
+    layer, spec = decoder.layers[0], decoder.sizes.spec
+    columns = triton.cdiv(spec.hidden, residual_norm.block_d(tokens))
+    blocks = triton.cdiv(spec.mlp.intermediate, silu_mul.BLOCK_I)
+    made_by = {"qkv": columns, "o": spec.mixer.heads, "gate_up": columns, "down": blocks}
+    shapes = {
+        product.name: (made_by[product.name], tokens, each.lora.a_RK.shape[0])
+        for product, each in zip(spec.products, layer.projections, strict=True)
+        if each.lora is not None
+    }
+    most = max((math.prod(shape) for shape in shapes.values()), default=0)
+    parts = torch.empty(most, dtype=torch.float32, device=layer.input_norm_D.device)
+
+    def of(shape: tuple[int, int, int]) -> LoraSum:
+        return LoraSum(parts[: math.prod(shape)].view(shape), parts.new_empty(shape[1:]))
+
+    return {name: of(shapes[name]) if name in shapes else NO_SUM for name in made_by}
 
 
 def _a(projection: Projection, xa: LoraSum) -> LoraA:

@@ -36,19 +36,13 @@ MAX_SHARE_OF_FREE = 0.95
 CONTEXT_BYTES = 1_200_000_000
 """CUDA context, loaded kernels, cuBLAS workspaces, captured graphs and the engine's buffers, as measured.
 
-The parts of x A^T (`qerl.rollout.paged.lora_sums`) are counted neither here nor by the plan: with R ranks
+The parts of x A^T (`qerl.rollout.paged.forward`) are counted neither here nor by the plan: with R ranks
 mostly 4 T ceil(I / 128) R bytes, for T = 2048 and a 7B 0.04 GB at rank 32 and 0.31 at 256, for a 32B 0.06 and
 0.45. Each number of tokens that passes are made for has its own. They lie in what `CACHE_SHARE` leaves.
 """
 
 TRAINED_BYTES = 4 + 8 + 2
 """Bytes per trained parameter beside the parameter: gradient, AdamW's moments, the engine's 16-bit copy."""
-
-SORTED_AT_ONCE = 1 << 22
-"""Logits of which the engine takes top-k at a time."""
-
-FILTER_BYTES = 80 * SORTED_AT_ONCE
-"""Bytes that top-k takes beside the logits: values, ids, probabilities and sums in FP64."""
 
 
 def count_for(rows: int) -> int:
@@ -58,7 +52,7 @@ def count_for(rows: int) -> int:
 
 def state_bytes(rows: int, tokens: int) -> int:
     """Bytes of the rows' state, which stays: of the step that so many rows begin with, and of all smaller
-    ones, through which they go as sequences end. Settings of sampling share it.
+    ones, through which they go as sequences end.
 
     Args:
         rows: Sequences that run side by side.
@@ -75,7 +69,7 @@ def rows_of_step(running: int, present: int | None, small: int) -> int:
     Args:
         running: Sequences that run.
         present: Rows of the step in use; None at the start of a call.
-        small: Rows up to which no smaller step is taken, see `qerl.rollout.paged.pace.Pace`.
+        small: Rows up to which no smaller step is taken, see `qerl.rollout.paged.scheduler.Pace`.
     """
     least = running if present is None else max(running, min(present, small))
     return count_for(least)
@@ -168,7 +162,6 @@ def cache_budget(
     total: int,
     model_bytes: int,
     trained: int,
-    filtered: bool,
     free: int | None = None,
     share: float = CACHE_SHARE,
 ) -> int:
@@ -182,11 +175,10 @@ def cache_budget(
         total: Bytes of the GPU.
         model_bytes: Bytes of parameters and buffers.
         trained: Number of trained parameters.
-        filtered: Whether top-k leaves tokens out, for which logits are copied.
         free: Bytes that are free at the moment; None where that is not known.
         share: Share of what is left beside all that, less where several engines share a GPU.
     """
     budget = share * (total - model_bytes - TRAINED_BYTES * trained - CONTEXT_BYTES)
     if free is not None:
         budget = min(budget, MAX_SHARE_OF_FREE * free)
-    return max(0, int(budget) - filtered * FILTER_BYTES)
+    return max(0, int(budget))

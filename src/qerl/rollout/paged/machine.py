@@ -31,12 +31,11 @@ class Machine(Protocol):
     def why_not(self, model: nn.Module) -> str | None:
         """Why this model cannot run here; None where it can."""
 
-    def cache_bytes(self, model: nn.Module, filtered: bool, freed: int = 0) -> int:
+    def cache_bytes(self, model: nn.Module, freed: int = 0) -> int:
         """Bytes that keys and values may take.
 
         Args:
             model: The model beside which they lie.
-            filtered: Whether top-k leaves tokens out, for which logits are copied.
             freed: Bytes that are held now and will be free by then.
         """
 
@@ -62,14 +61,14 @@ class Cuda:
         """See `Machine.why_not`."""
         return why_not(model)
 
-    def cache_bytes(self, model: nn.Module, filtered: bool, freed: int = 0) -> int:
+    def cache_bytes(self, model: nn.Module, freed: int = 0) -> int:
         """A share of what a run leaves, or of what is free now if that is less."""
         torch.cuda.empty_cache()
         gpu = torch.device("cuda", torch.cuda.current_device())
         held = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
         trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         free = free_bytes(gpu, freed)
-        return cache_budget(total_bytes(gpu), held, trained, filtered, free, self.cache_share)
+        return cache_budget(total_bytes(gpu), held, trained, free, self.cache_share)
 
     def memory(self, size: int) -> Memory:
         """Memory that can be given up and taken back."""
@@ -120,7 +119,7 @@ class Eager:
         """See `Machine.why_not`."""
         return None
 
-    def cache_bytes(self, model: nn.Module, filtered: bool, freed: int = 0) -> int:
+    def cache_bytes(self, model: nn.Module, freed: int = 0) -> int:
         """See `Machine.cache_bytes`."""
         return self.bytes_for_cache
 

@@ -4,9 +4,13 @@ A row is a place for one sequence. What a decode step needs of it (token, positi
 far it sees) is on the GPU and is advanced there by the kernel that draws, so the host writes a row when a
 sequence enters it, reads it when the sequence leaves, and in between looks who has ended.
 
-Shapes: T rows, S of them, M tokens that a row may generate, B blocks of a table.
+Where drafts are made, a row has lanes beside it (`qerl.kernels.decode.speculate`), which share its settings.
+
+Shapes: T rows, S of them, M tokens that a row may generate, B blocks of a table, L lanes of a row, C tokens
+of a corpus, K end tokens.
 """
 
+import math
 from collections import abc
 from dataclasses import fields
 
@@ -14,12 +18,17 @@ import numpy as np
 import torch
 
 from qerl.kernels.decode.draw import RowState
-from qerl.kernels.limits import PAGE
+from qerl.kernels.decode.leave_out import FILTERED, FREE, GREEDY, RowSettings
+from qerl.kernels.decode.speculate import LaneState
+from qerl.kernels.limits import END_TOKENS, PAGE
+from qerl.rollout.engine import SamplingParams
 from qerl.rollout.paged.forward import Inputs
-from qerl.rollout.paged.lanes import make_lanes
 from qerl.rollout.sampling import uniform_streams
-from qerl.rollout.sequence import Sequence
+from qerl.rollout.session import Sequence
 from qerl.rollout.stops import Cut, FinishReason
+
+CORPUS = 8192
+"""Tokens of a corpus at most, the last ones; a row's prompt stands at its end."""
 
 _REASONS: dict[int, FinishReason] = {1: "stop", 2: "length", 3: "error"}
 _BY_KIND = ("limit_2T", "out_stats_2TM")  # tensors whose rows are the second dimension
@@ -39,6 +48,7 @@ class Rows:
 
     Attributes:
         state: What the kernel that draws advances.
+        settings: How each row draws, and which tokens end it.
         lanes: Lanes of the rows, None where nothing is drafted.
         inputs: What a pass reads. Of its ``tables_GB`` [2 T, B] the first half are prompts of groups, the
             second each row's own blocks; ``item_4`` [2 T, 4] and ``order`` [2 T] likewise, T there the
@@ -72,8 +82,9 @@ class Rows:
             out_token_TM=integers(count, max_new),
             out_stats_2TM=torch.zeros(2, count, max_new, device=device),
         )
+        self.settings = RowSettings.free(count, device)
         self._lanes_each, tokens = drafted + 1, count * (drafted + 1)
-        self.lanes = make_lanes(count, drafted + 1, table_width, device) if drafted else None
+        self.lanes = _make_lanes(count, drafted + 1, table_width, device) if drafted else None
         read = self.state if self.lanes is None else self.lanes.tokens
         self.inputs = Inputs(
             read.token_T, read.position_T, read.slot_T, read.limit_2T, tables_GB,
@@ -105,6 +116,7 @@ class Rows:
         for column, of_rows in enumerate(by_column):
             of_rows.index_copy_(0, at, values[:, column])
         state.limit_2T.index_copy_(1, at, values[:, len(by_column) :].T.contiguous())
+        write_settings(self.settings, at, [sequence.params for sequence in sequences])
         longest = max(sequence.max_tokens for sequence in sequences)
         streams = uniform_streams([each.key for each in sequences], longest)
         uniforms = streams.float().clamp_(max=_BELOW_ONE).to(self._device)
@@ -157,11 +169,12 @@ class Rows:
         if not rows:
             return
         there, here = (torch.tensor(list(side), device=self._device) for side in (rows.keys(), rows.values()))
-        for tensor in fields(RowState):
-            if tensor.name != "own_table_TB":  # `attend` writes it
-                mine, theirs = getattr(self.state, tensor.name), getattr(source.state, tensor.name)
-                dim = int(tensor.name in _BY_KIND)
-                mine.index_copy_(dim, here, theirs.index_select(dim, there))
+        for mine, theirs in ((self.state, source.state), (self.settings, source.settings)):
+            for tensor in fields(mine):
+                if tensor.name != "own_table_TB":  # `attend` writes it
+                    dim = int(tensor.name in _BY_KIND)
+                    moved = getattr(theirs, tensor.name).index_select(dim, there)
+                    getattr(mine, tensor.name).index_copy_(dim, here, moved)
 
     def attend(self, running: abc.Mapping[int, Sequence]) -> None:
         """Write block tables and attention items of everything that runs.
@@ -254,3 +267,89 @@ class Rows:
             count = generated[row]
             sequence.token_ids, sequence.logprobs = tokens[i][:count], logprobs[i][:count]
             sequence.entropies = entropies[i][:count]
+
+
+def write_settings(settings: RowSettings, at: torch.Tensor, params: abc.Sequence[SamplingParams]) -> None:
+    """Write how rows draw, of each that is named.
+
+    Of more end tokens than `END_TOKENS` a row takes the first.
+
+    Args:
+        settings: Of all rows.
+        at: int64 [S], rows.
+        params: Of each of them.
+    """
+    modes = [(FILTERED if own.filtered else FREE if own.temperature > 0 else GREEDY).value for own in params]
+    numbers_S3 = torch.tensor(
+        [
+            [1 / (own.temperature or 1.0), own.top_p, -math.log(own.min_p) if own.min_p else math.inf]
+            for own in params
+        ],
+        dtype=torch.float32,
+        device=at.device,
+    )
+    counts = [
+        [mode, min(own.top_k, 2**31 - 1), *own.stop_token_ids[:END_TOKENS]]
+        for mode, own in zip(modes, params, strict=True)
+    ]
+    counts_SK = torch.tensor(
+        [each + [-1] * (END_TOKENS + 2 - len(each)) for each in counts], dtype=torch.int32, device=at.device
+    )
+    for column, of_rows in enumerate((settings.inverse_temperature_R, settings.top_p_R, settings.farthest_R)):
+        of_rows.index_copy_(0, at, numbers_S3[:, column])
+    settings.mode_R.index_copy_(0, at, counts_SK[:, 0])
+    settings.top_k_R.index_copy_(0, at, counts_SK[:, 1])
+    settings.end_RK.index_copy_(0, at, counts_SK[:, 2:])
+
+
+def _make_lanes(rows: int, each: int, table_width: int, device: torch.device) -> LaneState:
+    """Lanes that nothing was written to.
+
+    Args:
+        rows: R.
+        each: L.
+        table_width: Blocks that a sequence may own.
+        device: Where they are.
+    """
+
+    def integers(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=torch.int32, device=device)
+
+    tokens = rows * each
+    state = RowState(
+        token_T=integers(tokens),
+        position_T=integers(tokens),
+        slot_T=integers(tokens),
+        limit_2T=integers(2, tokens),
+        own_table_TB=integers(tokens, table_width + 1),  # the slot after the last one is asked for, not used
+        generated_T=integers(tokens),
+        max_new_T=integers(tokens).fill_(2),  # none ends by its length
+        done_T=integers(tokens),
+        uniform_TM=torch.zeros(tokens, 1, device=device),
+        out_token_TM=integers(tokens, 1),
+        out_stats_2TM=torch.zeros(2, tokens, 1, device=device),
+    )
+    return LaneState(
+        state, integers(tokens), integers(rows), integers(rows, CORPUS), integers(rows), integers(2)
+    )
+
+
+def learn(lanes: LaneState, running: abc.Mapping[int, Sequence], session: abc.Iterable[Sequence]) -> None:
+    """Write the corpora: completions of a row's siblings whose turns have ended, and its prompt.
+
+    Args:
+        lanes: Their lanes.
+        running: Sequences by row.
+        session: All that were not finished.
+    """
+    idle = [each for each in session if each.stage != "drawing"]
+    corpus_RC = np.zeros(lanes.corpus_RC.shape, np.int32)
+    known_R = np.zeros(len(corpus_RC), np.int32)
+    for row, sequence in running.items():
+        prompt = sequence.prompt
+        texts = prompt.finished + [each.token_ids for each in idle if each.prompt is prompt]
+        text = [token for each in texts for token in (*each, -1)] + prompt.token_ids
+        text = text[-corpus_RC.shape[1] :]
+        corpus_RC[row, : len(text)], known_R[row] = text, len(text)
+    lanes.corpus_RC.copy_(torch.from_numpy(corpus_RC))
+    lanes.known_R.copy_(torch.from_numpy(known_R))

@@ -16,13 +16,35 @@ A prompt is prefilled without its last token; each sequence decodes that token i
 block. So prefill needs no sampling, and a prompt of one token needs no prefill.
 """
 
+from __future__ import annotations
+
 from collections import abc, deque
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from qerl.errors import QeRLError
-from qerl.rollout.paged.pace import Pace
-from qerl.rollout.sequence import Prompt, Sequence, new_sequences
+
+if TYPE_CHECKING:  # the contract that sequences come from needs torch
+    from qerl.rollout.session import Prompt, Sequence
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How a call is cut into rounds, passes and steps: lengths that change how fast it runs, not what it
+    samples. The fastest on an H100 are the defaults.
+
+    Attributes:
+        round_steps: Decode steps between two plans of the scheduler.
+        spare_rounds: Rounds whose blocks admission leaves free for the sequences that run.
+        small_rows: Rows up to which a decode step hardly takes longer than with one; a step of so many rows
+            is not exchanged for a smaller one.
+        prefill_tokens: Tokens that a prefill pass is made for, ascending.
+    """
+
+    round_steps: int = 16
+    spare_rounds: int = 4
+    small_rows: int = 8
+    prefill_tokens: tuple[int, ...] = (64, 512, 2048)
 
 
 @dataclass(frozen=True)
@@ -154,24 +176,17 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: dict[int, Sequence] = {}
         self.idle: dict[int, Sequence] = {}
-        self._prompts = self._sequences = 0
 
-    def add(self, prompts: list[list[int]], samples: int, limits: list[int]) -> list[Sequence]:
-        """Make ``samples`` sequences for each prompt, numbered on, and queue those that have room.
-
-        Args:
-            prompts, samples, limits: As in `qerl.rollout.sequence.new_sequences`.
+    def add(self, sequences: list[Sequence]) -> None:
+        """Queue those of new sequences that have room.
 
         Raises:
-            QeRLError: A prompt whose one sequence would not fit an empty cache.
+            QeRLError: A prompt whose one sequence would not fit an empty cache; none is queued.
         """
-        added = new_sequences(prompts, samples, limits, self._sequences, self._prompts)
-        for sequence in added:
-            if sequence.room:
-                self.memory.check(sequence.prompt, sequence.max_tokens)
-        self._prompts, self._sequences = self._prompts + len(prompts), self._sequences + len(added)
-        self.waiting.extend(sequence for sequence in added if sequence.room)
-        return added
+        with_room = [sequence for sequence in sequences if sequence.room]
+        for sequence in with_room:
+            self.memory.check(sequence.prompt, sequence.max_tokens)
+        self.waiting.extend(with_room)
 
     def resume(self, sequence: Sequence) -> None:
         """Queue an idle sequence to which others have written, before all that have not begun."""

@@ -9,18 +9,16 @@ session that grows takes more at once than its sequences need (`BlockDemand.ahea
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from qerl.kernels.limits import PAGE
+from qerl.kernels.limits import END_TOKENS, PAGE
 from qerl.rollout.engine import SamplingParams
 from qerl.rollout.paged.blocks import BlockManager
-from qerl.rollout.paged.decode import DecodeStep
-from qerl.rollout.paged.graphs import DecodeGraphs
+from qerl.rollout.paged.decode import DecodeGraphs, DecodeStep
 from qerl.rollout.paged.kv_cache import KVCache
 from qerl.rollout.paged.limits import BlockDemand, count_for
-from qerl.rollout.paged.pace import Pace
 from qerl.rollout.paged.prefill import Prefill
-from qerl.rollout.paged.scheduler import Scheduler
-from qerl.rollout.sequence import Sequence
-from qerl.rollout.session import TrackedSession
+from qerl.rollout.paged.scheduler import Pace, Scheduler
+from qerl.rollout.session import Sequence, TrackedSession
+from qerl.rollout.stops import StopTokens
 
 
 @dataclass(frozen=True)
@@ -48,7 +46,7 @@ class PagedSession(TrackedSession):
     """See `qerl.rollout.engine.Session`.
 
     Args:
-        params: Sampling parameters.
+        params: Sampling parameters of sequences without their own.
         positions: Positions that the model has.
         pad_token_id: Stands in for a turn whose first logits were not finite.
         parts: Of the engine; their weights are those of this session.
@@ -71,10 +69,10 @@ class PagedSession(TrackedSession):
         self._step: DecodeStep | None = None
         self._samples = 0  # of each prompt, at least
 
-    def _add(self, prompts: list[list[int]], samples: int, limits: list[int]) -> list[Sequence]:
-        each = [prompt for prompt in prompts for _ in range(samples)]
-        with_room = [(len(p), limit) for p, limit in zip(each, limits, strict=True) if limit > 0]
+    def _add(self, sequences: list[Sequence]) -> None:
+        with_room = [(len(each.prompt.token_ids), each.max_tokens) for each in sequences if each.room]
         if with_room:
+            samples = len(sequences) // len({each.prompt for each in sequences})
             present = [(len(each.prompt.token_ids), each.max_tokens) for each in self._scheduler.present]
             fewest = min(self._samples, samples) if present else samples
             together = present + with_room
@@ -83,7 +81,10 @@ class PagedSession(TrackedSession):
             rows = min(self._parts.max_sequences, len(together))
             self._reserve(BlockDemand(longest, limit, fewest), least, rows)
             self._samples = fewest
-        return self._scheduler.add(prompts, samples, limits)
+        self._scheduler.add(sequences)
+        for sequence in sequences:
+            if left := sequence.params.stop_token_ids[END_TOKENS:]:
+                sequence.stops += (StopTokens(left),)
 
     def _resume(self, sequence: Sequence) -> None:
         self._scheduler.resume(sequence)
@@ -105,11 +106,12 @@ class PagedSession(TrackedSession):
         self.prefilled_tokens += planned.prefilled_tokens
         if self._step is not None:
             self._step.rows.end(planned.preempted)
-        step = self._step = parts.graphs.fit(self._step, scheduler, planned.admitted, self._params)
+        step = self._step = parts.graphs.fit(self._step, scheduler, planned.admitted)
         step.rows.place(planned.admitted)
         step.attend(scheduler.running, self._sequences.values())
         parts.prefill.run(planned.spans(), parts.cache)  # last, because uploads would wait for it
-        step.decode(min(parts.pace.round_steps, self._params.max_tokens))
+        most = max(sequence.max_tokens for sequence in scheduler.running.values())
+        step.decode(min(parts.pace.round_steps, most))
         generated, rows = step.rows.read(scheduler.running)
         self._count(step)
         ended = [scheduler.running[row] for row in rows]

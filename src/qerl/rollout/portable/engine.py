@@ -1,8 +1,8 @@
 """The rollout engine for any transformers causal LM, on any device, without compilation.
 
 A prompt is computed once and its samples share the result; finished sequences leave the batch. See
-``session`` for the loop, and ``waves``, ``sampling``, ``cache`` and ``runner`` for who runs, what is drawn,
-keys and values, and the model call; this file gets the model ready for them.
+``session`` for who runs and the loop, ``runner`` for the model call, ``cache`` for keys and values, and
+`qerl.rollout.sampling` for what is drawn; this file gets the model ready for them.
 
 The calls run under ``no_grad``, not ``inference_mode``: whatever a module of the training model keeps from a
 forward pass (a rotary table, a cached weight) must serve backward later; inference tensors cannot.
@@ -28,7 +28,7 @@ from qerl.rollout.engine import (
     check_model,
     check_request,
 )
-from qerl.rollout.portable.attention import grouped_decode
+from qerl.rollout.portable.runner import grouped_decode
 from qerl.rollout.portable.session import KEPT_BYTES, PortableSession
 from qerl.rollout.session import whole_completions
 

@@ -1,4 +1,9 @@
-"""Waves of the portable engine, and what is kept of a sequence while others write to it.
+"""Waves of the portable engine: who sits in which row, the loop, and what is kept of a sequence meanwhile.
+
+A call's prompts x samples are cut into waves that run one after the other. Within a wave every sequence owns
+one row of the batch. When sequences finish, the rows at the end of the batch move into the holes, so each
+finished sequence costs at most one row's copy and the batch shrinks at once; rows therefore change owners and
+results are kept by sequence, never by row.
 
 A sequence whose turn has ended leaves its wave and its keys and values are copied out of the batch. When it
 goes on it joins the running wave, or begins the next, and only what was written is computed. Every time that
@@ -7,9 +12,16 @@ In a session that grows, new sequences join as well.
 
 Where few rows run, several positions of each may be computed in one pass behind drafted tokens
 (`qerl.rollout.drafts`).
+
+Given up: in a call a free row is not refilled with a waiting prompt, because in one padded batch the
+newcomer's prefill would have to wait for, or pad to, everyone else. That is what a paged engine is for.
+Sequences that go on do join, several at a time, because each of them would else wait for the slowest sequence
+once a turn; and so do those that come later to a session that grows, whose clients wait for the slowest
+sequence of others.
 """
 
 from collections import abc, deque
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -20,10 +32,8 @@ from qerl.rollout.drafts import FEW_ROWS, Drafts
 from qerl.rollout.engine import SamplingParams
 from qerl.rollout.portable.cache import KeysAndValues
 from qerl.rollout.portable.runner import Runner
-from qerl.rollout.portable.waves import Wave, plan_waves
-from qerl.rollout.sampling import draw_tokens, uniform_streams
-from qerl.rollout.sequence import Sequence, new_sequences
-from qerl.rollout.session import TrackedSession
+from qerl.rollout.sampling import Drawn, draw_rows, uniform_streams
+from qerl.rollout.session import Sequence, TrackedSession
 
 KEPT_BYTES = 4 << 30
 """Keys and values that are kept between turns: of 64 sequences of 1,400 tokens of SmolLM2-135M in FP32, 46 kB
@@ -35,11 +45,108 @@ JOINING_SHARE = 0.25
 0.6 GB for 64 x 200 tokens of that model, about as long as a decode step takes."""
 
 
+class SequenceId(NamedTuple):
+    """One completion to be made; prompts and samples are counted from 0 within the call."""
+
+    prompt: int
+    sample: int
+
+
+def plan_waves(prompts: int, samples_per_prompt: int, max_sequences: int) -> list[list[SequenceId]]:
+    """Cut prompts x samples into waves of at most ``max_sequences``, in order.
+
+    A prompt's samples stay in one wave, where they share its prefill, unless there are more of them than a
+    wave holds; then the prompt is computed once for each wave that it takes part in.
+    """
+    waves: list[list[SequenceId]] = []
+    for prompt in range(prompts):
+        for start in range(0, samples_per_prompt, max_sequences):
+            stop = min(start + max_sequences, samples_per_prompt)
+            group = [SequenceId(prompt, sample) for sample in range(start, stop)]
+            if waves and len(waves[-1]) + len(group) <= max_sequences:
+                waves[-1].extend(group)
+            else:
+                waves.append(group)
+    return waves
+
+
+class Wave:
+    """Who sits in which row, and what each draws.
+
+    Args:
+        sequences: The first row's, the second row's, and so on.
+
+    Attributes:
+        rows: The sequence in each row of the batch; empty once all have left.
+        ended: Those whose turn has ended and that have not left yet.
+    """
+
+    def __init__(self, sequences: abc.Iterable[Sequence] = ()) -> None:
+        self.rows = list(sequences)
+        self.ended: list[Sequence] = []
+
+    def record(
+        self,
+        tokens: abc.Sequence[int],
+        logprobs: abc.Sequence[float],
+        entropies: abc.Sequence[float],
+        finite: abc.Sequence[bool],
+        rows: abc.Sequence[int] | None = None,
+    ) -> list[Sequence]:
+        """Append one drawn token to the sequence of each row.
+
+        Args:
+            tokens, logprobs, entropies, finite: Of each row.
+            rows: Those rows; None for all.
+
+        Returns:
+            The sequences whose turn has ended, with their reasons.
+        """
+        of_rows = self.rows if rows is None else [self.rows[row] for row in rows]
+        for sequence, token, logprob, entropy, is_finite in zip(
+            of_rows, tokens, logprobs, entropies, finite, strict=True
+        ):
+            if not is_finite:
+                sequence.finish_reason = "error"
+                self.ended.append(sequence)
+                continue
+            sequence.token_ids.append(token)
+            sequence.logprobs.append(logprob)
+            sequence.entropies.append(entropy)
+            if token in sequence.params.stop_token_ids:
+                sequence.finish_reason = "stop"
+            elif cut := sequence.cut(len(sequence.token_ids) - 1):
+                sequence.finish_reason = cut.reason
+            elif not sequence.room:
+                sequence.finish_reason = "length"
+            else:
+                continue
+            self.ended.append(sequence)
+        return list(self.ended)
+
+    def compact(self) -> list[int] | None:
+        """Let the sequences whose turn has ended leave.
+
+        Returns:
+            For each row of the smaller batch the row it was before: itself, except where a row from the end
+            filled a hole. None when every row still runs.
+        """
+        if not self.ended:
+            return None
+        leaving = set(self.ended)
+        alive = [row for row, sequence in enumerate(self.rows) if sequence not in leaving]
+        staying = {row for row in alive if row < len(alive)}
+        movers = iter(alive[len(staying) :])
+        sources = [row if row in staying else next(movers) for row in range(len(alive))]
+        self.rows, self.ended = [self.rows[row] for row in sources], []
+        return sources
+
+
 class PortableSession(TrackedSession):
     """See ``qerl.rollout.engine.Session``.
 
     Args:
-        params: Sampling parameters.
+        params: Sampling parameters of sequences without their own.
         positions: Positions that the model has; None where it sets no limit.
         pad_token_id: Fills masked positions, and stands in for a turn whose first logits were not finite.
         model: The model, ready for a rollout.
@@ -61,27 +168,27 @@ class PortableSession(TrackedSession):
         speculative_tokens: int,
     ) -> None:
         super().__init__(params, positions, pad_token_id, speculative_tokens)
-        self._drafts = Drafts(speculative_tokens)
+        self._drafts = Drafts(speculative_tokens) if speculative_tokens else None
         self._model, self._max_sequences, self._kept_bytes = model, max_sequences, kept_bytes
         self._growing = growing
         self._waves: deque[list[Sequence]] = deque()  # of sequences that have not begun
         self._joining: list[Sequence] = []  # those that go on or, where the session grows, begin
         self._kept: dict[Sequence, list[KeysAndValues]] = {}
         self._uniforms: dict[Sequence, np.ndarray] = {}
-        self._wave = Wave([], params.stop_token_ids)
+        self._wave = Wave()
         self._runner: Runner | None = None
 
-    def _add(self, prompts: list[list[int]], samples: int, limits: list[int]) -> list[Sequence]:
-        added = new_sequences(prompts, samples, limits, self._started, self._started_prompts)
+    def _add(self, sequences: list[Sequence]) -> None:
         if self._growing:
-            self._joining += [sequence for sequence in added if sequence.room]
-            return added
-        for wave in plan_waves(len(prompts), samples, self._max_sequences):
-            planned = [added[each.prompt * samples + each.sample] for each in wave]
+            self._joining += [sequence for sequence in sequences if sequence.room]
+            return
+        prompts = len({sequence.prompt for sequence in sequences})
+        samples = len(sequences) // prompts
+        for wave in plan_waves(prompts, samples, self._max_sequences):
+            planned = [sequences[each.prompt * samples + each.sample] for each in wave]
             with_room = [sequence for sequence in planned if sequence.room]
             if with_room:
                 self._waves.append(with_room)
-        return added
 
     def _resume(self, sequence: Sequence) -> None:
         self._joining.append(sequence)
@@ -109,14 +216,13 @@ class PortableSession(TrackedSession):
             logits_BV = self._begin(self._waves.popleft())
         else:
             logits_BV = self._join(None)
-        uniforms_B = self._uniforms_of([(row, 0) for row in range(len(self._wave.rows))])
-        drawn = draw_tokens(logits_BV, uniforms_B.to(logits_BV.device), self._params)
+        drawn = self._draw(logits_BV, [(row, 0) for row in range(len(self._wave.rows))])
         return self._wave.record(*(column.tolist() for column in drawn))
 
     def _make_drafts(self) -> list[list[int]]:
         """A draft for each row; none at all where many run."""
         rows = self._wave.rows
-        if not self._speculative_tokens or len(rows) > FEW_ROWS:
+        if self._drafts is None or len(rows) > FEW_ROWS:
             return []
         return self._drafts.of(rows, self._sequences.values())
 
@@ -135,7 +241,7 @@ class PortableSession(TrackedSession):
         logits_BTV = runner.verify(self._on_device(tokens_BT))
         places = [(row, place) for row, draft in enumerate(drafts) for place in range(len(draft) + 1)]
         logits_BV = logits_BTV[tuple(self._on_device(column) for column in zip(*places, strict=True))]
-        drawn = draw_tokens(logits_BV, self._uniforms_of(places).to(logits_BV.device), self._params)
+        drawn = self._draw(logits_BV, places)
         found = dict(zip(places, zip(*(column.tolist() for column in drawn), strict=True), strict=True))
         before, going = [len(row.token_ids) for row in rows], list(range(len(rows)))
         for place in range(most + 1):
@@ -234,13 +340,12 @@ class PortableSession(TrackedSession):
             streams = uniform_streams([sequence.key for sequence in new], longest)
             self._uniforms.update(zip(new, streams.numpy(), strict=True))
 
-    def _uniforms_of(self, places: list[tuple[int, int]]) -> torch.Tensor:
-        """fp64 [places], the numbers of tokens: of a row, and so many behind its next."""
-        numbers = [
-            self._uniforms[sequence][len(sequence.token_ids) + place]
-            for sequence, place in ((self._wave.rows[row], place) for row, place in places)
-        ]
-        return torch.tensor(numbers, dtype=torch.float64)
+    def _draw(self, logits_BV: torch.Tensor, places: list[tuple[int, int]]) -> Drawn:
+        """Draw tokens behind logits, each for a row and so many places behind its next."""
+        of = [(self._wave.rows[row], place) for row, place in places]
+        numbers = [self._uniforms[each][len(each.token_ids) + place] for each, place in of]
+        uniforms_B = torch.tensor(numbers, dtype=torch.float64, device=logits_BV.device)
+        return draw_rows(logits_BV, uniforms_B, [each.params for each, _ in of])
 
     def _on_device(self, values: abc.Sequence[object]) -> torch.Tensor:
         return torch.tensor(values, device=base_model(self._model).device)
