@@ -16,11 +16,12 @@ from rich.console import Console
 
 from qerl.atomic import write_whole, writing
 from qerl.errors import QeRLError
-from qerl.eval.policy import OneAtATime, Source
+from qerl.eval.policy import OneAtATime
 from qerl.eval.record import Record
 from qerl.eval.request import Suite
 from qerl.eval.result import EvalResult, Standing, best_first, table, verdict
 from qerl.eval.run import Job, Problems, prepare, score
+from qerl.models.decide import Source
 from qerl.run_folder import RESULT_FILE, path_labels, read_result
 
 SUITE_FILE = "suite.json"

@@ -6,7 +6,7 @@ none, and what was given up is zooming.
 
 Of each chosen step the page shows the completions of the best and the worst group, turn by turn. What a model
 wrote is shown and never acts: the templates escape all that they are given, characters that would act are
-shown as signs (`qerl.report.visible`), and a content security policy tells the browser to run no script but
+shown as signs (`qerl.visible`), and a content security policy tells the browser to run no script but
 the filter and to ask for nothing. Without a script all groups are there and open by a click.
 """
 
@@ -28,8 +28,8 @@ from qerl.report.metrics import METRICS, Metric, number
 from qerl.report.runs import Run, Series, read_runs, series
 from qerl.report.scores import Score, read_scores
 from qerl.report.svg import Curve, chart, swatch
-from qerl.report.visible import shortened, visible
 from qerl.run_folder import CONFIG_FILE, METRICS_FILE
+from qerl.visible import shortened, visible
 
 UNCOMPARED = ("output_dir", "run_name", "logging_dir")
 """Settings that say where a run is kept and not what it does."""

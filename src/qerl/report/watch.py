@@ -24,8 +24,8 @@ from qerl.report.completions import Sample, Table, read_table
 from qerl.report.curve import terminal_curve
 from qerl.report.metrics import METRICS, number
 from qerl.report.runs import Run, Series, read_runs, series
-from qerl.report.visible import shortened, visible
 from qerl.run_folder import CONFIG_FILE, METRICS_FILE, table_paths
+from qerl.visible import shortened, visible
 
 SECONDS = 2.0
 """Time between two looks at the folder."""

@@ -19,8 +19,8 @@ from torch import nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from qerl.errors import QeRLError
-from qerl.serve.seats import Matrices, Seats, Shape
-from qerl.serve.types import AdamParams
+from qerl_serve.seats import Matrices, Seats, Shape
+from qerl_serve.types import AdamParams
 
 HOST = torch.device("cpu")
 

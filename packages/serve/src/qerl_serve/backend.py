@@ -1,6 +1,6 @@
 """The model behind a server: one frozen base, the adapters of its clients, an engine and their losses.
 
-It does what `qerl.serve.types.Backend` says, with the parts beside it: `seats` and `adapters` for what is
+It does what `qerl_serve.types.Backend` says, with the parts beside it: `seats` and `adapters` for what is
 trained, `sampling` for what is drawn, `checkpoints` for what is kept, and `qerl.update` for the losses. The
 packed weights are there once; engine and update read the same bytes, so a sampler is never synced.
 
@@ -26,12 +26,13 @@ from qerl.noise.schedule import NoiseSchedule
 from qerl.rollout.engine import NormOffsets, RolloutEngine
 from qerl.rollout.stops import StopStrings
 from qerl.seeding import derive_seed
-from qerl.serve.adapters import Adapters, Snapshot
-from qerl.serve.checkpoints import EXTERNAL, SAMPLING, TRAINING, Store
-from qerl.serve.sampling import Host, Limits, Policy, Sampling, Scores
-from qerl.serve.scoring import score_prompts
-from qerl.serve.seats import Seats, Shape
-from qerl.serve.types import (
+from qerl.update.driver import LossDriver
+from qerl_serve.adapters import Adapters, Snapshot
+from qerl_serve.checkpoints import EXTERNAL, SAMPLING, TRAINING, Store
+from qerl_serve.sampling import Host, Limits, Policy, Sampling, Scores
+from qerl_serve.scoring import score_prompts
+from qerl_serve.seats import Seats, Shape
+from qerl_serve.types import (
     AdamParams,
     Arrivals,
     Checkpoint,
@@ -42,7 +43,6 @@ from qerl.serve.types import (
     SampleResult,
     WeightsInfo,
 )
-from qerl.update.driver import LossDriver
 
 if TYPE_CHECKING:
     from qerl.update.losses import Datum, LossOutput
@@ -51,7 +51,7 @@ _NO_NOTES = Notes()
 
 
 class ModelBackend:
-    """See `qerl.serve.types.Backend`.
+    """See `qerl_serve.types.Backend`.
 
     Args:
         models: The base under each of its names.

@@ -24,10 +24,10 @@ from starlette.responses import FileResponse, JSONResponse, Response, StreamingR
 from starlette.routing import BaseRoute, Route
 
 from qerl.errors import QeRLError
-from qerl.serve.clients import Clients
-from qerl.serve.names import SCHEME, split_path
-from qerl.serve.requests import Ttl, read
-from qerl.serve.types import Backend, Checkpoint, NotSavedError, WeightsInfo
+from qerl_serve.clients import Clients
+from qerl_serve.names import SCHEME, split_path
+from qerl_serve.requests import Ttl, read
+from qerl_serve.types import Backend, Checkpoint, NotSavedError, WeightsInfo
 
 VALID_S = 3600
 _TYPES = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}

@@ -12,7 +12,7 @@ this one was killed in between: so there is always the former one or the new one
 since the last optimizer step are not part of it. A folder belongs to one server at a time, which holds a lock
 on it until it ends or is killed.
 
-A path is made of an id and a name as `qerl.serve.names` takes them, with nothing that could mean something to
+A path is made of an id and a name as `qerl_serve.names` takes them, with nothing that could mean something to
 a file system, so no path leads out of the folder; nor does a link in it.
 """
 
@@ -34,13 +34,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from qerl.atomic import write_whole
+from qerl.checkpoint_folder import clear, publish, read_manifest
 from qerl.errors import QeRLError
 from qerl.run_folder import ADAPTER_FILE, MANIFEST_FILE, POLICY_FILE, UNFINISHED, read_json
-from qerl.serve.adapters import TrainedAdapter
-from qerl.serve.names import KINDS, SCHEME, split_path
-from qerl.serve.seats import Shape
-from qerl.serve.types import Checkpoint, Notes, NotSavedError
-from qerl.trainer.resume.checkpoint import clear, publish, read_manifest
+from qerl_serve.adapters import TrainedAdapter
+from qerl_serve.names import KINDS, SCHEME, split_path
+from qerl_serve.seats import Shape
+from qerl_serve.types import Checkpoint, Notes, NotSavedError
 
 logger = logging.getLogger(__name__)
 

@@ -16,11 +16,11 @@ from operator import methodcaller
 from typing import Any
 
 from qerl.errors import QeRLError
-from qerl.serve.futures import Busy, Failure, Future, Futures
-from qerl.serve.limits import Limits
-from qerl.serve.names import check_id
-from qerl.serve.queue import WorkQueue
-from qerl.serve.types import Backend, ModelInfo, WeightsInfo
+from qerl_serve.futures import Busy, Failure, Future, Futures
+from qerl_serve.limits import Limits
+from qerl_serve.names import check_id
+from qerl_serve.queue import WorkQueue
+from qerl_serve.types import Backend, ModelInfo, WeightsInfo
 
 logger = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from qerl.weight_formats import DEFAULT_FORMAT, DEFAULT_ROUNDING, FORMATS, ROUND
 
 if TYPE_CHECKING:
     from qerl.noise.schedule import NoiseSchedule
-    from qerl.serve.types import Backend
+    from qerl_serve.types import Backend
 
 KEY_FILE = "api_key"
 KEY_VARIABLE = "QERL_API_KEY"
@@ -113,9 +113,8 @@ def _add_noise(sub: argparse.ArgumentParser) -> None:
 
 
 def _serve(args: argparse.Namespace) -> None:
-    _check_packages()
     if args.status:
-        from qerl.serve.status import print_status
+        from qerl_serve.status import print_status
 
         print_status(f"http://{_address(args.host)}:{args.port}", _known_key(args), args.console)
         return
@@ -128,23 +127,8 @@ def _serve(args: argparse.Namespace) -> None:
         _run(args, backend, api_key, listening)
 
 
-def _check_packages() -> None:
-    from importlib import import_module
-
-    missing = []
-    for name in ("starlette", "uvicorn", "google.protobuf", "prometheus_client"):
-        try:
-            import_module(name)
-        except ImportError:
-            missing.append(name)
-    if missing:
-        raise QeRLError(
-            f"`qerl serve` needs {', '.join(missing)}; install them with `pip install -e '.[serve]'`."
-        )
-
-
 def _open(args: argparse.Namespace, noise: "NoiseSchedule | None") -> "Backend":
-    from qerl.serve.open import BackendOptions, open_backend
+    from qerl_serve.open import BackendOptions, open_backend
 
     return open_backend(
         BackendOptions(
@@ -186,9 +170,9 @@ def _noise(args: argparse.Namespace) -> "NoiseSchedule | None":
 
 
 def _run(args: argparse.Namespace, backend: "Backend", api_key: str, listening: socket.socket) -> None:
-    from qerl.serve.connections import room_for_connections
-    from qerl.serve.limits import Limits
-    from qerl.serve.server import Server
+    from qerl_serve.connections import room_for_connections
+    from qerl_serve.limits import Limits
+    from qerl_serve.server import Server
 
     base = backend.models[0]
     limits = Limits(

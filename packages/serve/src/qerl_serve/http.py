@@ -23,17 +23,17 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from qerl.errors import QeRLError
-from qerl.serve import requests
-from qerl.serve.checkpoint_routes import CheckpointRoutes
-from qerl.serve.clients import Clients
-from qerl.serve.futures import Answer, Busy, Failure, Future
-from qerl.serve.gate import Gate
-from qerl.serve.messages import read_forward_backward
-from qerl.serve.metrics import Metrics
-from qerl.serve.names import split_path
-from qerl.serve.samples import Samples
-from qerl.serve.service_routes import ServiceRoutes
-from qerl.serve.training import Training
+from qerl_serve import requests
+from qerl_serve.checkpoint_routes import CheckpointRoutes
+from qerl_serve.clients import Clients
+from qerl_serve.futures import Answer, Busy, Failure, Future
+from qerl_serve.gate import Gate
+from qerl_serve.messages import read_forward_backward
+from qerl_serve.metrics import Metrics
+from qerl_serve.names import split_path
+from qerl_serve.samples import Samples
+from qerl_serve.service_routes import ServiceRoutes
+from qerl_serve.training import Training
 
 logger = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ class Limits:
         topk: Most probable tokens at each position of a prompt.
         waiting: Requests that wait or whose results nobody has fetched, of all clients together.
         held: Bytes of those together, of requests while they wait and of results until they are forgotten;
-            `qerl.serve.futures` says what may exceed it. Bodies that are on their way may take as much again.
+            `qerl_serve.futures` says what may exceed it. Bodies that are on their way may take as much again.
         snapshots: Ephemeral snapshots of a session's models, and as many open samplers of saved weights; the
             least recently used goes first.
         silence_s: A client that says nothing for so long is taken for dead and its models are dropped.

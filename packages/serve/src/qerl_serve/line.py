@@ -9,7 +9,7 @@ and the step that takes it. What was sent before the client heard of the failure
 cause, so no step is made with half a gradient; what is sent afterwards was sent knowing of it, and runs. The
 worker drops the gradients of what had run, so that a batch that is sent again counts once.
 
-No threads in here; `qerl.serve.queue` locks.
+No threads in here; `qerl_serve.queue` locks.
 """
 
 from collections.abc import Callable
@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from qerl.errors import QeRLError
-from qerl.serve.futures import Answer, Failure, Future
-from qerl.serve.types import Backend
+from qerl_serve.futures import Answer, Failure, Future
+from qerl_serve.types import Backend
 
 FARTHEST = 100_000
 """A request may be so many numbers ahead of the one that is next."""

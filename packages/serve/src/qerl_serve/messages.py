@@ -18,10 +18,10 @@ import torch
 from google.protobuf.message import DecodeError
 
 from qerl.errors import QeRLError
-from qerl.serve import descriptors as wire
-from qerl.serve.limits import Limits
-from qerl.serve.types import SampleResult
 from qerl.update.losses import Datum, LossOutput
+from qerl_serve import descriptors as wire
+from qerl_serve.limits import Limits
+from qerl_serve.types import SampleResult
 
 _DTYPES: dict[int, np.dtype] = {
     wire.FLOAT32: np.dtype("<f4"),

@@ -6,8 +6,8 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from qerl.serve.futures import Answer, Failure
-from qerl.serve.types import SampleResult
+from qerl_serve.futures import Answer, Failure
+from qerl_serve.types import SampleResult
 
 _SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
 _REQUESTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)

@@ -9,10 +9,10 @@ from huggingface_hub import constants
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from qerl.errors import QeRLError
-from qerl.eval.policy import Choices, ComputeDtype, Source, decide
 from qerl.families.parts import base_model
 from qerl.families.sizes import positions_of
 from qerl.kernels.limits import MAX_RANK
+from qerl.models.decide import Choices, ComputeDtype, Source, decide
 from qerl.models.fingerprint import fingerprint
 from qerl.models.hub import LocalModel
 from qerl.models.load import end_token_ids, load_tokenizer
@@ -20,13 +20,13 @@ from qerl.noise.draw import NoiseScale
 from qerl.noise.schedule import NoiseSchedule
 from qerl.rollout.engine import KvCacheDtype
 from qerl.rollout.select import make_engine
-from qerl.serve.adapters import Adapters
-from qerl.serve.backend import ModelBackend
-from qerl.serve.checkpoints import Store
-from qerl.serve.seats import Seats
-from qerl.serve.types import ModelInfo
 from qerl.update.driver import LossDriver
 from qerl.weight_formats import Rounding, WeightFormatName
+from qerl_serve.adapters import Adapters
+from qerl_serve.backend import ModelBackend
+from qerl_serve.checkpoints import Store
+from qerl_serve.seats import Seats
+from qerl_serve.types import ModelInfo
 
 _SERVED = re.compile(r"[A-Za-z0-9_.-]+(/[A-Za-z0-9_.-]+)*")
 _ADVICE = "send shorter sequences, or train an adapter of a smaller rank"

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from qerl.errors import QeRLError
-from qerl.serve.futures import Failure, Future
-from qerl.serve.line import Job, Line
-from qerl.serve.types import Backend, SampleRequest
+from qerl_serve.futures import Failure, Future
+from qerl_serve.line import Job, Line
+from qerl_serve.types import Backend, SampleRequest
 
 Turn = Literal["calls", "samples", "updates"]
 

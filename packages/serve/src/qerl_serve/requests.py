@@ -26,10 +26,10 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from qerl.errors import QeRLError
-from qerl.serve.limits import Limits
-from qerl.serve.messages import check_tokens
-from qerl.serve.names import check_id
-from qerl.serve.types import AdamParams, LoraParams, SampleRequest
+from qerl_serve.limits import Limits
+from qerl_serve.messages import check_tokens
+from qerl_serve.names import check_id
+from qerl_serve.types import AdamParams, LoraParams, SampleRequest
 
 
 class Body(BaseModel):

@@ -9,11 +9,11 @@ from dataclasses import replace
 from functools import partial
 
 from qerl.errors import QeRLError
-from qerl.serve.clients import Clients, Sampler
-from qerl.serve.futures import Failure, Future
-from qerl.serve.names import check_id, split_path
-from qerl.serve.requests import CreateSampler, Sample
-from qerl.serve.types import Backend, Notes, SampleRequest
+from qerl_serve.clients import Clients, Sampler
+from qerl_serve.futures import Failure, Future
+from qerl_serve.names import check_id, split_path
+from qerl_serve.requests import CreateSampler, Sample
+from qerl_serve.types import Backend, Notes, SampleRequest
 
 logger = logging.getLogger(__name__)
 

@@ -29,8 +29,8 @@ from qerl.errors import QeRLError
 from qerl.rollout.engine import Completion, NormOffsets, RolloutEngine, SamplingParams, Session
 from qerl.rollout.stops import Stop, StopStrings
 from qerl.seeding import derive_seed
-from qerl.serve.adapters import Snapshot
-from qerl.serve.types import Arrivals, SampledSequence, SampleRequest, SampleResult
+from qerl_serve.adapters import Snapshot
+from qerl_serve.types import Arrivals, SampledSequence, SampleRequest, SampleResult
 
 Policy = Snapshot | None
 """A snapshot, or the base without any adapter."""

@@ -13,10 +13,10 @@ from peft import PeftModel
 from transformers import DynamicCache
 
 from qerl.families.parts import base_model, eval_mode
-from qerl.serve.sampling import Scores
-from qerl.serve.types import SampleRequest
 from qerl.update.driver import LossDriver
 from qerl.update.losses import Datum
+from qerl_serve.sampling import Scores
+from qerl_serve.types import SampleRequest
 
 _PIECE = 512
 """Tokens whose logits are there at once: 0.3 GB in fp32 at 150,000 tokens of vocabulary."""

@@ -7,14 +7,14 @@ import uvicorn
 from starlette.applications import Starlette
 
 from qerl.errors import QeRLError
-from qerl.serve.clients import Clients
-from qerl.serve.connections import backlog_of, connection_type
-from qerl.serve.futures import Failure
-from qerl.serve.http import Api
-from qerl.serve.limits import Limits
-from qerl.serve.metrics import Metrics
-from qerl.serve.types import Backend
-from qerl.serve.worker import Worker
+from qerl_serve.clients import Clients
+from qerl_serve.connections import backlog_of, connection_type
+from qerl_serve.futures import Failure
+from qerl_serve.http import Api
+from qerl_serve.limits import Limits
+from qerl_serve.metrics import Metrics
+from qerl_serve.types import Backend
+from qerl_serve.worker import Worker
 
 _ENDING = Failure("The server is ending; what was saved is still there when it runs again.", "server")
 

@@ -12,8 +12,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
-from qerl.serve.clients import Clients, Session
-from qerl.serve.metrics import Metrics
+from qerl_serve.clients import Clients, Session
+from qerl_serve.metrics import Metrics
 
 FLAGS = {
     "pjwt_auth_enabled": False,

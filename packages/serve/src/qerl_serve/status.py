@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from qerl.errors import QeRLError
-from qerl.report.visible import visible
+from qerl.visible import visible
 
 
 def print_status(url: str, api_key: str, console: Console) -> None:

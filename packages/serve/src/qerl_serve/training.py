@@ -9,12 +9,12 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 from qerl.errors import QeRLError
-from qerl.serve.clients import Clients, Model, unknown
-from qerl.serve.futures import Answer, Busy, Failure, Future, TooLarge
-from qerl.serve.line import Job, Line
-from qerl.serve.messages import ForwardBackward, loss_output_bytes
-from qerl.serve.names import check_id, check_name, split_path
-from qerl.serve.requests import (
+from qerl_serve.clients import Clients, Model, unknown
+from qerl_serve.futures import Answer, Busy, Failure, Future, TooLarge
+from qerl_serve.line import Job, Line
+from qerl_serve.messages import ForwardBackward, loss_output_bytes
+from qerl_serve.names import check_id, check_name, split_path
+from qerl_serve.requests import (
     CreateModel,
     LoadWeights,
     OfModel,
@@ -23,8 +23,8 @@ from qerl.serve.requests import (
     SaveWeights,
     model_id_of,
 )
-from qerl.serve.samples import Samples
-from qerl.serve.types import Backend, Notes
+from qerl_serve.samples import Samples
+from qerl_serve.types import Backend, Notes
 
 Run = Callable[[Backend], Answer]
 

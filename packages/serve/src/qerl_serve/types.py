@@ -172,7 +172,7 @@ class Checkpoint:
     """Saved weights in the server's folder.
 
     Attributes:
-        path: tinker://MODEL_ID/KIND/NAME with one of `qerl.serve.names.KINDS`; weights have an optimizer.
+        path: tinker://MODEL_ID/KIND/NAME with one of `qerl_serve.names.KINDS`; weights have an optimizer.
         folder: Where they lie, a plain PEFT folder.
         bytes: Size of its files.
         time: Seconds since the epoch when they were saved.

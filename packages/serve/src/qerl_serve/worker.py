@@ -17,12 +17,12 @@ from collections.abc import Callable
 import torch
 
 from qerl.errors import QeRLError, first_line
-from qerl.serve.futures import Answer, Category, Failure
-from qerl.serve.line import CHANGES, Job, Line
-from qerl.serve.messages import sample_bytes
-from qerl.serve.metrics import Metrics
-from qerl.serve.queue import SampleJob, WorkQueue
-from qerl.serve.types import Backend, SampleRequest, SampleResult
+from qerl_serve.futures import Answer, Category, Failure
+from qerl_serve.line import CHANGES, Job, Line
+from qerl_serve.messages import sample_bytes
+from qerl_serve.metrics import Metrics
+from qerl_serve.queue import SampleJob, WorkQueue
+from qerl_serve.types import Backend, SampleRequest, SampleResult
 
 logger = logging.getLogger(__name__)
 

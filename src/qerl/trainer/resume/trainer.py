@@ -10,7 +10,7 @@
 - **What was learned on the way** is saved: limits of memory, and which problems a curriculum has found
   settled.
 - **Saving** goes into a folder aside, which is renamed when all processes have written their part
-  (`qerl.trainer.resume.checkpoint`). Older checkpoints are deleted after that.
+  (`qerl.checkpoint_folder`). Older checkpoints are deleted after that.
 """
 
 import contextlib
@@ -26,6 +26,7 @@ from safetensors import SafetensorError
 from transformers.trainer_utils import rotate_checkpoints
 from trl import GRPOTrainer
 
+from qerl.checkpoint_folder import clear, move_into, publish
 from qerl.errors import QeRLError, first_line
 from qerl.families.parts import base_model
 from qerl.kernels.device import device_words
@@ -37,7 +38,6 @@ from qerl.trainer.batch import Batch
 from qerl.trainer.data import check_enough
 from qerl.trainer.prompt_choice import PromptChoice
 from qerl.trainer.resume.changes import checkpoint_of_a_trainer
-from qerl.trainer.resume.checkpoint import clear, move_into, publish
 from qerl.trainer.resume.claim import claimed
 from qerl.trainer.resume.provenance import write_provenance
 from qerl.trainer.resume.rollout_file import load_rollouts, save_rollouts

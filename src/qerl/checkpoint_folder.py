@@ -4,7 +4,7 @@ A checkpoint is written into a folder aside and renamed once every process has w
 ends a run in the middle of saving, each `checkpoint-N` is whole and none was given up for one that is not.
 Its last file lists all others with their sizes: one that a copy, a full disk or a power failure has cut short
 is found before anything is loaded, and the one before it is named. The settings lie beside it, because a
-resume is checked against them (`qerl.trainer.resume.changes`).
+resume is checked against them.
 
 Given up: flushing to the disk. A process that is killed loses nothing by that; after a power failure the
 sizes tell.
