@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from transformers import PreTrainedTokenizerBase
 
-import qerl
+from qerl import __version__
 from qerl.agents.thinking import thinking_of
 from qerl.agents.trajectory import Message
 from qerl.errors import QeRLError
@@ -202,7 +202,8 @@ def _by_stratum(strata: list[str], counts: list[int], samples: int) -> dict[str,
 
 def versions() -> dict[str, str]:
     """Versions of the libraries that decide what is sampled."""
-    return {p.__name__: str(p.__version__) for p in (qerl, torch, transformers, peft)}
+    libraries = (torch, transformers, peft)
+    return {"qerl": __version__} | {p.__name__: str(p.__version__) for p in libraries}
 
 
 def _powers_of_two(most: int) -> list[int]:
