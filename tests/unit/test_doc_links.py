@@ -9,9 +9,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
 DATED = ("CHANGELOG.md", "log")  # changelog and lab book, which speak of files of their time
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
-_FILE = re.compile(
-    r"`((?:qerl|src|tests|docs|bench|lab)/[\w./-]+|(?!my/)[\w-]+/[\w./-]*(?:\.\w+|/))`"
-)
+_FILE = re.compile(r"`((?:qerl|src|tests|docs|bench|lab)/[\w./-]+|(?!my/)[\w-]+/[\w./-]*(?:\.\w+|/))`")
 _PLACES = (ROOT, ROOT / "src", ROOT / "src" / "qerl", ROOT / "packages" / "serve" / "src")
 _MODULE = re.compile(r"`((?:qerl|qerl_serve|lab)(?:\.[a-z_]\w*)+)`")
 PACKAGE = ROOT / "src" / "qerl"

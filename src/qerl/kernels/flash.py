@@ -1,53 +1,68 @@
-"""torch's own FlashAttention-2.
+"""FlashAttention along stretches, for the update: torch's own, called by what autograd would call, because
+the update gathers keys and values anew for backward instead of keeping them.
 
 Its backward adds gradients of queries atomically unless told otherwise. Here it is told to add them in a
-fixed order, which it does in several FP32 copies; those that no block of keys would write are left out
-(`stretches_in_backward`).
+fixed order, since a resumed run must compute the same bits, which it does in several FP32 copies; those that
+no block of keys would write are left out (`stretches_in_backward`).
+
+Shapes: L queries of all stretches, M keys of all stretches, N stretches and one, H query heads, G key heads,
+E head size.
 """
 
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.attention import current_flash_attention_impl
 
 from qerl.errors import QeRLError
 from qerl.kernels.device import multiprocessors
-from qerl.kernels.flash.choice import Extents
 
 _ONE_THREAD = threading.Lock()
 
 
-class Flash2:
-    """See `qerl.kernels.flash.choice.Flash`."""
+class Extents(NamedTuple):
+    """Stretches of queries, each with the stretch of keys it sees: causal, aligned at their ends.
 
-    def forward(
-        self, q_LHE: torch.Tensor, k_MGE: torch.Tensor, v_MGE: torch.Tensor, extents: Extents, scale: float
-    ) -> tuple[torch.Tensor, ...]:
-        """See `qerl.kernels.flash.choice.Flash.forward`."""
-        found = torch.ops.aten._flash_attention_forward(
-            q_LHE, k_MGE, v_MGE, *extents, 0.0, True, False, scale=scale
-        )
-        return tuple(found[:4])
+    Attributes:
+        query_offsets_N: int32, where the queries of each stretch begin, and L.
+        key_offsets_N: int32, where its keys begin, and M.
+        longest_query, longest_key: Tokens of the longest stretch.
+    """
 
-    def backward(
-        self,
-        dout_LHE: torch.Tensor,
-        inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-        outputs: tuple[torch.Tensor, ...],
-        extents: Extents,
-        scale: float,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """See `qerl.kernels.flash.choice.Flash.backward`."""
-        out_LHE, lse, state, unused = outputs
-        with _deterministic():
-            dq_LHE, dk_MGE, dv_MGE = torch.ops.aten._flash_attention_backward(
-                dout_LHE, *inputs, out_LHE, lse, *_with_empty(extents, inputs[0]), 0.0, True, state, unused,
-                scale=scale,
-            )  # fmt: skip
-        return dq_LHE, dk_MGE, dv_MGE
+    query_offsets_N: torch.Tensor
+    key_offsets_N: torch.Tensor
+    longest_query: int
+    longest_key: int
+
+
+def forward(
+    q_LHE: torch.Tensor, k_MGE: torch.Tensor, v_MGE: torch.Tensor, extents: Extents, scale: float
+) -> tuple[torch.Tensor, ...]:
+    """The output [L, H, E] in 16 bits, and what else backward needs."""
+    found = torch.ops.aten._flash_attention_forward(
+        q_LHE, k_MGE, v_MGE, *extents, 0.0, True, False, scale=scale
+    )
+    return tuple(found[:4])
+
+
+def backward(
+    dout_LHE: torch.Tensor,
+    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    outputs: tuple[torch.Tensor, ...],
+    extents: Extents,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of the inputs q, k and v of forward, given all it returned; the same bits each time."""
+    out_LHE, lse, state, unused = outputs
+    with _deterministic():
+        dq_LHE, dk_MGE, dv_MGE = torch.ops.aten._flash_attention_backward(
+            dout_LHE, *inputs, out_LHE, lse, *_with_empty(extents, inputs[0]), 0.0, True, state, unused,
+            scale=scale,
+        )  # fmt: skip
+    return dq_LHE, dk_MGE, dv_MGE
 
 
 def _with_empty(extents: Extents, q_LHE: torch.Tensor) -> Extents:
