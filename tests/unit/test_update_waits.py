@@ -6,7 +6,7 @@ from peft import LoraConfig, get_peft_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from qerl.kernels.upload import upload
+from qerl.kernels.device import upload
 from qerl.settings.config import QeRLConfig
 from qerl.trainer import updates
 from qerl.trainer.correction import Mismatch

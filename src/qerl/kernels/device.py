@@ -1,4 +1,4 @@
-"""What launchers ask about a device."""
+"""What launchers ask about a device, and what they put there."""
 
 from functools import cache
 from typing import Any
@@ -32,3 +32,15 @@ def l2_bytes(device: torch.device) -> int:
     properties: Any = torch.cuda.get_device_properties(device)
     size: int = properties.L2_cache_size
     return size
+
+
+def upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor of the CPU on a device; the host goes on at once.
+
+    `tensor.to("cuda")` copies from memory that the system may move, so it returns only once the GPU has done
+    all that was asked of it before. From pinned memory the copy waits in line like any other work. torch
+    keeps the pinned memory until the copy is done, and uses it again.
+    """
+    if device.type != "cuda":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)

@@ -24,8 +24,7 @@ from qerl import __version__
 from qerl.atomic import writing
 from qerl.errors import QeRLError
 from qerl.report.completions import Table, longest_text, read_tables, shown_groups
-from qerl.report.metrics import METRICS, Metric, number
-from qerl.report.runs import Run, Series, read_runs, series
+from qerl.report.runs import METRICS, Metric, Run, Series, number, read_runs, series
 from qerl.report.scores import Score, read_scores
 from qerl.report.svg import Curve, chart, swatch
 from qerl.run_folder import CONFIG_FILE, METRICS_FILE

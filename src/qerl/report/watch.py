@@ -22,8 +22,7 @@ from rich.text import Text
 from qerl.errors import QeRLError
 from qerl.report.completions import Sample, Table, read_table
 from qerl.report.curve import terminal_curve
-from qerl.report.metrics import METRICS, number
-from qerl.report.runs import Run, Series, read_runs, series
+from qerl.report.runs import METRICS, Run, Series, number, read_runs, series
 from qerl.run_folder import CONFIG_FILE, METRICS_FILE, table_paths
 from qerl.visible import shortened, visible
 

@@ -18,7 +18,7 @@ from trl.trainer.utils import split_tensor_dict
 from qerl.errors import QeRLError
 from qerl.families.parts import base_model
 from qerl.fp4.linear import dense_weights_kept
-from qerl.kernels.upload import upload
+from qerl.kernels.device import upload
 from qerl.settings.config import QeRLConfig
 from qerl.trainer.balance import dealt
 from qerl.trainer.batch import Batch, on_host, padded

@@ -27,7 +27,7 @@ from typing import TypeVar
 
 import torch
 
-from qerl.kernels.upload import upload
+from qerl.kernels.device import upload
 from qerl.update.padded import Lengths
 
 T = TypeVar("T")

@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 
-from qerl.kernels.upload import upload
+from qerl.kernels.device import upload
 from qerl.update.padded import PaddedBatch
 
 MaskFunction = Callable[[Any, Any, torch.Tensor, torch.Tensor], torch.Tensor]

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from qerl.kernels.decode import attend as attention
+from qerl.kernels.device import upload
 from qerl.kernels.limits import PAGE
-from qerl.kernels.upload import upload
 from qerl.rollout.paged.forward import Forward, Inputs
 from qerl.rollout.paged.kv_cache import KVCache
 from qerl.rollout.paged.scheduler import Span
