@@ -18,9 +18,8 @@ from rich.table import Table
 
 from qerl.agents.trajectory import Message
 from qerl.eval.policy import load
-from qerl.eval.record import Record
+from qerl.eval.record import EvalResult, Record
 from qerl.eval.request import Request
-from qerl.eval.result import EvalResult
 from qerl.eval.run import Problems, prepare, score
 from qerl.fp4.quantize import quantize_checkpoint
 from qerl.models.cache import cache_folder

@@ -32,8 +32,7 @@ from qerl.agents.thinking import thinking_of
 from qerl.agents.trajectory import Message
 from qerl.errors import QeRLError
 from qerl.eval.interval import accuracy_interval, pass_at, pass_interval
-from qerl.eval.record import Record, Row
-from qerl.eval.result import EvalResult, Stratum
+from qerl.eval.record import EvalResult, Record, Row, Stratum
 from qerl.eval.sampling import Conversations, Said, in_one_turn
 from qerl.models.chat import Chat
 from qerl.rollout.engine import RolloutEngine, SamplingParams

@@ -19,9 +19,8 @@ from qerl.agents.thinking import CLOSING
 from qerl.errors import QeRLError
 from qerl.eval.evaluate import evaluate, held_out, versions
 from qerl.eval.policy import Policy, choices_of, load
-from qerl.eval.record import Record
+from qerl.eval.record import EvalResult, Record
 from qerl.eval.request import Request
-from qerl.eval.result import EvalResult
 from qerl.eval.sampling import Conversations, in_one_turn
 from qerl.models.chat import Chat
 from qerl.models.decide import Choices, Loading, Source, decide, digest
