@@ -20,9 +20,9 @@ from qerl.rollout.paged.pace import Pace
 from qerl.rollout.paged.prefill import Prefill
 from qerl.rollout.paged.scheduler import Scheduler
 from qerl.rollout.sampling import truncate
-from qerl.rollout.stops import StopTokens
 from tests.support.paged import from_uniforms, random_model, score
 from tests.support.sessions import play
+from tests.support.stops import StopTokens
 
 PROMPTS = [list(range(5, 75)), [7], list(range(100, 229))]
 

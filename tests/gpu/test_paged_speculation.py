@@ -19,10 +19,11 @@ from qerl.rollout.engine import SamplingParams
 from qerl.rollout.paged import decode
 from qerl.rollout.paged.engine import PagedEngine
 from qerl.rollout.paged.pace import Pace
-from qerl.rollout.stops import Stop, StopTokens
+from qerl.rollout.stops import Stop
 from tests.support.paged import from_uniforms, random_model, score
 from tests.support.sessions import check_against, play
 from tests.support.speculation import drop_drafts
+from tests.support.stops import StopTokens
 
 PROMPTS = [[5, 6, 7, 8] * 20, [7, 7, 7], list(range(100, 229))]
 SHARP = {"temperature": 0.5, "top_k": 3}

@@ -15,8 +15,8 @@ from qerl.rollout.paged.machine import Eager
 from qerl.rollout.paged.pace import Pace
 from qerl.rollout.paged.scheduler import Scheduler
 from qerl.rollout.portable.engine import PortableEngine
-from qerl.rollout.stops import StopTokens
 from tests.support.sessions import check_against, play
+from tests.support.stops import StopTokens
 
 PROMPTS = [[5, 7, 11], [9]]
 BLOCK_BYTES = KVGeometry(((2, 16),) * 1, 4).block_bytes

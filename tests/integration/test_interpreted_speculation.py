@@ -22,9 +22,9 @@ from qerl.rollout.paged.pace import Pace
 from qerl.rollout.paged.rows import Rows
 from qerl.rollout.portable.engine import PortableEngine
 from qerl.rollout.sequence import Prompt, Sequence
-from qerl.rollout.stops import StopTokens
 from tests.support.sessions import check_against, play
 from tests.support.speculation import drop_drafts
+from tests.support.stops import StopTokens
 
 BLOCK_BYTES = KVGeometry(((2, 16),) * 1, 4).block_bytes
 CYCLE = [5, 7, 11, 5, 7, 11, 5, 7]

@@ -27,8 +27,9 @@ from qerl.rollout.paged.pace import Pace
 from qerl.rollout.paged.rows import Rows
 from qerl.rollout.paged.session import EngineParts, PagedSession
 from qerl.rollout.sampling import uniform_streams
-from qerl.rollout.stops import Stop, StopTokens
+from qerl.rollout.stops import Stop
 from tests.support.books import ONE_NUMBER, blocks_of
+from tests.support.stops import StopTokens
 
 BLOCK_BYTES = 2 * PAGE * 4
 POSITIONS, TOKENS = 700, 89

@@ -7,7 +7,8 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from qerl.rollout.paged.rows import Rows
 from qerl.rollout.sequence import Prompt, Sequence
-from qerl.rollout.stops import Stop, StopTokens
+from qerl.rollout.stops import Stop
+from tests.support.stops import StopTokens
 
 
 class Gone(Stop):

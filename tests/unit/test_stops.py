@@ -9,8 +9,9 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from qerl.errors import QeRLError
 from qerl.rollout.portable.engine import PortableEngine
-from qerl.rollout.stops import Cut, StopStrings, StopTokens, first_cut
+from qerl.rollout.stops import Cut, StopStrings, first_cut
 from tests.support.portable import PAD, PROMPTS, sampled
+from tests.support.stops import StopTokens
 
 PIECES = ["a", "b", ":", " ", "ab", "b:a", " User", "User:", "\n\n", "é", "€", "-é", "€€:", "<stop>"]
 

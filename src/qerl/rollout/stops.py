@@ -11,7 +11,7 @@ text: the policy drew it, and its log-probability is that of the whole token.
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from qerl.errors import QeRLError
@@ -62,24 +62,6 @@ class Stop(ABC):
         Returns:
             How many tokens the sequence has when it ends, more than ``checked``; None if it goes on.
         """
-
-
-class StopTokens(Stop):
-    """Tokens that end turns, where sequences of one session have different ones.
-
-    Args:
-        ids: Any of these; the turn includes it.
-    """
-
-    def __init__(self, ids: Iterable[int]) -> None:
-        self._ids = frozenset(ids)
-
-    def end(
-        self, prompt_ids: Sequence[int], token_ids: Sequence[int], start: int, checked: int
-    ) -> int | None:
-        """See `Stop.end`."""
-        places = range(checked, len(token_ids))
-        return next((place + 1 for place in places if token_ids[place] in self._ids), None)
 
 
 class StopStrings(Stop):
