@@ -20,6 +20,12 @@ def visible(text: str) -> str:
     return text.replace("\r\n", "\n").translate(_SIGNS)
 
 
+def seen(text: str, characters: int) -> str:
+    """Text of a model as it is shown, at most so many characters of it."""
+    few = shortened(text, characters)  # first, as signs are looked for in what is shown alone
+    return shortened(visible(few), characters)
+
+
 def shortened(text: str, characters: int) -> str:
     """The first and the last part of a text that is longer, with a note of what is left out between them."""
     if len(text) <= characters:

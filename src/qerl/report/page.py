@@ -28,7 +28,7 @@ from qerl.report.runs import METRICS, Metric, Run, Series, number, read_runs, se
 from qerl.report.scores import Score, read_scores
 from qerl.report.svg import Curve, chart, swatch
 from qerl.run_folder import CONFIG_FILE, METRICS_FILE
-from qerl.visible import shortened, visible
+from qerl.visible import seen
 
 UNCOMPARED = ("output_dir", "run_name", "logging_dir")
 """Settings that say where a run is kept and not what it does."""
@@ -136,7 +136,7 @@ def _page(template: str, script: str, **values: Any) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"number": number, "seen": _seen}
+    environment.filters |= {"number": number, "seen": seen}
     environment.globals |= {
         "cells": _cells,
         "chart": lambda *drawn: Markup(chart(*drawn)),
@@ -159,12 +159,6 @@ def style_sheet() -> str:
 def filter_script() -> str:
     """The script of pages with completions."""
     return files("qerl.report").joinpath("filter.js").read_text(encoding="utf-8")
-
-
-def _seen(text: str, longest: int) -> str:
-    """Text of a model as it is shown, at most so many characters of it."""
-    few = shortened(text, longest)  # first, as signs are looked for in what is shown alone
-    return shortened(visible(few), longest)
 
 
 def _cells(metric: Metric, data: Series) -> list[str]:

@@ -31,13 +31,13 @@ def check_id(text: Any, what: str) -> str:
     return _checked(_ID, text, what, "letters, digits and _ - . :")
 
 
-def check_name(text: Any, what: str = "The name of a checkpoint") -> str:
+def check_name(text: Any) -> str:
     """The name of a checkpoint as it is.
 
     Raises:
         QeRLError: It is not made of letters, digits, `_`, `-` and `.`.
     """
-    return _checked(_NAME, text, what, "letters, digits and _ - .")
+    return _checked(_NAME, text, "The name of a checkpoint", "letters, digits and _ - .")
 
 
 def split_path(path: Any) -> tuple[str, Kind, str]:
