@@ -85,7 +85,7 @@ def _run(words: list[str]) -> int | None:
     fields: dict[str, str] = {}
     if words and words[0] in TAKE_FIELDS:
         words, fields = split_fields(words, *TAKE_FIELDS[words[0]])
-    args, unknown = _parser().parse_known_args(words)
+    args, unknown = _parser(*words[:1]).parse_known_args(words)
     if unknown:
         raise QeRLError(
             f"`qerl {words[0]}` does not take {' '.join(unknown)}; `qerl {words[0]} --help` says what it "
@@ -194,7 +194,8 @@ class Command(argparse.ArgumentParser):
         _print(self.format_help())
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(word: str = "") -> argparse.ArgumentParser:
+    """The words of all commands; where the command is one of this package, of these alone."""
     parser = argparse.ArgumentParser(
         prog="qerl", description="RL of language models on few GPUs, on NVFP4 weights."
     )
@@ -203,9 +204,11 @@ def _parser() -> argparse.ArgumentParser:
     for add in (
         _add_train, _add_plan, _add_demo, _add_recipes, _add_fields, _add_quantize, add_eval,
         add_generate, add_report, add_watch, add_bench, _add_doctor,
-        *(command.load() for command in entry_points(group=COMMANDS)),
     ):  # fmt: skip
         add(commands)
+    if word not in commands.choices:  # so that nothing of others can hinder a command of this package
+        for command in entry_points(group=COMMANDS):
+            command.load()(commands)
     return parser
 
 

@@ -100,3 +100,15 @@ def test_without_the_server_its_command_says_what_to_install(monkeypatch, capsys
     with pytest.raises(SystemExit):
         main(["--help"])
     assert " serve " not in capsys.readouterr().out
+
+
+def test_what_others_add_cannot_hinder_a_command_of_the_core(monkeypatch, capsys):
+    class Broken:
+        def load(self):
+            raise ImportError("made for another version")
+
+    monkeypatch.setattr("qerl.cli.entry_points", lambda **asked: (Broken(),))
+    assert main(["recipes"]) == 0
+    assert "gsm8k" in capsys.readouterr().out
+    with pytest.raises(ImportError):
+        main(["serve", "some/model"])
