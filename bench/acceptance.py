@@ -27,8 +27,9 @@ import torch
 from rich.console import Console
 
 from bench.result import write_result
-from qerl.eval.policy import Loading, Policy, load
+from qerl.eval.policy import Policy, load
 from qerl.models.chat import Chat
+from qerl.models.decide import Loading
 from qerl.models.hub import find_model
 from qerl.models.smollm2 import HUB_ID
 from qerl.rollout.drafts import Text, draft

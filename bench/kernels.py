@@ -24,7 +24,7 @@ from bench.result import write_result
 from qerl.families.sizes import Sizes
 from qerl.kernels.cards import Card, card_of
 from qerl.kernels.needs import has_module
-from qerl.kernels.weights.nvfp4 import tiling_for
+from qerl.kernels.weights.nvfp4 import Tile, quack_gemm, quack_tile, tiling_for
 from qerl.kernels.weights.packed_gemm import (
     MAX_TOKENS,
     OUTPUT_SCALE,
@@ -33,7 +33,6 @@ from qerl.kernels.weights.packed_gemm import (
     partial_sums,
     to_operand,
 )
-from qerl.kernels.weights.quack_gemm import Tile, quack_gemm, quack_tile
 from qerl.kernels.weights.tiles import TILE, Tiles
 from qerl.weight_formats import FORMATS
 

@@ -13,10 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-
-from qerl.families.sizes import Sizes
-from qerl.measure.random_model import random_policy
-from qerl.measure.random_task import word_tokenizer
 from qerl.serve.checkpoints import Store
 from qerl.serve.command import listen
 from qerl.serve.limits import Limits
@@ -24,8 +20,19 @@ from qerl.serve.open import BackendOptions, make_backend
 from qerl.serve.server import Server
 from qerl.serve.types import ModelInfo
 from qerl.serve.worker import Worker
+
+from qerl.families.sizes import Sizes
+from qerl.measure.random_model import random_policy
+from qerl.measure.random_task import word_tokenizer
 from qerl.trainer.step_log import used_bytes
 from qerl.weight_formats import WeightFormatName
+from qerl_serve.checkpoints import Store
+from qerl_serve.command import listen
+from qerl_serve.limits import Limits
+from qerl_serve.open import BackendOptions, make_backend
+from qerl_serve.server import Server
+from qerl_serve.types import ModelInfo
+from qerl_serve.worker import Worker
 
 KEY = "tml-of-the-benchmarks"
 BASE = "random/model"

@@ -60,7 +60,6 @@ from qerl.rollout.session import whole_completions
 from qerl.settings.config import QeRLConfig
 from qerl.trainer.grpo import QeRLTrainer
 from qerl.trainer.step_log import used_bytes
-from qerl.update.path import attention_kernel
 from qerl.weight_formats import FORMATS, WeightFormatName
 
 _TRL_STEP = "bench.peers.trl_step"  # runs in the peer's process, which alone imports it
@@ -257,7 +256,6 @@ def _own_rows(args: argparse.Namespace, sizes: Sizes) -> Iterator[dict[str, Any]
                 "processes": processes, "completion_tokens": tokens, "resident_gb": resident,
                 "tokens_per_forward": tokens_per_forward, **checkpointing, **medians(seen),
                 "peak_gb": max(step[phase] for step in seen for phase in ("rollout_gb", "update_gb")),
-                "attention_kernel": attention_kernel(base_model(policy)),
                 "steps": seen,
             }  # fmt: skip
         del policy, engine

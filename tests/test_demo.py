@@ -10,7 +10,8 @@ from rich.console import Console
 from qerl.cli import main
 from qerl.demo import conversation, one_microbatch, score_demo
 from qerl.environments import get_environment
-from qerl.eval.policy import Loading, Policy
+from qerl.eval.policy import Policy
+from qerl.models.decide import Loading
 from qerl.models.hub import LocalModel
 from qerl.settings.recipe import changed, load_config
 from qerl.tasks import get_task

@@ -9,7 +9,6 @@ import torch
 from qerl import doctor, host_memory
 from qerl.doctor import OPTIONAL, Row, diagnose, print_doctor
 from qerl.kernels import needs
-from qerl.kernels.flash import choice
 from qerl.models import hub
 
 GPU = SimpleNamespace(
@@ -101,24 +100,6 @@ def test_gpu_machine_without_quack(cuda, installed):
     installed -= {"quack-kernels"}
     assert row("rollout", "paged engine").state == "ok"
     assert "dequantisation and cuBLAS from there" in row("rollout", "products").finding
-
-
-def test_gpu_machine_and_flash_attention_4(cuda, installed, monkeypatch):
-    monkeypatch.setattr(choice, "_installed", lambda: "4.0.0b36")
-    attention = row("update", "attention")
-    assert (attention.state, attention.finding.partition(" (")[0]) == ("ok", "FlashAttention-4")
-    monkeypatch.setattr(choice, "_installed", lambda: "4.0.0b40")
-    attention = row("update", "attention")
-    assert attention.state == "slow"
-    assert attention.finding.startswith(
-        "FlashAttention-2 (flash-attn-4 4.0.0b40 is installed and 4.0.0b36 was"
-    )
-    cuda.major = 8
-    assert row("update", "attention") == Row(
-        "update", "attention", "ok", "FlashAttention-2 (FlashAttention-4 was not run on such GPUs)"
-    )
-    installed -= {"triton"}
-    assert "update" not in {found.section for found in diagnose()}, "nor does any kernel run"
 
 
 def test_gpu_that_is_too_old(cuda, installed):

@@ -10,9 +10,10 @@ from rich.console import Console
 from qerl.cli import eval_command
 from qerl.environments import registry as environments
 from qerl.errors import QeRLError
-from qerl.eval.policy import Source, choices_of
+from qerl.eval.policy import choices_of
 from qerl.eval.request import Request
 from qerl.eval.run import _task, _turns, answer
+from qerl.models.decide import Source
 from qerl.tasks import registry as tasks
 from qerl.user_code import foreign_code, named_again
 

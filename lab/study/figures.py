@@ -13,8 +13,8 @@ from html import escape
 import numpy as np
 
 from lab.study.statistics import Comparison, mean_interval
-from qerl.report.metrics import Metric, number
 from qerl.report.page import style_sheet
+from qerl.report.runs import Metric, number
 from qerl.report.svg import HEIGHT, LEFT, RIGHT, WIDTH, Frame, axes, step_ticks, style_class, tick, ticks
 
 _ROW = 22

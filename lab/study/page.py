@@ -15,8 +15,8 @@ from lab.study.figures import Band, band, band_chart, difference_chart, standalo
 from lab.study.results import ACCURACY, ROLLOUT_ENTROPY, Results, RunResult, Values
 from lab.study.statistics import Comparison, compare
 from qerl.atomic import writing
-from qerl.report.metrics import Metric, number
 from qerl.report.page import differing, document
+from qerl.report.runs import Metric, number
 
 EVALUATED = (
     Metric(ACCURACY, "Greedy accuracy on held-out problems, without noise", "%", share=True),

@@ -62,7 +62,7 @@ def files(*names: str) -> str:
 
 
 def attention(found: Row) -> str:
-    """The FlashAttention of a step's long rows; results that do not say it are older than the choice."""
+    """The FlashAttention of a step's long rows; results that do not say it are of torch's."""
     return str(found.get("attention_kernel", "FlashAttention-2")).split(" (")[0]
 
 

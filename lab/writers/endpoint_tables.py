@@ -30,7 +30,7 @@ from lab.writers.study_tables import (
     study,
     tested,
 )
-from qerl.report.metrics import number
+from qerl.report.runs import number
 
 PAPER = (
     ("uncorrected, as in the paper", "aqn_uncorrected", "none_uncorrected"),

@@ -15,7 +15,7 @@ from lab.study.arms import Arm
 from lab.study.results import SIGMA, Results, RunResult, read_results
 from lab.study.statistics import FEWEST, Comparison, bca, compare, mean_interval, wilcoxon
 from lab.writers.captions import table
-from qerl.report.metrics import number
+from qerl.report.runs import number
 
 NOT_RUN = "not run"
 

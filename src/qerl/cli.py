@@ -2,7 +2,8 @@
 
 Flags are written with underscores, as TRL's are; a dash in a flag means the same. Heavy imports happen inside
 the commands, so that `qerl --help` and mistakes on the command line answer at once. Each command is a
-function that describes its words (`_add_train`) beside one that runs it (`_train`).
+function that describes its words (`_add_train`) beside one that runs it (`_train`). Other distributions add
+commands by the entry points of a group (`COMMANDS`), each a function as `_add_train`.
 """
 
 import argparse
@@ -14,6 +15,7 @@ import shlex
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -23,7 +25,6 @@ from qerl import __version__
 from qerl.cli_results import add_bench, add_eval, add_generate, add_report, add_watch
 from qerl.errors import QeRLError
 from qerl.ranks import is_first_process
-from qerl.serve.command import add_serve
 from qerl.settings.words import add_command, positionals_first, split_fields, with_underscores
 from qerl.user_code import named_again
 from qerl.weight_formats import DEFAULT_FORMAT, DEFAULT_ROUNDING, PACKED_FORMATS, ROUNDINGS
@@ -37,6 +38,9 @@ TAKE_FIELDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "demo": (("--help", "--tools"), ()),
     "plan": (("--help", "--max_context"), ("--gpu", "--processes", "--adapters")),
 }
+
+COMMANDS = "qerl.commands"
+"""Group of the entry points by which other distributions add commands."""
 
 console = Console(quiet=not is_first_process(), emoji=False)  # a path may have ":train:" in it
 
@@ -73,10 +77,15 @@ def _run(words: list[str]) -> int | None:
         raise QeRLError(
             "Studies lie in QeRL's repository and not in the package; in a clone, type `python -m lab study`."
         )
+    if words[:1] == ["serve"] and not entry_points(group=COMMANDS, name="serve"):
+        raise QeRLError(
+            "`qerl serve` is in a package of its own; type `pip install 'qerl[serve]'`, or in a clone "
+            "`pip install -e . -e packages/serve`."
+        )
     fields: dict[str, str] = {}
     if words and words[0] in TAKE_FIELDS:
         words, fields = split_fields(words, *TAKE_FIELDS[words[0]])
-    args, unknown = _parser().parse_known_args(words)
+    args, unknown = _parser(*words[:1]).parse_known_args(words)
     if unknown:
         raise QeRLError(
             f"`qerl {words[0]}` does not take {' '.join(unknown)}; `qerl {words[0]} --help` says what it "
@@ -185,7 +194,8 @@ class Command(argparse.ArgumentParser):
         _print(self.format_help())
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(word: str = "") -> argparse.ArgumentParser:
+    """The words of all commands; where the command is one of this package, of these alone."""
     parser = argparse.ArgumentParser(
         prog="qerl", description="RL of language models on few GPUs, on NVFP4 weights."
     )
@@ -193,9 +203,12 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=Command)
     for add in (
         _add_train, _add_plan, _add_demo, _add_recipes, _add_fields, _add_quantize, add_eval,
-        add_generate, add_report, add_watch, add_bench, add_serve, _add_doctor,
+        add_generate, add_report, add_watch, add_bench, _add_doctor,
     ):  # fmt: skip
         add(commands)
+    if word not in commands.choices:  # so that nothing of others can hinder a command of this package
+        for command in entry_points(group=COMMANDS):
+            command.load()(commands)
     return parser
 
 

@@ -14,7 +14,7 @@ from qerl.settings.words import add_command, number_from
 from qerl.weight_formats import DEFAULT_FORMAT, DEFAULT_ROUNDING, FORMATS, ROUNDINGS
 
 if TYPE_CHECKING:
-    from qerl.eval.policy import Source
+    from qerl.models.decide import Source
 
 
 def add_bench(commands: Any) -> None:
@@ -207,7 +207,7 @@ def _generate(args: argparse.Namespace) -> None:
 
 
 def _source(args: argparse.Namespace, adapter: Path | None) -> "Source":
-    from qerl.eval.policy import Source
+    from qerl.models.decide import Source
     from qerl.settings.recipe import parse_mapping
 
     kwargs = parse_mapping(args.chat_template_kwargs, "--chat_template_kwargs")

@@ -17,13 +17,13 @@ from rich.console import Console
 from rich.table import Table
 
 from qerl.agents.trajectory import Message
-from qerl.eval.policy import Source, load
-from qerl.eval.record import Record
+from qerl.eval.policy import load
+from qerl.eval.record import EvalResult, Record
 from qerl.eval.request import Request
-from qerl.eval.result import EvalResult
 from qerl.eval.run import Problems, prepare, score
 from qerl.fp4.quantize import quantize_checkpoint
 from qerl.models.cache import cache_folder
+from qerl.models.decide import Source
 from qerl.models.hub import local_checkpoint
 from qerl.report.curve import terminal_curve
 from qerl.report.page import write_report

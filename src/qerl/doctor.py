@@ -87,7 +87,6 @@ def diagnose() -> list[Row]:
         *_optional(),
         *_weights(),
         *_rollout(),
-        *_update(),
         _sandbox(),
         _demo_model(),
     ]
@@ -269,18 +268,6 @@ def _rollout() -> Iterator[Row]:
             f"{needs.many_tokens_by(card)} from there; 16-bit weights: cuBLAS"
         )
         yield Row(section, "products", "ok", finding)
-
-
-def _update() -> Iterator[Row]:
-    """What computes attention in the update, where its kernels run."""
-    if not torch.cuda.is_available() or needs.obstacles():
-        return
-    from qerl.kernels.cards import chosen
-    from qerl.kernels.flash import flash_words, why_not_on
-
-    card = chosen(torch.cuda.get_device_capability(), 0)
-    why_not = why_not_on(card)
-    yield Row("update", "attention", "slow" if why_not and card.flash4 else "ok", flash_words(why_not))
 
 
 def _sandbox() -> Row:

@@ -14,10 +14,10 @@ from qerl.agents.thinking import ThinkingBudget
 from qerl.agents.world import ToolWorld
 from qerl.errors import QeRLError
 from qerl.eval.evaluate import evaluate, held_out
-from qerl.eval.policy import Choices
 from qerl.eval.request import Request
 from qerl.eval.run import _sampled
 from qerl.eval.sampling import in_one_turn
+from qerl.models.decide import Choices
 from qerl.rollout.engine import Completion, RolloutEngine, SamplingParams
 from qerl.rollout.portable.engine import PortableEngine
 from qerl.settings.config import QeRLConfig

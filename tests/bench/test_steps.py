@@ -18,7 +18,7 @@ from qerl.rollout.paged.engine import PagedEngine
 from qerl.rollout.paged.machine import Eager
 from qerl.rollout.paged.scheduler import Pace
 from qerl.rollout.portable.engine import PortableEngine
-from qerl.update.memory_retry import MemoryRetry
+from qerl.update.chunks import MemoryRetry
 from tests.support.plan import GB80, work
 
 pytestmark = pytest.mark.slow

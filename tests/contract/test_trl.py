@@ -4,11 +4,10 @@ import ast
 import inspect
 import textwrap
 
-from trl import GRPOTrainer
-from trl.trainer.utils import RepeatSampler
-
 from qerl.trainer.batch import PADDED_ON
 from qerl.trainer.trl.client import EngineClient
+from trl import GRPOTrainer
+from trl.trainer.utils import RepeatSampler
 
 # Tensors of a rollout without a token axis, what only images have, and what the loss computes itself here.
 _OTHERS = {"advantages", "num_items_in_batch", "importance_sampling_ratio"}

@@ -10,8 +10,8 @@ PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
 DATED = ("CHANGELOG.md", "log")  # changelog and lab book, which speak of files of their time
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 _FILE = re.compile(r"`((?:qerl|src|tests|docs|bench|lab)/[\w./-]+|(?!my/)[\w-]+/[\w./-]*(?:\.\w+|/))`")
-_PLACES = (ROOT, ROOT / "src", ROOT / "src" / "qerl")
-_MODULE = re.compile(r"`((?:qerl|lab)(?:\.[a-z_]\w*)+)`")
+_PLACES = (ROOT, ROOT / "src", ROOT / "src" / "qerl", ROOT / "packages" / "serve" / "src")
+_MODULE = re.compile(r"`((?:qerl|qerl_serve|lab)(?:\.[a-z_]\w*)+)`")
 PACKAGE = ROOT / "src" / "qerl"
 _DOTTED = re.compile(r"`(?:qerl\.)?([a-z_]\w*(?:\.\w+)+)(?:\(\))?`")
 _OF_OBJECTS = {"trainer.train", "trainer.engine"}
@@ -60,7 +60,8 @@ def defines(name: str, place: Path) -> bool:
 
 def test_modules_that_docstrings_name_exist():
     rooms = {path.stem for path in PACKAGE.iterdir()}
-    for path in [*PACKAGE.rglob("*.py"), *(ROOT / "lab").rglob("*.py")]:
+    beside = (ROOT / "lab", ROOT / "packages" / "serve" / "src")
+    for path in [*PACKAGE.rglob("*.py"), *(path for place in beside for path in place.rglob("*.py"))]:
         for name in _DOTTED.findall(path.read_text()):
             first = name.partition(".")[0]
             if first == "lab" or (first in rooms and name not in _OF_OBJECTS):

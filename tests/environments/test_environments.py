@@ -9,8 +9,7 @@ import pytest
 from qerl.agents.environment import check_environment, is_text
 from qerl.agents.tools import check_tool
 from qerl.environments import get_environment
-from qerl.environments.calculator import Calculator, calculator
-from qerl.environments.expressions import LONGEST, evaluate, written
+from qerl.environments.calculator import LONGEST, Calculator, calculator, evaluate, written
 from qerl.environments.guess_number import GuessNumber
 from qerl.environments.registry import ENVIRONMENTS, TOOLS, get_tool
 from qerl.errors import QeRLError

@@ -8,8 +8,8 @@ import torch
 import yaml
 
 from qerl.cli import main
-from qerl.eval import policy as policies
 from qerl.lora.adapter import add_lora, exchange_adapter, load_adapter
+from qerl.models import decide
 from qerl.models.load import load_model
 from qerl.rollout.portable.engine import PortableEngine
 from tests.support.models import make_tiny_model, make_tiny_tokenizer, move_adapter
@@ -58,8 +58,8 @@ def test_a_suite_on_two_checkpoints_loads_one_base_and_scores_as_each_alone(
     trained, suite, tmp_path, capsys, monkeypatch
 ):
     loaded = []
-    load = policies.load_model
-    monkeypatch.setattr(policies, "load_model", lambda *a, **k: loaded.append(1) or load(*a, **k))
+    load = decide.load_model
+    monkeypatch.setattr(decide, "load_model", lambda *a, **k: loaded.append(1) or load(*a, **k))
     assert main(command(trained, suite, tmp_path / "both")) == 0
     printed = capsys.readouterr().out
     assert loaded == [1] and printed.count("The adapter is in use") == 2
@@ -101,7 +101,7 @@ def test_a_finished_one_with_other_settings_is_refused_before_anything_is_loaded
     trained, suite, tmp_path, capsys, monkeypatch
 ):
     assert main(command(trained, suite, tmp_path / "out", steps=(1,))) == 0
-    monkeypatch.setattr(policies, "load_model", lambda *_, **__: pytest.fail("loaded"))
+    monkeypatch.setattr(decide, "load_model", lambda *_, **__: pytest.fail("loaded"))
     assert main(command(trained, suite, tmp_path / "out", "--seed", "1", steps=(1,))) == 2
     assert "holds a finished evaluation with seed 0, not 1" in " ".join(capsys.readouterr().err.split())
 
@@ -112,7 +112,7 @@ def test_tasks_that_cannot_be_loaded_are_named_in_one_sentence_before_anything_i
     tasks = yaml.safe_load(suite.read_text())["tasks"]
     tasks |= {"mine": {"task": f"jsonl:{tmp_path}/none.jsonl"}, "other": {"task": "gsm9k"}}
     suite.write_text(yaml.safe_dump({"tasks": tasks}))
-    monkeypatch.setattr(policies, "load_model", lambda *_, **__: pytest.fail("loaded"))
+    monkeypatch.setattr(decide, "load_model", lambda *_, **__: pytest.fail("loaded"))
     assert main(command(trained, suite, tmp_path / "out")) == 2
     said = " ".join(capsys.readouterr().err.split())
     assert "mine of the suite mine cannot be loaded, nor can other, so nothing is scored: " in said

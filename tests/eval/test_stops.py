@@ -6,9 +6,10 @@ import yaml
 from qerl.agents.template import TurnTemplate
 from qerl.cli_results import add_eval, add_generate
 from qerl.errors import QeRLError
-from qerl.eval.policy import Policy, Source, choices_of
+from qerl.eval.policy import Policy, choices_of
 from qerl.eval.request import Request
 from qerl.eval.run import _sampled
+from qerl.models.decide import Source
 from qerl.rollout.engine import SamplingParams
 from qerl.rollout.portable.engine import PortableEngine
 from tests.support.agents import tool_tokenizer

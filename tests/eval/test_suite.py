@@ -8,8 +8,9 @@ from rich.console import Console
 
 from qerl.errors import QeRLError
 from qerl.eval.interval import accuracy_interval, mean_interval, pass_interval, score_interval
+from qerl.eval.record import EvalResult
 from qerl.eval.request import Request, load_suite, packaged
-from qerl.eval.result import EvalResult, Standing, best_first, table, verdict
+from qerl.eval.several import Standing, best_first, table, verdict
 from qerl.tasks import get_task
 
 SHARES = {"a": 0.2, "b": 0.38, "c": 0.4}

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from qerl.errors import QeRLError
-from qerl.fp4.convert import as_nvfp4, fits_nvfp4, from_nvfp4
 from qerl.fp4.format import MXFP4, NVFP4, dequantize
 from qerl.fp4.rounding import quantize
+from qerl.fp4.storage import as_nvfp4, fits_nvfp4, from_nvfp4
 
 
 @pytest.mark.parametrize("size", [1e-37, 1e-3, 1.0, 1e30])

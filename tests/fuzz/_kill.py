@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import qerl.trainer.resume.trainer
 import torch
 import transformers
 
-import qerl.trainer.resume.trainer
 from qerl.trainer.callbacks import MetricsFile
 from qerl.trainer.grpo import QeRLTrainer
 from tests.fuzz._forks import Forks

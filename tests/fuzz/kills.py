@@ -29,9 +29,9 @@ from typing import Any
 import torch
 import yaml
 
+from qerl.checkpoint_folder import read_manifest
 from qerl.errors import QeRLError
 from qerl.run_folder import checkpoints, last_checkpoint
-from qerl.trainer.resume.checkpoint import read_manifest
 from tests.fuzz._forks import Forks
 from tests.fuzz._kill import POINTS, SIGNALS, Kill, arm, errors_at, judge
 from tests.support.models import make_tiny_model, make_tiny_tokenizer

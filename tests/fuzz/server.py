@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from qerl.serve import descriptors as wire
+from qerl_serve import descriptors as wire
 from tests.fuzz._print import run_and_print
 from tests.support.wire import BAD_TOKEN, KEY, FakeBackend, RunningServer
 

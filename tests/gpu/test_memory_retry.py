@@ -8,9 +8,9 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
-from qerl.update.chunks import loss_in_chunks
-from qerl.update.memory_retry import MemoryRetry
 from qerl.update.padded import Lengths
+
+from qerl.update.chunks import MemoryRetry, loss_in_chunks
 
 ROWS, DEPTH, SIZE = 8, 16, 2**22
 LENGTHS = Lengths(own_B=[100] * ROWS, shared_B=[0] * ROWS, group_B=[0] * ROWS)

@@ -13,7 +13,7 @@ if not torch.cuda.is_available():
 
 from qerl.lora.adapter import load_adapter
 from qerl.rollout.paged.engine import PagedEngine
-from qerl.serve.types import AdamParams
+from qerl_serve.types import AdamParams
 from tests.support.models import FAMILIES, pack
 from tests.support.serve import datum, lora, request, sampled, tiny_backend
 
@@ -129,7 +129,7 @@ def test_idle_adapters_wait_on_the_host_and_come_back_as_they_were(backend):
 
 FAULT = """
 import torch
-from qerl.serve.worker import _gpu_is_lost
+from qerl_serve.worker import _gpu_is_lost
 
 said = [_gpu_is_lost()]
 place = torch.tensor([1 << 20], device="cuda")

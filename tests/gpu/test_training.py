@@ -10,6 +10,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
 from peft import LoraConfig, get_peft_model
+from qerl.update.padded import PaddedBatch
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
@@ -24,7 +25,6 @@ from qerl.rollout.paged.memory import SwitchedMemory
 from qerl.update import fused
 from qerl.update.attention import attention_kwargs, use_branch_attention
 from qerl.update.joined_row import JoinedRow, join
-from qerl.update.padded import PaddedBatch
 
 
 def error(found: torch.Tensor, truth: torch.Tensor) -> float:

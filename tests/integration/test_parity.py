@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from qerl.trainer.batch import padded
 from rich.console import Console
 
 from qerl.settings.config import QeRLConfig
-from qerl.trainer.batch import padded
 from qerl.trainer.run import build
 from tests.support.models import move_adapter
 

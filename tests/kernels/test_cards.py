@@ -47,7 +47,6 @@ def test_an_older_class_of_hoppers_instructions_leaves_out_those_of_hopper_alone
     monkeypatch.setenv("QERL_ARCH", "90")
     card = chosen((12, 0), 99 * 1024)
     assert (card.math, card.loader, card.quack, card.target) == ("mma.sync", "bulk", False, "compute_90")
-    assert not card.flash4 and chosen((9, 0), 227 * 1024).flash4
     assert chosen((9, 0), 227 * 1024).target == "sm_90a", "the GPU's own class changes nothing"
 
 

@@ -6,6 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from qerl.trainer.trl.reference import add_reference
+from qerl.update.padded import Lengths
+from qerl.update.spans import Spans
 from rich.console import Console
 
 from bench.result import RESULTS, read_rows
@@ -21,11 +24,8 @@ from qerl.plan.parts import Activations, Adapter, Cache, Weights
 from qerl.plan.phases import make_plan
 from qerl.plan.render import verdict
 from qerl.rollout.paged.limits import BlockDemand
-from qerl.trainer.trl.reference import add_reference
 from qerl.update.chunks import split_rows
 from qerl.update.joined_row import RowBuilder
-from qerl.update.padded import Lengths
-from qerl.update.spans import Spans
 from qerl.weight_formats import FORMATS
 from tests.support.models import move_adapter
 from tests.support.plan import GB80, LINEARS, work

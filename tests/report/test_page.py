@@ -13,9 +13,8 @@ import yaml
 from qerl.errors import QeRLError
 from qerl.report import page
 from qerl.report.curve import terminal_curve
-from qerl.report.metrics import METRICS, number
 from qerl.report.page import differing, write_report
-from qerl.report.runs import Series, series, smooth, window
+from qerl.report.runs import METRICS, Series, number, series, smooth, window
 from qerl.report.svg import TOOLTIPS, WIDTH, ticks
 from qerl.run_folder import CONFIG_FILE, METRICS_FILE, read_metrics
 

@@ -13,9 +13,10 @@ from peft import PeftModel
 from safetensors import SafetensorError
 
 from qerl.errors import QeRLError
-from qerl.eval.policy import Source, choices_of
+from qerl.eval.policy import choices_of
 from qerl.lora.adapter import load_adapter
-from qerl.serve.types import AdamParams, Notes, WeightsInfo
+from qerl.models.decide import Source
+from qerl_serve.types import AdamParams, Notes, WeightsInfo
 from tests.support.serve import DATA, lora, request, sampled, small_model, tiny_backend, weights
 
 ADAM = AdamParams(learning_rate=1e-2, weight_decay=0.01)
@@ -109,7 +110,7 @@ def test_a_server_that_dies_while_it_saves_leaves_what_there_was(saved, tmp_path
     def dies(*args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("qerl.serve.checkpoints.publish", dies)
+    monkeypatch.setattr("qerl_serve.checkpoints.publish", dies)
     with pytest.raises(KeyboardInterrupt):
         backend.save_state("s:train:0", "000002", overwrite=True)
     monkeypatch.undo()
@@ -244,7 +245,7 @@ def test_a_damaged_checkpoint_is_listed_replaced_and_deleted(saved, tmp_path, ca
 
 
 FULL = {
-    "qerl.serve.checkpoints.save_file": SafetensorError("I/O error: No space left on device (os error 28)"),
+    "qerl_serve.checkpoints.save_file": SafetensorError("I/O error: No space left on device (os error 28)"),
     "pathlib.Path.write_text": OSError(errno.ENOSPC, "No space left on device", "/path/of/the/server"),
 }
 """What fills up, and how it says so."""

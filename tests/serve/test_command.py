@@ -10,10 +10,10 @@ import pytest
 pytest.importorskip("starlette", reason="needs the extra serve")
 pytest.importorskip("google.protobuf", reason="needs the extra serve")
 
-import qerl.serve.command as command
+import qerl_serve.command as command
 from qerl.cli import main
 from qerl.errors import QeRLError
-from qerl.serve.gate import Gate
+from qerl_serve.gate import Gate
 from tests.support.wire import BASE, KEY, FakeBackend, RunningServer
 
 
@@ -49,7 +49,7 @@ def test_a_server_keeps_its_key_and_says_what_to_export(monkeypatch, capsys, tmp
     ran = []
     monkeypatch.setattr(command, "_open", lambda args, noise: FakeBackend(tmp_path))
     monkeypatch.setattr(
-        "qerl.serve.server.Server.run", lambda self, listening: ran.append(listening.getsockname())
+        "qerl_serve.server.Server.run", lambda self, listening: ran.append(listening.getsockname())
     )
     texts = []
     for _ in range(2):
@@ -75,7 +75,7 @@ def test_a_server_keeps_its_key_and_says_what_to_export(monkeypatch, capsys, tmp
 )
 def test_a_key_is_shown_to_a_terminal_alone(monkeypatch, capsys, tmp_path, word, variable, terminal, shown):
     monkeypatch.setattr(command, "_open", lambda args, noise: FakeBackend(tmp_path))
-    monkeypatch.setattr("qerl.serve.server.Server.run", lambda self, listening: None)
+    monkeypatch.setattr("qerl_serve.server.Server.run", lambda self, listening: None)
     monkeypatch.setenv("QERL_API_KEY", variable)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
     monkeypatch.setenv("FORCE_COLOR", "1")  # makes no terminal of what is none
@@ -91,9 +91,9 @@ def test_the_words_reach_the_server(monkeypatch, tmp_path):
         opened.append(options)
         return FakeBackend(tmp_path)
 
-    monkeypatch.setattr("qerl.serve.open.open_backend", open_backend)
+    monkeypatch.setattr("qerl_serve.open.open_backend", open_backend)
     monkeypatch.setattr(
-        "qerl.serve.server.Server.run", lambda self, listening: served.append(self.clients.limits)
+        "qerl_serve.server.Server.run", lambda self, listening: served.append(self.clients.limits)
     )
     words = ["--resident", "5", "--max_models", "6", "--max_rank", "7", "--held_gb", "0.5"]
     words += ["--served_name", "Qwen/Qwen3-8B"]

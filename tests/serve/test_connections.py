@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("google.protobuf", reason="needs the extra serve")
 pytest.importorskip("starlette", reason="needs the extra serve")
 
-from qerl.serve import connections
+from qerl_serve import connections
 from tests.support.wire import KEY, FakeBackend, RunningServer
 
 HEALTH = b"GET /api/v1/healthz HTTP/1.1\r\nHost: x\r\n\r\n"

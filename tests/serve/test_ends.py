@@ -87,8 +87,8 @@ def test_a_fault_of_the_gpu_ends_the_server_and_everybody_hears_of_it(
 
 def passing(server: RunningServer, model_id: str) -> Any:
     """Makes the job of a pass."""
-    from qerl.serve.futures import Future
-    from qerl.serve.line import Job
+    from qerl_serve.futures import Future
+    from qerl_serve.line import Job
 
     def make(request_id: str, _: Any) -> Job:
         future = server.server.clients.futures.add(Future(request_id, "forward_backward", ""))

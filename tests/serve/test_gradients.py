@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 pytest.importorskip("google.protobuf", reason="needs the extra serve")
 pytest.importorskip("starlette", reason="needs the extra serve")
 
-from qerl.serve.names import split_path
 from qerl.update.losses import Datum
+from qerl_serve.names import split_path
 from tests.support import by_hand
 from tests.support.http import Client, connected
 from tests.support.serve import small_model, tiny_backend

@@ -14,8 +14,8 @@ import pytest
 pytest.importorskip("google.protobuf", reason="needs the extra serve")
 pytest.importorskip("starlette", reason="needs the extra serve")
 
-from qerl.serve.checkpoints import EXPIRY_FILE
-from qerl.serve.gate import Gate
+from qerl_serve.checkpoints import EXPIRY_FILE
+from qerl_serve.gate import Gate
 from tests.support.http import Client, connected
 from tests.support.wire import BASE, KEY
 
@@ -208,7 +208,7 @@ def test_links_to_downloads_are_signed(client: Client):
 
 
 def test_the_status_is_shown(client: Client):
-    from qerl.serve.status import _table
+    from qerl_serve.status import _table
 
     client.model(rank=3)
     status = client.http.get("/status").json()
@@ -256,7 +256,7 @@ def test_weights_for_other_programs_are_apart_from_those_to_sample_from(client: 
 
 def test_what_is_deleted_meanwhile_is_not_there(client: Client, monkeypatch):
     """After it was described: before its files are listed, before they are opened, while they are read."""
-    import qerl.serve.checkpoint_routes as routes
+    import qerl_serve.checkpoint_routes as routes
 
     model = client.model()
     path = f"tinker://{model}/weights/one"

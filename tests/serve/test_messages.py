@@ -11,11 +11,11 @@ import torch
 pytest.importorskip("google.protobuf", reason="needs the extra serve")
 
 from qerl.errors import QeRLError
-from qerl.serve import descriptors as wire
-from qerl.serve.limits import Limits
-from qerl.serve.messages import loss_output_bytes, read_forward_backward, sample_bytes
-from qerl.serve.types import SampledSequence, SampleResult
 from qerl.update.losses import LossOutput
+from qerl_serve import descriptors as wire
+from qerl_serve.limits import Limits
+from qerl_serve.messages import loss_output_bytes, read_forward_backward, sample_bytes
+from qerl_serve.types import SampledSequence, SampleResult
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse CSR")
 LIMITS = Limits(context=32, elements=1000, datums=4)
@@ -129,7 +129,7 @@ def test_sparse_tensors_are_bounded_together_before_they_are_made_dense(monkeypa
         tensor.shape.extend([3, 100])
         tensor.sparse_csr.crow_indices = np.zeros(4, "<i8").tobytes()
     zeros = np.zeros
-    monkeypatch.setattr("qerl.serve.messages.np.zeros", lambda *args: made.append(args) or zeros(*args))
+    monkeypatch.setattr("qerl_serve.messages.np.zeros", lambda *args: made.append(args) or zeros(*args))
     with pytest.raises(QeRLError, match=r"Datum 3: weights .* more than 1000 elements"):
         read_data(message)
     assert len(made) == 3

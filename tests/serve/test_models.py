@@ -233,7 +233,7 @@ def test_requests_that_are_too_large_together_are_put_off(client: Client):
 
 
 def test_prompts_that_wait_count_more_than_their_digits():
-    from qerl.serve.requests import TOKEN_BYTES, Sample, read
+    from qerl_serve.requests import TOKEN_BYTES, Sample, read
 
     body = b'{"prompt": {"chunks": [{"tokens": [1, 2, 3]}]}}'
     assert read(Sample, body).size == len(body) + 3 * TOKEN_BYTES

@@ -11,13 +11,13 @@ pytest.importorskip("google.protobuf", reason="needs the extra serve")
 pytest.importorskip("prometheus_client", reason="needs the extra serve")
 
 from qerl.errors import QeRLError
-from qerl.serve.clients import Clients
-from qerl.serve.futures import Answer, Busy, Failure, Future, Futures
-from qerl.serve.line import Job, Line
-from qerl.serve.metrics import Metrics
-from qerl.serve.queue import WorkQueue
-from qerl.serve.types import SampleRequest
-from qerl.serve.worker import Worker
+from qerl_serve.clients import Clients
+from qerl_serve.futures import Answer, Busy, Failure, Future, Futures
+from qerl_serve.line import Job, Line
+from qerl_serve.metrics import Metrics
+from qerl_serve.queue import WorkQueue
+from qerl_serve.types import SampleRequest
+from qerl_serve.worker import Worker
 from tests.support.wire import BAD_TOKEN, DEFECT_TOKEN, FakeBackend, limits
 
 
@@ -319,9 +319,9 @@ def test_a_silent_client_loses_what_was_its(tmp_path: Path):
     clients = Clients(backend.models, limits(silence_s=0.2))
     worker = Worker(clients.queue, backend, Metrics())
     worker.start()
-    from qerl.serve.requests import CreateModel, OfModel, SaveWeights
-    from qerl.serve.samples import Samples
-    from qerl.serve.training import Training
+    from qerl_serve.requests import CreateModel, OfModel, SaveWeights
+    from qerl_serve.samples import Samples
+    from qerl_serve.training import Training
 
     training = Training(clients, Samples(clients))
     sessions = [clients.create_session("test") for _ in range(2)]
@@ -350,9 +350,9 @@ def test_a_silent_client_loses_what_was_its(tmp_path: Path):
 
 
 def test_only_the_newest_snapshots_of_a_session_stay(tmp_path: Path):
-    from qerl.serve.clients import Model
-    from qerl.serve.samples import Samples
-    from qerl.serve.types import LoraParams
+    from qerl_serve.clients import Model
+    from qerl_serve.samples import Samples
+    from qerl_serve.types import LoraParams
 
     backend = FakeBackend(tmp_path)
     clients = Clients(backend.models, limits(snapshots=2))

@@ -11,7 +11,7 @@ pytest.importorskip("google.protobuf", reason="needs the extra serve")
 pytest.importorskip("starlette", reason="needs the extra serve")
 
 from qerl.errors import QeRLError
-from qerl.serve import descriptors as wire
+from qerl_serve import descriptors as wire
 from tests.support.http import Client, connected
 from tests.support.wire import BAD_TOKEN, BASE, limits
 
@@ -93,7 +93,7 @@ def test_samplers_of_saved_weights_are_closed_and_opened_again_on_use(client: Cl
     ],
 )
 def test_stops_mean_what_they_say(stop, ids, strings):
-    from qerl.serve.requests import Sample
+    from qerl_serve.requests import Sample
 
     body = {"prompt": {"chunks": [{"tokens": [1]}]}, "sampling_params": {"stop": stop, "top_k": -1}}
     request = Sample.model_validate(body).request("base", 5, limits())

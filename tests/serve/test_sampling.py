@@ -11,7 +11,7 @@ from qerl.noise.schedule import NoiseSchedule
 from qerl.rollout.portable.engine import PortableEngine
 from qerl.rollout.portable.runner import Runner
 from qerl.rollout.portable.session import PortableSession
-from qerl.serve.types import AdamParams
+from qerl_serve.types import AdamParams
 from tests.support.models import EOS, make_tiny_tokenizer
 from tests.support.serve import DATA, base_of, datum, lora, request, sampled, tiny_backend
 
@@ -294,7 +294,7 @@ def test_what_is_refused_to_one_request_is_not_refused_to_its_group(tmp_path, mo
 
 
 def test_joiners_do_not_keep_the_others_waiting(tmp_path, monkeypatch):
-    monkeypatch.setattr("qerl.serve.sampling.MOST_JOINERS", 4)
+    monkeypatch.setattr("qerl_serve.sampling.MOST_JOINERS", 4)
     backend = trained(tmp_path)
     base = backend.sampler("tiny")
     other = request(backend.save_for_sampler("a", None), max_tokens=1)

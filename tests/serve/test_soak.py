@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("starlette", reason="needs the extra serve")
 pytest.importorskip("google.protobuf", reason="needs the extra serve")
 
-from qerl.serve import descriptors as wire
+from qerl_serve import descriptors as wire
 from tests.fuzz.server import Kind, ModelClient, run
 from tests.support.http import Client, connected
 from tests.support.serve import tiny_backend

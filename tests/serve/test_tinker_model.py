@@ -21,8 +21,8 @@ import torch
 from safetensors.torch import load_file
 from tinker import types
 
-from qerl.serve.names import split_path
 from qerl.update.losses import Datum
+from qerl_serve.names import split_path
 from tests.support import by_hand
 from tests.support.serve import small_model, tiny_backend
 

@@ -61,7 +61,7 @@ RENAMED = {"TopkLogprobs": "TopkPromptLogprobs", "length": "prompt_length"}
 def test_messages_have_the_numbers_of_the_client():
     from tinker.proto import tinker_public_pb2 as theirs
 
-    from qerl.serve import descriptors as wire
+    from qerl_serve import descriptors as wire
 
     compared = 0
     theirs_by_name = theirs.DESCRIPTOR.message_types_by_name

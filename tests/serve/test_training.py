@@ -6,9 +6,9 @@ import torch
 from qerl.errors import QeRLError
 from qerl.fp4.linear import PackedLinear
 from qerl.lora.adapter import add_lora
-from qerl.serve.seats import ALPHA
-from qerl.serve.types import AdamParams
 from qerl.update.driver import LossDriver
+from qerl_serve.seats import ALPHA
+from qerl_serve.types import AdamParams
 from tests.support.models import make_tiny_model, pack
 from tests.support.serve import DATA, base_of, datum, lora, request, sampled, tiny_backend, weights
 

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from starlette.testclient import TestClient
 
-from qerl.serve import descriptors as wire
-from qerl.serve.server import Server
 from qerl.update.losses import Datum
+from qerl_serve import descriptors as wire
+from qerl_serve.server import Server
 from tests.support.wire import BASE, KEY, FakeBackend, limits
 
 

@@ -6,13 +6,13 @@ import torch
 
 from qerl.families.parts import base_model
 from qerl.rollout.portable.engine import PortableEngine
-from qerl.serve.adapters import Adapters
-from qerl.serve.backend import ModelBackend
-from qerl.serve.checkpoints import Store
-from qerl.serve.seats import Seats
-from qerl.serve.types import LoraParams, ModelInfo, SampleRequest
 from qerl.update.driver import LossDriver
 from qerl.update.losses import Datum
+from qerl_serve.adapters import Adapters
+from qerl_serve.backend import ModelBackend
+from qerl_serve.checkpoints import Store
+from qerl_serve.seats import Seats
+from qerl_serve.types import LoraParams, ModelInfo, SampleRequest
 from tests.support.models import EOS, make_tiny_model, make_tiny_tokenizer
 
 POSITIONS = 512

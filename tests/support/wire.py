@@ -18,11 +18,12 @@ from typing import Any
 import torch
 
 from qerl.errors import QeRLError
-from qerl.serve.command import listen
-from qerl.serve.limits import Limits
-from qerl.serve.names import SCHEME, split_path
-from qerl.serve.server import Server
-from qerl.serve.types import (
+from qerl.update.losses import Datum, LossOutput
+from qerl_serve.command import listen
+from qerl_serve.limits import Limits
+from qerl_serve.names import SCHEME, split_path
+from qerl_serve.server import Server
+from qerl_serve.types import (
     AdamParams,
     Arrivals,
     Checkpoint,
@@ -35,7 +36,6 @@ from qerl.serve.types import (
     SampleResult,
     WeightsInfo,
 )
-from qerl.update.losses import Datum, LossOutput
 
 BASE = "tests/tiny"
 KEY = "tml-of-the-tests-0123456789"

@@ -10,7 +10,7 @@ from datasets import Dataset
 from qerl.errors import QeRLError
 from qerl.models import hub as models_hub
 from qerl.tasks import get_task, hub
-from qerl.tasks.holdout import holdout_rank
+from qerl.tasks.base import holdout_rank
 from tests.support.tasks import questions
 
 # Names

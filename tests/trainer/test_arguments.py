@@ -10,6 +10,7 @@ import pytest
 import torch
 from datasets import Dataset, DatasetDict, IterableDataset
 from peft import LoraConfig, get_peft_model
+from qerl.trainer.trl.settings import as_ours
 from transformers import LlamaConfig, LlamaForSequenceClassification, TrainerCallback
 from trl import GRPOConfig
 
@@ -20,7 +21,6 @@ from qerl.settings.config import QeRLConfig
 from qerl.trainer.arguments import RUN_FIELDS
 from qerl.trainer.grpo import QeRLTrainer
 from qerl.trainer.rewards import one_for_each
-from qerl.trainer.trl.settings import as_ours
 from tests.support.arguments import ROWS, SMALL, first_letter, ones, run_settings
 
 

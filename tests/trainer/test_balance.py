@@ -5,11 +5,11 @@ import threading
 
 import pytest
 import torch
+from qerl.trainer.batch import GROUP_KEY
 
 from bench.lengths import draw_lengths
 from qerl.trainer import balance
 from qerl.trainer.balance import balanced, moves, owners
-from qerl.trainer.batch import GROUP_KEY
 
 SIZE = 2
 

@@ -3,12 +3,12 @@
 import pyarrow.parquet
 import pytest
 from datasets import Dataset
+from qerl.trainer.trl.tables import written_whole
 
 from qerl.errors import QeRLError
 from qerl.run_folder import table_path, table_paths
 from qerl.settings.config import QeRLConfig
 from qerl.trainer.grpo import QeRLTrainer
-from qerl.trainer.trl.tables import written_whole
 from tests.support.trainer import DATA, ScriptedEngine, settings, sum_reward
 
 HELD_OUT = Dataset.from_dict({"prompt": ["nine", "ten two"]})

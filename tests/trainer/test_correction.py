@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-
 from qerl.trainer.correction import (
     Mismatch,
     importance_ratio,

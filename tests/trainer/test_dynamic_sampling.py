@@ -2,8 +2,8 @@
 
 import torch
 from datasets import Dataset
-
 from qerl.trainer.batch import GROUP_KEY, group_index
+
 from qerl.trainer.dynamic_sampling import FreshPrompts, fresh_rows, replace_groups
 
 DATA = Dataset.from_dict({"prompt": [f"p{i}" for i in range(10)]})

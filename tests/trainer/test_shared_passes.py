@@ -3,11 +3,11 @@
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from qerl.update.padded import Lengths
+from qerl.update.spans import Spans
 
 from qerl.settings.config import QeRLConfig
 from qerl.trainer.grpo import QeRLTrainer
-from qerl.update.padded import Lengths
-from qerl.update.spans import Spans
 from tests.support.models import move_adapter
 from tests.support.trainer import DATA, GROUP, ScriptedEngine, logged, settings, sum_reward
 

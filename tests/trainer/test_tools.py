@@ -5,9 +5,9 @@ import random
 
 import pytest
 import torch
+from qerl.trainer.batch import GROUP_KEY
 
 from qerl.errors import QeRLError
-from qerl.trainer.batch import GROUP_KEY
 from tests.support.models import make_tiny_tokenizer
 from tests.support.tools import (
     DATA,

@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from qerl.trainer.batch import GROUP_KEY
+from qerl.trainer.resume.rollout_file import load_rollouts, save_rollouts
 from torch.autograd.graph import save_on_cpu
 from transformers import modeling_utils
 from trl import GRPOConfig, GRPOTrainer
@@ -13,9 +15,7 @@ from trl import GRPOConfig, GRPOTrainer
 from qerl.errors import QeRLError
 from qerl.settings.config import QeRLConfig
 from qerl.trainer import updates
-from qerl.trainer.batch import GROUP_KEY
 from qerl.trainer.grpo import QeRLTrainer
-from qerl.trainer.resume.rollout_file import load_rollouts, save_rollouts
 from tests.support.models import move_adapter
 from tests.support.trainer import (
     DATA,

@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from qerl.kernels.flash.flash2 import _deterministic, stretches_in_backward
+from qerl.kernels.flash import _deterministic, stretches_in_backward
 from qerl.update import attention
 from qerl.update.joined_row import RowBuilder
 
@@ -80,7 +80,8 @@ def test_threads_do_not_undo_each_others_switch():
 
 @pytest.mark.parametrize("scale", [None, 0.3])
 def test_stretches_against_the_dense_mask(monkeypatch, scale):
-    monkeypatch.setattr(attention, "flash_for", lambda q_LHE, extents: Dense())
+    monkeypatch.setattr(attention.flash, "forward", Dense().forward)
+    monkeypatch.setattr(attention.flash, "backward", Dense().backward)
     builder = RowBuilder()
     for shared, branches in ((5, [4, 1, 7]), (0, [3, 2]), (2, [6])):
         builder.begin_group(torch.ones(shared, dtype=torch.long))

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-
 from qerl.trainer.batch import padded_rollout
+from qerl.update.padded import Lengths
+
 from qerl.update.chunks import loss_in_chunks, split_rows
 from qerl.update.joined_row import join
-from qerl.update.padded import Lengths
 
 
 def lengths(*groups: tuple[int, list[int]]) -> Lengths:

@@ -4,10 +4,10 @@ from itertools import pairwise
 
 import pytest
 import torch
+from qerl.update.padded import PaddedBatch
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from qerl.update.joined_row import IGNORE, JoinedRow, join
-from qerl.update.padded import PaddedBatch
 
 
 def padded_batch(prompts: list[list[int]], completions: list[list[int]]) -> PaddedBatch:

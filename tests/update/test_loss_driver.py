@@ -11,9 +11,9 @@ import torch
 from qerl.errors import QeRLError
 from qerl.lora.adapter import add_lora
 from qerl.update import head
+from qerl.update.chunks import MemoryRetry
 from qerl.update.driver import CPU_TOKENS, LossDriver
 from qerl.update.losses import LOSSES, Datum
-from qerl.update.memory_retry import MemoryRetry
 from tests.support.models import make_tiny_model, move_adapter, pack
 from tests.update.test_row_check import ATTENTIONS, build
 

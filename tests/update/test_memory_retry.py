@@ -3,14 +3,14 @@
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from qerl.update.padded import Lengths
 from transformers import TrainerCallback
 
 from qerl.errors import QeRLError
 from qerl.settings.config import QeRLConfig
 from qerl.trainer import run
 from qerl.trainer.grpo import QeRLTrainer
-from qerl.update.memory_retry import MemoryRetry
-from qerl.update.padded import Lengths
+from qerl.update.chunks import MemoryRetry
 from tests.support.models import move_adapter
 from tests.support.trainer import DATA, GROUP, ScriptedEngine, logged, settings, sum_reward
 
@@ -164,7 +164,7 @@ def test_adaptive_entropy_is_counted_once(train):
 
 def test_what_was_logged_says_so(train, caplog):
     train((24, "forward", 3))
-    (record,) = [record for record in caplog.records if record.name == "qerl.update.memory_retry"]
+    (record,) = [record for record in caplog.records if record.name == "qerl.update.chunks"]
     assert record.getMessage() == (
         "Out of GPU memory in step 2: it is redone from its start, from now on with at most 22 instead of 44 "
         "tokens in one forward pass; tokens_per_forward: 22 sets that from the start."

@@ -9,6 +9,7 @@ import torch
 import transformers
 from datasets import Dataset
 from peft import PromptTuningConfig, get_peft_model
+from qerl.update.padded import PaddedBatch
 from transformers.utils import ModelOutput
 
 from qerl.errors import QeRLError
@@ -20,7 +21,6 @@ from qerl.update import attention, masks
 from qerl.update.forward import score
 from qerl.update.head import Transform
 from qerl.update.joined_row import JoinedRow, join
-from qerl.update.padded import PaddedBatch
 from qerl.update.row_check import check_joined_row
 from tests.support.models import TINY
 

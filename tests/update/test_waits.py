@@ -3,13 +3,13 @@
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from qerl.trainer.correction import Mismatch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from qerl.kernels.upload import upload
+from qerl.kernels.tensors import upload
 from qerl.settings.config import QeRLConfig
 from qerl.trainer import updates
-from qerl.trainer.correction import Mismatch
 from qerl.trainer.grpo import QeRLTrainer
 from qerl.update import chunks, joined_row
 from tests.support.models import move_adapter

@@ -27,13 +27,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from transformers import PreTrainedTokenizerBase
 
-import qerl
+from qerl import __version__
 from qerl.agents.thinking import thinking_of
 from qerl.agents.trajectory import Message
 from qerl.errors import QeRLError
 from qerl.eval.interval import accuracy_interval, pass_at, pass_interval
-from qerl.eval.record import Record, Row
-from qerl.eval.result import EvalResult, Stratum
+from qerl.eval.record import EvalResult, Record, Row, Stratum
 from qerl.eval.sampling import Conversations, Said, in_one_turn
 from qerl.models.chat import Chat
 from qerl.rollout.engine import RolloutEngine, SamplingParams
@@ -202,7 +201,8 @@ def _by_stratum(strata: list[str], counts: list[int], samples: int) -> dict[str,
 
 def versions() -> dict[str, str]:
     """Versions of the libraries that decide what is sampled."""
-    return {p.__name__: str(p.__version__) for p in (qerl, torch, transformers, peft)}
+    libraries = (torch, transformers, peft)
+    return {"qerl": __version__} | {p.__name__: str(p.__version__) for p in libraries}
 
 
 def _powers_of_two(most: int) -> list[int]:

@@ -18,12 +18,12 @@ from rich.console import Console
 from qerl.agents.thinking import CLOSING
 from qerl.errors import QeRLError
 from qerl.eval.evaluate import evaluate, held_out, versions
-from qerl.eval.policy import Choices, Loading, Policy, Source, choices_of, decide, digest, load
-from qerl.eval.record import Record
+from qerl.eval.policy import Policy, choices_of, load
+from qerl.eval.record import EvalResult, Record
 from qerl.eval.request import Request
-from qerl.eval.result import EvalResult
 from qerl.eval.sampling import Conversations, in_one_turn
 from qerl.models.chat import Chat
+from qerl.models.decide import Choices, Loading, Source, decide, digest
 from qerl.models.fingerprint import check_base
 from qerl.rollout.engine import SamplingParams
 from qerl.settings.recipe import FIELDS

@@ -1,7 +1,7 @@
 """The parts of a loaded model that noise, rollout and update read, with or without PEFT around it."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import cast
 
 from peft import PeftModel
@@ -18,28 +18,23 @@ def base_model(model: nn.Module) -> PreTrainedModel:
     return cast(PreTrainedModel, model.get_base_model() if isinstance(model, PeftModel) else model)
 
 
-@contextmanager
-def eval_mode(model: nn.Module) -> Iterator[None]:
-    """Put every module into eval mode for the body, and give each its former mode back, also after an error.
-
-    ``model.train()`` would not do: it also wakes modules that somebody had set to eval on purpose.
-    """
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
+def eval_mode(model: nn.Module) -> AbstractContextManager[None]:
+    """Put every module into eval mode for the body, and give each its former mode back afterwards."""
+    return _mode(model, False)
 
 
-@contextmanager
-def train_mode(model: nn.Module) -> Iterator[None]:
+def train_mode(model: nn.Module) -> AbstractContextManager[None]:
     """Put every module into training mode for the body, and give each its former mode back afterwards."""
-    evaluating = [module for module in model.modules() if not module.training]
-    model.train()
+    return _mode(model, True)
+
+
+@contextmanager
+def _mode(model: nn.Module, training: bool) -> Iterator[None]:
+    """``model.train()`` would not do in the end: it also wakes modules that somebody had set to eval."""
+    others = [module for module in model.modules() if module.training != training]
+    model.train(training)
     try:
         yield
     finally:
-        for module in evaluating:
-            module.training = False
+        for module in others:
+            module.training = not training

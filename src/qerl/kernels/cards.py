@@ -38,7 +38,6 @@ class Card:
         loader: What brings weights to shared memory: copies of 16 bytes by each thread, or the copy engine.
         math: What multiplies many tokens with packed weights: a warp, or four warps at once.
         quack: Whether quack-kernels has NVFP4 products for it.
-        flash4: Whether the update's attention may be FlashAttention-4, which was run on such GPUs.
         dependent_launch: Whether a kernel may start before the one ahead of it has ended.
         fp8: Whether numbers are converted to and from E4M3, as FP8 keys and values need.
         native: Whether kernels are compiled for the GPU itself; else the driver translates them.
@@ -51,7 +50,6 @@ class Card:
     loader: Literal["cp.async", "bulk"]
     math: Literal["mma.sync", "wgmma"] = "mma.sync"
     quack: bool = False
-    flash4: bool = False
     dependent_launch: bool = True
     fp8: bool = True
     native: bool = True
@@ -93,7 +91,7 @@ CARDS: dict[Capability, Card] = {
         ),
         _card(8, 7, 163, {"Jetson AGX Orin": 61.0}, fp8=False, unified=True, **_AMPERE),
         _card(8, 9, 99, {"RTX 4080": 15.5, "RTX 4090": 23.5, "L4": 22.0, "L40S": 44.3}, **_AMPERE),
-        _card(9, 0, 227, {"H100": 79.1, "H200": 139.7}, math="wgmma", quack=True, flash4=True),
+        _card(9, 0, 227, {"H100": 79.1, "H200": 139.7}, math="wgmma", quack=True),
         _card(10, 0, 227, {"B200": 178.3}),
         _card(10, 3, 227, {"B300": 267.0}),
         _card(12, 0, 99, {"RTX 5080": 15.4, "RTX 5090": 31.3, "RTX PRO 6000": 94.9}, quack=True),
@@ -143,7 +141,7 @@ def chosen(capability: Capability, shared_bytes: int) -> Card:
     card = replace(card, shared_bytes=min(card.shared_bytes, shared_bytes))
     # An older class's code runs on a newer GPU through the driver, which translates what all newer ones have.
     own = card.capability == capability
-    return card if own else replace(card, math="mma.sync", quack=False, flash4=False, native=False)
+    return card if own else replace(card, math="mma.sync", quack=False, native=False)
 
 
 def asked() -> Capability | None:

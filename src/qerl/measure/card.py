@@ -24,7 +24,7 @@ from peft import PeftModel
 from rich.console import Console
 from torch import nn
 
-import qerl
+from qerl import __version__
 from qerl.errors import QeRLError
 from qerl.families.sizes import SIZES, Sizes
 from qerl.gpu_memory import total_bytes
@@ -110,7 +110,7 @@ def measure_card(out: Path, console: Console, shape: str | None = None) -> None:
         highlight=False,
     )
     result = {
-        **provenance(f"qerl bench card --shape {shape}"), "version": qerl.__version__,
+        **provenance(f"qerl bench card --shape {shape}"), "version": __version__,
         "capability": words(torch.cuda.get_device_capability()), "kernels": words(card.capability),
         "total_gb": total / 1e9, "shape": shape, "weights": "nvfp4", "lora_rank": RANK,
         "prompt_tokens": PROMPT, "group": GROUP, "parity": found, "rows": rows,

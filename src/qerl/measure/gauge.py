@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from qerl.measure.driver import nvidia_smi
+from qerl.measure.provenance import nvidia_smi
 
 _QUERY = {
     "sm_mhz": "clocks.sm",

@@ -1,5 +1,6 @@
 """`qerl plan`: what fits on a GPU, printed before anything is loaded."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,9 +13,10 @@ from qerl.kernels.cards import why_no_fp8
 from qerl.kernels.needs import obstacles_of_class
 from qerl.plan.context import in_words, longest_completion
 from qerl.plan.gpu import planned_gpu
+from qerl.plan.parts import Adapter
 from qerl.plan.phases import MemoryPlan
+from qerl.plan.propose import fastest
 from qerl.plan.render import render, would_fit
-from qerl.plan.served import adapters_in_words
 from qerl.plan.settings import plan_beyond_host, plan_settings, propose_settings
 from qerl.settings.library import packaged
 from qerl.settings.recipe import load_config
@@ -100,7 +102,7 @@ def plan_command(
             markup=False, highlight=False, soft_wrap=True,
         )  # fmt: skip
     if adapters > 1:
-        console.print(adapters_in_words(plan), markup=False, highlight=False, soft_wrap=True)
+        console.print(_adapters_in_words(plan), markup=False, highlight=False, soft_wrap=True)
     if max_context:
         console.print(in_words(longest_completion(plan)), markup=False, highlight=False, soft_wrap=True)
     return plan
@@ -117,3 +119,20 @@ def _check_one_model(name: str, fields: dict[str, Any]) -> None:
 def _check_number(flag: str, value: Any, what: str) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise QeRLError(f"--{flag} is {value}; it must be a number of {what}, at least 1.")
+
+
+_COUNTS = (1, 2, 4, 8)
+
+
+def _adapters_in_words(plan: MemoryPlan) -> str:
+    """Memory of 1 to 8 adapters on the GPU, and whether a step fits beside them with its fastest settings."""
+    work, adapter = plan.work, Adapter(plan.sizes, plan.work.rank, plan.work.targets)
+    each = adapter.bytes + adapter.gradients + work.optimizer_bytes * adapter.parameters
+    said = []
+    for count in _COUNTS:
+        fits = fastest(plan.sizes, dataclasses.replace(work, adapters=count), plan.capacity) is not None
+        said.append(f"{count} take {count * each / 1e9:.1f} GB" + ("" if fits else ", too much"))
+    return (
+        f"Adapters of rank {work.rank} on the GPU, with gradients and optimizer: {'; '.join(said)}. "
+        "`qerl serve --resident` sets how many stay there; others wait in the host's memory."
+    )

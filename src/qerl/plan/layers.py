@@ -69,8 +69,7 @@ class LayerActivations:
         that came in, those of attention's result and of the queries, the latter in fp32 as well; keys and
         values gathered for all stretches, with their gradients; and where query heads share key heads, a
         gradient of keys and values for each query head, which FlashAttention-2 adds up afterwards. With long
-        prompts of many samples M is many times T. FlashAttention-4 takes no more, so the plan does not ask
-        which one a row gets."""
+        prompts of many samples M is many times T."""
         hidden, mixer, t = self.spec.hidden, self.spec.mixer, self.work.tokens
         mlp = HALF * t * (2 * self.spec.mlp.intermediate + hidden)
         per_head = 2 * mixer.queries if mixer.heads != mixer.kv_heads else 0

@@ -24,8 +24,7 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 
-from qerl.report.metrics import number
-from qerl.report.runs import Run
+from qerl.report.runs import Run, number
 from qerl.run_folder import table_paths
 
 logger = logging.getLogger(__name__)

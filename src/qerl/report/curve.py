@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from qerl.errors import QeRLError
-from qerl.report.metrics import number
+from qerl.report.runs import number
 
 BAR, TICK = "\N{BOX DRAWINGS LIGHT VERTICAL}", "\N{BOX DRAWINGS LIGHT VERTICAL AND LEFT}"
 BRAILLE = 0x2800

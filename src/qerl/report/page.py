@@ -6,7 +6,7 @@ none, and what was given up is zooming.
 
 Of each chosen step the page shows the completions of the best and the worst group, turn by turn. What a model
 wrote is shown and never acts: the templates escape all that they are given, characters that would act are
-shown as signs (`qerl.report.visible`), and a content security policy tells the browser to run no script but
+shown as signs (`qerl.visible`), and a content security policy tells the browser to run no script but
 the filter and to ask for nothing. Without a script all groups are there and open by a click.
 """
 
@@ -24,12 +24,11 @@ from qerl import __version__
 from qerl.atomic import writing
 from qerl.errors import QeRLError
 from qerl.report.completions import Table, longest_text, read_tables, shown_groups
-from qerl.report.metrics import METRICS, Metric, number
-from qerl.report.runs import Run, Series, read_runs, series
+from qerl.report.runs import METRICS, Metric, Run, Series, number, read_runs, series
 from qerl.report.scores import Score, read_scores
 from qerl.report.svg import Curve, chart, swatch
-from qerl.report.visible import shortened, visible
 from qerl.run_folder import CONFIG_FILE, METRICS_FILE
+from qerl.visible import seen
 
 UNCOMPARED = ("output_dir", "run_name", "logging_dir")
 """Settings that say where a run is kept and not what it does."""
@@ -137,7 +136,7 @@ def _page(template: str, script: str, **values: Any) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"number": number, "seen": _seen}
+    environment.filters |= {"number": number, "seen": seen}
     environment.globals |= {
         "cells": _cells,
         "chart": lambda *drawn: Markup(chart(*drawn)),
@@ -160,12 +159,6 @@ def style_sheet() -> str:
 def filter_script() -> str:
     """The script of pages with completions."""
     return files("qerl.report").joinpath("filter.js").read_text(encoding="utf-8")
-
-
-def _seen(text: str, longest: int) -> str:
-    """Text of a model as it is shown, at most so many characters of it."""
-    few = shortened(text, longest)  # first, as signs are looked for in what is shown alone
-    return shortened(visible(few), longest)
 
 
 def _cells(metric: Metric, data: Series) -> list[str]:

@@ -19,7 +19,7 @@ _PLACES = ("", "*/", "*/*/", "*/*/*/")
 
 @dataclass(frozen=True)
 class Result:
-    """What is shown of a result.json (`qerl.eval.result.EvalResult`)."""
+    """What is shown of a result.json (`qerl.eval.record.EvalResult`)."""
 
     task: str
     problems: int

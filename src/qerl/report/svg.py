@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import NamedTuple
 
-from qerl.report.metrics import Metric, number
-from qerl.report.runs import Series
+from qerl.report.runs import Metric, Series, number
 
 COLOURS = 8
 TOOLTIPS = 120

@@ -22,10 +22,9 @@ from rich.text import Text
 from qerl.errors import QeRLError
 from qerl.report.completions import Sample, Table, read_table
 from qerl.report.curve import terminal_curve
-from qerl.report.metrics import METRICS, number
-from qerl.report.runs import Run, Series, read_runs, series
-from qerl.report.visible import shortened, visible
+from qerl.report.runs import METRICS, Run, Series, number, read_runs, series
 from qerl.run_folder import CONFIG_FILE, METRICS_FILE, table_paths
+from qerl.visible import seen, visible
 
 SECONDS = 2.0
 """Time between two looks at the folder."""
@@ -187,8 +186,8 @@ def _completions(table: Table) -> list[RenderableType]:
         reward = "none" if sample.reward is None else number(sample.reward)
         parts += [
             Rule(Text(f"step {table.step}, {word} completion, reward {reward}"), align="left"),
-            Text(_short(group.prompt[-1].text if group.prompt else "", PROMPT), style="dim"),
-            Text(_short(_words(sample), COMPLETION)),
+            Text(seen(group.prompt[-1].text if group.prompt else "", PROMPT), style="dim"),
+            Text(seen(_words(sample), COMPLETION)),
         ]
     return parts
 
@@ -202,7 +201,3 @@ def _words(sample: Sample) -> str:
         calls = "".join(f" calls {name} {arguments}" for name, arguments in message.calls)
         lines.append(f"{message.role}: {message.text}{calls}")
     return "\n".join(lines)
-
-
-def _short(text: str, characters: int) -> str:
-    return shortened(visible(shortened(text, characters)), characters)

@@ -17,6 +17,7 @@ from datasets import Dataset
 
 from qerl.errors import QeRLError
 from qerl.rewards.text import Completion, Message, completion_text
+from qerl.seeding import derive_seed
 from qerl.tasks.answers import equal
 from qerl.tasks.formats import AnswerFormat, get_format
 from qerl.tasks.guard import judges_alone, stratified
@@ -180,3 +181,13 @@ def as_dataset(rows: Iterable[Mapping[str, Any]], what: str) -> Dataset:
     if not data:
         raise QeRLError(f"{what} has no problems; check the file, the split and the filters.")
     return Dataset.from_list(data)
+
+
+def holdout_rank(problem: str) -> float:
+    """The place of a problem in the held-out order, for data without a test split: uniform in [0, 1).
+
+    The first problems in that order are held out. It is a hash of their text, the same on every machine, so
+    neither the order of the rows nor the seed of a run moves a problem into the other set, and two copies of
+    one problem are always in the same set.
+    """
+    return derive_seed("held out", problem) / 2**63

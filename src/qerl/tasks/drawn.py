@@ -8,9 +8,8 @@ from typing import Any, Literal, TypeVar
 from datasets import Dataset
 
 from qerl.errors import QeRLError
-from qerl.tasks.base import Task, as_dataset
+from qerl.tasks.base import Task, as_dataset, holdout_rank
 from qerl.tasks.formats import AnswerFormat
-from qerl.tasks.holdout import holdout_rank
 
 Set = Literal["train", "test"]
 Problem = TypeVar("Problem")

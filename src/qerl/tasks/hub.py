@@ -5,7 +5,7 @@ section 4.1). Prompts ask for ``\boxed{}``, the form in which the paper's models
 GSM8K they ask for ``####``, the form of GSM8K's own solutions.
 
 Where a data set has a test split, that is the held-out set. Big-Math and DAPO-Math have none, so one problem
-in 32 is set aside (:mod:`qerl.tasks.holdout`). Which one depends on the problem alone, so a model trained on
+in 32 is set aside (:mod:`qerl.tasks.base`). Which one depends on the problem alone, so a model trained on
 some levels of Big-Math is never tested on a problem that it saw in training, whatever levels the test takes.
 The remaining data sets are benchmarks without training problems.
 
@@ -27,9 +27,8 @@ from datasets.exceptions import DatasetsError
 from qerl.errors import QeRLError, first_line
 from qerl.models.hub import Unreachable, download
 from qerl.tasks.answers import after_hashes
-from qerl.tasks.base import Task, as_dataset
+from qerl.tasks.base import Task, as_dataset, holdout_rank
 from qerl.tasks.formats import get_format
-from qerl.tasks.holdout import holdout_rank
 
 HELD_OUT_SHARE = 1 / 32
 """The held-out share of a data set without a test split: about 440 problems of DAPO-Math and 1,300 of each

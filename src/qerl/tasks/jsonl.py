@@ -26,9 +26,8 @@ from datasets import Dataset
 
 from qerl.errors import QeRLError
 from qerl.rewards.text import Message
-from qerl.tasks.base import Task, as_dataset
+from qerl.tasks.base import Task, as_dataset, holdout_rank
 from qerl.tasks.formats import get_format
-from qerl.tasks.holdout import holdout_rank
 
 _PROBLEM_COLUMNS = ("prompt", "question", "messages")
 # Columns that TRL passes to reward functions itself, drops, or reads as images or as the template of a row.

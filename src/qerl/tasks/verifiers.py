@@ -22,10 +22,9 @@ from pydantic import ValidationError
 
 from qerl.errors import QeRLError, first_line
 from qerl.kernels.needs import how_to_install
-from qerl.tasks.base import Completion, Message, Task, as_dataset
+from qerl.tasks.base import Completion, Message, Task, as_dataset, holdout_rank
 from qerl.tasks.formats import AnswerFormat
 from qerl.tasks.guard import RewardFunction, judges_alone
-from qerl.tasks.holdout import holdout_rank
 
 HELD_OUT_SHARE = 1 / 8
 

@@ -58,6 +58,7 @@ from qerl.agents.environment import EnvironmentFactory
 from qerl.agents.loop import Limits
 from qerl.agents.pool import ToolPool
 from qerl.agents.tools import Tool
+from qerl.checkpoint_folder import clear, move_into, publish
 from qerl.errors import QeRLError, first_line
 from qerl.families.parts import base_model
 from qerl.fp4.linear import dense_weights_kept
@@ -81,13 +82,12 @@ from qerl.trainer.prompt_choice import PromptChoice
 from qerl.trainer.ready import ready_for_rows
 from qerl.trainer.reference import Reference, load_adapters
 from qerl.trainer.resume.changes import checkpoint_of_a_trainer
-from qerl.trainer.resume.checkpoint import clear, load_rollouts, move_into, publish, save_rollouts
 from qerl.trainer.resume.claim import claimed
 from qerl.trainer.resume.provenance import write_provenance
 from qerl.trainer.rewards import Scorer
 from qerl.trainer.rollout_step import RolloutStep
 from qerl.trainer.step_log import StepLog, print_table
-from qerl.trainer.update_step import Microbatch, UpdateStep
+from qerl.trainer.update_step import Microbatch, UpdateStep, load_rollouts, save_rollouts
 from qerl.update.recompute import accept_every_n_layers, no_offload_on_cpu, recompute_every_layer
 
 logger = logging.getLogger(__name__)

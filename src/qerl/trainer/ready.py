@@ -50,14 +50,12 @@ def ready_for_rows(model: nn.Module, args: QeRLConfig) -> UpdatePath:
         Which parts of its updates run on those kernels.
 
     Raises:
-        QeRLError: A joined row gives other log-probabilities than the samples in it, noise finds no norm, or
-            flash-attn-4 is installed and cannot be used.
+        QeRLError: A joined row gives other log-probabilities than the samples in it, or noise finds no norm.
     """
     base = base_model(model)
-    prompt, completion, limit = args.max_prompt_length, args.max_completion_length, args.tokens_per_forward
+    prompt, completion = args.max_prompt_length, args.max_completion_length
     longest = prompt + completion if prompt and completion else None
-    # A sample that is longer than the limit has a row of its own.
-    path = use_kernels(base, max(limit, longest) if limit and longest else None)
+    path = use_kernels(base)
     with dense_weights_kept(model) if base.device.type == "cpu" else nullcontext():
         if args.noise:
             find_noise_norms(model)  # which refuses a model without any

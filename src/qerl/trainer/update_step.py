@@ -19,7 +19,7 @@ import contextlib
 import functools
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
+from qerl.errors import QeRLError
 from qerl.kernels.tensors import upload
 from qerl.settings.config import QeRLConfig
 from qerl.update.chunks import MemoryRetry
@@ -390,6 +391,29 @@ class UpdateStep:
         seen = max(microbatch.rollout_tokens, 1) * part
         waits = args.use_adaptive_entropy and self._last_entropy > args.entropy_target
         return self._loss(tokens, Share(microbatches, seen), 0.0 if waits else self._entropy_coef)
+
+
+def save_rollouts(buffer: list[Microbatch], file: Path) -> None:
+    """Write the microbatches of a rollout that later steps still use."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps([asdict(part) for part in buffer]), encoding="utf-8")
+
+
+def load_rollouts(file: Path) -> list[Microbatch]:
+    """Read what `save_rollouts` wrote, none where the checkpoint has no such file.
+
+    Raises:
+        QeRLError: It was written by an earlier version.
+    """
+    if file.with_suffix(".safetensors").is_file():
+        raise QeRLError(
+            f"{file.parent} holds a rollout that is half used, as QeRL 0.2 wrote it; resume with that "
+            "version, or from a checkpoint without such a file."
+        )
+    if not file.is_file():
+        return []
+    parts = json.loads(file.read_text(encoding="utf-8"))
+    return [Microbatch(**part | {"samples": [Sample(**each) for each in part["samples"]]}) for part in parts]
 
 
 def policy_loss(args: QeRLConfig) -> PolicyLoss:

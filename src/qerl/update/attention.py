@@ -7,8 +7,6 @@ kernel's causal mask is aligned at the ends of queries and keys, which is exactl
 prompt needs. Backward gathers again, so nothing beyond queries, keys, values and output is kept, and adds the
 gradients of a prompt's copies up in fp32, in a fixed order.
 
-Which FlashAttention that is depends on the GPU, on what is installed and on the row (`qerl.kernels.flash`).
-
 The implementation is registered with transformers under `NAME`. A forward pass without `branches`
 (evaluation, a padded batch) is plain SDPA.
 
@@ -30,7 +28,7 @@ from transformers.masking_utils import (
 )
 
 from qerl.families.parts import eval_mode
-from qerl.kernels.flash import Extents, flash_for
+from qerl.kernels import flash
 from qerl.update.joined_row import Branches, MaskFunction, Sample, join
 
 NAME = "qerl_branches"
@@ -150,8 +148,7 @@ class _BranchAttention(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.branches, ctx.scale = branches, q_LHE.shape[-1] ** -0.5 if scale is None else scale
         keys_M, extents = branches.keys_M, _extents(branches)
-        ctx.flash = flash_for(q_LHE, extents)
-        outputs = ctx.flash.forward(q_LHE, k_LGE[keys_M], v_LGE[keys_M], extents, ctx.scale)
+        outputs = flash.forward(q_LHE, k_LGE[keys_M], v_LGE[keys_M], extents, ctx.scale)
         ctx.save_for_backward(q_LHE, k_LGE, v_LGE, *outputs)
         return cast(torch.Tensor, outputs[0])
 
@@ -161,15 +158,15 @@ class _BranchAttention(torch.autograd.Function):
         q_LHE, k_LGE, v_LGE, *outputs = ctx.saved_tensors
         branches: Branches = ctx.branches
         inputs = q_LHE, k_LGE[branches.keys_M], v_LGE[branches.keys_M]
-        dq_LHE, dk_MGE, dv_MGE = ctx.flash.backward(
+        dq_LHE, dk_MGE, dv_MGE = flash.backward(
             dout_LHE.contiguous(), inputs, tuple(outputs), _extents(branches), ctx.scale
         )
         return dq_LHE, _add_copies(dk_MGE, branches), _add_copies(dv_MGE, branches), None, None
 
 
-def _extents(branches: Branches) -> Extents:
+def _extents(branches: Branches) -> flash.Extents:
     b = branches
-    return Extents(b.query_offsets_N, b.key_offsets_N, b.longest_query, b.longest_key)
+    return flash.Extents(b.query_offsets_N, b.key_offsets_N, b.longest_query, b.longest_key)
 
 
 def _add_copies(gradient_MGE: torch.Tensor, branches: Branches) -> torch.Tensor:

@@ -2,21 +2,16 @@
 
 from transformers import PreTrainedModel
 
-from qerl.kernels.flash import compile_flash4
 from qerl.update.attention import use_branch_attention
-from qerl.update.path import UpdatePath, find_path, heads_of, why_unfit
+from qerl.update.path import UpdatePath, find_path, why_unfit
 
 
-def use_kernels(model: PreTrainedModel, longest: int | None = None) -> UpdatePath:
+def use_kernels(model: PreTrainedModel) -> UpdatePath:
     """Give a model its kernels for joined rows, and say which parts of it run on them.
 
     Args:
         model: The transformers model where it trains, adapters included; a layer that is given its adapter
             later keeps the code that it came with.
-        longest: Tokens of the longest row that it will get; None: not known.
-
-    Raises:
-        QeRLError: flash-attn-4 is installed and cannot be imported or compiled.
     """
     unfit = why_unfit(model)
     why_dense_masks = unfit or use_branch_attention(model)
@@ -24,6 +19,4 @@ def use_kernels(model: PreTrainedModel, longest: int | None = None) -> UpdatePat
         from qerl.update.fused import fuse  # needs Triton
 
         fuse(model)
-    if not why_dense_masks:
-        compile_flash4(heads_of(model), longest)
     return find_path(model, why_dense_masks)

@@ -22,7 +22,6 @@ from transformers import PreTrainedModel
 
 from qerl.families.layer import Attention, SwiGLU, names
 from qerl.families.table import FAMILIES
-from qerl.kernels.flash import Heads, flash_words, why_not_flash4
 from qerl.lora.product import why_not_fused
 from qerl.noise.norms import is_norm
 from qerl.seeding import generator
@@ -60,7 +59,6 @@ class UpdatePath:
         mlps: SwiGLU blocks.
         products: Layers with an adapter that are one product with it; none in full tuning.
         unfit: Why no kernel can serve this model where it is; empty where they can.
-        flash: Which FlashAttention computes attention by stretches; empty where none does.
     """
 
     attention: Share
@@ -69,7 +67,6 @@ class UpdatePath:
     mlps: Share
     products: Share
     unfit: str = ""
-    flash: str = ""
 
     @property
     def by_stretch(self) -> bool:
@@ -92,8 +89,7 @@ class UpdatePath:
             "MLPs": self.mlps,
             "adapted layers": self.products,
         }
-        flash = {"attention kernel": self.flash} if self.flash else {}
-        return {name: str(share) for name, share in parts.items() if share.total} | flash
+        return {name: str(share) for name, share in parts.items() if share.total}
 
     def sentence(self) -> str:
         """The path as a run says it at its start."""
@@ -130,27 +126,7 @@ def find_path(model: PreTrainedModel, why_dense_masks: str | None) -> UpdatePath
             [why_not_fused(m, training=True) for m in model.modules() if isinstance(m, BaseTunerLayer)]
         ),
         unfit=why_unfit(model),
-        flash="" if why_dense_masks or why_unfit(model) else attention_kernel(model),
     )
-
-
-def heads_of(model: PreTrainedModel) -> Heads:
-    """The attention heads of a model, by its config."""
-    config = model.config.get_text_config(decoder=True)
-    queries = config.num_attention_heads
-    return Heads(
-        queries,
-        getattr(config, "num_key_value_heads", None) or queries,
-        getattr(config, "head_dim", None) or config.hidden_size // queries,
-        model.dtype,
-        model.device,
-    )
-
-
-def attention_kernel(model: PreTrainedModel) -> str:
-    """Which FlashAttention the rows of a model get, and why no newer one."""
-    heads = heads_of(model)
-    return flash_words(why_not_flash4(heads.size, heads.dtype, heads.device))
 
 
 def _share(reasons: list[str | None]) -> Share:

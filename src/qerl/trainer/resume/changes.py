@@ -12,6 +12,7 @@ from typing import Any
 
 from rich.console import Console
 
+from qerl.checkpoint_folder import Manifest, read_manifest
 from qerl.errors import QeRLError
 from qerl.kernels.device import device_words
 from qerl.lora.adapter import check_adapter
@@ -27,7 +28,6 @@ from qerl.run_folder import (
 from qerl.settings.config import QeRLConfig, default_of
 from qerl.settings.foreign import without_gone
 from qerl.settings.recipe import FIELDS, read_mapping, resolved
-from qerl.trainer.resume.checkpoint import Manifest, read_manifest
 
 logger = logging.getLogger(__name__)
 

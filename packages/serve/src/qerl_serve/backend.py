@@ -1,0 +1,291 @@
+"""The model behind a server: one frozen base, the adapters of its clients, an engine and their losses.
+
+It does what `qerl_serve.types.Backend` says, with the parts beside it: `seats` and `adapters` for what is
+trained, `sampling` for what is drawn, `checkpoints` for what is kept, and `qerl.update` for the losses. The
+packed weights are there once; engine and update read the same bytes, so a sampler is never synced.
+
+**Noise.** A server with a noise schedule samples a model's snapshots with noise in their norms: Z of the
+model's seed and its number of optimizer steps, as in the rollouts of `qerl train`. The client gets the
+log-probabilities of the noisy policy, sends them back with its loss, and `importance_sampling` makes of them
+the correction of clean over noisy. Left without noise are the base, greedy samples, log-probabilities of
+prompts, and of course losses.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import TYPE_CHECKING
+from weakref import WeakValueDictionary
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from qerl.errors import QeRLError
+from qerl.families.parts import base_model
+from qerl.noise.draw import AdaptiveNoise, NoiseScale
+from qerl.noise.schedule import NoiseSchedule
+from qerl.rollout.engine import NormOffsets, RolloutEngine
+from qerl.rollout.stops import StopStrings
+from qerl.seeding import derive_seed
+from qerl.update.driver import LossDriver
+from qerl_serve.adapters import Adapters, Snapshot
+from qerl_serve.checkpoints import EXTERNAL, SAMPLING, TRAINING, Store
+from qerl_serve.sampling import Host, Limits, Policy, Sampling, Scores
+from qerl_serve.scoring import score_prompts
+from qerl_serve.seats import Seats, Shape
+from qerl_serve.types import (
+    AdamParams,
+    Arrivals,
+    Checkpoint,
+    LoraParams,
+    ModelInfo,
+    Notes,
+    SampleRequest,
+    SampleResult,
+    WeightsInfo,
+)
+
+if TYPE_CHECKING:
+    from qerl.update.losses import Datum, LossOutput
+
+_NO_NOTES = Notes()
+
+
+class ModelBackend:
+    """See `qerl_serve.types.Backend`.
+
+    Args:
+        models: The base under each of its names.
+        seats: The base.
+        engine: Samples from it; its model is that of the seats.
+        driver: Computes losses with it.
+        adapters: What clients train.
+        store: The server's folder.
+        tokenizer: Of the base, for stops that are text.
+        end_token_ids: Where a completion ends if a request does not say.
+        noise: Schedule by a model's optimizer steps; None samples without noise.
+        noise_scale: Unit of the schedule's sigma.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[ModelInfo],
+        seats: Seats,
+        engine: RolloutEngine,
+        driver: LossDriver,
+        adapters: Adapters,
+        store: Store,
+        tokenizer: PreTrainedTokenizerBase,
+        end_token_ids: tuple[int, ...],
+        noise: NoiseSchedule | None = None,
+        noise_scale: NoiseScale = "absolute",
+    ) -> None:
+        self.models = models
+        self._seats, self._driver, self._adapters, self._store = seats, driver, adapters, store
+        self._tokenizer = tokenizer
+        self._noise = None if noise is None else AdaptiveNoise(seats.model, noise, 0, noise_scale)
+        offsets = None if self._noise is None else partial(self._offsets, self._noise)
+        host = Host(engine, self._policy, self._lend, offsets, self._score, self._stop_strings)
+        vocabulary = base_model(seats.model).get_input_embeddings().num_embeddings
+        self._sampling = Sampling(host, Limits(models[0].max_context_length, vocabulary, end_token_ids))
+        self._engine = engine
+        self._policies: dict[str, Policy] = {}
+        self._given: dict[str, int] = {}  # how often each key was given
+        self._saved: WeakValueDictionary[str, Snapshot] = WeakValueDictionary()
+        self._snapshots = 0
+
+    def create_model(self, model_id: str, lora: LoraParams) -> None:
+        """See `Backend.create_model`; the output head is never adapted."""
+        shape = Shape(lora.rank, lora.train_attn, lora.train_mlp)
+        seed = derive_seed("model", model_id) if lora.seed is None else lora.seed
+        self._adapters.create(model_id, shape, seed)
+
+    def forward_backward(
+        self,
+        model_id: str,
+        data: Sequence["Datum"],
+        loss: str,
+        config: Mapping[str, float],
+        forward_only: bool,
+    ) -> "LossOutput":
+        """See `Backend.forward_backward`."""
+        adapter = self._adapters.use(model_id)
+        with self._seats.used(adapter.shape, adapter.matrices):
+            run = self._driver.forward if forward_only else self._driver.forward_backward
+            return run(data, loss, config)
+
+    def optim_step(self, model_id: str, adam: AdamParams) -> dict[str, float]:
+        """See `Backend.optim_step`."""
+        return self._adapters.use(model_id).step(adam)
+
+    def drop_gradients(self, model_id: str) -> bool:
+        """See `Backend.drop_gradients`."""
+        return model_id in self._adapters and self._adapters.get(model_id).drop_gradients()
+
+    def save_state(self, model_id: str, name: str, overwrite: bool = False, notes: Notes = _NO_NOTES) -> str:
+        """See `Backend.save_state`."""
+        return self._save(model_id, TRAINING, name, notes, overwrite)
+
+    def save_for_sampler(self, model_id: str, name: str | None, notes: Notes = _NO_NOTES) -> str:
+        """See `Backend.save_for_sampler`."""
+        if name is not None:
+            return self._save(model_id, SAMPLING, name, notes)
+        snapshot = self._adapters.get(model_id).snapshot()
+        self._snapshots += 1
+        key = f"snapshot:{self._snapshots}:{model_id}"
+        self._give(key, snapshot)
+        return key
+
+    def save_external(self, model_id: str, name: str, notes: Notes = _NO_NOTES) -> str:
+        """See `Backend.save_external`."""
+        return self._save(model_id, EXTERNAL, name, notes)
+
+    def load_state(self, model_id: str, path: str, with_optimizer: bool) -> None:
+        """See `Backend.load_state`; without the optimizer the count of steps begins anew."""
+        saved = self._store.read(path, with_optimizer)
+        if model_id in self._adapters:
+            adapter = self._adapters.use(model_id)
+            if adapter.shape != saved.shape:
+                raise QeRLError(
+                    f"{path} has an adapter of {_said(saved.shape)}, and {model_id} was made with one of "
+                    f"{_said(adapter.shape)}; make a model from these weights."
+                )
+            made = False
+        else:
+            adapter, made = self._adapters.create(model_id, saved.shape, saved.seed), True
+        try:
+            adapter.load(saved.weights, saved.moments, saved.steps if with_optimizer else 0)
+        except BaseException:
+            if made:
+                self._adapters.drop(model_id)
+            raise
+        adapter.seed = saved.seed
+
+    def sampler(self, path_or_base: str) -> str:
+        """See `Backend.sampler`."""
+        if any(path_or_base == model.name for model in self.models):
+            self._give(path_or_base, None)
+            return path_or_base
+        if not path_or_base.startswith("tinker://"):
+            raise QeRLError(
+                f"This server has no model {path_or_base[:200]!r}, but "
+                f"{' or '.join(model.name for model in self.models)}; name that one, or a tinker:// path."
+            )
+        key = f"{path_or_base}@{self._store.saved_at(path_or_base)}"
+        snapshot = self._saved.get(key)
+        if snapshot is None:
+            saved = self._store.read(path_or_base)
+            matrices = {name: torch.nn.Parameter(t, False) for name, t in saved.weights.items()}
+            self._seats.check(saved.shape)
+            snapshot = self._saved[key] = Snapshot(saved.shape, matrices, saved.seed, saved.steps)
+        self._give(key, snapshot)
+        return key
+
+    def sample(
+        self, requests: Sequence[SampleRequest], arrived: Arrivals
+    ) -> Iterator[tuple[int, SampleResult | Exception]]:
+        """See `Backend.sample`."""
+        return self._sampling.answer(requests, arrived)
+
+    def model_info(self, model_id: str) -> WeightsInfo:
+        """See `Backend.model_info`."""
+        return _info(self.models[0].name, self._adapters.get(model_id).shape)
+
+    def weights_info(self, path: str) -> WeightsInfo:
+        """See `Backend.weights_info`; clients give this server's base back by the name it has now."""
+        saved = self._store.about(path)
+        return _info(self.models[0].name if self._store.fits(saved) else saved.base, saved.shape)
+
+    def checkpoints(self) -> Sequence[Checkpoint]:
+        """See `Backend.checkpoints`."""
+        return self._store.list()
+
+    def checkpoint(self, path: str) -> Checkpoint:
+        """See `Backend.checkpoint`."""
+        return self._store.checkpoint(path)
+
+    def delete_checkpoint(self, path: str) -> None:
+        """See `Backend.delete_checkpoint`; samplers of it go on."""
+        self._store.delete(path)
+
+    def expire_checkpoint(self, path: str, expires: float | None) -> None:
+        """See `Backend.expire_checkpoint`."""
+        self._store.expire(path, expires)
+
+    def delete_expired(self) -> None:
+        """See `Backend.delete_expired`."""
+        self._store.delete_expired()
+
+    def drop(self, model_id: str) -> None:
+        """See `Backend.drop`."""
+        self._adapters.drop(model_id)
+
+    def drop_sampler(self, key: str) -> None:
+        """See `Backend.drop_sampler`."""
+        if key not in self._given:
+            raise QeRLError(f"There is no sampler {key}; it was given up already.")
+        self._given[key] -= 1
+        if not self._given[key]:
+            del self._given[key]
+            del self._policies[key]
+
+    def gauges(self) -> Mapping[str, float]:
+        """See `Backend.gauges`."""
+        found = {
+            "adapters": len(self._adapters),
+            "adapters_on_device": self._adapters.resident,
+            "adapter_bytes": self._adapters.bytes,
+            "samplers": len(self._given),
+            "update_every_n_layers": self._seats.every_n_layers,
+        }
+        if self._driver.tokens_per_forward is not None:
+            found["update_tokens_per_forward"] = self._driver.tokens_per_forward
+        if self._seats.device.type == "cuda":
+            found["gpu_memory_bytes"] = torch.cuda.memory_allocated(self._seats.device)
+            found["gpu_peak_memory_bytes"] = torch.cuda.max_memory_allocated(self._seats.device)
+        return {name: float(value) for name, value in found.items()}
+
+    def close(self) -> None:
+        """See `Backend.close`."""
+        try:
+            self._engine.release()
+        finally:
+            self._store.close()
+
+    def _save(self, model_id: str, kind: str, name: str, notes: Notes, overwrite: bool = False) -> str:
+        adapter = self._adapters.get(model_id)
+        config = self._seats.config(adapter.shape)
+        return self._store.save(model_id, kind, name, adapter, config, notes, overwrite)
+
+    def _give(self, key: str, policy: Policy) -> None:
+        self._policies[key] = policy
+        self._given[key] = self._given.get(key, 0) + 1
+
+    def _policy(self, key: str) -> Policy:
+        if key not in self._policies:
+            raise QeRLError("There is no such sampler on this server; make one from saved weights.")
+        return self._policies[key]
+
+    def _lend(self, policy: Policy) -> AbstractContextManager[object]:
+        if policy is None:
+            return self._seats.unused()
+        return self._seats.used(policy.shape, policy.on(self._seats.device))
+
+    def _offsets(self, noise: AdaptiveNoise, policy: Snapshot) -> NormOffsets:
+        noise.seed = policy.seed
+        return noise.offsets(policy.steps)
+
+    def _score(self, requests: Sequence[SampleRequest]) -> list[Scores]:
+        return score_prompts(self._driver, self._seats.model, requests)
+
+    def _stop_strings(self, strings: tuple[str, ...]) -> StopStrings:
+        return StopStrings(self._tokenizer, strings)
+
+
+def _info(base: str, shape: Shape) -> WeightsInfo:
+    return WeightsInfo(base, shape.rank, shape.attn, shape.mlp, train_unembed=False)
+
+
+def _said(shape: Shape) -> str:
+    layers = [name for name, adapted in (("attention", shape.attn), ("MLPs", shape.mlp)) if adapted]
+    return f"rank {shape.rank} on {' and '.join(layers)}"

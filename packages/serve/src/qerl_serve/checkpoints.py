@@ -1,0 +1,397 @@
+"""Saved adapters in the server's folder, under the tinker:// paths by which clients name them.
+
+    ROOT/MODEL_ID/weights/NAME/             what `save_state` wrote: adapter and optimizer
+    ROOT/MODEL_ID/sampler_weights/NAME/     what `save_for_sampler` wrote: the adapter alone
+    ROOT/MODEL_ID/external_weights/NAME/    what `save_external` wrote: the same, for other programs
+
+Each is a plain PEFT folder, which PEFT, vLLM and `qerl eval` read, with the optimizer's moments, the seed and
+the count of steps beside it, so that training goes on with the same bits. What the client said of it lies
+there too, and in a file of its own when it expires, since that may change. It is written aside and renamed,
+as the checkpoints of a run are. What it replaces is put aside until then, and the next server puts it back if
+this one was killed in between: so there is always the former one or the new one. Gradients that have gathered
+since the last optimizer step are not part of it. A folder belongs to one server at a time, which holds a lock
+on it until it ends or is killed.
+
+A path is made of an id and a name as `qerl_serve.names` takes them, with nothing that could mean something to
+a file system, so no path leads out of the folder; nor does a link in it.
+"""
+
+import contextlib
+import errno
+import json
+import logging
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from filelock import FileLock, Timeout
+from peft import LoraConfig
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from qerl.atomic import write_whole
+from qerl.checkpoint_folder import clear, publish, read_manifest
+from qerl.errors import QeRLError
+from qerl.run_folder import ADAPTER_FILE, MANIFEST_FILE, POLICY_FILE, UNFINISHED, read_json
+from qerl_serve.adapters import TrainedAdapter
+from qerl_serve.names import KINDS, SCHEME, split_path
+from qerl_serve.seats import Shape
+from qerl_serve.types import Checkpoint, Notes, NotSavedError
+
+logger = logging.getLogger(__name__)
+
+STATE_FILE = "state.json"
+EXPIRY_FILE = ".expires.json"
+"""Hidden, so that it is not downloaded: in the folder of another server it would delete what it lies with."""
+OPTIMIZER_FILE = "optimizer.safetensors"
+LOCK_FILE = "server.lock"
+REPLACED = ".replaced"
+"""Holds, by its path, what is being replaced."""
+
+TRAINING, SAMPLING, EXTERNAL = KINDS
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A saved adapter, read.
+
+    Attributes:
+        shape, seed, steps: As of `TrainedAdapter`.
+        fingerprint: Of its base.
+        base: Name of its base.
+        weights: Its matrices.
+        moments: Of its optimizer; empty where none was saved, or asked for.
+    """
+
+    shape: Shape
+    seed: int
+    steps: int
+    base: str
+    fingerprint: str | None
+    weights: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    moments: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+
+class Store:
+    """The folder of a server.
+
+    Args:
+        root: Made if there is none.
+        facts: What policy.json says of every adapter that is saved, "base" and "fingerprint" among it.
+        settings: What config.yaml says, by which `qerl eval` finds the base in the format that was trained.
+
+    Raises:
+        QeRLError: Another server uses this folder.
+    """
+
+    def __init__(self, root: Path, facts: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+        self.root = root.absolute()
+        self._facts, self._settings = dict(facts), dict(settings)
+        self.root.mkdir(parents=True, exist_ok=True)
+        # Whoever loads the model takes the lock, and the worker, which is another thread, lets it go.
+        self._lock = FileLock(self.root / LOCK_FILE, thread_local=False)
+        try:
+            self._lock.acquire(blocking=False)
+        except Timeout:
+            raise QeRLError(
+                f"Another server uses the folder {self.root}; end that one, or give this one a folder of its "
+                "own with --output_dir."
+            ) from None
+        shutil.rmtree(self.root / UNFINISHED, ignore_errors=True)
+        self._put_back()
+
+    def save(
+        self,
+        model_id: str,
+        kind: str,
+        name: str,
+        adapter: TrainedAdapter,
+        config: LoraConfig,
+        notes: Notes,
+        overwrite: bool = False,
+    ) -> str:
+        """Write an adapter; what is damaged under its name is replaced.
+
+        Args:
+            model_id: Whose it is.
+            kind: `TRAINING`, with the optimizer, `SAMPLING` or `EXTERNAL`.
+            name: As the client calls it.
+            adapter: What is saved.
+            config: That PEFT is to read.
+            notes: What its client says beside it.
+            overwrite: Whether it may replace what is saved under this name.
+
+        Returns:
+            Its path.
+
+        Raises:
+            QeRLError: The name cannot be part of a path, something is saved under it, or the disk is full.
+        """
+        path = f"{SCHEME}{model_id}/{kind}/{name}"
+        folder = self.folder(path)
+        if not overwrite and _is_whole(folder):
+            replace = ", or replace it with save_state(..., overwrite=True)" if kind == TRAINING else ""
+            raise QeRLError(f"{path} is saved already; choose another name, delete it first{replace}.")
+        try:
+            part = self._written(adapter, config, notes, with_optimizer=kind == TRAINING)
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                if (folder / MANIFEST_FILE).is_file():
+                    aside = self.root / REPLACED / folder.relative_to(self.root)
+                    clear(aside.parent)
+                    folder.rename(aside)
+                publish(part, folder, adapter.steps, 1, json.dumps(self._settings, indent=1) + "\n")
+            finally:
+                self._put_back()
+            if notes.expires is not None:
+                _write_expiry(folder, notes.expires)
+        except (OSError, SafetensorError) as error:
+            shutil.rmtree(self.root / UNFINISHED, ignore_errors=True)  # which may be what fills the disk
+            if not _is_full(error):
+                raise
+            raise QeRLError(
+                f"{path} was not saved, because the server's disk is full; delete checkpoints that nobody "
+                "needs and save again. What was saved before is still there, and training can go on."
+            ) from error
+        return path
+
+    def read(self, path: str, with_optimizer: bool = False) -> Saved:
+        """A saved adapter, on the host.
+
+        Raises:
+            QeRLError: There is none at this path, it is damaged, of another base, or saved without the
+                optimizer that is asked for.
+        """
+        folder, about = self._about(path)
+        if not self.fits(about):
+            raise QeRLError(
+                f"{path} was trained on {about.base}, whose norms or embeddings are not those of this "
+                f"server's model {self._facts.get('base')}; start the server with that one."
+            )
+        if with_optimizer and not (folder / OPTIMIZER_FILE).is_file():
+            raise QeRLError(
+                f"{path} was saved to sample from, without an optimizer; load it without one, or load what "
+                "save_state wrote."
+            )
+        try:
+            weights = load_file(folder / ADAPTER_FILE)
+            moments = load_file(folder / OPTIMIZER_FILE) if with_optimizer else {}
+        except (SafetensorError, OSError) as error:
+            why = error.strerror if isinstance(error, OSError) else error
+            raise QeRLError(f"{path} is damaged ({why}); load another checkpoint.") from error
+        return Saved(**vars(about) | {"weights": weights, "moments": moments})
+
+    def about(self, path: str) -> Saved:
+        """What is saved at a path, without its tensors.
+
+        Raises:
+            QeRLError: There is none at this path, or it is damaged.
+        """
+        return self._about(path)[1]
+
+    def fits(self, saved: Saved) -> bool:
+        """Whether what is saved was trained on this server's base, whatever that was called then."""
+        return bool(saved.fingerprint == self._facts.get("fingerprint"))
+
+    def checkpoint(self, path: str) -> Checkpoint:
+        """What is saved at a path, as a list shows it.
+
+        Raises:
+            QeRLError: There is none at this path, or it is damaged.
+        """
+        return _described(path, self._about(path)[0])
+
+    def saved_at(self, path: str) -> int:
+        """When a path was last saved, in nanoseconds: what tells its states apart.
+
+        Raises:
+            QeRLError: There is nothing at this path, or it is damaged.
+        """
+        return (self._about(path)[0] / MANIFEST_FILE).stat().st_mtime_ns
+
+    def list(self) -> list[Checkpoint]:
+        """All that is saved, oldest first; what is damaged is named in the log too."""
+        found = []
+        for path, folder in self._all():
+            try:
+                read_manifest(folder)
+            except QeRLError as error:
+                logger.warning("Clients can delete %s, and save another under its name: %s", path, error)
+            with contextlib.suppress(FileNotFoundError):  # somebody has just deleted it by hand
+                found.append(_described(path, folder))
+        return sorted(found, key=lambda checkpoint: (checkpoint.time, checkpoint.path))
+
+    def delete(self, path: str) -> None:
+        """Delete what is saved at a path, damaged or not.
+
+        Raises:
+            QeRLError: There is nothing.
+        """
+        folder = self._there(path)
+        (folder / MANIFEST_FILE).unlink()  # first, so that half a folder is none
+        shutil.rmtree(folder)
+
+    def expire(self, path: str, at: float | None) -> None:
+        """Say from when on what is saved at a path may be deleted, as in `Notes`.
+
+        Raises:
+            QeRLError: There is nothing.
+        """
+        _write_expiry(self._there(path), at)
+
+    def delete_expired(self) -> None:
+        """Delete what may be deleted by now."""
+        for path, folder in list(self._all()):
+            expires = _read_expiry(folder)
+            if expires is not None and expires <= time.time():
+                logger.info("%s has expired and is deleted.", path)
+                self.delete(path)
+
+    def close(self) -> None:
+        """Let another server use the folder."""
+        self._lock.release()
+
+    def folder(self, path: str) -> Path:
+        """Where a path leads, whether or not something is there.
+
+        Raises:
+            QeRLError: It is no path of saved weights, or leads out of the server's folder.
+        """
+        parts = split_path(path)
+        folder = self.root.joinpath(*parts)
+        if folder.resolve() != self.root.resolve().joinpath(*parts):
+            raise QeRLError(f"{path} leads out of the server's folder; nothing is read or written there.")
+        return folder
+
+    def _written(
+        self, adapter: TrainedAdapter, config: LoraConfig, notes: Notes, with_optimizer: bool
+    ) -> Path:
+        """A folder aside with an adapter's files."""
+        part = self.root / UNFINISHED / "part"
+        clear(part)
+        config.save_pretrained(str(part))
+        _write(adapter.matrices, part / ADAPTER_FILE)
+        if with_optimizer:
+            _write(adapter.moments(), part / OPTIMIZER_FILE)
+        shape = adapter.shape
+        state = {
+            "rank": shape.rank,
+            "attn": shape.attn,
+            "mlp": shape.mlp,
+            "seed": adapter.seed,
+            "steps": adapter.steps,
+            "run_notes": dict(notes.run),
+            "notes": dict(notes.own),
+        }
+        (part / STATE_FILE).write_text(json.dumps(state), encoding="utf-8")
+        (part / POLICY_FILE).write_text(json.dumps(self._facts, indent=2) + "\n", encoding="utf-8")
+        return part
+
+    def _put_back(self) -> None:
+        """Put back what was to be replaced by something that is not there, and delete it where that is."""
+        replaced = self.root / REPLACED
+        for aside in replaced.glob(f"*/*/*/{MANIFEST_FILE}"):
+            folder = self.root / aside.parent.relative_to(replaced)
+            if (folder / MANIFEST_FILE).is_file():
+                aside.unlink()  # first, so that half a folder never comes back
+            else:
+                shutil.rmtree(folder, ignore_errors=True)
+                aside.parent.rename(folder)
+        shutil.rmtree(replaced, ignore_errors=True)
+
+    def _all(self) -> Iterator[tuple[str, Path]]:
+        """Path and folder of all that is saved; what no client could have saved there is named in the log."""
+        for kind in KINDS:
+            for manifest in self.root.glob(f"*/{kind}/*/{MANIFEST_FILE}"):
+                path = f"{SCHEME}{manifest.parent.relative_to(self.root)}"
+                try:
+                    yield path, self.folder(path)
+                except QeRLError as error:
+                    logger.warning("%s is left out of the list of checkpoints: %s", manifest.parent, error)
+
+    def _there(self, path: str) -> Path:
+        """Where a path leads, if something is saved there."""
+        folder = self.folder(path)
+        if not (folder / MANIFEST_FILE).is_file():
+            raise NotSavedError(
+                f"Nothing is saved at {path} on this server; look at the list of checkpoints."
+            )
+        return folder
+
+    def _about(self, path: str) -> tuple[Path, Saved]:
+        folder = self._there(path)
+        try:
+            read_manifest(folder)
+            state, facts = read_json(folder / STATE_FILE), read_json(folder / POLICY_FILE)
+        except QeRLError as error:
+            logger.warning("%s is damaged: %s", path, error)
+            raise QeRLError(  # of which a client need not hear where the server has its files
+                f"{path} is damaged: files of it are missing or cut short. Load another checkpoint; this one "
+                "can be deleted, or replaced by saving under its name."
+            ) from error
+        try:
+            shape = Shape(int(state["rank"]), bool(state["attn"]), bool(state["mlp"]))
+            saved = Saved(
+                shape, int(state["seed"]), int(state["steps"]), str(facts["base"]), facts["fingerprint"]
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise QeRLError(
+                f"{path} was not saved by this server ({STATE_FILE} or {POLICY_FILE} lacks {error}); load "
+                "another checkpoint."
+            ) from error
+        return folder, saved
+
+
+def _is_whole(folder: Path) -> bool:
+    """Whether something is saved in a folder, with all of its files."""
+    try:
+        read_manifest(folder)
+    except QeRLError:
+        return False
+    return True
+
+
+def _is_full(error: Exception) -> bool:
+    """Whether a disk, or the share of it that a user has, was full; safetensors says so in words alone."""
+    if isinstance(error, OSError):
+        return error.errno in _FULL
+    return any(f"(os error {number})" in str(error) for number in _FULL)
+
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+def _described(path: str, folder: Path) -> Checkpoint:
+    """What is saved in a folder, as a list shows it."""
+    try:
+        state = read_json(folder / STATE_FILE)
+    except QeRLError:  # it is damaged
+        state = {}
+    notes = Notes(state.get("run_notes") or {}, state.get("notes") or {}, _read_expiry(folder))
+    size = sum(file.stat().st_size for file in folder.iterdir())
+    return Checkpoint(path, folder, size, (folder / MANIFEST_FILE).stat().st_mtime, notes)
+
+
+def _write_expiry(folder: Path, at: float | None) -> None:
+    file = folder / EXPIRY_FILE
+    if at is None:
+        file.unlink(missing_ok=True)
+        return
+    write_whole(file, json.dumps({"at": at}))
+
+
+def _read_expiry(folder: Path) -> float | None:
+    """When what is saved in a folder may be deleted; None if that is not said, or not in a way to be read."""
+    try:
+        at = read_json(folder / EXPIRY_FILE).get("at")
+    except QeRLError:
+        return None
+    return float(at) if isinstance(at, int | float) else None
+
+
+def _write(tensors: Mapping[str, torch.Tensor], file: Path) -> None:
+    save_file({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, file, {"format": "pt"})

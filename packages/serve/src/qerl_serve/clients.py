@@ -1,0 +1,245 @@
+"""Who the clients are and what is theirs: sessions, models, samplers.
+
+A session ends when its client says so, or is silent for long; its models, snapshots and results go with it,
+what was saved stays. Records are read and written by HTTP's thread and, through jobs that come back to say
+what they made, by the worker's.
+"""
+
+import logging
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future as CallFuture
+from dataclasses import dataclass, field
+from operator import methodcaller
+from typing import Any
+
+from qerl.errors import QeRLError
+from qerl_serve.futures import Busy, Failure, Future, Futures
+from qerl_serve.limits import Limits
+from qerl_serve.names import check_id
+from qerl_serve.queue import WorkQueue
+from qerl_serve.types import Backend, ModelInfo, WeightsInfo
+
+logger = logging.getLogger(__name__)
+
+EXPIRY_S = 60.0
+"""How often what has expired is looked for."""
+
+
+@dataclass(eq=False)
+class Session:
+    """One client, from its first word to its last, with what it says of itself."""
+
+    id: str
+    sdk_version: str
+    seen: float
+    began: float
+    display_name: str | None = None
+    notes: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
+class Model:
+    """An adapter that a session trains, and what its client notes of it; `info` is there once the backend has
+    made it."""
+
+    id: str
+    session_id: str
+    notes: Mapping[str, str] = field(default_factory=dict)
+    info: WeightsInfo | None = None
+    steps: int = 0
+    used: float = field(default_factory=time.time)
+
+
+@dataclass(eq=False)
+class Sampler:
+    """A policy to sample from, of a session.
+
+    Attributes:
+        key: The backend's name of it.
+        ephemeral: Whether it is a snapshot that was saved under no name.
+        used: When it was last asked, in seconds of `time.monotonic`.
+        waiting: Requests that it has not answered.
+        open: Whether the backend has it; one of saved weights may be closed and is opened again on use.
+    """
+
+    id: str
+    session_id: str
+    key: str
+    base_model: str
+    model_path: str | None
+    ephemeral: bool
+    used: float
+    waiting: int = 0
+    open: bool = True
+
+
+class Clients:
+    """Sessions, and what each of them has.
+
+    Args:
+        bases: The base under its names.
+        limits: What is taken.
+
+    Attributes:
+        bases: The base by name.
+        queue: Work for the worker.
+        futures: Results.
+        sessions, models, samplers: By id.
+        lock: Held where several records change together.
+    """
+
+    def __init__(self, bases: Sequence[ModelInfo], limits: Limits) -> None:
+        self.bases = {base.name: base for base in bases}
+        self.limits = limits
+        self.queue = WorkQueue(limits.gather_s, limits.gather_most_s)
+        self.futures = Futures(limits.waiting, limits.held, limits.keep_s, limits.unfetched_s)
+        self.sessions: dict[str, Session] = {}
+        self.models: dict[str, Model] = {}
+        self.samplers: dict[str, Sampler] = {}
+        self.lock = threading.RLock()
+        self._looked_for_expired = time.monotonic()
+
+    def create_session(
+        self, sdk_version: str, display_name: str | None = None, notes: Mapping[str, str] | None = None
+    ) -> str:
+        """A new session's id."""
+        session = Session(
+            uuid.uuid4().hex, sdk_version[:40], time.monotonic(), time.time(), display_name, notes or {}
+        )
+        with self.lock:
+            self.sessions[session.id] = session
+        logger.info("Session %s began (client version %r).", session.id, session.sdk_version)
+        return session.id
+
+    def heartbeat(self, session_id: str) -> bool:
+        """Note that a client lives; says whether the session is known."""
+        session = self.sessions.get(session_id)
+        if session is not None:
+            session.seen = time.monotonic()
+        return session is not None
+
+    def finish(self, session_id: str, reason: str = "its client ended it") -> None:
+        """End a session, if it is known, and give up what was its."""
+        with self.lock:
+            if self.sessions.pop(session_id, None) is None:
+                return
+            models = [model.id for model in self.models.values() if model.session_id == session_id]
+            samplers = [sampler for sampler in self.samplers.values() if sampler.session_id == session_id]
+            for model_id in models:
+                del self.models[model_id]
+            for sampler in samplers:
+                del self.samplers[sampler.id]
+            keys = [sampler.key for sampler in samplers if sampler.open]
+        logger.info("Session %s ended: %s. It had %d models.", session_id, reason, len(models))
+        self.queue.drop_samples(session_id)
+        for model_id in models:
+            self.queue.drop(model_id)
+            self.later(methodcaller("drop", model_id))
+        for key in keys:
+            self.later(methodcaller("drop_sampler", key))
+        self.futures.end(session_id, Failure(f"The session of this request ended: {reason}.", "user"))
+
+    def make_room(self, session_id: str) -> None:
+        """See to it that a session may have one more model: if there are as many as there may be, the client
+        that has been silent for longest is taken for dead already after `Limits.gone_s`.
+
+        Raises:
+            Busy: All of the other clients that have models live; some will end.
+            QeRLError: The session itself has all models.
+        """
+        with self.lock:
+            if len(self.models) < self.limits.max_models:
+                return
+            holders = {model.session_id for model in self.models.values()} & self.sessions.keys()
+            others = holders - {session_id}
+            full = f"The server holds {len(self.models)} models, its limit (`qerl serve --max_models`)"
+            if not others:
+                raise QeRLError(f"{full}, all of them yours; unload one, or start it with more.")
+            now = time.monotonic()
+            silent, longest = max((now - self.sessions[other].seen, other) for other in others)
+            if silent < self.limits.gone_s:
+                raise Busy(f"{full}, and the clients of all of them live; try again once one has ended.")
+            self.finish(
+                longest, f"its client was silent for {silent:.0f} seconds, and another needed the room"
+            )
+
+    def sweep(self) -> None:
+        """End sessions that have been silent for too long, forget old results and delete what has expired."""
+        now = time.monotonic()
+        for session in list(self.sessions.values()):
+            if now - session.seen > self.limits.silence_s:
+                self.finish(session.id, f"its client was silent for {self.limits.silence_s:.0f} seconds")
+        self.futures.sweep(now)
+        if now - self._looked_for_expired > EXPIRY_S:
+            self._looked_for_expired = now
+            self.later(methodcaller("delete_expired"))
+
+    def check_session(self, session_id: str) -> None:
+        """Refuse a session that is unknown.
+
+        Raises:
+            QeRLError: It is.
+        """
+        if not self.heartbeat(check_id(session_id, "session_id")):
+            raise QeRLError(unknown("session", session_id))
+
+    def check_base(self, name: str) -> None:
+        """Refuse a base model that is not here.
+
+        Raises:
+            QeRLError: It is not.
+        """
+        if name not in self.bases:
+            raise QeRLError(
+                f"The base model {name!r} is not on this server; it serves {', '.join(self.bases)}."
+            )
+
+    def model_info(self, model_id: str) -> tuple[Model, WeightsInfo, ModelInfo]:
+        """A model, what it was made as, and its base.
+
+        Raises:
+            QeRLError: There is no such model, or it is still being made.
+        """
+        model = self.models.get(check_id(model_id, "model_id"))
+        if model is None:
+            raise QeRLError(unknown("model", model_id))
+        if model.info is None:
+            raise QeRLError(f"The model {model_id} is still being made; ask again.")
+        return model, model.info, self.bases.get(model.info.base_model, next(iter(self.bases.values())))
+
+    def refused(self, kind: str, session_id: str, error: str) -> str:
+        """Request id of what has failed before it could wait."""
+        future = self.futures.add(Future(f"refused:{uuid.uuid4().hex}", kind, session_id))
+        future.settle(Failure(error, "user"))
+        return future.request_id
+
+    def later(self, run: Callable[[Backend], Any]) -> None:
+        """Run something on the backend whose result nobody waits for."""
+
+        def log(call: "CallFuture[Any]") -> None:
+            if (error := call.exception()) is not None:
+                logger.error("A clean-up failed.", exc_info=error)
+
+        self.queue.call(run).add_done_callback(log)
+
+    def gauges(self) -> dict[str, float]:
+        """Numbers of what is there, by name."""
+        return {
+            "sessions": len(self.sessions),
+            "models": len(self.models),
+            "samplers": len(self.samplers),
+            "results": len(self.futures),
+            "held_bytes": self.futures.bytes,
+            **{f"waiting_{kind}": number for kind, number in self.queue.depths().items()},
+        }
+
+
+def unknown(what: str, name: str) -> str:
+    """Why a session or a model is not there, and what a client does then."""
+    return (
+        f"This server knows no {what} {name}: its session ended, or the server was restarted. Make a new "
+        "client, from saved weights with create_training_client_from_state_with_optimizer."
+    )

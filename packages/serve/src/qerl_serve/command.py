@@ -1,0 +1,323 @@
+"""`qerl serve`: a server from the command line, and how one that runs is doing.
+
+Imports what needs torch or HTTP inside the functions, as the rest of the command line does.
+"""
+
+import argparse
+import contextlib
+import ipaddress
+import os
+import secrets
+import shlex
+import socket
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from qerl.errors import QeRLError
+from qerl.settings.words import add_command, number_from
+from qerl.weight_formats import DEFAULT_FORMAT, DEFAULT_ROUNDING, FORMATS, ROUNDINGS
+
+if TYPE_CHECKING:
+    from qerl.noise.schedule import NoiseSchedule
+    from qerl_serve.types import Backend
+
+KEY_FILE = "api_key"
+KEY_VARIABLE = "QERL_API_KEY"
+KEY_START = "tml-"
+"""Clients refuse keys that begin otherwise."""
+KEY_LENGTH = 20
+"""A shorter key may be guessed: whoever has a link to a download, which it signs, can try them all."""
+
+_TEXT = """\
+Serve MODEL to clients of the Tinker API: they sample, compute losses and train LoRA adapters, many at once,
+on one packed copy of the weights. Prints what to export so that recipes find the server.
+"""
+
+
+def add_serve(commands: Any) -> None:
+    """Describe the words of the command."""
+    sub = add_command(commands, "serve", _serve, "Serve a model to clients of the Tinker API.")
+    sub.description = _TEXT
+    sub.add_argument("model", nargs="?", metavar="MODEL", help="Hub id, local folder or .gguf file")
+    sub.add_argument(
+        "--served_name", metavar="NAME",
+        help="by which clients ask for the model; default: MODEL, and the folder where it lies",
+    )  # fmt: skip
+    sub.add_argument("--status", action="store_true", help="say how the server at --host and --port is doing")
+    sub.add_argument(
+        "--port", type=number_from(0, int, 65535), default=8000, help="default: 8000; 0 takes a free one"
+    )
+    sub.add_argument(
+        "--host", default="127.0.0.1", help="address to listen on; default: 127.0.0.1, this machine alone"
+    )
+    sub.add_argument(
+        "--api_key", metavar="KEY",
+        help=f"begins with {KEY_START} and has {KEY_LENGTH} characters or more; default: the environment's "
+        f"{KEY_VARIABLE}, which other users of this machine cannot read, else one of its own, kept in "
+        f"DIR/{KEY_FILE}",
+    )  # fmt: skip
+    sub.add_argument(
+        "--output_dir", type=Path, default=Path("runs/serve"), metavar="DIR",
+        help="where saved weights go; default: runs/serve",
+    )  # fmt: skip
+    sub.add_argument("--weights", choices=FORMATS, help=f"default: the checkpoint's, else {DEFAULT_FORMAT}")
+    sub.add_argument("--rounding", choices=ROUNDINGS, help=f"default: {DEFAULT_ROUNDING}")
+    sub.add_argument(
+        "--dtype", choices=("auto", "float32", "bfloat16"),
+        help="of what is not quantised; default: bfloat16 on a GPU and float32 on a CPU",
+    )  # fmt: skip
+    sub.add_argument("--max_rank", type=number_from(1), default=32, help="of adapters; default: 32")
+    sub.add_argument(
+        "--max_models", type=number_from(1), default=8, help="models that clients train at once; default: 8"
+    )
+    sub.add_argument(
+        "--resident", type=number_from(1), default=2, metavar="N",
+        help="of them that stay on the GPU, those used last; default: 2",
+    )  # fmt: skip
+    sub.add_argument(
+        "--held_gb", type=number_from(0.1, float), default=1.0, metavar="GB",
+        help="of requests that wait and of results, in the host's memory; default: 1",
+    )  # fmt: skip
+    sub.add_argument("--max_sequences", type=number_from(1), help="that are decoded at once")
+    sub.add_argument(
+        "--tokens_per_forward",
+        type=number_from(1),
+        help="of a forward and backward pass at most; default: what fits the GPU's memory, on a CPU few",
+    )
+    sub.add_argument(
+        "--every_n_layers", type=number_from(1), default=1, metavar="N",
+        help="every N-th layer is computed again for the backward pass, the others keep their activations; "
+        "default: 1, the least memory; on a CPU all keep theirs, whatever N is",
+    )  # fmt: skip
+    _add_noise(sub)
+    sub.add_argument(
+        "--trust_remote_code", choices=("true", "false"), default="false",
+        help="whether Python code that comes with the model may run",
+    )  # fmt: skip
+
+
+def _add_noise(sub: argparse.ArgumentParser) -> None:
+    from qerl.noise.schedule import SCHEDULES
+
+    sub.add_argument(
+        "--noise_steps", type=number_from(2), metavar="STEPS",
+        help="sample with adaptive quantization noise, by a schedule over so many optimizer steps of each "
+        "model; default: no noise",
+    )  # fmt: skip
+    sub.add_argument("--noise_sigma_start", type=number_from(1e-12, float), help="default: 0.01")
+    sub.add_argument("--noise_sigma_end", type=number_from(1e-12, float), help="default: 0.0005")
+    sub.add_argument("--noise_stages", type=number_from(2), help="default: 10")
+    sub.add_argument("--noise_schedule", choices=SCHEDULES, help="default: exponential")
+    sub.add_argument("--noise_scale", choices=("absolute", "relative"), help="default: absolute")
+
+
+def _serve(args: argparse.Namespace) -> None:
+    if args.status:
+        from qerl_serve.status import print_status
+
+        print_status(f"http://{_address(args.host)}:{args.port}", _known_key(args), args.console)
+        return
+    if args.model is None:
+        raise QeRLError("MODEL is missing; name the model to serve, or ask for --status.")
+    noise = _noise(args)
+    with listen(args.host, args.port) as listening:
+        api_key = _own_key(args)
+        backend = _open(args, noise)
+        _run(args, backend, api_key, listening)
+
+
+def _open(args: argparse.Namespace, noise: "NoiseSchedule | None") -> "Backend":
+    from qerl_serve.open import BackendOptions, open_backend
+
+    return open_backend(
+        BackendOptions(
+            model=args.model,
+            served_name=args.served_name,
+            folder=args.output_dir,
+            weights=args.weights,
+            rounding=args.rounding,
+            dtype=args.dtype,
+            max_rank=args.max_rank,
+            max_models=args.max_models,
+            resident=args.resident,
+            max_sequences=args.max_sequences,
+            tokens_per_forward=args.tokens_per_forward,
+            every_n_layers=args.every_n_layers,
+            noise=noise,
+            noise_scale=args.noise_scale or "absolute",
+            trust_remote_code=args.trust_remote_code == "true",
+        )
+    )
+
+
+def _noise(args: argparse.Namespace) -> "NoiseSchedule | None":
+    from qerl.noise.schedule import NoiseSchedule
+
+    names = ("noise_sigma_start", "noise_sigma_end", "noise_stages", "noise_schedule", "noise_scale")
+    given = [name for name in names if getattr(args, name) is not None]
+    if args.noise_steps is None:
+        if given:
+            raise QeRLError(f"--{given[0]} has no effect without noise; give --noise_steps too.")
+        return None
+    return NoiseSchedule(
+        args.noise_sigma_start or 1e-2,
+        args.noise_sigma_end or 5e-4,
+        args.noise_stages or 10,
+        args.noise_steps,
+        args.noise_schedule or "exponential",
+    )
+
+
+def _run(args: argparse.Namespace, backend: "Backend", api_key: str, listening: socket.socket) -> None:
+    from qerl_serve.connections import room_for_connections
+    from qerl_serve.limits import Limits
+    from qerl_serve.server import Server
+
+    base = backend.models[0]
+    limits = Limits(
+        context=base.max_context_length,
+        max_rank=args.max_rank,
+        max_models=args.max_models,
+        connections=room_for_connections(),
+        held=int(args.held_gb * 1e9),
+    )
+    # A stream that is no terminal is often a log, which others can read.
+    shown = api_key if args.console.file.isatty() else _where_key_is(args)
+    args.console.print(
+        greeting(base.name, args.host, listening.getsockname()[1], shown, args.output_dir),
+        markup=False, highlight=False, soft_wrap=True,
+    )  # fmt: skip
+    Server(backend, limits, api_key).run(listening)
+
+
+def greeting(model: str, host: str, port: int, api_key: str, folder: Path) -> str:
+    """What a user must know of a server that has begun: what to export, and a line to try.
+
+    Args:
+        model: Name of the base.
+        host, port: Where it listens.
+        api_key: Its key, or what a shell replaces by it.
+        folder: Where weights are saved.
+    """
+    url = f"http://{_address(host)}:{port}"
+    lines = [
+        f"Serving {model} at {url}; weights that clients save go to {folder}. Ctrl-C ends it.",
+        "",
+        f"  export TINKER_BASE_URL={url} TINKER_API_KEY={api_key}",
+        f'  python -c "import tinker; print(tinker.ServiceClient().create_lora_training_client'
+        f"(base_model='{model}', rank=8).get_info())\"",
+        "",
+    ]
+    if not _is_local(host):
+        lines.insert(
+            1, "Who reaches this address and has the key can use this machine's GPU; nothing is encrypted."
+        )
+    return "\n".join(lines)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket at the address, before the model is loaded.
+
+    Raises:
+        QeRLError: The address cannot be had.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # asyncio switches TCP_NODELAY on where the protocol is named; without it the second part of every answer
+    # waits for the client's acknowledgement of the first.
+    listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listening.bind((host, port))
+        listening.listen()
+    except OSError as error:
+        listening.close()
+        raise QeRLError(
+            f"{host}:{port} cannot be listened on ({error.strerror or error}); choose another --port or "
+            "--host."
+        ) from error
+    return listening
+
+
+def _address(host: str) -> str:
+    """Where a client on this machine finds a server that listens there."""
+    if host in ("0.0.0.0", "::"):
+        return "127.0.0.1"
+    return f"[{host}]" if ":" in host else host
+
+
+def _is_local(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _own_key(args: argparse.Namespace) -> str:
+    """The key of a server that begins: the one given, else the environment's, else that of its folder, which
+    is made once.
+
+    Raises:
+        QeRLError: No client would send it, or the file holds none.
+    """
+    given = _given_key(args)
+    if given is not None:
+        where, key = given
+        if not _may_be_key(key):
+            raise QeRLError(
+                f"{where} must begin with {KEY_START}, as clients demand, and have at least {KEY_LENGTH} "
+                "characters; without it the server makes a key of its own."
+            )
+        return key
+    path = args.output_dir / KEY_FILE
+    if not path.exists():
+        _write_key(path)
+    key = path.read_text().strip()
+    if not _may_be_key(key):
+        raise QeRLError(
+            f"{path} holds no key: one begins with {KEY_START} and has at least {KEY_LENGTH} characters. "
+            "Delete the file, and a new key is made."
+        )
+    return key
+
+
+def _may_be_key(key: str) -> bool:
+    return key.startswith(KEY_START) and len(key) >= KEY_LENGTH
+
+
+def _where_key_is(args: argparse.Namespace) -> str:
+    """What a shell replaces by the key of a server that has one, or names it."""
+    given = _given_key(args)
+    if given is None:
+        return f"$(cat {shlex.quote(str((args.output_dir / KEY_FILE).absolute()))})"
+    return f"${KEY_VARIABLE}" if given[0] == KEY_VARIABLE else "'the KEY of --api_key'"
+
+
+def _given_key(args: argparse.Namespace) -> tuple[str, str] | None:
+    """Where a key was given, and the key; an empty variable gives none."""
+    if args.api_key is not None:
+        return "--api_key", str(args.api_key)
+    key = os.environ.get(KEY_VARIABLE, "")
+    return (KEY_VARIABLE, key) if key else None
+
+
+def _write_key(path: Path) -> None:
+    """Make a key at a path, whole or not at all; of two servers that begin at once the first one's stays."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f"{path.name}.")  # readable by the user alone
+    aside = Path(name)
+    try:
+        with os.fdopen(handle, "w") as file:
+            file.write(KEY_START + secrets.token_urlsafe(24))
+        with contextlib.suppress(FileExistsError):
+            os.link(aside, path)
+    finally:
+        aside.unlink()
+
+
+def _known_key(args: argparse.Namespace) -> str:
+    """The key by which to ask a server that runs."""
+    path, given = args.output_dir / KEY_FILE, _given_key(args)
+    if given is not None:
+        return given[1]
+    return path.read_text().strip() if path.exists() else os.environ.get("TINKER_API_KEY", "")

@@ -1,0 +1,374 @@
+"""Sampling requests, as clients send them, as work that fills a batch.
+
+A client sends the 64 samples of its batch as 64 requests. Those of one policy are decoded together in a
+session of the engine, each with its own temperature, filters and end tokens; equal prompts among them are
+found and prefilled once. Between rounds of the engine what has arrived joins those that are being decoded,
+whether or not one of them has ended. What belongs to another policy waits for its session, and while it waits
+`MOST_JOINERS` may join, so that no client keeps the others waiting. Each sample has a seed of its own, so it
+draws the same tokens whoever shares the batch.
+
+The engine refuses a request for which it has no memory. Beside others that decides nothing, because they, or
+what was made for them, may hold what it needs: it goes back to its place in the queue. Whenever samples have
+ended the oldest of those is tried again, and each session begins with the oldest request that waits, alone if
+need be. So every request is begun in the end, or refused with nothing beside it, which is its answer.
+
+Noise is that of a session, so greedy samples, which have none, wait for another than the noisy ones of their
+policy. Log-probabilities of prompts are those of the policy without noise, from a pass of their own in front
+of the session; a late request that wants them waits for the next session, because a session may be noisy.
+
+A request that nobody waits for any more, because its client is gone, is not begun, and what is being decoded
+for it ends with the engine's next look at its stops.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from functools import partial
+
+from qerl.errors import QeRLError
+from qerl.rollout.engine import Completion, NormOffsets, RolloutEngine, SamplingParams, Session
+from qerl.rollout.stops import Stop, StopStrings
+from qerl.seeding import derive_seed
+from qerl_serve.adapters import Snapshot
+from qerl_serve.types import Arrivals, SampledSequence, SampleRequest, SampleResult
+
+Policy = Snapshot | None
+"""A snapshot, or the base without any adapter."""
+
+MOST_JOINERS = 64
+"""Requests that join a session while others wait for the next: a batch, as clients send it."""
+
+Answer = tuple[int, SampleResult | Exception]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a request may ask for.
+
+    Attributes:
+        positions: Tokens of a prompt and its completion together.
+        vocabulary: Token ids are below this.
+        end_token_ids: Where a completion ends if the request does not say.
+    """
+
+    positions: int
+    vocabulary: int
+    end_token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What a scoring pass found of a prompt, as in `SampleResult`."""
+
+    logprobs: Sequence[float] | None = None
+    topk: Sequence[Sequence[tuple[int, float]]] | None = None
+
+
+@dataclass(frozen=True)
+class Host:
+    """What sampling asks of the model behind it.
+
+    Attributes:
+        engine: Samples.
+        policy: The policy of a key; raises `QeRLError` for one that there is not.
+        lend: Inside the block the model is this policy.
+        noise: Noise of a snapshot's samples; None where they have none.
+        score: What is asked of the prompts of some requests, in their order; the model is the policy.
+        stop_strings: Makes what ends a completion at the first of some strings.
+    """
+
+    engine: RolloutEngine
+    policy: Callable[[str], Policy]
+    lend: Callable[[Policy], AbstractContextManager[object]]
+    noise: Callable[[Snapshot], NormOffsets] | None
+    score: Callable[[Sequence[SampleRequest]], Sequence[Scores]]
+    stop_strings: Callable[[tuple[str, ...]], StopStrings]
+
+
+@dataclass
+class _Asked:
+    """A request on its way.
+
+    Attributes:
+        number: By order of arrival.
+        request: As the client sent it.
+        policy: Of which it asks samples.
+        noisy: Whether these have noise.
+        params: Of its samples, but for their seeds.
+        scores: What was found of its prompt, if that was asked for.
+        samples: Those that are finished, by number.
+        refused: Whether it is not tried again before samples of others end.
+    """
+
+    number: int
+    request: SampleRequest
+    policy: Policy
+    noisy: bool
+    params: SamplingParams
+    scores: Scores | None = None
+    samples: dict[int, Completion] = field(default_factory=dict)
+    refused: bool = False
+
+    def shares_with(self, other: "_Asked") -> bool:
+        """Whether one session can be that of both."""
+        return self.policy is other.policy and self.noisy == other.noisy
+
+    @property
+    def to_score(self) -> bool:
+        wanted = self.request.prompt_logprobs or self.request.topk_prompt_logprobs > 0
+        return wanted and self.scores is None
+
+    def result(self) -> SampleResult | QeRLError:
+        if not self.request.wanted():
+            return given_up()
+        drawn = [self.samples[index] for index in range(self.request.num_samples)]
+        if any(completion.finish_reason == "error" for completion in drawn):
+            return QeRLError(
+                "The policy gave logits that are not finite, so nothing could be drawn; the adapter has "
+                "diverged, or the weights are damaged."
+            )
+        sequences = [
+            SampledSequence(c.token_ids, c.logprobs, "stop" if c.finish_reason == "stop" else "length")
+            for c in drawn
+        ]
+        scores = self.scores or Scores()
+        return SampleResult(sequences, scores.logprobs, scores.topk)
+
+
+class _Unwanted(Stop):
+    """Ends samples for which nobody waits any more."""
+
+    reads_tokens = False
+
+    def __init__(self, request: SampleRequest) -> None:
+        self._request = request
+
+    def end(
+        self, prompt_ids: Sequence[int], token_ids: Sequence[int], start: int, checked: int
+    ) -> int | None:
+        """See `Stop.end`."""
+        return None if self._request.wanted() else checked + 1
+
+
+def given_up() -> QeRLError:
+    """The answer to a request that nobody waits for."""
+    return QeRLError("Nobody waits for these samples any more, so they were not finished.")
+
+
+class Sampling:
+    """Answers sampling requests.
+
+    Args:
+        host: The model.
+        limits: Of a request.
+    """
+
+    def __init__(self, host: Host, limits: Limits) -> None:
+        self._host, self._limits = host, limits
+
+    def answer(self, requests: Sequence[SampleRequest], arrived: Arrivals) -> Iterator[Answer]:
+        """See `Backend.sample`."""
+        queue = _Queue(self._host, self._limits, arrived)
+        yield from queue.take(requests)
+        try:
+            while queue.waiting:
+                yield from queue.serve()
+        finally:
+            self._host.engine.release()
+
+
+def _refused(
+    asked: Sequence[_Asked], do: Callable[[Sequence[_Asked]], None]
+) -> Iterator[tuple[_Asked, QeRLError]]:
+    """Do something with some requests together; if that is refused, with each alone.
+
+    Yields:
+        Those with which it is refused, and why.
+    """
+    if not asked:
+        return
+    try:
+        do(asked)
+    except QeRLError as error:
+        if len(asked) == 1:
+            yield asked[0], error
+        else:
+            for each in asked:
+                yield from _refused([each], do)
+
+
+class _Queue:
+    """Requests in order of arrival, and the session in which the oldest and its like are decoded.
+
+    Attributes:
+        waiting: Those that have not begun.
+    """
+
+    def __init__(self, host: Host, limits: Limits, arrived: Arrivals) -> None:
+        self._host, self._limits, self._arrived = host, limits, arrived
+        self._numbered = 0
+        self.waiting: list[_Asked] = []
+        self._open: dict[int, _Asked] = {}  # of the session, without an answer
+        self._begun: dict[int, tuple[_Asked, int]] = {}  # which sample of which request a sequence is
+
+    def take(self, requests: Sequence[SampleRequest]) -> Iterator[Answer]:
+        """Take in requests; yields refusals of those that cannot be served."""
+        for request in requests:
+            number, self._numbered = self._numbered, self._numbered + 1
+            try:
+                self.waiting.append(self._admit(number, request))
+            except QeRLError as error:
+                yield number, error
+
+    def serve(self) -> Iterator[Answer]:
+        """Answer the oldest that waits, those that share its session, and those of them that join it."""
+        first = self.waiting[0]
+        for each in self.waiting:
+            each.refused = False
+        self._begun = {}
+        self._open = {each.number: each for each in self._leave(first.shares_with)}
+        noise = self._host.noise
+        try:
+            with self._host.lend(first.policy):
+                yield from self._score()
+                offsets = noise(first.policy) if noise and first.policy and first.noisy else {}
+                with self._host.engine.session(first.params, offsets, growing=True) as session:
+                    yield from self._start(session, list(self._open.values()))
+                    joined = 0  # while others waited
+                    while session.busy:
+                        yield from self._next(session)
+                        yield from self.take(self._arrived())
+                        if joined < MOST_JOINERS:
+                            before = len(self._open)
+                            joining = self._leave(
+                                lambda each: (
+                                    first.shares_with(each) and not each.to_score and not each.refused
+                                )
+                            )
+                            yield from self._start(session, joining)
+                            joined += len(self._open) - before if self.waiting else 0
+        except Exception as error:  # of the engine or of the policy, so of this session alone
+            yield from ((number, error) for number in self._open)
+
+    def _admit(self, number: int, request: SampleRequest) -> _Asked:
+        limits, prompt = self._limits, request.prompt
+        check_tokens("The prompt", prompt, limits.vocabulary)
+        room = limits.positions - len(prompt)
+        if room < 1:
+            raise QeRLError(
+                f"The prompt has {len(prompt)} tokens, and this model has {limits.positions} positions for "
+                "prompt and completion together; shorten it."
+            )
+        if request.max_tokens is not None and request.max_tokens < 1:
+            raise QeRLError(f"max_tokens is {request.max_tokens}; a completion has at least one token.")
+        if request.num_samples < 1:
+            raise QeRLError(f"num_samples is {request.num_samples}; ask for at least one.")
+        ends = limits.end_token_ids if request.stop_token_ids is None else request.stop_token_ids
+        check_tokens("A stop token", ends or (0,), limits.vocabulary)
+        strings = request.stop_strings
+        texts = (self._host.stop_strings(strings),) if strings else ()
+        policy = self._host.policy(request.sampler)
+        params = SamplingParams(
+            max_tokens=min(room, request.max_tokens or room),
+            temperature=request.temperature,
+            top_p=request.top_p,
+            top_k=request.top_k,
+            stop_token_ids=tuple(sorted(set(ends))),
+            stops=(*texts, _Unwanted(request)),
+        )
+        noisy = self._host.noise is not None and policy is not None and params.temperature > 0
+        return _Asked(number, request, policy, noisy, params)
+
+    def _leave(self, wanted: Callable[[_Asked], bool]) -> list[_Asked]:
+        """Take those that are wanted out of those that wait."""
+        found = [each for each in self.waiting if wanted(each)]
+        self.waiting = [each for each in self.waiting if not wanted(each)]
+        return found
+
+    def _refuse(self, each: _Asked, error: QeRLError) -> Iterator[Answer]:
+        """Answer a request of the session with an error."""
+        del self._open[each.number]
+        yield each.number, error
+
+    def _score(self) -> Iterator[Answer]:
+        """Score prompts, each alone if together they cannot be; yields refusals."""
+        asked = [each for each in self._open.values() if each.to_score and each.request.wanted()]
+        for each, error in _refused(asked, self._score_together):
+            yield from self._refuse(each, error)
+
+    def _score_together(self, asked: Sequence[_Asked]) -> None:
+        found = self._host.score([each.request for each in asked])
+        for each, scores in zip(asked, found, strict=True):
+            each.scores = scores
+
+    def _start(self, session: Session, asked: Sequence[_Asked]) -> Iterator[Answer]:
+        """Begin the samples of some requests, those of equal prompts behind one prefill.
+
+        Yields:
+            Refusals; those that are refused beside others wait again instead.
+        """
+        self._open |= {each.number: each for each in asked}
+        by_prompt: dict[tuple[int, ...], list[_Asked]] = {}
+        for each in asked:
+            if each.request.wanted():
+                by_prompt.setdefault(each.request.prompt, []).append(each)
+            else:
+                yield from self._refuse(each, given_up())
+        by_count: dict[int, list[_Asked]] = {}
+        for same in by_prompt.values():
+            by_count.setdefault(sum(each.request.num_samples for each in same), []).extend(same)
+        for together in by_count.values():
+            for each, error in _refused(together, partial(self._begin, session)):
+                if session.busy:
+                    each.refused = True
+                    self.waiting = sorted(
+                        [self._open.pop(each.number), *self.waiting], key=lambda other: other.number
+                    )
+                else:
+                    yield from self._refuse(each, error)
+
+    def _begin(self, session: Session, asked: Sequence[_Asked]) -> None:
+        """Begin requests, those of a prompt next to each other and every prompt with as many samples."""
+        begun = [(each, index) for each in asked for index in range(each.request.num_samples)]
+        prompts = list(dict.fromkeys(each.request.prompt for each in asked))
+        indices = session.start(
+            prompts,
+            len(begun) // len(prompts),
+            [each.params for each, _ in begun],
+            seeds=[derive_seed("request", each.request.seed, index) for each, index in begun],
+        )
+        self._begun.update(zip(indices, begun, strict=True))
+
+    def _next(self, session: Session) -> Iterator[Answer]:
+        """Decode a round; yields the answers of requests all of whose samples have ended."""
+        turns = session.next(one_round=True)
+        oldest = next((each for each in self.waiting if each.refused), None)
+        if turns and oldest:
+            oldest.refused = False
+        for ended in turns:
+            session.finish(ended.index)
+            each, index = self._begun.pop(ended.index)
+            each.samples[index] = ended.completion
+            if len(each.samples) == each.request.num_samples:
+                del self._open[each.number]
+                yield each.number, each.result()
+
+
+def check_tokens(what: str, token_ids: Sequence[int], vocabulary: int) -> None:
+    """Refuse tokens that the model does not have.
+
+    Args:
+        what: Begins the sentence.
+        token_ids: At least one.
+        vocabulary: Number of tokens.
+
+    Raises:
+        QeRLError: There is none, or one is out of range.
+    """
+    if not len(token_ids):
+        raise QeRLError(f"{what} is empty; it needs at least one token.")
+    if not 0 <= min(token_ids) <= max(token_ids) < vocabulary:
+        wrong = next(token for token in token_ids if not 0 <= token < vocabulary)
+        raise QeRLError(
+            f"{what} has the id {wrong}, and this model has {vocabulary} tokens; use its own tokenizer."
+        )

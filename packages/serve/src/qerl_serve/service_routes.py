@@ -1,0 +1,117 @@
+"""Routes by which the server speaks of itself: to clients what it can do, to people how it fares.
+
+New behaviours of clients are switched by flags that the server sends, of which all but two are off here.
+"""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import BaseRoute, Route
+
+from qerl_serve.clients import Clients, Session
+from qerl_serve.metrics import Metrics
+
+FLAGS = {
+    "pjwt_auth_enabled": False,
+    "parallel_fwdbwd_chunks": True,
+    "proto_compress_fwdbwd": False,
+    "sample_enable_stuck_detection": False,
+    "sample_use_retrieve_futures": False,
+    "sample_join_sampling_session": False,
+    "custom_loss_server_side": False,
+    "create_model_via_load_weights": True,
+}
+"""Behaviours of clients that their server decides; those that are not named here are off unless asked for."""
+
+_SAMPLES = 2000
+"""Samples for which a client waits at once by itself, each with a connection."""
+
+
+class ServiceRoutes:
+    """The routes.
+
+    Args:
+        clients: Of whom they tell.
+        metrics: What /metrics shows.
+        works: Whether the worker runs, without which no request is ever answered.
+    """
+
+    def __init__(self, clients: Clients, metrics: Metrics, works: Callable[[], bool]) -> None:
+        self._clients, self._metrics, self._works = clients, metrics, works
+        self._began = time.time()
+
+    def routes(self) -> list[BaseRoute]:
+        """The routes, for the application."""
+        return [
+            Route("/metrics", self._show_metrics),
+            Route("/status", self._status),
+            Route("/api/v1/client/config", self._config, methods=["POST"]),
+            Route("/api/v1/client/dynamic_config", self._dynamic_config, methods=["POST"]),
+            Route("/api/v1/telemetry", self._telemetry, methods=["POST"]),
+            Route("/api/v1/healthz", self._health, methods=["GET"]),
+            Route("/api/v1/get_server_capabilities", self._capabilities, methods=["GET"]),
+        ]
+
+    async def _config(self, _: Request) -> Response:
+        samples = min(self._clients.limits.connections // 2, _SAMPLES)
+        return JSONResponse(FLAGS | {"sample_max_concurrent_requests": samples})
+
+    async def _dynamic_config(self, _: Request) -> Response:
+        return JSONResponse({"sample_cancel_enabled": True})
+
+    async def _telemetry(self, _: Request) -> Response:
+        return JSONResponse({"status": "accepted"})
+
+    async def _health(self, _: Request) -> Response:
+        if not self._works():
+            raise HTTPException(503, "The thread that runs the model has ended; start the server again.")
+        return JSONResponse({"status": "ok"})
+
+    async def _capabilities(self, _: Request) -> Response:
+        return JSONResponse(
+            {
+                "supported_models": [
+                    {
+                        "model_name": base.name,
+                        "max_context_length": base.max_context_length,
+                        "trainable": True,
+                        "sampleable": True,
+                    }
+                    for base in self._clients.bases.values()
+                ]
+            }
+        )
+
+    async def _show_metrics(self, _: Request) -> Response:
+        return Response(self._metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def _status(self, _: Request) -> Response:
+        clients = self._clients
+        return JSONResponse(
+            {
+                "bases": list(clients.bases),
+                "seconds": round(time.time() - self._began),
+                "max_models": clients.limits.max_models,
+                "sessions": [self._described(session) for session in list(clients.sessions.values())],
+                "waiting": clients.queue.depths(),
+                "gauges": dict(self._metrics.watched()),
+            }
+        )
+
+    def _described(self, session: Session) -> dict[str, Any]:
+        models = [model for model in list(self._clients.models.values()) if model.session_id == session.id]
+        samplers = list(self._clients.samplers.values())
+        return {
+            "id": session.id,
+            "sdk_version": session.sdk_version,
+            "silent_seconds": round(time.monotonic() - session.seen),
+            "models": [
+                {"id": model.id, "rank": model.info and model.info.lora_rank, "steps": model.steps}
+                for model in models
+            ],
+            "samplers": sum(sampler.session_id == session.id for sampler in samplers),
+        }

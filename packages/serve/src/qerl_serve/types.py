@@ -1,0 +1,298 @@
+"""What the wire of `qerl serve` hands to the model behind it, and what comes back.
+
+The wire (HTTP, messages, order, futures) knows no model; a backend knows no HTTP, no client and no sequence
+number. Between them stand these plain values and one protocol, so each side is tested without the other.
+
+All of a backend runs in one thread: the worker calls its methods one after another, in the order in which
+each client's requests have to happen. A method that fails leaves the backend as it was before the call. What
+a client can mend is a `QeRLError`, whose sentence the client reads; anything else is a defect, which the
+client hears of without its traceback. Either way the server lives on.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, Protocol
+
+from qerl.errors import QeRLError
+
+if TYPE_CHECKING:
+    from qerl.update.losses import Datum, LossOutput
+
+StopReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """The base model under one of the names by which clients may ask for it.
+
+    Attributes:
+        name: As clients write it: a Hub id or the path of a folder.
+        max_context_length: Tokens that a prompt and its completion, or a datum, may have together.
+        tokenizer: Hub id or folder that `AutoTokenizer.from_pretrained` takes at the client.
+    """
+
+    name: str
+    max_context_length: int
+    tokenizer: str
+
+
+@dataclass(frozen=True)
+class LoraParams:
+    """The adapter that a client asks for.
+
+    Attributes:
+        rank: At least 1.
+        seed: Of the first weights of A; None leaves it to the server.
+        train_attn, train_mlp, train_unembed: Which linears get an adapter. Clients ask for the unembedding
+            unless told otherwise, so a backend without one there leaves it out instead of refusing.
+    """
+
+    rank: int
+    seed: int | None = None
+    train_attn: bool = True
+    train_mlp: bool = True
+    train_unembed: bool = True
+
+
+@dataclass(frozen=True)
+class AdamParams:
+    """One step of AdamW, all of whose numbers come with the step; the defaults are those of the protocol.
+
+    Attributes:
+        grad_clip_norm: Largest norm of all gradients together; 0 clips nothing.
+    """
+
+    learning_rate: float = 1e-4
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-12
+    weight_decay: float = 0.0
+    grad_clip_norm: float = 0.0
+
+
+def _always() -> bool:
+    return True
+
+
+@dataclass(frozen=True)
+class SampleRequest:
+    """Completions of one prompt, as one client asks for them.
+
+    Clients send the samples of a group as requests of one sample each, so equal prompts of different requests
+    are the rule; seeds tell them apart.
+
+    Attributes:
+        sampler: A key that `Backend.sampler` or `Backend.save_for_sampler` gave.
+        prompt: Token ids, at least one.
+        num_samples: Completions, at least 1, each with a seed of its own that follows from `seed`.
+        max_tokens: Tokens of a completion at most; None stands for what the context leaves.
+        temperature: Divides the logits; 0 takes the most probable token.
+        top_p: 1 keeps all tokens.
+        top_k: 0 keeps all tokens.
+        seed: Same request and seed, same samples, whatever else is in the batch. The server draws one where
+            the client gave none.
+        stop_token_ids: A completion ends with the first of these, which it includes; None stands for the
+            model's own end tokens, an empty tuple for none.
+        stop_strings: A completion ends with the token that completes the first of these.
+        prompt_logprobs: Whether the log-probabilities of the prompt's tokens are wanted, without noise.
+        topk_prompt_logprobs: How many of the most probable tokens are wanted at each position of the prompt.
+        wanted: Whether anybody still waits for the answer. It may be asked at any time, and once it is False
+            the samples need not be finished.
+    """
+
+    sampler: str
+    prompt: tuple[int, ...]
+    seed: int
+    num_samples: int = 1
+    max_tokens: int | None = None
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    stop_token_ids: tuple[int, ...] | None = None
+    stop_strings: tuple[str, ...] = ()
+    prompt_logprobs: bool = False
+    topk_prompt_logprobs: int = 0
+    wanted: Callable[[], bool] = field(default=_always, compare=False)
+
+
+@dataclass(frozen=True)
+class SampledSequence:
+    """One completion: its tokens, what ended it included, and the natural log-probability of each."""
+
+    tokens: Sequence[int]
+    logprobs: Sequence[float]
+    stop_reason: StopReason
+
+
+@dataclass(frozen=True)
+class SampleResult:
+    """The answer to a `SampleRequest`.
+
+    Attributes:
+        sequences: `num_samples` of them.
+        prompt_logprobs: One for each token of the prompt, NaN for the first; None if not asked for.
+        topk_prompt_logprobs: For each token of the prompt the most probable token ids in its place and their
+            log-probabilities, most probable first; empty for the first. None if not asked for.
+    """
+
+    sequences: Sequence[SampledSequence]
+    prompt_logprobs: Sequence[float] | None = None
+    topk_prompt_logprobs: Sequence[Sequence[tuple[int, float]]] | None = None
+
+
+@dataclass(frozen=True)
+class WeightsInfo:
+    """What a client must know of saved weights before it loads them."""
+
+    base_model: str
+    lora_rank: int
+    train_attn: bool
+    train_mlp: bool
+    train_unembed: bool
+
+
+@dataclass(frozen=True)
+class Notes:
+    """What a client says beside what it saves.
+
+    Attributes:
+        run: Texts about its model, by key.
+        own: Texts about these weights, by key.
+        expires: Seconds since the epoch from which on they may be deleted; None keeps them.
+    """
+
+    run: Mapping[str, str] = field(default_factory=dict)
+    own: Mapping[str, str] = field(default_factory=dict)
+    expires: float | None = None
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Saved weights in the server's folder.
+
+    Attributes:
+        path: tinker://MODEL_ID/KIND/NAME with one of `qerl_serve.names.KINDS`; weights have an optimizer.
+        folder: Where they lie, a plain PEFT folder.
+        bytes: Size of its files.
+        time: Seconds since the epoch when they were saved.
+        notes: What their client said beside them.
+    """
+
+    path: str
+    folder: Path
+    bytes: int
+    time: float
+    notes: Notes = Notes()
+
+
+class NotSavedError(QeRLError):
+    """Nothing is saved at a tinker:// path, or not any more."""
+
+
+Arrivals = Callable[[], Sequence[SampleRequest]]
+
+
+class Backend(Protocol):
+    """A model with adapters, as the worker uses it; methods raise `QeRLError` for what a client can mend.
+
+    Ids of models and names of checkpoints come from clients. The wire hands on only those made of letters,
+    digits, `_`, `-`, `.` and (in ids) `:`, which neither begin with a dot nor exceed 128 characters.
+    """
+
+    models: Sequence[ModelInfo]
+    """The base under each of its names; the first is the one that answers name."""
+
+    def create_model(self, model_id: str, lora: LoraParams) -> None:
+        """Add an adapter under a name that no other has, with an optimizer that has not stepped."""
+
+    def forward_backward(
+        self,
+        model_id: str,
+        data: Sequence["Datum"],
+        loss: str,
+        config: Mapping[str, float],
+        forward_only: bool,
+    ) -> "LossOutput":
+        """Log-probabilities and metrics, `loss:sum` among them; gradients are added to the adapter's unless
+        `forward_only`."""
+
+    def optim_step(self, model_id: str, adam: AdamParams) -> dict[str, float]:
+        """One step with the gradients since the last one, which are then zero; returns metrics."""
+
+    def drop_gradients(self, model_id: str) -> bool:
+        """Forget the gradients since the last optimizer step; says whether there were any. A model that is
+        not there has none."""
+
+    def save_state(self, model_id: str, name: str, overwrite: bool, notes: Notes) -> str:
+        """Write adapter and optimizer under a name that nothing has, or over it if `overwrite`; returns their
+        tinker:// path."""
+
+    def save_for_sampler(self, model_id: str, name: str | None, notes: Notes) -> str:
+        """A policy to sample from that stays as it is now while the model goes on.
+
+        Returns:
+            With a name, which nothing must have, the tinker:// path it was saved under, which outlives the
+            server; without one the key of a snapshot for `SampleRequest.sampler`, which lives until
+            `drop_sampler`.
+        """
+
+    def save_external(self, model_id: str, name: str, notes: Notes) -> str:
+        """Write the adapter for other programs under a name that no other such one has; returns its tinker://
+        path."""
+
+    def load_state(self, model_id: str, path: str, with_optimizer: bool) -> None:
+        """Give a model the weights at a tinker:// path; it is made, with their rank, if there is none."""
+
+    def sampler(self, path_or_base: str) -> str:
+        """The key of a policy to sample from, by tinker:// path or name of the base."""
+
+    def sample(
+        self, requests: Sequence[SampleRequest], arrived: Arrivals
+    ) -> Iterator[tuple[int, SampleResult | Exception]]:
+        """Answer requests, each as soon as it is finished, with its number in the order given.
+
+        Args:
+            requests: Of any samplers, in order of arrival.
+            arrived: Gives what has come in since it was last asked, and is asked between rounds of
+                decoding; those requests are numbered on from the last one given, and are then the call's to
+                answer. It gives nothing while an update waits.
+
+        Returns:
+            Numbers and results; a `QeRLError` for what the client can mend, and any other exception for a
+            defect, which ends the requests that share its session and no others.
+        """
+
+    def model_info(self, model_id: str) -> WeightsInfo:
+        """What a model was made as."""
+
+    def weights_info(self, path: str) -> WeightsInfo:
+        """What lies at a tinker:// path."""
+
+    def checkpoints(self) -> Sequence[Checkpoint]:
+        """All saved weights, oldest first, damaged ones among them."""
+
+    def checkpoint(self, path: str) -> Checkpoint:
+        """What lies at a tinker:// path; `NotSavedError` if nothing does."""
+
+    def delete_checkpoint(self, path: str) -> None:
+        """Delete what lies at a tinker:// path, damaged or not; `NotSavedError` if nothing does."""
+
+    def expire_checkpoint(self, path: str, expires: float | None) -> None:
+        """Say when what lies at a tinker:// path may be deleted, as in `Notes`; `NotSavedError` if nothing
+        does."""
+
+    def delete_expired(self) -> None:
+        """Delete the saved weights whose time has come."""
+
+    def drop(self, model_id: str) -> None:
+        """Give up a model: adapter, gradients and optimizer, not its snapshots or what was saved."""
+
+    def drop_sampler(self, key: str) -> None:
+        """Give up a key that `sampler` or `save_for_sampler` gave, each as often as it was given."""
+
+    def gauges(self) -> Mapping[str, float]:
+        """Numbers for the server's metrics by snake_case name with unit, as `gpu_memory_bytes`."""
+
+    def close(self) -> None:
+        """Give up everything; nothing is called afterwards."""

@@ -1,0 +1,185 @@
+"""The one thread in which the model works.
+
+Sampling and updates share the weights, the memory and the processor, so they take turns, and everything that
+touches the backend happens here. A failure ends the request that caused it and nothing else: what the client
+can mend is its to read as a sentence, a defect is named to the client and written to the log with its
+traceback.
+
+One failure ends the worker, and with it the server: a fault of the GPU, after which nothing more can be
+computed in this process. Going on would answer every request with it and look alive.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+import torch
+
+from qerl.errors import QeRLError, first_line
+from qerl_serve.futures import Answer, Category, Failure
+from qerl_serve.line import CHANGES, Job, Line
+from qerl_serve.messages import sample_bytes
+from qerl_serve.metrics import Metrics
+from qerl_serve.queue import SampleJob, WorkQueue
+from qerl_serve.types import Backend, SampleRequest, SampleResult
+
+logger = logging.getLogger(__name__)
+
+JOBS_PER_TURN = 64
+"""A model that never makes an optimizer step gets so many requests done before others have their turn."""
+
+DROPPED = (
+    "The gradients since the model's last optimizer step were dropped with it; send that whole batch again."
+)
+
+
+class Worker(threading.Thread):
+    """Runs what the queue holds until it is closed or something breaks, then closes the backend.
+
+    Attributes:
+        gauges: What the backend said of itself after the last turn.
+        broken: Why nothing more can be run, in a sentence; None while nothing is broken.
+        on_break: Called with that sentence, in this thread, as soon as it is known.
+    """
+
+    def __init__(self, queue: WorkQueue, backend: Backend, metrics: Metrics) -> None:
+        super().__init__(name="qerl-serve-worker", daemon=True)
+        self._queue, self._backend, self._metrics = queue, backend, metrics
+        self.gauges: dict[str, float] = {}
+        self.broken: str | None = None
+        self.on_break: Callable[[str], None] = lambda _: None
+
+    def run(self) -> None:
+        """Take turns until the queue is closed."""
+        try:
+            self._turns()
+        except BaseException as error:  # a defect of the worker itself
+            self._break(error)
+        try:
+            self._backend.close()
+        except Exception:
+            logger.exception("The backend could not be closed.")
+
+    def _turns(self) -> None:
+        turns = {"calls": self._calls, "samples": self._samples, "updates": self._updates}
+        while self.broken is None and (turn := self._queue.turn()) is not None:
+            turns[turn]()
+            self.gauges = dict(self._backend.gauges())
+
+    def _break(self, error: BaseException) -> None:
+        if self.broken is None:
+            logger.critical("The server ends.", exc_info=error)
+            self.broken = (
+                f"The server ends, because nothing more can be run in its process ({type(error).__name__}: "
+                f"{first_line(error)}); start it again. What was saved is still there."
+            )
+            self.on_break(self.broken)
+
+    def _failure_of(self, error: Exception) -> Failure:
+        """What a client hears of an error, which ends the worker if the GPU is lost with it."""
+        if not isinstance(error, QeRLError) and _gpu_is_lost():
+            self._break(error)
+        return failure_of(error)
+
+    def _calls(self) -> None:
+        for call in self._queue.take_calls():
+            try:
+                call.result.set_result(call.run(self._backend))
+            except BaseException as error:  # goes to the thread that waits for it
+                if isinstance(error, Exception):
+                    self._failure_of(error)
+                call.result.set_exception(error)
+
+    def _updates(self) -> None:
+        for line in self._queue.ready_lines():
+            for _ in range(JOBS_PER_TURN):
+                self._calls()
+                if self.broken is not None:
+                    return
+                if (taken := self._queue.next_update(line)) is None:
+                    break
+                self._update(line, *taken)
+                if taken[0].kind == "optim_step":
+                    break
+
+    def _update(self, line: Line, job: Job, refusal: Failure | None) -> None:
+        if job.future.outcome is not None:  # its session or the server ends
+            return
+        if refusal is not None:
+            job.future.settle(refusal)
+            return
+        began = time.monotonic()
+        try:
+            outcome: Answer | Failure = job.run(self._backend)
+        except Exception as error:
+            outcome = self._without_gradients(line, job, self._failure_of(error))
+            self._queue.failed(line, job, outcome)
+        self._metrics.ran(job.kind, time.monotonic() - began, outcome)
+        job.future.settle(outcome)
+
+    def _without_gradients(self, line: Line, job: Job, failure: Failure) -> Failure:
+        """A failure after which the model has no gradients left of what had run before, and which says so."""
+        if job.kind not in CHANGES or not self._backend.drop_gradients(line.model_id):
+            return failure
+        return Failure(f"{failure.error} {DROPPED}", failure.category)
+
+    def _samples(self) -> None:
+        jobs = self._queue.take_samples()
+        open_jobs = dict(enumerate(jobs))
+        count = len(jobs)
+
+        def arrived() -> list[SampleRequest]:
+            nonlocal count
+            self._calls()
+            late = self._queue.late_samples()
+            open_jobs.update(enumerate(late, start=count))
+            count += len(late)
+            return [job.request for job in late]
+
+        began = time.monotonic()
+        try:
+            for index, result in self._backend.sample([job.request for job in jobs], arrived):
+                self._settle(open_jobs.pop(index), result)
+        except Exception as error:
+            outcome = self._failure_of(error)
+        else:
+            outcome = Failure("The server failed: its sampler gave no answer to this request.", "server")
+        for job in open_jobs.values():
+            self._metrics.ran("sample", time.monotonic() - job.arrived, outcome)
+            job.future.settle(outcome)
+        self._metrics.batch(count, time.monotonic() - began)
+
+    def _settle(self, job: SampleJob, result: SampleResult | Exception) -> None:
+        outcome: Answer | Failure
+        if isinstance(result, Exception):
+            outcome = self._failure_of(result)
+        else:
+            outcome = Answer(sample_bytes(result, job.last_n), protobuf=True)
+            self._metrics.sampled(len(job.request.prompt), result)
+        self._metrics.ran("sample", time.monotonic() - job.arrived, outcome)
+        job.future.settle(outcome)
+
+
+def _gpu_is_lost() -> bool:
+    """Whether nothing more can be computed on the GPU in this process.
+
+    The GPU itself is asked: a fault comes as an error of torch, of Triton or of the driver, and torch's class
+    for it is that of errors after which the GPU goes on as well.
+    """
+    if not torch.cuda.is_initialized():
+        return False
+    try:
+        torch.cuda.synchronize()
+    except Exception:  # of whichever class
+        return True
+    return False
+
+
+def failure_of(error: Exception) -> Failure:
+    """What a client hears of an error."""
+    category: Category = "user" if isinstance(error, QeRLError) else "server"
+    if category == "user":
+        return Failure(str(error), category)
+    logger.error("A request failed.", exc_info=error)
+    return Failure(f"The server failed: {type(error).__name__}: {error}", category)

@@ -1,0 +1,128 @@
+"""FlashAttention along stretches, for the update: torch's own, called by what autograd would call, because
+the update gathers keys and values anew for backward instead of keeping them.
+
+Its backward adds gradients of queries atomically unless told otherwise. Here it is told to add them in a
+fixed order, since a resumed run must compute the same bits, which it does in several FP32 copies; those that
+no block of keys would write are left out (`stretches_in_backward`).
+
+Shapes: L queries of all stretches, M keys of all stretches, N stretches and one, H query heads, G key heads,
+E head size.
+"""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn.attention import current_flash_attention_impl
+
+from qerl.errors import QeRLError
+from qerl.kernels.device import multiprocessors
+
+_ONE_THREAD = threading.Lock()
+
+
+class Extents(NamedTuple):
+    """Stretches of queries, each with the stretch of keys it sees: causal, aligned at their ends.
+
+    Attributes:
+        query_offsets_N: int32, where the queries of each stretch begin, and L.
+        key_offsets_N: int32, where its keys begin, and M.
+        longest_query, longest_key: Tokens of the longest stretch.
+    """
+
+    query_offsets_N: torch.Tensor
+    key_offsets_N: torch.Tensor
+    longest_query: int
+    longest_key: int
+
+
+def forward(
+    q_LHE: torch.Tensor, k_MGE: torch.Tensor, v_MGE: torch.Tensor, extents: Extents, scale: float
+) -> tuple[torch.Tensor, ...]:
+    """The output [L, H, E] in 16 bits, and what else backward needs."""
+    found = torch.ops.aten._flash_attention_forward(
+        q_LHE, k_MGE, v_MGE, *extents, 0.0, True, False, scale=scale
+    )
+    return tuple(found[:4])
+
+
+def backward(
+    dout_LHE: torch.Tensor,
+    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    outputs: tuple[torch.Tensor, ...],
+    extents: Extents,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of the inputs q, k and v of forward, given all it returned; the same bits each time."""
+    out_LHE, lse, state, unused = outputs
+    with _deterministic():
+        dq_LHE, dk_MGE, dv_MGE = torch.ops.aten._flash_attention_backward(
+            dout_LHE, *inputs, out_LHE, lse, *_with_empty(extents, inputs[0]), 0.0, True, state, unused,
+            scale=scale,
+        )  # fmt: skip
+    return dq_LHE, dk_MGE, dv_MGE
+
+
+def _with_empty(extents: Extents, q_LHE: torch.Tensor) -> Extents:
+    """The same with empty stretches behind them, as far as they save memory."""
+    count, (_, heads, size) = len(extents.query_offsets_N) - 1, q_LHE.shape
+    blocks = -(-extents.longest_key // (128 if size <= 128 else 64))  # as the kernel cuts keys
+    empty = stretches_in_backward(count, heads, blocks, multiprocessors(q_LHE.device)) - count
+    if not empty:
+        return extents
+    queries, keys = (torch.cat((each, each[-1:].expand(empty))) for each in extents[:2])
+    return Extents(queries, keys, extents.longest_query, extents.longest_key)
+
+
+def stretches_in_backward(count: int, heads: int, blocks: int, cores: int) -> int:
+    """How many stretches to tell FlashAttention's deterministic backward of.
+
+    It adds gradients of queries up in ``cores / (stretches * heads)`` FP32 copies, rounded up, each for every
+    so-many-th block of keys, so that each multiprocessor has a block. Where there are fewer blocks of keys
+    than copies, the others are filled with zeros and never written: with few short stretches and few heads
+    they take more memory than all else in a layer. Told of more stretches, it makes fewer copies.
+
+    Args:
+        count: Stretches.
+        heads: Query heads.
+        blocks: Blocks of keys of the longest stretch.
+        cores: Multiprocessors of the GPU.
+
+    Returns:
+        At least ``count``; the smallest number with the fewest copies that leave each block of keys its own
+        where it had one.
+    """
+    most = (cores - 1) // (heads * (blocks - 1)) if blocks > 1 else -(-cores // heads)
+    copies = -(-cores // (max(count, most) * heads))
+    return max(count, -(-cores // (copies * heads)))
+
+
+@contextmanager
+def _deterministic() -> Iterator[None]:
+    """Inside the block torch's own FlashAttention adds gradients in a fixed order.
+
+    torch offers that as a setting of the whole process, so threads take turns here. Whatever else another
+    thread asks of a GPU meanwhile must have a deterministic form, or torch refuses it.
+
+    Raises:
+        QeRLError: Another implementation was put in its place, which does not read this setting.
+    """
+    if other := current_flash_attention_impl():
+        raise QeRLError(
+            f"torch's FlashAttention was replaced by {other}, whose gradients are not the same twice; call "
+            "torch.nn.attention.restore_flash_attention_impl() before training."
+        )
+    with _ONE_THREAD:
+        before = torch.are_deterministic_algorithms_enabled()
+        warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+        settings: Any = torch.utils.deterministic
+        fill = settings.fill_uninitialized_memory
+        settings.fill_uninitialized_memory = False  # costs a pass over every new tensor
+        torch.use_deterministic_algorithms(True)
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(before, warn_only=warn_only)
+            settings.fill_uninitialized_memory = fill

@@ -1,0 +1,35 @@
+"""Text that a model wrote, made safe to look at: nothing in it acts, and nothing in it is hidden.
+
+Control characters move a terminal's cursor, marks of direction turn lines around, and half of a surrogate
+pair cannot be written to a file. Each of them is replaced by a sign that shows it.
+"""
+
+_NEWLINE, _TAB = 10, 9
+_DIRECTION = (0x061C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A))
+
+_SIGNS: dict[int, str] = {
+    **{code: chr(0x2400 + code) for code in range(32) if code not in (_NEWLINE, _TAB)},
+    127: "\N{SYMBOL FOR DELETE}",
+    **{code: f"[U+{code:04X}]" for code in (*range(0x80, 0xA0), *_DIRECTION)},
+    **dict.fromkeys(range(0xD800, 0xE000), "\N{REPLACEMENT CHARACTER}"),
+}
+
+
+def visible(text: str) -> str:
+    """The text with a sign in the place of each character that would act instead of being seen."""
+    return text.replace("\r\n", "\n").translate(_SIGNS)
+
+
+def seen(text: str, characters: int) -> str:
+    """Text of a model as it is shown, at most so many characters of it."""
+    few = shortened(text, characters)  # first, as signs are looked for in what is shown alone
+    return shortened(visible(few), characters)
+
+
+def shortened(text: str, characters: int) -> str:
+    """The first and the last part of a text that is longer, with a note of what is left out between them."""
+    if len(text) <= characters:
+        return text
+    head, tail = characters - characters // 2, characters // 2
+    note = f"[... {len(text) - head - tail} characters left out ...]"
+    return f"{text[:head]}\n{note}\n{text[len(text) - tail :]}"
