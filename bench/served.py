@@ -13,13 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from qerl.serve.checkpoints import Store
-from qerl.serve.command import listen
-from qerl.serve.limits import Limits
-from qerl.serve.open import BackendOptions, make_backend
-from qerl.serve.server import Server
-from qerl.serve.types import ModelInfo
-from qerl.serve.worker import Worker
 
 from qerl.families.sizes import Sizes
 from qerl.measure.random_model import random_policy

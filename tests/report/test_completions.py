@@ -15,6 +15,7 @@ from qerl.report.completions import CHARACTERS, SAMPLES, Message, read_table, sp
 from qerl.report.page import document, filter_script, write_report
 from qerl.report.runs import read_runs
 from qerl.run_folder import table_path
+from qerl.visible import shortened, visible
 from tests.report.test_page import Page, make_run
 
 HOSTILE = (

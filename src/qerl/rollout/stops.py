@@ -11,7 +11,7 @@ text: the policy drew it, and its log-probability is that of the whole token.
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from qerl.errors import QeRLError

@@ -410,7 +410,7 @@ class RolloutStep:
         return [[{"role": "assistant", "content": text}] for text in texts]
 
     def _is_cut_off(self, completion: Completion) -> bool:
-        """Whether a completion ended without a stop token, and, where texts may end it, without one of those."""
+        """Whether a completion ended without a stop token, and without a text that ends it."""
         if self._args.stop_strings and completion.finish_reason == "stop":
             return False
         return completion.token_ids[-1] not in self._ends
