@@ -5,9 +5,17 @@ from pathlib import Path
 import pytest
 
 from qerl.cli import main
-from qerl.settings.docs import accepted_fields, field_text, help_text, markdown, other_defaults, own_fields
-from qerl.settings.fields import OWN_NAMES
-from qerl.settings.parents import Replaced, fate_of
+from qerl.settings.config import refusal
+from qerl.settings.docs import (
+    field_text,
+    help_text,
+    inherited_fields,
+    markdown,
+    other_defaults,
+    own_fields,
+)
+from qerl.settings.groups import OWN_NAMES, sentence_of
+from qerl.settings.parents import REPLACED, default_of
 from qerl.settings.recipe import FIELDS
 
 PAGE = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text(encoding="utf-8")
@@ -44,14 +52,14 @@ def test_every_field_has_a_sentence_in_a_group():
 @pytest.mark.parametrize("name", FIELDS)
 def test_every_field_is_explained(name):
     text = " ".join(field_text(name).split())
-    if name in OWN_NAMES:
-        assert FIELDS[name].metadata["help"] in text
-    elif name in accepted_fields():
+    if sentence := refusal(name, default_of(FIELDS[name])):
+        assert text == sentence
+    elif name in OWN_NAMES:
+        assert FIELDS[name].metadata["help"] == sentence_of(name) and sentence_of(name) in text
+    elif name in inherited_fields():
         assert f"--{name} [" in text and text.endswith("It acts as in TRL and transformers.")
-    elif isinstance(fate_of(name), Replaced):
-        assert text == f"{name} is accepted and changes nothing: {fate_of(name).by}."
     else:
-        assert text == f"{name} is not supported: {fate_of(name).reason}."
+        assert text == f"{name} is accepted and changes nothing: {REPLACED[name].by}."
 
 
 def test_fields_on_the_command_line(capsys):

@@ -8,7 +8,7 @@ is accepted and ignored, and where two of them say the same thing they must agre
   `PeftModel` in hand is taken as it is. The settings that describe a model (``weights``, ``lora_r``, ...)
   must then agree with it. Those that are not set are taken from it, because they are saved beside the
   weights and evaluation reads them.
-- **args** may be a `QeRLConfig`, TRL's `GRPOConfig` (see `qerl.trainer.trl.settings`) or missing. The
+- **args** may be a `QeRLConfig`, TRL's `GRPOConfig` (see `qerl.settings.config.as_ours`) or missing. The
   trainer works with a copy.
 - **Fields that only a run has** (``task``, ``reward_files``, ``eval_samples``) name a source of what is
   handed in here; they are refused where they are set. `trainer.run` acts on them before there is a trainer,
@@ -37,7 +37,7 @@ from qerl.models.load import load_tokenizer
 from qerl.rollout.engine import RolloutEngine
 from qerl.rollout.select import make_engine
 from qerl.settings.adapter import LORA_FIELDS, plain, take_adapter
-from qerl.settings.config import QeRLConfig, default_of
+from qerl.settings.config import QeRLConfig, as_ours, default_of
 from qerl.settings.recipe import FIELDS
 from qerl.tasks.together import Together
 from qerl.trainer.data import sound_data, streams_as_given
@@ -50,7 +50,6 @@ from qerl.trainer.ready import check_policy
 from qerl.trainer.rewards import calls_of, guard_rewards, one_for_each, with_length_penalty
 from qerl.trainer.sampler import stops_of
 from qerl.trainer.trl.evaluation import check_metric
-from qerl.trainer.trl.settings import as_ours
 
 REFUSED = {
     "quantization_config": "the field `weights` of the settings says how a model is quantised",
