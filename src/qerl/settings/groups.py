@@ -396,17 +396,17 @@ class Loss(Group):
 def _scale_needs_noise(noise: Any) -> None:
     """The schedule may stand beside `noise: false`, so that one flag turns a tuned schedule off and on; that
     a recipe forgot `noise` is found where it is known what was given, in `qerl.settings.recipe`."""
-    if not noise.on and noise.scale != "absolute":
+    if not noise.enabled and noise.scale != "absolute":
         raise QeRLError("noise_scale needs noise; set noise: true, or remove it.")
 
 
 class Noise(Group):
     """Adaptive quantization noise in the RMSNorm weights of rollouts."""
 
-    model_config = ConfigDict(alias_generator=lambda name: "noise" if name == "on" else f"noise_{name}")
+    model_config = ConfigDict(alias_generator=lambda name: "noise" if name == "enabled" else f"noise_{name}")
     rules = (_scale_needs_noise,)
 
-    on: bool = False
+    enabled: bool = False
     """Adaptive quantization noise in the RMSNorm weights of rollouts. Off, because it helped in no study here
     (docs/method.md). True is the paper's noise, for which the loss corrects; with
     vllm_importance_sampling_correction: false it does not, as in the paper. A recipe or command line that
@@ -541,7 +541,7 @@ def _early_rewards_take_one_turn(settings: Any) -> None:
 
 def _noise_fits_into_the_run(settings: Any) -> None:
     """The length of a run in epochs is known with its data; `qerl.trainer.preflight` checks its stages."""
-    if settings.noise.on:
+    if settings.noise.enabled:
         settings.noise.schedule_of(
             settings.run.max_steps if settings.run.max_steps > 0 else settings.noise.stages
         )

@@ -7,6 +7,7 @@ keep its default, also one of a newer version of the parents that this version o
 """
 
 import dataclasses
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -267,7 +268,7 @@ def shown(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return {None: "unset", True: "true", False: "false"}[value]
     text = str(getattr(value, "value", value))
-    return text if text and text.isprintable() else repr(text)
+    return text if text and text.isprintable() else json.dumps(text)
 
 
 def set_newer_names(config: Any) -> None:

@@ -1,8 +1,9 @@
 """Recipes: settings as YAML files and as words of the command line.
 
-A recipe is a YAML file whose keys are fields of `QeRLConfig`. Several recipes are merged from left to
-right, so that a task, a model and a tuning method each live in one small file; fields given on the command
-line come last. Unknown keys are errors that name the nearest valid key.
+A recipe is a YAML file whose keys are fields of `QeRLConfig`, or groups with a mapping of theirs (`sampling:
+{temperature: 0.7}`). Several recipes are merged from left to right, so that a task, a model and a tuning
+method each live in one small file; fields given on the command line come last. Unknown keys are errors that
+name the nearest valid key.
 """
 
 import dataclasses
@@ -181,9 +182,13 @@ def _check_noise_is_said(values: dict[str, Any]) -> None:
 
 
 def resolved(config: QeRLConfig) -> dict[str, Any]:
-    """Settings as plain YAML values, without those that are the defaults both here and of TRL."""
+    """Settings as plain YAML values, without those that are the defaults both here and of TRL.
+
+    `loss_type` is always there, because its default was another one in QeRL 0.2.
+    """
     theirs = {spec.name: default_of(spec) for spec in dataclasses.fields(GRPOConfig)}
     unsaid = {name: default for name, default in theirs.items() if default == default_of(FIELDS[name])}
+    unsaid.pop("loss_type", None)
     if config.pad_to_multiple_of is None:  # what TRL makes of its default, auto
         unsaid["pad_to_multiple_of"] = None
     return {
