@@ -83,7 +83,10 @@ def test_help_lists_the_fields(command, capsys):
     assert end.value.code == 0
     printed = " ".join(capsys.readouterr().out.split())
     assert "--reward_timeout [10.0] Seconds a reward function may take" in printed
-    assert "Task and rewards:" in printed and "`qerl fields NAME` explains one" in printed
+    assert (
+        "Data: The task with its prompts and rewards" in printed
+        and "`qerl fields NAME` explains one" in printed
+    )
 
 
 def test_a_reader_that_stops_early_sees_no_traceback(monkeypatch, capsys):

@@ -10,9 +10,8 @@ import yaml
 from qerl import yaml12
 from qerl.errors import QeRLError
 from qerl.settings.config import QeRLConfig
-from qerl.settings.fields import OWN_NAMES
-from qerl.settings.parents import PARENTS, Refused
-from qerl.settings.recipe import FIELDS, dump, load_config, parse_field, resolved
+from qerl.settings.groups import GROUPS, OWN_NAMES
+from qerl.settings.recipe import FIELDS, dump, load_config, parse_field, resolved, type_of
 from tests.fuzz._print import run_and_print
 
 SECONDS = 5.0
@@ -64,9 +63,7 @@ def _value(draw: random.Random, name: str) -> Any:
     """Half of the values are of the kind that the field takes, so that contradictions are reached too."""
     if draw.random() < 0.5:
         return draw.choice(NASTY)
-    fate = PARENTS.get(name)
-    choices = get_args(FIELDS[name].type if fate is None or isinstance(fate, Refused) else fate.type)
-    plain = [value for value in choices if isinstance(value, str)]
+    plain = [value for value in get_args(type_of(name)) if isinstance(value, str)]
     near = draw.choice([0, 1, 2, 4, 8, 16, 100, 0.5, 0.9, 1e-5, True, False, None])
     return draw.choice(plain) if plain and draw.random() < 0.7 else near
 
@@ -78,6 +75,11 @@ def _base() -> dict[str, Any]:
 def _from_recipe(draw: random.Random, folder: Path) -> QeRLConfig:
     path = folder / "recipe.yaml"
     text = "".join(_line(draw, name, value) for name, value in (_base() | _fields(draw)).items())
+    if draw.random() < 0.2:
+        group = draw.choice([*GROUPS])
+        fields = GROUPS[group].model_fields
+        names = draw.sample([*fields], draw.choice([1, 1, 2]))
+        text += _line(draw, group, {name: _value(draw, fields[name].alias or name) for name in names})
     if draw.random() < 0.1:  # a key twice, a flow mapping cut off, a tag
         text += draw.choice(
             ["model: n\n", "seed: {a\n", "seed: !!int 3\n", "\tseed: 3\n", "seed: 3\nseed: 3\n"]

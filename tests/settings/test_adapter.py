@@ -83,7 +83,7 @@ def test_arguments_of_the_sampler_set_the_fields_that_mean_the_same():
     assert config.generation_kwargs is None
     for wrong, message in (
         ({"temperature": 0.0}, "temperature is 0.0"),
-        ({"repetition_penalty": 1.2}, "another policy"),
+        ({"repetition_penalty": 1.2}, "repetition_penalty has no effect in QeRL"),
         (
             {"min_tokens": 3},
             "has min_tokens, which is not supported: the engines draw from the policy itself",

@@ -12,8 +12,7 @@ from trl.scripts.grpo import GRPOScriptArguments
 
 from qerl.cli import main
 from qerl.errors import QeRLError
-from qerl.settings.config import QeRLConfig
-from qerl.settings.contradictions import check_processes
+from qerl.settings.config import QeRLConfig, check_processes
 from qerl.settings.foreign import GONE, INSTEAD
 from qerl.settings.recipe import FIELDS, changed, dump, load_config, parse_value, read_recipe, resolved
 
@@ -132,11 +131,11 @@ def test_command_line_values_are_yaml(text, value):
         ({"tuning": "full"}, "cannot train packed nvfp4 weights"),
         ({"noise_stages": 1}, "noise_stages is 1; it must be at least 2"),
         ({"noise_schedule": "step"}, "noise_schedule is 'step'; it must be 'exponential'"),
-        ({"bf16": True}, "set dtype instead"),
+        ({"bf16": True}, r"^bf16 has no effect in QeRL .* \(false\); remove it, and set dtype"),
         ({"num_generations": 1}, "num_generations is 1; it must be at least 2"),
         ({"model": None}, "model is not set"),
         ({"use_vllm": "yes"}, "use_vllm is .yes.; it must be true or false"),
-        ({"ddp_broadcast_buffers": True}, "ddp_broadcast_buffers would send the packed weights"),
+        ({"ddp_broadcast_buffers": True}, "ddp_broadcast_buffers has no effect in QeRL"),
         (
             {"gradient_checkpointing_kwargs": {"every_n_layers": 0}},
             r"gradient_checkpointing_kwargs\[every_n_layers\] is 0; it must be at least 1",

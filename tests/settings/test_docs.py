@@ -5,9 +5,17 @@ from pathlib import Path
 import pytest
 
 from qerl.cli import main
-from qerl.settings.docs import field_text, help_text, markdown, other_defaults, own_fields
-from qerl.settings.fields import OWN_NAMES
-from qerl.settings.parents import Refused, Replaced, fate_of
+from qerl.settings.config import refusal
+from qerl.settings.docs import (
+    field_text,
+    help_text,
+    inherited_fields,
+    markdown,
+    other_defaults,
+    own_fields,
+)
+from qerl.settings.groups import OWN_NAMES, sentence_of
+from qerl.settings.parents import REPLACED, default_of
 from qerl.settings.recipe import FIELDS
 
 PAGE = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text(encoding="utf-8")
@@ -34,12 +42,17 @@ def test_every_field_has_a_sentence_in_a_group():
         assert words.endswith(".")
 
 
-def test_every_field_is_explained():
-    for name in FIELDS:
-        text, fate = " ".join(field_text(name).split()), None if name in OWN_NAMES else fate_of(name)
-        assert name in text and text.endswith("."), name
-        assert ("is not supported: " in text) == isinstance(fate, Refused), name
-        assert ("changes nothing: " in text) == isinstance(fate, Replaced), name
+@pytest.mark.parametrize("name", FIELDS)
+def test_every_field_is_explained(name):
+    text = " ".join(field_text(name).split())
+    if sentence := refusal(name, default_of(FIELDS[name])):
+        assert text == sentence
+    elif name in OWN_NAMES:
+        assert FIELDS[name].metadata["help"] == sentence_of(name) and sentence_of(name) in text
+    elif name in inherited_fields():
+        assert f"--{name} [" in text and text.endswith("It acts as in TRL and transformers.")
+    else:
+        assert text == f"{name} is accepted and changes nothing: {REPLACED[name].by}."
 
 
 def test_fields_on_the_command_line(capsys):

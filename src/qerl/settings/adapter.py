@@ -1,7 +1,13 @@
-"""What an adapter that exists says of the settings that describe adapters.
+"""What else says of fields: an adapter that exists, and TRL's fields that hold arguments of other libraries.
 
-Its rank, alpha, dropout and target modules stand in its own config. Settings take them from there and may
-repeat them, but not say otherwise.
+An adapter's rank, alpha, dropout and target modules stand in its own config. Settings take them from there
+and may repeat them, but not say otherwise.
+
+Settings written for TRL may have `model_init_kwargs`, for `from_pretrained`; a model is loaded here by the
+fields `weights`, `rounding` and `dtype`. They describe the policy alone; in TRL they load reward models as
+well. And they may have `generation_kwargs`, for transformers' `generate` or vLLM. In TRL these change the
+sampler alone; here sampler and loss share the fields, so that the loss is of the policy that sampled. Each
+argument sets the field of its meaning, or is refused.
 """
 
 import dataclasses
@@ -13,6 +19,9 @@ from typing import Any
 from trl import GRPOConfig
 
 from qerl.errors import QeRLError
+from qerl.settings.checks import Options, checked
+from qerl.settings.foreign import OF_LOADING
+from qerl.settings.parents import default_of
 
 LORA_FIELDS = {
     "lora_r": "r",
@@ -21,6 +30,36 @@ LORA_FIELDS = {
     "lora_target_modules": "target_modules",
 }
 """Fields of `QeRLConfig` by the attribute of PEFT's `LoraConfig` that means the same."""
+
+_LOADING = {"dtype": "dtype", "torch_dtype": "dtype", "trust_remote_code": "trust_remote_code"}
+_LOADED_ANYWAY = {"device_map": None, "use_cache": False}
+_NOT_LOADED = OF_LOADING | {"use_cache": "an update needs no cache, and the engine has its own"}
+_OF_THE_MODEL = "model, weights, rounding and dtype say how the model is loaded"
+
+_SAMPLING = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "max_new_tokens": "max_completion_length",
+    "max_tokens": "max_completion_length",
+    "stop_strings": "stop_strings",
+    "repetition_penalty": "repetition_penalty",
+    "cache_implementation": "cache_implementation",
+}
+_SAMPLED_ANYWAY = {
+    "do_sample": True, "num_beams": 1, "n": 1, "use_cache": True, "include_stop_str_in_output": True,
+    "ignore_eos": False, "presence_penalty": 0.0, "frequency_penalty": 0.0, "min_tokens": 0,
+    "min_new_tokens": 0,
+}  # fmt: skip
+_NOT_SAMPLED = {
+    "stop": "set stop_strings, which keeps the text in the completion",
+    "seed": "set the field seed, which keys everything that is drawn",
+}
+_OF_THE_ENGINES = (
+    "the engines draw from the policy itself, by temperature, top_p, top_k and min_p, until a stop token, "
+    "stop_strings or max_completion_length"
+)
 
 
 def take_saved_adapter(config: GRPOConfig) -> None:
@@ -56,7 +95,7 @@ def take_adapter(config: GRPOConfig, adapter: Mapping[str, Any], whose: str) -> 
     """
     if config.tuning == "full":
         raise QeRLError(f"tuning is 'full', which trains no adapter; remove it, or {whose}.")
-    defaults = {spec.name: spec.default for spec in dataclasses.fields(config)}
+    defaults = _defaults(config)
     for name, attribute in LORA_FIELDS.items():
         given, held = plain(getattr(config, name)), plain(adapter.get(attribute))
         if given not in (defaults[name], held):
@@ -68,3 +107,60 @@ def take_adapter(config: GRPOConfig, adapter: Mapping[str, Any], whose: str) -> 
 def plain(value: Any) -> Any:
     """Names in an order; PEFT keeps them as a set."""
     return sorted(value) if isinstance(value, set | list) else value
+
+
+def _defaults(config: GRPOConfig) -> dict[str, Any]:
+    return {spec.name: default_of(spec) for spec in dataclasses.fields(config)}
+
+
+def take_model_kwargs(config: GRPOConfig) -> None:
+    """Move what `model_init_kwargs` says into the fields that say the same; nothing is left of it.
+
+    Args:
+        config: Settings; changed in place.
+
+    Raises:
+        QeRLError: An argument is not supported, or contradicts a field.
+    """
+    _take(config, "model_init_kwargs", _LOADING, _LOADED_ANYWAY, _NOT_LOADED, _OF_THE_MODEL)
+
+
+def take_generation_kwargs(config: GRPOConfig) -> None:
+    """Move what `generation_kwargs` says into the fields that say the same; as `take_model_kwargs`."""
+    _take(config, "generation_kwargs", _SAMPLING, _SAMPLED_ANYWAY, _NOT_SAMPLED, _OF_THE_ENGINES)
+
+
+def _take(
+    config: GRPOConfig,
+    which: str,
+    fields: Mapping[str, str],
+    anyway: Mapping[str, Any],
+    reasons: Mapping[str, str],
+    any_other: str,
+) -> None:
+    """Move the arguments in one field.
+
+    Args:
+        config: Settings; changed in place.
+        which: The field.
+        fields: Of each argument that has one.
+        anyway: Values that say what is done in any case.
+        reasons: Why other arguments are refused, where it is not ``any_other``.
+        any_other: Says what there is in their place.
+    """
+    given = checked(which, getattr(config, which), Options | None) or {}
+    defaults = _defaults(config)
+    for name, value in given.items():
+        if name in anyway and value == anyway[name]:
+            continue
+        field = fields.get(name)
+        if field is None:
+            reason = reasons.get(name, any_other)
+            raise QeRLError(f"{which} has {name}, which is not supported: {reason}.")
+        value = str(value).removeprefix("torch.") if field == "dtype" else value
+        if getattr(config, field) not in (defaults[field], value):
+            raise QeRLError(
+                f"{field} is {getattr(config, field)!r} and {which} has {name} {value!r}; remove one of them."
+            )
+        setattr(config, field, value)
+    setattr(config, which, None)

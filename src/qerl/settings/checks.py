@@ -1,29 +1,34 @@
-"""Type and range of every field of the settings, checked by pydantic from the fields' own annotations.
+"""Types and ranges of settings, and how a wrong value is said in one sentence.
 
 A dataclass checks nothing: `temperature: hot` would end a run when its first rollout begins,
-`reward_timeout: -1` would train on zeros to the end. Each annotation is a type that pydantic knows, in
-strict mode: true is no number, 1.5 no integer, "3" neither, and NaN and infinity are no numbers either.
-Ranges are part of the annotation. What a field accepts stands in one place, at the field; the parents'
-fields, whose annotations say less than what is accepted, are in `qerl.settings.parents`.
+`reward_timeout: -1` would train on zeros to the end. Each annotation here is a type that pydantic knows, in
+strict mode: true is no number, 1.5 no integer, "3" neither, and NaN and infinity are no numbers either. The
+groups of a run's settings (`qerl.settings.groups`), requests of evaluations and the files of studies use
+them.
 """
 
 import functools
+import json
 import reprlib
+from collections.abc import Callable, Mapping
 from enum import Enum
 from numbers import Real
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any, ClassVar, Self, TypeVar
 
 import numpy as np
 from pydantic import (
     AfterValidator,
+    BaseModel,
     BeforeValidator,
     ConfigDict,
     Field,
-    GetPydanticSchema,
     TypeAdapter,
     ValidationError,
+    field_validator,
+    model_validator,
 )
+from pydantic.fields import FieldInfo
 
 from qerl.errors import QeRLError
 
@@ -48,11 +53,8 @@ def _whole_as_int(value: Any) -> Any:
 Steps = Annotated[PositiveInt, BeforeValidator(_whole_as_int)]
 """A number of steps; transformers' fields that may also be a share are floats, so 100.0 is one."""
 
-ShareOrSteps = Annotated[
-    float, GetPydanticSchema(lambda _, schema_of: schema_of(Annotated[float, Field(gt=0, lt=1)] | Steps))
-]
-"""As transformers counts: below 1 a share of all steps, from 1 on steps. Called a float, since transformers'
-parser of the command line takes no union."""
+ShareOrSteps = Annotated[float, Field(gt=0, lt=1)] | Steps
+"""As transformers counts: below 1 a share of all steps, from 1 on steps."""
 
 
 def _some_characters(text: str) -> str:
@@ -83,14 +85,23 @@ Names = Annotated[list[Text], _One]
 Passages = Annotated[list[Passage], _One]
 """A list of texts; a single one is a list of one."""
 
-if TYPE_CHECKING:
-    Options = dict[str, Any]
-else:  # transformers' parser of the command line reads it as text, which `qerl.settings.parsed` decodes
-    Options = Annotated[
-        dict[str, Any] | str | None, GetPydanticSchema(lambda _, schema_of: schema_of(dict[str, Any]))
-    ]
 
-_STRICT = ConfigDict(strict=True, allow_inf_nan=False, arbitrary_types_allowed=True)
+def _decoded(value: Any) -> Any:
+    """TRL's and transformers' parsers of the command line hand over a mapping as JSON text."""
+    try:
+        return json.loads(value) if isinstance(value, str) and value.startswith("{") else value
+    except ValueError as error:
+        raise ValueError(f"as text it must be valid JSON ({error})") from None
+
+
+Decoded = BeforeValidator(_decoded)
+
+Options = Annotated[dict[str, Any], Decoded]
+"""Options by name."""
+
+STRICT = ConfigDict(strict=True, allow_inf_nan=False, arbitrary_types_allowed=True)
+
+Checked = TypeVar("Checked", bound=BaseModel)
 
 _WORDS = {
     "Input should be": "it must be",
@@ -125,7 +136,62 @@ def checked(name: str, value: Any, type_: Any) -> Any:
     try:
         return _adapter(type_).validate_python(_plain(value))
     except ValidationError as error:
-        raise QeRLError(_sentence(name, value, error)) from None
+        raise QeRLError(_sentence(name, value, error.errors(include_url=False))) from None
+
+
+def validated(kind: type[Checked], values: Mapping[str, Any]) -> Checked:
+    """The record that these values make.
+
+    Raises:
+        QeRLError: The first value, in the order of the record's fields, that is wrong.
+    """
+    try:
+        return kind.model_validate(values)
+    except ValidationError as error:
+        faults = error.errors(include_url=False)
+        name = str(faults[0]["loc"][0])
+        own: list[Any] = [fault | {"loc": fault["loc"][1:]} for fault in faults if fault["loc"][0] == name]
+        raise QeRLError(_sentence(name, values.get(name), own)) from None
+
+
+class Group(BaseModel):
+    """Fields that belong together, each checked as :func:`checked` checks one; an unknown name is refused.
+
+    The text below a field describes it.
+
+    Attributes:
+        rules: Functions of the group that raise `QeRLError` where its fields contradict each other.
+    """
+
+    model_config = STRICT | ConfigDict(
+        extra="forbid", frozen=True, protected_namespaces=(), use_attribute_docstrings=True
+    )
+    rules: ClassVar[tuple[Callable[[Any], None], ...]] = ()
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _of_scripts(cls, value: Any) -> Any:
+        return _plain(value)
+
+    @model_validator(mode="after")
+    def _agrees(self) -> "Group":
+        for rule in self.rules:
+            rule(self)
+        return self
+
+    @classmethod
+    def flat(cls) -> dict[str, FieldInfo]:
+        """The declarations by the names that the fields have in `QeRLConfig`."""
+        return {info.alias or name: info for name, info in cls.model_fields.items()}
+
+    @classmethod
+    def of(cls, flat: Any) -> Self:
+        """The group of an object that has its fields by their flat names.
+
+        Raises:
+            QeRLError: A field is of another type or out of its range, or fields contradict each other.
+        """
+        return validated(cls, {name: getattr(flat, name) for name in cls.flat() if hasattr(flat, name)})
 
 
 def _plain(value: Any) -> Any:
@@ -141,12 +207,11 @@ def _plain(value: Any) -> Any:
 
 @functools.cache
 def _adapter(type_: Any) -> TypeAdapter:
-    return TypeAdapter(type_, config=_STRICT)
+    return TypeAdapter(type_, config=STRICT)
 
 
-def _sentence(name: str, value: Any, error: ValidationError) -> str:
+def _sentence(name: str, value: Any, faults: list[Any]) -> str:
     """All that the value could have been: a union has one complaint for each of its types."""
-    faults = error.errors(include_url=False)
     inside = [p for p in faults[0]["loc"] if isinstance(p, int) or (isinstance(value, dict) and p in value)]
     if inside:  # of a list or mapping, the first wrong item says enough
         name, faults = f"{name}[{inside[0]}]", faults[:1]

@@ -1,34 +1,40 @@
-"""Settings of a run: one flat dataclass.
+"""Settings of a run as one flat dataclass, which scripts, recipes and the command line make.
 
-`QeRLConfig` is TRL's `GRPOConfig` with the fields this project adds (`qerl.settings.fields`): which weights,
-which adapter, which task, which noise. Every field is checked when settings are made, from Python, a recipe
-or the command line alike (`qerl.settings.recipe`): its type and range by its annotation
-(`qerl.settings.checks`), the parents' fields by the table in `qerl.settings.parents`, and what contradicts
-what in `qerl.settings.contradictions`.
+`QeRLConfig` is TRL's `GRPOConfig` with the fields of `qerl.settings.groups`, by their flat names. Wherever
+settings are made, from Python, a recipe or the command line alike (`qerl.settings.recipe`), they are read as
+groups, which checks every field and what contradicts what; what of the parents' fields does not act is in
+`qerl.settings.parents`.
 
 The fields of a run that are left to the machine are decided when it starts: `qerl.trainer.policy` writes what
 the memory plan chose (`tokens_per_forward`, `every_n_layers`) into the settings, so that the config.yaml of
 the run has them.
 """
 
+import copy
 import dataclasses
 import functools
-from dataclasses import dataclass
-from typing import Any, TypeVar
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, get_origin, get_type_hints
 
 import torch
 from trl import GRPOConfig
 
 from qerl.errors import QeRLError
 from qerl.noise.schedule import NoiseSchedule
-from qerl.settings import contradictions
-from qerl.settings.adapter import take_saved_adapter
+from qerl.settings.adapter import take_generation_kwargs, take_model_kwargs, take_saved_adapter
 from qerl.settings.checks import checked
-from qerl.settings.fields import OWN_NAMES, OWN_TYPES, OwnFields
 from qerl.settings.foreign import refuse_unknown
-from qerl.settings.kwargs import take_generation_kwargs, take_model_kwargs
-from qerl.settings.parents import Refused, Replaced, fate_of, says_as_older, set_newer_names
-from qerl.settings.parsed import take_parsed
+from qerl.settings.groups import DECLARED, OWN_NAMES, Noise, Settings, evaluates, sentence_of
+from qerl.settings.parents import (
+    NEWER_NAMES,
+    REFUSED,
+    REPLACED,
+    default_of,
+    set_newer_names,
+    shown,
+)
 
 ALGORITHMS: dict[str, dict[str, Any]] = {
     "grpo": {
@@ -54,43 +60,93 @@ with an advantage and nothing against it.
 LEARNING_RATES = {"lora": 1e-5, "full": 1e-6}
 """By `tuning`, where nobody says it."""
 
-_EMPTY: tuple[Any, ...] = (None, "", [], {})
-"""Values that ask for nothing."""
-
 _EVALUATED_TOGETHER = 1024
 """Completions of an evaluation's call: twice the rows of the paged engine, which are refilled meanwhile."""
 
 _ENVIRONMENTS_TOGETHER = 64
 """The same where each has an environment, which may be a connection to somewhere."""
 
+_TYPES_OF_PARENTS = get_type_hints(GRPOConfig)
 
-Settings = TypeVar("Settings")
+
+def refusal(name: str, default: Any) -> str:
+    """Why a field cannot be set, in a sentence; empty for a field that can."""
+    if name in REFUSED:
+        instead = f", and {REFUSED[name]}" if REFUSED[name] else ""
+        return (
+            f"{name} has no effect in QeRL and must keep its default ({shown(default)}); remove it{instead}."
+        )
+    if name in DECLARED or name in REPLACED:
+        return ""
+    return (
+        f"{name} is a field of TRL or transformers that this version of QeRL does not know, and must keep "
+        f"its default ({shown(default)}); remove it."
+    )
+
+
+def take_defaults(config: Any, fields: Sequence[dataclasses.Field]) -> list[str]:
+    """Give the fields that do not act their defaults.
+
+    Args:
+        config: Settings; changed in place.
+        fields: Those of `QeRLConfig`.
+
+    Returns:
+        The replaced ones that said something else.
+
+    Raises:
+        QeRLError: A field that must keep its default says something else.
+    """
+    replaced = []
+    for spec in fields:
+        name, value, default = spec.name, getattr(config, spec.name), default_of(spec)
+        if name in REPLACED:
+            if checked(name, value, REPLACED[name].type) != default:
+                replaced.append(name)
+        elif sentence := refusal(name, default):
+            older = NEWER_NAMES.get(name)
+            copied = older is not None and value == getattr(config, older)  # as finished settings have it
+            if not copied and _says_something(value, default):
+                raise QeRLError(sentence)
+        else:
+            continue
+        setattr(config, name, default)
+    return replaced
+
+
+def _says_something(value: Any, default: Any) -> bool:
+    if default == "no" and value is False:  # as transformers reads it
+        return False
+    return value != default and bool(default or value not in (None, "", [], {}))
 
 
 class UnknownField(QeRLError, TypeError):
     """A keyword that is no field; a `TypeError`, as a dataclass raises for it."""
 
 
-def _unknown_in_a_sentence(settings: type[Settings]) -> type[Settings]:
-    """The dataclass, which names the nearest field where it is made with a keyword that is none."""
-    kind: Any = settings
-    made = kind.__init__
-    known = [spec.name for spec in dataclasses.fields(kind) if spec.init]
+def _flat_field(name: str) -> tuple[str, Any, Any]:
+    """A field of a group as one of a dataclass.
 
-    @functools.wraps(made)
-    def init(self: Settings, *values: Any, **fields: Any) -> None:
-        try:
-            for name in fields:
-                refuse_unknown(name, type(self).__name__, known, OWN_NAMES)
-        except QeRLError as error:
-            raise UnknownField(str(error)) from None
-        made(self, *values, **fields)
-
-    kind.__init__ = init
-    return settings
+    Scripts for TRL make settings with its `TrlParser`, or transformers' `HfArgumentParser`. Both hand a
+    field's metadata to argparse, which knows `help` alone, and know few types: those of the parents' own
+    fields, and a mapping as a text of JSON.
+    """
+    info = DECLARED[name]
+    held = info.annotation
+    type_ = dict[str, Any] | str | None if get_origin(held) is dict else held
+    default = info.default
+    made: Any = {"default": default}
+    if isinstance(default, list | dict):
+        made = {"default_factory": functools.partial(copy.copy, default)}
+    return name, _TYPES_OF_PARENTS.get(name, type_), field(**made, metadata={"help": sentence_of(name)})
 
 
-@_unknown_in_a_sentence
+if TYPE_CHECKING:
+    OwnFields: Any
+else:
+    OwnFields = dataclasses.make_dataclass("OwnFields", map(_flat_field, OWN_NAMES))
+
+
 @dataclass
 class QeRLConfig(OwnFields, GRPOConfig):
     """Everything a run needs to know; the fields of `trl.GRPOConfig` and of `TrainingArguments` are valid
@@ -102,88 +158,73 @@ class QeRLConfig(OwnFields, GRPOConfig):
     """
 
     def __post_init__(self) -> None:
-        take_parsed(self)
         take_model_kwargs(self)
         take_generation_kwargs(self)
-        self.replaced = self._check_fields()
-        take_saved_adapter(self)
-        contradictions.check(self)
-        if self.mask_truncated_completions and self.overlong_buffer is None:
-            self.overlong_buffer = 0.0  # masked samples are not punished as well
-        for name, value in ALGORITHMS[self.algorithm].items():
-            if getattr(self, name) is None:
+        self.replaced = take_defaults(self, [*FIELDS.values()])
+        for name, value in Settings.of(self).fields():
+            if name in FIELDS:
                 setattr(self, name, value)
-        if self.epsilon_high is None:
-            self.epsilon_high = self.epsilon
-        contradictions.check_ratios(self)
-        self._default_rate = self.learning_rate is None
-        self.follow_tuning()
-        if self.goes_by_metric and self.metric_for_best_model is None:
-            self.metric_for_best_model = "eval_reward"
-        if not torch.cuda.is_available():
-            self.dataloader_pin_memory = False  # there is nothing to pin for
-        if self.per_device_eval_batch_size is None:
-            self.per_device_eval_batch_size = self._evaluated_together(self.environment is not None)
-        contradictions.check_evaluation(self)
-        rollout = contradictions.take_rollout_size(self)
+        take_saved_adapter(self)
+        self._fill_in()
+        rollout: int | None = self.generation_batch_size
+        if self.steps_per_generation is not None:  # TRL takes one of the two and computes the other
+            self.generation_batch_size: int | None = None
         set_newer_names(self)
         try:
             super().__post_init__()
         except (ValueError, TypeError, ImportError) as error:
             raise QeRLError(f"The settings contradict each other: {' '.join(str(error).split())}") from error
         self._n_gpu: int = min(self.n_gpu, 1)  # one process drives one GPU; torchrun starts one for each
-        contradictions.check_processes(self)
-        contradictions.check_rollout_size(self, rollout)
-        contradictions.check_groups(self)
+        check_processes(self)
+        if rollout not in (None, self.generation_batch_size):
+            raise QeRLError(
+                f"generation_batch_size is {rollout}, and steps_per_generation = {self.steps_per_generation} "
+                f"makes it {self.generation_batch_size}; remove one of the two."
+            )
+        Settings.of(self)
+
+    def _fill_in(self) -> None:
+        """Decide what nobody said and other fields decide."""
+        unsaid = {"epsilon_high": self.epsilon} | ALGORITHMS[self.algorithm]
+        unsaid["per_device_eval_batch_size"] = self._evaluated_together(self.environment is not None)
+        if self.mask_truncated_completions:
+            unsaid["overlong_buffer"] = 0.0  # masked samples are not punished as well
+        if self.goes_by_metric:
+            unsaid["metric_for_best_model"] = "eval_reward"
+        for name, value in unsaid.items():
+            if getattr(self, name) is None:
+                setattr(self, name, value)
+        self._default_rate = self.learning_rate is None
+        self.follow_tuning()
+        if not torch.cuda.is_available():
+            self.dataloader_pin_memory = False  # there is nothing to pin for
+
+    @property
+    def groups(self) -> Settings:
+        """The settings as they are now, by group."""
+        return Settings.of(self)
 
     def _evaluated_together(self, environments: bool) -> int:
         """Completions that an evaluation samples at a time where nobody says it: at least one group."""
-        group = self.num_generations_eval or self.num_generations or 1
+        group = self.num_generations_eval or self.num_generations
         return group * max(1, (_ENVIRONMENTS_TOGETHER if environments else _EVALUATED_TOGETHER) // group)
 
     def follow_tuning(self) -> None:
         """`learning_rate` becomes the default for `tuning` where nobody gave one."""
         if self._default_rate:
-            self.learning_rate = LEARNING_RATES[self.tuning]
+            self.learning_rate: float | None = LEARNING_RATES[self.tuning]
 
     def make_room_for_environments(self) -> None:
         """The default of `per_device_eval_batch_size` becomes what it is with the field `environment`, for a
         trainer that was handed its environments."""
         if self.per_device_eval_batch_size == self._evaluated_together(False):
-            self.per_device_eval_batch_size = self._evaluated_together(True)
+            self.per_device_eval_batch_size: int | None = self._evaluated_together(True)
 
     @property
     def goes_by_metric(self) -> bool:
         """Whether something is chosen by the metric of evaluations."""
         by_plateau = self.lr_scheduler_type == "reduce_lr_on_plateau"
         return bool(self.load_best_model_at_end or by_plateau or self.early_stopping_patience)
-
-    def _check_fields(self) -> list[str]:
-        """Every field by itself; those of a subclass are its own affair.
-
-        Returns:
-            Names of those that are replaced.
-        """
-        replaced = []
-        for spec in dataclasses.fields(QeRLConfig):
-            if not spec.init:
-                continue
-            parent = None if spec.name in OWN_TYPES else fate_of(spec.name)
-            value = getattr(self, spec.name)
-            if isinstance(parent, Refused):
-                default = default_of(spec)
-                said = value != default and (default or value not in _EMPTY)
-                if said and not says_as_older(self, spec.name):
-                    raise QeRLError(f"{spec.name} is not supported: {parent.reason}. Remove it.")
-                setattr(self, spec.name, default)
-                continue
-            value = checked(spec.name, value, parent.type if parent else OWN_TYPES[spec.name])
-            if isinstance(parent, Replaced):
-                if value != default_of(spec):
-                    replaced.append(spec.name)
-                value = default_of(spec)
-            setattr(self, spec.name, value)
-        return replaced
 
     @property
     def device(self) -> torch.device:
@@ -194,7 +235,7 @@ class QeRLConfig(OwnFields, GRPOConfig):
     @property
     def evaluates(self) -> bool:
         """Whether the run scores held-out problems, at its start or on the way."""
-        return self.eval_on_start or getattr(self.eval_strategy, "value", self.eval_strategy) != "no"
+        return evaluates(self)
 
     def noise_schedule_of(self, steps: int) -> NoiseSchedule:
         """sigma by step for a run of so many optimizer steps.
@@ -202,15 +243,80 @@ class QeRLConfig(OwnFields, GRPOConfig):
         Raises:
             QeRLError: The run is shorter than the schedule has stages.
         """
-        return NoiseSchedule(
-            sigma_start=self.noise_sigma_start,
-            sigma_end=self.noise_sigma_end,
-            stages=self.noise_stages,
-            total_steps=steps,
-            kind=self.noise_schedule,
+        return Noise.of(self).schedule_of(steps)
+
+
+FIELDS = {spec.name: spec for spec in dataclasses.fields(QeRLConfig) if spec.init}
+
+
+def _unknown_in_a_sentence(made: Any) -> Any:
+    """The constructor, which names the nearest field where it is called with a keyword that is none."""
+
+    @functools.wraps(made)
+    def init(self: QeRLConfig, *values: Any, **fields: Any) -> None:
+        try:
+            for name in fields:
+                refuse_unknown(name, type(self).__name__, FIELDS, OWN_NAMES)
+        except QeRLError as error:
+            raise UnknownField(str(error)) from None
+        made(self, *values, **fields)
+
+    return init
+
+
+QeRLConfig.__init__ = _unknown_in_a_sentence(QeRLConfig.__init__)  # type: ignore[method-assign]
+
+
+def check_processes(config: Any) -> None:
+    """Refuse several processes without a GPU that nobody told to share the CPU: each would train alone.
+
+    Raises:
+        QeRLError: A launcher started more processes than work together.
+    """
+    started = int(os.environ.get("WORLD_SIZE", "1")) if "LOCAL_RANK" in os.environ else 1
+    if started > 1 and config.world_size == 1:
+        raise QeRLError(
+            f"{started} processes were started where there is no GPU, and each would train by itself; set "
+            "use_cpu: true, which lets them train together on the CPU."
         )
 
 
-def default_of(spec: dataclasses.Field) -> Any:
-    """What a field holds where nobody sets it."""
-    return spec.default if spec.default_factory is dataclasses.MISSING else spec.default_factory()
+_NOT_COPIED = {"bf16", "generation_batch_size", "output_dir"}
+
+
+def as_ours(args: GRPOConfig, **own: Any) -> QeRLConfig:
+    """Settings that train what TRL would with ``args``, its own class.
+
+    A `GRPOConfig` asks for what TRL would train: its fields act as TRL's documentation says, with TRL's
+    defaults where ours differ (masking of whole sequences by their importance weight, a learning rate of 1e-6
+    also for adapters, a log line every ten steps), and nothing is added that TRL does not know. How the model
+    is kept (weights, LoRA rank) has `QeRLConfig`'s defaults, since a `GRPOConfig` cannot say it.
+
+    A dataclass does not tell which fields were set, and `GRPOConfig` derives some from others, so a field
+    counts as set where it differs from that of a `GRPOConfig` without arguments. Two fields are not taken
+    over as they are: ``bf16``, which is on by default there, is autocast, which does not exist here, and
+    ``generation_batch_size`` follows from the other batch sizes.
+
+    Args:
+        args: TRL's settings.
+        own: Fields of `QeRLConfig` that the caller knows, such as ``tuning`` of a model in hand.
+
+    Raises:
+        QeRLError: A field is set that is refused, or the class has fields of its own.
+    """
+    theirs = {spec.name: spec for spec in dataclasses.fields(GRPOConfig) if spec.init}
+    added = sorted({spec.name for spec in dataclasses.fields(args)} - theirs.keys())
+    if added:
+        raise QeRLError(
+            f"{type(args).__name__} has fields that no trainer here reads ({', '.join(added)}); use "
+            "QeRLConfig or TRL's GRPOConfig."
+        )
+    plain = GRPOConfig(output_dir=args.output_dir, bf16=False)  # whose default needs a GPU
+    values: dict[str, Any] = {"output_dir": args.output_dir}
+    for name, spec in theirs.items():
+        value = getattr(args, name)
+        if name not in _NOT_COPIED and (
+            value != getattr(plain, name) or default_of(spec) != default_of(FIELDS[name])
+        ):
+            values[name] = value
+    return QeRLConfig(**(values | own))

@@ -1,98 +1,97 @@
-"""The fields of the settings as text, from one source: the sentences in `qerl.settings.fields` and TRL's own.
+"""The fields of the settings as text, from their declarations in `qerl.settings.groups`.
 
 The terminal shows them (`qerl train --help`, `qerl fields`), and `python -m qerl.settings.docs` prints the
 tables of docs/configuration.md, which a test compares with the page.
 """
 
 import dataclasses
-import json
 import textwrap
-from typing import Any
 
 from trl import GRPOConfig
 
-from qerl.settings.config import QeRLConfig, default_of
-from qerl.settings.fields import OWN_NAMES, Sentence
-from qerl.settings.parents import PARENTS, Refused, Replaced, fate_of
-from qerl.settings.recipe import FIELDS, check_key
+from qerl.settings.config import FIELDS, refusal
+from qerl.settings.groups import DECLARED, GROUPS, OWN_NAMES, sentence_of
+from qerl.settings.parents import REFUSED, REPLACED, default_of, shown
+from qerl.settings.recipe import check_key
 
 _WIDTH = 100
 _PARENTS = "trl.GRPOConfig and transformers.TrainingArguments"
 
+INSTEAD_OF_TRL = {
+    "learning_rate": "TRL's 1e-6 suits training all weights; the paper trains adapters on NVFP4 with 1e-5.",
+    "bf16": "Autocast would make the trainer's policy differ from the sampler's.",
+    "logging_steps": "A step has a rollout and takes minutes; the curve of a run has few points to spare.",
+    "logging_nan_inf_filter": "To look at each loss makes several processes wait; a gradient that is not "
+    "finite ends the run.",
+    "per_device_eval_batch_size": "No loss bounds it by its memory, and 8 leave most rows of the engine "
+    "empty.",
+    "ddp_find_unused_parameters": "Every backward pass computes a sample, so all adapters have a gradient.",
+    "ddp_broadcast_buffers": "The packed weights are buffers that never change; DDP would send them in every "
+    "pass.",
+    "vllm_importance_sampling_mode": "With noise each token shifts a little; over a sequence that masks most "
+    "long samples.",
+    "num_completions_to_print": "All of them are in the run folder, where `qerl report` and `qerl watch` "
+    "find them.",
+}
+"""Why a default differs from TRL's."""
 
-def own_fields() -> dict[str, list[tuple[str, str, str]]]:
-    """Name, default and sentence, by group, of each field that is new here or has another default."""
-    groups: dict[str, list[tuple[str, str, str]]] = {}
-    rows: list[tuple[str, str, str]] = []
-    for name in OWN_NAMES:
-        sentence: Sentence = FIELDS[name].metadata["help"]
-        if sentence.group:
-            rows = groups.setdefault(sentence.group, [])
-        rows.append((name, _shown(default_of(FIELDS[name])), sentence))
-    return groups
+Rows = list[tuple[str, ...]]
 
 
-def other_defaults() -> list[tuple[str, str, str, str]]:
+def own_fields() -> dict[str, Rows]:
+    """Name, default and sentence, by group, of each field with a sentence of its own."""
+    return {
+        group.__name__: [
+            (name, shown(default_of(FIELDS[name])), sentence_of(name))
+            for name in group.flat()
+            if name in OWN_NAMES
+        ]
+        for group in GROUPS.values()
+    }
+
+
+def other_defaults() -> Rows:
     """Name, TRL's default, ours and the reason, of every field whose default differs from TRL's."""
     theirs = {spec.name: default_of(spec) for spec in dataclasses.fields(GRPOConfig)}
     return [
-        (name, _shown(theirs[name]), _shown(default_of(spec)), spec.metadata["help"].instead_of_trl)
+        (name, shown(theirs[name]), shown(default_of(spec)), INSTEAD_OF_TRL.get(name, ""))
         for name, spec in FIELDS.items()
         if name in theirs and default_of(spec) != theirs[name]
     ]
 
 
-def refused_fields() -> list[tuple[str, str]]:
-    """Name and reason of every field of TRL and transformers that cannot be set."""
-    return [(name, fate.reason) for name, fate in PARENTS.items() if isinstance(fate, Refused)]
-
-
-def replaced_fields() -> list[tuple[str, str]]:
-    """Name of every field of TRL and transformers that asks for speed or memory, and what takes its place."""
-    return [(name, fate.by) for name, fate in PARENTS.items() if isinstance(fate, Replaced)]
-
-
-def _newer_fields() -> list[tuple[str, str]]:
-    """Names and reasons of the refused fields that only the installed transformers or TRL has."""
-    found = []
-    for spec in dataclasses.fields(QeRLConfig):
-        fate = fate_of(spec.name)
-        if spec.name not in PARENTS and spec.name not in OWN_NAMES:
-            assert isinstance(fate, Refused)
-            found.append((spec.name, fate.reason))
-    return found
-
-
-def accepted_fields() -> list[str]:
+def inherited_fields() -> list[str]:
     """Names of the fields of TRL and transformers that act as they do there."""
-    return sorted(name for name, fate in PARENTS.items() if not isinstance(fate, Refused | Replaced))
+    return sorted(name for name in DECLARED if name in FIELDS and name not in OWN_NAMES)
 
 
 def help_text() -> str:
-    """This project's fields by group, and where the others are said, for the end of a command's help."""
+    """The fields by group, and where the others are said, for the end of a command's help."""
     lines = ["fields, each set by --FIELD VALUE or in a recipe (default in brackets):"]
     for group, rows in own_fields().items():
-        lines += ["", f"{group}:", *(line for row in rows for line in _entry(*row))]
+        lines += [
+            "",
+            f"{group}: {GROUPS[group.lower()].__doc__}",
+            *(line for row in rows for line in _entry(*row)),
+        ]
     lines += ["", f"The fields of {_PARENTS} are fields too, with their defaults:"]
     lines += ["`qerl fields` names them all, `qerl fields NAME` explains one."]
     return "\n".join(lines)
 
 
 def all_fields_text() -> str:
-    """Every field by origin, for `qerl fields`."""
-    lines = [f"{group}:\n" + "\n".join(line for row in rows for line in _entry(*row))
+    """Every field, for `qerl fields`."""
+    parts = ["\n".join([f"{group}:", *(line for row in rows for line in _entry(*row))])
              for group, rows in own_fields().items()]  # fmt: skip
-    accepted = _wrapped(", ".join(accepted_fields()), "  ")
-    refused = "\n".join(
-        line
-        for name, reason in [*refused_fields(), *_newer_fields()]
-        for line in _wrapped(f"{name}: {reason}", "  ")
-    )
-    lines.append(f"Fields of {_PARENTS}, as there:\n" + "\n".join(accepted))
-    replaced = _wrapped(", ".join(name for name, _ in replaced_fields()), "  ")
-    lines.append(f"Fields of {_PARENTS} that ask for speed or memory alone:\n" + "\n".join(replaced))
-    lines.append(f"Fields of {_PARENTS} that are refused:\n{refused}")
-    return "\n\n".join(lines)
+    for what, names in {
+        "as there": inherited_fields(),
+        "that ask for speed or memory alone": [*REPLACED],
+        "that must keep their defaults": [
+            name for name, spec in FIELDS.items() if refusal(name, spec.default)
+        ],
+    }.items():
+        parts.append("\n".join([f"Fields of {_PARENTS}, {what}:", *_wrapped(", ".join(names), "  ")]))
+    return "\n\n".join(parts)
 
 
 def field_text(name: str) -> str:
@@ -102,29 +101,33 @@ def field_text(name: str) -> str:
         QeRLError: There is no such field; the message names the nearest.
     """
     check_key(name, "The command line")
-    spec, fate = FIELDS[name], fate_of(name)
+    default = default_of(FIELDS[name])
+    if sentence := refusal(name, default):
+        return "\n".join(_wrapped(sentence, ""))
+    if name in REPLACED:
+        return "\n".join(_wrapped(f"{name} is accepted and changes nothing: {REPLACED[name].by}.", ""))
+    text = " ".join(str(FIELDS[name].metadata.get("help") or "").split())
     if name in OWN_NAMES:
-        sentence: Sentence = spec.metadata["help"]
-        lines = _entry(name, _shown(default_of(spec)), f"{sentence} {sentence.instead_of_trl}".strip())
-    elif isinstance(fate, Refused):
-        lines = _wrapped(f"{name} is not supported: {fate.reason}.", "")
-    elif isinstance(fate, Replaced):
-        lines = _wrapped(f"{name} is accepted and changes nothing: {fate.by}.", "")
-    else:
-        text = " ".join(str(spec.metadata.get("help") or "").split())
-        said = text or f"It is a field of {_PARENTS}, whose documentation explains it."
-        lines = [*_entry(name, _shown(default_of(spec)), said), "It acts as in TRL and transformers."]
-    return "\n".join(lines)
+        return "\n".join(_entry(name, shown(default), f"{text} {INSTEAD_OF_TRL.get(name, '')}".strip()))
+    said = text or f"It is a field of {_PARENTS}, whose documentation explains it."
+    return "\n".join([*_entry(name, shown(default), said), "It acts as in TRL and transformers."])
 
 
 def markdown() -> dict[str, str]:
     """The tables of docs/configuration.md by the heading under which each stands."""
     head = ("field", "default", "what")
     return {
-        "Fields": "\n\n".join(f"### {group}\n\n{_table(head, rows)}" for group, rows in own_fields().items()),
+        "Fields": "\n\n".join(
+            f"### {group}\n\n{GROUPS[group.lower()].__doc__}\n\n{_table(head, rows)}"
+            for group, rows in own_fields().items()
+        ),
         "Defaults that differ from TRL's": _table(("field", "TRL", "here", "why"), other_defaults()),
-        "Fields that ask for speed": _table(("field", "what takes its place"), replaced_fields()),
-        "Fields that are refused": _table(("field", "why"), refused_fields()),
+        "Fields that ask for speed": _table(
+            ("field", "what takes its place"), [(name, replaced.by) for name, replaced in REPLACED.items()]
+        ),
+        "Fields that are refused": ", ".join(f"`{name}`" for name, instead in REFUSED.items() if not instead)
+        + ".\n\n"
+        + _table(("field", "instead"), [item for item in REFUSED.items() if item[1]]),
     }
 
 
@@ -138,17 +141,9 @@ def _wrapped(text: str, indent: str) -> list[str]:
     )
 
 
-def _table(head: tuple[str, ...], rows: list[Any]) -> str:
+def _table(head: tuple[str, ...], rows: Rows) -> str:
     lines = [head, ("-",) * len(head), *((f"`{row[0]}`", *row[1:]) for row in rows)]
     return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines)
-
-
-def _shown(value: Any) -> str:
-    """A value as a recipe holds it."""
-    if value is None or isinstance(value, bool):
-        return {None: "unset", True: "true", False: "false"}[value]
-    text = str(getattr(value, "value", value))
-    return text if text.isprintable() else json.dumps(text)
 
 
 if __name__ == "__main__":

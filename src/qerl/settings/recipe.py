@@ -1,27 +1,27 @@
 """Recipes: settings as YAML files and as words of the command line.
 
-A recipe is a YAML file whose keys are fields of `QeRLConfig`. Several recipes are merged from left to
-right, so that a task, a model and a tuning method each live in one small file; fields given on the command
-line come last. Unknown keys are errors that name the nearest valid key.
+A recipe is a YAML file whose keys are fields of `QeRLConfig`, or groups with a mapping of theirs (`sampling:
+{temperature: 0.7}`). Several recipes are merged from left to right, so that a task, a model and a tuning
+method each live in one small file; fields given on the command line come last. Unknown keys are errors that
+name the nearest valid key.
 """
 
 import dataclasses
 import types
-from collections.abc import Sequence
-from enum import Enum
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
+from trl import GRPOConfig
+
 from qerl import yaml12
 from qerl.errors import QeRLError
-from qerl.settings.config import QeRLConfig, default_of
-from qerl.settings.fields import OWN_NAMES, OWN_TYPES
+from qerl.settings.checks import Group
+from qerl.settings.config import FIELDS, QeRLConfig
 from qerl.settings.foreign import refuse_unknown, without_gone
+from qerl.settings.groups import DECLARED, GROUPS, OWN_NAMES
 from qerl.settings.library import recipe_file
-from qerl.settings.parents import Refused, fate_of
-from qerl.settings.parsed import of_accelerate
-
-FIELDS = {spec.name: spec for spec in dataclasses.fields(QeRLConfig) if spec.init}
+from qerl.settings.parents import REPLACED, default_of
 
 # Made from steps_per_generation when settings are made; TRL refuses to be given both.
 _DERIVED = {"generation_batch_size"}
@@ -70,10 +70,10 @@ def parse_field(name: str, text: str) -> Any:
 
 def type_of(name: str) -> Any:
     """What a field accepts, in the terms of `qerl.settings.checks.checked`."""
-    if name in OWN_TYPES:
-        return OWN_TYPES[name]
-    parent = fate_of(name)
-    return FIELDS[name].type if isinstance(parent, Refused) else parent.type
+    if name in DECLARED:
+        info = DECLARED[name]
+        return Annotated[(info.annotation, *info.metadata)] if info.metadata else info.annotation
+    return REPLACED[name].type if name in REPLACED else FIELDS[name].type
 
 
 def _is_text(type_: Any) -> bool:
@@ -97,10 +97,23 @@ def read_recipe(path: Path) -> dict[str, Any]:
     Raises:
         QeRLError: The file is missing, is not a YAML mapping, or has an unknown key.
     """
-    values = without_gone(read_mapping(path, "recipe"))
-    for key in values:
-        check_key(key, f"The recipe {path}")
+    where, values = f"The recipe {path}", {}
+    for key, value in without_gone(read_mapping(path, "recipe")).items():
+        group = GROUPS.get(key) if isinstance(value, dict) else None
+        if group is None:
+            check_key(key, where)
+        for name, inner in {key: value}.items() if group is None else _of_group(group, value, where):
+            if name in values:
+                raise QeRLError(f"{where} sets {name} twice, by itself and in its group; set it once.")
+            values[name] = inner
     return values
+
+
+def _of_group(group: type[Group], values: dict[Any, Any], where: str) -> Iterator[tuple[str, Any]]:
+    """Fields in the mapping of a group, by their flat names."""
+    for key, value in values.items():
+        refuse_unknown(str(key), f"{where}, in {group.__name__.lower()},", group.model_fields, ())
+        yield group.model_fields[key].alias or key, value
 
 
 def read_mapping(path: Path, what: str) -> dict[str, Any]:
@@ -169,19 +182,20 @@ def _check_noise_is_said(values: dict[str, Any]) -> None:
 
 
 def resolved(config: QeRLConfig) -> dict[str, Any]:
-    """Fields that belong to this project or differ from their defaults, as plain YAML values."""
-    out = {}
-    for name, spec in FIELDS.items():
-        own = name in OWN_NAMES
-        if name in _DERIVED or (not own and isinstance(fate_of(name), Refused)):  # those have their defaults
-            continue
-        value = getattr(config, name)
-        value = of_accelerate(value) if name == "accelerator_config" else value
-        if own or value != default_of(spec):
-            out[name] = value.value if isinstance(value, Enum) else value
-    if config.pad_to_multiple_of is None:  # what transformers makes of its default, auto
-        out.pop("pad_to_multiple_of")
-    return out
+    """Settings as plain YAML values, without those that are the defaults both here and of TRL.
+
+    `loss_type` is always there, because its default was another one in QeRL 0.2.
+    """
+    theirs = {spec.name: default_of(spec) for spec in dataclasses.fields(GRPOConfig)}
+    unsaid = {name: default for name, default in theirs.items() if default == default_of(FIELDS[name])}
+    unsaid.pop("loss_type", None)
+    if config.pad_to_multiple_of is None:  # what TRL makes of its default, auto
+        unsaid["pad_to_multiple_of"] = None
+    return {
+        name: value
+        for name, value in config.groups.fields()
+        if name in FIELDS and name not in _DERIVED and (name not in unsaid or value != unsaid[name])
+    }
 
 
 def dump(config: QeRLConfig) -> str:

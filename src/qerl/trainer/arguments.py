@@ -8,7 +8,7 @@ is accepted and ignored, and where two of them say the same thing they must agre
   `PeftModel` in hand is taken as it is. The settings that describe a model (``weights``, ``lora_r``, ...)
   must then agree with it. Those that are not set are taken from it, because they are saved beside the
   weights and evaluation reads them.
-- **args** may be a `QeRLConfig`, TRL's `GRPOConfig` (see `qerl.settings.from_trl`) or missing. The
+- **args** may be a `QeRLConfig`, TRL's `GRPOConfig` (see `qerl.settings.config.as_ours`) or missing. The
   trainer works with a copy.
 - **Fields that only a run has** (``task``, ``reward_files``, ``eval_samples``) name a source of what is
   handed in here; they are refused where they are set. `trainer.run` acts on them before there is a trainer,
@@ -41,8 +41,7 @@ from qerl.rollout.engine import RolloutEngine
 from qerl.rollout.select import make_engine
 from qerl.rollout.stops import Stop, StopStrings
 from qerl.settings.adapter import LORA_FIELDS, plain, take_adapter
-from qerl.settings.config import QeRLConfig, default_of
-from qerl.settings.from_trl import as_ours
+from qerl.settings.config import QeRLConfig, as_ours, default_of
 from qerl.settings.recipe import FIELDS
 from qerl.tasks.together import Together
 from qerl.trainer.data import check_metric, sound_data, streams_as_given

@@ -1,0 +1,625 @@
+"""The settings of a run in six groups: the model, its data, sampling, loss, noise, and the run itself.
+
+Each field is declared once: its type with its range, its default, and below it the sentence that `qerl
+fields`, `qerl train --help` and docs/configuration.md show, in the order in which they show it. The flat
+dataclass `qerl.settings.config.QeRLConfig` has its fields from here, each under its alias, else its name, and
+gives the groups back as `QeRLConfig.groups`.
+
+Fields that contradict each other are found by the plain functions of a group's `rules`, and by those of
+`Settings` where groups meet. They run twice: on the fields as they were given, in which None is what nobody
+said, and on those of the finished settings.
+"""
+
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BeforeValidator, ConfigDict, Field
+from pydantic.fields import FieldInfo
+
+from qerl.errors import QeRLError
+from qerl.noise.draw import NoiseScale
+from qerl.noise.schedule import NoiseKind, NoiseSchedule
+from qerl.rollout.engine import KvCacheDtype
+from qerl.settings.checks import (
+    MOST,
+    Count,
+    Drafted,
+    Group,
+    Names,
+    NonNegative,
+    Options,
+    Passage,
+    Passages,
+    Positive,
+    PositiveInt,
+    PositiveShare,
+    Share,
+    ShareBelow1,
+    ShareOrSteps,
+    Text,
+)
+from qerl.settings.foreign import not_of_studies_alone
+from qerl.settings.parents import TrainerFields
+from qerl.weight_formats import DEFAULT_FORMAT, DEFAULT_ROUNDING, FORMATS, Rounding, WeightFormatName
+
+
+def _default(group: Group, name: str) -> Any:
+    return type(group).model_fields[name].default
+
+
+# --- Model --------------------------------------------------------------------------------------------------
+
+
+def _full_needs_dense_weights(model: Any) -> None:
+    if model.tuning == "full" and not FORMATS[model.weights].trains_in_full:
+        raise QeRLError(
+            f"tuning: full cannot train packed {model.weights} weights; set weights: bf16 or tuning: lora."
+        )
+
+
+class Model(Group):
+    """Which weights are trained, in which formats, and the adapter on them."""
+
+    model_config = ConfigDict(alias_generator=lambda name: "model" if name == "name" else name)
+    rules = (_full_needs_dense_weights,)
+
+    name: Text | None = None
+    """Hub id, local folder or .gguf file of the base model; required."""
+    weights: WeightFormatName = DEFAULT_FORMAT
+    """Format of the frozen linear layers: nvfp4, mxfp4, nf4 or bf16 (unquantised)."""
+    rounding: Rounding = DEFAULT_ROUNDING
+    """How an unquantised checkpoint is rounded while loading: mse (least error) or rtn (nearest)."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Precision of activations, embeddings, norms and head; auto is float32 on the CPU and for full tuning,
+    bfloat16 otherwise."""
+    tuning: Literal["lora", "full"] = "lora"
+    """Train LoRA adapters or all weights (full: bf16 weights only)."""
+    adapter: Text | None = None
+    """Folder of a LoRA adapter that goes on training, with its own rank, alpha, dropout and target modules;
+    unset, a fresh one."""
+    lora_r: PositiveInt = 32
+    """Rank of the adapters."""
+    lora_alpha: PositiveInt = 32
+    """Numerator of LoRA's scale alpha / r."""
+    lora_dropout: ShareBelow1 = 0.0
+    """Dropout on the adapters' input."""
+    lora_target_modules: Annotated[Names, Field(min_length=1)] | None = None
+    """Names of the linear layers that get an adapter; unset, all of the decoder."""
+    disable_dropout: bool = False
+    """Turn off the dropout of the model, not that of the adapters."""
+    cast_lm_head_to_fp32: bool = False
+    """Compute the head in float32; its weights must not be those of the embeddings."""
+    trust_remote_code: bool = False
+    """Load models and tokenizers that bring code of their own, which then runs here."""
+    router_aux_loss_coef: NonNegative | None = None
+    """Weight of the router's loss of a mixture of experts, for which it must be 0."""
+    model_init_kwargs: Options | None = None
+    """Arguments of transformers' from_pretrained; each sets the field that means the same, such as dtype, or
+    is refused."""
+
+
+# --- Data ---------------------------------------------------------------------------------------------------
+
+
+def _floor_needs_curriculum(data: Any) -> None:
+    if data.curriculum_floor != _default(data, "curriculum_floor") and not data.curriculum:
+        raise QeRLError("curriculum_floor needs a curriculum; set curriculum: true, or remove it.")
+
+
+class Data(Group):
+    """The task with its prompts and rewards, and the tools and environments that answer the model."""
+
+    rules = (_floor_needs_curriculum,)
+
+    task: Text | None = None
+    """Task to train on (gsm8k, bigmath, arithmetic, jsonl:PATH, PATH.py:Class, mixture, ...); required."""
+    task_options: Options = {}
+    """Keyword arguments of the task, for example {level: wp1}."""
+    reward_files: Names = []
+    """Reward functions of your own, each PATH.py:function, or PATH.py where the file has only one."""
+    judge: Options = {}
+    """A model behind an OpenAI-compatible endpoint as a reward: {url: http://127.0.0.1:8000/v1, model: NAME},
+    and the other arguments of qerl.rewards.judge.Judge; empty for none."""
+    reward_timeout: Positive = 10.0
+    """Seconds a reward function may take for one sample."""
+    reward_errors: Literal["stop", "tolerate"] = "stop"
+    """A reward function that fails on every sample of a step ends the run (stop), or the run goes on with
+    zeros, without any reward of a judge or a sandbox (tolerate)."""
+    early_rewards: bool = False
+    """Call reward functions that ask outside of this process (a judge, programs in the sandbox, your own
+    marked with judges_outside) for each completion as soon as it is finished, while others are sampled; all
+    other functions are called after the rollout, as without it."""
+    max_prompt_length: PositiveInt | None = None
+    """Largest number of tokens of a prompt; longer ones are left out and counted."""
+    chat_template_kwargs: Options | None = None
+    """Arguments of the chat template, for example {enable_thinking: false}."""
+    shuffle_dataset: bool = True
+    """Take the problems in a random order, another one in each epoch."""
+    curriculum: bool = False
+    """Sample problems less that were solved always or never when they were last sampled; one other outcome
+    brings a problem back."""
+    curriculum_floor: PositiveShare = 0.1
+    """Smallest chance with which such a problem keeps its place in a rollout."""
+    eval_samples: PositiveInt = 64
+    """Number of held-out problems for evaluation while training."""
+    tools: Names = []
+    """Functions that the model may call, each PATH.py:function or the name of a built-in one (calculator);
+    they need a chat template with tools."""
+    environment: Text | None = None
+    """Environment of each sample: PATH.py:Class, or the name of a built-in one (calculator, guess_number)."""
+    environment_options: Options = {}
+    """Keyword arguments of the environment."""
+    max_tool_calling_iterations: PositiveInt | None = None
+    """Largest number of turns of a sample that tools or an environment answer; unset, as many as
+    max_completion_length allows."""
+    tool_timeout: Positive = 30.0
+    """Seconds that a call of a tool, or an answer of an environment, may take."""
+    tool_errors: Literal["text", "end"] = "text"
+    """A call that raises or takes too long is told to the model as a text (text) or ends its trajectory
+    (end)."""
+    tool_output_limit: PositiveInt = 4000
+    """Largest number of characters of what a tool or an environment answers; longer answers are cut."""
+
+
+# --- Sampling -----------------------------------------------------------------------------------------------
+
+
+def _budget_leaves_an_answer(sampling: Any) -> None:
+    budget, longest = sampling.thinking_budget, sampling.max_completion_length
+    if budget is not None and budget >= longest:
+        raise QeRLError(
+            f"thinking_budget is {budget}, and a completion ends at {longest} tokens "
+            "(max_completion_length); make it smaller, so that there is room for an answer."
+        )
+    if budget is None and sampling.thinking_end != _default(sampling, "thinking_end"):
+        raise QeRLError("thinking_end needs a thinking_budget; set it, or remove thinking_end.")
+
+
+class Sampling(Group):
+    """How completions are drawn, how many, and where they end."""
+
+    rules = (_budget_leaves_an_answer,)
+
+    num_generations: Annotated[int, Field(ge=2, le=MOST)] = 8
+    """Number of samples of a prompt, which are a group."""
+    num_generations_eval: PositiveInt | None = None
+    """The same in evaluations; unset, as many."""
+    steps_per_generation: PositiveInt | None = None
+    """Number of microbatches that are sampled at a time; unset, those of one optimizer step
+    (gradient_accumulation_steps)."""
+    generation_batch_size: PositiveInt | None = None
+    """The same as a number of completions over all processes, in place of steps_per_generation."""
+    temperature: Positive = 1.0
+    """Temperature of sampling, and of the policy that is trained."""
+    top_p: PositiveShare = 1.0
+    """Share of the probability, of the likeliest tokens, that is drawn from."""
+    top_k: Count = 0
+    """Number of likeliest tokens that are drawn from; 0 for all."""
+    min_p: Share | None = None
+    """Smallest probability of a token that is drawn, as a share of that of the likeliest."""
+    max_completion_length: PositiveInt = 512
+    """Largest number of tokens of a completion."""
+    stop_strings: Passages = []
+    """Texts that end a completion, or in a trajectory of several turns a turn, with the token that completes
+    one; the text stays in it. For transformers' generate this is stop_strings, for vLLM stop with
+    include_stop_str_in_output."""
+    thinking_budget: PositiveInt | None = None
+    """Largest number of tokens of a turn before its thoughts, from `<think>` to `</think>`, are closed by
+    thinking_end, which is masked as what tools say is; the model goes on within max_completion_length. Unset,
+    it thinks as long as it likes."""
+    thinking_end: Passage = "\n</think>\n\n"
+    """Text that closes thoughts, with `</think>` in it."""
+    max_sequences: PositiveInt | None = None
+    """Largest number of sequences decoded at the same time; unset, 64 (portable engine) or 512 (paged
+    engine)."""
+    kv_cache_dtype: KvCacheDtype = "auto"
+    """Format of the keys and values of rollouts: auto (bfloat16) or fp8 (E4M3 without scales, which takes
+    half the memory; paged engine only). fp8 is experimental: `python -m bench parity` measures it on your
+    model. It is refused for models whose keys have a bias (Qwen2, Qwen2.5)."""
+    speculative_tokens: Drafted = 0
+    """Largest number of tokens, up to 15, that are drafted for a sequence where at most four run, and
+    computed in one pass: what followed its last tokens in itself or in other samples of its prompt. Samples
+    are those drawn without drafts, up to rounding. 0 drafts none. A draft costs a large model little; what it
+    wins depends on how often completions repeat themselves."""
+    generation_kwargs: Options | None = None
+    """Arguments of transformers' generate or of vLLM; each sets the field that means the same, such as
+    temperature, or is refused."""
+
+
+# --- Loss ---------------------------------------------------------------------------------------------------
+
+LossType = Literal["grpo", "dapo", "bnpo", "dr_grpo", "luspo", "cispo", "sapo", "vespo"]
+RatioCorrection = Annotated[
+    Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"],
+    BeforeValidator(not_of_studies_alone),
+]
+
+_OF_VESPO = ("token_truncate", "token_mask")
+"""Modes of the importance correction that TRL's VESPO loss accepts."""
+
+
+def _vespo_needs_ratios_per_token(loss: Any) -> None:
+    if loss.loss_type == "vespo" and loss.vllm_importance_sampling_mode not in _OF_VESPO:
+        raise QeRLError(
+            "loss_type vespo needs ratios per token; set "
+            f"vllm_importance_sampling_mode to {' or '.join(_OF_VESPO)}."
+        )
+
+
+def _cispo_bounds_the_ratio_itself(loss: Any) -> None:
+    if loss.loss_type == "cispo" and loss.epsilon_high is not None and loss.epsilon_high < 1:
+        raise QeRLError(
+            f"loss_type cispo takes epsilon_high as the largest ratio itself, and {loss.epsilon_high} is "
+            "below nearly every ratio; set it to 1 or more, 5.0 as in TRL's documentation."
+        )
+
+
+def _pass_at_k_keeps_its_scale(loss: Any) -> None:
+    if loss.pass_at_k is None:
+        return
+    if loss.multi_objective_aggregation != "sum_then_normalize":
+        raise QeRLError(
+            "pass_at_k takes the best of summed rewards; set multi_objective_aggregation: sum_then_normalize."
+        )
+    if loss.scale_rewards in ("group", True):
+        raise QeRLError(
+            "pass_at_k changes how far apart right and wrong samples of a group are, and scale_rewards: "
+            "group divides that out again; set scale_rewards: none (or batch)."
+        )
+
+
+def _truncated_are_masked_or_punished(loss: Any) -> None:
+    if loss.mask_truncated_completions and loss.overlong_buffer:
+        raise QeRLError(
+            "mask_truncated_completions leaves out the samples that overlong_buffer punishes; set one of "
+            "the two."
+        )
+
+
+def _entropy_bounds_are_in_order(loss: Any) -> None:
+    if loss.entropy_coef_min > loss.entropy_coef_max:
+        raise QeRLError(
+            f"entropy_coef_min is {loss.entropy_coef_min} and entropy_coef_max {loss.entropy_coef_max}; "
+            "swap them."
+        )
+
+
+def _a_reference_that_moves_exists(loss: Any) -> None:
+    if loss.sync_ref_model and loss.beta == 0.0:
+        raise QeRLError(
+            "sync_ref_model has no reference to move: beta is 0; set beta, or remove sync_ref_model."
+        )
+
+
+class Loss(Group):
+    """The algorithm: rewards and advantages, the loss, and what it corrects for."""
+
+    rules = (
+        _vespo_needs_ratios_per_token,
+        _cispo_bounds_the_ratio_itself,
+        _pass_at_k_keeps_its_scale,
+        _truncated_are_masked_or_punished,
+        _entropy_bounds_are_in_order,
+        _a_reference_that_moves_exists,
+    )
+
+    algorithm: Literal["grpo", "dapo"] = "grpo"
+    """Preset for epsilon_high, dynamic_sampling_rounds, signal and overlong_buffer where they are unset."""
+    loss_type: LossType = "dapo"
+    """Loss, by TRL's names, with either algorithm: dapo is the mean over all tokens of the batch; grpo, that
+    of GRPO's paper, the mean of each sample's own mean, in which a token of a long sample counts less, so
+    that wrong answers grow long; docs/numerics.md has the others."""
+    epsilon: NonNegative = 0.2
+    """Clip distance of the ratio below 1, and above where epsilon_high says nothing."""
+    epsilon_high: NonNegative | None = None
+    """Upper clip distance; unset, `epsilon` for GRPO and 0.28 for DAPO."""
+    delta: Positive | None = None
+    """Largest ratio of samples with a negative advantage (two-sided clip); unset, none."""
+    importance_sampling_level: Literal["token", "sequence"] = "token"
+    """Whether a ratio is that of a token or of a sequence (GSPO)."""
+    num_iterations: PositiveInt = 1
+    """Number of times that a rollout is trained on."""
+    reward_weights: Annotated[list[float], Field(min_length=1)] | None = None
+    """Weights of the reward functions in their order; unset, 1 each."""
+    multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
+    """Whether rewards are summed before they are compared in their group or after."""
+    scale_rewards: Literal["group", "batch", "none"] | bool = "group"
+    """Whose standard deviation divides the advantages: their group's (group, or true), the batch's, or none
+    (or false)."""
+    mask_truncated_completions: bool = False
+    """Leave truncated samples out of the loss, and out of the mean and standard deviation of their group, in
+    which TRL leaves them, so that the advantages that the loss sees add up to 0 (docs/numerics.md)."""
+    overlong_buffer: ShareBelow1 | None = None
+    """Share of max_completion_length over which the length penalty grows from 0 to -1; 0 turns it off."""
+    dynamic_sampling_rounds: Count | None = None
+    """Largest number of extra rollouts per step, each of which replaces groups without signal."""
+    signal: Literal["accuracy", "reward"] | None = None
+    """Which groups have a signal: those with right and wrong samples by the reward function `accuracy` or the
+    only one (accuracy; right is above 0), or those whose rewards differ (reward). Unset, the algorithm
+    decides."""
+    pass_at_k: Annotated[int, Field(ge=2)] | None = None
+    """Reward the best of k samples in place of each sample by itself, k below num_generations, with
+    scale_rewards: none or batch; unset, each by itself."""
+    vllm_importance_sampling_correction: bool = True
+    """Whether the loss corrects for the ratio of trainer to sampler probabilities."""
+    vllm_importance_sampling_mode: RatioCorrection = "token_truncate"
+    """How the loss corrects for the ratio of trainer to sampler probabilities, per token or per sequence:
+    truncated at the bounds, or masked beyond them."""
+    vllm_importance_sampling_clip_max: Positive | None = 3.0
+    """Upper bound of that ratio; unset, none."""
+    vllm_importance_sampling_clip_min: NonNegative | None = None
+    """Lower bound of that ratio; unset, none."""
+    off_policy_mask_threshold: Positive | None = None
+    """Mask samples with a negative advantage whose mean KL from the sampler is above this, as in
+    DeepSeek-V3.2; unset, none."""
+    beta: NonNegative = 0.0
+    """Weight of the KL from a reference; 0 has no reference."""
+    use_bias_correction_kl: bool = True
+    """Multiply the KL by the ratio, so that its gradient is unbiased (DeepSeek-V3.2)."""
+    sync_ref_model: bool = False
+    """Whether the reference follows the policy (full tuning only)."""
+    ref_model_mixup_alpha: Share = 0.6
+    """Share of the policy in the reference whenever that follows it."""
+    ref_model_sync_steps: PositiveInt = 512
+    """Number of optimizer steps after which the reference follows the policy."""
+    top_entropy_quantile: Share = 1.0
+    """Share of tokens, those of the highest entropy, that the loss takes."""
+    entropy_coef: NonNegative = 0.0
+    """Weight of the policy's entropy as a bonus."""
+    use_adaptive_entropy: bool = False
+    """Whether that weight grows while the entropy is below entropy_target and falls while it is above."""
+    entropy_coef_min: NonNegative = 0.0
+    """Smallest weight of an adaptive bonus."""
+    entropy_coef_max: NonNegative = 1.0
+    """Largest weight of an adaptive bonus."""
+    entropy_coef_delta: NonNegative = 0.005
+    """Change of an adaptive bonus in a step."""
+    entropy_target: NonNegative = 0.2
+    """Mean entropy of a token in nats at which an adaptive bonus aims."""
+    sapo_temperature_pos: Positive = 1.0
+    """Temperature of SAPO's gate where the advantage is positive."""
+    sapo_temperature_neg: Positive = 1.05
+    """The same where it is not."""
+    vespo_k_pos: NonNegative = 2.0
+    """Exponent of VESPO's weight where the advantage is positive."""
+    vespo_lambda_pos: NonNegative = 3.0
+    """Decay of VESPO's weight there."""
+    vespo_k_neg: NonNegative = 3.0
+    """Exponent of VESPO's weight where the advantage is negative."""
+    vespo_lambda_neg: NonNegative = 2.0
+    """Decay of VESPO's weight there."""
+
+
+# --- Noise --------------------------------------------------------------------------------------------------
+
+
+def _scale_needs_noise(noise: Any) -> None:
+    """The schedule may stand beside `noise: false`, so that one flag turns a tuned schedule off and on; that
+    a recipe forgot `noise` is found where it is known what was given, in `qerl.settings.recipe`."""
+    if not noise.enabled and noise.scale != "absolute":
+        raise QeRLError("noise_scale needs noise; set noise: true, or remove it.")
+
+
+class Noise(Group):
+    """Adaptive quantization noise in the RMSNorm weights of rollouts."""
+
+    model_config = ConfigDict(alias_generator=lambda name: "noise" if name == "enabled" else f"noise_{name}")
+    rules = (_scale_needs_noise,)
+
+    enabled: bool = False
+    """Adaptive quantization noise in the RMSNorm weights of rollouts. Off, because it helped in no study here
+    (docs/method.md). True is the paper's noise, for which the loss corrects; with
+    vllm_importance_sampling_correction: false it does not, as in the paper. A recipe or command line that
+    sets a field noise_... has to set this too. In Python and for TRL's parsers, which do not tell what was
+    set, the schedule (noise_sigma_start, noise_sigma_end, noise_stages, noise_schedule) is ignored without
+    it."""
+    scale: NoiseScale = "absolute"
+    """What sigma counts in: absolute, the units of the norm weights (the paper's), or relative, shares of
+    each norm weight, which mean the same in every layer and model."""
+    sigma_start: Positive = 1e-2
+    """Standard deviation in the first noisy stage."""
+    sigma_end: Positive = 5e-4
+    """Standard deviation in the last stage."""
+    stages: Annotated[int, Field(ge=2)] = 10
+    """Stages of the schedule, the first without noise."""
+    schedule: NoiseKind = "exponential"
+    """Shape of the decay over the stages."""
+
+    def schedule_of(self, steps: int) -> NoiseSchedule:
+        """sigma by step for a run of so many optimizer steps.
+
+        Raises:
+            QeRLError: The run is shorter than the schedule has stages.
+        """
+        return NoiseSchedule(
+            sigma_start=self.sigma_start,
+            sigma_end=self.sigma_end,
+            stages=self.stages,
+            total_steps=steps,
+            kind=self.schedule,
+        )
+
+
+# --- Run ----------------------------------------------------------------------------------------------------
+
+
+def _workers_are_there(run: Any) -> None:
+    workers = run.dataloader_persistent_workers or run.dataloader_multiprocessing_context is not None
+    if workers and not run.dataloader_num_workers:
+        raise QeRLError(
+            "dataloader_persistent_workers and dataloader_multiprocessing_context need workers; set "
+            "dataloader_num_workers."
+        )
+
+
+def _stopping_goes_by_evaluations(run: Any) -> None:
+    if run.early_stopping_patience is not None and run.eval_strategy == "no":
+        raise QeRLError(
+            "early_stopping_patience goes by evaluations, and there are none; set eval_strategy: steps and "
+            "eval_steps, or remove it."
+        )
+    if run.early_stopping_threshold and run.early_stopping_patience is None:
+        raise QeRLError(
+            "early_stopping_threshold acts with early_stopping_patience; set that too, or remove it."
+        )
+
+
+def evaluates(run: Any) -> bool:
+    """Whether a run, by its settings, scores held-out problems, at its start or on the way."""
+    return bool(run.eval_on_start or run.eval_strategy != "no")
+
+
+class Run(TrainerFields):
+    """Optimizer, schedule, logging, saving and devices; transformers' own fields are options of it too."""
+
+    rules = (_workers_are_there, _stopping_goes_by_evaluations)
+
+    learning_rate: NonNegative | None = None
+    """Initial learning rate of the optimizer; unset, 1e-5 for adapters and 1e-6 where `tuning` is full."""
+    tokens_per_forward: PositiveInt | None = None
+    """Largest number of tokens in one forward pass of the update; a microbatch with more is computed in
+    chunks, with the same gradients. Unset, it is what `qerl plan` finds to fit on a GPU, and there is no
+    limit on the CPU."""
+    per_device_eval_batch_size: PositiveInt | None = None
+    """Number of completions that an evaluation samples at a time on each device, in whole groups; unset,
+    1024, or 64 where an environment answers."""
+    metric_for_best_model: Text | None = None
+    """Metric by which load_best_model_at_end chooses; unset, eval_reward. Evaluations compute no loss:
+    eval_loss is minus eval_reward."""
+    early_stopping_patience: PositiveInt | None = None
+    """Number of evaluations in a row without a better metric_for_best_model after which training ends; unset,
+    it goes on to its last step."""
+    early_stopping_threshold: NonNegative = 0.0
+    """How much the metric must be better than the best so far to count, with early_stopping_patience."""
+    logging_steps: ShareOrSteps = 1
+    """Number of optimizer steps between two log lines."""
+    logging_nan_inf_filter: bool = False
+    """Whether the logged loss leaves out losses that are not finite."""
+    log_completions: bool = False
+    """Print completions of logged steps, and send them to the reporters."""
+    num_completions_to_print: PositiveInt | None = 1
+    """With log_completions: how many completions of a logged step are printed; null prints all of them."""
+    log_unique_prompts: bool = False
+    """With log_completions: send each prompt once, with one of its completions."""
+    log_completions_hub_repo: Text | None = None
+    """With log_completions: repository of the Hub that gets the completions."""
+    bf16: bool | None = False
+    """Autocast is not used: `dtype` sets the precision of sampler and trainer alike."""
+    ddp_broadcast_buffers: bool | None = False
+    """Whether the first of several processes sends the others its buffers in every pass; it cannot be on."""
+    ddp_find_unused_parameters: bool | None = False
+    """Whether several processes look for adapters without a gradient; it cannot be on."""
+
+
+# --- All of them --------------------------------------------------------------------------------------------
+
+
+def _a_moving_reference_is_whole(settings: Any) -> None:
+    if settings.loss.sync_ref_model and settings.model.tuning != "full":
+        raise QeRLError(
+            "sync_ref_model needs tuning: full; with LoRA the reference is the base model, which never "
+            "moves. Remove sync_ref_model, or train all weights."
+        )
+
+
+def _best_of_fewer_than_a_group(settings: Any) -> None:
+    k, group = settings.loss.pass_at_k, settings.sampling.num_generations
+    if k is not None and k >= group:
+        raise QeRLError(
+            f"pass_at_k is {k}, and a group has {group} samples (num_generations), of which any set of k "
+            "would hold nearly all; make it smaller."
+        )
+
+
+def _early_rewards_take_one_turn(settings: Any) -> None:
+    if settings.sampling.thinking_budget is not None and settings.data.early_rewards:
+        raise QeRLError(
+            "early_rewards calls reward functions for completions of one turn, and thinking_budget makes "
+            "several of one; set one of the two."
+        )
+
+
+def _noise_fits_into_the_run(settings: Any) -> None:
+    """The length of a run in epochs is known with its data; `qerl.trainer.preflight` checks its stages."""
+    if settings.noise.enabled:
+        settings.noise.schedule_of(
+            settings.run.max_steps if settings.run.max_steps > 0 else settings.noise.stages
+        )
+
+
+def _evaluations_hold_whole_groups(settings: Any) -> None:
+    run, sampling = settings.run, settings.sampling
+    group, batch = sampling.num_generations_eval or sampling.num_generations, run.per_device_eval_batch_size
+    if evaluates(run) and batch is not None and batch % group:
+        raise QeRLError(
+            f"per_device_eval_batch_size is {batch}, which groups of {group} (num_generations_eval, else "
+            "num_generations) do not divide; change one of them."
+        )
+
+
+def _processes_hold_whole_groups(settings: Any) -> None:
+    """Each process computes a group's prompt once."""
+    sampling, batch = settings.sampling, settings.run.per_device_train_batch_size
+    local = batch * (sampling.steps_per_generation or 0)
+    if local % sampling.num_generations:
+        raise QeRLError(
+            f"A process samples {local} completions at a time (per_device_train_batch_size x "
+            f"steps_per_generation), which num_generations = {sampling.num_generations} does not divide; "
+            "change one of them."
+        )
+
+
+class Settings(Group):
+    """What a run needs to know, by group."""
+
+    rules = (
+        _a_moving_reference_is_whole,
+        _best_of_fewer_than_a_group,
+        _early_rewards_take_one_turn,
+        _noise_fits_into_the_run,
+        _evaluations_hold_whole_groups,
+        _processes_hold_whole_groups,
+    )
+
+    model: Model
+    data: Data
+    sampling: Sampling
+    loss: Loss
+    noise: Noise
+    run: Run
+
+    @classmethod
+    def of(cls, flat: Any) -> Self:
+        groups: dict[str, Any] = {name: group.of(flat) for name, group in GROUPS.items()}
+        return cls(**groups)
+
+    def fields(self) -> Iterator[tuple[str, Any]]:
+        """Values by their flat names."""
+        for name, group in GROUPS.items():
+            own = getattr(self, name)
+            yield from (
+                (info.alias or field, getattr(own, field)) for field, info in group.model_fields.items()
+            )
+
+
+GROUPS: dict[str, type[Group]] = {
+    "model": Model,
+    "data": Data,
+    "sampling": Sampling,
+    "loss": Loss,
+    "noise": Noise,
+    "run": Run,
+}
+
+DECLARED: dict[str, FieldInfo] = {
+    name: info for group in GROUPS.values() for name, info in group.flat().items()
+}
+"""Every field that acts, by its flat name."""
+
+OWN_NAMES = tuple(name for name in DECLARED if name not in TrainerFields.model_fields)
+"""Those whose default and sentence stand here."""
+
+
+def sentence_of(name: str) -> str:
+    """What describes a field, in one line; empty for one whose parent describes it."""
+    return " ".join((DECLARED[name].description or "").split())
