@@ -10,7 +10,6 @@ import pytest
 import torch
 from datasets import Dataset, DatasetDict, IterableDataset
 from peft import LoraConfig, get_peft_model
-from qerl.trainer.trl.settings import as_ours
 from transformers import LlamaConfig, LlamaForSequenceClassification, TrainerCallback
 from trl import GRPOConfig
 
