@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from qerl.trainer.batch import padded
 from rich.console import Console
 
 from qerl.settings.config import QeRLConfig
 from qerl.trainer.run import build
 from tests.support.models import move_adapter
+from tests.support.trainer import rollout_of, samples_of
 
 pytestmark = pytest.mark.slow
 
@@ -24,12 +24,12 @@ def test_decode_equals_the_loss_forward(tiny_run, tmp_path, weights, dtype, boun
     }
     trainer, _ = build(QeRLConfig(**tiny_run(tmp_path / "run", **changes)), Console(quiet=True))
     soften(trainer.model)
-    trainer.model.train()
     rows = [row for row in trainer.train_dataset.select(range(4)) for _ in range(2)]
-    batch = trainer._generate_and_score_completions(rows)
+    samples = samples_of(rollout_of(trainer, rows))
     trainer.model.eval()  # the adapters' dropout is for the loss, not for this comparison
-    logps, _ = trainer._forward(trainer.model, padded(batch), list(range(len(rows))))
-    difference = (logps - batch["sampling_per_token_logps"])[batch["completion_mask"].bool()].abs()
+    found = trainer.updates.logprobs(trainer.model, samples)
+    pairs = zip(found, samples, strict=True)
+    difference = torch.cat([torch.tensor(logps) - torch.tensor(s.logprobs) for logps, s in pairs]).abs()
     mean, most = difference.mean(), difference.max()
     with capsys.disabled():
         print(f"\n{weights} {dtype}: mean {mean:.1e}, max {most:.1e}, bound {bound:.0e}")
