@@ -90,7 +90,7 @@ class RowSettings:
 
 
 @triton.jit
-def _narrowest(
+def narrowest(
     row, V, scale, best, high, wanted,
     COUNT: tl.constexpr, PASSES: tl.constexpr, WAYS: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
@@ -152,7 +152,7 @@ def _leave_out(
     high, mass = tl.full((), 0, tl.int32) + largest, total
     top_k, top_p = tl.load(top_k_R + r), tl.load(top_p_R + r)
     if top_k > 0:
-        high = _narrowest(row, V, scale, best, high, top_k.to(tl.float32), True, PASSES, WAYS, BLOCK_V)
+        high = narrowest(row, V, scale, best, high, top_k.to(tl.float32), True, PASSES, WAYS, BLOCK_V)
         weights = tl.zeros((BLOCK_V,), tl.float32)
         for first in range(0, V, BLOCK_V):
             v = first + offset
@@ -161,7 +161,7 @@ def _leave_out(
             weights += tl.where(kept, tl.exp(-distance), 0.0)
         mass = tl.sum(weights, axis=0)
     if top_p < 1:
-        high = _narrowest(row, V, scale, best, high, top_p * mass, False, PASSES, WAYS, BLOCK_V)
+        high = narrowest(row, V, scale, best, high, top_p * mass, False, PASSES, WAYS, BLOCK_V)
     farthest = tl.load(farthest_R + r)
     for first in range(0, V, BLOCK_V):
         v = first + offset
