@@ -1,4 +1,4 @@
-"""What the decode kernels are compiled for: tokens per block of keys and values, end tokens of a row, ranks
+"""What the decode kernels are compiled for: tokens per block of keys and values, stop tokens of a row, ranks
 of an adapter; and how many logits the output head of the update has at a time.
 
 Plain numbers without Triton or torch, so that a plan made on a machine without a GPU counts with those of the
@@ -8,7 +8,7 @@ kernels.
 PAGE = 64
 """Tokens in a block of keys and values."""
 
-END_TOKENS = 16
+STOP_TOKENS = 16
 """Tokens that end a row, as many as the kernel that draws compares; others the host looks for."""
 
 MAX_RANK = 256

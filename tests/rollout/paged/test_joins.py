@@ -34,7 +34,7 @@ pytestmark = pytest.mark.slow
 
 BLOCK_BYTES = 2 * PAGE * 4
 POSITIONS, TOKENS = 700, 89
-FEW, MANY = (7,), (7, *range(60, 78), 3)  # end tokens of sequences, of which rows have room for 16
+FEW, MANY = (7,), (7, *range(60, 78), 3)  # stop tokens of sequences, of which rows have room for 16
 
 
 def following(tokens, uniform):
@@ -99,7 +99,7 @@ class Step:
         token = following(tokens, state.uniform_TM[row, place])
         state.out_token_TM[row, place], state.out_stats_2TM[:, row, place] = token, (-token, token)
         state.generated_T[row] += 1
-        ends, full = token in self.settings.end_RK[row], place + 1 >= state.max_new_T[row]
+        ends, full = token in self.settings.stop_RK[row], place + 1 >= state.max_new_T[row]
         state.done_T[row] = 1 if ends else 2 * full
         if state.done_T[row]:
             state.slot_T[row] = -1
