@@ -144,7 +144,9 @@ def _flat_field(name: str) -> tuple[str, Any, Any]:
 if TYPE_CHECKING:
     OwnFields: Any
 else:
-    OwnFields = dataclasses.make_dataclass("OwnFields", map(_flat_field, OWN_NAMES))
+    OwnFields = dataclasses.make_dataclass(
+        "OwnFields", map(_flat_field, OWN_NAMES), namespace={"__module__": __name__}
+    )
 
 
 @dataclass
