@@ -602,14 +602,8 @@ class Settings(Group):
             )
 
 
-GROUPS: dict[str, type[Group]] = {
-    "model": Model,
-    "data": Data,
-    "sampling": Sampling,
-    "loss": Loss,
-    "noise": Noise,
-    "run": Run,
-}
+GROUPS: dict[str, Any] = {name: info.annotation for name, info in Settings.model_fields.items()}
+"""The class of each group by its name."""
 
 DECLARED: dict[str, FieldInfo] = {
     name: info for group in GROUPS.values() for name, info in group.flat().items()
