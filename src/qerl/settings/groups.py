@@ -86,7 +86,7 @@ class Model(Group):
     lora_target_modules: Annotated[Names, Field(min_length=1)] | None = None
     """Names of the linear layers that get an adapter; unset, all of the decoder."""
     disable_dropout: bool = False
-    """Turn off the dropout of the model, not that of the adapters."""
+    """Turn off all dropout of the model, that of its adapters too."""
     cast_lm_head_to_fp32: bool = False
     """Compute the head in float32; its weights must not be those of the embeddings."""
     trust_remote_code: bool = False
