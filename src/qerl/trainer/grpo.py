@@ -336,6 +336,7 @@ class QeRLTrainer(Trainer):
             return
         if self._order is not None:
             self._order.set_epoch(where["epoch"])
+        where["model"].train()  # all of it: a model in hand may have modules in eval mode
         resumed = where["resume_from_checkpoint"] is not None and where["epoch"] == where["epochs_trained"]
         self._microbatch = where["steps_trained_in_current_epoch"] if resumed else 0
         super()._run_epoch(**where)
@@ -461,6 +462,11 @@ class QeRLTrainer(Trainer):
     def environments(self) -> list[Any] | None:
         """Those of the samples of the last rollout; None where there are none."""
         return None if self._conversations is None else self._conversations.environments
+
+    @property
+    def ref_model(self) -> PreTrainedModel | None:
+        """The copy of the policy that is the reference; None where that needs none, as with LoRA."""
+        return None if self._reference is None else self._reference.model
 
     @property
     def _eval_samples(self) -> int:

@@ -28,8 +28,8 @@ def check_policy(model: nn.Module, args: QeRLConfig, engine: RolloutEngine | Non
     """Refuse a policy that cannot be trained on joined rows, and an engine that samples from another model.
 
     Raises:
-        QeRLError: The model is no decoder-only transformer, has a prompt-learning adapter or one on its output
-            head, would train with a router loss, or is not the engine's.
+        QeRLError: The model is no decoder-only transformer, has a prompt-learning adapter or one on its
+            output head, would train with a router loss, or is not the engine's.
     """
     check_model(model)
     base = base_model(model)
