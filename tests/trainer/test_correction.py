@@ -4,7 +4,8 @@ import math
 
 import pytest
 import torch
-from qerl.trainer.correction import (
+
+from qerl.update.policy_loss import (
     Mismatch,
     importance_ratio,
     rows_with_gradient,

@@ -14,10 +14,10 @@ from qerl.errors import QeRLError
 from qerl.rollout.engine import SamplingParams
 from qerl.rollout.portable.engine import PortableEngine
 from qerl.settings.config import QeRLConfig
-from qerl.tasks.guard import guarded, judges_alone, judges_outside
+from qerl.tasks.guard import judges_alone, judges_outside
 from qerl.tasks.mixture import Mixture, Part
 from qerl.tasks.registry import get_task
-from qerl.tasks.together import Together, can_begin_early
+from qerl.tasks.together import Together, can_begin_early, guarded
 from qerl.trainer import rollout_step
 from qerl.trainer.grpo import QeRLTrainer
 from qerl.trainer.rewards import calls_of

@@ -17,7 +17,7 @@ from qerl.settings.config import QeRLConfig
 from qerl.trainer.callbacks import MetricsFile
 from qerl.trainer.grpo import QeRLTrainer
 from qerl.update import policy_loss
-from qerl.update.token_losses import gamma_weight
+from qerl.update.policy_loss import gamma_weight
 from tests.support.trainer import (
     DATA,
     GROUP,

@@ -4,9 +4,8 @@ from itertools import product
 
 import pytest
 import torch
-from qerl.update.metrics import gathered
 
-from qerl.update.policy_loss import PolicyLoss, Share, Tokens, adapted_entropy_coef, high_entropy
+from qerl.update.policy_loss import PolicyLoss, Share, Tokens, adapted_entropy_coef, gathered, high_entropy
 from tests.support.trl_loss import trl_loss
 
 NAMES = ["grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo"]

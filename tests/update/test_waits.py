@@ -3,7 +3,6 @@
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from qerl.trainer.correction import Mismatch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -12,6 +11,7 @@ from qerl.settings.config import QeRLConfig
 from qerl.trainer import updates
 from qerl.trainer.grpo import QeRLTrainer
 from qerl.update import chunks, joined_row
+from qerl.update.policy_loss import Mismatch
 from tests.support.models import move_adapter
 from tests.support.trainer import DATA, ScriptedEngine, settings, sum_reward
 

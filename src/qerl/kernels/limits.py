@@ -23,15 +23,6 @@ STACKED_PART = 512
 WHOLE_PARTS = 160 * 1024
 """Shared memory of a block, bytes, from which on kernels hold these many at once; with less, half of them."""
 
-HEAD_TILE = 5 << 25
-"""Logits that the output head of the update has at a time: 1024 positions of a vocabulary of 152,000 in 0.6
-GB, of which its second product makes enough blocks to fill a card with 132 multiprocessors."""
-
-
-def head_positions(positions: int, vocabulary: int) -> int:
-    """Positions whose whole rows of logits the output head of the update has at a time."""
-    return min(positions, max(HEAD_TILE // vocabulary // 128, 1) * 128)
-
 
 def pad_rank(rank: int) -> int:
     """Ranks that buffers have for an adapter of this rank: a power of two, as Triton wants, from 16 on."""

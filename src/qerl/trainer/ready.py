@@ -16,7 +16,7 @@ from qerl.fp4.linear import dense_weights_kept
 from qerl.noise.norms import find_noise_norms
 from qerl.rollout.engine import RolloutEngine, check_model
 from qerl.settings.config import QeRLConfig
-from qerl.update.forward import score
+from qerl.update.head import score
 from qerl.update.kernels import use_kernels
 from qerl.update.path import UpdatePath
 from qerl.update.row_check import check_joined_row

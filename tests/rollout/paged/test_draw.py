@@ -17,9 +17,8 @@ from qerl.kernels.decode import leave_out as leaving
 from qerl.kernels.decode.draw import RowState
 from qerl.kernels.decode.leave_out import NEVER, RowSettings, leave_out
 from qerl.kernels.limits import STOP_TOKENS
-from qerl.rollout.engine import SamplingParams
+from qerl.rollout.engine import SamplingParams, truncate
 from qerl.rollout.paged import rows as placing
-from qerl.rollout.sampling import truncate
 from qerl.rollout.session import Prompt, Sequence
 
 BLOCK = 16

@@ -18,7 +18,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from qerl.errors import QeRLError
 from qerl.kernels.limits import PAGE
-from qerl.rollout.engine import SamplingParams
+from qerl.rollout.engine import SamplingParams, uniform_streams
 from qerl.rollout.paged.decode import DecodeGraphs
 from qerl.rollout.paged.kv_cache import KVCache
 from qerl.rollout.paged.machine import Eager
@@ -26,7 +26,6 @@ from qerl.rollout.paged.memory import PlainMemory
 from qerl.rollout.paged.rows import Rows
 from qerl.rollout.paged.scheduler import Pace
 from qerl.rollout.paged.session import EngineParts, PagedSession
-from qerl.rollout.sampling import uniform_streams
 from qerl.rollout.stops import Stop
 from tests.support.books import ONE_NUMBER, blocks_of
 

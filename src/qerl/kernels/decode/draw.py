@@ -1,6 +1,6 @@
 """Draw a token for each sequence, and keep the books so that the next step starts without the host.
 
-The token is found by inverting the cumulative distribution at one uniform number, as qerl.rollout.sampling
+The token is found by inverting the cumulative distribution at one uniform number, as qerl.rollout.engine
 does, so a sequence's draw depends on its own stream alone. First every block of the vocabulary leaves its
 largest logit, its sum of exponentials and its share of the entropy; then one program for each sequence finds
 the block in which the cumulative sum passes the uniform, and the token within that block. Both are searched

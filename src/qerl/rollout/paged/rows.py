@@ -21,9 +21,8 @@ from qerl.kernels.decode.draw import RowState
 from qerl.kernels.decode.leave_out import FILTERED, FREE, GREEDY, RowSettings
 from qerl.kernels.decode.speculate import LaneState
 from qerl.kernels.limits import PAGE, STOP_TOKENS
-from qerl.rollout.engine import SamplingParams
+from qerl.rollout.engine import SamplingParams, uniform_streams
 from qerl.rollout.paged.forward import Inputs
-from qerl.rollout.sampling import uniform_streams
 from qerl.rollout.session import Sequence
 from qerl.rollout.stops import Cut, FinishReason
 
