@@ -7,13 +7,13 @@ Legend: V vocabulary, S samples.
 
 import pytest
 import torch
-from qerl.trainer.correction import importance_ratio
 
 from qerl.noise.draw import AdaptiveNoise
 from qerl.noise.norms import noisy_norms
 from qerl.noise.schedule import NoiseSchedule
 from qerl.rollout.engine import SamplingParams
 from qerl.rollout.portable.engine import PortableEngine
+from qerl.update.correction import importance_ratio
 
 PROMPT = [5, 9, 3]
 V = 64

@@ -4,8 +4,9 @@ import math
 
 import pytest
 import torch
-from qerl.update.metrics import Metric, gathered
 from trl.trainer.utils import nanmax, nanmin
+
+from qerl.update.policy_loss import Metric, gathered
 
 NAN, STEPS = float("nan"), 2
 VALUES = [[[1.25, 3.0], [0.1, 0.5]], [[0.7, 4.0], [0.2, 2.0]]]  # of processes, of losses
