@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from qerl.trainer.batch import padded
 from rich.console import Console
 
 from qerl.settings.config import QeRLConfig
@@ -26,10 +25,14 @@ def test_decode_equals_the_loss_forward(tiny_run, tmp_path, weights, dtype, boun
     soften(trainer.model)
     trainer.model.train()
     rows = [row for row in trainer.train_dataset.select(range(4)) for _ in range(2)]
-    batch = trainer._generate_and_score_completions(rows)
+    samples = trainer.rollouts.train(rows, 0).samples
     trainer.model.eval()  # the adapters' dropout is for the loss, not for this comparison
-    logps, _ = trainer._forward(trainer.model, padded(batch), list(range(len(rows))))
-    difference = (logps - batch["sampling_per_token_logps"])[batch["completion_mask"].bool()].abs()
+    found = trainer.updates.logprobs(trainer.model, samples)
+    difference = torch.tensor([
+        abs(ours - sampled)
+        for sample, values in zip(samples, found, strict=True)
+        for ours, sampled in zip(values, sample.logprobs, strict=True)
+    ])  # fmt: skip
     mean, most = difference.mean(), difference.max()
     with capsys.disabled():
         print(f"\n{weights} {dtype}: mean {mean:.1e}, max {most:.1e}, bound {bound:.0e}")
